@@ -1,0 +1,31 @@
+"""What one forward pass needs to know, in one value.  Lessons 09 and 10."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass
+class Rows:
+    """Some requests' query tokens, packed one after the other, and the cache blocks they attend to."""
+
+    tokens: int  # query tokens of all rows together
+    block_table: Tensor  # [groups, rows, blocks] int32, cut to the longest row; unused entries are 0
+    lengths: Tensor  # [rows] int32: keys that each row's last query sees, itself included
+    query_start: Tensor  # [rows + 1] int32: row r's queries are q[query_start[r] : query_start[r + 1]]
+    max_queries: int  # the largest number of queries in a row
+
+
+@dataclass
+class Batch:
+    """One ragged forward: decode rows first, then prefill chunks, without padding.
+
+    Decode rows all carry the same number of queries (one, unless tokens are speculated); prefill rows carry any.
+    """
+
+    token_ids: Tensor  # [tokens] int64
+    positions: Tensor  # [tokens] int64
+    slots: Tensor  # [groups, tokens] int64: block * block_size + offset, where the token's K and V are written
+    decode: Rows | None  # the first `decode.tokens` tokens
+    prefill: Rows | None  # the rest
+    logits_index: Tensor | None  # [samples] int64: tokens whose final hidden state is wanted; None: all of them

@@ -1,0 +1,151 @@
+"""A request as its user states it, and what comes back.  Lesson 00."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+class InvalidRequest(ValueError):
+    """A request that can never run: the message names the input, the limit and the way out."""
+
+
+MAX_LOGPROBS = 20
+TokenLogprobs = dict[int, float]
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise InvalidRequest(message)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is chosen and when to stop; checked once, here.  Lesson 02.
+
+    The steps run in this order: logit_bias, penalties, min_tokens, temperature, min_p, top_k, top_p.
+
+    max_tokens          most tokens to generate (at least 1)
+    min_tokens          no stop token may be chosen before this many are out
+    temperature         0 takes the likeliest token; 1 samples the model's own distribution
+    top_k               keep the k likeliest tokens (0 or -1: all)
+    top_p               keep the likeliest tokens whose probabilities sum to p (Holtzman et al. 2020, section 3.1)
+    min_p               keep tokens at least this share as likely as the likeliest (Nguyen et al. 2024)
+    repetition_penalty  divides positive logits of tokens seen in prompt or output (Keskar et al. 2019, section 4.1)
+    presence_penalty    subtracted once from tokens already generated, in [-2, 2]
+    frequency_penalty   subtracted once for each time a token was generated, in [-2, 2]
+    seed                same seed, same tokens, whatever else runs beside the request
+    stop                strings that end the text (they are not part of it)
+    stop_token_ids      ids that end the output, beside the model's own end tokens
+    ignore_eos          do not stop at the model's end tokens
+    logprobs            report this many likeliest tokens beside each generated one
+    prompt_logprobs     the same for each token of the prompt
+    logit_bias          {token id: added to its logit}, in [-100, 100]
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        ranges = {
+            "temperature": (self.temperature, 0, 1e4, "0 for greedy, 1 for the model's own distribution"),
+            "top_p": (self.top_p, 0, 1, "1 keeps every token"),
+            "min_p": (self.min_p, 0, 1, "0 keeps every token"),
+            "repetition_penalty": (self.repetition_penalty, 0, 1e4, "1 changes nothing"),
+            "presence_penalty": (self.presence_penalty, -2, 2, "0 changes nothing"),
+            "frequency_penalty": (self.frequency_penalty, -2, 2, "0 changes nothing"),
+        }
+        for name, (value, low, high, hint) in ranges.items():
+            ok = _is_number(value) and low <= value <= high
+            _check(ok, f"{name} must be a number in [{low}, {high:g}] ({hint}), not {value!r}")
+        _check(self.top_p > 0, "top_p must be above 0 (1 keeps every token); use temperature=0 for greedy")
+        _check(self.repetition_penalty > 0, "repetition_penalty must be above 0 (1 changes nothing)")
+        for name, low in (("max_tokens", 1), ("min_tokens", 0), ("top_k", -1)):
+            value = getattr(self, name)
+            _check(_is_int(value) and low <= value < 2**31, f"{name} must be a whole number from {low}, not {value!r}")
+        _check(
+            self.min_tokens <= self.max_tokens,
+            f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens}): raise max_tokens",
+        )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            ok = value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS)
+            _check(ok, f"{name} must be a whole number from 0 to {MAX_LOGPROBS}, not {value!r}")
+        ok = self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**63)
+        _check(ok, f"seed must be a 64-bit whole number, not {self.seed!r}")
+        for text in self.stop:
+            _check(isinstance(text, str) and text != "", f"stop strings must be non-empty strings, not {text!r}")
+        for token in self.stop_token_ids:
+            _check(_is_int(token) and token >= 0, f"stop_token_ids must be token ids (from 0), not {token!r}")
+        if self.logit_bias is not None:
+            bias = {int(token): value for token, value in self.logit_bias.items()}
+            for token, value in bias.items():
+                ok = token >= 0 and _is_number(value) and -100 <= value <= 100
+                _check(ok, f"logit_bias maps token ids to numbers in [-100, 100], not {token!r}: {value!r}")
+            object.__setattr__(self, "logit_bias", bias)
+
+    @property
+    def needs_general_path(self) -> bool:
+        """Whether sampling needs more than greedy choice or temperature."""
+        return (
+            self.top_k > 0
+            or self.top_p < 1
+            or self.min_p > 0
+            or self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.min_tokens > 0
+            or bool(self.logit_bias)
+        )
+
+
+@dataclass
+class Completion:
+    """One request's result.  Times are `time.perf_counter()` seconds."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None  # "stop", "length" or "abort"
+    stop_reason: int | str | None = None  # the stop token id or string that ended it
+    logprobs: list[TokenLogprobs] | None = None  # one dict a generated token
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # None for the first token
+    arrival_time: float = 0.0
+    first_token_time: float | None = None
+    finish_time: float | None = None
+
+
+@dataclass
+class Delta:
+    """What a streaming request has gained since the last one."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    completion: Completion | None = None  # with the last delta: the whole result
