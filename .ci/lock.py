@@ -1,0 +1,112 @@
+"""Write requirements.lock and environment.yml from pyproject.toml (`make lock`).
+
+A fresh environment gets everything that pyproject.toml asks for; what pip installed there is the lock. The versions
+locked before are kept where they still fit; `make lock UPGRADE=1` asks for the newest ones instead.
+`--from PYTHON` reads an environment that exists already.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LOCK = ROOT / "requirements.lock"
+PYTHON = "3.11"
+# CUDA builds of torch bring these, at versions that belong to the build: the lock must fit CPU builds too.
+FROM_TORCH = re.compile(r"^(nvidia|cuda)-")
+# What these platforms alone need; the others must be able to read the same file.
+MARKERS = {"triton": "sys_platform == 'linux'"}
+HEADER = """\
+# Exact versions of everything `make` installs, written by `make lock`. torch comes first because it is installed first:
+# `pip install torch==...` alone, then this file (an open range would pull several builds of it).
+"""
+
+
+def normalized(name: str) -> str:
+    """The spelling of a project's name that all its other spellings share."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def requirements() -> list[str]:
+    """Every requirement of pyproject.toml, all extras together, without the project's own extras."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lists = [project["dependencies"], *project["optional-dependencies"].values()]
+    return [line for group in lists for line in group if not line.startswith("minillm[")]
+
+
+def direct_names() -> list[str]:
+    """Names that pyproject.toml asks for, in its order, once each."""
+    return list(dict.fromkeys(normalized(re.match(r"[\w.-]+", line)[0]) for line in requirements()))
+
+
+def freeze(python: str) -> dict[str, str]:
+    """Name to version of everything installed beside `python`, without minillm, pip and torch's CUDA parts."""
+    command = [python, "-m", "pip", "list", "--format=freeze", "--exclude-editable", "--exclude=pip"]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    pins = dict(line.split("==") for line in lines)
+    return {
+        normalized(name): version.split("+")[0]
+        for name, version in pins.items()
+        if not FROM_TORCH.match(normalized(name)) and normalized(name) != "minillm"
+    }
+
+
+def install_fresh(folder: str, upgrade: bool) -> str:
+    """A new environment in `folder` holding what pyproject.toml asks for; its interpreter."""
+    venv.create(folder, with_pip=True)
+    python = str(Path(folder, "bin", "python"))
+    command = [python, "-m", "pip", "install", "--quiet"]
+    if LOCK.exists() and not upgrade:
+        command += ["--constraint", str(LOCK)]
+    subprocess.run([*command, *requirements()], check=True)
+    return python
+
+
+def write(pins: dict[str, str]) -> None:
+    """Both files, torch first and the rest by name."""
+    order = ["torch", *sorted(pins.keys() - {"torch"})]
+    lines = {name: f"{name}=={pins[name]}" for name in order}
+    marked = [line + (f"; {MARKERS[name]}" if name in MARKERS else "") for name, line in lines.items()]
+    LOCK.write_text(HEADER + "\n".join(marked) + "\n")
+    direct = [line for line in marked if re.match(r"[\w.-]+", line)[0] in direct_names()]
+    conda = [
+        "# For conda users, written by `make lock`: conda brings Python, pip brings the rest at the lock's versions.",
+        "name: minillm",
+        "channels:",
+        "  - conda-forge",
+        "  - nodefaults",
+        "dependencies:",
+        f"  - python={PYTHON}",
+        "  - pip",
+        "  - pip:",
+        "      - --constraint requirements.lock",
+        *(f'      - "{line}"' for line in direct),
+        "      - --editable .",
+    ]
+    (ROOT / "environment.yml").write_text("\n".join(conda) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--upgrade", action="store_true", help="take the newest versions that fit")
+    parser.add_argument("--from", dest="python", help="read this interpreter's environment; install nothing")
+    options = parser.parse_args()
+    if sys.platform != "linux":
+        parser.error(f"the lock is written on Linux, where triton exists; this is {sys.platform}")
+    with tempfile.TemporaryDirectory() as folder:
+        pins = freeze(options.python or install_fresh(folder, options.upgrade))
+    missing = [name for name in direct_names() if name not in pins]
+    if missing:
+        parser.error(f"not installed in that environment: {', '.join(missing)}")
+    write(pins)
+
+
+if __name__ == "__main__":
+    main()

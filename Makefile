@@ -1,0 +1,70 @@
+# minillm: `make demo` and `make test` need Python 3.11 or 3.12 and make; everything else comes into .venv.
+#
+#   TORCH_INDEX=URL   where torch comes from (a CPU-only index saves several GB on Linux without a GPU)
+#   PYTHON=python3.12 which Python makes .venv
+
+SHELL := /bin/bash
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.installed
+TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' requirements.lock)
+NOTEBOOK ?=
+
+.PHONY: help setup demo test lab notebooks lint format lock clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make demo       serve the embedded model, load it, compare it; leaves an HTML report in build/'
+	@echo 'make test       every test, notebooks included'
+	@echo 'make lab        JupyterLab on copies of the notebooks, in lab/'
+	@echo 'make notebooks  rebuild and execute the notebooks from notebooks/source/'
+	@echo 'make lint       ruff check and format check      make format   let ruff rewrite'
+	@echo 'make lock       write requirements.lock and environment.yml (UPGRADE=1: newest versions)'
+	@echo 'make setup      only the environment in .venv    make clean    remove what was built'
+
+setup: $(READY)
+
+# A name on PATH may be a shim that cannot start: each candidate is run before it is chosen.
+$(BIN)/python:
+	@for python in $(PYTHON) python3.11 python3.12 python3 python; do \
+	  if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; then \
+	    echo "making $(VENV) with $$($$python --version)"; \
+	    $$python -m venv $(VENV) && exit 0; \
+	    echo 'python -m venv failed; on Debian and Ubuntu: apt install python3-venv' >&2; exit 1; \
+	  fi; \
+	done; \
+	echo 'no Python 3.11 or 3.12 found: install one, or name it with make PYTHON=/path/to/python3.12' >&2; exit 1
+
+# torch alone and by its exact version first: beside open ranges pip may fetch several builds of it.
+$(READY): requirements.lock pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	$(BIN)/python -m pip install --quiet --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/python -m minillm.course.build demo
+
+test: $(READY)
+	$(BIN)/python -m pytest --nbval --nbval-current-env $(PYTEST)
+
+lab: $(READY)
+	$(BIN)/python -m minillm.course.build lab
+	$(BIN)/jupyter lab --notebook-dir lab
+
+notebooks: $(READY)
+	$(BIN)/python -m minillm.course.build notebooks $(NOTEBOOK)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+lock: $(READY)
+	$(BIN)/python .ci/lock.py $(if $(UPGRADE),--upgrade)
+
+clean:
+	rm -rf build dist report *.egg-info .pytest_cache .ruff_cache .hypothesis
