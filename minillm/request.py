@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 
 class InvalidRequest(ValueError):
     """A request that can never run: the message names the input, the limit and the way out."""
@@ -149,3 +151,27 @@ class Delta:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     completion: Completion | None = None  # with the last delta: the whole result
+
+
+@dataclass(eq=False)
+class Request:
+    """A request inside the engine. `known` is its prompt and confirmed output whenever it is in no row."""
+
+    request_id: str
+    prompt: np.ndarray  # [tokens] int32
+    params: SamplingParams
+    limit: int  # most tokens, prompt and output
+    stop_ids: tuple[int, ...] = ()
+    seed: int = 0
+    salt: str = ""  # requests share cached prefixes only with those of the same salt
+    known: np.ndarray = field(default=None)  # [tokens] int32
+    arrival: int = -1
+    row: int = -1
+    keys: list[bytes] = field(default_factory=list)  # prefix keys of its first full blocks
+    registered: int = 0  # blocks that others may find
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def __post_init__(self) -> None:
+        if self.known is None:
+            self.known = self.prompt

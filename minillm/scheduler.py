@@ -1,0 +1,347 @@
+"""In-flight batching: which tokens run in the next step.  Lesson 10.
+
+One rule covers prefill, chunked prefill, decode and resuming after preemption: a request's *computed* tokens (whose
+keys and values are in the cache) chase its *known* tokens (prompt and output), as far as the token budget of a step
+allows. When the last known token is computed, the model yields one more (Yu et al. 2022, "Orca", section 3.2;
+Agrawal et al. 2024, "Sarathi-Serve", section 4).
+
+Steps are launched before the tokens of earlier ones are read, so the scheduler counts tokens it has not seen: `known`
+runs ahead of `confirmed`. State is kept in numpy columns, one entry a row, so that a step costs a few vector
+operations; Python loops run over events only: admit, finish, preempt.
+"""
+
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .kv_cache import BlockPool, prefix_keys
+from .request import InvalidRequest, Request
+
+
+@dataclass
+class Step:
+    """One launch: for each row, the span of its tokens that runs. Rows with a single token come first."""
+
+    number: int
+    rows: np.ndarray  # [n] int32
+    starts: np.ndarray  # [n] int32: tokens of the row that are in the cache already
+    queries: np.ndarray  # [n] int32: tokens that run now
+    samples: np.ndarray  # [n] bool: the row's last known token is among them, so the step yields one more
+    singles: int  # how many leading rows run exactly one token
+    admitted: list[Request] = field(default_factory=list)  # requests that got their row since the last step
+    table_rows: np.ndarray | None = None  # [m] what changed in the block tables: row, column, block a group
+    table_columns: np.ndarray | None = None
+    table_blocks: np.ndarray | None = None  # [groups, m]
+
+
+class Scheduler:
+    """First come, first served, with preemption by recomputation when blocks run out."""
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        block_size: int,
+        num_blocks: int,
+        groups: int = 1,
+        prefix_caching: bool = True,
+    ):
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.block_size = block_size
+        self.groups = groups
+        self.prefix_caching = prefix_caching
+        self.pool = BlockPool(num_blocks)
+
+        rows, width = max_num_seqs, -(-max_model_len // block_size)
+        self.requests: list[Request | None] = [None] * rows
+        self.block_table = np.zeros((groups, rows, width), np.int32)
+        self.held = np.zeros(rows, np.int32)  # blocks in the row's table, in each group
+        self.tokens = np.zeros((rows, max_model_len + 1), np.int32)  # confirmed tokens
+        self.confirmed = np.zeros(rows, np.int32)  # tokens in `tokens`
+        self.known = np.zeros(rows, np.int32)  # confirmed, and sampled by steps not read yet
+        self.computed = np.zeros(rows, np.int32)  # tokens whose K and V launched steps have written
+        self.settled = np.zeros(rows, np.int32)  # the same for steps that have been read
+        self.limit = np.zeros(rows, np.int32)  # most tokens, prompt and output
+        self.stop_ids = np.full((rows, 4), -1, np.int32)
+        self.arrival = np.zeros(rows, np.int64)
+        self.last_step = np.full(rows, -1, np.int64)  # the newest step that runs the row
+
+        self.order = np.zeros(0, np.int32)  # running rows, oldest request first
+        self.waiting: deque[Request] = deque()
+        self._free_rows = list(range(rows - 1, -1, -1))
+        self._fence: deque[tuple[int, int, list[int]]] = deque()  # (last step that may touch them, row, blocks)
+        self._arrivals = 0
+        self.launched = -1  # number of the newest step launched
+        self.read = -1  # number of the newest step whose tokens were read
+        self._admitted: list[Request] = []
+        self._table_changes: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self.preemptions = 0
+        self.prefix_hits = 0  # tokens found in the cache at admission
+
+    # ---- requests come and go
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises InvalidRequest if it could never run, however long it waited."""
+        prompt, limit = len(request.prompt), request.limit
+        if not 0 < prompt < limit <= self.max_model_len:
+            raise InvalidRequest(
+                f"a prompt of {prompt} tokens and an output of {limit - prompt} need 0 < prompt < total <= "
+                f"max_model_len = {self.max_model_len}; shorten the prompt or raise max_model_len"
+            )
+        needed = self._blocks(limit) * self.groups
+        if needed > self.pool.num_blocks:
+            raise InvalidRequest(
+                f"{limit} tokens need {needed} cache blocks of {self.block_size} tokens, and the cache has "
+                f"{self.pool.num_blocks}; lower max_tokens or raise num_blocks"
+            )
+        request.arrival = self._arrivals
+        self._arrivals += 1
+        self.waiting.append(request)
+
+    def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
+        """End a request now, wherever it is. Steps in flight may still run its row; what they yield is dropped."""
+        if request.finish_reason is not None:
+            return
+        request.finish_reason, request.stop_reason = reason, stop_reason
+        if request.row < 0:
+            self.waiting.remove(request)
+        else:
+            self._vacate(request)
+
+    @property
+    def in_flight(self) -> int:
+        return self.launched - self.read
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting) or len(self.order) > 0
+
+    # ---- choosing a step
+
+    def schedule(self) -> Step | None:
+        """The next step, or None when nothing can be launched before a step in flight has been read."""
+        while not self._grow():
+            if self.in_flight:
+                return None  # reading may finish requests, which is cheaper than preempting one
+            self._preempt()
+        rows, queries = self._share_budget(self._runnable())
+        budget = self.max_num_batched_tokens - int(queries.sum())
+        admitted = self._admit(budget)
+        if admitted:
+            rows = np.concatenate([rows, np.array([row for row, _ in admitted], np.int32)])
+            queries = np.concatenate([queries, np.array([count for _, count in admitted], np.int32)])
+        if len(rows) == 0:
+            return None
+        return self._launch(rows, queries)
+
+    def _runnable(self) -> np.ndarray:
+        rows = self.order
+        known = self.known[rows]
+        return rows[(self.computed[rows] < known) & (known < self.limit[rows])]
+
+    def _share_budget(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Decodes first, so that nobody's output stalls behind another's prompt; then chunks, oldest first."""
+        queries = self.known[rows] - self.computed[rows]
+        if queries.sum() <= self.max_num_batched_tokens:
+            return rows, queries
+        first = np.argsort(queries > 1, kind="stable")
+        rows, queries = rows[first], queries[first]
+        before = np.cumsum(queries) - queries
+        queries = np.minimum(queries, np.maximum(self.max_num_batched_tokens - before, 0))
+        return rows[queries > 0], queries[queries > 0]
+
+    def _grow(self) -> bool:
+        """Give a block to each row whose next token needs one; False, and none given, if there are too few."""
+        rows = self._runnable()
+        rows = rows[self.computed[rows] >= self.held[rows] * self.block_size]
+        needed = len(rows) * self.groups
+        if needed > self.pool.available:
+            return False
+        if needed:
+            blocks = np.array(self.pool.allocate(needed), np.int32).reshape(self.groups, -1)
+            self._extend_tables(rows, self.held[rows], blocks)
+            self.held[rows] += 1
+        return True
+
+    def _preempt(self) -> None:
+        """Send the newest request back to the head of the queue. Nothing is in flight: its tokens are all known."""
+        request = self.requests[self.order[-1]]
+        self._vacate(request)
+        self.waiting.appendleft(request)
+        self.preemptions += 1
+
+    def _admit(self, budget: int) -> list[tuple[int, int]]:
+        """Move waiting requests into rows while budget, rows and blocks last: (row, tokens to run) of each."""
+        admitted = []
+        while self.waiting and budget > 0 and self._free_rows:
+            request = self.waiting[0]
+            known = len(request.known)
+            shared = self._find_prefix(request)
+            needed = self._blocks(known) - len(shared)
+            cached = [block for column in shared for block in column]
+            # Rows take a block every block_size steps: leave what they are expected to take in the next one.
+            reserve = -(-len(self.order) // self.block_size) * self.groups
+            if needed * self.groups + reserve > self.pool.available - self.pool.unreferenced(cached):
+                break
+            self.waiting.popleft()
+            self.pool.share(cached)
+            new = np.array(self.pool.allocate(needed * self.groups), np.int32).reshape(self.groups, needed)
+            old = np.array(shared, np.int32).reshape(len(shared), self.groups).T
+            row = self._occupy(request, np.concatenate([old, new], axis=1), len(shared))
+            self.prefix_hits += len(shared) * self.block_size
+            count = min(known - int(self.computed[row]), budget)
+            budget -= count
+            admitted.append((row, count))
+        return admitted
+
+    def _find_prefix(self, request: Request) -> list[list[int]]:
+        """Cached blocks of the request's beginning, [blocks][groups]. At least one token is left to compute."""
+        if not self.prefix_caching or request.params.prompt_logprobs is not None:
+            return []
+        full = (len(request.known) - 1) // self.block_size
+        request.keys = prefix_keys(request.known, self.block_size, request.salt, request.keys)
+        found = self.pool.lookup(key for prefix in request.keys[:full] for key in self._group_keys(prefix))
+        return [found[i : i + self.groups] for i in range(0, len(found) - self.groups + 1, self.groups)]
+
+    def _launch(self, rows: np.ndarray, queries: np.ndarray) -> Step:
+        first = np.argsort(queries > 1, kind="stable")
+        rows, queries = rows[first], queries[first]
+        starts = self.computed[rows]
+        self.launched += 1
+        self.last_step[rows] = self.launched
+        self.computed[rows] += queries
+        samples = self.computed[rows] == self.known[rows]
+        self.known[rows[samples]] += 1
+        step = Step(self.launched, rows, starts, queries, samples, int((queries == 1).sum()), self._admitted)
+        if self._table_changes:
+            changed = zip(*self._table_changes, strict=True)
+            step.table_rows, step.table_columns = (np.concatenate(next(changed)) for _ in range(2))
+            step.table_blocks = np.concatenate(next(changed), axis=1)
+            self._table_changes = []
+        self._admitted = []
+        return step
+
+    # ---- reading a step
+
+    def complete(self, step: Step, sampled: np.ndarray) -> list[Request]:
+        """Take in the tokens that `step` yielded, in its rows' order; returns the requests that ended.
+
+        sampled: [step.samples.sum()] int. Steps are read in the order they were launched.
+        """
+        assert step.number == self.read + 1, "steps are read in the order they were launched"
+        self.read = step.number
+        alive = self.confirmed[step.rows] > 0
+        self.settled[step.rows[alive]] = (step.starts + step.queries)[alive]
+        sampling, alive_sampling = step.rows[step.samples], alive[step.samples]
+        rows, sampled = sampling[alive_sampling], sampled[alive_sampling]
+        self.tokens[rows, self.confirmed[rows]] = sampled
+        self.confirmed[rows] += 1
+        if self.prefix_caching:
+            for row in step.rows[step.singles :]:
+                if self.confirmed[row]:
+                    self._register(self.requests[row])
+        stopped = (self.stop_ids[rows] == sampled[:, None]).any(axis=1)
+        full = self.confirmed[rows] == self.limit[rows]
+        ended = []
+        for i in np.nonzero(stopped | full)[0]:
+            request = self.requests[rows[i]]
+            if stopped[i]:
+                self.finish(request, "stop", int(sampled[i]))
+            else:
+                self.finish(request, "length")
+            ended.append(request)
+        self._open_fence()
+        return ended
+
+    # ---- rows and blocks
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def _group_keys(self, prefix: bytes) -> list[bytes]:
+        return [prefix + bytes([group]) for group in range(self.groups)]
+
+    def _extend_tables(self, rows: np.ndarray, columns: np.ndarray, blocks: np.ndarray) -> None:
+        self.block_table[:, rows, columns] = blocks
+        self._table_changes.append((rows, columns, blocks))
+
+    def _occupy(self, request: Request, blocks: np.ndarray, shared: int) -> int:
+        """Put a request into a free row, with its blocks [groups, count], the first `shared` of them computed."""
+        row = self._free_rows.pop()
+        request.row = row
+        self.requests[row] = request
+        known, count = len(request.known), blocks.shape[1]
+        self.tokens[row, :known] = request.known
+        self.confirmed[row] = self.known[row] = known
+        self.computed[row] = self.settled[row] = shared * self.block_size
+        self.limit[row] = request.limit
+        stops = request.stop_ids
+        if len(stops) > self.stop_ids.shape[1]:
+            wider = np.full((len(self.requests), len(stops)), -1, np.int32)
+            wider[:, : self.stop_ids.shape[1]] = self.stop_ids
+            self.stop_ids = wider
+        self.stop_ids[row] = -1
+        self.stop_ids[row, : len(stops)] = stops
+        self.held[row] = count
+        self._extend_tables(np.full(count, row, np.int32), np.arange(count, dtype=np.int32), blocks)
+        request.registered = shared
+        self.arrival[row] = request.arrival
+        place = int(np.searchsorted(self.arrival[self.order], request.arrival))
+        self.order = np.insert(self.order, place, row)
+        self._admitted.append(request)
+        return row
+
+    def _vacate(self, request: Request) -> None:
+        """Take a request out of its row. Row and blocks wait behind the fence for the steps in flight."""
+        row = request.row
+        if self.prefix_caching:
+            self._register(request)
+        request.known = self.tokens[row, : self.confirmed[row]].copy()
+        request.row = -1
+        self.requests[row] = None
+        self.confirmed[row] = self.known[row] = self.limit[row] = 0
+        self.order = self.order[self.order != row]
+        blocks = self.block_table[:, row, : self.held[row]].T.ravel().tolist()
+        self.held[row] = 0
+        insort(self._fence, (int(self.last_step[row]), row, blocks))
+        self._open_fence()
+
+    def _open_fence(self) -> None:
+        while self._fence and self._fence[0][0] <= self.read:
+            _, row, blocks = self._fence.popleft()
+            self.pool.release(blocks)
+            self._free_rows.append(row)
+
+    def _register(self, request: Request) -> None:
+        """Let others share the full blocks whose tokens are confirmed and whose keys and values are written."""
+        row = request.row
+        full = min(int(self.settled[row]), int(self.confirmed[row])) // self.block_size
+        if full <= request.registered:
+            return
+        known = self.tokens[row, : full * self.block_size]
+        request.keys = prefix_keys(known, self.block_size, request.salt, request.keys[:full])
+        for column in range(request.registered, full):
+            for group, key in enumerate(self._group_keys(request.keys[column])):
+                self.pool.register(int(self.block_table[group, row, column]), key)
+        request.registered = full
+
+    def check(self) -> None:
+        """Raise AssertionError unless every block and every row is accounted for."""
+        running = [request for request in self.requests if request is not None]
+        assert sorted(self.order.tolist()) == sorted(request.row for request in running), "order lost a row"
+        tables = [self.block_table[:, r.row, : self.held[r.row]].ravel().tolist() for r in running]
+        fenced = [blocks for _, _, blocks in self._fence]
+        self.pool.check(block for blocks in tables + fenced for block in blocks)
+        rows = [request.row for request in running] + [row for _, row, _ in self._fence] + self._free_rows
+        assert sorted(rows) == list(range(len(self.requests))), "a row is lost or in two places"
+        for request in running:
+            row = request.row
+            assert self.settled[row] <= self.computed[row] <= self.known[row], f"row {row}: tokens out of order"
+            assert self.confirmed[row] <= self.known[row] <= self.limit[row], f"row {row}: too many tokens"
+            assert self.computed[row] <= self.held[row] * self.block_size, f"row {row}: tokens without a block"
+        assert all(request.row == -1 for request in self.waiting), "a waiting request holds a row"
