@@ -1,7 +1,7 @@
 """Write requirements.lock and environment.yml from pyproject.toml (`make lock`).
 
-A fresh environment gets everything that pyproject.toml asks for; what pip installed there is the lock. The versions
-locked before are kept where they still fit; `make lock UPGRADE=1` asks for the newest ones instead.
+A fresh environment gets everything that pyproject.toml asks for; what pip installed there is the lock.
+The versions locked before are kept where they still fit; `make lock UPGRADE=1` asks for the newest instead.
 `--from PYTHON` reads an environment that exists already.
 """
 
@@ -22,8 +22,8 @@ FROM_TORCH = re.compile(r"^(nvidia|cuda)-")
 # What these platforms alone need; the others must be able to read the same file.
 MARKERS = {"triton": "sys_platform == 'linux'"}
 HEADER = """\
-# Exact versions of everything `make` installs, written by `make lock`. torch comes first because it is installed first:
-# `pip install torch==...` alone, then this file (an open range would pull several builds of it).
+# Exact versions of everything `make` installs, written by `make lock`. torch comes first because it is
+# installed first: `pip install torch==...` alone, then this file (an open range may pull several builds).
 """
 
 
@@ -45,7 +45,7 @@ def direct_names() -> list[str]:
 
 
 def freeze(python: str) -> dict[str, str]:
-    """Name to version of everything installed beside `python`, without minillm, pip and torch's CUDA parts."""
+    """Name to version of everything installed beside `python`, without pip and torch's CUDA parts."""
     command = [python, "-m", "pip", "list", "--format=freeze", "--exclude-editable", "--exclude=pip"]
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     pins = dict(line.split("==") for line in lines)
@@ -75,7 +75,7 @@ def write(pins: dict[str, str]) -> None:
     LOCK.write_text(HEADER + "\n".join(marked) + "\n")
     direct = [line for line in marked if re.match(r"[\w.-]+", line)[0] in direct_names()]
     conda = [
-        "# For conda users, written by `make lock`: conda brings Python, pip brings the rest at the lock's versions.",
+        "# For conda users, written by `make lock`: conda brings Python, pip the rest at the lock's pins.",
         "name: minillm",
         "channels:",
         "  - conda-forge",
