@@ -1,0 +1,162 @@
+"""Every operation in plain torch: short, obvious, and what all faster versions are tested against.  Lessons 02 to 08.
+
+These are executable specifications. They run on any device in float64, float32, bfloat16 and float16; reductions
+are done in float32 (float64 for float64 inputs). `cpu.py` and `triton.py` hold faster functions under the same names.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..kv_cache import LayerCache
+from ..quantization import Weight
+
+
+def embedding(ids: Tensor, weight: Tensor, scale: float) -> Tensor:
+    """Rows of `weight` [vocab, hidden] for `ids` [tokens], times `scale`: [tokens, hidden].  Lesson 01."""
+    return weight[ids] * scale
+
+
+def linear(x: Tensor, weight: Weight) -> Tensor:
+    """`x` [..., in] times a typed weight [out, in], plus its bias: [..., out].  Lessons 02 and 05."""
+    return F.linear(x, weight.dequantize(), weight.bias)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich 2019, section 4).  Lesson 02.
+
+    x: [..., dim]; weight: [dim]. Always in float32, as transformers does even for a float64 model.
+    """
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (normed * weight).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The residual sum and its norm in one step: (rms_norm(x + residual), x + residual).  Lesson 03."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def rotary_embedding(q: Tensor, k: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn every pair (x[i], x[i + d/2]) by its position's angle (Su et al. 2021, section 3.4.2).  Lesson 02.
+
+    q: [tokens, heads, d]; k: [tokens, kv_heads, d]; cos_sin: [tokens, 2, d], the rows of `model.rotary_table` at the
+    tokens' positions: the cosines, then the sines with the sign that the first half of a turned pair carries.
+    """
+    cos, sin = cos_sin[:, None].unbind(2)
+    half = q.shape[-1] // 2
+    return tuple(x * cos + x.roll(half, -1) * sin for x in (q, k))
+
+
+def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up, for gate_up [tokens, 2 * I] with the gate first: [tokens, I] (Shazeer 2020).  Lesson 03.
+
+    activation: "silu" (SwiGLU: Llama) or "gelu_tanh" (GeGLU: Gemma).
+    """
+    gate, up = gate_up.chunk(2, -1)
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+
+def write_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
+    """Put each token's key and value [tokens, kv_heads, d] into its slot: block * block_size + offset.  Lesson 09."""
+    cache.k.flatten(0, 1)[slots] = k
+    cache.v.flatten(0, 1)[slots] = v
+
+
+def decode_attention(
+    q: Tensor,
+    cache: LayerCache,
+    block_table: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """Attention of each row's newest queries over its cached keys (Kwon et al. 2023, section 4.1).  Lessons 04, 09.
+
+    q: [rows, queries, heads, d]; block_table: [rows, blocks] int32; lengths: [rows] int32, the keys that a row's last
+    query sees, itself included. Query i of n sits at position `length - n + i` and sees the keys up to there, only
+    the last `window` of them when given. Scores go through `soft_cap * tanh(score / soft_cap)` when given. A row of
+    length 0 gives zeros; what unused slots hold never matters. Returns the shape of q.
+    """
+    queries = q.shape[1]
+    k, v = (part[block_table].flatten(1, 2) for part in (cache.k, cache.v))  # [rows, keys, kv_heads, d]
+    query_at = (lengths - queries)[:, None] + torch.arange(queries, device=q.device)
+    return _attend(q, k, v, _visible(query_at, k.shape[1], window), scale, soft_cap)
+
+
+def prefill_attention(
+    q: Tensor,
+    cache: LayerCache,
+    block_table: Tensor,
+    lengths: Tensor,
+    query_start: Tensor,
+    *,
+    max_queries: int,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """Causal attention of packed chunks of prompts over their cached keys.  Lessons 04 and 10.
+
+    q: [tokens, heads, d]; row r owns q[query_start[r] : query_start[r + 1]], at most `max_queries` of them, and sees
+    its blocks as in `decode_attention`: the chunk's own keys are in the cache already. Returns the shape of q.
+    """
+    out = torch.empty_like(q)
+    starts = query_start.tolist()
+    for row, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        one = slice(row, row + 1)
+        out[start:end] = decode_attention(
+            q[None, start:end],
+            cache,
+            block_table[one],
+            lengths[one],
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+        )[0]
+    return out
+
+
+def _visible(query_at: Tensor, keys: int, window: int | None) -> Tensor:
+    """Which of `keys` keys the queries at positions `query_at` [rows, queries] see: [rows, queries, keys]."""
+    behind = query_at[..., None] - torch.arange(keys, device=query_at.device)
+    return (behind >= 0) & (behind < window) if window else behind >= 0
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, soft_cap: float | None) -> Tensor:
+    """q: [rows, queries, heads, d]; k, v: [rows, keys, kv_heads, d]; query heads of a group share one KV head."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    grouped = q.unflatten(2, (k.shape[2], -1)).to(dtype)  # [rows, queries, kv_heads, heads of the group, d]
+    scores = torch.einsum("rqhgd,rkhd->rhgqk", grouped, k.to(dtype)) * scale
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    mask = ~visible[:, None, None]
+    weights = scores.masked_fill(mask, -torch.inf).softmax(-1).masked_fill(mask, 0)
+    # An unseen value may be NaN, and 0 * NaN is NaN: take it out of the sum altogether.
+    v = v.to(dtype).masked_fill(~visible.any(1)[..., None, None], 0)
+    return torch.einsum("rhgqk,rkhd->rqhgd", weights, v).flatten(2, 3).to(q.dtype)
+
+
+def lm_head(hidden: Tensor, weight: Weight, soft_cap: float | None = None) -> Tensor:
+    """Scores of every token of the vocabulary: [samples, hidden] -> [samples, vocab], float32 or wider.  Lesson 02."""
+    logits = linear(hidden, weight)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return soft_cap * torch.tanh(logits / soft_cap) if soft_cap else logits
+
+
+def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
+    """One token a row from one random number a row: [rows] int64.  Lesson 02.
+
+    logits: [rows, vocab]; temperature, uniform: [rows]. Temperature 0 takes the likeliest token; else the first token
+    at which the cumulative sum of softmax(logits / temperature) exceeds `uniform`, which is in [0, 1).
+    """
+    heat = torch.where(temperature > 0, temperature, 1.0).double()
+    cumulative = (logits.double() / heat[:, None]).softmax(-1).cumsum(-1)
+    total = cumulative[:, -1]
+    # Rounding must not reach the total: the token found there could have probability 0.
+    target = torch.minimum(uniform.double() * total, torch.nextafter(total, torch.zeros_like(total)))
+    drawn = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+    return torch.where(temperature > 0, drawn, logits.argmax(-1))

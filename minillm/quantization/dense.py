@@ -1,0 +1,30 @@
+"""A weight as the checkpoint holds it: one number a parameter.  Lesson 05 starts from here."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class DenseWeight:
+    """An unquantised matrix [out, in] with an optional bias [out]."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    @classmethod
+    def empty(cls, out: int, inputs: int, bias: bool, *, dtype: torch.dtype, device: str) -> "DenseWeight":
+        weight = torch.empty(out, inputs, dtype=dtype, device=device)
+        return cls(weight, torch.empty(out, dtype=dtype, device=device) if bias else None)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.weight.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+    def dequantize(self) -> Tensor:
+        return self.weight
