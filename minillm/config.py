@@ -1,7 +1,8 @@
 """Every knob of a model and of the engine, with its unit and default.  Lesson 00.
 
-`ModelConfig` is read off a model's `config.json`, all families normalised into one vocabulary; `EngineConfig` is
-what the user chooses, under vLLM's names where it has them. Both are frozen, and checked once when they are made.
+`ModelConfig` is read off a model's `config.json`, all families normalised into one vocabulary; `EngineConfig`
+is what the user chooses, under vLLM's names where it has them. Both are frozen, and checked once when they
+are made.
 """
 
 import json
@@ -19,8 +20,8 @@ class ConfigError(ValueError):
 class RopeScaling:
     """How rotary frequencies stretch to reach beyond the trained context.  Lesson 02.
 
-    "linear" divides all of them by `factor` (Chen et al. 2023, section 3.2); "llama3" only the slow ones (Llama 3
-    herd of models 2024, section 3.2), which the other three numbers tell apart.
+    "linear" divides all of them by `factor` (Chen et al. 2023, section 3.2); "llama3" only the slow ones
+    (Meta's reference code for Llama 3.1, `apply_scaling`), which the other three numbers tell apart.
     """
 
     rope_type: str
@@ -136,7 +137,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class Family:
-    """What sets one architecture apart: defaults that its config.json may leave out, and how to read the rest."""
+    """What sets one architecture apart: what its config.json may leave out, and how to read the rest."""
 
     defaults: dict[str, Any]
     read: Callable[[dict[str, Any]], dict[str, Any]]
@@ -187,7 +188,7 @@ def _activation(raw: dict[str, Any], **more: str) -> str:
 
 
 def _rope(raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Base and scaling; transformers 5 writes both into `rope_parameters`, earlier versions kept them apart."""
+    """Base and scaling; transformers 5 keeps both in `rope_parameters`, 4 kept them apart."""
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     theta = float(rope.get("rope_theta", raw.get("rope_theta", 10000.0)))
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -211,7 +212,7 @@ def _ids(value: int | list[int] | None) -> list[int]:
 class EngineConfig:
     """The engine's options; None lets the engine choose by device.
 
-    dtype                   "auto" (float32 on CPU, the checkpoint's on a GPU) or "float64|float32|bfloat16|float16"
+    dtype                   "auto" (float32 on CPU, else the checkpoint's), float64, float32, bfloat16 or float16
     device                  "auto", "cpu" or "cuda"
     load_format             "auto" reads safetensors; "dummy" makes random weights of the right shapes
     max_model_len           most tokens of prompt and output together; default: the model's own limit

@@ -1,7 +1,8 @@
 """Safetensors on disk -> a model's parameters; random ones on request.  Lesson 00.
 
-Parameters are allocated once, on the device; every tensor of the checkpoint is streamed through a small buffer into
-its slice of them. So loading needs the model's own bytes and little more, whatever the shards' sizes or dtypes.
+Parameters are allocated once, on the device; every tensor of the checkpoint is streamed through a small
+buffer into its slice of them. So loading needs the model's own bytes and little more, whatever the shards'
+sizes or dtypes.
 """
 
 import json
@@ -40,9 +41,10 @@ def load_model(
 ) -> Model:
     """Build a model and fill its parameters.
 
-    model: a directory in Hugging Face's layout, a preset's name (its shape only: needs load_format="dummy"), or None
-    for the embedded tiny-gemma. dtype "auto": float32 on a CPU, the checkpoint's own on a GPU. max_model_len: tokens
-    of context, at most the model's own. load_format "dummy": random weights from `seed`. Raises ConfigError.
+    model: a directory in Hugging Face's layout, a preset's name (its shape only: needs load_format="dummy"),
+    or None for the embedded tiny-gemma. dtype "auto": float32 on a CPU, the checkpoint's own on a GPU.
+    max_model_len: tokens of context, at most the model's own. load_format "dummy": random weights from
+    `seed`. Raises ConfigError.
     """
     place = resolve(model)
     if isinstance(place, str) and load_format != "dummy":
@@ -52,7 +54,7 @@ def load_model(
     config = PRESETS[place] if isinstance(place, str) else ModelConfig.from_directory(place)
     if max_model_len is not None and max_model_len > config.max_model_len:
         raise ConfigError(
-            f"max_model_len={max_model_len} is more than the {config.max_model_len} tokens this model was made for"
+            f"max_model_len={max_model_len} is more than this model's {config.max_model_len} tokens"
         )
     if dtype == "auto":
         dtype = "float32" if torch.device(device).type == "cpu" else config.dtype
@@ -70,7 +72,7 @@ def load_model(
 
 
 def resolve(model: str | Path | None) -> Path | str:
-    """The directory that `model` names, or the preset's name; None is the embedded model. Raises ConfigError."""
+    """The directory that `model` names, or a preset's name; None is the embedded model."""
     if model is None:
         if not EMBEDDED.is_dir():
             raise ConfigError(
@@ -125,7 +127,8 @@ class Entry:
 def read_header(file: Path) -> dict[str, Entry]:
     """A safetensors file's table of contents: 8 bytes of length, JSON, then the tensors' bytes.
 
-    Format: https://huggingface.co/docs/safetensors (section Format). Raises ConfigError when the file is cut short.
+    Format: https://huggingface.co/docs/safetensors (section Format). Raises ConfigError when the file is cut
+    short.
     """
     size = file.stat().st_size
     cut = ConfigError(f"{file} is truncated or no safetensors file ({size} bytes): copy it again")
@@ -196,7 +199,8 @@ def fill_from_files(model: Model, files: list[Path]) -> None:
         place = places[name]
         if entry.shape != tuple(place.shape):
             raise ConfigError(
-                f"{entry.file}: tensor {name} has shape {list(entry.shape)}, but config.json makes it {list(place.shape)}"
+                f"{entry.file}: tensor {name} has shape {list(entry.shape)},"
+                f" but config.json makes it {list(place.shape)}"
             )
         if entry.dtype not in FILE_DTYPES:
             raise ConfigError(
@@ -214,7 +218,7 @@ def fill_from_files(model: Model, files: list[Path]) -> None:
 
 
 def _pieces(entry: Entry) -> Iterator[Tensor]:
-    """A tensor's numbers, a buffer at a time. Mapping the file would count its pages beside the parameters'."""
+    """A tensor's numbers, a buffer at a time: a mapped file's pages would count beside the parameters'."""
     buffer = torch.empty(min(BUFFER_BYTES, entry.nbytes), dtype=torch.uint8)
     window, left = memoryview(buffer.numpy()), entry.nbytes
     with entry.file.open("rb", buffering=0) as stream:
@@ -258,7 +262,7 @@ def _norms(model: Model) -> list[Tensor]:
 
 
 def fill_randomly(model: Model, seed: int) -> None:
-    """Random weights that keep activations near 1 in every layer, made on the device; the same for the same seed."""
+    """Random weights, the same for the same seed, that keep activations near 1; made on the device."""
     generator = torch.Generator(device=model.device).manual_seed(seed)
     norms = {id(norm) for norm in _norms(model)}
     for tensor in model.tensors():
@@ -269,7 +273,7 @@ def fill_randomly(model: Model, seed: int) -> None:
 
 
 def check_tokenizer(tokenizer, config: ModelConfig) -> None:
-    """Refuse a tokenizer that has ids beyond the model's vocabulary. A smaller one is fine: models pad theirs."""
+    """Refuse a tokenizer with ids beyond the model's vocabulary; a smaller one is fine (models pad)."""
     if tokenizer.vocab_size > config.vocab_size:
         raise ConfigError(
             f"the tokenizer has {tokenizer.vocab_size} tokens but the model only {config.vocab_size}:"

@@ -33,8 +33,8 @@ class Layer:
 class Model:
     """A decoder's parameters and its forward pass.  Lesson 02.
 
-    It keeps no state between calls: what attention needs travels in a `Batch`, keys and values in `LayerCache`s.
-    Parameters are allocated here and filled by `loader`.
+    It keeps no state between calls: what attention needs travels in a `Batch`, keys and values in
+    `LayerCache`s. Parameters are allocated here and filled by `loader`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Model:
         self.scale = head_dim**-0.5
 
     def forward(self, batch: Batch, caches: list[LayerCache]) -> Tensor:
-        """Hidden states after the final norm, [samples, hidden], of the tokens in `batch.logits_index` (None: all).
+        """Final hidden states [samples, hidden] of the tokens in `batch.logits_index` (None: all).
 
         caches: one a layer; this pass writes its tokens' keys and values there before it attends to them.
         """
@@ -155,8 +155,9 @@ class Model:
 def rotary_table(config: ModelConfig, length: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Cosines and signed sines of every position's angles: [length, 2, head_dim].  Lesson 02.
 
-    Su et al. 2021, section 3.4.2, with the pairs (i, i + head_dim / 2). Angles are float32 for every dtype, as in
-    transformers. The sines of the first half are negated: a turned pair is (a cos - b sin, b cos + a sin).
+    Su et al. 2021, section 3.4.2, with the pairs (i, i + head_dim / 2). Angles are float32 for every dtype,
+    as in transformers. The sines of the first half are negated: a turned pair is (a cos - b sin, b cos + a
+    sin).
     """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     frequencies = _scaled(1.0 / (config.rope_theta**exponents), config)

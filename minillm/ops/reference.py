@@ -1,7 +1,8 @@
-"""Every operation in plain torch: short, obvious, and what all faster versions are tested against.  Lessons 02 to 08.
+"""Every operation in plain torch, short and obvious: faster ones are tested against it.  Lessons 02 to 08.
 
-These are executable specifications. They run on any device in float64, float32, bfloat16 and float16; reductions
-are done in float32 (float64 for float64 inputs). `cpu.py` and `triton.py` hold faster functions under the same names.
+These are executable specifications. They run on any device in float64, float32, bfloat16 and float16; sums
+are done in float32 (in attention, float64 for float64 inputs). `cpu.py` and `triton.py` hold faster functions
+under the same names.
 """
 
 import torch
@@ -41,8 +42,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def rotary_embedding(q: Tensor, k: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
     """Turn every pair (x[i], x[i + d/2]) by its position's angle (Su et al. 2021, section 3.4.2).  Lesson 02.
 
-    q: [tokens, heads, d]; k: [tokens, kv_heads, d]; cos_sin: [tokens, 2, d], the rows of `model.rotary_table` at the
-    tokens' positions: the cosines, then the sines with the sign that the first half of a turned pair carries.
+    q: [tokens, heads, d]; k: [tokens, kv_heads, d]; cos_sin: [tokens, 2, d], the rows of `model.rotary_table`
+    at the tokens' positions: the cosines, then the sines with the sign that the first half of a turned pair
+    carries.
     """
     cos, sin = cos_sin[:, None].unbind(2)
     half = q.shape[-1] // 2
@@ -50,7 +52,7 @@ def rotary_embedding(q: Tensor, k: Tensor, cos_sin: Tensor) -> tuple[Tensor, Ten
 
 
 def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
-    """activation(gate) * up, for gate_up [tokens, 2 * I] with the gate first: [tokens, I] (Shazeer 2020).  Lesson 03.
+    """activation(gate) * up, for gate_up [tokens, 2 * I], gate first: [tokens, I] (Shazeer 2020).  Lesson 03.
 
     activation: "silu" (SwiGLU: Llama) or "gelu_tanh" (GeGLU: Gemma).
     """
@@ -59,7 +61,7 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def write_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
-    """Put each token's key and value [tokens, kv_heads, d] into its slot: block * block_size + offset.  Lesson 09."""
+    """Put each token's k and v [tokens, kv_heads, d] into slot block * block_size + offset.  Lesson 09."""
     cache.k.flatten(0, 1)[slots] = k
     cache.v.flatten(0, 1)[slots] = v
 
@@ -74,12 +76,13 @@ def decode_attention(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """Attention of each row's newest queries over its cached keys (Kwon et al. 2023, section 4.1).  Lessons 04, 09.
+    """Each row's newest queries attend to its cached keys (Kwon et al. 2023, section 4.1).  Lessons 04, 09.
 
-    q: [rows, queries, heads, d]; block_table: [rows, blocks] int32; lengths: [rows] int32, the keys that a row's last
-    query sees, itself included. Query i of n sits at position `length - n + i` and sees the keys up to there, only
-    the last `window` of them when given. Scores go through `soft_cap * tanh(score / soft_cap)` when given. A row of
-    length 0 gives zeros; what unused slots hold never matters. Returns the shape of q.
+    q: [rows, queries, heads, d]; block_table: [rows, blocks] int32; lengths: [rows] int32, the keys that a
+    row's last query sees, itself included. Query i of n sits at position `length - n + i` and sees the keys
+    up to there, only the last `window` of them when given. Scores go through `soft_cap * tanh(score /
+    soft_cap)` when given. A row of length 0 gives zeros; what unused slots hold never matters. Returns the
+    shape of q.
     """
     queries = q.shape[1]
     k, v = (part[block_table].flatten(1, 2) for part in (cache.k, cache.v))  # [rows, keys, kv_heads, d]
@@ -101,8 +104,9 @@ def prefill_attention(
 ) -> Tensor:
     """Causal attention of packed chunks of prompts over their cached keys.  Lessons 04 and 10.
 
-    q: [tokens, heads, d]; row r owns q[query_start[r] : query_start[r + 1]], at most `max_queries` of them, and sees
-    its blocks as in `decode_attention`: the chunk's own keys are in the cache already. Returns the shape of q.
+    q: [tokens, heads, d]; row r owns q[query_start[r] : query_start[r + 1]], at most `max_queries` of them,
+    and sees its blocks as in `decode_attention`: the chunk's own keys are in the cache already. Returns the
+    shape of q.
     """
     out = torch.empty_like(q)
     starts = query_start.tolist()
@@ -127,7 +131,7 @@ def _visible(query_at: Tensor, keys: int, window: int | None) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, soft_cap: float | None) -> Tensor:
-    """q: [rows, queries, heads, d]; k, v: [rows, keys, kv_heads, d]; query heads of a group share one KV head."""
+    """q: [rows, queries, heads, d]; k, v: [rows, keys, kv_heads, d]; a group of heads shares a KV head."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     grouped = q.unflatten(2, (k.shape[2], -1)).to(dtype)  # [rows, queries, kv_heads, heads of the group, d]
     scores = torch.einsum("rqhgd,rkhd->rhgqk", grouped, k.to(dtype)) * scale
@@ -141,7 +145,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, soft
 
 
 def lm_head(hidden: Tensor, weight: Weight, soft_cap: float | None = None) -> Tensor:
-    """Scores of every token of the vocabulary: [samples, hidden] -> [samples, vocab], float32 or wider.  Lesson 02."""
+    """A score for every token: [samples, hidden] -> [samples, vocab], float32 or float64.  Lesson 02."""
     logits = linear(hidden, weight)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return soft_cap * torch.tanh(logits / soft_cap) if soft_cap else logits
@@ -150,8 +154,9 @@ def lm_head(hidden: Tensor, weight: Weight, soft_cap: float | None = None) -> Te
 def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
     """One token a row from one random number a row: [rows] int64.  Lesson 02.
 
-    logits: [rows, vocab]; temperature, uniform: [rows]. Temperature 0 takes the likeliest token; else the first token
-    at which the cumulative sum of softmax(logits / temperature) exceeds `uniform`, which is in [0, 1).
+    logits: [rows, vocab]; temperature, uniform: [rows]. Temperature 0 takes the likeliest token; else the
+    first token at which the cumulative sum of softmax(logits / temperature) exceeds `uniform`, which is in
+    [0, 1).
     """
     heat = torch.where(temperature > 0, temperature, 1.0).double()
     cumulative = (logits.double() / heat[:, None]).softmax(-1).cumsum(-1)

@@ -9,7 +9,7 @@ from .dense import DenseWeight
 
 
 class Weight(Protocol):
-    """What `ops.linear` and `ops.lm_head` take: a matrix [out, in] however it is stored, and maybe a bias [out]."""
+    """For `ops.linear` and `ops.lm_head`: a matrix [out, in], however stored, with or without a bias [out]."""
 
     bias: Tensor | None
 
