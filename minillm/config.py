@@ -212,7 +212,7 @@ def _ids(value: int | list[int] | None) -> list[int]:
 class EngineConfig:
     """The engine's options; None lets the engine choose by device.
 
-    dtype                   "auto" (float32 on CPU, else the checkpoint's), float64, float32, bfloat16 or float16
+    dtype                   "auto" (float32 on CPU, else the file's), float64, float32, bfloat16 or float16
     device                  "auto", "cpu" or "cuda"
     load_format             "auto" reads safetensors; "dummy" makes random weights of the right shapes
     max_model_len           most tokens of prompt and output together; default: the model's own limit

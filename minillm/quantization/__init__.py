@@ -9,7 +9,7 @@ from .dense import DenseWeight
 
 
 class Weight(Protocol):
-    """For `ops.linear` and `ops.lm_head`: a matrix [out, in], however stored, with or without a bias [out]."""
+    """For `linear` and `lm_head`: a matrix [out, in], however stored, and maybe a bias [out]."""
 
     bias: Tensor | None
 
