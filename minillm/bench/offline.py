@@ -1,0 +1,188 @@
+"""`minillm bench offline`: all requests at once, minillm beside transformers, alternating in one process.  Lesson 99."""
+
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from minillm.loader import DTYPES
+from minillm.request import SamplingParams
+
+from . import records, workloads
+from .peers import TransformersGenerate, batch_sizes
+from .workloads import BenchRequest
+
+
+class Minillm:
+    """The engine as the benchmark drives it: token ids in, exact output lengths, no prefix cache.
+
+    The prefix cache is off because the repetitions send the same prompts: with it, all but the first would be
+    measured without their prefill.
+    """
+
+    name = "minillm"
+
+    def __init__(self, model=None, **options):
+        from minillm.engine import LLM
+
+        self.llm = LLM(model, **({"enable_prefix_caching": False} | options))
+
+    def run(self, requests: Sequence[BenchRequest], temperature: float) -> float:
+        """Seconds for all requests, submitted at once. Raises RuntimeError when an output has another length."""
+        prompts = [request.prompt for request in requests]
+        params = [
+            SamplingParams(max_tokens=request.output_tokens, temperature=temperature, ignore_eos=True)
+            for request in requests
+        ]
+        start = time.perf_counter()
+        completions = self.llm.generate(prompts, params)
+        seconds = time.perf_counter() - start
+        for request, completion in zip(requests, completions, strict=True):
+            if len(completion.token_ids) != request.output_tokens:
+                got = len(completion.token_ids)
+                raise RuntimeError(
+                    f"minillm generated {got} tokens where {request.output_tokens} were asked for"
+                )
+        return seconds
+
+
+def run(
+    model: str | Path | None = None,
+    *,
+    workload: str | Sequence[str] = ("single", "mixed"),
+    scale: int = 1,
+    requests: int | None = None,
+    repeat: int = 3,
+    compare: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    load_format: str = "auto",
+    temperature: float = 1.0,
+    threads: int | None = None,
+    json_path: str | Path | None = None,
+    quiet: bool = False,
+    **engine_options,
+) -> dict:
+    """Measure workloads and return the record; prints a table and, as the last line, the record as JSON.
+
+    model, dtype, device, load_format and engine_options are `LLM`'s. workload: names from `workloads.WORKLOADS` or
+    their first words. scale divides lengths, requests cuts their number. repeat: timed runs each, after one
+    that warms up; the median is reported, all are listed. compare: "transformers" or None. threads: torch's, for
+    both. json_path: where to write the record too (`records.write`). quiet: print nothing.
+    Raises UnknownWorkload, ConfigError, ValueError.
+    """
+    names = [workload] if isinstance(workload, str) else list(workload)
+    chosen = [workloads.find(name).name for name in names]
+    if repeat < 1:
+        raise ValueError(f"repeat must be a whole number from 1, not {repeat!r}")
+    if compare not in (None, "transformers"):
+        raise ValueError(f"compare must be 'transformers' or nothing, not {compare!r}")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    engine = Minillm(model, dtype=dtype, device=device, load_format=load_format, **engine_options)
+    config = engine.llm.model_config
+    settings = _settings(engine.llm, dtype, device, config.dtype)
+    peer = None
+    if compare:
+        peer = TransformersGenerate(
+            model, dtype=settings["dtype"], device=settings["device"], load_format=load_format
+        )
+    common = settings | {"scale": scale, "temperature": temperature}
+    results = []
+    try:
+        for name in chosen:
+            work = workloads.make(name, config.vocab_size, scale=scale, requests=requests)
+            facts = {"workload": name, **workloads.totals(work), **common}
+            results += _alternate(engine, peer, work, facts, repeat, temperature)
+            if not quiet:
+                print(table(results[-1:] if peer is None else _of(results, name)), flush=True)
+    finally:
+        engine.llm.close()
+    content = records.record(results)
+    if json_path is not None:
+        records.write(content, json_path)
+    if not quiet:
+        print(json.dumps(content))
+    return content
+
+
+def _settings(llm, dtype: str, device: str, checkpoint_dtype: str) -> dict:
+    """dtype, device and threads as the engine resolved them."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if dtype == "auto":
+        dtype = "float32" if torch.device(device).type == "cpu" else checkpoint_dtype
+    assert dtype in DTYPES
+    return {"dtype": dtype, "device": device, "threads": torch.get_num_threads()}
+
+
+def _alternate(engine, peer, work, facts: dict, repeat: int, temperature: float) -> list[dict]:
+    """Every contender once to warm up, then all in turn, `repeat` times: a machine's bad minute hits all alike."""
+    contenders = {(engine.name, None): lambda: engine.run(work, temperature)}
+    if peer is not None:
+        for batch in batch_sizes(len(work)):
+            contenders[peer.name, batch] = lambda batch=batch: peer.run(work, batch, temperature)
+    runs: dict[tuple, list[float]] = {key: [] for key in contenders}
+    for round_number in range(repeat + 1):
+        for key, contender in contenders.items():
+            seconds = contender()
+            if round_number > 0:
+                runs[key].append(seconds)
+    rows = [_row(key, seconds, facts) for key, seconds in runs.items()]
+    rivals = [row for row in rows[1:]]
+    if rivals:
+        best = max(rivals, key=lambda row: row["output_tokens_per_s"])
+        rows[0]["times_transformers"] = round(best["seconds"] / rows[0]["seconds"], 3)
+        rows[0]["against_batch"] = best["batch"]
+    return rows
+
+
+def _row(key: tuple[str, int | None], runs: list[float], facts: dict) -> dict:
+    name, batch = key
+    seconds = statistics.median(runs)
+    row = {"engine": name} | ({} if batch is None else {"batch": batch}) | facts
+    return row | {
+        "seconds": round(seconds, 4),
+        "output_tokens_per_s": round(facts["output_tokens"] / seconds, 1),
+        "runs": [round(each, 4) for each in runs],
+    }
+
+
+def _of(results: list[dict], workload: str) -> list[dict]:
+    return [row for row in results if row["workload"] == workload]
+
+
+def table(results: Sequence[dict]) -> str:
+    """Results as text, a line each: seconds are the median of the runs listed at the end."""
+    head = (
+        "engine",
+        "workload",
+        "dtype",
+        "requests",
+        "tokens in",
+        "tokens out",
+        "seconds",
+        "tokens/s",
+        "times",
+        "runs",
+    )
+    lines = [head]
+    for row in results:
+        engine = row["engine"] + (f" batch {row['batch']}" if "batch" in row else "")
+        workload = row["workload"] + (f" /{row['scale']}" if row.get("scale", 1) != 1 else "")
+        times = f"{row['times_transformers']:.2f}" if "times_transformers" in row else ""
+        runs = " ".join(f"{each:.3g}" for each in row["runs"])
+        counts = [str(row[name]) for name in ("requests", "input_tokens", "output_tokens")]
+        speed = [f"{row['seconds']:.3f}", f"{row['output_tokens_per_s']:,.0f}"]
+        lines.append((engine, workload, row["dtype"], *counts, *speed, times, runs))
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    left = {0, 1, 2, 9}
+    return "\n".join(
+        "  ".join(
+            cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))
+        )
+        for line in lines
+    )

@@ -1,0 +1,125 @@
+"""Records: what was measured, on which machine, by which command, at which commit.  Lesson 99.
+
+A record is one JSON object: {"results": [{"engine", "workload", "dtype", "requests", "input_tokens",
+"output_tokens", "seconds", "output_tokens_per_s", "runs", ...}], "machine", "commit", "dirty", "command", "date",
+"versions"}. Committed ones live in `data/results/<device>/<name>.json`; every figure shown anywhere comes from one.
+"""
+
+import datetime
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+PACKAGE = Path(__file__).resolve().parents[1]
+RESULTS = PACKAGE / "data" / "results"
+PACKAGES = ("minillm", "torch", "triton", "transformers", "numpy", "fastapi", "uvicorn", "httpx")
+
+
+def record(results: list[dict], command: str | None = None, **more) -> dict:
+    """The whole record around `results`. command: default, the one this process was started with."""
+    return {
+        "results": results,
+        "machine": machine(),
+        **commit(),
+        "command": command or shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": versions(),
+        **more,
+    }
+
+
+def write(content: dict, path: str | Path) -> Path:
+    """Write a record. path: a file, or a bare name, which goes to data/results/<device>/<name>.json."""
+    path = Path(path)
+    if path.suffix != ".json":
+        path = folder() / f"{path.name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def read(path: str | Path) -> dict:
+    """A record from a file, or a committed one by `<device>/<name>`. Raises FileNotFoundError naming what there is."""
+    path = Path(path)
+    known = RESULTS / f"{path}.json"
+    chosen = path if path.is_file() else known
+    if not chosen.is_file():
+        there = ", ".join(
+            sorted(str(each.relative_to(RESULTS).with_suffix("")) for each in RESULTS.glob("*/*.json"))
+        )
+        raise FileNotFoundError(f"no record {path}; committed ones: {there or 'none'}")
+    return json.loads(chosen.read_text(encoding="utf-8"))
+
+
+def folder() -> Path:
+    """Where this machine's records are committed: data/results/h200, .../cpu, or the GPU's name."""
+    gpu = machine()["gpu"]
+    device = "cpu" if gpu is None else gpu.removeprefix("NVIDIA ").split()[0].lower()
+    return RESULTS / device
+
+
+def machine() -> dict:
+    """The machine in words: CPU, cores that this process may use, memory, GPU and driver, system, Python."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": _memory_gib(),
+        "gpu": gpu,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        if gpu
+        else None,
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """The versions of the packages a figure depends on, as far as they are installed."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> dict:
+    """The checkout's commit, and whether files differ from it; MINILLM_COMMIT speaks where the history is not."""
+    head = _output("git", "-C", str(PACKAGE), "rev-parse", "HEAD")
+    if head is None:
+        return {"commit": os.environ.get("MINILLM_COMMIT"), "dirty": None}
+    changes = _output("git", "-C", str(PACKAGE), "status", "--porcelain", "--untracked-files=no")
+    return {"commit": head, "dirty": bool(changes)}
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (AttributeError, ValueError, OSError):
+        return None

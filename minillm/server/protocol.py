@@ -1,0 +1,189 @@
+"""OpenAI's requests and errors: what a client may send, checked, and turned into `SamplingParams`.  Lesson 99.
+
+Field names and meanings follow OpenAI's API reference (completions, chat completions); the sampling fields it lacks
+(top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids, return_token_ids) carry vLLM's names.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from minillm.request import InvalidRequest, SamplingParams
+
+MAX_PROMPTS = 2048
+MAX_N = 128
+Prompt = str | list[int]
+
+
+class APIError(Exception):
+    """An answer in OpenAI's error form, with its HTTP status."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+    ):
+        super().__init__(message)
+        self.status = status
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    include_usage: bool = False
+
+
+class GenerationRequest(BaseModel):
+    """What both endpoints share. null means the default; unknown fields are refused, so that no typo goes unseen."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    model: str | None = None
+    n: int | None = Field(None, ge=1, le=MAX_N)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    return_token_ids: bool | None = None
+
+    def sampling(self, **computed) -> list[SamplingParams]:
+        """One SamplingParams for each of the n choices. With a seed, choice i samples with seed + i."""
+        given = {name: getattr(self, name) for name in _SAMPLING} | computed
+        given = {name: value for name, value in given.items() if value is not None}
+        seeds = [{} if self.seed is None else {"seed": self.seed + i} for i in range(self.n or 1)]
+        try:
+            return [SamplingParams(**(given | seed)) for seed in seeds]
+        except InvalidRequest as error:
+            raise invalid(error) from None
+        except (TypeError, ValueError) as error:
+            raise APIError(f"logit_bias maps token ids to numbers: {error}", param="logit_bias") from None
+
+    @property
+    def include_usage(self) -> bool:
+        if self.stream_options is not None and not self.stream:
+            raise APIError("stream_options needs stream: true", param="stream_options")
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+_SAMPLING = [name for name in GenerationRequest.model_fields if name in SamplingParams.__dataclass_fields__]
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions."""
+
+    prompt: Any = None  # checked in prompts(): pydantic's messages about unions of lists are of no help
+    best_of: int | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: str | None = None
+
+    def prompts(self) -> list[Prompt]:
+        """Strings and lists of token ids, one for each prompt."""
+        value = self.prompt
+        if isinstance(value, str) or (_is_ids(value) and value):
+            return [value]
+        if isinstance(value, list) and value and all(isinstance(p, str) or (_is_ids(p) and p) for p in value):
+            if len(value) > MAX_PROMPTS:
+                raise APIError(
+                    f"prompt lists {len(value)} prompts; at most {MAX_PROMPTS} fit", param="prompt"
+                )
+            return value
+        raise APIError(
+            "prompt must be a string, a list of token ids, or a non-empty list of those", param="prompt"
+        )
+
+    def params(self) -> list[SamplingParams]:
+        if self.best_of not in (None, 1, self.n):
+            raise APIError("best_of is not supported: use n, and choose among the choices", param="best_of")
+        if self.suffix:
+            raise APIError("suffix is not supported by these models: leave it out", param="suffix")
+        if self.echo and self.logprobs is not None and self.stream:
+            raise APIError("echo with logprobs cannot be streamed: set stream to false", param="echo")
+        wanted = {"logprobs": self.logprobs, "prompt_logprobs": self.logprobs if self.echo else None}
+        if self.scores_only:
+            wanted["max_tokens"] = 1
+        return self.sampling(**wanted)
+
+    @property
+    def scores_only(self) -> bool:
+        """`max_tokens: 0` with `echo` asks for the prompt's log-probabilities and no new token."""
+        return bool(self.echo) and self.max_tokens == 0
+
+
+class ContentPart(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+    role: str
+    content: str | list[ContentPart] | None = None
+
+    def plain(self) -> dict[str, str]:
+        parts = self.content or ""
+        return {
+            "role": self.role,
+            "content": parts if isinstance(parts, str) else "".join(p.text for p in parts),
+        }
+
+
+class ChatRequest(GenerationRequest):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def params(self, room: int) -> list[SamplingParams]:
+        """`room`: tokens left in the context after the prompt, which is how many may come when none is said."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise APIError("top_logprobs needs logprobs: true", param="top_logprobs")
+        most = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        most = max(room, 1) if most is None else most
+        return self.sampling(max_tokens=most, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+
+
+def _is_ids(value: object) -> bool:
+    return isinstance(value, list) and all(type(token) is int for token in value)
+
+
+def invalid(error: InvalidRequest) -> APIError:
+    """The engine's refusal in OpenAI's form; its messages begin with the field's name where one is at fault."""
+    message = str(error)
+    word = message.split(" ", 1)[0]
+    return APIError(message, param=word if word in CompletionRequest.model_fields else None)
+
+
+def malformed(errors: list[dict]) -> APIError:
+    """pydantic's list of what is wrong, told as one sentence about the first."""
+    first = errors[0]
+    where = ".".join(str(part) for part in first["loc"] if part != "body")
+    if first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", first["msg"])
+        return APIError(f"the body is not valid JSON: {reason}", code="invalid_json")
+    if first["type"] == "extra_forbidden":
+        return APIError(f"{where} is not a field of this request", param=where, code="unknown_parameter")
+    if not where:
+        return APIError("the body must be a JSON object, sent as application/json")
+    return APIError(f"{where}: {first['msg']}", param=where.split(".")[0])
