@@ -6,7 +6,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "engine",
-    "AsyncLLM": "engine",
+    "AsyncLLM": "async_engine",
     "SamplingParams": "request",
     "Completion": "request",
     "InvalidRequest": "request",

@@ -74,7 +74,9 @@ class Scheduler:
         self.order = np.zeros(0, np.int32)  # running rows, oldest request first
         self.waiting: deque[Request] = deque()
         self._free_rows = list(range(rows - 1, -1, -1))
-        self._fence: deque[tuple[int, int, list[int]]] = deque()  # (last step that may touch them, row, blocks)
+        self._fence: deque[tuple[int, int, list[int]]] = (
+            deque()
+        )  # (last step that may touch them, row, blocks)
         self._arrivals = 0
         self.launched = -1  # number of the newest step launched
         self.read = -1  # number of the newest step whose tokens were read
@@ -85,20 +87,24 @@ class Scheduler:
 
     # ---- requests come and go
 
-    def submit(self, request: Request) -> None:
-        """Queue a request. Raises InvalidRequest if it could never run, however long it waited."""
+    def validate(self, request: Request) -> None:
+        """Raise InvalidRequest if the request could never run, however long it waited. Changes nothing."""
         prompt, limit = len(request.prompt), request.limit
         if not 0 < prompt < limit <= self.max_model_len:
             raise InvalidRequest(
-                f"a prompt of {prompt} tokens and an output of {limit - prompt} need 0 < prompt < total <= "
-                f"max_model_len = {self.max_model_len}; shorten the prompt or raise max_model_len"
+                f"a prompt of {prompt} tokens leaves no room for output: prompt and output share max_model_len = "
+                f"{self.max_model_len} tokens, and the prompt needs at least one; shorten it or raise max_model_len"
             )
         needed = self._blocks(limit) * self.groups
         if needed > self.pool.num_blocks:
             raise InvalidRequest(
-                f"{limit} tokens need {needed} cache blocks of {self.block_size} tokens, and the cache has "
-                f"{self.pool.num_blocks}; lower max_tokens or raise num_blocks"
+                f"{limit} tokens of prompt and output need {needed} cache blocks of {self.block_size} tokens, and the "
+                f"cache has {self.pool.num_blocks}; lower max_tokens or raise num_blocks"
             )
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises InvalidRequest if it could never run."""
+        self.validate(request)
         request.arrival = self._arrivals
         self._arrivals += 1
         self.waiting.append(request)
@@ -112,6 +118,16 @@ class Scheduler:
             self.waiting.remove(request)
         else:
             self._vacate(request)
+
+    def abandon(self) -> list[Request]:
+        """Give up every request and every step in flight, after a failure; returns the requests."""
+        self.read = self.launched
+        self._table_changes, self._admitted = [], []
+        given_up = [*self.waiting, *(request for request in self.requests if request is not None)]
+        for request in given_up:
+            self.finish(request, "abort")
+        self._open_fence()
+        return given_up
 
     @property
     def in_flight(self) -> int:
@@ -341,7 +357,11 @@ class Scheduler:
         assert sorted(rows) == list(range(len(self.requests))), "a row is lost or in two places"
         for request in running:
             row = request.row
-            assert self.settled[row] <= self.computed[row] <= self.known[row], f"row {row}: tokens out of order"
+            assert self.settled[row] <= self.computed[row] <= self.known[row], (
+                f"row {row}: tokens out of order"
+            )
             assert self.confirmed[row] <= self.known[row] <= self.limit[row], f"row {row}: too many tokens"
-            assert self.computed[row] <= self.held[row] * self.block_size, f"row {row}: tokens without a block"
+            assert self.computed[row] <= self.held[row] * self.block_size, (
+                f"row {row}: tokens without a block"
+            )
         assert all(request.row == -1 for request in self.waiting), "a waiting request holds a row"

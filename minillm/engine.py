@@ -1,0 +1,455 @@
+"""The engine loop, and `LLM` for offline use.  Lessons 00 and 10.
+
+One request, as it travels: text -> tokenizer -> `Engine.submit` -> scheduler (waiting, then a row and blocks) ->
+runner (one ragged forward a step) -> sampler, on the device -> token ids, read one or more steps later -> text.
+"""
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from .config import ConfigError, EngineConfig, ModelConfig
+from .loader import check_tokenizer, load_model, resolve
+from .request import Completion, Delta, InvalidRequest, Request, SamplingParams
+from .runner import Launched, Results, Runner
+from .sampler import derived_seed
+from .scheduler import Scheduler
+from .tokenizer import StreamingDetokenizer, Tokenizer
+
+Listener = Callable[[Delta], None]
+
+
+@dataclass(eq=False)
+class Tracked:
+    """What the engine keeps for a request beside what the scheduler does."""
+
+    request: Request
+    completion: Completion
+    listener: Listener | None = None
+    detokenizer: StreamingDetokenizer | None = None
+    text: str = ""  # all text so far, where somebody needs it token by token
+    told: int = 0  # characters of it that the listener has
+    searched: int = 0  # characters of it that no stop string can begin in
+
+    @property
+    def watched(self) -> bool:
+        """Whether each of its tokens must be looked at as it comes."""
+        return (
+            self.listener is not None or self.detokenizer is not None or self.completion.logprobs is not None
+        )
+
+
+class Engine:
+    """Submit requests, step, read completions. Threads may share it: each call takes the engine's lock."""
+
+    def __init__(self, model: str | Path | None = None, tokenizer=None, **options):
+        try:
+            self.config = EngineConfig(**options)
+        except TypeError as error:
+            known = ", ".join(EngineConfig.__dataclass_fields__)
+            raise ConfigError(f"{error}; the engine's options are: {known}") from None
+        device = self.config.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        elif device.startswith("cuda") and not torch.cuda.is_available():
+            raise ConfigError(
+                "device='cuda', but torch finds no GPU here; use device='cpu', or see `minillm doctor`"
+            )
+        place = resolve(model)
+        self.name = place.name if isinstance(place, Path) else place
+        self.tokenizer = _load_tokenizer(tokenizer, place)
+        self.model = load_model(
+            model,
+            dtype=self.config.dtype,
+            device=device,
+            load_format=self.config.load_format,
+            max_model_len=self.config.max_model_len,
+            seed=self.config.seed,
+        )
+        self.model_config: ModelConfig = self.model.config
+        if self.tokenizer is not None:
+            check_tokenizer(self.tokenizer, self.model_config)
+        self.max_model_len = self.config.max_model_len or self.model_config.max_model_len
+        self.runner = Runner(self.model, self.config, self.max_model_len)
+        self.scheduler = Scheduler(
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            block_size=self.config.block_size,
+            num_blocks=self.runner.num_blocks,
+            prefix_caching=self.config.enable_prefix_caching,
+        )
+        self.in_flight: deque[Launched] = deque()
+        self.tracked: dict[str, Tracked] = {}
+        self._watched: dict[int, Tracked] = {}  # by row
+        self.lock = threading.RLock()
+        self._counter = itertools.count(1)
+        self._finished: list[Completion] = []
+
+    # ---- requests
+
+    def prepare(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        listener: Listener | None = None,
+    ) -> Tracked:
+        """Check a request and make it ready; safe in any thread. Raises InvalidRequest.
+
+        prompt: text, or token ids. listener: called in the engine's thread with each new `Delta`.
+        """
+        params = params or SamplingParams()
+        ids = self._token_ids(prompt)
+        vocab = self.model_config.vocab_size
+        for name in ("stop_token_ids", "logit_bias"):
+            for token in getattr(params, name) or ():
+                if token >= vocab:
+                    raise InvalidRequest(
+                        f"{name} names token {token}, but the vocabulary ends at {vocab - 1}"
+                    )
+        if params.stop and self.tokenizer is None:
+            raise InvalidRequest("stop strings need a tokenizer, and this model has none; use stop_token_ids")
+        count = next(self._counter)
+        request = Request(
+            request_id=request_id or f"request-{count}",
+            prompt=ids,
+            params=params,
+            limit=min(len(ids) + params.max_tokens, self.max_model_len),
+            stop_ids=tuple(params.stop_token_ids)
+            + (() if params.ignore_eos else self.model_config.eos_token_ids),
+            seed=params.seed if params.seed is not None else derived_seed(self.config.seed, count),
+        )
+        self.scheduler.validate(request)
+        completion = Completion(request.request_id, ids.tolist(), arrival_time=time.perf_counter())
+        completion.logprobs = None if params.logprobs is None else []
+        completion.prompt_logprobs = None if params.prompt_logprobs is None else [None] * len(ids)
+        tracked = Tracked(request, completion, listener)
+        if self.tokenizer is not None and (params.stop or listener is not None):
+            tracked.detokenizer = StreamingDetokenizer(self.tokenizer)
+        return tracked
+
+    def submit(self, tracked: Tracked) -> None:
+        """Queue a prepared request."""
+        request_id = tracked.request.request_id
+        with self.lock:
+            if request_id in self.tracked:
+                raise InvalidRequest(f"request id {request_id!r} is running already; choose another")
+            self.scheduler.submit(tracked.request)
+            self.tracked[request_id] = tracked
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; its blocks are free at the next step. An unknown or finished id is no error."""
+        with self.lock:
+            tracked = self.tracked.get(request_id)
+            if tracked is not None:
+                self.scheduler.finish(tracked.request, "abort")
+                self._finish(tracked)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.tracked or self.in_flight)
+
+    def stats(self) -> dict[str, int]:
+        """Counts of requests (running, waiting), blocks (total, available, cached) and events so far."""
+        scheduler = self.scheduler
+        return {
+            "running": len(scheduler.order),
+            "waiting": len(scheduler.waiting),
+            "blocks": scheduler.pool.num_blocks,
+            "blocks_available": scheduler.pool.available,
+            "blocks_cached": scheduler.pool.cached,
+            "steps": scheduler.launched + 1,
+            "preemptions": scheduler.preemptions,
+            "prefix_hit_tokens": scheduler.prefix_hits,
+        }
+
+    # ---- steps
+
+    def step(self) -> list[Completion]:
+        """Launch as far ahead as allowed, read the oldest step, and return the requests that ended."""
+        with self.lock:
+            return self._step()
+
+    def _step(self) -> list[Completion]:
+        try:
+            while len(self.in_flight) <= self.config.run_ahead:
+                step = self.scheduler.schedule()
+                if step is None:
+                    break
+                for request in step.admitted:
+                    tracked = self.tracked[request.request_id]
+                    if tracked.watched:
+                        self._watched[request.row] = tracked
+                    else:
+                        self._watched.pop(request.row, None)
+                self.in_flight.append(self.runner.launch(step))
+            if self.in_flight:
+                self._read(self.in_flight.popleft())
+        except BaseException:
+            # A step that failed (a reader's own operation, memory) leaves nothing half done behind.
+            self.in_flight.clear()
+            for request in self.scheduler.abandon():
+                self._finish(self.tracked[request.request_id])
+            self._finished.clear()
+            raise
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _read(self, launched: Launched) -> None:
+        results, step = launched.wait(), launched.step
+        now = time.perf_counter()
+        rows = step.rows[step.samples]
+        requests = self.scheduler.requests
+        first = (step.starts + step.queries)[step.samples] == self.runner.sampler.prompt_length[rows]
+        for row in rows[first]:
+            if (request := requests[row]) is not None:
+                completion = self.tracked[request.request_id].completion
+                completion.first_token_time = completion.first_token_time or now
+        for row, (position, found) in results.prompt_logprobs.items():
+            if (request := requests[row]) is not None:
+                completion = self.tracked[request.request_id].completion
+                completion.prompt_logprobs[position : position + len(found)] = found
+        watched = []
+        if self._watched:
+            watched = [
+                (tracked, int(row), int(token))
+                for row, token in zip(rows, results.tokens, strict=True)
+                if (tracked := self._watched.get(int(row))) is not None and requests[row] is tracked.request
+            ]
+        ended = self.scheduler.complete(step, results.tokens)
+        for tracked, row, token in watched:
+            self._look_at(tracked, row, token, results)
+        for request in ended:
+            if (tracked := self.tracked.get(request.request_id)) is not None:
+                self._finish(tracked)
+
+    def _look_at(self, tracked: Tracked, row: int, token: int, results: Results) -> None:
+        """Text, stop strings and log-probabilities of one new token."""
+        request, completion = tracked.request, tracked.completion
+        completion.token_ids.append(token)
+        logprobs = None
+        if completion.logprobs is not None:
+            logprobs = [results.logprobs[row]]
+            completion.logprobs += logprobs
+        stopped_by_token = request.finish_reason == "stop"
+        if tracked.detokenizer is not None and not stopped_by_token:
+            tracked.text += tracked.detokenizer.add([token])
+        found = None
+        stop = request.params.stop
+        if stop and len(completion.token_ids) >= request.params.min_tokens:
+            if request.finish_reason is not None:
+                tracked.text += tracked.detokenizer.flush()
+            found = _first_stop(tracked.text, tracked.searched, stop)
+            tracked.searched = max(0, len(tracked.text) - max(map(len, stop)) + 1)
+        if found is not None:
+            place, string = found
+            tracked.text = tracked.text[:place]
+            if request.finish_reason is None:
+                self.scheduler.finish(request, "stop", string)
+                self._finish(tracked, [token], logprobs)
+                return
+            request.finish_reason, request.stop_reason = "stop", string
+        if tracked.listener is not None and request.finish_reason is None:
+            tracked.listener(Delta(self._new_text(tracked, stop), [token], logprobs))
+        elif tracked.listener is not None:
+            self._finish(tracked, [token], logprobs)
+
+    def _new_text(self, tracked: Tracked, stop: Sequence[str]) -> str:
+        """Text the listener does not have yet, without an end that may become a stop string."""
+        safe = len(tracked.text) - max((_overlap(tracked.text, string) for string in stop), default=0)
+        start, tracked.told = tracked.told, max(safe, tracked.told)
+        return tracked.text[start : tracked.told]
+
+    def _finish(self, tracked: Tracked, token_ids: Sequence[int] = (), logprobs: list | None = None) -> None:
+        """Complete a request's result and hand it over, once."""
+        request, completion = tracked.request, tracked.completion
+        if completion.finish_reason is not None:
+            return
+        completion.finish_reason, completion.stop_reason = request.finish_reason, request.stop_reason
+        completion.finish_time = time.perf_counter()
+        completion.token_ids = request.known[len(request.prompt) :].tolist()
+        if tracked.detokenizer is not None:
+            if not isinstance(request.stop_reason, str):
+                tracked.text += tracked.detokenizer.flush()
+            completion.text = tracked.text
+        elif self.tokenizer is not None:
+            shown = completion.token_ids[:-1] if request.finish_reason == "stop" else completion.token_ids
+            completion.text = self.tokenizer.decode(shown)
+        del self.tracked[request.request_id]
+        self._finished.append(completion)
+        if tracked.listener is not None:
+            text = completion.text[tracked.told :]
+            reason, stop_reason = completion.finish_reason, completion.stop_reason
+            tracked.listener(Delta(text, list(token_ids), logprobs, reason, stop_reason, completion))
+
+    # ---- inputs
+
+    def _token_ids(self, prompt: str | Sequence[int]) -> np.ndarray:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidRequest(
+                    "this model has no tokenizer files: give the prompt as a list of token ids"
+                )
+            prompt = self.tokenizer.encode(prompt)
+        vocab = self.model_config.vocab_size
+        try:
+            ids = np.array(prompt)
+        except (TypeError, ValueError, OverflowError):
+            ids = np.array(0.5)
+        if ids.ndim != 1 or (ids.dtype.kind not in "iu" and len(ids)):
+            raise InvalidRequest("a prompt must be a string or a list of token ids (whole numbers)")
+        if len(ids) == 0:
+            raise InvalidRequest(
+                "the prompt is empty: give at least one token (a beginning-of-text token will do)"
+            )
+        if ids.min() < 0 or ids.max() >= vocab:
+            bad = int(ids[(ids < 0) | (ids >= vocab)][0])
+            raise InvalidRequest(f"token id {bad} is outside the vocabulary: ids go from 0 to {vocab - 1}")
+        return ids.astype(np.int32)
+
+    def close(self) -> None:
+        """Abort what runs and free the model and its cache."""
+        for tracked in list(self.tracked.values()):
+            self.abort(tracked.request.request_id)
+        self.in_flight.clear()
+        self.model = self.runner = None
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _load_tokenizer(tokenizer, place: Path | str):
+    if tokenizer is None and isinstance(place, Path) and (place / "tokenizer.json").exists():
+        tokenizer = place
+    return Tokenizer.from_pretrained(tokenizer) if isinstance(tokenizer, (str, Path)) else tokenizer
+
+
+def _first_stop(text: str, start: int, stop: Sequence[str]) -> tuple[int, str] | None:
+    """Where the earliest stop string begins, looking from `start` on, and which it is."""
+    found = [(text.find(string, start), string) for string in stop]
+    return min((pair for pair in found if pair[0] >= 0), default=None)
+
+
+def _overlap(text: str, string: str) -> int:
+    """Length of the longest end of `text` with which `string` begins."""
+    return next((n for n in range(min(len(string) - 1, len(text)), 0, -1) if text.endswith(string[:n])), 0)
+
+
+class LLM:
+    """Generate text offline: `LLM().generate("Once upon a time")`.  Lesson 00.
+
+    model: a directory in Hugging Face's layout, a preset's name, or None for the embedded tiny-gemma. tokenizer: a
+    directory, or an object with `encode` and `decode`; default: the model's own. Options: see `EngineConfig`.
+    """
+
+    def __init__(self, model: str | Path | None = None, tokenizer=None, **options):
+        self.engine: Engine | None = Engine(model, tokenizer, **options)
+        self.tokenizer = self.engine.tokenizer
+        self.model_config = self.engine.model_config
+        self.config = self.engine.config
+
+    def generate(
+        self,
+        prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[Completion]:
+        """One completion a prompt, in order. Prompts are strings or lists of token ids; params one, or one each.
+
+        Raises InvalidRequest, before anything runs, if any prompt cannot be served.
+        """
+        engine = self._open_engine()
+        prompts = as_prompts(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            params = [params] * len(prompts)
+        if len(params) != len(prompts):
+            raise InvalidRequest(
+                f"{len(prompts)} prompts, but {len(params)} SamplingParams: give one, or one each"
+            )
+        batch = []
+        for i, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                batch.append(engine.prepare(prompt, wanted))
+            except InvalidRequest as error:
+                raise InvalidRequest(f"prompt {i}: {error}" if len(prompts) > 1 else str(error)) from None
+        bar = _progress_bar(len(batch)) if progress else None
+        try:
+            for tracked in batch:
+                engine.submit(tracked)
+            for tracked in batch:  # while the first unfinished one runs, so do the others
+                while tracked.completion.finish_reason is None:
+                    finished = engine.step()
+                    if bar is not None:
+                        bar.update(len(finished))
+        finally:
+            for tracked in batch:
+                engine.abort(tracked.request.request_id)
+            while engine.in_flight and not engine.tracked:  # steps launched ahead of the last end
+                engine.step()
+            if bar is not None:
+                bar.close()
+        return [tracked.completion for tracked in batch]
+
+    def chat(
+        self,
+        messages: Sequence[dict] | Sequence[Sequence[dict]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[Completion]:
+        """Answer conversations: one list of {"role", "content"} messages, or several."""
+        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        prompts = [chat_prompt(self.tokenizer, conversation) for conversation in conversations]
+        return self.generate(prompts, params, progress=progress)
+
+    def stats(self) -> dict[str, int]:
+        return self._open_engine().stats()
+
+    def close(self) -> None:
+        """Free everything; the object cannot be used afterwards."""
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+
+    def _open_engine(self) -> Engine:
+        if self.engine is None:
+            raise RuntimeError("this LLM is closed; make a new one")
+        return self.engine
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+
+def as_prompts(prompts) -> list:
+    """One prompt or several -> a list of prompts."""
+    if isinstance(prompts, str):
+        return [prompts]
+    prompts = list(prompts)
+    return [prompts] if prompts and isinstance(prompts[0], (int, np.integer)) else prompts
+
+
+def chat_prompt(tokenizer, messages: Sequence[dict]) -> list[int]:
+    """A conversation's token ids, ending where the model's turn begins. Raises InvalidRequest."""
+    if tokenizer is None:
+        raise InvalidRequest(
+            "chat needs a tokenizer with a chat template, and this model has no tokenizer files"
+        )
+    return tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
+
+
+def _progress_bar(total: int):
+    from tqdm.auto import tqdm
+
+    return tqdm(total=total, unit="request", desc="generating")

@@ -1,0 +1,277 @@
+"""Runs steps on the device: fixed rows of state there, packed differences sent to it.  Lessons 09 and 10.
+
+A row of the device's state holds a request's tokens and block table. A step names spans of rows; the token ids are
+read from the rows, the sampled ids written back to them. So the next step can be launched before anybody has read
+this one's tokens, and prefill, chunk, decode and resumption are the same few lines.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .batch import Batch, Rows
+from .config import ConfigError, EngineConfig
+from .kv_cache import LayerCache
+from .model import Model
+from .request import Request, TokenLogprobs
+from .sampler import Sampler, top_logprobs
+from .scheduler import Step
+
+LOGITS_AT_ONCE = 256  # rows of logits made at a time where a whole prompt's are wanted
+CPU_CACHE_BYTES = 1 << 30
+
+
+@dataclass
+class Results:
+    """What a step yielded, on the host."""
+
+    tokens: np.ndarray  # [samples] int64, in the order of the step's sampling rows
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # row -> of its sampled token
+    prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = field(
+        default_factory=dict
+    )  # row -> (position, ...)
+
+
+class Launched:
+    """A step on its way; `wait` blocks until its results are on the host."""
+
+    def __init__(self, step: Step, tokens: Tensor, logprobs: list, prompt_logprobs: list):
+        self.step = step
+        self._tokens = tokens.to("cpu", non_blocking=True)
+        self._logprobs = [(rows, *_to_host(pair)) for rows, pair in logprobs]
+        self._prompt = [(row, position, *_to_host(pair)) for row, position, pair in prompt_logprobs]
+        self._event = None
+        if tokens.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> Results:
+        if self._event is not None:
+            self._event.synchronize()
+        results = Results(self._tokens.numpy())
+        for rows, ids, values in self._logprobs:
+            for row, found in zip(rows.tolist(), _as_dicts(ids, values), strict=True):
+                results.logprobs[row] = found
+        for row, position, ids, values in self._prompt:
+            results.prompt_logprobs[row] = (position, _as_dicts(ids, values))
+        return results
+
+
+def _to_host(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return tuple(tensor.to("cpu", non_blocking=True) for tensor in pair)
+
+
+def _as_dicts(ids: Tensor, values: Tensor) -> list[TokenLogprobs]:
+    return [dict(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]
+
+
+class Runner:
+    """The model, its cache and the device's rows."""
+
+    def __init__(self, model: Model, config: EngineConfig, max_model_len: int, groups: int = 1):
+        self.model = model
+        self.device = model.device
+        self.block_size = config.block_size
+        rows, width = config.max_num_seqs, -(-max_model_len // config.block_size)
+        self.tokens = torch.zeros(rows, max_model_len + 1, dtype=torch.int32, device=self.device)
+        self.block_table = torch.zeros(groups, rows, width, dtype=torch.int32, device=self.device)
+        self.sampler = Sampler(rows, self.device, model.ops)
+        self.logprobs = np.full(rows, -1, np.int32)  # how many a row's request wants; -1: none
+        self.prompt_logprobs = np.full(rows, -1, np.int32)
+        self.num_blocks = config.num_blocks or self._blocks_that_fit(config, rows * width * groups)
+        self.caches = self._allocate_cache(self.num_blocks)
+
+    # ---- memory
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in all layers."""
+        shape = self.model.config
+        element = torch.empty(0, dtype=self.model.dtype).element_size()
+        return 2 * shape.num_layers * self.block_size * shape.num_kv_heads * shape.head_dim * element
+
+    def _allocate_cache(self, blocks: int) -> list[LayerCache]:
+        shape = self.model.config
+        size = (blocks, self.block_size, shape.num_kv_heads, shape.head_dim)
+        try:
+            # Zeros, because attention may multiply stale values by a probability of 0, and 0 * NaN is NaN.
+            return [
+                LayerCache(*(torch.zeros(size, dtype=self.model.dtype, device=self.device) for _ in "kv"))
+                for _ in range(shape.num_layers)
+            ]
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            raise ConfigError(
+                f"num_blocks={blocks} needs {blocks * self.block_bytes / 2**30:.1f} GiB for keys and values, more "
+                f"than {self.device} has free; lower num_blocks, max_num_seqs or max_model_len"
+            ) from error
+
+    def _blocks_that_fit(self, config: EngineConfig, most: int) -> int:
+        """As many blocks as the memory allows, and no more than all rows at full length could use."""
+        if self.device.type != "cuda":
+            return min(most, max(CPU_CACHE_BYTES // self.block_bytes, 1))
+        workspace = self._measure_workspace(config)
+        free, total = torch.cuda.mem_get_info(self.device)
+        usable = int(total * config.gpu_memory_utilization) - (total - free) - workspace
+        if usable < self.block_bytes:
+            raise ConfigError(
+                f"gpu_memory_utilization={config.gpu_memory_utilization} of {total / 2**30:.1f} GiB leaves nothing for "
+                f"the cache: {(total - free) / 2**30:.1f} GiB are taken (weights, other programs) and a step needs "
+                f"{workspace / 2**30:.1f} GiB; raise it, lower max_num_batched_tokens, or free the GPU"
+            )
+        return min(most, usable // self.block_bytes)
+
+    def _measure_workspace(self, config: EngineConfig) -> int:
+        """Bytes that the largest step takes beside weights and cache: found by running one."""
+        count = config.max_num_batched_tokens
+        rows = min(config.max_num_seqs, count)
+        self.caches = self._allocate_cache(1)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        queries = np.full(rows, count // rows, np.int32)
+        starts = np.zeros(rows, np.int32)
+        queries = np.minimum(queries, self.tokens.shape[1] - 1)
+        step = Step(
+            0,
+            np.arange(rows, dtype=np.int32),
+            starts,
+            queries,
+            np.ones(rows, bool),
+            int((queries == 1).sum()),
+        )
+        batch = self._batch(step, None)
+        self.model.logits(self.model.forward(batch, self.caches)).softmax(-1)
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device) - before
+        self.caches = []
+        torch.cuda.empty_cache()
+        return peak
+
+    # ---- steps
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> Launched:
+        """Run a step. Returns at once on a GPU; `Launched.wait` gives its tokens."""
+        for request in step.admitted:
+            self._admit(request)
+        if step.table_rows is not None:
+            rows, columns = self._send(step.table_rows, step.table_columns)
+            self.block_table[:, rows, columns] = torch.from_numpy(step.table_blocks).to(self.device)
+
+        prompts = self._rows_wanting_prompt_logprobs(step)
+        last = np.cumsum(step.queries) - 1
+        sampling = step.samples
+        if prompts:
+            wanted = np.zeros(last[-1] + 1, bool)
+            wanted[last[sampling]] = True
+            for i in prompts:
+                wanted[last[i] - step.queries[i] + 1 : last[i] + 1] = True
+            index = np.nonzero(wanted)[0]
+            sample_index = np.searchsorted(index, last[sampling])
+        else:
+            index = None if sampling.all() and step.singles == len(step.rows) else last[sampling]
+        hidden = self.model.forward(self._batch(step, index), self.caches)
+
+        rows = step.rows[sampling]
+        lengths = (step.starts + step.queries)[sampling].astype(np.int64)
+        prompt_logprobs = []
+        if prompts:
+            prompt_logprobs = [self._prompt_logprobs(step, i, hidden, index, last) for i in prompts]
+            hidden = hidden[self._send(sample_index)[0]]
+        if len(rows) == 0:
+            empty = torch.zeros(0, dtype=torch.int64, device=self.device)
+            return Launched(step, empty, [], prompt_logprobs)
+        logits = self.model.logits(hidden)
+        sampled = self.sampler(logits, rows, lengths, self.tokens)
+        self.tokens[self._send(rows, lengths)] = sampled.to(torch.int32)
+        return Launched(step, sampled, self._logprobs(logits, rows, sampled), prompt_logprobs)
+
+    def _admit(self, request: Request) -> None:
+        row, known = request.row, len(request.known)
+        self.tokens[row, :known] = torch.from_numpy(request.known).to(self.device, non_blocking=True)
+        self.sampler.admit(row, request.params, request.seed, len(request.prompt), request.stop_ids)
+        want = request.params
+        self.logprobs[row] = -1 if want.logprobs is None else want.logprobs
+        self.prompt_logprobs[row] = -1 if want.prompt_logprobs is None else want.prompt_logprobs
+
+    def _send(self, *arrays: np.ndarray) -> tuple[Tensor, ...]:
+        """Indices to the device as int64, in one copy."""
+        if self.device.type == "cpu":
+            return tuple(torch.from_numpy(array.astype(np.int64, copy=False)) for array in arrays)
+        packed = torch.from_numpy(np.concatenate(arrays).astype(np.int64, copy=False)).pin_memory()
+        return packed.to(self.device, non_blocking=True).split([len(array) for array in arrays])
+
+    def _batch(self, step: Step, logits_index: np.ndarray | None) -> Batch:
+        """Pack a step's spans; token ids and slots are looked up on the device."""
+        lengths = step.starts + step.queries
+        ends = np.cumsum(step.queries)
+        if step.singles == len(step.rows):
+            token_rows, positions = step.rows, step.starts
+        else:
+            token_rows = np.repeat(step.rows, step.queries)
+            positions = np.arange(ends[-1]) - np.repeat(ends - step.queries - step.starts, step.queries)
+        arrays = [token_rows, positions, step.rows, lengths, np.concatenate([[0], ends])]
+        if logits_index is not None:
+            arrays.append(logits_index)
+        token_rows, positions, rows, lengths_sent, starts_sent, *index = self._send(*arrays)
+        blocks = self.block_table[:, token_rows, positions // self.block_size].long()
+        singles = step.singles
+
+        def part(chosen: slice, first: int, after: int) -> Rows | None:
+            if after == first:
+                return None
+            count = int(step.queries[chosen].sum())
+            width = -(-int(lengths[chosen].max()) // self.block_size)
+            return Rows(
+                tokens=count,
+                block_table=self.block_table[:, rows[chosen], :width],
+                lengths=lengths_sent[chosen].int(),
+                query_start=(starts_sent[first : after + 1] - starts_sent[first]).int(),
+                max_queries=int(step.queries[chosen].max()),
+            )
+
+        return Batch(
+            token_ids=self.tokens[token_rows, positions].long(),
+            positions=positions,
+            slots=blocks * self.block_size + positions % self.block_size,
+            decode=part(slice(0, singles), 0, singles),
+            prefill=part(slice(singles, None), singles, len(step.rows)),
+            logits_index=index[0] if index else None,
+        )
+
+    # ---- log-probabilities, for those who asked
+
+    def _logprobs(self, logits: Tensor, rows: np.ndarray, sampled: Tensor) -> list:
+        """Grouped by how many each row wants: [(rows, (ids, values))]."""
+        wanted = self.logprobs[rows]
+        found = []
+        for k in np.unique(wanted[wanted >= 0]):
+            chosen = np.nonzero(wanted == k)[0]
+            index = self._send(chosen)[0]
+            found.append((rows[chosen], top_logprobs(logits[index], sampled[index], int(k))))
+        return found
+
+    def _rows_wanting_prompt_logprobs(self, step: Step) -> list[int]:
+        """Places in the step whose span has prompt tokens with a successor in the prompt."""
+        wanting = self.prompt_logprobs[step.rows] >= 0
+        if not wanting.any():
+            return []
+        return np.nonzero(wanting & (step.starts < self.sampler.prompt_length[step.rows] - 1))[0].tolist()
+
+    def _prompt_logprobs(
+        self, step: Step, i: int, hidden: Tensor, index: np.ndarray, last: np.ndarray
+    ) -> tuple:
+        """(row, position of the first token told about, (ids, values)) for place i of the step."""
+        row, start = int(step.rows[i]), int(step.starts[i])
+        end = min(start + int(step.queries[i]), int(self.sampler.prompt_length[row]) - 1)
+        first = int(np.searchsorted(index, last[i] - step.queries[i] + 1))
+        targets = self.tokens[row, start + 1 : end + 1].long()
+        k = int(self.prompt_logprobs[row])
+        pieces = [
+            top_logprobs(self.model.logits(hidden[first + at : first + at + len(chosen)]), chosen, k)
+            for at, chosen in zip(
+                range(0, end - start, LOGITS_AT_ONCE), targets.split(LOGITS_AT_ONCE), strict=True
+            )
+        ]
+        return row, start + 1, tuple(torch.cat(column) for column in zip(*pieces, strict=True))
