@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
-from .engine import Engine, LLM, Tracked
+from .engine import LLM, Engine, Tracked
 from .request import Completion, Delta, InvalidRequest, SamplingParams
 
 
@@ -74,8 +74,8 @@ class AsyncLLM:
     ) -> Completion:
         """The whole completion."""
         async for delta in self.stream(prompt, params, request_id):
-            pass
-        return delta.completion
+            completion = delta.completion
+        return completion
 
     def abort(self, request_id: str) -> None:
         """End a request; its stream ends with finish_reason "abort". From any thread."""

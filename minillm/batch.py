@@ -25,11 +25,7 @@ class Batch:
 
     token_ids: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64
-    slots: (
-        Tensor  # [groups, tokens] int64: block * block_size + offset, where the token's K and V are written
-    )
+    slots: Tensor  # [groups, tokens] int64: block * block_size + offset, where the token's K and V are written
     decode: Rows | None  # the first `decode.tokens` tokens
     prefill: Rows | None  # the rest
-    logits_index: (
-        Tensor | None
-    )  # [samples] int64: tokens whose final hidden state is wanted; None: all of them
+    logits_index: Tensor | None  # [samples] int64: tokens whose final hidden state is wanted; None: all of them

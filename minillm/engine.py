@@ -41,9 +41,7 @@ class Tracked:
     @property
     def watched(self) -> bool:
         """Whether each of its tokens must be looked at as it comes."""
-        return (
-            self.listener is not None or self.detokenizer is not None or self.completion.logprobs is not None
-        )
+        return self.listener is not None or self.detokenizer is not None or self.completion.logprobs is not None
 
 
 class Engine:
@@ -59,9 +57,7 @@ class Engine:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         elif device.startswith("cuda") and not torch.cuda.is_available():
-            raise ConfigError(
-                "device='cuda', but torch finds no GPU here; use device='cpu', or see `minillm doctor`"
-            )
+            raise ConfigError("device='cuda', but torch finds no GPU here; use device='cpu', or see `minillm doctor`")
         place = resolve(model)
         self.name = place.name if isinstance(place, Path) else place
         self.tokenizer = _load_tokenizer(tokenizer, place)
@@ -113,9 +109,7 @@ class Engine:
         for name in ("stop_token_ids", "logit_bias"):
             for token in getattr(params, name) or ():
                 if token >= vocab:
-                    raise InvalidRequest(
-                        f"{name} names token {token}, but the vocabulary ends at {vocab - 1}"
-                    )
+                    raise InvalidRequest(f"{name} names token {token}, but the vocabulary ends at {vocab - 1}")
         if params.stop and self.tokenizer is None:
             raise InvalidRequest("stop strings need a tokenizer, and this model has none; use stop_token_ids")
         count = next(self._counter)
@@ -124,8 +118,7 @@ class Engine:
             prompt=ids,
             params=params,
             limit=min(len(ids) + params.max_tokens, self.max_model_len),
-            stop_ids=tuple(params.stop_token_ids)
-            + (() if params.ignore_eos else self.model_config.eos_token_ids),
+            stop_ids=tuple(params.stop_token_ids) + (() if params.ignore_eos else self.model_config.eos_token_ids),
             seed=params.seed if params.seed is not None else derived_seed(self.config.seed, count),
         )
         self.scheduler.validate(request)
@@ -296,9 +289,7 @@ class Engine:
     def _token_ids(self, prompt: str | Sequence[int]) -> np.ndarray:
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise InvalidRequest(
-                    "this model has no tokenizer files: give the prompt as a list of token ids"
-                )
+                raise InvalidRequest("this model has no tokenizer files: give the prompt as a list of token ids")
             prompt = self.tokenizer.encode(prompt)
         vocab = self.model_config.vocab_size
         try:
@@ -308,9 +299,7 @@ class Engine:
         if ids.ndim != 1 or (ids.dtype.kind not in "iu" and len(ids)):
             raise InvalidRequest("a prompt must be a string or a list of token ids (whole numbers)")
         if len(ids) == 0:
-            raise InvalidRequest(
-                "the prompt is empty: give at least one token (a beginning-of-text token will do)"
-            )
+            raise InvalidRequest("the prompt is empty: give at least one token (a beginning-of-text token will do)")
         if ids.min() < 0 or ids.max() >= vocab:
             bad = int(ids[(ids < 0) | (ids >= vocab)][0])
             raise InvalidRequest(f"token id {bad} is outside the vocabulary: ids go from 0 to {vocab - 1}")
@@ -372,9 +361,7 @@ class LLM:
         if params is None or isinstance(params, SamplingParams):
             params = [params] * len(prompts)
         if len(params) != len(prompts):
-            raise InvalidRequest(
-                f"{len(prompts)} prompts, but {len(params)} SamplingParams: give one, or one each"
-            )
+            raise InvalidRequest(f"{len(prompts)} prompts, but {len(params)} SamplingParams: give one, or one each")
         batch = []
         for i, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
             try:
@@ -443,9 +430,7 @@ def as_prompts(prompts) -> list:
 def chat_prompt(tokenizer, messages: Sequence[dict]) -> list[int]:
     """A conversation's token ids, ending where the model's turn begins. Raises InvalidRequest."""
     if tokenizer is None:
-        raise InvalidRequest(
-            "chat needs a tokenizer with a chat template, and this model has no tokenizer files"
-        )
+        raise InvalidRequest("chat needs a tokenizer with a chat template, and this model has no tokenizer files")
     return tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
 
 

@@ -112,17 +112,11 @@ class BlockPool:
         assert not (used & free or used & cached or free & cached), "a block is in two states"
         assert len(used) + len(free) + len(cached) == self.num_blocks, "free + used + cached is not the total"
         assert {b: self.references[b] for b in used} == counts, "reference counts differ from the holders"
-        assert all(self._key_of[block] == key for key, block in self._block_of.items()), (
-            "a prefix key is stale"
-        )
-        assert cached <= self._key_of.keys() and len(self._key_of) == len(self._block_of), (
-            "a prefix key is lost"
-        )
+        assert all(self._key_of[block] == key for key, block in self._block_of.items()), "a prefix key is stale"
+        assert cached <= self._key_of.keys() and len(self._key_of) == len(self._block_of), "a prefix key is lost"
 
 
-def prefix_keys(
-    tokens: np.ndarray, block_size: int, salt: str = "", known: Sequence[bytes] = ()
-) -> list[bytes]:
+def prefix_keys(tokens: np.ndarray, block_size: int, salt: str = "", known: Sequence[bytes] = ()) -> list[bytes]:
     """A key for each full block of `tokens`: a hash of its tokens and of all before it.  Lesson 09.
 
     Equal keys mean equal beginnings, so equal keys and values. `salt` keeps tenants apart; `known` are the keys
@@ -132,8 +126,6 @@ def prefix_keys(
     parent = keys[-1] if keys else hashlib.blake2b(salt.encode(), digest_size=16).digest()
     tokens = np.ascontiguousarray(tokens, dtype=np.int32)
     for start in range(len(keys) * block_size, len(tokens) - block_size + 1, block_size):
-        parent = hashlib.blake2b(
-            parent + tokens[start : start + block_size].tobytes(), digest_size=16
-        ).digest()
+        parent = hashlib.blake2b(parent + tokens[start : start + block_size].tobytes(), digest_size=16).digest()
         keys.append(parent)
     return keys

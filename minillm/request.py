@@ -70,9 +70,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        )
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         ranges = {
             "temperature": (self.temperature, 0, 1e4, "0 for greedy, 1 for the model's own distribution"),
@@ -104,9 +102,7 @@ class SamplingParams:
         ok = self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**63)
         _check(ok, f"seed must be a 64-bit whole number, not {self.seed!r}")
         for text in self.stop:
-            _check(
-                isinstance(text, str) and text != "", f"stop strings must be non-empty strings, not {text!r}"
-            )
+            _check(isinstance(text, str) and text != "", f"stop strings must be non-empty strings, not {text!r}")
         for token in self.stop_token_ids:
             _check(_is_int(token) and token >= 0, f"stop_token_ids must be token ids (from 0), not {token!r}")
         if self.logit_bias is not None:

@@ -29,9 +29,7 @@ class Results:
 
     tokens: np.ndarray  # [samples] int64, in the order of the step's sampling rows
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # row -> of its sampled token
-    prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = field(
-        default_factory=dict
-    )  # row -> (position, ...)
+    prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = field(default_factory=dict)  # row -> (position, ...)
 
 
 class Launched:
@@ -259,9 +257,7 @@ class Runner:
             return []
         return np.nonzero(wanting & (step.starts < self.sampler.prompt_length[step.rows] - 1))[0].tolist()
 
-    def _prompt_logprobs(
-        self, step: Step, i: int, hidden: Tensor, index: np.ndarray, last: np.ndarray
-    ) -> tuple:
+    def _prompt_logprobs(self, step: Step, i: int, hidden: Tensor, index: np.ndarray, last: np.ndarray) -> tuple:
         """(row, position of the first token told about, (ids, values)) for place i of the step."""
         row, start = int(step.rows[i]), int(step.starts[i])
         end = min(start + int(step.queries[i]), int(self.sampler.prompt_length[row]) - 1)
@@ -270,8 +266,6 @@ class Runner:
         k = int(self.prompt_logprobs[row])
         pieces = [
             top_logprobs(self.model.logits(hidden[first + at : first + at + len(chosen)]), chosen, k)
-            for at, chosen in zip(
-                range(0, end - start, LOGITS_AT_ONCE), targets.split(LOGITS_AT_ONCE), strict=True
-            )
+            for at, chosen in zip(range(0, end - start, LOGITS_AT_ONCE), targets.split(LOGITS_AT_ONCE), strict=True)
         ]
         return row, start + 1, tuple(torch.cat(column) for column in zip(*pieces, strict=True))

@@ -44,9 +44,7 @@ class Sampler:
         self.temperature = np.zeros(rows, np.float32)
         self.general = np.zeros(rows, bool)  # rows that need more than the fast path
 
-    def admit(
-        self, row: int, params: SamplingParams, seed: int, prompt_length: int, stop_ids: tuple[int, ...]
-    ) -> None:
+    def admit(self, row: int, params: SamplingParams, seed: int, prompt_length: int, stop_ids: tuple[int, ...]) -> None:
         self.params[row] = params
         self.stop_ids[row] = stop_ids
         self.prompt_length[row] = prompt_length
@@ -79,9 +77,7 @@ class Sampler:
         shaped = logits[at]
         generated = (lengths - self.prompt_length[rows])[index]
 
-        bias = [
-            (i, token, value) for i, p in enumerate(params) for token, value in (p.logit_bias or {}).items()
-        ]
+        bias = [(i, token, value) for i, p in enumerate(params) for token, value in (p.logit_bias or {}).items()]
         if bias:
             i, token, value = (torch.tensor(column, device=self.device) for column in zip(*bias, strict=True))
             shaped.index_put_((i, token), value.to(shaped.dtype), accumulate=True)
@@ -90,10 +86,7 @@ class Sampler:
             known, prompt = lengths[index], self.prompt_length[rows[index]]
             shaped = penalise(shaped, history, self._tensor(known), self._tensor(prompt), params)
         early = [
-            (i, s)
-            for i, p in enumerate(params)
-            if generated[i] < p.min_tokens
-            for s in self.stop_ids[rows[index[i]]]
+            (i, s) for i, p in enumerate(params) if generated[i] < p.min_tokens for s in self.stop_ids[rows[index[i]]]
         ]
         if early:
             i, token = (torch.tensor(column, device=self.device) for column in zip(*early, strict=True))
@@ -108,17 +101,16 @@ class Sampler:
         return logits, temperature
 
 
-def penalise(
-    logits: Tensor, history: Tensor, known: Tensor, prompt: Tensor, params: list[SamplingParams]
-) -> Tensor:
+def penalise(logits: Tensor, history: Tensor, known: Tensor, prompt: Tensor, params: list[SamplingParams]) -> Tensor:
     """Repetition, presence and frequency penalties.  Lesson 02.
 
     logits [n, vocab]; history [n, longest] token ids; known, prompt [n]: tokens of all, and of the prompt.
     """
     n, vocab = logits.shape
-    column = lambda name: torch.tensor(
-        [getattr(p, name) for p in params], dtype=logits.dtype, device=logits.device
-    )
+
+    def column(name: str) -> Tensor:
+        return torch.tensor([getattr(p, name) for p in params], dtype=logits.dtype, device=logits.device)[:, None]
+
     place = torch.arange(history.shape[1], device=logits.device)
     seen = (place < known[:, None]).to(logits.dtype)
     output = seen * (place >= prompt[:, None])
@@ -126,15 +118,18 @@ def penalise(
     ids = history.long()
     counted = zeros.scatter_add(1, ids, output)
     seen = zeros.scatter_add(1, ids, seen) > 0
-    repetition = column("repetition_penalty")[:, None]
+    repetition = column("repetition_penalty")
     logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
-    logits = logits - column("frequency_penalty")[:, None] * counted
-    return logits - column("presence_penalty")[:, None] * (counted > 0)
+    logits = logits - column("frequency_penalty") * counted
+    return logits - column("presence_penalty") * (counted > 0)
 
 
 def truncate(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     """min_p, then top_k, then top_p: tokens outside get -inf. logits: [n, vocab], temperature already applied."""
-    column = lambda values, dtype: torch.tensor(values, dtype=dtype, device=logits.device)[:, None]
+
+    def column(values: list, dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=logits.device)[:, None]
+
     if any(p.min_p > 0 for p in params):
         log_share = torch.log(column([p.min_p for p in params], logits.dtype))
         logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + log_share, -torch.inf)
@@ -166,6 +161,4 @@ def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor
 def derived_seed(seed: int, count: int) -> int:
     """The seed of the `count`-th request of an engine seeded with `seed`, for requests that name none."""
     with np.errstate(over="ignore"):
-        return int(
-            _mix(_mix(np.array([seed], np.int64).astype(np.uint64)) + np.uint64(count)).astype(np.int64)[0]
-        )
+        return int(_mix(_mix(np.array([seed], np.int64).astype(np.uint64)) + np.uint64(count)).astype(np.int64)[0])

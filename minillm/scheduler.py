@@ -74,9 +74,7 @@ class Scheduler:
         self.order = np.zeros(0, np.int32)  # running rows, oldest request first
         self.waiting: deque[Request] = deque()
         self._free_rows = list(range(rows - 1, -1, -1))
-        self._fence: deque[tuple[int, int, list[int]]] = (
-            deque()
-        )  # (last step that may touch them, row, blocks)
+        self._fence: deque[tuple[int, int, list[int]]] = deque()  # (last step that may touch them, row, blocks)
         self._arrivals = 0
         self.launched = -1  # number of the newest step launched
         self.read = -1  # number of the newest step whose tokens were read
@@ -357,11 +355,7 @@ class Scheduler:
         assert sorted(rows) == list(range(len(self.requests))), "a row is lost or in two places"
         for request in running:
             row = request.row
-            assert self.settled[row] <= self.computed[row] <= self.known[row], (
-                f"row {row}: tokens out of order"
-            )
+            assert self.settled[row] <= self.computed[row] <= self.known[row], f"row {row}: tokens out of order"
             assert self.confirmed[row] <= self.known[row] <= self.limit[row], f"row {row}: too many tokens"
-            assert self.computed[row] <= self.held[row] * self.block_size, (
-                f"row {row}: tokens without a block"
-            )
+            assert self.computed[row] <= self.held[row] * self.block_size, f"row {row}: tokens without a block"
         assert all(request.row == -1 for request in self.waiting), "a waiting request holds a row"
