@@ -1,7 +1,10 @@
 """Text to token ids and back: byte-pair encoding read from `tokenizer.json`.  Lesson 01."""
 
+from .bpe import merge
 from .gemma import write_tokenizer
 from .patterns import TokenizerError
+from .streaming import StreamingDetokenizer
+from .tokenizer import Tokenizer
 from .training import train_bpe
 
-__all__ = ["TokenizerError", "train_bpe", "write_tokenizer"]
+__all__ = ["StreamingDetokenizer", "Tokenizer", "TokenizerError", "merge", "train_bpe", "write_tokenizer"]

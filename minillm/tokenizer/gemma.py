@@ -21,7 +21,7 @@ CHAT_TEMPLATE = """\
 {%- for turn in turns -%}
     {%- set speaker = 'user' if loop.index0 is even else 'assistant' -%}
     {%- if turn['role'] != speaker -%}
-        {{ raise_exception('turn ' ~ loop.index ~ ' is from ' ~ turn['role'] ~ ', but turns alternate user, assistant') }}
+        {{ raise_exception('turn ' ~ loop.index ~ ' must be from the ' ~ speaker ~ ', not ' ~ turn['role']) }}
     {%- endif -%}
     {{ '<start_of_turn>' + ('model' if speaker == 'assistant' else 'user') + '\\n' }}
     {{- rules if loop.first else '' }}{{ turn['content'] | trim }}{{ '<end_of_turn>\\n' }}
@@ -49,9 +49,7 @@ def write_tokenizer(
     """
     missing = [token for token in (*SPECIAL_TOKENS[:4], *special_tokens) if token not in vocab]
     if missing:
-        raise TokenizerError(
-            f"the vocabulary lacks {', '.join(missing)}: give train_bpe the same special_tokens"
-        )
+        raise TokenizerError(f"the vocabulary lacks {', '.join(missing)}: give train_bpe the same special_tokens")
     bos = {"SpecialToken": {"id": "<bos>", "type_id": 0}}
     split = {"type": "Split", "pattern": {"Regex": split_pattern}, "behavior": "Isolated", "invert": False}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
@@ -90,7 +88,7 @@ def write_tokenizer(
         },
     }
     config = {
-        # transformers 5's GemmaTokenizer rebuilds its own pipeline and drops the split above; this class reads the file.
+        # transformers 5's GemmaTokenizer builds its own pipeline and drops the split; this class reads the file.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<bos>",
         "eos_token": "<eos>",
@@ -103,6 +101,4 @@ def write_tokenizer(
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     for name, content in (("tokenizer.json", tokenizer), ("tokenizer_config.json", config)):
-        (directory / name).write_text(
-            json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8"
-        )
+        (directory / name).write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,6 @@
-"""Patterns as `tokenizer.json` writes them, compiled; the error every part of the tokenizer raises.  Lesson 01."""
+"""Patterns as `tokenizer.json` writes them, and the error that every part of the tokenizer raises.  Lesson 01."""
+
+from collections.abc import Callable
 
 import regex
 
@@ -10,12 +12,13 @@ class TokenizerError(ValueError):
 def compile_pattern(spec: dict | str) -> regex.Pattern:
     r"""Compile `{"Regex": ...}`, `{"String": ...}` or a plain string (a regex).
 
-    Files are written for Oniguruma, the engine in the `tokenizers` library. The `regex` package reads the same syntax
-    (`\p{L}`, possessive quantifiers, nested sets); the two differ only in their Unicode version, that is, on characters
-    that one of them does not know yet.
+    Files are written for Oniguruma, the engine in the `tokenizers` library. The `regex` package reads the same
+    syntax (`\p{L}`, possessive quantifiers, nested sets). Both follow Unicode's tables, of different years: they may
+    disagree on characters that were added in between, and `\w` on superscript digits.
     """
     if isinstance(spec, dict) and spec.keys() == {"String"}:
-        return regex.compile(regex.escape(spec["String"], special_only=True))
+        # An empty string is found nowhere in a text, not between all its characters.
+        return regex.compile(regex.escape(spec["String"]) or r"(?!)")
     text = spec["Regex"] if isinstance(spec, dict) and spec.keys() == {"Regex"} else spec
     if not isinstance(text, str):
         raise TokenizerError(f'a pattern is {{"String": ...}} or {{"Regex": ...}}, not {spec!r}')
@@ -23,3 +26,21 @@ def compile_pattern(spec: dict | str) -> regex.Pattern:
         return regex.compile(text, regex.V1)
     except regex.error as error:
         raise TokenizerError(f"the pattern {text!r} does not compile: {error}") from error
+
+
+def replacer(spec: dict) -> Callable[[str], str]:
+    """The function that puts `spec["content"]`, as it is, in place of what `spec["pattern"]` finds."""
+    pattern, content = compile_pattern(spec["pattern"]), spec["content"]
+    plain = spec["pattern"].get("String")
+    if plain:
+        return lambda text: text.replace(plain, content)
+    return lambda text: pattern.sub(lambda _: content, text)
+
+
+def component(kind: str, spec: dict, builders: dict):
+    """Build the part that `spec["type"]` names, or say which name is unknown and which ones are not."""
+    name = spec.get("type")
+    if name not in builders:
+        known = ", ".join(sorted(builders))
+        raise TokenizerError(f"tokenizer.json has the {kind} {name!r}, which is not supported; these are: {known}")
+    return builders[name](spec)

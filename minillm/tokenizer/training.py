@@ -7,6 +7,7 @@ from characters, join the most frequent pair of neighbours everywhere, and repea
 import heapq
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from .gemma import BYTE_TOKENS, SPACE, SPECIAL_TOKENS, SPLIT_PATTERN
 from .patterns import TokenizerError, compile_pattern
@@ -23,7 +24,7 @@ def train_bpe(
     """Return (vocabulary: token -> id, merges in the order they were learned).  Lesson 01.
 
     texts           any number of strings, read once; spaces count as "▁"
-    vocab_size      ids in all: special tokens, 256 byte tokens, characters, merges (fewer if the text runs out of pairs)
+    vocab_size      ids in all: special tokens, 256 bytes, characters, merges (fewer if the text has no more pairs)
     special_tokens  take the first ids, in this order
     split_pattern   no token crosses the pieces that this regex cuts the text into, after " " has become "▁"
     max_characters  keep this many of the most frequent characters; the others are spelled in byte tokens
@@ -79,7 +80,7 @@ def _most_frequent_pairs(words: list[tuple[list[str], int]]):
     counts: Counter[tuple[str, str]] = Counter()
     words_with = defaultdict(set)
     for index, (symbols, count) in enumerate(words):
-        for pair in zip(symbols, symbols[1:]):
+        for pair in pairwise(symbols):
             counts[pair] += count
             words_with[pair].add(index)
     heap = [(-count, pair) for pair, count in counts.items()]
@@ -96,10 +97,10 @@ def _most_frequent_pairs(words: list[tuple[list[str], int]]):
         for index in words_with.pop(best):
             symbols, count = words[index]
             joined = join_pair(symbols, *best)
-            for pair in zip(symbols, symbols[1:]):
+            for pair in pairwise(symbols):
                 counts[pair] -= count
                 changed.add(pair)
-            for pair in zip(joined, joined[1:]):
+            for pair in pairwise(joined):
                 counts[pair] += count
                 changed.add(pair)
                 words_with[pair].add(index)

@@ -1,0 +1,199 @@
+"""Tokens back to text, one token at a time.  Lesson 01.
+
+Every decoder of `tokenizer.json` is a stage that takes pieces and gives the text that is certain by now; what may
+still change (half a character, a run of byte tokens, a space that may be stripped at the end) it holds back until
+`finish`. Decoding a whole list and decoding a stream are the same code, so they cannot differ.
+"""
+
+import codecs
+from collections.abc import Callable, Iterable
+
+import regex
+
+from .patterns import component, replacer
+from .pre_tokenizers import BYTE_CHARACTERS, prepend_scheme
+
+_BYTES = {character: byte for byte, character in BYTE_CHARACTERS.items()}
+_BYTE_TOKEN = regex.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Stage:
+    """`push(piece)` and `finish()` return the pieces that are ready; `fuses`: they are parts of one long piece."""
+
+    fuses = False
+
+    def push(self, piece: str) -> list[str]:
+        return [piece]
+
+    def finish(self) -> list[str]:
+        return []
+
+
+class Decoder:
+    """The text of one sequence of tokens; make a new one for each sequence.  Lesson 01."""
+
+    def __init__(self, spec: dict | None) -> None:
+        self._stages: list[Stage] = []
+        fused = False
+        for step in _flatten(spec) if spec else [{"type": "JoinWithSpaces"}]:
+            stage = component("decoder", step, _STAGES)
+            if fused:
+                stage = _StripEnds(stage) if isinstance(stage, _Strip) else _Whole(stage)
+            self._stages.append(stage)
+            fused = fused or stage.fuses
+
+    def push(self, tokens: Iterable[str]) -> str:
+        """The text that these tokens make certain, possibly none."""
+        return self._run(tokens, last=False)
+
+    def finish(self) -> str:
+        """The text still held back."""
+        return self._run([], last=True)
+
+    def _run(self, tokens: Iterable[str], last: bool) -> str:
+        pieces = tokens
+        for stage in self._stages:
+            pieces = [out for piece in pieces for out in stage.push(piece)]
+            if last:
+                pieces += stage.finish()
+        return "".join(pieces)
+
+
+def _flatten(spec: dict) -> list[dict]:
+    if spec["type"] != "Sequence":
+        return [spec]
+    return [step for inner in spec["decoders"] for step in _flatten(inner)]
+
+
+class _JoinWithSpaces(Stage):
+    def __init__(self, spec: dict) -> None:
+        self.first = True
+
+    def push(self, piece: str) -> list[str]:
+        self.first, first = False, self.first
+        return [piece if first else " " + piece]
+
+
+class _Replace(Stage):
+    def __init__(self, spec: dict) -> None:
+        self.replace = replacer(spec)
+
+    def push(self, piece: str) -> list[str]:
+        return [self.replace(piece)]
+
+
+class _Fuse(Stage):
+    fuses = True
+
+    def __init__(self, spec: dict) -> None:
+        pass
+
+
+class _Whole(Stage):
+    """Any stage after a Fuse: it must see the one long piece, so it waits for the end."""
+
+    fuses = True
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage, self.text = stage, ""
+
+    def push(self, piece: str) -> list[str]:
+        self.text += piece
+        return []
+
+    def finish(self) -> list[str]:
+        return [*self.stage.push(self.text), *self.stage.finish()]
+
+
+class _ByteFallback(Stage):
+    """<0xE2><0x82><0xAC> -> "€". A run of byte tokens with any invalid byte becomes one "\ufffd" for each byte, as the
+    `tokenizers` library has it; so a run is only certain when it ends."""
+
+    def __init__(self, spec: dict) -> None:
+        self.run = bytearray()
+
+    def push(self, piece: str) -> list[str]:
+        byte = _BYTE_TOKEN.fullmatch(piece) if len(piece) == 6 else None
+        if byte:
+            self.run += bytes.fromhex(byte[1])
+            return []
+        if not self.run:
+            return [piece]
+        return [*self.finish(), piece]
+
+    def finish(self) -> list[str]:
+        run, self.run = self.run, bytearray()
+        try:
+            return [run.decode()] if run else []
+        except UnicodeDecodeError:
+            return ["\ufffd"] * len(run)
+
+
+class _ByteLevel(Stage):
+    fuses = True
+
+    def __init__(self, spec: dict) -> None:
+        self.utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, piece: str) -> list[str]:
+        known = all(character in _BYTES for character in piece)
+        return [self.utf8.decode(bytes(map(_BYTES.get, piece)) if known else piece.encode())]
+
+    def finish(self) -> list[str]:
+        return [self.utf8.decode(b"", final=True)]
+
+
+class _Metaspace(Stage):
+    def __init__(self, spec: dict) -> None:
+        self.mark = spec["replacement"]
+        self.drops = prepend_scheme(spec) != "never"  # the first token's mark is the one that encoding put there
+
+    def push(self, piece: str) -> list[str]:
+        self.drops, drops = False, self.drops
+        return [piece.replace(self.mark, "" if drops else " ")]
+
+
+class _Strip(Stage):
+    """Takes the character `content` off every piece, up to `start` times in front and `stop` times behind."""
+
+    def __init__(self, spec: dict) -> None:
+        self.content, self.start, self.stop = spec["content"], spec["start"], spec["stop"]
+
+    def push(self, piece: str) -> list[str]:
+        for _ in range(self.start):
+            piece = piece.removeprefix(self.content)
+        for _ in range(self.stop):
+            piece = piece.removesuffix(self.content)
+        return [piece]
+
+
+class _StripEnds(Stage):
+    """A Strip after a Fuse: off the beginning and the end of all text. Llama 2 ends in one, and must still stream."""
+
+    fuses = True
+
+    def __init__(self, strip: _Strip) -> None:
+        self.content, self.start, self.stop = strip.content, strip.start, strip.stop
+        self.held = ""
+
+    def push(self, piece: str) -> list[str]:
+        while self.start and piece.startswith(self.content):
+            piece = piece.removeprefix(self.content)
+            self.start -= 1
+        if piece:
+            self.start = 0
+        text = self.held + piece
+        tail = min(len(text) - len(text.rstrip(self.content)), self.stop)
+        self.held = text[len(text) - tail :]
+        return [text[: len(text) - tail]]
+
+
+_STAGES: dict[str, Callable[[dict], Stage]] = {
+    "Replace": _Replace,
+    "ByteFallback": _ByteFallback,
+    "Fuse": _Fuse,
+    "ByteLevel": _ByteLevel,
+    "Metaspace": _Metaspace,
+    "Strip": _Strip,
+    "JoinWithSpaces": _JoinWithSpaces,
+}

@@ -1,0 +1,56 @@
+"""Rewrite text before it is cut: each normalizer of `tokenizer.json` as a function from text to text.  Lesson 01."""
+
+import unicodedata
+from collections.abc import Callable
+from functools import partial
+
+import regex
+
+from .patterns import component, replacer
+from .pre_tokenizers import to_byte_characters
+
+Normalizer = Callable[[str], str]
+
+
+def build_normalizer(spec: dict | None) -> Normalizer:
+    """The normalizer that `spec` describes; None leaves text as it is.  Lesson 01."""
+    return component("normalizer", spec, _BUILDERS) if spec else lambda text: text
+
+
+def _sequence(spec: dict) -> Normalizer:
+    steps = [build_normalizer(step) for step in spec["normalizers"]]
+
+    def normalize(text: str) -> str:
+        for step in steps:
+            text = step(text)
+        return text
+
+    return normalize
+
+
+def _prepend(spec: dict) -> Normalizer:
+    return lambda text: spec["prepend"] + text if text else text
+
+
+def _strip(spec: dict) -> Normalizer:
+    left = r"\A\p{White_Space}+" if spec["strip_left"] else "(?!)"
+    right = r"(?<!\p{White_Space})\p{White_Space}+\Z" if spec["strip_right"] else "(?!)"
+    space = regex.compile(f"{left}|{right}")
+    return lambda text: space.sub("", text)
+
+
+def _lowercase(spec: dict) -> Normalizer:
+    # Character by character: lowering whole words would turn a final sigma into another letter.
+    return lambda text: "".join(character.lower() for character in text)
+
+
+_BUILDERS = {
+    "Sequence": _sequence,
+    "Replace": replacer,
+    "Prepend": _prepend,
+    "Strip": _strip,
+    "Lowercase": _lowercase,
+    "StripAccents": lambda spec: lambda text: regex.sub(r"\p{Mn}", "", text),
+    "ByteLevel": lambda spec: to_byte_characters,
+    **{form: lambda spec: partial(unicodedata.normalize, spec["type"]) for form in ("NFC", "NFD", "NFKC", "NFKD")},
+}

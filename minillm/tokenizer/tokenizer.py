@@ -1,0 +1,195 @@
+"""`tokenizer.json` read into a tokenizer: text to ids and back.  Lesson 01.
+
+Text goes through added tokens, normalizer, pre-tokenizer, byte-pair merges and post-processor, in that order; ids come
+back through the decoder. The file's format is that of Hugging Face's `tokenizers`; the parts here are those that
+Gemma, Llama and their kin use. Its `truncation` and `padding` are left to the engine, which refuses long prompts.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from .added_tokens import AddedToken, AddedTokens
+from .bpe import BPE
+from .chat import ChatTemplate
+from .decoders import Decoder
+from .normalizers import build_normalizer
+from .patterns import TokenizerError
+from .pre_tokenizers import build_pre_tokenizer
+
+
+class Tokenizer:
+    """A tokenizer read from a model's directory.  Lesson 01.
+
+    bos_token_id, eos_token_id  ids, or None where the directory names no such token
+    vocab_size                  number of tokens, added ones included
+    """
+
+    def __init__(self, tokenizer: dict, config: dict | None = None, chat_template: str | None = None) -> None:
+        """`tokenizer` and `config` hold the contents of `tokenizer.json` and `tokenizer_config.json`."""
+        try:
+            self._model = _build_model(tokenizer["model"])
+            added = [AddedToken(**entry) for entry in tokenizer.get("added_tokens") or []]
+            normalize = build_normalizer(tokenizer.get("normalizer"))
+            self._added = AddedTokens(added, normalize)
+            self._pre_tokenize = build_pre_tokenizer(tokenizer.get("pre_tokenizer"))
+            self._prefix, self._suffix = _build_template(tokenizer.get("post_processor"))
+            self._decoder_spec = tokenizer.get("decoder")
+            self.new_decoder()
+        except (KeyError, TypeError, AttributeError) as error:
+            raise TokenizerError(f"tokenizer.json is not in the expected form: {error!r}") from error
+        self._ids = self._model.vocab | {token.content: token.id for token in added}
+        self._tokens = {id: token for token, id in self._ids.items()}
+        self._special = {token.id for token in added if token.special}
+        self.vocab_size = len(self._tokens)
+
+        config = config or {}
+        special = {name: _content(value) for name, value in config.items() if name.endswith("_token")}
+        special = {name: token for name, token in special.items() if token is not None}
+        self.bos_token_id = self.id(special["bos_token"]) if "bos_token" in special else None
+        self.eos_token_id = self.id(special["eos_token"]) if "eos_token" in special else None
+        template = chat_template or _default_template(config.get("chat_template"))
+        self._chat = ChatTemplate(template, special) if template else None
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path) -> "Tokenizer":
+        """Read `tokenizer.json`, and where present `tokenizer_config.json` (or `special_tokens_map.json`) and
+        `chat_template.jinja`.  Lesson 01.
+
+        Raises TokenizerError for a missing or damaged file, or a part that is not supported, by its name.
+        """
+        directory = Path(directory)
+        tokenizer = _read_json(directory / "tokenizer.json")
+        if tokenizer is None:
+            raise TokenizerError(
+                f"there is no tokenizer.json in {directory}: copy it there from where the model comes from, "
+                "or work with token ids alone"
+            )
+        config = _read_json(directory / "special_tokens_map.json") or {}
+        config |= _read_json(directory / "tokenizer_config.json") or {}
+        template = directory / "chat_template.jinja"
+        return cls(tokenizer, config, template.read_text(encoding="utf-8") if template.is_file() else None)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The ids of `text`; add_special_tokens=False leaves out what the file puts around it (usually <bos>).
+
+        Special tokens written out in the text become their ids either way. Time is O(n log n) at worst.
+        Raises TokenizerError when `text` is no str or holds a lone surrogate, which no UTF-8 text can.
+        """
+        if not isinstance(text, str):
+            raise TokenizerError(f"encode takes a str, not {type(text).__name__}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise TokenizerError(
+                f"the text holds the lone surrogate {text[error.start]!a} at character {error.start}, which is half of "
+                'a UTF-16 pair and no character: decode its source with errors="replace", or remove it'
+            ) from None
+        ids = []
+        for piece, at_start in self._added.split(text):
+            if isinstance(piece, int):
+                ids.append(piece)
+            else:
+                for word in self._pre_tokenize(piece, at_start):
+                    ids += self._model.encode(word)
+        return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """The text of `ids`. Raises TokenizerError for an id that no token has."""
+        ids = list(ids)
+        for id in ids:
+            self.token(id)
+        decoder = self.new_decoder()
+        return decoder.push(self.visible_tokens(ids, skip_special_tokens)) + decoder.finish()
+
+    def apply_chat_template(self, messages: list[dict], add_generation_prompt: bool = True) -> str:
+        """The prompt for `messages`: encode it with add_special_tokens=False, since it begins with <bos> itself.
+
+        Raises TokenizerError when the directory has no chat template or the template refuses the messages.
+        """
+        if self._chat is None:
+            raise TokenizerError(
+                "this tokenizer has no chat template: use a model trained for chat, or put a chat_template.jinja "
+                "beside its tokenizer.json"
+            )
+        return self._chat.render(messages, add_generation_prompt)
+
+    def token(self, id: int) -> str:
+        """The token with this id, as the vocabulary spells it. Raises TokenizerError when there is none."""
+        try:
+            return self._tokens[id]
+        except KeyError:
+            limit = max(self._tokens, default=-1)
+            raise TokenizerError(f"no token has the id {id}: this tokenizer's ids run from 0 to {limit}") from None
+
+    def id(self, token: str) -> int:
+        """The id of this token. Raises TokenizerError when it is not in the vocabulary."""
+        try:
+            return self._ids[token]
+        except KeyError:
+            raise TokenizerError(f"{token!r} is not one of the {self.vocab_size} tokens of this vocabulary") from None
+
+    def visible_tokens(self, ids: Iterable[int], skip_special_tokens: bool) -> Iterator[str]:
+        """The tokens that decoding shows: known ones, without the special ones if so asked."""
+        for id in ids:
+            token = self._tokens.get(id)
+            if token is not None and not (skip_special_tokens and id in self._special):
+                yield token
+
+    def new_decoder(self) -> Decoder:
+        """A decoder for one sequence of tokens."""
+        return Decoder(self._decoder_spec)
+
+
+def _build_model(spec: dict) -> BPE:
+    if spec.get("type", "BPE") != "BPE":
+        raise TokenizerError(f"tokenizer.json has the model {spec['type']!r}, which is not supported; BPE is")
+    for option in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if spec.get(option):
+            raise TokenizerError(f"the BPE option {option}={spec[option]!r} is not supported: it must be null")
+    options = {name: spec.get(name) or False for name in ("fuse_unk", "byte_fallback", "ignore_merges")}
+    return BPE(spec["vocab"], spec["merges"], spec.get("unk_token"), **options)
+
+
+def _build_template(spec: dict | None) -> tuple[list[int], list[int]]:
+    """The ids that a post-processor puts before and after a text."""
+    if spec is None or spec["type"] == "ByteLevel":  # ByteLevel only moves offsets, which nobody asks for here
+        return [], []
+    if spec["type"] == "Sequence":
+        before, after = [], []
+        for prefix, suffix in map(_build_template, spec["processors"]):
+            before, after = prefix + before, after + suffix
+        return before, after
+    if spec["type"] != "TemplateProcessing":
+        raise TokenizerError(
+            f"tokenizer.json has the post-processor {spec['type']!r}, which is not supported; these are: ByteLevel, "
+            "Sequence, TemplateProcessing"
+        )
+    before, after = [], []
+    side = before
+    for item in spec["single"]:
+        if "Sequence" in item:
+            side = after
+        else:
+            side += spec["special_tokens"][item["SpecialToken"]["id"]]["ids"]
+    return before, after
+
+
+def _content(token: str | dict | None) -> str | None:
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _default_template(template: str | list[dict] | None) -> str | None:
+    """A file may hold one template, or several by name."""
+    if isinstance(template, list):
+        return {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template
+
+
+def _read_json(path: Path) -> dict | None:
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise TokenizerError(f"{path} is no JSON ({error}): it may be a damaged or partial download") from error
