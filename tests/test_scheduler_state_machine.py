@@ -1,0 +1,312 @@
+"""Scheduler and block pool under arbitrary schedules, against a plain model of what they must do.
+
+The plain model is a device made of dictionaries: every cache slot remembers whose token it holds. It runs each step
+when it is launched, looks at the cache only through the block tables, and derives the next token from all that it
+sees there, so a block handed out twice, lost or overwritten changes tokens. The expected tokens come from a loop that
+knows nothing of blocks.
+"""
+
+from collections import deque
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from minillm.kv_cache import BlockPool
+from minillm.request import Request, SamplingParams
+from minillm.scheduler import Scheduler
+
+VOCABULARY, STOP, LONGEST = 11, 7, 40
+EXAMPLES, STEPS = 200, 50  # 10,000 steps
+
+
+def next_token(tokens) -> int:
+    """The plain model's language: any token depends on all before it, in order."""
+    state = 17
+    for token in tokens:
+        state = (state * 31 + int(token) + 1) % 100003
+    return state % VOCABULARY
+
+
+def expected_tokens(prompt, limit) -> list[int]:
+    tokens = list(prompt)
+    while len(tokens) < limit:
+        tokens.append(next_token(tokens))
+        if tokens[-1] == STOP:
+            break
+    return tokens
+
+
+class Device:
+    """Rows, block tables and cache slots, changed only by what a step says."""
+
+    def __init__(self, scheduler: Scheduler):
+        self.block_size, self.groups = scheduler.block_size, scheduler.groups
+        self.tokens: dict[tuple[int, int], int] = {}
+        self.table: dict[tuple[int, int, int], int] = {}
+        self.slots: dict[tuple[int, int], int] = {}
+
+    def run(self, step) -> tuple[np.ndarray, set[tuple[int, int]]]:
+        """The step's sampled tokens, and the blocks that it writes, with the row that writes them."""
+        for request in step.admitted:
+            for position, token in enumerate(request.known):
+                self.tokens[request.row, position] = int(token)
+        if step.table_rows is not None:
+            for i, (row, column) in enumerate(zip(step.table_rows, step.table_columns, strict=True)):
+                for group in range(self.groups):
+                    self.table[group, int(row), int(column)] = int(step.table_blocks[group, i])
+        spans = list(zip(step.rows.tolist(), step.starts.tolist(), step.queries.tolist(), strict=True))
+        written = set()
+        for row, start, count in spans:
+            for position in range(start, start + count):
+                for group in range(self.groups):
+                    block = self.table[group, row, position // self.block_size]
+                    self.slots[block, position % self.block_size] = self.tokens[row, position]
+                    written.add((block, row))
+        sampled = []
+        for (row, start, count), samples in zip(spans, step.samples, strict=True):
+            if not samples:
+                continue
+            seen = [
+                [
+                    self.slots[self.table[group, row, at // self.block_size], at % self.block_size]
+                    for group in range(self.groups)
+                ]
+                for at in range(start + count)
+            ]
+            assert all(len(set(values)) == 1 for values in seen), "the groups' caches differ"
+            token = next_token(values[0] for values in seen)
+            self.tokens[row, start + count] = token
+            sampled.append(token)
+        return np.array(sampled, np.int64), written
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    scheduler_class = Scheduler
+    pool_class = BlockPool
+
+    @initialize(
+        rows=st.integers(1, 6),
+        budget=st.integers(1, 24),
+        block_size=st.integers(1, 4),
+        num_blocks=st.integers(4, 40),
+        groups=st.sampled_from([1, 1, 2]),
+        prefix_caching=st.booleans(),
+        run_ahead=st.integers(0, 3),
+    )
+    def start(self, rows, budget, block_size, num_blocks, groups, prefix_caching, run_ahead):
+        self.scheduler = self.scheduler_class(
+            max_num_seqs=rows,
+            max_num_batched_tokens=budget,
+            max_model_len=LONGEST,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            groups=groups,
+            prefix_caching=prefix_caching,
+        )
+        self.scheduler.pool = self.pool_class(num_blocks)
+        self.budget, self.run_ahead = budget, run_ahead
+        self.device = Device(self.scheduler)
+        self.in_flight = deque()
+        self.requests: list[Request] = []
+
+    # Few different tokens, so that prompts share beginnings.
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14),
+        output=st.integers(1, 12),
+        salt=st.sampled_from("aab"),
+    )
+    def submit(self, prompt, output, salt):
+        request = Request(
+            request_id=str(len(self.requests)),
+            prompt=np.array(prompt, np.int32),
+            params=SamplingParams(max_tokens=output),
+            limit=len(prompt) + output,
+            stop_ids=(STOP,),
+            salt=salt,
+        )
+        needed = -(-request.limit // self.scheduler.block_size) * self.scheduler.groups
+        if needed > self.scheduler.pool.num_blocks:
+            with pytest.raises(ValueError, match="cache blocks"):
+                self.scheduler.submit(request)
+        else:
+            self.scheduler.submit(request)
+            self.requests.append(request)
+
+    @precondition(lambda self: any(request.finish_reason is None for request in self.requests))
+    @rule(choice=st.integers(0, 10**6))
+    def abort(self, choice):
+        running = [request for request in self.requests if request.finish_reason is None]
+        self.scheduler.finish(running[choice % len(running)], "abort")
+
+    @rule()
+    def launch(self):
+        if len(self.in_flight) > self.run_ahead:
+            return
+        step = self.scheduler.schedule()
+        if step is None:
+            assert self.in_flight or not self.scheduler.has_work, "nothing runs, yet requests wait"
+            return
+        assert 0 < step.queries.sum() <= self.budget, "the step breaks its token budget"
+        assert (step.queries[: step.singles] == 1).all() and (step.queries[step.singles :] > 1).all()
+        sampled, written = self.device.run(step)
+        owners = {(block, self.scheduler.requests[row]) for block, row in written}
+        self.in_flight.append((step, sampled, owners))
+
+    @precondition(lambda self: self.in_flight)
+    @rule()
+    def read(self):
+        step, sampled, _ = self.in_flight.popleft()
+        for request in self.scheduler.complete(step, sampled):
+            assert request.finish_reason in ("stop", "length")
+
+    @invariant()
+    def books_balance(self):
+        if not hasattr(self, "scheduler"):
+            return
+        self.scheduler.check()
+        table, pool = self.scheduler.block_table, self.scheduler.pool
+        for _, _, owners in self.in_flight:
+            for block, owner in owners:
+                assert pool.references[block] > 0, "a block that a step in flight may write was given back"
+                for request in self.scheduler.requests:
+                    if request is not None and request is not owner:
+                        held = table[:, request.row, : self.scheduler.held[request.row]]
+                        assert block not in held or block in self.shared(owner), "a block in flight has a new owner"
+
+    def shared(self, request: Request) -> set[int]:
+        """Blocks of a running request that others may hold too, because they are full and registered."""
+        if request is None or request.row < 0:
+            return set()
+        return set(self.scheduler.block_table[:, request.row, : request.registered].ravel().tolist())
+
+    def teardown(self):
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(10_000):
+            if not (self.scheduler.has_work or self.in_flight):
+                break
+            before = len(self.in_flight)
+            self.launch()
+            if len(self.in_flight) == before:
+                self.read()
+            self.books_balance()
+        else:
+            raise AssertionError("requests wait for ever")
+        for request in self.requests:
+            expected = expected_tokens(request.prompt, request.limit)
+            got = request.known.tolist()
+            assert got == expected[: len(got)], f"request {request.request_id} has other tokens than alone"
+            if request.finish_reason != "abort":
+                assert len(got) == len(expected), f"request {request.request_id} ended early or late"
+        pool = self.scheduler.pool
+        assert pool.available == pool.num_blocks, "blocks leaked"
+
+
+def run(machine: type[SchedulerMachine], **options) -> None:
+    everything = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None, suppress_health_check=everything, **options
+        ),
+    )
+
+
+def test_any_schedule_gives_the_tokens_of_each_request_alone():
+    run(SchedulerMachine)
+
+
+class ForgetsReferences(BlockPool):
+    """A freed block is reused too early: one holder's release frees it for all."""
+
+    def release(self, blocks):
+        for block in blocks:
+            self.references[block] = min(self.references[block], 1)
+        super().release([block for block in blocks if self.references[block]])
+
+
+class GivesTwice(BlockPool):
+    """A block is referenced twice: it stays in the free list after it was given out."""
+
+    def allocate(self, count):
+        blocks = super().allocate(count)
+        if blocks:
+            self._free.append(blocks[0])
+        return blocks
+
+
+class KeepsStaleKeys(BlockPool):
+    """An evicted block is still found under its old prefix."""
+
+    def allocate(self, count):
+        keys = dict(self._block_of)
+        blocks = super().allocate(count)
+        self._block_of = keys
+        return blocks
+
+
+class SkipsTheFence(Scheduler):
+    """Rows and blocks are given back while steps that may touch them are in flight."""
+
+    def _open_fence(self):
+        while self._fence:
+            _, row, blocks = self._fence.popleft()
+            self.pool.release(blocks)
+            self._free_rows.append(row)
+
+
+class OverspendsByOne(Scheduler):
+    """The token budget is off by one."""
+
+    def _admit(self, budget):
+        return super()._admit(budget + 1)
+
+
+class StopsOneLate(Scheduler):
+    """A row runs once more after its last token."""
+
+    def _runnable(self):
+        rows = self.order
+        return rows[(self.computed[rows] < self.known[rows]) & (self.known[rows] <= self.limit[rows])]
+
+
+class SharesUnwrittenBlocks(Scheduler):
+    """A prompt's blocks can be found before any step has written them."""
+
+    def _occupy(self, request, blocks, shared):
+        row = super()._occupy(request, blocks, shared)
+        settled = self.settled[row]
+        self.settled[row] = self.confirmed[row]
+        self._register(request)
+        self.settled[row] = settled
+        return row
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ForgetsReferences,
+        GivesTwice,
+        KeepsStaleKeys,
+        SkipsTheFence,
+        OverspendsByOne,
+        StopsOneLate,
+        SharesUnwrittenBlocks,
+    ],
+    ids=lambda fault: fault.__name__,
+)
+def test_a_planted_fault_is_found_within_10000_steps(fault):
+    name = "pool_class" if issubclass(fault, BlockPool) else "scheduler_class"
+    machine = type(f"With{fault.__name__}", (SchedulerMachine,), {name: fault})
+    with pytest.raises((AssertionError, KeyError, IndexError, ValueError)):
+        run(machine, phases=(Phase.generate,), database=None)
