@@ -1,0 +1,299 @@
+"""Attention over keys and values that lie in cache blocks: decode and prefill.  Lessons 04 and 09.
+
+    out = softmax(cap(scale * q k^T)) v      for each query, over the keys it may see
+
+where cap(s) = soft_cap * tanh(s / soft_cap), if there is one (Gemma 2). A query at position p sees the keys at
+positions 0..p, or the last `window` of those. The key at position j lies at block_table[row, j // block_size],
+offset j % block_size.
+
+How it is tiled, and why:
+
+- **Online softmax** (Milakov and Gimelshein 2018; Dao et al. 2022, "FlashAttention"). A program walks the keys tile
+  by tile with a running maximum, a running sum and a running output, rescaled when the maximum grows. So the scores
+  never leave the chip and every key is read once.
+- **Query heads packed on their KV head.** With grouped queries (Ainslie et al. 2023, "GQA") several query heads read
+  the same keys. A tile's rows are (query, head of the group) pairs of one KV head: Gemma 2B's 8 heads read each key
+  once instead of 8 times, and one query a row still fills the 16 rows that a matrix instruction wants anyway.
+- **Decode splits the keys** (Dao et al. 2023, "Flash-Decoding"). A few long rows are too few programs to keep a GPU
+  reading at full speed, so the keys of a row go to several programs, and a second, tiny kernel adds up their outputs,
+  each weighted by its share of the softmax's sum.
+- **Prefill tiles the queries too**: a key tile is loaded once for a tile of queries, and tiles stop at the diagonal.
+  The last queries have the most keys, so they start first.
+
+Keys beyond a row's length and before its window are never loaded, so whatever an unused slot holds cannot matter.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _attend(
+    q, positions, first, last, k_ptr, v_ptr, table_ptr, scale, block_stride, slot_stride,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+):  # fmt: skip
+    """q [ROWS, DIM] against keys first..last-1 -> (output * total, maximum, total), exponents in base 2."""
+    dims = tl.arange(0, DIM)
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    out = tl.zeros([ROWS, DIM], tl.float32)
+    for start in range(first, last, KEYS):
+        keys = start + tl.arange(0, KEYS)
+        present = keys < last
+        block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
+        at = (block * block_stride + (keys % BLOCK_SIZE) * slot_stride)[:, None] + dims[None, :]
+        k = tl.load(k_ptr + at, mask=present[:, None], other=0.0).to(q.dtype)
+        # float32 stays float32: the GPU's tf32 would keep 10 bits of it.
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if SOFT_CAP > 0:
+            scores = SOFT_CAP * (2.0 * tl.sigmoid(scores * (2.0 / SOFT_CAP)) - 1.0)  # tanh
+        visible = (keys[None, :] <= positions[:, None]) & present[None, :]
+        if WINDOW > 0:
+            visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
+        scores = tl.where(visible, scores * LOG2E, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+        # A query that has seen no key yet has maximum -inf, and -inf - -inf is not a number.
+        shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        weights = tl.exp2(scores - shift[:, None])
+        rescale = tl.exp2(maximum - shift)
+        total = total * rescale + tl.sum(weights, 1)
+        v = tl.load(v_ptr + at, mask=present[:, None], other=0.0).to(q.dtype)
+        out = out * rescale[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
+        maximum = new_maximum
+    return out, maximum, total
+
+
+@triton.jit
+def decode_kernel(
+    q_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, out_ptr, log_total_ptr, scale, table_stride, block_stride,
+    slot_stride, head_stride,
+    QUERIES: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, PRODUCT: tl.constexpr,
+):  # fmt: skip
+    row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths_ptr + row)
+    packed = tl.arange(0, ROWS)  # (query, head of the group)
+    real = packed < QUERIES * GROUP
+    query = packed // GROUP
+    positions = length - QUERIES + query
+    head = ((row * QUERIES + query) * tl.num_programs(1) + kv_head) * GROUP + packed % GROUP
+    dims = tl.arange(0, DIM)
+    q = tl.load(q_ptr + head[:, None] * DIM + dims[None, :], mask=real[:, None], other=0.0).to(PRODUCT)
+
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(length - QUERIES - WINDOW + 1, 0)
+    share = tl.cdiv(length - first, SPLITS * KEYS) * KEYS  # whole tiles, so that only one program has a partial one
+    begin = first + split * share
+    out, maximum, total = _attend(
+        q, positions, begin, tl.minimum(begin + share, length),
+        k_ptr + kv_head * head_stride, v_ptr + kv_head * head_stride, table_ptr + row * table_stride,
+        scale, block_stride, slot_stride, ROWS, KEYS, DIM, BLOCK_SIZE, WINDOW, SOFT_CAP,
+    )  # fmt: skip
+    total = tl.where(maximum == float("-inf"), 1.0, total)  # an empty share, or a padding row of length 0: zeros
+    at = head * SPLITS + split
+    out = (out / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at[:, None] * DIM + dims[None, :], out, mask=real[:, None])
+    if SPLITS > 1:
+        tl.store(log_total_ptr + at, maximum + tl.log2(total), mask=real)
+
+
+@triton.jit
+def combine_kernel(partial_ptr, log_total_ptr, out_ptr, SPLITS: tl.constexpr, DIM: tl.constexpr):
+    """out = sum over splits of partial * (its share of the softmax's sum); one program a query head."""
+    head = tl.program_id(0).to(tl.int64)
+    splits = tl.arange(0, SPLITS)
+    dims = tl.arange(0, DIM)
+    log_total = tl.load(log_total_ptr + head * SPLITS + splits)
+    maximum = tl.max(log_total, 0)
+    share = tl.exp2(log_total - tl.where(maximum == float("-inf"), 0.0, maximum))
+    share = share / tl.maximum(tl.sum(share, 0), 1e-30)
+    partial = tl.load(partial_ptr + (head * SPLITS + splits)[:, None] * DIM + dims[None, :])
+    out = tl.sum(partial * share[:, None], 0)
+    tl.store(out_ptr + head * DIM + dims, out.to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def prefill_kernel(
+    q_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, query_start_ptr, out_ptr, scale, table_stride, block_stride,
+    slot_stride, head_stride,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, PRODUCT: tl.constexpr,
+):  # fmt: skip
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    start = tl.load(query_start_ptr + row).to(tl.int64)
+    queries = (tl.load(query_start_ptr + row + 1) - start).to(tl.int32)
+    if tile * ROWS >= queries * GROUP:  # the grid is as wide as the row with the most queries
+        return
+    length = tl.load(lengths_ptr + row)
+    packed = tile * ROWS + tl.arange(0, ROWS)
+    query = packed // GROUP
+    real = query < queries
+    positions = length - queries + query
+    head = ((start + query) * tl.num_programs(1) + kv_head) * GROUP + packed % GROUP
+    dims = tl.arange(0, DIM)
+    at = head[:, None] * DIM + dims[None, :]
+    q = tl.load(q_ptr + at, mask=real[:, None], other=0.0).to(PRODUCT)
+
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(length - queries + tile * ROWS // GROUP - WINDOW + 1, 0)
+    last = tl.minimum(length - queries + (tile * ROWS + ROWS - 1) // GROUP + 1, length)
+    out, maximum, total = _attend(
+        q, positions, first, last,
+        k_ptr + kv_head * head_stride, v_ptr + kv_head * head_stride, table_ptr + row * table_stride,
+        scale, block_stride, slot_stride, ROWS, KEYS, DIM, BLOCK_SIZE, WINDOW, SOFT_CAP,
+    )  # fmt: skip
+    total = tl.where(maximum == float("-inf"), 1.0, total)
+    tl.store(out_ptr + at, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=real[:, None])
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> torch.Tensor:
+    """q [rows, queries, heads, d] -> like q: a few queries a row, the last of `lengths` positions.  Lesson 04.
+
+    k_cache, v_cache [blocks, block_size, kv_heads, d]; block_table [rows, blocks], lengths [rows] int32. Query i of
+    n sits at position lengths - n + i. d is a power of two from 16 to 256. A row of length 0 gets zeros.
+    """
+    rows, queries, heads, dim = q.shape
+    block_size, kv_heads = _checked_cache(k_cache, v_cache, dim)
+    q = q.contiguous()
+    out = torch.empty_like(q)
+    if not rows:
+        return out
+    group = heads // kv_heads
+    device = _device(q.device)
+    packed = max(16, triton.next_power_of_2(queries * group))
+    launch = decode_launch(dim, q.element_size(), packed, device)
+    longest = block_table.shape[1] * block_size
+    splits = decode_splits(rows * kv_heads, min(longest, window + queries - 1) if window else longest, device)
+    parts, log_total = out, out
+    if splits > 1:
+        parts = torch.empty((rows, queries, heads, splits, dim), dtype=torch.float32, device=q.device)
+        log_total = torch.empty((rows, queries, heads, splits), dtype=torch.float32, device=q.device)
+    decode_kernel[(rows, kv_heads, splits)](
+        q, k_cache, v_cache, block_table, lengths, parts, log_total, scale, block_table.stride(0),
+        k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+        QUERIES=queries, GROUP=group, SPLITS=splits, ROWS=packed, KEYS=launch.keys, DIM=dim, BLOCK_SIZE=block_size,
+        WINDOW=window or 0, SOFT_CAP=soft_cap or 0.0, PRODUCT=_product_type(q.dtype),
+        num_warps=launch.warps, num_stages=launch.stages,
+    )  # fmt: skip
+    if splits > 1:
+        combine_kernel[(rows * queries * heads,)](parts, log_total, out, SPLITS=splits, DIM=dim, num_warps=2)
+    return out
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    query_start: torch.Tensor,
+    *,
+    max_queries: int,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> torch.Tensor:
+    """q [tokens, heads, d] -> like q: rows of any number of queries, packed one after the other.  Lesson 04.
+
+    Row r's queries are q[query_start[r] : query_start[r + 1]], the last of its `lengths[r]` positions; its keys,
+    those of earlier chunks included, are read from the cache. Other arguments as in `decode_attention`.
+    """
+    tokens, heads, dim = q.shape
+    block_size, kv_heads = _checked_cache(k_cache, v_cache, dim)
+    q = q.contiguous()
+    out = torch.empty_like(q)
+    if not tokens:
+        return out
+    group = heads // kv_heads
+    launch = prefill_launch(dim, q.element_size(), _device(q.device))
+    grid = (triton.cdiv(max_queries * group, launch.rows), kv_heads, lengths.shape[0])
+    prefill_kernel[grid](
+        q, k_cache, v_cache, block_table, lengths, query_start, out, scale, block_table.stride(0),
+        k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+        GROUP=group, ROWS=launch.rows, KEYS=launch.keys, DIM=dim, BLOCK_SIZE=block_size,
+        WINDOW=window or 0, SOFT_CAP=soft_cap or 0.0, PRODUCT=_product_type(q.dtype),
+        num_warps=launch.warps, num_stages=launch.stages,
+    )  # fmt: skip
+    return out
+
+
+class Device(NamedTuple):
+    shared_memory: int  # bytes that one program may use
+    processors: int
+
+
+class Launch(NamedTuple):
+    rows: int  # (query, head) pairs a tile
+    keys: int  # keys a tile
+    warps: int
+    stages: int  # tiles of keys and values in flight
+
+
+def decode_launch(dim: int, itemsize: int, packed: int, device: Device) -> Launch:
+    """Tiles of 16 KiB of keys: enough bytes in flight to stream, and two stages fit into every chip since Ampere."""
+    keys = min(max(16384 // (dim * itemsize), 16), 128)
+    return Launch(packed, keys, 4, 3 if device.shared_memory >= 160 * 1024 else 2)
+
+
+def prefill_launch(dim: int, itemsize: int, device: Device) -> Launch:
+    """The more query rows share a key tile the better, as long as queries and output fit on the chip."""
+    if itemsize >= 4:  # float32 is for checking: products run on the ordinary units, at any tile size
+        return Launch(16 if dim > 128 else 32, 16 if dim > 128 else 32, 4, 1)
+    if device.shared_memory >= 160 * 1024:
+        return Launch(128, 64, 8, 2)
+    return Launch(64 if dim > 128 else 128, 32 if dim > 128 else 64, 4 if dim <= 64 else 8, 2)
+
+
+def decode_splits(programs: int, longest: int, device: Device) -> int:
+    """A power of two that gives every processor two programs, of no fewer than 64 keys each where rows are that long.
+
+    `longest` comes from the table's width: the lengths themselves are on the device, and reading them would wait.
+    """
+    wanted = min(triton.cdiv(2 * device.processors, programs), longest // 64, 64)
+    return triton.next_power_of_2(wanted + 1) // 2 if wanted > 1 else 1
+
+
+@lru_cache
+def _device(device: torch.device) -> Device:
+    if device.type != "cuda":  # interpreted: few programs, each of them slow
+        return Device(99 * 1024, 4)
+    properties = torch.cuda.get_device_properties(device)
+    return Device(properties.shared_memory_per_block_optin, properties.multi_processor_count)
+
+
+def _product_type(dtype: torch.dtype):
+    """The type whose products the matrix units compute; sums are always float32.
+
+    Triton's interpreter gets bfloat16 arithmetic wrong, so there the operands are widened first.
+    """
+    if dtype == torch.float32 or not isinstance(decode_kernel, triton.runtime.JITFunction):
+        return tl.float32
+    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
+
+
+def _checked_cache(k_cache: torch.Tensor, v_cache: torch.Tensor, dim: int) -> tuple[int, int]:
+    if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
+        raise ValueError("K and V caches must have equal strides and a contiguous head_dim")
+    if not (16 <= dim <= 256 and dim & (dim - 1) == 0):
+        raise ValueError(f"head_dim {dim} is not a power of two from 16 to 256: use the reference")
+    return k_cache.shape[1], k_cache.shape[2]

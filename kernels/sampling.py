@@ -1,0 +1,91 @@
+"""Draw one token a row from softmax(logits / temperature), with one uniform number a row.  Lesson 10.
+
+Temperature 0 takes the largest logit. Otherwise the inverse of the cumulative distribution, in id order:
+
+    token = first i with  exp(z_0) + ... + exp(z_i)  >  uniform * sum_j exp(z_j),     z = logits / temperature
+
+Tiling: a row is cut into chunks. One program a chunk reads it once and keeps three numbers: its maximum, where that
+is, and its sum of exponentials relative to that maximum. One program a row then looks through those numbers, finds
+the chunk the drawn mass falls into, and reads only that chunk again. So the logits (256,000 a row for Gemma) are
+read once, and neither probabilities nor random numbers of that size ever exist.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+CHUNK = 4096
+
+
+@triton.jit
+def chunk_mass_kernel(
+    logits_ptr, temperature_ptr, maximum_ptr, argmax_ptr, mass_ptr, row_stride, VOCAB, CHUNKS,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    columns = chunk * CHUNK + tl.arange(0, CHUNK)
+    logits = tl.load(logits_ptr + row * row_stride + columns, mask=columns < VOCAB, other=float("-inf"))
+    logits = logits.to(tl.float32)
+    temperature = tl.load(temperature_ptr + row).to(tl.float32)
+    maximum = tl.max(logits, 0)
+    at = row * CHUNKS + chunk
+    tl.store(maximum_ptr + at, maximum)
+    tl.store(argmax_ptr + at, chunk * CHUNK + tl.argmax(logits, 0))
+    # Differences before the division: a greedy row divides by 1, and a tiny temperature cannot overflow upwards.
+    shift = tl.where(maximum == float("-inf"), 0.0, maximum)
+    z = (logits - shift) / tl.where(temperature > 0, temperature, 1.0)
+    tl.store(mass_ptr + at, tl.sum(tl.exp(z), 0))
+
+
+@triton.jit
+def choose_kernel(
+    logits_ptr, temperature_ptr, uniform_ptr, maximum_ptr, argmax_ptr, mass_ptr, out_ptr, row_stride, VOCAB, CHUNKS,
+    CHUNKS_TILE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    chunks = tl.arange(0, CHUNKS_TILE)
+    real = chunks < CHUNKS
+    maxima = tl.load(maximum_ptr + row * CHUNKS + chunks, mask=real, other=float("-inf"))
+    maximum = tl.max(maxima, 0)
+    temperature = tl.load(temperature_ptr + row).to(tl.float32)
+    if temperature > 0:
+        mass = tl.load(mass_ptr + row * CHUNKS + chunks, mask=real, other=0.0)
+        mass = mass * tl.exp((maxima - maximum) / temperature)
+        goal = tl.load(uniform_ptr + row).to(tl.float32) * tl.sum(mass, 0)
+        # A running sum is rounded: only an entry with mass of its own may be chosen, and the last such one
+        # when rounding leaves the goal above the total.
+        before = tl.cumsum(mass, 0) - mass
+        last = tl.max(tl.where(mass > 0, chunks, 0), 0)
+        chunk = tl.min(tl.where((before + mass > goal) & (mass > 0), chunks, last), 0)
+        goal -= tl.sum(tl.where(chunks == chunk, before, 0.0), 0)
+
+        columns = chunk * CHUNK + tl.arange(0, CHUNK)
+        logits = tl.load(logits_ptr + row * row_stride + columns, mask=columns < VOCAB, other=float("-inf"))
+        weights = tl.exp((logits.to(tl.float32) - maximum) / temperature)
+        last = tl.max(tl.where(weights > 0, columns, 0), 0)
+        token = tl.min(tl.where((tl.cumsum(weights, 0) > goal) & (weights > 0), columns, last), 0)
+    else:
+        first = tl.argmax(maxima, 0)
+        token = tl.load(argmax_ptr + row * CHUNKS + first)
+    tl.store(out_ptr + row, token.to(tl.int64))
+
+
+def sample(logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """logits [rows, vocab], temperature [rows], uniform [rows] in [0, 1) -> ids [rows] int64.  Lesson 10."""
+    rows, vocab = logits.shape
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if rows:
+        chunks = triton.cdiv(vocab, CHUNK)
+        maximum = torch.empty((rows, chunks), dtype=torch.float32, device=logits.device)
+        mass = torch.empty_like(maximum)
+        argmax = torch.empty((rows, chunks), dtype=torch.int32, device=logits.device)
+        chunk_mass_kernel[(rows, chunks)](
+            logits, temperature, maximum, argmax, mass, logits.stride(0), vocab, chunks, CHUNK=CHUNK, num_warps=8
+        )
+        choose_kernel[(rows,)](
+            logits, temperature, uniform, maximum, argmax, mass, out, logits.stride(0), vocab, chunks,
+            CHUNKS_TILE=triton.next_power_of_2(chunks), CHUNK=CHUNK, num_warps=8,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,92 @@
+"""The operations that run as Triton kernels on a GPU; the rest are torch's own.  Lessons 03 and 04.
+
+A kernel computes in float32 at most and knows no quantised cache: where that is not enough the reference runs.
+Importing this module fails where triton is absent, and the table then keeps the references.
+"""
+
+import triton  # noqa: F401  the kernels need it: fail here, by that name
+from torch import Tensor, float64
+
+from minillm.kernels import activation, normalization, paged_attention, rope_cache, sampling
+from minillm.kv_cache import LayerCache
+
+from . import reference
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if x.dtype == float64:
+        return reference.rms_norm(x, weight, eps)
+    return normalization.rms_norm(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if x.dtype == float64:
+        return reference.add_rms_norm(x, residual, weight, eps)
+    return normalization.add_rms_norm(x, residual, weight, eps)
+
+
+def rotary_embedding(q: Tensor, k: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    if q.dtype == float64 or not _power_of_two(q.shape[-1]):
+        return reference.rotary_embedding(q, k, cos_sin)
+    return rope_cache.rotary_embedding(q, k, cos_sin)
+
+
+def gated_activation(gate_up: Tensor, activation_name: str) -> Tensor:
+    if gate_up.dtype == float64:
+        return reference.gated_activation(gate_up, activation_name)
+    return activation.gated_activation(gate_up, activation_name)
+
+
+def write_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
+    if cache.k_scale is not None:
+        return reference.write_kv(k, v, cache, slots)
+    return rope_cache.write_kv(k, v, cache.k, cache.v, slots)
+
+
+def decode_attention(
+    q: Tensor,
+    cache: LayerCache,
+    block_table: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    if not _attention_has_kernel(q, cache):
+        return reference.decode_attention(q, cache, block_table, lengths, **options)
+    return paged_attention.decode_attention(q, cache.k, cache.v, block_table, lengths, **options)
+
+
+def prefill_attention(
+    q: Tensor,
+    cache: LayerCache,
+    block_table: Tensor,
+    lengths: Tensor,
+    query_start: Tensor,
+    *,
+    max_queries: int,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    options = {"max_queries": max_queries, "scale": scale, "window": window, "soft_cap": soft_cap}
+    if not _attention_has_kernel(q, cache):
+        return reference.prefill_attention(q, cache, block_table, lengths, query_start, **options)
+    return paged_attention.prefill_attention(q, cache.k, cache.v, block_table, lengths, query_start, **options)
+
+
+def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
+    if logits.dtype == float64:
+        return reference.sample(logits, temperature, uniform)
+    return sampling.sample(logits, temperature, uniform)
+
+
+def _attention_has_kernel(q: Tensor, cache: LayerCache) -> bool:
+    dim = q.shape[-1]
+    return q.dtype != float64 and cache.k_scale is None and _power_of_two(dim) and 16 <= dim <= 256
+
+
+def _power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0

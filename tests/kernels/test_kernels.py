@@ -1,0 +1,280 @@
+"""Every kernel against its reference in float64, on fresh random inputs: interpreted on CPU, compiled on a GPU."""
+
+import random
+
+import pytest
+import torch
+
+from minillm.kv_cache import LayerCache
+from minillm.ops import reference
+
+kernels = pytest.importorskip("minillm.ops.triton", reason="triton is not installed here")
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative, of the whole result
+DTYPES = list(TOLERANCE)
+
+
+@pytest.fixture(autouse=True)
+def fresh_inputs():
+    """A new seed every run; a failure prints it."""
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"torch.manual_seed({seed})")
+    torch.manual_seed(seed)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs(monkeypatch):
+    """Memory that a kernel has to fill holds NaN, so that an element left out is seen."""
+
+    def poisoned(make):
+        def maker(*args, **kwargs):
+            tensor = make(*args, **kwargs)
+            return tensor.fill_(float("nan") if tensor.is_floating_point() else -(2**30))
+
+        return maker
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+
+
+def assert_close(got, wanted, dtype, times=1.0):
+    assert got.dtype == dtype and got.shape == wanted.shape
+    wanted = wanted.double().cpu()
+    error = (got.double().cpu() - wanted).norm() / wanted.norm().clamp(min=1e-30)
+    assert error <= TOLERANCE[dtype] * times, f"relative error {error:.2e}"  # also fails on NaN
+
+
+def random_tensor(*shape, dtype, device, scale=1.0):
+    return (torch.randn(*shape, device=device) * scale).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows,dim", [(3, 64), (2, 96), (1, 2048), (5, 1)])
+def test_rms_norm(rows, dim, dtype, device):
+    x = random_tensor(rows, dim, dtype=dtype, device=device, scale=30)
+    weight = torch.randn(dim, device=device)
+    assert_close(kernels.rms_norm(x, weight, 1e-6), reference.rms_norm(x.double(), weight.double(), 1e-6), dtype)
+
+
+def test_rms_norm_of_heads_that_lie_apart(device):
+    x = random_tensor(3, 6, 64, dtype=torch.float32, device=device)[:, 1:4]
+    weight = torch.randn(64, device=device)
+    assert_close(kernels.rms_norm(x, weight, 1e-6), reference.rms_norm(x.double(), weight.double(), 1e-6), x.dtype)
+
+
+def test_rms_norm_of_a_zero_row_is_zero_and_huge_values_do_not_overflow(device):
+    x = torch.tensor([[0.0] * 64, [1e15] * 64], device=device)
+    out = kernels.rms_norm(x, torch.ones(64, device=device), 1e-6)
+    assert (out[0] == 0).all() and torch.allclose(out[1], torch.ones_like(out[1]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows,dim", [(3, 96), (2, 256)])
+def test_add_rms_norm(rows, dim, dtype, device):
+    x, residual = (random_tensor(rows, dim, dtype=dtype, device=device) for _ in range(2))
+    weight = torch.randn(dim, device=device)
+    normed, total = kernels.add_rms_norm(x, residual, weight, 1e-6)
+    wanted = reference.add_rms_norm(x.double(), residual.double(), weight.double(), 1e-6)
+    assert_close(normed, wanted[0], dtype)
+    assert_close(total, wanted[1], dtype)
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "silu"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens,size", [(2, 96), (1, 1030)])
+def test_gated_activation(tokens, size, dtype, activation, device):
+    gate_up = random_tensor(tokens, 2 * size, dtype=dtype, device=device, scale=4)
+    assert_close(
+        kernels.gated_activation(gate_up, activation),
+        reference.gated_activation(gate_up.double(), activation),
+        dtype,
+    )
+
+
+def test_gated_activation_of_large_gates_stays_finite(device):
+    gate_up = torch.tensor([[100.0, -100.0, 1e4, -1e4, 1.0, 1.0, 1.0, 1.0]], device=device)
+    for activation in ("gelu_tanh", "silu"):
+        out = kernels.gated_activation(gate_up, activation)
+        assert torch.allclose(out.cpu(), torch.tensor([[100.0, 0.0, 1e4, 0.0]]))
+
+
+def rotations(tokens, dim, device):
+    """[tokens, 2, d]: cosines and signed sines, as the model's table has them."""
+    angle = torch.rand(tokens, dim // 2, device=device) * 100
+    return torch.stack([angle.cos().repeat(1, 2), torch.cat([-angle.sin(), angle.sin()], -1)], 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads,kv_heads,dim", [(8, 1, 256), (3, 3, 64), (6, 2, 128)])
+def test_rotary_embedding(heads, kv_heads, dim, dtype, device):
+    qkv = random_tensor(4, heads + 2 * kv_heads, dim, dtype=dtype, device=device)
+    q, k, _ = qkv.split([heads, kv_heads, kv_heads], 1)  # slices: a token's heads lie apart from the next token's
+    cos_sin = rotations(4, dim, device)
+    wanted = reference.rotary_embedding(q.double(), k.double(), cos_sin.double())
+    for got, want in zip(kernels.rotary_embedding(q, k, cos_sin), wanted, strict=True):
+        assert_close(got, want, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv_heads,dim,block_size", [(1, 256, 16), (3, 64, 5)])
+def test_written_keys_land_in_their_slots_and_nowhere_else(kv_heads, dim, block_size, dtype, device):
+    cache = LayerCache(*(torch.full((4, block_size, kv_heads, dim), 7.0, dtype=dtype, device=device) for _ in "kv"))
+    wanted = LayerCache(cache.k.clone(), cache.v.clone())
+    kv = random_tensor(3, 2 * kv_heads, dim, dtype=dtype, device=device)
+    k, v = kv.split(kv_heads, 1)
+    slots = torch.tensor([block_size - 1, 3 * block_size, 2 * block_size + 1], device=device)
+    kernels.write_kv(k, v, cache, slots)
+    reference.write_kv(k, v, wanted, slots)
+    assert torch.equal(cache.k, wanted.k) and torch.equal(cache.v, wanted.v)
+
+
+def test_a_negative_slot_is_skipped(device):
+    cache = LayerCache(torch.zeros(2, 4, 1, 64, device=device), torch.zeros(2, 4, 1, 64, device=device))
+    k = torch.ones(2, 1, 64, device=device)
+    kernels.write_kv(k, k, cache, torch.tensor([-1, 5], device=device))
+    assert cache.k.sum() == 64 and (cache.k[1, 1] == 1).all()
+
+
+def paged_cache(lengths, kv_heads, dim, block_size, dtype, device):
+    """Random keys in shuffled blocks; every slot that no row owns holds NaN."""
+    blocks = [-(-length // block_size) for length in lengths]
+    free = torch.randperm(sum(blocks) + 3).tolist()
+    cache = LayerCache(
+        *(torch.full((len(free), block_size, kv_heads, dim), torch.nan, dtype=dtype, device=device) for _ in "kv")
+    )
+    table = torch.zeros(len(lengths), max(max(blocks), 1), dtype=torch.int32)
+    for row, length in enumerate(lengths):
+        for i in range(blocks[row]):
+            table[row, i] = block = free.pop()
+            filled = min(block_size, length - i * block_size)
+            for part in (cache.k, cache.v):
+                part[block, :filled] = random_tensor(filled, kv_heads, dim, dtype=dtype, device=device)
+    return cache, table.to(device), torch.tensor(lengths, dtype=torch.int32, device=device)
+
+
+def double(cache):
+    return LayerCache(cache.k.double(), cache.v.double())
+
+
+# heads, kv_heads, head_dim, block_size, dtype, window, soft_cap
+LAYOUTS = {
+    "mqa_256": (8, 1, 256, 16, torch.float32, None, None),
+    "gqa_128": (6, 2, 128, 16, torch.float32, None, None),
+    "mha_64": (2, 2, 64, 16, torch.float32, None, None),
+    "odd_blocks": (4, 1, 64, 5, torch.float32, None, None),
+    "soft_cap": (4, 2, 64, 16, torch.float32, None, 5.0),
+    "window": (4, 1, 64, 8, torch.float32, 7, None),
+    "window_and_cap": (2, 1, 128, 16, torch.float32, 19, 30.0),
+    "bfloat16": (8, 1, 256, 16, torch.bfloat16, None, None),
+}
+layouts = pytest.mark.parametrize("heads,kv_heads,dim,block_size,dtype,window,soft_cap", LAYOUTS.values(), ids=LAYOUTS)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@layouts
+def test_decode_attention(heads, kv_heads, dim, block_size, dtype, window, soft_cap, queries, device):
+    lengths = [3, block_size, 2 * block_size + 1]
+    cache, table, lengths = paged_cache(lengths, kv_heads, dim, block_size, dtype, device)
+    q = random_tensor(3, queries, heads, dim, dtype=dtype, device=device)
+    options = {"scale": dim**-0.5, "window": window, "soft_cap": soft_cap}
+    got = kernels.decode_attention(q, cache, table, lengths, **options)
+    wanted = reference.decode_attention(q.double(), double(cache), table, lengths, **options)
+    assert_close(got, wanted, dtype)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_long_rows_are_split_and_put_together_again(window, device, monkeypatch):
+    from minillm.kernels import paged_attention
+
+    lengths = [260, 1, 129]  # the last splits of the shorter rows are empty
+    cache, table, lengths = paged_cache(lengths, 1, 64, 16, torch.float32, device)
+    q = random_tensor(3, 1, 4, 64, dtype=torch.float32, device=device)
+    combined = []
+    kernel = paged_attention.combine_kernel
+
+    class Seen:
+        def __getitem__(self, grid):
+            combined.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(paged_attention, "combine_kernel", Seen())
+    if window:  # a window is too short to be split by itself
+        monkeypatch.setattr(paged_attention, "decode_splits", lambda *_: 4)
+    got = kernels.decode_attention(q, cache, table, lengths, scale=0.3, window=window)
+    wanted = reference.decode_attention(q.double(), double(cache), table, lengths, scale=0.3, window=window)
+    assert combined, "nothing was split"
+    assert_close(got, wanted, torch.float32)
+
+
+def test_large_scores_do_not_overflow(device):
+    cache, table, lengths = paged_cache([40], 1, 64, 16, torch.float32, device)
+    q = random_tensor(1, 1, 2, 64, dtype=torch.float32, device=device, scale=1e3)
+    got = kernels.decode_attention(q, cache, table, lengths, scale=1.0)
+    wanted = reference.decode_attention(q.double(), double(cache), table, lengths, scale=1.0)
+    assert_close(got, wanted, torch.float32, times=100)  # the scores are in the thousands: their rounding is larger
+
+
+def test_a_row_of_length_0_gets_zeros_and_harms_nobody(device):
+    cache, table, lengths = paged_cache([0, 9], 1, 64, 16, torch.float32, device)
+    q = random_tensor(2, 1, 2, 64, dtype=torch.float32, device=device)
+    got = kernels.decode_attention(q, cache, table, lengths, scale=0.1)
+    assert (got[0] == 0).all() and not got.isnan().any()
+
+
+@layouts
+def test_prefill_attention(heads, kv_heads, dim, block_size, dtype, window, soft_cap, device):
+    queries, before = [block_size + 1, 1, 5], [0, block_size, block_size - 2]  # the rest of a row came earlier
+    lengths = [a + b for a, b in zip(queries, before, strict=True)]
+    cache, table, lengths = paged_cache(lengths, kv_heads, dim, block_size, dtype, device)
+    starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32).to(device)
+    q = random_tensor(sum(queries), heads, dim, dtype=dtype, device=device)
+    options = {"max_queries": max(queries), "scale": dim**-0.5, "window": window, "soft_cap": soft_cap}
+    got = kernels.prefill_attention(q, cache, table, lengths, starts, **options)
+    wanted = reference.prefill_attention(q.double(), double(cache), table, lengths, starts, **options)
+    assert_close(got, wanted, dtype)
+
+
+def test_decode_of_several_layer_groups_reads_its_own_table(device):
+    cache, table, lengths = paged_cache([20, 5], 1, 64, 16, torch.float32, device)
+    wide = torch.zeros(2, 2, table.shape[1] + 3, dtype=torch.int32, device=device)
+    wide[1, :, : table.shape[1]] = table
+    q = random_tensor(2, 1, 2, 64, dtype=torch.float32, device=device)
+    got = kernels.decode_attention(q, cache, wide[1][:, : table.shape[1]], lengths, scale=0.1)
+    wanted = reference.decode_attention(q.double(), double(cache), table, lengths, scale=0.1)
+    assert_close(got, wanted, torch.float32)
+
+
+def test_temperature_0_takes_the_first_largest_logit(device):
+    logits = torch.randn(3, 5000, device=device)
+    logits[0, [17, 4500]] = 9.0
+    logits[1, 4999] = 9.0
+    zeros = torch.zeros(3, device=device)
+    assert torch.equal(kernels.sample(logits, zeros, zeros + 0.7), logits.argmax(-1))
+
+
+@pytest.mark.parametrize("vocab", [100, 5000])
+def test_a_sample_is_where_the_cumulative_distribution_passes_the_random_number(vocab, device):
+    rows = 8
+    logits = torch.randn(rows, vocab, device=device) * 3
+    temperature = torch.tensor([0.5, 1.0, 2.0, 1.0, 0.0, 1e-3, 1.0, 0.7], device=device)
+    uniform = torch.rand(rows, device=device)
+    uniform[0], uniform[1] = 0.0, 1.0 - 2**-24
+    ids = kernels.sample(logits, temperature, uniform).cpu()
+    heat = torch.where(temperature > 0, temperature, 1.0).double()[:, None]
+    chances = (logits.double() / heat).softmax(-1).cpu()
+    for row, token in enumerate(ids.tolist()):
+        if temperature[row] == 0:
+            assert token == logits[row].argmax()
+            continue
+        upper = chances[row, : token + 1].sum()
+        u = uniform[row].item()
+        assert upper - chances[row, token] - 1e-5 <= u <= upper + 1e-5 and chances[row, token] > 0
+
+
+def test_a_forbidden_token_is_never_sampled(device):
+    logits = torch.full((4, 5000), -torch.inf, device=device)
+    logits[:, 4700] = 0.0
+    logits[:, 4800] = -3.0
+    uniform = torch.tensor([0.0, 0.3, 0.999, 1.0 - 2**-24], device=device)
+    ids = kernels.sample(logits, torch.ones(4, device=device), uniform)
+    assert ids.tolist() == [4700, 4700, 4800, 4800]
