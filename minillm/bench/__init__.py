@@ -1,1 +1,1 @@
-"""Measuring: workloads, the offline comparison, the load generator, records and their drawings.  Lesson 99."""
+"""Measuring: workloads, the offline comparison, the load generator, records and drawings.  Lesson 99."""

@@ -1,8 +1,8 @@
 """A load generator: many clients streaming completions from a server on this machine.  Lesson 99.
 
-It measures what a user feels: time to first token (TTFT), the gaps between tokens (inter-token latency, ITL), the whole
-answer (end to end), and what the server's owner counts: requests and tokens a second. Traffic goes to this machine's
-own addresses only.
+It measures what a user feels: time to first token (TTFT), the gaps between tokens (inter-token latency, ITL),
+the whole answer (end to end), and what the server's owner counts: requests and tokens a second. Traffic goes to
+this machine's own addresses only.
 """
 
 import asyncio
@@ -62,8 +62,8 @@ def run(
 
     url: the server, without /v1; only an address of this machine. concurrency: clients, each sending its next
     request when its last is answered. vocab_size: ids to draw prompts from (default: what /v1/models tells).
-    timeout: seconds for all of it. Works inside a notebook too. Raises ValueError for another machine's address,
-    ConnectionError when nothing answers, RuntimeError when a request failed.
+    timeout: seconds for all of it. Works inside a notebook too. Raises ValueError for another machine's
+    address, ConnectionError when nothing answers, RuntimeError when a request failed.
     """
     if concurrency < 1:
         raise ValueError(f"concurrency must be a whole number from 1, not {concurrency!r}")
@@ -92,14 +92,10 @@ async def _load(base, workload, scale, requests, concurrency, temperature, vocab
         try:
             answer = await client.get("/v1/models", timeout=10)
         except httpx.TransportError as error:
-            raise ConnectionError(
-                f"no server answers at {base} ({error}): start one with `minillm serve`"
-            ) from None
+            raise ConnectionError(f"no server answers at {base} ({error}): start one with `minillm serve`") from None
         card = answer.raise_for_status().json()["data"][0]
         work = workloads.make(workload, vocab_size or card["vocab_size"], scale=scale, requests=requests)
-        await _ask(
-            client, card["id"], work[0], temperature
-        )  # the first request pays for connections and caches
+        await _ask(client, card["id"], work[0], temperature)  # the first request pays for connections and caches
         start = time.perf_counter()
         measured = await closed_loop(client, card["id"], work, concurrency, temperature)
         seconds = time.perf_counter() - start
@@ -178,7 +174,7 @@ def summary(work: Sequence[BenchRequest], measured: Sequence[Measured], seconds:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float | None]:
-    """p50, p90, p99 (nearest rank: each is a value that was seen) and the mean; None where there is no value."""
+    """p50, p90, p99 (nearest rank: each is a value that was seen) and the mean; None without values."""
     if not values:
         return dict.fromkeys([*(f"p{p}" for p in PERCENTILES), "mean"])
     ranked = sorted(values)
@@ -189,16 +185,14 @@ def percentiles(values: Sequence[float]) -> dict[str, float | None]:
 def table(result: dict) -> str:
     """One result as text: rates, then latencies in milliseconds."""
     lines = [
-        f"{result['requests']} requests, {result['concurrency']} at a time: {result['requests_per_s']:.2f} requests/s, "
-        f"{result['output_tokens_per_s']:,.0f} output tokens/s, {result['seconds']:.2f} s in all",
+        f"{result['requests']} requests, {result['concurrency']} at a time: {result['requests_per_s']:.2f} requests/s,"
+        f" {result['output_tokens_per_s']:,.0f} output tokens/s, {result['seconds']:.2f} s in all",
         f"{'milliseconds':<22}" + "".join(f"{name:>10}" for name in ("p50", "p90", "p99", "mean")),
     ]
     labels = {"ttft_s": "time to first token", "itl_s": "between tokens", "e2e_s": "whole answer"}
     for name, label in labels.items():
         values = result[name].values()
-        lines.append(
-            f"{label:<22}" + "".join(f"{'-' if v is None else format(v * 1e3, '.1f'):>10}" for v in values)
-        )
+        lines.append(f"{label:<22}" + "".join(f"{'-' if v is None else format(v * 1e3, '.1f'):>10}" for v in values))
     return "\n".join(lines)
 
 

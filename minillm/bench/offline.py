@@ -1,4 +1,4 @@
-"""`minillm bench offline`: all requests at once, minillm beside transformers, alternating in one process.  Lesson 99."""
+"""`minillm bench offline`: all requests at once, minillm and transformers in turns, one process.  Lesson 99."""
 
 import json
 import statistics
@@ -31,7 +31,7 @@ class Minillm:
         self.llm = LLM(model, **({"enable_prefix_caching": False} | options))
 
     def run(self, requests: Sequence[BenchRequest], temperature: float) -> float:
-        """Seconds for all requests, submitted at once. Raises RuntimeError when an output has another length."""
+        """Seconds for all requests, submitted at once. RuntimeError when an output has another length."""
         prompts = [request.prompt for request in requests]
         params = [
             SamplingParams(max_tokens=request.output_tokens, temperature=temperature, ignore_eos=True)
@@ -43,9 +43,7 @@ class Minillm:
         for request, completion in zip(requests, completions, strict=True):
             if len(completion.token_ids) != request.output_tokens:
                 got = len(completion.token_ids)
-                raise RuntimeError(
-                    f"minillm generated {got} tokens where {request.output_tokens} were asked for"
-                )
+                raise RuntimeError(f"minillm generated {got} tokens where {request.output_tokens} were asked for")
         return seconds
 
 
@@ -68,10 +66,10 @@ def run(
 ) -> dict:
     """Measure workloads and return the record; prints a table and, as the last line, the record as JSON.
 
-    model, dtype, device, load_format and engine_options are `LLM`'s. workload: names from `workloads.WORKLOADS` or
-    their first words. scale divides lengths, requests cuts their number. repeat: timed runs each, after one
-    that warms up; the median is reported, all are listed. compare: "transformers" or None. threads: torch's, for
-    both. json_path: where to write the record too (`records.write`). quiet: print nothing.
+    model, dtype, device, load_format and engine_options are `LLM`'s. workload: names from
+    `workloads.WORKLOADS` or their first words. scale divides lengths, requests cuts their number. repeat: timed
+    runs each, after one that warms up; the median is reported, all are listed. compare: "transformers" or None.
+    threads: torch's, for both. json_path: where to write the record too (`records.write`). quiet: print nothing.
     Raises UnknownWorkload, ConfigError, ValueError.
     """
     names = [workload] if isinstance(workload, str) else list(workload)
@@ -87,9 +85,7 @@ def run(
     settings = _settings(engine.llm, dtype, device, config.dtype)
     peer = None
     if compare:
-        peer = TransformersGenerate(
-            model, dtype=settings["dtype"], device=settings["device"], load_format=load_format
-        )
+        peer = TransformersGenerate(model, dtype=settings["dtype"], device=settings["device"], load_format=load_format)
     common = settings | {"scale": scale, "temperature": temperature}
     results = []
     try:
@@ -120,7 +116,7 @@ def _settings(llm, dtype: str, device: str, checkpoint_dtype: str) -> dict:
 
 
 def _alternate(engine, peer, work, facts: dict, repeat: int, temperature: float) -> list[dict]:
-    """Every contender once to warm up, then all in turn, `repeat` times: a machine's bad minute hits all alike."""
+    """All once to warm up, then all in turn, `repeat` times: a machine's bad minute hits everyone alike."""
     contenders = {(engine.name, None): lambda: engine.run(work, temperature)}
     if peer is not None:
         for batch in batch_sizes(len(work)):
@@ -132,9 +128,8 @@ def _alternate(engine, peer, work, facts: dict, repeat: int, temperature: float)
             if round_number > 0:
                 runs[key].append(seconds)
     rows = [_row(key, seconds, facts) for key, seconds in runs.items()]
-    rivals = [row for row in rows[1:]]
-    if rivals:
-        best = max(rivals, key=lambda row: row["output_tokens_per_s"])
+    if len(rows) > 1:
+        best = max(rows[1:], key=lambda row: row["output_tokens_per_s"])
         rows[0]["times_transformers"] = round(best["seconds"] / rows[0]["seconds"], 3)
         rows[0]["against_batch"] = best["batch"]
     return rows
@@ -182,7 +177,7 @@ def table(results: Sequence[dict]) -> str:
     left = {0, 1, 2, 9}
     return "\n".join(
         "  ".join(
-            cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))
+            cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
         )
         for line in lines
     )

@@ -14,10 +14,10 @@ BATCHES = (8, 16, 32, 64)
 
 
 class TransformersGenerate:
-    """`model.generate` in static batches: its own default cache and attention, no gradients, EOS never stops it.
+    """`model.generate` in static batches: its default cache and attention, no gradients, EOS never stops it.
 
-    A batch is taken in order of arrival, padded on the left to its longest prompt, and generates up to its longest
-    output; only the tokens each request asked for count. dtype, device and threads are the engine's.
+    A batch is taken in order of arrival, padded on the left to its longest prompt, and generates up to its
+    longest output; only the tokens each request asked for count. dtype, device and threads are the engine's.
     """
 
     name = "transformers"
@@ -58,14 +58,12 @@ class TransformersGenerate:
         out = self.model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=longest, **choice)
         tokens = out[:, width:].tolist()
         if len(tokens[0]) != longest:
-            raise RuntimeError(
-                f"transformers generated {len(tokens[0])} tokens where {longest} were asked for"
-            )
+            raise RuntimeError(f"transformers generated {len(tokens[0])} tokens where {longest} were asked for")
         return [row[: request.output_tokens] for row, request in zip(tokens, requests, strict=True)]
 
 
 def batch_sizes(requests: int) -> tuple[int, ...]:
-    """The static batches worth trying: 1 for a lone request, else 8 to 64, none much larger than the workload."""
+    """The static batches worth trying: 1 for a lone request, else 8 to 64 as far as there are requests."""
     if requests == 1:
         return (1,)
     return tuple(batch for i, batch in enumerate(BATCHES) if i == 0 or BATCHES[i - 1] < requests)
@@ -87,9 +85,7 @@ def _random_model(place, dtype: torch.dtype, device: str):
 
 def _gemma_config(kind, config: ModelConfig):
     if config.architecture != "GemmaForCausalLM":
-        raise ValueError(
-            f"the shape of a {config.architecture} has no counterpart here: name a directory instead"
-        )
+        raise ValueError(f"the shape of a {config.architecture} has no counterpart here: name a directory instead")
     return kind(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,

@@ -1,8 +1,9 @@
 """Records: what was measured, on which machine, by which command, at which commit.  Lesson 99.
 
 A record is one JSON object: {"results": [{"engine", "workload", "dtype", "requests", "input_tokens",
-"output_tokens", "seconds", "output_tokens_per_s", "runs", ...}], "machine", "commit", "dirty", "command", "date",
-"versions"}. Committed ones live in `data/results/<device>/<name>.json`; every figure shown anywhere comes from one.
+"output_tokens", "seconds", "output_tokens_per_s", "runs", ...}], "machine", "commit", "dirty", "command",
+"date", "versions"}. Committed ones live in `data/results/<device>/<name>.json`; every figure shown anywhere
+comes from one.
 """
 
 import datetime
@@ -46,14 +47,12 @@ def write(content: dict, path: str | Path) -> Path:
 
 
 def read(path: str | Path) -> dict:
-    """A record from a file, or a committed one by `<device>/<name>`. Raises FileNotFoundError naming what there is."""
+    """A record from a file, or a committed one by `<device>/<name>`. FileNotFoundError names those there are."""
     path = Path(path)
     known = RESULTS / f"{path}.json"
     chosen = path if path.is_file() else known
     if not chosen.is_file():
-        there = ", ".join(
-            sorted(str(each.relative_to(RESULTS).with_suffix("")) for each in RESULTS.glob("*/*.json"))
-        )
+        there = ", ".join(sorted(str(each.relative_to(RESULTS).with_suffix("")) for each in RESULTS.glob("*/*.json")))
         raise FileNotFoundError(f"no record {path}; committed ones: {there or 'none'}")
     return json.loads(chosen.read_text(encoding="utf-8"))
 
@@ -73,9 +72,7 @@ def machine() -> dict:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": _memory_gib(),
         "gpu": gpu,
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        if gpu
-        else None,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else None,
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
     }
@@ -93,7 +90,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> dict:
-    """The checkout's commit, and whether files differ from it; MINILLM_COMMIT speaks where the history is not."""
+    """The checkout's commit, and whether files differ from it; MINILLM_COMMIT where there is no history."""
     head = _output("git", "-C", str(PACKAGE), "rev-parse", "HEAD")
     if head is None:
         return {"commit": os.environ.get("MINILLM_COMMIT"), "dirty": None}

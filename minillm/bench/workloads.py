@@ -1,8 +1,8 @@
 """The workloads every figure of the project is measured on, by name.  Lesson 99.
 
-Prompts are random token ids, every request generates exactly its output length, and the same name gives the same
-requests on every machine (`random.Random(0)`). On a small machine `scale` divides the lengths and `requests` keeps
-the first few: the lengths keep their proportions, and a record says both.
+Prompts are random token ids, every request generates exactly its output length, and the same name gives the
+same requests on every machine (`random.Random(0)`). On a small machine `scale` divides the lengths and
+`requests` keeps the first few: the lengths keep their proportions, and a record says both.
 """
 
 import random
@@ -58,21 +58,18 @@ def find(name: str) -> Workload:
 def make(name: str, vocab_size: int, *, scale: int = 1, requests: int | None = None) -> list[BenchRequest]:
     """The requests of a workload, its lengths divided by `scale`, the first `requests` of them.
 
-    Lengths are drawn before ids, and for the full workload: a scaled or shortened one has the same requests, smaller.
+    Lengths are drawn before ids and for the full workload: a scaled one has the same requests, smaller.
     """
     workload = find(name)
     if scale < 1 or (requests is not None and requests < 1):
         raise ValueError(f"scale and requests must be whole numbers from 1, not {scale!r} and {requests!r}")
     rng = random.Random(SEED)
     lengths = [
-        (rng.randint(*workload.input_range), rng.randint(*workload.output_range))
-        for _ in range(workload.requests)
+        (rng.randint(*workload.input_range), rng.randint(*workload.output_range)) for _ in range(workload.requests)
     ]
     ids = random.Random(SEED)
     return [
-        BenchRequest(
-            [ids.randrange(vocab_size) for _ in range(max(1, inputs // scale))], max(1, outputs // scale)
-        )
+        BenchRequest([ids.randrange(vocab_size) for _ in range(max(1, inputs // scale))], max(1, outputs // scale))
         for inputs, outputs in lengths[:requests]
     ]
 

@@ -1,7 +1,7 @@
 """The routes: OpenAI's completions and chat completions over an engine, health and metrics.  Lesson 99.
 
-The engine is anything with `AsyncLLM`'s `stream(prompt, params, request_id)`, `abort(request_id)`, `stats()`,
-`tokenizer` and `model_config`: the application owns no model, so it may run in another process than the engine.
+The engine is anything with `AsyncLLM`'s `stream(prompt, params)`, `stats()`, `tokenizer`, `model_config` and
+`max_model_len`: the application owns no model, so it may run in another process than the engine.
 """
 
 import asyncio
@@ -39,10 +39,10 @@ def create_app(engine, model: str) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Response:
-        """200 while the engine runs, 503 with the reason once it has failed."""
-        error = getattr(engine, "error", None)
-        state = {"status": "ok"} if error is None else {"status": "failed", "reason": str(error)}
-        return JSONResponse(state, status_code=200 if error is None else 503)
+        """200 while the engine takes requests, 503 once it is closed."""
+        if getattr(engine, "alive", True):
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "the engine is closed"}, status_code=503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -75,7 +75,7 @@ class _Server:
         self.engine, self.model = engine, model
         self.texts = TokenTexts(engine.tokenizer)
         self.metrics = Metrics()
-        self.max_model_len = engine.model_config.max_model_len
+        self.max_model_len = engine.max_model_len
         self.card = {
             "id": model,
             "object": "model",
@@ -93,7 +93,6 @@ class _Server:
     async def answer(self, request: Request, body: GenerationRequest, endpoint) -> Response:
         """Run an endpoint, count its answer, and stop its work when the client hangs up."""
         status = 500
-        self.metrics.in_flight.inc()
         try:
             self.check_model(body.model)
             response = await unless_disconnected(request.receive, endpoint(body))
@@ -107,7 +106,6 @@ class _Server:
             status = wrong.status
             raise wrong from error
         finally:
-            self.metrics.in_flight.dec()
             self.metrics.requests.labels(str(status)).inc()
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -115,17 +113,13 @@ class _Server:
             raise APIError("this model has no tokenizer: send token ids as the prompt of /v1/completions")
         if len(text) < LONG_TEXT:
             return self.engine.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(
-            self.engine.tokenizer.encode, text, add_special_tokens=add_special_tokens
-        )
+        return await asyncio.to_thread(self.engine.tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
     async def tokenize(self, prompt: Prompt) -> list[int]:
         ids = await self.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
         vocab_size = self.engine.model_config.vocab_size
         if stranger := next((token for token in ids if not 0 <= token < vocab_size), None):
-            raise APIError(
-                f"prompt: token id {stranger} is outside the vocabulary of {vocab_size}", param="prompt"
-            )
+            raise APIError(f"prompt: token id {stranger} is outside the vocabulary of {vocab_size}", param="prompt")
         return ids
 
     def room(self, ids: list[int], param: str) -> int:
@@ -166,9 +160,7 @@ class _Server:
                 "finish_reason": delta.finish_reason,
             }
             if body.logprobs is not None:
-                form = completion_logprobs(
-                    self.texts, delta.token_ids, delta.logprobs, body.logprobs, offsets[index]
-                )
+                form = completion_logprobs(self.texts, delta.token_ids, delta.logprobs, body.logprobs, offsets[index])
                 offsets[index] += sum(map(len, form["tokens"]))
                 choice["logprobs"] = form
             return choice
@@ -188,9 +180,7 @@ class _Server:
         answer, return_ids = Answer("chat.completion", self.model), bool(body.return_token_ids)
         if not body.stream:
             done = await self.finish(jobs)
-            choices = [
-                chat_choice(i, each, self.texts, top=top, ids=return_ids) for i, each in enumerate(done)
-            ]
+            choices = [chat_choice(i, each, self.texts, top=top, ids=return_ids) for i, each in enumerate(done)]
             return JSONResponse(answer.whole(choices, *self.count(jobs, len(params), choices, done)))
 
         def piece(index: int, delta: Delta) -> dict:
@@ -201,12 +191,8 @@ class _Server:
             return choice
 
         role = {"role": "assistant", "content": ""}
-        openings = [
-            {"index": i, "delta": role, "logprobs": None, "finish_reason": None} for i in range(len(jobs))
-        ]
-        return EventStream(
-            await self.stream(answer, jobs, len(params), openings, piece, return_ids, include_usage)
-        )
+        openings = [{"index": i, "delta": role, "logprobs": None, "finish_reason": None} for i in range(len(jobs))]
+        return EventStream(await self.stream(answer, jobs, len(params), openings, piece, return_ids, include_usage))
 
     def render(self, body: ChatRequest) -> str:
         if self.engine.tokenizer is None:
@@ -242,7 +228,7 @@ class _Server:
         ids: bool,
         include_usage: bool,
     ) -> AsyncIterator[dict]:
-        """The chunks of an answer. The first delta is awaited here: until then an error is still an HTTP status."""
+        """The chunks of an answer. The first delta is awaited here: until then an error has its HTTP status."""
         source = deltas(self.engine, jobs)
         first = await anext(source)
         more = {"usage": None} if include_usage else {}

@@ -19,7 +19,6 @@ class Metrics:
             return kind(f"minillm_{name}", text, registry=self.registry, **more)
 
         self.requests = make(Counter, "http_requests", "Generation requests by answer", labelnames=["status"])
-        self.in_flight = make(Gauge, "http_requests_in_flight", "Generation requests being answered")
         self.prompt_tokens = make(Counter, "prompt_tokens", "Tokens of prompts answered")
         self.generated_tokens = make(Counter, "generated_tokens", "Tokens generated")
         self.finished = make(Counter, "finished", "Choices by finish reason", labelnames=["reason"])

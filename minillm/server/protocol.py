@@ -1,6 +1,6 @@
-"""OpenAI's requests and errors: what a client may send, checked, and turned into `SamplingParams`.  Lesson 99.
+"""OpenAI's requests and errors: what a client may send, checked, turned into `SamplingParams`.  Lesson 99.
 
-Field names and meanings follow OpenAI's API reference (completions, chat completions); the sampling fields it lacks
+Field names and meanings follow OpenAI's API reference (completions, chat completions); the fields it lacks
 (top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids, return_token_ids) carry vLLM's names.
 """
 
@@ -38,7 +38,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(BaseModel):
-    """What both endpoints share. null means the default; unknown fields are refused, so that no typo goes unseen."""
+    """What both endpoints share. null means the default; unknown fields are refused: no typo goes unseen."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -102,13 +102,9 @@ class CompletionRequest(GenerationRequest):
             return [value]
         if isinstance(value, list) and value and all(isinstance(p, str) or (_is_ids(p) and p) for p in value):
             if len(value) > MAX_PROMPTS:
-                raise APIError(
-                    f"prompt lists {len(value)} prompts; at most {MAX_PROMPTS} fit", param="prompt"
-                )
+                raise APIError(f"prompt lists {len(value)} prompts; at most {MAX_PROMPTS} fit", param="prompt")
             return value
-        raise APIError(
-            "prompt must be a string, a list of token ids, or a non-empty list of those", param="prompt"
-        )
+        raise APIError("prompt must be a string, a list of token ids, or a non-empty list of those", param="prompt")
 
     def params(self) -> list[SamplingParams]:
         if self.best_of not in (None, 1, self.n):
@@ -156,7 +152,7 @@ class ChatRequest(GenerationRequest):
     top_logprobs: int | None = None
 
     def params(self, room: int) -> list[SamplingParams]:
-        """`room`: tokens left in the context after the prompt, which is how many may come when none is said."""
+        """`room`: tokens left in the context after the prompt, which is how many may come if not said."""
         if self.top_logprobs is not None and not self.logprobs:
             raise APIError("top_logprobs needs logprobs: true", param="top_logprobs")
         most = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
@@ -169,7 +165,7 @@ def _is_ids(value: object) -> bool:
 
 
 def invalid(error: InvalidRequest) -> APIError:
-    """The engine's refusal in OpenAI's form; its messages begin with the field's name where one is at fault."""
+    """The engine's refusal in OpenAI's form; its message begins with the name of the field at fault."""
     message = str(error)
     word = message.split(" ", 1)[0]
     return APIError(message, param=word if word in CompletionRequest.model_fields else None)
@@ -183,7 +179,7 @@ def malformed(errors: list[dict]) -> APIError:
         reason = first.get("ctx", {}).get("error", first["msg"])
         return APIError(f"the body is not valid JSON: {reason}", code="invalid_json")
     if first["type"] == "extra_forbidden":
-        return APIError(f"{where} is not a field of this request", param=where, code="unknown_parameter")
+        return APIError(f"{where} is not a field of this request", param=where.split(".")[0], code="unknown_parameter")
     if not where:
         return APIError("the body must be a JSON object, sent as application/json")
     return APIError(f"{where}: {first['msg']}", param=where.split(".")[0])

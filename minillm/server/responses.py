@@ -1,4 +1,4 @@
-"""The answers' forms: OpenAI's completion, chat completion, their chunks and their log-probabilities.  Lesson 99."""
+"""The answers' forms: OpenAI's completion, chat completion, their chunks and log-probabilities.  Lesson 99."""
 
 import re
 import time
@@ -49,7 +49,7 @@ class Answer:
 
 
 class TokenTexts:
-    """Token ids as the strings and bytes that log-probabilities are reported with; remembers those it has seen."""
+    """Token ids as the strings and bytes that log-probabilities are reported with; remembers what it saw."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
@@ -80,7 +80,7 @@ class TokenTexts:
 def completion_logprobs(
     texts: TokenTexts, tokens: list[int], logprobs: list[TokenLogprobs | None], top: int, offset: int = 0
 ) -> dict:
-    """The completions endpoint's form: parallel lists, a token each. `offset`: characters before the first token."""
+    """The completions endpoint's form: parallel lists, a token each. `offset`: characters before the first."""
     form = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token, entry in zip(tokens, logprobs, strict=True):
         text = texts(token)
@@ -125,7 +125,7 @@ def completion_choice(
     scores_only: bool,
     ids: bool,
 ) -> dict:
-    """A finished choice of /v1/completions. echo: the prompt's text to put first; scores_only: nothing after it."""
+    """A finished choice of /v1/completions. echo: the prompt's text, put first; scores_only: nothing after it."""
     tokens, logprobs = ([], []) if scores_only else (done.token_ids, done.logprobs or [])
     if echo is not None and top is not None:
         tokens, logprobs = done.prompt_token_ids + tokens, (done.prompt_logprobs or []) + logprobs

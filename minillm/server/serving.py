@@ -44,7 +44,7 @@ def serve(
     listener = _listen(host, port)
     try:
         with _engine(model, engine_options) as engine:
-            name = served_model_name or _name(model, engine)
+            name = served_model_name or engine.name
             print(f"minillm serves {name} at {_url(host, listener)}/v1 (Ctrl-C stops it)", flush=True)
             uvicorn.Server(_settings(engine, name, log_level)).run(sockets=[listener])
     finally:
@@ -63,7 +63,7 @@ def running(
 ) -> Iterator[RunningServer]:
     """A server in a thread of this process, for a notebook or a test, until the block ends.  Lesson 99.
 
-    model: an `AsyncLLM`, which stays open afterwards, or whatever `serve` takes, whose engine is closed at the end.
+    model: an `LLM` or `AsyncLLM`, which stays open afterwards, or what `serve` takes, closed at the end.
 
         with running("data/tiny-gemma") as server:
             openai.OpenAI(base_url=server.url + "/v1", api_key="none")
@@ -75,7 +75,7 @@ def running(
     listener = _listen(host, port)
     try:
         with _engine(model, engine_options) as engine:
-            name = served_model_name or _name(model, engine)
+            name = served_model_name or engine.name
             server = uvicorn.Server(_settings(engine, name, log_level))
             thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="minillm-http")
             thread.start()
@@ -94,24 +94,20 @@ def running(
 
 @contextmanager
 def _engine(model, options: dict) -> Iterator[object]:
+    from minillm.async_engine import AsyncLLM
+    from minillm.engine import LLM
+
+    made = not hasattr(model, "stream") and not isinstance(model, LLM)
+    if options and not made:
+        raise TypeError(f"the engine exists already: {', '.join(options)} can no longer be set")
     if hasattr(model, "stream"):
-        if options:
-            raise TypeError(f"the engine exists already: {', '.join(options)} can no longer be set")
         yield model
         return
-    from minillm.engine import AsyncLLM
-
-    engine = AsyncLLM(model, **options)
+    engine = AsyncLLM(model, **options) if made else AsyncLLM(engine=model)
     try:
         yield engine
     finally:
         engine.close()
-
-
-def _name(model, engine) -> str:
-    if isinstance(model, (str, Path)):
-        return Path(model).resolve().name
-    return getattr(engine, "model_name", None) or "tiny-gemma"
 
 
 def _listen(host: str, port: int) -> socket.socket:

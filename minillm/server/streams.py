@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 
 from starlette.responses import Response
 
@@ -19,15 +19,20 @@ class ClientGone(Exception):
 
 
 async def deltas(engine, jobs: list[Job]) -> AsyncIterator[tuple[int, Delta]]:
-    """(index of the job, what it gained), as they come; leaving early aborts the jobs that still run."""
-    names = [f"req-{uuid.uuid4().hex}" for _ in jobs]
-    running = dict(enumerate(names))
+    """(index of the job, what it gained), as they come; leaving early ends those that run still."""
+    if len(jobs) == 1:  # no second queue between the engine and a lone request
+        async with aclosing(engine.stream(*jobs[0])) as stream:
+            async for delta in stream:
+                yield 0, delta
+        return
+    running = set(range(len(jobs)))
     arrived: asyncio.Queue = asyncio.Queue()
 
     async def forward(index: int, prompt: Prompt, params: SamplingParams) -> None:
         try:
-            async for delta in engine.stream(prompt, params, names[index]):
-                arrived.put_nowait((index, delta))
+            async with aclosing(engine.stream(prompt, params)) as stream:
+                async for delta in stream:
+                    arrived.put_nowait((index, delta))
             arrived.put_nowait((index, None))
         except Exception as error:
             arrived.put_nowait((index, error))
@@ -39,24 +44,21 @@ async def deltas(engine, jobs: list[Job]) -> AsyncIterator[tuple[int, Delta]]:
             if isinstance(item, Delta):
                 yield index, item
                 continue
-            del running[index]
+            running.remove(index)
             if item is not None:
                 raise item
     finally:
-        for index, name in running.items():
-            engine.abort(name)
-            tasks[index].cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def finish(engine, jobs: list[Job]) -> list[Completion]:
     """The whole result of every job, in order."""
     results: list[Completion | None] = [None] * len(jobs)
-    stream = deltas(engine, jobs)
-    try:
+    async with aclosing(deltas(engine, jobs)) as stream:
         async for index, delta in stream:
             results[index] = delta.completion or results[index]
-    finally:
-        await stream.aclose()
     return results
 
 
@@ -80,7 +82,7 @@ async def unless_disconnected(receive: Callable[[], Awaitable[dict]], work: Awai
 
 
 class EventStream(Response):
-    """Server-sent events from an iterator of JSON-able chunks, ended by `[DONE]` as OpenAI's clients expect."""
+    """Server-sent events from an iterator of chunks, ended by `[DONE]` as OpenAI's clients expect."""
 
     media_type = "text/event-stream"
 

@@ -1,0 +1,59 @@
+"""A running server over a small random model with tiny-gemma's tokenizer: fluent text is not what is tested here."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from minillm.async_engine import AsyncLLM
+from minillm.server import running
+
+TOKENIZER = Path(__file__).parents[2] / "data" / "tiny-gemma"
+MAX_MODEL_LEN = 256
+
+
+@pytest.fixture(scope="session")
+def model_directory(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "small-random"
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TOKENIZER / name, folder / name)
+    vocabulary = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    size = 1 + max(*vocabulary["model"]["vocab"].values(), *(added["id"] for added in vocabulary["added_tokens"]))
+    config = {
+        "architectures": ["GemmaForCausalLM"],
+        "model_type": "gemma",
+        "vocab_size": size,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": MAX_MODEL_LEN,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "tie_word_embeddings": True,
+    }
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def engine(model_directory):
+    torch.set_num_threads(1)
+    engine = AsyncLLM(model_directory, load_format="dummy", device="cpu", max_num_seqs=32)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="session")
+def server(engine):
+    with running(engine) as server:
+        yield server

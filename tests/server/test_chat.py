@@ -1,0 +1,90 @@
+"""/v1/chat/completions, as the real openai client uses it."""
+
+import openai
+import pytest
+
+from minillm.engine import chat_prompt
+from minillm.request import SamplingParams
+
+QUESTION = [{"role": "user", "content": "Where is the river?"}]
+
+
+@pytest.fixture(scope="module")
+def ask(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+
+        def ask(messages=QUESTION, **more):
+            fixed = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
+            return client.chat.completions.create(model=server.model, messages=messages, **(fixed | more))
+
+        yield ask
+
+
+def test_a_chat_is_the_completion_of_its_template(ask, engine, server):
+    prompt = chat_prompt(engine.tokenizer, QUESTION)
+    answer = ask()
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        plain = client.completions.create(
+            model=server.model, prompt=prompt, temperature=0, max_tokens=8, extra_body={"ignore_eos": True}
+        )
+    assert answer.choices[0].message.content == plain.choices[0].text
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.usage.prompt_tokens == len(prompt)
+    assert answer.object == "chat.completion"
+
+
+def test_without_a_limit_the_answer_may_fill_the_context(ask, engine):
+    prompt = chat_prompt(engine.tokenizer, QUESTION)
+    answer = ask(max_tokens=None)
+    assert answer.usage.total_tokens == engine.max_model_len
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.prompt_tokens == len(prompt)
+    assert ask(max_tokens=None, max_completion_tokens=3).usage.completion_tokens == 3
+
+
+def test_a_streamed_chat_says_its_role_then_the_same_words(ask):
+    whole = ask(n=2, temperature=1, seed=3)
+    chunks = list(ask(n=2, temperature=1, seed=3, stream=True, stream_options={"include_usage": True}))
+    assert [chunk.choices[0].delta.role for chunk in chunks[:2]] == ["assistant", "assistant"]
+    texts = ["", ""]
+    for chunk in chunks:
+        assert chunk.object == "chat.completion.chunk"
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert texts[0] != texts[1]
+    assert chunks[-1].usage == whole.usage
+
+
+def test_chat_logprobs_name_each_token_its_bytes_and_its_rivals(ask):
+    choice = ask(logprobs=True, top_logprobs=3).choices[0]
+    content = choice.logprobs.content
+    assert len(content) == 8
+    assert b"".join(bytes(token.bytes) for token in content).decode(errors="replace") == choice.message.content
+    for token in content:
+        assert len(token.top_logprobs) == 3
+        assert token.top_logprobs[0].token == token.token
+        assert token.logprob == token.top_logprobs[0].logprob
+    streamed = [c.logprobs for chunk in ask(logprobs=True, top_logprobs=3, stream=True) for c in chunk.choices]
+    tokens = [entry.token for form in streamed if form for entry in form.content]
+    assert tokens == [token.token for token in content]
+    assert [token.top_logprobs for token in ask(logprobs=True).choices[0].logprobs.content] == [[]] * 8
+
+
+def test_content_in_parts_is_the_same_as_in_one(ask):
+    parts = [{"type": "text", "text": "Where is "}, {"type": "text", "text": "the river?"}]
+    assert ask([{"role": "user", "content": parts}]).choices == ask().choices
+
+
+def test_a_conversation_goes_on(ask, engine):
+    turns = [*QUESTION, {"role": "assistant", "content": "In the north."}, {"role": "user", "content": "How wide?"}]
+    assert ask(turns).usage.prompt_tokens == len(chat_prompt(engine.tokenizer, turns))
+
+
+def test_a_request_is_sampled_as_it_says(ask, engine):
+    params = SamplingParams(max_tokens=8, temperature=0.7, top_p=0.9, seed=11, ignore_eos=True)
+    answer = ask(temperature=0.7, top_p=0.9, seed=11)
+    import asyncio
+
+    expected = asyncio.run(engine.generate(chat_prompt(engine.tokenizer, QUESTION), params))
+    assert answer.choices[0].message.content == expected.text

@@ -1,0 +1,169 @@
+"""/v1/completions, as the real openai client uses it."""
+
+import asyncio
+import math
+
+import openai
+import pytest
+
+from minillm.request import SamplingParams
+
+GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def complete(client, server):
+    def ask(prompt, **more):
+        return client.completions.create(model=server.model, prompt=prompt, **(GREEDY | more))
+
+    return ask
+
+
+def test_the_served_model_is_listed_under_its_directory_name(client, server):
+    assert [model.id for model in client.models.list()] == ["small-random"] == [server.model]
+    assert client.models.retrieve("small-random").owned_by == "minillm"
+
+
+def test_a_completion_is_the_engines_own(complete, engine):
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    expected = asyncio.run(engine.generate("The river", params))
+    answer = complete("The river")
+    assert answer.choices[0].token_ids == expected.token_ids
+    assert answer.choices[0].text == expected.text
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
+    assert answer.usage.completion_tokens == 8
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 8
+
+
+def test_text_and_its_token_ids_are_the_same_prompt(complete, engine):
+    ids = engine.tokenizer.encode("The river")
+    assert complete(ids).choices[0].text == complete("The river").choices[0].text
+
+
+def test_every_prompt_of_a_list_gets_its_own_answer_in_order(complete, engine):
+    prompts = ["The river", "A stone", "Once"]
+    alone = [complete(prompt).choices[0].text for prompt in prompts]
+    assert len(set(alone)) > 1, "the prompts must matter, or order could not be seen"
+    together = complete(prompts)
+    assert [choice.text for choice in together.choices] == alone
+    assert [choice.index for choice in together.choices] == [0, 1, 2]
+    ids = [engine.tokenizer.encode(prompt) for prompt in prompts]
+    assert [choice.text for choice in complete(ids).choices] == alone
+    assert together.usage.prompt_tokens == sum(map(len, ids))
+
+
+def test_n_choices_of_each_prompt_come_prompt_by_prompt_and_differ(complete):
+    answer = complete(["The river", "A stone"], n=3, temperature=1, seed=5, max_tokens=12)
+    texts = [choice.text for choice in answer.choices]
+    assert len(texts) == 6
+    assert len(set(texts[:3])) == 3
+    again = complete("A stone", n=3, temperature=1, seed=5, max_tokens=12)
+    assert [choice.text for choice in again.choices] == texts[3:]
+    assert answer.usage.completion_tokens == 72
+
+
+def test_a_seed_repeats_the_sampled_text_and_another_does_not(complete):
+    first, again, other = (complete("Once", temperature=1, seed=seed).choices[0].text for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_a_stop_string_ends_the_text_before_it(complete):
+    whole = complete("The river", max_tokens=16).choices[0].text
+    stop = whole[5:8]
+    choice = complete("The river", max_tokens=16, stop=stop).choices[0]
+    assert choice.text == whole[: whole.index(stop)]
+    assert choice.finish_reason == "stop"
+
+
+def test_echo_puts_the_prompt_first(complete, engine):
+    said = complete("The river").choices[0].text
+    assert complete("The river", echo=True).choices[0].text == "The river" + said
+    ids = engine.tokenizer.encode("The river")
+    assert complete(ids, echo=True).choices[0].text == "The river" + said
+
+
+def test_logit_bias_moves_the_choice(complete):
+    choice = complete("The river", logit_bias={"77": 100}).choices[0]
+    assert choice.token_ids == [77] * 8
+
+
+def test_logprobs_rank_the_greedy_token_first(complete):
+    choice = complete("The river", logprobs=3).choices[0]
+    form = choice.logprobs
+    assert len(form.tokens) == len(form.token_logprobs) == len(form.top_logprobs) == len(form.text_offset) == 8
+    assert "".join(form.tokens) == choice.text
+    for token, logprob, top in zip(form.tokens, form.token_logprobs, form.top_logprobs, strict=True):
+        assert max(top, key=top.get) == token
+        assert len(top) <= 3
+        assert logprob == top[token] < 0
+    assert form.text_offset == [sum(map(len, form.tokens[:i])) for i in range(8)]
+
+
+def test_echoed_logprobs_score_the_prompt_and_generate_nothing_when_asked(complete, engine):
+    ids = engine.tokenizer.encode("The river runs")
+    choice = complete(ids, echo=True, logprobs=1, max_tokens=0).choices[0]
+    assert choice.text == "The river runs"
+    assert choice.logprobs.token_logprobs[0] is None
+    assert len(choice.logprobs.token_logprobs) == len(ids)
+    scored = asyncio.run(engine.generate(ids, SamplingParams(max_tokens=1, prompt_logprobs=1)))
+    expected = [entry[token] for entry, token in zip(scored.prompt_logprobs[1:], ids[1:], strict=True)]
+    assert choice.logprobs.token_logprobs[1:] == pytest.approx(expected, abs=1e-4)
+    with_one = complete(ids, echo=True, logprobs=1, max_tokens=1).choices[0]
+    assert len(with_one.logprobs.token_logprobs) == len(ids) + 1
+    assert all(math.isfinite(value) for value in with_one.logprobs.token_logprobs[1:])
+
+
+def test_a_stream_carries_the_same_text_in_pieces(complete):
+    whole = complete("The river", max_tokens=24)
+    chunks = list(complete("The river", max_tokens=24, stream=True))
+    pieces = [choice for chunk in chunks for choice in chunk.choices]
+    assert "".join(piece.text for piece in pieces) == whole.choices[0].text
+    assert [t for piece in pieces for t in piece.token_ids] == whole.choices[0].token_ids
+    assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert all(getattr(chunk, "usage", None) is None for chunk in chunks)
+    assert len(pieces) > 3, "it came in one piece"
+
+
+def test_streamed_usage_comes_last_and_counts_everything(complete):
+    whole = complete(["The river", "A stone"], n=2)
+    chunks = list(complete(["The river", "A stone"], n=2, stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole.usage
+    texts = [""] * 4
+    for chunk in chunks:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == [choice.text for choice in whole.choices]
+
+
+def test_streamed_echo_and_logprobs_each_come_along(complete):
+    text = "".join(c.text for chunk in complete("The river", stream=True, echo=True) for c in chunk.choices)
+    assert text == complete("The river", echo=True).choices[0].text
+    whole = complete("The river", logprobs=2).choices[0].logprobs
+    forms = [c.logprobs for chunk in complete("The river", stream=True, logprobs=2) for c in chunk.choices]
+    for field in ("tokens", "token_logprobs", "text_offset"):
+        assert [value for form in forms for value in getattr(form, field)] == pytest.approx(getattr(whole, field))
+
+
+def test_a_hundred_async_clients_get_what_one_would(server, complete):
+    prompts = [f"Story {i}: the" for i in range(20)]
+    alone = [complete(prompt).choices[0].text for prompt in prompts]
+
+    async def all_at_once():
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=60) as client:
+
+            async def one(prompt):
+                stream = await client.completions.create(model=server.model, prompt=prompt, stream=True, **GREEDY)
+                return "".join([chunk.choices[0].text async for chunk in stream])
+
+            return await asyncio.gather(*(one(prompt) for prompt in prompts * 5))
+
+    assert asyncio.run(all_at_once()) == alone * 5

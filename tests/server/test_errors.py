@@ -1,0 +1,152 @@
+"""What cannot be served is refused in OpenAI's form, and says which field, which limit and what to do."""
+
+import httpx
+import openai
+import pytest
+
+GOOD = {"prompt": "The river", "max_tokens": 4}
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def http(server):
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        yield client
+
+
+def refused(response, status=400):
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"]
+    return body["error"]
+
+
+@pytest.mark.parametrize("body", ['{"prompt": "a"', "", "[1, 2", "nonsense"])
+def test_a_body_that_is_not_json_is_refused(http, body):
+    error = refused(http.post("/v1/completions", content=body, headers={"content-type": "application/json"}))
+    assert error["type"] == "invalid_request_error"
+    assert "JSON" in error["message"]
+
+
+@pytest.mark.parametrize("body", ["[]", '"text"', "3", "null"])
+def test_a_body_that_is_no_object_is_refused(http, body):
+    refused(http.post("/v1/completions", content=body, headers={"content-type": "application/json"}))
+
+
+WRONG = [
+    ("max_tokens", "four"),
+    ("max_tokens", 1.5),
+    ("max_tokens", True),
+    ("max_tokens", 0),
+    ("max_tokens", -1),
+    ("max_tokens", 10**30),
+    ("temperature", "hot"),
+    ("temperature", -0.1),
+    ("temperature", 1e300),
+    ("top_p", 0),
+    ("top_p", 1.1),
+    ("top_k", -2),
+    ("min_p", 2),
+    ("n", 0),
+    ("n", 10_000),
+    ("n", "2"),
+    ("seed", 2**70),
+    ("stop", 5),
+    ("stop", [""]),
+    ("stop_token_ids", [-1]),
+    ("presence_penalty", 3),
+    ("frequency_penalty", -3),
+    ("repetition_penalty", 0),
+    ("logit_bias", {"5": 101}),
+    ("logit_bias", {"word": 1}),
+    ("logit_bias", {"99999999": 1}),
+    ("logit_bias", [1]),
+    ("logprobs", 21),
+    ("logprobs", -1),
+    ("logprobs", True),
+    ("stream", "yes"),
+    ("stream_options", {"include_usage": True}),
+    ("stream_options", {"nonsense": True}),
+    ("best_of", 5),
+    ("suffix", "end"),
+    ("temprature", 1),
+    ("prompt", None),
+    ("prompt", []),
+    ("prompt", [[]]),
+    ("prompt", 5),
+    ("prompt", {"text": "a"}),
+    ("prompt", [1, "a"]),
+    ("prompt", [1.5]),
+    ("prompt", [True]),
+    ("prompt", [-1]),
+    ("prompt", [10**9]),
+    ("prompt", [10**30]),
+    ("prompt", ["a"] * 5000),
+]
+
+
+@pytest.mark.parametrize("field, value", WRONG, ids=[f"{field}={str(value)[:30]}" for field, value in WRONG])
+def test_a_wrong_field_is_refused_by_name(http, field, value):
+    error = refused(http.post("/v1/completions", json=GOOD | {field: value}))
+    assert field in (error["param"], error["message"].split(" ")[0]), error
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+def test_numbers_that_json_does_not_have_are_refused(http, number):
+    content = f'{{"prompt": "a", "temperature": {number}}}'
+    refused(http.post("/v1/completions", content=content, headers={"content-type": "application/json"}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"messages": []},
+        {"messages": "hi"},
+        {"messages": [{"content": "hi"}]},
+        {"messages": [{"role": "user", "content": 3}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]},
+        {"top_logprobs": 3},
+        {"logprobs": True, "top_logprobs": 50},
+        {"logprobs": 3},
+        {"tools": []},
+    ],
+    ids=str,
+)
+def test_a_wrong_chat_is_refused(http, change):
+    refused(http.post("/v1/chat/completions", json=CHAT | change))
+
+
+def test_an_unknown_model_is_not_found(server):
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    with pytest.raises(openai.NotFoundError, match="'gpt-5' is not served here; 'small-random' is") as caught:
+        client.completions.create(model="gpt-5", prompt="a")
+    assert caught.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-5")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_longer_than_the_context_is_refused(http, server, stream):
+    limit = server.engine.max_model_len
+    for path, body in (
+        ("/v1/completions", {"prompt": [5] * limit}),
+        ("/v1/completions", {"prompt": ["short", "word " * 1000]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "word " * 1000}]}),
+    ):
+        error = refused(http.post(path, json=body | {"stream": stream}))
+        assert error["code"] == "context_length_exceeded"
+        assert str(limit) in error["message"]
+
+
+def test_unknown_routes_and_methods_are_refused_in_the_same_form(http):
+    refused(http.get("/v1/nothing"), 404)
+    refused(http.get("/v1/completions"), 405)
+
+
+def test_a_refused_request_leaves_the_server_at_work(http):
+    refused(http.post("/v1/completions", json=GOOD | {"n": 0}))
+    assert http.post("/v1/completions", json=GOOD).status_code == 200

@@ -1,0 +1,150 @@
+"""The server starts, shares its engine, survives its clients, and stops."""
+
+import asyncio
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+
+import minillm
+from minillm.async_engine import AsyncLLM
+from minillm.server import PortTaken, running, serve
+
+
+@pytest.fixture(scope="module")
+def http(server):
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        yield client
+
+
+def settled(engine, seconds=10):
+    """Whether the engine comes to hold no request and no block."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        stats = engine.stats()
+        if stats["running"] == stats["waiting"] == 0 and stats["blocks_available"] == stats["blocks"]:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_health_and_metrics_tell_what_the_server_did(http):
+    assert http.get("/health").json() == {"status": "ok"}
+
+    def read(name):
+        lines = http.get("/metrics").text.splitlines()
+        return next((float(line.split()[-1]) for line in lines if line.startswith(name)), 0.0)
+
+    tokens, answered = "minillm_generated_tokens_total", 'minillm_http_requests_total{status="200"}'
+    before = read(tokens), read(answered), read("minillm_ttft_seconds_count")
+    body = {"prompt": "The river", "max_tokens": 5, "ignore_eos": True}
+    http.post("/v1/completions", json=body)
+    http.post("/v1/completions", json=body | {"stream": True})
+    after = read(tokens), read(answered), read("minillm_ttft_seconds_count")
+    assert [b - a for a, b in zip(before, after, strict=True)] == [10, 2, 2]
+    assert read("minillm_engine_blocks") > 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_hangs_up_ends_its_request(server, stream):
+    body = {"prompt": ["The river", "A stone"], "max_tokens": 200, "ignore_eos": True, "stream": stream}
+
+    async def hang_up():
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            if stream:
+                async with client.stream("POST", "/v1/completions", json=body) as response:
+                    async for _ in response.aiter_lines():
+                        return
+            with pytest.raises(httpx.ReadTimeout):
+                await client.post("/v1/completions", json=body, timeout=0.1)
+
+    slow = slowed(server.engine)
+    with slow:
+        asyncio.run(hang_up())
+        start = time.monotonic()
+        assert settled(server.engine), server.engine.stats()
+        assert time.monotonic() - start < 2, "it ran on to its end"
+
+
+def slowed(engine, seconds=0.02):
+    """Steps that take a while: 200 of them outlast a client's patience."""
+
+    def embedding(ids, weight, scale):
+        time.sleep(seconds)
+        return weight[ids] * scale
+
+    return minillm.using(embedding=embedding)
+
+
+def test_an_operation_put_in_by_the_reader_serves_http_requests(http):
+    body = {"prompt": "The river", "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
+    def ask():
+        return http.post("/v1/completions", json=body).json()["choices"][0]["token_ids"]
+
+    def nothing(x, weight):
+        return x.new_zeros(*x.shape[:-1], weight.shape[0])
+
+    before = ask()
+    with minillm.using(linear=nothing) as used:
+        assert ask() != before
+    assert used.calls["linear"] > 0
+    assert ask() == before
+
+
+def test_a_taken_port_is_a_clear_error_before_the_model_loads():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(PortTaken, match=f"port {port} of 127.0.0.1 is taken.*another port"):
+            serve("no/such/model", port=port)
+        with pytest.raises(PortTaken), running("no/such/model", port=port):
+            pass
+
+
+def test_leaving_the_block_frees_port_threads_and_the_engine_it_made(model_directory):
+    before = set(threading.enumerate())
+    with running(model_directory, load_format="dummy", device="cpu", max_num_seqs=4) as server:
+        port = int(server.url.rsplit(":", 1)[1])
+        with httpx.Client(base_url=server.url) as client:
+            assert client.get("/health").status_code == 200
+    left = {thread.name for thread in set(threading.enumerate()) - before}
+    assert not {name for name in left if name.startswith("minillm")}, left
+    with pytest.raises(RuntimeError, match="closed"):
+        server.engine.abort("x") or asyncio.run(server.engine.generate("a"))
+    socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_an_engine_handed_in_stays_open(engine):
+    with running(engine) as second:
+        assert httpx.get(second.url + "/v1/models").json()["data"][0]["id"] == engine.name
+    assert asyncio.run(engine.generate("The river")).finish_reason is not None
+    with pytest.raises(TypeError, match="max_num_seqs"), running(engine, max_num_seqs=3):
+        pass
+
+
+def test_stopping_does_not_wait_for_a_stream_that_would_not_end(model_directory):
+    engine = AsyncLLM(model_directory, load_format="dummy", device="cpu", max_num_seqs=4)
+    body = {"prompt": "The river", "max_tokens": 250, "ignore_eos": True, "stream": True}
+    with slowed(engine, 0.2):
+        client = httpx.Client(timeout=30)
+        with running(engine) as server:
+            response = client.send(client.build_request("POST", server.url + "/v1/completions", json=body), stream=True)
+            next(response.iter_lines())
+            start = time.monotonic()
+        assert time.monotonic() - start < 10
+        assert settled(engine)
+        client.close()
+        engine.close()
+
+
+def test_a_failing_operation_is_an_error_the_client_sees_and_the_server_survives(http):
+    def broken(x, weight):
+        raise ArithmeticError("my linear is wrong")
+
+    with minillm.using(linear=broken):
+        response = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3})
+    assert response.status_code == 500
+    assert "my linear is wrong" in response.json()["error"]["message"]
+    assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3}).status_code == 200
