@@ -40,6 +40,12 @@ class Tokenizer:
             raise TokenizerError(f"tokenizer.json is not in the expected form: {error!r}") from error
         self._ids = self._model.vocab | {token.content: token.id for token in added}
         self._tokens = {id: token for token, id in self._ids.items()}
+        for token in added:
+            if self._model.vocab.get(token.content, token.id) != token.id or self._tokens[token.id] != token.content:
+                raise TokenizerError(
+                    f"the added token {token.content!r} and the vocabulary disagree on the id {token.id}: "
+                    "tokenizer.json is damaged, or was edited in one place only"
+                )
         self._special = {token.id for token in added if token.special}
         self.vocab_size = len(self._tokens)
 

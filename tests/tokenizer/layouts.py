@@ -1,0 +1,126 @@
+"""The tokenizer files that these tests make for themselves, and the text they are tried on."""
+
+import json
+from pathlib import Path
+
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from minillm.tokenizer import train_bpe, write_tokenizer
+
+CORPUS = [
+    "The river Ama runs past the old mill, and the miller's daughter doesn't swim in it.",
+    "Which of these is dry?\nA. the sea\nB. the desert\nAnswer: B\n\nWhich of these is wet?\n\n\nA. rain",
+    "In 1984 there were 365 days; 12 + 30 = 42, and 3.14159 is not 22/7.",
+    "Größe, naïve café, Ελληνικά γράμματα, русские буквы, עברית, العربية, हिन्दी, 日本語の文, 한국어",
+    "def f(x):\n    return x  *  2\t# twice\r\n        pass   🎉🎉 👍🏽",
+] * 3
+
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def edit(directory: Path, change) -> None:
+    path = directory / "tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    change(content)
+    path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+
+
+def gemma(directory: Path) -> None:
+    """The embedded model's layout: a regex cuts text into words."""
+    write_tokenizer(directory, *train_bpe(CORPUS, 700))
+
+
+def gemma_whole(directory: Path) -> None:
+    """Gemma 1 and 2: no cut at all (a Split on the spaces that are gone), added tokens for runs of white space."""
+    write_tokenizer(directory, *train_bpe(CORPUS, 700, split_pattern=r"▁+[^▁]*|[^▁]+"), split_pattern=None)
+
+    def change(file):
+        vocab = file["model"]["vocab"]
+        split = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+        file["pre_tokenizer"] = split
+        for content in ["\n\n", "\n\n\n", "\t\t", "▁▁", "▁▁▁", "<table>", "<unused0>"]:
+            flags = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized", "special"], False)
+            file["added_tokens"].append({"id": vocab.setdefault(content, len(vocab)), "content": content, **flags})
+
+    edit(directory, change)
+
+
+def llama2(directory: Path) -> None:
+    """The older layout: a "▁" is put before the text, merges are strings, a Strip takes the first space away."""
+    gemma_whole(directory)
+
+    def change(file):
+        prepend = {"type": "Prepend", "prepend": "▁"}
+        file["normalizer"] = {"type": "Sequence", "normalizers": [prepend, file["normalizer"]]}
+        file["pre_tokenizer"] = None
+        file["model"]["merges"] = [" ".join(pair) for pair in file["model"]["merges"]]
+        file["decoder"]["decoders"].append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+
+    edit(directory, change)
+
+
+def metaspace(directory: Path) -> None:
+    """A Metaspace cuts and marks instead of a normalizer; unknown characters fuse into <unk>, without bytes."""
+    gemma(directory)
+
+    def change(file):
+        space = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": True}
+        file["normalizer"] = {"type": "NFC"}
+        file["pre_tokenizer"] = file["decoder"] = space
+        file["model"]["byte_fallback"] = False
+
+    edit(directory, change)
+
+
+def llama3(directory: Path) -> None:
+    """Bytes as characters, a regex with contractions, whole words of the vocabulary before any merge."""
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    # Words that no merge reaches: only ignore_merges finds them.
+    file = json.loads(tokenizer.to_str())
+    vocab = file["model"]["vocab"]
+    for word in ("Ġxylophone", "zzyzx", "Ã©Ã©"):
+        vocab[word] = len(vocab)
+    file["model"]["ignore_merges"] = True
+    tokenizer = Tokenizer.from_str(json.dumps(file))
+    special = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    tokenizer.add_special_tokens(special)
+    bos = (special[0], tokenizer.token_to_id(special[0]))
+    template = processors.TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
+    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+    directory.mkdir()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {"bos_token": {"content": special[0]}, "eos_token": special[4], "tokenizer_class": "PreTrainedTokenizerFast"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+LAYOUTS = {make.__name__: make for make in (gemma, gemma_whole, llama2, metaspace, llama3)}
+
+_SNIPPETS = [
+    *["<bos>", "<eos>", "<pad>", "<unk>", "<start_of_turn>", "<end_of_turn>", "<0x41>", "<table>", "<unused0>"],
+    *["<|begin_of_text|>", "<|eot_id|>", "<|end_header_id|>", "<start_of_turn", "end_of_turn>"],
+    *["\n", "\n\n", "\n\n\n\n", "\r\n", "\t", "\t\t\t", " ", "  ", "     ", "▁", "▁▁", "▁▁▁", "\x00", "\x1f", "\x85", "\u2028"],
+    *["e\u0301", "é", "\u0301", "ﬁ", "क्षि", "각", "각", "👩\u200d👩\u200d👧", "👍🏽", "🇩🇪", "\ufe0f", "\u200d", "\ufeff", "\ufffd"],
+    *["'s", "'S", "'ſ", "don't", "'LL", " xylophone", "zzyzx", "éé", "12345", "²", "Ⅻ", "٣٤", "a" * 300, "日本" * 80, "-" * 90],
+    *" ".join(CORPUS[:5]).split(" "),
+]
+
+
+def unicode_text() -> st.SearchStrategy[str]:
+    """Any text that UTF-8 can hold, with a leaning to what tokenizers stumble over.
+
+    Characters unassigned in Python's Unicode tables are left out: newer tables, in the `regex` package or in the
+    `tokenizers` library, may call some of them letters and each release moves that border.
+    """
+    characters = st.text(st.characters(exclude_categories=("Cs", "Cn")), max_size=12)
+    return st.lists(characters | st.sampled_from(_SNIPPETS), max_size=14).map("".join)
