@@ -53,17 +53,13 @@ def load_model(
         )
     config = PRESETS[place] if isinstance(place, str) else ModelConfig.from_directory(place)
     if max_model_len is not None and max_model_len > config.max_model_len:
-        raise ConfigError(
-            f"max_model_len={max_model_len} is more than this model's {config.max_model_len} tokens"
-        )
+        raise ConfigError(f"max_model_len={max_model_len} is more than this model's {config.max_model_len} tokens")
     if dtype == "auto":
         dtype = "float32" if torch.device(device).type == "cpu" else config.dtype
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be auto or one of {', '.join(DTYPES)}, not {dtype!r}")
     files = [] if load_format == "dummy" else checkpoint_files(place)
-    built = Model(
-        config, dtype=DTYPES[dtype], device=device, max_model_len=max_model_len or config.max_model_len
-    )
+    built = Model(config, dtype=DTYPES[dtype], device=device, max_model_len=max_model_len or config.max_model_len)
     if load_format == "dummy":
         fill_randomly(built, seed)
     else:
@@ -104,9 +100,7 @@ def checkpoint_files(directory: Path) -> list[Path]:
     else:
         files = sorted(directory.glob("*.safetensors"))
     if not files:
-        raise ConfigError(
-            f'{directory} has no *.safetensors; load_format="dummy" makes random weights instead'
-        )
+        raise ConfigError(f'{directory} has no *.safetensors; load_format="dummy" makes random weights instead')
     for file in files:
         if not file.is_file():
             raise ConfigError(f"{index} names {file.name}, which is missing")
@@ -143,16 +137,12 @@ def read_header(file: Path) -> dict[str, Entry]:
             entries = {}
             for name, tensor in header.items():
                 begin, end = tensor["data_offsets"]
-                entries[name] = Entry(
-                    file, tensor["dtype"], tuple(tensor["shape"]), 8 + length + begin, end - begin
-                )
+                entries[name] = Entry(file, tensor["dtype"], tuple(tensor["shape"]), 8 + length + begin, end - begin)
         except (ValueError, KeyError, TypeError, AttributeError):
             raise cut from None
     for name, entry in entries.items():
         if entry.start + entry.nbytes > size:
-            raise ConfigError(
-                f"{file} is truncated: tensor {name} ends behind the file's {size} bytes. Copy it again"
-            )
+            raise ConfigError(f"{file} is truncated: tensor {name} ends behind the file's {size} bytes. Copy it again")
     return entries
 
 
@@ -203,35 +193,36 @@ def fill_from_files(model: Model, files: list[Path]) -> None:
                 f" but config.json makes it {list(place.shape)}"
             )
         if entry.dtype not in FILE_DTYPES:
-            raise ConfigError(
-                f"{entry.file}: tensor {name} is {entry.dtype}; readable are {', '.join(FILE_DTYPES)}"
-            )
+            raise ConfigError(f"{entry.file}: tensor {name} is {entry.dtype}; readable are {', '.join(FILE_DTYPES)}")
         if entry.nbytes != math.prod(entry.shape) * FILE_DTYPES[entry.dtype].itemsize:
             raise ConfigError(f"{entry.file}: tensor {name} has {entry.nbytes} bytes, not those of its shape")
     for name, entry in entries.items():
-        flat, done = places[name].view(-1), 0
-        for piece in _pieces(entry):
-            flat[done : done + piece.numel()].copy_(piece)
-            done += piece.numel()
+        done = 0
+        for rows in _pieces(entry):
+            places[name][done : done + len(rows)].copy_(rows)
+            done += len(rows)
     for norm in _norms(model):
         norm.add_(model.config.norm_offset)
 
 
 def _pieces(entry: Entry) -> Iterator[Tensor]:
-    """A tensor's numbers, a buffer at a time: a mapped file's pages would count beside the parameters'."""
-    buffer = torch.empty(min(BUFFER_BYTES, entry.nbytes), dtype=torch.uint8)
+    """A tensor's rows, a buffer at a time: a mapped file's pages would count beside the parameters'."""
+    if not entry.nbytes:
+        return
+    row_bytes = entry.nbytes // entry.shape[0]
+    most = max(1, BUFFER_BYTES // row_bytes) * row_bytes
+    buffer = torch.empty(min(most, entry.nbytes), dtype=torch.uint8)
     window, left = memoryview(buffer.numpy()), entry.nbytes
     with entry.file.open("rb", buffering=0) as stream:
         stream.seek(entry.start)
         while left:
-            size = min(left, BUFFER_BYTES)
-            filled = 0
+            size, filled = min(left, most), 0
             while filled < size:
                 count = stream.readinto(window[filled:size])
                 if not count:
                     raise ConfigError(f"{entry.file} became shorter while it was read")
                 filled += count
-            yield buffer[:size].view(FILE_DTYPES[entry.dtype])
+            yield buffer[:size].view(FILE_DTYPES[entry.dtype]).view(-1, *entry.shape[1:])
             left -= size
 
 

@@ -37,9 +37,7 @@ class Model:
     `LayerCache`s. Parameters are allocated here and filled by `loader`.
     """
 
-    def __init__(
-        self, config: ModelConfig, *, dtype: torch.dtype, device: str | torch.device, max_model_len: int
-    ):
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: str | torch.device, max_model_len: int):
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self.max_model_len = max_model_len
         self.ops = ops.on(self.device.type)
@@ -54,7 +52,12 @@ class Model:
         def norm() -> Tensor:
             return torch.empty(hidden, dtype=norm_dtype, device=self.device)
 
-        self.embedding = torch.empty(config.vocab_size, hidden, dtype=dtype, device=self.device)
+        self.head = matrix(config.vocab_size, hidden)
+        self.embedding = (
+            self.head.weight
+            if config.tie_word_embeddings
+            else torch.empty_like(self.head.weight, memory_format=torch.contiguous_format)
+        )
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self.layers = [
             Layer(
@@ -68,8 +71,6 @@ class Model:
             for _ in range(config.num_layers)
         ]
         self.final_norm = norm()
-        tied = config.tie_word_embeddings
-        self.head = DenseWeight(self.embedding) if tied else matrix(config.vocab_size, hidden)
         self.rotary = rotary_table(config, max_model_len, dtype=dtype, device=self.device)
         self.scale = head_dim**-0.5
 

@@ -62,8 +62,8 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
 
 def write_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
     """Put each token's k and v [tokens, kv_heads, d] into slot block * block_size + offset.  Lesson 09."""
-    cache.k.flatten(0, 1)[slots] = k
-    cache.v.flatten(0, 1)[slots] = v
+    cache.k.view(-1, *k.shape[1:])[slots] = k
+    cache.v.view(-1, *v.shape[1:])[slots] = v
 
 
 def decode_attention(
@@ -87,7 +87,7 @@ def decode_attention(
     queries = q.shape[1]
     k, v = (part[block_table].flatten(1, 2) for part in (cache.k, cache.v))  # [rows, keys, kv_heads, d]
     query_at = (lengths - queries)[:, None] + torch.arange(queries, device=q.device)
-    return _attend(q, k, v, _visible(query_at, k.shape[1], window), scale, soft_cap)
+    return _attend(q, k, v, visible(query_at, k.shape[1], window), scale, soft_cap)
 
 
 def prefill_attention(
@@ -124,7 +124,7 @@ def prefill_attention(
     return out
 
 
-def _visible(query_at: Tensor, keys: int, window: int | None) -> Tensor:
+def visible(query_at: Tensor, keys: int, window: int | None) -> Tensor:
     """Which of `keys` keys the queries at positions `query_at` [rows, queries] see: [rows, queries, keys]."""
     behind = query_at[..., None] - torch.arange(keys, device=query_at.device)
     return (behind >= 0) & (behind < window) if window else behind >= 0
