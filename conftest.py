@@ -1,0 +1,36 @@
+"""What holds for every test, those inside notebooks among them."""
+
+import os
+
+import pytest
+
+# No test needs the network: what would ask it must fail at once instead of waiting.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+MESSAGE_SECONDS = 120  # nbval waits 5 s for each message of a cell, less than a busy machine may need
+
+
+def is_cell(item: pytest.Item) -> bool:
+    """Whether nbval made this test, out of a notebook's cell."""
+    return type(item).__name__ == "IPyNbCell"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in filter(is_cell, items):
+        item.output_timeout = MESSAGE_SECONDS
+        # Warnings and progress bars differ between machines; what a cell says on stdout is what it teaches.
+        item.parent.skip_compare = (*item.parent.skip_compare, "stderr")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if is_cell(item) and getattr(item.parent, "broken", False):
+        pytest.skip("an earlier cell of this notebook failed")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item):
+    report = yield
+    if is_cell(item) and report.failed:
+        item.parent.broken = True
+    return report

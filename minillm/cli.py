@@ -1,0 +1,233 @@
+"""The command `minillm`. Every command imports what it needs when it runs: `minillm --help` never waits for torch."""
+
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from minillm.config import ConfigError, EngineConfig
+from minillm.request import InvalidRequest
+
+app = typer.Typer(
+    name="minillm",
+    help="An LLM inference engine to learn from and to use. Start with: minillm doctor",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+bench_app = typer.Typer(help="Measure the engine on the project's workloads.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        help="A model's directory, or gemma-2b with --load-format dummy. Default: the embedded tiny-gemma.",
+        show_default=False,
+    ),
+]
+JsonPath = Annotated[Path | None, typer.Option("--json", help="Write the record into this file too.")]
+
+
+@contextmanager
+def friendly_errors() -> Iterator[None]:
+    """What the user can mend ends as one line and status 2; anything else keeps its traceback."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        if isinstance(error, ModuleNotFoundError):
+            message = f"{error}. `minillm doctor` says what is missing and how to install it"
+        elif isinstance(error, (ConfigError, InvalidRequest, ConnectionError)) or _ours(error):
+            message = str(error)
+        else:
+            raise
+        print(f"minillm: {message}", file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+def _ours(error: BaseException) -> bool:
+    """Whether minillm itself raised it: its messages name the input and the way out."""
+    trace = error.__traceback__
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace.tb_frame.f_globals.get("__name__", "").startswith("minillm.")
+
+
+def _documented(option: str) -> str:
+    """What `EngineConfig`'s docstring says about one of its options."""
+    found = re.search(rf"^    {option} +(.*(?:\n {{8,}}.*)*)", EngineConfig.__doc__, re.MULTILINE)
+    text = " ".join(found[1].split()) if found else ""
+    return text[:1].upper() + text[1:]
+
+
+def _engine_parameter(field: Field) -> inspect.Parameter:
+    shown = field.default is not None and not isinstance(field.default, bool)
+    kind = Annotated[field.type, typer.Option(help=_documented(field.name), show_default=shown)]
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=kind)
+
+
+def with_engine_options(command: Callable) -> Callable:
+    """Give a command one option for each field of `EngineConfig`; it gets those that were set as keywords."""
+    own = inspect.signature(command)
+    kept = [each for each in own.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    defaults = {field.name: field.default for field in fields(EngineConfig)}
+    parameters = [*kept, *map(_engine_parameter, fields(EngineConfig))]
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        unset = [name for name, default in defaults.items() if values[name] == default]
+        with friendly_errors():
+            command(**{name: value for name, value in values.items() if name not in unset})
+
+    run.__signature__ = own.replace(parameters=parameters)
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
+
+
+@app.command()
+@with_engine_options
+def generate(
+    prompts: Annotated[list[str], typer.Argument(help="One completion is printed for each.")],
+    model: Model = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Each prompt is a user's turn in a chat.")] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Print the text as it comes.")] = False,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens (0: all).")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens whose sum reaches p.")] = 1.0,
+    stop: Annotated[list[str] | None, typer.Option(help="End the text at this string; repeatable.")] = None,
+    **engine_options: Any,
+) -> None:
+    """Continue prompts, or answer them with --chat.
+
+    minillm generate "The lighthouse of" --max-tokens 40
+    """
+    from minillm import LLM, SamplingParams
+
+    # --seed is the engine's, and seeds every request that names no seed of its own.
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, stop=stop or ())
+    with LLM(model, **engine_options) as llm:
+        if chat:
+            turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
+            prompts = [llm.tokenizer.apply_chat_template(turn) for turn in turns]
+        if stream:
+            _print_stream(llm, prompts, params)
+            return
+        for completion in llm.generate(prompts, params):
+            print(completion.text)
+
+
+def _print_stream(llm: Any, prompts: list[str], params: Any) -> None:
+    import asyncio
+
+    from minillm import AsyncLLM
+
+    async def work() -> None:
+        engine = AsyncLLM(engine=llm)
+        try:
+            for prompt in prompts:
+                async for delta in engine.stream(prompt, params):
+                    print(delta.text, end="", flush=True)
+                print()
+        finally:
+            engine.close()
+
+    asyncio.run(work())
+
+
+@app.command()
+@with_engine_options
+def serve(
+    model: Model = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    served_model_name: Annotated[str | None, typer.Option(help="The name clients use for the model.")] = None,
+    log_level: Annotated[str, typer.Option(help="critical, error, warning, info, debug or trace")] = "info",
+    **engine_options: Any,
+) -> None:
+    """Serve OpenAI's API over HTTP until Ctrl-C."""
+    from minillm import server
+
+    names = {"host": host, "port": port, "served_model_name": served_model_name, "log_level": log_level}
+    server.serve(model, **names, **engine_options)
+
+
+@bench_app.command()
+@with_engine_options
+def offline(
+    model: Model = None,
+    workload: Annotated[list[str], typer.Option(help="A workload's name or its first word; repeatable.")] = (
+        "single",
+        "mixed",
+    ),
+    scale: Annotated[int, typer.Option(help="Divide all lengths by this.")] = 1,
+    requests: Annotated[int | None, typer.Option(help="Only the first this many requests.")] = None,
+    repeat: Annotated[int, typer.Option(help="Timed runs each, after one that warms up.")] = 3,
+    compare: Annotated[str | None, typer.Option(help="Also measure this engine: transformers.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 1.0,
+    threads: Annotated[int | None, typer.Option(help="CPU threads, for every engine measured.")] = None,
+    json_path: JsonPath = None,
+    **engine_options: Any,
+) -> None:
+    """All requests at once, without a server; prints a table and, last, the record as one line of JSON."""
+    from minillm.bench import offline
+
+    offline.run(
+        model,
+        workload=workload,
+        scale=scale,
+        requests=requests,
+        repeat=repeat,
+        compare=compare,
+        temperature=temperature,
+        threads=threads,
+        json_path=json_path,
+        **engine_options,
+    )
+
+
+@bench_app.command()
+def load(
+    url: Annotated[str, typer.Option(help="A server on this machine, without /v1.")] = "http://127.0.0.1:8000",
+    workload: Annotated[str, typer.Option(help="A workload's name or its first word.")] = "chat",
+    scale: Annotated[int, typer.Option(help="Divide all lengths by this.")] = 8,
+    requests: Annotated[int | None, typer.Option(help="Only the first this many requests.")] = 64,
+    concurrency: Annotated[int, typer.Option(help="Clients, each with one request at a time.")] = 8,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 1.0,
+    json_path: JsonPath = None,
+) -> None:
+    """Load a running server; prints rates and latencies and, last, the record as one line of JSON."""
+    from minillm.bench import load
+
+    with friendly_errors():
+        load.run(
+            url,
+            workload=workload,
+            scale=scale,
+            requests=requests,
+            concurrency=concurrency,
+            temperature=temperature,
+            json_path=json_path,
+        )
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine can run, and how to mend what is missing."""
+    from minillm.course import doctor
+
+    raise typer.Exit(doctor.main())
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,151 @@
+"""From one source per lesson to executed notebooks, the demo's report, and a learner's own copies.
+
+A source is a jupytext percent script, `notebooks/source/NN_name.py`. Timings sit in cells tagged
+`nbval-ignore-output`, whose first line says why; output of cells tagged `terminal` is what `make demo` prints.
+"""
+
+import argparse
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jupytext
+from nbclient import NotebookClient
+from nbformat import NotebookNode, v4, write
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOKS = ROOT / "notebooks"
+DEMO = "99_serve_and_benchmark"
+CELL_SECONDS = 600
+
+
+def convert(source: Path) -> NotebookNode:
+    """A source as a notebook without outputs. Ids count the cells, so that a rebuild changes nothing else."""
+    read = jupytext.read(source)
+    notebook = v4.new_notebook(cells=read.cells)
+    notebook.metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+    for count, cell in enumerate(notebook.cells):
+        cell.id = f"cell-{count}"
+        tags = cell.metadata.get("tags")
+        cell.metadata = {"tags": tags} if tags else {}
+    return notebook
+
+
+def execute(notebook: NotebookNode, folder: Path, started: Callable | None = None) -> NotebookNode:
+    """Run all cells in a fresh kernel of this Python, in `folder`; the same notebook, with outputs.
+
+    started: called with (cell, its index) before each. Raises nbclient's CellExecutionError at the first error.
+    """
+    client = NotebookClient(
+        notebook,
+        timeout=CELL_SECONDS,
+        resources={"metadata": {"path": str(folder)}},
+        record_timing=False,
+        kernel_name="python3",
+        on_cell_start=started,
+        extra_arguments=["--IPKernelApp.log_level=ERROR"],
+    )
+    client.execute()
+    notebook.metadata.language_info = {"name": "python"}
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            # Warnings and progress name this machine's folders and speeds.
+            cell.outputs = [each for each in cell.outputs if each.get("name") != "stderr"]
+    return notebook
+
+
+def build(source: Path) -> Path:
+    """Write `notebooks/NN_name.ipynb`, executed, and return its path."""
+    notebook = execute(convert(source), NOTEBOOKS)
+    target = NOTEBOOKS / f"{source.stem}.ipynb"
+    write(notebook, target)
+    return target
+
+
+def sources(names: list[str]) -> list[Path]:
+    """All lessons' sources, or those whose names begin as given ("99"). Raises ValueError."""
+    every = sorted((NOTEBOOKS / "source").glob("*.py"))
+    chosen = [path for path in every if not names or path.stem.startswith(tuple(names))]
+    if not chosen:
+        known = ", ".join(path.stem for path in every)
+        raise ValueError(f"no lesson begins with {' or '.join(names)}; there are: {known}")
+    return chosen
+
+
+def to_html(notebook: NotebookNode, title: str) -> str:
+    """One page that needs nothing from the network: styles and pictures are inside, scripts are left out."""
+    from nbconvert import HTMLExporter
+
+    page, _ = HTMLExporter(embed_images=True).from_notebook_node(notebook, resources={"metadata": {"name": title}})
+    # The template's scripts come from the network and draw formulas and widgets, which this report has none of.
+    return re.sub(r"<script\b.*?</script>", "", page, flags=re.DOTALL)
+
+
+def printed(notebook: NotebookNode) -> str:
+    """The text of the cells tagged `terminal`."""
+    cells = [cell for cell in notebook.cells if "terminal" in cell.metadata.get("tags", [])]
+    outputs = [output for cell in cells for output in cell.outputs]
+    return "\n".join(output["text"] for output in outputs if output.get("name") == "stdout")
+
+
+def demo() -> Path:
+    """Run the last lesson on this machine, print its table, and leave a report in build/."""
+    notebook = convert(NOTEBOOKS / "source" / f"{DEMO}.py")
+    begin = time.perf_counter()
+
+    def say(cell: NotebookNode, cell_index: int) -> None:
+        """The headings as they are reached: a minute of silence looks like a hang."""
+        before = notebook.cells[cell_index - 1] if cell_index else None
+        if before is not None and before.cell_type == "markdown":
+            heading = next((line for line in before.source.splitlines() if line.startswith("#")), None)
+            if heading:
+                print(f"{time.perf_counter() - begin:5.0f} s  {heading.lstrip('# ')}", flush=True)
+
+    execute(notebook, NOTEBOOKS, say)
+    folder = ROOT / "build"
+    folder.mkdir(exist_ok=True)
+    target = folder / f"{DEMO}.html"
+    target.write_text(to_html(notebook, "minillm: serve and benchmark"), encoding="utf-8")
+    print(f"\n{printed(notebook)}\n{time.perf_counter() - begin:.0f} s in all. The whole report: {target}")
+    return target
+
+
+def lab() -> Path:
+    """Copy notebooks that are not in lab/ yet; what a learner changed there stays."""
+    folder = ROOT / "lab"
+    folder.mkdir(exist_ok=True)
+    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
+        if not (folder / path.name).exists():
+            shutil.copy(path, folder)
+    return folder
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m minillm.course.build", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    notebooks = commands.add_parser("notebooks", help="execute sources into notebooks/")
+    notebooks.add_argument("names", nargs="*", help="beginnings of lessons' names; default: all")
+    commands.add_parser("demo", help="run the last lesson, print its table, leave a report")
+    commands.add_parser("lab", help="copy notebooks for a learner to change")
+    options = parser.parse_args(arguments)
+    if options.command == "demo":
+        demo()
+    elif options.command == "lab":
+        print(lab())
+    else:
+        try:
+            chosen = sources(options.names)
+        except ValueError as error:
+            sys.exit(str(error))
+        for source in chosen:
+            print(build(source).relative_to(ROOT), flush=True)
+
+
+if __name__ == "__main__":
+    main()

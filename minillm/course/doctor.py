@@ -1,0 +1,266 @@
+"""What this machine can run, and the fix for each thing missing.  Lesson 00.
+
+Needs nothing but the standard library and `packaging`: it must work where torch does not.
+"""
+
+import os
+import platform
+import shutil
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+GIB = 1 << 30
+MEMORY_GIB, DISK_GIB = 4, 4  # the tests and a lesson's kernel together stay under both
+CAPABILITY = (8, 0)  # bfloat16 and the memory model the kernels are compiled for
+PYTHONS = ((3, 11), (3, 12))
+PACKAGE = Path(__file__).resolve().parent.parent
+EXTRAS = {
+    "serve": "minillm serve",
+    "compare": "transformers beside minillm, question sets",
+    "course": "the notebooks",
+    "test": "make test",
+}
+TIERS = {
+    "none": "the minimum is not met: mend what is marked FAIL",
+    "cpu": "CPU: every lesson, on the embedded tiny-gemma",
+    "gpu": "GPU: every lesson, and Gemma 2B with random weights (speed is real, text is not)",
+    "weights": "GPU with weights: every lesson, and Gemma 2B itself",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. state: "ok", "missing" (something optional) or "FAIL" (the minimum)."""
+
+    name: str
+    found: str
+    state: str = "ok"
+    fix: str = ""
+
+
+def examine() -> list[Finding]:
+    """Everything looked at, in the order printed."""
+    findings = [_python(), *_packages(), _triton(), _cuda(), _memory(), _disk(), _model(), _gemma()]
+    return [*findings, *(_extra(name, purpose) for name, purpose in EXTRAS.items())]
+
+
+def tier(findings: list[Finding]) -> str:
+    """A key of TIERS: the fullest form of the lessons that runs here."""
+    state = {finding.name: finding.state for finding in findings}
+    if "FAIL" in state.values():
+        return "none"
+    if state["GPU"] != "ok" or state["triton"] != "ok":
+        return "cpu"
+    return "weights" if state["Gemma 2B"] == "ok" else "gpu"
+
+
+def report(findings: list[Finding]) -> str:
+    """The findings as a table for a terminal, then the fixes, then the tier."""
+    wide = max(len(finding.name) for finding in findings)
+    lines = [f"{finding.name:<{wide}}  {finding.state:<7}  {finding.found}" for finding in findings]
+    fixes = [f"{finding.name}: {finding.fix}" for finding in findings if finding.fix]
+    if fixes:
+        title = "To mend:" if tier(findings) == "none" else "To have more:"
+        lines += ["", title, *(f"  {fix}" for fix in fixes)]
+    return "\n".join([*lines, "", f"Lessons run as: {TIERS[tier(findings)]}"])
+
+
+def main() -> int:
+    """Print the report; 1 when the minimum is not met, else 0."""
+    findings = examine()
+    print(report(findings))
+    return int(tier(findings) == "none")
+
+
+def _python() -> Finding:
+    version = platform.python_version()
+    found = f"{version} on {platform.system()} {platform.machine()}, {len(_cores())} cores"
+    if sys.version_info[:2] in PYTHONS:
+        return Finding("Python", found)
+    return Finding("Python", found, "FAIL", "install Python 3.11 or 3.12 and make a new environment with it")
+
+
+def _cores() -> set[int] | range:
+    """Those this process may use; a container's share is often less than the machine's."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+
+
+def declared(extra: str = "") -> list[Requirement]:
+    """The project's requirements under one extra ("": those always needed) that hold on this platform.
+
+    Read from the installed package, or from pyproject.toml where minillm runs out of a checkout.
+    """
+    try:
+        lines = metadata.requires("minillm") or []
+        wanted = [Requirement(line) for line in lines]
+        wanted = [line for line in wanted if extra or not line.marker or "extra" not in str(line.marker)]
+    except metadata.PackageNotFoundError:
+        project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+        lines = project["optional-dependencies"][extra] if extra else project["dependencies"]
+        wanted = [Requirement(line) for line in lines]
+    holds = [line for line in wanted if not line.marker or line.marker.evaluate({"extra": extra})]
+    if extra:
+        always = {line.name for line in declared()}
+        holds = [line for line in holds if line.name not in always | {"minillm"}]
+    return holds
+
+
+def _version(wanted: Requirement) -> tuple[str | None, bool]:
+    """The installed version, None when there is none, and whether the range allows it."""
+    try:
+        version = metadata.version(wanted.name)
+    except metadata.PackageNotFoundError:
+        return None, False
+    return version, wanted.specifier.contains(version, prereleases=True)
+
+
+def _install(*names: str) -> str:
+    if (PACKAGE.parent / "Makefile").is_file():
+        return "make setup"
+    return "pip install " + " ".join(f"'{name}'" for name in names)
+
+
+def _packages() -> Iterator[Finding]:
+    """One line for torch, one for the rest of what is always needed."""
+    good, bad = [], []
+    for wanted in declared():
+        if wanted.name == "triton":
+            continue
+        version, fits = _version(wanted)
+        label = f"{wanted.name} {version or 'absent'}"
+        needs = "" if fits else f" (needs {wanted.specifier})"
+        if wanted.name == "torch":
+            state, fix = ("ok", "") if fits else ("FAIL", _install(str(wanted)))
+            broken = _import_error("torch") if version else None
+            if broken:
+                state, needs, fix = "FAIL", f" does not import: {broken}", "reinstall torch"
+            yield Finding("torch", f"{version or 'absent'}{needs}", state, fix)
+        else:
+            (good if fits else bad).append((label + needs, wanted))
+    if bad:
+        labels = ", ".join(label for label, _ in bad)
+        yield Finding("packages", labels, "FAIL", _install(*(str(wanted) for _, wanted in bad)))
+    else:
+        yield Finding("packages", ", ".join(label for label, _ in good))
+
+
+def _import_error(module: str) -> str | None:
+    try:
+        import_module(module)
+    except Exception as error:  # a broken build may raise anything, and saying so is the doctor's job
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return None
+
+
+def _triton() -> Finding:
+    wanted = next((line for line in declared() if line.name == "triton"), None)
+    if wanted is None:
+        found = f"not made for {platform.system()}: all but the kernel lessons run"
+        return Finding("triton", found, "missing")
+    version, fits = _version(wanted)
+    if version is None:
+        return Finding("triton", "absent: the kernel lessons need it", "missing", _install(str(wanted)))
+    if not fits:
+        found = f"{version} (needs {wanted.specifier})"
+        return Finding("triton", found, "missing", f"the one that your torch requires: {_install('torch')}")
+    broken = _import_error("triton")
+    if broken:
+        return Finding("triton", f"{version} does not import: {broken}", "missing", "reinstall triton")
+    return Finding("triton", version)
+
+
+def _cuda() -> Finding:
+    if _import_error("torch"):
+        return Finding("GPU", "not known without torch", "missing")
+    import torch
+
+    if not torch.cuda.is_available():
+        if shutil.which("nvidia-smi") is None:
+            return Finding("GPU", "none: lessons run on the CPU and show committed GPU records", "missing")
+        build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+        fix = "install a torch build that fits the driver (nvidia-smi names its CUDA version)"
+        return Finding("GPU", f"a driver is there, but this torch ({build}) sees no device", "missing", fix)
+    properties = torch.cuda.get_device_properties(0)
+    capability = (properties.major, properties.minor)
+    kind = f"{properties.name}, capability {capability[0]}.{capability[1]}"
+    found = f"{kind}, {properties.total_memory / GIB:.0f} GiB, CUDA {torch.version.cuda}"
+    if capability < CAPABILITY:
+        fix = "the kernels need capability 8.0 (Ampere) or newer: pass --device cpu"
+        return Finding("GPU", found, "missing", fix)
+    return Finding("GPU", found)
+
+
+def _memory() -> Finding:
+    """Free memory where the system tells it (Linux), all of it elsewhere; a container's limit counts."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        bytes_free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except OSError:
+        if not hasattr(os, "sysconf"):
+            return Finding("memory", "not known on this system")
+        bytes_free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+        bytes_free = min(bytes_free, int(text))
+    return _room("memory", bytes_free, MEMORY_GIB, "close other programs, or take a smaller max_num_seqs")
+
+
+def _disk() -> Finding:
+    place = Path.cwd()
+    return _room("disk", shutil.disk_usage(place).free, DISK_GIB, f"make room on the disk that holds {place}")
+
+
+def _room(name: str, free: int, needed: int, fix: str) -> Finding:
+    found = f"{free / GIB:.1f} GiB free"
+    if free >= needed * GIB:
+        return Finding(name, found)
+    return Finding(name, f"{found}, {needed} recommended", "missing", fix)
+
+
+def _model() -> Finding:
+    place = PACKAGE / "data" / "tiny-gemma"
+    if (place / "config.json").is_file() and list(place.glob("*.safetensors")):
+        size = sum(file.stat().st_size for file in place.iterdir())
+        return Finding("tiny-gemma", f"embedded, {size / 1e6:.0f} MB")
+    links = " (a checkout on Windows needs git config core.symlinks true)" if os.name == "nt" else ""
+    fix = f"check out or install minillm again{links}, or name a model's directory wherever one is asked for"
+    return Finding("tiny-gemma", f"not in {place}", "FAIL", fix)
+
+
+def gemma_directory() -> Path | None:
+    """Gemma 2B's weights: the directory in MINILLM_GEMMA, else Hugging Face's cache; None without either."""
+    named = os.environ.get("MINILLM_GEMMA")
+    if named:
+        return Path(named) if (Path(named) / "config.json").is_file() else None
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    for name in ("models--google--gemma-2b-it", "models--google--gemma-2b"):
+        for config in sorted(cache.glob(f"{name}/snapshots/*/config.json")):
+            if list(config.parent.glob("*.safetensors")):
+                return config.parent
+    return None
+
+
+def _gemma() -> Finding:
+    place = gemma_directory()
+    if place:
+        return Finding("Gemma 2B", str(place))
+    named = os.environ.get("MINILLM_GEMMA")
+    found = f"no config.json in MINILLM_GEMMA={named}" if named else "no weights here; none are downloaded"
+    fix = "accept its licence and run `hf download google/gemma-2b-it`, or set MINILLM_GEMMA to its directory"
+    return Finding("Gemma 2B", found, "missing", fix)
+
+
+def _extra(extra: str, purpose: str) -> Finding:
+    wanted = declared(extra)
+    lacking = [str(line) for line in wanted if not _version(line)[1]]
+    if not lacking:
+        return Finding(extra, f"{purpose}: all {len(wanted)} packages")
+    found = f"{purpose}: lacks {', '.join(lacking)}"
+    return Finding(extra, found, "missing", _install(f"minillm[{extra}]"))

@@ -1,0 +1,98 @@
+"""From a source to an executed notebook, a report and a learner's copy."""
+
+import re
+from pathlib import Path
+
+import pytest
+from nbclient.exceptions import CellExecutionError
+
+from minillm.course import build
+
+SOURCE = """\
+# %% [markdown]
+# # A trial
+# Words.
+
+# %%
+import sys
+
+print("one")
+print("a warning", file=sys.stderr)
+
+# %% tags=["terminal"]
+# The table.
+print("engine  tokens/s")
+
+# %%
+import matplotlib.pyplot as plt
+
+_ = plt.plot([1, 2, 3])
+plt.show()
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("source") / "98_trial.py"
+    path.write_text(SOURCE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def executed(source):
+    return build.execute(build.convert(source), source.parent)
+
+
+def test_a_rebuild_changes_nothing(source):
+    assert build.convert(source) == build.convert(source)
+
+
+def test_every_code_cell_ran_in_order(executed):
+    counts = [cell.execution_count for cell in executed.cells if cell.cell_type == "code"]
+    assert counts == [1, 2, 3]
+
+
+def test_warnings_are_not_kept(executed):
+    streams = [output.name for cell in executed.cells for output in cell.get("outputs", []) if "name" in output]
+    assert streams == ["stdout", "stdout"]
+
+
+def test_nothing_of_this_machine_is_kept_beside_the_outputs(executed):
+    assert executed.metadata.language_info == {"name": "python"}
+    assert all(cell.metadata.keys() <= {"tags"} for cell in executed.cells)
+
+
+def test_the_terminal_shows_the_cells_tagged_for_it(executed):
+    assert build.printed(executed).strip() == "engine  tokens/s"
+
+
+def test_the_report_needs_no_network(executed):
+    page = build.to_html(executed, "trial")
+    assert "data:image/png;base64," in page
+    assert "<script" not in page
+    assert not re.findall(r"""(?:src|href)=["']?(?:https?:)?//|@import|url\(["']?http""", page)
+
+
+def test_an_error_in_a_cell_stops_the_build(tmp_path):
+    path = tmp_path / "98_wrong.py"
+    path.write_text("# %%\nraise ValueError('no')\n")
+    with pytest.raises(CellExecutionError, match="no"):
+        build.execute(build.convert(path), tmp_path)
+
+
+def test_the_lab_keeps_what_a_learner_changed(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "ROOT", tmp_path)
+    monkeypatch.setattr(build, "NOTEBOOKS", tmp_path / "notebooks")
+    (tmp_path / "notebooks").mkdir()
+    for name in ("00_a.ipynb", "01_b.ipynb"):
+        (tmp_path / "notebooks" / name).write_text("built")
+    (tmp_path / "lab").mkdir()
+    (tmp_path / "lab" / "00_a.ipynb").write_text("mine")
+    build.lab()
+    assert (tmp_path / "lab" / "00_a.ipynb").read_text() == "mine"
+    assert (tmp_path / "lab" / "01_b.ipynb").read_text() == "built"
+
+
+def test_an_unknown_lesson_is_answered_with_those_there_are():
+    with pytest.raises(ValueError, match="99_serve_and_benchmark"):
+        build.sources(["77"])

@@ -1,0 +1,103 @@
+"""The command line: quick to answer, the engine's options everywhere, mistakes answered in one line."""
+
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+from typer.testing import CliRunner
+
+from minillm import cli
+from minillm.config import EngineConfig
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(cli.app, list(arguments))
+
+
+def test_help_does_not_wait_for_torch():
+    code = "import sys, minillm.cli; print([m for m in ('torch', 'transformers', 'fastapi') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_help_lists_the_commands_with_a_sentence_each():
+    text = run("--help").stdout
+    for command in ("generate", "serve", "bench", "doctor"):
+        line = next(line for line in text.splitlines() if line.split()[:1] == [command])
+        assert line.rstrip().endswith((".", ")"))
+
+
+@pytest.mark.parametrize("command", [("generate",), ("serve",), ("bench", "offline")])
+def test_every_engine_option_is_there_and_explained(command):
+    text = run(*command, "--help").stdout
+    for field in fields(EngineConfig):
+        assert "--" + field.name.replace("_", "-") in text
+        assert cli._documented(field.name), f"EngineConfig's docstring does not explain {field.name}"
+
+
+def test_only_the_options_that_were_set_reach_the_server(monkeypatch):
+    seen = {}
+    monkeypatch.setattr("minillm.server.serve", lambda model, **options: seen.update(options, model=model))
+    result = run("serve", "--model", "somewhere", "--max-num-seqs", "7", "--no-enable-prefix-caching")
+    assert result.exit_code == 0, result.output
+    names = ("host", "port", "served_model_name", "log_level")
+    engine = {name: value for name, value in seen.items() if name not in names}
+    assert engine == {"model": "somewhere", "max_num_seqs": 7, "enable_prefix_caching": False}
+
+
+def test_bench_offline_passes_what_was_asked_for(monkeypatch):
+    seen = {}
+    monkeypatch.setattr("minillm.bench.offline.run", lambda model, **options: seen.update(options, model=model))
+    result = run("bench", "offline", "--workload", "mixed", "--scale", "8", "--block-size", "32")
+    assert result.exit_code == 0, result.output
+    assert seen["workload"] == ["mixed"]
+    assert (seen["scale"], seen["block_size"], seen["model"]) == (8, 32, None)
+    assert "max_num_seqs" not in seen
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("generate", "hello", "--model", "no/such/directory"),
+        ("generate", "hello", "--temperature", "-1"),
+        ("generate", "hello", "--block-size", "0"),
+        ("bench", "offline", "--workload", "nothing"),
+        ("bench", "load", "--url", "http://127.0.0.1:9", "--requests", "1"),
+    ],
+)
+def test_a_mistake_is_answered_in_one_line(arguments):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("minillm: ")
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in result.output
+
+
+def test_a_missing_package_points_to_the_doctor(monkeypatch):
+    def absent(*arguments, **options):
+        raise ModuleNotFoundError("No module named 'fastapi'")
+
+    monkeypatch.setattr("minillm.server.serve", absent)
+    result = run("serve")
+    assert result.exit_code == 2
+    assert "fastapi" in result.stderr
+    assert "minillm doctor" in result.stderr
+
+
+def test_an_error_of_the_engine_itself_keeps_its_traceback(monkeypatch):
+    def broken(*arguments, **options):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("minillm.server.serve", broken)
+    assert isinstance(run("serve").exception, RuntimeError)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_generate_prints_the_completion_streamed_or_not(chat):
+    prompt = ["Who are you?"] if chat else ["The island of"]
+    arguments = ["generate", *prompt, "--max-tokens", "12", *(["--chat"] if chat else [])]
+    whole, streamed = run(*arguments), run(*arguments, "--stream")
+    assert whole.exit_code == 0, whole.output
+    assert whole.stdout.strip()
+    assert streamed.stdout == whole.stdout

@@ -1,0 +1,118 @@
+"""The doctor says what runs here and how to mend what does not."""
+
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from minillm.course import doctor
+from minillm.course.doctor import Finding
+
+EVERYTHING = [
+    Finding("Python", "3.11"),
+    Finding("triton", "3.7.1"),
+    Finding("GPU", "a GPU"),
+    Finding("Gemma 2B", "somewhere"),
+]
+
+
+def without(name: str, state: str = "missing") -> list[Finding]:
+    return [Finding(f.name, f.found, state, "do this") if f.name == name else f for f in EVERYTHING]
+
+
+@pytest.mark.parametrize(
+    ("findings", "tier"),
+    [
+        (EVERYTHING, "weights"),
+        (without("Gemma 2B"), "gpu"),
+        (without("GPU"), "cpu"),
+        (without("triton"), "cpu"),
+        (without("Python", "FAIL"), "none"),
+    ],
+)
+def test_the_tier_is_the_fullest_one_that_runs(findings, tier):
+    assert doctor.tier(findings) == tier
+
+
+def test_each_missing_thing_is_listed_with_its_fix():
+    report = doctor.report(without("Gemma 2B"))
+    assert "Gemma 2B: do this" in report
+    assert report.endswith(doctor.TIERS["gpu"])
+
+
+def test_optional_things_missing_are_no_failure(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "examine", lambda: without("GPU"))
+    assert doctor.main() == 0
+    monkeypatch.setattr(doctor, "examine", lambda: without("Python", "FAIL"))
+    assert doctor.main() == 1
+    assert "To mend" in capsys.readouterr().out
+
+
+def pretend_version(monkeypatch, package: str, version: str | None):
+    real = metadata.version
+
+    def pretend(name):
+        if name != package:
+            return real(name)
+        if version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(metadata, "version", pretend)
+
+
+@pytest.mark.parametrize("version", [None, "2.4.0", "3.0.0"])
+def test_an_absent_or_unsuitable_torch_fails_with_a_fix(monkeypatch, version):
+    pretend_version(monkeypatch, "torch", version)
+    finding = next(each for each in doctor.examine() if each.name == "torch")
+    assert finding.state == "FAIL"
+    assert finding.fix
+
+
+def test_a_torch_that_does_not_import_fails_and_says_why(monkeypatch):
+    def broken(name):
+        raise OSError("libcudart.so: cannot open shared object file")
+
+    monkeypatch.setattr(doctor, "import_module", broken)
+    findings = {each.name: each for each in doctor.examine()}
+    assert findings["torch"].state == "FAIL"
+    assert "libcudart" in findings["torch"].found
+    assert findings["GPU"].state == "missing"
+
+
+def test_a_missing_optional_package_names_the_extra_that_brings_it(monkeypatch):
+    pretend_version(monkeypatch, "fastapi", None)
+    monkeypatch.setattr(doctor, "PACKAGE", Path("/nowhere/minillm"))
+    finding = next(each for each in doctor.examine() if each.name == "serve")
+    assert finding.state == "missing"
+    assert "fastapi" in finding.found
+    assert finding.fix == "pip install 'minillm[serve]'"
+
+
+def test_a_checkout_that_is_not_installed_reads_pyproject(monkeypatch):
+    installed = [str(line.name) for line in doctor.declared()], [line.name for line in doctor.declared("serve")]
+
+    def absent(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", absent)
+    assert ([line.name for line in doctor.declared()], [line.name for line in doctor.declared("serve")]) == installed
+
+
+def test_gemma_is_found_in_the_cache_or_where_the_variable_says(monkeypatch, tmp_path):
+    monkeypatch.delenv("MINILLM_GEMMA", raising=False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert doctor.gemma_directory() is None
+    snapshot = tmp_path / "models--google--gemma-2b" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    assert doctor.gemma_directory() is None, "a snapshot without weights is an interrupted download"
+    (snapshot / "model.safetensors").write_bytes(b"")
+    assert doctor.gemma_directory() == snapshot
+    monkeypatch.setenv("MINILLM_GEMMA", str(tmp_path / "elsewhere"))
+    assert doctor.gemma_directory() is None
+
+
+def test_this_machine_meets_the_minimum():
+    findings = doctor.examine()
+    assert doctor.tier(findings) != "none", doctor.report(findings)

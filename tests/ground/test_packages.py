@@ -1,0 +1,139 @@
+"""pyproject.toml, requirements.lock, environment.yml and the code's imports say the same."""
+
+import ast
+import re
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# What the GPU machine of the benchmarks lacks: importing it at the top of a module would stop a measurement.
+LATE = {"fastapi", "uvicorn", "pydantic", "datasets", "ipykernel", "jupytext", "nbval", "openai", "zmq"}
+
+
+def requirements(lines: list[str]) -> dict[str, Requirement]:
+    found = [Requirement(line) for line in lines]
+    return {canonicalize_name(each.name): each for each in found if each.name != "minillm"}
+
+
+def declared() -> dict[str, Requirement]:
+    groups = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
+    return requirements([line for group in groups for line in group])
+
+
+def locked() -> dict[str, Requirement]:
+    lines = (ROOT / "requirements.lock").read_text().splitlines()
+    return requirements([line for line in lines if line and not line.startswith("#")])
+
+
+def conda() -> dict:
+    return yaml.safe_load((ROOT / "environment.yml").read_text())
+
+
+def conda_pins() -> dict[str, Requirement]:
+    pip = next(each["pip"] for each in conda()["dependencies"] if isinstance(each, dict))
+    return requirements([line for line in pip if not line.startswith("-")])
+
+
+def pin(requirement: Requirement) -> str:
+    (only,) = requirement.specifier
+    assert only.operator == "==", f"{requirement} is not pinned exactly"
+    return only.version
+
+
+def modules() -> list[Path]:
+    return [path for folder in ("minillm", "kernels") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def imports(path: Path, top_level: bool = False) -> set[str]:
+    """Names of the packages a module imports; top_level: only those it cannot be imported without."""
+    tree = ast.parse(path.read_text())
+    nodes = tree.body if top_level else ast.walk(tree)
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+def test_every_declared_package_is_locked_within_its_range():
+    pins = locked()
+    for name, requirement in declared().items():
+        assert name in pins, f"{name} is in pyproject.toml but not in requirements.lock: run make lock"
+        assert requirement.specifier.contains(pin(pins[name])), f"{pins[name]} is outside {requirement}"
+
+
+def test_the_lock_pins_everything_exactly_once_and_torch_first():
+    lines = (ROOT / "requirements.lock").read_text().splitlines()
+    lines = [line for line in lines if not line.startswith("#")]
+    assert lines[0].startswith("torch==")
+    assert len(lines) == len(locked())
+    for requirement in locked().values():
+        pin(requirement)
+
+
+def test_the_lock_names_no_host_and_no_build():
+    text = (ROOT / "requirements.lock").read_text() + (ROOT / "environment.yml").read_text()
+    assert "//" not in text
+    assert "+" not in text, "a local version (+cpu, +cu130) exists on one index only"
+
+
+def test_triton_is_asked_for_on_linux_alone():
+    for place in (declared(), locked(), conda_pins()):
+        marker = place["triton"].marker
+        assert marker.evaluate({"sys_platform": "linux"})
+        assert not marker.evaluate({"sys_platform": "darwin"})
+
+
+def test_conda_gets_the_declared_packages_at_the_locks_versions():
+    pins = conda_pins()
+    assert pins.keys() == declared().keys()
+    for name, requirement in pins.items():
+        assert str(requirement) == str(locked()[name])
+
+
+def test_condas_python_is_one_the_project_supports():
+    (line,) = [each for each in conda()["dependencies"] if str(each).startswith("python=")]
+    versions = Requirement("python" + PROJECT["requires-python"]).specifier
+    assert versions.contains(line.split("=")[1])
+
+
+@pytest.mark.parametrize("version", ["3.11.0", "3.12.9"])
+def test_python_311_and_312_are_supported_and_no_others(version):
+    supported = Requirement("python" + PROJECT["requires-python"]).specifier
+    assert supported.contains(version)
+    assert not supported.contains("3.10.14")
+    assert not supported.contains("3.13.0")
+
+
+def test_everything_the_engine_imports_is_declared():
+    owners = packages_distributions()
+    known = declared()
+    for path in modules():
+        for name in imports(path) - sys.stdlib_module_names - {"minillm"}:
+            candidates = {canonicalize_name(each) for each in owners.get(name, [name])}
+            assert candidates & known.keys(), f"{path.relative_to(ROOT)} imports {name}, which nothing declares"
+
+
+def test_what_a_gpu_machine_may_lack_is_imported_late():
+    """Modules of the server's inside and the course's builder are themselves imported late."""
+    for path in modules():
+        inside = path.relative_to(ROOT).parts[:2]
+        if inside == ("minillm", "server") or path.name == "build.py":
+            continue
+        late = imports(path, top_level=True) & LATE
+        assert not late, f"{path.relative_to(ROOT)} imports {late} at its top: import it where it is used"
+
+
+def test_the_package_version_is_the_projects():
+    text = (ROOT / "minillm" / "__init__.py").read_text()
+    assert re.search(r'__version__ = "(.*)"', text)[1] == PROJECT["version"]
