@@ -1,0 +1,41 @@
+"""Kernels compile for every GPU generation since Ampere, without one, and fit into its shared memory."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed here")
+HERE = Path(__file__).parent
+CAPABILITIES = ("80", "86", "89", "90")
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> list[dict]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))  # so that it does compile
+    script = [sys.executable, HERE / "compile_for_gpus.py", *CAPABILITIES]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_every_kernel_fits_into_the_shared_memory_of(capability, compiled):
+    mine = [needs for needs in compiled if needs["capability"] == int(capability)]
+    assert mine
+    too_large = [needs for needs in mine if needs["shared"] > needs["limit"]]
+    assert not too_large
+
+
+def test_no_kernel_is_left_out(compiled):
+    in_source = set()
+    for path in (HERE.parents[1] / "kernels").glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                in_source.add(node.name)
+    assert in_source == {needs["kernel"] for needs in compiled}
