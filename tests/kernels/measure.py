@@ -100,6 +100,12 @@ def random_tensor(*shape, dtype=DTYPE):
     return torch.randn(*shape, device="cuda").to(dtype)
 
 
+def rotations(rows):
+    """[rows, 2, d]: cosines and signed sines, as the model's table has them."""
+    angle = torch.rand(rows, DIM // 2, device="cuda") * 100
+    return torch.stack([angle.cos().repeat(1, 2), torch.cat([-angle.sin(), angle.sin()], -1)], 1)
+
+
 def paged_rows(lengths):
     """A cache with these many keys a row, in shuffled blocks, and its table."""
     blocks = [-(-length // BLOCK) for length in lengths]
@@ -158,7 +164,7 @@ def results_at(rows):
     qkv = (HEADS, KV_HEADS, KV_HEADS)
     yield measured(
         "rotary_embedding", rows, f"[{rows}, {HEADS} + {KV_HEADS}, {DIM}]",
-        lambda: (*random_tensor(rows, sum(qkv), DIM).split(qkv, 1)[:2], torch.rand(rows, 2, DIM, device="cuda")),
+        lambda: (*random_tensor(rows, sum(qkv), DIM).split(qkv, 1)[:2], rotations(rows)),
         2 * rows * (HEADS + KV_HEADS) * DIM * 2 + rows * DIM * 4,
     )  # fmt: skip
     cache = LayerCache(*(random_tensor(rows // BLOCK + 1, BLOCK, KV_HEADS, DIM) for _ in "kv"))
