@@ -86,6 +86,8 @@ class _Finder:
         """Yield ids and the non-empty text between them, each with where it starts."""
         done = 0
         for start, stop, token in self._matches(text):
+            if start < done:  # the white space after the token before
+                continue
             if token.single_word and (
                 _STARTS_WITH_WORD.match(text, stop) or (start and _ENDS_IN_WORD.match(text[start - 1]))
             ):

@@ -50,7 +50,7 @@ _BUILDERS = {
     "Prepend": _prepend,
     "Strip": _strip,
     "Lowercase": _lowercase,
-    "StripAccents": lambda spec: lambda text: regex.sub(r"\p{Mn}", "", text),
+    "StripAccents": lambda spec: lambda text: regex.sub(r"\p{M}", "", text),
     "ByteLevel": lambda spec: to_byte_characters,
     **{form: lambda spec: partial(unicodedata.normalize, spec["type"]) for form in ("NFC", "NFD", "NFKC", "NFKD")},
 }

@@ -17,8 +17,7 @@ def compile_pattern(spec: dict | str) -> regex.Pattern:
     disagree on characters that were added in between, and `\w` on superscript digits.
     """
     if isinstance(spec, dict) and spec.keys() == {"String"}:
-        # An empty string is found nowhere in a text, not between all its characters.
-        return regex.compile(regex.escape(spec["String"]) or r"(?!)")
+        return regex.compile(regex.escape(spec["String"]))
     text = spec["Regex"] if isinstance(spec, dict) and spec.keys() == {"Regex"} else spec
     if not isinstance(text, str):
         raise TokenizerError(f'a pattern is {{"String": ...}} or {{"Regex": ...}}, not {spec!r}')
@@ -32,7 +31,7 @@ def replacer(spec: dict) -> Callable[[str], str]:
     """The function that puts `spec["content"]`, as it is, in place of what `spec["pattern"]` finds."""
     pattern, content = compile_pattern(spec["pattern"]), spec["content"]
     plain = spec["pattern"].get("String")
-    if plain:
+    if plain is not None:
         return lambda text: text.replace(plain, content)
     return lambda text: pattern.sub(lambda _: content, text)
 

@@ -31,7 +31,7 @@ def edit(directory: Path, change) -> None:
 
 def gemma(directory: Path) -> None:
     """The embedded model's layout: a regex cuts text into words."""
-    write_tokenizer(directory, *train_bpe(CORPUS, 700))
+    write_tokenizer(directory, *train_bpe(CORPUS, 540))
 
 
 def gemma_whole(directory: Path) -> None:
@@ -100,7 +100,11 @@ def llama3(directory: Path) -> None:
     tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
     directory.mkdir()
     tokenizer.save(str(directory / "tokenizer.json"))
-    config = {"bos_token": {"content": special[0]}, "eos_token": special[4], "tokenizer_class": "PreTrainedTokenizerFast"}
+    config = {
+        "bos_token": {"content": special[0]},
+        "eos_token": special[4],
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
 
 
@@ -109,9 +113,57 @@ LAYOUTS = {make.__name__: make for make in (gemma, gemma_whole, llama2, metaspac
 _SNIPPETS = [
     *["<bos>", "<eos>", "<pad>", "<unk>", "<start_of_turn>", "<end_of_turn>", "<0x41>", "<table>", "<unused0>"],
     *["<|begin_of_text|>", "<|eot_id|>", "<|end_header_id|>", "<start_of_turn", "end_of_turn>"],
-    *["\n", "\n\n", "\n\n\n\n", "\r\n", "\t", "\t\t\t", " ", "  ", "     ", "▁", "▁▁", "▁▁▁", "\x00", "\x1f", "\x85", "\u2028"],
-    *["e\u0301", "é", "\u0301", "ﬁ", "क्षि", "각", "각", "👩\u200d👩\u200d👧", "👍🏽", "🇩🇪", "\ufe0f", "\u200d", "\ufeff", "\ufffd"],
-    *["'s", "'S", "'ſ", "don't", "'LL", " xylophone", "zzyzx", "éé", "12345", "²", "Ⅻ", "٣٤", "a" * 300, "日本" * 80, "-" * 90],
+    *[
+        "\n",
+        "\n\n",
+        "\n\n\n\n",
+        "\r\n",
+        "\t",
+        "\t\t\t",
+        " ",
+        "  ",
+        "     ",
+        "▁",
+        "▁▁",
+        "▁▁▁",
+        "\x00",
+        "\x1f",
+        "\x85",
+        "\u2028",
+    ],
+    *[
+        "e\u0301",
+        "é",
+        "\u0301",
+        "ﬁ",
+        "क्षि",
+        "각",
+        "각",
+        "👩\u200d👩\u200d👧",
+        "👍🏽",
+        "🇩🇪",
+        "\ufe0f",
+        "\u200d",
+        "\ufeff",
+        "\ufffd",
+    ],
+    *[
+        "'s",
+        "'S",
+        "'ſ",
+        "don't",
+        "'LL",
+        " xylophone",
+        "zzyzx",
+        "éé",
+        "12345",
+        "²",
+        "Ⅻ",
+        "٣٤",
+        "a" * 300,
+        "日本" * 80,
+        "-" * 90,
+    ],
     *" ".join(CORPUS[:5]).split(" "),
 ]
 

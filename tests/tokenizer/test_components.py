@@ -1,0 +1,230 @@
+"""Each part of `tokenizer.json` does what the library's part of that name does, whatever its options."""
+
+import json
+import unicodedata
+
+import pytest
+import regex
+import tokenizers
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from layouts import LLAMA3_PATTERN, unicode_text
+
+from minillm.tokenizer import StreamingDetokenizer, Tokenizer, TokenizerError
+from minillm.tokenizer.decoders import Decoder
+from minillm.tokenizer.gemma import SPLIT_PATTERN
+from minillm.tokenizer.normalizers import build_normalizer
+from minillm.tokenizer.pre_tokenizers import GPT2_PATTERN, build_pre_tokenizer
+
+EXAMPLES = settings(max_examples=100, deadline=None)
+CHARACTERS = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) not in ("Cs", "Cn")]
+
+
+def file_with(**parts) -> dict:
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 1, "c": 2, " ": 3, "é": 4, "<0xC3>": 5}, "merges": []}
+    empty = dict.fromkeys(["truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder"])
+    return {"version": "1.0", "added_tokens": [], **empty, "model": model, **parts}
+
+
+def library(**parts) -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_str(json.dumps(file_with(**parts)))
+
+
+# --- normalizers
+
+NORMALIZERS = [
+    {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+    {"type": "Replace", "pattern": {"Regex": r"\s{2,}|(\d)"}, "content": r"\1"},
+    {"type": "Prepend", "prepend": "▁"},
+    {"type": "NFC"},
+    {"type": "NFD"},
+    {"type": "NFKC"},
+    {"type": "NFKD"},
+    {"type": "Strip", "strip_left": True, "strip_right": False},
+    {"type": "Strip", "strip_left": False, "strip_right": True},
+    {"type": "Strip", "strip_left": True, "strip_right": True},
+    {"type": "Lowercase"},
+    {"type": "StripAccents"},
+    {"type": "ByteLevel"},
+    {"type": "Sequence", "normalizers": [{"type": "NFD"}, {"type": "StripAccents"}, {"type": "Lowercase"}]},
+]
+
+
+@pytest.mark.parametrize("spec", NORMALIZERS, ids=lambda spec: spec["type"])
+@EXAMPLES
+@given(text=unicode_text())
+def test_a_normalizer_rewrites_as_the_librarys_does(spec, text):
+    expected = library(normalizer=spec).normalizer.normalize_str(text)
+    if spec["type"].startswith("NF"):
+        # Python's tables and the library's are of different years: compare the characters that both know.
+        form = spec["type"]
+        theirs = library(normalizer=spec).normalizer
+        assume(all(theirs.normalize_str(c) == unicodedata.normalize(form, c) for c in text))
+    assert build_normalizer(spec)(text) == expected
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFKC"])
+def test_the_normal_forms_differ_from_the_librarys_on_few_characters(form):
+    theirs = library(normalizer={"type": form}).normalizer
+    different = [c for c in CHARACTERS if theirs.normalize_str(c) != unicodedata.normalize(form, c)]
+    assert len(different) < 200, "more than the characters that Unicode gained a mapping for in a few years"
+
+
+# --- pre-tokenizers
+
+BEHAVIORS = ["Removed", "Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"]
+PATTERNS = [
+    {"String": " "},
+    {"String": "--"},
+    {"String": "."},
+    *({"Regex": r} for r in [r"\s+", r"[ae]|\p{N}", r"\w+"]),
+]
+PRE_TOKENIZERS = [
+    *({"type": "Split", "pattern": {"Regex": r}, "behavior": "Isolated", "invert": False} for r in
+      [LLAMA3_PATTERN, GPT2_PATTERN, SPLIT_PATTERN]),
+    *({"type": "Digits", "individual_digits": each} for each in (True, False)),
+    *({"type": "ByteLevel", "add_prefix_space": prefix, "trim_offsets": True, "use_regex": cut}
+      for prefix in (True, False) for cut in (True, False)),
+    *({"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": split}
+      for scheme in ("always", "first", "never") for split in (True, False)),
+    {"type": "Sequence", "pretokenizers": [
+        {"type": "Digits", "individual_digits": True},
+        {"type": "Split", "pattern": {"Regex": r"[\r\n]"}, "behavior": "Isolated", "invert": False},
+        {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": True},
+    ]},
+]  # fmt: skip
+
+
+def check_pieces(spec, text):
+    expected = [piece for piece, _ in library(pre_tokenizer=spec).pre_tokenizer.pre_tokenize_str(text)] if text else []
+    assert (build_pre_tokenizer(spec)(text, True) if text else []) == expected
+
+
+@pytest.mark.parametrize("spec", PRE_TOKENIZERS, ids=lambda spec: spec["type"])
+@EXAMPLES
+@given(text=unicode_text())
+def test_a_pre_tokenizer_cuts_as_the_librarys_does(spec, text):
+    check_pieces(spec, text)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    text=st.text("ab -.e1\n", max_size=20),
+    pattern=st.sampled_from(PATTERNS),
+    behavior=st.sampled_from(BEHAVIORS),
+    invert=st.booleans(),
+)
+def test_a_split_treats_its_matches_as_the_librarys_does(text, pattern, behavior, invert):
+    check_pieces({"type": "Split", "pattern": pattern, "behavior": behavior, "invert": invert}, text)
+
+
+@pytest.mark.parametrize("pattern", [r"\p{L}", r"\p{N}", r"\p{M}", r"\p{P}", r"\s", "(?i:s)", "(?i:d)"])
+def test_regex_and_oniguruma_mean_the_same_characters(pattern):
+    spec = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Removed", "invert": True}
+    pieces = library(pre_tokenizer=spec).pre_tokenizer.pre_tokenize_str("".join(CHARACTERS))
+    assert {piece for piece, _ in pieces} == set(regex.findall(pattern, "".join(CHARACTERS)))
+
+
+# --- decoders
+
+STRIP_END = {
+    "type": "Sequence",
+    "decoders": [{"type": "Fuse"}, {"type": "Strip", "content": "a", "start": 0, "stop": 2}],
+}
+DECODERS = [
+    None,
+    {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+    {"type": "Replace", "pattern": {"Regex": "a+"}, "content": r"\0"},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+    {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+    {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
+    {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": True},
+    {"type": "Strip", "content": "a", "start": 1, "stop": 0},
+    {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "Strip", "content": "a", "start": 2, "stop": 0}]},
+    STRIP_END,
+    {"type": "Sequence", "decoders": [
+        {"type": "Fuse"}, {"type": "Replace", "pattern": {"String": "ab"}, "content": "-"}]},
+]  # fmt: skip
+TOKENS = st.lists(
+    st.sampled_from(
+        ["▁", "▁a", "a▁", "aa", "aab", "b", "é", "Ġ", "Ã", "©", "<0xC3>", "<0xA9>", "<0xFF>", "<0x0G>", "<0x00>"]
+    ),
+    max_size=8,
+)
+
+
+@pytest.mark.parametrize("spec", DECODERS, ids=lambda spec: spec["type"] if spec else "none")
+@EXAMPLES
+@given(tokens=TOKENS, chunk=st.integers(1, 3))
+def test_a_decoder_gives_the_librarys_text_all_at_once_and_in_pieces(spec, tokens, chunk):
+    if spec == STRIP_END:
+        assume("".join(tokens).strip("a"))  # the library panics where nothing is left
+    expected = library(decoder=spec).decoder.decode(tokens) if spec else " ".join(tokens)
+    whole, stream = Decoder(spec), Decoder(spec)
+    assert whole.push(tokens) + whole.finish() == expected
+    parts = [stream.push(tokens[start : start + chunk]) for start in range(0, len(tokens), chunk)]
+    assert "".join(parts) + stream.finish() == expected
+
+
+def test_llama_2s_strip_after_a_fuse_still_streams(directories):
+    tokenizer = Tokenizer.from_pretrained(directories["llama2"])
+    stream = StreamingDetokenizer(tokenizer)
+    parts = [stream.add([id]) for id in tokenizer.encode("The river runs past", add_special_tokens=False)]
+    assert "".join(parts).startswith("T")
+    assert sum(map(bool, parts)) > 2
+
+
+# --- added tokens
+
+FLAGS = ["single_word", "lstrip", "rstrip", "normalized", "special"]
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    contents=st.lists(st.text("ab <é", min_size=1, max_size=3), min_size=1, max_size=4, unique=True),
+    flags=st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=4, max_size=4),
+    text=st.text("aab  <éÉc_²\n", max_size=14),
+    normalizer=st.sampled_from([None, {"type": "Lowercase"}, {"type": "NFD"}, NORMALIZERS[0], NORMALIZERS[3]]),
+)
+def test_added_tokens_are_found_as_in_the_library_whatever_their_flags(contents, flags, text, normalizer):
+    vocab = file_with()["model"]["vocab"] | {"<unk>": 6}
+    model = file_with()["model"] | {"vocab": vocab, "unk_token": "<unk>"}
+    added = []
+    for content, values in zip(contents, flags, strict=False):
+        id = vocab.setdefault(content, len(vocab))
+        added.append({"id": id, "content": content, **dict(zip(FLAGS, values, strict=True))})
+    file = file_with(added_tokens=added, normalizer=normalizer, model=model)
+    theirs = tokenizers.Tokenizer.from_str(json.dumps(file))
+    assert Tokenizer(file).encode(text) == theirs.encode(text).ids
+
+
+def test_thousands_of_added_tokens_are_looked_for_only_where_one_can_begin():
+    model = file_with()["model"]
+    flags = dict.fromkeys(FLAGS, False)
+    model["vocab"] |= {f"<unused{n}>": 6 + n for n in range(6000)}
+    added = [{"id": 6 + n, "content": f"<unused{n}>", **flags} for n in range(6000)]
+    tokenizer = Tokenizer(file_with(added_tokens=added, model=model))
+    assert tokenizer.encode("a<unused5999>b<unused") == [0, 6 + 5999, 1]
+    assert {first: len(sizes) for first, sizes in tokenizer._added._in_raw.lengths.items()} == {"<": 4}
+
+
+# --- what is not supported is named
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "UnicodeScripts"}]}},
+        {"post_processor": {"type": "RobertaProcessing"}},
+        {"decoder": {"type": "CTC"}},
+        {"model": {"type": "Unigram", "vocab": []}},
+    ],
+    ids=lambda parts: next(iter(parts)),
+)
+def test_an_unsupported_part_is_refused_by_its_name(parts):
+    spec = next(iter(parts.values()))
+    name = spec.get("pretokenizers", [spec])[0]["type"]
+    with pytest.raises(TokenizerError, match=f"'{name}', which is not supported"):
+        Tokenizer(file_with(**parts))

@@ -1,0 +1,154 @@
+"""What a caller sees: directories, errors, chat."""
+
+import json
+import shutil
+
+import pytest
+
+from minillm.tokenizer import StreamingDetokenizer, Tokenizer, TokenizerError
+from minillm.tokenizer.chat import ChatTemplate
+
+
+def test_a_directory_without_a_tokenizer_is_an_error_that_says_what_to_do(tmp_path):
+    with pytest.raises(TokenizerError, match="no tokenizer.json in .*: copy it there"):
+        Tokenizer.from_pretrained(tmp_path)
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    (tmp_path / "tokenizer.json").write_text('{"model": ')
+    with pytest.raises(TokenizerError, match="tokenizer.json is no JSON"):
+        Tokenizer.from_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "BPE"}}')
+    with pytest.raises(TokenizerError, match="not in the expected form: KeyError\\('vocab'\\)"):
+        Tokenizer.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["\ud800", "abc\udfff", "\ud83d \ude00"])
+def test_a_lone_surrogate_is_refused_with_its_place(gemma, text):
+    with pytest.raises(TokenizerError, match=f"lone surrogate .* at character {0 if text[0] > 'z' else 3}"):
+        gemma.encode(text)
+
+
+@pytest.mark.parametrize("text", [None, b"bytes", ["a"]])
+def test_only_text_is_encoded(gemma, text):
+    with pytest.raises(TokenizerError, match="encode takes a str, not"):
+        gemma.encode(text)
+
+
+@pytest.mark.parametrize("id", [-1, 540, 10**9])
+def test_an_id_out_of_range_is_refused_with_the_range(gemma, id):
+    with pytest.raises(TokenizerError, match=f"no token has the id {id}: this tokenizer's ids run from 0 to 539"):
+        gemma.decode([5, id])
+    with pytest.raises(TokenizerError, match=f"no token has the id {id}"):
+        gemma.token(id)
+
+
+def test_an_unknown_token_is_refused(gemma):
+    with pytest.raises(TokenizerError, match="'<nope>' is not one of the 540 tokens"):
+        gemma.id("<nope>")
+
+
+def test_spare_ids_of_a_padded_vocabulary_have_no_text_in_a_stream(gemma):
+    ids = gemma.encode("the river", add_special_tokens=False)
+    stream = StreamingDetokenizer(gemma)
+    assert stream.add([9999, *ids, 9999]) + stream.flush() == "the river"
+
+
+def test_a_stream_can_be_used_again_after_a_flush(gemma):
+    stream = StreamingDetokenizer(gemma)
+    assert stream.add([gemma.id("<0xE2>")]) == ""
+    assert stream.flush() == "\ufffd"
+    assert stream.flush() == ""
+    assert stream.add([gemma.id("<0x41>"), gemma.id("<end_of_turn>")]) + stream.flush() == "A"
+
+
+def test_an_added_token_that_contradicts_the_vocabulary_is_refused(directories, tmp_path):
+    file = json.loads((directories["gemma"] / "tokenizer.json").read_text(encoding="utf-8"))
+    file["added_tokens"][0]["id"] = 5
+    with pytest.raises(TokenizerError, match="'<pad>' and the vocabulary disagree on the id 5"):
+        Tokenizer(file)
+
+
+def test_special_tokens_are_found_in_any_of_the_files_that_name_them(directories, tmp_path):
+    shutil.copy(directories["gemma"] / "tokenizer.json", tmp_path)
+    assert Tokenizer.from_pretrained(tmp_path).bos_token_id is None
+    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": {"content": "<bos>"}, "eos_token": "<eos>"}')
+    assert Tokenizer.from_pretrained(tmp_path).bos_token_id == 2
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": null, "eos_token": "<end_of_turn>"}')
+    tokenizer = Tokenizer.from_pretrained(tmp_path)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (None, tokenizer.id("<end_of_turn>"))
+
+
+def test_a_chat_reads_as_gemmas_turns_and_encodes_with_one_bos(gemma):
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi "},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "Bye"},
+    ]
+    prompt = gemma.apply_chat_template(messages)
+    assert prompt == (
+        "<bos><start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\nHello<end_of_turn>\n"
+        "<start_of_turn>user\nBye<end_of_turn>\n<start_of_turn>model\n"
+    )
+    assert gemma.encode(prompt, add_special_tokens=False).count(gemma.bos_token_id) == 1
+
+
+def test_turns_out_of_order_are_refused_in_the_templates_words(gemma):
+    messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    with pytest.raises(TokenizerError, match="turn 2 must be from the assistant, not user"):
+        gemma.apply_chat_template(messages)
+
+
+@pytest.mark.parametrize("messages", [[], "hello", [{"content": "x"}], None])
+def test_what_is_no_conversation_is_refused(gemma, messages):
+    with pytest.raises(TokenizerError, match="messages are a list"):
+        gemma.apply_chat_template(messages)
+
+
+def test_a_tokenizer_without_a_template_says_where_one_would_be(directories):
+    llama3 = Tokenizer.from_pretrained(directories["llama3"])
+    with pytest.raises(TokenizerError, match="no chat template: .* put a chat_template.jinja"):
+        llama3.apply_chat_template([{"role": "user", "content": "x"}])
+
+
+def test_a_template_file_comes_before_the_configs_and_the_default_among_several(directories, tmp_path):
+    shutil.copy(directories["gemma"] / "tokenizer.json", tmp_path)
+    several = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ messages[0].content }}!"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
+    messages = [{"role": "user", "content": "x"}]
+    assert Tokenizer.from_pretrained(tmp_path).apply_chat_template(messages) == "x!"
+    (tmp_path / "chat_template.jinja").write_text("from the file")
+    assert Tokenizer.from_pretrained(tmp_path).apply_chat_template(messages) == "from the file"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__base__ }}",
+        "{% set x = messages[0].update({'role': 'system'}) %}",
+    ],
+)
+def test_a_template_cannot_reach_out_or_change_the_messages(source):
+    messages = [{"role": "user", "content": "x"}]
+    with pytest.raises(TokenizerError, match="refuses"):
+        ChatTemplate(source, {}).render(messages)
+    assert messages == [{"role": "user", "content": "x"}]
+
+
+def test_templates_have_what_transformers_gives_them():
+    source = (
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m | tojson }}{% endfor %}"
+        "{{ eos_token }}{{ strftime_now('%Y') | length }}{{ tools is none }}"
+        "{% generation %}said{% endgeneration %}"
+    )
+    messages = [{"role": "user", "content": "<é>"}] * 2
+    expected = '{"role": "user", "content": "<é>"}</s>4Truesaid'
+    assert ChatTemplate(source, {"eos_token": "</s>"}).render(messages) == expected
+
+
+def test_a_template_that_does_not_parse_is_refused_at_once():
+    with pytest.raises(TokenizerError, match="does not parse"):
+        ChatTemplate("{% if %}", {})
