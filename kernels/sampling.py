@@ -4,10 +4,10 @@ Temperature 0 takes the largest logit. Otherwise the inverse of the cumulative d
 
     token = first i with  exp(z_0) + ... + exp(z_i)  >  uniform * sum_j exp(z_j),     z = logits / temperature
 
-Tiling: a row is cut into chunks. One program a chunk reads it once and keeps three numbers: its maximum, where that
-is, and its sum of exponentials relative to that maximum. One program a row then looks through those numbers, finds
-the chunk the drawn mass falls into, and reads only that chunk again. So the logits (256,000 a row for Gemma) are
-read once, and neither probabilities nor random numbers of that size ever exist.
+Tiling: a row is cut into chunks. One program a chunk reads it once and keeps two numbers: its maximum, and its sum of
+exponentials relative to that (or, at temperature 0, where the maximum is). One program a row then looks through those
+numbers, finds the chunk the drawn mass falls into, and reads only that chunk again. So the logits (256,000 a row for
+Gemma) are read once, and neither probabilities nor random numbers of that size ever exist.
 """
 
 import torch
@@ -30,11 +30,12 @@ def chunk_mass_kernel(
     maximum = tl.max(logits, 0)
     at = row * CHUNKS + chunk
     tl.store(maximum_ptr + at, maximum)
-    tl.store(argmax_ptr + at, chunk * CHUNK + tl.argmax(logits, 0))
-    # Differences before the division: a greedy row divides by 1, and a tiny temperature cannot overflow upwards.
-    shift = tl.where(maximum == float("-inf"), 0.0, maximum)
-    z = (logits - shift) / tl.where(temperature > 0, temperature, 1.0)
-    tl.store(mass_ptr + at, tl.sum(tl.exp(z), 0))
+    if temperature > 0:
+        # Differences before the division, so that no exponent is above 0, however small the temperature.
+        shift = tl.where(maximum == float("-inf"), 0.0, maximum)
+        tl.store(mass_ptr + at, tl.sum(tl.exp((logits - shift) / temperature), 0))
+    else:
+        tl.store(argmax_ptr + at, chunk * CHUNK + tl.argmax(logits, 0))
 
 
 @triton.jit
