@@ -1,0 +1,230 @@
+"""The CPU's fast functions do what their references say, and the references do what their formulas say."""
+
+import pytest
+import torch
+
+from minillm import ops
+from minillm.kv_cache import LayerCache
+from minillm.ops import cpu, reference
+from minillm.quantization import DenseWeight
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6}
+
+
+def assert_close(got, want):
+    assert got.dtype == want.dtype and got.shape == want.shape
+    torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE[got.dtype])
+
+
+def paged(lengths, *, kv_heads, head_dim=16, block_size=4, dtype=torch.float64, poison=float("nan"), seed=0):
+    """A cache whose rows hold random keys in scattered blocks, and everywhere else poison."""
+    torch.manual_seed(seed)
+    needed = [-(-length // block_size) for length in lengths]
+    cache = LayerCache(
+        *(torch.full((sum(needed) + 3, block_size, kv_heads, head_dim), poison, dtype=dtype) for _ in "kv")
+    )
+    free = (torch.randperm(sum(needed)) + 3).tolist()  # block 0 is what unused entries name: it stays poison
+    table = torch.zeros(len(lengths), max([*needed, 1]), dtype=torch.int32)
+    for row, (length, blocks) in enumerate(zip(lengths, needed, strict=True)):
+        table[row, :blocks] = torch.tensor([free.pop() for _ in range(blocks)], dtype=torch.int32)
+        for position in range(length):
+            block, offset = table[row, position // block_size], position % block_size
+            cache.k[block, offset] = torch.randn(kv_heads, head_dim, dtype=dtype)
+            cache.v[block, offset] = torch.randn(kv_heads, head_dim, dtype=dtype)
+    return cache, table, torch.tensor(lengths, dtype=torch.int32)
+
+
+def naive_attention(q, k, v, query_at, scale, window, soft_cap):
+    """One query head at a time, one query at a time, from the definition. q: [queries, heads, d]; k, v: [keys, ...]."""
+    out = torch.zeros_like(q)
+    group = q.shape[1] // k.shape[1]
+    for index, at in enumerate(query_at):
+        for head in range(q.shape[1]):
+            first = max(0, at + 1 - window) if window else 0
+            keys, values = k[first : at + 1, head // group], v[first : at + 1, head // group]
+            scores = keys @ q[index, head] * scale
+            scores = soft_cap * torch.tanh(scores / soft_cap) if soft_cap else scores
+            out[index, head] = torch.softmax(scores, 0) @ values
+    return out
+
+
+def row_of(cache, table, row, length):
+    k, v = (part[table[row].long()].flatten(0, 1)[:length] for part in (cache.k, cache.v))
+    return k, v
+
+
+SHAPES = [(4, 1), (4, 2), (3, 3)]  # heads, KV heads: multi-query, grouped, multi-head
+LENGTHS = [[1], [7, 7, 7], [1, 4, 5, 8, 13, 16, 17], [3, 29], [600, 2, 3, 500, 1, 2, 2, 2, 90, 2, 2, 40]]
+
+
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize("heads, kv_heads", SHAPES)
+@pytest.mark.parametrize("lengths", LENGTHS[:4])
+def test_decode_attention_is_its_definition(lengths, heads, kv_heads, window, soft_cap):
+    cache, table, sizes = paged(lengths, kv_heads=kv_heads)
+    q = torch.randn(len(lengths), 1, heads, 16, dtype=torch.float64)
+    for function in (reference.decode_attention, cpu.decode_attention):
+        got = function(q, cache, table, sizes, scale=0.3, window=window, soft_cap=soft_cap)
+        for row, length in enumerate(lengths):
+            k, v = row_of(cache, table, row, length)
+            assert_close(got[row], naive_attention(q[row], k, v, [length - 1], 0.3, window, soft_cap))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("poison", [float("nan"), 1e30])
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("heads, kv_heads", SHAPES)
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_fast_decode_attention_equals_the_reference(lengths, heads, kv_heads, window, queries, poison, dtype):
+    lengths = [max(length, queries) for length in lengths]
+    cache, table, sizes = paged(lengths, kv_heads=kv_heads, dtype=dtype, poison=poison)
+    q = torch.randn(len(lengths), queries, heads, 16, dtype=dtype)
+    want = reference.decode_attention(q, cache, table, sizes, scale=0.3, window=window)
+    assert_close(cpu.decode_attention(q, cache, table, sizes, scale=0.3, window=window), want)
+
+
+def test_very_uneven_rows_are_split_so_that_padding_stays_cheap():
+    lengths = (2000, *[20] * 63)
+    buckets = cpu._buckets(lengths, 1, 1, 16, None)
+    assert [len(bucket.hidden) for bucket in buckets] == [1, 63]
+    assert sum(bucket.hidden.numel() for bucket in buckets) < 2 * sum(lengths)
+    assert len(cpu._buckets((200, 150, 100), 1, 1, 16, None)) == 1
+
+
+@pytest.mark.parametrize("function", [reference.decode_attention, cpu.decode_attention])
+@pytest.mark.parametrize("lengths", [[0, 5], [0, 0]])
+def test_a_row_without_keys_gives_zeros(function, lengths):
+    cache, table, sizes = paged(lengths, kv_heads=1)
+    got = function(torch.randn(2, 1, 4, 16, dtype=torch.float64), cache, table, sizes, scale=1.0)
+    assert not got[0].any() and got.isfinite().all()
+
+
+CHUNKS = [  # (keys of a row, queries at its end)
+    [(5, 5)],
+    [(1, 1), (4, 4), (16, 16), (17, 17)],
+    [(9, 1), (30, 7), (8, 4), (8, 8)],
+]
+
+
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("heads, kv_heads", SHAPES)
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_prefill_attention_is_its_definition(chunks, heads, kv_heads, window, soft_cap):
+    lengths, queries = [keys for keys, _ in chunks], [count for _, count in chunks]
+    cache, table, sizes = paged(lengths, kv_heads=kv_heads)
+    starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32)
+    q = torch.randn(sum(queries), heads, 16, dtype=torch.float64)
+    options = {"max_queries": max(queries), "scale": 0.3, "window": window, "soft_cap": soft_cap}
+    for function in (reference.prefill_attention, cpu.prefill_attention):
+        got = function(q, cache, table, sizes, starts, **options)
+        for row, (length, count) in enumerate(chunks):
+            part = slice(starts[row], starts[row + 1])
+            k, v = row_of(cache, table, row, length)
+            at = range(length - count, length)
+            assert_close(got[part], naive_attention(q[part], k, v, at, 0.3, window, soft_cap))
+
+
+def test_attention_in_half_precision_sums_in_float32():
+    cache, table, sizes = paged([70, 33], kv_heads=1, dtype=torch.float32)
+    q = torch.randn(2, 1, 4, 16)
+    want = reference.decode_attention(q, cache, table, sizes, scale=0.3)
+    for dtype, tolerance in ((torch.bfloat16, 3e-2), (torch.float16, 4e-3)):
+        half = LayerCache(cache.k.to(dtype), cache.v.to(dtype))
+        got = cpu.decode_attention(q.to(dtype), half, table, sizes, scale=0.3)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.float(), want, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("function", [reference.write_kv, cpu.write_kv])
+def test_written_tokens_land_in_their_slots_and_nowhere_else(function):
+    cache = LayerCache(torch.zeros(4, 4, 2, 3), torch.zeros(4, 4, 2, 3))
+    k, v = torch.randn(2, 3, 2, 3).unbind(0)
+    function(k, v, cache, torch.tensor([15, 4, 6]))
+    for token, (block, offset) in enumerate([(3, 3), (1, 0), (1, 2)]):
+        assert cache.k[block, offset].equal(k[token]) and cache.v[block, offset].equal(v[token])
+    assert cache.k.any(-1).sum() == cache.v.any(-1).sum() == 3 * 2
+
+
+def test_rms_norm_equals_its_formula_down_to_eps():
+    for scale in (1.0, 1e-4, 1e4):
+        x, weight = torch.randn(5, 48) * scale, torch.rand(48)
+        want = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+        for function in (reference.rms_norm, cpu.rms_norm):
+            torch.testing.assert_close(function(x, weight, 1e-6).double(), want, rtol=0, atol=3e-6)
+    for module in (reference, cpu):
+        normed, total = module.add_rms_norm(x, x + 1, weight, 1e-6)
+        assert total.equal(x + x + 1) and normed.equal(module.rms_norm(total, weight, 1e-6))
+    half = torch.randn(5, 48, dtype=torch.bfloat16)
+    assert cpu.rms_norm(half, weight, 1e-6).equal(reference.rms_norm(half, weight, 1e-6))
+
+
+def test_rotation_keeps_lengths_and_scores_depend_on_distance_only():
+    from minillm.config import PRESETS
+    from minillm.model import rotary_table
+
+    table = rotary_table(PRESETS["gemma-2b"], 64, dtype=torch.float64, device="cpu")
+    q, k = torch.randn(2, 1, 1, 256, dtype=torch.float64).expand(2, 50, 1, 256)
+    for module in (reference, cpu):
+        turned_q, turned_k = module.rotary_embedding(q, k, table[:50])
+        torch.testing.assert_close(turned_q.norm(dim=-1), q.norm(dim=-1))
+        scores = torch.einsum("qhd,khd->qk", turned_q, turned_k)
+        torch.testing.assert_close(scores[7, 3], scores[44, 40], rtol=0, atol=1e-4)
+        assert abs(scores[7, 3] - scores[44, 39]) > 1e-2
+        assert turned_q[0].equal(q[0])
+    for fast, plain in zip(cpu.rotary_embedding(q, k, table[:50]), (turned_q, turned_k), strict=True):
+        assert_close(fast, plain)
+
+
+def test_embedding_reads_a_transposed_matrix_too():
+    weight, ids = torch.randn(30, 8), torch.tensor([3, 29, 3])
+    for layout in (weight, weight.t().contiguous().t()):
+        for module in (reference, cpu):
+            got = module.embedding(ids, layout, 2.5)
+            assert got.is_contiguous() or module is reference
+            assert got.equal(weight[ids] * 2.5)
+    assert weight.equal(layout)
+
+
+def test_gate_is_the_first_half():
+    gate, up = torch.randn(2, 6, 10)
+    packed = torch.cat((gate, up), -1)
+    silu = gate / (1 + torch.exp(-gate)) * up
+    gelu = 0.5 * gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
+    torch.testing.assert_close(reference.gated_activation(packed, "silu"), silu)
+    torch.testing.assert_close(reference.gated_activation(packed, "gelu_tanh"), gelu)
+
+
+def test_linear_and_head_add_the_bias_and_cap_the_logits():
+    weight = DenseWeight(torch.randn(7, 5), torch.randn(7))
+    x = torch.randn(3, 5)
+    torch.testing.assert_close(reference.linear(x, weight), x @ weight.weight.t() + weight.bias)
+    capped = reference.lm_head(x * 100, weight, soft_cap=30.0)
+    assert capped.abs().max() <= 30 and capped.abs().max() > 29
+    half = DenseWeight(weight.weight.bfloat16())
+    assert reference.lm_head(x.bfloat16(), half).dtype == torch.float32
+
+
+@pytest.mark.parametrize("module", [reference, cpu])
+def test_one_number_a_row_draws_from_the_distribution(module):
+    logits = torch.tensor([[0.0, -torch.inf, 2.0, 1.0, -torch.inf]]).repeat(4000, 1)
+    uniform = (torch.arange(4000) + 0.5) / 4000
+    for temperature in (0.5, 1.0, 3.0):
+        ids = module.sample(logits, torch.full((4000,), temperature), uniform)
+        want = (logits[0] / temperature).softmax(-1)
+        torch.testing.assert_close(ids.bincount(minlength=5) / 4000, want, rtol=0, atol=1e-3)
+    for edge in (0.0, 1 - 2**-24):
+        drawn = module.sample(logits[:1], torch.ones(1), torch.tensor([edge]))
+        assert drawn.item() == (0 if edge == 0.0 else 3)
+    greedy = module.sample(logits[:2], torch.zeros(2), torch.tensor([0.1, 0.9]))
+    assert greedy.tolist() == [2, 2] and greedy.dtype == torch.int64
+    mixed = module.sample(logits[:2], torch.tensor([0.0, 1.0]), torch.tensor([0.0, 0.0]))
+    assert mixed.tolist() == [2, 0]
+
+
+def test_the_cpu_runs_the_fast_function_wherever_there_is_one():
+    running = {entry["name"]: entry["runs"] for entry in ops.table("cpu")}
+    for name in ops.names():
+        assert running[name] == ("cpu" if hasattr(cpu, name) else "reference")
