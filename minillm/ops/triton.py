@@ -7,7 +7,8 @@ Importing this module fails where triton is absent, and the table then keeps the
 import triton  # noqa: F401  the kernels need it: fail here, by that name
 from torch import Tensor, float64
 
-from minillm.kernels import activation, normalization, paged_attention, rope_cache, sampling
+from minillm.kernels import activation as gated
+from minillm.kernels import normalization, paged_attention, rope_cache, sampling
 from minillm.kv_cache import LayerCache
 
 from . import reference
@@ -31,10 +32,10 @@ def rotary_embedding(q: Tensor, k: Tensor, cos_sin: Tensor) -> tuple[Tensor, Ten
     return rope_cache.rotary_embedding(q, k, cos_sin)
 
 
-def gated_activation(gate_up: Tensor, activation_name: str) -> Tensor:
+def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     if gate_up.dtype == float64:
-        return reference.gated_activation(gate_up, activation_name)
-    return activation.gated_activation(gate_up, activation_name)
+        return reference.gated_activation(gate_up, activation)
+    return gated.gated_activation(gate_up, activation)
 
 
 def write_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:

@@ -3,8 +3,9 @@
     python tests/kernels/measure.py --record kernels    the table, kept as a record
     python tests/kernels/measure.py --sweep             attention's launch choices side by side
 
-A time is the median over replays of a CUDA graph that holds many calls, each on other data than the one before, so
-that neither launches nor a warm L2 cache are counted; a reference that cannot be captured is timed with events.
+A time is the median over replays of a CUDA graph that holds many calls, so launches are not counted. Calls rotate over
+up to 16 sets of inputs, which leaves nothing in the L2 cache once a call moves more than some 4 MB; below that the L2
+helps, as it does in the engine. A reference that cannot be captured is timed with events.
 Bytes are the fewest that the operation has to move. The relative error is that of the whole result against float64.
 """
 

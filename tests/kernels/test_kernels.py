@@ -1,15 +1,18 @@
 """Every kernel against its reference in float64, on fresh random inputs: interpreted on CPU, compiled on a GPU."""
 
+import inspect
 import random
 
 import pytest
 import torch
 
+from minillm import ops
 from minillm.kv_cache import LayerCache
 from minillm.ops import reference
 
 kernels = pytest.importorskip("minillm.ops.triton", reason="triton is not installed here")
 
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # the interpreter's numpy: 1 / inf is 0
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative, of the whole result
 DTYPES = list(TOLERANCE)
 
@@ -46,6 +49,13 @@ def assert_close(got, wanted, dtype, times=1.0):
 
 def random_tensor(*shape, dtype, device, scale=1.0):
     return (torch.randn(*shape, device=device) * scale).to(dtype)
+
+
+def test_the_operations_take_what_their_references_take():
+    names = [name for name in ops.names() if hasattr(kernels, name)]
+    assert len(names) >= 8
+    for name in names:
+        assert inspect.signature(getattr(kernels, name)) == inspect.signature(getattr(reference, name)), name
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
