@@ -11,6 +11,7 @@ from transformers import GemmaConfig, GemmaForCausalLM
 import minillm
 from minillm import LLM, AsyncLLM, InvalidRequest, SamplingParams
 from minillm.config import ConfigError
+from minillm.engine import Engine
 
 VOCABULARY = 97
 
@@ -39,6 +40,17 @@ def directory(tmp_path_factory):
     place = tmp_path_factory.mktemp("gemma")
     model.float().save_pretrained(place)
     return place
+
+
+@pytest.fixture(autouse=True)
+def books_balance_after_every_step(monkeypatch):
+    read = Engine._read
+
+    def read_and_check(engine, launched):
+        read(engine, launched)
+        engine.scheduler.check()
+
+    monkeypatch.setattr(Engine, "_read", read_and_check)
 
 
 @pytest.fixture(scope="module")
