@@ -1,13 +1,17 @@
 """Every kernel against its reference in float64, on fresh random inputs: interpreted on CPU, compiled on a GPU."""
 
+import copy
 import inspect
+import json
 import random
 
 import pytest
 import torch
 
 from minillm import ops
+from minillm.batch import Batch, Rows
 from minillm.kv_cache import LayerCache
+from minillm.loader import load_model
 from minillm.ops import reference
 
 kernels = pytest.importorskip("minillm.ops.triton", reason="triton is not installed here")
@@ -288,3 +292,42 @@ def test_a_forbidden_token_is_never_sampled(device):
     uniform = torch.tensor([0.0, 0.3, 0.999, 1.0 - 2**-24], device=device)
     ids = kernels.sample(logits, torch.ones(4, device=device), uniform)
     assert ids.tolist() == [4700, 4700, 4800, 4800]
+
+
+def test_a_small_model_gives_the_same_logits_on_kernels(tmp_path, device, monkeypatch):
+    config = {
+        "model_type": "gemma", "architectures": ["GemmaForCausalLM"], "vocab_size": 96, "hidden_size": 64,
+        "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1,
+        "head_dim": 64, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+        "hidden_act": "gelu_pytorch_tanh",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = load_model(tmp_path, load_format="dummy", dtype="float32", device=device)
+    on_kernels = copy.copy(model.ops)
+    for name in ops.names():
+        monkeypatch.setattr(model.ops, name, getattr(reference, name))
+        setattr(on_kernels, name, getattr(kernels, name, getattr(reference, name)))
+    wanted = logits_of(model, device)
+    model.ops = on_kernels
+    assert_close(logits_of(model, device), wanted, torch.float32, times=3)
+
+
+def logits_of(model, device):
+    """Two decode rows (after 5 and 9 tokens) beside a chunk of 6 tokens that follows 3."""
+    torch.manual_seed(0)
+    ints = {"dtype": torch.int32, "device": device}
+    table = torch.tensor([[[3, 0, 0], [1, 5, 0], [2, 4, 6]]], **ints)
+    caches = [LayerCache(*(torch.randn(8, 8, 1, 64, device=device) for _ in "kv")) for _ in model.layers]
+    positions = torch.tensor([5, 9, *range(3, 9)], device=device)
+    rows = torch.tensor([0, 1, *[2] * 6], device=device)
+    slots = table[0][rows, positions // 8].long() * 8 + positions % 8
+    batch = Batch(
+        torch.randint(96, (8,)).to(device),
+        positions,
+        slots[None],
+        Rows(2, table[:, :2], torch.tensor([6, 10], **ints), torch.tensor([0, 1, 2], **ints), 1),
+        Rows(6, table[:, 2:], torch.tensor([9], **ints), torch.tensor([0, 6], **ints), 6),
+        None,
+    )
+    with torch.inference_mode():
+        return model.logits(model.forward(batch, caches))
