@@ -14,7 +14,7 @@ from .request import Completion, Delta, InvalidRequest, SamplingParams
 
 
 class AsyncLLM:
-    """The same arguments as `LLM`, or an existing `LLM` to take over: `AsyncLLM(engine=llm)`."""
+    """The same arguments as `LLM`, or `AsyncLLM(engine=llm)` to serve from an `LLM` that stays open and usable."""
 
     def __init__(
         self,
@@ -26,6 +26,7 @@ class AsyncLLM:
     ):
         if isinstance(engine, LLM):
             engine = engine.engine
+        self._owns_engine = engine is None
         self.engine = engine or Engine(model, tokenizer, **options)
         self.tokenizer = self.engine.tokenizer
         self.model_config = self.engine.model_config
@@ -85,8 +86,13 @@ class AsyncLLM:
     def stats(self) -> dict[str, int]:
         return self.engine.stats()
 
+    @property
+    def alive(self) -> bool:
+        """Whether the engine's thread runs."""
+        return not self._closing and self._thread.is_alive()
+
     def close(self) -> None:
-        """Abort what runs, stop the thread and free the engine."""
+        """Abort this object's requests and stop the thread; an engine of its own is freed."""
         with self._wake:
             if self._closing:
                 return
@@ -120,12 +126,18 @@ class AsyncLLM:
             for command in commands:
                 command()
             if closing:
-                self.engine.close()
+                self._stop()
             self._deliver()
             if closing:
                 return
             self._step()
             self._deliver()
+
+    def _stop(self) -> None:
+        for request_id in list(self._listening):
+            self.engine.abort(request_id)
+        if self._owns_engine:
+            self.engine.close()
 
     def _step(self) -> None:
         listening = list(self._listening.values())

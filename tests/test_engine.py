@@ -445,3 +445,18 @@ def test_a_failing_step_reaches_every_stream_and_the_engine_goes_on(directory, p
         return completion.token_ids
 
     assert asyncio.run(everything()) == alone[0]
+
+
+def test_a_borrowed_engine_stays_open_and_usable(directory, prompts, alone):
+    async def everything(llm):
+        served = AsyncLLM(engine=llm)
+        streaming = asyncio.create_task(served.generate(prompts[1], GREEDY))
+        offline = await asyncio.to_thread(llm.generate, prompts[0], GREEDY)
+        completion = await streaming
+        served.close()
+        assert not served.alive
+        return offline[0].token_ids, completion.token_ids
+
+    with LLM(directory, dtype="float64", device="cpu") as llm:
+        assert asyncio.run(everything(llm)) == (alone[0], alone[1])
+        assert llm.generate(prompts[2], GREEDY)[0].token_ids == alone[2]
