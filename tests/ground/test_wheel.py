@@ -1,0 +1,85 @@
+"""A wheel installed elsewhere is the whole engine: kernels and the default model inside."""
+
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PIP = ("-m", "pip", "--disable-pip-version-check", "--quiet")
+
+
+def run(*command, folder: Path) -> str:
+    done = subprocess.run([*map(str, command)], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """Built from a copy, so that no build folder is left in the checkout or reused from it."""
+    folder = tmp_path_factory.mktemp("wheel")
+    copy = folder / "checkout"
+    copy.mkdir()
+    for name in ("minillm", "kernels", "data", "pyproject.toml", "README.md", "LICENSE"):
+        run("cp", "-a", ROOT / name, copy, folder=folder)
+    build = ("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, copy)
+    run(sys.executable, *PIP, *build, folder=folder)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def elsewhere(wheel, tmp_path_factory) -> Path:
+    """Python of a fresh environment holding the wheel, and this environment's packages but not its minillm.
+
+    A .pth file adds a folder to the path without reading that folder's own .pth files, and those are what an
+    editable install works by: the only minillm there is the wheel's.
+    """
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=False, symlinks=True)
+    python = folder / "bin" / "python"
+    purelib = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", folder=folder).strip())
+    target = ("install", "--no-deps", "--target", purelib, wheel)
+    run(sys.executable, *PIP, *target, folder=folder)
+    import torch
+
+    (purelib / "dependencies.pth").write_text(str(Path(torch.__file__).parents[1]) + "\n")
+    return python
+
+
+def test_the_wheel_carries_kernels_model_and_licence_but_no_scripts(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {f"minillm/{path.relative_to(ROOT)}" for path in (ROOT / "kernels").glob("*.py")} <= names
+    model = {f"minillm/{path.relative_to(ROOT)}" for path in (ROOT / "data" / "tiny-gemma").iterdir()}
+    assert model
+    assert model <= names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    strays = [name for name in names if name.startswith("minillm/data/") and name.endswith(".py")]
+    assert not strays
+    assert not [name for name in names if not name.startswith(("minillm/", "minillm-"))]
+
+
+def test_llm_finds_its_model_from_any_folder(elsewhere, tmp_path):
+    code = (
+        "import minillm, sys; assert minillm.__file__.startswith(sys.prefix), minillm.__file__\n"
+        "import torch; torch.set_num_threads(1)\n"
+        "from minillm import LLM, SamplingParams\n"
+        "with LLM(num_blocks=64) as llm:\n"
+        "    print(len(llm.generate('The island of', SamplingParams(max_tokens=5, ignore_eos=True))[0].token_ids))"
+    )
+    assert run(elsewhere, "-c", code, folder=tmp_path).strip() == "5"
+
+
+def test_the_kernels_import_from_the_wheel(elsewhere, tmp_path):
+    pytest.importorskip("triton", reason="kernels need triton, which this system has not")
+    names = [path.stem for path in (ROOT / "kernels").glob("*.py")]
+    code = f"import importlib; [importlib.import_module('minillm.kernels.' + name) for name in {names}]"
+    run(elsewhere, "-c", code, folder=tmp_path)
+
+
+def test_the_command_runs_from_the_wheel(elsewhere, tmp_path):
+    assert "Lessons run as: " in run(elsewhere, "-m", "minillm.cli", "doctor", folder=tmp_path)
