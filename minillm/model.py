@@ -53,11 +53,10 @@ class Model:
             return torch.empty(hidden, dtype=norm_dtype, device=self.device)
 
         self.head = matrix(config.vocab_size, hidden)
-        self.embedding = (
-            self.head.weight
-            if config.tie_word_embeddings
-            else torch.empty_like(self.head.weight, memory_format=torch.contiguous_format)
-        )
+        if config.tie_word_embeddings:
+            self.embedding = self.head.weight
+        else:
+            self.embedding = torch.empty(config.vocab_size, hidden, dtype=dtype, device=self.device)
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self.layers = [
             Layer(
@@ -81,11 +80,11 @@ class Model:
         """
         run, eps = self.ops, self.config.rms_norm_eps
         residual = run.embedding(batch.token_ids, self.embedding, self.embedding_scale)
-        cos_sin = self.rotary[batch.positions]
+        cos_sin, slots = self.rotary[batch.positions], batch.slots.unbind()
         x = run.rms_norm(residual, self.layers[0].attention_norm, eps)
         next_norms = [layer.attention_norm for layer in self.layers[1:]] + [self.final_norm]
         for layer, cache, next_norm in zip(self.layers, caches, next_norms, strict=True):
-            x = self._attention(layer, x, cos_sin, batch, cache)
+            x = self._attention(layer, x, cos_sin, slots[layer.group], batch, cache)
             if next_norm is self.final_norm and batch.logits_index is not None:
                 # Behind the last attention nobody reads the other tokens any more.
                 x, residual = x[batch.logits_index], residual[batch.logits_index]
@@ -95,12 +94,14 @@ class Model:
             x, residual = run.add_rms_norm(x, residual, next_norm, eps)
         return x
 
-    def _attention(self, layer: Layer, x: Tensor, cos_sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+    def _attention(
+        self, layer: Layer, x: Tensor, cos_sin: Tensor, slots: Tensor, batch: Batch, cache: LayerCache
+    ) -> Tensor:
         run, heads, kv_heads = self.ops, self.config.num_heads, self.config.num_kv_heads
         qkv = run.linear(x, layer.qkv).view(x.shape[0], heads + 2 * kv_heads, self.config.head_dim)
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
         q, k = run.rotary_embedding(q, k, cos_sin)
-        run.write_kv(k, v, cache, batch.slots[layer.group])
+        run.write_kv(k, v, cache, slots)
 
         parts = []
         if rows := batch.decode:

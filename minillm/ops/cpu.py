@@ -20,6 +20,8 @@ from . import reference
 
 # Splitting a ragged batch costs about as much as gathering this many keys (measured on two AMD EPYC cores).
 SPLIT_KEYS = 4096
+# Numbers in a gather that the allocator serves from memory it holds anyway.
+SMALL_GATHER = 1 << 14
 
 
 def embedding(ids: Tensor, weight: Tensor, scale: float) -> Tensor:
@@ -109,15 +111,16 @@ _scratch = threading.local()
 
 
 def _gather(cache: LayerCache, blocks: Tensor) -> list[Tensor]:
-    """Copies of the named blocks of K and V, good until this thread's next call.
-
-    Into memory that is kept: fresh megabytes at every layer cost more in page faults than the copying.
-    """
-    size = len(blocks) * cache.k[0].numel()
+    """Copies of the named blocks of K and V, good until this thread's next call."""
+    block_size, kv_heads, head_dim = cache.k.shape[1:]
+    size = len(blocks) * block_size * kv_heads * head_dim
+    if size <= SMALL_GATHER:
+        return [cache.k.index_select(0, blocks), cache.v.index_select(0, blocks)]
+    # Into memory that is kept: fresh megabytes at every layer cost more in page faults than the copying.
     kept = getattr(_scratch, "kept", None)
     if kept is None or kept.shape[1] < size or kept.dtype != cache.k.dtype:
         kept = _scratch.kept = torch.empty(2, size, dtype=cache.k.dtype)
-    shape = (len(blocks), *cache.k.shape[1:])
+    shape = (len(blocks), block_size, kv_heads, head_dim)
     return [
         torch.index_select(part, 0, blocks, out=room[:size].view(shape))
         for part, room in zip((cache.k, cache.v), kept, strict=True)
@@ -128,9 +131,12 @@ def _equal_rows(q: Tensor, cache: LayerCache, table: Tensor, length: int, scale:
     rows, _, heads, head_dim = q.shape
     block_size, kv_heads = cache.k.shape[1:3]
     first = max(0, length - window) if window else 0
-    blocks = table[:, : -(-length // block_size)].flatten()
+    blocks = table[:, : -(-length // block_size)].reshape(-1)
+    k, v = (
+        part.view(rows, -1, kv_heads, head_dim).transpose(1, 2).narrow(2, first, length - first)
+        for part in _gather(cache, blocks)
+    )
     # The query heads of one KV head pose as its queries: nothing is repeated.
-    k, v = (part.view(rows, -1, kv_heads, head_dim)[:, first:length].transpose(1, 2) for part in _gather(cache, blocks))
     packed = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)
     return F.scaled_dot_product_attention(packed, k, v, scale=scale).reshape(q.shape)
 
