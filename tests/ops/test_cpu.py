@@ -218,6 +218,9 @@ def test_one_number_a_row_draws_from_the_distribution(module):
     for edge in (0.0, 1 - 2**-24):
         drawn = module.sample(logits[:1], torch.ones(1), torch.tensor([edge]))
         assert drawn.item() == (0 if edge == 0.0 else 3)
+    many = torch.randn(500, 40).index_fill_(1, torch.tensor([38, 39]), -torch.inf)
+    drawn = module.sample(many, torch.ones(500), torch.full((500,), 1 - 2**-53, dtype=torch.float64))
+    assert drawn.max() < 38, "the largest number below 1 must not reach a token that cannot come"
     greedy = module.sample(logits[:2], torch.zeros(2), torch.tensor([0.1, 0.9]))
     assert greedy.tolist() == [2, 2] and greedy.dtype == torch.int64
     mixed = module.sample(logits[:2], torch.tensor([0.0, 1.0]), torch.tensor([0.0, 0.0]))
