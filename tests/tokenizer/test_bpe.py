@@ -114,13 +114,27 @@ def test_a_character_outside_the_vocabulary_is_spelled_in_bytes_or_is_unknown():
     assert BPE(vocab, []).encode("éaé") == [1]
 
 
-def test_words_are_cut_at_spaces_only_where_no_token_crosses_one():
-    vocab = {token: id for id, token in enumerate(["▁", "a", "b", "▁a", "▁▁", "a▁", "a▁b"])}
-    pairs = [("▁", "a"), ("▁", "▁"), ("a", "▁"), ("a▁", "b")]
-    assert BPE(vocab, pairs[:2])._words is not None
-    crossing = BPE(vocab, pairs[2:])
-    assert crossing._words is None
-    assert crossing.encode("a▁b") == [vocab["a▁b"]]
+def test_a_long_piece_is_cut_only_where_no_token_crosses():
+    vocab = {token: id for id, token in enumerate(["a", "b", "▁", "▁a", "ab", "b▁"])}
+    bpe = BPE(vocab, [("▁", "a"), ("a", "b"), ("b", "▁")])
+    assert list(bpe._cut("ba▁▁ab▁aaé")) == ["b", "a", "▁", "▁ab▁a", "aé"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 2**32), unk=st.sampled_from([None, "<unk>"]), fuse=st.booleans(), fallback=st.booleans())
+def test_cutting_a_long_piece_changes_nothing(seed, unk, fuse, fallback):
+    letters = random.Random(seed)
+    tokens = ["<unk>", *BYTE_TOKENS, *"abcde"]
+    pairs = {}
+    for _ in range(12):
+        pair = (letters.choice(tokens[257:] + ["<0xC3>"]), letters.choice(tokens[257:] + ["<0xA9>", "<unk>"]))
+        pairs[pair] = None
+        if "".join(pair) not in tokens:
+            tokens.append("".join(pair))
+    vocab = {token: id for id, token in enumerate(tokens)}
+    bpe = BPE(vocab, list(pairs), unk_token=unk, fuse_unk=fuse, byte_fallback=fallback)
+    text = "".join(letters.choices("aabbccddeeéé日", k=120))
+    assert bpe.encode(text) == bpe._encode_word(text)
 
 
 def test_the_memory_of_pieces_is_bounded(gemma, monkeypatch):
