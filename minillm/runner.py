@@ -73,13 +73,25 @@ class Runner:
         self.device = model.device
         self.block_size = config.block_size
         rows, width = config.max_num_seqs, -(-max_model_len // config.block_size)
-        self.tokens = torch.zeros(rows, max_model_len + 1, dtype=torch.int32, device=self.device)
-        self.block_table = torch.zeros(groups, rows, width, dtype=torch.int32, device=self.device)
+        # One row more than there are requests: it fills captured batches up.
+        self.tokens = torch.zeros(rows + 1, max_model_len + 1, dtype=torch.int32, device=self.device)
+        self.block_table = torch.zeros(groups, rows + 1, width, dtype=torch.int32, device=self.device)
         self.sampler = Sampler(rows, self.device, model.ops)
         self.logprobs = np.full(rows, -1, np.int32)  # how many a row's request wants; -1: none
         self.prompt_logprobs = np.full(rows, -1, np.int32)
         self.num_blocks = config.num_blocks or self._blocks_that_fit(config, rows * width * groups)
         self.caches = self._allocate_cache(self.num_blocks)
+        self.graphs = self._decode_graphs(config)
+
+    def _decode_graphs(self, config: EngineConfig):
+        """CUDA graphs where they pay and work: on a GPU, with the kernels that prepare a step there."""
+        if self.device.type != "cuda" or config.enforce_eager or self.model.dtype == torch.float64:
+            return None
+        try:
+            from .graphs import DecodeGraphs
+        except ImportError:  # no triton
+            return None
+        return DecodeGraphs(self, config)
 
     # ---- memory
 
@@ -151,12 +163,9 @@ class Runner:
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
         """Run a step. Returns at once on a GPU; `Launched.wait` gives its tokens."""
-        for request in step.admitted:
-            self._admit(request)
-        if step.table_rows is not None:
-            rows, columns = self._send(step.table_rows, step.table_columns)
-            self.block_table[:, rows, columns] = torch.from_numpy(step.table_blocks).to(self.device)
-
+        self._update(step)
+        if self.graphs is not None and self.graphs.can_run(step):
+            return Launched(step, self.graphs.launch(step), [], [])
         prompts = self._rows_wanting_prompt_logprobs(step)
         last = np.cumsum(step.queries) - 1
         sampling = step.samples
@@ -184,6 +193,16 @@ class Runner:
         sampled = self.sampler(logits, rows, lengths, self.tokens)
         self.tokens[self._send(rows, lengths)] = sampled.to(torch.int32)
         return Launched(step, sampled, self._logprobs(logits, rows, sampled), prompt_logprobs)
+
+    def _update(self, step: Step) -> None:
+        """Send the device what has changed since the last step."""
+        for request in step.admitted:
+            self._admit(request)
+        if step.admitted and self.graphs is not None:
+            self.graphs.admit(step.admitted)
+        if step.table_rows is not None:
+            rows, columns, blocks = self._send(step.table_rows, step.table_columns, step.table_blocks.ravel())
+            self.block_table[:, rows, columns] = blocks.view(step.table_blocks.shape).int()
 
     def _admit(self, request: Request) -> None:
         row, known = request.row, len(request.known)

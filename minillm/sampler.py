@@ -60,7 +60,7 @@ class Sampler:
         """
         temperature = self.temperature[rows]
         if self.general[rows].any():
-            logits, temperature = self._reshape(logits, rows, lengths, tokens, temperature)
+            logits, temperature = self._reshape(_widened(logits), rows, lengths, tokens, temperature)
         if not temperature.any():
             return logits.argmax(dim=-1)
         draws = self._tensor(uniforms(self.seed[rows], lengths))
@@ -99,6 +99,10 @@ class Sampler:
         temperature = temperature.copy()
         temperature[index] = temperature[index] > 0
         return logits, temperature
+
+
+def _widened(logits: Tensor) -> Tensor:
+    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
 
 def penalise(logits: Tensor, history: Tensor, known: Tensor, prompt: Tensor, params: list[SamplingParams]) -> Tensor:
@@ -152,7 +156,7 @@ def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor
 
     They are the model's own: before penalties, temperature and truncation.
     """
-    logprobs = logits.log_softmax(dim=-1)
+    logprobs = _widened(logits).log_softmax(dim=-1)
     values, ids = logprobs.topk(min(k, logits.shape[-1]), dim=-1)
     own = logprobs.gather(1, chosen[:, None])
     return torch.cat([chosen[:, None], ids], dim=1), torch.cat([own, values], dim=1)

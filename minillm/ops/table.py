@@ -59,6 +59,11 @@ class OperationSet:
             reason = f"faster on {device}" if fast else why_not or "the reference is as fast here"
             self.origin[name] = (label, reason)
 
+    @property
+    def engines_own(self) -> bool:
+        """Whether nothing is replaced: what was captured from these functions may run."""
+        return all(label != "yours" for label, _ in self.origin.values())
+
 
 def _fast_module(device: str):
     wanted = {"cpu": "cpu", "cuda": "triton"}.get(device)

@@ -1,0 +1,113 @@
+"""The two ends of a decode step that never leaves the device.  Lessons 03 and 10.
+
+Before the layers, each running row's next token, its place in the cache and its random number are looked up from the
+device's own state; after them, the sampled token is written back to it. Each end is one launch, so a captured step
+needs nothing from the host while the same rows keep running.
+
+    position p of row r:  id = tokens[r, p],  slot = table[r, p // block_size] * block_size + p % block_size,
+                          uniform = mix(mix(seed[r]) + p + 1) / 2^64
+    afterwards:           tokens[r, p + 1] = sampled,  position[r] = p + 1
+
+Tiling: one program a row of the batch; it also copies its row of the block table, tile by tile. Rows that only fill
+the batch up to the captured size name the state's last row: they get slot -1 and length 0, and nothing of them is kept.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _mix(z):
+    """SplitMix64 (Steele et al. 2014), on wrapping 64-bit numbers."""
+    z = z + 0x9E3779B97F4A7C15
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def prepare_kernel(
+    rows_ptr, position_ptr, tokens_ptr, table_ptr, seed_ptr, temperature_ptr,
+    ids_ptr, positions_ptr, slots_ptr, lengths_ptr, table_out_ptr, temperature_out_ptr, uniform_ptr,
+    tokens_stride, table_stride, group_stride, PAD_ROW,
+    BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    i, group, count = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    row = tl.load(rows_ptr + i).to(tl.int64)
+    real = row != PAD_ROW
+    position = tl.where(real, tl.load(position_ptr + row), 0)
+    table = table_ptr + group * group_stride + row * table_stride
+    block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
+    slot = tl.where(real, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+    tl.store(slots_ptr + group * count + i, slot)
+    blocks = tl.arange(0, TILE)
+    for start in range(0, WIDTH, TILE):
+        inside = start + blocks < WIDTH
+        held = tl.load(table + start + blocks, mask=inside, other=0)
+        tl.store(table_out_ptr + (group * count + i).to(tl.int64) * WIDTH + start + blocks, held, mask=inside)
+    if group == 0:
+        tl.store(ids_ptr + i, tl.load(tokens_ptr + row * tokens_stride + position).to(tl.int64))
+        tl.store(positions_ptr + i, position.to(tl.int64))
+        tl.store(lengths_ptr + i, tl.where(real, position + 1, 0))
+        tl.store(temperature_out_ptr + i, tl.load(temperature_ptr + row))
+        seed = tl.load(seed_ptr + row).to(tl.uint64, bitcast=True)
+        draw = _mix(_mix(seed) + (position + 1).to(tl.uint64))
+        tl.store(uniform_ptr + i, (draw >> 40).to(tl.float32) * 5.9604644775390625e-08)  # 2^-24
+
+
+@triton.jit
+def advance_kernel(rows_ptr, sampled_ptr, position_ptr, tokens_ptr, out_ptr, tokens_stride, PAD_ROW):
+    i = tl.program_id(0)
+    row = tl.load(rows_ptr + i).to(tl.int64)
+    token = tl.load(sampled_ptr + i)
+    tl.store(out_ptr + i, token)
+    if row != PAD_ROW:
+        position = tl.load(position_ptr + row)
+        tl.store(tokens_ptr + row * tokens_stride + position + 1, token.to(tl.int32))
+        tl.store(position_ptr + row, position + 1)
+
+
+def prepare(
+    rows: torch.Tensor,
+    position: torch.Tensor,
+    tokens: torch.Tensor,
+    table: torch.Tensor,
+    seed: torch.Tensor,
+    temperature: torch.Tensor,
+    *,
+    block_size: int,
+    width: int,
+) -> dict[str, torch.Tensor]:
+    """Look up the next step of `rows` [n] int64 in the device's state.  Lesson 10.
+
+    State, one entry a row, the last for padding: position int32, tokens [all, longest] int32, table
+    [groups, all, blocks] int32, seed int64, temperature float32. Returns ids, positions [n] int64, slots [groups, n]
+    int64 (-1 for padding), lengths [n] int32 (0 for padding), table [groups, n, width] int32, temperature and uniform
+    [n] float32.
+    """
+    n, groups, device = len(rows), table.shape[0], rows.device
+    found = {
+        "ids": torch.empty(n, dtype=torch.int64, device=device),
+        "positions": torch.empty(n, dtype=torch.int64, device=device),
+        "slots": torch.empty(groups, n, dtype=torch.int64, device=device),
+        "lengths": torch.empty(n, dtype=torch.int32, device=device),
+        "table": torch.empty(groups, n, width, dtype=torch.int32, device=device),
+        "temperature": torch.empty(n, dtype=torch.float32, device=device),
+        "uniform": torch.empty(n, dtype=torch.float32, device=device),
+    }
+    prepare_kernel[(n, groups)](
+        rows, position, tokens, table, seed, temperature, *found.values(),
+        tokens.stride(0), table.stride(1), table.stride(0), len(position) - 1,
+        BLOCK_SIZE=block_size, WIDTH=width, TILE=min(triton.next_power_of_2(width), 128), num_warps=1,
+    )  # fmt: skip
+    return found
+
+
+def advance(
+    rows: torch.Tensor, sampled: torch.Tensor, position: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Write the sampled ids [n] int64 to `out` [n] and, except for padding, into the device's state.  Lesson 10."""
+    advance_kernel[(len(rows),)](
+        rows, sampled, position, tokens, out, tokens.stride(0), len(position) - 1, num_warps=1
+    )  # fmt: skip

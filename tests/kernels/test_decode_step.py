@@ -1,0 +1,62 @@
+"""The kernels at both ends of a captured decode step, against plain indexing."""
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="kernels need triton, which exists for Linux only")
+
+from minillm.kernels import decode_step
+from minillm.sampler import uniforms
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def state(rows: int = 6, longest: int = 40, blocks: int = 10, groups: int = 2) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    random = lambda high, *size, dtype: torch.randint(0, high, size, generator=generator).to(dtype).to(DEVICE)  # noqa: E731
+    seeds = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, rows + 1)
+    return {
+        "position": random(longest - 1, rows + 1, dtype=torch.int32),
+        "tokens": random(1000, rows + 1, longest, dtype=torch.int32),
+        "table": random(500, groups, rows + 1, blocks, dtype=torch.int32),
+        "seed": torch.from_numpy(seeds).to(DEVICE),
+        "temperature": torch.rand(rows + 1, generator=generator).to(DEVICE),
+    }
+
+
+def test_prepare_looks_up_each_rows_next_step():
+    given, rows = state(), torch.tensor([4, 0, 6, 3], device=DEVICE)  # 6 is padding
+    found = decode_step.prepare(rows, **given, block_size=4, width=9)
+    for i, row in enumerate(rows.tolist()):
+        if row == 6:
+            assert found["lengths"][i] == 0 and (found["slots"][:, i] == -1).all()
+            continue
+        position = int(given["position"][row])
+        assert found["ids"][i] == given["tokens"][row, position]
+        assert found["positions"][i] == position and found["lengths"][i] == position + 1
+        for group in range(2):
+            assert found["slots"][group, i] == given["table"][group, row, position // 4] * 4 + position % 4
+            assert found["table"][group, i].tolist() == given["table"][group, row, :9].tolist()
+        assert found["temperature"][i] == given["temperature"][row]
+
+
+def test_prepare_draws_the_samplers_own_random_numbers():
+    given = state(rows=50)
+    rows = torch.arange(50, device=DEVICE)
+    found = decode_step.prepare(rows, **given, block_size=4, width=10)
+    seeds, positions = given["seed"][:50].cpu().numpy(), given["position"][:50].cpu().numpy()
+    assert found["uniform"].tolist() == uniforms(seeds, positions + 1).tolist()
+
+
+def test_advance_writes_the_tokens_back_and_leaves_other_rows_alone():
+    given, rows = state(), torch.tensor([5, 6, 1], device=DEVICE)
+    tokens, position = given["tokens"].clone(), given["position"].clone()
+    sampled, out = torch.tensor([11, 12, 13], device=DEVICE), torch.full((3,), -7, device=DEVICE)
+    decode_step.advance(rows, sampled, position, tokens, out)
+    assert out.tolist() == [11, 12, 13]
+    expected, moved = given["tokens"].clone(), given["position"].clone()
+    for row, token in ((5, 11), (1, 13)):
+        expected[row, int(given["position"][row]) + 1] = token
+        moved[row] += 1
+    assert torch.equal(tokens, expected) and torch.equal(position, moved)
