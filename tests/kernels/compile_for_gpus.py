@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from minillm.kernels import activation, normalization, paged_attention, rope_cache, sampling  # noqa: E402
+from minillm.kernels import activation, decode_step, normalization, paged_attention, rope_cache, sampling  # noqa: E402
 
 KIB = 1024
 SHARED_MEMORY = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB}  # CUDA programming guide, bytes a block
@@ -57,6 +57,11 @@ def compile_all(capability: int) -> list[dict]:
         activation.gated_activation(x, "gelu_tanh")
         q, k = torch.zeros(2, 8, 256, dtype=torch.bfloat16), torch.zeros(2, 1, 256, dtype=torch.bfloat16)
         rope_cache.rotary_embedding(q, k, torch.zeros(2, 2, 256))
+        rows, tokens = torch.zeros(2, dtype=torch.int64), torch.zeros(4, 64, dtype=torch.int32)
+        position, seed = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
+        table = torch.zeros(1, 4, 16, dtype=torch.int32)
+        decode_step.prepare(rows, position, tokens, table, seed, torch.zeros(4), block_size=16, width=16)
+        decode_step.advance(rows, rows, position, tokens, rows)
         sampling.sample(torch.zeros(2, 9000), torch.ones(2), torch.ones(2))
         for dim, dtype, heads, options in [
             (256, torch.bfloat16, 8, {}),
