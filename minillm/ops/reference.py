@@ -160,8 +160,7 @@ def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
     """
     heat = torch.where(temperature > 0, temperature, 1.0).double()
     cumulative = (logits.double() / heat[:, None]).softmax(-1).cumsum(-1)
-    total = cumulative[:, -1]
-    # Rounding must not reach the total: the token found there could have probability 0.
-    target = torch.minimum(uniform.double() * total, torch.nextafter(total, torch.zeros_like(total)))
+    # In float64 no number below 1 times the total rounds to the total, so a token of probability 0 is never drawn.
+    target = uniform.double() * cumulative[:, -1]
     drawn = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
     return torch.where(temperature > 0, drawn, logits.argmax(-1))
