@@ -117,8 +117,7 @@ for row in loads:
     first, between = row["ttft_s"]["p50"] * 1e3, row["itl_s"]["p50"] * 1e3
     print(f"{row['concurrency']:7}  {row['output_tokens_per_s']:8,.0f}  {first:16.1f}  {between:19.2f}")
 
-# %% tags=["nbval-ignore-output"]
-# Not compared: a picture of times.
+# %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
 speeds = [row["output_tokens_per_s"] for row in loads]
 left.plot(CLIENTS, speeds, "o-", label="measured")
@@ -146,8 +145,7 @@ plt.show()
 #
 # **Predict first.** Where is the lead larger, and why?
 
-# %% tags=["nbval-ignore-output"]
-# Not compared: times.
+# %%
 engine = {"threads": torch.get_num_threads(), "compare": "transformers", "quiet": True}
 single = offline.run(workload="single", repeat=3, **engine)["results"]
 mixed = offline.run(workload="mixed", scale=8, requests=64, repeat=3, **engine)["results"]
@@ -156,8 +154,7 @@ mixed = offline.run(workload="mixed", scale=8, requests=64, repeat=3, **engine)[
 # Not compared: times.
 print(offline.table(single + mixed))
 
-# %% tags=["nbval-ignore-output"]
-# Not compared: a picture of times.
+# %%
 figure, axes = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
 for axis, results in zip(axes, (single, mixed), strict=True):
     names = [row["engine"] + (f"\nbatch {row['batch']}" if "batch" in row else "") for row in results]

@@ -1,5 +1,6 @@
 """A wheel installed elsewhere is the whole engine: kernels and the default model inside."""
 
+import os
 import subprocess
 import sys
 import venv
@@ -13,7 +14,9 @@ PIP = ("-m", "pip", "--disable-pip-version-check", "--quiet")
 
 
 def run(*command, folder: Path) -> str:
-    done = subprocess.run([*map(str, command)], cwd=folder, capture_output=True, text=True)
+    """What the command prints, in an environment that does not lead back to the checkout."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([*map(str, command)], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 

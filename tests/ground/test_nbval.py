@@ -1,0 +1,56 @@
+"""How notebooks are tested: what a cell prints is compared, noise is not, and one failure is told once."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+
+from minillm.course import build
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = """\
+# %%
+import os, sys
+print("a noise that differs:", os.getpid(), file=sys.stderr)
+print("the same")
+
+# %% tags=["nbval-ignore-output"]
+# Not compared: a time, or here what differs like one.
+print(os.getpid())
+
+# %%
+print("taught")
+
+# %%
+print("after")
+"""
+
+
+def outcomes(folder: Path, change=None) -> dict[str, str]:
+    """Each cell's outcome when nbval runs a notebook whose kept outputs `change` may alter."""
+    (folder / "trial.py").write_text(SOURCE)
+    notebook = build.execute(build.convert(folder / "trial.py"), folder)
+    if change:
+        change(notebook)
+    nbformat.write(notebook, folder / "trial.ipynb")
+    shutil.copy(ROOT / "conftest.py", folder)
+    options = ("--nbval", "--nbval-current-env", "-v", "-p", "no:cacheprovider", "--rootdir", folder)
+    command = [sys.executable, "-m", "pytest", *map(str, options), str(folder / "trial.ipynb")]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    lines = [line.split() for line in done.stdout.splitlines() if "::Cell" in line and "%]" in line]
+    found = {f"{words[0].split('::')[1]} {words[1]}": words[2] for words in lines}
+    assert len(found) == 4, done.stdout + done.stderr
+    return found
+
+
+def test_noise_and_times_are_not_compared(tmp_path):
+    assert set(outcomes(tmp_path).values()) == {"PASSED"}
+
+
+def test_what_a_cell_teaches_is_compared_and_its_failure_stops_the_notebook(tmp_path):
+    def change(notebook):
+        notebook.cells[2].outputs[0].text = "something else\n"
+
+    assert list(outcomes(tmp_path, change).values()) == ["PASSED", "PASSED", "FAILED", "SKIPPED"]

@@ -1,0 +1,67 @@
+"""The first screen: the two commands, and figures that come from records."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def draw():
+    spec = importlib.util.spec_from_file_location("draw", ROOT / "docs" / "draw.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_first_screen_has_the_picture_and_the_two_commands():
+    screen = "\n".join(README.splitlines()[:20])
+    assert "(docs/at_work.svg)" in screen
+    assert re.search(r"^make demo ", screen, re.MULTILINE)
+    assert re.search(r"^make test ", screen, re.MULTILINE)
+
+
+def test_the_figures_are_the_records(draw):
+    assert draw.fill(README) == README, "run python docs/draw.py"
+
+
+def test_the_picture_is_the_records(draw, tmp_path, monkeypatch):
+    monkeypatch.setattr(draw, "PICTURE", tmp_path / "again.svg")
+    draw.draw()
+    assert (tmp_path / "again.svg").read_bytes() == (ROOT / "docs" / "at_work.svg").read_bytes()
+
+
+def test_the_records_medians_are_of_five_alternating_runs_with_the_settings_named(draw):
+    for ours, best in draw.pairs():
+        for row in (ours, best):
+            assert len(row["runs"]) == 5
+            assert row["seconds"] == pytest.approx(sorted(row["runs"])[2], abs=1e-3)
+        assert ours["times_transformers"] == pytest.approx(best["seconds"] / ours["seconds"], abs=0.02)
+        assert (ours["dtype"], ours["threads"], ours["output_tokens"]) == (
+            best["dtype"],
+            best["threads"],
+            best["output_tokens"],
+        )
+
+
+def test_every_link_to_a_file_leads_somewhere():
+    targets = re.findall(r"\]\(([^)#]+)\)", README)
+    missing = [target for target in targets if "://" not in target and not (ROOT / target).exists()]
+    assert not missing
+
+
+def test_every_module_has_its_line_in_the_tree():
+    tree = README.split("## Where things are")[1].split("```")[1]
+    lines = [line.split(maxsplit=1) for line in tree.strip().splitlines()]
+    names = {name.rstrip("/") for name, *_ in lines}
+    there = {path.name for path in (ROOT / "minillm").iterdir() if path.name not in ("__pycache__", "__init__.py")}
+    assert there - {"kernels", "data"} <= names
+    assert all(len(words[0].split()) <= 6 for _, *words in lines if words), "at most six words a file"
+
+
+def test_no_package_registry_is_named():
+    assert not re.search(r"pypi\.|anaconda\.org|conda\.io", README)
