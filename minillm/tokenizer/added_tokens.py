@@ -86,17 +86,18 @@ class _Finder:
         """Yield ids and the non-empty text between them, each with where it starts."""
         done = 0
         for start, stop, token in self._matches(text):
-            if start < done:  # the white space after the token before
-                continue
             if token.single_word and (
                 _STARTS_WITH_WORD.match(text, stop) or (start and _ENDS_IN_WORD.match(text[start - 1]))
             ):
                 continue
             if token.lstrip:
-                while start > done and text[start - 1].isspace() and _SPACE.fullmatch(text[start - 1]):
+                while start > done and _SPACE.fullmatch(text[start - 1]):
                     start -= 1
+                start = max(start, done)
             if token.rstrip:
                 stop = _SPACE.match(text, stop).end()
+            if start >= stop:  # white space that the token before it took
+                continue
             if start > done:
                 yield text[done:start], done
             yield token.id, start

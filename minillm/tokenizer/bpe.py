@@ -5,6 +5,7 @@ character outside the vocabulary becomes the tokens <0x..> of its UTF-8 bytes.
 """
 
 import heapq
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -98,19 +99,21 @@ def merge(symbols: list[str], ranks: dict[tuple[str, str], int]) -> list[str]:
     """Join neighbours, lowest rank first and leftmost among equals, until no pair has a rank.  Lesson 01.
 
     Scanning for the best pair again after each merge takes time quadratic in the length: a megabyte without a space
-    would take days. Here a linked list holds the neighbours, and each rank has a heap of the places where its pair
-    stands. A merge makes at most two new pairs, so n symbols cost at most 3 n entries: O(n log n). One heap for all
-    would do as well on paper, but jumps about in memory: ten times the text took it 16 times as long.
+    would take days. Here a linked list holds the neighbours, and each rank has a queue of the places where its pair
+    stands; a heap says which rank is next. A merge makes at most two new pairs, so n symbols cost at most 3 n places.
+    A queue is in order from left to right by itself: a token is made in the same way wherever it stands, so the places
+    of a pair are found in one walk to the right. (One heap of all places would not need that argument, but on a long
+    text it jumps about in memory.)
     """
     n = len(symbols)
     symbols = [*symbols, ""]  # "" is in no pair: it stands for the end and for symbols that were absorbed
     following = list(range(1, n + 2))
     previous = list(range(-1, n))
-    places: dict[int, list[int]] = {}  # rank -> a heap of left symbols
+    places: defaultdict[int, deque[int]] = defaultdict(deque)  # rank -> left symbols
     for left in range(n - 1):
         rank = ranks.get((symbols[left], symbols[left + 1]))
         if rank is not None:
-            places.setdefault(rank, []).append(left)
+            places[rank].append(left)
     waiting = list(places)
     heapq.heapify(waiting)
     while waiting:
@@ -118,7 +121,7 @@ def merge(symbols: list[str], ranks: dict[tuple[str, str], int]) -> list[str]:
         if not places[rank]:
             del places[heapq.heappop(waiting)]
             continue
-        left = heapq.heappop(places[rank])
+        left = places[rank].popleft()
         right = following[left]
         # A place is out of date when one of its symbols has grown or been absorbed since.
         if ranks.get((symbols[left], symbols[right])) != rank:
@@ -129,10 +132,8 @@ def merge(symbols: list[str], ranks: dict[tuple[str, str], int]) -> list[str]:
         previous[after] = left
         for first, second in ((previous[left], left), (left, after)):
             new = ranks.get((symbols[first], symbols[second])) if first >= 0 else None
-            if new is None:
-                continue
-            if new not in places:
-                places[new] = []
-                heapq.heappush(waiting, new)
-            heapq.heappush(places[new], first)
+            if new is not None:
+                if new not in places:
+                    heapq.heappush(waiting, new)
+                places[new].append(first)
     return [symbol for symbol in symbols if symbol]
