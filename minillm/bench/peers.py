@@ -33,7 +33,7 @@ class TransformersGenerate:
             self.model = AutoModelForCausalLM.from_pretrained(place, dtype=kind).to(device)
         self.model.eval()
         # Without an end token nothing stops early, and no processor spends time on forbidding it.
-        self.model.generation_config = GenerationConfig(pad_token_id=0, top_k=0)
+        self.model.generation_config = GenerationConfig(pad_token_id=0)
         self.device = device
 
     def run(self, requests: Sequence[BenchRequest], batch: int, temperature: float) -> float:
@@ -54,7 +54,9 @@ class TransformersGenerate:
         rows = zip(requests, padding, strict=True)
         ids = torch.tensor([[0] * pad + request.prompt for request, pad in rows], device=self.device)
         mask = torch.tensor([[0] * pad + [1] * (width - pad) for pad in padding], device=self.device)
-        choice = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+        choice = (
+            {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {"do_sample": False}
+        )
         out = self.model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=longest, **choice)
         tokens = out[:, width:].tolist()
         if len(tokens[0]) != longest:

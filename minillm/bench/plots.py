@@ -1,0 +1,73 @@
+"""Drawings from records: throughput beside transformers, latencies as percentiles.  Lesson 99.
+
+Each takes a record (`records.read` or what a benchmark returned), draws on `ax` or on a figure of its own, and
+returns the axes. Nothing is measured here: a picture can be redrawn from its record at any time.
+"""
+
+from collections.abc import Mapping
+
+LATENCIES = {"ttft_s": "time to\nfirst token", "itl_s": "between\ntokens", "e2e_s": "whole\nanswer"}
+OURS, THEIRS = "#2a6f97", "#c9ada7"
+
+
+def throughput(record: Mapping, workload: str | None = None, ax=None):
+    """Output tokens per second of each engine in an offline record, for one workload (default: its first).
+
+    A bar is the median, a dot one run. Raises ValueError when the record has no such workload.
+    """
+    names = list(dict.fromkeys(row["workload"] for row in record["results"]))
+    if workload is None:
+        workload = names[0]
+    rows = [row for row in record["results"] if row["workload"] == workload]
+    if not rows:
+        raise ValueError(f"the record has no workload {workload!r}; it has: {', '.join(names)}")
+    ax = ax or _axes()
+    labels = [row["engine"] + (f"\nbatch {row['batch']}" if "batch" in row else "") for row in rows]
+    colours = [OURS if row["engine"].startswith("minillm") else THEIRS for row in rows]
+    bars = ax.bar(labels, [row["output_tokens_per_s"] for row in rows], color=colours)
+    ax.bar_label(bars, fmt="{:,.0f}", padding=2)
+    for place, row in enumerate(rows):
+        speeds = [row["output_tokens"] / seconds for seconds in row["runs"]]
+        ax.plot([place] * len(speeds), speeds, ".", color="black", markersize=4)
+    scaled = f", lengths / {rows[0]['scale']}" if rows[0].get("scale", 1) != 1 else ""
+    ax.set_title(f"{workload}{scaled}, {rows[0]['dtype']}, {_machine(record)}", fontsize=9)
+    ax.set_ylabel("output tokens / s")
+    ax.margins(y=0.12)
+    return _plain(ax)
+
+
+def latency(record: Mapping, ax=None):
+    """TTFT, ITL and end-to-end latency of a load record: bars to p50, p90 and p99, in milliseconds, on a log axis."""
+    result = record["results"][0]
+    ax = ax or _axes()
+    shown = [name for name in LATENCIES if result[name]["p50"] is not None]
+    for offset, (percentile, colour) in enumerate(
+        zip(("p50", "p90", "p99"), ("#a9d6e5", OURS, "#013a63"), strict=True)
+    ):
+        places = [i + (offset - 1) * 0.27 for i in range(len(shown))]
+        bars = ax.bar(places, [result[name][percentile] * 1e3 for name in shown], 0.25, color=colour, label=percentile)
+        ax.bar_label(bars, fmt="{:.3g}", padding=1, fontsize=8)
+    ax.set_xticks(range(len(shown)), [LATENCIES[name] for name in shown])
+    ax.set_yscale("log")
+    ax.set_ylabel("milliseconds")
+    users, rate = result["concurrency"], result["output_tokens_per_s"]
+    ax.set_title(f"{users} at a time, {rate:,.0f} output tokens/s, {_machine(record)}", fontsize=9)
+    ax.legend(frameon=False)
+    ax.margins(y=0.12)
+    return _plain(ax)
+
+
+def _axes():
+    import matplotlib.pyplot as plt
+
+    return plt.subplots(figsize=(6.4, 3.6), layout="constrained")[1]
+
+
+def _plain(ax):
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
+
+
+def _machine(record: Mapping) -> str:
+    machine = record["machine"]
+    return machine.get("gpu") or f"{machine['cores']} cores of {machine['cpu']}"

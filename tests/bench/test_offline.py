@@ -1,0 +1,141 @@
+"""The comparison is fair, repeats are listed, and the last line is the record."""
+
+import json
+
+import pytest
+import torch
+
+from minillm.bench import offline, peers
+from minillm.bench.workloads import BenchRequest
+
+REQUESTS = [BenchRequest([5, 6, 7, 8, 9], 6), BenchRequest([11], 3), BenchRequest([20, 21], 9)]
+
+
+@pytest.fixture(scope="module")
+def transformers_peer(model_directory):
+    torch.manual_seed(0)
+    peer = peers.TransformersGenerate(model_directory, load_format="dummy")
+    for parameter in peer.model.parameters():  # the default weights repeat one token whatever one breaks
+        torch.nn.init.normal_(parameter, std=0.3)
+    return peer
+
+
+@pytest.fixture(scope="module")
+def saved(transformers_peer, model_directory, tmp_path_factory):
+    """The peer's weights as a checkpoint that both read."""
+    folder = tmp_path_factory.mktemp("models") / "saved"
+    transformers_peer.model.save_pretrained(folder)
+    (folder / "config.json").write_text((model_directory / "config.json").read_text())
+    return folder
+
+
+def test_the_record_lists_every_run_and_is_the_last_line(model_directory, tmp_path, capsys):
+    path = tmp_path / "record.json"
+    record = offline.run(
+        model_directory,
+        workload=["single", "mixed"],
+        scale=16,
+        requests=10,
+        repeat=3,
+        compare="transformers",
+        load_format="dummy",
+        device="cpu",
+        json_path=path,
+    )
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert json.loads(lines[-1]) == record == json.loads(path.read_text())
+    assert {"results", "machine", "commit", "command", "date", "versions"} <= set(record)
+    rows = {(row["workload"], row["engine"], row.get("batch")): row for row in record["results"]}
+    mixed = "mixed_100-1024_x1024"
+    assert set(rows) == {
+        ("single_128_256_x1", "minillm", None),
+        ("single_128_256_x1", "transformers", 1),
+        (mixed, "minillm", None),
+        (mixed, "transformers", 8),
+        (mixed, "transformers", 16),
+    }
+    for row in rows.values():
+        assert len(row["runs"]) == 3
+        assert row["seconds"] == sorted(row["runs"])[1]
+        assert row["output_tokens_per_s"] == pytest.approx(row["output_tokens"] / row["seconds"], rel=0.01)
+        assert (row["dtype"], row["device"], row["scale"]) == ("float32", "cpu", 16)
+    ours, best = (
+        rows[mixed, "minillm", None],
+        max(
+            (row for key, row in rows.items() if key[0] == mixed and key[1] == "transformers"),
+            key=lambda row: row["output_tokens_per_s"],
+        ),
+    )
+    assert ours["times_transformers"] == pytest.approx(best["seconds"] / ours["seconds"], rel=0.01)
+    assert ours["against_batch"] == best["batch"]
+    assert sum("minillm" in line for line in lines[:-1]) == 2
+
+
+def test_contenders_take_turns_after_each_has_warmed_up():
+    order = []
+
+    class Contender:
+        def __init__(self, name):
+            self.name = name
+
+        def run(self, work, *rest):
+            order.append((self.name, *rest[:-1]))
+            return float(len(order))
+
+    rows = offline._alternate(Contender("a"), Contender("b"), REQUESTS, {"output_tokens": 18}, 2, 1.0)
+    turn = [("a",), ("b", 8)]
+    assert order == turn * 3
+    assert [row["runs"] for row in rows] == [[3, 5], [4, 6]], "the warm-up must not be counted"
+
+
+def test_transformers_generates_the_tokens_it_would_generate_alone(transformers_peer):
+    together = transformers_peer.generate(REQUESTS)
+    assert [len(tokens) for tokens in together] == [6, 3, 9]
+    alone = [transformers_peer.generate([request])[0] for request in REQUESTS]
+    assert together == alone
+    assert len({token for tokens in alone for token in tokens}) > 4, "a model that repeats itself shows nothing"
+
+
+def test_both_engines_are_given_the_same_work(saved):
+    """Greedy, they choose the same tokens: same prompts, same lengths, nothing stopped early, nothing padded in."""
+    peer = peers.TransformersGenerate(saved, dtype="float32")
+    engine = offline.Minillm(saved, dtype="float32", device="cpu")
+    from minillm import SamplingParams
+
+    params = [SamplingParams(max_tokens=r.output_tokens, temperature=0, ignore_eos=True) for r in REQUESTS]
+    ours = [c.token_ids for c in engine.llm.generate([r.prompt for r in REQUESTS], params)]
+    engine.llm.close()
+    assert ours == peer.generate(REQUESTS)
+
+
+def test_transformers_never_stops_at_an_end_token(transformers_peer):
+    greedy = transformers_peer.generate(REQUESTS)[0]
+    model = transformers_peer.model
+    before = model.config.eos_token_id
+    try:
+        model.config.eos_token_id = greedy[0]
+        assert transformers_peer.generate(REQUESTS)[0] == greedy
+    finally:
+        model.config.eos_token_id = before
+
+
+def test_repetitions_are_not_served_from_the_prefix_cache(model_directory):
+    engine = offline.Minillm(model_directory, load_format="dummy", device="cpu")
+    work = [BenchRequest(list(range(64)), 2)]
+    engine.run(work, 1.0)
+    engine.run(work, 1.0)
+    assert engine.llm.stats()["prefix_hit_tokens"] == 0
+    engine.llm.close()
+
+
+def test_static_batches_are_tried_up_to_the_workloads_size():
+    assert peers.batch_sizes(1) == (1,)
+    assert peers.batch_sizes(3) == (8,)
+    assert peers.batch_sizes(16) == (8, 16)
+    assert peers.batch_sizes(1000) == (8, 16, 32, 64)
+
+
+def test_wrong_settings_are_refused_before_anything_runs(model_directory):
+    for wrong in ({"repeat": 0}, {"compare": "vllm"}, {"workload": "chatty"}):
+        with pytest.raises(ValueError):
+            offline.run(model_directory, load_format="dummy", quiet=True, **wrong)

@@ -1,0 +1,52 @@
+"""A record says what was measured, where, at which commit, by which command."""
+
+import json
+
+import pytest
+
+from minillm.bench import records
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def test_a_record_says_where_it_comes_from():
+    content = records.record([{"engine": "minillm"}], command="minillm bench offline")
+    assert content["command"] == "minillm bench offline"
+    assert content["machine"]["cores"] >= 1
+    assert content["machine"]["cpu"] and content["machine"]["python"].startswith("3.")
+    assert content["versions"]["torch"]
+    assert content["date"].endswith("+00:00")
+    assert json.loads(json.dumps(content)) == content
+
+
+def test_the_commit_is_the_checkouts_or_the_one_it_is_told(monkeypatch):
+    found = records.commit()
+    assert found["commit"] is None or len(found["commit"]) == 40
+    monkeypatch.setattr(records, "_output", lambda *command: None)
+    monkeypatch.setenv("MINILLM_COMMIT", "abc")
+    assert records.commit() == {"commit": "abc", "dirty": None}
+
+
+def test_changed_files_are_not_kept_secret(monkeypatch):
+    answers = {"rev-parse": "a" * 40, "status": " M minillm/engine.py"}
+    monkeypatch.setattr(records, "_output", lambda *command: answers[command[3]])
+    assert records.commit() == {"commit": "a" * 40, "dirty": True}
+
+
+def test_a_bare_name_is_kept_with_the_committed_ones(results, monkeypatch):
+    for gpu, device in ((None, "cpu"), ("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb")):
+        monkeypatch.setattr(records, "machine", lambda gpu=gpu: {"gpu": gpu})
+        path = records.write({"results": [gpu]}, "offline")
+        assert path == results / device / "offline.json"
+        assert records.read(f"{device}/offline") == records.read(path) == {"results": [gpu]}
+
+
+def test_a_missing_record_lists_those_there_are(results):
+    (results / "cpu").mkdir()
+    (results / "cpu" / "offline.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match="no record cpu/offlin; committed ones: cpu/offline"):
+        records.read("cpu/offlin")
