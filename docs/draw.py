@@ -8,7 +8,7 @@ import re
 import sys
 from pathlib import Path
 
-from minillm.bench import records
+from minillm.bench import plots, records
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = ROOT / "docs" / "at_work.svg"
@@ -104,41 +104,29 @@ def draw() -> None:
 
     # Without a salt and with a date, every drawing of the same record would be another file.
     matplotlib.rcParams["svg.hashsalt"] = "minillm"
-    record = records.read(TIMELINE)
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(11, 4.2), width_ratios=(1.7, 1), layout="constrained", facecolor="white"
-    )
+    figure, axes = plt.subplots(1, 3, figsize=(13, 4), width_ratios=(1.7, 0.6, 1.4), layout="constrained")
+    timeline(records.read(TIMELINE), axes[0])
+    for axis, (ours, _) in zip(axes[1:], pairs(), strict=True):
+        plots.throughput(records.read(OFFLINE), ours["workload"], axis)
+        axis.set_title("one request" if ours["requests"] == 1 else f"{ours['requests']} requests of mixed lengths")
+        axis.tick_params(axis="x", labelsize=8)
+        axis.title.set_fontsize(10)
+    figure.savefig(PICTURE, metadata={"Date": None}, facecolor="white")
+
+
+def timeline(record: dict, axis) -> None:
+    """A bar for each request, from its submission through its first token to its last."""
     spans = sorted(record["results"], key=lambda each: each["first_token_s"])
     for place, each in enumerate(spans):
-        left.barh(place, each["first_token_s"], color="#dddddd", height=0.8)
-        length = each["finish_s"] - each["first_token_s"]
-        left.barh(place, length, left=each["first_token_s"], color="tab:blue", height=0.8)
-    left.set(xlabel="seconds", ylabel="requests, in the order they start", yticks=[])
-    left.set_title(
-        f"{len(spans)} requests share {record['rows']} places: as one leaves, the next joins\n"
-        "(grey: waiting; blue: generating)",
-        fontsize=10,
-    )
-    left.invert_yaxis()
-
-    labels, ours, theirs = [], [], []
-    for mine, best in pairs():
-        labels.append("one request" if mine["requests"] == 1 else f"{mine['requests']} requests,\nmixed lengths")
-        ours.append(mine["output_tokens_per_s"])
-        theirs.append(best["output_tokens_per_s"])
-    places = range(len(labels))
-    for shift, values, name, color in (
-        (-0.2, ours, "minillm", "tab:blue"),
-        (0.2, theirs, "transformers, best batch", "#bbbbbb"),
-    ):
-        bars = right.bar([place + shift for place in places], values, 0.38, label=name, color=color)
-        right.bar_label(bars, fmt="{:,.0f}", fontsize=9)
-    right.set_xticks(list(places), labels)
-    right.set_title(f"output tokens per second, {record['machine']['cores']} CPU cores", fontsize=10)
-    right.legend(frameon=False, loc="upper left")
-    for axis in (left, right):
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(PICTURE, metadata={"Date": None})
+        first, last = each["first_token_s"], each["finish_s"]
+        axis.barh(place, first, color="#e0e0e0", label="waits" if place == 0 else None)
+        axis.barh(place, last - first, left=first, color=plots.OURS, label="generates" if place == 0 else None)
+    axis.set(xlabel="seconds", ylabel="requests, in the order they start", yticks=[])
+    places = f"{len(spans)} requests share {record['rows']} places: as one leaves, the next joins"
+    axis.set_title(places, fontsize=10)
+    axis.invert_yaxis()
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, loc="upper right")
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ import openai
 import torch
 
 import minillm
-from minillm.bench import load, offline
+from minillm.bench import load, offline, plots
 from minillm.server import running
 
 # %% [markdown]
@@ -34,8 +34,9 @@ print(f"{server.model}: {config.num_layers} layers, hidden size {config.hidden_s
 # %% [markdown]
 # ## Talk to it
 #
-# The server speaks OpenAI's protocol, so their client works as it is. `temperature=0` always takes the likeliest
-# token: ask again and the answer is the same. First text to continue, then a turn of a chat.
+# The server speaks OpenAI's protocol, so their client works as it is. `tiny-gemma` knows one small invented world, the
+# Tallow Isles. `temperature=0` always takes the likeliest token: ask again and the answer is the same. First text to
+# continue, then turns of a chat.
 
 # %%
 client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="not needed here")
@@ -46,39 +47,39 @@ def complete(prompt: str, tokens: int = 24) -> str:
     return answer.choices[0].text
 
 
-print(complete("Once upon a time there was a"))
+STORY = "Once upon a time there was a"
+print(STORY + complete(STORY))
+
 
 # %%
-chat = client.chat.completions.create(
-    model=server.model, messages=[{"role": "user", "content": "Who are you?"}], max_tokens=40, temperature=0
-)
-print(chat.choices[0].message.content)
-print(f"stopped because: {chat.choices[0].finish_reason}")
+def ask(question: str) -> str:
+    messages = [{"role": "user", "content": question}]
+    answer = client.chat.completions.create(model=server.model, messages=messages, max_tokens=40, temperature=0)
+    return answer.choices[0].message.content
+
+
+for question in ("Who are you?", "On which island does Fenwick lie?", "What is 3 plus 4?"):
+    print(f"{question} {ask(question)}")
 
 # %% [markdown]
 # A reader should not wait for the last token to see the first. With `stream=True` every piece of text is sent as soon
 # as its characters are complete.
 
 # %%
-stream = client.completions.create(
-    model=server.model, prompt="Once upon a time there was a", max_tokens=24, temperature=0, stream=True
-)
+stream = client.completions.create(model=server.model, prompt=STORY, max_tokens=24, temperature=0, stream=True)
 pieces = [chunk.choices[0].text for chunk in stream]
 print("|".join(pieces))
-print(f"the same text as before: {''.join(pieces) == complete('Once upon a time there was a')}")
+print(f"the same text as before: {''.join(pieces) == complete(STORY)}")
 
 # %% [markdown]
 # ## Put your own function in
 #
 # Every operation of the model can be replaced while the server runs. `minillm.using` swaps it in, counts its calls,
-# and puts the engine's own back at the end of the block. Two attentions: one that changes nothing but is yours, one
-# that attends to nothing at all.
+# and puts the engine's own back at the end of the block. Two attentions: one that changes nothing but is yours, and one
+# that looks at nothing at all, so that the model forgets what it was asked.
 
 # %%
 from minillm.ops import reference
-
-prompt = "The town of Fenwick"
-original = complete(prompt)
 
 
 def my_attention(q, cache, block_table, lengths, **options):
@@ -89,11 +90,12 @@ def blind_attention(q, cache, block_table, lengths, **options):
     return torch.zeros_like(q)
 
 
+question = "On which island does Fenwick lie?"
 for attention in (my_attention, blind_attention):
     with minillm.using(decode_attention=attention) as used:
-        answer = complete(prompt)
-    print(f"{attention.__name__}: ran {used.calls['decode_attention'] > 0}, same text {answer == original}")
-print(f"the engine's own again: same text {complete(prompt) == original}")
+        answer = ask(question)
+    print(f"{attention.__name__}, which ran: {used.calls['decode_attention'] > 0}\n    {answer!r}")
+print(f"the engine's own again\n    {ask(question)!r}")
 
 # %% [markdown]
 # ## Load it
@@ -146,23 +148,22 @@ plt.show()
 # **Predict first.** Where is the lead larger, and why?
 
 # %%
+import transformers
+
+transformers.utils.logging.disable_progress_bar()
 engine = {"threads": torch.get_num_threads(), "compare": "transformers", "quiet": True}
-single = offline.run(workload="single", repeat=3, **engine)["results"]
-mixed = offline.run(workload="mixed", scale=8, requests=64, repeat=3, **engine)["results"]
+single = offline.run(workload="single", repeat=3, **engine)
+mixed = offline.run(workload="mixed", scale=8, requests=64, repeat=3, **engine)
 
 # %% tags=["nbval-ignore-output", "terminal"]
 # Not compared: times.
-print(offline.table(single + mixed))
+print(offline.table(single["results"] + mixed["results"]))
 
 # %%
-figure, axes = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
-for axis, results in zip(axes, (single, mixed), strict=True):
-    names = [row["engine"] + (f"\nbatch {row['batch']}" if "batch" in row else "") for row in results]
-    colors = ["tab:blue" if row["engine"] == "minillm" else "lightgray" for row in results]
-    bars = axis.bar(names, [row["output_tokens_per_s"] for row in results], color=colors)
-    axis.bar_label(bars, fmt="{:,.0f}", fontsize=8)
-    axis.tick_params(axis="x", labelsize=7)
-    axis.set(title=results[0]["workload"], ylabel="output tokens/s")
+figure, axes = plt.subplots(1, 2, figsize=(11, 3.4), width_ratios=(1, 2.5), layout="constrained")
+for axis, record in zip(axes, (single, mixed), strict=True):
+    plots.throughput(record, ax=axis)
+    axis.set_title(record["results"][0]["workload"])
 plt.show()
 
 # %% [markdown]
@@ -181,14 +182,15 @@ for _ in range(20):
     start = time.perf_counter()
     weights.sum()
     reads.append(time.perf_counter() - start)
-floor, measured = min(reads), single[0]["seconds"] / single[0]["output_tokens"]
+alone = single["results"][0]
+floor, measured = min(reads), alone["seconds"] / alone["output_tokens"]
 print(f"bytes of weights      {weights.nbytes / 1e6:8.1f} MB")
 print(f"floor                 {floor * 1e3:8.2f} ms a token")
 print(f"measured              {measured * 1e3:8.2f} ms a token, {measured / floor:.1f} times the floor")
 
 # %% [markdown]
-# A model this small is far from its floor: the rest is Python and the start of some hundred small operations in each
-# step. A large model on a GPU comes close to it, once its steps are captured as one CUDA graph.
+# What lies above the floor is Python and the start of some hundred small operations in each step. The larger the model,
+# the smaller their share: on a GPU with a model of billions of weights, the floor is what the engine is tuned against.
 #
 # ## Stop the server
 
