@@ -276,7 +276,9 @@ class Engine:
             completion.text = tracked.text
         elif self.tokenizer is not None:
             shown = completion.token_ids[:-1] if request.finish_reason == "stop" else completion.token_ids
-            completion.text = self.tokenizer.decode(shown)
+            # Not `decode`: a padded vocabulary has ids that are no token, and sampling may choose one.
+            detokenizer = StreamingDetokenizer(self.tokenizer)
+            completion.text = detokenizer.add(shown) + detokenizer.flush()
         del self.tracked[request.request_id]
         self._finished.append(completion)
         if tracked.listener is not None:
