@@ -40,7 +40,7 @@ def create_app(engine, model: str) -> FastAPI:
     @app.get("/health")
     async def health() -> Response:
         """200 while the engine takes requests, 503 once it is closed."""
-        if getattr(engine, "alive", True):
+        if engine.alive:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "the engine is closed"}, status_code=503)
 

@@ -84,13 +84,13 @@ def test_an_operation_put_in_by_the_reader_serves_http_requests(http):
     def ask():
         return http.post("/v1/completions", json=body).json()["choices"][0]["token_ids"]
 
-    def nothing(x, weight):
-        return x.new_zeros(*x.shape[:-1], weight.shape[0])
+    def nothing(hidden, weight, soft_cap=None):
+        return hidden.new_zeros(hidden.shape[0], weight.shape[0])
 
     before = ask()
-    with minillm.using(linear=nothing) as used:
-        assert ask() != before
-    assert used.calls["linear"] > 0
+    with minillm.using(lm_head=nothing) as used:
+        assert ask() == [0] * 6 != before
+    assert used.calls["lm_head"] > 0
     assert ask() == before
 
 
@@ -103,6 +103,24 @@ def test_a_taken_port_is_a_clear_error_before_the_model_loads():
             pass
 
 
+def test_a_notebooks_own_llm_is_served_and_stays_usable(model_directory):
+    with minillm.LLM(model_directory, load_format="dummy", device="cpu", max_num_seqs=4) as llm:
+        with running(llm) as server:
+            body = {"prompt": "The river", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+            said = httpx.post(server.url + "/v1/completions", json=body).json()["choices"][0]["text"]
+        params = minillm.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        assert llm.generate("The river", params)[0].text == said
+
+
+def test_health_is_503_once_the_engine_is_closed(model_directory):
+    engine = AsyncLLM(model_directory, load_format="dummy", device="cpu", max_num_seqs=4)
+    with running(engine) as server:
+        engine.close()
+        assert httpx.get(server.url + "/health").status_code == 503
+        refused = httpx.post(server.url + "/v1/completions", json={"prompt": "a"})
+        assert refused.status_code == 500 and "closed" in refused.json()["error"]["message"]
+
+
 def test_leaving_the_block_frees_port_threads_and_the_engine_it_made(model_directory):
     before = set(threading.enumerate())
     with running(model_directory, load_format="dummy", device="cpu", max_num_seqs=4) as server:
@@ -111,8 +129,7 @@ def test_leaving_the_block_frees_port_threads_and_the_engine_it_made(model_direc
             assert client.get("/health").status_code == 200
     left = {thread.name for thread in set(threading.enumerate()) - before}
     assert not {name for name in left if name.startswith("minillm")}, left
-    with pytest.raises(RuntimeError, match="closed"):
-        server.engine.abort("x") or asyncio.run(server.engine.generate("a"))
+    assert not server.engine.alive
     socket.create_server(("127.0.0.1", port)).close()
 
 
