@@ -1,0 +1,27 @@
+"""How good a model is: perplexity and multiple-choice accuracy, measured through the engine.  Lesson 05.
+
+accuracy(llm)       share of questions whose right letter is likeliest, after MMLU's few-shot prompt
+perplexity(llm)     of a text, by a sliding window
+load_questions()    the embedded question sets, or `cais/mmlu`
+load_text()         the embedded held-out text
+load_trace()        the embedded traffic trace
+"""
+
+from .accuracy import accuracy, letter_logprobs
+from .perplexity import perplexity, windows
+from .prompts import LETTERS, few_shot_prompt, header, question_block
+from .sources import load_questions, load_text, load_trace
+
+__all__ = [
+    "LETTERS",
+    "accuracy",
+    "few_shot_prompt",
+    "header",
+    "letter_logprobs",
+    "load_questions",
+    "load_text",
+    "load_trace",
+    "perplexity",
+    "question_block",
+    "windows",
+]

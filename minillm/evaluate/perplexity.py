@@ -1,0 +1,70 @@
+"""Perplexity of a text by a sliding window.  Lesson 05.
+
+perplexity = exp(-1/N sum log p(token | the tokens before it)).  A model sees at most its context, so the text is cut
+into windows that overlap: each token is scored once, in the first window that holds it, with the overlap before it.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from ..request import SamplingParams
+from .sources import load_text
+
+
+def windows(length: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """(start, first scored, stop) of each window over `length` tokens; together they score each token once."""
+    if not 0 < stride <= window:
+        raise ValueError(f"stride must be from 1 to the window's {window} tokens, not {stride}")
+    scored = 0
+    while scored < length:
+        stop = min(length, window if scored == 0 else scored + stride)
+        yield max(0, stop - window), scored, stop
+        scored = stop
+
+
+def perplexity(
+    llm,
+    text: str | Sequence[int] | None = None,
+    *,
+    window: int | None = None,
+    stride: int | None = None,
+    progress: bool = False,
+) -> dict:
+    """Perplexity of a text or of token ids (default: the embedded held-out text) under the model.
+
+    window  tokens that the model sees at once, the beginning-of-text token not counted; default: 1,024, or as many
+            as its context holds
+    stride  tokens by which it moves; default: half the window. Smaller: slower, and a little lower
+
+    Returns {"perplexity", "nats_per_token", "tokens" (scored), "bits_per_byte" (None for ids), "window", "stride"}.
+    """
+    if text is None:
+        text = load_text()
+    ids = llm.tokenizer.encode(text, add_special_tokens=False) if isinstance(text, str) else list(text)
+    bos = getattr(llm.tokenizer, "bos_token_id", None)
+    start = [] if bos is None else [bos]
+    room = llm.model_config.max_model_len - len(start) - 1
+    window = min(1024, room) if window is None else window
+    if not 1 < window <= room:
+        raise ValueError(f"the window must be from 2 to {room} tokens for this model's context, not {window}")
+    stride = max(1, window // 2) if stride is None else stride
+    spans = list(windows(len(ids), window, stride))
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    done = llm.generate([start + ids[begin:stop] for begin, _, stop in spans], params, progress=progress)
+    total, count = 0.0, 0
+    for (begin, scored, stop), completion in zip(spans, done, strict=True):
+        for position in range(scored, stop):
+            entry = completion.prompt_logprobs[position - begin + len(start)]
+            if entry is not None:  # the very first token of all has nothing before it, if there is no <bos>
+                total -= entry[ids[position]]
+                count += 1
+    if count == 0:
+        raise ValueError("the text is too short: nothing is left to score")
+    return {
+        "perplexity": math.exp(total / count),
+        "nats_per_token": total / count,
+        "tokens": count,
+        "bits_per_byte": total / math.log(2) / len(text.encode()) if isinstance(text, str) else None,
+        "window": window,
+        "stride": stride,
+    }

@@ -1,0 +1,31 @@
+"""The prompt that MMLU's questions are asked in.  Lesson 05.
+
+Hendrycks et al., "Measuring Massive Multitask Language Understanding" (2021), figure 1 and section 4.1.
+"""
+
+from collections.abc import Iterable, Mapping
+
+LETTERS = "ABCD"
+
+
+def header(subject: str) -> str:
+    """The first line: what the questions are about."""
+    return f"The following are multiple choice questions (with answers) about {subject.replace('_', ' ')}.\n\n"
+
+
+def question_block(row: Mapping, answered: bool) -> str:
+    """A question, its options by letter, and "Answer:", with the letter if `answered`.
+
+    row: MMLU's columns question, choices (as many as there are letters) and answer (0 to 3).
+    """
+    choices = list(row["choices"])
+    if len(choices) != len(LETTERS):
+        raise ValueError(f"a question has {len(LETTERS)} choices, but {row['question']!r} has {len(choices)}")
+    options = "\n".join(f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=True))
+    return f"{row['question']}\n{options}\nAnswer:" + (f" {LETTERS[row['answer']]}" if answered else "")
+
+
+def few_shot_prompt(row: Mapping, examples: Iterable[Mapping] = ()) -> str:
+    """The header, the answered examples, and the question without its answer."""
+    blocks = [question_block(example, answered=True) for example in examples]
+    return header(row["subject"]) + "\n\n".join([*blocks, question_block(row, answered=False)])

@@ -1,0 +1,68 @@
+"""Where questions, texts and traces come from: the embedded ones, or the Hugging Face hub.  Lesson 05.
+
+Everything is read with `datasets`, which is imported only when something is loaded.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+DATA = Path(__file__).resolve().parents[1] / "data"
+COLUMNS = ["question", "subject", "choices", "answer"]
+
+
+def _datasets():
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError('questions and traces are read with `datasets`: pip install "minillm[compare]"') from error
+    datasets.disable_progress_bars()
+    return datasets
+
+
+def load_questions(source: str | Path | None = None, split: str = "test", subjects: Sequence[str] | None = None):
+    """A `datasets.Dataset` with MMLU's columns: question, subject, choices (four), answer (0 to 3).
+
+    source    None: the embedded questions about the Tallow Isles (splits dev, asked and test); "cais/mmlu", or a
+              folder in its layout (one configuration a subject and "all"; splits dev, validation and test)
+    subjects  only these; default: all
+    Raises ValueError for a split or subject that is not there, ConnectionError when the hub cannot be reached.
+    """
+    datasets = _datasets()
+    if source is None:
+        files = {path.stem: str(path) for path in sorted((DATA / "questions").glob("*.jsonl"))}
+        if split not in files:
+            raise ValueError(f"no split {split!r} among the embedded questions; there are {', '.join(files)}")
+        found = datasets.load_dataset("json", data_files={split: files[split]}, split=split)
+    else:
+        try:
+            parts = [datasets.load_dataset(str(source), name, split=split) for name in subjects or ["all"]]
+        except (ConnectionError, FileNotFoundError) as error:
+            raise ConnectionError(
+                f"{source} could not be loaded ({error}): go online once, name a folder in its layout, or leave "
+                "`source` out for the embedded questions"
+            ) from error
+        found = datasets.concatenate_datasets(parts)
+    if subjects is not None:
+        known = set(found.unique("subject"))
+        if missing := [subject for subject in subjects if subject not in known]:
+            raise ValueError(f"no subject {', '.join(missing)}; there are {', '.join(sorted(known))}")
+        found = found.filter(lambda row: row["subject"] in subjects)
+    return found.select_columns(COLUMNS)
+
+
+def load_text(path: str | Path | None = None) -> str:
+    """A text for perplexity; default: prose and stories of the Tallow Isles that training never saw."""
+    rows = _datasets().load_dataset(
+        "text", data_files=str(path or DATA / "text" / "held_out.txt"), split="train", sample_by="document"
+    )
+    return rows[0]["text"]
+
+
+def load_trace(path: str | Path | None = None):
+    """A `datasets.Dataset` of requests, by arrival.
+
+    Columns: arrival (seconds from the first moment), input_tokens (the shared prefix included), output_tokens,
+    prefix_id (None: nothing shared) and prefix_tokens.
+    """
+    place = str(path or DATA / "traces" / "conversation.jsonl")
+    return _datasets().load_dataset("json", data_files=place, split="train")
