@@ -55,6 +55,7 @@ def run(
     requests: int | None = None,
     repeat: int = 3,
     compare: str | None = None,
+    batches: Sequence[int] | None = None,
     dtype: str = "auto",
     device: str = "auto",
     load_format: str = "auto",
@@ -69,7 +70,7 @@ def run(
     model, dtype, device, load_format and engine_options are `LLM`'s. workload: names from
     `workloads.WORKLOADS` or their first words. scale divides lengths, requests cuts their number. repeat: timed
     runs each, after one that warms up; the median is reported, all are listed. compare: "transformers" or None.
-    threads: torch's, for both. json_path: where to write the record too (`records.write`). quiet: print nothing.
+    batches: its static batch sizes (default: `batch_sizes` of the workload). threads: torch's, for both. json_path: where to write the record too (`records.write`). quiet: print nothing.
     Raises UnknownWorkload, ConfigError, ValueError.
     """
     names = [workload] if isinstance(workload, str) else list(workload)
@@ -92,7 +93,7 @@ def run(
         for name in chosen:
             work = workloads.make(name, config.vocab_size, scale=scale, requests=requests)
             facts = {"workload": name, **workloads.totals(work), **common}
-            results += _alternate(engine, peer, work, facts, repeat, temperature)
+            results += _alternate(engine, peer, work, facts, repeat, temperature, batches)
             if not quiet:
                 print(table(results[-1:] if peer is None else _of(results, name)), flush=True)
     finally:
@@ -115,11 +116,11 @@ def _settings(llm, dtype: str, device: str, checkpoint_dtype: str) -> dict:
     return {"dtype": dtype, "device": device, "threads": torch.get_num_threads()}
 
 
-def _alternate(engine, peer, work, facts: dict, repeat: int, temperature: float) -> list[dict]:
+def _alternate(engine, peer, work, facts: dict, repeat: int, temperature: float, batches=None) -> list[dict]:
     """All once to warm up, then all in turn, `repeat` times: a machine's bad minute hits everyone alike."""
     contenders = {(engine.name, None): lambda: engine.run(work, temperature)}
     if peer is not None:
-        for batch in batch_sizes(len(work)):
+        for batch in batches or batch_sizes(len(work)):
             contenders[peer.name, batch] = lambda batch=batch: peer.run(work, batch, temperature)
     runs: dict[tuple, list[float]] = {key: [] for key in contenders}
     for round_number in range(repeat + 1):
