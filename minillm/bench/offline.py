@@ -70,8 +70,8 @@ def run(
     model, dtype, device, load_format and engine_options are `LLM`'s. workload: names from
     `workloads.WORKLOADS` or their first words. scale divides lengths, requests cuts their number. repeat: timed
     runs each, after one that warms up; the median is reported, all are listed. compare: "transformers" or None.
-    batches: its static batch sizes (default: `batch_sizes` of the workload). threads: torch's, for both. json_path: where to write the record too (`records.write`). quiet: print nothing.
-    Raises UnknownWorkload, ConfigError, ValueError.
+    batches: its static batch sizes (default: those of `batch_sizes`). threads: torch's, for both. json_path: where to
+    write the record too (`records.write`). quiet: print nothing. Raises UnknownWorkload, ConfigError, ValueError.
     """
     names = [workload] if isinstance(workload, str) else list(workload)
     chosen = [workloads.find(name).name for name in names]
