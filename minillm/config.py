@@ -81,9 +81,7 @@ class ModelConfig:
             generation = directory / "generation_config.json"
             more = read_json(generation) if generation.is_file() else {}
         except ValueError as error:
-            raise ConfigError(
-                f"{directory}: config.json or generation_config.json is not JSON: {error}"
-            ) from None
+            raise ConfigError(f"{directory}: config.json or generation_config.json is not JSON: {error}") from None
         try:
             return cls.from_dict(raw, more)
         except ConfigError as error:
@@ -266,9 +264,7 @@ class EngineConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise ConfigError(f"{name} must be a whole number from {low}, not {value!r}")
         if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(
-                f"gpu_memory_utilization must be in (0, 1], not {self.gpu_memory_utilization!r}"
-            )
+            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], not {self.gpu_memory_utilization!r}")
 
 
 def read_json(path: Path) -> dict:
