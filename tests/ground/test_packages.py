@@ -49,7 +49,7 @@ def pin(requirement: Requirement) -> str:
 
 
 def modules() -> list[Path]:
-    return [path for folder in ("minillm", "kernels") for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [path for folder in ("minillm", "kernels", "data", "docs") for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def imports(path: Path, top_level: bool = False) -> set[str]:
