@@ -52,15 +52,12 @@ class DecodeGraphs:
         self.temperature[rows] = temperatures.pin_memory().to(self.runner.device, non_blocking=True)
 
     def can_run(self, step: Step) -> bool:
-        """Every row decodes, nobody asks for more than the fast path, and the operations are the engine's own."""
+        """Nobody asks for more than the fast path, and the operations are the engine's own."""
         runner = self.runner
         return (
-            step.singles == len(step.rows)
-            and bool(step.samples.all())
-            and runner.model.ops.engines_own
+            runner.model.ops.engines_own
             and not runner.sampler.general[step.rows].any()
             and not (runner.logprobs[step.rows] >= 0).any()
-            and not (runner.prompt_logprobs[step.rows] >= 0).any()
         )
 
     def launch(self, step: Step) -> Tensor:

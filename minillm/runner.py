@@ -82,6 +82,8 @@ class Runner:
         self.num_blocks = config.num_blocks or self._blocks_that_fit(config, rows * width * groups)
         self.caches = self._allocate_cache(self.num_blocks)
         self.graphs = self._decode_graphs(config)
+        self._decoding: tuple[Step | None, Batch | None] = (None, None)  # the last step of decodes only
+        self._sampled: Tensor | None = None  # and what it sampled
 
     def _decode_graphs(self, config: EngineConfig):
         """CUDA graphs where they pay and work: on a GPU, with the kernels that prepare a step there."""
@@ -164,35 +166,57 @@ class Runner:
     def launch(self, step: Step) -> Launched:
         """Run a step. Returns at once on a GPU; `Launched.wait` gives its tokens."""
         self._update(step)
-        if self.graphs is not None and self.graphs.can_run(step):
-            return Launched(step, self.graphs.launch(step), [], [])
-        prompts = self._rows_wanting_prompt_logprobs(step)
+        if step.singles == len(step.rows) and step.samples.all():
+            return self._launch_decodes(step)
+        self._decoding = (None, None)
         last = np.cumsum(step.queries) - 1
-        sampling = step.samples
+        index = last[step.samples]
+        prompts = self._rows_wanting_prompt_logprobs(step)
         if prompts:
             wanted = np.zeros(last[-1] + 1, bool)
-            wanted[last[sampling]] = True
+            wanted[index] = True
             for i in prompts:
                 wanted[last[i] - step.queries[i] + 1 : last[i] + 1] = True
             index = np.nonzero(wanted)[0]
-            sample_index = np.searchsorted(index, last[sampling])
-        else:
-            index = None if sampling.all() and step.singles == len(step.rows) else last[sampling]
         hidden = self.model.forward(self._batch(step, index), self.caches)
-
-        rows = step.rows[sampling]
-        lengths = (step.starts + step.queries)[sampling].astype(np.int64)
-        prompt_logprobs = []
+        prompt_logprobs = [self._prompt_logprobs(step, i, hidden, index, last) for i in prompts]
         if prompts:
-            prompt_logprobs = [self._prompt_logprobs(step, i, hidden, index, last) for i in prompts]
-            hidden = hidden[self._send(sample_index)[0]]
+            hidden = hidden[self._send(np.searchsorted(index, last[step.samples]))[0]]
+        rows = step.rows[step.samples]
         if len(rows) == 0:
-            empty = torch.zeros(0, dtype=torch.int64, device=self.device)
-            return Launched(step, empty, [], prompt_logprobs)
+            return Launched(step, torch.zeros(0, dtype=torch.int64, device=self.device), [], prompt_logprobs)
+        sampled, logprobs = self._sample(hidden, rows, (step.starts + step.queries)[step.samples])
+        return Launched(step, sampled, logprobs, prompt_logprobs)
+
+    def _launch_decodes(self, step: Step) -> Launched:
+        """A step in which every row runs its newest token."""
+        if self.graphs is not None and self.graphs.can_run(step):
+            return Launched(step, self.graphs.launch(step), [], [])
+        before, batch = self._decoding
+        if (
+            before is not None
+            and step.table_rows is None
+            and not step.admitted
+            and np.array_equal(step.rows, before.rows)
+            and np.array_equal(step.starts, before.starts + 1)
+        ):
+            # The same rows go on in the same blocks: the last batch, moved along by one token.
+            batch.token_ids = self._sampled
+            for moved in (batch.positions, batch.slots, batch.decode.lengths):
+                moved.add_(1)
+        else:
+            batch = self._batch(step, None)
+        self._decoding = (step, batch)
+        hidden = self.model.forward(batch, self.caches)
+        self._sampled, logprobs = self._sample(hidden, step.rows, step.starts + 1)
+        return Launched(step, self._sampled, logprobs, [])
+
+    def _sample(self, hidden: Tensor, rows: np.ndarray, lengths: np.ndarray) -> tuple[Tensor, list]:
+        """Each row's next token, written to its place on the device; and the log-probabilities asked for."""
         logits = self.model.logits(hidden)
         sampled = self.sampler(logits, rows, lengths, self.tokens)
         self.tokens[self._send(rows, lengths)] = sampled.to(torch.int32)
-        return Launched(step, sampled, self._logprobs(logits, rows, sampled), prompt_logprobs)
+        return sampled, self._logprobs(logits, rows, sampled)
 
     def _update(self, step: Step) -> None:
         """Send the device what has changed since the last step."""
@@ -263,6 +287,8 @@ class Runner:
         """Grouped by how many each row wants: [(rows, (ids, values))]."""
         wanted = self.logprobs[rows]
         found = []
+        if (wanted < 0).all():
+            return found
         for k in np.unique(wanted[wanted >= 0]):
             chosen = np.nonzero(wanted == k)[0]
             index = self._send(chosen)[0]

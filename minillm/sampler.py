@@ -19,12 +19,16 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     seeds [n] int64, positions [n] int. The number depends on nothing else, so a seeded request draws the same
     tokens alone, in any batch, and after preemption. 24 bits, all that float32 holds.
     """
-    with np.errstate(over="ignore"):
-        z = _mix(_mix(seeds.astype(np.uint64)) + positions.astype(np.uint64))
-    return ((z >> np.uint64(40)).astype(np.float64) * 2.0**-24).astype(np.float32)
+    return _draws(_mix(seeds.astype(np.uint64)), positions)
+
+
+def _draws(mixed: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    z = _mix(mixed + positions.astype(np.uint64)) >> np.uint64(40)
+    return (z.astype(np.float64) * 2.0**-24).astype(np.float32)
 
 
 def _mix(z: np.ndarray) -> np.ndarray:
+    """SplitMix64's output function; arrays of uint64 wrap without a warning."""
     z = z + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -40,7 +44,7 @@ class Sampler:
         self.params: list[SamplingParams | None] = [None] * rows
         self.stop_ids: list[tuple[int, ...]] = [()] * rows
         self.prompt_length = np.zeros(rows, np.int64)
-        self.seed = np.zeros(rows, np.int64)
+        self.mixed_seed = np.zeros(rows, np.uint64)
         self.temperature = np.zeros(rows, np.float32)
         self.general = np.zeros(rows, bool)  # rows that need more than the fast path
 
@@ -48,7 +52,7 @@ class Sampler:
         self.params[row] = params
         self.stop_ids[row] = stop_ids
         self.prompt_length[row] = prompt_length
-        self.seed[row] = seed
+        self.mixed_seed[row] = _mix(np.array([seed]).astype(np.uint64))[0]
         self.temperature[row] = params.temperature
         self.general[row] = params.needs_general_path
 
@@ -63,7 +67,7 @@ class Sampler:
             logits, temperature = self._reshape(_widened(logits), rows, lengths, tokens, temperature)
         if not temperature.any():
             return logits.argmax(dim=-1)
-        draws = self._tensor(uniforms(self.seed[rows], lengths))
+        draws = self._tensor(_draws(self.mixed_seed[rows], lengths))
         return self.ops.sample(logits, self._tensor(temperature), draws)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
@@ -164,5 +168,5 @@ def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor
 
 def derived_seed(seed: int, count: int) -> int:
     """The seed of the `count`-th request of an engine seeded with `seed`, for requests that name none."""
-    with np.errstate(over="ignore"):
-        return int(_mix(_mix(np.array([seed], np.int64).astype(np.uint64)) + np.uint64(count)).astype(np.int64)[0])
+    mixed = _mix(_mix(np.array([seed]).astype(np.uint64)) + np.uint64(count))
+    return int(mixed.astype(np.int64)[0])

@@ -139,11 +139,13 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """The next step, or None when nothing can be launched before a step in flight has been read."""
-        while not self._grow():
+        rows = self._runnable()
+        while not self._grow(rows):
             if self.in_flight:
                 return None  # reading may finish requests, which is cheaper than preempting one
             self._preempt()
-        rows, queries = self._share_budget(self._runnable())
+            rows = self._runnable()
+        rows, queries = self._share_budget(rows)
         budget = self.max_num_batched_tokens - int(queries.sum())
         admitted = self._admit(budget)
         if admitted:
@@ -169,9 +171,8 @@ class Scheduler:
         queries = np.minimum(queries, np.maximum(self.max_num_batched_tokens - before, 0))
         return rows[queries > 0], queries[queries > 0]
 
-    def _grow(self) -> bool:
+    def _grow(self, rows: np.ndarray) -> bool:
         """Give a block to each row whose next token needs one; False, and none given, if there are too few."""
-        rows = self._runnable()
         rows = rows[self.computed[rows] >= self.held[rows] * self.block_size]
         needed = len(rows) * self.groups
         if needed > self.pool.available:
@@ -223,15 +224,17 @@ class Scheduler:
         return [found[i : i + self.groups] for i in range(0, len(found) - self.groups + 1, self.groups)]
 
     def _launch(self, rows: np.ndarray, queries: np.ndarray) -> Step:
-        first = np.argsort(queries > 1, kind="stable")
-        rows, queries = rows[first], queries[first]
+        singles = int((queries == 1).sum())
+        if singles < len(rows):
+            first = np.argsort(queries > 1, kind="stable")
+            rows, queries = rows[first], queries[first]
         starts = self.computed[rows]
         self.launched += 1
         self.last_step[rows] = self.launched
         self.computed[rows] += queries
         samples = self.computed[rows] == self.known[rows]
         self.known[rows[samples]] += 1
-        step = Step(self.launched, rows, starts, queries, samples, int((queries == 1).sum()), self._admitted)
+        step = Step(self.launched, rows, starts, queries, samples, singles, self._admitted)
         if self._table_changes:
             changed = zip(*self._table_changes, strict=True)
             step.table_rows, step.table_columns = (np.concatenate(next(changed)) for _ in range(2))

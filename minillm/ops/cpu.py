@@ -247,7 +247,15 @@ def _chunk_mask(queries: int, length: int, window: int | None) -> Tensor:
 
 
 def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
-    """As the reference, without a distribution when every row is greedy."""
-    if not temperature.any():
+    """As the reference, leaving out what no row needs."""
+    greedy = temperature == 0
+    if not greedy.any():
+        greedy = None
+    elif greedy.all():
         return logits.argmax(-1)
-    return reference.sample(logits, temperature, uniform)
+    else:
+        temperature = temperature.masked_fill(greedy, 1)
+    cumulative = (logits.double() / temperature[:, None]).softmax(-1).cumsum(-1)
+    target = uniform.double() * cumulative[:, -1]
+    drawn = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+    return drawn if greedy is None else torch.where(greedy, logits.argmax(-1), drawn)
