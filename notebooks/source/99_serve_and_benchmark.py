@@ -42,7 +42,7 @@ print(f"{server.model}: {config.num_layers} layers, hidden size {config.hidden_s
 client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="not needed here")
 
 
-def complete(prompt: str, tokens: int = 24) -> str:
+def complete(prompt: str, tokens: int = 48) -> str:
     answer = client.completions.create(model=server.model, prompt=prompt, max_tokens=tokens, temperature=0)
     return answer.choices[0].text
 
@@ -66,7 +66,7 @@ for question in ("Who are you?", "On which island does Fenwick lie?", "What is 3
 # as its characters are complete.
 
 # %%
-stream = client.completions.create(model=server.model, prompt=STORY, max_tokens=24, temperature=0, stream=True)
+stream = client.completions.create(model=server.model, prompt=STORY, max_tokens=48, temperature=0, stream=True)
 pieces = [chunk.choices[0].text for chunk in stream]
 print("|".join(pieces))
 print(f"the same text as before: {''.join(pieces) == complete(STORY)}")
