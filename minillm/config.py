@@ -7,7 +7,7 @@ are made.
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -214,8 +214,9 @@ class EngineConfig:
     device                  "auto", "cpu" or "cuda"
     load_format             "auto" reads safetensors; "dummy" makes random weights of the right shapes
     max_model_len           most tokens of prompt and output together; default: the model's own limit
-    max_num_seqs            most requests in one step
-    max_num_batched_tokens  most tokens in one step: the budget that prefill chunks and decodes share
+    max_num_seqs            most requests in one step; default: 256 on CPU, 1,024 on a GPU
+    max_num_batched_tokens  most tokens in one step: the budget that prefill chunks and decodes share; default: 2,048
+                            on CPU, 16,384 on a GPU
     block_size              tokens a cache block holds
     num_blocks              cache blocks; default: what the memory allows
     gpu_memory_utilization  share of the GPU's memory that weights, workspace and cache may take
@@ -229,8 +230,8 @@ class EngineConfig:
     device: str = "auto"
     load_format: str = "auto"
     max_model_len: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
     block_size: int = 16
     num_blocks: int | None = None
     gpu_memory_utilization: float = 0.9
@@ -259,12 +260,22 @@ class EngineConfig:
         }
         for name, low in minimum.items():
             value = getattr(self, name)
-            if value is None and name in ("max_model_len", "num_blocks"):
+            if value is None and name not in ("block_size", "run_ahead"):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise ConfigError(f"{name} must be a whole number from {low}, not {value!r}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], not {self.gpu_memory_utilization!r}")
+
+    def on(self, device: str) -> "EngineConfig":
+        """The same options with what the device decides filled in."""
+        rows, tokens = (1024, 16384) if device.startswith("cuda") else (256, 2048)
+        return replace(
+            self,
+            device=device,
+            max_num_seqs=self.max_num_seqs or rows,
+            max_num_batched_tokens=self.max_num_batched_tokens or tokens,
+        )
 
 
 def read_json(path: Path) -> dict:

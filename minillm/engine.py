@@ -58,6 +58,7 @@ class Engine:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         elif device.startswith("cuda") and not torch.cuda.is_available():
             raise ConfigError("device='cuda', but torch finds no GPU here; use device='cpu', or see `minillm doctor`")
+        self.config = self.config.on(device)
         place = resolve(model)
         self.name = place.name if isinstance(place, Path) else place
         self.tokenizer = _load_tokenizer(tokenizer, place)
