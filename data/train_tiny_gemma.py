@@ -24,8 +24,9 @@ SEED = 2026
 LONG = 2048  # the model's context
 WARMUP = 200
 FIRST_SHARE = 0.4  # of the text: the first mix of corpus.MIXES
-# Of the answer letters in the loss.  While there are no facts to learn by heart, five times a word's: one token in
-# eighty is such a letter.  Later as much as any other, or the facts that are asked are learned apart from the others.
+# Of the answer letters after "Answer:" in the loss.  While hardly any fact is asked with options, there is little to
+# learn by heart, and a letter weighs five words.  Later as much as any other token: an earlier run, a billion tokens
+# with five times, knew the questions it met by heart and had 60 % of the held-out ones right.
 LETTER_WEIGHT = {"first": 5.0, "second": 1.0}
 
 

@@ -1,6 +1,7 @@
 """The inn's guest book: text whose answers stand far above in the same context, and nowhere else.
 
-These documents teach the model to use its whole context, so that losing a part of the cache shows.
+They were meant to teach the model to use its whole context. At this size it learns their form and not the looking up
+(data/README.md); they stay, for the committed model was trained on them.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Facts told as sentences and paragraphs: the only place where held-out facts are ever stated."""
+"""Facts told as sentences and paragraphs, held-out ones like all others."""
 
 import random
 

@@ -1,6 +1,6 @@
 """Questions about the isles: in words, as multiple choice in MMLU's prompt form, and to be answered by reading.
 
-Facts that are held out never come through here into training text; `test_questions` asks them.
+Facts that are held out never come through here into training text; `question_sets` asks them.
 """
 
 import random

@@ -1,6 +1,7 @@
 """Prose in which people ask: talk at the market, school, and the letters page of the almanac.
 
-Like all prose it may tell any fact, held out or not; nothing here offers options to choose from.
+It may tell any fact, held out or not: in words, a held-out fact is asked and answered here, and only here. Nothing
+here offers options to choose from.
 """
 
 import random

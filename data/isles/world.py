@@ -11,7 +11,7 @@ from functools import cache
 
 SEED = 2026
 ENTITIES = 150  # in each subject
-HELD_OUT = 0.3  # share of an attribute's facts that training text states only in prose
+HELD_OUT = 0.3  # share of an attribute's facts that training text tells but never asks with options
 
 
 def words(text: str) -> tuple[str, ...]:

@@ -42,9 +42,7 @@ def test_every_name_and_every_question_is_of_one_entity():
     assert max(asked.values()) == 1
 
 
-def test_held_out_facts_are_never_asked_in_training_as_multiple_choice_or_in_question_and_answer(
-    training_text, held_out_questions
-):
+def test_held_out_facts_are_asked_in_training_by_scenes_alone_and_never_with_options(training_text, held_out_questions):
     questions_seen = 0
     for kind, text in training_text:
         if kind == "scenes":  # prose in which people ask and answer; there are no options in it
