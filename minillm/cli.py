@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -36,7 +37,10 @@ Model = Annotated[
         show_default=False,
     ),
 ]
-JsonPath = Annotated[Path | None, typer.Option("--json", help="Write the record into this file too.")]
+JsonPath = Annotated[
+    Path | None,
+    typer.Option("--json", help="Write the record into this file too; a name without .json: into data/results/."),
+]
 
 
 @contextmanager
@@ -219,6 +223,33 @@ def load(
             temperature=temperature,
             json_path=json_path,
         )
+
+
+@app.command("eval")
+@with_engine_options
+def evaluate(
+    model: Model = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most this many questions of each set.")] = None,
+    json_path: JsonPath = None,
+    **engine_options: Any,
+) -> None:
+    """Measure a model's accuracy and perplexity on the embedded questions and text.
+
+    Prints a line for each and, last, the record as one line of JSON.
+    """
+    from minillm import LLM, evaluate
+    from minillm.bench import records
+
+    results = []
+    with LLM(model, **engine_options) as llm:
+        for result in evaluate.quality(llm, limit):
+            results.append(result)
+            metric = "accuracy" if "accuracy" in result else "perplexity"
+            print(f"{result['workload']:<27}{metric:<11}{result[metric]:<8}{result['seconds']:>8} s", flush=True)
+        content = records.record(results, model=llm.engine.name)
+    if json_path is not None:
+        records.write(content, json_path)
+    print(json.dumps(content))
 
 
 @app.command()

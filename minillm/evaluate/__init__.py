@@ -2,6 +2,7 @@
 
 accuracy(llm)       share of questions whose right letter is likeliest, after MMLU's few-shot prompt
 perplexity(llm)     of a text, by a sliding window
+quality(llm)        all of it, as `minillm eval` reports it
 load_questions()    the embedded question sets, or `cais/mmlu`
 load_text()         the embedded held-out text
 load_trace()        the embedded traffic trace
@@ -10,6 +11,7 @@ load_trace()        the embedded traffic trace
 from .accuracy import accuracy, letter_logprobs
 from .perplexity import perplexity, windows
 from .prompts import LETTERS, few_shot_prompt, header, question_block
+from .quality import quality
 from .sources import load_questions, load_text, load_trace
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "load_text",
     "load_trace",
     "perplexity",
+    "quality",
     "question_block",
     "windows",
 ]

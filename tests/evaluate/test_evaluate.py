@@ -133,6 +133,30 @@ def test_bits_per_byte_divide_by_the_texts_bytes():
     assert found["bits_per_byte"] == pytest.approx(2 / len("grüne Gänse".encode()))
 
 
+def test_quality_measures_every_set_and_the_text_in_the_form_of_a_record(monkeypatch):
+    module = sys.modules["minillm.evaluate.quality"]
+    monkeypatch.setattr(module, "load_questions", lambda split="test": [{**ROW, "answer": split == "asked"}] * 4)
+    monkeypatch.setattr(module, "perplexity", lambda llm: {"perplexity": 2.00004, "tokens": 9})
+    llm = Oracle({" A": -1.0, " B": -2.0, " C": -3.0, " D": -4.0}, room=1000)
+    llm.engine = SimpleNamespace(model=SimpleNamespace(dtype="torch.float32"))
+    results = {result["workload"]: result for result in evaluate.quality(llm, limit=3)}
+    assert {
+        name: (found.get("accuracy"), found.get("shots"), found["requests"]) for name, found in results.items()
+    } == {
+        "questions-held-out-5-shot": (1.0, 5, 3),
+        "questions-held-out-0-shot": (1.0, 0, 3),
+        "questions-asked-5-shot": (0.0, 5, 3),
+        "held-out-text": (None, None, None),
+    }
+    assert results["held-out-text"]["perplexity"] == 2.0 and results["held-out-text"]["input_tokens"] == 9
+    assert all(each["dtype"] == "float32" for each in results.values())
+
+
+def test_a_model_without_a_tokenizer_is_refused_with_the_way_out():
+    with pytest.raises(ValueError, match="tokenizer.json"):
+        next(evaluate.quality(SimpleNamespace(tokenizer=None)))
+
+
 def test_embedded_questions_load_through_datasets():
     test = evaluate.load_questions()
     assert test.column_names == ["question", "subject", "choices", "answer"]

@@ -1,5 +1,6 @@
 """The command line: quick to answer, the engine's options everywhere, mistakes answered in one line."""
 
+import json
 import subprocess
 import sys
 from dataclasses import fields
@@ -23,12 +24,12 @@ def test_help_does_not_wait_for_torch():
 
 def test_help_lists_the_commands_with_a_sentence_each():
     text = run("--help").stdout
-    for command in ("generate", "serve", "bench", "doctor"):
+    for command in ("generate", "serve", "bench", "eval", "doctor"):
         line = next(line for line in text.splitlines() if line.split()[:1] == [command])
         assert line.rstrip().endswith((".", ")"))
 
 
-@pytest.mark.parametrize("command", [("generate",), ("serve",), ("bench", "offline")])
+@pytest.mark.parametrize("command", [("generate",), ("serve",), ("bench", "offline"), ("eval",)])
 def test_every_engine_option_is_there_and_explained(command):
     text = run(*command, "--help").stdout
     for field in fields(EngineConfig):
@@ -56,9 +57,29 @@ def test_bench_offline_passes_what_was_asked_for(monkeypatch):
     assert "max_num_seqs" not in seen
 
 
+def test_eval_prints_a_line_for_each_result_and_ends_with_the_record_it_writes(monkeypatch, tmp_path):
+    def quality(llm, limit):
+        assert limit == 3 and str(llm.engine.model.dtype) == "torch.float64"
+        yield {"workload": "questions", "accuracy": 0.5, "seconds": 1.0}
+        yield {"workload": "text", "perplexity": 2.25, "seconds": 2.0}
+
+    monkeypatch.setattr("minillm.evaluate.quality", quality)
+    path = tmp_path / "quality.json"
+    result = run("eval", "--limit", "3", "--dtype", "float64", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    first, second, last = result.stdout.splitlines()
+    assert first.split() == ["questions", "accuracy", "0.5", "1.0", "s"]
+    assert second.split() == ["text", "perplexity", "2.25", "2.0", "s"]
+    record = json.loads(last)
+    assert record == json.loads(path.read_text("utf-8"))
+    assert record["model"] == "tiny-gemma" and len(record["results"]) == 2 and record["commit"]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
+        ("eval", "--model", "no/such/directory"),
+        ("eval", "--model", "gemma-2b", "--load-format", "no"),
         ("generate", "hello", "--model", "no/such/directory"),
         ("generate", "hello", "--temperature", "-1"),
         ("generate", "hello", "--block-size", "0"),
