@@ -4,38 +4,58 @@ python docs/draw.py           draws docs/at_work.svg and fills in the README's f
 python docs/draw.py record    measures this machine first: data/results/cpu/{offline,timeline}.json
 """
 
+import os
 import re
 import sys
+import time
 from pathlib import Path
 
-from minillm.bench import plots, records
+from minillm import LLM, SamplingParams
+from minillm.bench import offline, plots, records, workloads
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = ROOT / "docs" / "at_work.svg"
 OFFLINE, TIMELINE = "cpu/offline", "cpu/timeline"
 BLOCK = re.compile(r"(<!-- figures: .*? -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 COMMAND = "python docs/draw.py record"
+STAT = Path("/proc/stat")
+QUIET = 0.1  # share of the CPU that other programs may take during a measurement that is kept
 ROWS = 12  # requests in one step of the timeline: few enough that some must wait
 
 
 def measure() -> None:
     """Both records. The lone request is measured at full length, the mixed ones at an eighth."""
-    from minillm import LLM, SamplingParams
-    from minillm.bench import offline, workloads
+    # Taken now: what runs is the code as it was imported, whatever is committed meanwhile.
+    commit, before = records.commit(), cpu_seconds()
+    results, spans = compare(), follow()
+    others = share_of_others(before, cpu_seconds())
+    print(offline.table(results))
+    if others is not None and others > QUIET:
+        sys.exit(
+            f"other programs took {others:.0%} of the CPU meanwhile, more than {QUIET:.0%}: stop them and measure "
+            "again. Nothing was kept."
+        )
+    more = commit | {"cpu_share_of_other_programs": others}
+    records.write(records.record(results, COMMAND, **more), records.RESULTS / f"{OFFLINE}.json")
+    records.write(records.record(spans, COMMAND, rows=ROWS, **more), records.RESULTS / f"{TIMELINE}.json")
 
+
+def compare() -> list[dict]:
+    """Both workloads beside transformers."""
     settings = {"repeat": 5, "compare": "transformers", "device": "cpu", "quiet": True}
     results = offline.run(workload="single", **settings)["results"]
-    results += offline.run(workload="mixed", scale=8, requests=64, **settings)["results"]
-    print(offline.table(results))
-    keep(records.record(results, COMMAND), OFFLINE)
+    return results + offline.run(workload="mixed", scale=8, requests=64, **settings)["results"]
 
+
+def follow() -> list[dict]:
+    """When each of some mixed requests had its first token and its last, sharing ROWS places."""
     with LLM(max_num_seqs=ROWS, enable_prefix_caching=False, device="cpu") as llm:
         work = workloads.make("mixed", llm.model_config.vocab_size, scale=8, requests=36)
         params = [SamplingParams(max_tokens=each.output_tokens, ignore_eos=True) for each in work]
         for _ in ("to warm up", "to keep"):
             done = llm.generate([each.prompt for each in work], params)
     start = min(each.arrival_time for each in done)
-    spans = [
+    return [
         {
             "input_tokens": len(each.prompt_token_ids),
             "output_tokens": len(each.token_ids),
@@ -44,11 +64,23 @@ def measure() -> None:
         }
         for each in done
     ]
-    keep(records.record(spans, COMMAND, rows=ROWS), TIMELINE)
 
 
-def keep(record: dict, name: str) -> None:
-    records.write(record, records.RESULTS / f"{name}.json")
+def cpu_seconds() -> tuple[float, float, float] | None:
+    """Seconds since some beginning: the clock's, this process's on all cores, all processes'. None but on Linux."""
+    if not STAT.is_file():
+        return None
+    user, nice, system, _, _, *more = map(int, STAT.read_text().splitlines()[0].split()[1:9])
+    busy = (user + nice + system + sum(more)) / os.sysconf("SC_CLK_TCK")
+    return time.perf_counter(), time.process_time(), busy
+
+
+def share_of_others(before: tuple | None, after: tuple | None) -> float | None:
+    """The share of all cores that programs other than this one took, from 0 to 1."""
+    if before is None or after is None:
+        return None
+    wall, own, busy = (late - early for early, late in zip(before, after, strict=True))
+    return round(max(0.0, busy - own) / (wall * os.cpu_count()), 3)
 
 
 def pairs() -> list[tuple[dict, dict]]:
