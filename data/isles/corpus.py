@@ -38,7 +38,8 @@ KINDS = {
 # Shares of the tokens, as far as a kind's usual length holds.  First what there is to know, and how the letter of an
 # option is found; then also questions in MMLU's form that need both.  An earlier recipe, a billion tokens with letters
 # that weighed five times a word, learned the questions it met by heart and had 60 % of the held-out ones right; this
-# one has 92 %.  One mix from the start, 25 to 35 % of it multiple choice, was at chance after 105 to 131 million tokens.
+# one has 92 %.  One mix from the start, a quarter or more of it multiple choice, was at chance after 105 to 131 million
+# tokens.
 MIXES = {
     "first": {"prose": 0.22, "almanac": 0.06, "scenes": 0.20, "words": 0.08, "letters": 0.24,
               "stories": 0.05, "sums": 0.03, "ledgers": 0.06, "chats": 0.06},

@@ -1,0 +1,97 @@
+"""The model card says what the records say, and what is in the folder."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+DATA = Path(__file__).resolve().parents[2] / "data"
+CARD = (DATA / "README.md").read_text("utf-8")
+sys.path.insert(0, str(DATA))
+
+from isles import corpus  # noqa: E402
+
+
+def record(name: str) -> dict:
+    return json.loads((DATA / "results" / f"{name}.json").read_text("utf-8"))
+
+
+@pytest.fixture(scope="module")
+def quality():
+    return {result["workload"]: result for result in record("cpu/tiny-gemma-quality")["results"]}
+
+
+def rows(heading: str) -> dict[str, list[str]]:
+    """The first table after a heading: {first cell: the others}, without its head."""
+    section = CARD.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+    return {first.strip(): [cell.strip() for cell in rest] for first, *rest in lines[2:]}
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def test_the_record_is_of_every_question_at_a_commit():
+    content = record("cpu/tiny-gemma-quality")
+    assert content["commit"] and content["dirty"] is False and content["model"] == "tiny-gemma"
+    for result in content["results"]:
+        assert result["dtype"] == "float32"
+    held_out = content["results"][0]
+    written = (DATA / "questions" / "test.jsonl").read_text("utf-8").splitlines()
+    assert held_out["workload"] == "questions-held-out-5-shot"
+    assert held_out["requests"] == len(written) >= 2000 and held_out["accuracy"] >= 0.8
+
+
+def test_the_table_by_subject_is_the_records(quality):
+    sets = [quality[f"questions-{name}"] for name in ("held-out-5-shot", "held-out-0-shot", "asked-5-shot")]
+    expected = {
+        subject: [percent(each["subjects"][subject]) for each in sets] for subject in sorted(sets[0]["subjects"])
+    }
+    expected["all"] = [percent(each["accuracy"]) for each in sets]
+    expected["questions"] = [f"{each['requests']:,}" for each in sets]
+    assert rows("How good it is") == expected
+
+
+def test_the_figures_in_the_text_are_the_records(quality):
+    text, training = quality["held-out-text"], record("h200/tiny-gemma-training")["results"][0]
+    log = training["runs"]
+    hard = max(each["tokens"] for each in log if each["letter_loss"] > 1.1)
+    easy = min(each["tokens"] for each in log if each["letter_loss"] < 0.25)
+    quoted = [
+        f"perplexity {text['perplexity']:.2f} over {text['tokens']:,} tokens",
+        f"{text['bits_per_byte']:.2f} bits a byte",
+        f"{percent(quality['questions-held-out-5-shot']['accuracy'])} of the held-out questions",
+        f"{training['steps']:,} steps",
+        f"{training['input_tokens'] / 1e6:.0f} million tokens",
+        f"{training['seconds']:.0f} s on one {record('h200/tiny-gemma-training')['machine']['gpu']}",
+        f"from {hard / 1e6:.0f} to {easy / 1e6:.0f} million tokens",
+    ]
+    flat = " ".join(CARD.split())
+    assert not [each for each in quoted if each not in flat]
+
+
+def test_the_shares_of_the_text_are_the_ones_it_is_made_with():
+    expected = {
+        kind: [f"{100 * mix[kind]:.0f} %" if kind in mix else "none" for mix in corpus.MIXES.values()]
+        for kind in corpus.KINDS
+    }
+    assert {kind.strip("`"): cells[1:] for kind, cells in rows("What it was trained on").items()} == expected
+
+
+def test_every_file_has_its_line_of_at_most_six_words():
+    tree = CARD.split("\n## What is in this folder\n")[1].split("```")[1]
+    lines = dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in tree.strip().splitlines())
+    assert not [name for name, words in lines.items() if len(words.split()) > 6]
+    names = {name.rstrip("/") for name in lines}
+    there = {path.name for path in DATA.iterdir()} | {f"isles/{path.name}" for path in (DATA / "isles").glob("*.py")}
+    for folder in ("questions", "text", "traces", "tiny-gemma"):
+        there |= {f"{folder}/{path.name}" for path in (DATA / folder).iterdir()}
+    assert {each for each in there if not each.endswith("__pycache__")} <= names | {"isles", "text", "traces"}
+
+
+def test_every_link_leads_somewhere():
+    targets = [target for target in re.findall(r"\]\(([^)#]+)\)", CARD) if "://" not in target]
+    assert not [target for target in targets if not (DATA / target).exists()]
