@@ -23,12 +23,13 @@ from minillm.server import running
 # ## Start the server
 #
 # `minillm serve` does this from a terminal. Here the engine runs in the notebook's own process, in a thread: what you
-# change in a cell changes what the server does. `ExitStack` keeps it open until we close it in the last cell.
+# change in a cell changes what the server does. `ExitStack` keeps it open until we close it.
 
 # %%
 stack = ExitStack()
 server = stack.enter_context(running())
 config = server.engine.model_config
+weight_bytes = server.engine.engine.model.nbytes
 print(f"{server.model}: {config.num_layers} layers, hidden size {config.hidden_size}, vocabulary {config.vocab_size}")
 
 # %% [markdown]
@@ -136,9 +137,21 @@ plt.show()
 # Sharing the weights is most of the gain, and it ends where arithmetic and Python take over from reading. What the
 # server gains, each client pays for in longer waits: pick the point you want on purpose.
 #
+# ## Stop the server
+#
+# What follows measures engines one after the other; nothing else should be alive in this process.
+
+# %%
+stack.close()
+try:
+    complete("Is anybody there?")
+except openai.APIConnectionError:
+    print("nobody answers any more")
+
+# %% [markdown]
 # ## Compare
 #
-# Now without HTTP: the same requests through `minillm` and through transformers' `generate`, in turns in one
+# Without HTTP now: the same requests through `minillm` and through transformers' `generate`, in turns in one
 # process, so that a busy moment of the machine hits both. Two workloads of random token ids:
 #
 # * `single`: one request of 128 tokens in and 256 out. Nobody to share with.
@@ -177,7 +190,7 @@ plt.show()
 # Not compared: times.
 import time
 
-weights = torch.ones(server.engine.engine.model.nbytes // 4)
+weights = torch.ones(weight_bytes // 4)
 reads = []
 for _ in range(20):
     start = time.perf_counter()
@@ -192,15 +205,6 @@ print(f"measured              {measured * 1e3:8.2f} ms a token, {measured / floo
 # %% [markdown]
 # What lies above the floor is Python and the start of some hundred small operations in each step. The larger the model,
 # the smaller their share: on a GPU with a model of billions of weights, the floor is what the engine is tuned against.
-#
-# ## Stop the server
-
-# %%
-stack.close()
-try:
-    complete("Is anybody there?")
-except openai.APIConnectionError:
-    print("nobody answers any more")
 
 # %% [markdown]
 # ## Recap
