@@ -1,10 +1,11 @@
-"""Prose in which people ask: talk at the market, school, and the letters page of the almanac.
+"""Prose in which people ask: talk at the market and at school, and the letters page of the almanac.
 
-It may tell any fact, held out or not: in words, a held-out fact is asked and answered here, and only here. Nothing
-here offers options to choose from.
+People in a story may speak of any fact, held out or not; the letters page, a list of questions and answers, keeps to
+facts that may be asked. Nothing here offers options to choose from.
 """
 
 import random
+from functools import cache
 
 from isles.names import CHILDREN
 from isles.world import Entity, capital, clause, sentence, world
@@ -34,8 +35,26 @@ HEADS = (
 )  # fmt: skip
 
 
-def slots(rng: random.Random, entity: Entity) -> dict[str, str]:
-    attribute = rng.choice(entity.subject.attributes)
+@cache
+def held_out() -> frozenset[tuple[str, str]]:
+    return frozenset((fact.entity.name, fact.attribute.name) for fact in world().facts if fact.held_out)
+
+
+@cache
+def askable() -> tuple[Entity, ...]:
+    """Entities with a fact that may be asked."""
+    return tuple(
+        entity
+        for entity in world().entities
+        if any((entity.name, attribute.name) not in held_out() for attribute in entity.subject.attributes)
+    )
+
+
+def slots(rng: random.Random, entity: Entity, may_be_held_out: bool) -> dict[str, str]:
+    attributes = entity.subject.attributes
+    if not may_be_held_out:
+        attributes = [each for each in attributes if (entity.name, each.name) not in held_out()]
+    attribute = rng.choice(attributes)
     value = entity.facts[attribute.name]
     child, elder = rng.choice(CHILDREN), rng.choice(ELDERS)
     if child.their == "his":
@@ -50,12 +69,13 @@ def slots(rng: random.Random, entity: Entity) -> dict[str, str]:
 
 def document(rng: random.Random) -> str:
     """One to six exchanges, about one entity or several."""
-    w, count = world(), rng.choice((1, 2, 3, 4, 6))
-    one = rng.choice(w.entities)
-    entities = [one if rng.random() < 0.4 else rng.choice(w.entities) for _ in range(count)]
-    if rng.random() < 0.4:
-        return "\n".join(rng.choice(TALK).format(**slots(rng, entity)) for entity in entities)
+    talk, count = rng.random() < 0.85, rng.choice((1, 2, 3, 4, 6))
+    among = world().entities if talk else askable()
+    one = rng.choice(among)
+    entities = [one if rng.random() < 0.4 else rng.choice(among) for _ in range(count)]
+    if talk:
+        return "\n".join(rng.choice(TALK).format(**slots(rng, entity, True)) for entity in entities)
     form = rng.choice(PAGE)
     head = rng.choice(HEADS)
-    letters = "\n\n".join(form.format(**slots(rng, entity)) for entity in entities)
+    letters = "\n\n".join(form.format(**slots(rng, entity, False)) for entity in entities)
     return f"{head}\n\n{letters}" if head else letters
