@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PICTURE = ROOT / "docs" / "at_work.svg"
 OFFLINE, TIMELINE = "cpu/offline", "cpu/timeline"
 BLOCK = re.compile(r"(<!-- figures: .*? -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+GPU_BLOCK = re.compile(r"(<!-- GPU figures: .*? -->\n).*?(<!-- end of GPU figures -->)", re.DOTALL)
+GPU, GPU_PEER = "h200/gemma-2b-bf16", "h200/vllm-h200"
 COMMAND = "python docs/draw.py record"
 STAT = Path("/proc/stat")
 QUIET = 0.1  # share of the CPU that other programs may take during a measurement that is kept
@@ -123,8 +125,30 @@ def figures() -> str:
     )
 
 
+def gpu_figures() -> str:
+    """The README's table of figures on a GPU: each workload, and the peer's best run of it."""
+    record, peer = records.read(GPU), records.read(GPU_PEER)
+    lines = ["| workload | requests | minillm | vLLM | times |", "|---|---|---|---|---|"]
+    for row in record["results"]:
+        runs = [each for each in peer["results"] if (each["workload"], each["dtype"]) == (row["workload"], "bf16")]
+        ours, best = row["output_tokens_per_s"], max(each["output_tokens_per_s"] for each in runs)
+        lines.append(f"| {row['workload']} | {row['requests']:,} | {ours:,.0f} | {best:,} | {ours / best:.2f} |")
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"Output tokens per second on one {record['machine']['gpu']}: Gemma 2B's shape, random weights, bfloat16,",
+            "all requests submitted at once, exact output lengths, temperature 1. A workload's name says its input and",
+            f"output lengths. minillm: medians of 3 runs; {peer['version']}: the best of its runs. Records:",
+            f"[minillm](data/results/{GPU}.json), [vLLM](data/results/{GPU_PEER}.json), with all settings.",
+            "",
+        ]
+    )
+
+
 def fill(readme: str) -> str:
     """The README with its figures written in."""
+    readme = GPU_BLOCK.sub(lambda found: found[1] + gpu_figures() + found[2], readme)
     return BLOCK.sub(lambda found: found[1] + figures() + found[2], readme)
 
 

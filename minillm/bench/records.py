@@ -29,11 +29,17 @@ def record(results: list[dict], command: str | None = None, **more) -> dict:
         "results": results,
         "machine": machine(),
         **commit(),
-        "command": command or shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command or shlex.join(_without_folders(sys.argv)),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": versions(),
         **more,
     }
+
+
+def _without_folders(words: list[str]) -> list[str]:
+    """A command line that says nothing about the folders of the machine it ran on."""
+    program = "minillm" if Path(words[0]).name in ("minillm", "cli.py") else Path(words[0]).name
+    return [program, *(Path(word).name if Path(word).is_absolute() else word for word in words[1:])]
 
 
 def write(content: dict, path: str | Path) -> Path:
