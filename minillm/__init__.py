@@ -11,7 +11,8 @@ _HOMES = {
     "Completion": "request",
     "InvalidRequest": "request",
     "Tokenizer": "tokenizer",
-    "using": "ops",
+    "NotSolvedYet": "parts",
+    "using": "parts",
 }
 __all__ = sorted(_HOMES)
 

@@ -167,7 +167,7 @@ def test_a_dropped_layer_changes_the_output(directory, prompts, alone):
 
 def test_an_unsolved_exercise_falls_back_to_the_engines_own_part(directory, prompts, alone):
     def stub(*args, **kwargs):
-        raise minillm.ops.NotSolvedYet("write decode_attention")
+        raise minillm.NotSolvedYet("write decode_attention")
 
     with minillm.using(decode_attention=stub) as used:
         assert tokens(directory, prompts) == alone

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import minillm
 from minillm import ops
 from minillm.batch import Batch, Rows
 from minillm.config import PRESETS, ConfigError, ModelConfig
@@ -168,7 +169,7 @@ def test_several_queries_a_row_in_a_decode_equal_one_after_the_other(saved):
 
 
 def _zero_attention(paged):
-    return ops.using(
+    return minillm.using(
         decode_attention=lambda q, *rest, **options: torch.zeros_like(q),
         prefill_attention=lambda q, *rest, **options: torch.zeros_like(q),
     )
@@ -176,14 +177,14 @@ def _zero_attention(paged):
 
 def _attention_sees_only_itself(paged):
     own = ops.on("cpu").decode_attention
-    return ops.using(
+    return minillm.using(
         decode_attention=lambda *given, **options: own(*given, **{**options, "window": 1}),
         prefill_attention=lambda q, *rest, **options: torch.zeros_like(q),
     )
 
 
 def _no_rotation(paged):
-    return ops.using(rotary_embedding=lambda q, k, cos_sin: (q, k))
+    return minillm.using(rotary_embedding=lambda q, k, cos_sin: (q, k))
 
 
 def _drop_a_layer(paged):

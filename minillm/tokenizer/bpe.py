@@ -9,6 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+from ..parts import Parts, register
 from .gemma import BYTE_TOKENS
 from .patterns import TokenizerError
 
@@ -48,6 +49,7 @@ class BPE:
         # The only neighbours that a merge can ever join: see _cut.
         self._joinable = {(left[-1], right[0]) for left, right in pairs}
         self._cache: dict[str, list[int]] = {}
+        self._cache_version = PARTS.version
 
     def encode(self, piece: str) -> list[int]:
         """The ids of one pre-tokenized piece."""
@@ -69,9 +71,11 @@ class BPE:
         yield piece[start:]
 
     def _encode_word(self, word: str) -> list[int]:
+        if self._cache_version != PARTS.version:  # what another `bpe_merge` made
+            self._cache, self._cache_version = {}, PARTS.version
         ids = self._cache.get(word)
         if ids is None:
-            ids = [self.vocab[token] for token in merge(self._symbols(word), self.ranks)]
+            ids = [self.vocab[token] for token in PARTS.bpe_merge(self._symbols(word), self.ranks)]
             if len(word) <= CACHED_LENGTH:
                 if len(self._cache) >= CACHED_PIECES:
                     self._cache.clear()
@@ -137,3 +141,7 @@ def merge(symbols: list[str], ranks: dict[tuple[str, str], int]) -> list[str]:
                     heapq.heappush(waiting, new)
                 places[new].append(first)
     return [symbol for symbol in symbols if symbol]
+
+
+PARTS = Parts({"bpe_merge": merge})
+register(lambda: [PARTS])
