@@ -7,6 +7,8 @@ import pytest
 # No test needs the network: what would ask it must fail at once instead of waiting.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Kept outputs of lessons are those of the embedded model.
+os.environ["MINILLM_TIER"] = "cpu"
 
 MESSAGE_SECONDS = 120  # nbval waits 5 s for each message of a cell, less than a busy machine may need
 

@@ -1,1 +1,12 @@
-"""What the lessons need beside the engine: the doctor, and what turns sources into notebooks."""
+"""What the lessons need beside the engine: checks of exercises, the tier, predictions, the doctor, the builder.
+
+from minillm.course import NotSolvedYet, check, compare, tier, yours
+"""
+
+from ..parts import NotSolvedYet
+from .checks import check
+from .predictions import compare
+from .tier import Tier, tier
+from .yours import yours
+
+__all__ = ["NotSolvedYet", "Tier", "check", "compare", "tier", "yours"]

@@ -1,10 +1,11 @@
 """From one source per lesson to executed notebooks, the demo's report, and a learner's own copies.
 
-A source is a jupytext percent script, `notebooks/source/NN_name.py`. Timings sit in cells tagged
+A source is a script, `notebooks/source/NN_name.py`; `lesson.py` says how it is written. Timings sit in cells tagged
 `nbval-ignore-output`, whose first line says why; output of cells tagged `terminal` is what `make demo` prints.
 """
 
 import argparse
+import os
 import re
 import shutil
 import sys
@@ -12,9 +13,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import jupytext
 from nbclient import NotebookClient
-from nbformat import NotebookNode, v4, write
+from nbformat import NotebookNode, write
+
+from .lesson import LEARNER, SOLUTION, convert
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = ROOT / "notebooks"
@@ -22,25 +24,13 @@ DEMO = "99_serve_and_benchmark"
 CELL_SECONDS = 600
 
 
-def convert(source: Path) -> NotebookNode:
-    """A source as a notebook without outputs. Ids count the cells, so that a rebuild changes nothing else."""
-    read = jupytext.read(source)
-    notebook = v4.new_notebook(cells=read.cells)
-    notebook.metadata = {
-        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-        "language_info": {"name": "python"},
-    }
-    for count, cell in enumerate(notebook.cells):
-        cell.id = f"cell-{count}"
-        tags = cell.metadata.get("tags")
-        cell.metadata = {"tags": tags} if tags else {}
-    return notebook
-
-
-def execute(notebook: NotebookNode, folder: Path, started: Callable | None = None) -> NotebookNode:
+def execute(
+    notebook: NotebookNode, folder: Path, started: Callable | None = None, tier: str | None = None
+) -> NotebookNode:
     """Run all cells in a fresh kernel of this Python, in `folder`; the same notebook, with outputs.
 
-    started: called with (cell, its index) before each. Raises nbclient's CellExecutionError at the first error.
+    started: called with (cell, its index) before each. tier: as MINILLM_TIER; default: what is set already. Raises
+    nbclient's CellExecutionError at the first error.
     """
     client = NotebookClient(
         notebook,
@@ -51,7 +41,7 @@ def execute(notebook: NotebookNode, folder: Path, started: Callable | None = Non
         on_cell_start=started,
         extra_arguments=["--IPKernelApp.log_level=ERROR"],
     )
-    client.execute()
+    client.execute(env=os.environ | ({"MINILLM_TIER": tier} if tier else {}))
     notebook.metadata.language_info = {"name": "python"}
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -60,12 +50,18 @@ def execute(notebook: NotebookNode, folder: Path, started: Callable | None = Non
     return notebook
 
 
-def build(source: Path) -> Path:
-    """Write `notebooks/NN_name.ipynb`, executed, and return its path."""
-    notebook = execute(convert(source), NOTEBOOKS)
-    target = NOTEBOOKS / f"{source.stem}.ipynb"
-    write(notebook, target)
-    return target
+def target(source: Path, kind: str) -> Path:
+    """Where a lesson's notebook of this kind is committed."""
+    folder = NOTEBOOKS / "solutions" if kind == SOLUTION else NOTEBOOKS
+    return folder / f"{source.stem}.ipynb"
+
+
+def build(source: Path, kind: str) -> Path:
+    """Write one of a lesson's notebooks, executed on the CPU tier, and return its path."""
+    path = target(source, kind)
+    path.parent.mkdir(exist_ok=True)
+    write(execute(convert(source, kind), path.parent, tier="cpu"), path)
+    return path
 
 
 def sources(names: list[str]) -> list[Path]:
@@ -140,11 +136,13 @@ def main(arguments: list[str] | None = None) -> None:
         print(lab())
     else:
         try:
-            chosen = sources(options.names)
+            for source in sources(options.names):
+                for kind in (LEARNER, SOLUTION):
+                    begin = time.perf_counter()
+                    path = build(source, kind).relative_to(ROOT)
+                    print(f"{path}  {time.perf_counter() - begin:.0f} s", flush=True)
         except ValueError as error:
             sys.exit(str(error))
-        for source in chosen:
-            print(build(source).relative_to(ROOT), flush=True)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,12 @@ def executed(source):
     return build.execute(build.convert(source), source.parent)
 
 
+def test_the_tier_is_the_one_asked_for(tmp_path):
+    (tmp_path / "98_trial.py").write_text("# %%\nimport os\n\nprint(os.environ['MINILLM_TIER'])\n")
+    done = build.execute(build.convert(tmp_path / "98_trial.py"), tmp_path, tier="cpu")
+    assert done.cells[0].outputs[0].text == "cpu\n"
+
+
 def test_a_rebuild_changes_nothing(source):
     assert build.convert(source) == build.convert(source)
 

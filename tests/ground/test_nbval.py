@@ -1,11 +1,13 @@
 """How notebooks are tested: what a cell prints is compared, noise is not, and one failure is told once."""
 
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import nbformat
+import pytest
 
 from minillm.course import build
 
@@ -21,10 +23,11 @@ print("the same")
 print(os.getpid())
 
 # %%
-print("taught")
+taught = 42
+print(taught)
 
 # %%
-print("after")
+print("after", taught)
 """
 
 
@@ -49,8 +52,31 @@ def test_noise_and_times_are_not_compared(tmp_path):
     assert set(outcomes(tmp_path).values()) == {"PASSED"}
 
 
-def test_what_a_cell_teaches_is_compared_and_its_failure_stops_the_notebook(tmp_path):
-    def change(notebook):
-        notebook.cells[2].outputs[0].text = "something else\n"
+def changed_number(cell):
+    cell.outputs[0].text = "43\n"
 
-    assert list(outcomes(tmp_path, change).values()) == ["PASSED", "PASSED", "FAILED", "SKIPPED"]
+
+def stripped_output(cell):
+    cell.outputs = []
+
+
+def other_code(cell):
+    cell.source = "print(44)"
+
+
+@pytest.mark.parametrize("change", [changed_number, stripped_output, other_code])
+def test_what_a_cell_teaches_is_compared_and_its_failure_stops_the_notebook(change, tmp_path):
+    found = outcomes(tmp_path, lambda notebook: change(notebook.cells[2]))
+    assert list(found.values()) == ["PASSED", "PASSED", "FAILED", "SKIPPED"]
+
+
+def test_a_cell_out_of_order_fails(tmp_path):
+    def swap(notebook):
+        notebook.cells[2:] = reversed(notebook.cells[2:])
+
+    assert list(outcomes(tmp_path, swap).values()) == ["PASSED", "PASSED", "FAILED", "SKIPPED"]
+
+
+def test_lessons_are_tested_on_the_cpu_tier():
+    """Their kept outputs come from it: elsewhere other numbers are right."""
+    assert os.environ["MINILLM_TIER"] == "cpu"

@@ -1,48 +1,99 @@
 """Committed notebooks are what their sources say, ran from top to bottom, and mean what they show."""
 
+import ast
+import copy
 import json
+import re
 from pathlib import Path
 
 import nbformat
 import pytest
 
-from minillm.course import build
+from minillm.course import build, lesson
 
 ROOT = Path(__file__).resolve().parents[2]
-BUILT = sorted((ROOT / "notebooks").glob("*.ipynb"))
+SOURCES = build.sources([])
+KINDS = (lesson.LEARNER, lesson.SOLUTION)
 UNCOMPARED = {"nbval-ignore-output", "nbval-skip"}
+EACH = [pytest.param(source, kind, id=f"{source.stem}-{kind}") for source in SOURCES for kind in KINDS]
 
 
-@pytest.fixture(params=BUILT, ids=lambda path: path.stem)
+@pytest.fixture(params=EACH)
 def notebook(request):
-    return nbformat.read(request.param, as_version=4)
+    return committed(*request.param)
+
+
+@pytest.fixture(params=SOURCES, ids=lambda path: path.stem)
+def learners(request):
+    return committed(request.param, lesson.LEARNER)
+
+
+def committed(source: Path, kind: str):
+    return nbformat.read(build.target(source, kind), as_version=4)
 
 
 def code(notebook) -> list:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def test_every_source_has_its_notebook_and_none_is_without_a_source():
-    assert [path.stem for path in BUILT] == [path.stem for path in build.sources([])]
+def shows_results(notebook) -> bool:
+    """Whether every code cell ran, once, from the top. nbval passes, and checks nothing, where a cell did not."""
+    return [cell.execution_count for cell in code(notebook)] == list(range(1, len(code(notebook)) + 1))
 
 
-@pytest.mark.parametrize("source", build.sources([]), ids=lambda path: path.stem)
-def test_a_notebook_is_its_source(source):
-    committed = nbformat.read(ROOT / "notebooks" / f"{source.stem}.ipynb", as_version=4)
-    rebuilt = build.convert(source)
-    assert [cell.source for cell in committed.cells] == [cell.source for cell in rebuilt.cells], "run make notebooks"
-    assert [cell.metadata for cell in committed.cells] == [cell.metadata for cell in rebuilt.cells]
+def is_built(notebook, source: Path, kind: str) -> bool:
+    """Whether code, prose, order and tags are those that the source gives."""
+    wanted = lesson.convert(source, kind).cells
+    return [(each.cell_type, each.source, each.metadata) for each in notebook.cells] == [
+        (each.cell_type, each.source, each.metadata) for each in wanted
+    ]
+
+
+def test_every_source_has_both_notebooks_and_none_is_without_a_source():
+    for kind in KINDS:
+        wanted = [build.target(source, kind) for source in SOURCES]
+        assert sorted(wanted[0].parent.glob("*.ipynb")) == wanted
+
+
+@pytest.mark.parametrize(("source", "kind"), EACH)
+def test_a_notebook_is_its_source(source, kind):
+    assert is_built(committed(source, kind), source, kind), "run make notebooks"
+
+
+@pytest.mark.parametrize(("source", "kind"), EACH[:1])
+def test_a_changed_word_and_cells_out_of_order_are_seen(source, kind):
+    changed, swapped = (copy.deepcopy(committed(source, kind)) for _ in range(2))
+    changed.cells[0].source += " more"
+    swapped.cells[3:5] = reversed(swapped.cells[3:5])
+    assert not is_built(changed, source, kind)
+    assert not is_built(swapped, source, kind)
 
 
 def test_every_code_cell_ran_once_from_the_top(notebook):
-    """nbval compares only cells with an execution count: without them it would pass and check nothing."""
-    counts = [cell.execution_count for cell in code(notebook)]
-    assert counts == list(range(1, len(counts) + 1))
+    assert shows_results(notebook)
+
+
+def test_stripped_results_and_cells_run_out_of_order_are_seen(notebook):
+    stripped, late = (copy.deepcopy(notebook) for _ in range(2))
+    code(stripped)[1].execution_count = None
+    code(late)[0].execution_count, code(late)[1].execution_count = 2, 1
+    assert not shows_results(stripped)
+    assert not shows_results(late)
 
 
 def test_no_cell_shows_an_error_or_a_warning(notebook):
     outputs = [output for cell in code(notebook) for output in cell.outputs]
     assert not [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"]
+
+
+def test_the_engines_source_in_a_lesson_is_the_engines(notebook):
+    """By their syntax trees: what a lesson shows is what runs."""
+    for cell in notebook.cells:
+        blocks = re.findall(r"```python\n(.*?)\n```", cell.source, re.DOTALL)
+        names = cell.metadata.get("engine", [])
+        if names:
+            shown = [ast.dump(ast.parse(block).body[0]) for block in blocks]
+            assert shown == [lesson.engine_tree(*name.split(":")) for name in names]
 
 
 def test_a_cell_that_is_not_compared_says_why(notebook):
@@ -61,3 +112,17 @@ def test_outputs_name_no_folder_of_the_machine_that_ran_them(notebook):
     text = json.dumps([cell.outputs for cell in code(notebook)])
     assert str(Path.home()) not in text
     assert "site-packages" not in text
+    assert str(ROOT) not in text
+
+
+def test_a_lesson_says_first_what_it_gives_and_needs_and_last_what_it_cost(learners):
+    first, last = learners.cells[0].source, learners.cells[-1].source
+    assert re.match(r"# \d\d · \w", first)
+    assert re.search(r"\*\*\d+ minutes", first)
+    assert "**Needs:**" in first or "Needs:**" in first
+    assert all(words in last for words in ("## Recap", "**What got worse:**", "**Further reading:**"))
+
+
+def test_pictures_are_drawn_by_the_notebook(learners):
+    assert any("image/png" in output.get("data", {}) for cell in code(learners) for output in cell.outputs)
+    assert not re.findall(r"!\[[^]]*\]\(|<img", "\n".join(cell.source for cell in learners.cells))

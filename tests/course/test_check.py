@@ -1,0 +1,138 @@
+"""What `check`, `yours`, `compare` and `tier` say to a learner."""
+
+import pytest
+
+from minillm import NotSolvedYet
+from minillm.config import ConfigError
+from minillm.course import check, checks, compare, tier, yours
+
+
+@pytest.fixture
+def doubled(monkeypatch):
+    monkeypatch.setattr(checks, "EXERCISES", {})
+    exercise = checks.Exercise("doubled")
+
+    @exercise.example
+    def _(function):
+        assert function(2) == 4
+
+    @exercise.property("negative numbers", hint="2 * x works for all of them")
+    def _(function):
+        assert function(-3) == -6, f"doubled(-3) is -6, not {function(-3)}"
+
+    @exercise.property("zero", hint="nothing divides by it")
+    def _(function):
+        return function(0) == 0
+
+    return exercise
+
+
+def report(capsys, function) -> list[str]:
+    function.__name__ = "doubled"
+    check(function)
+    return [line.strip() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_solution_is_praised_property_by_property(doubled, capsys):
+    assert report(capsys, lambda x: 2 * x) == [
+        "doubled",
+        "✓ the example",
+        "✓ negative numbers",
+        "✓ zero",
+        "Solved: all 3 hold.",
+    ]
+
+
+def test_a_failed_property_is_named_with_what_came_and_a_hint(doubled, capsys):
+    said = report(capsys, lambda x: abs(2 * x))
+    assert said[2:] == [
+        "✗ negative numbers",
+        "doubled(-3) is -6, not 6",
+        "2 * x works for all of them",
+        "✓ zero",
+        "2 of 3 hold.",
+    ]
+
+
+def test_a_property_may_simply_be_false(doubled, capsys):
+    assert report(capsys, lambda x: 2 * x or None)[3:] == ["✗ zero", "nothing divides by it", "2 of 3 hold."]
+
+
+def test_an_error_is_told_with_its_line(doubled, capsys):
+    def divides(x):
+        return x / x * 2 * x
+
+    line = divides.__code__.co_firstlineno + 1
+    said = report(capsys, divides)
+    assert f"it raised ZeroDivisionError: division by zero (line {line} of its cell)" in said
+
+
+def test_a_stub_is_told_as_unsolved_and_raises_nothing(doubled, capsys):
+    def stub(x):
+        raise NotSolvedYet("doubled")
+
+    assert report(capsys, stub)[0].startswith("doubled: not solved yet")
+
+
+def test_a_function_of_another_name_is_answered_with_the_exercises_there_are(doubled):
+    with pytest.raises(ValueError, match="no exercise is called 'tripled'; there are: .*doubled"):
+        checks.find("tripled")
+
+
+def test_yours_runs_yours_and_the_engines_own_while_it_is_a_stub():
+    def stub():
+        raise NotSolvedYet("f")
+
+    assert yours(stub, lambda: "engine")() == "engine"
+    assert yours(lambda: "mine", lambda: "engine")() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        (
+            {"measured": 3.0, "prediction": 2.0, "floor": 1.5},
+            "predicted 2 ms, floor 1.5 ms, measured 3 ms (2.0 times the floor)",
+        ),
+        ({"measured": 3.0}, "no prediction, measured 3 ms"),
+        (
+            {"measured": 300.0, "floor": 1200.0},
+            "no prediction, at most 1,200 ms, measured 300 ms (25% of what is possible)",
+        ),
+    ],
+)
+def test_a_prediction_stands_beside_floor_and_measurement(numbers, said, capsys):
+    compare("a step", unit="ms", **numbers)
+    assert capsys.readouterr().out == f"a step: {said}\n"
+
+
+def test_the_cpu_tier_is_the_embedded_model(monkeypatch):
+    monkeypatch.setenv("MINILLM_TIER", "cpu")
+    here = tier()
+    assert (here.name, here.model, here.device, here.trained) == ("cpu", None, "cpu", True)
+
+
+def test_a_gpu_without_weights_gets_random_ones_and_says_so(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.delenv("MINILLM_TIER", raising=False)
+    monkeypatch.delenv("MINILLM_MODEL", raising=False)
+    here = tier()
+    assert (here.name, here.model, here.options["load_format"], here.trained) == ("gpu", "gemma-2b", "dummy", False)
+    assert "random weights" in here.label
+
+
+def test_a_gpu_with_weights_gets_them(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setenv("MINILLM_TIER", "gpu")
+    monkeypatch.setenv("MINILLM_MODEL", "/models/gemma-2b")
+    here = tier()
+    assert (here.model, here.trained, here.label) == ("/models/gemma-2b", True, "gemma-2b, trained")
+    assert "load_format" not in here.options
+
+
+@pytest.mark.parametrize(("wanted", "message"), [("tpu", "cpu, gpu or auto"), ("gpu", "sees no GPU")])
+def test_a_tier_that_cannot_be_is_refused(wanted, message, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("MINILLM_TIER", wanted)
+    with pytest.raises(ConfigError, match=message):
+        tier()

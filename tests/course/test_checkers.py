@@ -1,0 +1,76 @@
+"""Every exercise's checker: the right solution passes; each kept wrong one fails exactly the property it names."""
+
+import ast
+import pkgutil
+from collections import Counter
+from importlib import import_module
+
+import pytest
+
+from minillm.course import build, check, checks, lesson
+from tests.course import mutants
+
+for package in (checks, mutants):
+    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        import_module(module.name)
+
+WRITTEN = {f"lesson_{source.stem[:2]}": source for source in build.sources([])}
+EXERCISES = [
+    pytest.param(exercise, WRITTEN[exercise.properties[0].holds.__module__.rsplit(".", 1)[-1]], id=exercise.name)
+    for exercise in checks.EXERCISES.values()
+]
+KINDS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
+
+
+def defined(source, kind: str) -> dict:
+    """What a lesson's notebook defines, without running the rest: imports, functions, classes, CONSTANTS."""
+    names: dict = {"__name__": source.stem}
+    for cell in lesson.convert(source, kind).cells:
+        if cell.cell_type != "code":
+            continue
+        for node in ast.parse(cell.source).body:
+            constant = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+            if isinstance(node, KINDS) or (constant and node.targets[0].id.isupper()):
+                exec(compile(ast.Module([node], []), source.name, "exec"), names)
+    return names
+
+
+def problems(exercise: checks.Exercise, candidate) -> dict[str, str]:
+    return {result.name: result.problem for result in exercise.examine(candidate) if result.problem is not None}
+
+
+@pytest.mark.parametrize(("exercise", "source"), EXERCISES)
+def test_the_lessons_own_solution_has_every_property(exercise, source):
+    assert problems(exercise, defined(source, lesson.SOLUTION)[exercise.name]) == {}
+
+
+@pytest.mark.parametrize(("exercise", "source"), EXERCISES)
+def test_the_stub_is_told_as_unsolved(exercise, source, capsys):
+    check(defined(source, lesson.LEARNER)[exercise.name])
+    assert capsys.readouterr().out.startswith(f"{exercise.name}: not solved yet")
+
+
+@pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda m: f"{m.exercise}: {m.fails}")
+def test_a_wrong_solution_fails_exactly_the_property_it_is_kept_for(mutant):
+    exercise = checks.find(mutant.exercise)
+    assert exercise.properties[0].name == "the example"
+    found = problems(exercise, mutant.candidate)
+    assert list(found) == [mutant.fails], found
+    assert "it raised" not in found[mutant.fails]
+
+
+def test_every_exercise_has_three_to_six_wrong_solutions_and_no_property_goes_unneeded():
+    counts = Counter(mutant.exercise for mutant in mutants.MUTANTS)
+    assert counts.keys() == checks.EXERCISES.keys()
+    assert {name: count for name, count in counts.items() if not 3 <= count <= 6} == {}
+    needed = {(mutant.exercise, mutant.fails) for mutant in mutants.MUTANTS}
+    every = {(exercise.name, prop.name) for exercise in checks.EXERCISES.values() for prop in exercise.properties[1:]}
+    assert every == needed
+
+
+@pytest.mark.parametrize("source", WRITTEN.values(), ids=lambda path: path.stem)
+def test_a_lesson_checks_three_or_four_exercises(source):
+    here = [e.values[0].name for e in EXERCISES if e.values[1] == source]
+    assert 3 <= len(here) <= 4
+    text = source.read_text(encoding="utf-8")
+    assert [name for name in here if f"check({name})" not in text] == []

@@ -1,0 +1,109 @@
+"""From a solved source to a learner's notebook: stubs, predictions, the engine's own source."""
+
+import ast
+
+import pytest
+
+from minillm.course import lesson
+
+CELL = '''\
+def plus(a, b):
+    """The sum."""
+    # SOLUTION: add them
+    #   with no loop
+    # there is an operator for it
+    total = a + b
+
+    return total
+    # END
+
+
+class Store:
+    size = 1
+
+    def put(self, what):
+        self.kept = what
+        # SOLUTION: and count
+        self.size += 1
+        # END
+
+    def get(self):
+        return self.kept
+'''
+STUBBED = '''\
+def plus(a, b):
+    """The sum."""
+    # Your turn: add them
+    #   with no loop
+    raise NotSolvedYet("plus")
+
+
+class Store:
+    size = 1
+
+    def put(self, what):
+        self.kept = what
+        # Your turn: and count
+        raise NotSolvedYet("Store.put")
+
+    def get(self):
+        return self.kept
+'''
+
+
+def test_a_learner_gets_the_task_and_a_stub_that_says_its_name():
+    assert lesson.exercise(CELL, lesson.LEARNER) == STUBBED
+
+
+def test_the_instructor_gets_the_solution_without_the_marks():
+    solved = lesson.exercise(CELL, lesson.SOLUTION)
+    assert ast.dump(ast.parse(solved)) == ast.dump(ast.parse(CELL))
+    assert "    # add them\n    #   with no loop\n    # there is an operator" in solved
+    assert "SOLUTION" not in solved and "END" not in solved
+
+
+def test_a_prediction_is_the_learners():
+    cell = "guess = 2.0 * 3  # PREDICT: milliseconds\nother = 1\n"
+    assert lesson.exercise(cell, lesson.LEARNER) == "guess = None  # your prediction: milliseconds\nother = 1\n"
+    assert lesson.exercise(cell, lesson.SOLUTION) == "guess = 2.0 * 3  # your prediction: milliseconds\nother = 1\n"
+
+
+@pytest.mark.parametrize(
+    ("cell", "problem"),
+    [
+        ("# %% tags=['exercise']\nx = 1\n", "nothing in it is marked"),
+        ("# %% tags=['exercise']\ndef f():\n    # SOLUTION: do\n    return 1\n", "nothing in it is marked"),
+        ("# %% tags=['exercise']\n# SOLUTION: do\nx = 1\n# END\n", "stands in no function"),
+        ("# %%\ndef f():\n    # SOLUTION: do\n    return 1\n    # END\n", "tag the cell `exercise`"),
+        ("# %%\nx = 1  # PREDICT: it\n", "tag the cell `exercise`"),
+        ("# %%\n# ENGINE: minillm.ops.reference:rms_norm\nx = 1\n", "in a cell of their own"),
+        ("# %%\n# ENGINE: minillm.ops.reference:rsm_norm\n", "has no function or class rsm_norm"),
+        ("# %%\n# ENGINE: minillm.nowhere:f\n", "there is no module minillm.nowhere"),
+        ("# %%\n# ENGINE: torch.nn:Linear\n", "no module of minillm"),
+    ],
+)
+def test_a_mistake_in_a_source_is_named_with_its_cell(cell, problem, tmp_path):
+    (tmp_path / "98_trial.py").write_text(f"# %% [markdown]\n# # A trial\n\n{cell}")
+    with pytest.raises(lesson.LessonError, match=f"98_trial.py, cell 1: .*{problem}"):
+        lesson.convert(tmp_path / "98_trial.py", lesson.LEARNER)
+
+
+def test_the_engines_source_is_put_in_with_its_place(tmp_path):
+    (tmp_path / "98_trial.py").write_text(
+        "# %% [markdown]\n# # A trial\n\n# %%\n# ENGINE: minillm.kv_cache:BlockPool.available\n"
+        "# ENGINE: minillm.ops.reference:rms_norm\n"
+    )
+    cell = lesson.convert(tmp_path / "98_trial.py").cells[1]
+    assert cell.cell_type == "markdown"
+    assert cell.metadata == {"engine": ["minillm.kv_cache:BlockPool.available", "minillm.ops.reference:rms_norm"]}
+    assert cell.source.startswith("From `minillm/kv_cache.py`:\n\n```python\n@property\ndef available(self) -> int:\n")
+    assert "From `minillm/ops/reference.py`:" in cell.source
+
+
+def test_the_banner_tells_the_instructors_version_apart(tmp_path):
+    (tmp_path / "98_trial.py").write_text(
+        "# %% [markdown]\n# # A trial\n\n# %% tags=['exercise']\ng = 1  # PREDICT: it\n"
+    )
+    learner, solution = (lesson.convert(tmp_path / "98_trial.py", kind) for kind in (lesson.LEARNER, lesson.SOLUTION))
+    assert lesson.BANNER not in learner.cells[0].source
+    assert lesson.BANNER in solution.cells[0].source
