@@ -27,8 +27,7 @@ ROWS = 12  # requests in one step of the timeline: few enough that some must wai
 
 def measure() -> None:
     """Both records. The lone request is measured at full length, the mixed ones at an eighth."""
-    # Taken now: what runs is the code as it was imported, whatever is committed meanwhile.
-    commit, before = records.commit(), cpu_seconds()
+    begun, before = records.begin(), cpu_seconds()
     results, spans = compare(), follow()
     others = share_of_others(before, cpu_seconds())
     print(offline.table(results))
@@ -37,9 +36,9 @@ def measure() -> None:
             f"other programs took {others:.0%} of the CPU meanwhile, more than {QUIET:.0%}: stop them and measure "
             "again. Nothing was kept."
         )
-    more = commit | {"cpu_share_of_other_programs": others}
-    records.write(records.record(results, COMMAND, **more), records.RESULTS / f"{OFFLINE}.json")
-    records.write(records.record(spans, COMMAND, rows=ROWS, **more), records.RESULTS / f"{TIMELINE}.json")
+    more = {"cpu_share_of_other_programs": others}
+    records.write(records.record(results, begun, COMMAND, **more), records.RESULTS / f"{OFFLINE}.json")
+    records.write(records.record(spans, begun, COMMAND, rows=ROWS, **more), records.RESULTS / f"{TIMELINE}.json")
 
 
 def compare() -> list[dict]:

@@ -200,28 +200,49 @@ def offline(
     )
 
 
-@bench_app.command()
-def load(
+@bench_app.command("serve")
+def bench_serve(
     url: Annotated[str, typer.Option(help="A server on this machine, without /v1.")] = "http://127.0.0.1:8000",
-    workload: Annotated[str, typer.Option(help="A workload's name or its first word.")] = "chat",
+    concurrency: Annotated[
+        int | None, typer.Option(help="Closed loop: clients, each with one request at a time.  [default: 8]")
+    ] = None,
+    rate: Annotated[float | None, typer.Option(help="Open loop: Poisson arrivals, requests a second.")] = None,
+    trace: Annotated[
+        str | None, typer.Option(help="Open loop: replay a traffic trace: conversation, or a file.")
+    ] = None,
+    speed: Annotated[float, typer.Option(help="Play the trace this many times as fast.")] = 1.0,
+    workload: Annotated[
+        str, typer.Option(help="A workload's name or its first word; a trace brings its own.")
+    ] = "chat",
     scale: Annotated[int, typer.Option(help="Divide all lengths by this.")] = 8,
     requests: Annotated[int | None, typer.Option(help="Only the first this many requests.")] = 64,
-    concurrency: Annotated[int, typer.Option(help="Clients, each with one request at a time.")] = 8,
+    seed: Annotated[int, typer.Option(help="Of prompts and Poisson arrivals.")] = 0,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 1.0,
+    timeout: Annotated[float, typer.Option(help="Seconds for all of it.")] = 600.0,
     json_path: JsonPath = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the record into this file (.svg, .png, .pdf).")] = None,
 ) -> None:
-    """Load a running server; prints rates and latencies and, last, the record as one line of JSON."""
-    from minillm.bench import load
+    """Load a running server; prints rates and latencies and, last, the record as one line of JSON.
+
+    --concurrency 16, or --rate 4, or --trace conversation --speed 2
+    """
+    from minillm.bench import serve
 
     with friendly_errors():
-        load.run(
+        serve.run(
             url,
+            concurrency=concurrency,
+            rate=rate,
+            trace=trace,
+            speed=speed,
             workload=workload,
             scale=scale,
             requests=requests,
-            concurrency=concurrency,
+            seed=seed,
             temperature=temperature,
+            timeout=timeout,
             json_path=json_path,
+            plot_path=plot,
         )
 
 
@@ -240,13 +261,13 @@ def evaluate(
     from minillm import LLM, evaluate
     from minillm.bench import records
 
-    results = []
+    results, begun = [], records.begin()
     with LLM(model, **engine_options) as llm:
         for result in evaluate.quality(llm, limit):
             results.append(result)
             metric = "accuracy" if "accuracy" in result else "perplexity"
             print(f"{result['workload']:<27}{metric:<11}{result[metric]:<8}{result['seconds']:>8} s", flush=True)
-        content = records.record(results, model=llm.engine.name)
+        content = records.record(results, begun, model=llm.engine.name)
     if json_path is not None:
         records.write(content, json_path)
     print(json.dumps(content))

@@ -81,6 +81,7 @@ def run(
         raise ValueError(f"compare must be 'transformers' or nothing, not {compare!r}")
     if threads is not None:
         torch.set_num_threads(threads)
+    begun = records.begin()
     engine = Minillm(model, dtype=dtype, device=device, load_format=load_format, **engine_options)
     config = engine.llm.model_config
     settings = _settings(engine.llm, dtype, device, config.dtype)
@@ -98,7 +99,7 @@ def run(
                 print(table(results[-1:] if peer is None else _of(results, name)), flush=True)
     finally:
         engine.llm.close()
-    content = records.record(results)
+    content = records.record(results, begun)
     if json_path is not None:
         records.write(content, json_path)
     if not quiet:

@@ -1,13 +1,16 @@
-"""Drawings from records: throughput beside transformers, latencies as percentiles.  Lesson 99.
+"""Drawings from records: throughput beside transformers, latencies as percentiles, requests over time.  Lesson 99.
 
 Each takes a record (`records.read` or what a benchmark returned), draws on `ax` or on a figure of its own, and
 returns the axes. Nothing is measured here: a picture can be redrawn from its record at any time.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
+
+from . import serve
 
 LATENCIES = {"ttft_s": "time to\nfirst token", "itl_s": "between\ntokens", "e2e_s": "whole\nanswer"}
-OURS, THEIRS = "#2a6f97", "#c9ada7"
+OURS, THEIRS, WAITING = "#2a6f97", "#c9ada7", "#d9d9d9"
 
 
 def throughput(record: Mapping, workload: str | None = None, ax=None):
@@ -37,7 +40,7 @@ def throughput(record: Mapping, workload: str | None = None, ax=None):
 
 
 def latency(record: Mapping, ax=None):
-    """TTFT, ITL and end-to-end latency of a load record: bars to p50, p90 and p99, in milliseconds, on a log axis."""
+    """TTFT, ITL and end to end of a serving record: bars to p50, p90 and p99, in milliseconds, on a log axis."""
     result = record["results"][0]
     ax = ax or _axes()
     shown = [name for name in LATENCIES if result[name]["p50"] is not None]
@@ -50,11 +53,46 @@ def latency(record: Mapping, ax=None):
     ax.set_xticks(range(len(shown)), [LATENCIES[name] for name in shown])
     ax.set_yscale("log")
     ax.set_ylabel("milliseconds")
-    users, rate = result["concurrency"], result["output_tokens_per_s"]
-    ax.set_title(f"{users} at a time, {rate:,.0f} output tokens/s, {_machine(record)}", fontsize=9)
+    how, rate = serve.arriving(result), result["output_tokens_per_s"]
+    ax.set_title(f"{how}, {rate:,.0f} output tokens/s, {_machine(record)}", fontsize=9)
     ax.legend(frameon=False)
     ax.margins(y=0.12)
     return _plain(ax)
+
+
+def requests(record: Mapping, ax=None):
+    """Every request of a serving record as a bar: from when it was due through its first token to its last."""
+    result = record["results"][0]
+    ax = ax or _axes()
+    answered = [(place, each) for place, each in enumerate(result["each"]) if each["first_token"] is not None]
+    refused = [(place, each) for place, each in enumerate(result["each"]) if each["first_token"] is None]
+    places = [place for place, _ in answered]
+    due, first, end = ([each[name] for _, each in answered] for name in ("due", "first_token", "end"))
+    waits = [late - early for early, late in zip(due, first, strict=True)]
+    ax.barh(places, waits, left=due, color=WAITING, label="waits for its first token")
+    ax.barh(
+        places, [late - early for early, late in zip(first, end, strict=True)], left=first, color=OURS, label="reads"
+    )
+    if refused:
+        ax.plot(
+            [each["due"] for _, each in refused], [place for place, _ in refused], "x", color="black", label="refused"
+        )
+    ax.set(xlabel="seconds", ylabel="requests, as they were due", yticks=[])
+    ax.set_title(f"{serve.arriving(result)}, {_machine(record)}", fontsize=9)
+    ax.invert_yaxis()
+    ax.legend(frameon=False)
+    return _plain(ax)
+
+
+def save(record: Mapping, path: str | Path) -> None:
+    """Both pictures of a serving record, side by side, in a file; its suffix says which kind."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    latency(record, left)
+    requests(record, right)
+    figure.savefig(path, facecolor="white")
 
 
 def _axes():

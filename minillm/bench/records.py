@@ -23,14 +23,24 @@ RESULTS = PACKAGE / "data" / "results"
 PACKAGES = ("minillm", "torch", "triton", "transformers", "numpy", "fastapi", "uvicorn", "httpx")
 
 
-def record(results: list[dict], command: str | None = None, **more) -> dict:
-    """The whole record around `results`. command: default, the one this process was started with."""
+def begin() -> dict:
+    """What a record says of its run's beginning: commit, whether files differed from it, and the date.
+
+    Call it before measuring: what runs is the code as it was then, whatever is changed or committed meanwhile.
+    """
+    return {**commit(), "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+
+
+def record(results: list[dict], begun: dict, command: str | None = None, **more) -> dict:
+    """The whole record around `results`. begun: what `begin` returned at the start of the run.
+
+    command: default, the one this process was started with.
+    """
     return {
         "results": results,
         "machine": machine(),
-        **commit(),
+        **begun,
         "command": command or shlex.join(_without_folders(sys.argv)),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": versions(),
         **more,
     }

@@ -2,14 +2,18 @@
 
 Prompts are random token ids, every request generates exactly its output length, and the same name gives the
 same requests on every machine (`random.Random(0)`). On a small machine `scale` divides the lengths and
-`requests` keeps the first few: the lengths keep their proportions, and a record says both.
+`requests` keeps the first few: the lengths keep their proportions, and a record says both. When requests come is
+another matter: drawn (`poisson`) or read from a traffic trace (`replay`).
 """
 
+import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 SEED = 0
+TRACES = Path(__file__).resolve().parents[1] / "data" / "traces"
 
 
 class UnknownWorkload(ValueError):
@@ -28,10 +32,11 @@ class Workload:
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """A prompt of token ids, and how many tokens to generate after it."""
+    """A prompt of token ids, how many tokens to generate after it, and when to send it in an open loop."""
 
     prompt: list[int]
     output_tokens: int
+    due: float = 0.0  # seconds after the run began
 
 
 WORKLOADS = {
@@ -55,23 +60,85 @@ def find(name: str) -> Workload:
     raise UnknownWorkload(f"no workload is called {name!r}; there are: {', '.join(WORKLOADS)}")
 
 
-def make(name: str, vocab_size: int, *, scale: int = 1, requests: int | None = None) -> list[BenchRequest]:
+def make(
+    name: str, vocab_size: int, *, scale: int = 1, requests: int | None = None, seed: int = SEED
+) -> list[BenchRequest]:
     """The requests of a workload, its lengths divided by `scale`, the first `requests` of them.
 
-    Lengths are drawn before ids and for the full workload: a scaled one has the same requests, smaller.
+    Lengths are drawn before ids and for the full workload: a scaled one has the same requests, smaller. `seed`
+    changes the ids alone.
     """
     workload = find(name)
-    if scale < 1 or (requests is not None and requests < 1):
-        raise ValueError(f"scale and requests must be whole numbers from 1, not {scale!r} and {requests!r}")
+    _check(scale, requests)
     rng = random.Random(SEED)
     lengths = [
         (rng.randint(*workload.input_range), rng.randint(*workload.output_range)) for _ in range(workload.requests)
     ]
-    ids = random.Random(SEED)
+    ids = random.Random(seed)
     return [
-        BenchRequest([ids.randrange(vocab_size) for _ in range(max(1, inputs // scale))], max(1, outputs // scale))
+        BenchRequest(_draw(ids, vocab_size, max(1, inputs // scale)), max(1, outputs // scale))
         for inputs, outputs in lengths[:requests]
     ]
+
+
+def poisson(requests: Sequence[BenchRequest], rate: float, *, seed: int = SEED) -> list[BenchRequest]:
+    """The same requests, due as a Poisson process of `rate` requests a second: gaps are drawn from exp(rate).
+
+    With the same seed twice the rate is the same schedule in half the time.
+    """
+    rng, due, scheduled = random.Random(seed), 0.0, []
+    for request in requests:
+        due += rng.expovariate(rate)
+        scheduled.append(replace(request, due=due))
+    return scheduled
+
+
+def replay(
+    trace: str | Path,
+    vocab_size: int,
+    *,
+    scale: int = 1,
+    requests: int | None = None,
+    speed: float = 1.0,
+    seed: int = SEED,
+) -> list[BenchRequest]:
+    """The requests of a traffic trace, due as in the trace divided by `speed`, lengths divided by `scale`.
+
+    trace: a file, or the name of a committed one ("conversation"); a line of JSON a request, with `arrival` in
+    seconds, `input_tokens`, `output_tokens`, and, where its prompt begins as others do, `prefix_id` and
+    `prefix_tokens`. Ids are drawn: only lengths, times and what is shared come from the trace. Raises ValueError,
+    FileNotFoundError.
+    """
+    _check(scale, requests)
+    if speed <= 0:
+        raise ValueError(f"speed must be above 0, not {speed!r}: 2 plays the trace twice as fast")
+    rows = [json.loads(line) for line in _find_trace(trace).read_text(encoding="utf-8").splitlines()]
+    ids = random.Random(seed)
+    scheduled = []
+    for row in rows[:requests]:
+        length, shared = max(1, row["input_tokens"] // scale), row["prefix_tokens"] // scale
+        prefix = _draw(random.Random(f"{seed}/prefix/{row['prefix_id']}"), vocab_size, shared)
+        prompt = (prefix + _draw(ids, vocab_size, max(0, length - shared)))[:length]
+        scheduled.append(BenchRequest(prompt, max(1, row["output_tokens"] // scale), row["arrival"] / speed))
+    return scheduled
+
+
+def _find_trace(trace: str | Path) -> Path:
+    path = Path(trace)
+    chosen = path if path.is_file() else TRACES / f"{path}.jsonl"
+    if not chosen.is_file():
+        there = ", ".join(sorted(each.stem for each in TRACES.glob("*.jsonl")))
+        raise FileNotFoundError(f"no trace {path}; committed ones: {there or 'none'}")
+    return chosen
+
+
+def _draw(ids: random.Random, vocab_size: int, count: int) -> list[int]:
+    return [ids.randrange(vocab_size) for _ in range(count)]
+
+
+def _check(scale: int, requests: int | None) -> None:
+    if scale < 1 or (requests is not None and requests < 1):
+        raise ValueError(f"scale and requests must be whole numbers from 1, not {scale!r} and {requests!r}")
 
 
 def totals(requests: Sequence[BenchRequest]) -> dict[str, int]:

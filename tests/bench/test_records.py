@@ -4,7 +4,10 @@ import json
 
 import pytest
 
-from minillm.bench import records
+pytest.importorskip("fastapi", reason="a record of the load generator needs the server, which needs fastapi")
+
+from minillm.bench import offline, records, serve
+from minillm.server import running
 
 
 @pytest.fixture
@@ -14,7 +17,7 @@ def results(tmp_path, monkeypatch):
 
 
 def test_a_record_says_where_it_comes_from():
-    content = records.record([{"engine": "minillm"}], command="minillm bench offline")
+    content = records.record([{"engine": "minillm"}], records.begin(), command="minillm bench offline")
     assert content["command"] == "minillm bench offline"
     assert content["machine"]["cores"] >= 1
     assert content["machine"]["cpu"] and content["machine"]["python"].startswith("3.")
@@ -35,6 +38,27 @@ def test_changed_files_are_not_kept_secret(monkeypatch):
     answers = {"rev-parse": "a" * 40, "status": " M minillm/engine.py"}
     monkeypatch.setattr(records, "_output", lambda *command: answers[command[3]])
     assert records.commit() == {"commit": "a" * 40, "dirty": True}
+
+
+@pytest.mark.parametrize("command", ["offline", "serve"])
+def test_what_is_committed_during_a_run_does_not_change_its_record(monkeypatch, model_directory, command):
+    """The code that ran is the code there was when it began."""
+    monkeypatch.setattr(records, "commit", lambda: {"commit": "a" * 40, "dirty": False})
+    options = {"workload": "single", "scale": 32, "quiet": True}
+    measured = serve.summary if command == "serve" else offline._alternate
+
+    def while_others_commit(*args):
+        monkeypatch.setattr(records, "commit", lambda: {"commit": "b" * 40, "dirty": True})
+        return measured(*args)
+
+    if command == "offline":
+        monkeypatch.setattr(offline, "_alternate", while_others_commit)
+        content = offline.run(model_directory, repeat=1, load_format="dummy", device="cpu", **options)
+    else:
+        monkeypatch.setattr(serve, "summary", while_others_commit)
+        with running(model_directory, load_format="dummy", device="cpu") as server:
+            content = serve.run(server.url, **options)
+    assert (content["commit"], content["dirty"]) == ("a" * 40, False)
 
 
 def test_a_bare_name_is_kept_with_the_committed_ones(results, monkeypatch):

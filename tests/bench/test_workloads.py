@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import statistics
 
 import pytest
 
@@ -68,3 +69,48 @@ def test_an_unknown_workload_lists_those_there_are():
         workloads.find("chatty")
     with pytest.raises(ValueError, match="scale"):
         workloads.make("single", 10, scale=0)
+
+
+def test_poisson_arrivals_come_at_their_rate_without_memory():
+    work = workloads.make("chat", 10) * 7
+    due = [request.due for request in workloads.poisson(work, 5.0)]
+    gaps = [late - early for early, late in zip([0.0, *due], due, strict=False)]
+    assert min(gaps) >= 0
+    assert statistics.fmean(gaps) == pytest.approx(1 / 5, rel=0.03)
+    assert statistics.pstdev(gaps) == pytest.approx(1 / 5, rel=0.05), "a gap's spread is its mean"
+    late = [gap - 0.4 for gap in gaps if gap > 0.4]
+    assert statistics.fmean(late) == pytest.approx(1 / 5, rel=0.1), "having waited says nothing of what is left"
+
+
+def test_arrivals_are_the_seeds_and_prompts_stay():
+    work = workloads.make("chat", 100, scale=16, requests=9)
+    slow, fast = workloads.poisson(work, 2.0), workloads.poisson(work, 4.0)
+    assert [request.due for request in slow] == pytest.approx([2 * request.due for request in fast])
+    assert [request.due for request in workloads.poisson(work, 2.0, seed=1)] != [request.due for request in slow]
+    assert [(r.prompt, r.output_tokens) for r in slow] == [(r.prompt, r.output_tokens) for r in work]
+
+
+def test_a_replayed_trace_keeps_times_lengths_and_what_prompts_share(tmp_path):
+    rows = [
+        {"arrival": 0.5, "input_tokens": 40, "output_tokens": 9, "prefix_id": 1, "prefix_tokens": 32},
+        {"arrival": 1.0, "input_tokens": 16, "output_tokens": 1, "prefix_id": None, "prefix_tokens": 0},
+        {"arrival": 4.0, "input_tokens": 36, "output_tokens": 4, "prefix_id": 1, "prefix_tokens": 32},
+    ]
+    path = tmp_path / "rush.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    work = workloads.replay(path, 1000, speed=2.0)
+    assert [request.due for request in work] == [0.25, 0.5, 2.0]
+    assert [(len(r.prompt), r.output_tokens) for r in work] == [(40, 9), (16, 1), (36, 4)]
+    one, other, two = (request.prompt for request in work)
+    assert one[:32] == two[:32] and one[32:36] != two[32:36] and other != one[:16]
+    assert workloads.replay(path, 1000, seed=1)[0].prompt[:32] != one[:32]
+    small = workloads.replay(path, 1000, scale=4, requests=2)
+    assert [(len(r.prompt), r.output_tokens, r.due) for r in small] == [(10, 2, 0.5), (4, 1, 1.0)]
+    assert small[0].prompt[:8] == one[:8]
+
+
+def test_the_committed_trace_is_replayed_whole():
+    work = workloads.replay("conversation", 4096)
+    assert len(work) == 400
+    assert all(0 <= token < 4096 for request in work for token in request.prompt)
+    assert [request.due for request in work] == sorted(request.due for request in work)

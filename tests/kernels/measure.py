@@ -248,6 +248,7 @@ if __name__ == "__main__":
     if chosen.sweep:
         sweep()
     else:
-        content = records.record(list(results()))
+        begun = records.begin()
+        content = records.record(list(results()), begun)
         if chosen.record:
             print(records.write(content, chosen.record))

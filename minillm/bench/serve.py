@@ -1,0 +1,337 @@
+"""`minillm bench serve`: clients streaming completions from a server on this machine.  Lesson 99.
+
+It measures what a user feels: time to first token (TTFT), the gaps between tokens (inter-token latency, ITL),
+the whole answer (end to end), and what the server's owner counts: requests and tokens a second. Requests arrive
+in one of three ways: in a closed loop, as a Poisson process, or as a trace says. Traffic goes to this machine's
+own addresses only.
+"""
+
+import asyncio
+import ipaddress
+import json
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from . import records, workloads
+from .workloads import BenchRequest
+
+PERCENTILES = (50, 90, 99)
+CONCURRENCY = 8
+
+
+@dataclass
+class Measured:
+    """One request as its client saw it; times in seconds since the run began.
+
+    due: when it should have been sent. Latencies count from there: a request that was held up before it was sent
+    has made its user wait too.
+    """
+
+    due: float
+    sent: float = 0.0
+    arrivals: list[tuple[float, int]] = field(default_factory=list)  # (time, tokens that came with it)
+    end: float = 0.0
+    refused: bool = False
+    error: str | None = None
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(tokens for _, tokens in self.arrivals)
+
+    @property
+    def ttft(self) -> float:
+        return self.arrivals[0][0] - self.due
+
+    @property
+    def e2e(self) -> float:
+        return self.end - self.due
+
+    @property
+    def gaps(self) -> Iterable[float]:
+        """Seconds before each token but the first; tokens that came together had no gap between them."""
+        last, together = self.arrivals[0]
+        yield from [0.0] * (together - 1)
+        for when, tokens in self.arrivals[1:]:
+            yield when - last
+            yield from [0.0] * (tokens - 1)
+            last = when
+
+
+def run(
+    url: str = "http://127.0.0.1:8000",
+    *,
+    concurrency: int | None = None,
+    rate: float | None = None,
+    trace: str | Path | None = None,
+    speed: float = 1.0,
+    workload: str = "chat",
+    scale: int = 8,
+    requests: int | None = 64,
+    seed: int = workloads.SEED,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    timeout: float = 600.0,
+    json_path: str | Path | None = None,
+    plot_path: str | Path | None = None,
+    quiet: bool = False,
+) -> dict:
+    """Load a running server and return the record; prints a table and, last, one JSON line.
+
+    url: the server, without /v1; only an address of this machine. How requests arrive, one of:
+
+    concurrency  closed loop: this many clients, each sending its next request when its last is answered (8)
+    rate         open loop: a Poisson process of this many requests a second, sent when due, whatever still runs
+    trace        open loop: arrivals, lengths and shared prefixes of a trace ("conversation", or a file), `speed`
+                 times as fast; `workload` is not used
+
+    scale divides lengths, requests takes the first so many. seed: of prompts and Poisson arrivals; a run with
+    another seed meets none of its prompts in the server's prefix cache. vocab_size: ids to draw prompts from
+    (default: what /v1/models tells). timeout: seconds for all of it. plot_path: a picture of the record.
+    Works inside a notebook too.
+
+    Requests answered 429 (queue full) are counted as refused; all other figures are those of answered ones.
+    Raises ValueError for wrong settings or another machine's address, ConnectionError when nothing answers,
+    TimeoutError, RuntimeError when a request failed.
+    """
+    arrival = _arrival(concurrency, rate, trace, speed)
+    base, begun = _local(url), records.begin()
+
+    def work(vocabulary: int) -> list[BenchRequest]:
+        if trace is not None:
+            return workloads.replay(trace, vocabulary, scale=scale, requests=requests, speed=speed, seed=seed)
+        made = workloads.make(workload, vocabulary, scale=scale, requests=requests, seed=seed)
+        return made if rate is None else workloads.poisson(made, rate, seed=seed)
+
+    async def load() -> dict:
+        try:
+            async with asyncio.timeout(timeout):
+                return await _load(base, work, arrival.get("concurrency"), temperature, vocab_size)
+        except TimeoutError:
+            message = f"the run was not over after {timeout:g} s: send fewer requests or allow a longer timeout"
+            raise TimeoutError(message) from None
+
+    with ThreadPoolExecutor(1) as thread:  # a notebook's own loop is running in this one
+        result = thread.submit(asyncio.run, load()).result()
+    name = f"trace_{Path(trace).stem}" if trace is not None else workloads.find(workload).name
+    facts = {"engine": "minillm serve", "workload": name, "scale": scale, "seed": seed, "temperature": temperature}
+    content = records.record([facts | arrival | result], begun)
+    if json_path is not None:
+        records.write(content, json_path)
+    if plot_path is not None:
+        from . import plots
+
+        plots.save(content, plot_path)
+    if not quiet:
+        print(table(content["results"][0]), flush=True)
+        print(json.dumps(content | {"results": [{k: v for k, v in content["results"][0].items() if k != "each"}]}))
+    return content
+
+
+def _arrival(concurrency: int | None, rate: float | None, trace, speed: float) -> dict:
+    """How requests arrive, as it stands in the record. Raises ValueError."""
+    ways = {"concurrency": concurrency, "rate": rate, "trace": trace}
+    given = [name for name, value in ways.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"requests arrive in one way: choose one of {', '.join(given)}")
+    if rate is not None:
+        if rate <= 0:
+            raise ValueError(f"rate must be above 0 requests a second, not {rate!r}")
+        return {"arrival": "poisson", "rate": rate}
+    if trace is not None:
+        return {"arrival": "trace", "speed": speed}
+    concurrency = CONCURRENCY if concurrency is None else concurrency
+    if concurrency < 1:
+        raise ValueError(f"concurrency must be a whole number from 1, not {concurrency!r}")
+    return {"arrival": "closed loop", "concurrency": concurrency}
+
+
+async def _load(base: str, make_work, concurrency: int | None, temperature: float, vocab_size: int | None) -> dict:
+    import httpx
+
+    # An open loop is open only if no request waits for another's connection.
+    limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
+    async with httpx.AsyncClient(base_url=base, timeout=None, limits=limits) as http:
+        try:
+            answer = await http.get("/v1/models", timeout=10)
+        except httpx.TransportError as error:
+            raise ConnectionError(f"no server answers at {base} ({error}): start one with `minillm serve`") from None
+        card = answer.raise_for_status().json()["data"][0]
+        work = make_work(vocab_size or card["vocab_size"])
+        client = Client(http, card["id"], temperature)
+        # The first request pays for connections and first uses. Its prompt is no other's: nothing is cached for them.
+        await client.ask(BenchRequest(work[0].prompt[::-1], work[0].output_tokens), client.now())
+        client.restart()
+        if concurrency is None:
+            measured = await open_loop(client, work)
+        else:
+            measured = await closed_loop(client, work, concurrency)
+    failed = [each.error for each in measured if each.error]
+    if failed:
+        raise RuntimeError(f"{len(failed)} of {len(measured)} requests failed, the first with: {failed[0]}")
+    return {"model": card["id"], "dtype": card.get("dtype")} | summary(work, measured)
+
+
+class Client:
+    """Sends requests and notes when their tokens come, on a clock that starts with the run."""
+
+    def __init__(self, http, model: str, temperature: float):
+        self.http, self.model, self.temperature = http, model, temperature
+        self.restart()
+
+    def restart(self) -> None:
+        self.start = time.perf_counter()
+
+    def now(self) -> float:
+        return time.perf_counter() - self.start
+
+    async def ask(self, request: BenchRequest, due: float) -> Measured:
+        """Stream one completion. What goes wrong with it is noted, not raised."""
+        import httpx
+
+        seen = Measured(due, sent=self.now())
+        try:
+            await self._stream(request, seen)
+        except httpx.TransportError as error:
+            seen.error = f"{type(error).__name__}: {error}"
+        seen.end = self.now()
+        if not (seen.error or seen.refused) and seen.output_tokens != request.output_tokens:
+            seen.error = f"{seen.output_tokens} tokens came where {request.output_tokens} were asked for"
+        return seen
+
+    async def _stream(self, request: BenchRequest, seen: Measured) -> None:
+        body = {
+            "model": self.model,
+            "prompt": request.prompt,
+            "max_tokens": request.output_tokens,
+            "temperature": self.temperature,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        async with self.http.stream("POST", "/v1/completions", json=body) as response:
+            if response.status_code == 429:
+                seen.refused = True
+                return
+            if response.status_code != 200:
+                seen.error = (await response.aread()).decode()
+                return
+            async for line in response.aiter_lines():
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                now = self.now()
+                chunk = json.loads(line.removeprefix("data: "))
+                if "error" in chunk:
+                    seen.error = chunk["error"]["message"]
+                    return
+                tokens = sum(len(choice["token_ids"]) for choice in chunk["choices"])
+                if tokens:
+                    seen.arrivals.append((now, tokens))
+
+
+async def closed_loop(client: Client, work: Sequence[BenchRequest], concurrency: int) -> list[Measured]:
+    """`concurrency` clients take the requests in order, each its next one when its last is answered."""
+    queue = iter(enumerate(work))
+    measured: list[Measured | None] = [None] * len(work)
+
+    async def one_client() -> None:
+        for index, request in queue:
+            measured[index] = await client.ask(request, client.now())
+
+    await asyncio.gather(*(one_client() for _ in range(min(concurrency, len(work)))))
+    return measured
+
+
+async def open_loop(client: Client, work: Sequence[BenchRequest]) -> list[Measured]:
+    """Every request is sent when it is due, whatever still runs: a slow server meets a growing queue."""
+
+    async def one_request(request: BenchRequest) -> Measured:
+        await asyncio.sleep(max(0.0, request.due - client.now()))
+        return await client.ask(request, request.due)
+
+    return await asyncio.gather(*map(one_request, work))
+
+
+def summary(work: Sequence[BenchRequest], measured: Sequence[Measured]) -> dict:
+    """Rates, and percentiles of what the clients of answered requests saw; `each` has the requests one by one.
+
+    late_s: how long after they were due requests were sent. It is part of their latency, and where it is not
+    small beside it, the load generator is what was measured.
+    """
+    answered = [each for each in measured if not each.refused]
+    seconds = max(each.end for each in measured)
+    output_tokens = sum(each.output_tokens for each in answered)
+    refused = len(measured) - len(answered)
+    return {
+        **workloads.totals(work),
+        "output_tokens": output_tokens,
+        "refused": refused,
+        "refused_share": round(refused / len(measured), 4),
+        "seconds": round(seconds, 4),
+        "requests_per_s": round(len(answered) / seconds, 3),
+        "output_tokens_per_s": round(output_tokens / seconds, 1),
+        "ttft_s": percentiles([each.ttft for each in answered]),
+        "itl_s": percentiles([gap for each in answered for gap in each.gaps]),
+        "e2e_s": percentiles([each.e2e for each in answered]),
+        "late_s": percentiles([each.sent - each.due for each in measured]),
+        "each": [_one(each) for each in measured],
+    }
+
+
+def _one(seen: Measured) -> dict:
+    first = None if seen.refused else round(seen.arrivals[0][0], 5)
+    times = {"due": round(seen.due, 5), "first_token": first, "end": round(seen.end, 5)}
+    return times | {"output_tokens": seen.output_tokens}
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float | None]:
+    """p50, p90, p99 (nearest rank: each is a value that was seen) and the mean; None without values."""
+    if not values:
+        return dict.fromkeys([*(f"p{p}" for p in PERCENTILES), "mean"])
+    ranked = sorted(values)
+    found = {f"p{p}": round(ranked[-(-p * len(ranked) // 100) - 1], 6) for p in PERCENTILES}
+    return found | {"mean": round(statistics.fmean(values), 6)}
+
+
+def arriving(result: dict) -> str:
+    """How the requests of a result arrived, in words."""
+    if result["arrival"] == "poisson":
+        return f"{result['rate']:g} a second"
+    if result["arrival"] == "trace":
+        return f"as traced, {result['speed']:g} times as fast"
+    return f"{result['concurrency']} at a time"
+
+
+def table(result: dict) -> str:
+    """One result as text: rates, then latencies in milliseconds."""
+    lines = [
+        f"{result['requests']} requests, {arriving(result)}: {result['requests_per_s']:.2f} requests/s,"
+        f" {result['output_tokens_per_s']:,.0f} output tokens/s, {result['seconds']:.2f} s in all"
+    ]
+    if result["refused"]:
+        lines.append(f"{result['refused']} refused ({result['refused_share']:.1%}): the server's queue was full")
+    lines.append(f"{'milliseconds':<22}" + "".join(f"{name:>10}" for name in ("p50", "p90", "p99", "mean")))
+    labels = {"ttft_s": "time to first token", "itl_s": "between tokens", "e2e_s": "whole answer"}
+    if result["arrival"] != "closed loop":
+        labels["late_s"] = "sent after due"
+    for name, label in labels.items():
+        values = result[name].values()
+        lines.append(f"{label:<22}" + "".join(f"{'-' if v is None else format(v * 1e3, '.1f'):>10}" for v in values))
+    return "\n".join(lines)
+
+
+def _local(url: str) -> str:
+    """The URL, if it names this machine. Raises ValueError otherwise."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    try:
+        local = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        local = False
+    if parts.scheme != "http" or not local:
+        raise ValueError(f"the load generator only loads this machine (http://127.0.0.1:PORT), not {url!r}")
+    return url.rstrip("/").removesuffix("/v1")

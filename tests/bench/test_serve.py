@@ -1,0 +1,273 @@
+"""The load generator measures what a client sees, in each of three ways of arriving, on this machine only."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the load generator is tested against the server, which needs fastapi")
+
+from minillm.bench import plots, serve
+from minillm.bench.serve import Measured
+from minillm.server import running
+
+VOCABULARY = 320
+
+
+@pytest.fixture(scope="module")
+def server(model_directory):
+    with running(model_directory, load_format="dummy", device="cpu", max_num_seqs=8) as server:
+        yield server
+
+
+class Fake:
+    """Answers the load generator as a server would; what it does with each completion is a test's own."""
+
+    def __init__(self, complete):
+        self.complete = complete  # async (fake, how many came before, body) -> status
+        self.bodies: list[dict] = []
+        self.at_work = self.most_at_work = 0
+        self.changed: asyncio.Condition
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        if head.startswith("get"):
+            await self.answer(writer, 200, json.dumps({"data": [{"id": "fake", "vocab_size": VOCABULARY}]}))
+            return
+        length = int(next(line.split(":")[1] for line in head.splitlines() if line.startswith("content-length")))
+        body = json.loads(await reader.readexactly(length))
+        before = len(self.bodies)
+        self.bodies.append(body)
+        async with self.changed:
+            self.at_work += 1
+            self.most_at_work = max(self.most_at_work, self.at_work)
+            self.changed.notify_all()
+        status = await self.complete(self, before, body)
+        self.at_work -= 1
+        chunk = {"choices": [{"token_ids": [5] * body["max_tokens"]}]}
+        await self.answer(writer, status, f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n")
+
+    async def answer(self, writer: asyncio.StreamWriter, status: int, text: str) -> None:
+        writer.write(f"HTTP/1.1 {status} -\r\nconnection: close\r\ncontent-length: {len(text)}\r\n\r\n{text}".encode())
+        await writer.drain()
+        writer.close()
+
+
+@contextmanager
+def faked(complete) -> Iterator[tuple[str, Fake]]:
+    fake, loop, ready = Fake(complete), asyncio.new_event_loop(), threading.Event()
+
+    async def listen() -> None:
+        fake.changed = asyncio.Condition()
+        listener = await asyncio.start_server(fake.handle, "127.0.0.1", 0)
+        fake.port = listener.sockets[0].getsockname()[1]
+        fake.stop = asyncio.Event()
+        ready.set()
+        await fake.stop.wait()
+        listener.close()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(listen(),), daemon=True)
+    thread.start()
+    ready.wait()
+    try:
+        yield f"http://127.0.0.1:{fake.port}", fake
+    finally:
+        loop.call_soon_threadsafe(fake.stop.set)
+        thread.join()
+
+
+async def at_once(fake: Fake, before: int, body: dict) -> int:
+    return 200
+
+
+def only_when_all_have_come(count: int):
+    """A server so slow that it answers nothing (but the request that warms up) until `count` requests wait."""
+
+    async def complete(fake: Fake, before: int, body: dict) -> int:
+        if before > 0:
+            async with fake.changed:
+                await fake.changed.wait_for(lambda: fake.most_at_work >= count)
+        return 200
+
+    return complete
+
+
+def test_every_request_is_answered_in_full_and_counted(server, capsys, tmp_path):
+    path, picture = tmp_path / "serve.json", tmp_path / "serve.svg"
+    settings = {"workload": "mixed", "scale": 16, "requests": 12, "concurrency": 4}
+    record = serve.run(server.url, **settings, json_path=path, plot_path=picture)
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert record == json.loads(path.read_text())
+    assert "<svg" in picture.read_text()
+    result = record["results"][0]
+    assert json.loads(lines[-1]) == record | {"results": [{k: v for k, v in result.items() if k != "each"}]}
+    assert result["requests"] == len(result["each"]) == 12 and result["concurrency"] == 4
+    assert result["output_tokens_per_s"] == pytest.approx(result["output_tokens"] / result["seconds"], rel=0.01)
+    for name in ("ttft_s", "itl_s", "e2e_s"):
+        assert 0 <= result[name]["p50"] <= result[name]["p90"] <= result[name]["p99"]
+    assert result["ttft_s"]["p50"] < result["e2e_s"]["p50"] <= result["seconds"]
+
+
+@pytest.mark.parametrize("way", [{"rate": 200.0}, {"trace": "conversation", "speed": 50.0}])
+def test_an_open_loop_against_the_real_server(server, way):
+    result = serve.run(server.url, **way, workload="chat", scale=16, requests=12, quiet=True)["results"][0]
+    assert result["requests"] == 12 and result["refused"] == 0
+    assert [each["output_tokens"] for each in result["each"]].count(0) == 0
+    assert all(each["due"] <= each["first_token"] <= each["end"] for each in result["each"])
+    assert result["late_s"]["p50"] >= 0
+
+
+def test_no_more_clients_than_asked_for_are_at_work():
+    with faked(only_when_all_have_come(3)) as (url, fake):
+        serve.run(url, workload="chat", scale=16, requests=9, concurrency=3, timeout=20, quiet=True)
+    assert fake.most_at_work == 3
+
+
+@pytest.mark.parametrize("way", [{"rate": 400.0}, {"trace": "conversation", "speed": 100.0}])
+def test_an_open_loop_sends_what_is_due_whatever_still_runs(way):
+    """The server answers nobody before all twelve have asked: a generator that waits for an answer never ends."""
+    with faked(only_when_all_have_come(12)) as (url, fake):
+        result = serve.run(url, **way, scale=16, requests=12, timeout=20, quiet=True)["results"][0]
+    assert fake.most_at_work == 12
+    last = max(each["due"] for each in result["each"])
+    assert all(each["first_token"] >= last for each in result["each"])
+
+
+def test_latency_counts_from_when_a_request_was_due():
+    seen = Measured(due=1.0, sent=3.0, arrivals=[(4.0, 1), (4.5, 1)], end=4.75)
+    assert (seen.ttft, seen.e2e, list(seen.gaps)) == (3.0, 3.75, [0.5])
+
+
+def test_a_request_sent_late_waits_from_when_it_was_due():
+    """The clock stands at 5 s when requests due at 1 s and 2 s are sent."""
+
+    class Late:
+        def now(self):
+            return 5.0
+
+        async def ask(self, request, due):
+            return Measured(due, sent=self.now(), arrivals=[(6.0, 1)], end=6.0)
+
+    work = [serve.BenchRequest([5], 1, due=due) for due in (1.0, 2.0)]
+    measured = asyncio.run(serve.open_loop(Late(), work))
+    assert [each.ttft for each in measured] == [5.0, 4.0]
+    assert serve.summary(work, measured)["late_s"]["p99"] == 4.0
+
+
+def test_full_queues_are_counted_and_told(capsys):
+    async def every_third_is_refused(fake, before, body):
+        return 429 if before > 0 and before % 3 == 0 else 200
+
+    with faked(every_third_is_refused) as (url, _):
+        record = serve.run(url, workload="chat", scale=16, requests=9, concurrency=1)
+    result = record["results"][0]
+    assert (result["requests"], result["refused"], result["refused_share"]) == (9, 3, 0.3333)
+    assert result["output_tokens"] == 6 * 8, "a refused request has no tokens"
+    assert result["requests_per_s"] == pytest.approx(6 / result["seconds"], rel=0.01)
+    assert "3 refused (33.3%)" in capsys.readouterr().out
+    assert [each["first_token"] is None for each in result["each"]].count(True) == 3
+    marks = plots.requests(record).lines[0]
+    assert len(marks.get_xdata()) == 3
+
+
+def test_a_server_that_refuses_everything_is_no_crash():
+    async def full(fake, before, body):
+        return 429
+
+    with faked(full) as (url, _):
+        result = serve.run(url, requests=4, concurrency=2)["results"][0]
+    assert result["refused_share"] == 1 and result["ttft_s"]["p50"] is None and result["requests_per_s"] == 0
+
+
+def test_the_request_that_warms_up_shares_no_prompt_with_those_measured():
+    with faked(at_once) as (url, fake):
+        serve.run(url, workload="single", scale=8, requests=1, concurrency=1, quiet=True)
+    warm, measured = (body["prompt"] for body in fake.bodies)
+    assert warm != measured and len(warm) == len(measured)
+
+
+def test_another_seed_is_another_prompt():
+    with faked(at_once) as (url, fake):
+        for seed in (0, 0, 1):
+            serve.run(url, workload="single", scale=8, requests=1, concurrency=1, seed=seed, quiet=True)
+    first, again, other = (body["prompt"] for body in fake.bodies[1::2])
+    assert first == again != other
+
+
+def test_it_runs_where_an_event_loop_runs_already(server):
+    async def notebook_cell():
+        return serve.run(server.url, workload="single", scale=32, concurrency=1, quiet=True)
+
+    assert asyncio.run(notebook_cell())["results"][0]["requests"] == 1
+
+
+@pytest.mark.parametrize(
+    "arrivals, gaps",
+    [
+        ([(1.0, 1), (1.5, 2), (1.75, 1)], [0.5, 0.0, 0.25]),
+        ([(1.0, 3), (1.5, 1)], [0.0, 0.0, 0.5]),
+        ([(1.0, 1)], []),
+    ],
+)
+def test_there_is_a_gap_before_each_token_but_the_first(arrivals, gaps):
+    assert list(Measured(due=0.25, arrivals=arrivals).gaps) == gaps
+
+
+def test_percentiles_are_values_that_were_seen():
+    values = [float(i) for i in range(1, 101)]
+    assert serve.percentiles(values) == {"p50": 50, "p90": 90, "p99": 99, "mean": 50.5}
+    assert serve.percentiles([3.0]) == {"p50": 3, "p90": 3, "p99": 3, "mean": 3}
+    assert serve.percentiles([]) == {"p50": None, "p90": None, "p99": None, "mean": None}
+
+
+@pytest.mark.parametrize("url", ["http://example.com", "https://127.0.0.1:1", "http://10.0.0.1", "http://", "nonsense"])
+def test_another_machine_is_never_loaded(url):
+    with pytest.raises(ValueError, match="only loads this machine"):
+        serve.run(url)
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"concurrency": 4, "rate": 1.0}, "choose one of concurrency, rate"),
+        ({"concurrency": 0}, "concurrency must be"),
+        ({"rate": 0.0}, "rate must be above 0"),
+        ({"trace": "conversation", "speed": 0.0}, "speed must be above 0"),
+        ({"trace": "rush-hour"}, "no trace rush-hour; committed ones: conversation"),
+        ({"requests": 0}, "whole numbers from 1"),
+    ],
+)
+def test_wrong_settings_are_named(wrong, message):
+    with faked(at_once) as (url, _), pytest.raises((ValueError, FileNotFoundError), match=message):
+        serve.run(url, quiet=True, **wrong)
+
+
+def test_a_server_that_is_not_there_is_a_clear_error():
+    with pytest.raises(ConnectionError, match="minillm serve"):
+        serve.run("http://127.0.0.1:9", quiet=True)
+
+
+def test_a_server_that_never_answers_ends_the_run():
+    with faked(only_when_all_have_come(100)) as (url, _), pytest.raises(TimeoutError, match="not over after 0.2 s"):
+        serve.run(url, requests=2, concurrency=2, timeout=0.2, quiet=True)
+
+
+def test_a_request_that_is_wrong_fails_the_measurement(server):
+    with pytest.raises(RuntimeError, match="context"):
+        serve.run(server.url, workload="lilo", scale=1, requests=1, quiet=True)
+
+
+def test_a_record_can_be_drawn(server):
+    record = serve.run(server.url, workload="chat", scale=16, requests=4, concurrency=2, quiet=True)
+    result = record["results"][0]
+    ax = plots.latency(record)
+    assert [label.get_text() for label in ax.get_legend().get_texts()] == ["p50", "p90", "p99"]
+    heights = [bar.get_height() for bar in ax.containers[0]]
+    assert heights[0] == pytest.approx(result["ttft_s"]["p50"] * 1e3)
+    waits, reads = plots.requests(record).containers
+    for bar, other, each in zip(waits, reads, result["each"], strict=True):
+        assert bar.get_x() == each["due"] and other.get_x() == pytest.approx(each["first_token"])
+        assert other.get_x() + other.get_width() == pytest.approx(each["end"])
