@@ -34,6 +34,7 @@ class Tracked:
     completion: Completion
     listener: Listener | None = None
     detokenizer: StreamingDetokenizer | None = None
+    wants_text: bool = True  # False: whoever asked makes text of the ids itself
     text: str = ""  # all text so far, where somebody needs it token by token
     told: int = 0  # characters of it that the listener has
     searched: int = 0  # characters of it that no stop string can begin in
@@ -61,7 +62,11 @@ class Engine:
         self.config = self.config.on(device)
         place = resolve(model)
         self.name = place.name if isinstance(place, Path) else place
-        self.tokenizer = _load_tokenizer(tokenizer, place)
+        if tokenizer is None and isinstance(place, Path) and (place / "tokenizer.json").exists():
+            tokenizer = place
+        # Where another process may read the same tokenizer; None for an object of the user's own.
+        self.tokenizer_directory = Path(tokenizer) if isinstance(tokenizer, (str, Path)) else None
+        self.tokenizer = Tokenizer.from_pretrained(tokenizer) if self.tokenizer_directory else tokenizer
         self.model = load_model(
             model,
             dtype=self.config.dtype,
@@ -99,10 +104,12 @@ class Engine:
         *,
         request_id: str | None = None,
         listener: Listener | None = None,
+        wants_text: bool = True,
     ) -> Tracked:
         """Check a request and make it ready; safe in any thread. Raises InvalidRequest.
 
-        prompt: text, or token ids. listener: called in the engine's thread with each new `Delta`.
+        prompt: text, or token ids. listener: called in the engine's thread with each new `Delta`. wants_text=False
+        leaves all text empty, unless stop strings have it made anyway.
         """
         params = params or SamplingParams()
         ids = self._token_ids(prompt)
@@ -126,8 +133,8 @@ class Engine:
         completion = Completion(request.request_id, ids.tolist(), arrival_time=time.perf_counter())
         completion.logprobs = None if params.logprobs is None else []
         completion.prompt_logprobs = None if params.prompt_logprobs is None else [None] * len(ids)
-        tracked = Tracked(request, completion, listener)
-        if self.tokenizer is not None and (params.stop or listener is not None):
+        tracked = Tracked(request, completion, listener, wants_text=wants_text)
+        if self.tokenizer is not None and (params.stop or (listener is not None and wants_text)):
             tracked.detokenizer = StreamingDetokenizer(self.tokenizer)
         return tracked
 
@@ -275,7 +282,7 @@ class Engine:
             if not isinstance(request.stop_reason, str):
                 tracked.text += tracked.detokenizer.flush()
             completion.text = tracked.text
-        elif self.tokenizer is not None:
+        elif self.tokenizer is not None and tracked.wants_text:
             shown = completion.token_ids[:-1] if request.finish_reason == "stop" else completion.token_ids
             # Not `decode`: a padded vocabulary has ids that are no token, and sampling may choose one.
             detokenizer = StreamingDetokenizer(self.tokenizer)
@@ -316,12 +323,6 @@ class Engine:
         self.model = self.runner = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-
-def _load_tokenizer(tokenizer, place: Path | str):
-    if tokenizer is None and isinstance(place, Path) and (place / "tokenizer.json").exists():
-        tokenizer = place
-    return Tokenizer.from_pretrained(tokenizer) if isinstance(tokenizer, (str, Path)) else tokenizer
 
 
 def _first_stop(text: str, start: int, stop: Sequence[str]) -> tuple[int, str] | None:
