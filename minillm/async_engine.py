@@ -1,16 +1,43 @@
 """`AsyncLLM`: the engine in a thread of its own, for servers and notebooks.  Lesson 99.
 
-The thread steps while there is work; coroutines submit and abort through a queue that it empties between steps.
+The thread steps while there is work; others submit and abort through a queue that it empties between steps. What a
+step brought goes to each mailbox in one call.
 """
 
 import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from .engine import LLM, Engine, Tracked
 from .request import Completion, Delta, InvalidRequest, SamplingParams
+
+
+class Mailbox(Protocol):
+    """Whoever asked for some requests; hashable."""
+
+    def deliver(self, items: list[tuple[Any, Delta | Exception]]) -> None:
+        """Take (the key that the request was prepared with, what it gained) of each request that gained something.
+
+        Called in the engine's thread, which waits: it must neither block nor raise. An exception is a request's last.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A request that has been checked, and where its deltas go."""
+
+    tracked: Tracked
+    mailbox: Mailbox
+    key: Any
+
+    @property
+    def request_id(self) -> str:
+        return self.tracked.request.request_id
 
 
 class AsyncLLM:
@@ -27,19 +54,27 @@ class AsyncLLM:
         if isinstance(engine, LLM):
             engine = engine.engine
         self._owns_engine = engine is None
-        self.engine = engine or Engine(model, tokenizer, **options)
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._outbox: dict[Mailbox, list[tuple[Any, Delta | Exception]]] = {}
+        self._listening: dict[str, Prepared] = {}
+        # The engine is made in the thread that steps it: OpenMP keeps a pool of threads for each thread that computes,
+        # and a second pool beside the loader's made a lone request a fifth slower.
+        make = (lambda: Engine(model, tokenizer, **options)) if engine is None else (lambda: engine)
+        made: Future[Engine] = Future()
+        self._thread = threading.Thread(target=self._run, args=(make, made), name="minillm-engine", daemon=True)
+        self._thread.start()
+        try:
+            self.engine = made.result()
+        except BaseException:
+            self._closing = True  # interrupted while it loads: end once it has
+            raise
         self.tokenizer = self.engine.tokenizer
         self.model_config = self.engine.model_config
         self.config = self.engine.config
         self.name = self.engine.name
         self.max_model_len = self.engine.max_model_len
-        self._commands: deque[Callable[[], None]] = deque()
-        self._wake = threading.Condition()
-        self._closing = False
-        self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue, Delta | Exception]]] = {}
-        self._listening: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue]] = {}
-        self._thread = threading.Thread(target=self._run, name="minillm-engine", daemon=True)
-        self._thread.start()
 
     async def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, request_id: str | None = None
@@ -48,15 +83,10 @@ class AsyncLLM:
 
         Leaving the iteration early aborts the request. Raises InvalidRequest before the first delta.
         """
-        loop, queue = asyncio.get_running_loop(), asyncio.Queue()
-
-        def listener(delta: Delta) -> None:
-            if delta.completion is not None:
-                self._listening.pop(delta.completion.request_id, None)
-            self._post(loop, queue, delta)
-
-        tracked = self.engine.prepare(prompt, params, request_id=request_id, listener=listener)
-        self._tell(lambda: self._submit(tracked, loop, queue))
+        queue: asyncio.Queue[Delta | Exception] = asyncio.Queue()
+        mailbox = _LoopMailbox(asyncio.get_running_loop())
+        prepared = self.prepare(prompt, params, mailbox, queue, request_id=request_id)
+        self.submit([prepared])
         finished = False
         try:
             while not finished:
@@ -68,7 +98,7 @@ class AsyncLLM:
                 yield delta
         finally:
             if not finished:
-                self.abort(tracked.request.request_id)
+                self.abort(prepared.request_id)
 
     async def generate(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, request_id: str | None = None
@@ -77,6 +107,30 @@ class AsyncLLM:
         async for delta in self.stream(prompt, params, request_id):
             completion = delta.completion
         return completion
+
+    def prepare(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None,
+        mailbox: Mailbox,
+        key: Any,
+        *,
+        request_id: str | None = None,
+        wants_text: bool = True,
+    ) -> Prepared:
+        """Check a request whose deltas go to `mailbox` under `key`; from any thread. Raises InvalidRequest."""
+
+        def listener(delta: Delta) -> None:
+            if delta.completion is not None:
+                self._listening.pop(delta.completion.request_id, None)
+            self._post(mailbox, key, delta)
+
+        options = {"request_id": request_id, "listener": listener, "wants_text": wants_text}
+        return Prepared(self.engine.prepare(prompt, params, **options), mailbox, key)
+
+    def submit(self, requests: Sequence[Prepared]) -> None:
+        """Queue prepared requests; from any thread. What cannot be queued is told to its mailbox."""
+        self._tell(lambda: self._submit(requests))
 
     def abort(self, request_id: str) -> None:
         """End a request; its stream ends with finish_reason "abort". From any thread."""
@@ -109,14 +163,21 @@ class AsyncLLM:
 
     # ---- in the engine's thread
 
-    def _submit(self, tracked: Tracked, loop: asyncio.AbstractEventLoop, queue: asyncio.Queue) -> None:
-        try:
-            self.engine.submit(tracked)
-            self._listening[tracked.request.request_id] = (loop, queue)
-        except InvalidRequest as error:
-            self._post(loop, queue, error)
+    def _submit(self, requests: Sequence[Prepared]) -> None:
+        for each in requests:
+            try:
+                self.engine.submit(each.tracked)
+                self._listening[each.request_id] = each
+            except InvalidRequest as error:
+                self._post(each.mailbox, each.key, error)
 
-    def _run(self) -> None:
+    def _run(self, make: Callable[[], Engine], made: "Future[Engine]") -> None:
+        try:
+            self.engine = make()
+        except BaseException as error:
+            made.set_exception(error)
+            return
+        made.set_result(self.engine)
         while True:
             with self._wake:
                 while not (self._commands or self._closing or self.engine.has_work):
@@ -144,22 +205,37 @@ class AsyncLLM:
         try:
             self.engine.step()
         except Exception as error:
-            # The engine has given up what was running: say why instead of a bare "abort".
+            # The engine has given up all that it had: say why instead of a bare "abort".
             self._outbox.clear()
-            for loop, queue in listening:
-                self._post(loop, queue, error)
+            for each in listening:
+                self._post(each.mailbox, each.key, error)
 
-    def _post(self, loop: asyncio.AbstractEventLoop, queue: asyncio.Queue, delta: Delta | Exception) -> None:
-        self._outbox.setdefault(loop, []).append((queue, delta))
+    def _post(self, mailbox: Mailbox, key: Any, delta: Delta | Exception) -> None:
+        self._outbox.setdefault(mailbox, []).append((key, delta))
 
     def _deliver(self) -> None:
-        """Hand a step's deltas to each event loop in one call."""
         outbox, self._outbox = self._outbox, {}
-        for loop, deltas in outbox.items():
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_put_all, deltas)
+        for mailbox, items in outbox.items():
+            mailbox.deliver(items)
 
 
-def _put_all(deltas: list[tuple[asyncio.Queue, Delta | Exception]]) -> None:
-    for queue, delta in deltas:
+class _LoopMailbox:
+    """The coroutines of one event loop: one call wakes the loop, however many of them got something."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self.loop = loop
+
+    def __hash__(self) -> int:
+        return hash(self.loop)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _LoopMailbox) and other.loop is self.loop
+
+    def deliver(self, items: list[tuple[asyncio.Queue, Delta | Exception]]) -> None:
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(_put_all, items)
+
+
+def _put_all(items: list[tuple[asyncio.Queue, Delta | Exception]]) -> None:
+    for queue, delta in items:
         queue.put_nowait(delta)
