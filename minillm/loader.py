@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .config import PRESETS, ConfigError, ModelConfig, read_json
+from .config import ARCHITECTURES, PRESETS, ConfigError, ModelConfig, read_json
 from .model import Model
 from .quantization import DenseWeight
 
@@ -161,8 +161,8 @@ def destinations(model: Model) -> dict[str, Tensor]:
 
     for index, layer in enumerate(model.layers):
         prefix = f"model.layers.{index}"
-        places[f"{prefix}.input_layernorm.weight"] = layer.attention_norm
-        places[f"{prefix}.post_attention_layernorm.weight"] = layer.mlp_norm
+        for norm, name in ARCHITECTURES[config.architecture].norms.items():
+            places[f"{prefix}.{name}.weight"] = getattr(layer, norm)
         place(layer.qkv, f"{prefix}.self_attn", q_proj=query, k_proj=kv, v_proj=kv)
         place(layer.attention_out, f"{prefix}.self_attn.o_proj")
         place(
@@ -201,7 +201,7 @@ def fill_from_files(model: Model, files: list[Path]) -> None:
         for rows in _pieces(entry):
             places[name][done : done + len(rows)].copy_(rows)
             done += len(rows)
-    for norm in _norms(model):
+    for norm in model.norms():
         norm.add_(model.config.norm_offset)
 
 
@@ -245,17 +245,10 @@ def _listed(names: list[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _norms(model: Model) -> list[Tensor]:
-    return [
-        model.final_norm,
-        *(norm for layer in model.layers for norm in (layer.attention_norm, layer.mlp_norm)),
-    ]
-
-
 def fill_randomly(model: Model, seed: int) -> None:
     """Random weights, the same for the same seed, that keep activations near 1; made on the device."""
     generator = torch.Generator(device=model.device).manual_seed(seed)
-    norms = {id(norm) for norm in _norms(model)}
+    norms = {id(norm) for norm in model.norms()}
     for tensor in model.tensors():
         if id(tensor) in norms:
             tensor.fill_(1.0)

@@ -1,18 +1,19 @@
 """One decoder, read off its `ModelConfig`: every family is a choice of the same few parts.  Lesson 02.
 
-tokens -> embedding -> [norm -> attention -> + -> norm -> gated MLP -> +] x layers -> norm -> head -> logits.
+tokens -> embedding -> [norm -> attention -> + -> norm -> gated MLP -> +] x layers -> norm -> head -> logits,
+with more norms in some families: behind attention and MLP (Gemma 2 and 3), of queries and keys (Gemma 3, Qwen 3).
 What a part does is in `ops/reference.py`; this file only says in which order the parts meet.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from . import ops
 from .batch import Batch
-from .config import ModelConfig
+from .config import ARCHITECTURES, QK_NORMS, ModelConfig
 from .kv_cache import LayerCache
 from .quantization import DenseWeight, Weight
 
@@ -27,6 +28,12 @@ class Layer:
     mlp_norm: Tensor  # [hidden]
     gate_up: Weight  # [2 * intermediate, hidden]
     down: Weight  # [hidden, intermediate]
+    q_norm: Tensor | None = None  # [head_dim]
+    k_norm: Tensor | None = None  # [head_dim]
+    after_attention_norm: Tensor | None = None  # [hidden]
+    after_mlp_norm: Tensor | None = None  # [hidden]
+    window: int | None = None  # tokens that a query sees; None: all
+    local: bool = False  # whether it turns by `Model.local_rotary`
     group: int = 0  # the row of a block table's first axis that this layer's cache follows
 
 
@@ -49,8 +56,8 @@ class Model:
         def matrix(out: int, inputs: int, bias: bool = False) -> DenseWeight:
             return DenseWeight.empty(out, inputs, bias, dtype=dtype, device=self.device)
 
-        def norm() -> Tensor:
-            return torch.empty(hidden, dtype=norm_dtype, device=self.device)
+        def norm(size: int = hidden) -> Tensor:
+            return torch.empty(size, dtype=norm_dtype, device=self.device)
 
         self.head = matrix(config.vocab_size, hidden)
         if config.tie_word_embeddings:
@@ -58,20 +65,27 @@ class Model:
         else:
             self.embedding = torch.empty(config.vocab_size, hidden, dtype=dtype, device=self.device)
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
+        self.layer_norms = tuple(ARCHITECTURES[config.architecture].norms)
         self.layers = [
             Layer(
-                attention_norm=norm(),
-                qkv=matrix(query_size + 2 * kv_size, hidden, config.attention_bias),
+                qkv=matrix(query_size + 2 * kv_size, hidden, config.attention_bias or config.qkv_bias),
                 attention_out=matrix(hidden, query_size, config.attention_bias),
-                mlp_norm=norm(),
                 gate_up=matrix(2 * config.intermediate_size, hidden, config.mlp_bias),
                 down=matrix(hidden, config.intermediate_size, config.mlp_bias),
+                # A window as long as the context hides nothing.
+                window=window if window and window < max_model_len else None,
+                local=bool(window and config.local_rope_theta),
+                **{name: norm(head_dim if name in QK_NORMS else hidden) for name in self.layer_norms},
             )
-            for _ in range(config.num_layers)
+            for window in config.windows or (None,) * config.num_layers
         ]
         self.final_norm = norm()
         self.rotary = rotary_table(config, max_model_len, dtype=dtype, device=self.device)
-        self.scale = head_dim**-0.5
+        self.local_rotary = None
+        if config.local_rope_theta:
+            local = replace(config, rope_theta=config.local_rope_theta, rope_scaling=None)
+            self.local_rotary = rotary_table(local, max_model_len, dtype=dtype, device=self.device)
+        self.scale = config.attention_scale or head_dim**-0.5
 
     def forward(self, batch: Batch, caches: list[LayerCache]) -> Tensor:
         """Final hidden states [samples, hidden] of the tokens in `batch.logits_index` (None: all).
@@ -80,17 +94,22 @@ class Model:
         """
         run, eps = self.ops, self.config.rms_norm_eps
         residual = run.embedding(batch.token_ids, self.embedding, self.embedding_scale)
-        cos_sin, slots = self.rotary[batch.positions], batch.slots.unbind()
+        turns, slots = self.rotary[batch.positions], batch.slots.unbind()
+        local_turns = None if self.local_rotary is None else self.local_rotary[batch.positions]
         x = run.rms_norm(residual, self.layers[0].attention_norm, eps)
         next_norms = [layer.attention_norm for layer in self.layers[1:]] + [self.final_norm]
         for layer, cache, next_norm in zip(self.layers, caches, next_norms, strict=True):
-            x = self._attention(layer, x, cos_sin, slots[layer.group], batch, cache)
+            x = self._attention(layer, x, local_turns if layer.local else turns, slots[layer.group], batch, cache)
             if next_norm is self.final_norm and batch.logits_index is not None:
                 # Behind the last attention nobody reads the other tokens any more.
                 x, residual = x[batch.logits_index], residual[batch.logits_index]
+            if layer.after_attention_norm is not None:
+                x = run.rms_norm(x, layer.after_attention_norm, eps)
             x, residual = run.add_rms_norm(x, residual, layer.mlp_norm, eps)
             gate_up = run.linear(x, layer.gate_up)
             x = run.linear(run.gated_activation(gate_up, self.config.activation), layer.down)
+            if layer.after_mlp_norm is not None:
+                x = run.rms_norm(x, layer.after_mlp_norm, eps)
             x, residual = run.add_rms_norm(x, residual, next_norm, eps)
         return x
 
@@ -100,9 +119,15 @@ class Model:
         run, heads, kv_heads = self.ops, self.config.num_heads, self.config.num_kv_heads
         qkv = run.linear(x, layer.qkv).view(x.shape[0], heads + 2 * kv_heads, self.config.head_dim)
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        if layer.q_norm is not None:
+            eps = self.config.rms_norm_eps
+            q, k = run.rms_norm(q, layer.q_norm, eps), run.rms_norm(k, layer.k_norm, eps)
         q, k = run.rotary_embedding(q, k, cos_sin)
         run.write_kv(k, v, cache, slots)
 
+        # What a family does not have is not passed, so that a reader's attention may do without it.
+        extras = {"window": layer.window, "soft_cap": self.config.attention_soft_cap}
+        options = {"scale": self.scale, **{name: value for name, value in extras.items() if value is not None}}
         parts = []
         if rows := batch.decode:
             parts.append(
@@ -111,7 +136,7 @@ class Model:
                     cache,
                     rows.block_table[layer.group],
                     rows.lengths,
-                    scale=self.scale,
+                    **options,
                 ).flatten(0, 1)
             )
         if rows := batch.prefill:
@@ -123,7 +148,7 @@ class Model:
                     rows.lengths,
                     rows.query_start,
                     max_queries=rows.max_queries,
-                    scale=self.scale,
+                    **options,
                 )
             )
         attended = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -131,14 +156,18 @@ class Model:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[samples, hidden] after `forward` -> [samples, vocab], float32 (float64 for a float64 model)."""
-        return self.ops.lm_head(hidden, self.head)
+        cap = self.config.final_soft_cap
+        return self.ops.lm_head(hidden, self.head, cap) if cap else self.ops.lm_head(hidden, self.head)
+
+    def norms(self) -> list[Tensor]:
+        """Every norm's weights, to which the loader adds the family's offset."""
+        return [self.final_norm, *(getattr(layer, name) for layer in self.layers for name in self.layer_norms)]
 
     def tensors(self) -> list[Tensor]:
         """Every parameter once; a tied head is its embedding."""
-        found = [self.embedding, self.final_norm]
+        found = [self.embedding, *self.norms()]
         matrices = [] if self.config.tie_word_embeddings else [self.head]
         for layer in self.layers:
-            found += [layer.attention_norm, layer.mlp_norm]
             matrices += [layer.qkv, layer.attention_out, layer.gate_up, layer.down]
         for matrix in matrices:
             found += [part for part in vars(matrix).values() if isinstance(part, Tensor)]

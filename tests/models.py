@@ -3,7 +3,16 @@
 import copy
 
 import torch
-from transformers import GemmaConfig, LlamaConfig, PreTrainedModel
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 SMALL = {
@@ -40,7 +49,48 @@ CONFIGS = {
         **SMALL, num_key_value_heads=1, head_dim=32, tie_word_embeddings=True, rope_parameters=LLAMA3
     ),
     "llama-biases": LlamaConfig(**SMALL, num_key_value_heads=2, attention_bias=True, mlp_bias=True),
-}
+    "gemma2-multi-query": Gemma2Config(
+        **SMALL, num_key_value_heads=1, head_dim=32, query_pre_attn_scalar=20, sliding_window=7,
+        attn_logit_softcapping=3.0, final_logit_softcapping=4.0,
+    ),
+    "gemma2-grouped-untied": Gemma2Config(
+        **SMALL, num_key_value_heads=2, head_dim=16, query_pre_attn_scalar=8, sliding_window=5,
+        attn_logit_softcapping=5.0, final_logit_softcapping=None, tie_word_embeddings=False,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+    ),
+    "gemma2-multi-head": Gemma2Config(
+        **SMALL, num_key_value_heads=4, head_dim=8, query_pre_attn_scalar=12, sliding_window=3,
+        attn_logit_softcapping=None, final_logit_softcapping=2.0,
+    ),
+    "gemma3-multi-query": Gemma3TextConfig(
+        **SMALL | {"num_hidden_layers": 7}, num_key_value_heads=1, head_dim=32, query_pre_attn_scalar=20,
+        sliding_window=7,
+    ),
+    "gemma3-grouped-scaled": Gemma3TextConfig(
+        **SMALL, num_key_value_heads=2, head_dim=16, query_pre_attn_scalar=4, sliding_window=11,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 3000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    ),
+    "gemma3-multi-head-untied": Gemma3TextConfig(
+        **SMALL, num_key_value_heads=4, head_dim=12, query_pre_attn_scalar=30, sliding_window=9,
+        sliding_window_pattern=2, tie_word_embeddings=False, final_logit_softcapping=3.0,
+    ),
+    "mistral-grouped": MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=7),
+    "mistral-no-window": MistralConfig(**SMALL, num_key_value_heads=1, head_dim=16, sliding_window=None),
+    "qwen2-grouped": Qwen2Config(**SMALL, num_key_value_heads=2),
+    "qwen2-sliding-tied": Qwen2Config(
+        **SMALL, num_key_value_heads=1, use_sliding_window=True, sliding_window=6, max_window_layers=1,
+        tie_word_embeddings=True,
+    ),
+    "qwen3-grouped": Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=16),
+    "qwen3-sliding-tied": Qwen3Config(
+        **SMALL, num_key_value_heads=4, head_dim=32, use_sliding_window=True, sliding_window=6, max_window_layers=2,
+        tie_word_embeddings=True, attention_bias=True,
+    ),
+}  # fmt: skip
 
 
 def make(name: str, seed: int = 0) -> PreTrainedModel:
@@ -48,10 +98,26 @@ def make(name: str, seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name]))
     for key, parameter in model.named_parameters():
-        one = 1.0 if name.startswith("llama") and "norm" in key else 0.0
         if parameter.dim() == 1:
-            torch.nn.init.normal_(parameter, one, 0.3)
+            torch.nn.init.normal_(parameter, _typical(name, key), 0.3)
         else:
             gain = 1.0 if "embed" in key or "lm_head" in key else 2.5
             torch.nn.init.normal_(parameter, 0.0, gain * parameter.shape[1] ** -0.5)
     return model
+
+
+def _typical(name: str, key: str) -> float:
+    """What a norm's or a bias's elements scatter around."""
+    if name.startswith(("gemma2", "gemma3")) and "post_" in key:
+        return 4.0  # behind a norm a layer is as loud as its norm's weights, whatever its matrices are
+    return 1.0 if "norm" in key and not name.startswith("gemma") else 0.0
+
+
+def keep_float64(monkeypatch) -> None:
+    """Let transformers' eager attention stay in float64: it rounds the softmax to float32 whatever the model's dtype."""
+    own = torch.nn.functional.softmax
+
+    def softmax(scores, dim, dtype=None):
+        return own(scores, dim=dim, dtype=torch.float64 if scores.dtype == torch.float64 else dtype)
+
+    monkeypatch.setattr(torch.nn.functional, "softmax", softmax)

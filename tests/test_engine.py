@@ -187,7 +187,7 @@ def test_a_replacement_that_fails_leaves_the_engine_usable(directory, prompts, a
 
 def test_unknown_operations_are_named(directory):
     with (
-        pytest.raises(ValueError, match="no operation is called 'attention'.*decode_attention"),
+        pytest.raises(ValueError, match="no part is called 'attention'.*decode_attention"),
         minillm.using(attention=print),
     ):
         pass

@@ -49,7 +49,7 @@ class Paged:
                 if at == len(self.tables[row]) * BLOCK:
                     self.tables[row].append(self.free.pop())
                 ids.append(token)
-                positions.append(at + (self.position_error if at else 0))
+                positions.append(at + (self.position_error if at % 2 else 0))
                 slots.append(self.tables[row][at // BLOCK] * BLOCK + at % BLOCK)
                 self.lengths[row] += 1
             last.append(len(ids) - 1)
@@ -85,6 +85,11 @@ def generate(paged: Paged, prompts: list[list[int]], count: int) -> list[list[in
             tokens.append(token)
         logits = paged.forward({row: [tokens[-1]] for row, tokens in zip(rows, out, strict=True)}, {})
     return out
+
+
+@pytest.fixture(autouse=True)
+def exact_attention_in_transformers(monkeypatch):
+    models.keep_float64(monkeypatch)
 
 
 @pytest.fixture(scope="module", params=models.CONFIGS)
@@ -318,12 +323,13 @@ def test_gemmas_first_configs_mean_the_tanh_gelu_and_a_tied_head():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"architectures": ["BertModel"]}, "'BertModel' is not supported; supported are: GemmaForCausalLM, Llama"),
+        ({"architectures": ["BertModel"]}, "'BertModel' is not supported; supported are: GemmaForCausalLM, Gemma2"),
         ({"architectures": None}, "None is not supported"),
         ({"hidden_act": "relu"}, "activation 'relu' is not supported"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"num_key_value_heads": 3}, "4 heads cannot share 3 KV heads"),
-        ({"num_hidden_layers": 0}, "num_layers must be a whole number from 1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number from 1, not 0"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be a whole number from 1, not 0"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope scaling 'yarn' is not supported"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised checkpoints"),
