@@ -246,6 +246,26 @@ def bench_serve(
         )
 
 
+@bench_app.command()
+@with_engine_options
+def roofline(
+    model: Model = None,
+    batch: Annotated[list[int], typer.Option(help="Decode steps of so many requests at once; repeatable.")] = (
+        1,
+        8,
+        64,
+        256,
+    ),
+    prompt: Annotated[list[int], typer.Option(help="Prefill steps of so many tokens; repeatable.")] = (400, 1600),
+    json_path: JsonPath = None,
+    **engine_options: Any,
+) -> None:
+    """What this machine can do at most, and how near the engine's steps come to it."""
+    from minillm.bench import roofline
+
+    roofline.run(model, batches=batch, prompts=prompt, json_path=json_path, **engine_options)
+
+
 @app.command("eval")
 @with_engine_options
 def evaluate(

@@ -1,0 +1,187 @@
+"""A machine's two limits, and how near the engine's steps come to them.  Lesson 00.
+
+Williams, Waterman and Patterson 2009, "Roofline": a computation takes at least the time to move its bytes and at least
+the time to do its operations. Which of the two is longer depends on its operations per byte.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..engine import LLM
+from ..request import SamplingParams
+from . import records
+
+SQUARE = {"cpu": 1024, "cuda": 8192}  # rows of the matrices multiplied to find the most operations a second
+CALLS = 20
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one device can do at most, measured: bytes read a second from memory, operations a second."""
+
+    bytes_per_s: float
+    operations_per_s: float
+
+    @property
+    def ridge(self) -> float:
+        """Operations a byte from which arithmetic takes longer than reading."""
+        return self.operations_per_s / self.bytes_per_s
+
+
+@dataclass(frozen=True)
+class Point:
+    """One kind of step: the least work it can be done with, and the seconds it took (median)."""
+
+    name: str
+    tokens: int
+    bytes: int
+    operations: int
+    seconds: float
+
+    @property
+    def intensity(self) -> float:
+        return self.operations / self.bytes
+
+    def floor(self, limits: Limits) -> float:
+        """The least seconds in which a machine with these limits can do it."""
+        return max(self.bytes / limits.bytes_per_s, self.operations / limits.operations_per_s)
+
+    @property
+    def rate(self) -> float:
+        """Operations a second."""
+        return self.operations / self.seconds
+
+
+def limits(device: str, dtype: torch.dtype, nbytes: int) -> Limits:
+    """Measure by reading `nbytes` of memory and by multiplying two large square matrices; best of several calls.
+
+    nbytes matters: what fits a cache is read faster than what does not, so give the model's own bytes.
+    """
+    numbers = torch.ones(nbytes // 4, device=device)
+    side = SQUARE[torch.device(device).type]
+    square = torch.ones(side, side, dtype=dtype, device=device)
+    reading = _seconds(lambda: numbers.sum(), device)
+    multiplying = _seconds(lambda: square @ square, device)
+    return Limits(nbytes / min(reading), 2 * side**3 / min(multiplying))
+
+
+def _seconds(work: Callable[[], object], device: str) -> list[float]:
+    times = []
+    for _ in range(CALLS + 3):
+        _wait(device)
+        start = time.perf_counter()
+        work()
+        _wait(device)
+        times.append(time.perf_counter() - start)
+    return times[3:]
+
+
+def _wait(device: str) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+
+
+def decode(llm, requests: int, context: int = 64, steps: int = 24) -> Point:
+    """Steps in which each of `requests` requests gains one token, with `context` tokens or a few more behind it."""
+    engine = llm.engine
+    params = SamplingParams(max_tokens=steps + 8, ignore_eos=True)
+    batch = [engine.prepare(_ids(llm, context, seed), params) for seed in range(requests)]
+    for tracked in batch:
+        engine.submit(tracked)
+    while engine.scheduler.waiting or any(tracked.completion.first_token_time is None for tracked in batch):
+        engine.step()
+    engine.step()
+    _wait(llm.config.device)
+    begin = last = time.perf_counter()
+    times = []
+    for _ in range(steps):
+        engine.step()  # returns once the oldest step's tokens are read: in the long run one step a call
+        times.append(time.perf_counter() - last)
+        last += times[-1]
+    seconds = (last - begin) / steps if llm.config.device != "cpu" else statistics.median(times)
+    while engine.has_work:
+        engine.step()
+    nbytes, operations = step_work(llm, requests, requests)
+    nbytes += requests * (context + steps // 2) * _kv_bytes(llm)
+    return Point(f"decode, {requests} at once", requests, nbytes, operations, seconds)
+
+
+def prefill(llm, tokens: int, repeat: int = 5) -> Point:
+    """A step that computes a prompt of `tokens` tokens and samples its next one."""
+    times = []
+    for seed in range(repeat + 1):
+        completion = llm.generate([_ids(llm, tokens, 1000 + seed)], SamplingParams(max_tokens=1, ignore_eos=True))[0]
+        times.append(completion.finish_time - completion.arrival_time)
+    nbytes, operations = step_work(llm, tokens, 1)
+    return Point(f"prefill of {tokens}", tokens, nbytes, operations, statistics.median(times[1:]))
+
+
+def step_work(llm, tokens: int, samples: int) -> tuple[int, int]:
+    """(bytes, operations) that a step of `tokens` tokens, `samples` of which go on to the head, needs at least.
+
+    Every weight is read once and multiplied and added once a token. Attention's own operations are left out: at the
+    lengths measured here they are few.
+    """
+    model = llm.engine.model
+    head = model.config.vocab_size * model.config.hidden_size
+    body = model.num_parameters - head * (1 if model.config.tie_word_embeddings else 2)
+    size = torch.empty(0, dtype=model.dtype).element_size()
+    return (body + head) * size, 2 * (body * tokens + head * samples)
+
+
+def run(
+    model: str | Path | None = None,
+    *,
+    batches: Sequence[int] = (1, 8, 64, 256),
+    prompts: Sequence[int] = (400, 1600),
+    json_path: str | Path | None = None,
+    quiet: bool = False,
+    **engine_options,
+) -> dict:
+    """Measure the machine and the engine's steps on it; return the record. Prints a table and, last, one JSON line.
+
+    batches: decode steps of so many requests at once; prompts: prefill steps of so many tokens. More: as `LLM`.
+    """
+    begun = records.begin()
+    with LLM(model, enable_prefix_caching=False, **engine_options) as llm:
+        found = limits(llm.config.device, llm.engine.model.dtype, llm.engine.model.nbytes)
+        points = [*(decode(llm, each) for each in batches), *(prefill(llm, each) for each in prompts)]
+        content = records.record([asdict(each) for each in points], begun, model=llm.engine.name, **asdict(found))
+    if json_path is not None:
+        records.write(content, json_path)
+    if not quiet:
+        print(table(points, found), flush=True)
+        print(json.dumps(content))
+    return content
+
+
+def table(points: Sequence[Point], limits: Limits) -> str:
+    """The limits, then for each step its floor, what was measured, and their quotient."""
+    lines = [
+        f"reads {limits.bytes_per_s / 1e9:,.1f} GB/s, computes {limits.operations_per_s / 1e12:,.2f} T operations/s,"
+        f" ridge at {limits.ridge:.1f} operations a byte",
+        f"{'step':<22}{'floor ms':>10}{'measured ms':>13}{'times':>8}{'operations a byte':>20}",
+    ]
+    for point in points:
+        floor = point.floor(limits)
+        lines.append(
+            f"{point.name:<22}{floor * 1e3:>10.3f}{point.seconds * 1e3:>13.3f}{point.seconds / floor:>8.2f}"
+            f"{point.intensity:>20.1f}"
+        )
+    return "\n".join(lines)
+
+
+def _kv_bytes(llm) -> int:
+    runner = llm.engine.runner
+    return runner.block_bytes // runner.block_size
+
+
+def _ids(llm, count: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(5, llm.model_config.vocab_size, count).tolist()
