@@ -1,0 +1,52 @@
+"""Run lessons' sources as plain scripts, solved, on this machine's tier, and keep what they said as a record.
+
+    python -m minillm.course.run 00 01 --json lessons
+
+Needs no Jupyter: a source is a Python script. The record of the H200 is `data/results/h200/lessons.json`.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from ..bench import records
+
+SOURCES = Path(__file__).resolve().parents[2] / "notebooks" / "source"
+
+
+def run(source: Path) -> dict:
+    """One script in a process of its own: {"lesson", "ok", "seconds", "output", "errors"}; texts as lists of lines."""
+    begin = time.perf_counter()
+    environment = os.environ | {"MPLBACKEND": "agg"}
+    done = subprocess.run([sys.executable, source], env=environment, capture_output=True, text=True)
+    errors = done.stderr.splitlines() if done.returncode else []
+    return {
+        "lesson": source.stem,
+        "ok": done.returncode == 0,
+        "seconds": round(time.perf_counter() - begin, 1),
+        "output": done.stdout.splitlines(),
+        "errors": errors,
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m minillm.course.run", description=__doc__)
+    parser.add_argument("names", nargs="*", help="beginnings of lessons' names; default: all")
+    parser.add_argument("--json", type=Path, help="write the record here; a bare name: into data/results/")
+    options = parser.parse_args(arguments)
+    begun, results = records.begin(), []
+    for source in sorted(SOURCES.glob("*.py")):
+        if not options.names or source.stem.startswith(tuple(options.names)):
+            results.append(run(source))
+            said = "ok" if results[-1]["ok"] else "FAILED\n" + "\n".join(results[-1]["errors"][-20:])
+            print(f"{source.stem}  {results[-1]['seconds']} s  {said}", flush=True)
+    if options.json is not None:
+        records.write(records.record(results, begun), options.json)
+    return 0 if results and all(each["ok"] for each in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
