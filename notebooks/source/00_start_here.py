@@ -318,7 +318,7 @@ guess_prefill_ms = 40.0  # PREDICT: milliseconds of a prefill of 400 tokens
 # Not compared: times.
 points = [roofline.decode(llm, 1), roofline.decode(llm, 8), roofline.decode(llm, 64), roofline.prefill(llm, 400)]
 guesses = [guess_decode_ms, None, guess_64_ms, guess_prefill_ms]
-for point, guess in zip(points, guesses, strict=True):
+for point, guess in zip(points, guesses):
     compare(point.name, unit="ms", prediction=guess, floor=floor_ms(point.name), measured=point.seconds * 1e3)
 
 # %% [markdown]
