@@ -9,6 +9,9 @@
 # Gemma 2B. You should read Python easily and know what a matrix product is.
 
 # %%
+import math
+import time
+
 import matplotlib.pyplot as plt
 import torch
 
@@ -56,10 +59,17 @@ print(llm.chat(chat, SamplingParams(max_tokens=40))[0].text)
 # Text goes in and comes out, but the model sees neither. It sees **tokens**: numbers that stand for pieces of text.
 # Lesson 01 is about them.
 
+
 # %%
+def piece(token: int) -> str:
+    """The text of one token; a number where random weights have chosen one that the tokenizer does not have."""
+    known = token < llm.tokenizer.vocab_size
+    return llm.tokenizer.decode([token], skip_special_tokens=False) if known else f"#{token}"
+
+
 ids = completion.prompt_token_ids
 print(ids)
-print([llm.tokenizer.decode([token], skip_special_tokens=False) for token in ids])
+print([piece(token) for token in ids])
 
 # %% [markdown]
 # And it says no word. To a list of tokens it answers with a score for *every* token of its vocabulary: how likely is
@@ -76,9 +86,7 @@ def next_token(ids: list[int]) -> dict[int, float]:
 found = next_token(ids)
 tokens = sorted(found, key=found.get, reverse=True)[:8]
 plt.figure(figsize=(7, 2.4), layout="constrained")
-plt.bar(
-    [repr(llm.tokenizer.decode([token]) or "<end>") for token in tokens], [2.718 ** found[token] for token in tokens]
-)
+plt.bar([repr(piece(token)) for token in tokens], [math.exp(found[token]) for token in tokens])
 plt.ylabel("probability")
 plt.title(f"after {prompt!r}")
 plt.show()
@@ -128,7 +136,7 @@ def engines_loop(model, prompt, max_tokens, end):
 
 end = llm.tokenizer.eos_token_id
 mine = yours(continue_text, engines_loop)(next_token, ids, 24, end)
-print(llm.tokenizer.decode(mine))
+print("".join(piece(token) for token in mine))
 print("the engine's tokens:", mine == completion.token_ids[:24])
 
 # %% [markdown]
@@ -144,8 +152,6 @@ print("the engine's tokens:", mine == completion.token_ids[:24])
 # The engine's loop, by hand: submit a request, then step until it is done.
 
 # %%
-import time
-
 long_prompt = llm.tokenizer.encode("The lighthouse keeper told a long story. " * 60)[:400]
 
 

@@ -115,18 +115,19 @@ def test_the_cpu_tier_is_the_embedded_model(monkeypatch):
 def test_a_gpu_without_weights_gets_random_ones_and_says_so(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.delenv("MINILLM_TIER", raising=False)
-    monkeypatch.delenv("MINILLM_MODEL", raising=False)
+    monkeypatch.setattr("minillm.course.tiers.gemma_directory", lambda: None)
     here = tier()
     assert (here.name, here.model, here.options["load_format"], here.trained) == ("gpu", "gemma-2b", "dummy", False)
     assert "random weights" in here.label
 
 
-def test_a_gpu_with_weights_gets_them(monkeypatch):
+def test_a_gpu_with_weights_gets_them(monkeypatch, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setenv("MINILLM_TIER", "gpu")
-    monkeypatch.setenv("MINILLM_MODEL", "/models/gemma-2b")
+    monkeypatch.setenv("MINILLM_GEMMA", str(tmp_path))
     here = tier()
-    assert (here.model, here.trained, here.label) == ("/models/gemma-2b", True, "gemma-2b, trained")
+    assert (here.model, here.trained, here.label) == (str(tmp_path), True, "Gemma 2B, trained")
     assert "load_format" not in here.options
 
 

@@ -1,14 +1,15 @@
 """Which model a lesson runs on: the embedded one on a CPU, Gemma 2B on a GPU.  Lesson 00.
 
 MINILLM_TIER   cpu, gpu, or auto: gpu where torch sees one
-MINILLM_MODEL  on a GPU: the directory of the real weights; without it Gemma 2B's shape gets random ones
+MINILLM_GEMMA  the directory of Gemma 2B's weights, where they are not in Hugging Face's cache; without any, a GPU runs
+               Gemma 2B's shape with random weights
 """
 
 import os
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from ..config import ConfigError
+from .doctor import gemma_directory
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ def tier() -> Tier:
     """The tier of this machine, or the one that MINILLM_TIER names. Raises ConfigError."""
     import torch
 
+    from ..loader import EMBEDDED
+
     wanted = os.environ.get("MINILLM_TIER", "auto")
     if wanted not in ("auto", "cpu", "gpu"):
         raise ConfigError(f"MINILLM_TIER must be cpu, gpu or auto, not {wanted!r}")
@@ -37,8 +40,9 @@ def tier() -> Tier:
         raise ConfigError("MINILLM_TIER=gpu, but torch sees no GPU here: `minillm doctor` says why")
     if wanted == "cpu" or not torch.cuda.is_available():
         return Tier("cpu", None, "tiny-gemma, trained", True, {"device": "cpu"})
-    directory = os.environ.get("MINILLM_MODEL")
-    if directory:
-        return Tier("gpu", directory, f"{Path(directory).name}, trained", True, {"device": "cuda"})
-    options = {"device": "cuda", "load_format": "dummy"}
-    return Tier("gpu", "gemma-2b", "Gemma 2B's shape, random weights: its text means nothing", False, options)
+    if directory := gemma_directory():
+        return Tier("gpu", str(directory), "Gemma 2B, trained", True, {"device": "cuda"})
+    label = "Gemma 2B's shape, random weights: what it says means nothing"
+    # Any tokenizer will do for text that means nothing; the embedded one's ids are all in Gemma's vocabulary.
+    options = {"device": "cuda", "load_format": "dummy", "tokenizer": EMBEDDED}
+    return Tier("gpu", "gemma-2b", label, False, options)
