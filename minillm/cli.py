@@ -157,13 +157,15 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     served_model_name: Annotated[str | None, typer.Option(help="The name clients use for the model.")] = None,
     log_level: Annotated[str, typer.Option(help="critical, error, warning, info, debug or trace")] = "info",
+    workers: Annotated[int, typer.Option(min=1, help="Processes that speak HTTP and tokenize.")] = 1,
+    max_queued: Annotated[int, typer.Option(min=0, help="Requests that may wait; to more, the answer is 429.")] = 1024,
     **engine_options: Any,
 ) -> None:
     """Serve OpenAI's API over HTTP until Ctrl-C."""
     from minillm import server
 
-    names = {"host": host, "port": port, "served_model_name": served_model_name, "log_level": log_level}
-    server.serve(model, **names, **engine_options)
+    options = {"host": host, "port": port, "served_model_name": served_model_name, "log_level": log_level}
+    server.serve(model, **options, workers=workers, max_queued=max_queued, **engine_options)
 
 
 @bench_app.command()

@@ -9,9 +9,14 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from minillm.request import InvalidRequest, SamplingParams
+from minillm.tokenizer import TokenizerError
+
+from .link import Busy, TooLong
 
 MAX_PROMPTS = 2048
 MAX_N = 128
+MAX_CHOICES = 2048  # of one request, n of each prompt
+RETRY_AFTER = 1  # seconds
 Prompt = str | list[int]
 
 
@@ -26,9 +31,10 @@ class APIError(Exception):
         kind: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
+        headers: dict[str, str] | None = None,
     ):
         super().__init__(message)
-        self.status = status
+        self.status, self.headers = status, headers
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -72,7 +78,7 @@ class GenerationRequest(BaseModel):
         try:
             return [SamplingParams(**(given | seed)) for seed in seeds]
         except InvalidRequest as error:
-            raise invalid(error) from None
+            raise as_api_error(error) from None
         except (TypeError, ValueError) as error:
             raise APIError(f"logit_bias maps token ids to numbers: {error}", param="logit_bias") from None
 
@@ -103,6 +109,9 @@ class CompletionRequest(GenerationRequest):
         if isinstance(value, list) and value and all(isinstance(p, str) or (_is_ids(p) and p) for p in value):
             if len(value) > MAX_PROMPTS:
                 raise APIError(f"prompt lists {len(value)} prompts; at most {MAX_PROMPTS} fit", param="prompt")
+            if len(value) * (self.n or 1) > MAX_CHOICES:
+                message = f"n of {self.n} for {len(value)} prompts makes more than {MAX_CHOICES} choices: ask in parts"
+                raise APIError(message, param="n")
             return value
         raise APIError("prompt must be a string, a list of token ids, or a non-empty list of those", param="prompt")
 
@@ -111,8 +120,6 @@ class CompletionRequest(GenerationRequest):
             raise APIError("best_of is not supported: use n, and choose among the choices", param="best_of")
         if self.suffix:
             raise APIError("suffix is not supported by these models: leave it out", param="suffix")
-        if self.echo and self.logprobs is not None and self.stream:
-            raise APIError("echo with logprobs cannot be streamed: set stream to false", param="echo")
         wanted = {"logprobs": self.logprobs, "prompt_logprobs": self.logprobs if self.echo else None}
         if self.scores_only:
             wanted["max_tokens"] = 1
@@ -164,11 +171,20 @@ def _is_ids(value: object) -> bool:
     return isinstance(value, list) and all(type(token) is int for token in value)
 
 
-def invalid(error: InvalidRequest) -> APIError:
-    """The engine's refusal in OpenAI's form; its message begins with the name of the field at fault."""
+def as_api_error(error: Exception) -> APIError:
+    """Whatever went wrong, in OpenAI's form. A refusal's message begins with the name of the field at fault."""
+    if isinstance(error, APIError):
+        return error
     message = str(error)
-    word = message.split(" ", 1)[0]
-    return APIError(message, param=word if word in CompletionRequest.model_fields else None)
+    if isinstance(error, Busy):
+        headers = {"retry-after": str(RETRY_AFTER)}
+        return APIError(message, status=429, kind="rate_limit_error", code="server_busy", headers=headers)
+    if isinstance(error, (InvalidRequest, TokenizerError)):
+        word = message.split(" ", 1)[0]
+        known = CompletionRequest.model_fields.keys() | ChatRequest.model_fields.keys()
+        code = "context_length_exceeded" if isinstance(error, TooLong) else None
+        return APIError(message, param=word if word in known else None, code=code)
+    return APIError(f"the engine failed: {message}", status=500, kind="server_error", code="engine_error")
 
 
 def malformed(errors: list[dict]) -> APIError:

@@ -3,9 +3,11 @@
 import re
 import time
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from minillm.request import Completion, TokenLogprobs
+from minillm.request import Completion, Delta, TokenLogprobs
+from minillm.tokenizer import TokenizerError
 
 LOWEST = -9999.0  # JSON has no -inf
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -56,14 +58,18 @@ class TokenTexts:
         self.seen: dict[int, tuple[str, list[int] | None]] = {}
 
     def __call__(self, token: int) -> str:
-        return self._entry(token)[0]
+        return self.entry_of(token)[0]
 
     def entry(self, token: int, logprob: float) -> dict:
         """A chat log-probability. `bytes` is None where a lone token's bytes are not known."""
-        text, data = self._entry(token)
+        text, data = self.entry_of(token)
         return {"token": text, "logprob": max(logprob, LOWEST), "bytes": data}
 
-    def _entry(self, token: int) -> tuple[str, list[int] | None]:
+    def unknown(self, tokens: Iterable[int]) -> list[int]:
+        """Those it cannot read, for want of a tokenizer, and has not been told."""
+        return [token for token in set(tokens) if token not in self.seen] if self.tokenizer is None else []
+
+    def entry_of(self, token: int) -> tuple[str, list[int] | None]:
         if token not in self.seen:
             self.seen[token] = self._read(token)
         return self.seen[token]
@@ -71,7 +77,11 @@ class TokenTexts:
     def _read(self, token: int) -> tuple[str, list[int] | None]:
         if self.tokenizer is None:
             return f"token_id:{token}", None
-        if byte := _BYTE.fullmatch(self.tokenizer.token(token) or ""):
+        try:
+            name = self.tokenizer.token(token)
+        except TokenizerError:  # a padded vocabulary has ids that are no token
+            return f"token_id:{token}", None
+        if byte := _BYTE.fullmatch(name):
             return f"bytes:\\x{byte[1].lower()}", [int(byte[1], 16)]
         text = self.tokenizer.decode([token], skip_special_tokens=False)
         return text, None if "\ufffd" in text else list(text.encode())
@@ -115,40 +125,84 @@ def _likeliest(entry: TokenLogprobs, top: int) -> dict[int, float]:
     return dict(sorted(entry.items(), key=lambda item: -item[1])[:top])
 
 
-def completion_choice(
-    index: int,
-    done: Completion,
-    texts: TokenTexts,
-    *,
-    top: int | None,
-    echo: str | None,
-    scores_only: bool,
-    ids: bool,
-) -> dict:
-    """A finished choice of /v1/completions. echo: the prompt's text, put first; scores_only: nothing after it."""
-    tokens, logprobs = ([], []) if scores_only else (done.token_ids, done.logprobs or [])
-    if echo is not None and top is not None:
-        tokens, logprobs = done.prompt_token_ids + tokens, (done.prompt_logprobs or []) + logprobs
-    choice = {
-        "index": index,
-        "text": (echo or "") + ("" if scores_only else done.text),
-        "logprobs": None if top is None else completion_logprobs(texts, tokens, logprobs, top),
-        "finish_reason": "length" if scores_only else done.finish_reason,
-    }
-    if ids:
-        choice |= {
-            "token_ids": [] if scores_only else done.token_ids,
-            "prompt_token_ids": done.prompt_token_ids,
-        }
-    return choice
+@dataclass
+class CompletionForm:
+    """The choices of /v1/completions, whole or in pieces. A whole choice is one piece that has everything.
+
+    top: likeliest tokens to report, None for no log-probabilities; ids: report token ids; echoes: each prompt's text,
+    put first, None for no echo; n: choices of each prompt; scores_only: show nothing that was generated.
+    """
+
+    texts: TokenTexts
+    top: int | None
+    ids: bool
+    n: int
+    echoes: list[str] | None = None
+    scores_only: bool = False
+    offsets: dict[int, int] = field(default_factory=dict)  # characters given out, of choices that have begun
+    kind = "text_completion"
+
+    def openings(self, count: int) -> list[dict]:
+        return []
+
+    def whole(self, index: int, done: Completion) -> dict:
+        gained = Delta(done.text, done.token_ids, done.logprobs, done.finish_reason)
+        choice = self.piece(index, gained, done)
+        return choice | ({"prompt_token_ids": done.prompt_token_ids} if self.ids else {})
+
+    def piece(self, index: int, gained: Delta, done: Completion) -> dict:
+        """What a choice gained; done: all of it so far, of which an echo shows the prompt."""
+        text, tokens, logprobs = gained.text, gained.token_ids, gained.logprobs or []
+        reason = gained.finish_reason
+        if self.scores_only:
+            text, tokens, logprobs = "", [], []
+            reason = reason and "length"
+        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+        if self.ids:
+            choice["token_ids"] = tokens
+        if self.echoes is not None and index not in self.offsets:
+            choice["text"] = self.echoes[index // self.n] + text
+            tokens, logprobs = done.prompt_token_ids + tokens, (done.prompt_logprobs or []) + logprobs
+        offset = self.offsets.setdefault(index, 0)
+        if self.top is not None:
+            form = completion_logprobs(self.texts, tokens, logprobs, self.top, offset)
+            self.offsets[index] += sum(map(len, form["tokens"]))
+            choice["logprobs"] = form
+        return choice
+
+    def generated(self, tokens: int) -> int:
+        """How many of the tokens generated are the client's."""
+        return 0 if self.scores_only else tokens
 
 
-def chat_choice(index: int, done: Completion, texts: TokenTexts, *, top: int | None, ids: bool) -> dict:
-    """A finished choice of /v1/chat/completions."""
-    choice = {
-        "index": index,
-        "message": {"role": "assistant", "content": done.text, "refusal": None},
-        "logprobs": None if top is None else chat_logprobs(texts, done.token_ids, done.logprobs or [], top),
-        "finish_reason": done.finish_reason,
-    }
-    return choice | ({"token_ids": done.token_ids} if ids else {})
+@dataclass
+class ChatForm:
+    """The choices of /v1/chat/completions, whole or in pieces; top and ids as in `CompletionForm`."""
+
+    texts: TokenTexts
+    top: int | None
+    ids: bool
+    n: int
+    kind = "chat.completion"
+
+    def openings(self, count: int) -> list[dict]:
+        role = {"role": "assistant", "content": ""}
+        return [{"index": i, "delta": role, "logprobs": None, "finish_reason": None} for i in range(count)]
+
+    def whole(self, index: int, done: Completion) -> dict:
+        message = {"role": "assistant", "content": done.text, "refusal": None}
+        return self._choice(index, "message", message, done)
+
+    def piece(self, index: int, gained: Delta, done: Completion) -> dict:
+        return self._choice(index, "delta", {"content": gained.text} if gained.text else {}, gained)
+
+    def _choice(self, index: int, name: str, said: dict, gained: Delta | Completion) -> dict:
+        choice = {"index": index, name: said, "logprobs": None, "finish_reason": gained.finish_reason}
+        if self.top is not None:
+            choice["logprobs"] = chat_logprobs(self.texts, gained.token_ids, gained.logprobs or [], self.top)
+        if self.ids:
+            choice["token_ids"] = gained.token_ids
+        return choice
+
+    def generated(self, tokens: int) -> int:
+        return tokens

@@ -1,15 +1,22 @@
-"""Starting and stopping the HTTP server around an engine.  Lesson 99."""
+"""Starting, watching and stopping the HTTP workers around an engine.  Lesson 99."""
 
 import errno
+import importlib.util
+import json
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-GRACE = 5  # seconds that requests in flight get to finish when the server stops
+NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+MAX_QUEUED = 1024  # requests that may wait beyond those that run
+STARTUP = 60  # seconds a worker may take to come up
 
 
 class PortTaken(OSError):
@@ -18,11 +25,12 @@ class PortTaken(OSError):
 
 @dataclass
 class RunningServer:
-    """A server in this process: `url` without a trailing slash, the engine behind it, the name it serves."""
+    """`url` without a trailing slash, the engine behind it, the name it serves, and its workers."""
 
     url: str
     engine: object
     model: str
+    workers: "Workers"
 
 
 def serve(
@@ -32,23 +40,25 @@ def serve(
     port: int = 8000,
     served_model_name: str | None = None,
     log_level: str = "info",
+    workers: int = 1,
+    max_queued: int = MAX_QUEUED,
     **engine_options,
 ) -> None:
-    """Serve until interrupted (Ctrl-C).  Lesson 99.
+    """Serve until interrupted (Ctrl-C) or terminated.  Lesson 99.
 
     model: a directory, a preset's name, or None for the embedded tiny-gemma. port 0 takes any free one.
-    engine_options are `EngineConfig`'s. Raises PortTaken, ConfigError.
+    workers: processes that speak HTTP. max_queued: requests that may wait beyond those that run; more are answered
+    with 429. engine_options are `EngineConfig`'s. Raises PortTaken, ConfigError; RuntimeError when no worker is left.
     """
-    import uvicorn
-
-    listener = _listen(host, port)
-    try:
-        with _engine(model, engine_options) as engine:
-            name = served_model_name or engine.name
-            print(f"minillm serves {name} at {_url(host, listener)}/v1 (Ctrl-C stops it)", flush=True)
-            uvicorn.Server(_settings(engine, name, log_level)).run(sockets=[listener])
-    finally:
-        listener.close()
+    options = {"served_model_name": served_model_name, "log_level": log_level}
+    options |= {"workers": workers, "max_queued": max_queued}
+    with _terminate_as_interrupt():
+        try:
+            with running(model, host=host, port=port, **options, **engine_options) as server:
+                print(f"minillm serves {server.model} at {server.url}/v1 (Ctrl-C stops it)", flush=True)
+                server.workers.join()
+        except KeyboardInterrupt:
+            print("minillm has stopped", flush=True)
 
 
 @contextmanager
@@ -59,37 +69,163 @@ def running(
     port: int = 0,
     served_model_name: str | None = None,
     log_level: str = "warning",
+    workers: int = 1,
+    max_queued: int = MAX_QUEUED,
     **engine_options,
 ) -> Iterator[RunningServer]:
-    """A server in a thread of this process, for a notebook or a test, until the block ends.  Lesson 99.
+    """A server over an engine in this process, for a notebook or a test, until the block ends.  Lesson 99.
 
-    model: an `LLM` or `AsyncLLM`, which stays open afterwards, or what `serve` takes, closed at the end.
+    model: an `LLM` or `AsyncLLM`, which stays open afterwards, or what `serve` takes, closed at the end. The rest is
+    `serve`'s.
 
         with running("data/tiny-gemma") as server:
             openai.OpenAI(base_url=server.url + "/v1", api_key="none")
 
-    Raises PortTaken, ConfigError; RuntimeError when the server does not come up.
+    Raises PortTaken, ConfigError; RuntimeError when a worker does not come up.
     """
-    import uvicorn
-
+    _check(workers, max_queued)
     listener = _listen(host, port)
     try:
         with _engine(model, engine_options) as engine:
+            from .hub import Hub
+
             name = served_model_name or engine.name
-            server = uvicorn.Server(_settings(engine, name, log_level))
-            thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="minillm-http")
-            thread.start()
+            fleet = Workers(listener, workers)
+            hub = Hub(engine, name, max_queued=max_queued, log_level=log_level, on_gone=fleet.gone)
             try:
-                while not server.started:
-                    if not thread.is_alive():
-                        raise RuntimeError("the HTTP server stopped while starting; its log says why")
-                    time.sleep(0.005)
-                yield RunningServer(_url(host, listener), engine, name)
+                fleet.start(hub)
+                yield RunningServer(_url(host, listener), engine, name, fleet)
             finally:
-                server.should_exit = True
-                thread.join()
+                fleet.stop()
+                hub.close()
     finally:
         listener.close()
+
+
+class Workers:
+    """The worker processes of a server. One that dies is replaced, unless it never came up."""
+
+    def __init__(self, listener: socket.socket, count: int):
+        self.listener, self.count = listener, count
+        self.processes: dict[object, subprocess.Popen] = {}  # by the hub's line to each
+        self._stopping = False
+        self._lock = threading.Lock()  # so that none is launched once they are being stopped
+        self._none_left = threading.Event()
+
+    def start(self, hub) -> None:
+        """Start all workers and wait until they take requests. Raises RuntimeError."""
+        self.hub = hub
+        for line in [self._launch() for _ in range(self.count)]:
+            try:
+                line.ready.result(STARTUP)
+            except TimeoutError:
+                raise RuntimeError(f"a worker did not come up within {STARTUP} s: is the machine overloaded?") from None
+
+    def join(self) -> None:
+        """Wait while there are workers. Raises RuntimeError when none is left."""
+        self._none_left.wait()
+        raise RuntimeError("no HTTP worker is left: each died while starting; what they wrote says why")
+
+    def stop(self) -> None:
+        """End the workers; what is in flight gets the workers' grace to finish."""
+        from .worker import GRACE
+
+        with self._lock:
+            self._stopping = True
+            processes = dict(self.processes)
+        for line in processes:
+            line.send({"op": "stop"})
+        for process in processes.values():
+            try:
+                process.wait(GRACE + 2)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def gone(self, line) -> None:
+        """In the hub's thread: a worker hung up."""
+        with self._lock:
+            process = self.processes[line]
+            if self._stopping:
+                return
+            del self.processes[line]
+            status = _reap(process)
+            if line.ready.done():
+                print(f"minillm: an HTTP worker ended ({status}); another takes its place", file=sys.stderr)
+                self._launch()
+                return
+        why = line.why or f"{status}; what it wrote to stderr may say why"
+        line.ready.set_exception(RuntimeError(f"an HTTP worker died while starting: {why}"))
+        print(f"minillm: an HTTP worker died while starting: {why}", file=sys.stderr)
+        if not self.processes:
+            self._none_left.set()
+
+    def _launch(self):
+        """Start a worker; returns the hub's line to it."""
+        from .hub import Line
+        from .worker import share
+
+        ours, theirs = socket.socketpair()
+        line = Line(self.hub, ours)
+        with theirs:
+            process = subprocess.Popen(
+                # -P: no file of the current folder stands in for a module.
+                [sys.executable, "-P", "-m", "minillm.server.worker"],
+                stdin=subprocess.PIPE,
+                env=os.environ | {"PYTHONPATH": _import_path()},
+                **_inherited(self.listener, theirs),
+            )
+            given = {"listener": share(self.listener, process.pid), "link": share(theirs, process.pid)}
+            with suppress(BrokenPipeError), process.stdin:  # one that is dead already: the hub will see it
+                process.stdin.write(json.dumps(given).encode() + b"\n")
+        self.processes[line] = process
+        self.hub.connect(line)
+        return line
+
+
+def _inherited(*sockets: socket.socket) -> dict:
+    """Popen's arguments that leave sockets open in the child, and keep the terminal's Ctrl-C from it."""
+    if sys.platform == "win32":
+        return {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
+    return {"pass_fds": [each.fileno() for each in sockets], "process_group": 0}
+
+
+def _import_path() -> str:
+    """This process's own import path: a worker finds minillm wherever this process did."""
+    places = [place for place in sys.path if place and not place.endswith(".zip")]
+    return os.pathsep.join([*places, str(Path(__file__).parents[2])])
+
+
+def _reap(process: subprocess.Popen) -> str:
+    """Wait for a process that hung up, and say how it ended."""
+    try:
+        status = process.wait(1)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        status = process.wait()
+    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+
+
+@contextmanager
+def _terminate_as_interrupt() -> Iterator[None]:
+    """SIGTERM does what Ctrl-C does, where this thread may say so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _check(workers: int, max_queued: int) -> None:
+    for name, value, low in (("workers", workers, 1), ("max_queued", max_queued, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            raise ValueError(f"{name} must be a whole number from {low}, not {value!r}")
+    for name in NEEDED:
+        if importlib.util.find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named {name!r}: the server needs `pip install 'minillm[serve]'`")
 
 
 @contextmanager
@@ -131,17 +267,3 @@ def _listen(host: str, port: int) -> socket.socket:
 def _url(host: str, listener: socket.socket) -> str:
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"http://{shown}:{listener.getsockname()[1]}"
-
-
-def _settings(engine, name: str, log_level: str):
-    import uvicorn
-
-    from .app import create_app
-
-    return uvicorn.Config(
-        create_app(engine, name),
-        log_level=log_level,
-        access_log=False,
-        lifespan="off",
-        timeout_graceful_shutdown=GRACE,
-    )

@@ -1,0 +1,338 @@
+"""The engine's end of its workers' sockets: requests in, a step's tokens out, everything counted.  Lesson 99.
+
+One thread reads all the workers' sockets. The engine's thread writes what a step brought; what a socket does not take
+at once waits for the reading thread, so that a slow worker never holds up a step.
+"""
+
+import selectors
+import socket
+import threading
+import traceback
+from array import array
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from minillm import parts
+from minillm.async_engine import AsyncLLM, Prepared
+from minillm.request import Delta, InvalidRequest, SamplingParams
+from minillm.tokenizer import TokenizerError
+
+from .link import NUMBER, TooLong, Unpacker, pack, room
+from .metrics import Metrics
+from .responses import TokenTexts
+
+CHUNK = 1 << 18  # bytes read at once
+
+
+@dataclass(eq=False)
+class Job:
+    """A choice that a worker runs."""
+
+    key: int
+    prepared: Prepared | None = None
+    told_prompt: bool = False  # whether the worker has the prompt's log-probabilities
+
+    @property
+    def with_text(self) -> bool:
+        """Whether its text is made here, for stop strings or by the user's own tokenizer."""
+        return self.prepared.tracked.detokenizer is not None
+
+
+class Hub:
+    """Connects an engine with its workers.
+
+    max_queued: requests that may wait beyond those that fit a step; more are refused as busy.
+    on_gone: called in the hub's thread with the line of a worker that hung up.
+    """
+
+    def __init__(self, engine: AsyncLLM, name: str, *, max_queued: int, log_level: str, on_gone: Callable):
+        self.engine, self.on_gone = engine, on_gone
+        self.capacity = engine.config.max_num_seqs + max_queued
+        self.metrics = Metrics()
+        self.texts = TokenTexts(engine.tokenizer)
+        directory = engine.engine.tokenizer_directory
+        self.reads_text = engine.tokenizer is not None and directory is None
+        self.hello = {
+            "op": "hello",
+            "name": name,
+            "tokenizer": str(directory.resolve()) if directory else None,
+            "encodes": engine.tokenizer is not None,
+            "max_model_len": engine.max_model_len,
+            "vocab_size": engine.model_config.vocab_size,
+            "log_level": log_level,
+        }
+        self.lines: set[Line] = set()
+        self._selector = selectors.DefaultSelector()
+        self._wake, woken = socket.socketpair()
+        self._selector.register(woken, selectors.EVENT_READ, None)
+        self._tasks: list[Callable[[], None]] = []
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="minillm-hub", daemon=True)
+        self._thread.start()
+
+    def connect(self, line: "Line") -> None:
+        """Begin to speak with the worker at the other end."""
+        line.send(self.hello)
+        self.soon(lambda: self._listen(line))
+
+    @property
+    def running(self) -> int:
+        """Choices that have been taken and are not done."""
+        return sum(len(line.jobs) for line in self.lines)
+
+    def close(self) -> None:
+        """End the thread and hang up on every worker; what they still ran is aborted."""
+        self._closing = True
+        self.soon(lambda: None)
+        self._thread.join()
+
+    def soon(self, task: Callable[[], None]) -> None:
+        """Have the hub's thread do it."""
+        self._tasks.append(task)
+        with suppress(OSError):  # closed meanwhile
+            self._wake.send(b"\0")
+
+    # ---- in the hub's thread
+
+    def _listen(self, line: "Line") -> None:
+        self.lines.add(line)
+        self._selector.register(line.sock, selectors.EVENT_READ, line)
+
+    def _run(self) -> None:
+        while not self._closing:
+            for key, events in self._selector.select():
+                line = key.data
+                if line is None:
+                    key.fileobj.recv(4096)
+                    while self._tasks:
+                        self._tasks.pop(0)()
+                    continue
+                if not self._serve(line, events):
+                    self._drop(line)
+                    self.on_gone(line)
+        for line in list(self.lines):
+            self._drop(line)
+        for key in list(self._selector.get_map().values()):
+            key.fileobj.close()
+        self._selector.close()
+        self._wake.close()
+
+    def _serve(self, line: "Line", events: int) -> bool:
+        """Read and write what can be; False when the line is of no more use."""
+        try:
+            if events & selectors.EVENT_WRITE:
+                line.flush()
+            return not events & selectors.EVENT_READ or line.read()
+        except Exception:  # one worker's line must not take the others with it
+            traceback.print_exc()
+            return False
+
+    def want_write(self, line: "Line", wanted: bool) -> None:
+        if line in self.lines:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if wanted else 0)
+            self._selector.modify(line.sock, events, line)
+
+    def _drop(self, line: "Line") -> None:
+        self.lines.discard(line)
+        self._selector.unregister(line.sock)
+        line.close()
+
+
+class Line:
+    """One worker's socket, and the choices it runs; a mailbox of `AsyncLLM`."""
+
+    def __init__(self, hub: Hub, sock: socket.socket):
+        self.hub, self.engine, self.sock = hub, hub.engine, sock
+        sock.setblocking(False)
+        self.ready: Future[None] = Future()  # done when the worker takes requests
+        self.why: str | None = None  # what a worker that failed said
+        self.jobs: dict[int, Job] = {}
+        self._unpacker = Unpacker()
+        self._unsent = bytearray()
+        self._lock = threading.Lock()
+
+    # ---- writing, in any thread
+
+    def send(self, message: dict, numbers=()) -> None:
+        data = pack(message, numbers)
+        with self._lock:
+            if self._unsent:
+                self._unsent += data
+                return
+            sent = self._try_to_send(data)
+            if sent < len(data):
+                self._unsent += data[sent:]
+                self.hub.soon(lambda: self.hub.want_write(self, True))
+
+    def _try_to_send(self, data) -> int:
+        try:
+            return self.sock.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError:  # the worker is gone: the reading thread will see it
+            return len(data)
+
+    def flush(self) -> None:
+        with self._lock:
+            del self._unsent[: self._try_to_send(self._unsent)]
+            if not self._unsent:
+                self.hub.want_write(self, False)
+
+    def deliver(self, items: list[tuple[Job, Delta | Exception]]) -> None:
+        """What a step brought, in one message: plain tokens as numbers, everything else as events."""
+        plain, events = array(NUMBER), []
+        for job, delta in items:
+            if isinstance(delta, Exception):
+                self.jobs.pop(job.key, None)
+                events.append({"key": job.key, "error": str(delta) or type(delta).__name__})
+            elif job.with_text or delta.logprobs or delta.finish_reason or len(delta.token_ids) != 1:
+                events.append(self._event(job, delta))
+            else:
+                plain.append(job.key)
+                plain.append(delta.token_ids[0])
+        self.send({"op": "deltas", "events": events}, plain)
+
+    def _event(self, job: Job, delta: Delta) -> dict:
+        event: dict[str, Any] = {"key": job.key, "ids": delta.token_ids}
+        if job.with_text:
+            event["text"] = delta.text
+        if delta.logprobs is not None:
+            event["logprobs"] = delta.logprobs
+        if not job.told_prompt:
+            job.told_prompt = True
+            scores = job.prepared.tracked.completion.prompt_logprobs
+            if scores is not None:
+                event["prompt_logprobs"] = scores
+        if delta.finish_reason is not None:
+            event |= {"reason": delta.finish_reason, "stop": delta.stop_reason}
+            self.jobs.pop(job.key, None)
+            self.hub.metrics.observe(delta.completion)
+        return event
+
+    # ---- reading, in the hub's thread
+
+    def read(self) -> bool:
+        """Do what the worker asks; False when it has hung up."""
+        try:
+            data = self.sock.recv(CHUNK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        for message, numbers in self._unpacker.feed(data):
+            getattr(self, "_on_" + message.pop("op"))(numbers, **message)
+        return bool(data)
+
+    def close(self) -> None:
+        self._on_abort(None, keys=list(self.jobs))
+        with self._lock:
+            self.sock.close()
+
+    def _on_ready(self, _) -> None:
+        self.ready.set_result(None)
+
+    def _on_failed(self, _, *, why: str) -> None:
+        self.why = why
+
+    def _on_answered(self, _, *, status: int) -> None:
+        self.hub.metrics.requests.labels(str(status)).inc()
+
+    def _on_abort(self, _, *, keys: list[int]) -> None:
+        for key in keys:
+            job = self.jobs.get(key)
+            if job is not None:
+                self.engine.abort(job.prepared.request_id)
+
+    def _on_submit(self, numbers: array, *, key: int, prompts: list[dict], params: list[dict]) -> None:
+        choices = len(prompts) * len(params)
+        refusal = None
+        if self.hub.running + choices > self.hub.capacity:
+            refusal = self._busy(choices)
+        else:
+            try:
+                ids, encoded = self._read_prompts(numbers, prompts)
+                if encoded:
+                    lengths = [len(each) for each in ids]
+                    message = {"op": "prompts", "key": key, "lengths": lengths, "choices": len(params)}
+                    self.send(message, np.concatenate(ids).tolist())
+                self._start(key, ids, [SamplingParams(**each) for each in params])
+            except Exception as error:
+                refusal = _refusal(error)
+        if refusal is not None:
+            self.send({"op": "refused", "key": key, "choices": choices} | refusal)
+
+    def _busy(self, choices: int) -> dict:
+        capacity = self.hub.capacity
+        if choices > capacity:
+            message = f"n asks for {choices} choices in all, and this server holds {capacity}: send several requests"
+            return {"kind": "invalid", "message": message}
+        message = (
+            f"{self.hub.running} requests run or wait already, of {capacity} that this server holds: try again soon"
+        )
+        return {"kind": "busy", "message": message}
+
+    def _read_prompts(self, numbers: array, prompts: list[dict]) -> tuple[list, bool]:
+        """Token ids of each prompt, and whether any was encoded here."""
+        numbers, found, encoded = np.asarray(numbers), [], False
+        own = any(each["text"] is not None for each in prompts) and parts.replaced("bpe_merge")
+        for each in prompts:
+            length = each["length"] or 0
+            ids, numbers = numbers[:length], numbers[length:]
+            if each["text"] is not None and (own or each["length"] is None):
+                ids = self.engine.tokenizer.encode(each["text"], add_special_tokens=each["special"])
+                room(len(ids), self.engine.max_model_len)
+                encoded = True
+            found.append(ids)
+        return found, encoded
+
+    def _start(self, key: int, prompts: list, params: list[SamplingParams]) -> None:
+        """Check every choice, then queue them all. Raises InvalidRequest, and then none has begun."""
+        jobs = []
+        for ids in prompts:
+            for each in params:
+                job = Job(key + len(jobs))
+                job.prepared = self.engine.prepare(ids, each, self, job, wants_text=self.hub.reads_text)
+                jobs.append(job)
+        self.jobs |= {job.key: job for job in jobs}
+        try:
+            self.engine.submit([job.prepared for job in jobs])
+        except Exception:
+            for job in jobs:
+                del self.jobs[job.key]
+            raise
+
+    def _on_ask(self, _, *, id: int, what: str, arguments: dict) -> None:
+        try:
+            reply = {"value": getattr(self, "_ask_" + what)(**arguments)}
+        except Exception as error:
+            reply = {"error": _refusal(error)}
+        self.send({"op": "reply", "id": id} | reply)
+
+    def _ask_alive(self) -> bool:
+        return self.engine.alive
+
+    def _ask_metrics(self) -> str:
+        return self.hub.metrics.render(self.engine.stats()).decode()
+
+    def _ask_template(self, messages: list[dict]) -> str:
+        return self.engine.tokenizer.apply_chat_template(messages)
+
+    def _ask_decode(self, ids: list[int]) -> str:
+        return self.engine.tokenizer.decode(ids)
+
+    def _ask_tokens(self, ids: list[int]) -> list:
+        """The text and bytes of each token."""
+        return [self.hub.texts.entry_of(token) for token in ids]
+
+
+def _refusal(error: Exception) -> dict:
+    message = str(error) or type(error).__name__
+    if isinstance(error, TooLong):
+        return {"kind": "too_long", "message": message}
+    kind = "invalid" if isinstance(error, (InvalidRequest, TokenizerError)) else "failed"
+    return {"kind": kind, "message": message}

@@ -1,0 +1,287 @@
+"""The local socket between the engine's process and its HTTP workers: messages, and a worker's end.  Lesson 99.
+
+A message is a JSON object and an array of whole numbers (token ids): nothing that arrives can run code, as a pickle
+would. All tokens that a step made for a worker travel in one message.
+
+From a worker:
+    submit      key of the first choice; prompts; params; numbers: the prompts' ids, one after the other
+    abort       keys
+    ask         id, what, arguments: answered by a reply with the same id
+    answered    status: an HTTP answer, to be counted
+    ready, failed (why)
+From the engine:
+    hello       what the worker must know about the engine
+    prompts     key, lengths; numbers: the ids of prompts that the engine's process encoded
+    deltas      events of choices that gained more than a plain token; numbers: key, token of those that did not
+    refused     key, kind, message: none of a submission runs
+    reply       id, and a value or an error
+    stop        finish what runs, take nothing new
+"""
+
+import asyncio
+import itertools
+import json
+import struct
+from array import array
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from minillm.request import Completion, Delta, InvalidRequest, SamplingParams
+from minillm.tokenizer import StreamingDetokenizer, Tokenizer
+
+SIZES = struct.Struct("<II")  # bytes of JSON, bytes of numbers
+NUMBER = "q"
+
+
+class EngineError(Exception):
+    """The engine, or a function put into it, failed; the message is the failure's own."""
+
+
+class Busy(Exception):
+    """So many requests wait already that another is not taken."""
+
+
+class TooLong(InvalidRequest):
+    """A prompt that leaves no room for output."""
+
+
+REFUSALS = {"invalid": InvalidRequest, "too_long": TooLong, "busy": Busy, "failed": EngineError}
+
+
+def room(tokens: int, max_model_len: int, name: str = "prompt") -> int:
+    """Tokens left for the output in the model's context. Raises TooLong."""
+    if tokens >= max_model_len:
+        reason = f"has {tokens} tokens, and with one more would not fit the context of {max_model_len}: shorten it"
+        raise TooLong(f"{name} {reason}")
+    return max_model_len - tokens
+
+
+def pack(message: dict, numbers: Iterable[int] = ()) -> bytes:
+    head, data = json.dumps(message, separators=(",", ":")).encode(), array(NUMBER, numbers).tobytes()
+    return SIZES.pack(len(head), len(data)) + head + data
+
+
+class Unpacker:
+    """Bytes as they arrive -> (message, numbers) as they are complete."""
+
+    def __init__(self) -> None:
+        self._held = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[tuple[dict, array]]:
+        self._held += data
+        while len(self._held) >= SIZES.size:
+            head, numbers = SIZES.unpack_from(self._held)
+            end = SIZES.size + head + numbers
+            if len(self._held) < end:
+                return
+            message = json.loads(self._held[SIZES.size : SIZES.size + head])
+            found = array(NUMBER, bytes(self._held[SIZES.size + head : end]))
+            del self._held[:end]
+            yield message, found
+
+
+@dataclass
+class Prompt:
+    """A prompt on its way to the engine. Its text goes along: there, another tokenizer may be in force."""
+
+    ids: list[int] | None  # None: the tokenizer is in the engine's process
+    text: str | None = None
+    special: bool = True  # whether the tokenizer puts its special tokens around the text
+
+    @property
+    def form(self) -> dict:
+        return {"length": None if self.ids is None else len(self.ids), "text": self.text, "special": self.special}
+
+
+class Choice:
+    """One running choice of an answer, as a worker puts it together."""
+
+    def __init__(self, index: int, prompt: Prompt, tokenizer: Tokenizer | None, params: SamplingParams):
+        self.index = index
+        self.detokenizer = StreamingDetokenizer(tokenizer) if tokenizer is not None else None
+        self.completion = Completion("", prompt.ids or [])
+        if params.logprobs is not None:
+            self.completion.logprobs = []
+
+    def take(self, event: dict) -> Delta:
+        ids, reason = event["ids"], event.get("reason")
+        text = event.get("text")
+        if text is None and self.detokenizer is not None:
+            # The token that ended the output is no part of the text.
+            text = self.detokenizer.add(ids[:-1] if reason == "stop" else ids)
+            text += self.detokenizer.flush() if reason else ""
+        done = self.completion
+        done.text += text or ""
+        done.token_ids += ids
+        logprobs = event.get("logprobs")
+        if logprobs is not None:
+            logprobs = [_with_ids(entry) for entry in logprobs]
+            done.logprobs += logprobs
+        if "prompt_logprobs" in event:
+            done.prompt_logprobs = [_with_ids(entry) for entry in event["prompt_logprobs"]]
+        delta = Delta(text or "", ids, logprobs, reason, event.get("stop"))
+        if reason is not None:
+            done.finish_reason, done.stop_reason = reason, delta.stop_reason
+            delta.completion = done
+        return delta
+
+
+def _with_ids(entry: dict[str, float] | None) -> dict[int, float] | None:
+    """Log-probabilities as JSON brought them: its keys are strings."""
+    return None if entry is None else {int(token): logprob for token, logprob in entry.items()}
+
+
+def _changed(params: SamplingParams) -> dict:
+    """The fields that differ from their defaults."""
+    pairs = ((field, getattr(params, field.name)) for field in fields(params))
+    return {field.name: value for field, value in pairs if value != field.default}
+
+
+class RemoteEngine(asyncio.Protocol):
+    """The engine as an HTTP worker sees it. Once `connected` is done it knows
+
+    name           what the model is served as
+    tokenizer      read in this process; None where the model has none, or the engine's is an object of the user's own
+    encodes        whether text can be encoded at all, here or there
+    max_model_len  tokens;  vocab_size;  log_level  uvicorn's
+    """
+
+    def __init__(self, on_stop: Callable[[], None] = lambda: None) -> None:
+        self.connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.alive = True
+        self._stop = on_stop
+        self._unpacker = Unpacker()
+        self._keys = itertools.count()
+        self._choices: dict[int, tuple[Choice, asyncio.Queue]] = {}
+        self._ids = itertools.count()
+        self._replies: dict[int, asyncio.Future] = {}
+
+    # ---- what the HTTP side uses
+
+    async def stream(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+    ) -> AsyncIterator[tuple[Choice, Delta]]:
+        """Run each prompt with each of `params`; yields each choice with what it gained.
+
+        Choices are numbered prompt by prompt. All run, or none: raises InvalidRequest or Busy before the first
+        delta; EngineError at any time. Leaving early aborts what runs.
+        """
+        queue: asyncio.Queue[tuple[Choice, dict] | Exception] = asyncio.Queue()
+        mine: dict[int, Choice] = {}
+        for index, (prompt, each) in enumerate(itertools.product(prompts, params)):
+            mine[next(self._keys)] = Choice(index, prompt, self.tokenizer, each)
+        self._choices |= {key: (choice, queue) for key, choice in mine.items()}
+        message = {"op": "submit", "key": min(mine), "prompts": [each.form for each in prompts]}
+        message["params"] = [_changed(each) for each in params]
+        try:
+            self._send(message, itertools.chain.from_iterable(prompt.ids or () for prompt in prompts))
+            left = len(mine)
+            while left:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                choice, event = item
+                delta = choice.take(event)
+                left -= delta.finish_reason is not None
+                yield choice, delta
+        finally:
+            unfinished = [key for key in mine if self._choices.pop(key, None) is not None]
+            if unfinished and self.alive:
+                self._send({"op": "abort", "keys": unfinished})
+
+    async def ask(self, what: str, **arguments: Any) -> Any:
+        """Have the engine's process answer: see `Hub`. Raises EngineError or InvalidRequest."""
+        number, reply = next(self._ids), asyncio.get_running_loop().create_future()
+        self._replies[number] = reply
+        try:
+            self._send({"op": "ask", "id": number, "what": what, "arguments": arguments})
+            return await reply
+        finally:
+            self._replies.pop(number, None)
+
+    def answered(self, status: int) -> None:
+        """Count an HTTP answer."""
+        if self.alive:
+            self._send({"op": "answered", "status": status})
+
+    def ready(self) -> None:
+        self._send({"op": "ready"})
+
+    # ---- the socket
+
+    def _send(self, message: dict, numbers: Iterable[int] = ()) -> None:
+        if not self.alive:
+            raise EngineError("the engine's process is gone")
+        self._transport.write(pack(message, numbers))
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        for message, numbers in self._unpacker.feed(data):
+            getattr(self, "_on_" + message.pop("op"))(numbers, **message)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.alive = False
+        gone = EngineError("the engine's process is gone")
+        for _, queue in self._choices.values():
+            queue.put_nowait(gone)
+        self._choices.clear()
+        for future in [*self._replies.values(), self.connected]:
+            if not future.done():
+                future.set_exception(gone)
+        self._stop()
+
+    def _on_hello(self, _: array, *, tokenizer: str | None, **facts: Any) -> None:
+        self.name, self.encodes, self.log_level = facts["name"], facts["encodes"], facts["log_level"]
+        self.max_model_len, self.vocab_size = facts["max_model_len"], facts["vocab_size"]
+        try:
+            self.tokenizer = Tokenizer.from_pretrained(Path(tokenizer)) if tokenizer else None
+        except Exception as error:
+            self.connected.set_exception(error)
+            return
+        self.connected.set_result(None)
+
+    def _on_deltas(self, numbers: array, *, events: list[dict]) -> None:
+        for i in range(0, len(numbers), 2):
+            self._gained(numbers[i], {"ids": [numbers[i + 1]]})
+        for event in events:
+            self._gained(event.pop("key"), event)
+
+    def _gained(self, key: int, event: dict) -> None:
+        found = self._choices.get(key)
+        if found is None:  # aborted: what was under way still comes
+            return
+        choice, queue = found
+        error = event.get("error")
+        if error is not None or event.get("reason") is not None:
+            del self._choices[key]
+        queue.put_nowait((choice, event) if error is None else EngineError(error))
+
+    def _on_prompts(self, numbers: array, *, key: int, lengths: list[int], choices: int) -> None:
+        """choices: how many share each prompt."""
+        for length in lengths:
+            for each in range(key, key + choices):
+                if each in self._choices:
+                    self._choices[each][0].completion.prompt_token_ids = numbers[:length].tolist()
+            numbers, key = numbers[length:], key + choices
+
+    def _on_refused(self, _: array, *, key: int, choices: int, kind: str, message: str) -> None:
+        found = [self._choices.pop(each, None) for each in range(key, key + choices)]
+        queue = next((entry[1] for entry in found if entry is not None), None)
+        if queue is not None:
+            queue.put_nowait(REFUSALS[kind](message))
+
+    def _on_reply(self, _: array, *, id: int, value: Any = None, error: dict | None = None) -> None:
+        reply = self._replies.get(id)
+        if reply is None or reply.done():
+            return
+        if error is None:
+            reply.set_result(value)
+        else:
+            reply.set_exception(REFUSALS[error["kind"]](error["message"]))
+
+    def _on_stop(self, _: array) -> None:
+        self._stop()
