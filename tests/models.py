@@ -87,7 +87,7 @@ CONFIGS = {
     ),
     "qwen3-grouped": Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=16),
     "qwen3-sliding-tied": Qwen3Config(
-        **SMALL, num_key_value_heads=4, head_dim=32, use_sliding_window=True, sliding_window=6, max_window_layers=2,
+        **SMALL, num_key_value_heads=4, head_dim=32, use_sliding_window=True, sliding_window=6, max_window_layers=1,
         tie_word_embeddings=True, attention_bias=True,
     ),
 }  # fmt: skip
@@ -114,7 +114,7 @@ def _typical(name: str, key: str) -> float:
 
 
 def keep_float64(monkeypatch) -> None:
-    """Let transformers' eager attention stay in float64: it rounds the softmax to float32 whatever the model's dtype."""
+    """Let transformers' eager attention stay in float64: its softmax is float32 whatever the model's dtype."""
     own = torch.nn.functional.softmax
 
     def softmax(scores, dim, dtype=None):

@@ -38,7 +38,18 @@ def assert_same(model, other):
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma-multi-query", "gemma-multi-head-untied", "llama-biases", "llama3-tied-head-dim"]
+    "name",
+    [
+        "gemma-multi-query",
+        "gemma-multi-head-untied",
+        "gemma2-multi-query",
+        "gemma3-multi-head-untied",
+        "llama-biases",
+        "llama3-tied-head-dim",
+        "mistral-grouped",
+        "qwen2-grouped",
+        "qwen3-sliding-tied",
+    ],
 )
 def test_every_tensor_lands_in_its_place(name, tmp_path):
     theirs = models.make(name)
@@ -191,7 +202,7 @@ def test_a_broken_config_is_named(saved):
 def test_an_unsupported_architecture_names_the_supported_ones(saved):
     config = json.loads((saved / "config.json").read_text()) | {"architectures": ["GPT2LMHeadModel"]}
     (saved / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="'GPT2LMHeadModel' is not supported.*GemmaForCausalLM, .*LlamaForCausalLM, .*Qwen3ForCausalLM"):
+    with pytest.raises(ConfigError, match="'GPT2LMHeadModel' is not supported.*GemmaForCausalLM, .*Qwen3ForCausalLM"):
         load_model(saved)
 
 
