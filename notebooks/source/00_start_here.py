@@ -44,16 +44,23 @@ print(f"{config.num_layers} layers, hidden size {config.hidden_size}, a vocabula
 # keeps nothing from one request for the next. Lessons 09 and 10 put both back.
 #
 # ## First tokens
+#
+# `temperature=0` always takes the likeliest token, so the same prompt gives the same text again.
+
 
 # %%
+def greedy(max_tokens: int, **more) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0, **more)
+
+
 prompt = "Once upon a time there was a"
-completion = llm.generate(prompt, SamplingParams(max_tokens=40))[0]
+completion = llm.generate(prompt, greedy(40))[0]
 print(prompt + completion.text)
 print(f"\n{len(completion.prompt_token_ids)} tokens in, {len(completion.token_ids)} out: {completion.finish_reason}")
 
 # %%
 chat = [{"role": "user", "content": "Who are you?"}]
-print(llm.chat(chat, SamplingParams(max_tokens=40))[0].text)
+print(llm.chat(chat, greedy(40))[0].text)
 
 # %% [markdown]
 # Text goes in and comes out, but the model sees neither. It sees **tokens**: numbers that stand for pieces of text.
@@ -80,7 +87,7 @@ print([piece(token) for token in ids])
 # %%
 def next_token(ids: list[int]) -> dict[int, float]:
     """The likeliest next tokens after `ids`, each with the logarithm of its probability."""
-    return llm.generate(ids, SamplingParams(max_tokens=1, logprobs=8))[0].logprobs[0]
+    return llm.generate(ids, greedy(1, logprobs=8))[0].logprobs[0]
 
 
 found = next_token(ids)
@@ -129,9 +136,7 @@ check(continue_text)
 
 # %%
 def engines_loop(model, prompt, max_tokens, end):
-    return llm.generate(prompt, SamplingParams(max_tokens=max_tokens, stop_token_ids=[end], ignore_eos=True))[
-        0
-    ].token_ids
+    return llm.generate(prompt, greedy(max_tokens, stop_token_ids=[end], ignore_eos=True))[0].token_ids
 
 
 end = llm.tokenizer.eos_token_id
@@ -158,7 +163,7 @@ long_prompt = llm.tokenizer.encode("The lighthouse keeper told a long story. " *
 def follow(prompt: list[int], max_tokens: int) -> tuple[list[float], list[int]]:
     """Milliseconds and tokens computed of each step of one request."""
     engine, milliseconds, computed = llm.engine, [], []
-    request = engine.prepare(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+    request = engine.prepare(prompt, greedy(max_tokens, ignore_eos=True))
     engine.submit(request)
     while engine.has_work:
         start = time.perf_counter()
@@ -178,13 +183,13 @@ colors = ["tab:orange"] + ["tab:blue"] * (len(milliseconds) - 1)
 left.bar(range(len(milliseconds)), milliseconds, color=colors)
 left.set(xlabel="step", ylabel="milliseconds", title="How long a step takes")
 right.bar(range(len(milliseconds)), [1e3 * n / ms for n, ms in zip(computed, milliseconds)], color=colors)
-right.set(xlabel="step", ylabel="tokens a second", title="What it gets done", yscale="log")
+right.set(xlabel="step", ylabel="tokens a second", title="What it gets done")
 right.legend(handles=[plt.Rectangle((0, 0), 1, 1, color=c) for c in colors[:2]], labels=["prefill", "decode"])
 plt.show()
 
 # %% [markdown]
-# Prefill computes hundreds of tokens in the time of a few decode steps. A decode step is the expensive way to compute
-# a token. Why? Because a step has to do two things, and the time of the longer one is the least it can take:
+# Prefill computes four hundred tokens in the time of a few dozen decode steps: per token, decode is the expensive way.
+# Why? Because a step has to do two things, and the time of the longer one is the least it can take:
 #
 # * **read the weights**: every matrix of the model, once, whether for one token or for four hundred;
 # * **do the arithmetic**: for every token, multiply each number of every matrix and add it up.
@@ -339,11 +344,12 @@ for point, guess in zip(points, guesses):
 # %%
 def draw_roof(axis, limits: roofline.Limits, points: list[tuple[str, float, float]], title: str) -> None:
     """points: (name, operations a byte, operations a second)."""
-    xs = [0.2, limits.ridge, max(4 * limits.ridge, 2 * max(x for _, x, _ in points))]
+    xs = [0.2, limits.ridge, 12 * max(x for _, x, _ in points)]
     axis.plot(xs, [min(x * limits.bytes_per_s, limits.operations_per_s) / 1e9 for x in xs], color="gray")
     for name, x, y in points:
         axis.plot(x, y / 1e9, "o")
-        axis.annotate(name, (x, y / 1e9), xytext=(6, -10), textcoords="offset points", fontsize=8)
+        side = {"xytext": (6, 3), "va": "bottom"} if name.startswith("prefill") else {"xytext": (6, -3), "va": "top"}
+        axis.annotate(name, (x, y / 1e9), textcoords="offset points", fontsize=8, **side)
     axis.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="billion operations a second", title=title)
 
 
@@ -351,9 +357,8 @@ h200 = records.read("h200/roofline")
 there = roofline.Limits(h200["bytes_per_s"], h200["operations_per_s"])
 figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
 draw_roof(left, limits, [(point.name, point.intensity, point.rate) for point in points], f"Here: {here.name} tier")
-h200_points = [
-    (each["name"], each["operations"] / each["bytes"], each["operations"] / each["seconds"]) for each in h200["results"]
-]
+chosen = [roofline.Point(**each) for each in h200["results"] if each["tokens"] not in (256, 400)]
+h200_points = [(point.name, point.intensity, point.rate) for point in chosen]
 draw_roof(right, there, h200_points, "Gemma 2B on an H200")
 plt.show()
 
@@ -403,7 +408,7 @@ check(rms_norm)
 
 # %%
 with using(rms_norm=rms_norm) as used:
-    mine = llm.generate(prompt, SamplingParams(max_tokens=40))[0]
+    mine = llm.generate(prompt, greedy(40))[0]
 print("calls of yours:", used.calls)
 print("the same text as before:", mine.text == completion.text)
 
@@ -417,7 +422,7 @@ def blind(q, *args, **kwargs):
 
 
 with using(decode_attention=blind, prefill_attention=blind) as used:
-    print(llm.generate(prompt, SamplingParams(max_tokens=24))[0].text)
+    print(llm.generate(prompt, greedy(24))[0].text)
 print("calls:", used.calls)
 
 # %% [markdown]
