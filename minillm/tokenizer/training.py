@@ -53,7 +53,7 @@ def train_bpe(
     known = set(kept)
     words = [(list(word), count) for word, count in sorted(word_counts.items()) if known.issuperset(word)]
     merges = []
-    for left, right in _most_frequent_pairs(words):
+    for left, right in most_frequent_pairs(words):
         if len(vocab) == vocab_size:
             break
         merges.append((left, right))
@@ -75,7 +75,7 @@ def join_pair(symbols: list[str], left: str, right: str) -> list[str]:
     return joined
 
 
-def _most_frequent_pairs(words: list[tuple[list[str], int]]):
+def most_frequent_pairs(words: list[tuple[list[str], int]]):
     """Yield the most frequent pair, join it in `words`, and go on until no word has two symbols."""
     counts: Counter[tuple[str, str]] = Counter()
     words_with = defaultdict(set)

@@ -1,0 +1,263 @@
+"""Wrong solutions of lesson 01's exercises."""
+
+from collections import Counter
+from itertools import pairwise
+
+from minillm.tokenizer.gemma import BYTE_TOKENS
+from minillm.tokenizer.training import join_pair
+
+from . import wrong
+
+FIRST = "the pair learned first is joined first"
+
+
+@wrong("bpe_merge", fails=FIRST)
+def leftmost_pair(symbols, ranks):
+    symbols = list(symbols)
+    while True:
+        place = next((i for i, pair in enumerate(pairwise(symbols)) if pair in ranks), None)
+        if place is None:
+            return symbols
+        symbols[place : place + 2] = [symbols[place] + symbols[place + 1]]
+
+
+@wrong("bpe_merge", fails=FIRST)
+def longest_from_the_left(symbols, ranks):
+    out = []
+    for symbol in symbols:
+        if out and (out[-1], symbol) in ranks:
+            out[-1] += symbol
+        else:
+            out.append(symbol)
+    return out
+
+
+@wrong("bpe_merge", fails="what a join makes can be joined again")
+def only_the_first_pairs(symbols, ranks):
+    known = set(pairwise(symbols))
+    for pair in sorted(known & ranks.keys(), key=ranks.get):
+        symbols = join_pair(symbols, *pair)
+    return list(symbols)
+
+
+@wrong("bpe_merge", fails="every place of a pair is joined")
+def first_place_of_each_pair(symbols, ranks):
+    symbols, left = list(symbols), dict(ranks)
+    while True:
+        found = [(left[pair], i) for i, pair in enumerate(pairwise(symbols)) if pair in left]
+        if not found:
+            return symbols
+        place = min(found)[1]
+        del left[symbols[place], symbols[place + 1]]
+        symbols[place : place + 2] = [symbols[place] + symbols[place + 1]]
+
+
+@wrong("bpe_merge", fails="where places overlap, the left one is joined")
+def rightmost_place(symbols, ranks):
+    symbols = list(symbols)
+    while True:
+        found = [(ranks[pair], -i) for i, pair in enumerate(pairwise(symbols)) if pair in ranks]
+        if not found:
+            return symbols
+        place = -min(found)[1]
+        symbols[place : place + 2] = [symbols[place] + symbols[place + 1]]
+
+
+@wrong("bpe_merge", fails="only a pair that has a rank is joined")
+def by_the_joined_text(symbols, ranks):
+    symbols, texts = list(symbols), {left + right: rank for (left, right), rank in ranks.items()}
+    while True:
+        found = [(texts[a + b], i) for i, (a, b) in enumerate(pairwise(symbols)) if a + b in texts]
+        if not found:
+            return symbols
+        place = min(found)[1]
+        symbols[place : place + 2] = [symbols[place] + symbols[place + 1]]
+
+
+def learn(word_counts, steps, weight=lambda count: count, order=lambda pair: pair, join=join_pair):
+    words = [(list(word), count) for word, count in word_counts.items()]
+    merges = []
+    while len(merges) < steps:
+        counts = Counter()
+        for symbols, count in words:
+            for pair in pairwise(symbols):
+                counts[pair] += weight(count)
+        if not counts:
+            break
+        merges.append(min(counts, key=lambda pair: (-counts[pair], order(pair))))
+        words = [(join(symbols, *merges[-1]), count) for symbols, count in words]
+    return merges
+
+
+@wrong("learn_merges", fails="a word counts as often as it occurs")
+def each_word_once(word_counts, steps):
+    return learn(word_counts, steps, weight=lambda count: 1)
+
+
+@wrong("learn_merges", fails="no pair reaches across words")
+def one_long_text(word_counts, steps):
+    return learn({"".join(word * count for word, count in word_counts.items()): 1}, steps)
+
+
+@wrong("learn_merges", fails="of equal counts, the pair that sorts first wins")
+def first_met(word_counts, steps):
+    return learn(word_counts, steps, order=lambda pair: 0)
+
+
+@wrong("learn_merges", fails="of equal counts, the pair that sorts first wins")
+def last_in_order(word_counts, steps):
+    return learn(word_counts, steps, order=lambda pair: [-ord(character) for character in "".join(pair)])
+
+
+@wrong("learn_merges", fails="counts follow each join")
+def counted_once(word_counts, steps):
+    counts = Counter()
+    for word, count in word_counts.items():
+        for pair in pairwise(word):
+            counts[pair] += count
+    return sorted(counts, key=lambda pair: (-counts[pair], pair))[:steps]
+
+
+@wrong("learn_merges", fails="a pair is joined at all its places in a word")
+def first_place_in_each_word(word_counts, steps):
+    def join_first(symbols, left, right):
+        for i, pair in enumerate(pairwise(symbols)):
+            if pair == (left, right):
+                return [*symbols[:i], left + right, *symbols[i + 2 :]]
+        return symbols
+
+    return learn(word_counts, steps, join=join_first)
+
+
+class Stream:
+    """A right one, to be spoiled."""
+
+    def __init__(self, special):
+        self.special = special
+        self.run = bytearray()
+
+    def push(self, token):
+        if token in self.special:
+            return ""
+        if token in BYTE_TOKENS:
+            self.run.append(BYTE_TOKENS.index(token))
+            return ""
+        return self.finish() + self.text(token)
+
+    def text(self, token):
+        return token.replace("▁", " ")
+
+    def finish(self):
+        run = bytes(self.run)
+        self.run.clear()
+        return self.decode(run)
+
+    def decode(self, run):
+        try:
+            return run.decode()
+        except UnicodeDecodeError:
+            return "\ufffd" * len(run)
+
+
+@wrong("TextStream", fails="what is certain is not held back")
+class AllAtTheEnd(Stream):
+    def __init__(self, special):
+        super().__init__(special)
+        self.tokens = []
+
+    def push(self, token):
+        self.tokens.append(token)
+        return ""
+
+    def finish(self):
+        stream = Stream(self.special)
+        return "".join(stream.push(token) for token in self.tokens) + stream.finish()
+
+
+@wrong("TextStream", fails="half a character is never shown")
+class DecodedAgainWithEachByte(Stream):
+    shown = 0
+
+    def push(self, token):
+        if token not in BYTE_TOKENS:
+            return super().push(token)
+        self.run.append(BYTE_TOKENS.index(token))
+        told = self.decode(bytes(self.run))[self.shown :]
+        self.shown += len(told)
+        return told
+
+    def finish(self):
+        shown, self.shown = self.shown, 0
+        return super().finish()[shown:]
+
+
+@wrong("TextStream", fails="finish() tells what was kept")
+class TailLost(Stream):
+    def push(self, token):
+        if token in self.special or token in BYTE_TOKENS:
+            return super().push(token)
+        return super().finish() + self.text(token)
+
+    def finish(self):
+        return ""
+
+
+@wrong("TextStream", fails="every ▁ is a space, the first one too")
+class FirstSpaceTaken(Stream):
+    first = True
+
+    def text(self, token):
+        self.first, first = False, self.first
+        return super().text(token).lstrip() if first else super().text(token)
+
+
+@wrong("TextStream", fails="special tokens have no text, all others have")
+class SpecialShown(Stream):
+    def __init__(self, special):
+        super().__init__(())
+
+
+@wrong("TextStream", fails="broken bytes become one \ufffd each")
+class BrokenBytesSwallowed(Stream):
+    def decode(self, run):
+        return run.decode(errors="ignore")
+
+
+def render(messages, add_generation_prompt=True, role="model", bos="<bos>", each="", close="", prompt=None, trim=True):
+    text = bos
+    for message in messages:
+        speaker = role if message["role"] == "assistant" else message["role"]
+        end = close if close and speaker == "model" else "<end_of_turn>\n"
+        content = message["content"].strip() if trim else message["content"]
+        text += f"{each}<start_of_turn>{speaker}\n{content}{end}"
+    return text + ("<start_of_turn>model\n" if prompt is None else prompt) * add_generation_prompt
+
+
+@wrong("render_chat", fails="the assistant is called model")
+def role_as_it_came(messages, add_generation_prompt=True):
+    return render(messages, add_generation_prompt, role="assistant")
+
+
+@wrong("render_chat", fails="it ends where the model is to speak")
+def newline_forgotten(messages, add_generation_prompt=True):
+    return render(messages, add_generation_prompt, prompt="<start_of_turn>model")
+
+
+@wrong("render_chat", fails="it ends where the model is to speak")
+def the_model_is_not_asked(messages, add_generation_prompt=True):
+    return render(messages, False)
+
+
+@wrong("render_chat", fails="one <bos>, in front")
+def each_turn_begins_a_text(messages, add_generation_prompt=True):
+    return render(messages, add_generation_prompt, bos="", each="<bos>")
+
+
+@wrong("render_chat", fails="every turn is closed")
+def models_turns_left_open(messages, add_generation_prompt=True):
+    return render(messages, add_generation_prompt, close="\n")
+
+
+@wrong("render_chat", fails="white space around a message is dropped")
+def content_as_it_came(messages, add_generation_prompt=True):
+    return render(messages, add_generation_prompt, trim=False)
