@@ -196,23 +196,26 @@ def fill_from_files(model: Model, files: list[Path]) -> None:
             raise ConfigError(f"{entry.file}: tensor {name} is {entry.dtype}; readable are {', '.join(FILE_DTYPES)}")
         if entry.nbytes != math.prod(entry.shape) * FILE_DTYPES[entry.dtype].itemsize:
             raise ConfigError(f"{entry.file}: tensor {name} has {entry.nbytes} bytes, not those of its shape")
+    # One buffer for all: one a tensor would leave holes of its size, and a load would peak at several of them.
+    buffer = torch.empty(max(min(entry.nbytes, _most_bytes(entry)) for entry in entries.values()), dtype=torch.uint8)
     for name, entry in entries.items():
         done = 0
-        for rows in _pieces(entry):
+        for rows in _pieces(entry, buffer):
             places[name][done : done + len(rows)].copy_(rows)
             done += len(rows)
     for norm in model.norms():
         norm.add_(model.config.norm_offset)
 
 
-def _pieces(entry: Entry) -> Iterator[Tensor]:
+def _most_bytes(entry: Entry) -> int:
+    """As many whole rows as fit into the buffer; one row at least."""
+    row_bytes = max(entry.nbytes // entry.shape[0], 1) if entry.nbytes else 1
+    return max(1, BUFFER_BYTES // row_bytes) * row_bytes
+
+
+def _pieces(entry: Entry, buffer: Tensor) -> Iterator[Tensor]:
     """A tensor's rows, a buffer at a time: a mapped file's pages would count beside the parameters'."""
-    if not entry.nbytes:
-        return
-    row_bytes = entry.nbytes // entry.shape[0]
-    most = max(1, BUFFER_BYTES // row_bytes) * row_bytes
-    buffer = torch.empty(min(most, entry.nbytes), dtype=torch.uint8)
-    window, left = memoryview(buffer.numpy()), entry.nbytes
+    window, left, most = memoryview(buffer.numpy()), entry.nbytes, _most_bytes(entry)
     with entry.file.open("rb", buffering=0) as stream:
         stream.seek(entry.start)
         while left:
