@@ -7,7 +7,8 @@ Zhang and Sennrich 2019, "Root Mean Square Layer Normalization". Gemma's `1 + we
 
 Tiling: one program a row, the whole row in registers. The mean needs every element of the row, and a row of a few
 thousand elements fits: so it is read once and written once, the fewest bytes there can be. The fused form saves
-writing the sum and reading it back.
+writing the sum and reading it back. Queries and keys are normed a head at a time (Qwen 3, Gemma 3): a row is a head
+then, and the heads are read where the QKV product left them, so two strides lead to a row.
 """
 
 import torch
@@ -16,11 +17,15 @@ import triton.language as tl
 
 
 @triton.jit
-def rms_norm_kernel(x_ptr, weight_ptr, out_ptr, x_stride, eps, DIM: tl.constexpr, TILE: tl.constexpr):
+def rms_norm_kernel(
+    x_ptr, weight_ptr, out_ptr, x_stride, head_stride, eps,
+    HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, TILE)
     inside = columns < DIM
-    x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    at = row // HEADS * x_stride + row % HEADS * head_stride
+    x = tl.load(x_ptr + at + columns, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     out = x * tl.rsqrt(tl.sum(x * x) / DIM + eps) * weight
     tl.store(out_ptr + row * DIM + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
@@ -48,11 +53,14 @@ def add_rms_norm_kernel(
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [..., dim] scaled to unit root mean square, times weight [dim]; computed in float32.  Lesson 03."""
     dim = x.shape[-1]
-    rows = x.reshape(-1, dim)
+    rows = x if x.dim() == 3 and x.stride(2) == 1 else x.reshape(-1, 1, dim)  # heads of a token may lie anywhere
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if rows.shape[0]:
+    if x.numel():
         tile, warps = _launch(dim)
-        rms_norm_kernel[(rows.shape[0],)](rows, weight, out, rows.stride(0), eps, DIM=dim, TILE=tile, num_warps=warps)
+        rms_norm_kernel[(rows.shape[0] * rows.shape[1],)](
+            rows, weight, out, rows.stride(0), rows.stride(1), eps,
+            HEADS=rows.shape[1], DIM=dim, TILE=tile, num_warps=warps,
+        )  # fmt: skip
     return out
 
 

@@ -8,6 +8,9 @@ Tiling: a row is cut into chunks. One program a chunk reads it once and keeps tw
 exponentials relative to that (or, at temperature 0, where the maximum is). One program a row then looks through those
 numbers, finds the chunk the drawn mass falls into, and reads only that chunk again. So the logits (256,000 a row for
 Gemma) are read once, and neither probabilities nor random numbers of that size ever exist.
+
+Families that bound their logits (Gemma 2: cap * tanh(logit / cap)) do so before, in place: one more pass over them, in
+the type the product left them in, and no second copy.
 """
 
 import torch
@@ -69,6 +72,24 @@ def choose_kernel(
         first = tl.argmax(maxima, 0)
         token = tl.load(argmax_ptr + row * CHUNKS + first)
     tl.store(out_ptr + row, token.to(tl.int64))
+
+
+@triton.jit
+def soft_cap_kernel(logits_ptr, size, CAP: tl.constexpr, TILE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    logits = tl.load(logits_ptr + at, mask=at < size, other=0.0).to(tl.float32)
+    capped = CAP * (2.0 * tl.sigmoid(logits * (2.0 / CAP)) - 1.0)  # tanh
+    tl.store(logits_ptr + at, capped.to(logits_ptr.dtype.element_ty), mask=at < size)
+
+
+def soft_cap(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap * tanh(logits / cap), in place, for contiguous logits of any shape; returns them.  Lesson 10."""
+    if not logits.is_contiguous():
+        raise ValueError("logits are capped in place and must be contiguous")
+    if logits.numel():
+        grid = (triton.cdiv(logits.numel(), CHUNK),)
+        soft_cap_kernel[grid](logits, logits.numel(), CAP=float(cap), TILE=CHUNK, num_warps=8)
+    return logits
 
 
 def sample(logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

@@ -217,7 +217,7 @@ def prefill_attention(
                 continue
             blocks = block_table[row, : -(-length // block_size)]
             k, v = (part.view(-1, kv_heads, head_dim)[:length].transpose(0, 1)[None] for part in _gather(cache, blocks))
-            fresh = end - begin == length and not window
+            fresh = end - begin == length and (not window or length <= window)  # a window this long hides nothing
             mask = None if fresh else _chunk_mask(end - begin, length, window)
             queries = q[begin:end].transpose(0, 1)[None]
             attended = F.scaled_dot_product_attention(

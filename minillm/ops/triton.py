@@ -84,9 +84,10 @@ def lm_head(hidden: Tensor, weight: Weight, soft_cap: float | None = None) -> Te
 
     At 3,000 rows of Gemma's 256,000 logits the float32 copy would be 3 GB, written once and read twice.
     """
-    if soft_cap is not None or hidden.dtype not in (bfloat16, float16):
+    if hidden.dtype not in (bfloat16, float16):
         return reference.lm_head(hidden, weight, soft_cap)
-    return reference.linear(hidden, weight)
+    logits = reference.linear(hidden, weight)
+    return sampling.soft_cap(logits, soft_cap) if soft_cap else logits
 
 
 def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:

@@ -62,7 +62,9 @@ def compile_all(capability: int) -> list[dict]:
         table = torch.zeros(1, 4, 16, dtype=torch.int32)
         decode_step.prepare(rows, position, tokens, table, seed, torch.zeros(4), block_size=16, width=16)
         decode_step.advance(rows, rows, position, tokens, rows)
+        normalization.rms_norm(k.expand(2, 3, 256), torch.zeros(256), 1e-6)
         sampling.sample(torch.zeros(2, 9000), torch.ones(2), torch.ones(2))
+        sampling.soft_cap(torch.zeros(2, 9000, dtype=torch.bfloat16), 30.0)
         for dim, dtype, heads, options in [
             (256, torch.bfloat16, 8, {}),
             (128, torch.bfloat16, 4, {"window": 4096, "soft_cap": 50.0}),

@@ -10,11 +10,14 @@ import torch
 
 from minillm import ops
 from minillm.batch import Batch, Rows
+from minillm.config import ARCHITECTURES
 from minillm.kv_cache import LayerCache
 from minillm.loader import load_model
 from minillm.ops import reference
+from minillm.quantization import DenseWeight
 
 kernels = pytest.importorskip("minillm.ops.triton", reason="triton is not installed here")
+from minillm.kernels import sampling  # noqa: E402  needs triton
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # the interpreter's numpy: 1 / inf is 0
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative, of the whole result
@@ -74,6 +77,16 @@ def test_rms_norm_of_heads_that_lie_apart(device):
     x = random_tensor(3, 6, 64, dtype=torch.float32, device=device)[:, 1:4]
     weight = torch.randn(64, device=device)
     assert_close(kernels.rms_norm(x, weight, 1e-6), reference.rms_norm(x.double(), weight.double(), 1e-6), x.dtype)
+
+
+def test_queries_and_keys_are_normed_where_the_product_left_them(device):
+    """A head at a time, without a copy: slices of [tokens, heads + 2 * kv_heads, d]."""
+    qkv = random_tensor(3, 8, 64, dtype=torch.bfloat16, device=device, scale=5)
+    weight = torch.randn(64, device=device)
+    for part in qkv.split([4, 2, 2], 1):
+        got = kernels.rms_norm(part, weight, 1e-6)
+        assert_close(got, reference.rms_norm(part.double(), weight.double(), 1e-6), part.dtype)
+        assert got.is_contiguous()
 
 
 def test_rms_norm_of_a_zero_row_is_zero_and_huge_values_do_not_overflow(device):
@@ -258,6 +271,26 @@ def test_decode_of_several_layer_groups_reads_its_own_table(device):
     assert_close(got, wanted, torch.float32)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logits_are_capped_where_they_lie(dtype, device):
+    logits = random_tensor(3, 5001, dtype=dtype, device=device, scale=40)
+    logits[0, 0], logits[2, 5000] = 1e4, -1e4
+    wanted = 30 * torch.tanh(logits.double() / 30)
+    got = sampling.soft_cap(logits, 30.0)
+    assert got is logits and logits.abs().max() == 30
+    assert_close(got, wanted, dtype)
+    with pytest.raises(ValueError, match="contiguous"):
+        sampling.soft_cap(logits[:, 1:], 30.0)
+
+
+def test_half_precision_logits_stay_so_with_and_without_a_cap(device):
+    hidden = random_tensor(3, 64, dtype=torch.bfloat16, device=device, scale=9)
+    weight = DenseWeight(random_tensor(500, 64, dtype=torch.bfloat16, device=device))
+    for cap in (None, 20.0):
+        wanted = reference.lm_head(hidden.double(), DenseWeight(weight.weight.double()), cap)
+        assert_close(kernels.lm_head(hidden, weight, cap), wanted, torch.bfloat16)
+
+
 def test_temperature_0_takes_the_first_largest_logit(device):
     logits = torch.randn(3, 5000, device=device)
     logits[0, [17, 4500]] = 9.0
@@ -294,15 +327,28 @@ def test_a_forbidden_token_is_never_sampled(device):
     assert ids.tolist() == [4700, 4700, 4800, 4800]
 
 
-def test_a_small_model_gives_the_same_logits_on_kernels(tmp_path, device, monkeypatch):
-    config = {
-        "model_type": "gemma", "architectures": ["GemmaForCausalLM"], "vocab_size": 96, "hidden_size": 64,
-        "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1,
-        "head_dim": 64, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-        "hidden_act": "gelu_pytorch_tanh",
-    }  # fmt: skip
+SMALL = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+FAMILIES = {
+    "GemmaForCausalLM": {},
+    "Gemma2ForCausalLM": {"sliding_window": 4, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "Gemma3ForCausalLM": {"sliding_window": 4, "sliding_window_pattern": 2},
+    "LlamaForCausalLM": {},
+    "MistralForCausalLM": {"sliding_window": 4},
+    "Qwen2ForCausalLM": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    "Qwen3ForCausalLM": {},
+}
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_a_small_model_gives_the_same_logits_on_kernels(architecture, tmp_path, device, monkeypatch):
+    config = {"architectures": [architecture], **SMALL, **FAMILIES[architecture]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = load_model(tmp_path, load_format="dummy", dtype="float32", device=device)
+    for norm in model.norms():
+        norm.normal_(1.0, 0.3)
     on_kernels = copy.copy(model.ops)
     for name in ops.names():
         monkeypatch.setattr(model.ops, name, getattr(reference, name))
@@ -310,6 +356,10 @@ def test_a_small_model_gives_the_same_logits_on_kernels(tmp_path, device, monkey
     wanted = logits_of(model, device)
     model.ops = on_kernels
     assert_close(logits_of(model, device), wanted, torch.float32, times=3)
+
+
+def test_every_family_is_tried_on_kernels():
+    assert list(FAMILIES) == list(ARCHITECTURES)
 
 
 def logits_of(model, device):
