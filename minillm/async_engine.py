@@ -178,9 +178,19 @@ class AsyncLLM:
             made.set_exception(error)
             return
         made.set_result(self.engine)
+        try:
+            self._work()
+        except BaseException as error:  # a mistake of the engine's: nobody must wait for what will not come
+            self._closing = True
+            for each in list(self._listening.values()):
+                self._post(each.mailbox, each.key, error)
+            self._deliver()
+            raise
+
+    def _work(self) -> None:
         while True:
             with self._wake:
-                while not (self._commands or self._closing or self.engine.has_work):
+                while not (self._commands or self._closing or self._busy):
                     self._wake.wait()
                 commands = [self._commands.popleft() for _ in range(len(self._commands))]
                 closing = self._closing
@@ -193,6 +203,12 @@ class AsyncLLM:
                 return
             self._step()
             self._deliver()
+
+    @property
+    def _busy(self) -> bool:
+        # Where the engine is borrowed, its owner may step it too, and so put deltas into the outbox.
+        with self.engine.lock:
+            return self.engine.has_work or bool(self._outbox)
 
     def _stop(self) -> None:
         for request_id in list(self._listening):
@@ -214,7 +230,8 @@ class AsyncLLM:
         self._outbox.setdefault(mailbox, []).append((key, delta))
 
     def _deliver(self) -> None:
-        outbox, self._outbox = self._outbox, {}
+        with self.engine.lock:
+            outbox, self._outbox = self._outbox, {}
         for mailbox, items in outbox.items():
             mailbox.deliver(items)
 
