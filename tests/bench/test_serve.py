@@ -121,6 +121,25 @@ def test_an_open_loop_against_the_real_server(server, way):
 
 
 def test_no_more_clients_than_asked_for_are_at_work():
+    class Counting:
+        at_work = most = 0
+
+        def now(self):
+            return 0.0
+
+        async def ask(self, request, due):
+            self.at_work += 1
+            self.most = max(self.most, self.at_work)
+            await asyncio.sleep(0)
+            self.at_work -= 1
+            return Measured(due)
+
+    client = Counting()
+    assert len(asyncio.run(serve.closed_loop(client, [serve.BenchRequest([5], 1)] * 9, 3))) == 9
+    assert client.most == 3
+
+
+def test_a_closed_loops_clients_are_at_work_together():
     with faked(only_when_all_have_come(3)) as (url, fake):
         serve.run(url, workload="chat", scale=16, requests=9, concurrency=3, timeout=20, quiet=True)
     assert fake.most_at_work == 3

@@ -95,14 +95,16 @@ def test_a_replayed_trace_keeps_times_lengths_and_what_prompts_share(tmp_path):
         {"arrival": 0.5, "input_tokens": 40, "output_tokens": 9, "prefix_id": 1, "prefix_tokens": 32},
         {"arrival": 1.0, "input_tokens": 16, "output_tokens": 1, "prefix_id": None, "prefix_tokens": 0},
         {"arrival": 4.0, "input_tokens": 36, "output_tokens": 4, "prefix_id": 1, "prefix_tokens": 32},
+        {"arrival": 5.0, "input_tokens": 36, "output_tokens": 4, "prefix_id": 2, "prefix_tokens": 32},
     ]
     path = tmp_path / "rush.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     work = workloads.replay(path, 1000, speed=2.0)
-    assert [request.due for request in work] == [0.25, 0.5, 2.0]
-    assert [(len(r.prompt), r.output_tokens) for r in work] == [(40, 9), (16, 1), (36, 4)]
-    one, other, two = (request.prompt for request in work)
+    assert [request.due for request in work] == [0.25, 0.5, 2.0, 2.5]
+    assert [(len(r.prompt), r.output_tokens) for r in work] == [(40, 9), (16, 1), (36, 4), (36, 4)]
+    one, other, two, stranger = (request.prompt for request in work)
     assert one[:32] == two[:32] and one[32:36] != two[32:36] and other != one[:16]
+    assert stranger[:32] != one[:32], "another prefix"
     assert workloads.replay(path, 1000, seed=1)[0].prompt[:32] != one[:32]
     small = workloads.replay(path, 1000, scale=4, requests=2)
     assert [(len(r.prompt), r.output_tokens, r.due) for r in small] == [(10, 2, 0.5), (4, 1, 1.0)]
