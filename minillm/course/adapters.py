@@ -69,7 +69,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
 
 def cached_attention(q: Tensor, k: Tensor, v: Tensor, length: int, *, scale: float) -> Tensor:
     """The engine's attention of the newest queries [queries, heads, d] to the first `length` slots of k and v."""
-    one_block = LayerCache(k[None], v[None])
+    one_block = LayerCache(k[None, :length], v[None, :length])
     table = torch.zeros(1, 1, dtype=torch.int32, device=q.device)
     lengths = torch.tensor([length], dtype=torch.int32, device=q.device)
     return reference.decode_attention(q[None], one_block, table, lengths, scale=scale)[0]
