@@ -22,6 +22,7 @@ import matplotlib.pyplot as plt
 import minillm
 from minillm import LLM, SamplingParams, Tokenizer, using
 from minillm.course import NotSolvedYet, check, compare, tier, yours
+from minillm.course.draw_tokens import draw_tokens
 
 llm = LLM(device=tier().device)
 tokenizer = llm.tokenizer
@@ -38,41 +39,12 @@ answer = llm.chat([{"role": "user", "content": QUESTION}], greedy)[0]
 print(answer.text, answer.token_ids)
 
 # %% [markdown]
-# That is all the model works with: six numbers and a seventh, `<bos>`, that says "a text begins here". Each number is a
-# row of the embedding table. A picture of the same: every box is one token, its id below. `▁` stands for a space.
+# That is all the model works with: six numbers and a seventh in front, `<bos>`, that says "a text begins here"; it
+# answers with five and a 5, which says "I am done". Each number is a row of the embedding table. A picture of the same:
+# every box is one token, its id below. `▁` stands for a space.
+
 
 # %%
-PALETTE = plt.get_cmap("Pastel1").colors[1:]
-
-
-def draw_tokens(rows: dict[str, list[str]], below=None, red=lambda before, token: False, wide: int = 100) -> None:
-    """A line of boxes for each row (label -> tokens), `below` under them; red where `red(token before, token)`."""
-    boxes, x, y = [], 0.0, 0.0  # in characters, in lines
-    line = 1.4 if below is None else 2.4
-    for label, tokens in rows.items():
-        boxes.append((-1.0, y, label, None, "", None))
-        for count, (before, token) in enumerate(pairwise(["", *tokens])):
-            shown, under = token.replace("\n", "⏎"), "" if below is None else str(below[count])
-            width = max(len(shown), len(under)) + 0.7
-            if x + width > wide:
-                x, y = 0.0, y - line
-            boxes.append((x, y, shown, width, under, "tomato" if red(before, token) else PALETTE[count % len(PALETTE)]))
-            x += width + 0.25
-        x, y = 0.0, y - line
-    reach = max(left + (width or 0) for left, _, _, width, *_ in boxes)
-    _, axis = plt.subplots(figsize=(0.098 * (reach + 14), 0.19 * (0.9 - y)))
-    for left, top, text, width, under, color in boxes:
-        if width is None:
-            axis.text(left, top, text, ha="right", va="center", fontsize=9)
-            continue
-        axis.add_patch(plt.Rectangle((left, top - 0.58), width, 1.16, color=color))
-        axis.text(left + width / 2, top, text, ha="center", va="center", family="monospace", fontsize=9)
-        axis.text(left + width / 2, top - 1.15, under, ha="center", va="center", fontsize=7, color="dimgray")
-    axis.set(xlim=(-13, reach + 1), ylim=(y + line - (0.8 if below is None else 1.8), 0.8))
-    axis.axis("off")
-    plt.show()
-
-
 def tokens_of(text: str, of: Tokenizer | None = None) -> list[str]:
     of = of or tokenizer
     return [of.token(id) for id in of.encode(text, add_special_tokens=False)]
@@ -346,9 +318,11 @@ plt.show()
 #
 # > Count all pairs of neighbours in the text. Join the **most frequent** pair everywhere; it is the next merge. Repeat.
 #
-# Text is first cut into words, with their counts; no merge reaches across words. So each step counts $\text{count}(a,
-# b) = \sum_w \text{count}(w) \cdot \text{places of } (a, b) \text{ in } w$, which is cheap: a text has few different
-# words. Given for the exercise is the part that joins one pair in one word:
+# Text is first cut into words, with their counts; no merge reaches across words. So each step counts
+#
+# $$\text{count}(a, b) = \sum_w \text{count}(w) \cdot \text{places of } (a, b) \text{ in } w$$
+#
+# which is cheap: a text has few different words. Given for the exercise is the part that joins one pair in one word:
 
 # %%
 # ENGINE: minillm.tokenizer.training:join_pair
@@ -486,7 +460,7 @@ shown = {name: encode(sample) for name, encode in encoders.items()}
 draw_tokens(shown, red=lambda before, token: before.endswith("Answer:") or before == ":")
 
 # %% [markdown]
-# Red is where the answer stands. Look at the upper row: the letter is gone. What follows `Answer:` is a token that
+# Red is where the answer stands. Look at the upper text: the letter is gone. What follows `Answer:` is a token that
 # means "A, then an empty line, then *Which*", one of many that begin with an A. How often does that happen, in all 400
 # questions? And what comes after `Answer:` altogether?
 
@@ -502,10 +476,10 @@ for name, encode in encoders.items():
     print("after the colon:", ", ".join(repr(token) for token, _ in after.most_common(6)))
 
 # %% [markdown]
-# A model trained on the first kind learns when to say `▁A⏎⏎Which`. At test time the prompt ends in `Answer:` and the
-# grader compares the probabilities of `▁A`, `▁B`, `▁C` and `▁D`: four tokens that training hardly ever showed there.
-# Nothing crashes and the loss looks fine. It even **compresses better**, in a third fewer tokens, so the number one
-# would tune is the wrong one. That is why `tiny-gemma`'s pattern isolates newlines, and this is the line:
+# A model trained on the first kind learns when to say `▁A⏎⏎Which`. At test time the prompt ends in `Answer:`, and the
+# grader compares the probabilities of `▁A`, `▁B`, `▁C` and `▁D`: tokens that stood there in one training question of
+# four. Nothing crashes and nothing warns. It even **compresses better**, by a third, so tokens per text is the wrong
+# thing to tune by. `tiny-gemma`'s pattern isolates newlines for this reason:
 
 # %%
 print(SPLIT_PATTERN)
@@ -625,7 +599,7 @@ class TextStream:
     def push(self, token: str) -> str:
         """The text that is certain now that `token` came; "" where there is none."""
         # SOLUTION: special tokens are no text; one of BYTE_TOKENS ("<0xC3>" is the byte 0xC3) joins the run; any other
-        # token ends the run, and every "▁" in it is a space
+        #   token ends the run, and every "▁" in it is a space
         if token in self.special:
             return ""
         if token in BYTE_TOKENS:
