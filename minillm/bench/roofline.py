@@ -51,12 +51,26 @@ class Point:
 
     def floor(self, limits: Limits) -> float:
         """The least seconds in which a machine with these limits can do it."""
-        return max(self.bytes / limits.bytes_per_s, self.operations / limits.operations_per_s)
+        return floor_seconds(self.bytes, self.operations, limits.bytes_per_s, limits.operations_per_s)
 
     @property
     def rate(self) -> float:
         """Operations a second."""
         return self.operations / self.seconds
+
+
+def matrix_work(shapes: Sequence[tuple[int, int]], tokens: int, bytes_per_number: int) -> tuple[int, int]:
+    """(bytes read, operations) of `tokens` tokens going through matrices of these shapes together.  Lesson 00.
+
+    Every number is read once, and multiplied and added once a token.
+    """
+    numbers = sum(rows * columns for rows, columns in shapes)
+    return bytes_per_number * numbers, 2 * tokens * numbers
+
+
+def floor_seconds(nbytes: float, operations: float, bytes_per_s: float, operations_per_s: float) -> float:
+    """The least seconds for this much work at these rates: reading and computing overlap.  Lesson 00."""
+    return max(nbytes / bytes_per_s, operations / operations_per_s)
 
 
 def limits(device: str, dtype: torch.dtype, nbytes: int) -> Limits:

@@ -36,8 +36,12 @@ print(doctor.report(doctor.examine()))
 here = tier()
 llm = LLM(here.model, run_ahead=0, enable_prefix_caching=False, **here.options)
 config, model = llm.model_config, llm.engine.model
-print(f"{here.label}: {model.num_parameters / 1e6:,.1f} million parameters, {model.nbytes / 1e6:,.1f} MB")
-print(f"{config.num_layers} layers, hidden size {config.hidden_size}, a vocabulary of {config.vocab_size:,} tokens")
+print(
+    f"{here.label}: {model.num_parameters / 1e6:,.1f} million parameters, {model.nbytes / 1e6:,.1f} MB"
+)
+print(
+    f"{config.num_layers} layers, hidden size {config.hidden_size}, a vocabulary of {config.vocab_size:,} tokens"
+)
 
 # %% [markdown]
 # The two options keep the engine from being clever: it launches no step before it has read the last one's token, and
@@ -56,7 +60,9 @@ def greedy(max_tokens: int, **more) -> SamplingParams:
 prompt = "Once upon a time there was a"
 completion = llm.generate(prompt, greedy(40))[0]
 print(prompt + completion.text)
-print(f"\n{len(completion.prompt_token_ids)} tokens in, {len(completion.token_ids)} out: {completion.finish_reason}")
+print(
+    f"\n{len(completion.prompt_token_ids)} tokens in, {len(completion.token_ids)} out: {completion.finish_reason}"
+)
 
 # %%
 chat = [{"role": "user", "content": "Who are you?"}]
@@ -136,7 +142,9 @@ check(continue_text)
 
 # %%
 def engines_loop(model, prompt, max_tokens, end):
-    return llm.generate(prompt, greedy(max_tokens, stop_token_ids=[end], ignore_eos=True))[0].token_ids
+    return llm.generate(prompt, greedy(max_tokens, stop_token_ids=[end], ignore_eos=True))[
+        0
+    ].token_ids
 
 
 end = llm.tokenizer.eos_token_id
@@ -182,9 +190,16 @@ figure, (left, right) = plt.subplots(1, 2, figsize=(10, 2.8), layout="constraine
 colors = ["tab:orange"] + ["tab:blue"] * (len(milliseconds) - 1)
 left.bar(range(len(milliseconds)), milliseconds, color=colors)
 left.set(xlabel="step", ylabel="milliseconds", title="How long a step takes")
-right.bar(range(len(milliseconds)), [1e3 * n / ms for n, ms in zip(computed, milliseconds)], color=colors)
+right.bar(
+    range(len(milliseconds)),
+    [1e3 * n / ms for n, ms in zip(computed, milliseconds)],
+    color=colors,
+)
 right.set(xlabel="step", ylabel="tokens a second", title="What it gets done")
-right.legend(handles=[plt.Rectangle((0, 0), 1, 1, color=c) for c in colors[:2]], labels=["prefill", "decode"])
+right.legend(
+    handles=[plt.Rectangle((0, 0), 1, 1, color=c) for c in colors[:2]],
+    labels=["prefill", "decode"],
+)
 plt.show()
 
 # %% [markdown]
@@ -212,7 +227,9 @@ print(f"{'head':<14}", tuple(model.head.weight.shape), "once, behind the last la
 
 
 # %% tags=["exercise"]
-def step_work(shapes: list[tuple[int, int]], tokens: int, bytes_per_number: int) -> tuple[int, int]:
+def step_work(
+    shapes: list[tuple[int, int]], tokens: int, bytes_per_number: int
+) -> tuple[int, int]:
     """(bytes read, operations done) when `tokens` tokens go through matrices of these shapes in one step."""
     # SOLUTION: count the numbers in all matrices, then apply the two formulas
     numbers = sum(rows * columns for rows, columns in shapes)
@@ -236,14 +253,7 @@ layers = [
 ]
 head = [tuple(model.head.weight.shape)]
 size = model.head.weight.element_size()
-
-
-def engines_work(shapes, tokens, bytes_per_number):
-    numbers = sum(torch.Size(shape).numel() for shape in shapes)
-    return numbers * bytes_per_number, 2 * numbers * tokens
-
-
-count = yours(step_work, engines_work)
+count = yours(step_work, roofline.matrix_work)
 
 
 def work_of(tokens: int, samples: int) -> tuple[int, int]:
@@ -287,7 +297,9 @@ print(f"ridge       {limits.ridge:10,.1f} operations a byte")
 
 
 # %% tags=["exercise"]
-def floor_seconds(nbytes: float, operations: float, bytes_per_s: float, operations_per_s: float) -> float:
+def floor_seconds(
+    nbytes: float, operations: float, bytes_per_s: float, operations_per_s: float
+) -> float:
     """The least time in which a machine with these two rates can do this much work, in seconds."""
     # SOLUTION: the longer of reading and computing
     return max(nbytes / bytes_per_s, operations / operations_per_s)
@@ -299,12 +311,8 @@ check(floor_seconds)
 
 
 # %%
-def engines_floor(nbytes, operations, bytes_per_s, operations_per_s):
-    return max(nbytes / bytes_per_s, operations / operations_per_s)
-
-
 def floor_ms(name: str) -> float:
-    floor = yours(floor_seconds, engines_floor)
+    floor = yours(floor_seconds, roofline.floor_seconds)
     return 1e3 * floor(*work_of(*STEPS[name]), limits.bytes_per_s, limits.operations_per_s)
 
 
@@ -327,10 +335,21 @@ guess_prefill_ms = 40.0  # PREDICT: milliseconds of a prefill of 400 tokens
 
 # %% tags=["nbval-ignore-output"]
 # Not compared: times.
-points = [roofline.decode(llm, 1), roofline.decode(llm, 8), roofline.decode(llm, 64), roofline.prefill(llm, 400)]
+points = [
+    roofline.decode(llm, 1),
+    roofline.decode(llm, 8),
+    roofline.decode(llm, 64),
+    roofline.prefill(llm, 400),
+]
 guesses = [guess_decode_ms, None, guess_64_ms, guess_prefill_ms]
 for point, guess in zip(points, guesses):
-    compare(point.name, unit="ms", prediction=guess, floor=floor_ms(point.name), measured=point.seconds * 1e3)
+    compare(
+        point.name,
+        unit="ms",
+        prediction=guess,
+        floor=floor_ms(point.name),
+        measured=point.seconds * 1e3,
+    )
 
 # %% [markdown]
 # 64 requests in one step take nothing like 64 times as long: the weights are read once for all of them. That is
@@ -342,22 +361,45 @@ for point, guess in zip(points, guesses):
 
 
 # %%
-def draw_roof(axis, limits: roofline.Limits, points: list[tuple[str, float, float]], title: str) -> None:
+def draw_roof(
+    axis, limits: roofline.Limits, points: list[tuple[str, float, float]], title: str
+) -> None:
     """points: (name, operations a byte, operations a second)."""
     xs = [0.2, limits.ridge, 12 * max(x for _, x, _ in points)]
-    axis.plot(xs, [min(x * limits.bytes_per_s, limits.operations_per_s) / 1e9 for x in xs], color="gray")
+    axis.plot(
+        xs,
+        [min(x * limits.bytes_per_s, limits.operations_per_s) / 1e9 for x in xs],
+        color="gray",
+    )
     for name, x, y in points:
         axis.plot(x, y / 1e9, "o")
-        side = {"xytext": (6, 3), "va": "bottom"} if name.startswith("prefill") else {"xytext": (6, -3), "va": "top"}
+        side = (
+            {"xytext": (6, 3), "va": "bottom"}
+            if name.startswith("prefill")
+            else {"xytext": (6, -3), "va": "top"}
+        )
         axis.annotate(name, (x, y / 1e9), textcoords="offset points", fontsize=8, **side)
-    axis.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="billion operations a second", title=title)
+    axis.set(
+        xscale="log",
+        yscale="log",
+        xlabel="operations a byte",
+        ylabel="billion operations a second",
+        title=title,
+    )
 
 
 h200 = records.read("h200/roofline")
 there = roofline.Limits(h200["bytes_per_s"], h200["operations_per_s"])
 figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-draw_roof(left, limits, [(point.name, point.intensity, point.rate) for point in points], f"Here: {here.name} tier")
-chosen = [roofline.Point(**each) for each in h200["results"] if each["tokens"] not in (256, 400)]
+draw_roof(
+    left,
+    limits,
+    [(point.name, point.intensity, point.rate) for point in points],
+    f"Here: {here.name} tier",
+)
+chosen = [
+    roofline.Point(**each) for each in h200["results"] if each["tokens"] not in (256, 400)
+]
 h200_points = [(point.name, point.intensity, point.rate) for point in chosen]
 draw_roof(right, there, h200_points, "Gemma 2B on an H200")
 plt.show()
