@@ -1,0 +1,54 @@
+"""The socket between the engine's process and its workers."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minillm.request import InvalidRequest, SamplingParams
+from minillm.server.link import SIZES, TooLong, Unpacker, _changed, pack, room
+
+MESSAGES = st.dictionaries(st.text(), st.none() | st.integers() | st.floats(allow_nan=False) | st.text())
+NUMBERS = st.lists(st.integers(-(2**63), 2**63 - 1))
+
+
+@given(st.lists(st.tuples(MESSAGES, NUMBERS)), st.lists(st.integers(1, 50)))
+def test_messages_arrive_whole_however_the_bytes_are_cut(messages, cuts):
+    data = b"".join(pack(message, numbers) for message, numbers in messages)
+    unpacker, arrived = Unpacker(), []
+    for cut in [*cuts, len(data)]:
+        arrived += [(message, numbers.tolist()) for message, numbers in unpacker.feed(data[:cut])]
+        data = data[cut:]
+    assert arrived == messages
+
+
+def test_a_message_is_announced_by_its_sizes():
+    data = pack({"op": "stop"}, [7])
+    assert SIZES.unpack_from(data) == (len(b'{"op":"stop"}'), 8)
+
+
+def test_params_travel_as_what_differs_from_the_defaults():
+    params = SamplingParams(max_tokens=3, stop="end", logit_bias={5: 1.5}, seed=0, temperature=1.0)
+    form = _changed(params)
+    assert set(form) == {"max_tokens", "stop", "logit_bias", "seed"}
+    ((message, _),) = Unpacker().feed(pack({"params": form}))
+    assert SamplingParams(**message["params"]) == params
+
+
+def test_a_prompt_must_leave_room_for_a_token():
+    assert room(9, 10) == 1
+    with pytest.raises(TooLong, match="messages has 10 tokens.*context of 10"):
+        room(10, 10, "messages")
+    assert issubclass(TooLong, InvalidRequest)
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["tokenizer", "request", "config", "server", "server.worker", "server.app", "server.link"],
+)
+def test_a_worker_imports_no_torch(module):
+    code = f"import sys, minillm.{module}; print([m for m in ('torch', 'triton', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

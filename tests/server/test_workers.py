@@ -1,0 +1,186 @@
+"""The worker processes: they share a port, die without taking anything along, and never outlive the engine."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+
+import minillm
+from minillm.async_engine import AsyncLLM
+from minillm.server import running
+
+BODY = {"prompt": "The river", "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+ENDLESS = BODY | {"max_tokens": 240, "stream": True}
+SMALL = {"load_format": "dummy", "device": "cpu", "max_num_seqs": 4}
+PATIENCE = 60  # seconds until a test gives up on what should have come
+
+
+def until(condition) -> None:
+    """Wait for what must come to pass."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.01)
+
+
+def idle(engine) -> bool:
+    stats = engine.stats()
+    return stats["running"] == stats["waiting"] == 0 and stats["blocks_available"] == stats["blocks"]
+
+
+def pids(server) -> list[int]:
+    return [process.pid for process in server.workers.processes.values()]
+
+
+def ask(server, **more):
+    return httpx.post(server.url + "/v1/completions", json=BODY | more, timeout=PATIENCE)
+
+
+@pytest.fixture
+def pair(engine):
+    """A server of two workers."""
+    with running(engine, workers=2) as server:
+        yield server
+        for pid in pids(server):
+            os.kill(pid, signal.SIGCONT)
+
+
+@pytest.fixture
+def slow():
+    """Steps so slow that no stream of these tests ends by itself in time."""
+
+    def embedding(ids, weight, scale):
+        time.sleep(0.05)
+        return weight[ids] * scale
+
+    with minillm.using(embedding=embedding):
+        yield
+
+
+def test_each_worker_serves_the_same_port_and_any_of_them_tells_the_whole_servers_numbers(pair):
+    first, second = pids(pair)
+    answers = []
+    for asleep, awake in ((first, second), (second, first)):
+        os.kill(asleep, signal.SIGSTOP)
+        answers.append(ask(pair).json()["choices"][0]["token_ids"])
+        text = httpx.get(pair.url + "/metrics").text
+        os.kill(asleep, signal.SIGCONT)
+        assert awake != asleep
+    assert answers[0] == answers[1]
+    assert 'minillm_http_requests_total{status="200"} 2.0' in text.splitlines()
+    assert "minillm_generated_tokens_total 12.0" in text.splitlines()
+
+
+def test_a_worker_that_is_stuck_does_not_hold_up_the_engine(pair, engine):
+    first, second = pids(pair)
+    os.kill(first, signal.SIGSTOP)
+    with httpx.stream("POST", pair.url + "/v1/completions", json=ENDLESS, timeout=PATIENCE) as response:
+        next(response.iter_lines())
+        os.kill(second, signal.SIGSTOP)  # which serves this stream
+        os.kill(first, signal.SIGCONT)
+        assert ask(pair).status_code == 200
+    os.kill(second, signal.SIGCONT)
+    until(lambda: idle(engine))
+
+
+def test_a_worker_that_dies_is_replaced_and_what_it_ran_is_aborted(engine, slow, capfd):
+    with running(engine) as server:
+        (before,) = pids(server)
+        with (
+            pytest.raises(httpx.TransportError),
+            httpx.stream("POST", server.url + "/v1/completions", json=ENDLESS, timeout=PATIENCE) as response,
+        ):
+            lines = response.iter_lines()
+            next(lines)
+            os.kill(before, signal.SIGKILL)
+            list(lines)
+        until(lambda: idle(engine))
+        assert ask(server).status_code == 200
+        assert pids(server) != [before]
+    assert "an HTTP worker ended (killed by SIGKILL); another takes its place" in capfd.readouterr().err
+
+
+def test_a_worker_that_cannot_start_is_the_callers_error(model_directory, tmp_path):
+    """Its tokenizer is gone since the engine read it."""
+    copy = tmp_path / "model"
+    copy.mkdir()
+    for path in model_directory.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    engine = AsyncLLM(copy, **SMALL)
+    (copy / "tokenizer.json").unlink()
+    with (
+        pytest.raises(RuntimeError, match="died while starting: TokenizerError: there is no tokenizer.json"),
+        running(engine),
+    ):
+        pass
+    assert engine.alive
+    engine.close()
+
+
+@pytest.mark.parametrize("wrong", [{"workers": 0}, {"workers": "two"}, {"max_queued": -1}], ids=str)
+def test_counts_that_make_no_sense_are_refused_before_the_model_loads(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))), running("no/such/model", **wrong):
+        pass
+
+
+def test_a_missing_package_is_named_before_the_model_loads(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match="'fastapi'.*minillm\\[serve\\]"), running("no/such/model"):
+        pass
+
+
+# A script without `if __name__ == "__main__"`, run from another folder, with a name of Python's own beside it.
+SCRIPT = """\
+import sys
+from minillm.server import running
+manager = running(sys.argv[1], load_format="dummy", device="cpu", max_num_seqs=4, workers=2)
+print(manager.__enter__().url, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_workers_end_with_the_engines_process_however_it_dies(model_directory, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "json.py").write_text("raise ImportError('the folder of the script stands in for a module')")
+    command = [sys.executable, "-P", "../script.py", str(model_directory)]
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "asyncio.py").write_text("raise ImportError('the current folder stands in for a module')")
+    root = os.pathsep.join(path for path in sys.path if path)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=folder, env=os.environ | {"PYTHONPATH": root}, **pipes) as process:
+        url = process.stdout.readline().strip()
+        assert httpx.post(url + "/v1/completions", json=BODY, timeout=PATIENCE).status_code == 200
+        process.kill()
+        # The workers hold the other end of this pipe: it ends when the last of them has.
+        assert process.stdout.read() == ""
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])))
+
+
+@pytest.mark.parametrize("by", ["terminal", "manager"])
+def test_serve_stops_on_ctrl_c_and_on_sigterm(model_directory, by):
+    command = [sys.executable, "-m", "minillm.cli", "serve", "--port", "0", "--model", str(model_directory)]
+    command += ["--load-format", "dummy", "--device", "cpu", "--max-num-seqs", "4", "--workers", "2"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, start_new_session=True, **pipes) as process:
+        line = process.stdout.readline()
+        url = line.split()[4].removesuffix("/v1")
+        body = ENDLESS | {"max_tokens": 60}
+        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=PATIENCE) as response:
+            lines = response.iter_lines()
+            next(lines)
+            if by == "terminal":  # Ctrl-C reaches the whole foreground process group
+                os.killpg(process.pid, signal.SIGINT)
+            else:
+                process.terminate()
+            assert [line for line in lines if line][-1] == "data: [DONE]", "what was in flight did not finish"
+        output, errors = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0
+        assert "has stopped" in output
+        assert "Traceback" not in errors
