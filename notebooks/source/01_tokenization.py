@@ -764,7 +764,7 @@ for name, prompt in prompts.items():
 # came with a download:
 
 # %%
-# ENGINE: minillm.tokenizer.chat:ChatTemplate.render
+# ENGINE: minillm.tokenizer.chat:ChatTemplate
 
 # %% [markdown]
 # One thing more about special tokens. They are found wherever the text holds them, **also in what a user typed**:
