@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -69,6 +69,7 @@ def run(
     rate: float | None = None,
     trace: str | Path | None = None,
     speed: float = 1.0,
+    due: Sequence[float] | None = None,
     workload: str = "chat",
     scale: int = 8,
     requests: int | None = 64,
@@ -88,6 +89,7 @@ def run(
     rate         open loop: a Poisson process of this many requests a second, sent when due, whatever still runs
     trace        open loop: arrivals, lengths and shared prefixes of a trace ("conversation", or a file), `speed`
                  times as fast; `workload` is not used
+    due          open loop: a request at each of these seconds after the run began
 
     scale divides lengths, requests takes the first so many. seed: of prompts and Poisson arrivals; a run with
     another seed meets none of its prompts in the server's prefix cache. vocab_size: ids to draw prompts from
@@ -98,13 +100,16 @@ def run(
     Raises ValueError for wrong settings or another machine's address, ConnectionError when nothing answers,
     TimeoutError, RuntimeError when a request failed.
     """
-    arrival = _arrival(concurrency, rate, trace, speed)
+    arrival = _arrival(concurrency, rate, trace, due, speed)
     base, begun = _local(url), records.begin()
 
     def work(vocabulary: int) -> list[BenchRequest]:
         if trace is not None:
             return workloads.replay(trace, vocabulary, scale=scale, requests=requests, speed=speed, seed=seed)
-        made = workloads.make(workload, vocabulary, scale=scale, requests=requests, seed=seed)
+        count = requests if due is None else len(due)
+        made = workloads.make(workload, vocabulary, scale=scale, requests=count, seed=seed)
+        if due is not None:
+            return [replace(request, due=when) for request, when in zip(made, due, strict=True)]
         return made if rate is None else workloads.poisson(made, rate, seed=seed)
 
     async def load() -> dict:
@@ -132,9 +137,9 @@ def run(
     return content
 
 
-def _arrival(concurrency: int | None, rate: float | None, trace, speed: float) -> dict:
+def _arrival(concurrency: int | None, rate: float | None, trace, due, speed: float) -> dict:
     """How requests arrive, as it stands in the record. Raises ValueError."""
-    ways = {"concurrency": concurrency, "rate": rate, "trace": trace}
+    ways = {"concurrency": concurrency, "rate": rate, "trace": trace, "due": due}
     given = [name for name, value in ways.items() if value is not None]
     if len(given) > 1:
         raise ValueError(f"requests arrive in one way: choose one of {', '.join(given)}")
@@ -144,6 +149,10 @@ def _arrival(concurrency: int | None, rate: float | None, trace, speed: float) -
         return {"arrival": "poisson", "rate": rate}
     if trace is not None:
         return {"arrival": "trace", "speed": speed}
+    if due is not None:
+        if not due:
+            raise ValueError("due is empty: give one time for each request")
+        return {"arrival": "given"}
     concurrency = CONCURRENCY if concurrency is None else concurrency
     if concurrency < 1:
         raise ValueError(f"concurrency must be a whole number from 1, not {concurrency!r}")
@@ -301,6 +310,8 @@ def arriving(result: dict) -> str:
     """How the requests of a result arrived, in words."""
     if result["arrival"] == "poisson":
         return f"{result['rate']:g} a second"
+    if result["arrival"] == "given":
+        return "when due"
     if result["arrival"] == "trace":
         return f"as traced, {result['speed']:g} times as fast"
     return f"{result['concurrency']} at a time"

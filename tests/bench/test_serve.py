@@ -155,6 +155,13 @@ def test_an_open_loop_sends_what_is_due_whatever_still_runs(way):
     assert all(each["first_token"] >= last for each in result["each"])
 
 
+def test_a_schedule_of_ones_own_is_kept():
+    with faked(at_once) as (url, fake):
+        result = serve.run(url, due=[0.0, 0.02, 0.02], requests=1, scale=16, quiet=True)["results"][0]
+    assert [each["due"] for each in result["each"]] == [0.0, 0.02, 0.02]
+    assert len(fake.bodies) == 1 + 3
+
+
 def test_latency_counts_from_when_a_request_was_due():
     seen = Measured(due=1.0, sent=3.0, arrivals=[(4.0, 1), (4.5, 1)], end=4.75)
     assert (seen.ttft, seen.e2e, list(seen.gaps)) == (3.0, 3.75, [0.5])
@@ -253,6 +260,7 @@ def test_another_machine_is_never_loaded(url):
     [
         ({"concurrency": 4, "rate": 1.0}, "choose one of concurrency, rate"),
         ({"concurrency": 0}, "concurrency must be"),
+        ({"due": []}, "due is empty"),
         ({"rate": 0.0}, "rate must be above 0"),
         ({"trace": "conversation", "speed": 0.0}, "speed must be above 0"),
         ({"trace": "rush-hour"}, "no trace rush-hour; committed ones: conversation"),
