@@ -11,6 +11,7 @@ import torch
 
 import minillm
 from minillm import LLM, SamplingParams
+from tests import models
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and there is none here")
 
@@ -73,6 +74,23 @@ def test_the_cpu_gives_the_same_tokens(prompts, expected):
     with LLM(dtype="float32", device="cpu") as llm:
         found = llm.generate(prompts[:8], PLAIN)
     assert all(same_until_a_tie(f.token_ids, e) for f, e in zip(found, expected, strict=False))
+
+
+@pytest.mark.parametrize("name", models.CONFIGS)
+def test_every_family_gives_the_cpus_tokens(name, tmp_path):
+    """In graphs and without, on kernels or, for heads whose size is no power of two, on the references."""
+    models.make(name).save_pretrained(tmp_path)
+    rng = random.Random(1)
+    asked = [[rng.randrange(1, 96) for _ in range(length)] for length in (1, 3, 7, 16, 17, 40, 100)]
+    with LLM(tmp_path, dtype="float32", device="cpu") as llm:
+        wanted = llm.generate(asked, GREEDY)
+    for options in ({}, {"max_num_batched_tokens": 19, "max_num_seqs": 3}, {"enforce_eager": True}):
+        with LLM(tmp_path, dtype="float32", device="cuda", num_blocks=80, **options) as llm:
+            found = llm.generate(asked, PLAIN)
+            graphs = llm.engine.runner.graphs
+            assert (graphs is None) == ("enforce_eager" in options)
+            assert graphs is None or graphs.graphs, "no step ran as a graph"
+        assert all(same_until_a_tie(f.token_ids, w) for f, w in zip(found, wanted, strict=True))
 
 
 def test_a_seeded_request_draws_the_same_tokens_in_a_graph_and_outside(prompts):
