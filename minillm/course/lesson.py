@@ -111,7 +111,15 @@ def engine_source(module: str, name: str) -> str:
 
 def engine_tree(module: str, name: str) -> str:
     """The syntax tree of the same, for comparing."""
-    return ast.dump(_find(module, name)[0])
+    return syntax_tree(_find(module, name)[0])
+
+
+def syntax_tree(node: ast.AST) -> str:
+    """A tree as text, with docstrings' indentation taken out."""
+    for each in ast.walk(node):
+        if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and ast.get_docstring(each):
+            each.body[0].value.value = ast.get_docstring(each)
+    return ast.dump(node)
 
 
 def _find(module: str, name: str) -> tuple[ast.AST, str]:

@@ -18,7 +18,7 @@ UNCOMPARED = {"nbval-ignore-output", "nbval-skip"}
 EACH = [pytest.param(source, kind, id=f"{source.stem}-{kind}") for source in SOURCES for kind in KINDS]
 
 
-@pytest.fixture(params=EACH)
+@pytest.fixture(params=[pytest.param(each.values, id=each.id) for each in EACH])
 def notebook(request):
     return committed(*request.param)
 
@@ -92,7 +92,7 @@ def test_the_engines_source_in_a_lesson_is_the_engines(notebook):
         blocks = re.findall(r"```python\n(.*?)\n```", cell.source, re.DOTALL)
         names = cell.metadata.get("engine", [])
         if names:
-            shown = [ast.dump(ast.parse(block).body[0]) for block in blocks]
+            shown = [lesson.syntax_tree(ast.parse(block).body[0]) for block in blocks]
             assert shown == [lesson.engine_tree(*name.split(":")) for name in names]
 
 

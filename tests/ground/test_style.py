@@ -27,7 +27,8 @@ def test_ruff_finds_nothing(arguments):
 
 
 def test_no_module_is_longer_than_a_reader_holds_in_mind():
-    long = [path.name for path in tracked("*.py") if len(path.read_text().splitlines()) > 500]
+    modules = [path for path in tracked("*.py") if path.parent.name != "source"]  # lessons are prose for the most part
+    long = [path.name for path in modules if len(path.read_text().splitlines()) > 500]
     assert not long, f"over 500 lines: {long}"
 
 
