@@ -1,0 +1,254 @@
+"""The queue is bounded, clients that leave take everything with them, and nobody pays for another's mistake."""
+
+import asyncio
+import gc
+import json
+import os
+import random
+import socket
+import threading
+from contextlib import asynccontextmanager, contextmanager
+
+import httpx
+import openai
+import pytest
+
+import minillm
+from minillm.async_engine import AsyncLLM
+from minillm.server import running
+from minillm.server.hub import Hub, Line
+from minillm.server.link import Choice
+from minillm.server.worker import work
+
+BODY = {"prompt": "The river", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+CLIENTS = 200
+
+
+@contextmanager
+def gate():
+    """Steps wait until the gate is set."""
+    opened = threading.Event()
+
+    def embedding(ids, weight, scale):
+        opened.wait(60)
+        return weight[ids] * scale
+
+    with minillm.using(embedding=embedding):
+        try:
+            yield opened
+        finally:
+            opened.set()
+
+
+def counted(hub, name: str, **labels: str) -> float:
+    return hub.metrics.registry.get_sample_value(f"minillm_{name}_total", labels) or 0
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def narrow(model_directory):
+    """Two requests run, one more may wait."""
+    options = {"load_format": "dummy", "device": "cpu", "max_num_seqs": 2, "max_queued": 1}
+    with running(model_directory, **options) as server:
+        yield server
+
+
+def test_beyond_the_queue_the_answer_is_429_and_later_200(narrow):
+    async def clients(opened):
+        async with httpx.AsyncClient(base_url=narrow.url, timeout=60) as client:
+
+            def ask(**more):
+                return client.post("/v1/completions", json=BODY | more)
+
+            taken = [asyncio.create_task(ask(stream=bool(i))) for i in range(3)]
+            await until(lambda: narrow.workers.hub.running == 3)
+            for more in ({}, {"stream": True}, {"n": 2}):
+                refused = await ask(**more)
+                assert refused.status_code == 429
+                assert int(refused.headers["retry-after"]) >= 1
+                error = refused.json()["error"]
+                assert error["type"] == "rate_limit_error" and "of 3 that" in error["message"]
+            opened.set()
+            assert [each.status_code for each in await asyncio.gather(*taken)] == [200] * 3
+            assert (await ask()).status_code == 200
+
+    with gate() as opened:
+        asyncio.run(clients(opened))
+
+
+def test_openais_client_knows_a_full_server_and_asks_again(narrow):
+    async def clients(opened):
+        async with openai.AsyncOpenAI(base_url=f"{narrow.url}/v1", api_key="none", timeout=60) as client:
+
+            def ask(retries):
+                return client.with_options(max_retries=retries).completions.create(model=narrow.model, **body)
+
+            body = {"prompt": "The river", "max_tokens": 4}
+            taken = [asyncio.create_task(ask(0)) for _ in range(3)]
+            await until(lambda: narrow.workers.hub.running == 3)
+            with pytest.raises(openai.RateLimitError):
+                await ask(0)
+            before = counted(narrow.workers.hub, "http_requests", status="429")
+            patient = asyncio.create_task(ask(5))
+            await until(lambda: counted(narrow.workers.hub, "http_requests", status="429") > before)
+            opened.set()
+            await asyncio.gather(*taken)
+            assert (await patient).usage.completion_tokens == 4
+
+    with gate() as opened:
+        asyncio.run(clients(opened))
+
+
+def test_more_choices_than_the_server_ever_holds_are_the_requests_own_fault(narrow):
+    answer = httpx.post(narrow.url + "/v1/completions", json=BODY | {"n": 4})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "n" and "holds 3" in answer.json()["error"]["message"]
+
+
+# ---- clients that hang up
+
+
+@asynccontextmanager
+async def worker_here(engine):
+    """A worker in this very loop, where its tasks and files can be counted; yields its port and its hub."""
+    ours, theirs = socket.socketpair()
+    listener = socket.create_server(("127.0.0.1", 0), backlog=CLIENTS)
+    port = listener.getsockname()[1]
+    hub = Hub(engine, "here", max_queued=1024, log_level="critical", on_gone=lambda line: None)
+    line = Line(hub, ours)
+    hub.connect(line)
+    task = asyncio.create_task(work(listener, theirs))
+    await asyncio.wrap_future(line.ready)
+    yield port, hub
+    line.send({"op": "stop"})
+    await task
+    hub.close()
+
+
+async def leave(port: int, rng: random.Random) -> None:
+    """Ask for something long, and hang up at some moment."""
+    body = {"prompt": rng.choice(["Once", "word " * 150, ["The river", "A stone"], [5] * 180]), "max_tokens": 40}
+    body |= {"stream": rng.random() < 0.6, "n": rng.choice([1, 1, 3]), "ignore_eos": True}
+    body |= rng.choice([{}, {"logprobs": 2}, {"stop": "zzz"}, {"echo": True}])
+    path = "completions"
+    if rng.random() < 0.2:
+        path, stream = "chat/completions", body["stream"]
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 40, "stream": stream}
+    content = json.dumps(body).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = f"POST /v1/{path} HTTP/1.1\r\nhost: here\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    request = f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
+    when = rng.choice(["half sent", "queued", "in prefill", "mid-stream"])
+    writer.write(request[: len(request) - 10] if when == "half sent" else request)
+    await writer.drain()
+    if when == "in prefill":
+        for _ in range(rng.randrange(30)):
+            await asyncio.sleep(0)
+    if when == "mid-stream":
+        for _ in range(rng.randrange(1, 12)):
+            await reader.readline()
+    if rng.random() < 0.5:
+        writer.transport.abort()
+    else:
+        writer.close()
+
+
+def open_files() -> int:
+    return len(os.listdir("/dev/fd"))
+
+
+def test_two_hundred_clients_that_hang_up_leave_nothing_behind(model_directory):
+    engine = AsyncLLM(model_directory, load_format="dummy", device="cpu", max_num_seqs=8)
+    rng = random.Random(3)
+
+    def idle():
+        stats = engine.stats()
+        return not engine.engine.tracked and stats["blocks_available"] == stats["blocks"]
+
+    async def everything():
+        async with worker_here(engine) as (port, hub):
+            await leave(port, rng)
+            await until(lambda: hub.running == 0 and idle())
+            await until(lambda: len(asyncio.all_tasks()) == tasks + 2)  # work, and its stopper
+            before = len(asyncio.all_tasks()), open_files()
+            for _ in range(CLIENTS // 25):
+                await asyncio.gather(*(leave(port, rng) for _ in range(25)))
+            assert counted(hub, "finished", reason="abort") > CLIENTS / 10, "nobody left in time"
+            await until(lambda: hub.running == 0 and idle())
+            await until(lambda: (len(asyncio.all_tasks()), open_files()) == before)
+            gc.collect()
+            assert not [each for each in gc.get_objects() if type(each) is Choice]
+            assert not engine._listening
+        await until(lambda: len(asyncio.all_tasks()) == tasks)
+
+    tasks = 1  # this one
+    asyncio.run(everything())
+    engine.close()
+
+
+# ---- other people's mistakes
+
+
+JSON = {"content-type": "application/json"}
+WRONG = [
+    {"prompt": [10**9]},
+    {"prompt": "a", "max_tokens": 10**30},
+    {"prompt": ["fine", [5] * 5000]},
+    {"prompt": "fine", "logit_bias": {"4000000": 1}},
+    {"prompt": ["fine"] * 3, "n": 128, "logprobs": 99},
+    {"prompt": "\ud800"},
+    {"nonsense": 1},
+]
+
+
+def test_bad_requests_beside_a_good_one_do_not_change_it(server):
+    good = BODY | {"max_tokens": 60, "stream": True}
+
+    async def everything():
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+
+            async def say():
+                lines = (await client.post("/v1/completions", json=good)).text.splitlines()
+                pieces = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+                return "".join(piece["choices"][0]["text"] for piece in pieces)
+
+            alone = await say()
+            beside = asyncio.create_task(say())
+            bodies = [{"content": json.dumps(each), "headers": JSON} for each in WRONG * 5]
+            answers = await asyncio.gather(*(client.post("/v1/completions", **body) for body in bodies))
+            assert {each.status_code for each in answers} == {400}
+            assert await beside == alone
+
+    asyncio.run(everything())
+
+
+def test_what_a_failing_operation_hits_answers_500_streamed_or_not_and_the_server_lives_on(server):
+    failing = threading.Event()
+
+    def embedding(ids, weight, scale):
+        if failing.is_set():
+            raise ArithmeticError("my embedding is wrong")
+        return weight[ids] * scale
+
+    with (
+        minillm.using(embedding=embedding),
+        httpx.Client(base_url=server.url, timeout=60) as client,
+        client.stream("POST", "/v1/completions", json=BODY | {"max_tokens": 240, "stream": True}) as response,
+    ):
+        lines = response.iter_lines()
+        next(lines)
+        failing.set()
+        events = [line for line in lines if line]
+        assert "my embedding is wrong" in json.loads(events[-2][6:])["error"]["message"]
+        assert events[-1] == "data: [DONE]"
+        for more in ({}, {"stream": True}, {"n": 3}):
+            answer = client.post("/v1/completions", json=BODY | more)
+            assert answer.status_code == 500
+            assert answer.json()["error"]["code"] == "engine_error"
+        failing.clear()
+        assert client.post("/v1/completions", json=BODY).status_code == 200
