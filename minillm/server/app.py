@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from minillm.request import Completion, Delta, SamplingParams
+from minillm.tokenizer import TokenizerError
 
 from .link import Choice, EngineError, Prompt, RemoteEngine, room
 from .protocol import APIError, ChatRequest, CompletionRequest, GenerationRequest, as_api_error, malformed
@@ -133,7 +134,10 @@ class _Server:
         if engine.tokenizer is None:
             return Prompt(None, text, special)
         encode = engine.tokenizer.encode
-        ids = encode(text, special) if len(text) < LONG_TEXT else await asyncio.to_thread(encode, text, special)
+        try:
+            ids = encode(text, special) if len(text) < LONG_TEXT else await asyncio.to_thread(encode, text, special)
+        except TokenizerError as error:
+            raise APIError(f"{name}: {error}", param=name) from None
         room(len(ids), engine.max_model_len, name)
         return Prompt(ids, text, special)
 

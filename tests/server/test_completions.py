@@ -3,6 +3,7 @@
 import asyncio
 import math
 
+import httpx
 import openai
 import pytest
 
@@ -82,6 +83,35 @@ def test_a_stop_string_ends_the_text_before_it(complete):
     assert choice.finish_reason == "stop"
 
 
+def test_nothing_after_a_stop_string_is_generated_counted_or_streamed(complete, server):
+    def generated():
+        text = httpx.get(server.url + "/metrics").text
+        return next(
+            float(line.split()[-1]) for line in text.splitlines() if line.startswith("minillm_generated_tokens_total")
+        )
+
+    body = {"max_tokens": 60, "temperature": 1, "seed": 2}
+    whole = complete("The river", **body).choices[0]
+    place = len(whole.text) // 2
+    stop = whole.text[place : place + 6]
+    assert whole.text.index(stop) == place
+    body["stop"] = [stop, "never said"]
+    before = generated()
+    choice = complete("The river", **body).choices[0]
+    after = generated()
+    count = len(choice.token_ids)
+    assert choice.token_ids == whole.token_ids[:count] and count < 60
+    assert after - before == count, "the engine ran on"
+    more = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(complete("The river", **body, **more))
+    pieces = [piece for chunk in chunks for piece in chunk.choices]
+    assert "".join(piece.text for piece in pieces) == choice.text == whole.text[:place]
+    assert [token for piece in pieces for token in piece.token_ids] == choice.token_ids
+    assert pieces[-1].finish_reason == "stop"
+    assert chunks[-1].usage.completion_tokens == count
+    assert generated() - after == count
+
+
 def test_echo_puts_the_prompt_first(complete, engine):
     said = complete("The river").choices[0].text
     assert complete("The river", echo=True).choices[0].text == "The river" + said
@@ -152,6 +182,23 @@ def test_streamed_echo_and_logprobs_each_come_along(complete):
     forms = [c.logprobs for chunk in complete("The river", stream=True, logprobs=2) for c in chunk.choices]
     for field in ("tokens", "token_logprobs", "text_offset"):
         assert [value for form in forms for value in getattr(form, field)] == pytest.approx(getattr(whole, field))
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 8])
+def test_a_streamed_echo_carries_the_prompts_logprobs_too(complete, max_tokens):
+    body = {"echo": True, "logprobs": 2, "n": 2, "max_tokens": max_tokens}
+    prompts = ["The river", "Once upon a time"]
+    whole = complete(prompts, **body)
+    chunks = list(complete(prompts, stream=True, stream_options={"include_usage": True}, **body))
+    for choice in whole.choices:
+        pieces = [piece for chunk in chunks for piece in chunk.choices if piece.index == choice.index]
+        assert "".join(piece.text for piece in pieces) == choice.text
+        for name in ("tokens", "text_offset", "token_logprobs", "top_logprobs"):
+            together = [value for piece in pieces for value in getattr(piece.logprobs, name)]
+            assert together == getattr(choice.logprobs, name)
+        assert pieces[-1].finish_reason == choice.finish_reason == "length"
+    assert chunks[-1].usage == whole.usage
+    assert whole.usage.completion_tokens == 4 * max_tokens
 
 
 def test_a_hundred_async_clients_get_what_one_would(server, complete):

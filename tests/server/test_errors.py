@@ -1,5 +1,7 @@
 """What cannot be served is refused in OpenAI's form, and says which field, which limit and what to do."""
 
+import json
+
 import httpx
 import openai
 import pytest
@@ -12,6 +14,11 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 def http(server):
     with httpx.Client(base_url=server.url, timeout=30) as client:
         yield client
+
+
+def post(http, body):
+    """As Python writes it: a lone surrogate stays an escape."""
+    return http.post("/v1/completions", content=json.dumps(body), headers={"content-type": "application/json"})
 
 
 def refused(response, status=400):
@@ -85,13 +92,21 @@ WRONG = [
     ("prompt", [10**9]),
     ("prompt", [10**30]),
     ("prompt", ["a"] * 5000),
+    ("prompt", "half a pair \ud800"),
+    ("logit_bias", {"5": None}),
+    ("max_tokens", 2**31),
 ]
 
 
 @pytest.mark.parametrize("field, value", WRONG, ids=[f"{field}={str(value)[:30]}" for field, value in WRONG])
 def test_a_wrong_field_is_refused_by_name(http, field, value):
-    error = refused(http.post("/v1/completions", json=GOOD | {field: value}))
+    error = refused(post(http, GOOD | {field: value}))
     assert field in (error["param"], error["message"].split(" ")[0]), error
+
+
+def test_many_choices_of_many_prompts_are_refused_together(http):
+    error = refused(http.post("/v1/completions", json=GOOD | {"prompt": ["a"] * 100, "n": 100}))
+    assert error["param"] == "n" and "2048" in error["message"]
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
