@@ -4,9 +4,9 @@
 is what the user chooses, under vLLM's names where it has them. Both are frozen, and checked once when they
 are made.
 
-A family of models is an entry of `ARCHITECTURES`: what its config.json may leave out, a function that says in
-`ModelConfig`'s words what sets it apart, and its norms' names in the checkpoint. A family that needs a part no
-other has gets a field here and a line in `model.py`.
+A family of models is an entry of `ARCHITECTURES`: what its config.json may leave out, its norms' names in the
+checkpoint, and a function that says in `ModelConfig`'s words what sets it apart. A family that needs a part no
+other has gets a field of `ModelConfig` and a line in `model.py`. The README adds one as an example.
 """
 
 import json
@@ -199,7 +199,7 @@ def _gemma2(raw: dict[str, Any]) -> dict[str, Any]:
         "attention_scale": _attention_scale(raw),
         "attention_soft_cap": raw["attn_logit_softcapping"],
         "final_soft_cap": raw["final_logit_softcapping"],
-        "windows": _windows(raw, raw["sliding_window"], slides=lambda layer: layer % 2 == 0),
+        "windows": layer_windows(raw, raw["sliding_window"], slides=lambda layer: layer % 2 == 0),
     }
 
 
@@ -212,7 +212,7 @@ def _gemma3(raw: dict[str, Any]) -> dict[str, Any]:
     return _gemma(raw) | {
         "attention_scale": _attention_scale(raw),
         "final_soft_cap": raw["final_logit_softcapping"],
-        "windows": _windows(raw, raw["sliding_window"], slides=lambda layer: (layer + 1) % pattern != 0),
+        "windows": layer_windows(raw, raw["sliding_window"], slides=lambda layer: (layer + 1) % pattern != 0),
         "local_rope_theta": local_theta,
     }
 
@@ -225,7 +225,7 @@ def _mistral(raw: dict[str, Any]) -> dict[str, Any]:
     window = raw["sliding_window"]
     if window is not None and "full_attention" in raw.get("layer_types", ()):
         raise ConfigError("MistralForCausalLM has its sliding_window in every layer; these layer_types say otherwise")
-    return {"windows": _windows(raw, window, slides=lambda layer: window is not None)}
+    return {"windows": layer_windows(raw, window, slides=lambda layer: window is not None)}
 
 
 def _qwen2(raw: dict[str, Any]) -> dict[str, Any]:
@@ -235,7 +235,7 @@ def _qwen2(raw: dict[str, Any]) -> dict[str, Any]:
 def _qwen3(raw: dict[str, Any]) -> dict[str, Any]:
     window = raw["sliding_window"] if raw["use_sliding_window"] else None
     first = raw["max_window_layers"]
-    return {"windows": _windows(raw, window, slides=lambda layer: window is not None and layer >= first)}
+    return {"windows": layer_windows(raw, window, slides=lambda layer: window is not None and layer >= first)}
 
 
 GEMMA = {"tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"}
@@ -341,8 +341,11 @@ def _rope(
     return base, RopeScaling(kind, **numbers)
 
 
-def _windows(raw: dict[str, Any], window: int | None, slides: Callable[[int], bool]) -> tuple[int | None, ...]:
-    """Each layer's window, by `layer_types`; in files without them, layer i has one where `slides(i)`."""
+def layer_windows(raw: dict[str, Any], window: int | None, slides: Callable[[int], bool]) -> tuple[int | None, ...]:
+    """Each layer's window by the config's `layer_types`; without those, layer i has one where `slides(i)`.
+
+    No entries when no layer has one. Raises ConfigError.
+    """
     layers = raw["num_hidden_layers"]
     kinds = raw.get("layer_types")
     if kinds is None:

@@ -2,16 +2,17 @@
 
 import dataclasses
 import functools
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MinistralConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import minillm
 from minillm import ops
 from minillm.batch import Batch, Rows
-from minillm.config import PRESETS, ModelConfig
+from minillm.config import ARCHITECTURES, PRESETS, ModelConfig
 from minillm.kv_cache import LayerCache
 from minillm.loader import load_model
 from minillm.model import Model
@@ -323,7 +324,7 @@ def test_the_final_soft_cap_bounds_the_logits(saved):
 @functools.lru_cache
 def _undamaged(directory):
     asked = prompts(3, 17, 8)
-    return asked, generate(Paged(load_model(directory, dtype="float64")), asked, 64)
+    return asked, generate(Paged(load_model(directory, dtype="float64")), asked, 32)
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda f: f.__name__.strip("_"))
@@ -341,13 +342,30 @@ def assert_every_output_changes(saved, damage):
     paged = Paged(load_model(saved, dtype="float64"))
     context = damage(paged)
     if context is None:
-        got = generate(paged, asked, 64)
+        got = generate(paged, asked, 32)
     else:
         with context as used:
-            got = generate(paged, asked, 64)
+            got = generate(paged, asked, 32)
         assert all(used.calls.values())
     for row, other in zip(want, got, strict=True):
         assert row != other
+
+
+def test_the_readmes_new_family_equals_transformers(tmp_path, monkeypatch):
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    code = readme.split("## Adding a family")[1].split("```python")[1].split("```")[0]
+    monkeypatch.setitem(ARCHITECTURES, "MinistralForCausalLM", None)  # so that it is gone afterwards
+    exec(code, {})
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    theirs_config = MinistralConfig(
+        **models.SMALL, num_key_value_heads=2, head_dim=12, sliding_window=5, layer_types=kinds
+    )
+    monkeypatch.setitem(models.CONFIGS, "ministral", theirs_config)
+    models.make("ministral").save_pretrained(tmp_path)
+    reference, model = both(tmp_path, "float64")
+    (tokens,) = prompts(50)
+    torch.testing.assert_close(_all_logits(model, tokens), theirs(reference, tokens), rtol=0, atol=1e-9)
+    assert [layer.window for layer in model.layers] == [5, None, 5]
 
 
 def test_only_the_wanted_tokens_come_back():
