@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from minillm.kernels import activation, decode_step, normalization, paged_attention, rope_cache, sampling  # noqa: E402
+from minillm.kernels import activation, decode_step, normalization, paged_attention, rope_cache, sampling, single_row  # noqa: E402
 
 KIB = 1024
 SHARED_MEMORY = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB}  # CUDA programming guide, bytes a block
@@ -65,6 +65,17 @@ def compile_all(capability: int) -> list[dict]:
         normalization.rms_norm(k.expand(2, 3, 256), torch.zeros(256), 1e-6)
         sampling.sample(torch.zeros(2, 9000), torch.ones(2), torch.ones(2))
         sampling.soft_cap(torch.zeros(2, 9000, dtype=torch.bfloat16), 30.0)
+        single_row._dependent = lambda _: capability >= 90
+        row, weight = torch.zeros(1, 2048, dtype=torch.bfloat16), torch.zeros(2560, 2048, dtype=torch.bfloat16)
+        single_row.product(row, weight, norm=torch.zeros(2048), eps=1e-6, residual=row)
+        single_row.product(row, weight, activation="gelu_tanh")
+        single_row.product(torch.zeros(1, 16384, dtype=torch.bfloat16), torch.zeros(8, 16384, dtype=torch.bfloat16))
+        cache = torch.zeros(4, 16, 1, 256, dtype=torch.bfloat16)
+        attend = single_row.RowAttention(8, 1, 256, row.device)
+        one = torch.ones(1, dtype=torch.int32)
+        attend(
+            torch.zeros(1, 2560, dtype=row.dtype), row, cache, cache, torch.zeros(1, 256, dtype=torch.int32), one, 0.1
+        )
         for dim, dtype, heads, options in [
             (256, torch.bfloat16, 8, {}),
             (128, torch.bfloat16, 4, {"window": 4096, "soft_cap": 50.0}),
