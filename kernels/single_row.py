@@ -207,6 +207,7 @@ def product(
     norm of their sum, which is returned as well. activation ("gelu_tanh" or "silu"): weight is [2 * rows, columns],
     gate first, and the result activation(gate) * up [1, rows].
     """
+    weight = weight.contiguous()  # on a GPU it is already
     columns = weight.shape[1]
     rows = weight.shape[0] // (2 if activation else 1)
     out = torch.empty((1, rows), dtype=x.dtype, device=x.device)

@@ -16,6 +16,7 @@ from .config import EngineConfig
 from .kernels import decode_step
 from .request import Request
 from .scheduler import Step
+from .single_row import SingleRow
 
 
 @dataclass
@@ -38,6 +39,7 @@ class DecodeGraphs:
         self.rows = torch.full((count,), count - 1, dtype=torch.int64, device=device)
         self.query_start = torch.arange(count + 1, dtype=torch.int32, device=device)
         self.sizes = batch_sizes(config.max_num_seqs)
+        self.single_row = SingleRow(runner.model) if SingleRow.fits(runner.model) else None
         self.graphs: dict[tuple[int, int], Graph] = {}
         self.pool = torch.cuda.graph_pool_handle()
         self._sent = (np.zeros(0, np.int32), np.zeros(0, np.int32))  # rows and positions that the device has
@@ -103,7 +105,10 @@ class DecodeGraphs:
             prefill=None,
             logits_index=None,
         )
-        logits = model.logits(model.forward(batch, runner.caches))
+        if count == 1 and self.single_row is not None:
+            logits = self.single_row.logits(batch, runner.caches)
+        else:
+            logits = model.logits(model.forward(batch, runner.caches))
         sampled = model.ops.sample(logits, state["temperature"], state["uniform"])
         decode_step.advance(rows, sampled, self.position, runner.tokens, out)
 

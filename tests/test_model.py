@@ -44,6 +44,11 @@ class Paged:
 
     def forward(self, decode: dict[int, list[int]], prefill: dict[int, list[int]], every: bool = False):
         """Append tokens to rows (row -> its new tokens) in one pass; logits of each row's last token, or of all."""
+        batch = self.batch(decode, prefill, every)
+        with torch.inference_mode():
+            return self.model.logits(self.model.forward(batch, self.caches))
+
+    def batch(self, decode: dict[int, list[int]], prefill: dict[int, list[int]], every: bool = False) -> Batch:
         ids, positions, slots, last = [], [], [], []
         for tokens, row in [(t, r) for part in (decode, prefill) for r, t in part.items()]:
             for token in tokens:
@@ -55,7 +60,7 @@ class Paged:
                 slots.append(self.tables[row][at // BLOCK] * BLOCK + at % BLOCK)
                 self.lengths[row] += 1
             last.append(len(ids) - 1)
-        batch = Batch(
+        return Batch(
             torch.tensor(ids),
             torch.tensor(positions),
             torch.tensor([slots]),
@@ -63,8 +68,6 @@ class Paged:
             self._rows(prefill),
             None if every else torch.tensor(last),
         )
-        with torch.inference_mode():
-            return self.model.logits(self.model.forward(batch, self.caches))
 
     def _rows(self, part: dict[int, list[int]]) -> Rows | None:
         if not part:
