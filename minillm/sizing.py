@@ -126,7 +126,7 @@ def kv_bytes(
     """Bytes of keys and values of one request of `context` tokens, in whole blocks of `block_size` tokens.
 
     A layer with a window needs only that many tokens. keep_all: count every token there too, for an engine that
-    does not let go of what lies behind the window.
+    does not let go of what lies behind the window; minillm does not, so far.
     """
     if context < 1 or block_size < 1:
         raise ConfigError(f"context and block_size are tokens, from 1, not {context!r} and {block_size!r}")

@@ -1,4 +1,7 @@
-"""The pictures of lesson 02 that are diagrams: a decoder, heads that share keys, masks, weights of attention."""
+"""Lesson 02's pictures: its diagrams (a decoder, shared heads, masks, weights) and its charts.
+
+What a chart shows is computed in the lesson's cells.
+"""
 
 from collections.abc import Sequence
 
@@ -88,4 +91,107 @@ def attention_weights(pieces: Sequence[str], heads: dict[str, np.ndarray]) -> No
         axis.set_yticks(range(len(shown)), shown)
         axis.set(title=title, xlabel="looks at", ylabel="token")
     plt.colorbar(picture, ax=axes, shrink=0.7, label="weight")
+    plt.show()
+
+
+def work(steps, curves: dict, counted: dict) -> None:
+    """Multiply-adds of each step and of all up to it. curves: name -> one value a step; counted: name -> {step: n}."""
+    _, (one, all_of_them) = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
+    for color, (name, curve) in zip(("C1", "C2"), curves.items(), strict=True):
+        one.plot(steps, curve / 1e9, color=color, label=name)
+        one.plot(counted[name].keys(), [count / 1e9 for count in counted[name].values()], "o", color=color)
+        all_of_them.plot(steps, curve.cumsum(0) / 1e9, color=color, label=name)
+    one.set(title="one more token", xlabel="tokens so far", ylabel="billion multiply-adds", yscale="log")
+    one.text(30, 0.04, "dots: counted\nlines: the formula", fontsize=8, color="dimgray")
+    all_of_them.set(title="all tokens up to there", xlabel="tokens", ylabel="billion multiply-adds")
+    all_of_them.legend()
+    plt.show()
+
+
+def times(measured: dict[str, dict[int, float]], floor: float) -> None:
+    """Milliseconds of one more token. measured: name -> {tokens so far: ms}."""
+    _, axis = plt.subplots(figsize=(6, 3), layout="constrained")
+    for color, (name, points) in zip(("C1", "C2"), measured.items(), strict=True):
+        axis.plot(points.keys(), points.values(), "o-", color=color, label=name)
+    axis.axhline(floor, linestyle=":", color="gray", label="reading the weights once")
+    axis.set(xlabel="tokens so far", ylabel="milliseconds for one more", yscale="log")
+    axis.legend(fontsize=8)
+    plt.show()
+
+
+def kept_per_token(models: dict[str, tuple[float, float]]) -> None:
+    """Bars of kB a token. models: name -> (as it is, with a KV head for every query head)."""
+    actual, as_mha = zip(*models.values(), strict=True)
+    _, axis = plt.subplots(figsize=(8, 2.6), layout="constrained")
+    axis.barh(list(models), as_mha, facecolor="none", edgecolor="gray", linestyle="--", label="with all heads (MHA)")
+    axis.barh(list(models), actual, color="C0", label="as it is")
+    for row, (one, other) in enumerate(models.values()):
+        more = f" in place of {other:,.0f}" if other > one else ""
+        axis.text(other + 20, row, f"{one:,.0f} kB{more}", va="center")
+    axis.invert_yaxis()
+    axis.set(xlabel="kB of keys and values a token, bfloat16", xlim=(0, 1.4 * max(as_mha)))
+    axis.legend(loc="upper right")
+    plt.show()
+
+
+def gpus(divided: dict, fitting: dict) -> None:
+    """GPUs divided, and requests that fit. divided: label -> Sizing; fitting: label -> {tokens of a request: requests}.
+
+    Labels of a model are "model, GPU"; those of the same model share a color.
+    """
+    _, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6), width_ratios=(1.2, 1), layout="constrained")
+    for row, size in enumerate(divided.values()):
+        fits = size.weight_bytes <= size.usable_bytes
+        parts = (size.weight_bytes, size.cache_bytes, size.gpu_bytes - size.usable_bytes) if fits else ()
+        for i, part in enumerate(parts):
+            color = ("C0", "C2", "lightgray")[i]
+            left.barh(row, part / 1e9, left=sum(parts[:i]) / 1e9, color=color)
+        note = f"{size.requests:,} requests" if fits else f"weights of {size.weight_bytes / 1e9:.0f} GB do not fit"
+        left.text(sum(parts) / 1e9 + 2, row, note, va="center", fontsize=8)
+    left.set_yticks(range(len(divided)), divided, fontsize=8)
+    left.set(ylim=(len(divided) - 0.4, -0.6))
+    left.set(xlabel="GB: weights (blue), KV cache (green), left alone (gray)", xlim=(0, 190))
+    left.set_title(f"requests of {size.context:,} tokens")
+    models = list(dict.fromkeys(label.split(",")[0] for label in fitting))
+    devices = list(dict.fromkeys(label.split(", ")[1] for label in fitting))
+    for label, points in fitting.items():
+        model, device = label.split(", ")
+        style = ("-", "--")[devices.index(device)]
+        color = ("C0", "C1", "C3")[models.index(model)]
+        right.plot(points.keys(), points.values(), style, color=color, label=label)
+    ticks = sorted({tokens for points in fitting.values() for tokens in points})[::2]
+    right.set(xlabel="tokens of a request", ylabel="requests that fit", xscale="log", yscale="log")
+    right.set_xticks(ticks, [f"{tokens:,}" for tokens in ticks])
+    right.set_title("up to each model's own limit")
+    right.legend(fontsize=7)
+    plt.show()
+
+
+def intensities(requests: Sequence[int], curves: dict[str, Sequence[float]], ridge: float, keys_alone: float) -> None:
+    """Operations a byte of decode steps against the number of requests; curves: label -> values."""
+    _, axis = plt.subplots(figsize=(7, 3.2), layout="constrained")
+    for label, values in curves.items():
+        axis.plot(requests, values, "o-", markersize=3, label=label)
+    axis.axhline(ridge, color="gray", label="an H200's ridge: above it, operations are the limit")
+    axis.axhline(keys_alone, color="gray", linestyle=":", label="reading keys alone")
+    axis.set(xscale="log", yscale="log", xlabel="requests at once", ylabel="operations a byte")
+    axis.legend(fontsize=7)
+    plt.show()
+
+
+def turning(angles: dict[str, Sequence[float]], scores: Sequence[float]) -> None:
+    """Rotary embedding: pairs turned by position, and a score over distance. angles: title -> one a position."""
+    names = "".join(chr(ord("A") + i) for i in range(len(angles))) + "S"
+    _, axes = plt.subplot_mosaic(
+        [list(names)], figsize=(11, 2.3), width_ratios=[1] * len(angles) + [2.2], layout="constrained"
+    )
+    for name, (title, turned) in zip(names, angles.items(), strict=False):
+        axis = axes[name]
+        for position, angle in enumerate(turned):
+            axis.annotate("", (np.cos(angle), np.sin(angle)), (0, 0), arrowprops={"arrowstyle": "->", "color": QUERY})
+            axis.text(1.15 * np.cos(angle), 1.15 * np.sin(angle), position, ha="center", va="center", fontsize=7)
+        axis.set(xlim=(-1.4, 1.4), ylim=(-1.4, 1.4), aspect="equal", title=title)
+        axis.axis("off")
+    axes["S"].plot(scores, color=KEY)
+    axes["S"].set(xlabel="distance of key and query", ylabel="score", title="the same query and key, further apart")
     plt.show()
