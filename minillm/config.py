@@ -157,7 +157,7 @@ class ModelConfig:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values that one token keeps, in the checkpoint's dtype."""
-        size = 4 if self.dtype == "float32" else 2
+        size = {"float64": 8, "float32": 4}.get(self.dtype, 2)
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * size
 
 
@@ -238,7 +238,7 @@ def _qwen3(raw: dict[str, Any]) -> dict[str, Any]:
     return {"windows": layer_windows(raw, window, slides=lambda layer: window is not None and layer >= first)}
 
 
-GEMMA = {"tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"}
+GEMMA = {"tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh", "head_dim": 256}
 GEMMA2 = GEMMA | {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
@@ -264,7 +264,7 @@ ARCHITECTURES = {
     "LlamaForCausalLM": Family(LLAMA, NORMS, _llama),
     "MistralForCausalLM": Family(LLAMA | {"sliding_window": 4096}, NORMS, _mistral),
     "Qwen2ForCausalLM": Family(QWEN, NORMS, _qwen2),
-    "Qwen3ForCausalLM": Family(QWEN, NORMS | QK_NORMS, _qwen3),
+    "Qwen3ForCausalLM": Family(QWEN | {"head_dim": 128}, NORMS | QK_NORMS, _qwen3),
 }
 REFUSED = {
     "Gemma3ForConditionalGeneration": "it reads images too, and minillm reads text alone; use a directory whose "

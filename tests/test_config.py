@@ -70,8 +70,9 @@ SHAPE = {
     "raw, expected",
     [
         (
-            {"architectures": ["Gemma2ForCausalLM"], "head_dim": 16},
+            {"architectures": ["Gemma2ForCausalLM"]},
             {
+                "head_dim": 256,
                 "windows": (4096, None, 4096, None, 4096, None, 4096),
                 "attention_scale": 1 / 16,
                 "attention_soft_cap": 50.0,
@@ -110,7 +111,7 @@ SHAPE = {
             | {"use_sliding_window": True},
             {"windows": (None,) * 5 + (32, 32)},
         ),
-        ({"architectures": ["Qwen3ForCausalLM"], "head_dim": 128}, {"windows": (), "head_dim": 128, "qkv_bias": False}),
+        ({"architectures": ["Qwen3ForCausalLM"]}, {"windows": (), "head_dim": 128, "qkv_bias": False}),
     ],
     ids=lambda value: value.get("architectures", [None])[0],
 )

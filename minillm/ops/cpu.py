@@ -119,7 +119,8 @@ def _gather(cache: LayerCache, blocks: Tensor) -> list[Tensor]:
     # Into memory that is kept: fresh megabytes at every layer cost more in page faults than the copying.
     kept = getattr(_scratch, "kept", None)
     if kept is None or kept.shape[1] < size or kept.dtype != cache.k.dtype:
-        kept = _scratch.kept = torch.empty(2, size, dtype=cache.k.dtype)
+        with torch.inference_mode(False):  # a tensor made in that mode could only be written to in it
+            kept = _scratch.kept = torch.empty(2, size, dtype=cache.k.dtype)
     shape = (len(blocks), block_size, kv_heads, head_dim)
     return [
         torch.index_select(part, 0, blocks, out=room[:size].view(shape))

@@ -85,6 +85,17 @@ def test_fast_decode_attention_equals_the_reference(lengths, heads, kv_heads, wi
     assert_close(cpu.decode_attention(q, cache, table, sizes, scale=0.3, window=window), want)
 
 
+def test_what_ran_in_an_engine_runs_outside_of_one_too():
+    """Memory kept from call to call, made in inference mode, must be writable without it."""
+    cache, table, sizes = paged([700], kv_heads=2)
+    q = torch.randn(1, 1, 4, 16, dtype=torch.float64)
+    cpu._scratch.kept = None
+    with torch.inference_mode():
+        inside = cpu.decode_attention(q, cache, table, sizes, scale=0.3)
+    assert cpu._scratch.kept is not None, "too little was gathered to be kept"
+    assert cpu.decode_attention(q, cache, table, sizes, scale=0.3).equal(inside)
+
+
 def test_very_uneven_rows_are_split_so_that_padding_stays_cheap():
     lengths = (2000, *[20] * 63)
     buckets = cpu._buckets(lengths, 1, 1, 16, None)
