@@ -71,7 +71,11 @@ def requests(record: Mapping, ax=None):
     waits = [late - early for early, late in zip(due, first, strict=True)]
     ax.barh(places, waits, left=due, color=WAITING, label="waits for its first token")
     ax.barh(
-        places, [late - early for early, late in zip(first, end, strict=True)], left=first, color=OURS, label="reads"
+        places,
+        [late - early for early, late in zip(first, end, strict=True)],
+        left=first,
+        color=OURS,
+        label="tokens come",
     )
     if refused:
         ax.plot(
