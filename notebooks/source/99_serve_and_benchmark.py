@@ -428,12 +428,12 @@ plt.show()
 # Your schedule now drives the load generator: `due=` sends a request at each of its times, whatever still runs, and
 # counts latency from when it was *due*. (`minillm bench serve --rate 20` draws one itself; `--trace conversation`
 # replays a recorded one.) The closed loop found how many requests a second the server can do. What if users send half
-# as many, or four fifths, or half as many again?
+# as many, or four fifths, or twice as many?
 
 # %% tags=["nbval-ignore-output"]
 # Not compared: times.
 capacity = loads[-1]["requests_per_s"]
-SHARES = (0.5, 0.8, 1.5)
+SHARES = (0.5, 0.8, 2.0)
 sent = (places, 3 * places // 2, 7 * places // 2)
 opened = [
     serve.run(server.url, due=schedule(share * capacity, count), **CHAT)
