@@ -84,6 +84,9 @@ def running(
     Raises PortTaken, ConfigError; RuntimeError when a worker does not come up.
     """
     _check(workers, max_queued)
+    # OpenMP's threads spin while they wait for one another, on cores that workers and clients need: with its long
+    # spin, one busy process beside the engine makes every step crawl. Read once, when torch is imported.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     listener = _listen(host, port)
     try:
         with _engine(model, engine_options) as engine:

@@ -112,6 +112,21 @@ def test_nothing_after_a_stop_string_is_generated_counted_or_streamed(complete, 
     assert generated() - after == count
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_token_is_reported_but_not_shown(complete, engine, stream):
+    body = {"temperature": 1, "seed": 2, "max_tokens": 16}
+    whole = complete("The river", **body).choices[0]
+    stop = whole.token_ids[7]
+    params = SamplingParams(temperature=1, seed=2, max_tokens=16, ignore_eos=True, stop_token_ids=[stop])
+    expected = asyncio.run(engine.generate("The river", params))
+    extra = GREEDY["extra_body"] | {"stop_token_ids": [stop]}
+    answer = complete("The river", **body, stream=stream, extra_body=extra)
+    pieces = [choice for chunk in answer for choice in chunk.choices] if stream else answer.choices
+    assert "".join(piece.text for piece in pieces) == expected.text != whole.text
+    assert [token for piece in pieces for token in piece.token_ids] == expected.token_ids
+    assert expected.token_ids[-1] == stop and pieces[-1].finish_reason == "stop"
+
+
 def test_echo_puts_the_prompt_first(complete, engine):
     said = complete("The river").choices[0].text
     assert complete("The river", echo=True).choices[0].text == "The river" + said

@@ -1,5 +1,6 @@
 """The socket between the engine's process and its workers."""
 
+import socket
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minillm.request import InvalidRequest, SamplingParams
+from minillm.server.hub import Hub, Line
 from minillm.server.link import SIZES, TooLong, Unpacker, _changed, pack, room
 
 MESSAGES = st.dictionaries(st.text(), st.none() | st.integers() | st.floats(allow_nan=False) | st.text())
@@ -42,6 +44,22 @@ def test_a_prompt_must_leave_room_for_a_token():
     with pytest.raises(TooLong, match="messages has 10 tokens.*context of 10"):
         room(10, 10, "messages")
     assert issubclass(TooLong, InvalidRequest)
+
+
+def test_what_a_worker_does_not_read_waits_without_holding_up_the_engine(engine):
+    ours, theirs = socket.socketpair()
+    hub = Hub(engine, "here", max_queued=0, log_level="critical", on_gone=lambda line: None)
+    line = Line(hub, ours)
+    hub.connect(line)
+    count, size = 200, 20_000
+    for number in range(count):
+        line.send({"op": "deltas", "number": number}, range(size))
+    unpacker, arrived = Unpacker(), []
+    while len(arrived) < count + 1:
+        arrived += [message.get("number", message["op"]) for message, _ in unpacker.feed(theirs.recv(1 << 20))]
+    assert arrived == ["hello", *range(count)]
+    theirs.close()
+    hub.close()
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,8 @@ def test_a_worker_that_dies_is_replaced_and_what_it_ran_is_aborted(engine, slow,
             os.kill(before, signal.SIGKILL)
             list(lines)
         until(lambda: idle(engine))
+        counted = server.workers.hub.metrics.registry.get_sample_value
+        assert counted("minillm_finished_total", {"reason": "abort"}) == 1, "it ran on to its end"
         assert ask(server).status_code == 200
         assert pids(server) != [before]
     assert "an HTTP worker ended (killed by SIGKILL); another takes its place" in capfd.readouterr().err
