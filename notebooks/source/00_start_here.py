@@ -6,7 +6,7 @@
 # function of your own into the running engine.
 #
 # **60 minutes. Needs:** a CPU. The model comes with the project; nothing is downloaded. On a GPU the same cells run
-# Gemma 2B. You should read Python easily and know what a matrix product is.
+# Gemma 2B. You should read Python and a little torch (or NumPy) easily, and know what a matrix product is.
 
 # %%
 import math
@@ -142,9 +142,8 @@ check(continue_text)
 
 # %%
 def engines_loop(model, prompt, max_tokens, end):
-    return llm.generate(prompt, greedy(max_tokens, stop_token_ids=[end], ignore_eos=True))[
-        0
-    ].token_ids
+    params = greedy(max_tokens, stop_token_ids=[end], ignore_eos=True)
+    return llm.generate(prompt, params)[0].token_ids
 
 
 end = llm.tokenizer.eos_token_id
@@ -209,7 +208,7 @@ plt.show()
 # * **read the weights**: every matrix of the model, once, whether for one token or for four hundred;
 # * **do the arithmetic**: for every token, multiply each number of every matrix and add it up.
 #
-# These are the matrices of one layer, and the head that scores the vocabulary:
+# These are the matrices of one layer (lesson 02 says what each is for), and the head that scores the vocabulary:
 
 # %%
 layer = model.layers[0]
@@ -241,9 +240,9 @@ def step_work(
 check(step_work)
 
 # %% [markdown]
-# Now the work of this model's steps. All tokens of a prompt go through the layers, but only the last one goes on to
-# the head: nobody asks what follows the others. The last column, operations per byte, is called **arithmetic
-# intensity**.
+# Now the work of this model's steps. Several requests can share one: *8 at once* computes a token for each of eight.
+# All tokens of a prompt go through the layers, but only the last one goes on to the head: nobody asks what follows the
+# others. The last column, operations per byte, is called **arithmetic intensity**.
 
 # %%
 layers = [
@@ -352,12 +351,13 @@ for point, guess in zip(points, guesses):
     )
 
 # %% [markdown]
-# 64 requests in one step take nothing like 64 times as long: the weights are read once for all of them. That is
-# **batching**, and the reason why a server is cheaper than many laptops.
+# 64 requests in one step take nothing like 64 times as long: the weights are read, and the engine's Python runs, once
+# for all of them. That is **batching**, and the reason why a server is cheaper than many laptops.
 #
 # The picture of it is called a **roofline**. Every step is a point: how intense it is, and how many operations a second
 # it reached. The slope is the limit of memory, the flat part the limit of arithmetic. Beside it the same for Gemma 2B
-# on an H200, from the project's records: decode steps from 1 to 512 requests at once.
+# on an H200, from the project's records. (A decode point counts the earlier tokens' keys and values among its bytes,
+# the table above did not: it stands a little left of what the table says.)
 
 
 # %%
@@ -405,9 +405,10 @@ draw_roof(right, there, h200_points, "Gemma 2B on an H200")
 plt.show()
 
 # %% [markdown]
-# Two things to see. Decode lives on the slope: one request leaves almost all of the machine's arithmetic idle, and
-# each request that joins moves the point up and to the right, nearly for free, until the ridge. And the distance from a
-# point to the roof is what an engine can still win: on a small model it is mostly Python.
+# Two things to see. On the H200 decode climbs the slope: one request leaves almost all of the chip's arithmetic idle,
+# and each request that joins moves the point up and to the right, nearly for free, until the ridge. (A CPU's ridge is
+# so far left that only one request alone is sure to stand below it.) And the distance from a point to the roof is what
+# an engine can still win: on a small model it is mostly Python.
 #
 # ## The socket
 #
@@ -422,14 +423,14 @@ for row in ops.table(here.device):
 # `using` puts your function in the place of one of them, in the running engine, until the end of the block. It counts
 # the calls, so that you can see that it really ran.
 #
-# **Exercise 4.** Write one: the norm that stands before every attention and every MLP. It divides each token's numbers
-# by their *root mean square*, so that they stay of one size however deep the model is, and multiplies each column by a
-# learned weight (Zhang and Sennrich 2019):
+# **Exercise 4.** Write one: the norm that stands before both parts of every layer, attention and MLP (lesson 02). It
+# divides each token's numbers by their *root mean square*, so that they stay of one size however deep the model is, and
+# multiplies each column by a learned weight (Zhang and Sennrich 2019):
 #
 # $$y_j = \frac{x_j}{\sqrt{\frac{1}{d} \sum_k x_k^2 + \varepsilon}} \; w_j$$
 #
-# The inputs may be half-precision numbers, whose squares overflow: compute in float32, return what came.
-# For example the row `[3, -3, 3, -3]` with weights of 1 becomes `[1, -1, 1, -1]`.
+# The inputs may be half-precision numbers, whose squares overflow: compute in float32, return the dtype that came. For
+# example the row `[3, -3, 3, -3]` with weights of 1 becomes `[1, -1, 1, -1]`.
 
 
 # %% tags=["exercise"]
@@ -446,7 +447,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 check(rms_norm)
 
 # %% [markdown]
-# Now yours runs inside the engine. While it is a stub the engine's own takes its place, and the count stays 0.
+# Now yours runs inside the engine, once in each of 40 steps: all norms but the first are done together with the
+# addition before them, in `add_rms_norm`. While yours is a stub the engine's own takes its place, and the count stays
+# 0.
 
 # %%
 with using(rms_norm=rms_norm) as used:
@@ -468,8 +471,8 @@ with using(decode_attention=blind, prefill_attention=blind) as used:
 print("calls:", used.calls)
 
 # %% [markdown]
-# And this is the reference that yours was compared with. What you see in a lesson as *from `minillm/…`* is the source
-# that runs, put in from the module.
+# And this is the engine's own reference. What you see in a lesson as *from `minillm/…`* is the source that runs, put in
+# from the module.
 
 # %%
 # ENGINE: minillm.ops.reference:rms_norm
@@ -484,7 +487,7 @@ print("calls:", used.calls)
 # * Any operation of the engine can be yours: `using(name=function)`, and `used.calls` says whether it ran.
 #
 # **What got worse:** nothing yet, but keep the bill in mind. A larger batch makes every single request's step longer.
-# The measured floor leaves out attention's own reading, which grows with the text. And a roofline says how fast a step
+# The floor above leaves out attention's own reading, which grows with the text. And a roofline says how fast a step
 # *could* be; it never says why it is not.
 #
 # **Further reading:** Williams, Waterman and Patterson 2009, *Roofline*; Pope et al. 2022, *Efficiently Scaling

@@ -6,7 +6,7 @@
 # half a character, and write the chat turns that a model was trained on. And you can tell from the tokens why a model
 # fails at something.
 #
-# **60 minutes. Needs:** Python and a CPU; nothing is downloaded. The model is the embedded `tiny-gemma` on every
+# **70 minutes. Needs:** lesson 00 and a CPU; nothing is downloaded. The model is the embedded `tiny-gemma` on every
 # machine: this lesson is about text, and random weights write none.
 
 # %%
@@ -39,9 +39,10 @@ answer = llm.chat([{"role": "user", "content": QUESTION}], greedy)[0]
 print(answer.text, answer.token_ids)
 
 # %% [markdown]
-# That is all the model works with: six numbers and a seventh in front, `<bos>`, that says "a text begins here"; it
-# answers with five and a 5, which says "I am done". Each number is a row of the embedding table. A picture of the same:
-# every box is one token, its id below. `▁` stands for a space.
+# That is all the model works with: six numbers and a seventh in front, `<bos>`, that says "a text begins here" (a chat
+# puts a few more around them, as the last section shows). It answers with five, and then 5, `<end_of_turn>`, which
+# says "I am done". Each number says which row to take of a table that training filled, the **embedding table**. A
+# picture of the same: every box is one token, its id below. `▁` stands for a space.
 
 
 # %%
@@ -79,12 +80,21 @@ TEXTS = {
     "Python": "for i in range(10):\n    print(i)",
 }
 counts = {
-    name: {"bytes": len(text.encode()), "characters": len(text), "tokens": len(tokens_of(text))}
+    name: {
+        "bytes": len(text.encode()),
+        "characters": len(text),
+        "tokens": len(tokens_of(text)),
+    }
     for name, text in TEXTS.items()
 }
 for name, row in counts.items():
     print(f"{name:8}", *(f"{count:3} {unit}" for unit, count in row.items()))
-compare("the Chinese sentence", unit="tokens", prediction=guess_tokens, measured=counts["Chinese"]["tokens"])
+compare(
+    "the Chinese sentence",
+    unit="tokens",
+    prediction=guess_tokens,
+    measured=counts["Chinese"]["tokens"],
+)
 
 # %%
 figure, axis = plt.subplots(figsize=(8, 2.8), layout="constrained")
@@ -92,19 +102,20 @@ for offset, unit in enumerate(("bytes", "characters", "tokens")):
     places = [place + 0.27 * (offset - 1) for place in range(len(counts))]
     axis.bar(places, [row[unit] for row in counts.values()], 0.25, label=unit)
 axis.set_xticks(range(len(counts)), counts)
-axis.set_title("One sentence, measured three ways")
+axis.set(ylabel="how many", title="Five short texts, measured three ways")
 axis.legend()
 plt.show()
 
 # %% [markdown]
-# The English sentence is shorter in tokens than in anything else. Chinese and emoji are bytes, one token each: the same
-# sentence costs three times as many steps, three times as much cache, and a user who pays by the token pays three
-# times. A vocabulary is a decision about whose text is cheap.
+# The English sentence is shorter in tokens than in anything else. Chinese and emoji are bytes, one token each: in
+# Chinese the same sentence costs three times as many steps, three times as much cache, and a user who pays by the token
+# pays three times. A vocabulary is a decision about whose text is cheap.
 #
 # **A token is not a word.** Look closely:
 
 # %%
-for text in ("Hobmoor", " Hobmoor", " hobmoor", " HOBMOOR", "the", " the", " 1234", " unhappily"):
+SPELLED = ("Hobmoor", " Hobmoor", " hobmoor", " HOBMOOR", "the", " the", " 1234", " unhappily")
+for text in SPELLED:
     print(f"{text!r:12}", tokens_of(text))
 
 # %% [markdown]
@@ -127,14 +138,16 @@ for text in ("Hobmoor", " Hobmoor", " hobmoor", " HOBMOOR", "the", " the", " 123
 # %%
 from minillm.tokenizer.bpe import merge
 
-file = json.loads((Path(minillm.__file__).parent / "data/tiny-gemma/tokenizer.json").read_text(encoding="utf-8"))
+path = Path(minillm.__file__).parent / "data/tiny-gemma/tokenizer.json"
+file = json.loads(path.read_text(encoding="utf-8"))
 ranks = {tuple(pair): rank for rank, pair in enumerate(file["model"]["merges"])}
 
 WORD = "▁storyteller"
 steps = {"characters": list(WORD)}
 for rank, (left, right) in enumerate(ranks):
     if left + right in WORD:
-        now = merge(list(WORD), dict(islice(ranks.items(), rank + 1)))  # with the list up to here
+        known = dict(islice(ranks.items(), rank + 1))  # the list up to here
+        now = merge(list(WORD), known)
         if now not in steps.values():
             steps[f"rank {rank:,}"] = now
 draw_tokens(steps)
@@ -152,7 +165,11 @@ def bpe_merge(symbols: list[str], ranks: dict[tuple[str, str], int]) -> list[str
     # SOLUTION: find the neighbours of lowest rank, join the leftmost of them, and look again until none has a rank
     symbols = list(symbols)
     while True:
-        ranked = [(ranks[pair], place) for place, pair in enumerate(pairwise(symbols)) if pair in ranks]
+        ranked = [
+            (ranks[pair], place)
+            for place, pair in enumerate(pairwise(symbols))
+            if pair in ranks
+        ]
         if not ranked:
             return symbols
         _, place = min(ranked)
@@ -197,7 +214,11 @@ def no_merge(symbols, ranks):
 
 
 spelled = {}
-for name, function in {"by rank": merge, "leftmost": leftmost_merge, "characters": no_merge}.items():
+for name, function in {
+    "by rank": merge,
+    "leftmost": leftmost_merge,
+    "characters": no_merge,
+}.items():
     with using(bpe_merge=function):
         spelled[name] = tokens_of(QUESTION)
         same_text = tokenizer.decode(tokenizer.encode(QUESTION)) == QUESTION
@@ -232,7 +253,10 @@ transformers_own = AutoTokenizer.from_pretrained(place)
 with using(bpe_merge=bpe_merge) as used:
     ours = [tokenizer.encode(text) for text in HARD]
 print("tokenizers gives the same ids:  ", ours == [theirs.encode(text).ids for text in HARD])
-print("transformers gives the same ids:", ours == [transformers_own(text)["input_ids"] for text in HARD])
+print(
+    "transformers gives the same ids:",
+    ours == [transformers_own(text)["input_ids"] for text in HARD],
+)
 changed = [text for text, ids in zip(HARD, ours, strict=True) if tokenizer.decode(ids) != text]
 print("does not come back as it was:   ", changed)
 
@@ -284,18 +308,37 @@ measured = {
     "the engine's": [lookups(merge, length) for length in LENGTHS],
 }
 for name, guess in {"yours": guess_lookups, "the engine's": None}.items():
-    compare(f"{name}, 1,600 letters", unit="look-ups", prediction=guess, floor=1599, measured=measured[name][-1])
+    compare(
+        f"{name}, 1,600 letters",
+        unit="look-ups",
+        prediction=guess,
+        floor=1599,
+        measured=measured[name][-1],
+    )
 for name, row in measured.items():
     growth = row[-1] / row[-2]  # when the length doubles
     million = row[-1] * growth ** math.log2(1e6 / LENGTHS[-1])
-    print(f"{name}: twice the letters, {growth:.1f} times the look-ups; a million letters, about {million:.0e}")
+    print(
+        f"{name}: twice the letters, {growth:.1f} times the look-ups; a million letters, about {million:.0e}"
+    )
 
 # %%
 figure, axis = plt.subplots(figsize=(6, 3.2), layout="constrained")
 for (name, row), style in zip(measured.items(), ("o-", "s-"), strict=True):
     axis.loglog(LENGTHS, row, style, label=name)
-axis.loglog(LENGTHS, [length - 1 for length in LENGTHS], ":", color="gray", label="floor: each neighbourhood once")
-axis.set(xlabel="letters without a space", ylabel="look-ups", title="Scanning again after each merge", ylim=(50, 5e7))
+axis.loglog(
+    LENGTHS,
+    [length - 1 for length in LENGTHS],
+    ":",
+    color="gray",
+    label="floor: each neighbourhood once",
+)
+axis.set(
+    xlabel="letters without a space",
+    ylabel="look-ups",
+    title="Look-ups to merge one word",
+    ylim=(50, 5e7),
+)
 axis.legend(loc="upper left")
 plt.show()
 
@@ -374,7 +417,10 @@ from minillm.tokenizer.pre_tokenizers import split_text
 
 data = Path(minillm.__file__).parent / "data"
 stories = (data / "text/held_out.txt").read_text(encoding="utf-8")
-rows = [json.loads(line) for line in (data / "questions/asked.jsonl").read_text(encoding="utf-8").splitlines()]
+rows = [
+    json.loads(line)
+    for line in (data / "questions/asked.jsonl").read_text(encoding="utf-8").splitlines()
+]
 questions = "\n\n".join(question_block(row, answered=True) for row in rows)
 
 
@@ -390,7 +436,9 @@ def engines_own(word_counts: dict[str, int], steps: int) -> list[tuple[str, str]
 learn = yours(learn_merges, engines_own)
 words = Counter(cut(stories + questions))
 merges = learn(words, 500)
-print(f"{words.total():,} words, {len(words):,} different ones; the most frequent: {words.most_common(6)}")
+print(
+    f"{words.total():,} words, {len(words):,} different ones; the most frequent: {words.most_common(6)}"
+)
 print("the first merges:", *(f"{left}+{right}" for left, right in merges[:12]))
 print("the last:        ", *(f"{left}+{right}" for left, right in merges[-6:]))
 
@@ -399,26 +447,35 @@ SENTENCE = "The quirrel of Hobmoor sleeps under the old bridge."
 rows_shown = {}
 for known in (0, 50, 500):
     learned = {pair: rank for rank, pair in enumerate(merges[:known])}
-    rows_shown[f"{known} merges"] = [token for word in cut(SENTENCE) for token in merge(list(word), learned)]
+    rows_shown[f"{known} merges"] = [
+        token for word in cut(SENTENCE) for token in merge(list(word), learned)
+    ]
 draw_tokens(rows_shown)
 print("; ".join(f"{name}: {len(row)} tokens" for name, row in rows_shown.items()))
 
 # %% [markdown]
-# Nobody told it what a word is, or a syllable: it counted, and `▁the` is among the first things it made.
+# Nobody told it which words matter, or what a syllable is: it counted, and `▁the` is among the first things it made.
 #
 # Now *your* merges as a real tokenizer. The vocabulary is the special tokens, 256 bytes, the characters, and what your
 # merges make. Written as a `tokenizer.json`, it is a file that the engine and transformers both load.
 
 # %%
-vocabulary = [*SPECIAL_TOKENS, *BYTE_TOKENS, *sorted({character for word in words for character in word})]
+vocabulary = [
+    *SPECIAL_TOKENS,
+    *BYTE_TOKENS,
+    *sorted({character for word in words for character in word}),
+]
 vocabulary += [left + right for left, right in merges]
 vocab = {token: id for id, token in enumerate(dict.fromkeys(vocabulary))}
 with TemporaryDirectory() as folder:
     minillm.tokenizer.write_tokenizer(folder, vocab, merges)
-    yours_in_minillm, yours_in_transformers = Tokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    yours_in_minillm = Tokenizer.from_pretrained(folder)
+    yours_in_transformers = AutoTokenizer.from_pretrained(folder)
 print("tokens in your vocabulary:", yours_in_minillm.vocab_size)
 print(tokens_of(SENTENCE, yours_in_minillm))
-same_ids = all(yours_in_minillm.encode(text) == yours_in_transformers(text)["input_ids"] for text in HARD)
+same_ids = all(
+    yours_in_minillm.encode(text) == yours_in_transformers(text)["input_ids"] for text in HARD
+)
 print("transformers reads it and gives the same ids:", same_ids)
 
 # %% [markdown]
@@ -435,7 +492,9 @@ import time
 for name, function in {"yours": learn, "the engine's": engines_own}.items():
     begin = time.perf_counter()
     same = function(words, 100) == merges[:100]
-    print(f"{name:13} {(time.perf_counter() - begin) * 1e3:5.0f} ms for 100 merges, the same ones: {same}")
+    print(
+        f"{name:13} {(time.perf_counter() - begin) * 1e3:5.0f} ms for 100 merges, the same ones: {same}"
+    )
 
 # %% [markdown]
 # ### Where to cut matters more than how to merge
@@ -449,12 +508,19 @@ SPACES_ALONE = r"▁?[^▁]+"
 
 def learned_with(pattern: str, text: str, steps: int):
     """A function text -> tokens, with `steps` merges learned from `text` cut by `pattern`."""
-    found = {pair: rank for rank, pair in enumerate(engines_own(Counter(cut(text, pattern)), steps))}
-    return lambda text: [token for word in cut(text, pattern) for token in merge(list(word), found)]
+    found = {
+        pair: rank for rank, pair in enumerate(engines_own(Counter(cut(text, pattern)), steps))
+    }
+    return lambda text: [
+        token for word in cut(text, pattern) for token in merge(list(word), found)
+    ]
 
 
 encoders = {"spaces alone": SPACES_ALONE, "tiny-gemma's": SPLIT_PATTERN}
-encoders = {name: learned_with(pattern, stories + questions, 1500) for name, pattern in encoders.items()}
+encoders = {
+    name: learned_with(pattern, stories + questions, 1500)
+    for name, pattern in encoders.items()
+}
 sample = "\n\n".join(question_block(row, answered=True) for row in rows[:2]) + "\n\nWhat"
 shown = {name: encode(sample) for name, encode in encoders.items()}
 draw_tokens(shown, red=lambda before, token: before.endswith("Answer:") or before == ":")
@@ -468,10 +534,15 @@ draw_tokens(shown, red=lambda before, token: before.endswith("Answer:") or befor
 text = questions + "\n\n"
 for name, encode in encoders.items():
     tokens = encode(text)
-    after = Counter(right for left, right in pairwise(tokens) if left.endswith(("Answer:", ":")) and right[:1] == SPACE)
+    after = Counter(
+        right
+        for left, right in pairwise(tokens)
+        if left.endswith(("Answer:", ":")) and right[:1] == SPACE
+    )
     alone = sum(after[SPACE + letter] for letter in "ABCD")
     print(
-        f"{name:13} {len(tokens):6,} tokens; the letter is a token of its own in {alone / after.total():4.0%}", end="; "
+        f"{name:13} {len(tokens):6,} tokens; the letter is a token of its own in {alone / after.total():4.0%}",
+        end="; ",
     )
     print("after the colon:", ", ".join(repr(token) for token, _ in after.most_common(6)))
 
@@ -488,8 +559,8 @@ print(SPLIT_PATTERN)
 # ## How large a vocabulary?
 #
 # More merges, fewer tokens: each saves a step of the whole model. But each token needs a row in the embedding table,
-# and the output head reads *all* rows at every step to score all tokens. **Predict first:** Gemma 2B has 256,000 tokens
-# and hidden size 2,048, in bfloat16. How large is that table?
+# and the output head, which is the same table in Gemma, reads *all* rows at every step to score all tokens. **Predict
+# first:** Gemma 2B has 256,000 tokens and hidden size 2,048, in bfloat16. How large is that table?
 
 # %% tags=["exercise"]
 guess_gb = 1.0  # PREDICT: gigabytes of Gemma 2B's embedding table
@@ -528,7 +599,8 @@ many = engines_own(Counter(cut(learned_from)), 10_000)
 others = Counter(cut(measured_on))
 base = len(SPECIAL_TOKENS) + 256 + len({character for word in others for character in word})
 
-most = base + len(many)  # all words have become tokens; a larger vocabulary has empty rows for this text
+# With this many, all words have become tokens; a larger vocabulary has empty rows for this text.
+most = base + len(many)
 
 sizes, covered = [base, 400, 500, 700, 1000, 1500, 2000, 3000, most, 8000, 16000, 32000], []
 for size in sizes:
@@ -542,13 +614,21 @@ for size, each in zip(sizes, covered, strict=True):
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.2), layout="constrained")
 left.semilogx(sizes, covered, "o-")
 left.set(ylabel="characters a token", title="What more tokens buy", ylim=(0, None))
-for name, config in {"tiny-gemma's layers": llm.model_config, "Gemma 2B's layers": gemma}.items():
-    cost = [(body_bytes(config) + table_bytes(config, size)) / each for size, each in zip(sizes, covered, strict=True)]
+for name, config in {
+    "tiny-gemma's layers": llm.model_config,
+    "Gemma 2B's layers": gemma,
+}.items():
+    cost = [
+        (body_bytes(config) + table_bytes(config, size)) / each
+        for size, each in zip(sizes, covered, strict=True)
+    ]
     right.semilogx(sizes, [each / min(cost) for each in cost], "o-", label=name)
 right.set(ylabel="times the least", title="Weights read for each character", ylim=(0.9, 3))
 right.legend()
 for axis in (left, right):
-    axis.set_xticks([300, 1000, 3000, 10000, 30000], ["300", "1,000", "3,000", "10,000", "30,000"])
+    axis.set_xticks(
+        [300, 1000, 3000, 10000, 30000], ["300", "1,000", "3,000", "10,000", "30,000"]
+    )
     axis.set_xticks([], minor=True)
     axis.set_xlabel("vocabulary")
 plt.show()
@@ -557,13 +637,16 @@ plt.show()
 for name, config in {"tiny-gemma": llm.model_config, "Gemma 2B": gemma}.items():
     for size in (4096, 256_000):
         share = table_bytes(config, size) / (table_bytes(config, size) + body_bytes(config))
-        print(f"{name:10} with {size:7,} tokens: {share:5.1%} of what a step reads is the table")
+        print(
+            f"{name:10} with {size:7,} tokens: {share:5.1%} of what a step reads is the table"
+        )
 
 # %% [markdown]
-# On the left the gain flattens: the frequent words have their tokens, and what is left is rare. On the right is the
-# bill. `tiny-gemma` pays for each row that is too many; Gemma's layers are so large that it hardly notices 30,000 of
-# them, and it pays a fifth of every step for its 256,000. Read the curves for their shape alone: this text has few
-# words, while a vocabulary for the whole world's languages finds something to hold in every row.
+# On the left the gain comes to an end: with 4,173 tokens every word learned from is one token, and further rows stay
+# empty. On the right is the bill. `tiny-gemma` pays for each row that is too many; Gemma's layers are so large that it
+# hardly notices 30,000 of them, and it pays a fifth of every step for its 256,000. Read the curves for their shape
+# alone: this text has few words, while a vocabulary for the whole world's languages finds something to hold in every
+# row.
 
 # %% [markdown]
 # ## Back to text, as it comes
@@ -573,7 +656,9 @@ for name, config in {"tiny-gemma": llm.model_config, "Gemma 2B": gemma}.items():
 # %%
 for token in (naive := tokens_of("A café by the sea 🌊")):
     byte = BYTE_TOKENS.index(token) if token in BYTE_TOKENS else None
-    piece = token.replace(SPACE, " ") if byte is None else bytes([byte]).decode(errors="replace")
+    piece = (
+        token.replace(SPACE, " ") if byte is None else bytes([byte]).decode(errors="replace")
+    )
     print(piece, end="|")
 print("\n", naive)
 
@@ -594,7 +679,7 @@ class TextStream:
 
     def __init__(self, special):
         self.special = set(special)
-        self.run = bytearray()  # byte tokens that came last; what they spell is not certain yet
+        self.run = bytearray()  # byte tokens that came last; what they spell is not certain
 
     def push(self, token: str) -> str:
         """The text that is certain now that `token` came; "" where there is none."""
@@ -643,27 +728,42 @@ def engines_pieces(tokens: list[str]) -> list[str]:
 pieces_of = yours(your_pieces, engines_pieces)
 
 deltas = []
-request = llm.engine.prepare("Once upon a time", SamplingParams(max_tokens=32, temperature=0), listener=deltas.append)
+request = llm.engine.prepare(
+    "Once upon a time", SamplingParams(max_tokens=32, temperature=0), listener=deltas.append
+)
 llm.engine.submit(request)
 while llm.engine.has_work:
     llm.engine.step()
 pieces = pieces_of([tokenizer.token(id) for delta in deltas for id in delta.token_ids])
 print("|".join(pieces))
-print("the engine gave the same pieces at the same steps:", pieces[:-1] == [delta.text for delta in deltas])
+print(
+    "the engine gave the same pieces at the same steps:",
+    pieces[:-1] == [delta.text for delta in deltas],
+)
 
 # %% [markdown]
 # And where it is hard. Below each token is the text that came out with it, `·` where nothing did:
 
 # %%
 text = "A naïve café by the sea"
-draw_tokens({"": tokens_of(text)}, below=[piece or "·" for piece in pieces_of(tokens_of(text))])
+draw_tokens(
+    {"": tokens_of(text)}, below=[piece or "·" for piece in pieces_of(tokens_of(text))]
+)
 
 # %%
 for text in ("A café by the sea 🌊!", "松鼠 sleeps 下"):
     pieces = pieces_of(tokens_of(text))
-    print("|".join(piece or "·" for piece in pieces), f"  the same text: {''.join(pieces) == text}")
+    print(
+        "|".join(piece or "·" for piece in pieces),
+        f"  the same text: {''.join(pieces) == text}",
+    )
 broken = ["<0xE2>", "<0x82>", "▁the"]
-print("broken bytes:", pieces_of(broken), "and all at once:", [tokenizer.decode(map(tokenizer.id, broken))])
+print(
+    "broken bytes:",
+    pieces_of(broken),
+    "and all at once:",
+    [tokenizer.decode(map(tokenizer.id, broken))],
+)
 every = all(pieces_of(tokens_of(text)) == engines_pieces(tokens_of(text)) for text in HARD)
 print("the engine's pieces on every hard text:", every)
 
@@ -685,7 +785,7 @@ print("the engine's pieces on every hard text:", every)
 # ## A conversation is one long text
 #
 # A chat model does not know who speaks. It continues a text, and was trained on texts in which turns are marked by
-# **special tokens**: found in the text before anything is cut or merged, one id each. Gemma's form:
+# **special tokens** (red): found in the text before anything is cut or merged, one id each. Gemma's form:
 
 # %%
 CONVERSATION = [
@@ -696,7 +796,11 @@ CONVERSATION = [
 prompt = tokenizer.apply_chat_template(CONVERSATION)
 ids = tokenizer.encode(prompt, add_special_tokens=False)
 print(prompt)
-draw_tokens({"": [tokenizer.token(id) for id in ids]}, below=ids, red=lambda before, token: token in SPECIAL_TOKENS)
+draw_tokens(
+    {"": [tokenizer.token(id) for id in ids]},
+    below=ids,
+    red=lambda before, token: token in SPECIAL_TOKENS,
+)
 
 # %% [markdown]
 # Clients say `assistant`; Gemma learned `model`. The last line opens the model's turn and leaves it open: that is the
@@ -736,7 +840,9 @@ def continued(prompt: str) -> str:
 render = yours(render_chat, tokenizer.apply_chat_template)
 for conversation in (CONVERSATION, [{"role": "user", "content": "  Who are you? "}]):
     answer = continued(render(conversation))
-    print(f"{answer!r}, as llm.chat has it: {answer == llm.chat(conversation, greedy)[0].text}")
+    print(
+        f"{answer!r}, as llm.chat has it: {answer == llm.chat(conversation, greedy)[0].text}"
+    )
 
 # %% [markdown]
 # **And a wrong template?** Nothing warns you: any text is a text. All of these ask the same question.
@@ -795,4 +901,4 @@ print(typed[:8])
 # **Further reading:** Gage 1994, *A New Algorithm for Data Compression*; Sennrich, Haddow and Birch 2016, *Neural
 # Machine Translation of Rare Words with Subword Units*; Kudo and Richardson 2018, *SentencePiece*; Radford et al. 2019,
 # section 2.2 (bytes as the alphabet); Petrov et al. 2023, *Language Model Tokenizers Introduce Unfairness Between
-# Languages*.
+# Languages*. Next: lesson 02, what the model does with these numbers.

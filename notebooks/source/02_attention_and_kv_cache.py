@@ -6,8 +6,9 @@
 # attention that reads one, and run it inside the engine; and compute, before you rent it, how many users a GPU can
 # hold.
 #
-# **70 minutes. Needs:** a CPU, and lesson 00. You should know what a matrix product and a softmax are. The model is
-# `tiny-gemma`: 6 layers of the same parts that Gemma 2B has 18 of. On a GPU the last measurements run Gemma 2B.
+# **75 minutes. Needs:** a CPU, and lessons 00 and 01. You should know what a matrix product and a softmax are. The
+# model is `tiny-gemma`: 6 layers of the same parts that Gemma 2B has 18 of. On a GPU the last measurements run Gemma
+# 2B.
 
 # %%
 import time
@@ -43,7 +44,8 @@ greedy = SamplingParams(max_tokens=1, temperature=0)
 print(prompt + llm.generate(prompt, greedy)[0].text)
 
 # %% [markdown]
-# How does a stack of matrices know that? We take the model apart and do what it does, step by step. This is the way:
+# How does a stack of matrices know that? We take the model apart and do what it does, step by step, from token ids to
+# *logits*, the scores of all tokens that a softmax turns into probabilities. This is the way:
 
 # %%
 draw.decoder(config, tokens=9)
@@ -82,7 +84,8 @@ print(f"x: {list(x.shape)}")
 # Islands stand near islands, months near months. From here on, every token is a vector of 256 numbers, and every part
 # of the model *adds* something to it.
 #
-# **Norm.** Before a part reads the vector, it is scaled to a length that does not depend on what was added so far:
+# **Norm** (yours in lesson 00). Before a part reads the vector, it is scaled to a length that does not depend on what
+# was added so far:
 
 # %%
 # ENGINE: minillm.ops.reference:rms_norm
@@ -123,15 +126,15 @@ for at in ((5, 2), (105, 102), (105, 2)):
     print(f"query at {at[0]:3}, key at {at[1]:3}, {at[0] - at[1]:3} apart: {score(*at):8.4f}")
 
 angles = {}
-for pair in (0, 4, 8):
+for pair in (0, 3, 6):
     turn = config.rope_theta ** (-2 * pair / config.head_dim)
     angles[f"pair {pair}"] = [turn * position for position in range(5)]
 draw.turning(angles, scores=[score(distance, 0) for distance in range(200)])
 
 # %% [markdown]
-# The arrows are a pair at positions 0 to 4. The curve is one query and one key of the model, moved apart: these two
-# fit the better the nearer they are. Keep in mind for later: a key is turned by *its own* position, once and for
-# good.
+# The arrows are a pair at positions 0 to 4. The curve is one query and one key of the model, moved apart: these two fit
+# best when they are near, and less, with ups and downs, the farther apart they are. Keep in mind for later: a key is
+# turned by *its own* position, once and for good.
 #
 # ## 2 · Attention
 #
@@ -141,8 +144,9 @@ draw.turning(angles, scores=[score(distance, 0) for distance in range(200)])
 # $$o_i = \sum_{j \le i} w_{ij}\, v_j, \qquad w_{ij} = \frac{e^{s_{ij}}}{\sum_{l \le i} e^{s_{il}}}, \qquad
 # s_{ij} = \text{scale} \cdot q_i \cdot k_j, \qquad \text{scale} = \frac{1}{\sqrt{\text{head\_dim}}}$$
 #
-# Two things are easily got wrong. **The mask**: a token must not see what comes after it, or it could copy the answer
-# it was trained to predict. **The groups**: heads that share a KV head are neighbours.
+# (The scale keeps scores of long vectors from growing with head_dim.) Two things are easily got wrong. **The mask**: a
+# token must not see what comes after it, or it could copy the answer it was trained to predict. **The groups**: heads
+# that share a KV head are neighbours.
 
 # %%
 draw.masks({"who sees whom: 9 tokens, green is seen": (9, 9, 9)})
@@ -186,7 +190,8 @@ check(attention)
 # %% [markdown]
 # `yours(attention, ...)` is your function, or the engine's own while yours is a stub, so that the notebook runs
 # either way. With it, the rest of a layer is short: an output matrix mixes the heads and *adds* the result to the
-# token's vector; then a gated MLP works on each token for itself and adds again.
+# token's vector; then a gated MLP (a matrix, a gate by which half of the numbers scale the other half, a matrix)
+# works on each token for itself and adds again.
 
 # %%
 # ENGINE: minillm.ops.reference:gated_activation
@@ -296,7 +301,7 @@ print("all logits equal to nine decimals:", bool(close))
 # %% [markdown]
 # And the engine, with your attention in it. The engine's attention serves many requests out of a paged cache (lesson
 # 09); an adapter lays each prompt's keys out one behind the other and calls yours. `used.calls` counts: six layers,
-# once each, for one prompt.
+# once each, for one prompt (0 while yours is a stub).
 
 # %%
 with using(**adapters.gathered_prompts(attention)) as used:
@@ -799,9 +804,9 @@ for name, shape in list(SHAPES.items())[:3]:
     print(f"{name:13} {small:4} and {large:4} requests, {large / small:.2f} times as many")
 
 # %% [markdown]
-# The larger GPU pays for the weights only once too: the heavier the model, the more its extra memory is worth. And
-# twice the context is half the users, because the calculator reserves room for all the tokens that a request *may*
-# reach. Most never do. That waste is what lesson 09 does away with.
+# The larger GPU holds the weights once, as the smaller one does: the heavier the model, the more its extra memory is
+# worth. And twice the context is half the users, because the calculator reserves room for all the tokens that a request
+# *may* reach. Most never do. That waste is what lesson 09 does away with.
 
 # %% [markdown]
 # ## 7 · Prefill and decode
@@ -849,7 +854,8 @@ curves = {
 draw.intensities(REQUESTS, curves, ridge, alone)
 
 # %% [markdown]
-# Short contexts climb with the batch until arithmetic is the limit, as lesson 00 found. Long ones bend: soon the step
+# (The ridge is lower than lesson 00's, since Gemma's own matrices take the place of large square ones.) Short contexts
+# climb with the batch until arithmetic is the limit, as lesson 00 found. Long ones bend: soon the step
 # reads more keys than weights, and every further request brings its own. No batch gets a decode of 8,192 tokens of
 # context near the ridge. What bends the curve *up* is fewer KV heads: here 8 query heads use each key that is read,
 # so a key gives 8 operations a byte. With all heads (MHA) it would be 1.
@@ -886,8 +892,8 @@ for behind, point in ((64, points[2]), (1024, far)):
     print(f"behind {behind:5,} tokens: {point.seconds * 1e3:6.2f} ms, {beside}")
 
 # %% [markdown]
-# A token of a prompt is many times cheaper than a token of an answer. And a decode step takes the longer, the more
-# keys it reads beside the weights, although the model does the same to its eight tokens. How far all this is from the
+# A token of a prompt is many times cheaper than a token of an answer. And a decode step takes the longer, the more keys
+# it reads beside the weights, although its matrices do the same work for its eight tokens. How far all this is from the
 # floor on a CPU is lesson 00's finding: so small a model spends most of a decode step on starting operations, not on
 # bytes. On a GPU with a real model the bytes are what counts.
 #
