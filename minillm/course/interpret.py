@@ -1,0 +1,46 @@
+"""Triton's kernels on any machine: compiled on a GPU, interpreted without one.  Lessons 03 and 04.
+
+Triton decides when it is first imported which of the two it is, for the whole process. So a lesson calls
+`triton_here()` before it imports triton.
+"""
+
+import os
+
+INTERPRETED, COMPILED = "interpreted", "compiled"
+
+
+def triton_here() -> str:
+    """Import triton so that kernels run on this machine: "compiled" on the GPU tier, "interpreted" on the CPU's.
+
+    Raises ImportError where triton does not exist, RuntimeError where it was imported for a GPU already.
+    """
+    from .tiers import tier
+
+    if tier().name == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        import triton
+    except ImportError as error:
+        raise ImportError(
+            "this lesson runs Triton kernels, and triton exists for Linux only: use a container, WSL or Colab"
+        ) from error
+    how = how_kernels_run()
+    if tier().name == "cpu" and how == COMPILED:
+        raise RuntimeError(
+            f"triton {triton.__version__} was imported before triton_here() could ask it to interpret, and now waits "
+            "for a GPU: restart the kernel and run the cells from the top"
+        )
+    return how
+
+
+def how_kernels_run() -> str:
+    """What triton, which is imported here, does with a kernel: its own library's functions show it."""
+    import triton.language as tl
+    from triton.runtime import JITFunction
+
+    return COMPILED if isinstance(tl.cdiv, JITFunction) else INTERPRETED
+
+
+def kernel_device() -> str:
+    """Where the tensors must be that a kernel of this process gets: "cuda" or "cpu"."""
+    return "cuda" if how_kernels_run() == COMPILED else "cpu"

@@ -1,0 +1,38 @@
+"""Whether a lesson's kernels are interpreted or compiled is settled before triton is imported, or said to be wrong."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed here: it exists for Linux only")
+
+KERNEL = """
+import torch, triton, triton.language as tl
+@triton.jit
+def add_one(x_ptr):
+    tl.store(x_ptr + tl.program_id(0), tl.load(x_ptr + tl.program_id(0)) + 1)
+x = torch.zeros(3)
+add_one[(3,)](x)
+print(x.tolist())
+"""
+
+
+def run(tmp_path, code: str) -> subprocess.CompletedProcess:
+    script = tmp_path / "lesson.py"  # triton reads a kernel's source from its file
+    script.write_text(code, encoding="utf-8")
+    # This process says TRITON_INTERPRET already; a reader's does not.
+    environment = {"PATH": "", "MINILLM_TIER": "cpu"}
+    return subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
+
+
+def test_without_a_gpu_kernels_are_interpreted(tmp_path):
+    code = "from minillm.course import triton_here\nprint(triton_here())\n" + KERNEL
+    done = run(tmp_path, code)
+    assert done.stdout == "interpreted\n[1.0, 1.0, 1.0]\n", done.stderr
+
+
+def test_triton_imported_too_early_is_told(tmp_path):
+    done = run(tmp_path, "import triton\nfrom minillm.course import triton_here\ntriton_here()\n")
+    assert "RuntimeError: triton" in done.stderr
+    assert "restart the kernel" in done.stderr
