@@ -22,17 +22,27 @@ EXERCISES = [
 KINDS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
 
 
-def defined(source, kind: str) -> dict:
-    """What a lesson's notebook defines, without running the rest: imports, functions, classes, CONSTANTS."""
-    names: dict = {"__name__": source.stem}
-    for cell in lesson.convert(source, kind).cells:
-        if cell.cell_type != "code":
-            continue
-        for node in ast.parse(cell.source).body:
-            constant = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-            if isinstance(node, KINDS) or (constant and node.targets[0].id.isupper()):
-                exec(compile(ast.Module([node], []), source.name, "exec"), names)
-    return names
+@pytest.fixture
+def defined(tmp_path):
+    """What a lesson's notebook defines, without running the rest: imports, functions, classes, CONSTANTS.
+
+    It stands in a file, where Triton looks for a kernel's source.
+    """
+
+    def define(source, kind: str) -> dict:
+        kept = []
+        for cell in lesson.convert(source, kind).cells:
+            for node in ast.parse(cell.source).body if cell.cell_type == "code" else ():
+                constant = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+                if isinstance(node, KINDS) or (constant and node.targets[0].id.isupper()):
+                    kept.append(node)
+        file = tmp_path / f"{source.stem}_{kind}.py"
+        file.write_text(ast.unparse(ast.Module(kept, [])), encoding="utf-8")
+        names: dict = {"__name__": source.stem}
+        exec(compile(file.read_text(encoding="utf-8"), file, "exec"), names)
+        return names
+
+    return define
 
 
 def problems(exercise: checks.Exercise, candidate) -> dict[str, str]:
@@ -40,12 +50,12 @@ def problems(exercise: checks.Exercise, candidate) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("exercise", "source"), EXERCISES)
-def test_the_lessons_own_solution_has_every_property(exercise, source):
+def test_the_lessons_own_solution_has_every_property(exercise, source, defined):
     assert problems(exercise, defined(source, lesson.SOLUTION)[exercise.name]) == {}
 
 
 @pytest.mark.parametrize(("exercise", "source"), EXERCISES)
-def test_the_stub_is_told_as_unsolved(exercise, source, capsys):
+def test_the_stub_is_told_as_unsolved(exercise, source, defined, capsys):
     check(defined(source, lesson.LEARNER)[exercise.name])
     assert capsys.readouterr().out.startswith(f"{exercise.name}: not solved yet")
 
