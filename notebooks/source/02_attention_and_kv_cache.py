@@ -500,8 +500,9 @@ print("the same tokens as without a cache:", cached.tolist() == naive.tolist())
 # ### What it saves
 #
 # First the operations, which can be counted exactly: torch counts every matrix product as it runs. The curves are
-# formulas. In layers and head, a token costs as many multiply-adds as there are numbers; in attention, each query
-# costs `2 x heads x head_dim` for each key it is compared with, in each layer.
+# formulas. In layers and head, a token costs as many multiply-adds as there are numbers; in attention, each query costs
+# `2 x heads x head_dim` for each key it is compared with, in each layer. (Yours counts less if it skips the hidden keys
+# or sums without a matrix product.)
 
 
 # %%
