@@ -30,6 +30,8 @@ import torch
 import triton
 import triton.language as tl
 
+from . import launches
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -181,17 +183,21 @@ def decode_attention(
     group = heads // kv_heads
     device = _device(q.device)
     packed = max(16, triton.next_power_of_2(queries * group))
-    launch = decode_launch(dim, q.element_size(), packed)
     longest = block_table.shape[1] * block_size
-    splits = decode_splits(rows * kv_heads, min(longest, window + queries - 1) if window else longest, device)
-    parts, log_total = out, out
+    longest = min(longest, window + queries - 1) if window else longest
+    launch = launches.choose(
+        "decode_attention",
+        decode_launch(dim, q.element_size(), packed)._replace(splits=decode_splits(rows * kv_heads, longest, device)),
+        dim=dim, itemsize=q.element_size(), rows=packed, programs=rows * kv_heads, longest=longest,
+    )  # fmt: skip
+    splits, parts, log_total = launch.splits, out, out
     if splits > 1:
         parts = torch.empty((rows, queries, heads, splits, dim), dtype=torch.float32, device=q.device)
         log_total = torch.empty((rows, queries, heads, splits), dtype=torch.float32, device=q.device)
     decode_kernel[(rows, kv_heads, splits)](
         q, k_cache, v_cache, block_table, lengths, parts, log_total, scale, block_table.stride(0),
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
-        QUERIES=queries, GROUP=group, SPLITS=splits, ROWS=packed, KEYS=launch.keys, DIM=dim, BLOCK_SIZE=block_size,
+        QUERIES=queries, GROUP=group, SPLITS=splits, ROWS=launch.rows, KEYS=launch.keys, DIM=dim, BLOCK_SIZE=block_size,
         WINDOW=window or 0, SOFT_CAP=soft_cap or 0.0, PRODUCT=_product_type(q.dtype),
         num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
@@ -225,7 +231,8 @@ def prefill_attention(
     if not tokens:
         return out
     group = heads // kv_heads
-    launch = prefill_launch(dim, q.element_size(), _device(q.device))
+    default = prefill_launch(dim, q.element_size(), _device(q.device))
+    launch = launches.choose("prefill_attention", default, dim=dim, itemsize=q.element_size(), group=group)
     grid = (triton.cdiv(max_queries * group, launch.rows), kv_heads, lengths.shape[0])
     prefill_kernel[grid](
         q, k_cache, v_cache, block_table, lengths, query_start, out, scale, block_table.stride(0),
@@ -247,6 +254,7 @@ class Launch(NamedTuple):
     keys: int  # keys a tile
     warps: int
     stages: int  # tiles of keys and values in flight
+    splits: int = 1  # programs that share a row's keys, in decode
 
 
 def decode_launch(dim: int, itemsize: int, packed: int) -> Launch:

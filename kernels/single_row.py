@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from . import launches
 from .paged_attention import LOG2E
 
 WHOLE = 4096  # columns up to which a program holds whole rows
@@ -228,8 +229,10 @@ def product(
     total = torch.empty_like(x) if residual is not None else None
     dependent = _dependent(x.device)
     options = {"launch_pdl": True} if dependent else {}
+    sizes = {"rows": rows, "columns": columns, "itemsize": x.element_size()}
     if columns <= WHOLE:
-        launch = whole_launch(rows, columns, bool(activation), _processors(x.device))
+        default = whole_launch(rows, columns, bool(activation), _processors(x.device))
+        launch = launches.choose("whole_rows", default, **sizes, gated=int(bool(activation)))
         whole_rows_kernel[(launch.programs,)](
             x, residual, total, norm, weight, out, eps, rows, rows * columns,
             COLUMNS=columns, WIDTH=triton.next_power_of_2(columns), TILE=launch.tile, NORM=norm is not None,
@@ -239,9 +242,11 @@ def product(
     else:
         if norm is not None or residual is not None or activation:
             raise ValueError(f"rows of {columns} columns do not fit a program whole: norm and gate them by themselves")
-        long_rows_kernel[(triton.cdiv(rows, 8),)](
-            x, weight, out, rows, COLUMNS=columns, WIDTH=1024, TILE=8, DEPENDENT=dependent, num_warps=8, **options
-        )
+        piece = launches.choose("long_rows", LongLaunch(tile=8, width=1024, warps=8), **sizes)
+        long_rows_kernel[(triton.cdiv(rows, piece.tile),)](
+            x, weight, out, rows, COLUMNS=columns, WIDTH=piece.width, TILE=piece.tile, DEPENDENT=dependent,
+            num_warps=piece.warps, **options,
+        )  # fmt: skip
     return out, total
 
 
@@ -285,6 +290,12 @@ class RowAttention:
 class Launch(NamedTuple):
     programs: int
     tile: int  # rows of the matrix a program works on at once
+    warps: int
+
+
+class LongLaunch(NamedTuple):
+    tile: int  # rows of the matrix a program
+    width: int  # columns at a time
     warps: int
 
 

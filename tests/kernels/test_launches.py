@@ -1,0 +1,108 @@
+"""A measured launch is the one that runs, and changes no number; without one the kernel's own rule holds."""
+
+import threading
+
+import pytest
+import torch
+
+from minillm.kv_cache import LayerCache
+from minillm.ops import reference
+
+launches = pytest.importorskip("minillm.kernels.launches")
+paged_attention = pytest.importorskip("minillm.kernels.paged_attention", reason="triton is not installed here")
+from minillm.kernels import single_row  # noqa: E402  needs triton
+
+
+class Spy:
+    """A kernel that notes its grid and its compile-time arguments, and runs."""
+
+    def __init__(self, module, name, monkeypatch):
+        self.kernel, self.seen = getattr(module, name), []
+        monkeypatch.setattr(module, name, self)
+
+    def __getitem__(self, grid):
+        def run(*args, **options):
+            self.seen.append({"grid": grid, **options})
+            return self.kernel[grid](*args, **options)
+
+        return run
+
+
+def decode_inputs(device):
+    torch.manual_seed(0)
+    cache = LayerCache(*(torch.randn(12, 16, 1, 32, device=device) for _ in "kv"))
+    table = torch.randperm(12, device=device).int().view(2, 6)
+    return torch.randn(2, 1, 4, 32, device=device), cache, table, torch.tensor([90, 33], device=device).int()
+
+
+def decode(q, cache, table, lengths):
+    return paged_attention.decode_attention(q, cache.k, cache.v, table, lengths, scale=0.2)
+
+
+def test_decode_attention_asks_for_its_problem_and_launches_what_was_measured(device, monkeypatch):
+    inputs = decode_inputs(device)
+    with launches.listening() as asked:
+        decode(*inputs)
+    (problem, default), *others = asked.items()
+    assert not others and problem.kernel == "decode_attention"
+    assert dict(problem.sizes) == {"dim": 32, "itemsize": 4, "rows": 16, "programs": 2, "longest": 96}
+    measured = default._replace(keys=32, splits=2)
+    assert (default.keys, default.splits) != (32, 2)
+    spy = Spy(paged_attention, "decode_kernel", monkeypatch)
+    with launches.using({problem: measured._asdict()}):
+        found = decode(*inputs)
+    assert spy.seen[0]["grid"] == (2, 1, 2)
+    assert (spy.seen[0]["KEYS"], spy.seen[0]["SPLITS"]) == (32, 2)
+    torch.testing.assert_close(found, reference.decode_attention(*inputs, scale=0.2), rtol=1e-4, atol=1e-5)
+
+
+def test_prefill_attention_launches_what_was_measured(device, monkeypatch):
+    q, cache, table, _ = decode_inputs(device)
+    q = torch.randn(40, 4, 32, device=device)
+    lengths, starts = torch.tensor([30, 25], device=device).int(), torch.tensor([0, 30, 40], device=device).int()
+    options = {"max_queries": 30, "scale": 0.2}
+    with launches.listening() as asked:
+        paged_attention.prefill_attention(q, cache.k, cache.v, table, lengths, starts, **options)
+    (problem, default), *_ = asked.items()
+    spy = Spy(paged_attention, "prefill_kernel", monkeypatch)
+    with launches.using({problem: default._replace(rows=64, keys=16)._asdict()}):
+        found = paged_attention.prefill_attention(q, cache.k, cache.v, table, lengths, starts, **options)
+    assert (spy.seen[0]["ROWS"], spy.seen[0]["KEYS"]) == (64, 16)
+    wanted = reference.prefill_attention(q, cache, table, lengths, starts, **options)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("columns", "kernel", "measured", "launched"),
+    [
+        (96, "whole_rows", {"programs": 3, "tile": 4}, {"grid": (3,), "TILE": 4}),
+        (single_row.WHOLE + 8, "long_rows", {"tile": 4, "width": 2048}, {"grid": (10,), "TILE": 4, "WIDTH": 2048}),
+    ],
+)
+def test_a_single_rows_product_launches_what_was_measured(columns, kernel, measured, launched, device, monkeypatch):
+    x, weight = torch.randn(1, columns, device=device), torch.randn(37, columns, device=device)
+    with launches.listening() as asked:
+        single_row.product(x, weight)
+    (problem, default), *_ = asked.items()
+    assert problem.kernel == kernel
+    spy = Spy(single_row, f"{kernel}_kernel", monkeypatch)
+    with launches.using({problem: default._replace(**measured)._asdict()}):
+        found, _ = single_row.product(x, weight)
+    assert launched.items() <= spy.seen[0].items()
+    torch.testing.assert_close(found, x @ weight.T, rtol=1e-4, atol=1e-3)
+
+
+def test_a_table_holds_for_its_block_its_thread_and_its_problem_alone():
+    default = single_row.LongLaunch(8, 1024, 8)
+    table = {launches.problem("long_rows", rows=1): {"tile": 4, "width": 512, "warps": 2}}
+    with launches.using(table):
+        assert launches.choose("long_rows", default, rows=1) == single_row.LongLaunch(4, 512, 2)
+        assert launches.choose("long_rows", default, rows=2) is default
+        elsewhere = []
+        thread = threading.Thread(target=lambda: elsewhere.append(launches.choose("long_rows", default, rows=1)))
+        thread.start()
+        thread.join()
+        assert elsewhere == [default]
+        with launches.using({}):
+            assert launches.choose("long_rows", default, rows=1) is default
+    assert launches.choose("long_rows", default, rows=1) is default
