@@ -9,20 +9,20 @@ def compare(
     prediction: float | None = None,
     floor: float | None = None,
 ) -> None:
-    """Print one line: what was predicted, what nothing can be faster than, what was measured.
+    """Print one line: what was predicted, what this machine allows, what was measured; all in `unit`.
 
-    All in `unit`. A floor above the measurement (a bound of a rate) is told as a share of it.
+    floor: the least a time can be; for a rate (a unit that ends in "/s"), the most it can be.
     """
     words = [f"{what}:"]
     words.append("no prediction," if prediction is None else f"predicted {_short(prediction)} {unit},")
+    rate = unit.endswith("/s")
     if floor is not None:
-        bound = "floor" if floor <= measured else "at most"
-        words.append(f"{bound} {_short(floor)} {unit},")
+        words.append(f"{'at most' if rate else 'floor'} {_short(floor)} {unit},")
     words.append(f"measured {_short(measured)} {unit}")
-    if floor and floor <= measured:
-        words.append(f"({measured / floor:.1f} times the floor)")
-    elif floor:
+    if floor and rate:
         words.append(f"({measured / floor:.0%} of what is possible)")
+    elif floor:
+        words.append(f"({measured / floor:.1f} times the floor)")
     print(" ".join(words))
 
 

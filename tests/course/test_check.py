@@ -95,15 +95,17 @@ def test_yours_runs_yours_and_the_engines_own_while_it_is_a_stub():
             "predicted 2 ms, floor 1.5 ms, measured 3 ms (2.0 times the floor)",
         ),
         ({"measured": 3.0}, "no prediction, measured 3 ms"),
-        (
-            {"measured": 300.0, "floor": 1200.0},
-            "no prediction, at most 1,200 ms, measured 300 ms (25% of what is possible)",
-        ),
+        ({"measured": 1.0, "floor": 2.0}, "no prediction, floor 2 ms, measured 1 ms (0.5 times the floor)"),
     ],
 )
 def test_a_prediction_stands_beside_floor_and_measurement(numbers, said, capsys):
     compare("a step", unit="ms", **numbers)
     assert capsys.readouterr().out == f"a step: {said}\n"
+
+
+def test_a_rate_stands_beside_the_most_it_can_be(capsys):
+    compare("reading", unit="GB/s", measured=300.0, floor=1200.0)
+    assert capsys.readouterr().out.endswith("at most 1,200 GB/s, measured 300 GB/s (25% of what is possible)\n")
 
 
 def test_the_cpu_tier_is_the_embedded_model(monkeypatch):
