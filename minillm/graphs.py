@@ -5,6 +5,7 @@ once for each size of batch and replayed. Its inputs are the device's own rows: 
 host sends nothing but what changed in their block tables.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,9 +15,12 @@ from torch import Tensor
 from .batch import Batch, Rows
 from .config import EngineConfig
 from .kernels import decode_step
+from .parts import Parts
 from .request import Request
 from .scheduler import Step
 from .single_row import SingleRow
+
+NOTHING = (np.zeros(0, np.int32), np.zeros(0, np.int32))
 
 
 @dataclass
@@ -25,13 +29,39 @@ class Graph:
 
     graph: torch.cuda.CUDAGraph
     out: Tensor  # [rows] int64: what the step sampled
+    to_sample: tuple[Tensor, ...]  # logits, temperature and random number, where sampling is left out of the graph
+
+
+class CapturedSteps(dict[tuple[int, int], Graph]):
+    """The graphs of one version of the operations: when others run, their memory is given back."""
+
+    def __init__(self, operations: Parts):
+        super().__init__()
+        self.operations, self.functions, self.version = operations, operations.functions, -1
+        self.allowed = False  # whether what runs now may be captured
+
+    def follow(self) -> bool:
+        """Drop what was captured from other operations than may be captured now; whether these may."""
+        if self.version != self.operations.version:
+            self.version, self.allowed = self.operations.version, self.operations.capturable
+            # Operations that run eagerly leave the graphs alone: the engine's own come back afterwards.
+            if self.allowed and self.functions != self.operations.functions:
+                self.functions = self.operations.functions
+                self.clear()
+                torch.cuda.empty_cache()
+        return self.allowed
 
 
 class DecodeGraphs:
-    """The captured steps, and the device's state that they run on."""
+    """The captured steps, and the device's state that they run on.
 
-    def __init__(self, runner, config: EngineConfig):
+    single_row=False leaves out the fused step of one request; sampling=False launches sampling behind the graph, which
+    then keeps each size's logits. Both only cost time: `minillm bench ablation` shows how much.
+    """
+
+    def __init__(self, runner, config: EngineConfig, *, single_row: bool = True, sampling: bool = True):
         self.runner = runner
+        self.sampling = sampling
         device, count = runner.device, config.max_num_seqs + 1  # the last row is padding
         self.position = torch.zeros(count, dtype=torch.int32, device=device)  # of the token to run next
         self.seed = torch.zeros(count, dtype=torch.int64, device=device)
@@ -39,10 +69,9 @@ class DecodeGraphs:
         self.rows = torch.full((count,), count - 1, dtype=torch.int64, device=device)
         self.query_start = torch.arange(count + 1, dtype=torch.int32, device=device)
         self.sizes = batch_sizes(config.max_num_seqs)
-        self.single_row = SingleRow(runner.model) if SingleRow.fits(runner.model) else None
-        self.graphs: dict[tuple[int, int], Graph] = {}
-        self.pool = torch.cuda.graph_pool_handle()
-        self._sent = (np.zeros(0, np.int32), np.zeros(0, np.int32))  # rows and positions that the device has
+        self.single_row = SingleRow(runner.model) if single_row and SingleRow.fits(runner.model) else None
+        self.graphs = CapturedSteps(runner.model.ops)
+        self._sent = NOTHING
 
     def admit(self, requests: list[Request]) -> None:
         """Send what sampling needs of newly admitted requests."""
@@ -53,11 +82,24 @@ class DecodeGraphs:
         temperatures = torch.tensor([request.params.temperature for request in requests], dtype=torch.float32)
         self.temperature[rows] = temperatures.pin_memory().to(self.runner.device, non_blocking=True)
 
+    def width(self, blocks: int) -> int:
+        """To how many blocks a table is padded whose longest row has `blocks`."""
+        return min(max(1 << (blocks - 1).bit_length(), 16), self.runner.block_table.shape[2])
+
+    @torch.inference_mode()
+    def capture(self, steps: Iterable[tuple[int, int]]) -> None:
+        """Capture these steps (rows, width in blocks) now; batches are then padded to one of their sizes."""
+        steps = sorted(steps, reverse=True)  # the largest first: the others fit into its memory
+        for size, width in steps:
+            self.graphs.get((size, width)) or self._capture(size, width)
+        if steps:
+            self.sizes = sorted({size for size, _ in steps} | {self.sizes[-1]})
+
     def can_run(self, step: Step) -> bool:
-        """Nobody asks for more than the fast path, and the operations are the engine's own."""
+        """Nobody asks for more than the fast path, and the operations may be captured."""
         runner = self.runner
         return (
-            runner.model.ops.engines_own
+            self.graphs.follow()
             and not runner.sampler.general[step.rows].any()
             and not (runner.logprobs[step.rows] >= 0).any()
         )
@@ -67,7 +109,8 @@ class DecodeGraphs:
         count = len(step.rows)
         size = next(size for size in self.sizes if size >= count)
         blocks = -(-int(step.starts.max() + 1) // self.runner.block_size)
-        width = min(max(1 << (blocks - 1).bit_length(), 16), self.runner.block_table.shape[2])
+        width = self.width(blocks)
+        graph = self.graphs.get((size, width)) or self._capture(size, width)
         rows, positions = self._sent
         if not (np.array_equal(rows, step.rows) and np.array_equal(positions, step.starts)):
             padded = np.full(size, len(self.position) - 1, np.int64)
@@ -75,8 +118,9 @@ class DecodeGraphs:
             sent_rows, sent_positions = self.runner._send(padded, step.starts)
             self.rows[:size] = sent_rows
             self.position[sent_rows[:count]] = sent_positions.int()
-        graph = self.graphs.get((size, width)) or self._capture(size, width)
         graph.graph.replay()
+        if graph.to_sample:
+            self._sample(self.rows[:size], graph.to_sample, graph.out)
         self._sent = (step.rows, step.starts + 1)
         return graph.out[:count]
 
@@ -84,14 +128,27 @@ class DecodeGraphs:
         out = torch.empty(size, dtype=torch.int64, device=self.runner.device)
         # A first run outside the capture compiles kernels and lets libraries allocate; on padding, it changes nothing.
         padding = torch.full((size,), len(self.position) - 1, dtype=torch.int64, device=self.runner.device)
-        self._step(padding, width, out)
+        self._sample(padding, self._logits(padding, width), out)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            self._step(self.rows[:size], width, out)
-        self.graphs[size, width] = captured = Graph(graph, out)
+        # One pool for all: they never run at the same time. A pool that lost its graphs cannot be used again.
+        others = next(iter(self.graphs.values()), None)
+        try:
+            with torch.cuda.graph(graph, pool=others and others.graph.pool()):
+                to_sample = self._logits(self.rows[:size], width)
+                if self.sampling:
+                    self._sample(self.rows[:size], to_sample, out)
+        except RuntimeError as error:
+            if self.graphs.operations.engines_own:
+                raise
+            raise RuntimeError(
+                f"a replaced operation cannot be captured in a CUDA graph ({error}): it may not read values back to "
+                "the host; leave out capturable=True, and it runs without graphs"
+            ) from error
+        self.graphs[size, width] = captured = Graph(graph, out, () if self.sampling else to_sample)
         return captured
 
-    def _step(self, rows: Tensor, width: int, out: Tensor) -> None:
+    def _logits(self, rows: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The rows' logits, and the temperatures and random numbers to sample them with."""
         runner, model, count = self.runner, self.runner.model, len(rows)
         state = decode_step.prepare(
             rows, self.position, runner.tokens, runner.block_table, self.seed, self.temperature,
@@ -105,12 +162,15 @@ class DecodeGraphs:
             prefill=None,
             logits_index=None,
         )
-        if count == 1 and self.single_row is not None:
+        if count == 1 and self.single_row is not None and model.ops.engines_own:
             logits = self.single_row.logits(batch, runner.caches)
         else:
             logits = model.logits(model.forward(batch, runner.caches))
-        sampled = model.ops.sample(logits, state["temperature"], state["uniform"])
-        decode_step.advance(rows, sampled, self.position, runner.tokens, out)
+        return logits, state["temperature"], state["uniform"]
+
+    def _sample(self, rows: Tensor, to_sample: tuple[Tensor, ...], out: Tensor) -> None:
+        sampled = self.runner.model.ops.sample(*to_sample)
+        decode_step.advance(rows, sampled, self.position, self.runner.tokens, out)
 
 
 def batch_sizes(most: int) -> list[int]:

@@ -36,9 +36,19 @@ class Parts:
             setattr(self, name, function)
 
     @property
+    def functions(self) -> tuple[Callable, ...]:
+        """What runs now, in the order of `names`."""
+        return tuple(getattr(self, name) for name in self.names)
+
+    @property
     def engines_own(self) -> bool:
-        """Whether nothing is replaced: what was captured from these functions may run."""
+        """Whether nothing is replaced."""
         return all(label != "yours" for label, _ in self.origin.values())
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph may be captured from these functions: nothing is replaced but what says so of itself."""
+        return all(self.origin[name][0] != "yours" or getattr(self, name).capturable for name in self.names)
 
 
 _registered: list[Callable[[], list[Parts]]] = []
@@ -76,12 +86,17 @@ class Used:
 
 
 @contextmanager
-def using(**replacements: Callable) -> Iterator[Used]:
+def using(*, capturable: bool = False, **replacements: Callable) -> Iterator[Used]:
     """Run the given functions in place of the engine's own, everywhere, until the block ends.  Lesson 00.
 
     Names are those of `minillm.parts.names()`; a function takes what the one it replaces takes (for operations:
     their reference in `minillm.ops.reference`). One that raises `NotSolvedYet` falls back to the engine's own.
     Yields a `Used` that counts the calls. Nested blocks work; the inner one wins.
+
+    On a GPU replaced operations run without CUDA graphs. capturable=True declares that these may be captured in one
+    (lesson 03): they launch the same kernels for equal shapes, read no value back to the host, and leave the padding
+    of a batch alone, rows of length 0 with slot -1. Graphs are then captured anew, and `Used` counts the captures:
+    their replays call no Python.
     """
     found = _all()
     for name, function in replacements.items():
@@ -97,7 +112,7 @@ def using(**replacements: Callable) -> Iterator[Used]:
             before.append((parts, saved))
             for name, (own, origin) in saved.items():
                 function = replacements[name]
-                setattr(parts, name, _counted(name, function, own, used))
+                setattr(parts, name, _counted(name, function, own, used, capturable))
                 label = getattr(function, "__name__", type(function).__name__)
                 parts.origin[name] = ("yours", f"{label} replaces {origin[0]}")
             parts.version += bool(saved)
@@ -112,7 +127,7 @@ def using(**replacements: Callable) -> Iterator[Used]:
                 parts.version += bool(saved)
 
 
-def _counted(name: str, function: Callable, engines_own: Callable, used: Used) -> Callable:
+def _counted(name: str, function: Callable, engines_own: Callable, used: Used, capturable: bool) -> Callable:
     def replacement(*args, **kwargs):
         if name in used.not_solved:
             return engines_own(*args, **kwargs)
@@ -124,4 +139,5 @@ def _counted(name: str, function: Callable, engines_own: Callable, used: Used) -
         used.calls[name] += 1
         return result
 
+    replacement.capturable = capturable
     return replacement

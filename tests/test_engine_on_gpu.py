@@ -14,6 +14,8 @@ from minillm import LLM, SamplingParams
 from tests import models
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and there is none here")
+if torch.cuda.is_available():
+    from minillm.graphs import DecodeGraphs
 
 TIE = 1e-3  # logits closer than this may change places
 GREEDY = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True, logprobs=2)
@@ -114,6 +116,56 @@ def test_a_replacement_runs_although_graphs_are_on(prompts):
     assert used.calls["decode_attention"] > 0
     assert all(d.token_ids != b.token_ids for d, b in zip(during, before, strict=True))
     assert sum(a.token_ids == b.token_ids for a, b in zip(after, before, strict=True)) > len(prompts) * 0.9
+
+
+@pytest.mark.parametrize("count", [1, 40])
+def test_a_replacement_declared_capturable_runs_inside_graphs_of_its_own(prompts, count):
+    def zeros(q, *args, **kwargs):
+        return torch.zeros_like(q)
+
+    asked = prompts[:count]
+    with LLM(dtype="float32", device="cuda") as llm:
+        before = llm.generate(asked, PLAIN)
+        graphs = llm.engine.runner.graphs.graphs
+        with minillm.using(decode_attention=zeros):
+            wanted = llm.generate(asked, PLAIN)
+        assert graphs, "operations that run eagerly leave the graphs alone"
+        with minillm.using(capturable=True, decode_attention=zeros) as used:
+            during = llm.generate(asked, PLAIN)
+            assert graphs, "no step ran as a graph"
+        after = llm.generate(asked, PLAIN)
+    steps_of_mixed_batches = PLAIN.max_tokens * 6 // 2  # half a run's calls, a layer and step each
+    assert 0 < used.calls["decode_attention"] < steps_of_mixed_batches, "captured once, replayed without Python"
+    assert all(d.token_ids != b.token_ids for d, b in zip(during, before, strict=True))
+    assert sum(d.token_ids == w.token_ids for d, w in zip(during, wanted, strict=True)) > count * 0.9
+    assert sum(a.token_ids == b.token_ids for a, b in zip(after, before, strict=True)) > count * 0.9
+
+
+def test_a_replacement_that_cannot_be_captured_is_named_and_the_engine_goes_on(prompts):
+    def asks_the_host(q, cache, block_table, lengths, **options):
+        assert int(lengths.max()) >= 0
+        return torch.zeros_like(q)
+
+    with LLM(dtype="float32", device="cuda") as llm:
+        before = llm.generate(prompts, PLAIN)
+        with (
+            minillm.using(capturable=True, decode_attention=asks_the_host),
+            pytest.raises(RuntimeError, match="leave out capturable=True"),
+        ):
+            llm.generate(prompts, PLAIN)
+        after = llm.generate(prompts, PLAIN)
+    assert sum(a.token_ids == b.token_ids for a, b in zip(after, before, strict=True)) > len(prompts) * 0.9
+
+
+@pytest.mark.parametrize("options", [{"single_row": False}, {"sampling": False}], ids=str)
+def test_what_an_ablation_leaves_out_of_a_graph_changes_no_tokens(prompts, expected, options):
+    with LLM(dtype="float32", device="cuda") as llm:
+        runner = llm.engine.runner
+        runner.graphs = DecodeGraphs(runner, llm.config, **options)
+        alone, together = llm.generate(prompts[:1], PLAIN), llm.generate(prompts, PLAIN)
+        assert runner.graphs.graphs
+    assert same_until_a_tie(alone[0].token_ids, expected[0])
+    assert all(same_until_a_tie(f.token_ids, e) for f, e in zip(together, expected, strict=True))
 
 
 def test_sampling_in_a_graph_follows_the_models_distribution():
