@@ -3,7 +3,6 @@
 import copy
 import inspect
 import json
-import random
 
 import pytest
 import torch
@@ -15,47 +14,12 @@ from minillm.kv_cache import LayerCache
 from minillm.loader import load_model
 from minillm.ops import reference
 from minillm.quantization import DenseWeight
+from tests.kernels.compare import DTYPES, assert_close, double, paged_cache, random_tensor, rotations
 
 kernels = pytest.importorskip("minillm.ops.triton", reason="triton is not installed here")
 from minillm.kernels import sampling  # noqa: E402  needs triton
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # the interpreter's numpy: 1 / inf is 0
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative, of the whole result
-DTYPES = list(TOLERANCE)
-
-
-@pytest.fixture(autouse=True)
-def fresh_inputs():
-    """A new seed every run; a failure prints it."""
-    seed = random.SystemRandom().randrange(2**31)
-    print(f"torch.manual_seed({seed})")
-    torch.manual_seed(seed)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_outputs(monkeypatch):
-    """Memory that a kernel has to fill holds NaN, so that an element left out is seen."""
-
-    def poisoned(make):
-        def maker(*args, **kwargs):
-            tensor = make(*args, **kwargs)
-            return tensor.fill_(float("nan") if tensor.is_floating_point() else -(2**30))
-
-        return maker
-
-    for name in ("empty", "empty_like"):
-        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
-
-
-def assert_close(got, wanted, dtype, times=1.0):
-    assert got.dtype == dtype and got.shape == wanted.shape
-    wanted = wanted.double().cpu()
-    error = (got.double().cpu() - wanted).norm() / wanted.norm().clamp(min=1e-30)
-    assert error <= TOLERANCE[dtype] * times, f"relative error {error:.2e}"  # also fails on NaN
-
-
-def random_tensor(*shape, dtype, device, scale=1.0):
-    return (torch.randn(*shape, device=device) * scale).to(dtype)
 
 
 def test_the_operations_take_what_their_references_take():
@@ -70,13 +34,17 @@ def test_the_operations_take_what_their_references_take():
 def test_rms_norm(rows, dim, dtype, device):
     x = random_tensor(rows, dim, dtype=dtype, device=device, scale=30)
     weight = torch.randn(dim, device=device)
-    assert_close(kernels.rms_norm(x, weight, 1e-6), reference.rms_norm(x.double(), weight.double(), 1e-6), dtype)
+    assert_close(
+        "rms_norm", kernels.rms_norm(x, weight, 1e-6), reference.rms_norm(x.double(), weight.double(), 1e-6), dtype
+    )
 
 
 def test_rms_norm_of_heads_that_lie_apart(device):
     x = random_tensor(3, 6, 64, dtype=torch.float32, device=device)[:, 1:4]
     weight = torch.randn(64, device=device)
-    assert_close(kernels.rms_norm(x, weight, 1e-6), reference.rms_norm(x.double(), weight.double(), 1e-6), x.dtype)
+    assert_close(
+        "rms_norm", kernels.rms_norm(x, weight, 1e-6), reference.rms_norm(x.double(), weight.double(), 1e-6), x.dtype
+    )
 
 
 def test_queries_and_keys_are_normed_where_the_product_left_them(device):
@@ -85,7 +53,7 @@ def test_queries_and_keys_are_normed_where_the_product_left_them(device):
     weight = torch.randn(64, device=device)
     for part in qkv.split([4, 2, 2], 1):
         got = kernels.rms_norm(part, weight, 1e-6)
-        assert_close(got, reference.rms_norm(part.double(), weight.double(), 1e-6), part.dtype)
+        assert_close("rms_norm", got, reference.rms_norm(part.double(), weight.double(), 1e-6), part.dtype)
         assert got.is_contiguous()
 
 
@@ -102,8 +70,8 @@ def test_add_rms_norm(rows, dim, dtype, device):
     weight = torch.randn(dim, device=device)
     normed, total = kernels.add_rms_norm(x, residual, weight, 1e-6)
     wanted = reference.add_rms_norm(x.double(), residual.double(), weight.double(), 1e-6)
-    assert_close(normed, wanted[0], dtype)
-    assert_close(total, wanted[1], dtype)
+    assert_close("add_rms_norm", normed, wanted[0], dtype)
+    assert_close("add_rms_norm", total, wanted[1], dtype)
 
 
 @pytest.mark.parametrize("activation", ["gelu_tanh", "silu"])
@@ -112,6 +80,7 @@ def test_add_rms_norm(rows, dim, dtype, device):
 def test_gated_activation(tokens, size, dtype, activation, device):
     gate_up = random_tensor(tokens, 2 * size, dtype=dtype, device=device, scale=4)
     assert_close(
+        "gated_activation",
         kernels.gated_activation(gate_up, activation),
         reference.gated_activation(gate_up.double(), activation),
         dtype,
@@ -125,12 +94,6 @@ def test_gated_activation_of_large_gates_stays_finite(device):
         assert torch.allclose(out.cpu(), torch.tensor([[100.0, 0.0, 1e4, 0.0]]))
 
 
-def rotations(tokens, dim, device):
-    """[tokens, 2, d]: cosines and signed sines, as the model's table has them."""
-    angle = torch.rand(tokens, dim // 2, device=device) * 100
-    return torch.stack([angle.cos().repeat(1, 2), torch.cat([-angle.sin(), angle.sin()], -1)], 1)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads,kv_heads,dim", [(8, 1, 256), (3, 3, 64), (6, 2, 128)])
 def test_rotary_embedding(heads, kv_heads, dim, dtype, device):
@@ -139,7 +102,7 @@ def test_rotary_embedding(heads, kv_heads, dim, dtype, device):
     cos_sin = rotations(4, dim, device)
     wanted = reference.rotary_embedding(q.double(), k.double(), cos_sin.double())
     for got, want in zip(kernels.rotary_embedding(q, k, cos_sin), wanted, strict=True):
-        assert_close(got, want, dtype)
+        assert_close("rotary_embedding", got, want, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -160,27 +123,6 @@ def test_a_negative_slot_is_skipped(device):
     k = torch.ones(2, 1, 64, device=device)
     kernels.write_kv(k, k, cache, torch.tensor([-1, 5], device=device))
     assert cache.k.sum() == 64 and (cache.k[1, 1] == 1).all()
-
-
-def paged_cache(lengths, kv_heads, dim, block_size, dtype, device):
-    """Random keys in shuffled blocks; every slot that no row owns holds NaN."""
-    blocks = [-(-length // block_size) for length in lengths]
-    free = torch.randperm(sum(blocks) + 3).tolist()
-    cache = LayerCache(
-        *(torch.full((len(free), block_size, kv_heads, dim), torch.nan, dtype=dtype, device=device) for _ in "kv")
-    )
-    table = torch.zeros(len(lengths), max(max(blocks), 1), dtype=torch.int32)
-    for row, length in enumerate(lengths):
-        for i in range(blocks[row]):
-            table[row, i] = block = free.pop()
-            filled = min(block_size, length - i * block_size)
-            for part in (cache.k, cache.v):
-                part[block, :filled] = random_tensor(filled, kv_heads, dim, dtype=dtype, device=device)
-    return cache, table.to(device), torch.tensor(lengths, dtype=torch.int32, device=device)
-
-
-def double(cache):
-    return LayerCache(cache.k.double(), cache.v.double())
 
 
 # heads, kv_heads, head_dim, block_size, dtype, window, soft_cap
@@ -206,7 +148,7 @@ def test_decode_attention(heads, kv_heads, dim, block_size, dtype, window, soft_
     options = {"scale": dim**-0.5, "window": window, "soft_cap": soft_cap}
     got = kernels.decode_attention(q, cache, table, lengths, **options)
     wanted = reference.decode_attention(q.double(), double(cache), table, lengths, **options)
-    assert_close(got, wanted, dtype)
+    assert_close("decode_attention", got, wanted, dtype)
 
 
 @pytest.mark.parametrize("window", [None, 100])
@@ -230,7 +172,7 @@ def test_long_rows_are_split_and_put_together_again(window, device, monkeypatch)
     got = kernels.decode_attention(q, cache, table, lengths, scale=0.3, window=window)
     wanted = reference.decode_attention(q.double(), double(cache), table, lengths, scale=0.3, window=window)
     assert combined, "nothing was split"
-    assert_close(got, wanted, torch.float32)
+    assert_close("decode_attention", got, wanted, torch.float32)
 
 
 def test_large_scores_do_not_overflow(device):
@@ -238,7 +180,9 @@ def test_large_scores_do_not_overflow(device):
     q = random_tensor(1, 1, 2, 64, dtype=torch.float32, device=device, scale=1e3)
     got = kernels.decode_attention(q, cache, table, lengths, scale=1.0)
     wanted = reference.decode_attention(q.double(), double(cache), table, lengths, scale=1.0)
-    assert_close(got, wanted, torch.float32, times=100)  # the scores are in the thousands: their rounding is larger
+    assert_close(
+        "decode_attention, large scores", got, wanted, torch.float32, times=100
+    )  # the scores are in the thousands: their rounding is larger
 
 
 def test_a_row_of_length_0_gets_zeros_and_harms_nobody(device):
@@ -258,7 +202,7 @@ def test_prefill_attention(heads, kv_heads, dim, block_size, dtype, window, soft
     options = {"max_queries": max(queries), "scale": dim**-0.5, "window": window, "soft_cap": soft_cap}
     got = kernels.prefill_attention(q, cache, table, lengths, starts, **options)
     wanted = reference.prefill_attention(q.double(), double(cache), table, lengths, starts, **options)
-    assert_close(got, wanted, dtype)
+    assert_close("prefill_attention", got, wanted, dtype)
 
 
 def test_decode_of_several_layer_groups_reads_its_own_table(device):
@@ -268,7 +212,7 @@ def test_decode_of_several_layer_groups_reads_its_own_table(device):
     q = random_tensor(2, 1, 2, 64, dtype=torch.float32, device=device)
     got = kernels.decode_attention(q, cache, wide[1][:, : table.shape[1]], lengths, scale=0.1)
     wanted = reference.decode_attention(q.double(), double(cache), table, lengths, scale=0.1)
-    assert_close(got, wanted, torch.float32)
+    assert_close("decode_attention", got, wanted, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -278,7 +222,7 @@ def test_logits_are_capped_where_they_lie(dtype, device):
     wanted = 30 * torch.tanh(logits.double() / 30)
     got = sampling.soft_cap(logits, 30.0)
     assert got is logits and logits.abs().max() == 30
-    assert_close(got, wanted, dtype)
+    assert_close("soft_cap", got, wanted, dtype)
     with pytest.raises(ValueError, match="contiguous"):
         sampling.soft_cap(logits[:, 1:], 30.0)
 
@@ -288,7 +232,7 @@ def test_half_precision_logits_stay_so_with_and_without_a_cap(device):
     weight = DenseWeight(random_tensor(500, 64, dtype=torch.bfloat16, device=device))
     for cap in (None, 20.0):
         wanted = reference.lm_head(hidden.double(), DenseWeight(weight.weight.double()), cap)
-        assert_close(kernels.lm_head(hidden, weight, cap), wanted, torch.bfloat16)
+        assert_close("lm_head", kernels.lm_head(hidden, weight, cap), wanted, torch.bfloat16)
 
 
 def test_temperature_0_takes_the_first_largest_logit(device):
@@ -355,7 +299,7 @@ def test_a_small_model_gives_the_same_logits_on_kernels(architecture, tmp_path, 
         setattr(on_kernels, name, getattr(kernels, name, getattr(reference, name)))
     wanted = logits_of(model, device)
     model.ops = on_kernels
-    assert_close(logits_of(model, device), wanted, torch.float32, times=3)
+    assert_close("small model", logits_of(model, device), wanted, torch.float32, times=3)
 
 
 def test_every_family_is_tried_on_kernels():

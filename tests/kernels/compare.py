@@ -1,0 +1,65 @@
+"""A kernel's result beside a float64 reference: how near it has to be, and how near it was.
+
+Where MINILLM_NOTES names a file, every comparison adds a line to it; `record.py` makes a record of those.
+"""
+
+import json
+import os
+import random
+
+import torch
+
+from minillm.kv_cache import LayerCache
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # relative, of the whole result
+DTYPES = [torch.float32, torch.bfloat16]
+COMPILED = torch.cuda.is_available()  # else interpreted, where a program takes milliseconds
+SEED = int(os.environ.get("MINILLM_TEST_SEED", random.SystemRandom().randrange(2**31)))  # a new one every session
+
+
+def assert_close(kernel: str, got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, times: float = 1.0) -> None:
+    """||got - wanted|| / ||wanted|| within the dtype's tolerance, `times` over; dtype and shape as they should be."""
+    assert got.dtype == dtype and got.shape == wanted.shape
+    wanted = wanted.double()
+    error = ((got.double() - wanted.to(got.device)).norm() / wanted.norm().clamp(min=1e-30)).item()
+    note(kernel, dtype, error, TOLERANCE[dtype] * times)
+    assert error <= TOLERANCE[dtype] * times, f"relative error {error:.2e}"  # also fails on NaN
+
+
+def note(what: str, dtype: torch.dtype, error: float, bound: float) -> None:
+    if path := os.environ.get("MINILLM_NOTES"):
+        line = {"what": what, "dtype": str(dtype).removeprefix("torch."), "error": error, "bound": bound, "seed": SEED}
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def random_tensor(*shape, dtype, device, scale=1.0) -> torch.Tensor:
+    return (torch.randn(*shape, device=device) * scale).to(dtype)
+
+
+def rotations(tokens: int, dim: int, device) -> torch.Tensor:
+    """[tokens, 2, d]: cosines and signed sines, as the model's table has them."""
+    angle = torch.rand(tokens, dim // 2, device=device) * 100
+    return torch.stack([angle.cos().repeat(1, 2), torch.cat([-angle.sin(), angle.sin()], -1)], 1)
+
+
+def paged_cache(lengths, kv_heads, dim, block_size, dtype, device):
+    """Random keys in shuffled blocks; every slot that no row owns holds NaN: (cache, table, lengths)."""
+    blocks = [-(-length // block_size) for length in lengths]
+    free = torch.randperm(sum(blocks) + 3)
+    owned = torch.zeros(len(free), block_size, dtype=torch.bool)
+    table = torch.zeros(len(lengths), max(*blocks, 1), dtype=torch.int32)
+    given = 0
+    for row, (length, count) in enumerate(zip(lengths, blocks, strict=True)):
+        mine = free[given : given + count]
+        given += count
+        table[row, :count] = mine
+        owned[mine] = (torch.arange(count * block_size) < length).view(count, block_size)
+    cache = LayerCache(*(random_tensor(len(free), block_size, kv_heads, dim, dtype=dtype, device=device) for _ in "kv"))
+    for part in (cache.k, cache.v):
+        part[~owned.to(device)] = torch.nan
+    return cache, table.to(device), torch.tensor(lengths, dtype=torch.int32, device=device)
+
+
+def double(cache: LayerCache) -> LayerCache:
+    return LayerCache(cache.k.double(), cache.v.double())
