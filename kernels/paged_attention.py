@@ -197,7 +197,7 @@ def decode_attention(
     decode_kernel[(rows, kv_heads, splits)](
         q, k_cache, v_cache, block_table, lengths, parts, log_total, scale, block_table.stride(0),
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
-        QUERIES=queries, GROUP=group, SPLITS=splits, ROWS=launch.rows, KEYS=launch.keys, DIM=dim, BLOCK_SIZE=block_size,
+        QUERIES=queries, GROUP=group, SPLITS=splits, ROWS=packed, KEYS=launch.keys, DIM=dim, BLOCK_SIZE=block_size,
         WINDOW=window or 0, SOFT_CAP=soft_cap or 0.0, PRODUCT=_product_type(q.dtype),
         num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip

@@ -386,6 +386,7 @@ class EngineConfig:
     enable_prefix_caching   share the blocks of equal prompt beginnings
     run_ahead               steps launched before the first one's tokens are read (0: none)
     seed                    of every request that names none
+    plan                    a file that `minillm build` wrote: options, CUDA graphs and launches measured on this GPU
     """
 
     dtype: str = "auto"
@@ -401,6 +402,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     run_ahead: int = 1
     seed: int = 0
+    plan: str | None = None
 
     def __post_init__(self) -> None:
         choices = {

@@ -16,7 +16,9 @@ import numpy as np
 import torch
 
 from .config import ConfigError, EngineConfig, ModelConfig
-from .loader import check_tokenizer, load_model, resolve
+from .kernels import launches
+from .loader import check_tokenizer, load_model, read_config, resolve
+from .plan import Plan
 from .request import Completion, Delta, InvalidRequest, Request, SamplingParams
 from .runner import Launched, Results, Runner
 from .sampler import derived_seed
@@ -59,8 +61,12 @@ class Engine:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         elif device.startswith("cuda") and not torch.cuda.is_available():
             raise ConfigError("device='cuda', but torch finds no GPU here; use device='cpu', or see `minillm doctor`")
-        self.config = self.config.on(device)
         place = resolve(model)
+        self.plan = None if self.config.plan is None else Plan.read(self.config.plan)
+        if self.plan is not None:
+            self.config = self.plan.configure(self.config, read_config(place), device)
+        self._launches = {} if self.plan is None else self.plan.table()
+        self.config = self.config.on(device)
         self.name = place.name if isinstance(place, Path) else place
         if tokenizer is None and isinstance(place, Path) and (place / "tokenizer.json").exists():
             tokenizer = place
@@ -79,7 +85,10 @@ class Engine:
         if self.tokenizer is not None:
             check_tokenizer(self.tokenizer, self.model_config)
         self.max_model_len = self.config.max_model_len or self.model_config.max_model_len
-        self.runner = Runner(self.model, self.config, self.max_model_len)
+        with launches.using(self._launches):
+            self.runner = Runner(self.model, self.config, self.max_model_len)
+            if self.plan is not None and self.runner.graphs is not None:
+                self.runner.graphs.capture(map(tuple, self.plan.graphs))
         self.scheduler = Scheduler(
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
@@ -192,7 +201,8 @@ class Engine:
                         self._watched[request.row] = tracked
                     else:
                         self._watched.pop(request.row, None)
-                self.in_flight.append(self.runner.launch(step))
+                with launches.using(self._launches):
+                    self.in_flight.append(self.runner.launch(step))
             if self.in_flight:
                 self._read(self.in_flight.popleft())
         except BaseException:

@@ -51,7 +51,7 @@ def load_model(
         raise ConfigError(
             f'"{place}" is a shape without weights: pass load_format="dummy" for random ones, or a directory'
         )
-    config = PRESETS[place] if isinstance(place, str) else ModelConfig.from_directory(place)
+    config = read_config(place)
     if max_model_len is not None and max_model_len > config.max_model_len:
         raise ConfigError(f"max_model_len={max_model_len} is more than this model's {config.max_model_len} tokens")
     if dtype == "auto":
@@ -65,6 +65,11 @@ def load_model(
     else:
         fill_from_files(built, files)
     return built
+
+
+def read_config(place: Path | str) -> ModelConfig:
+    """The shape of what `resolve` returned."""
+    return PRESETS[place] if isinstance(place, str) else ModelConfig.from_directory(place)
 
 
 def resolve(model: str | Path | None) -> Path | str:
