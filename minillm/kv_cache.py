@@ -99,6 +99,12 @@ class BlockPool:
             self._block_of[key] = block
             self._key_of[block] = key
 
+    def forget(self) -> None:
+        """Know no prefix any more: cached blocks become free, used ones are found by nobody."""
+        self._free.extend(self._cached)
+        for known in (self._cached, self._block_of, self._key_of):
+            known.clear()
+
     def unreferenced(self, blocks: Iterable[int]) -> int:
         """How many of these are cached only: sharing them makes that many fewer available."""
         return sum(self.references[block] == 0 for block in blocks)

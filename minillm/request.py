@@ -50,6 +50,8 @@ class SamplingParams:
     logprobs            report this many likeliest tokens beside each generated one
     prompt_logprobs     the same for each token of the prompt
     logit_bias          {token id: added to its logit}, in [-100, 100]
+    cache_salt          cached beginnings are shared only with requests of the same salt: one for each tenant
+    use_prefix_cache    share the beginning of the prompt with other requests at all
     """
 
     max_tokens: int = 16
@@ -68,6 +70,8 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] | None = None
+    cache_salt: str = ""
+    use_prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
@@ -101,6 +105,9 @@ class SamplingParams:
             _check(ok, f"{name} must be a whole number from 0 to {MAX_LOGPROBS}, not {value!r}")
         ok = self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**63)
         _check(ok, f"seed must be a 64-bit whole number, not {self.seed!r}")
+        _check(isinstance(self.cache_salt, str), f"cache_salt must be a string, not {self.cache_salt!r}")
+        ok = isinstance(self.use_prefix_cache, bool)
+        _check(ok, f"use_prefix_cache must be True or False, not {self.use_prefix_cache!r}")
         for text in self.stop:
             _check(isinstance(text, str) and text != "", f"stop strings must be non-empty strings, not {text!r}")
         for token in self.stop_token_ids:
@@ -166,7 +173,6 @@ class Request:
     limit: int  # most tokens, prompt and output
     stop_ids: tuple[int, ...] = ()
     seed: int = 0
-    salt: str = ""  # requests share cached prefixes only with those of the same salt
     known: np.ndarray = field(default=None)  # [tokens] int32
     arrival: int = -1
     row: int = -1

@@ -65,7 +65,6 @@ class Scheduler:
         self.confirmed = np.zeros(rows, np.int32)  # tokens in `tokens`
         self.known = np.zeros(rows, np.int32)  # confirmed, and sampled by steps not read yet
         self.computed = np.zeros(rows, np.int32)  # tokens whose K and V launched steps have written
-        self.settled = np.zeros(rows, np.int32)  # the same for steps that have been read
         self.limit = np.zeros(rows, np.int32)  # most tokens, prompt and output
         self.stop_ids = np.full((rows, 4), -1, np.int32)
         self.arrival = np.zeros(rows, np.int64)
@@ -125,6 +124,7 @@ class Scheduler:
         for request in given_up:
             self.finish(request, "abort")
         self._open_fence()
+        self.pool.forget()  # what the failed steps were to write is not there
         return given_up
 
     @property
@@ -212,14 +212,16 @@ class Scheduler:
             count = min(known - int(self.computed[row]), budget)
             budget -= count
             admitted.append((row, count))
+            # The next to be admitted may share what this step is going to write.
+            self._register(request, int(self.computed[row]) + count)
         return admitted
 
     def _find_prefix(self, request: Request) -> list[list[int]]:
         """Cached blocks of the request's beginning, [blocks][groups]. At least one token is left to compute."""
-        if not self.prefix_caching or request.params.prompt_logprobs is not None:
+        if not self._shares(request) or request.params.prompt_logprobs is not None:
             return []
         full = (len(request.known) - 1) // self.block_size
-        request.keys = prefix_keys(request.known, self.block_size, request.salt, request.keys)
+        request.keys = prefix_keys(request.known, self.block_size, request.params.cache_salt, request.keys)
         found = self.pool.lookup(key for prefix in request.keys[:full] for key in self._group_keys(prefix))
         return [found[i : i + self.groups] for i in range(0, len(found) - self.groups + 1, self.groups)]
 
@@ -232,6 +234,8 @@ class Scheduler:
         self.launched += 1
         self.last_step[rows] = self.launched
         self.computed[rows] += queries
+        for row in rows[singles:]:
+            self._register(self.requests[row], int(self.computed[row]))
         samples = self.computed[rows] == self.known[rows]
         self.known[rows[samples]] += 1
         step = Step(self.launched, rows, starts, queries, samples, singles, self._admitted)
@@ -253,15 +257,10 @@ class Scheduler:
         assert step.number == self.read + 1, "steps are read in the order they were launched"
         self.read = step.number
         alive = self.confirmed[step.rows] > 0
-        self.settled[step.rows[alive]] = (step.starts + step.queries)[alive]
         sampling, alive_sampling = step.rows[step.samples], alive[step.samples]
         rows, sampled = sampling[alive_sampling], sampled[alive_sampling]
         self.tokens[rows, self.confirmed[rows]] = sampled
         self.confirmed[rows] += 1
-        if self.prefix_caching:
-            for row in step.rows[step.singles :]:
-                if self.confirmed[row]:
-                    self._register(self.requests[row])
         stopped = (self.stop_ids[rows] == sampled[:, None]).any(axis=1)
         full = self.confirmed[rows] == self.limit[rows]
         ended = []
@@ -280,6 +279,9 @@ class Scheduler:
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
+    def _shares(self, request: Request) -> bool:
+        return self.prefix_caching and request.params.use_prefix_cache
+
     def _group_keys(self, prefix: bytes) -> list[bytes]:
         return [prefix + bytes([group]) for group in range(self.groups)]
 
@@ -295,7 +297,7 @@ class Scheduler:
         known, count = len(request.known), blocks.shape[1]
         self.tokens[row, :known] = request.known
         self.confirmed[row] = self.known[row] = known
-        self.computed[row] = self.settled[row] = shared * self.block_size
+        self.computed[row] = shared * self.block_size
         self.limit[row] = request.limit
         stops = request.stop_ids
         if len(stops) > self.stop_ids.shape[1]:
@@ -316,8 +318,7 @@ class Scheduler:
     def _vacate(self, request: Request) -> None:
         """Take a request out of its row. Row and blocks wait behind the fence for the steps in flight."""
         row = request.row
-        if self.prefix_caching:
-            self._register(request)
+        self._register(request, int(self.computed[row]))
         request.known = self.tokens[row, : self.confirmed[row]].copy()
         request.row = -1
         self.requests[row] = None
@@ -334,14 +335,18 @@ class Scheduler:
             self.pool.release(blocks)
             self._free_rows.append(row)
 
-    def _register(self, request: Request) -> None:
-        """Let others share the full blocks whose tokens are confirmed and whose keys and values are written."""
+    def _register(self, request: Request, written: int) -> None:
+        """Let others share the full blocks among the first `written` tokens whose tokens are confirmed.
+
+        The steps that write them need not have been read, nor even launched before the one that shares them: steps run
+        in order, and within a step every layer writes all keys and values before any row attends to them.
+        """
         row = request.row
-        full = min(int(self.settled[row]), int(self.confirmed[row])) // self.block_size
-        if full <= request.registered:
+        full = min(written, int(self.confirmed[row])) // self.block_size
+        if full <= request.registered or not self._shares(request):
             return
         known = self.tokens[row, : full * self.block_size]
-        request.keys = prefix_keys(known, self.block_size, request.salt, request.keys[:full])
+        request.keys = prefix_keys(known, self.block_size, request.params.cache_salt, request.keys[:full])
         for column in range(request.registered, full):
             for group, key in enumerate(self._group_keys(request.keys[column])):
                 self.pool.register(int(self.block_table[group, row, column]), key)
@@ -358,7 +363,7 @@ class Scheduler:
         assert sorted(rows) == list(range(len(self.requests))), "a row is lost or in two places"
         for request in running:
             row = request.row
-            assert self.settled[row] <= self.computed[row] <= self.known[row], f"row {row}: tokens out of order"
+            assert self.computed[row] <= self.known[row], f"row {row}: tokens out of order"
             assert self.confirmed[row] <= self.known[row] <= self.limit[row], f"row {row}: too many tokens"
             assert self.computed[row] <= self.held[row] * self.block_size, f"row {row}: tokens without a block"
         assert all(request.row == -1 for request in self.waiting), "a waiting request holds a row"

@@ -129,6 +129,39 @@ def test_prefix_hits_equal_alone(directory, prompts, alone):
     assert again == alone
 
 
+def shared_beginnings(count: int = 64, prefix: int = 512, most: int = 64) -> list[list[int]]:
+    rng = random.Random(1)
+    beginning = [rng.randrange(4, 90) for _ in range(prefix)]
+    return [[*beginning, *(rng.randrange(4, 90) for _ in range(rng.randint(1, most)))] for _ in range(count)]
+
+
+def computed_in_prefill(prompts, params=GREEDY, **options) -> tuple[int, list[list[int]]]:
+    """Tokens that the prompts' steps computed, and the outputs."""
+    with LLM(device="cpu", max_num_batched_tokens=4096, **options) as llm:
+        found = llm.generate(prompts, params)
+        return sum(map(len, prompts)) - llm.stats()["prefix_hit_tokens"], [each.token_ids for each in found]
+
+
+def test_requests_that_come_at_once_compute_their_common_beginning_once():
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    prompts = shared_beginnings()
+    shared, tokens_shared = computed_in_prefill(prompts, params)
+    alone, tokens_alone = computed_in_prefill(prompts, params, enable_prefix_caching=False)
+    assert alone == sum(map(len, prompts))
+    assert shared <= 0.2 * alone
+    assert tokens_shared == tokens_alone
+
+
+def test_salts_keep_tenants_apart_and_a_request_may_stay_out():
+    prompts = shared_beginnings(count=4, prefix=64, most=8)
+    base = {"max_tokens": 2, "temperature": 0}
+    total = sum(map(len, prompts))
+    assert computed_in_prefill(prompts, SamplingParams(**base))[0] == total - 3 * 64
+    assert computed_in_prefill(prompts, SamplingParams(**base, use_prefix_cache=False))[0] == total
+    salted = [SamplingParams(**base, cache_salt=salt) for salt in "aabb"]
+    assert computed_in_prefill(prompts, salted)[0] == total - 2 * 64
+
+
 def test_the_operations_references_give_the_same_tokens(directory, prompts, alone):
     reference = {name: getattr(minillm.ops.reference, name) for name in minillm.ops.names()}
     with minillm.using(**reference) as used:

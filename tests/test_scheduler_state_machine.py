@@ -123,16 +123,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         prompt=st.lists(st.sampled_from([0, 0, 0, 0, 1]), min_size=1, max_size=14),
         output=st.integers(1, 12),
-        salt=st.sampled_from("aab"),
+        salt=st.sampled_from("aaab"),
+        shares=st.integers(0, 9),
     )
-    def submit(self, prompt, output, salt):
+    def submit(self, prompt, output, salt, shares):
         request = Request(
             request_id=str(len(self.requests)),
             prompt=np.array(prompt, np.int32),
-            params=SamplingParams(max_tokens=output),
+            params=SamplingParams(max_tokens=output, cache_salt=salt, use_prefix_cache=shares > 0),
             limit=len(prompt) + output,
             stop_ids=(STOP,),
-            salt=salt,
         )
         needed = -(-request.limit // self.scheduler.block_size) * self.scheduler.groups
         if needed > self.scheduler.pool.num_blocks:
@@ -147,6 +147,19 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, choice):
         running = [request for request in self.requests if request.finish_reason is None]
         self.scheduler.finish(running[choice % len(running)], "abort")
+
+    @precondition(lambda self: self.in_flight)
+    @rule(lucky=st.integers(0, 9))
+    def fail(self, lucky):
+        """Now and then a step fails: whatever the steps in flight were to write is lost."""
+        if lucky:
+            return
+        for _, _, owners in self.in_flight:
+            for block, _ in owners:
+                for offset in range(self.scheduler.block_size):
+                    self.device.slots.pop((block, offset), None)
+        self.in_flight.clear()
+        self.scheduler.abandon()
 
     @rule()
     def launch(self):
@@ -181,12 +194,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 for request in self.scheduler.requests:
                     if request is not None and request is not owner:
                         held = table[:, request.row, : self.scheduler.held[request.row]]
-                        assert block not in held or block in self.shared(owner), "a block in flight has a new owner"
+                        assert block not in held or block in self.shared(request), "a block in flight has a new owner"
 
     def shared(self, request: Request) -> set[int]:
         """Blocks of a running request that others may hold too, because they are full and registered."""
-        if request is None or request.row < 0:
-            return set()
         return set(self.scheduler.block_table[:, request.row, : request.registered].ravel().tolist())
 
     def teardown(self):
@@ -281,15 +292,21 @@ class StopsOneLate(Scheduler):
 
 
 class SharesUnwrittenBlocks(Scheduler):
-    """A request that is aborted in mid-prompt leaves all of its prompt in the prefix cache."""
+    """A request shares its whole prompt, though its steps have computed only a part."""
 
-    def _vacate(self, request):
-        self.settled[request.row] = self.confirmed[request.row]
-        super()._vacate(request)
+    def _register(self, request, written):
+        super()._register(request, int(self.confirmed[request.row]))
+
+
+class RemembersWhatFailed(BlockPool):
+    """Blocks of a failed step are still found by their prefix."""
+
+    def forget(self):
+        pass
 
 
 FAULTS = [ForgetsReferences, GivesTwice, KeepsStaleKeys, SkipsTheFence, OverspendsByOne, StopsOneLate]
-FAULTS += [SharesUnwrittenBlocks]
+FAULTS += [SharesUnwrittenBlocks, RemembersWhatFailed]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)

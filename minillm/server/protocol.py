@@ -68,6 +68,7 @@ class GenerationRequest(BaseModel):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     logit_bias: dict[str, float] | None = None
+    cache_salt: str | None = None
     return_token_ids: bool | None = None
 
     def sampling(self, **computed) -> list[SamplingParams]:
