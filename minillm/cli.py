@@ -268,6 +268,29 @@ def roofline(
     roofline.run(model, batches=batch, prompts=prompt, json_path=json_path, **engine_options)
 
 
+@bench_app.command()
+@with_engine_options
+def ablation(
+    model: Model = None,
+    workload: Annotated[list[str], typer.Option(help="A workload's name or its first word; repeatable.")] = (
+        "single",
+        "chat",
+    ),
+    requests: Annotated[
+        int | None, typer.Option(help="Only the first this many requests.  [default: 256, on a CPU 16]")
+    ] = None,
+    scale: Annotated[int, typer.Option(help="Divide all lengths by this.")] = 1,
+    repeat: Annotated[int, typer.Option(help="Timed runs of a setting, after one that warms up.")] = 3,
+    json_path: JsonPath = None,
+    **engine_options: Any,
+) -> None:
+    """What each part is worth: CUDA graphs, sampling in them, run-ahead, attention, fusion, taken away in turn."""
+    from minillm.bench import ablation
+
+    options = {"workload": workload, "requests": requests, "scale": scale, "repeat": repeat}
+    ablation.run(model, **options, json_path=json_path, **engine_options)
+
+
 @app.command("eval")
 @with_engine_options
 def evaluate(

@@ -4,7 +4,7 @@ Each takes a record (`records.read` or what a benchmark returned), draws on `ax`
 returns the axes. Nothing is measured here: a picture can be redrawn from its record at any time.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from . import serve
@@ -88,6 +88,42 @@ def requests(record: Mapping, ax=None):
     return _plain(ax)
 
 
+def ablation(record: Mapping, ax=None, groups: Sequence[str] | None = None):
+    """Settings of an ablation record as horizontal bars, group by group: speed as a share of the group's best.
+
+    A bar's colour is its workload, the figure at its end its output tokens a second. groups: those shown, in this
+    order (default: all). Raises ValueError when the record has no such group.
+    """
+    there = list(dict.fromkeys(row["group"] for row in record["results"]))
+    if unknown := set(groups or ()) - set(there):
+        raise ValueError(f"the record has no group {', '.join(sorted(unknown))}; it has: {', '.join(there)}")
+    rows = [row for group in groups or there for row in record["results"] if row["group"] == group]
+    works = list(dict.fromkeys((row["workload"], row["requests"]) for row in record["results"]))
+    places, place = {}, 0.0
+    for row in rows:
+        bar = row["group"], row["name"]
+        if bar not in places:
+            place += 1.6 if places and row["group"] != list(places)[-1][0] else 1  # a gap between groups
+            places[bar] = place
+    height = 0.8 / len(works)
+    ax = ax or _axes(height=0.6 + 0.34 * place)
+    for number, (work, colour) in enumerate(zip(works, (OURS, "#a9d6e5", THEIRS, "#013a63"), strict=False)):
+        shown = [row for row in rows if (row["workload"], row["requests"]) == work]
+        best = {row["group"]: 0.0 for row in shown}
+        for row in shown:
+            best[row["group"]] = max(best[row["group"]], row["output_tokens_per_s"])
+        at = [places[row["group"], row["name"]] + (number + 0.5) * height - 0.4 for row in shown]
+        shares = [row["output_tokens_per_s"] / best[row["group"]] for row in shown]
+        bars = ax.barh(at, shares, height, color=colour, label=f"{work[1]} request" + ("s" if work[1] > 1 else ""))
+        ax.bar_label(bars, [f"{row['output_tokens_per_s']:,.0f}" for row in shown], padding=2, fontsize=7)
+    ax.set_yticks(list(places.values()), [": ".join(bar) for bar in places])
+    ax.invert_yaxis()
+    ax.set(xlabel="output tokens / s, as a share of the group's best", xlim=(0, 1.2))
+    ax.set_title(f"{record['model']}, {record['dtype']}, {_machine(record)}", fontsize=9)
+    ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    return _plain(ax)
+
+
 def save(record: Mapping, path: str | Path) -> None:
     """Both pictures of a serving record, side by side, in a file; its suffix says which kind."""
     from matplotlib.figure import Figure
@@ -99,10 +135,10 @@ def save(record: Mapping, path: str | Path) -> None:
     figure.savefig(path, facecolor="white")
 
 
-def _axes():
+def _axes(height: float = 3.6):
     import matplotlib.pyplot as plt
 
-    return plt.subplots(figsize=(6.4, 3.6), layout="constrained")[1]
+    return plt.subplots(figsize=(6.4, height), layout="constrained")[1]
 
 
 def _plain(ax):

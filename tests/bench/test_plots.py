@@ -28,3 +28,38 @@ def test_bars_are_medians_and_dots_are_runs():
 def test_a_workload_that_was_not_measured_is_named():
     with pytest.raises(ValueError, match="no workload 'chat'; it has: mixed"):
         plots.throughput(RECORD, "chat")
+
+
+SPEEDS = (("graphs", "off", 50), ("graphs", "on", 200), ("ahead", "0", 10))
+ABLATION = {
+    "results": [
+        {"group": group, "name": name, "workload": work, "requests": requests, "output_tokens_per_s": speed * requests}
+        for work, requests in (("single", 1), ("chat", 256))
+        for group, name, speed in (
+            ("graphs", "off", 50 * requests),
+            ("graphs", "on", 200 * requests),
+            ("ahead", "0", 9),
+        )
+    ],
+    "model": "a model",
+    "dtype": "float32",
+    "machine": RECORD["machine"],
+}
+
+
+def test_ablation_bars_are_shares_of_the_best_of_their_group_with_the_rate_written_on():
+    ax = plots.ablation(ABLATION)
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["graphs: off", "graphs: on", "ahead: 0"]
+    one, many = ax.containers
+    assert [bar.get_width() for bar in one] == [bar.get_width() for bar in many] == [0.25, 1, 1]
+    assert {"50", "12,800"} <= {text.get_text() for text in ax.texts}
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["1 request", "256 requests"]
+    tops = [bar.get_y() for bars in zip(one, many, strict=True) for bar in bars]
+    assert tops == sorted(tops), "bars of a setting lie together"
+
+
+def test_groups_of_an_ablation_can_be_chosen_and_unknown_ones_are_named():
+    ax = plots.ablation(ABLATION, groups=["ahead"])
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["ahead: 0"]
+    with pytest.raises(ValueError, match="no group heads; it has: graphs, ahead"):
+        plots.ablation(ABLATION, groups=["heads"])

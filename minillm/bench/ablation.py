@@ -1,0 +1,189 @@
+"""`minillm bench ablation`: one part of the engine taken away at a time, and what that costs.  Lessons 03 and 04.
+
+A group compares settings that differ in one thing: CUDA graphs, sampling inside them, steps launched ahead, the decode
+attention, fused kernels. All in one process on one model, first each setting's warm-up, then its runs. A setting that
+stands in two groups is measured once.
+"""
+
+import json
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import ops
+from ..config import ModelConfig
+from ..kv_cache import LayerCache
+from ..ops import reference
+from ..parts import using
+from . import offline, records, workloads
+from .workloads import BenchRequest
+
+REQUESTS = {"cpu": 16, "cuda": 256}  # of the batch workload
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the engine runs; the defaults are those of the engine."""
+
+    graphs: bool = True
+    sampling_in_graph: bool = True
+    single_row: bool = True  # the fused step of one request
+    run_ahead: int = 1
+    operations: str = "own"  # a name in OPERATIONS
+
+
+def torch_attention(
+    q: Tensor,
+    cache: LayerCache,
+    block_table: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Decode attention with torch's own: gather every row's blocks, then scaled_dot_product_attention with a mask.
+
+    As `ops.reference.decode_attention` for one query a row and no soft cap; padding attends to one key.
+    """
+    rows, queries, heads, head_dim = q.shape
+    if queries != 1:
+        raise ValueError(f"torch_attention knows one query a row, not {queries}")
+    k, v = (part[block_table].flatten(1, 2).transpose(1, 2) for part in (cache.k, cache.v))
+    key = torch.arange(k.shape[2], device=q.device)
+    ends = lengths.clamp(min=1)[:, None]
+    seen = key < ends
+    if window:
+        seen &= key >= ends - window
+    # The query heads of one KV head pose as its queries.
+    packed = q.reshape(rows, k.shape[1], -1, head_dim)
+    out = F.scaled_dot_product_attention(packed, k, v, attn_mask=seen[:, None, None], scale=scale)
+    return out.reshape(q.shape)
+
+
+FUSED = ("rms_norm", "add_rms_norm", "rotary_embedding", "gated_activation")
+OPERATIONS: dict[str, dict[str, Callable]] = {
+    "own": {},
+    "torch attention": {"decode_attention": torch_attention},
+    "plain torch": {name: getattr(reference, name) for name in FUSED},
+    "reference": {name: getattr(reference, name) for name in ops.names()},
+}
+
+Groups = dict[str, dict[str, Setting]]  # what is compared -> a name for each setting
+
+
+def groups(device: str, model: ModelConfig, requests: int) -> Groups:
+    """The comparisons there are on a device for one request or for several."""
+    ahead = {"run-ahead": {str(steps): Setting(run_ahead=steps) for steps in (0, 1, 3)}}
+    if device == "cpu":
+        return ahead | {"operations": {"reference": Setting(operations="reference"), "fast CPU": Setting()}}
+    unfused = Setting(single_row=False)
+    attention = {"torch": replace(unfused, operations="torch attention"), "Triton": unfused}
+    fusion = {"plain torch": replace(unfused, operations="plain torch"), "a kernel an operation": unfused}
+    if requests == 1:
+        fusion["five launches a layer"] = Setting()
+    return {
+        "CUDA graphs": {"off": Setting(graphs=False), "on": Setting()},
+        "sampling": {"behind the graph": Setting(sampling_in_graph=False), "in the graph": Setting()},
+        **ahead,
+        **({} if model.attention_soft_cap else {"decode attention": attention}),
+        "fusion": fusion,
+    }
+
+
+@contextmanager
+def applied(llm, setting: Setting) -> Iterator[None]:
+    """Run an idle engine with a setting until the block ends."""
+    engine, runner = llm.engine, llm.engine.runner
+    before = engine.config, runner.graphs
+    engine.config = replace(engine.config, run_ahead=setting.run_ahead)
+    if not setting.graphs:
+        runner.graphs = None
+    elif runner.graphs is not None:
+        from ..graphs import DecodeGraphs
+
+        parts = {"single_row": setting.single_row, "sampling": setting.sampling_in_graph}
+        runner.graphs = DecodeGraphs(runner, engine.config, **parts)
+    try:
+        with using(capturable=True, **OPERATIONS[setting.operations]):
+            yield
+    finally:
+        engine.config, runner.graphs = before
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the setting's graphs
+
+
+def run(
+    model: str | Path | None = None,
+    *,
+    workload: Sequence[str] = ("single", "chat"),
+    requests: int | None = None,
+    scale: int = 1,
+    repeat: int = 3,
+    json_path: str | Path | None = None,
+    quiet: bool = False,
+    **engine_options,
+) -> dict:
+    """Measure every setting on every workload; returns the record. Prints a table and, last, the record as JSON.
+
+    workload: names from `workloads.WORKLOADS`, lengths divided by `scale`, the first `requests` of each (default: 256,
+    on a CPU 16). repeat: timed runs of a setting, after one that warms up; the median is reported, all are listed.
+    More: as `LLM`. Raises UnknownWorkload, ConfigError, ValueError.
+    """
+    if repeat < 1:
+        raise ValueError(f"repeat must be a whole number from 1, not {repeat!r}")
+    chosen = [workloads.find(name).name for name in workload]
+    begun = records.begin()
+    engine = offline.Minillm(model, **engine_options)
+    try:
+        config, device = engine.llm.model_config, torch.device(engine.llm.config.device).type
+        results = []
+        for name in chosen:
+            work = workloads.make(name, config.vocab_size, scale=scale, requests=requests or REQUESTS[device])
+            facts = {"workload": name, **workloads.totals(work), "scale": scale}
+            results += _compare(engine, groups(device, config, len(work)), work, facts, repeat)
+        dtype = str(engine.llm.engine.model.dtype).removeprefix("torch.")
+        content = records.record(results, begun, model=engine.llm.engine.name, dtype=dtype)
+    finally:
+        engine.llm.close()
+    if json_path is not None:
+        records.write(content, json_path)
+    if not quiet:
+        print(table(results), flush=True)
+        print(json.dumps(content))
+    return content
+
+
+def _compare(engine, compared: Groups, work: list[BenchRequest], facts: dict, repeat: int) -> list[dict]:
+    measured: dict[Setting, list[float]] = {}
+    rows = []
+    for group, settings in compared.items():
+        for name, setting in settings.items():
+            if setting not in measured:
+                with applied(engine.llm, setting):
+                    measured[setting] = [engine.run(work, temperature=1.0) for _ in range(repeat + 1)][1:]
+            seconds = statistics.median(measured[setting])
+            speed = {"seconds": round(seconds, 4), "output_tokens_per_s": round(facts["output_tokens"] / seconds, 1)}
+            runs = [round(each, 4) for each in measured[setting]]
+            rows.append({"group": group, "name": name, **facts, **speed, "runs": runs})
+    return rows
+
+
+def table(results: Sequence[dict]) -> str:
+    """Results as text: a line a setting, its speed beside the best of its group."""
+    best: dict[tuple[str, str], float] = {}
+    for row in results:
+        key = row["workload"], row["group"]
+        best[key] = max(best.get(key, 0.0), row["output_tokens_per_s"])
+    lines = [f"{'workload':<22}{'requests':>9}  {'compared':<18}{'setting':<23}{'tokens/s':>10}{'of best':>9}  runs, s"]
+    for row in results:
+        speed, runs = row["output_tokens_per_s"], " ".join(f"{each:.3g}" for each in row["runs"])
+        share = speed / best[row["workload"], row["group"]]
+        what = f"{row['workload']:<22}{row['requests']:>9}  {row['group']:<18}{row['name']:<23}"
+        lines.append(f"{what}{speed:>10,.0f}{share:>9.2f}  {runs}")
+    return "\n".join(lines)

@@ -1,0 +1,68 @@
+"""The ablation changes one thing at a time, puts it back, and its stand-in for the kernel is right."""
+
+import json
+
+import pytest
+import torch
+
+from minillm import LLM
+from minillm.bench import ablation
+from minillm.bench.ablation import Setting
+from minillm.kv_cache import LayerCache
+from minillm.ops import on, reference
+
+
+def test_every_setting_is_measured_on_every_workload_here(model_directory, tmp_path, capsys):
+    path = tmp_path / "ablation.json"
+    options = {"scale": 32, "requests": 3, "repeat": 2, "load_format": "dummy", "device": "cpu"}
+    record = ablation.run(model_directory, **options, json_path=path)
+    assert record == json.loads(path.read_text()) == json.loads(capsys.readouterr().out.splitlines()[-1])
+    found = {(row["workload"], row["group"], row["name"]) for row in record["results"]}
+    names = {("run-ahead", "0"), ("run-ahead", "1"), ("run-ahead", "3")}
+    names |= {("operations", "reference"), ("operations", "fast CPU")}
+    assert found == {(work, *name) for work in ("single_128_256_x1", "chat_128_128_x3000") for name in names}
+    assert {row["requests"] for row in record["results"]} == {1, 3}
+    for row in record["results"]:
+        assert len(row["runs"]) == 2
+        assert row["output_tokens_per_s"] == pytest.approx(row["output_tokens"] / row["seconds"], rel=0.1)
+
+
+def test_on_a_gpu_settings_of_a_group_differ_in_one_thing():
+    with LLM(device="cpu") as llm:
+        config = llm.model_config
+    for requests in (1, 256):
+        for group, settings in ablation.groups("cuda", config, requests).items():
+            values = [vars(setting) for setting in settings.values()]
+            differing = {name for name in values[0] if len({each[name] for each in values}) > 1}
+            # Fusion goes in two steps: plain torch, a kernel an operation, and for one request the fused step.
+            assert len(differing) == (2 if (group, requests) == ("fusion", 1) else 1), group
+            assert Setting() in settings.values() or Setting(single_row=False) in settings.values()
+
+
+def test_a_setting_lasts_as_long_as_its_block(model_directory):
+    with LLM(model_directory, load_format="dummy", device="cpu") as llm:
+        before = llm.engine.config, llm.engine.runner.graphs
+        with ablation.applied(llm, Setting(run_ahead=3, operations="reference", graphs=False)):
+            assert llm.engine.config.run_ahead == 3
+            assert not on("cpu").engines_own and on("cpu").capturable
+        assert (llm.engine.config, llm.engine.runner.graphs) == before
+        assert on("cpu").engines_own
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_torchs_attention_is_the_references(window):
+    torch.manual_seed(0)
+    cache = LayerCache(torch.randn(9, 4, 2, 16), torch.randn(9, 4, 2, 16))
+    table = torch.tensor([[3, 1, 7, 0], [2, 8, 0, 0], [5, 6, 4, 1], [0, 0, 0, 0]], dtype=torch.int32)
+    lengths = torch.tensor([9, 5, 16, 0], dtype=torch.int32)
+    q = torch.randn(4, 1, 6, 16)
+    options = {"scale": 0.25} | ({"window": window} if window else {})
+    found = ablation.torch_attention(q, cache, table, lengths, **options)
+    wanted = reference.decode_attention(q, cache, table, lengths, **options)
+    torch.testing.assert_close(found[:3], wanted[:3])
+    assert found[3].isfinite().all(), "padding must not spread NaN"
+
+
+def test_one_run_at_least_is_asked_for(model_directory):
+    with pytest.raises(ValueError, match="repeat must be"):
+        ablation.run(model_directory, repeat=0)
