@@ -35,11 +35,7 @@ ABLATION = {
     "results": [
         {"group": group, "name": name, "workload": work, "requests": requests, "output_tokens_per_s": speed * requests}
         for work, requests in (("single", 1), ("chat", 256))
-        for group, name, speed in (
-            ("graphs", "off", 50 * requests),
-            ("graphs", "on", 200 * requests),
-            ("ahead", "0", 9),
-        )
+        for group, name, speed in SPEEDS
     ],
     "model": "a model",
     "dtype": "float32",
