@@ -26,6 +26,13 @@ from minillm.request import Request, SamplingParams
 from minillm.scheduler import Scheduler
 
 VOCABULARY, STOP, LONGEST = 11, 7, 40
+# Prompts share beginnings; no token of these stands twice near, so that what another request left in a block shows.
+BEGINNING = [at * 5 % VOCABULARY for at in range(20)]
+PROMPTS = st.builds(
+    lambda shared, own: BEGINNING[:shared] + own,
+    st.integers(0, len(BEGINNING)),
+    st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=4),
+)
 EXAMPLES, STEPS = 200, 50  # 10,000 steps
 
 
@@ -100,7 +107,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 4),
         num_blocks=st.integers(4, 40),
         groups=st.sampled_from([1, 1, 2]),
-        prefix_caching=st.booleans(),
+        prefix_caching=st.sampled_from([True, True, True, False]),
         run_ahead=st.integers(0, 3),
     )
     def start(self, rows, budget, block_size, num_blocks, groups, prefix_caching, run_ahead):
@@ -119,11 +126,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.in_flight = deque()
         self.requests: list[Request] = []
 
-    # Few different tokens, so that prompts share beginnings.
     @rule(
-        prompt=st.lists(st.sampled_from([0, 0, 0, 0, 1]), min_size=1, max_size=14),
+        prompt=PROMPTS,
         output=st.integers(1, 12),
-        salt=st.sampled_from("aaab"),
+        salt=st.sampled_from("aaaaab"),
         shares=st.integers(0, 9),
     )
     def submit(self, prompt, output, salt, shares):
@@ -149,7 +155,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.finish(running[choice % len(running)], "abort")
 
     @precondition(lambda self: self.in_flight)
-    @rule(lucky=st.integers(0, 9))
+    @rule(lucky=st.integers(0, 3))
     def fail(self, lucky):
         """Now and then a step fails: whatever the steps in flight were to write is lost."""
         if lucky:
