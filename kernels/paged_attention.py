@@ -258,8 +258,11 @@ class Launch(NamedTuple):
 
 
 def decode_launch(dim: int, itemsize: int, packed: int) -> Launch:
-    """Tiles of 32 KiB of keys, two in flight: the fastest of 15 choices on an H200, and small enough for every chip."""
-    keys = 16 if itemsize >= 4 else min(16384 // dim, 128)
+    """Tiles of 32 KiB of keys, two in flight: the fastest of 15 choices on an H200, and small enough for every chip.
+
+    Smaller ones where many queries a row (`packed`, with their heads) need room beside them.
+    """
+    keys = 16 if itemsize >= 4 else max(16, min(16384 // dim, 128) * 32 // max(packed, 32))
     return Launch(packed, keys, 4, 2)
 
 

@@ -22,6 +22,19 @@ KIB = 1024
 SHARED_MEMORY = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB}  # CUDA programming guide, bytes a block
 
 
+# head_dim, dtype, heads that share keys, queries a row in a decode, options
+ATTENTION = [
+    (256, torch.bfloat16, 8, 1, {}),
+    (256, torch.bfloat16, 8, 8, {"soft_cap": 50.0}),  # 64 and 128 packed rows, as speculation would bring
+    (256, torch.bfloat16, 8, 16, {}),
+    (256, torch.float16, 16, 1, {"window": 512}),
+    (128, torch.bfloat16, 4, 1, {"window": 4096, "soft_cap": 50.0}),
+    (64, torch.bfloat16, 4, 1, {}),
+    (256, torch.float32, 8, 1, {}),
+    (128, torch.float32, 4, 1, {}),
+]
+
+
 class AbsentGPU:
     """As much of a driver as compiling asks for."""
 
@@ -70,27 +83,21 @@ def compile_all(capability: int) -> list[dict]:
         single_row.product(row, weight, norm=torch.zeros(2048), eps=1e-6, residual=row)
         single_row.product(row, weight, activation="gelu_tanh")
         single_row.product(torch.zeros(1, 16384, dtype=torch.bfloat16), torch.zeros(8, 16384, dtype=torch.bfloat16))
-        cache = torch.zeros(4, 16, 1, 256, dtype=torch.bfloat16)
-        attend = single_row.RowAttention(8, 1, 256, row.device)
-        one = torch.ones(1, dtype=torch.int32)
-        attend(
-            torch.zeros(1, 2560, dtype=row.dtype), row, cache, cache, torch.zeros(1, 256, dtype=torch.int32), one, 0.1
-        )
-        for dim, dtype, heads, options in [
-            (256, torch.bfloat16, 8, {}),
-            (128, torch.bfloat16, 4, {"window": 4096, "soft_cap": 50.0}),
-            (256, torch.float32, 8, {}),
-        ]:
+        for dim, dtype, heads, queries, options in ATTENTION:
             case = f"{str(dtype).removeprefix('torch.')} head_dim {dim}"
             cache = torch.zeros(4, 16, 1, dim, dtype=dtype)
             rope_cache.write_kv(cache[0, :2], cache[0, :2], cache, cache, torch.zeros(2, dtype=torch.int64))
             table = torch.zeros(2, 256, dtype=torch.int32)
             lengths, starts = torch.ones(2, dtype=torch.int32), torch.arange(3, dtype=torch.int32)
             q = torch.zeros(2, heads, dim, dtype=dtype)
-            paged_attention.decode_attention(q[:, None], cache, cache, table, lengths, scale=0.1, **options)
+            several = q[:, None].expand(-1, queries, -1, -1)
+            paged_attention.decode_attention(several, cache, cache, table, lengths, scale=0.1, **options)
             paged_attention.prefill_attention(
                 q, cache, cache, table, lengths, starts, max_queries=1, scale=0.1, **options
             )
+            qkv, turns = torch.zeros(1, (heads + 2) * dim, dtype=dtype), torch.zeros(1, 2, dim, dtype=dtype)
+            attend = single_row.RowAttention(heads, 1, dim, qkv.device)
+            attend(qkv, turns, cache, cache, table[:1], lengths[:1], 0.1)
     finally:
         triton.runtime.JITFunction.run = run
     return compiled

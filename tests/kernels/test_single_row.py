@@ -1,80 +1,85 @@
 """A layer's five launches for one row, against the operations they stand for: interpreted on CPU, compiled on a GPU."""
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 
 from minillm.kv_cache import LayerCache
 from minillm.ops import reference
+from tests.kernels.compare import COMPILED, DTYPES, assert_close, double, random_tensor, rotations
 
 single_row = pytest.importorskip("minillm.kernels.single_row", reason="triton is not installed here")
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-DTYPES = list(TOLERANCE)
-
-
-def near(got, wanted, dtype, times=1):
-    error = (got.double() - wanted.double()).norm() / wanted.double().norm()
-    assert got.dtype == dtype and error <= TOLERANCE[dtype] * times, f"relative error {error:.2e}"  # fails on NaN too
-
-
-def normal(*shape, dtype, device, scale=1.0):
-    return (torch.randn(*shape, device=device) * scale).to(dtype)
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(torch.seed() % 2**31)
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log2")  # an empty part, interpreted
+SHAPES = [(8, 1, 64), (4, 2, 32), (2, 1, 256)]  # heads, kv_heads, head_dim: 128, 256 and 32 keys a tile
+LENGTHS = [1, 2, 16, 17, 127, 128, 129, 300, 512]
+if COMPILED:
+    SHAPES += [(8, 1, 256), (6, 2, 128), (4, 4, 256), (16, 1, 16)]
+    LENGTHS += [31, 32, 33, 64, 65, 511, 513, 1024, 1025, 2777]  # the last ones are several tiles a part
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "columns"), [(37, 48), (64, 256), (5, 96)])
 def test_a_product_of_one_row(rows, columns, dtype, device):
-    x, weight = normal(1, columns, dtype=dtype, device=device), normal(rows, columns, dtype=dtype, device=device)
+    x, weight = (
+        random_tensor(1, columns, dtype=dtype, device=device),
+        random_tensor(rows, columns, dtype=dtype, device=device),
+    )
     out, total = single_row.product(x, weight)
-    near(out, x.double() @ weight.double().T, dtype)
+    assert_close("single_row.product", out, x.double() @ weight.double().T, dtype)
     assert total is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_the_norm_before_a_product_and_the_sum_before_the_norm(with_residual, dtype, device):
-    x, residual = (normal(1, 96, dtype=dtype, device=device, scale=3.0) for _ in range(2))
-    weight, norm = normal(40, 96, dtype=dtype, device=device), 1 + torch.rand(96, device=device)
+    x, residual = (random_tensor(1, 96, dtype=dtype, device=device, scale=3.0) for _ in range(2))
+    weight, norm = random_tensor(40, 96, dtype=dtype, device=device), 1 + torch.rand(96, device=device)
     summed = x + residual if with_residual else x
     out, total = single_row.product(x, weight, norm=norm, eps=1e-2, residual=residual if with_residual else None)
-    near(out, reference.rms_norm(summed, norm, 1e-2).double() @ weight.double().T, dtype)
+    assert_close(
+        "single_row.product, normed", out, reference.rms_norm(summed, norm, 1e-2).double() @ weight.double().T, dtype
+    )
     if with_residual:
-        near(total, summed, dtype)
+        assert_close("single_row.product, normed", total, summed, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["gelu_tanh", "silu"])
 def test_gate_and_up_are_one_launch(activation, dtype, device):
-    x, weight = normal(1, 48, dtype=dtype, device=device), normal(2 * 21, 48, dtype=dtype, device=device, scale=0.3)
+    x, weight = (
+        random_tensor(1, 48, dtype=dtype, device=device),
+        random_tensor(2 * 21, 48, dtype=dtype, device=device, scale=0.3),
+    )
     out, _ = single_row.product(x, weight, activation=activation)
-    near(out, reference.gated_activation(x.double() @ weight.double().T, activation), dtype)
+    assert_close(
+        "single_row.product, gated", out, reference.gated_activation(x.double() @ weight.double().T, activation), dtype
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_too_long_to_hold_go_piece_by_piece(dtype, device):
     columns = single_row.WHOLE + 600
-    x, weight = normal(1, columns, dtype=dtype, device=device), normal(11, columns, dtype=dtype, device=device)
+    x, weight = (
+        random_tensor(1, columns, dtype=dtype, device=device),
+        random_tensor(11, columns, dtype=dtype, device=device),
+    )
     out, _ = single_row.product(x, weight)
-    near(out, x.double() @ weight.double().T, dtype)
+    assert_close("single_row.product, long rows", out, x.double() @ weight.double().T, dtype)
     with pytest.raises(ValueError, match="do not fit a program whole"):
         single_row.product(x, weight, norm=torch.ones(columns, device=device))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("length", [1, 2, 16, 17, 127, 128, 129, 300, 512])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 1, 64), (4, 2, 32)])
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
 def test_attention_of_one_row_and_what_it_leaves_in_the_cache(heads, kv_heads, dim, length, dtype, device):
-    block_size, blocks = 16, 40
-    qkv = normal(1, (heads + 2 * kv_heads) * dim, dtype=dtype, device=device)
-    angles = torch.rand(1, dim // 2, device=device) * 6
-    cos, sin = angles.cos(), angles.sin()
-    cos_sin = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1).to(dtype)
-    k_cache, v_cache = (normal(blocks, block_size, kv_heads, dim, dtype=dtype, device=device) for _ in "kv")
-    table = torch.randperm(blocks, device=device)[None, : 512 // block_size].int()
+    block_size, blocks = 16, -(-length // 16) + 8
+    qkv = random_tensor(1, (heads + 2 * kv_heads) * dim, dtype=dtype, device=device)
+    cos_sin = rotations(1, dim, device).to(dtype)
+    k_cache, v_cache = (random_tensor(blocks, block_size, kv_heads, dim, dtype=dtype, device=device) for _ in "kv")
+    table = torch.randperm(blocks, device=device)[None, :-3].int()
     lengths = torch.tensor([length], dtype=torch.int32, device=device)
 
     q, k, v = qkv.view(1, -1, dim).split((heads, kv_heads, kv_heads), 1)
@@ -82,8 +87,7 @@ def test_attention_of_one_row_and_what_it_leaves_in_the_cache(heads, kv_heads, d
     slot = table[0, (length - 1) // block_size].long() * block_size + (length - 1) % block_size
     wanted_cache = LayerCache(k_cache.clone(), v_cache.clone())
     reference.write_kv(k, v, wanted_cache, slot[None])
-    doubled = LayerCache(wanted_cache.k.double(), wanted_cache.v.double())
-    wanted = reference.decode_attention(q[:, None].double(), doubled, table, lengths, scale=0.2)[:, 0]
+    wanted = reference.decode_attention(q[:, None].double(), double(wanted_cache), table, lengths, scale=0.2)[:, 0]
     # What lies behind the length must not matter, nor what is in the new token's slot already.
     for cache in (k_cache, v_cache):
         cache.view(-1, kv_heads, dim)[slot] = float("nan")
@@ -92,6 +96,60 @@ def test_attention_of_one_row_and_what_it_leaves_in_the_cache(heads, kv_heads, d
     attend = single_row.RowAttention(heads, kv_heads, dim, torch.device(device))
     for _ in range(2):  # the second finds the workspace as the first left it
         out = attend(qkv, cos_sin, k_cache, v_cache, table, lengths, 0.2)
-        near(out.view(1, heads, dim), wanted, dtype, times=2)  # turned queries are rounded too
-    near(k_cache.view(-1, kv_heads, dim)[slot], wanted_cache.k.view(-1, kv_heads, dim)[slot], dtype)
+        # turned queries are rounded too
+        assert_close("single_row.RowAttention", out.view(1, heads, dim), wanted, dtype, times=2)
+    key, wanted_key = (cache.view(-1, kv_heads, dim)[slot] for cache in (k_cache, wanted_cache.k))
+    assert_close("single_row.RowAttention, key", key, wanted_key, dtype)
     assert torch.equal(v_cache.view(-1, kv_heads, dim)[slot], wanted_cache.v.view(-1, kv_heads, dim)[slot])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns", "options"), [
+    (2560, 2048, {"norm": True, "residual": True}), (2048, 2048, {}), (32768, 2048, {"norm": True, "activation": True}),
+    (2048, 16384, {}), (40000, 2048, {"norm": True, "residual": True}), (1001, 4096, {"norm": True}), (77, 5000, {}),
+])  # fmt: skip
+@pytest.mark.skipif(not COMPILED, reason="interpreted, products of this size take minutes: smaller ones run above")
+def test_products_of_gemma_2bs_size(rows, columns, options, dtype, device):
+    x, residual = (random_tensor(1, columns, dtype=dtype, device=device) for _ in range(2))
+    weight, norm = random_tensor(rows, columns, dtype=dtype, device=device, scale=columns**-0.5), torch.rand(columns)
+    given = {"norm": norm.to(device), "eps": 1e-6} if options.get("norm") else {}
+    summed = x
+    if options.get("residual"):
+        given["residual"], summed = residual, x + residual
+    if given.get("norm") is not None:
+        summed = reference.rms_norm(summed, given["norm"], 1e-6)
+    wanted = summed.double() @ weight.double().T
+    if options.get("activation"):
+        given["activation"] = "gelu_tanh"
+        wanted = reference.gated_activation(wanted, "gelu_tanh")
+    out, _ = single_row.product(x, weight, **given)
+    assert_close("single_row.product, Gemma 2B's sizes", out, wanted, dtype)
+
+
+def test_before_it_waits_a_dependent_kernel_writes_nothing_and_reads_what_is_two_kernels_old():
+    """Programmatic dependent launch: until `gdc_wait` the kernel before this one may still be running.
+
+    A kernel lets the next one start only behind its own wait, so whatever was written two kernels ago is there:
+    weights and earlier keys, and the block table and length that the step's first kernel looked up.
+    """
+    old_enough = {"weight_ptr", "k_ptr", "v_ptr", "table_ptr", "length_ptr"}
+    module = ast.parse(Path(single_row.__file__).read_text(encoding="utf-8"))
+    kernels = [node for node in module.body if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")]
+    assert len(kernels) == 3
+    for kernel in kernels:
+        waits = [i for i, line in enumerate(kernel.body) if ast.unparse(line).startswith("_wait_for_inputs(")]
+        assert len(waits) == 1, f"{kernel.name} must wait once, outside any branch: who returns early waits too"
+        before = ast.Module(kernel.body[: waits[0]], [])
+        names = {node.id for node in ast.walk(before) if isinstance(node, ast.Name) and node.id.endswith("_ptr")}
+        assert names <= old_enough, f"{kernel.name} touches {names - old_enough} too early"
+        calls = {ast.unparse(node.func) for node in ast.walk(before) if isinstance(node, ast.Call)}
+        assert not any("store" in call or "atomic" in call for call in calls)
+        assert not any(isinstance(node, ast.Return) for node in ast.walk(before))
+    wait = next(node for node in module.body if getattr(node, "name", "") == "_wait_for_inputs")
+    assert ast.unparse(wait).index("gdc_wait()") < ast.unparse(wait).index("gdc_launch_dependents()")
+
+
+def test_only_these_kernels_are_dependent_launches():
+    """So the first kernel of a replayed graph starts when all of the last replay is done."""
+    for path in Path(single_row.__file__).parent.glob("*.py"):
+        assert ("launch_pdl" in path.read_text(encoding="utf-8")) == (path.name == "single_row.py"), path.name
