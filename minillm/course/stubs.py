@@ -17,3 +17,12 @@ def yours(function: Callable, engines_own: Callable) -> Callable:
             return engines_own(*args, **kwargs)
 
     return either
+
+
+def raise_if_stub(kernel: Callable) -> None:
+    """Raise NotSolvedYet while a Triton kernel is a stub.
+
+    The launcher asks before the launch: compiled, a kernel raises nothing; interpreted, Triton wraps what it raises.
+    """
+    if NotSolvedYet.__name__ in kernel.fn.__code__.co_names:
+        raise NotSolvedYet(kernel.fn.__name__)

@@ -1,0 +1,155 @@
+"""Lesson 04's pictures: memories, a running softmax, tiles, a paged walk, shares on processors, rooflines."""
+
+from collections.abc import Mapping, Sequence
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+WHOLE, PARTLY, SKIPPED = "#54a24b", "#b7dfb0", "#f2f2f2"
+ROWS = ("#4c78a8", "#f58518", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#eeca3b", "#54a24b")
+
+
+def memories(sizes: Mapping[str, float], things: Mapping[str, float]) -> None:
+    """Bars of bytes on a log axis; what is to be kept somewhere as dashed lines."""
+    _, axis = plt.subplots(figsize=(10, 2.8), layout="constrained")
+    axis.barh(list(sizes), list(sizes.values()), color=ROWS[0], height=0.55)
+    for row, size in enumerate(sizes.values()):
+        axis.text(size / 1.15, row, _bytes(size), va="center", ha="right", fontsize=9, color="white")
+    for count, (name, size) in enumerate(things.items()):
+        axis.axvline(size, color=ROWS[1], linestyle="--", linewidth=1.2, zorder=0)
+        height = len(sizes) - 0.25 + 0.38 * (count % 2)
+        axis.text(size * 1.1, height, f"{name}: {_bytes(size)}", color=ROWS[1], fontsize=8)
+    axis.set(xscale="log", xlim=(1e3, 5e12), ylim=(-0.5, len(sizes) + 0.5), xlabel="bytes")
+    axis.spines[["top", "right"]].set_visible(False)
+    plt.show()
+
+
+def running(scores: np.ndarray, tile: int, maxima: Sequence[float], totals: Sequence[float], outs: Sequence[float]):
+    """One query's scores, and what is known after each tile: largest score, sum of weights, output."""
+    _, (top, bottom, last) = plt.subplots(
+        3, 1, figsize=(10, 4.6), sharex=True, height_ratios=(2, 1, 1), layout="constrained"
+    )
+    edges = np.arange(0, len(scores) + 1, tile)
+    top.plot(np.arange(len(scores)) + 0.5, scores, ".", color="gray")
+    top.stairs(maxima, edges, color=ROWS[1], baseline=None, label="largest so far")
+    top.set(ylabel="score")
+    top.legend(fontsize=8, loc="lower right")
+    bottom.stairs(totals, edges, color=ROWS[0], fill=True, alpha=0.5)
+    bottom.set(ylabel="sum of\nweights")
+    last.stairs(outs, edges, color=ROWS[7], baseline=None)
+    last.axhline(outs[-1], color="gray", linestyle=":")
+    last.set(ylabel="output", xlabel="key")
+    for axis in (top, bottom, last):
+        for edge in edges:
+            axis.axvline(edge, color="lightgray", linewidth=0.6, zorder=0)
+    plt.show()
+
+
+def tiles(pictures: Mapping[str, np.ndarray], rows: int, keys: int) -> None:
+    """Which tiles are computed. pictures: title -> [query tiles, key tiles]: 2 whole, 1 partly hidden, 0 skipped."""
+    colors = plt.matplotlib.colors.ListedColormap([SKIPPED, PARTLY, WHOLE])
+    widths = [grid.shape[1] for grid in pictures.values()]
+    _, axes = plt.subplots(1, len(pictures), figsize=(11, 3), width_ratios=widths, layout="constrained")
+    for axis, (title, grid) in zip(axes, pictures.items(), strict=True):
+        axis.pcolormesh(grid, cmap=colors, vmin=0, vmax=2, edgecolors="white", linewidth=2)
+        visited = np.count_nonzero(grid)
+        axis.set_title(f"{title}:\n{visited} of {grid.size} tiles", fontsize=9)
+        axis.set(xlabel=f"tiles of {keys} keys", ylabel=f"tiles of {rows} queries", aspect="equal")
+        axis.set_xticks([])
+        axis.set_yticks([])
+        axis.invert_yaxis()
+    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in (WHOLE, PARTLY, SKIPPED)]
+    axes[-1].figure.legend(handles, ["all seen", "partly hidden", "skipped"], loc="outside right center", fontsize=8)
+    plt.show()
+
+
+def paged_walk(tables: Mapping[str, Sequence[int]], lengths: Sequence[int], block_size: int) -> None:
+    """Block tables above, the cache's memory below, and for each entry an arrow to its block."""
+    first, end = min(map(min, tables.values())), max(map(max, tables.values())) + 1
+    widest = max(len(table) for table in tables.values())
+    _, axis = plt.subplots(figsize=(11, 3.4), layout="constrained")
+    scale = (end - first) / (widest * len(tables) + len(tables) - 1)
+    place = 0.0
+    for block in range(first, end):
+        axis.add_patch(plt.Rectangle((block - first, 0), 1, 1, facecolor=SKIPPED, edgecolor="white"))
+        axis.text(block - first + 0.5, -0.3, block, ha="center", fontsize=7, color="dimgray")
+    for color, (name, table), length in zip(ROWS, tables.items(), lengths, strict=False):
+        axis.text(place, 4.3, f"{name}: {length} tokens", fontsize=9, color=color)
+        for entry, block in enumerate(table):
+            left = place + entry * scale
+            filled = min(length - entry * block_size, block_size) / block_size
+            axis.add_patch(plt.Rectangle((left, 3), scale * 0.94, 1, facecolor=color, alpha=0.25, edgecolor=color))
+            axis.text(left + scale * 0.47, 3.5, block, ha="center", va="center", fontsize=9)
+            axis.add_patch(plt.Rectangle((block - first, 0), filled, 1, facecolor=color, alpha=0.8))
+            arrow = {"arrowstyle": "->", "color": color, "alpha": 0.7}
+            axis.plot([block - first + 1] * 2, [0, 1], color="white", linewidth=2)
+            axis.annotate("", (block - first + 0.5, 1.03), (left + scale * 0.47, 2.97), arrowprops=arrow)
+        place += (widest + 1) * scale
+    axis.text(-0.2, 3.5, "block tables", ha="right", va="center", fontsize=9)
+    axis.text(-0.2, 0.5, "the cache", ha="right", va="center", fontsize=9)
+    axis.set(xlim=(-0.16 * (end - first), end - first), ylim=(-0.6, 4.8))
+    axis.axis("off")
+    plt.show()
+
+
+def roofs(bytes_per_s: float, operations_per_s: float, lines: Mapping[str, float], points: Mapping[str, tuple]) -> None:
+    """A roofline. lines: what has which intensity, at the roof; points: name -> (operations a byte, operations a s)."""
+    _, axis = plt.subplots(figsize=(9, 3.9), layout="constrained")
+    xs = np.array([0.5, operations_per_s / bytes_per_s, 3000])
+    axis.plot(xs, np.minimum(xs * bytes_per_s, operations_per_s) / 1e12, color="gray")
+    for name, intensity in lines.items():
+        roof = min(intensity * bytes_per_s, operations_per_s) / 1e12
+        axis.plot([intensity] * 2, [0.02, roof], color=ROWS[0], linestyle=":", zorder=0)
+        axis.text(intensity * 1.06, 0.025, name, rotation=90, fontsize=8, color=ROWS[0], va="bottom")
+    for color, (name, (intensity, rate)) in zip(ROWS[1:], points.items(), strict=False):
+        axis.plot(intensity, rate / 1e12, "o", color=color, label=f"{name}: {rate / 1e12:,.1f}")
+    axis.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="T operations/s", ylim=(0.02, 1500))
+    axis.legend(title="measured, T operations/s", fontsize=8, title_fontsize=8, loc="upper left")
+    plt.show()
+
+
+def schedules(
+    pictures: Mapping[str, Sequence[tuple[int, float, float, int]]], processors: int, names: Sequence[str]
+) -> None:
+    """Programs on processors. pictures: title -> programs as (processor, start, length, row); names: of the rows."""
+    _, axes = plt.subplots(len(pictures), 1, figsize=(10, 4), sharex=True, layout="constrained")
+    for axis, (title, programs) in zip(axes, pictures.items(), strict=True):
+        for processor, start, length, row in programs:
+            axis.barh(processor, length, 0.9, start, color=ROWS[row % len(ROWS)], edgecolor="white", linewidth=0.4)
+        end = max(start + length for _, start, length, _ in programs)
+        busy = sum(length for _, _, length, _ in programs) / (end * processors)
+        axis.axvline(end, color="black", linewidth=1)
+        axis.set_title(f"{title}: done after {end:,.0f} keys, processors busy {busy:.0%}", fontsize=9)
+        axis.set(ylabel=f"{processors} processors", yticks=[], ylim=(-0.6, processors - 0.4))
+        axis.spines[["top", "right"]].set_visible(False)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color, _ in zip(ROWS, names, strict=False)]
+    axes[-1].legend(handles, names, fontsize=8, loc="lower right")
+    axes[-1].set(xlabel="time, in keys that one processor reads")
+    plt.show()
+
+
+def against(rows: Mapping[str, Mapping[str, float]], unit: str) -> None:
+    """Bars side by side, one group for each of `rows`: name -> {who: value}."""
+    _, axis = plt.subplots(figsize=(9, 0.7 + 0.75 * len(rows)), layout="constrained")
+    whos = list(dict.fromkeys(who for bars in rows.values() for who in bars))
+    height = 0.8 / len(whos)
+    for place, bars in enumerate(rows.values()):
+        for who, value in bars.items():
+            at = place + (whos.index(who) - (len(whos) - 1) / 2) * height
+            label = who if place == 0 else None
+            bar = axis.barh(at, value, height * 0.92, color=ROWS[whos.index(who)], label=label)
+            axis.bar_label(bar, fmt="{:,.3g}", padding=2, fontsize=8)
+    axis.set_yticks(range(len(rows)), rows, fontsize=9)
+    axis.set(xscale="log", xlabel=unit)
+    axis.margins(x=0.2)
+    axis.invert_yaxis()
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize=8, loc="lower right")
+    plt.show()
+
+
+def _bytes(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:,.3g} {unit}"
+    return f"{count:.0f} B"

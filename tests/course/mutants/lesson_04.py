@@ -1,0 +1,206 @@
+"""Wrong solutions of lesson 04: online softmax, tiles of a prefill, a paged decode kernel, split keys."""
+
+import torch
+import triton
+import triton.language as tl
+
+from . import wrong
+
+# ---- online_attention
+
+
+def _walk(tiles, rows, dim, *, sum_rescaled=True, output_rescaled=True, guarded=True, falls=False, divides=False):
+    """A right walk, but for what is asked for."""
+    maximum, total, out = torch.full((rows, 1), -torch.inf), torch.zeros(rows, 1), torch.zeros(rows, dim)
+    for scores, values in tiles:
+        largest = scores.amax(-1, keepdim=True)
+        new = largest if falls else torch.maximum(maximum, largest)
+        shift = torch.where(new == -torch.inf, 0.0, new) if guarded else new
+        weights, rescale = (scores - shift).exp(), (maximum - shift).exp()
+        total = (total * rescale if sum_rescaled else total) + weights.sum(-1, keepdim=True)
+        out = (out * rescale if output_rescaled else out) + weights @ values
+        if divides:
+            out = out / torch.where(total == 0, 1.0, total)
+        maximum = new
+    return out if divides else out / torch.where(total == 0, 1.0, total)
+
+
+@wrong("online_attention", fails="the sum is rescaled when the maximum grows")
+def sum_as_it_was(tiles, rows, dim):
+    return _walk(tiles, rows, dim, sum_rescaled=False)
+
+
+@wrong("online_attention", fails="the output is rescaled when the maximum grows")
+def output_as_it_was(tiles, rows, dim):
+    return _walk(tiles, rows, dim, output_rescaled=False)
+
+
+@wrong("online_attention", fails="the maximum never falls")
+def maximum_of_the_tile(tiles, rows, dim):
+    return _walk(tiles, rows, dim, falls=True)
+
+
+@wrong("online_attention", fails="the maximum never falls")
+def no_maximum(tiles, rows, dim):
+    total, out = torch.zeros(rows, 1), torch.zeros(rows, dim)
+    for scores, values in tiles:
+        weights = scores.exp()
+        total, out = total + weights.sum(-1, keepdim=True), out + weights @ values
+    return out / torch.where(total == 0, 1.0, total)
+
+
+@wrong("online_attention", fails="keys that nobody sees count for nothing")
+def infinity_less_infinity(tiles, rows, dim):
+    return _walk(tiles, rows, dim, guarded=False)
+
+
+@wrong("online_attention", fails="division comes once, at the end")
+def divided_tile_by_tile(tiles, rows, dim):
+    return _walk(tiles, rows, dim, divides=True)
+
+
+# ---- tiles_to_visit
+
+
+@wrong("tiles_to_visit", fails="the tile with the last query's own key is visited")
+def last_key_excluded(first, last, keys, window=None):
+    begin = max(0, first - window + 1) // keys if window else 0
+    return range(begin, max(-(-last // keys), 1))
+
+
+@wrong("tiles_to_visit", fails="nothing behind the last query is visited")
+def one_more_to_be_sure(first, last, keys, window=None):
+    begin = max(0, first - window + 1) // keys if window else 0
+    return range(begin, (last + 1) // keys + 1)
+
+
+@wrong("tiles_to_visit", fails="no key that a window shows is missed")
+def window_of_the_last_query(first, last, keys, window=None):
+    begin = max(0, last - window + 1) // keys if window else 0
+    return range(begin, last // keys + 1)
+
+
+@wrong("tiles_to_visit", fails="nothing before every window is visited")
+def window_one_too_long(first, last, keys, window=None):
+    begin = max(0, first - window) // keys if window else 0
+    return range(begin, last // keys + 1)
+
+
+@wrong("tiles_to_visit", fails="nothing before every window is visited")
+def window_forgotten(first, last, keys, window=None):
+    return range(last // keys + 1)
+
+
+@wrong("tiles_to_visit", fails="there are no keys before position 0")
+def keys_before_the_first(first, last, keys, window=None):
+    begin = (first - window + 1) // keys if window else 0
+    return range(begin, last // keys + 1)
+
+
+# ---- paged_decode
+
+
+@triton.jit
+def _wrong_kernel(
+    q_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, out_ptr, scale, table_stride, block_stride, slot_stride, head_stride,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    MISTAKE: tl.constexpr,
+):  # fmt: skip
+    """A right kernel, but for its one mistake."""
+    row, kv_head = tl.program_id(0), tl.program_id(1)
+    length = tl.load(lengths_ptr + row)
+    packed, dims = tl.arange(0, ROWS), tl.arange(0, DIM)
+    head = (row * tl.num_programs(1) + kv_head) * GROUP + packed
+    at_q = head[:, None] * DIM + dims[None, :]
+    real = (packed < GROUP)[:, None]
+    q = tl.load(q_ptr + at_q, mask=real, other=0.0).to(tl.float32)
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    out = tl.zeros([ROWS, DIM], tl.float32)
+    for start in range(0, length, KEYS):
+        keys = start + tl.arange(0, KEYS)
+        present = keys < length
+        number, offset = keys // BLOCK_SIZE, keys % BLOCK_SIZE
+        if MISTAKE == "block of the tile":
+            number, offset = start // BLOCK_SIZE + keys * 0, keys - start
+        if MISTAKE == "offset in the row":
+            offset = keys
+        block = tl.load(table_ptr + row * table_stride + number, mask=present, other=0).to(tl.int64)
+        at = block * block_stride + offset * slot_stride
+        if MISTAKE != "first KV head":
+            at += kv_head * head_stride
+        at = at[:, None] + dims[None, :]
+        k = tl.load(k_ptr + at, mask=present[:, None], other=0.0).to(tl.float32)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if MISTAKE != "scale":
+            scores *= scale
+        if MISTAKE != "length":
+            scores = tl.where(present[None, :], scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+        weights = tl.exp(scores - new_maximum[:, None])
+        rescale = tl.exp(maximum - new_maximum)
+        v = tl.load(v_ptr + at, mask=present[:, None], other=0.0).to(tl.float32)
+        total = total * rescale + tl.sum(weights, 1)
+        if MISTAKE != "rescale":
+            out = out * rescale[:, None]
+        out += tl.dot(weights, v, input_precision="ieee")
+        maximum = new_maximum
+    tl.store(out_ptr + at_q, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=real)
+
+
+def _with(mistake):
+    def decode(q, cache, block_table, lengths, *, scale):
+        q, kv_heads = q.contiguous(), cache.k.shape[2]
+        out = torch.empty_like(q)
+        _wrong_kernel[(len(q), kv_heads)](
+            q, cache.k, cache.v, block_table, lengths, out, scale, block_table.stride(0), *cache.k.stride()[:3],
+            GROUP=q.shape[2] // kv_heads, ROWS=16, KEYS=32, DIM=q.shape[3], BLOCK_SIZE=cache.k.shape[1],
+            MISTAKE=mistake,
+        )  # fmt: skip
+        return out
+
+    return decode
+
+
+for _mistake, _fails in {
+    "offset in the row": "a key's offset is counted inside its block",
+    "block of the tile": "a tile of keys may lie in several blocks",
+    "length": "what lies beyond the length does not matter",
+    "first KV head": "every KV head is read",
+    "scale": "scores are multiplied by the scale",
+    "rescale": "the sum and the output are rescaled from tile to tile",
+}.items():
+    wrong("paged_decode", fails=_fails)(_with(_mistake))
+
+
+# ---- combine
+
+
+@wrong("combine", fails="a share counts by the sum of its weights")
+def plain_average(partial, log_total):
+    there = (log_total > -torch.inf).to(partial.dtype)[..., None]
+    return (partial * there).sum(-2) / there.sum(-2).clamp(min=1)
+
+
+@wrong("combine", fails="what the shares count adds up to 1")
+def not_divided(partial, log_total):
+    largest = log_total.amax(-1, keepdim=True)
+    share = (log_total - torch.where(largest == -torch.inf, 0.0, largest)).exp()
+    return (partial * share[..., None]).sum(-2)
+
+
+@wrong("combine", fails="large logarithms do not overflow")
+def exponentials_as_they_are(partial, log_total):
+    share = log_total.exp()
+    return (partial * share[..., None]).sum(-2) / share.sum(-1, keepdim=True).clamp(min=1e-30)
+
+
+@wrong("combine", fails="an empty share counts nothing")
+def infinities_made_numbers(partial, log_total):
+    share = torch.nan_to_num(log_total, neginf=0.0).softmax(-1)
+    return (partial * share[..., None]).sum(-2)
+
+
+@wrong("combine", fails="a row without keys gives zeros")
+def softmax_of_nothing(partial, log_total):
+    return (partial * log_total.softmax(-1)[..., None]).sum(-2)
