@@ -319,6 +319,46 @@ def evaluate(
 
 
 @app.command()
+@with_engine_options
+def build(
+    model: Annotated[
+        str | None, typer.Argument(help="A model's directory, or gemma-2b. Default: the embedded tiny-gemma.")
+    ] = None,
+    input_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 1024,
+    output_len: Annotated[int, typer.Option(help="Tokens of an answer.")] = 256,
+    concurrency: Annotated[int, typer.Option(help="Requests that run at once.")] = 64,
+    out: Annotated[Path | None, typer.Option(help="The plan's file.  [default: MODEL.plan.json]")] = None,
+    gpu_gb: Annotated[
+        float | None, typer.Option(help="Also say what a GPU of so many GB holds, for one that is not here.")
+    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Then run it with and without the plan, in turns.")
+    ] = False,
+    json_path: JsonPath = None,
+    **engine_options: Any,
+) -> None:
+    """Measure this GPU for a model and its traffic; write a plan that --plan takes.
+
+    minillm build gemma-2b --input-len 1024 --output-len 256 --concurrency 256
+
+    Weights are random while it measures. Without a GPU it prints the memory needed, and plans options alone.
+    """
+    from minillm.bench import build
+
+    build.run(
+        model,
+        input_len=input_len,
+        output_len=output_len,
+        concurrency=concurrency,
+        out=out,
+        gpu_gb=gpu_gb,
+        compare=compare,
+        json_path=json_path,
+        **engine_options,
+    )
+
+
+@app.command()
 def doctor() -> None:
     """Say what this machine can run, and how to mend what is missing."""
     from minillm.course import doctor

@@ -58,6 +58,7 @@ class Plan:
     graphs: list[list[int]] = field(default_factory=list)  # decode steps to capture: [rows, blocks of a row]
     launches: list[dict[str, Any]] = field(default_factory=list)  # {"kernel", "sizes", "launch", and what was measured}
     memory: dict[str, int] = field(default_factory=dict)  # bytes that weights, workspace, graphs and cache took
+    measured: dict[str, Any] = field(default_factory=dict)  # the times that this was decided by
     format: int = FORMAT
 
     @classmethod
@@ -88,7 +89,13 @@ class Plan:
         return plan
 
     def _check_parts(self) -> None:
-        for name, kind in (("versions", dict), ("model", dict), ("options", dict), ("memory", dict)):
+        for name, kind in (
+            ("versions", dict),
+            ("model", dict),
+            ("options", dict),
+            ("memory", dict),
+            ("measured", dict),
+        ):
             if not isinstance(getattr(self, name), kind):
                 raise ValueError(f"{name} is no object")
         EngineConfig(**self.options)

@@ -29,13 +29,15 @@ class Sizing:
     context: int  # tokens of each request
     request_bytes: int  # of one request's KV cache, in whole blocks
     workspace_bytes: int
+    graph_bytes: int
     usable_bytes: int  # what weights, workspace and cache may take together
     gpu_bytes: int
+    memory: str = "GPU"  # what is divided, in words
 
     @property
     def cache_bytes(self) -> int:
         """What is left for keys and values; 0 when the weights alone are too large."""
-        return max(0, self.usable_bytes - self.weight_bytes - self.workspace_bytes)
+        return max(0, self.usable_bytes - self.weight_bytes - self.workspace_bytes - self.graph_bytes)
 
     @property
     def requests(self) -> int:
@@ -46,10 +48,12 @@ class Sizing:
         rows = [
             ("parameters", f"{self.parameters:,}", ""),
             ("weights", *_gb(self.weight_bytes)),
+            *[("workspace of a step", *_gb(self.workspace_bytes))][: self.workspace_bytes],
+            *[("CUDA graphs", *_gb(self.graph_bytes))][: self.graph_bytes],
             ("KV cache of a token", *_gb(self.kv_bytes_per_token)),
             (f"KV cache of {self.context:,} tokens", *_gb(self.request_bytes)),
-            ("GPU", *_gb(self.gpu_bytes)),
-            ("to be used", *_gb(self.usable_bytes)),
+            (self.memory, *_gb(self.gpu_bytes)),
+            *[("to be used", *_gb(self.usable_bytes))][: self.gpu_bytes - self.usable_bytes],
             ("left for the KV cache", *_gb(self.cache_bytes)),
             ("requests that fit", f"{self.requests:,}", ""),
         ]
@@ -67,13 +71,16 @@ def fit(
     block_size: int = 16,
     utilization: float = 0.9,
     workspace_bytes: float = 0,
+    graph_bytes: float = 0,
     keep_all: bool = False,
+    memory: str = "GPU",
 ) -> Sizing:
     """Divide a GPU of `gpu_bytes` (80e9, 141e9) among a model's weights and requests of `context` tokens.
 
     dtype: of the weights, a key of BITS; kv_dtype: of keys and values, default the same. utilization: the share
-    of the GPU that may be used. workspace_bytes: what a step needs beside weights and cache; the engine measures
-    it, here it is yours to say. block_size, keep_all: as in `kv_bytes`. Raises ConfigError.
+    of the GPU that may be used. workspace_bytes: what a step needs beside weights and cache, graph_bytes: what
+    captured steps keep; `minillm build` measures both, here they are yours to say. block_size, keep_all: as in
+    `kv_bytes`. memory: what is divided, in words. Raises ConfigError.
     """
     if not 0 < utilization <= 1:
         raise ConfigError(f"utilization is a share of the GPU in (0, 1], not {utilization!r}")
@@ -87,8 +94,10 @@ def fit(
         context=context,
         request_bytes=kv_bytes(config, context, kv_dtype, block_size=block_size, keep_all=keep_all),
         workspace_bytes=int(workspace_bytes),
+        graph_bytes=int(graph_bytes),
         usable_bytes=int(gpu_bytes * utilization),
         gpu_bytes=int(gpu_bytes),
+        memory=memory,
     )
 
 

@@ -1,0 +1,237 @@
+"""`minillm build`: the plan it writes, the memory it tells, and how it chooses; timing itself needs a GPU."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from minillm import LLM, cli, sizing
+from minillm.bench import build
+from minillm.config import PRESETS, ConfigError
+from minillm.loader import EMBEDDED, read_config
+from minillm.plan import Plan, Traffic
+
+TINY = read_config(EMBEDDED)
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(cli.app, ["build", *arguments, "--device", "cpu"])
+
+
+def rows(text: str) -> dict[str, str]:
+    """The table's lines by their names."""
+    parted = [line.rsplit("  ", 1) for line in text.splitlines() if "  " in line]
+    return {name.strip(): value.strip() for name, value in parted}
+
+
+def test_without_a_gpu_it_prints_the_memory_and_writes_a_plan_that_the_engine_takes(tmp_path):
+    out = tmp_path / "tiny.plan.json"
+    done = run("--input-len", "30", "--output-len", "20", "--concurrency", "5", "--block-size", "8", "--out", str(out))
+    assert done.exit_code == 0, done.output
+    assert "Not measured here, for want of a GPU: workspace, CUDA graphs, launches." in done.stdout
+    plan = Plan.read(out)
+    assert (plan.gpu, plan.graphs, plan.launches) == (None, [], [])
+    assert plan.traffic == Traffic(30, 20, 5)
+    assert plan.options == {"block_size": 8, "dtype": "float32", "max_num_seqs": 5, "max_num_batched_tokens": 2048}
+    used = CliRunner().invoke(cli.app, ["generate", "Once upon", "--plan", str(out), "--max-tokens", "4"])
+    assert used.exit_code == 0, used.output
+    refused = CliRunner().invoke(cli.app, ["generate", "Once", "--plan", str(out), "--block-size", "32"])
+    assert refused.exit_code == 2 and "made for block_size=8, not 32" in refused.stderr
+
+
+def test_the_memory_it_tells_of_a_cpu_is_what_the_engine_takes(tmp_path):
+    plan = Plan.made_here(TINY, Traffic(30, 20, 5), {"dtype": "float32", "block_size": 8, "max_num_seqs": 5}, "cpu")
+    told = build.on_cpu(TINY, plan)
+    with LLM(device="cpu", dtype="float32", block_size=8, max_num_seqs=5) as llm:
+        runner = llm.engine.runner
+        assert told.weight_bytes == llm.engine.model.nbytes
+        assert told.cache_bytes == sum(cache.k.nbytes + cache.v.nbytes for cache in runner.caches)
+        assert told.requests == runner.num_blocks // 7, "50 tokens are 7 blocks of 8"
+
+
+def test_the_memory_it_tells_of_a_gpu_is_sizings(tmp_path):
+    out = tmp_path / "gemma.plan.json"
+    done = run("gemma-2b", "--gpu-gb", "80", "--gpu-memory-utilization", "0.8", "--out", str(out))
+    assert done.exit_code == 0, done.output
+    wanted = sizing.fit(PRESETS["gemma-2b"], 80e9, 1280, utilization=0.8)
+    assert str(wanted) in done.stdout
+    plan = Plan.read(out)
+    measured = build.on_gpu(PRESETS["gemma-2b"], plan, 80e9)
+    assert measured.cache_bytes < wanted.cache_bytes, "float32 on a CPU"
+    taken = {"workspace": 2_000_000_000, "graphs": 500_000_000}
+    less = build.on_gpu(PRESETS["gemma-2b"], plan.__class__(**{**vars(plan), "memory": taken}), 80e9)
+    assert measured.cache_bytes - less.cache_bytes == sum(taken.values())
+    assert rows(str(less))["CUDA graphs"] == "500.00 MB" and "CUDA graphs" not in rows(str(wanted))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--input-len", "2000", "--output-len", "99999"], "max_model_len is"),
+        (["--concurrency", "0"], "concurrency must be a whole number from 1, not 0"),
+        (["--plan", "x.json"], "build writes a plan"),
+        (["no/such/model"], "no such model directory"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_a_line(arguments, message, tmp_path):
+    done = run(*arguments, "--out", str(tmp_path / "p.json"))
+    assert done.exit_code == 2
+    assert message in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+def test_compare_runs_one_request_and_all_of_them_with_and_without_the_plan(tmp_path, capsys):
+    build.run(
+        input_len=6, output_len=3, concurrency=2, out=tmp_path / "p.json", compare=True, json_path=tmp_path / "r.json",
+        device="cpu", max_model_len=32,
+    )  # fmt: skip
+    record = json.loads((tmp_path / "r.json").read_text("utf-8"))
+    assert [(row["engine"], row["requests"], row["output_tokens"]) for row in record["results"]] == [
+        ("default", 1, 3),
+        ("planned", 1, 3),
+        ("default", 2, 6),
+        ("planned", 2, 6),
+    ]
+    assert all(len(row["runs"]) == 3 for row in record["results"])
+    assert record["plan"]["traffic"]["concurrency"] == 2
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == record
+
+
+# ---- the search, on kernels that are interpreted here
+
+tuning = pytest.importorskip("minillm.bench.tuning", reason="triton is not installed here")
+from minillm.bench import planning  # noqa: E402  needs triton
+from minillm.kernels import launches, paged_attention, single_row  # noqa: E402
+
+TRAFFIC = Traffic(20, 10, 3)
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and this engine is not")
+
+
+@pytest.fixture(scope="module")
+def runner():
+    with LLM(device="cpu", dtype="float32", num_blocks=24) as llm:
+        for cache in llm.engine.runner.caches:
+            cache.k.normal_(), cache.v.normal_()
+        yield llm.engine.runner
+
+
+def decode_problem():
+    sizes = {"dim": 64, "itemsize": 4, "rows": 16, "programs": 3, "longest": 32}
+    return launches.problem("decode_attention", **sizes), paged_attention.Launch(16, 16, 4, 2, 1)
+
+
+def product_problem(rows, columns, gated):
+    sizes = {"rows": rows, "columns": columns, "itemsize": 4, "gated": gated}
+    return launches.problem("whole_rows", **sizes), single_row.Launch(2, 4, 2)
+
+
+def prefill_problem():
+    problem = launches.problem("prefill_attention", dim=64, itemsize=4, group=4)
+    return problem, paged_attention.Launch(32, 32, 4, 1)
+
+
+def trials(runner):
+    yield *decode_problem(), tuning.decode_trial(decode_problem()[0], runner, TRAFFIC, 2, None)
+    yield *prefill_problem(), tuning.prefill_trial(prefill_problem()[0], runner, TRAFFIC, 64)
+    for sizes in ((384, 256, 0), (256, 256, 0), (768, 256, 1), (4096, 256, 0)):
+        problem, default = product_problem(*sizes)
+        yield problem, default, tuning.product_trial(problem, runner)
+
+
+@interpreted
+@torch.inference_mode()
+def test_the_kernels_own_launches_are_right_on_the_engines_data_and_a_disturbed_result_is_not(runner):
+    for problem, default, trial in trials(runner):
+        with launches.using({problem: default._asdict()}):
+            result = trial.calls[0]()
+        assert trial.error(result) <= trial.tolerance, problem
+        assert not trial.error(result * 1.01) <= trial.tolerance, problem
+        assert not trial.error(result.fill_(float("nan"))) <= trial.tolerance, problem
+
+
+def by_launch(times, seen=None):
+    """A clock that knows what each launch takes; others take 1."""
+
+    def seconds(calls):
+        (launch,) = launches._thread.table.values()
+        if seen is not None:
+            seen.append(dict(launch))
+        return next((time for fields, time in times if fields.items() <= launch.items()), 1.0)
+
+    return seconds
+
+
+@interpreted
+@torch.inference_mode()
+def test_the_fastest_launch_is_found_round_by_round(runner):
+    problem, default = decode_problem()
+    trial = tuning.decode_trial(problem, runner, TRAFFIC, 2, None)
+    clock = by_launch([({"warps": 8, "stages": 2, "splits": 2}, 0.4), ({"warps": 8, "stages": 2}, 0.7)])
+    found = tuning.tune(problem, default, trial, clock)
+    assert found.launch == default._replace(warps=8, splits=2, keys=found.launch.keys)
+    assert (found.default_seconds, found.seconds, found.refused) == (1.0, 0.4, {})
+
+
+@interpreted
+@torch.inference_mode()
+def test_a_launch_that_is_hardly_faster_changes_nothing(runner):
+    problem, default = product_problem(384, 256, 0)
+    found = tuning.tune(problem, default, tuning.product_trial(problem, runner), by_launch([({"warps": 4}, 0.99)]))
+    assert found.launch == default and found.seconds == found.default_seconds
+
+
+@interpreted
+@torch.inference_mode()
+@pytest.mark.parametrize("fault", ["wrong", "left out", "too large"])
+def test_a_launch_that_does_not_fit_or_is_wrong_is_never_timed(fault, runner, monkeypatch):
+    from triton.runtime.errors import OutOfResources
+
+    problem, default = product_problem(384, 256, 0)
+    kernel, bad = single_row.whole_rows_kernel, {"tile": 8, "warps": 4}
+
+    class Faulty:
+        def __getitem__(self, grid):
+            def run(*args, **options):
+                if {"tile": options["TILE"], "warps": options["num_warps"]} != bad:
+                    return kernel[grid](*args, **options)
+                if fault == "too large":
+                    raise OutOfResources(300_000, 232_448, "shared memory")
+                kernel[grid](*args, **options)
+                out = args[5]
+                out.mul_(-1) if fault == "wrong" else out[:, ::3].fill_(float("nan"))
+
+            return run
+
+    monkeypatch.setattr(single_row, "whole_rows_kernel", Faulty())
+    seen = []
+    trial = tuning.product_trial(problem, runner)
+    found = tuning.tune(problem, default, trial, by_launch([(bad, 0.1), ({"tile": 8}, 0.5)], seen))
+    assert found.launch.tile == 8 and found.launch.warps != 4
+    assert seen and not any(bad.items() <= launch.items() for launch in seen)
+    (why,) = {why for launch, why in found.refused.items()}
+    assert ("shared memory" if fault == "too large" else "relative error") in why
+
+
+def test_a_kernel_whose_own_launch_fails_is_an_error_and_not_tuned():
+    problem, default = product_problem(4, 4, 0)
+    trial = tuning.Trial([lambda: torch.ones(1)], lambda result: 1.0, [], 1e-4)
+    with pytest.raises(RuntimeError, match="whole_rows's own launch .* fails: relative error"):
+        tuning.tune(problem, default, trial, lambda calls: 1.0)
+
+
+def test_bad_options_end_before_anything_is_measured():
+    with pytest.raises(ConfigError, match="dtype must be one of"):
+        build.run(dtype="int8")
+
+
+def test_a_size_is_captured_if_its_step_is_clearly_faster_than_the_next_larger_ones():
+    seconds = {(1, 16): 1.0, (2, 16): 1.49, (4, 16): 1.5, (8, 16): 3.0, (8, 32): 4.0, (4, 32): 4.0, (2, 32): 4.0}
+    assert planning.worthwhile({1, 2, 4, 8}, seconds) == {1, 4, 8}
+    assert planning.worthwhile({1, 2}, {(1, 16): 2.0, (2, 16): 2.0}) == {2}
+    assert planning.worthwhile(set(), {}) == set()
+
+
+def test_another_budget_of_tokens_must_be_clearly_faster_than_the_engines_own():
+    assert planning.best_budget({4096: 101.0, 16384: 100.0}, 16384) == 16384
+    assert planning.best_budget({4096: 99.0, 16384: 100.0, 32768: 110.0}, 16384) == 32768
+    assert planning.best_budget({}, 2048) == 2048
