@@ -381,7 +381,7 @@ class EngineConfig:
                             on CPU, 16,384 on a GPU
     block_size              tokens a cache block holds
     num_blocks              cache blocks; default: what the memory allows
-    gpu_memory_utilization  share of the GPU's memory that weights, workspace and cache may take
+    gpu_memory_utilization  share of the GPU's memory that weights, workspace, CUDA graphs and cache may take
     enforce_eager           never use CUDA graphs
     enable_prefix_caching   share the blocks of equal prompt beginnings
     run_ahead               steps launched before the first one's tokens are read (0: none)

@@ -124,11 +124,25 @@ class DecodeGraphs:
         self._sent = (step.rows, step.starts + 1)
         return graph.out[:count]
 
-    def _capture(self, size: int, width: int) -> Graph:
-        out = torch.empty(size, dtype=torch.int64, device=self.runner.device)
-        # A first run outside the capture compiles kernels and lets libraries allocate; on padding, it changes nothing.
-        padding = torch.full((size,), len(self.position) - 1, dtype=torch.int64, device=self.runner.device)
+    @property
+    def largest(self) -> tuple[int, int]:
+        return self.sizes[-1], self.width(self.runner.block_table.shape[2])
+
+    def rehearse_largest(self) -> None:
+        """Run the largest step without capturing it, to see what it takes."""
+        size, width = self.largest
+        self._rehearse(width, torch.empty(size, dtype=torch.int64, device=self.runner.device))
+
+    def _rehearse(self, width: int, out: Tensor) -> None:
+        """On padding a step changes nothing, but kernels are compiled, and libraries allocate what they want."""
+        padding = torch.full_like(out, len(self.position) - 1)
         self._sample(padding, self._logits(padding, width), out)
+
+    def _capture(self, size: int, width: int) -> Graph:
+        if not self.graphs and (size, width) != self.largest:
+            self._capture(*self.largest)  # into its memory all others fit, in whatever order they come
+        out = torch.empty(size, dtype=torch.int64, device=self.runner.device)
+        self._rehearse(width, out)
         graph = torch.cuda.CUDAGraph()
         # One pool for all: they never run at the same time. A pool that lost its graphs cannot be used again.
         others = next(iter(self.graphs.values()), None)

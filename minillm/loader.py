@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from . import sizing
 from .config import ARCHITECTURES, PRESETS, ConfigError, ModelConfig, read_json
 from .model import Model
 from .quantization import DenseWeight
@@ -59,7 +60,16 @@ def load_model(
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be auto or one of {', '.join(DTYPES)}, not {dtype!r}")
     files = [] if load_format == "dummy" else checkpoint_files(place)
-    built = Model(config, dtype=DTYPES[dtype], device=device, max_model_len=max_model_len or config.max_model_len)
+    try:
+        built = Model(config, dtype=DTYPES[dtype], device=device, max_model_len=max_model_len or config.max_model_len)
+    except torch.OutOfMemoryError as error:
+        sizes = {each: sizing.weight_bytes(config, each) / 1e9 for each in (dtype, "bfloat16")}
+        free = torch.cuda.mem_get_info(device)[0] / 1e9
+        less = f"; in bfloat16 they are {sizes['bfloat16']:.1f} GB" if sizes["bfloat16"] < sizes[dtype] else ""
+        raise ConfigError(
+            f"the weights in {dtype} are {sizes[dtype]:.1f} GB, and {device} has {free:.1f} GB free{less}; free the "
+            "GPU, or use a smaller model"
+        ) from error
     if load_format == "dummy":
         fill_randomly(built, seed)
     else:

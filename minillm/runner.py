@@ -5,6 +5,8 @@ read from the rows, the sampled ids written back to them. So the next step can b
 this one's tokens, and prefill, chunk, decode and resumption are the same few lines.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,12 +17,13 @@ from .batch import Batch, Rows
 from .config import ConfigError, EngineConfig
 from .kv_cache import LayerCache
 from .model import Model
-from .request import Request, TokenLogprobs
-from .sampler import Sampler, top_logprobs
+from .request import Request, SamplingParams, TokenLogprobs
+from .sampler import GENERAL_AT_ONCE, Sampler, top_logprobs
 from .scheduler import Step
 
 LOGITS_AT_ONCE = 256  # rows of logits made at a time where a whole prompt's are wanted
 CPU_CACHE_BYTES = 1 << 30
+GRAPH_BYTES = 1 << 20  # what the driver keeps of a captured step, beside the pool that all of them share
 
 
 @dataclass
@@ -30,6 +33,57 @@ class Results:
     tokens: np.ndarray  # [samples] int64, in the order of the step's sampling rows
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # row -> of its sampled token
     prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = field(default_factory=dict)  # row -> (position, ...)
+
+
+@dataclass(frozen=True)
+class Room:
+    """A GPU's memory in bytes: all of it, what is taken already, what a step and the CUDA graphs will take."""
+
+    total: int
+    taken: int
+    workspace: int
+    graphs: int
+    utilization: float  # share of `total` that may be used
+
+    @property
+    def cache(self) -> int:
+        """What is left for keys and values."""
+        return int(self.total * self.utilization) - self.taken - self.workspace - self.graphs
+
+    def blocks(self, most: int, request: int, block_bytes: int, config: EngineConfig) -> int:
+        """`most` blocks, or as many as there is room for.
+
+        request: blocks of one request of full length. Raises ConfigError, which says what would fit, if not even
+        those find room, or not all of the `num_blocks` that were asked for.
+        """
+        fitting = max(self.cache, 0) // block_bytes
+        if fitting >= (most if config.num_blocks else min(most, request)):
+            return min(most, fitting)
+        used = (
+            f"{_gib(self.taken)} of {_gib(self.total)} are taken (weights, other programs), a step of "
+            f"max_num_batched_tokens={config.max_num_batched_tokens} and max_num_seqs={config.max_num_seqs} needs "
+            f"{_gib(self.workspace)}, CUDA graphs {_gib(self.graphs)}"
+        )
+        if config.num_blocks:
+            raise ConfigError(
+                f"num_blocks={most} needs {_gib(most * block_bytes)} for keys and values, and {fitting} blocks would "
+                f"fit: {used}"
+            )
+        wanted = request * block_bytes
+        enough = (self.total * self.utilization - self.cache + wanted) / self.total
+        ways = ["lower max_num_batched_tokens or max_num_seqs", "free the GPU"]
+        if enough <= 1:
+            ways.insert(0, f"gpu_memory_utilization={math.ceil(enough * 100) / 100} would fit")
+        if fitting:
+            ways.insert(0, f"max_model_len={fitting * config.block_size} would fit")
+        raise ConfigError(
+            f"gpu_memory_utilization={self.utilization} leaves {_gib(max(self.cache, 0))} for keys and values, and one "
+            f"request of full length needs {_gib(wanted)}: {used}; {'; '.join(ways)}"
+        )
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"
 
 
 class Launched:
@@ -79,7 +133,7 @@ class Runner:
         self.sampler = Sampler(rows, self.device, model.ops)
         self.logprobs = np.full(rows, -1, np.int32)  # how many a row's request wants; -1: none
         self.prompt_logprobs = np.full(rows, -1, np.int32)
-        self.num_blocks = config.num_blocks or self._blocks_that_fit(config, rows * width * groups)
+        self.num_blocks = self._blocks_that_fit(config, max_model_len, groups)
         self.caches = self._allocate_cache(self.num_blocks)
         self.graphs = self._decode_graphs(config)
         self._decoding: tuple[Step | None, Batch | None] = (None, None)  # the last step of decodes only
@@ -115,50 +169,84 @@ class Runner:
             ]
         except (torch.OutOfMemoryError, RuntimeError) as error:
             raise ConfigError(
-                f"num_blocks={blocks} needs {blocks * self.block_bytes / 2**30:.1f} GiB for keys and values, more "
-                f"than {self.device} has free; lower num_blocks, max_num_seqs or max_model_len"
+                f"num_blocks={blocks} needs {_gib(blocks * self.block_bytes)} for keys and values, more than "
+                f"{self.device} has free; lower num_blocks, max_num_seqs or max_model_len"
             ) from error
 
-    def _blocks_that_fit(self, config: EngineConfig, most: int) -> int:
-        """As many blocks as the memory allows, and no more than all rows at full length could use."""
+    def _blocks_that_fit(self, config: EngineConfig, max_model_len: int, groups: int) -> int:
+        """As many blocks as were asked for or the memory allows, and no more than all rows at full length could use."""
+        request = groups * -(-max_model_len // config.block_size)
+        most = config.num_blocks or config.max_num_seqs * request
         if self.device.type != "cuda":
-            return min(most, max(CPU_CACHE_BYTES // self.block_bytes, 1))
-        workspace = self._measure_workspace(config)
+            return most if config.num_blocks else min(most, max(CPU_CACHE_BYTES // self.block_bytes, 1))
+        workspace, graphs = self._measure_workspace(config), self._measure_graphs(config)
         free, total = torch.cuda.mem_get_info(self.device)
-        usable = int(total * config.gpu_memory_utilization) - (total - free) - workspace
-        if usable < self.block_bytes:
-            raise ConfigError(
-                f"gpu_memory_utilization={config.gpu_memory_utilization} of {total / 2**30:.1f} GiB leaves nothing for "
-                f"the cache: {(total - free) / 2**30:.1f} GiB are taken (weights, other programs) and a step needs "
-                f"{workspace / 2**30:.1f} GiB; raise it, lower max_num_batched_tokens, or free the GPU"
-            )
-        return min(most, usable // self.block_bytes)
+        room = Room(total, total - free, workspace, graphs, 1.0 if config.num_blocks else config.gpu_memory_utilization)
+        return room.blocks(most, request, self.block_bytes, config)
 
     def _measure_workspace(self, config: EngineConfig) -> int:
-        """Bytes that the largest step takes beside weights and cache: found by running one."""
+        """Bytes that the largest step takes beside weights and cache: found by running one. Raises ConfigError."""
         count = config.max_num_batched_tokens
-        rows = min(config.max_num_seqs, count)
+        try:
+            return self._step_bytes(count, config.max_num_seqs)
+        except torch.OutOfMemoryError as error:
+            halves = (count >> halvings for halvings in range(1, count.bit_length()))
+            fitting = next((fewer for fewer in halves if self._step_fits(fewer, config.max_num_seqs)), None)
+            way = f"max_num_batched_tokens={fitting} would fit" if fitting else "use a smaller model or dtype"
+            raise ConfigError(
+                f"a step of max_num_batched_tokens={count} and max_num_seqs={config.max_num_seqs} does not fit beside "
+                f"the weights ({_gib(self.model.nbytes)}) on {self.device}, which has "
+                f"{_gib(torch.cuda.mem_get_info(self.device)[1])}; {way}, or free the GPU"
+            ) from error
+
+    def _step_fits(self, count: int, most_rows: int) -> bool:
+        try:
+            self._step_bytes(count, most_rows)
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def _step_bytes(self, count: int, most_rows: int) -> int:
+        """Bytes that a step of `count` tokens takes, as many rows as may be among them, sampled in every way."""
+        rows = min(most_rows, count)
+        queries = np.full(rows, min(count // rows, self.tokens.shape[1] - 1), np.int32)
+        ids = np.arange(rows, dtype=np.int32)
+        step = Step(0, ids, np.zeros(rows, np.int32), queries, np.ones(rows, bool), int((queries == 1).sum()))
+        wishes = SamplingParams(top_p=0.9, repetition_penalty=1.1, logit_bias={0: 0.0})
+        for row in range(min(rows, GENERAL_AT_ONCE)):
+            self.sampler.admit(row, wishes, 0, 1, ())
+
+        def run() -> None:
+            hidden = self.model.forward(self._batch(step, np.cumsum(queries) - 1), self.caches)
+            self._sample(hidden, ids, queries)
+
+        try:
+            return self._reserved_by(run)
+        finally:
+            self.sampler.general[:] = False
+
+    def _measure_graphs(self, config: EngineConfig) -> int:
+        """Bytes that CUDA graphs will take. They share a pool, and what is captured first, the largest, fills it."""
+        graphs = self._decode_graphs(config)
+        if graphs is None:
+            return 0
+        widths = {graphs.width(blocks) for blocks in range(1, self.block_table.shape[2] + 1)}
+        return self._reserved_by(graphs.rehearse_largest) + len(graphs.sizes) * len(widths) * GRAPH_BYTES
+
+    @torch.inference_mode()
+    def _reserved_by(self, run: Callable[[], None]) -> int:
+        """By how many bytes torch's share of the memory grows while `run` runs, on a cache of one block."""
         self.caches = self._allocate_cache(1)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
-        queries = np.full(rows, count // rows, np.int32)
-        starts = np.zeros(rows, np.int32)
-        queries = np.minimum(queries, self.tokens.shape[1] - 1)
-        step = Step(
-            0,
-            np.arange(rows, dtype=np.int32),
-            starts,
-            queries,
-            np.ones(rows, bool),
-            int((queries == 1).sum()),
-        )
-        batch = self._batch(step, None)
-        self.model.logits(self.model.forward(batch, self.caches)).softmax(-1)
-        torch.cuda.synchronize(self.device)
-        peak = torch.cuda.max_memory_allocated(self.device) - before
-        self.caches = []
-        torch.cuda.empty_cache()
-        return peak
+        try:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+            before = torch.cuda.memory_reserved(self.device)
+            run()
+            torch.cuda.synchronize(self.device)
+            return torch.cuda.max_memory_reserved(self.device) - before
+        finally:
+            self.caches = []
+            torch.cuda.empty_cache()
 
     # ---- steps
 

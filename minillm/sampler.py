@@ -12,6 +12,8 @@ from torch import Tensor
 from .ops import OperationSet
 from .request import SamplingParams
 
+GENERAL_AT_ONCE = 256  # rows reshaped at a time: sorting Gemma's vocabulary takes some 10 MB a row
+
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """One number in [0, 1) for each (seed, position): a counter-based generator (SplitMix64, Steele et al. 2014).
@@ -62,47 +64,53 @@ class Sampler:
         logits: [n, vocab]; rows: [n]; lengths: [n] tokens each row has; tokens: [all rows, max length] the rows'
         tokens on the device. Returns [n] int64.
         """
+        general = np.nonzero(self.general[rows])[0]
+        if len(general) == 0:
+            return self._draw(logits, rows, lengths)
+        if len(general) == len(rows):
+            sampled = torch.empty(len(rows), dtype=torch.int64, device=self.device)
+        else:
+            sampled = self._draw(logits, rows, lengths)
+        for start in range(0, len(general), GENERAL_AT_ONCE):
+            piece = general[start : start + GENERAL_AT_ONCE]
+            at = self._tensor(piece)
+            shaped = self._reshape(_widened(logits[at]), rows[piece], lengths[piece], tokens)
+            sampled[at] = self._draw(shaped, rows[piece], lengths[piece], divided=True)
+        return sampled
+
+    def _draw(self, logits: Tensor, rows: np.ndarray, lengths: np.ndarray, divided: bool = False) -> Tensor:
+        """One token a row; divided: the logits have their temperature already, so it is 1, or 0 where it was."""
         temperature = self.temperature[rows]
-        if self.general[rows].any():
-            logits, temperature = self._reshape(_widened(logits), rows, lengths, tokens, temperature)
         if not temperature.any():
             return logits.argmax(dim=-1)
+        if divided:
+            temperature = (temperature > 0).astype(np.float32)
         draws = self._tensor(_draws(self.mixed_seed[rows], lengths))
         return self.ops.sample(logits, self._tensor(temperature), draws)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
-    def _reshape(self, logits, rows, lengths, tokens, temperature):
-        """Apply what the general rows ask for; their temperature is divided out here, so it becomes 1."""
-        index = np.nonzero(self.general[rows])[0]
-        params = [self.params[row] for row in rows[index]]
-        at = self._tensor(index)
-        shaped = logits[at]
-        generated = (lengths - self.prompt_length[rows])[index]
+    def _reshape(self, shaped: Tensor, rows: np.ndarray, lengths: np.ndarray, tokens: Tensor) -> Tensor:
+        """Logits [n, vocab] of general rows -> what these rows ask for, divided by their temperature."""
+        params = [self.params[row] for row in rows]
+        temperature = self.temperature[rows]
+        generated = lengths - self.prompt_length[rows]
 
         bias = [(i, token, value) for i, p in enumerate(params) for token, value in (p.logit_bias or {}).items()]
         if bias:
             i, token, value = (torch.tensor(column, device=self.device) for column in zip(*bias, strict=True))
             shaped.index_put_((i, token), value.to(shaped.dtype), accumulate=True)
         if any(p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty for p in params):
-            history = tokens[self._tensor(rows[index].astype(np.int64))]
-            known, prompt = lengths[index], self.prompt_length[rows[index]]
-            shaped = penalise(shaped, history, self._tensor(known), self._tensor(prompt), params)
-        early = [
-            (i, s) for i, p in enumerate(params) if generated[i] < p.min_tokens for s in self.stop_ids[rows[index[i]]]
-        ]
+            history, prompt = tokens[self._tensor(rows.astype(np.int64))], self.prompt_length[rows]
+            shaped = penalise(shaped, history, self._tensor(lengths), self._tensor(prompt), params)
+        early = [(i, s) for i, p in enumerate(params) if generated[i] < p.min_tokens for s in self.stop_ids[rows[i]]]
         if early:
             i, token = (torch.tensor(column, device=self.device) for column in zip(*early, strict=True))
             shaped.index_put_((i, token), torch.tensor(-torch.inf, dtype=shaped.dtype, device=self.device))
 
-        scale = np.where(temperature[index] > 0, temperature[index], 1)
-        shaped = shaped / self._tensor(scale).to(shaped.dtype)[:, None]
-        shaped = truncate(shaped, params)
-        logits = logits.index_copy(0, at, shaped)
-        temperature = temperature.copy()
-        temperature[index] = temperature[index] > 0
-        return logits, temperature
+        shaped = shaped / self._tensor(np.where(temperature > 0, temperature, 1)).to(shaped.dtype)[:, None]
+        return truncate(shaped, params)
 
 
 def _widened(logits: Tensor) -> Tensor:

@@ -1,0 +1,92 @@
+"""A GPU's memory divided: what is left for the cache, and what an error says when that is too little."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from minillm import LLM, SamplingParams
+from minillm.config import ConfigError, EngineConfig
+from minillm.runner import Room, Runner
+
+GIB = 2**30
+CONFIG = EngineConfig().on("cuda")
+BLOCK = 2**20  # bytes
+ROOM = Room(total=10 * GIB, taken=4 * GIB, workspace=2 * GIB, graphs=GIB, utilization=0.9)  # 2 GiB for the cache
+
+
+def blocks(room: Room = ROOM, most: int = 10**6, request: int = 512, config: EngineConfig = CONFIG) -> int:
+    return room.blocks(most, request, BLOCK, config)
+
+
+def test_the_cache_gets_what_weights_workspace_and_graphs_leave():
+    assert ROOM.cache == 2 * GIB
+    assert blocks() == 2048
+    assert blocks(most=100) == 100, "no more than all rows at full length could use"
+    assert blocks(request=2048) == 2048
+
+
+def test_too_little_for_one_request_names_a_length_and_a_share_that_would_fit():
+    with pytest.raises(ConfigError, match="one request of full length needs 2.15 GiB") as error:
+        blocks(request=2200)
+    assert blocks(request=int(re.search(r"max_model_len=(\d+)", str(error.value))[1]) // CONFIG.block_size) == 2048
+    share = float(re.search(r"gpu_memory_utilization=(\S+) would fit", str(error.value))[1])
+    assert blocks(Room(10 * GIB, 4 * GIB, 2 * GIB, GIB, share), request=2200) >= 2200
+    with pytest.raises(ConfigError):
+        blocks(Room(10 * GIB, 4 * GIB, 2 * GIB, GIB, share - 0.02), request=2200)
+
+
+def test_nothing_left_names_what_takes_the_memory_and_only_ways_that_lead_out():
+    room = Room(total=10 * GIB, taken=8 * GIB, workspace=2 * GIB, graphs=GIB, utilization=0.9)
+    with pytest.raises(
+        ConfigError, match="8.00 GiB of 10.00 GiB are taken.* needs 2.00 GiB, CUDA graphs 1.00"
+    ) as error:
+        blocks(room)
+    assert "would fit" not in str(error.value) and "lower max_num_batched_tokens" in str(error.value)
+
+
+def test_more_blocks_than_fit_are_refused_with_the_number_that_fits():
+    room = Room(total=10 * GIB, taken=4 * GIB, workspace=2 * GIB, graphs=GIB, utilization=1.0)
+    config = EngineConfig(num_blocks=3073).on("cuda")
+    with pytest.raises(ConfigError, match="num_blocks=3073 needs 3.00 GiB .* 3072 blocks would fit"):
+        blocks(room, most=3073, config=config)
+    config = EngineConfig(num_blocks=3072).on("cuda")
+    assert blocks(room, most=3072, config=config) == 3072
+    assert blocks(room, most=3, config=EngineConfig(num_blocks=3).on("cuda")) == 3, "fewer than a request are allowed"
+
+
+@pytest.fixture
+def llm(monkeypatch):
+    """An engine on a CPU whose steps of more than 16 tokens are said to run out of a GPU's memory."""
+
+    def reserved(runner, run):
+        run()
+        if runner.tokens_run > 16:
+            raise torch.OutOfMemoryError("out of memory")
+        return 5
+
+    def batch(runner, step, *rest):
+        runner.tokens_run = int(step.queries.sum())
+        return own(runner, step, *rest)
+
+    own = Runner._batch
+    monkeypatch.setattr(Runner, "_batch", batch)
+    monkeypatch.setattr(Runner, "_reserved_by", reserved)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 10 * GIB))
+    with LLM(device="cpu", max_num_seqs=9, max_model_len=256) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("count", [3, 9, 16])
+def test_rehearsing_the_largest_step_leaves_no_trace(llm, count):
+    params = SamplingParams(max_tokens=5, temperature=1, seed=3)
+    before = llm.generate("Once upon a time", params)[0].token_ids
+    assert llm.engine.runner._measure_workspace(replace(CONFIG, max_num_batched_tokens=count, max_num_seqs=9)) == 5
+    assert llm.generate("Once upon a time", params)[0].token_ids == before
+
+
+def test_a_step_that_does_not_fit_names_one_that_would(llm):
+    config = replace(CONFIG, max_num_batched_tokens=100, max_num_seqs=9)
+    with pytest.raises(ConfigError, match="max_num_batched_tokens=100 .* max_num_batched_tokens=12 would fit"):
+        llm.engine.runner._measure_workspace(config)
