@@ -259,12 +259,25 @@ def roofline(
         256,
     ),
     prompt: Annotated[list[int], typer.Option(help="Prefill steps of so many tokens; repeatable.")] = (400, 1600),
+    workload: Annotated[
+        list[str] | None, typer.Option(help="Measure this workload instead of single steps; repeatable.")
+    ] = None,
+    requests: Annotated[int | None, typer.Option(help="Only a workload's first this many requests.")] = None,
+    scale: Annotated[int, typer.Option(help="Divide a workload's lengths by this.")] = 1,
+    repeat: Annotated[int, typer.Option(help="Timed runs of a workload, after one that warms up.")] = 1,
     json_path: JsonPath = None,
     **engine_options: Any,
 ) -> None:
-    """What this machine can do at most, and how near the engine's steps come to it."""
-    from minillm.bench import roofline
+    """What this machine can do at most, how near the engine's steps come to it, and where the time goes.
 
+    Without --workload: single steps. With it: a workload's floor, its rate, and on a GPU the shares of its time.
+    """
+    from minillm.bench import breakdown, roofline
+
+    if workload:
+        options = {"workload": workload, "requests": requests, "scale": scale, "repeat": repeat}
+        breakdown.run(model, **options, json_path=json_path, **engine_options)
+        return
     roofline.run(model, batches=batch, prompts=prompt, json_path=json_path, **engine_options)
 
 

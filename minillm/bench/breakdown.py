@@ -1,0 +1,197 @@
+"""`minillm bench roofline --workload`: how near a workload comes to the chip's limits, and where the rest goes.
+
+The floor of a step has three parts, and they follow one another, since each needs what the one before computed:
+
+    layers' matrices  every weight read once; multiplied and added once a token. Behind the keys and values of the last
+                      layer only tokens that are sampled from go on
+    attention         the keys and values that a row sees, in every layer, read or written once; a query is multiplied
+                      with each key and each value that it sees
+    head              the head's weights read once, multiplied and added once a sampled token
+
+A part takes at least the longer of its reading and its arithmetic, on the chip as measured in the same run
+(`roofline.limits`). The floor of a run is the sum over the steps that the engine ran; it counts no launches, no
+sampling, no norms and gates, and no product's own limits, only the chip's.
+
+Time is accounted for by a second run: slices spread evenly over it are profiled, their kernels' seconds divided by the
+seconds that the same steps took in the run that was timed without a profiler. What is left is the GPU's idle time.
+"""
+
+import json
+import math
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..request import SamplingParams
+from ..scheduler import Step
+from . import offline, profiling, records, roofline, workloads
+from .roofline import Limits, floor_seconds
+
+PARTS = ("matrix products", "attention", "head and sampling")
+
+
+def step_floor(llm, step: Step, limits: Limits) -> dict[str, float]:
+    """The least seconds of a step on a chip with these limits, by PARTS; what is counted stands above."""
+    tokens, samples = int(step.queries.sum()), int(step.samples.sum())
+    work = {
+        "matrix products": _layers_work(llm, tokens, samples),
+        "attention": attention_work(llm, step),
+        "head and sampling": _head_work(llm, samples),
+    }
+    rates = limits.bytes_per_s, limits.operations_per_s
+    return {part: floor_seconds(*each, *rates) for part, each in work.items()}
+
+
+def _layers_work(llm, tokens: int, samples: int) -> tuple[int, int]:
+    model = llm.engine.model
+    last, query_rows = model.layers[-1], model.config.num_heads * model.config.head_dim
+    nbytes, operations = roofline.step_work(llm, tokens, 0)
+    behind_keys = query_rows * model.config.hidden_size
+    behind_keys += sum(math.prod(weight.shape) for weight in (last.attention_out, last.gate_up, last.down))
+    return nbytes - _head_work(llm, 1)[0], operations - 2 * behind_keys * (tokens - samples)
+
+
+def _head_work(llm, samples: int) -> tuple[int, int]:
+    model = llm.engine.model
+    numbers = model.config.vocab_size * model.config.hidden_size
+    size = torch.empty(0, dtype=model.dtype).element_size()
+    return (numbers * size if samples else 0), 2 * numbers * samples
+
+
+def attention_work(llm, step: Step) -> tuple[int, int]:
+    """(bytes, operations) of a step's attention in all layers; a layer with a window sees no further.
+
+    The last layer's queries are counted whole: those of a prompt nobody samples from are few beside the others'.
+    """
+    model, runner = llm.engine.model, llm.engine.runner
+    starts, ends = step.starts.astype(np.int64), (step.starts + step.queries).astype(np.int64)
+    token_bytes = runner.block_bytes // runner.block_size // len(model.layers)
+    nbytes = operations = 0
+    for window, layers in Counter(layer.window or int(ends.max()) for layer in model.layers).items():
+        seen = _sum_to(ends, window) - _sum_to(starts, window)
+        nbytes += int((ends - np.maximum(starts - window + 1, 0)).sum()) * token_bytes * layers
+        operations += 4 * model.config.num_heads * model.config.head_dim * int(seen.sum()) * layers
+    return nbytes, operations
+
+
+def _sum_to(count: np.ndarray, window: int) -> np.ndarray:
+    """min(1, window) + min(2, window) + ... + min(count, window): keys that the first `count` queries see."""
+    short = np.minimum(count, window)
+    return short * (short + 1) // 2 + (count - short) * window
+
+
+def run(
+    model: str | Path | None = None,
+    *,
+    workload: Sequence[str],
+    requests: int | None = None,
+    scale: int = 1,
+    repeat: int = 1,
+    json_path: str | Path | None = None,
+    quiet: bool = False,
+    **engine_options,
+) -> dict:
+    """Measure the chip and the workloads on it; return the record. Prints a table and, last, the record as JSON.
+
+    workload: names from `workloads.WORKLOADS`, lengths divided by `scale`, the first `requests` of each. repeat: timed
+    runs each, between one that warms up and, on a GPU, one that is profiled. More: as `LLM`. Raises UnknownWorkload,
+    ConfigError, ValueError.
+    """
+    if repeat < 1:
+        raise ValueError(f"repeat must be a whole number from 1, not {repeat!r}")
+    chosen = [workloads.find(name).name for name in workload]
+    begun = records.begin()
+    engine = offline.Minillm(model, **engine_options)
+    try:
+        llm = engine.llm
+        limits = roofline.limits(llm.config.device, llm.engine.model.dtype, llm.engine.model.nbytes)
+        results = []
+        for name in chosen:
+            work = workloads.make(name, llm.model_config.vocab_size, scale=scale, requests=requests)
+            facts = {"workload": name, **workloads.totals(work), "scale": scale}
+            results.append(facts | measure(llm, work, limits, repeat))
+            if not quiet:
+                print(table(results[-1:], limits if len(results) == 1 else None), flush=True)
+        dtype = str(llm.engine.model.dtype).removeprefix("torch.")
+        chip = {"bytes_per_s": limits.bytes_per_s, "operations_per_s": limits.operations_per_s}
+        content = records.record(results, begun, model=llm.engine.name, dtype=dtype, **chip)
+    finally:
+        engine.llm.close()
+    if json_path is not None:
+        records.write(content, json_path)
+    if not quiet:
+        print(json.dumps(content))
+    return content
+
+
+def measure(llm, work: Sequence[workloads.BenchRequest], limits: Limits, repeat: int) -> dict:
+    """Floor, rate, shares of time and the host's time a step of one workload."""
+    generate(llm, work)  # captures graphs, compiles kernels
+    runs = []
+    for _ in range(repeat):
+        with profiling.recording(llm.engine) as recording:
+            begin = time.perf_counter()
+            generate(llm, work)
+            runs.append((time.perf_counter() - begin, recording))
+    seconds, recording = sorted(runs, key=lambda each: each[0])[len(runs) // 2]
+    shares = _shares(llm, work, recording) if llm.engine.model.device.type == "cuda" else None
+    floors = [step_floor(llm, step, limits) for step in recording.steps]
+    parts = {part: sum(each[part] for each in floors) for part in PARTS}
+    tokens = sum(request.output_tokens for request in work)
+    return {
+        "seconds": round(statistics.median(each for each, _ in runs), 4),
+        "output_tokens_per_s": round(tokens / seconds, 1),
+        "runs": [round(each, 4) for each, _ in runs],
+        "floor_seconds": {part: round(each, 4) for part, each in parts.items()},
+        "floor_tokens_per_s": round(tokens / sum(parts.values()), 1),
+        "of_floor": round(sum(parts.values()) / seconds, 4),
+        "shares": shares,
+        "steps": len(recording.steps),
+        "cpu_ms_per_step": round((seconds - recording.waited) / len(recording.steps) * 1e3, 4),
+    }
+
+
+def generate(llm, work: Sequence[workloads.BenchRequest]) -> None:
+    """All requests at once, to their exact lengths, at temperature 1."""
+    params = [SamplingParams(max_tokens=each.output_tokens, temperature=1.0, ignore_eos=True) for each in work]
+    llm.generate([each.prompt for each in work], params)
+
+
+def _shares(llm, work: Sequence[workloads.BenchRequest], timed: profiling.Recording) -> dict[str, float]:
+    """Shares of a run's time: each of `profiling.GROUPS`, and the GPU's idle time."""
+    starts = profiling.slices(timed.done, timed.began)
+    with profiling.profiled(llm.engine, starts) as found:
+        generate(llm, work)
+    each = []
+    for first, kernels in zip(starts, found, strict=True):
+        seconds = timed.seconds(first, min(first + profiling.STEPS, len(timed.done)))
+        each.append({group: busy / seconds for group, busy in profiling.seconds_by_group(kernels).items()})
+    shares = {group: round(statistics.fmean(slice[group] for slice in each), 4) for group in profiling.GROUPS}
+    return shares | {"GPU idle": round(max(0.0, 1 - sum(shares.values())), 4)}
+
+
+def table(results: Sequence[dict], limits: Limits | None = None) -> str:
+    """The limits, unless None, and the head of the table; then a line a workload."""
+    lines = []
+    columns = (*profiling.GROUPS, "GPU idle")
+    if limits is not None:
+        rates = f"{limits.bytes_per_s / 1e9:,.1f} GB/s", f"{limits.operations_per_s / 1e12:,.2f} T operations/s"
+        lines = [
+            f"reads {rates[0]}, computes {rates[1]}",
+            f"{'workload':<22}{'floor':>9}{'measured':>10}{'ratio':>7} "
+            + "".join(f"{column:>19}" for column in columns)
+            + f"{'CPU ms a step':>15}",
+        ]
+    for row in results:
+        shares = row["shares"] or {}
+        cells = (f"{shares[column]:>18.1%} " if column in shares else f"{'-':>19}" for column in columns)
+        lines.append(
+            f"{row['workload']:<22}{row['floor_tokens_per_s']:>9,.0f}{row['output_tokens_per_s']:>10,.0f}"
+            f"{row['of_floor']:>7.2f} {''.join(cells)}{row['cpu_ms_per_step']:>15.3f}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,151 @@
+"""A run of the engine seen from outside: when each step was done, and which kernels ran in slices of it.  Lesson 99.
+
+Kernels are put into groups by their names. A product is the head's when sampling follows it.
+"""
+
+import re
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ..scheduler import Step
+
+GROUPS = ("matrix products", "attention", "head and sampling", "other kernels")
+NAMES = (
+    (
+        "attention",
+        re.compile(r"^(decode_kernel|combine_kernel|prefill_kernel|row_attention_kernel)|fmha|flash|attention"),
+    ),
+    ("head and sampling", re.compile(r"^(chunk_mass_kernel|choose_kernel|soft_cap_kernel)|ArgMax|argmax")),
+    ("matrix products", re.compile(r"^(nvjet|whole_rows_kernel|long_rows_kernel)|gemm|gemv|xmma|cutlass|splitKreduce")),
+)
+SLICES, STEPS = 10, 4  # slices of a run that are profiled, steps in each
+
+
+@dataclass
+class Recording:
+    """A run's steps and, by `time.perf_counter`, when it began and when each step's tokens were on the host."""
+
+    began: float
+    steps: list[Step] = field(default_factory=list)
+    done: list[float] = field(default_factory=list)
+    waited: float = 0.0  # seconds in which the host did nothing but wait for the device
+
+    def seconds(self, first: int, after: int) -> float:
+        """How long the steps from `first` to before `after` took, one beside the other."""
+        return self.done[after - 1] - (self.done[first - 1] if first else self.began)
+
+
+@contextmanager
+def recording(engine) -> Iterator[Recording]:
+    """Note every step that the engine runs until the block ends; costs microseconds a step."""
+    runner, found = engine.runner, Recording(time.perf_counter())
+    launch = runner.launch
+
+    def noted(step: Step):
+        launched = launch(step)
+        wait = launched.wait
+
+        def timed_wait():
+            start = time.perf_counter()
+            results = wait()
+            found.done.append(time.perf_counter())
+            found.waited += found.done[-1] - start
+            return results
+
+        launched.wait = timed_wait
+        found.steps.append(step)
+        return launched
+
+    runner.launch = noted
+    try:
+        yield found
+    finally:
+        del runner.launch  # the method shows again
+
+
+def slices(done: Sequence[float], began: float) -> list[int]:
+    """The first steps of up to SLICES slices, spread evenly over a run's time, none over another."""
+    middles = began + (np.arange(SLICES) + 0.5) / SLICES * (done[-1] - began)
+    chosen: list[int] = []
+    for first in np.searchsorted(done, middles):
+        first = max(min(int(first), len(done) - STEPS), 0)
+        if not chosen or first >= chosen[-1] + STEPS:
+            chosen.append(first)
+    return chosen
+
+
+@contextmanager
+def profiled(engine, starts: Sequence[int]) -> Iterator[list[list[tuple[str, float, float]]]]:
+    """Profile STEPS steps from each of `starts` on. After the block: a list a slice, of (kernel, begin, end) in seconds.
+
+    The device is idle at both ends of a slice, so that its kernels are those of its steps and no others.
+    """
+    runner, launch, found, profiles = engine.runner, engine.runner.launch, [], []
+    count, running = 0, None
+
+    def start() -> torch.profiler.profile:
+        torch.cuda.synchronize()
+        profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
+        profile.start()
+        return profile
+
+    def stop() -> None:
+        torch.cuda.synchronize()
+        running.stop()
+        profiles.append(running)
+
+    def watched(step: Step):
+        nonlocal count, running
+        if count in starts:
+            running = start()
+        launched = launch(step)
+        count += 1
+        if running is not None and count - STEPS in starts:
+            stop()
+            running = None
+        return launched
+
+    start().stop()  # the first one loads the profiler
+    runner.launch = watched
+    try:
+        yield found
+        if running is not None:
+            stop()
+        found += [_kernels(profile) for profile in profiles]
+    finally:
+        del runner.launch
+
+
+def _kernels(profile: torch.profiler.profile) -> list[tuple[str, float, float]]:
+    spans = [
+        (event.name, event.time_range.start * 1e-6, event.time_range.end * 1e-6)
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    return sorted(spans, key=lambda span: span[1])
+
+
+def seconds_by_group(kernels: Iterable[tuple[str, float, float]]) -> dict[str, float]:
+    """Seconds of each of GROUPS. kernels: (name, begin, end), by their beginnings.
+
+    Where kernels overlap (the next one starts early and waits), the time both run goes to the earlier one.
+    """
+    found = dict.fromkeys(GROUPS, 0.0)
+    free, products = float("-inf"), 0.0  # when the device is free; seconds since the last product began
+    for name, begin, end in kernels:
+        group = next((group for group, pattern in NAMES if pattern.search(name)), "other kernels")
+        seconds = max(0.0, end - max(begin, free))
+        free = max(free, end)
+        if group == "matrix products":
+            products = products + seconds if "splitKreduce" in name else seconds
+        elif group == "head and sampling":
+            found["matrix products"] -= products
+            found[group] += products
+            products = 0.0
+        found[group] += seconds
+    return found
