@@ -3,7 +3,7 @@
     1  the decode steps of that traffic are captured, and the kernels say what they ask for
     2  each of those problems is tuned (`tuning`)
     3  the steps are captured again: launches that make them slower go, and sizes that save nothing over the next
-    4  prompts are computed with several budgets of tokens a step
+    4  the traffic begins with several budgets of tokens a step
     5  an engine is started with the plan, to see what memory it takes
 
 Weights are random, since no time depends on them: a model's config.json is enough. Without a GPU there is nothing to

@@ -14,11 +14,12 @@ import torch
 from ..engine import LLM
 from ..kernels import launches
 from ..plan import Plan, Traffic
+from ..request import SamplingParams
 from ..runner import Runner
-from ..scheduler import Step
 from . import tuning
 
-BUDGETS = (4096, 8192, 16384, 32768)  # tokens a step
+BUDGETS = (8192, 16384, 32768)  # tokens a step
+PROMPT_TOKENS = 1 << 18  # at most, in each trial of a budget
 REPLAYS = 15
 
 Shape = tuple[int, int]  # of a decode step: rows, blocks of a row's table
@@ -29,12 +30,14 @@ def measured(model: str | Path | None, plan: Plan, out: Path, device: str) -> Pl
     """The plan with graphs, launches, budget and memory from this GPU. Leaves an unfinished one in `out`."""
     torch.manual_seed(0)
     print("starting an engine with random weights", file=sys.stderr, flush=True)
-    with LLM(model, load_format="dummy", device=device, **plan.options) as llm:
+    # Without the cache of prefixes: a budget's prompts must not profit from another's.
+    options = {"enable_prefix_caching": False} | plan.options
+    with LLM(model, load_format="dummy", device=device, **options) as llm:
         runner = llm.engine.runner
         for cache in runner.caches:  # zeros would be computed faster than numbers are
             cache.k.normal_(), cache.v.normal_()
-        runner.tokens.random_(shape_vocabulary(runner))
-        budgets, asked = prefill_rates(runner, plan)
+        runner.tokens.random_(runner.model.config.vocab_size)
+        budgets, asked = budget_rates(llm, plan)
         steps = {}
         if runner.graphs is not None:
             steps, asked_by = decode_steps(runner, plan.traffic)
@@ -70,17 +73,15 @@ def measured(model: str | Path | None, plan: Plan, out: Path, device: str) -> Pl
     return replace(plan, memory=memory_taken(model, plan, out, device))
 
 
-def shape_vocabulary(runner: Runner) -> int:
-    return runner.model.config.vocab_size
-
-
 def decode_steps(runner: Runner, traffic: Traffic) -> tuple[dict[Shape, float], dict[Shape, dict]]:
     """Each decode step of the traffic: seconds with the kernels' own launches, and the problems it asks for."""
     graphs, block = runner.graphs, runner.block_size
     ends = range(traffic.input_len + 1, traffic.context + 1)
     widths = sorted({graphs.width(-(-end // block)) for end in ends})
+    shapes = [(size, width) for width in widths for size in graphs.sizes]
+    step_seconds(runner, traffic, shapes[0])  # the first capture of all may bring others with it
     seconds, asked_by = {}, {}
-    for shape in [(size, width) for width in widths for size in graphs.sizes]:
+    for shape in shapes:
         with launches.listening() as asked_by[shape]:
             seconds[shape] = step_seconds(runner, traffic, shape)
     return seconds, asked_by
@@ -151,37 +152,36 @@ def worthwhile(sizes: set[int], seconds: dict[Shape, float]) -> set[int]:
     return set(chosen)
 
 
-def prefill_rates(runner: Runner, plan: Plan) -> tuple[dict[int, float], dict]:
-    """Budget of tokens a step -> prompt tokens a second; and the problems that a step of prompts asks for."""
-    traffic, rates = plan.traffic, {}
-    own = plan.options["max_num_batched_tokens"]
-    everything = traffic.concurrency * traffic.input_len
-    budgets = {own, *(each for each in BUDGETS if each // 2 < everything)}
-    with launches.listening() as asked:
-        for budget in sorted(budgets):
+def budget_rates(llm: LLM, plan: Plan) -> tuple[dict[int, float], dict]:
+    """Budget of tokens a step -> prompt tokens a second while the traffic begins; and the problems its steps ask for.
+
+    All requests at once and a few tokens of each answer: prompts that are computed alone would praise small budgets,
+    which in truth make more steps that also decode, and those run outside the graphs.
+    """
+    traffic, own = plan.traffic, plan.options["max_num_batched_tokens"]
+    requests = max(1, min(traffic.concurrency, PROMPT_TOKENS // traffic.input_len))
+    budgets = {own, *(each for each in BUDGETS if each // 2 < requests * traffic.input_len)}
+    seconds, asked = {budget: [] for budget in sorted(budgets)}, {}
+    for round_ in range(3):
+        for budget, times in seconds.items():
+            llm.engine.scheduler.max_num_batched_tokens = budget
             try:
-                rates[budget] = prefill_rate(runner, traffic, budget)
+                with launches.listening() as heard:
+                    times.append(begin_seconds(llm, traffic, requests, seed=round_))
             except torch.OutOfMemoryError:
-                break
-    return rates, asked
+                times.append(math.inf)
+            asked |= heard
+    return {each: requests * traffic.input_len / statistics.median(times[1:]) for each, times in seconds.items()}, asked
 
 
-def prefill_rate(runner: Runner, traffic: Traffic, budget: int) -> float:
-    tokens = min(traffic.input_len, budget)
-    rows = max(1, min(budget // tokens, traffic.concurrency, runner.tokens.shape[0] - 1))
-    queries = np.full(rows, tokens, np.int32)
-    singles = rows if tokens == 1 else 0
-    step = Step(0, np.arange(rows, dtype=np.int32), np.zeros(rows, np.int32), queries, np.ones(rows, bool), singles)
-    runner.block_table.random_(runner.num_blocks)
-    times = []
-    for _ in range(4):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        batch = runner._batch(step, np.cumsum(queries) - 1)
-        runner.model.logits(runner.model.forward(batch, runner.caches))
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    return rows * tokens / statistics.median(times[1:])
+def begin_seconds(llm: LLM, traffic: Traffic, requests: int, seed: int) -> float:
+    """From `requests` new prompts to the last one's first few tokens."""
+    ids = np.random.default_rng(seed).integers(0, llm.model_config.vocab_size, (requests, traffic.input_len))
+    params = SamplingParams(max_tokens=min(traffic.output_len, 8), temperature=1.0, ignore_eos=True)
+    prompts = ids.tolist()
+    begin = time.perf_counter()
+    llm.generate(prompts, params)
+    return time.perf_counter() - begin
 
 
 def best_budget(rates: dict[int, float], own: int) -> int:

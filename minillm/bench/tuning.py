@@ -150,7 +150,10 @@ def decode_trial(problem: Problem, runner: Runner, traffic: Traffic, width: int,
         if tile is not None:
             return [best._replace(keys=tile.keys, warps=tile.warps, stages=tile.stages)]
         keys = best.keys
-        choices = [(keys, 4, 3), (keys, 8, 2), (keys, 8, 3), (keys // 2, 4, 2), (keys // 2, 4, 3), (keys * 2, 8, 2)]
+        choices = [
+            (keys, 4, 3), (keys, 8, 2), (keys, 8, 3), (keys * 2, 8, 2), (keys // 2, 2, 2), (keys // 2, 4, 2),
+            (keys // 2, 4, 3), (keys // 2, 4, 4),
+        ]  # fmt: skip
         return [best._replace(keys=k, warps=w, stages=s) for k, w, s in choices if k >= 16]
 
     def splits(best):
