@@ -1,0 +1,69 @@
+"""Outputs judged token by token: what would the sampler have chosen, had the model of transformers been asked?
+
+The whole of a finished output is read by transformers in one pass, and its logits go through the engine's own sampling
+parameters, in float64, with the request's own random numbers. So every token is judged on its own, also those behind
+a near-tie, whatever batches, graphs, preemptions and prefix hits it came from.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from minillm import SamplingParams, ops
+from minillm.loader import EMBEDDED
+from minillm.request import Completion
+from minillm.sampler import Sampler
+
+TIE = 1e-3  # logits closer than this may change places, and so may the cumulated probabilities around a draw
+
+
+class Teacher:
+    """transformers' model in float32, on the device the engine runs on."""
+
+    def __init__(self, directory: Path = EMBEDDED, device: str = "cpu"):
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype="float32", attn_implementation="eager")
+        self.model, self.device = model.to(device).eval(), device
+
+    @torch.inference_mode()
+    def logits(self, prompt: list[int], output: list[int]) -> torch.Tensor:
+        """[output, vocab] float64 on the CPU: what each output token is chosen from."""
+        ids = torch.tensor([prompt + output[:-1]], device=self.device)
+        return self.model(ids, use_cache=False).logits[0, len(prompt) - 1 :].double().cpu()
+
+    def errors(self, completion: Completion, params: SamplingParams, seed: int) -> int:
+        """How many of the tokens are not those that the parameters choose, ties apart."""
+        output = completion.token_ids
+        if not output:
+            return 0
+        logits = self.logits(completion.prompt_token_ids, output)
+        count, start = len(output), len(completion.prompt_token_ids)
+        sampler = Sampler(1, torch.device("cpu"), ops.on("cpu"))
+        sampler.admit(0, params, seed, start, tuple(params.stop_token_ids))
+        tokens = torch.tensor([completion.prompt_token_ids + output], dtype=torch.int32)
+        rows, lengths = np.zeros(count, np.int64), np.arange(start, start + count)
+        # A general row's temperature is divided out while its logits are reshaped.
+        general = bool(sampler.general[0])
+        shaped = sampler._reshape(logits.clone(), rows, lengths, tokens) if general else logits
+        chosen = torch.tensor(output)
+        if params.temperature == 0:
+            gap = shaped.amax(-1) - shaped.gather(1, chosen[:, None])[:, 0]
+            return int((gap > TIE).sum())
+        heat = 1.0 if general else params.temperature
+        lower, upper = interval((shaped / heat).softmax(-1), chosen)
+        draws = torch.from_numpy(uniforms_of(seed, lengths)).double()
+        return int(((draws < lower - TIE) | (draws > upper + TIE)).sum())
+
+
+def uniforms_of(seed: int, lengths: np.ndarray) -> np.ndarray:
+    from minillm.sampler import uniforms
+
+    return uniforms(np.full(len(lengths), seed, np.int64), lengths)
+
+
+def interval(chances: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where [0, 1] each chosen token lies, in id order: the draws between lower and upper choose it."""
+    upper = chances.cumsum(-1).gather(1, chosen[:, None])[:, 0]
+    return upper - chances.gather(1, chosen[:, None])[:, 0], upper

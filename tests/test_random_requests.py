@@ -1,0 +1,220 @@
+"""Random requests of every kind, random aborts: each token is the one its parameters choose, and nothing leaks.
+
+On a GPU with kernels, CUDA graphs and running ahead, in float32 with TF32 off; on a CPU fewer of them. What a token
+should have been comes from transformers (`teacher.py`).
+"""
+
+import random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+import minillm
+from minillm import LLM, SamplingParams
+from minillm.engine import Engine, Tracked
+from tests.teacher import Teacher, interval
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+REQUESTS = 500 if ON_GPU else 60
+KINDS = {
+    "greedy": {"temperature": 0},
+    "temperature 1": {"temperature": 1},
+    "temperature 0.7": {"temperature": 0.7},
+    "seeded": {"temperature": 1.3, "seed": 5},
+    "top_k": {"temperature": 1, "top_k": 7},
+    "top_p": {"temperature": 0.8, "top_p": 0.9},
+    "min_p": {"temperature": 1, "min_p": 0.05},
+    "penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+    "greedy penalties": {"temperature": 0, "repetition_penalty": 1.3},
+    "bias": {"logit_bias": {7: 5.0, 40: -100.0}},
+    "min_tokens": {"temperature": 1, "min_tokens": 6, "stop_token_ids": [300, 301, 302]},
+    "logprobs": {"temperature": 0, "logprobs": 2},
+    "prompt_logprobs": {"temperature": 1, "prompt_logprobs": 1},
+}
+# Half of all take the fast path, as most requests do.
+OFTEN = ["greedy", "temperature 1", "temperature 0.7", "seeded"]
+EDGES = ("top_k", "top_p", "min_p")  # a near-tie where they cut shifts every draw, once in some 10,000 tokens
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exact_products():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture(scope="module")
+def teacher():
+    return Teacher(device=DEVICE)
+
+
+def random_request(rng: random.Random, longest: int = 120) -> tuple[list[int], SamplingParams, str]:
+    kind = rng.choice(OFTEN) if rng.random() < 0.5 else rng.choice(list(KINDS))
+    shared = [17 + i % 50 for i in range(rng.choice([0, 0, 20, 64]))]  # beginnings that others have too
+    prompt = shared + [rng.randrange(4, 4000) for _ in range(rng.randint(1, longest))]
+    ends = rng.random() < 0.3 and kind != "min_tokens"
+    return prompt, SamplingParams(max_tokens=rng.randint(1, 40), ignore_eos=not ends, **KINDS[kind]), kind
+
+
+def judge(teacher: Teacher, requests: list[tuple[Tracked, str]]) -> tuple[int, int, int]:
+    """(tokens, wrong ones, wrong ones where probabilities are cut off)."""
+    tokens = wrong = at_edges = 0
+    for tracked, kind in requests:
+        errors = teacher.errors(tracked.completion, tracked.request.params, tracked.request.seed)
+        tokens += len(tracked.completion.token_ids)
+        if kind in EDGES:
+            at_edges += errors
+        else:
+            wrong += errors
+    return tokens, wrong, at_edges
+
+
+def drain(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+    engine.scheduler.check()
+    assert not engine.tracked and not len(engine.scheduler.order) and not engine.scheduler.waiting
+    stats, rows = engine.stats(), engine.config.max_num_seqs
+    assert stats["blocks_available"] == stats["blocks"], "blocks leaked"
+    assert sorted(engine.scheduler._free_rows) == list(range(rows)), "rows leaked"
+
+
+OPTIONS = [
+    {"max_num_seqs": 32, "max_num_batched_tokens": 300, "num_blocks": 110, "run_ahead": 2},
+    {"max_num_seqs": 7, "max_num_batched_tokens": 64, "num_blocks": 60, "run_ahead": 3, "block_size": 8},
+    {"max_num_seqs": 1, "run_ahead": 3},  # batches of one: on a GPU the fused step
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: f"{options['max_num_seqs']} rows")
+def test_random_requests_with_random_aborts_get_the_tokens_they_ask_for(options, teacher):
+    rng = random.Random(11)
+    with LLM(dtype="float32", device=DEVICE, **options) as llm:
+        engine, requests = llm.engine, []
+        while len(requests) < REQUESTS or engine.tracked:
+            while len(requests) < REQUESTS and rng.random() < 0.6:
+                prompt, params, kind = random_request(rng)
+                requests.append((engine.prepare(prompt, params, wants_text=False), kind))
+                engine.submit(requests[-1][0])
+            if engine.tracked and rng.random() < 0.04:
+                engine.abort(rng.choice(list(engine.tracked)))
+            engine.step()
+            engine.scheduler.check()
+        drain(engine)
+        preempted, graphs = engine.scheduler.preemptions, engine.runner.graphs
+        assert not ON_GPU or graphs.graphs, "no step ran as a graph"
+        assert not ON_GPU or options["max_num_seqs"] > 1 or graphs.single_row is not None, "the fused step took no part"
+    reasons = {tracked.completion.finish_reason for tracked, _ in requests}
+    assert reasons >= {"abort", "length"} and {kind for _, kind in requests} == set(KINDS)
+    assert preempted or "num_blocks" not in options or not ON_GPU, "blocks were plenty: preemption took no part"
+    tokens, wrong, at_edges = judge(teacher, requests)
+    print(f"{len(requests)} requests, {tokens} tokens, {wrong} wrong, {at_edges} at edges, {preempted} preemptions")
+    assert tokens > 8 * REQUESTS
+    assert wrong == 0 and at_edges <= tokens / 5000
+
+
+def test_the_judge_sees_wrong_tokens(teacher):
+    def zeros(q, *args, **kwargs):
+        return torch.zeros_like(q)
+
+    rng = random.Random(3)
+    with LLM(dtype="float32", device=DEVICE) as llm:
+        drawn = [random_request(rng) for _ in range(12)]
+        with minillm.using(decode_attention=zeros) as used:
+            requests = [(llm.engine.prepare(prompt, params), kind) for prompt, params, kind in drawn]
+            for tracked, _ in requests:
+                llm.engine.submit(tracked)
+            drain(llm.engine)
+    assert used.calls["decode_attention"]
+    tokens, wrong, _ = judge(teacher, requests)
+    assert wrong > tokens / 20
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Submit, abort and step in any order; whoever is finished or aborted has the right tokens."""
+
+    llm: LLM
+    teacher: Teacher
+
+    def __init__(self):
+        super().__init__()
+        self.requests: list[tuple[Tracked, str]] = []
+
+    @rule(seed=st.integers(0, 10**6), count=st.integers(1, 4))
+    def submit(self, seed, count):
+        rng = random.Random(seed)
+        for _ in range(count):
+            prompt, params, kind = random_request(rng, longest=30)
+            self.requests.append((self.llm.engine.prepare(prompt, params, wants_text=False), kind))
+            self.llm.engine.submit(self.requests[-1][0])
+
+    @precondition(lambda self: self.llm.engine.tracked)
+    @rule(choice=st.integers(0, 10**6))
+    def abort(self, choice):
+        running = list(self.llm.engine.tracked)
+        self.llm.engine.abort(running[choice % len(running)])
+
+    @rule(count=st.integers(1, 12))
+    def step(self, count):
+        for _ in range(count):
+            self.llm.engine.step()
+
+    @invariant()
+    def books_balance(self):
+        self.llm.engine.scheduler.check()
+
+    def teardown(self):
+        drain(self.llm.engine)
+        tokens, wrong, at_edges = judge(self.teacher, self.requests)
+        assert wrong == 0 and at_edges <= 1
+        for tracked, _ in self.requests:
+            if tracked.completion.finish_reason == "length":
+                assert len(tracked.completion.token_ids) == tracked.request.params.max_tokens
+
+
+@pytest.mark.parametrize("run_ahead, rows", [(0, 5), (1, 5), (3, 5), (2, 1)])
+def test_any_order_of_submitting_aborting_and_stepping_gives_each_request_its_tokens(run_ahead, rows, teacher):
+    options = {"max_num_seqs": rows, "max_num_batched_tokens": 40, "num_blocks": 40, "block_size": 8}
+    with LLM(dtype="float32", device=DEVICE, run_ahead=run_ahead, **options) as llm:
+        machine = type("Machine", (EngineMachine,), {"llm": llm, "teacher": teacher})
+        run_state_machine_as_test(
+            machine,
+            settings=settings(
+                max_examples=25 if ON_GPU else 3,
+                stateful_step_count=25 if ON_GPU else 12,
+                deadline=None,
+                database=None,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sampling_follows_the_models_distribution(temperature, rows, teacher):
+    """Chi-square: where in its token's share of [0, 1] a draw fell is unknown, so a point of it is taken at random.
+
+    Were every token drawn with its probability, all those points together are spread evenly.
+    """
+    count, length, bins = (64, 64, 32) if ON_GPU else (8, 32, 8)
+    params = SamplingParams(max_tokens=length, temperature=temperature, ignore_eos=True)
+    rng = random.Random(5)
+    prompts = [[rng.randrange(4, 4000) for _ in range(rng.randint(1, 30))] for _ in range(count)]
+    with LLM(dtype="float32", device=DEVICE, max_num_seqs=rows) as llm:
+        found = llm.generate(prompts, params)
+        assert not ON_GPU or any(size <= rows for size, _ in llm.engine.runner.graphs.graphs)
+    generator, points = torch.Generator().manual_seed(0), []
+    for completion in found:
+        chances = (teacher.logits(completion.prompt_token_ids, completion.token_ids) / temperature).softmax(-1)
+        lower, upper = interval(chances, torch.tensor(completion.token_ids))
+        points.append(lower + (upper - lower) * torch.rand(length, generator=generator, dtype=torch.float64))
+    counts = torch.histc(torch.cat(points), bins, 0, 1)
+    expected = count * length / bins
+    deviation = ((counts - expected) ** 2 / expected).sum().item()
+    print(f"chi-square {deviation:.1f} of {bins - 1} degrees of freedom")
+    assert deviation < bins - 1 + 4 * (2 * (bins - 1)) ** 0.5
