@@ -17,12 +17,13 @@ how = triton_here()  # before triton's first import: it settles how kernels run
 import functools
 import heapq
 
+import matplotlib.pyplot as plt
 import torch
 import triton
 import triton.language as tl
 
 from minillm import LLM, SamplingParams, sizing, using
-from minillm.bench import records
+from minillm.bench import plots, records
 from minillm.config import PRESETS
 from minillm.course import NotSolvedYet, adapters, check, compare, tier, yours
 from minillm.course import draw_tiles as draw
@@ -205,14 +206,6 @@ print("the same tokens:", found == expected)
 print(used.calls)
 
 # %% [markdown]
-# And this is the engine's own, the heart of both its attention kernels. You know every line from `maximum` on. What is
-# new: the scores come from `tl.dot`, a matrix product of two tiles on the chip; exponents are to base 2, because the
-# hardware has that one; and keys are fetched from scattered blocks, which is section 4.
-
-# %%
-# ENGINE: minillm.kernels.paged_attention:_attend
-
-# %% [markdown]
 # ## 3 · Flash attention for prefill
 #
 # A prompt has many queries, and each needs the keys before it. A program takes a *tile of queries* and walks over the
@@ -326,8 +319,10 @@ print(used.calls)
 
 # %% [markdown]
 # The engine's kernel is the same in Triton. Find your range in it (`first` and `last`), and the packing (`query`,
-# `head`). One line is about time alone: `tile = tl.num_programs(0) - 1 - tl.program_id(0)`. The last queries have the
-# most keys, so they start first; a program that starts last and runs longest would keep the whole chip waiting.
+# `head`). The walk itself is in `_attend`, which section 4 shows: the queries, the maximum, the sum and the output stay
+# in registers all the way; tiles of keys and values come through shared memory, the next one already on its way while
+# this one is used. One line is about time alone: `tile = tl.num_programs(0) - 1 - tl.program_id(0)`. The last queries
+# have the most keys, so they start first; a program that starts last and runs longest keeps the whole chip waiting.
 
 # %%
 # ENGINE: minillm.kernels.paged_attention:prefill_kernel
@@ -360,7 +355,7 @@ print(f"{how}; equal to five decimals:", torch.allclose(ours, wanted, rtol=0, at
 
 # %% [markdown]
 # How fast is it where it is compiled? The project's records have an H200's limits, measured: how fast it copies
-# memory, and how fast it multiplied Gemma 2B's matrices with 2,048 rows.
+# memory, and how fast it multiplied Gemma 2B's matrices with 2,048 rows. And they have its kernels' times.
 
 # %%
 ceiling = records.read("h200/ceiling-h200")
@@ -372,6 +367,13 @@ print(f"memory:   {h200_bytes / 1e12:.2f} TB/s")
 print(f"products: {h200_operations / 1e12:.0f} T operations/s")
 print(f"ridge:    {h200_operations / h200_bytes:.0f} operations a byte")
 
+
+def measured(kernel, rows):
+    """A line of the record of kernels: this kernel with so many rows."""
+    lines = records.read("h200/kernels")["results"]
+    return next(line for line in lines if (line["kernel"], line["rows"]) == (kernel, rows))
+
+
 # %% [markdown]
 # **Predict first**: the attention of one layer, for four prompts of 2,048 tokens at once. Each query head does `4 x d`
 # operations for each pair of a query and a key that it sees: `2 x d` for the score, `2 x d` for mixing the value. Gemma
@@ -381,42 +383,22 @@ print(f"ridge:    {h200_operations / h200_bytes:.0f} operations a byte")
 guess_prefill_ms = 0.15  # PREDICT: milliseconds of one layer's attention, 4 prompts of 2,048
 
 # %%
-kernels = records.read("h200/kernels")["results"]
-
-
-def measured(kernel, rows):
-    """One line of the committed record of kernels."""
-    (row,) = [row for row in kernels if (row["kernel"], row["rows"]) == (kernel, rows)]
-    return row
-
-
+pairs = 4 * TOKENS * (TOKENS + 1) / 2
+operations = 4 * dim * heads * pairs
 long, short = measured("prefill_attention", 8192), measured("prefill_attention", 128)
-
-
-def side_by_side(row):
-    names = {
-        "ms": "our kernel",
-        "torch_sdpa_ms": "torch's own",
-        "reference_ms": "the reference",
-    }
-    return {name: row[key] for key, name in names.items()}
-
-
-operations = 4 * 4 * dim * heads * TOKENS * (TOKENS + 1) / 2
 floor_ms = 1e3 * operations / h200_operations
-compare(
-    "prefill attention",
-    unit="ms",
-    prediction=guess_prefill_ms,
-    floor=floor_ms,
-    measured=long["ms"],
-)
+found = {"floor": floor_ms, "measured": long["ms"]}
+compare("prefill attention", unit="ms", prediction=guess_prefill_ms, **found)
+times = long["ms"] / long["torch_sdpa_ms"]
+print(f"that is {times:.2f} times as long as torch's own attention takes")
+
+# %%
+NAMES = {"ms": "our kernel", "torch_sdpa_ms": "torch's own", "reference_ms": "the reference"}
+lines = {"4 prompts of 2,048": long, "1 prompt of 128": short}
 draw.against(
-    {"4 prompts of 2,048": side_by_side(long), "1 prompt of 128": side_by_side(short)},
+    {label: {NAMES[key]: line[key] for key in NAMES} for label, line in lines.items()},
     unit="milliseconds on an H200, bfloat16, from the record",
 )
-times = long["ms"] / long["torch_sdpa_ms"]
-print(f"ours takes {times:.2f} times as long as torch's own on the long prompts")
 
 # %% [markdown]
 # Honestly: our kernel is far ahead of the reference, and slower than torch's own, whose kernels for such chips are
@@ -431,8 +413,9 @@ print(f"ours takes {times:.2f} times as long as torch's own on the long prompts"
 # $$\text{operations a byte} = \frac{\text{group} \times 4 d}{4 d} = \text{group}, \qquad
 # \text{group} = \frac{\text{query heads}}{\text{KV heads}}$$
 #
-# **Predict first.** Gemma 2B has 8 query heads on one KV head. The record has a decode step's attention in one layer:
-# 512 requests with 200 to 2,000 keys each. The floor is reading those keys and values once. How long does it take?
+# **Predict first.** Gemma 2B has 8 query heads on one KV head, and `d` = 256. The record has a decode step's attention
+# in one layer: 512 requests with 200 to 2,000 keys each. The floor is reading those keys and values once. How long does
+# it take?
 
 # %% tags=["exercise"]
 guess_decode_ms = 0.15  # PREDICT: milliseconds of one layer's decode attention, 512 requests
@@ -441,40 +424,25 @@ guess_decode_ms = 0.15  # PREDICT: milliseconds of one layer's decode attention,
 decode = measured("decode_attention", 512)
 moved = decode["gb_per_s"] * 1e9 * decode["ms"] / 1e3
 print(f"{moved / 1e6:.0f} MB of keys and values, at most {h200_bytes / 1e12:.2f} TB/s")
-compare(
-    "decode attention",
-    unit="ms",
-    prediction=guess_decode_ms,
-    floor=1e3 * moved / h200_bytes,
-    measured=decode["ms"],
-)
+found = {"floor": 1e3 * moved / h200_bytes, "measured": decode["ms"]}
+compare("decode attention", unit="ms", prediction=guess_decode_ms, **found)
 
-
-def rate(row, operations_a_byte):
-    """(operations a byte, operations a second) of a line of the record."""
-    return operations_a_byte, operations_a_byte * row["gb_per_s"] * 1e9
-
-
+# %%
 group = heads // kv_heads
-whole_prompts = operations / (4 * needed_bytes)  # all of an ideal chip's tiles stay on it
-points = {
-    f"decode, {rows} at once": rate(measured("decode_attention", rows), group)
-    for rows in (1, 64, 512)
+flash = operations / (4 * needed_bytes)  # operations a byte, when all tiles stay on the chip
+in_memory = operations / (4 * (needed_bytes + 4 * score_bytes))
+points = {"prefill, 4 x 2,048": (flash, operations / (long["ms"] / 1e3))}
+for rows in (512, 64, 1):
+    speed = measured("decode_attention", rows)["gb_per_s"] * 1e9
+    points[f"decode, {rows} at once"] = group, group * speed
+kinds = {
+    "decode, MHA": 1,
+    "decode, GQA (groups of 4)": 4,
+    "decode, MQA (8): Gemma 2B": 8,
+    "prefill, scores in memory": in_memory,
+    "prefill, flash": flash,
 }
-points["prefill, 4 x 2,048"] = whole_prompts, operations / (long["ms"] / 1e3)
-with_scores = operations / (4 * (needed_bytes + 4 * score_bytes))
-draw.roofs(
-    h200_bytes,
-    h200_operations,
-    {
-        "decode, MHA": 1,
-        "decode, GQA (groups of 4)": 4,
-        "decode, MQA (8): Gemma 2B": 8,
-        "prefill, scores in memory": with_scores,
-        "prefill, flash": whole_prompts,
-    },
-    points,
-)
+draw.roofs(h200_bytes, h200_operations, kinds, points)
 
 # %% [markdown]
 # Lesson 00's roofline, of the H200. The dots are measured; dotted lines are where each kind of attention lies by
@@ -489,7 +457,8 @@ draw.roofs(
 #
 # The keys of a request do not lie one behind the other. They are in *blocks* of 16 slots, handed out one by one as the
 # text grows (lesson 09 says why). Each row has a **block table**: entry $n$ names the block with keys $16n$ to
-# $16n + 15$. Three requests in a running engine, of which the first has ended and given its blocks back:
+# $16n + 15$. Two requests in a running engine; a third one, there before them, was given up, and its blocks went to
+# these two:
 
 # %%
 engine = llm.engine
@@ -561,7 +530,12 @@ def paged_decode_kernel(
     GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One row's query heads of one KV head over the row's keys. q, out: [rows, heads, DIM]."""
+    """The query heads of one row and one KV head over the row's keys.
+
+    q, out: [rows, heads, DIM]; k, v: [blocks, BLOCK_SIZE, kv_heads, DIM], a cache; table: [rows,
+    entries] and lengths: [rows], int32. Strides count numbers: a row of the table, a block, a slot,
+    a KV head.
+    """
     row, kv_head = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths_ptr + row)
     table_ptr += row * table_stride
@@ -606,7 +580,7 @@ def paged_decode(q, cache, block_table, lengths, *, scale, window=None, soft_cap
         q, cache.k, cache.v, block_table, lengths, out, scale,
         block_table.stride(0), *cache.k.stride()[:3],
         GROUP=q.shape[2] // kv_heads, ROWS=16, KEYS=32, DIM=q.shape[3],
-        BLOCK_SIZE=cache.k.shape[1],
+        BLOCK_SIZE=cache.k.shape[1], num_stages=1,  # one tile in flight fits any GPU
     )  # fmt: skip
     return out
 
@@ -633,8 +607,16 @@ print(
 print(used.calls)
 
 # %% [markdown]
-# The engine's own differs in three things. A row may have several queries (the group's rows are (query, head) pairs);
-# a window moves where the walk begins; and there is a third number to a program, `split`:
+# Here is the engine's walk, the heart of both its attention kernels. You have written nearly every line of it.
+# Exponents are to base 2, because that is what the hardware has; hidden keys may fill a whole tile here, so $-\infty$
+# is minded; and products are of 16-bit numbers where the model has those, with sums in 32 bits.
+
+# %%
+# ENGINE: minillm.kernels.paged_attention:_attend
+
+# %% [markdown]
+# And the decode kernel around it. It differs from yours in three things. A row may have several queries, so a tile's
+# rows are (query, head) pairs again; a window moves where the walk begins; and a program has a third number, `split`:
 
 # %%
 # ENGINE: minillm.kernels.paged_attention:decode_kernel
@@ -706,14 +688,14 @@ for rows in (1, 8, 64, 512):
 # %% [markdown]
 # ### Exercise 4: put the parts together
 #
-# Share $s$ has done its softmax over its own keys alone: an output $o_s$, divided by its own sum of weights. It hands
-# over $o_s$ and the logarithm of that sum, $l_s = \log \sum_{j \in s} e^{s_j}$. Over all keys the weights sum to
-# $\sum_s e^{l_s}$, and a share's part of that is what its output counts:
+# Share $p$ has done its softmax over its own keys alone: an output $o_p$, divided by its own sum of weights. It hands
+# over $o_p$ and the logarithm of that sum, $l_p = \log \sum_j e^{s_j}$ over the scores of its keys. Over all keys the
+# weights sum to $\sum_p e^{l_p}$, and a share's part of that is what its output counts:
 #
-# $$o = \frac{\sum_s e^{l_s} o_s}{\sum_s e^{l_s}}$$
+# $$o = \frac{\sum_p e^{l_p} o_p}{\sum_p e^{l_p}}$$
 #
 # In kernels it is the logarithm that is handed over, because a sum of $e^{1000}$ does not fit a number; so do not undo
-# that. A short row leaves shares empty: no keys, $l_s = -\infty$, an output of zeros. A padding row is empty
+# that. A short row leaves shares empty: no keys, $l_p = -\infty$, an output of zeros. A padding row is empty
 # altogether, and should give zeros.
 #
 # For example, a single share is the whole output.
@@ -815,6 +797,70 @@ if device == "cuda":
             print(f"  {name:14} {took:8.3f} ms")
 else:
     print("no GPU here: nothing to measure")
+
+# %% [markdown]
+# ## 6 · What it is worth
+#
+# A kernel that is faster in isolation need not make an engine faster. So one part is taken away at a time, and the
+# whole engine measured, Gemma 2B on an H200: that is an *ablation*. In place of our decode attention, the best that a
+# few lines of torch's own can do: gather every row's blocks into one piece, then call torch's attention.
+
+# %%
+# ENGINE: minillm.bench.ablation:torch_attention
+
+# %% [markdown]
+# **Predict first.** 256 requests at once, 128 tokens in and 128 out. The weights are 5 GB, and every step reads them.
+# With torch's attention in place of ours, what share of the tokens a second is left? And with our kernels, but without
+# the CUDA graphs of lesson 03?
+
+# %% tags=["exercise"]
+guess_torch = 0.9  # PREDICT: share of the tokens/s with torch's attention, 256 requests
+guess_no_graphs = 0.7  # PREDICT: share of the tokens/s without CUDA graphs, 256 requests
+
+# %%
+record = records.read("h200/ablation")
+speeds = {
+    (line["group"], line["name"], line["requests"]): line["output_tokens_per_s"]
+    for line in record["results"]
+}
+
+
+def left(group, without, whole, requests):
+    """The share of the tokens a second that is left without something."""
+    return speeds[group, without, requests] / speeds[group, whole, requests]
+
+
+attention = "decode attention", "torch", "Triton"
+graphs = "CUDA graphs", "off", "on"
+for what, names, guess in (
+    ("torch's attention", attention, guess_torch),
+    ("no CUDA graphs", graphs, guess_no_graphs),
+):
+    compare(
+        f"{what}, 256 requests",
+        unit="of the speed",
+        prediction=guess,
+        measured=left(*names, 256),
+    )
+    print(f"and with one request {left(*names, 1):.2f} of the speed")
+weights, keys = sizing.weight_bytes(gemma), 256 * 256 * sizing.kv_bytes_per_token(gemma)
+print(
+    f"at the end 256 requests have {keys / 1e9:.1f} GB of keys, the weights are {weights / 1e9:.1f}"
+)
+
+# %%
+plots.ablation(record, groups=["decode attention", "CUDA graphs"])
+plt.show()
+
+# %% [markdown]
+# Reading the keys is a small part of such a step, and yet our attention is worth a quarter more tokens with many
+# requests, a third with one. Torch's way *writes* what it has gathered, so that it can be read again, and is several
+# launches in place of two. That is section 1 once more. (With one request, "Triton" is slower than the engine itself:
+# to compare attentions alone, the fused step of lesson 03 is off.)
+#
+# And for one request nothing matters as much as the graph. A decode step is some two hundred small launches, and each
+# kernel is done long before Python has launched the next. The best kernel is worth little where nobody calls it in
+# time.
 
 # %%
 served.close()
