@@ -1,10 +1,20 @@
-"""Triton's kernels on any machine: compiled on a GPU, interpreted without one.  Lessons 03 and 04.
+"""Triton's kernels on any machine: compiled on a GPU, interpreted without one; and memory that shows a missing mask.
+
+Lessons 03 and 04.
 
 Triton decides when it is first imported which of the two it is, for the whole process. So a lesson calls
 `triton_here()` before it imports triton.
 """
 
+from __future__ import annotations
+
 import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+GUARD = 4096  # elements on either side of a tensor that nobody should read or write
 
 INTERPRETED, COMPILED = "interpreted", "compiled"
 
@@ -44,3 +54,20 @@ def how_kernels_run() -> str:
 def kernel_device() -> str:
     """Where the tensors must be that a kernel of this process gets: "cuda" or "cpu"."""
     return "cuda" if how_kernels_run() == COMPILED else "cpu"
+
+
+def surrounded(tensor: Tensor, by: float) -> tuple[Tensor, Tensor]:
+    """A copy of `tensor` with `GUARD` elements of value `by` before and behind it in memory; and all of that memory.
+
+    A kernel that reads past the end finds `by` there; one that writes past it leaves its trace (see `untouched`), and
+    neither reaches memory of anybody else.
+    """
+    memory = tensor.new_full((tensor.numel() + 2 * GUARD,), by)
+    inside = memory[GUARD : GUARD + tensor.numel()].view(tensor.shape)
+    inside.copy_(tensor)
+    return inside, memory
+
+
+def untouched(memory: Tensor, by: float) -> bool:
+    """Whether both guards around a `surrounded` tensor still hold `by`."""
+    return bool((memory[:GUARD] == by).all() and (memory[-GUARD:] == by).all())

@@ -1,0 +1,135 @@
+"""Lesson 03's pictures: tiles and masks, bytes and launches before and after fusion, a roofline, a tuning table.
+
+What a chart shows is computed in the lesson's cells, or comes from a record.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#c29b2b", "#9d755d", "#4a9b96", "#d6494a", "#7f7f7f")
+
+
+def tiles(rows: int, columns: int, tile: int) -> None:
+    """Which program computes which element of a matrix, (row, tile) or a row each; hatched: what the mask keeps out."""
+    across = -(-columns // tile)
+    _, axis = plt.subplots(figsize=(11, 0.55 * rows + 1.0), layout="constrained")
+    for row in range(rows):
+        for piece in range(across):
+            program = row * across + piece
+            for lane in range(tile):
+                column = piece * tile + lane
+                inside = column < columns
+                axis.add_patch(
+                    plt.Rectangle(
+                        (column, row),
+                        1,
+                        1,
+                        facecolor=COLORS[program % len(COLORS)] if inside else "white",
+                        edgecolor="white" if inside else "silver",
+                        hatch=None if inside else "xxx",
+                        linewidth=0.8,
+                    )
+                )
+            middle = (piece * tile + min((piece + 1) * tile, columns)) / 2
+            name = f"({row}, {piece})" if across > 1 else f"program {row}"
+            axis.text(middle, row + 0.5, name, ha="center", va="center", color="white", fontsize=10)
+    axis.plot([columns, columns], [0, rows], color="black", linewidth=2)
+    axis.text(columns + 0.1, -0.08, f"the rows end here: {columns} columns", fontsize=8, va="bottom")
+    axis.set(xlim=(0, across * tile), ylim=(rows, -0.5))
+    axis.set_xticks([each + 0.5 for each in range(0, across * tile, tile)], range(0, across * tile, tile))
+    axis.set_yticks([row + 0.5 for row in range(rows)], [f"row {row}" for row in range(rows)])
+    axis.spines[:].set_visible(False)
+    plt.show()
+
+
+def bytes_moved(bars: Mapping[str, Sequence[tuple[str, float]]]) -> None:
+    """A bar of bytes for each way to do it, a segment a launch. bars: title -> (operation, bytes) in their order."""
+    _, axis = plt.subplots(figsize=(11, 0.55 * len(bars) + 0.9), layout="constrained")
+    longest = max(sum(nbytes for _, nbytes in launches) for launches in bars.values())
+    for place, launches in enumerate(bars.values()):
+        left = 0.0
+        for count, (name, nbytes) in enumerate(launches):
+            axis.barh(place, nbytes / 1e6, left=left / 1e6, color=COLORS[count % len(COLORS)], edgecolor="white")
+            if nbytes > 0.05 * longest:
+                axis.text((left + nbytes / 2) / 1e6, place, name, ha="center", va="center", color="white", fontsize=8)
+            left += nbytes
+        said = f" {left / 1e6:,.1f} MB in {len(launches)} launch{'es' if len(launches) > 1 else ''}"
+        axis.text(left / 1e6, place, said, va="center", fontsize=9)
+    axis.set_yticks(range(len(bars)), bars)
+    axis.set(xlabel="MB read and written", xlim=(0, 1.25 * longest / 1e6))
+    axis.invert_yaxis()
+    axis.spines[["top", "right"]].set_visible(False)
+    plt.show()
+
+
+def timeline(lanes: Mapping[str, Sequence[tuple[str, str, float]]], title: str) -> None:
+    """Launches one after the other. lanes: label -> (kind, name, microseconds); a kind has a colour."""
+    kinds = list(dict.fromkeys(kind for launches in lanes.values() for kind, _, _ in launches))
+    _, axis = plt.subplots(figsize=(11, 0.62 * len(lanes) + 1.3), layout="constrained")
+    longest = max(sum(time for *_, time in launches) for launches in lanes.values())
+    for place, launches in enumerate(lanes.values()):
+        left = 0.0
+        for kind, name, time in launches:
+            color = COLORS[kinds.index(kind)]
+            axis.barh(place, time, left=left, color=color, edgecolor="white", linewidth=0.7)
+            if time > 0.035 * longest and name:
+                axis.text(left + time / 2, place, name, ha="center", va="center", color="white", fontsize=7)
+            left += time
+        axis.text(left, place, f" {len(launches)} launches,\n {left:.0f} µs", va="center", fontsize=8)
+    axis.set_yticks(range(len(lanes)), lanes)
+    axis.set(xlabel="microseconds", xlim=(0, 1.13 * longest), title=title)
+    axis.invert_yaxis()
+    handles = [plt.Rectangle((0, 0), 1, 1, color=COLORS[at]) for at in range(len(kinds))]
+    axis.legend(handles, kinds, fontsize=8, ncols=len(kinds), loc="upper center", bbox_to_anchor=(0.5, -0.35))
+    axis.spines[["top", "right"]].set_visible(False)
+    plt.show()
+
+
+def roof(bytes_per_s: float, operations_per_s: float, curves: Mapping[str, Sequence[tuple[int, float, float]]]) -> None:
+    """A roofline. curves: kernel -> (rows, operations a byte, operations a second) in the order of rows."""
+    ridge = operations_per_s / bytes_per_s
+    xs = [0.1, ridge, 4 * ridge]
+    _, axis = plt.subplots(figsize=(8, 4), layout="constrained")
+    axis.plot(xs, [min(x * bytes_per_s, operations_per_s) / 1e12 for x in xs], color="gray")
+    for color, (name, points) in zip(COLORS, curves.items(), strict=False):
+        axis.plot([x for _, x, _ in points], [y / 1e12 for *_, y in points], "o", color=color, markersize=5, label=name)
+    rightmost = max(curves.values(), key=lambda points: points[-1][1])
+    for rows, x, y in rightmost[:2] + rightmost[-1:]:
+        text = f"{rows:,} row{'s' if rows > 1 else ''}"
+        axis.annotate(text, (x, y / 1e12), (9, 0), textcoords="offset points", fontsize=8, va="center")
+    axis.axvline(ridge, linestyle=":", color="gray")
+    axis.text(ridge * 1.1, 0.3, f"ridge: {ridge:.0f}", fontsize=8, color="dimgray")
+    axis.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="trillion operations a second")
+    axis.legend(fontsize=8, loc="lower right", framealpha=1)
+    plt.show()
+
+
+def tuning(tables: Mapping[str, np.ndarray], tile_sizes: Sequence[int], warps: Sequence[int], unit: str) -> None:
+    """Heat maps of what was measured, [tiles, warps] each; framed is the best. tables: title -> values."""
+    _, axes = plt.subplots(1, len(tables), figsize=(5.2 * len(tables), 3.4), layout="constrained")
+    for axis, (title, values) in zip(np.atleast_1d(axes), tables.items(), strict=True):
+        axis.imshow(values, cmap="viridis", aspect="auto")
+        middle = (np.nanmin(values) + np.nanmax(values)) / 2
+        best = np.unravel_index(np.nanargmax(values), values.shape)
+        for at, value in np.ndenumerate(values):
+            color = "black" if value > middle else "white"
+            axis.text(at[1], at[0], f"{value:,.0f}", ha="center", va="center", fontsize=8, color=color)
+        axis.add_patch(plt.Rectangle((best[1] - 0.5, best[0] - 0.5), 1, 1, fill=False, edgecolor="red", linewidth=2))
+        axis.set_xticks(range(len(warps)), warps)
+        axis.set_yticks(range(len(tile_sizes)), tile_sizes)
+        axis.set(xlabel="warps", ylabel="columns of a tile", title=f"{title}: {unit}")
+    plt.show()
+
+
+def lanes(title: str, rows: Mapping[str, Sequence[tuple[float, float]]]) -> None:
+    """Who works when. rows: label -> (begin, length) in microseconds."""
+    _, axis = plt.subplots(figsize=(11, 0.45 * len(rows) + 1.0), layout="constrained")
+    for place, (label, spans) in enumerate(rows.items()):
+        axis.broken_barh(spans, (place - 0.35, 0.7), color=COLORS[0 if "CPU" in label else 1], edgecolor="white")
+    axis.set_yticks(range(len(rows)), rows)
+    axis.set(xlabel="microseconds", title=title)
+    axis.invert_yaxis()
+    axis.spines[["top", "right"]].set_visible(False)
+    plt.show()
