@@ -81,7 +81,7 @@ def slices(done: Sequence[float], began: float) -> list[int]:
 
 @contextmanager
 def profiled(engine, starts: Sequence[int]) -> Iterator[list[list[tuple[str, float, float]]]]:
-    """Profile STEPS steps from each of `starts` on. After the block: a list a slice, of (kernel, begin, end) in seconds.
+    """Profile STEPS steps from each of `starts` on; after the block, each slice's (kernel, begin, end) in seconds.
 
     The device is idle at both ends of a slice, so that its kernels are those of its steps and no others.
     """
