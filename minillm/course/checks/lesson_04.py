@@ -1,5 +1,7 @@
 """Online softmax, the tiles of a causal prefill, decode attention over pages, split keys.  Lesson 04."""
 
+import weakref
+
 import torch
 from torch import Tensor
 
@@ -93,6 +95,25 @@ def _(function):
 def _(function):
     got = _of_tiles(function, _tile(0, 2.0), _tile(0, 4.0)).item()
     assert abs(got - 3) < 1e-6, f"two tiles of equal scores with values of 2 and of 4 gave {got:.3f}, not 3"
+
+
+@online_attention.property(
+    "no tile is kept",
+    hint="let a tile's scores and values go before you ask for the next: maximum, total and output are all you need",
+)
+def _(function):
+    known, most = [], 0
+
+    def tiles():
+        nonlocal most
+        for number in range(6):
+            most = max(most, sum(tile() is not None for tile in known))
+            made = [_tile(float(number), 1.0)]
+            known.append(weakref.ref(made[0][0]))
+            yield made.pop()  # nobody but the caller has it now
+
+    function(tiles(), 1, 1)
+    assert most <= 2, f"when the last of six tiles was asked for, {most} earlier ones were still there"
 
 
 # ---- which key tiles a tile of queries needs

@@ -40,15 +40,6 @@ def maximum_of_the_tile(tiles, rows, dim):
     return _walk(tiles, rows, dim, falls=True)
 
 
-@wrong("online_attention", fails="the maximum never falls")
-def no_maximum(tiles, rows, dim):
-    total, out = torch.zeros(rows, 1), torch.zeros(rows, dim)
-    for scores, values in tiles:
-        weights = scores.exp()
-        total, out = total + weights.sum(-1, keepdim=True), out + weights @ values
-    return out / torch.where(total == 0, 1.0, total)
-
-
 @wrong("online_attention", fails="keys that nobody sees count for nothing")
 def infinity_less_infinity(tiles, rows, dim):
     return _walk(tiles, rows, dim, guarded=False)
@@ -57,6 +48,13 @@ def infinity_less_infinity(tiles, rows, dim):
 @wrong("online_attention", fails="division comes once, at the end")
 def divided_tile_by_tile(tiles, rows, dim):
     return _walk(tiles, rows, dim, divides=True)
+
+
+@wrong("online_attention", fails="no tile is kept")
+def all_tiles_first(tiles, rows, dim):
+    kept = list(tiles)
+    scores, values = torch.cat([scores for scores, _ in kept], 1), torch.cat([values for _, values in kept])
+    return scores.softmax(-1).nan_to_num(0.0) @ values
 
 
 # ---- tiles_to_visit
