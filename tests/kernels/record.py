@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -25,13 +26,14 @@ sys.path.insert(0, str(ROOT))
 from minillm.bench import records  # noqa: E402
 
 ENGINE = ["tests/test_engine_on_gpu.py", "tests/test_engine_on_gpu_logits.py", "tests/test_random_requests.py"]
-ALONE = ["tests/test_engine_on_gpu_memory.py", "tests/test_engine_on_gpu_single_row.py"]  # of the whole GPU's memory
+STRESS = ["tests/test_engine_on_gpu_single_row.py"]
+ALONE = ["tests/test_engine_on_gpu_memory.py"]  # it watches the whole GPU's memory
 CHECKED = "test_attention_of_one_row and 256 or test_a_product or test_gate or test_decode_attention and mqa_256"
 
 
 def pytest(paths: list[str], notes: Path, *options: str, seed: int | None = None, within: int = 500) -> dict:
     """Counts of one pytest run: tests, failed, skipped, seconds."""
-    report = notes.with_name(f"report-{len(list(notes.parent.iterdir()))}.xml")
+    report = notes.with_name(f"report-{Path(paths[0]).stem}-{seed}.xml")
     command = [sys.executable, "-m", "pytest", "-q", "-rf", f"--junitxml={report}", *options, *paths]
     environment = (
         os.environ | {"MINILLM_NOTES": str(notes)} | ({} if seed is None else {"MINILLM_TEST_SEED": str(seed)})
@@ -87,26 +89,35 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--within", type=int, default=200, help="seconds that compute-sanitizer may take")
-    parser.add_argument("--skip", nargs="*", default=[], choices=["kernels", "engine", "alone", "memcheck"])
+    parser.add_argument("--skip", nargs="*", default=[], choices=["kernels", "engine", "stress", "alone", "memcheck"])
     options = parser.parse_args()
     begun, seeds = records.begin(), [random.SystemRandom().randrange(2**31) for _ in range(options.seeds)]
     parallel = ["-n", str(options.workers)] if options.workers > 1 else []
-    runs, more = [], {}
     with tempfile.TemporaryDirectory() as folder:
         notes = Path(folder) / "notes.jsonl"
         notes.touch()
-        if "kernels" not in options.skip:
-            # Compiling is other tests' concern, and needs no GPU.
-            left_out = ["--ignore=tests/kernels/test_compile.py"]
-            runs += [
-                {"seed": seed} | pytest(["tests/kernels"], notes, *left_out, *parallel, seed=seed) for seed in seeds
-            ]
-        if "alone" not in options.skip:
-            runs.append(pytest(ALONE, notes, "-rP"))
-        if "engine" not in options.skip:
-            runs.append(pytest(ENGINE, notes, "-rP", *parallel))
-        if "memcheck" not in options.skip:
-            more["compute_sanitizer"] = memcheck(options.within)
+
+        def kernels() -> list[dict]:
+            # Compiling for other GPUs needs none.
+            left_out = ["--ignore=tests/kernels/test_compile.py", *parallel]
+            return [{"seed": seed} | pytest(["tests/kernels"], notes, *left_out, seed=seed) for seed in seeds]
+
+        parts = {
+            "kernels": kernels,
+            "engine": lambda: [pytest(ENGINE, notes, "-rP", *parallel)],
+            "stress": lambda: [pytest(STRESS, notes, "-rP")],
+            "memcheck": lambda: memcheck(options.within),
+            "alone": lambda: [pytest(ALONE, notes, "-rP")],
+        }
+        wanted = {name: part for name, part in parts.items() if name not in options.skip}
+        alone = wanted.pop("alone", None)
+        with ThreadPoolExecutor() as pool:
+            done = {name: pool.submit(part) for name, part in wanted.items()}
+            found = {name: future.result() for name, future in done.items()}
+        if alone:
+            found["alone"] = alone()
+        more = {"compute_sanitizer": found.pop("memcheck")} if "memcheck" in found else {}
+        runs = [run for part in found.values() for run in part]
         results = largest(notes)
     content = records.record(results, begun, seeds=seeds, runs=runs, **more)
     for row in results:
