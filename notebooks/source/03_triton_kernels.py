@@ -469,8 +469,8 @@ print("the same text as before:", after == before)
 print(used.calls)
 
 # %% [markdown]
-# Twice a layer, once a step it replaces the two lines of section 1. On a GPU, how do yours compare with torch, line by
-# line, and with the engine's own? (The rows are launched one by one here, so a launch's cost on the CPU is in it.)
+# Twice in each layer of each step, yours has replaced the two lines of section 1. On a GPU: how does it compare with
+# torch, line by line, and with the engine's own, for 3,000 tokens?
 
 # %% tags=["nbval-ignore-output"]
 # Not compared: times, on a GPU only.
@@ -742,7 +742,7 @@ for name, product in products.items():
 # </details>
 #
 # On a GPU, B is worse than wrong: it is *sometimes* wrong, with the chance of who comes first. That is why its order
-# has to be forced in a test. Nvidia's `compute-sanitizer` finds reads and writes outside of tensors, and some races.
+# has to be forced in a test. NVIDIA's `compute-sanitizer` finds reads and writes outside of tensors, and some races.
 #
 # ## 7 · Which tile?
 #
@@ -779,8 +779,15 @@ if maps:
 # each new size waits until all of them are compiled and measured, and the choice varies from run to run. (Without a
 # GPU it fails: there is nothing to measure.)
 #
-# This engine measures beforehand. Its kernels have rules of thumb that such tables taught; `minillm build` measures
-# the launches of *this* model on *this* GPU and writes what was faster into a plan. At each launch a kernel asks:
+# This engine measures beforehand. Its kernels have rules of thumb that such tables taught. For a norm's row it is this
+# one, which gives a tile and its warps:
+
+# %%
+# ENGINE: minillm.kernels.normalization:_launch
+
+# %% [markdown]
+# `minillm build` goes further: it measures the launches of *this* model on *this* GPU, for the traffic you expect, and
+# writes what was faster into a plan. At each launch, a kernel that has a choice asks for it:
 
 # %%
 # ENGINE: minillm.kernels.launches:choose
@@ -1002,8 +1009,16 @@ print(f"for what is alive at the same time             {alive / 1e9:5.2f} GB")
 
 # %% [markdown]
 # The largest part of memory, keys and values, gets its place when the engine starts, and is dealt out in blocks
-# (lesson 09). What is left over would have held more requests.
+# (lesson 09). Whatever else a step needs is taken from the room that could hold more requests.
 #
+# At last, the engine's own kernel for exercise 3, to lay beside yours. It differs in what a server needs: rows may
+# lie apart from each other (`x_stride`), and row numbers are 64 bits wide, because a row number times a row's length
+# can be more than 32 bits hold.
+
+# %%
+# ENGINE: minillm.kernels.normalization:add_rms_norm_kernel
+
+# %% [markdown]
 # ## Recap
 #
 # * Each line of torch is at least one launch, and a trip to memory for all that it reads and writes. Fusion keeps

@@ -4,6 +4,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from minillm.course.interpret import surrounded, untouched
 
 pytest.importorskip("triton", reason="triton is not installed here: it exists for Linux only")
 
@@ -36,3 +39,11 @@ def test_triton_imported_too_early_is_told(tmp_path):
     done = run(tmp_path, "import triton\nfrom minillm.course import triton_here\ntriton_here()\n")
     assert "RuntimeError: triton" in done.stderr
     assert "restart the kernel" in done.stderr
+
+
+@pytest.mark.parametrize("at", [-1, 6])
+def test_one_number_written_beside_a_tensor_shows(at):
+    inside, memory = surrounded(torch.ones(2, 3), by=-5.0)
+    assert inside.tolist() == [[1, 1, 1], [1, 1, 1]] and untouched(memory, by=-5.0)
+    memory[inside.storage_offset() + at] = 1.0
+    assert not untouched(memory, by=-5.0)
