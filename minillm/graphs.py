@@ -139,8 +139,10 @@ class DecodeGraphs:
         self._sample(padding, self._logits(padding, width), out)
 
     def _capture(self, size: int, width: int) -> Graph:
-        if not self.graphs and (size, width) != self.largest:
-            self._capture(*self.largest)  # into its memory all others fit, in whatever order they come
+        # Into the largest's memory all others fit, in whatever order they come. Not so with a replaced operation: it
+        # may gather what the engine's own never holds, and nobody has kept memory free for that.
+        if not self.graphs and (size, width) != self.largest and self.graphs.operations.engines_own:
+            self._capture(*self.largest)
         out = torch.empty(size, dtype=torch.int64, device=self.runner.device)
         self._rehearse(width, out)
         graph = torch.cuda.CUDAGraph()
