@@ -31,7 +31,7 @@ ALONE = ["tests/test_engine_on_gpu_memory.py"]  # it watches the whole GPU's mem
 CHECKED = "test_attention_of_one_row and 256 or test_a_product or test_gate or test_decode_attention and mqa_256"
 
 
-def pytest(paths: list[str], notes: Path, *options: str, seed: int | None = None, within: int = 500) -> dict:
+def pytest(paths: list[str], notes: Path, *options: str, seed: int | None = None, within: int) -> dict:
     """Counts of one pytest run: tests, failed, skipped, seconds."""
     report = notes.with_name(f"report-{Path(paths[0]).stem}-{seed}.xml")
     command = [sys.executable, "-m", "pytest", "-q", "-rf", f"--junitxml={report}", *options, *paths]
@@ -88,11 +88,12 @@ def main() -> None:
     parser.add_argument("--record", help="a record's name, or a file")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=12)
-    parser.add_argument("--within", type=int, default=200, help="seconds that compute-sanitizer may take")
+    parser.add_argument("--within", type=int, default=300, help="seconds that each run may take")
     parser.add_argument("--skip", nargs="*", default=[], choices=["kernels", "engine", "stress", "alone", "memcheck"])
     options = parser.parse_args()
     begun, seeds = records.begin(), [random.SystemRandom().randrange(2**31) for _ in range(options.seeds)]
     parallel = ["-n", str(options.workers)] if options.workers > 1 else []
+    within = options.within
     with tempfile.TemporaryDirectory() as folder:
         notes = Path(folder) / "notes.jsonl"
         notes.touch()
@@ -100,14 +101,16 @@ def main() -> None:
         def kernels() -> list[dict]:
             # Compiling for other GPUs needs none.
             left_out = ["--ignore=tests/kernels/test_compile.py", *parallel]
-            return [{"seed": seed} | pytest(["tests/kernels"], notes, *left_out, seed=seed) for seed in seeds]
+            return [
+                {"seed": seed} | pytest(["tests/kernels"], notes, *left_out, seed=seed, within=within) for seed in seeds
+            ]
 
         parts = {
             "kernels": kernels,
-            "engine": lambda: [pytest(ENGINE, notes, "-rP", *parallel)],
-            "stress": lambda: [pytest(STRESS, notes, "-rP")],
-            "memcheck": lambda: memcheck(options.within),
-            "alone": lambda: [pytest(ALONE, notes, "-rP")],
+            "engine": lambda: [pytest(ENGINE, notes, "-rP", *parallel, within=within)],
+            "stress": lambda: [pytest(STRESS, notes, "-rP", within=within)],
+            "memcheck": lambda: memcheck(within),
+            "alone": lambda: [pytest(ALONE, notes, "-rP", within=within)],
         }
         wanted = {name: part for name, part in parts.items() if name not in options.skip}
         alone = wanted.pop("alone", None)
