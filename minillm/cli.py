@@ -48,7 +48,7 @@ def friendly_errors() -> Iterator[None]:
     """What the user can mend ends as one line and status 2; anything else keeps its traceback."""
     try:
         yield
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
         if isinstance(error, ModuleNotFoundError):
             message = f"{error}. `minillm doctor` says what is missing and how to install it"
         elif isinstance(error, (ConfigError, InvalidRequest, ConnectionError)) or _ours(error):
