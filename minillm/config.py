@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from .policies import POLICIES
+
 
 class ConfigError(ValueError):
     """A model directory or an option that cannot work; the message says what would."""
@@ -384,6 +386,9 @@ class EngineConfig:
     gpu_memory_utilization  share of the GPU's memory that weights, workspace, CUDA graphs and cache may take
     enforce_eager           never use CUDA graphs
     enable_prefix_caching   share the blocks of equal prompt beginnings
+    policy                  who goes first: fcfs (first come, first served), priority (SamplingParams.priority, lower
+                            first), shortest (prompt; with a promise to the long ones), static (whole batches, the
+                            baseline that in-flight batching is measured against)
     run_ahead               steps launched before the first one's tokens are read (0: none)
     seed                    of every request that names none
     plan                    a file that `minillm build` wrote: options, CUDA graphs and launches measured on this GPU
@@ -400,6 +405,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
     enable_prefix_caching: bool = True
+    policy: str = "fcfs"
     run_ahead: int = 1
     seed: int = 0
     plan: str | None = None
@@ -408,6 +414,7 @@ class EngineConfig:
         choices = {
             "dtype": ("auto", "float64", "float32", "bfloat16", "float16"),
             "load_format": ("auto", "dummy"),
+            "policy": tuple(POLICIES),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

@@ -19,6 +19,7 @@ from .config import ConfigError, EngineConfig, ModelConfig
 from .kernels import launches
 from .loader import check_tokenizer, load_model, read_config, resolve
 from .plan import Plan
+from .policies import POLICIES
 from .request import Completion, Delta, InvalidRequest, Request, SamplingParams
 from .runner import Launched, Results, Runner
 from .sampler import derived_seed
@@ -96,6 +97,7 @@ class Engine:
             block_size=self.config.block_size,
             num_blocks=self.runner.num_blocks,
             prefix_caching=self.config.enable_prefix_caching,
+            policy=POLICIES[self.config.policy](),
         )
         self.in_flight: deque[Launched] = deque()
         self.tracked: dict[str, Tracked] = {}

@@ -52,6 +52,7 @@ class SamplingParams:
     logit_bias          {token id: added to its logit}, in [-100, 100]
     cache_salt          cached beginnings are shared only with requests of the same salt: one for each tenant
     use_prefix_cache    share the beginning of the prompt with other requests at all
+    priority            lower goes first, where the engine's policy is "priority"
     """
 
     max_tokens: int = 16
@@ -72,6 +73,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     cache_salt: str = ""
     use_prefix_cache: bool = True
+    priority: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
@@ -106,6 +108,8 @@ class SamplingParams:
         ok = self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**63)
         _check(ok, f"seed must be a 64-bit whole number, not {self.seed!r}")
         _check(isinstance(self.cache_salt, str), f"cache_salt must be a string, not {self.cache_salt!r}")
+        ok = _is_int(self.priority) and abs(self.priority) < 2**31
+        _check(ok, f"priority must be a 32-bit whole number (lower goes first), not {self.priority!r}")
         ok = isinstance(self.use_prefix_cache, bool)
         _check(ok, f"use_prefix_cache must be True or False, not {self.use_prefix_cache!r}")
         for text in self.stop:
@@ -175,6 +179,7 @@ class Request:
     seed: int = 0
     known: np.ndarray = field(default=None)  # [tokens] int32
     arrival: int = -1
+    place: tuple[float, int] = (0.0, 0)  # in the queue: the policy's key, then arrival
     row: int = -1
     keys: list[bytes] = field(default_factory=list)  # prefix keys of its first full blocks
     registered: int = 0  # blocks that others may find

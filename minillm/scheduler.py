@@ -13,10 +13,12 @@ operations; Python loops run over events only: admit, finish, preempt.
 from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 
 from .kv_cache import BlockPool, prefix_keys
+from .policies import FirstComeFirstServed
 from .request import InvalidRequest, Request
 
 
@@ -37,7 +39,7 @@ class Step:
 
 
 class Scheduler:
-    """First come, first served, with preemption by recomputation when blocks run out."""
+    """Requests join in the order that `policy` gives; when blocks run out one is preempted, and computed anew later."""
 
     def __init__(
         self,
@@ -49,6 +51,7 @@ class Scheduler:
         num_blocks: int,
         groups: int = 1,
         prefix_caching: bool = True,
+        policy: FirstComeFirstServed | None = None,
     ):
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
@@ -56,6 +59,7 @@ class Scheduler:
         self.groups = groups
         self.prefix_caching = prefix_caching
         self.pool = BlockPool(num_blocks)
+        self.policy = policy or FirstComeFirstServed()
 
         rows, width = max_num_seqs, -(-max_model_len // block_size)
         self.requests: list[Request | None] = [None] * rows
@@ -71,7 +75,7 @@ class Scheduler:
         self.last_step = np.full(rows, -1, np.int64)  # the newest step that runs the row
 
         self.order = np.zeros(0, np.int32)  # running rows, oldest request first
-        self.waiting: deque[Request] = deque()
+        self.waiting: list[Request] = []  # in the order in which they are to be admitted
         self._free_rows = list(range(rows - 1, -1, -1))
         self._fence: deque[tuple[int, int, list[int]]] = deque()  # (last step that may touch them, row, blocks)
         self._arrivals = 0
@@ -104,7 +108,11 @@ class Scheduler:
         self.validate(request)
         request.arrival = self._arrivals
         self._arrivals += 1
-        self.waiting.append(request)
+        request.place = (self.policy.key(request), request.arrival)
+        self._queue(request)
+
+    def _queue(self, request: Request) -> None:
+        insort(self.waiting, request, key=attrgetter("place"))
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """End a request now, wherever it is. Steps in flight may still run its row; what they yield is dropped."""
@@ -184,15 +192,17 @@ class Scheduler:
         return True
 
     def _preempt(self) -> None:
-        """Send the newest request back to the head of the queue. Nothing is in flight: its tokens are all known."""
-        request = self.requests[self.order[-1]]
+        """Send the request that comes last back into the queue. Nothing is in flight: its tokens are all known."""
+        request = max((self.requests[row] for row in self.order), key=attrgetter("place"))
         self._vacate(request)
-        self.waiting.appendleft(request)
+        self._queue(request)
         self.preemptions += 1
 
     def _admit(self, budget: int) -> list[tuple[int, int]]:
         """Move waiting requests into rows while budget, rows and blocks last: (row, tokens to run) of each."""
-        admitted = []
+        admitted: list[tuple[int, int]] = []
+        if not self.policy.admits(len(self.order)):
+            return admitted
         while self.waiting and budget > 0 and self._free_rows:
             request = self.waiting[0]
             known = len(request.known)
@@ -203,7 +213,7 @@ class Scheduler:
             reserve = -(-len(self.order) // self.block_size) * self.groups
             if needed * self.groups + reserve > self.pool.available - self.pool.unreferenced(cached):
                 break
-            self.waiting.popleft()
+            del self.waiting[0]
             self.pool.share(cached)
             new = np.array(self.pool.allocate(needed * self.groups), np.int32).reshape(self.groups, needed)
             old = np.array(shared, np.int32).reshape(len(shared), self.groups).T

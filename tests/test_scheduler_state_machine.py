@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 )
 
 from minillm.kv_cache import BlockPool
+from minillm.policies import POLICIES
 from minillm.request import Request, SamplingParams
 from minillm.scheduler import Scheduler
 
@@ -109,8 +110,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         groups=st.sampled_from([1, 1, 2]),
         prefix_caching=st.sampled_from([True, True, True, False]),
         run_ahead=st.integers(0, 3),
+        policy=st.sampled_from(["fcfs", *POLICIES]),
     )
-    def start(self, rows, budget, block_size, num_blocks, groups, prefix_caching, run_ahead):
+    def start(self, rows, budget, block_size, num_blocks, groups, prefix_caching, run_ahead, policy):
         self.scheduler = self.scheduler_class(
             max_num_seqs=rows,
             max_num_batched_tokens=budget,
@@ -119,6 +121,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_blocks=num_blocks,
             groups=groups,
             prefix_caching=prefix_caching,
+            policy=POLICIES[policy](),
         )
         self.scheduler.pool = self.pool_class(num_blocks)
         self.budget, self.run_ahead = budget, run_ahead
@@ -131,12 +134,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         output=st.integers(1, 12),
         salt=st.sampled_from("aaaaab"),
         shares=st.integers(0, 9),
+        priority=st.integers(0, 2),
     )
-    def submit(self, prompt, output, salt, shares):
+    def submit(self, prompt, output, salt, shares, priority):
         request = Request(
             request_id=str(len(self.requests)),
             prompt=np.array(prompt, np.int32),
-            params=SamplingParams(max_tokens=output, cache_salt=salt, use_prefix_cache=shares > 0),
+            params=SamplingParams(max_tokens=output, cache_salt=salt, use_prefix_cache=shares > 0, priority=priority),
             limit=len(prompt) + output,
             stop_ids=(STOP,),
         )
@@ -149,10 +153,22 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.requests.append(request)
 
     @precondition(lambda self: any(request.finish_reason is None for request in self.requests))
-    @rule(choice=st.integers(0, 10**6))
-    def abort(self, choice):
+    @rule(choice=st.integers(0, 10**6), again=st.booleans())
+    def abort(self, choice, again):
+        """A client gives up, and perhaps tries the same again."""
         running = [request for request in self.requests if request.finish_reason is None]
-        self.scheduler.finish(running[choice % len(running)], "abort")
+        request = running[choice % len(running)]
+        self.scheduler.finish(request, "abort")
+        if again:
+            copy = Request(
+                request_id=str(len(self.requests)),
+                prompt=request.prompt,
+                params=request.params,
+                limit=request.limit,
+                stop_ids=request.stop_ids,
+            )
+            self.scheduler.submit(copy)
+            self.requests.append(copy)
 
     @precondition(lambda self: self.in_flight)
     @rule(lucky=st.integers(0, 3))

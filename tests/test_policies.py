@@ -1,0 +1,114 @@
+"""Who is admitted when, under each policy: seen in the scheduler's own steps."""
+
+import numpy as np
+import pytest
+
+from minillm import LLM
+from minillm.config import ConfigError, EngineConfig
+from minillm.policies import POLICIES, ShortestPromptFirst
+from minillm.request import Request, SamplingParams
+from minillm.scheduler import Scheduler
+
+
+def request(name: str, prompt: int = 4, output: int = 3, **params) -> Request:
+    params = SamplingParams(max_tokens=output, **params)
+    return Request(name, np.zeros(prompt, np.int32), params, limit=prompt + output)
+
+
+def scheduler(policy: str, **options) -> Scheduler:
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "num_blocks": 100} | options
+    return Scheduler(**sizes, max_model_len=64, block_size=4, prefix_caching=False, policy=POLICIES[policy]())
+
+
+def admissions(waiting: Scheduler, later: dict[int, list[Request]] | None = None) -> list[tuple[int, str]]:
+    """(step, name) of each admission until all is done; `later`: requests that come before a step."""
+    found, later = [], later or {}
+    for number in range(200):
+        for each in later.pop(number, ()):
+            waiting.submit(each)
+        step = waiting.schedule()
+        if step is None:
+            if not later:
+                return found
+            continue
+        found += [(number, each.request_id) for each in step.admitted]
+        waiting.complete(step, np.ones(int(step.samples.sum()), np.int64))
+    raise AssertionError("requests wait for ever")
+
+
+def names(found: list[tuple[int, str]]) -> str:
+    return "".join(name for _, name in found)
+
+
+def test_first_come_is_first_served():
+    waiting = scheduler("fcfs", max_num_seqs=1)
+    for name, prompt in zip("abcd", (9, 3, 7, 1), strict=True):
+        waiting.submit(request(name, prompt))
+    assert names(admissions(waiting)) == "abcd"
+
+
+def test_the_lowest_priority_number_goes_first_and_equals_in_order_of_arrival():
+    waiting = scheduler("priority", max_num_seqs=1)
+    for name, priority in zip("abcde", (5, 0, 5, -3, 0), strict=True):
+        waiting.submit(request(name, priority=priority))
+    assert names(admissions(waiting)) == "dbeac"
+
+
+def test_the_shortest_prompt_goes_first():
+    waiting = scheduler("shortest", max_num_seqs=1)
+    for name, prompt in zip("abcd", (40, 30, 20, 1), strict=True):
+        waiting.submit(request(name, prompt))
+    assert names(admissions(waiting)) == "dcba"
+
+
+def test_a_long_prompt_is_overtaken_by_no_more_than_its_policy_promises():
+    waiting = scheduler("shortest", max_num_seqs=1)
+    waiting.submit(request("L", prompt=40, output=1))
+    stream = {number: [request("s", prompt=1, output=1)] for number in range(60)}
+    overtaken = names(admissions(waiting, stream)).index("L")
+    assert 5 <= overtaken <= 40 / ShortestPromptFirst().patience + 1
+
+
+def test_a_static_batch_takes_nobody_before_its_last_is_done():
+    outputs = dict(zip("abcd", (2, 9, 4, 1), strict=True))
+    waiting, joining = scheduler("static"), scheduler("fcfs")
+    for each in (waiting, joining):
+        for name, output in outputs.items():
+            each.submit(request(name, output=output))
+    assert admissions(waiting) == [(0, "a"), (0, "b"), (9, "c"), (9, "d")]
+    assert admissions(joining) == [(0, "a"), (0, "b"), (2, "c"), (6, "d")]
+
+
+def test_a_static_batch_gathers_over_several_steps_when_its_prompts_exceed_a_steps_budget():
+    waiting = scheduler("static", max_num_seqs=4, max_num_batched_tokens=10)
+    for name in "abcde":
+        waiting.submit(request(name, prompt=10, output=5))
+    found = {name: number for number, name in admissions(waiting)}
+    assert found["a"] < found["b"] < found["c"] < found["d"]
+    assert found["e"] >= found["d"] + 5, "the fifth waits until the last of the four is done"
+
+
+def test_where_blocks_run_out_the_one_who_comes_last_gives_way():
+    waiting = scheduler("priority", num_blocks=8)
+    urgent, idle = request("u", prompt=8, output=20, priority=0), request("i", prompt=8, output=20, priority=9)
+    for each in (idle, urgent):
+        waiting.submit(each)
+    while not waiting.preemptions:
+        step = waiting.schedule()
+        waiting.complete(step, np.ones(int(step.samples.sum()), np.int64))
+    assert idle.row < 0 <= urgent.row
+
+
+def test_an_unknown_policy_is_answered_with_those_there_are():
+    with pytest.raises(ConfigError, match="policy must be one of fcfs, priority, shortest, static, not 'lifo'"):
+        EngineConfig(policy="lifo")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tokens_do_not_depend_on_the_policy(policy):
+    prompts = [list(range(5, 5 + length)) for length in (9, 2, 30, 5, 17)]
+    params = [SamplingParams(max_tokens=6, temperature=0, priority=i % 3) for i in range(5)]
+    with LLM(device="cpu", dtype="float64", max_num_seqs=2, policy=policy) as llm:
+        found = [each.token_ids for each in llm.generate(prompts, params)]
+    with LLM(device="cpu", dtype="float64") as llm:
+        assert found == [llm.generate([prompt], one)[0].token_ids for prompt, one in zip(prompts, params, strict=True)]
