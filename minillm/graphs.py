@@ -145,6 +145,11 @@ class DecodeGraphs:
             self._capture(*self.largest)
         out = torch.empty(size, dtype=torch.int64, device=self.runner.device)
         self._rehearse(width, out)
+        graph, to_sample = self._record(size, width, out)
+        self.graphs[size, width] = captured = Graph(graph, out, () if self.sampling else to_sample)
+        return captured
+
+    def _record(self, size: int, width: int, out: Tensor) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
         graph = torch.cuda.CUDAGraph()
         # One pool for all: they never run at the same time. A pool that lost its graphs cannot be used again.
         others = next(iter(self.graphs.values()), None)
@@ -160,8 +165,7 @@ class DecodeGraphs:
                 f"a replaced operation cannot be captured in a CUDA graph ({error}): it may not read values back to "
                 "the host; leave out capturable=True, and it runs without graphs"
             ) from error
-        self.graphs[size, width] = captured = Graph(graph, out, () if self.sampling else to_sample)
-        return captured
+        return graph, to_sample
 
     def _logits(self, rows: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """The rows' logits, and the temperatures and random numbers to sample them with."""

@@ -15,6 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 import minillm
 from minillm import LLM, SamplingParams
 from minillm.engine import Engine, Tracked
+from tests import models
+from tests.emulated_graphs import emulated_graphs
 from tests.teacher import Teacher, interval
 
 ON_GPU = torch.cuda.is_available()
@@ -218,3 +220,29 @@ def test_sampling_follows_the_models_distribution(temperature, rows, teacher):
     deviation = ((counts - expected) ** 2 / expected).sum().item()
     print(f"chi-square {deviation:.1f} of {bins - 1} degrees of freedom")
     assert deviation < bins - 1 + 4 * (2 * (bins - 1)) ** 0.5
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU has real graphs, and kernels are not interpreted beside one")
+@pytest.mark.parametrize("rows", [3, 1])
+def test_graphs_emulated_on_a_cpu_give_each_request_its_tokens(rows, tmp_path):
+    """State on the device, padding, and for one row the fused step, all as on a GPU, with kernels interpreted."""
+    pytest.importorskip("minillm.graphs", reason="graphs need triton, which is not installed here")
+    models.make("gemma-multi-query").save_pretrained(tmp_path)
+    rng = random.Random(4)
+    with emulated_graphs(), LLM(tmp_path, dtype="float32", max_num_seqs=rows, run_ahead=2, num_blocks=30) as llm:
+        engine, requests = llm.engine, []
+        while len(requests) < 8 * rows or engine.tracked:
+            if len(requests) < 8 * rows and rng.random() < 0.7:
+                kind = rng.choice(["greedy", "temperature 1", "temperature 0.7", "penalties", "seeded"])
+                params = SamplingParams(max_tokens=rng.randint(2, 9), ignore_eos=True, **KINDS[kind])
+                prompt = [rng.randrange(1, 96) for _ in range(rng.randint(1, 30))]
+                requests.append((engine.prepare(prompt, params), kind))
+                engine.submit(requests[-1][0])
+            if engine.tracked and rng.random() < 0.04:
+                engine.abort(rng.choice(list(engine.tracked)))
+            engine.step()
+        drain(engine)
+        graphs = engine.runner.graphs
+        assert (graphs.single_row is not None) and sum(each.graph.count for each in graphs.graphs.values()) > 10
+    tokens, wrong, _ = judge(Teacher(tmp_path), requests)
+    assert tokens > 20 * rows and wrong == 0
