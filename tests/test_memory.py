@@ -8,7 +8,8 @@ import torch
 
 from minillm import LLM, SamplingParams
 from minillm.config import ConfigError, EngineConfig
-from minillm.runner import Room, Runner
+from minillm.runner import GRAPH_BYTES, Room, Runner
+from tests.emulated_graphs import emulated_graphs
 
 GIB = 2**30
 CONFIG = EngineConfig().on("cuda")
@@ -90,3 +91,34 @@ def test_a_step_that_does_not_fit_names_one_that_would(llm):
     config = replace(CONFIG, max_num_batched_tokens=100, max_num_seqs=9)
     with pytest.raises(ConfigError, match="max_num_batched_tokens=100 .* max_num_batched_tokens=12 would fit"):
         llm.engine.runner._measure_workspace(config)
+
+
+def test_the_largest_graph_is_rehearsed_for_its_memory_and_captured_first(llm):
+    pytest.importorskip("minillm.graphs", reason="graphs need triton, which is not installed here")
+    llm.engine.runner.tokens_run = 0
+    with emulated_graphs():
+        reckoned = llm.engine.runner._measure_graphs(replace(CONFIG, max_num_seqs=9))
+        assert reckoned == 5 + 5 * GRAPH_BYTES  # batches of 1, 2, 4, 8 and 9 rows, tables of 16 blocks
+        with LLM(device="cpu", max_num_seqs=4, max_model_len=512) as other:
+            other.generate([[5, 6], [7, 8]], SamplingParams(max_tokens=4, ignore_eos=True))
+            assert list(other.engine.runner.graphs.graphs) == [(4, 32), (2, 16)]
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a GPU's own counters are not replaced: test_engine_on_gpu_memory.py"
+)
+def test_what_a_run_reserves_is_the_growth_of_the_peak_and_the_rehearsals_cache_goes(monkeypatch):
+    counters = {"reserved": 1000, "peak": 0}
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: counters["reserved"])
+    monkeypatch.setattr(
+        torch.cuda, "reset_peak_memory_stats", lambda device: counters.update(peak=counters["reserved"])
+    )
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: counters["peak"])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    with LLM(device="cpu", max_num_seqs=2, max_model_len=64) as llm:
+        runner, cache = llm.engine.runner, llm.engine.runner.caches
+        assert runner._reserved_by(lambda: counters.update(peak=1700)) == 700
+        with pytest.raises(RuntimeError, match="fails"):
+            runner._reserved_by(lambda: (_ for _ in ()).throw(RuntimeError("fails")))
+        assert runner.caches == []
+        runner.caches = cache
