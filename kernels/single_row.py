@@ -41,7 +41,12 @@ TILE = 8192  # numbers of keys, and of values, that a program has in registers
 
 @triton.jit
 def _wait_for_inputs(DEPENDENT: tl.constexpr):
-    """Until the kernel before has written everything; then the next one may start to wait in turn."""
+    """Until the kernel before has written everything; then the next one may start to wait in turn.
+
+    So when a kernel's first lines run, all but the one before it are done: what was written two kernels ago may be
+    read ahead of the wait (weights, earlier keys, the block table and length that open the step). Nothing may be
+    written there.
+    """
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()

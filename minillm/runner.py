@@ -23,7 +23,9 @@ from .scheduler import Step
 
 LOGITS_AT_ONCE = 256  # rows of logits made at a time where a whole prompt's are wanted
 CPU_CACHE_BYTES = 1 << 30
-GRAPH_BYTES = 1 << 20  # what the driver keeps of a captured step, beside the pool that all of them share
+# Beside their pool: what the driver keeps of each, and the libraries' workspace for the stream that captures. Both are
+# generous: 11 graphs of Gemma 2B took 176 MiB in all, 126 of them logits (data/results/h200/build.json).
+GRAPH_BYTES, CAPTURE_BYTES = 1 << 20, 64 << 20
 
 
 @dataclass
@@ -231,7 +233,8 @@ class Runner:
         if graphs is None:
             return 0
         widths = {graphs.width(blocks) for blocks in range(1, self.block_table.shape[2] + 1)}
-        return self._reserved_by(graphs.rehearse_largest) + len(graphs.sizes) * len(widths) * GRAPH_BYTES
+        kept = CAPTURE_BYTES + len(graphs.sizes) * len(widths) * GRAPH_BYTES
+        return self._reserved_by(graphs.rehearse_largest) + kept
 
     @torch.inference_mode()
     def _reserved_by(self, run: Callable[[], None]) -> int:

@@ -8,7 +8,7 @@ import torch
 
 from minillm import LLM, SamplingParams
 from minillm.config import ConfigError, EngineConfig
-from minillm.runner import GRAPH_BYTES, Room, Runner
+from minillm.runner import CAPTURE_BYTES, GRAPH_BYTES, Room, Runner
 from tests.emulated_graphs import emulated_graphs
 
 GIB = 2**30
@@ -98,7 +98,7 @@ def test_the_largest_graph_is_rehearsed_for_its_memory_and_captured_first(llm):
     llm.engine.runner.tokens_run = 0
     with emulated_graphs():
         reckoned = llm.engine.runner._measure_graphs(replace(CONFIG, max_num_seqs=9))
-        assert reckoned == 5 + 5 * GRAPH_BYTES  # batches of 1, 2, 4, 8 and 9 rows, tables of 16 blocks
+        assert reckoned == 5 + CAPTURE_BYTES + 5 * GRAPH_BYTES  # batches of 1, 2, 4, 8 and 9 rows, tables of 16 blocks
         with LLM(device="cpu", max_num_seqs=4, max_model_len=512) as other:
             other.generate([[5, 6], [7, 8]], SamplingParams(max_tokens=4, ignore_eos=True))
             assert list(other.engine.runner.graphs.graphs) == [(4, 32), (2, 16)]
