@@ -17,7 +17,7 @@ from minillm import LLM, SamplingParams
 from minillm.engine import Engine, Tracked
 from tests import models
 from tests.emulated_graphs import emulated_graphs
-from tests.teacher import Teacher, interval
+from tests.teacher import Teacher
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -199,27 +199,34 @@ def test_any_order_of_submitting_aborting_and_stepping_gives_each_request_its_to
 @pytest.mark.parametrize("rows", [1, 64])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_sampling_follows_the_models_distribution(temperature, rows, teacher):
-    """Chi-square: where in its token's share of [0, 1] a draw fell is unknown, so a point of it is taken at random.
+    """Chi-square: ranked by probability every token has a share of [0, 1]; a random point of the drawn one's is taken.
 
-    Were every token drawn with its probability, all those points together are spread evenly.
+    Were every token drawn with its probability, all those points together would be spread evenly. Beside a
+    distribution half or twice as hot they must not be.
     """
-    count, length, bins = (64, 64, 32) if ON_GPU else (8, 32, 8)
+    count, length, bins = 64, 64 if ON_GPU else 32, 8
     params = SamplingParams(max_tokens=length, temperature=temperature, ignore_eos=True)
     rng = random.Random(5)
     prompts = [[rng.randrange(4, 4000) for _ in range(rng.randint(1, 30))] for _ in range(count)]
     with LLM(dtype="float32", device=DEVICE, max_num_seqs=rows) as llm:
         found = llm.generate(prompts, params)
         assert not ON_GPU or any(size <= rows for size, _ in llm.engine.runner.graphs.graphs)
-    generator, points = torch.Generator().manual_seed(0), []
-    for completion in found:
-        chances = (teacher.logits(completion.prompt_token_ids, completion.token_ids) / temperature).softmax(-1)
-        lower, upper = interval(chances, torch.tensor(completion.token_ids))
-        points.append(lower + (upper - lower) * torch.rand(length, generator=generator, dtype=torch.float64))
-    counts = torch.histc(torch.cat(points), bins, 0, 1)
-    expected = count * length / bins
-    deviation = ((counts - expected) ** 2 / expected).sum().item()
-    print(f"chi-square {deviation:.1f} of {bins - 1} degrees of freedom")
-    assert deviation < bins - 1 + 4 * (2 * (bins - 1)) ** 0.5
+    logits = torch.cat([teacher.logits(each.prompt_token_ids, each.token_ids) for each in found])
+    tokens = torch.tensor([token for each in found for token in each.token_ids])
+
+    def deviation(heat: float) -> float:
+        chances = (logits / heat).softmax(-1)
+        own = chances.gather(1, tokens[:, None])
+        likelier = torch.where(chances > own, chances, 0.0).sum(-1)
+        generator = torch.Generator().manual_seed(0)
+        points = likelier + own[:, 0] * torch.rand(len(tokens), generator=generator, dtype=torch.float64)
+        counts, expected = torch.histc(points, bins, 0, 1), len(tokens) / bins
+        return ((counts - expected) ** 2 / expected).sum().item()
+
+    limit = bins - 1 + 4 * (2 * (bins - 1)) ** 0.5
+    deviations = {heat: deviation(heat * temperature) for heat in (1.0, 0.5, 2.0)}
+    print(f"chi-square {deviations}, limit {limit:.1f}, {bins - 1} degrees of freedom")
+    assert deviations[1.0] < limit < min(deviations[0.5], deviations[2.0])
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU has real graphs, and kernels are not interpreted beside one")
