@@ -8,21 +8,25 @@ def compare(
     measured: float,
     prediction: float | None = None,
     floor: float | None = None,
+    most: float | None = None,
 ) -> None:
     """Print one line: what was predicted, what this machine allows, what was measured; all in `unit`.
 
-    floor: the least a time can be; for a rate (a unit that ends in "/s"), the most it can be.
+    floor: the least it can be. most: the most it can be; for a rate (a unit that ends in "/s"), `floor` means that too.
     """
+    if unit.endswith("/s") and most is None:
+        floor, most = None, floor
     words = [f"{what}:"]
     words.append("no prediction," if prediction is None else f"predicted {_short(prediction)} {unit},")
-    rate = unit.endswith("/s")
     if floor is not None:
-        words.append(f"{'at most' if rate else 'floor'} {_short(floor)} {unit},")
+        words.append(f"floor {_short(floor)} {unit},")
+    if most is not None:
+        words.append(f"at most {_short(most)} {unit},")
     words.append(f"measured {_short(measured)} {unit}")
-    if floor and rate:
-        words.append(f"({measured / floor:.0%} of what is possible)")
-    elif floor:
+    if floor:
         words.append(f"({measured / floor:.1f} times the floor)")
+    if most:
+        words.append(f"({measured / most:.0%} of what is possible)")
     print(" ".join(words))
 
 

@@ -319,7 +319,7 @@ guess_gain = 6.0  # PREDICT: tokens/s with all places taken, as multiples of one
 clients = (1, places // 4, places)
 CHAT = {"workload": "chat", "scale": 8, "quiet": True}  # 16 tokens in, 16 out
 loads = [
-    serve.run(server.url, concurrency=n, requests=max(4, 3 * n), **CHAT)["results"][0]
+    serve.run(server.url, concurrency=n, requests=max(4, 2 * n), **CHAT)["results"][0]
     for n in clients
 ]
 print("clients  requests/s  tokens/s   TTFT p50   ITL p50   ITL p99  (ms)")
@@ -334,7 +334,7 @@ compare(
     "a full batch beside one client",
     unit="times",
     prediction=guess_gain,
-    floor=places,
+    most=places,
     measured=gain,
 )
 
@@ -434,7 +434,7 @@ plt.show()
 # Not compared: times.
 capacity = loads[-1]["requests_per_s"]
 SHARES = (0.5, 0.8, 2.0)
-sent = (places, 3 * places // 2, 7 * places // 2)
+sent = (places, places, 3 * places)
 opened = [
     serve.run(server.url, due=schedule(share * capacity, count), **CHAT)
     for share, count in zip(SHARES, sent)
@@ -636,11 +636,11 @@ guess_mixed = 2.0  # PREDICT: tokens/s, times transformers', many requests of mi
 import transformers
 
 transformers.utils.logging.disable_progress_bar()
-sizes = {"cpu": {"single": 4, "mixed": 16}, "gpu": {"single": 1, "mixed": 2}}[here.name]
+sizes = {"cpu": {"single": 8, "mixed": 24}, "gpu": {"single": 1, "mixed": 2}}[here.name]
 both = {"compare": "transformers", "repeat": 2, "quiet": True, **here.options}
 single = offline.run(here.model, workload="single", scale=sizes["single"], **both)
 mixed = offline.run(
-    here.model, workload="mixed", scale=sizes["mixed"], requests=24, batches=(24,), **both
+    here.model, workload="mixed", scale=sizes["mixed"], requests=16, batches=(16,), **both
 )
 
 # %% tags=["nbval-ignore-output", "terminal"]

@@ -95,6 +95,7 @@ def test_yours_runs_yours_and_the_engines_own_while_it_is_a_stub():
             "predicted 2 ms, floor 1.5 ms, measured 3 ms (2.0 times the floor)",
         ),
         ({"measured": 3.0}, "no prediction, measured 3 ms"),
+        ({"measured": 5.0, "most": 8.0}, "no prediction, at most 8 ms, measured 5 ms (62% of what is possible)"),
         ({"measured": 1.0, "floor": 2.0}, "no prediction, floor 2 ms, measured 1 ms (0.5 times the floor)"),
     ],
 )
