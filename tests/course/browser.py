@@ -130,7 +130,7 @@ def main() -> None:
         picture("1-opened")
         run_all(page)
         assert not page.locator(".jp-OutputArea [data-mime-type*=error]").count(), "a cell shows an error"
-        picture("2-run", "draw_roof(left")
+        picture("2-run", "def draw_roof")
         said = cell(page, "check(floor_seconds)").locator(".jp-OutputArea").inner_text()
         assert "not solved yet" in said, said
         picture("3-empty", "check(floor_seconds)")
