@@ -156,12 +156,6 @@ class ModelConfig:
         except KeyError as error:
             raise ConfigError(f"{error.args[0]} is missing") from None
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values that one token keeps, in the checkpoint's dtype."""
-        size = {"float64": 8, "float32": 4}.get(self.dtype, 2)
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * size
-
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # A Layer's norms -> their names in the checkpoint, behind "model.layers.N.".

@@ -16,6 +16,7 @@ from minillm.config import ARCHITECTURES, PRESETS, ModelConfig
 from minillm.kv_cache import LayerCache
 from minillm.loader import load_model
 from minillm.model import Model
+from minillm.sizing import kv_bytes_per_token
 from tests import models
 
 BLOCK = 4
@@ -390,4 +391,4 @@ def test_gemma_2b_has_its_published_size():
     model = Model(config, dtype=torch.bfloat16, device="meta", max_model_len=16)
     assert model.num_parameters == 2_506_172_416
     assert 5.01e9 < model.nbytes < 5.02e9
-    assert config.kv_bytes_per_token == 18_432
+    assert kv_bytes_per_token(config) == 18_432

@@ -69,6 +69,15 @@ def test_a_long_prompt_is_overtaken_by_no_more_than_its_policy_promises():
     assert 5 <= overtaken <= 40 / ShortestPromptFirst().patience + 1
 
 
+@pytest.mark.parametrize("policy", [name for name, policy in POLICIES.items() if policy.fair])
+def test_a_policy_that_promises_so_lets_nobody_wait_for_ever(policy):
+    waiting = scheduler(policy, max_num_seqs=2)
+    for each in (request("a", output=2), request("b", output=2), request("L", prompt=40, output=1)):
+        waiting.submit(each)
+    stream = {number: [request("s", prompt=1, output=2)] for number in range(80)}
+    assert names(admissions(waiting, stream)).index("L") < 20, "others go first as long as there are any"
+
+
 def test_a_static_batch_takes_nobody_before_its_last_is_done():
     outputs = dict(zip("abcd", (2, 9, 4, 1), strict=True))
     waiting, joining = scheduler("static"), scheduler("fcfs")
