@@ -332,6 +332,8 @@ class Engine:
         for tracked in list(self.tracked.values()):
             self.abort(tracked.request.request_id)
         self.in_flight.clear()
+        if self.runner is not None:
+            self.runner.close()
         self.model = self.runner = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

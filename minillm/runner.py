@@ -151,6 +151,10 @@ class Runner:
             return None
         return DecodeGraphs(self, config)
 
+    def close(self) -> None:
+        """Let go of the cache and the graphs now: graphs and runner know each other, so counting references is slow to."""
+        self.caches, self.graphs, self._decoding, self._sampled = [], None, (None, None), None
+
     # ---- memory
 
     @property

@@ -147,8 +147,12 @@ def without_a_layer(model):
     model.layers[1].down.weight.zero_()
 
 
+def named(damage) -> str:
+    return damage if isinstance(damage, str) else damage.__name__
+
+
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("damage", [without_attention, without_a_layer, "shifted positions"], ids=str)
+@pytest.mark.parametrize("damage", [without_attention, without_a_layer, "shifted positions"], ids=named)
 def test_these_bounds_see_damage(saved, tokens, way, damage):
     wide, model = theirs(saved, tokens), load_model(saved, dtype="float32", device="cuda")
     shifted = damage == "shifted positions"

@@ -1,6 +1,8 @@
 """A GPU's memory divided: what is left for the cache, and what an error says when that is too little."""
 
+import gc
 import re
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -122,3 +124,18 @@ def test_what_a_run_reserves_is_the_growth_of_the_peak_and_the_rehearsals_cache_
             runner._reserved_by(lambda: (_ for _ in ()).throw(RuntimeError("fails")))
         assert runner.caches == []
         runner.caches = cache
+
+
+def test_closing_frees_the_cache_at_once_whatever_the_caller_keeps():
+    with emulated_graphs():
+        llm = LLM()
+        model = llm.engine.model
+        llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
+        keys = weakref.ref(llm.engine.runner.caches[0].k)
+        gc.disable()
+        try:
+            llm.close()
+            assert keys() is None
+        finally:
+            gc.enable()
+        assert model.nbytes
