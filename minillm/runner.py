@@ -152,7 +152,7 @@ class Runner:
         return DecodeGraphs(self, config)
 
     def close(self) -> None:
-        """Let go of the cache and the graphs now: graphs and runner know each other, so counting references is slow to."""
+        """Let go of the cache and the graphs now: graphs and runner know each other, and wait for the collector."""
         self.caches, self.graphs, self._decoding, self._sampled = [], None, (None, None), None
 
     # ---- memory
