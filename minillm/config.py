@@ -386,6 +386,7 @@ class EngineConfig:
     run_ahead               steps launched before the first one's tokens are read (0: none)
     seed                    of every request that names none
     plan                    a file that `minillm build` wrote: options, CUDA graphs and launches measured on this GPU
+    trace                   a file that events are written into, as JSON lines (or a `minillm.trace.Trace`)
     """
 
     dtype: str = "auto"
@@ -403,6 +404,7 @@ class EngineConfig:
     run_ahead: int = 1
     seed: int = 0
     plan: str | None = None
+    trace: str | None = None
 
     def __post_init__(self) -> None:
         choices = {

@@ -25,6 +25,7 @@ from .runner import Launched, Results, Runner
 from .sampler import derived_seed
 from .scheduler import Scheduler
 from .tokenizer import StreamingDetokenizer, Tokenizer
+from .trace import Trace
 
 Listener = Callable[[Delta], None]
 
@@ -57,6 +58,8 @@ class Engine:
         except TypeError as error:
             known = ", ".join(EngineConfig.__dataclass_fields__)
             raise ConfigError(f"{error}; the engine's options are: {known}") from None
+        trace = self.config.trace
+        self.trace = trace if trace is None or isinstance(trace, Trace) else Trace(trace)
         device = self.config.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -99,6 +102,8 @@ class Engine:
             prefix_caching=self.config.enable_prefix_caching,
             policy=POLICIES[self.config.policy](),
         )
+        if self.trace is not None:
+            self.trace.watch(self.scheduler)
         self.in_flight: deque[Launched] = deque()
         self.tracked: dict[str, Tracked] = {}
         self._watched: dict[int, Tracked] = {}  # by row
@@ -213,9 +218,16 @@ class Engine:
             for request in self.scheduler.abandon():
                 self._finish(self.tracked[request.request_id])
             self._finished.clear()
+            self._flush_trace()
             raise
         finished, self._finished = self._finished, []
+        if not self.has_work:
+            self._flush_trace()
         return finished
+
+    def _flush_trace(self) -> None:
+        if self.trace is not None:
+            self.trace.flush()
 
     def _read(self, launched: Launched) -> None:
         results, step = launched.wait(), launched.step
@@ -334,6 +346,8 @@ class Engine:
         self.in_flight.clear()
         if self.runner is not None:
             self.runner.close()
+        if self.trace is not None:
+            self.trace.close()
         self.model = self.runner = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -5,7 +5,7 @@ Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving 
 
 import hashlib
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -43,6 +43,7 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
+        self.on_evict: Callable[[int], None] | None = None  # told of each cached block that is given out anew
 
     @property
     def available(self) -> int:
@@ -61,6 +62,8 @@ class BlockPool:
         while len(blocks) < count:
             block, _ = self._cached.popitem(last=False)
             del self._block_of[self._key_of.pop(block)]
+            if self.on_evict is not None:
+                self.on_evict(block)
             blocks.append(block)
         for block in blocks:
             self.references[block] = 1

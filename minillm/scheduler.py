@@ -14,12 +14,16 @@ from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .kv_cache import BlockPool, prefix_keys
 from .policies import FirstComeFirstServed
 from .request import InvalidRequest, Request
+
+if TYPE_CHECKING:
+    from .trace import Trace
 
 
 @dataclass
@@ -83,6 +87,7 @@ class Scheduler:
         self.read = -1  # number of the newest step whose tokens were read
         self._admitted: list[Request] = []
         self._table_changes: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self.trace: Trace | None = None  # `Trace.watch` puts one here
         self.preemptions = 0
         self.prefix_hits = 0  # tokens found in the cache at admission
 
@@ -110,6 +115,8 @@ class Scheduler:
         self._arrivals += 1
         request.place = (self.policy.key(request), request.arrival)
         self._queue(request)
+        if self.trace is not None:
+            self.trace.submit(request)
 
     def _queue(self, request: Request) -> None:
         insort(self.waiting, request, key=attrgetter("place"))
@@ -119,10 +126,13 @@ class Scheduler:
         if request.finish_reason is not None:
             return
         request.finish_reason, request.stop_reason = reason, stop_reason
-        if request.row < 0:
+        row = request.row
+        if row < 0:
             self.waiting.remove(request)
         else:
             self._vacate(request)
+        if self.trace is not None:
+            self.trace.finish(request, row, self.launched)
 
     def abandon(self) -> list[Request]:
         """Give up every request and every step in flight, after a failure; returns the requests."""
@@ -133,6 +143,8 @@ class Scheduler:
             self.finish(request, "abort")
         self._open_fence()
         self.pool.forget()  # what the failed steps were to write is not there
+        if self.trace is not None:
+            self.trace.abandon(self.launched)
         return given_up
 
     @property
@@ -153,6 +165,7 @@ class Scheduler:
                 return None  # reading may finish requests, which is cheaper than preempting one
             self._preempt()
             rows = self._runnable()
+        runnable = rows
         rows, queries = self._share_budget(rows)
         budget = self.max_num_batched_tokens - int(queries.sum())
         admitted = self._admit(budget)
@@ -161,7 +174,10 @@ class Scheduler:
             queries = np.concatenate([queries, np.array([count for _, count in admitted], np.int32)])
         if len(rows) == 0:
             return None
-        return self._launch(rows, queries)
+        step = self._launch(rows, queries)
+        if self.trace is not None:
+            self.trace.launch(self, step, runnable)
+        return step
 
     def _runnable(self) -> np.ndarray:
         rows = self.order
@@ -187,16 +203,22 @@ class Scheduler:
             return False
         if needed:
             blocks = np.array(self.pool.allocate(needed), np.int32).reshape(self.groups, -1)
-            self._extend_tables(rows, self.held[rows], blocks)
+            columns = self.held[rows]
+            self._extend_tables(rows, columns, blocks)
             self.held[rows] += 1
+            if self.trace is not None:
+                self.trace.grow(rows, columns, blocks)
         return True
 
     def _preempt(self) -> None:
         """Send the request that comes last back into the queue. Nothing is in flight: its tokens are all known."""
         request = max((self.requests[row] for row in self.order), key=attrgetter("place"))
+        row = request.row
         self._vacate(request)
         self._queue(request)
         self.preemptions += 1
+        if self.trace is not None:
+            self.trace.preempt(request, row, self.launched)
 
     def _admit(self, budget: int) -> list[tuple[int, int]]:
         """Move waiting requests into rows while budget, rows and blocks last: (row, tokens to run) of each."""
@@ -217,7 +239,10 @@ class Scheduler:
             self.pool.share(cached)
             new = np.array(self.pool.allocate(needed * self.groups), np.int32).reshape(self.groups, needed)
             old = np.array(shared, np.int32).reshape(len(shared), self.groups).T
-            row = self._occupy(request, np.concatenate([old, new], axis=1), len(shared))
+            blocks = np.concatenate([old, new], axis=1)
+            row = self._occupy(request, blocks, len(shared))
+            if self.trace is not None:
+                self.trace.admit(self, request, blocks, len(shared))
             self.prefix_hits += len(shared) * self.block_size
             count = min(known - int(self.computed[row]), budget)
             budget -= count
@@ -266,6 +291,8 @@ class Scheduler:
         """
         assert step.number == self.read + 1, "steps are read in the order they were launched"
         self.read = step.number
+        if self.trace is not None:
+            self.trace.arrived(step.number)
         alive = self.confirmed[step.rows] > 0
         sampling, alive_sampling = step.rows[step.samples], alive[step.samples]
         rows, sampled = sampling[alive_sampling], sampled[alive_sampling]
@@ -360,6 +387,8 @@ class Scheduler:
         for column in range(request.registered, full):
             for group, key in enumerate(self._group_keys(request.keys[column])):
                 self.pool.register(int(self.block_table[group, row, column]), key)
+        if self.trace is not None:
+            self.trace.register(self, request, full)
         request.registered = full
 
     def check(self) -> None:
