@@ -1,8 +1,8 @@
 """`minillm bench ablation`: one part of the engine taken away at a time, and what that costs.  Lessons 03 and 04.
 
-A group compares settings that differ in one thing: CUDA graphs, sampling inside them, steps launched ahead, the decode
-attention, fused kernels. All in one process on one model, first each setting's warm-up, then its runs. A setting that
-stands in two groups is measured once.
+A group compares settings that differ in one thing: CUDA graphs, sampling inside them, greedy or sampled tokens, steps
+launched ahead, the decode attention, fused kernels. All in one process on one model, first each setting's warm-up, then
+its runs. A setting that stands in two groups is measured once.
 """
 
 import json
@@ -36,6 +36,7 @@ class Setting:
     single_row: bool = True  # the fused step of one request
     run_ahead: int = 1
     operations: str = "own"  # a name in OPERATIONS
+    temperature: float = 1.0  # of every request; 0 always takes the likeliest token
 
 
 def torch_attention(
@@ -90,6 +91,7 @@ def groups(device: str, model: ModelConfig, requests: int) -> Groups:
     return {
         "CUDA graphs": {"off": Setting(graphs=False), "on": Setting()},
         "sampling": {"behind the graph": Setting(sampling_in_graph=False), "in the graph": Setting()},
+        "temperature": {"0, greedy": Setting(temperature=0.0), "1, sampled": Setting()},
         **ahead,
         **({} if model.attention_soft_cap else {"decode attention": attention}),
         "fusion": fusion,
@@ -166,7 +168,7 @@ def _compare(engine, compared: Groups, work: list[BenchRequest], facts: dict, re
         for name, setting in settings.items():
             if setting not in measured:
                 with applied(engine.llm, setting):
-                    measured[setting] = [engine.run(work, temperature=1.0) for _ in range(repeat + 1)][1:]
+                    measured[setting] = [engine.run(work, setting.temperature) for _ in range(repeat + 1)][1:]
             seconds = statistics.median(measured[setting])
             speed = {"seconds": round(seconds, 4), "output_tokens_per_s": round(facts["output_tokens"] / seconds, 1)}
             runs = [round(each, 4) for each in measured[setting]]

@@ -39,6 +39,15 @@ def test_on_a_gpu_settings_of_a_group_differ_in_one_thing():
             assert Setting() in settings.values() or Setting(single_row=False) in settings.values()
 
 
+def test_a_settings_temperature_is_that_of_its_requests(model_directory, monkeypatch):
+    asked = []
+    monkeypatch.setattr(ablation.offline.Minillm, "run", lambda _, work, temperature: asked.append(temperature) or 1.0)
+    compared = {"temperature": {"greedy": Setting(temperature=0.0), "sampled": Setting()}}
+    monkeypatch.setattr(ablation, "groups", lambda *_: compared)
+    ablation.run(model_directory, workload=["single"], repeat=1, quiet=True, load_format="dummy", device="cpu")
+    assert asked == [0.0, 0.0, 1.0, 1.0]
+
+
 def test_a_setting_lasts_as_long_as_its_block(model_directory):
     with LLM(model_directory, load_format="dummy", device="cpu") as llm:
         before = llm.engine.config, llm.engine.runner.graphs
