@@ -1,0 +1,217 @@
+"""Pictures of a trace: who is in which row at each step, and who holds which block.  Lessons 09 and 10."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from minillm.trace import Mirror, StepRows, Tables, Trace, TraceError, replay
+
+IDLE, WAITS, PREFILL, DECODE = range(4)
+STATES = ("idle", "waits", "prefill", "decode")
+COLORS = ("#eeeeee", "#bab0ac", "#f58518", "#4c78a8")
+REQUESTS = ("#4c78a8", "#f58518", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#eeca3b", "#54a24b")
+SHARED = "#404040"
+
+
+def row_states(trace: Trace | Iterable[dict]) -> tuple[np.ndarray, list[StepRows]]:
+    """What each row did in each step: IDLE (nobody there), WAITS (no token of its request ran), PREFILL or DECODE.
+
+    Returns states [rows, steps] uint8, up to the last row ever used, and the steps.
+    """
+    events = trace.events if isinstance(trace, Trace) else list(trace)
+    steps = list(replay(events))
+    rows = 1 + max((row for step in steps for row in step.row), default=-1)
+    states = np.zeros((rows, len(steps)), np.uint8)
+    held: dict[int, int] = {}  # row -> the first step that its request may run in
+    launched, spans = 0, []
+    for event in events:
+        kind, row = event["event"], event.get("row", -1)
+        if kind == "launch":
+            launched += 1
+        elif kind == "admit":
+            held[row] = launched
+        elif kind in ("preempt", "finish") and row >= 0:
+            spans.append((row, held.pop(row), launched))
+    for row, first, end in [*spans, *((row, first, launched) for row, first in held.items())]:
+        states[row : row + 1, first:end] = WAITS
+    for column, step in enumerate(steps):
+        states[step.row, column] = [PREFILL if kind == "prefill" else DECODE for kind in step.kind]
+    return states, steps
+
+
+def draw_timeline(
+    trace: Trace | Iterable[dict],
+    axis=None,
+    *,
+    x: str = "steps",
+    rows: int | None = None,
+    steps: range | None = None,
+    title: str = "",
+    labels: bool = True,
+    legend: bool = True,
+) -> None:
+    """Draw who is in which row: a line each row, a column each step, or as wide as it took with x="time" (seconds).
+
+    axis: one of several, to show traces side by side; default: a figure of its own. rows: how many, to give several
+    the same height. steps: only these columns. labels: the requests' names (what follows the last "-") where they
+    have room. A white line begins each request.
+    """
+    import matplotlib.pyplot as plt
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    if x not in ("steps", "time"):
+        raise ValueError(f"x must be 'steps' or 'time', not {x!r}")
+    states, shown = row_states(trace)
+    columns = range(len(shown)) if steps is None else steps[: len(shown) - steps.start]
+    if not len(columns):
+        raise ValueError("the trace has no such step to draw")
+    height = max(len(states), rows or 0)
+    states = np.pad(states, ((0, height - len(states)), (0, 0)))
+    begins, ends = _times(shown) if x == "time" else (np.arange(len(shown)), np.arange(len(shown)) + 1)
+    # Columns that meet share an edge; between others nothing ran.
+    edges, filled = [begins[columns[0]]], []
+    for column in columns:
+        if begins[column] > edges[-1]:
+            edges.append(begins[column])
+            filled.append(np.zeros(height, np.uint8))
+        edges.append(max(ends[column], edges[-1]))
+        filled.append(states[:, column])
+    own = axis is None
+    if own:
+        _, axis = plt.subplots(figsize=(10, min(1.2 + 0.22 * height, 6)), layout="constrained")
+    picture = {"cmap": ListedColormap(COLORS), "vmin": 0, "vmax": len(COLORS) - 1, "rasterized": True}
+    axis.pcolormesh(edges, np.arange(height + 1) - 0.5, np.array(filled).T, **picture)
+    if height <= 64:
+        axis.hlines(np.arange(1, height) - 0.5, edges[0], edges[-1], color="white", linewidth=0.8)
+    per_character = 0.012 * (edges[-1] - edges[0]) * 10 / axis.figure.get_figwidth()
+    per_character /= axis.get_position().width if own else axis.get_subplotspec().get_position(axis.figure).width
+    for row, name, first, last in _stays(shown, columns):
+        axis.vlines(begins[first], row - 0.5, row + 0.5, color="white", linewidth=1.5)
+        short = name.rpartition("-")[-1]
+        if labels and height <= 32 and ends[last] - begins[first] > per_character * (len(short) + 0.7):
+            place = (begins[first] + per_character / 3, row)
+            axis.annotate(short, place, va="center", fontsize=7, color="white", fontweight="bold")
+    axis.set(xlim=(edges[0], edges[-1]), ylim=(height - 0.5, -0.5), title=title, ylabel="row")
+    axis.set_xlabel("step" if x == "steps" else "seconds")
+    axis.yaxis.get_major_locator().set_params(integer=True)
+    axis.spines[:].set_visible(False)
+    if legend:
+        there = [state for state in range(len(STATES)) if (states[:, columns.start : columns.stop] == state).any()]
+        handles = [Patch(color=COLORS[state], label=STATES[state]) for state in there]
+        axis.legend(handles=handles, loc="upper left", bbox_to_anchor=(0, -0.16), ncols=4, fontsize=8, frameon=False)
+    if own:
+        plt.show()
+
+
+def _times(steps: list[StepRows]) -> tuple[np.ndarray, np.ndarray]:
+    """When each step began and ended: steps run in order, so one launched ahead begins when its forerunner is read."""
+    begins, ends, free = [], [], 0.0
+    for step in steps:
+        begins.append(max(step.launched, free))
+        free = begins[-1] if step.read is None else max(step.read, begins[-1])
+        ends.append(free)
+    return np.array(begins), np.array(ends)
+
+
+def _stays(steps: list[StepRows], columns: range) -> list[tuple[int, str, int, int]]:
+    """(row, request, first step, last step) of each request's time in a row, among `columns`."""
+    stays: list[list] = []
+    newest: dict[int, list] = {}
+    for column in columns:
+        for row, name in zip(steps[column].row, steps[column].request, strict=True):
+            if row not in newest or newest[row][1] != name:
+                newest[row] = [row, name, column, column]
+                stays.append(newest[row])
+            newest[row][3] = column
+    return [tuple(stay) for stay in stays]
+
+
+def tables_at(trace: Trace | Iterable[dict], step: int) -> Tables:
+    """The block tables just after step number `step` was launched."""
+    mirror, last = Mirror(), -1
+    for event in trace.events if isinstance(trace, Trace) else trace:
+        rows = mirror.take(event)
+        if rows is not None and rows.number == step:
+            return mirror.tables(rows)
+        last = last if rows is None else rows.number
+    raise TraceError(f"the trace has no step {step}: its last is {last}")
+
+
+def _request_colors(events: list[dict]) -> dict[str, str]:
+    """A color for each request, among those that no other running one has while there are such."""
+    colors, running = {}, set()
+    for event in events:
+        if event["event"] == "admit":
+            taken = [colors[name] for name in running]
+            colors.setdefault(event["request"], min(REQUESTS, key=taken.count))
+            running.add(event["request"])
+        elif event["event"] in ("preempt", "finish"):
+            running.discard(event["request"])
+    return colors
+
+
+def draw_block_table(
+    trace: Trace | Iterable[dict],
+    step: int,
+    axis=None,
+    *,
+    blocks: int | None = None,
+    wide: int = 32,
+    title: str | None = None,
+    legend: bool = True,
+) -> None:
+    """Draw the pool just after step number `step` was launched: a box each block, in the color of who holds it.
+
+    Dark ones are shared, with the number of holders; hatched ones are cached (a known prefix, held by nobody); pale
+    ones belong to requests that ended while steps in flight may still touch them. A request has one color at every
+    step. blocks: how many to draw, in lines of `wide`; default: up to the last one not free.
+    """
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch, Rectangle
+
+    events = trace.events if isinstance(trace, Trace) else list(trace)
+    table = tables_at(events, step)
+    colors = _request_colors(events)
+    holders = {block: name for name, groups in table.rows.values() for group in groups for block in group}
+    leaving = {block: name for name, gone in table.leaving for block in gone}
+    if blocks is None:
+        used = max((block for block, state in enumerate(table.states) if state != "free"), default=0) + 1
+        blocks = min(len(table.states), max(wide, -(-used // wide) * wide))
+    lines = -(-blocks // wide)
+    own = axis is None
+    if own:
+        _, axis = plt.subplots(figsize=(10, 0.9 + 0.3 * lines + 0.3 * legend), layout="constrained")
+    for block in range(blocks):
+        style = {"facecolor": "white", "edgecolor": "#d0d0d0", "linewidth": 0.8}
+        if table.holders[block] > 1:
+            style = {"facecolor": SHARED, "edgecolor": "white"}
+        elif block in holders:
+            style = {"facecolor": colors[holders[block]], "edgecolor": "white"}
+        elif block in leaving:
+            style = {"facecolor": colors[leaving[block]], "edgecolor": "white", "alpha": 0.35}
+        elif table.states[block] == "cached":
+            style = {"facecolor": "white", "edgecolor": "gray", "hatch": "/////", "linewidth": 0.8}
+        left, top = block % wide, block // wide
+        axis.add_patch(Rectangle((left + 0.05, top + 0.05), 0.9, 0.9, **style))
+        if table.holders[block] > 1:
+            text = {"ha": "center", "va": "center", "fontsize": 7, "fontweight": "bold", "color": "white"}
+            axis.text(left + 0.5, top + 0.53, table.holders[block], **text)
+    states = [table.states.count(state) for state in ("used", "cached", "free")]
+    shared = sum(count > 1 for count in table.holders)
+    counted = f"step {step}: {states[0]:,} used ({shared:,} shared), {states[1]:,} cached, {states[2]:,} free"
+    axis.set(xlim=(0, wide), ylim=(lines, 0), aspect="equal", xticks=[])
+    axis.set_title(counted if title is None else title, fontsize=10)
+    axis.set_yticks(np.arange(lines) + 0.5, [f"{line * wide}" for line in range(lines)], fontsize=7)
+    axis.set_ylabel("block")
+    axis.tick_params(length=0)
+    axis.spines[:].set_visible(False)
+    if legend:
+        here = dict.fromkeys(name for name, _ in table.rows.values())
+        handles = [Patch(color=colors[name], label=name) for name in list(here)[:8]]
+        if len(here) > 8:
+            handles[7:] = [Patch(color="white", label=f"and {len(here) - 7} more")]
+        options = {"loc": "upper left", "bbox_to_anchor": (0, -0.02), "ncols": 8, "fontsize": 7, "frameon": False}
+        axis.legend(handles=handles, handlelength=1, columnspacing=1.2, **options)
+    if own:
+        plt.show()

@@ -1,0 +1,131 @@
+"""Pictures of traces: what is drawn is what the engine did."""
+
+import matplotlib
+import numpy as np
+import pytest
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.colors import to_hex
+
+from minillm import LLM, SamplingParams
+from minillm.course.draw_timeline import (
+    DECODE,
+    IDLE,
+    PREFILL,
+    SHARED,
+    WAITS,
+    draw_block_table,
+    draw_timeline,
+    row_states,
+    tables_at,
+)
+from minillm.trace import Trace, TraceError, replay
+
+BEGINNING = list(range(100, 148))
+
+
+@pytest.fixture(autouse=True)
+def closed_figures():
+    yield
+    plt.close("all")
+
+
+def traced(prompts: list[list[int]], outputs: list[int], **options) -> Trace:
+    trace = Trace()
+    with LLM(trace=trace, **options) as llm:
+        llm.generate(prompts, [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in outputs])
+    return trace
+
+
+@pytest.fixture(scope="module")
+def chunked() -> Trace:
+    prompts = [BEGINNING + [200 + i, 300 + i] for i in range(6)]
+    return traced(prompts, [3, 9, 5, 7, 2, 12], max_num_seqs=4, max_num_batched_tokens=24, num_blocks=40)
+
+
+def test_row_states_tell_prefill_decode_waiting_and_idle():
+    trace = traced([[5] * 6, [6] * 3], [3, 1], max_num_batched_tokens=4, run_ahead=0)
+    states, steps = row_states(trace)
+    assert [step.count for step in steps] == [[4], [2, 2], [1, 1], [1]]
+    expected = [[PREFILL, PREFILL, DECODE, DECODE], [IDLE, PREFILL, PREFILL, IDLE]]
+    assert states.tolist() == expected
+
+
+def test_a_row_waits_whose_last_token_is_launched_and_not_read():
+    states, steps = row_states(traced([[5] * 3, [6] * 3], [2, 5], run_ahead=1))
+    assert states[0].tolist() == [PREFILL, DECODE, WAITS, IDLE, IDLE]
+    for column, step in enumerate(steps):
+        assert set(np.nonzero(states[:, column] >= PREFILL)[0]) == set(step.row)
+
+
+def test_static_batching_leaves_rows_idle_that_in_flight_batching_fills():
+    work = [[5] * 4] * 8, [2, 12, 3, 12, 2, 12, 12, 2]
+    idle = {
+        policy: (row_states(traced(*work, max_num_seqs=2, policy=policy))[0] == IDLE).mean()
+        for policy in ("static", "fcfs")
+    }
+    assert idle["fcfs"] < 0.15 and idle["static"] > 0.3
+
+
+def test_the_timeline_draws_those_states_in_steps_and_in_time(chunked):
+    states, steps = row_states(chunked)
+    _, axes = plt.subplots(1, 2)
+    draw_timeline(chunked, axes[0], rows=7)
+    draw_timeline(chunked.events, axes[1], x="time")
+    drawn = axes[0].collections[0].get_array()
+    assert drawn.shape == (7, len(steps)) and (drawn[:4] == states).all() and not drawn[4:].any()
+    assert axes[1].get_xlim() == (steps[0].launched, steps[-1].read)
+    names = {text.get_text() for text in axes[0].texts}
+    assert names and names <= {"1", "2", "3", "4", "5", "6"}
+    axes[0].figure.canvas.draw()
+
+
+def test_the_timeline_shows_the_steps_asked_for_alone(chunked):
+    draw_timeline(chunked, steps=range(5, 10), title="five steps")
+    assert plt.gca().get_xlim() == (5, 10) and plt.gca().get_title() == "five steps"
+    assert (plt.gca().collections[0].get_array() == row_states(chunked)[0][:, 5:10]).all()
+
+
+def test_what_cannot_be_drawn_is_said(chunked):
+    with pytest.raises(ValueError, match="'steps' or 'time', not 'hours'"):
+        draw_timeline(chunked, x="hours")
+    with pytest.raises(ValueError, match="no such step"):
+        draw_timeline(Trace())
+    with pytest.raises(ValueError, match="no such step"):
+        draw_timeline(chunked, steps=range(1000, 1002))
+    with pytest.raises(TraceError, match="no step 1000"):
+        draw_block_table(chunked, 1000)
+
+
+def test_the_block_table_marks_used_shared_cached_and_free_blocks(chunked):
+    steps = list(replay(chunked))
+    for step in (0, 4, len(steps) // 2, len(steps) - 1):
+        _, axis = plt.subplots()
+        draw_block_table(chunked, step, axis, blocks=40)
+        table = tables_at(chunked, step)
+        boxes = axis.patches
+        assert len(boxes) == 40
+        hatched = [block for block, box in enumerate(boxes) if box.get_hatch()]
+        assert hatched == [block for block, state in enumerate(table.states) if state == "cached"]
+        dark = [block for block, box in enumerate(boxes) if to_hex(box.get_facecolor()) == SHARED]
+        assert dark == [block for block, holders in enumerate(table.holders) if holders > 1]
+        assert [int(text.get_text()) for text in axis.texts] == [n for n in table.holders if n > 1]
+        for _, (blocks,) in table.rows.values():
+            own = {to_hex(boxes[block].get_facecolor()) for block in blocks if table.holders[block] == 1}
+            assert len(own) <= 1, "a request has two colors"
+    assert "shared" in axis.get_title()
+
+
+def test_requests_that_run_together_have_different_colors(chunked):
+    middle = len(list(replay(chunked))) // 2
+    draw_block_table(chunked, middle)
+    legend = plt.gca().get_legend()
+    colors = [to_hex(patch.get_facecolor()) for patch in legend.get_patches()]
+    assert len(set(colors)) == len(colors) > 1
+
+
+def test_the_whole_pool_is_not_drawn_where_most_of_it_is_free():
+    trace = traced([[5] * 40], [2])
+    draw_block_table(trace, 0)
+    assert len(plt.gca().patches) == 32
