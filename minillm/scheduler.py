@@ -165,7 +165,6 @@ class Scheduler:
                 return None  # reading may finish requests, which is cheaper than preempting one
             self._preempt()
             rows = self._runnable()
-        runnable = rows
         rows, queries = self._share_budget(rows)
         budget = self.max_num_batched_tokens - int(queries.sum())
         admitted = self._admit(budget)
@@ -174,10 +173,7 @@ class Scheduler:
             queries = np.concatenate([queries, np.array([count for _, count in admitted], np.int32)])
         if len(rows) == 0:
             return None
-        step = self._launch(rows, queries)
-        if self.trace is not None:
-            self.trace.launch(self, step, runnable)
-        return step
+        return self._launch(rows, queries)
 
     def _runnable(self) -> np.ndarray:
         rows = self.order
@@ -242,7 +238,7 @@ class Scheduler:
             blocks = np.concatenate([old, new], axis=1)
             row = self._occupy(request, blocks, len(shared))
             if self.trace is not None:
-                self.trace.admit(self, request, blocks, len(shared))
+                self.trace.admit(self, request, blocks)
             self.prefix_hits += len(shared) * self.block_size
             count = min(known - int(self.computed[row]), budget)
             budget -= count
@@ -280,6 +276,8 @@ class Scheduler:
             step.table_blocks = np.concatenate(next(changed), axis=1)
             self._table_changes = []
         self._admitted = []
+        if self.trace is not None:
+            self.trace.launch(self, step)
         return step
 
     # ---- reading a step
@@ -384,11 +382,15 @@ class Scheduler:
             return
         known = self.tokens[row, : full * self.block_size]
         request.keys = prefix_keys(known, self.block_size, request.params.cache_salt, request.keys[:full])
-        for column in range(request.registered, full):
-            for group, key in enumerate(self._group_keys(request.keys[column])):
-                self.pool.register(int(self.block_table[group, row, column]), key)
+        keys = {
+            int(self.block_table[group, row, column]): key
+            for column in range(request.registered, full)
+            for group, key in enumerate(self._group_keys(request.keys[column]))
+        }
+        for block, key in keys.items():
+            self.pool.register(block, key)
         if self.trace is not None:
-            self.trace.register(self, request, full)
+            self.trace.register(self.pool, row, keys)
         request.registered = full
 
     def check(self) -> None:

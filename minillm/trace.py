@@ -23,11 +23,11 @@ import numpy as np
 from .config import ConfigError
 
 FIELDS = {
-    "begin": ("rows", "blocks", "block_size", "groups", "launched"),  # a new scheduler: nothing runs, no block is used
+    "begin": ("rows", "blocks", "block_size", "launched"),  # a new scheduler: nothing runs, no block is used
     "submit": ("request", "prompt"),
-    "admit": ("step", "request", "row", "known", "computed", "limit", "blocks"),  # blocks: [groups][n]
+    "admit": ("step", "request", "row", "known", "computed", "limit", "blocks"),  # blocks: [groups][n]; -1: none
     "share": ("request", "row", "tokens", "blocks"),  # found in the cache, part of the admission before it
-    "grow": ("rows", "columns", "blocks"),  # blocks: [groups][rows]
+    "grow": ("rows", "columns", "blocks"),  # each row's next columns; blocks: [groups][n], -1: has its own
     "register": ("row", "blocks"),  # full, and others may find them by their prefix from now on
     "evict": ("block",),  # given out anew: its prefix is known no more
     "release": ("row", "blocks", "step"),  # let go before the row's end; free once that step is read
@@ -78,8 +78,8 @@ class Trace:
         scheduler.trace = self
         if hasattr(scheduler.pool, "on_evict"):
             scheduler.pool.on_evict = self.evict
-        pool, rows = scheduler.pool, len(scheduler.requests)
-        self._add("begin", rows, pool.num_blocks, scheduler.block_size, scheduler.groups, scheduler.launched)
+        rows, blocks = len(scheduler.requests), scheduler.pool.num_blocks
+        self._add("begin", rows, blocks, scheduler.block_size, scheduler.launched)
 
     def _add(self, event: str, *values) -> None:
         self._entries.append((event, time.perf_counter() - self._began, *values))
@@ -87,33 +87,29 @@ class Trace:
     def submit(self, request) -> None:
         self._add("submit", request.request_id, request.prompt)
 
-    def admit(self, scheduler, request, blocks: np.ndarray, shared: int) -> None:
-        """blocks: [groups, n], the first `shared` columns found in the cache."""
+    def admit(self, scheduler, request, blocks: np.ndarray) -> None:
+        """blocks: [groups, n]; those of the tokens that are computed were found in the cache."""
         row = request.row
         known, computed, limit = (int(each[row]) for each in (scheduler.known, scheduler.computed, scheduler.limit))
         self._add("admit", scheduler.launched + 1, request.request_id, row, known, computed, limit, blocks)
-        if shared:
-            self._add("share", request.request_id, row, computed, blocks[:, :shared])
+        if computed:
+            self._add("share", request.request_id, row, computed, blocks[:, : computed // scheduler.block_size])
 
     def grow(self, rows: np.ndarray, columns: np.ndarray, blocks: np.ndarray) -> None:
         self._add("grow", rows, columns, blocks)
 
-    def register(self, scheduler, request, full: int) -> None:
-        """The request's first `full` blocks have been registered; the first block with a key keeps it."""
-        row, lookup, blocks = request.row, scheduler.pool.lookup, []
-        for column in range(request.registered, full):
-            keys = scheduler._group_keys(request.keys[column])
-            for key, block in zip(keys, scheduler.block_table[:, row, column].tolist(), strict=True):
-                blocks += [block] if lookup([key]) == [block] else []
+    def register(self, pool, row: int, keys: dict[int, bytes]) -> None:
+        """keys: of the blocks that were registered; the first block with a key keeps it."""
+        blocks = [block for block, key in keys.items() if pool.lookup([key]) == [block]]
         if blocks:
             self._add("register", row, blocks)
 
     def evict(self, block: int) -> None:
         self._add("evict", block)
 
-    def release(self, row: int, blocks: list[int], step: int) -> None:
-        """step: the newest that may touch them."""
-        self._add("release", row, blocks, step)
+    def release(self, rows: np.ndarray, blocks: np.ndarray, step: int) -> None:
+        """rows [n], blocks [n]: who lets go of which; step: the newest that may touch them."""
+        self._add("release", rows, blocks, step)
 
     def preempt(self, request, row: int, step: int) -> None:
         self._add("preempt", request.request_id, row, step)
@@ -121,12 +117,11 @@ class Trace:
     def finish(self, request, row: int, step: int) -> None:
         self._add("finish", request.request_id, row, request.finish_reason, step)
 
-    def launch(self, scheduler, step, runnable: np.ndarray) -> None:
-        """runnable: the rows, beside the admitted ones, that had tokens pending."""
-        if len(runnable) + len(step.admitted) > len(step.rows):
-            rows = np.concatenate([runnable, [request.row for request in step.admitted]]).astype(np.int32)
-            left = rows[~np.isin(rows, step.rows)]
-            left = left[scheduler.known[left] - scheduler.computed[left] == 1]
+    def launch(self, scheduler, step) -> None:
+        if len(step.rows) < len(scheduler.order):
+            left = scheduler.order[scheduler.last_step[scheduler.order] != step.number]
+            known = scheduler.known[left]
+            left = left[(known - scheduler.computed[left] == 1) & (known < scheduler.limit[left])]
             if len(left):
                 self._add("skip", step.number, left)
         if not step.samples.all() or step.singles < len(step.rows):
@@ -201,6 +196,11 @@ def _events(entry: tuple) -> Iterator[dict]:
         step, *columns = values
         for each in zip(*columns, strict=True):
             yield {"event": event, "time": at, **dict(zip(FIELDS[event], (step, *each), strict=True))}
+    elif event == "release" and isinstance(values[0], list):  # the blocks of several rows
+        rows, blocks, step = values
+        for row in dict.fromkeys(rows):
+            gone = [block for owner, block in zip(rows, blocks, strict=True) if owner == row]
+            yield {"event": event, "time": at, "row": row, "blocks": gone, "step": step}
     else:
         yield {"event": event, "time": at, **dict(zip(FIELDS[event], values, strict=True))}
 
@@ -334,32 +334,33 @@ class Mirror:
             getattr(self, name)[row] = event[name]
         self.prompt[row] = self.submitted[request][1]
         self.last[row] = -1
-        self.blocks[row] = [list(group) for group in event["blocks"]]
-        self.held[row] = len(event["blocks"][0])
         self.joined.append(row)
+        self.blocks[row] = [[] for _ in event["blocks"]]
         shared = event["computed"] // self.block_size
-        for group in event["blocks"]:
-            self._hold(group[:shared], "admit", shared=True)
-            self._hold(group[shared:], "admit")
+        for column, blocks in enumerate(zip(*event["blocks"], strict=True)):
+            self._enter(row, column, blocks, "admit", shared=column < shared)
 
-    def _hold(self, blocks: list[int], kind: str, shared: bool = False) -> None:
-        for block in blocks:
+    def _enter(self, row: int, column: int, blocks: Iterable[int], kind: str, shared: bool = False) -> None:
+        """Put a block into each group's table; -1: none."""
+        for group, block in zip(self.blocks[row], blocks, strict=True):
+            if block < 0:
+                continue
             if shared:
                 there = self.holders[block] or block in self.registered
                 self._expect(there, kind, f"shares block {block}, which nobody can find")
+                group += [-1] * (column - len(group))  # what the row never needs
             else:
                 self._expect(not self.holders[block], kind, f"gives out block {block}, which is in use")
                 self.registered.discard(block)
+            self._expect(column == len(group), kind, f"gives row {row} its block {column} out of turn")
             self.holders[block] += 1
+            group.append(block)
+        self.held[row] = min(map(len, self.blocks[row]))
 
     def _grow(self, event: dict) -> None:
         for row, column, *blocks in zip(event["rows"], event["columns"], *event["blocks"], strict=True):
             self._expect(row in self.blocks, "grow", f"grows row {row}, which is free")
-            self._expect(column == self.held[row], "grow", f"gives row {row} its block {column} too early")
-            self._hold(blocks, "grow")
-            for group, block in zip(self.blocks[row], blocks, strict=True):
-                group.append(block)
-            self.held[row] += 1
+            self._enter(row, column, blocks, "grow")
 
     def _register(self, event: dict) -> None:
         self.registered.update(event["blocks"])

@@ -1,16 +1,32 @@
 """Traces under arbitrary schedules: what `replay` and `tables` reconstruct is what the scheduler really did."""
 
+import errno
+import json
+from collections import Counter
+
 import numpy as np
 import pytest
 
+from minillm import LLM, SamplingParams, using
+from minillm.config import ConfigError
 from minillm.kv_cache import BlockPool
 from minillm.policies import POLICIES
-from minillm.request import Request, SamplingParams
+from minillm.request import Request
 from minillm.scheduler import Scheduler
-from minillm.trace import Trace, replay, tables
+from minillm.trace import FIELDS, Trace, TraceError, replay, tables
 
 STOP, LONGEST = 7, 40
 BEGINNING = [at * 5 % 11 for at in range(20)]
+
+
+class LeavesSomeOut(Scheduler):
+    """As a policy may: not every row that could run gets a token."""
+
+    def _share_budget(self, rows):
+        rows, queries, *rest = super()._share_budget(rows)
+        kept = np.arange(len(rows)) % 3 != self.launched % 3
+        kept[:1] = True
+        return rows[kept], queries[kept], *rest
 
 
 class Schedule:
@@ -22,13 +38,14 @@ class Schedule:
             "max_num_seqs": int(rng.integers(1, 7)),
             "max_num_batched_tokens": int(rng.integers(1, 65)),
             "block_size": int(rng.integers(1, 5)),
-            "num_blocks": int(rng.integers(10, 60)),
+            "num_blocks": int(rng.integers(8, 32)),
             "groups": int(rng.choice([1, 1, 2])),
             "prefix_caching": bool(rng.random() < 0.8),
             "policy": POLICIES[str(rng.choice([*POLICIES]))](),
         } | fixed
         self.run_ahead = int(rng.integers(0, 4))
-        self.scheduler = Scheduler(max_model_len=LONGEST, **options)
+        kind = Scheduler if seed % 2 else LeavesSomeOut
+        self.scheduler = kind(max_model_len=LONGEST, **options)
         self.scheduler.pool = pool(options["num_blocks"])
         self.trace = trace or Trace()
         self.trace.watch(self.scheduler)
@@ -103,15 +120,227 @@ class Schedule:
 def reconstructed(trace) -> tuple[list, list]:
     steps = [(s.number, s.request, s.row, s.start, s.count, s.samples) for s in replay(trace)]
     held = [(t.rows, t.states, t.holders, sorted(sorted(b) for _, b in t.leaving)) for t in tables(trace)]
-    return steps, held
+    reads = {step.number for step in replay(trace) if step.read is not None}
+    return steps, held, reads
 
 
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", range(5))
 def test_replay_gives_every_step_and_every_table_of_a_random_schedule(block):
     for seed in range(block * 20, block * 20 + 20):
         schedule = Schedule(seed).run(150)
-        steps, held = reconstructed(schedule.trace)
+        steps, held, reads = reconstructed(schedule.trace)
         assert steps == schedule.steps, f"seed {seed}"
         for step, (got, expected) in enumerate(zip(held, schedule.tables, strict=True)):
             assert got == expected, f"seed {seed}, step {step}"
-        assert {step.number for step in replay(schedule.trace) if step.read is not None} == schedule.reads
+        assert reads == schedule.reads
+
+
+def test_the_random_schedules_have_every_kind_of_event():
+    seen = Counter(event["event"] for seed in range(40) for event in Schedule(seed).run(150).trace.events)
+    assert seen.keys() == FIELDS.keys() - {"release"} and min(seen.values()) > 9, seen
+
+
+def noticed(schedule: Schedule, events: list[dict]) -> bool:
+    try:
+        return reconstructed(events) != (schedule.steps, schedule.tables, schedule.reads)
+    except TraceError:
+        return True
+
+
+@pytest.mark.parametrize("kind", ["submit", "admit", "grow", "preempt", "finish", "skip", "chunk", "launch", "read"])
+def test_a_lost_event_is_noticed(kind):
+    lost = 0
+    for seed in range(60):
+        options = {"max_num_batched_tokens": 1 + seed % 9, "num_blocks": 16, "block_size": 3}
+        schedule = Schedule(seed, policy=POLICIES["fcfs"](), **options).run(80)
+        events = schedule.trace.events
+        assert not noticed(schedule, events)
+        last = max((at for at, event in enumerate(events) if event["event"] == "launch"), default=0)
+        for at, event in enumerate(events[:last]):
+            if event["event"] != kind or (kind in ("submit", "finish") and not ran_after(events, at, last)):
+                continue
+            assert noticed(schedule, events[:at] + events[at + 1 :]), f"seed {seed}: without {event}"
+            lost += 1
+    assert lost > 5
+
+
+def ran_after(events: list[dict], at: int, last: int) -> bool:
+    """Whether losing a submission or an end can show: the request had a row, then or later."""
+    request, kind = events[at]["request"], events[at]["event"]
+    if kind == "finish":
+        return events[at]["row"] >= 0
+    return any(event["event"] == "admit" and event["request"] == request for event in events[at:last])
+
+
+def test_events_that_come_twice_or_in_another_order_are_noticed():
+    for seed in range(40):
+        schedule = Schedule(seed, policy=POLICIES["fcfs"]()).run(60)
+        events = schedule.trace.events
+        launches = [at for at, event in enumerate(events) if event["event"] in ("launch", "grow", "admit")]
+        for at in launches[:-1]:
+            assert noticed(schedule, [*events[: at + 1], *events[at:]])
+
+
+def test_an_event_before_the_beginning_is_refused():
+    events = Schedule(1).run(40).trace.events
+    with pytest.raises(TraceError, match=r"event 1 \(submit\) comes before the trace begins"):
+        list(replay(events[1:]))
+
+
+class Plain:
+    """A learner's pool, which tells nobody what it evicts."""
+
+    __slots__ = ("pool",)
+
+    def __init__(self, num_blocks):
+        self.pool = BlockPool(num_blocks)
+
+    def __getattr__(self, name):
+        if name == "on_evict":
+            raise AttributeError(name)
+        return getattr(self.pool, name)
+
+
+def test_a_pool_that_tells_no_evictions_is_traced_without_them():
+    told = 0
+    for seed in range(30):
+        schedule = Schedule(seed, pool=Plain).run(150)
+        assert not noticed(schedule, schedule.trace.events)
+        told += any(event["event"] == "evict" for event in schedule.trace.events)
+    assert told == 0
+
+
+# ---- files
+
+
+def test_a_file_holds_what_memory_holds(tmp_path):
+    for seed in range(10):
+        schedule = Schedule(seed, Trace(tmp_path / "trace.jsonl")).run(150)
+        schedule.trace.close()
+        again = Trace.read(tmp_path / "trace.jsonl")
+        assert reconstructed(again) == reconstructed(schedule.trace)
+        assert not noticed(schedule, again.events)
+        again.write(tmp_path / "copy.jsonl")
+        assert (tmp_path / "copy.jsonl").read_bytes() == (tmp_path / "trace.jsonl").read_bytes()
+        assert again.events == schedule.trace.events
+
+
+def test_a_file_that_is_still_written_reads_up_to_any_byte(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    schedule = Schedule(3, Trace(path)).run(60)
+    schedule.trace.close()
+    whole = path.read_bytes()
+    for end in range(0, len(whole), 97):
+        path.write_bytes(whole[:end])
+        steps = [step.number for step in replay(Trace.read(path))]
+        assert steps == [number for number, *_ in schedule.steps][: len(steps)]
+    assert len(steps) > len(schedule.steps) - 3
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "[]", "7", '{"event": "admit"}', '{"event": "lunch", "time": 0}', '{"time": 0, "event": "read"}']
+)
+def test_a_line_that_is_no_event_is_named(tmp_path, line):
+    path = tmp_path / "trace.jsonl"
+    schedule = Schedule(3, Trace(path)).run(30)
+    schedule.trace.close()
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:4], line, *lines[4:]]) + "\n")
+    with pytest.raises(TraceError, match="line 5"):
+        Trace.read(path)
+
+
+def test_memory_stays_bounded_while_a_file_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("minillm.trace.CHUNK", 50)
+    schedule = Schedule(5, Trace(tmp_path / "trace.jsonl"))
+    most = 0
+    for _ in range(40):
+        schedule.run(20)
+        most = max(most, len(schedule.trace._entries))
+    assert most < 150 and (tmp_path / "trace.jsonl").stat().st_size > 10_000
+    assert reconstructed(schedule.trace)[0] == schedule.steps
+
+
+def test_a_path_that_cannot_be_written_is_refused_before_a_model_is_loaded(tmp_path):
+    with pytest.raises(ConfigError, match=r"trace='.*nowhere/trace.jsonl' cannot be written: No such file"):
+        LLM("no-such-model", trace=str(tmp_path / "nowhere" / "trace.jsonl"))
+
+
+def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path):
+    class Full:
+        def writelines(self, lines):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    trace = Trace(tmp_path / "trace.jsonl")
+    with LLM(trace=trace) as llm:
+        llm.generate("once", SamplingParams(max_tokens=2))
+        file, trace._file = trace._file, Full()
+        with pytest.warns(RuntimeWarning, match=r"trace.jsonl ends here: No space left"):
+            done = llm.generate("once", SamplingParams(max_tokens=3, ignore_eos=True))
+        assert len(done[0].token_ids) == 3
+        assert len(llm.generate("more", SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3
+        file.close()
+    assert not trace._entries and list(replay(Trace.read(tmp_path / "trace.jsonl")))
+
+
+# ---- in the engine
+
+
+def test_an_engines_trace_tells_every_token_that_ran():
+    trace = Trace()
+    with LLM(trace=trace, max_num_batched_tokens=16, max_num_seqs=3, enable_prefix_caching=False) as llm:
+        prompts = [[2, *range(50, 50 + n)] for n in (30, 5, 12, 40)]
+        done = llm.generate(prompts, SamplingParams(max_tokens=7, temperature=0, ignore_eos=True))
+        assert llm.stats()["steps"] == len(list(replay(trace)))
+    ran, sampled = Counter(), Counter()
+    for step in replay(trace):
+        assert 0 <= step.launched <= step.read and sum(step.count) <= 16
+        for name, count, samples in zip(step.request, step.count, step.samples, strict=True):
+            ran[name] += count
+            sampled[name] += samples
+    for prompt, completion in zip(prompts, done, strict=True):
+        assert ran[completion.request_id] == len(prompt) + 6 and sampled[completion.request_id] == 7
+    finished = [event for event in trace.events if event["event"] == "finish"]
+    assert {event["reason"] for event in finished} == {"length"} and len(finished) == 4
+
+
+def test_a_decode_step_is_two_events_however_many_rows_run():
+    for rows in (2, 30):
+        trace = Trace()
+        with LLM(trace=trace, enable_prefix_caching=False) as llm:
+            llm.generate([[2, 5]] * rows, SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
+        events = [event["event"] for event in trace.events]
+        first = events.index("read")
+        last = events.index("finish")
+        assert Counter(events[first:last]).keys() == {"launch", "read"}
+
+
+def test_a_failure_is_in_the_file_when_it_is_raised(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    with LLM(trace=str(path)) as llm:
+        llm.generate([2, 5], SamplingParams(max_tokens=2))
+
+        def broken(*arguments, **options):
+            raise ArithmeticError("a learner's mistake")
+
+        with using(rms_norm=broken), pytest.raises(ArithmeticError):
+            llm.generate([2, 5, 6], SamplingParams(max_tokens=2))
+        events = Trace.read(path).events
+        assert [event["event"] for event in events[-3:]] == ["launch", "finish", "abandon"]
+        llm.generate([2, 5, 6], SamplingParams(max_tokens=2))
+    steps = list(replay(Trace.read(path)))
+    assert [step.number for step in steps if step.read is None] == [2] or len(steps) > 3
+
+
+def test_a_trace_without_an_engine_at_rest_is_refused():
+    schedule = Schedule(4).run(60)
+    schedule.submit()
+    with pytest.raises(ValueError, match="while nothing runs"):
+        Trace().watch(schedule.scheduler)
+
+
+def test_the_trace_is_no_part_of_a_plan_or_a_record(tmp_path):
+    from minillm.bench import offline
+
+    record = offline.run(workload="single", requests=1, scale=64, repeat=1, quiet=True, trace=str(tmp_path / "t.jsonl"))
+    assert "t.jsonl" not in json.dumps(record["results"]) and list(replay(Trace.read(tmp_path / "t.jsonl")))
