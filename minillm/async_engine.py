@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from .engine import LLM, Engine, Tracked
-from .request import Completion, Delta, InvalidRequest, SamplingParams
+from .request import Completion, Delta, SamplingParams
 
 
 class Mailbox(Protocol):
@@ -135,7 +135,7 @@ class AsyncLLM:
     def abort(self, request_id: str) -> None:
         """End a request; its stream ends with finish_reason "abort". From any thread."""
         if not self._closing:
-            self._tell(lambda: self.engine.abort(request_id))
+            self._tell(lambda: self._attempt(lambda: self.engine.abort(request_id)))
 
     def stats(self) -> dict[str, int]:
         return self.engine.stats()
@@ -168,7 +168,7 @@ class AsyncLLM:
             try:
                 self.engine.submit(each.tracked)
                 self._listening[each.request_id] = each
-            except InvalidRequest as error:
+            except Exception as error:  # InvalidRequest, or a mistake of a reader's own policy
                 self._post(each.mailbox, each.key, error)
 
     def _run(self, make: Callable[[], Engine], made: "Future[Engine]") -> None:
@@ -217,9 +217,12 @@ class AsyncLLM:
             self.engine.close()
 
     def _step(self) -> None:
+        self._attempt(self.engine.step)
+
+    def _attempt(self, work: Callable[[], object]) -> None:
         listening = list(self._listening.values())
         try:
-            self.engine.step()
+            work()
         except Exception as error:
             # The engine has given up all that it had: say why instead of a bare "abort".
             self._outbox.clear()

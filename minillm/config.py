@@ -381,8 +381,8 @@ class EngineConfig:
     enforce_eager           never use CUDA graphs
     enable_prefix_caching   share the blocks of equal prompt beginnings
     policy                  who goes first: fcfs (first come, first served), priority (SamplingParams.priority, lower
-                            first), shortest (prompt; with a promise to the long ones), static (whole batches, the
-                            baseline that in-flight batching is measured against)
+                            first), shortest (prompt; with a promise to the long ones); and two baselines: static
+                            (whole batches, not in flight), whole (prompts in one step each, not in chunks)
     run_ahead               steps launched before the first one's tokens are read (0: none)
     seed                    of every request that names none
     plan                    a file that `minillm build` wrote: options, CUDA graphs and launches measured on this GPU

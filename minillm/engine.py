@@ -8,15 +8,18 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from . import stateful
 from .config import ConfigError, EngineConfig, ModelConfig
 from .kernels import launches
+from .kv_cache import BlockPool
 from .loader import check_tokenizer, load_model, read_config, resolve
 from .plan import Plan
 from .policies import POLICIES
@@ -93,23 +96,39 @@ class Engine:
             self.runner = Runner(self.model, self.config, self.max_model_len)
             if self.plan is not None and self.runner.graphs is not None:
                 self.runner.graphs.capture(map(tuple, self.plan.graphs))
-        self.scheduler = Scheduler(
-            max_num_seqs=self.config.max_num_seqs,
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
-            block_size=self.config.block_size,
-            num_blocks=self.runner.num_blocks,
-            prefix_caching=self.config.enable_prefix_caching,
-            policy=POLICIES[self.config.policy](),
-        )
-        if self.trace is not None:
-            self.trace.watch(self.scheduler)
+        self.scheduler: Scheduler | None = None
+        self._adopted: tuple[Callable, ...] | None = None  # what made the scheduler's policy and block pool
+        self._adopt()
         self.in_flight: deque[Launched] = deque()
         self.tracked: dict[str, Tracked] = {}
         self._watched: dict[int, Tracked] = {}  # by row
         self.lock = threading.RLock()
         self._counter = itertools.count(1)
         self._finished: list[Completion] = []
+
+    def _adopt(self) -> None:
+        """Have a scheduler with the policy and the block pool that `using` says, anew if that changed.  While idle."""
+        wanted = stateful.PARTS.functions
+        if wanted != self._adopted:
+            self.scheduler = self._make_scheduler(*wanted)
+            self._adopted = wanted
+
+    def _make_scheduler(self, make_policy: Callable, make_pool: Callable) -> Scheduler:
+        scheduler = Scheduler(
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            block_size=self.config.block_size,
+            num_blocks=self.runner.num_blocks,
+            prefix_caching=self.config.enable_prefix_caching,
+            policy=make_policy(POLICIES[self.config.policy]),
+            pool=make_pool(BlockPool, self.runner.num_blocks),
+        )
+        if self.scheduler is not None:
+            scheduler.count_on_from(self.scheduler)
+        if self.trace is not None:
+            self.trace.watch(scheduler)
+        return scheduler
 
     # ---- requests
 
@@ -160,6 +179,8 @@ class Engine:
         with self.lock:
             if request_id in self.tracked:
                 raise InvalidRequest(f"request id {request_id!r} is running already; choose another")
+            if not self.has_work:
+                self._adopt()
             self.scheduler.submit(tracked.request)
             self.tracked[request_id] = tracked
 
@@ -168,7 +189,8 @@ class Engine:
         with self.lock:
             tracked = self.tracked.get(request_id)
             if tracked is not None:
-                self.scheduler.finish(tracked.request, "abort")
+                with self._or_abandon():
+                    self.scheduler.finish(tracked.request, "abort")
                 self._finish(tracked)
 
     @property
@@ -193,11 +215,7 @@ class Engine:
 
     def step(self) -> list[Completion]:
         """Launch as far ahead as allowed, read the oldest step, and return the requests that ended."""
-        with self.lock:
-            return self._step()
-
-    def _step(self) -> list[Completion]:
-        try:
+        with self.lock, self._or_abandon():
             while len(self.in_flight) <= self.config.run_ahead:
                 step = self.scheduler.schedule()
                 if step is None:
@@ -212,22 +230,32 @@ class Engine:
                     self.in_flight.append(self.runner.launch(step))
             if self.in_flight:
                 self._read(self.in_flight.popleft())
-        except BaseException:
-            # A step that failed (a reader's own operation, memory) leaves nothing half done behind.
-            self.in_flight.clear()
-            for request in self.scheduler.abandon():
-                self._finish(self.tracked[request.request_id])
-            self._finished.clear()
-            self._flush_trace()
-            raise
-        finished, self._finished = self._finished, []
-        if not self.has_work:
-            self._flush_trace()
-        return finished
+            finished, self._finished = self._finished, []
+            if not self.has_work:
+                self._flush_trace()
+            return finished
 
     def _flush_trace(self) -> None:
         if self.trace is not None:
             self.trace.flush()
+
+    @contextmanager
+    def _or_abandon(self) -> Iterator[None]:
+        """What fails (a part of the reader's, memory) leaves nothing half done behind: every request is given up."""
+        try:
+            yield
+        except BaseException:
+            self.in_flight.clear()
+            if isinstance(self.scheduler.pool, BlockPool):
+                self.scheduler.abandon()
+            else:  # a block pool of the reader's: once it has failed nothing it says counts
+                self.scheduler.forsake(tracked.request for tracked in self.tracked.values())
+                self._adopted, self.scheduler = None, self._make_scheduler(stateful.made, stateful.made)
+            for tracked in list(self.tracked.values()):
+                self._finish(tracked)
+            self._finished.clear()
+            self._flush_trace()
+            raise
 
     def _read(self, launched: Launched) -> None:
         results, step = launched.wait(), launched.step

@@ -25,7 +25,11 @@ class LayerCache:
     v_scale: "Tensor | None" = None
 
 
-class OutOfBlocks(RuntimeError):
+class BlockPoolError(RuntimeError):
+    """What a block pool gives cannot be right."""
+
+
+class OutOfBlocks(BlockPoolError):
     """More blocks were asked for than are free; the scheduler asks first, so this is a bug when it happens."""
 
 

@@ -5,7 +5,7 @@
     print(used.calls)
 
 A module with replaceable functions keeps them in a `Parts` and calls them through it. What can be replaced are the
-operations of `minillm.ops` and, of the tokenizer, `bpe_merge`.
+operations of `minillm.ops`; of the tokenizer, `bpe_merge`; and, by classes, the scheduler's `policy` and `block_pool`.
 """
 
 import threading
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 
-HOMES = ("ops.table", "tokenizer.bpe")  # importing them registers their parts
+HOMES = ("ops.table", "tokenizer.bpe", "stateful")  # importing them registers their parts
 
 
 class NotSolvedYet(NotImplementedError):
@@ -27,6 +27,8 @@ class Parts:
     `version` changes with every replacement: whatever was captured, compiled or remembered belongs to one version.
     `origin` says of each name what runs, and why.
     """
+
+    kind = "a function"
 
     def __init__(self, functions: dict[str, Callable], origin: dict[str, tuple[str, str]] | None = None):
         self.names = tuple(functions)
@@ -49,6 +51,10 @@ class Parts:
     def capturable(self) -> bool:
         """Whether a CUDA graph may be captured from these functions: nothing is replaced but what says so of itself."""
         return all(self.origin[name][0] != "yours" or getattr(self, name).capturable for name in self.names)
+
+    def replacement(self, name: str, function: Callable, used: "Used", capturable: bool) -> Callable:
+        """What runs in place of `name` while `function` replaces it."""
+        return _counted(name, function, getattr(self, name), used, capturable)
 
 
 _registered: list[Callable[[], list[Parts]]] = []
@@ -79,7 +85,7 @@ def replaced(name: str) -> bool:
 
 @dataclass
 class Used:
-    """How often each replaced part ran, and which fell back to the engine's own."""
+    """How often each replaced part ran (of a class: calls of its methods), and which fell back to the engine's own."""
 
     calls: dict[str, int] = field(default_factory=dict)
     not_solved: dict[str, str] = field(default_factory=dict)
@@ -87,11 +93,18 @@ class Used:
 
 @contextmanager
 def using(*, capturable: bool = False, **replacements: Callable) -> Iterator[Used]:
-    """Run the given functions in place of the engine's own, everywhere, until the block ends.  Lesson 00.
+    """Run the given parts in place of the engine's own, everywhere, until the block ends.  Lesson 00.
 
     Names are those of `minillm.parts.names()`; a function takes what the one it replaces takes (for operations:
     their reference in `minillm.ops.reference`). One that raises `NotSolvedYet` falls back to the engine's own.
     Yields a `Used` that counts the calls. Nested blocks work; the inner one wins.
+
+    policy and block_pool are classes (or functions that make an object): `policy` is called with nothing and gives
+    what `minillm.policies.FirstComeFirstServed` describes, `block_pool` with the number of blocks and gives what
+    `minillm.kv_cache.BlockPool` does. They have a state, so an engine changes them only while it is idle: the first
+    request after that runs with what is in place then, on a fresh scheduler that knows no prefix; an engine that is
+    working, when the block begins or ends, keeps what it has until it has nothing left to do. A class falls back whole
+    if a short rehearsal finds a method that raises `NotSolvedYet`.
 
     On a GPU replaced operations run without CUDA graphs. capturable=True declares that these may be captured in one
     (lesson 03): they launch the same kernels for equal shapes, read no value back to the host, and leave the padding
@@ -100,19 +113,20 @@ def using(*, capturable: bool = False, **replacements: Callable) -> Iterator[Use
     """
     found = _all()
     for name, function in replacements.items():
-        if not any(name in parts.names for parts in found):
+        kinds = [parts.kind for parts in found if name in parts.names]
+        if not kinds:
             raise ValueError(f"no part is called {name!r}; there are: {', '.join(names())}")
         if not callable(function):
-            raise TypeError(f"{name} must be a function, not {type(function).__name__}")
+            raise TypeError(f"{name} must be {kinds[0]}, not {type(function).__name__}")
     used = Used(calls=dict.fromkeys(replacements, 0))
     with _lock:
         before = []
         for parts in found:
             saved = {name: (getattr(parts, name), parts.origin[name]) for name in replacements if name in parts.names}
             before.append((parts, saved))
-            for name, (own, origin) in saved.items():
+            for name, (_, origin) in saved.items():
                 function = replacements[name]
-                setattr(parts, name, _counted(name, function, own, used, capturable))
+                setattr(parts, name, parts.replacement(name, function, used, capturable))
                 label = getattr(function, "__name__", type(function).__name__)
                 parts.origin[name] = ("yours", f"{label} replaces {origin[0]}")
             parts.version += bool(saved)

@@ -12,14 +12,15 @@ operations; Python loops run over events only: admit, finish, preempt.
 
 from bisect import insort
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .kv_cache import BlockPool, prefix_keys
-from .policies import FirstComeFirstServed
+from .kv_cache import BlockPool, BlockPoolError, prefix_keys
+from .policies import FirstComeFirstServed, PolicyError, asked_key, asked_share, name_of
 from .request import InvalidRequest, Request
 
 if TYPE_CHECKING:
@@ -56,13 +57,14 @@ class Scheduler:
         groups: int = 1,
         prefix_caching: bool = True,
         policy: FirstComeFirstServed | None = None,
+        pool: BlockPool | None = None,
     ):
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.block_size = block_size
         self.groups = groups
         self.prefix_caching = prefix_caching
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks) if pool is None else pool
         self.policy = policy or FirstComeFirstServed()
 
         rows, width = max_num_seqs, -(-max_model_len // block_size)
@@ -85,6 +87,7 @@ class Scheduler:
         self._arrivals = 0
         self.launched = -1  # number of the newest step launched
         self.read = -1  # number of the newest step whose tokens were read
+        self._refused_by = ""  # what last kept a waiting request out: admits, share or blocks
         self._admitted: list[Request] = []
         self._table_changes: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self.trace: Trace | None = None  # `Trace.watch` puts one here
@@ -113,7 +116,7 @@ class Scheduler:
         self.validate(request)
         request.arrival = self._arrivals
         self._arrivals += 1
-        request.place = (self.policy.key(request), request.arrival)
+        request.place = (asked_key(self.policy, request), request.arrival)
         self._queue(request)
         if self.trace is not None:
             self.trace.submit(request)
@@ -147,6 +150,18 @@ class Scheduler:
             self.trace.abandon(self.launched)
         return given_up
 
+    def forsake(self, requests: Iterable[Request]) -> None:
+        """End these requests where a block pool failed and `finish` may not be possible. Of no use afterwards."""
+        for request in requests:
+            if request.row >= 0:
+                request.known = self.tokens[request.row, : self.confirmed[request.row]].copy()
+            request.row, request.finish_reason = -1, request.finish_reason or "abort"
+
+    def count_on_from(self, before: "Scheduler") -> None:
+        """Number steps and count events where another scheduler, of the same engine, ended."""
+        self.launched = self.read = before.launched
+        self.preemptions, self.prefix_hits = before.preemptions, before.prefix_hits
+
     @property
     def in_flight(self) -> int:
         return self.launched - self.read
@@ -165,13 +180,14 @@ class Scheduler:
                 return None  # reading may finish requests, which is cheaper than preempting one
             self._preempt()
             rows = self._runnable()
-        rows, queries = self._share_budget(rows)
-        budget = self.max_num_batched_tokens - int(queries.sum())
+        rows, queries, budget = self._share_budget(rows)
         admitted = self._admit(budget)
         if admitted:
             rows = np.concatenate([rows, np.array([row for row, _ in admitted], np.int32)])
             queries = np.concatenate([queries, np.array([count for _, count in admitted], np.int32)])
         if len(rows) == 0:
+            if self.has_work and not self.in_flight:
+                raise self._stuck()
             return None
         return self._launch(rows, queries)
 
@@ -180,30 +196,31 @@ class Scheduler:
         known = self.known[rows]
         return rows[(self.computed[rows] < known) & (known < self.limit[rows])]
 
-    def _share_budget(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Decodes first, so that nobody's output stalls behind another's prompt; then chunks, oldest first."""
-        queries = self.known[rows] - self.computed[rows]
-        if queries.sum() <= self.max_num_batched_tokens:
-            return rows, queries
-        first = np.argsort(queries > 1, kind="stable")
-        rows, queries = rows[first], queries[first]
-        before = np.cumsum(queries) - queries
-        queries = np.minimum(queries, np.maximum(self.max_num_batched_tokens - before, 0))
-        return rows[queries > 0], queries[queries > 0]
+    def _share_budget(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+        """The rows to which the policy gives tokens, how many each, and what is left of the budget."""
+        budget = self.max_num_batched_tokens
+        if len(rows) == 0:
+            return rows, rows, budget
+        pending = self.known[rows] - self.computed[rows]
+        queries, spent = asked_share(self.policy, pending, budget)
+        if queries is not pending:
+            rows, queries = rows[queries > 0], queries[queries > 0]
+        return rows, queries, budget - spent
 
     def _grow(self, rows: np.ndarray) -> bool:
         """Give a block to each row whose next token needs one; False, and none given, if there are too few."""
         rows = rows[self.computed[rows] >= self.held[rows] * self.block_size]
         needed = len(rows) * self.groups
+        if needed == 0:
+            return True
         if needed > self.pool.available:
             return False
-        if needed:
-            blocks = np.array(self.pool.allocate(needed), np.int32).reshape(self.groups, -1)
-            columns = self.held[rows]
-            self._extend_tables(rows, columns, blocks)
-            self.held[rows] += 1
-            if self.trace is not None:
-                self.trace.grow(rows, columns, blocks)
+        blocks = np.array(self.pool.allocate(needed), np.int32).reshape(self.groups, -1)
+        columns = self.held[rows]
+        self._extend_tables(rows, columns, blocks)
+        self.held[rows] += 1
+        if self.trace is not None:
+            self.trace.grow(rows, columns, blocks)
         return True
 
     def _preempt(self) -> None:
@@ -220,6 +237,7 @@ class Scheduler:
         """Move waiting requests into rows while budget, rows and blocks last: (row, tokens to run) of each."""
         admitted: list[tuple[int, int]] = []
         if not self.policy.admits(len(self.order)):
+            self._refused_by = "admits"
             return admitted
         while self.waiting and budget > 0 and self._free_rows:
             request = self.waiting[0]
@@ -230,6 +248,12 @@ class Scheduler:
             # Rows take a block every block_size steps: leave what they are expected to take in the next one.
             reserve = -(-len(self.order) // self.block_size) * self.groups
             if needed * self.groups + reserve > self.pool.available - self.pool.unreferenced(cached):
+                self._refused_by = "blocks"
+                break
+            pending = known - len(shared) * self.block_size
+            count = asked_share(self.policy, np.array([pending], np.int32), budget)[1]
+            if count == 0:
+                self._refused_by = "share"
                 break
             del self.waiting[0]
             self.pool.share(cached)
@@ -240,12 +264,22 @@ class Scheduler:
             if self.trace is not None:
                 self.trace.admit(self, request, blocks)
             self.prefix_hits += len(shared) * self.block_size
-            count = min(known - int(self.computed[row]), budget)
             budget -= count
             admitted.append((row, count))
             # The next to be admitted may share what this step is going to write.
             self._register(request, int(self.computed[row]) + count)
         return admitted
+
+    def _stuck(self) -> Exception:
+        """What to raise where work waits, nothing is in flight, and nothing may run."""
+        refused_by = "share" if len(self._runnable()) else self._refused_by
+        counts = f"{len(self.order)} requests have a row, {len(self.waiting)} wait"
+        if refused_by == "blocks":
+            return BlockPoolError(
+                f"{type(self.pool).__name__} has lost blocks: nothing is in flight, {counts}, and only "
+                f"{self.pool.available} of {self.pool.num_blocks} blocks are available"
+            )
+        return PolicyError(f"{name_of(self.policy)}: {refused_by} lets nothing run; nothing is in flight, {counts}")
 
     def _find_prefix(self, request: Request) -> list[list[int]]:
         """Cached blocks of the request's beginning, [blocks][groups]. At least one token is left to compute."""

@@ -44,11 +44,10 @@ def test_an_engine_that_cannot_be_made_is_the_callers_error_and_leaves_no_thread
 def test_a_mistake_in_the_engines_thread_ends_every_stream_with_its_reason(monkeypatch):
     async def work():
         llm = AsyncLLM(device="cpu", num_blocks=64)
-        monkeypatch.setattr(llm.engine, "abort", lambda request_id: 1 / 0)
         staying = asyncio.create_task(llm.generate("The island of", ENDLESS))
         async for _ in llm.stream("Once", ENDLESS, request_id="first"):
+            monkeypatch.setattr(Engine, "has_work", property(lambda engine: 1 / 0))
             break
-        llm.abort("first")
         with pytest.raises(ZeroDivisionError):
             await staying
         while llm._thread.is_alive():

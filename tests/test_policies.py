@@ -109,7 +109,7 @@ def test_where_blocks_run_out_the_one_who_comes_last_gives_way():
 
 
 def test_an_unknown_policy_is_answered_with_those_there_are():
-    with pytest.raises(ConfigError, match="policy must be one of fcfs, priority, shortest, static, not 'lifo'"):
+    with pytest.raises(ConfigError, match="policy must be one of fcfs, priority, shortest, static, whole, not 'lifo'"):
         EngineConfig(policy="lifo")
 
 
