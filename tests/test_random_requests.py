@@ -60,7 +60,8 @@ def random_request(rng: random.Random, longest: int = 120) -> tuple[list[int], S
     shared = [17 + i % 50 for i in range(rng.choice([0, 0, 20, 64]))]  # beginnings that others have too
     prompt = shared + [rng.randrange(4, 4000) for _ in range(rng.randint(1, longest))]
     ends = rng.random() < 0.3 and kind != "min_tokens"
-    return prompt, SamplingParams(max_tokens=rng.randint(1, 40), ignore_eos=not ends, **KINDS[kind]), kind
+    most = max(rng.randint(1, 40), KINDS[kind].get("min_tokens", 0))
+    return prompt, SamplingParams(max_tokens=most, ignore_eos=not ends, **KINDS[kind]), kind
 
 
 def judge(teacher: Teacher, requests: list[tuple[Tracked, str]]) -> tuple[int, int, int]:

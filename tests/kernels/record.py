@@ -92,6 +92,8 @@ def main() -> None:
     parser.add_argument("--skip", nargs="*", default=[], choices=["kernels", "engine", "stress", "alone", "memcheck"])
     options = parser.parse_args()
     begun, seeds = records.begin(), [random.SystemRandom().randrange(2**31) for _ in range(options.seeds)]
+    # Threads that wait by spinning would take the cores from the other workers.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // options.workers)))
     parallel = ["-n", str(options.workers)] if options.workers > 1 else []
     within = options.within
     with tempfile.TemporaryDirectory() as folder:
