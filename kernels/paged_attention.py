@@ -21,6 +21,11 @@ How it is tiled, and why:
   The last queries have the most keys, so they start first.
 
 Keys beyond a row's length and before its window are never loaded, so whatever an unused slot holds cannot matter.
+
+Keys of a stream lie unturned in the cache, because the place of a block in its row changes (Xiao et al. 2023,
+"StreamingLLM"). They are turned as they are read, given a table of angles; without one (None, which Triton compiles as
+a constant) the kernels are what they would be if there were no streams. With one, a tile of keys brings its other
+halves, cosines and sines: two of those in flight do not fit on every chip, so one is.
 """
 
 from functools import lru_cache
@@ -36,8 +41,19 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def _turned(k, k_at, cos_sin_ptr, keys, dims, present, DIM: tl.constexpr):
+    """k [KEYS, DIM] turned by the angles of its keys' places; the other half of each pair is in the cache's lines."""
+    half = DIM // 2
+    other = tl.load(k_at + tl.where(dims < half, half, -half)[None, :], mask=present[:, None], other=0.0)
+    angles = cos_sin_ptr + keys[:, None] * (2 * DIM) + dims[None, :]
+    cos = tl.load(angles, mask=present[:, None], other=0.0).to(tl.float32)
+    sin = tl.load(angles + DIM, mask=present[:, None], other=0.0).to(tl.float32)
+    return (k.to(tl.float32) * cos + other.to(tl.float32) * sin).to(k.dtype)
+
+
+@triton.jit
 def _attend(
-    q, positions, first, last, k_ptr, v_ptr, table_ptr, scale, block_stride, slot_stride,
+    q, positions, first, last, k_ptr, v_ptr, table_ptr, cos_sin_ptr, scale, block_stride, slot_stride,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
@@ -52,6 +68,8 @@ def _attend(
         block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
         at = (block * block_stride + (keys % BLOCK_SIZE) * slot_stride)[:, None] + dims[None, :]
         k = tl.load(k_ptr + at, mask=present[:, None], other=0.0).to(q.dtype)
+        if cos_sin_ptr is not None:
+            k = _turned(k, k_ptr + at, cos_sin_ptr, keys, dims, present, DIM)
         # float32 stays float32: the GPU's tf32 would keep 10 bits of it.
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if SOFT_CAP > 0:
@@ -74,8 +92,8 @@ def _attend(
 
 @triton.jit
 def decode_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, out_ptr, log_total_ptr, scale, table_stride, block_stride,
-    slot_stride, head_stride,
+    q_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, out_ptr, log_total_ptr, cos_sin_ptr, scale, table_stride,
+    block_stride, slot_stride, head_stride,
     QUERIES: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, PRODUCT: tl.constexpr,
 ):  # fmt: skip
@@ -97,7 +115,7 @@ def decode_kernel(
     out, maximum, total = _attend(
         q, positions, begin, tl.minimum(begin + share, length),
         k_ptr + kv_head * head_stride, v_ptr + kv_head * head_stride, table_ptr + row * table_stride,
-        scale, block_stride, slot_stride, ROWS, KEYS, DIM, BLOCK_SIZE, WINDOW, SOFT_CAP,
+        cos_sin_ptr, scale, block_stride, slot_stride, ROWS, KEYS, DIM, BLOCK_SIZE, WINDOW, SOFT_CAP,
     )  # fmt: skip
     total = tl.where(maximum == float("-inf"), 1.0, total)  # an empty share, or a padding row of length 0: zeros
     at = head * SPLITS + split
@@ -124,8 +142,8 @@ def combine_kernel(partial_ptr, log_total_ptr, out_ptr, SPLITS: tl.constexpr, DI
 
 @triton.jit
 def prefill_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, query_start_ptr, out_ptr, scale, table_stride, block_stride,
-    slot_stride, head_stride,
+    q_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, query_start_ptr, out_ptr, cos_sin_ptr, scale, table_stride,
+    block_stride, slot_stride, head_stride,
     GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, PRODUCT: tl.constexpr,
 ):  # fmt: skip
@@ -152,7 +170,7 @@ def prefill_kernel(
     out, maximum, total = _attend(
         q, positions, first, last,
         k_ptr + kv_head * head_stride, v_ptr + kv_head * head_stride, table_ptr + row * table_stride,
-        scale, block_stride, slot_stride, ROWS, KEYS, DIM, BLOCK_SIZE, WINDOW, SOFT_CAP,
+        cos_sin_ptr, scale, block_stride, slot_stride, ROWS, KEYS, DIM, BLOCK_SIZE, WINDOW, SOFT_CAP,
     )  # fmt: skip
     total = tl.where(maximum == float("-inf"), 1.0, total)
     tl.store(out_ptr + at, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=real[:, None])
@@ -168,11 +186,13 @@ def decode_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    rotary: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [rows, queries, heads, d] -> like q: a few queries a row, the last of `lengths` positions.  Lesson 04.
 
     k_cache, v_cache [blocks, block_size, kv_heads, d]; block_table [rows, blocks], lengths [rows] int32. Query i of
-    n sits at position lengths - n + i. d is a power of two from 16 to 256. A row of length 0 gets zeros.
+    n sits at position lengths - n + i. d is a power of two from 16 to 256. A row of length 0 gets zeros. rotary
+    [positions, 2, d], contiguous: given when keys lie unturned in the cache, by which each is turned as it is read.
     """
     rows, queries, heads, dim = q.shape
     block_size, kv_heads = _checked_cache(k_cache, v_cache, dim)
@@ -195,11 +215,11 @@ def decode_attention(
         parts = torch.empty((rows, queries, heads, splits, dim), dtype=torch.float32, device=q.device)
         log_total = torch.empty((rows, queries, heads, splits), dtype=torch.float32, device=q.device)
     decode_kernel[(rows, kv_heads, splits)](
-        q, k_cache, v_cache, block_table, lengths, parts, log_total, scale, block_table.stride(0),
+        q, k_cache, v_cache, block_table, lengths, parts, log_total, rotary, scale, block_table.stride(0),
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         QUERIES=queries, GROUP=group, SPLITS=splits, ROWS=packed, KEYS=launch.keys, DIM=dim, BLOCK_SIZE=block_size,
         WINDOW=window or 0, SOFT_CAP=soft_cap or 0.0, PRODUCT=_product_type(q.dtype),
-        num_warps=launch.warps, num_stages=launch.stages,
+        num_warps=launch.warps, num_stages=1 if rotary is not None else launch.stages,
     )  # fmt: skip
     if splits > 1:
         combine_kernel[(rows * queries * heads,)](parts, log_total, out, SPLITS=splits, DIM=dim, num_warps=2)
@@ -218,6 +238,7 @@ def prefill_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    rotary: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [tokens, heads, d] -> like q: rows of any number of queries, packed one after the other.  Lesson 04.
 
@@ -235,11 +256,11 @@ def prefill_attention(
     launch = launches.choose("prefill_attention", default, dim=dim, itemsize=q.element_size(), group=group)
     grid = (triton.cdiv(max_queries * group, launch.rows), kv_heads, lengths.shape[0])
     prefill_kernel[grid](
-        q, k_cache, v_cache, block_table, lengths, query_start, out, scale, block_table.stride(0),
+        q, k_cache, v_cache, block_table, lengths, query_start, out, rotary, scale, block_table.stride(0),
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         GROUP=group, ROWS=launch.rows, KEYS=launch.keys, DIM=dim, BLOCK_SIZE=block_size,
         WINDOW=window or 0, SOFT_CAP=soft_cap or 0.0, PRODUCT=_product_type(q.dtype),
-        num_warps=launch.warps, num_stages=launch.stages,
+        num_warps=launch.warps, num_stages=1 if rotary is not None else launch.stages,
     )  # fmt: skip
     return out
 

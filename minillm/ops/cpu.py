@@ -55,9 +55,12 @@ def _scalar(value: float) -> Tensor:
 
 def rotary_embedding(q: Tensor, k: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
     """As the reference, with the second product and the sum in one call."""
+    return _turn(q, cos_sin), _turn(k, cos_sin)
+
+
+def _turn(x: Tensor, cos_sin: Tensor) -> Tensor:
     cos, sin = cos_sin.unsqueeze(1).unbind(2)
-    half = q.shape[-1] // 2
-    return torch.addcmul(q * cos, q.roll(half, -1), sin), torch.addcmul(k * cos, k.roll(half, -1), sin)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def write_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
@@ -76,13 +79,14 @@ def decode_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    rotary: Tensor | None = None,
 ) -> Tensor:
     """As the reference: gather the rows' blocks, then one product for all query heads of a KV head.
 
     Rows of equal lengths need no mask. Ragged rows are padded to the longest of their bucket; very uneven batches
     are split into buckets, since a padded key costs as much as a real one.
     """
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "rotary": rotary}
     if q.dtype not in (torch.float32, torch.float64) or cache.k.dtype != q.dtype:
         return reference.decode_attention(q, cache, block_table, lengths, **options)
     rows, queries, heads, _ = q.shape
@@ -90,13 +94,13 @@ def decode_attention(
     known = tuple(lengths.tolist())
     shortest, longest = min(known), max(known)
     if queries == 1 and soft_cap is None and 0 < shortest == longest:
-        return _equal_rows(q, cache, block_table, longest, scale, window)
+        return _equal_rows(q, cache, block_table, longest, scale, window, rotary)
     out = torch.empty_like(q)
     for part in _buckets(known, queries, heads // kv_heads, block_size, window):
         some = part.rows is not None
         table = (block_table.index_select(0, part.rows) if some else block_table)[:, : part.blocks].flatten()
         bucket = q.index_select(0, part.rows) if some else q
-        result = _padded_rows(bucket, cache, table, part.hidden, scale, soft_cap)
+        result = _padded_rows(bucket, cache, table, part.hidden, scale, soft_cap, rotary)
         if not some:
             out = result
         else:
@@ -110,8 +114,13 @@ def decode_attention(
 _scratch = threading.local()
 
 
-def _gather(cache: LayerCache, blocks: Tensor) -> list[Tensor]:
-    """Copies of the named blocks of K and V, good until this thread's next call."""
+def _gather(cache: LayerCache, blocks: Tensor, rows: int, rotary: Tensor | None) -> list[Tensor]:
+    """K and V of `rows` rows of equally many blocks, [rows, keys, kv_heads, d], good until this thread's next call."""
+    k, v = (part.view(rows, -1, *part.shape[2:]) for part in _copies(cache, blocks))
+    return [k if rotary is None else _turn(k, rotary[: k.shape[1]]), v]
+
+
+def _copies(cache: LayerCache, blocks: Tensor) -> list[Tensor]:
     block_size, kv_heads, head_dim = cache.k.shape[1:]
     size = len(blocks) * block_size * kv_heads * head_dim
     if size <= SMALL_GATHER:
@@ -128,26 +137,37 @@ def _gather(cache: LayerCache, blocks: Tensor) -> list[Tensor]:
     ]
 
 
-def _equal_rows(q: Tensor, cache: LayerCache, table: Tensor, length: int, scale: float, window: int | None) -> Tensor:
+def _equal_rows(
+    q: Tensor,
+    cache: LayerCache,
+    table: Tensor,
+    length: int,
+    scale: float,
+    window: int | None,
+    rotary: Tensor | None,
+) -> Tensor:
     rows, _, heads, head_dim = q.shape
     block_size, kv_heads = cache.k.shape[1:3]
     first = max(0, length - window) if window else 0
     blocks = table[:, : -(-length // block_size)].reshape(-1)
-    k, v = (
-        part.view(rows, -1, kv_heads, head_dim).transpose(1, 2).narrow(2, first, length - first)
-        for part in _gather(cache, blocks)
-    )
+    k, v = (part.transpose(1, 2).narrow(2, first, length - first) for part in _gather(cache, blocks, rows, rotary))
     # The query heads of one KV head pose as its queries: nothing is repeated.
     packed = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)
     return F.scaled_dot_product_attention(packed, k, v, scale=scale).reshape(q.shape)
 
 
 def _padded_rows(
-    q: Tensor, cache: LayerCache, blocks: Tensor, hidden: Tensor, scale: float, soft_cap: float | None
+    q: Tensor,
+    cache: LayerCache,
+    blocks: Tensor,
+    hidden: Tensor,
+    scale: float,
+    soft_cap: float | None,
+    rotary: Tensor | None,
 ) -> Tensor:
     rows, queries, heads, head_dim = q.shape
     kv_heads = cache.k.shape[2]
-    k, v = (part.view(rows, -1, kv_heads, head_dim) for part in _gather(cache, blocks))
+    k, v = _gather(cache, blocks, rows, rotary)
     grouped = (q * scale).unflatten(2, (kv_heads, -1))
     out = torch.empty_like(grouped)
     for head in range(kv_heads):
@@ -205,6 +225,7 @@ def prefill_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    rotary: Tensor | None = None,
 ) -> Tensor:
     """As the reference, a row at a time with torch's own fused attention, which keeps no score matrix."""
     usual = q.dtype in (torch.float32, torch.float64) and cache.k.dtype == q.dtype and not soft_cap
@@ -217,7 +238,7 @@ def prefill_attention(
             if begin == end:
                 continue
             blocks = block_table[row, : -(-length // block_size)]
-            k, v = (part.view(-1, kv_heads, head_dim)[:length].transpose(0, 1)[None] for part in _gather(cache, blocks))
+            k, v = (part[:, :length].transpose(1, 2) for part in _gather(cache, blocks, 1, rotary))
             fresh = end - begin == length and (not window or length <= window)  # a window this long hides nothing
             mask = None if fresh else _chunk_mask(end - begin, length, window)
             queries = q[begin:end].transpose(0, 1)[None]
@@ -238,6 +259,7 @@ def prefill_attention(
         scale=scale,
         window=window,
         soft_cap=soft_cap,
+        rotary=rotary,
     )
 
 

@@ -75,6 +75,7 @@ def decode_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    rotary: Tensor | None = None,
 ) -> Tensor:
     """Each row's newest queries attend to its cached keys (Kwon et al. 2023, section 4.1).  Lessons 04, 09.
 
@@ -83,9 +84,14 @@ def decode_attention(
     up to there, only the last `window` of them when given. Scores go through `soft_cap * tanh(score /
     soft_cap)` when given. A row of length 0 gives zeros; what unused slots hold never matters. Returns the
     shape of q.
+
+    rotary: [positions, 2, d], at least as many as a row's blocks hold; given when keys lie unturned in the
+    cache, each is turned here by its place in the row (Xiao et al. 2023, "StreamingLLM", section 3.2).
     """
     queries = q.shape[1]
     k, v = (part[block_table].flatten(1, 2) for part in (cache.k, cache.v))  # [rows, keys, kv_heads, d]
+    if rotary is not None:
+        k, _ = rotary_embedding(k, k[:0], rotary[: k.shape[1]])
     query_at = (lengths - queries)[:, None] + torch.arange(queries, device=q.device)
     return _attend(q, k, v, visible(query_at, k.shape[1], window), scale, soft_cap)
 
@@ -101,6 +107,7 @@ def prefill_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    rotary: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of packed chunks of prompts over their cached keys.  Lessons 04 and 10.
 
@@ -120,6 +127,7 @@ def prefill_attention(
             scale=scale,
             window=window,
             soft_cap=soft_cap,
+            rotary=rotary,
         )[0]
     return out
 

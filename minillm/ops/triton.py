@@ -54,8 +54,9 @@ def decode_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    rotary: Tensor | None = None,
 ) -> Tensor:
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "rotary": rotary}
     if not _attention_has_kernel(q, cache):
         return reference.decode_attention(q, cache, block_table, lengths, **options)
     return paged_attention.decode_attention(q, cache.k, cache.v, block_table, lengths, **options)
@@ -72,8 +73,9 @@ def prefill_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    rotary: Tensor | None = None,
 ) -> Tensor:
-    options = {"max_queries": max_queries, "scale": scale, "window": window, "soft_cap": soft_cap}
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "rotary": rotary, "max_queries": max_queries}
     if not _attention_has_kernel(q, cache):
         return reference.prefill_attention(q, cache, block_table, lengths, query_start, **options)
     return paged_attention.prefill_attention(q, cache.k, cache.v, block_table, lengths, query_start, **options)

@@ -30,8 +30,10 @@ ATTENTION = [
     (256, torch.float16, 16, 1, {"window": 512}),
     (128, torch.bfloat16, 4, 1, {"window": 4096, "soft_cap": 50.0}),
     (64, torch.bfloat16, 4, 1, {}),
+    (256, torch.bfloat16, 8, 1, {"rotary": ...}),  # keys turned as they are read
+    (64, torch.float16, 4, 1, {"rotary": ..., "soft_cap": 50.0}),
     (256, torch.float32, 8, 1, {}),
-    (128, torch.float32, 4, 1, {}),
+    (128, torch.float32, 4, 1, {"rotary": ...}),
 ]
 
 
@@ -91,6 +93,8 @@ def compile_all(capability: int) -> list[dict]:
             lengths, starts = torch.ones(2, dtype=torch.int32), torch.arange(3, dtype=torch.int32)
             q = torch.zeros(2, heads, dim, dtype=dtype)
             several = q[:, None].expand(-1, queries, -1, -1)
+            if "rotary" in options:
+                options = options | {"rotary": torch.zeros(4096, 2, dim, dtype=dtype)}
             paged_attention.decode_attention(several, cache, cache, table, lengths, scale=0.1, **options)
             paged_attention.prefill_attention(
                 q, cache, cache, table, lengths, starts, max_queries=1, scale=0.1, **options

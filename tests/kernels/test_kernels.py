@@ -137,6 +137,7 @@ LAYOUTS = {
     "bfloat16": (8, 1, 256, 16, torch.bfloat16, None, None),
 }
 layouts = pytest.mark.parametrize("heads,kv_heads,dim,block_size,dtype,window,soft_cap", LAYOUTS.values(), ids=LAYOUTS)
+STREAMS = [LAYOUTS[name] for name in ("odd_blocks", "gqa_128", "bfloat16")]
 
 
 @pytest.mark.parametrize("queries", [1, 3])
@@ -203,6 +204,30 @@ def test_prefill_attention(heads, kv_heads, dim, block_size, dtype, window, soft
     got = kernels.prefill_attention(q, cache, table, lengths, starts, **options)
     wanted = reference.prefill_attention(q.double(), double(cache), table, lengths, starts, **options)
     assert_close("prefill_attention", got, wanted, dtype)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size", "dtype"), [layout[:5] for layout in STREAMS])
+def test_keys_that_lie_unturned_are_turned_as_they_are_read(heads, kv_heads, dim, block_size, dtype, window, device):
+    """Beside keys turned beforehand, in decode (some rows split) and in prefill."""
+    queries = [block_size + 1, 1, 5]
+    cache, table, lengths = paged_cache([block_size + 2, 1, 400], kv_heads, dim, block_size, dtype, device)
+    rotary = rotations(table.shape[1] * block_size, dim, device)
+    turned = double(cache)
+    for row, length in enumerate(lengths.tolist()):
+        for at in range(length):
+            slot = table[row, at // block_size], at % block_size
+            turned.k[slot] = reference.rotary_embedding(turned.k[slot][None], turned.k[:0], rotary[at : at + 1])[0][0]
+    q = random_tensor(sum(queries), heads, dim, dtype=dtype, device=device)
+    starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32).to(device)
+    options = {"scale": dim**-0.5, "window": window}
+    got = kernels.decode_attention(q[:3, None], cache, table, lengths, rotary=rotary, **options)
+    wanted = reference.decode_attention(q[:3, None].double(), turned, table, lengths, **options)
+    assert_close("decode_attention, keys turned in it", got, wanted, dtype)
+    options["max_queries"] = max(queries)
+    got = kernels.prefill_attention(q, cache, table, lengths, starts, rotary=rotary, **options)
+    wanted = reference.prefill_attention(q.double(), turned, table, lengths, starts, **options)
+    assert_close("prefill_attention, keys turned in it", got, wanted, dtype)
 
 
 def test_decode_of_several_layer_groups_reads_its_own_table(device):

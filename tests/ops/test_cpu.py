@@ -1,13 +1,18 @@
 """The CPU's fast functions do what their references say, and the references do what their formulas say."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from minillm import ops
+from minillm.config import PRESETS
 from minillm.kv_cache import LayerCache
+from minillm.model import rotary_table
 from minillm.ops import cpu, reference
 from minillm.quantization import DenseWeight
 
+CONFIG = replace(PRESETS["gemma-2b"], head_dim=16)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6}
 
 
@@ -83,6 +88,30 @@ def test_fast_decode_attention_equals_the_reference(lengths, heads, kv_heads, wi
     q = torch.randn(len(lengths), queries, heads, 16, dtype=dtype)
     want = reference.decode_attention(q, cache, table, sizes, scale=0.3, window=window)
     assert_close(cpu.decode_attention(q, cache, table, sizes, scale=0.3, window=window), want)
+
+
+@pytest.mark.parametrize("module", [reference, cpu])
+@pytest.mark.parametrize("lengths", LENGTHS[1:])
+def test_keys_that_lie_unturned_are_turned_by_their_place_in_the_row(lengths, module):
+    cache, table, sizes = paged(lengths, kv_heads=2)
+    rotary = rotary_table(CONFIG, table.shape[1] * 4, dtype=torch.float64, device="cpu")
+    turned = LayerCache(cache.k.clone(), cache.v)
+    for row, length in enumerate(lengths):
+        for at in range(length):
+            key = turned.k[table[row, at // 4], at % 4]
+            first, second = key.clone().chunk(2, -1)
+            cos, sin = rotary[at, 0, :8], rotary[at, 1, 8:]
+            key[:] = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    q = torch.randn(len(lengths), 1, 4, 16, dtype=torch.float64)
+    options = {"scale": 0.3, "window": 9 if len(lengths) > 4 else None}
+    want = reference.decode_attention(q, turned, table, sizes, **options)
+    assert_close(module.decode_attention(q, cache, table, sizes, rotary=rotary, **options), want)
+    queries = [min(length, 1 + row % 3) for row, length in enumerate(lengths)]
+    starts = torch.tensor([0, *queries]).cumsum(0).int()
+    q = torch.randn(sum(queries), 4, 16, dtype=torch.float64)
+    options["max_queries"] = max(queries)
+    want = reference.prefill_attention(q, turned, table, sizes, starts, **options)
+    assert_close(module.prefill_attention(q, cache, table, sizes, starts, rotary=rotary, **options), want)
 
 
 def test_what_ran_in_an_engine_runs_outside_of_one_too():
