@@ -24,7 +24,7 @@ from .scheduler import Step
 LOGITS_AT_ONCE = 256  # rows of logits made at a time where a whole prompt's are wanted
 CPU_CACHE_BYTES = 1 << 30
 # Beside their pool: what the driver keeps of each, and the libraries' workspace for the stream that captures. Both are
-# generous: 11 graphs of Gemma 2B took 176 MiB in all, 126 of them logits (data/results/h200/build.json).
+# generous: 10 graphs of Gemma 2B took 220 MiB in all, 125 of them logits (data/results/h200/build.json).
 GRAPH_BYTES, CAPTURE_BYTES = 1 << 20, 64 << 20
 
 
