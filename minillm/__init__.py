@@ -5,7 +5,7 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 _HOMES = {
-    "LLM": "engine",
+    "LLM": "llm",
     "AsyncLLM": "async_engine",
     "SamplingParams": "request",
     "Completion": "request",

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from .engine import LLM, Engine, Tracked
+from .engine import Engine, Tracked
+from .llm import LLM
 from .request import Completion, Delta, SamplingParams
 
 

@@ -26,7 +26,7 @@ class Minillm:
     name = "minillm"
 
     def __init__(self, model=None, **options):
-        from minillm.engine import LLM
+        from minillm.llm import LLM
 
         self.llm = LLM(model, **({"enable_prefix_caching": False} | options))
 

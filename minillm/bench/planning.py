@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..engine import LLM
 from ..kernels import launches
+from ..llm import LLM
 from ..plan import Plan, Traffic
 from ..request import SamplingParams
 from ..runner import Runner

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..engine import LLM
+from ..llm import LLM
 from ..request import SamplingParams
 from . import records
 

@@ -234,7 +234,7 @@ def _check(workers: int, max_queued: int) -> None:
 @contextmanager
 def _engine(model, options: dict) -> Iterator[object]:
     from minillm.async_engine import AsyncLLM
-    from minillm.engine import LLM
+    from minillm.llm import LLM
 
     made = not hasattr(model, "stream") and not isinstance(model, LLM)
     if options and not made:
