@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from .layer_groups import LayerGroups
 from .policies import POLICIES
 
 
@@ -93,6 +94,15 @@ class ModelConfig:
             raise ConfigError(f"head_dim must be even for rotary embeddings, not {self.head_dim}")
         if self.dtype not in ("float64", "float32", "bfloat16", "float16"):
             raise ConfigError(f"dtype {self.dtype!r} is not one of float64, float32, bfloat16, float16")
+
+    def groups(self, max_model_len: int | None = None) -> LayerGroups:
+        """Which layers share a block table, when no request has more tokens than `max_model_len` (default: its own).
+
+        A window as long as that hides nothing.
+        """
+        longest = max_model_len or self.max_model_len
+        windows = self.windows or (None,) * self.num_layers
+        return LayerGroups.of([window if window and window < longest else None for window in windows])
 
     @classmethod
     def from_directory(cls, directory: Path) -> "ModelConfig":

@@ -120,6 +120,7 @@ class Engine:
             max_model_len=self.max_model_len,
             block_size=self.config.block_size,
             num_blocks=self.runner.num_blocks,
+            windows=self.model.groups.windows,
             prefix_caching=self.config.enable_prefix_caching,
             policy=make_policy(POLICIES[self.config.policy]),
             pool=make_pool(BlockPool, self.runner.num_blocks),

@@ -66,18 +66,21 @@ class Model:
             self.embedding = torch.empty(config.vocab_size, hidden, dtype=dtype, device=self.device)
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self.layer_norms = tuple(ARCHITECTURES[config.architecture].norms)
+        self.groups = config.groups(max_model_len)
         self.layers = [
             Layer(
                 qkv=matrix(query_size + 2 * kv_size, hidden, config.attention_bias or config.qkv_bias),
                 attention_out=matrix(hidden, query_size, config.attention_bias),
                 gate_up=matrix(2 * config.intermediate_size, hidden, config.mlp_bias),
                 down=matrix(hidden, config.intermediate_size, config.mlp_bias),
-                # A window as long as the context hides nothing.
-                window=window if window and window < max_model_len else None,
+                window=self.groups.windows[group],
                 local=bool(window and config.local_rope_theta),
+                group=group,
                 **{name: norm(head_dim if name in QK_NORMS else hidden) for name in self.layer_norms},
             )
-            for window in config.windows or (None,) * config.num_layers
+            for window, (group, _) in zip(
+                config.windows or (None,) * config.num_layers, self.groups.places, strict=True
+            )
         ]
         self.final_norm = norm()
         self.rotary = rotary_table(config, max_model_len, dtype=dtype, device=self.device)
@@ -90,7 +93,8 @@ class Model:
     def forward(self, batch: Batch, caches: list[LayerCache]) -> Tensor:
         """Final hidden states [samples, hidden] of the tokens in `batch.logits_index` (None: all).
 
-        caches: one a layer; this pass writes its tokens' keys and values there before it attends to them.
+        caches: one a layer, which layers of different groups may share: their blocks differ. This pass writes its
+        tokens' keys and values there before it attends to them.
         """
         run, eps = self.ops, self.config.rms_norm_eps
         residual = run.embedding(batch.token_ids, self.embedding, self.embedding_scale)

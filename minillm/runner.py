@@ -16,6 +16,7 @@ from torch import Tensor
 from .batch import Batch, Rows
 from .config import ConfigError, EngineConfig
 from .kv_cache import LayerCache
+from .layer_groups import blocks_held
 from .model import Model
 from .request import Request, SamplingParams, TokenLogprobs
 from .sampler import GENERAL_AT_ONCE, Sampler, top_logprobs
@@ -124,18 +125,19 @@ def _as_dicts(ids: Tensor, values: Tensor) -> list[TokenLogprobs]:
 class Runner:
     """The model, its cache and the device's rows."""
 
-    def __init__(self, model: Model, config: EngineConfig, max_model_len: int, groups: int = 1):
+    def __init__(self, model: Model, config: EngineConfig, max_model_len: int):
         self.model = model
         self.device = model.device
         self.block_size = config.block_size
         rows, width = config.max_num_seqs, -(-max_model_len // config.block_size)
+        groups = len(model.groups.windows)
         # One row more than there are requests: it fills captured batches up.
         self.tokens = torch.zeros(rows + 1, max_model_len + 1, dtype=torch.int32, device=self.device)
         self.block_table = torch.zeros(groups, rows + 1, width, dtype=torch.int32, device=self.device)
         self.sampler = Sampler(rows, self.device, model.ops)
         self.logprobs = np.full(rows, -1, np.int32)  # how many a row's request wants; -1: none
         self.prompt_logprobs = np.full(rows, -1, np.int32)
-        self.num_blocks = self._blocks_that_fit(config, max_model_len, groups)
+        self.num_blocks = self._blocks_that_fit(config, max_model_len)
         self.caches = self._allocate_cache(self.num_blocks)
         self.graphs = self._decode_graphs(config)
         self._decoding: tuple[Step | None, Batch | None] = (None, None)  # the last step of decodes only
@@ -158,30 +160,37 @@ class Runner:
     # ---- memory
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of one block in all layers."""
+    def layer_bytes(self) -> int:
+        """Bytes of a token's key and value in one layer."""
         shape = self.model.config
-        element = torch.empty(0, dtype=self.model.dtype).element_size()
-        return 2 * shape.num_layers * self.block_size * shape.num_kv_heads * shape.head_dim * element
+        return 2 * shape.num_kv_heads * shape.head_dim * torch.empty(0, dtype=self.model.dtype).element_size()
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, in all layers of a group."""
+        return self.model.groups.size * self.block_size * self.layer_bytes
 
     def _allocate_cache(self, blocks: int) -> list[LayerCache]:
-        shape = self.model.config
+        """A cache a layer. Those at the same place in their groups are one: a block belongs to one group at a time."""
+        shape, groups = self.model.config, self.model.groups
         size = (blocks, self.block_size, shape.num_kv_heads, shape.head_dim)
         try:
             # Zeros, because attention may multiply stale values by a probability of 0, and 0 * NaN is NaN.
-            return [
+            made = [
                 LayerCache(*(torch.zeros(size, dtype=self.model.dtype, device=self.device) for _ in "kv"))
-                for _ in range(shape.num_layers)
+                for _ in range(groups.size)
             ]
+            return [made[place] for _, place in groups.places]
         except (torch.OutOfMemoryError, RuntimeError) as error:
             raise ConfigError(
                 f"num_blocks={blocks} needs {_gib(blocks * self.block_bytes)} for keys and values, more than "
                 f"{self.device} has free; lower num_blocks, max_num_seqs or max_model_len"
             ) from error
 
-    def _blocks_that_fit(self, config: EngineConfig, max_model_len: int, groups: int) -> int:
+    def _blocks_that_fit(self, config: EngineConfig, max_model_len: int) -> int:
         """As many blocks as were asked for or the memory allows, and no more than all rows at full length could use."""
-        request = groups * -(-max_model_len // config.block_size)
+        windows, chunk = self.model.groups.windows, config.max_num_batched_tokens
+        request = blocks_held(max_model_len, windows, config.block_size, chunk)
         most = config.num_blocks or config.max_num_seqs * request
         if self.device.type != "cuda":
             return most if config.num_blocks else min(most, max(CPU_CACHE_BYTES // self.block_bytes, 1))

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .block_tables import BlockTables, group_key
 from .kv_cache import BlockPool, BlockPoolError, prefix_keys
 from .policies import FirstComeFirstServed, PolicyError, asked_key, asked_share, name_of
 from .request import InvalidRequest, Request
@@ -44,7 +45,10 @@ class Step:
 
 
 class Scheduler:
-    """Requests join in the order that `policy` gives; when blocks run out one is preempted, and computed anew later."""
+    """Requests join in the order that `policy` gives; when blocks run out one is preempted, and computed anew later.
+
+    windows: one entry a layer group, the tokens that its queries see, None for all; see `layer_groups`.
+    """
 
     def __init__(
         self,
@@ -54,7 +58,7 @@ class Scheduler:
         max_model_len: int,
         block_size: int,
         num_blocks: int,
-        groups: int = 1,
+        windows: tuple[int | None, ...] = (None,),
         prefix_caching: bool = True,
         policy: FirstComeFirstServed | None = None,
         pool: BlockPool | None = None,
@@ -62,15 +66,13 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.block_size = block_size
-        self.groups = groups
         self.prefix_caching = prefix_caching
         self.pool = BlockPool(num_blocks) if pool is None else pool
         self.policy = policy or FirstComeFirstServed()
 
-        rows, width = max_num_seqs, -(-max_model_len // block_size)
+        rows = max_num_seqs
         self.requests: list[Request | None] = [None] * rows
-        self.block_table = np.zeros((groups, rows, width), np.int32)
-        self.held = np.zeros(rows, np.int32)  # blocks in the row's table, in each group
+        self.tables = BlockTables(rows, max_model_len, block_size, windows, max_num_batched_tokens)
         self.tokens = np.zeros((rows, max_model_len + 1), np.int32)  # confirmed tokens
         self.confirmed = np.zeros(rows, np.int32)  # tokens in `tokens`
         self.known = np.zeros(rows, np.int32)  # confirmed, and sampled by steps not read yet
@@ -83,13 +85,13 @@ class Scheduler:
         self.order = np.zeros(0, np.int32)  # running rows, oldest request first
         self.waiting: list[Request] = []  # in the order in which they are to be admitted
         self._free_rows = list(range(rows - 1, -1, -1))
-        self._fence: deque[tuple[int, int, list[int]]] = deque()  # (last step that may touch them, row, blocks)
+        # (last step that may touch them, row or -1, blocks)
+        self._fence: deque[tuple[int, int, list[int]]] = deque()
         self._arrivals = 0
         self.launched = -1  # number of the newest step launched
         self.read = -1  # number of the newest step whose tokens were read
         self._refused_by = ""  # what last kept a waiting request out: admits, share or blocks
         self._admitted: list[Request] = []
-        self._table_changes: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self.trace: Trace | None = None  # `Trace.watch` puts one here
         self.preemptions = 0
         self.prefix_hits = 0  # tokens found in the cache at admission
@@ -104,7 +106,7 @@ class Scheduler:
                 f"a prompt of {prompt} tokens leaves no room for output: prompt and output share max_model_len = "
                 f"{self.max_model_len} tokens, and the prompt needs at least one; shorten it or raise max_model_len"
             )
-        needed = self._blocks(limit) * self.groups
+        needed = self.tables.most(limit)
         if needed > self.pool.num_blocks:
             raise InvalidRequest(
                 f"{limit} tokens of prompt and output need {needed} cache blocks of {self.block_size} tokens, and the "
@@ -140,7 +142,8 @@ class Scheduler:
     def abandon(self) -> list[Request]:
         """Give up every request and every step in flight, after a failure; returns the requests."""
         self.read = self.launched
-        self._table_changes, self._admitted = [], []
+        self.tables.take_changes()
+        self._admitted = []
         given_up = [*self.waiting, *(request for request in self.requests if request is not None)]
         for request in given_up:
             self.finish(request, "abort")
@@ -174,13 +177,12 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """The next step, or None when nothing can be launched before a step in flight has been read."""
-        rows = self._runnable()
-        while not self._grow(rows):
+        rows, queries, budget = self._share_budget(self._runnable())
+        while not self._grow(rows, queries):
             if self.in_flight:
                 return None  # reading may finish requests, which is cheaper than preempting one
             self._preempt()
-            rows = self._runnable()
-        rows, queries, budget = self._share_budget(rows)
+            rows, queries, budget = self._share_budget(self._runnable())
         admitted = self._admit(budget)
         if admitted:
             rows = np.concatenate([rows, np.array([row for row, _ in admitted], np.int32)])
@@ -207,21 +209,32 @@ class Scheduler:
             rows, queries = rows[queries > 0], queries[queries > 0]
         return rows, queries, budget - spent
 
-    def _grow(self, rows: np.ndarray) -> bool:
-        """Give a block to each row whose next token needs one; False, and none given, if there are too few."""
-        rows = rows[self.computed[rows] >= self.held[rows] * self.block_size]
-        needed = len(rows) * self.groups
-        if needed == 0:
+    def _grow(self, rows: np.ndarray, queries: np.ndarray) -> bool:
+        """Give blocks to the rows whose next tokens need some; False, and none given, if there are too few."""
+        ends = self.computed[rows] + queries
+        short = ends > self.tables.covered[rows]
+        if not short.any():
             return True
-        if needed > self.pool.available:
-            return False
-        blocks = np.array(self.pool.allocate(needed), np.int32).reshape(self.groups, -1)
-        columns = self.held[rows]
-        self._extend_tables(rows, columns, blocks)
-        self.held[rows] += 1
-        if self.trace is not None:
-            self.trace.grow(rows, columns, blocks)
-        return True
+        self._let_go(rows[short])
+        given = self.tables.grow(rows[short], ends[short], self.pool)
+        if given is not None and self.trace is not None:
+            self.trace.grow(*given)
+        return given is not None
+
+    def _let_go(self, rows: np.ndarray) -> None:
+        """Give back what no later query of these rows can see, once the steps in flight have been read."""
+        if not self.tables.slides:
+            return
+        rows = rows[(self.tables.hidden(self.computed[rows]) > self.tables.gone[:, rows]).any(axis=0)]
+        for row in rows:
+            self._register(self.requests[row], int(self.computed[row]))  # what others may still find
+        holders, blocks = self.tables.let_go(rows, self.computed[rows])
+        if len(blocks):
+            self._fence.append((self.launched, -1, blocks.tolist()))
+            if self.trace is not None:
+                for row in rows.tolist():
+                    self.trace.release(row, blocks[holders == row].tolist(), self.launched)
+            self._open_fence()
 
     def _preempt(self) -> None:
         """Send the request that comes last back into the queue. Nothing is in flight: its tokens are all known."""
@@ -241,33 +254,30 @@ class Scheduler:
             return admitted
         while self.waiting and budget > 0 and self._free_rows:
             request = self.waiting[0]
-            known = len(request.known)
-            shared = self._find_prefix(request)
-            needed = self._blocks(known) - len(shared)
-            cached = [block for column in shared for block in column]
-            # Rows take a block every block_size steps: leave what they are expected to take in the next one.
-            reserve = -(-len(self.order) // self.block_size) * self.groups
-            if needed * self.groups + reserve > self.pool.available - self.pool.unreferenced(cached):
-                self._refused_by = "blocks"
-                break
-            pending = known - len(shared) * self.block_size
-            count = asked_share(self.policy, np.array([pending], np.int32), budget)[1]
+            known, shared = len(request.known), self._find_prefix(request)
+            start = len(shared[0]) * self.block_size
+            count = asked_share(self.policy, np.array([known - start], np.int32), budget)[1]
             if count == 0:
                 self._refused_by = "share"
                 break
+            cached = [block for blocks in shared for block in blocks if block >= 0]
+            held, needed = self.tables.needed(known, shared, count)
+            # Rows take a block every block_size steps: leave what they are expected to take in the next one.
+            reserve = -(-len(self.order) // self.block_size) * self.tables.groups
+            if needed + reserve > self.pool.available - self.pool.unreferenced(cached):
+                self._refused_by = "blocks"
+                break
             del self.waiting[0]
             self.pool.share(cached)
-            new = np.array(self.pool.allocate(needed * self.groups), np.int32).reshape(self.groups, needed)
-            old = np.array(shared, np.int32).reshape(len(shared), self.groups).T
-            blocks = np.concatenate([old, new], axis=1)
-            row = self._occupy(request, blocks, len(shared))
+            row = self._occupy(request, start)
+            blocks = self.tables.occupy(row, shared, held, self.pool)
             if self.trace is not None:
                 self.trace.admit(self, request, blocks)
-            self.prefix_hits += len(shared) * self.block_size
+            self.prefix_hits += start
             budget -= count
             admitted.append((row, count))
             # The next to be admitted may share what this step is going to write.
-            self._register(request, int(self.computed[row]) + count)
+            self._register(request, start + count)
         return admitted
 
     def _stuck(self) -> Exception:
@@ -282,13 +292,12 @@ class Scheduler:
         return PolicyError(f"{name_of(self.policy)}: {refused_by} lets nothing run; nothing is in flight, {counts}")
 
     def _find_prefix(self, request: Request) -> list[list[int]]:
-        """Cached blocks of the request's beginning, [blocks][groups]. At least one token is left to compute."""
+        """Cached blocks of the request's beginning, [groups][blocks]. At least one token is left to compute."""
         if not self._shares(request) or request.params.prompt_logprobs is not None:
-            return []
+            return [[]] * self.tables.groups
         full = (len(request.known) - 1) // self.block_size
         request.keys = prefix_keys(request.known, self.block_size, request.params.cache_salt, request.keys)
-        found = self.pool.lookup(key for prefix in request.keys[:full] for key in self._group_keys(prefix))
-        return [found[i : i + self.groups] for i in range(0, len(found) - self.groups + 1, self.groups)]
+        return self.tables.find_prefix(self.pool, request.keys[:full])
 
     def _launch(self, rows: np.ndarray, queries: np.ndarray) -> Step:
         singles = int((queries == 1).sum())
@@ -301,14 +310,12 @@ class Scheduler:
         self.computed[rows] += queries
         for row in rows[singles:]:
             self._register(self.requests[row], int(self.computed[row]))
+        self._let_go(rows[singles:])
         samples = self.computed[rows] == self.known[rows]
         self.known[rows[samples]] += 1
         step = Step(self.launched, rows, starts, queries, samples, singles, self._admitted)
-        if self._table_changes:
-            changed = zip(*self._table_changes, strict=True)
-            step.table_rows, step.table_columns = (np.concatenate(next(changed)) for _ in range(2))
-            step.table_blocks = np.concatenate(next(changed), axis=1)
-            self._table_changes = []
+        if (changes := self.tables.take_changes()) is not None:
+            step.table_rows, step.table_columns, step.table_blocks = changes
         self._admitted = []
         if self.trace is not None:
             self.trace.launch(self, step)
@@ -345,28 +352,18 @@ class Scheduler:
 
     # ---- rows and blocks
 
-    def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
-
     def _shares(self, request: Request) -> bool:
         return self.prefix_caching and request.params.use_prefix_cache
 
-    def _group_keys(self, prefix: bytes) -> list[bytes]:
-        return [prefix + bytes([group]) for group in range(self.groups)]
-
-    def _extend_tables(self, rows: np.ndarray, columns: np.ndarray, blocks: np.ndarray) -> None:
-        self.block_table[:, rows, columns] = blocks
-        self._table_changes.append((rows, columns, blocks))
-
-    def _occupy(self, request: Request, blocks: np.ndarray, shared: int) -> int:
-        """Put a request into a free row, with its blocks [groups, count], the first `shared` of them computed."""
+    def _occupy(self, request: Request, computed: int) -> int:
+        """Put a request into a free row, its first `computed` tokens being in the cache."""
         row = self._free_rows.pop()
         request.row = row
         self.requests[row] = request
-        known, count = len(request.known), blocks.shape[1]
+        known = len(request.known)
         self.tokens[row, :known] = request.known
         self.confirmed[row] = self.known[row] = known
-        self.computed[row] = shared * self.block_size
+        self.computed[row] = computed
         self.limit[row] = request.limit
         stops = request.stop_ids
         if len(stops) > self.stop_ids.shape[1]:
@@ -375,9 +372,7 @@ class Scheduler:
             self.stop_ids = wider
         self.stop_ids[row] = -1
         self.stop_ids[row, : len(stops)] = stops
-        self.held[row] = count
-        self._extend_tables(np.full(count, row, np.int32), np.arange(count, dtype=np.int32), blocks)
-        request.registered = shared
+        request.registered = computed // self.block_size
         self.arrival[row] = request.arrival
         place = int(np.searchsorted(self.arrival[self.order], request.arrival))
         self.order = np.insert(self.order, place, row)
@@ -393,16 +388,15 @@ class Scheduler:
         self.requests[row] = None
         self.confirmed[row] = self.known[row] = self.limit[row] = 0
         self.order = self.order[self.order != row]
-        blocks = self.block_table[:, row, : self.held[row]].T.ravel().tolist()
-        self.held[row] = 0
-        insort(self._fence, (int(self.last_step[row]), row, blocks))
+        insort(self._fence, (int(self.last_step[row]), row, self.tables.vacate(row)))
         self._open_fence()
 
     def _open_fence(self) -> None:
         while self._fence and self._fence[0][0] <= self.read:
             _, row, blocks = self._fence.popleft()
             self.pool.release(blocks)
-            self._free_rows.append(row)
+            if row >= 0:
+                self._free_rows.append(row)
 
     def _register(self, request: Request, written: int) -> None:
         """Let others share the full blocks among the first `written` tokens whose tokens are confirmed.
@@ -416,11 +410,11 @@ class Scheduler:
             return
         known = self.tokens[row, : full * self.block_size]
         request.keys = prefix_keys(known, self.block_size, request.params.cache_salt, request.keys[:full])
-        keys = {
-            int(self.block_table[group, row, column]): key
-            for column in range(request.registered, full)
-            for group, key in enumerate(self._group_keys(request.keys[column]))
-        }
+        keys = {}
+        for group, gone in enumerate(self.tables.gone[:, row].tolist()):
+            first = max(request.registered, gone)
+            blocks = self.tables.blocks[group, row, first:full].tolist()
+            keys |= {block: group_key(key, group) for block, key in zip(blocks, request.keys[first:full], strict=True)}
         for block, key in keys.items():
             self.pool.register(block, key)
         if self.trace is not None:
@@ -431,14 +425,14 @@ class Scheduler:
         """Raise AssertionError unless every block and every row is accounted for."""
         running = [request for request in self.requests if request is not None]
         assert sorted(self.order.tolist()) == sorted(request.row for request in running), "order lost a row"
-        tables = [self.block_table[:, r.row, : self.held[r.row]].ravel().tolist() for r in running]
+        tables = [self.tables.of(request.row).tolist() for request in running]
         fenced = [blocks for _, _, blocks in self._fence]
         self.pool.check(block for blocks in tables + fenced for block in blocks)
-        rows = [request.row for request in running] + [row for _, row, _ in self._fence] + self._free_rows
+        rows = [r.row for r in running] + [row for _, row, _ in self._fence if row >= 0] + self._free_rows
         assert sorted(rows) == list(range(len(self.requests))), "a row is lost or in two places"
         for request in running:
             row = request.row
             assert self.computed[row] <= self.known[row], f"row {row}: tokens out of order"
             assert self.confirmed[row] <= self.known[row] <= self.limit[row], f"row {row}: too many tokens"
-            assert self.computed[row] <= self.held[row] * self.block_size, f"row {row}: tokens without a block"
+            self.tables.check(row, int(self.computed[row]))
         assert all(request.row == -1 for request in self.waiting), "a waiting request holds a row"

@@ -15,6 +15,7 @@ The two rules of thumb as NVIDIA gives them: "Mastering LLM Techniques: Inferenc
 from dataclasses import dataclass
 
 from .config import ARCHITECTURES, ConfigError, ModelConfig
+from .layer_groups import blocks_held
 
 BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16, "float8": 8, "int8": 8, "int4": 4}
 
@@ -72,15 +73,14 @@ def fit(
     utilization: float = 0.9,
     workspace_bytes: float = 0,
     graph_bytes: float = 0,
-    keep_all: bool = False,
     memory: str = "GPU",
 ) -> Sizing:
     """Divide a GPU of `gpu_bytes` (80e9, 141e9) among a model's weights and requests of `context` tokens.
 
     dtype: of the weights, a key of BITS; kv_dtype: of keys and values, default the same. utilization: the share
     of the GPU that may be used. workspace_bytes: what a step needs beside weights and cache, graph_bytes: what
-    captured steps keep; `minillm build` measures both, here they are yours to say. block_size, keep_all: as in
-    `kv_bytes`. memory: what is divided, in words. Raises ConfigError.
+    captured steps keep; `minillm build` measures both, here they are yours to say. block_size: as in `kv_bytes`.
+    memory: what is divided, in words. Raises ConfigError.
     """
     if not 0 < utilization <= 1:
         raise ConfigError(f"utilization is a share of the GPU in (0, 1], not {utilization!r}")
@@ -92,7 +92,7 @@ def fit(
         weight_bytes=weight_bytes(config, dtype),
         kv_bytes_per_token=kv_bytes_per_token(config, kv_dtype),
         context=context,
-        request_bytes=kv_bytes(config, context, kv_dtype, block_size=block_size, keep_all=keep_all),
+        request_bytes=kv_bytes(config, context, kv_dtype, block_size=block_size),
         workspace_bytes=int(workspace_bytes),
         graph_bytes=int(graph_bytes),
         usable_bytes=int(gpu_bytes * utilization),
@@ -129,20 +129,16 @@ def kv_bytes_per_token(config: ModelConfig, dtype: str = "bfloat16") -> int:
     return config.num_layers * _layer_bytes(config, dtype)
 
 
-def kv_bytes(
-    config: ModelConfig, context: int, dtype: str = "bfloat16", *, block_size: int = 1, keep_all: bool = False
-) -> int:
-    """Bytes of keys and values of one request of `context` tokens, in whole blocks of `block_size` tokens.
+def kv_bytes(config: ModelConfig, context: int, dtype: str = "bfloat16", *, block_size: int = 1) -> int:
+    """Bytes of keys and values of one decoding request of `context` tokens, in whole blocks of `block_size` tokens.
 
-    A layer with a window needs only that many tokens. keep_all: count every token there too, for an engine that
-    does not let go of what lies behind the window; minillm does not, so far.
+    Layers with a window keep the blocks that hold the window, wherever it lies; a chunk of a prompt needs its own
+    beside them while it runs. Blocks have room for the layers of a group, so an incomplete one costs as much as others.
     """
     if context < 1 or block_size < 1:
         raise ConfigError(f"context and block_size are tokens, from 1, not {context!r} and {block_size!r}")
-    windows = () if keep_all else config.windows
-    kept = [min(context, window or context) for window in windows or [None] * config.num_layers]
-    blocks = sum(-(-tokens // block_size) for tokens in kept)
-    return blocks * block_size * _layer_bytes(config, dtype)
+    groups = config.groups()
+    return blocks_held(context, groups.windows, block_size) * block_size * groups.size * _layer_bytes(config, dtype)
 
 
 def _layer_bytes(config: ModelConfig, dtype: str) -> int:

@@ -8,6 +8,8 @@ from transformers import AutoModelForCausalLM
 
 import minillm
 from minillm import LLM, SamplingParams
+from minillm.config import ModelConfig
+from minillm.layer_groups import blocks_held
 from tests import models
 
 NAMES = [
@@ -54,7 +56,12 @@ def expected(directory, prompts):
     return found
 
 
-def run(directory, prompts, one_by_one=False, **options) -> list[list[int]]:
+def run(directory, prompts, one_by_one=False, tight=False, **options) -> list[list[int]]:
+    """tight: no more blocks than the longest request needs and a few."""
+    if tight:
+        windows, longest = ModelConfig.from_directory(directory).groups().windows, max(map(len, prompts)) + COUNT
+        needed = blocks_held(longest, windows, options["block_size"], options["max_num_batched_tokens"])
+        options["num_blocks"] = needed + 3 * len(windows)
     with LLM(directory, dtype="float64", device="cpu", **options) as llm:
         asked = prompts if one_by_one else [prompts]
         found = [completion.token_ids for prompt in asked for completion in llm.generate(prompt, GREEDY)]
@@ -73,7 +80,7 @@ def run(directory, prompts, one_by_one=False, **options) -> list[list[int]]:
         {},
         {"max_num_batched_tokens": 5, "max_num_seqs": 3},
         {"max_num_batched_tokens": 1},
-        {"num_blocks": 26, "block_size": 4, "run_ahead": 2},
+        {"tight": True, "block_size": 4, "run_ahead": 2, "max_num_batched_tokens": 24},
         {"one_by_one": True, "block_size": 4},
     ],
     ids=["alone", "batched", "chunked", "a token at a time", "preempted", "prefix hits"],

@@ -23,12 +23,15 @@ BLOCK = 4
 
 
 class Paged:
-    """Just enough of an engine to drive a model: rows in scattered blocks of one cache full of NaN."""
+    """Just enough of an engine to drive a model: rows in scattered blocks of one cache full of NaN.
+
+    All layer groups keep everything, in the same blocks of caches of their own.
+    """
 
     def __init__(self, model: Model, blocks: int = 400):
         config = model.config
         shape = (blocks, BLOCK, config.num_kv_heads, config.head_dim)
-        self.model = model
+        self.model, self.groups = model, len(model.groups.windows)
         self.caches = [
             LayerCache(*(torch.full(shape, float("nan"), dtype=model.dtype) for _ in "kv"))
             for _ in range(config.num_layers)
@@ -64,7 +67,7 @@ class Paged:
         return Batch(
             torch.tensor(ids),
             torch.tensor(positions),
-            torch.tensor([slots]),
+            torch.tensor([slots] * self.groups),
             self._rows(decode),
             self._rows(prefill),
             None if every else torch.tensor(last),
@@ -74,9 +77,9 @@ class Paged:
         if not part:
             return None
         sizes = [len(tokens) for tokens in part.values()]
-        table = torch.zeros(1, len(part), max(len(self.tables[row]) for row in part), dtype=torch.int32)
+        table = torch.zeros(self.groups, len(part), max(len(self.tables[row]) for row in part), dtype=torch.int32)
         for index, row in enumerate(part):
-            table[0, index, : len(self.tables[row])] = torch.tensor(self.tables[row])
+            table[:, index, : len(self.tables[row])] = torch.tensor(self.tables[row])
         lengths = torch.tensor([self.lengths[row] for row in part], dtype=torch.int32)
         starts = torch.tensor([0, *sizes]).cumsum(0).int()
         return Rows(sum(sizes), table, lengths, starts, max(sizes))

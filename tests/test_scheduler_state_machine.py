@@ -2,7 +2,8 @@
 
 The plain model is a device made of dictionaries: every cache slot remembers whose token it holds. It runs each step
 when it is launched, looks at the cache only through the block tables, and derives the next token from all that it
-sees there, so a block handed out twice, lost or overwritten changes tokens. The expected tokens come from a loop that
+sees there, so a block handed out twice, lost or overwritten changes tokens. A layer group with a window sees no
+further than that, and what nobody holds or may find any more is wiped out. The expected tokens come from a loop that
 knows nothing of blocks.
 """
 
@@ -21,6 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from minillm.block_tables import BlockTables
 from minillm.kv_cache import BlockPool
 from minillm.policies import POLICIES
 from minillm.request import Request, SamplingParams
@@ -34,21 +36,23 @@ PROMPTS = st.builds(
     st.integers(0, len(BEGINNING)),
     st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=4),
 )
+WINDOWS = [(None,), (None,), (None, None), (None, 8), (3, None), (5,), (None, 4, 4), (1,)]
 EXAMPLES, STEPS = 200, 50  # 10,000 steps
 
 
 def next_token(tokens) -> int:
-    """The plain model's language: any token depends on all before it, in order."""
+    """The plain model's language: any token depends on all that is seen before it, in order."""
     state = 17
     for token in tokens:
         state = (state * 31 + int(token) + 1) % 100003
     return state % VOCABULARY
 
 
-def expected_tokens(prompt, limit) -> list[int]:
+def expected_tokens(prompt, limit, windows) -> list[int]:
+    reach = LONGEST if None in windows else max(windows)
     tokens = list(prompt)
     while len(tokens) < limit:
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens[-reach:]))
         if tokens[-1] == STOP:
             break
     return tokens
@@ -58,44 +62,54 @@ class Device:
     """Rows, block tables and cache slots, changed only by what a step says."""
 
     def __init__(self, scheduler: Scheduler):
-        self.block_size, self.groups = scheduler.block_size, scheduler.groups
+        self.block_size, self.windows, self.pool = scheduler.block_size, scheduler.tables.windows, scheduler.pool
         self.tokens: dict[tuple[int, int], int] = {}
         self.table: dict[tuple[int, int, int], int] = {}
         self.slots: dict[tuple[int, int], int] = {}
 
-    def run(self, step) -> tuple[np.ndarray, set[tuple[int, int]]]:
-        """The step's sampled tokens, and the blocks that it writes, with the row that writes them."""
+    def run(self, step) -> tuple[np.ndarray, set[tuple[int, int]], set[int]]:
+        """The step's sampled tokens; the blocks that it writes, with the row that writes them; those that it reads."""
+        self.wipe(block for block in range(self.pool.num_blocks) if self.pool.unreferenced([block]))
         for request in step.admitted:
             for position, token in enumerate(request.known):
                 self.tokens[request.row, position] = int(token)
         if step.table_rows is not None:
             for i, (row, column) in enumerate(zip(step.table_rows, step.table_columns, strict=True)):
-                for group in range(self.groups):
+                for group in range(len(self.windows)):
                     self.table[group, int(row), int(column)] = int(step.table_blocks[group, i])
         spans = list(zip(step.rows.tolist(), step.starts.tolist(), step.queries.tolist(), strict=True))
-        written = set()
+        written, read = set(), set()
         for row, start, count in spans:
             for position in range(start, start + count):
-                for group in range(self.groups):
+                for group in range(len(self.windows)):
                     block = self.table[group, row, position // self.block_size]
                     self.slots[block, position % self.block_size] = self.tokens[row, position]
                     written.add((block, row))
         sampled = []
         for (row, start, count), samples in zip(spans, step.samples, strict=True):
-            if not samples:
-                continue
-            seen = [
-                [
-                    self.slots[self.table[group, row, at // self.block_size], at % self.block_size]
-                    for group in range(self.groups)
-                ]
-                for at in range(start + count)
-            ]
-            assert all(len(set(values)) == 1 for values in seen), "the groups' caches differ"
-            token = next_token(values[0] for values in seen)
-            self.tokens[row, start + count] = token
-            sampled.append(token)
-        return np.array(sampled, np.int64), written
+            end = start + count
+            seen: list[dict[int, int]] = []  # of each group: position -> token, as the last query sees them
+            for group, window in enumerate(self.windows):
+                reach = window or LONGEST
+                first = max(start + 1 - reach, 0)  # that the first query sees: attention reads from there
+                at = {p: (self.table[group, row, p // self.block_size], p % self.block_size) for p in range(first, end)}
+                read |= {block for block, _ in at.values()}
+                found = {p: self.slots[slot] for p, slot in at.items()}
+                seen.append({p: token for p, token in found.items() if p >= end - reach})
+                assert all(token == self.tokens[row, p] for p, token in found.items()), "a query sees another's token"
+            if samples:
+                farthest = max(seen, key=len)
+                token = next_token(farthest[p] for p in sorted(farthest))
+                self.tokens[row, end] = token
+                sampled.append(token)
+        return np.array(sampled, np.int64), written, read
+
+    def wipe(self, blocks) -> None:
+        """Poison these, but for what a prefix may be found in."""
+        for block in blocks:
+            if block not in self.pool._key_of:
+                for offset in range(self.block_size):
+                    self.slots.pop((block, offset), None)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -107,19 +121,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(1, 24),
         block_size=st.integers(1, 4),
         num_blocks=st.integers(4, 40),
-        groups=st.sampled_from([1, 1, 2]),
+        windows=st.sampled_from(WINDOWS),
         prefix_caching=st.sampled_from([True, True, True, False]),
         run_ahead=st.integers(0, 3),
         policy=st.sampled_from(["fcfs", *POLICIES]),
     )
-    def start(self, rows, budget, block_size, num_blocks, groups, prefix_caching, run_ahead, policy):
+    def start(self, rows, budget, block_size, num_blocks, windows, prefix_caching, run_ahead, policy):
         self.scheduler = self.scheduler_class(
             max_num_seqs=rows,
             max_num_batched_tokens=budget,
             max_model_len=LONGEST,
             block_size=block_size,
             num_blocks=num_blocks,
-            groups=groups,
+            windows=windows,
             prefix_caching=prefix_caching,
             policy=POLICIES[policy](),
         )
@@ -144,8 +158,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             limit=len(prompt) + output,
             stop_ids=(STOP,),
         )
-        needed = -(-request.limit // self.scheduler.block_size) * self.scheduler.groups
-        if needed > self.scheduler.pool.num_blocks:
+        if self.scheduler.tables.most(request.limit) > self.scheduler.pool.num_blocks:
             with pytest.raises(ValueError, match="cache blocks"):
                 self.scheduler.submit(request)
         else:
@@ -176,7 +189,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Now and then a step fails: whatever the steps in flight were to write is lost."""
         if lucky:
             return
-        for _, _, owners in self.in_flight:
+        for _, _, owners, _ in self.in_flight:
             for block, _ in owners:
                 for offset in range(self.scheduler.block_size):
                     self.device.slots.pop((block, offset), None)
@@ -193,14 +206,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         assert 0 < step.queries.sum() <= self.budget, "the step breaks its token budget"
         assert (step.queries[: step.singles] == 1).all() and (step.queries[step.singles :] > 1).all()
-        sampled, written = self.device.run(step)
+        sampled, written, read = self.device.run(step)
         owners = {(block, self.scheduler.requests[row]) for block, row in written}
-        self.in_flight.append((step, sampled, owners))
+        self.in_flight.append((step, sampled, owners, read))
 
     @precondition(lambda self: self.in_flight)
     @rule()
     def read(self):
-        step, sampled, _ = self.in_flight.popleft()
+        step, sampled, _, _ = self.in_flight.popleft()
         for request in self.scheduler.complete(step, sampled):
             assert request.finish_reason in ("stop", "length")
 
@@ -209,18 +222,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         self.scheduler.check()
-        table, pool = self.scheduler.block_table, self.scheduler.pool
-        for _, _, owners in self.in_flight:
+        tables, pool = self.scheduler.tables, self.scheduler.pool
+        for _, _, owners, read in self.in_flight:
+            assert all(pool.references[block] for block in read), "a block that a step in flight reads was given back"
             for block, owner in owners:
                 assert pool.references[block] > 0, "a block that a step in flight may write was given back"
                 for request in self.scheduler.requests:
                     if request is not None and request is not owner:
-                        held = table[:, request.row, : self.scheduler.held[request.row]]
-                        assert block not in held or block in self.shared(request), "a block in flight has a new owner"
+                        assert block not in tables.of(request.row) or block in self.shared(request), (
+                            "a block in flight has a new owner"
+                        )
 
     def shared(self, request: Request) -> set[int]:
         """Blocks of a running request that others may hold too, because they are full and registered."""
-        return set(self.scheduler.block_table[:, request.row, : request.registered].ravel().tolist())
+        return set(self.scheduler.tables.blocks[:, request.row, : request.registered].ravel().tolist())
 
     def teardown(self):
         if not hasattr(self, "scheduler"):
@@ -236,7 +251,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             raise AssertionError("requests wait for ever")
         for request in self.requests:
-            expected = expected_tokens(request.prompt, request.limit)
+            expected = expected_tokens(request.prompt, request.limit, self.scheduler.tables.windows)
             got = request.known.tolist()
             assert got == expected[: len(got)], f"request {request.request_id} has other tokens than alone"
             if request.finish_reason != "abort":
@@ -295,7 +310,7 @@ class SkipsTheFence(Scheduler):
         while self._fence:
             _, row, blocks = self._fence.popleft()
             self.pool.release(blocks)
-            self._free_rows.append(row)
+            self._free_rows += [row][: row >= 0]
 
 
 class OverspendsByOne(Scheduler):
@@ -327,8 +342,55 @@ class RemembersWhatFailed(BlockPool):
         pass
 
 
+class LetsGoTooEarly(Scheduler):
+    """A window's blocks go one too early: the next query's farthest keys are in them."""
+
+    def __init__(self, **sizes):
+        super().__init__(**sizes)
+        self.tables._reach = np.maximum(self.tables._reach - self.block_size, 1)
+
+
+class LetsGoTwice(Scheduler):
+    """A row forgets what it has let go of."""
+
+    def _let_go(self, rows):
+        gone = self.tables.gone.copy()
+        super()._let_go(rows)
+        self.tables.gone = gone
+
+
+class LetsGoWithoutFence(Scheduler):
+    """Blocks behind a window are given back while steps that read them are in flight."""
+
+    def _let_go(self, rows):
+        self.pool.release(self.tables.let_go(rows, self.computed[rows]))
+
+
+class FindsLocalHoles(BlockTables):
+    """A prefix is a hit when a local group has its last block, though the next query sees more."""
+
+    def find_prefix(self, pool, keys):
+        own, self._reach = self._reach, np.minimum(self._reach, 2)
+        found = super().find_prefix(pool, keys)
+        self._reach = own
+        return found
+
+
+class MissesLocalBlocks(Scheduler):
+    def __init__(self, **sizes):
+        super().__init__(**sizes)
+        self.tables.__class__ = FindsLocalHoles
+
+
 FAULTS = [ForgetsReferences, GivesTwice, KeepsStaleKeys, SkipsTheFence, OverspendsByOne, StopsOneLate]
-FAULTS += [SharesUnwrittenBlocks, RemembersWhatFailed]
+FAULTS += [
+    SharesUnwrittenBlocks,
+    RemembersWhatFailed,
+    LetsGoTooEarly,
+    LetsGoTwice,
+    LetsGoWithoutFence,
+    MissesLocalBlocks,
+]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)

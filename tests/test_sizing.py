@@ -74,9 +74,15 @@ def test_local_layers_keep_their_window_and_global_ones_everything():
     config = replace(GEMMA_2B, num_layers=3, windows=(100, None, 100))
     layer = sizing.kv_bytes_per_token(config) // 3
     assert sizing.kv_bytes(config, 1000) == (100 + 1000 + 100) * layer
-    assert sizing.kv_bytes(config, 1000, block_size=16) == (112 + 1008 + 112) * layer
+    # A window of 100 tokens may lie in 8 blocks of 16: the last 2 tokens of the first, the first 2 of the last.
+    assert sizing.kv_bytes(config, 1000, block_size=16) == (128 + 1008 + 128) * layer
     assert sizing.kv_bytes(config, 50) == 3 * 50 * layer, "a context within the window keeps all of it"
-    assert sizing.kv_bytes(config, 1000, keep_all=True) == 3 * 1000 * layer
+
+
+def test_an_incomplete_layer_group_costs_as_much_as_the_others():
+    config = replace(GEMMA_2B, num_layers=5, windows=(100, None, 100, None, 100))
+    layer = sizing.kv_bytes_per_token(config) // 5
+    assert sizing.kv_bytes(config, 1000) == (100 + 100 + 1000) * 2 * layer
 
 
 def test_a_gpu_is_divided_without_remainder_or_loss():

@@ -68,9 +68,8 @@ def attention_work(llm, step: Step) -> tuple[int, int]:
 
     The last layer's queries are counted whole: those of a prompt nobody samples from are few beside the others'.
     """
-    model, runner = llm.engine.model, llm.engine.runner
+    model, token_bytes = llm.engine.model, llm.engine.runner.layer_bytes
     starts, ends = step.starts.astype(np.int64), (step.starts + step.queries).astype(np.int64)
-    token_bytes = runner.block_bytes // runner.block_size // len(model.layers)
     nbytes = operations = 0
     for window, layers in Counter(layer.window or int(ends.max()) for layer in model.layers).items():
         seen = _sum_to(ends, window) - _sum_to(starts, window)

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from ..config import ConfigError, EngineConfig, ModelConfig
+from ..layer_groups import blocks_held
 from ..loader import read_config, resolve
 from ..plan import Plan, Traffic
 from ..runner import CPU_CACHE_BYTES
@@ -116,7 +117,7 @@ def on_gpu(shape: ModelConfig, plan: Plan, gpu_bytes: float) -> Sizing:
     """A GPU of this size, divided; with what of it was measured."""
     return fit(
         shape, gpu_bytes, plan.traffic.context, dtype=plan.options["dtype"], block_size=plan.options["block_size"],
-        utilization=plan.options.get("gpu_memory_utilization", EngineConfig().gpu_memory_utilization), keep_all=True,
+        utilization=plan.options.get("gpu_memory_utilization", EngineConfig().gpu_memory_utilization),
         workspace_bytes=plan.memory.get("workspace", 0), graph_bytes=plan.memory.get("graphs", 0),
     )  # fmt: skip
 
@@ -124,16 +125,20 @@ def on_gpu(shape: ModelConfig, plan: Plan, gpu_bytes: float) -> Sizing:
 def on_cpu(shape: ModelConfig, plan: Plan) -> Sizing:
     """What the engine takes of a CPU's memory: all its rows at full length, or what it takes at most."""
     block, dtype = plan.options["block_size"], plan.options["dtype"]
-    width = -(-(plan.options.get("max_model_len") or shape.max_model_len) // block)
-    block_bytes = block * kv_bytes_per_token(shape, dtype)
-    blocks = plan.options.get("num_blocks") or min(
-        plan.options["max_num_seqs"] * width, max(CPU_CACHE_BYTES // block_bytes, 1)
-    )
+    longest = plan.options.get("max_model_len") or shape.max_model_len
+    block_bytes = block * shape.groups(longest).size * kv_bytes_per_token(shape, dtype) // shape.num_layers
+    most = plan.options["max_num_seqs"] * _blocks_held(shape, plan, longest, "cpu")
+    blocks = plan.options.get("num_blocks") or min(most, max(CPU_CACHE_BYTES // block_bytes, 1))
     taken = weight_bytes(shape, dtype) + blocks * block_bytes
     context = plan.traffic.context
-    return fit(
-        shape, taken, context, dtype=dtype, block_size=block, utilization=1, keep_all=True, memory="taken in all"
-    )
+    return fit(shape, taken, context, dtype=dtype, block_size=block, utilization=1, memory="taken in all")
+
+
+def _blocks_held(shape: ModelConfig, plan: Plan, tokens: int, device: str) -> int:
+    """The most blocks that a request of `tokens` tokens holds at a time."""
+    groups = shape.groups(plan.options.get("max_model_len"))
+    chunk = plan.options.get("max_num_batched_tokens") or EngineConfig().on(device).max_num_batched_tokens
+    return blocks_held(tokens, groups.windows, plan.options["block_size"], chunk)
 
 
 # ---- what it brings
@@ -142,7 +147,9 @@ def on_cpu(shape: ModelConfig, plan: Plan) -> Sizing:
 def compared(model: str | Path | None, plan: Plan, out: Path, options: dict, repeat: int = 3) -> list[dict]:
     """One request and all of the traffic's, with and without the plan in turns: medians of `repeat` runs."""
     traffic = plan.traffic
-    blocks = traffic.concurrency * (-(-traffic.context // plan.options["block_size"]) + 1)
+    longer = traffic.context + plan.options["block_size"]
+    device = "cpu" if plan.gpu is None else "cuda"
+    blocks = traffic.concurrency * _blocks_held(read_config(resolve(model)), plan, longer, device)
     engines = {
         "default": Minillm(model, **{"num_blocks": blocks} | options),
         "planned": Minillm(model, **{"num_blocks": blocks, "plan": str(out)} | options),

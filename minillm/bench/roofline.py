@@ -193,8 +193,7 @@ def table(points: Sequence[Point], limits: Limits) -> str:
 
 
 def _kv_bytes(llm) -> int:
-    runner = llm.engine.runner
-    return runner.block_bytes // runner.block_size
+    return llm.engine.runner.layer_bytes * len(llm.engine.model.layers)
 
 
 def _ids(llm, count: int, seed: int) -> list[int]:
