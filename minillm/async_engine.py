@@ -62,7 +62,7 @@ class AsyncLLM:
         self._listening: dict[str, Prepared] = {}
         # The engine is made in the thread that steps it: OpenMP keeps a pool of threads for each thread that computes,
         # and a second pool beside the loader's made a lone request a fifth slower.
-        make = (lambda: Engine(model, tokenizer, **options)) if engine is None else (lambda: engine)
+        make = (lambda: _warm(Engine(model, tokenizer, **options))) if engine is None else (lambda: engine)
         made: Future[Engine] = Future()
         self._thread = threading.Thread(target=self._run, args=(make, made), name="minillm-engine", daemon=True)
         self._thread.start()
@@ -260,3 +260,8 @@ class _LoopMailbox:
 def _put_all(items: list[tuple[asyncio.Queue, Delta | Exception]]) -> None:
     for queue, delta in items:
         queue.put_nowait(delta)
+
+
+def _warm(engine: Engine) -> Engine:
+    engine.warm_up()
+    return engine

@@ -131,6 +131,29 @@ class Engine:
             self.trace.watch(scheduler)
         return scheduler
 
+    def warm_up(self) -> None:
+        """Compile kernels and capture CUDA graphs now, not while the first requests wait. On a CPU nothing is to do.
+
+        Every batch size is captured with tables of the least width, and prompts are run up to the token budget; what
+        else is met later (longer tables, the general sampler) is compiled then.
+        """
+        graphs = self.runner.graphs
+        if graphs is None:
+            return
+        with self.lock:
+            if graphs.graphs.follow():
+                with launches.using(self._launches):
+                    graphs.capture([(size, graphs.width(1)) for size in graphs.sizes])
+            params = SamplingParams(max_tokens=2, ignore_eos=True, use_prefix_cache=False)
+            total = 1
+            while total <= self.config.max_num_batched_tokens:
+                length = min(total, 128, self.max_model_len - 2)
+                for _ in range(min(total // length, self.config.max_num_seqs)):
+                    self.submit(self.prepare([0] * length, params, wants_text=False))
+                while self.has_work:
+                    self.step()
+                total *= 4
+
     # ---- requests
 
     def prepare(

@@ -78,6 +78,10 @@ class LLM:
     def stats(self) -> dict[str, int]:
         return self._open_engine().stats()
 
+    def warm_up(self) -> None:
+        """Compile kernels and capture CUDA graphs now, not while the first requests wait. On a CPU nothing is to do."""
+        self._open_engine().warm_up()
+
     def close(self) -> None:
         """Free everything; the object cannot be used afterwards."""
         if self.engine is not None:

@@ -3,7 +3,8 @@
 import pytest
 
 import minillm
-from minillm import ops
+from minillm import LLM, SamplingParams, ops
+from tests.emulated_graphs import emulated_graphs
 
 graphs = pytest.importorskip("minillm.graphs", reason="triton is not installed here")
 
@@ -50,3 +51,19 @@ def test_an_inner_block_declares_for_itself_alone(captured):
 def test_what_replaces_the_tokenizers_part_concerns_no_graph(captured):
     with minillm.using(bpe_merge=mine):
         assert captured.follow() and captured
+
+
+def test_warming_up_captures_every_size_and_leaves_no_trace():
+    greedy = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+    with emulated_graphs(), LLM(max_num_seqs=4, max_num_batched_tokens=16) as llm:
+        llm.warm_up()
+        captured = llm.engine.runner.graphs.graphs
+        assert {size for size, _ in captured} == {1, 2, 4}
+        stats = llm.stats()
+        assert stats["running"] == stats["waiting"] == stats["blocks_cached"] == 0
+        assert not llm.engine.has_work
+        warmed = llm.generate([[5, 6, 7], [8, 9]], greedy)
+    with LLM() as llm:
+        assert [each.token_ids for each in llm.generate([[5, 6, 7], [8, 9]], greedy)] == [
+            each.token_ids for each in warmed
+        ]
