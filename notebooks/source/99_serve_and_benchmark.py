@@ -37,6 +37,7 @@ from minillm.server import running
 here = tier()
 places = {"cpu": 16, "gpu": 128}[here.name]
 llm = LLM(here.model, max_num_seqs=places, enable_prefix_caching=False, **here.options)
+llm.warm_up()  # on a GPU: compile kernels and record graphs now, not under the first clients
 stack = ExitStack()
 server = stack.enter_context(running(llm))
 config, model = llm.model_config, llm.engine.model
