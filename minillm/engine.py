@@ -96,20 +96,22 @@ class Engine:
             self.runner = Runner(self.model, self.config, self.max_model_len)
             if self.plan is not None and self.runner.graphs is not None:
                 self.runner.graphs.capture(map(tuple, self.plan.graphs))
-        self.scheduler: Scheduler | None = None
-        self._adopted: tuple[Callable, ...] | None = None  # what made the scheduler's policy and block pool
-        self._adopt()
         self.in_flight: deque[Launched] = deque()
         self.tracked: dict[str, Tracked] = {}
         self._watched: dict[int, Tracked] = {}  # by row
         self.lock = threading.RLock()
         self._counter = itertools.count(1)
         self._finished: list[Completion] = []
+        self.scheduler: Scheduler | None = None
+        self._adopted: tuple[Callable, ...] | None = None  # what made the scheduler's policy and block pool
+        self._adopt()
 
     def _adopt(self) -> None:
-        """Have a scheduler with the policy and the block pool that `using` says, anew if that changed.  While idle."""
+        """Have a scheduler with the policy and the block pool that `using` says.  While no request is tracked."""
         wanted = stateful.PARTS.functions
         if wanted != self._adopted:
+            while self.in_flight:  # launched ahead of the last request's end
+                self._read(self.in_flight.popleft())
             self.scheduler = self._make_scheduler(*wanted)
             self._adopted = wanted
 
@@ -203,7 +205,7 @@ class Engine:
         with self.lock:
             if request_id in self.tracked:
                 raise InvalidRequest(f"request id {request_id!r} is running already; choose another")
-            if not self.has_work:
+            if not self.tracked:
                 self._adopt()
             self.scheduler.submit(tracked.request)
             self.tracked[request_id] = tracked
@@ -211,8 +213,7 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End a request now; its blocks are free at the next step. An unknown or finished id is no error."""
         with self.lock:
-            tracked = self.tracked.get(request_id)
-            if tracked is not None:
+            if (tracked := self.tracked.get(request_id)) is not None:
                 with self._or_abandon():
                     self.scheduler.finish(tracked.request, "abort")
                 self._finish(tracked)
@@ -320,8 +321,7 @@ class Engine:
         stopped_by_token = request.finish_reason == "stop"
         if tracked.detokenizer is not None and not stopped_by_token:
             tracked.text += tracked.detokenizer.add([token])
-        found = None
-        stop = request.params.stop
+        found, stop = None, request.params.stop
         if stop and len(completion.token_ids) >= request.params.min_tokens:
             if request.finish_reason is not None:
                 tracked.text += tracked.detokenizer.flush()

@@ -28,7 +28,7 @@ class Parts:
     `origin` says of each name what runs, and why.
     """
 
-    kind = "a function"
+    refusal = "{name} must be a function, not {type}"
 
     def __init__(self, functions: dict[str, Callable], origin: dict[str, tuple[str, str]] | None = None):
         self.names = tuple(functions)
@@ -39,8 +39,9 @@ class Parts:
 
     @property
     def functions(self) -> tuple[Callable, ...]:
-        """What runs now, in the order of `names`."""
-        return tuple(getattr(self, name) for name in self.names)
+        """What runs now, in the order of `names`; what one block of `using` replaces is seen all or not at all."""
+        with _lock:
+            return tuple(getattr(self, name) for name in self.names)
 
     @property
     def engines_own(self) -> bool:
@@ -113,11 +114,11 @@ def using(*, capturable: bool = False, **replacements: Callable) -> Iterator[Use
     """
     found = _all()
     for name, function in replacements.items():
-        kinds = [parts.kind for parts in found if name in parts.names]
-        if not kinds:
+        refusals = [parts.refusal for parts in found if name in parts.names]
+        if not refusals:
             raise ValueError(f"no part is called {name!r}; there are: {', '.join(names())}")
         if not callable(function):
-            raise TypeError(f"{name} must be {kinds[0]}, not {type(function).__name__}")
+            raise TypeError(refusals[0].format(name=name, type=type(function).__name__))
     used = Used(calls=dict.fromkeys(replacements, 0))
     with _lock:
         before = []

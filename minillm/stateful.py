@@ -28,7 +28,7 @@ INTERFACES = {
 class StatefulParts(Parts):
     """Each entry makes an object: called with the engine's own class and what that takes."""
 
-    kind = "a class"
+    refusal = "{name} must be a class, not an object of {type}; give the class itself"
 
     def replacement(self, name: str, function: Callable, used: Used, capturable: bool) -> Callable:
         def make(own: Callable, *arguments):
@@ -40,7 +40,8 @@ class StatefulParts(Parts):
             part = function(*arguments)
             missing = [each for each in INTERFACES[name] if not (hasattr(type(part), each) or hasattr(part, each))]
             if missing:
-                raise TypeError(f"{type(part).__name__} cannot be a {name}: it has no {', '.join(missing)}")
+                way = f"write them, or derive the class from {own.__module__}.{own.__name__}"
+                raise TypeError(f"{type(part).__name__} cannot be a {name}: it has no {', '.join(missing)}; {way}")
             counted = type(type(part).__name__, (Counted,), {})(part, name, used)
             if name == "block_pool":
                 _look_at_blocks(counted, *arguments)

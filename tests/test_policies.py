@@ -5,7 +5,7 @@ import pytest
 
 from minillm import LLM
 from minillm.config import ConfigError, EngineConfig
-from minillm.policies import POLICIES, ShortestPromptFirst
+from minillm.policies import POLICIES, ShortestPromptFirst, asked_share
 from minillm.request import Request, SamplingParams
 from minillm.scheduler import Scheduler
 
@@ -76,6 +76,89 @@ def test_a_policy_that_promises_so_lets_nobody_wait_for_ever(policy):
         waiting.submit(each)
     stream = {number: [request("s", prompt=1, output=2)] for number in range(80)}
     assert names(admissions(waiting, stream)).index("L") < 20, "others go first as long as there are any"
+
+
+@pytest.mark.parametrize("policy", [name for name, policy in POLICIES.items() if policy.fair])
+@pytest.mark.parametrize("budget", [1, 3, 8, 64])
+def test_a_request_that_needs_nearly_every_block_has_its_turn_however_many_come_after_it(policy, budget):
+    waiting = scheduler(policy, max_num_seqs=6, max_num_batched_tokens=budget, num_blocks=11)
+    large = request("L", prompt=30, output=14)
+    for each in (request("a"), request("b"), large):
+        waiting.submit(each)
+    finished = []
+    for number in range(2000):
+        if number % 2:
+            waiting.submit(request("s", prompt=3, output=3))
+        step = waiting.schedule()
+        finished += waiting.complete(step, np.ones(int(step.samples.sum()), np.int64))
+        waiting.check()
+        if large in finished:
+            return
+    raise AssertionError("the large one never ends")
+
+
+def test_cached_blocks_are_no_obstacle_to_a_request_that_needs_all_there_are():
+    waiting = Scheduler(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, block_size=4, num_blocks=12)
+    rng = np.random.default_rng(0)
+    for name in "abcd":
+        each = request(name, prompt=12, output=2)
+        each.prompt = each.known = rng.integers(0, 99, 12).astype(np.int32)
+        waiting.submit(each)
+    admissions(waiting)
+    assert waiting.pool.cached == waiting.pool.num_blocks
+    shares = request("L", prompt=40, output=8)
+    shares.prompt = shares.known = np.concatenate([each.prompt, rng.integers(0, 99, 28)]).astype(np.int32)
+    for other in (shares, request("M", prompt=40, output=8)):
+        waiting.submit(other)
+    assert names(admissions(waiting)) == "LM" and waiting.prefix_hits == 12
+
+
+# ---- shares of a step
+
+
+def steps(waiting: Scheduler, *prompts: int, output: int = 3) -> list[list[int]]:
+    """Tokens that run in each step, row by row, in the order of arrival; 0: the row waits."""
+    requests = [request(str(i), prompt, output) for i, prompt in enumerate(prompts)]
+    for each in requests:
+        waiting.submit(each)
+    found = []
+    while (step := waiting.schedule()) is not None:
+        counts = dict(zip(step.rows.tolist(), step.queries.tolist(), strict=True))
+        found.append([counts.get(each.row, 0) for each in requests])
+        waiting.complete(step, np.ones(int(step.samples.sum()), np.int64))
+    return found
+
+
+def test_decodes_run_first_and_chunks_share_what_is_left_oldest_first():
+    found = steps(scheduler("fcfs", max_num_seqs=3, max_num_batched_tokens=10), 4, 14, 9, output=4)
+    assert found == [[4, 6, 0], [1, 8, 1], [1, 1, 8], [1, 1, 1], [0, 1, 1], [0, 0, 1]]
+
+
+def test_a_whole_prompt_waits_for_a_step_with_room_and_one_beyond_every_budget_is_cut():
+    found = steps(scheduler("whole", max_num_seqs=4, max_num_batched_tokens=10), 4, 9, 23, 8, output=4)
+    assert [each for each in zip(*found, strict=True)] == [
+        (4, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0),
+        (0, 0, 0, 0, 9, 1, 1, 1, 0, 0, 0),
+        (0, 0, 0, 0, 1, 9, 9, 4, 1, 1, 1),
+        (0, 0, 0, 0, 0, 0, 0, 0, 8, 1, 1, 1),
+    ]
+
+
+def test_a_smaller_budget_than_before_leaves_no_whole_prompt_waiting_for_ever():
+    waiting = scheduler("whole", max_num_batched_tokens=20)
+    assert steps(waiting, 18, output=1) == [[18]]
+    waiting.max_num_batched_tokens = 10
+    assert steps(waiting, 18, output=1) == [[10], [8]]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_share_is_within_what_is_pending_and_the_budget_and_spends_what_it_may(policy):
+    rng = np.random.default_rng(0)
+    for _ in range(500):
+        pending = np.where(rng.random(9) < 0.5, 1, rng.integers(1, 40, 9)).astype(np.int32)[: rng.integers(1, 9)]
+        budget = int(rng.integers(1, 120))
+        given, total = asked_share(POLICIES[policy](), pending, budget)
+        assert total == given.sum() == min(budget, pending.sum())
 
 
 def test_a_static_batch_takes_nobody_before_its_last_is_done():
