@@ -245,7 +245,7 @@ class GivesTwice(DictPool):
 class FailsLater(DictPool):
     """Works a while, then never again."""
 
-    budget = 6
+    budget = 4
 
     def allocate(self, count):
         self.budget -= 1

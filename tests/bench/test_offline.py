@@ -5,8 +5,11 @@ import json
 import pytest
 import torch
 
+import minillm
 from minillm.bench import offline, peers
 from minillm.bench.workloads import BenchRequest
+from minillm.kv_cache import BlockPool
+from minillm.policies import ShortestPromptFirst
 
 REQUESTS = [BenchRequest([5, 6, 7, 8, 9], 6), BenchRequest([11], 3), BenchRequest([20, 21], 9)]
 
@@ -126,6 +129,12 @@ def test_repetitions_are_not_served_from_the_prefix_cache(model_directory):
     engine.run(work, 1.0)
     assert engine.llm.stats()["prefix_hit_tokens"] == 0
     engine.llm.close()
+
+
+def test_the_benchmark_runs_on_the_readers_policy_and_block_pool(model_directory):
+    with minillm.using(policy=ShortestPromptFirst, block_pool=lambda blocks: BlockPool(blocks)) as used:
+        offline.run(model_directory, workload="single", repeat=1, load_format="dummy", scale=16, quiet=True)
+    assert min(used.calls.values()) > 0 and not used.not_solved
 
 
 def test_static_batches_are_tried_up_to_the_workloads_size():

@@ -10,6 +10,8 @@ import pytest
 
 import minillm
 from minillm.async_engine import AsyncLLM
+from minillm.kv_cache import BlockPool
+from minillm.policies import FirstComeFirstServed
 from minillm.server import PortTaken, running, serve
 
 
@@ -164,4 +166,47 @@ def test_a_failing_operation_is_an_error_the_client_sees_and_the_server_survives
         response = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3})
     assert response.status_code == 500
     assert "my linear is wrong" in response.json()["error"]["message"]
+    assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3}).status_code == 200
+
+
+def test_a_policy_and_a_block_pool_of_the_readers_serve_http_requests(http):
+    body = {"prompt": ["The river", "Once", "A long day"], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    body["return_token_ids"] = True
+
+    def ask():
+        return [each["token_ids"] for each in http.post("/v1/completions", json=body).json()["choices"]]
+
+    class LastFirst(FirstComeFirstServed):
+        def key(self, request):
+            return -request.arrival
+
+    class Mine(BlockPool):
+        def allocate(self, count):
+            return super().allocate(count)[::-1]
+
+    before = ask()
+    with minillm.using(policy=LastFirst, block_pool=Mine) as used:
+        assert ask() == before
+    assert used.calls["policy"] > 3 and used.calls["block_pool"] > 3
+    assert ask() == before
+
+
+def test_a_policy_that_lets_nobody_in_is_an_error_the_client_sees_and_the_server_survives(http):
+    class Closed(FirstComeFirstServed):
+        def admits(self, running):
+            return False
+
+    with minillm.using(policy=Closed):
+        response = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3})
+    assert response.status_code == 500
+    assert "policy Closed: admits lets nothing run" in response.json()["error"]["message"]
+
+    class NoKey(FirstComeFirstServed):
+        def key(self, request):
+            return None
+
+    with minillm.using(policy=NoKey):
+        response = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3})
+    assert response.status_code == 500
+    assert "policy NoKey: key must give a number" in response.json()["error"]["message"]
     assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3}).status_code == 200
