@@ -344,8 +344,22 @@ def test_a_trace_without_an_engine_at_rest_is_refused():
         Trace().watch(schedule.scheduler)
 
 
-def test_the_trace_is_no_part_of_a_plan_or_a_record(tmp_path):
-    from minillm.bench import offline
+def test_commands_write_a_trace_and_plans_and_records_leave_it_out(tmp_path):
+    from typer.testing import CliRunner
 
-    record = offline.run(workload="single", requests=1, scale=64, repeat=1, quiet=True, trace=str(tmp_path / "t.jsonl"))
-    assert "t.jsonl" not in json.dumps(record["results"]) and list(replay(Trace.read(tmp_path / "t.jsonl")))
+    from minillm.bench.build import options_of
+    from minillm.cli import app
+    from minillm.config import PRESETS, EngineConfig
+    from minillm.plan import Traffic
+
+    for command in (["generate", "once"], ["bench", "offline", "--workload", "single", "--requests", "1"]):
+        path = tmp_path / f"{command[0]}.jsonl"
+        options = ["--scale", "64", "--repeat", "1"] if command[0] == "bench" else ["--max-tokens", "3"]
+        result = CliRunner().invoke(app, [*command, *options, "--trace", str(path)])
+        assert result.exit_code == 0, result.output
+        assert list(replay(Trace.read(path)))
+        assert command[0] == "generate" or str(path) not in json.dumps(
+            json.loads(result.stdout.splitlines()[-1])["results"]
+        )
+    config = EngineConfig(trace=str(path))
+    assert "trace" not in options_of(config, PRESETS["gemma-2b"], Traffic(8, 8, 8), "cuda")

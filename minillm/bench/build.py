@@ -30,7 +30,7 @@ from . import records
 from .offline import Minillm
 from .workloads import BenchRequest
 
-OF_THE_PLACE = ("device", "load_format", "seed", "plan")  # options that a plan does not hold
+OF_THE_PLACE = ("device", "load_format", "seed", "plan", "trace")  # options that a plan does not hold
 
 
 def run(
