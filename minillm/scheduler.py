@@ -232,8 +232,7 @@ class Scheduler:
         if len(blocks):
             self._fence.append((self.launched, -1, blocks.tolist()))
             if self.trace is not None:
-                for row in rows.tolist():
-                    self.trace.release(row, blocks[holders == row].tolist(), self.launched)
+                self.trace.release(holders, blocks, self.launched)
             self._open_fence()
 
     def _preempt(self) -> None:

@@ -80,7 +80,9 @@ class Schedule:
             return
         self.in_flight.append(step)
         names = [scheduler.requests[row].request_id for row in step.rows]
-        lists = (step.rows, step.starts, step.queries, step.samples)
+        prompts = np.array([len(scheduler.requests[row].prompt) for row in step.rows])
+        decodes = (step.queries == 1) & step.samples & (step.starts >= prompts)
+        lists = (step.rows, step.starts, step.queries, step.samples, np.where(decodes, "decode", "prefill"))
         self.steps.append((step.number, names, *(each.tolist() for each in lists)))
         rows = {r.row: (r.request_id, table_of(scheduler.tables, r.row)) for r in scheduler.requests if r is not None}
         pool = scheduler.pool
@@ -122,8 +124,8 @@ def table_of(held, row: int) -> list[list[int]]:
     return table
 
 
-def reconstructed(trace) -> tuple[list, list]:
-    steps = [(s.number, s.request, s.row, s.start, s.count, s.samples) for s in replay(trace)]
+def reconstructed(trace) -> tuple[list, list, set]:
+    steps = [(s.number, s.request, s.row, s.start, s.count, s.samples, s.kind) for s in replay(trace)]
     held = [(t.rows, t.states, t.holders, sorted(b for _, blocks in t.leaving for b in blocks)) for t in tables(trace)]
     reads = {step.number for step in replay(trace) if step.read is not None}
     return steps, held, reads
@@ -213,6 +215,34 @@ def test_a_pool_that_tells_no_evictions_is_traced_without_them():
         assert not noticed(schedule, schedule.trace.events)
         told += any(event["event"] == "evict" for event in schedule.trace.events)
     assert told == 0
+
+
+def test_blocks_let_go_of_are_free_once_the_steps_that_see_them_are_read():
+    """Two groups, the second with a window: it gets its blocks later, and gives some back."""
+    scheduler = Scheduler(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=16, block_size=2, num_blocks=9)
+    trace = Trace()
+    trace.watch(scheduler)
+    tell = trace._add
+    tell("submit", "a", np.arange(6))
+    tell("admit", 0, "a", 1, 6, 0, 9, np.array([[0, 1, 2], [3, -1, -1]]))
+    tell("chunk", 0, np.array([1]), np.array([0]), np.array([2]), np.array([0]))
+    tell("launch", 0, 1)
+    tell("grow", np.array([1, 1]), np.array([1, 2]), np.array([[-1, -1], [4, 5]]))
+    tell("chunk", 1, np.array([1]), np.array([2]), np.array([4]), np.array([0]))
+    trace.release(np.array([1, 1]), np.array([3, 4]), 1)
+    tell("launch", 1, 1)
+    tell("read", 0)
+    tell("read", 1)
+    tell("grow", np.array([1]), np.array([3]), np.array([[3], [6]]))
+    tell("launch", 2, 1)
+    seen = list(tables(trace))
+    assert [table.rows[1][1] for table in seen] == [
+        [[0, 1, 2], [3]],
+        [[0, 1, 2], [-1, -1, 5]],
+        [[0, 1, 2, 3], [-1, -1, 5, 6]],
+    ]
+    assert seen[1].holders[3] == 1 and seen[1].leaving == [("a", [3, 4])]
+    assert seen[2].states[4] == "free" and seen[2].holders[3] == 1 and seen[2].leaving == []
 
 
 # ---- files
@@ -363,3 +393,18 @@ def test_commands_write_a_trace_and_plans_and_records_leave_it_out(tmp_path):
         )
     config = EngineConfig(trace=str(path))
     assert "trace" not in options_of(config, PRESETS["gemma-2b"], Traffic(8, 8, 8), "cuda")
+
+
+def test_a_trace_goes_on_with_the_schedulers_that_parts_of_the_readers_bring():
+    class Reader(BlockPool):
+        pass
+
+    trace, params = Trace(), SamplingParams(max_tokens=3, ignore_eos=True)
+    with LLM(trace=trace) as llm:
+        llm.generate([2, 5], params)
+        with using(block_pool=Reader, policy=POLICIES["shortest"]):
+            llm.generate([2, 6], params)
+        llm.generate([2, 7], params)
+        assert [step.number for step in replay(trace)] == list(range(llm.stats()["steps"]))
+    assert Counter(event["event"] for event in trace.events)["begin"] == 3
+    assert len(list(tables(trace))) == len(list(replay(trace)))
