@@ -179,12 +179,26 @@ def test_an_engine_that_works_keeps_what_it_has_until_it_is_idle(expected, run_a
             assert [each.completion.token_ids for each in batch] == expected
 
 
+@pytest.mark.parametrize("run_ahead", [1, 3])
+def test_steps_launched_for_requests_that_are_gone_keep_nobody_from_the_readers_parts(expected, run_ahead):
+    with LLM(**OPTIONS, run_ahead=run_ahead) as llm:
+        gone = llm.engine.prepare(PROMPTS[0], GREEDY)
+        llm.engine.submit(gone)
+        for _ in range(3):
+            llm.engine.step()
+        llm.engine.abort(gone.request.request_id)
+        assert llm.engine.in_flight
+        with minillm.using(policy=LastComeFirstServed, block_pool=DictPool) as used:
+            assert tokens(llm) == expected
+        assert min(used.calls.values()) > 0
+
+
 def test_steps_and_events_are_counted_on(llm):
     tokens(llm)
     steps = llm.stats()["steps"]
     with minillm.using(block_pool=DictPool):
-        tokens(llm)
-        assert llm.stats()["steps"] > steps > 0
+        tokens(llm, [[5]], SamplingParams(max_tokens=1))
+        assert llm.stats()["steps"] > steps > 1
         assert llm.stats()["blocks_available"] == OPTIONS["num_blocks"]
 
 
@@ -283,15 +297,17 @@ def test_a_pool_that_fails_when_a_request_is_aborted_harms_nobody_afterwards(exp
 
     async def work(engine):
         with minillm.using(block_pool=CannotRelease):
-            async for _ in engine.stream(PROMPTS[0], GREEDY):
-                other = asyncio.create_task(engine.generate(PROMPTS[1], GREEDY))
-                await asyncio.sleep(0)
-                break
-            with pytest.raises(ZeroDivisionError, match="cannot release"):
-                await other
+            endless = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+            both = [asyncio.create_task(engine.generate(PROMPTS[i], endless, name)) for i, name in enumerate("ab")]
+            while engine.stats()["running"] < 2:
+                await asyncio.sleep(0.001)
+            engine.abort("a")
+            for each in both:
+                with pytest.raises(ZeroDivisionError, match="cannot release"):
+                    await each
         return (await engine.generate(PROMPTS[2], GREEDY)).token_ids
 
-    engine = AsyncLLM(**OPTIONS)
+    engine = AsyncLLM(**OPTIONS, run_ahead=0)  # nothing is in flight: its blocks are released at once
     assert asyncio.run(asyncio.wait_for(work(engine), 60)) == expected[2]
     assert engine.alive
     engine.close()
