@@ -24,8 +24,9 @@ class Batch:
     """
 
     token_ids: Tensor  # [tokens] int64
-    positions: Tensor  # [tokens] int64
+    positions: Tensor  # [tokens] int64, in the cache: of a stream the blocks that it let go of do not count
     slots: Tensor  # [groups, tokens] int64: block * block_size + offset, where the token's K and V are written
     decode: Rows | None  # the first `decode.tokens` tokens
     prefill: Rows | None  # the rest
     logits_index: Tensor | None  # [samples] int64: tokens whose final hidden state is wanted; None: all of them
+    streams: bool = False  # keys are cached unturned, and attention turns them by their place in the row

@@ -47,6 +47,18 @@ class BlockTables:
         """How many first blocks no query from position `computed` [n] on sees: [groups, n]."""
         return np.maximum(computed + 1 - self._reach, 0) // self.block_size
 
+    def pending(self, computed: np.ndarray, known: np.ndarray) -> np.ndarray:
+        """How many tokens of rows [n] may run in one step, at most."""
+        return known - computed
+
+    def moved(self, rows: np.ndarray) -> np.ndarray | None:
+        """By how many columns blocks of these rows have moved up; None where they never do."""
+        return None
+
+    def findable(self, row: int, full: int) -> int:
+        """How many of a row's first `full` blocks, all full, others may find."""
+        return full
+
     def of(self, row: int) -> np.ndarray:
         """The blocks that a row holds in all groups, in the order of their tokens."""
         columns = np.arange(self.held[:, row].max())[:, None]

@@ -389,6 +389,8 @@ class EngineConfig:
     num_blocks              cache blocks; default: what the memory allows
     gpu_memory_utilization  share of the GPU's memory that weights, workspace, CUDA graphs and cache may take
     enforce_eager           never use CUDA graphs
+    attention_sinks         streams (lesson 09): first tokens that a request keeps when it runs past max_model_len
+    attention_window        streams: newest tokens that it keeps; both are rounded up to blocks, and run without graphs
     enable_prefix_caching   share the blocks of equal prompt beginnings
     policy                  who goes first: fcfs (first come, first served), priority (SamplingParams.priority, lower
                             first), shortest (prompt; with a promise to the long ones); and two baselines: static
@@ -409,6 +411,8 @@ class EngineConfig:
     num_blocks: int | None = None
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
+    attention_sinks: int | None = None
+    attention_window: int | None = None
     enable_prefix_caching: bool = True
     policy: str = "fcfs"
     run_ahead: int = 1
@@ -434,6 +438,8 @@ class EngineConfig:
             "block_size": 1,
             "num_blocks": 1,
             "run_ahead": 0,
+            "attention_sinks": 0,
+            "attention_window": 1,
         }
         for name, low in minimum.items():
             value = getattr(self, name)
@@ -441,6 +447,8 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise ConfigError(f"{name} must be a whole number from {low}, not {value!r}")
+        if (self.attention_sinks is None) != (self.attention_window is None):
+            raise ConfigError("attention_sinks and attention_window go together: give both, or none (sinks may be 0)")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], not {self.gpu_memory_utilization!r}")
 

@@ -123,6 +123,7 @@ class Engine:
             block_size=self.config.block_size,
             num_blocks=self.runner.num_blocks,
             windows=self.model.groups.windows,
+            stream=self.runner.stream,
             prefix_caching=self.config.enable_prefix_caching,
             policy=make_policy(POLICIES[self.config.policy]),
             pool=make_pool(BlockPool, self.runner.num_blocks),
@@ -186,7 +187,7 @@ class Engine:
             request_id=request_id or f"request-{count}",
             prompt=ids,
             params=params,
-            limit=min(len(ids) + params.max_tokens, self.max_model_len),
+            limit=min(len(ids) + params.max_tokens, self.scheduler.longest),
             stop_ids=tuple(params.stop_token_ids) + (() if params.ignore_eos else self.model_config.eos_token_ids),
             seed=params.seed if params.seed is not None else derived_seed(self.config.seed, count),
         )

@@ -126,11 +126,15 @@ class Model:
         if layer.q_norm is not None:
             eps = self.config.rms_norm_eps
             q, k = run.rms_norm(q, layer.q_norm, eps), run.rms_norm(k, layer.k_norm, eps)
-        q, k = run.rotary_embedding(q, k, cos_sin)
-        run.write_kv(k, v, cache, slots)
+        q, turned = run.rotary_embedding(q, k, cos_sin)
+        run.write_kv(k if batch.streams else turned, v, cache, slots)
 
         # What a family does not have is not passed, so that a reader's attention may do without it.
-        extras = {"window": layer.window, "soft_cap": self.config.attention_soft_cap}
+        extras = {
+            "window": layer.window,
+            "soft_cap": self.config.attention_soft_cap,
+            "rotary": self.rotary if batch.streams else None,
+        }
         options = {"scale": self.scale, **{name: value for name, value in extras.items() if value is not None}}
         parts = []
         if rows := batch.decode:

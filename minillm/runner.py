@@ -21,6 +21,7 @@ from .model import Model
 from .request import Request, SamplingParams, TokenLogprobs
 from .sampler import GENERAL_AT_ONCE, Sampler, top_logprobs
 from .scheduler import Step
+from .streams import Stream, missing
 
 LOGITS_AT_ONCE = 256  # rows of logits made at a time where a whole prompt's are wanted
 CPU_CACHE_BYTES = 1 << 30
@@ -131,6 +132,8 @@ class Runner:
         self.block_size = config.block_size
         rows, width = config.max_num_seqs, -(-max_model_len // config.block_size)
         groups = len(model.groups.windows)
+        self.stream = Stream.of(config, max_model_len, model.config.windows)
+        width = self.stream.room if self.stream else width
         # One row more than there are requests: it fills captured batches up.
         self.tokens = torch.zeros(rows + 1, max_model_len + 1, dtype=torch.int32, device=self.device)
         self.block_table = torch.zeros(groups, rows + 1, width, dtype=torch.int32, device=self.device)
@@ -145,7 +148,7 @@ class Runner:
 
     def _decode_graphs(self, config: EngineConfig):
         """CUDA graphs where they pay and work: on a GPU, with the kernels that prepare a step there."""
-        if self.device.type != "cuda" or config.enforce_eager or self.model.dtype == torch.float64:
+        if self.device.type != "cuda" or config.enforce_eager or self.model.dtype == torch.float64 or self.stream:
             return None
         try:
             from .graphs import DecodeGraphs
@@ -190,7 +193,7 @@ class Runner:
     def _blocks_that_fit(self, config: EngineConfig, max_model_len: int) -> int:
         """As many blocks as were asked for or the memory allows, and no more than all rows at full length could use."""
         windows, chunk = self.model.groups.windows, config.max_num_batched_tokens
-        request = blocks_held(max_model_len, windows, config.block_size, chunk)
+        request = self.stream.room if self.stream else blocks_held(max_model_len, windows, config.block_size, chunk)
         most = config.num_blocks or config.max_num_seqs * request
         if self.device.type != "cuda":
             return most if config.num_blocks else min(most, max(CPU_CACHE_BYTES // self.block_bytes, 1))
@@ -224,7 +227,8 @@ class Runner:
     def _step_bytes(self, count: int, most_rows: int) -> int:
         """Bytes that a step of `count` tokens takes, as many rows as may be among them, sampled in every way."""
         rows = min(most_rows, count)
-        queries = np.full(rows, min(count // rows, self.tokens.shape[1] - 1), np.int32)
+        longest = min(self.tokens.shape[1] - 1, self.block_table.shape[2] * self.block_size)
+        queries = np.full(rows, min(count // rows, longest), np.int32)
         ids = np.arange(rows, dtype=np.int32)
         step = Step(0, ids, np.zeros(rows, np.int32), queries, np.ones(rows, bool), int((queries == 1).sum()))
         wishes = SamplingParams(top_p=0.9, repetition_penalty=1.1, logit_bias={0: 0.0})
@@ -318,6 +322,8 @@ class Runner:
     def _sample(self, hidden: Tensor, rows: np.ndarray, lengths: np.ndarray) -> tuple[Tensor, list]:
         """Each row's next token, written to its place on the device; and the log-probabilities asked for."""
         logits = self.model.logits(hidden)
+        if self.stream:
+            self._keep_tokens(int(lengths.max()))
         sampled = self.sampler(logits, rows, lengths, self.tokens)
         self.tokens[self._send(rows, lengths)] = sampled.to(torch.int32)
         return sampled, self._logprobs(logits, rows, sampled)
@@ -334,11 +340,17 @@ class Runner:
 
     def _admit(self, request: Request) -> None:
         row, known = request.row, len(request.known)
+        self._keep_tokens(known)
         self.tokens[row, :known] = torch.from_numpy(request.known).to(self.device, non_blocking=True)
         self.sampler.admit(row, request.params, request.seed, len(request.prompt), request.stop_ids)
         want = request.params
         self.logprobs[row] = -1 if want.logprobs is None else want.logprobs
         self.prompt_logprobs[row] = -1 if want.prompt_logprobs is None else want.prompt_logprobs
+
+    def _keep_tokens(self, count: int) -> None:
+        """Have room for one token behind the first `count` of a row; only streams ever lack it."""
+        if more := missing(self.tokens.shape[1], count):
+            self.tokens = torch.nn.functional.pad(self.tokens, (0, more))
 
     def _send(self, *arrays: np.ndarray) -> tuple[Tensor, ...]:
         """Indices to the device as int64, in one copy."""
@@ -349,8 +361,7 @@ class Runner:
 
     def _batch(self, step: Step, logits_index: np.ndarray | None) -> Batch:
         """Pack a step's spans; token ids and slots are looked up on the device."""
-        lengths = step.starts + step.queries
-        ends = np.cumsum(step.queries)
+        lengths, ends = step.starts + step.queries, np.cumsum(step.queries)
         if step.singles == len(step.rows):
             token_rows, positions = step.rows, step.starts
         else:
@@ -359,7 +370,12 @@ class Runner:
         arrays = [token_rows, positions, step.rows, lengths, np.concatenate([[0], ends])]
         if logits_index is not None:
             arrays.append(logits_index)
-        token_rows, positions, rows, lengths_sent, starts_sent, *index = self._send(*arrays)
+        if step.moved is not None:  # the places in the cache are others than those among the row's tokens
+            arrays.append(positions)
+            arrays[1] = positions - np.repeat(step.moved, step.queries) * self.block_size
+            arrays[3] = lengths = lengths - step.moved * self.block_size
+        token_rows, positions, rows, lengths_sent, starts_sent, *more = self._send(*arrays)
+        at = positions if step.moved is None else more.pop()
         blocks = self.block_table[:, token_rows, positions // self.block_size].long()
         singles = step.singles
 
@@ -377,12 +393,13 @@ class Runner:
             )
 
         return Batch(
-            token_ids=self.tokens[token_rows, positions].long(),
+            token_ids=self.tokens[token_rows, at].long(),
             positions=positions,
             slots=blocks * self.block_size + positions % self.block_size,
             decode=part(slice(0, singles), 0, singles),
             prefill=part(slice(singles, None), singles, len(step.rows)),
-            logits_index=index[0] if index else None,
+            logits_index=more[0] if more else None,
+            streams=self.stream is not None,
         )
 
     # ---- log-probabilities, for those who asked

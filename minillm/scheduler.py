@@ -23,6 +23,7 @@ from .block_tables import BlockTables, group_key
 from .kv_cache import BlockPool, BlockPoolError, prefix_keys
 from .policies import FirstComeFirstServed, PolicyError, asked_key, asked_share, name_of
 from .request import InvalidRequest, Request
+from .streams import STREAM_TOKENS, Stream, StreamTables, missing
 
 if TYPE_CHECKING:
     from .trace import Trace
@@ -39,6 +40,7 @@ class Step:
     samples: np.ndarray  # [n] bool: the row's last known token is among them, so the step yields one more
     singles: int  # how many leading rows run exactly one token
     admitted: list[Request] = field(default_factory=list)  # requests that got their row since the last step
+    moved: np.ndarray | None = None  # [n] of streams: blocks that the rows have let go of, which no table has any more
     table_rows: np.ndarray | None = None  # [m] what changed in the block tables: row, column, block a group
     table_columns: np.ndarray | None = None
     table_blocks: np.ndarray | None = None  # [groups, m]
@@ -47,7 +49,8 @@ class Step:
 class Scheduler:
     """Requests join in the order that `policy` gives; when blocks run out one is preempted, and computed anew later.
 
-    windows: one entry a layer group, the tokens that its queries see, None for all; see `layer_groups`.
+    windows: one entry a layer group, the tokens that its queries see, None for all; see `layer_groups`. stream: what a
+    row keeps where requests may be longer than max_model_len; see `streams`.
     """
 
     def __init__(
@@ -59,12 +62,14 @@ class Scheduler:
         block_size: int,
         num_blocks: int,
         windows: tuple[int | None, ...] = (None,),
+        stream: Stream | None = None,
         prefix_caching: bool = True,
         policy: FirstComeFirstServed | None = None,
         pool: BlockPool | None = None,
     ):
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_model_len = max_model_len
+        self.longest = max_model_len if stream is None else STREAM_TOKENS  # most tokens of a request
+        self.stream = stream
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.pool = BlockPool(num_blocks) if pool is None else pool
@@ -72,7 +77,10 @@ class Scheduler:
 
         rows = max_num_seqs
         self.requests: list[Request | None] = [None] * rows
-        self.tables = BlockTables(rows, max_model_len, block_size, windows, max_num_batched_tokens)
+        if stream is None:
+            self.tables = BlockTables(rows, max_model_len, block_size, windows, max_num_batched_tokens)
+        else:
+            self.tables = StreamTables(rows, stream, block_size)
         self.tokens = np.zeros((rows, max_model_len + 1), np.int32)  # confirmed tokens
         self.confirmed = np.zeros(rows, np.int32)  # tokens in `tokens`
         self.known = np.zeros(rows, np.int32)  # confirmed, and sampled by steps not read yet
@@ -101,10 +109,11 @@ class Scheduler:
     def validate(self, request: Request) -> None:
         """Raise InvalidRequest if the request could never run, however long it waited. Changes nothing."""
         prompt, limit = len(request.prompt), request.limit
-        if not 0 < prompt < limit <= self.max_model_len:
+        if not 0 < prompt < limit <= self.longest:
+            name, way = ("a stream's limit", "") if self.stream else ("max_model_len", " or raise max_model_len")
             raise InvalidRequest(
-                f"a prompt of {prompt} tokens leaves no room for output: prompt and output share max_model_len = "
-                f"{self.max_model_len} tokens, and the prompt needs at least one; shorten it or raise max_model_len"
+                f"a prompt of {prompt} tokens leaves no room for output: prompt and output share {name} = "
+                f"{self.longest} tokens, and the prompt needs at least one; shorten it{way}"
             )
         needed = self.tables.most(limit)
         if needed > self.pool.num_blocks:
@@ -203,7 +212,7 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         if len(rows) == 0:
             return rows, rows, budget
-        pending = self.known[rows] - self.computed[rows]
+        pending = self.tables.pending(self.computed[rows], self.known[rows])
         queries, spent = asked_share(self.policy, pending, budget)
         if queries is not pending:
             rows, queries = rows[queries > 0], queries[queries > 0]
@@ -255,7 +264,8 @@ class Scheduler:
             request = self.waiting[0]
             known, shared = len(request.known), self._find_prefix(request)
             start = len(shared[0]) * self.block_size
-            count = asked_share(self.policy, np.array([known - start], np.int32), budget)[1]
+            pending = self.tables.pending(start, known)
+            count = asked_share(self.policy, np.array([pending], np.int32), budget)[1]
             if count == 0:
                 self._refused_by = "share"
                 break
@@ -309,12 +319,14 @@ class Scheduler:
         self.computed[rows] += queries
         for row in rows[singles:]:
             self._register(self.requests[row], int(self.computed[row]))
-        self._let_go(rows[singles:])
         samples = self.computed[rows] == self.known[rows]
         self.known[rows[samples]] += 1
-        step = Step(self.launched, rows, starts, queries, samples, singles, self._admitted)
+        step = Step(
+            self.launched, rows, starts, queries, samples, singles, self._admitted, moved=self.tables.moved(rows)
+        )
         if (changes := self.tables.take_changes()) is not None:
             step.table_rows, step.table_columns, step.table_blocks = changes
+        self._let_go(rows[singles:])  # what moves up for it moves in the next step
         self._admitted = []
         if self.trace is not None:
             self.trace.launch(self, step)
@@ -334,6 +346,8 @@ class Scheduler:
         alive = self.confirmed[step.rows] > 0
         sampling, alive_sampling = step.rows[step.samples], alive[step.samples]
         rows, sampled = sampling[alive_sampling], sampled[alive_sampling]
+        if self.stream and len(rows):
+            self._keep_tokens(int(self.confirmed[rows].max()))
         self.tokens[rows, self.confirmed[rows]] = sampled
         self.confirmed[rows] += 1
         stopped = (self.stop_ids[rows] == sampled[:, None]).any(axis=1)
@@ -351,6 +365,11 @@ class Scheduler:
 
     # ---- rows and blocks
 
+    def _keep_tokens(self, count: int) -> None:
+        """Have room for one token behind the first `count`; only streams ever lack it."""
+        if more := missing(self.tokens.shape[1], count):
+            self.tokens = np.pad(self.tokens, ((0, 0), (0, more)))
+
     def _shares(self, request: Request) -> bool:
         return self.prefix_caching and request.params.use_prefix_cache
 
@@ -360,6 +379,7 @@ class Scheduler:
         request.row = row
         self.requests[row] = request
         known = len(request.known)
+        self._keep_tokens(known)
         self.tokens[row, :known] = request.known
         self.confirmed[row] = self.known[row] = known
         self.computed[row] = computed
@@ -404,7 +424,7 @@ class Scheduler:
         in order, and within a step every layer writes all keys and values before any row attends to them.
         """
         row = request.row
-        full = min(written, int(self.confirmed[row])) // self.block_size
+        full = self.tables.findable(row, min(written, int(self.confirmed[row])) // self.block_size)
         if full <= request.registered or not self._shares(request):
             return
         known = self.tokens[row, : full * self.block_size]

@@ -40,12 +40,17 @@ WINDOWS = [(None,), (None,), (None, None), (None, 8), (3, None), (5,), (None, 4,
 EXAMPLES, STEPS = 200, 50  # 10,000 steps
 
 
+def mixed(values) -> int:
+    """A number that depends on all of these, in order."""
+    state = 17
+    for value in values:
+        state = (state * 31 + int(value) + 1) % 100003
+    return state
+
+
 def next_token(tokens) -> int:
     """The plain model's language: any token depends on all that is seen before it, in order."""
-    state = 17
-    for token in tokens:
-        state = (state * 31 + int(token) + 1) % 100003
-    return state % VOCABULARY
+    return mixed(tokens) % VOCABULARY
 
 
 def expected_tokens(prompt, limit, windows) -> list[int]:
@@ -69,14 +74,7 @@ class Device:
 
     def run(self, step) -> tuple[np.ndarray, set[tuple[int, int]], set[int]]:
         """The step's sampled tokens; the blocks that it writes, with the row that writes them; those that it reads."""
-        self.wipe(block for block in range(self.pool.num_blocks) if self.pool.unreferenced([block]))
-        for request in step.admitted:
-            for position, token in enumerate(request.known):
-                self.tokens[request.row, position] = int(token)
-        if step.table_rows is not None:
-            for i, (row, column) in enumerate(zip(step.table_rows, step.table_columns, strict=True)):
-                for group in range(len(self.windows)):
-                    self.table[group, int(row), int(column)] = int(step.table_blocks[group, i])
+        self.update(step)
         spans = list(zip(step.rows.tolist(), step.starts.tolist(), step.queries.tolist(), strict=True))
         written, read = set(), set()
         for row, start, count in spans:
@@ -104,6 +102,17 @@ class Device:
                 sampled.append(token)
         return np.array(sampled, np.int64), written, read
 
+    def update(self, step) -> None:
+        """What changed since the last step."""
+        self.wipe(block for block in range(self.pool.num_blocks) if self.pool.unreferenced([block]))
+        for request in step.admitted:
+            for position, token in enumerate(request.known):
+                self.tokens[request.row, position] = int(token)
+        if step.table_rows is not None:
+            for i, (row, column) in enumerate(zip(step.table_rows, step.table_columns, strict=True)):
+                for group in range(len(self.windows)):
+                    self.table[group, int(row), int(column)] = int(step.table_blocks[group, i])
+
     def wipe(self, blocks) -> None:
         """Poison these, but for what a prefix may be found in."""
         for block in blocks:
@@ -115,6 +124,7 @@ class Device:
 class SchedulerMachine(RuleBasedStateMachine):
     scheduler_class = Scheduler
     pool_class = BlockPool
+    device_class = Device
 
     @initialize(
         rows=st.integers(1, 6),
@@ -126,20 +136,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         run_ahead=st.integers(0, 3),
         policy=st.sampled_from(["fcfs", *POLICIES]),
     )
-    def start(self, rows, budget, block_size, num_blocks, windows, prefix_caching, run_ahead, policy):
+    def start(self, rows, budget, run_ahead, policy, **options):
+        options = {"max_model_len": LONGEST} | options
         self.scheduler = self.scheduler_class(
-            max_num_seqs=rows,
-            max_num_batched_tokens=budget,
-            max_model_len=LONGEST,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            windows=windows,
-            prefix_caching=prefix_caching,
-            policy=POLICIES[policy](),
+            max_num_seqs=rows, max_num_batched_tokens=budget, policy=POLICIES[policy](), **options
         )
-        self.scheduler.pool = self.pool_class(num_blocks)
+        self.scheduler.pool = self.pool_class(options["num_blocks"])
         self.budget, self.run_ahead = budget, run_ahead
-        self.device = Device(self.scheduler)
+        self.device = self.device_class(self.scheduler)
         self.in_flight = deque()
         self.requests: list[Request] = []
 
@@ -237,6 +241,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Blocks of a running request that others may hold too, because they are full and registered."""
         return set(self.scheduler.tables.blocks[:, request.row, : request.registered].ravel().tolist())
 
+    def expected(self, request: Request) -> list[int]:
+        return expected_tokens(request.prompt, request.limit, self.scheduler.tables.windows)
+
     def teardown(self):
         if not hasattr(self, "scheduler"):
             return
@@ -251,7 +258,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             raise AssertionError("requests wait for ever")
         for request in self.requests:
-            expected = expected_tokens(request.prompt, request.limit, self.scheduler.tables.windows)
+            expected = self.expected(request)
             got = request.known.tolist()
             assert got == expected[: len(got)], f"request {request.request_id} has other tokens than alone"
             if request.finish_reason != "abort":
@@ -363,7 +370,7 @@ class LetsGoWithoutFence(Scheduler):
     """Blocks behind a window are given back while steps that read them are in flight."""
 
     def _let_go(self, rows):
-        self.pool.release(self.tables.let_go(rows, self.computed[rows]))
+        self.pool.release(self.tables.let_go(rows, self.computed[rows])[1].tolist())
 
 
 class FindsLocalHoles(BlockTables):
