@@ -309,6 +309,9 @@ def ablation(
 def evaluate(
     model: Model = None,
     limit: Annotated[int | None, typer.Option(min=1, help="At most this many questions of each set.")] = None,
+    streaming: Annotated[
+        bool, typer.Option("--streaming", help="Instead: perplexity on 4 times the context, with sinks and without.")
+    ] = False,
     json_path: JsonPath = None,
     **engine_options: Any,
 ) -> None:
@@ -318,14 +321,21 @@ def evaluate(
     """
     from minillm import LLM, evaluate
     from minillm.bench import records
+    from minillm.loader import resolve
+
+    def measured() -> Iterator[dict]:
+        if streaming:
+            yield from evaluate.streaming(model, **engine_options)
+        else:
+            with LLM(model, **engine_options) as llm:
+                yield from evaluate.quality(llm, limit)
 
     results, begun = [], records.begin()
-    with LLM(model, **engine_options) as llm:
-        for result in evaluate.quality(llm, limit):
-            results.append(result)
-            metric = "accuracy" if "accuracy" in result else "perplexity"
-            print(f"{result['workload']:<27}{metric:<11}{result[metric]:<8}{result['seconds']:>8} s", flush=True)
-        content = records.record(results, begun, model=llm.engine.name)
+    for result in measured():
+        results.append(result)
+        metric = "accuracy" if "accuracy" in result else "perplexity"
+        print(f"{result['workload']:<27}{metric:<11}{result[metric]:<8}{result['seconds']:>8} s", flush=True)
+    content = records.record(results, begun, model=Path(resolve(model)).name)
     if json_path is not None:
         records.write(content, json_path)
     print(json.dumps(content))

@@ -3,6 +3,7 @@
 accuracy(llm)       share of questions whose right letter is likeliest, after MMLU's few-shot prompt
 perplexity(llm)     of a text, by a sliding window
 quality(llm)        all of it, as `minillm eval` reports it
+streaming()         perplexity beyond the context, with sinks and without
 load_questions()    the embedded question sets, or `cais/mmlu`
 load_text()         the embedded held-out text
 load_trace()        the embedded traffic trace
@@ -13,6 +14,7 @@ from .perplexity import perplexity, windows
 from .prompts import LETTERS, few_shot_prompt, header, question_block
 from .quality import quality
 from .sources import load_questions, load_text, load_trace
+from .streaming import streaming
 
 __all__ = [
     "LETTERS",
@@ -26,5 +28,6 @@ __all__ = [
     "perplexity",
     "quality",
     "question_block",
+    "streaming",
     "windows",
 ]
