@@ -1,0 +1,167 @@
+"""Lesson 10's pictures: requests in rows, a padded batch, tokens that chase tokens, a trade, waits, two lanes.
+
+Steps are `minillm.trace.StepRows`, read from an engine's trace.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#eeca3b", "#9d755d")
+IDLE, WAITS = "#f4f4f4", "#d9d9d9"
+
+
+def rows_in_use(pictures: Mapping[str, Sequence], rows: int) -> None:
+    """Which request has which row in each step, with the tokens that run; dark where more than one does or may.
+
+    pictures: title -> the steps of one run. Below each column stands what the step runs in all.
+    """
+    longest = max(len(steps) for steps in pictures.values())
+    names = sorted({name for steps in pictures.values() for step in steps for name in step.request})
+    color = dict(zip(names, COLORS, strict=False))
+    height = 0.75 + (rows + 1) * 0.38
+    _, axes = plt.subplots(len(pictures), 1, figsize=(11, height * len(pictures)), layout="constrained", squeeze=False)
+    for axis, (title, steps) in zip(axes[:, 0], pictures.items(), strict=True):
+        for at, step in enumerate(steps):
+            used = dict(zip(step.row, zip(step.request, step.count, step.kind, strict=True), strict=True))
+            for row in range(rows):
+                name, count, kind = used.get(row, (None, 0, None))
+                shade = IDLE if name is None else color[name]
+                axis.add_patch(plt.Rectangle((at, row), 0.94, 0.9, color=shade, alpha=0.4 if kind == "decode" else 1))
+                text = "idle" if name is None else f"{name}  {count}" if kind == "prefill" else name
+                if name is None and (stands := _between(steps, at, row)):
+                    text = f"{stands} waits"
+                style = {"color": "white", "weight": "bold"} if kind == "prefill" else {"color": "dimgray"}
+                axis.text(at + 0.47, row + 0.48, text, ha="center", va="center", fontsize=9, **style)
+            axis.text(at + 0.47, rows + 0.4, sum(step.count), ha="center", va="center", fontsize=8, color="dimgray")
+        busy = sum(len(step.row) for step in steps) / (rows * len(steps))
+        axis.set_title(f"{title}: {len(steps)} steps, {1 - busy:.0%} of the cells idle", fontsize=10, loc="left", pad=8)
+        axis.set(xlim=(-0.05, longest), ylim=(rows + 0.8, -0.1))
+        axis.xaxis.tick_top()
+        axis.set_xticks([at + 0.47 for at in range(len(steps))], range(len(steps)), fontsize=7, color="gray")
+        axis.text(-0.1, -0.33, "step", ha="right", fontsize=8)
+        labels = [*(f"row {row}" for row in range(rows)), "tokens in the step"]
+        axis.set_yticks([row + 0.45 for row in range(rows + 1)], labels, fontsize=8)
+        axis.tick_params(length=0)
+        axis.spines[:].set_visible(False)
+    plt.show()
+
+
+def _between(steps: Sequence, at: int, row: int) -> str | None:
+    """The request that the row ran last before step `at` and runs first after it, if that is one and the same."""
+    before = [s.request[s.row.index(row)] for s in steps[:at] if row in s.row]
+    after = [s.request[s.row.index(row)] for s in steps[at:] if row in s.row]
+    return before[-1] if before and after and before[-1] == after[0] else None
+
+
+def padded(counts: Sequence[int]) -> None:
+    """One step's tokens twice, in lines of the longest row: padded to a rectangle, and one behind the other."""
+    longest, total = max(counts), sum(counts)
+    _, axes = plt.subplots(1, 2, figsize=(11, 0.8 + 0.32 * len(counts)), sharey=True, layout="constrained")
+    begin = 0
+    for row, count in enumerate(counts):
+        shade = COLORS[row % len(COLORS)]
+        axes[0].barh(row, longest - count, left=count, height=0.86, color=IDLE, hatch="///", edgecolor=WAITS)
+        axes[0].barh(row, count, height=0.86, color=shade)
+        end = begin + count
+        while begin < end:  # line by line
+            line, left = divmod(begin, longest)
+            length = min(end - begin, longest - left)
+            axes[1].barh(line, length, left=left, height=0.86, color=shade)
+            begin += length
+    places = len(counts) * longest
+    axes[0].set_title(f"padded: {len(counts)} x {longest} = {places} places", fontsize=10, loc="left")
+    axes[1].set_title(f"one behind the other: {total} places", fontsize=10, loc="left")
+    for axis in axes:
+        axis.set(xlim=(0, longest), ylim=(len(counts) - 0.5, -0.5), yticks=[], xlabel="tokens")
+        axis.spines[:].set_visible(False)
+    plt.show()
+
+
+def chase(pictures: Mapping[str, tuple[Sequence, str, int]]) -> None:
+    """One request's known and computed tokens, step after step. pictures: title -> (steps, its name, prompt)."""
+    _, axes = plt.subplots(1, len(pictures), figsize=(11, 2.8), sharey=True, layout="constrained")
+    for axis, (title, (steps, name, prompt)) in zip(axes, pictures.items(), strict=True):
+        known, computed, have, newest = [prompt], [0], 0, 0
+        for number, step in enumerate(steps):
+            if name in step.request:
+                at = step.request.index(name)
+                if step.start[at] < have:  # it was preempted since: what it had is gone
+                    computed[newest + 1 :] = [step.start[at]] * (number - newest)
+                newest = number + 1
+                have = step.start[at] + step.count[at]
+                known.append(known[-1] + step.samples[at])
+            else:
+                known.append(known[-1])
+            computed.append(have)
+        ends = np.arange(len(known))
+        axis.fill_between(ends, computed, known, step="post", color=WAITS, label="pending")
+        axis.step(ends, known, where="post", color="black", label="known")
+        axis.step(ends, computed, where="post", color=COLORS[2], label="computed")
+        axis.set_title(title, fontsize=10)
+        axis.set_yticks(range(0, max(known) + 1, 3))
+        axis.set_xlabel("steps made")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel(f"tokens of {name}")
+    axes[0].legend(fontsize=8, loc="lower right")
+    plt.show()
+
+
+def trade(budgets: Sequence[int], lines: Mapping[str, Sequence[float]], unit: str = "milliseconds") -> None:
+    """Waits against the token budget of a step, both axes by doublings. lines: what is waited for -> one a budget."""
+    _, axis = plt.subplots(figsize=(7.5, 3.2), layout="constrained")
+    for color, (name, values) in zip((COLORS[1], COLORS[0]), lines.items(), strict=False):
+        axis.plot(budgets, values, "o-", color=color, label=name)
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xticks(budgets, [f"{budget:,}" for budget in budgets])
+    axis.set(xlabel="token budget of a step", ylabel=unit)
+    axis.legend(fontsize=9)
+    axis.spines[["top", "right"]].set_visible(False)
+    plt.show()
+
+
+def waits(policies: Mapping[str, Sequence[tuple[int, int, bool]]]) -> None:
+    """How long each request waited for its first token. policies: title -> (when it came, wait, is long) of each."""
+    _, axes = plt.subplots(1, len(policies), figsize=(11, 2.9), sharey=True, layout="constrained")
+    for axis, (title, points) in zip(axes, policies.items(), strict=True):
+        for long, color, label in ((False, COLORS[0], "short prompts"), (True, COLORS[4], "long prompts")):
+            mine = [(came, wait) for came, wait, is_long in points if is_long == long]
+            axis.vlines(*zip(*((came, 0, wait) for came, wait in mine), strict=True), color=color, linewidth=1)
+            axis.plot(*zip(*mine, strict=True), "o", color=color, markersize=4, label=label)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("came before step")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("steps to the first token")
+    axes[0].legend(fontsize=8)
+    plt.show()
+
+
+def lanes(pictures: Mapping[str, int], python: float, device: float, steps: int = 5) -> None:
+    """Python prepares steps, the device runs them. pictures: title -> how many steps are launched ahead.
+
+    python, device: milliseconds that each needs for a step.
+    """
+    _, axes = plt.subplots(
+        len(pictures), 1, figsize=(10, 1.35 * len(pictures) + 0.3), sharex=True, layout="constrained"
+    )
+    for axis, (title, ahead) in zip(axes, pictures.items(), strict=True):
+        ready, ends = 0.0, []
+        for step in range(steps):
+            read = ends[step - 1 - ahead] if step > ahead else 0.0  # Python waits for this step's tokens
+            begin = max(ready, read)
+            ready = begin + python
+            start = max(ready, ends[-1] if ends else 0.0)
+            ends.append(start + device)
+            shade = COLORS[step % len(COLORS)]
+            axis.barh(0, python, left=begin, height=0.8, color=shade, alpha=0.45)
+            axis.barh(1, device, left=start, height=0.8, color=shade)
+            axis.text(start + device / 2, 1, f"step {step}", ha="center", va="center", fontsize=8, color="white")
+        axis.axvline(ends[-1], color="black", linewidth=1)
+        axis.set_yticks([0, 1], ["Python", "device"])
+        axis.invert_yaxis()
+        axis.set_title(f"{title}: {ends[-1]:.1f} ms for {steps} steps", fontsize=10, loc="left")
+        axis.spines[["top", "right", "left"]].set_visible(False)
+    axes[-1].set_xlabel("milliseconds")
+    plt.show()
