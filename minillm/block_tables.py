@@ -61,6 +61,8 @@ class BlockTables:
 
     def of(self, row: int) -> np.ndarray:
         """The blocks that a row holds in all groups, in the order of their tokens."""
+        if not self.slides:
+            return self.blocks[:, row, : self.held[0, row]].T.ravel()
         columns = np.arange(self.held[:, row].max())[:, None]
         mine = (columns >= self.gone[:, row]) & (columns < self.held[:, row])
         return self.blocks[:, row, : len(columns)].T[mine]
@@ -96,22 +98,31 @@ class BlockTables:
 
         A group that sees everything gets blocks for all known tokens, one with a window for those of this step.
         """
-        start = len(shared[0])
-        whole, now = self.count(known), self.count(start * self.block_size + count)
+        start, whole = len(shared[0]), self.count(known)
+        if not self.slides:
+            return np.full(self.groups, whole), (whole - start) * self.groups
+        now = self.count(start * self.block_size + count)
         held = np.array([whole if window is None else now for window in self.windows])
         sharing = sum(block >= 0 for blocks in shared for block in blocks)
         return held, max(int(held.sum()) - start * self.groups, self.most(known) - sharing)
 
     def occupy(self, row: int, shared: list[list[int]], held: np.ndarray, pool: BlockPool) -> np.ndarray:
         """Enter a row's first blocks [groups, columns]: those shared, and new ones up to `held`; -1: none."""
-        columns, start = np.arange(held.max()), len(shared[0])
-        blocks = np.full((self.groups, len(columns)), -1, np.int32)
-        blocks[:, :start] = shared
-        new = (columns >= start) & (columns < held[:, None])
-        blocks[new] = pool.allocate(int(new.sum()))
-        self._enter(np.full(len(columns), row, np.int32), columns.astype(np.int32), blocks)
-        self.held[:, row], self.gone[:, row] = held, (blocks[:, :start] < 0).sum(axis=1)
-        self.covered[row] = held.min() * self.block_size
+        start, width = len(shared[0]), int(held.max())
+        columns = np.arange(width, dtype=np.int32)
+        blocks = np.full((self.groups, width), -1, np.int32)
+        if start:
+            blocks[:, :start] = shared
+        if self.slides:
+            new = (columns >= start) & (columns < held[:, None])
+            blocks[new] = pool.allocate(int(new.sum()))
+        else:
+            new = pool.allocate(self.groups * (width - start))
+            blocks[:, start:] = np.array(new, np.int32).reshape(self.groups, -1)
+        self._enter(np.full(width, row, np.int32), columns, blocks)
+        self.held[:, row], self.covered[row] = held, int(held.min()) * self.block_size
+        if self.slides:
+            self.gone[:, row] = (blocks[:, :start] < 0).sum(axis=1)
         return blocks
 
     def grow(
@@ -121,6 +132,14 @@ class BlockTables:
         [groups, m], -1 where a group has its own already); None, and nothing is given, if there are too few.
         """
         columns, held = -(-ends // self.block_size), self.held[:, rows]
+        if (held + 1 == columns).all():  # decoding: one each, in every group
+            if held.size > pool.available:
+                return None
+            blocks = np.array(pool.allocate(held.size), np.int32).reshape(held.shape)
+            self._enter(rows, columns - 1, blocks)
+            self.held[:, rows] += 1
+            self.covered[rows] += self.block_size
+            return rows, columns - 1, blocks
         at, span = _spans(held.min(axis=0), columns)
         new = span >= held[:, at]
         needed = int(new.sum())
