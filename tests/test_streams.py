@@ -112,6 +112,35 @@ def test_a_stream_is_its_definition_under_any_schedule(options, family):
     assert stats["preemptions"] or options != SCHEDULES["preempted"], "nobody was preempted"
 
 
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the kernels that turn keys, compiled")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NO_GPU)])
+def test_a_stream_in_float32_is_near_its_definition(device, family):
+    """Read as a prompt, in chunks, and generated as far as no near-tie sends it elsewhere."""
+    path, expected = family
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with LLM(path, **OPTIONS | {"dtype": "float32", "device": device}) as llm:
+            texts = [prompt + tokens for prompt, (tokens, _) in zip(PROMPTS, expected, strict=True)]
+            read = llm.generate(texts, SamplingParams(max_tokens=1, prompt_logprobs=0))
+            params = SamplingParams(max_tokens=LENGTH, temperature=0, ignore_eos=True, logprobs=1)
+            written = llm.generate(PROMPTS, params)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    same = 0
+    for prompt, done, again, (tokens, logprobs) in zip(PROMPTS, read, written, expected, strict=True):
+        found = done.prompt_logprobs[len(prompt) :]
+        got = [entry[token] for entry, token in zip(found, tokens, strict=True)]
+        assert got == pytest.approx(logprobs, abs=1e-3)
+        pairs = zip(again.token_ids, tokens, again.logprobs, logprobs, strict=True)
+        for _, token, entry, logprob in itertools.takewhile(lambda each: each[0] == each[1], pairs):
+            assert entry[token] == pytest.approx(logprob, abs=1e-3)
+            same += 1
+    assert same > 0.8 * LENGTH * len(PROMPTS)
+
+
 def test_a_stream_shares_its_beginning_and_nothing_that_saw_less(family):
     """Every block of a prompt is found by the same prompt up to a full row, and a later one by nobody."""
     path, expected = family
