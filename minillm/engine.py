@@ -45,6 +45,7 @@ class Tracked:
     text: str = ""  # all text so far, where somebody needs it token by token
     told: int = 0  # characters of it that the listener has
     searched: int = 0  # characters of it that no stop string can begin in
+    row: int = -1  # where it was last admitted
 
     @property
     def watched(self) -> bool:
@@ -247,11 +248,7 @@ class Engine:
                 if step is None:
                     break
                 for request in step.admitted:
-                    tracked = self.tracked[request.request_id]
-                    if tracked.watched:
-                        self._watched[request.row] = tracked
-                    else:
-                        self._watched.pop(request.row, None)
+                    self._watch(self.tracked[request.request_id], request.row)
                 with launches.using(self._launches):
                     self.in_flight.append(self.runner.launch(step))
             if self.in_flight:
@@ -282,6 +279,14 @@ class Engine:
             self._finished.clear()
             self._flush_trace()
             raise
+
+    def _watch(self, tracked: Tracked, row: int) -> None:
+        """Look at each token of `row`, where somebody wants to; -1: at none of this request's any more."""
+        if self._watched.get(tracked.row) is tracked:
+            del self._watched[tracked.row]
+        tracked.row = row
+        if row >= 0 and tracked.watched:
+            self._watched[row] = tracked
 
     def _read(self, launched: Launched) -> None:
         results, step = launched.wait(), launched.step
@@ -365,6 +370,7 @@ class Engine:
             detokenizer = StreamingDetokenizer(self.tokenizer)
             completion.text = detokenizer.add(shown) + detokenizer.flush()
         del self.tracked[request.request_id]
+        self._watch(tracked, -1)  # whoever listens is kept no longer
         self._finished.append(completion)
         if tracked.listener is not None:
             text = completion.text[tracked.told :]

@@ -148,7 +148,7 @@ def test_requests_that_come_at_once_compute_their_common_beginning_once():
     shared, tokens_shared = computed_in_prefill(prompts, params)
     alone, tokens_alone = computed_in_prefill(prompts, params, enable_prefix_caching=False)
     assert alone == sum(map(len, prompts))
-    assert shared <= 0.2 * alone
+    assert shared == alone - 63 * 512 <= 0.2 * alone, "the first in computes what all others of its step share"
     assert tokens_shared == tokens_alone
 
 

@@ -254,3 +254,102 @@ def test_graphs_emulated_on_a_cpu_give_each_request_its_tokens(rows, tmp_path):
         assert (graphs.single_row is not None) and sum(each.graph.count for each in graphs.graphs.values()) > 10
     tokens, wrong, _ = judge(Teacher(tmp_path), requests)
     assert tokens > 20 * rows and wrong == 0
+
+
+# ---- in float64 every token is that of the request alone
+
+ALONE = {"dtype": "float64", "device": "cpu", "run_ahead": 0, "enable_prefix_caching": False}
+SCHEDULES = [  # (model, budget, policy, more): few rows, and blocks for two or three requests
+    ("gemma-multi-query", 1, "fcfs", {"run_ahead": 1, "num_blocks": 20}),
+    ("gemma-multi-query", 5, "static", {"run_ahead": 2, "max_num_seqs": 3, "num_blocks": 20}),
+    ("gemma-multi-query", 16, "priority", {"run_ahead": 3, "num_blocks": 31}),
+    ("gemma-multi-query", 64, "shortest", {"run_ahead": 1, "block_size": 1, "num_blocks": 110}),
+    ("gemma-multi-query", 512, "fcfs", {"run_ahead": 0, "block_size": 7, "num_blocks": 20}),
+    ("gemma2-multi-query", 24, "priority", {"run_ahead": 2, "num_blocks": 60}),
+    ("gemma2-multi-query", 512, "shortest", {"run_ahead": 4, "num_blocks": 60}),
+]
+EACH = 500 // len(SCHEDULES) + 1
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    """Small models whose next token depends on every part, by name."""
+    found = {}
+    for name in {name for name, *_ in SCHEDULES}:
+        found[name] = tmp_path_factory.mktemp(name)
+        models.make(name).save_pretrained(found[name])
+    return found
+
+
+def draw_requests(rng: random.Random, count: int) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts that begin like others, greedy and seeded, of two tenants, some of which share nothing."""
+    common = [[rng.randrange(1, 96) for _ in range(45)] for _ in range(count)]
+    drawn = []
+    for place in range(count):
+        # Those of one beginning come one soon after the other, and are not there already when the first is aborted.
+        beginning = common[place // 6 + rng.choice([0, 0, 1])][: rng.choice([0, 9, 45, 45])]
+        prompt = beginning + [rng.randrange(1, 96) for _ in range(rng.randint(1, 12))]
+        chosen = {"temperature": 0} if rng.random() < 0.5 else {"temperature": 1, "seed": rng.randrange(99)}
+        ends = {"stop_token_ids": [rng.randrange(96) for _ in range(8)]} if rng.random() < 0.3 else {}
+        shares = {"cache_salt": rng.choice("aaab"), "use_prefix_cache": rng.random() < 0.9}
+        length = {"max_tokens": rng.randint(1, 18), "ignore_eos": True, "priority": rng.randrange(3)}
+        drawn.append((prompt, SamplingParams(**chosen, **ends, **shares, **length)))
+    return drawn
+
+
+class Heard:
+    """A client that listens: the tokens it was told, and how it ended."""
+
+    def __init__(self):
+        self.tokens, self.ends = [], []
+
+    def __call__(self, delta) -> None:
+        assert not self.ends, "told something after its end"
+        self.tokens += delta.token_ids
+        self.ends += [delta.finish_reason] if delta.finish_reason else []
+
+
+@pytest.mark.parametrize("model, budget, policy, more", SCHEDULES)
+def test_500_random_requests_get_the_tokens_of_each_alone_whatever_the_schedule(
+    model, budget, policy, more, directories
+):
+    """Random aborts, a tiny pool, chunks of 1 to 512 tokens, shared beginnings, every policy, steps run ahead."""
+    rng = random.Random(budget)
+    drawn = draw_requests(rng, EACH)
+    with LLM(directories[model], max_num_seqs=1, **ALONE) as llm:
+        alone = [llm.generate(prompt, params)[0] for prompt, params in drawn]
+    options = {"max_num_seqs": 12, "block_size": 4, "num_blocks": 30, "max_model_len": 80} | more
+    with LLM(
+        directories[model], dtype="float64", device="cpu", max_num_batched_tokens=budget, policy=policy, **options
+    ) as llm:
+        engine, requests, heard = llm.engine, [], {}
+        while len(requests) < EACH or engine.tracked:
+            while len(requests) < EACH and (rng.random() < 0.7 or not engine.tracked):
+                prompt, params = drawn[len(requests)]
+                listener = Heard() if rng.random() < 0.5 else None
+                requests.append(engine.prepare(prompt, params, listener=listener))
+                heard[len(requests) - 1] = listener
+                engine.submit(requests[-1])
+            if engine.tracked and rng.random() < (0.01 if budget < 16 else 0.04):
+                newest = rng.choice([1, 12])  # often in the middle of its prompt
+                engine.abort(rng.choice(list(engine.tracked)[-newest:]))
+            engine.step()
+            engine.scheduler.check()
+        drain(engine)
+        stats = engine.stats()
+        assert not engine._watched, "a listener stays"
+    for place, (tracked, expected) in enumerate(zip(requests, alone, strict=True)):
+        found = tracked.completion
+        if found.finish_reason == "abort":
+            assert found.token_ids == expected.token_ids[: len(found.token_ids)], f"request {place}"
+        else:
+            assert (found.token_ids, found.finish_reason) == (expected.token_ids, expected.finish_reason), place
+        if (listener := heard[place]) is not None:
+            assert listener.ends == [found.finish_reason] and listener.tokens == found.token_ids
+    reasons = [tracked.completion.finish_reason for tracked in requests]
+    assert set(reasons) == {"abort", "length", "stop"} and reasons.count("abort") < EACH / 3
+    # With a token a step hardly a second request starts beside the first; windows let go of blocks as their rows grow.
+    scarce = budget > 1 and model == "gemma-multi-query"
+    assert stats["preemptions"] > 0 or not scarce, "blocks were plenty: preemption took no part"
+    assert stats["prefix_hit_tokens"] > EACH, "nothing was shared"
+    assert all(len(set(each.token_ids)) > 1 for each in alone if len(each.token_ids) > 6), "a model that repeats itself"
