@@ -1,6 +1,6 @@
-"""The README's picture and figures, from committed records alone.
+"""The README's pictures and figures, from committed records alone.
 
-python docs/draw.py           draws docs/at_work.svg and fills in the README's figures
+python docs/draw.py           draws docs/{at_work,batching}.svg and fills in the README's figures
 python docs/draw.py record    measures this machine first: data/results/cpu/{offline,timeline}.json
 """
 
@@ -11,13 +11,15 @@ import time
 from pathlib import Path
 
 from minillm import LLM, SamplingParams
-from minillm.bench import offline, plots, records, workloads
+from minillm.bench import batching, offline, plots, records, waste, workloads
 
 ROOT = Path(__file__).resolve().parents[1]
-PICTURE = ROOT / "docs" / "at_work.svg"
+PICTURE, BATCHING_PICTURE = ROOT / "docs" / "at_work.svg", ROOT / "docs" / "batching.svg"
 OFFLINE, TIMELINE = "cpu/offline", "cpu/timeline"
 BLOCK = re.compile(r"(<!-- figures: .*? -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 GPU_BLOCK = re.compile(r"(<!-- GPU figures: .*? -->\n).*?(<!-- end of GPU figures -->)", re.DOTALL)
+BATCHING_BLOCK = re.compile(r"(<!-- batching: .*? -->\n).*?(<!-- end of batching -->)", re.DOTALL)
+BATCHING = ("cpu/batching", "h200/batching")  # shown as far as they are there
 GPU, GPU_PEER = "h200/gemma-2b-bf16", "h200/vllm-h200"
 COMMAND = "python docs/draw.py record"
 STAT = Path("/proc/stat")
@@ -145,8 +147,63 @@ def gpu_figures() -> str:
     )
 
 
+def batching_records() -> dict[str, dict]:
+    """Those of the records of `minillm bench batching` that are there, by name."""
+    return {name: records.read(name) for name in BATCHING if (records.RESULTS / f"{name}.json").is_file()}
+
+
+def batching_figures() -> str:
+    """The README's tables of batching and of memory."""
+    found = batching_records()
+    parts = [{part: batching.of(record, part) for part in batching.PARTS} for record in found.values()]
+
+    def speed(part):
+        static, ours = (row["output_tokens_per_s"] for row in part["throughput"])
+        return f"{static:,.0f} -> {ours:,.0f} ({part['throughput'][1]['times_static']:.2f} times)"
+
+    def latency(part, name):
+        chunked, whole = part["latency"]
+        before, after = whole[name]["p99"] * 1e3, chunked[name]["p99"] * 1e3
+        return f"{before:,.0f} -> {after:,.0f} ms ({chunked['requests_per_s']:g} requests/s)"
+
+    def saved(part, traffic):
+        row = next(row for row in part["prefix"] if row["traffic"] == traffic)
+        return f"{row['computed_without']:,} -> {row['computed_with']:,} ({row['saved']:.0%} saved)"
+
+    rows = {
+        "output tokens/s, static batches -> in-flight": speed,
+        "time to first token, p99, whole prompts -> chunks": lambda part: latency(part, "ttft_s"),
+        "between tokens, p99, whole prompts -> chunks": lambda part: latency(part, "itl_s"),
+        "prefill tokens, shared system prompts": lambda part: saved(part, "trace"),
+        "prefill tokens, conversations of 4 turns": lambda part: saved(part, "conversations"),
+        "prefill tokens, 64 at once with 512 in common": lambda part: saved(part, "at once"),
+    }
+    heads = [f"`{record['model']}`, {record['machine']['gpu'] or 'CPU'}" for record in found.values()]
+    lines = [f"| | {' | '.join(heads)} |", "|---|" + "---|" * len(heads)]
+    lines += [f"| {name} | {' | '.join(map(cell, parts))} |" for name, cell in rows.items()]
+    memory = parts[0]["memory"]
+    lines += ["", "| cache | used | reserved | never used | free | requests at once |", "|---|---|---|---|---|---|"]
+    for row in memory:
+        shares = " | ".join(f"{row[name]:.1%}" for name in waste.SHARES)
+        lines.append(f"| {row['cache']} | {shares} | {row['running']:.0f} |")
+    named = ", ".join(f"[{name}](data/results/{name}.json)" for name in found)
+    traffic, slots = next(iter(found.values()))["traffic"], memory[0]["slots"]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"On the traffic trace `data/traces/{traffic}.jsonl`; speeds and latencies are medians of alternating runs",
+            f"in one process. Memory: {slots:,} tokens of it, the engine's scheduler without a model, shares over the",
+            "steps in which requests waited; figure 2 of the PagedAttention paper (Kwon et al. 2023), redone.",
+            f"Settings and all runs are in the records: {named}. `minillm bench batching` measures your machine.",
+            "",
+        ]
+    )
+
+
 def fill(readme: str) -> str:
     """The README with its figures written in."""
+    readme = BATCHING_BLOCK.sub(lambda found: found[1] + batching_figures() + found[2], readme)
     readme = GPU_BLOCK.sub(lambda found: found[1] + gpu_figures() + found[2], readme)
     return BLOCK.sub(lambda found: found[1] + figures() + found[2], readme)
 
@@ -167,6 +224,12 @@ def draw() -> None:
         axis.tick_params(axis="x", labelsize=8)
         axis.title.set_fontsize(10)
     figure.savefig(PICTURE, metadata={"Date": None}, facecolor="white")
+    found = list(batching_records().values())
+    figure, axes = plt.subplots(1, 3, figsize=(13, 4), width_ratios=(1.5, 0.7, 1.3), layout="constrained")
+    plots.memory(found[0], axes[0])
+    plots.batching(found[-1], axes[1])
+    plots.chunking(found[-1], axes[2])
+    figure.savefig(BATCHING_PICTURE, metadata={"Date": None}, facecolor="white")
 
 
 def timeline(record: dict, axis) -> None:

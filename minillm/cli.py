@@ -304,6 +304,30 @@ def ablation(
     ablation.run(model, **options, json_path=json_path, **engine_options)
 
 
+@bench_app.command()
+@with_engine_options
+def batching(
+    model: Model = None,
+    traffic: Annotated[str, typer.Option(help="A traffic trace: a committed one's name, or a file.")] = "conversation",
+    rows: Annotated[int | None, typer.Option(help="Most requests in a step.")] = None,
+    scale: Annotated[int | None, typer.Option(help="Divide lengths by this where all come at once.")] = None,
+    speed: Annotated[float | None, typer.Option(help="Play the trace so many times as fast for the latencies.")] = None,
+    chunk: Annotated[int | None, typer.Option(help="Tokens in a step of the chunked latencies.")] = None,
+    arriving: Annotated[int | None, typer.Option(help="How many requests of the trace arrive.")] = None,
+    repeat: Annotated[int, typer.Option(help="Timed runs each, in turns.")] = 3,
+    json_path: JsonPath = None,
+    **engine_options: Any,
+) -> None:
+    """What in-flight batching, chunked prefill, prefix reuse and blocks bring, on a traffic trace.
+
+    Rows, scale, speed, chunk and arrivals are chosen to suit the device unless they are given.
+    """
+    from minillm.bench import batching
+
+    options = {"traffic": traffic, "rows": rows, "scale": scale, "speed": speed, "chunk": chunk, "arriving": arriving}
+    batching.run(model, **options, repeat=repeat, json_path=json_path, **engine_options)
+
+
 @app.command("eval")
 @with_engine_options
 def evaluate(

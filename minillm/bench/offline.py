@@ -32,19 +32,24 @@ class Minillm:
 
     def run(self, requests: Sequence[BenchRequest], temperature: float) -> float:
         """Seconds for all requests, submitted at once. RuntimeError when an output has another length."""
-        prompts = [request.prompt for request in requests]
-        params = [
-            SamplingParams(max_tokens=request.output_tokens, temperature=temperature, ignore_eos=True)
-            for request in requests
-        ]
-        start = time.perf_counter()
-        completions = self.llm.generate(prompts, params)
-        seconds = time.perf_counter() - start
-        for request, completion in zip(requests, completions, strict=True):
-            if len(completion.token_ids) != request.output_tokens:
-                got = len(completion.token_ids)
-                raise RuntimeError(f"minillm generated {got} tokens where {request.output_tokens} were asked for")
-        return seconds
+        return timed(self.llm, requests, temperature)
+
+
+def timed(llm, requests: Sequence[BenchRequest], temperature: float) -> float:
+    """Seconds for all requests, submitted at once. RuntimeError when an output has another length."""
+    prompts = [request.prompt for request in requests]
+    params = [
+        SamplingParams(max_tokens=request.output_tokens, temperature=temperature, ignore_eos=True)
+        for request in requests
+    ]
+    start = time.perf_counter()
+    completions = llm.generate(prompts, params)
+    seconds = time.perf_counter() - start
+    for request, completion in zip(requests, completions, strict=True):
+        if len(completion.token_ids) != request.output_tokens:
+            got = len(completion.token_ids)
+            raise RuntimeError(f"minillm generated {got} tokens where {request.output_tokens} were asked for")
+    return seconds
 
 
 def run(

@@ -1,4 +1,4 @@
-"""Drawings from records: throughput beside transformers, latencies as percentiles, requests over time.  Lesson 99.
+"""Drawings from records: throughput, latencies as percentiles, requests over time, memory.  Lessons 09, 10 and 99.
 
 Each takes a record (`records.read` or what a benchmark returned), draws on `ax` or on a figure of its own, and
 returns the axes. Nothing is measured here: a picture can be redrawn from its record at any time.
@@ -121,6 +121,99 @@ def ablation(record: Mapping, ax=None, groups: Sequence[str] | None = None):
     ax.set(xlabel="output tokens / s, as a share of the group's best", xlim=(0, 1.2))
     ax.set_title(f"{record['model']}, {record['dtype']}, {_machine(record)}", fontsize=9)
     ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    return _plain(ax)
+
+
+def batching(record: Mapping, ax=None):
+    """Static batches beside in-flight batching, from a batching record: bars are medians, dots single runs."""
+    rows = [row for row in record["results"] if row["part"] == "throughput"]
+    ax = ax or _axes()
+    labels = [f"{row['batching']}\n{row['steps']:,} steps" for row in rows]
+    bars = ax.bar(labels, [row["output_tokens_per_s"] for row in rows], color=[THEIRS, OURS], width=0.6)
+    ax.bar_label(bars, fmt="{:,.0f}", padding=2)
+    for place, row in enumerate(rows):
+        ax.plot([place] * len(row["runs"]), [row["output_tokens"] / each for each in row["runs"]], ".k", markersize=4)
+    ax.set_ylabel("output tokens / s")
+    ax.set_title(f"{rows[0]['requests']} requests at once in {record['rows']} rows, {_machine(record)}", fontsize=9)
+    ax.margins(y=0.12)
+    return _plain(ax)
+
+
+def chunking(record: Mapping, ax=None):
+    """TTFT and ITL of whole prompts beside prompts in chunks, from a batching record, in ms on a log axis."""
+    rows = {row["prefill"]: row for row in record["results"] if row["part"] == "latency"}
+    ax = ax or _axes()
+    shown = [(name, p) for name in ("ttft_s", "itl_s") for p in ("p50", "p90", "p99")]
+    places = [i + 0.6 * (i > 2) for i in range(len(shown))]  # a gap between both latencies
+    for offset, (prefill, colour) in zip((-0.2, 0.2), (("whole", THEIRS), ("chunked", OURS)), strict=True):
+        row = rows[prefill]
+        heights = [row[name][p] * 1e3 for name, p in shown]
+        label = f"{prefill} prompts" if prefill == "whole" else f"chunks, {row['budget']} tokens a step"
+        bars = ax.bar([place + offset for place in places], heights, 0.38, color=colour, label=label)
+        ax.bar_label(bars, fmt="{:.3g}", padding=1, fontsize=7)
+    ax.set_xticks(places, [f"{p}\n{LATENCIES[name]}" if p == "p90" else p for name, p in shown])
+    ax.set_yscale("log")
+    ax.set_ylabel("milliseconds")
+    ax.set_title(f"{row['requests']} requests, {row['requests_per_s']:g} a second, {_machine(record)}", fontsize=9)
+    ax.legend(frameon=False, fontsize=8)
+    ax.margins(y=0.15)
+    return _plain(ax)
+
+
+def prefix(record: Mapping, ax=None):
+    """Prompt tokens that prefill computes with the prefix cache, as shares of those without, from a batching record."""
+    rows = [row for row in record["results"] if row["part"] == "prefix"]
+    ax = ax or _axes(height=0.9 + 0.5 * len(rows))
+    labels = [f"{row['traffic']}, {row['requests']} requests" for row in rows]
+    ax.barh(labels, [1.0] * len(rows), color=WAITING, label="found in the cache")
+    bars = ax.barh(labels, [1 - row["saved"] for row in rows], color=OURS, label="computed")
+    ax.bar_label(bars, [f"{row['computed_with']:,} of {row['computed_without']:,}" for row in rows], padding=3)
+    ax.invert_yaxis()
+    ax.set(xlabel="share of prompt tokens", xlim=(0, 1))
+    ax.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.25), ncols=2, fontsize=8)
+    return _plain(ax)
+
+
+SHARES = {
+    "used": ("used: keys and values", OURS),
+    "reserved": ("reserved for later", "#a9d6e5"),
+    "internal": ("never used (internal fragmentation)", THEIRS),
+    "external": ("free (external fragmentation)", WAITING),
+}
+
+
+def memory(record: Mapping, ax=None):
+    """Where the cache's memory goes, contiguous and in blocks, from a batching record: mean shares while requests wait.
+
+    Kwon et al. 2023, figure 2.
+    """
+    rows = [row for row in record["results"] if row["part"] == "memory"]
+    ax = ax or _axes()
+    labels = [row["cache"].replace(": ", ":\n").replace(", ", ",\n") for row in rows]
+    left = [0.0] * len(rows)
+    for name, (label, colour) in SHARES.items():
+        widths = [row[name] for row in rows]
+        bars = ax.barh(labels, widths, left=left, color=colour, label=label)
+        ax.bar_label(bars, [f"{w:.0%}" if w > 0.04 else "" for w in widths], label_type="center", fontsize=8)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    for place, row in enumerate(rows):
+        ax.text(1.01, place, f"{row['running']:.0f} at once", va="center", fontsize=8)
+    ax.invert_yaxis()
+    ax.tick_params(axis="y", labelsize=8)
+    ax.set(xlabel="share of the cache's memory", xlim=(0, 1))
+    ax.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.4, 1.2), ncols=2, fontsize=8)
+    return _plain(ax)
+
+
+def memory_over_time(record: Mapping, cache: int = 0, ax=None):
+    """The same shares step by step for one of a batching record's caches (by its place), from first to last step."""
+    row = [row for row in record["results"] if row["part"] == "memory"][cache]
+    ax = ax or _axes()
+    points = len(row["timeline"]["used"])
+    steps = [place * (row["steps"] - 1) / max(1, points - 1) for place in range(points)]
+    series = [row["timeline"][name] for name in SHARES]
+    ax.stackplot(steps, series, labels=[label for label, _ in SHARES.values()], colors=[c for _, c in SHARES.values()])
+    ax.set(xlabel="step", ylabel="share of the cache's memory", xlim=(0, steps[-1]), ylim=(0, 1), title=row["cache"])
     return _plain(ax)
 
 

@@ -59,3 +59,50 @@ def test_groups_of_an_ablation_can_be_chosen_and_unknown_ones_are_named():
     assert [label.get_text() for label in ax.get_yticklabels()] == ["ahead: 0"]
     with pytest.raises(ValueError, match="no group heads; it has: graphs, ahead"):
         plots.ablation(ABLATION, groups=["heads"])
+
+
+SPENT = {"p50": 0.01, "p90": 0.02, "p99": 0.04}
+BATCHING = {
+    "results": [
+        {"part": "throughput", "batching": name, "requests": 9, "output_tokens": 100, "steps": 7, "runs": [2.0, 1.0]}
+        | {"output_tokens_per_s": speed}
+        for name, speed in (("static", 50.0), ("in-flight", 80.0))
+    ]
+    + [
+        {"part": "latency", "prefill": name, "budget": 64, "requests": 9, "requests_per_s": 2.5}
+        | {"ttft_s": SPENT, "itl_s": {p: value * factor for p, value in SPENT.items()}}
+        for name, factor in (("chunked", 1), ("whole", 3))
+    ]
+    + [
+        {
+            "part": "prefix",
+            "traffic": "trace",
+            "requests": 9,
+            "computed_without": 80,
+            "computed_with": 20,
+            "saved": 0.75,
+        }
+    ]
+    + [
+        {"part": "memory", "cache": "blocks of 16", "running": 5.2, "steps": 5}
+        | {"used": 0.9, "reserved": 0.05, "internal": 0.03, "external": 0.02}
+        | {"timeline": {name: [0.25, 0.25, 0.25] for name in plots.SHARES}}
+    ],
+    "rows": 4,
+    "machine": RECORD["machine"],
+}
+
+
+def test_pictures_of_batching_show_medians_runs_latencies_and_shares():
+    ax = plots.batching(BATCHING)
+    assert [bar.get_height() for bar in ax.patches] == [50, 80]
+    assert list(ax.lines[1].get_ydata()) == [50, 100]
+    whole, chunked = plots.chunking(BATCHING).containers
+    assert [bar.get_height() for bar in whole] == pytest.approx([10, 20, 40, 30, 60, 120])
+    assert [bar.get_height() for bar in chunked] == pytest.approx([10, 20, 40, 10, 20, 40])
+    every, computed = plots.prefix(BATCHING).containers
+    assert [bar.get_width() for bar in (*every, *computed)] == [1, 0.25]
+    bars = plots.memory(BATCHING).patches
+    assert [bar.get_width() for bar in bars] == pytest.approx([0.9, 0.05, 0.03, 0.02])
+    assert bars[-1].get_x() + bars[-1].get_width() == pytest.approx(1)
+    assert len(plots.memory_over_time(BATCHING).collections) == 4

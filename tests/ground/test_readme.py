@@ -29,10 +29,12 @@ def test_the_figures_are_the_records(draw):
     assert draw.fill(README) == README, "run python docs/draw.py"
 
 
-def test_the_picture_is_the_records(draw, tmp_path, monkeypatch):
-    monkeypatch.setattr(draw, "PICTURE", tmp_path / "again.svg")
+def test_the_pictures_are_the_records(draw, tmp_path, monkeypatch):
+    for name in ("PICTURE", "BATCHING_PICTURE"):
+        monkeypatch.setattr(draw, name, tmp_path / getattr(draw, name).name)
     draw.draw()
-    assert (tmp_path / "again.svg").read_bytes() == (ROOT / "docs" / "at_work.svg").read_bytes()
+    for picture in ("at_work.svg", "batching.svg"):
+        assert (tmp_path / picture).read_bytes() == (ROOT / "docs" / picture).read_bytes(), "run python docs/draw.py"
 
 
 def test_the_records_medians_are_of_five_alternating_runs_with_the_settings_named(draw):

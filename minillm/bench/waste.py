@@ -1,0 +1,147 @@
+"""What a contiguous KV cache wastes beside blocks, step by step on the same requests.  Lesson 09.
+
+The same memory is run dry in several ways: whoever fits joins, first come first served, every running request computes
+a token a step, and shares of the memory are taken after each step. Blocks are given out by the engine's own scheduler,
+without a model. Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention",
+section 3.1 and figure 2, whose three contiguous systems these are.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..request import Request, SamplingParams
+from ..scheduler import Scheduler
+from .workloads import BenchRequest
+
+SHARES = ("used", "reserved", "internal", "external")
+POINTS = 60  # of a timeline in a record
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Memory after one step, in tokens.
+
+    used       keys and values that are there
+    reserved   held by a request for tokens that it will compute later
+    internal   held by a request and never used: it ends before
+    external   held by nobody; while requests wait: in pieces that are too small for the next
+    """
+
+    used: int
+    reserved: int
+    internal: int
+    external: int
+    running: int  # requests
+    waiting: int
+    computed: int  # tokens that the running requests see; more than `used` where they share
+
+
+def final(request: BenchRequest) -> int:
+    """Tokens whose keys and values a request needs in the end: those of its last token are never read."""
+    return len(request.prompt) + request.output_tokens - 1
+
+
+def exact(request: BenchRequest) -> int:
+    """An oracle's reservation: nobody knows an output's length before it is there."""
+    return final(request)
+
+
+def power_of_two(request: BenchRequest) -> int:
+    """The prompt, and room for an output rounded up to a power of two: a good guess."""
+    return len(request.prompt) + (1 << (request.output_tokens - 1).bit_length())
+
+
+def contiguous(
+    work: Sequence[BenchRequest], slots: int, reserve: Callable[[BenchRequest], int], most: int
+) -> Iterator[Moment]:
+    """Each request gets `reserve(request)` tokens in one piece, at most `most`, at the first place that has them."""
+    waiting = deque(work)
+    pieces: list[tuple[int, int, BenchRequest]] = []  # (begin, end, whose), in order of place
+    computed: dict[int, int] = {}  # by begin
+    while waiting or pieces:
+        pieces = [piece for piece in pieces if computed[piece[0]] < final(piece[2])]
+        for begin, _, _ in pieces:
+            computed[begin] += 1
+        while waiting:
+            size = min(reserve(waiting[0]), most)
+            ends, begins = [0, *(end for _, end, _ in pieces)], [*(begin for begin, _, _ in pieces), slots]
+            place = next((i for i in range(len(ends)) if begins[i] - ends[i] >= size), None)
+            if place is None:
+                break
+            request = waiting.popleft()
+            pieces.insert(place, (ends[place], ends[place] + size, request))
+            computed[ends[place]] = len(request.prompt)
+        if not pieces:
+            if waiting:
+                raise ValueError(f"a request of {final(waiting[0])} tokens does not fit a memory of {slots}")
+            return
+        held = sum(end - begin for begin, end, _ in pieces)
+        used = sum(computed[begin] for begin, _, _ in pieces)
+        wanted = sum(final(request) for _, _, request in pieces)
+        yield Moment(used, wanted - used, held - wanted, slots - held, len(pieces), len(waiting), used)
+
+
+def blocks(work: Sequence[BenchRequest], slots: int, block_size: int, most: int, *, shared: bool) -> Iterator[Moment]:
+    """The engine's scheduler and block pool; `shared` with its prefix cache."""
+    scheduler = Scheduler(
+        max_num_seqs=len(work),
+        max_num_batched_tokens=slots,
+        max_model_len=most,
+        block_size=block_size,
+        num_blocks=slots // block_size,
+        prefix_caching=shared,
+    )
+    for number, each in enumerate(work):
+        prompt, params = np.array(each.prompt, np.int32), SamplingParams(max_tokens=each.output_tokens)
+        scheduler.submit(Request(str(number), prompt, params, len(prompt) + each.output_tokens))
+    while (step := scheduler.schedule()) is not None:
+        rows = scheduler.order
+        computed, held = scheduler.computed[rows], scheduler.tables.held[0, rows] * block_size
+        wanted = np.minimum(scheduler.limit[rows] - 1, held)
+        twice = block_size * int(np.maximum(np.array(scheduler.pool.references) - 1, 0).sum())
+        yield Moment(
+            used=int(computed.sum()) - twice,
+            reserved=int((wanted - computed).sum()),
+            internal=int((held - wanted).sum()),
+            external=slots - int(held.sum()) + twice,
+            running=len(rows),
+            waiting=len(scheduler.waiting),
+            computed=int(computed.sum()),
+        )
+        scheduler.complete(step, np.zeros(int(step.samples.sum()), np.int64))
+
+
+def compare(work: Sequence[BenchRequest], *, slots: int, block_size: int, max_model_len: int) -> list[dict]:
+    """A result for each way to hold the requests' keys and values; all of them are waiting when it begins."""
+    room = {"slots": slots, "most": max_model_len}
+    ways = {
+        "contiguous: the longest possible": contiguous(work, reserve=lambda request: max_model_len, **room),
+        "contiguous: output to a power of two": contiguous(work, reserve=power_of_two, **room),
+        "contiguous: the exact length (oracle)": contiguous(work, reserve=exact, **room),
+        f"blocks of {block_size}": blocks(work, block_size=block_size, shared=False, **room),
+        f"blocks of {block_size}, shared prefixes": blocks(work, block_size=block_size, shared=True, **room),
+    }
+    return [{"cache": name, **_summary(list(moments), slots)} for name, moments in ways.items()]
+
+
+def _summary(moments: list[Moment], slots: int) -> dict:
+    """Mean shares of the memory over the steps in which somebody waited for it, and the whole run at some points."""
+    full = [moment for moment in moments if moment.waiting] or moments
+    shown = [moments[i] for i in np.linspace(0, len(moments) - 1, min(POINTS, len(moments))).round().astype(int)]
+
+    def mean(name: str) -> float:
+        return round(sum(getattr(moment, name) for moment in full) / (len(full) * slots), 4)
+
+    return {
+        "slots": slots,
+        "steps": len(moments),
+        "steps_full": len(full),
+        **{name: mean(name) for name in SHARES},
+        "seen": mean("computed"),
+        "running": round(sum(moment.running for moment in full) / len(full), 2),
+        "timeline": {name: [round(getattr(moment, name) / slots, 4) for moment in shown] for name in SHARES}
+        | {"running": [moment.running for moment in shown]},
+    }
