@@ -11,6 +11,8 @@ import torch
 
 import minillm
 from minillm import LLM, SamplingParams
+from minillm.kv_cache import BlockPool
+from minillm.policies import FirstComeFirstServed
 from tests import models
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and there is none here")
@@ -93,6 +95,36 @@ def test_every_family_gives_the_cpus_tokens(name, tmp_path):
             assert (graphs is None) == ("enforce_eager" in options)
             assert graphs is None or graphs.graphs, "no step ran as a graph"
         assert all(same_until_a_tie(f.token_ids, w) for f, w in zip(found, wanted, strict=True))
+
+
+def test_a_stream_past_its_window_gives_the_cpus_tokens(prompts):
+    options = {"dtype": "float32", "attention_sinks": 4, "attention_window": 64}
+    with LLM(device="cpu", **options) as llm:
+        wanted = llm.generate(prompts[:12], GREEDY)
+    assert any(len(each.prompt_token_ids) > 100 for each in wanted), "nothing was let go of"
+    for more in ({}, {"max_num_batched_tokens": 50, "max_num_seqs": 3}):
+        with LLM(device="cuda", **options, **more) as llm:
+            found = llm.generate(prompts[:12], PLAIN)
+        assert all(same_until_a_tie(f.token_ids, w) for f, w in zip(found, wanted, strict=True))
+
+
+def test_the_readers_policy_and_pool_serve_graphs_too(prompts, expected):
+    class Last(FirstComeFirstServed):
+        def key(self, request):
+            return -request.arrival
+
+    class Pool(BlockPool):
+        def allocate(self, count):
+            return super().allocate(count)[::-1]
+
+    with LLM(dtype="float32", device="cuda", max_num_seqs=7) as llm:
+        with minillm.using(policy=Last, block_pool=Pool) as used:
+            found = llm.generate(prompts, PLAIN)
+        graphs = llm.engine.runner.graphs.graphs
+        after = llm.generate(prompts, PLAIN)
+    assert graphs and used.calls["policy"] and used.calls["block_pool"]
+    for each in (found, after):
+        assert all(same_until_a_tie(f.token_ids, e) for f, e in zip(each, expected, strict=True))
 
 
 def test_a_seeded_request_draws_the_same_tokens_in_a_graph_and_outside(prompts):
