@@ -335,7 +335,8 @@ def logits_of(model, device):
     """Two decode rows (after 5 and 9 tokens) beside a chunk of 6 tokens that follows 3."""
     torch.manual_seed(0)
     ints = {"dtype": torch.int32, "device": device}
-    table = torch.tensor([[[3, 0, 0], [1, 5, 0], [2, 4, 6]]], **ints)
+    groups = len(model.groups.windows)  # with a cache of its own for each layer, one table will do for all
+    table = torch.tensor([[[3, 0, 0], [1, 5, 0], [2, 4, 6]]], **ints).expand(groups, -1, -1)
     caches = [LayerCache(*(torch.randn(8, 8, 1, 64, device=device) for _ in "kv")) for _ in model.layers]
     positions = torch.tensor([5, 9, *range(3, 9)], device=device)
     rows = torch.tensor([0, 1, *[2] * 6], device=device)
@@ -343,7 +344,7 @@ def logits_of(model, device):
     batch = Batch(
         torch.randint(96, (8,)).to(device),
         positions,
-        slots[None],
+        slots.expand(groups, -1),
         Rows(2, table[:, :2], torch.tensor([6, 10], **ints), torch.tensor([0, 1, 2], **ints), 1),
         Rows(6, table[:, 2:], torch.tensor([9], **ints), torch.tensor([0, 6], **ints), 6),
         None,
