@@ -15,6 +15,7 @@ import warnings
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from .config import ConfigError
 
 FIELDS = {
     "begin": ("rows", "blocks", "block_size", "launched"),  # a new scheduler: nothing runs, no block is used
-    "submit": ("request", "prompt"),
+    "submit": ("request", "prompt"),  # prompt: how many tokens
     "admit": ("step", "request", "row", "known", "computed", "limit", "blocks"),  # blocks: [groups][n]; -1: none
     "share": ("request", "row", "tokens", "blocks"),  # found in the cache, part of the admission before it
     "grow": ("rows", "columns", "blocks"),  # each row's next columns; blocks: [groups][n], -1: has its own
@@ -39,8 +40,9 @@ FIELDS = {
     "read": ("step",),
     "abandon": ("step",),  # after a failure: steps in flight and all prefixes are given up
 }
-CHUNK = 1024  # entries that a trace with a file keeps before it writes them
-PATIENCE = 1.0  # seconds after which it writes them anyway
+CHUNK = 1024  # entries that a trace with a file keeps before it has them written
+MOST = 16 * CHUNK  # and when it waits for the writer
+PATIENCE = 1.0  # seconds after which it has them written anyway
 
 
 class TraceError(ValueError):
@@ -50,8 +52,8 @@ class TraceError(ValueError):
 class Trace:
     """Events of one engine, in memory or, with a path, in a file of JSON lines that is written as it goes.
 
-    Raises ConfigError where the file cannot be written. Should writing fail later (a full disk), recording ends with
-    a warning and the engine goes on.
+    A thread writes it, for the most part while the engine waits for its device. Raises ConfigError where the file
+    cannot be written. Should writing fail later (a full disk), recording ends with a warning and the engine goes on.
     """
 
     def __init__(self, path: str | Path | None = None):
@@ -59,8 +61,9 @@ class Trace:
         self._entries: list[tuple] = []  # (event, time, *values), arrays by reference
         self._began: float | None = None  # at the first scheduler
         self._written = time.perf_counter()
-        self._file = None
+        self._file = self._writing = None
         if path is not None:
+            self._writer = ThreadPoolExecutor(1, "minillm-trace")
             try:
                 self._file = self.path.open("w", encoding="utf-8")
             except OSError as error:
@@ -85,7 +88,7 @@ class Trace:
         self._entries.append((event, time.perf_counter() - self._began, *values))
 
     def submit(self, request) -> None:
-        self._add("submit", request.request_id, request.prompt)
+        self._add("submit", request.request_id, len(request.prompt))
 
     def admit(self, scheduler, request, blocks: np.ndarray) -> None:
         """blocks: [groups, n]; those of the tokens that are computed were found in the cache."""
@@ -164,22 +167,35 @@ class Trace:
 
     def flush(self) -> None:
         """Bring the file up to now; in memory there is nothing to do."""
-        if self._file is None:
-            if self.path is not None:
-                self._entries.clear()
+        if self.path is not None:
+            self._hand_over()
+            self._writing.result()
+
+    def _write_in_time(self) -> None:
+        if self.path is None:
             return
+        count = len(self._entries)
+        if count >= MOST:
+            self.flush()
+        elif (count >= CHUNK or time.perf_counter() - self._written > PATIENCE) and (
+            self._writing is None or self._writing.done()
+        ):
+            self._hand_over()
+
+    def _hand_over(self) -> None:
         entries, self._entries = self._entries, []
         self._written = time.perf_counter()
+        self._writing: Future = self._writer.submit(self._write, entries)
+
+    def _write(self, entries: list[tuple]) -> None:
+        if self._file is None:  # closed, or the disk is full
+            return
         try:
             self._file.writelines(_line(event) for entry in entries for event in _events(entry))
             self._file.flush()
         except OSError as error:
             warnings.warn(f"the trace {self.path} ends here: {error.strerror}", RuntimeWarning, stacklevel=2)
             self._file = None
-
-    def _write_in_time(self) -> None:
-        if self.path is not None and (len(self._entries) >= CHUNK or time.perf_counter() - self._written > PATIENCE):
-            self.flush()
 
     def close(self) -> None:
         """Write the rest. The events stay readable."""
@@ -321,7 +337,7 @@ class Mirror:
         self.chunks: list[dict] = []
 
     def _submit(self, event: dict) -> None:
-        self.submitted[event["request"]] = (self.arrivals, len(event["prompt"]))
+        self.submitted[event["request"]] = (self.arrivals, event["prompt"])
         self.arrivals += 1
 
     def _admit(self, event: dict) -> None:

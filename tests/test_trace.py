@@ -223,7 +223,7 @@ def test_blocks_let_go_of_are_free_once_the_steps_that_see_them_are_read():
     trace = Trace()
     trace.watch(scheduler)
     tell = trace._add
-    tell("submit", "a", np.arange(6))
+    tell("submit", "a", 6)
     tell("admit", 0, "a", 1, 6, 0, 9, np.array([[0, 1, 2], [3, -1, -1]]))
     tell("chunk", 0, np.array([1]), np.array([0]), np.array([2]), np.array([0]))
     tell("launch", 0, 1)
@@ -287,12 +287,15 @@ def test_a_line_that_is_no_event_is_named(tmp_path, line):
 
 def test_memory_stays_bounded_while_a_file_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr("minillm.trace.CHUNK", 50)
+    monkeypatch.setattr("minillm.trace.MOST", 100)
     schedule = Schedule(5, Trace(tmp_path / "trace.jsonl"))
     most = 0
     for _ in range(40):
         schedule.run(20)
         most = max(most, len(schedule.trace._entries))
-    assert most < 150 and (tmp_path / "trace.jsonl").stat().st_size > 10_000
+    assert most < 150 and schedule.trace._writing is not None
+    schedule.trace.flush()
+    assert (tmp_path / "trace.jsonl").stat().st_size > 10_000
     assert reconstructed(schedule.trace)[0] == schedule.steps
 
 
