@@ -5,7 +5,7 @@ whose keys and values lie one behind the other. `gathered` puts the second where
 `attention` and `cached_attention` are the first under the second's signature, to fall back to.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -73,6 +73,11 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, length: int, *, scale: flo
     table = torch.zeros(1, 1, dtype=torch.int32, device=q.device)
     lengths = torch.tensor([length], dtype=torch.int32, device=q.device)
     return reference.decode_attention(q[None], one_block, table, lengths, scale=scale)[0]
+
+
+def slots_of(table: Sequence[int], start: int, end: int, block_size: int) -> list[int]:
+    """The slots of the tokens at positions start to end - 1 of a request whose blocks are `table`.  Lesson 09."""
+    return [table[at // block_size] * block_size + at % block_size for at in range(start, end)]
 
 
 def append(cache, k: Tensor, v: Tensor) -> None:

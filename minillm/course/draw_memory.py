@@ -1,0 +1,220 @@
+"""Lesson 09's pictures: memory slot by slot, what caches waste, what windows keep, what streams forget."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+from ..trace import Trace, tables
+
+COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#eeca3b")
+FREE, CACHED, INK = "#f2f2f2", "#d5d5d5", "dimgray"
+SHARES = {
+    "used": ("#54a24b", "keys and values"),
+    "reserved": ("#eeca3b", "will be used later"),
+    "internal": ("#e45756", "never used"),
+    "external": (FREE, "free"),
+}
+CACHES = {"longest": "#e45756", "power": "#eeca3b", "exact": "#9d755d", "shared": "#54a24b", "blocks": "#4c78a8"}
+
+
+def contiguous(pieces: Mapping[str, tuple[int, int, Sequence[str], int]], slots: int) -> None:
+    """One piece of memory a request. pieces: name -> (first slot, slots reserved, its tokens, tokens still to come)."""
+    _, axis = plt.subplots(figsize=(11, 1.9), layout="constrained")
+    for slot in range(slots):
+        _slot(axis, slot, FREE)
+    for color, (name, (first, reserved, tokens, later)) in zip(COLORS, pieces.items(), strict=False):
+        for at in range(reserved):
+            kind = "used" if at < len(tokens) else "reserved" if at < len(tokens) + later else "internal"
+            _slot(axis, first + at, color if kind == "used" else SHARES[kind][0], alpha=0.45)
+        for at, token in enumerate(tokens):
+            _word(axis, first + at + 0.5, 0.5, token)
+        axis.plot([first, first + reserved], [1.12, 1.12], color=color, linewidth=3, solid_capstyle="butt")
+        axis.text(first, 1.25, f"{name}: {reserved} slots reserved", color=color, fontsize=9)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=SHARES[kind][0], alpha=0.45) for kind in ("reserved", "internal")]
+    axis.legend(handles, ["used later", "never used"], fontsize=8, ncols=2, loc="lower right", bbox_to_anchor=(1, -0.3))
+    _number(axis, range(0, slots, 4))
+    _frame(axis, slots, (-0.6, 1.7))
+
+
+def paged(
+    requests: Mapping[str, tuple[Sequence[int], Sequence[str]]],
+    num_blocks: int,
+    block_size: int = 4,
+    cached: Mapping[int, Sequence[str]] | None = None,
+) -> None:
+    """Block tables above, memory below. requests: name -> (block table, tokens); cached: block -> tokens left there.
+
+    A number under a block says how many tables name it.
+    """
+    slots = num_blocks * block_size
+    _, axis = plt.subplots(figsize=(11, 3), layout="constrained")
+    colors = dict(zip(requests, COLORS, strict=False))
+    holders = {block: [n for n, (table, _) in requests.items() if block in table] for block in range(num_blocks)}
+    for block, names in holders.items():
+        tokens = (cached or {}).get(block, ())
+        for name in names:
+            table, words = requests[name]
+            at = list(table).index(block) * block_size
+            tokens = max(tokens, words[at : at + block_size], key=len)
+        for offset in range(block_size):
+            slot, filled = block * block_size + offset, offset < len(tokens)
+            _slot(axis, slot, CACHED if filled and not names else FREE)
+            for level, name in enumerate(names if filled else ()):
+                _slot(axis, slot, colors[name], level / len(names), 1 / len(names), alpha=0.45)
+            if filled:
+                _word(axis, slot + 0.5, 0.5, tokens[offset])
+        axis.add_patch(plt.Rectangle((block * block_size, 0), block_size, 1, fill=False, edgecolor=INK))
+        middle, first = (block + 0.5) * block_size, block * block_size
+        axis.text(middle, -0.12, f"block {block}: slots {first} to {first + block_size - 1}", **_SMALL)
+        held = f"held by {len(names)}" if names else "cached" if tokens else "free"
+        axis.text(middle, -0.36, held, **_SMALL)
+    _tables(axis, {name: list(table) for name, (table, _) in requests.items()}, colors, block_size, slots)
+    _frame(axis, slots, (-0.7, 3.2))
+
+
+def _tables(axis, tables: Mapping[str, list[int]], colors: Mapping[str, str], block_size: int, slots: int) -> None:
+    """Tables in a line above the memory, and an arrow from each entry to its block."""
+    wide, place = 1.3, 0.0
+    gap = (slots - sum(6 + wide * len(table) for table in tables.values())) / max(len(tables), 1)
+    for name, table in tables.items():
+        axis.text(place, 2.65, f"{name}'s table", color=colors[name], fontsize=9, va="center")
+        left = place + 3.2
+        for entry, block in enumerate(table):
+            box = (left + entry * wide, 2.35)
+            axis.add_patch(plt.Rectangle(box, wide * 0.92, 0.6, facecolor=colors[name], alpha=0.45, edgecolor=INK))
+            axis.text(box[0] + wide * 0.46, 2.65, block, ha="center", va="center", fontsize=9)
+            arrow = {"arrowstyle": "->", "color": colors[name]}
+            axis.annotate("", ((block + 0.5) * block_size, 1.03), (box[0] + wide * 0.46, 2.33), arrowprops=arrow)
+        place += 6 + wide * len(table) + gap
+
+
+_SMALL = {"ha": "center", "va": "top", "fontsize": 7, "color": INK}
+
+
+def _slot(axis, at: float, color: str, bottom: float = 0.0, height: float = 1.0, alpha: float = 1.0) -> None:
+    edge = {"edgecolor": "white", "linewidth": 1}
+    axis.add_patch(plt.Rectangle((at, bottom), 1, height, facecolor=color, alpha=alpha, **edge))
+
+
+def _word(axis, x: float, y: float, word: str) -> None:
+    axis.text(x, y, word, ha="center", va="center", rotation=90, fontsize=8)
+
+
+def _number(axis, slots: Sequence[int]) -> None:
+    for slot in slots:
+        axis.text(slot + 0.5, -0.08, slot, **_SMALL)
+    axis.text(-0.2, -0.08, "slot", ha="right", va="top", fontsize=7, color=INK)
+
+
+def _frame(axis, slots: int, height: tuple[float, float]) -> None:
+    axis.set(xlim=(-1.2, slots + 0.2), ylim=height)
+    axis.axis("off")
+    plt.show()
+
+
+def shares(results: Sequence[Mapping]) -> None:
+    """Bars of the memory's parts, mean over the steps in which requests waited. results: `bench.waste.compare`'s."""
+    _, axis = plt.subplots(figsize=(10, 0.9 + 0.45 * len(results)), layout="constrained")
+    names = [result["cache"] for result in results]
+    left = np.zeros(len(results))
+    for kind, (color, label) in SHARES.items():
+        values = np.array([100 * result[kind] for result in results])
+        axis.barh(names, values, left=left, color=color, label=label, edgecolor="white")
+        for row, value in enumerate(values):
+            if value >= 4:
+                axis.text(left[row] + value / 2, row, f"{value:.0f}", ha="center", va="center", fontsize=9)
+        left += values
+    axis.set(xlabel="% of the memory", xlim=(0, 100))
+    axis.invert_yaxis()
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize=8, ncols=4, loc="lower center", bbox_to_anchor=(0.4, 1.0))
+    plt.show()
+
+
+def batches(results: Sequence[Mapping]) -> None:
+    """Requests that run together, over the steps. results: `bench.waste.compare`'s, with timelines."""
+    _, axis = plt.subplots(figsize=(9, 3), layout="constrained")
+    for result in results:
+        running = result["timeline"]["running"]
+        color = next(color for word, color in CACHES.items() if word in result["cache"])
+        axis.plot(np.linspace(0, result["steps"], len(running)), running, color=color, label=result["cache"])
+    axis.set(xlabel="step", ylabel="requests that run")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize=8)
+    plt.show()
+
+
+def lines(curves: Mapping[str, Mapping[float, float]], *, x: str, y: str, log: bool = False) -> None:
+    """A line for each name -> {x: y}."""
+    _, axis = plt.subplots(figsize=(7.5, 3), layout="constrained")
+    for color, (name, points) in zip(COLORS, curves.items(), strict=False):
+        axis.plot(list(points), list(points.values()), "o-", markersize=4, color=color, label=name)
+    axis.set(xlabel=x, ylabel=y)
+    if log:
+        ticks = sorted({at for points in curves.values() for at in points})
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ticks, [f"{at:,}" for at in ticks])
+    axis.set_ylim(bottom=0)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize=8)
+    plt.show()
+
+
+def kept(pictures: Mapping[str, np.ndarray]) -> None:
+    """Which tokens' keys are held while a text grows. pictures: title -> [tokens so far, token]: 2 kept, 1 let go."""
+    colors = plt.matplotlib.colors.ListedColormap(["white", "#e8e8e8", COLORS[2]])
+    _, axes = plt.subplots(1, len(pictures), figsize=(11, 3.6), layout="constrained")
+    for axis, (title, held) in zip(axes, pictures.items(), strict=True):
+        axis.pcolormesh(held, cmap=colors, vmin=0, vmax=2, edgecolors="white", linewidth=0.5)
+        axis.set_title(f"{title}\nat most {(held == 2).sum(axis=1).max()} tokens held", fontsize=9)
+        axis.set(xlabel="token", ylabel="tokens so far", aspect="equal")
+        axis.invert_yaxis()
+    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in (COLORS[2], "#e8e8e8")]
+    axes[-1].figure.legend(handles, ["held", "let go"], fontsize=8, loc="outside right center")
+    plt.show()
+
+
+def over_time(trace: Trace | Iterable[dict], groups: Sequence[str] = ()) -> None:
+    """Who holds which block: a line each block, a column each step.
+
+    groups: names of the layer groups, to color these and not the requests.
+    """
+    steps = list(tables(trace))
+    requests = dict.fromkeys(name for step in steps for name, _ in step.rows.values())
+    names = list(groups or (f"request {name.rpartition('-')[-1]}" for name in requests))
+    free, cached, shared, first = range(4)
+    states = np.full((len(steps[0].states), len(steps)), free)
+    for column, step in enumerate(steps):
+        states[[state == "cached" for state in step.states], column] = cached
+        held = [(name, group, blocks) for name, table in step.rows.values() for group, blocks in enumerate(table)]
+        for name, group, blocks in held + [(name, 0, blocks) for name, blocks in step.leaving if not groups]:
+            kind = group if groups else list(requests).index(name)
+            states[[block for block in blocks if block >= 0], column] = first + kind
+        states[[count > 1 for count in step.holders], column] = shared
+    colors = [FREE, CACHED, "#333333", *(COLORS[at % len(COLORS)] for at in range(len(names)))]
+    _, axis = plt.subplots(figsize=(10, 1.2 + 0.12 * len(states)), layout="constrained")
+    picture = {"cmap": plt.matplotlib.colors.ListedColormap(colors), "vmin": 0, "vmax": len(colors) - 1}
+    axis.pcolormesh(states, **picture)
+    axis.hlines(range(1, len(states)), 0, len(steps), color="white", linewidth=1.2)
+    if len(steps) <= 100:
+        axis.vlines(range(1, len(steps)), 0, len(states), color="white", linewidth=0.5)
+    axis.set(xlabel="step", ylabel="block")
+    axis.invert_yaxis()
+    axis.spines[:].set_visible(False)
+    there = [kind for kind in range(len(colors)) if (states == kind).any()]
+    labels = ["free", "cached", "shared", *names]
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colors[kind]) for kind in there]
+    axis.legend(handles, [labels[kind] for kind in there], fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    plt.show()
+
+
+def bars(values: Mapping[str, float], x: str) -> None:
+    """A bar for each name, with its value."""
+    _, axis = plt.subplots(figsize=(9, 0.7 + 0.4 * len(values)), layout="constrained")
+    drawn = axis.barh(list(values), list(values.values()), color=COLORS[0], height=0.6)
+    axis.bar_label(drawn, fmt="{:.2f}", padding=3, fontsize=9)
+    axis.set(xlabel=x)
+    axis.invert_yaxis()
+    axis.spines[["top", "right"]].set_visible(False)
+    plt.show()

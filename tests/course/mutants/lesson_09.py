@@ -1,0 +1,315 @@
+"""Wrong solutions of lesson 09: slots, a pool, keys of beginnings, a pool that remembers them."""
+
+import hashlib
+from collections import OrderedDict
+
+from minillm.kv_cache import OutOfBlocks
+
+from . import wrong
+
+# ---- slots_of
+
+
+@wrong("slots_of", fails="blocks lie anywhere in memory")
+def one_block_behind_the_other(table, start, end, block_size):
+    return [table[0] * block_size + position for position in range(start, end)]
+
+
+@wrong("slots_of", fails="the offset starts again in each block")
+def position_for_offset(table, start, end, block_size):
+    return [table[position // block_size] * block_size + position for position in range(start, end)]
+
+
+@wrong("slots_of", fails="positions count from the request's first token")
+def start_forgotten(table, start, end, block_size):
+    return [table[at // block_size] * block_size + at % block_size for at in range(end - start)]
+
+
+@wrong("slots_of", fails="positions count from the request's first token")
+def offset_counted_from_start(table, start, end, block_size):
+    return [table[at // block_size] * block_size + (at - start) % block_size for at in range(start, end)]
+
+
+@wrong("slots_of", fails="the block size is the one given")
+def blocks_of_four(table, start, end, block_size):
+    return [table[position // block_size] * 4 + position % block_size for position in range(start, end)]
+
+
+# ---- MyBlockPool
+
+
+class Pool:
+    """A right one, to be made wrong."""
+
+    def __init__(self, num_blocks):
+        self.num_blocks = num_blocks
+        self.references = [0] * num_blocks
+        self.free = list(range(num_blocks - 1, -1, -1))
+
+    @property
+    def available(self):
+        return len(self.free)
+
+    def allocate(self, count):
+        if count > self.available:
+            raise OutOfBlocks(f"{count} asked for")
+        blocks = [self.free.pop() for _ in range(count)]
+        for block in blocks:
+            self.references[block] = 1
+        return blocks
+
+    def share(self, blocks):
+        for block in blocks:
+            self.references[block] += 1
+
+    def release(self, blocks):
+        for block in blocks:
+            self.references[block] -= 1
+            if self.references[block] == 0:
+                self.free.append(block)
+
+
+@wrong("MyBlockPool", fails="what is released can be given out again")
+class Leaks(Pool):
+    """Blocks that had one holder only are never put back: it waits for the count to pass 1."""
+
+    def release(self, blocks):
+        for block in blocks:
+            shared = self.references[block] > 1 or block in self.__dict__.setdefault("once_shared", set())
+            self.references[block] -= 1
+            if shared and self.references[block] == 0:
+                self.free.append(block)
+
+    def share(self, blocks):
+        super().share(blocks)
+        self.__dict__.setdefault("once_shared", set()).update(blocks)
+
+
+@wrong("MyBlockPool", fails="a block that somebody holds is given to nobody else")
+class RoundAndRound(Pool):
+    """The next ones in memory, on the belief that requests end in the order in which they came."""
+
+    next = 0
+
+    @property
+    def available(self):
+        return self.references.count(0)
+
+    def allocate(self, count):
+        if count > self.available:
+            raise OutOfBlocks(f"{count} asked for")
+        blocks = [(self.next + i) % self.num_blocks for i in range(count)]
+        self.next += count
+        for block in blocks:
+            self.references[block] = 1
+        return blocks
+
+
+@wrong("MyBlockPool", fails="a block is free when its last holder lets go, and not before")
+class FirstHolderFrees(Pool):
+    def release(self, blocks):
+        for block in blocks:
+            if self.references[block]:
+                self.references[block] = 0
+                self.free.append(block)
+
+
+@wrong("MyBlockPool", fails="a block is free when its last holder lets go, and not before")
+class SharedOrNot(Pool):
+    """A flag in place of a count: the third holder is not seen."""
+
+    def share(self, blocks):
+        for block in blocks:
+            self.references[block] = 2
+
+
+@wrong("MyBlockPool", fails="more than there are is refused, and takes nothing")
+class TakenBeforeTheRefusal(Pool):
+    def allocate(self, count):
+        blocks = []
+        for _ in range(count):
+            if not self.free:
+                raise OutOfBlocks("none left")
+            blocks.append(self.free.pop())
+            self.references[blocks[-1]] = 1
+        return blocks
+
+
+@wrong("MyBlockPool", fails="none are given where none are asked for")
+class LastOnesSliced(Pool):
+    def allocate(self, count):
+        if count > self.available:
+            raise OutOfBlocks(f"{count} asked for")
+        blocks = self.free[-count:]
+        del self.free[-count:]
+        for block in blocks:
+            self.references[block] = 1
+        return blocks
+
+
+# ---- prefix_keys
+
+
+def _hash(parent, tokens):
+    return hashlib.blake2b(parent + b"".join(token.to_bytes(4, "little") for token in tokens)).digest()
+
+
+def _chain(tokens, block_size, parent, digest=_hash):
+    keys = []
+    for end in range(block_size, len(tokens) + 1, block_size):
+        parent = digest(parent, tokens[end - block_size : end])
+        keys.append(parent)
+    return keys
+
+
+@wrong("prefix_keys", fails="a key speaks for all tokens before it")
+def each_block_alone(tokens, block_size, salt=""):
+    return _chain(tokens, block_size, b"", lambda _, block: _hash(salt.encode(), block))
+
+
+@wrong("prefix_keys", fails="what comes later does not matter")
+def length_hashed_too(tokens, block_size, salt=""):
+    return _chain(tokens, block_size, _hash(salt.encode(), [len(tokens)]))
+
+
+@wrong("prefix_keys", fails="only full blocks have a key")
+def the_last_part_too(tokens, block_size, salt=""):
+    missing = -len(tokens) % block_size
+    return _chain(list(tokens) + [0] * missing, block_size, salt.encode())
+
+
+@wrong("prefix_keys", fails="the order of the tokens counts")
+def sorted_first(tokens, block_size, salt=""):
+    return _chain(tokens, block_size, salt.encode(), lambda parent, block: _hash(parent, sorted(block)))
+
+
+@wrong("prefix_keys", fails="each token counts for itself")
+def digits_joined(tokens, block_size, salt=""):
+    def digest(parent, block):
+        return hashlib.sha256(parent + "".join(map(str, block)).encode()).digest()
+
+    return _chain(tokens, block_size, salt.encode(), digest)
+
+
+@wrong("prefix_keys", fails="another salt gives other keys")
+def salt_forgotten(tokens, block_size, salt=""):
+    return _chain(tokens, block_size, b"")
+
+
+# ---- MyPrefixPool
+
+
+class PrefixPool(Pool):
+    """A right one, to be made wrong."""
+
+    def __init__(self, num_blocks):
+        super().__init__(num_blocks)
+        self.lru = OrderedDict()
+        self.block_of = {}
+        self.key_of = {}
+
+    @property
+    def available(self):
+        return len(self.free) + len(self.lru)
+
+    def allocate(self, count):
+        if count > self.available:
+            raise OutOfBlocks(f"{count} asked for")
+        blocks = [self.free.pop() if self.free else self.evict() for _ in range(count)]
+        for block in blocks:
+            self.references[block] = 1
+        return blocks
+
+    def register(self, block, key):
+        if key not in self.block_of and block not in self.key_of:
+            self.block_of[key], self.key_of[block] = block, key
+
+    def lookup(self, keys):
+        blocks = []
+        for key in keys:
+            if key not in self.block_of:
+                break
+            blocks.append(self.block_of[key])
+        return blocks
+
+    def share(self, blocks):
+        for block in blocks:
+            self.lru.pop(block, None)
+            self.references[block] += 1
+
+    def release(self, blocks):
+        for block in reversed(blocks):
+            self.references[block] -= 1
+            if self.references[block] == 0:
+                self.let_go(block)
+
+    def let_go(self, block):
+        if block in self.key_of:
+            self.lru[block] = None
+        else:
+            self.free.append(block)
+
+    def evict(self):
+        block, _ = self.lru.popitem(last=False)
+        if block in self.key_of:
+            del self.block_of[self.key_of.pop(block)]
+        return block
+
+
+@wrong("MyPrefixPool", fails="blocks that nobody can find go first")
+class KeepsEverything(PrefixPool):
+    def let_go(self, block):
+        self.lru[block] = None
+
+
+@wrong("MyPrefixPool", fails="the least recently used goes first")
+class TheNewestGoes(PrefixPool):
+    """And the end of a sequence before its beginning, for it lets go in the other order."""
+
+    def release(self, blocks):
+        for block in blocks:
+            self.references[block] -= 1
+            if self.references[block] == 0:
+                self.let_go(block)
+
+    def evict(self):
+        block, _ = self.lru.popitem(last=True)
+        del self.block_of[self.key_of.pop(block)]
+        return block
+
+
+@wrong("MyPrefixPool", fails="the end of a sequence goes before its beginning")
+class TheBeginningAgesFirst(PrefixPool):
+    def release(self, blocks):
+        super().release(blocks[::-1])
+
+
+@wrong("MyPrefixPool", fails="a block that is shared again is safe")
+class StaysAmongTheCached(PrefixPool):
+    """It is taken off only when it is released again."""
+
+    def share(self, blocks):
+        for block in blocks:
+            self.references[block] += 1
+
+    def let_go(self, block):
+        self.lru.pop(block, None)
+        super().let_go(block)
+
+
+@wrong("MyPrefixPool", fails="an evicted block is forgotten")
+class OldKeysStay(PrefixPool):
+    """Only the block forgets its key; whoever looks the key up still finds the block."""
+
+    def evict(self):
+        block, _ = self.lru.popitem(last=False)
+        self.key_of.pop(block)
+        return block
+
+
+@wrong("MyPrefixPool", fails="an evicted block is forgotten")
+class BlockKeepsItsKey(PrefixPool):
+    def evict(self):
+        block, _ = self.lru.popitem(last=False)
+        del self.block_of[self.key_of[block]]
+        return block
