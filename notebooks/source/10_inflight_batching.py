@@ -973,11 +973,12 @@ for found in there.values():
     plt.show()
 
 # %% [markdown]
-# (A record that has not been measured yet is left out.) Read the left picture with section 1 in mind: steps are what
-# you counted, and tokens a second gain less than the steps fall wherever a fuller step takes longer. Read the right one
-# with section 4: between tokens, p99 is where whole prompts hurt. For the first token there are two effects. Whoever
-# brings a long prompt waits longer when it is cut; but whoever comes behind it no longer waits for all of it. Which one
-# wins depends on the load, so it has to be measured, for each machine and each traffic.
+# (A record that has not been measured yet is left out.) Read the left picture with section 1 in mind: the steps fall as
+# you counted, and tokens a second gain less than that wherever a fuller step takes longer. Dots are single runs. Read
+# the right one with section 4. Between tokens, whole prompts hurt few gaps much, and chunks many gaps a little: compare
+# p99, and then p90. For the first token there are two effects. Whoever brings a long prompt waits longer when it is
+# cut; whoever comes behind it need not wait for all of it. Which one wins depends on the load, so it has to be
+# measured, on each machine and for each traffic.
 #
 # ## Recap
 #
