@@ -6,6 +6,7 @@ python docs/draw.py record    measures this machine first: data/results/cpu/{off
 
 import os
 import re
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -20,7 +21,7 @@ BLOCK = re.compile(r"(<!-- figures: .*? -->\n).*?(<!-- end of figures -->)", re.
 GPU_BLOCK = re.compile(r"(<!-- GPU figures: .*? -->\n).*?(<!-- end of GPU figures -->)", re.DOTALL)
 BATCHING_BLOCK = re.compile(r"(<!-- batching: .*? -->\n).*?(<!-- end of batching -->)", re.DOTALL)
 BATCHING = ("cpu/batching", "h200/batching")  # shown as far as they are there
-GPU, GPU_PEER = "h200/gemma-2b-bf16", "h200/vllm-h200"
+GPU, GPU_PEER, START = "h200/gemma-2b-bf16", "h200/vllm-h200", "h200/start"
 COMMAND = "python docs/draw.py record"
 STAT = Path("/proc/stat")
 QUIET = 0.1  # share of the CPU that other programs may take during a measurement that is kept
@@ -128,7 +129,11 @@ def figures() -> str:
 
 def gpu_figures() -> str:
     """The README's table of figures on a GPU: each workload, and the peer's best run of it."""
-    record, peer = records.read(GPU), records.read(GPU_PEER)
+    record, peer, starts = records.read(GPU), records.read(GPU_PEER), records.read(START)["results"]
+    first, cached = (
+        statistics.median(each["seconds"]["first_token"] for each in starts if each["kernels_cached"] == known)
+        for known in (False, True)
+    )
     lines = ["| workload | requests | minillm | vLLM | times |", "|---|---|---|---|---|"]
     for row in record["results"]:
         runs = [each for each in peer["results"] if (each["workload"], each["dtype"]) == (row["workload"], "bf16")]
@@ -141,7 +146,9 @@ def gpu_figures() -> str:
             f"Output tokens per second on one {record['machine']['gpu']}: Gemma 2B's shape, random weights, bfloat16,",
             "all requests submitted at once, exact output lengths, temperature 1. A workload's name says its input and",
             f"output lengths. minillm: medians of 3 runs; {peer['version']}: the best of its runs. Records:",
-            f"[minillm](data/results/{GPU}.json), [vLLM](data/results/{GPU_PEER}.json), with all settings.",
+            f"[minillm](data/results/{GPU}.json), [vLLM](data/results/{GPU_PEER}.json), with all settings. From the",
+            f"command to the first token it takes [{cached:.1f} s](data/results/{START}.json); the very first time,",
+            f"when kernels are compiled, {first:.0f} s.",
             "",
         ]
     )

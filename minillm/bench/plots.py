@@ -150,7 +150,9 @@ def chunking(record: Mapping, ax=None):
         heights = [row[name][p] * 1e3 for name, p in shown]
         label = f"{prefill} prompts" if prefill == "whole" else f"chunks, {row['budget']} tokens a step"
         bars = ax.bar([place + offset for place in places], heights, 0.38, color=colour, label=label)
-        ax.bar_label(bars, fmt="{:.3g}", padding=1, fontsize=7)
+        ax.bar_label(
+            bars, [f"{height:,.0f}" if height >= 10 else f"{height:.2g}" for height in heights], padding=1, fontsize=7
+        )
     ax.set_xticks(places, [f"{p}\n{LATENCIES[name]}" if p == "p90" else p for name, p in shown])
     ax.set_yscale("log")
     ax.set_ylabel("milliseconds")
