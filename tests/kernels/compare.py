@@ -61,5 +61,23 @@ def paged_cache(lengths, kv_heads, dim, block_size, dtype, device):
     return cache, table.to(device), torch.tensor(lengths, dtype=torch.int32, device=device)
 
 
+def released(cache, table, lengths, queries, window, entries):
+    """(cache, table) after every row let go of the blocks that none of its last `queries` queries sees.
+
+    Those blocks hold NaN. Their table entries name them still ("kept"), or blocks that another row has now ("reused").
+    """
+    block_size, table = cache.k.shape[1], table.clone()
+    gone = (lengths - queries - window + 1).clamp(min=0) // block_size
+    hidden = torch.arange(table.shape[1], device=table.device) < gone[:, None]
+    assert hidden.any() and not hidden.all(), "nothing was let go of, or everything"
+    cache = LayerCache(cache.k.clone(), cache.v.clone())
+    for part in (cache.k, cache.v):
+        part[table[hidden].long()] = torch.nan
+    if entries == "reused":
+        newest = table.gather(1, ((lengths - 1) // block_size).long()[:, None])
+        table = torch.where(hidden, newest.roll(1, 0), table)
+    return cache, table
+
+
 def double(cache: LayerCache) -> LayerCache:
     return LayerCache(cache.k.double(), cache.v.double())

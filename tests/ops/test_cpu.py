@@ -11,6 +11,7 @@ from minillm.kv_cache import LayerCache
 from minillm.model import rotary_table
 from minillm.ops import cpu, reference
 from minillm.quantization import DenseWeight
+from tests.kernels.compare import released
 
 CONFIG = replace(PRESETS["gemma-2b"], head_dim=16)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6}
@@ -165,6 +166,29 @@ def test_prefill_attention_is_its_definition(chunks, heads, kv_heads, window, so
             k, v = row_of(cache, table, row, length)
             at = range(length - count, length)
             assert_close(got[part], naive_attention(q[part], k, v, at, 0.3, window, soft_cap))
+
+
+@pytest.mark.parametrize("entries", ["kept", "reused"])
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+@pytest.mark.parametrize("window", [1, 3, 4, 5, 9])  # blocks have 4 tokens
+@pytest.mark.parametrize("heads, kv_heads", SHAPES)
+@pytest.mark.parametrize("module", [reference, cpu])
+def test_blocks_that_a_window_has_left_behind_never_matter(module, heads, kv_heads, window, soft_cap, entries):
+    """They are NaN, or another row's; in decode of ragged rows and of equal ones, and in prefill."""
+    options = {"scale": 0.3, "window": window, "soft_cap": soft_cap}
+    for lengths, chunks in ([23, 3, 16], [7, 3, 1]), ([17, 17], [1, 5]):
+        cache, table, sizes = paged(lengths, kv_heads=kv_heads)
+        for queries in (1, 3):
+            q = torch.randn(len(lengths), queries, heads, 16, dtype=torch.float64)
+            want = reference.decode_attention(q, cache, table, sizes, **options)
+            left = released(cache, table, sizes, queries, window, entries)
+            assert_close(module.decode_attention(q, *left, sizes, **options), want)
+        starts = torch.tensor([0, *chunks]).cumsum(0).int()
+        q = torch.randn(sum(chunks), heads, 16, dtype=torch.float64)
+        more = options | {"max_queries": max(chunks)}
+        want = reference.prefill_attention(q, cache, table, sizes, starts, **more)
+        left = released(cache, table, sizes, torch.tensor(chunks), window, entries)
+        assert_close(module.prefill_attention(q, *left, sizes, starts, **more), want)
 
 
 def test_attention_in_half_precision_sums_in_float32():

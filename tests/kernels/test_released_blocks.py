@@ -1,0 +1,54 @@
+"""What a window has left behind never matters: such blocks are NaN here, or another row's."""
+
+import pytest
+import torch
+
+from minillm.ops import reference
+from tests.kernels.compare import COMPILED, DTYPES, assert_close, double, paged_cache, random_tensor, released
+
+kernels = pytest.importorskip("minillm.ops.triton", reason="triton is not installed here")
+from minillm.kernels import paged_attention  # noqa: E402  needs triton
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # the interpreter's numpy: 1 / inf is 0
+
+DIM, BLOCK_SIZE = 16, 8
+LENGTHS = [41, 5, 56, 24]  # an offset of 1, less than a block and less than most windows, whole blocks
+entries = pytest.mark.parametrize("entries", ["kept", "reused"])
+windows = pytest.mark.parametrize("window", [1, 7, 8, 9, 16, 33])
+layouts = pytest.mark.parametrize(("heads", "kv_heads", "soft_cap"), [(4, 1, None), (4, 2, 5.0)])
+dtypes = pytest.mark.parametrize("dtype", DTYPES if COMPILED else [torch.float32])
+
+
+@pytest.mark.parametrize(("queries", "splits"), [(1, 1), (1, 4), (3, 2)])
+@entries
+@windows
+@layouts
+@dtypes
+def test_decode_never_reads_a_released_block(
+    dtype, heads, kv_heads, soft_cap, window, entries, queries, splits, device, monkeypatch
+):
+    monkeypatch.setattr(paged_attention, "decode_splits", lambda *_: splits)
+    cache, table, lengths = paged_cache(LENGTHS, kv_heads, DIM, BLOCK_SIZE, dtype, device)
+    q = random_tensor(len(LENGTHS), queries, heads, DIM, dtype=dtype, device=device)
+    options = {"scale": DIM**-0.5, "window": window, "soft_cap": soft_cap}
+    wanted = reference.decode_attention(q.double(), double(cache), table, lengths, **options)
+    cache, table = released(cache, table, lengths, queries, window, entries)
+    got = kernels.decode_attention(q, cache, table, lengths, **options)
+    assert_close("decode_attention, blocks released", got, wanted, dtype)
+
+
+@entries
+@windows
+@layouts
+@dtypes
+def test_prefill_never_reads_a_released_block(dtype, heads, kv_heads, soft_cap, window, entries, device):
+    """Chunks at a row's end: of more queries than a tile has, the whole row, one query, a block and one more."""
+    cache, table, lengths = paged_cache(LENGTHS, kv_heads, DIM, BLOCK_SIZE, dtype, device)
+    queries = torch.tensor([19, 5, 1, 9], device=device)
+    starts = torch.tensor([0, *queries.cumsum(0)], dtype=torch.int32, device=device)
+    q = random_tensor(int(queries.sum()), heads, DIM, dtype=dtype, device=device)
+    options = {"scale": DIM**-0.5, "window": window, "soft_cap": soft_cap, "max_queries": 19}
+    wanted = reference.prefill_attention(q.double(), double(cache), table, lengths, starts, **options)
+    cache, table = released(cache, table, lengths, queries, window, entries)
+    got = kernels.prefill_attention(q, cache, table, lengths, starts, **options)
+    assert_close("prefill_attention, blocks released", got, wanted, dtype)
