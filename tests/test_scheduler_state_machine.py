@@ -132,7 +132,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 4),
         num_blocks=st.integers(4, 40),
         windows=st.sampled_from(WINDOWS),
-        prefix_caching=st.sampled_from([True, True, True, False]),
+        prefix_caching=st.sampled_from([*[True] * 7, False]),
         run_ahead=st.integers(0, 3),
         policy=st.sampled_from(["fcfs", *POLICIES]),
     )
@@ -177,28 +177,34 @@ class SchedulerMachine(RuleBasedStateMachine):
         request = running[choice % len(running)]
         self.scheduler.finish(request, "abort")
         if again:
-            copy = Request(
-                request_id=str(len(self.requests)),
-                prompt=request.prompt,
-                params=request.params,
-                limit=request.limit,
-                stop_ids=request.stop_ids,
-            )
-            self.scheduler.submit(copy)
-            self.requests.append(copy)
+            self.try_again(request)
+
+    def try_again(self, request: Request) -> None:
+        copy = Request(
+            request_id=str(len(self.requests)),
+            prompt=request.prompt,
+            params=request.params,
+            limit=request.limit,
+            stop_ids=request.stop_ids,
+        )
+        self.scheduler.submit(copy)
+        self.requests.append(copy)
 
     @precondition(lambda self: self.in_flight)
-    @rule(lucky=st.integers(0, 3))
-    def fail(self, lucky):
-        """Now and then a step fails: whatever the steps in flight were to write is lost."""
+    @rule(lucky=st.integers(0, 1), again=st.booleans())
+    def fail(self, lucky, again):
+        """Now and then a step fails, and whatever steps in flight were to write is lost; clients perhaps try again."""
         if lucky:
             return
+        lost = [request for request in self.requests if request.finish_reason is None]
         for _, _, owners, _ in self.in_flight:
             for block, _ in owners:
                 for offset in range(self.scheduler.block_size):
                     self.device.slots.pop((block, offset), None)
         self.in_flight.clear()
         self.scheduler.abandon()
+        for request in lost if again else []:
+            self.try_again(request)
 
     @rule()
     def launch(self):

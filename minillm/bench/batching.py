@@ -29,7 +29,7 @@ from .workloads import BenchRequest
 # What suits a device: rows; what lengths are divided by and the speed that the trace is played at; tokens in a step of
 # chunks; how many requests arrive.
 DEFAULTS = {
-    "cpu": {"rows": 64, "scale": 4, "speed": 1.0, "chunk": 128, "arriving": 96},
+    "cpu": {"rows": 64, "scale": 8, "speed": 1.0, "chunk": 128, "arriving": 96},
     "cuda": {"rows": 128, "scale": 1, "speed": 12.0, "chunk": 512, "arriving": 400},
 }
 PARTS = ("throughput", "latency", "prefix", "memory")
