@@ -1,10 +1,10 @@
-"""The scheduler's state machine for a million steps, and how soon it finds each planted fault.
+"""The scheduler's state machines for a million steps, and how soon they find each planted fault.
 
     python tests/state_machine_record.py --steps 1000000 --record state-machine
 
-Machines and faults are those of test_scheduler_state_machine.py. Steps are counted as hypothesis takes them, without
-those that drain a machine at its end. Every seed's run is kept in --kept as it ends: the same command goes on where
-an interrupted one stopped, at the same commit.
+Machines and faults are those of test_scheduler_state_machine.py and test_stream_state_machine.py. Steps are counted as
+hypothesis takes them, without those that drain a machine at its end. Every seed's run is kept in --kept as it ends: the
+same command goes on where an interrupted one stopped, at the same commit.
 """
 
 import argparse
@@ -22,8 +22,11 @@ sys.path.insert(0, str(ROOT))
 from hypothesis import Phase, seed  # noqa: E402
 from hypothesis.stateful import invariant  # noqa: E402
 
-from tests import test_scheduler_state_machine as tests  # noqa: E402
+from tests import test_scheduler_state_machine as plain  # noqa: E402
+from tests import test_stream_state_machine as streams  # noqa: E402
 
+MACHINES = [*plain.MACHINES, *streams.MACHINES]
+FAULTS = {fault.__name__: (fault, home) for home in (plain, streams) for fault in home.FAULTS}
 EXAMPLES = 200  # runs of a machine for each seed
 FOUND_WITHIN = 10_000
 
@@ -42,10 +45,10 @@ def counting(machine: type) -> type:
             Counting.steps += self.rules_ran > 0
 
         def teardown(self):
-            failed = isinstance(sys.exc_info()[1], tests.FINDINGS)
+            failed = isinstance(sys.exc_info()[1], plain.FINDINGS)
             try:
                 super().teardown()
-            except tests.FINDINGS:
+            except plain.FINDINGS:
                 failed = True
                 raise
             finally:
@@ -59,23 +62,23 @@ def counting(machine: type) -> type:
 
 def soak(number: int) -> dict:
     """One seed's runs of a machine. Raises what it finds, with the shortest run that shows it."""
-    begun, machine = time.perf_counter(), counting(tests.MACHINES[number % len(tests.MACHINES)])
+    begun, machine = time.perf_counter(), counting(MACHINES[number % len(MACHINES)])
     seed(number)(machine)
-    tests.run(machine, max_examples=EXAMPLES, database=None, phases=(Phase.generate, Phase.shrink))
+    plain.run(machine, max_examples=EXAMPLES, database=None, phases=(Phase.generate, Phase.shrink))
     return {"seed": number, "machine": machine.__name__, "steps": machine.steps, "seconds": _since(begun)}
 
 
 def hunt(name: str, first_seed: int) -> dict:
     """Steps until a planted fault is found, over several seeds where need be."""
-    fault = next(each for each in tests.FAULTS if each.__name__ == name)
+    fault, home = FAULTS[name]
     begun, steps = time.perf_counter(), 0
     for number in itertools.count(first_seed * 1000):
-        machine = counting(tests.with_fault(fault))
+        machine = counting(home.with_fault(fault))
         seed(number)(machine)
         options = {"database": None, "phases": (Phase.generate,), "report_multiple_bugs": False}
         try:
-            tests.run(machine, max_examples=EXAMPLES, **options)
-        except tests.FINDINGS:
+            plain.run(machine, max_examples=EXAMPLES, **options)
+        except plain.FINDINGS:
             steps += machine.found_after
         else:
             steps += machine.steps
@@ -130,7 +133,7 @@ def run(steps: int, processes: int, hunts: int, path: Path, begun: dict) -> list
                 else:
                     progress(done, steps, start, before)
 
-        asked = [(fault.__name__, number) for fault in tests.FAULTS for number in range(hunts)]
+        asked = [(name, number) for name in FAULTS for number in range(hunts)]
         collect([pool.submit(hunt, *each) for each in asked if each not in hunted])
         while sum(row["steps"] for row in done if "machine" in row) < steps:
             collect([pool.submit(soak, next(seeds)) for _ in range(4 * processes)])
