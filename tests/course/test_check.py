@@ -87,6 +87,24 @@ def test_yours_runs_yours_and_the_engines_own_while_it_is_a_stub():
     assert yours(lambda: "mine", lambda: "engine")() == "mine"
 
 
+def test_yours_takes_a_class_that_is_written_and_the_engines_own_while_a_method_is_a_stub():
+    class Engine: ...
+
+    class Half:
+        number = 1
+
+        def done(self): ...
+
+        def to_do(self):
+            raise NotSolvedYet("to_do")
+
+    class Whole(Engine):
+        def done(self): ...
+
+    assert yours(Half, Engine) is Engine
+    assert yours(Whole, Engine) is Whole
+
+
 @pytest.mark.parametrize(
     ("numbers", "said"),
     [
