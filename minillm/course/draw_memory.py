@@ -11,9 +11,9 @@ COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d
 FREE, CACHED, INK = "#f2f2f2", "#d5d5d5", "dimgray"
 SHARES = {
     "used": ("#54a24b", "keys and values"),
-    "reserved": ("#eeca3b", "will be used later"),
-    "internal": ("#e45756", "never used"),
-    "external": (FREE, "free"),
+    "reserved": ("#eeca3b", "reserved: used later"),
+    "internal": ("#e45756", "internal: never used"),
+    "external": (FREE, "external: free, too small"),
 }
 CACHES = {"longest": "#e45756", "power": "#eeca3b", "exact": "#9d755d", "shared": "#54a24b", "blocks": "#4c78a8"}
 
@@ -32,7 +32,8 @@ def contiguous(pieces: Mapping[str, tuple[int, int, Sequence[str], int]], slots:
         axis.plot([first, first + reserved], [1.12, 1.12], color=color, linewidth=3, solid_capstyle="butt")
         axis.text(first, 1.25, f"{name}: {reserved} slots reserved", color=color, fontsize=9)
     handles = [plt.Rectangle((0, 0), 1, 1, color=SHARES[kind][0], alpha=0.45) for kind in ("reserved", "internal")]
-    axis.legend(handles, ["used later", "never used"], fontsize=8, ncols=2, loc="lower right", bbox_to_anchor=(1, -0.3))
+    labels = [SHARES[kind][1] for kind in ("reserved", "internal")]
+    axis.legend(handles, labels, fontsize=8, ncols=2, loc="lower right", bbox_to_anchor=(1, -0.3))
     _number(axis, range(0, slots, 4))
     _frame(axis, slots, (-0.6, 1.7))
 
@@ -61,16 +62,16 @@ def paged(
             slot, filled = block * block_size + offset, offset < len(tokens)
             _slot(axis, slot, CACHED if filled and not names else FREE)
             for level, name in enumerate(names if filled else ()):
-                _slot(axis, slot, colors[name], level / len(names), 1 / len(names), alpha=0.45)
+                part, line = 1 / len(names), int(len(names) == 1)  # no line through a word
+                _slot(axis, slot, colors[name], level * part, part, alpha=0.45, line=line)
             if filled:
                 _word(axis, slot + 0.5, 0.5, tokens[offset])
         axis.add_patch(plt.Rectangle((block * block_size, 0), block_size, 1, fill=False, edgecolor=INK))
         middle, first = (block + 0.5) * block_size, block * block_size
-        axis.text(middle, -0.12, f"block {block}: slots {first} to {first + block_size - 1}", **_SMALL)
         held = f"held by {len(names)}" if names else "cached" if tokens else "free"
-        axis.text(middle, -0.36, held, **_SMALL)
+        axis.text(middle, -0.1, f"block {block}\nslots {first} to {first + block_size - 1}\n{held}", **_SMALL)
     _tables(axis, {name: list(table) for name, (table, _) in requests.items()}, colors, block_size, slots)
-    _frame(axis, slots, (-0.7, 3.2))
+    _frame(axis, slots, (-0.9, 3.1))
 
 
 def _tables(axis, tables: Mapping[str, list[int]], colors: Mapping[str, str], block_size: int, slots: int) -> None:
@@ -89,22 +90,22 @@ def _tables(axis, tables: Mapping[str, list[int]], colors: Mapping[str, str], bl
         place += 6 + wide * len(table) + gap
 
 
-_SMALL = {"ha": "center", "va": "top", "fontsize": 7, "color": INK}
+_SMALL = {"ha": "center", "va": "top", "fontsize": 8, "color": INK}
 
 
-def _slot(axis, at: float, color: str, bottom: float = 0.0, height: float = 1.0, alpha: float = 1.0) -> None:
-    edge = {"edgecolor": "white", "linewidth": 1}
+def _slot(axis, at, color: str, bottom: float = 0.0, height: float = 1.0, alpha: float = 1.0, line: int = 1) -> None:
+    edge = {"edgecolor": "white", "linewidth": line}
     axis.add_patch(plt.Rectangle((at, bottom), 1, height, facecolor=color, alpha=alpha, **edge))
 
 
 def _word(axis, x: float, y: float, word: str) -> None:
-    axis.text(x, y, word, ha="center", va="center", rotation=90, fontsize=8)
+    axis.text(x, y, word, ha="center", va="center", rotation=90, fontsize=9)
 
 
 def _number(axis, slots: Sequence[int]) -> None:
     for slot in slots:
         axis.text(slot + 0.5, -0.08, slot, **_SMALL)
-    axis.text(-0.2, -0.08, "slot", ha="right", va="top", fontsize=7, color=INK)
+    axis.text(-0.2, -0.08, "slot", ha="right", va="top", fontsize=8, color=INK)
 
 
 def _frame(axis, slots: int, height: tuple[float, float]) -> None:
@@ -170,8 +171,9 @@ def kept(pictures: Mapping[str, np.ndarray]) -> None:
         axis.set_title(f"{title}\nat most {(held == 2).sum(axis=1).max()} tokens held", fontsize=9)
         axis.set(xlabel="token", ylabel="tokens so far", aspect="equal")
         axis.invert_yaxis()
-    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in (COLORS[2], "#e8e8e8")]
-    axes[-1].figure.legend(handles, ["held", "let go"], fontsize=8, loc="outside right center")
+    there = {"held": COLORS[2], "let go": "#e8e8e8", "to come": "white"}
+    handles = [plt.Rectangle((0, 0), 1, 1, facecolor=color, edgecolor="lightgray") for color in there.values()]
+    axes[-1].figure.legend(handles, list(there), fontsize=8, loc="outside right center")
     plt.show()
 
 
@@ -215,6 +217,7 @@ def bars(values: Mapping[str, float], x: str) -> None:
     drawn = axis.barh(list(values), list(values.values()), color=COLORS[0], height=0.6)
     axis.bar_label(drawn, fmt="{:.2f}", padding=3, fontsize=9)
     axis.set(xlabel=x)
+    axis.margins(x=0.08)
     axis.invert_yaxis()
     axis.spines[["top", "right"]].set_visible(False)
     plt.show()

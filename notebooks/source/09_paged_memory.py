@@ -6,12 +6,11 @@
 # with the same beginning share memory, safely, and keep beginnings for those who come later; and say what windows and
 # attention sinks forget, and what that costs.
 #
-# **75 minutes. Needs:** a CPU, and lesson 02 (attention, its cache, and what that costs). No GPU: this lesson is
-# bookkeeping, and the engine's bookkeeping runs on the CPU anyway.
+# **75 minutes**, an hour of them for paged attention (sections 1 to 5). **Needs:** a CPU, and lesson 02 (attention, its
+# cache, and what that costs). No GPU: this lesson is bookkeeping, and the engine does that on the CPU anyway.
 
 # %%
 import json
-import math
 import random
 import tempfile
 import time
@@ -60,8 +59,8 @@ draw.contiguous({"A": (0, 16, A, 2), "B": (16, 16, B, 2)}, slots=32)
 # hold anything. The waste has three kinds:
 #
 # * **reserved** slots will be used, but not yet (yellow);
-# * **internal fragmentation** is inside a piece and will never be used, because the request ends before (red);
-# * **external fragmentation** is outside of all pieces, and in gaps too small for the next one (none here).
+# * **internal fragmentation**: slots inside a piece that will never be used, because the request ends before (red);
+# * **external fragmentation**: gaps between pieces, too small for the next one (none here; gray in later pictures).
 #
 # One might guess better than "the longest allowed". So here is traffic: 400 requests of a chat service, prompts and
 # outputs of very different lengths. (Made by a script, with the spread that served traffic has: `data/traces.py`.)
@@ -84,8 +83,8 @@ guess_oracle = 75  # PREDICT: % of the slots that hold something, exact lengths 
 
 # %% [markdown]
 # Now it is played through, a step at a time: whoever comes next takes the first gap that is large enough; everybody
-# inside computes a token; whoever is done leaves. There are three ways to reserve: the longest, a good guess (room for
-# the output rounded up to a power of two), and the oracle's.
+# inside computes a token; whoever is done leaves. There are three ways to reserve: the longest; a good guess, less than
+# twice too long (the output's length, rounded up to a power of two); and the oracle's.
 
 # %%
 SLOTS = 16_384
@@ -98,8 +97,8 @@ for result, guess in ((longest, guess_longest), (oracle, guess_oracle)):
 
 # %% [markdown]
 # Four fifths of the memory hold nothing. Even the oracle, which does not exist, leaves a third unused: tokens to come,
-# and gaps. This is the finding that began it all (Kwon et al. 2023, figure 2: their systems used 20 to 38 %). And it
-# is speed that is lost, for a decode step reads all weights however few requests it serves (lesson 02): the more run
+# and gaps. Kwon et al. (2023, figure 2) found 20 to 38 % in use in such systems, and invented paged attention. And what
+# is lost is speed, for a decode step reads all weights however few requests it serves (lesson 02): the more run
 # together, the cheaper is each.
 #
 # ## 2 · Blocks and block tables
@@ -114,23 +113,17 @@ draw.paged({"A": ([5, 2], A), "B": ([1, 6], B)}, num_blocks=8)
 # %% [markdown]
 # Read A's table: tokens 0 to 3 lie in block 5, tokens 4 to 7 in block 2, of which two are there. The next word of A
 # goes into the third slot of block 2. When block 2 is full, A is given another block, any free one. And of the 32
-# slots that were all taken before, 16 are free, for C and D.
+# slots that were all taken before, 16 are free for others.
 #
-# **Predict first.** A and B both grow until they have 9 tokens. How many blocks do they hold together?
-
-# %% tags=["exercise"]
-guess_blocks = 6  # PREDICT: blocks that A and B hold together, 9 tokens each
-
-# %% [markdown]
-# Keep the number for section 3. First: where is a token? Slots are numbered through the whole memory, block 0 has slots
-# 0 to 3, block 1 has 4 to 7. The token at position $p$ of a request lies in the table's entry $p \div$ `block_size`
-# (without the remainder), and the remainder is its place inside the block, the **offset**:
+# Where is a token? Slots are numbered through the whole memory, block 0 has slots 0 to 3, block 1 has 4 to 7. Divide
+# the token's position $p$ in its request by `block_size`: the quotient, rounded down, says which entry of the table
+# names its block, and the remainder is its place inside the block, the **offset**:
 #
 # $$\text{slot} = \text{table}[\lfloor p / \text{block\_size} \rfloor] \times \text{block\_size} + p \bmod
 # \text{block\_size}$$
 #
-# Do it by hand for A's word `dark`: position 5, entry 1 of the table, which is block 2, offset 1: slot $2 \times 4 + 1
-# = 9$. Count in the picture.
+# Do it by hand for A's word `dark`: position 5, so entry 1 of the table, which is block 2, and offset 1: slot
+# $2 \times 4 + 1 = 9$. Count in the picture (positions and entries begin at 0).
 #
 # ### Exercise 1: slots
 #
@@ -172,6 +165,7 @@ memory_k.flatten(0, 1)[at] = k  # write: scatter
 memory_v.flatten(0, 1)[at] = v
 found_k, found_v = memory_k.flatten(0, 1)[at], memory_v.flatten(0, 1)[at]  # read: gather
 
+# Lesson 02's attention over a cache, the engine's own; scale: 1 / sqrt(head_dim)
 in_one_piece = adapters.cached_attention(q, k, v, len(A), scale=0.35)
 through_the_table = adapters.cached_attention(q, found_k, found_v, len(A), scale=0.35)
 print(f"A's tokens are in slots {at}")
@@ -180,6 +174,7 @@ print("the same attention, to the last bit:", torch.equal(in_one_piece, through_
 # %% [markdown]
 # (The `99`s are leftovers of former requests. Those in block 2's free slots are never asked for.) Now in the engine,
 # with its blocks of 16: at each decode step, in each layer, for each request, your slots say where the keys are.
+# `used.calls` counts: 11 decode steps of 6 layers (0 while yours is a stub).
 
 
 # %%
@@ -200,14 +195,14 @@ print("the same tokens:", found == expected)
 print(used.calls)
 
 # %% [markdown]
-# Gathering makes a copy. The kernels of lesson 04 do not: they look each tile's block up while they read. That look-up
-# is all that paging costs an attention.
+# Gathering makes a copy. The engine's kernels for this (lesson 04) do not: they look a block up in the table, read its
+# keys where they lie, and go on to the next.
 #
 # ## 3 · A pool of blocks
 #
 # Somebody must know which blocks are free. A list of them is enough, a **free list**: all blocks are alike, so any
-# will do, and there are no gaps to search for. External fragmentation is gone. What is left of internal fragmentation
-# is the free part of each request's *last* block, fewer than `block_size` slots.
+# will do, and there are no gaps too small to use. External fragmentation is gone. What is left of the waste inside is
+# the empty part of each request's *last* block, fewer than `block_size` slots.
 #
 # One thing more, which section 4 will need: a block may stand in several tables at once. So the pool counts for each
 # block how many hold it, its **reference count**. To release a block is to take 1 off; it is free when the count is 0,
@@ -216,8 +211,8 @@ print(used.calls)
 # ### Exercise 2: a block pool
 #
 # The engine asks first whether there is enough (`available`). If it asks for too much all the same, a pool must refuse
-# and stay as it was, so that nothing is lost. The last five methods are what the engine asks about shared beginnings;
-# this pool knows none, and they are done.
+# and stay as it was, so that nothing is lost. Three methods are yours. Those at the end are done: what the engine asks
+# about shared beginnings, of which this pool knows none, and a check of the books.
 #
 # For example, from a pool of 4 blocks `allocate(3)` gives three different ones, and 1 is available then.
 
@@ -291,26 +286,14 @@ class MyBlockPool:
 check(MyBlockPool)
 
 # %% [markdown]
-# A and B, grown to 9 tokens, with your pool (or the engine's, while yours is a stub):
+# **Predict first.** A and B both grow, a token each in turn, until they have 9 tokens; blocks have 4 slots. How many
+# blocks do they hold together?
 
+# %% tags=["exercise"]
+guess_blocks = 6  # PREDICT: blocks that A and B hold together, 9 tokens each
 
 # %%
-def rehearsed(mine, engines_own):
-    """A class of yours, or the engine's while a method of yours is a stub."""
-    try:
-        pool = mine(1)
-        blocks = pool.allocate(1)
-        pool.share(blocks)
-        pool.register(blocks[0], b"a key")
-        for _ in range(2):
-            pool.release(blocks)
-        pool.allocate(1)
-        return mine
-    except NotSolvedYet:
-        return engines_own
-
-
-pool = rehearsed(MyBlockPool, BlockPool)(8)
+pool = yours(MyBlockPool, BlockPool)(8)  # the engine's pool while yours is a stub
 tables = {"A": [], "B": []}
 for length in range(9):  # a token each
     for table in tables.values():
@@ -327,8 +310,7 @@ print(tables)
 # %% [markdown]
 # The tables grow in turns, so the blocks of A and B lie between each other. Nobody minds.
 #
-# And now the whole engine on your pool. A part that holds state can be swapped only while the engine is idle: it comes
-# up with your pool at the first request, and takes its own again when the block ends.
+# And now the whole engine on your pool, which it uses until the `with` ends. (`calls`: of your pool's methods.)
 
 # %%
 with using(block_pool=MyBlockPool) as used:
@@ -339,7 +321,8 @@ print(used.calls)
 # %% [markdown]
 # Here are real tables at work. The engine can write a **trace**: what it did, event by event, from which the tables of
 # every step are rebuilt. Eight requests of different lengths come at once; three may run at a time, in a memory of 24
-# blocks of 8 slots.
+# blocks of 8 slots. (`run_ahead=0`: a step is planned when the one before it is done. Lesson 10 says why one would not
+# wait.)
 
 # %%
 LENGTHS = [(30, 20), (12, 30), (44, 16), (20, 40), (9, 24), (26, 12), (33, 9), (14, 20)]
@@ -369,9 +352,9 @@ draw.over_time(trace)
 
 # %% [markdown]
 # Read a line from left to right: that is one block, and its color says who has it. Requests 1, 2 and 3 begin with
-# 4, 2 and 6 blocks for their prompts. Every eighth step a request gets one more, wherever there is a free one. When
-# request 3 ends, the next one takes its blocks over, and so on: nobody's blocks lie together after a while, and every
-# free one is of use to anybody.
+# 4, 2 and 6 blocks for their prompts of 30, 12 and 44 tokens. Every eighth step each gets one more, wherever there is a
+# free one. When a request ends, others get its blocks, and after a while nobody's lie together. (Which ones they get is
+# your pool's choice, so your picture may be another.)
 #
 # ### What it is worth
 #
@@ -382,13 +365,18 @@ draw.over_time(trace)
 draw.shares(results[:4])
 draw.batches(results[:4])
 paged = results[3]
-print("requests that run together, on average while others wait, and steps until all are done")
+print("on average, while others wait:             used   run together   steps in all")
 for result in results[:4]:
-    print(f"{result['cache']:40} {result['running']:5.1f}  {result['steps']:6,}")
+    row = f"{result['used']:6.1%} {result['running']:14.1f} {result['steps']:14,}"
+    print(f"{result['cache']:40} {row}")
+for result in (longest, oracle):
+    print(
+        f"blocks: {paged['running'] / result['running']:.1f} times as many as {result['cache']}"
+    )
 
 # %% [markdown]
-# 96 % of the memory holds keys and values. Five times as many requests run together as with the longest reserved, half
-# as many again as with an oracle. The same memory, the same attention; only the bookkeeping is another.
+# Nearly the whole memory holds keys and values. (The gray rest is free, and too little for whoever is next.) So
+# more requests run together and all are done sooner: with the same memory and the same attention, by bookkeeping alone.
 #
 # How large should a block be? The smaller, the less is left free in last blocks; the larger, the fewer entries a
 # table has, and the longer the pieces that a kernel reads in one go. By arithmetic, over the same requests:
@@ -425,8 +413,8 @@ draw.paged({"A": ([5, 2], A), "B": ([5, 6], B)}, num_blocks=8)
 # $$\text{key}_0 = h(\text{salt}, t_0 \ldots t_3), \qquad \text{key}_1 = h(\text{key}_0, t_4 \ldots t_7), \qquad
 # \text{key}_2 = h(\text{key}_1, t_8 \ldots t_{11}), \;\ldots$$
 #
-# Equal beginnings give equal keys, and (up to an accident that a good hash makes less likely than a broken computer)
-# equal keys mean equal beginnings. To find what is shared, look up the keys one after the other until one is unknown.
+# Equal beginnings give equal keys, and with a good hash equal keys mean equal beginnings (up to an accident less likely
+# than a broken computer). To find what is shared, look up the keys one after the other until one is unknown.
 #
 # The **salt** is a word that stands before the first block. Requests with different salts never share. That matters
 # where strangers use one server: a beginning that is found answers sooner, so by timing one's own requests one could
@@ -539,8 +527,8 @@ for name, table in tables.items():
 #
 # Two thirds of the 400 requests begin with one of eight common beginnings of 48 to 512 tokens.
 #
-# **Predict first.** All 400 prompts have 94,334 tokens together. If every full block of 16 that was computed once is
-# found whenever it comes again, what share of these tokens is never computed again?
+# **Predict first.** If every full block of 16 that was computed once is found whenever it comes again, what share of
+# all prompt tokens is found, and not computed?
 
 # %% tags=["exercise"]
 guess_found = 55  # PREDICT: % of all prompt tokens that are found
@@ -582,8 +570,8 @@ draw.paged({"A": ([], []), "B": ([5, 6], B)}, num_blocks=8, cached=left_there)
 # ### Exercise 4: a pool that remembers
 #
 # The same pool with a third state. `self.idle` holds the cached blocks, least recently used first: an `OrderedDict`,
-# that is, a dictionary with `popitem(last=False)`, which takes the oldest entry. `allocate`, `register` and `lookup`
-# are there.
+# that is, a dictionary with `popitem(last=False)`, which takes out the oldest entry and returns it, `(block, None)`.
+# `share`, `release` and `evict` are yours; the others are there.
 #
 # For example, two blocks that have keys are released: both are found by their keys, and both are available.
 
@@ -686,7 +674,7 @@ check(MyPrefixPool)
 # a sequence's blocks in the other order, so that its beginning ages first.
 
 # %%
-Remembering = rehearsed(MyPrefixPool, BlockPool)
+Remembering = yours(MyPrefixPool, BlockPool)
 
 
 def share_found(pool, order=1):
@@ -758,7 +746,7 @@ with using(block_pool=MyPrefixPool) as used:
     strangers, _ = chat(["ann", "bob", "ann", "bob", "ann"])
 for message in messages[2:6]:
     print(f"{message['role']:>9}: {message['content']}")
-print("\nturn  prompt tokens  found  found when every other turn has another salt")
+print("\nturn  prompt tokens  found  found when ann and bob take turns")
 for count, ((tokens, found), (_, apart)) in enumerate(zip(turns, strangers, strict=True), 1):
     print(f"{count:4}  {tokens:13}  {found:5}  {apart:5}")
 total, hits = map(sum, zip(*turns, strict=True))
@@ -766,9 +754,9 @@ compare("a chat of five turns", unit="%", prediction=guess_chat, measured=100 * 
 print(used.calls)
 
 # %% [markdown]
-# The salts work: with two of them in turn, a turn finds only what the same tenant left two turns ago. Longer runs of
-# the engine, from a committed record: requests of the trace, conversations of several turns, and 64 requests submitted
-# at once with the same 512 tokens before their own.
+# The salts work: where odd turns are `ann`'s and even ones `bob`'s, a turn finds only what was left two turns ago.
+# Longer runs of the engine, from a committed record: requests of the trace, conversations of several turns, and 64
+# requests submitted at once with the same 512 tokens before their own.
 
 # %%
 for part in records.read("cpu/batching")["results"]:
@@ -798,9 +786,9 @@ draw.over_time(trace)
 
 # %% [markdown]
 # Black is the shared beginning, in the tables of all who run. Gray blocks are cached: their requests have ended, and
-# nobody has come for them. As long as there are free blocks, new requests take those; from step 21 on gray ones are
-# evicted. Request 3 was the first to end, at step 16, so its blocks 8 to 13 go first, and among these the last before
-# the first.
+# nobody has come for them. As long as there are free blocks, new requests take those; then gray ones are evicted.
+# Request 3 was the first to end, so its blocks are evicted first, and those of its end before those of its beginning:
+# from the lower ones in the picture to the upper ones.
 #
 # What is shared is there once, so the memory holds more. Back to the 400 requests, on the 1,024 blocks of before:
 
@@ -812,8 +800,8 @@ print(f"steps until all are done: {paged['steps']:,}, with sharing {shared['step
 print(f"tokens that they see, as a share of the memory's slots: {shared['seen']:.0%}")
 
 # %% [markdown]
-# For those who run, the memory is one and a half times as large as it is. And what does it cost? A hash for each block
-# of each prompt, found or not:
+# For those who run, the memory is larger than it is. And what does it cost? A hash for each block of each prompt, found
+# or not:
 
 # %% tags=["nbval-ignore-output"]
 # Not compared: times.
@@ -891,7 +879,7 @@ shape = replace(
     max_model_len=131_072,
     windows=tuple(None if layer % 6 == 5 else 1024 for layer in range(34)),
 )
-print(" tokens   all kept   what can be seen")
+print(" tokens   all kept   what windows leave")
 for context in (1024, 8192, 32_768, 131_072):
     everything = context * sizing.kv_bytes_per_token(shape) / 1e9
     visible = sizing.kv_bytes(shape, context, block_size=16) / 1e9
@@ -966,45 +954,10 @@ draw.over_time(trace)
 # being filled. The text goes on far behind the end of the context. What it cannot do is remember: who was in the middle
 # of the story is gone.
 #
-# How good is the text? **Perplexity** says among how many equally likely tokens a model hesitates, on average; 1 is
-# certainty. (It is $e$ to the mean of $-\log p$ of the tokens that really come.) Here it is for 512 tokens of a text
-# that the model was not trained on, with a context of 256. The first 128 are not counted.
-
-# %%
-held_out = llm.tokenizer.encode(text)[:512]
-
-
-def perplexity(**options):
-    """Of `held_out` from token 128 on."""
-    options |= {"device": "cpu", "block_size": 8, "num_blocks": 80}
-    with LLM(**options, enable_prefix_caching=False) as reader:
-        scored = SamplingParams(max_tokens=1, prompt_logprobs=0)
-        (completion,) = reader.generate([held_out], scored)
-    given = zip(completion.prompt_logprobs[128:], held_out[128:], strict=True)
-    return math.exp(-sum(each[token] for each, token in given) / (512 - 128))
-
-
-WINDOWS = (16, 32, 64, 128)
-found = {
-    name: {
-        window: perplexity(max_model_len=256, attention_sinks=sinks, attention_window=window)
-        for window in WINDOWS
-    }
-    for name, sinks in {"the newest tokens alone": 0, "with 4 sinks": 4}.items()
-}
-found["everything, in a context of 2,048"] = dict.fromkeys(WINDOWS, perplexity())
-draw.lines(found, x="attention window, tokens", y="perplexity", log=True)
-for name, points in found.items():
-    print(f"{name:33} " + "  ".join(f"{value:.2f}" for value in points.values()))
-
-# %% [markdown]
-# The newest 64 tokens do as well as everything: this model's texts are short, and what it needs is near. And sinks, as
-# its attention foretold, do it no good. With a small window they even harm: 4 sinks are a block of 8 tokens here, of
-# another text, and their place in the cache is right before the window. What large models lose without sinks, Xiao et
-# al. show in their figure 3. Whether *your* model needs them is a question to measure, and now you know how.
-#
-# And far beyond the context? The committed record of a CPU: 8,192 tokens, four times the context, only those behind its
-# end counted. *Recomputed* is the right way and the slow one: the newest 1,024 tokens computed afresh for every token.
+# How good is a text far beyond the context? **Perplexity** says among how many equally likely tokens a model hesitates,
+# on average; 1 is certainty. (It is $e$ to the mean of $-\log p$ of the tokens that really come.) From the committed
+# record of a CPU: a text of 8,192 tokens, four times the context, scored at 96 tokens behind the context's end.
+# *Recomputed* is the right way and the slow one: the newest 1,024 tokens computed afresh for every token.
 
 # %%
 record = records.read("cpu/streaming")
@@ -1022,9 +975,9 @@ for way, name in WAYS.items():
 
 # %% [markdown]
 # A cache that forgets is as good as computing everything anew, since positions count inside it. Keeping everything is
-# *worse*: it leads to positions that training never saw.
-
-# %% [markdown]
+# *worse*: it leads to positions that training never saw. And sinks, as its attention foretold, do this model no good.
+# What large models lose without them, Xiao et al. show in their figure 3.
+#
 # ## Recap
 #
 # * A contiguous cache reserves for the longest text there might be: on this traffic four fifths of it held nothing.
