@@ -76,6 +76,7 @@ class AsyncLLM:
         self.config = self.engine.config
         self.name = self.engine.name
         self.max_model_len = self.engine.max_model_len
+        self.max_request_len = self.engine.max_request_len
 
     async def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, request_id: str | None = None

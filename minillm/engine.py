@@ -221,6 +221,11 @@ class Engine:
                 self._finish(tracked)
 
     @property
+    def max_request_len(self) -> int:
+        """Most tokens of one request, prompt and output: max_model_len, or far more where requests are streams."""
+        return self.scheduler.longest
+
+    @property
     def has_work(self) -> bool:
         return bool(self.tracked or self.in_flight)
 

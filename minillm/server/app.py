@@ -79,6 +79,7 @@ class _Server:
             "created": int(time.time()),
             "owned_by": "minillm",
             "max_model_len": engine.max_model_len,
+            "max_request_len": engine.max_request_len,
             "vocab_size": engine.vocab_size,
         }
 
@@ -118,7 +119,8 @@ class _Server:
 
     async def chat(self, body: ChatRequest) -> Response:
         prompt = await self.tokenize(await self.render(body), special=False, name="messages")
-        left = self.engine.max_model_len - len(prompt.ids or ())
+        # A stream has room for very much: not asked for more, it says no more than fits a context.
+        left = min(self.engine.max_request_len - len(prompt.ids or ()), self.engine.max_model_len)
         params, include_usage = body.params(left), body.include_usage
         top = (body.top_logprobs or 0) if body.logprobs else None
         form = ChatForm(self.texts, top, bool(body.return_token_ids), len(params))
@@ -138,14 +140,14 @@ class _Server:
             ids = encode(text, special) if len(text) < LONG_TEXT else await asyncio.to_thread(encode, text, special)
         except TokenizerError as error:
             raise APIError(f"{name}: {error}", param=name) from None
-        room(len(ids), engine.max_model_len, name)
+        room(len(ids), engine.max_request_len, name)
         return Prompt(ids, text, special)
 
     def checked(self, ids: list[int]) -> Prompt:
         vocab_size = self.engine.vocab_size
         if stranger := next((token for token in ids if not 0 <= token < vocab_size), None):
             raise APIError(f"prompt: token id {stranger} is outside the vocabulary of {vocab_size}", param="prompt")
-        room(len(ids), self.engine.max_model_len)
+        room(len(ids), self.engine.max_request_len)
         return Prompt(ids)
 
     async def render(self, body: ChatRequest) -> str:

@@ -63,6 +63,7 @@ class Hub:
             "tokenizer": str(directory.resolve()) if directory else None,
             "encodes": engine.tokenizer is not None,
             "max_model_len": engine.max_model_len,
+            "max_request_len": engine.max_request_len,
             "vocab_size": engine.model_config.vocab_size,
             "log_level": log_level,
         }
@@ -285,7 +286,7 @@ class Line:
             ids, numbers = numbers[:length], numbers[length:]
             if each["text"] is not None and (own or each["length"] is None):
                 ids = self.engine.tokenizer.encode(each["text"], add_special_tokens=each["special"])
-                room(len(ids), self.engine.max_model_len)
+                room(len(ids), self.engine.max_request_len)
                 encoded = True
             found.append(ids)
         return found, encoded

@@ -50,12 +50,12 @@ class TooLong(InvalidRequest):
 REFUSALS = {"invalid": InvalidRequest, "too_long": TooLong, "busy": Busy, "failed": EngineError}
 
 
-def room(tokens: int, max_model_len: int, name: str = "prompt") -> int:
-    """Tokens left for the output in the model's context. Raises TooLong."""
-    if tokens >= max_model_len:
-        reason = f"has {tokens} tokens, and with one more would not fit the context of {max_model_len}: shorten it"
-        raise TooLong(f"{name} {reason}")
-    return max_model_len - tokens
+def room(tokens: int, limit: int, name: str = "prompt") -> int:
+    """Tokens left for the output when it and the prompt may have `limit` together. Raises TooLong."""
+    if tokens >= limit:
+        reason = f"has {tokens} tokens, but prompt and output together have at most {limit}, one of them output"
+        raise TooLong(f"{name} {reason}: shorten it")
+    return limit - tokens
 
 
 def pack(message: dict, numbers: Iterable[int] = ()) -> bytes:
@@ -145,7 +145,8 @@ class RemoteEngine(asyncio.Protocol):
     name           what the model is served as
     tokenizer      read in this process; None where the model has none, or the engine's is an object of the user's own
     encodes        whether text can be encoded at all, here or there
-    max_model_len  tokens;  vocab_size;  log_level  uvicorn's
+    max_model_len  tokens of the context;  max_request_len  of prompt and output together: more, where they stream on
+    vocab_size;  log_level  uvicorn's
     """
 
     def __init__(self, on_stop: Callable[[], None] = lambda: None) -> None:
@@ -236,7 +237,8 @@ class RemoteEngine(asyncio.Protocol):
 
     def _on_hello(self, _: array, *, tokenizer: str | None, **facts: Any) -> None:
         self.name, self.encodes, self.log_level = facts["name"], facts["encodes"], facts["log_level"]
-        self.max_model_len, self.vocab_size = facts["max_model_len"], facts["vocab_size"]
+        self.max_model_len, self.max_request_len = facts["max_model_len"], facts["max_request_len"]
+        self.vocab_size = facts["vocab_size"]
         try:
             self.tokenizer = Tokenizer.from_pretrained(Path(tokenizer)) if tokenizer else None
         except Exception as error:

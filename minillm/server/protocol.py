@@ -160,7 +160,7 @@ class ChatRequest(GenerationRequest):
     top_logprobs: int | None = None
 
     def params(self, room: int) -> list[SamplingParams]:
-        """`room`: tokens left in the context after the prompt, which is how many may come if not said."""
+        """`room`: tokens that may come if not said."""
         if self.top_logprobs is not None and not self.logprobs:
             raise APIError("top_logprobs needs logprobs: true", param="top_logprobs")
         most = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens

@@ -41,7 +41,7 @@ def test_params_travel_as_what_differs_from_the_defaults():
 
 def test_a_prompt_must_leave_room_for_a_token():
     assert room(9, 10) == 1
-    with pytest.raises(TooLong, match="messages has 10 tokens.*context of 10"):
+    with pytest.raises(TooLong, match="messages has 10 tokens.*together have at most 10"):
         room(10, 10, "messages")
     assert issubclass(TooLong, InvalidRequest)
 

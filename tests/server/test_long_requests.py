@@ -1,0 +1,82 @@
+"""Streams behind the server: prompts and outputs past the context, as long as the engine takes them."""
+
+import httpx
+import pytest
+
+import minillm
+from minillm import LLM, SamplingParams
+from minillm.server import running
+from minillm.streams import STREAM_TOKENS
+
+CONTEXT = 64
+LONG = [7 * i % 90 + 5 for i in range(3 * CONTEXT)]
+BODY = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+PARAMS = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+CHAT = {"messages": [{"role": "user", "content": "word " * 2 * CONTEXT}]}
+
+
+@pytest.fixture(scope="module")
+def llm(model_directory):
+    options = {"attention_sinks": 4, "attention_window": 32, "max_model_len": CONTEXT, "max_num_seqs": 4}
+    with LLM(model_directory, load_format="dummy", device="cpu", **options) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def http(llm):
+    with running(llm) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+def ask(http, path="completions", **more):
+    answer = http.post(f"/v1/{path}", json=BODY | more)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_a_prompt_past_the_context_has_the_engines_own_tokens(http, llm):
+    text = "The river " * CONTEXT
+    for prompt in (LONG, text):
+        expected = llm.generate([prompt], PARAMS)[0]
+        answer = ask(http, prompt=prompt)
+        assert answer["choices"][0]["token_ids"] == expected.token_ids
+        assert answer["usage"]["prompt_tokens"] == len(expected.prompt_token_ids) > CONTEXT
+    streamed = http.post("/v1/completions", json=BODY | {"prompt": LONG, "stream": True})
+    assert streamed.status_code == 200 and '"finish_reason":"length"' in streamed.text.replace(" ", "")
+
+
+def test_max_tokens_past_the_context_all_come(http, llm):
+    answer = ask(http, prompt="The river", max_tokens=3 * CONTEXT)
+    expected = llm.generate(["The river"], SamplingParams(max_tokens=3 * CONTEXT, temperature=0, ignore_eos=True))
+    assert answer["choices"][0]["token_ids"] == expected[0].token_ids
+    assert answer["usage"]["completion_tokens"] == 3 * CONTEXT
+
+
+@pytest.mark.parametrize("messages", [CHAT["messages"], [{"role": "user", "content": "hi"}]], ids=["long", "short"])
+def test_a_chat_that_names_no_limit_gets_a_context_full_of_tokens_and_no_more(http, messages):
+    answer = ask(http, "chat/completions", messages=messages, max_tokens=None)
+    assert answer["usage"]["completion_tokens"] == CONTEXT
+    assert answer["choices"][0]["finish_reason"] == "length"
+    more = ask(http, "chat/completions", messages=messages, max_tokens=None, max_completion_tokens=2 * CONTEXT)
+    assert more["usage"]["completion_tokens"] == 2 * CONTEXT
+
+
+def test_a_prompt_that_the_readers_own_merges_make_longer_than_the_context_runs(http):
+    with minillm.using(bpe_merge=lambda symbols, ranks: symbols) as used:
+        answer = ask(http, prompt="river " * CONTEXT)
+    assert used.calls["bpe_merge"] and answer["usage"]["prompt_tokens"] > 5 * CONTEXT
+
+
+def test_a_prompt_past_the_streams_own_limit_is_refused_and_harms_nobody(http):
+    answer = http.post("/v1/completions", json=BODY | {"prompt": [5] * STREAM_TOKENS})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["code"] == "context_length_exceeded"
+    assert f"at most {STREAM_TOKENS}" in error["message"]
+    assert ask(http, prompt="The river")["usage"]["completion_tokens"] == 8
+
+
+def test_the_models_card_says_how_long_the_context_and_a_request_may_be(http, server):
+    card = http.get("/v1/models").json()["data"][0]
+    assert (card["max_model_len"], card["max_request_len"]) == (CONTEXT, STREAM_TOKENS)
+    card = httpx.get(f"{server.url}/v1/models").json()["data"][0]
+    assert card["max_request_len"] == card["max_model_len"] == server.engine.max_model_len
