@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.ticker import LogLocator, NullLocator
 
 COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#eeca3b", "#9d755d")
 IDLE, WAITS = "#f4f4f4", "#d9d9d9"
@@ -56,32 +57,35 @@ def _between(steps: Sequence, at: int, row: int) -> str | None:
 
 
 def padded(counts: Sequence[int]) -> None:
-    """One step's tokens twice, in lines of the longest row: padded to a rectangle, and one behind the other."""
-    longest, total = max(counts), sum(counts)
-    _, axes = plt.subplots(1, 2, figsize=(11, 0.8 + 0.32 * len(counts)), sharey=True, layout="constrained")
-    begin = 0
-    for row, count in enumerate(counts):
+    """One step's tokens twice, on one scale: padded to a rectangle, and one behind the other."""
+    longest, starts = max(counts), np.cumsum([0, *counts]).tolist()
+    options = {"figsize": (11, 1.5 + 0.24 * len(counts)), "height_ratios": (len(counts), 1)}
+    _, axes = plt.subplots(2, 1, sharex=True, layout="constrained", **options)
+    for row, (count, start) in enumerate(zip(counts, starts[:-1], strict=True)):
         shade = COLORS[row % len(COLORS)]
         axes[0].barh(row, longest - count, left=count, height=0.86, color=IDLE, hatch="///", edgecolor=WAITS)
         axes[0].barh(row, count, height=0.86, color=shade)
-        end = begin + count
-        while begin < end:  # line by line
-            line, left = divmod(begin, longest)
-            length = min(end - begin, longest - left)
-            axes[1].barh(line, length, left=left, height=0.86, color=shade)
-            begin += length
-    places = len(counts) * longest
-    axes[0].set_title(f"padded: {len(counts)} x {longest} = {places} places", fontsize=10, loc="left")
-    axes[1].set_title(f"one behind the other: {total} places", fontsize=10, loc="left")
+        axes[1].barh(0, count, left=start, height=0.86, color=shade)
+    places = f"padded (hatched): {len(counts)} rows x {longest} = {len(counts) * longest} places"
+    axes[0].set_title(places, fontsize=10, loc="left")
+    axes[0].set(ylim=(len(counts) - 0.5, -0.5))
+    axes[0].set_yticks(range(len(counts)), [f"row {row}" for row in range(len(counts))], fontsize=8)
+    axes[1].set_title(
+        f"one behind the other: {starts[-1]} places; query_start = {', '.join(map(str, starts))}",
+        fontsize=10,
+        loc="left",
+    )
+    axes[1].set(xlim=(0, starts[-1]), yticks=[], xlabel="tokens")
     for axis in axes:
-        axis.set(xlim=(0, longest), ylim=(len(counts) - 0.5, -0.5), yticks=[], xlabel="tokens")
+        axis.tick_params(axis="y", length=0)
         axis.spines[:].set_visible(False)
+    axes[0].tick_params(axis="x", length=0)
     plt.show()
 
 
 def chase(pictures: Mapping[str, tuple[Sequence, str, int]]) -> None:
-    """One request's known and computed tokens, step after step. pictures: title -> (steps, its name, prompt)."""
-    _, axes = plt.subplots(1, len(pictures), figsize=(11, 2.8), sharey=True, layout="constrained")
+    """One request's known and computed tokens until it is done. pictures: title -> (steps, its name, prompt)."""
+    _, axes = plt.subplots(1, len(pictures), figsize=(11, 2.8), sharex=True, sharey=True, layout="constrained")
     for axis, (title, (steps, name, prompt)) in zip(axes, pictures.items(), strict=True):
         known, computed, have, newest = [prompt], [0], 0, 0
         for number, step in enumerate(steps):
@@ -95,10 +99,11 @@ def chase(pictures: Mapping[str, tuple[Sequence, str, int]]) -> None:
             else:
                 known.append(known[-1])
             computed.append(have)
-        ends = np.arange(len(known))
+        ends, known, computed = np.arange(newest + 1), known[: newest + 1], computed[: newest + 1]
         axis.fill_between(ends, computed, known, step="post", color=WAITS, label="pending")
         axis.step(ends, known, where="post", color="black", label="known")
         axis.step(ends, computed, where="post", color=COLORS[2], label="computed")
+        axis.plot(newest, known[-1], "o", color="black", markersize=5, label="done")
         axis.set_title(title, fontsize=10)
         axis.set_yticks(range(0, max(known) + 1, 3))
         axis.set_xlabel("steps made")
@@ -116,6 +121,9 @@ def trade(budgets: Sequence[int], lines: Mapping[str, Sequence[float]], unit: st
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.set_xticks(budgets, [f"{budget:,}" for budget in budgets])
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter("{x:,g}")
+    axis.yaxis.set_minor_locator(NullLocator())
     axis.set(xlabel="token budget of a step", ylabel=unit)
     axis.legend(fontsize=9)
     axis.spines[["top", "right"]].set_visible(False)

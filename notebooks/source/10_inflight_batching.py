@@ -173,7 +173,8 @@ guess_times = 1.9  # PREDICT: steps of static batching, in multiples of in-fligh
 def counted(outputs, rows, in_flight):
     """The same from the engine itself: play the requests, look at the trace."""
     requests = {str(number): (4, tokens) for number, tokens in enumerate(outputs)}
-    steps = run(requests, max_num_seqs=rows, policy="fcfs" if in_flight else "static").steps
+    policy = "fcfs" if in_flight else "static"
+    steps = run(requests, max_num_seqs=rows, policy=policy, dtype="auto").steps
     return len(steps), len(steps) * rows - sum(len(step.row) for step in steps)
 
 
@@ -213,8 +214,8 @@ print(f"{seconds['static'] / seconds['in flight']:.2f} times as fast")
 # Half the steps is not twice the speed here: on a CPU a step with four busy rows takes longer than one with two. On a
 # GPU it hardly does, because both read the same weights; there a step saved is time saved. Section 8 has the figures.
 #
-# This is the same traffic as the engine saw it: a line is a row, a column a step. The numbers are requests, and a white
-# line is where one begins.
+# This is the same traffic as the engine saw it: a line is a row, a column a step. The numbers are requests, where there
+# is room for one, and a white line is where one begins.
 
 
 # %%
@@ -252,7 +253,8 @@ draw.padded(fullest.count)
 # The answer is in lesson 02: attention is the only part of a model where tokens meet. For a norm, a matrix or an MLP it
 # does not matter which request a token belongs to. So the tokens of all rows are laid **one behind the other**,
 # `[tokens, hidden]`, without a batch axis at all: *token concatenation*, a *ragged batch*. Only attention has to know
-# where a row begins and ends and which blocks hold its keys (lesson 09), and it is told:
+# where a row begins and ends (`query_start`) and which blocks hold its keys (lesson 09; `groups` is 1 but for models
+# with sliding windows), and it is told:
 
 # %%
 # ENGINE: minillm.batch:Rows
@@ -271,8 +273,8 @@ print(f"{real:,} tokens in rectangles of {places:,} places")
 compare("padding", unit="of the places", prediction=guess_padding, measured=1 - real / places)
 
 # %% [markdown]
-# Static batching pads less in a decode step, where every row has one token. But it pads prompts, and many
-# implementations pad the keys too: an old request and a new one in a batch both pay for the longest.
+# Static batching pads nothing in a decode step, where every row has one token. But it pads prompts, and with a
+# rectangular cache, as in transformers' `generate`, the keys too: every row keeps as many as the longest.
 #
 # ## 3 · One rule
 #
@@ -294,7 +296,8 @@ compare("padding", unit="of the places", prediction=guess_padding, measured=1 - 
 # | 14 | 0 | 14 | resuming, after the cache was taken away (section 5) |
 #
 # Three lives of C, read from traces (for its first two steps it waits in the queue). In the second, no step may run
-# more than six tokens; in the third, blocks run out while C decodes.
+# more than six tokens; in the third, blocks run out while C decodes. When C is done, its last token is known and
+# not computed: nobody asks for its keys.
 
 # %%
 chunked = run(FOUR, max_num_seqs=2, max_num_batched_tokens=6)
@@ -312,7 +315,7 @@ draw.chase(
 #
 # Write a step for requests that have rows already. They are served in their order, oldest first: each runs what is
 # pending, as far as the step's budget still goes. Bring `computed` and `known` up to date. And mind the end: when a
-# request knows as many tokens as it may have (`limit`), it is done; nobody needs the keys of its last token.
+# request knows as many tokens as it may have (`limit`), it is done, and runs no more.
 #
 # For example, a request with a prompt of 3 tokens gives `[(0, 3, True)]`; after that it has 4 known tokens and 3
 # computed.
@@ -391,7 +394,8 @@ for number, step in enumerate(found[:4]):
 
 # %% [markdown]
 # The engine's own does it for all rows at once, with numpy columns in place of a loop: `known` and `computed` are
-# arrays with an entry a row. Find yours in it.
+# arrays with an entry a row. Find yours in it: `queries` is your `count`, chosen before. The rest is for the blocks,
+# the prefix cache and the trace.
 
 # %%
 # ENGINE: minillm.scheduler:Scheduler._launch
@@ -438,7 +442,7 @@ def share_budget(pending, budget):
     budget ends.
     """
     # SOLUTION: put rows with one token first, keeping the order otherwise; whoever has less
-    #   before him than the budget gets what is left of it; then back into the rows' order
+    #   before it than the budget gets what is left of it; then back into the rows' order
     order = np.argsort(pending > 1, kind="stable")
     before = np.cumsum(pending[order]) - pending[order]
     counts = np.empty_like(pending)
@@ -488,8 +492,9 @@ with using(policy=PromptsFirst):
 draw.rows_in_use({"prompts first": greedy.steps, "decodes first": chunked.steps}, rows=2)
 
 # %% [markdown]
-# In step 3 the prompt of C takes all six tokens, and A, in the middle of an answer, waits. C has its first token no
-# sooner for it. With a prompt of a thousand tokens and this budget A would wait for more than 160 steps.
+# In step 3 the prompt of C takes all six tokens, and A, in the middle of an answer, waits. (In step 2 C only joins,
+# with what A left.) C has its first token no sooner for it. With a prompt of a thousand tokens and this budget A would
+# wait for more than 160 steps.
 #
 # ### How large a budget?
 #
@@ -565,9 +570,9 @@ draw.trade(
 # of a few hundred tokens beside it is nearly free, up to the ridge of the roofline.
 #
 # Here are eight requests of the traffic in all three ways: static, in flight with whole prompts, and chunked. Prompts
-# have their full length this time, so that they weigh something. The policy `whole` makes a prompt wait until a step
-# has room for all of it. The axis is time, and a thin white line is where a step begins: a wide column is a step that
-# took long, and whoever is blue in it waited all that time for one token.
+# have their full length this time, so that they weigh something. The axis is time, and a thin white line is where a
+# step begins: a wide column is a step that took long, and whoever is blue in it waited all that time for one token. A
+# grey stripe across all rows is time between two steps.
 
 # %%
 HEAVY = {
@@ -576,7 +581,7 @@ HEAVY = {
 }
 three = {
     "static": run(HEAVY, max_num_seqs=4, dtype="auto", policy="static"),
-    "in flight, whole prompts": run(HEAVY, max_num_seqs=4, dtype="auto", policy="whole"),
+    "in flight, whole prompts": run(HEAVY, max_num_seqs=4, dtype="auto"),
     "in flight, at most 64 tokens a step": run(
         HEAVY, max_num_seqs=4, dtype="auto", max_num_batched_tokens=64
     ),
@@ -593,8 +598,8 @@ for title, each in three.items():
 # %% [markdown]
 # Take request 5, whose prompt has 298 tokens. Whole, it is one wide column, and in all that time the blue rows beside
 # it get one token each. In chunks it is five narrower columns, and the others get a token in every one of them. Grey is
-# what static batching wastes. The ends of the three are nearer to each other than you may expect: with prompts as heavy
-# as these most of the time is prefill, and every way computes each prompt once. What differs is who waits for it.
+# what static batching wastes. In chunks or whole, every prompt is computed once: the two end close together, and what
+# differs is who waits.
 #
 # ## 5 · When memory runs out
 #
@@ -619,9 +624,10 @@ draw.rows_in_use({"plenty of blocks": in_flight.steps, "ten blocks": preempted.s
 print(f"preemptions: {preempted.stats['preemptions']}")
 
 # %% [markdown]
-# For step 4 A needs its fourth block, and there is none: it has three, C seven. C came last and goes. A decodes on
-# alone, and in step 9 C comes back, in whichever row is free: 14 tokens, the 12 of its prompt and the two that it had
-# generated, run *as if they were a prompt*. Its third token follows, and it is the same token as ever:
+# For step 4 A needs its fourth block, and there is none: it has three, C seven. C came last and goes. It is first in
+# the queue again, but needs seven blocks for what it knows, and until A is done there are not as many; D does not
+# overtake it. In step 9 C comes back, in whichever row is free: 14 tokens, the 12 of its prompt and the two that it
+# had generated, run *as if they were a prompt*. Its third token follows, and it is the same token as ever:
 
 # %%
 alone = {name: run({name: FOUR[name]}).done[name].token_ids for name in FOUR}
@@ -666,7 +672,7 @@ for blocks, each in memories.items():
 
 # %%
 class ShortestAlways(FirstComeFirstServed):
-    fair = False
+    fair = False  # it promises nobody a turn: see below
 
     def key(self, request):
         return len(request.prompt)
@@ -725,7 +731,7 @@ for policy in (FirstComeFirstServed, ShortestAlways):
     print(f"{policy.__name__:30}", *(f"{steps:5}" for steps in found))
 
 # %% [markdown]
-# There is no bound. While short ones come, the long one waits: **starvation**. A policy is *fair* if everybody has his
+# There is no bound. While short ones come, the long one waits: **starvation**. A policy is *fair* if everybody has a
 # turn, however many come later.
 #
 # The cure is as old as queues: who waits, **ages**. A request could lose a few tokens of its length with every step
@@ -781,8 +787,8 @@ draw.waits(
 )
 
 # %% [markdown]
-# The long prompt of 96 tokens lets (96 - 8) / 4 = 22 short ones pass, and then it is its turn, however many are still
-# to come. Most of the mean wait is saved all the same.
+# The 22nd short one after a long prompt starts with the same key, since (96 - 8) / 4 = 22, and of equal keys the older
+# goes first: 21 may pass, however many are still to come. Most of the mean wait is saved all the same.
 #
 # Here are the engine's own policies; yours is among them (`LLM(policy="shortest")`). `static`, our baseline, is a
 # policy too: it decides nothing but who may join. And whoever comes last by `key` gives way when blocks run out.
@@ -860,8 +866,8 @@ print(f"a decode step of Gemma 2B on an H200: {step_us:,.0f} us")
 #
 # The way out: **do not wait**. What does the scheduler need of step N to choose step N + 1? Not the tokens: they stay
 # on the device, where the next step reads them. It needs to know that each row has *one more*, and `known` grows when a
-# step is launched, not when it is read. So step N + 1 can go out before N's tokens are back: **run-ahead**. Drawn, with
-# 0.6 ms of Python to 1 ms on the chip:
+# step is launched (look at `_launch` in section 3), not when it is read. So step N + 1 can go out before N's tokens are
+# back: **run-ahead**. Drawn, with 0.6 ms of Python to 1 ms on the chip:
 
 # %%
 draw.lanes({"no run-ahead": 0, "one step ahead": 1}, python=0.6, device=1.0)
@@ -928,15 +934,17 @@ for requests in (1, 256):
 
 # %% [markdown]
 # With one request, a step is short and Python a larger part of it; with 256 a step takes longer, and there is less to
-# hide. More than one step ahead brings little more. These are small numbers because CUDA graphs (lesson 03) have taken
-# most of Python out of a decode step already. The last two lines are from the same record: with run-ahead, but with
-# every kernel launched by itself. *There* is what Python costs.
+# hide. More than one step ahead brings little more. These are small numbers because a CUDA graph, which starts all
+# kernels of a step with one call (lesson 03), has taken most of Python out of a decode step already. The last two
+# lines are from the same record: with run-ahead, but with every kernel launched by itself. *There* is what Python
+# costs.
 #
 # ## 8 · What it is worth
 #
 # From the committed records of `minillm bench batching`. All requests of the traffic trace at once, through one engine
 # with the same rows and blocks: static batches, then in flight. And the trace as it comes, request after request, with
-# whole prompts and in chunks: TTFT and ITL, as percentiles (p99: 99 of 100 waits are no longer).
+# whole prompts (one waits until a step has room for all of it) and in chunks: TTFT and ITL, as percentiles (p99: 99 of
+# 100 waits are no longer).
 #
 # **Predict first**: in-flight over static batching, in tokens a second.
 
@@ -958,7 +966,9 @@ for name, found in there.items():
         if row["part"] == "throughput"
     }
     waits_of = {row["prefill"]: row for row in found["results"] if row["part"] == "latency"}
-    print(f"data/results/{name}.json: {found['model']}")
+    print(
+        f"data/results/{name}.json: {found['model']}, all at once with lengths / {found['scale']}"
+    )
     gain = speed["in-flight"] / speed["static"]
     compare("  in flight, over static", unit="times", prediction=guesses[name], measured=gain)
     for wait, key in (("TTFT", "ttft_s"), ("ITL", "itl_s")):
@@ -995,7 +1005,7 @@ for found in there.values():
 # **What got worse:** a reader's tokens no longer come evenly: a step with a chunk in it takes longer than one without,
 # and the newcomer pays for small chunks with its first token. Work that was done is done again after a preemption.
 # Tokens are computed and dropped by running ahead, and a row is free a step later than it could be. The scheduler runs
-# before every step, not before every batch. Whoever has the order in his hands can be unfair. And a run is harder to
+# before every step, not before every batch. Whoever sets the order can be unfair. And a run is harder to
 # repeat: which requests share a step depends on when they came (their tokens do not, but for the last digits of sums;
 # lesson 04).
 #
