@@ -120,7 +120,7 @@ class AsyncLLM:
         request_id: str | None = None,
         wants_text: bool = True,
     ) -> Prepared:
-        """Check a request whose deltas go to `mailbox` under `key`; from any thread. Raises InvalidRequest."""
+        """Check a request whose deltas go to `mailbox` under a hashable `key`; in any thread. Raises InvalidRequest."""
 
         def listener(delta: Delta) -> None:
             if delta.completion is not None:
@@ -226,10 +226,15 @@ class AsyncLLM:
         try:
             work()
         except Exception as error:
-            # The engine has given up all that it had: say why instead of a bare "abort".
-            self._outbox.clear()
-            for each in listening:
-                self._post(each.mailbox, each.key, error)
+            # The engine has given up all that it had: say why instead of a bare "abort". Others ended before it failed.
+            told = {(each.mailbox, each.key) for each in listening}
+            with self.engine.lock:
+                kept = [(to, item) for to, items in self._outbox.items() for item in items if (to, item[0]) not in told]
+                self._outbox.clear()
+                for mailbox, item in kept:
+                    self._post(mailbox, *item)
+                for each in listening:
+                    self._post(each.mailbox, each.key, error)
 
     def _post(self, mailbox: Mailbox, key: Any, delta: Delta | Exception) -> None:
         self._outbox.setdefault(mailbox, []).append((key, delta))

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -149,9 +149,11 @@ class Engine:
                 with launches.using(self._launches):
                     graphs.capture([(size, graphs.width(1)) for size in graphs.sizes])
             params = SamplingParams(max_tokens=2, ignore_eos=True, use_prefix_cache=False)
+            fitting = self.runner.num_blocks // self.scheduler.tables.groups * self.config.block_size
+            longest = min(128, self.max_model_len - 2, fitting - 2)
             total = 1
-            while total <= self.config.max_num_batched_tokens:
-                length = min(total, 128, self.max_model_len - 2)
+            while total <= self.config.max_num_batched_tokens and longest > 0:
+                length = min(total, longest)
                 for _ in range(min(total // length, self.config.max_num_seqs)):
                     self.submit(self.prepare([0] * length, params, wants_text=False))
                 while self.has_work:
@@ -280,7 +282,8 @@ class Engine:
                 self.scheduler.forsake(tracked.request for tracked in self.tracked.values())
                 self._adopted, self.scheduler = None, self._make_scheduler(stateful.made, stateful.made)
             for tracked in list(self.tracked.values()):
-                self._finish(tracked)
+                with suppress(Exception):  # a listener that fails again: nobody else shall wait for it
+                    self._finish(tracked)
             self._finished.clear()
             self._flush_trace()
             raise
@@ -316,7 +319,8 @@ class Engine:
             ]
         ended = self.scheduler.complete(step, results.tokens)
         for tracked, row, token in watched:
-            self._look_at(tracked, row, token, results)
+            if tracked.completion.finish_reason is None:  # a listener before it may have ended it
+                self._look_at(tracked, row, token, results)
         for request in ended:
             if (tracked := self.tracked.get(request.request_id)) is not None:
                 self._finish(tracked)

@@ -1,5 +1,7 @@
 """Which CUDA graphs may run while operations are replaced, and when those of others are dropped."""
 
+from types import SimpleNamespace
+
 import pytest
 
 import minillm
@@ -67,3 +69,13 @@ def test_warming_up_captures_every_size_and_leaves_no_trace():
         assert [each.token_ids for each in llm.generate([[5, 6, 7], [8, 9]], greedy)] == [
             each.token_ids for each in warmed
         ]
+
+
+@pytest.mark.parametrize("options", [{"num_blocks": 3}, {"max_model_len": 2}])
+def test_warming_up_asks_for_no_more_than_a_small_cache_holds(options):
+    with LLM(device="cpu", max_num_seqs=2, **options) as llm:
+        none = SimpleNamespace(follow=lambda: False)  # as if on a GPU whose graphs are not to be captured now
+        graphs = SimpleNamespace(graphs=none, admit=lambda requests: None, can_run=lambda step: False)
+        llm.engine.runner.graphs = graphs
+        llm.warm_up()
+        assert not llm.engine.has_work

@@ -1,0 +1,70 @@
+"""Who listens to a request may fail, or end another's: everybody else still hears how theirs ended."""
+
+import asyncio
+
+import pytest
+
+from minillm import LLM, AsyncLLM, SamplingParams
+
+LONG = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True)
+ENDLESS = SamplingParams(max_tokens=1000, ignore_eos=True)
+OPTIONS = {"device": "cpu", "num_blocks": 128, "max_num_seqs": 4}
+
+
+@pytest.fixture
+def engine():
+    with LLM(**OPTIONS) as llm:
+        yield llm.engine
+
+
+def test_a_listener_that_fails_leaves_nobody_waiting(engine):
+    def failing(delta):
+        raise LookupError("a mistake of the listener's")
+
+    failed = engine.prepare([5] * 5, LONG, listener=failing)
+    heard = []
+    others = [engine.prepare([6] * 5, LONG), engine.prepare([7] * 5, LONG, listener=heard.append)]
+    for each in [failed, *others]:
+        engine.submit(each)
+    with pytest.raises(LookupError, match="a mistake of the listener's"):
+        for _ in range(10):
+            engine.step()
+    assert [each.completion.finish_reason for each in [failed, *others]] == ["abort"] * 3
+    assert heard[-1].finish_reason == "abort"
+    assert not engine.has_work
+    engine.submit(engine.prepare([5] * 5, SamplingParams(max_tokens=2)))
+    while engine.has_work:
+        engine.step()
+
+
+def test_a_listener_that_ends_another_request_leaves_it_the_tokens_it_had(engine):
+    other = engine.prepare([6] * 5, LONG, listener=lambda delta: None)
+    first = engine.prepare([5] * 5, LONG, listener=lambda delta: engine.abort(other.request.request_id))
+    for each in (first, other):
+        engine.submit(each)
+    while engine.has_work:
+        engine.step()
+    assert other.completion.finish_reason == "abort"
+    assert other.completion.token_ids == other.request.known[len(other.request.prompt) :].tolist()
+
+
+def test_a_failure_takes_no_answer_from_a_stream_that_had_ended():
+    async def work():
+        with LLM(**OPTIONS) as llm:
+            streams = AsyncLLM(engine=llm.engine)
+            ended = asyncio.create_task(streams.generate([5] * 5, LONG, request_id="ends"))
+            endless = asyncio.create_task(streams.generate([6] * 5, ENDLESS))
+            while len(llm.engine.tracked) < 2:
+                await asyncio.sleep(0.001)
+
+            def end_one_and_fail():
+                llm.engine.abort("ends")
+                streams._attempt(lambda: 1 / 0)
+
+            streams._tell(end_one_and_fail)
+            assert (await asyncio.wait_for(ended, 60)).finish_reason == "abort"
+            with pytest.raises(ZeroDivisionError):
+                await asyncio.wait_for(endless, 60)
+            streams.close()
+
+    asyncio.run(work())
