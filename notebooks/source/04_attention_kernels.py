@@ -609,14 +609,17 @@ print(used.calls)
 # %% [markdown]
 # Here is the engine's walk, the heart of both its attention kernels. You have written nearly every line of it.
 # Exponents are to base 2, because that is what the hardware has; hidden keys may fill a whole tile here, so $-\infty$
-# is minded; and products are of 16-bit numbers where the model has those, with sums in 32 bits.
+# is minded; and products are of 16-bit numbers where the model has those, with sums in 32 bits. Lesson 09's streams
+# keep their keys unturned in the cache: `cos_sin_ptr` has the angles by which they are turned as they are read. For all
+# other requests it is `None`, and Triton compiles nothing for those lines.
 
 # %%
 # ENGINE: minillm.kernels.paged_attention:_attend
 
 # %% [markdown]
-# And the decode kernel around it. It differs from yours in three things. A row may have several queries, so a tile's
-# rows are (query, head) pairs again; a window moves where the walk begins; and a program has a third number, `split`:
+# And the decode kernel around it. It differs from yours in four things. A row may have several queries, so a tile's
+# rows are (query, head) pairs again; a window moves where the walk begins; `cos_sin_ptr` is passed on to the walk; and
+# a program has a third number, `split`:
 
 # %%
 # ENGINE: minillm.kernels.paged_attention:decode_kernel
