@@ -11,6 +11,7 @@
 
 # %%
 import json
+import math
 import random
 import tempfile
 import time
@@ -375,8 +376,8 @@ for result in (longest, oracle):
     )
 
 # %% [markdown]
-# Nearly the whole memory holds keys and values. (The gray rest is free, and too little for whoever is next.) So
-# more requests run together and all are done sooner: with the same memory and the same attention, by bookkeeping alone.
+# Nearly the whole memory holds keys and values. (The gray rest is free, and too little for whoever is next.) So more
+# requests run together and all are done sooner: with the same memory and the same attention, by bookkeeping alone.
 #
 # How large should a block be? The smaller, the less is left free in last blocks; the larger, the fewer entries a
 # table has, and the longer the pieces that a kernel reads in one go. By arithmetic, over the same requests:
@@ -384,7 +385,7 @@ for result in (longest, oracle):
 # %%
 print("block size   % free in last blocks   entries in a table")
 for size in (1, 4, 16, 64, 256):
-    entries = [-(-tokens // size) for tokens in needed]
+    entries = [math.ceil(tokens / size) for tokens in needed]
     lost = 1 - sum(needed) / (size * sum(entries))
     print(f"{size:10}   {100 * lost:21.1f}   {sum(entries) / len(entries):18.1f}")
 
@@ -407,8 +408,9 @@ draw.paged({"A": ([5, 2], A), "B": ([5, 6], B)}, num_blocks=8)
 # When may a block be shared? Lesson 02 has the answer: what a token becomes depends on **all** tokens up to it, and on
 # none after it. So it is not enough that the block's own four words are equal. Everything before must be equal too.
 #
-# How to find a block quickly? Give each full block a **key**, a number computed from its tokens: a hash. To let it
-# speak for everything before, chain it: a block's key is the hash of *the key before it* and its own tokens.
+# How to find a block quickly? Give each full block a **prefix key** (which has nothing to do with attention's keys): a
+# number computed from its tokens, a hash. To let it speak for everything before, chain it: a block's key is the hash of
+# *the key before it* and its own tokens.
 #
 # $$\text{key}_0 = h(\text{salt}, t_0 \ldots t_3), \qquad \text{key}_1 = h(\text{key}_0, t_4 \ldots t_7), \qquad
 # \text{key}_2 = h(\text{key}_1, t_8 \ldots t_{11}), \;\ldots$$
@@ -471,9 +473,9 @@ for name, text in TEXTS.items():
 # %% [markdown]
 # ### Who may write?
 #
-# In the picture A and B share block 5. What if one of them writes there? It would change the other's past. Reference
-# counts tell who must not: **a block with more than one holder is not written to.** In this engine that never comes up.
-# Only full blocks have keys, so only full blocks are shared, and a full block is never written again.
+# In the first picture of this section A and B share block 5. What if one of them writes there? It would change the
+# other's past. Reference counts tell who must not: **a block with more than one holder is not written to.** In this
+# engine that never comes up. Only full blocks have prefix keys, so only they are shared, and they are never written again.
 #
 # An engine that shares *partly filled* blocks must do more. Say A is to be continued in two ways, A1 and A2 (an answer
 # drawn twice, or a search that follows several). Both get A's whole table; its half-filled second block is shared too:
@@ -680,11 +682,11 @@ Remembering = yours(MyPrefixPool, BlockPool)
 def share_found(pool, order=1):
     """% of all prompt tokens that are found, one request after the other. order: -1 turns it round."""
     found_tokens = 0
-    for request, tokens in zip(work, tokens_of, strict=True):
+    for at_the_end, tokens in zip(needed, tokens_of, strict=True):
         keys = keys_of(tokens, 16)
         shared = pool.lookup(keys[: (len(tokens) - 1) // 16])
         pool.share(shared)
-        blocks = shared + pool.allocate(-(-waste.final(request) // 16) - len(shared))
+        blocks = shared + pool.allocate(math.ceil(at_the_end / 16) - len(shared))
         for block, key in zip(blocks, keys, strict=False):
             pool.register(block, key)
         found_tokens += 16 * len(shared)
@@ -709,10 +711,10 @@ for name, points in found_by_size.items():
 # ### In the engine: a chat
 #
 # A chat is where reuse shines. Every turn sends the whole conversation again (lesson 01), and all but the newest
-# question is known. Your pool in the engine, its hits counted:
+# question is known.
 #
-# **Predict first.** Five turns, each a question and a short answer. Of all prompt tokens of the five turns
-# together, what share is found?
+# **Predict first.** Five turns, each a question and a short answer, with your pool in the engine. Of all prompt tokens
+# of the five turns together, what share is found?
 
 # %% tags=["exercise"]
 guess_chat = 60  # PREDICT: % of the prompt tokens of five turns that are found
@@ -754,6 +756,8 @@ compare("a chat of five turns", unit="%", prediction=guess_chat, measured=100 * 
 print(used.calls)
 
 # %% [markdown]
+# Turn 2 finds more than turn 1's prompt had: the blocks of an answer are kept like those of a prompt.
+#
 # The salts work: where odd turns are `ann`'s and even ones `bob`'s, a turn finds only what was left two turns ago.
 # Longer runs of the engine, from a committed record: requests of the trace, conversations of several turns, and 64
 # requests submitted at once with the same 512 tokens before their own.
