@@ -475,7 +475,7 @@ for name, text in TEXTS.items():
 #
 # In the first picture of this section A and B share block 5. What if one of them writes there? It would change the
 # other's past. Reference counts tell who must not: **a block with more than one holder is not written to.** In this
-# engine that never comes up. Only full blocks have prefix keys, so only they are shared, and they are never written again.
+# engine that never comes up. Only full blocks have prefix keys, so only they are shared, and nobody writes there again.
 #
 # An engine that shares *partly filled* blocks must do more. Say A is to be continued in two ways, A1 and A2 (an answer
 # drawn twice, or a search that follows several). Both get A's whole table; its half-filled second block is shared too:
