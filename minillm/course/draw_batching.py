@@ -1,4 +1,4 @@
-"""Lesson 10's pictures: requests in rows, a padded batch, tokens that chase tokens, a trade, waits, two lanes.
+"""Lesson 10's pictures: requests in rows, timelines, a padded batch, tokens that chase tokens, a trade, two lanes.
 
 Steps are `minillm.trace.StepRows`, read from an engine's trace.
 """
@@ -8,6 +8,10 @@ from collections.abc import Mapping, Sequence
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.ticker import LogLocator, NullLocator
+
+from minillm.trace import Trace, replay
+
+from .draw_timeline import draw_timeline
 
 COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#eeca3b", "#9d755d")
 IDLE, WAITS = "#f4f4f4", "#d9d9d9"
@@ -54,6 +58,22 @@ def _between(steps: Sequence, at: int, row: int) -> str | None:
     before = [s.request[s.row.index(row)] for s in steps[:at] if row in s.row]
     after = [s.request[s.row.index(row)] for s in steps[at:] if row in s.row]
     return before[-1] if before and after and before[-1] == after[0] else None
+
+
+def timelines(traces: Mapping[str, Trace], rows: int, x: str = "steps") -> None:
+    """One timeline below the other, on the same axis; with x="time" a thin white line begins each step."""
+    size = {"figsize": (11, 0.6 + (0.5 + 0.24 * rows) * len(traces)), "layout": "constrained"}
+    _, axes = plt.subplots(len(traces), 1, sharex=True, squeeze=False, **size)
+    for axis, (title, trace) in zip(axes[:, 0], traces.items(), strict=True):
+        last = axis is axes[-1, 0]
+        draw_timeline(trace, axis, rows=rows, x=x, legend=last)
+        axis.set_title(title, fontsize=10, loc="left")
+        if x == "time":
+            edges = [step.launched for step in replay(trace)]
+            axis.vlines(edges, -0.5, rows - 0.5, color="white", linewidth=0.5)
+        axis.set_xlabel(axis.get_xlabel() if last else "")
+    axes[0, 0].set_xlim(0, max(axis.dataLim.x1 for axis in axes[:, 0]))
+    plt.show()
 
 
 def padded(counts: Sequence[int]) -> None:

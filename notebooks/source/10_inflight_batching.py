@@ -24,7 +24,6 @@ from minillm import LLM, SamplingParams, using
 from minillm.bench import plots, records, workloads
 from minillm.course import NotSolvedYet, check, compare, tier, yours
 from minillm.course import draw_batching as draw
-from minillm.course.draw_timeline import draw_timeline
 from minillm.policies import FirstComeFirstServed
 from minillm.request import Request
 from minillm.scheduler import Scheduler
@@ -35,7 +34,7 @@ VOCAB = 4000
 # %% [markdown]
 # ## 1 · Four requests, two rows
 #
-# Decoding one request reads all of the model's weights to make one token (lesson 02). Decoding two at once reads them
+# Decoding one request reads all of the model's weights to make one token (lesson 00). Decoding two at once reads them
 # once for both. So a server runs many requests in one **step**, one pass of the model; the requests of a step are its
 # **batch**, and the places in it are **rows**. Each row gives one token a step, once its prompt is through.
 #
@@ -217,26 +216,8 @@ print(f"{seconds['static'] / seconds['in flight']:.2f} times as fast")
 # This is the same traffic as the engine saw it: a line is a row, a column a step. The numbers are requests, where there
 # is room for one, and a white line is where one begins.
 
-
 # %%
-def timelines(runs, rows, **options):
-    """One timeline below the other, on the same axis. runs: title -> what `run` returned."""
-    size = {"figsize": (11, 0.6 + (0.5 + 0.24 * rows) * len(runs)), "layout": "constrained"}
-    figure, axes = plt.subplots(len(runs), 1, sharex=True, **size)
-    for axis, (title, each) in zip(axes, runs.items(), strict=True):
-        last = axis is axes[-1]
-        draw_timeline(each.trace, axis, rows=rows, legend=last, **options)
-        axis.set_title(title, fontsize=10, loc="left")
-        if "x" in options:  # where each step begins
-            edges = [step.launched for step in each.steps]
-            axis.vlines(edges, -0.5, rows - 0.5, color="white", linewidth=0.5)
-        axis.set_xlabel(axis.get_xlabel() if last else "")
-    longest = max(axis.dataLim.x1 for axis in axes)
-    axes[0].set_xlim(0, longest)
-    plt.show()
-
-
-timelines(runs, ROWS)
+draw.timelines({title: each.trace for title, each in runs.items()}, ROWS)
 
 # %% [markdown]
 # ## 2 · One batch without padding
@@ -420,9 +401,8 @@ draw.rows_in_use({"in flight": in_flight.steps, "in flight, budget 6": chunked.s
 
 # %% [markdown]
 # C's prompt takes three steps in place of one, so its first token comes two steps later; and no step is larger than 6.
-# A has its token in every one of them.
 #
-# That A has its token in each of them is a decision: C's prompt could have had the whole budget, and A none of it. What
+# A has its token in every one of them, and that is a decision: C's prompt could have had the whole budget. What
 # Sarathi-Serve calls *stall-free* is an order: **first every row that has one token pending, then prompts, oldest
 # first.** A decode takes one token of the budget; leaving it out would stop a text that somebody is reading.
 #
@@ -566,8 +546,8 @@ draw.trade(
 # A small budget costs the newcomer time: each of its steps has a fixed price, the others' decodes ride along in every
 # one of them, and each chunk reads the keys of those before it again. It saves the others most of their gap. There is
 # no right budget, only a promise to keep ("a token every 50 ms"), and the largest budget that keeps it. On a GPU the
-# trade is better than here: a decode step leaves most of the arithmetic idle (lesson 02), and by its roofline a chunk
-# of a few hundred tokens beside it is nearly free, up to the ridge of the roofline.
+# trade is better than here: a decode step leaves most of the arithmetic idle, and up to the ridge of the roofline
+# (lesson 00) a chunk beside it is nearly free.
 #
 # Here are eight requests of the traffic in all three ways: static, in flight with whole prompts, and chunked. Prompts
 # have their full length this time, so that they weigh something. The axis is time, and a thin white line is where a
@@ -586,7 +566,7 @@ three = {
         HEAVY, max_num_seqs=4, dtype="auto", max_num_batched_tokens=64
     ),
 }
-timelines(three, 4, x="time")
+draw.timelines({title: each.trace for title, each in three.items()}, 4, x="time")
 for title, each in three.items():
     sizes = [sum(step.count) for step in each.steps]
     print(f"{title:36} {len(sizes):4} steps, the largest of {max(sizes):4} tokens")
@@ -598,8 +578,8 @@ for title, each in three.items():
 # %% [markdown]
 # Take request 5, whose prompt has 298 tokens. Whole, it is one wide column, and in all that time the blue rows beside
 # it get one token each. In chunks it is five narrower columns, and the others get a token in every one of them. Grey is
-# what static batching wastes. In chunks or whole, every prompt is computed once: the two end close together, and what
-# differs is who waits.
+# what static batching wastes. In chunks or whole, every prompt is computed once, and more steps cost some time of their
+# own. What differs is who waits.
 #
 # ## 5 · When memory runs out
 #
