@@ -37,6 +37,7 @@ def execute(
         timeout=CELL_SECONDS,
         resources={"metadata": {"path": str(folder)}},
         record_timing=False,
+        coalesce_streams=True,
         kernel_name="python3",
         on_cell_start=started,
         extra_arguments=["--IPKernelApp.log_level=ERROR"],
