@@ -99,6 +99,7 @@ class Scheduler:
         self.launched = -1  # number of the newest step launched
         self.read = -1  # number of the newest step whose tokens were read
         self._refused_by = ""  # what last kept a waiting request out: admits, share or blocks
+        self._lacking: tuple[Request | None, int] = (None, 0)  # a waiting request, and the blocks that it waits for
         self._admitted: list[Request] = []
         self.trace: Trace | None = None  # `Trace.watch` puts one here
         self.preemptions = 0
@@ -200,7 +201,10 @@ class Scheduler:
             if self.has_work and not self.in_flight:
                 raise self._stuck()
             return None
-        return self._launch(rows, queries)
+        step = self._launch(rows, queries)
+        if step.singles < len(rows):
+            self._lacking = None, 0  # chunks fill blocks that whoever waits may share, and so need fewer
+        return step
 
     def _runnable(self) -> np.ndarray:
         rows = self.order
@@ -262,6 +266,11 @@ class Scheduler:
             return admitted
         while self.waiting and budget > 0 and self._free_rows:
             request = self.waiting[0]
+            # Rows take a block every block_size steps: leave what they are expected to take in the next one.
+            reserve = -(-len(self.order) // self.block_size) * self.tables.groups
+            if request is self._lacking[0] and self._lacking[1] + reserve > self.pool.available:
+                self._refused_by = "blocks"  # as the last time; to look its prefix up costs more than a step of decodes
+                break
             known, shared = len(request.known), self._find_prefix(request)
             start = len(shared[0]) * self.block_size
             pending = self.tables.pending(start, known)
@@ -271,10 +280,9 @@ class Scheduler:
                 break
             cached = [block for blocks in shared for block in blocks if block >= 0]
             held, needed = self.tables.needed(known, shared, count)
-            # Rows take a block every block_size steps: leave what they are expected to take in the next one.
-            reserve = -(-len(self.order) // self.block_size) * self.tables.groups
-            if needed + reserve > self.pool.available - self.pool.unreferenced(cached):
-                self._refused_by = "blocks"
+            needed += self.pool.unreferenced(cached)
+            if needed + reserve > self.pool.available:
+                self._refused_by, self._lacking = "blocks", (request, needed)
                 break
             del self.waiting[0]
             self.pool.share(cached)
