@@ -80,10 +80,11 @@ class BlockTables:
             if window is None:
                 found[group] = pool.lookup(group_key(key, group) for key in keys[:count])
                 count = len(found[group])
+        hidden = self.hidden(np.arange(count + 1) * self.block_size).tolist()
         group = 0
         while group < self.groups:
             if self.windows[group] is not None:
-                first = int(self.hidden(np.array([count * self.block_size]))[group, 0])
+                first = hidden[group][count]
                 back = pool.lookup(group_key(key, group) for key in reversed(keys[first:count]))
                 if len(back) < count - first:  # what ends less than a window behind the missing block will not do
                     count, group = count - len(back) - 1, 0

@@ -73,6 +73,8 @@ def run(
     budget = max(BUDGET, chosen["chunk"])
     with LLM(model, max_num_seqs=chosen["rows"], max_num_batched_tokens=budget, **engine_options) as llm:
         vocab = llm.model_config.vocab_size
+        # First, so that a trace which it cannot hold is told before the long runs.
+        wasted = memory(workloads.replay(traffic, vocab), llm.config.block_size)
         results = throughput(llm, workloads.replay(traffic, vocab, scale=chosen["scale"]), chosen["scale"], repeat)
         arrivals = workloads.replay(traffic, vocab, requests=chosen["arriving"], speed=chosen["speed"])
         results += latency(llm, arrivals, chosen["chunk"], repeat)
@@ -80,8 +82,7 @@ def run(
         settings = chosen | {"dtype": str(llm.engine.model.dtype).removeprefix("torch.")}
         settings |= {"device": device, "threads": torch.get_num_threads(), "model": llm.engine.name}
         settings |= {"blocks": llm.stats()["blocks"], "block_size": llm.config.block_size}
-    results += memory(workloads.replay(traffic, vocab), llm.config.block_size)
-    content = records.record(results, begun, traffic=Path(traffic).stem, **settings)
+    content = records.record(results + wasted, begun, traffic=Path(traffic).stem, **settings)
     if json_path is not None:
         records.write(content, json_path)
     if not quiet:
@@ -122,7 +123,7 @@ def latency(llm: LLM, work: Sequence[BenchRequest], chunk: int, repeat: int) -> 
     Whole prompts need a budget that the longest fits in: the context's length.
     """
     longest = min(llm.engine.max_model_len, LONGEST)
-    kinds = {"chunked": ("fcfs", chunk), "whole": ("whole" if "whole" in POLICIES else "fcfs", longest)}
+    kinds = {"chunked": ("fcfs", chunk), "whole": ("whole", longest)}
     runs: dict[str, list[dict]] = {name: [] for name in kinds}
     at_once = [BenchRequest(each.prompt, min(each.output_tokens, 8)) for each in work[:32]]
     for _ in range(repeat):
@@ -157,7 +158,9 @@ def prefix(llm: LLM, arrivals: Sequence[BenchRequest]) -> list[dict]:
                 hits, preemptions = scheduler.prefix_hits, scheduler.preemptions
                 prompts = ask(llm, rounds)
                 found[cached] = prompts - (scheduler.prefix_hits - hits)
-                assert scheduler.preemptions == preemptions, "prompts were computed twice: more blocks are needed"
+                if scheduler.preemptions > preemptions:
+                    blocks = scheduler.pool.num_blocks
+                    raise ConfigError(f"num_blocks={blocks} had requests preempted and computed twice; give more")
         facts = {"part": "prefix", "traffic": name, "requests": sum(map(len, rounds)), "prompt_tokens": prompts}
         counted = {"computed_without": found[False], "computed_with": found[True]}
         rows.append({**facts, **counted, "saved": round(1 - found[True] / found[False], 4)})

@@ -117,3 +117,19 @@ def test_settings_that_are_compared_cannot_be_given(model_directory):
         batching.run(model_directory, policy="static")
     with pytest.raises(ValueError, match="repeat must be"):
         batching.run(model_directory, repeat=0)
+
+
+def test_requests_that_no_context_holds_are_told_before_anything_is_measured(model_directory, tmp_path, monkeypatch):
+    monkeypatch.setattr(batching, "throughput", lambda *arguments: pytest.fail("it measures already"))
+    path = tmp_path / "long.jsonl"
+    row = {"arrival": 1.0, "input_tokens": 5000, "output_tokens": 2, "prefix_id": 0, "prefix_tokens": 0}
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match="2048"):
+        batching.run(model_directory, traffic=path, load_format="dummy", device="cpu")
+
+
+def test_prefill_computed_twice_is_no_measurement(model_directory):
+    with LLM(model_directory, load_format="dummy", device="cpu", num_blocks=5, max_num_seqs=2) as llm:
+        work = [BenchRequest([i] * 30, 16, due=1.0) for i in range(2)]
+        with pytest.raises(ValueError, match="num_blocks=5"):
+            batching.prefix(llm, work)
