@@ -417,9 +417,9 @@ draw.rows_in_use({"in flight": in_flight.steps, "in flight, budget 6": chunked.s
 def share_budget(pending, budget):
     """How many of each row's pending tokens run in this step; `budget` at most in all.
 
-    pending: [rows] whole numbers above 0, oldest row first; it must stay as it is. Returns the
-    same shape. Rows with one token come first, then prompts, oldest first, each cut where the
-    budget ends.
+    pending: [rows] whole numbers above 0, oldest row first; it must stay as it is. Returns
+    [rows] whole numbers. Rows with one token come first, then prompts, oldest first, each cut
+    where the budget ends.
     """
     # SOLUTION: put rows with one token first, keeping the order otherwise; whoever has less
     #   before it than the budget gets what is left of it; then back into the rows' order

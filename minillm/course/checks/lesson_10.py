@@ -158,6 +158,12 @@ def _(function):
     assert got == [1, 1, 6], f"8 tokens pending and a budget of 8: all of them, not {got}"
 
 
+@share_budget.property("counts are whole numbers", "np.zeros makes floats; np.zeros_like(pending) has pending's type")
+def _(function):
+    got = np.asarray(function(np.array([1, 6]), 4))
+    assert got.dtype.kind in "iu", f"the engine takes whole numbers, not {got.dtype}"
+
+
 @share_budget.property(
     "rows with one token come first", "however old a prompt is: first all the 1s, then share out what is left"
 )

@@ -182,6 +182,13 @@ def sorted_and_left_so(pending, budget):
     return _in_turn(pending[np.argsort(pending > 1, kind="stable")], budget)
 
 
+@wrong("share_budget", fails="counts are whole numbers")
+def counts_in_an_array_of_zeros(pending, budget):
+    counts = np.zeros(len(pending))
+    counts[:] = _by(np.argsort(pending > 1, kind="stable"), pending, budget)
+    return counts
+
+
 # ---- PatientShortest
 
 
