@@ -29,4 +29,4 @@ class Batch:
     decode: Rows | None  # the first `decode.tokens` tokens
     prefill: Rows | None  # the rest
     logits_index: Tensor | None  # [samples] int64: tokens whose final hidden state is wanted; None: all of them
-    streams: bool = False  # keys are cached unturned, and attention turns them by their place in the row
+    streams: bool = False  # keys are cached before their rotary embedding; attention turns them by their place

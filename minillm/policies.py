@@ -133,7 +133,7 @@ def asked_key(policy: FirstComeFirstServed, request: "Request") -> float:
     key = policy.key(request)
     try:
         number = float(key)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = float("nan")
     if number != number:
         raise PolicyError(f"{name_of(policy)}: key must give a number to sort by, not {key!r}")

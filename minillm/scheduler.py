@@ -254,6 +254,7 @@ class Scheduler:
         row = request.row
         self._vacate(request)
         self._queue(request)
+        self._lacking = None, 0  # it may need fewer blocks than when it first waited: others share them now
         self.preemptions += 1
         if self.trace is not None:
             self.trace.preempt(request, row, self.launched)

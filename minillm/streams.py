@@ -2,8 +2,8 @@
 
 Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks", section 3.2. A row keeps the blocks of the
 first tokens, the sinks, and those of the newest; when it outgrows its room the oldest block behind the sinks is let go,
-and the columns after it move up by one. So that a key may move, it is cached unturned, and attention turns it by its
-place in the row: positions are those in the cache, and never reach the context's end.
+and the columns after it move up by one. So that a key may move, it is cached unturned, before its rotary embedding,
+and attention turns it by its place in the row: positions are those in the cache, and never reach the context's end.
 
 A token at position p is computed when max(0, p // block_size + 1 - room) blocks are gone. This depends on its position
 alone, so a stream has the same keys and values whether it runs at once, in chunks, or again after preemption. The

@@ -5,7 +5,7 @@ import pytest
 
 from minillm import LLM
 from minillm.config import ConfigError, EngineConfig
-from minillm.policies import POLICIES, ShortestPromptFirst, asked_share
+from minillm.policies import POLICIES, PolicyError, ShortestPromptFirst, asked_share
 from minillm.request import Request, SamplingParams
 from minillm.scheduler import Scheduler
 
@@ -204,3 +204,11 @@ def test_tokens_do_not_depend_on_the_policy(policy):
         found = [each.token_ids for each in llm.generate(prompts, params)]
     with LLM(device="cpu", dtype="float64") as llm:
         assert found == [llm.generate([prompt], one)[0].token_ids for prompt, one in zip(prompts, params, strict=True)]
+
+
+def test_a_key_beyond_every_float_is_the_policys_mistake():
+    waiting = scheduler("fcfs")
+    waiting.policy.key = lambda request: 10**400
+    with pytest.raises(PolicyError, match="FirstComeFirstServed: key must give a number to sort by"):
+        waiting.submit(request("first"))
+    assert not waiting.has_work
