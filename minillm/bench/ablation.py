@@ -5,7 +5,6 @@ launched ahead, the decode attention, fused kernels. All in one process on one m
 its runs. A setting that stands in two groups is measured once.
 """
 
-import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -153,12 +152,7 @@ def run(
         content = records.record(results, begun, model=engine.llm.engine.name, dtype=dtype)
     finally:
         engine.llm.close()
-    if json_path is not None:
-        records.write(content, json_path)
-    if not quiet:
-        print(table(results), flush=True)
-        print(json.dumps(content))
-    return content
+    return records.publish(content, json_path, table(results), quiet=quiet)
 
 
 def _compare(engine, compared: Groups, work: list[BenchRequest], facts: dict, repeat: int) -> list[dict]:

@@ -8,7 +8,6 @@ prefix      tokens that prefill computes with and without the prefix cache
 memory      what contiguous caches waste beside blocks (`waste`; no model runs)
 """
 
-import json
 import random
 import statistics
 import time
@@ -83,12 +82,7 @@ def run(
         settings |= {"device": device, "threads": torch.get_num_threads(), "model": llm.engine.name}
         settings |= {"blocks": llm.stats()["blocks"], "block_size": llm.config.block_size}
     content = records.record(results + wasted, begun, traffic=Path(traffic).stem, **settings)
-    if json_path is not None:
-        records.write(content, json_path)
-    if not quiet:
-        print(table(content), flush=True)
-        print(json.dumps(content))
-    return content
+    return records.publish(content, json_path, table(content), quiet=quiet)
 
 
 # ---- the four parts

@@ -16,7 +16,6 @@ Time is accounted for by a second run: slices spread evenly over it are profiled
 seconds that the same steps took in the run that was timed without a profiler. What is left is the GPU's idle time.
 """
 
-import json
 import math
 import statistics
 import time
@@ -121,11 +120,7 @@ def run(
         content = records.record(results, begun, model=llm.engine.name, dtype=dtype, **chip)
     finally:
         engine.llm.close()
-    if json_path is not None:
-        records.write(content, json_path)
-    if not quiet:
-        print(json.dumps(content))
-    return content
+    return records.publish(content, json_path, quiet=quiet)
 
 
 def measure(llm, work: Sequence[workloads.BenchRequest], limits: Limits, repeat: int) -> dict:

@@ -87,9 +87,7 @@ def run(
     if compare:
         results = compared(model, plan, out, {"load_format": "dummy"} | engine_options)
         content = records.record(results, begun, model=name, plan=json.loads(out.read_text(encoding="utf-8")))
-        if json_path is not None:
-            records.write(content, json_path)
-        print(json.dumps(content))
+        records.publish(content, json_path)
     return plan
 
 

@@ -1,6 +1,5 @@
 """`minillm bench offline`: all requests at once, minillm and transformers in turns, one process.  Lesson 99."""
 
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -105,11 +104,7 @@ def run(
     finally:
         engine.llm.close()
     content = records.record(results, begun)
-    if json_path is not None:
-        records.write(content, json_path)
-    if not quiet:
-        print(json.dumps(content))
-    return content
+    return records.publish(content, json_path, quiet=quiet)
 
 
 def _settings(llm, dtype: str, device: str, checkpoint_dtype: str) -> dict:

@@ -62,6 +62,17 @@ def write(content: dict, path: str | Path) -> Path:
     return path
 
 
+def publish(content: dict, path: str | Path | None, text: str = "", *, quiet: bool = False) -> dict:
+    """The record, written where a path is given and printed unless quiet: as `text`, then as one line of JSON."""
+    if path is not None:
+        write(content, path)
+    if not quiet:
+        if text:
+            print(text, flush=True)
+        print(json.dumps(content), flush=True)
+    return content
+
+
 def read(path: str | Path) -> dict:
     """A record from a file, or a committed one by `<device>/<name>`. FileNotFoundError names those there are."""
     path = Path(path)

@@ -4,7 +4,6 @@ Williams, Waterman and Patterson 2009, "Roofline": a computation takes at least 
 the time to do its operations. Which of the two is longer depends on its operations per byte.
 """
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -168,12 +167,7 @@ def run(
         found = limits(llm.config.device, llm.engine.model.dtype, llm.engine.model.nbytes)
         points = [*(decode(llm, each) for each in batches), *(prefill(llm, each) for each in prompts)]
         content = records.record([asdict(each) for each in points], begun, model=llm.engine.name, **asdict(found))
-    if json_path is not None:
-        records.write(content, json_path)
-    if not quiet:
-        print(table(points, found), flush=True)
-        print(json.dumps(content))
-    return content
+    return records.publish(content, json_path, table(points, found), quiet=quiet)
 
 
 def table(points: Sequence[Point], limits: Limits) -> str:
