@@ -259,6 +259,8 @@ class Engine:
                 with launches.using(self._launches):
                     self.in_flight.append(self.runner.launch(step))
             if self.in_flight:
+                if self.trace is not None:
+                    self.trace.write_in_time()
                 self._read(self.in_flight.popleft())
             finished, self._finished = self._finished, []
             if not self.has_work:

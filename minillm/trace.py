@@ -15,7 +15,6 @@ import warnings
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,9 +39,8 @@ FIELDS = {
     "read": ("step",),
     "abandon": ("step",),  # after a failure: steps in flight and all prefixes are given up
 }
-CHUNK = 1024  # entries that a trace with a file keeps before it has them written
-MOST = 16 * CHUNK  # and when it waits for the writer
-PATIENCE = 1.0  # seconds after which it has them written anyway
+CHUNK = 1024  # entries that a trace with a file keeps before it writes them
+PATIENCE = 1.0  # seconds after which it writes them anyway
 
 
 class TraceError(ValueError):
@@ -52,8 +50,9 @@ class TraceError(ValueError):
 class Trace:
     """Events of one engine, in memory or, with a path, in a file of JSON lines that is written as it goes.
 
-    A thread writes it, for the most part while the engine waits for its device. Raises ConfigError where the file
-    cannot be written. Should writing fail later (a full disk), recording ends with a warning and the engine goes on.
+    Entries are written while the engine waits for its device (`write_in_time`), not by a thread, which would take the
+    interpreter from the engine for milliseconds at a time. Raises ConfigError where the file cannot be written. Should
+    writing fail later (a full disk), recording ends with a warning and the engine goes on.
     """
 
     def __init__(self, path: str | Path | None = None):
@@ -61,9 +60,8 @@ class Trace:
         self._entries: list[tuple] = []  # (event, time, *values), arrays by reference
         self._began: float | None = None  # at the first scheduler
         self._written = time.perf_counter()
-        self._file = self._writing = None
+        self._file = None
         if path is not None:
-            self._writer = ThreadPoolExecutor(1, "minillm-trace")
             try:
                 self._file = self.path.open("w", encoding="utf-8")
             except OSError as error:
@@ -133,11 +131,9 @@ class Trace:
             chunks = (step.rows[places], step.starts[places], step.queries[places], places)
             self._add("chunk", step.number, *chunks)
         self._add("launch", step.number, len(step.rows))
-        self._write_in_time()
 
     def arrived(self, step: int) -> None:
         self._add("read", step)
-        self._write_in_time()
 
     def abandon(self, step: int) -> None:
         self._add("abandon", step)
@@ -167,27 +163,10 @@ class Trace:
 
     def flush(self) -> None:
         """Bring the file up to now; in memory there is nothing to do."""
-        if self.path is not None:
-            self._hand_over()
-            self._writing.result()
-
-    def _write_in_time(self) -> None:
         if self.path is None:
             return
-        count = len(self._entries)
-        if count >= MOST:
-            self.flush()
-        elif (count >= CHUNK or time.perf_counter() - self._written > PATIENCE) and (
-            self._writing is None or self._writing.done()
-        ):
-            self._hand_over()
-
-    def _hand_over(self) -> None:
         entries, self._entries = self._entries, []
         self._written = time.perf_counter()
-        self._writing: Future = self._writer.submit(self._write, entries)
-
-    def _write(self, entries: list[tuple]) -> None:
         if self._file is None:  # closed, or the disk is full
             return
         try:
@@ -196,6 +175,11 @@ class Trace:
         except OSError as error:
             warnings.warn(f"the trace {self.path} ends here: {error.strerror}", RuntimeWarning, stacklevel=2)
             self._file = None
+
+    def write_in_time(self) -> None:
+        """Write what was recorded if it is much or old. For whoever drives the engine, while the device computes."""
+        if self.path is not None and (len(self._entries) >= CHUNK or time.perf_counter() - self._written > PATIENCE):
+            self.flush()
 
     def close(self) -> None:
         """Write the rest. The events stay readable."""

@@ -25,7 +25,7 @@ from minillm.bench.offline import Minillm  # noqa: E402
 from minillm.trace import Trace  # noqa: E402
 
 HOOKS = ("submit", "admit", "grow", "register", "evict", "release", "preempt", "finish", "launch", "arrived")
-HOOKS += ("abandon", "flush")
+HOOKS += ("abandon", "flush", "write_in_time")
 
 
 class Timed(Trace):

@@ -46,7 +46,12 @@ def pytest(paths: list[str], notes: Path, *options: str, seed: int | None = None
         return {"of": paths, "timed_out": within}
     suite = ElementTree.parse(report).getroot().find("testsuite")
     counts = {name: int(suite.get(name)) for name in ("tests", "failures", "errors", "skipped")}
-    return {"of": paths, **counts, "seconds": round(float(suite.get("time")), 1)}
+    failed = [
+        f"{case.get('classname')}::{case.get('name')}"
+        for case in suite.iter("testcase")
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+    return {"of": paths, **counts, "failed": failed, "seconds": round(float(suite.get("time")), 1)}
 
 
 def largest(notes: Path) -> list[dict]:
