@@ -934,11 +934,7 @@ guess_gpu = 2.2  # PREDICT: the same for Gemma 2B on an H200
 
 # %%
 guesses = {"cpu/batching": guess_cpu, "h200/batching": guess_gpu}
-there = {
-    name: records.read(name)
-    for name in guesses
-    if (records.RESULTS / f"{name}.json").is_file()
-}
+there = {name: records.read(name) for name in guesses}
 for name, found in there.items():
     speed = {
         row["batching"]: row["output_tokens_per_s"]
@@ -963,12 +959,15 @@ for found in there.values():
     plt.show()
 
 # %% [markdown]
-# (A record that has not been measured yet is left out.) Read the left picture with section 1 in mind: the steps fall as
-# you counted, and tokens a second gain less than that wherever a fuller step takes longer. Dots are single runs. Read
-# the right one with section 4. Between tokens, whole prompts hurt few gaps much, and chunks many gaps a little: compare
-# p99, and then p90. For the first token there are two effects. Whoever brings a long prompt waits longer when it is
-# cut; whoever comes behind it need not wait for all of it. Which one wins depends on the load, so it has to be
-# measured, on each machine and for each traffic.
+# Read the left picture with section 1 in mind: the steps fall as you counted, and tokens a second gain less than that
+# wherever a fuller step takes longer. Dots are single runs. Read the right one with section 4. Between tokens, whole
+# prompts hurt few gaps much, and chunks many gaps a little: compare p99, and then p90. For the first token there are
+# two effects. Whoever brings a long prompt waits longer when it is cut; whoever comes behind it need not wait for all of
+# it. Which one wins depends on the load, so it has to be measured, on each machine and for each traffic.
+#
+# On the H200, chunks of 512 tokens lose both ways. Prefill has no CUDA graphs, so a step costs milliseconds of launching
+# however few tokens it has, and small chunks pay that more often than the chip needs. The budget there is too small:
+# choose it as large as a gap between tokens may last, and no smaller. (`LLM` takes 16,384 tokens on a GPU.)
 #
 # ## Recap
 #
