@@ -962,12 +962,13 @@ for found in there.values():
 # Read the left picture with section 1 in mind: the steps fall as you counted, and tokens a second gain less than that
 # wherever a fuller step takes longer. Dots are single runs. Read the right one with section 4. Between tokens, whole
 # prompts hurt few gaps much, and chunks many gaps a little: compare p99, and then p90. For the first token there are
-# two effects. Whoever brings a long prompt waits longer when it is cut; whoever comes behind it need not wait for all of
-# it. Which one wins depends on the load, so it has to be measured, on each machine and for each traffic.
+# two effects. Whoever brings a long prompt waits longer when it is cut; whoever comes behind it need not wait for all
+# of it. Which one wins depends on the load, so it has to be measured, on each machine and for each traffic.
 #
-# On the H200, chunks of 512 tokens lose both ways. Prefill has no CUDA graphs, so a step costs milliseconds of launching
-# however few tokens it has, and small chunks pay that more often than the chip needs. The budget there is too small:
-# choose it as large as a gap between tokens may last, and no smaller. (`LLM` takes 16,384 tokens on a GPU.)
+# On the H200, chunks of 512 tokens lose both ways. Prefill has no CUDA graphs, so a step costs milliseconds of
+# launching however few tokens it has, and small chunks pay that more often than the chip needs. The budget there is
+# too small: choose it as large as a gap between tokens may last, and no smaller. (`LLM` takes 16,384 tokens on a
+# GPU.)
 #
 # ## Recap
 #
