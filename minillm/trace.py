@@ -101,7 +101,7 @@ class Trace:
 
     def register(self, pool, row: int, keys: dict[int, bytes]) -> None:
         """keys: of the blocks that were registered; the first block with a key keeps it."""
-        blocks = [block for block, key in keys.items() if pool.lookup([key]) == [block]]
+        blocks = [block for block, found in zip(keys, pool.lookup(keys.values()), strict=False) if found == block]
         if blocks:
             self._add("register", row, blocks)
 
