@@ -2,9 +2,10 @@
 
     python tests/trace_overhead.py --record trace-overhead
 
-The share comes from runs of their own, whose hooks read the clock: a bound from above, since on a busy machine
-what others ran meanwhile is in it. The prefix cache is on: hits leave less to compute and more to tell. On a GPU Gemma
-2B's shape with random weights, on a CPU the embedded model.
+On a CPU the share is what counts: the engine computes nothing meanwhile, and runs with and without a trace differ by
+more than it costs. It comes from runs of their own, whose hooks read the clock. On a GPU the time counts: hooks run
+while the device computes. The prefix cache is on: hits leave less to compute and more to tell. On a GPU Gemma 2B's
+shape with random weights, on a CPU the embedded model.
 """
 
 import argparse
@@ -110,7 +111,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3 if gpu else 5, help="runs of each kind")
     parser.add_argument("--requests", type=int, default=3000 if gpu else 64)
     parser.add_argument("--scale", type=int, default=1 if gpu else 2, help="divide the chat workload's lengths by this")
-    parser.add_argument("--budget", type=float, default=0.02, help="the share of time that a trace may take")
+    parser.add_argument("--budget", type=float, default=0.02, help="the share of time that a trace may cost")
     options = parser.parse_args()
     begun, results = records.begin(), []
     model = {"model": "gemma-2b", "load_format": "dummy", "max_num_seqs": 3000} if gpu else {}
@@ -129,9 +130,9 @@ def main() -> None:
     content = records.record(results, begun, **about)
     if options.record:
         records.write(content, options.record)
-    share = max(row.get("share_of_time", 0) for row in results)
-    print(f"{share:.2%} of the time passed in a trace (median of the runs); allowed are {options.budget:.0%}")
-    sys.exit(share > options.budget)
+    cost = max(row["times_without"] - 1 if gpu else row["share_of_time"] for row in results[1:])
+    print(f"a trace costs {cost:.2%} of the time (median of the runs); allowed are {options.budget:.0%}")
+    sys.exit(cost > options.budget)
 
 
 if __name__ == "__main__":

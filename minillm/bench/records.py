@@ -20,7 +20,7 @@ import torch
 
 PACKAGE = Path(__file__).resolve().parents[1]
 RESULTS = PACKAGE / "data" / "results"
-PACKAGES = ("minillm", "torch", "triton", "transformers", "numpy", "fastapi", "uvicorn", "httpx")
+PACKAGES = ("minillm", "torch", "triton", "transformers", "numpy", "fastapi", "uvicorn", "aiohttp")
 
 
 def begin() -> dict:

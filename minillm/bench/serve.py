@@ -22,6 +22,7 @@ from .workloads import BenchRequest
 
 PERCENTILES = (50, 90, 99)
 CONCURRENCY = 8
+GENERATOR_BUSY = 0.7  # the share of a run from which the load generator holds up what it measures
 
 
 @dataclass
@@ -96,7 +97,8 @@ def run(
     (default: what /v1/models tells). timeout: seconds for all of it. plot_path: a picture of the record.
     Works inside a notebook too.
 
-    Requests answered 429 (queue full) are counted as refused; all other figures are those of answered ones.
+    Requests answered 429 (queue full) are counted as refused; all other figures are those of answered ones. generator_s
+    is the processor time that the load generator itself took: near the whole run's, it is what was measured.
     Raises ValueError for wrong settings or another machine's address, ConnectionError when nothing answers,
     TimeoutError, RuntimeError when a request failed.
     """
@@ -160,29 +162,31 @@ def _arrival(concurrency: int | None, rate: float | None, trace, due, speed: flo
 
 
 async def _load(base: str, make_work, concurrency: int | None, temperature: float, vocab_size: int | None) -> dict:
-    import httpx
+    import aiohttp
 
     # An open loop is open only if no request waits for another's connection.
-    limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-    async with httpx.AsyncClient(base_url=base, timeout=None, limits=limits) as http:
+    connector = aiohttp.TCPConnector(limit=concurrency or 0)
+    async with aiohttp.ClientSession(base, connector=connector, timeout=aiohttp.ClientTimeout(None)) as http:
         try:
-            answer = await http.get("/v1/models", timeout=10)
-        except httpx.TransportError as error:
+            async with http.get("/v1/models", timeout=aiohttp.ClientTimeout(10), raise_for_status=True) as answer:
+                card = (await answer.json(content_type=None))["data"][0]
+        except (aiohttp.ClientConnectionError, TimeoutError) as error:
             raise ConnectionError(f"no server answers at {base} ({error}): start one with `minillm serve`") from None
-        card = answer.raise_for_status().json()["data"][0]
         work = make_work(vocab_size or card["vocab_size"])
         client = Client(http, card["id"], temperature)
         # The first request pays for connections and first uses. Its prompt is no other's: nothing is cached for them.
         await client.ask(BenchRequest(work[0].prompt[::-1], work[0].output_tokens), client.now())
         client.restart()
+        cpu = time.thread_time()
         if concurrency is None:
             measured = await open_loop(client, work)
         else:
             measured = await closed_loop(client, work, concurrency)
+        cpu = time.thread_time() - cpu
     failed = [each.error for each in measured if each.error]
     if failed:
         raise RuntimeError(f"{len(failed)} of {len(measured)} requests failed, the first with: {failed[0]}")
-    return {"model": card["id"], "dtype": card.get("dtype")} | summary(work, measured)
+    return {"model": card["id"], "dtype": card.get("dtype")} | summary(work, measured) | {"generator_s": round(cpu, 4)}
 
 
 class Client:
@@ -200,12 +204,12 @@ class Client:
 
     async def ask(self, request: BenchRequest, due: float) -> Measured:
         """Stream one completion. What goes wrong with it is noted, not raised."""
-        import httpx
+        import aiohttp
 
         seen = Measured(due, sent=self.now())
         try:
             await self._stream(request, seen)
-        except httpx.TransportError as error:
+        except aiohttp.ClientError as error:
             seen.error = f"{type(error).__name__}: {error}"
         seen.end = self.now()
         if not (seen.error or seen.refused) and seen.output_tokens != request.output_tokens:
@@ -222,18 +226,18 @@ class Client:
             "stream": True,
             "return_token_ids": True,
         }
-        async with self.http.stream("POST", "/v1/completions", json=body) as response:
-            if response.status_code == 429:
+        async with self.http.post("/v1/completions", json=body) as response:
+            if response.status == 429:
                 seen.refused = True
                 return
-            if response.status_code != 200:
-                seen.error = (await response.aread()).decode()
+            if response.status != 200:
+                seen.error = await response.text()
                 return
-            async for line in response.aiter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
+            async for line in response.content:
+                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
                     continue
                 now = self.now()
-                chunk = json.loads(line.removeprefix("data: "))
+                chunk = json.loads(line.removeprefix(b"data: "))
                 if "error" in chunk:
                     seen.error = chunk["error"]["message"]
                     return
@@ -325,6 +329,9 @@ def table(result: dict) -> str:
     ]
     if result["refused"]:
         lines.append(f"{result['refused']} refused ({result['refused_share']:.1%}): the server's queue was full")
+    busy = result["generator_s"] / result["seconds"]
+    if busy > GENERATOR_BUSY:
+        lines.append(f"the load generator was at work for {busy:.0%} of that: take the server for faster than this")
     lines.append(f"{'milliseconds':<22}" + "".join(f"{name:>10}" for name in ("p50", "p90", "p99", "mean")))
     labels = {"ttft_s": "time to first token", "itl_s": "between tokens", "e2e_s": "whole answer"}
     if result["arrival"] != "closed loop":

@@ -307,7 +307,8 @@ plt.show()
 #
 # `minillm bench serve` is a load generator: it does what we just did, for hundreds of requests. In a **closed loop** a
 # fixed number of clients each wait for their answer before they ask again. We try one, a quarter of the batch's places,
-# and all of them.
+# and all of them. (A load generator is a program too, and may be slower than what it measures. The record's
+# `generator_s` is the processor time that it took: near the whole run's, it has measured itself.)
 #
 # **Predict.** A step reads the weights once for all requests in it. Does a full batch make as many times the tokens a
 # second as it has places?

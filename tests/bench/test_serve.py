@@ -3,8 +3,10 @@
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -206,6 +208,26 @@ def test_a_server_that_refuses_everything_is_no_crash():
     with faked(full) as (url, _):
         result = serve.run(url, requests=4, concurrency=2)["results"][0]
     assert result["refused_share"] == 1 and result["ttft_s"]["p50"] is None and result["requests_per_s"] == 0
+
+
+def test_a_load_generator_that_is_itself_too_slow_is_told(monkeypatch, capsys):
+    def slow(line: bytes) -> dict:
+        end = time.thread_time() + 0.05
+        while time.thread_time() < end:
+            pass
+        return json.loads(line)
+
+    async def after_a_while(fake, before, body):
+        await asyncio.sleep(0.2)
+        return 200
+
+    with faked(after_a_while) as (url, _):
+        quick = serve.run(url, workload="single", scale=8, requests=1, concurrency=1)["results"][0]
+        assert "load generator" not in capsys.readouterr().out
+        monkeypatch.setattr(serve, "json", SimpleNamespace(loads=slow, dumps=json.dumps))
+        busy = serve.run(url, workload="single", scale=8, requests=1, concurrency=1)["results"][0]
+    assert 0 < quick["generator_s"] < 0.05 <= busy["generator_s"] <= busy["seconds"]
+    assert serve.table(busy | {"seconds": 0.0501}).count("the load generator was at work for") == 1
 
 
 def test_the_request_that_warms_up_shares_no_prompt_with_those_measured():
