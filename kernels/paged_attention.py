@@ -90,7 +90,7 @@ def _attend(
     return out, maximum, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])  # or each width of a table is compiled anew
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, out_ptr, log_total_ptr, cos_sin_ptr, scale, table_stride,
     block_stride, slot_stride, head_stride,
@@ -140,7 +140,7 @@ def combine_kernel(partial_ptr, log_total_ptr, out_ptr, SPLITS: tl.constexpr, DI
     tl.store(out_ptr + head * DIM + dims, out.to(out_ptr.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])  # or each width of a table is compiled anew
 def prefill_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, query_start_ptr, out_ptr, cos_sin_ptr, scale, table_stride,
     block_stride, slot_stride, head_stride,
@@ -265,6 +265,11 @@ def prefill_attention(
     return out
 
 
+def takes(dim: int) -> bool:
+    """Whether the kernels know heads of this size."""
+    return 16 <= dim <= 256 and dim & (dim - 1) == 0
+
+
 class Device(NamedTuple):
     shared_memory: int  # bytes that one program may use
     processors: int
@@ -330,6 +335,6 @@ def _product_type(dtype: torch.dtype):
 def _checked_cache(k_cache: torch.Tensor, v_cache: torch.Tensor, dim: int) -> tuple[int, int]:
     if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
         raise ValueError("K and V caches must have equal strides and a contiguous head_dim")
-    if not (16 <= dim <= 256 and dim & (dim - 1) == 0):
+    if not takes(dim):
         raise ValueError(f"head_dim {dim} is not a power of two from 16 to 256: use the reference")
     return k_cache.shape[1], k_cache.shape[2]

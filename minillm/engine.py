@@ -138,8 +138,8 @@ class Engine:
     def warm_up(self) -> None:
         """Compile kernels and capture CUDA graphs now, not while the first requests wait. On a CPU nothing is to do.
 
-        Every batch size is captured with tables of the least width, and prompts are run up to the token budget; what
-        else is met later (longer tables, the general sampler) is compiled then.
+        Every batch size is captured with tables of the least width, and every shape with prompts; more prompts are run
+        up to the token budget. What else is met later (longer tables, the general sampler) is compiled then.
         """
         graphs = self.runner.graphs
         if graphs is None:
@@ -147,7 +147,7 @@ class Engine:
         with self.lock:
             if graphs.graphs.follow():
                 with launches.using(self._launches):
-                    graphs.capture([(size, graphs.width(1)) for size in graphs.sizes])
+                    graphs.capture_all()
             params = SamplingParams(max_tokens=2, ignore_eos=True, use_prefix_cache=False)
             fitting = self.runner.num_blocks // self.scheduler.tables.groups * self.config.block_size
             longest = min(128, self.max_model_len - 2, fitting - 2)

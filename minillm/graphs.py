@@ -1,11 +1,11 @@
-"""Decode steps as CUDA graphs: one launch a step, sampling inside.  Lessons 03 and 10.
+"""Steps as CUDA graphs: one launch a step, sampling inside.  Lessons 03 and 10.
 
 At a millisecond a step, launching some 200 kernels from Python takes longer than running them. So the step is captured
 once for each size of batch and replayed. Its inputs are the device's own rows: while the same rows keep decoding, the
-host sends nothing but what changed in their block tables.
+host sends nothing but what changed in their block tables. Steps that also run prompts are in `mixed_graphs`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor
 from .batch import Batch, Rows
 from .config import EngineConfig
 from .kernels import decode_step
+from .mixed_graphs import MixedGraphs, Shape
 from .parts import Parts
 from .request import Request
 from .scheduler import Step
@@ -33,12 +34,16 @@ class Graph:
 
 
 class CapturedSteps(dict[tuple[int, int], Graph]):
-    """The graphs of one version of the operations: when others run, their memory is given back."""
+    """The graphs of one version of the operations: when others run, their memory is given back.
+
+    mixed: those of steps with prompts in them. They share the others' memory, and go when those go.
+    """
 
     def __init__(self, operations: Parts):
         super().__init__()
         self.operations, self.functions, self.version = operations, operations.functions, -1
         self.allowed = False  # whether what runs now may be captured
+        self.mixed: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     def follow(self) -> bool:
         """Drop what was captured from other operations than may be captured now; whether these may."""
@@ -48,6 +53,7 @@ class CapturedSteps(dict[tuple[int, int], Graph]):
             if self.allowed and self.functions != self.operations.functions:
                 self.functions = self.operations.functions
                 self.clear()
+                self.mixed.clear()
                 torch.cuda.empty_cache()
         return self.allowed
 
@@ -56,10 +62,13 @@ class DecodeGraphs:
     """The captured steps, and the device's state that they run on.
 
     single_row=False leaves out the fused step of one request; sampling=False launches sampling behind the graph, which
-    then keeps each size's logits. Both only cost time: `minillm bench ablation` shows how much.
+    then keeps each size's logits; mixed=False launches the kernels of steps with prompts one by one. All only cost
+    time.
     """
 
-    def __init__(self, runner, config: EngineConfig, *, single_row: bool = True, sampling: bool = True):
+    def __init__(
+        self, runner, config: EngineConfig, *, single_row: bool = True, sampling: bool = True, mixed: bool = True
+    ):
         self.runner = runner
         self.sampling = sampling
         device, count = runner.device, config.max_num_seqs + 1  # the last row is padding
@@ -71,6 +80,7 @@ class DecodeGraphs:
         self.sizes = batch_sizes(config.max_num_seqs)
         self.single_row = SingleRow(runner.model) if single_row and SingleRow.fits(runner.model) else None
         self.graphs = CapturedSteps(runner.model.ops)
+        self.mixed = MixedGraphs(self, config) if mixed and sampling and MixedGraphs.fit(runner.model) else None
         self._sent = NOTHING
 
     def admit(self, requests: list[Request]) -> None:
@@ -95,8 +105,14 @@ class DecodeGraphs:
         if steps:
             self.sizes = sorted({size for size, _ in steps} | {self.sizes[-1]})
 
+    def capture_all(self) -> None:
+        """Capture every size of batch with the least width of tables, and every shape with prompts."""
+        self.capture([(size, self.width(1)) for size in self.sizes])
+        for shape in reversed(self.mixed.shapes if self.mixed else ()):
+            self.graphs.mixed.get(shape) or self.mixed.capture(shape)
+
     def can_run(self, step: Step) -> bool:
-        """Nobody asks for more than the fast path, and the operations may be captured."""
+        """Nobody asks for more of sampling than the fast path, and the operations may be captured."""
         runner = self.runner
         return (
             self.graphs.follow()
@@ -105,7 +121,7 @@ class DecodeGraphs:
         )
 
     def launch(self, step: Step) -> Tensor:
-        """Replay the step; the sampled ids [rows], on the device until the next launch."""
+        """Replay a step of decodes; the sampled ids [rows], on the device until the next launch."""
         count = len(step.rows)
         size = next(size for size in self.sizes if size >= count)
         blocks = -(-int(step.starts.max() + 1) // self.runner.block_size)
@@ -124,6 +140,14 @@ class DecodeGraphs:
         self._sent = (step.rows, step.starts + 1)
         return graph.out[:count]
 
+    def launch_mixed(self, step: Step) -> Tensor | None:
+        """Replay a step with prompts in it; the ids of the rows that sample, or None if no captured one is like it."""
+        shape = self.mixed.shape(step) if self.mixed and self.graphs.operations.engines_own else None
+        if shape is None:
+            return None
+        self._sent = NOTHING  # the rows' positions on the device are this step's
+        return self.mixed.launch(step, shape)
+
     @property
     def largest(self) -> tuple[int, int]:
         return self.sizes[-1], self.width(self.runner.block_table.shape[2])
@@ -132,6 +156,8 @@ class DecodeGraphs:
         """Run the largest step without capturing it, to see what it takes."""
         size, width = self.largest
         self._rehearse(width, torch.empty(size, dtype=torch.int64, device=self.runner.device))
+        if self.mixed:
+            self.mixed.rehearse(self.mixed.shapes[-1])
 
     def _rehearse(self, width: int, out: Tensor) -> None:
         """On padding a step changes nothing, but kernels are compiled, and libraries allocate what they want."""
@@ -145,19 +171,26 @@ class DecodeGraphs:
             self._capture(*self.largest)
         out = torch.empty(size, dtype=torch.int64, device=self.runner.device)
         self._rehearse(width, out)
-        graph, to_sample = self._record(size, width, out)
+        to_sample: tuple[Tensor, ...] = ()
+
+        def step() -> None:
+            nonlocal to_sample
+            to_sample = self._logits(self.rows[:size], width)
+            if self.sampling:
+                self._sample(self.rows[:size], to_sample, out)
+
+        graph = self.record(step)
         self.graphs[size, width] = captured = Graph(graph, out, () if self.sampling else to_sample)
         return captured
 
-    def _record(self, size: int, width: int, out: Tensor) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
+    def record(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """What `step` launches, as a graph; it is not run."""
         graph = torch.cuda.CUDAGraph()
         # One pool for all: they never run at the same time. A pool that lost its graphs cannot be used again.
         others = next(iter(self.graphs.values()), None)
         try:
             with torch.cuda.graph(graph, pool=others and others.graph.pool()):
-                to_sample = self._logits(self.rows[:size], width)
-                if self.sampling:
-                    self._sample(self.rows[:size], to_sample, out)
+                step()
         except RuntimeError as error:
             if self.graphs.operations.engines_own:
                 raise
@@ -165,7 +198,7 @@ class DecodeGraphs:
                 f"a replaced operation cannot be captured in a CUDA graph ({error}): it may not read values back to "
                 "the host; leave out capturable=True, and it runs without graphs"
             ) from error
-        return graph, to_sample
+        return graph
 
     def _logits(self, rows: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """The rows' logits, and the temperatures and random numbers to sample them with."""

@@ -250,7 +250,8 @@ class Runner:
         if graphs is None:
             return 0
         widths = {graphs.width(blocks) for blocks in range(1, self.block_table.shape[2] + 1)}
-        kept = CAPTURE_BYTES + len(graphs.sizes) * len(widths) * GRAPH_BYTES
+        count = len(graphs.sizes) * len(widths) + (len(graphs.mixed.shapes) if graphs.mixed else 0)
+        kept = CAPTURE_BYTES + count * GRAPH_BYTES
         return self._reserved_by(graphs.rehearse_largest) + kept
 
     @torch.inference_mode()
@@ -277,9 +278,13 @@ class Runner:
         if step.singles == len(step.rows) and step.samples.all():
             return self._launch_decodes(step)
         self._decoding = (None, None)
+        prompts = self._rows_wanting_prompt_logprobs(step)
+        if self.graphs is not None and not prompts and self.graphs.can_run(step):
+            sampled = self.graphs.launch_mixed(step)
+            if sampled is not None:
+                return Launched(step, sampled, [], [])
         last = np.cumsum(step.queries) - 1
         index = last[step.samples]
-        prompts = self._rows_wanting_prompt_logprobs(step)
         if prompts:
             wanted = np.zeros(last[-1] + 1, bool)
             wanted[index] = True

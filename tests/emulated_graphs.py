@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs, emulated: a replay runs the step's operations again, on any device.
+"""Steps as CUDA graphs, emulated: a replay runs the step's operations again, on any device.
 
 Fixed rows of state, padding, run-ahead and the fused single row are then those of a GPU, with kernels interpreted.
 """
@@ -14,7 +14,7 @@ from minillm.runner import Runner
 
 @contextmanager
 def emulated_graphs():
-    """Engines made inside run their decode steps as graphs would."""
+    """Engines made inside run their steps as graphs would."""
     from minillm.graphs import DecodeGraphs
     from minillm.ops import triton as kernels
 
@@ -27,12 +27,15 @@ def emulated_graphs():
             self.run()
 
     class Emulated(DecodeGraphs):
-        def _record(self, size, width, out):
-            rows = self.rows[:size]
-            return Replay(lambda: self._sample(rows, self._logits(rows, width), out)), ()
+        def record(self, step):
+            return Replay(step)
 
         def launch(self, step):
             return super().launch(step).clone()  # a GPU copies the tokens to the host before the next replay
+
+        def launch_mixed(self, step):
+            sampled = super().launch_mixed(step)
+            return None if sampled is None else sampled.clone()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Runner, "_decode_graphs", lambda runner, config: Emulated(runner, config))

@@ -18,6 +18,7 @@ from tests import models
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and there is none here")
 if torch.cuda.is_available():
     from minillm.graphs import DecodeGraphs
+    from minillm.kernels import paged_attention
 
 TIE = 1e-3  # logits closer than this may change places
 GREEDY = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True, logprobs=2)
@@ -71,6 +72,7 @@ def test_graphs_and_batches_change_no_tokens(prompts, expected, options):
         graphs = llm.engine.runner.graphs
         assert (graphs is None) == ("enforce_eager" in options)
         assert graphs is None or graphs.graphs, "no step ran as a graph"
+        assert "max_num_seqs" not in options or graphs.graphs.mixed, "no step with a prompt ran as a graph"
     assert all(same_until_a_tie(f.token_ids, e) for f, e in zip(found, expected, strict=True))
 
 
@@ -91,9 +93,10 @@ def test_every_family_gives_the_cpus_tokens(name, tmp_path):
     for options in ({}, {"max_num_batched_tokens": 19, "max_num_seqs": 3}, {"enforce_eager": True}):
         with LLM(tmp_path, dtype="float32", device="cuda", num_blocks=80, **options) as llm:
             found = llm.generate(asked, PLAIN)
-            graphs = llm.engine.runner.graphs
+            graphs, shape = llm.engine.runner.graphs, llm.model_config
             assert (graphs is None) == ("enforce_eager" in options)
             assert graphs is None or graphs.graphs, "no step ran as a graph"
+            assert graphs is None or (len(graphs.graphs.mixed) > 0) == paged_attention.takes(shape.head_dim)
         assert all(same_until_a_tie(f.token_ids, w) for f, w in zip(found, wanted, strict=True))
 
 
@@ -189,7 +192,7 @@ def test_a_replacement_that_cannot_be_captured_is_named_and_the_engine_goes_on(p
     assert sum(a.token_ids == b.token_ids for a, b in zip(after, before, strict=True)) > len(prompts) * 0.9
 
 
-@pytest.mark.parametrize("options", [{"single_row": False}, {"sampling": False}], ids=str)
+@pytest.mark.parametrize("options", [{"single_row": False}, {"sampling": False}, {"mixed": False}], ids=str)
 def test_what_an_ablation_leaves_out_of_a_graph_changes_no_tokens(prompts, expected, options):
     with LLM(dtype="float32", device="cuda") as llm:
         runner = llm.engine.runner

@@ -64,12 +64,14 @@ def test_all_graphs_together_take_no_more_than_was_reckoned():
             for size in graphs.sizes:
                 for width in (16, 32, 64):
                     graphs.graphs.get((size, width)) or graphs._capture(size, width)
+            for shape in graphs.mixed.shapes:
+                graphs.graphs.mixed.get(shape) or graphs.mixed.capture(shape)
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()
         taken = before - torch.cuda.mem_get_info()[0]
         pool = sum(s["total_size"] for s in torch.cuda.memory_snapshot() if s["segment_pool_id"] != (0, 0))
-        count = len(graphs.graphs)
+        count = len(graphs.graphs) + len(graphs.graphs.mixed)
         print(
             f"{count} graphs: reckoned {reckoned / 2**20:.0f} MiB, taken {taken / 2**20:.0f}, pool {pool / 2**20:.0f}"
         )

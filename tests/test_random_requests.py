@@ -231,13 +231,14 @@ def test_sampling_follows_the_models_distribution(temperature, rows, teacher):
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU has real graphs, and kernels are not interpreted beside one")
-@pytest.mark.parametrize("rows", [3, 1])
-def test_graphs_emulated_on_a_cpu_give_each_request_its_tokens(rows, tmp_path):
+@pytest.mark.parametrize("rows, budget", [(3, 2048), (1, 2048), (4, 13)])
+def test_graphs_emulated_on_a_cpu_give_each_request_its_tokens(rows, budget, tmp_path):
     """State on the device, padding, and for one row the fused step, all as on a GPU, with kernels interpreted."""
     pytest.importorskip("minillm.graphs", reason="graphs need triton, which is not installed here")
     models.make("gemma-multi-query").save_pretrained(tmp_path)
     rng = random.Random(4)
-    with emulated_graphs(), LLM(tmp_path, dtype="float32", max_num_seqs=rows, run_ahead=2, num_blocks=30) as llm:
+    options = {"max_num_seqs": rows, "max_num_batched_tokens": budget, "run_ahead": 2, "num_blocks": 30}
+    with emulated_graphs(), LLM(tmp_path, dtype="float32", **options) as llm:
         engine, requests = llm.engine, []
         while len(requests) < 8 * rows or engine.tracked:
             if len(requests) < 8 * rows and rng.random() < 0.7:
@@ -252,6 +253,7 @@ def test_graphs_emulated_on_a_cpu_give_each_request_its_tokens(rows, tmp_path):
         drain(engine)
         graphs = engine.runner.graphs
         assert (graphs.single_row is not None) and sum(each.graph.count for each in graphs.graphs.values()) > 10
+        assert sum(graph.count for graph, _ in graphs.graphs.mixed.values()) > 3 * rows
     tokens, wrong, _ = judge(Teacher(tmp_path), requests)
     assert tokens > 20 * rows and wrong == 0
 

@@ -99,8 +99,7 @@ def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _attention_has_kernel(q: Tensor, cache: LayerCache) -> bool:
-    dim = q.shape[-1]
-    return q.dtype != float64 and cache.k_scale is None and _power_of_two(dim) and 16 <= dim <= 256
+    return q.dtype != float64 and cache.k_scale is None and paged_attention.takes(q.shape[-1])
 
 
 def _power_of_two(number: int) -> bool:

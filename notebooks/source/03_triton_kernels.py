@@ -864,6 +864,11 @@ draw.lanes(
 # ENGINE: minillm.graphs:batch_sizes
 
 # %% [markdown]
+# A step that runs prompts is more ragged. It is padded too, to one of a few numbers of tokens and of rows, and which
+# token belongs to which row travels in one array that the recorded kernels read (`minillm/mixed_graphs.py`). Padding
+# costs nothing while the step takes as long as reading the weights; beyond 1,024 tokens the GPU is busy for longer
+# than the CPU takes to launch, and the engine launches one by one.
+#
 # With more requests in a step, the GPU has more to do for each launch, and waits less. The record takes one part away
 # at a time:
 
