@@ -965,10 +965,12 @@ for found in there.values():
 # two effects. Whoever brings a long prompt waits longer when it is cut; whoever comes behind it need not wait for all
 # of it. Which one wins depends on the load, so it has to be measured, on each machine and for each traffic.
 #
-# On the H200, chunks of 512 tokens lose both ways. Prefill has no CUDA graphs, so a step costs milliseconds of
-# launching however few tokens it has, and small chunks pay that more often than the chip needs. The budget there is
-# too small: choose it as large as a gap between tokens may last, and no smaller. (`LLM` takes 16,384 tokens on a
-# GPU.)
+# On the CPU the gain has a price: its steps of 128 tokens can hardly keep up with what arrives, and first tokens queue.
+# On the H200 chunks of 512 tokens win both ways at this load. That needs small steps to be fast ones. As long as the
+# engine launched the kernels of every step with a prompt one by one, such a step took some ten milliseconds of Python
+# however few its tokens, and the same chunks lost both ways. Now a CUDA graph starts them (lesson 03). So choose the
+# budget as large as a gap between tokens may last, and measure. (`LLM` takes 16,384 tokens on a GPU: best for
+# throughput, where nobody waits for the next token.)
 #
 # ## Recap
 #
