@@ -171,7 +171,7 @@ def batching_figures() -> str:
     def latency(part, name):
         chunked, whole = part["latency"]
         before, after = whole[name]["p99"] * 1e3, chunked[name]["p99"] * 1e3
-        return f"{before:,.0f} -> {after:,.0f} ms ({chunked['requests_per_s']:g} requests/s)"
+        return f"{plots.short(before)} -> {plots.short(after)} ms ({chunked['requests_per_s']:g} requests/s)"
 
     def saved(part, traffic):
         row = next(row for row in part["prefix"] if row["traffic"] == traffic)

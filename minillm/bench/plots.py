@@ -51,7 +51,7 @@ def latency(record: Mapping, ax=None):
         bars = ax.bar(places, [result[name][percentile] * 1e3 for name in shown], 0.25, color=colour, label=percentile)
         ax.bar_label(bars, fmt="{:.3g}", padding=1, fontsize=8)
     ax.set_xticks(range(len(shown)), [LATENCIES[name] for name in shown])
-    ax.set_yscale("log")
+    log_scale(ax)
     ax.set_ylabel("milliseconds")
     how, rate = serve.arriving(result), result["output_tokens_per_s"]
     ax.set_title(f"{how}, {rate:,.0f} output tokens/s, {_machine(record)}", fontsize=9)
@@ -152,11 +152,9 @@ def chunking(record: Mapping, ax=None):
         heights = [row[name][p] * 1e3 for name, p in shown]
         label = f"{prefill} prompts" if prefill == "whole" else f"chunks, {row['budget']} tokens a step"
         bars = ax.bar([place + offset for place in places], heights, 0.38, color=colour, label=label)
-        ax.bar_label(
-            bars, [f"{height:,.0f}" if height >= 10 else f"{height:.2g}" for height in heights], padding=1, fontsize=7
-        )
+        ax.bar_label(bars, [short(height) for height in heights], padding=1, fontsize=7)
     ax.set_xticks(places, [f"{p}\n{LATENCIES[name]}" if p == "p90" else p for name, p in shown])
-    ax.set_yscale("log")
+    log_scale(ax)
     ax.set_ylabel("milliseconds")
     ax.set_title(f"{row['requests']} requests, {row['requests_per_s']:g} a second, {_machine(record)}", fontsize=9)
     ax.legend(frameon=False, fontsize=8)
@@ -236,6 +234,21 @@ def _axes(height: float = 3.6):
     import matplotlib.pyplot as plt
 
     return plt.subplots(figsize=(6.4, height), layout="constrained")[1]
+
+
+def log_scale(ax) -> None:
+    """A log axis upwards whose ticks are plain numbers: 1, 2, 5, 10."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    ax.set_yscale("log")
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter("{x:,g}")
+    ax.yaxis.set_minor_locator(NullLocator())
+
+
+def short(value: float) -> str:
+    """A number as a label: one decimal below 10, none above."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
 
 
 def _plain(ax):

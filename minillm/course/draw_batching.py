@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.ticker import LogLocator, NullLocator
 
+from minillm.bench import plots
 from minillm.trace import Trace, replay
 
 from .draw_timeline import draw_timeline
@@ -139,11 +139,8 @@ def trade(budgets: Sequence[int], lines: Mapping[str, Sequence[float]], unit: st
     for color, (name, values) in zip((COLORS[1], COLORS[0]), lines.items(), strict=False):
         axis.plot(budgets, values, "o-", color=color, label=name)
     axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
     axis.set_xticks(budgets, [f"{budget:,}" for budget in budgets])
-    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.yaxis.set_major_formatter("{x:,g}")
-    axis.yaxis.set_minor_locator(NullLocator())
+    plots.log_scale(axis)
     axis.set(xlabel="token budget of a step", ylabel=unit)
     axis.legend(fontsize=9)
     axis.spines[["top", "right"]].set_visible(False)

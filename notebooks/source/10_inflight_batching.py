@@ -949,7 +949,7 @@ for name, found in there.items():
     compare("  in flight, over static", unit="times", prediction=guesses[name], measured=gain)
     for wait, key in (("TTFT", "ttft_s"), ("ITL", "itl_s")):
         whole, chunks = (1e3 * waits_of[kind][key]["p99"] for kind in ("whole", "chunked"))
-        print(f"  {wait} p99: whole prompts {whole:,.0f} ms, in chunks {chunks:,.0f} ms")
+        print(f"  {wait} p99: whole prompts {whole:,.1f} ms, in chunks {chunks:,.1f} ms")
 
 # %%
 for found in there.values():
