@@ -6,7 +6,7 @@ import pytest
 from minillm.kv_cache import BlockPool
 from minillm.policies import FirstComeFirstServed
 from minillm.request import Request, SamplingParams
-from minillm.scheduler import Scheduler
+from minillm.scheduler import Scheduler, Step
 
 BEGINNING = list(range(100, 140))
 
@@ -29,9 +29,10 @@ def request(name: str, prompt: list[int], output: int) -> Request:
     return Request(name, np.array(prompt, np.int32), SamplingParams(max_tokens=output), len(prompt) + output)
 
 
-def step(scheduler: Scheduler) -> None:
+def step(scheduler: Scheduler) -> Step:
     made = scheduler.schedule()
     scheduler.complete(made, np.ones(int(made.samples.sum()), np.int64))
+    return made
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 8)])
@@ -69,3 +70,25 @@ def test_who_waits_for_blocks_joins_once_a_chunk_has_filled_what_it_may_share():
     for _ in range(3):
         step(scheduler)
     assert second.row >= 0 and scheduler.confirmed[first.row] == len(first.prompt), "the first is still being computed"
+
+
+def test_who_was_preempted_goes_on_from_its_blocks_that_are_still_cached():
+    scheduler = scheduler_with(17, (None,))
+    evicted = []
+    scheduler.pool.on_evict = evicted.append
+    scheduler.submit(request("first", [1] * 16, 40))
+    victim = request("victim", BEGINNING, 8)
+    scheduler.submit(victim)
+    while victim.row < 0:
+        step(scheduler)
+    while victim.row >= 0:
+        held, computed = scheduler.tables.of(victim.row).tolist(), int(scheduler.computed[victim.row])
+        step(scheduler)
+    while victim.row < 0:
+        gone = set(evicted)
+        made = step(scheduler)
+    full = held[: computed // scheduler.block_size]
+    kept = [block for block in full if block not in gone]
+    assert 0 < len(kept) < len(full) and kept == full[: len(kept)], "its last blocks were to be taken, and only those"
+    assert made.starts[made.rows == victim.row] == [len(kept) * scheduler.block_size]
+    assert scheduler.preemptions == 1
