@@ -1,0 +1,57 @@
+"""The engine's block pool: what lesson 09 asks of a learner's, and in which order cached blocks are given out."""
+
+import pytest
+
+from minillm.course import checks
+from minillm.kv_cache import BlockPool
+
+PROPERTIES = [
+    pytest.param(each, id=f"{name}: {each.name}")
+    for name in ("MyBlockPool", "MyPrefixPool")
+    for each in checks.find(name).properties
+]
+
+
+@pytest.mark.parametrize("wanted", PROPERTIES)
+def test_the_engines_pool_has_the_properties_that_the_exercises_ask_for(wanted):
+    assert wanted.holds(BlockPool) is not False, wanted.hint
+
+
+@pytest.fixture
+def pool() -> BlockPool:
+    """Six blocks: 0 to 3 cached one by one, in that order, 4 and 5 free."""
+    pool = BlockPool(6)
+    blocks = pool.allocate(4)
+    assert blocks == [0, 1, 2, 3]
+    for block in blocks:
+        pool.register(block, bytes([block]))
+        pool.release([block])
+    return pool
+
+
+def test_free_blocks_are_given_out_before_cached_ones(pool):
+    assert sorted(pool.allocate(2)) == [4, 5] and pool.cached == 4
+
+
+def test_cached_blocks_are_given_out_least_recently_used_first(pool):
+    pool.allocate(2)
+    assert [pool.allocate(1) for _ in range(4)] == [[0], [1], [2], [3]]
+
+
+def test_many_blocks_at_once_are_taken_in_the_same_order_and_each_eviction_is_told(pool):
+    told = []
+    pool.on_evict = told.append
+    assert pool.allocate(5)[2:] == [0, 1, 2] == told and pool.lookup([bytes([3])]) == [3]
+
+
+def test_sharing_a_cached_block_makes_it_the_most_recently_used(pool):
+    pool.share([0])
+    pool.release([0])
+    pool.allocate(2)
+    assert [pool.allocate(1) for _ in range(4)] == [[1], [2], [3], [0]]
+
+
+def test_looking_a_prefix_up_without_sharing_it_changes_no_order(pool):
+    assert pool.lookup([bytes([0])]) == [0]
+    pool.allocate(2)
+    assert pool.allocate(1) == [0]
