@@ -212,7 +212,7 @@ def bench_serve(
     trace: Annotated[
         str | None, typer.Option(help="Open loop: replay a traffic trace: conversation, or a file.")
     ] = None,
-    speed: Annotated[float, typer.Option(help="Play the trace this many times as fast.")] = 1.0,
+    speed: Annotated[float | None, typer.Option(help="Play the trace this many times as fast.  [default: 1]")] = None,
     workload: Annotated[
         str, typer.Option(help="A workload's name or its first word; a trace brings its own.")
     ] = "chat",

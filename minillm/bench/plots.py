@@ -10,6 +10,7 @@ from pathlib import Path
 from . import serve
 
 LATENCIES = {"ttft_s": "time to\nfirst token", "itl_s": "between\ntokens", "e2e_s": "whole\nanswer"}
+FORMATS = (".svg", ".png", ".pdf")
 OURS, THEIRS, WAITING = "#2a6f97", "#c9ada7", "#d9d9d9"
 
 
@@ -217,6 +218,14 @@ def memory_over_time(record: Mapping, cache: int = 0, ax=None):
     ax.stackplot(steps, series, labels=[label for label, _ in SHARES.values()], colors=[c for _, c in SHARES.values()])
     ax.set(xlabel="step", ylabel="share of the cache's memory", xlim=(0, steps[-1]), ylim=(0, 1), title=row["cache"])
     return _plain(ax)
+
+
+def check_format(path: str | Path) -> None:
+    """Whether `save` can draw into such a file. Raises ValueError by its suffix, ImportError without matplotlib."""
+    import matplotlib  # noqa: F401  drawing needs it: fail here, before the load
+
+    if Path(path).suffix.lower() not in FORMATS:
+        raise ValueError(f"a picture's file ends in {', '.join(FORMATS)}, and {str(path)!r} does not")
 
 
 def save(record: Mapping, path: str | Path) -> None:

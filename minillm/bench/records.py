@@ -54,12 +54,29 @@ def _without_folders(words: list[str]) -> list[str]:
 
 def write(content: dict, path: str | Path) -> Path:
     """Write a record. path: a file, or a bare name, which goes to data/results/<device>/<name>.json."""
-    path = Path(path)
-    if path.suffix != ".json":
-        path = folder() / f"{path.name}.json"
+    path = destination(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return path
+
+
+def destination(path: str | Path) -> Path:
+    """The file that a record given this path is written to: see `write`."""
+    path = Path(path)
+    return path if path.suffix == ".json" else folder() / f"{path.name}.json"
+
+
+def check_writable(path: str | Path) -> None:
+    """Have a file's folder made and see that the file can be written, before anything is measured. Raises OSError."""
+    file = Path(path).resolve()
+    there = file.exists()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.open("a").close()
+    except OSError as error:
+        raise OSError(f"{path} cannot be written ({error.strerror}): name another file") from None
+    if not there:
+        file.unlink()
 
 
 def publish(content: dict, path: str | Path | None, text: str = "", *, quiet: bool = False) -> dict:

@@ -9,6 +9,7 @@ own addresses only.
 import asyncio
 import ipaddress
 import json
+import math
 import statistics
 import time
 from collections.abc import Iterable, Sequence
@@ -69,7 +70,7 @@ def run(
     concurrency: int | None = None,
     rate: float | None = None,
     trace: str | Path | None = None,
-    speed: float = 1.0,
+    speed: float | None = None,
     due: Sequence[float] | None = None,
     workload: str = "chat",
     scale: int = 8,
@@ -89,7 +90,7 @@ def run(
     concurrency  closed loop: this many clients, each sending its next request when its last is answered (8)
     rate         open loop: a Poisson process of this many requests a second, sent when due, whatever still runs
     trace        open loop: arrivals, lengths and shared prefixes of a trace ("conversation", or a file), `speed`
-                 times as fast; `workload` is not used
+                 times as fast (1); `workload` is not used
     due          open loop: a request at each of these seconds after the run began
 
     scale divides lengths, requests takes the first so many. seed: of prompts and Poisson arrivals; a run with
@@ -100,14 +101,25 @@ def run(
     Requests answered 429 (queue full) are counted as refused; all other figures are those of answered ones. generator_s
     is the processor time that the load generator itself took: near the whole run's, it is what was measured.
     Raises ValueError for wrong settings or another machine's address, ConnectionError when nothing answers,
-    TimeoutError, RuntimeError when a request failed.
+    TimeoutError, RuntimeError when a request failed, OSError (before the load) when a file cannot be written.
     """
     arrival = _arrival(concurrency, rate, trace, due, speed)
+    if not timeout > 0:
+        raise ValueError(f"timeout must be above 0 seconds, not {timeout!r}")
     base, begun = _local(url), records.begin()
+    if json_path is not None:
+        json_path = records.destination(json_path)
+        records.check_writable(json_path)
+    if plot_path is not None:
+        from . import plots
+
+        plots.check_format(plot_path)
+        records.check_writable(plot_path)
 
     def work(vocabulary: int) -> list[BenchRequest]:
         if trace is not None:
-            return workloads.replay(trace, vocabulary, scale=scale, requests=requests, speed=speed, seed=seed)
+            pace = arrival["speed"]
+            return workloads.replay(trace, vocabulary, scale=scale, requests=requests, speed=pace, seed=seed)
         count = requests if due is None else len(due)
         made = workloads.make(workload, vocabulary, scale=scale, requests=count, seed=seed)
         if due is not None:
@@ -127,36 +139,38 @@ def run(
     name = f"trace_{Path(trace).stem}" if trace is not None else workloads.find(workload).name
     facts = {"engine": "minillm serve", "workload": name, "scale": scale, "seed": seed, "temperature": temperature}
     content = records.record([facts | arrival | result], begun)
-    if json_path is not None:
-        records.write(content, json_path)
-    if plot_path is not None:
-        from . import plots
-
-        plots.save(content, plot_path)
     if not quiet:
         print(table(content["results"][0]), flush=True)
         print(json.dumps(content | {"results": [{k: v for k, v in content["results"][0].items() if k != "each"}]}))
+    if json_path is not None:
+        records.write(content, json_path)
+    if plot_path is not None:
+        plots.save(content, plot_path)
     return content
 
 
-def _arrival(concurrency: int | None, rate: float | None, trace, due, speed: float) -> dict:
+def _arrival(concurrency: int | None, rate: float | None, trace, due, speed: float | None) -> dict:
     """How requests arrive, as it stands in the record. Raises ValueError."""
     ways = {"concurrency": concurrency, "rate": rate, "trace": trace, "due": due}
     given = [name for name, value in ways.items() if value is not None]
     if len(given) > 1:
         raise ValueError(f"requests arrive in one way: choose one of {', '.join(given)}")
+    if speed is not None and trace is None:
+        raise ValueError(f"speed {speed!r} plays a trace faster, and there is none: name one, or leave speed out")
     if rate is not None:
-        if rate <= 0:
-            raise ValueError(f"rate must be above 0 requests a second, not {rate!r}")
+        if not (math.isfinite(rate) and rate > 0):
+            raise ValueError(f"rate must be a number of requests a second above 0, not {rate!r}")
         return {"arrival": "poisson", "rate": rate}
     if trace is not None:
-        return {"arrival": "trace", "speed": speed}
+        return {"arrival": "trace", "speed": workloads.check_speed(1.0 if speed is None else speed)}
     if due is not None:
-        if not due:
+        if not len(due):
             raise ValueError("due is empty: give one time for each request")
+        if not all(math.isfinite(when) and when >= 0 for when in due):
+            raise ValueError("due has a time that is not a number of seconds from 0")
         return {"arrival": "given"}
     concurrency = CONCURRENCY if concurrency is None else concurrency
-    if concurrency < 1:
+    if not isinstance(concurrency, int) or concurrency < 1:
         raise ValueError(f"concurrency must be a whole number from 1, not {concurrency!r}")
     return {"arrival": "closed loop", "concurrency": concurrency}
 

@@ -7,6 +7,7 @@ another matter: drawn (`poisson`) or read from a traffic trace (`replay`).
 """
 
 import json
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -110,8 +111,7 @@ def replay(
     FileNotFoundError.
     """
     _check(scale, requests)
-    if speed <= 0:
-        raise ValueError(f"speed must be above 0, not {speed!r}: 2 plays the trace twice as fast")
+    check_speed(speed)
     rows = [json.loads(line) for line in _find_trace(trace).read_text(encoding="utf-8").splitlines()]
     ids = random.Random(seed)
     scheduled = []
@@ -121,6 +121,13 @@ def replay(
         prompt = (prefix + _draw(ids, vocab_size, max(0, length - shared)))[:length]
         scheduled.append(BenchRequest(prompt, max(1, row["output_tokens"] // scale), row["arrival"] / speed))
     return scheduled
+
+
+def check_speed(speed: float) -> float:
+    """How many times as fast a trace is played, if it is a number above 0. Raises ValueError otherwise."""
+    if not (math.isfinite(speed) and speed > 0):
+        raise ValueError(f"speed must be a number above 0, not {speed!r}: 2 plays the trace twice as fast")
+    return speed
 
 
 def _find_trace(trace: str | Path) -> Path:

@@ -81,6 +81,8 @@ class _Server:
             "max_model_len": engine.max_model_len,
             "max_request_len": engine.max_request_len,
             "vocab_size": engine.vocab_size,
+            "dtype": engine.dtype,
+            "max_num_seqs": engine.max_num_seqs,
         }
 
     def check_model(self, name: str | None) -> None:

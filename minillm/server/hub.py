@@ -65,6 +65,8 @@ class Hub:
             "max_model_len": engine.max_model_len,
             "max_request_len": engine.max_request_len,
             "vocab_size": engine.model_config.vocab_size,
+            "dtype": str(engine.engine.model.dtype).removeprefix("torch."),
+            "max_num_seqs": engine.config.max_num_seqs,
             "log_level": log_level,
         }
         self.lines: set[Line] = set()

@@ -146,7 +146,7 @@ class RemoteEngine(asyncio.Protocol):
     tokenizer      read in this process; None where the model has none, or the engine's is an object of the user's own
     encodes        whether text can be encoded at all, here or there
     max_model_len  tokens of the context;  max_request_len  of prompt and output together: more, where they stream on
-    vocab_size;  log_level  uvicorn's
+    vocab_size;  dtype  the model's, as "bfloat16";  max_num_seqs  places in the batch;  log_level  uvicorn's
     """
 
     def __init__(self, on_stop: Callable[[], None] = lambda: None) -> None:
@@ -238,7 +238,7 @@ class RemoteEngine(asyncio.Protocol):
     def _on_hello(self, _: array, *, tokenizer: str | None, **facts: Any) -> None:
         self.name, self.encodes, self.log_level = facts["name"], facts["encodes"], facts["log_level"]
         self.max_model_len, self.max_request_len = facts["max_model_len"], facts["max_request_len"]
-        self.vocab_size = facts["vocab_size"]
+        self.vocab_size, self.dtype, self.max_num_seqs = facts["vocab_size"], facts["dtype"], facts["max_num_seqs"]
         try:
             self.tokenizer = Tokenizer.from_pretrained(Path(tokenizer)) if tokenizer else None
         except Exception as error:

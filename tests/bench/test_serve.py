@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import math
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import httpx
 import pytest
 
 pytest.importorskip("fastapi", reason="the load generator is tested against the server, which needs fastapi")
@@ -120,6 +122,16 @@ def test_an_open_loop_against_the_real_server(server, way):
     assert [each["output_tokens"] for each in result["each"]].count(0) == 0
     assert all(each["due"] <= each["first_token"] <= each["end"] for each in result["each"])
     assert result["late_s"]["p50"] >= 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_a_record_says_the_dtype_that_was_served(model_directory, dtype):
+    options = {"load_format": "dummy", "device": "cpu", "dtype": dtype, "max_num_seqs": 3}
+    with running(model_directory, **options) as server:
+        card = httpx.get(f"{server.url}/v1/models").json()["data"][0]
+        record = serve.run(server.url, workload="single", scale=32, concurrency=1, quiet=True)
+    assert record["results"][0]["dtype"] == card["dtype"] == dtype
+    assert card["max_num_seqs"] == 3
 
 
 def test_no_more_clients_than_asked_for_are_at_work():
@@ -282,9 +294,19 @@ def test_another_machine_is_never_loaded(url):
     [
         ({"concurrency": 4, "rate": 1.0}, "choose one of concurrency, rate"),
         ({"concurrency": 0}, "concurrency must be"),
+        ({"concurrency": math.nan}, "concurrency must be"),
         ({"due": []}, "due is empty"),
-        ({"rate": 0.0}, "rate must be above 0"),
-        ({"trace": "conversation", "speed": 0.0}, "speed must be above 0"),
+        ({"due": [0.0, math.nan]}, "due has a time that is not a number of seconds"),
+        ({"due": [-1.0]}, "due has a time that is not a number of seconds"),
+        ({"rate": 0.0}, "rate must be a number of requests a second above 0, not 0.0"),
+        ({"rate": math.nan}, "rate must be .* above 0, not nan"),
+        ({"rate": math.inf}, "rate must be .* above 0, not inf"),
+        ({"trace": "conversation", "speed": 0.0}, "speed must be a number above 0, not 0.0"),
+        ({"trace": "conversation", "speed": math.nan}, "speed must be a number above 0, not nan"),
+        ({"trace": "conversation", "speed": math.inf}, "speed must be a number above 0, not inf"),
+        ({"speed": 2.0}, "speed 2.0 plays a trace faster, and there is none"),
+        ({"speed": 2.0, "rate": 1.0}, "speed 2.0 plays a trace faster, and there is none"),
+        ({"timeout": math.nan}, "timeout must be above 0 seconds, not nan"),
         ({"trace": "rush-hour"}, "no trace rush-hour; committed ones: conversation"),
         ({"requests": 0}, "whole numbers from 1"),
     ],
@@ -292,6 +314,34 @@ def test_another_machine_is_never_loaded(url):
 def test_wrong_settings_are_named(wrong, message):
     with faked(at_once) as (url, _), pytest.raises((ValueError, FileNotFoundError), match=message):
         serve.run(url, quiet=True, **wrong)
+
+
+@pytest.mark.parametrize("option", ["json_path", "plot_path"])
+@pytest.mark.parametrize("where", ["folder", "under a file"])
+def test_a_file_that_cannot_be_written_is_told_before_the_load(tmp_path, option, where):
+    path = (tmp_path / "kept.json" / "a" if where == "under a file" else tmp_path / "a").with_suffix(
+        ".json" if option == "json_path" else ".svg"
+    )
+    (path.mkdir if where == "folder" else path.parent.touch)()
+    with faked(at_once) as (url, fake), pytest.raises(OSError, match=f"{path.name} cannot be written"):
+        serve.run(url, requests=1, quiet=True, **{option: path})
+    assert not fake.bodies
+
+
+@pytest.mark.parametrize("name", ["picture.txt", "picture"])
+def test_a_picture_of_an_unknown_kind_is_told_before_the_load(tmp_path, name):
+    with faked(at_once) as (url, fake), pytest.raises(ValueError, match="ends in .svg, .png, .pdf, and .*picture"):
+        serve.run(url, requests=1, quiet=True, plot_path=tmp_path / name)
+    assert not fake.bodies
+
+
+def test_a_run_that_fails_leaves_an_older_record_and_no_empty_one(tmp_path):
+    kept, new = tmp_path / "kept.json", tmp_path / "new.json"
+    kept.write_text("{}")
+    for path in (kept, new):
+        with pytest.raises(ConnectionError):
+            serve.run("http://127.0.0.1:9", quiet=True, json_path=path)
+    assert kept.read_text() == "{}" and not new.exists()
 
 
 def test_a_server_that_is_not_there_is_a_clear_error():

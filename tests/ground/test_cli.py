@@ -85,6 +85,10 @@ def test_eval_prints_a_line_for_each_result_and_ends_with_the_record_it_writes(m
         ("generate", "hello", "--block-size", "0"),
         ("bench", "offline", "--workload", "nothing"),
         ("bench", "serve", "--url", "http://127.0.0.1:9", "--requests", "1"),
+        ("bench", "serve", "--rate", "nan"),
+        ("bench", "serve", "--rate", "4", "--speed", "2"),
+        ("bench", "serve", "--plot", "picture.txt"),
+        ("bench", "serve", "--json", "pyproject.toml/record.json"),
     ],
 )
 def test_a_mistake_is_answered_in_one_line(arguments):
