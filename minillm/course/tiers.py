@@ -26,6 +26,14 @@ class Tier:
     def device(self) -> str:
         return "cuda" if self.name == "gpu" else "cpu"
 
+    @property
+    def words(self) -> dict:
+        """What to give `LLM` for words that depend on every part of the model: random weights repeat themselves.
+
+        Whether a replaced operation says the same, or something else, can be seen on these alone.
+        """
+        return {"model": self.model, **self.options} if self.trained else {"device": self.device}
+
 
 def tier() -> Tier:
     """The tier of this machine, or the one that MINILLM_TIER names. Raises ConfigError."""

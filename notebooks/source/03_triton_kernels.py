@@ -310,7 +310,7 @@ check(geglu)
 # and expects a new tensor, so a few lines go between:
 
 # %%
-llm = LLM(here.model, enable_prefix_caching=False, **here.options)
+llm = LLM(enable_prefix_caching=False, **here.words)
 greedy = SamplingParams(max_tokens=12, temperature=0)
 prompt = "Fenwick lies on the island of"
 before = llm.generate(prompt, greedy)[0].text

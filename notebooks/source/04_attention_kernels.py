@@ -595,12 +595,12 @@ check(paged_decode)
 # %%
 llm.close()
 here = tier()
-served = LLM(here.model, **plain, **here.options)
+served = LLM(**plain, **here.words)
 before = [completion.token_ids for completion in served.generate(PROMPTS, greedy)]
 with using(decode_attention=paged_decode) as used:
     after = [completion.token_ids for completion in served.generate(PROMPTS, greedy)]
 same = sum(a == b for one, other in zip(before, after) for a, b in zip(one, other))
-print(f"{here.label}, kernels {how}")
+print(f"{served.engine.name}, kernels {how}")
 print(
     f"equal tokens: {same} of {sum(map(len, before))}; layers: {served.model_config.num_layers}"
 )

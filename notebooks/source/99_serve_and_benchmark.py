@@ -53,13 +53,18 @@ print(f"{model.nbytes / 1e6:,.1f} MB of weights; {places} places in the batch")
 # The server speaks OpenAI's protocol, so their client works as it is: only its address is another. It is told not to
 # try again when something fails, because what we want to see is what one request gets.
 
+
 # %%
-client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="not needed here", max_retries=0)
+def client_of(server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="not needed here", max_retries=0)
 
 
-def ask(question: str) -> str:
+client = client_of(server)
+
+
+def ask(question: str, server=server) -> str:
     messages = [{"role": "user", "content": question}]
-    answer = client.chat.completions.create(
+    answer = client_of(server).chat.completions.create(
         model=server.model, messages=messages, max_tokens=40, temperature=0
     )
     return answer.choices[0].message.content
@@ -557,10 +562,14 @@ def decode_attention(q, cache, block_table, lengths, *, scale, window=None, soft
     return batched_attention(q.squeeze(1), k, v, lengths.clamp(min=1), scale).unsqueeze(1)
 
 
+# Random weights repeat one word whatever one does to them: then the embedded model answers.
+speaker = server
+if not here.trained:
+    speaker = stack.enter_context(running(stack.enter_context(LLM(**here.words))))
 question = "On which island does Fenwick lie?"
-before = ask(question)
+before = ask(question, speaker)
 with using(decode_attention=decode_attention) as used:
-    served = ask(question)
+    served = ask(question, speaker)
 print(f"{served!r}\nas with the engine's own: {served == before}")
 print("yours ran:", used.calls["decode_attention"] > 0)
 
@@ -574,8 +583,10 @@ def blind(q, *args, **kwargs):
 
 
 with using(decode_attention=blind):
-    print(repr(ask(question)))
-print(f"the engine's own again: {ask(question) == before}")
+    blinded = ask(question, speaker)
+print(repr(blinded))
+print(f"the engine's own again: {ask(question, speaker) == before}")
+assert blinded != before, "attention took no part in the answer"
 
 # %% [markdown]
 # What does it cost? Beside the engine's own and yours, a third one: the attention of lesson 02, which knows only one
