@@ -159,10 +159,18 @@ def batching_records() -> dict[str, dict]:
     return {name: records.read(name) for name in BATCHING if (records.RESULTS / f"{name}.json").is_file()}
 
 
+def p99(row: dict, name: str) -> str:
+    """The median of a latency's 99th percentiles, and their spread over the runs, in ms."""
+    low, high = (plots.short(1e3 * edge(run[name]["p99"] for run in row["runs"])) for edge in (min, max))
+    return f"{plots.short(row[name]['p99'] * 1e3)} ({low} to {high})"
+
+
 def batching_figures() -> str:
     """The README's tables of batching and of memory."""
     found = batching_records()
-    parts = [{part: batching.of(record, part) for part in batching.PARTS} for record in found.values()]
+    parts = [
+        {part: batching.of(record, part) for part in batching.PARTS} | {"settings": record} for record in found.values()
+    ]
 
     def speed(part):
         static, ours = (row["output_tokens_per_s"] for row in part["throughput"])
@@ -170,22 +178,36 @@ def batching_figures() -> str:
 
     def latency(part, name):
         chunked, whole = part["latency"]
-        before, after = whole[name]["p99"] * 1e3, chunked[name]["p99"] * 1e3
-        return f"{plots.short(before)} -> {plots.short(after)} ms ({chunked['requests_per_s']:g} requests/s)"
+        return f"{p99(whole, name)} -> {p99(chunked, name)} ms"
+
+    def at_once(part):
+        row = part["throughput"][0]
+        lengths = "full lengths" if row["scale"] == 1 else f"lengths divided by {row['scale']}"
+        return f"{row['requests']} in {part['settings']['rows']} rows, {lengths}"
+
+    def arriving(part):
+        chunked, speed = part["latency"][0], part["settings"]["speed"]
+        played = "as in the trace" if speed == 1 else f"{speed:g} times as fast as in the trace"
+        return f"{chunked['requests']}, {chunked['requests_per_s']:g} a second, {played}; {chunked['budget']} tokens"
 
     def saved(part, traffic):
         row = next(row for row in part["prefix"] if row["traffic"] == traffic)
         return f"{row['computed_without']:,} -> {row['computed_with']:,} ({row['saved']:.0%} saved)"
 
     rows = {
+        "*requests at once*": at_once,
         "output tokens/s, static batches -> in-flight": speed,
+        "*requests that arrive; chunks*": arriving,
         "time to first token, p99, whole prompts -> chunks": lambda part: latency(part, "ttft_s"),
         "between tokens, p99, whole prompts -> chunks": lambda part: latency(part, "itl_s"),
         "prefill tokens, shared system prompts": lambda part: saved(part, "trace"),
         "prefill tokens, conversations of 4 turns": lambda part: saved(part, "conversations"),
         "prefill tokens, 64 at once with 512 in common": lambda part: saved(part, "at once"),
     }
-    heads = [f"`{record['model']}`, {record['machine']['gpu'] or 'CPU'}" for record in found.values()]
+    heads = [
+        f"{records.model_of(record)}, {record['dtype']}, {record['machine']['gpu'] or 'CPU'}"
+        for record in found.values()
+    ]
     lines = [f"| | {' | '.join(heads)} |", "|---|" + "---|" * len(heads)]
     lines += [f"| {name} | {' | '.join(map(cell, parts))} |" for name, cell in rows.items()]
     memory = parts[0]["memory"]
@@ -194,14 +216,16 @@ def batching_figures() -> str:
         shares = " | ".join(f"{row[name]:.1%}" for name in waste.SHARES)
         lines.append(f"| {row['cache']} | {shares} | {row['running']:.0f} |")
     named = ", ".join(f"[{name}](data/results/{name}.json)" for name in found)
+    runs = " and ".join(dict.fromkeys(str(len(part["latency"][0]["runs"])) for part in parts))
     traffic, slots = next(iter(found.values()))["traffic"], memory[0]["slots"]
     return "\n".join(
         [
             *lines,
             "",
             f"On the traffic trace `data/traces/{traffic}.jsonl`; speeds and latencies are medians of alternating runs",
-            f"in one process. Memory: {slots:,} tokens of it, the engine's scheduler without a model, shares over the",
-            "steps in which requests waited; figure 2 of the PagedAttention paper (Kwon et al. 2023), redone.",
+            f"in one process, latencies with the least and the most of {runs} runs. Memory: {slots:,} tokens, the",
+            "engine's scheduler without a model, shares over the steps in which requests waited; figure 2 of the",
+            "PagedAttention paper (Kwon et al. 2023), redone.",
             f"Settings and all runs are in the records: {named}. `minillm bench batching` measures your machine.",
             "",
         ]

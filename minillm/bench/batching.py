@@ -79,7 +79,9 @@ def run(
         results += latency(llm, arrivals, chosen["chunk"], repeat)
         results += prefix(llm, arrivals)
         settings = chosen | {"dtype": str(llm.engine.model.dtype).removeprefix("torch.")}
-        settings |= {"device": device, "threads": torch.get_num_threads(), "model": llm.engine.name}
+        settings |= {"device": device, "threads": torch.get_num_threads()}
+        random_weights = engine_options.get("load_format") == "dummy"
+        settings |= {"model": records.model_name(llm.engine.name, random_weights=random_weights)}
         settings |= {"blocks": llm.stats()["blocks"], "block_size": llm.config.block_size}
     content = records.record(results + wasted, begun, traffic=Path(traffic).stem, **settings)
     return records.publish(content, json_path, table(content), quiet=quiet)

@@ -7,7 +7,7 @@ returns the axes. Nothing is measured here: a picture can be redrawn from its re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from . import serve
+from . import records, serve
 
 LATENCIES = {"ttft_s": "time to\nfirst token", "itl_s": "between\ntokens", "e2e_s": "whole\nanswer"}
 FORMATS = (".svg", ".png", ".pdf")
@@ -120,7 +120,7 @@ def ablation(record: Mapping, ax=None, groups: Sequence[str] | None = None):
     ax.set_yticks(list(places.values()), [": ".join(bar) for bar in places])
     ax.invert_yaxis()
     ax.set(xlabel="output tokens / s, as a share of the group's best", xlim=(0, 1.2))
-    ax.set_title(f"{record['model']}, {record['dtype']}, {_machine(record)}", fontsize=9)
+    ax.set_title(_where(record, ", "), fontsize=9)
     ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return _plain(ax)
 
@@ -137,7 +137,7 @@ def batching(record: Mapping, ax=None):
         above = {"xytext": (0, 4), "textcoords": "offset points", "ha": "center"}  # the dots
         ax.annotate(f"{median:,.0f}", (place, max(median, *speeds)), **above)
     ax.set_ylabel("output tokens / s")
-    ax.set_title(f"{rows[0]['requests']} requests at once in {record['rows']} rows, {_machine(record)}", fontsize=9)
+    ax.set_title(f"{rows[0]['requests']} requests at once in {record['rows']} rows\n{_where(record)}", fontsize=9)
     ax.margins(y=0.12)
     return _plain(ax)
 
@@ -157,7 +157,7 @@ def chunking(record: Mapping, ax=None):
     ax.set_xticks(places, [f"{p}\n{LATENCIES[name]}" if p == "p90" else p for name, p in shown])
     log_scale(ax)
     ax.set_ylabel("milliseconds")
-    ax.set_title(f"{row['requests']} requests, {row['requests_per_s']:g} a second, {_machine(record)}", fontsize=9)
+    ax.set_title(f"{row['requests']} requests, {row['requests_per_s']:g} a second\n{_where(record)}", fontsize=9)
     ax.legend(frameon=False, fontsize=8)
     ax.margins(y=0.15)
     return _plain(ax)
@@ -263,6 +263,11 @@ def short(value: float) -> str:
 def _plain(ax):
     ax.spines[["top", "right"]].set_visible(False)
     return ax
+
+
+def _where(record: Mapping, gap: str = "\n") -> str:
+    """What ran, and on what."""
+    return f"{records.model_of(record)}{gap}{record['dtype']}, {_machine(record)}"
 
 
 def _machine(record: Mapping) -> str:

@@ -101,6 +101,18 @@ def read(path: str | Path) -> dict:
     return json.loads(chosen.read_text(encoding="utf-8"))
 
 
+def model_name(name: str, *, random_weights: bool) -> str:
+    """A model as records call it: "gemma-2b, random weights"."""
+    return f"{name}, random weights" if random_weights else name
+
+
+def model_of(record: dict) -> str:
+    """A record's model by `model_name`. Of random weights, older records tell only in their command."""
+    known = record["model"].endswith(", random weights")
+    dummy = "--load-format dummy" in record.get("command", "").replace("=", " ")
+    return model_name(record["model"], random_weights=dummy and not known)
+
+
 def folder() -> Path:
     """Where this machine's records are committed: data/results/h200, .../cpu, or the GPU's name."""
     gpu = machine()["gpu"]

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from minillm import LLM
-from minillm.bench import batching, waste, workloads
+from minillm.bench import batching, records, waste, workloads
 from minillm.bench.workloads import BenchRequest
 
 WORK = [BenchRequest([1] * prompt, output) for prompt, output in ((40, 9), (5, 60), (70, 3), (16, 16), (33, 31)) * 6]
@@ -43,6 +43,7 @@ def test_the_record_has_all_four_parts_with_every_run(model_directory, trace, tm
         "at once": 4 * 41 - 3 * 40,
     }
     assert len(batching.of(record, "memory")) == 5 and record["block_size"] == 8
+    assert records.model_of(record) == record["model"] == f"{model_directory.name}, random weights"
     assert "times static" in batching.table(record)
 
 

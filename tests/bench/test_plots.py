@@ -89,8 +89,16 @@ BATCHING = {
         | {"timeline": {name: [0.25, 0.25, 0.25] for name in plots.SHARES}}
     ],
     "rows": 4,
+    "model": "a model",
+    "dtype": "float32",
+    "command": "minillm bench batching --load-format dummy",
     "machine": RECORD["machine"],
 }
+
+
+@pytest.mark.parametrize("draw", [plots.batching, plots.chunking])
+def test_pictures_of_batching_say_which_model_ran_with_what_weights_where(draw):
+    assert "a model, random weights\nfloat32, 2 cores of A CPU" in draw(BATCHING).get_title()
 
 
 def test_pictures_of_batching_show_medians_runs_latencies_and_shares():

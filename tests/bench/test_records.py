@@ -74,3 +74,12 @@ def test_a_missing_record_lists_those_there_are(results):
     (results / "cpu" / "offline.json").write_text("{}")
     with pytest.raises(FileNotFoundError, match="no record cpu/offlin; committed ones: cpu/offline"):
         records.read("cpu/offlin")
+
+
+def test_random_weights_are_told_also_where_only_the_command_says_so():
+    assert records.model_of(records.read("h200/batching")) == "gemma-2b, random weights"
+    assert records.model_of(records.read("h200/start")) == "gemma-2b, random weights"
+    assert records.model_of(records.read("cpu/batching")) == "tiny-gemma"
+    for given in ("--load-format=dummy", "--load-format dummy"):
+        told = {"model": records.model_name("m", random_weights=True), "command": f"minillm bench batching {given}"}
+        assert records.model_of(told) == records.model_of(told | {"model": "m"}) == "m, random weights"

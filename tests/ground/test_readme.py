@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from minillm.bench import records
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -27,6 +29,26 @@ def test_the_first_screen_has_the_picture_and_the_two_commands():
 
 def test_the_figures_are_the_records(draw):
     assert draw.fill(README) == README, "run python docs/draw.py"
+
+
+def test_the_table_of_batching_says_in_which_settings_its_columns_differ():
+    """And that weights were random, and how far the runs lie apart."""
+    block = README.split("<!-- batching:")[1].split("<!-- end of batching -->")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines() if line.startswith("| ")]
+    for place, name in enumerate(("cpu/batching", "h200/batching"), 1):
+        record = records.read(name)
+        column = {row[0].strip("*"): row[place] for row in rows if len(row) == 3}
+        assert column[""].startswith(records.model_of(record)) and record["dtype"] in column[""]
+        static, chunked = (
+            next(row for row in record["results"] if row["part"] == part) for part in ("throughput", "latency")
+        )
+        assert f"{static['requests']} in {record['rows']} rows" in column["requests at once"]
+        assert ("divided" in column["requests at once"]) == (static["scale"] > 1)
+        arriving = column["requests that arrive; chunks"]
+        assert f"{chunked['requests']}, " in arriving and f"{chunked['budget']} tokens" in arriving
+        assert ("times as fast" in arriving) == (record["speed"] > 1)
+        spread = [round(1e3 * run["ttft_s"]["p99"]) for run in chunked["runs"]]
+        assert f"({min(spread):,} to {max(spread):,})" in column["time to first token, p99, whole prompts -> chunks"]
 
 
 def test_the_pictures_are_the_records(draw, tmp_path, monkeypatch):
