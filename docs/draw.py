@@ -217,15 +217,15 @@ def batching_figures() -> str:
         lines.append(f"| {row['cache']} | {shares} | {row['running']:.0f} |")
     named = ", ".join(f"[{name}](data/results/{name}.json)" for name in found)
     runs = " and ".join(dict.fromkeys(str(len(part["latency"][0]["runs"])) for part in parts))
-    traffic, slots = next(iter(found.values()))["traffic"], memory[0]["slots"]
+    traffic, slots, most = next(iter(found.values()))["traffic"], memory[0]["slots"], memory[0]["max_model_len"]
     return "\n".join(
         [
             *lines,
             "",
             f"On the traffic trace `data/traces/{traffic}.jsonl`; speeds and latencies are medians of alternating runs",
             f"in one process, latencies with the least and the most of {runs} runs. Memory: {slots:,} tokens, the",
-            "engine's scheduler without a model, shares over the steps in which requests waited; figure 2 of the",
-            "PagedAttention paper (Kwon et al. 2023), redone.",
+            f"longest possible request {most:,}; the engine's scheduler without a model, shares over the steps in",
+            "which requests waited; figure 2 of the PagedAttention paper (Kwon et al. 2023), redone.",
             f"Settings and all runs are in the records: {named}. `minillm bench batching` measures your machine.",
             "",
         ]

@@ -23,6 +23,7 @@ import torch
 
 from minillm import LLM, SamplingParams, kv_cache, sizing, using
 from minillm.bench import records, waste, workloads
+from minillm.bench.batching import LONGEST, SLOTS
 from minillm.config import PRESETS
 from minillm.course import NotSolvedYet, adapters, check, compare, yours
 from minillm.course import draw_memory as draw
@@ -69,17 +70,16 @@ draw.contiguous({"A": (0, 16, A, 2), "B": (16, 16, B, 2)}, slots=32)
 # %%
 work = workloads.replay("conversation", vocab_size=4096)
 needed = [waste.final(request) for request in work]
-LONGEST = 1024 + 512  # the longest prompt and the longest output that this service allows
-print(f"{len(work)} requests; allowed are {LONGEST:,} tokens")
+print(f"{len(work)} requests; the longest possible is the model's context, {LONGEST:,} tokens")
 print(f"they reach {sum(needed) / len(needed):.0f} on average, the longest {max(needed):,}")
 
 # %% [markdown]
-# **Predict first.** A memory of 16,384 slots, each request reserves 1,536 of them in one piece, and there is always
+# **Predict first.** A memory of 16,384 slots, each request reserves 2,048 of them in one piece, and there is always
 # somebody waiting. What share of the slots holds keys and values at a time, on average? (The line above helps.) And if
 # an oracle told each request's exact length in advance?
 
 # %% tags=["exercise"]
-guess_longest = 15  # PREDICT: % of the slots that hold something, 1,536 reserved for each
+guess_longest = 12  # PREDICT: % of the slots that hold something, 2,048 reserved for each
 guess_oracle = 75  # PREDICT: % of the slots that hold something, exact lengths reserved
 
 # %% [markdown]
@@ -88,7 +88,6 @@ guess_oracle = 75  # PREDICT: % of the slots that hold something, exact lengths 
 # twice too long (the output's length, rounded up to a power of two); and the oracle's.
 
 # %%
-SLOTS = 16_384
 results = waste.compare(work, slots=SLOTS, block_size=16, max_model_len=LONGEST)
 in_pieces = results[:3]
 draw.shares(in_pieces)
@@ -97,10 +96,10 @@ for result, guess in ((longest, guess_longest), (oracle, guess_oracle)):
     compare(result["cache"], unit="%", prediction=guess, measured=100 * result["used"])
 
 # %% [markdown]
-# Four fifths of the memory hold nothing. Even the oracle, which does not exist, leaves a third unused: tokens to come,
-# and gaps. Kwon et al. (2023, figure 2) found 20 to 38 % in use in such systems, and invented paged attention. And what
-# is lost is speed, for a decode step reads all weights however few requests it serves (lesson 02): the more run
-# together, the cheaper is each.
+# More than four fifths of the memory hold nothing. Even the oracle, which does not exist, leaves a third unused: tokens
+# to come, and gaps. Kwon et al. (2023, figure 2) found 20 to 38 % in use in such systems, and invented paged attention.
+# And what is lost is speed, for a decode step reads all weights however few requests it serves (lesson 02): the more
+# run together, the cheaper is each.
 #
 # ## 2 · Blocks and block tables
 #
@@ -984,7 +983,8 @@ for way, name in WAYS.items():
 #
 # ## Recap
 #
-# * A contiguous cache reserves for the longest text there might be: on this traffic four fifths of it held nothing.
+# * A contiguous cache reserves for the longest text there might be: on this traffic more than four fifths of it
+#   held nothing.
 # * Blocks of equal size, a block table for each request: slot = table[p // size] x size + p % size. Attention through
 #   the table is the same attention. What is lost is the free part of each last block.
 # * A free list and a count of holders are a whole memory manager. Free is what nobody holds.

@@ -9,6 +9,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from minillm.bench import batching, records
 from minillm.course import build, lesson
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,3 +127,13 @@ def test_a_lesson_says_first_what_it_gives_and_needs_and_last_what_it_cost(learn
 def test_pictures_are_drawn_by_the_notebook(learners):
     assert any("image/png" in output.get("data", {}) for cell in code(learners) for output in cell.outputs)
     assert not re.findall(r"!\[[^]]*\]\(|<img", "\n".join(cell.source for cell in learners.cells))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lesson_09_and_the_records_behind_readme_tell_the_same_waste(kind):
+    (source,) = build.sources(["09"])
+    streams = [output.get("text", "") for cell in code(committed(source, kind)) for output in cell.outputs]
+    for name in ("cpu/batching", "h200/batching"):
+        for row in batching.of(records.read(name), "memory")[:4]:  # those before prefixes are shared
+            shown = f"{row['cache']:40} {row['used']:6.1%} {row['running']:14.1f} {row['steps']:14,}"
+            assert any(shown in text for text in streams), f"{name} says: {shown}"
