@@ -335,6 +335,11 @@ def arriving(result: dict) -> str:
     return f"{result['concurrency']} at a time"
 
 
+def generator_share(result: dict) -> float:
+    """The share of a run for which the load generator itself was at work: near 1, it is what was measured."""
+    return result["generator_s"] / result["seconds"]
+
+
 def table(result: dict) -> str:
     """One result as text: rates, then latencies in milliseconds."""
     lines = [
@@ -343,7 +348,7 @@ def table(result: dict) -> str:
     ]
     if result["refused"]:
         lines.append(f"{result['refused']} refused ({result['refused_share']:.1%}): the server's queue was full")
-    busy = result["generator_s"] / result["seconds"]
+    busy = generator_share(result)
     if busy > GENERATOR_BUSY:
         lines.append(f"the load generator was at work for {busy:.0%} of that: take the server for faster than this")
     lines.append(f"{'milliseconds':<22}" + "".join(f"{name:>10}" for name in ("p50", "p90", "p99", "mean")))

@@ -239,6 +239,7 @@ def test_a_load_generator_that_is_itself_too_slow_is_told(monkeypatch, capsys):
         monkeypatch.setattr(serve, "json", SimpleNamespace(loads=slow, dumps=json.dumps))
         busy = serve.run(url, workload="single", scale=8, requests=1, concurrency=1)["results"][0]
     assert 0 < quick["generator_s"] < 0.05 <= busy["generator_s"] <= busy["seconds"]
+    assert serve.generator_share(busy) == busy["generator_s"] / busy["seconds"] > serve.generator_share(quick)
     assert serve.table(busy | {"seconds": 0.0501}).count("the load generator was at work for") == 1
 
 
