@@ -431,4 +431,9 @@ def _first_stop(text: str, start: int, stop: Sequence[str]) -> tuple[int, str] |
 
 def _overlap(text: str, string: str) -> int:
     """Length of the longest end of `text` with which `string` begins."""
-    return next((n for n in range(min(len(string) - 1, len(text)), 0, -1) if text.endswith(string[:n])), 0)
+    start = max(0, len(text) - len(string) + 1)
+    while (start := text.find(string[0], start)) >= 0:
+        if string.startswith(text[start:]):
+            return len(text) - start
+        start += 1
+    return 0

@@ -6,30 +6,31 @@ The engine is a `RemoteEngine`: the application owns no model, and runs in anoth
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
+from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from minillm.request import Completion, Delta, SamplingParams
 from minillm.tokenizer import TokenizerError
 
-from .link import Choice, EngineError, Prompt, RemoteEngine, room
-from .protocol import APIError, ChatRequest, CompletionRequest, GenerationRequest, as_api_error, malformed
+from .body import read
+from .link import Choice, EngineError, Prompt, RemoteEngine, readable, room
+from .protocol import APIError, ChatRequest, CompletionRequest, GenerationRequest, as_api_error
 from .responses import Answer, ChatForm, CompletionForm, TokenTexts, usage
 from .streams import ClientGone, EventStream, unless_disconnected
 
-LONG_TEXT = 10_000  # characters from which tokenizing would hold up everyone else's tokens
+LONG_TEXT = 10_000  # characters, of all prompts, from which tokenizing would hold up everyone else's tokens
 
 
 def create_app(engine: RemoteEngine) -> FastAPI:
     """The application that serves `engine`, which is connected."""
     app = FastAPI(title="minillm", description="An OpenAI-compatible server over the minillm engine.")
     server = _Server(engine)
-    _report_errors(app, engine)
+    _report_errors(app)
 
     @app.get("/health")
     async def health() -> Response:
@@ -56,15 +57,21 @@ def create_app(engine: RemoteEngine) -> FastAPI:
         server.check_model(name)
         return server.card
 
-    @app.post("/v1/completions")
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await server.answer(request, body, server.complete)
+    @app.post("/v1/completions", openapi_extra=_takes(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        return await server.answer(request, CompletionRequest, server.complete)
 
-    @app.post("/v1/chat/completions")
-    async def chat(body: ChatRequest, request: Request) -> Response:
-        return await server.answer(request, body, server.chat)
+    @app.post("/v1/chat/completions", openapi_extra=_takes(ChatRequest))
+    async def chat(request: Request) -> Response:
+        return await server.answer(request, ChatRequest, server.chat)
 
     return app
+
+
+def _takes(form: type[GenerationRequest]) -> dict:
+    """What the API's own description says of a body."""
+    schema = form.model_json_schema() | {"$id": form.__name__}  # its references are relative to itself
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 class _Server:
@@ -90,10 +97,17 @@ class _Server:
             message = f"the model {name!r} is not served here; {self.engine.name!r} is"
             raise APIError(message, status=404, param="model", code="model_not_found")
 
-    async def answer(self, request: Request, body: GenerationRequest, endpoint) -> Response:
-        """Run an endpoint, count its answer, and stop its work when the client hangs up."""
+    def check_choices(self, choices: int, n: int) -> None:
+        if choices > self.engine.capacity:
+            name, held = "n" if n > 1 else "prompt", self.engine.capacity
+            message = f"{name} asks for {choices} choices in all, and this server holds {held}: send several requests"
+            raise APIError(message, param=name)
+
+    async def answer(self, request: Request, form: type[GenerationRequest], endpoint) -> Response:
+        """Read a body, run its endpoint, count the answer, and stop the work when the client hangs up."""
         status = 500
         try:
+            body = await read(request, form)
             self.check_model(body.model)
             response = await unless_disconnected(request.receive, endpoint(body))
             status = response.status_code
@@ -112,15 +126,25 @@ class _Server:
 
     async def complete(self, body: CompletionRequest) -> Response:
         texts, params, include_usage = body.prompts(), body.params(), body.include_usage
-        prompts = [await self.tokenize(text) if isinstance(text, str) else self.checked(text) for text in texts]
+        self.check_choices(len(texts) * len(params), len(params))
+        for text in texts:
+            self.check_length(text)
+        aside = sum(map(len, texts)) >= LONG_TEXT
+        prompts = [await self.tokenize(text, aside) if isinstance(text, str) else Prompt(text) for text in texts]
         form = CompletionForm(self.texts, body.logprobs, bool(body.return_token_ids), len(params))
         if body.echo:
-            form.echoes = [await self.echo(text) for text in texts]
+            form.echoes = [await self.echo(text, aside) for text in texts]
             form.scores_only = body.scores_only
         return await self.respond(prompts, params, form, body.stream, include_usage)
 
     async def chat(self, body: ChatRequest) -> Response:
-        prompt = await self.tokenize(await self.render(body), special=False, name="messages")
+        self.check_choices(body.n or 1, body.n or 1)
+        messages = [message.plain() for message in body.messages]
+        length = sum(len(message["content"]) for message in messages)
+        readable(length, self.engine.max_request_len, "messages")
+        aside = length >= LONG_TEXT
+        text = await self.render(messages, aside)
+        prompt = await self.tokenize(text, aside, special=False, name="messages")
         # A stream has room for very much: not asked for more, it says no more than fits a context.
         left = min(self.engine.max_request_len - len(prompt.ids or ()), self.engine.max_model_len)
         params, include_usage = body.params(left), body.include_usage
@@ -130,44 +154,51 @@ class _Server:
 
     # ---- prompts
 
-    async def tokenize(self, text: str, *, special: bool = True, name: str = "prompt") -> Prompt:
-        """A text as a prompt; its ids stay open where the tokenizer is the engine's process's."""
+    async def tokenize(self, text: str, aside: bool, *, special: bool = True, name: str = "prompt") -> Prompt:
+        """A text as a prompt; its ids stay open where the tokenizer is the engine's process's.
+
+        aside: in a thread, since with the request's other texts it takes long.
+        """
         engine = self.engine
         if not engine.encodes:
             raise APIError("this model has no tokenizer: send token ids as the prompt of /v1/completions")
         if engine.tokenizer is None:
             return Prompt(None, text, special)
-        encode = engine.tokenizer.encode
         try:
-            ids = encode(text, special) if len(text) < LONG_TEXT else await asyncio.to_thread(encode, text, special)
+            ids = await _run(aside, engine.tokenizer.encode, text, special)
         except TokenizerError as error:
             raise APIError(f"{name}: {error}", param=name) from None
         room(len(ids), engine.max_request_len, name)
         return Prompt(ids, text, special)
 
-    def checked(self, ids: list[int]) -> Prompt:
-        vocab_size = self.engine.vocab_size
-        if stranger := next((token for token in ids if not 0 <= token < vocab_size), None):
-            raise APIError(f"prompt: token id {stranger} is outside the vocabulary of {vocab_size}", param="prompt")
-        room(len(ids), self.engine.max_request_len)
-        return Prompt(ids)
+    def check_length(self, prompt: str | list[int]) -> None:
+        """Refuse what cannot fit before anything is done with it."""
+        engine = self.engine
+        if isinstance(prompt, str):
+            readable(len(prompt), engine.max_request_len)
+            return
+        room(len(prompt), engine.max_request_len)
+        for token in (min(prompt), max(prompt)):
+            if not 0 <= token < engine.vocab_size:
+                message = f"prompt: token id {token} is outside the vocabulary of {engine.vocab_size}"
+                raise APIError(message, param="prompt")
 
-    async def render(self, body: ChatRequest) -> str:
+    async def render(self, messages: list[dict[str, str]], aside: bool) -> str:
         """The conversation as the model's chat template writes it."""
-        messages = [message.plain() for message in body.messages]
+        engine = self.engine
         try:
-            if self.engine.tokenizer is None and self.engine.encodes:
-                return await self.engine.ask("template", messages=messages)
-            return self.engine.tokenizer.apply_chat_template(messages) if self.engine.encodes else ""
+            if engine.tokenizer is None and engine.encodes:
+                return await engine.ask("template", messages=messages)
+            return await _run(aside, engine.tokenizer.apply_chat_template, messages) if engine.encodes else ""
         except Exception as error:  # a template may refuse a conversation with any exception of its own
             raise APIError(f"the chat template refuses these messages: {error}", param="messages") from error
 
-    async def echo(self, prompt: str | list[int]) -> str:
+    async def echo(self, prompt: str | list[int], aside: bool) -> str:
         if isinstance(prompt, str) or not self.engine.encodes:
             return prompt if isinstance(prompt, str) else ""
         if self.engine.tokenizer is None:
             return await self.engine.ask("decode", ids=prompt)
-        return self.engine.tokenizer.decode(prompt)
+        return await _run(aside, self.engine.tokenizer.decode, prompt)
 
     # ---- answers
 
@@ -237,17 +268,17 @@ class _Server:
             self.texts.seen |= {token: tuple(entry) for token, entry in zip(unknown, found, strict=True)}
 
 
-def _report_errors(app: FastAPI, engine: RemoteEngine) -> None:
+async def _run(aside: bool, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function here, or in a thread beside the event loop."""
+    return await asyncio.to_thread(function, *arguments) if aside else function(*arguments)
+
+
+def _report_errors(app: FastAPI) -> None:
     """Every error a client sees has OpenAI's form."""
 
     @app.exception_handler(APIError)
     async def api_error(_: Request, error: APIError) -> Response:
         return JSONResponse(error.body, status_code=error.status, headers=error.headers)
-
-    @app.exception_handler(RequestValidationError)
-    async def validation(_: Request, error: RequestValidationError) -> Response:
-        engine.answered(400)
-        return await api_error(_, malformed(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:

@@ -67,6 +67,7 @@ class Hub:
             "vocab_size": engine.model_config.vocab_size,
             "dtype": str(engine.engine.model.dtype).removeprefix("torch."),
             "max_num_seqs": engine.config.max_num_seqs,
+            "capacity": self.capacity,
             "log_level": log_level,
         }
         self.lines: set[Line] = set()
@@ -255,7 +256,7 @@ class Line:
         choices = len(prompts) * len(params)
         refusal = None
         if self.hub.running + choices > self.hub.capacity:
-            refusal = self._busy(choices)
+            refusal = self._busy()
         else:
             try:
                 ids, encoded = self._read_prompts(numbers, prompts)
@@ -269,15 +270,9 @@ class Line:
         if refusal is not None:
             self.send({"op": "refused", "key": key, "choices": choices} | refusal)
 
-    def _busy(self, choices: int) -> dict:
-        capacity = self.hub.capacity
-        if choices > capacity:
-            message = f"n asks for {choices} choices in all, and this server holds {capacity}: send several requests"
-            return {"kind": "invalid", "message": message}
-        message = (
-            f"{self.hub.running} requests run or wait already, of {capacity} that this server holds: try again soon"
-        )
-        return {"kind": "busy", "message": message}
+    def _busy(self) -> dict:
+        held = f"of {self.hub.capacity} that this server holds"
+        return {"kind": "busy", "message": f"{self.hub.running} requests run or wait already, {held}: try again soon"}
 
     def _read_prompts(self, numbers: array, prompts: list[dict]) -> tuple[list, bool]:
         """Token ids of each prompt, and whether any was encoded here."""

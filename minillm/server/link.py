@@ -33,6 +33,7 @@ from minillm.tokenizer import StreamingDetokenizer, Tokenizer
 
 SIZES = struct.Struct("<II")  # bytes of JSON, bytes of numbers
 NUMBER = "q"
+CHARACTERS_PER_TOKEN = 128  # the longest tokens in use are runs of 128 spaces; text has about four
 
 
 class EngineError(Exception):
@@ -56,6 +57,14 @@ def room(tokens: int, limit: int, name: str = "prompt") -> int:
         reason = f"has {tokens} tokens, but prompt and output together have at most {limit}, one of them output"
         raise TooLong(f"{name} {reason}: shorten it")
     return limit - tokens
+
+
+def readable(characters: int, limit: int, name: str = "prompt") -> None:
+    """Refuse a text that cannot fit, before anything reads it. Raises TooLong."""
+    most = limit * CHARACTERS_PER_TOKEN
+    if characters > most:
+        reason = f"has {characters:,} characters, but at most {most:,} are read, {CHARACTERS_PER_TOKEN} for each"
+        raise TooLong(f"{name} {reason} of the {limit:,} tokens that prompt and output have together: shorten it")
 
 
 def pack(message: dict, numbers: Iterable[int] = ()) -> bytes:
@@ -146,6 +155,7 @@ class RemoteEngine(asyncio.Protocol):
     tokenizer      read in this process; None where the model has none, or the engine's is an object of the user's own
     encodes        whether text can be encoded at all, here or there
     max_model_len  tokens of the context;  max_request_len  of prompt and output together: more, where they stream on
+    capacity       choices that the server holds, those that wait included
     vocab_size;  dtype  the model's, as "bfloat16";  max_num_seqs  places in the batch;  log_level  uvicorn's
     """
 
@@ -239,6 +249,7 @@ class RemoteEngine(asyncio.Protocol):
         self.name, self.encodes, self.log_level = facts["name"], facts["encodes"], facts["log_level"]
         self.max_model_len, self.max_request_len = facts["max_model_len"], facts["max_request_len"]
         self.vocab_size, self.dtype, self.max_num_seqs = facts["vocab_size"], facts["dtype"], facts["max_num_seqs"]
+        self.capacity = facts["capacity"]
         try:
             self.tokenizer = Tokenizer.from_pretrained(Path(tokenizer)) if tokenizer else None
         except Exception as error:

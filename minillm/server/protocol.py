@@ -4,7 +4,7 @@ Field names and meanings follow OpenAI's API reference (completions, chat comple
 (top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids, return_token_ids) carry vLLM's names.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -16,7 +16,13 @@ from .link import Busy, TooLong
 MAX_PROMPTS = 2048
 MAX_N = 128
 MAX_CHOICES = 2048  # of one request, n of each prompt
+MAX_MESSAGES = 2048
+MAX_PARTS = 2048  # of one message
+MAX_STOPS = 16  # stop strings: the engine looks for each in each new token
+MAX_STOP_LENGTH = 256  # characters
+MAX_STOP_TOKENS = 64  # the engine's table of them is as wide as the longest list
 RETRY_AFTER = 1  # seconds
+NO_OBJECT = "the body must be a JSON object, sent as application/json"
 Prompt = str | list[int]
 
 
@@ -73,6 +79,7 @@ class GenerationRequest(BaseModel):
 
     def sampling(self, **computed) -> list[SamplingParams]:
         """One SamplingParams for each of the n choices. With a seed, choice i samples with seed + i."""
+        self._check_stop()
         given = {name: getattr(self, name) for name in _SAMPLING} | computed
         given = {name: value for name, value in given.items() if value is not None}
         seeds = [{} if self.seed is None else {"seed": self.seed + i} for i in range(self.n or 1)]
@@ -82,6 +89,18 @@ class GenerationRequest(BaseModel):
             raise as_api_error(error) from None
         except (TypeError, ValueError) as error:
             raise APIError(f"logit_bias maps token ids to numbers: {error}", param="logit_bias") from None
+
+    def _check_stop(self) -> None:
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stop) > MAX_STOPS:
+            message = f"stop lists {len(stop)} strings; at most {MAX_STOPS} are looked for: leave some out"
+            raise APIError(message, param="stop")
+        if (longest := max(map(len, stop), default=0)) > MAX_STOP_LENGTH:
+            message = f"stop has a string of {longest} characters; at most {MAX_STOP_LENGTH} fit: its beginning will do"
+            raise APIError(message, param="stop")
+        if (count := len(self.stop_token_ids or ())) > MAX_STOP_TOKENS:
+            message = f"stop_token_ids lists {count} tokens; at most {MAX_STOP_TOKENS} are looked for: leave some out"
+            raise APIError(message, param="stop_token_ids")
 
     @property
     def include_usage(self) -> bool:
@@ -141,7 +160,7 @@ class ContentPart(BaseModel):
 class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
     role: str
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Field(max_length=MAX_PARTS)] | None = None
 
     def plain(self) -> dict[str, str]:
         parts = self.content or ""
@@ -154,7 +173,7 @@ class Message(BaseModel):
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -169,7 +188,7 @@ class ChatRequest(GenerationRequest):
 
 
 def _is_ids(value: object) -> bool:
-    return isinstance(value, list) and all(type(token) is int for token in value)
+    return isinstance(value, list) and set(map(type, value)) <= {int}
 
 
 def as_api_error(error: Exception) -> APIError:
@@ -191,12 +210,9 @@ def as_api_error(error: Exception) -> APIError:
 def malformed(errors: list[dict]) -> APIError:
     """pydantic's list of what is wrong, told as one sentence about the first."""
     first = errors[0]
-    where = ".".join(str(part) for part in first["loc"] if part != "body")
-    if first["type"] == "json_invalid":
-        reason = first.get("ctx", {}).get("error", first["msg"])
-        return APIError(f"the body is not valid JSON: {reason}", code="invalid_json")
+    where = ".".join(map(str, first["loc"]))
     if first["type"] == "extra_forbidden":
         return APIError(f"{where} is not a field of this request", param=where.split(".")[0], code="unknown_parameter")
     if not where:
-        return APIError("the body must be a JSON object, sent as application/json")
+        return APIError(NO_OBJECT)
     return APIError(f"{where}: {first['msg']}", param=where.split(".")[0])

@@ -16,9 +16,12 @@ import pytest
 import minillm
 from minillm.async_engine import AsyncLLM
 from minillm.server import running
+from minillm.server.body import MAX_BODY
 from minillm.server.hub import Hub, Line
 from minillm.server.link import Choice
 from minillm.server.worker import work
+from minillm.tokenizer import Tokenizer
+from tests.server.conftest import MAX_MODEL_LEN
 
 BODY = {"prompt": "The river", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
 CLIENTS = 200
@@ -108,6 +111,80 @@ def test_more_choices_than_the_server_ever_holds_are_the_requests_own_fault(narr
     answer = httpx.post(narrow.url + "/v1/completions", json=BODY | {"n": 4})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "n" and "holds 3" in answer.json()["error"]["message"]
+
+
+# ---- requests that would keep a worker, or everyone, waiting
+
+
+TALES = ["once upon a time " * 10] * 100
+TALK = {"messages": [{"role": "user", "content": "word " * 4000}], "max_tokens": 4}
+
+
+@pytest.mark.parametrize("path, body", [("completions", {"prompt": TALES}), ("chat/completions", TALK)])
+def test_while_long_texts_are_tokenized_the_worker_answers_others(engine, monkeypatch, path, body):
+    answered = threading.Event()
+
+    def encode(tokenizer, text, add_special_tokens=True):
+        assert answered.wait(20), "nobody else was answered"
+        return [5, 6]
+
+    async def everything():
+        monkeypatch.setattr(Tokenizer, "encode", encode)
+        async with worker_here(engine) as (port, _), httpx.AsyncClient(timeout=60) as client:
+            url = f"http://127.0.0.1:{port}"
+            long = asyncio.create_task(client.post(f"{url}/v1/{path}", json=body | {"max_tokens": 1}))
+            await asyncio.sleep(0)
+            assert (await client.get(f"{url}/health")).status_code == 200
+            answered.set()
+            assert (await long).status_code == 200
+
+    asyncio.run(everything())
+
+
+HUGE = "a" * (128 * MAX_MODEL_LEN + 1)
+TOO_MUCH = [
+    ("completions", {"prompt": HUGE}, f"has 32,769 characters, but at most {128 * MAX_MODEL_LEN:,} are read"),
+    ("completions", {"prompt": ["The river", HUGE]}, "characters, but at most"),
+    ("chat/completions", {"messages": [{"role": "user", "content": HUGE}]}, "messages has 32,769 characters"),
+    ("completions", {"prompt": ["word"] * 2000}, "prompt asks for 2000 choices in all, and this server holds 1056"),
+    ("completions", {"prompt": ["word"] * 20, "n": 100}, "n asks for 2000 choices in all, and this server holds 1056"),
+]
+
+
+@pytest.mark.parametrize("path, body, words", TOO_MUCH, ids=[words[:30] for _, _, words in TOO_MUCH])
+def test_what_cannot_fit_is_refused_before_it_is_tokenized(engine, monkeypatch, path, body, words):
+    def encode(tokenizer, text, add_special_tokens=True):
+        raise AssertionError("tokenized")
+
+    async def everything():
+        monkeypatch.setattr(Tokenizer, "encode", encode)
+        async with worker_here(engine) as (port, _), httpx.AsyncClient(timeout=60) as client:
+            answer = await client.post(f"http://127.0.0.1:{port}/v1/{path}", json=body)
+            assert answer.status_code == 400 and words in answer.json()["error"]["message"]
+            long = "characters" in words
+            assert answer.json()["error"]["code"] == ("context_length_exceeded" if long else None)
+
+    asyncio.run(everything())
+
+
+def pieces(size: int, piece: int = 1 << 20):
+    for start in range(0, size, piece):
+        yield b" " * min(piece, size - start)
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["length told", "in chunks"])
+def test_a_body_past_the_limit_is_refused_and_harms_nobody(server, told):
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+
+        def post(size):
+            content = b" " * size if told else pieces(size)
+            return client.post("/v1/completions", content=content, headers=JSON)
+
+        answer = post(MAX_BODY + 1)
+        assert answer.status_code == 413
+        assert f"more than {MAX_BODY:,} bytes" in answer.json()["error"]["message"]
+        assert post(MAX_BODY).json()["error"]["code"] == "invalid_json"
+        assert client.post("/v1/completions", json=BODY).status_code == 200
 
 
 # ---- clients that hang up
