@@ -5,6 +5,7 @@ The engine is a `RemoteEngine`: the application owns no model, and runs in anoth
 
 import asyncio
 import itertools
+import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
@@ -14,7 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from minillm.request import Completion, Delta, SamplingParams
+from minillm.request import Completion, Delta, InvalidRequest, SamplingParams
 from minillm.tokenizer import TokenizerError
 
 from .body import read
@@ -190,6 +191,8 @@ class _Server:
             if engine.tokenizer is None and engine.encodes:
                 return await engine.ask("template", messages=messages)
             return await _run(aside, engine.tokenizer.apply_chat_template, messages) if engine.encodes else ""
+        except (InvalidRequest, TokenizerError) as error:
+            raise APIError(str(error), param="messages") from error
         except Exception as error:  # a template may refuse a conversation with any exception of its own
             raise APIError(f"the chat template refuses these messages: {error}", param="messages") from error
 
@@ -278,13 +281,13 @@ def _report_errors(app: FastAPI) -> None:
 
     @app.exception_handler(APIError)
     async def api_error(_: Request, error: APIError) -> Response:
-        return JSONResponse(error.body, status_code=error.status, headers=error.headers)
+        body = json.dumps(error.body)  # in ASCII: what it quotes may hold half a pair of surrogates, which no UTF-8 can
+        return Response(body, error.status, error.headers, "application/json")
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
-        wrong = APIError(message, status=error.status_code)
-        return JSONResponse(wrong.body, status_code=error.status_code, headers=error.headers)
+        return await api_error(request, APIError(message, status=error.status_code, headers=error.headers))
 
     @app.exception_handler(EngineError)
     async def engine_error(_: Request, error: EngineError) -> Response:

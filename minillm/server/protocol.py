@@ -174,7 +174,7 @@ class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_completion_tokens: int | None = None
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
@@ -213,6 +213,8 @@ def malformed(errors: list[dict]) -> APIError:
     where = ".".join(map(str, first["loc"]))
     if first["type"] == "extra_forbidden":
         return APIError(f"{where} is not a field of this request", param=where.split(".")[0], code="unknown_parameter")
+    if first["type"] == "string_unicode" and not where:
+        return APIError("the body has a field whose name is no text: it holds half a pair of surrogates")
     if not where:
         return APIError(NO_OBJECT)
     return APIError(f"{where}: {first['msg']}", param=where.split(".")[0])

@@ -31,11 +31,30 @@ def refused(response, status=400):
     return body["error"]
 
 
-@pytest.mark.parametrize("body", ['{"prompt": "a"', "", "[1, 2", "nonsense"])
-def test_a_body_that_is_not_json_is_refused(http, body):
+NO_JSON = [
+    (b'{"prompt": "a"', "Expecting ',' delimiter at character 14"),
+    (b"", "Expecting value at character 0"),
+    (b"[1, 2", "delimiter at character 5"),
+    (b"nonsense", "Expecting value at character 0"),
+    (b'{"prompt": "\xff"}', "byte 12 is not UTF-8"),
+    (b"[" * 100_000, "nested too deeply"),
+    (b'{"prompt": "a", "seed": ' + b"5" * 5000 + b"}", "too many digits"),
+]
+
+
+@pytest.mark.parametrize("body, reason", NO_JSON, ids=[reason for _, reason in NO_JSON])
+def test_a_body_that_is_not_json_is_refused_with_the_reason_and_counted(http, body, reason):
+    def count():
+        name = 'minillm_http_requests_total{status="400"} '
+        lines = http.get("/metrics").text.splitlines()
+        return next((float(line.removeprefix(name)) for line in lines if line.startswith(name)), 0)
+
+    before = count()
     error = refused(http.post("/v1/completions", content=body, headers={"content-type": "application/json"}))
     assert error["type"] == "invalid_request_error"
-    assert "JSON" in error["message"]
+    assert error["code"] == "invalid_json"
+    assert error["message"].startswith("the body is not valid JSON: ") and reason in error["message"]
+    assert count() == before + 1
 
 
 @pytest.mark.parametrize("body", ["[]", '"text"', "3", "null"])
@@ -136,6 +155,29 @@ def test_numbers_that_json_does_not_have_are_refused(http, number):
 )
 def test_a_wrong_chat_is_refused(http, change):
     refused(http.post("/v1/chat/completions", json=CHAT | change))
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, 2**31])
+def test_a_wrong_max_completion_tokens_is_refused_by_its_own_name(http, value):
+    error = refused(http.post("/v1/chat/completions", json=CHAT | {"max_completion_tokens": value}))
+    assert error["param"] == "max_completion_tokens" in error["message"]
+
+
+def test_what_a_chat_template_says_against_messages_is_told_once(http):
+    turns = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    error = refused(http.post("/v1/chat/completions", json=CHAT | {"messages": turns}))
+    words = "the chat template refuses these messages: turn 2 must be from the assistant, not user"
+    assert (error["message"], error["param"]) == (words, "messages")
+
+
+def test_half_a_pair_of_surrogates_is_refused_wherever_it_is(http):
+    def ask(path, body):
+        content = json.dumps(body)
+        return refused(http.post(path, content=content, headers={"content-type": "application/json"}))
+
+    assert "surrogates" in ask("/v1/completions", GOOD | {"\ud800": 1})["message"]
+    turns = [{"role": "\ud800", "content": "a"}]
+    assert "\ud800" in ask("/v1/chat/completions", CHAT | {"messages": turns})["message"]
 
 
 def test_an_unknown_model_is_not_found(server):
