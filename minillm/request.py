@@ -1,6 +1,7 @@
 """A request as its user states it, and what comes back.  Lesson 00."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ class InvalidRequest(ValueError):
 
 
 MAX_LOGPROBS = 20
+_SURROGATE = re.compile("[\ud800-\udfff]")  # in no text that can be encoded, and so in none that can be hashed
 TokenLogprobs = dict[int, float]
 
 
@@ -107,7 +109,8 @@ class SamplingParams:
             _check(ok, f"{name} must be a whole number from 0 to {MAX_LOGPROBS}, not {value!r}")
         ok = self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**63)
         _check(ok, f"seed must be a 64-bit whole number, not {self.seed!r}")
-        _check(isinstance(self.cache_salt, str), f"cache_salt must be a string, not {self.cache_salt!r}")
+        ok = isinstance(self.cache_salt, str) and not _SURROGATE.search(self.cache_salt)
+        _check(ok, f"cache_salt must be a string without lone surrogates, not {self.cache_salt!r}")
         ok = _is_int(self.priority) and abs(self.priority) < 2**31
         _check(ok, f"priority must be a 32-bit whole number (lower goes first), not {self.priority!r}")
         ok = isinstance(self.use_prefix_cache, bool)

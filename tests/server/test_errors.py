@@ -117,6 +117,7 @@ WRONG = [
     ("prompt", "half a pair \ud800"),
     ("logit_bias", {"5": None}),
     ("max_tokens", 2**31),
+    ("cache_salt", "half a pair \ud800"),
 ]
 
 
