@@ -39,6 +39,12 @@ def _(function):
     assert found == [6, 7], f"with 8 as the end, [4, 5] goes on as [6, 7], not {found}"
 
 
+@continue_text.property("an end in the prompt ends nothing", "a chat's earlier turns end too: only a new token stops")
+def _(function):
+    found = function(_counting, [8, 4, 5], 2, 8)
+    assert found == [6, 7], f"with 8 as the end, [8, 4, 5] goes on as [6, 7], not {found}"
+
+
 @continue_text.property("it takes the likeliest, wherever it stands", "`max(found, key=found.get)`, not the first key")
 def _(function):
     found = function(lambda ids: {1: -3.0, 2: -0.1, 3: -2.5}, [4], 2, 99)

@@ -64,6 +64,13 @@ def _(fn):
     same(fn(list("abc"), ranked("b c", "ab c")), ["a", "bc"])
 
 
+@bpe_merge.property("the symbols you were given stay as they were", hint="join in a copy: symbols = list(symbols)")
+def _(fn):
+    symbols = list("then")
+    fn(symbols, ranked("t h", "e n"))
+    assert symbols == list("then"), f"the caller's {list('then')} has become {symbols}"
+
+
 # ---- learn_merges(word_counts, steps)
 
 
@@ -194,6 +201,8 @@ def _(fn):
 )
 def _(fn):
     same(fn([USER])[-32:], "Hi<end_of_turn>\n<start_of_turn>model\n"[-32:])
+    after = fn([USER, ASSISTANT], True)
+    assert after.endswith("<start_of_turn>model\n"), f"asked to speak after a turn of its own, it ends {after[-32:]!r}"
 
 
 @render_chat.property("one <bos>, in front", hint="a text begins once, however many turns it has")
@@ -213,3 +222,5 @@ def _(fn):
 @render_chat.property("white space around a message is dropped", hint="content.strip(): training had none there")
 def _(fn):
     assert "user\nHi  there<end_of_turn>" in fn([{"role": "user", "content": "\n Hi  there \n"}], False)
+    padded = fn([USER, ASSISTANT | {"content": "\n Good day! \n"}], False)
+    assert padded == fn([USER, ASSISTANT], False), f"the assistant's turn keeps it: {padded!r}"

@@ -43,16 +43,18 @@ def _(function):
 
 @attention.property(
     "no query sees a later key",
-    hint="token i may look at tokens 0 to i: the mask hides keys with j > i, and sets their scores to -inf",
+    hint="token i may look at tokens 0 to i: the mask hides keys with j > i, and sets their scores to -inf (not to "
+    "-100: what is seen may score less)",
 )
 def _(function):
-    q, k, v = _random(5, 2, DIM), _random(5, 1, DIM, seed=1), _random(5, 1, DIM, seed=2)
-    before = function(q, k, v, scale=0.5)
-    for token in range(1, 5):
-        k2, v2 = k.clone(), v.clone()
-        k2[token:], v2[token:] = 3.0, -7.0
-        after = function(q, k2, v2, scale=0.5)
-        assert _same(after[:token], before[:token]), f"token {token - 1} changed when a key behind it did"
+    v = _random(5, 1, DIM, seed=2)
+    for q, k, later in _seen_and_later(5, 5):
+        before = function(q, k, v, scale=0.5)
+        for token in range(1, 5):
+            k2, v2 = k.clone(), v.clone()
+            k2[token:], v2[token:] = later, -7.0
+            after = function(q, k2, v2, scale=0.5)
+            assert _same(after[:token], before[:token]), f"token {token - 1} changed when a key behind it did"
 
 
 @attention.property(
@@ -88,6 +90,12 @@ def _(function):
     q = torch.full((3, 1, DIM), 30.0, dtype=torch.float64)
     out = function(q, q, _random(3, 1, DIM), scale=1.0)
     assert out.isfinite().all(), "scores of 7,200 gave nan or inf"
+
+
+def _seen_and_later(queries: int, keys: int) -> list[tuple[Tensor, Tensor, float]]:
+    """Queries, keys, and what to put into keys that a query must not see: random; then scores of -300 beside 300."""
+    low = torch.ones(queries, 2, DIM, dtype=torch.float64), torch.full((keys, 1, DIM), -75.0, dtype=torch.float64)
+    return [(_random(queries, 2, DIM), _random(keys, 1, DIM, seed=1), 3.0), (*low, 75.0)]
 
 
 def _value_heads(function) -> list[float]:
@@ -137,11 +145,31 @@ def _(function):
     assert cache.length == 3, f"three tokens were appended at once, the length is {cache.length}"
 
 
-@append.property("values are kept beside keys", hint="k goes into cache.k, v into cache.v")
+@append.property("tokens that come together are all kept", hint="they fill the slots from cache.length on, one each")
 def _(function):
-    cache = _cache(2)
-    function(cache, _tokens(1.0), _tokens(10.0))
-    return [cache.k[0, 0, 0].item(), cache.v[0, 0, 0].item()] == [1, 10]
+    cache = _cache(6)
+    function(cache, _tokens(1.0, 2.0, 3.0), _tokens(1.0, 2.0, 3.0))
+    for name, got in (("keys", cache.k[:, 0, 0].tolist()), ("values", cache.v[:, 0, 0].tolist())):
+        assert got == [1, 2, 3, 0, 0, 0], f"{name} 1 2 3, appended at once to an empty cache, give {got}"
+
+
+@append.property("values are kept beside keys", hint="k goes into cache.k, v into cache.v, both into the same slots")
+def _(function):
+    cache = _cache(6, tokens=2)
+    function(cache, _tokens(3.0), _tokens(30.0))
+    keys, values = cache.k[:, 0, 0].tolist(), cache.v[:, 0, 0].tolist()
+    assert values == [10 * key for key in keys], f"each value is ten times its key; keys {keys} have values {values}"
+
+
+@append.property(
+    "a cache can be filled to its last slot",
+    hint="refuse when cache.length + len(k) is more than len(cache.k), not when it is as much",
+)
+def _(function):
+    try:
+        function(_cache(3, tokens=1), _tokens(2.0, 3.0), _tokens(20.0, 30.0))
+    except ValueError:
+        raise AssertionError("two tokens behind one in a cache of three were refused") from None
 
 
 @append.property(
@@ -153,7 +181,7 @@ def _(function):
     try:
         function(cache, _tokens(3.0, 4.0), _tokens(30.0, 40.0))
     except ValueError:
-        return cache.length == 2 and cache.k[:, 0, 0].tolist() == [1, 2, 0]
+        return cache.length == 2 and cache.v[:, 0, 0].tolist() == [10 * key for key in cache.k[:, 0, 0]] == [10, 20, 0]
     raise AssertionError("two tokens behind two in a cache of three raised no ValueError")
 
 
@@ -205,29 +233,33 @@ def _(function):
 
 @cached_attention.property(
     "no query sees the keys after its own",
-    hint="several new tokens at once are causal among themselves: query i of n sees keys up to length - n + i",
+    hint="several new tokens at once are causal among themselves: query i of n sees keys up to length - n + i; the "
+    "others score -inf (not -100: what is seen may score less)",
 )
 def _(function):
-    k, v = _filled(6)
-    q = _random(3, 2, DIM)
-    before = function(q, k, v, 6, scale=0.5)
-    for key, query in ((4, 0), (5, 1)):
-        k2, v2 = k.clone(), v.clone()
-        k2[key:], v2[key:] = 3.0, -7.0
-        after = function(q, k2, v2, 6, scale=0.5)
-        assert _same(after[query], before[query]), f"query {query} of 3, at position {3 + query}, sees key {key}"
+    v = _random(6, 1, DIM, seed=2)
+    for q, k, later in _seen_and_later(3, 6):
+        before = function(q, k, v, 6, scale=0.5)
+        for key, query in ((4, 0), (5, 1)):
+            k2, v2 = k.clone(), v.clone()
+            k2[key:], v2[key:] = later, -7.0
+            after = function(q, k2, v2, 6, scale=0.5)
+            assert _same(after[query], before[query]), f"query {query} of 3, at position {3 + query}, sees key {key}"
 
 
 @cached_attention.property(
-    "leftovers beyond the length never matter",
-    hint="the cache may be larger than what is in it: hide the slots from `length` on, or cut them off first",
+    "leftovers beyond the length never matter, not even NaN",
+    hint="cut k and v off at `length` first; a mask alone gives these values a weight of 0, and 0 * NaN is NaN",
 )
 def _(function):
     k, v = _filled(9)
     q = _random(1, 2, DIM)
     before = function(q, k, v, 5, scale=0.5)
-    k[5:], v[5:] = 3.0, 1e4
-    return _same(function(q, k, v, 5, scale=0.5), before)
+    for left_k, left_v in ((3.0, 1e4), (torch.nan, torch.nan)):
+        k[5:], v[5:] = left_k, left_v
+        assert _same(function(q, k, v, 5, scale=0.5), before), (
+            f"slots of {left_v:g} behind the length changed the output"
+        )
 
 
 @cached_attention.property("scores are multiplied by the scale", hint="q · k times `scale`, before the softmax")
@@ -244,6 +276,16 @@ def _(function):
 def _(function):
     heads = _value_heads(lambda q, k, v, *, scale: function(q, k, v, 1, scale=scale))
     assert heads == [1, 1, 2, 2], f"KV heads with values 1 and 2 gave heads with {heads}, not [1, 1, 2, 2]"
+
+
+@cached_attention.property(
+    "large scores do not overflow",
+    hint="exp(1000) is inf: subtract each row's maximum first, as torch.softmax does",
+)
+def _(function):
+    k = torch.full((5, 1, DIM), 30.0, dtype=torch.float64)
+    out = function(k[:3], k, _random(5, 1, DIM), 5, scale=1.0)
+    assert out.isfinite().all(), "scores of 7,200 gave nan or inf"
 
 
 # ---- how many requests fit
@@ -276,24 +318,44 @@ def _(function):
 
 @requests_that_fit.property("keys and values both count", hint="each layer keeps a key and a value: a factor of 2")
 def _(function):
-    _expect(_fit(function, _shape(), 0, 1.6 * GB, 1000), 100, "16 kB a token, 1,000 tokens, 1.6 GB")
+    one = _shape(layers=1, heads=1, kv_heads=1, head_dim=1)
+    _expect(_fit(function, one, 0, 400, 1), 100, "a token, its key and its value one number each, 400 bytes")
 
 
 @requests_that_fit.property(
-    "only KV heads are cached", hint="queries are used once and forgotten: multiply by num_kv_heads, not num_heads"
+    "every layer, every number of a head and every token counts",
+    hint="multiply by num_layers, by head_dim and by context",
+)
+def _(function):
+    once = _fit(function, _shape(), 0, 1.6 * GB, 1000)
+    twice = {
+        "layers": _fit(function, _shape(layers=20), 0, 1.6 * GB, 1000),
+        "numbers in a head": _fit(function, _shape(head_dim=200), 0, 1.6 * GB, 1000),
+        "tokens": _fit(function, _shape(), 0, 1.6 * GB, 2000),
+    }
+    for what, got in twice.items():
+        assert got * 2 == once, f"{once} requests fit, and with twice the {what} {got}"
+
+
+@requests_that_fit.property(
+    "KV heads are cached, not query heads",
+    hint="queries are used once and forgotten: multiply by num_kv_heads, not num_heads",
 )
 def _(function):
     few = _fit(function, _shape(heads=4, kv_heads=1), 0, 1.6 * GB, 1000)
     same = _fit(function, _shape(heads=1, kv_heads=1), 0, 1.6 * GB, 1000)
     assert few == same, f"with 4 query heads {few} requests fit, with 1 {same}; both have one KV head"
+    all_heads = _fit(function, _shape(heads=4, kv_heads=4), 0, 1.6 * GB, 1000)
+    assert all_heads * 4 == few, f"with 1 KV head {few} requests fit, with 4 {all_heads}"
 
 
 @requests_that_fit.property(
     "the bytes of a number count", hint="bytes_each: 2 in bfloat16, 4 in float32; for the cache and for the weights"
 )
 def _(function):
-    half, full = (_fit(function, _shape(), 0, 1.6 * GB, 1000, bytes_each=size) for size in (2, 4))
-    assert full * 2 == half, f"{half} requests fit with 2 bytes a number, {full} with 4"
+    half = _fit(function, _shape(), 0.4 * GB, 3.2 * GB, 1000, bytes_each=2)
+    full = _fit(function, _shape(), 0.4 * GB, 6.4 * GB, 1000, bytes_each=4)
+    assert full == half, f"{half} requests fit with 2 bytes a number; with 4, on a GPU twice as large, {full}"
 
 
 @requests_that_fit.property(
@@ -305,16 +367,18 @@ def _(function):
 
 
 @requests_that_fit.property(
-    "only the utilised share is given out", hint="gpu_bytes x utilization is what weights and cache may take together"
+    "only the utilised share is given out",
+    hint="gpu_bytes x utilization is what weights and cache may take together: take the weights off after it",
 )
 def _(function):
-    whole, half = (_fit(function, _shape(), 0, 1.6 * GB, 1000, utilization=share) for share in (1.0, 0.5))
-    assert half * 2 == whole, f"{whole} requests fit in all of the GPU, {half} in half of it"
+    half = _fit(function, _shape(), 0.4 * GB, 3.2 * GB, 1000, utilization=0.5)
+    whole = _fit(function, _shape(), 0.4 * GB, 1.6 * GB, 1000)
+    assert half == whole, f"{whole} requests fit in all of a GPU, {half} in half of one twice as large"
 
 
 @requests_that_fit.property(
     "a request fits whole or not at all", hint="99.9 requests are 99: round down, and give a whole number"
 )
 def _(function):
-    exact, less = (_fit(function, _shape(), 0, size * GB, 1000) for size in (1.6, 1.599))
-    assert less == exact - 1, f"{exact} requests fit exactly; with a little less room, {less}"
+    exact, less = (_fit(function, _shape(), 0, 1.6 * GB - missing, 1000) for missing in (0, 1))
+    assert less == exact - 1, f"{exact} requests fit exactly; with a byte less, {less}"

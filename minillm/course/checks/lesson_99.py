@@ -73,6 +73,12 @@ def _(function):
     assert found < 99.5, f"of a hundred values the 99th is p99, not {found}: 99 % are at most 99"
 
 
+@pooled_percentile.property("ranks are rounded up", "math.ceil, not round: the first of five covers 20 %, not 25 %")
+def _(function):
+    found = function([[10.0, 20.0, 30.0, 40.0, 50.0]], 25)
+    assert found == 20, f"a quarter of 10, 20, 30, 40, 50 is number 1.25, rounded up: 20, not {found}"
+
+
 @pooled_percentile.property("in whatever order they came", "sort before you count")
 def _(function):
     found = function([[30.0, 10.0, 20.0]], 99)
@@ -117,6 +123,14 @@ def _(function):
 def _(function):
     found = list(function(1.0, [0.0]))[0]
     assert found < 0.1, f"a draw of 0 is a gap of 0, not {found:.3g}"
+
+
+@poisson_arrivals.property(
+    "many short gaps, few long ones", "-log(1 - u) / rate: the gap grows without end as u comes near 1"
+)
+def _(function):
+    found = sum(list(function(1.0, [u]))[0] for u in (0.1, 0.9))
+    assert math.isclose(found, -math.log(0.09)), f"draws of 0.1 and 0.9 make gaps of 2.41 together, not {found:.3g}"
 
 
 @poisson_arrivals.property("each gap has a draw of its own", "use every number of `uniform` once")
@@ -187,7 +201,27 @@ def _(function):
     # Behind the length, a slot that nobody would look at; behind that, what is no number.
     k[0, 3], v[0, 3], v[0, 4] = -1e4 * q[0], 0.0, torch.nan
     lengths = torch.tensor([3])
+    assert _equal(function(q, k, v, lengths, 1.0), _attend(q, k, v, lengths, 1.0))
+    # What is seen scores -300, a leftover 300: they must be hidden by -inf, not by -100.
+    q, k, v = (part.double() for part in _draw(1, 5, 2, 2))
+    q[:], k[:, :3], k[:, 3], k[:, 4] = 1.0, -37.5, -75.0, 37.5
     return _equal(function(q, k, v, lengths, 1.0), _attend(q, k, v, lengths, 1.0))
+
+
+@batched_attention.property(
+    "dtype and device are those of q",
+    "make new tensors with device=q.device, as on a GPU they must be; end with .to(q.dtype)",
+)
+def _(function):
+    q, k, v = (part.bfloat16() for part in _draw(2, 5, 4, 2))
+    found = function(q, k, v, torch.tensor([5, 3]), 1.0).dtype
+    assert found == q.dtype, f"bfloat16 came in and {found} went out"
+    try:
+        with torch.device("meta"):  # where a tensor lands that is made without a device: not where the others are
+            found = function(q, k, v, torch.tensor([5, 3], device="cpu"), 1.0).device
+    except RuntimeError:
+        return False
+    return found == q.device
 
 
 @batched_attention.property("large scores do not overflow", "exp(200) is inf: let torch's softmax do it")

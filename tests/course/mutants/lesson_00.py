@@ -24,6 +24,15 @@ def keeps_the_end(model, prompt, max_tokens, end):
     return new
 
 
+@wrong("continue_text", fails="an end in the prompt ends nothing")
+def looks_for_the_end_in_all_of_it(model, prompt, max_tokens, end):
+    new = []
+    while len(new) < max_tokens and end not in [*prompt, *new]:
+        found = model([*prompt, *new])
+        new.append(max(found, key=found.get))
+    return new[:-1] if new[-1:] == [end] else new
+
+
 @wrong("continue_text", fails="it takes the likeliest, wherever it stands")
 def takes_the_first(model, prompt, max_tokens, end):
     new = []

@@ -74,6 +74,14 @@ def by_the_joined_text(symbols, ranks):
         symbols[place : place + 2] = [symbols[place] + symbols[place + 1]]
 
 
+@wrong("bpe_merge", fails="the symbols you were given stay as they were")
+def joins_in_the_callers_list(symbols, ranks):
+    while found := [(ranks[pair], i) for i, pair in enumerate(pairwise(symbols)) if pair in ranks]:
+        place = min(found)[1]
+        symbols[place : place + 2] = [symbols[place] + symbols[place + 1]]
+    return symbols
+
+
 def learn(word_counts, steps, weight=lambda count: count, order=lambda pair: pair, join=join_pair):
     words = [(list(word), count) for word, count in word_counts.items()]
     merges = []
@@ -223,12 +231,17 @@ class BrokenBytesSwallowed(Stream):
         return run.decode(errors="ignore")
 
 
-def render(messages, add_generation_prompt=True, role="model", bos="<bos>", each="", close="", prompt=None, trim=True):
+EVERYBODY = ("user", "assistant")
+
+
+def render(
+    messages, add_generation_prompt=True, role="model", bos="<bos>", each="", close="", prompt=None, trim=EVERYBODY
+):
     text = bos
     for message in messages:
         speaker = role if message["role"] == "assistant" else message["role"]
         end = close if close and speaker == "model" else "<end_of_turn>\n"
-        content = message["content"].strip() if trim else message["content"]
+        content = message["content"].strip() if message["role"] in trim else message["content"]
         text += f"{each}<start_of_turn>{speaker}\n{content}{end}"
     return text + ("<start_of_turn>model\n" if prompt is None else prompt) * add_generation_prompt
 
@@ -248,6 +261,11 @@ def the_model_is_not_asked(messages, add_generation_prompt=True):
     return render(messages, False)
 
 
+@wrong("render_chat", fails="it ends where the model is to speak")
+def the_model_is_asked_after_a_user_alone(messages, add_generation_prompt=True):
+    return render(messages, add_generation_prompt and messages[-1]["role"] == "user")
+
+
 @wrong("render_chat", fails="one <bos>, in front")
 def each_turn_begins_a_text(messages, add_generation_prompt=True):
     return render(messages, add_generation_prompt, bos="", each="<bos>")
@@ -260,4 +278,9 @@ def models_turns_left_open(messages, add_generation_prompt=True):
 
 @wrong("render_chat", fails="white space around a message is dropped")
 def content_as_it_came(messages, add_generation_prompt=True):
-    return render(messages, add_generation_prompt, trim=False)
+    return render(messages, add_generation_prompt, trim=())
+
+
+@wrong("render_chat", fails="white space around a message is dropped")
+def only_the_users_content_stripped(messages, add_generation_prompt=True):
+    return render(messages, add_generation_prompt, trim=("user",))

@@ -29,6 +29,18 @@ def mask_off_by_one(q, k, v, *, scale):
     return _mix(scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
+@wrong("attention", fails="no query sees a later key")
+def hidden_by_minus_100(q, k, v, *, scale):
+    weights = _weights(q, k, scale)
+    return _mix(weights.masked_fill(weights == -torch.inf, -100.0).softmax(-1), v)
+
+
+@wrong("attention", fails="no query sees a later key")
+def hundred_subtracted(q, k, v, *, scale):
+    scores = torch.einsum("qhgd,khd->hgqk", q.unflatten(1, (k.shape[1], -1)), k) * scale
+    return _mix((scores - 100 * torch.ones(scores.shape[-2:]).triu(1)).softmax(-1), v)
+
+
 @wrong("attention", fails="the weights of a query sum to 1")
 def softmax_over_queries(q, k, v, *, scale):
     return _mix(_weights(q, k, scale).softmax(-2), v)
@@ -75,11 +87,41 @@ def length_counts_calls(cache, k, v):
     cache.length += 1
 
 
+@wrong("append", fails="tokens that come together are all kept")
+def first_token_only(cache, k, v):
+    _check_room(cache, k)
+    cache.k[cache.length], cache.v[cache.length] = k[0], v[0]
+    cache.length += len(k)
+
+
+@wrong("append", fails="tokens that come together are all kept")
+def first_value_only(cache, k, v):
+    _check_room(cache, k)
+    cache.k[cache.length : cache.length + len(k)], cache.v[cache.length] = k, v[0]
+    cache.length += len(k)
+
+
+@wrong("append", fails="values are kept beside keys")
+def values_at_the_start(cache, k, v):
+    _check_room(cache, k)
+    cache.k[cache.length : cache.length + len(k)], cache.v[: len(v)] = k, v
+    cache.length += len(k)
+
+
 @wrong("append", fails="values are kept beside keys")
 def keys_in_both(cache, k, v):
     _check_room(cache, k)
     end = cache.length + len(k)
     cache.k[cache.length : end], cache.v[cache.length : end] = k, k
+    cache.length = end
+
+
+@wrong("append", fails="a cache can be filled to its last slot")
+def last_slot_never_filled(cache, k, v):
+    end = cache.length + len(k)
+    if end >= len(cache.k):
+        raise ValueError("full")
+    cache.k[cache.length : end], cache.v[cache.length : end] = k, v
     cache.length = end
 
 
@@ -139,21 +181,45 @@ def mask_one_too_far(q, k, v, length, *, scale):
     return _cached(q, k, v, _visible(len(q), length, length + 1), scale)
 
 
-@wrong("cached_attention", fails="leftovers beyond the length never matter")
+@wrong("cached_attention", fails="no query sees the keys after its own")
+def cached_hidden_by_minus_100(q, k, v, length, *, scale):
+    k, v = k[:length], v[:length]
+    scores = torch.einsum("qhgd,khd->hgqk", q.unflatten(1, (k.shape[1], -1)), k) * scale
+    return _mix(scores.masked_fill(~_visible(len(q), length, length), -100.0).softmax(-1), v)
+
+
+LEFTOVERS = "leftovers beyond the length never matter, not even NaN"
+
+
+@wrong("cached_attention", fails=LEFTOVERS)
+def leftovers_masked_only(q, k, v, length, *, scale):
+    return _cached(q, k, v, _visible(len(q), len(k), length), scale)
+
+
+@wrong("cached_attention", fails=LEFTOVERS)
 def capacity_taken_for_length(q, k, v, length, *, scale):
     return _cached(q, k, v, _visible(len(q), len(k), len(k)), scale)
 
 
 @wrong("cached_attention", fails="scores are multiplied by the scale")
 def cached_scale_forgotten(q, k, v, length, *, scale):
-    return _cached(q, k, v, _visible(len(q), len(k), length), 1.0)
+    k, v = k[:length], v[:length]
+    return _cached(q, k, v, _visible(len(q), length, length), 1.0)
+
+
+@wrong("cached_attention", fails="large scores do not overflow")
+def cached_exponentials_as_they_are(q, k, v, length, *, scale):
+    k, v = k[:length], v[:length]
+    scores = torch.einsum("qhgd,khd->hgqk", q.unflatten(1, (k.shape[1], -1)), k) * scale
+    powers = scores.exp() * _visible(len(q), length, length)
+    return _mix(powers / powers.sum(-1, keepdim=True), v)
 
 
 @wrong("cached_attention", fails="groups of heads share a KV head")
 def cached_heads_interleaved(q, k, v, length, *, scale):
     times = q.shape[1] // k.shape[1]
-    k, v = k.repeat(1, times, 1), v.repeat(1, times, 1)
-    return _cached(q, k, v, _visible(len(q), len(k), length), scale)
+    k, v = (part[:length].repeat(1, times, 1) for part in (k, v))
+    return _cached(q, k, v, _visible(len(q), length, length), scale)
 
 
 # ---- requests_that_fit
@@ -169,7 +235,34 @@ def keys_alone(config, parameters, gpu_bytes, context, bytes_each=2, utilization
     return _divide(gpu_bytes, utilization, parameters * bytes_each, request)
 
 
-@wrong("requests_that_fit", fails="only KV heads are cached")
+EVERY = "every layer, every number of a head and every token counts"
+
+
+@wrong("requests_that_fit", fails=EVERY)
+def one_layer(config, parameters, gpu_bytes, context, bytes_each=2, utilization=0.9):
+    request = context * 2 * config.num_kv_heads * config.head_dim * bytes_each
+    return _divide(gpu_bytes, utilization, parameters * bytes_each, request)
+
+
+@wrong("requests_that_fit", fails=EVERY)
+def one_number_a_head(config, parameters, gpu_bytes, context, bytes_each=2, utilization=0.9):
+    request = context * 2 * config.num_layers * config.num_kv_heads * bytes_each
+    return _divide(gpu_bytes, utilization, parameters * bytes_each, request)
+
+
+@wrong("requests_that_fit", fails=EVERY)
+def one_token(config, parameters, gpu_bytes, context, bytes_each=2, utilization=0.9):
+    request = 2 * config.num_layers * config.num_kv_heads * config.head_dim * bytes_each
+    return _divide(gpu_bytes, utilization, parameters * bytes_each, request)
+
+
+@wrong("requests_that_fit", fails="KV heads are cached, not query heads")
+def one_kv_head(config, parameters, gpu_bytes, context, bytes_each=2, utilization=0.9):
+    request = context * 2 * config.num_layers * config.head_dim * bytes_each
+    return _divide(gpu_bytes, utilization, parameters * bytes_each, request)
+
+
+@wrong("requests_that_fit", fails="KV heads are cached, not query heads")
 def query_heads_counted(config, parameters, gpu_bytes, context, bytes_each=2, utilization=0.9):
     request = context * 2 * config.num_layers * config.num_heads * config.head_dim * bytes_each
     return _divide(gpu_bytes, utilization, parameters * bytes_each, request)
@@ -179,6 +272,12 @@ def query_heads_counted(config, parameters, gpu_bytes, context, bytes_each=2, ut
 def two_bytes_for_the_cache(config, parameters, gpu_bytes, context, bytes_each=2, utilization=0.9):
     request = context * 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2
     return _divide(gpu_bytes, utilization, parameters * bytes_each, request)
+
+
+@wrong("requests_that_fit", fails="the bytes of a number count")
+def two_bytes_for_the_weights(config, parameters, gpu_bytes, context, bytes_each=2, utilization=0.9):
+    request = context * 2 * config.num_layers * config.num_kv_heads * config.head_dim * bytes_each
+    return _divide(gpu_bytes, utilization, parameters * 2, request)
 
 
 @wrong("requests_that_fit", fails="the weights come first")
@@ -191,6 +290,12 @@ def weights_forgotten(config, parameters, gpu_bytes, context, bytes_each=2, util
 def all_of_the_gpu(config, parameters, gpu_bytes, context, bytes_each=2, utilization=0.9):
     request = context * 2 * config.num_layers * config.num_kv_heads * config.head_dim * bytes_each
     return _divide(gpu_bytes, 1.0, parameters * bytes_each, request)
+
+
+@wrong("requests_that_fit", fails="only the utilised share is given out")
+def share_of_what_the_weights_leave(config, parameters, gpu_bytes, context, bytes_each=2, utilization=0.9):
+    request = context * 2 * config.num_layers * config.num_kv_heads * config.head_dim * bytes_each
+    return _divide(gpu_bytes - parameters * bytes_each, utilization, 0, request)
 
 
 @wrong("requests_that_fit", fails="a request fits whole or not at all")

@@ -73,6 +73,12 @@ def counts_from_zero(gaps, p):
     return ranked[min(int(p / 100 * len(ranked)), len(ranked) - 1)]
 
 
+@wrong("pooled_percentile", fails="ranks are rounded up")
+def rounds_the_rank(gaps, p):
+    ranked = sorted(gap for each in gaps for gap in each)
+    return ranked[max(1, round(p / 100 * len(ranked))) - 1]
+
+
 @wrong("pooled_percentile", fails="in whatever order they came")
 def does_not_sort(gaps, p):
     return rank([gap for each in gaps for gap in each], p)
@@ -109,6 +115,11 @@ def logarithm_of_the_draw(rate, uniform):
     return summed([-math.log(max(u, 1e-9)) / rate for u in uniform])
 
 
+@wrong("poisson_arrivals", fails="many short gaps, few long ones")
+def even_gaps(rate, uniform):
+    return summed([2 * math.log(2) * u / rate for u in uniform])
+
+
 @wrong("poisson_arrivals", fails="each gap has a draw of its own")
 def one_draw_for_all(rate, uniform):
     return summed([-math.log(1 - uniform[0]) / rate] * len(uniform))
@@ -127,7 +138,7 @@ def repeated(q, k, v):
 
 
 def beyond(k, lengths):
-    return torch.arange(k.shape[1]) >= lengths[:, None]
+    return torch.arange(k.shape[1], device=k.device) >= lengths[:, None]
 
 
 @wrong("batched_attention", fails="each row ends at its own length")
@@ -161,6 +172,27 @@ def masks_the_scores_alone(q, k, v, lengths, scale):
     scores = torch.einsum("rhd,rkhd->rhk", q, k) * scale
     weights = scores.masked_fill(beyond(k, lengths)[:, None], -torch.inf).softmax(-1)
     return torch.einsum("rhk,rkhd->rhd", weights, v)
+
+
+@wrong("batched_attention", fails="leftovers never matter, not even NaN")
+def hides_by_minus_100(q, k, v, lengths, scale):
+    k, v = repeated(q, k, v)
+    unseen = beyond(k, lengths)
+    scores = torch.einsum("rhd,rkhd->rhk", q, k) * scale
+    weights = scores.masked_fill(unseen[:, None], -100.0).softmax(-1)
+    return torch.einsum("rhk,rkhd->rhd", weights, v.masked_fill(unseen[..., None, None], 0))
+
+
+@wrong("batched_attention", fails="dtype and device are those of q")
+def stays_in_float64(q, k, v, lengths, scale):
+    k, v = repeated(q, k, v)
+    return attend(q.double(), k.double(), v.double(), beyond(k, lengths), scale)
+
+
+@wrong("batched_attention", fails="dtype and device are those of q")
+def counts_keys_on_the_cpu(q, k, v, lengths, scale):
+    k, v = repeated(q, k, v)
+    return attend(q, k, v, torch.arange(k.shape[1]) >= lengths[:, None], scale)
 
 
 @wrong("batched_attention", fails="large scores do not overflow")
