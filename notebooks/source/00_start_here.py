@@ -118,7 +118,8 @@ plt.show()
 def continue_text(model, prompt: list[int], max_tokens: int, end: int) -> list[int]:
     """The greedy continuation of `prompt`: at most `max_tokens` new ids, without `end`, at which it stops.
 
-    model(ids) -> {token id: log-probability}, in no particular order.
+    model(ids) -> {token id: log-probability}, in no particular order. prompt: stays as it is; an `end`
+    in it stops nothing.
     """
     # SOLUTION: ask, choose the likeliest, stop at `end` or append; return only what is new
     new = []

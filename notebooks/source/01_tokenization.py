@@ -804,14 +804,18 @@ draw_tokens(
 
 # %% [markdown]
 # Clients say `assistant`; Gemma learned `model`. The last line opens the model's turn and leaves it open: that is the
-# **generation prompt**. The model answers and closes its turn with `<end_of_turn>`, where the engine stops.
+# **generation prompt**. The model answers and closes its turn with `<end_of_turn>`, where the engine stops. White space
+# before and after a content is dropped, whoever speaks.
 #
 # ### Exercise 4 · `render_chat`
 
 
 # %% tags=["exercise"]
 def render_chat(messages: list[dict], add_generation_prompt: bool = True) -> str:
-    """Gemma's prompt for messages, each {"role": ..., "content": ...}; role: "user" or "assistant"."""
+    """Gemma's prompt for messages, each {"role": ..., "content": ...}; role: "user" or "assistant".
+
+    add_generation_prompt: whether it ends by opening the model's turn, whoever spoke last.
+    """
     # SOLUTION: <bos> once; each turn as in the text printed above, its content stripped; then open the model's turn
     text = "<bos>"
     for message in messages:

@@ -145,8 +145,8 @@ draw.turning(angles, scores=[score(distance, 0) for distance in range(200)])
 # s_{ij} = \text{scale} \cdot q_i \cdot k_j, \qquad \text{scale} = \frac{1}{\sqrt{\text{head\_dim}}}$$
 #
 # (The scale keeps scores of long vectors from growing with head_dim.) Two things are easily got wrong. **The mask**: a
-# token must not see what comes after it, or it could copy the answer it was trained to predict. **The groups**: heads
-# that share a KV head are neighbours.
+# token must not see what comes after it, or it could copy the answer it was trained to predict. A hidden key has no
+# weight at all, however low the other scores are. **The groups**: heads that share a KV head are neighbours.
 
 # %%
 draw.masks({"who sees whom: 9 tokens, green is seen": (9, 9, 9)})
@@ -395,7 +395,8 @@ def append(cache, k, v):
     """Put the keys and values of new tokens behind those in the cache, in place.
 
     cache.k, cache.v: [capacity, kv_heads, d], of which cache.length are filled; k, v: [tokens,
-    kv_heads, d]. Raises ValueError, and changes nothing, when they do not fit.
+    kv_heads, d]. They may fill it to its last slot. Raises ValueError, and changes nothing, when
+    they do not fit.
     """
     # SOLUTION: check that they fit, write both into the free slots, count them
     end = cache.length + len(k)
@@ -429,9 +430,10 @@ draw.masks(
 )
 
 # %% [markdown]
-# Green is seen, gray is hidden, and hatched slots hold *leftovers*: whatever a former request wrote there. The
-# picture in the middle needs no mask at all, only the right number of keys. The one on the right is the general case:
-# anchor the triangle at the *last* key, not at the first.
+# Green is seen, gray is hidden, and hatched slots hold *leftovers*: whatever a former request wrote there, or memory
+# that nobody has written yet, perhaps NaN (and 0 times NaN is NaN). The picture in the middle needs no mask at all,
+# only the right number of keys. The one on the right is the general case: anchor the triangle at the *last* key, not at
+# the first.
 #
 # For example, a lone query over a cache with one token gets that token's value; and with four queries over four
 # tokens, the example of exercise 1 holds here too.
@@ -442,8 +444,8 @@ def cached_attention(q, k, v, length, *, scale):
     """Attention of a request's newest tokens to all its tokens.
 
     q: [queries, heads, d]; k, v: [capacity, kv_heads, d], of which the first `length` slots are
-    filled, the last `queries` of these with the queries' own tokens. Heads share KV heads as in
-    `attention`. Returns [queries, heads, d].
+    filled, the last `queries` of these with the queries' own tokens; what the others hold never
+    matters. Heads share KV heads as in `attention`. Returns [queries, heads, d].
     """
     # SOLUTION: as `attention`, over the filled slots, with the queries at positions
     #   length - queries, ..., length - 1

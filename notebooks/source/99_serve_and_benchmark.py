@@ -536,7 +536,7 @@ def batched_attention(
 ) -> torch.Tensor:
     """q: [rows, heads, d]; k, v: [rows, keys, kv_heads, d]; lengths: [rows], 1 to keys.
 
-    Returns [rows, heads, d].
+    Returns [rows, heads, d], of q's dtype and on q's device: new tensors need device=q.device.
     Row r sees its first lengths[r] keys; what stands behind them never matters. `heads` is a
     multiple of `kv_heads`: neighbouring heads share one.
     """

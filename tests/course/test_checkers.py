@@ -1,6 +1,5 @@
 """Every exercise's checker: the right solution passes; each kept wrong one fails exactly the property it names."""
 
-import ast
 import pkgutil
 from collections import Counter
 from importlib import import_module
@@ -19,30 +18,6 @@ EXERCISES = [
     pytest.param(exercise, WRITTEN[exercise.properties[0].holds.__module__.rsplit(".", 1)[-1]], id=exercise.name)
     for exercise in checks.EXERCISES.values()
 ]
-KINDS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
-
-
-@pytest.fixture
-def defined(tmp_path):
-    """What a lesson's notebook defines, without running the rest: imports, functions, classes, CONSTANTS.
-
-    It stands in a file, where Triton looks for a kernel's source.
-    """
-
-    def define(source, kind: str) -> dict:
-        kept = []
-        for cell in lesson.convert(source, kind).cells:
-            for node in ast.parse(cell.source).body if cell.cell_type == "code" else ():
-                constant = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-                if isinstance(node, KINDS) or (constant and node.targets[0].id.isupper()):
-                    kept.append(node)
-        file = tmp_path / f"{source.stem}_{kind}.py"
-        file.write_text(ast.unparse(ast.Module(kept, [])), encoding="utf-8")
-        names: dict = {"__name__": source.stem}
-        exec(compile(file.read_text(encoding="utf-8"), file, "exec"), names)
-        return names
-
-    return define
 
 
 def problems(exercise: checks.Exercise, candidate) -> dict[str, str]:

@@ -1,0 +1,452 @@
+"""Every exercise's solution does what the engine's own part does, or torch, on inputs drawn at random.
+
+A checker knows the mistakes that somebody thought of. This finds where exercise and engine drift apart.
+"""
+
+import math
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minillm import LLM, SamplingParams, Tokenizer, kv_cache, sizing
+from minillm.bench import roofline, serve, workloads
+from minillm.config import PRESETS
+from minillm.course import adapters, build, checks, lesson
+from minillm.course.interpret import kernel_device
+from minillm.kv_cache import BlockPool, LayerCache, OutOfBlocks
+from minillm.loader import EMBEDDED
+from minillm.ops import reference
+from minillm.policies import FirstComeFirstServed, StaticBatching
+from minillm.request import Request
+from minillm.scheduler import Scheduler
+from minillm.tokenizer import StreamingDetokenizer, bpe, training
+from minillm.tokenizer.gemma import BYTE_TOKENS, SPECIAL_TOKENS
+
+WITHOUT = {
+    "find_fault": "its answers are words; the checker's own products are right and wrong ones",
+    "next_step": "the engine gives single tokens first: share_budget",
+    "PatientShortest": "a policy that the engine does not have",
+}
+REFERENCES: dict[str, tuple[Callable, int]] = {}
+
+
+def against(exercise: str, cases: int = 20) -> Callable:
+    """Register: function(solution, rng) draws one case and compares."""
+
+    def register(compare: Callable) -> Callable:
+        REFERENCES[exercise] = compare, cases
+        return compare
+
+    return register
+
+
+def test_every_exercise_has_a_reference_or_a_reason_for_having_none():
+    for module in ("00", "01", "02", "03", "04", "09", "10", "99"):
+        __import__(f"{checks.__name__}.lesson_{module}")
+    assert not REFERENCES.keys() & WITHOUT.keys()
+    assert checks.EXERCISES.keys() == REFERENCES.keys() | WITHOUT.keys()
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_a_solution_does_what_its_reference_does(name, defined):
+    module = checks.find(name).properties[0].holds.__module__
+    (source,) = build.sources([module[-2:]])
+    solution = defined(source, lesson.SOLUTION)[name]
+    compare, cases = REFERENCES[name]
+    for seed in range(cases):
+        compare(solution, random.Random(seed))
+
+
+def drawn(rng: random.Random, *shape: int, dtype=torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(rng.getrandbits(32)), dtype=torch.float64).to(
+        dtype
+    )
+
+
+# ---- lesson 00
+
+
+@against("continue_text", cases=1)
+def _(solution, rng):
+    with LLM(device="cpu", dtype="float64") as llm:
+
+        def next_token(ids):
+            return llm.generate(ids, SamplingParams(max_tokens=1, temperature=0, logprobs=4))[0].logprobs[0]
+
+        def engines(prompt, *ends):
+            params = SamplingParams(max_tokens=8, temperature=0, stop_token_ids=list(ends), ignore_eos=True)
+            return llm.generate(prompt, params)[0].token_ids
+
+        for text in ("Once upon a time", "Fenwick lies on the island of"):
+            prompt = llm.tokenizer.encode(text)
+            for end in (prompt[-1], *engines(prompt)[2:6:3]):
+                assert solution(next_token, prompt, 8, end) == [token for token in engines(prompt, end) if token != end]
+
+
+@against("step_work")
+def _(solution, rng):
+    shapes = [(rng.randint(1, 99), rng.randint(1, 99)) for _ in range(rng.randint(1, 5))]
+    given = shapes, rng.randint(1, 999), rng.choice((1, 2, 4, 8))
+    assert tuple(solution(*given)) == tuple(roofline.matrix_work(*given))
+
+
+@against("floor_seconds")
+def _(solution, rng):
+    given = [10 ** rng.uniform(0, 15) for _ in range(4)]
+    assert math.isclose(solution(*given), roofline.floor_seconds(*given))
+
+
+def normed(rng) -> tuple[Tensor, Tensor, float]:
+    rows, dim = rng.randint(1, 5), rng.randint(1, 70)
+    dtype = rng.choice((torch.float32, torch.float16, torch.bfloat16))
+    x = drawn(rng, rows, dim) * 10 ** rng.uniform(-3, 2)
+    return x.to(dtype), drawn(rng, dim, dtype=torch.float32), 10 ** rng.uniform(-7, -1)
+
+
+@against("rms_norm")
+def _(solution, rng):
+    given = normed(rng)
+    torch.testing.assert_close(solution(*given), reference.rms_norm(*given))
+
+
+# ---- lesson 01
+
+
+@against("bpe_merge", cases=200)
+def _(solution, rng):
+    made = list("abc")
+    pairs = dict.fromkeys(
+        pair for _ in range(rng.randint(0, 12)) if made.append("".join(pair := tuple(rng.choices(made, k=2)))) is None
+    )
+    order = rng.sample(list(pairs), len(pairs)) if rng.random() < 0.5 else pairs
+    ranks = {pair: rank for rank, pair in enumerate(order)}
+    symbols = rng.choices("abcd", (4, 4, 4, 1), k=rng.randint(0, 40))
+    assert solution(list(symbols), ranks) == bpe.merge(list(symbols), ranks)
+
+
+@against("learn_merges")
+def _(solution, rng):
+    counts = {"".join(rng.choices("abc", k=rng.randint(1, 7))): rng.randint(1, 9) for _ in range(rng.randint(0, 12))}
+    words = [(list(word), count) for word, count in counts.items()]
+    steps = rng.randint(0, 30)
+    assert solution(counts, steps) == list(islice(training.most_frequent_pairs(words), steps))
+
+
+@against("TextStream", cases=40)
+def _(solution, rng):
+    tokenizer = Tokenizer.from_pretrained(EMBEDDED)
+    tokens = [
+        rng.choice(rng.choice((BYTE_TOKENS, list(SPECIAL_TOKENS), [tokenizer.token(rng.randrange(4096))])))
+        for _ in range(rng.randint(0, 12))
+    ]
+    tokens += rng.choice(([], [f"<0x{byte:02X}>" for byte in "é松🌊"[rng.randrange(3)].encode()]))
+    mine, theirs = solution(SPECIAL_TOKENS), StreamingDetokenizer(tokenizer)
+    told = [*(mine.push(token) for token in tokens), mine.finish()]
+    assert told == [*(theirs.add([tokenizer.id(token)]) for token in tokens), theirs.flush()]
+
+
+@against("render_chat")
+def _(solution, rng):
+    space = ["", " ", "\n", "\t \n"]
+    messages = [
+        {"role": role, "content": rng.choice(space) + rng.choice(("Hi", "a  b", "c\nd")) + rng.choice(space)}
+        for role in ("user", "assistant", "user", "assistant")[: rng.randint(1, 4)]
+    ]
+    opened = rng.random() < 0.5
+    template = Tokenizer.from_pretrained(EMBEDDED).apply_chat_template
+    assert solution(messages, opened) == template(messages, add_generation_prompt=opened)
+
+
+# ---- lesson 02
+
+
+def heads_of(rng) -> tuple[int, int, int]:
+    """heads, kv_heads, d."""
+    kv_heads = rng.randint(1, 3)
+    return kv_heads * rng.randint(1, 3), kv_heads, rng.choice((4, 8))
+
+
+@against("attention")
+def _(solution, rng):
+    tokens, (heads, kv_heads, dim) = rng.randint(1, 9), heads_of(rng)
+    q, k, v = (drawn(rng, tokens, many, dim) for many in (heads, kv_heads, kv_heads))
+    wanted = F.scaled_dot_product_attention(
+        *(each.transpose(0, 1)[None] for each in (q, k, v)), is_causal=True, scale=0.7, enable_gqa=True
+    )
+    torch.testing.assert_close(solution(q, k, v, scale=0.7), wanted[0].transpose(0, 1))
+
+
+@against("append")
+def _(solution, rng):
+    capacity, tokens = rng.randint(1, 9), [rng.randint(1, 5) for _ in range(4)]
+    caches = [SimpleNamespace(k=torch.zeros(capacity, 2, 4), v=torch.zeros(capacity, 2, 4), length=0) for _ in range(2)]
+    for count in tokens:
+        k, v = (drawn(rng, count, 2, 4, dtype=torch.float32) for _ in range(2))
+        refused = []
+        for put, cache in zip((solution, adapters.append), caches, strict=True):
+            try:
+                put(cache, k, v)
+            except ValueError:
+                refused.append(put)
+        assert len(refused) in (0, 2)
+        mine, theirs = caches
+        assert mine.length == theirs.length and torch.equal(mine.k, theirs.k) and torch.equal(mine.v, theirs.v)
+
+
+@against("cached_attention")
+def _(solution, rng):
+    length, (heads, kv_heads, dim) = rng.randint(1, 9), heads_of(rng)
+    q = drawn(rng, rng.randint(1, length), heads, dim)
+    k, v = (drawn(rng, length + rng.randint(0, 4), kv_heads, dim) for _ in range(2))
+    wanted = adapters.cached_attention(q, k, v, length, scale=0.7)
+    torch.testing.assert_close(solution(q, k, v, length, scale=0.7), wanted)
+
+
+@against("requests_that_fit")
+def _(solution, rng):
+    kv_heads = rng.choice((1, 2, 8))
+    config = replace(PRESETS["gemma-2b"], num_layers=rng.randint(1, 40), num_heads=8, num_kv_heads=kv_heads)
+    gpu_bytes, context, share = 10 ** rng.uniform(9, 12), 16 * rng.randint(1, 512), rng.uniform(0.1, 1)
+    size, dtype = rng.choice(((2, "bfloat16"), (4, "float32")))
+    wanted = sizing.fit(config, gpu_bytes, context, dtype=dtype, utilization=share).requests
+    parameters = sizing.parameters(config)
+    assert solution(config, parameters, gpu_bytes, context, bytes_each=size, utilization=share) == wanted
+
+
+# ---- lessons 03 and 04
+
+
+@against("geglu", cases=3)
+def _(solution, rng):
+    gate_up = drawn(rng, rng.randint(1, 3), 2 * rng.randint(1, 1500), dtype=torch.float32).to(kernel_device())
+    out = torch.empty_like(gate_up[:, : gate_up.shape[1] // 2])
+    solution(gate_up, out := out.contiguous())
+    torch.testing.assert_close(out, reference.gated_activation(gate_up, "gelu"), rtol=1e-4, atol=1e-5)
+
+
+@against("row_norm", cases=4)
+def _(solution, rng):
+    x, weight, eps = normed(rng)
+    x, weight = x.float().to(kernel_device()), weight.to(kernel_device())
+    solution(x, weight, eps, out := torch.empty_like(x))
+    torch.testing.assert_close(out, reference.rms_norm(x, weight, eps), rtol=1e-4, atol=1e-5)
+
+
+@against("add_row_norm", cases=4)
+def _(solution, rng):
+    x, weight, eps = normed(rng)
+    x, weight = x.float().to(kernel_device()), weight.to(kernel_device())
+    residual = drawn(rng, *x.shape, dtype=x.dtype).to(kernel_device())
+    solution(x, residual, weight, eps, out := torch.empty_like(x), total := torch.empty_like(x))
+    normed_sum, wanted = reference.add_rms_norm(x, residual, weight, eps)
+    torch.testing.assert_close((out, total), (normed_sum, wanted), rtol=1e-4, atol=1e-5)
+
+
+def shares_of(rng) -> list[tuple[Tensor, Tensor]]:
+    """Keys in pieces: (scores [3, keys], values [keys, 4]) each; some pieces and perhaps whole rows are hidden."""
+    pieces = []
+    for _ in range(rng.randint(1, 4)):
+        keys = rng.randint(1, 5)
+        scores = drawn(rng, 3, keys) * 10 ** rng.uniform(-1, 2)
+        hidden = torch.tensor([[rng.random() < 0.4] for _ in range(3)])
+        pieces.append((scores.masked_fill(hidden, -torch.inf), drawn(rng, keys, 4)))
+    return pieces
+
+
+def attended(pieces: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Torch's softmax over all keys at once; zeros where a row sees none."""
+    scores, values = torch.cat([s for s, _ in pieces], 1), torch.cat([v for _, v in pieces])
+    return scores.softmax(-1).nan_to_num(0) @ values
+
+
+@against("online_attention")
+def _(solution, rng):
+    pieces = shares_of(rng)
+    torch.testing.assert_close(solution(iter(pieces), 3, 4).double(), attended(pieces))
+
+
+@against("combine")
+def _(solution, rng):
+    pieces = shares_of(rng)
+    partial = torch.stack([attended([piece]) for piece in pieces], 1)
+    log_total = torch.stack([scores.logsumexp(-1) for scores, _ in pieces], 1)
+    torch.testing.assert_close(solution(partial, log_total), attended(pieces))
+
+
+@against("tiles_to_visit", cases=100)
+def _(solution, rng):
+    first, keys = rng.randint(0, 60), rng.randint(1, 16)
+    last, window = first + rng.randint(0, 40), rng.choice((None, rng.randint(1, 50)))
+    seen = reference.visible(torch.arange(first, last + 1)[None], last + 2 * keys, window).flatten(0, -2).any(0)
+    assert list(solution(first, last, keys, window)) == sorted(
+        {key // keys for key in seen.nonzero().flatten().tolist()}
+    )
+
+
+def paged(rng, rows: int, kv_heads: int, dim: int, block_size: int) -> tuple[LayerCache, Tensor, Tensor]:
+    """A cache in float32, block_table [rows, 4] and lengths [rows]."""
+    cache = LayerCache(*(drawn(rng, 4 * rows, block_size, kv_heads, dim, dtype=torch.float32) for _ in range(2)))
+    table = torch.tensor(rng.sample(range(4 * rows), 4 * rows), dtype=torch.int32).view(rows, 4)
+    return cache, table, torch.tensor([rng.randint(1, 4 * block_size) for _ in range(rows)], dtype=torch.int32)
+
+
+@against("paged_decode", cases=2)
+def _(solution, rng):
+    kv_heads, group = rng.randint(1, 2), rng.randint(1, 4)
+    cache, table, lengths = paged(rng, 2, kv_heads, 16, 16)
+    q = drawn(rng, 2, 1, kv_heads * group, 16, dtype=torch.float32)
+    wanted = reference.decode_attention(q, cache, table, lengths, scale=0.25)
+    device = kernel_device()
+    cache = LayerCache(cache.k.to(device), cache.v.to(device))
+    found = solution(
+        *(each.to(device) if isinstance(each, Tensor) else each for each in (q, cache, table, lengths)), scale=0.25
+    )
+    torch.testing.assert_close(found.cpu(), wanted, rtol=1e-4, atol=1e-5)
+
+
+# ---- lesson 09
+
+
+@against("slots_of")
+def _(solution, rng):
+    size = rng.randint(1, 16)
+    table = rng.sample(range(99), rng.randint(1, 6))
+    start, end = sorted(rng.randint(0, len(table) * size) for _ in range(2))
+    assert list(solution(table, start, end, size)) == adapters.slots_of(table, start, end, size)
+
+
+def same_books(pools: tuple, rng, keys: int) -> None:
+    """The same calls of two pools of eight blocks: they refuse, keep, find and give up the same."""
+    held: list[tuple[list[int], list[int]]] = []
+    known = [bytes([number]) for number in range(keys)]
+    for _ in range(80):
+        act = rng.choice(("allocate", "share", "release", "release", "register", "lookup"))
+        if act == "allocate":
+            given, count = [], rng.randint(1, 4)
+            for pool in pools:
+                with suppress(OutOfBlocks):
+                    given.append(pool.allocate(count))
+            assert len(given) in (0, 2)
+            held += [tuple(given)] if given else []
+        elif act == "lookup":
+            asked = rng.sample(known, rng.randint(0, keys))
+            found = tuple(list(pool.lookup(asked)) for pool in pools)
+            assert len(found[0]) == len(found[1])
+            for pool, blocks in zip(pools, found, strict=True):
+                pool.share(blocks)
+            held += [found] if found[0] else []
+        elif held:
+            chosen = rng.choice(held)
+            key, place = rng.choice(known) if known else b"", rng.randrange(len(chosen[0]))
+            for pool, blocks in zip(pools, chosen, strict=True):
+                if act == "register":
+                    pool.register(blocks[place], key) if known else None
+                else:
+                    getattr(pool, act)(blocks)
+            held.remove(chosen) if act == "release" else held.append(chosen) if act == "share" else None
+        mine, theirs = pools
+        assert (mine.available, mine.cached) == (theirs.available, theirs.cached)
+
+
+@against("MyBlockPool")
+def _(solution, rng):
+    same_books((solution(8), BlockPool(8)), rng, keys=0)
+
+
+@against("MyPrefixPool")
+def _(solution, rng):
+    same_books((solution(8), BlockPool(8)), rng, keys=6)
+
+
+@against("prefix_keys")
+def _(solution, rng):
+    size, salts = rng.randint(1, 4), ("", "tenant")
+    beginning = rng.choices(range(9), k=rng.randint(0, 12))
+    found: tuple[list, list] = [], []
+    for _ in range(6):
+        tokens = beginning[: rng.randint(0, 12)] + rng.choices(range(3), k=rng.randint(0, 6))
+        salt = rng.choice(salts)
+        for keys, make in zip(found, (solution, kv_cache.prefix_keys), strict=True):
+            keys += make(np.array(tokens, np.int32), size, salt=salt)
+    mine, theirs = ([[key == other for other in keys] for key in keys] for keys in found)
+    assert mine == theirs
+
+
+# ---- lesson 10
+
+
+@against("steps_and_idle")
+def _(solution, rng):
+    # Not 1: such an answer ends while the engine still gathers a static batch, and another takes its place.
+    outputs, rows = [rng.randint(2, 12) for _ in range(rng.randint(1, 14))], rng.randint(1, 5)
+    for in_flight in (True, False):
+        sizes = {"max_num_seqs": rows, "max_num_batched_tokens": 64, "max_model_len": 32, "block_size": 4}
+        scheduler = Scheduler(**sizes, num_blocks=64, policy=FirstComeFirstServed() if in_flight else StaticBatching())
+        for number, tokens in enumerate(outputs):
+            prompt = np.array([1, 2, 3, 4], np.int32)
+            scheduler.submit(Request(str(number), prompt, SamplingParams(max_tokens=tokens), 4 + tokens))
+        steps = cells = 0
+        while scheduler.has_work:
+            step = scheduler.schedule()
+            scheduler.complete(step, np.ones(int(step.samples.sum()), np.int64))
+            steps, cells = steps + 1, cells + len(step.rows)
+        assert tuple(solution(outputs, rows, in_flight)) == (steps, steps * rows - cells)
+
+
+@against("share_budget", cases=100)
+def _(solution, rng):
+    pending = np.array([rng.choice((1, rng.randint(1, 20))) for _ in range(rng.randint(1, 8))], np.int32)
+    budget = rng.randint(1, 40)
+    assert solution(pending, budget).tolist() == FirstComeFirstServed().share(pending, budget).tolist()
+
+
+# ---- lesson 99
+
+
+@against("timings")
+def _(solution, rng):
+    due, when, arrivals = rng.uniform(0, 9), 10.0, []
+    for _ in range(rng.randint(1, 9)):
+        when += rng.random()
+        arrivals.append((when, rng.randint(1, 3)))
+    seen = serve.Measured(due=due, arrivals=arrivals, end=when)
+    ttft, gaps, e2e = solution(due, arrivals)
+    assert [ttft, *gaps, e2e] == pytest.approx([seen.ttft, *seen.gaps, seen.e2e])
+
+
+@against("pooled_percentile", cases=50)
+def _(solution, rng):
+    gaps = [[rng.random() for _ in range(rng.randint(1, 30))] for _ in range(rng.randint(1, 5))]
+    wanted = serve.percentiles([gap for each in gaps for gap in each])
+    for p in serve.PERCENTILES:
+        assert solution(gaps, p) == pytest.approx(wanted[f"p{p}"], abs=1e-6)
+
+
+@against("poisson_arrivals")
+def _(solution, rng):
+    rate, seed, requests = 10 ** rng.uniform(-1, 3), rng.getrandbits(32), [workloads.BenchRequest([1], 1)] * 9
+    draws = random.Random(seed)
+    uniform = [draws.random() for _ in requests]
+    wanted = [each.due for each in workloads.poisson(requests, rate, seed=seed)]
+    assert list(solution(rate, uniform)) == pytest.approx(wanted)
+
+
+@against("batched_attention")
+def _(solution, rng):
+    rows, (heads, kv_heads, dim) = rng.randint(1, 4), heads_of(rng)
+    cache, table, lengths = paged(rng, rows, kv_heads, dim, 4)
+    q = drawn(rng, rows, heads, dim, dtype=torch.float32)
+    k, v = (part[table].flatten(1, 2) for part in (cache.k, cache.v))
+    for row, length in enumerate(lengths.tolist()):
+        k[row, length:], v[row, length:] = torch.nan, torch.nan
+    wanted = reference.decode_attention(q[:, None], cache, table, lengths, scale=0.7)
+    torch.testing.assert_close(solution(q, k, v, lengths, 0.7), wanted[:, 0])
