@@ -1,13 +1,18 @@
 """Committed notebooks are what their sources say, ran from top to bottom, and mean what they show."""
 
 import ast
+import base64
 import copy
+import io
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pytest
+from matplotlib import image
 
 from minillm.bench import batching, records
 from minillm.course import build, lesson
@@ -16,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = build.sources([])
 KINDS = (lesson.LEARNER, lesson.SOLUTION)
 UNCOMPARED = {"nbval-ignore-output", "nbval-skip"}
+SHOWING = {"print": "text", "check": "text", "compare": "text", "plt.show": "picture", "draw_tokens": "picture"}
 EACH = [pytest.param(source, kind, id=f"{source.stem}-{kind}") for source in SOURCES for kind in KINDS]
 
 
@@ -40,6 +46,53 @@ def code(notebook) -> list:
 def shows_results(notebook) -> bool:
     """Whether every code cell ran, once, from the top. nbval passes, and checks nothing, where a cell did not."""
     return [cell.execution_count for cell in code(notebook)] == list(range(1, len(code(notebook)) + 1))
+
+
+def shown_at_least(source: str) -> Counter:
+    """How often a cell's source shows a text and a picture, as far as it can tell.
+
+    Counted are calls of SHOWING and of anything in a lesson's module `draw`: a loop's body once; of an `if` what both
+    its branches show; nothing that a function or an error's handler does.
+    """
+    return _shows([ast.parse(source)])
+
+
+def _shows(nodes) -> Counter:
+    shown = Counter()
+    for node in nodes:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Lambda, ast.ExceptHandler, ast.IfExp)):
+            continue
+        if isinstance(node, ast.If):
+            shown += _shows(node.body) & _shows(node.orelse)
+            continue
+        shown += _shows(ast.iter_child_nodes(node))
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if kind := "picture" if name.startswith("draw.") else SHOWING.get(name):
+                shown[kind] += 1
+    return shown
+
+
+def is_shown(cell) -> bool:
+    """Whether a cell's outputs have a text and as many pictures as they must, and something is on every picture."""
+    least = shown_at_least(cell.source)
+    texts = [output.text for output in cell.outputs if output.output_type == "stream"]
+    pictures = pictures_of(cell)
+    enough = len(pictures) >= least["picture"] and (not least["text"] or "".join(texts).strip())
+    return bool(enough) and all(map(is_drawn, pictures))
+
+
+def pictures_of(cell) -> list[str]:
+    return [output.data["image/png"] for output in cell.outputs if "image/png" in output.get("data", {})]
+
+
+def is_drawn(picture: str) -> bool:
+    """Whether it is a PNG, in base64, of more than one colour."""
+    try:
+        pixels = image.imread(io.BytesIO(base64.b64decode(picture)), format="png")
+    except (OSError, ValueError, SyntaxError):
+        return False
+    return bool((pixels != pixels[0, 0]).any())
 
 
 def is_built(notebook, source: Path, kind: str) -> bool:
@@ -72,6 +125,63 @@ def test_a_changed_word_and_cells_out_of_order_are_seen(source, kind):
 
 def test_every_code_cell_ran_once_from_the_top(notebook):
     assert shows_results(notebook)
+
+
+def test_every_cell_shows_what_its_source_shows(notebook):
+    """Ignored ones too: nbval compares neither these nor pictures, and passes where both were stripped."""
+    for cell in code(notebook):
+        assert is_shown(cell), cell.source
+
+
+@pytest.mark.parametrize(
+    "source, least",
+    [
+        ("x = 1", {}),
+        ("print(x)\ncheck(answer)\nplt.show()", {"text": 2, "picture": 1}),
+        ("for x in y:\n    draw.tiles(x)\nwith z:\n    draw_tokens(x)", {"picture": 2}),
+        ("if gpu:\n    print(1)\nelse:\n    print(2)", {"text": 1}),
+        ("if gpu:\n    print(1)\nelse:\n    plt.show()", {}),
+        ("try:\n    ask()\nexcept Refused:\n    print(1)", {}),
+        ("def tell():\n    print(1)\n    plt.show()", {}),
+    ],
+)
+def test_what_a_cell_must_show_is_read_off_its_source(source, least):
+    assert shown_at_least(source) == least
+
+
+def test_outputs_that_nbval_does_not_compare_cannot_be_stripped_unseen(notebook):
+    for cell in code(notebook):
+        if cell.outputs and UNCOMPARED & set(cell.metadata.get("tags", [])):
+            assert not is_shown(with_outputs(cell, [])), cell.source
+        if pictures_of(cell):
+            texts = [output for output in cell.outputs if output.output_type == "stream"]
+            assert not is_shown(with_outputs(cell, texts)), cell.source
+
+
+@pytest.mark.parametrize("kind", ["blank", "cut off", "empty", "no PNG"])
+def test_a_spoilt_picture_is_seen_in_every_cell(notebook, kind):
+    for cell in code(notebook):
+        for place, output in enumerate(cell.outputs):
+            if "image/png" in output.get("data", {}):
+                spoilt = with_outputs(cell, cell.outputs)
+                spoilt.outputs[place].data["image/png"] = spoil(output.data["image/png"], kind)
+                assert not is_shown(spoilt), cell.source
+
+
+def with_outputs(cell, outputs: list):
+    return nbformat.from_dict(cell | {"outputs": copy.deepcopy(outputs)})
+
+
+def spoil(picture: str, kind: str) -> str:
+    blank = io.BytesIO()
+    image.imsave(blank, np.ones((9, 9, 3)), format="png")
+    spoilt = {
+        "blank": blank.getvalue(),
+        "cut off": base64.b64decode(picture)[:1000],
+        "empty": b"",
+        "no PNG": b"a picture",
+    }
+    return base64.b64encode(spoilt[kind]).decode()
 
 
 def test_stripped_results_and_cells_run_out_of_order_are_seen(notebook):
