@@ -21,7 +21,7 @@ from minillm import LLM, SamplingParams, Tokenizer, kv_cache, sizing
 from minillm.bench import roofline, serve, workloads
 from minillm.config import PRESETS
 from minillm.course import adapters, build, checks, lesson
-from minillm.course.interpret import kernel_device
+from minillm.course.interpret import kernel_device, surrounded
 from minillm.kv_cache import BlockPool, LayerCache, OutOfBlocks
 from minillm.loader import EMBEDDED
 from minillm.ops import reference
@@ -80,7 +80,8 @@ def _(solution, rng):
     with LLM(device="cpu", dtype="float64") as llm:
 
         def next_token(ids):
-            return llm.generate(ids, SamplingParams(max_tokens=1, temperature=0, logprobs=4))[0].logprobs[0]
+            found = llm.generate(ids, SamplingParams(max_tokens=1, temperature=0, logprobs=4))[0].logprobs[0]
+            return dict(sorted(found.items()))
 
         def engines(prompt, *ends):
             params = SamplingParams(max_tokens=8, temperature=0, stop_token_ids=list(ends), ignore_eos=True)
@@ -179,10 +180,11 @@ def heads_of(rng) -> tuple[int, int, int]:
 def _(solution, rng):
     tokens, (heads, kv_heads, dim) = rng.randint(1, 9), heads_of(rng)
     q, k, v = (drawn(rng, tokens, many, dim) for many in (heads, kv_heads, kv_heads))
+    scale = 10 ** rng.uniform(-1, 3)
     wanted = F.scaled_dot_product_attention(
-        *(each.transpose(0, 1)[None] for each in (q, k, v)), is_causal=True, scale=0.7, enable_gqa=True
+        *(each.transpose(0, 1)[None] for each in (q, k, v)), is_causal=True, scale=scale, enable_gqa=True
     )
-    torch.testing.assert_close(solution(q, k, v, scale=0.7), wanted[0].transpose(0, 1))
+    torch.testing.assert_close(solution(q, k, v, scale=scale), wanted[0].transpose(0, 1))
 
 
 @against("append")
@@ -207,8 +209,9 @@ def _(solution, rng):
     length, (heads, kv_heads, dim) = rng.randint(1, 9), heads_of(rng)
     q = drawn(rng, rng.randint(1, length), heads, dim)
     k, v = (drawn(rng, length + rng.randint(0, 4), kv_heads, dim) for _ in range(2))
-    wanted = adapters.cached_attention(q, k, v, length, scale=0.7)
-    torch.testing.assert_close(solution(q, k, v, length, scale=0.7), wanted)
+    scale = 10 ** rng.uniform(-1, 3)
+    wanted = adapters.cached_attention(q, k, v, length, scale=scale)
+    torch.testing.assert_close(solution(q, k, v, length, scale=scale), wanted)
 
 
 @against("requests_that_fit")
@@ -225,28 +228,33 @@ def _(solution, rng):
 # ---- lessons 03 and 04
 
 
+def placed(x: Tensor) -> Tensor:
+    """A copy where kernels run, amid memory that a kernel may spoil without harm to anybody else."""
+    return surrounded(x.float().to(kernel_device()), 0.5)[0]
+
+
 @against("geglu", cases=3)
 def _(solution, rng):
-    gate_up = drawn(rng, rng.randint(1, 3), 2 * rng.randint(1, 1500), dtype=torch.float32).to(kernel_device())
-    out = torch.empty_like(gate_up[:, : gate_up.shape[1] // 2])
-    solution(gate_up, out := out.contiguous())
+    rows, size = rng.randint(1, 3), rng.randint(1, 1500)
+    gate_up, out = placed(drawn(rng, rows, 2 * size)), placed(torch.zeros(rows, size))
+    solution(gate_up, out)
     torch.testing.assert_close(out, reference.gated_activation(gate_up, "gelu"), rtol=1e-4, atol=1e-5)
 
 
 @against("row_norm", cases=4)
 def _(solution, rng):
     x, weight, eps = normed(rng)
-    x, weight = x.float().to(kernel_device()), weight.to(kernel_device())
-    solution(x, weight, eps, out := torch.empty_like(x))
+    x, weight, out = placed(x), placed(weight), placed(torch.zeros_like(x))
+    solution(x, weight, eps, out)
     torch.testing.assert_close(out, reference.rms_norm(x, weight, eps), rtol=1e-4, atol=1e-5)
 
 
 @against("add_row_norm", cases=4)
 def _(solution, rng):
     x, weight, eps = normed(rng)
-    x, weight = x.float().to(kernel_device()), weight.to(kernel_device())
-    residual = drawn(rng, *x.shape, dtype=x.dtype).to(kernel_device())
-    solution(x, residual, weight, eps, out := torch.empty_like(x), total := torch.empty_like(x))
+    x, weight, residual = placed(x), placed(weight), placed(drawn(rng, *x.shape))
+    out, total = placed(torch.zeros_like(x)), placed(torch.zeros_like(x))
+    solution(x, residual, weight, eps, out, total)
     normed_sum, wanted = reference.add_rms_norm(x, residual, weight, eps)
     torch.testing.assert_close((out, total), (normed_sum, wanted), rtol=1e-4, atol=1e-5)
 
@@ -256,7 +264,7 @@ def shares_of(rng) -> list[tuple[Tensor, Tensor]]:
     pieces = []
     for _ in range(rng.randint(1, 4)):
         keys = rng.randint(1, 5)
-        scores = drawn(rng, 3, keys) * 10 ** rng.uniform(-1, 2)
+        scores = drawn(rng, 3, keys) * 10 ** rng.uniform(-1, 3)
         hidden = torch.tensor([[rng.random() < 0.4] for _ in range(3)])
         pieces.append((scores.masked_fill(hidden, -torch.inf), drawn(rng, keys, 4)))
     return pieces
@@ -370,10 +378,10 @@ def _(solution, rng):
 @against("prefix_keys")
 def _(solution, rng):
     size, salts = rng.randint(1, 4), ("", "tenant")
-    beginning = rng.choices(range(9), k=rng.randint(0, 12))
+    beginning = rng.choices((1, 2, 11, 12, 21, 112), k=rng.randint(0, 12))
     found: tuple[list, list] = [], []
     for _ in range(6):
-        tokens = beginning[: rng.randint(0, 12)] + rng.choices(range(3), k=rng.randint(0, 6))
+        tokens = beginning[: rng.randint(0, 12)] + rng.choices((1, 11, 111), k=rng.randint(0, 6))
         salt = rng.choice(salts)
         for keys, make in zip(found, (solution, kv_cache.prefix_keys), strict=True):
             keys += make(np.array(tokens, np.int32), size, salt=salt)
@@ -448,5 +456,6 @@ def _(solution, rng):
     k, v = (part[table].flatten(1, 2) for part in (cache.k, cache.v))
     for row, length in enumerate(lengths.tolist()):
         k[row, length:], v[row, length:] = torch.nan, torch.nan
-    wanted = reference.decode_attention(q[:, None], cache, table, lengths, scale=0.7)
-    torch.testing.assert_close(solution(q, k, v, lengths, 0.7), wanted[:, 0])
+    scale = 10 ** rng.uniform(-1, 2)
+    wanted = reference.decode_attention(q[:, None], cache, table, lengths, scale=scale)
+    torch.testing.assert_close(solution(q, k, v, lengths, scale), wanted[:, 0], rtol=1e-3, atol=1e-4)
