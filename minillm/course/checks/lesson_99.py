@@ -194,7 +194,8 @@ def _(function):
 
 
 @batched_attention.property(
-    "leftovers never matter, not even NaN", "0 * NaN is NaN: fill the unseen values with 0 as well"
+    "leftovers never matter, not even NaN",
+    "unseen scores become -inf; 0 * NaN is NaN, so fill the unseen values with 0 too",
 )
 def _(function):
     q, k, v = _draw(1, 5, 2, 2)
@@ -205,7 +206,8 @@ def _(function):
     # What is seen scores -300, a leftover 300: they must be hidden by -inf, not by -100.
     q, k, v = (part.double() for part in _draw(1, 5, 2, 2))
     q[:], k[:, :3], k[:, 3], k[:, 4] = 1.0, -37.5, -75.0, 37.5
-    return _equal(function(q, k, v, lengths, 1.0), _attend(q, k, v, lengths, 1.0))
+    shows = "keys that are seen score -300, and what is behind them changes the output: is it hidden by -inf?"
+    assert _equal(function(q, k, v, lengths, 1.0), _attend(q, k, v, lengths, 1.0)), shows
 
 
 @batched_attention.property(
