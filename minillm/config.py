@@ -124,7 +124,10 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, raw: dict[str, Any], generation: dict[str, Any] | None = None) -> "ModelConfig":
         """Normalise a config.json, written by transformers 4 or 5, into these fields. Raises ConfigError."""
-        architecture = (raw.get("architectures") or [None])[0]
+        names = raw.get("architectures") or [None]
+        if not isinstance(names, list) or not isinstance(names[0], (str, type(None))):
+            raise ConfigError(f"architectures must be a list of names, as ['GemmaForCausalLM'], not {names!r}")
+        architecture = names[0]
         if architecture in REFUSED:
             raise ConfigError(f"architecture {architecture!r} is not supported: {REFUSED[architecture]}")
         if architecture not in ARCHITECTURES:

@@ -1,6 +1,7 @@
 """A model's config.json is read as transformers reads it, in old and new spellings, or refused with the reason."""
 
 import json
+import re
 
 import pytest
 
@@ -193,6 +194,13 @@ def test_a_familys_config_that_cannot_work_says_why(raw, message):
     ModelConfig.from_dict(SHAPE | {"architectures": ["LlamaForCausalLM"]})
     with pytest.raises(ConfigError, match=message):
         ModelConfig.from_dict(SHAPE | raw)
+
+
+@pytest.mark.parametrize("names", ["LlamaForCausalLM", [["LlamaForCausalLM"]], {"text": "LlamaForCausalLM"}, 7])
+def test_architectures_that_are_no_list_of_names_are_shown_as_they_stand(names):
+    message = f"architectures must be a list of names, as ['GemmaForCausalLM'], not {names!r}"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        ModelConfig.from_dict(SHAPE | {"architectures": names})
 
 
 def test_gemmas_first_configs_mean_the_tanh_gelu_and_a_tied_head():
