@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 
 from minillm.block_tables import BlockTables
 from minillm.kv_cache import BlockPool
-from minillm.policies import POLICIES
+from minillm.policies import POLICIES, FirstComeFirstServed
 from minillm.request import Request, SamplingParams
 from minillm.scheduler import Scheduler
 
@@ -33,10 +33,10 @@ VOCABULARY, STOP, LONGEST = 11, 7, 40
 BEGINNING = [at * 5 % VOCABULARY for at in range(20)]
 PROMPTS = st.builds(
     lambda shared, own: BEGINNING[:shared] + own,
-    st.integers(0, len(BEGINNING)),
+    st.integers(0, len(BEGINNING)) | st.just(len(BEGINNING)),
     st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=4),
 )
-WINDOWS = [(None,), (None,), (None, None), (None, 8), (3, None), (5,), (None, 4, 4), (1,)]
+WINDOWS = [(None,), (None, None), (None, 8), (None, 8), (3, None), (5,), (None, 4, 4), (1,)]
 EXAMPLES, STEPS = 200, 50  # 10,000 steps
 
 
@@ -61,6 +61,16 @@ def expected_tokens(prompt, limit, windows) -> list[int]:
         if tokens[-1] == STOP:
             break
     return tokens
+
+
+class ShortChunks(FirstComeFirstServed):
+    """Prompts are computed side by side, a few tokens of each a step: who joins may share what is half computed."""
+
+    def share(self, pending, budget):
+        return super().share(np.minimum(pending, 3), budget)
+
+
+SCHEDULES = {**POLICIES, "short chunks": ShortChunks}
 
 
 class Device:
@@ -134,12 +144,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         windows=st.sampled_from(WINDOWS),
         prefix_caching=st.sampled_from([*[True] * 7, False]),
         run_ahead=st.integers(0, 3),
-        policy=st.sampled_from(["fcfs", *POLICIES]),
+        policy=st.sampled_from([*SCHEDULES, "short chunks"]),
     )
     def start(self, rows, budget, run_ahead, policy, **options):
         options = {"max_model_len": LONGEST} | options
         self.scheduler = self.scheduler_class(
-            max_num_seqs=rows, max_num_batched_tokens=budget, policy=POLICIES[policy](), **options
+            max_num_seqs=rows, max_num_batched_tokens=budget, policy=SCHEDULES[policy](), **options
         )
         self.scheduler.pool = self.pool_class(options["num_blocks"])
         self.budget, self.run_ahead = budget, run_ahead
@@ -153,8 +163,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from("aaaaab"),
         shares=st.integers(0, 9),
         priority=st.integers(0, 2),
+        twice=st.booleans(),
     )
-    def submit(self, prompt, output, salt, shares, priority):
+    def submit(self, prompt, output, salt, shares, priority, twice):
+        """A client asks, and perhaps another asks the same at once."""
         request = Request(
             request_id=str(len(self.requests)),
             prompt=np.array(prompt, np.int32),
@@ -168,6 +180,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             self.scheduler.submit(request)
             self.requests.append(request)
+            if twice:
+                self.try_again(request)
 
     @precondition(lambda self: any(request.finish_reason is None for request in self.requests))
     @rule(choice=st.integers(0, 10**6), again=st.booleans())

@@ -10,10 +10,18 @@ from hypothesis import Phase
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
-from minillm.policies import POLICIES
 from minillm.scheduler import Scheduler
 from minillm.streams import Stream, StreamTables
-from tests.test_scheduler_state_machine import FINDINGS, STOP, VOCABULARY, Device, SchedulerMachine, mixed, run
+from tests.test_scheduler_state_machine import (
+    FINDINGS,
+    SCHEDULES,
+    STOP,
+    VOCABULARY,
+    Device,
+    SchedulerMachine,
+    mixed,
+    run,
+)
 
 
 def expected_stream(prompt, limit: int, stream: Stream, block_size: int) -> list[int]:
@@ -72,7 +80,7 @@ class StreamMachine(SchedulerMachine):
         stream=st.builds(Stream, st.integers(0, 2), st.integers(1, 3)),
         prefix_caching=st.sampled_from([True, True, True, False]),
         run_ahead=st.integers(0, 3),
-        policy=st.sampled_from(["fcfs", *POLICIES]),
+        policy=st.sampled_from([*SCHEDULES, "short chunks"]),
     )
     def start(self, stream, block_size, **options):
         super().start(stream=stream, block_size=block_size, max_model_len=stream.room * block_size, **options)
