@@ -140,7 +140,7 @@ class _Server:
 
     async def chat(self, body: ChatRequest) -> Response:
         self.check_choices(body.n or 1, body.n or 1)
-        messages = [message.plain() for message in body.messages]
+        messages = body.turns()
         length = sum(len(message["content"]) for message in messages)
         readable(length, self.engine.max_request_len, "messages")
         aside = length >= LONG_TEXT

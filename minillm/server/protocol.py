@@ -158,16 +158,23 @@ class ContentPart(BaseModel):
 
 
 class Message(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore")
+    """One turn of a conversation. Of what OpenAI's clients send back of an answer, only what is empty is taken."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
     role: str
-    content: str | Annotated[list[ContentPart], Field(max_length=MAX_PARTS)] | None = None
+    content: str | Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_PARTS)]
+    name: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[None], Field(max_length=0)] | None = None
+    tool_calls: Annotated[list[None], Field(max_length=0)] | None = None
 
     def plain(self) -> dict[str, str]:
-        parts = self.content or ""
-        return {
-            "role": self.role,
-            "content": parts if isinstance(parts, str) else "".join(p.text for p in parts),
-        }
+        """As chat templates read it."""
+        parts = self.content
+        content = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        return {"role": self.role, "content": content} | ({} if self.name is None else {"name": self.name})
 
 
 class ChatRequest(GenerationRequest):
@@ -177,6 +184,12 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = None
     top_logprobs: int | None = None
+
+    def turns(self) -> list[dict[str, str]]:
+        """The conversation, as chat templates read it."""
+        if all(message.role in ("system", "developer") for message in self.messages):
+            raise APIError("messages ask nothing: add one from the user after the system's", param="messages")
+        return [message.plain() for message in self.messages]
 
     def params(self, room: int) -> list[SamplingParams]:
         """`room`: tokens that may come if not said."""
@@ -209,7 +222,7 @@ def as_api_error(error: Exception) -> APIError:
 
 def malformed(errors: list[dict]) -> APIError:
     """pydantic's list of what is wrong, told as one sentence about the first."""
-    first = errors[0]
+    first = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
     where = ".".join(map(str, first["loc"]))
     if first["type"] == "extra_forbidden":
         return APIError(f"{where} is not a field of this request", param=where.split(".")[0], code="unknown_parameter")

@@ -81,6 +81,15 @@ def test_a_conversation_goes_on(ask, engine):
     assert ask(turns).usage.prompt_tokens == len(chat_prompt(engine.tokenizer, turns))
 
 
+def test_an_answer_may_be_sent_back_as_openais_client_holds_it(ask, engine):
+    said = ask().choices[0].message
+    assert {"refusal", "annotations", "tool_calls", "audio"} <= said.model_dump().keys()
+    more = {"role": "user", "content": "How wide?", "name": "Ada"}
+    turns = [*QUESTION, {"role": "assistant", "content": said.content}, {"role": "user", "content": "How wide?"}]
+    for back in (said, said.model_dump(), said.model_dump() | {"annotations": [], "tool_calls": []}):
+        assert ask([*QUESTION, back, more]).usage.prompt_tokens == len(chat_prompt(engine.tokenizer, turns))
+
+
 def test_a_request_is_sampled_as_it_says(ask, engine):
     params = SamplingParams(max_tokens=8, temperature=0.7, top_p=0.9, seed=11, ignore_eos=True)
     answer = ask(temperature=0.7, top_p=0.9, seed=11)

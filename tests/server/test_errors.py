@@ -7,7 +7,8 @@ import openai
 import pytest
 
 GOOD = {"prompt": "The river", "max_tokens": 4}
-CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+TURNS = [{"role": "user", "content": "hi"}]
+CHAT = {"messages": TURNS, "max_tokens": 4}
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +148,12 @@ def test_numbers_that_json_does_not_have_are_refused(http, number):
         {"messages": [{"role": "user", "content": 3}]},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
         {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]},
+        {"messages": [{"role": "user", "content": None}]},
+        {"messages": [{"role": "user", "content": []}]},
+        {"messages": [{"role": "user"}]},
+        {"messages": [{"role": "system", "content": "Be brief."}]},
+        {"messages": [*TURNS, {"role": "assistant", "content": "a", "tool_calls": [{"id": "b"}]}, *TURNS]},
+        {"messages": [*TURNS, {"role": "assistant", "content": "a", "refusal": "no"}, *TURNS]},
         {"top_logprobs": 3},
         {"logprobs": True, "top_logprobs": 50},
         {"logprobs": 3},
@@ -155,7 +162,14 @@ def test_numbers_that_json_does_not_have_are_refused(http, number):
     ids=str,
 )
 def test_a_wrong_chat_is_refused(http, change):
-    refused(http.post("/v1/chat/completions", json=CHAT | change))
+    error = refused(http.post("/v1/chat/completions", json=CHAT | change))
+    assert error["param"] == next(iter(change))
+
+
+def test_a_typo_in_a_message_is_named(http):
+    change = {"messages": [{"role": "user", "contents": "hi"}]}
+    error = refused(http.post("/v1/chat/completions", json=CHAT | change))
+    assert error["message"] == "messages.0.contents is not a field of this request"
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, 2**31])
