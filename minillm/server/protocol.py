@@ -1,7 +1,8 @@
 """OpenAI's requests and errors: what a client may send, checked, turned into `SamplingParams`.  Lesson 99.
 
 Field names and meanings follow OpenAI's API reference (completions, chat completions); the fields it lacks
-(top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids, return_token_ids) carry vLLM's names.
+(top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids, cache_salt, priority, return_token_ids) carry
+vLLM's names.
 """
 
 from typing import Annotated, Any, Literal
@@ -75,6 +76,7 @@ class GenerationRequest(BaseModel):
     ignore_eos: bool | None = None
     logit_bias: dict[str, float] | None = None
     cache_salt: str | None = None
+    priority: int | None = None
     return_token_ids: bool | None = None
 
     def sampling(self, **computed) -> list[SamplingParams]:

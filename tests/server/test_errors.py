@@ -118,6 +118,8 @@ WRONG = [
     ("prompt", "half a pair \ud800"),
     ("logit_bias", {"5": None}),
     ("max_tokens", 2**31),
+    ("priority", 2**31),
+    ("priority", "high"),
     ("cache_salt", "half a pair \ud800"),
 ]
 

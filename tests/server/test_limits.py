@@ -107,6 +107,30 @@ def test_openais_client_knows_a_full_server_and_asks_again(narrow):
         asyncio.run(clients(opened))
 
 
+def test_what_waits_goes_by_its_priority_where_the_policy_says_so(model_directory):
+    options = {"load_format": "dummy", "device": "cpu", "max_num_seqs": 1, "policy": "priority"}
+    order = []
+
+    async def clients(server, opened):
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+
+            async def ask(priority):
+                answer = await client.post("/v1/completions", json=BODY | {"priority": priority, "max_tokens": 60})
+                assert answer.status_code == 200, answer.text
+                order.append(priority)
+
+            first = asyncio.create_task(ask(9))
+            await until(lambda: server.engine.stats()["running"] == 1)
+            others = [asyncio.create_task(ask(priority)) for priority in (5, -1, 3)]
+            await until(lambda: server.workers.hub.running == 4)
+            opened.set()
+            await asyncio.gather(first, *others)
+
+    with running(model_directory, **options) as server, gate() as opened:
+        asyncio.run(clients(server, opened))
+    assert order == [9, -1, 3, 5]
+
+
 def test_more_choices_than_the_server_ever_holds_are_the_requests_own_fault(narrow):
     answer = httpx.post(narrow.url + "/v1/completions", json=BODY | {"n": 4})
     assert answer.status_code == 400
