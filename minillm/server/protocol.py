@@ -5,9 +5,11 @@ Field names and meanings follow OpenAI's API reference (completions, chat comple
 vLLM's names.
 """
 
+import json
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from minillm.request import InvalidRequest, SamplingParams
 from minillm.tokenizer import TokenizerError
@@ -25,6 +27,25 @@ MAX_STOP_TOKENS = 64  # the engine's table of them is as wide as the longest lis
 RETRY_AFTER = 1  # seconds
 NO_OBJECT = "the body must be a JSON object, sent as application/json"
 Prompt = str | list[int]
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
+
+# What OpenAI's API has and this one lacks, and the values with which a client asks for nothing: frameworks send those.
+UNSUPPORTED: dict[str, tuple] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "verbosity": (),
+    "web_search_options": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+}
 
 
 class APIError(Exception):
@@ -84,13 +105,15 @@ class GenerationRequest(BaseModel):
         self._check_stop()
         given = {name: getattr(self, name) for name in _SAMPLING} | computed
         given = {name: value for name, value in given.items() if value is not None}
+        for key in self.logit_bias or ():
+            if not _TOKEN_ID.fullmatch(key):
+                message = f"logit_bias maps token ids to numbers; {key[:40]!a} is no token id"
+                raise APIError(message, param="logit_bias")
         seeds = [{} if self.seed is None else {"seed": self.seed + i} for i in range(self.n or 1)]
         try:
             return [SamplingParams(**(given | seed)) for seed in seeds]
         except InvalidRequest as error:
             raise as_api_error(error) from None
-        except (TypeError, ValueError) as error:
-            raise APIError(f"logit_bias maps token ids to numbers: {error}", param="logit_bias") from None
 
     def _check_stop(self) -> None:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -186,6 +209,22 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    metadata: dict[str, str] | None = None  # these three are marks for accounts and caches, as `user` is
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_asks_for_nothing(cls, body: object) -> object:
+        if not isinstance(body, dict):
+            return body
+        for name in UNSUPPORTED.keys() & body.keys():
+            nothing = (None, *UNSUPPORTED[name])
+            if not any(type(body[name]) is type(each) and body[name] == each for each in nothing):
+                values = " or ".join(map(json.dumps, nothing))
+                message = f"{name} is not supported: leave it out, or send {values}"
+                raise APIError(message, param=name, code="unsupported_parameter")
+        return {name: value for name, value in body.items() if name not in UNSUPPORTED}
 
     def turns(self) -> list[dict[str, str]]:
         """The conversation, as chat templates read it."""

@@ -92,6 +92,12 @@ WRONG = [
     ("repetition_penalty", 0),
     ("logit_bias", {"5": 101}),
     ("logit_bias", {"word": 1}),
+    ("logit_bias", {"1_0": 1}),
+    ("logit_bias", {" 10": 1}),
+    ("logit_bias", {"010": 1}),
+    ("logit_bias", {"\u0661": 1}),
+    ("logit_bias", {"": 1}),
+    ("logit_bias", {"5" * 5000: 1}),
     ("logit_bias", {"99999999": 1}),
     ("logit_bias", [1]),
     ("logprobs", 21),
@@ -159,13 +165,33 @@ def test_numbers_that_json_does_not_have_are_refused(http, number):
         {"top_logprobs": 3},
         {"logprobs": True, "top_logprobs": 50},
         {"logprobs": 3},
-        {"tools": []},
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"tool_choice": "required"},
+        {"response_format": {"type": "json_object"}},
+        {"modalities": ["text", "audio"]},
+        {"service_tier": "priority"},
+        {"store": True},
+        {"store": 0},
+        {"reasoning_effort": "high"},
+        {"parallel_tool_calls": "yes"},
+        {"metadata": "a"},
     ],
     ids=str,
 )
 def test_a_wrong_chat_is_refused(http, change):
     error = refused(http.post("/v1/chat/completions", json=CHAT | change))
     assert error["param"] == next(iter(change))
+
+
+def test_what_asks_for_nothing_changes_nothing(http):
+    def ask(**more):
+        answer = http.post("/v1/chat/completions", json=CHAT | {"temperature": 0} | more)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"]
+
+    nothing = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "response_format": {"type": "text"}}
+    nothing |= {"store": False, "metadata": {"run": "7"}, "service_tier": "auto", "user": "ada", "modalities": ["text"]}
+    assert ask(**nothing) == ask() == ask(**dict.fromkeys(nothing))
 
 
 def test_a_typo_in_a_message_is_named(http):
