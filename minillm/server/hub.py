@@ -118,7 +118,10 @@ class Hub:
                     continue
                 if not self._serve(line, events):
                     self._drop(line)
-                    self.on_gone(line)
+                    try:
+                        self.on_gone(line)
+                    except Exception:  # nobody would be served any more without this thread
+                        traceback.print_exc()
         for line in list(self.lines):
             self._drop(line)
         for key in list(self._selector.get_map().values()):

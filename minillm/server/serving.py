@@ -17,6 +17,8 @@ from pathlib import Path
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 MAX_QUEUED = 1024  # requests that may wait beyond those that run
 STARTUP = 60  # seconds a worker may take to come up
+RETRY = 1  # seconds until a worker that could not be started is tried again
+RETRIES = 30
 
 
 class PortTaken(OSError):
@@ -127,7 +129,7 @@ class Workers:
     def join(self) -> None:
         """Wait while there are workers. Raises RuntimeError when none is left."""
         self._none_left.wait()
-        raise RuntimeError("no HTTP worker is left: each died while starting; what they wrote says why")
+        raise RuntimeError("no HTTP worker is left, and none could be started: what was written to stderr says why")
 
     def stop(self) -> None:
         """End the workers; what is in flight gets the workers' grace to finish."""
@@ -155,7 +157,7 @@ class Workers:
             status = _reap(process)
             if line.ready.done():
                 print(f"minillm: an HTTP worker ended ({status}); another takes its place", file=sys.stderr)
-                self._launch()
+                self._replace(RETRIES)
                 return
         why = line.why or f"{status}; what it wrote to stderr may say why"
         line.ready.set_exception(RuntimeError(f"an HTTP worker died while starting: {why}"))
@@ -163,8 +165,27 @@ class Workers:
         if not self.processes:
             self._none_left.set()
 
+    def _replace(self, retries: int) -> None:
+        """Start a worker in a dead one's place, with the lock held; what the machine refuses is tried again later."""
+        try:
+            self._launch()
+        except OSError as error:  # no process or no file is left to have
+            way_out = "trying again soon" if retries else "its place stays empty"
+            print(f"minillm: an HTTP worker cannot be started ({error}); {way_out}", file=sys.stderr)
+            if retries:
+                timer = threading.Timer(RETRY, self._retry, [retries - 1])
+                timer.daemon = True
+                timer.start()
+            elif not self.processes:
+                self._none_left.set()
+
+    def _retry(self, retries: int) -> None:
+        with self._lock:
+            if not self._stopping:
+                self._replace(retries)
+
     def _launch(self):
-        """Start a worker; returns the hub's line to it."""
+        """Start a worker; returns the hub's line to it. Raises OSError."""
         from .hub import Line
         from .worker import share
 

@@ -107,6 +107,45 @@ def test_a_worker_that_dies_is_replaced_and_what_it_ran_is_aborted(engine, slow,
     assert "an HTTP worker ended (killed by SIGKILL); another takes its place" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("error", [BlockingIOError(11, "no process is left"), ArithmeticError("a mistake")])
+def test_a_worker_that_cannot_be_replaced_leaves_the_others_at_work(pair, monkeypatch, capfd, error):
+    """What the machine refuses is tried again, until there is a worker more; a mistake ends nobody else."""
+    (first, second), launch, tried = pids(pair), pair.workers._launch, []
+
+    def fail():
+        tried.append(True)
+        if len(tried) < 3:
+            raise error
+        return launch()
+
+    monkeypatch.setattr("minillm.server.serving.RETRY", 0.05)
+    monkeypatch.setattr(pair.workers, "_launch", fail)
+    os.kill(first, signal.SIGKILL)
+    until(lambda: tried)
+    assert ask(pair).status_code == 200
+    if isinstance(error, OSError):
+        until(lambda: len(pids(pair)) == 2)
+        line = next(line for line, process in pair.workers.processes.items() if process.pid != second)
+        line.ready.result(PATIENCE)
+        os.kill(second, signal.SIGSTOP)
+        assert ask(pair).status_code == 200
+        assert "cannot be started ([Errno 11] no process is left); trying again soon" in capfd.readouterr().err
+
+
+def test_when_no_worker_can_be_started_any_more_serving_ends(engine, monkeypatch):
+    monkeypatch.setattr("minillm.server.serving.RETRY", 0.05)
+    monkeypatch.setattr("minillm.server.serving.RETRIES", 2)
+    with running(engine) as server:
+
+        def none(*arguments, **options):
+            raise OSError(24, "too many open files")
+
+        monkeypatch.setattr("subprocess.Popen", none)
+        os.kill(pids(server)[0], signal.SIGKILL)
+        with pytest.raises(RuntimeError, match="no HTTP worker is left"):
+            server.workers.join()
+
+
 def test_a_worker_that_cannot_start_is_the_callers_error(model_directory, tmp_path):
     """Its tokenizer is gone since the engine read it."""
     copy = tmp_path / "model"
