@@ -95,6 +95,7 @@ class GenerationRequest(BaseModel):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    use_prefix_cache: bool | None = None  # false: neither finds what others left nor leaves anything
     logit_bias: dict[str, float] | None = None
     cache_salt: str | None = None
     priority: int | None = None

@@ -1,0 +1,65 @@
+"""Over HTTP, too, a prompt is found again by who may find it: the same salt, and nobody who opted out."""
+
+import itertools
+import random
+
+import httpx
+import pytest
+
+NUMBERS = itertools.count()  # a prompt for each test: the engine serves all of them
+MESSAGE = "What does the quirrel eat on the island, and who told the lighthouse keeper? " * 3
+
+
+@pytest.fixture(scope="module")
+def http(server):
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        yield client
+
+
+@pytest.fixture(params=["completions", "chat/completions"])
+def found(http, request):
+    """Sends a body to the endpoint; returns how many of its prompt's tokens were in the cache."""
+
+    def hits() -> int:
+        lines = http.get("/metrics").text.splitlines()
+        return int(next(float(line.split()[-1]) for line in lines if line.startswith("minillm_engine_prefix_hit_")))
+
+    number = next(NUMBERS)
+    if request.param == "completions":
+        prompt = {"prompt": random.Random(number).choices(range(300, 4000), k=100)}
+    else:
+        prompt = {"messages": [{"role": "user", "content": f"{number} {MESSAGE}"}]}
+
+    def send(**more) -> int:
+        before = hits()
+        answer = http.post(f"/v1/{request.param}", json=prompt | {"max_tokens": 2, "ignore_eos": True} | more)
+        assert answer.status_code == 200, answer.text
+        tokens = answer.json()["usage"]["prompt_tokens"]
+        whole, got = (tokens - 1) // 16 * 16, hits() - before
+        assert whole >= 16 * 2 and got in (0, whole), "all full blocks are found, or none"
+        return got
+
+    return send
+
+
+@pytest.mark.parametrize("salt", [None, "ann"])
+def test_the_same_prompt_is_found_by_who_has_the_same_salt(found, salt):
+    assert found(cache_salt=salt) == 0 < found(cache_salt=salt)
+
+
+@pytest.mark.parametrize("other", ["bob", None])
+def test_another_salt_finds_nothing(found, other):
+    assert [found(cache_salt="ann"), found(cache_salt=other)] == [0, 0] and found(cache_salt="ann") > 0
+
+
+def test_who_opts_out_finds_nothing_though_it_is_there(found):
+    assert [found(), found(use_prefix_cache=False)] == [0, 0] and found(use_prefix_cache=True) > 0
+
+
+def test_who_opts_out_leaves_nothing_to_be_found(found):
+    assert [found(use_prefix_cache=False), found(), found() > 0] == [0, 0, True]
+
+
+def test_an_opt_out_that_is_no_boolean_is_refused(http):
+    answer = http.post("/v1/completions", json={"prompt": "The river", "use_prefix_cache": "no"})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "use_prefix_cache"
