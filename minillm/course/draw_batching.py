@@ -1,6 +1,7 @@
 """Lesson 10's pictures: requests in rows, timelines, a padded batch, tokens that chase tokens, a trade, two lanes.
 
-Steps are `minillm.trace.StepRows`, read from an engine's trace.
+Steps are `minillm.trace.StepRows`, read from an engine's trace. Rows have the colors of `draw_timeline` everywhere:
+orange runs a prompt, blue decodes, grey is nobody's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,20 +12,19 @@ import numpy as np
 from minillm.bench import plots
 from minillm.trace import Trace, replay
 
+from .draw_timeline import COLORS as STATES
 from .draw_timeline import draw_timeline
 
 COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#eeca3b", "#9d755d")
-IDLE, WAITS = "#f4f4f4", "#d9d9d9"
+IDLE, WAITS, PREFILL, DECODE = STATES
 
 
 def rows_in_use(pictures: Mapping[str, Sequence], rows: int) -> None:
-    """Which request has which row in each step, with the tokens that run; dark where more than one does or may.
+    """Which request has which row in each step; of a prompt also how many tokens run.
 
     pictures: title -> the steps of one run. Below each column stands what the step runs in all.
     """
     longest = max(len(steps) for steps in pictures.values())
-    names = sorted({name for steps in pictures.values() for step in steps for name in step.request})
-    color = dict(zip(names, COLORS, strict=False))
     height = 0.75 + (rows + 1) * 0.38
     _, axes = plt.subplots(len(pictures), 1, figsize=(11, height * len(pictures)), layout="constrained", squeeze=False)
     for axis, (title, steps) in zip(axes[:, 0], pictures.items(), strict=True):
@@ -32,12 +32,14 @@ def rows_in_use(pictures: Mapping[str, Sequence], rows: int) -> None:
             used = dict(zip(step.row, zip(step.request, step.count, step.kind, strict=True), strict=True))
             for row in range(rows):
                 name, count, kind = used.get(row, (None, 0, None))
-                shade = IDLE if name is None else color[name]
-                axis.add_patch(plt.Rectangle((at, row), 0.94, 0.9, color=shade, alpha=0.4 if kind == "decode" else 1))
-                text = "idle" if name is None else f"{name}  {count}" if kind == "prefill" else name
-                if name is None and (stands := _between(steps, at, row)):
-                    text = f"{stands} waits"
-                style = {"color": "white", "weight": "bold"} if kind == "prefill" else {"color": "dimgray"}
+                if name is not None:
+                    shade, text = (PREFILL, f"{name}  {count}") if kind == "prefill" else (DECODE, name)
+                elif stands := _between(steps, at, row):
+                    shade, text = WAITS, f"{stands} waits"
+                else:
+                    shade, text = IDLE, "idle"
+                axis.add_patch(plt.Rectangle((at, row), 0.94, 0.9, color=shade))
+                style = {"color": "#404040"} if name is None else {"color": "white", "weight": "bold"}
                 axis.text(at + 0.47, row + 0.48, text, ha="center", va="center", fontsize=9, **style)
             axis.text(at + 0.47, rows + 0.4, sum(step.count), ha="center", va="center", fontsize=8, color="dimgray")
         busy = sum(len(step.row) for step in steps) / (rows * len(steps))
@@ -76,16 +78,19 @@ def timelines(traces: Mapping[str, Trace], rows: int, x: str = "steps") -> None:
     plt.show()
 
 
-def padded(counts: Sequence[int]) -> None:
+def padded(step) -> None:
     """One step's tokens twice, on one scale: padded to a rectangle, and one behind the other."""
+    counts = step.count
     longest, starts = max(counts), np.cumsum([0, *counts]).tolist()
     options = {"figsize": (11, 1.5 + 0.24 * len(counts)), "height_ratios": (len(counts), 1)}
     _, axes = plt.subplots(2, 1, sharex=True, layout="constrained", **options)
     for row, (count, start) in enumerate(zip(counts, starts[:-1], strict=True)):
-        shade = COLORS[row % len(COLORS)]
+        shade = PREFILL if step.kind[row] == "prefill" else DECODE
         axes[0].barh(row, longest - count, left=count, height=0.86, color=IDLE, hatch="///", edgecolor=WAITS)
         axes[0].barh(row, count, height=0.86, color=shade)
         axes[1].barh(0, count, left=start, height=0.86, color=shade)
+        if row:
+            axes[1].axvline(start, color="white", linewidth=1.5)
     places = f"padded (hatched): {len(counts)} rows x {longest} = {len(counts) * longest} places"
     axes[0].set_title(places, fontsize=10, loc="left")
     axes[0].set(ylim=(len(counts) - 0.5, -0.5))
@@ -136,7 +141,7 @@ def chase(pictures: Mapping[str, tuple[Sequence, str, int]]) -> None:
 def trade(budgets: Sequence[int], lines: Mapping[str, Sequence[float]], unit: str = "milliseconds") -> None:
     """Waits against the token budget of a step, both axes by doublings. lines: what is waited for -> one a budget."""
     _, axis = plt.subplots(figsize=(7.5, 3.2), layout="constrained")
-    for color, (name, values) in zip((COLORS[1], COLORS[0]), lines.items(), strict=False):
+    for color, (name, values) in zip((PREFILL, DECODE), lines.items(), strict=False):
         axis.plot(budgets, values, "o-", color=color, label=name)
     axis.set_xscale("log", base=2)
     axis.set_xticks(budgets, [f"{budget:,}" for budget in budgets])
@@ -151,7 +156,7 @@ def waits(policies: Mapping[str, Sequence[tuple[int, int, bool]]]) -> None:
     """How long each request waited for its first token. policies: title -> (when it came, wait, is long) of each."""
     _, axes = plt.subplots(1, len(policies), figsize=(11, 2.9), sharey=True, layout="constrained")
     for axis, (title, points) in zip(axes, policies.items(), strict=True):
-        for long, color, label in ((False, COLORS[0], "short prompts"), (True, COLORS[4], "long prompts")):
+        for long, color, label in ((False, COLORS[5], "short prompts"), (True, COLORS[4], "long prompts")):
             mine = [(came, wait) for came, wait, is_long in points if is_long == long]
             axis.vlines(*zip(*((came, 0, wait) for came, wait in mine), strict=True), color=color, linewidth=1)
             axis.plot(*zip(*mine, strict=True), "o", color=color, markersize=4, label=label)

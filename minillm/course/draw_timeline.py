@@ -7,6 +7,7 @@ import numpy as np
 from minillm.trace import Mirror, StepRows, Tables, Trace, TraceError, replay
 
 IDLE, WAITS, PREFILL, DECODE = range(4)
+NOTHING = 255  # between two steps: left white
 STATES = ("idle", "waits", "prefill", "decode")
 COLORS = ("#eeeeee", "#bab0ac", "#f58518", "#4c78a8")
 REQUESTS = ("#4c78a8", "#f58518", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#eeca3b", "#54a24b")
@@ -54,7 +55,7 @@ def draw_timeline(
 
     axis: one of several, to show traces side by side; default: a figure of its own. rows: how many, to give several
     the same height. steps: only these columns. labels: the requests' names (what follows the last "-") where they
-    have room. A white line begins each request.
+    have room. A white line begins each request; white is also the time between two steps.
     """
     import matplotlib.pyplot as plt
     from matplotlib.colors import ListedColormap
@@ -74,14 +75,15 @@ def draw_timeline(
     for column in columns:
         if begins[column] > edges[-1]:
             edges.append(begins[column])
-            filled.append(np.zeros(height, np.uint8))
+            filled.append(np.full(height, NOTHING, np.uint8))
         edges.append(max(ends[column], edges[-1]))
         filled.append(states[:, column])
     own = axis is None
     if own:
         _, axis = plt.subplots(figsize=(10, min(1.2 + 0.22 * height, 6)), layout="constrained")
     picture = {"cmap": ListedColormap(COLORS), "vmin": 0, "vmax": len(COLORS) - 1, "rasterized": True}
-    axis.pcolormesh(edges, np.arange(height + 1) - 0.5, np.array(filled).T, **picture)
+    drawn = np.ma.masked_equal(np.array(filled).T, NOTHING)
+    axis.pcolormesh(edges, np.arange(height + 1) - 0.5, drawn, **picture)
     if height <= 64:
         axis.hlines(np.arange(1, height) - 0.5, edges[0], edges[-1], color="white", linewidth=0.8)
     per_character = 0.012 * (edges[-1] - edges[0]) * 10 / axis.figure.get_figwidth()

@@ -9,7 +9,9 @@ from matplotlib import pyplot as plt
 from matplotlib.colors import to_hex
 
 from minillm import LLM, SamplingParams
+from minillm.course import draw_batching
 from minillm.course.draw_timeline import (
+    COLORS,
     DECODE,
     IDLE,
     PREFILL,
@@ -85,6 +87,29 @@ def test_the_timeline_shows_the_steps_asked_for_alone(chunked):
     draw_timeline(chunked, steps=range(5, 10), title="five steps")
     assert plt.gca().get_xlim() == (5, 10) and plt.gca().get_title() == "five steps"
     assert (plt.gca().collections[0].get_array() == row_states(chunked)[0][:, 5:10]).all()
+
+
+def test_time_between_steps_is_left_white_and_an_idle_row_is_grey():
+    trace = traced([[5] * 6, [6] * 3], [3, 6], run_ahead=0)
+    states, steps = row_states(trace)
+    assert (states == IDLE).any()
+    draw_timeline(trace, x="time")
+    mesh = plt.gca().collections[0]
+    drawn, edges = mesh.get_array(), mesh.get_coordinates()[0, :, 0]
+    between = np.ma.getmaskarray(drawn).all(axis=0)
+    assert between.any() and drawn.count() == (~between).sum() * len(drawn), "a row is white within a step"
+    gap = sum(after.launched - before.read for before, after in zip(steps, steps[1:], strict=False))
+    assert np.diff(edges)[between].sum() == pytest.approx(gap)
+    assert (drawn[:, ~between] == states).all()
+
+
+def test_rows_have_the_same_colors_in_cells_as_in_timelines(chunked):
+    states, steps = row_states(chunked)
+    draw_batching.rows_in_use({"chunked": steps}, rows=len(states))
+    drawn = [to_hex(box.get_facecolor()) for box in plt.gca().patches]
+    shown = [COLORS[state] for column in states.T for state in column]
+    pairs = [pair for pair in zip(drawn, shown, strict=True) if pair[1] not in (COLORS[WAITS], COLORS[IDLE])]
+    assert len({shade for _, shade in pairs}) == 2 and all(one == other for one, other in pairs)
 
 
 def test_what_cannot_be_drawn_is_said(chunked):
