@@ -7,18 +7,21 @@ from torch import Tensor
 
 @dataclass
 class Rows:
-    """Some requests' query tokens, packed one after the other, and the cache blocks they attend to."""
+    """Some requests' query tokens, packed one after the other, and the cache blocks they attend to.
+
+    In a captured step there is padding: rows of length 0, whose output is zeros, with slots of -1.
+    """
 
     tokens: int  # query tokens of all rows together
     block_table: Tensor  # [groups, rows, blocks] int32, cut to the longest row; unused entries are 0
     lengths: Tensor  # [rows] int32: keys that each row's last query sees, itself included
     query_start: Tensor  # [rows + 1] int32: row r's queries are q[query_start[r] : query_start[r + 1]]
-    max_queries: int  # the largest number of queries in a row
+    max_queries: int  # as many queries as a row may have here; not below the largest number
 
 
 @dataclass
 class Batch:
-    """One ragged forward: decode rows first, then prefill chunks, without padding.
+    """One ragged forward: decode rows first, then prefill chunks, one behind the other.
 
     Decode rows all carry the same number of queries (one, unless tokens are speculated); prefill rows carry any.
     """

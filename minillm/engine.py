@@ -95,8 +95,9 @@ class Engine:
         self.max_model_len = self.config.max_model_len or self.model_config.max_model_len
         with launches.using(self._launches):
             self.runner = Runner(self.model, self.config, self.max_model_len)
-            if self.plan is not None and self.runner.graphs is not None:
+            if self.plan is not None and self.plan.graphs and self.runner.graphs is not None:
                 self.runner.graphs.capture(map(tuple, self.plan.graphs))
+                self.runner.graphs.capture_mixed()
         self.in_flight: deque[Launched] = deque()
         self.tracked: dict[str, Tracked] = {}
         self._watched: dict[int, Tracked] = {}  # by row

@@ -101,15 +101,26 @@ class DecodeGraphs:
         """Capture these steps (rows, width in blocks) now; batches are then padded to one of their sizes."""
         steps = sorted(steps, reverse=True)  # the largest first: the others fit into its memory
         for size, width in steps:
-            self.graphs.get((size, width)) or self._capture(size, width)
+            self.captured(size, width)
         if steps:
             self.sizes = sorted({size for size, _ in steps} | {self.sizes[-1]})
 
     def capture_all(self) -> None:
         """Capture every size of batch with the least width of tables, and every shape with prompts."""
         self.capture([(size, self.width(1)) for size in self.sizes])
-        for shape in reversed(self.mixed.shapes if self.mixed else ()):
-            self.graphs.mixed.get(shape) or self.mixed.capture(shape)
+        self.capture_mixed()
+
+    def capture_mixed(self) -> None:
+        """Capture every shape of a step with prompts."""
+        if self.mixed and self.graphs.operations.engines_own:
+            for shape in reversed(self.mixed.shapes):
+                self.mixed.captured(shape)
+
+    def close(self) -> None:
+        """Give the graphs' memory back now: they and what captures them know each other, and wait for the collector."""
+        self.graphs.clear()
+        self.graphs.mixed.clear()
+        self.mixed = None
 
     def can_run(self, step: Step) -> bool:
         """Nobody asks for more of sampling than the fast path, and the operations may be captured."""
@@ -126,7 +137,7 @@ class DecodeGraphs:
         size = next(size for size in self.sizes if size >= count)
         blocks = -(-int(step.starts.max() + 1) // self.runner.block_size)
         width = self.width(blocks)
-        graph = self.graphs.get((size, width)) or self._capture(size, width)
+        graph = self.captured(size, width)
         rows, positions = self._sent
         if not (np.array_equal(rows, step.rows) and np.array_equal(positions, step.starts)):
             padded = np.full(size, len(self.position) - 1, np.int64)
@@ -141,7 +152,7 @@ class DecodeGraphs:
         return graph.out[:count]
 
     def launch_mixed(self, step: Step) -> Tensor | None:
-        """Replay a step with prompts in it; the ids of the rows that sample, or None if no captured one is like it."""
+        """Replay a step with prompts in it; the ids of the rows that sample, or None if no shape has room for it."""
         shape = self.mixed.shape(step) if self.mixed and self.graphs.operations.engines_own else None
         if shape is None:
             return None
@@ -164,11 +175,14 @@ class DecodeGraphs:
         padding = torch.full_like(out, len(self.position) - 1)
         self._sample(padding, self._logits(padding, width), out)
 
-    def _capture(self, size: int, width: int) -> Graph:
+    def captured(self, size: int, width: int) -> Graph:
+        """The graph of `size` rows with tables of `width` blocks, captured now if need be."""
+        if (size, width) in self.graphs:
+            return self.graphs[size, width]
         # Into the largest's memory all others fit, in whatever order they come. Not so with a replaced operation: it
         # may gather what the engine's own never holds, and nobody has kept memory free for that.
         if not self.graphs and (size, width) != self.largest and self.graphs.operations.engines_own:
-            self._capture(*self.largest)
+            self.captured(*self.largest)
         out = torch.empty(size, dtype=torch.int64, device=self.runner.device)
         self._rehearse(width, out)
         to_sample: tuple[Tensor, ...] = ()

@@ -5,14 +5,14 @@ what differs from step to step (which row a token is of, where a row's queries b
 captured kernels read. Attention's grid is as wide as the captured step allows; programs without a query end at once.
 
     tokens of a step:   decodes, one each, padded | prompts' tokens, row after row, padded
-    rows of a step:     decodes, padded           | prompts, padded
+    rows of a step:     decodes, padded           | prompts, padded, and a last row that the tokens' padding belongs to
 
-Padding is computed with the rest. Up to some hundred tokens that costs nothing, since a step takes the time that it
+Padding is computed with the rest. Up to some hundred tokens that costs little, since a step takes the time that it
 takes to read the weights; beyond the largest shape the GPU is busy for longer than launching takes, and the step is
-launched kernel by kernel.
+launched kernel by kernel. The shapes were chosen on an H200.
 """
 
-from itertools import accumulate, pairwise, product, starmap
+from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
 import numpy as np
@@ -26,25 +26,22 @@ from .model import Model
 from .scheduler import Step
 
 DECODES = (16, 64, 256)
-TOKENS = (64, 256, 512, 1024)
+TOKENS = (64, 128, 256, 512, 768, 1024)
 PROMPTS = 64  # at most in one step; of few tokens, a quarter as many as tokens
 NARROW = 1024  # tokens a row: up to this a graph has narrow block tables, so that attention splits them less
 
 
 class Shape(NamedTuple):
-    """What a captured step has room for; ordered by the memory that it takes."""
+    """What a captured step has room for; the last of all shapes has the most of everything."""
 
     tokens: int  # of prompts
     decodes: int
+    prompts: int
     width: int  # blocks of a table
 
     @property
-    def prompts(self) -> int:
-        return max(1, min(PROMPTS, self.tokens // 4))
-
-    @property
     def rows(self) -> int:
-        return self.decodes + self.prompts
+        return self.decodes + self.prompts + 1
 
 
 class Inputs(NamedTuple):
@@ -57,11 +54,11 @@ class Inputs(NamedTuple):
     order: Tensor  # [rows]: places of the rows that sample, first
     token_rows: Tensor  # [tokens]: the row of each token of a prompt
     token_positions: Tensor  # [tokens]
-    query_start: Tensor  # [prompts + 1]: among the prompts' tokens
+    query_start: Tensor  # [prompts + 2]: among the prompts' tokens
 
     @staticmethod
     def sizes(shape: Shape) -> tuple[int, ...]:
-        return (shape.rows,) * 5 + (shape.tokens,) * 2 + (shape.prompts + 1,)
+        return (shape.rows,) * 5 + (shape.tokens,) * 2 + (shape.prompts + 2,)
 
 
 class MixedGraphs:
@@ -69,11 +66,13 @@ class MixedGraphs:
 
     def __init__(self, graphs, config: EngineConfig):
         self.graphs, self.runner = graphs, graphs.runner
-        full = self.runner.block_table.shape[2]
+        full, budget = self.runner.block_table.shape[2], config.max_num_batched_tokens
         widths = {min(full, -(-NARROW // self.runner.block_size)), full}
-        decodes = {min(count, config.max_num_seqs) for count in DECODES}
-        tokens = {min(count, config.max_num_batched_tokens) for count in TOKENS}
-        self.shapes = sorted(starmap(Shape, product(tokens, decodes, widths)))
+        decodes = {min(count, config.max_num_seqs, budget) for count in DECODES}
+        self.shapes = [
+            Shape(tokens, rows, min(PROMPTS, max(1, tokens // 4), config.max_num_seqs), width)
+            for tokens, rows, width in sorted(product({min(count, budget) for count in TOKENS}, decodes, widths))
+        ]
         most = sum(Inputs.sizes(self.shapes[-1]))
         self.inputs = torch.zeros(most, dtype=torch.int64, device=self.runner.device)
 
@@ -97,14 +96,21 @@ class MixedGraphs:
         )
         return next(fitting, None)
 
-    def launch(self, step: Step, shape: Shape) -> Tensor:
-        """Replay the step; the ids [those that sample], on the device until the next launch."""
-        graph, out = self.graphs.graphs.mixed.get(shape) or self.capture(shape)
-        self._send(step, shape)
+    def launch(self, step: Step, shape: Shape) -> Tensor | None:
+        """Replay the step; the ids [those that sample], on the device until the next launch.
+
+        None, and never again this shape, if there is no memory to capture it: the step can still be launched without.
+        """
+        try:
+            graph, out = self.captured(shape)
+        except torch.OutOfMemoryError:
+            self.shapes.remove(shape)
+            return None
+        self._fill(step, shape)
         graph.replay()
         return out[: np.count_nonzero(step.samples)]
 
-    def _send(self, step: Step, shape: Shape) -> None:
+    def _fill(self, step: Step, shape: Shape) -> None:
         packed = self._packed(step, shape)
         self.inputs[: len(packed)] = self.runner._send(packed)[0]
 
@@ -128,27 +134,33 @@ class MixedGraphs:
         count = int(ends[-1]) if len(ends) else 0
         sent.token_rows[:count] = np.repeat(step.rows[singles:], queries)
         sent.token_positions[:count] = np.arange(count) - np.repeat(ends - queries - step.starts[singles:], queries)
-        sent.query_start[1:] = count
+        sent.query_start[1:-1] = count
         sent.query_start[1 : len(ends) + 1] = ends
+        sent.query_start[-1] = shape.tokens
         return np.concatenate(found)
 
     # ---- capturing
 
     @torch.inference_mode()
-    def capture(self, shape: Shape) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Capture a step of this shape now: the graph, and where it puts its tokens."""
-        graphs = self.graphs
+    def captured(self, shape: Shape) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """The graph of this shape, captured now if need be, and where it puts its tokens."""
+        graphs, have = self.graphs, self.graphs.graphs.mixed
+        if shape in have:
+            return have[shape]
+        # What takes most comes first, here as among the decodes: into its memory the others fit.
         if not graphs.graphs:
-            graphs._capture(*graphs.largest)  # the step that takes most comes first
+            graphs.captured(*graphs.largest)
+        if not have and shape != self.shapes[-1]:
+            self.captured(self.shapes[-1])
         out = torch.empty(shape.rows, dtype=torch.int64, device=self.runner.device)
         self.rehearse(shape)
-        graphs.graphs.mixed[shape] = captured = graphs.record(lambda: self._run(shape, out)), out
-        return captured
+        have[shape] = graphs.record(lambda: self._run(shape, out)), out
+        return have[shape]
 
     def rehearse(self, shape: Shape) -> None:
         """Run padding alone: nothing changes, but kernels are compiled, and libraries allocate what they want."""
         nothing = np.zeros(0, np.int32)
-        self._send(Step(0, nothing, nothing, nothing, nothing.astype(bool), 0), shape)
+        self._fill(Step(0, nothing, nothing, nothing, nothing.astype(bool), 0), shape)
         self._run(shape, torch.empty(shape.rows, dtype=torch.int64, device=self.runner.device))
 
     def _run(self, shape: Shape, out: Tensor) -> None:

@@ -158,6 +158,8 @@ class Runner:
 
     def close(self) -> None:
         """Let go of the cache and the graphs now: graphs and runner know each other, and wait for the collector."""
+        if self.graphs is not None:
+            self.graphs.close()
         self.caches, self.graphs, self._decoding, self._sampled = [], None, (None, None), None
 
     # ---- memory
@@ -252,7 +254,10 @@ class Runner:
         widths = {graphs.width(blocks) for blocks in range(1, self.block_table.shape[2] + 1)}
         count = len(graphs.sizes) * len(widths) + (len(graphs.mixed.shapes) if graphs.mixed else 0)
         kept = CAPTURE_BYTES + count * GRAPH_BYTES
-        return self._reserved_by(graphs.rehearse_largest) + kept
+        try:
+            return self._reserved_by(graphs.rehearse_largest) + kept
+        finally:
+            graphs.close()
 
     @torch.inference_mode()
     def _reserved_by(self, run: Callable[[], None]) -> int:

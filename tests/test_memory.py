@@ -100,8 +100,8 @@ def test_the_largest_graph_is_rehearsed_for_its_memory_and_captured_first(llm):
     llm.engine.runner.tokens_run = 0
     with emulated_graphs():
         reckoned = llm.engine.runner._measure_graphs(replace(CONFIG, max_num_seqs=9))
-        # Batches of 1, 2, 4, 8 and 9 rows, and prompts of 64, 256, 512 and 1024 tokens; tables of 16 blocks.
-        assert reckoned == 5 + CAPTURE_BYTES + (5 + 4) * GRAPH_BYTES
+        # Batches of 1, 2, 4, 8 and 9 rows, and prompts of 64 to 1024 tokens in six shapes; tables of 16 blocks.
+        assert reckoned == 5 + CAPTURE_BYTES + (5 + 6) * GRAPH_BYTES
         with LLM(device="cpu", max_num_seqs=4, max_model_len=512) as other:
             other.generate([[5, 6], [7, 8]], SamplingParams(max_tokens=4, ignore_eos=True))
             assert list(other.engine.runner.graphs.graphs) == [(4, 32), (2, 16)]

@@ -1,7 +1,11 @@
 """Which steps with prompts in them run as graphs, and what is sent to those that do; tokens: test_random_requests."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
+import torch
 
 import minillm
 from minillm import LLM, SamplingParams
@@ -14,12 +18,26 @@ PLAIN = {"max_tokens": 2, "temperature": 0, "ignore_eos": True}
 PROMPTS = [[5, 6, 7], [8, 9], [10]]
 
 
+OPTIONS = {"dtype": "float32", "device": "cpu", "max_num_seqs": 32, "max_model_len": 256, "block_size": 4}
+
+
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory):
+def directory(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
     models.make("gemma-multi-query").save_pretrained(directory)
-    options = {"max_num_seqs": 32, "max_num_batched_tokens": 300, "max_model_len": 256, "block_size": 4}
-    with emulated_graphs(), LLM(directory, dtype="float32", device="cpu", **options) as llm:
+    return directory
+
+
+@pytest.fixture(scope="module")
+def llm(directory):
+    with emulated_graphs(), LLM(directory, max_num_batched_tokens=300, **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture
+def small(directory):
+    """An engine of its own for a test: shapes of 64 and of 70 tokens."""
+    with emulated_graphs(), LLM(directory, max_num_batched_tokens=70, **OPTIONS) as llm:
         yield llm
 
 
@@ -34,17 +52,17 @@ def step(decodes: int, prompts: list[int], start: int = 0) -> Step:
 @pytest.mark.parametrize(
     "of, shape",
     [
-        (step(0, [3]), (64, 16, 64)),
-        (step(16, [30, 34]), (64, 16, 64)),
-        (step(17, [64]), (64, 32, 64)),
-        (step(4, [65]), (256, 16, 64)),
-        (step(4, [2] * 16), (64, 16, 64)),
-        (step(4, [2] * 17), (256, 16, 64)),  # more prompts than a quarter of the tokens
-        (step(0, [100, 157]), (300, 16, 64)),
-        (step(32, [150, 150]), (300, 32, 64)),
+        (step(0, [3]), (64, 16, 16, 64)),
+        (step(16, [30, 34]), (64, 16, 16, 64)),
+        (step(17, [64]), (64, 32, 16, 64)),
+        (step(4, [65]), (128, 16, 32, 64)),
+        (step(4, [2] * 16), (64, 16, 16, 64)),
+        (step(4, [2] * 17), (128, 16, 32, 64)),  # more prompts than a quarter of the tokens
+        (step(0, [100, 157]), (300, 16, 32, 64)),
+        (step(32, [150, 150]), (300, 32, 32, 64)),
         (step(32, [150, 151]), None),  # more tokens than any
         (step(33, [8]), None),  # more decodes
-        (step(0, [2] * 65), None),  # more prompts
+        (step(0, [2] * 33), None),  # more prompts
     ],
     ids=str,
 )
@@ -72,7 +90,7 @@ def test_what_is_sent_names_each_token_and_each_row(llm):
     )
     shape = mixed.shape(of)
     packed = mixed._packed(of, shape)
-    sizes = [shape.rows] * 5 + [shape.tokens] * 2 + [shape.prompts + 1]
+    sizes = [shape.rows] * 5 + [shape.tokens] * 2 + [shape.prompts + 2]
     assert len(packed) == sum(sizes)
     rows, positions, sampling, last, order, token_rows, token_positions, starts = np.split(
         packed, np.cumsum(sizes)[:-1]
@@ -86,7 +104,7 @@ def test_what_is_sent_names_each_token_and_each_row(llm):
     assert order[:3].tolist() == [0, 1, first + 1]
     assert token_rows[:5].tolist() == [5, 5, 5, 0, 0] and (token_rows[5:] == padding).all()
     assert token_positions[:5].tolist() == [0, 1, 2, 6, 7]
-    assert starts.tolist() == [0, 3, 5] + [5] * (shape.prompts - 2)
+    assert starts.tolist() == [0, 3, 5] + [5] * (shape.prompts - 2) + [shape.tokens], "padding belongs to the last row"
 
 
 def replays(llm) -> int:
@@ -124,8 +142,64 @@ def test_heads_that_attention_has_no_kernel_for_have_no_such_graphs(tmp_path):
         assert len(llm.generate(PROMPTS, SamplingParams(**PLAIN))) == 3
 
 
-def test_warming_up_captures_every_shape_within_the_largest_graphs_memory(llm):
-    llm.warm_up()
-    graphs = llm.engine.runner.graphs
-    assert graphs.graphs.mixed.keys() == set(graphs.mixed.shapes)
-    assert graphs.largest in graphs.graphs
+def test_warming_up_captures_every_shape_the_largest_first(small):
+    small.warm_up()
+    graphs = small.engine.runner.graphs
+    captured = list(graphs.graphs.mixed)
+    assert set(captured) == set(graphs.mixed.shapes) and list(graphs.graphs)[0] == graphs.largest
+    for most in zip(*captured, strict=True):
+        assert max(most) == most[0], "into the first one's memory the others fit"
+
+
+def test_the_first_prompt_has_the_largest_shape_captured_before_its_own(small):
+    small.generate(PROMPTS, SamplingParams(**PLAIN))
+    graphs = small.engine.runner.graphs
+    assert list(graphs.graphs.mixed) == [graphs.mixed.shapes[-1], graphs.mixed.shapes[0]]
+
+
+def test_a_shape_without_memory_for_its_graph_is_launched_without(llm, small, monkeypatch):
+    wanted = llm.generate(PROMPTS, SamplingParams(**PLAIN))
+    mixed = small.engine.runner.graphs.mixed
+    shapes = list(mixed.shapes)
+
+    def full(shape):
+        raise torch.OutOfMemoryError("no memory is left")
+
+    monkeypatch.setattr(mixed, "rehearse", full)
+    found = small.generate(PROMPTS, SamplingParams(**PLAIN))
+    assert mixed.shapes == shapes[1:] and not small.engine.runner.graphs.graphs.mixed
+    assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
+
+
+def test_warming_up_leaves_a_readers_operation_out_of_these_graphs(small):
+    seen = []
+
+    def mine(q, cache, table, lengths, *rest, **options):
+        seen.append(lengths.min().item())
+        return torch.zeros_like(q)
+
+    with minillm.using(capturable=True, prefill_attention=mine):
+        small.warm_up()
+        assert not small.engine.runner.graphs.graphs.mixed
+    assert min(seen) > 0, "rows without a key are padding, which no reader's operation is given here"
+
+
+def test_shapes_have_no_more_rows_than_a_step_can_have(directory):
+    with emulated_graphs(), LLM(directory, **OPTIONS | {"max_num_seqs": 1}) as llm:
+        assert {(shape.decodes, shape.prompts) for shape in llm.engine.runner.graphs.mixed.shapes} == {(1, 1)}
+    with emulated_graphs(), LLM(directory, max_num_batched_tokens=8, **OPTIONS) as llm:
+        assert {shape.decodes for shape in llm.engine.runner.graphs.mixed.shapes} == {8}
+
+
+def test_closing_frees_the_graphs_at_once(small):
+    small.generate(PROMPTS, SamplingParams(**PLAIN))
+    graphs = small.engine.runner.graphs
+    kept = [weakref.ref(graph.graph) for graph in graphs.graphs.values()]
+    kept += [weakref.ref(graph) for graph, _ in graphs.graphs.mixed.values()]
+    del graphs
+    gc.disable()
+    try:
+        small.close()
+        assert len(kept) > 2 and all(each() is None for each in kept)
+    finally:
+        gc.enable()

@@ -31,6 +31,7 @@ class Setting:
     """How the engine runs; the defaults are those of the engine."""
 
     graphs: bool = True
+    prompts_in_graphs: bool = True
     sampling_in_graph: bool = True
     single_row: bool = True  # the fused step of one request
     run_ahead: int = 1
@@ -82,14 +83,17 @@ def groups(device: str, model: ModelConfig, requests: int) -> Groups:
     ahead = {"run-ahead": {str(steps): Setting(run_ahead=steps) for steps in (0, 1, 3)}}
     if device == "cpu":
         return ahead | {"operations": {"reference": Setting(operations="reference"), "fast CPU": Setting()}}
-    unfused = Setting(single_row=False)
+    # Steps with prompts are graphs with the engine's own operations and sampling alone: where one side of a comparison
+    # has others, neither has them.
+    decodes = Setting(prompts_in_graphs=False)
+    unfused = replace(decodes, single_row=False)
     attention = {"torch": replace(unfused, operations="torch attention"), "Triton": unfused}
     fusion = {"plain torch": replace(unfused, operations="plain torch"), "a kernel an operation": unfused}
     if requests == 1:
-        fusion["five launches a layer"] = Setting()
+        fusion["five launches a layer"] = decodes
     return {
-        "CUDA graphs": {"off": Setting(graphs=False), "on": Setting()},
-        "sampling": {"behind the graph": Setting(sampling_in_graph=False), "in the graph": Setting()},
+        "CUDA graphs": {"off": Setting(graphs=False), "decodes alone": decodes, "on": Setting()},
+        "sampling": {"behind the graph": replace(decodes, sampling_in_graph=False), "in the graph": decodes},
         "temperature": {"0, greedy": Setting(temperature=0.0), "1, sampled": Setting()},
         **ahead,
         **({} if model.attention_soft_cap else {"decode attention": attention}),
@@ -109,11 +113,14 @@ def applied(llm, setting: Setting) -> Iterator[None]:
         from ..graphs import DecodeGraphs
 
         parts = {"single_row": setting.single_row, "sampling": setting.sampling_in_graph}
+        parts |= {"mixed": setting.prompts_in_graphs}
         runner.graphs = DecodeGraphs(runner, engine.config, **parts)
     try:
         with using(capturable=True, **OPERATIONS[setting.operations]):
             yield
     finally:
+        if runner.graphs is not None and runner.graphs is not before[1]:
+            runner.graphs.close()
         engine.config, runner.graphs = before
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # the setting's graphs

@@ -99,7 +99,7 @@ def step_seconds(runner: Runner, traffic: Traffic, shape: Shape) -> float:
     graphs.position[:size] = max(min(traffic.input_len + traffic.output_len // 2, longest), 0)
     graphs.temperature.fill_(1.0)
     runner.block_table.random_(runner.num_blocks)
-    captured = graphs._capture(size, width).graph
+    captured = graphs.captured(size, width).graph
     captured.replay()
     return statistics.median(tuning.replay_seconds(captured, REPLAYS))
 
@@ -160,7 +160,7 @@ def budget_rates(llm: LLM, plan: Plan) -> tuple[dict[int, float], dict]:
     """Budget of tokens a step -> prompt tokens a second while the traffic begins; and the problems its steps ask for.
 
     All requests at once and a few tokens of each answer: prompts that are computed alone would praise small budgets,
-    which in truth make more steps that also decode, and those run outside the graphs.
+    which in truth make more steps that also decode.
     """
     traffic, own = plan.traffic, plan.options["max_num_batched_tokens"]
     requests = max(1, min(traffic.concurrency, PROMPT_TOKENS // traffic.input_len))
@@ -204,13 +204,14 @@ def memory_taken(model: str | Path | None, plan: Plan, out: Path, device: str) -
         if runner.graphs is not None:
             with launches.using(plan.table()):
                 runner.graphs.capture(map(tuple, plan.graphs))
+                runner.graphs.capture_mixed()
         torch.cuda.empty_cache()
         taken = {
             "weights": llm.engine.model.nbytes,
             "graphs": max(before - torch.cuda.mem_get_info(device)[0], 0),
             "cache": runner.num_blocks * runner.block_bytes,
         }
-        runner.graphs, runner.caches = None, []
+        runner.close()
         gc.collect()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)

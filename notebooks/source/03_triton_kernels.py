@@ -860,7 +860,7 @@ draw.lanes(
 # the device, records a graph for each of some batch sizes, and pads a batch to the next one:
 
 # %%
-# ENGINE: minillm.graphs:DecodeGraphs._capture
+# ENGINE: minillm.graphs:DecodeGraphs.captured
 # ENGINE: minillm.graphs:batch_sizes
 
 # %% [markdown]

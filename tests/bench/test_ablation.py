@@ -1,6 +1,7 @@
 """The ablation changes one thing at a time, puts it back, and its stand-in for the kernel is right."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -35,8 +36,10 @@ def test_on_a_gpu_settings_of_a_group_differ_in_one_thing():
             values = [vars(setting) for setting in settings.values()]
             differing = {name for name in values[0] if len({each[name] for each in values}) > 1}
             # Fusion goes in two steps: plain torch, a kernel an operation, and for one request the fused step.
-            assert len(differing) == (2 if (group, requests) == ("fusion", 1) else 1), group
-            assert Setting() in settings.values() or Setting(single_row=False) in settings.values()
+            steps = [("fusion", 1), ("CUDA graphs", requests)]  # no graphs, decodes alone, prompts too
+            assert len(differing) == (2 if (group, requests) in steps else 1), group
+            decodes = Setting(prompts_in_graphs=False)
+            assert {Setting(), decodes, replace(decodes, single_row=False)} & set(settings.values())
 
 
 def test_a_settings_temperature_is_that_of_its_requests(model_directory, monkeypatch):

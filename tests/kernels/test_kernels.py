@@ -206,6 +206,22 @@ def test_prefill_attention(heads, kv_heads, dim, block_size, dtype, window, soft
     assert_close("prefill_attention", got, wanted, dtype)
 
 
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_captured_steps_padding_gets_zeros_and_changes_nothing(dtype, window, device):
+    """Rows without queries, a last row without keys that the padding belongs to, and room for more than there are."""
+    queries, padding = [5, 1], 11
+    cache, table, lengths = paged_cache([9, 4, 0, 0, 0], 1, 64, 4, dtype, device)
+    starts = torch.tensor([0, 5, 6, 6, 6, 6 + padding], dtype=torch.int32, device=device)
+    q = random_tensor(6 + padding, 4, 64, dtype=dtype, device=device)
+    options = {"scale": 0.125, "window": window}
+    got = kernels.prefill_attention(q, cache, table, lengths, starts, max_queries=40, **options)
+    alone = kernels.prefill_attention(
+        q[:6].contiguous(), cache, table[:2], lengths[:2], starts[:3], max_queries=max(queries), **options
+    )
+    assert got[:6].equal(alone) and not got[6:].any()
+
+
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size", "dtype"), [layout[:5] for layout in STREAMS])
 def test_keys_that_lie_unturned_are_turned_as_they_are_read(heads, kv_heads, dim, block_size, dtype, window, device):
