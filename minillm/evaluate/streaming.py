@@ -25,7 +25,7 @@ def streaming(
     attention_sinks: int = 4,
     attention_window: int = 1024,
     times: int = 4,
-    every: int = 64,
+    every: int = 16,
     **options,
 ) -> Iterator[dict]:
     """One result a way of reading, in the form of a record, on the embedded text, `times` the model's context long.

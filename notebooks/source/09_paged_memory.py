@@ -959,7 +959,7 @@ draw.over_time(trace)
 #
 # How good is a text far beyond the context? **Perplexity** says among how many equally likely tokens a model hesitates,
 # on average; 1 is certainty. (It is $e$ to the mean of $-\log p$ of the tokens that really come.) From the committed
-# record of a CPU: a text of 8,192 tokens, four times the context, scored at 96 tokens behind the context's end.
+# record of a CPU: a text of 8,192 tokens, four times the context, scored at 384 tokens behind the context's end.
 # *Recomputed* is the right way and the slow one: the newest 1,024 tokens computed afresh for every token.
 
 # %%
