@@ -21,13 +21,14 @@ from .config import ConfigError, EngineConfig, ModelConfig
 from .kernels import launches
 from .kv_cache import BlockPool
 from .loader import check_tokenizer, load_model, read_config, resolve
+from .output_text import OutputText
 from .plan import Plan
 from .policies import POLICIES
 from .request import Completion, Delta, InvalidRequest, Request, SamplingParams
 from .runner import Launched, Results, Runner
 from .sampler import derived_seed
 from .scheduler import Scheduler
-from .tokenizer import StreamingDetokenizer, Tokenizer
+from .tokenizer import Tokenizer
 from .trace import Trace
 
 Listener = Callable[[Delta], None]
@@ -40,17 +41,14 @@ class Tracked:
     request: Request
     completion: Completion
     listener: Listener | None = None
-    detokenizer: StreamingDetokenizer | None = None
+    output: OutputText | None = None  # where somebody needs text token by token
     wants_text: bool = True  # False: whoever asked makes text of the ids itself
-    text: str = ""  # all text so far, where somebody needs it token by token
-    told: int = 0  # characters of it that the listener has
-    searched: int = 0  # characters of it that no stop string can begin in
     row: int = -1  # where it was last admitted
 
     @property
     def watched(self) -> bool:
         """Whether each of its tokens must be looked at as it comes."""
-        return self.listener is not None or self.detokenizer is not None or self.completion.logprobs is not None
+        return self.listener is not None or self.output is not None or self.completion.logprobs is not None
 
 
 class Engine:
@@ -201,7 +199,7 @@ class Engine:
         completion.prompt_logprobs = None if params.prompt_logprobs is None else [None] * len(ids)
         tracked = Tracked(request, completion, listener, wants_text=wants_text)
         if self.tokenizer is not None and (params.stop or (listener is not None and wants_text)):
-            tracked.detokenizer = StreamingDetokenizer(self.tokenizer)
+            tracked.output = OutputText(self.tokenizer, params.stop, params.min_tokens)
         return tracked
 
     def submit(self, tracked: Tracked) -> None:
@@ -336,33 +334,18 @@ class Engine:
         if completion.logprobs is not None:
             logprobs = [results.logprobs[row]]
             completion.logprobs += logprobs
-        stopped_by_token = request.finish_reason == "stop"
-        if tracked.detokenizer is not None and not stopped_by_token:
-            tracked.text += tracked.detokenizer.add([token])
-        found, stop = None, request.params.stop
-        if stop and len(completion.token_ids) >= request.params.min_tokens:
-            if request.finish_reason is not None:
-                tracked.text += tracked.detokenizer.flush()
-            found = _first_stop(tracked.text, tracked.searched, stop)
-            tracked.searched = max(0, len(tracked.text) - max(map(len, stop)) + 1)
-        if found is not None:
-            place, string = found
-            tracked.text = tracked.text[:place]
-            if request.finish_reason is None:
+        if tracked.output is not None:
+            tracked.output.add([token], request.finish_reason)
+            string = tracked.output.stop_string
+            if string is not None and request.finish_reason is None:
                 self.scheduler.finish(request, "stop", string)
-                self._finish(tracked, [token], logprobs)
-                return
-            request.finish_reason, request.stop_reason = "stop", string
-        if tracked.listener is not None and request.finish_reason is None:
-            tracked.listener(Delta(self._new_text(tracked, stop), [token], logprobs))
-        elif tracked.listener is not None:
+            elif string is not None:
+                request.finish_reason, request.stop_reason = "stop", string
+        if request.finish_reason is not None:
             self._finish(tracked, [token], logprobs)
-
-    def _new_text(self, tracked: Tracked, stop: Sequence[str]) -> str:
-        """Text the listener does not have yet, without an end that may become a stop string."""
-        safe = len(tracked.text) - max((_overlap(tracked.text, string) for string in stop), default=0)
-        start, tracked.told = tracked.told, max(safe, tracked.told)
-        return tracked.text[start : tracked.told]
+        elif tracked.listener is not None:
+            text = "" if tracked.output is None else tracked.output.new()
+            tracked.listener(Delta(text, [token], logprobs))
 
     def _finish(self, tracked: Tracked, token_ids: Sequence[int] = (), logprobs: list | None = None) -> None:
         """Complete a request's result and hand it over, once."""
@@ -372,20 +355,18 @@ class Engine:
         completion.finish_reason, completion.stop_reason = request.finish_reason, request.stop_reason
         completion.finish_time = time.perf_counter()
         completion.token_ids = request.known[len(request.prompt) :].tolist()
-        if tracked.detokenizer is not None:
-            if not isinstance(request.stop_reason, str):
-                tracked.text += tracked.detokenizer.flush()
-            completion.text = tracked.text
-        elif self.tokenizer is not None and tracked.wants_text:
-            shown = completion.token_ids[:-1] if request.finish_reason == "stop" else completion.token_ids
-            # Not `decode`: a padded vocabulary has ids that are no token, and sampling may choose one.
-            detokenizer = StreamingDetokenizer(self.tokenizer)
-            completion.text = detokenizer.add(shown) + detokenizer.flush()
+        output = tracked.output
+        if output is None and self.tokenizer is not None and tracked.wants_text:
+            output = OutputText(self.tokenizer)
+            output.add(completion.token_ids, request.finish_reason)
+        if output is not None:
+            output.end()
+            completion.text = output.text
         del self.tracked[request.request_id]
         self._watch(tracked, -1)  # whoever listens is kept no longer
         self._finished.append(completion)
         if tracked.listener is not None:
-            text = completion.text[tracked.told :]
+            text = "" if output is None else output.new()
             reason, stop_reason = completion.finish_reason, completion.stop_reason
             tracked.listener(Delta(text, list(token_ids), logprobs, reason, stop_reason, completion))
 
@@ -422,19 +403,3 @@ class Engine:
         self.model = self.runner = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-
-def _first_stop(text: str, start: int, stop: Sequence[str]) -> tuple[int, str] | None:
-    """Where the earliest stop string begins, looking from `start` on, and which it is."""
-    found = [(text.find(string, start), string) for string in stop]
-    return min((pair for pair in found if pair[0] >= 0), default=None)
-
-
-def _overlap(text: str, string: str) -> int:
-    """Length of the longest end of `text` with which `string` begins."""
-    start = max(0, len(text) - len(string) + 1)
-    while (start := text.find(string[0], start)) >= 0:
-        if string.startswith(text[start:]):
-            return len(text) - start
-        start += 1
-    return 0

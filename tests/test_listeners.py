@@ -1,12 +1,10 @@
 """Who listens to a request may fail, or end another's: everybody else still hears how theirs ended."""
 
 import asyncio
-import itertools
 
 import pytest
 
 from minillm import LLM, AsyncLLM, SamplingParams
-from minillm.engine import _overlap
 
 LONG = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True)
 ENDLESS = SamplingParams(max_tokens=1000, ignore_eos=True)
@@ -70,10 +68,3 @@ def test_a_failure_takes_no_answer_from_a_stream_that_had_ended():
             streams.close()
 
     asyncio.run(work())
-
-
-def test_text_that_may_become_a_stop_string_is_held_back_and_no_more():
-    words = ["".join(letters) for size in range(6) for letters in itertools.product("ab", repeat=size)]
-    for text, string in itertools.product(words, words[1:]):
-        ends = [size for size in range(len(string)) if text.endswith(string[:size])]
-        assert _overlap(text, string) == ends[-1], (text, string)

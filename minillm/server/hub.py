@@ -40,7 +40,7 @@ class Job:
     @property
     def with_text(self) -> bool:
         """Whether its text is made here, for stop strings or by the user's own tokenizer."""
-        return self.prepared.tracked.detokenizer is not None
+        return self.prepared.tracked.output is not None
 
 
 class Hub:

@@ -28,8 +28,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from minillm.output_text import OutputText
 from minillm.request import Completion, Delta, InvalidRequest, SamplingParams
-from minillm.tokenizer import StreamingDetokenizer, Tokenizer
+from minillm.tokenizer import Tokenizer
 
 SIZES = struct.Struct("<II")  # bytes of JSON, bytes of numbers
 NUMBER = "q"
@@ -109,7 +110,7 @@ class Choice:
 
     def __init__(self, index: int, prompt: Prompt, tokenizer: Tokenizer | None, params: SamplingParams):
         self.index = index
-        self.detokenizer = StreamingDetokenizer(tokenizer) if tokenizer is not None else None
+        self.output = OutputText(tokenizer) if tokenizer is not None else None
         self.completion = Completion("", prompt.ids or [])
         if params.logprobs is not None:
             self.completion.logprobs = []
@@ -117,10 +118,9 @@ class Choice:
     def take(self, event: dict) -> Delta:
         ids, reason = event["ids"], event.get("reason")
         text = event.get("text")
-        if text is None and self.detokenizer is not None:
-            # The token that ended the output is no part of the text.
-            text = self.detokenizer.add(ids[:-1] if reason == "stop" else ids)
-            text += self.detokenizer.flush() if reason else ""
+        if text is None and self.output is not None:
+            self.output.add(ids, reason)
+            text = self.output.new()
         done = self.completion
         done.text += text or ""
         done.token_ids += ids
