@@ -136,8 +136,11 @@ class AsyncLLM:
 
     def abort(self, request_id: str) -> None:
         """End a request; its stream ends with finish_reason "abort". From any thread."""
-        if not self._closing:
-            self._tell(lambda: self._attempt(lambda: self.engine.abort(request_id)))
+        self._end(lambda: self.engine.abort(request_id))
+
+    def stop(self, request_id: str, string: str) -> None:
+        """End a request in whose text the caller found a stop string. From any thread."""
+        self._end(lambda: self.engine.stop(request_id, string))
 
     def stats(self) -> dict[str, int]:
         return self.engine.stats()
@@ -155,6 +158,10 @@ class AsyncLLM:
             self._closing = True
             self._wake.notify()
         self._thread.join()
+
+    def _end(self, command: Callable[[], None]) -> None:
+        if not self._closing:
+            self._tell(lambda: self._attempt(command))
 
     def _tell(self, command: Callable[[], None]) -> None:
         with self._wake:

@@ -215,10 +215,17 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End a request now; its blocks are free at the next step. An unknown or finished id is no error."""
+        self._end(request_id, "abort")
+
+    def stop(self, request_id: str, string: str) -> None:
+        """End a request like `abort`, but as its stop string does: for whoever makes its text, and found one there."""
+        self._end(request_id, "stop", string)
+
+    def _end(self, request_id: str, reason: str, stop_reason: str | None = None) -> None:
         with self.lock:
             if (tracked := self.tracked.get(request_id)) is not None:
                 with self._or_abandon():
-                    self.scheduler.finish(tracked.request, "abort")
+                    self.scheduler.finish(tracked.request, reason, stop_reason)
                 self._finish(tracked)
 
     @property

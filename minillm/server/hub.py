@@ -37,11 +37,6 @@ class Job:
     prepared: Prepared | None = None
     told_prompt: bool = False  # whether the worker has the prompt's log-probabilities
 
-    @property
-    def with_text(self) -> bool:
-        """Whether its text is made here, for stop strings or by the user's own tokenizer."""
-        return self.prepared.tracked.output is not None
-
 
 class Hub:
     """Connects an engine with its workers.
@@ -56,6 +51,7 @@ class Hub:
         self.metrics = Metrics()
         self.texts = TokenTexts(engine.tokenizer)
         directory = engine.engine.tokenizer_directory
+        # Whether all text is made here: no worker can read a tokenizer that is an object of the user's own.
         self.reads_text = engine.tokenizer is not None and directory is None
         self.hello = {
             "op": "hello",
@@ -197,7 +193,7 @@ class Line:
             if isinstance(delta, Exception):
                 self.jobs.pop(job.key, None)
                 events.append({"key": job.key, "error": str(delta) or type(delta).__name__})
-            elif job.with_text or delta.logprobs or delta.finish_reason or len(delta.token_ids) != 1:
+            elif self.hub.reads_text or delta.logprobs or delta.finish_reason or len(delta.token_ids) != 1:
                 events.append(self._event(job, delta))
             else:
                 plain.append(job.key)
@@ -206,7 +202,7 @@ class Line:
 
     def _event(self, job: Job, delta: Delta) -> dict:
         event: dict[str, Any] = {"key": job.key, "ids": delta.token_ids}
-        if job.with_text:
+        if self.hub.reads_text:
             event["text"] = delta.text
         if delta.logprobs is not None:
             event["logprobs"] = delta.logprobs
@@ -254,6 +250,11 @@ class Line:
             job = self.jobs.get(key)
             if job is not None:
                 self.engine.abort(job.prepared.request_id)
+
+    def _on_stopped(self, _, *, key: int, string: str) -> None:
+        job = self.jobs.pop(key, None)  # it is answered, and leaves its place to the worker's next
+        if job is not None:
+            self.engine.stop(job.prepared.request_id, string)
 
     def _on_submit(self, numbers: array, *, key: int, prompts: list[dict], params: list[dict]) -> None:
         choices = len(prompts) * len(params)

@@ -6,6 +6,7 @@ would. All tokens that a step made for a worker travel in one message.
 From a worker:
     submit      key of the first choice; prompts; params; numbers: the prompts' ids, one after the other
     abort       keys
+    stopped     key, string: a stop string ended the text; what is generated beyond it is of no use
     ask         id, what, arguments: answered by a reply with the same id
     answered    status: an HTTP answer, to be counted
     ready, failed (why)
@@ -110,29 +111,32 @@ class Choice:
 
     def __init__(self, index: int, prompt: Prompt, tokenizer: Tokenizer | None, params: SamplingParams):
         self.index = index
-        self.output = OutputText(tokenizer) if tokenizer is not None else None
+        self.output = OutputText(tokenizer, params.stop, params.min_tokens) if tokenizer is not None else None
         self.completion = Completion("", prompt.ids or [])
         if params.logprobs is not None:
             self.completion.logprobs = []
 
     def take(self, event: dict) -> Delta:
-        ids, reason = event["ids"], event.get("reason")
-        text = event.get("text")
-        if text is None and self.output is not None:
-            self.output.add(ids, reason)
+        """What the engine tells, without the tokens after a stop string; one that is found ends the choice."""
+        ids, reason, stop = event["ids"], event.get("reason"), event.get("stop")
+        text, logprobs, done = event.get("text", ""), event.get("logprobs"), self.completion
+        if self.output is not None:
+            ids = ids[: self.output.add(ids, reason)]
+            if self.output.stop_string is not None:
+                reason, stop = "stop", self.output.stop_string
+            elif reason is not None:
+                self.output.end()
             text = self.output.new()
-        done = self.completion
-        done.text += text or ""
+        done.text += text
         done.token_ids += ids
-        logprobs = event.get("logprobs")
         if logprobs is not None:
-            logprobs = [_with_ids(entry) for entry in logprobs]
+            logprobs = [_with_ids(entry) for entry in logprobs[: len(ids)]]
             done.logprobs += logprobs
         if "prompt_logprobs" in event:
             done.prompt_logprobs = [_with_ids(entry) for entry in event["prompt_logprobs"]]
-        delta = Delta(text or "", ids, logprobs, reason, event.get("stop"))
+        delta = Delta(text, ids, logprobs, reason, stop)
         if reason is not None:
-            done.finish_reason, done.stop_reason = reason, delta.stop_reason
+            done.finish_reason, done.stop_reason = reason, stop
             delta.completion = done
         return delta
 
@@ -179,13 +183,16 @@ class RemoteEngine(asyncio.Protocol):
         Choices are numbered prompt by prompt. All run, or none: raises InvalidRequest or Busy before the first
         delta; EngineError at any time. Leaving early aborts what runs.
         """
-        queue: asyncio.Queue[tuple[Choice, dict] | Exception] = asyncio.Queue()
+        queue: asyncio.Queue[tuple[Choice, Delta] | Exception] = asyncio.Queue()
         mine: dict[int, Choice] = {}
         for index, (prompt, each) in enumerate(itertools.product(prompts, params)):
             mine[next(self._keys)] = Choice(index, prompt, self.tokenizer, each)
         self._choices |= {key: (choice, queue) for key, choice in mine.items()}
         message = {"op": "submit", "key": min(mine), "prompts": [each.form for each in prompts]}
         message["params"] = [_changed(each) for each in params]
+        if self.tokenizer is not None:  # stop strings are looked for where text is made
+            for each in message["params"]:
+                each.pop("stop", None)
         try:
             self._send(message, itertools.chain.from_iterable(prompt.ids or () for prompt in prompts))
             left = len(mine)
@@ -193,8 +200,7 @@ class RemoteEngine(asyncio.Protocol):
                 item = await queue.get()
                 if isinstance(item, Exception):
                     raise item
-                choice, event = item
-                delta = choice.take(event)
+                choice, delta = item
                 left -= delta.finish_reason is not None
                 yield choice, delta
         finally:
@@ -265,13 +271,24 @@ class RemoteEngine(asyncio.Protocol):
 
     def _gained(self, key: int, event: dict) -> None:
         found = self._choices.get(key)
-        if found is None:  # aborted: what was under way still comes
+        if found is None:  # aborted, or ended by a stop string: what was under way still comes
             return
         choice, queue = found
-        error = event.get("error")
-        if error is not None or event.get("reason") is not None:
+        if event.get("error") is not None:
             del self._choices[key]
-        queue.put_nowait((choice, event) if error is None else EngineError(error))
+            queue.put_nowait(EngineError(event["error"]))
+            return
+        # Here, not where it is awaited: however slowly a client reads, the engine hears of a stop string at once.
+        try:
+            delta = choice.take(event)
+        except Exception as mistake:  # of the tokenizer's: it ends this request, and no other
+            queue.put_nowait(mistake)
+            return
+        if delta.finish_reason is not None:
+            del self._choices[key]
+            if event.get("reason") is None:
+                self._send({"op": "stopped", "key": key, "string": delta.stop_reason})
+        queue.put_nowait((choice, delta))
 
     def _on_prompts(self, numbers: array, *, key: int, lengths: list[int], choices: int) -> None:
         """choices: how many share each prompt."""

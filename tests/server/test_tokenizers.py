@@ -1,5 +1,6 @@
 """The reader's own tokenizer serves too: workers leave text to the engine's process where theirs is not the one."""
 
+import dataclasses
 import json
 
 import httpx
@@ -90,8 +91,12 @@ def test_an_object_of_the_readers_own_writes_chats(ask, llm):
 def test_stops_echoes_and_logprobs_are_the_objects_own_too(ask, llm):
     whole = llm.generate("The river", PARAMS)[0].text
     stop = whole[5:8]
-    choice, _ = ask(prompt="The river", stop=stop)
-    assert choice["text"] == whole[: whole.index(stop)]
+    expected = llm.generate("The river", dataclasses.replace(PARAMS, stop=stop))[0]
+    for body in ({"prompt": "The river", "stop": stop}, streamed({"prompt": "The river", "stop": stop})):
+        choice, usage = ask(**body)
+        assert choice["text"] == whole[: whole.index(stop)]
+        assert choice["token_ids"] == expected.token_ids
+        assert usage["completion_tokens"] == len(expected.token_ids) < 12
     ids = llm.tokenizer.encode("The river")
     choice, _ = ask(prompt=ids, echo=True, logprobs=1)
     assert choice["text"] == "THE RIVER" + whole
