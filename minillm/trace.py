@@ -5,8 +5,9 @@
     for step in replay(Trace.read("run.jsonl")):
         print(step.number, step.request, step.kind, step.count)
 
-Events say what changed and no more: a decode step of 3,000 rows is one `launch`. Recording appends a tuple; names,
-dictionaries and JSON are made when a trace is written or read.
+Events say what changed and no more: a decode step of 3,000 rows is one `launch`. Recording appends an entry, a tuple,
+which is several events where these come together; a line of a file is an entry as a JSON list. Names and dictionaries
+are made when a trace is read.
 """
 
 import json
@@ -57,8 +58,9 @@ class Trace:
 
     def __init__(self, path: str | Path | None = None):
         self.path = None if path is None else Path(path)
-        self._entries: list[tuple] = []  # (event, time, *values), arrays by reference
-        self._began: float | None = None  # at the first scheduler
+        self._entries: list[tuple] = []  # (event, microseconds, *values), arrays by reference
+        self._evicted: list[int] = []  # blocks given out anew since the newest entry
+        self._began: int | None = None  # at the first scheduler, in nanoseconds
         self._written = time.perf_counter()
         self._file = None
         if path is not None:
@@ -75,26 +77,29 @@ class Trace:
         """Record what a new scheduler does from now on."""
         if scheduler.launched != scheduler.read or scheduler.has_work:
             raise ValueError("a trace can only begin while nothing runs: its events tell changes")
-        self._began = self._began or time.perf_counter()
+        self._began = self._began or time.perf_counter_ns()
         scheduler.trace = self
         if hasattr(scheduler.pool, "on_evict"):
-            scheduler.pool.on_evict = self.evict
+            scheduler.pool.on_evict = self._evicted.append
         rows, blocks = len(scheduler.requests), scheduler.pool.num_blocks
         self._add("begin", rows, blocks, scheduler.block_size, scheduler.launched)
 
     def _add(self, event: str, *values) -> None:
-        self._entries.append((event, time.perf_counter() - self._began, *values))
+        at = (time.perf_counter_ns() - self._began) // 1000
+        if self._evicted:  # for the event that comes now
+            self._entries.append(("evict", at, self._evicted.copy()))
+            self._evicted.clear()
+        self._entries.append((event, at, *values))
 
     def submit(self, request) -> None:
         self._add("submit", request.request_id, len(request.prompt))
 
     def admit(self, scheduler, request, blocks: np.ndarray) -> None:
         """blocks: [groups, n]; those of the tokens that are computed were found in the cache."""
-        row = request.row
-        known, computed, limit = (int(each[row]) for each in (scheduler.known, scheduler.computed, scheduler.limit))
-        self._add("admit", scheduler.launched + 1, request.request_id, row, known, computed, limit, blocks)
-        if computed:
-            self._add("share", request.request_id, row, computed, blocks[:, : computed // scheduler.block_size])
+        row, step = request.row, scheduler.launched + 1
+        known, computed = scheduler.known.item(row), scheduler.computed.item(row)
+        shared = computed // scheduler.block_size
+        self._add("admit", step, request.request_id, row, known, computed, request.limit, blocks, shared)
 
     def grow(self, rows: np.ndarray, columns: np.ndarray, blocks: np.ndarray) -> None:
         self._add("grow", rows, columns, blocks)
@@ -104,9 +109,6 @@ class Trace:
         blocks = [block for block, found in zip(keys, pool.lookup(keys.values()), strict=False) if found == block]
         if blocks:
             self._add("register", row, blocks)
-
-    def evict(self, block: int) -> None:
-        self._add("evict", block)
 
     def release(self, rows: np.ndarray, blocks: np.ndarray, step: int) -> None:
         """rows [n], blocks [n]: who lets go of which; step: the newest that may touch them."""
@@ -143,23 +145,22 @@ class Trace:
     @property
     def events(self) -> list[dict]:
         """All events so far, oldest first: {"event", "time": seconds since the trace began, ...FIELDS}."""
-        if self.path is None:
-            return [event for entry in list(self._entries) for event in _events(entry)]
-        self.flush()
-        return list(_read(self.path))
+        return [event for entry in self._recorded() for event in _events(entry)]
 
     @classmethod
     def read(cls, path: str | Path) -> "Trace":
         """A trace from a file, also one still being written: a torn last line is left out. Raises TraceError."""
         trace = cls()
-        for event in _read(Path(path)):
-            names = FIELDS[event["event"]]
-            trace._entries.append((event["event"], event["time"], *(event[name] for name in names)))
+        trace._entries.extend(_read(Path(path)))
         return trace
 
     def write(self, path: str | Path) -> None:
         """Write the events so far into a file."""
-        Path(path).write_text("".join(_line(event) for event in self.events), encoding="utf-8")
+        Path(path).write_text("".join(map(_line, self._recorded())), encoding="utf-8")
+
+    def _recorded(self) -> list[tuple]:
+        self.flush()
+        return list(self._entries if self.path is None else _read(self.path))
 
     def flush(self) -> None:
         """Bring the file up to now; in memory there is nothing to do."""
@@ -170,7 +171,7 @@ class Trace:
         if self._file is None:  # closed, or the disk is full
             return
         try:
-            self._file.writelines(_line(event) for entry in entries for event in _events(entry))
+            self._file.writelines(map(_line, entries))
             self._file.flush()
         except OSError as error:
             warnings.warn(f"the trace {self.path} ends here: {error.strerror}", RuntimeWarning, stacklevel=2)
@@ -190,38 +191,53 @@ class Trace:
 
 
 def _events(entry: tuple) -> Iterator[dict]:
-    event, at, *values = entry
+    kind, at, *values = entry
     values = [value.tolist() if isinstance(value, np.ndarray) else value for value in values]
-    if event == "chunk" and isinstance(values[1], list):  # the chunks of one step
+    for event, *each in _apart(kind, *values):
+        yield {"event": event, "time": at / 1e6, **dict(zip(FIELDS[event], each, strict=True))}
+
+
+def _apart(event: str, *values) -> Iterator[tuple]:
+    """The events, (event, *values), that an entry stands for."""
+    if event == "admit":  # shared: how many columns of blocks were found in the cache
+        *values, shared = values
+        yield event, *values
+        if shared:
+            _, request, row, _, computed, _, blocks = values
+            yield "share", request, row, computed, [group[:shared] for group in blocks]
+    elif event == "evict":  # several blocks
+        yield from ((event, block) for block in values[0])
+    elif event == "chunk":  # the chunks of one step
         step, *columns = values
-        for each in zip(*columns, strict=True):
-            yield {"event": event, "time": at, **dict(zip(FIELDS[event], (step, *each), strict=True))}
-    elif event == "release" and isinstance(values[0], list):  # the blocks of several rows
+        yield from ((event, step, *each) for each in zip(*columns, strict=True))
+    elif event == "release":  # the blocks of several rows
         rows, blocks, step = values
         for row in dict.fromkeys(rows):
-            gone = [block for owner, block in zip(rows, blocks, strict=True) if owner == row]
-            yield {"event": event, "time": at, "row": row, "blocks": gone, "step": step}
+            yield event, row, [block for owner, block in zip(rows, blocks, strict=True) if owner == row], step
     else:
-        yield {"event": event, "time": at, **dict(zip(FIELDS[event], values, strict=True))}
+        yield event, *values
 
 
-def _line(event: dict) -> str:
-    return json.dumps(event | {"time": round(event["time"], 6)}) + "\n"
+_encode = json.JSONEncoder(default=np.ndarray.tolist, check_circular=False).encode
 
 
-def _read(path: Path) -> Iterator[dict]:
+def _line(entry: tuple) -> str:
+    return _encode(entry) + "\n"
+
+
+def _read(path: Path) -> Iterator[tuple]:
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith("\n"):
                 return  # torn: it is being written, or its writer was killed
             try:
-                event = json.loads(line)
-                missing = {"time", *FIELDS[event["event"]]} - event.keys()
+                entry = tuple(json.loads(line))
+                list(_events(entry))
             except (ValueError, KeyError, TypeError):
-                raise TraceError(f"{path}, line {number} is no event of a trace: {line[:80]!r}") from None
-            if missing:
-                raise TraceError(f"{path}, line {number}: {event['event']} without {', '.join(sorted(missing))}")
-            yield event
+                raise TraceError(
+                    f"{path}, line {number} is no entry of a trace, [event, microseconds, ...]: {line[:80]!r}"
+                ) from None
+            yield entry
 
 
 # ---- what the events add up to

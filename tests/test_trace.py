@@ -3,6 +3,7 @@
 import errno
 import json
 from collections import Counter
+from itertools import groupby, pairwise
 
 import numpy as np
 import pytest
@@ -225,7 +226,7 @@ def test_blocks_let_go_of_are_free_once_the_steps_that_see_them_are_read():
     trace.watch(scheduler)
     tell = trace._add
     tell("submit", "a", 6)
-    tell("admit", 0, "a", 1, 6, 0, 9, np.array([[0, 1, 2], [3, -1, -1]]))
+    tell("admit", 0, "a", 1, 6, 0, 9, np.array([[0, 1, 2], [3, -1, -1]]), 0)
     tell("chunk", 0, np.array([1]), np.array([0]), np.array([2]), np.array([0]))
     tell("launch", 0, 1)
     tell("grow", np.array([1, 1]), np.array([1, 2]), np.array([[-1, -1], [4, 5]]))
@@ -246,6 +247,62 @@ def test_blocks_let_go_of_are_free_once_the_steps_that_see_them_are_read():
     assert seen[2].states[4] == "free" and seen[2].holders[3] == 1 and seen[2].leaving == []
 
 
+# ---- entries
+
+
+class InTurn(Trace):  # keeps each call as it comes, evictions one by one
+    def watch(self, scheduler):
+        self.calls = []
+        super().watch(scheduler)
+        keep = scheduler.pool.on_evict
+        scheduler.pool.on_evict = lambda block: (self.calls.append(("evict", block)), keep(block))
+
+    def _add(self, event, *values):
+        self.calls.append((event, None))
+        super()._add(event, *values)
+
+
+def test_events_of_one_entry_read_in_the_order_in_which_they_came():
+    together = 0
+    for seed in range(30):
+        trace = Schedule(seed, InTurn()).run(150).trace
+        read = [(event["event"], event.get("block")) for event in trace.events if event["event"] != "share"]
+        several = ("chunk", "release")  # one call, an event a row
+        assert [key for key, run in groupby(read) for _ in (run if key[0] not in several else [0])] == trace.calls
+        together += len(read) - len(trace._entries)
+    assert together > 300
+
+
+def test_evictions_for_one_admission_are_one_entry_and_an_event_a_block():
+    scheduler = Scheduler(max_num_seqs=1, max_num_batched_tokens=40, max_model_len=40, block_size=4, num_blocks=9)
+    trace = Trace()
+    trace.watch(scheduler)
+    for name, prompt in (("first", np.arange(32)), ("second", np.arange(100, 132))):
+        scheduler.submit(Request(name, prompt, SamplingParams(max_tokens=1), limit=33))
+        scheduler.complete(scheduler.schedule(), np.array([7]))
+    assert [values for event, _, *values in trace._entries if event == "evict"] == [[[7, 6, 5, 4, 3, 2, 1]]]
+    kinds = [event["event"] for event in trace.events]
+    second = kinds.index("evict")
+    assert kinds[second - 1 : second + 8] == ["submit"] + ["evict"] * 7 + ["admit"]
+
+
+def test_what_an_admission_shares_follows_it_and_is_the_beginning_of_its_table():
+    shares = 0
+    for seed in range(30):
+        schedule = Schedule(seed).run(150)
+        events, tokens = schedule.trace.events, 0
+        for admit, after in pairwise(events):
+            assert (after["event"] == "share") == (admit["event"] == "admit" and admit["computed"] > 0)
+            if after["event"] == "share":
+                assert after["request"] == admit["request"] and after["row"] == admit["row"]
+                shared = after["tokens"] // events[0]["block_size"]
+                assert after["blocks"] == [group[:shared] for group in admit["blocks"]] and shared
+                tokens += after["tokens"]
+                shares += 1
+        assert tokens == schedule.scheduler.prefix_hits
+    assert shares > 100
+
+
 # ---- files
 
 
@@ -261,6 +318,27 @@ def test_a_file_holds_what_memory_holds(tmp_path):
         assert again.events == schedule.trace.events
 
 
+def test_a_file_and_memory_tell_the_same_and_a_line_is_an_entry(tmp_path):
+    for seed in range(10):
+        memory, file = Schedule(seed).run(150).trace, Schedule(seed, Trace(tmp_path / "trace.jsonl")).run(150).trace
+        file.close()
+        untimed = [[event | {"time": 0} for event in trace.events] for trace in (memory, file)]
+        assert untimed[0] == untimed[1]
+        lines = [json.loads(line) for line in file.path.read_text().splitlines()]
+        assert [line[0] for line in lines] == [entry[0] for entry in memory._entries]
+        memory.write(tmp_path / "copy.jsonl")
+        assert Trace.read(tmp_path / "copy.jsonl").events == memory.events
+
+
+def test_times_are_seconds_since_the_trace_began(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.perf_counter_ns", iter(range(10**12, 10**13, 3 * 10**9 // 2)).__next__)
+    trace = Schedule(1).trace
+    trace.arrived(0)
+    trace.write(tmp_path / "copy.jsonl")
+    for each in (trace, Trace.read(tmp_path / "copy.jsonl")):
+        assert [event["time"] for event in each.events] == [1.5, 3.0]
+
+
 def test_a_file_that_is_still_written_reads_up_to_any_byte(tmp_path):
     path = tmp_path / "trace.jsonl"
     schedule = Schedule(3, Trace(path)).run(60)
@@ -274,7 +352,18 @@ def test_a_file_that_is_still_written_reads_up_to_any_byte(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line", ["{", "[]", "7", '{"event": "admit"}', '{"event": "lunch", "time": 0}', '{"time": 0, "event": "read"}']
+    "line",
+    [
+        "{",
+        "[]",
+        "7",
+        '["admit"]',
+        '["lunch", 0]',
+        '["read", "soon", 1]',
+        '["evict", 0, 1]',
+        '["chunk", 0, 1, [1], [2], [], [4]]',
+        '{"event": "read", "time": 0, "step": 1}',
+    ],
 )
 def test_a_line_that_is_no_event_is_named(tmp_path, line):
     path = tmp_path / "trace.jsonl"
@@ -282,7 +371,7 @@ def test_a_line_that_is_no_event_is_named(tmp_path, line):
     schedule.trace.close()
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:4], line, *lines[4:]]) + "\n")
-    with pytest.raises(TraceError, match="line 5"):
+    with pytest.raises(TraceError, match=r"line 5 is no entry of a trace, \[event, microseconds, ...\]: '"):
         Trace.read(path)
 
 
