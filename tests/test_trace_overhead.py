@@ -3,10 +3,12 @@
 import itertools
 import math
 import random
+import time
 
 import pytest
 
 from minillm.bench import records
+from minillm.scheduler import Scheduler
 from tests import trace_overhead
 
 
@@ -53,6 +55,19 @@ def test_the_interval_has_the_median_in_at_least_nine_of_ten_cases_and_is_no_wid
         at = ordered.index(low) + 1
         narrower += ordered[at] <= median <= ordered[-1 - at]
     assert inside / 4000 > 0.89 and narrower / 4000 < 0.91
+
+
+def test_the_clock_of_the_hooks_counts_each_call_once(tmp_path, monkeypatch):
+    """A clock that goes on by one whenever it is read."""
+    trace = trace_overhead.Timed(tmp_path / "trace.jsonl")
+    trace.watch(Scheduler(max_num_seqs=1, max_num_batched_tokens=8, max_model_len=8, block_size=4, num_blocks=2))
+    monkeypatch.setattr(time, "perf_counter", itertools.count().__next__)
+    trace.arrived(0)
+    assert trace.seconds == 1
+    trace._written = -2.0  # long ago
+    trace.write_in_time()  # reads the clock, and once more in its flush, which is a hook too
+    assert trace.seconds == 1 + 3
+    trace.close()
 
 
 def test_too_few_pairs_give_no_interval():
