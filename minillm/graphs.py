@@ -6,13 +6,13 @@ host sends nothing but what changed in their block tables. Steps that also run p
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .batch import Batch, Rows
+from .capture import Graph, Replayed, capture
 from .config import EngineConfig
 from .kernels import decode_step
 from .mixed_graphs import MixedGraphs, Shape
@@ -22,15 +22,6 @@ from .scheduler import Step
 from .single_row import SingleRow
 
 NOTHING = (np.zeros(0, np.int32), np.zeros(0, np.int32))
-
-
-@dataclass
-class Graph:
-    """A captured step for up to `len(rows)` rows whose tables need up to `width` blocks."""
-
-    graph: torch.cuda.CUDAGraph
-    out: Tensor  # [rows] int64: what the step sampled
-    to_sample: tuple[Tensor, ...]  # logits, temperature and random number, where sampling is left out of the graph
 
 
 class CapturedSteps(dict[tuple[int, int], Graph]):
@@ -43,7 +34,7 @@ class CapturedSteps(dict[tuple[int, int], Graph]):
         super().__init__()
         self.operations, self.functions, self.version = operations, operations.functions, -1
         self.allowed = False  # whether what runs now may be captured
-        self.mixed: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.mixed: dict[Shape, Graph] = {}
 
     def follow(self) -> bool:
         """Drop what was captured from other operations than may be captured now; whether these may."""
@@ -61,9 +52,8 @@ class CapturedSteps(dict[tuple[int, int], Graph]):
 class DecodeGraphs:
     """The captured steps, and the device's state that they run on.
 
-    single_row=False leaves out the fused step of one request; sampling=False launches sampling behind the graph, which
-    then keeps each size's logits; mixed=False launches the kernels of steps with prompts one by one. All only cost
-    time.
+    single_row=False leaves out the fused step of one request; sampling=False launches sampling behind the graph;
+    mixed=False launches the kernels of steps with prompts one by one. All only cost time.
     """
 
     def __init__(
@@ -122,17 +112,12 @@ class DecodeGraphs:
         self.graphs.mixed.clear()
         self.mixed = None
 
-    def can_run(self, step: Step) -> bool:
-        """Nobody asks for more of sampling than the fast path, and the operations may be captured."""
-        runner = self.runner
-        return (
-            self.graphs.follow()
-            and not runner.sampler.general[step.rows].any()
-            and not (runner.logprobs[step.rows] >= 0).any()
-        )
+    def can_run(self) -> bool:
+        """Whether the operations that run now may be captured."""
+        return self.graphs.follow()
 
-    def launch(self, step: Step) -> Tensor:
-        """Replay a step of decodes; the sampled ids [rows], on the device until the next launch."""
+    def launch(self, step: Step) -> Replayed:
+        """Replay a step of decodes."""
         count = len(step.rows)
         size = next(size for size in self.sizes if size >= count)
         blocks = -(-int(step.starts.max() + 1) // self.runner.block_size)
@@ -146,18 +131,22 @@ class DecodeGraphs:
             self.rows[:size] = sent_rows
             self.position[sent_rows[:count]] = sent_positions.int()
         graph.graph.replay()
-        if graph.to_sample:
+        if not self.sampling:
             self._sample(self.rows[:size], graph.to_sample, graph.out)
         self._sent = (step.rows, step.starts + 1)
-        return graph.out[:count]
+        return Replayed(graph.out[:count], graph.to_sample[0], np.arange(count))
 
-    def launch_mixed(self, step: Step) -> Tensor | None:
-        """Replay a step with prompts in it; the ids of the rows that sample, or None if no shape has room for it."""
+    def launch_mixed(self, step: Step) -> Replayed | None:
+        """Replay a step with prompts in it; None if no shape has room for it."""
         shape = self.mixed.shape(step) if self.mixed and self.graphs.operations.engines_own else None
         if shape is None:
             return None
         self._sent = NOTHING  # the rows' positions on the device are this step's
-        return self.mixed.launch(step, shape)
+        graph = self.mixed.launch(step, shape)
+        if graph is None:
+            return None
+        places = self.mixed.places(step, shape)[step.samples]
+        return Replayed(graph.out[: len(places)], graph.to_sample[0], places)
 
     @property
     def largest(self) -> tuple[int, int]:
@@ -185,26 +174,22 @@ class DecodeGraphs:
             self.captured(*self.largest)
         out = torch.empty(size, dtype=torch.int64, device=self.runner.device)
         self._rehearse(width, out)
-        to_sample: tuple[Tensor, ...] = ()
 
-        def step() -> None:
-            nonlocal to_sample
+        def step() -> tuple[Tensor, ...]:
             to_sample = self._logits(self.rows[:size], width)
             if self.sampling:
                 self._sample(self.rows[:size], to_sample, out)
+            return to_sample
 
-        graph = self.record(step)
-        self.graphs[size, width] = captured = Graph(graph, out, () if self.sampling else to_sample)
+        self.graphs[size, width] = captured = self.record(step, out)
         return captured
 
-    def record(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """What `step` launches, as a graph; it is not run."""
-        graph = torch.cuda.CUDAGraph()
+    def record(self, step: Callable[[], tuple[Tensor, ...]], out: Tensor) -> Graph:
+        """What `step` launches, as a graph; it is not run. step: puts its tokens into `out`, returns `to_sample`."""
         # One pool for all: they never run at the same time. A pool that lost its graphs cannot be used again.
         others = next(iter(self.graphs.values()), None)
         try:
-            with torch.cuda.graph(graph, pool=others and others.graph.pool()):
-                step()
+            return capture(step, out, pool=others and others.graph.pool())
         except RuntimeError as error:
             if self.graphs.operations.engines_own:
                 raise
@@ -212,7 +197,6 @@ class DecodeGraphs:
                 f"a replaced operation cannot be captured in a CUDA graph ({error}): it may not read values back to "
                 "the host; leave out capturable=True, and it runs without graphs"
             ) from error
-        return graph
 
     def _logits(self, rows: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """The rows' logits, and the temperatures and random numbers to sample them with."""

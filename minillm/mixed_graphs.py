@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .batch import Batch, Rows
+from .capture import Graph
 from .config import EngineConfig
 from .kernels import decode_step, paged_attention
 from .model import Model
@@ -96,19 +97,26 @@ class MixedGraphs:
         )
         return next(fitting, None)
 
-    def launch(self, step: Step, shape: Shape) -> Tensor | None:
-        """Replay the step; the ids [those that sample], on the device until the next launch.
+    def launch(self, step: Step, shape: Shape) -> Graph | None:
+        """Replay the step; the graph's first ids are those of the rows that sample.
 
         None, and never again this shape, if there is no memory to capture it: the step can still be launched without.
         """
         try:
-            graph, out = self.captured(shape)
+            captured = self.captured(shape)
         except torch.OutOfMemoryError:
             self.shapes.remove(shape)
             return None
         self._fill(step, shape)
-        graph.replay()
-        return out[: np.count_nonzero(step.samples)]
+        captured.graph.replay()
+        return captured
+
+    @staticmethod
+    def places(step: Step, shape: Shape) -> np.ndarray:
+        """Where each row stands among the captured step's: prompts come behind the padding of the decodes."""
+        places = np.arange(len(step.rows))
+        places[step.singles :] += shape.decodes - step.singles
+        return places
 
     def _fill(self, step: Step, shape: Shape) -> None:
         packed = self._packed(step, shape)
@@ -118,9 +126,7 @@ class MixedGraphs:
         padding, singles = len(self.graphs.position) - 1, step.singles
         queries = step.queries[singles:]
         ends = np.cumsum(queries)
-        # Where each row stands among the step's rows; prompts come behind the padding of the decodes.
-        places = np.arange(len(step.rows))
-        places[singles:] += shape.decodes - singles
+        places = self.places(step, shape)
         found = [np.zeros(size, np.int64) for size in Inputs.sizes(shape)]
         sent = Inputs(*found)
         sent.rows[:] = sent.sampling[:] = sent.token_rows[:] = padding
@@ -142,8 +148,8 @@ class MixedGraphs:
     # ---- capturing
 
     @torch.inference_mode()
-    def captured(self, shape: Shape) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """The graph of this shape, captured now if need be, and where it puts its tokens."""
+    def captured(self, shape: Shape) -> Graph:
+        """The graph of this shape, captured now if need be."""
         graphs, have = self.graphs, self.graphs.graphs.mixed
         if shape in have:
             return have[shape]
@@ -154,8 +160,8 @@ class MixedGraphs:
             self.captured(self.shapes[-1])
         out = torch.empty(shape.rows, dtype=torch.int64, device=self.runner.device)
         self.rehearse(shape)
-        have[shape] = graphs.record(lambda: self._run(shape, out)), out
-        return have[shape]
+        have[shape] = captured = graphs.record(lambda: self._run(shape, out), out)
+        return captured
 
     def rehearse(self, shape: Shape) -> None:
         """Run padding alone: nothing changes, but kernels are compiled, and libraries allocate what they want."""
@@ -163,7 +169,7 @@ class MixedGraphs:
         self._fill(Step(0, nothing, nothing, nothing, nothing.astype(bool), 0), shape)
         self._run(shape, torch.empty(shape.rows, dtype=torch.int64, device=self.runner.device))
 
-    def _run(self, shape: Shape, out: Tensor) -> None:
+    def _run(self, shape: Shape, out: Tensor) -> tuple[Tensor, ...]:
         graphs, runner, model = self.graphs, self.runner, self.runner.model
         ends = [0, *accumulate(Inputs.sizes(shape))]
         sent = Inputs(*(self.inputs[begin:end] for begin, end in pairwise(ends)))
@@ -189,3 +195,4 @@ class MixedGraphs:
         sampled = model.ops.sample(logits, state["temperature"], state["uniform"])
         decode_step.advance(sent.sampling, sampled, graphs.position, runner.tokens, out)
         out.copy_(sampled[sent.order])
+        return logits, state["temperature"], state["uniform"]

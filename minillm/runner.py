@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .batch import Batch, Rows
+from .capture import Replayed
 from .config import ConfigError, EngineConfig
 from .kv_cache import LayerCache
 from .layer_groups import blocks_held
@@ -284,10 +285,10 @@ class Runner:
             return self._launch_decodes(step)
         self._decoding = (None, None)
         prompts = self._rows_wanting_prompt_logprobs(step)
-        if self.graphs is not None and not prompts and self.graphs.can_run(step):
-            sampled = self.graphs.launch_mixed(step)
-            if sampled is not None:
-                return Launched(step, sampled, [], [])
+        if self.graphs is not None and not prompts and self.graphs.can_run():
+            replayed = self.graphs.launch_mixed(step)
+            if replayed is not None:
+                return self._launched(step, replayed)
         last = np.cumsum(step.queries) - 1
         index = last[step.samples]
         if prompts:
@@ -308,8 +309,8 @@ class Runner:
 
     def _launch_decodes(self, step: Step) -> Launched:
         """A step in which every row runs its newest token."""
-        if self.graphs is not None and self.graphs.can_run(step):
-            return Launched(step, self.graphs.launch(step), [], [])
+        if self.graphs is not None and self.graphs.can_run():
+            return self._launched(step, self.graphs.launch(step))
         before, batch = self._decoding
         if (
             before is not None
@@ -329,6 +330,14 @@ class Runner:
         self._sampled, logprobs = self._sample(hidden, step.rows, step.starts + 1)
         return Launched(step, self._sampled, logprobs, [])
 
+    def _launched(self, step: Step, replayed: Replayed) -> Launched:
+        """A step that ran as a graph; rows that ask for more of sampling than it does are sampled again, behind it."""
+        rows, lengths = step.rows[step.samples], (step.starts + step.queries)[step.samples]
+        sampled, logits, places = replayed.sampled, replayed.logits, replayed.places
+        if self.sampler.correct(sampled, logits, places, rows, lengths, self.tokens):
+            self.tokens[self._send(rows, lengths)] = sampled.to(torch.int32)
+        return Launched(step, sampled, self._logprobs(logits, places, rows, sampled), [])
+
     def _sample(self, hidden: Tensor, rows: np.ndarray, lengths: np.ndarray) -> tuple[Tensor, list]:
         """Each row's next token, written to its place on the device; and the log-probabilities asked for."""
         logits = self.model.logits(hidden)
@@ -336,7 +345,7 @@ class Runner:
             self._keep_tokens(int(lengths.max()))
         sampled = self.sampler(logits, rows, lengths, self.tokens)
         self.tokens[self._send(rows, lengths)] = sampled.to(torch.int32)
-        return sampled, self._logprobs(logits, rows, sampled)
+        return sampled, self._logprobs(logits, np.arange(len(rows)), rows, sampled)
 
     def _update(self, step: Step) -> None:
         """Send the device what has changed since the last step."""
@@ -414,16 +423,16 @@ class Runner:
 
     # ---- log-probabilities, for those who asked
 
-    def _logprobs(self, logits: Tensor, rows: np.ndarray, sampled: Tensor) -> list:
-        """Grouped by how many each row wants: [(rows, (ids, values))]."""
+    def _logprobs(self, logits: Tensor, places: np.ndarray, rows: np.ndarray, sampled: Tensor) -> list:
+        """Grouped by how many each row wants: [(rows, (ids, values))]. places: [rows] of their logits."""
         wanted = self.logprobs[rows]
         found = []
         if (wanted < 0).all():
             return found
         for k in np.unique(wanted[wanted >= 0]):
             chosen = np.nonzero(wanted == k)[0]
-            index = self._send(chosen)[0]
-            found.append((rows[chosen], top_logprobs(logits[index], sampled[index], int(k))))
+            at, index = self._send(places[chosen], chosen)
+            found.append((rows[chosen], top_logprobs(logits[at], sampled[index], int(k))))
         return found
 
     def _rows_wanting_prompt_logprobs(self, step: Step) -> list[int]:

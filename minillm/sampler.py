@@ -37,26 +37,43 @@ def _mix(z: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
+# What reshapes a row's logits, and the value that asks for nothing.
+REPETITION = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+TRUNCATION = {"top_k": 0, "top_p": 1}
+MIN_P = {"min_p": 0}
+
+
 class Sampler:
-    """Sampling parameters in columns, one entry a row of the engine's device state."""
+    """Sampling parameters in columns, one entry a row of the engine's device state.
+
+    What a step needs of them is sent to the device as it is launched, and nothing is read back: so that a row which
+    asks for much keeps nobody waiting, the host least of all.
+    """
 
     def __init__(self, rows: int, device: torch.device, operations: OperationSet):
         self.ops = operations
         self.device = device
-        self.params: list[SamplingParams | None] = [None] * rows
         self.stop_ids: list[tuple[int, ...]] = [()] * rows
+        self.bias: list[dict[int, float]] = [{}] * rows
         self.prompt_length = np.zeros(rows, np.int64)
         self.mixed_seed = np.zeros(rows, np.uint64)
         self.temperature = np.zeros(rows, np.float32)
+        self.min_tokens = np.zeros(rows, np.int64)
+        self.biased = np.zeros(rows, bool)
         self.general = np.zeros(rows, bool)  # rows that need more than the fast path
+        self.wishes = {name: np.zeros(rows) for name in REPETITION | TRUNCATION | MIN_P}
 
     def admit(self, row: int, params: SamplingParams, seed: int, prompt_length: int, stop_ids: tuple[int, ...]) -> None:
-        self.params[row] = params
         self.stop_ids[row] = stop_ids
+        self.bias[row] = params.logit_bias or {}
         self.prompt_length[row] = prompt_length
         self.mixed_seed[row] = _mix(np.array([seed]).astype(np.uint64))[0]
         self.temperature[row] = params.temperature
+        self.min_tokens[row] = params.min_tokens
+        self.biased[row] = bool(params.logit_bias)
         self.general[row] = params.needs_general_path
+        for name, column in self.wishes.items():
+            column[row] = getattr(params, name)
 
     def __call__(self, logits: Tensor, rows: np.ndarray, lengths: np.ndarray, tokens: Tensor) -> Tensor:
         """The next token of each row.
@@ -64,19 +81,33 @@ class Sampler:
         logits: [n, vocab]; rows: [n]; lengths: [n] tokens each row has; tokens: [all rows, max length] the rows'
         tokens on the device. Returns [n] int64.
         """
-        general = np.nonzero(self.general[rows])[0]
-        if len(general) == 0:
-            return self._draw(logits, rows, lengths)
-        if len(general) == len(rows):
+        if self.general[rows].all():
             sampled = torch.empty(len(rows), dtype=torch.int64, device=self.device)
         else:
             sampled = self._draw(logits, rows, lengths)
+        self.correct(sampled, logits, np.arange(len(rows)), rows, lengths, tokens)
+        return sampled
+
+    def correct(
+        self,
+        sampled: Tensor,
+        logits: Tensor,
+        places: np.ndarray,
+        rows: np.ndarray,
+        lengths: np.ndarray,
+        tokens: Tensor,
+    ) -> bool:
+        """Put into `sampled` [n] the tokens of those rows that ask for more than the fast path; whether there are any.
+
+        places: [n] where each row's logits are; the rest as above.
+        """
+        general = np.nonzero(self.general[rows])[0]
         for start in range(0, len(general), GENERAL_AT_ONCE):
             piece = general[start : start + GENERAL_AT_ONCE]
-            at = self._tensor(piece)
-            shaped = self._reshape(_widened(logits[at]), rows[piece], lengths[piece], tokens)
-            sampled[at] = self._draw(shaped, rows[piece], lengths[piece], divided=True)
-        return sampled
+            chosen = logits[self._tensor(places[piece])]
+            shaped = self.reshape(_widened(chosen), rows[piece], lengths[piece], tokens)
+            sampled[self._tensor(piece)] = self._draw(shaped, rows[piece], lengths[piece], divided=True)
+        return len(general) > 0
 
     def _draw(self, logits: Tensor, rows: np.ndarray, lengths: np.ndarray, divided: bool = False) -> Tensor:
         """One token a row; divided: the logits have their temperature already, so it is 1, or 0 where it was."""
@@ -89,78 +120,72 @@ class Sampler:
         return self.ops.sample(logits, self._tensor(temperature), draws)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        """On the device; from a GPU nobody waits for it."""
+        tensor = torch.from_numpy(array)
+        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
 
-    def _reshape(self, shaped: Tensor, rows: np.ndarray, lengths: np.ndarray, tokens: Tensor) -> Tensor:
-        """Logits [n, vocab] of general rows -> what these rows ask for, divided by their temperature."""
-        params = [self.params[row] for row in rows]
+    def _asked(self, neutral: dict[str, float], rows: np.ndarray, dtype: torch.dtype) -> list[Tensor] | None:
+        """A column [n, 1] of each of these parameters; None where no row asks for any of them."""
+        values = np.stack([self.wishes[name][rows] for name in neutral])
+        if (values == np.array(list(neutral.values()))[:, None]).all():
+            return None
+        return list(self._tensor(values).to(dtype)[..., None])
+
+    def reshape(self, shaped: Tensor, rows: np.ndarray, lengths: np.ndarray, tokens: Tensor) -> Tensor:
+        """Logits [n, vocab] of general rows -> what these rows ask for, divided by their temperature; in place."""
         temperature = self.temperature[rows]
         generated = lengths - self.prompt_length[rows]
+        dtype = shaped.dtype
 
-        bias = [(i, token, value) for i, p in enumerate(params) for token, value in (p.logit_bias or {}).items()]
+        bias = [(i, *each) for i in np.nonzero(self.biased[rows])[0] for each in self.bias[rows[i]].items()]
         if bias:
-            i, token, value = (torch.tensor(column, device=self.device) for column in zip(*bias, strict=True))
-            shaped.index_put_((i, token), value.to(shaped.dtype), accumulate=True)
-        if any(p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty for p in params):
+            i, token, value = (self._tensor(np.array(column)) for column in zip(*bias, strict=True))
+            shaped.index_put_((i, token), value.to(dtype), accumulate=True)
+        if penalties := self._asked(REPETITION, rows, dtype):
             history, prompt = tokens[self._tensor(rows.astype(np.int64))], self.prompt_length[rows]
-            shaped = penalise(shaped, history, self._tensor(lengths), self._tensor(prompt), params)
-        early = [(i, s) for i, p in enumerate(params) if generated[i] < p.min_tokens for s in self.stop_ids[rows[i]]]
+            shaped = penalise(shaped, history, self._tensor(lengths), self._tensor(prompt), *penalties)
+        early = [(i, s) for i in np.nonzero(generated < self.min_tokens[rows])[0] for s in self.stop_ids[rows[i]]]
         if early:
-            i, token = (torch.tensor(column, device=self.device) for column in zip(*early, strict=True))
-            shaped.index_put_((i, token), torch.tensor(-torch.inf, dtype=shaped.dtype, device=self.device))
+            i, token = (self._tensor(np.array(column)) for column in zip(*early, strict=True))
+            shaped.index_put_((i, token), shaped.new_full((), -torch.inf))
 
-        shaped = shaped / self._tensor(np.where(temperature > 0, temperature, 1)).to(shaped.dtype)[:, None]
-        return truncate(shaped, params)
+        shaped /= self._tensor(np.where(temperature > 0, temperature, 1)).to(dtype)[:, None]
+        if min_p := self._asked(MIN_P, rows, dtype):
+            least = shaped.amax(-1, keepdim=True) + torch.log(min_p[0])
+            shaped.masked_fill_(shaped < least, -torch.inf)
+        if truncation := self._asked(TRUNCATION, rows, torch.float64):
+            top_k, top_p = truncation
+            shaped = self.ops.truncate(shaped, top_k[:, 0].long(), top_p[:, 0].to(dtype))
+        return shaped
 
 
 def _widened(logits: Tensor) -> Tensor:
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
 
-def penalise(logits: Tensor, history: Tensor, known: Tensor, prompt: Tensor, params: list[SamplingParams]) -> Tensor:
+def penalise(
+    logits: Tensor,
+    history: Tensor,
+    known: Tensor,
+    prompt: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> Tensor:
     """Repetition, presence and frequency penalties.  Lesson 02.
 
-    logits [n, vocab]; history [n, longest] token ids; known, prompt [n]: tokens of all, and of the prompt.
+    logits [n, vocab]; history [n, longest] token ids; known, prompt [n]: tokens of all, and of the prompt; the
+    penalties [n, 1].
     """
-    n, vocab = logits.shape
-
-    def column(name: str) -> Tensor:
-        return torch.tensor([getattr(p, name) for p in params], dtype=logits.dtype, device=logits.device)[:, None]
-
     place = torch.arange(history.shape[1], device=logits.device)
     seen = (place < known[:, None]).to(logits.dtype)
     output = seen * (place >= prompt[:, None])
-    zeros = logits.new_zeros(n, vocab)
+    zeros = torch.zeros_like(logits)
     ids = history.long()
     counted = zeros.scatter_add(1, ids, output)
-    seen = zeros.scatter_add(1, ids, seen) > 0
-    repetition = column("repetition_penalty")
+    seen = zeros.scatter_add_(1, ids, seen) > 0
     logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
-    logits = logits - column("frequency_penalty") * counted
-    return logits - column("presence_penalty") * (counted > 0)
-
-
-def truncate(logits: Tensor, params: list[SamplingParams]) -> Tensor:
-    """min_p, then top_k, then top_p: tokens outside get -inf. logits: [n, vocab], temperature already applied."""
-
-    def column(values: list, dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=logits.device)[:, None]
-
-    if any(p.min_p > 0 for p in params):
-        log_share = torch.log(column([p.min_p for p in params], logits.dtype))
-        logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + log_share, -torch.inf)
-    vocab = logits.shape[-1]
-    if not any(p.top_k > 0 or p.top_p < 1 for p in params):
-        return logits
-    ranked, order = logits.sort(dim=-1, descending=True, stable=True)
-    top_k = column([p.top_k if p.top_k > 0 else vocab for p in params], torch.int64)
-    outside = torch.arange(vocab, device=logits.device) >= top_k
-    ranked = ranked.masked_fill(outside, -torch.inf)
-    probabilities = ranked.softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities
-    top_p = column([p.top_p for p in params], logits.dtype)
-    ranked = ranked.masked_fill((before >= top_p) & (top_p < 1), -torch.inf)
-    return torch.empty_like(logits).scatter_(1, order, ranked)
+    return logits - frequency * counted - presence * (counted > 0)
 
 
 def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 Fixed rows of state, padding, run-ahead and the fused single row are then those of a GPU, with kernels interpreted.
 """
 
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -15,30 +16,41 @@ from minillm.runner import Runner
 @contextmanager
 def emulated_graphs():
     """Engines made inside run their steps as graphs would."""
+    from minillm.capture import Graph
     from minillm.graphs import DecodeGraphs
     from minillm.ops import triton as kernels
 
     class Replay:
-        def __init__(self, run):
-            self.run, self.count = run, 0
+        def __init__(self, step):
+            self.step, self.count, self.captured = step, 0, None
 
         def replay(self):
             self.count += 1
-            self.run()
+            self.captured.to_sample = self.step()
 
     class Emulated(DecodeGraphs):
-        def record(self, step):
-            return Replay(step)
+        def record(self, step, out):
+            replay = Replay(step)
+            captured = Graph(replay, out, ())
+            replay.captured = weakref.proxy(captured)
+            return captured
 
         def launch(self, step):
-            return super().launch(step).clone()  # a GPU copies the tokens to the host before the next replay
+            return kept(super().launch(step))
 
         def launch_mixed(self, step):
-            sampled = super().launch_mixed(step)
-            return None if sampled is None else sampled.clone()
+            replayed = super().launch_mixed(step)
+            return None if replayed is None else kept(replayed)
+
+    def kept(replayed):
+        replayed.sampled = replayed.sampled.clone()  # a GPU copies the tokens to the host before the next replay
+        return replayed
+
+    def made(runner, config):
+        return None if config.enforce_eager else Emulated(runner, config)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Runner, "_decode_graphs", lambda runner, config: Emulated(runner, config))
+        patch.setattr(Runner, "_decode_graphs", made)
         # Padding has slot -1, which torch's own indexing does not pass over.
         patch.setattr(ops.on("cpu"), "write_kv", kernels.write_kv)
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)

@@ -46,7 +46,7 @@ class Teacher:
         rows, lengths = np.zeros(count, np.int64), np.arange(start, start + count)
         # A general row's temperature is divided out while its logits are reshaped.
         general = bool(sampler.general[0])
-        shaped = sampler._reshape(logits.clone(), rows, lengths, tokens) if general else logits
+        shaped = sampler.reshape(logits.clone(), rows, lengths, tokens) if general else logits
         chosen = torch.tensor(output)
         if params.temperature == 0:
             gap = shaped.amax(-1) - shaped.gather(1, chosen[:, None])[:, 0]

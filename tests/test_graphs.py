@@ -75,7 +75,7 @@ def test_warming_up_captures_every_size_and_leaves_no_trace():
 def test_warming_up_asks_for_no_more_than_a_small_cache_holds(options):
     with LLM(device="cpu", max_num_seqs=2, **options) as llm:
         none = SimpleNamespace(follow=lambda: False)  # as if on a GPU whose graphs are not to be captured now
-        graphs = SimpleNamespace(graphs=none, admit=lambda requests: None, can_run=lambda step: False, close=lambda: 0)
+        graphs = SimpleNamespace(graphs=none, admit=lambda requests: None, can_run=lambda: False, close=lambda: 0)
         llm.engine.runner.graphs = graphs
         llm.warm_up()
         assert not llm.engine.has_work

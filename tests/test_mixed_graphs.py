@@ -108,18 +108,42 @@ def test_what_is_sent_names_each_token_and_each_row(llm):
 
 
 def replays(llm) -> int:
-    return sum(graph.count for graph, _ in llm.engine.runner.graphs.graphs.mixed.values())
+    return sum(each.graph.count for each in llm.engine.runner.graphs.graphs.mixed.values())
 
 
-@pytest.mark.parametrize(
-    "wish, graphs",
-    [({}, 1), ({"logprobs": 1}, 0), ({"prompt_logprobs": 1}, 0), ({"repetition_penalty": 1.2}, 0), ({"top_p": 0.5}, 0)],
-    ids=str,
-)
-def test_who_asks_for_more_of_sampling_is_not_in_a_graph(llm, wish, graphs):
+WISHES = [
+    {},
+    {"logprobs": 2},
+    {"repetition_penalty": 1.5},
+    {"top_p": 0.5, "temperature": 1.0},
+    {"logit_bias": {3: 9.0}},
+    {"top_k": 3, "temperature": 2.0, "logprobs": 1},
+]
+
+
+@pytest.mark.parametrize("wish", [*WISHES, {"prompt_logprobs": 1}], ids=str)
+def test_whoever_asks_for_more_of_sampling_is_in_a_graph_all_the_same(llm, wish):
+    """All but log-probabilities of prompts, which need every token's last layer."""
     before = replays(llm)
     llm.generate(PROMPTS, SamplingParams(**PLAIN | wish))
-    assert replays(llm) - before == graphs
+    assert replays(llm) - before == ("prompt_logprobs" not in wish)
+
+
+def test_each_row_gets_what_it_asked_for_beside_others_in_a_graph(llm, directory):
+    """The rows' wishes differ, so an answer at another row's place would not go unseen."""
+    drawn = [([5, 6, 7 + i], SamplingParams(**PLAIN | {"max_tokens": 4, "seed": i} | WISHES[i % 6])) for i in range(12)]
+    with LLM(directory, enforce_eager=True, **OPTIONS) as eager:
+        assert eager.engine.runner.graphs is None
+        alone = [eager.generate([prompt], params)[0] for prompt, params in drawn]
+    assert len({tuple(each.token_ids) for each in alone}) > 6
+    before = replays(llm)
+    found = llm.generate([prompt for prompt, _ in drawn], [params for _, params in drawn])
+    assert replays(llm) > before
+    for one, other in zip(found, alone, strict=True):
+        assert one.token_ids == other.token_ids
+        assert (one.logprobs is None) == (other.logprobs is None)
+        for mine, yours in zip(one.logprobs or (), other.logprobs or (), strict=True):
+            assert mine == pytest.approx(yours, abs=1e-4)
 
 
 def test_a_readers_operation_runs_outside_even_if_it_is_capturable(llm):
@@ -195,7 +219,7 @@ def test_closing_frees_the_graphs_at_once(small):
     small.generate(PROMPTS, SamplingParams(**PLAIN))
     graphs = small.engine.runner.graphs
     kept = [weakref.ref(graph.graph) for graph in graphs.graphs.values()]
-    kept += [weakref.ref(graph) for graph, _ in graphs.graphs.mixed.values()]
+    kept += [weakref.ref(each.graph) for each in graphs.graphs.mixed.values()]
     del graphs
     gc.disable()
     try:

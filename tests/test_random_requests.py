@@ -130,8 +130,7 @@ def test_random_requests_with_random_aborts_get_the_tokens_they_ask_for(options,
         drain(engine)
         preempted, graphs, steps = engine.scheduler.preemptions, engine.runner.graphs, engine.scheduler.launched
         print(f"{steps} steps; as graphs {replayed['launch']} of decodes, {replayed['launch_mixed']} with prompts")
-        assert not ON_GPU or replayed["launch"], "no step of decodes ran as a graph"
-        assert not ON_GPU or often < 0.9 or replayed["launch_mixed"] > 50 < replayed["launch"], "hardly a graph ran"
+        assert not ON_GPU or replayed["launch_mixed"] > 50 < replayed["launch"], "hardly a graph ran"
         assert not ON_GPU or options["max_num_seqs"] > 1 or graphs.single_row is not None, "the fused step took no part"
     reasons = {tracked.completion.finish_reason for tracked, _ in requests}
     assert reasons >= {"abort", "length"} and {kind for _, kind in requests} >= set(KINDS if often < 0.9 else OFTEN)
@@ -274,7 +273,7 @@ def test_graphs_emulated_on_a_cpu_give_each_request_its_tokens(rows, budget, tmp
         drain(engine)
         graphs = engine.runner.graphs
         assert (graphs.single_row is not None) and sum(each.graph.count for each in graphs.graphs.values()) > 10
-        assert sum(graph.count for graph, _ in graphs.graphs.mixed.values()) > 3 * rows
+        assert sum(each.graph.count for each in graphs.graphs.mixed.values()) > 3 * rows
     tokens, wrong, _ = judge(Teacher(tmp_path), requests)
     assert tokens > 20 * rows and wrong == 0
 

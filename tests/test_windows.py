@@ -163,7 +163,7 @@ def test_decode_graphs_follow_every_groups_table(tmp_path):
         found = [completion.token_ids for completion in llm.generate(prompts, params)]
         graphs = llm.engine.runner.graphs.graphs
         decodes = sum(graph.graph.count for graph in graphs.values())
-        mixed = sum(graph.count for graph, _ in graphs.mixed.values())
+        mixed = sum(each.graph.count for each in graphs.mixed.values())
     assert found == wanted and decodes >= 10 and mixed == 2
 
 

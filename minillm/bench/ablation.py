@@ -1,11 +1,12 @@
 """`minillm bench ablation`: one part of the engine taken away at a time, and what that costs.  Lessons 03 and 04.
 
-A group compares settings that differ in one thing: CUDA graphs, sampling inside them, greedy or sampled tokens, steps
-launched ahead, the decode attention, fused kernels. All in one process on one model, first each setting's warm-up, then
-its runs. A setting that stands in two groups is measured once.
+A group compares settings that differ in one thing: CUDA graphs, sampling inside them, greedy or sampled tokens, what
+requests ask for beside a temperature, steps launched ahead, the decode attention, fused kernels. All in one process on
+one model, first each setting's warm-up, then its runs. A setting that stands in two groups is measured once.
 """
 
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ class Setting:
     run_ahead: int = 1
     operations: str = "own"  # a name in OPERATIONS
     temperature: float = 1.0  # of every request; 0 always takes the likeliest token
+    wishes: str = "a temperature"  # a name in WISHES
 
 
 def torch_attention(
@@ -75,6 +77,16 @@ OPERATIONS: dict[str, dict[str, Callable]] = {
     "reference": {name: getattr(reference, name) for name in ops.names()},
 }
 
+# What requests ask of sampling: (parameters, how many requests ask). What many models come with is top_k and top_p.
+WISHES: dict[str, tuple[dict, int]] = {
+    "a temperature": ({}, 0),
+    "top_p of one": ({"top_p": 0.95}, 1),
+    "top_k and top_p": ({"top_k": 64, "top_p": 0.95}, sys.maxsize),
+    "top_p": ({"top_p": 0.95}, sys.maxsize),
+    "penalties": ({"repetition_penalty": 1.1, "frequency_penalty": 0.1}, sys.maxsize),
+    "5 log-probabilities": ({"logprobs": 5}, sys.maxsize),
+}
+
 Groups = dict[str, dict[str, Setting]]  # what is compared -> a name for each setting
 
 
@@ -95,6 +107,7 @@ def groups(device: str, model: ModelConfig, requests: int) -> Groups:
         "CUDA graphs": {"off": Setting(graphs=False), "decodes alone": decodes, "on": Setting()},
         "sampling": {"behind the graph": replace(decodes, sampling_in_graph=False), "in the graph": decodes},
         "temperature": {"0, greedy": Setting(temperature=0.0), "1, sampled": Setting()},
+        "asked for": {name: Setting(wishes=name) for name in WISHES},
         **ahead,
         **({} if model.attention_soft_cap else {"decode attention": attention}),
         "fusion": fusion,
@@ -168,8 +181,10 @@ def _compare(engine, compared: Groups, work: list[BenchRequest], facts: dict, re
     for group, settings in compared.items():
         for name, setting in settings.items():
             if setting not in measured:
+                more, asking = WISHES[setting.wishes]
+                wishes = [more] * min(asking, len(work))
                 with applied(engine.llm, setting):
-                    measured[setting] = [engine.run(work, setting.temperature) for _ in range(repeat + 1)][1:]
+                    measured[setting] = [engine.run(work, setting.temperature, wishes) for _ in range(repeat + 1)][1:]
             seconds = statistics.median(measured[setting])
             speed = {"seconds": round(seconds, 4), "output_tokens_per_s": round(facts["output_tokens"] / seconds, 1)}
             runs = [round(each, 4) for each in measured[setting]]

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -29,17 +30,20 @@ class Minillm:
 
         self.llm = LLM(model, **({"enable_prefix_caching": False} | options))
 
-    def run(self, requests: Sequence[BenchRequest], temperature: float) -> float:
-        """Seconds for all requests, submitted at once. RuntimeError when an output has another length."""
-        return timed(self.llm, requests, temperature)
+    def run(self, requests: Sequence[BenchRequest], temperature: float, wishes: Sequence[dict] = ()) -> float:
+        """As `timed`."""
+        return timed(self.llm, requests, temperature, wishes)
 
 
-def timed(llm, requests: Sequence[BenchRequest], temperature: float) -> float:
-    """Seconds for all requests, submitted at once. RuntimeError when an output has another length."""
+def timed(llm, requests: Sequence[BenchRequest], temperature: float, wishes: Sequence[dict] = ()) -> float:
+    """Seconds for all requests, submitted at once. RuntimeError when an output has another length.
+
+    wishes: more sampling parameters of each of the first requests.
+    """
     prompts = [request.prompt for request in requests]
     params = [
-        SamplingParams(max_tokens=request.output_tokens, temperature=temperature, ignore_eos=True)
-        for request in requests
+        SamplingParams(max_tokens=request.output_tokens, temperature=temperature, ignore_eos=True, **more)
+        for request, more in zip_longest(requests, wishes[: len(requests)], fillvalue={})
     ]
     start = time.perf_counter()
     completions = llm.generate(prompts, params)

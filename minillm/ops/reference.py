@@ -159,6 +159,23 @@ def lm_head(hidden: Tensor, weight: Weight, soft_cap: float | None = None) -> Te
     return soft_cap * torch.tanh(logits / soft_cap) if soft_cap else logits
 
 
+def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Keep each row's `top_k` largest logits, and of these the largest that sum to `top_p`: -inf elsewhere.  Lesson 02.
+
+    logits: [rows, vocab], which may be overwritten; top_k [rows] int64, below 1: all; top_p [rows] in (0, 1], a share
+    of the probability that top_k left (Holtzman et al. 2020, section 3.1). Of equal logits the lower ids come first.
+    """
+    vocab = logits.shape[-1]
+    ranked, order = logits.sort(dim=-1, descending=True, stable=True)
+    outside = torch.arange(vocab, device=logits.device) >= torch.where(top_k > 0, top_k, vocab)[:, None]
+    ranked = ranked.masked_fill(outside, -torch.inf)
+    probabilities = ranked.softmax(dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    top_p = top_p[:, None]
+    ranked = ranked.masked_fill((before >= top_p) & (top_p < 1), -torch.inf)
+    return torch.empty_like(logits).scatter_(1, order, ranked)
+
+
 def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
     """One token a row from one random number a row: [rows] int64.  Lesson 02.
 

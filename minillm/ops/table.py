@@ -22,6 +22,7 @@ ENTRIES = (
     "decode_attention",
     "prefill_attention",
     "lm_head",
+    "truncate",
     "sample",
 )
 

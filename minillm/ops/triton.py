@@ -5,10 +5,10 @@ Importing this module fails where triton is absent, and the table then keeps the
 """
 
 import triton  # noqa: F401  the kernels need it: fail here, by that name
-from torch import Tensor, bfloat16, float16, float64
+from torch import Tensor, bfloat16, float16, float32, float64
 
 from minillm.kernels import activation as gated
-from minillm.kernels import normalization, paged_attention, rope_cache, sampling
+from minillm.kernels import normalization, paged_attention, rope_cache, sampling, truncation
 from minillm.kv_cache import LayerCache
 
 from ..quantization import Weight
@@ -90,6 +90,12 @@ def lm_head(hidden: Tensor, weight: Weight, soft_cap: float | None = None) -> Te
         return reference.lm_head(hidden, weight, soft_cap)
     logits = reference.linear(hidden, weight)
     return sampling.soft_cap(logits, soft_cap) if soft_cap else logits
+
+
+def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    if logits.dtype != float32:
+        return reference.truncate(logits, top_k, top_p)
+    return truncation.truncate(logits, top_k, top_p)
 
 
 def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:

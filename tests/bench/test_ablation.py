@@ -42,13 +42,23 @@ def test_on_a_gpu_settings_of_a_group_differ_in_one_thing():
             assert {Setting(), decodes, replace(decodes, single_row=False)} & set(settings.values())
 
 
-def test_a_settings_temperature_is_that_of_its_requests(model_directory, monkeypatch):
+def test_a_setting_says_what_its_requests_ask_of_sampling(model_directory, monkeypatch):
     asked = []
-    monkeypatch.setattr(ablation.offline.Minillm, "run", lambda _, work, temperature: asked.append(temperature) or 1.0)
-    compared = {"temperature": {"greedy": Setting(temperature=0.0), "sampled": Setting()}}
-    monkeypatch.setattr(ablation, "groups", lambda *_: compared)
-    ablation.run(model_directory, workload=["single"], repeat=1, quiet=True, load_format="dummy", device="cpu")
-    assert asked == [0.0, 0.0, 1.0, 1.0]
+
+    def generate(llm, prompts, params):
+        asked.append(params)
+        return own(llm, prompts, params)
+
+    own = LLM.generate
+    monkeypatch.setattr(LLM, "generate", generate)
+    settings = (Setting(temperature=0.0), Setting(wishes="top_p of one"), Setting(wishes="5 log-probabilities"))
+    monkeypatch.setattr(ablation, "groups", lambda *_: {"asked": {str(i): each for i, each in enumerate(settings)}})
+    options = {"workload": ["chat"], "requests": 3, "scale": 64, "repeat": 1, "load_format": "dummy", "device": "cpu"}
+    ablation.run(model_directory, quiet=True, **options)
+    assert len(asked) == 6, "each setting warms up and runs once"
+    found = [[(each.temperature, each.top_p, each.logprobs) for each in params] for params in asked[::2]]
+    plain = (1.0, 1.0, None)
+    assert found == [[(0.0, 1.0, None)] * 3, [(1.0, 0.95, None), plain, plain], [(1.0, 1.0, 5)] * 3]
 
 
 def test_a_setting_lasts_as_long_as_its_block(model_directory):

@@ -81,3 +81,27 @@ def released(cache, table, lengths, queries, window, entries):
 
 def double(cache: LayerCache) -> LayerCache:
     return LayerCache(cache.k.double(), cache.v.double())
+
+
+def assert_truncated(got: torch.Tensor, logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> None:
+    """Each row keeps the beginning of its ranking: as many as top_k says, and mass up to top_p, 1e-5 of it apart."""
+    error = 0.0
+    for row in range(len(logits)):
+        ranking = logits[row].double().sort(descending=True, stable=True)
+        possible = int((ranking.values > -torch.inf).sum())
+        kept = torch.isfinite(got[row])
+        count = int(kept.sum())
+        assert torch.equal(got[row][kept], logits[row][kept]), "what is kept is what it was"
+        assert (got[row][~kept] == -torch.inf).all()
+        assert set(ranking.indices[:count].tolist()) == set(kept.nonzero()[:, 0].tolist()), "the likeliest, in order"
+        most = min(possible, int(top_k[row])) if top_k[row] > 0 else possible
+        assert 1 <= count <= most
+        if top_p[row] == 1:
+            assert count == most
+            continue
+        mass = ranking.values[:most].softmax(0).cumsum(0)
+        wanted = top_p[row].double()
+        before = mass[count - 2] if count > 1 else 0.0
+        error = max(error, float(before - wanted), float(wanted - mass[count - 1]) if count < most else 0.0)
+    note("truncate, probability mass", logits.dtype, max(error, 0.0), 1e-5)
+    assert error <= 1e-5

@@ -16,7 +16,16 @@ from triton.backends.compiler import GPUTarget
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from minillm.kernels import activation, decode_step, normalization, paged_attention, rope_cache, sampling, single_row  # noqa: E402
+from minillm.kernels import (  # noqa: E402
+    activation,
+    decode_step,
+    normalization,
+    paged_attention,
+    rope_cache,
+    sampling,
+    single_row,
+    truncation,
+)
 
 KIB = 1024
 SHARED_MEMORY = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB}  # CUDA programming guide, bytes a block
@@ -79,6 +88,7 @@ def compile_all(capability: int) -> list[dict]:
         decode_step.advance(rows, rows, position, tokens, rows)
         normalization.rms_norm(k.expand(2, 3, 256), torch.zeros(256), 1e-6)
         sampling.sample(torch.zeros(2, 9000), torch.ones(2), torch.ones(2))
+        truncation.truncate(torch.zeros(2, 9000), torch.ones(2, dtype=torch.int64), torch.ones(2))
         sampling.soft_cap(torch.zeros(2, 9000, dtype=torch.bfloat16), 30.0)
         single_row._dependent = lambda _: capability >= 90
         row, weight = torch.zeros(1, 2048, dtype=torch.bfloat16), torch.zeros(2560, 2048, dtype=torch.bfloat16)

@@ -14,7 +14,7 @@ from minillm.kv_cache import LayerCache
 from minillm.loader import load_model
 from minillm.ops import reference
 from minillm.quantization import DenseWeight
-from tests.kernels.compare import DTYPES, assert_close, double, paged_cache, random_tensor, rotations
+from tests.kernels.compare import DTYPES, assert_close, assert_truncated, double, paged_cache, random_tensor, rotations
 
 kernels = pytest.importorskip("minillm.ops.triton", reason="triton is not installed here")
 from minillm.kernels import sampling  # noqa: E402  needs triton
@@ -301,6 +301,42 @@ def test_a_sample_is_where_the_cumulative_distribution_passes_the_random_number(
         upper = chances[row, : token + 1].sum()
         u = uniform[row].item()
         assert upper - chances[row, token] - 1e-5 <= u <= upper + 1e-5 and chances[row, token] > 0
+
+
+FLAT, STEEP = 0.01, 4.0  # the scale of the logits: with flat ones the thresholds lie beyond those that are ranked
+
+
+@pytest.mark.parametrize("coarse", [False, True], ids=["all different", "many equal"])
+@pytest.mark.parametrize("scale", [FLAT, STEEP])
+@pytest.mark.parametrize("vocab", [1, 700, 9000])
+def test_truncation_keeps_the_likeliest_tokens(vocab, scale, coarse, device):
+    top_k = torch.tensor([0, -1, 1, 50, 0, 1024, 1025, vocab - 1, 3000, 2**31 - 1], device=device)
+    top_p = torch.tensor([0.9, 1.0, 1.0, 0.5, 0.01, 1.0, 1.0, 0.7, 0.999, 0.3], device=device)
+    logits = torch.randn(len(top_k), vocab, device=device) * scale
+    if coarse:
+        logits = (logits * 2 / scale).round() * scale / 2
+    assert_truncated(kernels.truncate(logits.clone(), top_k, top_p), logits, top_k, top_p)
+    both = reference.truncate(logits.clone(), top_k, top_p)
+    assert_truncated(both, logits, top_k, top_p)
+
+
+def test_truncation_copes_with_forbidden_tokens_and_both_zeros(device):
+    logits = torch.full((5, 2000), -torch.inf, device=device)
+    logits[:, [5, 1500, 1999]] = torch.tensor([0.0, -0.0, 1.0], device=device)
+    logits[4] = -torch.inf
+    top_k = torch.tensor([2, 1500, 0, 0, 3], device=device)
+    top_p = torch.tensor([1.0, 1.0, 0.5, 0.9, 0.5], device=device)
+    found = kernels.truncate(logits.clone(), top_k, top_p)
+    kept = [torch.isfinite(row).nonzero()[:, 0].tolist() for row in found]
+    assert kept == [[5, 1999], [5, 1500, 1999], [1999], [5, 1500, 1999], []]
+
+
+def test_rows_lie_apart_as_they_do_in_a_wider_array(device):
+    wide = torch.randn(3, 500, device=device)
+    logits, before = wide[:, :400], wide.clone()
+    top_k, top_p = torch.tensor([3, 3, 0], device=device), torch.ones(3, device=device)
+    assert_truncated(kernels.truncate(logits, top_k, top_p), before[:, :400], top_k, top_p)
+    assert torch.equal(wide[:, 400:], before[:, 400:]) and torch.equal(wide[2], before[2])
 
 
 def test_a_forbidden_token_is_never_sampled(device):

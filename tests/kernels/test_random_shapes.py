@@ -13,6 +13,7 @@ from tests.kernels.compare import (
     SEED,
     TOLERANCE,
     assert_close,
+    assert_truncated,
     double,
     note,
     paged_cache,
@@ -152,6 +153,17 @@ def test_samples_lie_where_the_distribution_puts_them(dtype, draw, rng, device):
     error = outside.max().item() if len(outside) else 0.0
     note("sample, probability mass", dtype, error, 1e-5)
     assert error <= 1e-5
+
+
+@draws
+def test_truncation_keeps_the_beginning_of_the_ranking(draw, rng, device):
+    rows, vocab = rng.randint(1, 40 if COMPILED else 3), rng.choice([256_000 if COMPILED else 9_000, 4096, 1500])
+    logits = random_tensor(rows, vocab, dtype=torch.float32, device=device, scale=rng.choice([0.01, 1.0, 5.0]))
+    if rng.random() < 0.5:
+        logits = logits.bfloat16().float()  # many are equal
+    top_k = torch.tensor([rng.choice([0, 1, 64, rng.randint(1, vocab)]) for _ in range(rows)], device=device)
+    top_p = torch.tensor([rng.choice([1.0, 0.95, rng.uniform(0.01, 1)]) for _ in range(rows)], device=device)
+    assert_truncated(kernels.truncate(logits.clone(), top_k, top_p), logits, top_k, top_p)
 
 
 @pytest.mark.skipif(not COMPILED, reason="two caches of more than 2**31 elements need 9 GB of a GPU")
