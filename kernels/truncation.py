@@ -1,13 +1,12 @@
 """Keep each row's most probable tokens, without sorting the vocabulary.  Lesson 10.
 
-What top-k and top-p keep is the beginning of a ranking: all logits above a threshold, and of those equal to it the
-first few ids. So the threshold is all that must be found. It lies among a row's largest thousand logits nearly always,
-and torch finds those without a full sort. Where it does not (top-p of a flat distribution), it is found by bisection:
-float32 numbers are in the order of their bits, so 32 passes over the row at most give the largest threshold above
-which enough remains.
+What top-k and top-p keep is the beginning of a ranking: all logits above a limit, and of those equal to it the first
+few ids. So the limit is all that must be found. It lies among a row's largest thousand logits nearly always, and torch
+finds those without a full sort. Where it does not (top-p of a flat distribution), it is searched for: float32 numbers
+are in the order of their bits, so with eight candidates weighed in one pass over the row, eleven passes are enough.
 
-Tiling: one program a row. It takes the threshold from the largest logits, or bisects, and then passes over the row
-once to write -inf below it, counting the equal ones as they come.
+Tiling: one program a row. It takes the limit from the largest logits, or searches, and then passes over the row once
+to write -inf below it, counting the equal ones as they come.
 """
 
 import torch
@@ -15,7 +14,8 @@ import triton
 import triton.language as tl
 
 LARGEST = 1024  # of a row's logits are ranked
-TILE = 8192
+WAYS = 8  # candidates that a pass of the search weighs
+TILE = 4096
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def _load(row_ptr, columns, VOCAB):
 def _order(x):
     """Whole numbers that are ordered as the float32 numbers are."""
     bits = x.to(tl.int32, bitcast=True)
-    return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.int64)
+    return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
 
 
 @triton.jit
@@ -37,37 +37,40 @@ def _value(order):
 
 
 @triton.jit
-def _above(row_ptr, least, shift, VOCAB, TILE: tl.constexpr):
-    """How many logits are `least` or more in order, and their mass."""
-    counts, masses = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.float32)
+def _weigh(row_ptr, least, shift, VOCAB, MASS: tl.constexpr, WAYS: tl.constexpr, TILE: tl.constexpr):
+    """How many logits are each `least` [WAYS] or more in order, or (MASS) what they weigh: float32, counts exact."""
+    found = tl.zeros([WAYS, TILE], tl.float32)
     for start in range(0, VOCAB, TILE):
         columns = start + tl.arange(0, TILE)
         x = _load(row_ptr, columns, VOCAB)
-        taken = (_order(x) >= least) & (columns < VOCAB)
-        counts += taken.to(tl.int32)
-        masses += tl.where(taken, tl.exp(x - shift), 0.0)
-    return tl.sum(counts, 0), tl.sum(masses, 0)
+        weight = tl.exp(x - shift) if MASS else tl.where(columns < VOCAB, 1.0, 0.0)
+        found += tl.where(_order(x)[None, :] >= least[:, None], weight[None, :], 0.0)
+    return tl.sum(found, 1)
 
 
 @triton.jit
-def _bisect(row_ptr, top, shift, count, mass, VOCAB, TILE: tl.constexpr):
-    """The largest threshold from which on there are `count` logits and `mass`; how many, and how much, above it."""
-    low, high = tl.full((), -(2**31), tl.int64), _order(top) + 1
-    over_count, over_mass = tl.full((), 0, tl.int32), tl.full((), 0.0, tl.float32)
+def _search(row_ptr, top, goal, shift, VOCAB, MASS: tl.constexpr, WAYS: tl.constexpr, TILE: tl.constexpr):
+    """The largest limit from which on the logits reach `goal`, and how much of it the larger ones make."""
+    low, high = tl.full((), -(2**31), tl.int64), _order(top).to(tl.int64) + 1
+    over = tl.full((), 0.0, tl.float32)
+    ways = tl.arange(0, WAYS)
     while high - low > 1:
-        middle = (low + high) >> 1
-        n, m = _above(row_ptr, middle, shift, VOCAB, TILE)
-        enough = (n >= count) & (m >= mass)
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle)
-        over_count, over_mass = tl.where(enough, over_count, n), tl.where(enough, over_mass, m)
-    return _value(low), over_count, over_mass
+        step = tl.maximum((high - low + WAYS - 1) // WAYS, 1)
+        least = tl.minimum(low + ways * step, high)
+        found = _weigh(row_ptr, least.to(tl.int32), shift, VOCAB, MASS, WAYS, TILE)
+        # From `low` on it is enough, from `high` on it is not.
+        last = tl.max(tl.where((found >= goal) & (least < high), ways, 0), 0)
+        beyond = tl.minimum(low + (last + 1) * step, high)
+        over = tl.where(beyond < high, tl.sum(tl.where(ways == last + 1, found, 0.0), 0), over)
+        low += last * step
+        high = beyond
+    return _value(low), over
 
 
 @triton.jit
 def truncate_kernel(
     logits_ptr, largest_ptr, top_k_ptr, top_p_ptr, row_stride, VOCAB, FOUND,
-    LARGEST: tl.constexpr, TILE: tl.constexpr,
+    LARGEST: tl.constexpr, WAYS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
@@ -80,33 +83,31 @@ def truncate_kernel(
     shift = tl.where(top == float("-inf"), 0.0, top)
     weights = tl.where(rank < top_k, tl.exp(largest - shift), 0.0)
 
-    total = tl.sum(weights, 0)
-    limit, over, over_mass = (
-        tl.full((), float("-inf"), tl.float32),
-        tl.full((), 0, tl.int32),
-        tl.full((), 0.0, tl.float32),
-    )
-    ranked = top_k <= FOUND  # whether what top_k keeps is all among the largest
+    # What top_k leaves: all above a limit, so many that equal it, and their mass.
+    limit, equals, total = tl.full((), float("-inf"), tl.float32), top_k, tl.sum(weights, 0)
+    ranked = top_k <= FOUND
     if not ranked:
+        over = tl.full((), 0.0, tl.float32)
         if top_k < VOCAB:
-            limit, over, over_mass = _bisect(row_ptr, top, shift, top_k, 0.0, VOCAB, TILE)
-            total = over_mass + (top_k - over) * tl.exp(limit - shift)
-        elif top_p < 1:
-            _, total = _above(row_ptr, tl.full((), -(2**31), tl.int64), shift, VOCAB, TILE)
-    equals = top_k - over  # how many of those at the limit stay
+            limit, over = _search(row_ptr, top, top_k.to(tl.float32), shift, VOCAB, False, WAYS, TILE)
+        equals -= over.to(tl.int32)
+        if top_p < 1:
+            above = tl.full([WAYS], 0, tl.int32) + _order(limit) + 1
+            total = tl.max(_weigh(row_ptr, above, shift, VOCAB, True, WAYS, TILE), 0)
+            total += equals * tl.exp(limit - shift)
 
     goal = tl.where(top_p < 1, top_p * total, float("inf"))
     sums = tl.cumsum(weights, 0)
     if ranked or tl.max(sums, 0) >= goal:
         kept = (rank < top_k) & (rank < FOUND) & (sums - weights < goal)
-        kept_count = tl.maximum(tl.sum(kept.to(tl.int32), 0), 1)
-        limit = tl.max(tl.where(rank == kept_count - 1, largest, float("-inf")), 0)
-        equals = kept_count - tl.sum((largest > limit).to(tl.int32), 0)
+        count = tl.maximum(tl.sum(kept.to(tl.int32), 0), 1)
+        limit = tl.max(tl.where(rank == count - 1, largest, float("-inf")), 0)
+        equals = count - tl.sum((largest > limit).to(tl.int32), 0)
     elif top_p < 1:
-        # The sums of a bisection are rounded: it may not go below what top_k kept.
-        nearer, over, over_mass = _bisect(row_ptr, top, shift, 1, goal, VOCAB, TILE)
-        needed = tl.maximum(tl.ceil((goal - over_mass) / tl.exp(nearer - shift)), 1.0)
+        nearer, over = _search(row_ptr, top, goal, shift, VOCAB, True, WAYS, TILE)
+        needed = tl.maximum(tl.ceil((goal - over) / tl.exp(nearer - shift)), 1.0)
         needed = tl.minimum(needed, VOCAB * 1.0).to(tl.int32)
+        # Sums are rounded: what top_k left out stays out.
         equals = tl.where(nearer > limit, needed, tl.where(nearer == limit, tl.minimum(needed, equals), equals))
         limit = tl.maximum(nearer, limit)
 
@@ -131,6 +132,7 @@ def truncate(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> 
         found = min(LARGEST, vocab)
         largest = logits.topk(found, dim=-1).values
         truncate_kernel[(rows,)](
-            logits, largest, top_k, top_p, logits.stride(0), vocab, found, LARGEST=LARGEST, TILE=TILE, num_warps=16
+            logits, largest, top_k, top_p, logits.stride(0), vocab, found, LARGEST=LARGEST, WAYS=WAYS,
+            TILE=TILE, num_warps=16,
         )  # fmt: skip
     return logits

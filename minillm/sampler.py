@@ -142,7 +142,8 @@ class Sampler:
             i, token, value = (self._tensor(np.array(column)) for column in zip(*bias, strict=True))
             shaped.index_put_((i, token), value.to(dtype), accumulate=True)
         if penalties := self._asked(REPETITION, rows, dtype):
-            history, prompt = tokens[self._tensor(rows.astype(np.int64))], self.prompt_length[rows]
+            history = tokens[self._tensor(rows.astype(np.int64)), : int(lengths.max())]
+            prompt = self.prompt_length[rows]
             shaped = penalise(shaped, history, self._tensor(lengths), self._tensor(prompt), *penalties)
         early = [(i, s) for i in np.nonzero(generated < self.min_tokens[rows])[0] for s in self.stop_ids[rows[i]]]
         if early:
@@ -172,20 +173,18 @@ def penalise(
     presence: Tensor,
     frequency: Tensor,
 ) -> Tensor:
-    """Repetition, presence and frequency penalties.  Lesson 02.
+    """Repetition, presence and frequency penalties, in place.  Lesson 02.
 
     logits [n, vocab]; history [n, longest] token ids; known, prompt [n]: tokens of all, and of the prompt; the
     penalties [n, 1].
     """
     place = torch.arange(history.shape[1], device=logits.device)
-    seen = (place < known[:, None]).to(logits.dtype)
-    output = seen * (place >= prompt[:, None])
-    zeros = torch.zeros_like(logits)
-    ids = history.long()
-    counted = zeros.scatter_add(1, ids, output)
-    seen = zeros.scatter_add_(1, ids, seen) > 0
-    logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
-    return logits - frequency * counted - presence * (counted > 0)
+    ids = torch.where(place < known[:, None], history, history[:, :1]).long()  # what lies behind counts as the first
+    output = ((place >= prompt[:, None]) & (place < known[:, None])).to(logits.dtype)
+    count = torch.zeros_like(logits).scatter_add_(1, ids, output).gather(1, ids)
+    seen = logits.gather(1, ids)
+    seen = torch.where(seen > 0, seen / repetition, seen * repetition) - frequency * count - presence * (count > 0)
+    return logits.scatter_(1, ids, seen)
 
 
 def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor]:
