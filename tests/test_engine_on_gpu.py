@@ -123,9 +123,8 @@ def test_the_readers_policy_and_pool_serve_graphs_too(prompts, expected):
     with LLM(dtype="float32", device="cuda", max_num_seqs=7) as llm:
         with minillm.using(policy=Last, block_pool=Pool) as used:
             found = llm.generate(prompts, PLAIN)
-        graphs = llm.engine.runner.graphs.graphs
+        assert llm.engine.runner.graphs.graphs and used.calls["policy"] and used.calls["block_pool"]
         after = llm.generate(prompts, PLAIN)
-    assert graphs and used.calls["policy"] and used.calls["block_pool"]
     for each in (found, after):
         assert all(same_until_a_tie(f.token_ids, e) for f, e in zip(each, expected, strict=True))
 

@@ -46,11 +46,11 @@ def pytest(paths: list[str], notes: Path, *options: str, seed: int | None = None
         return {"of": paths, "timed_out": within}
     suite = ElementTree.parse(report).getroot().find("testsuite")
     counts = {name: int(suite.get(name)) for name in ("tests", "failures", "errors", "skipped")}
-    failed = [
-        f"{case.get('classname')}::{case.get('name')}"
-        for case in suite.iter("testcase")
-        if case.find("failure") is not None or case.find("error") is not None
-    ]
+    failed = []
+    for case in suite.iter("testcase"):
+        for why in (*case.iter("failure"), *case.iter("error")):
+            failed.append(f"{case.get('classname')}::{case.get('name')}")
+            print(failed[-1], (why.text or "")[-3000:], case.findtext("system-out", "")[-2000:], sep="\n", flush=True)
     return {"of": paths, **counts, "failed": failed, "seconds": round(float(suite.get("time")), 1)}
 
 
@@ -137,6 +137,14 @@ def main() -> None:
     print(json.dumps({"runs": runs, **more}, indent=1))
     if options.record:
         records.write(content, options.record)
+    sys.exit(not clean(content))
+
+
+def clean(record: dict) -> bool:
+    """Whether a record tells of no failure: every run came to its end, and so did compute-sanitizer where it is."""
+    ended = all("timed_out" not in run and not run["failures"] and not run["errors"] for run in record["runs"])
+    checked = record.get("compute_sanitizer", {"ran": False})
+    return ended and (not checked["ran"] or checked["summary"] == ["ERROR SUMMARY: 0 errors"])
 
 
 if __name__ == "__main__":
