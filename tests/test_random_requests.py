@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 import minillm
 from minillm import LLM, SamplingParams
@@ -179,11 +179,12 @@ class EngineMachine(RuleBasedStateMachine):
             self.requests.append((self.llm.engine.prepare(prompt, params, wants_text=False), kind))
             self.llm.engine.submit(self.requests[-1][0])
 
-    @precondition(lambda self: self.llm.engine.tracked)
+    # No precondition: whether anything runs depends on the tokens, and so on seeds that differ from example to example,
+    # which Hypothesis takes for a mistake of ours.
     @rule(choice=st.integers(0, 10**6))
     def abort(self, choice):
-        running = list(self.llm.engine.tracked)
-        self.llm.engine.abort(running[choice % len(running)])
+        if running := list(self.llm.engine.tracked):
+            self.llm.engine.abort(running[choice % len(running)])
 
     @rule(count=st.integers(1, 12))
     def step(self, count):

@@ -879,6 +879,20 @@ plt.show()
 # %% [markdown]
 # (Sampling inside the graph brings nothing measurable: behind it, it is a single launch. Not every good idea pays.)
 #
+# So what a request asks beside a temperature needs no recording of its own. The graph runs for everybody, and its
+# logits stay where they are until the next replay. Rows that want penalties, or only the likeliest tokens, are sampled
+# once more, in kernels launched behind it; whoever wants log-probabilities reads them there. That is not free, and
+# everyone in the step waits for it:
+
+# %%
+plots.ablation(ablation, groups=["asked for"])
+plt.show()
+
+# %% [markdown]
+# (`top_k` is 64 and `top_p` 0.95, as many models recommend; "of one" is one request among all. Random weights make
+# `top_p` alone look worse than it is: their distributions are nearly flat, and the tokens that sum to 0.95 have to be
+# searched for among 256,000. A trained model's are among the first thousand, which is what `top_k` first leaves.)
+#
 # A recording knows nothing about functions that you put in later. So while one of yours runs, the engine launches
 # everything one by one; unless you promise, with `using(capturable=True, ...)`, that yours may be recorded too. It
 # may, if it launches the same kernels for the same shapes and never looks at a value on the CPU. Yours keep that

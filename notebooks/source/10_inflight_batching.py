@@ -941,10 +941,10 @@ for requests in (1, 256):
 
 # %% [markdown]
 # With one request, a step is short and Python a larger part of it; with 256 a step takes longer, and there is less to
-# hide: of the three runs with one step ahead, one was slower than without. Two steps more bring little. These are small
-# numbers because a CUDA graph, which starts all kernels of a step with one call (lesson 03), has taken most of Python
-# out of a decode step already. The last two lines are from the same record: with run-ahead, but with every kernel
-# launched by itself. *There* is what Python costs.
+# hide. Two steps more bring next to nothing: with 256 requests the single runs overlap. These are small numbers because
+# a CUDA graph, which starts all kernels of a step with one call (lesson 03), has taken most of Python out of a decode
+# step already. The last two lines are from the same record: with run-ahead, but with every kernel launched by itself.
+# *There* is what Python costs.
 #
 # ## 8 · What it is worth
 #
@@ -1004,7 +1004,7 @@ for found in there.values():
 # %% [markdown]
 # Read the left pictures with section 1 in mind; dots are single runs. Time is steps times milliseconds a step. On the
 # CPU the steps fall to 0.35, each takes 2.00 times as long, and the speed is 1.43 times what it was. On the H200 they
-# fall to 0.38, each takes 1.46 times as long: 1.80 times the speed. Both ways compute the same tokens (on the H200
+# fall to 0.38, each takes 1.42 times as long: 1.85 times the speed. Both ways compute the same tokens (on the H200
 # 94,334 of prompts alone); what in-flight batching saves is idle rows. With fewer steps each has more to compute and
 # takes longer, so the speed gains less than the steps fall. (In section 1 static batches took 1.81 times as many steps,
 # with four rows. Here they take 2.85 and 2.63 times as many: the longest of 64 or 128 answers is further above the
@@ -1018,10 +1018,10 @@ for found in there.values():
 # On the CPU chunks of 128 tokens halve the ITL p99, and the TTFT p99 is five times as long: all prompts share what the
 # decodes leave of 128 tokens a step, and queue for it. The single runs do not overlap.
 #
-# On the H200 chunks of 512 tokens lower the ITL p99 from 8.5 to 5.5 ms and raise its p90 from 4.0 to 4.9, in every run.
-# The TTFT p90 is 17 ms in place of 16, but the single runs overlap. Its p99 tells nothing at all: the medians are 27.7
-# and 23.3 ms, and the single runs go from 20.9 to 46.1 with whole prompts and from 22.4 to 44.8 in chunks. Of 400
-# requests four wait longer than the p99; three runs of so few cannot tell which way is better.
+# On the H200 chunks of 512 tokens lower the ITL p99 from 8.2 to 5.5 ms and raise its p90 from 4.4 to 5.0, in every run.
+# First tokens pay for it: the TTFT p90 is 17 ms in place of 14, the p99 25 in place of 20. That holds of the medians.
+# One of the seven runs with whole prompts took 20 and 59 ms: of 400 requests four wait longer than the p99, and once
+# they met something else on that machine. One run of each would have told the opposite.
 #
 # So choose the budget as large as a gap between tokens may last, and measure. (`LLM` takes 16,384 tokens on a GPU, for
 # work where nobody waits for the next token.)
