@@ -35,7 +35,7 @@ def capture(step: Callable[[], tuple[Tensor, ...]], out: Tensor, pool) -> Graph:
     """Record what `step` launches; it is not run. step: puts its tokens into `out` and returns `to_sample`."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
-        to_sample = step()
+        to_sample = tuple(each.contiguous() for each in step())
     return Graph(graph, out, tuple(map(borrowed, to_sample)))
 
 

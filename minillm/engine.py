@@ -365,7 +365,8 @@ class Engine:
         output = tracked.output
         if output is None and self.tokenizer is not None and tracked.wants_text:
             output = OutputText(self.tokenizer)
-            output.add(completion.token_ids, request.finish_reason)
+            by_string = isinstance(request.stop_reason, str)  # found elsewhere: the last token is text like the others
+            output.add(completion.token_ids, None if by_string else request.finish_reason)
         if output is not None:
             output.end()
             completion.text = output.text

@@ -52,8 +52,8 @@ class CapturedSteps(dict[tuple[int, int], Graph]):
 class DecodeGraphs:
     """The captured steps, and the device's state that they run on.
 
-    single_row=False leaves out the fused step of one request; sampling=False launches sampling behind the graph;
-    mixed=False launches the kernels of steps with prompts one by one. All only cost time.
+    single_row=False leaves out the fused step of one request; mixed=False launches steps with prompts kernel by kernel;
+    sampling=False does so too, and launches sampling behind the graph. All only cost time.
     """
 
     def __init__(

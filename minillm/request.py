@@ -84,7 +84,7 @@ class SamplingParams:
             "temperature": (self.temperature, 0, 1e4, "0 for greedy, 1 for the model's own distribution"),
             "top_p": (self.top_p, 0, 1, "1 keeps every token"),
             "min_p": (self.min_p, 0, 1, "0 keeps every token"),
-            "repetition_penalty": (self.repetition_penalty, 0, 1e4, "1 changes nothing"),
+            "repetition_penalty": (self.repetition_penalty, 1e-3, 1e4, "1 changes nothing"),
             "presence_penalty": (self.presence_penalty, -2, 2, "0 changes nothing"),
             "frequency_penalty": (self.frequency_penalty, -2, 2, "0 changes nothing"),
         }
@@ -92,7 +92,6 @@ class SamplingParams:
             ok = _is_number(value) and low <= value <= high
             _check(ok, f"{name} must be a number in [{low}, {high:g}] ({hint}), not {value!r}")
         _check(self.top_p > 0, "top_p must be above 0 (1 keeps every token); use temperature=0 for greedy")
-        _check(self.repetition_penalty > 0, "repetition_penalty must be above 0 (1 changes nothing)")
         for name, low in (("max_tokens", 1), ("min_tokens", 0), ("top_k", -1)):
             value = getattr(self, name)
             _check(

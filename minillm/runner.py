@@ -228,7 +228,8 @@ class Runner:
         return True
 
     def _step_bytes(self, count: int, most_rows: int) -> int:
-        """Bytes that a step of `count` tokens takes, as many rows as may be among them, sampled in every way."""
+        """Bytes that a step of `count` tokens takes, as many rows as may be among them, sampled in every way but for
+        log-probabilities."""
         rows = min(most_rows, count)
         longest = min(self.tokens.shape[1] - 1, self.block_table.shape[2] * self.block_size)
         queries = np.full(rows, min(count // rows, longest), np.int32)
@@ -240,7 +241,7 @@ class Runner:
 
         def run() -> None:
             hidden = self.model.forward(self._batch(step, np.cumsum(queries) - 1), self.caches)
-            self._sample(hidden, ids, queries)
+            self._sample(hidden, ids, np.full(rows, longest))  # penalties read all that a row may hold
 
         try:
             return self._reserved_by(run)
@@ -310,6 +311,7 @@ class Runner:
     def _launch_decodes(self, step: Step) -> Launched:
         """A step in which every row runs its newest token."""
         if self.graphs is not None and self.graphs.can_run():
+            self._decoding = (None, None)
             return self._launched(step, self.graphs.launch(step))
         before, batch = self._decoding
         if (

@@ -5,6 +5,8 @@ more (penalties, bias, truncation) have their logits reshaped first, on the devi
 device's own token rows, so a resumed request needs nothing restored.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from torch import Tensor
 from .ops import OperationSet
 from .request import SamplingParams
 
-GENERAL_AT_ONCE = 256  # rows reshaped at a time: sorting Gemma's vocabulary takes some 10 MB a row
+GENERAL_AT_ONCE = 256  # rows reshaped at a time: with Gemma's vocabulary each takes some MB
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -46,15 +48,14 @@ MIN_P = {"min_p": 0}
 class Sampler:
     """Sampling parameters in columns, one entry a row of the engine's device state.
 
-    What a step needs of them is sent to the device as it is launched, and nothing is read back: so that a row which
-    asks for much keeps nobody waiting, the host least of all.
+    What a step needs of them is sent to the device as it is launched, and nothing is read back: the host never waits.
     """
 
     def __init__(self, rows: int, device: torch.device, operations: OperationSet):
         self.ops = operations
         self.device = device
-        self.stop_ids: list[tuple[int, ...]] = [()] * rows
-        self.bias: list[dict[int, float]] = [{}] * rows
+        self.stop_ids = [np.zeros(0, np.int64)] * rows
+        self.bias = [(np.zeros(0, np.int64), np.zeros(0))] * rows  # token ids, and what is added to their logits
         self.prompt_length = np.zeros(rows, np.int64)
         self.mixed_seed = np.zeros(rows, np.uint64)
         self.temperature = np.zeros(rows, np.float32)
@@ -64,13 +65,14 @@ class Sampler:
         self.wishes = {name: np.zeros(rows) for name in REPETITION | TRUNCATION | MIN_P}
 
     def admit(self, row: int, params: SamplingParams, seed: int, prompt_length: int, stop_ids: tuple[int, ...]) -> None:
-        self.stop_ids[row] = stop_ids
-        self.bias[row] = params.logit_bias or {}
+        bias = params.logit_bias or {}
+        self.stop_ids[row] = np.array(stop_ids, np.int64)
+        self.bias[row] = np.array(list(bias), np.int64), np.array(list(bias.values()), np.float64)
         self.prompt_length[row] = prompt_length
         self.mixed_seed[row] = _mix(np.array([seed]).astype(np.uint64))[0]
         self.temperature[row] = params.temperature
         self.min_tokens[row] = params.min_tokens
-        self.biased[row] = bool(params.logit_bias)
+        self.biased[row] = bool(bias)
         self.general[row] = params.needs_general_path
         for name, column in self.wishes.items():
             column[row] = getattr(params, name)
@@ -131,25 +133,33 @@ class Sampler:
             return None
         return list(self._tensor(values).to(dtype)[..., None])
 
+    def _places(self, rows: np.ndarray, ids: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
+        """Where in [n, vocab] each of these rows has its ids."""
+        return self._tensor(np.repeat(rows, [len(each) for each in ids])), self._tensor(np.concatenate(ids))
+
     def reshape(self, shaped: Tensor, rows: np.ndarray, lengths: np.ndarray, tokens: Tensor) -> Tensor:
         """Logits [n, vocab] of general rows -> what these rows ask for, divided by their temperature; in place."""
         temperature = self.temperature[rows]
         generated = lengths - self.prompt_length[rows]
         dtype = shaped.dtype
 
-        bias = [(i, *each) for i in np.nonzero(self.biased[rows])[0] for each in self.bias[rows[i]].items()]
-        if bias:
-            i, token, value = (self._tensor(np.array(column)) for column in zip(*bias, strict=True))
-            shaped.index_put_((i, token), value.to(dtype), accumulate=True)
+        biased = np.nonzero(self.biased[rows])[0]
+        if len(biased):
+            ids, values = zip(*(self.bias[row] for row in rows[biased]), strict=True)
+            values = self._tensor(np.concatenate(values)).to(dtype)
+            shaped.index_put_(self._places(biased, ids), values, accumulate=True)
         if penalties := self._asked(REPETITION, rows, dtype):
             history = tokens[self._tensor(rows.astype(np.int64)), : int(lengths.max())]
             prompt = self.prompt_length[rows]
             shaped = penalise(shaped, history, self._tensor(lengths), self._tensor(prompt), *penalties)
-        early = [(i, s) for i in np.nonzero(generated < self.min_tokens[rows])[0] for s in self.stop_ids[rows[i]]]
-        if early:
-            i, token = (self._tensor(np.array(column)) for column in zip(*early, strict=True))
-            shaped.index_put_((i, token), shaped.new_full((), -torch.inf))
+        early = np.nonzero(generated < self.min_tokens[rows])[0]
+        if len(early):
+            places = self._places(early, [self.stop_ids[row] for row in rows[early]])
+            shaped.index_put_(places, shaped.new_full((), -torch.inf))
 
+        # The largest is 0 before the division, or a temperature near 0 would make others infinite too.
+        top = shaped.amax(-1, keepdim=True)
+        shaped -= torch.where(top.isfinite(), top, 0)
         shaped /= self._tensor(np.where(temperature > 0, temperature, 1)).to(dtype)[:, None]
         if min_p := self._asked(MIN_P, rows, dtype):
             least = shaped.amax(-1, keepdim=True) + torch.log(min_p[0])

@@ -233,7 +233,7 @@ def _read(path: Path) -> Iterator[tuple]:
             try:
                 entry = tuple(json.loads(line))
                 list(_events(entry))
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, LookupError, TypeError):
                 raise TraceError(
                     f"{path}, line {number} is no entry of a trace, [event, microseconds, ...]: {line[:80]!r}"
                 ) from None

@@ -175,6 +175,17 @@ def test_a_replacement_declared_capturable_runs_inside_graphs_of_its_own(prompts
     assert sum(a.token_ids == b.token_ids for a, b in zip(after, before, strict=True)) > count * 0.9
 
 
+def test_logits_of_a_readers_head_are_read_behind_the_graph_however_they_lie(prompts):
+    def turned(hidden, weight):
+        return (weight.weight.float() @ hidden.float().T).T
+
+    params = [SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logit_bias={7 + i: 50.0}) for i in range(9)]
+    with LLM(dtype="float32", device="cuda") as llm, minillm.using(capturable=True, lm_head=turned):
+        found = llm.generate(prompts[:9], params)
+        assert llm.engine.runner.graphs.graphs, "no step ran as a graph"
+    assert [set(each.token_ids) for each in found] == [{7 + i} for i in range(9)]
+
+
 def test_a_replacement_that_cannot_be_captured_is_named_and_the_engine_goes_on(prompts):
     def asks_the_host(q, cache, block_table, lengths, **options):
         assert int(lengths.max()) >= 0

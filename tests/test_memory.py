@@ -140,3 +140,17 @@ def test_closing_frees_the_cache_at_once_whatever_the_caller_keeps():
         finally:
             gc.enable()
         assert model.nbytes
+
+
+def test_what_a_step_takes_is_measured_with_penalties_over_rows_of_full_length(monkeypatch):
+    widths = []
+
+    def penalise(logits, history, *arguments):
+        widths.append(tuple(history.shape))
+        return logits
+
+    monkeypatch.setattr("minillm.sampler.penalise", penalise)
+    monkeypatch.setattr(Runner, "_reserved_by", lambda runner, run: run())
+    with LLM(device="cpu", max_model_len=96, max_num_seqs=8, num_blocks=60) as llm, torch.inference_mode():
+        llm.engine.runner._step_bytes(16, 8)
+    assert widths == [(8, 96)]

@@ -9,6 +9,7 @@ import torch
 
 import minillm
 from minillm import LLM, SamplingParams
+from minillm.ops import reference
 from minillm.scheduler import Step
 from tests import models
 from tests.emulated_graphs import emulated_graphs
@@ -144,6 +145,20 @@ def test_each_row_gets_what_it_asked_for_beside_others_in_a_graph(llm, directory
         assert (one.logprobs is None) == (other.logprobs is None)
         for mine, yours in zip(one.logprobs or (), other.logprobs or (), strict=True):
             assert mine == pytest.approx(yours, abs=1e-4)
+
+
+def test_a_step_in_a_graph_leaves_no_batch_for_one_outside_to_go_on_from(directory):
+    """Outside, a batch of decodes is moved along by a token: its rows may be others' after steps inside."""
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    with emulated_graphs(), LLM(directory, **OPTIONS | {"run_ahead": 0}) as llm:
+        engine = llm.engine
+        engine.submit(engine.prepare([5, 6, 7], params))
+        with minillm.using(rms_norm=lambda *arguments: reference.rms_norm(*arguments)):
+            while engine.scheduler.launched < 3:
+                engine.step()
+        assert engine.runner._decoding[0] is not None
+        engine.step()
+        assert engine.runner._decoding == (None, None)
 
 
 def test_a_readers_operation_runs_outside_even_if_it_is_capturable(llm):

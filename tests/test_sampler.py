@@ -111,6 +111,34 @@ def test_greedy_and_sampling_rows_share_a_batch():
     assert found.tolist() == [7, 4, 7]
 
 
+EXTREMES = [
+    {"top_p": 1e-60},
+    {"top_p": 1e-46, "temperature": 0},
+    {"temperature": 1e-39, "top_p": 0.9},
+    {"temperature": 1e-39, "min_p": 0.1},
+    {"temperature": 1e-39, "logit_bias": {5: 0.0}},
+    {"temperature": 1e-300, "top_k": 3},
+    {"temperature": 1e-39, "repetition_penalty": 1e-3, "logit_bias": {7: 100, 0: -100, 3: -100, 1: -100}},
+]
+
+
+@pytest.mark.parametrize("case", EXTREMES, ids=str)
+@pytest.mark.parametrize("kernels", [False, True], ids=["CPU", "kernels"])
+def test_the_smallest_numbers_that_are_taken_choose_the_likeliest_token(case, kernels, monkeypatch):
+    """They vanish in float32, or make logits infinite that are divided by them: nobody's step may fail of that."""
+    if kernels:
+        fast = pytest.importorskip("minillm.ops.triton", reason="triton is not installed here")
+        for name in ("sample", "truncate"):
+            monkeypatch.setattr(ops.on("cpu"), name, getattr(fast, name))
+    assert set(draw(SamplingParams(**case), draws=12).tolist()) == {7}
+
+
+def test_a_row_without_any_possible_token_draws_an_id_all_the_same():
+    rows = torch.full((2, VOCABULARY), -math.inf)
+    drawn = ops.on("cpu").sample(rows, torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5]))
+    assert ((drawn >= 0) & (drawn < VOCABULARY)).all()
+
+
 def test_huge_and_infinite_logits_do_not_overflow():
     logits = [1e30, -1e30, *[0.0] * 8, -math.inf, 3e38]
     assert set(draw(SamplingParams(), logits, 20).tolist()) == {11}
@@ -149,7 +177,8 @@ def test_logprobs_hold_the_chosen_token_first():
         ({"top_p": 1.1}, "top_p must be a number in"),
         ({"top_k": -2}, "top_k must be a whole number from -1"),
         ({"min_p": 2}, "min_p must be a number in"),
-        ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be a number in .0.001, 10000."),
+        ({"repetition_penalty": 1e-46}, "repetition_penalty must be a number in"),
         ({"presence_penalty": 3}, "presence_penalty must be a number in"),
         ({"frequency_penalty": -3}, "frequency_penalty must be a number in"),
         ({"seed": 2**64}, "seed must be a 64-bit whole number"),

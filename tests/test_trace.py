@@ -361,6 +361,7 @@ def test_a_file_that_is_still_written_reads_up_to_any_byte(tmp_path):
         '["lunch", 0]',
         '["read", "soon", 1]',
         '["evict", 0, 1]',
+        '["evict", 5]',
         '["chunk", 0, 1, [1], [2], [], [4]]',
         '{"event": "read", "time": 0, "step": 1}',
     ],

@@ -280,5 +280,5 @@ def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
         temperature = temperature.masked_fill(greedy, 1)
     cumulative = (logits.double() / temperature[:, None]).softmax(-1).cumsum(-1)
     target = uniform.double() * cumulative[:, -1]
-    drawn = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+    drawn = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
     return drawn if greedy is None else torch.where(greedy, logits.argmax(-1), drawn)

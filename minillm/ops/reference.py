@@ -172,7 +172,7 @@ def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     probabilities = ranked.softmax(dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
     top_p = top_p[:, None]
-    ranked = ranked.masked_fill((before >= top_p) & (top_p < 1), -torch.inf)
+    ranked = ranked.masked_fill((before >= top_p) & (before > 0) & (top_p < 1), -torch.inf)  # the first stays
     return torch.empty_like(logits).scatter_(1, order, ranked)
 
 
@@ -187,5 +187,5 @@ def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
     cumulative = (logits.double() / heat[:, None]).softmax(-1).cumsum(-1)
     # In float64 no number below 1 times the total rounds to the total, so a token of probability 0 is never drawn.
     target = uniform.double() * cumulative[:, -1]
-    drawn = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+    drawn = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
     return torch.where(temperature > 0, drawn, logits.argmax(-1))
