@@ -68,3 +68,17 @@ def test_a_failure_takes_no_answer_from_a_stream_that_had_ended():
             streams.close()
 
     asyncio.run(work())
+
+
+def test_who_finds_a_stop_string_elsewhere_ends_the_request_with_all_its_text():
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    with LLM(device="cpu") as llm:
+        engine = llm.engine
+        tracked = engine.prepare("The river", params)
+        engine.submit(tracked)
+        for _ in range(8):
+            engine.step()
+        engine.stop(tracked.request.request_id, "elsewhere")
+        found = tracked.completion
+        assert (found.finish_reason, found.stop_reason) == ("stop", "elsewhere") and len(found.token_ids) > 5
+        assert found.text == llm.tokenizer.decode(found.token_ids)
