@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .batch import Batch, Rows
-from .capture import Graph
+from .capture import Graph, Replayed
 from .config import EngineConfig
 from .kernels import decode_step, paged_attention
 from .model import Model
@@ -97,8 +97,8 @@ class MixedGraphs:
         )
         return next(fitting, None)
 
-    def launch(self, step: Step, shape: Shape) -> Graph | None:
-        """Replay the step; the graph's first ids are those of the rows that sample.
+    def launch(self, step: Step, shape: Shape) -> Replayed | None:
+        """Replay the step.
 
         None, and never again this shape, if there is no memory to capture it: the step can still be launched without.
         """
@@ -109,7 +109,8 @@ class MixedGraphs:
             return None
         self._fill(step, shape)
         captured.graph.replay()
-        return captured
+        places = self.places(step, shape)[step.samples]
+        return Replayed(captured.out[: len(places)], captured.to_sample[0], places)
 
     @staticmethod
     def places(step: Step, shape: Shape) -> np.ndarray:

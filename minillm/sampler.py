@@ -162,8 +162,7 @@ class Sampler:
         shaped -= torch.where(top.isfinite(), top, 0)
         shaped /= self._tensor(np.where(temperature > 0, temperature, 1)).to(dtype)[:, None]
         if min_p := self._asked(MIN_P, rows, dtype):
-            least = shaped.amax(-1, keepdim=True) + torch.log(min_p[0])
-            shaped.masked_fill_(shaped < least, -torch.inf)
+            shaped.masked_fill_(shaped < torch.log(min_p[0]), -torch.inf)  # the largest is 0
         if truncation := self._asked(TRUNCATION, rows, torch.float64):
             top_k, top_p = truncation
             shaped = self.ops.truncate(shaped, top_k[:, 0].long(), top_p[:, 0].to(dtype))

@@ -124,8 +124,6 @@ class Choice:
             ids = ids[: self.output.add(ids, reason)]
             if self.output.stop_string is not None:
                 reason, stop = "stop", self.output.stop_string
-            elif reason is not None:
-                self.output.end()
             text = self.output.new()
         done.text += text
         done.token_ids += ids
