@@ -1,26 +1,32 @@
 """minillm: an LLM inference engine to learn from and to use."""
 
-from importlib import import_module
+from typing import TYPE_CHECKING
+
+from . import renamed
+from .lazy_imports import exports
+
+if TYPE_CHECKING:
+    from .engine.async_llm import AsyncLLM
+    from .engine.llm import LLM
+    from .errors import InvalidRequest
+    from .overrides import NotSolvedYet, using
+    from .request import Completion, SamplingParams
+    from .tokenizer import Tokenizer
 
 __version__ = "0.1.0"
+__all__ = ["LLM", "AsyncLLM", "Completion", "InvalidRequest", "NotSolvedYet", "SamplingParams", "Tokenizer", "using"]
 
-_HOMES = {
-    "LLM": "llm",
-    "AsyncLLM": "async_engine",
-    "SamplingParams": "request",
-    "Completion": "request",
-    "InvalidRequest": "request",
-    "Tokenizer": "tokenizer",
-    "NotSolvedYet": "parts",
-    "using": "parts",
-}
-__all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str):
-    """Import on first use: `import minillm` alone does not wait for torch."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'minillm' has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = exports(
+    __name__,
+    {
+        "LLM": "engine.llm",
+        "AsyncLLM": "engine.async_llm",
+        "SamplingParams": "request",
+        "Completion": "request",
+        "InvalidRequest": "errors",
+        "Tokenizer": "tokenizer",
+        "NotSolvedYet": "overrides",
+        "using": "overrides",
+    },
+)
+renamed.install()

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from minillm.config import ConfigError, EngineConfig
-from minillm.request import InvalidRequest
+from minillm.config import EngineConfig
+from minillm.errors import ConfigError, InvalidRequest
 
 app = typer.Typer(
     name="minillm",
@@ -345,7 +345,7 @@ def evaluate(
     """
     from minillm import LLM, evaluate
     from minillm.bench import records
-    from minillm.loader import resolve
+    from minillm.model.loader import resolve
 
     def measured() -> Iterator[dict]:
         if streaming:
@@ -390,7 +390,7 @@ def build(
 
     Weights are random while it measures. Without a GPU it prints the memory needed, and plans options alone.
     """
-    from minillm.bench import build
+    from minillm.tuning import build
 
     build.run(
         model,

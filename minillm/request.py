@@ -7,10 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-
-class InvalidRequest(ValueError):
-    """A request that can never run: the message names the input, the limit and the way out."""
-
+from minillm.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
 _SURROGATE = re.compile("[\ud800-\udfff]")  # in no text that can be encoded, and so in none that can be hashed

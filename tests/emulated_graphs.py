@@ -16,9 +16,9 @@ from minillm.runner import Runner
 @contextmanager
 def emulated_graphs():
     """Engines made inside run their steps as graphs would."""
-    from minillm.capture import Graph
-    from minillm.graphs import DecodeGraphs
     from minillm.ops import triton as kernels
+    from minillm.runner.cuda_graph import Graph
+    from minillm.runner.decode_graphs import DecodeGraphs
 
     class Replay:
         def __init__(self, step):

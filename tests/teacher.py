@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from minillm import SamplingParams, ops
-from minillm.loader import EMBEDDED
+from minillm.model.loader import EMBEDDED
 from minillm.request import Completion
-from minillm.sampler import Sampler
+from minillm.runner.sampler import Sampler
 
 TIE = 1e-3  # logits closer than this may change places, and so may the cumulated probabilities around a draw
 
@@ -58,7 +58,7 @@ class Teacher:
 
 
 def uniforms_of(seed: int, lengths: np.ndarray) -> np.ndarray:
-    from minillm.sampler import uniforms
+    from minillm.runner.sampler import uniforms
 
     return uniforms(np.full(len(lengths), seed, np.int64), lengths)
 

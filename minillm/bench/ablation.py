@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import ops
-from ..config import ModelConfig
-from ..kv_cache import LayerCache
-from ..ops import reference
-from ..parts import using
+from minillm import ops
+from minillm.kv_cache.storage import LayerCache
+from minillm.model.config import ModelConfig
+from minillm.ops import reference
+from minillm.overrides import using
+
 from . import offline, records, workloads
 from .workloads import BenchRequest
 
@@ -123,7 +124,7 @@ def applied(llm, setting: Setting) -> Iterator[None]:
     if not setting.graphs:
         runner.graphs = None
     elif runner.graphs is not None:
-        from ..graphs import DecodeGraphs
+        from minillm.runner.decode_graphs import DecodeGraphs
 
         parts = {"single_row": setting.single_row, "sampling": setting.sampling_in_graph}
         parts |= {"mixed": setting.prompts_in_graphs}

@@ -17,11 +17,12 @@ from pathlib import Path
 
 import torch
 
-from ..config import ConfigError
-from ..engine import Engine
-from ..llm import LLM
-from ..policies import POLICIES
-from ..request import SamplingParams
+from minillm.engine.engine import Engine
+from minillm.engine.llm import LLM
+from minillm.errors import ConfigError
+from minillm.request import SamplingParams
+from minillm.scheduler.policies import POLICIES
+
 from . import offline, records, serve, waste, workloads
 from .workloads import BenchRequest
 

@@ -26,8 +26,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..request import SamplingParams
-from ..scheduler import Step
+from minillm.request import SamplingParams
+from minillm.scheduler.step import Step
+
 from . import offline, profiling, records, roofline, workloads
 from .roofline import Limits, floor_seconds
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from minillm.loader import DTYPES
+from minillm.model.loader import DTYPES
 from minillm.request import SamplingParams
 
 from . import records, workloads
@@ -26,7 +26,7 @@ class Minillm:
     name = "minillm"
 
     def __init__(self, model=None, **options):
-        from minillm.llm import LLM
+        from minillm.engine.llm import LLM
 
         self.llm = LLM(model, **({"enable_prefix_caching": False} | options))
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from minillm.config import ModelConfig
-from minillm.loader import DTYPES, resolve
+from minillm.model.config import ModelConfig
+from minillm.model.loader import DTYPES, resolve
 
 from .workloads import BenchRequest
 
@@ -76,7 +76,7 @@ def _random_model(place, dtype: torch.dtype, device: str):
     from transformers import AutoConfig, AutoModelForCausalLM, GemmaConfig
 
     if isinstance(place, str):
-        from minillm.config import PRESETS
+        from minillm.model.config import PRESETS
 
         config = _gemma_config(GemmaConfig, PRESETS[place])
     else:

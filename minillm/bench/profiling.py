@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from ..scheduler import Step
+from minillm.scheduler.step import Step
 
 GROUPS = ("matrix products", "attention", "head and sampling", "other kernels")
 NAMES = (

@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..llm import LLM
-from ..request import SamplingParams
+from minillm.engine.llm import LLM
+from minillm.request import SamplingParams
+
 from . import records
 
 SQUARE = {"cpu": 1024, "cuda": 8192}  # rows of the matrices multiplied to find the most operations a second

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..request import Request, SamplingParams
-from ..scheduler import Scheduler
+from minillm.request import Request, SamplingParams
+from minillm.scheduler.scheduler import Scheduler
+
 from .workloads import BenchRequest
 
 SHARES = ("used", "reserved", "internal", "external")

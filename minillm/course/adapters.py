@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..kv_cache import LayerCache
-from ..ops import reference
+from minillm.kv_cache.storage import LayerCache
+from minillm.ops import reference
 
 
 def gathered(attention: Callable[..., Tensor]) -> dict[str, Callable]:

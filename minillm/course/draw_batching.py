@@ -10,7 +10,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from minillm.bench import plots
-from minillm.trace import Trace, replay
+from minillm.trace.record import Trace
+from minillm.trace.replay import replay
 
 from .draw_timeline import COLORS as STATES
 from .draw_timeline import draw_timeline

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import matplotlib.pyplot as plt
 import numpy as np
 
-from ..trace import Trace, tables
+from minillm.trace.record import Trace
+from minillm.trace.replay import tables
 
 COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#eeca3b")
 FREE, CACHED, INK = "#f2f2f2", "#d5d5d5", "dimgray"

@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from minillm.trace import Mirror, StepRows, Tables, Trace, TraceError, replay
+from minillm.trace.record import Trace, TraceError
+from minillm.trace.replay import Mirror, StepRows, Tables, replay
 
 IDLE, WAITS, PREFILL, DECODE = range(4)
 NOTHING = 255  # between two steps: left white

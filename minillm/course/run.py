@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from ..bench import records
+from minillm.bench import records
 
 SOURCES = Path(__file__).resolve().parents[2] / "notebooks" / "source"
 

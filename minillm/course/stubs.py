@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 
-from ..parts import NotSolvedYet
+from minillm.overrides import NotSolvedYet
 
 
 def yours(function: Callable, engines_own: Callable) -> Callable:

@@ -8,7 +8,8 @@ MINILLM_GEMMA  the directory of Gemma 2B's weights, where they are not in Huggin
 import os
 from dataclasses import dataclass, field
 
-from ..config import ConfigError
+from minillm.errors import ConfigError
+
 from .doctor import gemma_directory
 
 
@@ -39,7 +40,7 @@ def tier() -> Tier:
     """The tier of this machine, or the one that MINILLM_TIER names. Raises ConfigError."""
     import torch
 
-    from ..loader import EMBEDDED
+    from minillm.model.loader import EMBEDDED
 
     wanted = os.environ.get("MINILLM_TIER", "auto")
     if wanted not in ("auto", "cpu", "gpu"):

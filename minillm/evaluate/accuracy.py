@@ -4,7 +4,8 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from ..request import MAX_LOGPROBS, SamplingParams
+from minillm.request import MAX_LOGPROBS, SamplingParams
+
 from .prompts import LETTERS, few_shot_prompt
 from .sources import load_questions
 

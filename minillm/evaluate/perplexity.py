@@ -7,7 +7,8 @@ into windows that overlap: each token is scored once, in the first window that h
 import math
 from collections.abc import Iterator, Sequence
 
-from ..request import SamplingParams
+from minillm.request import SamplingParams
+
 from .sources import load_text
 
 

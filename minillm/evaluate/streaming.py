@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
-from ..loader import resolve
-from ..request import SamplingParams
+from minillm.model.loader import resolve
+from minillm.request import SamplingParams
+
 from .sources import load_text
 
 
@@ -34,7 +35,7 @@ def streaming(
     (all tokens before). Scored by all: every `every`-th token beyond the context. `beside_recomputed` is the
     perplexity divided by the first one's. options: of the engine. Needs the model's own directory.
     """
-    from .. import LLM  # imports upwards: only when it runs
+    from minillm import LLM  # imports upwards: only when it runs
 
     options = {"max_num_seqs": 16, "enable_prefix_caching": False, **options}
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kv_cache import LayerCache
+from minillm.kv_cache.storage import LayerCache
+
 from . import reference
 
 # Splitting a ragged batch costs about as much as gathering this many keys (measured on two AMD EPYC cores).

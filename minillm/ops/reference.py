@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kv_cache import LayerCache
-from ..quantization import Weight
+from minillm.kv_cache.storage import LayerCache
+from minillm.quantization import Weight
 
 
 def embedding(ids: Tensor, weight: Tensor, scale: float) -> Tensor:

@@ -8,7 +8,8 @@ import importlib
 import inspect
 import threading
 
-from ..parts import Parts, register
+from minillm.overrides import Parts, register
+
 from . import reference
 
 ENTRIES = (

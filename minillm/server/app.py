@@ -15,7 +15,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from minillm.request import Completion, Delta, InvalidRequest, SamplingParams
+from minillm.errors import InvalidRequest
+from minillm.request import Completion, Delta, SamplingParams
 from minillm.tokenizer import TokenizerError
 
 from .body import read

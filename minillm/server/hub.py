@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from minillm import parts
-from minillm.async_engine import AsyncLLM, Prepared
-from minillm.request import Delta, InvalidRequest, SamplingParams
+from minillm import overrides
+from minillm.engine.async_llm import AsyncLLM, Prepared
+from minillm.errors import InvalidRequest
+from minillm.request import Delta, SamplingParams
 from minillm.tokenizer import TokenizerError
 
 from .link import NUMBER, TooLong, Unpacker, pack, room
@@ -281,7 +282,7 @@ class Line:
     def _read_prompts(self, numbers: array, prompts: list[dict]) -> tuple[list, bool]:
         """Token ids of each prompt, and whether any was encoded here."""
         numbers, found, encoded = np.asarray(numbers), [], False
-        own = any(each["text"] is not None for each in prompts) and parts.replaced("bpe_merge")
+        own = any(each["text"] is not None for each in prompts) and overrides.replaced("bpe_merge")
         for each in prompts:
             length = each["length"] or 0
             ids, numbers = numbers[:length], numbers[length:]

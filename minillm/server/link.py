@@ -29,8 +29,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from minillm.output_text import OutputText
-from minillm.request import Completion, Delta, InvalidRequest, SamplingParams
+from minillm.engine.output_text import OutputText
+from minillm.errors import InvalidRequest
+from minillm.request import Completion, Delta, SamplingParams
 from minillm.tokenizer import Tokenizer
 
 SIZES = struct.Struct("<II")  # bytes of JSON, bytes of numbers

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from minillm.request import InvalidRequest, SamplingParams
+from minillm.errors import InvalidRequest
+from minillm.request import SamplingParams
 from minillm.tokenizer import TokenizerError
 
 from .link import Busy, TooLong

@@ -254,8 +254,8 @@ def _check(workers: int, max_queued: int) -> None:
 
 @contextmanager
 def _engine(model, options: dict) -> Iterator[object]:
-    from minillm.async_engine import AsyncLLM
-    from minillm.llm import LLM
+    from minillm.engine.async_llm import AsyncLLM
+    from minillm.engine.llm import LLM
 
     made = not hasattr(model, "stream") and not isinstance(model, LLM)
     if options and not made:

@@ -9,7 +9,8 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from ..parts import Parts, register
+from minillm.overrides import Parts, register
+
 from .gemma import BYTE_TOKENS
 from .patterns import TokenizerError
 

@@ -566,7 +566,7 @@ print(SPLIT_PATTERN)
 guess_gb = 1.0  # PREDICT: gigabytes of Gemma 2B's embedding table
 
 # %%
-from minillm.config import PRESETS
+from minillm.model.config import PRESETS
 
 gemma = PRESETS["gemma-2b"]
 

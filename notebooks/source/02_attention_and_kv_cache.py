@@ -18,12 +18,13 @@ import torch.nn.functional as F
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from minillm import LLM, SamplingParams, sizing, using
+from minillm import LLM, SamplingParams, using
 from minillm.bench import records, roofline
-from minillm.config import PRESETS, ModelConfig
 from minillm.course import NotSolvedYet, adapters, check, compare, tier, yours
 from minillm.course import draw_attention as draw
-from minillm.loader import EMBEDDED
+from minillm.model import sizing
+from minillm.model.config import PRESETS, ModelConfig
+from minillm.model.loader import EMBEDDED
 from minillm.ops.reference import gated_activation, linear, lm_head, rms_norm, rotary_embedding
 
 llm = LLM(device="cpu", dtype="float64", enable_prefix_caching=False, num_blocks=512)
@@ -764,8 +765,8 @@ def requests_that_fit(config, parameters, gpu_bytes, context, bytes_each=2, util
 check(requests_that_fit)
 
 # %% [markdown]
-# The engine's calculator, `minillm.sizing`, does the same with two refinements: a request takes whole blocks, and a
-# layer with a window keeps no more than its window. You can use it for any model that has a `config.json`.
+# The engine's calculator, `minillm.model.sizing`, does the same with two refinements: a request takes whole blocks, and
+# a layer with a window keeps no more than its window. You can use it for any model that has a `config.json`.
 
 # %%
 eight = SHAPES["Llama 3.1 8B"]
@@ -906,7 +907,7 @@ for behind, point in ((64, points[2]), (1024, far)):
 # * Keys and values of a token never change, because no token sees a later one. Keep them, and a step runs one token
 #   through the layers instead of all.
 # * Query `i` of `n` stands at position `length - n + i`; what lies beyond `length` does not exist.
-# * `2 x layers x KV heads x head_dim x bytes` a token, `2` bytes a parameter: `minillm.sizing` does the sums.
+# * `2 x layers x KV heads x head_dim x bytes` a token, `2` bytes a parameter: `minillm.model.sizing` does the sums.
 # * Prefill is bound by operations, decode by bytes. Batching shares the weights, never the keys.
 #
 # **What got worse:** memory. Generation without a cache needs none between two steps; now every request holds on to

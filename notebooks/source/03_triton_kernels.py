@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_leaves
 
 from minillm import LLM, SamplingParams, using
 from minillm.bench import plots, records
-from minillm.config import PRESETS
 from minillm.course import NotSolvedYet, check, compare, tier, triton_here, yours
 from minillm.course import draw_kernels as draw
 from minillm.course.interpret import surrounded, untouched
 from minillm.course.stubs import raise_if_stub
+from minillm.model.config import PRESETS
 from minillm.ops import reference
 
 # %%
@@ -860,14 +860,14 @@ draw.lanes(
 # the device, records a graph for each of some batch sizes, and pads a batch to the next one:
 
 # %%
-# ENGINE: minillm.graphs:DecodeGraphs.captured
-# ENGINE: minillm.graphs:batch_sizes
+# ENGINE: minillm.runner.decode_graphs:DecodeGraphs.captured
+# ENGINE: minillm.runner.decode_graphs:batch_sizes
 
 # %% [markdown]
 # A step that runs prompts is more ragged. It is padded too, to one of a few numbers of tokens and of rows, and which
-# token belongs to which row travels in one array that the recorded kernels read (`minillm/mixed_graphs.py`). Padding
-# costs nothing while the step takes as long as reading the weights; beyond 1,024 tokens the GPU is busy for longer
-# than the CPU takes to launch, and the engine launches one by one.
+# token belongs to which row travels in one array that the recorded kernels read (`minillm/runner/mixed_graphs.py`).
+# Padding costs nothing while the step takes as long as reading the weights; beyond 1,024 tokens the GPU is busy for
+# longer than the CPU takes to launch, and the engine launches one by one.
 #
 # With more requests in a step, the GPU has more to do for each launch, and waits less. The record takes one part away
 # at a time:

@@ -22,14 +22,15 @@ import torch
 import triton
 import triton.language as tl
 
-from minillm import LLM, SamplingParams, sizing, using
+from minillm import LLM, SamplingParams, using
 from minillm.bench import plots, records
-from minillm.config import PRESETS
 from minillm.course import NotSolvedYet, adapters, check, compare, tier, yours
 from minillm.course import draw_tiles as draw
 from minillm.course.stubs import raise_if_stub
 from minillm.kernels import paged_attention
 from minillm.kv_cache import LayerCache
+from minillm.model import sizing
+from minillm.model.config import PRESETS
 from minillm.ops import reference
 
 plain = {"enable_prefix_caching": False, "run_ahead": 0}

@@ -21,14 +21,16 @@ from pathlib import Path
 
 import torch
 
-from minillm import LLM, SamplingParams, kv_cache, sizing, using
+from minillm import LLM, SamplingParams, using
 from minillm.bench import records, waste, workloads
 from minillm.bench.batching import LONGEST, SLOTS
-from minillm.config import PRESETS
 from minillm.course import NotSolvedYet, adapters, check, compare, yours
 from minillm.course import draw_memory as draw
 from minillm.kv_cache import BlockPool, OutOfBlocks
-from minillm.loader import EMBEDDED
+from minillm.kv_cache import block_pool as kv_cache
+from minillm.model import sizing
+from minillm.model.config import PRESETS
+from minillm.model.loader import EMBEDDED
 from minillm.trace import Trace
 
 llm = LLM(device="cpu", dtype="float64", block_size=16, num_blocks=256)
@@ -467,7 +469,7 @@ for name, text in TEXTS.items():
 # on from keys that are known already, so that a growing request is not hashed from its beginning again and again.
 
 # %%
-# ENGINE: minillm.kv_cache:prefix_keys
+# ENGINE: minillm.kv_cache.block_pool:prefix_keys
 
 # %% [markdown]
 # ### Who may write?
@@ -775,7 +777,7 @@ for part in records.read("cpu/batching")["results"]:
 # books under other names:
 
 # %%
-# ENGINE: minillm.kv_cache:BlockPool
+# ENGINE: minillm.kv_cache.block_pool:BlockPool
 
 # %% [markdown]
 # The small memory from section 3 again, with a beginning of 16 tokens, two blocks, that all eight requests share:

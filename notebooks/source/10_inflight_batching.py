@@ -24,9 +24,9 @@ from minillm import LLM, SamplingParams, using
 from minillm.bench import plots, records, workloads
 from minillm.course import NotSolvedYet, check, compare, tier, yours
 from minillm.course import draw_batching as draw
-from minillm.policies import FirstComeFirstServed
 from minillm.request import Request
 from minillm.scheduler import Scheduler
+from minillm.scheduler.policies import FirstComeFirstServed
 from minillm.trace import Trace, replay
 
 VOCAB = 4000
@@ -251,7 +251,7 @@ draw.padded(fullest)
 # with sliding windows), and it is told:
 
 # %%
-# ENGINE: minillm.batch:Rows
+# ENGINE: minillm.model.batch:Rows
 
 # %% [markdown]
 # **Predict first**, for the whole run in flight: if every step were padded to a rectangle, what share of all places
@@ -392,7 +392,7 @@ for number, step in enumerate(found[:4]):
 # the prefix cache and the trace.
 
 # %%
-# ENGINE: minillm.scheduler:Scheduler._launch
+# ENGINE: minillm.scheduler.scheduler:Scheduler._launch
 
 # %% [markdown]
 # ## 4 · The token budget
@@ -796,10 +796,10 @@ draw.waits(
 # policy too: it decides nothing but who may join. And whoever comes last by `key` gives way when blocks run out.
 
 # %%
-# ENGINE: minillm.policies:FirstComeFirstServed
-# ENGINE: minillm.policies:Priority
-# ENGINE: minillm.policies:ShortestPromptFirst
-# ENGINE: minillm.policies:StaticBatching
+# ENGINE: minillm.scheduler.policies:FirstComeFirstServed
+# ENGINE: minillm.scheduler.policies:Priority
+# ENGINE: minillm.scheduler.policies:ShortestPromptFirst
+# ENGINE: minillm.scheduler.policies:StaticBatching
 
 # %% [markdown]
 # Now all of it together: your sharing and your order serve the traffic, in one engine.

@@ -9,7 +9,7 @@ import minillm
 from minillm.bench import offline, peers
 from minillm.bench.workloads import BenchRequest
 from minillm.kv_cache import BlockPool
-from minillm.policies import ShortestPromptFirst
+from minillm.scheduler.policies import ShortestPromptFirst
 
 REQUESTS = [BenchRequest([5, 6, 7, 8, 9], 6), BenchRequest([11], 3), BenchRequest([20, 21], 9)]
 

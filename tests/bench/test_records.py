@@ -35,7 +35,7 @@ def test_the_commit_is_the_checkouts_or_the_one_it_is_told(monkeypatch):
 
 
 def test_changed_files_are_not_kept_secret(monkeypatch):
-    answers = {"rev-parse": "a" * 40, "status": " M minillm/engine.py"}
+    answers = {"rev-parse": "a" * 40, "status": " M minillm/engine/engine.py"}
     monkeypatch.setattr(records, "_output", lambda *command: answers[command[3]])
     assert records.commit() == {"commit": "a" * 40, "dirty": True}
 

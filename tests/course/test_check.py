@@ -3,8 +3,8 @@
 import pytest
 
 from minillm import NotSolvedYet
-from minillm.config import ConfigError
 from minillm.course import check, checks, compare, tier, yours
+from minillm.errors import ConfigError
 
 
 @pytest.fixture

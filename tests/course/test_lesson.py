@@ -90,13 +90,17 @@ def test_a_mistake_in_a_source_is_named_with_its_cell(cell, problem, tmp_path):
 
 def test_the_engines_source_is_put_in_with_its_place(tmp_path):
     (tmp_path / "98_trial.py").write_text(
-        "# %% [markdown]\n# # A trial\n\n# %%\n# ENGINE: minillm.kv_cache:BlockPool.available\n"
+        "# %% [markdown]\n# # A trial\n\n# %%\n# ENGINE: minillm.kv_cache.block_pool:BlockPool.available\n"
         "# ENGINE: minillm.ops.reference:rms_norm\n"
     )
     cell = lesson.convert(tmp_path / "98_trial.py").cells[1]
     assert cell.cell_type == "markdown"
-    assert cell.metadata == {"engine": ["minillm.kv_cache:BlockPool.available", "minillm.ops.reference:rms_norm"]}
-    assert cell.source.startswith("From `minillm/kv_cache.py`:\n\n```python\n@property\ndef available(self) -> int:\n")
+    assert cell.metadata == {
+        "engine": ["minillm.kv_cache.block_pool:BlockPool.available", "minillm.ops.reference:rms_norm"]
+    }
+    assert cell.source.startswith(
+        "From `minillm/kv_cache/block_pool.py`:\n\n```python\n@property\ndef available(self) -> int:\n"
+    )
     assert "From `minillm/ops/reference.py`:" in cell.source
 
 

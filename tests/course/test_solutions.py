@@ -19,17 +19,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minillm import LLM, SamplingParams, Tokenizer, kv_cache, sizing
+from minillm import LLM, SamplingParams, Tokenizer
 from minillm.bench import roofline, serve, workloads
-from minillm.config import PRESETS
 from minillm.course import adapters, build, checks, lesson
 from minillm.course.interpret import kernel_device, surrounded
 from minillm.kv_cache import BlockPool, LayerCache, OutOfBlocks
-from minillm.loader import EMBEDDED
+from minillm.kv_cache import block_pool as kv_cache
+from minillm.model import sizing
+from minillm.model.config import PRESETS
+from minillm.model.loader import EMBEDDED
 from minillm.ops import reference
-from minillm.policies import FirstComeFirstServed, StaticBatching
 from minillm.request import Request
 from minillm.scheduler import Scheduler
+from minillm.scheduler.policies import FirstComeFirstServed, StaticBatching
 from minillm.tokenizer import StreamingDetokenizer, bpe, training
 from minillm.tokenizer.gemma import BYTE_TOKENS, SPECIAL_TOKENS
 

@@ -1,6 +1,6 @@
 """A kernel's result beside a float64 reference: how near it has to be, and how near it was.
 
-Where MINILLM_NOTES names a file, every comparison adds a line to it; `record.py` makes a record of those.
+Where MINILLM_NOTES names a file, every comparison adds a line to it; `tools/kernel_tests.py` makes a record of those.
 """
 
 import json

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton", reason="triton is not installed here")
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 CAPABILITIES = ("80", "86", "89", "90")
 
 
@@ -18,7 +18,7 @@ CAPABILITIES = ("80", "86", "89", "90")
 def compiled(tmp_path_factory) -> list[dict]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))  # so that it does compile
-    script = [sys.executable, HERE / "compile_for_gpus.py", *CAPABILITIES]
+    script = [sys.executable, ROOT / "tools" / "compile_kernels.py", *CAPABILITIES]
     done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -34,7 +34,7 @@ def test_every_kernel_fits_into_the_shared_memory_of(capability, compiled):
 
 def test_no_kernel_is_left_out(compiled):
     in_source = set()
-    for path in (HERE.parents[1] / "kernels").glob("*.py"):
+    for path in (ROOT / "kernels").glob("*.py"):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
                 in_source.add(node.name)

@@ -7,7 +7,7 @@ import torch
 pytest.importorskip("triton", reason="kernels need triton, which exists for Linux only")
 
 from minillm.kernels import decode_step
-from minillm.sampler import uniforms
+from minillm.runner.sampler import uniforms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from minillm import ops
-from minillm.batch import Batch, Rows
-from minillm.config import ARCHITECTURES
 from minillm.kv_cache import LayerCache
-from minillm.loader import load_model
+from minillm.model.batch import Batch, Rows
+from minillm.model.config import ARCHITECTURES
+from minillm.model.loader import load_model
 from minillm.ops import reference
 from minillm.quantization import DenseWeight
 from tests.kernels.compare import DTYPES, assert_close, assert_truncated, double, paged_cache, random_tensor, rotations

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from minillm import ops
-from minillm.config import PRESETS
 from minillm.kv_cache import LayerCache
-from minillm.model import rotary_table
+from minillm.model.config import PRESETS
+from minillm.model.decoder import rotary_table
 from minillm.ops import cpu, reference
 from minillm.quantization import DenseWeight
 from tests.kernels.compare import released
@@ -226,8 +226,8 @@ def test_rms_norm_equals_its_formula_down_to_eps():
 
 
 def test_rotation_keeps_lengths_and_scores_depend_on_distance_only():
-    from minillm.config import PRESETS
-    from minillm.model import rotary_table
+    from minillm.model.config import PRESETS
+    from minillm.model.decoder import rotary_table
 
     table = rotary_table(PRESETS["gemma-2b"], 64, dtype=torch.float64, device="cpu")
     q, k = torch.randn(2, 1, 1, 256, dtype=torch.float64).expand(2, 50, 1, 256)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minillm.async_engine import AsyncLLM
+from minillm.engine.async_llm import AsyncLLM
 from minillm.server import running
 
 TOKENIZER = Path(__file__).parents[2] / "data" / "tiny-gemma"

@@ -3,7 +3,7 @@
 import openai
 import pytest
 
-from minillm.llm import chat_prompt
+from minillm.engine.llm import chat_prompt
 from minillm.request import SamplingParams
 
 QUESTION = [{"role": "user", "content": "Where is the river?"}]

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 import minillm
-from minillm.async_engine import AsyncLLM
+from minillm.engine.async_llm import AsyncLLM
 from minillm.server import running
 from minillm.server.body import MAX_BODY
 from minillm.server.hub import Hub, Line

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minillm.request import InvalidRequest, SamplingParams
+from minillm.errors import InvalidRequest
+from minillm.request import SamplingParams
 from minillm.server.hub import Hub, Line
 from minillm.server.link import SIZES, TooLong, Unpacker, _changed, pack, room
 

@@ -5,8 +5,8 @@ import pytest
 
 import minillm
 from minillm import LLM, SamplingParams
+from minillm.kv_cache.streams import STREAM_TOKENS
 from minillm.server import running
-from minillm.streams import STREAM_TOKENS
 
 CONTEXT = 64
 LONG = [7 * i % 90 + 5 for i in range(3 * CONTEXT)]

@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 import minillm
-from minillm.async_engine import AsyncLLM
+from minillm.engine.async_llm import AsyncLLM
 from minillm.kv_cache import BlockPool
-from minillm.policies import FirstComeFirstServed
+from minillm.scheduler.policies import FirstComeFirstServed
 from minillm.server import PortTaken, running, serve
 
 

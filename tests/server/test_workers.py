@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 import minillm
-from minillm.async_engine import AsyncLLM
+from minillm.engine.async_llm import AsyncLLM
 from minillm.server import running
 
 BODY = {"prompt": "The river", "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 
-from ...parts import NotSolvedYet
+from minillm.overrides import NotSolvedYet
 
 
 @dataclass(frozen=True)

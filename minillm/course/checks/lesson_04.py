@@ -5,7 +5,8 @@ import weakref
 import torch
 from torch import Tensor
 
-from ...kv_cache import LayerCache
+from minillm.kv_cache.storage import LayerCache
+
 from ..interpret import kernel_device
 from . import Exercise
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from ...kv_cache import OutOfBlocks
+from minillm.kv_cache.block_pool import OutOfBlocks
+
 from . import Exercise
 
 # ---- where the tokens of a request lie

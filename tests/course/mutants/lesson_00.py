@@ -1,6 +1,6 @@
 """Wrong solutions of lesson 00."""
 
-from . import wrong
+from tests.course.mutants import wrong
 
 
 @wrong("continue_text", fails="each token sees everything before it")

@@ -5,8 +5,7 @@ from itertools import pairwise
 
 from minillm.tokenizer.gemma import BYTE_TOKENS
 from minillm.tokenizer.training import join_pair
-
-from . import wrong
+from tests.course.mutants import wrong
 
 FIRST = "the pair learned first is joined first"
 

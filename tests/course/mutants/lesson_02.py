@@ -2,7 +2,7 @@
 
 import torch
 
-from . import wrong
+from tests.course.mutants import wrong
 
 # ---- attention
 

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import wrong
+from tests.course.mutants import wrong
 
 # ---- online_attention
 

@@ -4,8 +4,7 @@ import hashlib
 from collections import OrderedDict
 
 from minillm.kv_cache import OutOfBlocks
-
-from . import wrong
+from tests.course.mutants import wrong
 
 # ---- slots_of
 

@@ -4,9 +4,8 @@ import heapq
 
 import numpy as np
 
-from minillm.policies import FirstComeFirstServed
-
-from . import wrong
+from minillm.scheduler.policies import FirstComeFirstServed
+from tests.course.mutants import wrong
 
 # ---- steps_and_idle
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import torch
 
-from . import wrong
+from tests.course.mutants import wrong
 
 
 def all_gaps(arrivals):

@@ -1,0 +1,23 @@
+"""The engine loop, and `LLM` and `AsyncLLM` around it.  Lessons 00, 10 and 99."""
+
+from typing import TYPE_CHECKING
+
+from minillm.lazy_imports import exports
+
+if TYPE_CHECKING:
+    from .async_llm import AsyncLLM
+    from .engine import Engine
+    from .llm import LLM
+    from .output_text import OutputText
+
+__all__ = ["AsyncLLM", "Engine", "LLM", "OutputText"]
+
+__getattr__, __dir__ = exports(
+    __name__,
+    {
+        "AsyncLLM": "async_llm",
+        "Engine": "engine",
+        "LLM": "llm",
+        "OutputText": "output_text",
+    },
+)

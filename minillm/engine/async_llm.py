@@ -1,0 +1,281 @@
+"""`AsyncLLM`: the engine in a thread of its own, for servers and notebooks.  Lesson 99.
+
+The thread steps while there is work; others submit and abort through a queue that it empties between steps. What a
+step brought goes to each mailbox in one call.
+"""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from minillm.request import Completion, Delta, SamplingParams
+
+from .engine import Engine, Tracked
+from .llm import LLM
+
+
+class Mailbox(Protocol):
+    """Whoever asked for some requests; hashable."""
+
+    def deliver(self, items: list[tuple[Any, Delta | Exception]]) -> None:
+        """Take (the key that the request was prepared with, what it gained) of each request that gained something.
+
+        Called in the engine's thread, which waits: it must neither block nor raise. An exception is a request's last.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A request that has been checked, and where its deltas go."""
+
+    tracked: Tracked
+    mailbox: Mailbox
+    key: Any
+
+    @property
+    def request_id(self) -> str:
+        return self.tracked.request.request_id
+
+
+class AsyncLLM:
+    """The same arguments as `LLM`, or `AsyncLLM(engine=llm)` to serve from an `LLM` that stays open and usable."""
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        tokenizer=None,
+        *,
+        engine: LLM | Engine | None = None,
+        **options,
+    ):
+        if isinstance(engine, LLM):
+            engine = engine.engine
+        self._owns_engine = engine is None
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._outbox: dict[Mailbox, list[tuple[Any, Delta | Exception]]] = {}
+        self._listening: dict[str, Prepared] = {}
+        # The engine is made in the thread that steps it: OpenMP keeps a pool of threads for each thread that computes,
+        # and a second pool beside the loader's made a lone request a fifth slower.
+        make = (lambda: _warm(Engine(model, tokenizer, **options))) if engine is None else (lambda: engine)
+        made: Future[Engine] = Future()
+        self._thread = threading.Thread(target=self._run, args=(make, made), name="minillm-engine", daemon=True)
+        self._thread.start()
+        try:
+            self.engine = made.result()
+        except BaseException:
+            self._closing = True  # interrupted while it loads: end once it has
+            raise
+        self.tokenizer = self.engine.tokenizer
+        self.model_config = self.engine.model_config
+        self.config = self.engine.config
+        self.name = self.engine.name
+        self.max_model_len = self.engine.max_model_len
+        self.max_request_len = self.engine.max_request_len
+
+    async def stream(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncIterator[Delta]:
+        """New text and token ids as they come; the last delta carries the finish reason and the whole completion.
+
+        Leaving the iteration early aborts the request. Raises InvalidRequest before the first delta.
+        """
+        queue: asyncio.Queue[Delta | Exception] = asyncio.Queue()
+        mailbox = _LoopMailbox(asyncio.get_running_loop())
+        prepared = self.prepare(prompt, params, mailbox, queue, request_id=request_id)
+        self.submit([prepared])
+        finished = False
+        try:
+            while not finished:
+                delta = await queue.get()
+                if isinstance(delta, Exception):
+                    finished = True
+                    raise delta
+                finished = delta.finish_reason is not None
+                yield delta
+        finally:
+            if not finished:
+                self.abort(prepared.request_id)
+
+    async def generate(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, request_id: str | None = None
+    ) -> Completion:
+        """The whole completion."""
+        async for delta in self.stream(prompt, params, request_id):
+            completion = delta.completion
+        return completion
+
+    def prepare(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None,
+        mailbox: Mailbox,
+        key: Any,
+        *,
+        request_id: str | None = None,
+        wants_text: bool = True,
+    ) -> Prepared:
+        """Check a request whose deltas go to `mailbox` under a hashable `key`; in any thread. Raises InvalidRequest."""
+
+        def listener(delta: Delta) -> None:
+            if delta.completion is not None:
+                self._listening.pop(delta.completion.request_id, None)
+            self._post(mailbox, key, delta)
+
+        options = {"request_id": request_id, "listener": listener, "wants_text": wants_text}
+        return Prepared(self.engine.prepare(prompt, params, **options), mailbox, key)
+
+    def submit(self, requests: Sequence[Prepared]) -> None:
+        """Queue prepared requests; from any thread. What cannot be queued is told to its mailbox."""
+        self._tell(lambda: self._submit(requests))
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its stream ends with finish_reason "abort". From any thread."""
+        self._end(lambda: self.engine.abort(request_id))
+
+    def stop(self, request_id: str, string: str) -> None:
+        """End a request in whose text the caller found a stop string. From any thread."""
+        self._end(lambda: self.engine.stop(request_id, string))
+
+    def stats(self) -> dict[str, int]:
+        return self.engine.stats()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine's thread runs."""
+        return not self._closing and self._thread.is_alive()
+
+    def close(self) -> None:
+        """Abort this object's requests and stop the thread; an engine of its own is freed."""
+        with self._wake:
+            if self._closing:
+                return
+            self._closing = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _end(self, command: Callable[[], None]) -> None:
+        if not self._closing:
+            self._tell(lambda: self._attempt(command))
+
+    def _tell(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            if self._closing:
+                raise RuntimeError("this AsyncLLM is closed; make a new one")
+            self._commands.append(command)
+            self._wake.notify()
+
+    # ---- in the engine's thread
+
+    def _submit(self, requests: Sequence[Prepared]) -> None:
+        for each in requests:
+            try:
+                self.engine.submit(each.tracked)
+                self._listening[each.request_id] = each
+            except Exception as error:  # InvalidRequest, or a mistake of a reader's own policy
+                self._post(each.mailbox, each.key, error)
+
+    def _run(self, make: Callable[[], Engine], made: "Future[Engine]") -> None:
+        try:
+            self.engine = make()
+        except BaseException as error:
+            made.set_exception(error)
+            return
+        made.set_result(self.engine)
+        try:
+            self._work()
+        except BaseException as error:  # a mistake of the engine's: nobody must wait for what will not come
+            self._closing = True
+            for each in list(self._listening.values()):
+                self._post(each.mailbox, each.key, error)
+            self._deliver()
+            raise
+
+    def _work(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._commands or self._closing or self._busy):
+                    self._wake.wait()
+                commands = [self._commands.popleft() for _ in range(len(self._commands))]
+                closing = self._closing
+            for command in commands:
+                command()
+            if closing:
+                self._stop()
+            self._deliver()
+            if closing:
+                return
+            self._step()
+            self._deliver()
+
+    @property
+    def _busy(self) -> bool:
+        # Where the engine is borrowed, its owner may step it too, and so put deltas into the outbox.
+        with self.engine.lock:
+            return self.engine.has_work or bool(self._outbox)
+
+    def _stop(self) -> None:
+        for request_id in list(self._listening):
+            self.engine.abort(request_id)
+        if self._owns_engine:
+            self.engine.close()
+
+    def _step(self) -> None:
+        self._attempt(self.engine.step)
+
+    def _attempt(self, work: Callable[[], object]) -> None:
+        listening = list(self._listening.values())
+        try:
+            work()
+        except Exception as error:
+            # The engine has given up all that it had: say why instead of a bare "abort". Others ended before it failed.
+            told = {(each.mailbox, each.key) for each in listening}
+            with self.engine.lock:
+                kept = [(to, item) for to, items in self._outbox.items() for item in items if (to, item[0]) not in told]
+                self._outbox.clear()
+                for mailbox, item in kept:
+                    self._post(mailbox, *item)
+                for each in listening:
+                    self._post(each.mailbox, each.key, error)
+
+    def _post(self, mailbox: Mailbox, key: Any, delta: Delta | Exception) -> None:
+        self._outbox.setdefault(mailbox, []).append((key, delta))
+
+    def _deliver(self) -> None:
+        with self.engine.lock:
+            outbox, self._outbox = self._outbox, {}
+        for mailbox, items in outbox.items():
+            mailbox.deliver(items)
+
+
+class _LoopMailbox:
+    """The coroutines of one event loop: one call wakes the loop, however many of them got something."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self.loop = loop
+
+    def __hash__(self) -> int:
+        return hash(self.loop)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _LoopMailbox) and other.loop is self.loop
+
+    def deliver(self, items: list[tuple[asyncio.Queue, Delta | Exception]]) -> None:
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(_put_all, items)
+
+
+def _put_all(items: list[tuple[asyncio.Queue, Delta | Exception]]) -> None:
+    for queue, delta in items:
+        queue.put_nowait(delta)
+
+
+def _warm(engine: Engine) -> Engine:
+    engine.warm_up()
+    return engine

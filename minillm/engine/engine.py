@@ -1,0 +1,416 @@
+"""The engine loop.  Lesson 10.
+
+One request, as it travels: text -> tokenizer -> `Engine.submit` -> scheduler (waiting, then a row and blocks) ->
+runner (one ragged forward a step) -> sampler, on the device -> token ids, read one or more steps later -> text.
+"""
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from minillm.config import EngineConfig
+from minillm.errors import ConfigError, InvalidRequest
+from minillm.kernels import launches
+from minillm.kv_cache.block_pool import BlockPool
+from minillm.model.config import ModelConfig
+from minillm.model.loader import check_tokenizer, load_model, read_config, resolve
+from minillm.request import Completion, Delta, Request, SamplingParams
+from minillm.runner.plan import Plan
+from minillm.runner.runner import Launched, Results, Runner
+from minillm.runner.sampler import derived_seed
+from minillm.scheduler import replaceable
+from minillm.scheduler.policies import POLICIES
+from minillm.scheduler.scheduler import Scheduler
+from minillm.tokenizer import Tokenizer
+from minillm.trace.record import Trace
+
+from .output_text import OutputText
+
+Listener = Callable[[Delta], None]
+
+
+@dataclass(eq=False)
+class Tracked:
+    """What the engine keeps for a request beside what the scheduler does."""
+
+    request: Request
+    completion: Completion
+    listener: Listener | None = None
+    output: OutputText | None = None  # where somebody needs text token by token
+    wants_text: bool = True  # False: whoever asked makes text of the ids itself
+    row: int = -1  # where it was last admitted
+
+    @property
+    def watched(self) -> bool:
+        """Whether each of its tokens must be looked at as it comes."""
+        return self.listener is not None or self.output is not None or self.completion.logprobs is not None
+
+
+class Engine:
+    """Submit requests, step, read completions. Threads may share it: each call takes the engine's lock."""
+
+    def __init__(self, model: str | Path | None = None, tokenizer=None, **options):
+        try:
+            self.config = EngineConfig(**options)
+        except TypeError as error:
+            known = ", ".join(EngineConfig.__dataclass_fields__)
+            raise ConfigError(f"{error}; the engine's options are: {known}") from None
+        trace = self.config.trace
+        self.trace = trace if trace is None or isinstance(trace, Trace) else Trace(trace)
+        device = self.config.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        elif device.startswith("cuda") and not torch.cuda.is_available():
+            raise ConfigError("device='cuda', but torch finds no GPU here; use device='cpu', or see `minillm doctor`")
+        place = resolve(model)
+        self.plan = None if self.config.plan is None else Plan.read(self.config.plan)
+        if self.plan is not None:
+            self.config = self.plan.configure(self.config, read_config(place), device)
+        self._launches = {} if self.plan is None else self.plan.table()
+        self.config = self.config.on(device)
+        self.name = place.name if isinstance(place, Path) else place
+        if tokenizer is None and isinstance(place, Path) and (place / "tokenizer.json").exists():
+            tokenizer = place
+        # Where another process may read the same tokenizer; None for an object of the user's own.
+        self.tokenizer_directory = Path(tokenizer) if isinstance(tokenizer, (str, Path)) else None
+        self.tokenizer = Tokenizer.from_pretrained(tokenizer) if self.tokenizer_directory else tokenizer
+        self.model = load_model(
+            model,
+            dtype=self.config.dtype,
+            device=device,
+            load_format=self.config.load_format,
+            max_model_len=self.config.max_model_len,
+            seed=self.config.seed,
+        )
+        self.model_config: ModelConfig = self.model.config
+        if self.tokenizer is not None:
+            check_tokenizer(self.tokenizer, self.model_config)
+        self.max_model_len = self.config.max_model_len or self.model_config.max_model_len
+        with launches.using(self._launches):
+            self.runner = Runner(self.model, self.config, self.max_model_len)
+            if self.plan is not None and self.plan.graphs and self.runner.graphs is not None:
+                self.runner.graphs.capture(map(tuple, self.plan.graphs))
+                self.runner.graphs.capture_mixed()
+        self.in_flight: deque[Launched] = deque()
+        self.tracked: dict[str, Tracked] = {}
+        self._watched: dict[int, Tracked] = {}  # by row
+        self.lock = threading.RLock()
+        self._counter = itertools.count(1)
+        self._finished: list[Completion] = []
+        self.scheduler: Scheduler | None = None
+        self._adopted: tuple[Callable, ...] | None = None  # what made the scheduler's policy and block pool
+        self._adopt()
+
+    def _adopt(self) -> None:
+        """Have a scheduler with the policy and the block pool that `using` says.  While no request is tracked."""
+        wanted = replaceable.PARTS.functions
+        if wanted != self._adopted:
+            while self.in_flight:  # launched ahead of the last request's end
+                self._read(self.in_flight.popleft())
+            self.scheduler = self._make_scheduler(*wanted)
+            self._adopted = wanted
+
+    def _make_scheduler(self, make_policy: Callable, make_pool: Callable) -> Scheduler:
+        scheduler = Scheduler(
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            block_size=self.config.block_size,
+            num_blocks=self.runner.num_blocks,
+            windows=self.model.groups.windows,
+            stream=self.runner.stream,
+            prefix_caching=self.config.enable_prefix_caching,
+            policy=make_policy(POLICIES[self.config.policy]),
+            pool=make_pool(BlockPool, self.runner.num_blocks),
+        )
+        if self.scheduler is not None:
+            scheduler.count_on_from(self.scheduler)
+        if self.trace is not None:
+            self.trace.watch(scheduler)
+        return scheduler
+
+    def warm_up(self) -> None:
+        """Compile kernels and capture CUDA graphs now, not while the first requests wait. On a CPU nothing is to do.
+
+        Every batch size is captured with tables of the least width, and every shape with prompts; more prompts are run
+        up to the token budget. What else is met later (longer tables, the general sampler) is compiled then.
+        """
+        graphs = self.runner.graphs
+        if graphs is None:
+            return
+        with self.lock:
+            if graphs.graphs.follow():
+                with launches.using(self._launches):
+                    graphs.capture_all()
+            params = SamplingParams(max_tokens=2, ignore_eos=True, use_prefix_cache=False)
+            fitting = self.runner.num_blocks // self.scheduler.tables.groups * self.config.block_size
+            longest = min(128, self.max_model_len - 2, fitting - 2)
+            total = 1
+            while total <= self.config.max_num_batched_tokens and longest > 0:
+                length = min(total, longest)
+                for _ in range(min(total // length, self.config.max_num_seqs)):
+                    self.submit(self.prepare([0] * length, params, wants_text=False))
+                while self.has_work:
+                    self.step()
+                total *= 4
+
+    # ---- requests
+
+    def prepare(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        listener: Listener | None = None,
+        wants_text: bool = True,
+    ) -> Tracked:
+        """Check a request and make it ready; safe in any thread. Raises InvalidRequest.
+
+        prompt: text, or token ids. listener: called in the engine's thread with each new `Delta`. wants_text=False
+        leaves all text empty, unless stop strings have it made anyway.
+        """
+        params = params or SamplingParams()
+        ids = self._token_ids(prompt)
+        vocab = self.model_config.vocab_size
+        for name in ("stop_token_ids", "logit_bias"):
+            for token in getattr(params, name) or ():
+                if token >= vocab:
+                    raise InvalidRequest(f"{name} names token {token}, but the vocabulary ends at {vocab - 1}")
+        if params.stop and self.tokenizer is None:
+            raise InvalidRequest("stop strings need a tokenizer, and this model has none; use stop_token_ids")
+        count = next(self._counter)
+        request = Request(
+            request_id=request_id or f"request-{count}",
+            prompt=ids,
+            params=params,
+            limit=min(len(ids) + params.max_tokens, self.scheduler.longest),
+            stop_ids=tuple(params.stop_token_ids) + (() if params.ignore_eos else self.model_config.eos_token_ids),
+            seed=params.seed if params.seed is not None else derived_seed(self.config.seed, count),
+        )
+        self.scheduler.validate(request)
+        completion = Completion(request.request_id, ids.tolist(), arrival_time=time.perf_counter())
+        completion.logprobs = None if params.logprobs is None else []
+        completion.prompt_logprobs = None if params.prompt_logprobs is None else [None] * len(ids)
+        tracked = Tracked(request, completion, listener, wants_text=wants_text)
+        if self.tokenizer is not None and (params.stop or (listener is not None and wants_text)):
+            tracked.output = OutputText(self.tokenizer, params.stop, params.min_tokens)
+        return tracked
+
+    def submit(self, tracked: Tracked) -> None:
+        """Queue a prepared request."""
+        request_id = tracked.request.request_id
+        with self.lock:
+            if request_id in self.tracked:
+                raise InvalidRequest(f"request id {request_id!r} is running already; choose another")
+            if not self.tracked:
+                self._adopt()
+            self.scheduler.submit(tracked.request)
+            self.tracked[request_id] = tracked
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; its blocks are free at the next step. An unknown or finished id is no error."""
+        self._end(request_id, "abort")
+
+    def stop(self, request_id: str, string: str) -> None:
+        """End a request like `abort`, but as its stop string does: for whoever makes its text, and found one there."""
+        self._end(request_id, "stop", string)
+
+    def _end(self, request_id: str, reason: str, stop_reason: str | None = None) -> None:
+        with self.lock:
+            if (tracked := self.tracked.get(request_id)) is not None:
+                with self._or_abandon():
+                    self.scheduler.finish(tracked.request, reason, stop_reason)
+                self._finish(tracked)
+
+    @property
+    def max_request_len(self) -> int:
+        """Most tokens of one request, prompt and output: max_model_len, or far more where requests are streams."""
+        return self.scheduler.longest
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.tracked or self.in_flight)
+
+    def stats(self) -> dict[str, int]:
+        """Counts of requests (running, waiting), blocks (total, available, cached) and events so far."""
+        scheduler = self.scheduler
+        return {
+            "running": len(scheduler.order),
+            "waiting": len(scheduler.waiting),
+            "blocks": scheduler.pool.num_blocks,
+            "blocks_available": scheduler.pool.available,
+            "blocks_cached": scheduler.pool.cached,
+            "steps": scheduler.launched + 1,
+            "preemptions": scheduler.preemptions,
+            "prefix_hit_tokens": scheduler.prefix_hits,
+        }
+
+    # ---- steps
+
+    def step(self) -> list[Completion]:
+        """Launch as far ahead as allowed, read the oldest step, and return the requests that ended."""
+        with self.lock, self._or_abandon():
+            while len(self.in_flight) <= self.config.run_ahead:
+                step = self.scheduler.schedule()
+                if step is None:
+                    break
+                for request in step.admitted:
+                    self._watch(self.tracked[request.request_id], request.row)
+                with launches.using(self._launches):
+                    self.in_flight.append(self.runner.launch(step))
+            if self.in_flight:
+                if self.trace is not None:
+                    self.trace.write_in_time()
+                self._read(self.in_flight.popleft())
+            finished, self._finished = self._finished, []
+            if not self.has_work:
+                self._flush_trace()
+            return finished
+
+    def _flush_trace(self) -> None:
+        if self.trace is not None:
+            self.trace.flush()
+
+    @contextmanager
+    def _or_abandon(self) -> Iterator[None]:
+        """What fails (a part of the reader's, memory) leaves nothing half done behind: every request is given up."""
+        try:
+            yield
+        except BaseException:
+            self.in_flight.clear()
+            if isinstance(self.scheduler.pool, BlockPool):
+                self.scheduler.abandon()
+            else:  # a block pool of the reader's: once it has failed nothing it says counts
+                self.scheduler.forsake(tracked.request for tracked in self.tracked.values())
+                self._adopted, self.scheduler = None, self._make_scheduler(replaceable.made, replaceable.made)
+            for tracked in list(self.tracked.values()):
+                with suppress(Exception):  # a listener that fails again: nobody else shall wait for it
+                    self._finish(tracked)
+            self._finished.clear()
+            self._flush_trace()
+            raise
+
+    def _watch(self, tracked: Tracked, row: int) -> None:
+        """Look at each token of `row`, where somebody wants to; -1: at none of this request's any more."""
+        if self._watched.get(tracked.row) is tracked:
+            del self._watched[tracked.row]
+        tracked.row = row
+        if row >= 0 and tracked.watched:
+            self._watched[row] = tracked
+
+    def _read(self, launched: Launched) -> None:
+        results, step = launched.wait(), launched.step
+        now = time.perf_counter()
+        rows = step.rows[step.samples]
+        requests = self.scheduler.requests
+        first = (step.starts + step.queries)[step.samples] == self.runner.sampler.prompt_length[rows]
+        for row in rows[first]:
+            if (request := requests[row]) is not None:
+                completion = self.tracked[request.request_id].completion
+                completion.first_token_time = completion.first_token_time or now
+        for row, (position, found) in results.prompt_logprobs.items():
+            if (request := requests[row]) is not None:
+                completion = self.tracked[request.request_id].completion
+                completion.prompt_logprobs[position : position + len(found)] = found
+        watched = []
+        if self._watched:
+            watched = [
+                (tracked, int(row), int(token))
+                for row, token in zip(rows, results.tokens, strict=True)
+                if (tracked := self._watched.get(int(row))) is not None and requests[row] is tracked.request
+            ]
+        ended = self.scheduler.complete(step, results.tokens)
+        for tracked, row, token in watched:
+            if tracked.completion.finish_reason is None:  # a listener before it may have ended it
+                self._look_at(tracked, row, token, results)
+        for request in ended:
+            if (tracked := self.tracked.get(request.request_id)) is not None:
+                self._finish(tracked)
+
+    def _look_at(self, tracked: Tracked, row: int, token: int, results: Results) -> None:
+        """Text, stop strings and log-probabilities of one new token."""
+        request, completion = tracked.request, tracked.completion
+        completion.token_ids.append(token)
+        logprobs = None
+        if completion.logprobs is not None:
+            logprobs = [results.logprobs[row]]
+            completion.logprobs += logprobs
+        if tracked.output is not None:
+            tracked.output.add([token], request.finish_reason)
+            string = tracked.output.stop_string
+            if string is not None and request.finish_reason is None:
+                self.scheduler.finish(request, "stop", string)
+            elif string is not None:
+                request.finish_reason, request.stop_reason = "stop", string
+        if request.finish_reason is not None:
+            self._finish(tracked, [token], logprobs)
+        elif tracked.listener is not None:
+            text = "" if tracked.output is None else tracked.output.new()
+            tracked.listener(Delta(text, [token], logprobs))
+
+    def _finish(self, tracked: Tracked, token_ids: Sequence[int] = (), logprobs: list | None = None) -> None:
+        """Complete a request's result and hand it over, once."""
+        request, completion = tracked.request, tracked.completion
+        if completion.finish_reason is not None:
+            return
+        completion.finish_reason, completion.stop_reason = request.finish_reason, request.stop_reason
+        completion.finish_time = time.perf_counter()
+        completion.token_ids = request.known[len(request.prompt) :].tolist()
+        output = tracked.output
+        if output is None and self.tokenizer is not None and tracked.wants_text:
+            output = OutputText(self.tokenizer)
+            by_string = isinstance(request.stop_reason, str)  # found elsewhere: the last token is text like the others
+            output.add(completion.token_ids, None if by_string else request.finish_reason)
+        if output is not None:
+            output.end()
+            completion.text = output.text
+        del self.tracked[request.request_id]
+        self._watch(tracked, -1)  # whoever listens is kept no longer
+        self._finished.append(completion)
+        if tracked.listener is not None:
+            text = "" if output is None else output.new()
+            reason, stop_reason = completion.finish_reason, completion.stop_reason
+            tracked.listener(Delta(text, list(token_ids), logprobs, reason, stop_reason, completion))
+
+    # ---- inputs
+
+    def _token_ids(self, prompt: str | Sequence[int]) -> np.ndarray:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidRequest("this model has no tokenizer files: give the prompt as a list of token ids")
+            prompt = self.tokenizer.encode(prompt)
+        vocab = self.model_config.vocab_size
+        try:
+            ids = np.array(prompt)
+        except (TypeError, ValueError, OverflowError):
+            ids = np.array(0.5)
+        if ids.ndim != 1 or (ids.dtype.kind not in "iu" and len(ids)):
+            raise InvalidRequest("a prompt must be a string or a list of token ids (whole numbers)")
+        if len(ids) == 0:
+            raise InvalidRequest("the prompt is empty: give at least one token (a beginning-of-text token will do)")
+        if ids.min() < 0 or ids.max() >= vocab:
+            bad = int(ids[(ids < 0) | (ids >= vocab)][0])
+            raise InvalidRequest(f"token id {bad} is outside the vocabulary: ids go from 0 to {vocab - 1}")
+        return ids.astype(np.int32)
+
+    def close(self) -> None:
+        """Abort what runs and free the model and its cache."""
+        for tracked in list(self.tracked.values()):
+            self.abort(tracked.request.request_id)
+        self.in_flight.clear()
+        if self.runner is not None:
+            self.runner.close()
+        if self.trace is not None:
+            self.trace.close()
+        self.model = self.runner = None
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()

@@ -1,0 +1,133 @@
+"""The paged KV cache: fixed blocks, who holds them, and what may be shared.  Lesson 09.
+
+Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention", section 4.
+"""
+
+import hashlib
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:  # the pool is plain bookkeeping: it runs without torch
+    pass
+
+
+class BlockPoolError(RuntimeError):
+    """What a block pool gives cannot be right."""
+
+
+class OutOfBlocks(BlockPoolError):
+    """More blocks were asked for than are free; the scheduler asks first, so this is a bug when it happens."""
+
+
+class BlockPool:
+    """Who holds which block. No block is written by two holders; only full blocks are shared.  Lesson 09.
+
+    A block is in one of three states: used (somebody holds a reference), cached (nobody does, but it still has the
+    keys and values of a known token prefix) or free. Cached blocks are given out last, least recently used first.
+    """
+
+    def __init__(self, num_blocks: int):
+        self.num_blocks = num_blocks
+        self.references = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: recently used memory is given out first
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._block_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        self.on_evict: Callable[[int], None] | None = None  # told of each cached block that is given out anew
+
+    @property
+    def available(self) -> int:
+        """Blocks that `allocate` can give out now."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def cached(self) -> int:
+        return len(self._cached)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks, each with one reference. Raises OutOfBlocks, and takes none, if fewer are there."""
+        if count > self.available:
+            raise OutOfBlocks(f"{count} blocks asked for, {self.available} of {self.num_blocks} available")
+        blocks = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        while len(blocks) < count:
+            block, _ = self._cached.popitem(last=False)
+            del self._block_of[self._key_of.pop(block)]
+            if self.on_evict is not None:
+                self.on_evict(block)
+            blocks.append(block)
+        for block in blocks:
+            self.references[block] = 1
+        return blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Add a reference to each of these used or cached blocks."""
+        for block in blocks:
+            if self.references[block] == 0:
+                del self._cached[block]
+            self.references[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give back a reference to each. The last block of a sequence ages first: a prefix outlives its ends."""
+        for block in reversed(blocks):
+            self.references[block] -= 1
+            if self.references[block] == 0:
+                if block in self._key_of:
+                    self._cached[block] = None
+                else:
+                    self._free.append(block)
+
+    def lookup(self, keys: Iterable[bytes]) -> list[int]:
+        """The blocks of the longest known beginning of these prefix keys. Takes no reference."""
+        blocks = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def register(self, block: int, key: bytes) -> None:
+        """Say that a full, used block holds the prefix `key`. The first block with a key keeps it."""
+        if key not in self._block_of and block not in self._key_of:
+            self._block_of[key] = block
+            self._key_of[block] = key
+
+    def forget(self) -> None:
+        """Know no prefix any more: cached blocks become free, used ones are found by nobody."""
+        self._free.extend(self._cached)
+        for known in (self._cached, self._block_of, self._key_of):
+            known.clear()
+
+    def unreferenced(self, blocks: Iterable[int]) -> int:
+        """How many of these are cached only: sharing them makes that many fewer available."""
+        return sum(self.references[block] == 0 for block in blocks)
+
+    def check(self, holders: Iterable[int]) -> None:
+        """Raise AssertionError unless the books balance. `holders`: every held block, once for each holder."""
+        counts = Counter(holders)
+        used = {block for block, count in enumerate(self.references) if count}
+        free, cached = set(self._free), set(self._cached)
+        assert len(free) == len(self._free), "a block is free twice"
+        assert not (used & free or used & cached or free & cached), "a block is in two states"
+        assert len(used) + len(free) + len(cached) == self.num_blocks, "free + used + cached is not the total"
+        assert {b: self.references[b] for b in used} == counts, "reference counts differ from the holders"
+        assert all(self._key_of[block] == key for key, block in self._block_of.items()), "a prefix key is stale"
+        assert cached <= self._key_of.keys() and len(self._key_of) == len(self._block_of), "a prefix key is lost"
+
+
+def prefix_keys(tokens: np.ndarray, block_size: int, salt: str = "", known: Sequence[bytes] = ()) -> list[bytes]:
+    """A key for each full block of `tokens`: a hash of its tokens and of all before it.  Lesson 09.
+
+    Equal keys mean equal beginnings, so equal keys and values. `salt` keeps tenants apart; `known` are the keys
+    already computed for the first blocks.
+    """
+    keys = list(known)
+    parent = keys[-1] if keys else hashlib.blake2b(salt.encode(), digest_size=16).digest()
+    tokens = np.ascontiguousarray(tokens, dtype=np.int32)
+    for start in range(len(keys) * block_size, len(tokens) - block_size + 1, block_size):
+        parent = hashlib.blake2b(parent + tokens[start : start + block_size].tobytes(), digest_size=16).digest()
+        keys.append(parent)
+    return keys

@@ -1,0 +1,207 @@
+"""Block tables: which blocks each row holds in each layer group, and which it has let go of.  Lesson 09.
+
+A group whose layers have a sliding window is given blocks as its tokens are computed. It lets go of a block when no
+later query can see it: the query at position p sees the keys from p - window + 1 on. Table entries of blocks that are
+gone stay as they are, and whatever is in those blocks by then: attention hides it, as it hides the end of the last one.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .block_pool import BlockPool
+from .layer_groups import blocks_held
+
+
+class BlockTables:
+    """Every row's table in every group, as numpy columns; the device has a copy, kept up by `take_changes`.
+
+    windows: one entry a group, tokens that its queries see; None: all. chunk: most tokens of a row in one step.
+    """
+
+    def __init__(
+        self, rows: int, max_model_len: int, block_size: int, windows: tuple[int | None, ...], chunk: int
+    ) -> None:
+        self.block_size, self.windows, self.chunk = block_size, windows, chunk
+        self.groups = len(windows)
+        self.slides = any(windows)
+        self.blocks = np.zeros((self.groups, rows, self.count(max_model_len)), np.int32)
+        self.held = np.zeros((self.groups, rows), np.int32)  # columns given so far
+        self.gone = np.zeros((self.groups, rows), np.int32)  # how many of them, from the first, were let go of
+        self.covered = np.zeros(rows, np.int32)  # tokens that have a block in every group
+        # A window that hides nothing stands for none, where all groups are reckoned at once.
+        self._reach = np.array([window or max_model_len + 1 for window in windows], np.int32)[:, None]
+        self._changes: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+
+    # ---- arithmetic
+
+    def count(self, tokens: int) -> int:
+        """Blocks of `tokens` tokens, in one group."""
+        return -(-tokens // self.block_size)
+
+    def most(self, tokens: int) -> int:
+        """Blocks that a request of `tokens` tokens holds at most at a time, in all groups."""
+        return blocks_held(tokens, self.windows, self.block_size, self.chunk)
+
+    def hidden(self, computed: np.ndarray) -> np.ndarray:
+        """How many first blocks no query from position `computed` [n] on sees: [groups, n]."""
+        return np.maximum(computed + 1 - self._reach, 0) // self.block_size
+
+    def pending(self, computed: np.ndarray, known: np.ndarray) -> np.ndarray:
+        """How many tokens of rows [n] may run in one step, at most."""
+        return known - computed
+
+    def moved(self, rows: np.ndarray) -> np.ndarray | None:
+        """By how many columns blocks of these rows have moved up; None where they never do."""
+        return None
+
+    def findable(self, row: int, full: int) -> int:
+        """How many of a row's first `full` blocks, all full, others may find."""
+        return full
+
+    def of(self, row: int) -> np.ndarray:
+        """The blocks that a row holds in all groups, in the order of their tokens."""
+        if not self.slides:
+            return self.blocks[:, row, : self.held[0, row]].T.ravel()
+        columns = np.arange(self.held[:, row].max())[:, None]
+        mine = (columns >= self.gone[:, row]) & (columns < self.held[:, row])
+        return self.blocks[:, row, : len(columns)].T[mine]
+
+    # ---- rows come and go
+
+    def find_prefix(self, pool: BlockPool, keys: Sequence[bytes]) -> list[list[int]]:
+        """Cached blocks of the longest beginning of these prefix keys that a row can go on from: [groups][blocks].
+
+        A group with a window needs those that the next query sees; -1 stands for the ones before.
+        """
+        found: list[list[int]] = [[] for _ in self.windows]
+        count = len(keys)
+        for group, window in enumerate(self.windows):
+            if window is None:
+                found[group] = pool.lookup(group_key(key, group) for key in keys[:count])
+                count = len(found[group])
+        hidden = self.hidden(np.arange(count + 1) * self.block_size).tolist()
+        group = 0
+        while group < self.groups:
+            if self.windows[group] is not None:
+                first = hidden[group][count]
+                back = pool.lookup(group_key(key, group) for key in reversed(keys[first:count]))
+                if len(back) < count - first:  # what ends less than a window behind the missing block will not do
+                    count, group = count - len(back) - 1, 0
+                    continue
+                found[group] = [-1] * first + back[::-1]
+            group += 1
+        return [blocks[:count] for blocks in found]
+
+    def needed(self, known: int, shared: list[list[int]], count: int) -> tuple[np.ndarray, int]:
+        """For a request of `known` tokens, `count` of which run behind those in `shared`: blocks of each group's table
+        [groups], and how many new ones must be available, which is more than it gets now if it will need more later.
+
+        A group that sees everything gets blocks for all known tokens, one with a window for those of this step.
+        """
+        start, whole = len(shared[0]), self.count(known)
+        if not self.slides:
+            return np.full(self.groups, whole), (whole - start) * self.groups
+        now = self.count(start * self.block_size + count)
+        held = np.array([whole if window is None else now for window in self.windows])
+        sharing = sum(block >= 0 for blocks in shared for block in blocks)
+        return held, max(int(held.sum()) - start * self.groups, self.most(known) - sharing)
+
+    def occupy(self, row: int, shared: list[list[int]], held: np.ndarray, pool: BlockPool) -> np.ndarray:
+        """Enter a row's first blocks [groups, columns]: those shared, and new ones up to `held`; -1: none."""
+        start, width = len(shared[0]), int(held.max())
+        columns = np.arange(width, dtype=np.int32)
+        blocks = np.full((self.groups, width), -1, np.int32)
+        if start:
+            blocks[:, :start] = shared
+        if self.slides:
+            new = (columns >= start) & (columns < held[:, None])
+            blocks[new] = pool.allocate(int(new.sum()))
+        else:
+            new = pool.allocate(self.groups * (width - start))
+            blocks[:, start:] = np.array(new, np.int32).reshape(self.groups, -1)
+        self._enter(np.full(width, row, np.int32), columns, blocks)
+        self.held[:, row], self.covered[row] = held, int(held.min()) * self.block_size
+        if self.slides:
+            self.gone[:, row] = (blocks[:, :start] < 0).sum(axis=1)
+        return blocks
+
+    def grow(
+        self, rows: np.ndarray, ends: np.ndarray, pool: BlockPool
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+        """Give rows [n] the blocks that their first `ends` [n] tokens lack: (rows [m], columns [m], blocks
+        [groups, m], -1 where a group has its own already); None, and nothing is given, if there are too few.
+        """
+        columns, held = -(-ends // self.block_size), self.held[:, rows]
+        if (held + 1 == columns).all():  # decoding: one each, in every group
+            if held.size > pool.available:
+                return None
+            blocks = np.array(pool.allocate(held.size), np.int32).reshape(held.shape)
+            self._enter(rows, columns - 1, blocks)
+            self.held[:, rows] += 1
+            self.covered[rows] += self.block_size
+            return rows, columns - 1, blocks
+        at, span = _spans(held.min(axis=0), columns)
+        new = span >= held[:, at]
+        needed = int(new.sum())
+        if needed > pool.available:
+            return None
+        blocks = np.full(new.shape, -1, np.int32)
+        blocks[new] = pool.allocate(needed)
+        self._enter(rows[at], span, blocks)
+        self.held[:, rows] = held = np.maximum(held, columns)
+        self.covered[rows] = held.min(axis=0) * self.block_size
+        return rows[at], span, blocks
+
+    def let_go(self, rows: np.ndarray, computed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Take from rows [n], whose first `computed` [n] tokens are in the cache, the blocks that they need no more:
+        (rows [m], blocks [m])."""
+        gone = self.gone[:, rows]
+        hidden = np.maximum(self.hidden(computed), gone)
+        groups, at = np.nonzero(hidden > gone)
+        span, columns = _spans(gone[groups, at], hidden[groups, at])
+        self.gone[:, rows] = hidden
+        holders = rows[at[span]]
+        return holders, self.blocks[groups[span], holders, columns]
+
+    def vacate(self, row: int) -> list[int]:
+        """Empty a row's tables; the blocks that it held."""
+        blocks = self.of(row).tolist()
+        self.held[:, row] = self.gone[:, row] = self.covered[row] = 0
+        return blocks
+
+    # ---- the device's copy
+
+    def _enter(self, rows: np.ndarray, columns: np.ndarray, blocks: np.ndarray) -> None:
+        if self.slides:  # an entry that nobody is given is never read, or has its block already
+            blocks = np.where(blocks < 0, self.blocks[:, rows, columns], blocks)
+        self.blocks[:, rows, columns] = blocks
+        self._changes.append((rows, columns, blocks))
+
+    def take_changes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+        """What was entered since the last call: rows [m], columns [m], blocks [groups, m]; None: nothing."""
+        if not self._changes:
+            return None
+        rows, columns, blocks = zip(*self._changes, strict=True)
+        self._changes = []
+        return np.concatenate(rows), np.concatenate(columns), np.concatenate(blocks, axis=1)
+
+    def check(self, row: int, computed: int) -> None:
+        """Raise AssertionError unless the row holds all blocks that its `computed` tokens and its next query need."""
+        assert computed <= self.covered[row] == self.held[:, row].min() * self.block_size, (
+            f"row {row}: tokens without a block"
+        )
+        seen = self.hidden(np.array([computed]))[:, 0]
+        assert (self.gone[:, row] <= seen).all(), f"row {row}: a block that its next query sees is gone"
+
+
+def group_key(prefix: bytes, group: int) -> bytes:
+    """A prefix's key in the pool, where each group has a block of its own for it."""
+    return prefix + bytes([group])
+
+
+def _spans(first: np.ndarray, after: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers first[i] .. after[i] - 1 for each i, one after the other; before them the i of each."""
+    counts = after - first
+    at = np.repeat(np.arange(len(first)), counts)
+    return at, np.arange(len(at)) - (np.cumsum(counts) - counts - first)[at]

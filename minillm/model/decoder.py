@@ -1,0 +1,224 @@
+"""One decoder, read off its `ModelConfig`: every family is a choice of the same few parts.  Lesson 02.
+
+tokens -> embedding -> [norm -> attention -> + -> norm -> gated MLP -> +] x layers -> norm -> head -> logits,
+with more norms in some families: behind attention and MLP (Gemma 2 and 3), of queries and keys (Gemma 3, Qwen 3).
+What a part does is in `ops/reference.py`; this file only says in which order the parts meet.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from minillm import ops
+from minillm.kv_cache.storage import LayerCache
+from minillm.quantization import DenseWeight, Weight
+
+from .batch import Batch
+from .config import ARCHITECTURES, QK_NORMS, ModelConfig
+
+
+@dataclass
+class Layer:
+    """One decoder layer's parameters. Projections that read the same input are one matrix."""
+
+    attention_norm: Tensor  # [hidden]
+    qkv: Weight  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    attention_out: Weight  # [hidden, heads * head_dim]
+    mlp_norm: Tensor  # [hidden]
+    gate_up: Weight  # [2 * intermediate, hidden]
+    down: Weight  # [hidden, intermediate]
+    q_norm: Tensor | None = None  # [head_dim]
+    k_norm: Tensor | None = None  # [head_dim]
+    after_attention_norm: Tensor | None = None  # [hidden]
+    after_mlp_norm: Tensor | None = None  # [hidden]
+    window: int | None = None  # tokens that a query sees; None: all
+    local: bool = False  # whether it turns by `Model.local_rotary`
+    group: int = 0  # the row of a block table's first axis that this layer's cache follows
+
+
+class Model:
+    """A decoder's parameters and its forward pass.  Lesson 02.
+
+    It keeps no state between calls: what attention needs travels in a `Batch`, keys and values in
+    `LayerCache`s. Parameters are allocated here and filled by `loader`.
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: str | torch.device, max_model_len: int):
+        self.config, self.dtype, self.device = config, dtype, torch.device(device)
+        self.max_model_len = max_model_len
+        self.ops = ops.on(self.device.type)
+        hidden, head_dim = config.hidden_size, config.head_dim
+        query_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+        # transformers multiplies Gemma's norms in float32 whatever the model's dtype, Llama's in the model's.
+        norm_dtype = torch.float64 if dtype == torch.float64 and not config.norm_offset else torch.float32
+
+        def matrix(out: int, inputs: int, bias: bool = False) -> DenseWeight:
+            return DenseWeight.empty(out, inputs, bias, dtype=dtype, device=self.device)
+
+        def norm(size: int = hidden) -> Tensor:
+            return torch.empty(size, dtype=norm_dtype, device=self.device)
+
+        self.head = matrix(config.vocab_size, hidden)
+        if config.tie_word_embeddings:
+            self.embedding = self.head.weight
+        else:
+            self.embedding = torch.empty(config.vocab_size, hidden, dtype=dtype, device=self.device)
+        self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
+        self.layer_norms = tuple(ARCHITECTURES[config.architecture].norms)
+        self.groups = config.groups(max_model_len)
+        self.layers = [
+            Layer(
+                qkv=matrix(query_size + 2 * kv_size, hidden, config.attention_bias or config.qkv_bias),
+                attention_out=matrix(hidden, query_size, config.attention_bias),
+                gate_up=matrix(2 * config.intermediate_size, hidden, config.mlp_bias),
+                down=matrix(hidden, config.intermediate_size, config.mlp_bias),
+                window=self.groups.windows[group],
+                local=bool(window and config.local_rope_theta),
+                group=group,
+                **{name: norm(head_dim if name in QK_NORMS else hidden) for name in self.layer_norms},
+            )
+            for window, (group, _) in zip(
+                config.windows or (None,) * config.num_layers, self.groups.places, strict=True
+            )
+        ]
+        self.final_norm = norm()
+        self.rotary = rotary_table(config, max_model_len, dtype=dtype, device=self.device)
+        self.local_rotary = None
+        if config.local_rope_theta:
+            local = replace(config, rope_theta=config.local_rope_theta, rope_scaling=None)
+            self.local_rotary = rotary_table(local, max_model_len, dtype=dtype, device=self.device)
+        self.scale = config.attention_scale or head_dim**-0.5
+
+    def forward(self, batch: Batch, caches: list[LayerCache]) -> Tensor:
+        """Final hidden states [samples, hidden] of the tokens in `batch.logits_index` (None: all).
+
+        caches: one a layer, which layers of different groups may share: their blocks differ. This pass writes its
+        tokens' keys and values there before it attends to them.
+        """
+        run, eps = self.ops, self.config.rms_norm_eps
+        residual = run.embedding(batch.token_ids, self.embedding, self.embedding_scale)
+        turns, slots = self.rotary[batch.positions], batch.slots.unbind()
+        local_turns = None if self.local_rotary is None else self.local_rotary[batch.positions]
+        x = run.rms_norm(residual, self.layers[0].attention_norm, eps)
+        next_norms = [layer.attention_norm for layer in self.layers[1:]] + [self.final_norm]
+        for layer, cache, next_norm in zip(self.layers, caches, next_norms, strict=True):
+            x = self._attention(layer, x, local_turns if layer.local else turns, slots[layer.group], batch, cache)
+            if next_norm is self.final_norm and batch.logits_index is not None:
+                # Behind the last attention nobody reads the other tokens any more.
+                x, residual = x[batch.logits_index], residual[batch.logits_index]
+            if layer.after_attention_norm is not None:
+                x = run.rms_norm(x, layer.after_attention_norm, eps)
+            x, residual = run.add_rms_norm(x, residual, layer.mlp_norm, eps)
+            gate_up = run.linear(x, layer.gate_up)
+            x = run.linear(run.gated_activation(gate_up, self.config.activation), layer.down)
+            if layer.after_mlp_norm is not None:
+                x = run.rms_norm(x, layer.after_mlp_norm, eps)
+            x, residual = run.add_rms_norm(x, residual, next_norm, eps)
+        return x
+
+    def _attention(
+        self, layer: Layer, x: Tensor, cos_sin: Tensor, slots: Tensor, batch: Batch, cache: LayerCache
+    ) -> Tensor:
+        run, heads, kv_heads = self.ops, self.config.num_heads, self.config.num_kv_heads
+        qkv = run.linear(x, layer.qkv).view(x.shape[0], heads + 2 * kv_heads, self.config.head_dim)
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        if layer.q_norm is not None:
+            eps = self.config.rms_norm_eps
+            q, k = run.rms_norm(q, layer.q_norm, eps), run.rms_norm(k, layer.k_norm, eps)
+        q, turned = run.rotary_embedding(q, k, cos_sin)
+        run.write_kv(k if batch.streams else turned, v, cache, slots)
+
+        # What a family does not have is not passed, so that a reader's attention may do without it.
+        extras = {
+            "window": layer.window,
+            "soft_cap": self.config.attention_soft_cap,
+            "rotary": self.rotary if batch.streams else None,
+        }
+        options = {"scale": self.scale, **{name: value for name, value in extras.items() if value is not None}}
+        parts = []
+        if rows := batch.decode:
+            parts.append(
+                run.decode_attention(
+                    q[: rows.tokens].unflatten(0, (rows.lengths.shape[0], -1)),
+                    cache,
+                    rows.block_table[layer.group],
+                    rows.lengths,
+                    **options,
+                ).flatten(0, 1)
+            )
+        if rows := batch.prefill:
+            parts.append(
+                run.prefill_attention(
+                    q[-rows.tokens :],
+                    cache,
+                    rows.block_table[layer.group],
+                    rows.lengths,
+                    rows.query_start,
+                    max_queries=rows.max_queries,
+                    **options,
+                )
+            )
+        attended = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return run.linear(attended.flatten(1), layer.attention_out)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[samples, hidden] after `forward` -> [samples, vocab], float32 (float64 for a float64 model)."""
+        cap = self.config.final_soft_cap
+        return self.ops.lm_head(hidden, self.head, cap) if cap else self.ops.lm_head(hidden, self.head)
+
+    def norms(self) -> list[Tensor]:
+        """Every norm's weights, to which the loader adds the family's offset."""
+        return [self.final_norm, *(getattr(layer, name) for layer in self.layers for name in self.layer_norms)]
+
+    def tensors(self) -> list[Tensor]:
+        """Every parameter once; a tied head is its embedding."""
+        found = [self.embedding, *self.norms()]
+        matrices = [] if self.config.tie_word_embeddings else [self.head]
+        for layer in self.layers:
+            matrices += [layer.qkv, layer.attention_out, layer.gate_up, layer.down]
+        for matrix in matrices:
+            found += [part for part in vars(matrix).values() if isinstance(part, Tensor)]
+        return found
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(tensor.numel() for tensor in self.tensors())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters, without the rotary table."""
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+
+def rotary_table(config: ModelConfig, length: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Cosines and signed sines of every position's angles: [length, 2, head_dim].  Lesson 02.
+
+    Su et al. 2021, section 3.4.2, with the pairs (i, i + head_dim / 2). Angles are float32 for every dtype,
+    as in transformers. The sines of the first half are negated: a turned pair is (a cos - b sin, b cos + a
+    sin).
+    """
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequencies = _scaled(1.0 / (config.rope_theta**exponents), config)
+    angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
+    return table.to(dtype=dtype, device=device)
+
+
+def _scaled(frequencies: Tensor, config: ModelConfig) -> Tensor:
+    """Stretch the slow frequencies so that positions beyond the trained context keep familiar angles."""
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    if scaling.rope_type == "linear":
+        return frequencies / scaling.factor
+    # Llama 3: long waves are stretched by `factor`, short ones kept, those between blended.
+    trained = scaling.original_max_position_embeddings
+    waves = 2 * math.pi / frequencies
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    blend = (trained / waves - low) / (high - low)
+    between = (1 - blend) * frequencies / scaling.factor + blend * frequencies
+    stretched = torch.where(waves > trained / low, frequencies / scaling.factor, between)
+    return torch.where(waves < trained / high, frequencies, stretched)

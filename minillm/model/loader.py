@@ -1,0 +1,285 @@
+"""Safetensors on disk -> a model's parameters; random ones on request.  Lesson 00.
+
+Parameters are allocated once, on the device; every tensor of the checkpoint is streamed through a small
+buffer into its slice of them. So loading needs the model's own bytes and little more, whatever the shards'
+sizes or dtypes.
+"""
+
+import json
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from minillm.errors import ConfigError
+from minillm.quantization import DenseWeight
+
+from . import sizing
+from .config import ARCHITECTURES, PRESETS, ModelConfig, read_json
+from .decoder import Model
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+FILE_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+EMBEDDED = Path(__file__).parents[1] / "data" / "tiny-gemma"
+BUFFER_BYTES = 4 << 20
+
+
+def load_model(
+    model: str | Path | None = None,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    load_format: str = "auto",
+    max_model_len: int | None = None,
+    seed: int = 0,
+) -> Model:
+    """Build a model and fill its parameters.
+
+    model: a directory in Hugging Face's layout, a preset's name (its shape only: needs load_format="dummy"),
+    or None for the embedded tiny-gemma. dtype "auto": float32 on a CPU, the checkpoint's own on a GPU.
+    max_model_len: tokens of context, at most the model's own. load_format "dummy": random weights from
+    `seed`. Raises ConfigError.
+    """
+    place = resolve(model)
+    if isinstance(place, str) and load_format != "dummy":
+        raise ConfigError(
+            f'"{place}" is a shape without weights: pass load_format="dummy" for random ones, or a directory'
+        )
+    config = read_config(place)
+    if max_model_len is not None and max_model_len > config.max_model_len:
+        raise ConfigError(f"max_model_len={max_model_len} is more than this model's {config.max_model_len} tokens")
+    if dtype == "auto":
+        dtype = "float32" if torch.device(device).type == "cpu" else config.dtype
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype must be auto or one of {', '.join(DTYPES)}, not {dtype!r}")
+    files = [] if load_format == "dummy" else checkpoint_files(place)
+    try:
+        built = Model(config, dtype=DTYPES[dtype], device=device, max_model_len=max_model_len or config.max_model_len)
+    except torch.OutOfMemoryError as error:
+        sizes = {each: sizing.weight_bytes(config, each) / 1e9 for each in (dtype, "bfloat16")}
+        free = torch.cuda.mem_get_info(device)[0] / 1e9
+        less = f"; in bfloat16 they are {sizes['bfloat16']:.1f} GB" if sizes["bfloat16"] < sizes[dtype] else ""
+        raise ConfigError(
+            f"the weights in {dtype} are {sizes[dtype]:.1f} GB, and {device} has {free:.1f} GB free{less}; free the "
+            "GPU, or use a smaller model"
+        ) from error
+    if load_format == "dummy":
+        fill_randomly(built, seed)
+    else:
+        fill_from_files(built, files)
+    return built
+
+
+def read_config(place: Path | str) -> ModelConfig:
+    """The shape of what `resolve` returned."""
+    return PRESETS[place] if isinstance(place, str) else ModelConfig.from_directory(place)
+
+
+def resolve(model: str | Path | None) -> Path | str:
+    """The directory that `model` names, or a preset's name; None is the embedded model."""
+    if model is None:
+        if not EMBEDDED.is_dir():
+            raise ConfigError(
+                f"the embedded model is not at {EMBEDDED}: reinstall minillm, or name a model's directory"
+            )
+        return EMBEDDED
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if str(model) in PRESETS:
+        return str(model)
+    raise ConfigError(
+        f"no such model directory: {model}. Give a directory with config.json and *.safetensors"
+        f' (nothing is downloaded), or one of the shapes {", ".join(PRESETS)} with load_format="dummy"'
+    )
+
+
+def checkpoint_files(directory: Path) -> list[Path]:
+    """The safetensors files of a model: those its index names, else model.safetensors, else all there are."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(read_json(index)["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ConfigError(f"{index} is not a safetensors index: {error!r}") from None
+        files = [directory / name for name in names]
+    elif (directory / "model.safetensors").is_file():
+        files = [directory / "model.safetensors"]
+    else:
+        files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f'{directory} has no *.safetensors; load_format="dummy" makes random weights instead')
+    for file in files:
+        if not file.is_file():
+            raise ConfigError(f"{index} names {file.name}, which is missing")
+    return files
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where one tensor lies in a safetensors file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int  # byte in the file
+    nbytes: int
+
+
+def read_header(file: Path) -> dict[str, Entry]:
+    """A safetensors file's table of contents: 8 bytes of length, JSON, then the tensors' bytes.
+
+    Format: https://huggingface.co/docs/safetensors (section Format). Raises ConfigError when the file is cut
+    short.
+    """
+    size = file.stat().st_size
+    cut = ConfigError(f"{file} is truncated or no safetensors file ({size} bytes): copy it again")
+    with file.open("rb") as stream:
+        first = stream.read(8)
+        length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
+        if length > size - 8:
+            raise cut
+        try:
+            header = json.loads(stream.read(length))
+            header.pop("__metadata__", None)
+            entries = {}
+            for name, tensor in header.items():
+                begin, end = tensor["data_offsets"]
+                entries[name] = Entry(file, tensor["dtype"], tuple(tensor["shape"]), 8 + length + begin, end - begin)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise cut from None
+    for name, entry in entries.items():
+        if entry.start + entry.nbytes > size:
+            raise ConfigError(f"{file} is truncated: tensor {name} ends behind the file's {size} bytes. Copy it again")
+    return entries
+
+
+def destinations(model: Model) -> dict[str, Tensor]:
+    """The checkpoint's name of each tensor -> the slice of the model's parameters that it fills."""
+    config = model.config
+    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    places = {"model.embed_tokens.weight": model.embedding, "model.norm.weight": model.final_norm}
+
+    def place(matrix: DenseWeight, prefix: str, **rows: int) -> None:
+        for kind, tensor in (("weight", matrix.weight), ("bias", matrix.bias)):
+            if tensor is not None:
+                parts = tensor.split(tuple(rows.values())) if rows else (tensor,)
+                names = [f"{prefix}.{part}.{kind}" for part in rows] if rows else [f"{prefix}.{kind}"]
+                places.update(zip(names, parts, strict=True))
+
+    for index, layer in enumerate(model.layers):
+        prefix = f"model.layers.{index}"
+        for norm, name in ARCHITECTURES[config.architecture].norms.items():
+            places[f"{prefix}.{name}.weight"] = getattr(layer, norm)
+        place(layer.qkv, f"{prefix}.self_attn", q_proj=query, k_proj=kv, v_proj=kv)
+        place(layer.attention_out, f"{prefix}.self_attn.o_proj")
+        place(
+            layer.gate_up,
+            f"{prefix}.mlp",
+            gate_proj=config.intermediate_size,
+            up_proj=config.intermediate_size,
+        )
+        place(layer.down, f"{prefix}.mlp.down_proj")
+    if not config.tie_word_embeddings:
+        place(model.head, "lm_head")
+    return places
+
+
+def fill_from_files(model: Model, files: list[Path]) -> None:
+    """Stream every tensor into its place; all names and shapes are checked before the first byte is read."""
+    places = destinations(model)
+    entries: dict[str, Entry] = {}
+    for file in files:
+        entries |= read_header(file)
+    entries = {name: entry for name, entry in entries.items() if not _redundant(name, model.config)}
+    _check_names(places, entries, files[0].parent)
+    for name, entry in entries.items():
+        place = places[name]
+        if entry.shape != tuple(place.shape):
+            raise ConfigError(
+                f"{entry.file}: tensor {name} has shape {list(entry.shape)},"
+                f" but config.json makes it {list(place.shape)}"
+            )
+        if entry.dtype not in FILE_DTYPES:
+            raise ConfigError(f"{entry.file}: tensor {name} is {entry.dtype}; readable are {', '.join(FILE_DTYPES)}")
+        if entry.nbytes != math.prod(entry.shape) * FILE_DTYPES[entry.dtype].itemsize:
+            raise ConfigError(f"{entry.file}: tensor {name} has {entry.nbytes} bytes, not those of its shape")
+    # One buffer for all: one a tensor would leave holes of its size, and a load would peak at several of them.
+    buffer = torch.empty(max(min(entry.nbytes, _most_bytes(entry)) for entry in entries.values()), dtype=torch.uint8)
+    for name, entry in entries.items():
+        done = 0
+        for rows in _pieces(entry, buffer):
+            places[name][done : done + len(rows)].copy_(rows)
+            done += len(rows)
+    for norm in model.norms():
+        norm.add_(model.config.norm_offset)
+
+
+def _most_bytes(entry: Entry) -> int:
+    """As many whole rows as fit into the buffer; one row at least."""
+    row_bytes = max(entry.nbytes // entry.shape[0], 1) if entry.nbytes else 1
+    return max(1, BUFFER_BYTES // row_bytes) * row_bytes
+
+
+def _pieces(entry: Entry, buffer: Tensor) -> Iterator[Tensor]:
+    """A tensor's rows, a buffer at a time: a mapped file's pages would count beside the parameters'."""
+    window, left, most = memoryview(buffer.numpy()), entry.nbytes, _most_bytes(entry)
+    with entry.file.open("rb", buffering=0) as stream:
+        stream.seek(entry.start)
+        while left:
+            size, filled = min(left, most), 0
+            while filled < size:
+                count = stream.readinto(window[filled:size])
+                if not count:
+                    raise ConfigError(f"{entry.file} became shorter while it was read")
+                filled += count
+            yield buffer[:size].view(FILE_DTYPES[entry.dtype]).view(-1, *entry.shape[1:])
+            left -= size
+
+
+def _redundant(name: str, config: ModelConfig) -> bool:
+    """Tensors that some checkpoints carry although they follow from the others."""
+    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
+
+
+def _check_names(places: dict[str, Tensor], entries: dict[str, Entry], directory: Path) -> None:
+    problems = []
+    if missing := sorted(places.keys() - entries.keys()):
+        problems.append(f"{len(missing)} missing: {_listed(missing)}")
+    if left_over := sorted(entries.keys() - places.keys()):
+        problems.append(f"{len(left_over)} that config.json has no place for: {_listed(left_over)}")
+    if problems:
+        raise ConfigError(f"the tensors in {directory} do not fit its config.json: {'; '.join(problems)}")
+
+
+def _listed(names: list[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def fill_randomly(model: Model, seed: int) -> None:
+    """Random weights, the same for the same seed, that keep activations near 1; made on the device."""
+    generator = torch.Generator(device=model.device).manual_seed(seed)
+    norms = {id(norm) for norm in model.norms()}
+    for tensor in model.tensors():
+        if id(tensor) in norms:
+            tensor.fill_(1.0)
+        else:
+            tensor.normal_(0.0, tensor.shape[-1] ** -0.5, generator=generator)
+
+
+def check_tokenizer(tokenizer, config: ModelConfig) -> None:
+    """Refuse a tokenizer with ids beyond the model's vocabulary; a smaller one is fine (models pad)."""
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens but the model only {config.vocab_size}:"
+            " they do not belong together; name the tokenizer's directory that came with this model"
+        )

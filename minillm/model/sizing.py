@@ -1,0 +1,165 @@
+"""How much memory a model takes, and how many requests a GPU holds: arithmetic over a `ModelConfig`.  Lesson 02.
+
+    weights              bytes = parameters x bytes of a number (2 for bfloat16)
+    KV cache             bytes a token = 2 x layers x kv_heads x head_dim x bytes of a number
+    requests that fit    (GPU x utilization - weights - workspace) // bytes of one request's KV cache
+
+The two rules of thumb as NVIDIA gives them: "Mastering LLM Techniques: Inference Optimization" (developer blog,
+2023), sections "Key-value caching" and "LLM memory requirement". No torch is needed here.
+
+    from minillm.config import PRESETS
+    from minillm.model.sizing import fit
+    print(fit(PRESETS["gemma-2b"], gpu_bytes=80e9, context=4096))
+"""
+
+from dataclasses import dataclass
+
+from minillm.errors import ConfigError
+from minillm.kv_cache.layer_groups import blocks_held
+
+from .config import ARCHITECTURES, ModelConfig
+
+BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16, "float8": 8, "int8": 8, "int4": 4}
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """One GPU, divided. Bytes, unless the name says otherwise; `print` it for a table."""
+
+    parameters: int  # count
+    weight_bytes: int
+    kv_bytes_per_token: int
+    context: int  # tokens of each request
+    request_bytes: int  # of one request's KV cache, in whole blocks
+    workspace_bytes: int
+    graph_bytes: int
+    usable_bytes: int  # what weights, workspace and cache may take together
+    gpu_bytes: int
+    memory: str = "GPU"  # what is divided, in words
+
+    @property
+    def cache_bytes(self) -> int:
+        """What is left for keys and values; 0 when the weights alone are too large."""
+        return max(0, self.usable_bytes - self.weight_bytes - self.workspace_bytes - self.graph_bytes)
+
+    @property
+    def requests(self) -> int:
+        """How many requests of `context` tokens the cache holds at once."""
+        return self.cache_bytes // self.request_bytes
+
+    def __str__(self) -> str:
+        rows = [
+            ("parameters", f"{self.parameters:,}", ""),
+            ("weights", *_gb(self.weight_bytes)),
+            *[("workspace of a step", *_gb(self.workspace_bytes))][: self.workspace_bytes],
+            *[("CUDA graphs", *_gb(self.graph_bytes))][: self.graph_bytes],
+            ("KV cache of a token", *_gb(self.kv_bytes_per_token)),
+            (f"KV cache of {self.context:,} tokens", *_gb(self.request_bytes)),
+            (self.memory, *_gb(self.gpu_bytes)),
+            *[("to be used", *_gb(self.usable_bytes))][: self.gpu_bytes - self.usable_bytes],
+            ("left for the KV cache", *_gb(self.cache_bytes)),
+            ("requests that fit", f"{self.requests:,}", ""),
+        ]
+        names, numbers = (max(len(row[column]) for row in rows) for column in (0, 1))
+        return "\n".join(f"{name:<{names}}  {number:>{numbers}} {unit}".rstrip() for name, number, unit in rows)
+
+
+def fit(
+    config: ModelConfig,
+    gpu_bytes: float,
+    context: int,
+    *,
+    dtype: str = "bfloat16",
+    kv_dtype: str | None = None,
+    block_size: int = 16,
+    utilization: float = 0.9,
+    workspace_bytes: float = 0,
+    graph_bytes: float = 0,
+    memory: str = "GPU",
+) -> Sizing:
+    """Divide a GPU of `gpu_bytes` (80e9, 141e9) among a model's weights and requests of `context` tokens.
+
+    dtype: of the weights, a key of BITS; kv_dtype: of keys and values, default the same. utilization: the share
+    of the GPU that may be used. workspace_bytes: what a step needs beside weights and cache, graph_bytes: what
+    captured steps keep; `minillm build` measures both, here they are yours to say. block_size: as in `kv_bytes`.
+    memory: what is divided, in words. Raises ConfigError.
+    """
+    if not 0 < utilization <= 1:
+        raise ConfigError(f"utilization is a share of the GPU in (0, 1], not {utilization!r}")
+    if gpu_bytes <= 0:
+        raise ConfigError(f"gpu_bytes must be above 0, not {gpu_bytes!r}")
+    kv_dtype = kv_dtype or dtype
+    return Sizing(
+        parameters=parameters(config),
+        weight_bytes=weight_bytes(config, dtype),
+        kv_bytes_per_token=kv_bytes_per_token(config, kv_dtype),
+        context=context,
+        request_bytes=kv_bytes(config, context, kv_dtype, block_size=block_size),
+        workspace_bytes=int(workspace_bytes),
+        graph_bytes=int(graph_bytes),
+        usable_bytes=int(gpu_bytes * utilization),
+        gpu_bytes=int(gpu_bytes),
+        memory=memory,
+    )
+
+
+def parameters(config: ModelConfig) -> int:
+    """Numbers that training set, exactly; a tied head counts once, as the embedding it is."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    attention = hidden * (queries + 2 * keys) + queries * hidden
+    mlp = 3 * hidden * inner
+    biases = 0
+    if config.attention_bias or config.qkv_bias:
+        biases += queries + 2 * keys
+    if config.attention_bias:
+        biases += hidden
+    if config.mlp_bias:
+        biases += 2 * inner + hidden
+    norms = sum(config.head_dim if name in ("q_norm", "k_norm") else hidden for name in _norms(config))
+    matrices = 1 if config.tie_word_embeddings else 2
+    return matrices * config.vocab_size * hidden + config.num_layers * (attention + mlp + biases + norms) + hidden
+
+
+def weight_bytes(config: ModelConfig, dtype: str = "bfloat16") -> int:
+    """Bytes of all parameters. Formats under 16 bits also keep scales, which are not counted (lesson 05)."""
+    return parameters(config) * _bits(dtype) // 8
+
+
+def kv_bytes_per_token(config: ModelConfig, dtype: str = "bfloat16") -> int:
+    """2 (a key and a value) x layers x kv_heads x head_dim x bytes: what one token keeps in the cache."""
+    return config.num_layers * _layer_bytes(config, dtype)
+
+
+def kv_bytes(config: ModelConfig, context: int, dtype: str = "bfloat16", *, block_size: int = 1) -> int:
+    """Bytes of keys and values of one decoding request of `context` tokens, in whole blocks of `block_size` tokens.
+
+    Layers with a window keep the blocks that hold the window, wherever it lies; a chunk of a prompt needs its own
+    beside them while it runs. Blocks have room for the layers of a group, so an incomplete one costs as much as others.
+    """
+    if context < 1 or block_size < 1:
+        raise ConfigError(f"context and block_size are tokens, from 1, not {context!r} and {block_size!r}")
+    groups = config.groups()
+    return blocks_held(context, groups.windows, block_size) * block_size * groups.size * _layer_bytes(config, dtype)
+
+
+def _layer_bytes(config: ModelConfig, dtype: str) -> int:
+    return 2 * config.num_kv_heads * config.head_dim * _bits(dtype) // 8
+
+
+def _norms(config: ModelConfig) -> dict[str, str]:
+    return ARCHITECTURES[config.architecture].norms
+
+
+def _bits(dtype: str) -> int:
+    if dtype not in BITS:
+        raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(BITS)}")
+    return BITS[dtype]
+
+
+def _gb(count: int) -> tuple[str, str]:
+    """A number of bytes in a readable unit of powers of 1000: (number, unit)."""
+    for size, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if count >= size:
+            return f"{count / size:.2f}", unit
+    return str(count), "B"

@@ -1,0 +1,158 @@
+"""The socket: parts of the running engine that the reader's own functions replace.  Lesson 00.
+
+    with minillm.using(decode_attention=my_attention) as used:
+        llm.generate(...)
+    print(used.calls)
+
+A module with replaceable functions keeps them in a `Parts` and calls them through it. What can be replaced are the
+operations of `minillm.ops`; of the tokenizer, `bpe_merge`; and, by classes, the scheduler's `policy` and `block_pool`.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+
+HOMES = ("ops.table", "tokenizer.bpe", "scheduler.replaceable")  # importing them registers their parts
+
+
+class NotSolvedYet(NotImplementedError):
+    """Raised by an exercise's stub: the engine's own part runs instead, so nobody is ever blocked."""
+
+
+class Parts:
+    """Named functions, each an attribute that callers read at every call, so that a replacement works at once.
+
+    `version` changes with every replacement: whatever was captured, compiled or remembered belongs to one version.
+    `origin` says of each name what runs, and why.
+    """
+
+    refusal = "{name} must be a function, not {type}"
+
+    def __init__(self, functions: dict[str, Callable], origin: dict[str, tuple[str, str]] | None = None):
+        self.names = tuple(functions)
+        self.version = 0
+        self.origin = origin or dict.fromkeys(functions, ("engine", "the engine's own"))
+        for name, function in functions.items():
+            setattr(self, name, function)
+
+    @property
+    def functions(self) -> tuple[Callable, ...]:
+        """What runs now, in the order of `names`; what one block of `using` replaces is seen all or not at all."""
+        with _lock:
+            return tuple(getattr(self, name) for name in self.names)
+
+    @property
+    def engines_own(self) -> bool:
+        """Whether nothing is replaced."""
+        return all(label != "yours" for label, _ in self.origin.values())
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph may be captured from these functions: nothing is replaced but what says so of itself."""
+        return all(self.origin[name][0] != "yours" or getattr(self, name).capturable for name in self.names)
+
+    def replacement(self, name: str, function: Callable, used: "Used", capturable: bool) -> Callable:
+        """What runs in place of `name` while `function` replaces it."""
+        return _counted(name, function, getattr(self, name), used, capturable)
+
+
+_registered: list[Callable[[], list[Parts]]] = []
+_lock = threading.RLock()
+
+
+def register(parts: Callable[[], list[Parts]]) -> Callable[[], list[Parts]]:
+    """Make the parts that a call of `parts` returns replaceable."""
+    _registered.append(parts)
+    return parts
+
+
+def _all() -> list[Parts]:
+    for home in HOMES:
+        import_module(f".{home}", __package__)
+    return [each for parts in _registered for each in parts()]
+
+
+def names() -> tuple[str, ...]:
+    """Everything that `using` can replace."""
+    return tuple(dict.fromkeys(name for parts in _all() for name in parts.names))
+
+
+def replaced(name: str) -> bool:
+    """Whether the reader's own function runs for `name` now."""
+    return any(parts.origin[name][0] == "yours" for parts in _all() if name in parts.names)
+
+
+@dataclass
+class Used:
+    """How often each replaced part ran (of a class: calls of its methods), and which fell back to the engine's own."""
+
+    calls: dict[str, int] = field(default_factory=dict)
+    not_solved: dict[str, str] = field(default_factory=dict)
+
+
+@contextmanager
+def using(*, capturable: bool = False, **replacements: Callable) -> Iterator[Used]:
+    """Run the given parts in place of the engine's own, everywhere, until the block ends.  Lesson 00.
+
+    Names are those of `minillm.overrides.names()`; a function takes what the one it replaces takes (for operations:
+    their reference in `minillm.ops.reference`). One that raises `NotSolvedYet` falls back to the engine's own.
+    Yields a `Used` that counts the calls. Nested blocks work; the inner one wins.
+
+    policy and block_pool are classes (or functions that make an object): `policy` is called with nothing and gives
+    what `minillm.scheduler.policies.FirstComeFirstServed` describes, `block_pool` with the number of blocks and gives
+    what `minillm.kv_cache.BlockPool` does. They have a state, so an engine changes them only while it is idle: the
+    first request after that runs with what is in place then, on a fresh scheduler that knows no prefix; an engine that
+    is working, when the block begins or ends, keeps what it has until it has nothing left to do. A class falls back
+    whole if a short rehearsal finds a method that raises `NotSolvedYet`.
+
+    On a GPU replaced operations run without CUDA graphs. capturable=True declares that these may be captured in one
+    (lesson 03): they launch the same kernels for equal shapes, read no value back to the host, and leave the padding
+    of a batch alone, rows of length 0 with slot -1. Graphs of decode steps are then captured anew, and `Used` counts
+    the captures: their replays call no Python. Steps that run prompts stay outside.
+    """
+    found = _all()
+    for name, function in replacements.items():
+        refusals = [parts.refusal for parts in found if name in parts.names]
+        if not refusals:
+            raise ValueError(f"no part is called {name!r}; there are: {', '.join(names())}")
+        if not callable(function):
+            raise TypeError(refusals[0].format(name=name, type=type(function).__name__))
+    used = Used(calls=dict.fromkeys(replacements, 0))
+    with _lock:
+        before = []
+        for parts in found:
+            saved = {name: (getattr(parts, name), parts.origin[name]) for name in replacements if name in parts.names}
+            before.append((parts, saved))
+            for name, (_, origin) in saved.items():
+                function = replacements[name]
+                setattr(parts, name, parts.replacement(name, function, used, capturable))
+                label = getattr(function, "__name__", type(function).__name__)
+                parts.origin[name] = ("yours", f"{label} replaces {origin[0]}")
+            parts.version += bool(saved)
+    try:
+        yield used
+    finally:
+        with _lock:
+            for parts, saved in before:
+                for name, (own, origin) in saved.items():
+                    setattr(parts, name, own)
+                    parts.origin[name] = origin
+                parts.version += bool(saved)
+
+
+def _counted(name: str, function: Callable, engines_own: Callable, used: Used, capturable: bool) -> Callable:
+    def replacement(*args, **kwargs):
+        if name in used.not_solved:
+            return engines_own(*args, **kwargs)
+        try:
+            result = function(*args, **kwargs)
+        except NotSolvedYet as todo:
+            used.not_solved[name] = str(todo) or "not solved yet"
+            return engines_own(*args, **kwargs)
+        used.calls[name] += 1
+        return result
+
+    replacement.capturable = capturable
+    return replacement

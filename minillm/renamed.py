@@ -1,0 +1,79 @@
+"""Modules, and names in them, where release 0.1 had them: still found there, with a DeprecationWarning."""
+
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+MODULES = {
+    "minillm.async_engine": "minillm.engine.async_llm",
+    "minillm.batch": "minillm.model.batch",
+    "minillm.bench.build": "minillm.tuning.build",
+    "minillm.bench.planning": "minillm.tuning.planning",
+    "minillm.bench.tuning": "minillm.tuning.trials",
+    "minillm.block_tables": "minillm.kv_cache.block_tables",
+    "minillm.capture": "minillm.runner.cuda_graph",
+    "minillm.graphs": "minillm.runner.decode_graphs",
+    "minillm.layer_groups": "minillm.kv_cache.layer_groups",
+    "minillm.llm": "minillm.engine.llm",
+    "minillm.loader": "minillm.model.loader",
+    "minillm.mixed_graphs": "minillm.runner.mixed_graphs",
+    "minillm.output_text": "minillm.engine.output_text",
+    "minillm.parts": "minillm.overrides",
+    "minillm.plan": "minillm.runner.plan",
+    "minillm.policies": "minillm.scheduler.policies",
+    "minillm.sampler": "minillm.runner.sampler",
+    "minillm.single_row": "minillm.model.single_row",
+    "minillm.sizing": "minillm.model.sizing",
+    "minillm.stateful": "minillm.scheduler.replaceable",
+    "minillm.streams": "minillm.kv_cache.streams",
+}
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Finds a module under its old name, and hands over the same module object as under its new one."""
+
+    def __init__(self) -> None:
+        self._specs: dict[str, ModuleSpec | None] = {}
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self) if name in MODULES else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        new = MODULES[spec.name]
+        warnings.warn(f"{spec.name} is {new} now", DeprecationWarning, stacklevel=2)
+        module = import_module(new)
+        self._specs[spec.name] = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._specs[module.__spec__.name]  # importing has just put the old name's in its place
+
+
+MOVED_FROM_CONFIG = (
+    *("ARCHITECTURES", "LLAMA", "NORMS", "PRESETS"),
+    *("Family", "ModelConfig", "RopeScaling", "layer_windows"),
+)
+NAMES = {"minillm.config": dict.fromkeys(MOVED_FROM_CONFIG, "minillm.model.config")}
+
+
+def names(module: str) -> Callable[[str], Any]:
+    """The `__getattr__` of a module that some names have left."""
+
+    def find(name: str) -> Any:
+        new = NAMES[module].get(name)
+        if new is None:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        warnings.warn(f"{module}.{name} is {new}.{name} now", DeprecationWarning, stacklevel=2)
+        return getattr(import_module(new), name)
+
+    return find
+
+
+def install() -> None:
+    """Have old names found, after all that are really there."""
+    sys.meta_path.append(_Finder())

@@ -1,0 +1,209 @@
+"""A plan: what `minillm build` found for one model, one traffic and one GPU, in a JSON file.  Lesson 03.
+
+It holds the engine's options for that traffic, the decode steps to capture as CUDA graphs before the first request,
+and the launches of kernels that were faster here than the kernels' own rules. As with TensorRT's engines, all that was
+measured is worth nothing elsewhere: a plan names the GPU, the versions and the model's shape, and is refused where
+one of them differs. Without a plan the engine runs as it does anyway.
+
+    minillm build gemma-2b --input-len 1024 --output-len 256 --concurrency 256
+    minillm serve --model gemma-2b --plan gemma-2b.plan.json
+"""
+
+import json
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from minillm import __version__
+from minillm.config import EngineConfig
+from minillm.errors import ConfigError
+from minillm.kernels.launches import Table, problem
+from minillm.model.config import ModelConfig
+
+FORMAT = 1
+SHAPE = (
+    "architecture", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
+    "head_dim", "activation", "attention_bias", "qkv_bias", "mlp_bias", "attention_soft_cap", "final_soft_cap",
+    "windows", "tie_word_embeddings",
+)  # fmt: skip
+ANY_NUMBER = ("programs", "stages")  # fields of a launch; the others are powers of two
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a plan is made for: tokens of a prompt and of its answer, and requests that run at once."""
+
+    input_len: int
+    output_len: int
+    concurrency: int
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"{each.name} must be a whole number from 1, not {value!r}")
+
+    @property
+    def context(self) -> int:
+        return self.input_len + self.output_len
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The file's content; see the module's first lines."""
+
+    gpu: dict[str, Any] | None  # name, capability, memory_gib; None: made without one, for a CPU
+    versions: dict[str, str | None]
+    model: dict[str, Any]  # the fields of ModelConfig that decide how long a step takes
+    traffic: Traffic
+    options: dict[str, Any]  # of EngineConfig
+    graphs: list[list[int]] = field(default_factory=list)  # decode steps to capture: [rows, blocks of a row]
+    launches: list[dict[str, Any]] = field(default_factory=list)  # {"kernel", "sizes", "launch", and what was measured}
+    memory: dict[str, int] = field(default_factory=dict)  # bytes that weights, workspace, graphs and cache took
+    measured: dict[str, Any] = field(default_factory=dict)  # the times that this was decided by
+    format: int = FORMAT
+
+    @classmethod
+    def made_here(cls, model: ModelConfig, traffic: Traffic, options: dict[str, Any], device: str) -> "Plan":
+        """A plan without anything measured."""
+        return cls(gpu_here(device), versions_here(), shape(model), traffic, options)
+
+    def write(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: str | Path) -> "Plan":
+        """Raises ConfigError for a file that is missing, cut short, or no plan of this format."""
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"no plan can be read at {path} ({error.strerror}); `minillm build` writes one") from None
+        except ValueError as error:
+            raise ConfigError(f"the plan {path} is damaged, it is not JSON ({error}); {AGAIN}") from None
+        found = content.get("format") if isinstance(content, dict) else None
+        if found != FORMAT:
+            raise ConfigError(f"{path} has format {found!r}, and this minillm reads plans of format {FORMAT}; {AGAIN}")
+        try:
+            plan = cls(**content | {"traffic": Traffic(**content["traffic"])})
+            plan._check_parts()
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ConfigError(f"the plan {path} is damaged ({error}); {AGAIN}") from None
+        return plan
+
+    def _check_parts(self) -> None:
+        for name, kind in (
+            ("versions", dict),
+            ("model", dict),
+            ("options", dict),
+            ("memory", dict),
+            ("measured", dict),
+        ):
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(f"{name} is no object")
+        EngineConfig(**self.options)
+        for rows, blocks in self.graphs:
+            if not (_positive(rows) and _positive(blocks)):
+                raise ValueError(f"graphs has an entry {[rows, blocks]}")
+        for entry in self.launches:
+            for name, value in entry["launch"].items():
+                if not _positive(value) or (name not in ANY_NUMBER and value & (value - 1)):
+                    raise ValueError(f"a launch of {entry['kernel']} has {name} {value!r}")
+            if not all(type(size) is int and size >= 0 for size in entry["sizes"].values()):
+                raise ValueError(f"the sizes of {entry['kernel']} are {entry['sizes']}")
+
+    def configure(self, config: EngineConfig, model: ModelConfig, device: str) -> EngineConfig:
+        """`config` with the plan's options filled in. Raises ConfigError where the plan does not hold."""
+        self.check(model, device)
+        defaults = EngineConfig()
+        for name, value in self.options.items():
+            given = getattr(config, name)
+            if given not in (getattr(defaults, name), value):
+                raise ConfigError(
+                    f"the plan was made for {name}={value!r}, not {given!r}: leave {name} out, or {self._rebuild()}"
+                )
+        return replace(config, **self.options)
+
+    def check(self, model: ModelConfig, device: str) -> None:
+        """Raises ConfigError, with every reason, on another GPU, other versions or another model's shape."""
+        here = {"GPU": _words(gpu_here(device)), **versions_here()}
+        there = {"GPU": _words(self.gpu), **self.versions}
+        reasons = [f"{name} {there.get(name)} (here: {here[name]})" for name in here if there.get(name) != here[name]]
+        wanted = shape(model)
+        reasons += [
+            f"a model with {name} {self.model.get(name)!r} (this one: {wanted[name]!r})"
+            for name in SHAPE
+            if self.model.get(name) != wanted[name]
+        ]
+        if reasons:
+            raise ConfigError(f"the plan was made for {', '.join(reasons)}; {self._rebuild()}, or run without a plan")
+
+    def table(self) -> Table:
+        """The measured launches, as the kernels ask for them. Raises ConfigError for one that no kernel knows."""
+        if not self.launches:
+            return {}
+        from minillm.kernels import paged_attention, single_row
+
+        kinds = {
+            "decode_attention": paged_attention.Launch,
+            "prefill_attention": paged_attention.Launch,
+            "whole_rows": single_row.Launch,
+            "long_rows": single_row.LongLaunch,
+        }
+        table = {}
+        for entry in self.launches:
+            kind = kinds.get(entry["kernel"])
+            if kind is None or set(entry["launch"]) != set(kind._fields):
+                raise ConfigError(
+                    f"the plan is damaged: no kernel has a launch {entry['kernel']} {entry['launch']}; {AGAIN}"
+                )
+            table[problem(entry["kernel"], **entry["sizes"])] = entry["launch"]
+        return table
+
+    def _rebuild(self) -> str:
+        traffic = self.traffic
+        return (
+            f"build another: minillm build MODEL --input-len {traffic.input_len} --output-len {traffic.output_len}"
+            f" --concurrency {traffic.concurrency}"
+        )
+
+
+AGAIN = "write it again with `minillm build`"
+
+
+def shape(model: ModelConfig) -> dict[str, Any]:
+    """What of a model decides how long its steps take, as JSON has it."""
+    return {name: list(model.windows) if name == "windows" else getattr(model, name) for name in SHAPE}
+
+
+def gpu_here(device: str) -> dict[str, Any] | None:
+    """The GPU `device` names, as far as a plan depends on it; None for a CPU."""
+    if not device.startswith("cuda"):
+        return None
+    import torch
+
+    found = torch.cuda.get_device_properties(device)
+    return {
+        "name": found.name,
+        "capability": f"{found.major}.{found.minor}",
+        "memory_gib": round(found.total_memory / 2**30),
+    }
+
+
+def versions_here() -> dict[str, str | None]:
+    import torch
+
+    try:
+        import triton
+    except ImportError:
+        triton = None
+    return {"torch": torch.__version__, "triton": getattr(triton, "__version__", None), "minillm": __version__}
+
+
+def _words(gpu: dict[str, Any] | None) -> str:
+    if gpu is None:
+        return "none, a CPU"
+    return f"{gpu.get('name')}, compute capability {gpu.get('capability')}, {gpu.get('memory_gib')} GiB"
+
+
+def _positive(value: Any) -> bool:
+    return type(value) is int and value >= 1

@@ -1,0 +1,164 @@
+"""Who goes first, who may join, how much of each runs in a step: small classes behind one interface.  Lesson 10.
+
+    LLM(policy="shortest")
+
+The scheduler is mechanism: rows, blocks, steps. Its decisions are a policy's, which sees requests and counts, and no
+tensors. It asks for a request's `key` once, when it is queued; equal keys go in order of arrival. `fair` policies
+promise that every request has its turn, however many come after it. `minillm.using(policy=...)` plugs in another.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minillm.config import PolicyName
+
+if TYPE_CHECKING:  # what reads options must not wait for more
+    from minillm.request import Request
+
+SHOWN = 8  # numbers of an array that an error shows
+
+
+class PolicyError(RuntimeError):
+    """A policy's answer cannot be followed, or following it would leave work waiting for ever."""
+
+
+class FirstComeFirstServed:
+    """In order of arrival; whoever fits joins the running ones at any step (Yu et al. 2022, "Orca").
+
+    The interface of all policies: a new one overrides what it decides otherwise.
+    """
+
+    fair = True
+
+    def key(self, request: "Request") -> float:
+        """Lower goes first. Where blocks run out, the running request with the highest gives way."""
+        return request.arrival
+
+    def admits(self, running: int) -> bool:
+        """Whether waiting requests may join now that `running` ones have a row."""
+        return True
+
+    def share(self, pending: np.ndarray, budget: int) -> np.ndarray:
+        """How many of each row's pending tokens run in this step, `budget` at most in all.
+
+        pending: [n] int32, above 0, read-only: tokens known and not computed, rows oldest first. A request that is
+        about to join is asked for alone, with what the running rows left; given nothing, it waits.
+
+        Decodes first, so that nobody's output stalls behind another's prompt; then chunks of prompts, oldest first
+        (Agrawal et al. 2024, "Sarathi-Serve", section 4).
+        """
+        if pending.sum() <= budget:
+            return pending
+        first = np.argsort(pending > 1, kind="stable")
+        wanted = pending[first]
+        given = np.empty_like(pending)
+        given[first] = np.minimum(wanted, np.maximum(budget - (np.cumsum(wanted) - wanted), 0))
+        return given
+
+
+class Priority(FirstComeFirstServed):
+    """The lowest `SamplingParams.priority` first. Not fair: urgent requests may keep the others waiting for ever."""
+
+    fair = False
+
+    def key(self, request: "Request") -> float:
+        return request.params.priority
+
+
+class ShortestPromptFirst(FirstComeFirstServed):
+    """Short prompts first: the mean wait falls, a long prompt's grows.
+
+    Fair, because every later arrival is taken for `patience` tokens longer than it is: a prompt of n tokens is
+    overtaken by n / patience later ones at most.
+    """
+
+    def __init__(self, patience: float = 4.0):
+        if not patience > 0:
+            raise ValueError(f"patience must be above 0 tokens for each later request, not {patience!r}")
+        self.patience = patience
+
+    def key(self, request: "Request") -> float:
+        return len(request.prompt) + self.patience * request.arrival
+
+
+class StaticBatching(FirstComeFirstServed):
+    """As many as there are rows for, then nobody until the last is done: the baseline of in-flight batching."""
+
+    def __init__(self):
+        self._seen = 0  # requests that had a row when it was last asked
+        self._gathering = True
+
+    def admits(self, running: int) -> bool:
+        """A batch may take several steps to gather, each with a budget; once it no longer grows it is closed."""
+        self._gathering = running == 0 or (self._gathering and running > self._seen)
+        self._seen = running
+        return self._gathering
+
+
+class WholePrompts(FirstComeFirstServed):
+    """A prompt runs in one step or waits for one, as before there was chunked prefill: its baseline.
+
+    One that is longer than a whole budget is cut into chunks after all.
+    """
+
+    def __init__(self):
+        self._budget = 0  # of a whole step
+
+    def admits(self, running: int) -> bool:
+        if running == 0:
+            self._budget = 0  # whoever is asked for next is offered all of it
+        return True
+
+    def share(self, pending: np.ndarray, budget: int) -> np.ndarray:
+        if len(pending) == 1 and budget < pending[0] <= self._budget:
+            return np.zeros_like(pending)
+        self._budget = max(self._budget, budget)
+        return super().share(pending, budget)
+
+
+POLICIES: dict[PolicyName, type[FirstComeFirstServed]] = {
+    "fcfs": FirstComeFirstServed,
+    "priority": Priority,
+    "shortest": ShortestPromptFirst,
+    "static": StaticBatching,
+    "whole": WholePrompts,
+}
+
+
+def name_of(policy: FirstComeFirstServed) -> str:
+    return f"policy {type(policy).__name__}"
+
+
+def asked_key(policy: FirstComeFirstServed, request: "Request") -> float:
+    """The policy's key. Raises PolicyError for one that requests cannot be sorted by."""
+    key = policy.key(request)
+    try:
+        number = float(key)
+    except (TypeError, ValueError, OverflowError):
+        number = float("nan")
+    if number != number:
+        raise PolicyError(f"{name_of(policy)}: key must give a number to sort by, not {key!r}")
+    return number
+
+
+def asked_share(policy: FirstComeFirstServed, pending: np.ndarray, budget: int) -> tuple[np.ndarray, int]:
+    """The policy's share, and its sum. Raises PolicyError unless it is within what is pending and the budget."""
+    pending.flags.writeable = False
+    answer = policy.share(pending, budget)
+    pending.flags.writeable = True
+    given = np.asarray(answer)
+    if given.shape != pending.shape or given.dtype.kind not in "iu":
+        wrong = f"one whole number for each of {len(pending)} rows was asked for"
+    elif given is not pending and ((given < 0).any() or (given > pending).any()):
+        wrong = "each must be from 0 to what is pending"
+    elif (total := int(given.sum())) > budget:
+        wrong = f"that is {total} tokens in all"
+    else:
+        return given.astype(np.int32, copy=False), total
+    call = f"share(pending={_shown(pending)}, budget={budget})"
+    raise PolicyError(f"{name_of(policy)}: {call} gave {_shown(given)}; {wrong}")
+
+
+def _shown(numbers: np.ndarray) -> str:
+    return np.array2string(numbers, threshold=SHOWN, edgeitems=SHOWN // 2, separator=", ")

@@ -1,0 +1,451 @@
+"""In-flight batching: which tokens run in the next step.  Lesson 10.
+
+One rule covers prefill, chunked prefill, decode and resuming after preemption: a request's *computed* tokens (whose
+keys and values are in the cache) chase its *known* tokens (prompt and output), as far as the token budget of a step
+allows. When the last known token is computed, the model yields one more (Yu et al. 2022, "Orca", section 3.2;
+Agrawal et al. 2024, "Sarathi-Serve", section 4).
+
+Steps are launched before the tokens of earlier ones are read, so the scheduler counts tokens it has not seen: `known`
+runs ahead of `confirmed`. State is kept in numpy columns, one entry a row, so that a step costs a few vector
+operations; Python loops run over events only: admit, finish, preempt.
+"""
+
+from bisect import insort
+from collections import deque
+from collections.abc import Iterable
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minillm.errors import InvalidRequest
+from minillm.kv_cache.block_pool import BlockPool, BlockPoolError, prefix_keys
+from minillm.kv_cache.block_tables import BlockTables, group_key
+from minillm.kv_cache.streams import STREAM_TOKENS, Stream, StreamTables, missing
+from minillm.request import Request
+
+from .policies import FirstComeFirstServed, PolicyError, asked_key, asked_share, name_of
+from .step import Step
+
+if TYPE_CHECKING:
+    from minillm.trace.record import Trace
+
+
+class Scheduler:
+    """Requests join in the order that `policy` gives; when blocks run out one is preempted, and computed anew later.
+
+    windows: one entry a layer group, the tokens that its queries see, None for all; see `layer_groups`. stream: what a
+    row keeps where requests may be longer than max_model_len; see `streams`.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        block_size: int,
+        num_blocks: int,
+        windows: tuple[int | None, ...] = (None,),
+        stream: Stream | None = None,
+        prefix_caching: bool = True,
+        policy: FirstComeFirstServed | None = None,
+        pool: BlockPool | None = None,
+    ):
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.longest = max_model_len if stream is None else STREAM_TOKENS  # most tokens of a request
+        self.stream = stream
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self.pool = BlockPool(num_blocks) if pool is None else pool
+        self.policy = policy or FirstComeFirstServed()
+
+        rows = max_num_seqs
+        self.requests: list[Request | None] = [None] * rows
+        if stream is None:
+            self.tables = BlockTables(rows, max_model_len, block_size, windows, max_num_batched_tokens)
+        else:
+            self.tables = StreamTables(rows, stream, block_size)
+        self.tokens = np.zeros((rows, max_model_len + 1), np.int32)  # confirmed tokens
+        self.confirmed = np.zeros(rows, np.int32)  # tokens in `tokens`
+        self.known = np.zeros(rows, np.int32)  # confirmed, and sampled by steps not read yet
+        self.computed = np.zeros(rows, np.int32)  # tokens whose K and V launched steps have written
+        self.limit = np.zeros(rows, np.int32)  # most tokens, prompt and output
+        self.stop_ids = np.full((rows, 4), -1, np.int32)
+        self.arrival = np.zeros(rows, np.int64)
+        self.last_step = np.full(rows, -1, np.int64)  # the newest step that runs the row
+
+        self.order = np.zeros(0, np.int32)  # running rows, oldest request first
+        self.waiting: list[Request] = []  # in the order in which they are to be admitted
+        self._free_rows = list(range(rows - 1, -1, -1))
+        # (last step that may touch them, row or -1, blocks)
+        self._fence: deque[tuple[int, int, list[int]]] = deque()
+        self._arrivals = 0
+        self.launched = -1  # number of the newest step launched
+        self.read = -1  # number of the newest step whose tokens were read
+        self._refused_by = ""  # what last kept a waiting request out: admits, share or blocks
+        self._lacking: tuple[Request | None, int] = (None, 0)  # a waiting request, and the blocks that it waits for
+        self._admitted: list[Request] = []
+        self.trace: Trace | None = None  # `Trace.watch` puts one here
+        self.preemptions = 0
+        self.prefix_hits = 0  # tokens found in the cache at admission
+
+    # ---- requests come and go
+
+    def validate(self, request: Request) -> None:
+        """Raise InvalidRequest if the request could never run, however long it waited. Changes nothing."""
+        prompt, limit = len(request.prompt), request.limit
+        if not 0 < prompt < limit <= self.longest:
+            name, way = ("a stream's limit", "") if self.stream else ("max_model_len", " or raise max_model_len")
+            raise InvalidRequest(
+                f"a prompt of {prompt} tokens leaves no room for output: prompt and output share {name} = "
+                f"{self.longest} tokens, and the prompt needs at least one; shorten it{way}"
+            )
+        needed = self.tables.most(limit)
+        if needed > self.pool.num_blocks:
+            raise InvalidRequest(
+                f"{limit} tokens of prompt and output need {needed} cache blocks of {self.block_size} tokens, and the "
+                f"cache has {self.pool.num_blocks}; lower max_tokens or raise num_blocks"
+            )
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises InvalidRequest if it could never run."""
+        self.validate(request)
+        request.arrival = self._arrivals
+        self._arrivals += 1
+        request.place = (asked_key(self.policy, request), request.arrival)
+        self._queue(request)
+        if self.trace is not None:
+            self.trace.submit(request)
+
+    def _queue(self, request: Request) -> None:
+        insort(self.waiting, request, key=attrgetter("place"))
+
+    def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
+        """End a request now, wherever it is. Steps in flight may still run its row; what they yield is dropped."""
+        if request.finish_reason is not None:
+            return
+        request.finish_reason, request.stop_reason = reason, stop_reason
+        row = request.row
+        if row < 0:
+            self.waiting.remove(request)
+        else:
+            self._vacate(request)
+        if self.trace is not None:
+            self.trace.finish(request, row, self.launched)
+
+    def abandon(self) -> list[Request]:
+        """Give up every request and every step in flight, after a failure; returns the requests."""
+        self.read = self.launched
+        self.tables.take_changes()
+        self._admitted = []
+        given_up = [*self.waiting, *(request for request in self.requests if request is not None)]
+        for request in given_up:
+            self.finish(request, "abort")
+        self._open_fence()
+        self.pool.forget()  # what the failed steps were to write is not there
+        if self.trace is not None:
+            self.trace.abandon(self.launched)
+        return given_up
+
+    def forsake(self, requests: Iterable[Request]) -> None:
+        """End these requests where a block pool failed and `finish` may not be possible. Of no use afterwards."""
+        for request in requests:
+            if request.row >= 0:
+                request.known = self.tokens[request.row, : self.confirmed[request.row]].copy()
+            request.row, request.finish_reason = -1, request.finish_reason or "abort"
+
+    def count_on_from(self, before: "Scheduler") -> None:
+        """Number steps and count events where another scheduler, of the same engine, ended."""
+        self.launched = self.read = before.launched
+        self.preemptions, self.prefix_hits = before.preemptions, before.prefix_hits
+
+    @property
+    def in_flight(self) -> int:
+        return self.launched - self.read
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting) or len(self.order) > 0
+
+    # ---- choosing a step
+
+    def schedule(self) -> Step | None:
+        """The next step, or None when nothing can be launched before a step in flight has been read."""
+        rows, queries, budget = self._share_budget(self._runnable())
+        while not self._grow(rows, queries):
+            if self.in_flight:
+                return None  # reading may finish requests, which is cheaper than preempting one
+            self._preempt()
+            rows, queries, budget = self._share_budget(self._runnable())
+        admitted = self._admit(budget)
+        if admitted:
+            rows = np.concatenate([rows, np.array([row for row, _ in admitted], np.int32)])
+            queries = np.concatenate([queries, np.array([count for _, count in admitted], np.int32)])
+        if len(rows) == 0:
+            if self.has_work and not self.in_flight:
+                raise self._stuck()
+            return None
+        step = self._launch(rows, queries)
+        if step.singles < len(rows):
+            self._lacking = None, 0  # chunks fill blocks that whoever waits may share, and so need fewer
+        return step
+
+    def _runnable(self) -> np.ndarray:
+        rows = self.order
+        known = self.known[rows]
+        return rows[(self.computed[rows] < known) & (known < self.limit[rows])]
+
+    def _share_budget(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+        """The rows to which the policy gives tokens, how many each, and what is left of the budget."""
+        budget = self.max_num_batched_tokens
+        if len(rows) == 0:
+            return rows, rows, budget
+        pending = self.tables.pending(self.computed[rows], self.known[rows])
+        queries, spent = asked_share(self.policy, pending, budget)
+        if queries is not pending:
+            rows, queries = rows[queries > 0], queries[queries > 0]
+        return rows, queries, budget - spent
+
+    def _grow(self, rows: np.ndarray, queries: np.ndarray) -> bool:
+        """Give blocks to the rows whose next tokens need some; False, and none given, if there are too few."""
+        ends = self.computed[rows] + queries
+        short = ends > self.tables.covered[rows]
+        if not short.any():
+            return True
+        self._let_go(rows[short])
+        given = self.tables.grow(rows[short], ends[short], self.pool)
+        if given is not None and self.trace is not None:
+            self.trace.grow(*given)
+        return given is not None
+
+    def _let_go(self, rows: np.ndarray) -> None:
+        """Give back what no later query of these rows can see, once the steps in flight have been read."""
+        if not self.tables.slides:
+            return
+        rows = rows[(self.tables.hidden(self.computed[rows]) > self.tables.gone[:, rows]).any(axis=0)]
+        for row in rows:
+            self._register(self.requests[row], int(self.computed[row]))  # what others may still find
+        holders, blocks = self.tables.let_go(rows, self.computed[rows])
+        if len(blocks):
+            self._fence.append((self.launched, -1, blocks.tolist()))
+            if self.trace is not None:
+                self.trace.release(holders, blocks, self.launched)
+            self._open_fence()
+
+    def _preempt(self) -> None:
+        """Send the request that comes last back into the queue. Nothing is in flight: its tokens are all known."""
+        request = max((self.requests[row] for row in self.order), key=attrgetter("place"))
+        row = request.row
+        self._vacate(request)
+        self._queue(request)
+        self._lacking = None, 0  # it may need fewer blocks than when it first waited: others share them now
+        self.preemptions += 1
+        if self.trace is not None:
+            self.trace.preempt(request, row, self.launched)
+
+    def _admit(self, budget: int) -> list[tuple[int, int]]:
+        """Move waiting requests into rows while budget, rows and blocks last: (row, tokens to run) of each."""
+        admitted: list[tuple[int, int]] = []
+        if not self.policy.admits(len(self.order)):
+            self._refused_by = "admits"
+            return admitted
+        while self.waiting and budget > 0 and self._free_rows:
+            request = self.waiting[0]
+            # Rows take a block every block_size steps: leave what they are expected to take in the next one.
+            reserve = -(-len(self.order) // self.block_size) * self.tables.groups
+            if request is self._lacking[0] and self._lacking[1] + reserve > self.pool.available:
+                self._refused_by = "blocks"  # as the last time; to look its prefix up costs more than a step of decodes
+                break
+            known, shared = len(request.known), self._find_prefix(request)
+            start = len(shared[0]) * self.block_size
+            pending = self.tables.pending(start, known)
+            count = asked_share(self.policy, np.array([pending], np.int32), budget)[1]
+            if count == 0:
+                self._refused_by = "share"
+                break
+            cached = [block for blocks in shared for block in blocks if block >= 0]
+            held, needed = self.tables.needed(known, shared, count)
+            needed += self.pool.unreferenced(cached)
+            if needed + reserve > self.pool.available:
+                self._refused_by, self._lacking = "blocks", (request, needed)
+                break
+            del self.waiting[0]
+            self.pool.share(cached)
+            row = self._occupy(request, start)
+            blocks = self.tables.occupy(row, shared, held, self.pool)
+            if self.trace is not None:
+                self.trace.admit(self, request, blocks)
+            self.prefix_hits += start
+            budget -= count
+            admitted.append((row, count))
+            # The next to be admitted may share what this step is going to write.
+            self._register(request, start + count)
+        return admitted
+
+    def _stuck(self) -> Exception:
+        """What to raise where work waits, nothing is in flight, and nothing may run."""
+        refused_by = "share" if len(self._runnable()) else self._refused_by
+        counts = f"{len(self.order)} requests have a row, {len(self.waiting)} wait"
+        if refused_by == "blocks":
+            return BlockPoolError(
+                f"{type(self.pool).__name__} has lost blocks: nothing is in flight, {counts}, and only "
+                f"{self.pool.available} of {self.pool.num_blocks} blocks are available"
+            )
+        return PolicyError(f"{name_of(self.policy)}: {refused_by} lets nothing run; nothing is in flight, {counts}")
+
+    def _find_prefix(self, request: Request) -> list[list[int]]:
+        """Cached blocks of the request's beginning, [groups][blocks]. At least one token is left to compute."""
+        if not self._shares(request) or request.params.prompt_logprobs is not None:
+            return [[]] * self.tables.groups
+        full = (len(request.known) - 1) // self.block_size
+        request.keys = prefix_keys(request.known, self.block_size, request.params.cache_salt, request.keys)
+        return self.tables.find_prefix(self.pool, request.keys[:full])
+
+    def _launch(self, rows: np.ndarray, queries: np.ndarray) -> Step:
+        singles = int((queries == 1).sum())
+        if singles < len(rows):
+            first = np.argsort(queries > 1, kind="stable")
+            rows, queries = rows[first], queries[first]
+        starts = self.computed[rows]
+        self.launched += 1
+        self.last_step[rows] = self.launched
+        self.computed[rows] += queries
+        for row in rows[singles:]:
+            self._register(self.requests[row], int(self.computed[row]))
+        samples = self.computed[rows] == self.known[rows]
+        self.known[rows[samples]] += 1
+        step = Step(
+            self.launched, rows, starts, queries, samples, singles, self._admitted, moved=self.tables.moved(rows)
+        )
+        if (changes := self.tables.take_changes()) is not None:
+            step.table_rows, step.table_columns, step.table_blocks = changes
+        self._let_go(rows[singles:])  # what moves up for it moves in the next step
+        self._admitted = []
+        if self.trace is not None:
+            self.trace.launch(self, step)
+        return step
+
+    # ---- reading a step
+
+    def complete(self, step: Step, sampled: np.ndarray) -> list[Request]:
+        """Take in the tokens that `step` yielded, in its rows' order; returns the requests that ended.
+
+        sampled: [step.samples.sum()] int. Steps are read in the order they were launched.
+        """
+        assert step.number == self.read + 1, "steps are read in the order they were launched"
+        self.read = step.number
+        if self.trace is not None:
+            self.trace.arrived(step.number)
+        alive = self.confirmed[step.rows] > 0
+        sampling, alive_sampling = step.rows[step.samples], alive[step.samples]
+        rows, sampled = sampling[alive_sampling], sampled[alive_sampling]
+        if self.stream and len(rows):
+            self._keep_tokens(int(self.confirmed[rows].max()))
+        self.tokens[rows, self.confirmed[rows]] = sampled
+        self.confirmed[rows] += 1
+        stopped = (self.stop_ids[rows] == sampled[:, None]).any(axis=1)
+        full = self.confirmed[rows] == self.limit[rows]
+        ended = []
+        for i in np.nonzero(stopped | full)[0]:
+            request = self.requests[rows[i]]
+            if stopped[i]:
+                self.finish(request, "stop", int(sampled[i]))
+            else:
+                self.finish(request, "length")
+            ended.append(request)
+        self._open_fence()
+        return ended
+
+    # ---- rows and blocks
+
+    def _keep_tokens(self, count: int) -> None:
+        """Have room for one token behind the first `count`; only streams ever lack it."""
+        if more := missing(self.tokens.shape[1], count):
+            self.tokens = np.pad(self.tokens, ((0, 0), (0, more)))
+
+    def _shares(self, request: Request) -> bool:
+        return self.prefix_caching and request.params.use_prefix_cache
+
+    def _occupy(self, request: Request, computed: int) -> int:
+        """Put a request into a free row, its first `computed` tokens being in the cache."""
+        row = self._free_rows.pop()
+        request.row = row
+        self.requests[row] = request
+        known = len(request.known)
+        self._keep_tokens(known)
+        self.tokens[row, :known] = request.known
+        self.confirmed[row] = self.known[row] = known
+        self.computed[row] = computed
+        self.limit[row] = request.limit
+        stops = request.stop_ids
+        if len(stops) > self.stop_ids.shape[1]:
+            wider = np.full((len(self.requests), len(stops)), -1, np.int32)
+            wider[:, : self.stop_ids.shape[1]] = self.stop_ids
+            self.stop_ids = wider
+        self.stop_ids[row] = -1
+        self.stop_ids[row, : len(stops)] = stops
+        request.registered = computed // self.block_size
+        self.arrival[row] = request.arrival
+        place = int(np.searchsorted(self.arrival[self.order], request.arrival))
+        self.order = np.insert(self.order, place, row)
+        self._admitted.append(request)
+        return row
+
+    def _vacate(self, request: Request) -> None:
+        """Take a request out of its row. Row and blocks wait behind the fence for the steps in flight."""
+        row = request.row
+        self._register(request, int(self.computed[row]))
+        request.known = self.tokens[row, : self.confirmed[row]].copy()
+        request.row = -1
+        self.requests[row] = None
+        self.confirmed[row] = self.known[row] = self.limit[row] = 0
+        self.order = self.order[self.order != row]
+        insort(self._fence, (int(self.last_step[row]), row, self.tables.vacate(row)))
+        self._open_fence()
+
+    def _open_fence(self) -> None:
+        while self._fence and self._fence[0][0] <= self.read:
+            _, row, blocks = self._fence.popleft()
+            self.pool.release(blocks)
+            if row >= 0:
+                self._free_rows.append(row)
+
+    def _register(self, request: Request, written: int) -> None:
+        """Let others share the full blocks among the first `written` tokens whose tokens are confirmed.
+
+        The steps that write them need not have been read, nor even launched before the one that shares them: steps run
+        in order, and within a step every layer writes all keys and values before any row attends to them.
+        """
+        row = request.row
+        full = self.tables.findable(row, min(written, int(self.confirmed[row])) // self.block_size)
+        if full <= request.registered or not self._shares(request):
+            return
+        known = self.tokens[row, : full * self.block_size]
+        request.keys = prefix_keys(known, self.block_size, request.params.cache_salt, request.keys[:full])
+        keys = {}
+        for group, gone in enumerate(self.tables.gone[:, row].tolist()):
+            first = max(request.registered, gone)
+            blocks = self.tables.blocks[group, row, first:full].tolist()
+            keys |= {block: group_key(key, group) for block, key in zip(blocks, request.keys[first:full], strict=True)}
+        for block, key in keys.items():
+            self.pool.register(block, key)
+        if self.trace is not None:
+            self.trace.register(self.pool, row, keys)
+        request.registered = full
+
+    def check(self) -> None:
+        """Raise AssertionError unless every block and every row is accounted for."""
+        running = [request for request in self.requests if request is not None]
+        assert sorted(self.order.tolist()) == sorted(request.row for request in running), "order lost a row"
+        tables = [self.tables.of(request.row).tolist() for request in running]
+        fenced = [blocks for _, _, blocks in self._fence]
+        self.pool.check(block for blocks in tables + fenced for block in blocks)
+        rows = [r.row for r in running] + [row for _, row, _ in self._fence if row >= 0] + self._free_rows
+        assert sorted(rows) == list(range(len(self.requests))), "a row is lost or in two places"
+        for request in running:
+            row = request.row
+            assert self.computed[row] <= self.known[row], f"row {row}: tokens out of order"
+            assert self.confirmed[row] <= self.known[row] <= self.limit[row], f"row {row}: too many tokens"
+            self.tables.check(row, int(self.computed[row]))
+        assert all(request.row == -1 for request in self.waiting), "a waiting request holds a row"

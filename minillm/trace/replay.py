@@ -1,0 +1,252 @@
+"""What a trace's events add up to: who ran in every step, who held which block.  Lessons 09 and 10."""
+
+from bisect import insort
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from .record import Trace, TraceError
+
+
+@dataclass
+class StepRows:
+    """Who ran in one step, in the step's order: each list has one entry a row."""
+
+    number: int
+    launched: float  # seconds since the trace began
+    read: float | None  # when its tokens arrived; None: never
+    row: list[int]
+    request: list[str]
+    start: list[int]  # tokens that were in the cache already
+    count: list[int]  # tokens that ran
+    kind: list[str]  # "decode": the newest token of a request whose prompt is finished; else "prefill"
+    samples: list[bool]  # the step yields a token
+
+
+@dataclass
+class Tables:
+    """Who holds which block just after a step was launched."""
+
+    number: int
+    launched: float
+    rows: dict[int, tuple[str, list[list[int]]]]  # row -> request and its table, [groups][n]; -1: let go
+    leaving: list[tuple[str, list[int]]]  # ended, but steps in flight may touch these blocks
+    states: list[str]  # of each block: "used", "cached" or "free"
+    holders: list[int]  # of each block
+
+
+def replay(events: Trace | Iterable[dict]) -> Iterator[StepRows]:
+    """Each step's rows, in order of launch. Raises TraceError where events are missing."""
+    mirror, in_flight = Mirror(), deque()
+    for event in _all(events):
+        step = mirror.take(event)
+        if step is not None:
+            in_flight.append(step)
+        if event["event"] == "read":
+            in_flight[0].read = event["time"]
+            yield in_flight.popleft()
+        elif event["event"] in ("abandon", "begin"):
+            yield from in_flight
+            in_flight.clear()
+    yield from in_flight
+
+
+def tables(events: Trace | Iterable[dict]) -> Iterator[Tables]:
+    """The block tables and the state of every block after each launch. Raises TraceError where events are missing."""
+    mirror = Mirror()
+    for event in _all(events):
+        step = mirror.take(event)
+        if step is not None:
+            yield mirror.tables(step)
+
+
+def _all(events: Trace | Iterable[dict]) -> Iterable[dict]:
+    return events.events if isinstance(events, Trace) else events
+
+
+class Mirror:
+    """A scheduler's rows and blocks, followed by its events alone."""
+
+    def __init__(self):
+        self.taken = 0  # events
+        self.block_size = 0  # no scheduler yet
+
+    def take(self, event: dict) -> StepRows | None:
+        """Follow one event; a launch gives the step's rows."""
+        kind = event["event"]
+        self.taken += 1
+        self._expect(self.block_size or kind == "begin", kind, "comes before the trace begins")
+        handle = getattr(self, "_" + kind, None)
+        return None if handle is None else handle(event)
+
+    def _expect(self, condition: bool, kind: str, problem: str) -> None:
+        if not condition:
+            raise TraceError(f"event {self.taken} ({kind}) {problem}: events before it are missing or out of order")
+
+    def _begin(self, event: dict) -> None:
+        rows = event["rows"]
+        self.block_size = event["block_size"]
+        self.known, self.computed, self.limit, self.prompt, self.held = np.zeros((5, rows), np.int64)
+        self.last = np.full(rows, -1)  # newest step that ran the row
+        self.names = np.full(rows, None, object)
+        self.blocks: dict[int, list[list[int]]] = {}  # row -> [groups][n]
+        self.order = np.zeros(0, np.int64)  # running rows, oldest request first
+        self.joined: list[int] = []  # rows admitted since the last launch
+        self.submitted: dict[str, tuple[int, int]] = {}  # request -> its arrival, tokens of its prompt
+        self.arrivals = 0
+        self.holders = [0] * event["blocks"]
+        self.registered: set[int] = set()
+        self.fence: list[tuple[int, int, str, list[int]]] = []  # (last step that may touch them, row, request, blocks)
+        self.launched = self.newest_read = event["launched"]
+        self.skipped: list[int] = []
+        self.chunks: list[dict] = []
+
+    def _submit(self, event: dict) -> None:
+        self.submitted[event["request"]] = (self.arrivals, event["prompt"])
+        self.arrivals += 1
+
+    def _admit(self, event: dict) -> None:
+        request, row = event["request"], event["row"]
+        self._expect(request in self.submitted, "admit", f"admits {request!r}, which was never submitted")
+        self._expect(row not in self.blocks, "admit", f"takes row {row}, which is not free")
+        self._expect(event["step"] == self.launched + 1, "admit", f"is for step {event['step']}")
+        self.names[row] = request
+        for name in ("known", "computed", "limit"):
+            getattr(self, name)[row] = event[name]
+        self.prompt[row] = self.submitted[request][1]
+        self.last[row] = -1
+        self.joined.append(row)
+        self.blocks[row] = [[] for _ in event["blocks"]]
+        shared = event["computed"] // self.block_size
+        for column, blocks in enumerate(zip(*event["blocks"], strict=True)):
+            self._enter(row, column, blocks, "admit", shared=column < shared)
+
+    def _enter(self, row: int, column: int, blocks: Iterable[int], kind: str, shared: bool = False) -> None:
+        """Put a block into each group's table; -1: none."""
+        for group, block in zip(self.blocks[row], blocks, strict=True):
+            if block < 0:
+                continue
+            if shared:
+                there = self.holders[block] or block in self.registered
+                self._expect(there, kind, f"shares block {block}, which nobody can find")
+                group += [-1] * (column - len(group))  # what the row never needs
+            else:
+                self._expect(not self.holders[block], kind, f"gives out block {block}, which is in use")
+                self.registered.discard(block)
+            self._expect(column == len(group), kind, f"gives row {row} its block {column} out of turn")
+            self.holders[block] += 1
+            group.append(block)
+        self.held[row] = min(map(len, self.blocks[row]))
+
+    def _grow(self, event: dict) -> None:
+        for row, column, *blocks in zip(event["rows"], event["columns"], *event["blocks"], strict=True):
+            self._expect(row in self.blocks, "grow", f"grows row {row}, which is free")
+            self._enter(row, column, blocks, "grow")
+
+    def _register(self, event: dict) -> None:
+        self.registered.update(event["blocks"])
+
+    def _evict(self, event: dict) -> None:
+        block = event["block"]
+        self._expect(not self.holders[block], "evict", f"takes block {block}, which is in use")
+        self._expect(block in self.registered, "evict", f"takes block {block}, which nobody can find")
+        self.registered.discard(block)
+
+    def _release(self, event: dict) -> None:
+        row, gone = event["row"], set(event["blocks"])
+        self._expect(row in self.blocks, "release", f"is of row {row}, which is free")
+        self.blocks[row] = [[-1 if block in gone else block for block in group] for group in self.blocks[row]]
+        self._wait(event["step"], row, self.names[row], event["blocks"])
+
+    def _preempt(self, event: dict) -> None:
+        self._leave(event)
+
+    def _finish(self, event: dict) -> None:
+        if event["row"] >= 0:
+            self._leave(event)
+        self.submitted.pop(event["request"], None)
+
+    def _leave(self, event: dict) -> None:
+        row, request = event["row"], event["request"]
+        holds = row in self.blocks and self.names[row] == request
+        self._expect(holds, event["event"], f"is of {request!r}, which is not in row {row}")
+        blocks = [block for group in self.blocks.pop(row) for block in group if block >= 0]
+        self.order = self.order[self.order != row]
+        if row in self.joined:
+            self.joined.remove(row)
+        self._wait(int(self.last[row]), row, request, blocks)
+
+    def _wait(self, step: int, row: int, request: str, blocks: list[int]) -> None:
+        insort(self.fence, (step, row, request, blocks))
+        self._open_fence()
+
+    def _open_fence(self) -> None:
+        while self.fence and self.fence[0][0] <= self.newest_read:
+            for block in self.fence.pop(0)[-1]:
+                self.holders[block] -= 1
+
+    def _skip(self, event: dict) -> None:
+        self.skipped = event["rows"]
+
+    def _chunk(self, event: dict) -> None:
+        self.chunks.append(event)
+
+    def _launch(self, event: dict) -> StepRows:
+        number = event["step"]
+        self._expect(number == self.launched + 1, "launch", f"launches step {number}")
+        rows = np.concatenate([self.order, np.array(self.joined, np.int64)])
+        pending = self.known[rows] - self.computed[rows]
+        chunked = [chunk["row"] for chunk in self.chunks]
+        runs = (pending == 1) & (self.known[rows] < self.limit[rows]) & ~np.isin(rows, [*self.skipped, *chunked])
+        singles = rows[runs]
+        size = len(singles) + len(chunked)
+        self._expect(size == event["size"], "launch", f"runs {event['size']} rows, and {size} can")
+        rows, counts = np.empty(size, np.int64), np.ones(size, np.int64)
+        places = [chunk["place"] for chunk in self.chunks]
+        alone = np.ones(size, bool)
+        alone[places] = False
+        rows[places], counts[places] = chunked, [chunk["count"] for chunk in self.chunks]
+        rows[alone] = singles
+        for chunk in self.chunks:
+            self._expect(chunk["start"] == self.computed[chunk["row"]], "launch", f"runs row {chunk['row']} elsewhere")
+        starts = self.computed[rows]
+        newest = starts + 1 == self.known[rows]
+        decodes = newest & (starts >= self.prompt[rows])
+        self.computed[rows] += counts
+        enough = (self.computed[rows] <= self.held[rows] * self.block_size).all()
+        self._expect(enough, "launch", "runs tokens that have no block")
+        self._expect((self.computed[rows] <= self.known[rows]).all(), "launch", "runs tokens that are not known")
+        samples = self.computed[rows] == self.known[rows]
+        self.known[rows[samples]] += 1
+        self.last[rows] = self.launched = number
+        for row in self.joined:
+            arrivals = [self.submitted[name][0] for name in self.names[self.order]]
+            place = int(np.searchsorted(arrivals, self.submitted[self.names[row]][0]))
+            self.order = np.insert(self.order, place, row)
+        self.joined, self.skipped, self.chunks = [], [], []
+        kinds = np.where(decodes, "decode", "prefill").tolist()
+        lists = (rows.tolist(), self.names[rows].tolist(), starts.tolist(), counts.tolist(), kinds, samples.tolist())
+        return StepRows(number, event["time"], None, *lists)
+
+    def _read(self, event: dict) -> None:
+        step = event["step"]
+        self._expect(step == self.newest_read + 1 and step <= self.launched, "read", f"reads step {step}")
+        self.newest_read = step
+        self._open_fence()
+
+    def _abandon(self, event: dict) -> None:
+        self._expect(not self.blocks, "abandon", "leaves requests in rows")
+        self.newest_read = self.launched
+        self._open_fence()
+        self.registered.clear()
+        self.joined, self.skipped, self.chunks = [], [], []
+
+    def tables(self, step: StepRows) -> Tables:
+        rows = {
+            row: (self.names[row], [list(group) for group in blocks]) for row, blocks in sorted(self.blocks.items())
+        }
+        leaving = [(request, list(blocks)) for _, _, request, blocks in self.fence]
+        states = ["used" if n else "cached" if b in self.registered else "free" for b, n in enumerate(self.holders)]
+        return Tables(step.number, step.launched, rows, leaving, states, list(self.holders))

@@ -1,0 +1,183 @@
+"""`minillm build`: measure this GPU for one model and one traffic, and write a plan (`runner.plan`).  Lesson 03.
+
+    1  the decode steps of that traffic are captured, and the kernels say what they ask for
+    2  each of those problems is tuned (`tuning`)
+    3  the steps are captured again: launches that make them slower go, and sizes that save nothing over the next
+    4  the traffic begins with several budgets of tokens a step
+    5  an engine is started with the plan, to see what memory it takes
+
+Weights are random, since no time depends on them: a model's config.json is enough. Without a GPU there is nothing to
+measure: the plan holds options alone, and the memory is arithmetic.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from minillm.bench import records
+from minillm.bench.offline import Minillm
+from minillm.bench.workloads import BenchRequest
+from minillm.config import EngineConfig
+from minillm.errors import ConfigError
+from minillm.kv_cache.layer_groups import blocks_held
+from minillm.model.config import ModelConfig
+from minillm.model.loader import read_config, resolve
+from minillm.model.sizing import Sizing, fit, kv_bytes_per_token, weight_bytes
+from minillm.runner.plan import Plan, Traffic
+from minillm.runner.runner import CPU_CACHE_BYTES
+
+OF_THE_PLACE = ("device", "load_format", "seed", "plan", "trace")  # options that a plan does not hold
+
+
+def run(
+    model: str | Path | None = None,
+    *,
+    input_len: int = 1024,
+    output_len: int = 256,
+    concurrency: int = 64,
+    out: str | Path | None = None,
+    gpu_gb: float | None = None,
+    compare: bool = False,
+    json_path: str | Path | None = None,
+    **engine_options,
+) -> Plan:
+    """Make a plan, print what it takes, and write it; `out`: default MODEL.plan.json here.  Raises ConfigError.
+
+    gpu_gb: also say what a GPU of so many GB (10^9 bytes) would hold. compare: then run the traffic, and one request
+    alone, with and without the plan in turns, and print the record, which json_path keeps. More: as `LLM`.
+    """
+    begun, start = records.begin(), time.perf_counter()
+    if engine_options.get("plan"):
+        raise ConfigError("build writes a plan: --plan is for the commands that use one; --out says where to write it")
+    config, traffic = EngineConfig(**engine_options), Traffic(input_len, output_len, concurrency)
+    place = resolve(model)
+    shape = read_config(place)
+    longest = config.max_model_len or shape.max_model_len
+    if traffic.context > longest:
+        raise ConfigError(
+            f"input_len + output_len = {traffic.context} tokens, but max_model_len is {longest}: shorten one of them"
+        )
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    options = options_of(config, shape, traffic, device)
+    name = place.name if isinstance(place, Path) else place
+    out = Path(f"{name}.plan.json" if out is None else out)
+    plan = Plan.made_here(shape, traffic, options, device)
+    title = f"{name}, {concurrency} requests at once of {input_len:,} + {output_len:,} tokens"
+    if device == "cpu":
+        print(f"{title}, on a CPU\n{on_cpu(shape, plan)}")
+        print("Not measured here, for want of a GPU: workspace, CUDA graphs, launches. This plan holds options alone.")
+    else:
+        from .planning import measured  # needs triton
+
+        plan = measured(model, plan, out, device)
+        print(f"{title}, on {plan.gpu['name']}\n{on_gpu(shape, plan, torch.cuda.mem_get_info()[1])}")
+    if gpu_gb is not None:
+        print(f"A GPU of {gpu_gb:g} GB, before workspace and CUDA graphs, which are measured on it:")
+        there = options_of(config, shape, traffic, "cuda")
+        print(on_gpu(shape, replace(plan, memory={}, options=there), gpu_gb * 1e9))
+    plan = replace(plan, measured=plan.measured | {"seconds": round(time.perf_counter() - start, 1)})
+    plan.write(out)
+    print(f"wrote {out} in {plan.measured['seconds']} s: use it with --plan {out}")
+    if compare:
+        results = compared(model, plan, out, {"load_format": "dummy"} | engine_options)
+        content = records.record(results, begun, model=name, plan=json.loads(out.read_text(encoding="utf-8")))
+        records.publish(content, json_path)
+    return plan
+
+
+def options_of(config: EngineConfig, shape: ModelConfig, traffic: Traffic, device: str) -> dict:
+    """The engine's options that a plan holds: those that were set, and what the traffic and the device decide."""
+    defaults = EngineConfig()
+    given = {name: getattr(config, name) for name in EngineConfig.__dataclass_fields__ if name not in OF_THE_PLACE}
+    given = {name: value for name, value in given.items() if value != getattr(defaults, name)}
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else shape.dtype
+    resolved = replace(config, max_num_seqs=config.max_num_seqs or traffic.concurrency).on(device)
+    return given | {
+        "dtype": dtype,
+        "block_size": config.block_size,
+        "max_num_seqs": resolved.max_num_seqs,
+        "max_num_batched_tokens": resolved.max_num_batched_tokens,
+    }
+
+
+# ---- memory
+
+
+def on_gpu(shape: ModelConfig, plan: Plan, gpu_bytes: float) -> Sizing:
+    """A GPU of this size, divided; with what of it was measured."""
+    return fit(
+        shape, gpu_bytes, plan.traffic.context, dtype=plan.options["dtype"], block_size=plan.options["block_size"],
+        utilization=plan.options.get("gpu_memory_utilization", EngineConfig().gpu_memory_utilization),
+        workspace_bytes=plan.memory.get("workspace", 0), graph_bytes=plan.memory.get("graphs", 0),
+    )  # fmt: skip
+
+
+def on_cpu(shape: ModelConfig, plan: Plan) -> Sizing:
+    """What the engine takes of a CPU's memory: all its rows at full length, or what it takes at most."""
+    block, dtype = plan.options["block_size"], plan.options["dtype"]
+    longest = plan.options.get("max_model_len") or shape.max_model_len
+    block_bytes = block * shape.groups(longest).size * kv_bytes_per_token(shape, dtype) // shape.num_layers
+    most = plan.options["max_num_seqs"] * _blocks_held(shape, plan, longest, "cpu")
+    blocks = plan.options.get("num_blocks") or min(most, max(CPU_CACHE_BYTES // block_bytes, 1))
+    taken = weight_bytes(shape, dtype) + blocks * block_bytes
+    context = plan.traffic.context
+    return fit(shape, taken, context, dtype=dtype, block_size=block, utilization=1, memory="taken in all")
+
+
+def _blocks_held(shape: ModelConfig, plan: Plan, tokens: int, device: str) -> int:
+    """The most blocks that a request of `tokens` tokens holds at a time."""
+    groups = shape.groups(plan.options.get("max_model_len"))
+    chunk = plan.options.get("max_num_batched_tokens") or EngineConfig().on(device).max_num_batched_tokens
+    return blocks_held(tokens, groups.windows, plan.options["block_size"], chunk)
+
+
+# ---- what it brings
+
+
+def compared(model: str | Path | None, plan: Plan, out: Path, options: dict, repeat: int = 3) -> list[dict]:
+    """One request and all of the traffic's, with and without the plan in turns: medians of `repeat` runs."""
+    traffic = plan.traffic
+    longer = traffic.context + plan.options["block_size"]
+    device = "cpu" if plan.gpu is None else "cuda"
+    blocks = traffic.concurrency * _blocks_held(read_config(resolve(model)), plan, longer, device)
+    engines = {
+        "default": Minillm(model, **{"num_blocks": blocks} | options),
+        "planned": Minillm(model, **{"num_blocks": blocks, "plan": str(out)} | options),
+    }
+    ids = np.random.default_rng(0).integers(0, engines["default"].llm.model_config.vocab_size, traffic.input_len)
+    results = []
+    try:
+        for count in dict.fromkeys((1, traffic.concurrency)):
+            work = [BenchRequest(np.roll(ids, shift).tolist(), traffic.output_len) for shift in range(count)]
+            results += alternating(engines, work, repeat)
+    finally:
+        for engine in engines.values():
+            engine.llm.close()
+    return results
+
+
+def alternating(engines: dict[str, Minillm], work: Sequence[BenchRequest], repeat: int) -> list[dict]:
+    runs = {name: [] for name in engines}
+    for round_ in range(repeat + 1):
+        for name, engine in engines.items():
+            seconds = engine.run(work, temperature=1.0)
+            if round_:
+                runs[name].append(round(seconds, 4))
+    tokens = sum(request.output_tokens for request in work)
+    facts = {"requests": len(work), "input_tokens": sum(len(each.prompt) for each in work), "output_tokens": tokens}
+    rows = []
+    for name, times in runs.items():
+        middle = statistics.median(times)
+        rows.append({"engine": name, **facts, "seconds": middle, "output_tokens_per_s": tokens / middle, "runs": times})
+        print(f"{name:<8} {len(work):>5} requests  {tokens / middle:>9,.0f} tokens/s  runs {times}", flush=True)
+    return rows

@@ -1,0 +1,244 @@
+"""What `minillm build` measures on a GPU: steps, launches, budgets, memory.  Lesson 03.
+
+What it brought on an H200, with and without a plan in turns, is in data/results/h200/build.json: one request 2 %, 256
+together 2 %. The defaults had been found in the same way, for other lengths.
+"""
+
+import gc
+import math
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from minillm.engine.llm import LLM
+from minillm.kernels import launches
+from minillm.request import SamplingParams
+from minillm.runner.plan import Plan, Traffic
+from minillm.runner.runner import Runner
+
+from . import trials
+
+BUDGETS = (8192, 16384, 32768)  # tokens a step
+PROMPT_TOKENS = 1 << 18  # at most, in each trial of a budget
+REPLAYS = 15
+
+Shape = tuple[int, int]  # of a decode step: rows, blocks of a row's table
+
+
+@torch.inference_mode()
+def measured(model: str | Path | None, plan: Plan, out: Path, device: str) -> Plan:
+    """The plan with graphs, launches, budget and memory from this GPU. Leaves an unfinished one in `out`."""
+    torch.manual_seed(0)
+    print("starting an engine with random weights", file=sys.stderr, flush=True)
+    # Without the cache of prefixes: a budget's prompts must not profit from another's.
+    options = {"enable_prefix_caching": False} | plan.options
+    with LLM(model, load_format="dummy", device=device, **options) as llm:
+        runner = llm.engine.runner
+        for cache in runner.caches:  # zeros would be computed faster than numbers are
+            cache.k.normal_(), cache.v.normal_()
+        runner.tokens.random_(runner.model.config.vocab_size)
+        budgets, asked = budget_rates(llm, plan)
+        steps = {}
+        if runner.graphs is not None:
+            steps, asked_by = decode_steps(runner, plan.traffic)
+            found = [*tune_decode(runner, plan.traffic, asked_by), *tune_products(runner, asked_by)]
+        else:
+            asked_by, found = {}, []
+        budget = best_budget(budgets, plan.options["max_num_batched_tokens"])
+        found += [
+            report(trials.tune(problem, default, trials.prefill_trial(problem, runner, plan.traffic, budget)))
+            for problem, default in asked.items()
+            if problem.kernel == "prefill_attention"
+        ]
+        chosen = [each for each in found if each.launch != each.default]
+        chosen, again = kept(runner, plan.traffic, steps, asked_by, chosen)
+    sizes = worthwhile({rows for rows, _ in steps}, again or steps)
+    plan = replace(
+        plan,
+        options=plan.options | {"max_num_batched_tokens": budget},
+        graphs=[list(shape) for shape in sorted(steps) if shape[0] in sizes],
+        launches=[entry(each) for each in chosen],
+        measured={
+            "steps_ms": [
+                [*shape, round(1e3 * steps[shape], 4), round(1e3 * again[shape], 4)] for shape in sorted(steps)
+            ],
+            "prefill_tokens_per_s": {str(tokens): round(rate) for tokens, rate in budgets.items()},
+            "problems": len(found),
+            "launches_tried": sum(each.tried for each in found),
+            "refused": sorted({f"{each.problem.kernel}: {why}" for each in found for why in each.refused.values()}),
+        },
+    )
+    del runner, found, asked, asked_by
+    gc.collect()
+    return replace(plan, memory=memory_taken(model, plan, out, device))
+
+
+def decode_steps(runner: Runner, traffic: Traffic) -> tuple[dict[Shape, float], dict[Shape, dict]]:
+    """Each decode step of the traffic: seconds with the kernels' own launches, and the problems it asks for."""
+    graphs, block = runner.graphs, runner.block_size
+    ends = range(traffic.input_len + 1, traffic.context + 1)
+    widths = sorted({graphs.width(-(-end // block)) for end in ends})
+    shapes = [(size, width) for width in widths for size in graphs.sizes]
+    step_seconds(runner, traffic, shapes[0])  # the first capture of all may bring others with it
+    seconds, asked_by = {}, {}
+    for shape in shapes:
+        with launches.listening() as asked_by[shape]:
+            seconds[shape] = step_seconds(runner, traffic, shape)
+    return seconds, asked_by
+
+
+def step_seconds(runner: Runner, traffic: Traffic, shape: Shape) -> float:
+    """One captured decode step, its rows halfway through their answers."""
+    graphs, (size, width) = runner.graphs, shape
+    longest = min(width * runner.block_size, runner.tokens.shape[1]) - 2 * REPLAYS
+    graphs.rows[:size] = torch.arange(size, device=runner.device)
+    graphs.position[:size] = max(min(traffic.input_len + traffic.output_len // 2, longest), 0)
+    graphs.temperature.fill_(1.0)
+    runner.block_table.random_(runner.num_blocks)
+    captured = graphs.captured(size, width).graph
+    captured.replay()
+    return statistics.median(trials.replay_seconds(captured, REPLAYS))
+
+
+def tune_decode(runner: Runner, traffic: Traffic, asked_by: dict[Shape, dict]) -> list[trials.Found]:
+    """Tiles where most keys are read, then the splits of every step."""
+    found, tile = [], None
+    for shape in sorted(asked_by, reverse=True):
+        for problem, default in asked_by[shape].items():
+            if problem.kernel == "decode_attention" and all(problem != each.problem for each in found):
+                trial = trials.decode_trial(problem, runner, traffic, shape[1], tile)
+                found.append(report(trials.tune(problem, default, trial)))
+                tile = tile or found[-1].launch
+    return found
+
+
+def tune_products(runner: Runner, asked_by: dict[Shape, dict]) -> list[trials.Found]:
+    asked = {problem: default for problems in asked_by.values() for problem, default in problems.items()}
+    products = {problem: default for problem, default in asked.items() if problem.kernel in ("whole_rows", "long_rows")}
+    return [report(trials.tune(each, own, trials.product_trial(each, runner))) for each, own in products.items()]
+
+
+def kept(
+    runner: Runner, traffic: Traffic, steps: dict[Shape, float], asked_by: dict[Shape, dict], chosen: list[trials.Found]
+) -> tuple[list[trials.Found], dict[Shape, float]]:
+    """Launches that also help in the steps they are part of, and those steps' seconds; measured in the same order."""
+    again = dict(steps)
+    table = {each.problem: each.launch._asdict() for each in chosen}
+    for shape in steps:
+        if table.keys() & asked_by[shape].keys():
+            with launches.using(table):
+                again[shape] = step_seconds(runner, traffic, shape)
+    gain = {
+        each.problem: sum(steps[shape] - again[shape] for shape in steps if each.problem in asked_by[shape])
+        for each in chosen
+    }
+    kept = [each for each in chosen if each.problem.kernel == "prefill_attention" or gain[each.problem] > 0]
+    left = {each.problem for each in kept}
+    changed = {shape for shape in steps if left & asked_by[shape].keys()}
+    return kept, {shape: again[shape] if shape in changed else steps[shape] for shape in steps}
+
+
+def worthwhile(sizes: set[int], seconds: dict[Shape, float]) -> set[int]:
+    """Sizes whose step is clearly faster than that of the next larger one; the largest is always needed."""
+    largest_first = sorted(sizes, reverse=True)
+    chosen = largest_first[:1]
+    for size in largest_first[1:]:
+        if any(
+            time < (1 - trials.MARGIN) * seconds[chosen[-1], width]
+            for (rows, width), time in seconds.items()
+            if rows == size
+        ):
+            chosen.append(size)
+    return set(chosen)
+
+
+def budget_rates(llm: LLM, plan: Plan) -> tuple[dict[int, float], dict]:
+    """Budget of tokens a step -> prompt tokens a second while the traffic begins; and the problems its steps ask for.
+
+    All requests at once and a few tokens of each answer: prompts that are computed alone would praise small budgets,
+    which in truth make more steps that also decode.
+    """
+    traffic, own = plan.traffic, plan.options["max_num_batched_tokens"]
+    requests = max(1, min(traffic.concurrency, PROMPT_TOKENS // traffic.input_len))
+    budgets = {own, *(each for each in BUDGETS if each // 2 < requests * traffic.input_len)}
+    seconds, asked = {budget: [] for budget in sorted(budgets)}, {}
+    for round_ in range(3):
+        for budget, times in seconds.items():
+            llm.engine.scheduler.max_num_batched_tokens = budget
+            try:
+                with launches.listening() as heard:
+                    times.append(begin_seconds(llm, traffic, requests, seed=round_))
+            except torch.OutOfMemoryError:
+                times.append(math.inf)
+            asked |= heard
+    return {each: requests * traffic.input_len / statistics.median(times[1:]) for each, times in seconds.items()}, asked
+
+
+def begin_seconds(llm: LLM, traffic: Traffic, requests: int, seed: int) -> float:
+    """From `requests` new prompts to the last one's first few tokens."""
+    ids = np.random.default_rng(seed).integers(0, llm.model_config.vocab_size, (requests, traffic.input_len))
+    params = SamplingParams(max_tokens=min(traffic.output_len, 8), temperature=1.0, ignore_eos=True)
+    prompts = ids.tolist()
+    begin = time.perf_counter()
+    llm.generate(prompts, params)
+    return time.perf_counter() - begin
+
+
+def best_budget(rates: dict[int, float], own: int) -> int:
+    """The engine's own, unless another is clearly faster."""
+    best = max(rates, key=rates.get, default=own)
+    return best if rates.get(best, 0) > (1 + trials.MARGIN) * rates.get(own, math.inf) else own
+
+
+def memory_taken(model: str | Path | None, plan: Plan, out: Path, device: str) -> dict[str, int]:
+    """Bytes that an engine with this plan takes, by starting one; its graphs are captured apart, to see theirs."""
+    replace(plan, graphs=[]).write(out)
+    with LLM(model, load_format="dummy", device=device, plan=str(out)) as llm:
+        runner, config = llm.engine.runner, llm.engine.config
+        torch.cuda.synchronize()
+        before = torch.cuda.mem_get_info(device)[0]
+        if runner.graphs is not None:
+            with launches.using(plan.table()):
+                runner.graphs.capture(map(tuple, plan.graphs))
+                runner.graphs.capture_mixed()
+        torch.cuda.empty_cache()
+        taken = {
+            "weights": llm.engine.model.nbytes,
+            "graphs": max(before - torch.cuda.mem_get_info(device)[0], 0),
+            "cache": runner.num_blocks * runner.block_bytes,
+        }
+        runner.close()
+        gc.collect()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        # The driver's own share counts as workspace: it is there as soon as there is an engine.
+        taken["workspace"] = runner._measure_workspace(config) + total - free - taken["weights"]
+    gc.collect()
+    return taken
+
+
+def entry(found: trials.Found) -> dict:
+    """One measured launch, as a plan holds it."""
+    return {
+        "kernel": found.problem.kernel,
+        "sizes": dict(found.problem.sizes),
+        "launch": found.launch._asdict(),
+        "default": found.default._asdict(),
+        "microseconds": [round(1e6 * found.default_seconds, 2), round(1e6 * found.seconds, 2)],
+    }
+
+
+def report(found: trials.Found) -> trials.Found:
+    """Say on stderr what was found; minutes without a word look like a hang."""
+    sizes = " ".join(f"{name} {size}" for name, size in found.problem.sizes)
+    change = "kept" if found.launch == found.default else f"-> {found.launch}, {1e6 * found.seconds:.1f} us"
+    print(
+        f"{found.problem.kernel} ({sizes}): {1e6 * found.default_seconds:.1f} us {change} of {found.tried} tried",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip
+    return found

@@ -1,0 +1,317 @@
+"""Kernels' launches, measured: each candidate is checked against float64, then timed.  Lessons 03 and 04.
+
+The problems are those a step of the engine really asks for (`launches.listening`), the data its own weights and cache.
+A candidate that needs more shared memory or registers than this GPU has is refused by Triton before it starts; one
+whose result is off is never timed. The search goes in rounds, each around the best so far: all combinations would
+take longer to compile than they could ever save.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from minillm.kernels import launches, paged_attention, single_row
+from minillm.kernels.launches import Problem
+from minillm.kv_cache.storage import LayerCache
+from minillm.ops import reference
+from minillm.runner.plan import Traffic
+from minillm.runner.runner import Runner
+
+MARGIN = 0.02  # a launch must be this much faster than the kernel's own choice to take its place
+COLD = 256 << 20  # bytes of different data before any comes again: more than a cache keeps
+MOST_CALLS = 64
+TOLERANCE = {4: 1e-4, 2: 1e-2}  # relative error of a whole result, by bytes of a number
+
+Launch = tuple  # a kernel's NamedTuple
+
+
+@dataclass
+class Trial:
+    """One problem, ready to run."""
+
+    calls: Sequence[Callable[[], Tensor]]  # the same work on different data
+    error: Callable[[Tensor], float]  # of the first call's result, relative to float64
+    rounds: Sequence[Callable[[Launch], Iterable[Launch]]]  # the best launch so far -> those to try next
+    tolerance: float
+
+
+@dataclass
+class Found:
+    """What measuring one problem brought; seconds of one call."""
+
+    problem: Problem
+    default: Launch
+    launch: Launch
+    default_seconds: float = math.inf
+    seconds: float = math.inf
+    tried: int = 0
+    refused: dict[Launch, str] = field(default_factory=dict)  # and why
+
+
+def tune(problem: Problem, default: Launch, trial: Trial, seconds: Callable[[Sequence], float] | None = None) -> Found:
+    """The fastest right launch; the kernel's own unless another is clearly faster, twice."""
+    found, seconds = Found(problem, default, default), seconds or graph_seconds
+
+    def timed(launch: Launch) -> float:
+        with launches.using({problem: launch._asdict()}):
+            why_not = _refusal(trial)
+            if why_not:
+                found.refused[launch] = why_not
+                return math.inf
+            return seconds(trial.calls)
+
+    times = {default: timed(default)}
+    if default in found.refused:
+        raise RuntimeError(f"{problem.kernel}'s own launch {default} fails: {found.refused[default]}")
+    for candidates in trial.rounds:
+        for launch in candidates(min(times, key=times.get)):
+            if launch not in times:
+                times[launch] = timed(launch)
+    best = min(times, key=times.get)
+    found.tried, found.default_seconds = len(times), timed(default)
+    found.seconds = found.default_seconds if best == default else timed(best)
+    if max(found.seconds, times[best]) < (1 - MARGIN) * min(found.default_seconds, times[default]):
+        found.launch = best
+    else:
+        found.seconds = found.default_seconds
+    return found
+
+
+def _refusal(trial: Trial) -> str | None:
+    """Why the launch that is set now must not be used, or None."""
+    from triton.errors import TritonError
+
+    try:
+        result = trial.calls[0]()
+    except TritonError as error:
+        return str(error)
+    error = trial.error(result)
+    result.fill_(math.nan)  # the next candidate's result lies in this memory: what it leaves out is seen
+    return None if error <= trial.tolerance else f"relative error {error:.1e}"
+
+
+def graph_seconds(calls: Sequence[Callable[[], Tensor]], replays: int = 7) -> float:
+    """Seconds of one call, the median over replays of a CUDA graph of all of them: launching is not counted."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    return statistics.median(replay_seconds(graph, replays)) / len(calls)
+
+
+def replay_seconds(graph: torch.cuda.CUDAGraph, replays: int) -> list[float]:
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        graph.replay()
+        mark.record()
+    torch.cuda.synchronize()
+    return [1e-3 * before.elapsed_time(after) for before, after in zip(marks, marks[1:], strict=False)]
+
+
+def powers(middle: int, low: int, high: int, reach: int = 1) -> list[int]:
+    """Powers of two around one of them, `reach` steps to each side, within low..high."""
+    around = [middle << step for step in range(reach + 1)] + [middle >> step for step in range(1, reach + 1)]
+    return sorted({each for each in around if low <= each <= high})
+
+
+# ---- decode attention
+
+
+def decode_trial(problem: Problem, runner: Runner, traffic: Traffic, width: int, tile: Launch | None) -> Trial:
+    """Rows somewhere in their answers, on the engine's cache. tile: what was best where it matters most, or None."""
+    sizes, shape = dict(problem.sizes), runner.model.config
+    rows, longest = sizes["programs"] // shape.num_kv_heads, width * runner.block_size
+    layers = [
+        (layer, cache)
+        for layer, cache in zip(runner.model.layers, runner.caches, strict=True)
+        if min(longest, layer.window or longest) == sizes["longest"]
+    ]
+    ends = torch.randint(traffic.input_len + 1, traffic.context + 1, (rows,), device=runner.device)
+    lengths = ends.clamp(max=longest).int()
+    nbytes = 2 * int(lengths.clamp(max=sizes["longest"]).sum()) * shape.num_kv_heads * shape.head_dim
+    count = _calls(nbytes * sizes["itemsize"], len(layers))
+    inputs = [_decode_inputs(runner, *layers[i % len(layers)], rows, width) for i in range(count)]
+
+    def error(result: Tensor) -> float:
+        q, layer, cache, table = inputs[0]
+        few = torch.tensor(sorted({0, rows // 3, rows // 2, rows - 1}), device=runner.device)
+        held, compact = _gathered(cache, table[few])
+        wanted = reference.decode_attention(q[few].double(), held, compact, lengths[few], **_options(runner, layer))
+        return relative_error(result[few], wanted)
+
+    def tiles(best):
+        if tile is not None:
+            return [best._replace(keys=tile.keys, warps=tile.warps, stages=tile.stages)]
+        keys = best.keys
+        choices = [
+            (keys, 4, 3), (keys, 8, 2), (keys, 8, 3), (keys * 2, 8, 2), (keys // 2, 2, 2), (keys // 2, 4, 2),
+            (keys // 2, 4, 3), (keys // 2, 4, 4),
+        ]  # fmt: skip
+        return [best._replace(keys=k, warps=w, stages=s) for k, w, s in choices if k >= 16]
+
+    def splits(best):
+        return [best._replace(splits=each) for each in powers(best.splits, 1, max(sizes["longest"] // 16, 1), 2)]
+
+    calls = [
+        partial(paged_attention.decode_attention, q, cache.k, cache.v, table, lengths, **_options(runner, layer))
+        for q, layer, cache, table in inputs
+    ]
+    return Trial(calls, error, [tiles, splits], TOLERANCE[sizes["itemsize"]])
+
+
+def _decode_inputs(runner: Runner, layer, cache: LayerCache, rows: int, width: int) -> tuple:
+    shape = runner.model.config
+    q = torch.randn(rows, 1, shape.num_heads, shape.head_dim, device=runner.device).to(runner.model.dtype)
+    return q, layer, cache, _random_table(runner, rows, width)
+
+
+# ---- prefill attention
+
+
+def prefill_trial(problem: Problem, runner: Runner, traffic: Traffic, budget: int) -> Trial:
+    """As many whole prompts as a step takes, on the engine's cache."""
+    sizes, shape = dict(problem.sizes), runner.model.config
+    tokens = min(traffic.input_len, budget)
+    rows = max(1, min(budget // tokens, traffic.concurrency))
+    starts = torch.arange(rows + 1, device=runner.device, dtype=torch.int32) * tokens
+    lengths = torch.full((rows,), tokens, device=runner.device, dtype=torch.int32)
+    pairs = list(zip(runner.model.layers, runner.caches, strict=True))[:4]
+    queries = [
+        torch.randn(rows * tokens, shape.num_heads, shape.head_dim, device=runner.device).to(runner.model.dtype)
+        for _ in pairs
+    ]
+    table = _random_table(runner, rows, -(-tokens // runner.block_size))
+
+    def error(result: Tensor) -> float:
+        """Of the first row's first queries and the last row's last ones."""
+        few, (layer, cache) = min(tokens, 64), pairs[0]
+        held, compact = _gathered(cache, table[[0, -1]])
+        q = torch.cat([queries[0][:few], queries[0][-few:]]).double()
+        seen, ends = torch.tensor([few, tokens]).to(table), torch.tensor([0, few, 2 * few])
+        options = _options(runner, layer)
+        wanted = reference.prefill_attention(q, held, compact, seen, ends, max_queries=few, **options)
+        return relative_error(torch.cat([result[:few], result[-few:]]), wanted)
+
+    def tiles(best):
+        if sizes["itemsize"] >= 4:
+            choices = [(16, 16, 4, 1), (16, 32, 4, 1), (32, 16, 4, 1), (32, 32, 4, 1), (32, 32, 8, 1)]
+        else:
+            choices = [
+                (64, 32, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (128, 32, 8, 2), (128, 64, 8, 1), (128, 64, 8, 2),
+                (128, 64, 8, 3),
+            ]  # fmt: skip
+        return [best._replace(rows=r, keys=k, warps=w, stages=s) for r, k, w, s in choices]
+
+    calls = [
+        partial(
+            paged_attention.prefill_attention, q, cache.k, cache.v, table, lengths, starts, max_queries=tokens,
+            **_options(runner, layer),
+        )
+        for q, (layer, cache) in zip(queries, pairs, strict=True)
+    ]  # fmt: skip
+    return Trial(calls, error, [tiles], TOLERANCE[sizes["itemsize"]])
+
+
+# ---- products of a single row
+
+
+def product_trial(problem: Problem, runner: Runner) -> Trial:
+    """The model's own matrices of this shape, with what comes before and behind the product."""
+    sizes, model = dict(problem.sizes), runner.model
+    eps, gated = model.config.rms_norm_eps, sizes.get("gated", 0)
+    shape = (sizes["rows"] * (1 + gated), sizes["columns"])
+    matrices = [(weight, options) for weight, options in _products(model) if tuple(weight.shape) == shape]
+    x, residual = (torch.randn(1, shape[1], device=runner.device).to(model.dtype) for _ in "xr")
+    some = torch.randperm(sizes["rows"], device=runner.device)[:512]
+
+    def arguments(options: dict) -> dict:
+        norm = {"eps": eps, "residual": residual} if "norm" in options else {}
+        return options | norm
+
+    def error(result: Tensor) -> float:
+        weight, options = matrices[0]
+        before = x
+        if "norm" in options:
+            before = reference.add_rms_norm(x, residual, options["norm"], eps)[0]
+        chosen = torch.cat([some, some + sizes["rows"]]) if gated else some
+        wanted = before.double() @ weight[chosen].double().T
+        if gated:
+            wanted = reference.gated_activation(wanted, options["activation"])
+        return relative_error(result[:, some], wanted)
+
+    calls = [
+        lambda weight=weight, options=arguments(options): single_row.product(x, weight, **options)[0]
+        for weight, options in matrices
+    ]
+    rounds = [_pieces] if problem.kernel == "long_rows" else [_tiles(sizes), _programs(sizes, runner.device)]
+    return Trial(calls, error, rounds, TOLERANCE[sizes["itemsize"]])
+
+
+def _products(model) -> Iterator[tuple[Tensor, dict]]:
+    for layer in model.layers:
+        yield layer.qkv.weight, {"norm": layer.attention_norm}
+        yield layer.attention_out.weight, {}
+        yield layer.gate_up.weight, {"norm": layer.mlp_norm, "activation": model.config.activation}
+        yield layer.down.weight, {}
+    yield model.head.weight, {"norm": model.final_norm}
+
+
+def _tiles(sizes: dict):
+    def round_(best):
+        for tile in powers(best.tile, 1, 16):
+            for warps in powers(best.warps, 1, 8):
+                yield best._replace(tile=tile, warps=warps, programs=min(best.programs, -(-sizes["rows"] // tile)))
+
+    return round_
+
+
+def _programs(sizes: dict, device: torch.device):
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+    def round_(best):
+        for each in (2, 4, 6, 8, 12, 16):
+            yield best._replace(programs=min(each * processors, -(-sizes["rows"] // best.tile)))
+
+    return round_
+
+
+def _pieces(best):
+    for tile, width, warps in ((4, 1024, 4), (4, 1024, 8), (4, 2048, 8), (8, 512, 4), (8, 1024, 4), (16, 512, 8)):
+        yield best._replace(tile=tile, width=width, warps=warps)
+
+
+# ---- shared
+
+
+def relative_error(result: Tensor, wanted: Tensor) -> float:
+    """||result - wanted|| / ||wanted||; NaN where anything is."""
+    return ((result.double() - wanted.double()).norm() / wanted.double().norm()).item()
+
+
+def _calls(nbytes: int, layers: int) -> int:
+    return max(layers, min(MOST_CALLS, COLD // max(nbytes, 1) + 1))
+
+
+def _random_table(runner: Runner, rows: int, width: int) -> Tensor:
+    return torch.randint(runner.num_blocks, (rows, width), device=runner.device, dtype=torch.int32)
+
+
+def _gathered(cache: LayerCache, table: Tensor) -> tuple[LayerCache, Tensor]:
+    """The blocks that `table` names, in float64, and a table of them."""
+    compact = torch.arange(table.numel(), device=table.device, dtype=torch.int32).view_as(table)
+    return LayerCache(*(part[table.long()].flatten(0, 1).double() for part in (cache.k, cache.v))), compact
+
+
+def _options(runner: Runner, layer) -> dict:
+    return {
+        "scale": runner.model.scale,
+        "window": layer.window,
+        "soft_cap": runner.model.config.attention_soft_cap,
+    }

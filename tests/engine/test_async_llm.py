@@ -1,0 +1,73 @@
+"""AsyncLLM's thread: it makes the engine, and takes everyone along when it ends.  What it computes: test_engine.py."""
+
+import asyncio
+import threading
+
+import pytest
+
+from minillm import AsyncLLM, SamplingParams
+from minillm.engine import Engine
+from minillm.errors import ConfigError
+
+ENDLESS = SamplingParams(max_tokens=1000, ignore_eos=True)
+
+
+def test_the_engine_is_made_in_the_thread_that_steps_it(monkeypatch):
+    seen = {}
+
+    class Watched(Engine):
+        def __init__(self, *args, **options):
+            seen["made"] = threading.current_thread()
+            super().__init__(*args, **options)
+
+        def step(self):
+            seen["stepped"] = threading.current_thread()
+            return super().step()
+
+    monkeypatch.setattr("minillm.engine.async_llm.Engine", Watched)
+    llm = AsyncLLM(device="cpu", num_blocks=64)
+    asyncio.run(llm.generate("The island of", SamplingParams(max_tokens=2)))
+    llm.close()
+    assert seen["made"] is seen["stepped"] is not threading.main_thread()
+
+
+def test_an_engine_that_cannot_be_made_is_the_callers_error_and_leaves_no_thread():
+    before = set(threading.enumerate())
+    with pytest.raises(ConfigError, match="no such model directory"):
+        AsyncLLM("no/such/model")
+    for thread in set(threading.enumerate()) - before:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_mistake_in_the_engines_thread_ends_every_stream_with_its_reason(monkeypatch):
+    async def work():
+        llm = AsyncLLM(device="cpu", num_blocks=64)
+        staying = asyncio.create_task(llm.generate("The island of", ENDLESS))
+        async for _ in llm.stream("Once", ENDLESS, request_id="first"):
+            monkeypatch.setattr(Engine, "has_work", property(lambda engine: 1 / 0))
+            break
+        with pytest.raises(ZeroDivisionError):
+            await staying
+        while llm._thread.is_alive():
+            await asyncio.sleep(0.01)
+        assert not llm.alive
+
+    asyncio.run(work())
+
+
+def test_deltas_of_a_borrowed_engine_arrive_whoever_steps_it(monkeypatch):
+    """Its owner's thread alone steps here, as one that generates offline does meanwhile."""
+
+    async def work(engine):
+        llm = AsyncLLM(engine=engine)
+        monkeypatch.setattr(llm, "_step", lambda: None)
+        answers = asyncio.gather(*(llm.generate("Once", SamplingParams(max_tokens=n)) for n in range(1, 9)))
+        while not answers.done():
+            await asyncio.to_thread(engine.step)
+        llm.close()
+        return [len(each.token_ids) for each in answers.result()]
+
+    engine = Engine(device="cpu", num_blocks=64)
+    assert asyncio.run(work(engine)) == list(range(1, 9))

@@ -1,0 +1,158 @@
+"""A GPU's memory: nothing is allocated in steady state, graphs stay within what was reckoned, too much is refused."""
+
+import gc
+
+import pytest
+import torch
+
+from minillm import LLM, SamplingParams
+from minillm.errors import ConfigError
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and there is none here")
+PLAIN = SamplingParams(max_tokens=4, temperature=1, ignore_eos=True)
+ENDLESS = SamplingParams(max_tokens=2000, temperature=1, ignore_eos=True)
+
+
+def counted() -> dict[str, int]:
+    stats = torch.cuda.memory_stats()
+    return {name: stats[name] for name in ("num_device_alloc", "num_device_free", "reserved_bytes.all.current")}
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_two_hundred_decode_steps_allocate_nothing(rows):
+    with LLM(device="cuda", max_num_seqs=64, run_ahead=2) as llm:
+        engine = llm.engine
+        for i in range(rows):
+            engine.submit(engine.prepare([5 + i, 6, 7], ENDLESS))
+        for _ in range(30):
+            engine.step()
+        before, graphs = counted(), len(engine.runner.graphs.graphs)
+        active = torch.cuda.memory_stats()["active.all.current"]
+        for _ in range(200):
+            engine.step()
+        assert len(engine.stats()) and engine.stats()["running"] == rows
+        assert len(engine.runner.graphs.graphs) == graphs, "a longer table was captured: these are not steady steps"
+        assert counted() == before
+        assert abs(torch.cuda.memory_stats()["active.all.current"] - active) <= 8, "tensors are kept from step to step"
+
+
+def test_closing_gives_the_cache_back_at_once():
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    llm = LLM(device="cuda")
+    llm.generate([[5, 6, 7]], PLAIN)
+    gc.disable()
+    try:
+        llm.close()
+        assert torch.cuda.memory_allocated() - before < 64 << 20
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("rows", [1, 64, 384])
+def test_all_graphs_together_take_no_more_than_was_reckoned(rows):
+    """Smallest first, the worst order: the largest comes before it all the same."""
+    with LLM("gemma-2b", load_format="dummy", device="cuda", max_model_len=1024, max_num_seqs=rows) as llm:
+        runner, config = llm.engine.runner, llm.config
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))  # libraries take what they keep
+        runner.graphs.graphs.clear()
+        runner.graphs.graphs.mixed.clear()
+        runner.caches = []
+        reckoned = runner._measure_graphs(config)
+        runner.caches = runner._allocate_cache(400)
+        gc.collect()
+        torch.cuda.empty_cache()
+        before, graphs = torch.cuda.mem_get_info()[0], runner.graphs
+        assert not graphs.graphs and not graphs.graphs.mixed
+        with torch.inference_mode():
+            for shape in graphs.mixed.shapes:
+                graphs.mixed.captured(shape)
+            for size in graphs.sizes:
+                for width in (16, 32, 64):
+                    graphs.captured(size, width)
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()
+        taken = before - torch.cuda.mem_get_info()[0]
+        pool = sum(s["total_size"] for s in torch.cuda.memory_snapshot() if s["segment_pool_id"] != (0, 0))
+        count = len(graphs.graphs) + len(graphs.graphs.mixed)
+        print(
+            f"{count} graphs: reckoned {reckoned / 2**20:.0f} MiB, taken {taken / 2**20:.0f}, pool {pool / 2**20:.0f}"
+        )
+        print(f"driver's share of one: {(taken - pool) / count / 2**20:.2f} MiB")
+        assert taken <= reckoned
+
+
+def test_the_cache_leaves_room_for_the_largest_steps():
+    """Every row sampled in the general way, prompts as long as a step allows, then every size of graph."""
+    share = 0.25
+    with LLM(
+        "gemma-2b", load_format="dummy", device="cuda", max_model_len=2048, max_num_seqs=1024,
+        max_num_batched_tokens=16384, gpu_memory_utilization=share,
+    ) as llm:  # fmt: skip
+        total = torch.cuda.mem_get_info()[1]
+        general = SamplingParams(max_tokens=4, top_p=0.9, repetition_penalty=1.1, ignore_eos=True)
+        plain = SamplingParams(max_tokens=40, temperature=1, ignore_eos=True)
+        prompts = [[1 + i % 1000] * (16 if i % 4 else 300) for i in range(1024)]
+        llm.generate(prompts, [general if i % 2 else plain for i in range(1024)])
+        llm.generate(prompts, general)
+        llm.generate([[1] * 2000] * 8, plain)
+        taken = total - torch.cuda.mem_get_info()[0]
+        print(f"taken at last {taken / total:.3f} of the GPU, {share} was to be used")
+        assert taken <= (share + 0.01) * total
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"gpu_memory_utilization": 0.001}, "gpu_memory_utilization=.* would fit"),
+        ({"num_blocks": 10**9}, "num_blocks=1000000000 needs .* blocks would fit"),
+    ],
+    ids=str,
+)
+def test_more_than_fits_is_refused_at_start_with_what_would_fit(options, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        LLM(device="cuda", **options)
+    print(error.value)
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize(
+    "share, options, message",
+    [
+        (
+            0.042,
+            {"max_num_seqs": 16},
+            "a step of max_num_batched_tokens=16384 .* max_num_batched_tokens=[0-9]+ would fit",
+        ),
+        (0.05, {"dtype": "float32"}, "the weights in float32 are 10.0 GB, .* in bfloat16 they are 5.0 GB"),
+    ],
+    ids=str,
+)
+def test_a_smaller_gpu_says_what_it_cannot_hold(share, options, message):
+    """torch is told to use a share of this one; 6 or 7 GB, and a model whose weights are 5."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(share)
+    try:
+        with pytest.raises(ConfigError, match=message) as error:
+            LLM("gemma-2b", load_format="dummy", device="cuda", **options)
+        print(error.value)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        del error
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def test_the_share_that_an_error_names_does_fit():
+    with pytest.raises(ConfigError, match="would fit") as error:
+        LLM("gemma-2b", load_format="dummy", device="cuda", gpu_memory_utilization=0.03, max_num_batched_tokens=2048)
+    share = float(str(error.value).split("gpu_memory_utilization=")[2].split(" ")[0])
+    del error
+    gc.collect()
+    torch.cuda.empty_cache()
+    options = {"gpu_memory_utilization": share, "max_num_batched_tokens": 2048}
+    with LLM("gemma-2b", load_format="dummy", device="cuda", **options) as llm:
+        assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3, ignore_eos=True))[0].finish_reason == "length"

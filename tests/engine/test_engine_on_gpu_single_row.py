@@ -1,0 +1,144 @@
+"""The fused step of one request under stress: replayed back to back, its kernels overlapping, at lengths where its
+tiles and parts begin and end.
+
+What one kernel read too early, or a part added up before it was there, would differ from replay to replay: so the same
+tokens are run with the device idle between any two steps, and must give the same bits.
+"""
+
+import random
+
+import pytest
+import torch
+
+from minillm import LLM, SamplingParams
+from minillm.model.batch import Batch, Rows
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and there is none here")
+STEPS = 8  # replays in a row
+# With heads of 256 a tile is 32 keys and a row has at most 16 parts: from 513 keys on a part has several tiles.
+LENGTHS = [
+    *(1, 2, 15, 16, 17, 28, 31, 32, 33, 60, 63, 64, 65, 95, 96, 97, 127, 128, 250, 256),
+    *(480, 505, 511, 512, 513, 600, 767, 1023, 1024, 1500, 2040),
+]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    options = {"load_format": "dummy", "device": "cuda", "max_model_len": 2112, "max_num_seqs": 1, "num_blocks": 400}
+    with LLM("gemma-2b", **options) as llm:
+        model = llm.engine.model
+        generator = torch.Generator("cuda").manual_seed(0)
+        with torch.inference_mode():
+            for layer in model.layers:  # so loud that attention decides the logits
+                for matrix, gain in (
+                    (layer.qkv, 2.0),
+                    (layer.attention_out, 2.0),
+                    (layer.gate_up, 1.0),
+                    (layer.down, 1.0),
+                ):
+                    matrix.weight.normal_(0, gain * matrix.weight.shape[1] ** -0.5, generator=generator)
+        yield llm
+
+
+class Driver:
+    """Row 0 of the engine's device state, moved by hand; each replay's logits are kept."""
+
+    def __init__(self, runner):
+        self.runner, self.graphs, self.model = runner, runner.graphs, runner.model
+        generator = torch.Generator("cuda").manual_seed(1)
+        width = runner.block_table.shape[2]
+        runner.block_table[0, 0] = torch.randperm(runner.num_blocks, generator=generator, device="cuda")[:width].int()
+        for cache in runner.caches:
+            for part in (cache.k, cache.v):
+                part.normal_(0, 1, generator=generator)
+        runner.tokens.random_(2, 250_000, generator=generator)
+        self.kept = torch.zeros(STEPS, self.model.config.vocab_size, dtype=self.model.dtype, device="cuda")
+        self.place = torch.zeros(1, dtype=torch.int64, device="cuda")
+        self.captured = {}
+
+    def graph(self, width: int) -> torch.cuda.CUDAGraph:
+        if width not in self.captured:
+            rows = torch.zeros(1, dtype=torch.int64, device="cuda")
+            out = torch.zeros(1, dtype=torch.int64, device="cuda")
+
+            def step():
+                to_sample = self.graphs._logits(rows, width)
+                self.kept.index_copy_(0, self.place, to_sample[0])
+                self.place.add_(1)
+                self.graphs._sample(rows, to_sample, out)
+
+            self.start(5)
+            step()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step()
+            self.captured[width] = (graph, rows, out)
+        return self.captured[width][0]
+
+    def start(self, length: int) -> None:
+        """The next step runs the token that makes the row `length` long."""
+        self.graphs.position[0] = length - 1
+        self.graphs.temperature[0] = 1.0
+        self.graphs.seed[0] = length
+        self.place.zero_()
+
+    def replay(self, length: int, idle_between: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        graph = self.graph(self.graphs.width(-(-(length + STEPS) // self.runner.block_size)))
+        self.start(length)
+        torch.cuda.synchronize()
+        for _ in range(STEPS):
+            graph.replay()
+            if idle_between:
+                torch.cuda.synchronize()
+        torch.cuda.synchronize()
+        return self.kept.clone(), self.runner.tokens[0, length : length + STEPS].clone()
+
+    def unfused(self, length: int) -> torch.Tensor:
+        """The same tokens through the model's ordinary operations."""
+        found = []
+        for at in range(length, length + STEPS):
+            ints = {"dtype": torch.int32, "device": "cuda"}
+            position = torch.tensor([at - 1], device="cuda")
+            block = self.runner.block_table[0, 0, (at - 1) // 16].long()
+            rows = Rows(1, self.runner.block_table[:, :1], torch.tensor([at], **ints), torch.tensor([0, 1], **ints), 1)
+            slots = (block * 16 + (at - 1) % 16).view(1, 1)
+            token = self.runner.tokens[0, at - 1 : at].long()
+            batch = Batch(token, position, slots, rows, None, None)
+            found.append(self.model.logits(self.model.forward(batch, self.runner.caches)))
+        return torch.cat(found)
+
+
+@torch.inference_mode()
+def test_replays_back_to_back_give_the_bits_of_steps_one_by_one_and_the_unfused_logits(llm):
+    driver, rng, worst = Driver(llm.engine.runner), random.Random(0), 0.0
+    for length in LENGTHS + [rng.randint(1, 2090) for _ in range(30)]:
+        wanted, tokens = driver.replay(length, idle_between=True)
+        for _ in range(4):
+            found, again = driver.replay(length, idle_between=False)
+            assert torch.equal(found, wanted) and torch.equal(again, tokens), f"from {length} keys on"
+        plain = driver.unfused(length)
+        worst = max(worst, ((wanted.double() - plain.double()).norm() / plain.double().norm()).item())
+    print(f"largest difference from the unfused step: {worst:.2e}")
+    assert worst < 0.1
+    assert not driver.graphs.single_row.attend.finished.any(), "a counter was left behind"
+
+
+@torch.inference_mode()
+def test_the_unfused_logits_would_show_a_key_left_out(llm):
+    driver = Driver(llm.engine.runner)
+    for length in (33, 513):
+        driver.replay(length, idle_between=True)
+        whole = driver.unfused(length)
+        block = driver.runner.block_table[0, 0, (length - 10) // 16].long()
+        for cache in driver.runner.caches:
+            cache.v[block, (length - 10) % 16] += 30.0
+        other, _ = driver.replay(length, idle_between=True)
+        assert ((other.double() - whole.double()).norm() / whole.double().norm()).item() > 0.1
+
+
+def test_the_engine_uses_the_fused_step_for_one_request(llm):
+    found = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=40, temperature=0, ignore_eos=True))
+    assert len(found[0].token_ids) == 40
+    assert llm.engine.runner.graphs.single_row is not None and {
+        size for size, _ in llm.engine.runner.graphs.graphs
+    } == {1}

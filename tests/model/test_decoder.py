@@ -1,0 +1,397 @@
+"""minillm's decoder is transformers' decoder: the same logits, the same greedy tokens."""
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MinistralConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import minillm
+from minillm import ops
+from minillm.kv_cache import LayerCache
+from minillm.model import Model
+from minillm.model.batch import Batch, Rows
+from minillm.model.config import ARCHITECTURES, PRESETS, ModelConfig
+from minillm.model.loader import load_model
+from minillm.model.sizing import kv_bytes_per_token
+from tests import models
+
+BLOCK = 4
+
+
+class Paged:
+    """Just enough of an engine to drive a model: rows in scattered blocks of one cache full of NaN.
+
+    All layer groups keep everything, in the same blocks of caches of their own.
+    """
+
+    def __init__(self, model: Model, blocks: int = 400):
+        config = model.config
+        shape = (blocks, BLOCK, config.num_kv_heads, config.head_dim)
+        self.model, self.groups = model, len(model.groups.windows)
+        self.caches = [
+            LayerCache(*(torch.full(shape, float("nan"), dtype=model.dtype) for _ in "kv"))
+            for _ in range(config.num_layers)
+        ]
+        self.free = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).tolist()
+        self.tables: list[list[int]] = []
+        self.lengths: list[int] = []
+        self.position_error = 0
+
+    def admit(self) -> int:
+        self.tables.append([])
+        self.lengths.append(0)
+        return len(self.tables) - 1
+
+    def forward(self, decode: dict[int, list[int]], prefill: dict[int, list[int]], every: bool = False):
+        """Append tokens to rows (row -> its new tokens) in one pass; logits of each row's last token, or of all."""
+        batch = self.batch(decode, prefill, every)
+        with torch.inference_mode():
+            return self.model.logits(self.model.forward(batch, self.caches))
+
+    def batch(self, decode: dict[int, list[int]], prefill: dict[int, list[int]], every: bool = False) -> Batch:
+        ids, positions, slots, last = [], [], [], []
+        for tokens, row in [(t, r) for part in (decode, prefill) for r, t in part.items()]:
+            for token in tokens:
+                at = self.lengths[row]
+                if at == len(self.tables[row]) * BLOCK:
+                    self.tables[row].append(self.free.pop())
+                ids.append(token)
+                positions.append(at + (self.position_error if at % 2 else 0))
+                slots.append(self.tables[row][at // BLOCK] * BLOCK + at % BLOCK)
+                self.lengths[row] += 1
+            last.append(len(ids) - 1)
+        return Batch(
+            torch.tensor(ids),
+            torch.tensor(positions),
+            torch.tensor([slots] * self.groups),
+            self._rows(decode),
+            self._rows(prefill),
+            None if every else torch.tensor(last),
+        )
+
+    def _rows(self, part: dict[int, list[int]]) -> Rows | None:
+        if not part:
+            return None
+        sizes = [len(tokens) for tokens in part.values()]
+        table = torch.zeros(self.groups, len(part), max(len(self.tables[row]) for row in part), dtype=torch.int32)
+        for index, row in enumerate(part):
+            table[:, index, : len(self.tables[row])] = torch.tensor(self.tables[row])
+        lengths = torch.tensor([self.lengths[row] for row in part], dtype=torch.int32)
+        starts = torch.tensor([0, *sizes]).cumsum(0).int()
+        return Rows(sum(sizes), table, lengths, starts, max(sizes))
+
+
+def generate(paged: Paged, prompts: list[list[int]], count: int) -> list[list[int]]:
+    rows = [paged.admit() for _ in prompts]
+    logits = paged.forward({}, dict(zip(rows, prompts, strict=True)))
+    out: list[list[int]] = [[] for _ in prompts]
+    for _ in range(count):
+        for tokens, token in zip(out, logits.argmax(-1).tolist(), strict=True):
+            tokens.append(token)
+        logits = paged.forward({row: [tokens[-1]] for row, tokens in zip(rows, out, strict=True)}, {})
+    return out
+
+
+@pytest.fixture(autouse=True)
+def exact_attention_in_transformers(monkeypatch):
+    models.keep_float64(monkeypatch)
+
+
+@pytest.fixture(scope="module", params=models.CONFIGS)
+def saved(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp(request.param)
+    models.make(request.param).save_pretrained(directory)
+    return directory
+
+
+def both(directory, dtype: str) -> tuple[torch.nn.Module, Model]:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype), load_model(directory, dtype=dtype)
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(1, 96, (length,), generator=generator).tolist() for length in lengths]
+
+
+def theirs(model, tokens: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([tokens])).logits[0]
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-4), ("float64", 1e-9)])
+def test_logits_equal_those_of_transformers(saved, dtype, tolerance):
+    reference, model = both(saved, dtype)
+    paged = Paged(model)
+    for tokens in prompts(1, 5, 100):
+        got = paged.forward({}, {paged.admit(): tokens}, every=True)
+        assert got.dtype == getattr(torch, dtype)
+        torch.testing.assert_close(got, theirs(reference, tokens), rtol=0, atol=tolerance)
+
+
+def test_logits_in_bfloat16_stay_near_those_in_float32(saved):
+    (tokens,) = prompts(40)
+    wide, half = (_all_logits(load_model(saved, dtype=dtype), tokens) for dtype in ("float32", "bfloat16"))
+    assert half.dtype == torch.float32
+    difference = (wide - half).pow(2).mean().sqrt() / wide.std()
+    assert 0 < difference < 0.15
+
+
+def test_bfloat16_loses_no_more_than_in_transformers(saved):
+    """Against float32: half precision is rounded in as few places as there, or in fewer."""
+    (tokens,) = prompts(100)
+    wide, half = (_all_logits(load_model(saved, dtype=dtype), tokens) for dtype in ("float32", "bfloat16"))
+    reference = AutoModelForCausalLM.from_pretrained(saved, dtype="bfloat16", attn_implementation="eager")
+    lost, lost_there = ((logits - wide).pow(2).mean().sqrt() for logits in (half, theirs(reference, tokens).float()))
+    assert lost < 1.25 * lost_there
+
+
+def _all_logits(model: Model, tokens: list[int]) -> torch.Tensor:
+    paged = Paged(model)
+    return paged.forward({}, {paged.admit(): tokens}, every=True)
+
+
+def test_sixty_four_greedy_tokens_equal_those_of_transformers_alone_and_in_a_batch(saved):
+    reference, model = both(saved, "float64")
+    asked = prompts(3, 17, 8, 1)
+    want = []
+    for tokens in asked:
+        with torch.inference_mode():
+            full = reference.generate(torch.tensor([tokens]), max_new_tokens=64, do_sample=False)
+        want.append(full[0, len(tokens) :].tolist())
+    assert min(len(set(tokens)) for tokens in want) > 8, "a model that repeats itself would prove little"
+    assert [generate(Paged(model), [tokens], 64)[0] for tokens in asked] == want
+    assert generate(Paged(model), asked, 64) == want
+
+
+def test_chunks_and_decodes_in_one_pass_equal_separate_passes(saved):
+    model = load_model(saved, dtype="float64")
+    first, second = prompts(9, 23)
+    alone = Paged(model)
+    alone.admit(), alone.admit()
+    alone.forward({}, {0: first})
+    want = [alone.forward({0: [7]}, {}), alone.forward({}, {1: second})]
+    mixed = Paged(model)
+    mixed.admit(), mixed.admit()
+    mixed.forward({}, {0: first, 1: second[:6]})
+    got = mixed.forward({0: [7]}, {1: second[6:]})
+    torch.testing.assert_close(got, torch.cat(want), rtol=0, atol=1e-9)
+
+
+def test_several_queries_a_row_in_a_decode_equal_one_after_the_other(saved):
+    model = load_model(saved, dtype="float64")
+    (tokens,) = prompts(12)
+    want = _all_logits(model, tokens)
+    paged = Paged(model)
+    paged.forward({}, {paged.admit(): tokens[:9], paged.admit(): tokens[:5]})
+    got = paged.forward({0: tokens[9:12], 1: tokens[5:8]}, {}, every=True)
+    torch.testing.assert_close(got, torch.cat((want[9:12], want[5:8])), rtol=0, atol=1e-9)
+
+
+def _zero_attention(paged):
+    return minillm.using(
+        decode_attention=lambda q, *rest, **options: torch.zeros_like(q),
+        prefill_attention=lambda q, *rest, **options: torch.zeros_like(q),
+    )
+
+
+def _attention_sees_only_itself(paged):
+    own = ops.on("cpu").decode_attention
+    return minillm.using(
+        decode_attention=lambda *given, **options: own(*given, **{**options, "window": 1}),
+        prefill_attention=lambda q, *rest, **options: torch.zeros_like(q),
+    )
+
+
+def _no_rotation(paged):
+    return minillm.using(rotary_embedding=lambda q, k, cos_sin: (q, k))
+
+
+def _drop_a_layer(paged):
+    paged.model.layers[1] = dataclasses.replace(
+        paged.model.layers[1],
+        attention_out=_zeros_like(paged.model.layers[1].attention_out),
+        down=_zeros_like(paged.model.layers[1].down),
+    )
+
+
+def _zeros_like(weight):
+    return dataclasses.replace(
+        weight,
+        weight=torch.zeros_like(weight.weight),
+        bias=None if weight.bias is None else torch.zeros_like(weight.bias),
+    )
+
+
+def _shift_positions(paged):
+    paged.position_error = 1
+
+
+def _wrong_scale(paged):
+    paged.model.scale *= 1.2
+
+
+def _no_final_norm(paged):
+    paged.model.final_norm = torch.ones_like(paged.model.final_norm)
+
+
+DAMAGE = [
+    _zero_attention,
+    _attention_sees_only_itself,
+    _no_rotation,
+    _drop_a_layer,
+    _shift_positions,
+    _wrong_scale,
+    _no_final_norm,
+]
+
+
+def _no_window(paged):
+    for layer in paged.model.layers:
+        layer.window = None
+
+
+def _window_of_one_token_more(paged):
+    for layer in paged.model.layers:
+        layer.window = layer.window and layer.window + 1
+
+
+def _windows_in_other_layers(paged):
+    for layer, other in zip(paged.model.layers, paged.model.config.windows[1:] + (None,), strict=True):
+        layer.window = other
+
+
+def _no_score_cap(paged):
+    paged.model.config = dataclasses.replace(paged.model.config, attention_soft_cap=None)
+
+
+def _no_norm_of_queries_and_keys(paged):
+    for layer in paged.model.layers:
+        layer.q_norm = layer.k_norm = None
+
+
+def _swapped_norms_of_queries_and_keys(paged):
+    for layer in paged.model.layers:
+        layer.q_norm, layer.k_norm = torch.ones_like(layer.k_norm), layer.q_norm
+
+
+def _one_base_for_all_layers(paged):
+    paged.model.local_rotary = paged.model.rotary
+
+
+def _no_norms_behind_the_parts(paged):
+    for layer in paged.model.layers:
+        layer.after_attention_norm = layer.after_mlp_norm = None
+
+
+def _no_bias(paged):
+    for layer in paged.model.layers:
+        layer.qkv.bias.zero_()
+
+
+FAMILY_DAMAGE = {
+    _no_window: lambda config: config.windows,
+    _window_of_one_token_more: lambda config: config.windows,
+    _windows_in_other_layers: lambda config: len(set(config.windows)) > 1,
+    _no_score_cap: lambda config: config.attention_soft_cap,
+    _no_norm_of_queries_and_keys: lambda config: config.architecture in ("Gemma3ForCausalLM", "Qwen3ForCausalLM"),
+    _swapped_norms_of_queries_and_keys: lambda config: config.architecture in ("Gemma3ForCausalLM", "Qwen3ForCausalLM"),
+    _one_base_for_all_layers: lambda config: config.local_rope_theta,
+    _no_norms_behind_the_parts: lambda config: config.architecture in ("Gemma2ForCausalLM", "Gemma3ForCausalLM"),
+    _no_bias: lambda config: config.qkv_bias,
+}
+
+
+def damage_by_config() -> list:
+    """Every configuration with what can be taken from its family alone."""
+    cases = []
+    for name, config in models.CONFIGS.items():
+        architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
+        ours = ModelConfig.from_dict(config.to_dict() | {"architectures": [architecture]})
+        cases += [(name, damage) for damage, applies in FAMILY_DAMAGE.items() if applies(ours)]
+    return cases
+
+
+@pytest.mark.parametrize(
+    "saved", ["gemma2-multi-query", "gemma2-multi-head", "gemma3-multi-head-untied"], indirect=True
+)
+def test_the_final_soft_cap_bounds_the_logits(saved):
+    model = load_model(saved, dtype="float64")
+    (tokens,) = prompts(40)
+    capped, cap = _all_logits(model, tokens), model.config.final_soft_cap
+    model.config = dataclasses.replace(model.config, final_soft_cap=None)
+    plain = _all_logits(model, tokens)
+    assert capped.abs().max() < cap < plain.abs().max()
+    torch.testing.assert_close(capped, cap * torch.tanh(plain / cap), rtol=0, atol=1e-9)
+
+
+@functools.lru_cache
+def _undamaged(directory):
+    asked = prompts(3, 17, 8)
+    return asked, generate(Paged(load_model(directory, dtype="float64")), asked, 32)
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda f: f.__name__.strip("_"))
+def test_the_models_of_these_tests_depend_on_every_part(saved, damage):
+    assert_every_output_changes(saved, damage)
+
+
+@pytest.mark.parametrize("saved, damage", damage_by_config(), indirect=["saved"])
+def test_each_family_depends_on_what_sets_it_apart(saved, damage):
+    assert_every_output_changes(saved, damage)
+
+
+def assert_every_output_changes(saved, damage):
+    asked, want = _undamaged(saved)
+    paged = Paged(load_model(saved, dtype="float64"))
+    context = damage(paged)
+    if context is None:
+        got = generate(paged, asked, 32)
+    else:
+        with context as used:
+            got = generate(paged, asked, 32)
+        assert all(used.calls.values())
+    for row, other in zip(want, got, strict=True):
+        assert row != other
+
+
+def test_the_readmes_new_family_equals_transformers(tmp_path, monkeypatch):
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    code = readme.split("## Adding a family")[1].split("```python")[1].split("```")[0]
+    monkeypatch.setitem(ARCHITECTURES, "MinistralForCausalLM", None)  # so that it is gone afterwards
+    exec(code, {})
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    theirs_config = MinistralConfig(
+        **models.SMALL, num_key_value_heads=2, head_dim=12, sliding_window=5, layer_types=kinds
+    )
+    monkeypatch.setitem(models.CONFIGS, "ministral", theirs_config)
+    models.make("ministral").save_pretrained(tmp_path)
+    reference, model = both(tmp_path, "float64")
+    (tokens,) = prompts(50)
+    torch.testing.assert_close(_all_logits(model, tokens), theirs(reference, tokens), rtol=0, atol=1e-9)
+    assert [layer.window for layer in model.layers] == [5, None, 5]
+
+
+def test_only_the_wanted_tokens_come_back():
+    config = dataclasses.replace(PRESETS["gemma-2b"], num_layers=2, hidden_size=32, intermediate_size=48, vocab_size=50)
+    model = Model(config, dtype=torch.float64, device="cpu", max_model_len=64)
+    for tensor in model.tensors():
+        tensor.normal_(0, 0.3)
+    (tokens,) = prompts(10)
+    tokens = [token % 50 for token in tokens]
+    every = _all_logits(model, tokens)
+    paged = Paged(model)
+    last = paged.forward({}, {paged.admit(): tokens})
+    assert last.shape == (1, 50) and every.shape == (10, 50)
+    torch.testing.assert_close(last, every[-1:], rtol=0, atol=1e-12)
+
+
+def test_gemma_2b_has_its_published_size():
+    config = PRESETS["gemma-2b"]
+    model = Model(config, dtype=torch.bfloat16, device="meta", max_model_len=16)
+    assert model.num_parameters == 2_506_172_416
+    assert 5.01e9 < model.nbytes < 5.02e9
+    assert kv_bytes_per_token(config) == 18_432

@@ -1,0 +1,285 @@
+"""Loading: every layout of a checkpoint gives the same model, nearly no extra memory, and errors that help."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from minillm.errors import ConfigError
+from minillm.model import loader
+from minillm.model.config import PRESETS
+from minillm.model.loader import load_model
+from tests import models
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return models.make("llama-biases")
+
+
+@pytest.fixture
+def saved(trained, tmp_path):
+    trained.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def parameters(model):
+    return {name: tensor.clone() for name, tensor in loader.destinations(model).items()}
+
+
+def assert_same(model, other):
+    ours, theirs = parameters(model), parameters(other)
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].equal(theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gemma-multi-query",
+        "gemma-multi-head-untied",
+        "gemma2-multi-query",
+        "gemma3-multi-head-untied",
+        "llama-biases",
+        "llama3-tied-head-dim",
+        "mistral-grouped",
+        "qwen2-grouped",
+        "qwen3-sliding-tied",
+    ],
+)
+def test_every_tensor_lands_in_its_place(name, tmp_path):
+    theirs = models.make(name)
+    theirs.save_pretrained(tmp_path)
+    model = load_model(tmp_path)
+    state, offset = theirs.state_dict(), model.config.norm_offset
+    for key, tensor in loader.destinations(model).items():
+        expected = state[key] + offset if tensor.dim() == 1 and "norm" in key else state[key]
+        assert tensor.equal(expected), key
+    assert (model.embedding.data_ptr() == model.head.weight.data_ptr()) == model.config.tie_word_embeddings
+    assert model.num_parameters == sum(p.numel() for p in theirs.parameters())
+
+
+def test_shards_load_like_a_single_file(saved, trained, tmp_path_factory):
+    sharded = tmp_path_factory.mktemp("sharded")
+    trained.save_pretrained(sharded, max_shard_size="60KB")
+    assert len(list(sharded.glob("model-*.safetensors"))) > 2
+    assert_same(load_model(sharded), load_model(saved))
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("wanted", ["float64", "float32", "bfloat16", "float16"])
+def test_any_stored_dtype_becomes_the_wanted_one(trained, tmp_path, stored, wanted):
+    models.make("llama-biases").to(getattr(torch, stored)).save_pretrained(tmp_path)
+    model = load_model(tmp_path, dtype=wanted)
+    assert model.config.dtype == stored
+    original = trained.state_dict()["lm_head.weight"].to(getattr(torch, stored))
+    assert model.head.weight.equal(original.to(getattr(torch, wanted)))
+    norm = model.layers[0].mlp_norm
+    assert norm.dtype == (torch.float64 if wanted == "float64" else torch.float32)
+
+
+def test_auto_is_float32_on_a_cpu(trained, tmp_path):
+    models.make("llama-biases").bfloat16().save_pretrained(tmp_path)
+    assert load_model(tmp_path).dtype == torch.float32
+
+
+def test_tensors_larger_than_the_buffer_are_read_in_pieces(saved, monkeypatch):
+    whole = load_model(saved)
+    for size in (1, 1000):
+        monkeypatch.setattr(loader, "BUFFER_BYTES", size)
+        assert_same(load_model(saved), whole)
+
+
+def test_copies_that_follow_from_other_tensors_are_passed_over(tmp_path):
+    models.make("llama3-tied-head-dim").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    before = load_model(tmp_path)
+    save_file(tensors, file)
+    assert_same(load_model(tmp_path), before)
+
+
+MEASURE = """
+import re, sys, torch
+from minillm.model.loader import load_model
+torch.set_num_threads(1)
+torch.empty(8).normal_()
+load_model(sys.argv[2], dtype=sys.argv[3])          # a small one: whatever is set up once is set up now
+def peak(): return int(re.search(r"VmHWM:\\s*(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
+start = peak()
+model = load_model(sys.argv[1], dtype=sys.argv[3])
+print((peak() - start) / model.nbytes)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of resident memory as Linux reports it")
+@pytest.mark.parametrize("stored, wanted", [("bfloat16", "bfloat16"), ("bfloat16", "float32")])
+def test_loading_takes_little_more_than_the_models_bytes(saved, tmp_path_factory, stored, wanted):
+    # So large that what Linux leaves uncounted, some 128 KB for each processor, and the allocator's holes are small.
+    large = tmp_path_factory.mktemp("large")
+    config = dataclasses.replace(
+        PRESETS["gemma-2b"],
+        vocab_size=160_000,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_layers=4,
+        max_model_len=512,
+    )
+    model = loader.Model(config, dtype=getattr(torch, stored), device="cpu", max_model_len=16)
+    tensors = {name: torch.ones(tensor.shape, dtype=model.dtype) for name, tensor in loader.destinations(model).items()}
+    save_file(tensors, large / "model.safetensors")
+    (large / "config.json").write_text(json.dumps(as_json(config)))
+    del model, tensors
+    command = [sys.executable, "-c", MEASURE, str(large), str(saved), wanted]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert 0.9 < float(result.stdout) < 1.1
+
+
+def as_json(config):
+    return {
+        "architectures": [config.architecture],
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_model_len,
+        "dtype": config.dtype,
+    }
+
+
+def test_dummy_weights_need_no_files_and_keep_activations_sane(tmp_path):
+    config = dataclasses.replace(
+        PRESETS["gemma-2b"], vocab_size=500, hidden_size=64, intermediate_size=96, num_layers=8
+    )
+    (tmp_path / "config.json").write_text(json.dumps(as_json(config)))
+    model = load_model(tmp_path, load_format="dummy", seed=3)
+    assert_same(model, load_model(tmp_path, load_format="dummy", seed=3))
+    assert not model.head.weight.equal(load_model(tmp_path, load_format="dummy", seed=4).head.weight)
+    from tests.model.test_decoder import Paged, prompts
+
+    paged = Paged(model)
+    logits = paged.forward({}, {paged.admit(): prompts(50)[0]}, every=True)
+    assert 0.3 < logits.std() < 3
+    assert len(logits.argmax(-1).unique()) > 10
+
+
+def test_a_preset_with_dummy_weights_needs_no_directory(monkeypatch):
+    tiny = dataclasses.replace(PRESETS["gemma-2b"], vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=1)
+    monkeypatch.setitem(PRESETS, "gemma-2b", tiny)
+    model = load_model("gemma-2b", load_format="dummy", max_model_len=100)
+    assert model.config is tiny and model.rotary.shape[0] == model.max_model_len == 100
+    with pytest.raises(ConfigError, match='shape without weights: pass load_format="dummy"'):
+        load_model("gemma-2b")
+
+
+def test_no_name_means_the_embedded_model(saved, monkeypatch):
+    monkeypatch.setattr(loader, "EMBEDDED", saved)
+    assert loader.resolve(None) == saved
+    monkeypatch.setattr(loader, "EMBEDDED", saved / "absent")
+    with pytest.raises(ConfigError, match="embedded model is not at .*absent: reinstall minillm, or name"):
+        load_model()
+
+
+def test_an_absent_directory_is_named():
+    with pytest.raises(ConfigError, match="no such model directory: /nowhere/at-all.*nothing is downloaded.*gemma-2b"):
+        load_model("/nowhere/at-all")
+
+
+def test_a_directory_without_a_config_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="has no config.json"):
+        load_model(tmp_path)
+
+
+def test_a_broken_config_is_named(saved):
+    (saved / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="config.json.* is not JSON"):
+        load_model(saved)
+
+
+def test_an_unsupported_architecture_names_the_supported_ones(saved):
+    config = json.loads((saved / "config.json").read_text()) | {"architectures": ["GPT2LMHeadModel"]}
+    (saved / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="'GPT2LMHeadModel' is not supported.*GemmaForCausalLM, .*Qwen3ForCausalLM"):
+        load_model(saved)
+
+
+def test_a_directory_without_weights_is_named(saved):
+    (saved / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r'no \*.safetensors; load_format="dummy"'):
+        load_model(saved)
+
+
+def test_a_missing_shard_is_named(trained, tmp_path):
+    trained.save_pretrained(tmp_path, max_shard_size="60KB")
+    second = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    second.unlink()
+    with pytest.raises(ConfigError, match=f"names {second.name}, which is missing"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 500, -1])
+def test_a_truncated_file_is_named(saved, keep):
+    file = saved / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ConfigError, match="model.safetensors is truncated"):
+        load_model(saved)
+
+
+def test_a_file_that_is_no_safetensors_is_named(saved):
+    (saved / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0 not a header... ")
+    with pytest.raises(ConfigError, match="no safetensors file"):
+        load_model(saved)
+
+
+def change(directory, edit):
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    edit(tensors)
+    save_file(tensors, file)
+
+
+def test_a_wrong_shape_is_named_with_both_shapes(saved):
+    name = "model.layers.1.self_attn.k_proj.weight"
+    change(saved, lambda tensors: tensors.update({name: torch.zeros(12, 48)}))
+    with pytest.raises(ConfigError, match=rf"{name} has shape \[12, 48\], but config.json makes it \[24, 48\]"):
+        load_model(saved)
+
+
+def test_missing_and_left_over_tensors_are_named(saved):
+    def edit(tensors):
+        tensors["model.layers.0.mlp.extra.weight"] = tensors.pop("model.layers.0.mlp.up_proj.weight")
+
+    change(saved, edit)
+    with pytest.raises(
+        ConfigError,
+        match=r"1 missing: model.layers.0.mlp.up_proj.weight; 1 that .* no place for: model.layers.0.mlp.extra.weight",
+    ):
+        load_model(saved)
+
+
+def test_integers_are_no_weights(saved):
+    change(saved, lambda tensors: tensors.update({"model.norm.weight": torch.ones(48, dtype=torch.int32)}))
+    with pytest.raises(ConfigError, match="model.norm.weight is I32; readable are F64, F32, BF16, F16"):
+        load_model(saved)
+
+
+def test_more_context_than_the_model_has_is_refused(saved):
+    with pytest.raises(ConfigError, match="max_model_len=257 is more than this model's 256 tokens"):
+        load_model(saved, max_model_len=257)
+
+
+def test_a_tokenizer_of_another_model_is_refused(saved):
+    config = load_model(saved).config
+    loader.check_tokenizer(types.SimpleNamespace(vocab_size=96), config)
+    with pytest.raises(ConfigError, match="tokenizer has 97 tokens but the model only 96"):
+        loader.check_tokenizer(types.SimpleNamespace(vocab_size=97), config)

@@ -1,0 +1,43 @@
+"""The fused decode step of one request gives the logits, keys and values of the unfused one."""
+
+import copy
+
+import pytest
+import torch
+
+from minillm.model.loader import load_model
+from tests import models
+from tests.model.test_decoder import Paged
+
+single_row = pytest.importorskip("minillm.model.single_row", reason="triton is not installed here")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels are compiled here: test_engine_on_gpu.py runs the fused step"
+)
+FITTING = ("gemma-multi-query", "gemma-multi-head-untied", "llama3-tied-head-dim", "mistral-no-window")
+
+
+def load(name: str, folder):
+    models.make(name).save_pretrained(folder)
+    return load_model(folder, dtype="float32")
+
+
+@pytest.mark.parametrize("name", models.CONFIGS)
+def test_only_models_of_the_parts_it_knows_fit(name, tmp_path):
+    assert single_row.SingleRow.fits(load(name, tmp_path)) == (name in FITTING)
+
+
+@pytest.mark.parametrize("name", FITTING)
+def test_logits_keys_and_values_are_those_of_the_unfused_step(name, tmp_path):
+    model = load(name, tmp_path)
+    paged = Paged(model)
+    row = paged.admit()
+    paged.forward({}, {row: list(range(5, 45))})
+    fused = single_row.SingleRow(model)
+    for token in (7, 50, 3):
+        caches, batch = copy.deepcopy(paged.caches), paged.batch({row: [token]}, {})
+        wanted = model.logits(model.forward(batch, paged.caches))
+        found = fused.logits(batch, caches)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        for mine, theirs in zip(caches, paged.caches, strict=True):
+            torch.testing.assert_close(mine.k, theirs.k, rtol=1e-4, atol=1e-4, equal_nan=True)
+            torch.testing.assert_close(mine.v, theirs.v, rtol=1e-4, atol=1e-4, equal_nan=True)

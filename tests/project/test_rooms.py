@@ -1,0 +1,95 @@
+"""The rooms of the house: imports run downwards only, so that each room can be read without those above it."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# From the top to the bottom; a room may import those after it.
+ROOMS = (
+    *("cli", "course", "tuning", "server", "bench", "evaluate", "engine", "runner", "scheduler", "model", "ops"),
+    *("quantization", "kv_cache", "trace", "tokenizer", "overrides", "request", "config", "renamed", "lazy_imports"),
+    *("errors", "kernels"),
+)
+
+
+def room(module: str) -> str:
+    """ "minillm.engine.llm" -> "engine"; "minillm" itself, which only names what is public, has none."""
+    return ".".join(module.split(".")[1:2])
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted((ROOT / "minillm").rglob("*.py")):
+        if "data" not in path.relative_to(ROOT).parts:
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            yield name, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imported(name: str, tree: ast.Module) -> Iterator[str]:
+    """Every module of minillm that a module imports, at its top or inside a function, for types or to run."""
+    package = name.split(".")[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "minillm")
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            whole = ".".join([*base, *(node.module or "").split(".")]).strip(".")
+            if whole == "minillm":
+                yield from (f"minillm.{alias.name}" for alias in node.names)
+            elif whole.startswith("minillm."):
+                yield whole
+
+
+def public() -> dict[str, str]:
+    """The public names of `minillm` -> the modules they live in."""
+    import minillm
+
+    return {name: getattr(minillm, name).__module__ for name in minillm.__all__}
+
+
+def test_imports_run_downwards_only():
+    upwards, homes = [], public()
+    for name, tree in modules():
+        if room(name) in ("", "__init__"):
+            continue
+        for target in imported(name, tree):
+            last = target.split(".")[-1]
+            target = homes.get(last, target) if room(target) == last else target
+            if room(target) == "__version__":
+                continue
+            if ROOMS.index(room(target)) < ROOMS.index(room(name)):
+                upwards.append(f"{name} imports {target}")
+    assert not upwards, upwards
+
+
+def test_every_folder_and_file_of_the_package_is_a_room():
+    found = {room(name) for name, _ in modules()} - {"__init__", "__main__"}
+    assert found | {"kernels"} == set(ROOMS)
+
+
+def test_kernels_import_nothing_of_minillm():
+    for path in (ROOT / "kernels").glob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        above = [each for each in imported(f"minillm.kernels.{path.stem}", tree) if room(each) != "kernels"]
+        assert not above, f"{path.name} imports {above}"
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "minillm",
+        "minillm.cli",
+        "minillm.scheduler",
+        "minillm.server.worker",
+        "minillm.server.app",
+        "minillm.model.sizing",
+    ],
+)
+def test_torch_is_not_imported_by(module):
+    code = f"import sys, {module}; assert 'torch' not in sys.modules, 'torch'"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

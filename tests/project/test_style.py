@@ -1,0 +1,59 @@
+"""House rules that a machine can check."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def tracked(*patterns: str) -> list[Path]:
+    """Files git knows, or would add; the files on disk where there is no history."""
+    command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "--", *patterns]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("no git history here: which files belong to the project is not known")
+    return [path for line in done.stdout.splitlines() if (path := ROOT / line).is_file() and not path.is_symlink()]
+
+
+@pytest.mark.parametrize("arguments", [("check",), ("format", "--check")], ids=lambda each: each[0])
+def test_ruff_finds_nothing(arguments):
+    command = [sys.executable, "-m", "ruff", *arguments, "."]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+
+
+def test_no_module_is_longer_than_a_reader_holds_in_mind():
+    modules = [path for path in tracked("*.py") if path.parent.name != "source"]  # lessons are prose for the most part
+    long = [path.name for path in modules if len(path.read_text().splitlines()) > 500]
+    assert not long, f"over 500 lines: {long}"
+
+
+def test_no_module_is_named_after_nothing():
+    names = {path.name for path in tracked("*.py")}
+    assert not names & {"utils.py", "util.py", "helpers.py", "misc.py", "common.py"}
+
+
+def test_no_file_names_one_machines_folders():
+    home = re.compile(rb"(?<![\w./-])/(?:root|work|farm|home/\w+|Users/\w+)/[\w.]")
+    named = [path.relative_to(ROOT) for path in tracked() if home.search(path.read_bytes())]
+    assert not named, f"folders of one machine in {named}"
+
+
+def test_every_module_says_what_it_is_for():
+    silent = [
+        path.relative_to(ROOT)
+        for path in tracked("minillm/**.py", "kernels/**.py", "tests/**.py", "tools/**.py")
+        if path.read_text().strip() and not path.read_text().lstrip().startswith(('"""', 'r"""'))
+    ]
+    assert not silent, f"no docstring at the top of {silent}"
+
+
+def test_the_repository_stays_small_enough_to_clone_anywhere():
+    sizes = {path: path.stat().st_size for path in tracked()}
+    assert sum(sizes.values()) < 48 << 20
+    big = [path.name for path, size in sizes.items() if size > 13 << 20]
+    assert not big, f"one file is most of the repository: {big}"

@@ -1,0 +1,81 @@
+"""Which CUDA graphs may run while operations are replaced, and when those of others are dropped."""
+
+from types import SimpleNamespace
+
+import pytest
+
+import minillm
+from minillm import LLM, SamplingParams, ops
+from tests.emulated_graphs import emulated_graphs
+
+graphs = pytest.importorskip("minillm.runner.decode_graphs", reason="triton is not installed here")
+
+
+@pytest.fixture
+def captured():
+    """One graph, captured from the engine's own operations."""
+    steps = graphs.CapturedSteps(ops.on("cpu"))
+    assert steps.follow()
+    steps[1, 16] = "the engine's own"
+    return steps
+
+
+def mine(*args, **kwargs):
+    return None
+
+
+def test_a_replaced_operation_runs_no_graph_and_drops_none(captured):
+    with minillm.using(decode_attention=mine):
+        assert not captured.follow()
+    assert captured.follow() and captured == {(1, 16): "the engine's own"}
+
+
+def test_one_declared_capturable_gets_graphs_of_its_own(captured):
+    with minillm.using(capturable=True, decode_attention=mine):
+        assert captured.follow() and not captured
+        captured[1, 16] = "captured from mine"
+        assert captured.follow() and captured, "they stay while nothing changes"
+    assert captured.follow() and not captured, "the engine's own operations never run a graph of others"
+
+
+def test_one_that_is_not_declared_is_enough_to_run_without(captured):
+    with minillm.using(capturable=True, decode_attention=mine), minillm.using(rms_norm=mine):
+        assert not captured.follow()
+
+
+def test_an_inner_block_declares_for_itself_alone(captured):
+    with minillm.using(decode_attention=mine):
+        with minillm.using(capturable=True, decode_attention=mine):
+            assert captured.follow()
+        assert not captured.follow()
+
+
+def test_what_replaces_the_tokenizers_part_concerns_no_graph(captured):
+    with minillm.using(bpe_merge=mine):
+        assert captured.follow() and captured
+
+
+def test_warming_up_captures_every_size_and_leaves_no_trace():
+    greedy = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+    with emulated_graphs(), LLM(max_num_seqs=4, max_num_batched_tokens=16) as llm:
+        llm.warm_up()
+        captured = llm.engine.runner.graphs.graphs
+        assert {size for size, _ in captured} == {1, 2, 4}
+        stats = llm.stats()
+        assert stats["running"] == stats["waiting"] == stats["blocks_cached"] == 0
+        assert not llm.engine.has_work
+        warmed = llm.generate([[5, 6, 7], [8, 9]], greedy)
+    with LLM() as llm:
+        assert [each.token_ids for each in llm.generate([[5, 6, 7], [8, 9]], greedy)] == [
+            each.token_ids for each in warmed
+        ]
+
+
+@pytest.mark.parametrize("options", [{"num_blocks": 3}, {"max_model_len": 2}])
+def test_warming_up_asks_for_no_more_than_a_small_cache_holds(options):
+    with LLM(device="cpu", max_num_seqs=2, **options) as llm:
+        none = SimpleNamespace(follow=lambda: False)  # as if on a GPU whose graphs are not to be captured now
+        graphs = SimpleNamespace(graphs=none, admit=lambda requests: None, can_run=lambda: False, close=lambda: 0)
+        llm.engine.runner.graphs = graphs
+        llm.warm_up()
+        assert not llm.engine.has_work

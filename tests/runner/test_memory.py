@@ -1,0 +1,158 @@
+"""A GPU's memory divided: what is left for the cache, and what an error says when that is too little."""
+
+import gc
+import re
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+
+from minillm import LLM, SamplingParams
+from minillm.config import EngineConfig
+from minillm.errors import ConfigError
+from minillm.runner import Runner
+from minillm.runner.runner import CAPTURE_BYTES, GRAPH_BYTES, Room
+from tests.emulated_graphs import emulated_graphs
+
+GIB = 2**30
+CONFIG = EngineConfig().on("cuda")
+BLOCK = 2**20  # bytes
+ROOM = Room(total=10 * GIB, taken=4 * GIB, workspace=2 * GIB, graphs=GIB, utilization=0.9)  # 2 GiB for the cache
+
+
+def blocks(room: Room = ROOM, most: int = 10**6, request: int = 512, config: EngineConfig = CONFIG) -> int:
+    return room.blocks(most, request, BLOCK, config)
+
+
+def test_the_cache_gets_what_weights_workspace_and_graphs_leave():
+    assert ROOM.cache == 2 * GIB
+    assert blocks() == 2048
+    assert blocks(most=100) == 100, "no more than all rows at full length could use"
+    assert blocks(request=2048) == 2048
+
+
+def test_too_little_for_one_request_names_a_length_and_a_share_that_would_fit():
+    with pytest.raises(ConfigError, match="one request of full length needs 2.15 GiB") as error:
+        blocks(request=2200)
+    assert blocks(request=int(re.search(r"max_model_len=(\d+)", str(error.value))[1]) // CONFIG.block_size) == 2048
+    share = float(re.search(r"gpu_memory_utilization=(\S+) would fit", str(error.value))[1])
+    assert blocks(Room(10 * GIB, 4 * GIB, 2 * GIB, GIB, share), request=2200) >= 2200
+    with pytest.raises(ConfigError):
+        blocks(Room(10 * GIB, 4 * GIB, 2 * GIB, GIB, share - 0.02), request=2200)
+
+
+def test_nothing_left_names_what_takes_the_memory_and_only_ways_that_lead_out():
+    room = Room(total=10 * GIB, taken=8 * GIB, workspace=2 * GIB, graphs=GIB, utilization=0.9)
+    with pytest.raises(
+        ConfigError, match="8.00 GiB of 10.00 GiB are taken.* needs 2.00 GiB, CUDA graphs 1.00"
+    ) as error:
+        blocks(room)
+    assert "would fit" not in str(error.value) and "lower max_num_batched_tokens" in str(error.value)
+
+
+def test_more_blocks_than_fit_are_refused_with_the_number_that_fits():
+    room = Room(total=10 * GIB, taken=4 * GIB, workspace=2 * GIB, graphs=GIB, utilization=1.0)
+    config = EngineConfig(num_blocks=3073).on("cuda")
+    with pytest.raises(ConfigError, match="num_blocks=3073 needs 3.00 GiB .* 3072 blocks would fit"):
+        blocks(room, most=3073, config=config)
+    config = EngineConfig(num_blocks=3072).on("cuda")
+    assert blocks(room, most=3072, config=config) == 3072
+    assert blocks(room, most=3, config=EngineConfig(num_blocks=3).on("cuda")) == 3, "fewer than a request are allowed"
+
+
+@pytest.fixture
+def llm(monkeypatch):
+    """An engine on a CPU whose steps of more than 16 tokens are said to run out of a GPU's memory."""
+
+    def reserved(runner, run):
+        run()
+        if runner.tokens_run > 16:
+            raise torch.OutOfMemoryError("out of memory")
+        return 5
+
+    def batch(runner, step, *rest):
+        runner.tokens_run = int(step.queries.sum())
+        return own(runner, step, *rest)
+
+    own = Runner._batch
+    monkeypatch.setattr(Runner, "_batch", batch)
+    monkeypatch.setattr(Runner, "_reserved_by", reserved)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 10 * GIB))
+    with LLM(device="cpu", max_num_seqs=9, max_model_len=256) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("count", [3, 9, 16])
+def test_rehearsing_the_largest_step_leaves_no_trace(llm, count):
+    params = SamplingParams(max_tokens=5, temperature=1, seed=3)
+    before = llm.generate("Once upon a time", params)[0].token_ids
+    assert llm.engine.runner._measure_workspace(replace(CONFIG, max_num_batched_tokens=count, max_num_seqs=9)) == 5
+    assert llm.generate("Once upon a time", params)[0].token_ids == before
+
+
+def test_a_step_that_does_not_fit_names_one_that_would(llm):
+    config = replace(CONFIG, max_num_batched_tokens=100, max_num_seqs=9)
+    with pytest.raises(ConfigError, match="max_num_batched_tokens=100 .* max_num_batched_tokens=12 would fit"):
+        llm.engine.runner._measure_workspace(config)
+
+
+def test_the_largest_graph_is_rehearsed_for_its_memory_and_captured_first(llm):
+    pytest.importorskip("minillm.runner.decode_graphs", reason="graphs need triton, which is not installed here")
+    llm.engine.runner.tokens_run = 0
+    with emulated_graphs():
+        reckoned = llm.engine.runner._measure_graphs(replace(CONFIG, max_num_seqs=9))
+        # Batches of 1, 2, 4, 8 and 9 rows, and prompts of 64 to 1024 tokens in six shapes; tables of 16 blocks.
+        assert reckoned == 5 + CAPTURE_BYTES + (5 + 6) * GRAPH_BYTES
+        with LLM(device="cpu", max_num_seqs=4, max_model_len=512) as other:
+            other.generate([[5, 6], [7, 8]], SamplingParams(max_tokens=4, ignore_eos=True))
+            assert list(other.engine.runner.graphs.graphs) == [(4, 32), (2, 16)]
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a GPU's own counters are not replaced: test_engine_on_gpu_memory.py"
+)
+def test_what_a_run_reserves_is_the_growth_of_the_peak_and_the_rehearsals_cache_goes(monkeypatch):
+    counters = {"reserved": 1000, "peak": 0}
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: counters["reserved"])
+    monkeypatch.setattr(
+        torch.cuda, "reset_peak_memory_stats", lambda device: counters.update(peak=counters["reserved"])
+    )
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: counters["peak"])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    with LLM(device="cpu", max_num_seqs=2, max_model_len=64) as llm:
+        runner, cache = llm.engine.runner, llm.engine.runner.caches
+        assert runner._reserved_by(lambda: counters.update(peak=1700)) == 700
+        with pytest.raises(RuntimeError, match="fails"):
+            runner._reserved_by(lambda: (_ for _ in ()).throw(RuntimeError("fails")))
+        assert runner.caches == []
+        runner.caches = cache
+
+
+def test_closing_frees_the_cache_at_once_whatever_the_caller_keeps():
+    with emulated_graphs():
+        llm = LLM()
+        model = llm.engine.model
+        llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
+        keys = weakref.ref(llm.engine.runner.caches[0].k)
+        gc.disable()
+        try:
+            llm.close()
+            assert keys() is None
+        finally:
+            gc.enable()
+        assert model.nbytes
+
+
+def test_what_a_step_takes_is_measured_with_penalties_over_rows_of_full_length(monkeypatch):
+    widths = []
+
+    def penalise(logits, history, *arguments):
+        widths.append(tuple(history.shape))
+        return logits
+
+    monkeypatch.setattr("minillm.runner.sampler.penalise", penalise)
+    monkeypatch.setattr(Runner, "_reserved_by", lambda runner, run: run())
+    with LLM(device="cpu", max_model_len=96, max_num_seqs=8, num_blocks=60) as llm, torch.inference_mode():
+        llm.engine.runner._step_bytes(16, 8)
+    assert widths == [(8, 96)]

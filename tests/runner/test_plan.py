@@ -1,0 +1,125 @@
+"""A plan says what it was made for, and is refused wherever that does not hold."""
+
+from dataclasses import replace
+
+import pytest
+
+from minillm import LLM
+from minillm.config import EngineConfig
+from minillm.errors import ConfigError
+from minillm.kernels import launches
+from minillm.model.loader import EMBEDDED, read_config
+from minillm.runner import plan
+from minillm.runner.plan import Plan, Traffic
+
+TINY = read_config(EMBEDDED)
+TRAFFIC = Traffic(input_len=40, output_len=24, concurrency=6)
+OPTIONS = {"dtype": "float64", "max_num_seqs": 6, "max_num_batched_tokens": 96, "block_size": 8}
+H200 = {"name": "NVIDIA H200", "capability": "9.0", "memory_gib": 140}
+DECODE = {
+    "kernel": "decode_attention",
+    "sizes": {"dim": 64, "itemsize": 8, "rows": 16, "programs": 6, "longest": 64},
+    "launch": {"rows": 16, "keys": 32, "warps": 4, "stages": 2, "splits": 2},
+}
+
+
+def made(**changes) -> Plan:
+    return replace(Plan.made_here(TINY, TRAFFIC, OPTIONS, "cpu"), **changes)
+
+
+def test_a_plan_comes_back_from_its_file_as_it_was(tmp_path):
+    written = made(gpu=H200, graphs=[[6, 16], [4, 16]], launches=[DECODE], memory={"weights": 7})
+    written.write(tmp_path / "a.plan.json")
+    assert Plan.read(tmp_path / "a.plan.json") == written
+
+
+def test_its_options_are_the_engines(tmp_path):
+    made().write(tmp_path / "a.plan.json")
+    with LLM(device="cpu", plan=str(tmp_path / "a.plan.json")) as llm:
+        assert {name: getattr(llm.config, name) for name in OPTIONS} == OPTIONS
+        assert llm.generate("Once", progress=False)[0].token_ids
+
+
+def test_an_option_that_contradicts_it_is_refused_by_name():
+    assert made().configure(EngineConfig(seed=3, max_num_seqs=6), TINY, "cpu").max_num_batched_tokens == 96
+    with pytest.raises(ConfigError, match="made for max_num_seqs=6, not 7: leave max_num_seqs out, or build another"):
+        made().configure(EngineConfig(max_num_seqs=7), TINY, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [
+        (H200, None),
+        (None, H200),
+        (H200, {**H200, "name": "NVIDIA L4"}),
+        (H200, {**H200, "memory_gib": 70}),
+        (H200, {**H200, "capability": "8.9"}),
+    ],
+)
+def test_another_gpu_refuses_it_and_says_which(there, here, monkeypatch):
+    monkeypatch.setattr(plan, "gpu_here", lambda device: here)
+    with pytest.raises(ConfigError) as refused:
+        made(gpu=there).check(TINY, "cuda")
+    for words in (plan._words(there), f"(here: {plan._words(here)})", "--input-len 40 --output-len 24 --concurrency 6"):
+        assert words in str(refused.value)
+    made(gpu=here).check(TINY, "cuda")
+
+
+@pytest.mark.parametrize("package", ["torch", "triton", "minillm"])
+def test_other_versions_refuse_it(package):
+    old = made(versions=plan.versions_here() | {package: "0.0.1"})
+    with pytest.raises(ConfigError, match=rf"made for {package} 0.0.1 \(here: "):
+        old.check(TINY, "cpu")
+
+
+def test_another_models_shape_refuses_it_before_its_weights_are_read(tmp_path):
+    made().write(tmp_path / "a.plan.json")
+    with pytest.raises(ConfigError) as refused:  # the preset has no weights: reading them would be another error
+        LLM("gemma-2b", device="cpu", plan=str(tmp_path / "a.plan.json"))
+    assert f"hidden_size {TINY.hidden_size} (this one: 2048)" in str(refused.value)
+    with pytest.raises(ConfigError, match="windows"):
+        made().check(replace(TINY, windows=(8,) * TINY.num_layers), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda text: text[: len(text) // 2], "is not JSON"),
+        (lambda text: "[1]", "has format None"),
+        (
+            lambda text: text.replace('"format": 1', '"format": 9'),
+            "has format 9, and this minillm reads",
+        ),
+        (lambda text: text.replace('"graphs"', '"grahps"'), "is damaged .*grahps"),
+        (lambda text: text.replace('"input_len": 40', '"input_len": "40"'), "is damaged .input_len must be a whole"),
+        (lambda text: text.replace('"max_num_seqs": 6', '"max_num_seqs": -6'), "is damaged .max_num_seqs must be"),
+        (lambda text: text.replace('"block_size"', '"blok_size"'), "is damaged .*blok_size"),
+        (lambda text: text.replace('"keys": 32', '"keys": 33'), "decode_attention has keys 33"),
+        (lambda text: text.replace('"dim": 64', '"dim": [64]'), "is damaged .the sizes of decode_attention"),
+    ],
+)
+def test_a_damaged_file_is_refused_and_says_what_to_do(damage, message, tmp_path):
+    made(launches=[DECODE]).write(tmp_path / "a.plan.json")
+    whole = (tmp_path / "a.plan.json").read_text()
+    assert damage(whole) != whole
+    (tmp_path / "a.plan.json").write_text(damage(whole))
+    with pytest.raises(ConfigError, match=message) as refused:
+        Plan.read(tmp_path / "a.plan.json")
+    assert "a.plan.json" in str(refused.value) and "`minillm build`" in str(refused.value)
+
+
+def test_a_file_that_is_not_there_says_what_writes_one(tmp_path):
+    with pytest.raises(ConfigError, match="none.json .No such file.*`minillm build` writes one"):
+        Plan.read(tmp_path / "none.json")
+
+
+def test_its_launches_are_those_the_kernels_ask_for():
+    paged_attention = pytest.importorskip("minillm.kernels.paged_attention", reason="triton is not installed here")
+    (key,) = made(launches=[DECODE]).table()
+    assert key == launches.problem("decode_attention", **DECODE["sizes"])
+    with launches.using(made(launches=[DECODE]).table()):
+        chosen = launches.choose("decode_attention", paged_attention.Launch(16, 16, 4, 2), **DECODE["sizes"])
+    assert chosen == paged_attention.Launch(**DECODE["launch"])
+    for wrong in ({"kernel": "rms_norm"}, {"launch": {"tile": 4}}):
+        with pytest.raises(ConfigError, match="no kernel has a launch"):
+            made(launches=[DECODE | wrong]).table()

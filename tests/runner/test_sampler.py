@@ -1,0 +1,195 @@
+"""What each sampling parameter does to the distribution, against a slow and plain calculation of it."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from minillm import InvalidRequest, SamplingParams, ops
+from minillm.runner.sampler import Sampler, derived_seed, top_logprobs, uniforms
+
+VOCABULARY, DRAWS = 12, 20_000
+LOGITS = [2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, 2.2, 0.3, -2.0, 1.1, 0.7]
+PROMPT, OUTPUT = [0, 3, 3], [1, 7, 7, 7]
+
+
+def expected(params: SamplingParams) -> np.ndarray:
+    """Probabilities, one token at a time, in the documented order."""
+    logits = list(LOGITS)
+    for token, value in (params.logit_bias or {}).items():
+        logits[token] += value
+    for token in set(PROMPT + OUTPUT):
+        factor = params.repetition_penalty
+        logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
+    for token in set(OUTPUT):
+        logits[token] -= params.frequency_penalty * OUTPUT.count(token) + params.presence_penalty
+    if len(OUTPUT) < params.min_tokens:
+        for token in params.stop_token_ids:
+            logits[token] = -math.inf
+    weights = [math.exp(logit / params.temperature) for logit in logits]
+    kept = [weight if weight >= params.min_p * max(weights) else 0 for weight in weights]
+    ranked = sorted(range(VOCABULARY), key=lambda token: -kept[token])
+    if params.top_k > 0:
+        for token in ranked[params.top_k :]:
+            kept[token] = 0
+    total, before = sum(kept), 0.0
+    for token in ranked:
+        weight = kept[token]
+        if before >= params.top_p * total:
+            kept[token] = 0
+        before += weight
+    return np.array(kept) / sum(kept)
+
+
+def draw(params: SamplingParams, logits=None, draws: int = DRAWS) -> torch.Tensor:
+    """One token for each of `draws` requests that differ only in their seeds."""
+    known = PROMPT + OUTPUT
+    sampler = Sampler(draws, torch.device("cpu"), ops.on("cpu"))
+    for row in range(draws):
+        sampler.admit(row, params, derived_seed(0, row), len(PROMPT), params.stop_token_ids)
+    tokens = torch.zeros(draws, 16, dtype=torch.int32)
+    tokens[:, : len(known)] = torch.tensor(known)
+    tokens[:, len(known) :] = 9  # what lies behind a row's length must not count
+    logits = torch.tensor(LOGITS if logits is None else logits).expand(draws, -1).contiguous()
+    return sampler(logits, np.arange(draws), np.full(draws, len(known), np.int64), tokens)
+
+
+CASES = [
+    {},
+    {"temperature": 0.5},
+    {"temperature": 3.0},
+    {"top_k": 1},
+    {"top_k": 4},
+    {"top_p": 0.6},
+    {"top_p": 0.05},
+    {"min_p": 0.3},
+    {"repetition_penalty": 1.8},
+    {"repetition_penalty": 0.6},
+    {"presence_penalty": 1.5},
+    {"presence_penalty": -1.0},
+    {"frequency_penalty": 0.8},
+    {"logit_bias": {9: 4.0, 7: -100}},
+    {"min_tokens": 5, "stop_token_ids": [7, 0]},
+    {"min_tokens": 4, "stop_token_ids": [7, 0]},
+    {"temperature": 0.7, "top_k": 6, "top_p": 0.8, "min_p": 0.1, "frequency_penalty": 0.2, "logit_bias": {5: 2.0}},
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_draws_follow_the_documented_distribution(case):
+    params = SamplingParams(**case)
+    probabilities = expected(params)
+    counts = np.bincount(draw(params).numpy(), minlength=VOCABULARY)
+    assert counts[probabilities == 0].sum() == 0, "a token was drawn that was cut off"
+    possible = probabilities > 0
+    deviation = ((counts - DRAWS * probabilities)[possible] ** 2 / (DRAWS * probabilities[possible])).sum()
+    freedom = possible.sum() - 1
+    assert deviation < freedom + 5 * math.sqrt(2 * freedom) + 5, f"chi-square {deviation:.1f} with {freedom} degrees"
+
+
+@pytest.mark.parametrize("case", [case for case in CASES[1:] if case.get("min_tokens") != len(OUTPUT)], ids=str)
+def test_each_parameter_changes_the_distribution(case):
+    """Or the test above would pass with the parameter ignored."""
+    assert np.abs(expected(SamplingParams(**case)) - expected(SamplingParams())).max() > 0.02
+
+
+def test_temperature_zero_takes_the_likeliest_token():
+    assert set(draw(SamplingParams(temperature=0), draws=50).tolist()) == {7}
+    biased = SamplingParams(temperature=0, logit_bias={2: 9.0}, top_p=0.3)
+    assert set(draw(biased, draws=50).tolist()) == {2}
+
+
+def test_greedy_and_sampling_rows_share_a_batch():
+    sampler = Sampler(3, torch.device("cpu"), ops.on("cpu"))
+    for row, params in enumerate(
+        [SamplingParams(temperature=0), SamplingParams(top_k=1), SamplingParams(temperature=0.01)]
+    ):
+        sampler.admit(row, params, row, 1, ())
+    logits = torch.tensor([LOGITS, LOGITS[::-1], LOGITS])
+    found = sampler(logits, np.arange(3), np.full(3, 4), torch.zeros(3, 8, dtype=torch.int32))
+    assert found.tolist() == [7, 4, 7]
+
+
+EXTREMES = [
+    {"top_p": 1e-60},
+    {"top_p": 1e-46, "temperature": 0},
+    {"temperature": 1e-39, "top_p": 0.9},
+    {"temperature": 1e-39, "min_p": 0.1},
+    {"temperature": 1e-39, "logit_bias": {5: 0.0}},
+    {"temperature": 1e-300, "top_k": 3},
+    {"temperature": 1e-39, "repetition_penalty": 1e-3, "logit_bias": {7: 100, 0: -100, 3: -100, 1: -100}},
+]
+
+
+@pytest.mark.parametrize("case", EXTREMES, ids=str)
+@pytest.mark.parametrize("kernels", [False, True], ids=["CPU", "kernels"])
+def test_the_smallest_numbers_that_are_taken_choose_the_likeliest_token(case, kernels, monkeypatch):
+    """They vanish in float32, or make logits infinite that are divided by them: nobody's step may fail of that."""
+    if kernels:
+        fast = pytest.importorskip("minillm.ops.triton", reason="triton is not installed here")
+        for name in ("sample", "truncate"):
+            monkeypatch.setattr(ops.on("cpu"), name, getattr(fast, name))
+    assert set(draw(SamplingParams(**case), draws=12).tolist()) == {7}
+
+
+def test_a_row_without_any_possible_token_draws_an_id_all_the_same():
+    rows = torch.full((2, VOCABULARY), -math.inf)
+    drawn = ops.on("cpu").sample(rows, torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5]))
+    assert ((drawn >= 0) & (drawn < VOCABULARY)).all()
+
+
+def test_huge_and_infinite_logits_do_not_overflow():
+    logits = [1e30, -1e30, *[0.0] * 8, -math.inf, 3e38]
+    assert set(draw(SamplingParams(), logits, 20).tolist()) == {11}
+
+
+def test_uniforms_are_uniform_and_depend_on_seed_and_position_only():
+    numbers = uniforms(np.arange(50_000), np.full(50_000, 3))
+    assert numbers.min() >= 0 and numbers.max() < 1
+    counts = np.histogram(numbers, bins=100, range=(0, 1))[0]
+    assert ((counts - 500) ** 2 / 500).sum() < 99 + 5 * math.sqrt(198)
+    along = uniforms(np.full(50_000, 7), np.arange(50_000))
+    assert abs(np.corrcoef(along[:-1], along[1:])[0, 1]) < 0.02
+    assert uniforms(np.array([7, 8]), np.array([5, 5])).tolist() == [
+        along[5],
+        uniforms(np.array([8]), np.array([5]))[0],
+    ]
+
+
+def test_logprobs_hold_the_chosen_token_first():
+    logits = torch.tensor([LOGITS, LOGITS[::-1]])
+    ids, values = top_logprobs(logits, torch.tensor([9, 2]), 3)
+    assert ids[:, 0].tolist() == [9, 2] and ids[0, 1:].tolist() == [7, 0, 1]
+    assert torch.allclose(values, logits.log_softmax(-1).gather(1, ids))
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens must be a whole number from 1, not 0"),
+        ({"max_tokens": 1.5}, "max_tokens must be a whole number"),
+        ({"min_tokens": 20}, r"min_tokens \(20\) is above max_tokens \(16\)"),
+        ({"temperature": -1}, "temperature must be a number in"),
+        ({"temperature": math.nan}, "temperature must be a number in"),
+        ({"temperature": "hot"}, "temperature must be a number in"),
+        ({"top_p": 0}, "top_p must be above 0"),
+        ({"top_p": 1.1}, "top_p must be a number in"),
+        ({"top_k": -2}, "top_k must be a whole number from -1"),
+        ({"min_p": 2}, "min_p must be a number in"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be a number in .0.001, 10000."),
+        ({"repetition_penalty": 1e-46}, "repetition_penalty must be a number in"),
+        ({"presence_penalty": 3}, "presence_penalty must be a number in"),
+        ({"frequency_penalty": -3}, "frequency_penalty must be a number in"),
+        ({"seed": 2**64}, "seed must be a 64-bit whole number"),
+        ({"stop": [""]}, "stop strings must be non-empty"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids must be token ids"),
+        ({"logprobs": 21}, "logprobs must be a whole number from 0 to 20"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs must be a whole number from 0 to 20"),
+        ({"logit_bias": {3: 101}}, "logit_bias maps token ids to numbers"),
+        ({"logit_bias": {3: True}}, "logit_bias maps token ids to numbers"),
+    ],
+)
+def test_bad_parameters_are_named(case, message):
+    with pytest.raises(InvalidRequest, match=message):
+        SamplingParams(**case)

@@ -1,0 +1,94 @@
+"""What a step of the scheduler costs: work for what happens, none for who waits."""
+
+import numpy as np
+import pytest
+
+from minillm.kv_cache import BlockPool
+from minillm.request import Request, SamplingParams
+from minillm.scheduler import Scheduler, Step
+from minillm.scheduler.policies import FirstComeFirstServed
+
+BEGINNING = list(range(100, 140))
+
+
+class CountsLookups(BlockPool):
+    looked_up = 0
+
+    def lookup(self, keys):
+        keys = list(keys)
+        self.looked_up += len(keys)
+        return super().lookup(keys)
+
+
+def scheduler_with(num_blocks: int, windows: tuple, **options) -> Scheduler:
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128, "block_size": 4}
+    return Scheduler(**sizes, num_blocks=num_blocks, windows=windows, pool=CountsLookups(num_blocks), **options)
+
+
+def request(name: str, prompt: list[int], output: int) -> Request:
+    return Request(name, np.array(prompt, np.int32), SamplingParams(max_tokens=output), len(prompt) + output)
+
+
+def step(scheduler: Scheduler) -> Step:
+    made = scheduler.schedule()
+    scheduler.complete(made, np.ones(int(made.samples.sum()), np.int64))
+    return made
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 8)])
+def test_a_step_of_decodes_looks_nothing_up_for_a_request_that_waits_for_blocks(windows):
+    scheduler = scheduler_with(40 * len(windows), windows)
+    for each in (request("running", [1], 100), request("cached", BEGINNING, 1)):
+        scheduler.submit(each)
+    step(scheduler)
+    held = scheduler.pool.allocate(scheduler.pool.available - 15)
+    waiting = request("waiting", BEGINNING + [2] * 40, 8)
+    scheduler.submit(waiting)
+    step(scheduler)
+    before = scheduler.pool.looked_up
+    assert before > 0
+    for _ in range(8):
+        step(scheduler)
+    assert scheduler.waiting == [waiting] and scheduler.pool.looked_up == before
+    scheduler.pool.release(held)
+    step(scheduler)
+    assert scheduler.waiting == []
+
+
+class ShortChunks(FirstComeFirstServed):
+    def share(self, pending, budget):
+        return super().share(np.minimum(pending, 16), budget)
+
+
+def test_who_waits_for_blocks_joins_once_a_chunk_has_filled_what_it_may_share():
+    scheduler = scheduler_with(26, (None,), policy=ShortChunks())
+    first, second = request("first", BEGINNING + [1] * 40, 20), request("second", BEGINNING + [2] * 4, 8)
+    scheduler.submit(first)
+    scheduler.submit(second)
+    step(scheduler)
+    assert second.row < 0
+    for _ in range(3):
+        step(scheduler)
+    assert second.row >= 0 and scheduler.confirmed[first.row] == len(first.prompt), "the first is still being computed"
+
+
+def test_who_was_preempted_goes_on_from_its_blocks_that_are_still_cached():
+    scheduler = scheduler_with(17, (None,))
+    evicted = []
+    scheduler.pool.on_evict = evicted.append
+    scheduler.submit(request("first", [1] * 16, 40))
+    victim = request("victim", BEGINNING, 8)
+    scheduler.submit(victim)
+    while victim.row < 0:
+        step(scheduler)
+    while victim.row >= 0:
+        held, computed = scheduler.tables.of(victim.row).tolist(), int(scheduler.computed[victim.row])
+        step(scheduler)
+    while victim.row < 0:
+        gone = set(evicted)
+        made = step(scheduler)
+    full = held[: computed // scheduler.block_size]
+    kept = [block for block in full if block not in gone]
+    assert 0 < len(kept) < len(full) and kept == full[: len(kept)], "its last blocks were to be taken, and only those"
+    assert made.starts[made.rows == victim.row] == [len(kept) * scheduler.block_size]
+    assert scheduler.preemptions == 1

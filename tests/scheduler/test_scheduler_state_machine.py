@@ -1,0 +1,427 @@
+"""Scheduler and block pool under arbitrary schedules, against a plain model of what they must do.
+
+The plain model is a device made of dictionaries: every cache slot remembers whose token it holds. It runs each step
+when it is launched, looks at the cache only through the block tables, and derives the next token from all that it
+sees there, so a block handed out twice, lost or overwritten changes tokens. A layer group with a window sees no
+further than that, and what nobody holds or may find any more is wiped out. The expected tokens come from a loop that
+knows nothing of blocks.
+"""
+
+from collections import deque
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from minillm.kv_cache import BlockPool
+from minillm.kv_cache.block_tables import BlockTables
+from minillm.request import Request, SamplingParams
+from minillm.scheduler import Scheduler
+from minillm.scheduler.policies import POLICIES, FirstComeFirstServed
+
+VOCABULARY, STOP, LONGEST = 11, 7, 40
+# Prompts share beginnings; no token of these stands twice near, so that what another request left in a block shows.
+BEGINNING = [at * 5 % VOCABULARY for at in range(20)]
+PROMPTS = st.builds(
+    lambda shared, own: BEGINNING[:shared] + own,
+    st.integers(0, len(BEGINNING)) | st.just(len(BEGINNING)),
+    st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=4),
+)
+WINDOWS = [(None,), (None, None), (None, 8), (None, 8), (3, None), (5,), (None, 4, 4), (1,)]
+EXAMPLES, STEPS = 200, 50  # 10,000 steps
+
+
+def mixed(values) -> int:
+    """A number that depends on all of these, in order."""
+    state = 17
+    for value in values:
+        state = (state * 31 + int(value) + 1) % 100003
+    return state
+
+
+def next_token(tokens) -> int:
+    """The plain model's language: any token depends on all that is seen before it, in order."""
+    return mixed(tokens) % VOCABULARY
+
+
+def expected_tokens(prompt, limit, windows) -> list[int]:
+    reach = LONGEST if None in windows else max(windows)
+    tokens = list(prompt)
+    while len(tokens) < limit:
+        tokens.append(next_token(tokens[-reach:]))
+        if tokens[-1] == STOP:
+            break
+    return tokens
+
+
+class ShortChunks(FirstComeFirstServed):
+    """Prompts are computed side by side, a few tokens of each a step: who joins may share what is half computed."""
+
+    def share(self, pending, budget):
+        return super().share(np.minimum(pending, 3), budget)
+
+
+SCHEDULES = {**POLICIES, "short chunks": ShortChunks}
+
+
+class Device:
+    """Rows, block tables and cache slots, changed only by what a step says."""
+
+    def __init__(self, scheduler: Scheduler):
+        self.block_size, self.windows, self.pool = scheduler.block_size, scheduler.tables.windows, scheduler.pool
+        self.tokens: dict[tuple[int, int], int] = {}
+        self.table: dict[tuple[int, int, int], int] = {}
+        self.slots: dict[tuple[int, int], int] = {}
+
+    def run(self, step) -> tuple[np.ndarray, set[tuple[int, int]], set[int]]:
+        """The step's sampled tokens; the blocks that it writes, with the row that writes them; those that it reads."""
+        self.update(step)
+        spans = list(zip(step.rows.tolist(), step.starts.tolist(), step.queries.tolist(), strict=True))
+        written, read = set(), set()
+        for row, start, count in spans:
+            for position in range(start, start + count):
+                for group in range(len(self.windows)):
+                    block = self.table[group, row, position // self.block_size]
+                    self.slots[block, position % self.block_size] = self.tokens[row, position]
+                    written.add((block, row))
+        sampled = []
+        for (row, start, count), samples in zip(spans, step.samples, strict=True):
+            end = start + count
+            seen: list[dict[int, int]] = []  # of each group: position -> token, as the last query sees them
+            for group, window in enumerate(self.windows):
+                reach = window or LONGEST
+                first = max(start + 1 - reach, 0)  # that the first query sees: attention reads from there
+                at = {p: (self.table[group, row, p // self.block_size], p % self.block_size) for p in range(first, end)}
+                read |= {block for block, _ in at.values()}
+                found = {p: self.slots[slot] for p, slot in at.items()}
+                seen.append({p: token for p, token in found.items() if p >= end - reach})
+                assert all(token == self.tokens[row, p] for p, token in found.items()), "a query sees another's token"
+            if samples:
+                farthest = max(seen, key=len)
+                token = next_token(farthest[p] for p in sorted(farthest))
+                self.tokens[row, end] = token
+                sampled.append(token)
+        return np.array(sampled, np.int64), written, read
+
+    def update(self, step) -> None:
+        """What changed since the last step."""
+        self.wipe(block for block in range(self.pool.num_blocks) if self.pool.unreferenced([block]))
+        for request in step.admitted:
+            for position, token in enumerate(request.known):
+                self.tokens[request.row, position] = int(token)
+        if step.table_rows is not None:
+            for i, (row, column) in enumerate(zip(step.table_rows, step.table_columns, strict=True)):
+                for group in range(len(self.windows)):
+                    self.table[group, int(row), int(column)] = int(step.table_blocks[group, i])
+
+    def wipe(self, blocks) -> None:
+        """Poison these, but for what a prefix may be found in."""
+        for block in blocks:
+            if block not in self.pool._key_of:
+                for offset in range(self.block_size):
+                    self.slots.pop((block, offset), None)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    scheduler_class = Scheduler
+    pool_class = BlockPool
+    device_class = Device
+
+    @initialize(
+        rows=st.integers(1, 6),
+        budget=st.integers(1, 24),
+        block_size=st.integers(1, 4),
+        num_blocks=st.integers(4, 40),
+        windows=st.sampled_from(WINDOWS),
+        prefix_caching=st.sampled_from([*[True] * 7, False]),
+        run_ahead=st.integers(0, 3),
+        policy=st.sampled_from([*SCHEDULES, "short chunks"]),
+    )
+    def start(self, rows, budget, run_ahead, policy, **options):
+        options = {"max_model_len": LONGEST} | options
+        self.scheduler = self.scheduler_class(
+            max_num_seqs=rows, max_num_batched_tokens=budget, policy=SCHEDULES[policy](), **options
+        )
+        self.scheduler.pool = self.pool_class(options["num_blocks"])
+        self.budget, self.run_ahead = budget, run_ahead
+        self.device = self.device_class(self.scheduler)
+        self.in_flight = deque()
+        self.requests: list[Request] = []
+
+    @rule(
+        prompt=PROMPTS,
+        output=st.integers(1, 12),
+        salt=st.sampled_from("aaaaab"),
+        shares=st.integers(0, 9),
+        priority=st.integers(0, 2),
+        twice=st.booleans(),
+    )
+    def submit(self, prompt, output, salt, shares, priority, twice):
+        """A client asks, and perhaps another asks the same at once."""
+        request = Request(
+            request_id=str(len(self.requests)),
+            prompt=np.array(prompt, np.int32),
+            params=SamplingParams(max_tokens=output, cache_salt=salt, use_prefix_cache=shares > 0, priority=priority),
+            limit=len(prompt) + output,
+            stop_ids=(STOP,),
+        )
+        if self.scheduler.tables.most(request.limit) > self.scheduler.pool.num_blocks:
+            with pytest.raises(ValueError, match="cache blocks"):
+                self.scheduler.submit(request)
+        else:
+            self.scheduler.submit(request)
+            self.requests.append(request)
+            if twice:
+                self.try_again(request)
+
+    @precondition(lambda self: any(request.finish_reason is None for request in self.requests))
+    @rule(choice=st.integers(0, 10**6), again=st.booleans())
+    def abort(self, choice, again):
+        """A client gives up, and perhaps tries the same again."""
+        running = [request for request in self.requests if request.finish_reason is None]
+        request = running[choice % len(running)]
+        self.scheduler.finish(request, "abort")
+        if again:
+            self.try_again(request)
+
+    def try_again(self, request: Request) -> None:
+        copy = Request(
+            request_id=str(len(self.requests)),
+            prompt=request.prompt,
+            params=request.params,
+            limit=request.limit,
+            stop_ids=request.stop_ids,
+        )
+        self.scheduler.submit(copy)
+        self.requests.append(copy)
+
+    @precondition(lambda self: self.in_flight)
+    @rule(lucky=st.integers(0, 1), again=st.booleans())
+    def fail(self, lucky, again):
+        """Now and then a step fails, and whatever steps in flight were to write is lost; clients perhaps try again."""
+        if lucky:
+            return
+        lost = [request for request in self.requests if request.finish_reason is None]
+        for _, _, owners, _ in self.in_flight:
+            for block, _ in owners:
+                for offset in range(self.scheduler.block_size):
+                    self.device.slots.pop((block, offset), None)
+        self.in_flight.clear()
+        self.scheduler.abandon()
+        for request in lost if again else []:
+            self.try_again(request)
+
+    @rule()
+    def launch(self):
+        if len(self.in_flight) > self.run_ahead:
+            return
+        step = self.scheduler.schedule()
+        if step is None:
+            assert self.in_flight or not self.scheduler.has_work, "nothing runs, yet requests wait"
+            return
+        assert 0 < step.queries.sum() <= self.budget, "the step breaks its token budget"
+        assert (step.queries[: step.singles] == 1).all() and (step.queries[step.singles :] > 1).all()
+        sampled, written, read = self.device.run(step)
+        owners = {(block, self.scheduler.requests[row]) for block, row in written}
+        self.in_flight.append((step, sampled, owners, read))
+
+    @precondition(lambda self: self.in_flight)
+    @rule()
+    def read(self):
+        step, sampled, _, _ = self.in_flight.popleft()
+        for request in self.scheduler.complete(step, sampled):
+            assert request.finish_reason in ("stop", "length")
+
+    @invariant()
+    def books_balance(self):
+        if not hasattr(self, "scheduler"):
+            return
+        self.scheduler.check()
+        tables, pool = self.scheduler.tables, self.scheduler.pool
+        for _, _, owners, read in self.in_flight:
+            assert all(pool.references[block] for block in read), "a block that a step in flight reads was given back"
+            for block, owner in owners:
+                assert pool.references[block] > 0, "a block that a step in flight may write was given back"
+                for request in self.scheduler.requests:
+                    if request is not None and request is not owner:
+                        assert block not in tables.of(request.row) or block in self.shared(request), (
+                            "a block in flight has a new owner"
+                        )
+
+    def shared(self, request: Request) -> set[int]:
+        """Blocks of a running request that others may hold too, because they are full and registered."""
+        return set(self.scheduler.tables.blocks[:, request.row, : request.registered].ravel().tolist())
+
+    def expected(self, request: Request) -> list[int]:
+        return expected_tokens(request.prompt, request.limit, self.scheduler.tables.windows)
+
+    def teardown(self):
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(10_000):
+            if not (self.scheduler.has_work or self.in_flight):
+                break
+            before = len(self.in_flight)
+            self.launch()
+            if len(self.in_flight) == before:
+                self.read()
+            self.books_balance()
+        else:
+            raise AssertionError("requests wait for ever")
+        for request in self.requests:
+            expected = self.expected(request)
+            got = request.known.tolist()
+            assert got == expected[: len(got)], f"request {request.request_id} has other tokens than alone"
+            if request.finish_reason != "abort":
+                assert len(got) == len(expected), f"request {request.request_id} ended early or late"
+        pool = self.scheduler.pool
+        assert pool.available == pool.num_blocks, "blocks leaked"
+
+
+def run(machine: type[SchedulerMachine], **options) -> None:
+    everything = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+    options = {"max_examples": EXAMPLES, "stateful_step_count": STEPS} | options
+    run_state_machine_as_test(machine, settings=settings(deadline=None, suppress_health_check=everything, **options))
+
+
+def test_any_schedule_gives_the_tokens_of_each_request_alone():
+    run(SchedulerMachine)
+
+
+class ForgetsReferences(BlockPool):
+    """A freed block is reused too early: one holder's release frees it for all."""
+
+    def release(self, blocks):
+        for block in blocks:
+            self.references[block] = min(self.references[block], 1)
+        super().release([block for block in blocks if self.references[block]])
+
+
+class GivesTwice(BlockPool):
+    """A block is referenced twice: it stays in the free list after it was given out."""
+
+    def allocate(self, count):
+        blocks = super().allocate(count)
+        if blocks:
+            self._free.append(blocks[0])
+        return blocks
+
+
+class KeepsStaleKeys(BlockPool):
+    """An evicted block is still found under its old prefix."""
+
+    def allocate(self, count):
+        keys = dict(self._block_of)
+        blocks = super().allocate(count)
+        self._block_of = keys
+        return blocks
+
+
+class SkipsTheFence(Scheduler):
+    """Rows and blocks are given back while steps that may touch them are in flight."""
+
+    def _open_fence(self):
+        while self._fence:
+            _, row, blocks = self._fence.popleft()
+            self.pool.release(blocks)
+            self._free_rows += [row][: row >= 0]
+
+
+class OverspendsByOne(Scheduler):
+    """The token budget is off by one."""
+
+    def _admit(self, budget):
+        return super()._admit(budget + 1)
+
+
+class StopsOneLate(Scheduler):
+    """A row runs once more after its last token."""
+
+    def _runnable(self):
+        rows = self.order
+        return rows[(self.computed[rows] < self.known[rows]) & (self.known[rows] <= self.limit[rows])]
+
+
+class SharesUnwrittenBlocks(Scheduler):
+    """A request shares its whole prompt, though its steps have computed only a part."""
+
+    def _register(self, request, written):
+        super()._register(request, int(self.confirmed[request.row]))
+
+
+class RemembersWhatFailed(BlockPool):
+    """Blocks of a failed step are still found by their prefix."""
+
+    def forget(self):
+        pass
+
+
+class LetsGoTooEarly(Scheduler):
+    """A window's blocks go one too early: the next query's farthest keys are in them."""
+
+    def __init__(self, **sizes):
+        super().__init__(**sizes)
+        self.tables._reach = np.maximum(self.tables._reach - self.block_size, 1)
+
+
+class LetsGoTwice(Scheduler):
+    """A row forgets what it has let go of."""
+
+    def _let_go(self, rows):
+        gone = self.tables.gone.copy()
+        super()._let_go(rows)
+        self.tables.gone = gone
+
+
+class LetsGoWithoutFence(Scheduler):
+    """Blocks behind a window are given back while steps that read them are in flight."""
+
+    def _let_go(self, rows):
+        self.pool.release(self.tables.let_go(rows, self.computed[rows])[1].tolist())
+
+
+class FindsLocalHoles(BlockTables):
+    """A prefix is a hit when a local group has its last block, though the next query sees more."""
+
+    def find_prefix(self, pool, keys):
+        own, self._reach = self._reach, np.minimum(self._reach, 2)
+        found = super().find_prefix(pool, keys)
+        self._reach = own
+        return found
+
+
+class MissesLocalBlocks(Scheduler):
+    """A prefix is shared without all the local blocks that its next query sees."""
+
+    def __init__(self, **sizes):
+        super().__init__(**sizes)
+        self.tables.__class__ = FindsLocalHoles
+
+
+# What state_machine_record.py runs a million steps of, and what it plants: a fault replaces its first base.
+MACHINES = [SchedulerMachine]
+FAULTS = [ForgetsReferences, GivesTwice, KeepsStaleKeys, SkipsTheFence, OverspendsByOne, StopsOneLate]
+FAULTS += [SharesUnwrittenBlocks, RemembersWhatFailed]
+FAULTS += [LetsGoTooEarly, LetsGoTwice, LetsGoWithoutFence, MissesLocalBlocks]
+FINDINGS = (AssertionError, KeyError, IndexError, ValueError)
+
+
+def with_fault(fault: type) -> type[SchedulerMachine]:
+    """The machine whose scheduler or pool is the faulty one."""
+    name = "pool_class" if issubclass(fault, BlockPool) else "scheduler_class"
+    return type(f"With{fault.__name__}", (SchedulerMachine,), {name: fault})
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_planted_fault_is_found_within_10000_steps(fault):
+    with pytest.raises(FINDINGS):
+        run(with_fault(fault), phases=(Phase.generate,), database=None, derandomize=True)

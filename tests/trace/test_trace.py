@@ -1,0 +1,500 @@
+"""Traces under arbitrary schedules: what `replay` and `tables` reconstruct is what the scheduler really did."""
+
+import errno
+import json
+from collections import Counter
+from itertools import groupby, pairwise
+
+import numpy as np
+import pytest
+
+from minillm import LLM, SamplingParams, errors, using
+from minillm.kv_cache import BlockPool
+from minillm.request import Request
+from minillm.scheduler import Scheduler, policies
+from minillm.trace import Trace, TraceError, replay, tables
+from minillm.trace.record import FIELDS
+
+STOP, LONGEST = 7, 40
+BEGINNING = [at * 5 % 11 for at in range(20)]
+
+
+class LeavesSomeOut(Scheduler):
+    """As a policy may: not every row that could run gets a token."""
+
+    def _share_budget(self, rows):
+        rows, queries, *rest = super()._share_budget(rows)
+        kept = np.arange(len(rows)) % 3 != self.launched % 3
+        kept[:1] = True
+        return rows[kept], queries[kept], *rest
+
+
+class Schedule:
+    """A scheduler without a model under a random schedule; keeps what each step really was."""
+
+    def __init__(self, seed: int, trace: Trace | None = None, pool=BlockPool, **fixed):
+        rng = self.rng = np.random.default_rng(seed)
+        options = {
+            "max_num_seqs": int(rng.integers(1, 7)),
+            "max_num_batched_tokens": int(rng.integers(1, 65)),
+            "block_size": int(rng.integers(1, 5)),
+            "num_blocks": int(rng.integers(8, 32)),
+            "windows": [(None,), (None,), (None, None), (6, None), (3,), (None, 5, 5)][rng.integers(6)],
+            "prefix_caching": bool(rng.random() < 0.8),
+            "policy": policies.POLICIES[str(rng.choice([*policies.POLICIES]))](),
+        } | fixed
+        self.run_ahead = int(rng.integers(0, 4))
+        kind = Scheduler if seed % 2 else LeavesSomeOut
+        self.scheduler = kind(max_model_len=LONGEST, **options)
+        self.scheduler.pool = pool(options["num_blocks"])
+        self.trace = trace or Trace()
+        self.trace.watch(self.scheduler)
+        self.in_flight, self.requests, self.steps, self.tables, self.reads = [], [], [], [], set()
+
+    def submit(self) -> None:
+        rng = self.rng
+        own = rng.integers(0, 11, rng.integers(1, 5)).tolist()
+        prompt = BEGINNING[: rng.integers(0, len(BEGINNING) + 1)] + own
+        output = int(rng.integers(1, 13))
+        request = Request(
+            request_id=f"r{len(self.requests)}",
+            prompt=np.array(prompt, np.int32),
+            params=SamplingParams(
+                max_tokens=output,
+                use_prefix_cache=bool(rng.random() < 0.9),
+                priority=int(rng.integers(0, 3)),
+            ),
+            limit=len(prompt) + output,
+            stop_ids=(STOP,),
+        )
+        try:
+            self.scheduler.submit(request)
+            self.requests.append(request)
+        except ValueError:
+            pass  # more blocks than there are
+
+    def launch(self) -> None:
+        scheduler = self.scheduler
+        step = scheduler.schedule()
+        if step is None:
+            return
+        self.in_flight.append(step)
+        names = [scheduler.requests[row].request_id for row in step.rows]
+        prompts = np.array([len(scheduler.requests[row].prompt) for row in step.rows])
+        decodes = (step.queries == 1) & step.samples & (step.starts >= prompts)
+        lists = (step.rows, step.starts, step.queries, step.samples, np.where(decodes, "decode", "prefill"))
+        self.steps.append((step.number, names, *(each.tolist() for each in lists)))
+        rows = {r.row: (r.request_id, table_of(scheduler.tables, r.row)) for r in scheduler.requests if r is not None}
+        pool = scheduler.pool
+        cached = set(pool._cached)
+        states = ["used" if n else "cached" if b in cached else "free" for b, n in enumerate(pool.references)]
+        leaving = sorted(block for _, _, blocks in scheduler._fence for block in blocks)
+        self.tables.append((rows, states, list(pool.references), leaving))
+
+    def read(self) -> None:
+        self.trace.write_in_time()  # as the engine does
+        step = self.in_flight.pop(0)
+        self.reads.add(step.number)
+        self.scheduler.complete(step, self.rng.integers(0, 11, int(step.samples.sum())))
+
+    def run(self, events: int) -> "Schedule":
+        for _ in range(events):
+            draw = self.rng.random()
+            waiting = [request for request in self.requests if request.finish_reason is None]
+            if draw < 0.25:
+                self.submit()
+            elif draw < 0.29 and waiting:
+                self.scheduler.finish(waiting[self.rng.integers(len(waiting))], "abort")
+            elif draw < 0.30:
+                self.in_flight.clear()
+                self.scheduler.abandon()
+            elif draw < 0.75 and len(self.in_flight) <= self.run_ahead:
+                self.launch()
+            elif self.in_flight:
+                self.read()
+            self.scheduler.check()
+        return self
+
+
+def table_of(held, row: int) -> list[list[int]]:
+    """[groups][n], -1 where a block was let go of."""
+    table = []
+    for group in range(held.groups):
+        gone, count = int(held.gone[group, row]), int(held.held[group, row])
+        table.append([-1] * gone + held.blocks[group, row, gone:count].tolist())
+    return table
+
+
+def reconstructed(trace) -> tuple[list, list, set]:
+    steps = [(s.number, s.request, s.row, s.start, s.count, s.samples, s.kind) for s in replay(trace)]
+    held = [(t.rows, t.states, t.holders, sorted(b for _, blocks in t.leaving for b in blocks)) for t in tables(trace)]
+    reads = {step.number for step in replay(trace) if step.read is not None}
+    return steps, held, reads
+
+
+@pytest.mark.parametrize("block", range(5))
+def test_replay_gives_every_step_and_every_table_of_a_random_schedule(block):
+    for seed in range(block * 20, block * 20 + 20):
+        schedule = Schedule(seed).run(150)
+        steps, held, reads = reconstructed(schedule.trace)
+        assert steps == schedule.steps, f"seed {seed}"
+        for step, (got, expected) in enumerate(zip(held, schedule.tables, strict=True)):
+            assert got == expected, f"seed {seed}, step {step}"
+        assert reads == schedule.reads
+
+
+def test_the_random_schedules_have_every_kind_of_event():
+    seen = Counter(event["event"] for seed in range(100) for event in Schedule(seed).run(150).trace.events)
+    assert seen.keys() == FIELDS.keys() and min(seen.values()) > 9, seen
+
+
+def noticed(schedule: Schedule, events: list[dict]) -> bool:
+    try:
+        return reconstructed(events) != (schedule.steps, schedule.tables, schedule.reads)
+    except TraceError:
+        return True
+
+
+@pytest.mark.parametrize("kind", ["submit", "admit", "grow", "preempt", "finish", "skip", "chunk", "launch", "read"])
+def test_a_lost_event_is_noticed(kind):
+    lost = 0
+    for seed in range(60):
+        options = {"max_num_batched_tokens": 1 + seed % 9, "num_blocks": 16, "block_size": 3}
+        schedule = Schedule(seed, policy=policies.POLICIES["fcfs"](), **options).run(80)
+        events = schedule.trace.events
+        assert not noticed(schedule, events)
+        last = max((at for at, event in enumerate(events) if event["event"] == "launch"), default=0)
+        for at, event in enumerate(events[:last]):
+            if event["event"] != kind or (kind in ("submit", "finish") and not ran_after(events, at, last)):
+                continue
+            assert noticed(schedule, events[:at] + events[at + 1 :]), f"seed {seed}: without {event}"
+            lost += 1
+    assert lost > 5
+
+
+def ran_after(events: list[dict], at: int, last: int) -> bool:
+    """Whether losing a submission or an end can show: the request had a row, then or later."""
+    request, kind = events[at]["request"], events[at]["event"]
+    if kind == "finish":
+        return events[at]["row"] >= 0
+    return any(event["event"] == "admit" and event["request"] == request for event in events[at:last])
+
+
+def test_events_that_come_twice_or_in_another_order_are_noticed():
+    for seed in range(40):
+        schedule = Schedule(seed, policy=policies.POLICIES["fcfs"]()).run(60)
+        events = schedule.trace.events
+        launches = [at for at, event in enumerate(events) if event["event"] in ("launch", "grow", "admit")]
+        for at in launches[:-1]:
+            assert noticed(schedule, [*events[: at + 1], *events[at:]])
+
+
+def test_an_event_before_the_beginning_is_refused():
+    events = Schedule(1).run(40).trace.events
+    with pytest.raises(TraceError, match=r"event 1 \(submit\) comes before the trace begins"):
+        list(replay(events[1:]))
+
+
+class Plain:
+    """A learner's pool, which tells nobody what it evicts."""
+
+    __slots__ = ("pool",)
+
+    def __init__(self, num_blocks):
+        self.pool = BlockPool(num_blocks)
+
+    def __getattr__(self, name):
+        if name == "on_evict":
+            raise AttributeError(name)
+        return getattr(self.pool, name)
+
+
+def test_a_pool_that_tells_no_evictions_is_traced_without_them():
+    told = 0
+    for seed in range(30):
+        schedule = Schedule(seed, pool=Plain).run(150)
+        assert not noticed(schedule, schedule.trace.events)
+        told += any(event["event"] == "evict" for event in schedule.trace.events)
+    assert told == 0
+
+
+def test_blocks_let_go_of_are_free_once_the_steps_that_see_them_are_read():
+    """Two groups, the second with a window: it gets its blocks later, and gives some back."""
+    scheduler = Scheduler(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=16, block_size=2, num_blocks=9)
+    trace = Trace()
+    trace.watch(scheduler)
+    tell = trace._add
+    tell("submit", "a", 6)
+    tell("admit", 0, "a", 1, 6, 0, 9, np.array([[0, 1, 2], [3, -1, -1]]), 0)
+    tell("chunk", 0, np.array([1]), np.array([0]), np.array([2]), np.array([0]))
+    tell("launch", 0, 1)
+    tell("grow", np.array([1, 1]), np.array([1, 2]), np.array([[-1, -1], [4, 5]]))
+    tell("chunk", 1, np.array([1]), np.array([2]), np.array([4]), np.array([0]))
+    trace.release(np.array([1, 1]), np.array([3, 4]), 1)
+    tell("launch", 1, 1)
+    tell("read", 0)
+    tell("read", 1)
+    tell("grow", np.array([1]), np.array([3]), np.array([[3], [6]]))
+    tell("launch", 2, 1)
+    seen = list(tables(trace))
+    assert [table.rows[1][1] for table in seen] == [
+        [[0, 1, 2], [3]],
+        [[0, 1, 2], [-1, -1, 5]],
+        [[0, 1, 2, 3], [-1, -1, 5, 6]],
+    ]
+    assert seen[1].holders[3] == 1 and seen[1].leaving == [("a", [3, 4])]
+    assert seen[2].states[4] == "free" and seen[2].holders[3] == 1 and seen[2].leaving == []
+
+
+# ---- entries
+
+
+class InTurn(Trace):  # keeps each call as it comes, evictions one by one
+    def watch(self, scheduler):
+        self.calls = []
+        super().watch(scheduler)
+        keep = scheduler.pool.on_evict
+        scheduler.pool.on_evict = lambda block: (self.calls.append(("evict", block)), keep(block))
+
+    def _add(self, event, *values):
+        self.calls.append((event, None))
+        super()._add(event, *values)
+
+
+def test_events_of_one_entry_read_in_the_order_in_which_they_came():
+    together = 0
+    for seed in range(30):
+        trace = Schedule(seed, InTurn()).run(150).trace
+        read = [(event["event"], event.get("block")) for event in trace.events if event["event"] != "share"]
+        several = ("chunk", "release")  # one call, an event a row
+        assert [key for key, run in groupby(read) for _ in (run if key[0] not in several else [0])] == trace.calls
+        together += len(read) - len(trace._entries)
+    assert together > 300
+
+
+def test_evictions_for_one_admission_are_one_entry_and_an_event_a_block():
+    scheduler = Scheduler(max_num_seqs=1, max_num_batched_tokens=40, max_model_len=40, block_size=4, num_blocks=9)
+    trace = Trace()
+    trace.watch(scheduler)
+    for name, prompt in (("first", np.arange(32)), ("second", np.arange(100, 132))):
+        scheduler.submit(Request(name, prompt, SamplingParams(max_tokens=1), limit=33))
+        scheduler.complete(scheduler.schedule(), np.array([7]))
+    assert [values for event, _, *values in trace._entries if event == "evict"] == [[[7, 6, 5, 4, 3, 2, 1]]]
+    kinds = [event["event"] for event in trace.events]
+    second = kinds.index("evict")
+    assert kinds[second - 1 : second + 8] == ["submit"] + ["evict"] * 7 + ["admit"]
+
+
+def test_what_an_admission_shares_follows_it_and_is_the_beginning_of_its_table():
+    shares = 0
+    for seed in range(30):
+        schedule = Schedule(seed).run(150)
+        events, tokens = schedule.trace.events, 0
+        for admit, after in pairwise(events):
+            assert (after["event"] == "share") == (admit["event"] == "admit" and admit["computed"] > 0)
+            if after["event"] == "share":
+                assert after["request"] == admit["request"] and after["row"] == admit["row"]
+                shared = after["tokens"] // events[0]["block_size"]
+                assert after["blocks"] == [group[:shared] for group in admit["blocks"]] and shared
+                tokens += after["tokens"]
+                shares += 1
+        assert tokens == schedule.scheduler.prefix_hits
+    assert shares > 100
+
+
+# ---- files
+
+
+def test_a_file_holds_what_memory_holds(tmp_path):
+    for seed in range(10):
+        schedule = Schedule(seed, Trace(tmp_path / "trace.jsonl")).run(150)
+        schedule.trace.close()
+        again = Trace.read(tmp_path / "trace.jsonl")
+        assert reconstructed(again) == reconstructed(schedule.trace)
+        assert not noticed(schedule, again.events)
+        again.write(tmp_path / "copy.jsonl")
+        assert (tmp_path / "copy.jsonl").read_bytes() == (tmp_path / "trace.jsonl").read_bytes()
+        assert again.events == schedule.trace.events
+
+
+def test_a_file_and_memory_tell_the_same_and_a_line_is_an_entry(tmp_path):
+    for seed in range(10):
+        memory, file = Schedule(seed).run(150).trace, Schedule(seed, Trace(tmp_path / "trace.jsonl")).run(150).trace
+        file.close()
+        untimed = [[event | {"time": 0} for event in trace.events] for trace in (memory, file)]
+        assert untimed[0] == untimed[1]
+        lines = [json.loads(line) for line in file.path.read_text().splitlines()]
+        assert [line[0] for line in lines] == [entry[0] for entry in memory._entries]
+        memory.write(tmp_path / "copy.jsonl")
+        assert Trace.read(tmp_path / "copy.jsonl").events == memory.events
+
+
+def test_times_are_seconds_since_the_trace_began(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.perf_counter_ns", iter(range(10**12, 10**13, 3 * 10**9 // 2)).__next__)
+    trace = Schedule(1).trace
+    trace.arrived(0)
+    trace.write(tmp_path / "copy.jsonl")
+    for each in (trace, Trace.read(tmp_path / "copy.jsonl")):
+        assert [event["time"] for event in each.events] == [1.5, 3.0]
+
+
+def test_a_file_that_is_still_written_reads_up_to_any_byte(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    schedule = Schedule(3, Trace(path)).run(60)
+    schedule.trace.close()
+    whole = path.read_bytes()
+    for end in range(0, len(whole), 97):
+        path.write_bytes(whole[:end])
+        steps = [step.number for step in replay(Trace.read(path))]
+        assert steps == [number for number, *_ in schedule.steps][: len(steps)]
+    assert len(steps) > len(schedule.steps) - 3
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[]",
+        "7",
+        '["admit"]',
+        '["lunch", 0]',
+        '["read", "soon", 1]',
+        *('["evict", 0, 1]', '["evict", 5]'),
+        '["chunk", 0, 1, [1], [2], [], [4]]',
+        '{"event": "read", "time": 0, "step": 1}',
+    ],
+)
+def test_a_line_that_is_no_event_is_named(tmp_path, line):
+    path = tmp_path / "trace.jsonl"
+    schedule = Schedule(3, Trace(path)).run(30)
+    schedule.trace.close()
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:4], line, *lines[4:]]) + "\n")
+    with pytest.raises(TraceError, match=r"line 5 is no entry of a trace, \[event, microseconds, ...\]: '"):
+        Trace.read(path)
+
+
+def test_memory_stays_bounded_while_a_file_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("minillm.trace.record.CHUNK", 50)
+    schedule = Schedule(5, Trace(tmp_path / "trace.jsonl"))
+    most = 0
+    for _ in range(40):
+        schedule.run(20)
+        most = max(most, len(schedule.trace._entries))
+    assert most < 150 and (tmp_path / "trace.jsonl").stat().st_size > 10_000
+    assert reconstructed(schedule.trace)[0] == schedule.steps
+
+
+def test_a_path_that_cannot_be_written_is_refused_before_a_model_is_loaded(tmp_path):
+    with pytest.raises(errors.ConfigError, match=r"trace='.*nowhere/trace.jsonl' cannot be written: No such file"):
+        LLM("no-such-model", trace=str(tmp_path / "nowhere" / "trace.jsonl"))
+
+
+def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path):
+    class Full:
+        def writelines(self, lines):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    trace = Trace(tmp_path / "trace.jsonl")
+    with LLM(trace=trace) as llm:
+        llm.generate("once", SamplingParams(max_tokens=2))
+        file, trace._file = trace._file, Full()
+        with pytest.warns(RuntimeWarning, match=r"trace.jsonl ends here: No space left"):
+            done = llm.generate("once", SamplingParams(max_tokens=3, ignore_eos=True))
+        assert len(done[0].token_ids) == 3
+        assert len(llm.generate("more", SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3
+        file.close()
+    assert not trace._entries and list(replay(Trace.read(tmp_path / "trace.jsonl")))
+
+
+# ---- in the engine
+
+
+def test_an_engines_trace_tells_every_token_that_ran():
+    trace = Trace()
+    with LLM(trace=trace, max_num_batched_tokens=16, max_num_seqs=3, enable_prefix_caching=False) as llm:
+        prompts = [[2, *range(50, 50 + n)] for n in (30, 5, 12, 40)]
+        done = llm.generate(prompts, SamplingParams(max_tokens=7, temperature=0, ignore_eos=True))
+        assert llm.stats()["steps"] == len(list(replay(trace)))
+    ran, sampled = Counter(), Counter()
+    for step in replay(trace):
+        assert 0 <= step.launched <= step.read and sum(step.count) <= 16
+        for name, count, samples in zip(step.request, step.count, step.samples, strict=True):
+            ran[name] += count
+            sampled[name] += samples
+    for prompt, completion in zip(prompts, done, strict=True):
+        assert ran[completion.request_id] == len(prompt) + 6 and sampled[completion.request_id] == 7
+    finished = [event for event in trace.events if event["event"] == "finish"]
+    assert {event["reason"] for event in finished} == {"length"} and len(finished) == 4
+
+
+def test_a_decode_step_is_two_events_however_many_rows_run():
+    for rows in (2, 30):
+        trace = Trace()
+        with LLM(trace=trace, enable_prefix_caching=False) as llm:
+            llm.generate([[2, 5]] * rows, SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
+        events = [event["event"] for event in trace.events]
+        first = events.index("read")
+        last = events.index("finish")
+        assert Counter(events[first:last]).keys() == {"launch", "read"}
+
+
+def test_a_failure_is_in_the_file_when_it_is_raised(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    with LLM(trace=str(path)) as llm:
+        llm.generate([2, 5], SamplingParams(max_tokens=2))
+
+        def broken(*arguments, **options):
+            raise ArithmeticError("a learner's mistake")
+
+        with using(rms_norm=broken), pytest.raises(ArithmeticError):
+            llm.generate([2, 5, 6], SamplingParams(max_tokens=2))
+        events = Trace.read(path).events
+        assert [event["event"] for event in events[-3:]] == ["launch", "finish", "abandon"]
+        llm.generate([2, 5, 6], SamplingParams(max_tokens=2))
+    steps = list(replay(Trace.read(path)))
+    assert [step.number for step in steps if step.read is None] == [2] or len(steps) > 3
+
+
+def test_a_trace_without_an_engine_at_rest_is_refused():
+    schedule = Schedule(4).run(60)
+    schedule.submit()
+    with pytest.raises(ValueError, match="while nothing runs"):
+        Trace().watch(schedule.scheduler)
+
+
+def test_commands_write_a_trace_and_plans_and_records_leave_it_out(tmp_path):
+    from typer.testing import CliRunner
+
+    from minillm.cli import app
+    from minillm.config import EngineConfig
+    from minillm.model.config import PRESETS
+    from minillm.runner.plan import Traffic
+    from minillm.tuning.build import options_of
+
+    for command in (["generate", "once"], ["bench", "offline", "--workload", "single", "--requests", "1"]):
+        path = tmp_path / f"{command[0]}.jsonl"
+        options = ["--scale", "64", "--repeat", "1"] if command[0] == "bench" else ["--max-tokens", "3"]
+        result = CliRunner().invoke(app, [*command, *options, "--trace", str(path)])
+        assert result.exit_code == 0, result.output
+        assert list(replay(Trace.read(path)))
+        assert command[0] == "generate" or str(path) not in json.dumps(
+            json.loads(result.stdout.splitlines()[-1])["results"]
+        )
+    config = EngineConfig(trace=str(path))
+    assert "trace" not in options_of(config, PRESETS["gemma-2b"], Traffic(8, 8, 8), "cuda")
+
+
+def test_a_trace_goes_on_with_the_schedulers_that_parts_of_the_readers_bring():
+    class Reader(BlockPool):
+        pass
+
+    trace, params = Trace(), SamplingParams(max_tokens=3, ignore_eos=True)
+    with LLM(trace=trace) as llm:
+        llm.generate([2, 5], params)
+        with using(block_pool=Reader, policy=policies.POLICIES["shortest"]):
+            llm.generate([2, 6], params)
+        llm.generate([2, 7], params)
+        assert [step.number for step in replay(trace)] == list(range(llm.stats()["steps"]))
+    assert Counter(event["event"] for event in trace.events)["begin"] == 3
+    assert len(list(tables(trace))) == len(list(replay(trace)))

@@ -1,0 +1,177 @@
+"""How `minillm build` chooses: kernels are interpreted here, and a clock says what each launch takes."""
+
+import pytest
+import torch
+
+from minillm import LLM
+from minillm.model.loader import EMBEDDED, read_config
+from minillm.runner.plan import Plan, Traffic
+
+trials = pytest.importorskip("minillm.tuning.trials", reason="triton is not installed here")
+from minillm.kernels import launches, paged_attention, single_row  # noqa: E402
+from minillm.tuning import planning  # noqa: E402  needs triton
+
+TINY = read_config(EMBEDDED)
+TRAFFIC = Traffic(20, 10, 3)
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and this engine is not")
+
+
+@pytest.fixture(scope="module")
+def runner():
+    with LLM(device="cpu", dtype="float32", num_blocks=24) as llm:
+        for cache in llm.engine.runner.caches:
+            cache.k.normal_(), cache.v.normal_()
+        yield llm.engine.runner
+
+
+def decode_problem():
+    sizes = {"dim": 64, "itemsize": 4, "rows": 16, "programs": 3, "longest": 32}
+    return launches.problem("decode_attention", **sizes), paged_attention.Launch(16, 16, 4, 2, 1)
+
+
+def product_problem(rows, columns, gated):
+    sizes = {"rows": rows, "columns": columns, "itemsize": 4, "gated": gated}
+    return launches.problem("whole_rows", **sizes), single_row.Launch(2, 4, 2)
+
+
+def prefill_problem():
+    problem = launches.problem("prefill_attention", dim=64, itemsize=4, group=4)
+    return problem, paged_attention.Launch(32, 32, 4, 1)
+
+
+def every_trial(runner):
+    yield *decode_problem(), trials.decode_trial(decode_problem()[0], runner, TRAFFIC, 2, None)
+    yield *prefill_problem(), trials.prefill_trial(prefill_problem()[0], runner, TRAFFIC, 64)
+    for sizes in ((384, 256, 0), (256, 256, 0), (768, 256, 1), (4096, 256, 0)):
+        problem, default = product_problem(*sizes)
+        yield problem, default, trials.product_trial(problem, runner)
+
+
+@interpreted
+@torch.inference_mode()
+def test_the_kernels_own_launches_are_right_on_the_engines_data_and_a_disturbed_result_is_not(runner):
+    for problem, default, trial in every_trial(runner):
+        with launches.using({problem: default._asdict()}):
+            result = trial.calls[0]()
+        assert trial.error(result) <= trial.tolerance, problem
+        assert not trial.error(result * 1.01) <= trial.tolerance, problem
+        assert not trial.error(result.fill_(float("nan"))) <= trial.tolerance, problem
+
+
+def by_launch(times, seen=None):
+    """A clock that knows what each launch takes; others take 1."""
+
+    def seconds(calls):
+        (launch,) = launches._thread.table.values()
+        if seen is not None:
+            seen.append(dict(launch))
+        return next((time for fields, time in times if fields.items() <= launch.items()), 1.0)
+
+    return seconds
+
+
+@interpreted
+@torch.inference_mode()
+def test_the_fastest_launch_is_found_round_by_round(runner):
+    problem, default = decode_problem()
+    trial = trials.decode_trial(problem, runner, TRAFFIC, 2, None)
+    clock = by_launch([({"warps": 8, "stages": 2, "splits": 2}, 0.4), ({"warps": 8, "stages": 2}, 0.7)])
+    found = trials.tune(problem, default, trial, clock)
+    assert found.launch == default._replace(warps=8, splits=2, keys=found.launch.keys)
+    assert (found.default_seconds, found.seconds, found.refused) == (1.0, 0.4, {})
+
+
+@interpreted
+@torch.inference_mode()
+def test_a_launch_that_is_hardly_faster_changes_nothing(runner):
+    problem, default = product_problem(384, 256, 0)
+    found = trials.tune(problem, default, trials.product_trial(problem, runner), by_launch([({"warps": 4}, 0.99)]))
+    assert found.launch == default and found.seconds == found.default_seconds
+
+
+@interpreted
+@torch.inference_mode()
+@pytest.mark.parametrize("fault", ["wrong", "too large"])
+def test_a_launch_that_does_not_fit_or_is_wrong_is_never_timed(fault, runner, monkeypatch):
+    from triton.runtime.errors import OutOfResources
+
+    problem, default = product_problem(384, 256, 0)
+    kernel, bad = single_row.whole_rows_kernel, {"tile": 8, "warps": 4}
+
+    class Faulty:
+        def __getitem__(self, grid):
+            def run(*args, **options):
+                if {"tile": options["TILE"], "warps": options["num_warps"]} != bad:
+                    return kernel[grid](*args, **options)
+                if fault == "too large":
+                    raise OutOfResources(300_000, 232_448, "shared memory")
+                kernel[grid](*args, **options)
+                args[5].mul_(-1)
+
+            return run
+
+    monkeypatch.setattr(single_row, "whole_rows_kernel", Faulty())
+    seen = []
+    trial = trials.product_trial(problem, runner)
+    found = trials.tune(problem, default, trial, by_launch([(bad, 0.1), ({"tile": 8}, 0.5)], seen))
+    assert found.launch.tile == 8 and found.launch.warps != 4
+    assert seen and not any(bad.items() <= launch.items() for launch in seen)
+    (why,) = {why for launch, why in found.refused.items()}
+    assert ("shared memory" if fault == "too large" else "relative error") in why
+
+
+def test_a_launch_that_writes_nothing_does_not_pass_with_the_last_ones_result():
+    memory, right = torch.zeros(8), torch.arange(8.0)
+    problem, default = launches.problem("long_rows", rows=8), single_row.LongLaunch(8, 1024, 8)
+
+    def call():
+        return memory if launches.choose("long_rows", default, rows=8).tile == 1 else memory.copy_(right)
+
+    trial = trials.Trial(
+        [call], lambda result: trials.relative_error(result, right), [lambda best: [best._replace(tile=1)]], 1e-4
+    )
+    found = trials.tune(problem, default, trial, by_launch([({"tile": 1}, 0.1)]))
+    assert found.launch == default and list(found.refused.values()) == ["relative error nan"]
+
+
+def test_a_kernel_whose_own_launch_fails_is_an_error_and_not_tuned():
+    problem, default = product_problem(4, 4, 0)
+    trial = trials.Trial([lambda: torch.ones(1)], lambda result: 1.0, [], 1e-4)
+    with pytest.raises(RuntimeError, match="whole_rows's own launch .* fails: relative error"):
+        trials.tune(problem, default, trial, lambda calls: 1.0)
+
+
+def test_every_budget_of_tokens_is_tried_on_the_traffic_and_new_prompts(monkeypatch):
+    traffic = Traffic(600, 20, 10)
+    monkeypatch.setattr(planning, "BUDGETS", (1024, 2048, 8192, 32768))
+    seen, ids = [], []
+
+    class Recorded:
+        def __init__(self, llm):
+            self.engine, self.model_config, self.generate_ = llm.engine, llm.model_config, llm.generate
+
+        def generate(self, prompts, params):
+            assert len(prompts) == 10 and params.max_tokens == 8 and params.ignore_eos
+            seen.append(self.engine.scheduler.max_num_batched_tokens)
+            ids.append(prompts[0])
+            return self.generate_([prompt[:5] for prompt in prompts], params)
+
+    with LLM(device="cpu") as llm:
+        plan = Plan.made_here(TINY, traffic, {"max_num_batched_tokens": 4096}, "cpu")
+        rates, _ = planning.budget_rates(Recorded(llm), plan)
+    assert seen == [1024, 2048, 4096, 8192] * 3, "6,000 tokens fill no more than 8,192"
+    assert ids[0] == ids[3] != ids[4] != ids[8]
+    assert set(rates) == {1024, 2048, 4096, 8192} and min(rates.values()) > 0
+
+
+def test_a_size_is_captured_if_its_step_is_clearly_faster_than_the_next_larger_ones():
+    seconds = {(1, 16): 1.0, (2, 16): 1.49, (4, 16): 1.5, (8, 16): 3.0, (8, 32): 4.0, (4, 32): 4.0, (2, 32): 4.0}
+    assert planning.worthwhile({1, 2, 4, 8}, seconds) == {1, 4, 8}
+    assert planning.worthwhile({1, 2}, {(1, 16): 2.0, (2, 16): 2.0}) == {2}
+    assert planning.worthwhile(set(), {}) == set()
+
+
+def test_another_budget_of_tokens_must_be_clearly_faster_than_the_engines_own():
+    assert planning.best_budget({4096: 101.0, 16384: 100.0}, 16384) == 16384
+    assert planning.best_budget({4096: 99.0, 16384: 100.0, 32768: 110.0}, 16384) == 32768
+    assert planning.best_budget({}, 2048) == 2048

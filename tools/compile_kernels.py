@@ -1,0 +1,123 @@
+"""Compile every kernel for GPUs that are not here, and print what each needs: one JSON object a line.
+
+The engine's own wrappers are called on small CPU tensors, so the launch choices and specialisations are the real
+ones; the driver only says which GPU it would be, and the kernels are compiled and not started.
+
+    python tools/compile_kernels.py 80 86 89 90
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from minillm.kernels import (
+    activation,
+    decode_step,
+    normalization,
+    paged_attention,
+    rope_cache,
+    sampling,
+    single_row,
+    truncation,
+)
+
+KIB = 1024
+SHARED_MEMORY = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB}  # CUDA programming guide, bytes a block
+
+
+# head_dim, dtype, heads that share keys, queries a row in a decode, options
+ATTENTION = [
+    (256, torch.bfloat16, 8, 1, {}),
+    (256, torch.bfloat16, 8, 8, {"soft_cap": 50.0}),  # 64 and 128 packed rows, as speculation would bring
+    (256, torch.bfloat16, 8, 16, {}),
+    (256, torch.float16, 16, 1, {"window": 512}),
+    (128, torch.bfloat16, 4, 1, {"window": 4096, "soft_cap": 50.0}),
+    (64, torch.bfloat16, 4, 1, {}),
+    (256, torch.bfloat16, 8, 1, {"rotary": ...}),  # keys turned as they are read
+    (64, torch.float16, 4, 1, {"rotary": ..., "soft_cap": 50.0}),
+    (256, torch.float32, 8, 1, {}),
+    (128, torch.float32, 4, 1, {"rotary": ...}),
+]
+
+
+class AbsentGPU:
+    """As much of a driver as compiling asks for."""
+
+    def __init__(self, capability: int):
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):
+        return self.target.arch  # kernels are remembered by device
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def compile_all(capability: int) -> list[dict]:
+    triton.runtime.driver.set_active(AbsentGPU(capability))
+    device = paged_attention.Device(SHARED_MEMORY[capability], 100)
+    paged_attention._device = lambda _: device
+    compiled, case = [], ""
+
+    def compile_only(kernel, *args, grid, warmup, **kwargs):
+        binary = run(kernel, *args, grid=grid, warmup=True, **kwargs)
+        needs = {"capability": capability, "kernel": kernel.fn.__name__, "case": case, "limit": device.shared_memory}
+        compiled.append(needs | {"shared": binary.metadata.shared, "warps": binary.metadata.num_warps})
+
+    run, triton.runtime.JITFunction.run = triton.runtime.JITFunction.run, compile_only
+    try:
+        x = torch.zeros(2, 2048, dtype=torch.bfloat16)
+        normalization.rms_norm(x, torch.zeros(2048), 1e-6)
+        normalization.add_rms_norm(x, x, torch.zeros(2048), 1e-6)
+        activation.gated_activation(x, "gelu_tanh")
+        q, k = torch.zeros(2, 8, 256, dtype=torch.bfloat16), torch.zeros(2, 1, 256, dtype=torch.bfloat16)
+        rope_cache.rotary_embedding(q, k, torch.zeros(2, 2, 256))
+        rows, tokens = torch.zeros(2, dtype=torch.int64), torch.zeros(4, 64, dtype=torch.int32)
+        position, seed = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
+        table = torch.zeros(1, 4, 16, dtype=torch.int32)
+        decode_step.prepare(rows, position, tokens, table, seed, torch.zeros(4), block_size=16, width=16)
+        decode_step.advance(rows, rows, position, tokens, rows)
+        normalization.rms_norm(k.expand(2, 3, 256), torch.zeros(256), 1e-6)
+        sampling.sample(torch.zeros(2, 9000), torch.ones(2), torch.ones(2))
+        truncation.truncate(torch.zeros(2, 9000), torch.ones(2, dtype=torch.int64), torch.ones(2))
+        sampling.soft_cap(torch.zeros(2, 9000, dtype=torch.bfloat16), 30.0)
+        single_row._dependent = lambda _: capability >= 90
+        row, weight = torch.zeros(1, 2048, dtype=torch.bfloat16), torch.zeros(2560, 2048, dtype=torch.bfloat16)
+        single_row.product(row, weight, norm=torch.zeros(2048), eps=1e-6, residual=row)
+        single_row.product(row, weight, activation="gelu_tanh")
+        single_row.product(torch.zeros(1, 16384, dtype=torch.bfloat16), torch.zeros(8, 16384, dtype=torch.bfloat16))
+        for dim, dtype, heads, queries, options in ATTENTION:
+            case = f"{str(dtype).removeprefix('torch.')} head_dim {dim}"
+            cache = torch.zeros(4, 16, 1, dim, dtype=dtype)
+            rope_cache.write_kv(cache[0, :2], cache[0, :2], cache, cache, torch.zeros(2, dtype=torch.int64))
+            table = torch.zeros(2, 256, dtype=torch.int32)
+            lengths, starts = torch.ones(2, dtype=torch.int32), torch.arange(3, dtype=torch.int32)
+            q = torch.zeros(2, heads, dim, dtype=dtype)
+            several = q[:, None].expand(-1, queries, -1, -1)
+            if "rotary" in options:
+                options = options | {"rotary": torch.zeros(4096, 2, dim, dtype=dtype)}
+            paged_attention.decode_attention(several, cache, cache, table, lengths, scale=0.1, **options)
+            paged_attention.prefill_attention(
+                q, cache, cache, table, lengths, starts, max_queries=1, scale=0.1, **options
+            )
+            qkv, turns = torch.zeros(1, (heads + 2) * dim, dtype=dtype), torch.zeros(1, 2, dim, dtype=dtype)
+            attend = single_row.RowAttention(heads, 1, dim, qkv.device)
+            attend(qkv, turns, cache, cache, table[:1], lengths[:1], 0.1)
+    finally:
+        triton.runtime.JITFunction.run = run
+    return compiled
+
+
+if __name__ == "__main__":
+    for capability in map(int, sys.argv[1:]):
+        for needs in compile_all(capability):
+            print(json.dumps(needs))

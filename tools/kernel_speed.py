@@ -1,0 +1,254 @@
+"""Measure every kernel on this GPU at Gemma 2B's shapes, beside its plain-torch reference; needs a GPU.
+
+    python tools/kernel_speed.py --record kernels    the table, kept as a record
+    python tools/kernel_speed.py --sweep             attention's launch choices side by side
+
+A time is the median over replays of a CUDA graph that holds many calls, so launches are not counted. Calls rotate over
+up to 16 sets of inputs, which leaves nothing in the L2 cache once a call moves more than some 4 MB; below that the L2
+helps, as it does in the engine. A reference that cannot be captured is timed with events.
+Bytes are the fewest that the operation has to move. The relative error is that of the whole result against float64.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from triton.testing import do_bench
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from minillm.bench import records  # noqa: E402
+from minillm.kernels import paged_attention  # noqa: E402
+from minillm.kv_cache import LayerCache  # noqa: E402
+from minillm.ops import reference  # noqa: E402
+from minillm.ops import triton as kernels  # noqa: E402
+
+HIDDEN, HEADS, KV_HEADS, DIM, FFN, VOCAB, BLOCK = 2048, 8, 1, 256, 16384, 256000, 16  # Gemma 2B
+SCALE, DTYPE = DIM**-0.5, torch.bfloat16
+KEYS = {1: (384, 384), 64: (1024, 1536), 512: (200, 2000), 3000: (128, 256)}  # decode rows: fewest and most keys
+PREFILL = {"1 x 128": [128], "4 x 2048": [2048] * 4, "16 x 100..1024": list(range(100, 1060, 60))}
+COLD = 256 * 2**20  # bytes of different inputs in a row: several times the L2
+
+
+def graph_runs(calls, replays=20) -> list[float]:
+    """Milliseconds a call in each replay of a graph of all calls."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    times = []
+    for _ in range(replays):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / len(calls))
+    return times
+
+
+def calls_over(function, make_inputs, nbytes):
+    """Calls of `function` on enough different inputs to leave nothing in the L2."""
+    sets = [make_inputs() for _ in range(max(1, min(16, COLD // max(nbytes, 1) + 1)))]
+    bound = [lambda inputs=inputs: function(*inputs) for inputs in sets]
+    return [call for _, call in zip(range(max(16, len(bound))), itertools.cycle(bound), strict=False)]
+
+
+def relative_error(got, wanted) -> float:
+    if not isinstance(got, tuple):
+        got, wanted = (got,), (wanted,)
+    return max(((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(got, wanted, strict=True))
+
+
+def measured(name, rows, shape, make_inputs, nbytes, kernel=None, plain=None, operations=0) -> dict:
+    kernel, plain = kernel or getattr(kernels, name), plain or getattr(reference, name)
+    inputs = make_inputs()
+    result = {"kernel": name, "rows": rows, "shape": shape, "dtype": "bfloat16"}
+    if name == "sample":
+        result["different_ids"] = (kernel(*inputs) != plain(*inputs)).sum().item()
+    elif name != "write_kv":
+        result["relative_error"] = relative_error(kernel(*inputs), plain(*map(doubled, inputs)))
+    runs = graph_runs(calls_over(kernel, make_inputs, nbytes))
+    ms = statistics.median(runs)
+    result |= {"ms": ms, "gb_per_s": nbytes / ms / 1e6}
+    if operations:
+        result["tflops"] = operations / ms / 1e9
+    try:
+        result["reference_ms"] = statistics.median(graph_runs(calls_over(plain, make_inputs, nbytes), 5))
+    except RuntimeError:  # it waits for the device, which a graph cannot hold
+        torch.cuda.synchronize()
+        result["reference_ms"] = do_bench(lambda: plain(*inputs), warmup=5, rep=20, return_mode="median")
+    print(json.dumps(result), flush=True)
+    return result | {"runs": runs}
+
+
+def doubled(x):
+    if isinstance(x, LayerCache):
+        return LayerCache(x.k.double(), x.v.double())
+    return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+
+def random_tensor(*shape, dtype=DTYPE):
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def rotations(rows):
+    """[rows, 2, d]: cosines and signed sines, as the model's table has them."""
+    angle = torch.rand(rows, DIM // 2, device="cuda") * 100
+    return torch.stack([angle.cos().repeat(1, 2), torch.cat([-angle.sin(), angle.sin()], -1)], 1)
+
+
+def paged_rows(lengths):
+    """A cache with these many keys a row, in shuffled blocks, and its table."""
+    blocks = [-(-length // BLOCK) for length in lengths]
+    order = torch.randperm(sum(blocks), dtype=torch.int32)
+    table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
+    for row, (count, end) in enumerate(zip(blocks, itertools.accumulate(blocks), strict=True)):
+        table[row, :count] = order[end - count : end]
+    cache = LayerCache(*(random_tensor(sum(blocks), BLOCK, KV_HEADS, DIM) for _ in "kv"))
+    return cache, table.cuda(), torch.tensor(lengths, dtype=torch.int32, device="cuda")
+
+
+def decode_inputs(rows):
+    low, high = KEYS[rows]
+    lengths = torch.randint(low, high + 1, (rows,), generator=torch.Generator().manual_seed(0)).tolist()
+    nbytes = 2 * sum(lengths) * KV_HEADS * DIM * 2 + 2 * rows * HEADS * DIM * 2
+    return lambda: (random_tensor(rows, 1, HEADS, DIM), *paged_rows(lengths)), nbytes
+
+
+def decode(operation, rows):
+    return lambda q, cache, table, lengths: operation(q, cache, table, lengths, scale=SCALE)
+
+
+def prefill_inputs(lengths):
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+    nbytes = sum(lengths) * (2 * KV_HEADS + 2 * HEADS) * DIM * 2
+    operations = sum(4 * DIM * HEADS * n * (n + 1) // 2 for n in lengths)
+    return lambda: (random_tensor(sum(lengths), HEADS, DIM), *paged_rows(lengths), starts), nbytes, operations
+
+
+def prefill(operation, lengths):
+    return lambda q, cache, table, keys, starts: operation(
+        q, cache, table, keys, starts, max_queries=max(lengths), scale=SCALE
+    )
+
+
+def torchs_own_attention(lengths) -> float:
+    """torch's fused attention on rows of one length, keys contiguous: what the paged kernel is up against."""
+    rows, n = len(lengths), lengths[0]
+    q, k, v = (random_tensor(rows, heads, n, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    k, v = (x.expand(-1, HEADS, -1, -1) for x in (k, v))
+    call = [lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE)] * 8
+    return statistics.median(graph_runs(call))
+
+
+def results_at(rows):
+    x, weight = rows * HIDDEN * 2, torch.randn(HIDDEN, device="cuda")
+    yield measured("rms_norm", rows, f"[{rows}, {HIDDEN}]", lambda: (random_tensor(rows, HIDDEN), weight, 1e-6), 2 * x)
+    yield measured(
+        "add_rms_norm", rows, f"[{rows}, {HIDDEN}]",
+        lambda: (random_tensor(rows, HIDDEN), random_tensor(rows, HIDDEN), weight, 1e-6), 4 * x,
+    )  # fmt: skip
+    yield measured(
+        "gated_activation", rows, f"[{rows}, {2 * FFN}]",
+        lambda: (random_tensor(rows, 2 * FFN), "gelu_tanh"), 3 * rows * FFN * 2,
+    )  # fmt: skip
+    qkv = (HEADS, KV_HEADS, KV_HEADS)
+    yield measured(
+        "rotary_embedding", rows, f"[{rows}, {HEADS} + {KV_HEADS}, {DIM}]",
+        lambda: (*random_tensor(rows, sum(qkv), DIM).split(qkv, 1)[:2], rotations(rows)),
+        2 * rows * (HEADS + KV_HEADS) * DIM * 2 + rows * DIM * 4,
+    )  # fmt: skip
+    cache = LayerCache(*(random_tensor(rows // BLOCK + 1, BLOCK, KV_HEADS, DIM) for _ in "kv"))
+    slots = torch.randperm(rows, device="cuda")
+    yield measured(
+        "write_kv", rows, f"[{rows}, {KV_HEADS}, {DIM}]",
+        lambda: (*random_tensor(rows, sum(qkv), DIM).split(qkv, 1)[1:], cache, slots),
+        4 * rows * KV_HEADS * DIM * 2,
+    )  # fmt: skip
+    make, nbytes = decode_inputs(rows)
+    shape = "[{}, 1, {}, {}] over {}..{} keys".format(rows, HEADS, DIM, *KEYS[rows])
+    both = (decode(module.decode_attention, rows) for module in (kernels, reference))
+    yield measured("decode_attention", rows, shape, make, nbytes, *both)
+    yield measured(
+        "sample", rows, f"[{rows}, {VOCAB}]",
+        lambda: (random_tensor(rows, VOCAB), torch.ones(rows, device="cuda"), torch.rand(rows, device="cuda")),
+        rows * VOCAB * 2,
+    )  # fmt: skip
+
+
+def results():
+    for rows in KEYS:
+        yield from results_at(rows)
+        torch.cuda.empty_cache()
+    for name, lengths in PREFILL.items():
+        make, nbytes, operations = prefill_inputs(lengths)
+        both = (prefill(module.prefill_attention, lengths) for module in (kernels, reference))
+        result = measured("prefill_attention", sum(lengths), name, make, nbytes, *both, operations)
+        if len(set(lengths)) == 1:
+            result["torch_sdpa_ms"] = torchs_own_attention(lengths)
+        yield result
+
+
+def sweep():
+    """Decode by (keys, warps, stages) and splits, prefill by (rows, keys, warps, stages); microseconds."""
+    launch = paged_attention.Launch
+    choose_launch, choose_splits = paged_attention.decode_launch, paged_attention.decode_splits
+    calls = {rows: calls_over(decode(kernels.decode_attention, rows), *decode_inputs(rows)) for rows in KEYS}
+    for keys, warps, stages in [
+        (16, 2, 4), (16, 4, 4), (32, 2, 3), (32, 4, 2), (32, 4, 3), (32, 4, 4), (32, 8, 3), (64, 4, 2), (64, 4, 3),
+        (64, 4, 4), (64, 8, 2), (64, 8, 3), (128, 4, 2), (128, 8, 2), (128, 8, 3),
+    ]:  # fmt: skip
+        paged_attention.decode_launch = always(launch(16, keys, warps, stages))
+        swept("decode", (keys, warps, stages), calls)
+    paged_attention.decode_launch = choose_launch
+    for splits in (1, 2, 4, 8, 16):
+        paged_attention.decode_splits = always(splits)
+        swept("decode splits", splits, calls)
+    paged_attention.decode_splits = choose_splits
+    calls = {}
+    for name, lengths in PREFILL.items():
+        make, nbytes, _ = prefill_inputs(lengths)
+        calls[name] = calls_over(prefill(kernels.prefill_attention, lengths), make, nbytes)
+    for chosen in [
+        (32, 64, 4, 2), (64, 32, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2), (128, 32, 8, 2),
+        (128, 32, 8, 3), (128, 64, 8, 1), (128, 64, 8, 2), (128, 128, 8, 1),
+    ]:  # fmt: skip
+        paged_attention.prefill_launch = always(launch(*chosen))
+        swept("prefill", chosen, calls)
+
+
+def always(choice):
+    return lambda *_: choice
+
+
+def swept(what, chosen, calls):
+    try:
+        times = {name: round(1e3 * statistics.median(graph_runs(each, 5)), 1) for name, each in calls.items()}
+    except Exception as error:  # a choice that does not fit this chip is a result too
+        times = type(error).__name__
+    print(what, chosen, times, flush=True)
+
+
+if __name__ == "__main__":
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--record", help="write the table to this file, or by this name among the committed ones")
+    options.add_argument("--sweep", action="store_true")
+    chosen = options.parse_args()
+    torch.manual_seed(0)
+    if chosen.sweep:
+        sweep()
+    else:
+        begun = records.begin()
+        content = records.record(list(results()), begun)
+        if chosen.record:
+            print(records.write(content, chosen.record))
