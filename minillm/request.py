@@ -1,7 +1,9 @@
 """A request as its user states it, and what comes back.  Lesson 00."""
 
+import copy
 import math
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,13 +12,22 @@ import numpy as np
 from minillm.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
-_SURROGATE = re.compile("[\ud800-\udfff]")  # in no text that can be encoded, and so in none that can be hashed
+QUOTED = 40  # characters of an input that an error message quotes
+SURROGATE = re.compile("[\ud800-\udfff]")  # in no text that can be encoded, and so in none that can be hashed
 TokenLogprobs = dict[int, float]
+_quotes = reprlib.Repr()
+_quotes.maxstring = _quotes.maxlong = _quotes.maxother = QUOTED
 
 
-def _check(condition: bool, message: str) -> None:
+def shown(value: object) -> str:
+    """A value as an error message quotes it: the beginning and the end of one that is long."""
+    return _quotes.repr(value)
+
+
+def _check(condition: bool, message: str, *values: object) -> None:
+    """values: what the message quotes, in place of each {}."""
     if not condition:
-        raise InvalidRequest(message)
+        raise InvalidRequest(message.format(*map(shown, values)) if values else message)
 
 
 def _is_int(value: object) -> bool:
@@ -87,13 +98,14 @@ class SamplingParams:
         }
         for name, (value, low, high, hint) in ranges.items():
             ok = _is_number(value) and low <= value <= high
-            _check(ok, f"{name} must be a number in [{low}, {high:g}] ({hint}), not {value!r}")
+            _check(ok, f"{name} must be a number in [{low}, {high:g}] ({hint}), not {{}}", value)
         _check(self.top_p > 0, "top_p must be above 0 (1 keeps every token); use temperature=0 for greedy")
         for name, low in (("max_tokens", 1), ("min_tokens", 0), ("top_k", -1)):
             value = getattr(self, name)
             _check(
                 _is_int(value) and low <= value < 2**31,
-                f"{name} must be a whole number from {low}, not {value!r}",
+                f"{name} must be a whole number from {low}, not {{}}",
+                value,
             )
         _check(
             self.min_tokens <= self.max_tokens,
@@ -102,25 +114,35 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             ok = value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS)
-            _check(ok, f"{name} must be a whole number from 0 to {MAX_LOGPROBS}, not {value!r}")
+            _check(ok, f"{name} must be a whole number from 0 to {MAX_LOGPROBS}, not {{}}", value)
         ok = self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**63)
-        _check(ok, f"seed must be a 64-bit whole number, not {self.seed!r}")
-        ok = isinstance(self.cache_salt, str) and not _SURROGATE.search(self.cache_salt)
-        _check(ok, f"cache_salt must be a string without lone surrogates, not {self.cache_salt!r}")
+        _check(ok, "seed must be a 64-bit whole number, not {}", self.seed)
+        ok = isinstance(self.cache_salt, str) and not SURROGATE.search(self.cache_salt)
+        _check(ok, "cache_salt must be a string without lone surrogates, not {}", self.cache_salt)
         ok = _is_int(self.priority) and abs(self.priority) < 2**31
-        _check(ok, f"priority must be a 32-bit whole number (lower goes first), not {self.priority!r}")
+        _check(ok, "priority must be a 32-bit whole number (lower goes first), not {}", self.priority)
         ok = isinstance(self.use_prefix_cache, bool)
-        _check(ok, f"use_prefix_cache must be True or False, not {self.use_prefix_cache!r}")
+        _check(ok, "use_prefix_cache must be True or False, not {}", self.use_prefix_cache)
         for text in self.stop:
-            _check(isinstance(text, str) and text != "", f"stop strings must be non-empty strings, not {text!r}")
+            _check(isinstance(text, str) and text != "", "stop strings must be non-empty strings, not {}", text)
         for token in self.stop_token_ids:
-            _check(_is_int(token) and token >= 0, f"stop_token_ids must be token ids (from 0), not {token!r}")
+            _check(_is_int(token) and token >= 0, "stop_token_ids must be token ids (from 0), not {}", token)
         if self.logit_bias is not None:
             bias = {int(token): value for token, value in self.logit_bias.items()}
             for token, value in bias.items():
                 ok = token >= 0 and _is_number(value) and -100 <= value <= 100
-                _check(ok, f"logit_bias maps token ids to numbers in [-100, 100], not {token!r}: {value!r}")
+                _check(ok, "logit_bias maps token ids to numbers in [-100, 100], not {}: {}", token, value)
             object.__setattr__(self, "logit_bias", bias)
+
+    def choices(self, n: int) -> "list[SamplingParams]":
+        """For each of n choices of a prompt; with a seed, choice i samples with seed + i. Raises InvalidRequest."""
+        if self.seed is None:
+            return [self] * n
+        _check(self.seed + n - 1 < 2**63, f"seed must be a 64-bit whole number, and seed + {n - 1} is not")
+        made = [copy.copy(self) for _ in range(n)]  # what was checked once need not be again, nor held twice
+        for i, each in enumerate(made):
+            object.__setattr__(each, "seed", self.seed + i)
+        return made
 
     @property
     def needs_general_path(self) -> bool:

@@ -120,16 +120,24 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         wants_text: bool = True,
+        checked: bool = False,
     ) -> Prepared:
-        """Check a request whose deltas go to `mailbox` under a hashable `key`; in any thread. Raises InvalidRequest."""
+        """Check a request whose deltas go to `mailbox` under a hashable `key`; in any thread. Raises InvalidRequest.
+
+        wants_text and checked are `Engine.prepare`'s.
+        """
 
         def listener(delta: Delta) -> None:
             if delta.completion is not None:
                 self._listening.pop(delta.completion.request_id, None)
             self._post(mailbox, key, delta)
 
-        options = {"request_id": request_id, "listener": listener, "wants_text": wants_text}
+        options = {"request_id": request_id, "listener": listener, "wants_text": wants_text, "checked": checked}
         return Prepared(self.engine.prepare(prompt, params, **options), mailbox, key)
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Check what depends on the model, once for all requests that share it. Raises InvalidRequest."""
+        self.engine.check_params(params)
 
     def submit(self, requests: Sequence[Prepared]) -> None:
         """Queue prepared requests; from any thread. What cannot be queued is told to its mailbox."""

@@ -172,21 +172,17 @@ class Engine:
         request_id: str | None = None,
         listener: Listener | None = None,
         wants_text: bool = True,
+        checked: bool = False,
     ) -> Tracked:
         """Check a request and make it ready; safe in any thread. Raises InvalidRequest.
 
         prompt: text, or token ids. listener: called in the engine's thread with each new `Delta`. wants_text=False
-        leaves all text empty, unless stop strings have it made anyway.
+        leaves all text empty, unless stop strings have it made anyway. checked: `check_params` has passed the params.
         """
         params = params or SamplingParams()
         ids = self._token_ids(prompt)
-        vocab = self.model_config.vocab_size
-        for name in ("stop_token_ids", "logit_bias"):
-            for token in getattr(params, name) or ():
-                if token >= vocab:
-                    raise InvalidRequest(f"{name} names token {token}, but the vocabulary ends at {vocab - 1}")
-        if params.stop and self.tokenizer is None:
-            raise InvalidRequest("stop strings need a tokenizer, and this model has none; use stop_token_ids")
+        if not checked:
+            self.check_params(params)
         count = next(self._counter)
         request = Request(
             request_id=request_id or f"request-{count}",
@@ -204,6 +200,16 @@ class Engine:
         if self.tokenizer is not None and (params.stop or (listener is not None and wants_text)):
             tracked.output = OutputText(self.tokenizer, params.stop, params.min_tokens)
         return tracked
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Check what depends on the model. Raises InvalidRequest."""
+        vocab = self.model_config.vocab_size
+        for name in ("stop_token_ids", "logit_bias"):
+            for token in getattr(params, name) or ():
+                if token >= vocab:
+                    raise InvalidRequest(f"{name} names token {token}, but the vocabulary ends at {vocab - 1}")
+        if params.stop and self.tokenizer is None:
+            raise InvalidRequest("stop strings need a tokenizer, and this model has none; use stop_token_ids")
 
     def submit(self, tracked: Tracked) -> None:
         """Queue a prepared request."""
