@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import json
 import time
+import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
@@ -16,12 +17,13 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from minillm.errors import InvalidRequest
-from minillm.request import Completion, Delta, SamplingParams
+from minillm.request import QUOTED, Completion, Delta, SamplingParams, shown
 from minillm.tokenizer import TokenizerError
 
-from .body import read
+from .body import BodyReader
+from .limits import Timeouts
 from .link import Choice, EngineError, Prompt, RemoteEngine, readable, room
-from .protocol import APIError, ChatRequest, CompletionRequest, GenerationRequest, as_api_error
+from .protocol import APIError, ChatRequest, CompletionRequest, GenerationRequest, StreamOptions, as_api_error
 from .responses import Answer, ChatForm, CompletionForm, TokenTexts, usage
 from .streams import ClientGone, EventStream, unless_disconnected
 
@@ -81,6 +83,7 @@ class _Server:
 
     def __init__(self, engine: RemoteEngine):
         self.engine = engine
+        self.bodies = BodyReader(engine.max_request_len, Timeouts().body_timeout)
         self.texts = TokenTexts(engine.tokenizer)
         self.card = {
             "id": engine.name,
@@ -96,7 +99,7 @@ class _Server:
 
     def check_model(self, name: str | None) -> None:
         if name not in (None, self.engine.name):
-            message = f"the model {name!r} is not served here; {self.engine.name!r} is"
+            message = f"the model {shown(name)} is not served here; {self.engine.name!r} is"
             raise APIError(message, status=404, param="model", code="model_not_found")
 
     def check_choices(self, choices: int, n: int) -> None:
@@ -109,7 +112,7 @@ class _Server:
         """Read a body, run its endpoint, count the answer, and stop the work when the client hangs up."""
         status = 500
         try:
-            body = await read(request, form)
+            body = await self.bodies.read(request, form)
             self.check_model(body.model)
             response = await unless_disconnected(request.receive, endpoint(body))
             status = response.status_code
@@ -118,26 +121,27 @@ class _Server:
             status = 499
             return Response(status_code=status)
         except Exception as error:
-            wrong = as_api_error(error)
-            status = wrong.status
-            raise wrong from error
+            response = _refusal(as_api_error(error))
+            status = response.status_code
+            # They hold the request, and each other: else it would stay until garbage is collected.
+            traceback.clear_frames(error.__traceback__)
+            return response
         finally:
             self.engine.answered(status)
 
     # ---- the endpoints
 
     async def complete(self, body: CompletionRequest) -> Response:
-        texts, params, include_usage = body.prompts(), body.params(), body.include_usage
-        self.check_choices(len(texts) * len(params), len(params))
-        for text in texts:
-            self.check_length(text)
+        texts, params, n, usages = body.prompts(), body.params(), body.n or 1, body.stream_usage()
+        self.check_choices(len(texts) * n, n)
         aside = sum(map(len, texts)) >= LONG_TEXT
+        await _run(aside, self.check_lengths, texts)
         prompts = [await self.tokenize(text, aside) if isinstance(text, str) else Prompt(text) for text in texts]
-        form = CompletionForm(self.texts, body.logprobs, bool(body.return_token_ids), len(params))
+        form = CompletionForm(self.texts, body.logprobs, bool(body.return_token_ids), n)
         if body.echo:
             form.echoes = [await self.echo(text, aside) for text in texts]
             form.scores_only = body.scores_only
-        return await self.respond(prompts, params, form, body.stream, include_usage)
+        return await self.respond(prompts, params, form, body.stream, usages)
 
     async def chat(self, body: ChatRequest) -> Response:
         self.check_choices(body.n or 1, body.n or 1)
@@ -149,10 +153,10 @@ class _Server:
         prompt = await self.tokenize(text, aside, special=False, name="messages")
         # A stream has room for very much: not asked for more, it says no more than fits a context.
         left = min(self.engine.max_request_len - len(prompt.ids or ()), self.engine.max_model_len)
-        params, include_usage = body.params(left), body.include_usage
+        params, usages = body.params(left), body.stream_usage()
         top = (body.top_logprobs or 0) if body.logprobs else None
-        form = ChatForm(self.texts, top, bool(body.return_token_ids), len(params))
-        return await self.respond([prompt], params, form, body.stream, include_usage)
+        form = ChatForm(self.texts, top, bool(body.return_token_ids), body.n or 1)
+        return await self.respond([prompt], params, form, body.stream, usages)
 
     # ---- prompts
 
@@ -173,8 +177,12 @@ class _Server:
         room(len(ids), engine.max_request_len, name)
         return Prompt(ids, text, special)
 
-    def check_length(self, prompt: str | list[int]) -> None:
+    def check_lengths(self, prompts: list[str | list[int]]) -> None:
         """Refuse what cannot fit before anything is done with it."""
+        for prompt in prompts:
+            self._check_length(prompt)
+
+    def _check_length(self, prompt: str | list[int]) -> None:
         engine = self.engine
         if isinstance(prompt, str):
             readable(len(prompt), engine.max_request_len)
@@ -182,7 +190,7 @@ class _Server:
         room(len(prompt), engine.max_request_len)
         for token in (min(prompt), max(prompt)):
             if not 0 <= token < engine.vocab_size:
-                message = f"prompt: token id {token} is outside the vocabulary of {engine.vocab_size}"
+                message = f"prompt: token id {shown(token)} is outside the vocabulary of {engine.vocab_size}"
                 raise APIError(message, param="prompt")
 
     async def render(self, messages: list[dict[str, str]], aside: bool) -> str:
@@ -209,18 +217,18 @@ class _Server:
     async def respond(
         self,
         prompts: list[Prompt],
-        params: list[SamplingParams],
+        params: SamplingParams,
         form: CompletionForm | ChatForm,
         stream: bool | None,
-        include_usage: bool,
+        usages: StreamOptions,
     ) -> Response:
         """The answer's choices, in one JSON document or as events."""
-        answer, source = Answer(form.kind, self.engine.name), self.engine.stream(prompts, params)
-        count = len(prompts) * len(params)
+        answer, source = Answer(form.kind, self.engine.name), self.engine.stream(prompts, params, form.n)
+        count = len(prompts) * form.n
         if stream:
             # Awaited here: until something has come, an error still has its HTTP status.
             first = await anext(source)
-            return EventStream(self.chunks(answer, form, count, first, source, include_usage), source)
+            return EventStream(self.chunks(answer, form, count, first, source, usages), source)
         done: list[Completion | None] = [None] * count
         async with aclosing(source):
             async for choice, delta in source:
@@ -239,27 +247,36 @@ class _Server:
         count: int,
         first: tuple[Choice, Delta],
         source: AsyncIterator[tuple[Choice, Delta]],
-        include_usage: bool,
+        usages: StreamOptions,
     ) -> AsyncGenerator[dict]:
-        more = {"usage": None} if include_usage else {}
-        for opening in form.openings(count):
-            yield answer.chunk([opening], **more)
-        prompt_tokens = generated = 0
+        prompts: dict[int, int] = {}  # tokens of each prompt that has been read
+        generated = 0
+
+        def so_far() -> dict:
+            return usage(sum(prompts.values()), form.generated(generated))
+
+        def chunk(choice: dict) -> dict:
+            if usages.continuous_usage_stats:
+                return answer.chunk([choice], usage=so_far())
+            return answer.chunk([choice], **({"usage": None} if usages.include_usage else {}))
+
         item = first
         while item is not None:
             choice, delta = item
+            prompts[choice.index // form.n] = len(choice.completion.prompt_token_ids)
+            if item is first:
+                for opening in form.openings(count):
+                    yield chunk(opening)
             generated += len(delta.token_ids)
-            if delta.completion is not None and choice.index % form.n == 0:
-                prompt_tokens += len(delta.completion.prompt_token_ids)
             await self.read_tokens(delta, choice.completion)
             piece = form.piece(choice.index, delta, choice.completion)
             # Tokens whose characters are still incomplete have nothing to show yet.
-            shown = piece.get("text") or piece.get("delta") or piece["logprobs"] or form.ids
-            if shown or delta.finish_reason:
-                yield answer.chunk([piece], **more)
+            shows = piece.get("text") or piece.get("delta") or piece["logprobs"] or form.ids
+            if shows or delta.finish_reason:
+                yield chunk(piece)
             item = await anext(source, None)
-        if include_usage:
-            yield answer.chunk([], usage=usage(prompt_tokens, form.generated(generated)))
+        if usages.include_usage:
+            yield answer.chunk([], usage=so_far())
 
     async def read_tokens(self, gained: Delta | Completion, done: Completion) -> None:
         """Have the engine's process name the tokens that log-probabilities speak of, where only it can."""
@@ -277,19 +294,23 @@ async def _run(aside: bool, function: Callable[..., Any], *arguments: Any) -> An
     return await asyncio.to_thread(function, *arguments) if aside else function(*arguments)
 
 
+def _refusal(error: APIError) -> Response:
+    body = json.dumps(error.body)  # in ASCII: what it quotes may hold half a pair of surrogates, which no UTF-8 can
+    return Response(body, error.status, error.headers, "application/json")
+
+
 def _report_errors(app: FastAPI) -> None:
     """Every error a client sees has OpenAI's form."""
 
     @app.exception_handler(APIError)
     async def api_error(_: Request, error: APIError) -> Response:
-        body = json.dumps(error.body)  # in ASCII: what it quotes may hold half a pair of surrogates, which no UTF-8 can
-        return Response(body, error.status, error.headers, "application/json")
+        return _refusal(error)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        return await api_error(request, APIError(message, status=error.status_code, headers=error.headers))
+        message = f"{request.method} {request.url.path[:QUOTED]}: {error.detail}"
+        return _refusal(APIError(message, status=error.status_code, headers=error.headers))
 
     @app.exception_handler(EngineError)
     async def engine_error(_: Request, error: EngineError) -> Response:
-        return await api_error(_, as_api_error(error))
+        return _refusal(as_api_error(error))

@@ -1,53 +1,110 @@
-"""A request's body: read up to a limit, parsed, and checked against its form.  Lesson 99."""
+"""A request's body: read within limits of bytes and seconds, decoded, and checked against its form.  Lesson 99."""
 
+import asyncio
 import json
 from typing import TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
-from .protocol import NO_OBJECT, APIError, malformed
+from . import limits
+from .bounded_json import BoundedDecoder, TooDeep, TooManyValues, UnknownMember
+from .link import Busy
+from .protocol import NO_OBJECT, APIError, GenerationRequest, malformed, unknown_field
 from .streams import ClientGone
 
-MAX_BODY = 16 << 20  # bytes: room for a million token ids, and parsed in a fraction of a second
-Form = TypeVar("Form", bound=BaseModel)
+Form = TypeVar("Form", bound=GenerationRequest)
 
 
-async def read(request: Request, form: type[Form]) -> Form:
-    """The body as `form`. Raises APIError, and ClientGone when not all of it comes."""
-    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
-    if not (kind == "application/json" or kind.startswith("application/") and kind.endswith("+json")):
-        raise APIError(NO_OBJECT)
-    if int(request.headers.get("content-length", 0)) > MAX_BODY:
-        raise _too_large()
-    data = bytearray()
-    try:
-        async for chunk in request.stream():
-            data += chunk
-            if len(data) > MAX_BODY:
-                raise _too_large()
-    except ClientDisconnect:
-        raise ClientGone from None
-    try:
-        return form.model_validate(_parse(bytes(data)))
-    except ValidationError as error:
-        raise malformed(error.errors(include_url=False, include_input=False)) from None
+class BodyReader:
+    """Reads the bodies of a worker's requests.
+
+    max_request_len: tokens that prompt and output have together; timeout: seconds until the whole body must be here.
+    """
+
+    def __init__(self, max_request_len: int, timeout: float):
+        self.max_body, self.max_tokens = limits.max_body(max_request_len), limits.max_tokens(max_request_len)
+        self.timeout = timeout
+        self.held = 0  # bytes of bodies that are on their way, without the first FREE_BODY of each
+        self._turn = asyncio.Semaphore(1)  # to decode a large body: what one becomes takes more memory than its bytes
+
+    async def read(self, request: Request, form: type[Form]) -> Form:
+        """The body as `form`. Raises APIError, and ClientGone when not all of it comes."""
+        kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+        if not (kind == "application/json" or kind.startswith("application/") and kind.endswith("+json")):
+            raise APIError(NO_OBJECT)
+        if int(request.headers.get("content-length", 0)) > self.max_body:
+            raise self._too_large()
+        data = bytearray()
+        try:
+            await self._receive(request, data)
+            if len(data) <= limits.FREE_BODY:
+                return self.parse(data, form)
+            async with self._turn:  # on the event loop, decoding would hold up everyone else's tokens
+                return await asyncio.to_thread(self.parse, data, form)
+        finally:
+            self.held -= _counted(len(data))
+            data.clear()  # an exception's traceback may hold it for long
+
+    async def _receive(self, request: Request, data: bytearray) -> None:
+        """Append all of the body to `data`, and count what that holds."""
+        try:
+            async with asyncio.timeout(self.timeout):
+                async for chunk in request.stream():
+                    size = len(data) + len(chunk)
+                    if size > self.max_body:
+                        raise self._too_large()
+                    more = _counted(size) - _counted(len(data))
+                    if self.held + more > limits.MAX_HELD:
+                        raise Busy(f"large bodies of {self.held:,} bytes are on their way already: try again soon")
+                    self.held += more
+                    data += chunk
+        except ClientDisconnect:
+            raise ClientGone from None
+        except TimeoutError:
+            message = f"the body did not come within {self.timeout:g} s: send it faster, or several requests"
+            raise APIError(message, status=408, code="request_timeout", headers={"connection": "close"}) from None
+
+    def _too_large(self) -> APIError:
+        message = f"the body has more than {self.max_body:,} bytes, the most that are read: send several requests"
+        return APIError(message, status=413, code="request_too_large")
+
+    def parse(self, data: bytes | bytearray, form: type[Form]) -> Form:
+        """Decode a body and check it, at a cost that its form bounds. Raises APIError for the first thing wrong."""
+        content = self._decode(data, form)
+        if not isinstance(content, dict):
+            raise APIError(NO_OBJECT)
+        try:
+            return form.model_validate(content)
+        except ValidationError as error:
+            raise malformed(error.errors(include_url=False, include_input=False)) from None
+
+    def _decode(self, data: bytes | bytearray, form: type[Form]) -> object:
+        try:
+            text = data.decode(json.detect_encoding(data), "surrogatepass")
+            values, depth = limits.MAX_VALUES, limits.MAX_DEPTH
+            decoder = BoundedDecoder(
+                text, values=values, numbers=self.max_tokens, depth=depth, members=form.known_fields()
+            )
+            return decoder.decode()
+        except UnknownMember as error:
+            raise unknown_field(error.name) from None
+        except TooManyValues as error:
+            form.check_supported(error.name)
+            most = f"{values:,} values or {self.max_tokens:,} numbers, the most that are read"
+            message = f"{error.name or 'the body'} has more than {most}: send several requests"
+            raise APIError(message, param=error.name) from None
+        except json.JSONDecodeError as error:
+            reason = f"{error.msg} at character {error.pos}"
+        except UnicodeDecodeError as error:
+            reason = f"byte {error.start} is not {error.encoding.upper()}"
+        except (RecursionError, TooDeep):
+            reason = "it is nested too deeply"
+        except ValueError:  # Python's bound on the digits of a whole number
+            reason = "a number in it has too many digits"
+        raise APIError(f"the body is not valid JSON: {reason}", code="invalid_json")
 
 
-def _too_large() -> APIError:
-    message = f"the body has more than {MAX_BODY:,} bytes, the most that are read: send several requests"
-    return APIError(message, status=413, code="request_too_large")
-
-
-def _parse(data: bytes) -> object:
-    try:
-        return json.loads(data)
-    except json.JSONDecodeError as error:
-        reason = f"{error.msg} at character {error.pos}"
-    except UnicodeDecodeError as error:
-        reason = f"byte {error.start} is not {error.encoding.upper()}"
-    except RecursionError:
-        reason = "it is nested too deeply"
-    except ValueError:  # Python's bound on the digits of a whole number
-        reason = "a number in it has too many digits"
-    raise APIError(f"the body is not valid JSON: {reason}", code="invalid_json")
+def _counted(size: int) -> int:
+    """How many bytes of a body count as held."""
+    return max(size - limits.FREE_BODY, 0)

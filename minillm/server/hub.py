@@ -257,19 +257,21 @@ class Line:
         if job is not None:
             self.engine.stop(job.prepared.request_id, string)
 
-    def _on_submit(self, numbers: array, *, key: int, prompts: list[dict], params: list[dict]) -> None:
-        choices = len(prompts) * len(params)
+    def _on_submit(self, numbers: array, *, key: int, prompts: list[dict], params: dict, n: int) -> None:
+        choices = len(prompts) * n
         refusal = None
         if self.hub.running + choices > self.hub.capacity:
             refusal = self._busy()
         else:
             try:
+                shared = SamplingParams(**params)
+                self.engine.check_params(shared)
                 ids, encoded = self._read_prompts(numbers, prompts)
                 if encoded:
                     lengths = [len(each) for each in ids]
-                    message = {"op": "prompts", "key": key, "lengths": lengths, "choices": len(params)}
+                    message = {"op": "prompts", "key": key, "lengths": lengths, "choices": n}
                     self.send(message, np.concatenate(ids).tolist())
-                self._start(key, ids, [SamplingParams(**each) for each in params])
+                self._start(key, ids, shared.choices(n))
             except Exception as error:
                 refusal = _refusal(error)
         if refusal is not None:
@@ -294,12 +296,16 @@ class Line:
         return found, encoded
 
     def _start(self, key: int, prompts: list, params: list[SamplingParams]) -> None:
-        """Check every choice, then queue them all. Raises InvalidRequest, and then none has begun."""
+        """Check every choice, then queue them all. Raises InvalidRequest, and then none has begun.
+
+        params: of each choice of a prompt; the engine has checked what they share.
+        """
         jobs = []
         for ids in prompts:
             for each in params:
                 job = Job(key + len(jobs))
-                job.prepared = self.engine.prepare(ids, each, self, job, wants_text=self.hub.reads_text)
+                options = {"wants_text": self.hub.reads_text, "checked": True}
+                job.prepared = self.engine.prepare(ids, each, self, job, **options)
                 jobs.append(job)
         self.jobs |= {job.key: job for job in jobs}
         try:

@@ -4,7 +4,7 @@ A message is a JSON object and an array of whole numbers (token ids): nothing th
 would. All tokens that a step made for a worker travel in one message.
 
 From a worker:
-    submit      key of the first choice; prompts; params; numbers: the prompts' ids, one after the other
+    submit      key of the first choice; prompts; params; n of each; numbers: the prompts' ids, one after the other
     abort       keys
     stopped     key, string: a stop string ended the text; what is generated beyond it is of no use
     ask         id, what, arguments: answered by a reply with the same id
@@ -36,6 +36,7 @@ from minillm.tokenizer import Tokenizer
 
 SIZES = struct.Struct("<II")  # bytes of JSON, bytes of numbers
 NUMBER = "q"
+MANY_NUMBERS = 1 << 16  # that take milliseconds to put together
 CHARACTERS_PER_TOKEN = 128  # the longest tokens in use are runs of 128 spaces; text has about four
 
 
@@ -71,7 +72,10 @@ def readable(characters: int, limit: int, name: str = "prompt") -> None:
 
 
 def pack(message: dict, numbers: Iterable[int] = ()) -> bytes:
-    head, data = json.dumps(message, separators=(",", ":")).encode(), array(NUMBER, numbers).tobytes()
+    # Not in ASCII: escapes would make most alphabets three times as long and slow to read.
+    text = json.dumps(message, ensure_ascii=False, separators=(",", ":"))
+    numbers = numbers if isinstance(numbers, array) else array(NUMBER, numbers)
+    head, data = text.encode("utf-8", "surrogatepass"), numbers.tobytes()
     return SIZES.pack(len(head), len(data)) + head + data
 
 
@@ -175,25 +179,26 @@ class RemoteEngine(asyncio.Protocol):
     # ---- what the HTTP side uses
 
     async def stream(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+        self, prompts: Sequence[Prompt], params: SamplingParams, n: int = 1
     ) -> AsyncIterator[tuple[Choice, Delta]]:
-        """Run each prompt with each of `params`; yields each choice with what it gained.
+        """Run `params.choices(n)` of each prompt; yields each choice with what it gained.
 
         Choices are numbered prompt by prompt. All run, or none: raises InvalidRequest or Busy before the first
         delta; EngineError at any time. Leaving early aborts what runs.
         """
         queue: asyncio.Queue[tuple[Choice, Delta] | Exception] = asyncio.Queue()
         mine: dict[int, Choice] = {}
-        for index, (prompt, each) in enumerate(itertools.product(prompts, params)):
-            mine[next(self._keys)] = Choice(index, prompt, self.tokenizer, each)
+        for index, (prompt, _) in enumerate(itertools.product(prompts, range(n))):
+            mine[next(self._keys)] = Choice(index, prompt, self.tokenizer, params)
         self._choices |= {key: (choice, queue) for key, choice in mine.items()}
         message = {"op": "submit", "key": min(mine), "prompts": [each.form for each in prompts]}
-        message["params"] = [_changed(each) for each in params]
+        message |= {"params": _changed(params), "n": n}
         if self.tokenizer is not None:  # stop strings are looked for where text is made
-            for each in message["params"]:
-                each.pop("stop", None)
+            message["params"].pop("stop", None)
         try:
-            self._send(message, itertools.chain.from_iterable(prompt.ids or () for prompt in prompts))
+            ids = [prompt.ids or [] for prompt in prompts]
+            many = sum(map(len, ids)) > MANY_NUMBERS
+            self._send(message, await asyncio.to_thread(_joined, ids) if many else _joined(ids))
             left = len(mine)
             while left:
                 item = await queue.get()
@@ -314,3 +319,11 @@ class RemoteEngine(asyncio.Protocol):
 
     def _on_stop(self, _: array) -> None:
         self._stop()
+
+
+def _joined(prompts: Sequence[list[int]]) -> array:
+    """All ids, one prompt after the other."""
+    ids = array(NUMBER)
+    for each in prompts:
+        ids.extend(each)
+    return ids

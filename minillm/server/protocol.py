@@ -7,26 +7,35 @@ vLLM's names.
 
 import json
 import re
+from collections.abc import Container
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from minillm.errors import InvalidRequest
-from minillm.request import SamplingParams
+from minillm.request import QUOTED, SURROGATE, SamplingParams, shown
 from minillm.tokenizer import TokenizerError
 
+from .limits import (
+    MAX_BIASES,
+    MAX_CHOICES,
+    MAX_MESSAGES,
+    MAX_METADATA,
+    MAX_N,
+    MAX_PARTS,
+    MAX_PROMPTS,
+    MAX_ROLE,
+    MAX_SALT,
+    MAX_STOP_LENGTH,
+    MAX_STOP_TOKENS,
+    MAX_STOPS,
+)
 from .link import Busy, TooLong
 
-MAX_PROMPTS = 2048
-MAX_N = 128
-MAX_CHOICES = 2048  # of one request, n of each prompt
-MAX_MESSAGES = 2048
-MAX_PARTS = 2048  # of one message
-MAX_STOPS = 16  # stop strings: each is looked for in the text of each new token
-MAX_STOP_LENGTH = 256  # characters
-MAX_STOP_TOKENS = 64  # the engine's table of them is as wide as the longest list
 RETRY_AFTER = 1  # seconds
+MAX_MESSAGE = 1000  # characters of an error's message: what it quotes may be as long as a client likes
 NO_OBJECT = "the body must be a JSON object, sent as application/json"
+_NO_PROMPT = "prompt must be a string, a list of token ids, or a non-empty list of those"
 Prompt = str | list[int]
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 
@@ -62,18 +71,43 @@ class APIError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ):
+        if len(message) > MAX_MESSAGE:
+            message = message[:MAX_MESSAGE] + " ..."
         super().__init__(message)
         self.status, self.headers = status, headers
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class StreamOptions(BaseModel):
+    """OpenAI's options of a stream, and vLLM's `continuous_usage_stats`.
+
+    include_usage           ends the stream with the usage of all of it
+    continuous_usage_stats  tells in every chunk the usage so far
+    include_obfuscation     taken and without effect: OpenAI pads its chunks, so that their lengths hide their tokens
+    """
+
     model_config = ConfigDict(strict=True, extra="forbid")
-    include_usage: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+# Most elements of a field's list, or members of its object, and what they are.
+SIZES = {
+    "stop": (MAX_STOPS, "strings"),
+    "stop_token_ids": (MAX_STOP_TOKENS, "token ids"),
+    "logit_bias": (MAX_BIASES, "token ids"),
+    "messages": (MAX_MESSAGES, "messages"),
+    "metadata": (MAX_METADATA, "pairs"),
+}
 
 
 class GenerationRequest(BaseModel):
-    """What both endpoints share. null means the default; unknown fields are refused: no typo goes unseen."""
+    """What both endpoints share. null means the default; unknown fields are refused: no typo goes unseen.
+
+    pydantic collects everything that is wrong, and takes microseconds for each: what a client can send many of is
+    checked before, up to the first thing wrong.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -102,38 +136,58 @@ class GenerationRequest(BaseModel):
     priority: int | None = None
     return_token_ids: bool | None = None
 
-    def sampling(self, **computed) -> list[SamplingParams]:
-        """One SamplingParams for each of the n choices. With a seed, choice i samples with seed + i."""
-        self._check_stop()
+    @classmethod
+    def known_fields(cls) -> Container[str]:
+        return cls.model_fields.keys()
+
+    @classmethod
+    def check_supported(cls, name: str | None) -> None:
+        """Raises APIError for a field that OpenAI's API has and this one lacks."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_sizes(cls, content: dict) -> dict:
+        for name, (most, things) in SIZES.items():
+            value = content.get(name)
+            if isinstance(value, (list, dict)) and len(value) > most:
+                message = f"{name} has {len(value):,} {things}; at most {most:,} are taken: leave some out"
+                raise APIError(message, param=name)
+        if isinstance(biases := content.get("logit_bias"), dict):
+            for token, bias in biases.items():
+                if type(bias) not in (int, float):
+                    message = f"logit_bias maps token ids to numbers; that of {shown(token)} is {shown(bias)}"
+                    raise APIError(message, param="logit_bias")
+        _check_members("stream_options", content.get("stream_options"), StreamOptions)
+        return content
+
+    def sampling(self, **computed) -> SamplingParams:
+        """How each of the n choices is sampled; with a seed, choice i samples with seed + i."""
+        self._check_strings()
         given = {name: getattr(self, name) for name in _SAMPLING} | computed
         given = {name: value for name, value in given.items() if value is not None}
         for key in self.logit_bias or ():
             if not _TOKEN_ID.fullmatch(key):
                 message = f"logit_bias maps token ids to numbers; {key[:40]!a} is no token id"
                 raise APIError(message, param="logit_bias")
-        seeds = [{} if self.seed is None else {"seed": self.seed + i} for i in range(self.n or 1)]
         try:
-            return [SamplingParams(**(given | seed)) for seed in seeds]
+            return SamplingParams(**given)
         except InvalidRequest as error:
             raise as_api_error(error) from None
 
-    def _check_stop(self) -> None:
+    def _check_strings(self) -> None:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(stop) > MAX_STOPS:
-            message = f"stop lists {len(stop)} strings; at most {MAX_STOPS} are looked for: leave some out"
-            raise APIError(message, param="stop")
         if (longest := max(map(len, stop), default=0)) > MAX_STOP_LENGTH:
             message = f"stop has a string of {longest} characters; at most {MAX_STOP_LENGTH} fit: its beginning will do"
             raise APIError(message, param="stop")
-        if (count := len(self.stop_token_ids or ())) > MAX_STOP_TOKENS:
-            message = f"stop_token_ids lists {count} tokens; at most {MAX_STOP_TOKENS} are looked for: leave some out"
-            raise APIError(message, param="stop_token_ids")
+        if (length := len(self.cache_salt or "")) > MAX_SALT:
+            message = f"cache_salt has {length:,} characters; at most {MAX_SALT:,} fit: send a hash of it"
+            raise APIError(message, param="cache_salt")
 
-    @property
-    def include_usage(self) -> bool:
+    def stream_usage(self) -> StreamOptions:
+        """Which usage the stream tells."""
         if self.stream_options is not None and not self.stream:
             raise APIError("stream_options needs stream: true", param="stream_options")
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options or StreamOptions()
 
 
 _SAMPLING = [name for name in GenerationRequest.model_fields if name in SamplingParams.__dataclass_fields__]
@@ -142,27 +196,35 @@ _SAMPLING = [name for name in GenerationRequest.model_fields if name in Sampling
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    prompt: Any = None  # checked in prompts(): pydantic's messages about unions of lists are of no help
+    prompt: Any = None  # checked below: pydantic's messages about unions of lists are of no help
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
     suffix: str | None = None
 
+    @field_validator("prompt")
+    @classmethod
+    def _check_prompt(cls, value: object) -> object:
+        several = isinstance(value, list) and value and isinstance(value[0], (str, list))
+        if several and len(value) > MAX_PROMPTS:
+            raise APIError(f"prompt lists {len(value):,} prompts; at most {MAX_PROMPTS:,} fit", param="prompt")
+        if not all(isinstance(each, str) or (_is_ids(each) and each) for each in (value if several else [value])):
+            raise APIError(_NO_PROMPT, param="prompt")
+        return value
+
     def prompts(self) -> list[Prompt]:
         """Strings and lists of token ids, one for each prompt."""
         value = self.prompt
-        if isinstance(value, str) or (_is_ids(value) and value):
+        if value is None:
+            raise APIError(_NO_PROMPT, param="prompt")
+        if isinstance(value, str) or isinstance(value[0], int):
             return [value]
-        if isinstance(value, list) and value and all(isinstance(p, str) or (_is_ids(p) and p) for p in value):
-            if len(value) > MAX_PROMPTS:
-                raise APIError(f"prompt lists {len(value)} prompts; at most {MAX_PROMPTS} fit", param="prompt")
-            if len(value) * (self.n or 1) > MAX_CHOICES:
-                message = f"n of {self.n} for {len(value)} prompts makes more than {MAX_CHOICES} choices: ask in parts"
-                raise APIError(message, param="n")
-            return value
-        raise APIError("prompt must be a string, a list of token ids, or a non-empty list of those", param="prompt")
+        if len(value) * (self.n or 1) > MAX_CHOICES:
+            message = f"n of {self.n} for {len(value)} prompts makes more than {MAX_CHOICES} choices: ask in parts"
+            raise APIError(message, param="n")
+        return value
 
-    def params(self) -> list[SamplingParams]:
+    def params(self) -> SamplingParams:
         if self.best_of not in (None, 1, self.n):
             raise APIError("best_of is not supported: use n, and choose among the choices", param="best_of")
         if self.suffix:
@@ -189,7 +251,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
     role: str
-    content: str | Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_PARTS)]
+    content: str | Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
     name: str | None = None
     refusal: None = None
     audio: None = None
@@ -207,7 +269,7 @@ class Message(BaseModel):
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -215,18 +277,41 @@ class ChatRequest(GenerationRequest):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
+    @classmethod
+    def known_fields(cls) -> Container[str]:
+        return cls.model_fields.keys() | UNSUPPORTED.keys()
+
+    @classmethod
+    def check_supported(cls, name: str | None) -> None:
+        if name in UNSUPPORTED:
+            values = " or ".join(map(json.dumps, (None, *UNSUPPORTED[name])))
+            message = f"{name} is not supported: leave it out, or send {values}"
+            raise APIError(message, param=name, code="unsupported_parameter")
+
     @model_validator(mode="before")
     @classmethod
-    def _without_what_asks_for_nothing(cls, body: object) -> object:
-        if not isinstance(body, dict):
-            return body
-        for name in UNSUPPORTED.keys() & body.keys():
+    def _without_what_asks_for_nothing(cls, content: dict) -> dict:
+        for name in UNSUPPORTED.keys() & content.keys():
             nothing = (None, *UNSUPPORTED[name])
-            if not any(type(body[name]) is type(each) and body[name] == each for each in nothing):
-                values = " or ".join(map(json.dumps, nothing))
-                message = f"{name} is not supported: leave it out, or send {values}"
-                raise APIError(message, param=name, code="unsupported_parameter")
-        return {name: value for name, value in body.items() if name not in UNSUPPORTED}
+            if not any(type(content[name]) is type(each) and content[name] == each for each in nothing):
+                cls.check_supported(name)
+        return {name: value for name, value in content.items() if name not in UNSUPPORTED}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_messages(cls, content: dict) -> dict:
+        messages = content.get("messages")
+        for i, message in enumerate(messages if isinstance(messages, list) else ()):
+            if not isinstance(message, dict):
+                continue
+            _check_members(f"messages.{i}", message, Message)
+            role, parts = message.get("role"), message.get("content")
+            if isinstance(role, str) and len(role) > MAX_ROLE:  # templates quote those that they do not know
+                reason = f"has {len(role):,} characters; at most {MAX_ROLE} fit"
+                raise APIError(f"messages.{i}.role {reason}", param="messages")
+            for j, part in enumerate(parts if isinstance(parts, list) else ()):
+                _check_members(f"messages.{i}.content.{j}", part, ContentPart)
+        return content
 
     def turns(self) -> list[dict[str, str]]:
         """The conversation, as chat templates read it."""
@@ -234,13 +319,20 @@ class ChatRequest(GenerationRequest):
             raise APIError("messages ask nothing: add one from the user after the system's", param="messages")
         return [message.plain() for message in self.messages]
 
-    def params(self, room: int) -> list[SamplingParams]:
+    def params(self, room: int) -> SamplingParams:
         """`room`: tokens that may come if not said."""
         if self.top_logprobs is not None and not self.logprobs:
             raise APIError("top_logprobs needs logprobs: true", param="top_logprobs")
         most = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         most = max(room, 1) if most is None else most
         return self.sampling(max_tokens=most, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+
+
+def _check_members(where: str, value: object, form: type[BaseModel]) -> None:
+    """Raises APIError for the first member that an object of this form does not have."""
+    for name in value if isinstance(value, dict) else ():
+        if name not in form.model_fields:
+            raise unknown_field(name, where)
 
 
 def _is_ids(value: object) -> bool:
@@ -263,14 +355,17 @@ def as_api_error(error: Exception) -> APIError:
     return APIError(f"the engine failed: {message}", status=500, kind="server_error", code="engine_error")
 
 
+def unknown_field(name: str, where: str = "") -> APIError:
+    """where: names and numbers of what it is in, joined by dots."""
+    if SURROGATE.search(name):
+        return APIError("the body has a field whose name is no text: it holds half a pair of surrogates")
+    path = f"{where}.{name[:QUOTED]}".removeprefix(".")
+    param = where.split(".")[0] or path
+    return APIError(f"{path} is not a field of this request", param=param, code="unknown_parameter")
+
+
 def malformed(errors: list[dict]) -> APIError:
     """pydantic's list of what is wrong, told as one sentence about the first."""
-    first = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
-    where = ".".join(map(str, first["loc"]))
-    if first["type"] == "extra_forbidden":
-        return APIError(f"{where} is not a field of this request", param=where.split(".")[0], code="unknown_parameter")
-    if first["type"] == "string_unicode" and not where:
-        return APIError("the body has a field whose name is no text: it holds half a pair of surrogates")
-    if not where:
-        return APIError(NO_OBJECT)
-    return APIError(f"{where}: {first['msg']}", param=where.split(".")[0])
+    first = errors[0]
+    where = [str(part)[:QUOTED] for part in first["loc"]]
+    return APIError(f"{'.'.join(where)}: {first['msg']}", param=where[0])

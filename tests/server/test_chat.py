@@ -71,6 +71,16 @@ def test_chat_logprobs_name_each_token_its_bytes_and_its_rivals(ask):
     assert [token.top_logprobs for token in ask(logprobs=True).choices[0].logprobs.content] == [[]] * 8
 
 
+def test_continuous_usage_begins_with_the_prompts_tokens(ask):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    usages = [chunk.usage for chunk in ask(stream=True, stream_options=options)]
+    whole = ask().usage
+    assert {usage.prompt_tokens for usage in usages} == {whole.prompt_tokens}
+    assert usages[0].completion_tokens == 0 and usages[-1] == whole
+    counts = [usage.completion_tokens for usage in usages]
+    assert counts == sorted(counts) and len(set(counts)) > 3, "it came in one piece"
+
+
 def test_content_in_parts_is_the_same_as_in_one(ask):
     parts = [{"type": "text", "text": "Where is "}, {"type": "text", "text": "the river?"}]
     assert ask([{"role": "user", "content": parts}]).choices == ask().choices

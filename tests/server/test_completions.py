@@ -160,6 +160,29 @@ def test_streamed_usage_comes_last_and_counts_everything(complete):
     assert texts == [choice.text for choice in whole.choices]
 
 
+@pytest.mark.parametrize("last", [True, False], ids=["and in the end", "alone"])
+def test_continuous_usage_counts_what_has_come_so_far_in_every_chunk(complete, last):
+    options = {"include_usage": last, "continuous_usage_stats": True}
+    whole = complete(["The river", "A stone is a stone"], n=2)
+    chunks = list(complete(["The river", "A stone is a stone"], n=2, stream=True, stream_options=options))
+    usages = [chunk.usage for chunk in chunks]
+    counted = [sum(len(c.token_ids) for chunk in chunks[: i + 1] for c in chunk.choices) for i in range(len(chunks))]
+    assert [usage.completion_tokens for usage in usages] == counted
+    assert all(usage.total_tokens == usage.prompt_tokens + usage.completion_tokens for usage in usages)
+    prompts = [usage.prompt_tokens for usage in usages]
+    assert 0 < prompts[0] < prompts[-1] and prompts == sorted(prompts), "each prompt counts when it has been read"
+    assert usages[-1] == whole.usage
+    assert (chunks[-1].choices == []) == last
+
+
+@pytest.mark.parametrize("value", [True, False, None])
+def test_a_stream_that_asks_for_obfuscation_is_the_same_stream(complete, value):
+    def chunks(**more):
+        return [chunk.choices for chunk in complete("The river", stream=True, **more)]
+
+    assert chunks(stream_options={"include_obfuscation": value}) == chunks()
+
+
 def test_streamed_echo_and_logprobs_each_come_along(complete):
     text = "".join(c.text for chunk in complete("The river", stream=True, echo=True) for c in chunk.choices)
     assert text == complete("The river", echo=True).choices[0].text

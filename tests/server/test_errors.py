@@ -106,6 +106,9 @@ WRONG = [
     ("stream", "yes"),
     ("stream_options", {"include_usage": True}),
     ("stream_options", {"nonsense": True}),
+    ("stream_options", {"include_usage": 1}),
+    ("stream_options", {"continuous_usage_stats": "yes"}),
+    ("stream_options", {"include_obfuscation": 0}),
     ("best_of", 5),
     ("suffix", "end"),
     ("temprature", 1),
@@ -127,6 +130,9 @@ WRONG = [
     ("priority", 2**31),
     ("priority", "high"),
     ("cache_salt", "half a pair \ud800"),
+    ("cache_salt", "a" * 1025),
+    ("logit_bias", {"\ud800": 1}),
+    ("logit_bias", {str(token): 1 for token in range(1025)}),
 ]
 
 
@@ -134,6 +140,12 @@ WRONG = [
 def test_a_wrong_field_is_refused_by_name(http, field, value):
     error = refused(post(http, GOOD | {field: value}))
     assert field in (error["param"], error["message"].split(" ")[0]), error
+
+
+def test_an_unknown_stream_option_is_named(http):
+    error = refused(post(http, GOOD | {"stream": True, "stream_options": {"include_usage": True, "usage": True}}))
+    assert error["message"] == "stream_options.usage is not a field of this request"
+    assert (error["param"], error["code"]) == ("stream_options", "unknown_parameter")
 
 
 def test_many_choices_of_many_prompts_are_refused_together(http):
@@ -175,6 +187,7 @@ def test_numbers_that_json_does_not_have_are_refused(http, number):
         {"reasoning_effort": "high"},
         {"parallel_tool_calls": "yes"},
         {"metadata": "a"},
+        {"metadata": {str(i): "a" for i in range(17)}},
     ],
     ids=str,
 )

@@ -16,8 +16,8 @@ import pytest
 import minillm
 from minillm.engine.async_llm import AsyncLLM
 from minillm.server import running
-from minillm.server.body import MAX_BODY
 from minillm.server.hub import Hub, Line
+from minillm.server.limits import max_body
 from minillm.server.link import Choice
 from minillm.server.worker import work
 from minillm.tokenizer import Tokenizer
@@ -204,10 +204,10 @@ def test_a_body_past_the_limit_is_refused_and_harms_nobody(server, told):
             content = b" " * size if told else pieces(size)
             return client.post("/v1/completions", content=content, headers=JSON)
 
-        answer = post(MAX_BODY + 1)
+        answer = post(max_body(MAX_MODEL_LEN) + 1)
         assert answer.status_code == 413
-        assert f"more than {MAX_BODY:,} bytes" in answer.json()["error"]["message"]
-        assert post(MAX_BODY).json()["error"]["code"] == "invalid_json"
+        assert f"more than {max_body(MAX_MODEL_LEN):,} bytes" in answer.json()["error"]["message"]
+        assert post(max_body(MAX_MODEL_LEN)).json()["error"]["code"] == "invalid_json"
         assert client.post("/v1/completions", json=BODY).status_code == 200
 
 

@@ -1,8 +1,10 @@
 """The socket between the engine's process and its workers."""
 
+import asyncio
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from minillm.errors import InvalidRequest
 from minillm.request import SamplingParams
 from minillm.server.hub import Hub, Line
-from minillm.server.link import SIZES, TooLong, Unpacker, _changed, pack, room
+from minillm.server.link import SIZES, Prompt, RemoteEngine, TooLong, Unpacker, _changed, pack, room
 
 MESSAGES = st.dictionaries(st.text(), st.none() | st.integers() | st.floats(allow_nan=False) | st.text())
 NUMBERS = st.lists(st.integers(-(2**63), 2**63 - 1))
@@ -38,6 +40,53 @@ def test_params_travel_as_what_differs_from_the_defaults():
     assert set(form) == {"max_tokens", "stop", "logit_bias", "seed"}
     ((message, _),) = Unpacker().feed(pack({"params": form}))
     assert SamplingParams(**message["params"]) == params
+
+
+def test_what_no_utf8_has_travels_too():
+    ((message, _),) = Unpacker().feed(pack({"text": "\ud800 \u4e2d \U0001f600"}))
+    assert message == {"text": "\ud800 \u4e2d \U0001f600"}
+
+
+def test_choices_of_a_prompt_share_what_was_checked_once(engine, monkeypatch):
+    """Their parameters travel once, and are made and checked once, however many they are."""
+    made, checked, began = [], [], []
+    check = SamplingParams.__post_init__
+    monkeypatch.setattr(SamplingParams, "__post_init__", lambda params: made.append(params) or check(params))
+    monkeypatch.setattr(engine.engine, "check_params", checked.append)
+    monkeypatch.setattr(engine, "submit", began.extend)
+    bias, n = dict.fromkeys(range(200), 1.0), 100
+    params = SamplingParams(logit_bias=bias, seed=7)
+
+    async def work():
+        ours, theirs = socket.socketpair()
+        hub = Hub(engine, "here", max_queued=1024, log_level="critical", on_gone=lambda line: None)
+        hub.connect(Line(hub, ours))
+        _, remote = await asyncio.get_running_loop().create_connection(RemoteEngine, sock=theirs)
+        await remote.connected
+        sent, write = [], remote._transport.write
+        monkeypatch.setattr(remote, "_transport", SimpleNamespace(write=lambda data: sent.append(data) or write(data)))
+        made.clear()
+        stream = asyncio.ensure_future(anext(remote.stream([Prompt([5]), Prompt([6])], params, n)))
+        while not began:
+            await asyncio.sleep(0.01)
+        stream.cancel()
+        hub.close()
+        return sent[0]
+
+    ((message, numbers),) = Unpacker().feed(asyncio.run(work()))
+    assert message["params"] == {"logit_bias": {str(token): 1.0 for token in bias}, "seed": 7}
+    assert (message["n"], numbers.tolist()) == (n, [5, 6])
+    assert (len(made), len(checked), len(began)) == (1, 1, 2 * n)
+    requests = [prepared.tracked.request for prepared in began]
+    assert [request.seed for request in requests] == [*range(7, 7 + n)] * 2
+    assert {id(request.params.logit_bias) for request in requests} == {id(checked[0].logit_bias)}
+    assert requests[0].params == params
+
+
+def test_the_last_choices_seed_must_be_one_too():
+    assert [each.seed for each in SamplingParams(seed=2**63 - 2).choices(2)] == [2**63 - 2, 2**63 - 1]
+    with pytest.raises(InvalidRequest, match="seed must be a 64-bit whole number, and seed \\+ 2 is not"):
+        SamplingParams(seed=2**63 - 2).choices(3)
 
 
 def test_a_prompt_must_leave_room_for_a_token():

@@ -1,6 +1,7 @@
 """Stop strings are found where text is made, in the workers: the engine makes none, and soon ends the request."""
 
 import asyncio
+import itertools
 import json
 import random
 import shutil
@@ -286,9 +287,9 @@ class Link:
     def tell(self, message, numbers=()):
         self.remote.data_received(pack(message, numbers))
 
-    async def begin(self, *params):
-        """A stream of these choices, whose client does not read yet."""
-        stream = self.remote.stream([Prompt([5])], params)
+    async def begin(self, params, n=1):
+        """A stream of n choices, whose client does not read yet."""
+        stream = self.remote.stream([Prompt([5])], params, n)
         first = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0)
         return first, stream
@@ -321,13 +322,15 @@ def deltas(*events, plain=()):
 
 def test_the_engine_hears_of_a_stop_string_at_once_and_what_it_says_later_is_ignored(linked, long_engine):
     ids = tokens(long_engine, "one two three four")
+    others = tokens(long_engine, "one more and three")
 
     async def work(link):
-        first, stream = await link.begin(SamplingParams(stop="two", temperature=1, seed=1), SamplingParams())
+        first, stream = await link.begin(SamplingParams(stop="two", temperature=1, seed=1), n=2)
         (submitted,) = link.take("submit")
-        assert submitted["params"] == [{"seed": 1}, {}], "stop strings stay here"
-        for token in ids:
-            link.tell(*deltas(plain=[0, token, 1, token]))
+        assert (submitted["params"], submitted["n"]) == ({"seed": 1}, 2), "stop strings stay here"
+        for pair in itertools.zip_longest(ids, others):
+            found = [(key, token) for key, token in enumerate(pair) if token is not None]
+            link.tell(*deltas(plain=itertools.chain(*found)))
         assert link.take("stopped") == [{"op": "stopped", "key": 0, "string": "two"}], "nobody had to read"
         link.tell(*deltas({"key": 0, "ids": [ids[0]], "logprobs": None}))
         link.tell(*deltas({"key": 0, "error": "it broke"}))
@@ -345,7 +348,7 @@ def test_the_engine_hears_of_a_stop_string_at_once_and_what_it_says_later_is_ign
     assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == ("one ", "stop", "two")
     assert "".join(delta.text for delta in found[0]) == stopped.text
     assert stopped.token_ids == ids[: len(stopped.token_ids)] != ids
-    assert (whole.text, whole.token_ids, whole.finish_reason) == ("one two three four", ids, "length")
+    assert (whole.text, whole.token_ids, whole.finish_reason) == ("one more and three", others, "length")
 
 
 def test_a_failure_after_the_stop_string_does_no_harm_and_one_before_it_does(linked, long_engine):
