@@ -15,6 +15,9 @@ import typer
 
 from minillm.config import EngineConfig
 from minillm.errors import ConfigError, InvalidRequest
+from minillm.server.limits import Timeouts
+
+TIMEOUTS = Timeouts()
 
 app = typer.Typer(
     name="minillm",
@@ -159,13 +162,26 @@ def serve(
     log_level: Annotated[str, typer.Option(help="critical, error, warning, info, debug or trace")] = "info",
     workers: Annotated[int, typer.Option(min=1, help="Processes that speak HTTP and tokenize.")] = 1,
     max_queued: Annotated[int, typer.Option(min=0, help="Requests that may wait; to more, the answer is 429.")] = 1024,
+    header_timeout: Annotated[
+        float, typer.Option(help="Seconds for a request's headers to come.")
+    ] = TIMEOUTS.header_timeout,
+    body_timeout: Annotated[float, typer.Option(help="Seconds for a request's body to come.")] = TIMEOUTS.body_timeout,
+    keep_alive_timeout: Annotated[
+        float, typer.Option(help="Seconds of silence that end a connection.")
+    ] = TIMEOUTS.keep_alive_timeout,
+    shutdown_grace: Annotated[
+        float, typer.Option(help="Seconds that requests get to finish after Ctrl-C.")
+    ] = TIMEOUTS.shutdown_grace,
     **engine_options: Any,
 ) -> None:
-    """Serve OpenAI's API over HTTP until Ctrl-C."""
+    """Serve OpenAI's API over HTTP until Ctrl-C; a second Ctrl-C ends what still runs at once."""
     from minillm import server
 
     options = {"host": host, "port": port, "served_model_name": served_model_name, "log_level": log_level}
-    server.serve(model, **options, workers=workers, max_queued=max_queued, **engine_options)
+    options |= {"workers": workers, "max_queued": max_queued}
+    options |= {"header_timeout": header_timeout, "body_timeout": body_timeout}
+    options |= {"keep_alive_timeout": keep_alive_timeout, "shutdown_grace": shutdown_grace}
+    server.serve(model, **options, **engine_options)
 
 
 @bench_app.command()

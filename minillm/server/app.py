@@ -21,7 +21,6 @@ from minillm.request import QUOTED, Completion, Delta, SamplingParams, shown
 from minillm.tokenizer import TokenizerError
 
 from .body import BodyReader
-from .limits import Timeouts
 from .link import Choice, EngineError, Prompt, RemoteEngine, readable, room
 from .protocol import APIError, ChatRequest, CompletionRequest, GenerationRequest, StreamOptions, as_api_error
 from .responses import Answer, ChatForm, CompletionForm, TokenTexts, usage
@@ -83,7 +82,7 @@ class _Server:
 
     def __init__(self, engine: RemoteEngine):
         self.engine = engine
-        self.bodies = BodyReader(engine.max_request_len, Timeouts().body_timeout)
+        self.bodies = BodyReader(engine.max_request_len, engine.timeouts.body_timeout)
         self.texts = TokenTexts(engine.tokenizer)
         self.card = {
             "id": engine.name,
@@ -112,9 +111,10 @@ class _Server:
         """Read a body, run its endpoint, count the answer, and stop the work when the client hangs up."""
         status = 500
         try:
-            body = await self.bodies.read(request, form)
-            self.check_model(body.model)
-            response = await unless_disconnected(request.receive, endpoint(body))
+            async with self.engine.until_given_up():
+                body = await self.bodies.read(request, form)
+                self.check_model(body.model)
+                response = await unless_disconnected(request.receive, endpoint(body))
             status = response.status_code
             return response
         except ClientGone:

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from minillm.errors import InvalidRequest
 from minillm.request import Delta, SamplingParams
 from minillm.tokenizer import TokenizerError
 
+from .limits import Timeouts
 from .link import NUMBER, TooLong, Unpacker, pack, room
 from .metrics import Metrics
 from .responses import TokenTexts
@@ -43,10 +44,19 @@ class Hub:
     """Connects an engine with its workers.
 
     max_queued: requests that may wait beyond those that fit a step; more are refused as busy.
-    on_gone: called in the hub's thread with the line of a worker that hung up.
+    on_gone: called in the hub's thread with the line of a worker that hung up. timeouts: what workers give clients.
     """
 
-    def __init__(self, engine: AsyncLLM, name: str, *, max_queued: int, log_level: str, on_gone: Callable):
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        name: str,
+        *,
+        max_queued: int,
+        log_level: str,
+        on_gone: Callable,
+        timeouts: Timeouts = Timeouts(),
+    ):
         self.engine, self.on_gone = engine, on_gone
         self.capacity = engine.config.max_num_seqs + max_queued
         self.metrics = Metrics()
@@ -66,6 +76,7 @@ class Hub:
             "max_num_seqs": engine.config.max_num_seqs,
             "capacity": self.capacity,
             "log_level": log_level,
+            "timeouts": asdict(timeouts),
         }
         self.lines: set[Line] = set()
         self._selector = selectors.DefaultSelector()

@@ -16,7 +16,7 @@ From the engine:
     deltas      events of choices that gained more than a plain token; numbers: key, token of those that did not
     refused     key, kind, message: none of a submission runs
     reply       id, and a value or an error
-    stop        finish what runs, take nothing new
+    stop        finish what runs, take nothing new; grace: seconds until what still runs is given up
 """
 
 import asyncio
@@ -25,6 +25,7 @@ import json
 import struct
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from minillm.engine.output_text import OutputText
 from minillm.errors import InvalidRequest
 from minillm.request import Completion, Delta, SamplingParams
 from minillm.tokenizer import Tokenizer
+
+from .limits import Timeouts
 
 SIZES = struct.Struct("<II")  # bytes of JSON, bytes of numbers
 NUMBER = "q"
@@ -46,6 +49,10 @@ class EngineError(Exception):
 
 class Busy(Exception):
     """So many requests wait already that another is not taken."""
+
+
+class ShuttingDown(EngineError):
+    """The server stops, and its grace is over: what still ran is given up."""
 
 
 class TooLong(InvalidRequest):
@@ -162,11 +169,13 @@ class RemoteEngine(asyncio.Protocol):
     tokenizer      read in this process; None where the model has none, or the engine's is an object of the user's own
     encodes        whether text can be encoded at all, here or there
     max_model_len  tokens of the context;  max_request_len  of prompt and output together: more, where they stream on
-    capacity       choices that the server holds, those that wait included
+    capacity       choices that the server holds, those that wait included;  timeouts  what clients are given
     vocab_size;  dtype  the model's, as "bfloat16";  max_num_seqs  places in the batch;  log_level  uvicorn's
+
+    on_stop: called with the seconds of grace when the engine says stop, or is gone.
     """
 
-    def __init__(self, on_stop: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, on_stop: Callable[[float], None] = lambda grace: None) -> None:
         self.connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.alive = True
         self._stop = on_stop
@@ -175,6 +184,8 @@ class RemoteEngine(asyncio.Protocol):
         self._choices: dict[int, tuple[Choice, asyncio.Queue]] = {}
         self._ids = itertools.count()
         self._replies: dict[int, asyncio.Future] = {}
+        self._blocks: set[asyncio.Timeout] = set()  # that `give_up` ends
+        self._given_up = False
 
     # ---- what the HTTP side uses
 
@@ -186,6 +197,8 @@ class RemoteEngine(asyncio.Protocol):
         Choices are numbered prompt by prompt. All run, or none: raises InvalidRequest or Busy before the first
         delta; EngineError at any time. Leaving early aborts what runs.
         """
+        if self._given_up:
+            raise _shutting_down()
         queue: asyncio.Queue[tuple[Choice, Delta] | Exception] = asyncio.Queue()
         mine: dict[int, Choice] = {}
         for index, (prompt, _) in enumerate(itertools.product(prompts, range(n))):
@@ -211,6 +224,30 @@ class RemoteEngine(asyncio.Protocol):
             unfinished = [key for key in mine if self._choices.pop(key, None) is not None]
             if unfinished and self.alive:
                 self._send({"op": "abort", "keys": unfinished})
+
+    @asynccontextmanager
+    async def until_given_up(self) -> AsyncIterator[None]:
+        """A block that `give_up` interrupts. Raises ShuttingDown."""
+        if self._given_up:
+            raise _shutting_down()
+        try:
+            async with asyncio.timeout(None) as block:
+                self._blocks.add(block)
+                yield
+        except TimeoutError:
+            if not block.expired():
+                raise
+            raise _shutting_down() from None
+        finally:
+            self._blocks.discard(block)
+
+    def give_up(self) -> None:
+        """End all that still runs for clients with ShuttingDown."""
+        self._given_up = True
+        for block in self._blocks:
+            block.reschedule(asyncio.get_running_loop().time())
+        for _, queue in self._choices.values():
+            queue.put_nowait(_shutting_down())
 
     async def ask(self, what: str, **arguments: Any) -> Any:
         """Have the engine's process answer: see `Hub`. Raises EngineError or InvalidRequest."""
@@ -253,13 +290,13 @@ class RemoteEngine(asyncio.Protocol):
         for future in [*self._replies.values(), self.connected]:
             if not future.done():
                 future.set_exception(gone)
-        self._stop()
+        self._stop(0)
 
     def _on_hello(self, _: array, *, tokenizer: str | None, **facts: Any) -> None:
         self.name, self.encodes, self.log_level = facts["name"], facts["encodes"], facts["log_level"]
         self.max_model_len, self.max_request_len = facts["max_model_len"], facts["max_request_len"]
         self.vocab_size, self.dtype, self.max_num_seqs = facts["vocab_size"], facts["dtype"], facts["max_num_seqs"]
-        self.capacity = facts["capacity"]
+        self.capacity, self.timeouts = facts["capacity"], Timeouts(**facts["timeouts"])
         try:
             self.tokenizer = Tokenizer.from_pretrained(Path(tokenizer)) if tokenizer else None
         except Exception as error:
@@ -317,8 +354,8 @@ class RemoteEngine(asyncio.Protocol):
         else:
             reply.set_exception(REFUSALS[error["kind"]](error["message"]))
 
-    def _on_stop(self, _: array) -> None:
-        self._stop()
+    def _on_stop(self, _: array, *, grace: float) -> None:
+        self._stop(grace)
 
 
 def _joined(prompts: Sequence[list[int]]) -> array:
@@ -327,3 +364,7 @@ def _joined(prompts: Sequence[list[int]]) -> array:
     for each in prompts:
         ids.extend(each)
     return ids
+
+
+def _shutting_down() -> ShuttingDown:
+    return ShuttingDown("the server is stopping, and gave this request up: send it again")

@@ -30,7 +30,7 @@ from .limits import (
     MAX_STOP_TOKENS,
     MAX_STOPS,
 )
-from .link import Busy, TooLong
+from .link import Busy, ShuttingDown, TooLong
 
 RETRY_AFTER = 1  # seconds
 MAX_MESSAGE = 1000  # characters of an error's message: what it quotes may be as long as a client likes
@@ -347,6 +347,9 @@ def as_api_error(error: Exception) -> APIError:
     if isinstance(error, Busy):
         headers = {"retry-after": str(RETRY_AFTER)}
         return APIError(message, status=429, kind="rate_limit_error", code="server_busy", headers=headers)
+    if isinstance(error, ShuttingDown):
+        headers = {"retry-after": str(RETRY_AFTER), "connection": "close"}
+        return APIError(message, status=503, kind="server_error", code="shutting_down", headers=headers)
     if isinstance(error, (InvalidRequest, TokenizerError)):
         word = message.split(" ", 1)[0]
         known = CompletionRequest.model_fields.keys() | ChatRequest.model_fields.keys()

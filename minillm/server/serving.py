@@ -9,16 +9,24 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from .limits import FLUSH, Timeouts
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 MAX_QUEUED = 1024  # requests that may wait beyond those that run
+TIMEOUTS = Timeouts()
 STARTUP = 60  # seconds a worker may take to come up
 RETRY = 1  # seconds until a worker that could not be started is tried again
 RETRIES = 30
+KILL = 2  # seconds past the grace and what follows it until a worker that is still there is killed
+# Left to itself, glibc stops giving large blocks back to the system once some have been freed: a worker would stay as
+# large as the largest bodies made it.
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072"}
 
 
 class PortTaken(OSError):
@@ -44,16 +52,23 @@ def serve(
     log_level: str = "info",
     workers: int = 1,
     max_queued: int = MAX_QUEUED,
+    header_timeout: float = TIMEOUTS.header_timeout,
+    body_timeout: float = TIMEOUTS.body_timeout,
+    keep_alive_timeout: float = TIMEOUTS.keep_alive_timeout,
+    shutdown_grace: float = TIMEOUTS.shutdown_grace,
     **engine_options,
 ) -> None:
     """Serve until interrupted (Ctrl-C) or terminated.  Lesson 99.
 
     model: a directory, a preset's name, or None for the embedded tiny-gemma. port 0 takes any free one.
     workers: processes that speak HTTP. max_queued: requests that may wait beyond those that run; more are answered
-    with 429. engine_options are `EngineConfig`'s. Raises PortTaken, ConfigError; RuntimeError when no worker is left.
+    with 429. The timeouts and the grace are those of `Timeouts`, in seconds: a client that is slow with a request is
+    answered with 408; what runs when the server is told to stop gets the grace to finish, unless it is told again.
+    engine_options are `EngineConfig`'s. Raises PortTaken, ConfigError; RuntimeError when no worker is left.
     """
+    timeouts = Timeouts(header_timeout, body_timeout, keep_alive_timeout, shutdown_grace)
     options = {"served_model_name": served_model_name, "log_level": log_level}
-    options |= {"workers": workers, "max_queued": max_queued}
+    options |= {"workers": workers, "max_queued": max_queued} | asdict(timeouts)
     with _terminate_as_interrupt():
         try:
             with running(model, host=host, port=port, **options, **engine_options) as server:
@@ -73,6 +88,10 @@ def running(
     log_level: str = "warning",
     workers: int = 1,
     max_queued: int = MAX_QUEUED,
+    header_timeout: float = TIMEOUTS.header_timeout,
+    body_timeout: float = TIMEOUTS.body_timeout,
+    keep_alive_timeout: float = TIMEOUTS.keep_alive_timeout,
+    shutdown_grace: float = TIMEOUTS.shutdown_grace,
     **engine_options,
 ) -> Iterator[RunningServer]:
     """A server over an engine in this process, for a notebook or a test, until the block ends.  Lesson 99.
@@ -86,6 +105,7 @@ def running(
     Raises PortTaken, ConfigError; RuntimeError when a worker does not come up.
     """
     _check(workers, max_queued)
+    timeouts = Timeouts(header_timeout, body_timeout, keep_alive_timeout, shutdown_grace)
     # OpenMP's threads spin while they wait for one another, on cores that workers and clients need: with its long
     # spin, one busy process beside the engine makes every step crawl. Read once, when torch is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -95,23 +115,29 @@ def running(
             from .hub import Hub
 
             name = served_model_name or engine.name
-            fleet = Workers(listener, workers)
-            hub = Hub(engine, name, max_queued=max_queued, log_level=log_level, on_gone=fleet.gone)
+            fleet = Workers(listener, workers, timeouts.shutdown_grace)
+            options = {"max_queued": max_queued, "log_level": log_level, "timeouts": timeouts}
+            hub = Hub(engine, name, on_gone=fleet.gone, **options)
             try:
                 fleet.start(hub)
                 yield RunningServer(_url(host, listener), engine, name, fleet)
             finally:
-                fleet.stop()
-                hub.close()
+                try:
+                    fleet.stop()
+                finally:
+                    hub.close()
     finally:
         listener.close()
 
 
 class Workers:
-    """The worker processes of a server. One that dies is replaced, unless it never came up."""
+    """The worker processes of a server. One that dies is replaced, unless it never came up.
 
-    def __init__(self, listener: socket.socket, count: int):
-        self.listener, self.count = listener, count
+    grace: seconds that requests in flight get to finish when the server stops.
+    """
+
+    def __init__(self, listener: socket.socket, count: int, grace: float):
+        self.listener, self.count, self.grace = listener, count, grace
         self.processes: dict[object, subprocess.Popen] = {}  # by the hub's line to each
         self._stopping = False
         self._lock = threading.Lock()  # so that none is launched once they are being stopped
@@ -132,17 +158,25 @@ class Workers:
         raise RuntimeError("no HTTP worker is left, and none could be started: what was written to stderr says why")
 
     def stop(self) -> None:
-        """End the workers; what is in flight gets the workers' grace to finish."""
-        from .worker import GRACE
-
+        """Refuse new connections and end the workers after the grace; at once when interrupted again."""
+        with suppress(OSError):  # where a socket that listens cannot be shut, each process's closing does it
+            self.listener.shutdown(socket.SHUT_RDWR)
         with self._lock:
             self._stopping = True
             processes = dict(self.processes)
+        try:
+            self._end(processes, self.grace)
+        except KeyboardInterrupt:
+            self._end(processes, 0)
+            raise
+
+    def _end(self, processes: dict[object, subprocess.Popen], grace: float) -> None:
         for line in processes:
-            line.send({"op": "stop"})
+            line.send({"op": "stop", "grace": grace})
+        deadline = time.monotonic() + grace + FLUSH + KILL
         for process in processes.values():
             try:
-                process.wait(GRACE + 2)
+                process.wait(max(0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -196,7 +230,7 @@ class Workers:
                 # -P: no file of the current folder stands in for a module.
                 [sys.executable, "-P", "-m", "minillm.server.worker"],
                 stdin=subprocess.PIPE,
-                env=os.environ | {"PYTHONPATH": _import_path()},
+                env=GIVE_BACK | os.environ | {"PYTHONPATH": _import_path()},
                 **_inherited(self.listener, theirs),
             )
             given = {"listener": share(self.listener, process.pid), "link": share(theirs, process.pid)}

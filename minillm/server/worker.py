@@ -10,9 +10,8 @@ import json
 import socket
 import sys
 
+from .limits import FLUSH, SWITCH_INTERVAL
 from .link import EngineError, RemoteEngine, pack
-
-GRACE = 5  # seconds that requests in flight get to finish when the server stops
 
 
 def share(sock: socket.socket, pid: int) -> int | str:
@@ -24,43 +23,80 @@ def _opened(given: int | str) -> socket.socket:
     return socket.socket(fileno=given) if isinstance(given, int) else socket.fromshare(base64.b64decode(given))
 
 
-async def work(listener: socket.socket, link: socket.socket) -> None:
-    """Serve what comes to `listener` until the engine says stop or is gone."""
+async def work(listener: socket.socket, link: socket.socket, most: int | None = None) -> None:
+    """Serve what comes to `listener` until the engine says stop or is gone.
+
+    most: connections at once; None: those for which there are file descriptors.
+    """
     loop = asyncio.get_running_loop()
-    stopping = asyncio.Event()
-    _, engine = await loop.create_connection(lambda: RemoteEngine(stopping.set), sock=link)
+    stopping: asyncio.Queue[float] = asyncio.Queue()  # seconds of grace
+    _, engine = await loop.create_connection(lambda: RemoteEngine(stopping.put_nowait), sock=link)
     await engine.connected
 
     import uvicorn
 
     from .app import create_app
+    from .connections import Acceptor, Connection, most_connections
 
     class Server(uvicorn.Server):
+        """Accepts by itself, and ends what runs past the grace with an answer."""
+
+        grace = engine.timeouts.shutdown_grace
+
         async def startup(self, sockets=None) -> None:
-            await super().startup(sockets)
+            await super().startup(sockets=[])
+
+            def connect() -> Connection:
+                uvicorns = {"config": self.config, "server_state": self.server_state, "app_state": {}}
+                return Connection(engine.timeouts, acceptor.freed, **uvicorns)
+
+            acceptor = Acceptor(listener, connect, most_connections() if most is None else most)
+            self.servers.append(acceptor)
             engine.ready()
+
+        async def shutdown(self, sockets=None) -> None:
+            self._give_up_later()
+            await super().shutdown()
+
+        def stop(self, grace: float) -> None:
+            """Once to begin, and again to change the grace."""
+            self.grace = grace
+            if self.should_exit:
+                self._give_up_later()
+            self.should_exit = True
+
+        def _give_up_later(self) -> None:
+            loop.call_later(self.grace, engine.give_up)
+            loop.call_later(self.grace + FLUSH, self._hang_up)
+
+        def _hang_up(self) -> None:
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
 
     config = uvicorn.Config(
         create_app(engine),
+        http=Connection,
+        ws="none",
         log_level=engine.log_level,
         access_log=False,
         lifespan="off",
-        timeout_graceful_shutdown=GRACE,
+        timeout_keep_alive=engine.timeouts.keep_alive_timeout,
     )
     server = Server(config)
 
     async def stop() -> None:
-        await stopping.wait()
-        server.should_exit = True
+        while True:
+            server.stop(await stopping.get())
 
     stopper = asyncio.create_task(stop())
     try:
-        await server.serve(sockets=[listener])
+        await server.serve()
     finally:
         stopper.cancel()
 
 
 def main() -> None:
+    sys.setswitchinterval(SWITCH_INTERVAL)
     given = json.loads(sys.stdin.readline())
     listener, link = _opened(given["listener"]), _opened(given["link"])
     words = socket.socket(fileno=link.detach())

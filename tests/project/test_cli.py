@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from minillm import cli
 from minillm.config import EngineConfig
+from minillm.server.limits import Timeouts
 
 
 def run(*arguments: str):
@@ -42,7 +43,7 @@ def test_only_the_options_that_were_set_reach_the_server(monkeypatch):
     monkeypatch.setattr("minillm.server.serve", lambda model, **options: seen.update(options, model=model))
     result = run("serve", "--model", "somewhere", "--max-num-seqs", "7", "--no-enable-prefix-caching")
     assert result.exit_code == 0, result.output
-    names = ("host", "port", "served_model_name", "log_level", "workers", "max_queued")
+    names = ("host", "port", "served_model_name", "log_level", "workers", "max_queued", *vars(Timeouts()))
     engine = {name: value for name, value in seen.items() if name not in names}
     assert engine == {"model": "somewhere", "max_num_seqs": 7, "enable_prefix_caching": False}
 

@@ -5,9 +5,7 @@ import gc
 import json
 import os
 import random
-import socket
 import threading
-from contextlib import asynccontextmanager, contextmanager
 
 import httpx
 import openai
@@ -16,41 +14,18 @@ import pytest
 import minillm
 from minillm.engine.async_llm import AsyncLLM
 from minillm.server import running
-from minillm.server.hub import Hub, Line
 from minillm.server.limits import max_body
 from minillm.server.link import Choice
-from minillm.server.worker import work
 from minillm.tokenizer import Tokenizer
 from tests.server.conftest import MAX_MODEL_LEN
+from tests.server.in_process import JSON, gate, until, worker_here
 
 BODY = {"prompt": "The river", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
 CLIENTS = 200
 
 
-@contextmanager
-def gate():
-    """Steps wait until the gate is set."""
-    opened = threading.Event()
-
-    def embedding(ids, weight, scale):
-        opened.wait(60)
-        return weight[ids] * scale
-
-    with minillm.using(embedding=embedding):
-        try:
-            yield opened
-        finally:
-            opened.set()
-
-
 def counted(hub, name: str, **labels: str) -> float:
     return hub.metrics.registry.get_sample_value(f"minillm_{name}_total", labels) or 0
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -204,31 +179,15 @@ def test_a_body_past_the_limit_is_refused_and_harms_nobody(server, told):
             content = b" " * size if told else pieces(size)
             return client.post("/v1/completions", content=content, headers=JSON)
 
-        answer = post(max_body(MAX_MODEL_LEN) + 1)
+        most = max_body(MAX_MODEL_LEN)
+        answer = post(most + 1)
         assert answer.status_code == 413
-        assert f"more than {max_body(MAX_MODEL_LEN):,} bytes" in answer.json()["error"]["message"]
-        assert post(max_body(MAX_MODEL_LEN)).json()["error"]["code"] == "invalid_json"
+        assert f"more than {most:,} bytes" in answer.json()["error"]["message"]
+        assert post(most).json()["error"]["code"] == "invalid_json"
         assert client.post("/v1/completions", json=BODY).status_code == 200
 
 
 # ---- clients that hang up
-
-
-@asynccontextmanager
-async def worker_here(engine):
-    """A worker in this very loop, where its tasks and files can be counted; yields its port and its hub."""
-    ours, theirs = socket.socketpair()
-    listener = socket.create_server(("127.0.0.1", 0), backlog=CLIENTS)
-    port = listener.getsockname()[1]
-    hub = Hub(engine, "here", max_queued=1024, log_level="critical", on_gone=lambda line: None)
-    line = Line(hub, ours)
-    hub.connect(line)
-    task = asyncio.create_task(work(listener, theirs))
-    await asyncio.wrap_future(line.ready)
-    yield port, hub
-    line.send({"op": "stop"})
-    await task
-    hub.close()
 
 
 async def leave(port: int, rng: random.Random) -> None:
@@ -275,7 +234,7 @@ def test_two_hundred_clients_that_hang_up_leave_nothing_behind(model_directory):
         async with worker_here(engine) as (port, hub):
             await leave(port, rng)
             await until(lambda: hub.running == 0 and idle())
-            await until(lambda: len(asyncio.all_tasks()) == tasks + 2)  # work, and its stopper
+            await until(lambda: len(asyncio.all_tasks()) == tasks + 3)  # work, its stopper, its acceptor
             before = len(asyncio.all_tasks()), open_files()
             for _ in range(CLIENTS // 25):
                 await asyncio.gather(*(leave(port, rng) for _ in range(25)))
@@ -295,7 +254,6 @@ def test_two_hundred_clients_that_hang_up_leave_nothing_behind(model_directory):
 # ---- other people's mistakes
 
 
-JSON = {"content-type": "application/json"}
 WRONG = [
     {"prompt": [10**9]},
     {"prompt": "a", "max_tokens": 10**30},

@@ -14,6 +14,7 @@ from minillm.errors import InvalidRequest
 from minillm.request import SamplingParams
 from minillm.server.hub import Hub, Line
 from minillm.server.link import SIZES, Prompt, RemoteEngine, TooLong, Unpacker, _changed, pack, room
+from tests.server.in_process import until
 
 MESSAGES = st.dictionaries(st.text(), st.none() | st.integers() | st.floats(allow_nan=False) | st.text())
 NUMBERS = st.lists(st.integers(-(2**63), 2**63 - 1))
@@ -67,8 +68,7 @@ def test_choices_of_a_prompt_share_what_was_checked_once(engine, monkeypatch):
         monkeypatch.setattr(remote, "_transport", SimpleNamespace(write=lambda data: sent.append(data) or write(data)))
         made.clear()
         stream = asyncio.ensure_future(anext(remote.stream([Prompt([5]), Prompt([6])], params, n)))
-        while not began:
-            await asyncio.sleep(0.01)
+        await until(lambda: began)
         stream.cancel()
         hub.close()
         return sent[0]
@@ -114,7 +114,7 @@ def test_what_a_worker_does_not_read_waits_without_holding_up_the_engine(engine)
 
 @pytest.mark.parametrize(
     "module",
-    ["tokenizer", "request", "config", "server", "server.worker", "server.app", "server.link"],
+    ["tokenizer", "request", "config", "server", "server.worker", "server.app", "server.connections", "server.link"],
 )
 def test_a_worker_imports_no_torch(module):
     code = f"import sys, minillm.{module}; print([m for m in ('torch', 'triton', 'transformers') if m in sys.modules])"

@@ -279,7 +279,7 @@ class Link:
         directory = str(engine.engine.tokenizer_directory)
         facts = ("name", "encodes", "log_level", "max_model_len", "max_request_len", "vocab_size", "dtype")
         hello = dict.fromkeys([*facts, "max_num_seqs", "capacity"], 1)
-        self.tell({"op": "hello", "tokenizer": directory} | hello)
+        self.tell({"op": "hello", "tokenizer": directory, "timeouts": {}} | hello)
 
     def _write(self, data):
         self.sent += [message for message, _ in self.unpacker.feed(data)]

@@ -163,7 +163,10 @@ def test_a_worker_that_cannot_start_is_the_callers_error(model_directory, tmp_pa
     engine.close()
 
 
-@pytest.mark.parametrize("wrong", [{"workers": 0}, {"workers": "two"}, {"max_queued": -1}], ids=str)
+NONSENSE = [{"workers": 0}, {"workers": "two"}, {"max_queued": -1}, {"body_timeout": 0}]
+
+
+@pytest.mark.parametrize("wrong", NONSENSE, ids=str)
 def test_counts_that_make_no_sense_are_refused_before_the_model_loads(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))), running("no/such/model", **wrong):
         pass

@@ -1,0 +1,236 @@
+"""What a body may cost the others: it is read, decoded and checked within limits, and given back."""
+
+import asyncio
+import gc
+import json
+import threading
+import weakref
+
+import httpx
+import pytest
+
+from minillm.request import QUOTED
+from minillm.server import bounded_json, limits, protocol
+from minillm.server.body import BodyReader
+from minillm.server.bounded_json import BoundedDecoder
+from minillm.server.protocol import MAX_MESSAGE, APIError, ChatRequest, CompletionRequest
+from tests.server.in_process import JSON, until, worker_here
+
+BODY = {"prompt": "The river", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+TURNS = [{"role": "user", "content": "hi"}]
+LARGE = BODY | {"user": "a" * 2 * limits.FREE_BODY}
+LONGEST = 1 << 20  # tokens of prompt and output: what a body may need most for
+
+
+def completion(**fields):
+    return CompletionRequest, {"prompt": "a"} | fields
+
+
+def chat(messages, **fields):
+    return ChatRequest, {"messages": messages} | fields
+
+
+MANY = 100_000
+HEAVY = {
+    "stop of numbers": ("stop", completion(stop=[1] * 2 * MANY)),
+    "stop of strings": ("stop", completion(stop=["a"] * MANY)),
+    "stop of lists": ("stop", completion(stop=[[]] * MANY)),
+    "stop_token_ids": ("stop_token_ids", completion(stop_token_ids=["x"] * MANY)),
+    "stop_token_ids within the values": ("stop_token_ids", completion(stop_token_ids=["x"] * 10_000)),
+    "logit_bias": ("logit_bias", completion(logit_bias={str(i): "x" for i in range(MANY)})),
+    "logit_bias within the values": ("logit_bias", completion(logit_bias={str(i): 1 for i in range(10_000)})),
+    "logit_bias of strings": ("logit_bias", completion(logit_bias={str(i): "x" for i in range(1000)})),
+    "unknown fields": ("x0", completion(**{f"x{i}": 1 for i in range(MANY)})),
+    "stream_options": ("stream_options", completion(stream=True, stream_options={f"x{i}": 1 for i in range(10_000)})),
+    "prompts of nothing": ("prompt", completion(prompt=[[]] * MANY)),
+    "prompts of nothing within the values": ("prompt", completion(prompt=[[]] * 10_000)),
+    "prompts of texts": ("prompt", completion(prompt=["a"] * 10_000)),
+    "fractions": ("prompt", completion(prompt=[1.5] * 12 * MANY)),
+    "token ids": ("prompt", completion(prompt=[1] * (LONGEST + 2 * limits.READ))),
+    "messages": ("messages", chat(TURNS * MANY)),
+    "messages within the values": ("messages", chat(TURNS * 3000)),
+    "messages of numbers": ("messages", chat([1] * 2000)),
+    "parts of numbers": ("messages", chat([{"role": "user", "content": [1] * 2000}] * 2000)),
+    "parts": ("messages", chat([{"role": "user", "content": [{"type": "text", "text": 1}] * 2048}] * 2)),
+    "a message's members": ("messages", chat([{f"x{i}": 1 for i in range(10_000)}])),
+    "metadata": ("metadata", chat(TURNS, metadata={str(i): 1 for i in range(10_000)})),
+    "tools": ("tools", chat(TURNS, tools=[{"a": i} for i in range(MANY)])),
+}
+
+
+@pytest.mark.parametrize("what", HEAVY)
+def test_a_heavy_body_is_refused_by_name_at_a_bounded_cost(monkeypatch, what):
+    field, (form, content) = HEAVY[what]
+    looked, wrong = [], []
+    look, loads, malformed = BoundedDecoder._value, json.loads, protocol.malformed
+
+    def numbers(text):
+        found = loads(text)
+        looked.extend(found)
+        return found
+
+    monkeypatch.setattr(BoundedDecoder, "_value", lambda *place: looked.append(1) or look(*place))
+    monkeypatch.setattr(bounded_json.json, "loads", numbers)
+    monkeypatch.setattr("minillm.server.body.malformed", lambda errors: wrong.extend(errors) or malformed(errors))
+    body = json.dumps(content, separators=(",", ":")).encode()
+    with pytest.raises(APIError) as refused:
+        asyncio.run(parsed(form, body))
+    assert refused.value.body["error"]["param"] == field
+    # Numbers are looked at by the piece, and what is left of a text in the end as one.
+    assert len(looked) <= limits.MAX_VALUES + limits.max_tokens(LONGEST) + limits.READ
+    assert len(wrong) <= 4, "what is wrong was collected"
+
+
+async def parsed(form, body):
+    return BodyReader(LONGEST, 60).parse(body, form)
+
+
+def test_what_a_request_may_have_is_taken():
+    texts = {"stop": ["a"] * 16, "stop_token_ids": [5] * 64, "logit_bias": {str(i): 1.5 for i in range(1024)}}
+    form, content = completion(prompt=[list(range(500))] * 2048, **texts)
+    taken = asyncio.run(parsed(form, json.dumps(content, indent=1).encode()))
+    assert taken.model_dump(exclude_unset=True) == content
+    message = {"role": "user", "content": [{"type": "text", "text": "word " * 100}]}
+    form, content = chat([message] * 2048, metadata={str(i): "a" for i in range(16)})
+    taken = asyncio.run(parsed(form, json.dumps(content).encode()))
+    assert taken.model_dump(exclude_unset=True) == content
+    form, content = completion(prompt=[250_000] * (LONGEST - 1))
+    assert asyncio.run(parsed(form, json.dumps(content).encode())).prompts() == [content["prompt"]]
+
+
+def test_the_largest_body_has_room_for_what_the_model_reads():
+    assert limits.max_body(256) == limits.MIN_BODY
+    for longest in (256, 2048, 8192, 1 << 17, 1 << 20):
+        tokens = limits.max_tokens(longest)
+        assert longest <= tokens <= max(longest, limits.PROMPTS_AT_ONCE * longest)
+        assert len(json.dumps({"prompt": [250_000] * longest})) <= limits.max_body(longest)
+    assert limits.max_body(1 << 20) == limits.MAX_BODY
+
+
+# ---- other requests meanwhile
+
+
+def test_a_stream_goes_on_while_a_large_body_is_checked(engine, monkeypatch):
+    answered = threading.Event()
+    parse = BodyReader.parse
+
+    def checked(reader, data, form):
+        if len(data) > limits.FREE_BODY:
+            assert answered.wait(60), "nobody else was answered"
+        return parse(reader, data, form)
+
+    async def everything():
+        monkeypatch.setattr(BodyReader, "parse", checked)
+        async with worker_here(engine) as (port, _), httpx.AsyncClient(timeout=60) as client:
+            url = f"http://127.0.0.1:{port}/v1/completions"
+            large = asyncio.create_task(client.post(url, json=LARGE))
+            others = asyncio.create_task(client.post(url, json=LARGE | {"stop": 5}))
+            async with client.stream("POST", url, json=BODY | {"stream": True}) as response:
+                lines = [line async for line in response.aiter_lines() if line]
+            assert lines[-1] == "data: [DONE]" and len(lines) > 2
+            assert not large.done() and not others.done()
+            answered.set()
+            assert [(await each).status_code for each in (large, others)] == [200, 400]
+
+    asyncio.run(everything())
+
+
+def test_what_bodies_hold_in_sum_is_bounded_and_given_back(engine, monkeypatch):
+    readers = []
+    begin = BodyReader.__init__
+
+    def begun(reader, *arguments):
+        begin(reader, *arguments)
+        readers.append(reader)
+
+    async def everything():
+        monkeypatch.setattr(BodyReader, "__init__", begun)
+        monkeypatch.setattr(limits, "MAX_HELD", len(json.dumps(LARGE)))
+        async with worker_here(engine) as (port, _), httpx.AsyncClient(timeout=60) as client:
+            url = f"http://127.0.0.1:{port}/v1/completions"
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            content = json.dumps(LARGE).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-length: {len(content)}\r\n"
+            writer.write(head.encode() + b"content-type: application/json\r\n\r\n" + content[:-1])
+            await until(lambda: readers[0].held == len(content) - 1 - limits.FREE_BODY)
+            refused = await client.post(url, json=LARGE)
+            assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+            assert "large bodies" in refused.json()["error"]["message"]
+            assert (await client.post(url, json=BODY)).status_code == 200, "a small body waits for no large one"
+            writer.transport.abort()
+            await until(lambda: readers[0].held == 0)
+            assert (await client.post(url, json=LARGE)).status_code == 200
+            for wrong in (LARGE | {"stop": 5}, LARGE | {"nonsense": 1}, {"prompt": "a" * limits.max_body(256)}):
+                assert (await client.post(url, json=wrong)).status_code in (400, 413, 429)
+            assert readers[0].held == 0
+
+    asyncio.run(everything())
+
+
+def test_a_refused_body_is_not_kept_in_what_the_refusal_leaves_behind(engine, monkeypatch):
+    """It goes before garbage is collected."""
+    kept = []
+    parse = BodyReader.parse
+
+    class Watched:
+        """Something that a weak reference can be made to."""
+
+    def checked(reader, data, form):
+        local = Watched()
+        kept.append(weakref.ref(local))
+        body = parse(reader, data, form)
+        kept.append(weakref.ref(body))
+        return body
+
+    async def everything():
+        monkeypatch.setattr(BodyReader, "parse", checked)
+        async with worker_here(engine) as (port, _), httpx.AsyncClient(timeout=60) as client:
+            for body in (BODY | {"stop": 5}, LARGE | {"stop": 5}, BODY | {"prompt": [10**9]}, BODY):
+                await client.post(f"http://127.0.0.1:{port}/v1/completions", json=body)
+            assert [each() for each in kept] == [None] * 6
+
+    gc.disable()
+    try:
+        asyncio.run(everything())
+    finally:
+        gc.enable()
+
+
+# ---- errors
+
+
+LONG = "x" * 60_000
+ECHOES = {
+    "an unknown field": completion(**{LONG: 1}),
+    "a message's unknown field": chat([{"role": "user", "content": "a", LONG: 1}]),
+    "a model": completion(model=LONG),
+    "a logit_bias' token": completion(logit_bias={LONG: 1}),
+    "a logit_bias": completion(logit_bias={"5": LONG}),
+    "a salt": completion(cache_salt="\ud800" + "x" * 1000),
+    "a token": completion(prompt=[10**4000]),
+    "a temperature": completion(temperature=10**300),
+    "a seed": completion(seed=10**4000),
+    "metadata": chat(TURNS, metadata={LONG: 1}),
+    "a role": chat([{"role": LONG, "content": "a"}]),
+    "a stream option": completion(stream=True, stream_options={LONG: 1}),
+    "tools": chat(TURNS, tools=[LONG]),
+}
+
+
+@pytest.mark.parametrize("what", ECHOES)
+def test_an_error_quotes_little_of_what_was_sent(server, what):
+    form, content = ECHOES[what]
+    path = "chat/completions" if form is ChatRequest else "completions"
+    refused = httpx.post(f"{server.url}/v1/{path}", content=json.dumps(content), headers=JSON)
+    assert refused.status_code in (400, 404)
+    error = refused.json()["error"]
+    assert len(error["message"]) < 250 and len(error["param"] or "") <= QUOTED
+    assert error["message"].count("x") < 2 * QUOTED
+
+
+def test_paths_and_other_long_messages_are_cut(server):
+    refused = httpx.get(f"{server.url}/v1/{LONG[:10_000]}")
+    assert refused.status_code == 404 and len(refused.content) < 300
+    refused = httpx.get(f"{server.url}/v1/models/{LONG[:10_000]}")
+    assert refused.status_code == 404 and len(refused.content) < 300
+    assert len(APIError("a" * 10**6).body["error"]["message"]) < MAX_MESSAGE + 10

@@ -1,0 +1,302 @@
+"""Connections end when a client keeps silent, and wait when there are too many; the others are served meanwhile."""
+
+import asyncio
+import errno
+import json
+
+import httpx
+import pytest
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from minillm.server import limits
+from minillm.server.connections import Connection
+from minillm.server.limits import Timeouts
+from tests.server.in_process import gate, until, worker_here
+
+SOON = 0.1  # seconds: a deadline that a test waits for
+BODY = {"prompt": "The river", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-type: application/json\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nhost: here\r\n\r\n"
+
+
+async def answer(reader) -> tuple[int, dict, bytes]:
+    """Status, content and head of an answer."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    lines = head.decode().lower().split("\r\n")
+    length = next(int(line.split(":")[1]) for line in lines if line.startswith("content-length:"))
+    return int(head.split()[1]), json.loads(await reader.readexactly(length)), head
+
+
+def serving(engine, work, **options):
+    """Run `work(port)` beside a worker."""
+
+    async def everything():
+        async with worker_here(engine, **options) as (port, _), asyncio.timeout(60):
+            await work(port)
+
+    asyncio.run(everything())
+
+
+def late(status, content, head, field) -> None:
+    """The form of a 408, after which no more requests are taken."""
+    assert status == 408
+    assert (
+        content["error"]["code"] == "request_timeout" and f"{field} did not come within" in content["error"]["message"]
+    )
+    assert b"connection: close" in head.lower()
+
+
+async def healthy(reader, writer) -> None:
+    writer.write(HEALTH)
+    assert (await answer(reader))[0] == 200
+
+
+@pytest.fixture
+def made(monkeypatch) -> list[Connection]:
+    """The worker's ends of connections."""
+    found, connect = [], Connection.connection_made
+
+    def connected(connection, transport):
+        found.append(connection)
+        connect(connection, transport)
+
+    monkeypatch.setattr(Connection, "connection_made", connected)
+    return found
+
+
+# ---- deadlines
+
+
+async def half_a_head(made, connection, half) -> None:
+    """Send part of a request's headers; their deadline passes once they are there."""
+    _, writer = connection
+    writer.write(half)
+    await until(lambda: made and made[-1].conn.trailing_data[0] == half)
+    assert made[-1]._awaited == "headers"
+    made[-1]._expire()
+
+
+def test_headers_that_do_not_come_in_time_are_answered_with_408(engine, made):
+    async def work(port):
+        reader, writer = connection = await asyncio.open_connection("127.0.0.1", port)
+        await half_a_head(made, connection, HEAD)
+        late(*await answer(reader), "the headers")
+        assert await reader.read() == b""
+
+    serving(engine, work, header_timeout=60)
+
+
+def test_headers_that_keep_coming_do_not_move_their_deadline(engine, made):
+    async def work(port):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        await until(lambda: made)
+        deadline = made[0]._deadline.when()
+        for count in range(1, 4):
+            writer.write(b"GET / HTTP/1.1\r\n"[:count])
+            await until(lambda count=count: len(made[0].conn.trailing_data[0]) >= count)
+            assert made[0]._deadline.when() == deadline and not made[0]._deadline.cancelled()
+
+    serving(engine, work, header_timeout=60)
+
+
+def test_a_connection_that_sends_nothing_is_closed_without_a_word(engine):
+    async def work(port):
+        reader, _ = await asyncio.open_connection("127.0.0.1", port)
+        assert await reader.read() == b""
+
+    serving(engine, work, header_timeout=SOON)
+
+
+def test_an_idle_connection_is_closed(engine):
+    async def work(port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        await healthy(reader, writer)
+        assert await reader.read() == b""
+
+    serving(engine, work, keep_alive_timeout=SOON)
+
+
+def test_the_headers_of_a_next_request_have_a_deadline_too(engine, made):
+    async def work(port):
+        reader, writer = connection = await asyncio.open_connection("127.0.0.1", port)
+        await healthy(reader, writer)
+        assert made[0]._deadline is None, "the silence after an answer is another"
+        await half_a_head(made, connection, b"GET /health HT")
+        late(*await answer(reader), "the headers")
+        assert await reader.read() == b""
+
+    serving(engine, work, header_timeout=60, keep_alive_timeout=60)
+
+
+def test_a_body_that_does_not_come_in_time_is_answered_with_408_and_counted(engine):
+    async def work(port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD + b"content-length: 100\r\n\r\n" + b'{"prompt"')
+        late(*await answer(reader), "the body")
+        assert await reader.read() == b""
+        async with httpx.AsyncClient() as client:
+            text = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
+        assert 'minillm_http_requests_total{status="408"} 1.0' in text
+
+    serving(engine, work, body_timeout=SOON)
+
+
+def test_the_body_of_a_request_that_is_answered_already_has_a_deadline_too(engine):
+    async def work(port):
+        for path in (b"/v1/nothing", b"/v1/completions"):  # the second has no content type
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"POST " + path + b" HTTP/1.1\r\nhost: here\r\ncontent-length: 100\r\n\r\n{")
+            assert (await answer(reader))[0] in (400, 404)
+            assert await reader.read() == b""
+
+    serving(engine, work, body_timeout=SOON, keep_alive_timeout=60)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_deadline_runs_while_an_answer_is_made(engine, made, stream):
+    async def everything():
+        async with worker_here(engine) as (port, hub), httpx.AsyncClient(timeout=60) as client:
+            body = BODY | {"stream": stream}
+            asked = asyncio.create_task(client.post(f"http://127.0.0.1:{port}/v1/completions", json=body))
+            await until(lambda: hub.running)
+            (connection,) = made
+            assert connection._deadline is None and connection.timeout_keep_alive_task is None
+            opened.set()
+            assert (await asked).status_code == 200
+
+    with gate() as opened:
+        asyncio.run(everything())
+
+
+def test_a_next_request_on_the_same_connection_is_served(engine):
+    async def work(port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        content = json.dumps(BODY).encode()
+        for _ in range(3):
+            writer.write(HEALTH + HEAD + b"content-length: %d\r\n\r\n" % len(content) + content)
+            assert [(await answer(reader))[0] for _ in range(2)] == [200, 200]
+
+    serving(engine, work)
+
+
+@pytest.mark.parametrize("wrong", [{"header_timeout": 0}, {"body_timeout": "1"}, {"shutdown_grace": -1}], ids=str)
+def test_deadlines_that_make_no_sense_are_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Timeouts(**wrong)
+    assert Timeouts(shutdown_grace=0).shutdown_grace == 0
+
+
+# ---- file descriptors
+
+
+class Log:
+    """What the worker has written to stderr."""
+
+    def __init__(self, capfd):
+        self.capfd, self.text = capfd, ""
+
+    @property
+    def lines(self):
+        self.text += self.capfd.readouterr().err
+        return self.text.splitlines()
+
+
+def test_connections_beyond_the_descriptors_wait_and_those_that_are_open_are_served(engine, capfd):
+    log = Log(capfd)
+
+    async def work(port):
+        first = await asyncio.open_connection("127.0.0.1", port)
+        await healthy(*first)
+        _, second = await asyncio.open_connection("127.0.0.1", port)
+        late = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        for _, writer in late:
+            writer.write(HEALTH)
+        answers = [asyncio.create_task(answer(reader)) for reader, _ in late]
+        await until(lambda: log.lines)
+        for _ in range(30):
+            await healthy(*first)
+        assert not any(each.done() for each in answers)
+        (line,) = log.lines
+        assert line.endswith("minillm: all 2 connections are taken; others wait until one ends")
+        second.close()
+        assert (await answers[0])[0] == 200
+        assert not answers[1].done()
+        for (_, writer), each in zip(late, answers, strict=True):
+            assert (await each)[0] == 200
+            writer.close()
+
+    serving(engine, work, most=2, header_timeout=60, keep_alive_timeout=60)
+
+
+def test_a_worker_without_descriptors_neither_spins_nor_fills_its_log(engine, capfd, monkeypatch):
+    """It tries again when a connection ends; else after a while, which never passes here."""
+    tried, log = [], Log(capfd)
+
+    async def work(port):
+        loop = asyncio.get_running_loop()
+        first = await asyncio.open_connection("127.0.0.1", port)
+        await healthy(*first)
+        second = await asyncio.open_connection("127.0.0.1", port)
+        await healthy(*second)
+        accept = loop.sock_accept
+
+        async def refused(listener):
+            tried.append(True)
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        monkeypatch.setattr(loop, "sock_accept", refused)
+        third = await asyncio.open_connection("127.0.0.1", port)  # for the call that waits already
+        await healthy(*third)
+        await until(lambda: tried)
+        for _ in range(30):
+            await healthy(*first)
+        assert len(tried) == 1
+        await until(lambda: log.lines)
+        (line,) = log.lines
+        assert "no connection can be accepted ([Errno 24] Too many open files)" in line
+        monkeypatch.setattr(loop, "sock_accept", accept)
+        last = await asyncio.open_connection("127.0.0.1", port)
+        second[1].close()
+        await healthy(*last)
+        assert len(log.lines) == 1
+
+    monkeypatch.setattr(limits, "ACCEPT_RETRY", 10**6)
+    serving(engine, work, header_timeout=60, keep_alive_timeout=60)
+
+
+def test_what_cannot_be_accepted_is_tried_again_and_said_once(engine, capfd, monkeypatch):
+    log, tried = Log(capfd), []
+
+    async def work(port):
+        loop = asyncio.get_running_loop()
+        accept = loop.sock_accept
+
+        async def refused(listener):
+            tried.append(True)
+            if len(tried) < 4:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return await accept(listener)
+
+        monkeypatch.setattr(loop, "sock_accept", refused)
+        first = await asyncio.open_connection("127.0.0.1", port)  # for the call that waits already
+        second = await asyncio.open_connection("127.0.0.1", port)
+        for each in (first, second):
+            await healthy(*each)
+        assert len(tried) >= 4 and len(log.lines) == 1
+
+    monkeypatch.setattr(limits, "ACCEPT_RETRY", 0.01)
+    serving(engine, work, header_timeout=60)
+
+
+def test_little_is_taken_apart_at_once(engine, monkeypatch):
+    """Between two reads others have their turn: small chunks are slow to take apart."""
+    sizes, receive = [], H11Protocol.data_received
+    monkeypatch.setattr(H11Protocol, "data_received", lambda self, data: sizes.append(len(data)) or receive(self, data))
+
+    async def work(port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 40_000 + b"0\r\n\r\n")
+        assert (await answer(reader))[0] == 400
+        assert sum(sizes) > 240_000 and max(sizes) <= limits.READ
+
+    serving(engine, work)

@@ -1,0 +1,183 @@
+"""A server that stops takes nothing new, lets what runs finish, and tells the clients for whom it cannot."""
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+import minillm
+from minillm.server import running
+from minillm.server.body import BodyReader
+from minillm.server.connections import Connection
+from minillm.tokenizer import Tokenizer
+from tests.server.in_process import gate, until, worker_here
+
+BODY = {"prompt": "The river", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+LONG = BODY | {"max_tokens": 240}
+PATIENCE = 60  # seconds until a test gives up on what should have come
+SOON = 0.1  # seconds of grace, where a test waits for its end
+
+
+@contextmanager
+def stuck_after(steps: int):
+    """The engine takes some steps and then no more."""
+    taken, go_on = [], threading.Event()
+
+    def embedding(ids, weight, scale):
+        taken.append(True)
+        if len(taken) > steps:
+            assert go_on.wait(PATIENCE)
+        return weight[ids] * scale
+
+    with minillm.using(embedding=embedding):
+        try:
+            yield
+        finally:
+            go_on.set()
+
+
+def refuses(port: int) -> bool:
+    """Whether no new connection is taken."""
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=PATIENCE).close()
+    except ConnectionError:
+        return True
+    return False
+
+
+def told(text: str) -> None:
+    """The end of a stream that was given up."""
+    *_, error, done = [line for line in text.splitlines() if line]
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "shutting_down"
+    assert done == "data: [DONE]"
+
+
+def refused(answer: httpx.Response) -> None:
+    """The answer to a request that was given up."""
+    assert answer.status_code == 503 and answer.headers["connection"] == "close"
+    error = answer.json()["error"]
+    assert (error["type"], error["code"]) == ("server_error", "shutting_down") and "stopping" in error["message"]
+
+
+def test_what_runs_finishes_while_new_connections_are_refused(engine):
+    manager = running(engine, shutdown_grace=10 * PATIENCE)
+
+    async def clients(opened):
+        server = await asyncio.to_thread(manager.__enter__)
+        port = int(server.url.rsplit(":", 1)[1])
+        async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as client:
+            bodies = [BODY, BODY | {"stream": True}]
+            asked = [asyncio.create_task(client.post("/v1/completions", json=body)) for body in bodies]
+            await until(lambda: server.workers.hub.running == 2)
+            stopped = asyncio.create_task(asyncio.to_thread(manager.__exit__, None, None, None))
+            await until(lambda: refuses(port))
+            assert not any(each.done() for each in [*asked, stopped])
+            opened.set()
+            whole, stream = await asyncio.gather(*asked)
+        await stopped
+        assert whole.json()["usage"]["completion_tokens"] == 6
+        assert stream.text.endswith("data: [DONE]\n\n") and "error" not in stream.text
+
+    with gate() as opened:
+        asyncio.run(clients(opened))
+
+
+def test_past_the_grace_every_client_is_told_and_nothing_is_written_about_it(engine, monkeypatch, capfd):
+    """One streams, one waits for its answer, one's prompt is being tokenized, and one's body is not all here."""
+    encode, encoding, go_on = Tokenizer.encode, threading.Event(), threading.Event()
+    receive, received = BodyReader._receive, []
+
+    def slow(tokenizer, text, add_special_tokens=True):
+        if text.startswith("long"):
+            encoding.set()
+            go_on.wait(PATIENCE)
+        return encode(tokenizer, text, add_special_tokens)
+
+    def receiving(*arguments):
+        received.append(True)
+        return receive(*arguments)
+
+    async def everything():
+        monkeypatch.setattr(Tokenizer, "encode", slow)
+        monkeypatch.setattr(BodyReader, "_receive", receiving)
+        async with httpx.AsyncClient(timeout=PATIENCE) as client:
+            async with worker_here(engine, shutdown_grace=SOON) as (port, hub):
+                url = f"http://127.0.0.1:{port}/v1/completions"
+
+                def ask(**more):
+                    return asyncio.create_task(client.post(url, json=LONG | more))
+
+                request = client.build_request("POST", url, json=LONG | {"stream": True})
+                stream = await client.send(request, stream=True)  # something has come of it
+                whole, long = ask(n=2), ask(prompt="long " * 4000)
+                half_reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                head = b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-type: application/json\r\n"
+                writer.write(head + b"content-length: 100\r\n\r\n{")
+                await until(lambda: hub.running == 3 and encoding.is_set() and len(received) == 4)
+            told((await stream.aread()).decode())
+            refused(await whole)
+            refused(await long)
+            half = await half_reader.read()
+            assert half.startswith(b"HTTP/1.1 503") and b'"code": "shutting_down"' in half
+            go_on.set()
+
+    with stuck_after(3):
+        asyncio.run(everything())
+    assert capfd.readouterr().err == ""
+
+
+def test_a_client_that_does_not_read_does_not_hold_up_the_end(engine, monkeypatch, capfd):
+    made, connect = [], Connection.connection_made
+
+    def connected(connection, transport):
+        made.append(connection)
+        connect(connection, transport)
+
+    async def everything():
+        monkeypatch.setattr(Connection, "connection_made", connected)
+        monkeypatch.setattr("minillm.server.worker.FLUSH", SOON)
+        async with worker_here(engine, shutdown_grace=SOON) as (port, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            content = json.dumps(LONG | {"stream": True}).encode()
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-type: application/json\r\n"
+            writer.write(head + b"content-length: %d\r\n\r\n" % len(content) + content)
+            await reader.readuntil(b"data: ")
+            made[0].pause_writing()  # as the transport does when a client does not read
+        assert b"[DONE]" not in await reader.read()
+
+    with stuck_after(3):
+        asyncio.run(everything())
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT], ids=lambda sign: sign.name)
+def test_a_second_signal_ends_at_once_and_tells_the_clients(model_directory, sign):
+    """The grace is longer than the test may take, and the stream endless."""
+    command = [sys.executable, "-m", "minillm.cli", "serve", "--port", "0", "--model", str(model_directory)]
+    command += ["--load-format", "dummy", "--device", "cpu", "--max-num-seqs", "4", "--shutdown-grace", "100000"]
+    command += ["--max-model-len", "64", "--attention-sinks", "4", "--attention-window", "32"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, start_new_session=True, **pipes) as process:
+        url = process.stdout.readline().split()[4].removesuffix("/v1")
+        endless = BODY | {"max_tokens": 10**6, "stream": True}
+        with httpx.stream("POST", url + "/v1/completions", json=endless, timeout=PATIENCE) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(sign)
+            port, deadline = int(url.rsplit(":", 1)[1]), time.monotonic() + PATIENCE
+            while not refuses(port):
+                assert time.monotonic() < deadline, "it goes on to take connections"
+            assert next(line for line in lines if line).startswith('data: {"id"'), "what ran was ended"
+            process.send_signal(sign)
+            told("\n".join(lines))
+        output, errors = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0
+        assert "has stopped" in output and "Traceback" not in errors
