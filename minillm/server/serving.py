@@ -20,13 +20,14 @@ from .limits import FLUSH, Timeouts
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 MAX_QUEUED = 1024  # requests that may wait beyond those that run
 TIMEOUTS = Timeouts()
-STARTUP = 60  # seconds a worker may take to come up
-RETRY = 1  # seconds until a worker that could not be started is tried again
-RETRIES = 30
+STARTUP = 60  # seconds the workers may take to come up
+RETRY = 1  # seconds until a worker that did not come up is tried again; each time twice as many
+RETRIES = 5
 KILL = 2  # seconds past the grace and what follows it until a worker that is still there is killed
 # Left to itself, glibc stops giving large blocks back to the system once some have been freed: a worker would stay as
 # large as the largest bodies made it.
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072"}
+_AGAIN, _NO_MORE = "trying again soon", "its place stays empty"
 
 
 class PortTaken(OSError):
@@ -131,7 +132,7 @@ def running(
 
 
 class Workers:
-    """The worker processes of a server. One that dies is replaced, unless it never came up.
+    """The worker processes of a server. One that dies is replaced; one that dies while it starts, a few times.
 
     grace: seconds that requests in flight get to finish when the server stops.
     """
@@ -139,23 +140,31 @@ class Workers:
     def __init__(self, listener: socket.socket, count: int, grace: float):
         self.listener, self.count, self.grace = listener, count, grace
         self.processes: dict[object, subprocess.Popen] = {}  # by the hub's line to each
-        self._stopping = False
-        self._lock = threading.Lock()  # so that none is launched once they are being stopped
+        self._failures: dict[object, int] = {}  # how many died in a worker's place before it, and none came up
+        self._places = count  # that have a worker, or will have
+        self._given_up: str | None = None  # why the last place has none
+        self._starting, self._stopping = True, False
+        self._lock = threading.RLock()  # so that none is launched once they are being stopped
+        self._news = threading.Condition(self._lock)  # one is up, or a place is given up
         self._none_left = threading.Event()
 
     def start(self, hub) -> None:
-        """Start all workers and wait until they take requests. Raises RuntimeError."""
+        """Start all workers and wait until they take requests. Raises RuntimeError, OSError."""
         self.hub = hub
-        for line in [self._launch() for _ in range(self.count)]:
-            try:
-                line.ready.result(STARTUP)
-            except TimeoutError:
-                raise RuntimeError(f"a worker did not come up within {STARTUP} s: is the machine overloaded?") from None
+        with self._news:
+            for _ in range(self.count):
+                self._begin(0)
+            settled = self._news.wait_for(lambda: self._given_up or self._up == self.count, STARTUP)
+            self._starting = False
+        if self._given_up:
+            raise RuntimeError(self._given_up)
+        if not settled:
+            raise RuntimeError(f"a worker did not come up within {STARTUP} s: is the machine overloaded?")
 
     def join(self) -> None:
         """Wait while there are workers. Raises RuntimeError when none is left."""
         self._none_left.wait()
-        raise RuntimeError("no HTTP worker is left, and none could be started: what was written to stderr says why")
+        raise RuntimeError(f"no HTTP worker is left: {self._given_up}")
 
     def stop(self) -> None:
         """Refuse new connections and end the workers after the grace; at once when interrupted again."""
@@ -181,6 +190,15 @@ class Workers:
                 process.kill()
                 process.wait()
 
+    @property
+    def _up(self) -> int:
+        return sum(line.ready.done() for line in self.processes)
+
+    def _came_up(self, line) -> None:
+        with self._news:
+            self._failures[line] = 0
+            self._news.notify_all()
+
     def gone(self, line) -> None:
         """In the hub's thread: a worker hung up."""
         with self._lock:
@@ -188,35 +206,48 @@ class Workers:
             if self._stopping:
                 return
             del self.processes[line]
-            status = _reap(process)
+            failures, status = self._failures.pop(line), _reap(process)
             if line.ready.done():
                 print(f"minillm: an HTTP worker ended ({status}); another takes its place", file=sys.stderr)
-                self._replace(RETRIES)
+                self._replace(0)
                 return
-        why = line.why or f"{status}; what it wrote to stderr may say why"
-        line.ready.set_exception(RuntimeError(f"an HTTP worker died while starting: {why}"))
-        print(f"minillm: an HTTP worker died while starting: {why}", file=sys.stderr)
-        if not self.processes:
+            why = line.why or f"{status}; what it wrote to stderr may say why"
+            # What a first worker gives a reason for is the caller's mistake: trying again would only hide it.
+            failures = RETRIES if line.why and self._starting else failures
+            self._failed(f"died while starting: {why}", failures + 1)
+
+    def _replace(self, failures: int) -> None:
+        """Start a worker in a dead one's place, with the lock held."""
+        try:
+            self._begin(failures)
+        except OSError as error:  # no process or no file is left to have
+            self._failed(f"cannot be started ({error})", failures + 1)
+
+    def _failed(self, what: str, failures: int) -> None:
+        """Try again later, with the lock held, unless it has been tried often enough."""
+        again = failures <= RETRIES
+        print(f"minillm: an HTTP worker {what}; {_AGAIN if again else _NO_MORE}", file=sys.stderr)
+        if again:
+            timer = threading.Timer(RETRY * 2 ** (failures - 1), self._retry, [failures])
+            timer.daemon = True
+            timer.start()
+            return
+        self._places -= 1
+        self._given_up = f"an HTTP worker {what}"
+        self._news.notify_all()
+        if not self._places:
             self._none_left.set()
 
-    def _replace(self, retries: int) -> None:
-        """Start a worker in a dead one's place, with the lock held; what the machine refuses is tried again later."""
-        try:
-            self._launch()
-        except OSError as error:  # no process or no file is left to have
-            way_out = "trying again soon" if retries else "its place stays empty"
-            print(f"minillm: an HTTP worker cannot be started ({error}); {way_out}", file=sys.stderr)
-            if retries:
-                timer = threading.Timer(RETRY, self._retry, [retries - 1])
-                timer.daemon = True
-                timer.start()
-            elif not self.processes:
-                self._none_left.set()
-
-    def _retry(self, retries: int) -> None:
+    def _retry(self, failures: int) -> None:
         with self._lock:
             if not self._stopping:
-                self._replace(retries)
+                self._replace(failures)
+
+    def _begin(self, failures: int) -> None:
+        """Launch a worker, with the lock held. Raises OSError."""
+        line = self._launch()
+        self._failures[line] = failures
+        line.ready.add_done_callback(lambda _: self._came_up(line))
 
     def _launch(self):
         """Start a worker; returns the hub's line to it. Raises OSError."""

@@ -1,10 +1,12 @@
 """The worker processes: they share a port, die without taking anything along, and never outlive the engine."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import httpx
@@ -13,6 +15,7 @@ import pytest
 import minillm
 from minillm.engine.async_llm import AsyncLLM
 from minillm.server import running
+from minillm.server.serving import Workers
 
 BODY = {"prompt": "The river", "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 ENDLESS = BODY | {"max_tokens": 240, "stream": True}
@@ -132,6 +135,74 @@ def test_a_worker_that_cannot_be_replaced_leaves_the_others_at_work(pair, monkey
         assert "cannot be started ([Errno 11] no process is left); trying again soon" in capfd.readouterr().err
 
 
+def dying(monkeypatch):
+    """From now on, what is started as a worker ends at once."""
+    monkeypatch.setattr("minillm.server.serving.RETRY", 0.05)
+    monkeypatch.setattr("sys.executable", shutil.which("false"))
+
+
+def test_a_worker_that_dies_while_it_starts_is_replaced_until_one_comes_up(pair, monkeypatch, capfd):
+    """Each time later than the time before."""
+    (first, second), launch, again, delays = pids(pair), pair.workers._launch, sys.executable, []
+    timer = threading.Timer
+
+    def timed(seconds, *rest):
+        delays.append(seconds)
+        return timer(seconds, *rest)
+
+    def launched():
+        if len(delays) == 3:
+            monkeypatch.setattr("sys.executable", again)
+        return launch()
+
+    monkeypatch.setattr("threading.Timer", timed)
+    monkeypatch.setattr(pair.workers, "_launch", launched)
+    dying(monkeypatch)
+    os.kill(first, signal.SIGKILL)
+    until(lambda: len(delays) == 3 and len(pids(pair)) == 2)
+    assert delays == [0.05, 0.1, 0.2]
+    line = next(line for line, process in pair.workers.processes.items() if process.pid != second)
+    line.ready.result(PATIENCE)
+    os.kill(second, signal.SIGSTOP)
+    assert ask(pair).status_code == 200
+    errors = capfd.readouterr().err
+    assert errors.count("died while starting: exit status 1; what it wrote to stderr may say why; trying again") == 3
+    # It came up: the next worker that dies is replaced as patiently.
+    os.kill(second, signal.SIGCONT)
+    os.kill(line_pid := pair.workers.processes[line].pid, signal.SIGKILL)
+    until(lambda: len(pids(pair)) == 2 and line_pid not in pids(pair))
+
+
+def test_a_server_whose_first_worker_is_killed_while_it_starts_comes_up(engine, monkeypatch):
+    again, launch = sys.executable, Workers._launch
+
+    def launched(workers):
+        line = launch(workers)
+        monkeypatch.setattr("sys.executable", again)
+        return line
+
+    monkeypatch.setattr(Workers, "_launch", launched)
+    dying(monkeypatch)
+    with running(engine) as server:
+        assert ask(server).status_code == 200
+
+
+def test_a_server_whose_workers_all_die_while_they_start_says_so(engine, monkeypatch):
+    dying(monkeypatch)
+    monkeypatch.setattr("minillm.server.serving.RETRIES", 2)
+    with pytest.raises(RuntimeError, match="died while starting: exit status 1"), running(engine, workers=2):
+        pass
+
+
+def test_when_the_last_worker_dies_and_its_successors_die_while_they_start_serving_ends(engine, monkeypatch):
+    monkeypatch.setattr("minillm.server.serving.RETRIES", 2)
+    with running(engine) as server:
+        dying(monkeypatch)
+        os.kill(pids(server)[0], signal.SIGKILL)
+        with pytest.raises(RuntimeError, match="no HTTP worker is left: .* died while starting: exit status 1"):
+            server.workers.join()
+
+
 def test_when_no_worker_can_be_started_any_more_serving_ends(engine, monkeypatch):
     monkeypatch.setattr("minillm.server.serving.RETRY", 0.05)
     monkeypatch.setattr("minillm.server.serving.RETRIES", 2)
@@ -163,10 +234,9 @@ def test_a_worker_that_cannot_start_is_the_callers_error(model_directory, tmp_pa
     engine.close()
 
 
-NONSENSE = [{"workers": 0}, {"workers": "two"}, {"max_queued": -1}, {"body_timeout": 0}]
-
-
-@pytest.mark.parametrize("wrong", NONSENSE, ids=str)
+@pytest.mark.parametrize(
+    "wrong", [{"workers": 0}, {"workers": "two"}, {"max_queued": -1}, {"body_timeout": 0}], ids=str
+)
 def test_counts_that_make_no_sense_are_refused_before_the_model_loads(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))), running("no/such/model", **wrong):
         pass
@@ -182,6 +252,7 @@ def test_a_missing_package_is_named_before_the_model_loads(monkeypatch):
 SCRIPT = """\
 import sys
 from minillm.server import running
+from minillm.server.serving import Workers
 manager = running(sys.argv[1], load_format="dummy", device="cpu", max_num_seqs=4, workers=2)
 print(manager.__enter__().url, flush=True)
 sys.stdin.read()
