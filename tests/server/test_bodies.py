@@ -116,7 +116,7 @@ def test_a_stream_goes_on_while_a_large_body_is_checked(engine, monkeypatch):
 
     def checked(reader, data, form):
         if len(data) > limits.FREE_BODY:
-            assert answered.wait(60), "nobody else was answered"
+            assert answered.wait(60), "no other request was answered"
         return parse(reader, data, form)
 
     async def everything():
