@@ -36,6 +36,7 @@ import triton
 import triton.language as tl
 
 from . import launches
+from .arguments import Cache, Options, check_strides
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -177,25 +178,16 @@ def prefill_kernel(
 
 
 def decode_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    lengths: torch.Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    rotary: torch.Tensor | None = None,
+    q: torch.Tensor, cache: Cache, block_table: torch.Tensor, lengths: torch.Tensor, options: Options
 ) -> torch.Tensor:
     """q [rows, queries, heads, d] -> like q: a few queries a row, the last of `lengths` positions.  Lesson 04.
 
-    k_cache, v_cache [blocks, block_size, kv_heads, d]; block_table [rows, blocks], lengths [rows] int32. Query i of
-    n sits at position lengths - n + i. d is a power of two from 16 to 256. A row of length 0 gets zeros. rotary
-    [positions, 2, d], contiguous: given when keys lie unturned in the cache, by which each is turned as it is read.
+    block_table [rows, blocks], lengths [rows] int32. Query i of n sits at position lengths - n + i. d is a power of two
+    from 16 to 256. A row of length 0 gets zeros.
     """
     rows, queries, heads, dim = q.shape
-    block_size, kv_heads = _checked_cache(k_cache, v_cache, dim)
+    block_size, kv_heads = _checked_cache(cache, dim)
+    window, rotary = options.window, options.rotary
     q = q.contiguous()
     out = torch.empty_like(q)
     if not rows:
@@ -208,17 +200,17 @@ def decode_attention(
     launch = launches.choose(
         "decode_attention",
         decode_launch(dim, q.element_size(), packed)._replace(splits=decode_splits(rows * kv_heads, longest, device)),
-        dim=dim, itemsize=q.element_size(), rows=packed, programs=rows * kv_heads, longest=longest,
+        dim=dim, dtype=launches.dtype_name(q.dtype), rows=packed, programs=rows * kv_heads, longest=longest,
     )  # fmt: skip
     splits, parts, log_total = launch.splits, out, out
     if splits > 1:
         parts = torch.empty((rows, queries, heads, splits, dim), dtype=torch.float32, device=q.device)
         log_total = torch.empty((rows, queries, heads, splits), dtype=torch.float32, device=q.device)
     decode_kernel[(rows, kv_heads, splits)](
-        q, k_cache, v_cache, block_table, lengths, parts, log_total, rotary, scale, block_table.stride(0),
-        k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+        q, cache.k, cache.v, block_table, lengths, parts, log_total, rotary, options.scale, block_table.stride(0),
+        *cache.k.stride()[:3],
         QUERIES=queries, GROUP=group, SPLITS=splits, ROWS=packed, KEYS=launch.keys, DIM=dim, BLOCK_SIZE=block_size,
-        WINDOW=window or 0, SOFT_CAP=soft_cap or 0.0, PRODUCT=_product_type(q.dtype),
+        WINDOW=window or 0, SOFT_CAP=options.soft_cap or 0.0, PRODUCT=_product_type(q.dtype),
         num_warps=launch.warps, num_stages=1 if rotary is not None else launch.stages,
     )  # fmt: skip
     if splits > 1:
@@ -228,39 +220,35 @@ def decode_attention(
 
 def prefill_attention(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    cache: Cache,
     block_table: torch.Tensor,
     lengths: torch.Tensor,
     query_start: torch.Tensor,
-    *,
     max_queries: int,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    rotary: torch.Tensor | None = None,
+    options: Options,
 ) -> torch.Tensor:
     """q [tokens, heads, d] -> like q: rows of any number of queries, packed one after the other.  Lesson 04.
 
-    Row r's queries are q[query_start[r] : query_start[r + 1]], the last of its `lengths[r]` positions; its keys,
-    those of earlier chunks included, are read from the cache. Other arguments as in `decode_attention`.
+    Row r's queries are q[query_start[r] : query_start[r + 1]], at most `max_queries`, the last of its `lengths[r]`
+    positions; its keys, those of earlier chunks included, are read from the cache. The rest as in `decode_attention`.
     """
     tokens, heads, dim = q.shape
-    block_size, kv_heads = _checked_cache(k_cache, v_cache, dim)
+    block_size, kv_heads = _checked_cache(cache, dim)
     q = q.contiguous()
     out = torch.empty_like(q)
     if not tokens:
         return out
     group = heads // kv_heads
     default = prefill_launch(dim, q.element_size(), _device(q.device))
-    launch = launches.choose("prefill_attention", default, dim=dim, itemsize=q.element_size(), group=group)
+    dtype = launches.dtype_name(q.dtype)
+    launch = launches.choose("prefill_attention", default, dim=dim, dtype=dtype, group=group)
     grid = (triton.cdiv(max_queries * group, launch.rows), kv_heads, lengths.shape[0])
     prefill_kernel[grid](
-        q, k_cache, v_cache, block_table, lengths, query_start, out, rotary, scale, block_table.stride(0),
-        k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+        q, cache.k, cache.v, block_table, lengths, query_start, out, options.rotary, options.scale,
+        block_table.stride(0), *cache.k.stride()[:3],
         GROUP=group, ROWS=launch.rows, KEYS=launch.keys, DIM=dim, BLOCK_SIZE=block_size,
-        WINDOW=window or 0, SOFT_CAP=soft_cap or 0.0, PRODUCT=_product_type(q.dtype),
-        num_warps=launch.warps, num_stages=1 if rotary is not None else launch.stages,
+        WINDOW=options.window or 0, SOFT_CAP=options.soft_cap or 0.0, PRODUCT=_product_type(q.dtype),
+        num_warps=launch.warps, num_stages=1 if options.rotary is not None else launch.stages,
     )  # fmt: skip
     return out
 
@@ -281,6 +269,10 @@ class Launch(NamedTuple):
     warps: int
     stages: int  # tiles of keys and values in flight
     splits: int = 1  # programs that share a row's keys, in decode
+
+
+launches.register("decode_attention", Launch)
+launches.register("prefill_attention", Launch)
 
 
 def decode_launch(dim: int, itemsize: int, packed: int) -> Launch:
@@ -332,9 +324,9 @@ def _product_type(dtype: torch.dtype):
     return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
 
 
-def _checked_cache(k_cache: torch.Tensor, v_cache: torch.Tensor, dim: int) -> tuple[int, int]:
-    if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
-        raise ValueError("K and V caches must have equal strides and a contiguous head_dim")
+def _checked_cache(cache: Cache, dim: int) -> tuple[int, int]:
+    """(block_size, kv_heads) of a cache that the kernels can read."""
+    check_strides(cache)
     if not takes(dim):
         raise ValueError(f"head_dim {dim} is not a power of two from 16 to 256: use the reference")
-    return k_cache.shape[1], k_cache.shape[2]
+    return cache.k.shape[1], cache.k.shape[2]

@@ -18,6 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .arguments import Cache, check_strides
+
 
 @triton.jit
 def _rotate(x_ptr, out_ptr, cos, sin, HEADS: tl.constexpr, HEADS_TILE: tl.constexpr, HALF: tl.constexpr):
@@ -83,19 +85,18 @@ def rotary_embedding(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor) ->
     return q_out, k_out
 
 
-def write_kv(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
-) -> None:
-    """Store k, v [tokens, kv_heads, d] at slots [tokens] of caches [blocks, block_size, kv_heads, d].  Lesson 09."""
+def write_kv(k: torch.Tensor, v: torch.Tensor, cache: Cache, slots: torch.Tensor) -> None:
+    """Store k, v [tokens, kv_heads, d] at slots [tokens] of a layer's cache.  Lesson 09."""
     tokens, kv_heads, dim = k.shape
-    if not (k_cache.stride() == v_cache.stride() and k_cache.stride()[2:] == (dim, 1)):
-        raise ValueError("K and V caches must have equal strides and contiguous [kv_heads, head_dim]")
+    check_strides(cache)
+    if cache.k.stride(2) != dim:
+        raise ValueError("a token's heads must follow one another in the cache")
     k, v = _dense_tokens(k), _dense_tokens(v)
     if tokens:
         size = kv_heads * dim
         write_kv_kernel[(tokens,)](
-            k, v, k_cache, v_cache, slots, k.stride(0), v.stride(0), k_cache.stride(0), k_cache.stride(1),
-            BLOCK_SIZE=k_cache.shape[1], SIZE=size, TILE=triton.next_power_of_2(size),
+            k, v, cache.k, cache.v, slots, k.stride(0), v.stride(0), *cache.k.stride()[:2],
+            BLOCK_SIZE=cache.k.shape[1], SIZE=size, TILE=triton.next_power_of_2(size),
             num_warps=1 if size <= 512 else 4,
         )  # fmt: skip
 

@@ -32,6 +32,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import launches
+from .arguments import Cache
 from .paged_attention import LOG2E
 
 WHOLE = 4096  # columns up to which a program holds whole rows
@@ -234,7 +235,7 @@ def product(
     total = torch.empty_like(x) if residual is not None else None
     dependent = _dependent(x.device)
     options = {"launch_pdl": True} if dependent else {}
-    sizes = {"rows": rows, "columns": columns, "itemsize": x.element_size()}
+    sizes = {"rows": rows, "columns": columns, "dtype": launches.dtype_name(x.dtype)}
     if columns <= WHOLE:
         default = whole_launch(rows, columns, bool(activation), _processors(x.device))
         launch = launches.choose("whole_rows", default, **sizes, gated=int(bool(activation)))
@@ -269,25 +270,24 @@ class RowAttention:
         self,
         qkv: torch.Tensor,
         cos_sin: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        cache: Cache,
         block_table: torch.Tensor,
         length: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
         """qkv [1, (heads + 2 kv_heads) d] -> [1, heads d].  Lesson 04.
 
-        cos_sin [1, 2, d] at the row's position; caches [blocks, block_size, kv_heads, d]; block_table [1, blocks],
+        cos_sin [1, 2, d] at the row's position; block_table [1, blocks],
         length [1] int32, the new token included: its key and value are written to the cache here.
         """
         out = torch.empty((1, self.heads * self.dim), dtype=qkv.dtype, device=qkv.device)
         dependent = _dependent(qkv.device)
         options = {"launch_pdl": True} if dependent else {}
         row_attention_kernel[(self.heads, self.most_parts)](
-            qkv, cos_sin, k_cache, v_cache, block_table, length, self.parts, self.log_total, self.finished, out, scale,
-            k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+            qkv, cos_sin, cache.k, cache.v, block_table, length, self.parts, self.log_total, self.finished, out, scale,
+            *cache.k.stride()[:3],
             GROUP=self.heads // self.kv_heads, PARTS=self.most_parts, KEYS=max(TILE // self.dim, 16), DIM=self.dim,
-            BLOCK_SIZE=k_cache.shape[1], DEPENDENT=dependent, num_warps=4, **options,
+            BLOCK_SIZE=cache.k.shape[1], DEPENDENT=dependent, num_warps=4, **options,
         )  # fmt: skip
         return out
 
@@ -302,6 +302,10 @@ class LongLaunch(NamedTuple):
     tile: int  # rows of the matrix a program
     width: int  # columns at a time
     warps: int
+
+
+launches.register("whole_rows", Launch)
+launches.register("long_rows", LongLaunch)
 
 
 def whole_launch(rows: int, columns: int, gated: bool, processors: int) -> Launch:

@@ -26,6 +26,8 @@ from minillm.kernels import (
     single_row,
     truncation,
 )
+from minillm.kv_cache import LayerCache
+from minillm.ops import AttentionOptions
 
 KIB = 1024
 SHARED_MEMORY = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB}  # CUDA programming guide, bytes a block
@@ -97,21 +99,21 @@ def compile_all(capability: int) -> list[dict]:
         single_row.product(torch.zeros(1, 16384, dtype=torch.bfloat16), torch.zeros(8, 16384, dtype=torch.bfloat16))
         for dim, dtype, heads, queries, options in ATTENTION:
             case = f"{str(dtype).removeprefix('torch.')} head_dim {dim}"
-            cache = torch.zeros(4, 16, 1, dim, dtype=dtype)
-            rope_cache.write_kv(cache[0, :2], cache[0, :2], cache, cache, torch.zeros(2, dtype=torch.int64))
+            k = torch.zeros(4, 16, 1, dim, dtype=dtype)
+            cache = LayerCache(k, k)
+            rope_cache.write_kv(k[0, :2], k[0, :2], cache, torch.zeros(2, dtype=torch.int64))
             table = torch.zeros(2, 256, dtype=torch.int32)
             lengths, starts = torch.ones(2, dtype=torch.int32), torch.arange(3, dtype=torch.int32)
             q = torch.zeros(2, heads, dim, dtype=dtype)
             several = q[:, None].expand(-1, queries, -1, -1)
             if "rotary" in options:
                 options = options | {"rotary": torch.zeros(4096, 2, dim, dtype=dtype)}
-            paged_attention.decode_attention(several, cache, cache, table, lengths, scale=0.1, **options)
-            paged_attention.prefill_attention(
-                q, cache, cache, table, lengths, starts, max_queries=1, scale=0.1, **options
-            )
+            attention = AttentionOptions(0.1, **options)
+            paged_attention.decode_attention(several, cache, table, lengths, attention)
+            paged_attention.prefill_attention(q, cache, table, lengths, starts, 1, attention)
             qkv, turns = torch.zeros(1, (heads + 2) * dim, dtype=dtype), torch.zeros(1, 2, dim, dtype=dtype)
             attend = single_row.RowAttention(heads, 1, dim, qkv.device)
-            attend(qkv, turns, cache, cache, table[:1], lengths[:1], 0.1)
+            attend(qkv, turns, cache, table[:1], lengths[:1], 0.1)
     finally:
         triton.runtime.JITFunction.run = run
     return compiled

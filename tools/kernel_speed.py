@@ -25,11 +25,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from minillm.bench import records  # noqa: E402
 from minillm.kernels import paged_attention  # noqa: E402
 from minillm.kv_cache import LayerCache  # noqa: E402
-from minillm.ops import reference  # noqa: E402
+from minillm.ops import AttentionOptions, reference  # noqa: E402
 from minillm.ops import triton as kernels  # noqa: E402
 
 HIDDEN, HEADS, KV_HEADS, DIM, FFN, VOCAB, BLOCK = 2048, 8, 1, 256, 16384, 256000, 16  # Gemma 2B
-SCALE, DTYPE = DIM**-0.5, torch.bfloat16
+OPTIONS, DTYPE = AttentionOptions(DIM**-0.5), torch.bfloat16
 KEYS = {1: (384, 384), 64: (1024, 1536), 512: (200, 2000), 3000: (128, 256)}  # decode rows: fewest and most keys
 PREFILL = {"1 x 128": [128], "4 x 2048": [2048] * 4, "16 x 100..1024": list(range(100, 1060, 60))}
 COLD = 256 * 2**20  # bytes of different inputs in a row: several times the L2
@@ -126,7 +126,7 @@ def decode_inputs(rows):
 
 
 def decode(operation, rows):
-    return lambda q, cache, table, lengths: operation(q, cache, table, lengths, scale=SCALE)
+    return lambda q, cache, table, lengths: operation(q, cache, table, lengths, OPTIONS)
 
 
 def prefill_inputs(lengths):
@@ -137,9 +137,7 @@ def prefill_inputs(lengths):
 
 
 def prefill(operation, lengths):
-    return lambda q, cache, table, keys, starts: operation(
-        q, cache, table, keys, starts, max_queries=max(lengths), scale=SCALE
-    )
+    return lambda q, cache, table, keys, starts: operation(q, cache, table, keys, starts, max(lengths), OPTIONS)
 
 
 def torchs_own_attention(lengths) -> float:
@@ -147,7 +145,7 @@ def torchs_own_attention(lengths) -> float:
     rows, n = len(lengths), lengths[0]
     q, k, v = (random_tensor(rows, heads, n, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
     k, v = (x.expand(-1, HEADS, -1, -1) for x in (k, v))
-    call = [lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE)] * 8
+    call = [lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=OPTIONS.scale)] * 8
     return statistics.median(graph_runs(call))
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from minillm import ops
 from minillm.kv_cache.storage import LayerCache
 from minillm.model.config import ModelConfig
-from minillm.ops import reference
+from minillm.ops import AttentionOptions, reference
 from minillm.overrides import using
 
 from . import offline, records, workloads
@@ -43,13 +43,7 @@ class Setting:
 
 
 def torch_attention(
-    q: Tensor,
-    cache: LayerCache,
-    block_table: Tensor,
-    lengths: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
+    q: Tensor, cache: LayerCache, block_table: Tensor, lengths: Tensor, options: AttentionOptions
 ) -> Tensor:
     """Decode attention with torch's own: gather every row's blocks, then scaled_dot_product_attention with a mask.
 
@@ -62,11 +56,11 @@ def torch_attention(
     key = torch.arange(k.shape[2], device=q.device)
     ends = lengths.clamp(min=1)[:, None]
     seen = key < ends
-    if window:
-        seen &= key >= ends - window
+    if options.window:
+        seen &= key >= ends - options.window
     # The query heads of one KV head pose as its queries.
     packed = q.reshape(rows, k.shape[1], -1, head_dim)
-    out = F.scaled_dot_product_attention(packed, k, v, attn_mask=seen[:, None, None], scale=scale)
+    out = F.scaled_dot_product_attention(packed, k, v, attn_mask=seen[:, None, None], scale=options.scale)
     return out.reshape(q.shape)
 
 

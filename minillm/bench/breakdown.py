@@ -71,7 +71,7 @@ def attention_work(llm, step: Step) -> tuple[int, int]:
     model, token_bytes = llm.engine.model, llm.engine.runner.layer_bytes
     starts, ends = step.starts.astype(np.int64), (step.starts + step.queries).astype(np.int64)
     nbytes = operations = 0
-    for window, layers in Counter(layer.window or int(ends.max()) for layer in model.layers).items():
+    for window, layers in Counter(layer.attention.window or int(ends.max()) for layer in model.layers).items():
         seen = _sum_to(ends, window) - _sum_to(starts, window)
         nbytes += int((ends - np.maximum(starts - window + 1, 0)).sum()) * token_bytes * layers
         operations += 4 * model.config.num_heads * model.config.head_dim * int(seen.sum()) * layers

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minillm.kv_cache.storage import LayerCache
-from minillm.ops import reference
+from minillm.ops import AttentionOptions, reference
 
 
 def gathered(attention: Callable[..., Tensor]) -> dict[str, Callable]:
@@ -23,23 +23,21 @@ def gathered(attention: Callable[..., Tensor]) -> dict[str, Callable]:
     them. What it raises, `NotSolvedYet` too, goes through.
     """
 
-    def decode_attention(q, cache, block_table, lengths, *, scale, window=None, soft_cap=None):
-        options = _options(scale, window, soft_cap)
+    def decode_attention(q, cache, block_table, lengths, options):
         out = torch.zeros_like(q)
         for row, length in enumerate(lengths.tolist()):
             if length:
-                out[row] = attention(q[row], *_contiguous(cache, block_table[row], length), length, **options)
+                keys = _contiguous(cache, block_table[row], length)
+                out[row] = attention(q[row], *keys, length, **options.given())
         return out
 
-    def prefill_attention(
-        q, cache, block_table, lengths, query_start, *, max_queries, scale, window=None, soft_cap=None
-    ):
-        options = _options(scale, window, soft_cap)
+    def prefill_attention(q, cache, block_table, lengths, query_start, max_queries, options):
         out, starts = torch.empty_like(q), query_start.tolist()
         for row, length in enumerate(lengths.tolist()):
             mine = slice(starts[row], starts[row + 1])
             if mine.start < mine.stop:
-                out[mine] = attention(q[mine], *_contiguous(cache, block_table[row], length), length, **options)
+                keys = _contiguous(cache, block_table[row], length)
+                out[mine] = attention(q[mine], *keys, length, **options.given())
         return out
 
     return {"decode_attention": decode_attention, "prefill_attention": prefill_attention}
@@ -72,7 +70,7 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, length: int, *, scale: flo
     one_block = LayerCache(k[None, :length], v[None, :length])
     table = torch.zeros(1, 1, dtype=torch.int32, device=q.device)
     lengths = torch.tensor([length], dtype=torch.int32, device=q.device)
-    return reference.decode_attention(q[None], one_block, table, lengths, scale=scale)[0]
+    return reference.decode_attention(q[None], one_block, table, lengths, AttentionOptions(scale))[0]
 
 
 def slots_of(table: Sequence[int], start: int, end: int, block_size: int) -> list[int]:
@@ -93,8 +91,3 @@ def _contiguous(cache: LayerCache, blocks: Tensor, length: int) -> tuple[Tensor,
     """Copies of the blocks that `length` tokens fill, one behind the other: two [capacity, kv_heads, d]."""
     used = blocks[: -(-length // cache.k.shape[1])]
     return cache.k[used].flatten(0, 1), cache.v[used].flatten(0, 1)
-
-
-def _options(scale: float, window: int | None, soft_cap: float | None) -> dict[str, float | int]:
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
-    return {name: value for name, value in options.items() if value is not None}

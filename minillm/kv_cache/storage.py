@@ -1,15 +1,94 @@
-"""What a layer's cache is made of.  Lessons 08 and 09."""
+"""What a layer's cache is made of: keys and values in blocks, and the scales of a quantized one.  Lessons 08 and 09."""
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """What one layer keeps of a token: a key and a value for each KV head.
+
+    A cache in int8 or float8_e4m3fn keeps a scale for each token and KV head with them. So scales follow each token's
+    own range, and need no calibration.
+    """
+
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def scale_dtype(self) -> torch.dtype | None:
+        """None: keys and values are stored as they are."""
+        return torch.float32 if self.dtype in LARGEST else None
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a token's key and value in one layer, scales included."""
+        scale = 0 if self.scale_dtype is None else self.scale_dtype.itemsize
+        return 2 * self.kv_heads * (self.head_dim * self.dtype.itemsize + scale)
+
+    def allocate(self, blocks: int, block_size: int, device: torch.device) -> "LayerCache":
+        """An empty cache of that many blocks."""
+        # Zeros, because attention may multiply stale values by a probability of 0, and 0 * NaN is NaN.
+        slots = (blocks, block_size, self.kv_heads)
+        k, v = (torch.zeros(*slots, self.head_dim, dtype=self.dtype, device=device) for _ in "kv")
+        if self.scale_dtype is None:
+            return LayerCache(k, v)
+        return LayerCache(k, v, *(torch.zeros(slots, dtype=self.scale_dtype, device=device) for _ in "kv"))
 
 
 @dataclass
 class LayerCache:
-    """One layer's keys and values for every block.  Lesson 08 fills the scales."""
+    """One layer's keys and values for every block.
+
+    In a quantized cache `k` and `v` are codes, and a code times its scale is what they stand for. Scales have the same
+    block index, so paging, sharing, windows and eviction never know of them.
+    """
 
     k: Tensor  # [num_blocks, block_size, kv_heads, head_dim]
     v: Tensor  # [num_blocks, block_size, kv_heads, head_dim]
-    k_scale: Tensor | None = None  # [num_blocks, block_size, kv_heads] of a quantised cache
+    k_scale: Tensor | None = None  # [num_blocks, block_size, kv_heads] of a quantized cache
     v_scale: Tensor | None = None
+
+    def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """Put each token's k and v [tokens, kv_heads, d] into slots [tokens], quantized if the cache is."""
+        for values, held, scales in ((k, self.k, self.k_scale), (v, self.v, self.v_scale)):
+            if scales is not None:
+                values, scale = quantize(values, held.dtype)
+                scales.flatten(0, 1)[slots] = scale
+            _indexable(held).flatten(0, 1)[slots] = _indexable(values.to(held.dtype))
+
+    def read(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of these blocks [rows, n] -> [rows, n * block_size, kv_heads, d] each, dequantized."""
+        pairs = ((self.k, self.k_scale), (self.v, self.v_scale))
+        k, v = (_read(held, scales, blocks) for held, scales in pairs)
+        return k, v
+
+
+def _read(held: Tensor, scales: Tensor | None, blocks: Tensor) -> Tensor:
+    values = _indexable(held)[blocks].view(held.dtype).flatten(1, 2)
+    if scales is None:
+        return values
+    scale = scales[blocks].flatten(1, 2)[..., None]
+    return values.to(scale.dtype) * scale
+
+
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # codes of a quantized cache are at most this
+
+
+def quantize(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """values [tokens, kv_heads, d] -> codes like them, in `dtype`, and float32 scales [tokens, kv_heads].
+
+    scale = max |value| of the token and head / the largest code. A head of zeros has scale 0.
+    """
+    values = values.float()
+    scale = values.abs().amax(-1) / LARGEST[dtype]
+    codes = values / torch.where(scale > 0, scale, 1.0)[..., None]
+    return (codes.round() if dtype == torch.int8 else codes).to(dtype), scale
+
+
+def _indexable(tensor: Tensor) -> Tensor:
+    """torch cannot index every 8-bit type: their bytes are moved instead."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor

@@ -6,6 +6,7 @@ What a part does is in `ops/reference.py`; this file only says in which order th
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from minillm import ops
 from minillm.kv_cache.storage import LayerCache
-from minillm.quantization import DenseWeight, Weight
+from minillm.ops.signatures import AttentionOptions
+from minillm.quantization import Recipe, Weight
 
 from .batch import Batch
 from .config import ARCHITECTURES, QK_NORMS, ModelConfig
@@ -29,11 +31,11 @@ class Layer:
     mlp_norm: Tensor  # [hidden]
     gate_up: Weight  # [2 * intermediate, hidden]
     down: Weight  # [hidden, intermediate]
+    attention: AttentionOptions
     q_norm: Tensor | None = None  # [head_dim]
     k_norm: Tensor | None = None  # [head_dim]
     after_attention_norm: Tensor | None = None  # [hidden]
     after_mlp_norm: Tensor | None = None  # [hidden]
-    window: int | None = None  # tokens that a query sees; None: all
     local: bool = False  # whether it turns by `Model.local_rotary`
     group: int = 0  # the row of a block table's first axis that this layer's cache follows
 
@@ -41,11 +43,19 @@ class Layer:
 class Model:
     """A decoder's parameters and its forward pass.  Lesson 02.
 
-    It keeps no state between calls: what attention needs travels in a `Batch`, keys and values in
-    `LayerCache`s. Parameters are allocated here and filled by `loader`.
+    It keeps no state between calls: what attention needs travels in a `Batch`, keys and values in `LayerCache`s.
+    Parameters are allocated here, in the formats that `recipe` names, and filled by `loader`.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: str | torch.device, max_model_len: int):
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: str | torch.device,
+        max_model_len: int,
+        recipe: Recipe = Recipe(),
+    ):
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self.max_model_len = max_model_len
         self.ops = ops.on(self.device.type)
@@ -54,33 +64,35 @@ class Model:
         # transformers multiplies Gemma's norms in float32 whatever the model's dtype, Llama's in the model's.
         norm_dtype = torch.float64 if dtype == torch.float64 and not config.norm_offset else torch.float32
 
-        def matrix(out: int, inputs: int, bias: bool = False) -> DenseWeight:
-            return DenseWeight.empty(out, inputs, bias, dtype=dtype, device=self.device)
+        def matrix(address: str, out: int, inputs: int, bias: bool = False) -> Weight:
+            return recipe.format(address).empty(out, inputs, bias, dtype=dtype, device=self.device)
 
         def norm(size: int = hidden) -> Tensor:
             return torch.empty(size, dtype=norm_dtype, device=self.device)
 
-        self.head = matrix(config.vocab_size, hidden)
-        if config.tie_word_embeddings:
-            self.embedding = self.head.weight
-        else:
-            self.embedding = torch.empty(config.vocab_size, hidden, dtype=dtype, device=self.device)
+        self.head = matrix("head", config.vocab_size, hidden)
+        self.embedding = self.head
+        if not config.tie_word_embeddings:
+            self.embedding = matrix("embedding", config.vocab_size, hidden)
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self.layer_norms = tuple(ARCHITECTURES[config.architecture].norms)
         self.groups = config.groups(max_model_len)
+        scale = config.attention_scale or head_dim**-0.5
         self.layers = [
             Layer(
-                qkv=matrix(query_size + 2 * kv_size, hidden, config.attention_bias or config.qkv_bias),
-                attention_out=matrix(hidden, query_size, config.attention_bias),
-                gate_up=matrix(2 * config.intermediate_size, hidden, config.mlp_bias),
-                down=matrix(hidden, config.intermediate_size, config.mlp_bias),
-                window=self.groups.windows[group],
+                qkv=matrix(
+                    f"layers.{index}.qkv", query_size + 2 * kv_size, hidden, config.attention_bias or config.qkv_bias
+                ),
+                attention_out=matrix(f"layers.{index}.attention_out", hidden, query_size, config.attention_bias),
+                gate_up=matrix(f"layers.{index}.gate_up", 2 * config.intermediate_size, hidden, config.mlp_bias),
+                down=matrix(f"layers.{index}.down", hidden, config.intermediate_size, config.mlp_bias),
+                attention=AttentionOptions(scale, self.groups.windows[group], config.attention_soft_cap),
                 local=bool(window and config.local_rope_theta),
                 group=group,
                 **{name: norm(head_dim if name in QK_NORMS else hidden) for name in self.layer_norms},
             )
-            for window, (group, _) in zip(
-                config.windows or (None,) * config.num_layers, self.groups.places, strict=True
+            for index, (window, (group, _)) in enumerate(
+                zip(config.windows or (None,) * config.num_layers, self.groups.places, strict=True)
             )
         ]
         self.final_norm = norm()
@@ -89,7 +101,6 @@ class Model:
         if config.local_rope_theta:
             local = replace(config, rope_theta=config.local_rope_theta, rope_scaling=None)
             self.local_rotary = rotary_table(local, max_model_len, dtype=dtype, device=self.device)
-        self.scale = config.attention_scale or head_dim**-0.5
 
     def forward(self, batch: Batch, caches: list[LayerCache]) -> Tensor:
         """Final hidden states [samples, hidden] of the tokens in `batch.logits_index` (None: all).
@@ -130,13 +141,7 @@ class Model:
         q, turned = run.rotary_embedding(q, k, cos_sin)
         run.write_kv(k if batch.streams else turned, v, cache, slots)
 
-        # What a family does not have is not passed, so that a reader's attention may do without it.
-        extras = {
-            "window": layer.window,
-            "soft_cap": self.config.attention_soft_cap,
-            "rotary": self.rotary if batch.streams else None,
-        }
-        options = {"scale": self.scale, **{name: value for name, value in extras.items() if value is not None}}
+        options = replace(layer.attention, rotary=self.rotary) if batch.streams else layer.attention
         parts = []
         if rows := batch.decode:
             parts.append(
@@ -145,7 +150,7 @@ class Model:
                     cache,
                     rows.block_table[layer.group],
                     rows.lengths,
-                    **options,
+                    options,
                 ).flatten(0, 1)
             )
         if rows := batch.prefill:
@@ -156,8 +161,8 @@ class Model:
                     rows.block_table[layer.group],
                     rows.lengths,
                     rows.query_start,
-                    max_queries=rows.max_queries,
-                    **options,
+                    rows.max_queries,
+                    options,
                 )
             )
         attended = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -172,23 +177,27 @@ class Model:
         """Every norm's weights, to which the loader adds the family's offset."""
         return [self.final_norm, *(getattr(layer, name) for layer in self.layers for name in self.layer_norms)]
 
-    def tensors(self) -> list[Tensor]:
-        """Every parameter once; a tied head is its embedding."""
-        found = [self.embedding, *self.norms()]
-        matrices = [] if self.config.tie_word_embeddings else [self.head]
+    def weights(self) -> Iterator[Weight]:
+        """Every weight once; a tied head is its embedding."""
+        yield self.embedding
+        if self.head is not self.embedding:
+            yield self.head
         for layer in self.layers:
-            matrices += [layer.qkv, layer.attention_out, layer.gate_up, layer.down]
-        for matrix in matrices:
-            found += [part for part in vars(matrix).values() if isinstance(part, Tensor)]
-        return found
+            yield from (layer.qkv, layer.attention_out, layer.gate_up, layer.down)
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that is stored, once, without the rotary tables."""
+        return [*(tensor for weight in self.weights() for tensor in weight.stored()), *self.norms()]
 
     @property
     def num_parameters(self) -> int:
-        return sum(tensor.numel() for tensor in self.tensors())
+        biases = [weight.bias for weight in self.weights() if weight.bias is not None]
+        numbers = sum(weight.shape.numel() for weight in self.weights())
+        return numbers + sum(tensor.numel() for tensor in (*self.norms(), *biases))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parameters, without the rotary table."""
+        """Bytes of all parameters, without the rotary tables."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
 

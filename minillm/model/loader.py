@@ -8,15 +8,18 @@ sizes or dtypes.
 import json
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from minillm.errors import ConfigError
-from minillm.quantization import DenseWeight
+from minillm.quantization import Recipe, Weight
+from minillm.quantization.weight import copy_pieces
 
 from . import sizing
 from .config import ARCHITECTURES, PRESETS, ModelConfig, read_json
@@ -41,13 +44,14 @@ def load_model(
     load_format: str = "auto",
     max_model_len: int | None = None,
     seed: int = 0,
+    recipe: Recipe = Recipe(),
 ) -> Model:
     """Build a model and fill its parameters.
 
     model: a directory in Hugging Face's layout, a preset's name (its shape only: needs load_format="dummy"),
     or None for the embedded tiny-gemma. dtype "auto": float32 on a CPU, the checkpoint's own on a GPU.
     max_model_len: tokens of context, at most the model's own. load_format "dummy": random weights from
-    `seed`. Raises ConfigError.
+    `seed`. recipe: the format of each weight; what is not dense is quantized as it is read. Raises ConfigError.
     """
     place = resolve(model)
     if isinstance(place, str) and load_format != "dummy":
@@ -63,7 +67,8 @@ def load_model(
         raise ConfigError(f"dtype must be auto or one of {', '.join(DTYPES)}, not {dtype!r}")
     files = [] if load_format == "dummy" else checkpoint_files(place)
     try:
-        built = Model(config, dtype=DTYPES[dtype], device=device, max_model_len=max_model_len or config.max_model_len)
+        longest = max_model_len or config.max_model_len
+        built = Model(config, dtype=DTYPES[dtype], device=device, max_model_len=longest, recipe=recipe)
     except torch.OutOfMemoryError as error:
         sizes = {each: sizing.weight_bytes(config, each) / 1e9 for each in (dtype, "bfloat16")}
         free = torch.cuda.mem_get_info(device)[0] / 1e9
@@ -163,35 +168,46 @@ def read_header(file: Path) -> dict[str, Entry]:
     return entries
 
 
-def destinations(model: Model) -> dict[str, Tensor]:
-    """The checkpoint's name of each tensor -> the slice of the model's parameters that it fills."""
+@dataclass(frozen=True)
+class Destination:
+    """What a tensor of the checkpoint fills."""
+
+    shape: tuple[int, ...]
+    load: Callable[[Iterable[Tensor]], None]  # takes the tensor in pieces of its first axis, in order
+
+
+def destinations(model: Model) -> dict[str, Destination]:
+    """The checkpoint's name of each tensor -> where it goes."""
     config = model.config
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    places = {"model.embed_tokens.weight": model.embedding, "model.norm.weight": model.final_norm}
+    found: dict[str, Destination] = {}
 
-    def place(matrix: DenseWeight, prefix: str, **rows: int) -> None:
-        for kind, tensor in (("weight", matrix.weight), ("bias", matrix.bias)):
-            if tensor is not None:
-                parts = tensor.split(tuple(rows.values())) if rows else (tensor,)
-                names = [f"{prefix}.{part}.{kind}" for part in rows] if rows else [f"{prefix}.{kind}"]
-                places.update(zip(names, parts, strict=True))
+    def fill(tensor: Tensor, name: str) -> None:
+        found[name] = Destination(tuple(tensor.shape), partial(copy_pieces, tensor))
 
+    def fill_weight(weight: Weight, *parts: tuple[str, int]) -> None:
+        """parts: the name and the output rows of each module of the checkpoint that is a part of this weight."""
+        ends = accumulate(count for _, count in parts)
+        for (module, count), end in zip(parts, ends, strict=True):
+            rows = range(end - count, end)
+            for name, shape in weight.expects(rows).items():
+                found[f"{module}.{name}"] = Destination(shape, partial(weight.load, name, rows))
+
+    fill_weight(model.embedding, ("model.embed_tokens", config.vocab_size))
+    fill(model.final_norm, "model.norm.weight")
     for index, layer in enumerate(model.layers):
         prefix = f"model.layers.{index}"
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         for norm, name in ARCHITECTURES[config.architecture].norms.items():
-            places[f"{prefix}.{name}.weight"] = getattr(layer, norm)
-        place(layer.qkv, f"{prefix}.self_attn", q_proj=query, k_proj=kv, v_proj=kv)
-        place(layer.attention_out, f"{prefix}.self_attn.o_proj")
-        place(
-            layer.gate_up,
-            f"{prefix}.mlp",
-            gate_proj=config.intermediate_size,
-            up_proj=config.intermediate_size,
-        )
-        place(layer.down, f"{prefix}.mlp.down_proj")
-    if not config.tie_word_embeddings:
-        place(model.head, "lm_head")
-    return places
+            fill(getattr(layer, norm), f"{prefix}.{name}.weight")
+        fill_weight(layer.qkv, (f"{attention}.q_proj", query), (f"{attention}.k_proj", kv), (f"{attention}.v_proj", kv))
+        fill_weight(layer.attention_out, (f"{attention}.o_proj", config.hidden_size))
+        inner = config.intermediate_size
+        fill_weight(layer.gate_up, (f"{mlp}.gate_proj", inner), (f"{mlp}.up_proj", inner))
+        fill_weight(layer.down, (f"{mlp}.down_proj", config.hidden_size))
+    if model.head is not model.embedding:
+        fill_weight(model.head, ("lm_head", config.vocab_size))
+    return found
 
 
 def fill_from_files(model: Model, files: list[Path]) -> None:
@@ -203,11 +219,10 @@ def fill_from_files(model: Model, files: list[Path]) -> None:
     entries = {name: entry for name, entry in entries.items() if not _redundant(name, model.config)}
     _check_names(places, entries, files[0].parent)
     for name, entry in entries.items():
-        place = places[name]
-        if entry.shape != tuple(place.shape):
+        wanted = places[name].shape
+        if entry.shape != wanted:
             raise ConfigError(
-                f"{entry.file}: tensor {name} has shape {list(entry.shape)},"
-                f" but config.json makes it {list(place.shape)}"
+                f"{entry.file}: tensor {name} has shape {list(entry.shape)}, but config.json makes it {list(wanted)}"
             )
         if entry.dtype not in FILE_DTYPES:
             raise ConfigError(f"{entry.file}: tensor {name} is {entry.dtype}; readable are {', '.join(FILE_DTYPES)}")
@@ -216,10 +231,7 @@ def fill_from_files(model: Model, files: list[Path]) -> None:
     # One buffer for all: one a tensor would leave holes of its size, and a load would peak at several of them.
     buffer = torch.empty(max(min(entry.nbytes, _most_bytes(entry)) for entry in entries.values()), dtype=torch.uint8)
     for name, entry in entries.items():
-        done = 0
-        for rows in _pieces(entry, buffer):
-            places[name][done : done + len(rows)].copy_(rows)
-            done += len(rows)
+        places[name].load(_pieces(entry, buffer))
     for norm in model.norms():
         norm.add_(model.config.norm_offset)
 
@@ -251,7 +263,7 @@ def _redundant(name: str, config: ModelConfig) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
 
 
-def _check_names(places: dict[str, Tensor], entries: dict[str, Entry], directory: Path) -> None:
+def _check_names(places: dict[str, Destination], entries: dict[str, Entry], directory: Path) -> None:
     problems = []
     if missing := sorted(places.keys() - entries.keys()):
         problems.append(f"{len(missing)} missing: {_listed(missing)}")
@@ -268,12 +280,10 @@ def _listed(names: list[str], most: int = 5) -> str:
 def fill_randomly(model: Model, seed: int) -> None:
     """Random weights, the same for the same seed, that keep activations near 1; made on the device."""
     generator = torch.Generator(device=model.device).manual_seed(seed)
-    norms = {id(norm) for norm in model.norms()}
-    for tensor in model.tensors():
-        if id(tensor) in norms:
-            tensor.fill_(1.0)
-        else:
-            tensor.normal_(0.0, tensor.shape[-1] ** -0.5, generator=generator)
+    for norm in model.norms():
+        norm.fill_(1.0)
+    for weight in model.weights():
+        weight.randomize(generator)
 
 
 def check_tokenizer(tokenizer, config: ModelConfig) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from minillm.kernels import single_row
 from minillm.kv_cache.storage import LayerCache
+from minillm.ops.signatures import AttentionOptions
 from minillm.quantization import DenseWeight
 
 from .batch import Batch
@@ -27,13 +28,10 @@ class SingleRow:
     def fits(model: Model) -> bool:
         """Whether the model is made of the parts that the fused kernels know: Gemma, Llama 2 and 3 and their like."""
         shape = model.config
-        layer = model.layers[0]
-        matrices = [layer.qkv, layer.attention_out, layer.gate_up, layer.down, model.head]
         return (
             set(model.layer_norms) == {"attention_norm", "mlp_norm"}
-            and all(type(matrix) is DenseWeight and matrix.bias is None for matrix in matrices)
-            and not any(layer.window for layer in model.layers)
-            and shape.attention_soft_cap is None
+            and all(type(weight) is DenseWeight and weight.bias is None for weight in model.weights())
+            and all(layer.attention == AttentionOptions(layer.attention.scale) for layer in model.layers)
             and shape.final_soft_cap is None
             and shape.hidden_size <= single_row.WHOLE
             and 16 <= shape.head_dim <= 256
@@ -51,7 +49,7 @@ class SingleRow:
             qkv, summed = single_row.product(x, layer.qkv.weight, norm=layer.attention_norm, eps=eps, **before)
             total = total if summed is None else summed
             table = rows.block_table[layer.group]
-            x = self.attend(qkv, turns, cache.k, cache.v, table, rows.lengths, model.scale)
+            x = self.attend(qkv, turns, cache, table, rows.lengths, layer.attention.scale)
             x, _ = single_row.product(x, layer.attention_out.weight)
             x, total = single_row.product(
                 x, layer.gate_up.weight, norm=layer.mlp_norm, eps=eps, residual=total, activation=activation

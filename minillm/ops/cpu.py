@@ -16,8 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minillm.kv_cache.storage import LayerCache
+from minillm.quantization import DenseWeight, Int8Weight
 
 from . import reference
+from .by_weight import ByWeight
+from .signatures import AttentionOptions
 
 # Splitting a ragged batch costs about as much as gathering this many keys (measured on two AMD EPYC cores).
 SPLIT_KEYS = 4096
@@ -25,13 +28,26 @@ SPLIT_KEYS = 4096
 SMALL_GATHER = 1 << 14
 
 
-def embedding(ids: Tensor, weight: Tensor, scale: float) -> Tensor:
-    """As the reference; also quick when the matrix lies transposed in memory, for the tied head's sake."""
-    if weight.is_contiguous():
-        rows = weight.index_select(0, ids)
+embedding = ByWeight(reference.embedding)
+linear = ByWeight(reference.linear)
+
+
+@embedding.register(DenseWeight)
+def _(ids: Tensor, weight: DenseWeight, scale: float) -> Tensor:
+    """Also quick when the matrix lies transposed in memory, for the tied head's sake."""
+    table = weight.weight
+    if table.is_contiguous():
+        rows = table.index_select(0, ids)
     else:
-        rows = weight.t().index_select(1, ids).t().contiguous()
+        rows = table.t().index_select(1, ids).t().contiguous()
     return rows if scale == 1 else rows.mul_(scale)
+
+
+@linear.register(Int8Weight)
+def _(x: Tensor, weight: Int8Weight) -> Tensor:
+    """The scales are the outputs' own, so they are applied to the product: it has fewer numbers than the matrix."""
+    out = F.linear(x, weight.codes.to(x.dtype)).mul_(weight.scales.to(x.dtype))
+    return out if weight.bias is None else out.add_(weight.bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -66,49 +82,42 @@ def _turn(x: Tensor, cos_sin: Tensor) -> Tensor:
 
 def write_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
     """As the reference; `index_copy_` needs no sorting and no bounds of its own."""
+    if cache.k.dtype != k.dtype:
+        return reference.write_kv(k, v, cache, slots)
     shape = (-1, *k.shape[1:])
     cache.k.view(shape).index_copy_(0, slots, k)
     cache.v.view(shape).index_copy_(0, slots, v)
 
 
 def decode_attention(
-    q: Tensor,
-    cache: LayerCache,
-    block_table: Tensor,
-    lengths: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    rotary: Tensor | None = None,
+    q: Tensor, cache: LayerCache, block_table: Tensor, lengths: Tensor, options: AttentionOptions
 ) -> Tensor:
     """As the reference: gather the rows' blocks, then one product for all query heads of a KV head.
 
     Rows of equal lengths need no mask. Ragged rows are padded to the longest of their bucket; very uneven batches
     are split into buckets, since a padded key costs as much as a real one.
     """
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "rotary": rotary}
     if q.dtype not in (torch.float32, torch.float64) or cache.k.dtype != q.dtype:
-        return reference.decode_attention(q, cache, block_table, lengths, **options)
+        return reference.decode_attention(q, cache, block_table, lengths, options)
     rows, queries, heads, _ = q.shape
     block_size, kv_heads = cache.k.shape[1:3]
     known = tuple(lengths.tolist())
     shortest, longest = min(known), max(known)
-    if queries == 1 and soft_cap is None and 0 < shortest == longest:
-        return _equal_rows(q, cache, block_table, longest, scale, window, rotary)
+    if queries == 1 and options.soft_cap is None and 0 < shortest == longest:
+        return _equal_rows(q, cache, block_table, longest, options)
     out = torch.empty_like(q)
-    for part in _buckets(known, queries, heads // kv_heads, block_size, window):
+    for part in _buckets(known, queries, heads // kv_heads, block_size, options.window):
         some = part.rows is not None
         table = (block_table.index_select(0, part.rows) if some else block_table)[:, : part.blocks].flatten()
         bucket = q.index_select(0, part.rows) if some else q
-        result = _padded_rows(bucket, cache, table, part.hidden, scale, soft_cap, rotary)
+        result = _padded_rows(bucket, cache, table, part.hidden, options)
         if not some:
             out = result
         else:
             out.index_copy_(0, part.rows, result)
     if not math.isfinite(out.sum()):
         # A hidden slot held NaN (0 * NaN is NaN), or a row saw nothing: rare enough to start over with care.
-        return reference.decode_attention(q, cache, block_table, lengths, **options)
+        return reference.decode_attention(q, cache, block_table, lengths, options)
     return out
 
 
@@ -138,43 +147,28 @@ def _copies(cache: LayerCache, blocks: Tensor) -> list[Tensor]:
     ]
 
 
-def _equal_rows(
-    q: Tensor,
-    cache: LayerCache,
-    table: Tensor,
-    length: int,
-    scale: float,
-    window: int | None,
-    rotary: Tensor | None,
-) -> Tensor:
+def _equal_rows(q: Tensor, cache: LayerCache, table: Tensor, length: int, options: AttentionOptions) -> Tensor:
     rows, _, heads, head_dim = q.shape
     block_size, kv_heads = cache.k.shape[1:3]
-    first = max(0, length - window) if window else 0
+    first = max(0, length - options.window) if options.window else 0
     blocks = table[:, : -(-length // block_size)].reshape(-1)
-    k, v = (part.transpose(1, 2).narrow(2, first, length - first) for part in _gather(cache, blocks, rows, rotary))
+    gathered = _gather(cache, blocks, rows, options.rotary)
+    k, v = (part.transpose(1, 2).narrow(2, first, length - first) for part in gathered)
     # The query heads of one KV head pose as its queries: nothing is repeated.
     packed = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)
-    return F.scaled_dot_product_attention(packed, k, v, scale=scale).reshape(q.shape)
+    return F.scaled_dot_product_attention(packed, k, v, scale=options.scale).reshape(q.shape)
 
 
-def _padded_rows(
-    q: Tensor,
-    cache: LayerCache,
-    blocks: Tensor,
-    hidden: Tensor,
-    scale: float,
-    soft_cap: float | None,
-    rotary: Tensor | None,
-) -> Tensor:
+def _padded_rows(q: Tensor, cache: LayerCache, blocks: Tensor, hidden: Tensor, options: AttentionOptions) -> Tensor:
     rows, queries, heads, head_dim = q.shape
     kv_heads = cache.k.shape[2]
-    k, v = _gather(cache, blocks, rows, rotary)
-    grouped = (q * scale).unflatten(2, (kv_heads, -1))
+    k, v = _gather(cache, blocks, rows, options.rotary)
+    grouped = (q * options.scale).unflatten(2, (kv_heads, -1))
     out = torch.empty_like(grouped)
     for head in range(kv_heads):
         scores = torch.bmm(grouped[:, :, head].reshape(rows, -1, head_dim), k[:, :, head].transpose(1, 2))
-        if soft_cap:
-            scores.div_(soft_cap).tanh_().mul_(soft_cap)
+        if cap := options.soft_cap:
+            scores.div_(cap).tanh_().mul_(cap)
         weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
         out[:, :, head] = torch.bmm(weights, v[:, :, head]).view(rows, queries, -1, head_dim)
     return out.flatten(2, 3)
@@ -221,16 +215,12 @@ def prefill_attention(
     block_table: Tensor,
     lengths: Tensor,
     query_start: Tensor,
-    *,
     max_queries: int,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    rotary: Tensor | None = None,
+    options: AttentionOptions,
 ) -> Tensor:
     """As the reference, a row at a time with torch's own fused attention, which keeps no score matrix."""
-    usual = q.dtype in (torch.float32, torch.float64) and cache.k.dtype == q.dtype and not soft_cap
-    if usual:
+    window = options.window
+    if q.dtype in (torch.float32, torch.float64) and cache.k.dtype == q.dtype and not options.soft_cap:
         out = torch.empty_like(q)
         block_size, kv_heads, head_dim = cache.k.shape[1:]
         starts = query_start.tolist()
@@ -239,29 +229,18 @@ def prefill_attention(
             if begin == end:
                 continue
             blocks = block_table[row, : -(-length // block_size)]
-            k, v = (part[:, :length].transpose(1, 2) for part in _gather(cache, blocks, 1, rotary))
+            k, v = (part[:, :length].transpose(1, 2) for part in _gather(cache, blocks, 1, options.rotary))
             fresh = end - begin == length and (not window or length <= window)  # a window this long hides nothing
             mask = None if fresh else _chunk_mask(end - begin, length, window)
             queries = q[begin:end].transpose(0, 1)[None]
             attended = F.scaled_dot_product_attention(
-                queries, k, v, attn_mask=mask, is_causal=fresh, scale=scale, enable_gqa=True
+                queries, k, v, attn_mask=mask, is_causal=fresh, scale=options.scale, enable_gqa=True
             )
             out[begin:end] = attended[0].transpose(0, 1)
         if window is None or math.isfinite(out.sum()):
             return out
     # A window may hide slots of blocks that were given away, and those may hold anything.
-    return reference.prefill_attention(
-        q,
-        cache,
-        block_table,
-        lengths,
-        query_start,
-        max_queries=max_queries,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-        rotary=rotary,
-    )
+    return reference.prefill_attention(q, cache, block_table, lengths, query_start, max_queries, options)
 
 
 @lru_cache(maxsize=8)

@@ -12,8 +12,10 @@ from torch import Tensor
 from minillm.kv_cache.storage import LayerCache
 from minillm.quantization import Weight
 
+from .signatures import AttentionOptions
 
-def embedding(ids: Tensor, weight: Tensor, scale: float) -> Tensor:
+
+def embedding(ids: Tensor, weight: Weight, scale: float) -> Tensor:
     """Rows of `weight` [vocab, hidden] for `ids` [tokens], times `scale`: [tokens, hidden].  Lesson 01."""
     return weight[ids] * scale
 
@@ -61,39 +63,26 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def write_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
-    """Put each token's k and v [tokens, kv_heads, d] into slot block * block_size + offset.  Lesson 09."""
-    cache.k.view(-1, *k.shape[1:])[slots] = k
-    cache.v.view(-1, *v.shape[1:])[slots] = v
+    """Put each token's k and v [tokens, kv_heads, d] into slot block * block_size + offset.  Lessons 08 and 09."""
+    cache.write(k, v, slots)
 
 
 def decode_attention(
-    q: Tensor,
-    cache: LayerCache,
-    block_table: Tensor,
-    lengths: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    rotary: Tensor | None = None,
+    q: Tensor, cache: LayerCache, block_table: Tensor, lengths: Tensor, options: AttentionOptions
 ) -> Tensor:
     """Each row's newest queries attend to its cached keys (Kwon et al. 2023, section 4.1).  Lessons 04, 09.
 
     q: [rows, queries, heads, d]; block_table: [rows, blocks] int32; lengths: [rows] int32, the keys that a
     row's last query sees, itself included. Query i of n sits at position `length - n + i` and sees the keys
-    up to there, only the last `window` of them when given. Scores go through `soft_cap * tanh(score /
-    soft_cap)` when given. A row of length 0 gives zeros; what unused slots hold never matters. Returns the
-    shape of q.
-
-    rotary: [positions, 2, d], at least as many as a row's blocks hold; given when keys lie unturned in the
-    cache, each is turned here by its place in the row (Xiao et al. 2023, "StreamingLLM", section 3.2).
+    up to there, or what `options` leaves of them. A row of length 0 gives zeros; what unused slots hold never
+    matters. Returns the shape of q.
     """
     queries = q.shape[1]
-    k, v = (part[block_table].flatten(1, 2) for part in (cache.k, cache.v))  # [rows, keys, kv_heads, d]
-    if rotary is not None:
-        k, _ = rotary_embedding(k, k[:0], rotary[: k.shape[1]])
+    k, v = cache.read(block_table)  # [rows, keys, kv_heads, d]
+    if options.rotary is not None:
+        k, _ = rotary_embedding(k, k[:0], options.rotary[: k.shape[1]])
     query_at = (lengths - queries)[:, None] + torch.arange(queries, device=q.device)
-    return _attend(q, k, v, visible(query_at, k.shape[1], window), scale, soft_cap)
+    return _attend(q, k, v, visible(query_at, k.shape[1], options.window), options.scale, options.soft_cap)
 
 
 def prefill_attention(
@@ -102,12 +91,8 @@ def prefill_attention(
     block_table: Tensor,
     lengths: Tensor,
     query_start: Tensor,
-    *,
     max_queries: int,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    rotary: Tensor | None = None,
+    options: AttentionOptions,
 ) -> Tensor:
     """Causal attention of packed chunks of prompts over their cached keys.  Lessons 04 and 10.
 
@@ -119,16 +104,7 @@ def prefill_attention(
     starts = query_start.tolist()
     for row, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
         one = slice(row, row + 1)
-        out[start:end] = decode_attention(
-            q[None, start:end],
-            cache,
-            block_table[one],
-            lengths[one],
-            scale=scale,
-            window=window,
-            soft_cap=soft_cap,
-            rotary=rotary,
-        )[0]
+        out[start:end] = decode_attention(q[None, start:end], cache, block_table[one], lengths[one], options)[0]
     return out
 
 

@@ -7,44 +7,63 @@ function for it (`cpu.py`, `triton.py`); and `minillm.using` puts the reader's o
 import importlib
 import inspect
 import threading
+from collections.abc import Callable
+from typing import Any
 
-from minillm.overrides import Parts, register
+from minillm.overrides import Parts, Used, register
 
 from . import reference
-
-ENTRIES = (
-    "embedding",
-    "linear",
-    "rms_norm",
-    "add_rms_norm",
-    "rotary_embedding",
-    "gated_activation",
-    "write_kv",
-    "decode_attention",
-    "prefill_attention",
-    "lm_head",
-    "truncate",
-    "sample",
-)
+from .signatures import OPERATIONS, Operations
 
 
 def names() -> tuple[str, ...]:
-    return ENTRIES
+    return OPERATIONS
 
 
-class OperationSet(Parts):
+class OperationSet(Parts, Operations):
     """The functions that run now on one type of device: `ops.on("cpu").linear(x, weight)`."""
 
     def __init__(self, device: str):
         self.device = device
         functions, origin = {}, {}
         module, why_not = _fast_module(device)
-        for name in ENTRIES:
+        for name in OPERATIONS:
             fast = getattr(module, name, None)
             functions[name] = fast or getattr(reference, name)
             label = module.__name__.rsplit(".", 1)[-1] if fast else "reference"
             origin[name] = (label, f"faster on {device}" if fast else why_not or "the reference is as fast here")
         super().__init__(functions, origin)
+
+    def replacement(self, name: str, function: Callable, used: Used, capturable: bool) -> Callable:
+        return super().replacement(name, _with_options(name, function), used, capturable)
+
+
+def _with_options(name: str, function: Callable) -> Callable:
+    """A user-supplied operation as the engine calls it.
+
+    An attention may take its options by keyword instead, and then needs none but those that the model has:
+    decode_attention(q, cache, block_table, lengths, *, scale), window=, soft_cap= and rotary= where there are any.
+    """
+    tensors = {"decode_attention": 4, "prefill_attention": 5}.get(name)
+    if tensors is None or _takes(function, len(inspect.signature(getattr(reference, name)).parameters)):
+        return function
+
+    def by_keyword(*arguments: Any) -> Any:
+        more = {"max_queries": arguments[tensors]} if name == "prefill_attention" else {}
+        return function(*arguments[:tensors], **more, **arguments[-1].given())
+
+    return by_keyword
+
+
+def _takes(function: Callable, arguments: int) -> bool:
+    """Whether a function can be called with so many positional arguments; True where that cannot be known."""
+    try:
+        inspect.signature(function).bind(*range(arguments))
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True
 
 
 def _fast_module(device: str):
@@ -87,5 +106,5 @@ def table(device: str = "cpu") -> list[dict[str, str]]:
             "why": operations.origin[name][1],
             "signature": f"{name}{inspect.signature(getattr(reference, name))}",
         }
-        for name in ENTRIES
+        for name in OPERATIONS
     ]

@@ -1,6 +1,6 @@
 """The operations that run as Triton kernels on a GPU; the rest are torch's own.  Lessons 03 and 04.
 
-A kernel computes in float32 at most and knows no quantised cache: where that is not enough the reference runs.
+A kernel computes in float32 at most and reads no quantized cache: where that is not enough the reference runs.
 Importing this module fails where triton is absent, and the table then keeps the references.
 """
 
@@ -13,6 +13,10 @@ from minillm.kv_cache.storage import LayerCache
 from minillm.quantization import Weight
 
 from . import reference
+from .by_weight import ByWeight
+from .signatures import AttentionOptions
+
+linear = ByWeight(reference.linear)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -42,24 +46,15 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
 def write_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
     if cache.k_scale is not None:
         return reference.write_kv(k, v, cache, slots)
-    return rope_cache.write_kv(k, v, cache.k, cache.v, slots)
+    return rope_cache.write_kv(k, v, cache, slots)
 
 
 def decode_attention(
-    q: Tensor,
-    cache: LayerCache,
-    block_table: Tensor,
-    lengths: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    rotary: Tensor | None = None,
+    q: Tensor, cache: LayerCache, block_table: Tensor, lengths: Tensor, options: AttentionOptions
 ) -> Tensor:
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "rotary": rotary}
     if not _attention_has_kernel(q, cache):
-        return reference.decode_attention(q, cache, block_table, lengths, **options)
-    return paged_attention.decode_attention(q, cache.k, cache.v, block_table, lengths, **options)
+        return reference.decode_attention(q, cache, block_table, lengths, options)
+    return paged_attention.decode_attention(q, cache, block_table, lengths, options)
 
 
 def prefill_attention(
@@ -68,17 +63,12 @@ def prefill_attention(
     block_table: Tensor,
     lengths: Tensor,
     query_start: Tensor,
-    *,
     max_queries: int,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    rotary: Tensor | None = None,
+    options: AttentionOptions,
 ) -> Tensor:
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "rotary": rotary, "max_queries": max_queries}
     if not _attention_has_kernel(q, cache):
-        return reference.prefill_attention(q, cache, block_table, lengths, query_start, **options)
-    return paged_attention.prefill_attention(q, cache.k, cache.v, block_table, lengths, query_start, **options)
+        return reference.prefill_attention(q, cache, block_table, lengths, query_start, max_queries, options)
+    return paged_attention.prefill_attention(q, cache, block_table, lengths, query_start, max_queries, options)
 
 
 def lm_head(hidden: Tensor, weight: Weight, soft_cap: float | None = None) -> Tensor:
@@ -88,7 +78,7 @@ def lm_head(hidden: Tensor, weight: Weight, soft_cap: float | None = None) -> Te
     """
     if hidden.dtype not in (bfloat16, float16):
         return reference.lm_head(hidden, weight, soft_cap)
-    logits = reference.linear(hidden, weight)
+    logits = linear(hidden, weight)
     return sampling.soft_cap(logits, soft_cap) if soft_cap else logits
 
 

@@ -1,25 +1,8 @@
-"""Weights that know their own storage: one file a method, one `linear` for all of them.  Lessons 05 to 07."""
-
-from typing import Protocol
-
-import torch
-from torch import Tensor
+"""Weights that know their own storage: one file a format, one `linear` for all of them.  Lessons 05 to 07."""
 
 from .dense import DenseWeight
+from .int8 import Int8Weight
+from .recipe import Recipe
+from .weight import Weight
 
-
-class Weight(Protocol):
-    """For `linear` and `lm_head`: a matrix [out, in], however stored, and maybe a bias [out]."""
-
-    bias: Tensor | None
-
-    @property
-    def shape(self) -> torch.Size: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def dequantize(self) -> Tensor: ...
-
-
-__all__ = ["DenseWeight", "Weight"]
+__all__ = ["DenseWeight", "Int8Weight", "Recipe", "Weight"]

@@ -17,10 +17,10 @@ from typing import Any
 from minillm import __version__
 from minillm.config import EngineConfig
 from minillm.errors import ConfigError
-from minillm.kernels.launches import Table, problem
+from minillm.kernels.launches import Table, problem, registered
 from minillm.model.config import ModelConfig
 
-FORMAT = 1
+FORMAT = 2
 SHAPE = (
     "architecture", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
     "head_dim", "activation", "attention_bias", "qkv_bias", "mlp_bias", "attention_soft_cap", "final_soft_cap",
@@ -108,7 +108,7 @@ class Plan:
             for name, value in entry["launch"].items():
                 if not _positive(value) or (name not in ANY_NUMBER and value & (value - 1)):
                     raise ValueError(f"a launch of {entry['kernel']} has {name} {value!r}")
-            if not all(type(size) is int and size >= 0 for size in entry["sizes"].values()):
+            if not all(type(size) is str or (type(size) is int and size >= 0) for size in entry["sizes"].values()):
                 raise ValueError(f"the sizes of {entry['kernel']} are {entry['sizes']}")
 
     def configure(self, config: EngineConfig, model: ModelConfig, device: str) -> EngineConfig:
@@ -141,15 +141,7 @@ class Plan:
         """The measured launches, as the kernels ask for them. Raises ConfigError for one that no kernel knows."""
         if not self.launches:
             return {}
-        from minillm.kernels import paged_attention, single_row
-
-        kinds = {
-            "decode_attention": paged_attention.Launch,
-            "prefill_attention": paged_attention.Launch,
-            "whole_rows": single_row.Launch,
-            "long_rows": single_row.LongLaunch,
-        }
-        table = {}
+        kinds, table = registered(), {}
         for entry in self.launches:
             kind = kinds.get(entry["kernel"])
             if kind is None or set(entry["launch"]) != set(kind._fields):

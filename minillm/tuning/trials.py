@@ -25,7 +25,7 @@ from minillm.runner.runner import Runner
 MARGIN = 0.02  # a launch must be this much faster than the kernel's own choice to take its place
 COLD = 256 << 20  # bytes of different data before any comes again: more than a cache keeps
 MOST_CALLS = 64
-TOLERANCE = {4: 1e-4, 2: 1e-2}  # relative error of a whole result, by bytes of a number
+TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}  # relative error of a whole result
 
 Launch = tuple  # a kernel's NamedTuple
 
@@ -131,19 +131,19 @@ def decode_trial(problem: Problem, runner: Runner, traffic: Traffic, width: int,
     layers = [
         (layer, cache)
         for layer, cache in zip(runner.model.layers, runner.caches, strict=True)
-        if min(longest, layer.window or longest) == sizes["longest"]
+        if min(longest, layer.attention.window or longest) == sizes["longest"]
     ]
     ends = torch.randint(traffic.input_len + 1, traffic.context + 1, (rows,), device=runner.device)
     lengths = ends.clamp(max=longest).int()
     nbytes = 2 * int(lengths.clamp(max=sizes["longest"]).sum()) * shape.num_kv_heads * shape.head_dim
-    count = _calls(nbytes * sizes["itemsize"], len(layers))
+    count = _calls(nbytes * runner.model.dtype.itemsize, len(layers))
     inputs = [_decode_inputs(runner, *layers[i % len(layers)], rows, width) for i in range(count)]
 
     def error(result: Tensor) -> float:
         q, layer, cache, table = inputs[0]
         few = torch.tensor(sorted({0, rows // 3, rows // 2, rows - 1}), device=runner.device)
         held, compact = _gathered(cache, table[few])
-        wanted = reference.decode_attention(q[few].double(), held, compact, lengths[few], **_options(runner, layer))
+        wanted = reference.decode_attention(q[few].double(), held, compact, lengths[few], layer.attention)
         return relative_error(result[few], wanted)
 
     def tiles(best):
@@ -160,10 +160,10 @@ def decode_trial(problem: Problem, runner: Runner, traffic: Traffic, width: int,
         return [best._replace(splits=each) for each in powers(best.splits, 1, max(sizes["longest"] // 16, 1), 2)]
 
     calls = [
-        partial(paged_attention.decode_attention, q, cache.k, cache.v, table, lengths, **_options(runner, layer))
+        partial(paged_attention.decode_attention, q, cache, table, lengths, layer.attention)
         for q, layer, cache, table in inputs
     ]
-    return Trial(calls, error, [tiles, splits], TOLERANCE[sizes["itemsize"]])
+    return Trial(calls, error, [tiles, splits], TOLERANCE[sizes["dtype"]])
 
 
 def _decode_inputs(runner: Runner, layer, cache: LayerCache, rows: int, width: int) -> tuple:
@@ -195,12 +195,11 @@ def prefill_trial(problem: Problem, runner: Runner, traffic: Traffic, budget: in
         held, compact = _gathered(cache, table[[0, -1]])
         q = torch.cat([queries[0][:few], queries[0][-few:]]).double()
         seen, ends = torch.tensor([few, tokens]).to(table), torch.tensor([0, few, 2 * few])
-        options = _options(runner, layer)
-        wanted = reference.prefill_attention(q, held, compact, seen, ends, max_queries=few, **options)
+        wanted = reference.prefill_attention(q, held, compact, seen, ends, few, layer.attention)
         return relative_error(torch.cat([result[:few], result[-few:]]), wanted)
 
     def tiles(best):
-        if sizes["itemsize"] >= 4:
+        if sizes["dtype"] == "float32":
             choices = [(16, 16, 4, 1), (16, 32, 4, 1), (32, 16, 4, 1), (32, 32, 4, 1), (32, 32, 8, 1)]
         else:
             choices = [
@@ -210,13 +209,10 @@ def prefill_trial(problem: Problem, runner: Runner, traffic: Traffic, budget: in
         return [best._replace(rows=r, keys=k, warps=w, stages=s) for r, k, w, s in choices]
 
     calls = [
-        partial(
-            paged_attention.prefill_attention, q, cache.k, cache.v, table, lengths, starts, max_queries=tokens,
-            **_options(runner, layer),
-        )
+        partial(paged_attention.prefill_attention, q, cache, table, lengths, starts, tokens, layer.attention)
         for q, (layer, cache) in zip(queries, pairs, strict=True)
-    ]  # fmt: skip
-    return Trial(calls, error, [tiles], TOLERANCE[sizes["itemsize"]])
+    ]
+    return Trial(calls, error, [tiles], TOLERANCE[sizes["dtype"]])
 
 
 # ---- products of a single row
@@ -251,7 +247,7 @@ def product_trial(problem: Problem, runner: Runner) -> Trial:
         for weight, options in matrices
     ]
     rounds = [_pieces] if problem.kernel == "long_rows" else [_tiles(sizes), _programs(sizes, runner.device)]
-    return Trial(calls, error, rounds, TOLERANCE[sizes["itemsize"]])
+    return Trial(calls, error, rounds, TOLERANCE[sizes["dtype"]])
 
 
 def _products(model) -> Iterator[tuple[Tensor, dict]]:
@@ -307,11 +303,3 @@ def _gathered(cache: LayerCache, table: Tensor) -> tuple[LayerCache, Tensor]:
     """The blocks that `table` names, in float64, and a table of them."""
     compact = torch.arange(table.numel(), device=table.device, dtype=torch.int32).view_as(table)
     return LayerCache(*(part[table.long()].flatten(0, 1).double() for part in (cache.k, cache.v))), compact
-
-
-def _options(runner: Runner, layer) -> dict:
-    return {
-        "scale": runner.model.scale,
-        "window": layer.window,
-        "soft_cap": runner.model.config.attention_soft_cap,
-    }

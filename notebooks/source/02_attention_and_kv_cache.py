@@ -69,7 +69,7 @@ for token, piece in zip(ids.tolist(), pieces, strict=True):
 # %%
 def neighbours(word: str, count: int = 5) -> list[str]:
     """The tokens whose rows make the smallest angle with `word`'s."""
-    directions = F.normalize(model.embedding, dim=-1)
+    directions = F.normalize(model.embedding.weight, dim=-1)
     (token,) = tokenizer.encode(word, add_special_tokens=False)
     near = (directions @ directions[token]).topk(count + 1).indices[1:]
     return [tokenizer.decode([other]) for other in near.tolist()]

@@ -31,7 +31,7 @@ from minillm.kernels import paged_attention
 from minillm.kv_cache import LayerCache
 from minillm.model import sizing
 from minillm.model.config import PRESETS
-from minillm.ops import reference
+from minillm.ops import AttentionOptions, reference
 
 plain = {"enable_prefix_caching": False, "run_ahead": 0}
 llm = LLM(device="cpu", dtype="float64", num_blocks=512, **plain)
@@ -347,11 +347,9 @@ def ints(*numbers):
 cache = LayerCache(*(random(8, block_size, 1, 64, seed=seed) for seed in (1, 2)))
 q = random(40, 8, 64, seed=3)
 table, lengths = ints([5, 2, 7]), ints(40)
-given = {"scale": 0.125, "max_queries": 40}
-ours = paged_attention.prefill_attention(
-    q, cache.k, cache.v, table, lengths, ints(0, 40), **given
-)
-wanted = reference.prefill_attention(q, cache, table, lengths, ints(0, 40), **given)
+given = (q, cache, table, lengths, ints(0, 40), 40, AttentionOptions(scale=0.125))
+ours = paged_attention.prefill_attention(*given)
+wanted = reference.prefill_attention(*given)
 print(f"{how}; equal to five decimals:", torch.allclose(ours, wanted, rtol=0, atol=1e-5))
 
 # %% [markdown]
@@ -776,8 +774,12 @@ for rows in (1, 64, 512, 3000):
 
 # %% tags=["nbval-ignore-output"]
 # Not compared: times, where there is a GPU.
-def engines_decode(q, cache, table, lengths, *, scale):
-    return paged_attention.decode_attention(q, cache.k, cache.v, table, lengths, scale=scale)
+def engines_decode(*tensors, scale):
+    return paged_attention.decode_attention(*tensors, AttentionOptions(scale))
+
+
+def reference_decode(*tensors, scale):
+    return reference.decode_attention(*tensors, AttentionOptions(scale))
 
 
 if device == "cuda":
@@ -794,7 +796,7 @@ if device == "cuda":
         )
         mine = yours(paged_decode, engines_decode)
         ways = {"yours": mine, "the engine's": engines_decode}
-        ways["the reference"] = reference.decode_attention
+        ways["the reference"] = reference_decode
         for name, way in ways.items():
             run = functools.partial(way, *given, scale=dim**-0.5)
             took = triton.testing.do_bench(run, return_mode="median")

@@ -10,7 +10,7 @@ from minillm import LLM
 from minillm.bench import ablation
 from minillm.bench.ablation import Setting
 from minillm.kv_cache import LayerCache
-from minillm.ops import on, reference
+from minillm.ops import AttentionOptions, on, reference
 
 
 def test_every_setting_is_measured_on_every_workload_here(model_directory, tmp_path, capsys):
@@ -78,9 +78,9 @@ def test_torchs_attention_is_the_references(window):
     table = torch.tensor([[3, 1, 7, 0], [2, 8, 0, 0], [5, 6, 4, 1], [0, 0, 0, 0]], dtype=torch.int32)
     lengths = torch.tensor([9, 5, 16, 0], dtype=torch.int32)
     q = torch.randn(4, 1, 6, 16)
-    options = {"scale": 0.25} | ({"window": window} if window else {})
-    found = ablation.torch_attention(q, cache, table, lengths, **options)
-    wanted = reference.decode_attention(q, cache, table, lengths, **options)
+    options = AttentionOptions(0.25, window)
+    found = ablation.torch_attention(q, cache, table, lengths, options)
+    wanted = reference.decode_attention(q, cache, table, lengths, options)
     torch.testing.assert_close(found[:3], wanted[:3])
     torch.testing.assert_close(found[3, 0], cache.v[0, 0].repeat_interleave(3, 0), msg="padding sees one key: no NaN")
 

@@ -6,7 +6,7 @@ import torch
 import minillm
 from minillm.course import adapters
 from minillm.kv_cache import LayerCache
-from minillm.ops import reference
+from minillm.ops import AttentionOptions, reference
 
 BLOCK, KV_HEADS, HEADS, DIM = 4, 2, 4, 8
 LENGTHS = [5, 8, 1]
@@ -31,15 +31,16 @@ def test_decode_of_many_requests_equals_the_engines(paged, count):
     cache, table, lengths = paged
     lengths = lengths.clamp(min=count)
     q = queries(len(table), count)
-    got = adapters.gathered(adapters.cached_attention)["decode_attention"](q, cache, table, lengths, scale=0.3)
-    torch.testing.assert_close(got, reference.decode_attention(q, cache, table, lengths, scale=0.3))
+    given = (q, cache, table, lengths, AttentionOptions(0.3))
+    got = adapters.gathered(adapters.cached_attention)["decode_attention"](*given)
+    torch.testing.assert_close(got, reference.decode_attention(*given))
 
 
 def test_a_row_without_keys_gives_zeros_and_is_not_asked(paged):
     cache, table, _ = paged
     refuse = adapters.gathered(lambda *_, **__: pytest.fail("called"))
     q = queries(3, 1)
-    got = refuse["decode_attention"](q, cache, table, torch.zeros(3, dtype=torch.int32), scale=1.0)
+    got = refuse["decode_attention"](q, cache, table, torch.zeros(3, dtype=torch.int32), AttentionOptions(1.0))
     assert not got.any()
 
 
@@ -47,16 +48,16 @@ def test_chunks_of_prompts_equal_the_engines(paged):
     cache, table, lengths = paged
     q, starts = queries(9), torch.tensor([0, 2, 8, 9], dtype=torch.int32)
     given = (q, cache, table, lengths, starts)
-    got = adapters.gathered(adapters.cached_attention)["prefill_attention"](*given, max_queries=6, scale=0.3)
-    torch.testing.assert_close(got, reference.prefill_attention(*given, max_queries=6, scale=0.3))
+    got = adapters.gathered(adapters.cached_attention)["prefill_attention"](*given, 6, AttentionOptions(0.3))
+    torch.testing.assert_close(got, reference.prefill_attention(*given, 6, AttentionOptions(0.3)))
 
 
 def test_whole_prompts_reach_an_attention_without_a_cache(paged):
     cache, table, lengths = paged
     starts = torch.tensor([0, 5, 13, 14], dtype=torch.int32)
     given = (queries(14), cache, table, lengths, starts)
-    got = adapters.gathered_prompts(adapters.attention)["prefill_attention"](*given, max_queries=8, scale=0.3)
-    torch.testing.assert_close(got, reference.prefill_attention(*given, max_queries=8, scale=0.3))
+    got = adapters.gathered_prompts(adapters.attention)["prefill_attention"](*given, 8, AttentionOptions(0.3))
+    torch.testing.assert_close(got, reference.prefill_attention(*given, 8, AttentionOptions(0.3)))
 
 
 def test_an_attention_of_whole_prompts_refuses_a_chunk(paged):
@@ -64,7 +65,7 @@ def test_an_attention_of_whole_prompts_refuses_a_chunk(paged):
     starts = torch.tensor([0, 2, 8, 9], dtype=torch.int32)
     run = adapters.gathered_prompts(adapters.attention)["prefill_attention"]
     with pytest.raises(ValueError, match="2 queries over 5 keys.*enable_prefix_caching=False"):
-        run(queries(9), cache, table, lengths, starts, max_queries=6, scale=1.0)
+        run(queries(9), cache, table, lengths, starts, 6, AttentionOptions(1.0))
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 3}, {"soft_cap": 50.0}])
@@ -76,7 +77,7 @@ def test_window_and_soft_cap_go_along_only_where_a_model_has_them(paged, options
         seen.append(given)
         return q
 
-    adapters.gathered(watch)["decode_attention"](queries(3, 1), cache, table, lengths, scale=0.5, **options)
+    adapters.gathered(watch)["decode_attention"](queries(3, 1), cache, table, lengths, AttentionOptions(0.5, **options))
     assert seen == [{"scale": 0.5, **options}] * 3
 
 

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from minillm.kv_cache import LayerCache
 from minillm.model.batch import Batch, Rows
 from minillm.model.config import ARCHITECTURES
 from minillm.model.loader import load_model
-from minillm.ops import reference
+from minillm.ops import AttentionOptions, reference
 from minillm.quantization import DenseWeight
 from tests.kernels.compare import DTYPES, assert_close, assert_truncated, double, paged_cache, random_tensor, rotations
 
@@ -146,9 +147,9 @@ def test_decode_attention(heads, kv_heads, dim, block_size, dtype, window, soft_
     lengths = [3, block_size, 2 * block_size + 1]
     cache, table, lengths = paged_cache(lengths, kv_heads, dim, block_size, dtype, device)
     q = random_tensor(3, queries, heads, dim, dtype=dtype, device=device)
-    options = {"scale": dim**-0.5, "window": window, "soft_cap": soft_cap}
-    got = kernels.decode_attention(q, cache, table, lengths, **options)
-    wanted = reference.decode_attention(q.double(), double(cache), table, lengths, **options)
+    options = AttentionOptions(dim**-0.5, window, soft_cap)
+    got = kernels.decode_attention(q, cache, table, lengths, options)
+    wanted = reference.decode_attention(q.double(), double(cache), table, lengths, options)
     assert_close("decode_attention", got, wanted, dtype)
 
 
@@ -170,8 +171,8 @@ def test_long_rows_are_split_and_put_together_again(window, device, monkeypatch)
     monkeypatch.setattr(paged_attention, "combine_kernel", Seen())
     if window:  # a window is too short to be split by itself
         monkeypatch.setattr(paged_attention, "decode_splits", lambda *_: 4)
-    got = kernels.decode_attention(q, cache, table, lengths, scale=0.3, window=window)
-    wanted = reference.decode_attention(q.double(), double(cache), table, lengths, scale=0.3, window=window)
+    got = kernels.decode_attention(q, cache, table, lengths, AttentionOptions(0.3, window))
+    wanted = reference.decode_attention(q.double(), double(cache), table, lengths, AttentionOptions(0.3, window))
     assert combined, "nothing was split"
     assert_close("decode_attention", got, wanted, torch.float32)
 
@@ -179,8 +180,8 @@ def test_long_rows_are_split_and_put_together_again(window, device, monkeypatch)
 def test_large_scores_do_not_overflow(device):
     cache, table, lengths = paged_cache([40], 1, 64, 16, torch.float32, device)
     q = random_tensor(1, 1, 2, 64, dtype=torch.float32, device=device, scale=1e3)
-    got = kernels.decode_attention(q, cache, table, lengths, scale=1.0)
-    wanted = reference.decode_attention(q.double(), double(cache), table, lengths, scale=1.0)
+    got = kernels.decode_attention(q, cache, table, lengths, AttentionOptions(1.0))
+    wanted = reference.decode_attention(q.double(), double(cache), table, lengths, AttentionOptions(1.0))
     assert_close(
         "decode_attention, large scores", got, wanted, torch.float32, times=100
     )  # the scores are in the thousands: their rounding is larger
@@ -189,7 +190,7 @@ def test_large_scores_do_not_overflow(device):
 def test_a_row_of_length_0_gets_zeros_and_harms_nobody(device):
     cache, table, lengths = paged_cache([0, 9], 1, 64, 16, torch.float32, device)
     q = random_tensor(2, 1, 2, 64, dtype=torch.float32, device=device)
-    got = kernels.decode_attention(q, cache, table, lengths, scale=0.1)
+    got = kernels.decode_attention(q, cache, table, lengths, AttentionOptions(0.1))
     assert (got[0] == 0).all() and not got.isnan().any()
 
 
@@ -200,9 +201,9 @@ def test_prefill_attention(heads, kv_heads, dim, block_size, dtype, window, soft
     cache, table, lengths = paged_cache(lengths, kv_heads, dim, block_size, dtype, device)
     starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32).to(device)
     q = random_tensor(sum(queries), heads, dim, dtype=dtype, device=device)
-    options = {"max_queries": max(queries), "scale": dim**-0.5, "window": window, "soft_cap": soft_cap}
-    got = kernels.prefill_attention(q, cache, table, lengths, starts, **options)
-    wanted = reference.prefill_attention(q.double(), double(cache), table, lengths, starts, **options)
+    options = AttentionOptions(dim**-0.5, window, soft_cap)
+    got = kernels.prefill_attention(q, cache, table, lengths, starts, max(queries), options)
+    wanted = reference.prefill_attention(q.double(), double(cache), table, lengths, starts, max(queries), options)
     assert_close("prefill_attention", got, wanted, dtype)
 
 
@@ -214,10 +215,10 @@ def test_a_captured_steps_padding_gets_zeros_and_changes_nothing(dtype, window, 
     cache, table, lengths = paged_cache([9, 4, 0, 0, 0], 1, 64, 4, dtype, device)
     starts = torch.tensor([0, 5, 6, 6, 6, 6 + padding], dtype=torch.int32, device=device)
     q = random_tensor(6 + padding, 4, 64, dtype=dtype, device=device)
-    options = {"scale": 0.125, "window": window}
-    got = kernels.prefill_attention(q, cache, table, lengths, starts, max_queries=40, **options)
+    options = AttentionOptions(0.125, window)
+    got = kernels.prefill_attention(q, cache, table, lengths, starts, 40, options)
     alone = kernels.prefill_attention(
-        q[:6].contiguous(), cache, table[:2], lengths[:2], starts[:3], max_queries=max(queries), **options
+        q[:6].contiguous(), cache, table[:2], lengths[:2], starts[:3], max(queries), options
     )
     assert got[:6].equal(alone) and not got[6:].any()
 
@@ -236,13 +237,13 @@ def test_keys_that_lie_unturned_are_turned_as_they_are_read(heads, kv_heads, dim
             turned.k[slot] = reference.rotary_embedding(turned.k[slot][None], turned.k[:0], rotary[at : at + 1])[0][0]
     q = random_tensor(sum(queries), heads, dim, dtype=dtype, device=device)
     starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32).to(device)
-    options = {"scale": dim**-0.5, "window": window}
-    got = kernels.decode_attention(q[:3, None], cache, table, lengths, rotary=rotary, **options)
-    wanted = reference.decode_attention(q[:3, None].double(), turned, table, lengths, **options)
+    plain = AttentionOptions(dim**-0.5, window)
+    rotating = replace(plain, rotary=rotary)
+    got = kernels.decode_attention(q[:3, None], cache, table, lengths, rotating)
+    wanted = reference.decode_attention(q[:3, None].double(), turned, table, lengths, plain)
     assert_close("decode_attention, keys turned in it", got, wanted, dtype)
-    options["max_queries"] = max(queries)
-    got = kernels.prefill_attention(q, cache, table, lengths, starts, rotary=rotary, **options)
-    wanted = reference.prefill_attention(q.double(), turned, table, lengths, starts, **options)
+    got = kernels.prefill_attention(q, cache, table, lengths, starts, max(queries), rotating)
+    wanted = reference.prefill_attention(q.double(), turned, table, lengths, starts, max(queries), plain)
     assert_close("prefill_attention, keys turned in it", got, wanted, dtype)
 
 
@@ -251,8 +252,8 @@ def test_decode_of_several_layer_groups_reads_its_own_table(device):
     wide = torch.zeros(2, 2, table.shape[1] + 3, dtype=torch.int32, device=device)
     wide[1, :, : table.shape[1]] = table
     q = random_tensor(2, 1, 2, 64, dtype=torch.float32, device=device)
-    got = kernels.decode_attention(q, cache, wide[1][:, : table.shape[1]], lengths, scale=0.1)
-    wanted = reference.decode_attention(q.double(), double(cache), table, lengths, scale=0.1)
+    got = kernels.decode_attention(q, cache, wide[1][:, : table.shape[1]], lengths, AttentionOptions(0.1))
+    wanted = reference.decode_attention(q.double(), double(cache), table, lengths, AttentionOptions(0.1))
     assert_close("decode_attention", got, wanted, torch.float32)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minillm.kv_cache import LayerCache
-from minillm.ops import reference
+from minillm.ops import AttentionOptions, reference
 
 launches = pytest.importorskip("minillm.kernels.launches")
 paged_attention = pytest.importorskip("minillm.kernels.paged_attention", reason="triton is not installed here")
@@ -36,7 +36,7 @@ def decode_inputs(device):
 
 
 def decode(q, cache, table, lengths):
-    return paged_attention.decode_attention(q, cache.k, cache.v, table, lengths, scale=0.2)
+    return paged_attention.decode_attention(q, cache, table, lengths, AttentionOptions(0.2))
 
 
 def test_decode_attention_asks_for_its_problem_and_launches_what_was_measured(device, monkeypatch):
@@ -45,7 +45,7 @@ def test_decode_attention_asks_for_its_problem_and_launches_what_was_measured(de
         decode(*inputs)
     (problem, default), *others = asked.items()
     assert not others and problem.kernel == "decode_attention"
-    assert dict(problem.sizes) == {"dim": 32, "itemsize": 4, "rows": 16, "programs": 2, "longest": 96}
+    assert dict(problem.sizes) == {"dim": 32, "dtype": "float32", "rows": 16, "programs": 2, "longest": 96}
     measured = default._replace(keys=32, splits=2)
     assert (default.keys, default.splits) != (32, 2)
     spy = Spy(paged_attention, "decode_kernel", monkeypatch)
@@ -53,22 +53,21 @@ def test_decode_attention_asks_for_its_problem_and_launches_what_was_measured(de
         found = decode(*inputs)
     assert spy.seen[0]["grid"] == (2, 1, 2)
     assert (spy.seen[0]["KEYS"], spy.seen[0]["SPLITS"]) == (32, 2)
-    torch.testing.assert_close(found, reference.decode_attention(*inputs, scale=0.2), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, reference.decode_attention(*inputs, AttentionOptions(0.2)), rtol=1e-4, atol=1e-5)
 
 
 def test_prefill_attention_launches_what_was_measured(device, monkeypatch):
     q, cache, table, _ = decode_inputs(device)
     q = torch.randn(40, 4, 32, device=device)
     lengths, starts = torch.tensor([30, 25], device=device).int(), torch.tensor([0, 30, 40], device=device).int()
-    options = {"max_queries": 30, "scale": 0.2}
     with launches.listening() as asked:
-        paged_attention.prefill_attention(q, cache.k, cache.v, table, lengths, starts, **options)
+        paged_attention.prefill_attention(q, cache, table, lengths, starts, 30, AttentionOptions(0.2))
     (problem, default), *_ = asked.items()
     spy = Spy(paged_attention, "prefill_kernel", monkeypatch)
     with launches.using({problem: default._replace(rows=64, keys=16)._asdict()}):
-        found = paged_attention.prefill_attention(q, cache.k, cache.v, table, lengths, starts, **options)
+        found = paged_attention.prefill_attention(q, cache, table, lengths, starts, 30, AttentionOptions(0.2))
     assert (spy.seen[0]["ROWS"], spy.seen[0]["KEYS"]) == (64, 16)
-    wanted = reference.prefill_attention(q, cache, table, lengths, starts, **options)
+    wanted = reference.prefill_attention(q, cache, table, lengths, starts, 30, AttentionOptions(0.2))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
@@ -106,3 +105,16 @@ def test_a_table_holds_for_its_block_its_thread_and_its_problem_alone():
         with launches.using({}):
             assert launches.choose("long_rows", default, rows=1) is default
     assert launches.choose("long_rows", default, rows=1) is default
+
+
+def test_every_kernel_that_chooses_its_launch_is_registered_with_the_launchs_type(device):
+    kinds = launches.registered()
+    assert kinds.keys() == {"decode_attention", "prefill_attention", "whole_rows", "long_rows"}
+    with launches.listening() as asked:
+        decode(*decode_inputs(device))
+    assert all(type(default) is kinds[problem.kernel] for problem, default in asked.items())
+
+
+def test_types_of_one_size_are_different_problems():
+    names = {launches.dtype_name(dtype) for dtype in (torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16)}
+    assert len({launches.problem("any", dtype=name) for name in names}) == 4

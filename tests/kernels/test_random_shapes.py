@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minillm.kv_cache import LayerCache
-from minillm.ops import reference
+from minillm.ops import AttentionOptions, reference
 from tests.kernels.compare import (
     COMPILED,
     SEED,
@@ -72,9 +72,9 @@ def test_decode_attention_of_ragged_rows(heads, kv_heads, dim, block_size, dtype
     lengths = [max(length, queries) for length in ragged(rng, rows, LONGEST, block_size)]
     cache, table, lengths = paged_cache(lengths, kv_heads, dim, block_size, dtype, device)
     q = random_tensor(len(lengths), queries, heads, dim, dtype=dtype, device=device)
-    options = {"scale": dim**-0.5, "window": window, "soft_cap": soft_cap}
-    wanted = reference.decode_attention(q.double(), double(cache), table, lengths, **options)
-    assert_close("decode_attention", kernels.decode_attention(q, cache, table, lengths, **options), wanted, dtype)
+    options = AttentionOptions(dim**-0.5, window, soft_cap)
+    wanted = reference.decode_attention(q.double(), double(cache), table, lengths, options)
+    assert_close("decode_attention", kernels.decode_attention(q, cache, table, lengths, options), wanted, dtype)
 
 
 @draws
@@ -88,9 +88,9 @@ def test_prefill_attention_of_ragged_chunks(
     cache, table, lengths = paged_cache(lengths, kv_heads, dim, block_size, dtype, device)
     starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32).to(device)
     q = random_tensor(sum(queries), heads, dim, dtype=dtype, device=device)
-    options = {"max_queries": max(queries), "scale": dim**-0.5, "window": window, "soft_cap": soft_cap}
-    wanted = reference.prefill_attention(q.double(), double(cache), table, lengths, starts, **options)
-    got = kernels.prefill_attention(q, cache, table, lengths, starts, **options)
+    options = AttentionOptions(dim**-0.5, window, soft_cap)
+    wanted = reference.prefill_attention(q.double(), double(cache), table, lengths, starts, max(queries), options)
+    got = kernels.prefill_attention(q, cache, table, lengths, starts, max(queries), options)
     assert_close("prefill_attention", got, wanted, dtype)
 
 
@@ -179,11 +179,11 @@ def test_blocks_behind_the_first_2_gi_elements_are_found(device):
     reference.write_kv(k, v, small, at)
     q = random_tensor(45, 8, dim, dtype=BF16, device=device)
     small_table = torch.arange(3, dtype=torch.int32, device=device)[None]
-    wanted = reference.decode_attention(q[None, -1:].double(), double(small), small_table, lengths, scale=0.1)
-    got = kernels.decode_attention(q[None, -1:], cache, table, lengths, scale=0.1)
+    options = AttentionOptions(0.1)
+    wanted = reference.decode_attention(q[None, -1:].double(), double(small), small_table, lengths, options)
+    got = kernels.decode_attention(q[None, -1:], cache, table, lengths, options)
     assert_close("decode_attention", got, wanted, BF16)
     starts = torch.tensor([0, 45], dtype=torch.int32, device=device)
-    options = {"max_queries": 45, "scale": 0.1}
-    wanted = reference.prefill_attention(q.double(), double(small), small_table, lengths, starts, **options)
-    got = kernels.prefill_attention(q, cache, table, lengths, starts, **options)
+    wanted = reference.prefill_attention(q.double(), double(small), small_table, lengths, starts, 45, options)
+    got = kernels.prefill_attention(q, cache, table, lengths, starts, 45, options)
     assert_close("prefill_attention", got, wanted, BF16)

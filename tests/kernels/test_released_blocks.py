@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from minillm.ops import reference
+from minillm.ops import AttentionOptions, reference
 from tests.kernels.compare import COMPILED, DTYPES, assert_close, double, paged_cache, random_tensor, released
 
 kernels = pytest.importorskip("minillm.ops.triton", reason="triton is not installed here")
@@ -30,10 +30,10 @@ def test_decode_never_reads_a_released_block(
     monkeypatch.setattr(paged_attention, "decode_splits", lambda *_: splits)
     cache, table, lengths = paged_cache(LENGTHS, kv_heads, DIM, BLOCK_SIZE, dtype, device)
     q = random_tensor(len(LENGTHS), queries, heads, DIM, dtype=dtype, device=device)
-    options = {"scale": DIM**-0.5, "window": window, "soft_cap": soft_cap}
-    wanted = reference.decode_attention(q.double(), double(cache), table, lengths, **options)
+    options = AttentionOptions(DIM**-0.5, window, soft_cap)
+    wanted = reference.decode_attention(q.double(), double(cache), table, lengths, options)
     cache, table = released(cache, table, lengths, queries, window, entries)
-    got = kernels.decode_attention(q, cache, table, lengths, **options)
+    got = kernels.decode_attention(q, cache, table, lengths, options)
     assert_close("decode_attention, blocks released", got, wanted, dtype)
 
 
@@ -47,8 +47,8 @@ def test_prefill_never_reads_a_released_block(dtype, heads, kv_heads, soft_cap, 
     queries = torch.tensor([19, 5, 1, 9], device=device)
     starts = torch.tensor([0, *queries.cumsum(0)], dtype=torch.int32, device=device)
     q = random_tensor(int(queries.sum()), heads, DIM, dtype=dtype, device=device)
-    options = {"scale": DIM**-0.5, "window": window, "soft_cap": soft_cap, "max_queries": 19}
-    wanted = reference.prefill_attention(q.double(), double(cache), table, lengths, starts, **options)
+    options = AttentionOptions(DIM**-0.5, window, soft_cap)
+    wanted = reference.prefill_attention(q.double(), double(cache), table, lengths, starts, 19, options)
     cache, table = released(cache, table, lengths, queries, window, entries)
-    got = kernels.prefill_attention(q, cache, table, lengths, starts, **options)
+    got = kernels.prefill_attention(q, cache, table, lengths, starts, 19, options)
     assert_close("prefill_attention, blocks released", got, wanted, dtype)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minillm.kv_cache import LayerCache
-from minillm.ops import reference
+from minillm.ops import AttentionOptions, reference
 from tests.kernels.compare import COMPILED, DTYPES, assert_close, double, random_tensor, rotations
 
 single_row = pytest.importorskip("minillm.kernels.single_row", reason="triton is not installed here")
@@ -87,7 +87,8 @@ def test_attention_of_one_row_and_what_it_leaves_in_the_cache(heads, kv_heads, d
     slot = table[0, (length - 1) // block_size].long() * block_size + (length - 1) % block_size
     wanted_cache = LayerCache(k_cache.clone(), v_cache.clone())
     reference.write_kv(k, v, wanted_cache, slot[None])
-    wanted = reference.decode_attention(q[:, None].double(), double(wanted_cache), table, lengths, scale=0.2)[:, 0]
+    options = AttentionOptions(0.2)
+    wanted = reference.decode_attention(q[:, None].double(), double(wanted_cache), table, lengths, options)[:, 0]
     # What lies behind the length must not matter, nor what is in the new token's slot already.
     for cache in (k_cache, v_cache):
         cache.view(-1, kv_heads, dim)[slot] = float("nan")
@@ -95,7 +96,7 @@ def test_attention_of_one_row_and_what_it_leaves_in_the_cache(heads, kv_heads, d
 
     attend = single_row.RowAttention(heads, kv_heads, dim, torch.device(device))
     for _ in range(2):  # the second finds the workspace as the first left it
-        out = attend(qkv, cos_sin, k_cache, v_cache, table, lengths, 0.2)
+        out = attend(qkv, cos_sin, LayerCache(k_cache, v_cache), table, lengths, 0.2)
         # turned queries are rounded too
         assert_close("single_row.RowAttention", out.view(1, heads, dim), wanted, dtype, times=2)
     key, wanted_key = (cache.view(-1, kv_heads, dim)[slot] for cache in (k_cache, wanted_cache.k))

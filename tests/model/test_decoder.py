@@ -193,16 +193,16 @@ def test_several_queries_a_row_in_a_decode_equal_one_after_the_other(saved):
 
 def _zero_attention(paged):
     return minillm.using(
-        decode_attention=lambda q, *rest, **options: torch.zeros_like(q),
-        prefill_attention=lambda q, *rest, **options: torch.zeros_like(q),
+        decode_attention=lambda q, *rest: torch.zeros_like(q),
+        prefill_attention=lambda q, *rest: torch.zeros_like(q),
     )
 
 
 def _attention_sees_only_itself(paged):
     own = ops.on("cpu").decode_attention
     return minillm.using(
-        decode_attention=lambda *given, **options: own(*given, **{**options, "window": 1}),
-        prefill_attention=lambda q, *rest, **options: torch.zeros_like(q),
+        decode_attention=lambda *given: own(*given[:-1], dataclasses.replace(given[-1], window=1)),
+        prefill_attention=lambda q, *rest: torch.zeros_like(q),
     )
 
 
@@ -230,8 +230,14 @@ def _shift_positions(paged):
     paged.position_error = 1
 
 
+def _attend(layer, **options):
+    """Have a layer attend with other options."""
+    layer.attention = dataclasses.replace(layer.attention, **options)
+
+
 def _wrong_scale(paged):
-    paged.model.scale *= 1.2
+    for layer in paged.model.layers:
+        _attend(layer, scale=layer.attention.scale * 1.2)
 
 
 def _no_final_norm(paged):
@@ -251,21 +257,22 @@ DAMAGE = [
 
 def _no_window(paged):
     for layer in paged.model.layers:
-        layer.window = None
+        _attend(layer, window=None)
 
 
 def _window_of_one_token_more(paged):
     for layer in paged.model.layers:
-        layer.window = layer.window and layer.window + 1
+        _attend(layer, window=layer.attention.window and layer.attention.window + 1)
 
 
 def _windows_in_other_layers(paged):
     for layer, other in zip(paged.model.layers, paged.model.config.windows[1:] + (None,), strict=True):
-        layer.window = other
+        _attend(layer, window=other)
 
 
 def _no_score_cap(paged):
-    paged.model.config = dataclasses.replace(paged.model.config, attention_soft_cap=None)
+    for layer in paged.model.layers:
+        _attend(layer, soft_cap=None)
 
 
 def _no_norm_of_queries_and_keys(paged):
@@ -372,7 +379,7 @@ def test_the_readmes_new_family_equals_transformers(tmp_path, monkeypatch):
     reference, model = both(tmp_path, "float64")
     (tokens,) = prompts(50)
     torch.testing.assert_close(_all_logits(model, tokens), theirs(reference, tokens), rtol=0, atol=1e-9)
-    assert [layer.window for layer in model.layers] == [5, None, 5]
+    assert [layer.attention.window for layer in model.layers] == [5, None, 5]
 
 
 def test_only_the_wanted_tokens_come_back():

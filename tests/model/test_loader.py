@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from minillm.errors import ConfigError
 from minillm.model import loader
-from minillm.model.config import PRESETS
+from minillm.model.config import ARCHITECTURES, PRESETS
 from minillm.model.loader import load_model
 from tests import models
 
@@ -29,13 +29,39 @@ def saved(trained, tmp_path):
 
 
 def parameters(model):
-    return {name: tensor.clone() for name, tensor in loader.destinations(model).items()}
+    """Each tensor of a checkpoint, under its name there, as a slice of a dense model's parameters."""
+    config = model.config
+    query, kv, inner = (
+        config.num_heads * config.head_dim,
+        config.num_kv_heads * config.head_dim,
+        config.intermediate_size,
+    )
+    found = {"model.embed_tokens.weight": model.embedding.weight, "model.norm.weight": model.final_norm}
+    if not config.tie_word_embeddings:
+        found["lm_head.weight"] = model.head.weight
+    for index, layer in enumerate(model.layers):
+        parts = {
+            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"): (layer.qkv, (query, kv, kv)),
+            ("self_attn.o_proj",): (layer.attention_out, (config.hidden_size,)),
+            ("mlp.gate_proj", "mlp.up_proj"): (layer.gate_up, (inner, inner)),
+            ("mlp.down_proj",): (layer.down, (config.hidden_size,)),
+        }
+        found |= {
+            f"model.layers.{index}.{name}.{kind}": tensor
+            for names, (weight, rows) in parts.items()
+            for kind in ("weight", "bias")
+            if getattr(weight, kind) is not None
+            for name, tensor in zip(names, getattr(weight, kind).split(rows), strict=True)
+        }
+        for norm, name in ARCHITECTURES[config.architecture].norms.items():
+            found[f"model.layers.{index}.{name}.weight"] = getattr(layer, norm)
+    return found
 
 
 def assert_same(model, other):
-    ours, theirs = parameters(model), parameters(other)
-    assert ours.keys() == theirs.keys()
-    assert all(ours[name].equal(theirs[name]) for name in ours)
+    ours, theirs = model.tensors(), other.tensors()
+    assert len(ours) == len(theirs)
+    assert all(mine.equal(yours) for mine, yours in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -57,10 +83,12 @@ def test_every_tensor_lands_in_its_place(name, tmp_path):
     theirs.save_pretrained(tmp_path)
     model = load_model(tmp_path)
     state, offset = theirs.state_dict(), model.config.norm_offset
-    for key, tensor in loader.destinations(model).items():
+    ours = parameters(model)
+    assert ours.keys() == loader.destinations(model).keys()
+    for key, tensor in ours.items():
         expected = state[key] + offset if tensor.dim() == 1 and "norm" in key else state[key]
         assert tensor.equal(expected), key
-    assert (model.embedding.data_ptr() == model.head.weight.data_ptr()) == model.config.tie_word_embeddings
+    assert (model.embedding is model.head) == model.config.tie_word_embeddings
     assert model.num_parameters == sum(p.numel() for p in theirs.parameters())
 
 
@@ -133,7 +161,7 @@ def test_loading_takes_little_more_than_the_models_bytes(saved, tmp_path_factory
         max_model_len=512,
     )
     model = loader.Model(config, dtype=getattr(torch, stored), device="cpu", max_model_len=16)
-    tensors = {name: torch.ones(tensor.shape, dtype=model.dtype) for name, tensor in loader.destinations(model).items()}
+    tensors = {name: torch.ones(place.shape, dtype=model.dtype) for name, place in loader.destinations(model).items()}
     save_file(tensors, large / "model.safetensors")
     (large / "config.json").write_text(json.dumps(as_json(config)))
     del model, tensors

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from minillm.model.loader import load_model
+from minillm.quantization import Recipe
 from tests import models
 from tests.model.test_decoder import Paged
 
@@ -41,3 +42,10 @@ def test_logits_keys_and_values_are_those_of_the_unfused_step(name, tmp_path):
         for mine, theirs in zip(caches, paged.caches, strict=True):
             torch.testing.assert_close(mine.k, theirs.k, rtol=1e-4, atol=1e-4, equal_nan=True)
             torch.testing.assert_close(mine.v, theirs.v, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+def test_one_weight_in_another_format_anywhere_is_enough_for_a_model_not_to_fit(tmp_path):
+    models.make("gemma-multi-query").save_pretrained(tmp_path)
+    for address in ("layers.1.qkv", "layers.1.down", "head"):
+        model = load_model(tmp_path, dtype="float32", recipe=Recipe({address: "int8"}))
+        assert not single_row.SingleRow.fits(model), address

@@ -9,7 +9,7 @@ from minillm import ops
 from minillm.kv_cache import LayerCache
 from minillm.model.config import PRESETS
 from minillm.model.decoder import rotary_table
-from minillm.ops import cpu, reference
+from minillm.ops import AttentionOptions, cpu, reference
 from minillm.quantization import DenseWeight
 from tests.kernels.compare import released
 
@@ -71,7 +71,7 @@ def test_decode_attention_is_its_definition(lengths, heads, kv_heads, window, so
     cache, table, sizes = paged(lengths, kv_heads=kv_heads)
     q = torch.randn(len(lengths), 1, heads, 16, dtype=torch.float64)
     for function in (reference.decode_attention, cpu.decode_attention):
-        got = function(q, cache, table, sizes, scale=0.3, window=window, soft_cap=soft_cap)
+        got = function(q, cache, table, sizes, AttentionOptions(0.3, window, soft_cap))
         for row, length in enumerate(lengths):
             k, v = row_of(cache, table, row, length)
             assert_close(got[row], naive_attention(q[row], k, v, [length - 1], 0.3, window, soft_cap))
@@ -87,8 +87,8 @@ def test_fast_decode_attention_equals_the_reference(lengths, heads, kv_heads, wi
     lengths = [max(length, queries) for length in lengths]
     cache, table, sizes = paged(lengths, kv_heads=kv_heads, dtype=dtype, poison=poison)
     q = torch.randn(len(lengths), queries, heads, 16, dtype=dtype)
-    want = reference.decode_attention(q, cache, table, sizes, scale=0.3, window=window)
-    assert_close(cpu.decode_attention(q, cache, table, sizes, scale=0.3, window=window), want)
+    want = reference.decode_attention(q, cache, table, sizes, AttentionOptions(0.3, window))
+    assert_close(cpu.decode_attention(q, cache, table, sizes, AttentionOptions(0.3, window)), want)
 
 
 @pytest.mark.parametrize("module", [reference, cpu])
@@ -104,15 +104,15 @@ def test_keys_that_lie_unturned_are_turned_by_their_place_in_the_row(lengths, mo
             cos, sin = rotary[at, 0, :8], rotary[at, 1, 8:]
             key[:] = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
     q = torch.randn(len(lengths), 1, 4, 16, dtype=torch.float64)
-    options = {"scale": 0.3, "window": 9 if len(lengths) > 4 else None}
-    want = reference.decode_attention(q, turned, table, sizes, **options)
-    assert_close(module.decode_attention(q, cache, table, sizes, rotary=rotary, **options), want)
+    plain = AttentionOptions(0.3, 9 if len(lengths) > 4 else None)
+    rotating = replace(plain, rotary=rotary)
+    want = reference.decode_attention(q, turned, table, sizes, plain)
+    assert_close(module.decode_attention(q, cache, table, sizes, rotating), want)
     queries = [min(length, 1 + row % 3) for row, length in enumerate(lengths)]
     starts = torch.tensor([0, *queries]).cumsum(0).int()
     q = torch.randn(sum(queries), 4, 16, dtype=torch.float64)
-    options["max_queries"] = max(queries)
-    want = reference.prefill_attention(q, turned, table, sizes, starts, **options)
-    assert_close(module.prefill_attention(q, cache, table, sizes, starts, rotary=rotary, **options), want)
+    want = reference.prefill_attention(q, turned, table, sizes, starts, max(queries), plain)
+    assert_close(module.prefill_attention(q, cache, table, sizes, starts, max(queries), rotating), want)
 
 
 def test_what_ran_in_an_engine_runs_outside_of_one_too():
@@ -121,9 +121,9 @@ def test_what_ran_in_an_engine_runs_outside_of_one_too():
     q = torch.randn(1, 1, 4, 16, dtype=torch.float64)
     cpu._scratch.kept = None
     with torch.inference_mode():
-        inside = cpu.decode_attention(q, cache, table, sizes, scale=0.3)
+        inside = cpu.decode_attention(q, cache, table, sizes, AttentionOptions(0.3))
     assert cpu._scratch.kept is not None, "too little was gathered to be kept"
-    assert cpu.decode_attention(q, cache, table, sizes, scale=0.3).equal(inside)
+    assert cpu.decode_attention(q, cache, table, sizes, AttentionOptions(0.3)).equal(inside)
 
 
 def test_very_uneven_rows_are_split_so_that_padding_stays_cheap():
@@ -138,7 +138,7 @@ def test_very_uneven_rows_are_split_so_that_padding_stays_cheap():
 @pytest.mark.parametrize("lengths", [[0, 5], [0, 0]])
 def test_a_row_without_keys_gives_zeros(function, lengths):
     cache, table, sizes = paged(lengths, kv_heads=1)
-    got = function(torch.randn(2, 1, 4, 16, dtype=torch.float64), cache, table, sizes, scale=1.0)
+    got = function(torch.randn(2, 1, 4, 16, dtype=torch.float64), cache, table, sizes, AttentionOptions(1.0))
     assert not got[0].any() and got.isfinite().all()
 
 
@@ -158,9 +158,9 @@ def test_prefill_attention_is_its_definition(chunks, heads, kv_heads, window, so
     cache, table, sizes = paged(lengths, kv_heads=kv_heads)
     starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32)
     q = torch.randn(sum(queries), heads, 16, dtype=torch.float64)
-    options = {"max_queries": max(queries), "scale": 0.3, "window": window, "soft_cap": soft_cap}
+    options = AttentionOptions(0.3, window, soft_cap)
     for function in (reference.prefill_attention, cpu.prefill_attention):
-        got = function(q, cache, table, sizes, starts, **options)
+        got = function(q, cache, table, sizes, starts, max(queries), options)
         for row, (length, count) in enumerate(chunks):
             part = slice(starts[row], starts[row + 1])
             k, v = row_of(cache, table, row, length)
@@ -175,29 +175,28 @@ def test_prefill_attention_is_its_definition(chunks, heads, kv_heads, window, so
 @pytest.mark.parametrize("module", [reference, cpu])
 def test_blocks_that_a_window_has_left_behind_never_matter(module, heads, kv_heads, window, soft_cap, entries):
     """They are NaN, or another row's; in decode of ragged rows and of equal ones, and in prefill."""
-    options = {"scale": 0.3, "window": window, "soft_cap": soft_cap}
+    options = AttentionOptions(0.3, window, soft_cap)
     for lengths, chunks in ([23, 3, 16], [7, 3, 1]), ([17, 17], [1, 5]):
         cache, table, sizes = paged(lengths, kv_heads=kv_heads)
         for queries in (1, 3):
             q = torch.randn(len(lengths), queries, heads, 16, dtype=torch.float64)
-            want = reference.decode_attention(q, cache, table, sizes, **options)
+            want = reference.decode_attention(q, cache, table, sizes, options)
             left = released(cache, table, sizes, queries, window, entries)
-            assert_close(module.decode_attention(q, *left, sizes, **options), want)
+            assert_close(module.decode_attention(q, *left, sizes, options), want)
         starts = torch.tensor([0, *chunks]).cumsum(0).int()
         q = torch.randn(sum(chunks), heads, 16, dtype=torch.float64)
-        more = options | {"max_queries": max(chunks)}
-        want = reference.prefill_attention(q, cache, table, sizes, starts, **more)
+        want = reference.prefill_attention(q, cache, table, sizes, starts, max(chunks), options)
         left = released(cache, table, sizes, torch.tensor(chunks), window, entries)
-        assert_close(module.prefill_attention(q, *left, sizes, starts, **more), want)
+        assert_close(module.prefill_attention(q, *left, sizes, starts, max(chunks), options), want)
 
 
 def test_attention_in_half_precision_sums_in_float32():
     cache, table, sizes = paged([70, 33], kv_heads=1, dtype=torch.float32)
     q = torch.randn(2, 1, 4, 16)
-    want = reference.decode_attention(q, cache, table, sizes, scale=0.3)
+    want = reference.decode_attention(q, cache, table, sizes, AttentionOptions(0.3))
     for dtype, tolerance in ((torch.bfloat16, 3e-2), (torch.float16, 4e-3)):
         half = LayerCache(cache.k.to(dtype), cache.v.to(dtype))
-        got = cpu.decode_attention(q.to(dtype), half, table, sizes, scale=0.3)
+        got = cpu.decode_attention(q.to(dtype), half, table, sizes, AttentionOptions(0.3))
         assert got.dtype == dtype
         torch.testing.assert_close(got.float(), want, rtol=0, atol=tolerance)
 
@@ -246,7 +245,7 @@ def test_embedding_reads_a_transposed_matrix_too():
     weight, ids = torch.randn(30, 8), torch.tensor([3, 29, 3])
     for layout in (weight, weight.t().contiguous().t()):
         for module in (reference, cpu):
-            got = module.embedding(ids, layout, 2.5)
+            got = module.embedding(ids, DenseWeight(layout), 2.5)
             assert got.is_contiguous() or module is reference
             assert got.equal(weight[ids] * 2.5)
     assert weight.equal(layout)

@@ -1,11 +1,13 @@
 """The table of operations and the socket that replaces its entries."""
 
+import inspect
+
 import pytest
 import torch
 
 import minillm
 from minillm import ops
-from minillm.ops import reference
+from minillm.ops import AttentionOptions, cpu, reference
 
 
 def test_the_table_lists_every_operation_with_what_runs_and_why():
@@ -70,3 +72,35 @@ def test_mistakes_are_named(replacements, error, message):
 def test_a_device_without_fast_functions_runs_the_references():
     operations = ops.OperationSet("meta")
     assert {label for label, _ in operations.origin.values()} == {"reference"}
+
+
+def test_every_function_of_the_table_has_the_signature_that_is_declared():
+    for name in ops.names():
+        declared = list(inspect.signature(getattr(ops.Operations, name)).parameters)[1:]
+        for module in (reference, cpu):
+            if hasattr(module, name):
+                assert list(inspect.signature(getattr(module, name)).parameters) == declared, (module, name)
+
+
+@pytest.mark.parametrize("operation", ["decode_attention", "prefill_attention"])
+def test_a_replaced_attention_may_take_its_options_by_keyword_those_that_the_model_has(operation):
+    seen = {}
+
+    def plain(q, cache, block_table, lengths, *starts, scale, **more):
+        seen.update(more, scale=scale)
+        return q
+
+    options = AttentionOptions(0.5, window=3)
+    tensors, rest = [torch.ones(2)] * (4 if operation == "decode_attention" else 5), (options,)
+    if operation == "prefill_attention":
+        rest = (9, options)
+    with minillm.using(**{operation: plain}) as used:
+        assert getattr(ops.on("cpu"), operation)(*tensors, *rest).equal(torch.ones(2))
+    assert seen == {"scale": 0.5, "window": 3} | ({"max_queries": 9} if operation == "prefill_attention" else {})
+    assert used.calls[operation] == 1
+
+
+def test_a_replaced_attention_that_takes_what_the_reference_takes_gets_the_options_as_they_are():
+    options = AttentionOptions(0.5)
+    with minillm.using(decode_attention=lambda *given: given[-1]):
+        assert ops.on("cpu").decode_attention(*[torch.ones(2)] * 4, options) is options

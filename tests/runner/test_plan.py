@@ -18,7 +18,7 @@ OPTIONS = {"dtype": "float64", "max_num_seqs": 6, "max_num_batched_tokens": 96, 
 H200 = {"name": "NVIDIA H200", "capability": "9.0", "memory_gib": 140}
 DECODE = {
     "kernel": "decode_attention",
-    "sizes": {"dim": 64, "itemsize": 8, "rows": 16, "programs": 6, "longest": 64},
+    "sizes": {"dim": 64, "dtype": "float64", "rows": 16, "programs": 6, "longest": 64},
     "launch": {"rows": 16, "keys": 32, "warps": 4, "stages": 2, "splits": 2},
 }
 
@@ -87,7 +87,7 @@ def test_another_models_shape_refuses_it_before_its_weights_are_read(tmp_path):
         (lambda text: text[: len(text) // 2], "is not JSON"),
         (lambda text: "[1]", "has format None"),
         (
-            lambda text: text.replace('"format": 1', '"format": 9'),
+            lambda text: text.replace('"format": 2', '"format": 9'),
             "has format 9, and this minillm reads",
         ),
         (lambda text: text.replace('"graphs"', '"grahps"'), "is damaged .*grahps"),

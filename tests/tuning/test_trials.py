@@ -25,17 +25,17 @@ def runner():
 
 
 def decode_problem():
-    sizes = {"dim": 64, "itemsize": 4, "rows": 16, "programs": 3, "longest": 32}
+    sizes = {"dim": 64, "dtype": "float32", "rows": 16, "programs": 3, "longest": 32}
     return launches.problem("decode_attention", **sizes), paged_attention.Launch(16, 16, 4, 2, 1)
 
 
 def product_problem(rows, columns, gated):
-    sizes = {"rows": rows, "columns": columns, "itemsize": 4, "gated": gated}
+    sizes = {"rows": rows, "columns": columns, "dtype": "float32", "gated": gated}
     return launches.problem("whole_rows", **sizes), single_row.Launch(2, 4, 2)
 
 
 def prefill_problem():
-    problem = launches.problem("prefill_attention", dim=64, itemsize=4, group=4)
+    problem = launches.problem("prefill_attention", dim=64, dtype="float32", group=4)
     return problem, paged_attention.Launch(32, 32, 4, 1)
 
 

@@ -1,0 +1,100 @@
+"""What each operation takes and gives.  `reference.py` says what it computes.  Lessons 02 to 08."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from minillm.kv_cache.storage import LayerCache
+from minillm.quantization import Weight
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What sets a layer's attention apart. What a model does not have is None.  Lessons 02 and 04.
+
+    scale      scores are q k^T times this
+    window     a query sees this many of the newest keys, its own included
+    soft_cap   scores become soft_cap * tanh(score / soft_cap) (Gemma 2)
+    rotary     [positions, 2, head_dim], the rows of `model.rotary_table`, at least as many as a row's blocks hold:
+               given when keys are cached before their rotation, as streams cache them; attention then rotates each key
+               by its place in the row (Xiao et al. 2023, "StreamingLLM", section 3.2)
+    """
+
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    rotary: Tensor | None = None
+
+    def given(self) -> dict[str, float | int | Tensor]:
+        """Those that are not None, by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+class Operations(Protocol):
+    """The table of operations, one for each type of device; see `minillm.ops.reference` for the specification of each.
+
+    tokens, rows: how many of them a step runs; d: head_dim; a cache's slot is block * block_size + offset.
+    """
+
+    def embedding(self, ids: Tensor, weight: Weight, scale: float) -> Tensor:
+        """ids [tokens] int64, weight [vocab, hidden] -> [tokens, hidden]"""
+        ...
+
+    def linear(self, x: Tensor, weight: Weight) -> Tensor:
+        """x [..., in], weight [out, in] -> [..., out]"""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [..., dim], weight [dim] -> like x"""
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """x, residual [..., dim], weight [dim] -> the normed sum and the sum, both like x"""
+        ...
+
+    def rotary_embedding(self, q: Tensor, k: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+        """q [tokens, heads, d], k [tokens, kv_heads, d], cos_sin [tokens, 2, d] -> like q and k"""
+        ...
+
+    def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
+        """gate_up [tokens, 2 * inner], activation "silu" or "gelu_tanh" -> [tokens, inner]"""
+        ...
+
+    def write_kv(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
+        """k, v [tokens, kv_heads, d] into slots [tokens] int64 of the cache"""
+        ...
+
+    def decode_attention(
+        self, q: Tensor, cache: LayerCache, block_table: Tensor, lengths: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        """q [rows, queries, heads, d], block_table [rows, blocks] int32, lengths [rows] int32 -> like q"""
+        ...
+
+    def prefill_attention(
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        block_table: Tensor,
+        lengths: Tensor,
+        query_start: Tensor,
+        max_queries: int,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """q [tokens, heads, d], query_start [rows + 1] int32, the rest as in decode_attention -> like q"""
+        ...
+
+    def lm_head(self, hidden: Tensor, weight: Weight, soft_cap: float | None = None) -> Tensor:
+        """hidden [samples, hidden], weight [vocab, hidden] -> logits [samples, vocab]"""
+        ...
+
+    def truncate(self, logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+        """logits [rows, vocab], top_k [rows] int64, top_p [rows] -> like logits"""
+        ...
+
+    def sample(self, logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
+        """logits [rows, vocab], temperature and uniform [rows] -> [rows] int64"""
+        ...
+
+
+OPERATIONS = tuple(name for name in vars(Operations) if not name.startswith("_"))

@@ -1,0 +1,23 @@
+"""Operations chosen by the weight's class."""
+
+import torch
+
+from minillm.ops import reference
+from minillm.ops.by_weight import ByWeight
+from minillm.quantization import DenseWeight
+
+
+class Doubled(DenseWeight):
+    """A format that nothing is registered for."""
+
+
+def test_the_version_of_the_weights_class_runs_and_the_general_one_for_all_others():
+    linear = ByWeight(reference.linear)
+
+    @linear.register(DenseWeight)
+    def _(x, weight):
+        return "dense"
+
+    x, matrix = torch.randn(2, 3), torch.randn(4, 3)
+    assert linear(x, DenseWeight(matrix)) == "dense"
+    assert linear(x, Doubled(matrix)).equal(x @ matrix.t())

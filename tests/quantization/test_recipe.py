@@ -1,0 +1,21 @@
+"""Recipes: the first pattern that matches a weight's address decides its format."""
+
+import pytest
+
+from minillm.errors import ConfigError
+from minillm.quantization import DenseWeight, Int8Weight, Recipe
+
+
+def test_the_first_pattern_that_matches_decides_and_the_rest_is_dense():
+    recipe = Recipe({"layers.0.*": "dense", "layers.*.down": "dense", "layers.*": "int8"})
+    assert recipe.format("layers.0.qkv") is DenseWeight
+    assert recipe.format("layers.1.qkv") is Int8Weight
+    assert recipe.format("layers.10.gate_up") is Int8Weight
+    assert recipe.format("layers.10.down") is DenseWeight
+    assert recipe.format("head") is DenseWeight
+    assert Recipe().format("layers.3.qkv") is DenseWeight
+
+
+def test_an_unknown_format_is_refused_by_name_with_those_there_are():
+    with pytest.raises(ConfigError, match="'layers.*' asks for the format 'int3'; there are: dense, int8"):
+        Recipe({"layers.*": "int3"})
