@@ -17,8 +17,8 @@ from minillm.runner import Runner
 def emulated_graphs():
     """Engines made inside run their steps as graphs would."""
     from minillm.ops import triton as kernels
-    from minillm.runner.cuda_graph import Graph
-    from minillm.runner.decode_graphs import DecodeGraphs
+    from minillm.runner import step_graphs
+    from minillm.runner.cuda_graph import CapturedSteps, Graph
 
     class Replay:
         def __init__(self, step):
@@ -28,29 +28,26 @@ def emulated_graphs():
             self.count += 1
             self.captured.to_sample = self.step()
 
-    class Emulated(DecodeGraphs):
+    class Emulated(CapturedSteps):
         def record(self, step, out):
             replay = Replay(step)
             captured = Graph(replay, out, ())
             replay.captured = weakref.proxy(captured)
             return captured
 
-        def launch(self, step):
-            return kept(super().launch(step))
+    class Graphs(step_graphs.StepGraphs):
+        def launch(self, step, decodes_only):
+            replayed = super().launch(step, decodes_only)
+            if replayed is not None:  # a GPU copies the tokens to the host before the next replay
+                replayed.sampled = replayed.sampled.clone()
+            return replayed
 
-        def launch_mixed(self, step):
-            replayed = super().launch_mixed(step)
-            return None if replayed is None else kept(replayed)
-
-    def kept(replayed):
-        replayed.sampled = replayed.sampled.clone()  # a GPU copies the tokens to the host before the next replay
-        return replayed
-
-    def made(runner, config):
-        return None if config.enforce_eager else Emulated(runner, config)
+    def made(runner, config, caches):
+        return None if config.enforce_eager else Graphs(runner.model, runner.state, caches, config)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Runner, "_decode_graphs", made)
+        patch.setattr(Runner, "_make_graphs", made)
+        patch.setattr(step_graphs, "CapturedSteps", Emulated)
         # Padding has slot -1, which torch's own indexing does not pass over.
         patch.setattr(ops.on("cpu"), "write_kv", kernels.write_kv)
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)

@@ -112,17 +112,17 @@ def groups(device: str, model: ModelConfig, requests: int) -> Groups:
 @contextmanager
 def applied(llm, setting: Setting) -> Iterator[None]:
     """Run an idle engine with a setting until the block ends."""
-    engine, runner = llm.engine, llm.engine.runner
+    engine, runner = llm.engine, llm.engine.executor.runner
     before = engine.config, runner.graphs
     engine.config = replace(engine.config, run_ahead=setting.run_ahead)
     if not setting.graphs:
         runner.graphs = None
     elif runner.graphs is not None:
-        from minillm.runner.decode_graphs import DecodeGraphs
+        from minillm.runner.step_graphs import StepGraphs
 
         parts = {"single_row": setting.single_row, "sampling": setting.sampling_in_graph}
         parts |= {"mixed": setting.prompts_in_graphs}
-        runner.graphs = DecodeGraphs(runner, engine.config, **parts)
+        runner.graphs = StepGraphs(runner.model, runner.state, runner.caches, engine.config, **parts)
     try:
         with using(capturable=True, **OPERATIONS[setting.operations]):
             yield

@@ -68,7 +68,7 @@ def attention_work(llm, step: Step) -> tuple[int, int]:
 
     The last layer's queries are counted whole: those of a prompt nobody samples from are few beside the others'.
     """
-    model, token_bytes = llm.engine.model, llm.engine.runner.layer_bytes
+    model, token_bytes = llm.engine.model, llm.engine.executor.runner.memory.spec.bytes_per_token
     starts, ends = step.starts.astype(np.int64), (step.starts + step.queries).astype(np.int64)
     nbytes = operations = 0
     for window, layers in Counter(layer.attention.window or int(ends.max()) for layer in model.layers).items():

@@ -43,8 +43,8 @@ class Recording:
 @contextmanager
 def recording(engine) -> Iterator[Recording]:
     """Note every step that the engine runs until the block ends; costs microseconds a step."""
-    runner, found = engine.runner, Recording(time.perf_counter())
-    launch = runner.launch
+    executor, found = engine.executor, Recording(time.perf_counter())
+    launch = executor.launch
 
     def noted(step: Step):
         launched = launch(step)
@@ -61,11 +61,11 @@ def recording(engine) -> Iterator[Recording]:
         found.steps.append(step)
         return launched
 
-    runner.launch = noted
+    executor.launch = noted
     try:
         yield found
     finally:
-        del runner.launch  # the method shows again
+        del executor.launch  # the method shows again
 
 
 def slices(done: Sequence[float], began: float) -> list[int]:
@@ -85,7 +85,7 @@ def profiled(engine, starts: Sequence[int]) -> Iterator[list[list[tuple[str, flo
 
     The device is idle at both ends of a slice, so that its kernels are those of its steps and no others.
     """
-    runner, launch, found, profiles = engine.runner, engine.runner.launch, [], []
+    executor, launch, found, profiles = engine.executor, engine.executor.launch, [], []
     count, running = 0, None
 
     def start() -> torch.profiler.profile:
@@ -111,14 +111,14 @@ def profiled(engine, starts: Sequence[int]) -> Iterator[list[list[tuple[str, flo
         return launched
 
     start().stop()  # the first one loads the profiler
-    runner.launch = watched
+    executor.launch = watched
     try:
         yield found
         if running is not None:
             stop()
         found += [_kernels(profile) for profile in profiles]
     finally:
-        del runner.launch
+        del executor.launch
 
 
 def _kernels(profile: torch.profiler.profile) -> list[tuple[str, float, float]]:

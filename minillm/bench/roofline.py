@@ -188,7 +188,7 @@ def table(points: Sequence[Point], limits: Limits) -> str:
 
 
 def _kv_bytes(llm) -> int:
-    return llm.engine.runner.layer_bytes * len(llm.engine.model.layers)
+    return llm.engine.executor.runner.memory.spec.bytes_per_token * len(llm.engine.model.layers)
 
 
 def _ids(llm, count: int, seed: int) -> list[int]:

@@ -18,13 +18,13 @@ import torch
 
 from minillm.config import EngineConfig
 from minillm.errors import ConfigError, InvalidRequest
-from minillm.kernels import launches
 from minillm.kv_cache.block_pool import BlockPool
 from minillm.model.config import ModelConfig
 from minillm.model.loader import check_tokenizer, load_model, read_config, resolve
 from minillm.request import Completion, Delta, Request, SamplingParams
+from minillm.runner.executor import Executor, LocalExecutor
+from minillm.runner.launched import Launched, Results
 from minillm.runner.plan import Plan
-from minillm.runner.runner import Launched, Results, Runner
 from minillm.runner.sampler import derived_seed
 from minillm.scheduler import replaceable
 from minillm.scheduler.policies import POLICIES
@@ -74,7 +74,6 @@ class Engine:
         self.plan = None if self.config.plan is None else Plan.read(self.config.plan)
         if self.plan is not None:
             self.config = self.plan.configure(self.config, read_config(place), device)
-        self._launches = {} if self.plan is None else self.plan.table()
         self.config = self.config.on(device)
         self.name = place.name if isinstance(place, Path) else place
         if tokenizer is None and isinstance(place, Path) and (place / "tokenizer.json").exists():
@@ -94,17 +93,14 @@ class Engine:
         if self.tokenizer is not None:
             check_tokenizer(self.tokenizer, self.model_config)
         self.max_model_len = self.config.max_model_len or self.model_config.max_model_len
-        with launches.using(self._launches):
-            self.runner = Runner(self.model, self.config, self.max_model_len)
-            if self.plan is not None and self.plan.graphs and self.runner.graphs is not None:
-                self.runner.graphs.capture(map(tuple, self.plan.graphs))
-                self.runner.graphs.capture_mixed()
+        self.executor: Executor = LocalExecutor(self.model, self.config, self.max_model_len, self.plan)
         self.in_flight: deque[Launched] = deque()
         self.tracked: dict[str, Tracked] = {}
         self._watched: dict[int, Tracked] = {}  # by row
         self.lock = threading.RLock()
         self._counter = itertools.count(1)
         self._finished: list[Completion] = []
+        self.closed = False
         self.scheduler: Scheduler | None = None
         self._adopted: tuple[Callable, ...] | None = None  # what made the scheduler's policy and block pool
         self._adopt()
@@ -124,12 +120,12 @@ class Engine:
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             block_size=self.config.block_size,
-            num_blocks=self.runner.num_blocks,
-            windows=self.model.groups.windows,
-            stream=self.runner.stream,
+            num_blocks=self.executor.facts.num_blocks,
+            windows=self.executor.facts.windows,
+            stream=self.executor.facts.stream,
             prefix_caching=self.config.enable_prefix_caching,
             policy=make_policy(POLICIES[self.config.policy]),
-            pool=make_pool(BlockPool, self.runner.num_blocks),
+            pool=make_pool(BlockPool, self.executor.facts.num_blocks),
         )
         if self.scheduler is not None:
             scheduler.count_on_from(self.scheduler)
@@ -143,15 +139,12 @@ class Engine:
         Every batch size is captured with tables of the least width, and every shape with prompts; more prompts are run
         up to the token budget. What else is met later (longer tables, the general sampler) is compiled then.
         """
-        graphs = self.runner.graphs
-        if graphs is None:
+        if not self.executor.facts.captures:
             return
         with self.lock:
-            if graphs.graphs.follow():
-                with launches.using(self._launches):
-                    graphs.capture_all()
+            self.executor.warm_up()
             params = SamplingParams(max_tokens=2, ignore_eos=True, use_prefix_cache=False)
-            fitting = self.runner.num_blocks // self.scheduler.tables.groups * self.config.block_size
+            fitting = self.executor.facts.num_blocks // self.scheduler.tables.groups * self.config.block_size
             longest = min(128, self.max_model_len - 2, fitting - 2)
             total = 1
             while total <= self.config.max_num_batched_tokens and longest > 0:
@@ -271,8 +264,7 @@ class Engine:
                     break
                 for request in step.admitted:
                     self._watch(self.tracked[request.request_id], request.row)
-                with launches.using(self._launches):
-                    self.in_flight.append(self.runner.launch(step))
+                self.in_flight.append(self.executor.launch(step))
             if self.in_flight:
                 if self.trace is not None:
                     self.trace.write_in_time()
@@ -318,8 +310,7 @@ class Engine:
         now = time.perf_counter()
         rows = step.rows[step.samples]
         requests = self.scheduler.requests
-        first = (step.starts + step.queries)[step.samples] == self.runner.sampler.prompt_length[rows]
-        for row in rows[first]:
+        for row in step.rows[step.first]:
             if (request := requests[row]) is not None:
                 completion = self.tracked[request.request_id].completion
                 completion.first_token_time = completion.first_token_time or now
@@ -330,38 +321,38 @@ class Engine:
         watched = []
         if self._watched:
             watched = [
-                (tracked, int(row), int(token))
-                for row, token in zip(rows, results.tokens, strict=True)
+                (tracked, int(row), tokens[:accepted].tolist())
+                for row, tokens, accepted in zip(rows, results.tokens, results.accepted, strict=True)
                 if (tracked := self._watched.get(int(row))) is not None and requests[row] is tracked.request
             ]
-        ended = self.scheduler.complete(step, results.tokens)
-        for tracked, row, token in watched:
+        ended = self.scheduler.complete(step, results.tokens, results.accepted)
+        for tracked, row, tokens in watched:
             if tracked.completion.finish_reason is None:  # a listener before it may have ended it
-                self._look_at(tracked, row, token, results)
+                self._look_at(tracked, row, tokens, results)
         for request in ended:
             if (tracked := self.tracked.get(request.request_id)) is not None:
                 self._finish(tracked)
 
-    def _look_at(self, tracked: Tracked, row: int, token: int, results: Results) -> None:
-        """Text, stop strings and log-probabilities of one new token."""
+    def _look_at(self, tracked: Tracked, row: int, tokens: list[int], results: Results) -> None:
+        """Text, stop strings and log-probabilities of new tokens."""
         request, completion = tracked.request, tracked.completion
-        completion.token_ids.append(token)
+        completion.token_ids += tokens
         logprobs = None
         if completion.logprobs is not None:
             logprobs = [results.logprobs[row]]
             completion.logprobs += logprobs
         if tracked.output is not None:
-            tracked.output.add([token], request.finish_reason)
+            tracked.output.add(tokens, request.finish_reason)
             string = tracked.output.stop_string
             if string is not None and request.finish_reason is None:
                 self.scheduler.finish(request, "stop", string)
             elif string is not None:
                 request.finish_reason, request.stop_reason = "stop", string
         if request.finish_reason is not None:
-            self._finish(tracked, [token], logprobs)
+            self._finish(tracked, tokens, logprobs)
         elif tracked.listener is not None:
             text = "" if tracked.output is None else tracked.output.new()
-            tracked.listener(Delta(text, [token], logprobs))
+            tracked.listener(Delta(text, tokens, logprobs))
 
     def _finish(self, tracked: Tracked, token_ids: Sequence[int] = (), logprobs: list | None = None) -> None:
         """Complete a request's result and hand it over, once."""
@@ -409,14 +400,16 @@ class Engine:
         return ids.astype(np.int32)
 
     def close(self) -> None:
-        """Abort what runs and free the model and its cache."""
+        """Abort what runs and free the model and its cache. The engine is of no use afterwards."""
+        if self.closed:
+            return
+        self.closed = True
         for tracked in list(self.tracked.values()):
             self.abort(tracked.request.request_id)
         self.in_flight.clear()
-        if self.runner is not None:
-            self.runner.close()
+        self.executor.close()
         if self.trace is not None:
             self.trace.close()
-        self.model = self.runner = None
+        del self.executor, self.model
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

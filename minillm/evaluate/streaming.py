@@ -62,7 +62,7 @@ def streaming(
             begin = time.perf_counter()
             with LLM(place, **options | more) as llm:
                 done = llm.generate(prompts, params)
-                room = llm.engine.runner.stream and llm.engine.runner.stream.room
+                stream = llm.engine.executor.facts.stream
             seconds = time.perf_counter() - begin
         if name == "recomputed":
             found = [each.prompt_logprobs[-1][ids[at]] for each, at in zip(done, scored, strict=True)]
@@ -84,7 +84,7 @@ def streaming(
             "tokens": len(found),
             "context": context,
             "length": len(ids),
-            "blocks_of_a_row": room,
+            "blocks_of_a_row": stream and stream.room,
             **more,
         }
 

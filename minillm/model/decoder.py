@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from minillm import ops
-from minillm.kv_cache.storage import LayerCache
+from minillm.kv_cache.storage import CacheSpec, LayerCache
 from minillm.ops.signatures import AttentionOptions
 from minillm.quantization import Recipe, Weight
 
@@ -172,6 +172,11 @@ class Model:
         """[samples, hidden] after `forward` -> [samples, vocab], float32 (float64 for a float64 model)."""
         cap = self.config.final_soft_cap
         return self.ops.lm_head(hidden, self.head, cap) if cap else self.ops.lm_head(hidden, self.head)
+
+    @property
+    def cache_spec(self) -> CacheSpec:
+        """What each layer's cache keeps of a token."""
+        return CacheSpec(self.config.num_kv_heads, self.config.head_dim, self.dtype)
 
     def norms(self) -> list[Tensor]:
         """Every norm's weights, to which the loader adds the family's offset."""

@@ -1,16 +1,19 @@
-"""A step as a CUDA graph, and what it leaves behind when it has run.  Lesson 03.
+"""Steps as CUDA graphs, and what they leave behind when they have run.  Lessons 03 and 11.
 
 Graphs that never run at the same time take their memory from one pool. So a step's logits are there until the next
-replay: whoever asks for more of sampling than the graph does is served from them, in what is launched behind it.
+replay: requests that ask for more of sampling than the graph does are served from them, by kernels launched after it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from minillm.ops import OperationSet
 
 
 @dataclass(eq=False)
@@ -31,7 +34,70 @@ class Replayed:
     places: np.ndarray  # which of them belong to the rows that sample
 
 
-def capture(step: Callable[[], tuple[Tensor, ...]], out: Tensor, pool) -> Graph:
+class DecodeShape(NamedTuple):
+    """What a captured step of decodes has room for."""
+
+    rows: int
+    width: int  # blocks of a table
+
+
+class MixedShape(NamedTuple):
+    """What a captured step with prompts in it has room for."""
+
+    tokens: int  # of prompts
+    decodes: int
+    prompts: int
+    width: int  # blocks of a table
+
+    @property
+    def rows(self) -> int:
+        return self.decodes + self.prompts + 1
+
+
+class CapturedSteps:
+    """The graphs of one version of the operations. When others run, their memory is given back."""
+
+    def __init__(self, operations: OperationSet):
+        self.decodes: dict[DecodeShape, Graph] = {}
+        self.mixed: dict[MixedShape, Graph] = {}
+        self.operations, self.functions, self.version = operations, operations.functions, -1
+        self.allowed = False  # whether what runs now may be captured
+
+    def __iter__(self) -> Iterator[Graph]:
+        yield from self.decodes.values()
+        yield from self.mixed.values()
+
+    def follow(self) -> bool:
+        """Drop what was captured from other operations than may be captured now; whether these may."""
+        if self.version != self.operations.version:
+            self.version, self.allowed = self.operations.version, self.operations.capturable
+            # Operations that run eagerly leave the graphs alone: the engine's own come back afterwards.
+            if self.allowed and self.functions != self.operations.functions:
+                self.functions = self.operations.functions
+                self.clear()
+                torch.cuda.empty_cache()
+        return self.allowed
+
+    def clear(self) -> None:
+        self.decodes.clear()
+        self.mixed.clear()
+
+    def record(self, step: Callable[[], tuple[Tensor, ...]], out: Tensor) -> Graph:
+        """What `step` launches, as a graph; it is not run. step: puts its tokens into `out`, returns `to_sample`."""
+        # One pool for all: they never run at the same time. A pool that lost its graphs cannot be used again.
+        other = next(iter(self), None)
+        try:
+            return capture(step, out, pool=other and other.graph.pool())
+        except RuntimeError as error:
+            if self.operations.engines_own:
+                raise
+            raise RuntimeError(
+                f"a replaced operation cannot be captured in a CUDA graph ({error}): it may not read values back to "
+                "the host; leave out capturable=True, and it runs without graphs"
+            ) from error
+
+
+def capture(step: Callable[[], tuple[Tensor, ...]], out: Tensor, pool: tuple[int, int] | None) -> Graph:
     """Record what `step` launches; it is not run. step: puts its tokens into `out` and returns `to_sample`."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
@@ -40,7 +106,11 @@ def capture(step: Callable[[], tuple[Tensor, ...]], out: Tensor, pool) -> Graph:
 
 
 def borrowed(tensor: Tensor) -> Tensor:
-    """The same memory, held by nobody: the pool may give it to other graphs as well."""
+    """The same memory, owned by no tensor: the pool may give it to other graphs as well.
+
+    It may be read after a replay of its own graph and before the next replay of any graph of the pool, on the same
+    stream, and only while its graph exists: the memory goes back to the driver with the pool's last graph.
+    """
     plain = {"shape": (tensor.nbytes,), "typestr": "|u1", "data": (tensor.data_ptr(), False), "version": 2}
     memory = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=plain), device=tensor.device)
     return memory.view(tensor.dtype).view(tensor.shape)

@@ -21,29 +21,17 @@ from torch import Tensor
 
 from minillm.config import EngineConfig
 from minillm.kernels import decode_step, paged_attention
+from minillm.model import Model
 from minillm.model.batch import Batch, Rows
-from minillm.model.decoder import Model
 from minillm.scheduler.step import Step
 
-from .cuda_graph import Graph, Replayed
+from .cuda_graph import Graph, MixedShape, Replayed
+from .decode_graphs import DecodeGraphs
 
 DECODES = (16, 64, 256)
 TOKENS = (64, 128, 256, 512, 768, 1024)
 PROMPTS = 64  # at most in one step; of few tokens, a quarter as many as tokens
 NARROW = 1024  # tokens a row: up to this a graph has narrow block tables, so that attention splits them less
-
-
-class Shape(NamedTuple):
-    """What a captured step has room for; the last of all shapes has the most of everything."""
-
-    tokens: int  # of prompts
-    decodes: int
-    prompts: int
-    width: int  # blocks of a table
-
-    @property
-    def rows(self) -> int:
-        return self.decodes + self.prompts + 1
 
 
 class Inputs(NamedTuple):
@@ -59,74 +47,81 @@ class Inputs(NamedTuple):
     query_start: Tensor  # [prompts + 2]: among the prompts' tokens
 
     @staticmethod
-    def sizes(shape: Shape) -> tuple[int, ...]:
+    def sizes(shape: MixedShape) -> tuple[int, ...]:
         return (shape.rows,) * 5 + (shape.tokens,) * 2 + (shape.prompts + 2,)
 
 
 class MixedGraphs:
-    """Captured steps with prompts in them, over the state and the memory of `DecodeGraphs`."""
+    """Captured steps with prompts in them, in the memory of the captured decodes."""
 
-    def __init__(self, graphs, config: EngineConfig):
-        self.graphs, self.runner = graphs, graphs.runner
-        full, budget = self.runner.block_table.shape[2], config.max_num_batched_tokens
-        widths = {min(full, -(-NARROW // self.runner.block_size)), full}
-        decodes = {min(count, config.max_num_seqs, budget) for count in DECODES}
+    def __init__(self, decodes: DecodeGraphs, config: EngineConfig):
+        self.decodes, self.steps = decodes, decodes.steps
+        self.model, self.state = decodes.model, decodes.state
+        full, budget, most_rows = self.state.block_table.shape[2], config.max_num_batched_tokens, config.max_num_seqs
+        widths = {min(full, -(-NARROW // self.state.block_size)), full}
+        counts = {min(count, most_rows, budget) for count in DECODES}
         self.shapes = [
-            Shape(tokens, rows, min(PROMPTS, max(1, tokens // 4), config.max_num_seqs), width)
-            for tokens, rows, width in sorted(product({min(count, budget) for count in TOKENS}, decodes, widths))
+            MixedShape(tokens, rows, min(PROMPTS, max(1, tokens // 4), most_rows), width)
+            for tokens, rows, width in sorted(product({min(count, budget) for count in TOKENS}, counts, widths))
         ]
         most = sum(Inputs.sizes(self.shapes[-1]))
-        self.inputs = torch.zeros(most, dtype=torch.int64, device=self.runner.device)
+        self.inputs = torch.zeros(most, dtype=torch.int64, device=self.state.device)
 
     @staticmethod
     def fit(model: Model) -> bool:
         """Whether attention over prompts is a kernel; the reference looks at the rows on the host."""
         return paged_attention.takes(model.config.head_dim)
 
-    def shape(self, step: Step) -> Shape | None:
+    def shape(self, step: Step) -> MixedShape | None:
         """The least shape that has room for a step, if any has."""
-        prompts = len(step.rows) - step.singles
-        tokens = int(step.queries.sum()) - step.singles
-        blocks = -(-int((step.starts + step.queries).max()) // self.runner.block_size)
+        if step.queries_per_decode > 1:
+            return None
+        prompts = len(step.rows) - step.decodes
+        tokens = int(step.queries[step.decodes :].sum())
+        blocks = -(-int((step.starts + step.queries).max()) // self.state.block_size)
         fitting = (
             shape
             for shape in self.shapes
             if shape.tokens >= tokens
-            and shape.decodes >= step.singles
+            and shape.decodes >= step.decodes
             and shape.width >= blocks
             and shape.prompts >= prompts
         )
         return next(fitting, None)
 
-    def launch(self, step: Step, shape: Shape) -> Replayed | None:
-        """Replay the step.
+    def launch(self, step: Step) -> Replayed | None:
+        """Replay the step; None if no shape has room for it, or the GPU no memory to capture that.
 
-        None, and never again this shape, if there is no memory to capture it: the step can still be launched without.
+        A shape that could not be captured is not tried again: its steps are launched kernel by kernel.
         """
+        shape = self.shape(step)
+        if shape is None:
+            return None
         try:
             captured = self.captured(shape)
         except torch.OutOfMemoryError:
             self.shapes.remove(shape)
             return None
+        self.decodes.forget_positions()
         self._fill(step, shape)
         captured.graph.replay()
         places = self.places(step, shape)[step.samples]
         return Replayed(captured.out[: len(places)], captured.to_sample[0], places)
 
     @staticmethod
-    def places(step: Step, shape: Shape) -> np.ndarray:
+    def places(step: Step, shape: MixedShape) -> np.ndarray:
         """Where each row stands among the captured step's: prompts come behind the padding of the decodes."""
         places = np.arange(len(step.rows))
-        places[step.singles :] += shape.decodes - step.singles
+        places[step.decodes :] += shape.decodes - step.decodes
         return places
 
-    def _fill(self, step: Step, shape: Shape) -> None:
+    def _fill(self, step: Step, shape: MixedShape) -> None:
         packed = self._packed(step, shape)
-        self.inputs[: len(packed)] = self.runner._send(packed)[0]
+        self.inputs[: len(packed)] = self.state.send(packed)[0]
 
-    def _packed(self, step: Step, shape: Shape) -> np.ndarray:
-        padding, singles = len(self.graphs.position) - 1, step.singles
-        queries = step.queries[singles:]
+    def _packed(self, step: Step, shape: MixedShape) -> np.ndarray:
+        padding, decodes = self.state.padding, step.decodes
+        queries = step.queries[decodes:]
         ends = np.cumsum(queries)
         places = self.places(step, shape)
         found = [np.zeros(size, np.int64) for size in Inputs.sizes(shape)]
@@ -137,11 +132,11 @@ class MixedGraphs:
         sampled = places[step.samples]
         sent.sampling[sampled] = step.rows[step.samples]
         sent.last[places] = places
-        sent.last[places[singles:]] = shape.decodes + ends - 1
+        sent.last[places[decodes:]] = shape.decodes + ends - 1
         sent.order[: len(sampled)] = sampled
         count = int(ends[-1]) if len(ends) else 0
-        sent.token_rows[:count] = np.repeat(step.rows[singles:], queries)
-        sent.token_positions[:count] = np.arange(count) - np.repeat(ends - queries - step.starts[singles:], queries)
+        sent.token_rows[:count] = np.repeat(step.rows[decodes:], queries)
+        sent.token_positions[:count] = np.arange(count) - np.repeat(ends - queries - step.starts[decodes:], queries)
         sent.query_start[1:-1] = count
         sent.query_start[1 : len(ends) + 1] = ends
         sent.query_start[-1] = shape.tokens
@@ -150,51 +145,52 @@ class MixedGraphs:
     # ---- capturing
 
     @torch.inference_mode()
-    def captured(self, shape: Shape) -> Graph:
+    def captured(self, shape: MixedShape) -> Graph:
         """The graph of this shape, captured now if need be."""
-        graphs, have = self.graphs, self.graphs.graphs.mixed
+        have = self.steps.mixed
         if shape in have:
             return have[shape]
         # What takes most comes first, here as among the decodes: into its memory the others fit.
-        if not graphs.graphs:
-            graphs.captured(*graphs.largest)
+        if not self.steps.decodes:
+            self.decodes.captured(*self.decodes.largest)
         if not have and shape != self.shapes[-1]:
             self.captured(self.shapes[-1])
-        out = torch.empty(shape.rows, dtype=torch.int64, device=self.runner.device)
+        out = torch.empty(shape.rows, dtype=torch.int64, device=self.state.device)
         self.rehearse(shape)
-        have[shape] = captured = graphs.record(lambda: self._run(shape, out), out)
-        return captured
+        have[shape] = graph = self.steps.record(lambda: self._run(shape, out), out)
+        return graph
 
-    def rehearse(self, shape: Shape) -> None:
+    def rehearse(self, shape: MixedShape) -> None:
         """Run padding alone: nothing changes, but kernels are compiled, and libraries allocate what they want."""
         nothing = np.zeros(0, np.int32)
         self._fill(Step(0, nothing, nothing, nothing, nothing.astype(bool), 0), shape)
-        self._run(shape, torch.empty(shape.rows, dtype=torch.int64, device=self.runner.device))
+        self._run(shape, torch.empty(shape.rows, dtype=torch.int64, device=self.state.device))
 
-    def _run(self, shape: Shape, out: Tensor) -> tuple[Tensor, ...]:
-        graphs, runner, model = self.graphs, self.runner, self.runner.model
+    def _run(self, shape: MixedShape, out: Tensor) -> tuple[Tensor, ...]:
+        state, model = self.state, self.model
         ends = [0, *accumulate(Inputs.sizes(shape))]
         sent = Inputs(*(self.inputs[begin:end] for begin, end in pairwise(ends)))
-        decodes, block_size, padding = shape.decodes, runner.block_size, len(graphs.position) - 1
-        graphs.position[sent.rows] = sent.positions.int()
-        state = decode_step.prepare(
-            sent.rows, graphs.position, runner.tokens, runner.block_table, graphs.seed, graphs.temperature,
+        decodes, block_size = shape.decodes, state.block_size
+        state.position[sent.rows] = sent.positions.int()
+        found = decode_step.prepare(
+            sent.rows, state.position, state.tokens, state.block_table, state.seed, state.temperature,
             block_size=block_size, width=shape.width,
         )  # fmt: skip
-        ids = runner.tokens[sent.token_rows, sent.token_positions].long()
-        blocks = runner.block_table[:, sent.token_rows, sent.token_positions // block_size].long()
+        ids = state.tokens[sent.token_rows, sent.token_positions].long()
+        blocks = state.block_table[:, sent.token_rows, sent.token_positions // block_size].long()
         slots = blocks * block_size + sent.token_positions % block_size
-        table, lengths = state["table"], state["lengths"]
+        table, lengths = found["table"], found["lengths"]
+        query_start = self.decodes.query_start[: decodes + 1]
         batch = Batch(
-            token_ids=torch.cat((state["ids"][:decodes], ids)),
-            positions=torch.cat((state["positions"][:decodes], sent.token_positions)),
-            slots=torch.cat((state["slots"][:, :decodes], slots.where(sent.token_rows != padding, -1)), dim=1),
-            decode=Rows(decodes, table[:, :decodes], lengths[:decodes], graphs.query_start[: decodes + 1], 1),
+            token_ids=torch.cat((found["ids"][:decodes], ids)),
+            positions=torch.cat((found["positions"][:decodes], sent.token_positions)),
+            slots=torch.cat((found["slots"][:, :decodes], slots.where(sent.token_rows != state.padding, -1)), dim=1),
+            decode=Rows(decodes, table[:, :decodes], lengths[:decodes], query_start, 1),
             prefill=Rows(shape.tokens, table[:, decodes:], lengths[decodes:], sent.query_start.int(), shape.tokens),
             logits_index=sent.last,
         )
-        logits = model.logits(model.forward(batch, runner.caches))
-        sampled = model.ops.sample(logits, state["temperature"], state["uniform"])
-        decode_step.advance(sent.sampling, sampled, graphs.position, runner.tokens, out)
+        logits = model.logits(model.forward(batch, self.decodes.caches))
+        sampled = model.ops.sample(logits, found["temperature"], found["uniform"])
+        decode_step.advance(sent.sampling, sampled, state.position, state.tokens, out)
         out.copy_(sampled[sent.order])
-        return logits, state["temperature"], state["uniform"]
+        return logits, found["temperature"], found["uniform"]

@@ -70,6 +70,7 @@ class Scheduler:
         self.confirmed = np.zeros(rows, np.int32)  # tokens in `tokens`
         self.known = np.zeros(rows, np.int32)  # confirmed, and sampled by steps not read yet
         self.computed = np.zeros(rows, np.int32)  # tokens whose K and V launched steps have written
+        self.prompt = np.zeros(rows, np.int32)  # tokens of the prompt
         self.limit = np.zeros(rows, np.int32)  # most tokens, prompt and output
         self.stop_ids = np.full((rows, 4), -1, np.int32)
         self.arrival = np.zeros(rows, np.int64)
@@ -187,7 +188,7 @@ class Scheduler:
                 raise self._stuck()
             return None
         step = self._launch(rows, queries)
-        if step.singles < len(rows):
+        if step.decodes < len(rows):
             self._lacking = None, 0  # chunks fill blocks that whoever waits may share, and so need fewer
         return step
 
@@ -303,24 +304,24 @@ class Scheduler:
         return self.tables.find_prefix(self.pool, request.keys[:full])
 
     def _launch(self, rows: np.ndarray, queries: np.ndarray) -> Step:
-        singles = int((queries == 1).sum())
-        if singles < len(rows):
-            first = np.argsort(queries > 1, kind="stable")
-            rows, queries = rows[first], queries[first]
+        decodes = int((queries == 1).sum())
+        if decodes < len(rows):
+            order = np.argsort(queries > 1, kind="stable")
+            rows, queries = rows[order], queries[order]
         starts = self.computed[rows]
         self.launched += 1
         self.last_step[rows] = self.launched
         self.computed[rows] += queries
-        for row in rows[singles:]:
+        for row in rows[decodes:]:
             self._register(self.requests[row], int(self.computed[row]))
         samples = self.computed[rows] == self.known[rows]
         self.known[rows[samples]] += 1
-        step = Step(
-            self.launched, rows, starts, queries, samples, singles, self._admitted, moved=self.tables.moved(rows)
-        )
+        step = Step(self.launched, rows, starts, queries, samples, decodes, admitted=self._admitted)
+        step.first = samples & (self.computed[rows] == self.prompt[rows])
+        step.moved = self.tables.moved(rows)
         if (changes := self.tables.take_changes()) is not None:
             step.table_rows, step.table_columns, step.table_blocks = changes
-        self._let_go(rows[singles:])  # what moves up for it moves in the next step
+        self._let_go(rows[decodes:])  # what moves up for it moves in the next step
         self._admitted = []
         if self.trace is not None:
             self.trace.launch(self, step)
@@ -328,18 +329,39 @@ class Scheduler:
 
     # ---- reading a step
 
-    def complete(self, step: Step, sampled: np.ndarray) -> list[Request]:
+    def complete(self, step: Step, tokens: np.ndarray, accepted: np.ndarray | None = None) -> list[Request]:
         """Take in the tokens that `step` yielded, in its rows' order; returns the requests that ended.
 
-        sampled: [step.samples.sum()] int. Steps are read in the order they were launched.
+        tokens: [samples] int, or [samples, step.queries_per_decode], of which the first `accepted` [samples] (None:
+        all) are the row's next. Steps are read in the order they were launched.
         """
         assert step.number == self.read + 1, "steps are read in the order they were launched"
         self.read = step.number
         if self.trace is not None:
             self.trace.arrived(step.number)
-        alive = self.confirmed[step.rows] > 0
-        sampling, alive_sampling = step.rows[step.samples], alive[step.samples]
-        rows, sampled = sampling[alive_sampling], sampled[alive_sampling]
+        sampling, ended = step.rows[step.samples], []
+        if tokens.ndim == 1:
+            tokens = tokens[:, None]
+        if accepted is None:
+            accepted = np.full(len(sampling), tokens.shape[1])
+        if step.queries_per_decode > 1:
+            self._reject(step, accepted)
+        for place in range(tokens.shape[1]):
+            going = (self.confirmed[sampling] > 0) & (accepted > place)  # rows that ended meanwhile have confirmed none
+            ended += self._confirm(sampling[going], tokens[going, place])
+        self._open_fence()
+        return ended
+
+    def _reject(self, step: Step, accepted: np.ndarray) -> None:
+        """What was launched for tokens that are not the rows' next ones is neither known nor computed."""
+        decoding = np.nonzero(step.samples)[0] < step.decodes
+        rows, count = step.rows[step.samples][decoding], step.queries_per_decode - accepted[decoding]
+        going = self.confirmed[rows] > 0
+        self.known[rows[going]] -= count[going]
+        self.computed[rows[going]] -= count[going]
+
+    def _confirm(self, rows: np.ndarray, sampled: np.ndarray) -> list[Request]:
+        """Each row's next token; returns the requests that it ends."""
         if self.stream and len(rows):
             self._keep_tokens(int(self.confirmed[rows].max()))
         self.tokens[rows, self.confirmed[rows]] = sampled
@@ -354,7 +376,6 @@ class Scheduler:
             else:
                 self.finish(request, "length")
             ended.append(request)
-        self._open_fence()
         return ended
 
     # ---- rows and blocks
@@ -377,7 +398,7 @@ class Scheduler:
         self.tokens[row, :known] = request.known
         self.confirmed[row] = self.known[row] = known
         self.computed[row] = computed
-        self.limit[row] = request.limit
+        self.prompt[row], self.limit[row] = len(request.prompt), request.limit
         stops = request.stop_ids
         if len(stops) > self.stop_ids.shape[1]:
             wider = np.full((len(self.requests), len(stops)), -1, np.int32)

@@ -1,4 +1,4 @@
-"""A step, as the scheduler hands it to the runner.  Lesson 10."""
+"""A step, as the scheduler hands it to what runs it.  Lesson 10."""
 
 from dataclasses import dataclass, field
 
@@ -9,16 +9,21 @@ from minillm.request import Request
 
 @dataclass
 class Step:
-    """One launch: for each row, the span of its tokens that runs. Rows with a single token come first."""
+    """One launch: for each row, the span of its tokens that runs. Decoding rows come first.
+
+    It is a message: all that running it needs is in it, and in the steps before it.
+    """
 
     number: int
     rows: np.ndarray  # [n] int32
     starts: np.ndarray  # [n] int32: tokens of the row that are in the cache already
     queries: np.ndarray  # [n] int32: tokens that run now
     samples: np.ndarray  # [n] bool: the row's last known token is among them, so the step yields one more
-    singles: int  # how many leading rows run exactly one token
+    decodes: int  # how many leading rows run `queries_per_decode` tokens each
+    queries_per_decode: int = 1  # the newest token; more when tokens are speculated
     admitted: list[Request] = field(default_factory=list)  # requests that got their row since the last step
-    moved: np.ndarray | None = None  # [n] of streams: blocks that the rows have let go of, which no table has any more
+    first: np.ndarray | None = None  # [n] bool: what the row yields is its request's first token
+    moved: np.ndarray | None = None  # [n] of streams: blocks that the rows have freed, which no table has any more
     table_rows: np.ndarray | None = None  # [m] what changed in the block tables: row, column, block a group
     table_columns: np.ndarray | None = None
     table_blocks: np.ndarray | None = None  # [groups, m]

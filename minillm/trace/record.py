@@ -124,7 +124,7 @@ class Trace:
             left = left[(known - scheduler.computed[left] == 1) & (known < scheduler.limit[left])]
             if len(left):
                 self._add("skip", step.number, left)
-        if not step.samples.all() or step.singles < len(step.rows):
+        if not step.samples.all() or step.decodes < len(step.rows):
             # A row with one token pending runs that token and samples; of all others a chunk runs.
             places = np.nonzero((step.queries > 1) | ~step.samples)[0]
             chunks = (step.rows[places], step.starts[places], step.queries[places], places)

@@ -29,8 +29,8 @@ from minillm.kv_cache.layer_groups import blocks_held
 from minillm.model.config import ModelConfig
 from minillm.model.loader import read_config, resolve
 from minillm.model.sizing import Sizing, fit, kv_bytes_per_token, weight_bytes
+from minillm.runner.memory import CPU_CACHE_BYTES
 from minillm.runner.plan import Plan, Traffic
-from minillm.runner.runner import CPU_CACHE_BYTES
 
 OF_THE_PLACE = ("device", "load_format", "seed", "plan", "trace")  # options that a plan does not hold
 

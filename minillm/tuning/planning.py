@@ -18,6 +18,7 @@ import torch
 from minillm.engine.llm import LLM
 from minillm.kernels import launches
 from minillm.request import SamplingParams
+from minillm.runner.cuda_graph import DecodeShape
 from minillm.runner.plan import Plan, Traffic
 from minillm.runner.runner import Runner
 
@@ -26,8 +27,6 @@ from . import trials
 BUDGETS = (8192, 16384, 32768)  # tokens a step
 PROMPT_TOKENS = 1 << 18  # at most, in each trial of a budget
 REPLAYS = 15
-
-Shape = tuple[int, int]  # of a decode step: rows, blocks of a row's table
 
 
 @torch.inference_mode()
@@ -38,10 +37,10 @@ def measured(model: str | Path | None, plan: Plan, out: Path, device: str) -> Pl
     # Without the cache of prefixes: a budget's prompts must not profit from another's.
     options = {"enable_prefix_caching": False} | plan.options
     with LLM(model, load_format="dummy", device=device, **options) as llm:
-        runner = llm.engine.runner
+        runner = llm.engine.executor.runner
         for cache in runner.caches:  # zeros would be computed faster than numbers are
             cache.k.normal_(), cache.v.normal_()
-        runner.tokens.random_(runner.model.config.vocab_size)
+        runner.state.tokens.random_(runner.model.config.vocab_size)
         budgets, asked = budget_rates(llm, plan)
         steps = {}
         if runner.graphs is not None:
@@ -78,12 +77,12 @@ def measured(model: str | Path | None, plan: Plan, out: Path, device: str) -> Pl
     return replace(plan, memory=memory_taken(model, plan, out, device))
 
 
-def decode_steps(runner: Runner, traffic: Traffic) -> tuple[dict[Shape, float], dict[Shape, dict]]:
+def decode_steps(runner: Runner, traffic: Traffic) -> tuple[dict[DecodeShape, float], dict[DecodeShape, dict]]:
     """Each decode step of the traffic: seconds with the kernels' own launches, and the problems it asks for."""
-    graphs, block = runner.graphs, runner.block_size
+    graphs, block = runner.graphs.decodes, runner.state.block_size
     ends = range(traffic.input_len + 1, traffic.context + 1)
     widths = sorted({graphs.width(-(-end // block)) for end in ends})
-    shapes = [(size, width) for width in widths for size in graphs.sizes]
+    shapes = [DecodeShape(size, width) for width in widths for size in graphs.sizes]
     step_seconds(runner, traffic, shapes[0])  # the first capture of all may bring others with it
     seconds, asked_by = {}, {}
     for shape in shapes:
@@ -92,20 +91,20 @@ def decode_steps(runner: Runner, traffic: Traffic) -> tuple[dict[Shape, float], 
     return seconds, asked_by
 
 
-def step_seconds(runner: Runner, traffic: Traffic, shape: Shape) -> float:
+def step_seconds(runner: Runner, traffic: Traffic, shape: DecodeShape) -> float:
     """One captured decode step, its rows halfway through their answers."""
-    graphs, (size, width) = runner.graphs, shape
-    longest = min(width * runner.block_size, runner.tokens.shape[1]) - 2 * REPLAYS
-    graphs.rows[:size] = torch.arange(size, device=runner.device)
-    graphs.position[:size] = max(min(traffic.input_len + traffic.output_len // 2, longest), 0)
-    graphs.temperature.fill_(1.0)
-    runner.block_table.random_(runner.num_blocks)
+    graphs, state, (size, width) = runner.graphs.decodes, runner.state, shape
+    longest = min(width * state.block_size, state.longest + 1) - 2 * REPLAYS
+    graphs.rows[:size] = torch.arange(size, device=state.device)
+    state.position[:size] = max(min(traffic.input_len + traffic.output_len // 2, longest), 0)
+    state.temperature.fill_(1.0)
+    state.block_table.random_(runner.num_blocks)
     captured = graphs.captured(size, width).graph
     captured.replay()
     return statistics.median(trials.replay_seconds(captured, REPLAYS))
 
 
-def tune_decode(runner: Runner, traffic: Traffic, asked_by: dict[Shape, dict]) -> list[trials.Found]:
+def tune_decode(runner: Runner, traffic: Traffic, asked_by: dict[DecodeShape, dict]) -> list[trials.Found]:
     """Tiles where most keys are read, then the splits of every step."""
     found, tile = [], None
     for shape in sorted(asked_by, reverse=True):
@@ -117,15 +116,19 @@ def tune_decode(runner: Runner, traffic: Traffic, asked_by: dict[Shape, dict]) -
     return found
 
 
-def tune_products(runner: Runner, asked_by: dict[Shape, dict]) -> list[trials.Found]:
+def tune_products(runner: Runner, asked_by: dict[DecodeShape, dict]) -> list[trials.Found]:
     asked = {problem: default for problems in asked_by.values() for problem, default in problems.items()}
     products = {problem: default for problem, default in asked.items() if problem.kernel in ("whole_rows", "long_rows")}
     return [report(trials.tune(each, own, trials.product_trial(each, runner))) for each, own in products.items()]
 
 
 def kept(
-    runner: Runner, traffic: Traffic, steps: dict[Shape, float], asked_by: dict[Shape, dict], chosen: list[trials.Found]
-) -> tuple[list[trials.Found], dict[Shape, float]]:
+    runner: Runner,
+    traffic: Traffic,
+    steps: dict[DecodeShape, float],
+    asked_by: dict[DecodeShape, dict],
+    chosen: list[trials.Found],
+) -> tuple[list[trials.Found], dict[DecodeShape, float]]:
     """Launches that also help in the steps they are part of, and those steps' seconds; measured in the same order."""
     again = dict(steps)
     table = {each.problem: each.launch._asdict() for each in chosen}
@@ -143,7 +146,7 @@ def kept(
     return kept, {shape: again[shape] if shape in changed else steps[shape] for shape in steps}
 
 
-def worthwhile(sizes: set[int], seconds: dict[Shape, float]) -> set[int]:
+def worthwhile(sizes: set[int], seconds: dict[DecodeShape, float]) -> set[int]:
     """Sizes whose step is clearly faster than that of the next larger one; the largest is always needed."""
     largest_first = sorted(sizes, reverse=True)
     chosen = largest_first[:1]
@@ -199,25 +202,25 @@ def memory_taken(model: str | Path | None, plan: Plan, out: Path, device: str) -
     """Bytes that an engine with this plan takes, by starting one; its graphs are captured apart, to see theirs."""
     replace(plan, graphs=[]).write(out)
     with LLM(model, load_format="dummy", device=device, plan=str(out)) as llm:
-        runner, config = llm.engine.runner, llm.engine.config
+        runner, config = llm.engine.executor.runner, llm.engine.config
         torch.cuda.synchronize()
         before = torch.cuda.mem_get_info(device)[0]
         if runner.graphs is not None:
             with launches.using(plan.table()):
-                runner.graphs.capture(map(tuple, plan.graphs))
+                runner.graphs.decodes.capture(DecodeShape(*shape) for shape in plan.graphs)
                 runner.graphs.capture_mixed()
         torch.cuda.empty_cache()
         taken = {
             "weights": llm.engine.model.nbytes,
             "graphs": max(before - torch.cuda.mem_get_info(device)[0], 0),
-            "cache": runner.num_blocks * runner.block_bytes,
+            "cache": runner.num_blocks * runner.memory.block_bytes,
         }
         runner.close()
         gc.collect()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         # The driver's own share counts as workspace: it is there as soon as there is an engine.
-        taken["workspace"] = runner._measure_workspace(config) + total - free - taken["weights"]
+        taken["workspace"] = runner.memory.workspace(config) + total - free - taken["weights"]
     gc.collect()
     return taken
 

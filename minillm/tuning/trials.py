@@ -127,13 +127,13 @@ def powers(middle: int, low: int, high: int, reach: int = 1) -> list[int]:
 def decode_trial(problem: Problem, runner: Runner, traffic: Traffic, width: int, tile: Launch | None) -> Trial:
     """Rows somewhere in their answers, on the engine's cache. tile: what was best where it matters most, or None."""
     sizes, shape = dict(problem.sizes), runner.model.config
-    rows, longest = sizes["programs"] // shape.num_kv_heads, width * runner.block_size
+    rows, longest = sizes["programs"] // shape.num_kv_heads, width * runner.state.block_size
     layers = [
         (layer, cache)
         for layer, cache in zip(runner.model.layers, runner.caches, strict=True)
         if min(longest, layer.attention.window or longest) == sizes["longest"]
     ]
-    ends = torch.randint(traffic.input_len + 1, traffic.context + 1, (rows,), device=runner.device)
+    ends = torch.randint(traffic.input_len + 1, traffic.context + 1, (rows,), device=runner.state.device)
     lengths = ends.clamp(max=longest).int()
     nbytes = 2 * int(lengths.clamp(max=sizes["longest"]).sum()) * shape.num_kv_heads * shape.head_dim
     count = _calls(nbytes * runner.model.dtype.itemsize, len(layers))
@@ -141,7 +141,7 @@ def decode_trial(problem: Problem, runner: Runner, traffic: Traffic, width: int,
 
     def error(result: Tensor) -> float:
         q, layer, cache, table = inputs[0]
-        few = torch.tensor(sorted({0, rows // 3, rows // 2, rows - 1}), device=runner.device)
+        few = torch.tensor(sorted({0, rows // 3, rows // 2, rows - 1}), device=runner.state.device)
         held, compact = _gathered(cache, table[few])
         wanted = reference.decode_attention(q[few].double(), held, compact, lengths[few], layer.attention)
         return relative_error(result[few], wanted)
@@ -168,7 +168,7 @@ def decode_trial(problem: Problem, runner: Runner, traffic: Traffic, width: int,
 
 def _decode_inputs(runner: Runner, layer, cache: LayerCache, rows: int, width: int) -> tuple:
     shape = runner.model.config
-    q = torch.randn(rows, 1, shape.num_heads, shape.head_dim, device=runner.device).to(runner.model.dtype)
+    q = torch.randn(rows, 1, shape.num_heads, shape.head_dim, device=runner.state.device).to(runner.model.dtype)
     return q, layer, cache, _random_table(runner, rows, width)
 
 
@@ -180,14 +180,14 @@ def prefill_trial(problem: Problem, runner: Runner, traffic: Traffic, budget: in
     sizes, shape = dict(problem.sizes), runner.model.config
     tokens = min(traffic.input_len, budget)
     rows = max(1, min(budget // tokens, traffic.concurrency))
-    starts = torch.arange(rows + 1, device=runner.device, dtype=torch.int32) * tokens
-    lengths = torch.full((rows,), tokens, device=runner.device, dtype=torch.int32)
+    starts = torch.arange(rows + 1, device=runner.state.device, dtype=torch.int32) * tokens
+    lengths = torch.full((rows,), tokens, device=runner.state.device, dtype=torch.int32)
     pairs = list(zip(runner.model.layers, runner.caches, strict=True))[:4]
     queries = [
-        torch.randn(rows * tokens, shape.num_heads, shape.head_dim, device=runner.device).to(runner.model.dtype)
+        torch.randn(rows * tokens, shape.num_heads, shape.head_dim, device=runner.state.device).to(runner.model.dtype)
         for _ in pairs
     ]
-    table = _random_table(runner, rows, -(-tokens // runner.block_size))
+    table = _random_table(runner, rows, -(-tokens // runner.state.block_size))
 
     def error(result: Tensor) -> float:
         """Of the first row's first queries and the last row's last ones."""
@@ -224,8 +224,8 @@ def product_trial(problem: Problem, runner: Runner) -> Trial:
     eps, gated = model.config.rms_norm_eps, sizes.get("gated", 0)
     shape = (sizes["rows"] * (1 + gated), sizes["columns"])
     matrices = [(weight, options) for weight, options in _products(model) if tuple(weight.shape) == shape]
-    x, residual = (torch.randn(1, shape[1], device=runner.device).to(model.dtype) for _ in "xr")
-    some = torch.randperm(sizes["rows"], device=runner.device)[:512]
+    x, residual = (torch.randn(1, shape[1], device=runner.state.device).to(model.dtype) for _ in "xr")
+    some = torch.randperm(sizes["rows"], device=runner.state.device)[:512]
 
     def arguments(options: dict) -> dict:
         norm = {"eps": eps, "residual": residual} if "norm" in options else {}
@@ -246,7 +246,7 @@ def product_trial(problem: Problem, runner: Runner) -> Trial:
         lambda weight=weight, options=arguments(options): single_row.product(x, weight, **options)[0]
         for weight, options in matrices
     ]
-    rounds = [_pieces] if problem.kernel == "long_rows" else [_tiles(sizes), _programs(sizes, runner.device)]
+    rounds = [_pieces] if problem.kernel == "long_rows" else [_tiles(sizes), _programs(sizes, runner.state.device)]
     return Trial(calls, error, rounds, TOLERANCE[sizes["dtype"]])
 
 
@@ -296,7 +296,7 @@ def _calls(nbytes: int, layers: int) -> int:
 
 
 def _random_table(runner: Runner, rows: int, width: int) -> Tensor:
-    return torch.randint(runner.num_blocks, (rows, width), device=runner.device, dtype=torch.int32)
+    return torch.randint(runner.num_blocks, (rows, width), device=runner.state.device, dtype=torch.int32)
 
 
 def _gathered(cache: LayerCache, table: Tensor) -> tuple[LayerCache, Tensor]:

@@ -673,7 +673,7 @@ print(used.calls)
 guess_bytes = 2 * 6 * 1 * 64 * 8  # PREDICT: bytes that one token keeps in this engine
 
 # %%
-caches = llm.engine.runner.caches
+caches = llm.engine.executor.runner.caches
 slots = llm.stats()["blocks"] * llm.engine.config.block_size
 taken = sum(cache.k.nbytes + cache.v.nbytes for cache in caches)
 bytes_each = {"prediction": guess_bytes, "measured": taken / slots}

@@ -488,7 +488,9 @@ steps(30)
 now = {"first": (first, 40 + 50 - 1), "second": (second, 10 + 30 - 1)}
 tables = {}
 for name, (request, length) in now.items():
-    entries = engine.runner.block_table[0, request.row, : -(-length // 16)].tolist()
+    entries = engine.executor.runner.state.block_table[
+        0, request.row, : -(-length // 16)
+    ].tolist()
     tables[name] = entries
     print(f"{name:>6}: {length} tokens, block table {entries}")
 draw.paged_walk(tables, [length for _, length in now.values()], block_size=16)

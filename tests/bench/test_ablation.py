@@ -63,11 +63,11 @@ def test_a_setting_says_what_its_requests_ask_of_sampling(model_directory, monke
 
 def test_a_setting_lasts_as_long_as_its_block(model_directory):
     with LLM(model_directory, load_format="dummy", device="cpu") as llm:
-        before = llm.engine.config, llm.engine.runner.graphs
+        before = llm.engine.config, llm.engine.executor.runner.graphs
         with ablation.applied(llm, Setting(run_ahead=3, operations="reference", graphs=False)):
             assert llm.engine.config.run_ahead == 3
             assert not on("cpu").engines_own and on("cpu").capturable
-        assert (llm.engine.config, llm.engine.runner.graphs) == before
+        assert (llm.engine.config, llm.engine.executor.runner.graphs) == before
         assert on("cpu").engines_own
 
 

@@ -82,7 +82,7 @@ def test_every_step_of_a_run_is_recorded_in_order_and_the_engine_is_left_alone(l
     assert sum(int(each.queries.sum()) for each in found.steps) == computed
     assert len(found.done) == len(found.steps) and found.done == sorted(found.done)
     assert found.seconds(0, 3) + found.seconds(3, len(found.done)) == pytest.approx(found.done[-1] - found.began)
-    assert "launch" not in vars(llm.engine.runner)
+    assert "launch" not in vars(llm.engine.executor.runner)
 
 
 def test_slices_are_spread_over_time_and_never_overlap():

@@ -193,7 +193,7 @@ def test_shifted_positions_change_the_output(directory, prompts, alone):
 def test_a_dropped_layer_changes_the_output(directory, prompts, alone):
     with LLM(directory, dtype="float64", device="cpu") as llm:
         llm.engine.model.layers.pop(1)
-        llm.engine.runner.caches.pop()
+        llm.engine.executor.runner.caches.pop()
         found = [completion.token_ids for completion in llm.generate(prompts, GREEDY)]
     assert all(a != b for a, b in zip(found, alone, strict=True))
 

@@ -18,7 +18,7 @@ from tests import models
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and there is none here")
 if torch.cuda.is_available():
     from minillm.kernels import paged_attention
-    from minillm.runner.decode_graphs import DecodeGraphs
+    from minillm.runner.step_graphs import StepGraphs
 
 TIE = 1e-3  # logits closer than this may change places
 GREEDY = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True, logprobs=2)
@@ -69,10 +69,10 @@ def test_graphs_and_batches_change_no_tokens(prompts, expected, options):
     with LLM(dtype="float32", device="cuda", **options) as llm:
         found = llm.generate(prompts, PLAIN)
         llm.engine.scheduler.check()
-        graphs = llm.engine.runner.graphs
+        graphs = llm.engine.executor.runner.graphs
         assert (graphs is None) == ("enforce_eager" in options)
-        assert graphs is None or graphs.graphs, "no step ran as a graph"
-        assert "max_num_seqs" not in options or graphs.graphs.mixed, "no step with a prompt ran as a graph"
+        assert graphs is None or graphs.steps.decodes, "no step ran as a graph"
+        assert "max_num_seqs" not in options or graphs.steps.mixed, "no step with a prompt ran as a graph"
     assert all(same_until_a_tie(f.token_ids, e) for f, e in zip(found, expected, strict=True))
 
 
@@ -93,10 +93,10 @@ def test_every_family_gives_the_cpus_tokens(name, tmp_path):
     for options in ({}, {"max_num_batched_tokens": 19, "max_num_seqs": 3}, {"enforce_eager": True}):
         with LLM(tmp_path, dtype="float32", device="cuda", num_blocks=80, **options) as llm:
             found = llm.generate(asked, PLAIN)
-            graphs, shape = llm.engine.runner.graphs, llm.model_config
+            graphs, shape = llm.engine.executor.runner.graphs, llm.model_config
             assert (graphs is None) == ("enforce_eager" in options)
-            assert graphs is None or graphs.graphs, "no step ran as a graph"
-            assert graphs is None or (len(graphs.graphs.mixed) > 0) == paged_attention.takes(shape.head_dim)
+            assert graphs is None or graphs.steps.decodes, "no step ran as a graph"
+            assert graphs is None or (len(graphs.steps.mixed) > 0) == paged_attention.takes(shape.head_dim)
         assert all(same_until_a_tie(f.token_ids, w) for f, w in zip(found, wanted, strict=True))
 
 
@@ -123,7 +123,7 @@ def test_the_readers_policy_and_pool_serve_graphs_too(prompts, expected):
     with LLM(dtype="float32", device="cuda", max_num_seqs=7) as llm:
         with minillm.using(policy=Last, block_pool=Pool) as used:
             found = llm.generate(prompts, PLAIN)
-        assert llm.engine.runner.graphs.graphs and used.calls["policy"] and used.calls["block_pool"]
+        assert llm.engine.executor.runner.graphs.steps.decodes and used.calls["policy"] and used.calls["block_pool"]
         after = llm.generate(prompts, PLAIN)
     for each in (found, after):
         assert all(same_until_a_tie(f.token_ids, e) for f, e in zip(each, expected, strict=True))
@@ -160,7 +160,7 @@ def test_a_replacement_declared_capturable_runs_inside_graphs_of_its_own(prompts
     asked = prompts[:count]
     with LLM(dtype="float32", device="cuda") as llm:
         before = llm.generate(asked, PLAIN)
-        graphs = llm.engine.runner.graphs.graphs
+        graphs = llm.engine.executor.runner.graphs.steps.decodes
         with minillm.using(decode_attention=zeros):
             wanted = llm.generate(asked, PLAIN)
         assert graphs, "operations that run eagerly leave the graphs alone"
@@ -182,7 +182,7 @@ def test_logits_of_a_readers_head_are_read_behind_the_graph_however_they_lie(pro
     params = [SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logit_bias={7 + i: 50.0}) for i in range(9)]
     with LLM(dtype="float32", device="cuda") as llm, minillm.using(capturable=True, lm_head=turned):
         found = llm.generate(prompts[:9], params)
-        assert llm.engine.runner.graphs.graphs, "no step ran as a graph"
+        assert llm.engine.executor.runner.graphs.steps.decodes, "no step ran as a graph"
     assert [set(each.token_ids) for each in found] == [{7 + i} for i in range(9)]
 
 
@@ -205,10 +205,10 @@ def test_a_replacement_that_cannot_be_captured_is_named_and_the_engine_goes_on(p
 @pytest.mark.parametrize("options", [{"single_row": False}, {"sampling": False}, {"mixed": False}], ids=str)
 def test_what_an_ablation_leaves_out_of_a_graph_changes_no_tokens(prompts, expected, options):
     with LLM(dtype="float32", device="cuda") as llm:
-        runner = llm.engine.runner
-        runner.graphs = DecodeGraphs(runner, llm.config, **options)
+        runner = llm.engine.executor.runner
+        runner.graphs = StepGraphs(runner.model, runner.state, runner.caches, llm.config, **options)
         alone, together = llm.generate(prompts[:1], PLAIN), llm.generate(prompts, PLAIN)
-        assert runner.graphs.graphs
+        assert runner.graphs.steps.decodes
     assert same_until_a_tie(alone[0].token_ids, expected[0])
     assert all(same_until_a_tie(f.token_ids, e) for f, e in zip(together, expected, strict=True))
 

@@ -26,12 +26,14 @@ def test_two_hundred_decode_steps_allocate_nothing(rows):
             engine.submit(engine.prepare([5 + i, 6, 7], ENDLESS))
         for _ in range(30):
             engine.step()
-        before, graphs = counted(), len(engine.runner.graphs.graphs)
+        before, graphs = counted(), len(engine.executor.runner.graphs.steps.decodes)
         active = torch.cuda.memory_stats()["active.all.current"]
         for _ in range(200):
             engine.step()
         assert len(engine.stats()) and engine.stats()["running"] == rows
-        assert len(engine.runner.graphs.graphs) == graphs, "a longer table was captured: these are not steady steps"
+        assert len(engine.executor.runner.graphs.steps.decodes) == graphs, (
+            "a longer table was captured: these are not steady steps"
+        )
         assert counted() == before
         assert abs(torch.cuda.memory_stats()["active.all.current"] - active) <= 8, "tensors are kept from step to step"
 
@@ -53,29 +55,29 @@ def test_closing_gives_the_cache_back_at_once():
 def test_all_graphs_together_take_no_more_than_was_reckoned(rows):
     """Smallest first, the worst order: the largest comes before it all the same."""
     with LLM("gemma-2b", load_format="dummy", device="cuda", max_model_len=1024, max_num_seqs=rows) as llm:
-        runner, config = llm.engine.runner, llm.config
+        runner, config = llm.engine.executor.runner, llm.config
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))  # libraries take what they keep
-        runner.graphs.graphs.clear()
-        runner.graphs.graphs.mixed.clear()
-        runner.caches = []
-        reckoned = runner._measure_graphs(config)
-        runner.caches = runner._allocate_cache(400)
+        runner.graphs.close()
+        runner.caches.clear()
+        reckoned = runner.memory.graphs(lambda caches: runner._make_graphs(config, caches))
+        runner.caches += runner.memory.allocate(400)
+        runner.graphs = runner._make_graphs(config, runner.caches)
         gc.collect()
         torch.cuda.empty_cache()
         before, graphs = torch.cuda.mem_get_info()[0], runner.graphs
-        assert not graphs.graphs and not graphs.graphs.mixed
+        assert not graphs.steps.decodes and not graphs.steps.mixed
         with torch.inference_mode():
             for shape in graphs.mixed.shapes:
                 graphs.mixed.captured(shape)
-            for size in graphs.sizes:
+            for size in graphs.decodes.sizes:
                 for width in (16, 32, 64):
-                    graphs.captured(size, width)
+                    graphs.decodes.captured(size, width)
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()
         taken = before - torch.cuda.mem_get_info()[0]
         pool = sum(s["total_size"] for s in torch.cuda.memory_snapshot() if s["segment_pool_id"] != (0, 0))
-        count = len(graphs.graphs) + len(graphs.graphs.mixed)
+        count = len(graphs.steps.decodes) + len(graphs.steps.mixed)
         print(
             f"{count} graphs: reckoned {reckoned / 2**20:.0f} MiB, taken {taken / 2**20:.0f}, pool {pool / 2**20:.0f}"
         )

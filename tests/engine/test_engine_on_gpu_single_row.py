@@ -44,14 +44,15 @@ class Driver:
     """Row 0 of the engine's device state, moved by hand; each replay's logits are kept."""
 
     def __init__(self, runner):
-        self.runner, self.graphs, self.model = runner, runner.graphs, runner.model
+        self.runner, self.graphs, self.model = runner, runner.graphs.decodes, runner.model
         generator = torch.Generator("cuda").manual_seed(1)
-        width = runner.block_table.shape[2]
-        runner.block_table[0, 0] = torch.randperm(runner.num_blocks, generator=generator, device="cuda")[:width].int()
+        width = runner.state.block_table.shape[2]
+        shuffled = torch.randperm(runner.num_blocks, generator=generator, device="cuda")
+        runner.state.block_table[0, 0] = shuffled[:width].int()
         for cache in runner.caches:
             for part in (cache.k, cache.v):
                 part.normal_(0, 1, generator=generator)
-        runner.tokens.random_(2, 250_000, generator=generator)
+        runner.state.tokens.random_(2, 250_000, generator=generator)
         self.kept = torch.zeros(STEPS, self.model.config.vocab_size, dtype=self.model.dtype, device="cuda")
         self.place = torch.zeros(1, dtype=torch.int64, device="cuda")
         self.captured = {}
@@ -77,13 +78,12 @@ class Driver:
 
     def start(self, length: int) -> None:
         """The next step runs the token that makes the row `length` long."""
-        self.graphs.position[0] = length - 1
-        self.graphs.temperature[0] = 1.0
-        self.graphs.seed[0] = length
+        state = self.runner.state
+        state.position[0], state.temperature[0], state.seed[0] = length - 1, 1.0, length
         self.place.zero_()
 
     def replay(self, length: int, idle_between: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        graph = self.graph(self.graphs.width(-(-(length + STEPS) // self.runner.block_size)))
+        graph = self.graph(self.graphs.width(-(-(length + STEPS) // self.runner.state.block_size)))
         self.start(length)
         torch.cuda.synchronize()
         for _ in range(STEPS):
@@ -91,7 +91,7 @@ class Driver:
             if idle_between:
                 torch.cuda.synchronize()
         torch.cuda.synchronize()
-        return self.kept.clone(), self.runner.tokens[0, length : length + STEPS].clone()
+        return self.kept.clone(), self.runner.state.tokens[0, length : length + STEPS].clone()
 
     def unfused(self, length: int) -> torch.Tensor:
         """The same tokens through the model's ordinary operations."""
@@ -99,10 +99,11 @@ class Driver:
         for at in range(length, length + STEPS):
             ints = {"dtype": torch.int32, "device": "cuda"}
             position = torch.tensor([at - 1], device="cuda")
-            block = self.runner.block_table[0, 0, (at - 1) // 16].long()
-            rows = Rows(1, self.runner.block_table[:, :1], torch.tensor([at], **ints), torch.tensor([0, 1], **ints), 1)
+            block = self.runner.state.block_table[0, 0, (at - 1) // 16].long()
+            table = self.runner.state.block_table[:, :1]
+            rows = Rows(1, table, torch.tensor([at], **ints), torch.tensor([0, 1], **ints), 1)
             slots = (block * 16 + (at - 1) % 16).view(1, 1)
-            token = self.runner.tokens[0, at - 1 : at].long()
+            token = self.runner.state.tokens[0, at - 1 : at].long()
             batch = Batch(token, position, slots, rows, None, None)
             found.append(self.model.logits(self.model.forward(batch, self.runner.caches)))
         return torch.cat(found)
@@ -110,7 +111,7 @@ class Driver:
 
 @torch.inference_mode()
 def test_replays_back_to_back_give_the_bits_of_steps_one_by_one_and_the_unfused_logits(llm):
-    driver, rng, worst = Driver(llm.engine.runner), random.Random(0), 0.0
+    driver, rng, worst = Driver(llm.engine.executor.runner), random.Random(0), 0.0
     for length in LENGTHS + [rng.randint(1, 2090) for _ in range(30)]:
         wanted, tokens = driver.replay(length, idle_between=True)
         for _ in range(4):
@@ -125,11 +126,11 @@ def test_replays_back_to_back_give_the_bits_of_steps_one_by_one_and_the_unfused_
 
 @torch.inference_mode()
 def test_the_unfused_logits_would_show_a_key_left_out(llm):
-    driver = Driver(llm.engine.runner)
+    driver = Driver(llm.engine.executor.runner)
     for length in (33, 513):
         driver.replay(length, idle_between=True)
         whole = driver.unfused(length)
-        block = driver.runner.block_table[0, 0, (length - 10) // 16].long()
+        block = driver.runner.state.block_table[0, 0, (length - 10) // 16].long()
         for cache in driver.runner.caches:
             cache.v[block, (length - 10) % 16] += 30.0
         other, _ = driver.replay(length, idle_between=True)
@@ -139,6 +140,5 @@ def test_the_unfused_logits_would_show_a_key_left_out(llm):
 def test_the_engine_uses_the_fused_step_for_one_request(llm):
     found = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=40, temperature=0, ignore_eos=True))
     assert len(found[0].token_ids) == 40
-    assert llm.engine.runner.graphs.single_row is not None and {
-        size for size, _ in llm.engine.runner.graphs.graphs
-    } == {1}
+    graphs = llm.engine.executor.runner.graphs
+    assert graphs.decodes.single_row is not None and {size for size, _ in graphs.steps.decodes} == {1}

@@ -82,19 +82,20 @@ def judge(teacher: Teacher, requests: list[tuple[Tracked, str]]) -> tuple[int, i
 
 
 def count_replays(monkeypatch) -> dict[str, int]:
-    """Steps that run as graphs from now on, by the method that launches them; nothing where there are no graphs."""
-    replayed = {"launch": 0, "launch_mixed": 0}
+    """Steps that run as graphs from now on, by the class that launches them; nothing where there are no graphs."""
+    replayed = {"DecodeGraphs": 0, "MixedGraphs": 0}
     if ON_GPU:
         from minillm.runner.decode_graphs import DecodeGraphs
+        from minillm.runner.mixed_graphs import MixedGraphs
 
-        for name in replayed:
+        for kind in (DecodeGraphs, MixedGraphs):
 
-            def counting(graphs, step, name=name, own=getattr(DecodeGraphs, name)):
+            def counting(graphs, step, name=kind.__name__, own=kind.launch):
                 sampled = own(graphs, step)
                 replayed[name] += sampled is not None
                 return sampled
 
-            monkeypatch.setattr(DecodeGraphs, name, counting)
+            monkeypatch.setattr(kind, "launch", counting)
     return replayed
 
 
@@ -132,9 +133,11 @@ def test_random_requests_with_random_aborts_get_the_tokens_they_ask_for(options,
             engine.step()
             engine.scheduler.check()
         drain(engine)
-        preempted, graphs, steps = engine.scheduler.preemptions, engine.runner.graphs, engine.scheduler.launched
-        print(f"{steps} steps; as graphs {replayed['launch']} of decodes, {replayed['launch_mixed']} with prompts")
-        assert not ON_GPU or replayed["launch_mixed"] > 50 < replayed["launch"], "hardly a graph ran"
+        preempted, steps = engine.scheduler.preemptions, engine.scheduler.launched
+        graphs = engine.executor.runner.graphs
+        decodes, mixed = replayed["DecodeGraphs"], replayed["MixedGraphs"]
+        print(f"{steps} steps; as graphs {decodes} of decodes, {mixed} with prompts")
+        assert not ON_GPU or mixed > 50 < decodes, "hardly a graph ran"
         assert not ON_GPU or options["max_num_seqs"] > 1 or graphs.single_row is not None, "the fused step took no part"
     reasons = {tracked.completion.finish_reason for tracked, _ in requests}
     assert reasons >= {"abort", "length"} and {kind for _, kind in requests} >= set(KINDS if often < 0.9 else OFTEN)
@@ -236,7 +239,7 @@ def test_sampling_follows_the_models_distribution(temperature, rows, teacher):
     prompts = [[rng.randrange(4, 4000) for _ in range(rng.randint(1, 30))] for _ in range(count)]
     with LLM(dtype="float32", device=DEVICE, max_num_seqs=rows) as llm:
         found = llm.generate(prompts, params)
-        assert not ON_GPU or any(size <= rows for size, _ in llm.engine.runner.graphs.graphs)
+        assert not ON_GPU or any(size <= rows for size, _ in llm.engine.executor.runner.graphs.steps.decodes)
     logits = torch.cat([teacher.logits(each.prompt_token_ids, each.token_ids) for each in found])
     tokens = torch.tensor([token for each in found for token in each.token_ids])
 
@@ -276,9 +279,10 @@ def test_graphs_emulated_on_a_cpu_give_each_request_its_tokens(rows, budget, tmp
                 engine.abort(rng.choice(list(engine.tracked)))
             engine.step()
         drain(engine)
-        graphs = engine.runner.graphs
-        assert (graphs.single_row is not None) and sum(each.graph.count for each in graphs.graphs.values()) > 10
-        assert sum(each.graph.count for each in graphs.graphs.mixed.values()) > 3 * rows
+        graphs = engine.executor.runner.graphs
+        assert graphs.decodes.single_row is not None
+        assert sum(each.graph.count for each in graphs.steps.decodes.values()) > 10
+        assert sum(each.graph.count for each in graphs.steps.mixed.values()) > 3 * rows
     tokens, wrong, _ = judge(Teacher(tmp_path), requests)
     assert tokens > 20 * rows and wrong == 0
 

@@ -199,10 +199,10 @@ def test_a_prompt_longer_than_the_context_streams_and_one_longer_than_a_stream_i
 def test_rows_make_room_for_the_longest_stream_as_it_comes(family):
     path, _ = family
     with LLM(path, **OPTIONS) as llm:
-        runner, scheduler = llm.engine.runner, llm.engine.scheduler
-        assert runner.tokens.shape[1] == scheduler.tokens.shape[1] == 25
+        runner, scheduler = llm.engine.executor.runner, llm.engine.scheduler
+        assert runner.state.tokens.shape[1] == scheduler.tokens.shape[1] == 25
         llm.generate([[1]], SamplingParams(max_tokens=STREAM_TOKENS - 1, stop_token_ids=range(1, 96), min_tokens=200))
-        assert runner.tokens.shape[1] == scheduler.tokens.shape[1] == 400
+        assert runner.state.tokens.shape[1] == scheduler.tokens.shape[1] == 400
 
 
 @pytest.mark.parametrize(

@@ -162,8 +162,8 @@ def test_decode_graphs_follow_every_groups_table(tmp_path):
         wanted = [completion.token_ids for completion in llm.generate(prompts, params)]
     with emulated_graphs(), LLM(tmp_path, **options) as llm:
         found = [completion.token_ids for completion in llm.generate(prompts, params)]
-        graphs = llm.engine.runner.graphs.graphs
-        decodes = sum(graph.graph.count for graph in graphs.values())
+        graphs = llm.engine.executor.runner.graphs.steps
+        decodes = sum(graph.graph.count for graph in graphs.decodes.values())
         mixed = sum(each.graph.count for each in graphs.mixed.values())
     assert found == wanted and decodes >= 10 and mixed == 2
 

@@ -65,7 +65,7 @@ def test_kv_bytes_a_token(config, bytes_per_token):
 
 def test_kv_bytes_are_those_of_the_running_engine():
     with LLM(device="cpu", dtype="float32", num_blocks=7, block_size=8) as llm:
-        taken = sum(cache.k.nbytes + cache.v.nbytes for cache in llm.engine.runner.caches)
+        taken = sum(cache.k.nbytes + cache.v.nbytes for cache in llm.engine.executor.runner.caches)
     config = ModelConfig.from_directory(EMBEDDED)
     assert taken == 56 * sizing.kv_bytes_per_token(config, "float32")
     assert taken == sizing.kv_bytes(config, 50, "float32", block_size=8)

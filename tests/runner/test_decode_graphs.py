@@ -1,22 +1,23 @@
 """Which CUDA graphs may run while operations are replaced, and when those of others are dropped."""
 
-from types import SimpleNamespace
+import dataclasses
 
 import pytest
 
 import minillm
 from minillm import LLM, SamplingParams, ops
+from minillm.runner.cuda_graph import CapturedSteps
 from tests.emulated_graphs import emulated_graphs
 
-graphs = pytest.importorskip("minillm.runner.decode_graphs", reason="triton is not installed here")
+pytest.importorskip("triton", reason="graphs need triton, which is not installed here")
 
 
 @pytest.fixture
 def captured():
     """One graph, captured from the engine's own operations."""
-    steps = graphs.CapturedSteps(ops.on("cpu"))
+    steps = CapturedSteps(ops.on("cpu"))
     assert steps.follow()
-    steps[1, 16] = "the engine's own"
+    steps.decodes[1, 16] = "the engine's own"
     return steps
 
 
@@ -27,15 +28,15 @@ def mine(*args, **kwargs):
 def test_a_replaced_operation_runs_no_graph_and_drops_none(captured):
     with minillm.using(decode_attention=mine):
         assert not captured.follow()
-    assert captured.follow() and captured == {(1, 16): "the engine's own"}
+    assert captured.follow() and captured.decodes == {(1, 16): "the engine's own"}
 
 
 def test_one_declared_capturable_gets_graphs_of_its_own(captured):
     with minillm.using(capturable=True, decode_attention=mine):
-        assert captured.follow() and not captured
-        captured[1, 16] = "captured from mine"
-        assert captured.follow() and captured, "they stay while nothing changes"
-    assert captured.follow() and not captured, "the engine's own operations never run a graph of others"
+        assert captured.follow() and not list(captured)
+        captured.decodes[1, 16] = "captured from mine"
+        assert captured.follow() and list(captured), "they stay while nothing changes"
+    assert captured.follow() and not list(captured), "the engine's own operations never run a graph of others"
 
 
 def test_one_that_is_not_declared_is_enough_to_run_without(captured):
@@ -52,14 +53,14 @@ def test_an_inner_block_declares_for_itself_alone(captured):
 
 def test_what_replaces_the_tokenizers_part_concerns_no_graph(captured):
     with minillm.using(bpe_merge=mine):
-        assert captured.follow() and captured
+        assert captured.follow() and list(captured)
 
 
 def test_warming_up_captures_every_size_and_leaves_no_trace():
     greedy = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
     with emulated_graphs(), LLM(max_num_seqs=4, max_num_batched_tokens=16) as llm:
         llm.warm_up()
-        captured = llm.engine.runner.graphs.graphs
+        captured = llm.engine.executor.runner.graphs.steps.decodes
         assert {size for size, _ in captured} == {1, 2, 4}
         stats = llm.stats()
         assert stats["running"] == stats["waiting"] == stats["blocks_cached"] == 0
@@ -74,8 +75,7 @@ def test_warming_up_captures_every_size_and_leaves_no_trace():
 @pytest.mark.parametrize("options", [{"num_blocks": 3}, {"max_model_len": 2}])
 def test_warming_up_asks_for_no_more_than_a_small_cache_holds(options):
     with LLM(device="cpu", max_num_seqs=2, **options) as llm:
-        none = SimpleNamespace(follow=lambda: False)  # as if on a GPU whose graphs are not to be captured now
-        graphs = SimpleNamespace(graphs=none, admit=lambda requests: None, can_run=lambda: False, close=lambda: 0)
-        llm.engine.runner.graphs = graphs
+        executor = llm.engine.executor  # as if on a GPU
+        executor.facts = dataclasses.replace(executor.facts, captures=True)
         llm.warm_up()
         assert not llm.engine.has_work

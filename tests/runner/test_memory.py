@@ -11,17 +11,19 @@ import torch
 from minillm import LLM, SamplingParams
 from minillm.config import EngineConfig
 from minillm.errors import ConfigError
-from minillm.runner import Runner
-from minillm.runner.runner import CAPTURE_BYTES, GRAPH_BYTES, Room
+from minillm.runner import memory
+from minillm.runner.memory import Memory, MemoryBudget
 from tests.emulated_graphs import emulated_graphs
 
 GIB = 2**30
 CONFIG = EngineConfig().on("cuda")
 BLOCK = 2**20  # bytes
-ROOM = Room(total=10 * GIB, taken=4 * GIB, workspace=2 * GIB, graphs=GIB, utilization=0.9)  # 2 GiB for the cache
+ROOM = MemoryBudget(
+    total=10 * GIB, taken=4 * GIB, workspace=2 * GIB, graphs=GIB, utilization=0.9
+)  # 2 GiB for the cache
 
 
-def blocks(room: Room = ROOM, most: int = 10**6, request: int = 512, config: EngineConfig = CONFIG) -> int:
+def blocks(room: MemoryBudget = ROOM, most: int = 10**6, request: int = 512, config: EngineConfig = CONFIG) -> int:
     return room.blocks(most, request, BLOCK, config)
 
 
@@ -37,13 +39,13 @@ def test_too_little_for_one_request_names_a_length_and_a_share_that_would_fit():
         blocks(request=2200)
     assert blocks(request=int(re.search(r"max_model_len=(\d+)", str(error.value))[1]) // CONFIG.block_size) == 2048
     share = float(re.search(r"gpu_memory_utilization=(\S+) would fit", str(error.value))[1])
-    assert blocks(Room(10 * GIB, 4 * GIB, 2 * GIB, GIB, share), request=2200) >= 2200
+    assert blocks(MemoryBudget(10 * GIB, 4 * GIB, 2 * GIB, GIB, share), request=2200) >= 2200
     with pytest.raises(ConfigError):
-        blocks(Room(10 * GIB, 4 * GIB, 2 * GIB, GIB, share - 0.02), request=2200)
+        blocks(MemoryBudget(10 * GIB, 4 * GIB, 2 * GIB, GIB, share - 0.02), request=2200)
 
 
 def test_nothing_left_names_what_takes_the_memory_and_only_ways_that_lead_out():
-    room = Room(total=10 * GIB, taken=8 * GIB, workspace=2 * GIB, graphs=GIB, utilization=0.9)
+    room = MemoryBudget(total=10 * GIB, taken=8 * GIB, workspace=2 * GIB, graphs=GIB, utilization=0.9)
     with pytest.raises(
         ConfigError, match="8.00 GiB of 10.00 GiB are taken.* needs 2.00 GiB, CUDA graphs 1.00"
     ) as error:
@@ -52,7 +54,7 @@ def test_nothing_left_names_what_takes_the_memory_and_only_ways_that_lead_out():
 
 
 def test_more_blocks_than_fit_are_refused_with_the_number_that_fits():
-    room = Room(total=10 * GIB, taken=4 * GIB, workspace=2 * GIB, graphs=GIB, utilization=1.0)
+    room = MemoryBudget(total=10 * GIB, taken=4 * GIB, workspace=2 * GIB, graphs=GIB, utilization=1.0)
     config = EngineConfig(num_blocks=3073).on("cuda")
     with pytest.raises(ConfigError, match="num_blocks=3073 needs 3.00 GiB .* 3072 blocks would fit"):
         blocks(room, most=3073, config=config)
@@ -65,19 +67,18 @@ def test_more_blocks_than_fit_are_refused_with_the_number_that_fits():
 def llm(monkeypatch):
     """An engine on a CPU whose steps of more than 16 tokens are said to run out of a GPU's memory."""
 
-    def reserved(runner, run):
-        run()
-        if runner.tokens_run > 16:
-            raise torch.OutOfMemoryError("out of memory")
+    def reserved(measuring, run):
+        run(measuring.allocate(1))
         return 5
 
-    def batch(runner, step, *rest):
-        runner.tokens_run = int(step.queries.sum())
-        return own(runner, step, *rest)
+    def packed(step, *rest):
+        if step.queries.sum() > 16:
+            raise torch.OutOfMemoryError("out of memory")
+        return own(step, *rest)
 
-    own = Runner._batch
-    monkeypatch.setattr(Runner, "_batch", batch)
-    monkeypatch.setattr(Runner, "_reserved_by", reserved)
+    own = memory.pack
+    monkeypatch.setattr(memory, "pack", packed)
+    monkeypatch.setattr(Memory, "reserved_by", reserved)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 10 * GIB))
     with LLM(device="cpu", max_num_seqs=9, max_model_len=256) as llm:
         yield llm
@@ -87,26 +88,30 @@ def llm(monkeypatch):
 def test_rehearsing_the_largest_step_leaves_no_trace(llm, count):
     params = SamplingParams(max_tokens=5, temperature=1, seed=3)
     before = llm.generate("Once upon a time", params)[0].token_ids
-    assert llm.engine.runner._measure_workspace(replace(CONFIG, max_num_batched_tokens=count, max_num_seqs=9)) == 5
+    assert (
+        llm.engine.executor.runner.memory.workspace(replace(CONFIG, max_num_batched_tokens=count, max_num_seqs=9)) == 5
+    )
     assert llm.generate("Once upon a time", params)[0].token_ids == before
 
 
 def test_a_step_that_does_not_fit_names_one_that_would(llm):
     config = replace(CONFIG, max_num_batched_tokens=100, max_num_seqs=9)
     with pytest.raises(ConfigError, match="max_num_batched_tokens=100 .* max_num_batched_tokens=12 would fit"):
-        llm.engine.runner._measure_workspace(config)
+        llm.engine.executor.runner.memory.workspace(config)
 
 
 def test_the_largest_graph_is_rehearsed_for_its_memory_and_captured_first(llm):
     pytest.importorskip("minillm.runner.decode_graphs", reason="graphs need triton, which is not installed here")
-    llm.engine.runner.tokens_run = 0
+    runner, config = llm.engine.executor.runner, replace(CONFIG, max_num_seqs=9)
     with emulated_graphs():
-        reckoned = llm.engine.runner._measure_graphs(replace(CONFIG, max_num_seqs=9))
+        from minillm.runner.step_graphs import CAPTURE_BYTES, GRAPH_BYTES
+
+        reckoned = runner.memory.graphs(lambda caches: runner._make_graphs(config, caches))
         # Batches of 1, 2, 4, 8 and 9 rows, and prompts of 64 to 1024 tokens in six shapes; tables of 16 blocks.
         assert reckoned == 5 + CAPTURE_BYTES + (5 + 6) * GRAPH_BYTES
         with LLM(device="cpu", max_num_seqs=4, max_model_len=512) as other:
             other.generate([[5, 6], [7, 8]], SamplingParams(max_tokens=4, ignore_eos=True))
-            assert list(other.engine.runner.graphs.graphs) == [(4, 32), (2, 16)]
+            assert list(other.engine.executor.runner.graphs.steps.decodes) == [(4, 32), (2, 16)]
 
 
 @pytest.mark.skipif(
@@ -121,12 +126,16 @@ def test_what_a_run_reserves_is_the_growth_of_the_peak_and_the_rehearsals_cache_
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: counters["peak"])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     with LLM(device="cpu", max_num_seqs=2, max_model_len=64) as llm:
-        runner, cache = llm.engine.runner, llm.engine.runner.caches
-        assert runner._reserved_by(lambda: counters.update(peak=1700)) == 700
+        measuring, given = llm.engine.executor.runner.memory, []
+
+        def run(caches):
+            given.append(caches)
+            counters.update(peak=1700)
+
+        assert measuring.reserved_by(run) == 700
         with pytest.raises(RuntimeError, match="fails"):
-            runner._reserved_by(lambda: (_ for _ in ()).throw(RuntimeError("fails")))
-        assert runner.caches == []
-        runner.caches = cache
+            measuring.reserved_by(lambda caches: given.append(caches) or (_ for _ in ()).throw(RuntimeError("fails")))
+        assert given == [[], []], "the caches of a block are kept"
 
 
 def test_closing_frees_the_cache_at_once_whatever_the_caller_keeps():
@@ -134,7 +143,7 @@ def test_closing_frees_the_cache_at_once_whatever_the_caller_keeps():
         llm = LLM()
         model = llm.engine.model
         llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
-        keys = weakref.ref(llm.engine.runner.caches[0].k)
+        keys = weakref.ref(llm.engine.executor.runner.caches[0].k)
         gc.disable()
         try:
             llm.close()
@@ -147,12 +156,12 @@ def test_closing_frees_the_cache_at_once_whatever_the_caller_keeps():
 def test_what_a_step_takes_is_measured_with_penalties_over_rows_of_full_length(monkeypatch):
     widths = []
 
-    def penalise(logits, history, *arguments):
+    def penalize(logits, history, *arguments):
         widths.append(tuple(history.shape))
         return logits
 
-    monkeypatch.setattr("minillm.runner.sampler.penalise", penalise)
-    monkeypatch.setattr(Runner, "_reserved_by", lambda runner, run: run())
+    monkeypatch.setattr("minillm.runner.sampler.penalize", penalize)
+    monkeypatch.setattr(Memory, "reserved_by", lambda measuring, run: run(measuring.allocate(1)))
     with LLM(device="cpu", max_model_len=96, max_num_seqs=8, num_blocks=60) as llm, torch.inference_mode():
-        llm.engine.runner._step_bytes(16, 8)
+        llm.engine.executor.runner.memory.step_bytes(16, 8)
     assert widths == [(8, 96)]

@@ -68,26 +68,26 @@ def step(decodes: int, prompts: list[int], start: int = 0) -> Step:
     ids=str,
 )
 def test_a_step_runs_in_the_least_shape_that_holds_it(llm, of, shape):
-    assert llm.engine.runner.graphs.mixed.shape(of) == shape
+    assert llm.engine.executor.runner.graphs.mixed.shape(of) == shape
 
 
 def test_long_rows_have_wide_tables():
     options = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 2048, "num_blocks": 200}
     with emulated_graphs(), LLM(device="cpu", **options) as llm:
-        mixed = llm.engine.runner.graphs.mixed
+        mixed = llm.engine.executor.runner.graphs.mixed
         assert mixed.shape(step(1, [64], start=960)).width == 64
         assert mixed.shape(step(1, [64], start=961)).width == 128
 
 
 def test_what_is_sent_names_each_token_and_each_row(llm):
-    mixed = llm.engine.runner.graphs.mixed
+    mixed = llm.engine.executor.runner.graphs.mixed
     of = Step(
         1,
         rows=np.array([7, 2, 5, 0], np.int32),
         starts=np.array([9, 4, 0, 6], np.int32),
         queries=np.array([1, 1, 3, 2], np.int32),
         samples=np.array([True, True, False, True]),
-        singles=2,
+        decodes=2,
     )
     shape = mixed.shape(of)
     packed = mixed._packed(of, shape)
@@ -109,7 +109,7 @@ def test_what_is_sent_names_each_token_and_each_row(llm):
 
 
 def replays(llm) -> int:
-    return sum(each.graph.count for each in llm.engine.runner.graphs.graphs.mixed.values())
+    return sum(each.graph.count for each in llm.engine.executor.runner.graphs.steps.mixed.values())
 
 
 WISHES = [
@@ -134,7 +134,7 @@ def test_each_row_gets_what_it_asked_for_beside_others_in_a_graph(llm, directory
     """The rows' wishes differ, so an answer at another row's place would not go unseen."""
     drawn = [([5, 6, 7 + i], SamplingParams(**PLAIN | {"max_tokens": 4, "seed": i} | WISHES[i % 6])) for i in range(12)]
     with LLM(directory, enforce_eager=True, **OPTIONS) as eager:
-        assert eager.engine.runner.graphs is None
+        assert eager.engine.executor.runner.graphs is None
         alone = [eager.generate([prompt], params)[0] for prompt, params in drawn]
     assert len({tuple(each.token_ids) for each in alone}) > 6
     before = replays(llm)
@@ -156,49 +156,49 @@ def test_a_step_in_a_graph_leaves_no_batch_for_one_outside_to_go_on_from(directo
         with minillm.using(rms_norm=lambda *arguments: reference.rms_norm(*arguments)):
             while engine.scheduler.launched < 3:
                 engine.step()
-        assert engine.runner._decoding[0] is not None
+        assert engine.executor.runner._decoding is not None
         engine.step()
-        assert engine.runner._decoding == (None, None)
+        assert engine.executor.runner._decoding is None
 
 
 def test_a_readers_operation_runs_outside_even_if_it_is_capturable(llm):
     """It may look at what a graph pads: the largest number of queries, rows without any."""
     own, seen = llm.engine.model.ops.prefill_attention, []
 
-    def mine(q, cache, table, lengths, starts, *, max_queries, **options):
+    def mine(q, cache, table, lengths, starts, max_queries, options):
         seen.append((max_queries, lengths.tolist()))
-        return own(q, cache, table, lengths, starts, max_queries=max_queries, **options)
+        return own(q, cache, table, lengths, starts, max_queries, options)
 
     with minillm.using(capturable=True, prefill_attention=mine):
         llm.generate(PROMPTS, SamplingParams(**PLAIN))
-    assert seen[0] == (3, [3, 2]) and not llm.engine.runner.graphs.graphs.mixed
+    assert seen[0] == (3, [3, 2]) and not llm.engine.executor.runner.graphs.steps.mixed
 
 
 def test_heads_that_attention_has_no_kernel_for_have_no_such_graphs(tmp_path):
     models.make("gemma-grouped").save_pretrained(tmp_path)
     with emulated_graphs(), LLM(tmp_path, dtype="float32", device="cpu") as llm:
-        assert llm.model_config.head_dim == 8 and llm.engine.runner.graphs.mixed is None
+        assert llm.model_config.head_dim == 8 and llm.engine.executor.runner.graphs.mixed is None
         assert len(llm.generate(PROMPTS, SamplingParams(**PLAIN))) == 3
 
 
 def test_warming_up_captures_every_shape_the_largest_first(small):
     small.warm_up()
-    graphs = small.engine.runner.graphs
-    captured = list(graphs.graphs.mixed)
-    assert set(captured) == set(graphs.mixed.shapes) and list(graphs.graphs)[0] == graphs.largest
+    graphs = small.engine.executor.runner.graphs
+    captured = list(graphs.steps.mixed)
+    assert set(captured) == set(graphs.mixed.shapes) and list(graphs.steps.decodes)[0] == graphs.decodes.largest
     for most in zip(*captured, strict=True):
         assert max(most) == most[0], "into the first one's memory the others fit"
 
 
 def test_the_first_prompt_has_the_largest_shape_captured_before_its_own(small):
     small.generate(PROMPTS, SamplingParams(**PLAIN))
-    graphs = small.engine.runner.graphs
-    assert list(graphs.graphs.mixed) == [graphs.mixed.shapes[-1], graphs.mixed.shapes[0]]
+    graphs = small.engine.executor.runner.graphs
+    assert list(graphs.steps.mixed) == [graphs.mixed.shapes[-1], graphs.mixed.shapes[0]]
 
 
 def test_a_shape_without_memory_for_its_graph_is_launched_without(llm, small, monkeypatch):
     wanted = llm.generate(PROMPTS, SamplingParams(**PLAIN))
-    mixed = small.engine.runner.graphs.mixed
+    mixed = small.engine.executor.runner.graphs.mixed
     shapes = list(mixed.shapes)
 
     def full(shape):
@@ -206,7 +206,7 @@ def test_a_shape_without_memory_for_its_graph_is_launched_without(llm, small, mo
 
     monkeypatch.setattr(mixed, "rehearse", full)
     found = small.generate(PROMPTS, SamplingParams(**PLAIN))
-    assert mixed.shapes == shapes[1:] and not small.engine.runner.graphs.graphs.mixed
+    assert mixed.shapes == shapes[1:] and not small.engine.executor.runner.graphs.steps.mixed
     assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
 
 
@@ -219,22 +219,21 @@ def test_warming_up_leaves_a_readers_operation_out_of_these_graphs(small):
 
     with minillm.using(capturable=True, prefill_attention=mine):
         small.warm_up()
-        assert not small.engine.runner.graphs.graphs.mixed
+        assert not small.engine.executor.runner.graphs.steps.mixed
     assert min(seen) > 0, "rows without a key are padding, which no reader's operation is given here"
 
 
 def test_shapes_have_no_more_rows_than_a_step_can_have(directory):
     with emulated_graphs(), LLM(directory, **OPTIONS | {"max_num_seqs": 1}) as llm:
-        assert {(shape.decodes, shape.prompts) for shape in llm.engine.runner.graphs.mixed.shapes} == {(1, 1)}
+        assert {(shape.decodes, shape.prompts) for shape in llm.engine.executor.runner.graphs.mixed.shapes} == {(1, 1)}
     with emulated_graphs(), LLM(directory, max_num_batched_tokens=8, **OPTIONS) as llm:
-        assert {shape.decodes for shape in llm.engine.runner.graphs.mixed.shapes} == {8}
+        assert {shape.decodes for shape in llm.engine.executor.runner.graphs.mixed.shapes} == {8}
 
 
 def test_closing_frees_the_graphs_at_once(small):
     small.generate(PROMPTS, SamplingParams(**PLAIN))
-    graphs = small.engine.runner.graphs
-    kept = [weakref.ref(graph.graph) for graph in graphs.graphs.values()]
-    kept += [weakref.ref(each.graph) for each in graphs.graphs.mixed.values()]
+    graphs = small.engine.executor.runner.graphs
+    kept = [weakref.ref(graph.graph) for graph in graphs.steps]
     del graphs
     gc.disable()
     try:

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from minillm import InvalidRequest, SamplingParams, ops
-from minillm.runner.sampler import Sampler, derived_seed, top_logprobs, uniforms
+from minillm.runner.logprobs import top_logprobs
+from minillm.runner.sampler import Sampler, derived_seed, uniforms
+from minillm.runner.state import RowState
 
 VOCABULARY, DRAWS = 12, 20_000
 LOGITS = [2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, 2.2, 0.3, -2.0, 1.1, 0.7]
@@ -42,17 +44,21 @@ def expected(params: SamplingParams) -> np.ndarray:
     return np.array(kept) / sum(kept)
 
 
+def rows(count: int) -> RowState:
+    return RowState(count, longest=15, groups=1, blocks=1, block_size=16, device=torch.device("cpu"))
+
+
 def draw(params: SamplingParams, logits=None, draws: int = DRAWS) -> torch.Tensor:
     """One token for each of `draws` requests that differ only in their seeds."""
     known = PROMPT + OUTPUT
-    sampler = Sampler(draws, torch.device("cpu"), ops.on("cpu"))
+    state = rows(draws)
     for row in range(draws):
-        sampler.admit(row, params, derived_seed(0, row), len(PROMPT), params.stop_token_ids)
-    tokens = torch.zeros(draws, 16, dtype=torch.int32)
-    tokens[:, : len(known)] = torch.tensor(known)
-    tokens[:, len(known) :] = 9  # what lies behind a row's length must not count
+        state.sampling.admit(row, params, derived_seed(0, row), params.stop_token_ids)
+    state.prompt_length[:] = len(PROMPT)
+    state.tokens[:, : len(known)] = torch.tensor(known)
+    state.tokens[:, len(known) :] = 9  # what comes after a row's length must not count
     logits = torch.tensor(LOGITS if logits is None else logits).expand(draws, -1).contiguous()
-    return sampler(logits, np.arange(draws), np.full(draws, len(known), np.int64), tokens)
+    return Sampler(state, ops.on("cpu"))(logits, np.arange(draws), np.full(draws, len(known), np.int64))
 
 
 CASES = [
@@ -101,13 +107,13 @@ def test_temperature_zero_takes_the_likeliest_token():
 
 
 def test_greedy_and_sampling_rows_share_a_batch():
-    sampler = Sampler(3, torch.device("cpu"), ops.on("cpu"))
+    state = rows(3)
     for row, params in enumerate(
         [SamplingParams(temperature=0), SamplingParams(top_k=1), SamplingParams(temperature=0.01)]
     ):
-        sampler.admit(row, params, row, 1, ())
+        state.sampling.admit(row, params, row, ())
     logits = torch.tensor([LOGITS, LOGITS[::-1], LOGITS])
-    found = sampler(logits, np.arange(3), np.full(3, 4), torch.zeros(3, 8, dtype=torch.int32))
+    found = Sampler(state, ops.on("cpu"))(logits, np.arange(3), np.full(3, 4))
     assert found.tolist() == [7, 4, 7]
 
 

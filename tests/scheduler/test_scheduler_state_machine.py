@@ -229,7 +229,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.in_flight or not self.scheduler.has_work, "nothing runs, yet requests wait"
             return
         assert 0 < step.queries.sum() <= self.budget, "the step breaks its token budget"
-        assert (step.queries[: step.singles] == 1).all() and (step.queries[step.singles :] > 1).all()
+        assert (step.queries[: step.decodes] == 1).all() and (step.queries[step.decodes :] > 1).all()
         sampled, written, read = self.device.run(step)
         owners = {(block, self.scheduler.requests[row]) for block, row in written}
         self.in_flight.append((step, sampled, owners, read))

@@ -45,7 +45,7 @@ def test_the_memory_it_tells_of_a_cpu_is_what_the_engine_takes(tmp_path):
     plan = Plan.made_here(TINY, Traffic(30, 20, 5), {"dtype": "float32", "block_size": 8, "max_num_seqs": 5}, "cpu")
     told = build.on_cpu(TINY, plan)
     with LLM(device="cpu", dtype="float32", block_size=8, max_num_seqs=5) as llm:
-        runner = llm.engine.runner
+        runner = llm.engine.executor.runner
         assert told.weight_bytes == llm.engine.model.nbytes
         assert told.cache_bytes == sum(cache.k.nbytes + cache.v.nbytes for cache in runner.caches)
         assert told.requests == runner.num_blocks // 7, "50 tokens are 7 blocks of 8"

@@ -19,9 +19,9 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are 
 @pytest.fixture(scope="module")
 def runner():
     with LLM(device="cpu", dtype="float32", num_blocks=24) as llm:
-        for cache in llm.engine.runner.caches:
+        for cache in llm.engine.executor.runner.caches:
             cache.k.normal_(), cache.v.normal_()
-        yield llm.engine.runner
+        yield llm.engine.executor.runner
 
 
 def decode_problem():

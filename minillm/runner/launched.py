@@ -1,0 +1,48 @@
+"""What launching a step gives: its results, on their way to the host.  Lesson 10."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minillm.request import TokenLogprobs
+from minillm.scheduler.step import Step
+
+from .logprobs import PromptScores, Scores, as_dicts
+
+
+@dataclass
+class Results:
+    """What a step yielded, on the host, in the order of its sampling rows."""
+
+    tokens: np.ndarray  # [samples, queries_per_decode] int64
+    accepted: np.ndarray  # [samples]: how many of them, from the first, are tokens of the row
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # row -> of its sampled token
+    prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = field(default_factory=dict)  # row -> (position, ...)
+
+
+class Launched:
+    """A step on its way; `wait` blocks until its results are on the host."""
+
+    def __init__(self, step: Step, tokens: Tensor, logprobs: Sequence[Scores], prompts: Sequence[PromptScores] = ()):
+        self.step = step
+        self._tokens = tokens.to("cpu", non_blocking=True)
+        self._logprobs = [each.to_host() for each in logprobs]
+        self._prompts = [each.to_host() for each in prompts]
+        self._event = None
+        if tokens.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> Results:
+        if self._event is not None:
+            self._event.synchronize()
+        tokens = self._tokens.numpy()
+        results = Results(tokens[:, None], np.ones(len(tokens), np.int64))
+        for scores in self._logprobs:
+            results.logprobs |= zip(scores.rows.tolist(), as_dicts(scores.ids, scores.values), strict=True)
+        for each in self._prompts:
+            results.prompt_logprobs[each.row] = (each.position, as_dicts(each.ids, each.values))
+        return results

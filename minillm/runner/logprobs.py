@@ -1,0 +1,95 @@
+"""Log-probabilities, for the requests that ask for them.  Lesson 02."""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minillm.model import Model
+from minillm.request import TokenLogprobs
+from minillm.scheduler.step import Step
+
+from .state import RowState
+
+LOGITS_AT_ONCE = 256  # rows of logits made at a time where a whole prompt's are wanted
+
+
+@dataclass
+class _Found:
+    ids: Tensor  # [n, k + 1]: the token itself, then the k likeliest
+    values: Tensor  # [n, k + 1]
+
+    def to_host(self) -> Self:
+        """On the host once the device has got there."""
+        ids, values = (each.to("cpu", non_blocking=True) for each in (self.ids, self.values))
+        return replace(self, ids=ids, values=values)
+
+
+@dataclass
+class Scores(_Found):
+    """Of the tokens that some rows sampled."""
+
+    rows: np.ndarray  # [n]
+
+
+@dataclass
+class PromptScores(_Found):
+    """Of some tokens of one row's prompt."""
+
+    row: int
+    position: int  # of the first of them
+
+
+def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the k likeliest tokens and of the chosen one: (ids, values), each [n, k + 1], chosen first.
+
+    They are the model's own: before penalties, temperature and truncation.
+    """
+    logprobs = widened(logits).log_softmax(dim=-1)
+    values, ids = logprobs.topk(min(k, logits.shape[-1]), dim=-1)
+    own = logprobs.gather(1, chosen[:, None])
+    return torch.cat([chosen[:, None], ids], dim=1), torch.cat([own, values], dim=1)
+
+
+def widened(logits: Tensor) -> Tensor:
+    """Half precision as float32."""
+    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+
+
+def of_sampled(state: RowState, logits: Tensor, places: np.ndarray, rows: np.ndarray, sampled: Tensor) -> list[Scores]:
+    """Scores of the rows [n] that asked, grouped by how many each asked for. places: [n] of their logits."""
+    wanted = state.logprobs[rows]
+    found = []
+    for k in np.unique(wanted[wanted >= 0]):
+        chosen = np.nonzero(wanted == k)[0]
+        at, index = state.send(places[chosen], chosen)
+        found.append(Scores(*top_logprobs(logits[at], sampled[index], int(k)), rows[chosen]))
+    return found
+
+
+def rows_wanting_prompts(state: RowState, step: Step) -> list[int]:
+    """Places in the step whose span has prompt tokens with a successor in the prompt."""
+    wanting = state.prompt_logprobs[step.rows] >= 0
+    if not wanting.any():
+        return []
+    return np.nonzero(wanting & (step.starts < state.prompt_length[step.rows] - 1))[0].tolist()
+
+
+def of_prompt(model: Model, state: RowState, step: Step, place: int, hidden: Tensor) -> PromptScores:
+    """Scores of the prompt's tokens after those that run at a place in the step. hidden: [queries, hidden] of these."""
+    row, start = int(step.rows[place]), int(step.starts[place])
+    end = min(start + int(step.queries[place]), int(state.prompt_length[row]) - 1)
+    targets = state.tokens[row, start + 1 : end + 1].long()
+    k = int(state.prompt_logprobs[row])
+    pieces = [
+        top_logprobs(model.logits(hidden[at : at + len(chosen)]), chosen, k)
+        for at, chosen in zip(range(0, end - start, LOGITS_AT_ONCE), targets.split(LOGITS_AT_ONCE), strict=True)
+    ]
+    ids, values = (torch.cat(column) for column in zip(*pieces, strict=True))
+    return PromptScores(ids, values, row, start + 1)
+
+
+def as_dicts(ids: Tensor, values: Tensor) -> list[TokenLogprobs]:
+    return [dict(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]

@@ -1,0 +1,191 @@
+"""A GPU's memory, divided: what steps and graphs take is measured, what is left is the cache.  Lessons 09 and 11."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from minillm.config import EngineConfig
+from minillm.errors import ConfigError
+from minillm.kv_cache.storage import CacheSpec, LayerCache
+from minillm.model import Model
+from minillm.request import SamplingParams
+from minillm.scheduler.step import Step
+
+from .packing import pack
+from .sampler import GENERAL_AT_ONCE, Sampler
+from .state import RowState
+
+if TYPE_CHECKING:  # importing it needs triton
+    from .step_graphs import StepGraphs
+
+CPU_CACHE_BYTES = 1 << 30
+MakeGraphs = Callable[[Sequence[LayerCache]], "StepGraphs | None"]
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """A GPU's memory in bytes: all of it, what is taken already, what a step and the CUDA graphs will take."""
+
+    total: int
+    taken: int
+    workspace: int
+    graphs: int
+    utilization: float  # share of `total` that may be used
+
+    @property
+    def cache(self) -> int:
+        """What is left for keys and values."""
+        return int(self.total * self.utilization) - self.taken - self.workspace - self.graphs
+
+    def blocks(self, most: int, request: int, block_bytes: int, config: EngineConfig) -> int:
+        """`most` blocks, or as many as fit.
+
+        request: blocks of one request of full length. Raises ConfigError, which says what would fit, if not even those
+        fit, or not all of the `num_blocks` that were asked for.
+        """
+        fitting = max(self.cache, 0) // block_bytes
+        if fitting >= (most if config.num_blocks else min(most, request)):
+            return min(most, fitting)
+        used = (
+            f"{gib(self.taken)} of {gib(self.total)} are taken (weights, other programs), a step of "
+            f"max_num_batched_tokens={config.max_num_batched_tokens} and max_num_seqs={config.max_num_seqs} needs "
+            f"{gib(self.workspace)}, CUDA graphs {gib(self.graphs)}"
+        )
+        if config.num_blocks:
+            raise ConfigError(
+                f"num_blocks={most} needs {gib(most * block_bytes)} for keys and values, and {fitting} blocks would "
+                f"fit: {used}"
+            )
+        wanted = request * block_bytes
+        enough = (self.total * self.utilization - self.cache + wanted) / self.total
+        ways = ["lower max_num_batched_tokens or max_num_seqs", "free the GPU"]
+        if enough <= 1:
+            ways.insert(0, f"gpu_memory_utilization={math.ceil(enough * 100) / 100} would fit")
+        if fitting:
+            ways.insert(0, f"max_model_len={fitting * config.block_size} would fit")
+        raise ConfigError(
+            f"gpu_memory_utilization={self.utilization} leaves {gib(max(self.cache, 0))} for keys and values, and one "
+            f"request of full length needs {gib(wanted)}: {used}; {'; '.join(ways)}"
+        )
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Measures what an engine's steps take, and allocates its cache."""
+
+    model: Model
+    state: RowState
+    sampler: Sampler
+    spec: CacheSpec
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, in all layers of a group."""
+        return self.model.groups.size * self.state.block_size * self.spec.bytes_per_token
+
+    def allocate(self, blocks: int) -> list[LayerCache]:
+        """A cache a layer. Those at the same place in their groups are one: a block belongs to one group at a time."""
+        groups, device = self.model.groups, self.state.device
+        try:
+            made = [self.spec.allocate(blocks, self.state.block_size, device) for _ in range(groups.size)]
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            raise ConfigError(
+                f"num_blocks={blocks} needs {gib(blocks * self.block_bytes)} for keys and values, more than {device} "
+                "has free; lower num_blocks, max_num_seqs or max_model_len"
+            ) from error
+        return [made[place] for _, place in groups.places]
+
+    def blocks_that_fit(self, config: EngineConfig, request: int, make_graphs: MakeGraphs) -> int:
+        """As many blocks as were asked for or the memory allows, and no more than all rows at full length could use.
+
+        request: blocks of one request of full length. Raises ConfigError.
+        """
+        most = config.num_blocks or config.max_num_seqs * request
+        if self.state.device.type != "cuda":
+            return most if config.num_blocks else min(most, max(CPU_CACHE_BYTES // self.block_bytes, 1))
+        workspace, graphs = self.workspace(config), self.graphs(make_graphs)
+        free, total = torch.cuda.mem_get_info(self.state.device)
+        utilization = 1.0 if config.num_blocks else config.gpu_memory_utilization
+        budget = MemoryBudget(total, total - free, workspace, graphs, utilization)
+        return budget.blocks(most, request, self.block_bytes, config)
+
+    def workspace(self, config: EngineConfig) -> int:
+        """Bytes that the largest step takes beside weights and cache: found by running one. Raises ConfigError."""
+        count, rows = config.max_num_batched_tokens, config.max_num_seqs
+        try:
+            return self.step_bytes(count, rows)
+        except torch.OutOfMemoryError as error:
+            halves = (count >> halvings for halvings in range(1, count.bit_length()))
+            fitting = next((fewer for fewer in halves if self._step_fits(fewer, rows)), None)
+            way = f"max_num_batched_tokens={fitting} would fit" if fitting else "use a smaller model or dtype"
+            raise ConfigError(
+                f"a step of max_num_batched_tokens={count} and max_num_seqs={rows} does not fit beside the weights "
+                f"({gib(self.model.nbytes)}) on {self.state.device}, which has "
+                f"{gib(torch.cuda.mem_get_info(self.state.device)[1])}; {way}, or free the GPU"
+            ) from error
+
+    def _step_fits(self, count: int, most_rows: int) -> bool:
+        try:
+            self.step_bytes(count, most_rows)
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def step_bytes(self, count: int, most_rows: int) -> int:
+        """Bytes that a step of `count` tokens takes, as many rows as may be among them, sampled in every way but for
+        log-probabilities."""
+        state, rows = self.state, min(most_rows, count)
+        longest = min(state.longest, state.block_table.shape[2] * state.block_size)
+        queries = np.full(rows, min(count // rows, longest), np.int32)
+        ids = np.arange(rows, dtype=np.int32)
+        step = Step(0, ids, np.zeros(rows, np.int32), queries, np.ones(rows, bool), int((queries == 1).sum()))
+        everything = SamplingParams(top_p=0.9, repetition_penalty=1.1, logit_bias={0: 0.0})
+        for row in range(min(rows, GENERAL_AT_ONCE)):
+            state.sampling.admit(row, everything, 0, ())
+
+        def run(caches: list[LayerCache]) -> None:
+            hidden = self.model.forward(pack(step, state, np.cumsum(queries) - 1), caches)
+            # Penalties read all that a row may hold.
+            self.sampler(self.model.logits(hidden), ids, np.full(rows, longest))
+
+        try:
+            return self.reserved_by(run)
+        finally:
+            state.sampling.general[:] = False
+
+    def graphs(self, make_graphs: MakeGraphs) -> int:
+        """Bytes that CUDA graphs will take. They share a pool, and what is captured first, the largest, fills it."""
+        kept = 0
+
+        def run(caches: list[LayerCache]) -> None:
+            nonlocal kept
+            graphs = make_graphs(caches)
+            if graphs is not None:
+                graphs.rehearse_largest()
+                kept = graphs.kept_bytes(self.state.block_table.shape[2])
+                graphs.close()
+
+        return self.reserved_by(run) + kept
+
+    @torch.inference_mode()
+    def reserved_by(self, run: Callable[[list[LayerCache]], None]) -> int:
+        """By how many bytes torch's share of the memory grows while `run` runs, on caches of one block."""
+        device, caches = self.state.device, self.allocate(1)
+        try:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_reserved(device)
+            run(caches)
+            torch.cuda.synchronize(device)
+            return torch.cuda.max_memory_reserved(device) - before
+        finally:
+            caches.clear()
+            torch.cuda.empty_cache()
+
+
+def gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"

@@ -1,0 +1,54 @@
+"""A step's spans as one ragged batch.  Lesson 10."""
+
+import numpy as np
+
+from minillm.model.batch import Batch, Rows
+from minillm.scheduler.step import Step
+
+from .state import RowState
+
+
+def pack(step: Step, state: RowState, logits_index: np.ndarray | None, *, streams: bool = False) -> Batch:
+    """The step's tokens, one row after the other; token ids and slots are looked up on the device.
+
+    logits_index: places among the step's tokens whose final hidden state is wanted; None: all of them.
+    """
+    lengths, ends = step.starts + step.queries, np.cumsum(step.queries)
+    decodes_only = step.decodes == len(step.rows)
+    if decodes_only and step.queries_per_decode == 1:
+        token_rows, positions = step.rows, step.starts
+    else:
+        token_rows = np.repeat(step.rows, step.queries)
+        positions = np.arange(ends[-1]) - np.repeat(ends - step.queries - step.starts, step.queries)
+    arrays = [token_rows, positions, step.rows, lengths, np.concatenate([[0], ends])]
+    if logits_index is not None:
+        arrays.append(logits_index)
+    if step.moved is not None:  # the places in the cache are others than those among the row's tokens
+        arrays.append(positions)
+        arrays[1] = positions - np.repeat(step.moved, step.queries) * state.block_size
+        arrays[3] = lengths = lengths - step.moved * state.block_size
+    token_rows, positions, rows, lengths_sent, starts_sent, *more = state.send(*arrays)
+    at = positions if step.moved is None else more.pop()
+    blocks = state.block_table[:, token_rows, positions // state.block_size].long()
+
+    def part(first: int, after: int) -> Rows | None:
+        if after == first:
+            return None
+        width = -(-int(lengths[first:after].max()) // state.block_size)
+        return Rows(
+            tokens=int(step.queries[first:after].sum()),
+            block_table=state.block_table[:, rows[first:after], :width],
+            lengths=lengths_sent[first:after].int(),
+            query_start=(starts_sent[first : after + 1] - starts_sent[first]).int(),
+            max_queries=int(step.queries[first:after].max()),
+        )
+
+    return Batch(
+        token_ids=state.tokens[token_rows, at].long(),
+        positions=positions,
+        slots=blocks * state.block_size + positions % state.block_size,
+        decode=part(0, step.decodes),
+        prefill=part(step.decodes, len(step.rows)),
+        logits_index=more[0] if more else None,
+        streams=streams,
+    )

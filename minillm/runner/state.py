@@ -1,0 +1,131 @@
+"""The columns of running requests, one row each: one owner for all of them.  Lesson 10.
+
+A row of the device's columns holds a request's tokens and block table, and what a captured step reads of it. So a step
+can be launched before the tokens of the last one are read, and prefill, chunk, decode and resumption are the same few
+lines. The host's columns hold what launching a step needs to know of its rows.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minillm.kv_cache.streams import missing
+from minillm.request import Request, SamplingParams
+from minillm.scheduler.step import Step
+
+# What reshapes a row's logits, and the value that asks for nothing.
+PENALTIES = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+TRUNCATION = {"top_k": 0, "top_p": 1}
+MIN_P = {"min_p": 0}
+
+
+class RowState:
+    """Every column of a row, on the device and on the host; the device has one row more, which is padding.
+
+    rows: most requests at once. longest: tokens of a request, prompt and output. groups, blocks: of a row's table.
+    """
+
+    def __init__(self, rows: int, longest: int, groups: int, blocks: int, block_size: int, device: torch.device):
+        self.device, self.block_size = device, block_size
+
+        def column(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.tokens = column(rows + 1, longest + 1)
+        self.block_table = column(groups, rows + 1, blocks)
+        self.position = column(rows + 1)  # of the token that a captured step runs next
+        self.seed = column(rows + 1, dtype=torch.int64)
+        self.temperature = column(rows + 1, dtype=torch.float32)
+        self.padding = rows
+
+        self.sampling = SamplingColumns(rows)
+        self.prompt_length = np.zeros(rows, np.int64)
+        self.logprobs = np.full(rows, -1, np.int32)  # how many a row's request asks for; -1: none
+        self.prompt_logprobs = np.full(rows, -1, np.int32)
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a request that its row has room for."""
+        return self.tokens.shape[1] - 1
+
+    def update(self, step: Step) -> None:
+        """Take in what has changed since the last step: new requests, and entries of block tables."""
+        if step.admitted:
+            self._admit(step.admitted)
+        if step.table_rows is not None:
+            rows, columns, blocks = self.send(step.table_rows, step.table_columns, step.table_blocks.ravel())
+            self.block_table[:, rows, columns] = blocks.view(step.table_blocks.shape).int()
+
+    def _admit(self, requests: list[Request]) -> None:
+        for request in requests:
+            row, known, params = request.row, len(request.known), request.params
+            self.keep_tokens(known)
+            self.tokens[row, :known] = torch.from_numpy(request.known).to(self.device, non_blocking=True)
+            self.prompt_length[row] = len(request.prompt)
+            self.logprobs[row] = -1 if params.logprobs is None else params.logprobs
+            self.prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+            self.sampling.admit(row, params, request.seed, request.stop_ids)
+        seeds = np.array([request.seed for request in requests])
+        rows, seeds_sent = self.send(np.array([request.row for request in requests]), seeds)
+        self.seed[rows] = seeds_sent
+        temperatures = np.array([request.params.temperature for request in requests], np.float32)
+        self.temperature[rows] = self.to_device(temperatures)
+
+    def store(self, rows: np.ndarray, places: np.ndarray, tokens: Tensor) -> None:
+        """Write each row's new token [n] to its place among the row's tokens."""
+        if len(rows):
+            self.keep_tokens(int(places.max()))
+            self.tokens[self.send(rows, places)] = tokens.to(torch.int32)
+
+    def keep_tokens(self, count: int) -> None:
+        """Have room for one token after the first `count` of a row; only streams ever lack it."""
+        if more := missing(self.tokens.shape[1], count):
+            self.tokens = torch.nn.functional.pad(self.tokens, (0, more))
+
+    def send(self, *arrays: np.ndarray) -> tuple[Tensor, ...]:
+        """Indices to the device as int64, in one copy."""
+        if self.device.type == "cpu":
+            return tuple(torch.from_numpy(array.astype(np.int64, copy=False)) for array in arrays)
+        packed = torch.from_numpy(np.concatenate(arrays).astype(np.int64, copy=False)).pin_memory()
+        return packed.to(self.device, non_blocking=True).split([len(array) for array in arrays])
+
+    def to_device(self, array: np.ndarray) -> Tensor:
+        """A copy on the device, for which a GPU's host does not wait."""
+        tensor = torch.from_numpy(array)
+        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
+
+
+class SamplingColumns:
+    """What requests ask of sampling, a column each, on the host."""
+
+    def __init__(self, rows: int):
+        self.mixed_seed = np.zeros(rows, np.uint64)
+        self.temperature = np.zeros(rows, np.float32)
+        self.min_tokens = np.zeros(rows, np.int64)
+        self.stop_ids = [np.zeros(0, np.int64)] * rows
+        self.bias = [(np.zeros(0, np.int64), np.zeros(0))] * rows  # token ids, and what is added to their logits
+        self.biased = np.zeros(rows, bool)
+        self.general = np.zeros(rows, bool)  # rows that need more than greedy choice or temperature
+        self.shaping = {name: np.zeros(rows) for name in PENALTIES | TRUNCATION | MIN_P}
+
+    def admit(self, row: int, params: SamplingParams, seed: int, stop_ids: tuple[int, ...]) -> None:
+        bias = params.logit_bias or {}
+        self.mixed_seed[row] = mix(np.array([seed]).astype(np.uint64))[0]
+        self.temperature[row] = params.temperature
+        self.min_tokens[row] = params.min_tokens
+        self.stop_ids[row] = np.array(stop_ids, np.int64)
+        self.bias[row] = np.array(list(bias), np.int64), np.array(list(bias.values()), np.float64)
+        self.biased[row] = bool(bias)
+        self.general[row] = params.needs_general_path
+        for name, column in self.shaping.items():
+            column[row] = getattr(params, name)
+
+
+def mix(z: Any) -> Any:
+    """SplitMix64's output function (Steele et al. 2014); arrays of uint64 wrap without a warning."""
+    z = z + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))

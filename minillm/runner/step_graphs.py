@@ -1,0 +1,83 @@
+"""All captured steps of one engine: which graph runs a step, and when graphs are made and given back.  Lesson 11."""
+
+from collections.abc import Sequence
+
+from minillm.config import EngineConfig
+from minillm.kv_cache.storage import LayerCache
+from minillm.model import Model
+from minillm.scheduler.step import Step
+
+from .cuda_graph import CapturedSteps, DecodeShape, Replayed
+from .decode_graphs import DecodeGraphs
+from .mixed_graphs import MixedGraphs
+from .state import RowState
+
+# Beside their pool: what the driver keeps of each, and the libraries' workspace for the stream that captures. Both are
+# generous: 10 graphs of Gemma 2B took 220 MiB in all, 125 of them logits (data/results/h200/build.json).
+GRAPH_BYTES, CAPTURE_BYTES = 1 << 20, 64 << 20
+
+
+class StepGraphs:
+    """Graphs of decodes, and of steps with prompts in them.
+
+    single_row=False leaves out the fused step of one request; mixed=False launches steps with prompts kernel by kernel;
+    sampling=False does so too, and launches sampling after the graph. All only cost time.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        state: RowState,
+        caches: Sequence[LayerCache],
+        config: EngineConfig,
+        *,
+        single_row: bool = True,
+        sampling: bool = True,
+        mixed: bool = True,
+    ):
+        self.steps = CapturedSteps(model.ops)
+        kinds = {"single_row": single_row, "sampling": sampling}
+        self.decodes = DecodeGraphs(model, state, caches, self.steps, config.max_num_seqs, **kinds)
+        self.mixed: MixedGraphs | None = None
+        if mixed and sampling and MixedGraphs.fit(model):
+            self.mixed = MixedGraphs(self.decodes, config)
+
+    def launch(self, step: Step, decodes_only: bool) -> Replayed | None:
+        """Replay a step; None if no graph may or can run it."""
+        if not self.steps.follow():
+            return None
+        if decodes_only:
+            return self.decodes.launch(step)
+        if self.mixed is None or not self.steps.operations.engines_own:
+            return None
+        return self.mixed.launch(step)
+
+    def capture_all(self) -> None:
+        """Capture every size of batch with the least width of tables, and every shape with prompts."""
+        if self.steps.follow():
+            width = self.decodes.width(1)
+            self.decodes.capture(DecodeShape(size, width) for size in self.decodes.sizes)
+            self.capture_mixed()
+
+    def capture_mixed(self) -> None:
+        """Capture every shape of a step with prompts."""
+        if self.mixed and self.steps.operations.engines_own:
+            for shape in reversed(self.mixed.shapes):
+                self.mixed.captured(shape)
+
+    def rehearse_largest(self) -> None:
+        """Run the largest steps without capturing them, to see what they take."""
+        self.decodes.rehearse(self.decodes.largest)
+        if self.mixed:
+            self.mixed.rehearse(self.mixed.shapes[-1])
+
+    def kept_bytes(self, most_blocks: int) -> int:
+        """Bytes that graphs keep apart from their pool, when all are captured. most_blocks: of a row's table."""
+        widths = {self.decodes.width(blocks) for blocks in range(1, most_blocks + 1)}
+        count = len(self.decodes.sizes) * len(widths) + (len(self.mixed.shapes) if self.mixed else 0)
+        return CAPTURE_BYTES + count * GRAPH_BYTES
+
+    def close(self) -> None:
+        """Give the graphs' memory back now instead of when the collector finds them."""
+        self.steps.clear()
+        self.mixed = None

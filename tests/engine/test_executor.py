@@ -1,0 +1,62 @@
+"""The engine and what runs its steps: steps go in, results come out, and nothing else is asked."""
+
+import numpy as np
+import pytest
+
+from minillm import LLM, SamplingParams
+from minillm.runner.executor import Facts
+from minillm.runner.launched import Results
+
+GREEDY = SamplingParams(max_tokens=5, ignore_eos=True)
+
+
+class Counting:
+    """Runs no model: a row's next token is the number of tokens it has. All that it has is the interface."""
+
+    def __init__(self, model, config, max_model_len, plan=None):
+        self.facts = Facts(num_blocks=50, windows=(None,), stream=None, captures=False)
+        self.steps, self.closed = [], False
+
+    def launch(self, step):
+        self.steps.append(step)
+        lengths = (step.starts + step.queries)[step.samples]
+        return Finished(step, Results(lengths[:, None].astype(np.int64), np.ones(len(lengths), np.int64)))
+
+    def warm_up(self):
+        raise AssertionError("there is nothing to capture")
+
+    def close(self):
+        self.closed = True
+
+
+class Finished:
+    def __init__(self, step, results):
+        self.step, self.results = step, results
+
+    def wait(self):
+        return self.results
+
+
+@pytest.fixture
+def llm(monkeypatch):
+    monkeypatch.setattr("minillm.engine.engine.LocalExecutor", Counting)
+    with LLM(device="cpu", max_num_batched_tokens=7, run_ahead=2) as llm:
+        yield llm
+
+
+def test_an_engine_runs_on_anything_that_takes_steps_and_gives_results(llm):
+    found = llm.generate([[9] * 3, [8] * 20], GREEDY)
+    assert [each.token_ids for each in found] == [[3, 4, 5, 6, 7], [20, 21, 22, 23, 24]]
+    executor = llm.engine.executor
+    assert [step.number for step in executor.steps] == list(range(len(executor.steps)))
+    assert llm.stats()["blocks"] == 50
+    llm.warm_up()
+    llm.close()
+    assert executor.closed
+
+
+def test_a_step_says_which_rows_yield_their_requests_first_token(llm):
+    llm.generate([[9] * 3, [8] * 20], GREEDY)
+    yielded = [(step.rows[step.first], step.first & ~step.samples) for step in llm.engine.executor.steps]
+    assert sum(len(rows) for rows, _ in yielded) == 2, "once for each request"
+    assert not any(never.any() for _, never in yielded)
