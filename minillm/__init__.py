@@ -10,11 +10,21 @@ if TYPE_CHECKING:
     from .engine.llm import LLM
     from .errors import InvalidRequest
     from .overrides import NotSolvedYet, using
-    from .request import Completion, SamplingParams
+    from .request import Completion, RequestOptions, SamplingParams
     from .tokenizer import Tokenizer
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "Completion", "InvalidRequest", "NotSolvedYet", "SamplingParams", "Tokenizer", "using"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "Completion",
+    "InvalidRequest",
+    "NotSolvedYet",
+    "RequestOptions",
+    "SamplingParams",
+    "Tokenizer",
+    "using",
+]
 
 __getattr__, __dir__ = exports(
     __name__,
@@ -23,6 +33,7 @@ __getattr__, __dir__ = exports(
         "AsyncLLM": "engine.async_llm",
         "SamplingParams": "request",
         "Completion": "request",
+        "RequestOptions": "request",
         "InvalidRequest": "errors",
         "Tokenizer": "tokenizer",
         "NotSolvedYet": "overrides",

@@ -29,7 +29,7 @@ class EngineConfig:
     attention_sinks         streams (lesson 09): first tokens that a request keeps when it runs past max_model_len
     attention_window        streams: newest tokens that it keeps; both are rounded up to blocks, and run without graphs
     enable_prefix_caching   share the blocks of equal prompt beginnings
-    policy                  who goes first: fcfs (first come, first served), priority (SamplingParams.priority, lower
+    policy                  who goes first: fcfs (first come, first served), priority (RequestOptions.priority, lower
                             first), shortest (prompt; with a promise to the long ones); and two baselines: static
                             (whole batches, not in flight), whole (prompts in one step each, not in chunks)
     run_ahead               steps launched before the first one's tokens are read (0: none)

@@ -31,7 +31,7 @@ class Parts:
     refusal = "{name} must be a function, not {type}"
 
     def __init__(self, functions: dict[str, Callable], origin: dict[str, tuple[str, str]] | None = None):
-        self.names = tuple(functions)
+        self.names, self.own = tuple(functions), tuple(functions.values())
         self.version = 0
         self.origin = origin or dict.fromkeys(functions, ("engine", "the engine's own"))
         for name, function in functions.items():

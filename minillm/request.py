@@ -4,8 +4,9 @@ import copy
 import math
 import re
 import reprlib
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 import numpy as np
 
@@ -39,6 +40,36 @@ def _is_number(value: object) -> bool:
 
 
 @dataclass(frozen=True)
+class RequestOptions:
+    """How a request waits, and with which others it shares cached beginnings; checked once, here.  Lessons 09 and 10.
+
+    cache_salt        cached beginnings are shared only with requests of the same salt: one for each tenant
+    use_prefix_cache  share the beginning of the prompt with other requests at all
+    priority          lower goes first, where the engine's policy is "priority"
+    """
+
+    cache_salt: str = ""
+    use_prefix_cache: bool = True
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        ok = isinstance(self.cache_salt, str) and not _SURROGATE.search(self.cache_salt)
+        _check(ok, f"cache_salt must be a string without lone surrogates, not {self.cache_salt!r}")
+        ok = isinstance(self.use_prefix_cache, bool)
+        _check(ok, f"use_prefix_cache must be True or False, not {self.use_prefix_cache!r}")
+        ok = _is_int(self.priority) and abs(self.priority) < 2**31
+        _check(ok, f"priority must be a 32-bit whole number (lower goes first), not {self.priority!r}")
+
+    @property
+    def cache_key(self) -> str:
+        """What must be equal, apart from tokens, for keys and values to be equal: a prefix's whole identity.
+
+        Whatever else changes them (an adapter, say) belongs in here, and nowhere else.
+        """
+        return self.cache_salt
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How the next token is chosen and when to stop; checked once, here.  Lesson 02.
 
@@ -60,9 +91,9 @@ class SamplingParams:
     logprobs            report this many likeliest tokens beside each generated one
     prompt_logprobs     the same for each token of the prompt
     logit_bias          {token id: added to its logit}, in [-100, 100]
-    cache_salt          cached beginnings are shared only with requests of the same salt: one for each tenant
-    use_prefix_cache    share the beginning of the prompt with other requests at all
-    priority            lower goes first, where the engine's policy is "priority"
+
+    cache_salt, use_prefix_cache and priority are `RequestOptions` now; given here they still count, with a
+    DeprecationWarning, as `options`.
     """
 
     max_tokens: int = 16
@@ -81,11 +112,16 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] | None = None
-    cache_salt: str = ""
-    use_prefix_cache: bool = True
-    priority: int = 0
+    cache_salt: InitVar[str | None] = None
+    use_prefix_cache: InitVar[bool | None] = None
+    priority: InitVar[int | None] = None
+    options: RequestOptions | None = field(default=None, init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, cache_salt: str | None, use_prefix_cache: bool | None, priority: int | None) -> None:
+        given = {"cache_salt": cache_salt, "use_prefix_cache": use_prefix_cache, "priority": priority}
+        if moved := {name: value for name, value in given.items() if value is not None}:
+            warnings.warn(f"{', '.join(moved)}: give RequestOptions instead", DeprecationWarning, stacklevel=3)
+            object.__setattr__(self, "options", RequestOptions(**moved))
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         ranges = {
@@ -117,12 +153,6 @@ class SamplingParams:
             _check(ok, f"{name} must be a whole number from 0 to {MAX_LOGPROBS}, not {{}}", value)
         ok = self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**63)
         _check(ok, "seed must be a 64-bit whole number, not {}", self.seed)
-        ok = isinstance(self.cache_salt, str) and not SURROGATE.search(self.cache_salt)
-        _check(ok, "cache_salt must be a string without lone surrogates, not {}", self.cache_salt)
-        ok = _is_int(self.priority) and abs(self.priority) < 2**31
-        _check(ok, "priority must be a 32-bit whole number (lower goes first), not {}", self.priority)
-        ok = isinstance(self.use_prefix_cache, bool)
-        _check(ok, "use_prefix_cache must be True or False, not {}", self.use_prefix_cache)
         for text in self.stop:
             _check(isinstance(text, str) and text != "", "stop strings must be non-empty strings, not {}", text)
         for token in self.stop_token_ids:
@@ -198,6 +228,7 @@ class Request:
     limit: int  # most tokens, prompt and output
     stop_ids: tuple[int, ...] = ()
     seed: int = 0
+    options: RequestOptions = RequestOptions()
     known: np.ndarray = field(default=None)  # [tokens] int32
     arrival: int = -1
     place: tuple[float, int] = (0.0, 0)  # in the queue: the policy's key, then arrival

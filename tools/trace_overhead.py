@@ -30,7 +30,7 @@ from minillm.bench.offline import Minillm  # noqa: E402
 from minillm.trace import Trace  # noqa: E402
 
 HOOKS = ("submit", "admit", "grow", "register", "release", "preempt", "finish", "launch", "arrived")
-HOOKS += ("abandon", "flush", "write_in_time")
+HOOKS += ("reset", "flush", "write_in_time")
 FEWEST_PAIRS = 5  # the least and the most of 5 have the median between them in 15 of 16 cases
 
 
@@ -78,7 +78,8 @@ def measure(engine: Minillm, work: list, pairs: int, timed: int, folder: Path) -
         if trace is None:
             return {"seconds": seconds}
         trace.close()
-        scheduler.trace = scheduler.pool.on_evict = None
+        scheduler.trace = None
+        scheduler.pool.watch_evictions(None)
         facts = {"seconds": seconds, "events": len(trace.events)}
         if isinstance(trace, Timed):
             assert time.perf_counter() - begun >= trace.seconds > 0

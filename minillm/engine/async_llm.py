@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from minillm.request import Completion, Delta, SamplingParams
+from minillm.request import Completion, Delta, RequestOptions, SamplingParams
 
 from .engine import Engine, Tracked
 from .llm import LLM
@@ -80,7 +80,11 @@ class AsyncLLM:
         self.max_request_len = self.engine.max_request_len
 
     async def stream(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        options: RequestOptions | None = None,
     ) -> AsyncIterator[Delta]:
         """New text and token ids as they come; the last delta carries the finish reason and the whole completion.
 
@@ -88,7 +92,7 @@ class AsyncLLM:
         """
         queue: asyncio.Queue[Delta | Exception] = asyncio.Queue()
         mailbox = _LoopMailbox(asyncio.get_running_loop())
-        prepared = self.prepare(prompt, params, mailbox, queue, request_id=request_id)
+        prepared = self.prepare(prompt, params, mailbox, queue, request_id=request_id, options=options)
         self.submit([prepared])
         finished = False
         try:
@@ -104,10 +108,14 @@ class AsyncLLM:
                 self.abort(prepared.request_id)
 
     async def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        options: RequestOptions | None = None,
     ) -> Completion:
         """The whole completion."""
-        async for delta in self.stream(prompt, params, request_id):
+        async for delta in self.stream(prompt, params, request_id, options):
             completion = delta.completion
         return completion
 
@@ -118,6 +126,7 @@ class AsyncLLM:
         mailbox: Mailbox,
         key: Any,
         *,
+        options: RequestOptions | None = None,
         request_id: str | None = None,
         wants_text: bool = True,
         checked: bool = False,
@@ -132,8 +141,8 @@ class AsyncLLM:
                 self._listening.pop(delta.completion.request_id, None)
             self._post(mailbox, key, delta)
 
-        options = {"request_id": request_id, "listener": listener, "wants_text": wants_text, "checked": checked}
-        return Prepared(self.engine.prepare(prompt, params, **options), mailbox, key)
+        more = {"request_id": request_id, "listener": listener, "wants_text": wants_text, "checked": checked}
+        return Prepared(self.engine.prepare(prompt, params, options, **more), mailbox, key)
 
     def check_params(self, params: SamplingParams) -> None:
         """Check what depends on the model, once for all requests that share it. Raises InvalidRequest."""

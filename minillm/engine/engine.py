@@ -21,7 +21,7 @@ from minillm.errors import ConfigError, InvalidRequest
 from minillm.kv_cache.block_pool import BlockPool
 from minillm.model.config import ModelConfig
 from minillm.model.loader import check_tokenizer, load_model, read_config, resolve
-from minillm.request import Completion, Delta, Request, SamplingParams
+from minillm.request import Completion, Delta, Request, RequestOptions, SamplingParams
 from minillm.runner.executor import Executor, LocalExecutor
 from minillm.runner.launched import Launched, Results
 from minillm.runner.plan import Plan
@@ -143,14 +143,14 @@ class Engine:
             return
         with self.lock:
             self.executor.warm_up()
-            params = SamplingParams(max_tokens=2, ignore_eos=True, use_prefix_cache=False)
+            params, alone = SamplingParams(max_tokens=2, ignore_eos=True), RequestOptions(use_prefix_cache=False)
             fitting = self.executor.facts.num_blocks // self.scheduler.tables.groups * self.config.block_size
             longest = min(128, self.max_model_len - 2, fitting - 2)
             total = 1
             while total <= self.config.max_num_batched_tokens and longest > 0:
                 length = min(total, longest)
                 for _ in range(min(total // length, self.config.max_num_seqs)):
-                    self.submit(self.prepare([0] * length, params, wants_text=False))
+                    self.submit(self.prepare([0] * length, params, alone, wants_text=False))
                 while self.has_work:
                     self.step()
                 total *= 4
@@ -161,6 +161,7 @@ class Engine:
         self,
         prompt: str | Sequence[int],
         params: SamplingParams | None = None,
+        options: RequestOptions | None = None,
         *,
         request_id: str | None = None,
         listener: Listener | None = None,
@@ -184,6 +185,7 @@ class Engine:
             limit=min(len(ids) + params.max_tokens, self.scheduler.longest),
             stop_ids=tuple(params.stop_token_ids) + (() if params.ignore_eos else self.model_config.eos_token_ids),
             seed=params.seed if params.seed is not None else derived_seed(self.config.seed, count),
+            options=options or params.options or RequestOptions(),
         )
         self.scheduler.validate(request)
         completion = Completion(request.request_id, ids.tolist(), arrival_time=time.perf_counter())
@@ -226,7 +228,7 @@ class Engine:
     def _end(self, request_id: str, reason: str, stop_reason: str | None = None) -> None:
         with self.lock:
             if (tracked := self.tracked.get(request_id)) is not None:
-                with self._or_abandon():
+                with self._or_reset():
                     self.scheduler.finish(tracked.request, reason, stop_reason)
                 self._finish(tracked)
 
@@ -257,7 +259,7 @@ class Engine:
 
     def step(self) -> list[Completion]:
         """Launch as far ahead as allowed, read the oldest step, and return the requests that ended."""
-        with self.lock, self._or_abandon():
+        with self.lock, self._or_reset():
             while len(self.in_flight) <= self.config.run_ahead:
                 step = self.scheduler.schedule()
                 if step is None:
@@ -279,19 +281,18 @@ class Engine:
             self.trace.flush()
 
     @contextmanager
-    def _or_abandon(self) -> Iterator[None]:
-        """What fails (a part of the reader's, memory) leaves nothing half done behind: every request is given up."""
+    def _or_reset(self) -> Iterator[None]:
+        """After a failure, of a user-supplied part or for want of memory, nothing is left half done: all is aborted."""
         try:
             yield
         except BaseException:
             self.in_flight.clear()
-            if isinstance(self.scheduler.pool, BlockPool):
-                self.scheduler.abandon()
-            else:  # a block pool of the reader's: once it has failed nothing it says counts
-                self.scheduler.forsake(tracked.request for tracked in self.tracked.values())
-                self._adopted, self.scheduler = None, self._make_scheduler(replaceable.made, replaceable.made)
+            requests = [tracked.request for tracked in self.tracked.values()]
+            self.scheduler.reset(requests, BlockPool(self.executor.facts.num_blocks))
+            if self._adopted != replaceable.PARTS.own:
+                self._adopted = None  # user-supplied parts are made anew for the next request
             for tracked in list(self.tracked.values()):
-                with suppress(Exception):  # a listener that fails again: nobody else shall wait for it
+                with suppress(Exception):  # a listener that fails again must not keep the others waiting
                     self._finish(tracked)
             self._finished.clear()
             self._flush_trace()

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from minillm.errors import InvalidRequest
-from minillm.request import Completion, SamplingParams
+from minillm.request import Completion, RequestOptions, SamplingParams
 
 from .engine import Engine
 
@@ -28,23 +29,23 @@ class LLM:
         self,
         prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        options: RequestOptions | Sequence[RequestOptions] | None = None,
         *,
         progress: bool = False,
     ) -> list[Completion]:
-        """One completion a prompt, in order. Prompts are strings or lists of token ids; params one, or one each.
+        """One completion a prompt, in order. Prompts are strings or lists of token ids; params and options one for all,
+        or one each.
 
         Raises InvalidRequest, before anything runs, if any prompt cannot be served.
         """
         engine = self._open_engine()
         prompts = as_prompts(prompts)
-        if params is None or isinstance(params, SamplingParams):
-            params = [params] * len(prompts)
-        if len(params) != len(prompts):
-            raise InvalidRequest(f"{len(prompts)} prompts, but {len(params)} SamplingParams: give one, or one each")
+        each_params = _one_each(params, SamplingParams, len(prompts))
+        each_options = _one_each(options, RequestOptions, len(prompts))
         batch = []
-        for i, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
+        for i, (prompt, wanted, option) in enumerate(zip(prompts, each_params, each_options, strict=True)):
             try:
-                batch.append(engine.prepare(prompt, wanted))
+                batch.append(engine.prepare(prompt, wanted, option))
             except InvalidRequest as error:
                 raise InvalidRequest(f"prompt {i}: {error}" if len(prompts) > 1 else str(error)) from None
         bar = _progress_bar(len(batch)) if progress else None
@@ -69,13 +70,14 @@ class LLM:
         self,
         messages: Sequence[dict] | Sequence[Sequence[dict]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        options: RequestOptions | Sequence[RequestOptions] | None = None,
         *,
         progress: bool = False,
     ) -> list[Completion]:
         """Answer conversations: one list of {"role", "content"} messages, or several."""
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         prompts = [chat_prompt(self.tokenizer, conversation) for conversation in conversations]
-        return self.generate(prompts, params, progress=progress)
+        return self.generate(prompts, params, options, progress=progress)
 
     def stats(self) -> dict[str, int]:
         return self._open_engine().stats()
@@ -100,6 +102,18 @@ class LLM:
 
     def __exit__(self, *exception) -> None:
         self.close()
+
+
+Asked = TypeVar("Asked", SamplingParams, RequestOptions)
+
+
+def _one_each(given: Asked | Sequence[Asked] | None, kind: type[Asked], count: int) -> Sequence[Asked | None]:
+    """One for each of `count` prompts. Raises InvalidRequest."""
+    if given is None or isinstance(given, kind):
+        return [given] * count
+    if len(given) != count:
+        raise InvalidRequest(f"{count} prompts, but {len(given)} {kind.__name__}: give one, or one each")
+    return given
 
 
 def as_prompts(prompts) -> list:

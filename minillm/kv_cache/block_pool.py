@@ -36,7 +36,7 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
-        self.on_evict: Callable[[int], None] | None = None  # told of each cached block that is given out anew
+        self._on_evict: Callable[[int], None] | None = None
 
     @property
     def available(self) -> int:
@@ -55,8 +55,8 @@ class BlockPool:
         while len(blocks) < count:
             block, _ = self._cached.popitem(last=False)
             del self._block_of[self._key_of.pop(block)]
-            if self.on_evict is not None:
-                self.on_evict(block)
+            if self._on_evict is not None:
+                self._on_evict(block)
             blocks.append(block)
         for block in blocks:
             self.references[block] = 1
@@ -95,6 +95,10 @@ class BlockPool:
             self._block_of[key] = block
             self._key_of[block] = key
 
+    def watch_evictions(self, told: Callable[[int], None] | None) -> None:
+        """Call `told` with each cached block that is given out anew."""
+        self._on_evict = told
+
     def forget(self) -> None:
         """Know no prefix any more: cached blocks become free, used ones are found by nobody."""
         self._free.extend(self._cached)
@@ -118,14 +122,14 @@ class BlockPool:
         assert cached <= self._key_of.keys() and len(self._key_of) == len(self._block_of), "a prefix key is lost"
 
 
-def prefix_keys(tokens: np.ndarray, block_size: int, salt: str = "", known: Sequence[bytes] = ()) -> list[bytes]:
+def prefix_keys(tokens: np.ndarray, block_size: int, cache_key: str = "", known: Sequence[bytes] = ()) -> list[bytes]:
     """A key for each full block of `tokens`: a hash of its tokens and of all before it.  Lesson 09.
 
-    Equal keys mean equal beginnings, so equal keys and values. `salt` keeps tenants apart; `known` are the keys
-    already computed for the first blocks.
+    Equal keys mean equal beginnings, so equal keys and values. `cache_key` is what else must be equal
+    (`RequestOptions.cache_key`): it keeps tenants apart. `known` are the keys already computed for the first blocks.
     """
     keys = list(known)
-    parent = keys[-1] if keys else hashlib.blake2b(salt.encode(), digest_size=16).digest()
+    parent = keys[-1] if keys else hashlib.blake2b(cache_key.encode(), digest_size=16).digest()
     tokens = np.ascontiguousarray(tokens, dtype=np.int32)
     for start in range(len(keys) * block_size, len(tokens) - block_size + 1, block_size):
         parent = hashlib.blake2b(parent + tokens[start : start + block_size].tobytes(), digest_size=16).digest()

@@ -7,7 +7,7 @@ tensors. It asks for a request's `key` once, when it is queued; equal keys go in
 promise that every request has its turn, however many come after it. `minillm.using(policy=...)` plugs in another.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -16,37 +16,45 @@ from minillm.config import PolicyName
 if TYPE_CHECKING:  # what reads options must not wait for more
     from minillm.request import Request
 
-SHOWN = 8  # numbers of an array that an error shows
-
 
 class PolicyError(RuntimeError):
     """A policy's answer cannot be followed, or following it would leave work waiting for ever."""
 
 
-class FirstComeFirstServed:
-    """In order of arrival; whoever fits joins the running ones at any step (Yu et al. 2022, "Orca").
-
-    The interface of all policies: a new one overrides what it decides otherwise.
-    """
-
-    fair = True
+class Policy(Protocol):
+    """The scheduler's decisions. A new policy derives from one that exists, and overrides what it decides otherwise."""
 
     def key(self, request: "Request") -> float:
-        """Lower goes first. Where blocks run out, the running request with the highest gives way."""
-        return request.arrival
+        """Lower goes first. Where blocks run out, the running request with the highest is preempted."""
+        ...
 
     def admits(self, running: int) -> bool:
         """Whether waiting requests may join now that `running` ones have a row."""
-        return True
+        ...
 
     def share(self, pending: np.ndarray, budget: int) -> np.ndarray:
         """How many of each row's pending tokens run in this step, `budget` at most in all.
 
         pending: [n] int32, above 0, read-only: tokens known and not computed, rows oldest first. A request that is
         about to join is asked for alone, with what the running rows left; given nothing, it waits.
+        """
+        ...
 
-        Decodes first, so that nobody's output stalls behind another's prompt; then chunks of prompts, oldest first
-        (Agrawal et al. 2024, "Sarathi-Serve", section 4).
+
+class FirstComeFirstServed:
+    """In order of arrival; a request that fits joins the running ones at any step (Yu et al. 2022, "Orca")."""
+
+    fair = True
+
+    def key(self, request: "Request") -> float:
+        return request.arrival
+
+    def admits(self, running: int) -> bool:
+        return True
+
+    def share(self, pending: np.ndarray, budget: int) -> np.ndarray:
+        """Decodes go first, so a long prompt never delays tokens that are already streaming; then chunks of prompts,
+        oldest first (Agrawal et al. 2024, "Sarathi-Serve", section 4).
         """
         if pending.sum() <= budget:
             return pending
@@ -58,12 +66,12 @@ class FirstComeFirstServed:
 
 
 class Priority(FirstComeFirstServed):
-    """The lowest `SamplingParams.priority` first. Not fair: urgent requests may keep the others waiting for ever."""
+    """The lowest `RequestOptions.priority` first. Not fair: urgent requests may keep the others waiting for ever."""
 
     fair = False
 
     def key(self, request: "Request") -> float:
-        return request.params.priority
+        return request.options.priority
 
 
 class ShortestPromptFirst(FirstComeFirstServed):
@@ -124,41 +132,3 @@ POLICIES: dict[PolicyName, type[FirstComeFirstServed]] = {
     "static": StaticBatching,
     "whole": WholePrompts,
 }
-
-
-def name_of(policy: FirstComeFirstServed) -> str:
-    return f"policy {type(policy).__name__}"
-
-
-def asked_key(policy: FirstComeFirstServed, request: "Request") -> float:
-    """The policy's key. Raises PolicyError for one that requests cannot be sorted by."""
-    key = policy.key(request)
-    try:
-        number = float(key)
-    except (TypeError, ValueError, OverflowError):
-        number = float("nan")
-    if number != number:
-        raise PolicyError(f"{name_of(policy)}: key must give a number to sort by, not {key!r}")
-    return number
-
-
-def asked_share(policy: FirstComeFirstServed, pending: np.ndarray, budget: int) -> tuple[np.ndarray, int]:
-    """The policy's share, and its sum. Raises PolicyError unless it is within what is pending and the budget."""
-    pending.flags.writeable = False
-    answer = policy.share(pending, budget)
-    pending.flags.writeable = True
-    given = np.asarray(answer)
-    if given.shape != pending.shape or given.dtype.kind not in "iu":
-        wrong = f"one whole number for each of {len(pending)} rows was asked for"
-    elif given is not pending and ((given < 0).any() or (given > pending).any()):
-        wrong = "each must be from 0 to what is pending"
-    elif (total := int(given.sum())) > budget:
-        wrong = f"that is {total} tokens in all"
-    else:
-        return given.astype(np.int32, copy=False), total
-    call = f"share(pending={_shown(pending)}, budget={budget})"
-    raise PolicyError(f"{name_of(policy)}: {call} gave {_shown(given)}; {wrong}")
-
-
-def _shown(numbers: np.ndarray) -> str:
-    return np.array2string(numbers, threshold=SHOWN, edgeitems=SHOWN // 2, separator=", ")

@@ -1,13 +1,14 @@
-"""Parts with a state: the reader's class in place of the engine's policy or block pool.  Lessons 09 and 10.
+"""Parts of the scheduler that hold state, and that a class of yours can replace.  Lessons 09 and 10.
 
     with minillm.using(policy=MyPolicy) as used:
         llm.generate(...)
 
-An engine has them made while it is idle (`Engine._adopt`). What it then holds counts the calls of the reader's methods,
-and looks at each block number before anything is written there.
+An engine makes them while it is idle (`Engine._adopt`). It then holds yours inside a wrapper, which counts calls
+and checks each answer before anything is written where it points. The engine's own parts are trusted and run without.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,15 +16,157 @@ from minillm.kv_cache.block_pool import BlockPool, BlockPoolError
 from minillm.overrides import NotSolvedYet, Parts, Used, register
 from minillm.request import Request, SamplingParams
 
-from .policies import FirstComeFirstServed
+from .policies import FirstComeFirstServed, Policy, PolicyError
 
-INTERFACES = {
-    "policy": ("key", "admits", "share"),
-    "block_pool": (
+SHOWN = 8  # numbers of an array that an error shows
+
+
+class CheckedPolicy:
+    """A user-supplied policy. Raises PolicyError for an answer that cannot be followed."""
+
+    own = FirstComeFirstServed
+    members = ("key", "admits", "share")
+
+    def __init__(self, part: Policy, count: Callable[[], None]):
+        self.part, self._count = part, count
+        self.name = type(part).__name__
+
+    @classmethod
+    def rehearse(cls, make: Callable[[], Policy]) -> None:
+        """Run each of its methods. Raises NotSolvedYet where one does."""
+        policy = make()
+        request = Request("rehearsal", np.zeros(4, np.int32), SamplingParams(max_tokens=4), limit=8, arrival=0)
+        _each(lambda: policy.key(request), lambda: policy.admits(0), lambda: policy.admits(1))
+        for pending, budget in (([1], 1), ([9], 4), ([1, 9, 1], 64), ([9, 1, 9], 8)):
+            _each(lambda pending=pending, budget=budget: policy.share(np.array(pending, np.int32), budget))
+
+    def key(self, request: Request) -> float:
+        self._count()
+        key = self.part.key(request)
+        try:
+            number = float(key)
+        except (TypeError, ValueError, OverflowError):
+            number = float("nan")
+        if number != number:
+            raise PolicyError(f"policy {self.name}: key must give a number to sort by, not {key!r}")
+        return number
+
+    def admits(self, running: int) -> bool:
+        self._count()
+        return self.part.admits(running)
+
+    def share(self, pending: np.ndarray, budget: int) -> np.ndarray:
+        """Whole numbers within what is pending, and within the budget together."""
+        self._count()
+        pending.flags.writeable = False
+        answer = self.part.share(pending, budget)
+        pending.flags.writeable = True
+        given = np.asarray(answer)
+        if given.shape != pending.shape or given.dtype.kind not in "iu":
+            wrong = f"one whole number for each of {len(pending)} rows was asked for"
+        elif (given < 0).any() or (given > pending).any():
+            wrong = "each must be from 0 to what is pending"
+        elif given.sum() > budget:
+            wrong = f"that is {int(given.sum())} tokens in all"
+        else:
+            return given.astype(np.int32, copy=False)
+        call = f"share(pending={_shown(pending)}, budget={budget})"
+        raise PolicyError(f"policy {self.name}: {call} gave {_shown(given)}; {wrong}")
+
+
+class CheckedPool:
+    """A user-supplied block pool. Raises BlockPoolError for blocks that the cache does not have: a kernel would write
+    outside its memory."""
+
+    own = BlockPool
+    members = (
         *("num_blocks", "available", "cached", "allocate", "share", "release"),
         *("lookup", "register", "forget", "unreferenced"),
-    ),
-}
+    )
+
+    def __init__(self, part: BlockPool, count: Callable[[], None], num_blocks: int):
+        self.part, self._count, self.num_blocks = part, count, num_blocks
+        self.name = type(part).__name__
+        if part.num_blocks != num_blocks:
+            raise BlockPoolError(
+                f"{self.name}.num_blocks is {part.num_blocks!r}, and it was made for {num_blocks} blocks"
+            )
+
+    @classmethod
+    def rehearse(cls, make: Callable[[int], BlockPool]) -> None:
+        """Run each of its methods. Raises NotSolvedYet where one does."""
+        pool, held = make(4), []
+        _each(
+            lambda: pool.available,
+            lambda: held.extend(pool.allocate(2)),
+            lambda: pool.register(held[0], b"known"),
+            lambda: pool.share(pool.lookup([b"known", b"unknown"])),
+            lambda: pool.unreferenced(held),
+            lambda: pool.release(held[:1]),
+            lambda: pool.release(held),
+            lambda: pool.cached,
+            lambda: pool.release(pool.allocate(4)),  # the cached one too
+            lambda: pool.forget(),
+        )
+
+    @property
+    def available(self) -> int:
+        return self.part.available
+
+    @property
+    def cached(self) -> int:
+        return self.part.cached
+
+    def allocate(self, count: int) -> list[int]:
+        self._count()
+        blocks = self._known("allocate", self.part.allocate(count))
+        if len(blocks) != count:
+            raise BlockPoolError(f"{self.name}.allocate({count}) gave {len(blocks)} blocks")
+        return blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        self._count()
+        self.part.share(blocks)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        self._count()
+        self.part.release(blocks)
+
+    def lookup(self, keys: Iterable[bytes]) -> list[int]:
+        self._count()
+        keys = list(keys)
+        return self._known("lookup", self.part.lookup(keys))[: len(keys)]
+
+    def register(self, block: int, key: bytes) -> None:
+        self._count()
+        self.part.register(block, key)
+
+    def forget(self) -> None:
+        self._count()
+        self.part.forget()
+
+    def unreferenced(self, blocks: Iterable[int]) -> int:
+        self._count()
+        return self.part.unreferenced(blocks)
+
+    def check(self, holders: Iterable[int]) -> None:
+        if hasattr(self.part, "check"):
+            self.part.check(holders)
+
+    def watch_evictions(self, told: Callable[[int], None]) -> None:
+        if hasattr(self.part, "watch_evictions"):
+            self.part.watch_evictions(told)
+
+    def _known(self, method: str, given: Iterable[int]) -> list[int]:
+        blocks = np.array(list(given))
+        if len(blocks) and (blocks.dtype.kind not in "iu" or blocks.min() < 0 or blocks.max() >= self.num_blocks):
+            raise BlockPoolError(
+                f"{self.name}.{method} gave {blocks.tolist()}; blocks go from 0 to {self.num_blocks - 1}"
+            )
+        return blocks.tolist()
+
+
+WRAPPERS: dict[str, type[CheckedPolicy] | type[CheckedPool]] = {"policy": CheckedPolicy, "block_pool": CheckedPool}
 
 
 class StatefulParts(Parts):
@@ -32,111 +175,38 @@ class StatefulParts(Parts):
     refusal = "{name} must be a class, not an object of {type}; give the class itself"
 
     def replacement(self, name: str, function: Callable, used: Used, capturable: bool) -> Callable:
-        def make(own: Callable, *arguments):
+        wrapper = WRAPPERS[name]
+
+        def count() -> None:
+            used.calls[name] += 1
+
+        def make(own: Callable, *arguments: Any) -> Any:
             try:
-                REHEARSALS[name](function)
+                wrapper.rehearse(function)
             except NotSolvedYet as todo:
                 used.not_solved[name] = str(todo) or "not solved yet"
                 return own(*arguments)
             part = function(*arguments)
-            missing = [each for each in INTERFACES[name] if not (hasattr(type(part), each) or hasattr(part, each))]
+            missing = [each for each in wrapper.members if not (hasattr(type(part), each) or hasattr(part, each))]
             if missing:
-                way = f"write them, or derive the class from {own.__module__}.{own.__name__}"
+                way = f"write them, or derive the class from {wrapper.own.__module__}.{wrapper.own.__name__}"
                 raise TypeError(f"{type(part).__name__} cannot be a {name}: it has no {', '.join(missing)}; {way}")
-            counted = type(type(part).__name__, (Counted,), {})(part, name, used)
-            if name == "block_pool":
-                _look_at_blocks(counted, *arguments)
-            return counted
+            return wrapper(part, count, *arguments)
 
         return make
 
 
-def made(own: Callable, *arguments):
+def made(own: Callable, *arguments: Any) -> Any:
     """The engine's own."""
     return own(*arguments)
 
 
-PARTS = StatefulParts(dict.fromkeys(INTERFACES, made))
+PARTS = StatefulParts(dict.fromkeys(WRAPPERS, made))
 
 
 @register
 def _parts_here() -> list[Parts]:
     return [PARTS]
-
-
-class Counted:
-    """The reader's object, each call of a method counted; attributes are its own."""
-
-    def __init__(self, part, name: str, used: Used):
-        self.__dict__.update(_part=part, _name=name, _used=used)
-
-    def __setattr__(self, attribute: str, value) -> None:
-        setattr(self._part, attribute, value)
-
-    def __getattr__(self, attribute: str):
-        found = getattr(self._part, attribute)
-        if not callable(found):
-            return found
-
-        def call(*args, **kwargs):
-            self._used.calls[self._name] += 1
-            return found(*args, **kwargs)
-
-        self.__dict__[attribute] = call
-        return call
-
-
-def _look_at_blocks(pool: Counted, num_blocks: int) -> None:
-    """Have a pool refused that gives blocks which the cache does not have: a kernel would write outside its memory."""
-    name = type(pool).__name__
-    if pool.num_blocks != num_blocks:
-        raise BlockPoolError(f"{name}.num_blocks is {pool.num_blocks!r}, and it was made for {num_blocks} blocks")
-    give, look_up = pool.allocate, pool.lookup
-
-    def checked(method: str, blocks: Iterable[int]) -> list[int]:
-        blocks = np.array(list(blocks))
-        if len(blocks) and (blocks.dtype.kind not in "iu" or blocks.min() < 0 or blocks.max() >= num_blocks):
-            raise BlockPoolError(f"{name}.{method} gave {blocks.tolist()}; blocks go from 0 to {num_blocks - 1}")
-        return blocks.tolist()
-
-    def allocate(count: int) -> list[int]:
-        blocks = checked("allocate", give(count))
-        if len(blocks) != count:
-            raise BlockPoolError(f"{name}.allocate({count}) gave {len(blocks)} blocks")
-        return blocks
-
-    def lookup(keys: Iterable[bytes]) -> list[int]:
-        keys = list(keys)
-        return checked("lookup", look_up(keys))[: len(keys)]
-
-    pool.__dict__.update(allocate=allocate, lookup=lookup)
-
-
-# ---- is it written already?
-
-
-def _rehearse_policy(make: Callable[[], FirstComeFirstServed]) -> None:
-    policy = make()
-    request = Request("rehearsal", np.zeros(4, np.int32), SamplingParams(max_tokens=4), limit=8, arrival=0)
-    _each(lambda: policy.key(request), lambda: policy.admits(0), lambda: policy.admits(1))
-    for pending, budget in (([1], 1), ([9], 4), ([1, 9, 1], 64), ([9, 1, 9], 8)):
-        _each(lambda pending=pending, budget=budget: policy.share(np.array(pending, np.int32), budget))
-
-
-def _rehearse_pool(make: Callable[[int], BlockPool]) -> None:
-    pool, held = make(4), []
-    _each(
-        lambda: pool.available,
-        lambda: held.extend(pool.allocate(2)),
-        lambda: pool.register(held[0], b"known"),
-        lambda: pool.share(pool.lookup([b"known", b"unknown"])),
-        lambda: pool.unreferenced(held),
-        lambda: pool.release(held[:1]),
-        lambda: pool.release(held),
-        lambda: pool.cached,
-        lambda: pool.release(pool.allocate(4)),  # the cached one too
-        lambda: pool.forget(),
-    )
 
 
 def _each(*calls: Callable) -> None:
@@ -150,4 +220,5 @@ def _each(*calls: Callable) -> None:
             continue
 
 
-REHEARSALS = {"policy": _rehearse_policy, "block_pool": _rehearse_pool}
+def _shown(numbers: np.ndarray) -> str:
+    return np.array2string(numbers, threshold=SHOWN, edgeitems=SHOWN // 2, separator=", ")

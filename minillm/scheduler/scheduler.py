@@ -24,7 +24,7 @@ from minillm.kv_cache.block_tables import BlockTables, group_key
 from minillm.kv_cache.streams import STREAM_TOKENS, Stream, StreamTables, missing
 from minillm.request import Request
 
-from .policies import FirstComeFirstServed, PolicyError, asked_key, asked_share, name_of
+from .policies import FirstComeFirstServed, Policy, PolicyError
 from .step import Step
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Scheduler:
         windows: tuple[int | None, ...] = (None,),
         stream: Stream | None = None,
         prefix_caching: bool = True,
-        policy: FirstComeFirstServed | None = None,
+        policy: Policy | None = None,
         pool: BlockPool | None = None,
     ):
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -57,16 +57,27 @@ class Scheduler:
         self.stream = stream
         self.block_size = block_size
         self.prefix_caching = prefix_caching
-        self.pool = BlockPool(num_blocks) if pool is None else pool
-        self.policy = policy or FirstComeFirstServed()
+        self.policy: Policy = policy or FirstComeFirstServed()
+        self.rows, self.max_model_len, self.windows = max_num_seqs, max_model_len, windows
+        self.launched = -1  # number of the newest step launched
+        self.read = -1  # number of the newest step whose tokens were read
+        self.trace: Trace | None = None  # `Trace.watch` puts one here
+        self.preemptions = 0
+        self.prefix_hits = 0  # tokens found in the cache at admission
+        self._arrivals = 0
+        self._start(BlockPool(num_blocks) if pool is None else pool)
 
-        rows = max_num_seqs
+    def _start(self, pool: BlockPool) -> None:
+        """Nothing waits, no row is taken, and no block of `pool` is used."""
+        rows, self.pool = self.rows, pool
         self.requests: list[Request | None] = [None] * rows
-        if stream is None:
-            self.tables = BlockTables(rows, max_model_len, block_size, windows, max_num_batched_tokens)
+        if self.stream is None:
+            self.tables = BlockTables(
+                rows, self.max_model_len, self.block_size, self.windows, self.max_num_batched_tokens
+            )
         else:
-            self.tables = StreamTables(rows, stream, block_size)
-        self.tokens = np.zeros((rows, max_model_len + 1), np.int32)  # confirmed tokens
+            self.tables = StreamTables(rows, self.stream, self.block_size)
+        self.tokens = np.zeros((rows, self.max_model_len + 1), np.int32)  # confirmed tokens
         self.confirmed = np.zeros(rows, np.int32)  # tokens in `tokens`
         self.known = np.zeros(rows, np.int32)  # confirmed, and sampled by steps not read yet
         self.computed = np.zeros(rows, np.int32)  # tokens whose K and V launched steps have written
@@ -81,15 +92,9 @@ class Scheduler:
         self._free_rows = list(range(rows - 1, -1, -1))
         # (last step that may touch them, row or -1, blocks)
         self._fence: deque[tuple[int, int, list[int]]] = deque()
-        self._arrivals = 0
-        self.launched = -1  # number of the newest step launched
-        self.read = -1  # number of the newest step whose tokens were read
         self._refused_by = ""  # what last kept a waiting request out: admits, share or blocks
         self._lacking: tuple[Request | None, int] = (None, 0)  # a waiting request, and the blocks that it waits for
         self._admitted: list[Request] = []
-        self.trace: Trace | None = None  # `Trace.watch` puts one here
-        self.preemptions = 0
-        self.prefix_hits = 0  # tokens found in the cache at admission
 
     # ---- requests come and go
 
@@ -114,7 +119,7 @@ class Scheduler:
         self.validate(request)
         request.arrival = self._arrivals
         self._arrivals += 1
-        request.place = (asked_key(self.policy, request), request.arrival)
+        request.place = (self.policy.key(request), request.arrival)
         self._queue(request)
         if self.trace is not None:
             self.trace.submit(request)
@@ -135,26 +140,24 @@ class Scheduler:
         if self.trace is not None:
             self.trace.finish(request, row, self.launched)
 
-    def abandon(self) -> list[Request]:
-        """Give up every request and every step in flight, after a failure; returns the requests."""
-        self.read = self.launched
-        self.tables.take_changes()
-        self._admitted = []
-        given_up = [*self.waiting, *(request for request in self.requests if request is not None)]
-        for request in given_up:
-            self.finish(request, "abort")
-        self._open_fence()
-        self.pool.forget()  # what the failed steps were to write is not there
-        if self.trace is not None:
-            self.trace.abandon(self.launched)
-        return given_up
+    def reset(self, requests: Iterable[Request], pool: BlockPool) -> None:
+        """Abort these requests, which are all there are, give up every step in flight, and go on with an empty pool.
 
-    def forsake(self, requests: Iterable[Request]) -> None:
-        """End these requests where a block pool failed and `finish` may not be possible. Of no use afterwards."""
+        After a failure: what failed steps were to write is not there, and the old pool, which may be what failed, is
+        asked for nothing.
+        """
         for request in requests:
-            if request.row >= 0:
-                request.known = self.tokens[request.row, : self.confirmed[request.row]].copy()
-            request.row, request.finish_reason = -1, request.finish_reason or "abort"
+            row = request.row
+            if row >= 0:
+                request.known, request.row = self.tokens[row, : self.confirmed[row]].copy(), -1
+            if request.finish_reason is None:
+                request.finish_reason = "abort"
+                if self.trace is not None:
+                    self.trace.finish(request, row, self.launched)
+        self._start(pool)
+        self.read = self.launched
+        if self.trace is not None:
+            self.trace.reset(self)
 
     def count_on_from(self, before: "Scheduler") -> None:
         """Number steps and count events where another scheduler, of the same engine, ended."""
@@ -203,10 +206,10 @@ class Scheduler:
         if len(rows) == 0:
             return rows, rows, budget
         pending = self.tables.pending(self.computed[rows], self.known[rows])
-        queries, spent = asked_share(self.policy, pending, budget)
+        queries = self.policy.share(pending, budget)
         if queries is not pending:
             rows, queries = rows[queries > 0], queries[queries > 0]
-        return rows, queries, budget - spent
+        return rows, queries, budget - int(queries.sum())
 
     def _grow(self, rows: np.ndarray, queries: np.ndarray) -> bool:
         """Give blocks to the rows whose next tokens need some; False, and none given, if there are too few."""
@@ -261,7 +264,7 @@ class Scheduler:
             known, shared = len(request.known), self._find_prefix(request)
             start = len(shared[0]) * self.block_size
             pending = self.tables.pending(start, known)
-            count = asked_share(self.policy, np.array([pending], np.int32), budget)[1]
+            count = int(self.policy.share(np.array([pending], np.int32), budget)[0])
             if count == 0:
                 self._refused_by = "share"
                 break
@@ -271,8 +274,8 @@ class Scheduler:
             if needed + reserve > self.pool.available:
                 self._refused_by, self._lacking = "blocks", (request, needed)
                 break
-            del self.waiting[0]
             self.pool.share(cached)
+            del self.waiting[0]
             row = self._occupy(request, start)
             blocks = self.tables.occupy(row, shared, held, self.pool)
             if self.trace is not None:
@@ -290,17 +293,19 @@ class Scheduler:
         counts = f"{len(self.order)} requests have a row, {len(self.waiting)} wait"
         if refused_by == "blocks":
             return BlockPoolError(
-                f"{type(self.pool).__name__} has lost blocks: nothing is in flight, {counts}, and only "
+                f"{_name(self.pool)} has lost blocks: nothing is in flight, {counts}, and only "
                 f"{self.pool.available} of {self.pool.num_blocks} blocks are available"
             )
-        return PolicyError(f"{name_of(self.policy)}: {refused_by} lets nothing run; nothing is in flight, {counts}")
+        return PolicyError(
+            f"policy {_name(self.policy)}: {refused_by} lets nothing run; nothing is in flight, {counts}"
+        )
 
     def _find_prefix(self, request: Request) -> list[list[int]]:
         """Cached blocks of the request's beginning, [groups][blocks]. At least one token is left to compute."""
         if not self._shares(request) or request.params.prompt_logprobs is not None:
             return [[]] * self.tables.groups
         full = (len(request.known) - 1) // self.block_size
-        request.keys = prefix_keys(request.known, self.block_size, request.params.cache_salt, request.keys)
+        request.keys = prefix_keys(request.known, self.block_size, request.options.cache_key, request.keys)
         return self.tables.find_prefix(self.pool, request.keys[:full])
 
     def _launch(self, rows: np.ndarray, queries: np.ndarray) -> Step:
@@ -386,7 +391,7 @@ class Scheduler:
             self.tokens = np.pad(self.tokens, ((0, 0), (0, more)))
 
     def _shares(self, request: Request) -> bool:
-        return self.prefix_caching and request.params.use_prefix_cache
+        return self.prefix_caching and request.options.use_prefix_cache
 
     def _occupy(self, request: Request, computed: int) -> int:
         """Put a request into a free row, its first `computed` tokens being in the cache."""
@@ -443,7 +448,7 @@ class Scheduler:
         if full <= request.registered or not self._shares(request):
             return
         known = self.tokens[row, : full * self.block_size]
-        request.keys = prefix_keys(known, self.block_size, request.params.cache_salt, request.keys[:full])
+        request.keys = prefix_keys(known, self.block_size, request.options.cache_key, request.keys[:full])
         keys = {}
         for group, gone in enumerate(self.tables.gone[:, row].tolist()):
             first = max(request.registered, gone)
@@ -470,3 +475,8 @@ class Scheduler:
             assert self.confirmed[row] <= self.known[row] <= self.limit[row], f"row {row}: too many tokens"
             self.tables.check(row, int(self.computed[row]))
         assert all(request.row == -1 for request in self.waiting), "a waiting request holds a row"
+
+
+def _name(part: object) -> str:
+    """A user-supplied part is known by its own class's name, not its wrapper's."""
+    return getattr(part, "name", type(part).__name__)

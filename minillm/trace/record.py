@@ -35,7 +35,7 @@ FIELDS = {
     "chunk": ("step", "row", "start", "count", "place"),  # of more than one token pending; place: among the step's rows
     "launch": ("step", "size"),  # size: rows that run
     "read": ("step",),
-    "abandon": ("step",),  # after a failure: steps in flight and all prefixes are given up
+    "reset": ("step",),  # after a failure: steps in flight and all prefixes are given up
 }
 CHUNK = 1024  # entries that a trace with a file keeps before it writes them
 PATIENCE = 1.0  # seconds after which it writes them anyway
@@ -76,10 +76,12 @@ class Trace:
             raise ValueError("a trace can only begin while nothing runs: its events tell changes")
         self._began = self._began or time.perf_counter_ns()
         scheduler.trace = self
-        if hasattr(scheduler.pool, "on_evict"):
-            scheduler.pool.on_evict = self._evicted.append
+        self._follow(scheduler.pool)
         rows, blocks = len(scheduler.requests), scheduler.pool.num_blocks
         self._add("begin", rows, blocks, scheduler.block_size, scheduler.launched)
+
+    def _follow(self, pool) -> None:
+        pool.watch_evictions(self._evicted.append)
 
     def _add(self, event: str, *values) -> None:
         at = (time.perf_counter_ns() - self._began) // 1000
@@ -134,8 +136,9 @@ class Trace:
     def arrived(self, step: int) -> None:
         self._add("read", step)
 
-    def abandon(self, step: int) -> None:
-        self._add("abandon", step)
+    def reset(self, scheduler) -> None:
+        self._add("reset", scheduler.launched)
+        self._follow(scheduler.pool)
 
     # ---- writing and reading
 

@@ -47,7 +47,7 @@ def replay(events: Trace | Iterable[dict]) -> Iterator[StepRows]:
         if event["event"] == "read":
             in_flight[0].read = event["time"]
             yield in_flight.popleft()
-        elif event["event"] in ("abandon", "begin"):
+        elif event["event"] in ("reset", "begin"):
             yield from in_flight
             in_flight.clear()
     yield from in_flight
@@ -236,8 +236,8 @@ class Mirror:
         self.newest_read = step
         self._open_fence()
 
-    def _abandon(self, event: dict) -> None:
-        self._expect(not self.blocks, "abandon", "leaves requests in rows")
+    def _reset(self, event: dict) -> None:
+        self._expect(not self.blocks, "reset", "leaves requests in rows")
         self.newest_read = self.launched
         self._open_fence()
         self.registered.clear()

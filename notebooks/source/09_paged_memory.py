@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from minillm import LLM, SamplingParams, using
+from minillm import LLM, RequestOptions, SamplingParams, using
 from minillm.bench import records, waste, workloads
 from minillm.bench.batching import LONGEST, SLOTS
 from minillm.course import NotSolvedYet, adapters, check, compare, yours
@@ -736,8 +736,8 @@ def chat(salts):
     for question, salt in zip(QUESTIONS, salts, strict=True):
         messages.append({"role": "user", "content": question})
         before = llm.stats()["prefix_hit_tokens"]
-        params = SamplingParams(max_tokens=40, temperature=0, cache_salt=salt)
-        (completion,) = llm.chat(messages, params)
+        params = SamplingParams(max_tokens=40, temperature=0)
+        (completion,) = llm.chat(messages, params, RequestOptions(cache_salt=salt))
         messages.append({"role": "assistant", "content": completion.text})
         found = llm.stats()["prefix_hit_tokens"] - before
         turns.append((len(completion.prompt_token_ids), found))
@@ -814,7 +814,7 @@ tokens = random_prompt(1024, seed=1)
 start = time.perf_counter()
 kv_cache.prefix_keys(tokens, 16)
 hashed = time.perf_counter() - start
-llm.generate([tokens], SamplingParams(max_tokens=1, use_prefix_cache=False))
+llm.generate([tokens], SamplingParams(max_tokens=1), RequestOptions(use_prefix_cache=False))
 computed = time.perf_counter() - start - hashed
 print(f"1,024 tokens: hashed in {hashed * 1e3:.2f} ms, computed in {computed * 1e3:.0f} ms")
 
@@ -929,7 +929,7 @@ def watching(q, k, v, length, *, scale):
 
 prefill = {"prefill_attention": adapters.gathered(watching)["prefill_attention"]}
 with using(**prefill):
-    llm.generate([ids], SamplingParams(max_tokens=1, temperature=0, use_prefix_cache=False))
+    llm.generate([ids], SamplingParams(max_tokens=1), RequestOptions(use_prefix_cache=False))
 fair = torch.tensor([4 / (at + 1) for at in range(64, 400)]).mean()
 print(f"if all tokens were alike, the first four would get {fair:.2%}; they get, in each head")
 for layer, heads in enumerate(weight_of_first):

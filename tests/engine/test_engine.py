@@ -9,7 +9,7 @@ import torch
 from transformers import GemmaConfig, GemmaForCausalLM
 
 import minillm
-from minillm import LLM, AsyncLLM, InvalidRequest, SamplingParams
+from minillm import LLM, AsyncLLM, InvalidRequest, RequestOptions, SamplingParams
 from minillm.engine import Engine
 from minillm.errors import ConfigError
 
@@ -135,10 +135,10 @@ def shared_beginnings(count: int = 64, prefix: int = 512, most: int = 64) -> lis
     return [[*beginning, *(rng.randrange(4, 90) for _ in range(rng.randint(1, most)))] for _ in range(count)]
 
 
-def computed_in_prefill(prompts, params=GREEDY, **options) -> tuple[int, list[list[int]]]:
+def computed_in_prefill(prompts, params=GREEDY, each=None, **options) -> tuple[int, list[list[int]]]:
     """Tokens that the prompts' steps computed, and the outputs."""
     with LLM(device="cpu", max_num_batched_tokens=4096, **options) as llm:
-        found = llm.generate(prompts, params)
+        found = llm.generate(prompts, params, each)
         return sum(map(len, prompts)) - llm.stats()["prefix_hit_tokens"], [each.token_ids for each in found]
 
 
@@ -154,12 +154,11 @@ def test_requests_that_come_at_once_compute_their_common_beginning_once():
 
 def test_salts_keep_tenants_apart_and_a_request_may_stay_out():
     prompts = shared_beginnings(count=4, prefix=64, most=8)
-    base = {"max_tokens": 2, "temperature": 0}
-    total = sum(map(len, prompts))
-    assert computed_in_prefill(prompts, SamplingParams(**base))[0] == total - 3 * 64
-    assert computed_in_prefill(prompts, SamplingParams(**base, use_prefix_cache=False))[0] == total
-    salted = [SamplingParams(**base, cache_salt=salt) for salt in "aabb"]
-    assert computed_in_prefill(prompts, salted)[0] == total - 2 * 64
+    params, total = SamplingParams(max_tokens=2, temperature=0), sum(map(len, prompts))
+    assert computed_in_prefill(prompts, params)[0] == total - 3 * 64
+    assert computed_in_prefill(prompts, params, RequestOptions(use_prefix_cache=False))[0] == total
+    salted = [RequestOptions(cache_salt=salt) for salt in "aabb"]
+    assert computed_in_prefill(prompts, params, salted)[0] == total - 2 * 64
 
 
 def test_the_operations_references_give_the_same_tokens(directory, prompts, alone):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 import minillm
-from minillm import LLM, SamplingParams
+from minillm import LLM, RequestOptions, SamplingParams
 from minillm.engine import Engine
 from minillm.engine.engine import Tracked
 from tests import models
@@ -323,8 +323,8 @@ def draw_requests(rng: random.Random, count: int) -> list[tuple[list[int], Sampl
         chosen = {"temperature": 0} if rng.random() < 0.5 else {"temperature": 1, "seed": rng.randrange(99)}
         ends = {"stop_token_ids": [rng.randrange(96) for _ in range(8)]} if rng.random() < 0.3 else {}
         shares = {"cache_salt": rng.choice("aaab"), "use_prefix_cache": rng.random() < 0.9}
-        length = {"max_tokens": rng.randint(1, 18), "ignore_eos": True, "priority": rng.randrange(3)}
-        drawn.append((prompt, SamplingParams(**chosen, **ends, **shares, **length)))
+        params = SamplingParams(**chosen, **ends, max_tokens=rng.randint(1, 18), ignore_eos=True)
+        drawn.append((prompt, params, RequestOptions(**shares, priority=rng.randrange(3))))
     return drawn
 
 
@@ -348,7 +348,7 @@ def test_500_random_requests_get_the_tokens_of_each_alone_whatever_the_schedule(
     rng = random.Random(budget)
     drawn = draw_requests(rng, EACH)
     with LLM(directories[model], max_num_seqs=1, **ALONE) as llm:
-        alone = [llm.generate(prompt, params)[0] for prompt, params in drawn]
+        alone = [llm.generate(prompt, params, options)[0] for prompt, params, options in drawn]
     options = {"max_num_seqs": 12, "block_size": 4, "num_blocks": 30, "max_model_len": 80} | more
     with LLM(
         directories[model], dtype="float64", device="cpu", max_num_batched_tokens=budget, policy=policy, **options
@@ -356,9 +356,9 @@ def test_500_random_requests_get_the_tokens_of_each_alone_whatever_the_schedule(
         engine, requests, heard = llm.engine, [], {}
         while len(requests) < EACH or engine.tracked:
             while len(requests) < EACH and (rng.random() < 0.7 or not engine.tracked):
-                prompt, params = drawn[len(requests)]
+                prompt, params, options = drawn[len(requests)]
                 listener = Heard() if rng.random() < 0.5 else None
-                requests.append(engine.prepare(prompt, params, listener=listener))
+                requests.append(engine.prepare(prompt, params, options, listener=listener))
                 heard[len(requests) - 1] = listener
                 engine.submit(requests[-1])
             if engine.tracked and rng.random() < (0.01 if budget < 16 else 0.04):

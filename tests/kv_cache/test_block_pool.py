@@ -40,7 +40,7 @@ def test_cached_blocks_are_given_out_least_recently_used_first(pool):
 
 def test_many_blocks_at_once_are_taken_in_the_same_order_and_each_eviction_is_told(pool):
     told = []
-    pool.on_evict = told.append
+    pool.watch_evictions(told.append)
     assert pool.allocate(5)[2:] == [0, 1, 2] == told and pool.lookup([bytes([3])]) == [3]
 
 

@@ -6,14 +6,15 @@ import pytest
 from minillm import LLM
 from minillm.config import EngineConfig
 from minillm.errors import ConfigError
-from minillm.request import Request, SamplingParams
+from minillm.request import Request, RequestOptions, SamplingParams
 from minillm.scheduler import Scheduler
-from minillm.scheduler.policies import POLICIES, PolicyError, ShortestPromptFirst, asked_share
+from minillm.scheduler.policies import POLICIES, PolicyError, ShortestPromptFirst
+from minillm.scheduler.replaceable import CheckedPolicy
 
 
-def request(name: str, prompt: int = 4, output: int = 3, **params) -> Request:
-    params = SamplingParams(max_tokens=output, **params)
-    return Request(name, np.zeros(prompt, np.int32), params, limit=prompt + output)
+def request(name: str, prompt: int = 4, output: int = 3, **options) -> Request:
+    params, limit = SamplingParams(max_tokens=output), prompt + output
+    return Request(name, np.zeros(prompt, np.int32), params, limit, options=RequestOptions(**options))
 
 
 def scheduler(policy: str, **options) -> Scheduler:
@@ -158,8 +159,8 @@ def test_every_share_is_within_what_is_pending_and_the_budget_and_spends_what_it
     for _ in range(500):
         pending = np.where(rng.random(9) < 0.5, 1, rng.integers(1, 40, 9)).astype(np.int32)[: rng.integers(1, 9)]
         budget = int(rng.integers(1, 120))
-        given, total = asked_share(POLICIES[policy](), pending, budget)
-        assert total == given.sum() == min(budget, pending.sum())
+        given = CheckedPolicy(POLICIES[policy](), lambda: None).share(pending, budget)
+        assert given.sum() == min(budget, pending.sum())
 
 
 def test_a_static_batch_takes_nobody_before_its_last_is_done():
@@ -200,16 +201,18 @@ def test_an_unknown_policy_is_answered_with_those_there_are():
 @pytest.mark.parametrize("policy", POLICIES)
 def test_tokens_do_not_depend_on_the_policy(policy):
     prompts = [list(range(5, 5 + length)) for length in (9, 2, 30, 5, 17)]
-    params = [SamplingParams(max_tokens=6, temperature=0, priority=i % 3) for i in range(5)]
+    params = SamplingParams(max_tokens=6, temperature=0)
+    options = [RequestOptions(priority=i % 3) for i in range(5)]
     with LLM(device="cpu", dtype="float64", max_num_seqs=2, policy=policy) as llm:
-        found = [each.token_ids for each in llm.generate(prompts, params)]
+        found = [each.token_ids for each in llm.generate(prompts, params, options)]
     with LLM(device="cpu", dtype="float64") as llm:
-        assert found == [llm.generate([prompt], one)[0].token_ids for prompt, one in zip(prompts, params, strict=True)]
+        assert found == [llm.generate([prompt], params)[0].token_ids for prompt in prompts]
 
 
 def test_a_key_beyond_every_float_is_the_policys_mistake():
     waiting = scheduler("fcfs")
     waiting.policy.key = lambda request: 10**400
+    waiting.policy = CheckedPolicy(waiting.policy, lambda: None)
     with pytest.raises(PolicyError, match="FirstComeFirstServed: key must give a number to sort by"):
         waiting.submit(request("first"))
     assert not waiting.has_work

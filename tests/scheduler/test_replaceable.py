@@ -83,7 +83,8 @@ def tokens(llm, prompts=PROMPTS, params=GREEDY):
 
 
 def class_names(llm):
-    return type(llm.engine.scheduler.policy).__name__, type(llm.engine.scheduler.pool).__name__
+    parts = llm.engine.scheduler.policy, llm.engine.scheduler.pool
+    return tuple(type(getattr(part, "part", part)).__name__ for part in parts)
 
 
 OWN = ("FirstComeFirstServed", "BlockPool")
@@ -93,7 +94,7 @@ def test_the_readers_classes_run_in_generate_and_leave_the_engines_own(llm, expe
     with minillm.using(policy=LastComeFirstServed, block_pool=DictPool) as used:
         assert tokens(llm) == expected
         assert class_names(llm) == ("LastComeFirstServed", "DictPool")
-        assert len(llm.engine.scheduler.pool.free) == OPTIONS["num_blocks"], "blocks leaked"
+        assert len(llm.engine.scheduler.pool.part.free) == OPTIONS["num_blocks"], "blocks leaked"
     assert used.calls["policy"] > len(PROMPTS) and used.calls["block_pool"] > len(PROMPTS)
     assert not used.not_solved
     counted = dict(used.calls)

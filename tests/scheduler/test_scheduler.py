@@ -75,7 +75,7 @@ def test_who_waits_for_blocks_joins_once_a_chunk_has_filled_what_it_may_share():
 def test_who_was_preempted_goes_on_from_its_blocks_that_are_still_cached():
     scheduler = scheduler_with(17, (None,))
     evicted = []
-    scheduler.pool.on_evict = evicted.append
+    scheduler.pool.watch_evictions(evicted.append)
     scheduler.submit(request("first", [1] * 16, 40))
     victim = request("victim", BEGINNING, 8)
     scheduler.submit(victim)

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 
 from minillm.kv_cache import BlockPool
 from minillm.kv_cache.block_tables import BlockTables
-from minillm.request import Request, SamplingParams
+from minillm.request import Request, RequestOptions, SamplingParams
 from minillm.scheduler import Scheduler
 from minillm.scheduler.policies import POLICIES, FirstComeFirstServed
 
@@ -170,9 +170,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         request = Request(
             request_id=str(len(self.requests)),
             prompt=np.array(prompt, np.int32),
-            params=SamplingParams(max_tokens=output, cache_salt=salt, use_prefix_cache=shares > 0, priority=priority),
+            params=SamplingParams(max_tokens=output),
             limit=len(prompt) + output,
             stop_ids=(STOP,),
+            options=RequestOptions(cache_salt=salt, use_prefix_cache=shares > 0, priority=priority),
         )
         if self.scheduler.tables.most(request.limit) > self.scheduler.pool.num_blocks:
             with pytest.raises(ValueError, match="cache blocks"):
@@ -216,7 +217,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 for offset in range(self.scheduler.block_size):
                     self.device.slots.pop((block, offset), None)
         self.in_flight.clear()
-        self.scheduler.abandon()
+        self.scheduler.reset(lost, self.pool_class(self.scheduler.pool.num_blocks))
+        self.device.pool = self.scheduler.pool
         for request in lost if again else []:
             self.try_again(request)
 
@@ -358,11 +360,16 @@ class SharesUnwrittenBlocks(Scheduler):
         super()._register(request, int(self.confirmed[request.row]))
 
 
-class RemembersWhatFailed(BlockPool):
+class RemembersWhatFailed(Scheduler):
     """Blocks of a failed step are still found by their prefix."""
 
-    def forget(self):
-        pass
+    def reset(self, requests, pool):
+        keys = dict(self.pool._key_of)
+        super().reset(requests, pool)
+        blocks = pool.allocate(pool.num_blocks)
+        for block, key in keys.items():
+            pool.register(block, key)
+        pool.release(blocks)
 
 
 class LetsGoTooEarly(Scheduler):

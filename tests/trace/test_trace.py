@@ -10,7 +10,7 @@ import pytest
 
 from minillm import LLM, SamplingParams, errors, using
 from minillm.kv_cache import BlockPool
-from minillm.request import Request
+from minillm.request import Request, RequestOptions
 from minillm.scheduler import Scheduler, policies
 from minillm.trace import Trace, TraceError, replay, tables
 from minillm.trace.record import FIELDS
@@ -59,13 +59,10 @@ class Schedule:
         request = Request(
             request_id=f"r{len(self.requests)}",
             prompt=np.array(prompt, np.int32),
-            params=SamplingParams(
-                max_tokens=output,
-                use_prefix_cache=bool(rng.random() < 0.9),
-                priority=int(rng.integers(0, 3)),
-            ),
+            params=SamplingParams(max_tokens=output),
             limit=len(prompt) + output,
             stop_ids=(STOP,),
+            options=RequestOptions(use_prefix_cache=bool(rng.random() < 0.9), priority=int(rng.integers(0, 3))),
         )
         try:
             self.scheduler.submit(request)
@@ -107,7 +104,8 @@ class Schedule:
                 self.scheduler.finish(waiting[self.rng.integers(len(waiting))], "abort")
             elif draw < 0.30:
                 self.in_flight.clear()
-                self.scheduler.abandon()
+                pool = self.scheduler.pool
+                self.scheduler.reset(waiting, type(pool)(pool.num_blocks))
             elif draw < 0.75 and len(self.in_flight) <= self.run_ahead:
                 self.launch()
             elif self.in_flight:
@@ -204,9 +202,10 @@ class Plain:
         self.pool = BlockPool(num_blocks)
 
     def __getattr__(self, name):
-        if name == "on_evict":
-            raise AttributeError(name)
         return getattr(self.pool, name)
+
+    def watch_evictions(self, told):
+        pass
 
 
 def test_a_pool_that_tells_no_evictions_is_traced_without_them():
@@ -250,11 +249,12 @@ def test_blocks_let_go_of_are_free_once_the_steps_that_see_them_are_read():
 
 
 class InTurn(Trace):  # keeps each call as it comes, evictions one by one
-    def watch(self, scheduler):
+    def __init__(self):
+        super().__init__()
         self.calls = []
-        super().watch(scheduler)
-        keep = scheduler.pool.on_evict
-        scheduler.pool.on_evict = lambda block: (self.calls.append(("evict", block)), keep(block))
+
+    def _follow(self, pool):
+        pool.watch_evictions(lambda block: (self.calls.append(("evict", block)), self._evicted.append(block)))
 
     def _add(self, event, *values):
         self.calls.append((event, None))
@@ -450,7 +450,7 @@ def test_a_failure_is_in_the_file_when_it_is_raised(tmp_path):
         with using(rms_norm=broken), pytest.raises(ArithmeticError):
             llm.generate([2, 5, 6], SamplingParams(max_tokens=2))
         events = Trace.read(path).events
-        assert [event["event"] for event in events[-3:]] == ["launch", "finish", "abandon"]
+        assert [event["event"] for event in events[-3:]] == ["launch", "finish", "reset"]
         llm.generate([2, 5, 6], SamplingParams(max_tokens=2))
     steps = list(replay(Trace.read(path)))
     assert [step.number for step in steps if step.read is None] == [2] or len(steps) > 3
