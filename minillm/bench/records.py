@@ -47,9 +47,15 @@ def record(results: list[dict], begun: dict, command: str | None = None, **more)
 
 
 def _without_folders(words: list[str]) -> list[str]:
-    """A command line that says nothing about the folders of the machine it ran on."""
-    program = "minillm" if Path(words[0]).name in ("minillm", "cli.py") else Path(words[0]).name
-    return [program, *(Path(word).name if Path(word).is_absolute() else word for word in words[1:])]
+    """A command line to be typed at the project's root; it says nothing about the folders of the machine it ran on."""
+    script = Path(words[0]).resolve()
+    if script.name in ("minillm", "cli.py"):
+        program = ["minillm"]
+    elif script.is_relative_to(PACKAGE.parent):
+        program = ["python", str(script.relative_to(PACKAGE.parent))]
+    else:
+        program = [script.name]
+    return [*program, *(Path(word).name if Path(word).is_absolute() else word for word in words[1:])]
 
 
 def write(content: dict, path: str | Path) -> Path:
@@ -146,10 +152,15 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> dict:
-    """The checkout's commit, and whether files differ from it; MINILLM_COMMIT where there is no history."""
+    """The checkout's commit, and whether files differ from it.
+
+    Where there is no history, a copy on another machine, MINILLM_COMMIT says so: the commit, with "+" after it if files
+    of the copy differ.
+    """
     head = _output("git", "-C", str(PACKAGE), "rev-parse", "HEAD")
     if head is None:
-        return {"commit": os.environ.get("MINILLM_COMMIT"), "dirty": None}
+        told = os.environ.get("MINILLM_COMMIT")
+        return {"commit": told and told.removesuffix("+"), "dirty": told and told.endswith("+")}
     changes = _output("git", "-C", str(PACKAGE), "status", "--porcelain", "--untracked-files=no")
     return {"commit": head, "dirty": bool(changes)}
 

@@ -30,8 +30,25 @@ def test_the_commit_is_the_checkouts_or_the_one_it_is_told(monkeypatch):
     found = records.commit()
     assert found["commit"] is None or len(found["commit"]) == 40
     monkeypatch.setattr(records, "_output", lambda *command: None)
+    monkeypatch.delenv("MINILLM_COMMIT", raising=False)
+    assert records.commit() == {"commit": None, "dirty": None}
     monkeypatch.setenv("MINILLM_COMMIT", "abc")
-    assert records.commit() == {"commit": "abc", "dirty": None}
+    assert records.commit() == {"commit": "abc", "dirty": False}
+    monkeypatch.setenv("MINILLM_COMMIT", "abc+")
+    assert records.commit() == {"commit": "abc", "dirty": True}
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["{root}/tools/kernel_tests.py", "--record", "/tmp/a.json"], "python tools/kernel_tests.py --record a.json"),
+        (["{root}/minillm/cli.py", "bench", "offline"], "minillm bench offline"),
+        (["/usr/bin/minillm", "eval"], "minillm eval"),
+    ],
+)
+def test_a_command_is_one_to_be_typed_at_the_projects_root(words, command, monkeypatch):
+    monkeypatch.setattr("sys.argv", [word.format(root=records.PACKAGE.parent) for word in words])
+    assert records.record([], records.begin())["command"] == command
 
 
 def test_changed_files_are_not_kept_secret(monkeypatch):
