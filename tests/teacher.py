@@ -14,6 +14,7 @@ from minillm import SamplingParams, ops
 from minillm.model.loader import EMBEDDED
 from minillm.request import Completion
 from minillm.runner.sampler import Sampler
+from minillm.runner.state import RowState
 
 TIE = 1e-3  # logits closer than this may change places, and so may the cumulated probabilities around a draw
 
@@ -40,13 +41,14 @@ class Teacher:
             return 0
         logits = self.logits(completion.prompt_token_ids, output)
         count, start = len(output), len(completion.prompt_token_ids)
-        sampler = Sampler(1, torch.device("cpu"), ops.on("cpu"))
-        sampler.admit(0, params, seed, start, tuple(params.stop_token_ids))
-        tokens = torch.tensor([completion.prompt_token_ids + output], dtype=torch.int32)
+        state = RowState(1, start + count, 1, 1, start + count, torch.device("cpu"))
+        state.sampling.admit(0, params, seed, tuple(params.stop_token_ids))
+        state.prompt_length[0] = start
+        state.tokens[0, : start + count] = torch.tensor(completion.prompt_token_ids + output)
         rows, lengths = np.zeros(count, np.int64), np.arange(start, start + count)
         # A general row's temperature is divided out while its logits are reshaped.
-        general = bool(sampler.general[0])
-        shaped = sampler.reshape(logits.clone(), rows, lengths, tokens) if general else logits
+        general = params.needs_general_path
+        shaped = Sampler(state, ops.on("cpu")).reshape(logits.clone(), rows, lengths) if general else logits
         chosen = torch.tensor(output)
         if params.temperature == 0:
             gap = shaped.amax(-1) - shaped.gather(1, chosen[:, None])[:, 0]

@@ -12,8 +12,12 @@ from minillm.model.loader import DTYPES
 from minillm.request import SamplingParams
 
 from . import records, workloads
+from .load import other_load
 from .peers import TransformersGenerate, batch_sizes
 from .workloads import BenchRequest
+
+STEADY = 0.15  # runs of the same work may lie this far apart, as a share of their median
+PATIENCE = 4  # times `repeat` rounds at most, until a comparison that is not steady is reported as such
 
 
 class Minillm:
@@ -69,6 +73,7 @@ def run(
     load_format: str = "auto",
     temperature: float = 1.0,
     threads: int | None = None,
+    patience: int = PATIENCE,
     json_path: str | Path | None = None,
     quiet: bool = False,
     **engine_options,
@@ -78,8 +83,9 @@ def run(
     model, dtype, device, load_format and engine_options are `LLM`'s. workload: names from
     `workloads.WORKLOADS` or their first words. scale divides lengths, requests cuts their number. repeat: timed
     runs each, after one that warms up; the median is reported, all are listed. compare: "transformers" or None.
-    batches: its static batch sizes (default: those of `batch_sizes`). threads: torch's, for both. json_path: where to
-    write the record too (`records.write`). quiet: print nothing. Raises UnknownWorkload, ConfigError, ValueError.
+    batches: its static batch sizes (default: those of `batch_sizes`). threads: torch's, for both. patience: a
+    comparison whose runs differ too much goes on for up to this many times `repeat` rounds. json_path: where to write
+    the record too (`records.write`). quiet: print nothing. Raises UnknownWorkload, ConfigError, ValueError.
     """
     names = [workload] if isinstance(workload, str) else list(workload)
     chosen = [workloads.find(name).name for name in names]
@@ -102,13 +108,13 @@ def run(
         for name in chosen:
             work = workloads.make(name, config.vocab_size, scale=scale, requests=requests)
             facts = {"workload": name, **workloads.totals(work), **common}
-            results += _alternate(engine, peer, work, facts, repeat, temperature, batches)
+            results += _alternate(engine, peer, work, facts, repeat, temperature, batches, patience)
             if not quiet:
                 print(table(results[-1:] if peer is None else _of(results, name)), flush=True)
     finally:
         engine.llm.close()
     content = records.record(results, begun)
-    return records.publish(content, json_path, quiet=quiet)
+    return records.publish(content, json_path, caveat(content), quiet=quiet)
 
 
 def _settings(llm, dtype: str, device: str, checkpoint_dtype: str) -> dict:
@@ -121,20 +127,33 @@ def _settings(llm, dtype: str, device: str, checkpoint_dtype: str) -> dict:
     return {"dtype": dtype, "device": device, "threads": torch.get_num_threads()}
 
 
-def _alternate(engine, peer, work, facts: dict, repeat: int, temperature: float, batches=None) -> list[dict]:
-    """All once to warm up, then all in turn, `repeat` times: a machine's bad minute hits everyone alike."""
+def _alternate(
+    engine, peer, work, facts: dict, repeat: int, temperature: float, batches=None, patience: int = PATIENCE
+) -> list[dict]:
+    """All once to warm up, then all in turn, `repeat` times: a machine's bad minute hits all of them alike.
+
+    A comparison goes on until the last `repeat` runs of each lie close together, or the patience ends; those are the
+    ones that count, and a row that is not steady says so.
+    """
     contenders = {(engine.name, None): lambda: engine.run(work, temperature)}
     if peer is not None:
         for batch in batches or batch_sizes(len(work)):
             contenders[peer.name, batch] = lambda batch=batch: peer.run(work, batch, temperature)
     runs: dict[tuple, list[float]] = {key: [] for key in contenders}
-    for round_number in range(repeat + 1):
-        for key, contender in contenders.items():
-            seconds = contender()
-            if round_number > 0:
-                runs[key].append(seconds)
-    rows = [_row(key, seconds, facts) for key, seconds in runs.items()]
+    for contender in contenders.values():
+        contender()
+    with other_load() as others:
+        for done in range(1, repeat * (patience if peer else 1) + 1):
+            for key, contender in contenders.items():
+                runs[key].append(contender())
+            spread = max(_spread(each[-repeat:]) for each in runs.values())
+            if done >= repeat and spread <= STEADY:
+                break
+    rows = [_row(key, seconds[-repeat:], facts) for key, seconds in runs.items()]
     if len(rows) > 1:
+        seen = {"spread": round(spread, 3), "other_programs_cores": others.cores and round(others.cores, 2)}
+        for row, each in zip(rows, runs.values(), strict=True):
+            row |= seen | {"unsteady_runs": [round(seconds, 4) for seconds in each[:-repeat]]}
         best = max(rows[1:], key=lambda row: row["output_tokens_per_s"])
         rows[0]["times_transformers"] = round(best["seconds"] / rows[0]["seconds"], 3)
         rows[0]["against_batch"] = best["batch"]
@@ -150,6 +169,23 @@ def _row(key: tuple[str, int | None], runs: list[float], facts: dict) -> dict:
         "output_tokens_per_s": round(facts["output_tokens"] / seconds, 1),
         "runs": [round(each, 4) for each in runs],
     }
+
+
+def _spread(runs: list[float]) -> float:
+    """How far apart runs of the same work lie, as a share of their median."""
+    return (max(runs) - min(runs)) / statistics.median(runs)
+
+
+def caveat(record: dict) -> str:
+    """What must be said with a comparison that was measured on a busy machine; empty where there is nothing to say."""
+    rows = [row for row in record["results"] if row.get("spread", 0) > STEADY]
+    if not rows:
+        return ""
+    worst = max(rows, key=lambda row: row["spread"])
+    told = f"This machine was busy: runs of the same work lie {worst['spread']:.0%} apart"
+    if (cores := worst["other_programs_cores"]) is not None:
+        told += f", and other programs took {cores:.1f} of {record['machine']['cores']} cores"
+    return f"{told}. Take no comparison from this run; repeat it on a quiet machine."
 
 
 def _of(results: list[dict], workload: str) -> list[dict]:

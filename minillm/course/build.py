@@ -24,13 +24,11 @@ DEMO = "99_serve_and_benchmark"
 CELL_SECONDS = 600
 
 
-def execute(
-    notebook: NotebookNode, folder: Path, started: Callable | None = None, tier: str | None = None
-) -> NotebookNode:
+def execute(notebook: NotebookNode, folder: Path, started: Callable | None = None, **environment: str) -> NotebookNode:
     """Run all cells in a fresh kernel of this Python, in `folder`; the same notebook, with outputs.
 
-    started: called with (cell, its index) before each. tier: as MINILLM_TIER; default: what is set already. Raises
-    nbclient's CellExecutionError at the first error.
+    started: called with (cell, its index) before each. environment: variables of the kernel beside those that are set
+    already. Raises nbclient's CellExecutionError at the first error.
     """
     client = NotebookClient(
         notebook,
@@ -42,7 +40,7 @@ def execute(
         on_cell_start=started,
         extra_arguments=["--IPKernelApp.log_level=ERROR"],
     )
-    client.execute(env=os.environ | ({"MINILLM_TIER": tier} if tier else {}))
+    client.execute(env=os.environ | environment)
     notebook.metadata.language_info = {"name": "python"}
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -61,7 +59,7 @@ def build(source: Path, kind: str) -> Path:
     """Write one of a lesson's notebooks, executed on the CPU tier, and return its path."""
     path = target(source, kind)
     path.parent.mkdir(exist_ok=True)
-    write(execute(convert(source, kind), path.parent, tier="cpu"), path)
+    write(execute(convert(source, kind), path.parent, MINILLM_TIER="cpu"), path)
     return path
 
 
@@ -104,7 +102,7 @@ def demo() -> Path:
             if heading:
                 print(f"{time.perf_counter() - begin:5.0f} s  {heading.lstrip('# ')}", flush=True)
 
-    execute(notebook, NOTEBOOKS, say)
+    execute(notebook, NOTEBOOKS, say, FULL="1")
     folder = ROOT / "build"
     folder.mkdir(exist_ok=True)
     target = folder / f"{DEMO}.html"

@@ -36,6 +36,11 @@ class Tier:
         return {"model": self.model, **self.options} if self.trained else {"device": self.device}
 
 
+def full() -> bool:
+    """Whether experiments run at their full length (FULL=1, as in `make demo`) instead of small."""
+    return os.environ.get("FULL") == "1"
+
+
 def tier() -> Tier:
     """The tier of this machine, or the one that MINILLM_TIER names. Raises ConfigError."""
     import torch

@@ -45,7 +45,7 @@ def executed(source):
 
 def test_the_tier_is_the_one_asked_for(tmp_path):
     (tmp_path / "98_trial.py").write_text("# %%\nimport os\n\nprint(os.environ['MINILLM_TIER'])\n")
-    done = build.execute(build.convert(tmp_path / "98_trial.py"), tmp_path, tier="cpu")
+    done = build.execute(build.convert(tmp_path / "98_trial.py"), tmp_path, MINILLM_TIER="cpu")
     assert done.cells[0].outputs[0].text == "cpu\n"
 
 

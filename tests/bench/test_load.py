@@ -1,0 +1,73 @@
+"""What other programs take of the machine, and what a comparison that was disturbed says."""
+
+import pytest
+
+from minillm.bench import load, offline, records
+from minillm.bench.workloads import BenchRequest
+
+
+@pytest.fixture
+def clocks(monkeypatch, tmp_path):
+    """A machine whose clocks stand still unless a test moves them."""
+    times = {"all": 0.0, "own": 0.0, "wall": 0.0}
+    stat = tmp_path / "stat"
+
+    def move(**seconds):
+        for name, value in seconds.items():
+            times[name] += value
+        ticks = round(times["all"] * load.os.sysconf("SC_CLK_TCK"))
+        stat.write_text(f"cpu  {ticks} 0 0 987654 0 0 0 0 0 0\n")
+
+    move()
+    monkeypatch.setattr(load, "PROC", stat)
+    monkeypatch.setattr(load.os, "times", lambda: (times["own"], 0.0, 0.0, 0.0, 0.0))
+    monkeypatch.setattr(load.time, "perf_counter", lambda: times["wall"])
+    return move
+
+
+def test_other_load_is_what_all_took_but_this_process_by_the_wall_clock(clocks):
+    with load.other_load() as others:
+        clocks(all=7.0, own=4.0, wall=2.0)
+    assert others.cores == pytest.approx(1.5)
+
+
+def test_other_load_is_not_known_where_the_system_does_not_tell(clocks, monkeypatch, tmp_path):
+    monkeypatch.setattr(load, "PROC", tmp_path / "nothing")
+    with load.other_load() as others:
+        clocks(wall=1.0)
+    assert others.cores is None
+
+
+class Contender:
+    def __init__(self, name, seconds):
+        self.name, self.seconds = name, iter(seconds)
+
+    def run(self, *_):
+        return next(self.seconds)
+
+
+def compared(ours, theirs, patience=4):
+    contenders = Contender("minillm", ours), Contender("transformers", theirs)
+    facts = {"output_tokens": 60, "workload": "w"}
+    return offline._alternate(*contenders, [BenchRequest([1], 2)], facts, 2, 1.0, (8,), patience)
+
+
+def test_a_comparison_goes_on_until_its_last_runs_lie_close_together():
+    ours, theirs = compared([9, 1.0, 2.0, 1.0, 1.05], [9, 2.0, 2.0, 2.0, 2.1])
+    assert ours["runs"] == [1.0, 1.05] and ours["unsteady_runs"] == [1.0, 2.0]
+    assert theirs["runs"] == [2.0, 2.1] and theirs["unsteady_runs"] == [2.0, 2.0]
+    assert ours["spread"] == pytest.approx(0.049, abs=1e-3) and ours["times_transformers"] == 2.0
+    assert offline.caveat({"results": [ours, theirs]}) == ""
+
+
+def test_a_comparison_that_never_settles_ends_and_says_how_busy_the_machine_was():
+    rows = compared([9, *[1.0, 2.0] * 4], [9, *[2.0] * 8])
+    rows[0]["other_programs_cores"] = rows[1]["other_programs_cores"] = 0.9
+    said = offline.caveat(records.record(rows, records.begin()))
+    assert "runs of the same work lie 67% apart, and other programs took 0.9 of" in said
+    assert len(rows[0]["runs"] + rows[0]["unsteady_runs"]) == 8
+
+
+def test_without_patience_the_runs_asked_for_are_all():
+    rows = compared([9, 1.0, 2.0], [9, 2.0, 2.0], patience=1)
+    assert rows[0]["runs"] == [1.0, 2.0] and rows[0]["unsteady_runs"] == []
