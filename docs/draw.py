@@ -1,6 +1,6 @@
-"""The README's pictures and figures, from committed records alone.
+"""The pictures and figures of the README and of docs/, from committed records alone.
 
-python docs/draw.py           draws docs/{at_work,batching}.svg and fills in the README's figures
+python docs/draw.py           draws docs/{at_work,batching}.svg and fills in the figures of PAGES
 python docs/draw.py record    measures this machine first: data/results/cpu/{offline,timeline}.json
 """
 
@@ -8,13 +8,15 @@ import os
 import re
 import statistics
 import sys
-import time
+import textwrap
 from pathlib import Path
 
 from minillm import LLM, SamplingParams
 from minillm.bench import batching, offline, plots, records, waste, workloads
+from minillm.bench.load import other_load
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGES = (ROOT / "README.md", ROOT / "docs" / "measurements.md")
 PICTURE, BATCHING_PICTURE = ROOT / "docs" / "at_work.svg", ROOT / "docs" / "batching.svg"
 OFFLINE, TIMELINE = "cpu/offline", "cpu/timeline"
 BLOCK = re.compile(r"(<!-- figures: .*? -->\n).*?(<!-- end of figures -->)", re.DOTALL)
@@ -23,16 +25,16 @@ BATCHING_BLOCK = re.compile(r"(<!-- batching: .*? -->\n).*?(<!-- end of batching
 BATCHING = ("cpu/batching", "h200/batching")  # shown as far as they are there
 GPU, GPU_PEER, START = "h200/gemma-2b-bf16", "h200/vllm-h200", "h200/start"
 COMMAND = "python docs/draw.py record"
-STAT = Path("/proc/stat")
 QUIET = 0.1  # share of the CPU that other programs may take during a measurement that is kept
 ROWS = 12  # requests in one step of the timeline: few enough that some must wait
 
 
 def measure() -> None:
     """Both records. The lone request is measured at full length, the mixed ones at an eighth."""
-    begun, before = records.begin(), cpu_seconds()
-    results, spans = compare(), follow()
-    others = share_of_others(before, cpu_seconds())
+    begun = records.begin()
+    with other_load() as load:
+        results, spans = compare(), follow()
+    others = None if load.cores is None else round(load.cores / os.cpu_count(), 3)
     print(offline.table(results))
     if others is not None and others > QUIET:
         sys.exit(
@@ -68,23 +70,6 @@ def follow() -> list[dict]:
         }
         for each in done
     ]
-
-
-def cpu_seconds() -> tuple[float, float, float] | None:
-    """Seconds since some beginning: the clock's, this process's on all cores, all processes'. None but on Linux."""
-    if not STAT.is_file():
-        return None
-    user, nice, system, _, _, *more = map(int, STAT.read_text().splitlines()[0].split()[1:9])
-    busy = (user + nice + system + sum(more)) / os.sysconf("SC_CLK_TCK")
-    return time.perf_counter(), time.process_time(), busy
-
-
-def share_of_others(before: tuple | None, after: tuple | None) -> float | None:
-    """The share of all cores that programs other than this one took, from 0 to 1."""
-    if before is None or after is None:
-        return None
-    wall, own, busy = (late - early for early, late in zip(before, after, strict=True))
-    return round(max(0.0, busy - own) / (wall * os.cpu_count()), 3)
 
 
 def pairs() -> list[tuple[dict, dict]]:
@@ -139,20 +124,19 @@ def gpu_figures() -> str:
         runs = [each for each in peer["results"] if (each["workload"], each["dtype"]) == (row["workload"], "bf16")]
         ours, best = row["output_tokens_per_s"], max(each["output_tokens_per_s"] for each in runs)
         lines.append(f"| {row['workload']} | {row['requests']:,} | {ours:,.0f} | {best:,} | {ours / best:.2f} |")
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"Output tokens per second on one {record['machine']['gpu']}: Gemma 2B's shape, random weights, bfloat16,",
-            "all requests submitted at once, exact output lengths, temperature 1. A workload's name says its input and",
-            f"output lengths. minillm: the median of {len(record['results'][0]['runs'])} runs. {peer['version']}:",
-            f"{peer['runs']}; of two rows the table has the better. Records:",
-            f"[minillm](data/results/{GPU}.json), [vLLM](data/results/{GPU_PEER}.json), with all settings. From the",
-            f"command to the first token it takes [{cached:.1f} s](data/results/{START}.json); the very first time,",
-            f"when kernels are compiled, {first:.0f} s.",
-            "",
-        ]
+    text = (
+        f"Output tokens per second on one {record['machine']['gpu']}: Gemma 2B's shape, random weights, bfloat16, all "
+        "requests submitted at once, exact output lengths, temperature 1. A workload's name says its input and output "
+        f"lengths. minillm: the median of {len(record['results'][0]['runs'])} runs. {peer['version']}: {peer['runs']}; "
+        f"of two rows the table has the better. Records: [minillm](data/results/{GPU}.json), "
+        f"[vLLM](data/results/{GPU_PEER}.json), with all settings. From the command to the first token it takes "
+        f"[{cached:.1f} s](data/results/{START}.json); the very first time, when kernels are compiled, {first:.0f} s."
     )
+    return "\n".join([*lines, "", *wrapped(text), ""])
+
+
+def wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 118, break_long_words=False, break_on_hyphens=False)
 
 
 def batching_records() -> dict[str, dict]:
@@ -233,11 +217,14 @@ def batching_figures() -> str:
     )
 
 
-def fill(readme: str) -> str:
-    """The README with its figures written in."""
-    readme = BATCHING_BLOCK.sub(lambda found: found[1] + batching_figures() + found[2], readme)
-    readme = GPU_BLOCK.sub(lambda found: found[1] + gpu_figures() + found[2], readme)
-    return BLOCK.sub(lambda found: found[1] + figures() + found[2], readme)
+def filled(page: Path) -> str:
+    """A page with its figures written in, their links as seen from where it lies."""
+    up = "../" * len(page.relative_to(ROOT).parents[:-1])
+    text = page.read_text(encoding="utf-8")
+    for block, written in ((BATCHING_BLOCK, batching_figures), (GPU_BLOCK, gpu_figures), (BLOCK, figures)):
+        new = written().replace("](data/results/", f"]({up}data/results/")
+        text = block.sub(lambda found, new=new: found[1] + new + found[2], text)
+    return text
 
 
 def draw() -> None:
@@ -285,8 +272,8 @@ def main() -> None:
     elif sys.argv[1:]:
         sys.exit(__doc__)
     draw()
-    readme = ROOT / "README.md"
-    readme.write_text(fill(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(filled(page), encoding="utf-8")
 
 
 if __name__ == "__main__":

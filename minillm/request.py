@@ -53,7 +53,7 @@ class RequestOptions:
     priority: int = 0
 
     def __post_init__(self) -> None:
-        ok = isinstance(self.cache_salt, str) and not _SURROGATE.search(self.cache_salt)
+        ok = isinstance(self.cache_salt, str) and not SURROGATE.search(self.cache_salt)
         _check(ok, f"cache_salt must be a string without lone surrogates, not {self.cache_salt!r}")
         ok = isinstance(self.use_prefix_cache, bool)
         _check(ok, f"use_prefix_cache must be True or False, not {self.use_prefix_cache!r}")

@@ -365,9 +365,9 @@ def assert_every_output_changes(saved, damage):
         assert row != other
 
 
-def test_the_readmes_new_family_equals_transformers(tmp_path, monkeypatch):
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    code = readme.split("## Adding a family")[1].split("```python")[1].split("```")[0]
+def test_the_new_family_of_the_documentation_equals_transformers(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
+    code = page.split("## Adding a family")[1].split("```python")[1].split("```")[0]
     monkeypatch.setitem(ARCHITECTURES, "MinistralForCausalLM", None)  # so that it is gone afterwards
     exec(code, {})
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]

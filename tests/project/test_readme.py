@@ -10,6 +10,7 @@ from minillm.bench import records
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+MEASUREMENTS = (ROOT / "docs" / "measurements.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +29,13 @@ def test_the_first_screen_has_the_picture_and_the_two_commands():
 
 
 def test_the_figures_are_the_records(draw):
-    assert draw.fill(README) == README, "run python docs/draw.py"
+    for page in draw.PAGES:
+        assert draw.filled(page) == page.read_text(encoding="utf-8"), "run python docs/draw.py"
 
 
 def test_the_table_of_batching_says_in_which_settings_its_columns_differ():
     """And that weights were random, and how far the runs lie apart."""
-    block = README.split("<!-- batching:")[1].split("<!-- end of batching -->")[0]
+    block = MEASUREMENTS.split("<!-- batching:")[1].split("<!-- end of batching -->")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines() if line.startswith("| ")]
     for place, name in enumerate(("cpu/batching", "h200/batching"), 1):
         record = records.read(name)
@@ -73,9 +75,10 @@ def test_the_records_medians_are_of_five_alternating_runs_with_the_settings_name
 
 
 def test_every_link_to_a_file_leads_somewhere():
-    targets = re.findall(r"\]\(([^)#]+)\)", README)
-    missing = [target for target in targets if "://" not in target and not (ROOT / target).exists()]
-    assert not missing
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "data").glob("*.md")):
+        targets = re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8"))
+        missing = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
+        assert not missing, page
 
 
 def test_every_module_has_its_line_in_the_tree():
@@ -88,4 +91,5 @@ def test_every_module_has_its_line_in_the_tree():
 
 
 def test_no_package_registry_is_named():
-    assert not re.search(r"pypi\.|anaconda\.org|conda\.io", README)
+    pages = [README, *(page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md"))]
+    assert not any(re.search(r"pypi\.|anaconda\.org|conda\.io", page) for page in pages)
