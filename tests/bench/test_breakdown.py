@@ -1,6 +1,7 @@
 """A workload's floor counts what its steps must do, and kernels' seconds go where their names say."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -59,7 +60,7 @@ def test_a_chunk_nobody_samples_from_needs_no_head_and_not_all_of_the_last_layer
 def test_attention_counts_each_key_that_a_query_sees(llm, window, monkeypatch):
     spans = [(0, 7), (9, 1), (3, 4)]
     for layer in llm.engine.model.layers:
-        monkeypatch.setattr(layer, "window", window)
+        monkeypatch.setattr(layer, "attention", replace(layer.attention, window=window))
     shape = llm.model_config
     pairs = touched = 0
     for start, queries in spans:

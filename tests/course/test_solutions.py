@@ -388,7 +388,7 @@ def _(solution, rng):
         tokens = beginning[: rng.randint(0, 12)] + rng.choices((1, 11, 111), k=rng.randint(0, 6))
         salt = rng.choice(salts)
         for keys, make in zip(found, (solution, kv_cache.prefix_keys), strict=True):
-            keys += make(np.array(tokens, np.int32), size, salt=salt)
+            keys += make(np.array(tokens, np.int32), size, salt)
     mine, theirs = ([[key == other for other in keys] for key in keys] for keys in found)
     assert mine == theirs
 
