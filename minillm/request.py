@@ -54,11 +54,11 @@ class RequestOptions:
 
     def __post_init__(self) -> None:
         ok = isinstance(self.cache_salt, str) and not SURROGATE.search(self.cache_salt)
-        _check(ok, f"cache_salt must be a string without lone surrogates, not {self.cache_salt!r}")
+        _check(ok, "cache_salt must be a string without lone surrogates, not {}", self.cache_salt)
         ok = isinstance(self.use_prefix_cache, bool)
-        _check(ok, f"use_prefix_cache must be True or False, not {self.use_prefix_cache!r}")
+        _check(ok, "use_prefix_cache must be True or False, not {}", self.use_prefix_cache)
         ok = _is_int(self.priority) and abs(self.priority) < 2**31
-        _check(ok, f"priority must be a 32-bit whole number (lower goes first), not {self.priority!r}")
+        _check(ok, "priority must be a 32-bit whole number (lower goes first), not {}", self.priority)
 
     @property
     def cache_key(self) -> str:

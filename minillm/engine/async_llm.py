@@ -72,7 +72,8 @@ class AsyncLLM:
         except BaseException:
             self._closing = True  # interrupted while it loads: end once it has
             raise
-        self.tokenizer = self.engine.tokenizer
+        self.tokenizer, self.tokenizer_directory = self.engine.tokenizer, self.engine.tokenizer_directory
+        self.dtype = self.engine.model.dtype
         self.model_config = self.engine.model_config
         self.config = self.engine.config
         self.name = self.engine.name

@@ -132,7 +132,7 @@ class _Server:
     # ---- the endpoints
 
     async def complete(self, body: CompletionRequest) -> Response:
-        texts, params, n, usages = body.prompts(), body.params(), body.n or 1, body.stream_usage()
+        texts, params, n = body.prompts(), body.params(), body.n or 1
         self.check_choices(len(texts) * n, n)
         aside = sum(map(len, texts)) >= LONG_TEXT
         await _run(aside, self.check_lengths, texts)
@@ -141,7 +141,7 @@ class _Server:
         if body.echo:
             form.echoes = [await self.echo(text, aside) for text in texts]
             form.scores_only = body.scores_only
-        return await self.respond(prompts, params, form, body.stream, usages)
+        return await self.respond(prompts, params, form, body)
 
     async def chat(self, body: ChatRequest) -> Response:
         self.check_choices(body.n or 1, body.n or 1)
@@ -153,10 +153,10 @@ class _Server:
         prompt = await self.tokenize(text, aside, special=False, name="messages")
         # A stream has room for very much: not asked for more, it says no more than fits a context.
         left = min(self.engine.max_request_len - len(prompt.ids or ()), self.engine.max_model_len)
-        params, usages = body.params(left), body.stream_usage()
+        params = body.params(left)
         top = (body.top_logprobs or 0) if body.logprobs else None
         form = ChatForm(self.texts, top, bool(body.return_token_ids), body.n or 1)
-        return await self.respond([prompt], params, form, body.stream, usages)
+        return await self.respond([prompt], params, form, body)
 
     # ---- prompts
 
@@ -219,13 +219,13 @@ class _Server:
         prompts: list[Prompt],
         params: SamplingParams,
         form: CompletionForm | ChatForm,
-        stream: bool | None,
-        usages: StreamOptions,
+        body: GenerationRequest,
     ) -> Response:
         """The answer's choices, in one JSON document or as events."""
-        answer, source = Answer(form.kind, self.engine.name), self.engine.stream(prompts, params, form.n)
+        usages, options = body.stream_usage(), body.options()
+        answer, source = Answer(form.kind, self.engine.name), self.engine.stream(prompts, params, form.n, options)
         count = len(prompts) * form.n
-        if stream:
+        if body.stream:
             # Awaited here: until something has come, an error still has its HTTP status.
             first = await anext(source)
             return EventStream(self.chunks(answer, form, count, first, source, usages), source)

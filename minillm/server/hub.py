@@ -20,7 +20,7 @@ import numpy as np
 from minillm import overrides
 from minillm.engine.async_llm import AsyncLLM, Prepared
 from minillm.errors import InvalidRequest
-from minillm.request import Delta, SamplingParams
+from minillm.request import Delta, RequestOptions, SamplingParams
 from minillm.tokenizer import TokenizerError
 
 from .limits import Timeouts
@@ -61,7 +61,7 @@ class Hub:
         self.capacity = engine.config.max_num_seqs + max_queued
         self.metrics = Metrics()
         self.texts = TokenTexts(engine.tokenizer)
-        directory = engine.engine.tokenizer_directory
+        directory = engine.tokenizer_directory
         # Whether all text is made here: no worker can read a tokenizer that is an object of the user's own.
         self.reads_text = engine.tokenizer is not None and directory is None
         self.hello = {
@@ -72,7 +72,7 @@ class Hub:
             "max_model_len": engine.max_model_len,
             "max_request_len": engine.max_request_len,
             "vocab_size": engine.model_config.vocab_size,
-            "dtype": str(engine.engine.model.dtype).removeprefix("torch."),
+            "dtype": str(engine.dtype).removeprefix("torch."),
             "max_num_seqs": engine.config.max_num_seqs,
             "capacity": self.capacity,
             "log_level": log_level,
@@ -268,7 +268,7 @@ class Line:
         if job is not None:
             self.engine.stop(job.prepared.request_id, string)
 
-    def _on_submit(self, numbers: array, *, key: int, prompts: list[dict], params: dict, n: int) -> None:
+    def _on_submit(self, numbers: array, *, key: int, prompts: list[dict], params: dict, options: dict, n: int) -> None:
         choices = len(prompts) * n
         refusal = None
         if self.hub.running + choices > self.hub.capacity:
@@ -282,7 +282,7 @@ class Line:
                     lengths = [len(each) for each in ids]
                     message = {"op": "prompts", "key": key, "lengths": lengths, "choices": n}
                     self.send(message, np.concatenate(ids).tolist())
-                self._start(key, ids, shared.choices(n))
+                self._start(key, ids, shared.choices(n), RequestOptions(**options))
             except Exception as error:
                 refusal = _refusal(error)
         if refusal is not None:
@@ -306,7 +306,7 @@ class Line:
             found.append(ids)
         return found, encoded
 
-    def _start(self, key: int, prompts: list, params: list[SamplingParams]) -> None:
+    def _start(self, key: int, prompts: list, params: list[SamplingParams], options: RequestOptions) -> None:
         """Check every choice, then queue them all. Raises InvalidRequest, and then none has begun.
 
         params: of each choice of a prompt; the engine has checked what they share.
@@ -315,8 +315,8 @@ class Line:
         for ids in prompts:
             for each in params:
                 job = Job(key + len(jobs))
-                options = {"wants_text": self.hub.reads_text, "checked": True}
-                job.prepared = self.engine.prepare(ids, each, self, job, **options)
+                more = {"options": options, "wants_text": self.hub.reads_text, "checked": True}
+                job.prepared = self.engine.prepare(ids, each, self, job, **more)
                 jobs.append(job)
         self.jobs |= {job.key: job for job in jobs}
         try:

@@ -4,7 +4,7 @@ A message is a JSON object and an array of whole numbers (token ids): nothing th
 would. All tokens that a step made for a worker travel in one message.
 
 From a worker:
-    submit      key of the first choice; prompts; params; n of each; numbers: the prompts' ids, one after the other
+    submit      key of the first choice; prompts; params; options; n of each; numbers: the prompts' ids, end to end
     abort       keys
     stopped     key, string: a stop string ended the text; what is generated beyond it is of no use
     ask         id, what, arguments: answered by a reply with the same id
@@ -32,7 +32,7 @@ from typing import Any
 
 from minillm.engine.output_text import OutputText
 from minillm.errors import InvalidRequest
-from minillm.request import Completion, Delta, SamplingParams
+from minillm.request import Completion, Delta, RequestOptions, SamplingParams
 from minillm.tokenizer import Tokenizer
 
 from .limits import Timeouts
@@ -156,9 +156,9 @@ def _with_ids(entry: dict[str, float] | None) -> dict[int, float] | None:
     return None if entry is None else {int(token): logprob for token, logprob in entry.items()}
 
 
-def _changed(params: SamplingParams) -> dict:
+def _changed(given: SamplingParams | RequestOptions) -> dict:
     """The fields that differ from their defaults."""
-    pairs = ((field, getattr(params, field.name)) for field in fields(params))
+    pairs = ((field, getattr(given, field.name)) for field in fields(given) if field.init)
     return {field.name: value for field, value in pairs if value != field.default}
 
 
@@ -190,7 +190,7 @@ class RemoteEngine(asyncio.Protocol):
     # ---- what the HTTP side uses
 
     async def stream(
-        self, prompts: Sequence[Prompt], params: SamplingParams, n: int = 1
+        self, prompts: Sequence[Prompt], params: SamplingParams, n: int = 1, options: RequestOptions = RequestOptions()
     ) -> AsyncIterator[tuple[Choice, Delta]]:
         """Run `params.choices(n)` of each prompt; yields each choice with what it gained.
 
@@ -205,7 +205,7 @@ class RemoteEngine(asyncio.Protocol):
             mine[next(self._keys)] = Choice(index, prompt, self.tokenizer, params)
         self._choices |= {key: (choice, queue) for key, choice in mine.items()}
         message = {"op": "submit", "key": min(mine), "prompts": [each.form for each in prompts]}
-        message |= {"params": _changed(params), "n": n}
+        message |= {"params": _changed(params), "options": _changed(options), "n": n}
         if self.tokenizer is not None:  # stop strings are looked for where text is made
             message["params"].pop("stop", None)
         try:

@@ -8,12 +8,13 @@ vLLM's names.
 import json
 import re
 from collections.abc import Container
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from minillm.errors import InvalidRequest
-from minillm.request import QUOTED, SURROGATE, SamplingParams, shown
+from minillm.request import QUOTED, SURROGATE, RequestOptions, SamplingParams, shown
 from minillm.tokenizer import TokenizerError
 
 from .limits import (
@@ -163,7 +164,7 @@ class GenerationRequest(BaseModel):
     def sampling(self, **computed) -> SamplingParams:
         """How each of the n choices is sampled; with a seed, choice i samples with seed + i."""
         self._check_strings()
-        given = {name: getattr(self, name) for name in _SAMPLING} | computed
+        given = self._given(SamplingParams) | computed
         given = {name: value for name, value in given.items() if value is not None}
         for key in self.logit_bias or ():
             if not _TOKEN_ID.fullmatch(key):
@@ -179,18 +180,27 @@ class GenerationRequest(BaseModel):
         if (longest := max(map(len, stop), default=0)) > MAX_STOP_LENGTH:
             message = f"stop has a string of {longest} characters; at most {MAX_STOP_LENGTH} fit: its beginning will do"
             raise APIError(message, param="stop")
+
+    def options(self) -> RequestOptions:
+        """How all its choices wait, and with whom they share cached beginnings."""
         if (length := len(self.cache_salt or "")) > MAX_SALT:
             message = f"cache_salt has {length:,} characters; at most {MAX_SALT:,} fit: send a hash of it"
             raise APIError(message, param="cache_salt")
+        try:
+            return RequestOptions(**self._given(RequestOptions))
+        except InvalidRequest as error:
+            raise as_api_error(error) from None
+
+    def _given(self, kind: type) -> dict[str, Any]:
+        """The body's fields that are fields of this dataclass, too; without those that it leaves out."""
+        names = [field.name for field in fields(kind) if field.name in type(self).model_fields]
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def stream_usage(self) -> StreamOptions:
         """Which usage the stream tells."""
         if self.stream_options is not None and not self.stream:
             raise APIError("stream_options needs stream: true", param="stream_options")
         return self.stream_options or StreamOptions()
-
-
-_SAMPLING = [name for name in GenerationRequest.model_fields if name in SamplingParams.__dataclass_fields__]
 
 
 class CompletionRequest(GenerationRequest):

@@ -52,7 +52,9 @@ def test_choices_of_a_prompt_share_what_was_checked_once(engine, monkeypatch):
     """Their parameters travel once, and are made and checked once, however many they are."""
     made, checked, began = [], [], []
     check = SamplingParams.__post_init__
-    monkeypatch.setattr(SamplingParams, "__post_init__", lambda params: made.append(params) or check(params))
+    monkeypatch.setattr(
+        SamplingParams, "__post_init__", lambda params, *moved: made.append(params) or check(params, *moved)
+    )
     monkeypatch.setattr(engine.engine, "check_params", checked.append)
     monkeypatch.setattr(engine, "submit", began.extend)
     bias, n = dict.fromkeys(range(200), 1.0), 100
