@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,9 +30,13 @@ class Words:
         pieces = re.findall(r"\n+| ?[^\s:]+|:| ", text)
         return [0] * add_special_tokens + [self.ids.setdefault(piece, len(self.ids)) for piece in pieces]
 
+    def decode(self, ids):
+        words = list(self.ids)
+        return "".join(words[id] for id in ids if id)
+
 
 class Oracle:
-    """Answers with given log-probabilities; prompt tokens cost what `cost` says."""
+    """Answers with given log-probabilities; prompt tokens cost what `cost` says. It has `room` for so many tokens."""
 
     def __init__(self, answers=None, cost=None, room=64):
         self.tokenizer, self.answers, self.cost = Words(), answers or {}, cost
@@ -41,6 +46,7 @@ class Oracle:
         self.prompts += prompts
         out = []
         for prompt in prompts:
+            assert len(prompt) + params.max_tokens <= self.model_config.max_model_len, "no context holds it"
             done = Completion("r", prompt)
             if params.logprobs is not None:
                 done.logprobs = [{self.tokenizer.ids[word]: value for word, value in self.answers.items()}]
@@ -50,6 +56,14 @@ class Oracle:
                 ]
             out.append(done)
         return out
+
+
+A_TO_D = {" A": -1.0, " B": -2.0, " C": -3.0, " D": -4.0}  # A is the likeliest, whatever is asked
+
+
+def blocks(llm: Oracle) -> list[list[str]]:
+    """Of each prompt asked, the answered examples and then the question, without the header."""
+    return [llm.tokenizer.decode(prompt).split("\n\n")[1:] for prompt in llm.prompts]
 
 
 def test_prompt_has_mmlu_form():
@@ -93,14 +107,70 @@ def test_a_letter_outside_the_likeliest_tokens_is_scored_exactly():
     assert evaluate.letter_logprobs(llm, ["Answer:"]) == [[-6.0, -7.0, -5.0, -7.0]]
 
 
-def test_shots_are_of_the_questions_subject_and_as_many_as_fit():
-    answers = {f" {letter}": -1.0 for letter in "ABCD"}
-    examples = [ROW, {**ROW, "subject": "other"}, ROW, ROW]
-    wide, narrow = Oracle(answers, room=1000), Oracle(answers, room=75)
-    for llm in (wide, narrow):
-        evaluate.accuracy(llm, [ROW], examples, shots=5)
-    answered = [llm.prompts[0].count(llm.tokenizer.ids[" A"]) for llm in (wide, narrow)]
-    assert answered[0] == 3 and 0 < answered[1] < 3
+def test_shots_are_of_the_questions_subject():
+    kinds = {"a": "farm_animals", "b": "geese", "c": "farm_animals"}
+    examples = [{**ROW, "question": question, "subject": kind} for question, kind in kinds.items()]
+    llm = Oracle(A_TO_D, room=1000)
+    evaluate.accuracy(llm, [ROW], [*examples, ROW], shots=5)
+    assert [block.split("\n")[0] for block in blocks(llm)[0]] == ["a", "c", ROW["question"], ROW["question"]]
+
+
+@pytest.mark.parametrize("likely", [A_TO_D, {" A": -1.0}], ids=["all letters likely", "rare letters"])
+def test_as_many_shots_as_leave_room_for_a_letter_and_what_follows_it(likely):
+    """A letter that is not among the likeliest tokens is read as one more of the prompt."""
+    tokens = [len(Words().encode(evaluate.few_shot_prompt(ROW, [ROW] * shots))) for shots in range(4)]
+    for room in range(tokens[0] + 2, tokens[3] + 3):
+        llm = Oracle(likely, lambda position, prompt: -9.0, room=room)
+        evaluate.accuracy(llm, [ROW], [ROW] * 3)
+        assert len(llm.prompts[0]) == max(count for count in tokens if count + 2 <= room), f"with room for {room}"
+
+
+def questions(split: str) -> list[dict]:
+    return list(evaluate.load_questions(split=split))
+
+
+def assert_examples_are_of_the_dev_split(prompts: list[list[str]], split: str, shots: int) -> None:
+    shown = {evaluate.question_block(row, answered=True) for row in questions("dev")}
+    asked = {evaluate.question_block(row, answered=False) for row in questions(split)}
+    assert prompts
+    for *examples, question in prompts:
+        assert len(examples) == shots and set(examples) <= shown and question in asked
+
+
+def test_no_split_has_a_question_of_another():
+    dev, asked, test = ({row["question"] for row in questions(split)} for split in ("dev", "asked", "test"))
+    assert not (dev & asked or dev & test or asked & test)
+
+
+def test_examples_are_of_the_dev_split_and_there_are_none_for_questions_of_ones_own():
+    llm, own = Oracle(A_TO_D, room=10_000), Oracle(A_TO_D, room=10_000)
+    evaluate.accuracy(llm, limit=40)
+    assert_examples_are_of_the_dev_split(blocks(llm), "test", shots=5)
+    evaluate.accuracy(own, questions("test")[:3])
+    assert_examples_are_of_the_dev_split(blocks(own), "test", shots=0)
+
+
+def test_accuracy_is_over_all_questions_and_not_a_mean_of_subjects():
+    rows = [ROW, ROW, ROW, {**ROW, "subject": "geese", "answer": 3}]
+    found = evaluate.accuracy(Oracle(A_TO_D), rows, [])
+    assert found["accuracy"] == 0.75 and found["subjects"] == {"farm_animals": 1.0, "geese": 0.0}
+
+
+@pytest.mark.parametrize("limit", [1, 7, 20, 59, 60, 61])
+def test_a_limit_takes_questions_spread_evenly_over_all(limit):
+    rows = [{**ROW, "question": f"number {i}"} for i in range(60)]
+    llm = Oracle(A_TO_D)
+    assert evaluate.accuracy(llm, rows, [], limit=limit)["questions"] == min(limit, 60)
+    places = [int(question.split()[1]) for (question,) in blocks(llm)]
+    gaps = {after - before for before, after in zip(places, [*places[1:], 60 + places[0]], strict=True)}
+    assert gaps <= {60 // len(places), -(-60 // len(places))}
+
+
+def test_a_limit_of_the_embedded_questions_asks_about_every_subject_alike():
+    llm = Oracle(A_TO_D, room=10_000)
+    evaluate.accuracy(llm, shots=0, limit=80)
+    subjects = Counter(llm.tokenizer.decode(prompt).split("\n")[0] for prompt in llm.prompts)
+    assert len(subjects) == 8 and set(subjects.values()) == {10}
 
 
 def test_windows_score_every_token_once():
@@ -135,21 +205,30 @@ def test_bits_per_byte_divide_by_the_texts_bytes():
 
 def test_quality_measures_every_set_and_the_text_in_the_form_of_a_record(monkeypatch):
     module = sys.modules["minillm.evaluate.quality"]
-    monkeypatch.setattr(module, "load_questions", lambda split="test": [{**ROW, "answer": split == "asked"}] * 4)
     monkeypatch.setattr(module, "perplexity", lambda llm: {"perplexity": 2.00004, "tokens": 9})
-    llm = Oracle({" A": -1.0, " B": -2.0, " C": -3.0, " D": -4.0}, room=1000)
+    llm = Oracle(A_TO_D, room=10_000)
     llm.engine = SimpleNamespace(model=SimpleNamespace(dtype="torch.float32"))
-    results = {result["workload"]: result for result in evaluate.quality(llm, limit=3)}
-    assert {
-        name: (found.get("accuracy"), found.get("shots"), found["requests"]) for name, found in results.items()
-    } == {
-        "questions-held-out-5-shot": (1.0, 5, 3),
-        "questions-held-out-0-shot": (1.0, 0, 3),
-        "questions-asked-5-shot": (0.0, 5, 3),
-        "held-out-text": (None, None, None),
+    splits = {
+        "questions-held-out-5-shot": ("test", 5),
+        "questions-held-out-0-shot": ("test", 0),
+        "questions-asked-5-shot": ("asked", 5),
+        "held-out-text": None,
     }
-    assert results["held-out-text"]["perplexity"] == 2.0 and results["held-out-text"]["input_tokens"] == 9
-    assert all(each["dtype"] == "float32" for each in results.values())
+    measured = []
+    for result in evaluate.quality(llm, limit=24):
+        measured.append(result["workload"])
+        assert result["dtype"] == "float32"
+        if (wanted := splits[result["workload"]]) is None:
+            assert result["perplexity"] == 2.0 and result["input_tokens"] == 9 and result["requests"] is None
+            continue
+        split, shots = wanted
+        assert (result["requests"], result["shots"]) == (24, shots)
+        assert_examples_are_of_the_dev_split(blocks(llm), split, shots)
+        rows = questions(split)
+        first = sum(rows[i * len(rows) // 24]["answer"] == 0 for i in range(24))
+        assert result["accuracy"] == round(first / 24, 4), "the share of questions whose answer is A"
+        llm.prompts.clear()
+    assert measured == list(splits)
 
 
 def test_a_model_without_a_tokenizer_is_refused_with_the_way_out():
@@ -206,8 +285,7 @@ def test_mmlu_in_the_hubs_layout_loads_by_subject_and_as_a_whole(mmlu):
     law = evaluate.load_questions(mmlu, subjects=["law"])
     assert law["answer"] == [0, 1, 2, 3, 0, 1] and set(law["subject"]) == {"law"}
     assert len(evaluate.load_questions(mmlu, split="dev")) == 12
-    answers = {" A": -1.0, " B": -2.0, " C": -3.0, " D": -4.0}
-    found = evaluate.accuracy(Oracle(answers, room=1000), law, evaluate.load_questions(mmlu, split="dev"))
+    found = evaluate.accuracy(Oracle(A_TO_D, room=1000), law, evaluate.load_questions(mmlu, split="dev"))
     assert found["accuracy"] == pytest.approx(2 / 6)
 
 
