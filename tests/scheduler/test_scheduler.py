@@ -92,3 +92,21 @@ def test_who_was_preempted_goes_on_from_its_blocks_that_are_still_cached():
     assert 0 < len(kept) < len(full) and kept == full[: len(kept)], "its last blocks were to be taken, and only those"
     assert made.starts[made.rows == victim.row] == [len(kept) * scheduler.block_size]
     assert scheduler.preemptions == 1
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 8)])
+def test_who_joins_leaves_the_blocks_that_running_rows_take_next(windows):
+    """There are blocks for its prompt at once, but a row would then lack one, and a request be preempted."""
+    groups = len(windows)
+    scheduler = scheduler_with(7 * groups - 1, windows)
+    running = [request(str(length), [9] * length, 3) for length in (3, 1, 1, 1)]  # the first will take a second block
+    for each in running:
+        scheduler.submit(each)
+    step(scheduler)
+    waiting = request("waiting", list(range(6)), 2)
+    scheduler.submit(waiting)
+    assert scheduler.pool.available == 2 * groups + (groups - 1), "what it needs, and one too few for the row"
+    while scheduler.has_work:
+        step(scheduler)
+    assert [each.finish_reason for each in (*running, waiting)] == ["length"] * 5
+    assert scheduler.preemptions == 0

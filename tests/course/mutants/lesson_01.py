@@ -39,6 +39,13 @@ def only_the_first_pairs(symbols, ranks):
     return list(symbols)
 
 
+@wrong("bpe_merge", fails="what a join makes can be joined again")
+def one_pass_over_the_ranks(symbols, ranks):
+    for pair in sorted(ranks, key=ranks.get):
+        symbols = join_pair(symbols, *pair)
+    return list(symbols)
+
+
 @wrong("bpe_merge", fails="every place of a pair is joined")
 def first_place_of_each_pair(symbols, ranks):
     symbols, left = list(symbols), dict(ranks)
