@@ -2,6 +2,7 @@
 #
 #   TORCH_INDEX=URL   where torch comes from (a CPU-only index saves several GB on Linux without a GPU)
 #   PYTHON=python3.12 which Python makes .venv
+#   SEED=N EXAMPLES=N what `make explore` draws: a seed (any, unless given), how many times as many examples
 
 SHELL := /bin/bash
 VENV := .venv
@@ -9,13 +10,15 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' requirements.lock)
 NOTEBOOK ?=
+EXAMPLES ?= 10
 
-.PHONY: help setup demo test lab notebooks lint format lock clean
+.PHONY: help setup demo test explore lab notebooks lint format lock clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo       serve the embedded model, load it, compare it; leaves an HTML report in build/'
 	@echo 'make test       every test, notebooks included'
+	@echo 'make explore    the tests that draw at random, by another seed (SEED=N EXAMPLES=N)'
 	@echo 'make lab        JupyterLab on copies of the notebooks, in lab/'
 	@echo 'make notebooks  rebuild and execute the notebooks from notebooks/source/'
 	@echo 'make lint       ruff check and format check      make format   let ruff rewrite'
@@ -47,6 +50,11 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest --nbval --nbval-current-env $(PYTEST)
+
+explore: $(READY)
+	@export MINILLM_TEST_SEED=$(or $(SEED),$$RANDOM$$RANDOM) MINILLM_TEST_EXAMPLES=$(EXAMPLES); \
+	echo "the same again: make explore SEED=$$MINILLM_TEST_SEED EXAMPLES=$(EXAMPLES)"; \
+	$(BIN)/python -m pytest tests -m 'explore or hypothesis' --hypothesis-seed=$$MINILLM_TEST_SEED $(PYTEST)
 
 lab: $(READY)
 	$(BIN)/python -m minillm.course.build lab

@@ -2,9 +2,9 @@
 
     python tools/kernel_tests.py --record kernel-tests --seeds 3
 
-Kernel tests run once for each seed; every comparison with a float64 reference is noted (`tests/kernels/compare.py`),
-and the record holds the largest of each kernel and dtype, with the bound it had to keep. Where compute-sanitizer is
-installed, a small run of the kernel tests goes through its memcheck.
+Kernel tests run once for each seed, the engine's with the first of them. Every comparison with a float64 reference is
+noted (`tests/kernels/compare.py`), and the record holds the largest of each kernel and dtype, with the bound it had to
+keep. Where compute-sanitizer is installed, a small run of the kernel tests goes through its memcheck.
 """
 
 import argparse
@@ -35,19 +35,18 @@ ALONE = ["tests/engine/test_engine_on_gpu_memory.py"]  # it watches the whole GP
 CHECKED = "test_attention_of_one_row and 256 or test_a_product or test_gate or test_decode_attention and mqa_256"
 
 
-def pytest(paths: list[str], notes: Path, *options: str, seed: int | None = None, within: int) -> dict:
+def pytest(paths: list[str], notes: Path, *options: str, seed: int, within: int) -> dict:
     """Counts of one pytest run: tests, failed, skipped, seconds."""
     report = notes.with_name(f"report-{Path(paths[0]).stem}-{seed}.xml")
-    command = [sys.executable, "-m", "pytest", "-q", "-rf", f"--junitxml={report}", *options, *paths]
-    environment = (
-        os.environ | {"MINILLM_NOTES": str(notes)} | ({} if seed is None else {"MINILLM_TEST_SEED": str(seed)})
-    )
+    command = [sys.executable, "-m", "pytest", "-q", "-rf", f"--junitxml={report}", f"--hypothesis-seed={seed}"]
+    command += [*options, *paths]
+    environment = os.environ | {"MINILLM_NOTES": str(notes), "MINILLM_TEST_SEED": str(seed)}
     try:
         done = subprocess.run(command, env=environment, cwd=ROOT, timeout=within, capture_output=True, text=True)
         print(done.stdout[-6000:], done.stderr[-1000:], flush=True)
     except subprocess.TimeoutExpired as late:
         print((late.stdout or b"").decode()[-6000:], flush=True)
-        return {"of": paths, "timed_out": within}
+        return {"of": paths, "seed": seed, "timed_out": within}
     suite = ElementTree.parse(report).getroot().find("testsuite")
     counts = {name: int(suite.get(name)) for name in ("tests", "failures", "errors", "skipped")}
     failed = []
@@ -55,7 +54,7 @@ def pytest(paths: list[str], notes: Path, *options: str, seed: int | None = None
         for why in (*case.iter("failure"), *case.iter("error")):
             failed.append(f"{case.get('classname')}::{case.get('name')}")
             print(failed[-1], (why.text or "")[-3000:], case.findtext("system-out", "")[-2000:], sep="\n", flush=True)
-    return {"of": paths, **counts, "failed": failed, "seconds": round(float(suite.get("time")), 1)}
+    return {"of": paths, "seed": seed, **counts, "failed": failed, "seconds": round(float(suite.get("time")), 1)}
 
 
 def largest(notes: Path) -> list[dict]:
@@ -112,16 +111,14 @@ def main() -> None:
         def kernels() -> list[dict]:
             # Compiling for other GPUs needs none.
             left_out = ["--ignore=tests/kernels/test_compile.py", *parallel]
-            return [
-                {"seed": seed} | pytest(["tests/kernels"], notes, *left_out, seed=seed, within=within) for seed in seeds
-            ]
+            return [pytest(["tests/kernels"], notes, *left_out, seed=seed, within=within) for seed in seeds]
 
         parts = {
             "kernels": kernels,
-            "engine": lambda: [pytest(ENGINE, notes, "-rP", *parallel, within=within)],
-            "stress": lambda: [pytest(STRESS, notes, "-rP", within=within)],
+            "engine": lambda: [pytest(ENGINE, notes, "-rP", *parallel, seed=seeds[0], within=within)],
+            "stress": lambda: [pytest(STRESS, notes, "-rP", seed=seeds[0], within=within)],
             "memcheck": lambda: memcheck(within),
-            "alone": lambda: [pytest(ALONE, notes, "-rP", within=within)],
+            "alone": lambda: [pytest(ALONE, notes, "-rP", seed=seeds[0], within=within)],
         }
         wanted = {name: part for name, part in parts.items() if name not in options.skip}
         alone = wanted.pop("alone", None)

@@ -7,6 +7,9 @@ import minillm
 from minillm.course import adapters
 from minillm.kv_cache import LayerCache
 from minillm.ops import AttentionOptions, reference
+from tests.chance import SEED
+
+pytestmark = pytest.mark.explore
 
 BLOCK, KV_HEADS, HEADS, DIM = 4, 2, 4, 8
 LENGTHS = [5, 8, 1]
@@ -15,7 +18,7 @@ LENGTHS = [5, 8, 1]
 @pytest.fixture
 def paged():
     """Three requests in scattered blocks; unused slots hold large leftovers."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(SEED)
     cache = LayerCache(*(torch.randn(9, BLOCK, KV_HEADS, DIM, generator=generator, dtype=torch.float64) for _ in "kv"))
     cache.k[6:], cache.v[6:] = 1e3, 1e3
     table = torch.tensor([[3, 0], [5, 2], [4, 6]], dtype=torch.int32)
@@ -23,7 +26,7 @@ def paged():
 
 
 def queries(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, HEADS, DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return torch.randn(*shape, HEADS, DIM, generator=torch.Generator().manual_seed(SEED + 1), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -4,22 +4,25 @@ On a GPU with kernels, CUDA graphs and running ahead, in float32 with TF32 off; 
 should have been comes from transformers (`teacher.py`).
 """
 
+import itertools
 import random
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 import minillm
 from minillm import LLM, RequestOptions, SamplingParams
 from minillm.engine import Engine
 from minillm.engine.engine import Tracked
 from tests import models
+from tests.chance import SEED, TIMES
 from tests.emulated_graphs import emulated_graphs
 from tests.teacher import Teacher
 
+pytestmark = pytest.mark.explore
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 REQUESTS = 500 if ON_GPU else 60
@@ -119,7 +122,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: f"{options['max_num_seqs']} rows")
 def test_random_requests_with_random_aborts_get_the_tokens_they_ask_for(options, teacher, monkeypatch):
-    rng, often = random.Random(11), options.get("often", 0.5)
+    rng, often = random.Random(SEED + 11), options.get("often", 0.5)
     replayed = count_replays(monkeypatch)
     with LLM(dtype="float32", device=DEVICE, **{k: v for k, v in options.items() if k != "often"}) as llm:
         engine, requests = llm.engine, []
@@ -145,14 +148,14 @@ def test_random_requests_with_random_aborts_get_the_tokens_they_ask_for(options,
     tokens, wrong, at_edges = judge(teacher, requests)
     print(f"{len(requests)} requests, {tokens} tokens, {wrong} wrong, {at_edges} at edges, {preempted} preemptions")
     assert tokens > 8 * REQUESTS
-    assert wrong == 0 and at_edges <= tokens / 5000
+    assert wrong == 0 and at_edges <= 1 + tokens / 5000
 
 
 def test_the_judge_sees_wrong_tokens(teacher):
     def zeros(q, *args, **kwargs):
         return torch.zeros_like(q)
 
-    rng = random.Random(3)
+    rng = random.Random(SEED + 3)
     with LLM(dtype="float32", device=DEVICE) as llm:
         drawn = [random_request(rng) for _ in range(12)]
         with minillm.using(decode_attention=zeros) as used:
@@ -174,6 +177,9 @@ class EngineMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.requests: list[tuple[Tracked, str]] = []
+        # The engine is one for all examples, and each begins like the first: what fails must fail again.
+        self.llm.engine._counter = itertools.count(1)
+        self.llm.engine.scheduler.pool.forget()
 
     @rule(seed=st.integers(0, 10**6), count=st.integers(1, 4))
     def submit(self, seed, count):
@@ -183,12 +189,11 @@ class EngineMachine(RuleBasedStateMachine):
             self.requests.append((self.llm.engine.prepare(prompt, params, wants_text=False), kind))
             self.llm.engine.submit(self.requests[-1][0])
 
-    # No precondition: whether anything runs depends on the tokens, and so on seeds that differ from example to example,
-    # which Hypothesis takes for a mistake of ours.
+    @precondition(lambda self: self.llm.engine.tracked)
     @rule(choice=st.integers(0, 10**6))
     def abort(self, choice):
-        if running := list(self.llm.engine.tracked):
-            self.llm.engine.abort(running[choice % len(running)])
+        running = list(self.llm.engine.tracked)
+        self.llm.engine.abort(running[choice % len(running)])
 
     @rule(count=st.integers(1, 12))
     def step(self, count):
@@ -216,10 +221,8 @@ def test_any_order_of_submitting_aborting_and_stepping_gives_each_request_its_to
         run_state_machine_as_test(
             machine,
             settings=settings(
-                max_examples=25 if ON_GPU else 3,
+                max_examples=(25 if ON_GPU else 3) * TIMES,
                 stateful_step_count=25 if ON_GPU else 12,
-                deadline=None,
-                database=None,
                 suppress_health_check=list(HealthCheck),
             ),
         )
@@ -235,7 +238,7 @@ def test_sampling_follows_the_models_distribution(temperature, rows, teacher):
     """
     count, length, bins = 64, 64 if ON_GPU else 32, 8
     params = SamplingParams(max_tokens=length, temperature=temperature, ignore_eos=True)
-    rng = random.Random(5)
+    rng = random.Random(SEED + 5)
     prompts = [[rng.randrange(4, 4000) for _ in range(rng.randint(1, 30))] for _ in range(count)]
     with LLM(dtype="float32", device=DEVICE, max_num_seqs=rows) as llm:
         found = llm.generate(prompts, params)
@@ -247,7 +250,7 @@ def test_sampling_follows_the_models_distribution(temperature, rows, teacher):
         chances = (logits / heat).softmax(-1)
         own = chances.gather(1, tokens[:, None])
         likelier = torch.where(chances > own, chances, 0.0).sum(-1)
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(SEED)
         points = likelier + own[:, 0] * torch.rand(len(tokens), generator=generator, dtype=torch.float64)
         counts, expected = torch.histc(points, bins, 0, 1), len(tokens) / bins
         return ((counts - expected) ** 2 / expected).sum().item()
@@ -264,7 +267,7 @@ def test_graphs_emulated_on_a_cpu_give_each_request_its_tokens(rows, budget, tmp
     """State on the device, padding, and for one row the fused step, all as on a GPU, with kernels interpreted."""
     pytest.importorskip("minillm.runner.decode_graphs", reason="graphs need triton, which is not installed here")
     models.make("gemma-multi-query").save_pretrained(tmp_path)
-    rng = random.Random(4)
+    rng = random.Random(SEED + 4)
     options = {"max_num_seqs": rows, "max_num_batched_tokens": budget, "run_ahead": 2, "num_blocks": 30}
     with emulated_graphs(), LLM(tmp_path, dtype="float32", **options) as llm:
         engine, requests = llm.engine, []
@@ -345,7 +348,7 @@ def test_500_random_requests_get_the_tokens_of_each_alone_whatever_the_schedule(
     model, budget, policy, more, directories
 ):
     """Random aborts, a tiny pool, chunks of 1 to 512 tokens, shared beginnings, every policy, steps run ahead."""
-    rng = random.Random(budget)
+    rng = random.Random(SEED + budget)
     drawn = draw_requests(rng, EACH)
     with LLM(directories[model], max_num_seqs=1, **ALONE) as llm:
         alone = [llm.generate(prompt, params, options)[0] for prompt, params, options in drawn]

@@ -5,16 +5,15 @@ Where MINILLM_NOTES names a file, every comparison adds a line to it; `tools/ker
 
 import json
 import os
-import random
 
 import torch
 
 from minillm.kv_cache import LayerCache
+from tests.chance import SEED
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # relative, of the whole result
 DTYPES = [torch.float32, torch.bfloat16]
 COMPILED = torch.cuda.is_available()  # else interpreted, where a program takes milliseconds
-SEED = int(os.environ.get("MINILLM_TEST_SEED", random.SystemRandom().randrange(2**31)))  # a new one every session
 
 
 def assert_close(kernel: str, got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, times: float = 1.0) -> None:

@@ -20,7 +20,10 @@ from tests.kernels.compare import DTYPES, assert_close, assert_truncated, double
 kernels = pytest.importorskip("minillm.ops.triton", reason="triton is not installed here")
 from minillm.kernels import sampling  # noqa: E402  needs triton
 
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # the interpreter's numpy: 1 / inf is 0
+pytestmark = [
+    pytest.mark.explore,
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp"),  # the interpreter's numpy: 1 / inf is 0
+]
 
 
 def test_the_operations_take_what_their_references_take():

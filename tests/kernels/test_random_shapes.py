@@ -1,4 +1,4 @@
-"""Kernels on shapes drawn anew every session: a handful interpreted, hundreds compiled, up to Gemma 2B's sizes."""
+"""Kernels on shapes drawn at random: a handful interpreted, hundreds compiled, up to Gemma 2B's sizes."""
 
 import random
 import zlib
@@ -8,9 +8,9 @@ import torch
 
 from minillm.kv_cache import LayerCache
 from minillm.ops import AttentionOptions, reference
+from tests.chance import SEED
 from tests.kernels.compare import (
     COMPILED,
-    SEED,
     TOLERANCE,
     assert_close,
     assert_truncated,
@@ -22,7 +22,10 @@ from tests.kernels.compare import (
 )
 
 kernels = pytest.importorskip("minillm.ops.triton", reason="triton is not installed here")
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # the interpreter's numpy: 1 / inf is 0
+pytestmark = [
+    pytest.mark.explore,
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp"),  # the interpreter's numpy: 1 / inf is 0
+]
 
 DRAWS = 6 if COMPILED else 1
 LONGEST, MOST_ROWS = (3000, 40) if COMPILED else (70, 3)
@@ -49,7 +52,7 @@ draws = pytest.mark.parametrize("draw", range(DRAWS))
 
 @pytest.fixture
 def rng(request) -> random.Random:
-    return random.Random(zlib.crc32(f"{SEED} {request.node.nodeid}".encode()))
+    return random.Random(zlib.crc32(f"{SEED} {request.node.name}".encode()))
 
 
 def ragged(rng: random.Random, count: int, longest: int, block_size: int) -> list[int]:

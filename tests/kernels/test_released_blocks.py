@@ -9,7 +9,10 @@ from tests.kernels.compare import COMPILED, DTYPES, assert_close, double, paged_
 kernels = pytest.importorskip("minillm.ops.triton", reason="triton is not installed here")
 from minillm.kernels import paged_attention  # noqa: E402  needs triton
 
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # the interpreter's numpy: 1 / inf is 0
+pytestmark = [
+    pytest.mark.explore,
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp"),  # the interpreter's numpy: 1 / inf is 0
+]
 
 DIM, BLOCK_SIZE = 16, 8
 LENGTHS = [41, 5, 56, 24]  # an offset of 1, less than a block and less than most windows, whole blocks

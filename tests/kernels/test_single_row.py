@@ -11,7 +11,10 @@ from minillm.ops import AttentionOptions, reference
 from tests.kernels.compare import COMPILED, DTYPES, assert_close, double, random_tensor, rotations
 
 single_row = pytest.importorskip("minillm.kernels.single_row", reason="triton is not installed here")
-pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log2")  # an empty part, interpreted
+pytestmark = [
+    pytest.mark.explore,
+    pytest.mark.filterwarnings("ignore:divide by zero encountered in log2"),  # an empty part, interpreted
+]
 SHAPES = [(8, 1, 64), (4, 2, 32), (2, 1, 256)]  # heads, kv_heads, head_dim: 128, 256 and 32 keys a tile
 LENGTHS = [1, 2, 16, 17, 127, 128, 129, 300, 512]
 if COMPILED:

@@ -18,6 +18,9 @@ from minillm.model.config import ARCHITECTURES, PRESETS, ModelConfig
 from minillm.model.loader import load_model
 from minillm.model.sizing import kv_bytes_per_token
 from tests import models
+from tests.chance import SEED
+
+pytestmark = pytest.mark.explore
 
 BLOCK = 4
 
@@ -36,7 +39,7 @@ class Paged:
             LayerCache(*(torch.full(shape, float("nan"), dtype=model.dtype) for _ in "kv"))
             for _ in range(config.num_layers)
         ]
-        self.free = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).tolist()
+        self.free = torch.randperm(blocks, generator=torch.Generator().manual_seed(SEED)).tolist()
         self.tables: list[list[int]] = []
         self.lengths: list[int] = []
         self.position_error = 0
@@ -113,7 +116,7 @@ def both(directory, dtype: str) -> tuple[torch.nn.Module, Model]:
 
 
 def prompts(*lengths: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(SEED + 1)
     return [torch.randint(1, 96, (length,), generator=generator).tolist() for length in lengths]
 
 

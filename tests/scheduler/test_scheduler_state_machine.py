@@ -27,6 +27,7 @@ from minillm.kv_cache.block_tables import BlockTables
 from minillm.request import Request, RequestOptions, SamplingParams
 from minillm.scheduler import Scheduler
 from minillm.scheduler.policies import POLICIES, FirstComeFirstServed
+from tests.chance import TIMES
 
 VOCABULARY, STOP, LONGEST = 11, 7, 40
 # Prompts share beginnings; no token of these stands twice near, so that what another request left in a block shows.
@@ -285,6 +286,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert got == expected[: len(got)], f"request {request.request_id} has other tokens than alone"
             if request.finish_reason != "abort":
                 assert len(got) == len(expected), f"request {request.request_id} ended early or late"
+                reason = "stop" if expected[-1] == STOP else "length"
+                assert request.finish_reason == reason, f"request {request.request_id} tells the wrong reason"
         pool = self.scheduler.pool
         assert pool.available == pool.num_blocks, "blocks leaked"
 
@@ -295,8 +298,9 @@ def run(machine: type[SchedulerMachine], **options) -> None:
     run_state_machine_as_test(machine, settings=settings(deadline=None, suppress_health_check=everything, **options))
 
 
+@pytest.mark.explore
 def test_any_schedule_gives_the_tokens_of_each_request_alone():
-    run(SchedulerMachine)
+    run(SchedulerMachine, max_examples=EXAMPLES * TIMES)
 
 
 class ForgetsReferences(BlockPool):

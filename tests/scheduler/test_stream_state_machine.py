@@ -12,7 +12,9 @@ from hypothesis.stateful import initialize
 
 from minillm.kv_cache.streams import Stream, StreamTables
 from minillm.scheduler import Scheduler
+from tests.chance import TIMES
 from tests.scheduler.test_scheduler_state_machine import (
+    EXAMPLES,
     FINDINGS,
     SCHEDULES,
     STOP,
@@ -93,8 +95,9 @@ class StreamMachine(SchedulerMachine):
         return set(self.scheduler.pool._key_of)
 
 
+@pytest.mark.explore
 def test_any_schedule_gives_a_stream_the_tokens_of_its_definition():
-    run(StreamMachine)
+    run(StreamMachine, max_examples=EXAMPLES * TIMES)
 
 
 class WithTables(Scheduler):

@@ -4,13 +4,14 @@ import json
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from layouts import CORPUS, unicode_text
 
 from minillm.tokenizer import Tokenizer, TokenizerError, train_bpe, write_tokenizer
 from minillm.tokenizer.gemma import BYTE_TOKENS, SPECIAL_TOKENS
 from minillm.tokenizer.training import join_pair
+from tests.chance import examples
 
 
 def train_by_counting_again(words, steps):
@@ -30,7 +31,7 @@ def train_by_counting_again(words, steps):
     return merges
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(words=st.lists(st.text("abc", min_size=1, max_size=9), min_size=1, max_size=12))
 def test_incremental_counts_learn_the_same_merges_as_counting_again(words):
     _, merges = train_bpe(words, 10_000, split_pattern=".+")
@@ -89,7 +90,7 @@ def written(tmp_path_factory):
     return Tokenizer.from_pretrained(directory), transformers.AutoTokenizer.from_pretrained(directory)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(text=unicode_text())
 def test_transformers_reads_the_written_file_and_gives_the_same_ids(written, text):
     ours, theirs = written

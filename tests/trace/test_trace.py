@@ -14,6 +14,9 @@ from minillm.request import Request, RequestOptions
 from minillm.scheduler import Scheduler, policies
 from minillm.trace import Trace, TraceError, replay, tables
 from minillm.trace.record import FIELDS
+from tests.chance import SEED
+
+pytestmark = pytest.mark.explore
 
 STOP, LONGEST = 7, 40
 BEGINNING = [at * 5 % 11 for at in range(20)]
@@ -33,7 +36,7 @@ class Schedule:
     """A scheduler without a model under a random schedule; keeps what each step really was."""
 
     def __init__(self, seed: int, trace: Trace | None = None, pool=BlockPool, **fixed):
-        rng = self.rng = np.random.default_rng(seed)
+        rng = self.rng = np.random.default_rng(SEED + seed)
         options = {
             "max_num_seqs": int(rng.integers(1, 7)),
             "max_num_batched_tokens": int(rng.integers(1, 65)),
