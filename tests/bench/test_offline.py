@@ -60,7 +60,7 @@ def test_the_record_lists_every_run_and_is_the_last_line(model_directory, tmp_pa
     for row in rows.values():
         assert len(row["runs"]) == 3
         assert row["seconds"] == sorted(row["runs"])[1]
-        assert row["output_tokens_per_s"] == pytest.approx(row["output_tokens"] / row["seconds"], rel=0.01)
+        assert row["output_tokens_per_s"] == pytest.approx(row["output_tokens"] / row["seconds"], rel=0.05)
         assert (row["dtype"], row["device"], row["scale"]) == ("float32", "cpu", 16)
     ours, best = (
         rows[mixed, "minillm", None],
@@ -69,7 +69,7 @@ def test_the_record_lists_every_run_and_is_the_last_line(model_directory, tmp_pa
             key=lambda row: row["output_tokens_per_s"],
         ),
     )
-    assert ours["times_transformers"] == pytest.approx(best["seconds"] / ours["seconds"], rel=0.01)
+    assert ours["times_transformers"] == pytest.approx(best["seconds"] / ours["seconds"], abs=1e-3)
     assert ours["against_batch"] == best["batch"]
     assert sum("minillm" in line for line in lines[:-1]) == 2
 

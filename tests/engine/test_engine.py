@@ -12,6 +12,10 @@ import minillm
 from minillm import LLM, AsyncLLM, InvalidRequest, RequestOptions, SamplingParams
 from minillm.engine import Engine
 from minillm.errors import ConfigError
+from tests.chance import SEED
+from tests.waiting import PATIENCE, come, gate
+
+pytestmark = pytest.mark.explore
 
 VOCABULARY = 97
 
@@ -55,7 +59,7 @@ def books_balance_after_every_step(monkeypatch):
 
 @pytest.fixture(scope="module")
 def prompts():
-    rng = random.Random(1)
+    rng = random.Random(SEED + 1)
     return [[rng.randrange(2, VOCABULARY) for _ in range(rng.randint(1, 40))] for _ in range(12)]
 
 
@@ -107,7 +111,7 @@ def test_chunked_at_any_budget_equals_alone(directory, prompts, alone, budget):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_any_arrival_order_equals_alone(directory, prompts, alone, seed):
-    order = random.Random(seed).sample(range(len(prompts)), len(prompts))
+    order = random.Random(SEED + seed).sample(range(len(prompts)), len(prompts))
     found = tokens(directory, [prompts[i] for i in order], max_num_seqs=3)
     assert found == [alone[i] for i in order]
 
@@ -130,7 +134,7 @@ def test_prefix_hits_equal_alone(directory, prompts, alone):
 
 
 def shared_beginnings(count: int = 64, prefix: int = 512, most: int = 64) -> list[list[int]]:
-    rng = random.Random(1)
+    rng = random.Random(SEED + 1)
     beginning = [rng.randrange(4, 90) for _ in range(prefix)]
     return [[*beginning, *(rng.randrange(4, 90) for _ in range(rng.randint(1, most)))] for _ in range(count)]
 
@@ -226,7 +230,7 @@ def test_unknown_operations_are_named(directory):
 
 
 def test_random_requests_with_aborts_in_a_tiny_pool_equal_alone(directory):
-    rng = random.Random(2)
+    rng = random.Random(SEED + 2)
     work = [([rng.randrange(2, 6) for _ in range(rng.randint(1, 30))], rng.randint(1, 20)) for _ in range(60)]
     with LLM(directory, dtype="float64", device="cpu", run_ahead=0, enable_prefix_caching=False) as llm:
         alone = [llm.generate(p, SamplingParams(max_tokens=n, temperature=0, ignore_eos=True))[0] for p, n in work]
@@ -258,9 +262,11 @@ def test_random_requests_with_aborts_in_a_tiny_pool_equal_alone(directory):
 # ---- what a completion holds
 
 
-def test_a_stop_token_ends_the_output_and_stays_in_it(directory, prompts, alone):
+@pytest.mark.parametrize("last", [False, True], ids=["early", "at max_tokens"])
+def test_a_stop_token_ends_the_output_and_stays_in_it(directory, prompts, alone, last):
     stop = alone[0][5]
-    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, stop_token_ids=[stop])
+    most = alone[0].index(stop) + 1 if last else 24
+    params = SamplingParams(max_tokens=most, temperature=0, ignore_eos=True, stop_token_ids=[stop])
     with LLM(directory, dtype="float64", device="cpu") as llm:
         completion = llm.generate(prompts[0], params)[0]
     assert completion.token_ids == alone[0][: alone[0].index(stop) + 1]
@@ -422,11 +428,7 @@ def test_leaving_a_stream_frees_its_blocks_and_harms_nobody(directory, prompts, 
         await anext(stream)
         await stream.aclose()
         completion = await staying
-        for _ in range(100):
-            if llm.stats()["blocks_available"] == llm.stats()["blocks"]:
-                break
-            await asyncio.sleep(0.05)
-        assert llm.stats()["blocks_available"] == llm.stats()["blocks"]
+        await come(lambda: llm.stats()["blocks_available"] == llm.stats()["blocks"])
         llm.close()
         return completion.token_ids
 
@@ -437,11 +439,12 @@ def test_an_aborted_stream_ends(directory, prompts):
     async def everything():
         llm = AsyncLLM(directory, device="cpu")
         params = SamplingParams(max_tokens=200, ignore_eos=True)
-        task = asyncio.create_task(llm.generate(prompts[0], params, request_id="mine"))
-        while not llm.stats()["running"]:
-            await asyncio.sleep(0.01)
-        llm.abort("mine")
-        completion = await asyncio.wait_for(task, 10)
+        with gate() as opened:
+            task = asyncio.create_task(llm.generate(prompts[0], params, request_id="mine"))
+            await come(lambda: llm.stats()["running"])
+            llm.abort("mine")
+            opened.set()
+            completion = await asyncio.wait_for(task, PATIENCE)
         llm.close()
         with pytest.raises(RuntimeError, match="closed"):
             await llm.generate(prompts[0])
@@ -454,11 +457,14 @@ def test_closing_ends_every_stream(directory, prompts):
     async def everything():
         llm = AsyncLLM(directory, device="cpu")
         params = SamplingParams(max_tokens=200, ignore_eos=True)
-        tasks = [asyncio.create_task(llm.generate(prompt, params)) for prompt in prompts]
-        while not llm.stats()["running"]:
-            await asyncio.sleep(0.01)
-        await asyncio.to_thread(llm.close)
-        return await asyncio.wait_for(asyncio.gather(*tasks), 10)
+        with gate() as opened:
+            tasks = [asyncio.create_task(llm.generate(prompt, params)) for prompt in prompts]
+            await come(lambda: llm.stats()["running"])
+            closing = asyncio.create_task(asyncio.to_thread(llm.close))
+            await come(lambda: not llm.alive)
+            opened.set()
+            await closing
+        return await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE)
 
     assert {completion.finish_reason for completion in asyncio.run(everything())} == {"abort"}
 

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from minillm import LLM, AsyncLLM, SamplingParams
+from tests.waiting import PATIENCE, come, gate
 
 LONG = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True)
 ENDLESS = SamplingParams(max_tokens=1000, ignore_eos=True)
@@ -52,19 +53,20 @@ def test_a_failure_takes_no_answer_from_a_stream_that_had_ended():
     async def work():
         with LLM(**OPTIONS) as llm:
             streams = AsyncLLM(engine=llm.engine)
-            ended = asyncio.create_task(streams.generate([5] * 5, LONG, request_id="ends"))
-            endless = asyncio.create_task(streams.generate([6] * 5, ENDLESS))
-            while len(llm.engine.tracked) < 2:
-                await asyncio.sleep(0.001)
 
             def end_one_and_fail():
                 llm.engine.abort("ends")
                 streams._attempt(lambda: 1 / 0)
 
-            streams._tell(end_one_and_fail)
-            assert (await asyncio.wait_for(ended, 60)).finish_reason == "abort"
-            with pytest.raises(ZeroDivisionError):
-                await asyncio.wait_for(endless, 60)
+            with gate() as opened:
+                ended = asyncio.create_task(streams.generate([5] * 5, LONG, request_id="ends"))
+                endless = asyncio.create_task(streams.generate([6] * 5, ENDLESS))
+                await come(lambda: len(llm.engine.tracked) == 2)
+                streams._tell(end_one_and_fail)
+                opened.set()
+                assert (await asyncio.wait_for(ended, PATIENCE)).finish_reason == "abort"
+                with pytest.raises(ZeroDivisionError):
+                    await asyncio.wait_for(endless, PATIENCE)
             streams.close()
 
     asyncio.run(work())

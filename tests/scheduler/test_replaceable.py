@@ -11,6 +11,7 @@ from minillm import LLM, AsyncLLM, NotSolvedYet, SamplingParams
 from minillm.kv_cache import BlockPool, BlockPoolError
 from minillm.scheduler.policies import FirstComeFirstServed, PolicyError
 from minillm.scheduler.replaceable import PARTS
+from tests.waiting import PATIENCE, come, gate
 
 PROMPTS = [list(range(5, 5 + length)) for length in (9, 2, 40, 5, 17, 33)]
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
@@ -298,19 +299,19 @@ def test_a_pool_that_fails_when_a_request_is_aborted_harms_nobody_afterwards(exp
             raise ZeroDivisionError("cannot release")
 
     async def work(engine):
-        with minillm.using(block_pool=CannotRelease):
+        with minillm.using(block_pool=CannotRelease), gate() as opened:
             endless = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
             both = [asyncio.create_task(engine.generate(PROMPTS[i], endless, name)) for i, name in enumerate("ab")]
-            while engine.stats()["running"] < 2:
-                await asyncio.sleep(0.001)
+            await come(lambda: engine.stats()["running"] == 2)
             engine.abort("a")
+            opened.set()
             for each in both:
                 with pytest.raises(ZeroDivisionError, match="cannot release"):
                     await each
         return (await engine.generate(PROMPTS[2], GREEDY)).token_ids
 
     engine = AsyncLLM(**OPTIONS, run_ahead=0)  # nothing is in flight: its blocks are released at once
-    assert asyncio.run(asyncio.wait_for(work(engine), 60)) == expected[2]
+    assert asyncio.run(asyncio.wait_for(work(engine), PATIENCE)) == expected[2]
     assert engine.alive
     engine.close()
 

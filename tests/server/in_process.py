@@ -1,38 +1,14 @@
-"""A worker in the test's own process and loop, steps that wait for the test, and waiting for what must come to pass."""
+"""A worker in the test's own process and loop."""
 
 import asyncio
 import socket
-import threading
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 
-import minillm
 from minillm.server.hub import Hub, Line
 from minillm.server.limits import Timeouts
 from minillm.server.worker import work
 
 JSON = {"content-type": "application/json"}
-
-
-@contextmanager
-def gate():
-    """Steps wait until the gate is set."""
-    opened = threading.Event()
-
-    def embedding(ids, weight, scale):
-        opened.wait(60)
-        return weight[ids] * scale
-
-    with minillm.using(embedding=embedding):
-        try:
-            yield opened
-        finally:
-            opened.set()
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 @asynccontextmanager

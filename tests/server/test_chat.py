@@ -5,13 +5,14 @@ import pytest
 
 from minillm.engine.llm import chat_prompt
 from minillm.request import SamplingParams
+from tests.waiting import PATIENCE
 
 QUESTION = [{"role": "user", "content": "Where is the river?"}]
 
 
 @pytest.fixture(scope="module")
 def ask(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
 
         def ask(messages=QUESTION, **more):
             fixed = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
@@ -40,6 +41,14 @@ def test_without_a_limit_the_answer_may_fill_the_context(ask, engine):
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage.prompt_tokens == len(prompt)
     assert ask(max_tokens=None, max_completion_tokens=3).usage.completion_tokens == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_end_token_that_is_the_last_token_allowed_is_still_the_reason(ask, engine, stream):
+    always = {str(engine.tokenizer.eos_token_id): 100}
+    answer = ask(max_tokens=1, logit_bias=always, stream=stream, extra_body={"ignore_eos": False})
+    choices = [choice for chunk in answer for choice in chunk.choices] if stream else answer.choices
+    assert choices[-1].finish_reason == "stop"
 
 
 def test_a_streamed_chat_says_its_role_then_the_same_words(ask):

@@ -7,13 +7,14 @@ import openai
 import pytest
 
 from minillm.request import SamplingParams
+from tests.waiting import PATIENCE
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
 
 
 @pytest.fixture(scope="module")
 def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
         yield client
 
 
@@ -82,12 +83,15 @@ def test_a_stop_string_ends_the_text_before_it(complete):
     assert choice.finish_reason == "stop"
 
 
+@pytest.mark.parametrize("last", [False, True], ids=["early", "at max_tokens"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_token_is_reported_but_not_shown(complete, engine, stream):
+def test_a_stop_token_is_reported_but_not_shown(complete, engine, stream, last):
     body = {"temperature": 1, "seed": 2, "max_tokens": 16}
     whole = complete("The river", **body).choices[0]
     stop = whole.token_ids[7]
-    params = SamplingParams(temperature=1, seed=2, max_tokens=16, ignore_eos=True, stop_token_ids=[stop])
+    if last:
+        body["max_tokens"] = whole.token_ids.index(stop) + 1
+    params = SamplingParams(**body, ignore_eos=True, stop_token_ids=[stop])
     expected = asyncio.run(engine.generate("The river", params))
     extra = GREEDY["extra_body"] | {"stop_token_ids": [stop]}
     answer = complete("The river", **body, stream=stream, extra_body=extra)
@@ -214,7 +218,7 @@ def test_a_hundred_async_clients_get_what_one_would(server, complete):
     alone = [complete(prompt).choices[0].text for prompt in prompts]
 
     async def all_at_once():
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=60) as client:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=PATIENCE) as client:
 
             async def one(prompt):
                 stream = await client.completions.create(model=server.model, prompt=prompt, stream=True, **GREEDY)

@@ -11,7 +11,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from minillm.server import limits
 from minillm.server.connections import Connection
 from minillm.server.limits import Timeouts
-from tests.server.in_process import gate, until, worker_here
+from tests.server.in_process import worker_here
+from tests.waiting import come, gate
 
 SOON = 0.1  # seconds: a deadline that a test waits for
 BODY = {"prompt": "The river", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
@@ -71,7 +72,7 @@ async def half_a_head(made, connection, half) -> None:
     """Send part of a request's headers; their deadline passes once they are there."""
     _, writer = connection
     writer.write(half)
-    await until(lambda: made and made[-1].conn.trailing_data[0] == half)
+    await come(lambda: made and made[-1].conn.trailing_data[0] == half)
     assert made[-1]._awaited == "headers"
     made[-1]._expire()
 
@@ -89,11 +90,11 @@ def test_headers_that_do_not_come_in_time_are_answered_with_408(engine, made):
 def test_headers_that_keep_coming_do_not_move_their_deadline(engine, made):
     async def work(port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
-        await until(lambda: made)
+        await come(lambda: made)
         deadline = made[0]._deadline.when()
         for count in range(1, 4):
             writer.write(b"GET / HTTP/1.1\r\n"[:count])
-            await until(lambda count=count: len(made[0].conn.trailing_data[0]) >= count)
+            await come(lambda count=count: len(made[0].conn.trailing_data[0]) >= count)
             assert made[0]._deadline.when() == deadline and not made[0]._deadline.cancelled()
 
     serving(engine, work, header_timeout=60)
@@ -158,7 +159,7 @@ def test_no_deadline_runs_while_an_answer_is_made(engine, made, stream):
         async with worker_here(engine) as (port, hub), httpx.AsyncClient(timeout=60) as client:
             body = BODY | {"stream": stream}
             asked = asyncio.create_task(client.post(f"http://127.0.0.1:{port}/v1/completions", json=body))
-            await until(lambda: hub.running)
+            await come(lambda: hub.running)
             (connection,) = made
             assert connection._deadline is None and connection.timeout_keep_alive_task is None
             opened.set()
@@ -212,7 +213,7 @@ def test_connections_beyond_the_descriptors_wait_and_those_that_are_open_are_ser
         for _, writer in late:
             writer.write(HEALTH)
         answers = [asyncio.create_task(answer(reader)) for reader, _ in late]
-        await until(lambda: log.lines)
+        await come(lambda: log.lines)
         for _ in range(30):
             await healthy(*first)
         assert not any(each.done() for each in answers)
@@ -247,11 +248,11 @@ def test_a_worker_without_descriptors_neither_spins_nor_fills_its_log(engine, ca
         monkeypatch.setattr(loop, "sock_accept", refused)
         third = await asyncio.open_connection("127.0.0.1", port)  # for the call that waits already
         await healthy(*third)
-        await until(lambda: tried)
+        await come(lambda: tried)
         for _ in range(30):
             await healthy(*first)
         assert len(tried) == 1
-        await until(lambda: log.lines)
+        await come(lambda: log.lines)
         (line,) = log.lines
         assert "no connection can be accepted ([Errno 24] Too many open files)" in line
         monkeypatch.setattr(loop, "sock_accept", accept)

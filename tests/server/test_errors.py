@@ -6,6 +6,8 @@ import httpx
 import openai
 import pytest
 
+from tests.waiting import PATIENCE
+
 GOOD = {"prompt": "The river", "max_tokens": 4}
 TURNS = [{"role": "user", "content": "hi"}]
 CHAT = {"messages": TURNS, "max_tokens": 4}
@@ -13,7 +15,7 @@ CHAT = {"messages": TURNS, "max_tokens": 4}
 
 @pytest.fixture(scope="module")
 def http(server):
-    with httpx.Client(base_url=server.url, timeout=30) as client:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
         yield client
 
 

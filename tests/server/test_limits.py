@@ -6,6 +6,7 @@ import json
 import os
 import random
 import threading
+from contextlib import suppress
 
 import httpx
 import openai
@@ -17,8 +18,10 @@ from minillm.server import running
 from minillm.server.limits import max_body
 from minillm.server.link import Choice
 from minillm.tokenizer import Tokenizer
+from tests.chance import SEED
 from tests.server.conftest import MAX_MODEL_LEN
-from tests.server.in_process import JSON, gate, until, worker_here
+from tests.server.in_process import JSON, worker_here
+from tests.waiting import PATIENCE, come, gate
 
 BODY = {"prompt": "The river", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
 CLIENTS = 200
@@ -38,13 +41,13 @@ def narrow(model_directory):
 
 def test_beyond_the_queue_the_answer_is_429_and_later_200(narrow):
     async def clients(opened):
-        async with httpx.AsyncClient(base_url=narrow.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=narrow.url, timeout=PATIENCE) as client:
 
             def ask(**more):
                 return client.post("/v1/completions", json=BODY | more)
 
             taken = [asyncio.create_task(ask(stream=bool(i))) for i in range(3)]
-            await until(lambda: narrow.workers.hub.running == 3)
+            await come(lambda: narrow.workers.hub.running == 3)
             for more in ({}, {"stream": True}, {"n": 2}):
                 refused = await ask(**more)
                 assert refused.status_code == 429
@@ -61,19 +64,19 @@ def test_beyond_the_queue_the_answer_is_429_and_later_200(narrow):
 
 def test_openais_client_knows_a_full_server_and_asks_again(narrow):
     async def clients(opened):
-        async with openai.AsyncOpenAI(base_url=f"{narrow.url}/v1", api_key="none", timeout=60) as client:
+        async with openai.AsyncOpenAI(base_url=f"{narrow.url}/v1", api_key="none", timeout=PATIENCE) as client:
 
             def ask(retries):
                 return client.with_options(max_retries=retries).completions.create(model=narrow.model, **body)
 
             body = {"prompt": "The river", "max_tokens": 4}
             taken = [asyncio.create_task(ask(0)) for _ in range(3)]
-            await until(lambda: narrow.workers.hub.running == 3)
+            await come(lambda: narrow.workers.hub.running == 3)
             with pytest.raises(openai.RateLimitError):
                 await ask(0)
             before = counted(narrow.workers.hub, "http_requests", status="429")
             patient = asyncio.create_task(ask(5))
-            await until(lambda: counted(narrow.workers.hub, "http_requests", status="429") > before)
+            await come(lambda: counted(narrow.workers.hub, "http_requests", status="429") > before)
             opened.set()
             await asyncio.gather(*taken)
             assert (await patient).usage.completion_tokens == 4
@@ -87,7 +90,7 @@ def test_what_waits_goes_by_its_priority_where_the_policy_says_so(model_director
     order = []
 
     async def clients(server, opened):
-        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as client:
 
             async def ask(priority):
                 answer = await client.post("/v1/completions", json=BODY | {"priority": priority, "max_tokens": 60})
@@ -95,9 +98,9 @@ def test_what_waits_goes_by_its_priority_where_the_policy_says_so(model_director
                 order.append(priority)
 
             first = asyncio.create_task(ask(9))
-            await until(lambda: server.engine.stats()["running"] == 1)
+            await come(lambda: server.engine.stats()["running"] == 1)
             others = [asyncio.create_task(ask(priority)) for priority in (5, -1, 3)]
-            await until(lambda: server.workers.hub.running == 4)
+            await come(lambda: server.workers.hub.running == 4)
             opened.set()
             await asyncio.gather(first, *others)
 
@@ -107,7 +110,7 @@ def test_what_waits_goes_by_its_priority_where_the_policy_says_so(model_director
 
 
 def test_more_choices_than_the_server_ever_holds_are_the_requests_own_fault(narrow):
-    answer = httpx.post(narrow.url + "/v1/completions", json=BODY | {"n": 4})
+    answer = httpx.post(narrow.url + "/v1/completions", json=BODY | {"n": 4}, timeout=PATIENCE)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "n" and "holds 3" in answer.json()["error"]["message"]
 
@@ -124,12 +127,12 @@ def test_while_long_texts_are_tokenized_the_worker_answers_others(engine, monkey
     answered = threading.Event()
 
     def encode(tokenizer, text, add_special_tokens=True):
-        assert answered.wait(20), "nobody else was answered"
+        assert answered.wait(PATIENCE), "nobody else was answered"
         return [5, 6]
 
     async def everything():
         monkeypatch.setattr(Tokenizer, "encode", encode)
-        async with worker_here(engine) as (port, _), httpx.AsyncClient(timeout=60) as client:
+        async with worker_here(engine) as (port, _), httpx.AsyncClient(timeout=PATIENCE) as client:
             url = f"http://127.0.0.1:{port}"
             long = asyncio.create_task(client.post(f"{url}/v1/{path}", json=body | {"max_tokens": 1}))
             await asyncio.sleep(0)
@@ -157,7 +160,7 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenized(engine, monkeypatch, 
 
     async def everything():
         monkeypatch.setattr(Tokenizer, "encode", encode)
-        async with worker_here(engine) as (port, _), httpx.AsyncClient(timeout=60) as client:
+        async with worker_here(engine) as (port, _), httpx.AsyncClient(timeout=PATIENCE) as client:
             answer = await client.post(f"http://127.0.0.1:{port}/v1/{path}", json=body)
             assert answer.status_code == 400 and words in answer.json()["error"]["message"]
             long = "characters" in words
@@ -173,7 +176,7 @@ def pieces(size: int, piece: int = 1 << 20):
 
 @pytest.mark.parametrize("told", [True, False], ids=["length told", "in chunks"])
 def test_a_body_past_the_limit_is_refused_and_harms_nobody(server, told):
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
 
         def post(size):
             content = b" " * size if told else pieces(size)
@@ -190,8 +193,8 @@ def test_a_body_past_the_limit_is_refused_and_harms_nobody(server, told):
 # ---- clients that hang up
 
 
-async def leave(port: int, rng: random.Random) -> None:
-    """Ask for something long, and hang up at some moment."""
+async def ask_at_length(port: int, rng: random.Random, sent: float = 1.0) -> tuple:
+    """A connection, and the bytes that were kept of some long request: all after its share `sent`."""
     body = {"prompt": rng.choice(["Once", "word " * 150, ["The river", "A stone"], [5] * 180]), "max_tokens": 40}
     body |= {"stream": rng.random() < 0.6, "n": rng.choice([1, 1, 3]), "ignore_eos": True}
     body |= rng.choice([{}, {"logprobs": 2}, {"stop": "zzz"}, {"echo": True}])
@@ -200,31 +203,49 @@ async def leave(port: int, rng: random.Random) -> None:
         path, stream = "chat/completions", body["stream"]
         body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 40, "stream": stream}
     content = json.dumps(body).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = f"POST /v1/{path} HTTP/1.1\r\nhost: here\r\nconnection: close\r\ncontent-type: application/json\r\n"
     request = f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
-    when = rng.choice(["half sent", "queued", "in prefill", "mid-stream"])
-    writer.write(request[: len(request) - 10] if when == "half sent" else request)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request[: int(len(request) * sent)])
     await writer.drain()
-    if when == "in prefill":
-        for _ in range(rng.randrange(30)):
-            await asyncio.sleep(0)
-    if when == "mid-stream":
-        for _ in range(rng.randrange(1, 12)):
-            await reader.readline()
+    return reader, writer
+
+
+def hang_up(writer: asyncio.StreamWriter, rng: random.Random) -> None:
     if rng.random() < 0.5:
         writer.transport.abort()
     else:
         writer.close()
 
 
-def open_files() -> int:
-    return len(os.listdir("/dev/fd"))
+async def leave(port: int, rng: random.Random) -> None:
+    """Ask for something long, and hang up at some moment."""
+    when = rng.choice(["half sent", "queued", "in prefill", "mid-stream"])
+    reader, writer = await ask_at_length(port, rng, 0.9 if when == "half sent" else 1)
+    if when == "in prefill":
+        for _ in range(rng.randrange(30)):
+            await asyncio.sleep(0)
+    if when == "mid-stream":
+        for _ in range(rng.randrange(1, 12)):
+            await reader.readline()
+    hang_up(writer, rng)
 
 
-def test_two_hundred_clients_that_hang_up_leave_nothing_behind(model_directory):
+def open_files() -> set[tuple]:
+    """Descriptors with what they stand for: one that is closed and given again is another."""
+    found = set()
+    for name in os.listdir("/dev/fd"):
+        with suppress(OSError):  # that of the folder itself is closed again
+            status = os.fstat(int(name))
+            found.add((name, status.st_dev, status.st_ino))
+    return found
+
+
+@pytest.mark.explore
+def test_two_hundred_clients_that_hang_up_leave_nothing_behind(model_directory, monkeypatch):
     engine = AsyncLLM(model_directory, load_format="dummy", device="cpu", max_num_seqs=8)
-    rng = random.Random(3)
+    rng, aborted, told = random.Random(SEED + 3), [], engine.abort
+    monkeypatch.setattr(engine, "abort", lambda request_id: told(request_id) or aborted.append(request_id))
 
     def idle():
         stats = engine.stats()
@@ -233,18 +254,26 @@ def test_two_hundred_clients_that_hang_up_leave_nothing_behind(model_directory):
     async def everything():
         async with worker_here(engine) as (port, hub):
             await leave(port, rng)
-            await until(lambda: hub.running == 0 and idle())
-            await until(lambda: len(asyncio.all_tasks()) == tasks + 3)  # work, its stopper, its acceptor
-            before = len(asyncio.all_tasks()), open_files()
-            for _ in range(CLIENTS // 25):
+            await come(lambda: hub.running == 0 and idle())
+            await come(lambda: len(asyncio.all_tasks()) == tasks + 3)  # work, its stopper, its acceptor
+            gc.collect()  # what tests before left open is theirs
+            files = open_files()
+            with gate() as opened:
+                held = [await ask_at_length(port, rng) for _ in range(25)]
+                await come(lambda: hub.running >= 25)
+                for _, writer in held:
+                    hang_up(writer, rng)
+                await come(lambda: len(aborted) >= 25)
+                opened.set()
+            for _ in range(CLIENTS // 25 - 1):
                 await asyncio.gather(*(leave(port, rng) for _ in range(25)))
-            assert counted(hub, "finished", reason="abort") > CLIENTS / 10, "nobody left in time"
-            await until(lambda: hub.running == 0 and idle())
-            await until(lambda: (len(asyncio.all_tasks()), open_files()) == before)
+            await come(lambda: hub.running == 0 and idle())
+            await come(lambda: len(asyncio.all_tasks()) == tasks + 3 and open_files() <= files)
             gc.collect()
             assert not [each for each in gc.get_objects() if type(each) is Choice]
             assert not engine._listening
-        await until(lambda: len(asyncio.all_tasks()) == tasks)
+            assert counted(hub, "finished", reason="abort") >= 25
+        await come(lambda: len(asyncio.all_tasks()) == tasks)
 
     tasks = 1  # this one
     asyncio.run(everything())
@@ -269,7 +298,7 @@ def test_bad_requests_beside_a_good_one_do_not_change_it(server):
     good = BODY | {"max_tokens": 60, "stream": True}
 
     async def everything():
-        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as client:
 
             async def say():
                 lines = (await client.post("/v1/completions", json=good)).text.splitlines()
@@ -296,7 +325,7 @@ def test_what_a_failing_operation_hits_answers_500_streamed_or_not_and_the_serve
 
     with (
         minillm.using(embedding=embedding),
-        httpx.Client(base_url=server.url, timeout=60) as client,
+        httpx.Client(base_url=server.url, timeout=PATIENCE) as client,
         client.stream("POST", "/v1/completions", json=BODY | {"max_tokens": 240, "stream": True}) as response,
     ):
         lines = response.iter_lines()

@@ -6,13 +6,15 @@ import random
 import httpx
 import pytest
 
+from tests.waiting import PATIENCE
+
 NUMBERS = itertools.count()  # a prompt for each test: the engine serves all of them
 MESSAGE = "What does the quirrel eat on the island, and who told the lighthouse keeper? " * 3
 
 
 @pytest.fixture(scope="module")
 def http(server):
-    with httpx.Client(base_url=server.url, timeout=30) as client:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
         yield client
 
 

@@ -18,7 +18,8 @@ from minillm.server import running
 from minillm.server.body import BodyReader
 from minillm.server.connections import Connection
 from minillm.tokenizer import Tokenizer
-from tests.server.in_process import gate, until, worker_here
+from tests.server.in_process import worker_here
+from tests.waiting import come, gate
 
 BODY = {"prompt": "The river", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
 LONG = BODY | {"max_tokens": 240}
@@ -76,9 +77,9 @@ def test_what_runs_finishes_while_new_connections_are_refused(engine):
         async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as client:
             bodies = [BODY, BODY | {"stream": True}]
             asked = [asyncio.create_task(client.post("/v1/completions", json=body)) for body in bodies]
-            await until(lambda: server.workers.hub.running == 2)
+            await come(lambda: server.workers.hub.running == 2)
             stopped = asyncio.create_task(asyncio.to_thread(manager.__exit__, None, None, None))
-            await until(lambda: refuses(port))
+            await come(lambda: refuses(port))
             assert not any(each.done() for each in [*asked, stopped])
             opened.set()
             whole, stream = await asyncio.gather(*asked)
@@ -121,7 +122,7 @@ def test_past_the_grace_every_client_is_told_and_nothing_is_written_about_it(eng
                 half_reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 head = b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-type: application/json\r\n"
                 writer.write(head + b"content-length: 100\r\n\r\n{")
-                await until(lambda: hub.running == 3 and encoding.is_set() and len(received) == 4)
+                await come(lambda: hub.running == 3 and encoding.is_set() and len(received) == 4)
             told((await stream.aread()).decode())
             refused(await whole)
             refused(await long)

@@ -7,33 +7,18 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 
 import httpx
 import pytest
 
-import minillm
 from minillm.engine.async_llm import AsyncLLM
 from minillm.server import running
 from minillm.server.serving import Workers
+from tests.waiting import PATIENCE, gate, idle, until
 
 BODY = {"prompt": "The river", "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 ENDLESS = BODY | {"max_tokens": 240, "stream": True}
 SMALL = {"load_format": "dummy", "device": "cpu", "max_num_seqs": 4}
-PATIENCE = 60  # seconds until a test gives up on what should have come
-
-
-def until(condition) -> None:
-    """Wait for what must come to pass."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.01)
-
-
-def idle(engine) -> bool:
-    stats = engine.stats()
-    return stats["running"] == stats["waiting"] == 0 and stats["blocks_available"] == stats["blocks"]
 
 
 def pids(server) -> list[int]:
@@ -53,25 +38,13 @@ def pair(engine):
             os.kill(pid, signal.SIGCONT)
 
 
-@pytest.fixture
-def slow():
-    """Steps so slow that no stream of these tests ends by itself in time."""
-
-    def embedding(ids, weight, scale):
-        time.sleep(0.05)
-        return weight[ids] * scale
-
-    with minillm.using(embedding=embedding):
-        yield
-
-
 def test_each_worker_serves_the_same_port_and_any_of_them_tells_the_whole_servers_numbers(pair):
     first, second = pids(pair)
     answers = []
     for asleep, awake in ((first, second), (second, first)):
         os.kill(asleep, signal.SIGSTOP)
         answers.append(ask(pair).json()["choices"][0]["token_ids"])
-        text = httpx.get(pair.url + "/metrics").text
+        text = httpx.get(pair.url + "/metrics", timeout=PATIENCE).text
         os.kill(asleep, signal.SIGCONT)
         assert awake != asleep
     assert answers[0] == answers[1]
@@ -83,7 +56,8 @@ def test_a_worker_that_is_stuck_does_not_hold_up_the_engine(pair, engine):
     first, second = pids(pair)
     os.kill(first, signal.SIGSTOP)
     with httpx.stream("POST", pair.url + "/v1/completions", json=ENDLESS, timeout=PATIENCE) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # without a name it would be closed at once, and the stream with it
+        next(lines)
         os.kill(second, signal.SIGSTOP)  # which serves this stream
         os.kill(first, signal.SIGCONT)
         assert ask(pair).status_code == 200
@@ -91,8 +65,8 @@ def test_a_worker_that_is_stuck_does_not_hold_up_the_engine(pair, engine):
     until(lambda: idle(engine))
 
 
-def test_a_worker_that_dies_is_replaced_and_what_it_ran_is_aborted(engine, slow, capfd):
-    with running(engine) as server:
+def test_a_worker_that_dies_is_replaced_and_what_it_ran_is_aborted(engine, capfd):
+    with gate(free=6) as opened, running(engine) as server:
         (before,) = pids(server)
         with (
             pytest.raises(httpx.TransportError),
@@ -102,6 +76,8 @@ def test_a_worker_that_dies_is_replaced_and_what_it_ran_is_aborted(engine, slow,
             next(lines)
             os.kill(before, signal.SIGKILL)
             list(lines)
+        until(lambda: pids(server) not in ([], [before]))
+        opened.set()
         until(lambda: idle(engine))
         counted = server.workers.hub.metrics.registry.get_sample_value
         assert counted("minillm_finished_total", {"reason": "abort"}) == 1, "it ran on to its end"
@@ -286,7 +262,7 @@ def test_serve_stops_on_ctrl_c_and_on_sigterm(model_directory, by):
     with subprocess.Popen(command, start_new_session=True, **pipes) as process:
         line = process.stdout.readline()
         url = line.split()[4].removesuffix("/v1")
-        body = ENDLESS | {"max_tokens": 60}
+        body = ENDLESS | {"max_tokens": 20}  # soon done, with little of the workers' grace
         with httpx.stream("POST", url + "/v1/completions", json=body, timeout=PATIENCE) as response:
             lines = response.iter_lines()
             next(lines)
