@@ -49,12 +49,12 @@ demo: $(READY)
 	$(BIN)/python -m minillm.course.build demo
 
 test: $(READY)
-	$(BIN)/python -m pytest --nbval --nbval-current-env $(PYTEST)
+	PYTHONHASHSEED=0 $(BIN)/python -m pytest --nbval --nbval-current-env $(PYTEST)
 
 explore: $(READY)
-	@export MINILLM_TEST_SEED=$(or $(SEED),$$RANDOM$$RANDOM) MINILLM_TEST_EXAMPLES=$(EXAMPLES); \
-	echo "the same again: make explore SEED=$$MINILLM_TEST_SEED EXAMPLES=$(EXAMPLES)"; \
-	$(BIN)/python -m pytest tests -m 'explore or hypothesis' --hypothesis-seed=$$MINILLM_TEST_SEED $(PYTEST)
+	@seed=$(or $(SEED),$$RANDOM$$RANDOM); echo "the same again: make explore SEED=$$seed EXAMPLES=$(EXAMPLES)"; \
+	MINILLM_TEST_SEED=$$seed MINILLM_TEST_EXAMPLES=$(EXAMPLES) PYTHONHASHSEED=$$seed \
+	$(BIN)/python -m pytest tests -m 'explore or hypothesis' --hypothesis-seed=$$seed $(PYTEST)
 
 lab: $(READY)
 	$(BIN)/python -m minillm.course.build lab

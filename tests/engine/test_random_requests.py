@@ -255,7 +255,7 @@ def test_sampling_follows_the_models_distribution(temperature, rows, teacher):
         counts, expected = torch.histc(points, bins, 0, 1), len(tokens) / bins
         return ((counts - expected) ** 2 / expected).sum().item()
 
-    limit = bins - 1 + 4 * (2 * (bins - 1)) ** 0.5
+    limit = bins - 1 + 8 * (2 * (bins - 1)) ** 0.5  # exceeded by chance five times in a million
     deviations = {heat: deviation(heat * temperature) for heat in (1.0, 0.5, 2.0)}
     print(f"chi-square {deviations}, limit {limit:.1f}, {bins - 1} degrees of freedom")
     assert deviations[1.0] < limit < min(deviations[0.5], deviations[2.0])

@@ -115,8 +115,8 @@ def both(directory, dtype: str) -> tuple[torch.nn.Module, Model]:
     return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype), load_model(directory, dtype=dtype)
 
 
-def prompts(*lengths: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(SEED + 1)
+def prompts(*lengths: int, seed: int = SEED) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed + 1)
     return [torch.randint(1, 96, (length,), generator=generator).tolist() for length in lengths]
 
 
@@ -330,7 +330,7 @@ def damage_by_config() -> list:
 )
 def test_the_final_soft_cap_bounds_the_logits(saved):
     model = load_model(saved, dtype="float64")
-    (tokens,) = prompts(40)
+    (tokens,) = prompts(40, seed=0)  # with others no logit may reach the cap
     capped, cap = _all_logits(model, tokens), model.config.final_soft_cap
     model.config = dataclasses.replace(model.config, final_soft_cap=None)
     plain = _all_logits(model, tokens)
@@ -340,7 +340,7 @@ def test_the_final_soft_cap_bounds_the_logits(saved):
 
 @functools.lru_cache
 def _undamaged(directory):
-    asked = prompts(3, 17, 8)
+    asked = prompts(3, 17, 8, seed=0)  # not whatever they are does all damage change a token
     return asked, generate(Paged(load_model(directory, dtype="float64")), asked, 32)
 
 

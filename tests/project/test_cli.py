@@ -65,6 +65,7 @@ def test_eval_prints_a_line_for_each_result_and_ends_with_the_record_it_writes(m
         yield {"workload": "text", "perplexity": 2.25, "seconds": 2.0}
 
     monkeypatch.setattr("minillm.evaluate.quality", quality)
+    monkeypatch.setenv("MINILLM_COMMIT", "abc")  # where there is no history
     path = tmp_path / "quality.json"
     result = run("eval", "--limit", "3", "--dtype", "float64", "--json", str(path))
     assert result.exit_code == 0, result.output
