@@ -4,12 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 
 @pytest.fixture(scope="session")
 def model_directory(tmp_path_factory) -> Path:
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("models") / "ids-only"
     folder.mkdir()
     config = {

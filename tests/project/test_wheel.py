@@ -1,6 +1,7 @@
 """A wheel installed elsewhere is the whole engine: kernels and the default model inside."""
 
 import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -26,9 +27,11 @@ def wheel(tmp_path_factory) -> Path:
     """Built from a copy, so that no build folder is left in the checkout or reused from it."""
     folder = tmp_path_factory.mktemp("wheel")
     copy = folder / "checkout"
-    copy.mkdir()
-    for name in ("minillm", "kernels", "data", "pyproject.toml", "README.md", "LICENSE"):
-        run("cp", "-a", ROOT / name, copy, folder=folder)
+    compiled = shutil.ignore_patterns("__pycache__")  # which other processes write meanwhile
+    for name in ("minillm", "kernels", "data"):
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=compiled)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
     build = ("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, copy)
     run(sys.executable, *PIP, *build, folder=folder)
     (built,) = folder.glob("*.whl")

@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from minillm.engine.async_llm import AsyncLLM
 from minillm.server import running
@@ -47,7 +46,6 @@ def model_directory(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def engine(model_directory):
-    torch.set_num_threads(1)
     engine = AsyncLLM(model_directory, load_format="dummy", device="cpu", max_num_seqs=32)
     yield engine
     engine.close()
