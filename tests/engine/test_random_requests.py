@@ -381,7 +381,7 @@ def test_500_random_requests_get_the_tokens_of_each_alone_whatever_the_schedule(
         if (listener := heard[place]) is not None:
             assert listener.ends == [found.finish_reason] and listener.tokens == found.token_ids
     reasons = [tracked.completion.finish_reason for tracked in requests]
-    assert set(reasons) == {"abort", "length", "stop"} and reasons.count("abort") < EACH / 3
+    assert set(reasons) == {"abort", "length", "stop"} and reasons.count("abort") < EACH / 2
     # With a token a step hardly a second request starts beside the first; windows let go of blocks as their rows grow.
     scarce = budget > 1 and model == "gemma-multi-query"
     assert stats["preemptions"] > 0 or not scarce, "blocks were plenty: preemption took no part"
