@@ -222,7 +222,7 @@ def test_rms_norm_equals_its_formula_down_to_eps():
             torch.testing.assert_close(function(x, weight, 1e-6).double(), want, rtol=0, atol=3e-6)
     for module in (reference, cpu):
         normed, total = module.add_rms_norm(x, x + 1, weight, 1e-6)
-        assert total.equal(x + x + 1) and normed.equal(module.rms_norm(total, weight, 1e-6))
+        assert total.equal(x + (x + 1)) and normed.equal(module.rms_norm(total, weight, 1e-6))
     half = torch.randn(5, 48, dtype=torch.bfloat16)
     assert cpu.rms_norm(half, weight, 1e-6).equal(reference.rms_norm(half, weight, 1e-6))
 
