@@ -8,7 +8,7 @@ from .lazy_imports import exports
 if TYPE_CHECKING:
     from .engine.async_llm import AsyncLLM
     from .engine.llm import LLM
-    from .errors import InvalidRequest
+    from .errors import ConfigError, InvalidRequest, MinillmError
     from .overrides import NotSolvedYet, using
     from .request import Completion, RequestOptions, SamplingParams
     from .tokenizer import Tokenizer
@@ -18,7 +18,9 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "Completion",
+    "ConfigError",
     "InvalidRequest",
+    "MinillmError",
     "NotSolvedYet",
     "RequestOptions",
     "SamplingParams",
@@ -34,7 +36,9 @@ __getattr__, __dir__ = exports(
         "SamplingParams": "request",
         "Completion": "request",
         "RequestOptions": "request",
+        "ConfigError": "errors",
         "InvalidRequest": "errors",
+        "MinillmError": "errors",
         "Tokenizer": "tokenizer",
         "NotSolvedYet": "overrides",
         "using": "overrides",

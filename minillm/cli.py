@@ -3,7 +3,6 @@
 import functools
 import inspect
 import json
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from minillm.config import EngineConfig
-from minillm.errors import ConfigError, InvalidRequest
+from minillm.errors import MinillmError
 from minillm.server.limits import Timeouts
 
 TIMEOUTS = Timeouts()
@@ -51,35 +50,21 @@ def friendly_errors() -> Iterator[None]:
     """What the user can mend ends as one line and status 2; anything else keeps its traceback."""
     try:
         yield
-    except (ValueError, OSError, ImportError, RuntimeError) as error:
+    except (MinillmError, ConnectionError, ModuleNotFoundError) as error:
+        message = str(error)
         if isinstance(error, ModuleNotFoundError):
-            message = f"{error}. `minillm doctor` says what is missing and how to install it"
-        elif isinstance(error, (ConfigError, InvalidRequest, ConnectionError)) or _ours(error):
-            message = str(error)
-        else:
-            raise
+            message += ". `minillm doctor` says what is missing and how to install it"
         print(f"minillm: {message}", file=sys.stderr)
         raise typer.Exit(2) from None
 
 
-def _ours(error: BaseException) -> bool:
-    """Whether minillm itself raised it: its messages name the input and the way out."""
-    trace = error.__traceback__
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace.tb_frame.f_globals.get("__name__", "").startswith("minillm.")
-
-
-def _documented(option: str) -> str:
-    """What `EngineConfig`'s docstring says about one of its options."""
-    found = re.search(rf"^    {option} +(.*(?:\n {{8,}}.*)*)", EngineConfig.__doc__, re.MULTILINE)
-    text = " ".join(found[1].split()) if found else ""
+def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
 def _engine_parameter(field: Field) -> inspect.Parameter:
     shown = field.default is not None and not isinstance(field.default, bool)
-    kind = Annotated[field.type, typer.Option(help=_documented(field.name), show_default=shown)]
+    kind = Annotated[field.type, typer.Option(help=_sentence(field.metadata["help"]), show_default=shown)]
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=kind)
 
 

@@ -1,7 +1,8 @@
 """The engine's options: what the user chooses, under vLLM's names where it has them.  Lesson 00."""
 
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from dataclasses import dataclass, field, fields, replace
+from textwrap import wrap
+from typing import Any, Literal, TypeVar, get_args
 
 from minillm.errors import ConfigError
 from minillm.renamed import names
@@ -9,53 +10,66 @@ from minillm.renamed import names
 __getattr__ = names(__name__)
 
 PolicyName = Literal["fcfs", "priority", "shortest", "static", "whole"]
+Config = TypeVar("Config")
+NAMES_WIDTH = 24  # of the column of names in the docstring
 
 
+def _option(default: Any, help: str) -> Any:
+    """A field that explains itself: in `help(EngineConfig)`, and as an option of the command line."""
+    return field(default=default, metadata={"help": help})
+
+
+def _explained(config: type[Config]) -> type[Config]:
+    """Add what its options say of themselves to a dataclass's docstring."""
+    lines = []
+    for each in fields(config):
+        lines += wrap(f"{each.name:<{NAMES_WIDTH}}{each.metadata['help']}", 112, subsequent_indent=" " * NAMES_WIDTH)
+    config.__doc__ = "\n".join([config.__doc__, "", *lines])
+    return config
+
+
+@_explained
 @dataclass(frozen=True)
 class EngineConfig:
-    """The engine's options; None lets the engine choose by device.
+    """The engine's options; None lets the engine choose by device.  Lesson 00."""
 
-    dtype                   "auto" (float32 on CPU, else the file's), float64, float32, bfloat16 or float16
-    device                  "auto", "cpu" or "cuda"
-    load_format             "auto" reads safetensors; "dummy" makes random weights of the right shapes
-    max_model_len           most tokens of prompt and output together; default: the model's own limit
-    max_num_seqs            most requests in one step; default: 256 on CPU, 1,024 on a GPU
-    max_num_batched_tokens  most tokens in one step: the budget that prefill chunks and decodes share; default: 2,048
-                            on CPU, 16,384 on a GPU
-    block_size              tokens a cache block holds
-    num_blocks              cache blocks; default: what the memory allows
-    gpu_memory_utilization  share of the GPU's memory that weights, workspace, CUDA graphs and cache may take
-    enforce_eager           never use CUDA graphs
-    attention_sinks         streams (lesson 09): first tokens that a request keeps when it runs past max_model_len
-    attention_window        streams: newest tokens that it keeps; both are rounded up to blocks, and run without graphs
-    enable_prefix_caching   share the blocks of equal prompt beginnings
-    policy                  who goes first: fcfs (first come, first served), priority (RequestOptions.priority, lower
-                            first), shortest (prompt; with a promise to the long ones); and two baselines: static
-                            (whole batches, not in flight), whole (prompts in one step each, not in chunks)
-    run_ahead               steps launched before the first one's tokens are read (0: none)
-    seed                    of every request that names none
-    plan                    a file that `minillm build` wrote: options, CUDA graphs and launches measured on this GPU
-    trace                   a file that events are written into, as JSON lines (or a `minillm.trace.Trace`)
-    """
-
-    dtype: str = "auto"
-    device: str = "auto"
-    load_format: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    block_size: int = 16
-    num_blocks: int | None = None
-    gpu_memory_utilization: float = 0.9
-    enforce_eager: bool = False
-    attention_sinks: int | None = None
-    attention_window: int | None = None
-    enable_prefix_caching: bool = True
-    policy: PolicyName = "fcfs"
-    run_ahead: int = 1
-    seed: int = 0
-    plan: str | None = None
-    trace: str | None = None
+    dtype: str = _option("auto", '"auto" (float32 on CPU, else the file\'s), float64, float32, bfloat16 or float16')
+    device: str = _option("auto", '"auto", "cpu" or "cuda"')
+    load_format: str = _option("auto", '"auto" reads safetensors; "dummy" makes random weights of the right shapes')
+    max_model_len: int | None = _option(
+        None, "most tokens of prompt and output together; default: the model's own limit"
+    )
+    max_num_seqs: int | None = _option(None, "most requests in one step; default: 256 on CPU, 1,024 on a GPU")
+    max_num_batched_tokens: int | None = _option(
+        None,
+        "most tokens in one step: the budget that prefill chunks and decodes share; default: 2,048 on CPU, 16,384 on "
+        "a GPU",
+    )
+    block_size: int = _option(16, "tokens a cache block holds")
+    num_blocks: int | None = _option(None, "cache blocks; default: what the memory allows")
+    gpu_memory_utilization: float = _option(
+        0.9, "share of the GPU's memory that weights, workspace, CUDA graphs and cache may take"
+    )
+    enforce_eager: bool = _option(False, "never use CUDA graphs")
+    attention_sinks: int | None = _option(
+        None, "streams (lesson 09): first tokens that a request keeps when it runs past max_model_len"
+    )
+    attention_window: int | None = _option(
+        None, "streams: newest tokens that it keeps; both are rounded up to blocks, and run without graphs"
+    )
+    enable_prefix_caching: bool = _option(True, "share the blocks of equal prompt beginnings")
+    policy: PolicyName = _option(
+        "fcfs",
+        "who goes first: fcfs (first come, first served), priority (RequestOptions.priority, lower first), shortest "
+        "(prompt; with a promise to the long ones); and two baselines: static (whole batches, not in flight), whole "
+        "(prompts in one step each, not in chunks)",
+    )
+    run_ahead: int = _option(1, "steps launched before the first one's tokens are read (0: none)")
+    seed: int = _option(0, "of every request that names none")
+    plan: str | None = _option(
+        None, "a file that `minillm build` wrote: options, CUDA graphs and launches measured on this GPU"
+    )
+    trace: str | None = _option(None, "a file that events are written into, as JSON lines (or a `minillm.trace.Trace`)")
 
     def __post_init__(self) -> None:
         choices = {

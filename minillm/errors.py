@@ -1,9 +1,29 @@
-"""The errors that a mistake of the caller's raises.  Each names the input, the limit and the way out."""
+"""The errors that a mistake of the caller's raises.  Each names the input, the limit and the way out.
+
+Every error class of the project is a `MinillmError`. Each keeps the built-in class that fits it as a second base, so
+that `except ValueError` still catches a wrong value. A bug raises something else, with its traceback.
+"""
 
 
-class ConfigError(ValueError):
-    """A model directory or an option that cannot work; the message says what would."""
+class MinillmError(Exception):
+    """Base of all errors that the caller can mend."""
 
 
-class InvalidRequest(ValueError):
+class ConfigError(MinillmError, ValueError):
+    """A model's file, an option or an argument that cannot work; the message says what would."""
+
+
+class InvalidRequest(MinillmError, ValueError):
     """A request that can never run: the message names the input, the limit and the way out."""
+
+
+class EngineClosed(MinillmError, RuntimeError):
+    """A call of an engine after its `close`."""
+
+
+class MissingPackage(MinillmError, ImportError):
+    """A package that this part needs is not installed; the message says how to install it."""
+
+
+class Unreachable(MinillmError, ConnectionError):
+    """A server or a site that does not answer."""

@@ -14,10 +14,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 
+from minillm.errors import MinillmError
+
 HOMES = ("ops.table", "tokenizer.bpe", "scheduler.replaceable")  # importing them registers their parts
 
 
-class NotSolvedYet(NotImplementedError):
+class OverrideError(MinillmError, ValueError):
+    """A part that does not exist, or that what is given cannot replace."""
+
+
+class NotSolvedYet(MinillmError, NotImplementedError):
     """Raised by an exercise's stub: the engine's own part runs instead, so nobody is ever blocked."""
 
 
@@ -98,7 +104,7 @@ def using(*, capturable: bool = False, **replacements: Callable) -> Iterator[Use
 
     Names are those of `minillm.overrides.names()`; a function takes what the one it replaces takes (for operations:
     their reference in `minillm.ops.reference`). One that raises `NotSolvedYet` falls back to the engine's own.
-    Yields a `Used` that counts the calls. Nested blocks work; the inner one wins.
+    Yields a `Used` that counts the calls. Nested blocks work; the inner one wins. Raises OverrideError.
 
     policy and block_pool are classes (or functions that make an object): `policy` is called with nothing and gives
     what `minillm.scheduler.policies.FirstComeFirstServed` describes, `block_pool` with the number of blocks and gives
@@ -116,9 +122,9 @@ def using(*, capturable: bool = False, **replacements: Callable) -> Iterator[Use
     for name, function in replacements.items():
         refusals = [parts.refusal for parts in found if name in parts.names]
         if not refusals:
-            raise ValueError(f"no part is called {name!r}; there are: {', '.join(names())}")
+            raise OverrideError(f"no part is called {name!r}; there are: {', '.join(names())}")
         if not callable(function):
-            raise TypeError(refusals[0].format(name=name, type=type(function).__name__))
+            raise OverrideError(refusals[0].format(name=name, type=type(function).__name__))
     used = Used(calls=dict.fromkeys(replacements, 0))
     with _lock:
         before = []

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minillm import ops
+from minillm.errors import ConfigError
 from minillm.kv_cache.storage import LayerCache
 from minillm.model.config import ModelConfig
 from minillm.ops import AttentionOptions, reference
@@ -149,10 +150,10 @@ def run(
 
     workload: names from `workloads.WORKLOADS`, lengths divided by `scale`, the first `requests` of each (default: 256,
     on a CPU 16). repeat: timed runs of a setting, after one that warms up; the median is reported, all are listed.
-    More: as `LLM`. Raises UnknownWorkload, ConfigError, ValueError.
+    More: as `LLM`. Raises ConfigError.
     """
     if repeat < 1:
-        raise ValueError(f"repeat must be a whole number from 1, not {repeat!r}")
+        raise ConfigError(f"repeat must be a whole number from 1, not {repeat!r}")
     chosen = [workloads.find(name).name for name in workload]
     begun = records.begin()
     engine = offline.Minillm(model, **engine_options)

@@ -59,10 +59,10 @@ def run(
     "throughput". speed: the trace is played so many times as fast, its first `arriving` requests. chunk: tokens in a
     step of the chunked latencies. None: what suits the device. repeat: timed runs each, in turns; medians are
     reported, all are listed. More: as `LLM`.
-    Raises ConfigError, ValueError.
+    Raises ConfigError.
     """
     if repeat < 1:
-        raise ValueError(f"repeat must be a whole number from 1, not {repeat!r}")
+        raise ConfigError(f"repeat must be a whole number from 1, not {repeat!r}")
     given = {"rows": rows, "scale": scale, "speed": speed, "chunk": chunk, "arriving": arriving}
     begun = records.begin()
     device = engine_options.get("device", "auto")

@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from minillm.errors import ConfigError
 from minillm.request import SamplingParams
 from minillm.scheduler.step import Step
 
@@ -98,11 +99,10 @@ def run(
     """Measure the chip and the workloads on it; return the record. Prints a table and, last, the record as JSON.
 
     workload: names from `workloads.WORKLOADS`, lengths divided by `scale`, the first `requests` of each. repeat: timed
-    runs each, between one that warms up and, on a GPU, one that is profiled. More: as `LLM`. Raises UnknownWorkload,
-    ConfigError, ValueError.
+    runs each, between one that warms up and, on a GPU, one that is profiled. More: as `LLM`. Raises ConfigError.
     """
     if repeat < 1:
-        raise ValueError(f"repeat must be a whole number from 1, not {repeat!r}")
+        raise ConfigError(f"repeat must be a whole number from 1, not {repeat!r}")
     chosen = [workloads.find(name).name for name in workload]
     begun = records.begin()
     engine = offline.Minillm(model, **engine_options)

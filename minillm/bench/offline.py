@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from minillm.errors import ConfigError
 from minillm.model.loader import DTYPES
 from minillm.request import SamplingParams
 
@@ -85,14 +86,14 @@ def run(
     runs each, after one that warms up; the median is reported, all are listed. compare: "transformers" or None.
     batches: its static batch sizes (default: those of `batch_sizes`). threads: torch's, for both. patience: a
     comparison whose runs differ too much goes on for up to this many times `repeat` rounds. json_path: where to write
-    the record too (`records.write`). quiet: print nothing. Raises UnknownWorkload, ConfigError, ValueError.
+    the record too (`records.write`). quiet: print nothing. Raises ConfigError.
     """
     names = [workload] if isinstance(workload, str) else list(workload)
     chosen = [workloads.find(name).name for name in names]
     if repeat < 1:
-        raise ValueError(f"repeat must be a whole number from 1, not {repeat!r}")
+        raise ConfigError(f"repeat must be a whole number from 1, not {repeat!r}")
     if compare not in (None, "transformers"):
-        raise ValueError(f"compare must be 'transformers' or nothing, not {compare!r}")
+        raise ConfigError(f"compare must be 'transformers' or nothing, not {compare!r}")
     if threads is not None:
         torch.set_num_threads(threads)
     begun = records.begin()

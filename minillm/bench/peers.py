@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
+from minillm.errors import ConfigError
 from minillm.model.config import ModelConfig
 from minillm.model.loader import DTYPES, resolve
 
@@ -87,7 +88,7 @@ def _random_model(place, dtype: torch.dtype, device: str):
 
 def _gemma_config(kind, config: ModelConfig):
     if config.architecture != "GemmaForCausalLM":
-        raise ValueError(f"the shape of a {config.architecture} has no counterpart here: name a directory instead")
+        raise ConfigError(f"the shape of a {config.architecture} has no counterpart here: name a directory instead")
     return kind(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,

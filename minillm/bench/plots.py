@@ -7,6 +7,8 @@ returns the axes. Nothing is measured here: a picture can be redrawn from its re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from minillm.errors import ConfigError
+
 from . import records, serve
 
 LATENCIES = {"ttft_s": "time to\nfirst token", "itl_s": "between\ntokens", "e2e_s": "whole\nanswer"}
@@ -17,14 +19,14 @@ OURS, THEIRS, WAITING = "#2a6f97", "#c9ada7", "#d9d9d9"
 def throughput(record: Mapping, workload: str | None = None, ax=None):
     """Output tokens per second of each engine in an offline record, for one workload (default: its first).
 
-    A bar is the median, a dot one run. Raises ValueError when the record has no such workload.
+    A bar is the median, a dot one run. Raises ConfigError when the record has no such workload.
     """
     names = list(dict.fromkeys(row["workload"] for row in record["results"]))
     if workload is None:
         workload = names[0]
     rows = [row for row in record["results"] if row["workload"] == workload]
     if not rows:
-        raise ValueError(f"the record has no workload {workload!r}; it has: {', '.join(names)}")
+        raise ConfigError(f"the record has no workload {workload!r}; it has: {', '.join(names)}")
     ax = ax or _axes()
     labels = [row["engine"] + (f"\nbatch {row['batch']}" if "batch" in row else "") for row in rows]
     colours = [OURS if row["engine"].startswith("minillm") else THEIRS for row in rows]
@@ -93,11 +95,11 @@ def ablation(record: Mapping, ax=None, groups: Sequence[str] | None = None):
     """Settings of an ablation record as horizontal bars, group by group: speed as a share of the group's best.
 
     A bar's colour is its workload, the figure at its end its output tokens a second. groups: those shown, in this
-    order (default: all). Raises ValueError when the record has no such group.
+    order (default: all). Raises ConfigError when the record has no such group.
     """
     there = list(dict.fromkeys(row["group"] for row in record["results"]))
     if unknown := set(groups or ()) - set(there):
-        raise ValueError(f"the record has no group {', '.join(sorted(unknown))}; it has: {', '.join(there)}")
+        raise ConfigError(f"the record has no group {', '.join(sorted(unknown))}; it has: {', '.join(there)}")
     rows = [row for group in groups or there for row in record["results"] if row["group"] == group]
     works = list(dict.fromkeys((row["workload"], row["requests"]) for row in record["results"]))
     places, place = {}, 0.0
@@ -221,11 +223,11 @@ def memory_over_time(record: Mapping, cache: int = 0, ax=None):
 
 
 def check_format(path: str | Path) -> None:
-    """Whether `save` can draw into such a file. Raises ValueError by its suffix, ImportError without matplotlib."""
+    """Whether `save` can draw into such a file. Raises ConfigError by its suffix, ImportError without matplotlib."""
     import matplotlib  # noqa: F401  drawing needs it: fail here, before the load
 
     if Path(path).suffix.lower() not in FORMATS:
-        raise ValueError(f"a picture's file ends in {', '.join(FORMATS)}, and {str(path)!r} does not")
+        raise ConfigError(f"a picture's file ends in {', '.join(FORMATS)}, and {str(path)!r} does not")
 
 
 def save(record: Mapping, path: str | Path) -> None:

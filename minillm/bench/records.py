@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from minillm.errors import ConfigError
+
 PACKAGE = Path(__file__).resolve().parents[1]
 RESULTS = PACKAGE / "data" / "results"
 PACKAGES = ("minillm", "torch", "triton", "transformers", "numpy", "fastapi", "uvicorn", "aiohttp")
@@ -73,14 +75,14 @@ def destination(path: str | Path) -> Path:
 
 
 def check_writable(path: str | Path) -> None:
-    """Have a file's folder made and see that the file can be written, before anything is measured. Raises OSError."""
+    """Make a file's folder and see that the file can be written, before anything is measured. Raises ConfigError."""
     file = Path(path).resolve()
     there = file.exists()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.open("a").close()
     except OSError as error:
-        raise OSError(f"{path} cannot be written ({error.strerror}): name another file") from None
+        raise ConfigError(f"{path} cannot be written ({error.strerror}): name another file") from None
     if not there:
         file.unlink()
 
@@ -97,13 +99,13 @@ def publish(content: dict, path: str | Path | None, text: str = "", *, quiet: bo
 
 
 def read(path: str | Path) -> dict:
-    """A record from a file, or a committed one by `<device>/<name>`. FileNotFoundError names those there are."""
+    """A record from a file, or a committed one by `<device>/<name>`. Raises ConfigError."""
     path = Path(path)
     known = RESULTS / f"{path}.json"
     chosen = path if path.is_file() else known
     if not chosen.is_file():
         there = ", ".join(sorted(str(each.relative_to(RESULTS).with_suffix("")) for each in RESULTS.glob("*/*.json")))
-        raise FileNotFoundError(f"no record {path}; committed ones: {there or 'none'}")
+        raise ConfigError(f"no record {path}; committed ones: {there or 'none'}")
     return json.loads(chosen.read_text(encoding="utf-8"))
 
 

@@ -18,12 +18,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from minillm.errors import ConfigError, MinillmError, Unreachable
+
 from . import records, workloads
 from .workloads import BenchRequest
 
 PERCENTILES = (50, 90, 99)
 CONCURRENCY = 8
 GENERATOR_BUSY = 0.7  # the share of a run from which the load generator holds up what it measures
+
+
+class LoadError(MinillmError, RuntimeError):
+    """A run in which requests failed, or that was not over in time."""
 
 
 @dataclass
@@ -100,12 +106,12 @@ def run(
 
     Requests answered 429 (queue full) are counted as refused; all other figures are those of answered ones. generator_s
     is the processor time that the load generator itself took: near the whole run's, it is what was measured.
-    Raises ValueError for wrong settings or another machine's address, ConnectionError when nothing answers,
-    TimeoutError, RuntimeError when a request failed, OSError (before the load) when a file cannot be written.
+    Raises ConfigError for wrong settings, another machine's address or, before the load, a file that cannot be written,
+    Unreachable when nothing answers, LoadError when a request failed or the time was over.
     """
     arrival = _arrival(concurrency, rate, trace, due, speed)
     if not timeout > 0:
-        raise ValueError(f"timeout must be above 0 seconds, not {timeout!r}")
+        raise ConfigError(f"timeout must be above 0 seconds, not {timeout!r}")
     base, begun = _local(url), records.begin()
     if json_path is not None:
         json_path = records.destination(json_path)
@@ -132,7 +138,7 @@ def run(
                 return await _load(base, work, arrival.get("concurrency"), temperature, vocab_size)
         except TimeoutError:
             message = f"the run was not over after {timeout:g} s: send fewer requests or allow a longer timeout"
-            raise TimeoutError(message) from None
+            raise LoadError(message) from None
 
     with ThreadPoolExecutor(1) as thread:  # a notebook's own loop is running in this one
         result = thread.submit(asyncio.run, load()).result()
@@ -150,28 +156,28 @@ def run(
 
 
 def _arrival(concurrency: int | None, rate: float | None, trace, due, speed: float | None) -> dict:
-    """How requests arrive, as it stands in the record. Raises ValueError."""
+    """How requests arrive, as it stands in the record. Raises ConfigError."""
     ways = {"concurrency": concurrency, "rate": rate, "trace": trace, "due": due}
     given = [name for name, value in ways.items() if value is not None]
     if len(given) > 1:
-        raise ValueError(f"requests arrive in one way: choose one of {', '.join(given)}")
+        raise ConfigError(f"requests arrive in one way: choose one of {', '.join(given)}")
     if speed is not None and trace is None:
-        raise ValueError(f"speed {speed!r} plays a trace faster, and there is none: name one, or leave speed out")
+        raise ConfigError(f"speed {speed!r} plays a trace faster, and there is none: name one, or leave speed out")
     if rate is not None:
         if not (math.isfinite(rate) and rate > 0):
-            raise ValueError(f"rate must be a number of requests a second above 0, not {rate!r}")
+            raise ConfigError(f"rate must be a number of requests a second above 0, not {rate!r}")
         return {"arrival": "poisson", "rate": rate}
     if trace is not None:
         return {"arrival": "trace", "speed": workloads.check_speed(1.0 if speed is None else speed)}
     if due is not None:
         if not len(due):
-            raise ValueError("due is empty: give one time for each request")
+            raise ConfigError("due is empty: give one time for each request")
         if not all(math.isfinite(when) and when >= 0 for when in due):
-            raise ValueError("due has a time that is not a number of seconds from 0")
+            raise ConfigError("due has a time that is not a number of seconds from 0")
         return {"arrival": "given"}
     concurrency = CONCURRENCY if concurrency is None else concurrency
     if not isinstance(concurrency, int) or concurrency < 1:
-        raise ValueError(f"concurrency must be a whole number from 1, not {concurrency!r}")
+        raise ConfigError(f"concurrency must be a whole number from 1, not {concurrency!r}")
     return {"arrival": "closed loop", "concurrency": concurrency}
 
 
@@ -185,7 +191,7 @@ async def _load(base: str, make_work, concurrency: int | None, temperature: floa
             async with http.get("/v1/models", timeout=aiohttp.ClientTimeout(10), raise_for_status=True) as answer:
                 card = (await answer.json(content_type=None))["data"][0]
         except (aiohttp.ClientConnectionError, TimeoutError) as error:
-            raise ConnectionError(f"no server answers at {base} ({error}): start one with `minillm serve`") from None
+            raise Unreachable(f"no server answers at {base} ({error}): start one with `minillm serve`") from None
         work = make_work(vocab_size or card["vocab_size"])
         client = Client(http, card["id"], temperature)
         # The first request pays for connections and first uses. Its prompt is no other's: nothing is cached for them.
@@ -199,7 +205,7 @@ async def _load(base: str, make_work, concurrency: int | None, temperature: floa
         cpu = time.thread_time() - cpu
     failed = [each.error for each in measured if each.error]
     if failed:
-        raise RuntimeError(f"{len(failed)} of {len(measured)} requests failed, the first with: {failed[0]}")
+        raise LoadError(f"{len(failed)} of {len(measured)} requests failed, the first with: {failed[0]}")
     return {"model": card["id"], "dtype": card.get("dtype")} | summary(work, measured) | {"generator_s": round(cpu, 4)}
 
 
@@ -362,7 +368,7 @@ def table(result: dict) -> str:
 
 
 def _local(url: str) -> str:
-    """The URL, if it names this machine. Raises ValueError otherwise."""
+    """The URL, if it names this machine. Raises ConfigError otherwise."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     try:
@@ -370,5 +376,5 @@ def _local(url: str) -> str:
     except ValueError:
         local = False
     if parts.scheme != "http" or not local:
-        raise ValueError(f"the load generator only loads this machine (http://127.0.0.1:PORT), not {url!r}")
+        raise ConfigError(f"the load generator only loads this machine (http://127.0.0.1:PORT), not {url!r}")
     return url.rstrip("/").removesuffix("/v1")

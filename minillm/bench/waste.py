@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from minillm.errors import ConfigError
 from minillm.request import Request, SamplingParams
 from minillm.scheduler.scheduler import Scheduler
 
@@ -77,7 +78,7 @@ def contiguous(
             computed[ends[place]] = len(request.prompt)
         if not pieces:
             if waiting:
-                raise ValueError(f"a request of {final(waiting[0])} tokens does not fit a memory of {slots}")
+                raise ConfigError(f"a request of {final(waiting[0])} tokens does not fit a memory of {slots}")
             return
         held = sum(end - begin for begin, end, _ in pieces)
         used = sum(computed[begin] for begin, _, _ in pieces)

@@ -13,12 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from minillm.errors import ConfigError
+
 SEED = 0
 TRACES = Path(__file__).resolve().parents[1] / "data" / "traces"
-
-
-class UnknownWorkload(ValueError):
-    """No workload has this name; the message lists those there are."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +52,11 @@ WORKLOADS = {
 
 
 def find(name: str) -> Workload:
-    """A workload by its name or the word the name begins with ("mixed"). Raises UnknownWorkload."""
+    """A workload by its name or the word the name begins with ("mixed"). Raises ConfigError."""
     for workload in WORKLOADS.values():
         if name in (workload.name, workload.name.split("_")[0]):
             return workload
-    raise UnknownWorkload(f"no workload is called {name!r}; there are: {', '.join(WORKLOADS)}")
+    raise ConfigError(f"no workload is called {name!r}; there are: {', '.join(WORKLOADS)}")
 
 
 def make(
@@ -107,8 +105,7 @@ def replay(
 
     trace: a file, or the name of a committed one ("conversation"); a line of JSON a request, with `arrival` in
     seconds, `input_tokens`, `output_tokens`, and, where its prompt begins as others do, `prefix_id` and
-    `prefix_tokens`. Ids are drawn: only lengths, times and what is shared come from the trace. Raises ValueError,
-    FileNotFoundError.
+    `prefix_tokens`. Ids are drawn: only lengths, times and what is shared come from the trace. Raises ConfigError.
     """
     _check(scale, requests)
     check_speed(speed)
@@ -124,9 +121,9 @@ def replay(
 
 
 def check_speed(speed: float) -> float:
-    """How many times as fast a trace is played, if it is a number above 0. Raises ValueError otherwise."""
+    """How many times as fast a trace is played, if it is a number above 0. Raises ConfigError otherwise."""
     if not (math.isfinite(speed) and speed > 0):
-        raise ValueError(f"speed must be a number above 0, not {speed!r}: 2 plays the trace twice as fast")
+        raise ConfigError(f"speed must be a number above 0, not {speed!r}: 2 plays the trace twice as fast")
     return speed
 
 
@@ -135,7 +132,7 @@ def _find_trace(trace: str | Path) -> Path:
     chosen = path if path.is_file() else TRACES / f"{path}.jsonl"
     if not chosen.is_file():
         there = ", ".join(sorted(each.stem for each in TRACES.glob("*.jsonl")))
-        raise FileNotFoundError(f"no trace {path}; committed ones: {there or 'none'}")
+        raise ConfigError(f"no trace {path}; committed ones: {there or 'none'}")
     return chosen
 
 
@@ -145,7 +142,7 @@ def _draw(ids: random.Random, vocab_size: int, count: int) -> list[int]:
 
 def _check(scale: int, requests: int | None) -> None:
     if scale < 1 or (requests is not None and requests < 1):
-        raise ValueError(f"scale and requests must be whole numbers from 1, not {scale!r} and {requests!r}")
+        raise ConfigError(f"scale and requests must be whole numbers from 1, not {scale!r} and {requests!r}")
 
 
 def totals(requests: Sequence[BenchRequest]) -> dict[str, int]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from minillm.errors import ConfigError
 from minillm.kv_cache.storage import LayerCache
 from minillm.ops import AttentionOptions, reference
 
@@ -46,12 +47,12 @@ def gathered(attention: Callable[..., Tensor]) -> dict[str, Callable]:
 def gathered_prompts(attention: Callable[..., Tensor]) -> dict[str, Callable]:
     """The engine's prefill, done by an attention of whole sequences: attention(q, k, v, scale=...).
 
-    It knows no earlier keys: a prompt that begins with cached blocks, or comes in chunks, raises ValueError.
+    It knows no earlier keys: a prompt that begins with cached blocks, or comes in chunks, raises ConfigError.
     """
 
     def whole(q, k, v, length, **options):
         if len(q) != length:
-            raise ValueError(
+            raise ConfigError(
                 f"{len(q)} queries over {length} keys: this attention takes whole prompts; open the engine with "
                 "enable_prefix_caching=False and let a prompt fit max_num_batched_tokens"
             )

@@ -16,6 +16,8 @@ from pathlib import Path
 from nbclient import NotebookClient
 from nbformat import NotebookNode, write
 
+from minillm.errors import ConfigError, MinillmError
+
 from .lesson import LEARNER, SOLUTION, convert
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,12 +66,12 @@ def build(source: Path, kind: str) -> Path:
 
 
 def sources(names: list[str]) -> list[Path]:
-    """All lessons' sources, or those whose names begin as given ("99"). Raises ValueError."""
+    """All lessons' sources, or those whose names begin as given ("99"). Raises ConfigError."""
     every = sorted((NOTEBOOKS / "source").glob("*.py"))
     chosen = [path for path in every if not names or path.stem.startswith(tuple(names))]
     if not chosen:
         known = ", ".join(path.stem for path in every)
-        raise ValueError(f"no lesson begins with {' or '.join(names)}; there are: {known}")
+        raise ConfigError(f"no lesson begins with {' or '.join(names)}; there are: {known}")
     return chosen
 
 
@@ -140,7 +142,7 @@ def main(arguments: list[str] | None = None) -> None:
                     begin = time.perf_counter()
                     path = build(source, kind).relative_to(ROOT)
                     print(f"{path}  {time.perf_counter() - begin:.0f} s", flush=True)
-        except ValueError as error:
+        except MinillmError as error:
             sys.exit(str(error))
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from minillm.errors import ConfigError
 from minillm.trace.record import Trace, TraceError
 from minillm.trace.replay import Mirror, StepRows, Tables, replay
 
@@ -63,11 +64,11 @@ def draw_timeline(
     from matplotlib.patches import Patch
 
     if x not in ("steps", "time"):
-        raise ValueError(f"x must be 'steps' or 'time', not {x!r}")
+        raise ConfigError(f"x must be 'steps' or 'time', not {x!r}")
     states, shown = row_states(trace)
     columns = range(len(shown)) if steps is None else steps[: len(shown) - steps.start]
     if not len(columns):
-        raise ValueError("the trace has no such step to draw")
+        raise TraceError("the trace has no such step to draw")
     height = max(len(states), rows or 0)
     states = np.pad(states, ((0, height - len(states)), (0, 0)))
     begins, ends = _times(shown) if x == "time" else (np.arange(len(shown)), np.arange(len(shown)) + 1)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from minillm.errors import ConfigError, MissingPackage
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -22,7 +24,7 @@ INTERPRETED, COMPILED = "interpreted", "compiled"
 def triton_here() -> str:
     """Import triton so that kernels run on this machine: "compiled" on the GPU tier, "interpreted" on the CPU's.
 
-    Raises ImportError where triton does not exist, RuntimeError where it was imported for a GPU already.
+    Raises MissingPackage where triton does not exist, ConfigError where it was imported for a GPU already.
     """
     from .tiers import tier
 
@@ -31,12 +33,12 @@ def triton_here() -> str:
     try:
         import triton
     except ImportError as error:
-        raise ImportError(
+        raise MissingPackage(
             "this lesson runs Triton kernels, and triton exists for Linux only: use a container, WSL or Colab"
         ) from error
     how = how_kernels_run()
     if tier().name == "cpu" and how == COMPILED:
-        raise RuntimeError(
+        raise ConfigError(
             f"triton {triton.__version__} was imported before triton_here() could ask it to interpret, and now waits "
             "for a GPU: restart the kernel and run the cells from the top"
         )

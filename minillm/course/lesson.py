@@ -19,6 +19,8 @@ from pathlib import Path
 import jupytext
 from nbformat import NotebookNode, v4
 
+from minillm.errors import MinillmError
+
 PACKAGE = Path(__file__).resolve().parents[1]
 LEARNER, SOLUTION = "learner", "solution"
 BANNER = "*The instructor's version: every exercise is solved.*"
@@ -29,7 +31,7 @@ _ENGINE = re.compile(r"^# ENGINE: ([\w.]+):([\w.]+)$")
 _MARK = re.compile(r"# (SOLUTION|END|PREDICT|ENGINE)\b")
 
 
-class LessonError(ValueError):
+class LessonError(MinillmError, ValueError):
     """A lesson's source that cannot be built; the message names the cell and what is wrong."""
 
 

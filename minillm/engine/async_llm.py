@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from minillm.errors import EngineClosed
 from minillm.request import Completion, Delta, RequestOptions, SamplingParams
 
 from .engine import Engine, Tracked
@@ -185,7 +186,7 @@ class AsyncLLM:
     def _tell(self, command: Callable[[], None]) -> None:
         with self._wake:
             if self._closing:
-                raise RuntimeError("this AsyncLLM is closed; make a new one")
+                raise EngineClosed("this AsyncLLM is closed; make a new one")
             self._commands.append(command)
             self._wake.notify()
 

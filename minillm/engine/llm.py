@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from minillm.errors import InvalidRequest
+from minillm.errors import EngineClosed, InvalidRequest
 from minillm.request import Completion, RequestOptions, SamplingParams
 
 from .engine import Engine
@@ -94,7 +94,7 @@ class LLM:
 
     def _open_engine(self) -> Engine:
         if self.engine is None:
-            raise RuntimeError("this LLM is closed; make a new one")
+            raise EngineClosed("this LLM is closed; make a new one")
         return self.engine
 
     def __enter__(self) -> "LLM":

@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+from minillm.errors import ConfigError
 from minillm.request import MAX_LOGPROBS, SamplingParams
 
 from .prompts import LETTERS, few_shot_prompt
@@ -17,7 +18,7 @@ def letter_tokens(tokenizer) -> list[int]:
     for letter in LETTERS:
         ids = tokenizer.encode(f"Answer: {letter}", add_special_tokens=False)
         if ids[: len(stem)] != stem or len(ids) != len(stem) + 1:
-            raise ValueError(f"this tokenizer does not write ' {letter}' after 'Answer:' as one token")
+            raise ConfigError(f"this tokenizer does not write ' {letter}' after 'Answer:' as one token")
         found.append(ids[-1])
     return found
 
@@ -62,7 +63,7 @@ def accuracy(
     if limit is not None and limit < len(rows):
         rows = [rows[i * len(rows) // limit] for i in range(limit)]
     if not rows:
-        raise ValueError("there are no questions to ask")
+        raise ConfigError("there are no questions to ask")
     shown = defaultdict(list)
     for example in (load_questions(split="dev") if examples is None and questions is None else examples) or ():
         shown[example["subject"]].append(example)

@@ -7,6 +7,7 @@ into windows that overlap: each token is scored once, in the first window that h
 import math
 from collections.abc import Iterator, Sequence
 
+from minillm.errors import ConfigError
 from minillm.request import SamplingParams
 
 from .sources import load_text
@@ -15,7 +16,7 @@ from .sources import load_text
 def windows(length: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
     """(start, first scored, stop) of each window over `length` tokens; together they score each token once."""
     if not 0 < stride <= window:
-        raise ValueError(f"stride must be from 1 to the window's {window} tokens, not {stride}")
+        raise ConfigError(f"stride must be from 1 to the window's {window} tokens, not {stride}")
     scored = 0
     while scored < length:
         stop = min(length, window if scored == 0 else scored + stride)
@@ -47,7 +48,7 @@ def perplexity(
     room = llm.model_config.max_model_len - len(start) - 1
     window = min(1024, room) if window is None else window
     if not 1 < window <= room:
-        raise ValueError(f"the window must be from 2 to {room} tokens for this model's context, not {window}")
+        raise ConfigError(f"the window must be from 2 to {room} tokens for this model's context, not {window}")
     stride = max(1, window // 2) if stride is None else stride
     spans = list(windows(len(ids), window, stride))
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
@@ -60,7 +61,7 @@ def perplexity(
                 total -= entry[ids[position]]
                 count += 1
     if count == 0:
-        raise ValueError("the text is too short: nothing is left to score")
+        raise ConfigError("the text is too short: nothing is left to score")
     return {
         "perplexity": math.exp(total / count),
         "nats_per_token": total / count,

@@ -5,6 +5,8 @@ Hendrycks et al., "Measuring Massive Multitask Language Understanding" (2021), f
 
 from collections.abc import Iterable, Mapping
 
+from minillm.errors import ConfigError
+
 LETTERS = "ABCD"
 
 
@@ -20,7 +22,7 @@ def question_block(row: Mapping, answered: bool) -> str:
     """
     choices = list(row["choices"])
     if len(choices) != len(LETTERS):
-        raise ValueError(f"a question has {len(LETTERS)} choices, but {row['question']!r} has {len(choices)}")
+        raise ConfigError(f"a question has {len(LETTERS)} choices, but {row['question']!r} has {len(choices)}")
     options = "\n".join(f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=True))
     return f"{row['question']}\n{options}\nAnswer:" + (f" {LETTERS[row['answer']]}" if answered else "")
 

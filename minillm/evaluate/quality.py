@@ -3,6 +3,8 @@
 import time
 from collections.abc import Iterator
 
+from minillm.errors import ConfigError
+
 from .accuracy import accuracy
 from .perplexity import perplexity
 from .sources import load_questions
@@ -13,10 +15,10 @@ def quality(llm, limit: int | None = None) -> Iterator[dict]:
 
     Held-out questions with five examples and with none, questions that training asks, and the held-out text.
     limit: at most this many questions of each set, spread evenly over it; the text is always read whole.
-    Raises ValueError for a model without a tokenizer.
+    Raises ConfigError for a model without a tokenizer.
     """
     if llm.tokenizer is None:
-        raise ValueError("this model has no tokenizer to read questions with: name a directory that has tokenizer.json")
+        raise ConfigError("this model has no tokenizer to read questions with: name a directory with tokenizer.json")
     held_out, asked, examples = load_questions(), load_questions(split="asked"), load_questions(split="dev")
     jobs = {
         "questions-held-out-5-shot": lambda: accuracy(llm, held_out, examples, limit=limit),

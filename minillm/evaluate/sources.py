@@ -6,6 +6,8 @@ Everything is read with `datasets`, which is imported only when something is loa
 from collections.abc import Sequence
 from pathlib import Path
 
+from minillm.errors import ConfigError, MissingPackage, Unreachable
+
 DATA = Path(__file__).resolve().parents[1] / "data"
 COLUMNS = ["question", "subject", "choices", "answer"]
 
@@ -14,7 +16,7 @@ def _datasets():
     try:
         import datasets
     except ImportError as error:
-        raise ImportError('questions and traces are read with `datasets`: pip install "minillm[compare]"') from error
+        raise MissingPackage('questions and traces are read with `datasets`: pip install "minillm[compare]"') from error
     datasets.disable_progress_bars()
     return datasets
 
@@ -25,19 +27,19 @@ def load_questions(source: str | Path | None = None, split: str = "test", subjec
     source    None: the embedded questions about the Tallow Isles (splits dev, asked and test); "cais/mmlu", or a
               folder in its layout (one configuration a subject and "all"; splits dev, validation and test)
     subjects  only these; default: all
-    Raises ValueError for a split or subject that is not there, ConnectionError when the hub cannot be reached.
+    Raises ConfigError for a split or subject that is not there, Unreachable when the hub cannot be reached.
     """
     datasets = _datasets()
     if source is None:
         files = {path.stem: str(path) for path in sorted((DATA / "questions").glob("*.jsonl"))}
         if split not in files:
-            raise ValueError(f"no split {split!r} among the embedded questions; there are {', '.join(files)}")
+            raise ConfigError(f"no split {split!r} among the embedded questions; there are {', '.join(files)}")
         found = datasets.load_dataset("json", data_files={split: files[split]}, split=split)
     else:
         try:
             parts = [datasets.load_dataset(str(source), name, split=split) for name in subjects or ["all"]]
         except (ConnectionError, FileNotFoundError) as error:
-            raise ConnectionError(
+            raise Unreachable(
                 f"{source} could not be loaded ({error}): go online once, name a folder in its layout, or leave "
                 "`source` out for the embedded questions"
             ) from error
@@ -45,7 +47,7 @@ def load_questions(source: str | Path | None = None, split: str = "test", subjec
     if subjects is not None:
         known = set(found.unique("subject"))
         if missing := [subject for subject in subjects if subject not in known]:
-            raise ValueError(f"no subject {', '.join(missing)}; there are {', '.join(sorted(known))}")
+            raise ConfigError(f"no subject {', '.join(missing)}; there are {', '.join(sorted(known))}")
         found = found.filter(lambda row: row["subject"] in subjects)
     return found.select_columns(COLUMNS)
 

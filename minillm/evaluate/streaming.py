@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
+from minillm.errors import ConfigError
 from minillm.model.loader import resolve
 from minillm.request import SamplingParams
 
@@ -43,7 +44,7 @@ def streaming(
     with LLM(model, **options) as llm:
         context, dtype = llm.engine.max_model_len, str(llm.engine.model.dtype).removeprefix("torch.")
         if attention_window >= context:
-            raise ValueError(f"a window of {attention_window} tokens does not fit the context of {context}")
+            raise ConfigError(f"a window of {attention_window} tokens does not fit the context of {context}")
         text = llm.tokenizer.encode(load_text(), add_special_tokens=False)
         ids = [llm.tokenizer.bos_token_id, *text * -(-times * context // len(text))][: times * context]
         scored = range(context, len(ids), every)

@@ -6,15 +6,13 @@ Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving 
 import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:  # the pool is plain bookkeeping: it runs without torch
-    pass
+from minillm.errors import MinillmError
 
 
-class BlockPoolError(RuntimeError):
+class BlockPoolError(MinillmError, RuntimeError):
     """What a block pool gives cannot be right."""
 
 

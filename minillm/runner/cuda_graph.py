@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from minillm.ops import OperationSet
+from minillm.overrides import OverrideError
 
 
 @dataclass(eq=False)
@@ -91,7 +92,7 @@ class CapturedSteps:
         except RuntimeError as error:
             if self.operations.engines_own:
                 raise
-            raise RuntimeError(
+            raise OverrideError(
                 f"a replaced operation cannot be captured in a CUDA graph ({error}): it may not read values back to "
                 "the host; leave out capturable=True, and it runs without graphs"
             ) from error

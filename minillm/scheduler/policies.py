@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from minillm.config import PolicyName
+from minillm.errors import ConfigError, MinillmError
 
 if TYPE_CHECKING:  # what reads options must not wait for more
     from minillm.request import Request
 
 
-class PolicyError(RuntimeError):
+class PolicyError(MinillmError, RuntimeError):
     """A policy's answer cannot be followed, or following it would leave work waiting for ever."""
 
 
@@ -83,7 +84,7 @@ class ShortestPromptFirst(FirstComeFirstServed):
 
     def __init__(self, patience: float = 4.0):
         if not patience > 0:
-            raise ValueError(f"patience must be above 0 tokens for each later request, not {patience!r}")
+            raise ConfigError(f"patience must be above 0 tokens for each later request, not {patience!r}")
         self.patience = patience
 
     def key(self, request: "Request") -> float:

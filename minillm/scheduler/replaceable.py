@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from minillm.kv_cache.block_pool import BlockPool, BlockPoolError
-from minillm.overrides import NotSolvedYet, Parts, Used, register
+from minillm.overrides import NotSolvedYet, OverrideError, Parts, Used, register
 from minillm.request import Request, SamplingParams
 
 from .policies import FirstComeFirstServed, Policy, PolicyError
@@ -190,7 +190,7 @@ class StatefulParts(Parts):
             missing = [each for each in wrapper.members if not (hasattr(type(part), each) or hasattr(part, each))]
             if missing:
                 way = f"write them, or derive the class from {wrapper.own.__module__}.{wrapper.own.__name__}"
-                raise TypeError(f"{type(part).__name__} cannot be a {name}: it has no {', '.join(missing)}; {way}")
+                raise OverrideError(f"{type(part).__name__} cannot be a {name}: it has no {', '.join(missing)}; {way}")
             return wrapper(part, count, *arguments)
 
         return make

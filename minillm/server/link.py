@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from minillm.engine.output_text import OutputText
-from minillm.errors import InvalidRequest
+from minillm.errors import InvalidRequest, MinillmError
 from minillm.request import Completion, Delta, RequestOptions, SamplingParams
 from minillm.tokenizer import Tokenizer
 
@@ -43,11 +43,11 @@ MANY_NUMBERS = 1 << 16  # that take milliseconds to put together
 CHARACTERS_PER_TOKEN = 128  # the longest tokens in use are runs of 128 spaces; text has about four
 
 
-class EngineError(Exception):
+class EngineError(MinillmError):
     """The engine, or a function put into it, failed; the message is the failure's own."""
 
 
-class Busy(Exception):
+class Busy(MinillmError):
     """So many requests wait already that another is not taken."""
 
 

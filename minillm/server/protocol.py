@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from minillm.errors import InvalidRequest
+from minillm.errors import InvalidRequest, MinillmError
 from minillm.request import QUOTED, SURROGATE, RequestOptions, SamplingParams, shown
 from minillm.tokenizer import TokenizerError
 
@@ -59,7 +59,7 @@ UNSUPPORTED: dict[str, tuple] = {
 }
 
 
-class APIError(Exception):
+class APIError(MinillmError):
     """An answer in OpenAI's error form, with its HTTP status."""
 
     def __init__(

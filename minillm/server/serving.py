@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from minillm.errors import MinillmError
+
 from .limits import FLUSH, Timeouts
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
@@ -30,7 +32,7 @@ GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072"}
 _AGAIN, _NO_MORE = "trying again soon", "its place stays empty"
 
 
-class PortTaken(OSError):
+class PortTaken(MinillmError, OSError):
     """Something else listens on the port asked for."""
 
 

@@ -6,10 +6,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from starlette.responses import Response
 
+from minillm.errors import MinillmError
+
 from .protocol import as_api_error
 
 
-class ClientGone(Exception):
+class ClientGone(MinillmError):
     """The client hung up; whatever ran for it has been aborted."""
 
 

@@ -4,8 +4,10 @@ from collections.abc import Callable
 
 import regex
 
+from minillm.errors import MinillmError
 
-class TokenizerError(ValueError):
+
+class TokenizerError(MinillmError, ValueError):
     """A tokenizer file or an input that cannot work; the message names it and the way out."""
 
 

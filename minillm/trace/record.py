@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from minillm.errors import ConfigError
+from minillm.errors import ConfigError, MinillmError
 
 FIELDS = {
     "begin": ("rows", "blocks", "block_size", "launched"),  # a new scheduler: nothing runs, no block is used
@@ -41,8 +41,8 @@ CHUNK = 1024  # entries that a trace with a file keeps before it writes them
 PATIENCE = 1.0  # seconds after which it writes them anyway
 
 
-class TraceError(ValueError):
-    """Events that no engine can have written: one is missing, twice there or torn."""
+class TraceError(MinillmError, ValueError):
+    """Events that no engine can have written (one is missing, twice there or torn), or that cannot be recorded."""
 
 
 class Trace:
@@ -73,7 +73,7 @@ class Trace:
     def watch(self, scheduler) -> None:
         """Record what a new scheduler does from now on."""
         if scheduler.launched != scheduler.read or scheduler.has_work:
-            raise ValueError("a trace can only begin while nothing runs: its events tell changes")
+            raise TraceError("a trace can only begin while nothing runs: its events tell changes")
         self._began = self._began or time.perf_counter_ns()
         scheduler.trace = self
         self._follow(scheduler.pool)

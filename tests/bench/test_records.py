@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from minillm.errors import ConfigError
+
 pytest.importorskip("fastapi", reason="a record of the load generator needs the server, which needs fastapi")
 
 from minillm.bench import offline, records, serve
@@ -89,7 +91,7 @@ def test_a_bare_name_is_kept_with_the_committed_ones(results, monkeypatch):
 def test_a_missing_record_lists_those_there_are(results):
     (results / "cpu").mkdir()
     (results / "cpu" / "offline.json").write_text("{}")
-    with pytest.raises(FileNotFoundError, match="no record cpu/offlin; committed ones: cpu/offline"):
+    with pytest.raises(ConfigError, match="no record cpu/offlin; committed ones: cpu/offline"):
         records.read("cpu/offlin")
 
 

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from minillm.errors import ConfigError
+
 pytest.importorskip("fastapi", reason="the load generator is tested against the server, which needs fastapi")
 
 from minillm.bench import plots, serve
@@ -320,7 +322,7 @@ def test_another_machine_is_never_loaded(url):
     ],
 )
 def test_wrong_settings_are_named(wrong, message):
-    with faked(at_once) as (url, _), pytest.raises((ValueError, FileNotFoundError), match=message):
+    with faked(at_once) as (url, _), pytest.raises(ConfigError, match=message):
         serve.run(url, quiet=True, **wrong)
 
 
@@ -331,7 +333,7 @@ def test_a_file_that_cannot_be_written_is_told_before_the_load(tmp_path, option,
         ".json" if option == "json_path" else ".svg"
     )
     (path.mkdir if where == "folder" else path.parent.touch)()
-    with faked(at_once) as (url, fake), pytest.raises(OSError, match=f"{path.name} cannot be written"):
+    with faked(at_once) as (url, fake), pytest.raises(ConfigError, match=f"{path.name} cannot be written"):
         serve.run(url, requests=1, quiet=True, **{option: path})
     assert not fake.bodies
 
@@ -358,12 +360,12 @@ def test_a_server_that_is_not_there_is_a_clear_error(nobody):
 
 
 def test_a_server_that_never_answers_ends_the_run():
-    with faked(only_when_all_have_come(100)) as (url, _), pytest.raises(TimeoutError, match="not over after 0.2 s"):
+    with faked(only_when_all_have_come(100)) as (url, _), pytest.raises(serve.LoadError, match="not over after 0.2 s"):
         serve.run(url, requests=2, concurrency=2, timeout=0.2, quiet=True)
 
 
 def test_a_request_that_is_wrong_fails_the_measurement(server):
-    with pytest.raises(RuntimeError, match="context"):
+    with pytest.raises(serve.LoadError, match="context"):
         serve.run(server.url, workload="lilo", scale=1, requests=1, quiet=True)
 
 

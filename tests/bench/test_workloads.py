@@ -7,6 +7,7 @@ import statistics
 import pytest
 
 from minillm.bench import workloads
+from minillm.errors import ConfigError
 
 MIXED_64 = "20117fd63b72c04c"
 SINGLE = "d031a17062c007b9"
@@ -65,7 +66,7 @@ def test_ids_are_drawn_from_the_whole_vocabulary():
 
 
 def test_an_unknown_workload_lists_those_there_are():
-    with pytest.raises(workloads.UnknownWorkload, match="'chatty'.*single_128_256_x1"):
+    with pytest.raises(ConfigError, match="'chatty'.*single_128_256_x1"):
         workloads.find("chatty")
     with pytest.raises(ValueError, match="scale"):
         workloads.make("single", 10, scale=0)

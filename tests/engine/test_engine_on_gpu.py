@@ -12,6 +12,7 @@ import torch
 import minillm
 from minillm import LLM, SamplingParams
 from minillm.kv_cache import BlockPool
+from minillm.overrides import OverrideError
 from minillm.scheduler.policies import FirstComeFirstServed
 from tests import models
 from tests.chance import SEED
@@ -199,7 +200,7 @@ def test_a_replacement_that_cannot_be_captured_is_named_and_the_engine_goes_on(p
         before = llm.generate(prompts, PLAIN)
         with (
             minillm.using(capturable=True, decode_attention=asks_the_host),
-            pytest.raises(RuntimeError, match="leave out capturable=True"),
+            pytest.raises(OverrideError, match="leave out capturable=True"),
         ):
             llm.generate(prompts, PLAIN)
         after = llm.generate(prompts, PLAIN)

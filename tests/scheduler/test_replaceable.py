@@ -9,6 +9,7 @@ import pytest
 import minillm
 from minillm import LLM, AsyncLLM, NotSolvedYet, SamplingParams
 from minillm.kv_cache import BlockPool, BlockPoolError
+from minillm.overrides import OverrideError
 from minillm.scheduler.policies import FirstComeFirstServed, PolicyError
 from minillm.scheduler.replaceable import PARTS
 from tests.waiting import PATIENCE, come, gate
@@ -442,7 +443,7 @@ def test_blocks_that_cannot_be_right_are_errors_and_nothing_hangs(llm, expected,
     ],
 )
 def test_what_is_no_class_is_refused_at_once(parts, message):
-    with pytest.raises(TypeError, match=message), minillm.using(**parts):
+    with pytest.raises(OverrideError, match=message), minillm.using(**parts):
         pass
 
 
@@ -454,7 +455,7 @@ def test_missing_methods_are_named_and_the_way_out(llm, expected):
             return []
 
     message = "Half cannot be a block_pool: it has no share, .*unreferenced; .*derive the class from minillm.*Pool"
-    with minillm.using(block_pool=lambda blocks: Half()), pytest.raises(TypeError, match=message):
+    with minillm.using(block_pool=lambda blocks: Half()), pytest.raises(OverrideError, match=message):
         tokens(llm)
     assert tokens(llm, PROMPTS[:2]) == expected[:2]
 

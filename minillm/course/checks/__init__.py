@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 
+from minillm.errors import ConfigError
 from minillm.overrides import NotSolvedYet
 
 
@@ -36,7 +37,7 @@ class Exercise:
 
     def __init__(self, name: str):
         if name in EXERCISES:
-            raise ValueError(f"there are two exercises called {name!r}: choose another name for one")
+            raise ConfigError(f"there are two exercises called {name!r}: choose another name for one")
         self.name = name
         self.properties: list[Property] = []
         EXERCISES[name] = self
@@ -61,12 +62,12 @@ EXERCISES: dict[str, Exercise] = {}
 
 
 def find(name: str) -> Exercise:
-    """The exercise of this name, in whatever lesson. Raises ValueError."""
+    """The exercise of this name, in whatever lesson. Raises ConfigError."""
     if name not in EXERCISES:
         for module in pkgutil.iter_modules(__path__):
             import_module(f".{module.name}", __name__)
     if name not in EXERCISES:
-        raise ValueError(f"no exercise is called {name!r}; there are: {', '.join(sorted(EXERCISES))}")
+        raise ConfigError(f"no exercise is called {name!r}; there are: {', '.join(sorted(EXERCISES))}")
     return EXERCISES[name]
 
 

@@ -1,0 +1,86 @@
+"""One base for all errors of the project, and a class for every mistake that a user can make."""
+
+import ast
+import builtins
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from minillm import errors
+from minillm.errors import MinillmError
+
+ROOT = Path(__file__).resolve().parents[1]
+# A bug, or a step's own contract, says so with a built-in class and keeps its traceback.
+BUILT_IN = {
+    "minillm/bench/ablation.py": {"ValueError"},  # torch_attention, an operation like those of `minillm.ops`
+    "minillm/bench/offline.py": {"RuntimeError"},  # fewer tokens than were asked for: a bug
+    "minillm/bench/peers.py": {"RuntimeError"},
+    "minillm/course/adapters.py": {"ValueError"},  # what lesson 02's exercise asks of `append`
+    "minillm/course/checks/lesson_02.py": {"AssertionError"},
+    "minillm/course/checks/lesson_09.py": {"AssertionError"},
+    "minillm/lazy_imports.py": {"AttributeError"},  # what `getattr` promises
+    "minillm/renamed.py": {"AttributeError"},
+    "minillm/runner/plan.py": {"ValueError"},  # `Plan.read` makes a ConfigError of it
+    "minillm/tuning/trials.py": {"RuntimeError"},  # a kernel that is wrong
+}
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted((ROOT / "minillm").rglob("*.py")):
+        name = path.relative_to(ROOT).as_posix()
+        if not name.startswith("minillm/data/"):
+            yield name, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def is_exception(name: str) -> bool:
+    kind = getattr(builtins, name, None)
+    return isinstance(kind, type) and issubclass(kind, BaseException)
+
+
+def base_names(node: ast.ClassDef) -> list[str]:
+    return [base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "") for base in node.bases]
+
+
+def test_every_error_class_is_a_minillm_error():
+    classes = {
+        node.name: {base for base in base_names(node) if base != node.name}
+        for _, tree in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+
+    def raisable(name: str) -> bool:
+        return is_exception(name) or any(map(raisable, classes.get(name, ())))
+
+    def ours(name: str) -> bool:
+        return name == "MinillmError" or any(map(ours, classes.get(name, ())))
+
+    found = [name for name in classes if raisable(name)]
+    assert {"ConfigError", "OutOfBlocks", "TokenizerError", "PortTaken"} <= set(found)
+    assert [name for name in found if not ours(name)] == []
+
+
+def test_only_what_no_user_can_mend_is_raised_with_a_built_in_class():
+    raised = {}
+    for name, tree in modules():
+        if name.startswith("minillm/server/"):
+            continue
+        calls = [node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)]
+        if kinds := {call.func.id for call in calls if isinstance(call.func, ast.Name) and is_exception(call.func.id)}:
+            raised[name] = kinds
+    assert raised == BUILT_IN
+
+
+@pytest.mark.parametrize(
+    ("error", "built_in"),
+    [
+        (errors.ConfigError, ValueError),
+        (errors.InvalidRequest, ValueError),
+        (errors.EngineClosed, RuntimeError),
+        (errors.MissingPackage, ImportError),
+        (errors.Unreachable, ConnectionError),
+    ],
+)
+def test_an_error_is_still_what_python_calls_it(error, built_in):
+    assert issubclass(error, MinillmError) and issubclass(error, built_in)
