@@ -1,9 +1,7 @@
 """A request as its user states it, and what comes back.  Lesson 00."""
 
 import copy
-import math
 import re
-import reprlib
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
@@ -11,32 +9,35 @@ from dataclasses import InitVar, dataclass, field
 import numpy as np
 
 from minillm.errors import InvalidRequest
+from minillm.values import as_float, as_int, as_tuple, shown
 
 MAX_LOGPROBS = 20
-QUOTED = 40  # characters of an input that an error message quotes
+# name -> least and most allowed, and the value that changes nothing
+RANGES = {
+    "temperature": (0, 1e4, "0 for greedy, 1 for the model's own distribution"),
+    "top_p": (0, 1, "1 keeps every token"),
+    "min_p": (0, 1, "0 keeps every token"),
+    "repetition_penalty": (1e-3, 1e4, "1 changes nothing"),
+    "presence_penalty": (-2, 2, "0 changes nothing"),
+    "frequency_penalty": (-2, 2, "0 changes nothing"),
+}
+# name -> least allowed, the first that is too much, and both in words
+WHOLE = {
+    "max_tokens": (1, 2**31, "a whole number from 1"),
+    "min_tokens": (0, 2**31, "a whole number from 0"),
+    "top_k": (-1, 2**31, "a whole number from -1"),
+    "logprobs": (0, MAX_LOGPROBS + 1, f"a whole number from 0 to {MAX_LOGPROBS}"),
+    "prompt_logprobs": (0, MAX_LOGPROBS + 1, f"a whole number from 0 to {MAX_LOGPROBS}"),
+    "seed": (-(2**63), 2**63, "a 64-bit whole number"),
+}
+MAY_BE_NONE = ("logprobs", "prompt_logprobs", "seed")
 SURROGATE = re.compile("[\ud800-\udfff]")  # in no text that can be encoded, and so in none that can be hashed
+_TOKEN_ID = re.compile("[0-9]{1,10}")  # JSON has no other keys than strings
 TokenLogprobs = dict[int, float]
-_quotes = reprlib.Repr()
-_quotes.maxstring = _quotes.maxlong = _quotes.maxother = QUOTED
 
 
-def shown(value: object) -> str:
-    """A value as an error message quotes it: the beginning and the end of one that is long."""
-    return _quotes.repr(value)
-
-
-def _check(condition: bool, message: str, *values: object) -> None:
-    """values: what the message quotes, in place of each {}."""
-    if not condition:
-        raise InvalidRequest(message.format(*map(shown, values)) if values else message)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def _refusal(what: str, value: object) -> InvalidRequest:
+    return InvalidRequest(f"{what}, not {shown(value)}")
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,14 @@ class RequestOptions:
     priority: int = 0
 
     def __post_init__(self) -> None:
-        ok = isinstance(self.cache_salt, str) and not SURROGATE.search(self.cache_salt)
-        _check(ok, "cache_salt must be a string without lone surrogates, not {}", self.cache_salt)
-        ok = isinstance(self.use_prefix_cache, bool)
-        _check(ok, "use_prefix_cache must be True or False, not {}", self.use_prefix_cache)
-        ok = _is_int(self.priority) and abs(self.priority) < 2**31
-        _check(ok, "priority must be a 32-bit whole number (lower goes first), not {}", self.priority)
+        if not isinstance(self.cache_salt, str) or SURROGATE.search(self.cache_salt):
+            raise _refusal("cache_salt must be a string without lone surrogates", self.cache_salt)
+        if not isinstance(self.use_prefix_cache, bool):
+            raise _refusal("use_prefix_cache must be True or False", self.use_prefix_cache)
+        priority = as_int(self.priority)
+        if priority is None or abs(priority) >= 2**31:
+            raise _refusal("priority must be a 32-bit whole number (lower goes first)", self.priority)
+        object.__setattr__(self, "priority", priority)
 
     @property
     def cache_key(self) -> str:
@@ -122,53 +125,76 @@ class SamplingParams:
         if moved := {name: value for name, value in given.items() if value is not None}:
             warnings.warn(f"{', '.join(moved)}: give RequestOptions instead", DeprecationWarning, stacklevel=3)
             object.__setattr__(self, "options", RequestOptions(**moved))
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        ranges = {
-            "temperature": (self.temperature, 0, 1e4, "0 for greedy, 1 for the model's own distribution"),
-            "top_p": (self.top_p, 0, 1, "1 keeps every token"),
-            "min_p": (self.min_p, 0, 1, "0 keeps every token"),
-            "repetition_penalty": (self.repetition_penalty, 1e-3, 1e4, "1 changes nothing"),
-            "presence_penalty": (self.presence_penalty, -2, 2, "0 changes nothing"),
-            "frequency_penalty": (self.frequency_penalty, -2, 2, "0 changes nothing"),
-        }
-        for name, (value, low, high, hint) in ranges.items():
-            ok = _is_number(value) and low <= value <= high
-            _check(ok, f"{name} must be a number in [{low}, {high:g}] ({hint}), not {{}}", value)
-        _check(self.top_p > 0, "top_p must be above 0 (1 keeps every token); use temperature=0 for greedy")
-        for name, low in (("max_tokens", 1), ("min_tokens", 0), ("top_k", -1)):
+        self._check_numbers()
+        self._check_stops()
+        self._check_bias()
+
+    def _check_numbers(self) -> None:
+        for name, (low, high, hint) in RANGES.items():
+            number = as_float(value := getattr(self, name))
+            if number is None or not low <= number <= high:
+                raise _refusal(f"{name} must be a number in [{low}, {high:g}] ({hint})", value)
+            object.__setattr__(self, name, number)
+        if self.top_p == 0:
+            raise InvalidRequest("top_p must be above 0 (1 keeps every token); use temperature=0 for greedy")
+        for name, (low, end, words) in WHOLE.items():
             value = getattr(self, name)
-            _check(
-                _is_int(value) and low <= value < 2**31,
-                f"{name} must be a whole number from {low}, not {{}}",
-                value,
+            if value is None and name in MAY_BE_NONE:
+                continue
+            whole = as_int(value)
+            if whole is None or not low <= whole < end:
+                raise _refusal(f"{name} must be {words}", value)
+            object.__setattr__(self, name, whole)
+        if self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens}): raise max_tokens"
             )
-        _check(
-            self.min_tokens <= self.max_tokens,
-            f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens}): raise max_tokens",
-        )
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            ok = value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS)
-            _check(ok, f"{name} must be a whole number from 0 to {MAX_LOGPROBS}, not {{}}", value)
-        ok = self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**63)
-        _check(ok, "seed must be a 64-bit whole number, not {}", self.seed)
-        for text in self.stop:
-            _check(isinstance(text, str) and text != "", "stop strings must be non-empty strings, not {}", text)
-        for token in self.stop_token_ids:
-            _check(_is_int(token) and token >= 0, "stop_token_ids must be token ids (from 0), not {}", token)
-        if self.logit_bias is not None:
-            bias = {int(token): value for token, value in self.logit_bias.items()}
-            for token, value in bias.items():
-                ok = token >= 0 and _is_number(value) and -100 <= value <= 100
-                _check(ok, "logit_bias maps token ids to numbers in [-100, 100], not {}: {}", token, value)
-            object.__setattr__(self, "logit_bias", bias)
+        if not isinstance(self.ignore_eos, bool):
+            raise _refusal("ignore_eos must be True or False", self.ignore_eos)
+
+    def _check_stops(self) -> None:
+        strings = (self.stop,) if isinstance(self.stop, str) else as_tuple(self.stop)
+        if strings is None:
+            raise _refusal("stop must be a string or a list of strings", self.stop)
+        for text in strings:
+            if not isinstance(text, str) or not text:
+                raise _refusal("stop strings must be non-empty strings", text)
+        given = as_tuple(self.stop_token_ids)
+        if given is None:
+            raise _refusal("stop_token_ids must be a list of token ids", self.stop_token_ids)
+        ids = []
+        for value in given:
+            token = as_int(value)
+            if token is None or token < 0:
+                raise _refusal("stop_token_ids must be token ids (from 0)", value)
+            ids.append(token)
+        object.__setattr__(self, "stop", strings)
+        object.__setattr__(self, "stop_token_ids", tuple(ids))
+
+    def _check_bias(self) -> None:
+        if self.logit_bias is None:
+            return
+        if not isinstance(self.logit_bias, Mapping):
+            raise _refusal("logit_bias maps token ids to numbers, as {5: -100}", self.logit_bias)
+        bias: dict[int, float] = {}
+        for key, value in self.logit_bias.items():
+            token = int(key) if isinstance(key, str) and _TOKEN_ID.fullmatch(key) else as_int(key)
+            number = as_float(value)
+            if token is None or token < 0 or number is None or not -100 <= number <= 100:
+                raise InvalidRequest(
+                    f"logit_bias maps token ids to numbers in [-100, 100], not {shown(key)}: {shown(value)}"
+                )
+            if token in bias:
+                raise InvalidRequest(f"logit_bias names token {token} twice, as a number and as a string")
+            bias[token] = number
+        object.__setattr__(self, "logit_bias", bias)
 
     def choices(self, n: int) -> "list[SamplingParams]":
         """For each of n choices of a prompt; with a seed, choice i samples with seed + i. Raises InvalidRequest."""
         if self.seed is None:
             return [self] * n
-        _check(self.seed + n - 1 < 2**63, f"seed must be a 64-bit whole number, and seed + {n - 1} is not")
+        if self.seed + n - 1 >= 2**63:
+            raise InvalidRequest(f"seed must be a 64-bit whole number, and seed + {n - 1} is not")
         made = [copy.copy(self) for _ in range(n)]  # what was checked once need not be again, nor held twice
         for i, each in enumerate(made):
             object.__setattr__(each, "seed", self.seed + i)

@@ -1,5 +1,6 @@
 """What a request may ask for: options of the queue and the cache apart from those of sampling."""
 
+import numpy as np
 import pytest
 
 from minillm import LLM, RequestOptions, SamplingParams
@@ -34,3 +35,55 @@ def test_options_are_checked_when_they_are_made(options, message):
 def test_options_are_one_for_all_or_one_each():
     with LLM(device="cpu") as llm, pytest.raises(InvalidRequest, match="2 prompts, but 3 RequestOptions: give one"):
         llm.generate([[5], [6]], None, [RequestOptions()] * 3)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"temperature": 10**400}, "temperature must be a number in .*, not 1000"),
+        ({"repetition_penalty": 10**5000}, "repetition_penalty must be a number in .*, not <int>"),
+        ({"max_tokens": 10**400}, "max_tokens must be a whole number from 1, not 1000"),
+        ({"max_tokens": True}, "max_tokens must be a whole number from 1, not True"),
+        ({"stop": 5}, "stop must be a string or a list of strings, not 5"),
+        ({"stop": b"abc"}, "stop must be a string or a list of strings, not b'abc'"),
+        ({"stop": {"END": 1}}, "stop must be a string or a list of strings, not {'END': 1}"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a list of token ids, not 5"),
+        ({"stop_token_ids": "5"}, "stop_token_ids must be a list of token ids, not '5'"),
+        ({"stop_token_ids": [1.0]}, r"stop_token_ids must be token ids \(from 0\), not 1.0"),
+        ({"logit_bias": {"a": 1}}, "logit_bias maps token ids to numbers in .*, not 'a': 1"),
+        ({"logit_bias": {1.5: 1}}, "logit_bias maps token ids to numbers in .*, not 1.5: 1"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias maps token ids to numbers in .*, not '999"),
+        ({"logit_bias": {5: 10**400}}, "logit_bias maps token ids to numbers in .*, not 5: 1000"),
+        ({"logit_bias": {5: 1, "5": 2}}, "logit_bias names token 5 twice"),
+        ({"logit_bias": [(5, 1)]}, r"logit_bias maps token ids to numbers, as \{5: -100\}, not \[\(5, 1\)\]"),
+        ({"ignore_eos": "no"}, "ignore_eos must be True or False, not 'no'"),
+        ({"ignore_eos": 1}, "ignore_eos must be True or False, not 1"),
+    ],
+)
+def test_a_parameter_of_the_wrong_kind_is_named_with_what_was_given(params, message):
+    with pytest.raises(InvalidRequest, match=message) as error:
+        SamplingParams(**params)
+    assert len(str(error.value)) < 300
+
+
+def test_numbers_of_numpy_are_numbers():
+    params = SamplingParams(
+        max_tokens=np.int64(3),
+        temperature=np.float32(0.5),
+        seed=np.uint32(7),
+        stop=np.array(["a", "b"]).tolist(),
+        stop_token_ids=np.array([4, 5]),
+        logprobs=np.int8(2),
+        logit_bias={np.int32(6): np.float64(1.5)},
+    )
+    expected = SamplingParams(
+        max_tokens=3, temperature=0.5, seed=7, stop=("a", "b"), stop_token_ids=(4, 5), logprobs=2, logit_bias={6: 1.5}
+    )
+    assert params == expected
+    assert {type(params.max_tokens), type(params.seed), *map(type, params.stop_token_ids)} == {int}
+    assert type(params.temperature) is float
+    assert RequestOptions(priority=np.int16(3)) == RequestOptions(priority=3)
+
+
+def test_biases_may_come_from_json():
+    assert SamplingParams(logit_bias={"5": 1}).logit_bias == {5: 1.0}

@@ -17,8 +17,9 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from minillm.errors import InvalidRequest
-from minillm.request import QUOTED, Completion, Delta, SamplingParams, shown
+from minillm.request import Completion, Delta, SamplingParams
 from minillm.tokenizer import TokenizerError
+from minillm.values import QUOTED, shown
 
 from .body import BodyReader
 from .link import Choice, EngineError, Prompt, RemoteEngine, readable, room

@@ -14,8 +14,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from minillm.errors import InvalidRequest, MinillmError
-from minillm.request import QUOTED, SURROGATE, RequestOptions, SamplingParams, shown
+from minillm.request import SURROGATE, RequestOptions, SamplingParams
 from minillm.tokenizer import TokenizerError
+from minillm.values import QUOTED, shown
 
 from .limits import (
     MAX_BIASES,

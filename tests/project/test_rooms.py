@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS = (
     *("cli", "course", "tuning", "server", "bench", "evaluate", "engine", "runner", "scheduler", "model", "ops"),
     *("quantization", "kv_cache", "trace", "tokenizer", "overrides", "request", "config", "renamed", "lazy_imports"),
-    *("errors", "kernels"),
+    *("values", "errors", "kernels"),
 )
 
 

@@ -9,11 +9,11 @@ import weakref
 import httpx
 import pytest
 
-from minillm.request import QUOTED
 from minillm.server import bounded_json, limits, protocol
 from minillm.server.body import BodyReader
 from minillm.server.bounded_json import BoundedDecoder
 from minillm.server.protocol import MAX_MESSAGE, APIError, ChatRequest, CompletionRequest
+from minillm.values import QUOTED
 from tests.server.in_process import JSON, worker_here
 from tests.waiting import come
 

@@ -1,0 +1,46 @@
+"""Values as users give them: what counts as a number, and how an error shows what does not."""
+
+import math
+import reprlib
+from collections.abc import Iterable, Mapping
+from numbers import Integral, Real
+
+QUOTED = 40  # characters of an input that an error quotes
+_quotes = reprlib.Repr()
+_quotes.maxstring = _quotes.maxlong = _quotes.maxother = QUOTED
+
+
+def as_int(value: object) -> int | None:
+    """A whole number of Python's or numpy's; None for anything else, booleans included."""
+    if type(value) is int:
+        return value
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+
+
+def as_float(value: object) -> float | None:
+    """A finite number of Python's or numpy's; None for anything else, booleans and what no float holds included."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def as_tuple(value: object) -> tuple | None:
+    """What a list or another collection holds, None counting as empty; None for text, bytes and single values."""
+    if value is None:
+        return ()
+    if not isinstance(value, Iterable) or isinstance(value, (str, bytes, bytearray, memoryview, Mapping)):
+        return None
+    return tuple(value)
+
+
+def shown(value: object, most: int = 80) -> str:
+    """A value as an error quotes it: the beginning and the end of one that is long, and at most `most` characters."""
+    try:
+        text = _quotes.repr(value)
+    except Exception:  # a number with more digits than Python writes, an object of the user's own
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= most else f"{text[: most - 1]}…"
