@@ -1,0 +1,58 @@
+"""The engine's options: checked once, when they are made; each wrong one is named with its limit."""
+
+import numpy as np
+import pytest
+import torch
+
+from minillm import LLM
+from minillm.config import EngineConfig
+from minillm.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seed": None}, "seed must be a 64-bit whole number, not None"),
+        ({"seed": "x"}, "seed must be a 64-bit whole number, not 'x'"),
+        ({"seed": 2**63}, "seed must be a 64-bit whole number, not 9223372036854775808"),
+        ({"seed": 10**5000}, "seed must be a 64-bit whole number, not <int>"),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be True or False, not 'no'"),
+        ({"enable_prefix_caching": None}, "enable_prefix_caching must be True or False, not None"),
+        ({"enforce_eager": 1}, "enforce_eager must be True or False, not 1"),
+        ({"max_num_seqs": True}, "max_num_seqs must be a whole number from 1, not True"),
+        ({"max_num_seqs": 4.0}, "max_num_seqs must be a whole number from 1, not 4.0"),
+        ({"run_ahead": None}, "run_ahead must be a whole number from 0, not None"),
+        ({"gpu_memory_utilization": "half"}, r"gpu_memory_utilization must be in \(0, 1\], not 'half'"),
+        ({"gpu_memory_utilization": 10**400}, r"gpu_memory_utilization must be in \(0, 1\], not 1000"),
+        ({"gpu_memory_utilization": True}, r"gpu_memory_utilization must be in \(0, 1\], not True"),
+        ({"dtype": None}, "dtype must be one of auto, .*, not 'None'"),
+        ({"dtype": ["float32"]}, "dtype must be one of auto, .*"),
+        ({"policy": ["fcfs"]}, "policy must be one of fcfs, .*"),
+        ({"device": 5}, "device must be auto, cpu, cuda or a GPU as cuda:1, not '5'"),
+        ({"device": "cuda:x"}, "device must be auto, cpu, cuda or a GPU as cuda:1, not 'cuda:x'"),
+        ({"plan": 5}, "plan must be a file's path, not 5"),
+        ({"trace": 5}, "trace must be a file's path, not 5"),
+    ],
+)
+def test_an_option_of_the_wrong_kind_is_named_with_what_was_given(options, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        EngineConfig(**options)
+    assert len(str(error.value)) < 300
+
+
+def test_options_may_be_torchs_and_numpys():
+    given = {"max_num_seqs": np.int64(3), "gpu_memory_utilization": np.float32(0.5), "seed": np.uint8(7)}
+    config = EngineConfig(device=torch.device("cuda", 1), dtype=torch.bfloat16, **given)
+    expected = EngineConfig(device="cuda:1", dtype="bfloat16", max_num_seqs=3, gpu_memory_utilization=0.5, seed=7)
+    assert config == expected
+    assert type(config.max_num_seqs) is int and type(config.device) is str
+
+
+def test_a_torch_device_runs():
+    with LLM(device=torch.device("cpu"), dtype=torch.float64, num_blocks=16) as llm:
+        assert llm.engine.model.device == torch.device("cpu") and llm.engine.model.dtype == torch.float64
+
+
+def test_the_docstring_explains_every_option():
+    for name in EngineConfig.__dataclass_fields__:
+        assert f"\n{name} " in EngineConfig.__doc__
