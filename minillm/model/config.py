@@ -5,7 +5,6 @@ checkpoint, and a function that says in `ModelConfig`'s words what sets it apart
 other has gets a field of `ModelConfig` and a line in `decoder.py`. The README adds one as an example.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,10 +12,13 @@ from typing import Any
 
 from minillm.errors import ConfigError
 from minillm.kv_cache.layer_groups import LayerGroups
+from minillm.values import as_float, as_int, shown
+
+from .config_file import check_fields, read_json
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return (whole := as_int(value)) is not None and whole >= 1
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,13 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.rope_type == "llama3" and not self.low_freq_factor < self.high_freq_factor:
+            raise ConfigError(
+                f"rope scaling needs a high_freq_factor above low_freq_factor={self.low_freq_factor}, not "
+                f"{self.high_freq_factor}"
+            )
 
 
 @dataclass(frozen=True)
@@ -70,22 +79,29 @@ class ModelConfig:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
         for name in (*sizes, "head_dim", "max_model_len"):
             if not _is_size(getattr(self, name)):
-                raise ConfigError(f"{name} must be a whole number from 1, not {getattr(self, name)!r}")
+                raise ConfigError(f"{name} must be a whole number from 1, not {shown(getattr(self, name))}")
         if len(self.windows) not in (0, self.num_layers):
             raise ConfigError(f"windows has {len(self.windows)} entries for {self.num_layers} layers")
         for window in self.windows:
             if window is not None and not _is_size(window):
-                raise ConfigError(f"sliding_window must be a whole number from 1, not {window!r}")
+                raise ConfigError(f"sliding_window must be a whole number from 1, not {shown(window)}")
         for name in ("attention_scale", "attention_soft_cap", "final_soft_cap", "local_rope_theta"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name} must be above 0, not {value!r}")
+            if getattr(self, name) is not None:
+                self._check_positive(name)
+        for name in ("rms_norm_eps", "rope_theta", "embedding_scale"):
+            self._check_positive(name)
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"{self.num_heads} heads cannot share {self.num_kv_heads} KV heads evenly")
         if self.head_dim % 2:
             raise ConfigError(f"head_dim must be even for rotary embeddings, not {self.head_dim}")
         if self.dtype not in ("float64", "float32", "bfloat16", "float16"):
-            raise ConfigError(f"dtype {self.dtype!r} is not one of float64, float32, bfloat16, float16")
+            raise ConfigError(f"dtype {shown(self.dtype)} is not one of float64, float32, bfloat16, float16")
+
+    def _check_positive(self, name: str) -> None:
+        value = getattr(self, name)
+        number = as_float(value)
+        if number is None or number <= 0:
+            raise ConfigError(f"{name} must be a number above 0, not {shown(value)}")
 
     def groups(self, max_model_len: int | None = None) -> LayerGroups:
         """Which layers share a block table, when no request has more tokens than `max_model_len` (default: its own).
@@ -102,12 +118,13 @@ class ModelConfig:
         path = directory / "config.json"
         if not path.is_file():
             raise ConfigError(f"{directory} has no config.json: it is not a model in Hugging Face's layout")
+        raw = read_json(path)
+        generation = directory / "generation_config.json"
+        more = read_json(generation) if generation.is_file() else {}
         try:
-            raw = read_json(path)
-            generation = directory / "generation_config.json"
-            more = read_json(generation) if generation.is_file() else {}
-        except ValueError as error:
-            raise ConfigError(f"{directory}: config.json or generation_config.json is not JSON: {error}") from None
+            check_fields(more)
+        except ConfigError as error:
+            raise ConfigError(f"{generation}: {error}") from None
         try:
             return cls.from_dict(raw, more)
         except ConfigError as error:
@@ -118,13 +135,14 @@ class ModelConfig:
         """Normalise a config.json, written by transformers 4 or 5, into these fields. Raises ConfigError."""
         names = raw.get("architectures") or [None]
         if not isinstance(names, list) or not isinstance(names[0], (str, type(None))):
-            raise ConfigError(f"architectures must be a list of names, as ['GemmaForCausalLM'], not {names!r}")
+            raise ConfigError(f"architectures must be a list of names, as ['GemmaForCausalLM'], not {shown(names)}")
         architecture = names[0]
         if architecture in REFUSED:
             raise ConfigError(f"architecture {architecture!r} is not supported: {REFUSED[architecture]}")
         if architecture not in ARCHITECTURES:
             supported = ", ".join(ARCHITECTURES)
             raise ConfigError(f"architecture {architecture!r} is not supported; supported are: {supported}")
+        check_fields(raw)
         if raw.get("quantization_config"):
             raise ConfigError("quantised checkpoints cannot be loaded yet; use the unquantised model")
         if raw.get("use_bidirectional_attention"):
@@ -134,7 +152,7 @@ class ModelConfig:
             key: value for key, value in raw.items() if value is not None or key in NULL_MEANS_NONE
         }
         try:
-            hidden, heads, layers = _sizes(raw, "hidden_size", "num_attention_heads", "num_hidden_layers")
+            hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
             theta, scaling = _rope(raw)
             eos = [*_ids(raw.get("eos_token_id")), *_ids((generation or {}).get("eos_token_id"))]
             common = {
@@ -142,7 +160,7 @@ class ModelConfig:
                 "vocab_size": raw["vocab_size"],
                 "hidden_size": hidden,
                 "intermediate_size": raw["intermediate_size"],
-                "num_layers": layers,
+                "num_layers": raw["num_hidden_layers"],
                 "num_heads": heads,
                 "num_kv_heads": raw.get("num_key_value_heads", heads),
                 "head_dim": raw.get("head_dim", hidden // heads),
@@ -208,7 +226,7 @@ def _gemma3(raw: dict[str, Any]) -> dict[str, Any]:
     local_theta, local_scaling = _rope(raw, "sliding_attention", theta="rope_local_base_freq")
     if local_scaling:
         raise ConfigError("rope scaling of sliding_attention layers is not supported: Gemma 3 scales the others alone")
-    (pattern,) = _sizes(raw, "sliding_window_pattern")
+    pattern = raw["sliding_window_pattern"]
     # An attn_logit_softcapping is passed over, as transformers does: no Gemma 3 has one.
     return _gemma(raw) | {
         "attention_scale": _attention_scale(raw),
@@ -295,13 +313,6 @@ PRESETS = {
 }
 
 
-def _sizes(raw: dict[str, Any], *names: str) -> list[int]:
-    for name in names:
-        if not _is_size(raw[name]):
-            raise ConfigError(f"{name} must be a whole number from 1, not {raw[name]!r}")
-    return [raw[name] for name in names]
-
-
 def _activation(raw: dict[str, Any], known: dict[str, str]) -> str:
     name = raw.get("hidden_activation", raw["hidden_act"])
     if name not in known:
@@ -310,10 +321,7 @@ def _activation(raw: dict[str, Any], known: dict[str, str]) -> str:
 
 
 def _attention_scale(raw: dict[str, Any]) -> float:
-    scalar = raw["query_pre_attn_scalar"]
-    if not scalar > 0:
-        raise ConfigError(f"query_pre_attn_scalar must be above 0, not {scalar!r}")
-    return scalar**-0.5
+    return raw["query_pre_attn_scalar"] ** -0.5
 
 
 def _rope(
@@ -328,6 +336,7 @@ def _rope(
         rope = rope.get(layers) or {}
     elif layers == "full_attention":
         rope = rope or raw.get("rope_scaling") or {}
+    rope = {name: value for name, value in rope.items() if value is not None}
     base = float(rope.get("rope_theta", raw.get(theta, 10000.0)))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
@@ -367,8 +376,3 @@ def layer_windows(raw: dict[str, Any], window: int | None, slides: Callable[[int
 
 def _ids(value: int | list[int] | None) -> list[int]:
     return [] if value is None else [value] if isinstance(value, int) else list(value)
-
-
-def read_json(path: Path) -> dict:
-    with path.open(encoding="utf-8") as file:
-        return json.load(file)

@@ -20,9 +20,11 @@ from torch import Tensor
 from minillm.errors import ConfigError
 from minillm.quantization import Recipe, Weight
 from minillm.quantization.weight import copy_pieces
+from minillm.values import shown
 
 from . import sizing
-from .config import ARCHITECTURES, PRESETS, ModelConfig, read_json
+from .config import ARCHITECTURES, PRESETS, ModelConfig
+from .config_file import read_json
 from .decoder import Model
 
 DTYPES = {
@@ -112,11 +114,10 @@ def checkpoint_files(directory: Path) -> list[Path]:
     """The safetensors files of a model: those its index names, else model.safetensors, else all there are."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        try:
-            names = sorted(set(read_json(index)["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ConfigError(f"{index} is not a safetensors index: {error!r}") from None
-        files = [directory / name for name in names]
+        placed = read_json(index).get("weight_map")
+        if not isinstance(placed, dict) or not all(isinstance(name, str) for name in placed.values()):
+            raise ConfigError(f"{index}: weight_map must give each tensor's file by its name, not {shown(placed)}")
+        files = [directory / name for name in sorted(set(placed.values()))]
     elif (directory / "model.safetensors").is_file():
         files = [directory / "model.safetensors"]
     else:
@@ -158,9 +159,13 @@ def read_header(file: Path) -> dict[str, Entry]:
             header.pop("__metadata__", None)
             entries = {}
             for name, tensor in header.items():
-                begin, end = tensor["data_offsets"]
-                entries[name] = Entry(file, tensor["dtype"], tuple(tensor["shape"]), 8 + length + begin, end - begin)
-        except (ValueError, KeyError, TypeError, AttributeError):
+                dtype, shape, (begin, end) = tensor["dtype"], tensor["shape"], tensor["data_offsets"]
+                if not isinstance(dtype, str) or not all(type(each) is int and each >= 0 for each in (*shape, begin)):
+                    raise cut
+                if type(end) is not int or end < begin:
+                    raise cut
+                entries[name] = Entry(file, dtype, tuple(shape), 8 + length + begin, end - begin)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise cut from None
     for name, entry in entries.items():
         if entry.start + entry.nbytes > size:

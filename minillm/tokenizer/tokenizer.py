@@ -9,6 +9,8 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from minillm.values import shown
+
 from .added_tokens import AddedToken, AddedTokens
 from .bpe import BPE
 from .chat import ChatTemplate
@@ -49,13 +51,14 @@ class Tokenizer:
         self._special = {token.id for token in added if token.special}
         self.vocab_size = len(self._tokens)
 
-        config = config or {}
-        special = {name: _content(value) for name, value in config.items() if name.endswith("_token")}
-        special = {name: token for name, token in special.items() if token is not None}
-        self.bos_token_id = self.id(special["bos_token"]) if "bos_token" in special else None
-        self.eos_token_id = self.id(special["eos_token"]) if "eos_token" in special else None
-        template = chat_template or _default_template(config.get("chat_template"))
-        self._chat = ChatTemplate(template, special) if template else None
+        try:
+            special, named_template = _settings(config or {})
+            self.bos_token_id = self.id(special["bos_token"]) if "bos_token" in special else None
+            self.eos_token_id = self.id(special["eos_token"]) if "eos_token" in special else None
+            template = chat_template or named_template
+            self._chat = ChatTemplate(template, special) if template else None
+        except (KeyError, TypeError, AttributeError) as error:
+            raise TokenizerError(f"tokenizer_config.json is not in the expected form: {error!r}") from error
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> "Tokenizer":
@@ -73,8 +76,7 @@ class Tokenizer:
             )
         config = _read_json(directory / "special_tokens_map.json") or {}
         config |= _read_json(directory / "tokenizer_config.json") or {}
-        template = directory / "chat_template.jinja"
-        return cls(tokenizer, config, template.read_text(encoding="utf-8") if template.is_file() else None)
+        return cls(tokenizer, config, _read_template(directory / "chat_template.jinja"))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`; add_special_tokens=False leaves out what the file puts around it (usually <bos>).
@@ -181,6 +183,13 @@ def _build_template(spec: dict | None) -> tuple[list[int], list[int]]:
     return before, after
 
 
+def _settings(config: dict) -> tuple[dict[str, str], str | None]:
+    """tokenizer_config.json's special tokens by name, and its chat template."""
+    tokens = {name: _content(value) for name, value in config.items() if name.endswith("_token")}
+    special = {name: token for name, token in tokens.items() if token is not None}
+    return special, _default_template(config.get("chat_template"))
+
+
 def _content(token: str | dict | None) -> str | None:
     return token.get("content") if isinstance(token, dict) else token
 
@@ -196,6 +205,22 @@ def _read_json(path: Path) -> dict | None:
     if not path.is_file():
         return None
     try:
-        return json.loads(path.read_bytes())
-    except ValueError as error:
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        raise TokenizerError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{path} is no JSON ({error}): it may be a damaged or partial download") from error
+    if not isinstance(found, dict):
+        raise TokenizerError(f"{path} must hold an object, not {shown(found)}: it may be another file")
+    return found
+
+
+def _read_template(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise TokenizerError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"{path} is no UTF-8 text ({error}): it may be a damaged download") from error

@@ -311,3 +311,46 @@ def test_a_tokenizer_of_another_model_is_refused(saved):
     loader.check_tokenizer(types.SimpleNamespace(vocab_size=96), config)
     with pytest.raises(ConfigError, match="tokenizer has 97 tokens but the model only 96"):
         loader.check_tokenizer(types.SimpleNamespace(vocab_size=97), config)
+
+
+@pytest.mark.parametrize("placed", [{"model.norm.weight": ["a", "b"]}, {"model.norm.weight": 5}, ["a"], 5, None])
+def test_an_index_of_another_form_is_named(saved, placed):
+    (saved / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+    with pytest.raises(ConfigError, match="index.json: weight_map must give each tensor's file by its name"):
+        load_model(saved)
+
+
+@pytest.mark.parametrize("text", ["[]", "5", "{"])
+def test_an_index_that_is_no_object_is_named(saved, text):
+    (saved / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ConfigError, match="index.json (must hold an object|is not JSON)"):
+        load_model(saved)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": ["F32"]},
+        {"dtype": 5},
+        {"shape": 5},
+        {"shape": [48.0]},
+        {"shape": [[48]]},
+        {"shape": [-48]},
+        {"data_offsets": [-8, 184]},
+        {"data_offsets": [0.0, 192.0]},
+        {"data_offsets": [192, 0]},
+        {"data_offsets": [0]},
+        {"data_offsets": {"begin": 0}},
+    ],
+    ids=str,
+)
+def test_a_damaged_header_is_named(saved, change):
+    file = saved / "model.safetensors"
+    data = file.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    header["model.norm.weight"] |= change
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+    with pytest.raises(ConfigError, match="model.safetensors"):
+        load_model(saved)
