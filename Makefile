@@ -1,8 +1,8 @@
-# minillm: `make demo` and `make test` need Python 3.11 or 3.12 and make; everything else comes into .venv.
+# minillm: `make demo` and `make test` need Python 3.11 or 3.12 and make; everything else is installed into .venv.
 #
-#   TORCH_INDEX=URL   where torch comes from (a CPU-only index saves several GB on Linux without a GPU)
-#   PYTHON=python3.12 which Python makes .venv
-#   SEED=N EXAMPLES=N what `make explore` draws: a seed (any, unless given), how many times as many examples
+#   TORCH_INDEX=URL   index to install torch from (a CPU-only index saves several GB on Linux without a GPU)
+#   PYTHON=python3.12 Python that creates .venv
+#   SEED=N EXAMPLES=N for `make explore`: the seed (random by default) and the factor by which examples increase
 
 SHELL := /bin/bash
 VENV := .venv
@@ -16,13 +16,13 @@ EXAMPLES ?= 10
 .DEFAULT_GOAL := help
 
 help:
-	@echo 'make demo       serve the embedded model, load it, compare it; leaves an HTML report in build/'
+	@echo 'make demo       serve the embedded model, load-test it, compare it; writes an HTML report to build/'
 	@echo 'make test       every test, notebooks included'
-	@echo 'make explore    the tests that draw at random, by another seed (SEED=N EXAMPLES=N)'
+	@echo 'make explore    the randomized tests with another seed (SEED=N EXAMPLES=N)'
 	@echo 'make lab        JupyterLab on copies of the notebooks, in lab/'
 	@echo 'make notebooks  rebuild and execute the notebooks from notebooks/source/'
 	@echo 'make lint       ruff check and format check      make format   let ruff rewrite'
-	@echo 'make lock       write requirements.lock and environment.yml (UPGRADE=1: newest versions)'
+	@echo 'make lock       write requirements.lock and environment.yml (UPGRADE=1: latest versions)'
 	@echo 'make setup      only the environment in .venv    make clean    remove what was built'
 
 setup: $(READY)
@@ -38,7 +38,7 @@ $(BIN)/python:
 	done; \
 	echo 'no Python 3.11 or 3.12 found: install one, or name it with make PYTHON=/path/to/python3.12' >&2; exit 1
 
-# torch alone and by its exact version first: beside open ranges pip may fetch several builds of it.
+# torch goes first, alone and by exact version: next to open ranges pip may download several builds of it.
 $(READY): requirements.lock pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 	$(BIN)/python -m pip install --quiet --requirement requirements.lock

@@ -18,7 +18,7 @@ pytest.importorskip("fastapi", reason="the load generator is tested against the 
 from minillm.bench import plots, serve
 from minillm.bench.serve import Measured
 from minillm.server import running
-from tests.waiting import PATIENCE
+from tests.waiting import TIMEOUT
 
 VOCABULARY = 320
 
@@ -130,7 +130,7 @@ def test_an_open_loop_against_the_real_server(server, way):
 def test_a_record_says_the_dtype_that_was_served(model_directory, dtype):
     options = {"load_format": "dummy", "device": "cpu", "dtype": dtype, "max_num_seqs": 3}
     with running(model_directory, **options) as server:
-        card = httpx.get(f"{server.url}/v1/models", timeout=PATIENCE).json()["data"][0]
+        card = httpx.get(f"{server.url}/v1/models", timeout=TIMEOUT).json()["data"][0]
         record = serve.run(server.url, workload="single", scale=32, concurrency=1, quiet=True)
     assert record["results"][0]["dtype"] == card["dtype"] == dtype
     assert card["max_num_seqs"] == 3
@@ -157,7 +157,7 @@ def test_no_more_clients_than_asked_for_are_at_work():
 
 def test_a_closed_loops_clients_are_at_work_together():
     with faked(only_when_all_have_come(3)) as (url, fake):
-        serve.run(url, workload="chat", scale=16, requests=9, concurrency=3, timeout=PATIENCE, quiet=True)
+        serve.run(url, workload="chat", scale=16, requests=9, concurrency=3, timeout=TIMEOUT, quiet=True)
     assert fake.most_at_work == 3
 
 
@@ -165,7 +165,7 @@ def test_a_closed_loops_clients_are_at_work_together():
 def test_an_open_loop_sends_what_is_due_whatever_still_runs(way):
     """The server answers nobody before all twelve have asked: a generator that waits for an answer never ends."""
     with faked(only_when_all_have_come(12)) as (url, fake):
-        result = serve.run(url, **way, scale=16, requests=12, timeout=PATIENCE, quiet=True)["results"][0]
+        result = serve.run(url, **way, scale=16, requests=12, timeout=TIMEOUT, quiet=True)["results"][0]
     assert fake.most_at_work == 12
     last = max(each["due"] for each in result["each"])
     assert all(each["first_token"] >= last for each in result["each"])
@@ -345,18 +345,18 @@ def test_a_picture_of_an_unknown_kind_is_told_before_the_load(tmp_path, name):
     assert not fake.bodies
 
 
-def test_a_run_that_fails_leaves_an_older_record_and_no_empty_one(nobody, tmp_path):
+def test_a_run_that_fails_leaves_an_older_record_and_no_empty_one(dead_url, tmp_path):
     kept, new = tmp_path / "kept.json", tmp_path / "new.json"
     kept.write_text("{}")
     for path in (kept, new):
         with pytest.raises(ConnectionError):
-            serve.run(nobody, quiet=True, json_path=path)
+            serve.run(dead_url, quiet=True, json_path=path)
     assert kept.read_text() == "{}" and not new.exists()
 
 
-def test_a_server_that_is_not_there_is_a_clear_error(nobody):
+def test_a_server_that_is_not_there_is_a_clear_error(dead_url):
     with pytest.raises(ConnectionError, match="minillm serve"):
-        serve.run(nobody, quiet=True)
+        serve.run(dead_url, quiet=True)
 
 
 def test_a_server_that_never_answers_ends_the_run():

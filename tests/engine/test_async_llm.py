@@ -8,7 +8,7 @@ import pytest
 from minillm import AsyncLLM, SamplingParams
 from minillm.engine import Engine
 from minillm.errors import ConfigError
-from tests.waiting import PATIENCE, come, gate
+from tests.waiting import TIMEOUT, async_wait_until, paused_steps
 
 ENDLESS = SamplingParams(max_tokens=1000, ignore_eos=True)
 
@@ -37,7 +37,7 @@ def test_an_engine_that_cannot_be_made_is_the_callers_error_and_leaves_no_thread
     with pytest.raises(ConfigError, match="no such model directory"):
         AsyncLLM("no/such/model")
     for thread in set(threading.enumerate()) - before:
-        thread.join(PATIENCE)
+        thread.join(TIMEOUT)
         assert not thread.is_alive()
 
 
@@ -45,15 +45,15 @@ def test_an_engine_that_cannot_be_made_is_the_callers_error_and_leaves_no_thread
 def test_a_mistake_in_the_engines_thread_ends_every_stream_with_its_reason(monkeypatch):
     async def work():
         llm = AsyncLLM(device="cpu", num_blocks=64)
-        with gate(free=4) as opened:
+        with paused_steps(free=4) as resume:
             staying = asyncio.create_task(llm.generate("The island of", ENDLESS))
             async for _ in llm.stream("Once", ENDLESS, request_id="first"):
                 monkeypatch.setattr(Engine, "has_work", property(lambda engine: 1 / 0))
-                opened.set()
+                resume.set()
                 break
             with pytest.raises(ZeroDivisionError):
                 await staying
-        await come(lambda: not llm._thread.is_alive())
+        await async_wait_until(lambda: not llm._thread.is_alive())
         assert not llm.alive
 
     asyncio.run(work())

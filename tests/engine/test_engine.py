@@ -13,7 +13,7 @@ from minillm import LLM, AsyncLLM, InvalidRequest, RequestOptions, SamplingParam
 from minillm.engine import Engine
 from minillm.errors import ConfigError
 from tests.chance import SEED
-from tests.waiting import PATIENCE, come, gate
+from tests.waiting import TIMEOUT, async_wait_until, paused_steps
 
 pytestmark = pytest.mark.explore
 
@@ -428,7 +428,7 @@ def test_leaving_a_stream_frees_its_blocks_and_harms_nobody(directory, prompts, 
         await anext(stream)
         await stream.aclose()
         completion = await staying
-        await come(lambda: llm.stats()["blocks_available"] == llm.stats()["blocks"])
+        await async_wait_until(lambda: llm.stats()["blocks_available"] == llm.stats()["blocks"])
         llm.close()
         return completion.token_ids
 
@@ -439,12 +439,12 @@ def test_an_aborted_stream_ends(directory, prompts):
     async def everything():
         llm = AsyncLLM(directory, device="cpu")
         params = SamplingParams(max_tokens=200, ignore_eos=True)
-        with gate() as opened:
+        with paused_steps() as resume:
             task = asyncio.create_task(llm.generate(prompts[0], params, request_id="mine"))
-            await come(lambda: llm.stats()["running"])
+            await async_wait_until(lambda: llm.stats()["running"])
             llm.abort("mine")
-            opened.set()
-            completion = await asyncio.wait_for(task, PATIENCE)
+            resume.set()
+            completion = await asyncio.wait_for(task, TIMEOUT)
         llm.close()
         with pytest.raises(RuntimeError, match="closed"):
             await llm.generate(prompts[0])
@@ -457,14 +457,14 @@ def test_closing_ends_every_stream(directory, prompts):
     async def everything():
         llm = AsyncLLM(directory, device="cpu")
         params = SamplingParams(max_tokens=200, ignore_eos=True)
-        with gate() as opened:
+        with paused_steps() as resume:
             tasks = [asyncio.create_task(llm.generate(prompt, params)) for prompt in prompts]
-            await come(lambda: llm.stats()["running"])
+            await async_wait_until(lambda: llm.stats()["running"])
             closing = asyncio.create_task(asyncio.to_thread(llm.close))
-            await come(lambda: not llm.alive)
-            opened.set()
+            await async_wait_until(lambda: not llm.alive)
+            resume.set()
             await closing
-        return await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE)
+        return await asyncio.wait_for(asyncio.gather(*tasks), TIMEOUT)
 
     assert {completion.finish_reason for completion in asyncio.run(everything())} == {"abort"}
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from minillm import LLM, AsyncLLM, SamplingParams
-from tests.waiting import PATIENCE, come, gate
+from tests.waiting import TIMEOUT, async_wait_until, paused_steps
 
 LONG = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True)
 ENDLESS = SamplingParams(max_tokens=1000, ignore_eos=True)
@@ -58,15 +58,15 @@ def test_a_failure_takes_no_answer_from_a_stream_that_had_ended():
                 llm.engine.abort("ends")
                 streams._attempt(lambda: 1 / 0)
 
-            with gate() as opened:
+            with paused_steps() as resume:
                 ended = asyncio.create_task(streams.generate([5] * 5, LONG, request_id="ends"))
                 endless = asyncio.create_task(streams.generate([6] * 5, ENDLESS))
-                await come(lambda: len(llm.engine.tracked) == 2)
+                await async_wait_until(lambda: len(llm.engine.tracked) == 2)
                 streams._tell(end_one_and_fail)
-                opened.set()
-                assert (await asyncio.wait_for(ended, PATIENCE)).finish_reason == "abort"
+                resume.set()
+                assert (await asyncio.wait_for(ended, TIMEOUT)).finish_reason == "abort"
                 with pytest.raises(ZeroDivisionError):
-                    await asyncio.wait_for(endless, PATIENCE)
+                    await asyncio.wait_for(endless, TIMEOUT)
             streams.close()
 
     asyncio.run(work())

@@ -89,15 +89,15 @@ def test_eval_prints_a_line_for_each_result_and_ends_with_the_record_it_writes(m
         ("generate", "hello", "--temperature", "-1"),
         ("generate", "hello", "--block-size", "0"),
         ("bench", "offline", "--workload", "nothing"),
-        ("bench", "serve", "--url", "NOBODY", "--requests", "1"),
+        ("bench", "serve", "--url", "DEAD_URL", "--requests", "1"),
         ("bench", "serve", "--rate", "nan"),
         ("bench", "serve", "--rate", "4", "--speed", "2"),
         ("bench", "serve", "--plot", "picture.txt"),
         ("bench", "serve", "--json", "pyproject.toml/record.json"),
     ],
 )
-def test_a_mistake_is_answered_in_one_line(arguments, nobody):
-    result = run(*(nobody if each == "NOBODY" else each for each in arguments))
+def test_a_mistake_is_answered_in_one_line(arguments, dead_url):
+    result = run(*(dead_url if each == "DEAD_URL" else each for each in arguments))
     assert result.exit_code == 2
     assert result.stderr.startswith("minillm: ")
     assert len(result.stderr.strip().splitlines()) == 1

@@ -12,7 +12,7 @@ from minillm.kv_cache import BlockPool, BlockPoolError
 from minillm.overrides import OverrideError
 from minillm.scheduler.policies import FirstComeFirstServed, PolicyError
 from minillm.scheduler.replaceable import PARTS
-from tests.waiting import PATIENCE, come, gate
+from tests.waiting import TIMEOUT, async_wait_until, paused_steps
 
 PROMPTS = [list(range(5, 5 + length)) for length in (9, 2, 40, 5, 17, 33)]
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
@@ -300,19 +300,19 @@ def test_a_pool_that_fails_when_a_request_is_aborted_harms_nobody_afterwards(exp
             raise ZeroDivisionError("cannot release")
 
     async def work(engine):
-        with minillm.using(block_pool=CannotRelease), gate() as opened:
+        with minillm.using(block_pool=CannotRelease), paused_steps() as resume:
             endless = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
             both = [asyncio.create_task(engine.generate(PROMPTS[i], endless, name)) for i, name in enumerate("ab")]
-            await come(lambda: engine.stats()["running"] == 2)
+            await async_wait_until(lambda: engine.stats()["running"] == 2)
             engine.abort("a")
-            opened.set()
+            resume.set()
             for each in both:
                 with pytest.raises(ZeroDivisionError, match="cannot release"):
                     await each
         return (await engine.generate(PROMPTS[2], GREEDY)).token_ids
 
     engine = AsyncLLM(**OPTIONS, run_ahead=0)  # nothing is in flight: its blocks are released at once
-    assert asyncio.run(asyncio.wait_for(work(engine), PATIENCE)) == expected[2]
+    assert asyncio.run(asyncio.wait_for(work(engine), TIMEOUT)) == expected[2]
     assert engine.alive
     engine.close()
 

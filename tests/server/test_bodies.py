@@ -15,7 +15,7 @@ from minillm.server.bounded_json import BoundedDecoder
 from minillm.server.protocol import MAX_MESSAGE, APIError, ChatRequest, CompletionRequest
 from minillm.values import QUOTED
 from tests.server.in_process import JSON, worker_here
-from tests.waiting import come
+from tests.waiting import async_wait_until
 
 BODY = {"prompt": "The river", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
 TURNS = [{"role": "user", "content": "hi"}]
@@ -153,13 +153,13 @@ def test_what_bodies_hold_in_sum_is_bounded_and_given_back(engine, monkeypatch):
             content = json.dumps(LARGE).encode()
             head = f"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-length: {len(content)}\r\n"
             writer.write(head.encode() + b"content-type: application/json\r\n\r\n" + content[:-1])
-            await come(lambda: readers[0].held == len(content) - 1 - limits.FREE_BODY)
+            await async_wait_until(lambda: readers[0].held == len(content) - 1 - limits.FREE_BODY)
             refused = await client.post(url, json=LARGE)
             assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
             assert "large bodies" in refused.json()["error"]["message"]
             assert (await client.post(url, json=BODY)).status_code == 200, "a small body waits for no large one"
             writer.transport.abort()
-            await come(lambda: readers[0].held == 0)
+            await async_wait_until(lambda: readers[0].held == 0)
             assert (await client.post(url, json=LARGE)).status_code == 200
             for wrong in (LARGE | {"stop": 5}, LARGE | {"nonsense": 1}, {"prompt": "a" * limits.max_body(256)}):
                 assert (await client.post(url, json=wrong)).status_code in (400, 413, 429)

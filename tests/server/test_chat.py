@@ -5,14 +5,14 @@ import pytest
 
 from minillm.engine.llm import chat_prompt
 from minillm.request import SamplingParams
-from tests.waiting import PATIENCE
+from tests.waiting import TIMEOUT
 
 QUESTION = [{"role": "user", "content": "Where is the river?"}]
 
 
 @pytest.fixture(scope="module")
 def ask(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT) as client:
 
         def ask(messages=QUESTION, **more):
             fixed = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}

@@ -7,14 +7,14 @@ import openai
 import pytest
 
 from minillm.request import SamplingParams
-from tests.waiting import PATIENCE
+from tests.waiting import TIMEOUT
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
 
 
 @pytest.fixture(scope="module")
 def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT) as client:
         yield client
 
 
@@ -218,7 +218,7 @@ def test_a_hundred_async_clients_get_what_one_would(server, complete):
     alone = [complete(prompt).choices[0].text for prompt in prompts]
 
     async def all_at_once():
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=PATIENCE) as client:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=TIMEOUT) as client:
 
             async def one(prompt):
                 stream = await client.completions.create(model=server.model, prompt=prompt, stream=True, **GREEDY)

@@ -12,7 +12,7 @@ from minillm.server import limits
 from minillm.server.connections import Connection
 from minillm.server.limits import Timeouts
 from tests.server.in_process import worker_here
-from tests.waiting import come, gate
+from tests.waiting import async_wait_until, paused_steps
 
 SOON = 0.1  # seconds: a deadline that a test waits for
 BODY = {"prompt": "The river", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
@@ -72,7 +72,7 @@ async def half_a_head(made, connection, half) -> None:
     """Send part of a request's headers; their deadline passes once they are there."""
     _, writer = connection
     writer.write(half)
-    await come(lambda: made and made[-1].conn.trailing_data[0] == half)
+    await async_wait_until(lambda: made and made[-1].conn.trailing_data[0] == half)
     assert made[-1]._awaited == "headers"
     made[-1]._expire()
 
@@ -90,11 +90,11 @@ def test_headers_that_do_not_come_in_time_are_answered_with_408(engine, made):
 def test_headers_that_keep_coming_do_not_move_their_deadline(engine, made):
     async def work(port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
-        await come(lambda: made)
+        await async_wait_until(lambda: made)
         deadline = made[0]._deadline.when()
         for count in range(1, 4):
             writer.write(b"GET / HTTP/1.1\r\n"[:count])
-            await come(lambda count=count: len(made[0].conn.trailing_data[0]) >= count)
+            await async_wait_until(lambda count=count: len(made[0].conn.trailing_data[0]) >= count)
             assert made[0]._deadline.when() == deadline and not made[0]._deadline.cancelled()
 
     serving(engine, work, header_timeout=60)
@@ -159,13 +159,13 @@ def test_no_deadline_runs_while_an_answer_is_made(engine, made, stream):
         async with worker_here(engine) as (port, hub), httpx.AsyncClient(timeout=60) as client:
             body = BODY | {"stream": stream}
             asked = asyncio.create_task(client.post(f"http://127.0.0.1:{port}/v1/completions", json=body))
-            await come(lambda: hub.running)
+            await async_wait_until(lambda: hub.running)
             (connection,) = made
             assert connection._deadline is None and connection.timeout_keep_alive_task is None
-            opened.set()
+            resume.set()
             assert (await asked).status_code == 200
 
-    with gate() as opened:
+    with paused_steps() as resume:
         asyncio.run(everything())
 
 
@@ -213,7 +213,7 @@ def test_connections_beyond_the_descriptors_wait_and_those_that_are_open_are_ser
         for _, writer in late:
             writer.write(HEALTH)
         answers = [asyncio.create_task(answer(reader)) for reader, _ in late]
-        await come(lambda: log.lines)
+        await async_wait_until(lambda: log.lines)
         for _ in range(30):
             await healthy(*first)
         assert not any(each.done() for each in answers)
@@ -248,11 +248,11 @@ def test_a_worker_without_descriptors_neither_spins_nor_fills_its_log(engine, ca
         monkeypatch.setattr(loop, "sock_accept", refused)
         third = await asyncio.open_connection("127.0.0.1", port)  # for the call that waits already
         await healthy(*third)
-        await come(lambda: tried)
+        await async_wait_until(lambda: tried)
         for _ in range(30):
             await healthy(*first)
         assert len(tried) == 1
-        await come(lambda: log.lines)
+        await async_wait_until(lambda: log.lines)
         (line,) = log.lines
         assert "no connection can be accepted ([Errno 24] Too many open files)" in line
         monkeypatch.setattr(loop, "sock_accept", accept)

@@ -6,7 +6,7 @@ import httpx
 import openai
 import pytest
 
-from tests.waiting import PATIENCE
+from tests.waiting import TIMEOUT
 
 GOOD = {"prompt": "The river", "max_tokens": 4}
 TURNS = [{"role": "user", "content": "hi"}]
@@ -15,7 +15,7 @@ CHAT = {"messages": TURNS, "max_tokens": 4}
 
 @pytest.fixture(scope="module")
 def http(server):
-    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+    with httpx.Client(base_url=server.url, timeout=TIMEOUT) as client:
         yield client
 
 

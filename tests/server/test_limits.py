@@ -21,7 +21,7 @@ from minillm.tokenizer import Tokenizer
 from tests.chance import SEED
 from tests.server.conftest import MAX_MODEL_LEN
 from tests.server.in_process import JSON, worker_here
-from tests.waiting import PATIENCE, come, gate
+from tests.waiting import TIMEOUT, async_wait_until, paused_steps
 
 BODY = {"prompt": "The river", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
 CLIENTS = 200
@@ -40,57 +40,57 @@ def narrow(model_directory):
 
 
 def test_beyond_the_queue_the_answer_is_429_and_later_200(narrow):
-    async def clients(opened):
-        async with httpx.AsyncClient(base_url=narrow.url, timeout=PATIENCE) as client:
+    async def clients(resume):
+        async with httpx.AsyncClient(base_url=narrow.url, timeout=TIMEOUT) as client:
 
             def ask(**more):
                 return client.post("/v1/completions", json=BODY | more)
 
             taken = [asyncio.create_task(ask(stream=bool(i))) for i in range(3)]
-            await come(lambda: narrow.workers.hub.running == 3)
+            await async_wait_until(lambda: narrow.workers.hub.running == 3)
             for more in ({}, {"stream": True}, {"n": 2}):
                 refused = await ask(**more)
                 assert refused.status_code == 429
                 assert int(refused.headers["retry-after"]) >= 1
                 error = refused.json()["error"]
                 assert error["type"] == "rate_limit_error" and "of 3 that" in error["message"]
-            opened.set()
+            resume.set()
             assert [each.status_code for each in await asyncio.gather(*taken)] == [200] * 3
             assert (await ask()).status_code == 200
 
-    with gate() as opened:
-        asyncio.run(clients(opened))
+    with paused_steps() as resume:
+        asyncio.run(clients(resume))
 
 
 def test_openais_client_knows_a_full_server_and_asks_again(narrow):
-    async def clients(opened):
-        async with openai.AsyncOpenAI(base_url=f"{narrow.url}/v1", api_key="none", timeout=PATIENCE) as client:
+    async def clients(resume):
+        async with openai.AsyncOpenAI(base_url=f"{narrow.url}/v1", api_key="none", timeout=TIMEOUT) as client:
 
             def ask(retries):
                 return client.with_options(max_retries=retries).completions.create(model=narrow.model, **body)
 
             body = {"prompt": "The river", "max_tokens": 4}
             taken = [asyncio.create_task(ask(0)) for _ in range(3)]
-            await come(lambda: narrow.workers.hub.running == 3)
+            await async_wait_until(lambda: narrow.workers.hub.running == 3)
             with pytest.raises(openai.RateLimitError):
                 await ask(0)
             before = counted(narrow.workers.hub, "http_requests", status="429")
             patient = asyncio.create_task(ask(5))
-            await come(lambda: counted(narrow.workers.hub, "http_requests", status="429") > before)
-            opened.set()
+            await async_wait_until(lambda: counted(narrow.workers.hub, "http_requests", status="429") > before)
+            resume.set()
             await asyncio.gather(*taken)
             assert (await patient).usage.completion_tokens == 4
 
-    with gate() as opened:
-        asyncio.run(clients(opened))
+    with paused_steps() as resume:
+        asyncio.run(clients(resume))
 
 
 def test_what_waits_goes_by_its_priority_where_the_policy_says_so(model_directory):
     options = {"load_format": "dummy", "device": "cpu", "max_num_seqs": 1, "policy": "priority"}
     order = []
 
-    async def clients(server, opened):
-        async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as client:
+    async def clients(server, resume):
+        async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT) as client:
 
             async def ask(priority):
                 answer = await client.post("/v1/completions", json=BODY | {"priority": priority, "max_tokens": 60})
@@ -98,19 +98,19 @@ def test_what_waits_goes_by_its_priority_where_the_policy_says_so(model_director
                 order.append(priority)
 
             first = asyncio.create_task(ask(9))
-            await come(lambda: server.engine.stats()["running"] == 1)
+            await async_wait_until(lambda: server.engine.stats()["running"] == 1)
             others = [asyncio.create_task(ask(priority)) for priority in (5, -1, 3)]
-            await come(lambda: server.workers.hub.running == 4)
-            opened.set()
+            await async_wait_until(lambda: server.workers.hub.running == 4)
+            resume.set()
             await asyncio.gather(first, *others)
 
-    with running(model_directory, **options) as server, gate() as opened:
-        asyncio.run(clients(server, opened))
+    with running(model_directory, **options) as server, paused_steps() as resume:
+        asyncio.run(clients(server, resume))
     assert order == [9, -1, 3, 5]
 
 
 def test_more_choices_than_the_server_ever_holds_are_the_requests_own_fault(narrow):
-    answer = httpx.post(narrow.url + "/v1/completions", json=BODY | {"n": 4}, timeout=PATIENCE)
+    answer = httpx.post(narrow.url + "/v1/completions", json=BODY | {"n": 4}, timeout=TIMEOUT)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "n" and "holds 3" in answer.json()["error"]["message"]
 
@@ -127,12 +127,12 @@ def test_while_long_texts_are_tokenized_the_worker_answers_others(engine, monkey
     answered = threading.Event()
 
     def encode(tokenizer, text, add_special_tokens=True):
-        assert answered.wait(PATIENCE), "nobody else was answered"
+        assert answered.wait(TIMEOUT), "nobody else was answered"
         return [5, 6]
 
     async def everything():
         monkeypatch.setattr(Tokenizer, "encode", encode)
-        async with worker_here(engine) as (port, _), httpx.AsyncClient(timeout=PATIENCE) as client:
+        async with worker_here(engine) as (port, _), httpx.AsyncClient(timeout=TIMEOUT) as client:
             url = f"http://127.0.0.1:{port}"
             long = asyncio.create_task(client.post(f"{url}/v1/{path}", json=body | {"max_tokens": 1}))
             await asyncio.sleep(0)
@@ -160,7 +160,7 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenized(engine, monkeypatch, 
 
     async def everything():
         monkeypatch.setattr(Tokenizer, "encode", encode)
-        async with worker_here(engine) as (port, _), httpx.AsyncClient(timeout=PATIENCE) as client:
+        async with worker_here(engine) as (port, _), httpx.AsyncClient(timeout=TIMEOUT) as client:
             answer = await client.post(f"http://127.0.0.1:{port}/v1/{path}", json=body)
             assert answer.status_code == 400 and words in answer.json()["error"]["message"]
             long = "characters" in words
@@ -176,7 +176,7 @@ def pieces(size: int, piece: int = 1 << 20):
 
 @pytest.mark.parametrize("told", [True, False], ids=["length told", "in chunks"])
 def test_a_body_past_the_limit_is_refused_and_harms_nobody(server, told):
-    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+    with httpx.Client(base_url=server.url, timeout=TIMEOUT) as client:
 
         def post(size):
             content = b" " * size if told else pieces(size)
@@ -254,26 +254,26 @@ def test_two_hundred_clients_that_hang_up_leave_nothing_behind(model_directory, 
     async def everything():
         async with worker_here(engine) as (port, hub):
             await leave(port, rng)
-            await come(lambda: hub.running == 0 and idle())
-            await come(lambda: len(asyncio.all_tasks()) == tasks + 3)  # work, its stopper, its acceptor
+            await async_wait_until(lambda: hub.running == 0 and idle())
+            await async_wait_until(lambda: len(asyncio.all_tasks()) == tasks + 3)  # work, its stopper, its acceptor
             gc.collect()  # what tests before left open is theirs
             files = open_files()
-            with gate() as opened:
+            with paused_steps() as resume:
                 held = [await ask_at_length(port, rng) for _ in range(25)]
-                await come(lambda: hub.running >= 25)
+                await async_wait_until(lambda: hub.running >= 25)
                 for _, writer in held:
                     hang_up(writer, rng)
-                await come(lambda: len(aborted) >= 25)
-                opened.set()
+                await async_wait_until(lambda: len(aborted) >= 25)
+                resume.set()
             for _ in range(CLIENTS // 25 - 1):
                 await asyncio.gather(*(leave(port, rng) for _ in range(25)))
-            await come(lambda: hub.running == 0 and idle())
-            await come(lambda: len(asyncio.all_tasks()) == tasks + 3 and open_files() <= files)
+            await async_wait_until(lambda: hub.running == 0 and idle())
+            await async_wait_until(lambda: len(asyncio.all_tasks()) == tasks + 3 and open_files() <= files)
             gc.collect()
             assert not [each for each in gc.get_objects() if type(each) is Choice]
             assert not engine._listening
             assert counted(hub, "finished", reason="abort") >= 25
-        await come(lambda: len(asyncio.all_tasks()) == tasks)
+        await async_wait_until(lambda: len(asyncio.all_tasks()) == tasks)
 
     tasks = 1  # this one
     asyncio.run(everything())
@@ -298,7 +298,7 @@ def test_bad_requests_beside_a_good_one_do_not_change_it(server):
     good = BODY | {"max_tokens": 60, "stream": True}
 
     async def everything():
-        async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT) as client:
 
             async def say():
                 lines = (await client.post("/v1/completions", json=good)).text.splitlines()
@@ -325,7 +325,7 @@ def test_what_a_failing_operation_hits_answers_500_streamed_or_not_and_the_serve
 
     with (
         minillm.using(embedding=embedding),
-        httpx.Client(base_url=server.url, timeout=PATIENCE) as client,
+        httpx.Client(base_url=server.url, timeout=TIMEOUT) as client,
         client.stream("POST", "/v1/completions", json=BODY | {"max_tokens": 240, "stream": True}) as response,
     ):
         lines = response.iter_lines()

@@ -14,7 +14,7 @@ from minillm.errors import InvalidRequest
 from minillm.request import SamplingParams
 from minillm.server.hub import Hub, Line
 from minillm.server.link import SIZES, Prompt, RemoteEngine, TooLong, Unpacker, _changed, pack, room
-from tests.waiting import come
+from tests.waiting import async_wait_until
 
 MESSAGES = st.dictionaries(st.text(), st.none() | st.integers() | st.floats(allow_nan=False) | st.text())
 NUMBERS = st.lists(st.integers(-(2**63), 2**63 - 1))
@@ -70,7 +70,7 @@ def test_choices_of_a_prompt_share_what_was_checked_once(engine, monkeypatch):
         monkeypatch.setattr(remote, "_transport", SimpleNamespace(write=lambda data: sent.append(data) or write(data)))
         made.clear()
         stream = asyncio.ensure_future(anext(remote.stream([Prompt([5]), Prompt([6])], params, n)))
-        await come(lambda: began)
+        await async_wait_until(lambda: began)
         stream.cancel()
         hub.close()
         return sent[0]

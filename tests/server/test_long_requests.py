@@ -7,7 +7,7 @@ import minillm
 from minillm import LLM, SamplingParams
 from minillm.kv_cache.streams import STREAM_TOKENS
 from minillm.server import running
-from tests.waiting import PATIENCE
+from tests.waiting import TIMEOUT
 
 CONTEXT = 64
 LONG = [7 * i % 90 + 5 for i in range(3 * CONTEXT)]
@@ -25,7 +25,7 @@ def llm(model_directory):
 
 @pytest.fixture(scope="module")
 def http(llm):
-    with running(llm) as server, httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+    with running(llm) as server, httpx.Client(base_url=server.url, timeout=TIMEOUT) as client:
         yield client
 
 
@@ -79,5 +79,5 @@ def test_a_prompt_past_the_streams_own_limit_is_refused_and_harms_nobody(http):
 def test_the_models_card_says_how_long_the_context_and_a_request_may_be(http, server):
     card = http.get("/v1/models").json()["data"][0]
     assert (card["max_model_len"], card["max_request_len"]) == (CONTEXT, STREAM_TOKENS)
-    card = httpx.get(f"{server.url}/v1/models", timeout=PATIENCE).json()["data"][0]
+    card = httpx.get(f"{server.url}/v1/models", timeout=TIMEOUT).json()["data"][0]
     assert card["max_request_len"] == card["max_model_len"] == server.engine.max_model_len

@@ -6,7 +6,7 @@ import random
 import httpx
 import pytest
 
-from tests.waiting import PATIENCE
+from tests.waiting import TIMEOUT
 
 NUMBERS = itertools.count()  # a prompt for each test: the engine serves all of them
 MESSAGE = "What does the quirrel eat on the island, and who told the lighthouse keeper? " * 3
@@ -14,7 +14,7 @@ MESSAGE = "What does the quirrel eat on the island, and who told the lighthouse 
 
 @pytest.fixture(scope="module")
 def http(server):
-    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+    with httpx.Client(base_url=server.url, timeout=TIMEOUT) as client:
         yield client
 
 

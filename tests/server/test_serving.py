@@ -12,12 +12,12 @@ from minillm.engine.async_llm import AsyncLLM
 from minillm.kv_cache import BlockPool
 from minillm.scheduler.policies import FirstComeFirstServed
 from minillm.server import PortTaken, running, serve
-from tests.waiting import PATIENCE, come, gate, idle, until
+from tests.waiting import TIMEOUT, async_wait_until, idle, paused_steps, wait_until
 
 
 @pytest.fixture(scope="module")
 def http(server):
-    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+    with httpx.Client(base_url=server.url, timeout=TIMEOUT) as client:
         yield client
 
 
@@ -48,7 +48,7 @@ def test_once_a_client_has_hung_up_not_a_step_more_runs_for_it(server, stream, m
         steps.append(len(ids))
         if len(steps) == 6:
             held.set()
-            assert go_on.wait(PATIENCE)
+            assert go_on.wait(TIMEOUT)
         return weight[ids] * scale
 
     def abort(request_id):
@@ -59,18 +59,18 @@ def test_once_a_client_has_hung_up_not_a_step_more_runs_for_it(server, stream, m
     monkeypatch.setattr(engine, "abort", abort)
 
     async def hang_up():
-        async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT) as client:
             asking = asyncio.create_task(client.post("/v1/completions", json=body))
-            await come(held.is_set)  # in the middle of a step
+            await async_wait_until(held.is_set)  # in the middle of a step
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
-        await come(lambda: len(aborted) == 2)
+        await async_wait_until(lambda: len(aborted) == 2)
 
     try:
         with minillm.using(embedding=embedding):
             asyncio.run(hang_up())
             go_on.set()
-            until(lambda: idle(engine))
+            wait_until(lambda: idle(engine))
             assert len(steps) == 6
     finally:
         go_on.set()
@@ -105,7 +105,7 @@ def test_a_notebooks_own_llm_is_served_and_stays_usable(model_directory):
     with minillm.LLM(model_directory, load_format="dummy", device="cpu", max_num_seqs=4) as llm:
         with running(llm) as server:
             body = {"prompt": "The river", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
-            said = httpx.post(server.url + "/v1/completions", json=body, timeout=PATIENCE).json()["choices"][0]["text"]
+            said = httpx.post(server.url + "/v1/completions", json=body, timeout=TIMEOUT).json()["choices"][0]["text"]
         params = minillm.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         assert llm.generate("The river", params)[0].text == said
 
@@ -114,8 +114,8 @@ def test_health_is_503_once_the_engine_is_closed(model_directory):
     engine = AsyncLLM(model_directory, load_format="dummy", device="cpu", max_num_seqs=4)
     with running(engine) as server:
         engine.close()
-        assert httpx.get(server.url + "/health", timeout=PATIENCE).status_code == 503
-        refused = httpx.post(server.url + "/v1/completions", json={"prompt": "a"}, timeout=PATIENCE)
+        assert httpx.get(server.url + "/health", timeout=TIMEOUT).status_code == 503
+        refused = httpx.post(server.url + "/v1/completions", json={"prompt": "a"}, timeout=TIMEOUT)
         assert refused.status_code == 500 and "closed" in refused.json()["error"]["message"]
 
 
@@ -123,7 +123,7 @@ def test_leaving_the_block_frees_port_threads_and_the_engine_it_made(model_direc
     before = set(threading.enumerate())
     with running(model_directory, load_format="dummy", device="cpu", max_num_seqs=4) as server:
         port = int(server.url.rsplit(":", 1)[1])
-        with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+        with httpx.Client(base_url=server.url, timeout=TIMEOUT) as client:
             assert client.get("/health").status_code == 200
     left = {thread.name for thread in set(threading.enumerate()) - before}
     assert not {name for name in left if name.startswith("minillm")}, left
@@ -133,7 +133,7 @@ def test_leaving_the_block_frees_port_threads_and_the_engine_it_made(model_direc
 
 def test_an_engine_handed_in_stays_open(engine):
     with running(engine) as second:
-        assert httpx.get(second.url + "/v1/models", timeout=PATIENCE).json()["data"][0]["id"] == engine.name
+        assert httpx.get(second.url + "/v1/models", timeout=TIMEOUT).json()["data"][0]["id"] == engine.name
     assert asyncio.run(engine.generate("The river")).finish_reason is not None
     with pytest.raises(TypeError, match="max_num_seqs"), running(engine, max_num_seqs=3):
         pass
@@ -142,14 +142,14 @@ def test_an_engine_handed_in_stays_open(engine):
 def test_stopping_does_not_wait_for_a_stream_that_would_not_end(model_directory):
     engine = AsyncLLM(model_directory, load_format="dummy", device="cpu", max_num_seqs=4)
     body = {"prompt": "The river", "max_tokens": 250, "ignore_eos": True, "stream": True}
-    with gate(free=6) as opened, httpx.Client(timeout=PATIENCE) as client:
+    with paused_steps(free=6) as resume, httpx.Client(timeout=TIMEOUT) as client:
         with running(engine) as server:
             response = client.send(client.build_request("POST", server.url + "/v1/completions", json=body), stream=True)
             lines = response.iter_lines()  # without a name it would be closed at once, and the stream with it
             next(lines)
         assert engine.stats()["running"] == 1, "the stream came to its end"
-        opened.set()
-        until(lambda: idle(engine))
+        resume.set()
+        wait_until(lambda: idle(engine))
     engine.close()
 
 

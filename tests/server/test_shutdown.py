@@ -19,11 +19,11 @@ from minillm.server.body import BodyReader
 from minillm.server.connections import Connection
 from minillm.tokenizer import Tokenizer
 from tests.server.in_process import worker_here
-from tests.waiting import come, gate
+from tests.waiting import async_wait_until, paused_steps
 
 BODY = {"prompt": "The river", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
 LONG = BODY | {"max_tokens": 240}
-PATIENCE = 60  # seconds until a test gives up on what should have come
+TIMEOUT = 60  # seconds until a test gives up on what should have come
 SOON = 0.1  # seconds of grace, where a test waits for its end
 
 
@@ -35,7 +35,7 @@ def stuck_after(steps: int):
     def embedding(ids, weight, scale):
         taken.append(True)
         if len(taken) > steps:
-            assert go_on.wait(PATIENCE)
+            assert go_on.wait(TIMEOUT)
         return weight[ids] * scale
 
     with minillm.using(embedding=embedding):
@@ -48,7 +48,7 @@ def stuck_after(steps: int):
 def refuses(port: int) -> bool:
     """Whether no new connection is taken."""
     try:
-        socket.create_connection(("127.0.0.1", port), timeout=PATIENCE).close()
+        socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT).close()
     except ConnectionError:
         return True
     return False
@@ -69,26 +69,26 @@ def refused(answer: httpx.Response) -> None:
 
 
 def test_what_runs_finishes_while_new_connections_are_refused(engine):
-    manager = running(engine, shutdown_grace=10 * PATIENCE)
+    manager = running(engine, shutdown_grace=10 * TIMEOUT)
 
-    async def clients(opened):
+    async def clients(resume):
         server = await asyncio.to_thread(manager.__enter__)
         port = int(server.url.rsplit(":", 1)[1])
-        async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT) as client:
             bodies = [BODY, BODY | {"stream": True}]
             asked = [asyncio.create_task(client.post("/v1/completions", json=body)) for body in bodies]
-            await come(lambda: server.workers.hub.running == 2)
+            await async_wait_until(lambda: server.workers.hub.running == 2)
             stopped = asyncio.create_task(asyncio.to_thread(manager.__exit__, None, None, None))
-            await come(lambda: refuses(port))
+            await async_wait_until(lambda: refuses(port))
             assert not any(each.done() for each in [*asked, stopped])
-            opened.set()
+            resume.set()
             whole, stream = await asyncio.gather(*asked)
         await stopped
         assert whole.json()["usage"]["completion_tokens"] == 6
         assert stream.text.endswith("data: [DONE]\n\n") and "error" not in stream.text
 
-    with gate() as opened:
-        asyncio.run(clients(opened))
+    with paused_steps() as resume:
+        asyncio.run(clients(resume))
 
 
 def test_past_the_grace_every_client_is_told_and_nothing_is_written_about_it(engine, monkeypatch, capfd):
@@ -99,7 +99,7 @@ def test_past_the_grace_every_client_is_told_and_nothing_is_written_about_it(eng
     def slow(tokenizer, text, add_special_tokens=True):
         if text.startswith("long"):
             encoding.set()
-            go_on.wait(PATIENCE)
+            go_on.wait(TIMEOUT)
         return encode(tokenizer, text, add_special_tokens)
 
     def receiving(*arguments):
@@ -109,7 +109,7 @@ def test_past_the_grace_every_client_is_told_and_nothing_is_written_about_it(eng
     async def everything():
         monkeypatch.setattr(Tokenizer, "encode", slow)
         monkeypatch.setattr(BodyReader, "_receive", receiving)
-        async with httpx.AsyncClient(timeout=PATIENCE) as client:
+        async with httpx.AsyncClient(timeout=TIMEOUT) as client:
             async with worker_here(engine, shutdown_grace=SOON) as (port, hub):
                 url = f"http://127.0.0.1:{port}/v1/completions"
 
@@ -122,7 +122,7 @@ def test_past_the_grace_every_client_is_told_and_nothing_is_written_about_it(eng
                 half_reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 head = b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-type: application/json\r\n"
                 writer.write(head + b"content-length: 100\r\n\r\n{")
-                await come(lambda: hub.running == 3 and encoding.is_set() and len(received) == 4)
+                await async_wait_until(lambda: hub.running == 3 and encoding.is_set() and len(received) == 4)
             told((await stream.aread()).decode())
             refused(await whole)
             refused(await long)
@@ -169,16 +169,16 @@ def test_a_second_signal_ends_at_once_and_tells_the_clients(model_directory, sig
     with subprocess.Popen(command, start_new_session=True, **pipes) as process:
         url = process.stdout.readline().split()[4].removesuffix("/v1")
         endless = BODY | {"max_tokens": 10**6, "stream": True}
-        with httpx.stream("POST", url + "/v1/completions", json=endless, timeout=PATIENCE) as response:
+        with httpx.stream("POST", url + "/v1/completions", json=endless, timeout=TIMEOUT) as response:
             lines = response.iter_lines()
             next(lines)
             process.send_signal(sign)
-            port, deadline = int(url.rsplit(":", 1)[1]), time.monotonic() + PATIENCE
+            port, deadline = int(url.rsplit(":", 1)[1]), time.monotonic() + TIMEOUT
             while not refuses(port):
                 assert time.monotonic() < deadline, "it goes on to take connections"
             assert next(line for line in lines if line).startswith('data: {"id"'), "what ran was ended"
             process.send_signal(sign)
             told("\n".join(lines))
-        output, errors = process.communicate(timeout=PATIENCE)
+        output, errors = process.communicate(timeout=TIMEOUT)
         assert process.returncode == 0
         assert "has stopped" in output and "Traceback" not in errors

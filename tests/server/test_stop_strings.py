@@ -18,7 +18,7 @@ from minillm.engine.llm import chat_prompt
 from minillm.server import running
 from minillm.server.link import EngineError, Prompt, RemoteEngine, Unpacker, pack
 from tests.chance import SEED
-from tests.waiting import PATIENCE, until
+from tests.waiting import TIMEOUT, wait_until
 
 LONG = 2048
 SAMPLED = {"temperature": 1, "seed": 2, "max_tokens": 60, "ignore_eos": True, "return_token_ids": True}
@@ -44,7 +44,7 @@ def long_server(long_engine):
 
 @pytest.fixture(scope="module")
 def http(long_server):
-    with httpx.Client(base_url=long_server.url, timeout=PATIENCE) as client:
+    with httpx.Client(base_url=long_server.url, timeout=TIMEOUT) as client:
         yield client
 
 
@@ -128,7 +128,7 @@ def test_soon_after_a_stop_string_the_engine_ends_the_request_as_stopped(
     def embedding(ids, weight, scale):
         steps.append(len(ids))
         if len(steps) > count + 20:
-            assert told.wait(PATIENCE), "the engine never hears of the stop string"
+            assert told.wait(TIMEOUT), "the engine never hears of the stop string"
         return weight[ids] * scale
 
     stop_there = long_engine.stop
@@ -137,12 +137,12 @@ def test_soon_after_a_stop_string_the_engine_ends_the_request_as_stopped(
     before = [metric(http, name) for name in names]
     with minillm.using(embedding=embedding):
         answer = post(http, **body, stop=[stop, "never said"], stream=stream)
-        until(lambda: holds_nothing(long_engine))
+        wait_until(lambda: holds_nothing(long_engine))
     pieces = [json.loads(line[6:]) for line in answer.text.splitlines() if "{" in line] if stream else [answer.json()]
     assert "".join(piece["choices"][0]["text"] for piece in pieces) == expected.text
     assert [id for piece in pieces for id in piece["choices"][0]["token_ids"]] == expected.token_ids
     assert stopped == [(stop, 0)], "once, and its place is the next one's already"
-    until(lambda: metric(http, names[1]) > before[1])
+    wait_until(lambda: metric(http, names[1]) > before[1])
     tokens, stops, aborts = (metric(http, name) - b for name, b in zip(names, before, strict=True))
     assert (stops, aborts) == (1, 0)
     assert count <= tokens <= count + 25 < 100, "the server's own count is of what was generated"
@@ -171,7 +171,7 @@ def test_a_waiting_request_can_be_stopped(long_engine):
         engine.submit(tracked)
         engine.stop(tracked.request.request_id, "x")
     assert (tracked.completion.finish_reason, tracked.completion.stop_reason) == ("stop", "x")
-    until(lambda: holds_nothing(long_engine))
+    wait_until(lambda: holds_nothing(long_engine))
 
 
 # ---- answers
@@ -298,7 +298,7 @@ class Link:
 def linked(long_engine):
     def run(work):
         async def inside():
-            return await asyncio.wait_for(work(Link(long_engine)), PATIENCE)
+            return await asyncio.wait_for(work(Link(long_engine)), TIMEOUT)
 
         return asyncio.run(inside())
 

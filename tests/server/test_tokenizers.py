@@ -9,7 +9,7 @@ import pytest
 import minillm
 from minillm import LLM, SamplingParams, Tokenizer
 from minillm.server import running
-from tests.waiting import PATIENCE
+from tests.waiting import TIMEOUT
 
 BODY = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 PARAMS = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -43,7 +43,7 @@ def llm(model_directory):
 @pytest.fixture(scope="module")
 def ask(llm):
     """The first choice and the usage of an answer, streamed or not, of a server with the reader's own tokenizer."""
-    with running(llm) as server, httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+    with running(llm) as server, httpx.Client(base_url=server.url, timeout=TIMEOUT) as client:
 
         def ask(path="completions", **more):
             return _answer(client, path, BODY | more)
@@ -113,13 +113,13 @@ def test_what_the_object_refuses_is_refused(llm):
             ("completions", {"prompt": "word " * 1000}),
             ("chat/completions", {"messages": [{"role": "user", "content": "nothing"}]}),
         ):
-            response = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=PATIENCE)
+            response = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=TIMEOUT)
             assert response.status_code == 400, response.text
         assert "I do not hear that" in response.json()["error"]["message"]
 
 
 def test_merges_put_in_by_the_reader_serve_http_requests(server, engine):
-    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+    with httpx.Client(base_url=server.url, timeout=TIMEOUT) as client:
 
         def ask(path, **more):
             return _answer(client, path, BODY | more)
@@ -149,7 +149,7 @@ def test_merges_that_fail_are_a_500_and_the_server_lives_on(server):
     def broken(symbols, ranks):
         raise ValueError("my merges are wrong")
 
-    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+    with httpx.Client(base_url=server.url, timeout=TIMEOUT) as client:
         with minillm.using(bpe_merge=broken):
             response = client.post("/v1/completions", json=BODY | {"prompt": "The river"})
         assert response.status_code == 500
@@ -161,7 +161,7 @@ def test_a_model_without_a_tokenizer_serves_token_ids(tmp_path, model_directory)
     (tmp_path / "config.json").write_bytes((model_directory / "config.json").read_bytes())
     with (
         running(tmp_path, load_format="dummy", device="cpu", max_num_seqs=4) as server,
-        httpx.Client(base_url=server.url, timeout=PATIENCE) as client,
+        httpx.Client(base_url=server.url, timeout=TIMEOUT) as client,
     ):
         choice, _ = _answer(client, "completions", BODY | {"prompt": [5, 6, 7], "logprobs": 1, "echo": True})
         assert choice["text"] == "" and len(choice["token_ids"]) == 12

@@ -14,7 +14,7 @@ import pytest
 from minillm.engine.async_llm import AsyncLLM
 from minillm.server import running
 from minillm.server.serving import Workers
-from tests.waiting import PATIENCE, gate, idle, until
+from tests.waiting import TIMEOUT, idle, paused_steps, wait_until
 
 BODY = {"prompt": "The river", "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 ENDLESS = BODY | {"max_tokens": 240, "stream": True}
@@ -26,7 +26,7 @@ def pids(server) -> list[int]:
 
 
 def ask(server, **more):
-    return httpx.post(server.url + "/v1/completions", json=BODY | more, timeout=PATIENCE)
+    return httpx.post(server.url + "/v1/completions", json=BODY | more, timeout=TIMEOUT)
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_each_worker_serves_the_same_port_and_any_of_them_tells_the_whole_server
     for asleep, awake in ((first, second), (second, first)):
         os.kill(asleep, signal.SIGSTOP)
         answers.append(ask(pair).json()["choices"][0]["token_ids"])
-        text = httpx.get(pair.url + "/metrics", timeout=PATIENCE).text
+        text = httpx.get(pair.url + "/metrics", timeout=TIMEOUT).text
         os.kill(asleep, signal.SIGCONT)
         assert awake != asleep
     assert answers[0] == answers[1]
@@ -55,30 +55,30 @@ def test_each_worker_serves_the_same_port_and_any_of_them_tells_the_whole_server
 def test_a_worker_that_is_stuck_does_not_hold_up_the_engine(pair, engine):
     first, second = pids(pair)
     os.kill(first, signal.SIGSTOP)
-    with httpx.stream("POST", pair.url + "/v1/completions", json=ENDLESS, timeout=PATIENCE) as response:
+    with httpx.stream("POST", pair.url + "/v1/completions", json=ENDLESS, timeout=TIMEOUT) as response:
         lines = response.iter_lines()  # without a name it would be closed at once, and the stream with it
         next(lines)
         os.kill(second, signal.SIGSTOP)  # which serves this stream
         os.kill(first, signal.SIGCONT)
         assert ask(pair).status_code == 200
     os.kill(second, signal.SIGCONT)
-    until(lambda: idle(engine))
+    wait_until(lambda: idle(engine))
 
 
 def test_a_worker_that_dies_is_replaced_and_what_it_ran_is_aborted(engine, capfd):
-    with gate(free=6) as opened, running(engine) as server:
+    with paused_steps(free=6) as resume, running(engine) as server:
         (before,) = pids(server)
         with (
             pytest.raises(httpx.TransportError),
-            httpx.stream("POST", server.url + "/v1/completions", json=ENDLESS, timeout=PATIENCE) as response,
+            httpx.stream("POST", server.url + "/v1/completions", json=ENDLESS, timeout=TIMEOUT) as response,
         ):
             lines = response.iter_lines()
             next(lines)
             os.kill(before, signal.SIGKILL)
             list(lines)
-        until(lambda: pids(server) not in ([], [before]))
-        opened.set()
-        until(lambda: idle(engine))
+        wait_until(lambda: pids(server) not in ([], [before]))
+        resume.set()
+        wait_until(lambda: idle(engine))
         counted = server.workers.hub.metrics.registry.get_sample_value
         assert counted("minillm_finished_total", {"reason": "abort"}) == 1, "it ran on to its end"
         assert ask(server).status_code == 200
@@ -100,12 +100,12 @@ def test_a_worker_that_cannot_be_replaced_leaves_the_others_at_work(pair, monkey
     monkeypatch.setattr("minillm.server.serving.RETRY", 0.05)
     monkeypatch.setattr(pair.workers, "_launch", fail)
     os.kill(first, signal.SIGKILL)
-    until(lambda: tried)
+    wait_until(lambda: tried)
     assert ask(pair).status_code == 200
     if isinstance(error, OSError):
-        until(lambda: len(pids(pair)) == 2)
+        wait_until(lambda: len(pids(pair)) == 2)
         line = next(line for line, process in pair.workers.processes.items() if process.pid != second)
-        line.ready.result(PATIENCE)
+        line.ready.result(TIMEOUT)
         os.kill(second, signal.SIGSTOP)
         assert ask(pair).status_code == 200
         assert "cannot be started ([Errno 11] no process is left); trying again soon" in capfd.readouterr().err
@@ -135,10 +135,10 @@ def test_a_worker_that_dies_while_it_starts_is_replaced_until_one_comes_up(pair,
     monkeypatch.setattr(pair.workers, "_launch", launched)
     dying(monkeypatch)
     os.kill(first, signal.SIGKILL)
-    until(lambda: len(delays) == 3 and len(pids(pair)) == 2)
+    wait_until(lambda: len(delays) == 3 and len(pids(pair)) == 2)
     assert delays == [0.05, 0.1, 0.2]
     line = next(line for line, process in pair.workers.processes.items() if process.pid != second)
-    line.ready.result(PATIENCE)
+    line.ready.result(TIMEOUT)
     os.kill(second, signal.SIGSTOP)
     assert ask(pair).status_code == 200
     errors = capfd.readouterr().err
@@ -146,7 +146,7 @@ def test_a_worker_that_dies_while_it_starts_is_replaced_until_one_comes_up(pair,
     # It came up: the next worker that dies is replaced as patiently.
     os.kill(second, signal.SIGCONT)
     os.kill(line_pid := pair.workers.processes[line].pid, signal.SIGKILL)
-    until(lambda: len(pids(pair)) == 2 and line_pid not in pids(pair))
+    wait_until(lambda: len(pids(pair)) == 2 and line_pid not in pids(pair))
 
 
 def test_a_server_whose_first_worker_is_killed_while_it_starts_comes_up(engine, monkeypatch):
@@ -246,7 +246,7 @@ def test_workers_end_with_the_engines_process_however_it_dies(model_directory, t
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=folder, env=os.environ | {"PYTHONPATH": root}, **pipes) as process:
         url = process.stdout.readline().strip()
-        assert httpx.post(url + "/v1/completions", json=BODY, timeout=PATIENCE).status_code == 200
+        assert httpx.post(url + "/v1/completions", json=BODY, timeout=TIMEOUT).status_code == 200
         process.kill()
         # The workers hold the other end of this pipe: it ends when the last of them has.
         assert process.stdout.read() == ""
@@ -263,7 +263,7 @@ def test_serve_stops_on_ctrl_c_and_on_sigterm(model_directory, by):
         line = process.stdout.readline()
         url = line.split()[4].removesuffix("/v1")
         body = ENDLESS | {"max_tokens": 20}  # soon done, with little of the workers' grace
-        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=PATIENCE) as response:
+        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=TIMEOUT) as response:
             lines = response.iter_lines()
             next(lines)
             if by == "terminal":  # Ctrl-C reaches the whole foreground process group
@@ -271,7 +271,7 @@ def test_serve_stops_on_ctrl_c_and_on_sigterm(model_directory, by):
             else:
                 process.terminate()
             assert [line for line in lines if line][-1] == "data: [DONE]", "what was in flight did not finish"
-        output, errors = process.communicate(timeout=PATIENCE)
+        output, errors = process.communicate(timeout=TIMEOUT)
         assert process.returncode == 0
         assert "has stopped" in output
         assert "Traceback" not in errors

@@ -71,5 +71,5 @@ def test_the_clock_of_the_hooks_counts_each_call_once(tmp_path, monkeypatch):
 
 
 def test_too_few_pairs_give_no_interval():
-    with pytest.raises(ValueError, match="4 values are no 90 % interval of a median; it takes 5"):
+    with pytest.raises(ValueError, match="4 values give no 90 % interval of a median; at least 5 are needed"):
         trace_overhead.interval([1.0] * 4)
