@@ -1,4 +1,4 @@
-"""The queue is bounded, clients that leave take everything with them, and nobody pays for another's mistake."""
+"""The queue is bounded, disconnecting clients free all resources, and one client's errors never affect others."""
 
 import asyncio
 import gc
@@ -33,13 +33,13 @@ def counted(hub, name: str, **labels: str) -> float:
 
 @pytest.fixture(scope="module")
 def narrow(model_directory):
-    """Two requests run, one more may wait."""
+    """A server in which two requests run and one may wait."""
     options = {"load_format": "dummy", "device": "cpu", "max_num_seqs": 2, "max_queued": 1}
     with running(model_directory, **options) as server:
         yield server
 
 
-def test_beyond_the_queue_the_answer_is_429_and_later_200(narrow):
+def test_a_full_queue_answers_429_and_accepts_requests_again_later(narrow):
     async def clients(resume):
         async with httpx.AsyncClient(base_url=narrow.url, timeout=TIMEOUT) as client:
 
@@ -62,7 +62,7 @@ def test_beyond_the_queue_the_answer_is_429_and_later_200(narrow):
         asyncio.run(clients(resume))
 
 
-def test_openais_client_knows_a_full_server_and_asks_again(narrow):
+def test_openais_client_retries_when_the_server_is_full(narrow):
     async def clients(resume):
         async with openai.AsyncOpenAI(base_url=f"{narrow.url}/v1", api_key="none", timeout=TIMEOUT) as client:
 
@@ -85,7 +85,7 @@ def test_openais_client_knows_a_full_server_and_asks_again(narrow):
         asyncio.run(clients(resume))
 
 
-def test_what_waits_goes_by_its_priority_where_the_policy_says_so(model_directory):
+def test_waiting_requests_are_ordered_by_priority_under_the_priority_policy(model_directory):
     options = {"load_format": "dummy", "device": "cpu", "max_num_seqs": 1, "policy": "priority"}
     order = []
 
@@ -109,13 +109,13 @@ def test_what_waits_goes_by_its_priority_where_the_policy_says_so(model_director
     assert order == [9, -1, 3, 5]
 
 
-def test_more_choices_than_the_server_ever_holds_are_the_requests_own_fault(narrow):
+def test_more_choices_than_the_server_can_ever_hold_are_a_client_error(narrow):
     answer = httpx.post(narrow.url + "/v1/completions", json=BODY | {"n": 4}, timeout=TIMEOUT)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "n" and "holds 3" in answer.json()["error"]["message"]
 
 
-# ---- requests that would keep a worker, or everyone, waiting
+# ---- requests that could block a worker or all other requests
 
 
 TALES = ["once upon a time " * 10] * 100
@@ -123,11 +123,11 @@ TALK = {"messages": [{"role": "user", "content": "word " * 4000}], "max_tokens":
 
 
 @pytest.mark.parametrize("path, body", [("completions", {"prompt": TALES}), ("chat/completions", TALK)])
-def test_while_long_texts_are_tokenized_the_worker_answers_others(engine, monkeypatch, path, body):
+def test_a_worker_answers_other_requests_while_it_tokenizes_long_texts(engine, monkeypatch, path, body):
     answered = threading.Event()
 
     def encode(tokenizer, text, add_special_tokens=True):
-        assert answered.wait(TIMEOUT), "nobody else was answered"
+        assert answered.wait(TIMEOUT), "no other request was answered"
         return [5, 6]
 
     async def everything():
@@ -154,7 +154,7 @@ TOO_MUCH = [
 
 
 @pytest.mark.parametrize("path, body, words", TOO_MUCH, ids=[words[:30] for _, _, words in TOO_MUCH])
-def test_what_cannot_fit_is_refused_before_it_is_tokenized(engine, monkeypatch, path, body, words):
+def test_a_text_that_cannot_fit_is_rejected_before_it_is_tokenized(engine, monkeypatch, path, body, words):
     def encode(tokenizer, text, add_special_tokens=True):
         raise AssertionError("tokenized")
 
@@ -174,12 +174,12 @@ def pieces(size: int, piece: int = 1 << 20):
         yield b" " * min(piece, size - start)
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["length told", "in chunks"])
-def test_a_body_past_the_limit_is_refused_and_harms_nobody(server, told):
+@pytest.mark.parametrize("with_length", [True, False], ids=["content length", "chunked"])
+def test_a_body_over_the_limit_is_rejected_and_affects_no_other_request(server, with_length):
     with httpx.Client(base_url=server.url, timeout=TIMEOUT) as client:
 
         def post(size):
-            content = b" " * size if told else pieces(size)
+            content = b" " * size if with_length else pieces(size)
             return client.post("/v1/completions", content=content, headers=JSON)
 
         most = max_body(MAX_MODEL_LEN)
@@ -194,7 +194,7 @@ def test_a_body_past_the_limit_is_refused_and_harms_nobody(server, told):
 
 
 async def ask_at_length(port: int, rng: random.Random, sent: float = 1.0) -> tuple:
-    """A connection, and the bytes that were kept of some long request: all after its share `sent`."""
+    """Open a connection and send the share `sent` of some long request; returns the unsent rest too."""
     body = {"prompt": rng.choice(["Once", "word " * 150, ["The river", "A stone"], [5] * 180]), "max_tokens": 40}
     body |= {"stream": rng.random() < 0.6, "n": rng.choice([1, 1, 3]), "ignore_eos": True}
     body |= rng.choice([{}, {"logprobs": 2}, {"stop": "zzz"}, {"echo": True}])
@@ -219,7 +219,7 @@ def hang_up(writer: asyncio.StreamWriter, rng: random.Random) -> None:
 
 
 async def leave(port: int, rng: random.Random) -> None:
-    """Ask for something long, and hang up at some moment."""
+    """Send a long request and disconnect at a random moment."""
     when = rng.choice(["half sent", "queued", "in prefill", "mid-stream"])
     reader, writer = await ask_at_length(port, rng, 0.9 if when == "half sent" else 1)
     if when == "in prefill":
@@ -232,20 +232,20 @@ async def leave(port: int, rng: random.Random) -> None:
 
 
 def open_files() -> set[tuple]:
-    """Descriptors with what they stand for: one that is closed and given again is another."""
+    """Open file descriptors with their targets, so that a reused number counts as a different file."""
     found = set()
     for name in os.listdir("/dev/fd"):
-        with suppress(OSError):  # that of the folder itself is closed again
+        with suppress(OSError):  # the folder's own descriptor is already closed
             status = os.fstat(int(name))
             found.add((name, status.st_dev, status.st_ino))
     return found
 
 
 @pytest.mark.explore
-def test_two_hundred_clients_that_hang_up_leave_nothing_behind(model_directory, monkeypatch):
+def test_two_hundred_disconnecting_clients_leak_nothing(model_directory, monkeypatch):
     engine = AsyncLLM(model_directory, load_format="dummy", device="cpu", max_num_seqs=8)
-    rng, aborted, told = random.Random(SEED + 3), [], engine.abort
-    monkeypatch.setattr(engine, "abort", lambda request_id: told(request_id) or aborted.append(request_id))
+    rng, aborted, original_abort = random.Random(SEED + 3), [], engine.abort
+    monkeypatch.setattr(engine, "abort", lambda request_id: original_abort(request_id) or aborted.append(request_id))
 
     def idle():
         stats = engine.stats()
@@ -255,8 +255,10 @@ def test_two_hundred_clients_that_hang_up_leave_nothing_behind(model_directory, 
         async with worker_here(engine) as (port, hub):
             await leave(port, rng)
             await async_wait_until(lambda: hub.running == 0 and idle())
-            await async_wait_until(lambda: len(asyncio.all_tasks()) == tasks + 3)  # work, its stopper, its acceptor
-            gc.collect()  # what tests before left open is theirs
+            await async_wait_until(
+                lambda: len(asyncio.all_tasks()) == tasks + 3
+            )  # this task, the worker's stop and accept tasks
+            gc.collect()  # close what earlier tests left open
             files = open_files()
             with paused_steps() as resume:
                 held = [await ask_at_length(port, rng) for _ in range(25)]
@@ -280,7 +282,7 @@ def test_two_hundred_clients_that_hang_up_leave_nothing_behind(model_directory, 
     engine.close()
 
 
-# ---- other people's mistakes
+# ---- other clients' errors
 
 
 WRONG = [
@@ -294,7 +296,7 @@ WRONG = [
 ]
 
 
-def test_bad_requests_beside_a_good_one_do_not_change_it(server):
+def test_invalid_requests_do_not_change_a_valid_one(server):
     good = BODY | {"max_tokens": 60, "stream": True}
 
     async def everything():
@@ -315,7 +317,7 @@ def test_bad_requests_beside_a_good_one_do_not_change_it(server):
     asyncio.run(everything())
 
 
-def test_what_a_failing_operation_hits_answers_500_streamed_or_not_and_the_server_lives_on(server):
+def test_a_failing_operation_gives_500_streamed_or_not_and_the_server_keeps_running(server):
     failing = threading.Event()
 
     def embedding(ids, weight, scale):

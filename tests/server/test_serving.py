@@ -1,4 +1,4 @@
-"""The server starts, shares its engine, survives its clients, and stops."""
+"""The server starts, shares its engine, survives client and engine errors, and stops."""
 
 import asyncio
 import socket
@@ -21,7 +21,7 @@ def http(server):
         yield client
 
 
-def test_health_and_metrics_tell_what_the_server_did(http):
+def test_health_and_metrics_report_the_servers_work(http):
     assert http.get("/health").json() == {"status": "ok"}
 
     def read(name):
@@ -39,7 +39,7 @@ def test_health_and_metrics_tell_what_the_server_did(http):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_once_a_client_has_hung_up_not_a_step_more_runs_for_it(server, stream, monkeypatch):
+def test_no_step_runs_for_a_client_that_has_disconnected(server, stream, monkeypatch):
     body = {"prompt": ["The river", "A stone"], "max_tokens": 200, "ignore_eos": True, "stream": stream}
     engine, aborted, steps = server.engine, [], []
     held, go_on = threading.Event(), threading.Event()
@@ -52,10 +52,10 @@ def test_once_a_client_has_hung_up_not_a_step_more_runs_for_it(server, stream, m
         return weight[ids] * scale
 
     def abort(request_id):
-        told(request_id)
+        original_abort(request_id)
         aborted.append(request_id)
 
-    told = engine.abort
+    original_abort = engine.abort
     monkeypatch.setattr(engine, "abort", abort)
 
     async def hang_up():
@@ -76,7 +76,7 @@ def test_once_a_client_has_hung_up_not_a_step_more_runs_for_it(server, stream, m
         go_on.set()
 
 
-def test_an_operation_put_in_by_the_reader_serves_http_requests(http):
+def test_a_user_supplied_operation_serves_http_requests(http):
     body = {"prompt": "The river", "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
     def ask():
@@ -92,7 +92,7 @@ def test_an_operation_put_in_by_the_reader_serves_http_requests(http):
     assert ask() == before
 
 
-def test_a_taken_port_is_a_clear_error_before_the_model_loads():
+def test_a_port_in_use_is_reported_before_the_model_loads():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(PortTaken, match=f"port {port} of 127.0.0.1 is taken.*another port"):
@@ -101,7 +101,7 @@ def test_a_taken_port_is_a_clear_error_before_the_model_loads():
             pass
 
 
-def test_a_notebooks_own_llm_is_served_and_stays_usable(model_directory):
+def test_an_existing_llm_can_be_served_and_stays_usable(model_directory):
     with minillm.LLM(model_directory, load_format="dummy", device="cpu", max_num_seqs=4) as llm:
         with running(llm) as server:
             body = {"prompt": "The river", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
@@ -119,7 +119,7 @@ def test_health_is_503_once_the_engine_is_closed(model_directory):
         assert refused.status_code == 500 and "closed" in refused.json()["error"]["message"]
 
 
-def test_leaving_the_block_frees_port_threads_and_the_engine_it_made(model_directory):
+def test_leaving_the_block_frees_the_port_the_threads_and_the_engine(model_directory):
     before = set(threading.enumerate())
     with running(model_directory, load_format="dummy", device="cpu", max_num_seqs=4) as server:
         port = int(server.url.rsplit(":", 1)[1])
@@ -131,7 +131,7 @@ def test_leaving_the_block_frees_port_threads_and_the_engine_it_made(model_direc
     socket.create_server(("127.0.0.1", port)).close()
 
 
-def test_an_engine_handed_in_stays_open(engine):
+def test_a_borrowed_engine_stays_open(engine):
     with running(engine) as second:
         assert httpx.get(second.url + "/v1/models", timeout=TIMEOUT).json()["data"][0]["id"] == engine.name
     assert asyncio.run(engine.generate("The river")).finish_reason is not None
@@ -139,21 +139,21 @@ def test_an_engine_handed_in_stays_open(engine):
         pass
 
 
-def test_stopping_does_not_wait_for_a_stream_that_would_not_end(model_directory):
+def test_stopping_does_not_wait_for_an_endless_stream(model_directory):
     engine = AsyncLLM(model_directory, load_format="dummy", device="cpu", max_num_seqs=4)
     body = {"prompt": "The river", "max_tokens": 250, "ignore_eos": True, "stream": True}
     with paused_steps(free=6) as resume, httpx.Client(timeout=TIMEOUT) as client:
         with running(engine) as server:
             response = client.send(client.build_request("POST", server.url + "/v1/completions", json=body), stream=True)
-            lines = response.iter_lines()  # without a name it would be closed at once, and the stream with it
+            lines = response.iter_lines()  # a variable keeps the iterator, and so the stream, open
             next(lines)
-        assert engine.stats()["running"] == 1, "the stream came to its end"
+        assert engine.stats()["running"] == 1, "the stream ended by itself"
         resume.set()
         wait_until(lambda: idle(engine))
     engine.close()
 
 
-def test_a_failing_operation_is_an_error_the_client_sees_and_the_server_survives(http):
+def test_a_failing_operation_is_reported_to_the_client_and_the_server_keeps_running(http):
     def broken(x, weight):
         raise ArithmeticError("my linear is wrong")
 
@@ -164,7 +164,7 @@ def test_a_failing_operation_is_an_error_the_client_sees_and_the_server_survives
     assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3}).status_code == 200
 
 
-def test_a_policy_and_a_block_pool_of_the_readers_serve_http_requests(http):
+def test_a_user_supplied_policy_and_block_pool_serve_http_requests(http):
     body = {"prompt": ["The river", "Once", "A long day"], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
     body["return_token_ids"] = True
 
@@ -186,7 +186,7 @@ def test_a_policy_and_a_block_pool_of_the_readers_serve_http_requests(http):
     assert ask() == before
 
 
-def test_a_policy_that_lets_nobody_in_is_an_error_the_client_sees_and_the_server_survives(http):
+def test_a_policy_that_admits_no_request_is_reported_to_the_client_and_the_server_keeps_running(http):
     class Closed(FirstComeFirstServed):
         def admits(self, running):
             return False
