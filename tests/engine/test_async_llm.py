@@ -1,4 +1,4 @@
-"""AsyncLLM's thread: it makes the engine, and takes everyone along when it ends.  What it computes: test_engine.py."""
+"""AsyncLLM's thread creates the engine and ends all streams when it stops. test_engine.py checks the outputs."""
 
 import asyncio
 import threading
@@ -13,7 +13,7 @@ from tests.waiting import TIMEOUT, async_wait_until, paused_steps
 ENDLESS = SamplingParams(max_tokens=1000, ignore_eos=True)
 
 
-def test_the_engine_is_made_in_the_thread_that_steps_it(monkeypatch):
+def test_the_engine_is_created_in_the_thread_that_steps_it(monkeypatch):
     seen = {}
 
     class Watched(Engine):
@@ -32,7 +32,7 @@ def test_the_engine_is_made_in_the_thread_that_steps_it(monkeypatch):
     assert seen["made"] is seen["stepped"] is not threading.main_thread()
 
 
-def test_an_engine_that_cannot_be_made_is_the_callers_error_and_leaves_no_thread():
+def test_an_engine_that_cannot_be_created_raises_in_the_caller_and_leaves_no_thread():
     before = set(threading.enumerate())
     with pytest.raises(ConfigError, match="no such model directory"):
         AsyncLLM("no/such/model")
@@ -42,7 +42,7 @@ def test_an_engine_that_cannot_be_made_is_the_callers_error_and_leaves_no_thread
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_mistake_in_the_engines_thread_ends_every_stream_with_its_reason(monkeypatch):
+def test_an_exception_in_the_engine_thread_ends_every_stream_with_its_cause(monkeypatch):
     async def work():
         llm = AsyncLLM(device="cpu", num_blocks=64)
         with paused_steps(free=4) as resume:
@@ -59,8 +59,8 @@ def test_a_mistake_in_the_engines_thread_ends_every_stream_with_its_reason(monke
     asyncio.run(work())
 
 
-def test_deltas_of_a_borrowed_engine_arrive_whoever_steps_it(monkeypatch):
-    """Its owner's thread alone steps here, as one that generates offline does meanwhile."""
+def test_deltas_of_a_borrowed_engine_arrive_whichever_thread_steps_it(monkeypatch):
+    """Here only the owner's thread steps it, as during offline generation."""
 
     async def work(engine):
         llm = AsyncLLM(engine=engine)

@@ -296,8 +296,8 @@ def test_a_sample_is_where_the_cumulative_distribution_passes_the_random_number(
     uniform = torch.rand(rows, device=device)
     uniform[0], uniform[1] = 0.0, 1.0 - 2**-24
     ids = kernels.sample(logits, temperature, uniform).cpu()
-    heat = torch.where(temperature > 0, temperature, 1.0).double()[:, None]
-    chances = (logits.double() / heat).softmax(-1).cpu()
+    divisor = torch.where(temperature > 0, temperature, 1.0).double()[:, None]
+    chances = (logits.double() / divisor).softmax(-1).cpu()
     for row, token in enumerate(ids.tolist()):
         if temperature[row] == 0:
             assert token == logits[row].argmax()

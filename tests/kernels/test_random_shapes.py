@@ -148,8 +148,8 @@ def test_samples_lie_where_the_distribution_puts_them(dtype, draw, rng, device):
     ids = kernels.sample(logits, temperature, uniform)
     greedy = temperature == 0
     assert torch.equal(ids[greedy], logits[greedy].argmax(-1))
-    heat = torch.where(greedy, 1.0, temperature).double()[:, None]
-    chances = (logits.double() / heat).softmax(-1)
+    divisor = torch.where(greedy, 1.0, temperature).double()[:, None]
+    chances = (logits.double() / divisor).softmax(-1)
     upper = chances.cumsum(-1).gather(1, ids[:, None])[:, 0]
     lower = upper - chances.gather(1, ids[:, None])[:, 0]
     outside = torch.maximum(lower - uniform, uniform - upper)[~greedy].clamp(min=0)
