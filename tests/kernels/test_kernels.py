@@ -236,21 +236,23 @@ def test_keys_stored_unrotated_are_rotated_when_read(heads, kv_heads, dim, block
     queries = [block_size + 1, 1, 5]
     cache, table, lengths = paged_cache([block_size + 2, 1, 400], kv_heads, dim, block_size, dtype, device)
     rotary = rotations(table.shape[1] * block_size, dim, device)
-    turned = double(cache)
+    rotated_cache = double(cache)
     for row, length in enumerate(lengths.tolist()):
         for at in range(length):
             slot = table[row, at // block_size], at % block_size
-            turned.k[slot] = reference.rotary_embedding(turned.k[slot][None], turned.k[:0], rotary[at : at + 1])[0][0]
+            rotated_cache.k[slot] = reference.rotary_embedding(
+                rotated_cache.k[slot][None], rotated_cache.k[:0], rotary[at : at + 1]
+            )[0][0]
     q = random_tensor(sum(queries), heads, dim, dtype=dtype, device=device)
     starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32).to(device)
     plain = AttentionOptions(dim**-0.5, window)
     rotating = replace(plain, rotary=rotary)
     got = kernels.decode_attention(q[:3, None], cache, table, lengths, rotating)
-    wanted = reference.decode_attention(q[:3, None].double(), turned, table, lengths, plain)
-    assert_close("decode_attention, keys turned in it", got, wanted, dtype)
+    wanted = reference.decode_attention(q[:3, None].double(), rotated_cache, table, lengths, plain)
+    assert_close("decode_attention, keys rotated on read", got, wanted, dtype)
     got = kernels.prefill_attention(q, cache, table, lengths, starts, max(queries), rotating)
-    wanted = reference.prefill_attention(q.double(), turned, table, lengths, starts, max(queries), plain)
-    assert_close("prefill_attention, keys turned in it", got, wanted, dtype)
+    wanted = reference.prefill_attention(q.double(), rotated_cache, table, lengths, starts, max(queries), plain)
+    assert_close("prefill_attention, keys rotated on read", got, wanted, dtype)
 
 
 def test_decode_of_several_layer_groups_reads_its_own_table(device):
