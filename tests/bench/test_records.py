@@ -100,5 +100,5 @@ def test_random_weights_are_reported_even_if_only_the_command_shows_them():
     assert records.model_of(records.read("h200/start")) == "gemma-2b, random weights"
     assert records.model_of(records.read("cpu/batching")) == "tiny-gemma"
     for given in ("--load-format=dummy", "--load-format dummy"):
-        told = {"model": records.model_name("m", random_weights=True), "command": f"minillm bench batching {given}"}
-        assert records.model_of(told) == records.model_of(told | {"model": "m"}) == "m, random weights"
+        record = {"model": records.model_name("m", random_weights=True), "command": f"minillm bench batching {given}"}
+        assert records.model_of(record) == records.model_of(record | {"model": "m"}) == "m, random weights"

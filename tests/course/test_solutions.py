@@ -157,8 +157,8 @@ def _(solution, rng):
     ]
     tokens += rng.choice(([], [f"<0x{byte:02X}>" for byte in "é松🌊"[rng.randrange(3)].encode()]))
     mine, theirs = solution(SPECIAL_TOKENS), StreamingDetokenizer(tokenizer)
-    told = [*(mine.push(token) for token in tokens), mine.finish()]
-    assert told == [*(theirs.add([tokenizer.id(token)]) for token in tokens), theirs.flush()]
+    pieces = [*(mine.push(token) for token in tokens), mine.finish()]
+    assert pieces == [*(theirs.add([tokenizer.id(token)]) for token in tokens), theirs.flush()]
 
 
 @against("render_chat")

@@ -61,10 +61,11 @@ def test_scenes_offer_no_options(training_text):
 
 
 def test_held_out_facts_are_stated_in_prose(training_text):
-    told = " ".join(text for kind, text in training_text if kind in ("prose", "almanac")).lower()
+    prose_text = " ".join(text for kind, text in training_text if kind in ("prose", "almanac")).lower()
     facts = [fact for fact in world().facts if fact.held_out]
     stated = sum(
-        any(clause(tell, fact.entity, fact.value).lower() in told for tell in fact.attribute.tells) for fact in facts
+        any(clause(tell, fact.entity, fact.value).lower() in prose_text for tell in fact.attribute.tells)
+        for fact in facts
     )
     assert stated > 0.1 * len(facts)  # already in this small part of the text
 

@@ -301,8 +301,8 @@ def test_logprobs_equal_those_of_transformers(directory, prompts):
         ids = torch.tensor([prompt + completion.token_ids])
         expected = model(ids).logits[0].log_softmax(-1)
         assert completion.prompt_logprobs[0] is None and len(completion.prompt_logprobs) == len(prompt)
-        told = completion.prompt_logprobs[1:] + completion.logprobs
-        for position, found in enumerate(told):
+        logprobs = completion.prompt_logprobs[1:] + completion.logprobs
+        for position, found in enumerate(logprobs):
             token, k = int(ids[0, position + 1]), 2 if position + 1 < len(prompt) else 3
             assert set(found) == {token, *expected[position].topk(k).indices.tolist()}
             for other, value in found.items():

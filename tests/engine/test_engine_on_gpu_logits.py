@@ -97,7 +97,7 @@ def ours(model, tokens: tuple[int, ...], way: str, position_error: int = 0) -> t
     row, read = paged.admit(), LENGTH - DECODED
     if way == "prefill":
         return paged.forward({}, {row: tokens}, every=True).float()
-    if way == "chunks beside decodes":
+    if way == "chunks with decodes":
         other, pieces = paged.admit(), []
         paged.forward({}, {other: tokens[:9]})
         for start in range(0, LENGTH, 37):
@@ -118,7 +118,7 @@ def ours(model, tokens: tuple[int, ...], way: str, position_error: int = 0) -> t
     return torch.cat([part.float() for part in logits])
 
 
-WAYS = ["prefill", "chunks beside decodes", "one token at a time", "fused single row"]
+WAYS = ["prefill", "chunks with decodes", "one token at a time", "fused single row"]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -126,7 +126,7 @@ def test_float32_logits_equal_those_of_transformers(saved, tokens, way):
     wanted = theirs(saved, tokens)
     found = ours(load_model(saved, dtype="float32", device="cuda"), tokens, way)
     error = (found - wanted).abs().max().item()
-    note("logits beside transformers', largest difference", torch.float32, error, FLOAT32)
+    note("logits against transformers, largest difference", torch.float32, error, FLOAT32)
     assert error <= FLOAT32
 
 
@@ -136,7 +136,7 @@ def test_bfloat16_logits_stay_within_their_bound_and_near_the_error_of_transform
     found = ours(load_model(saved, dtype="bfloat16", device="cuda"), tokens, way)
     lost, lost_there = ((each - wide).pow(2).mean().sqrt() for each in (found, theirs(saved, tokens, "bfloat16")))
     error = (lost / wide.std()).item()
-    note("logits beside transformers' in float32, relative", torch.bfloat16, error, BFLOAT16)
+    note("logits against transformers in float32, relative", torch.bfloat16, error, BFLOAT16)
     assert error <= BFLOAT16
     assert lost < 1.25 * lost_there
 

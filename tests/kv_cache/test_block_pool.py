@@ -39,9 +39,9 @@ def test_cached_blocks_are_evicted_least_recently_used_first(pool):
 
 
 def test_allocating_many_blocks_evicts_in_the_same_order_and_reports_each_eviction(pool):
-    told = []
-    pool.watch_evictions(told.append)
-    assert pool.allocate(5)[2:] == [0, 1, 2] == told and pool.lookup([bytes([3])]) == [3]
+    evicted = []
+    pool.watch_evictions(evicted.append)
+    assert pool.allocate(5)[2:] == [0, 1, 2] == evicted and pool.lookup([bytes([3])]) == [3]
 
 
 def test_sharing_a_cached_block_makes_it_the_most_recently_used(pool):

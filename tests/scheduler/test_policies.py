@@ -36,7 +36,7 @@ def admissions(waiting: Scheduler, later: dict[int, list[Request]] | None = None
             continue
         found += [(number, each.request_id) for each in step.admitted]
         waiting.complete(step, np.ones(int(step.samples.sum()), np.int64))
-    raise AssertionError("requests wait for ever")
+    raise AssertionError("requests wait forever")
 
 
 def names(found: list[tuple[int, str]]) -> str:

@@ -280,7 +280,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.read()
             self.invariants_hold()
         else:
-            raise AssertionError("requests wait for ever")
+            raise AssertionError("requests wait forever")
         for request in self.requests:
             expected = self.expected(request)
             got = request.known.tolist()

@@ -257,7 +257,7 @@ def test_two_hundred_disconnecting_clients_leak_nothing(model_directory, monkeyp
             await async_wait_until(lambda: hub.running == 0 and idle())
             await async_wait_until(
                 lambda: len(asyncio.all_tasks()) == tasks + 3
-            )  # this task, the worker's stop and accept tasks
+            )  # the worker's main, stop and accept tasks
             gc.collect()  # close what earlier tests left open
             files = open_files()
             with paused_steps() as resume:
@@ -308,11 +308,11 @@ def test_invalid_requests_do_not_change_a_valid_one(server):
                 return "".join(piece["choices"][0]["text"] for piece in pieces)
 
             alone = await say()
-            beside = asyncio.create_task(say())
+            task = asyncio.create_task(say())
             bodies = [{"content": json.dumps(each), "headers": JSON} for each in WRONG * 5]
             answers = await asyncio.gather(*(client.post("/v1/completions", **body) for body in bodies))
             assert {each.status_code for each in answers} == {400}
-            assert await beside == alone
+            assert await task == alone
 
     asyncio.run(everything())
 

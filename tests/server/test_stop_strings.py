@@ -272,12 +272,12 @@ class Link:
         directory = str(engine.engine.tokenizer_directory)
         facts = ("name", "encodes", "log_level", "max_model_len", "max_request_len", "vocab_size", "dtype")
         hello = dict.fromkeys([*facts, "max_num_seqs", "capacity"], 1)
-        self.tell({"op": "hello", "tokenizer": directory, "timeouts": {}} | hello)
+        self.send({"op": "hello", "tokenizer": directory, "timeouts": {}} | hello)
 
     def _write(self, data):
         self.sent += [message for message, _ in self.unpacker.feed(data)]
 
-    def tell(self, message, numbers=()):
+    def send(self, message, numbers=()):
         self.remote.data_received(pack(message, numbers))
 
     async def begin(self, params, n=1):
@@ -323,14 +323,14 @@ def test_the_worker_reports_a_stop_string_at_once_and_ignores_later_tokens(linke
         assert (submitted["params"], submitted["n"]) == ({"seed": 1}, 2), "stop strings must stay in the worker"
         for pair in itertools.zip_longest(ids, others):
             found = [(key, token) for key, token in enumerate(pair) if token is not None]
-            link.tell(*deltas(plain=itertools.chain(*found)))
+            link.send(*deltas(plain=itertools.chain(*found)))
         assert link.take("stopped") == [{"op": "stopped", "key": 0, "string": "two"}], (
             "the report must not wait for the client to read"
         )
-        link.tell(*deltas({"key": 0, "ids": [ids[0]], "logprobs": None}))
-        link.tell(*deltas({"key": 0, "error": "it broke"}))
-        link.tell(*deltas({"key": 0, "ids": [], "reason": "stop", "stop": "two"}))
-        link.tell(*deltas({"key": 1, "ids": [], "reason": "length"}))
+        link.send(*deltas({"key": 0, "ids": [ids[0]], "logprobs": None}))
+        link.send(*deltas({"key": 0, "error": "it broke"}))
+        link.send(*deltas({"key": 0, "ids": [], "reason": "stop", "stop": "two"}))
+        link.send(*deltas({"key": 1, "ids": [], "reason": "length"}))
         found = {0: [], 1: []}
         items = [await first] + [item async for item in stream]
         for choice, delta in items:
@@ -352,8 +352,8 @@ def test_an_engine_failure_matters_only_before_the_stop_string(linked, long_engi
     async def work(link):
         first, stream = await link.begin(SamplingParams(stop="three"))
         for token in ids:
-            link.tell(*deltas(plain=[0, token]))
-        link.tell(*deltas({"key": 0, "error": "it broke"}))
+            link.send(*deltas(plain=[0, token]))
+        link.send(*deltas({"key": 0, "error": "it broke"}))
         link.remote.connection_lost(None)
         items = [await first] + [item async for item in stream]
         assert items[-1][1].completion.text == "one two "
@@ -362,8 +362,8 @@ def test_an_engine_failure_matters_only_before_the_stop_string(linked, long_engi
 
     async def fails(link):
         first, stream = await link.begin(SamplingParams(stop="three"))
-        link.tell(*deltas(plain=[0, ids[0]]))
-        link.tell(*deltas({"key": 0, "error": "it broke"}))
+        link.send(*deltas(plain=[0, ids[0]]))
+        link.send(*deltas({"key": 0, "error": "it broke"}))
         await first
         with pytest.raises(EngineError, match="it broke"):
             await anext(stream)
@@ -378,7 +378,7 @@ def test_tokens_in_one_delta_are_truncated_with_their_logprobs(linked, long_engi
 
     async def work(link):
         first, stream = await link.begin(SamplingParams(stop="two", logprobs=0))
-        link.tell(*deltas({"key": 0, "ids": ids, "logprobs": entries, "reason": reason}))
+        link.send(*deltas({"key": 0, "ids": ids, "logprobs": entries, "reason": reason}))
         stopped = link.take("stopped")
         assert len(stopped) == (reason is None), "a finished request needs no report to the engine"
         _, delta = await first
@@ -404,7 +404,7 @@ def test_a_failing_tokenizer_ends_only_its_own_request(linked, long_engine, monk
             raise ValueError("no text")
 
         monkeypatch.setattr(link.remote._choices[0][0].output, "add", broken)
-        link.tell(*deltas(plain=[0, ids[0], 1, ids[0]]))
+        link.send(*deltas(plain=[0, ids[0], 1, ids[0]]))
         with pytest.raises(ValueError, match="no text"):
             await failing
         assert link.take("abort") == [{"op": "abort", "keys": [0]}]

@@ -207,17 +207,17 @@ class Plain:
     def __getattr__(self, name):
         return getattr(self.pool, name)
 
-    def watch_evictions(self, told):
+    def watch_evictions(self, callback):
         pass
 
 
 def test_a_pool_that_reports_no_evictions_is_traced_without_them():
-    told = 0
+    evictions = 0
     for seed in range(30):
         schedule = Schedule(seed, pool=Plain).run(150)
         assert not detected(schedule, schedule.trace.events)
-        told += any(event["event"] == "evict" for event in schedule.trace.events)
-    assert told == 0
+        evictions += any(event["event"] == "evict" for event in schedule.trace.events)
+    assert evictions == 0
 
 
 def test_freed_window_blocks_are_available_once_the_steps_that_see_them_finish():
@@ -225,19 +225,19 @@ def test_freed_window_blocks_are_available_once_the_steps_that_see_them_finish()
     scheduler = Scheduler(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=16, block_size=2, num_blocks=9)
     trace = Trace()
     trace.watch(scheduler)
-    tell = trace._add
-    tell("submit", "a", 6)
-    tell("admit", 0, "a", 1, 6, 0, 9, np.array([[0, 1, 2], [3, -1, -1]]), 0)
-    tell("chunk", 0, np.array([1]), np.array([0]), np.array([2]), np.array([0]))
-    tell("launch", 0, 1)
-    tell("grow", np.array([1, 1]), np.array([1, 2]), np.array([[-1, -1], [4, 5]]))
-    tell("chunk", 1, np.array([1]), np.array([2]), np.array([4]), np.array([0]))
+    add = trace._add
+    add("submit", "a", 6)
+    add("admit", 0, "a", 1, 6, 0, 9, np.array([[0, 1, 2], [3, -1, -1]]), 0)
+    add("chunk", 0, np.array([1]), np.array([0]), np.array([2]), np.array([0]))
+    add("launch", 0, 1)
+    add("grow", np.array([1, 1]), np.array([1, 2]), np.array([[-1, -1], [4, 5]]))
+    add("chunk", 1, np.array([1]), np.array([2]), np.array([4]), np.array([0]))
     trace.release(np.array([1, 1]), np.array([3, 4]), 1)
-    tell("launch", 1, 1)
-    tell("read", 0)
-    tell("read", 1)
-    tell("grow", np.array([1]), np.array([3]), np.array([[3], [6]]))
-    tell("launch", 2, 1)
+    add("launch", 1, 1)
+    add("read", 0)
+    add("read", 1)
+    add("grow", np.array([1]), np.array([3]), np.array([[3], [6]]))
+    add("launch", 2, 1)
     seen = list(tables(trace))
     assert [table.rows[1][1] for table in seen] == [
         [[0, 1, 2], [3]],

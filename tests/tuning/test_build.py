@@ -43,12 +43,12 @@ def test_without_a_gpu_it_prints_the_memory_and_writes_a_usable_plan(tmp_path):
 
 def test_the_memory_reported_for_a_cpu_equals_what_the_engine_uses(tmp_path):
     plan = Plan.made_here(TINY, Traffic(30, 20, 5), {"dtype": "float32", "block_size": 8, "max_num_seqs": 5}, "cpu")
-    told = build.on_cpu(TINY, plan)
+    reported = build.on_cpu(TINY, plan)
     with LLM(device="cpu", dtype="float32", block_size=8, max_num_seqs=5) as llm:
         runner = llm.engine.executor.runner
-        assert told.weight_bytes == llm.engine.model.nbytes
-        assert told.cache_bytes == sum(cache.k.nbytes + cache.v.nbytes for cache in runner.caches)
-        assert told.requests == runner.num_blocks // 7, "50 tokens are 7 blocks of 8"
+        assert reported.weight_bytes == llm.engine.model.nbytes
+        assert reported.cache_bytes == sum(cache.k.nbytes + cache.v.nbytes for cache in runner.caches)
+        assert reported.requests == runner.num_blocks // 7, "50 tokens are 7 blocks of 8"
 
 
 def test_the_memory_reported_for_a_gpu_equals_the_sizing_module(tmp_path):

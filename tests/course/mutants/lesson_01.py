@@ -189,16 +189,16 @@ class AllAtTheEnd(Stream):
 
 
 @wrong("TextStream", fails="half a character is never shown")
-class DecodesEveryByteAtOnce(Stream):
+class RedecodesTheRunAtEachByte(Stream):
     shown = 0
 
     def push(self, token):
         if token not in BYTE_TOKENS:
             return super().push(token)
         self.run.append(BYTE_TOKENS.index(token))
-        told = self.decode(bytes(self.run))[self.shown :]
-        self.shown += len(told)
-        return told
+        new_text = self.decode(bytes(self.run))[self.shown :]
+        self.shown += len(new_text)
+        return new_text
 
     def finish(self):
         shown, self.shown = self.shown, 0
