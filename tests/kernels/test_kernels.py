@@ -51,7 +51,7 @@ def test_rms_norm_of_strided_heads(device):
     )
 
 
-def test_queries_and_keys_are_normalized_in_place_in_the_qkv_product(device):
+def test_queries_and_keys_are_normalized_as_slices_of_the_qkv_product(device):
     """Per head, without a copy: slices of [tokens, heads + 2 * kv_heads, d]."""
     qkv = random_tensor(3, 8, 64, dtype=torch.bfloat16, device=device, scale=5)
     weight = torch.randn(64, device=device)

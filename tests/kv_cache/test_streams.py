@@ -140,7 +140,7 @@ def test_a_stream_in_float32_is_close_to_its_definition(device, family):
     assert same > 0.8 * LENGTH * len(PROMPTS)
 
 
-def test_a_stream_shares_only_blocks_computed_with_full_attention(family):
+def test_a_stream_shares_only_blocks_from_before_its_first_eviction(family):
     """The same prompt hits every block up to a full row; no request hits later blocks."""
     path, expected = family
     with LLM(path, **OPTIONS) as llm:

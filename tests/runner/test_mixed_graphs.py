@@ -152,7 +152,7 @@ def test_each_row_of_a_graph_gets_its_own_sampling_parameters(llm, directory):
             assert mine == pytest.approx(yours, abs=1e-4)
 
 
-def test_an_eager_step_does_not_reuse_a_batch_from_before_a_graph_step(directory):
+def test_a_graph_step_discards_the_batch_of_earlier_eager_steps(directory):
     """Eager decodes advance the last batch by a token; after graph steps its rows may belong to other requests."""
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     with emulated_graphs(), LLM(directory, **OPTIONS | {"run_ahead": 0}) as llm:

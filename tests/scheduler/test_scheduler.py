@@ -101,9 +101,8 @@ def test_a_joining_request_leaves_the_blocks_that_running_rows_need_next(windows
     """There are enough blocks for its prompt, but a running row would then lack one and be preempted."""
     groups = len(windows)
     scheduler = scheduler_with(7 * groups - 1, windows)
-    running = [
-        request(str(length), [9] * length, 3) for length in (3, 1, 1, 1)
-    ]  # the first row will need a second block
+    # The first row will need a second block.
+    running = [request(str(length), [9] * length, 3) for length in (3, 1, 1, 1)]
     for each in running:
         scheduler.submit(each)
     step(scheduler)

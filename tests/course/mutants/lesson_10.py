@@ -208,7 +208,7 @@ class ShortestAlways(Patient):
         return len(request.prompt) + 1e-6 * request.arrival
 
 
-@wrong("PatientShortest", fails="calls again, the same answer")
+@wrong("PatientShortest", fails="asked again, the same answer")
 class CountsItsCalls(Patient):
     calls = 0
 
