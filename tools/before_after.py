@@ -18,7 +18,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-WARM_UP = {"requests": 64, "scale": 4}
 
 # What each version runs. It uses no more than has been there in all of them.
 WORKER = """
@@ -70,9 +69,9 @@ class Version:
 
 
 def compare(versions: dict[str, Version], workload: str, pairs: int, **less) -> dict:
-    """Seconds of both versions, in turns; who goes first alternates."""
+    """Seconds of both versions, in turns; the one that goes first alternates. A first run each compiles kernels."""
     for version in versions.values():
-        version.seconds(workload, **WARM_UP)
+        version.seconds(workload, **less)
     runs: dict[str, list[float]] = {name: [] for name in versions}
     for pair in range(pairs):
         for name in sorted(versions, reverse=bool(pair % 2)):
