@@ -18,7 +18,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-WARM_UP = {"requests": 64, "scale": 4}
 
 # The script each version runs. It uses only what exists in all versions.
 WORKER = """
@@ -70,9 +69,9 @@ class Version:
 
 
 def compare(versions: dict[str, Version], workload: str, pairs: int, **less) -> dict:
-    """Seconds of both versions in alternating runs; the version that goes first alternates too."""
+    """Seconds of both versions in alternating runs; which goes first alternates too. A first run compiles kernels."""
     for version in versions.values():
-        version.seconds(workload, **WARM_UP)
+        version.seconds(workload, **less)
     runs: dict[str, list[float]] = {name: [] for name in versions}
     for pair in range(pairs):
         for name in sorted(versions, reverse=bool(pair % 2)):

@@ -156,13 +156,14 @@ def versions() -> dict[str, str]:
 def commit() -> dict:
     """The checkout's commit, and whether files differ from it.
 
-    Where there is no history, a copy on another machine, MINILLM_COMMIT says so: the commit, with "+" after it if files
-    of the copy differ.
+    On a copy of a checkout, whose history is missing or another, the environment variable MINILLM_COMMIT names the
+    commit, with "+" after it if files of the copy differ.
     """
+    if named := os.environ.get("MINILLM_COMMIT"):
+        return {"commit": named.removesuffix("+"), "dirty": named.endswith("+")}
     head = _output("git", "-C", str(PACKAGE), "rev-parse", "HEAD")
     if head is None:
-        told = os.environ.get("MINILLM_COMMIT")
-        return {"commit": told and told.removesuffix("+"), "dirty": told and told.endswith("+")}
+        return {"commit": None, "dirty": None}
     changes = _output("git", "-C", str(PACKAGE), "status", "--porcelain", "--untracked-files=no")
     return {"commit": head, "dirty": bool(changes)}
 

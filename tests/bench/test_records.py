@@ -28,16 +28,17 @@ def test_a_record_states_its_origin():
     assert json.loads(json.dumps(content)) == content
 
 
-def test_the_commit_is_the_checkouts_or_the_given_one(monkeypatch):
+def test_the_commit_is_the_one_in_the_environment_or_the_checkouts(monkeypatch):
+    monkeypatch.delenv("MINILLM_COMMIT", raising=False)
     found = records.commit()
     assert found["commit"] is None or len(found["commit"]) == 40
-    monkeypatch.setattr(records, "_output", lambda *command: None)
-    monkeypatch.delenv("MINILLM_COMMIT", raising=False)
-    assert records.commit() == {"commit": None, "dirty": None}
     monkeypatch.setenv("MINILLM_COMMIT", "abc")
     assert records.commit() == {"commit": "abc", "dirty": False}
     monkeypatch.setenv("MINILLM_COMMIT", "abc+")
     assert records.commit() == {"commit": "abc", "dirty": True}
+    monkeypatch.delenv("MINILLM_COMMIT")
+    monkeypatch.setattr(records, "_output", lambda *command: None)
+    assert records.commit() == {"commit": None, "dirty": None}
 
 
 @pytest.mark.parametrize(

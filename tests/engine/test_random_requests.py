@@ -141,7 +141,8 @@ def test_random_requests_with_random_aborts_get_the_right_tokens(options, teache
         decodes, mixed = replayed["DecodeGraphs"], replayed["MixedGraphs"]
         print(f"{steps} steps; as graphs {decodes} of decodes, {mixed} with prompts")
         assert not ON_GPU or mixed > 50 < decodes, "too few steps ran as graphs"
-        assert not ON_GPU or options["max_num_seqs"] > 1 or graphs.single_row is not None, "the fused step never ran"
+        fused = not ON_GPU or options["max_num_seqs"] > 1 or graphs.decodes.single_row is not None
+        assert fused, "the fused step never ran"
     reasons = {tracked.completion.finish_reason for tracked, _ in requests}
     assert reasons >= {"abort", "length"} and {kind for _, kind in requests} >= set(KINDS if often < 0.9 else OFTEN)
     assert preempted or "num_blocks" not in options or not ON_GPU, "no request was preempted: there are too many blocks"
