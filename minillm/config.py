@@ -4,7 +4,7 @@ import re
 from dataclasses import Field, dataclass, field, fields
 from os import PathLike
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, Unpack, get_args
 
 from minillm.errors import ConfigError
 from minillm.renamed import names
@@ -12,8 +12,6 @@ from minillm.values import as_float, as_int, shown
 
 if TYPE_CHECKING:  # the command line reads options without waiting for torch
     import torch
-
-    from minillm.trace.record import Trace
 
 __getattr__ = names(__name__)
 
@@ -27,6 +25,14 @@ def _option(default: Any, help: str, **check: Any) -> Any:
     check: choices=, the strings allowed, or least= and most=, of a whole number; a switch needs none.
     """
     return field(default=default, metadata={"help": help, **check})
+
+
+class Recorder(Protocol):
+    """Records what an engine does: a `minillm.trace.Trace`."""
+
+    def watch(self, scheduler: Any) -> None:
+        """Record what this scheduler does from now on."""
+        ...
 
 
 class EngineOptions(TypedDict, total=False):
@@ -52,7 +58,7 @@ class EngineOptions(TypedDict, total=False):
     run_ahead: int
     seed: int
     plan: str | PathLike[str] | None
-    trace: "str | PathLike[str] | Trace | None"
+    trace: str | PathLike[str] | Recorder | None
 
 
 @dataclass(frozen=True)

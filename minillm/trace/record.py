@@ -13,20 +13,17 @@ are made when a trace is read.
 import json
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 import numpy as np
 
 from minillm.errors import ConfigError, MinillmError
 
 if TYPE_CHECKING:  # a trace is read without an engine
-    from minillm.kv_cache.block_pool import BlockPool
     from minillm.request import Request
-    from minillm.scheduler.scheduler import Scheduler
-    from minillm.scheduler.step import Step
 
 FIELDS = {
     "begin": ("rows", "blocks", "block_size", "launched"),  # a new scheduler: nothing runs, no block is used
@@ -47,6 +44,46 @@ FIELDS = {
 }
 CHUNK = 1024  # entries that a trace with a file keeps before it writes them
 PATIENCE = 1.0  # seconds after which it writes them anyway
+
+
+class RecordedPool(Protocol):
+    """What recording reads of a block pool: `minillm.kv_cache.BlockPool`."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    def lookup(self, keys: Iterable[bytes]) -> list[int]: ...
+    def watch_evictions(self, told: Callable[[int], None]) -> None: ...
+
+
+class RecordedStep(Protocol):
+    """What recording reads of a step: `minillm.scheduler.Step`."""
+
+    number: int
+    rows: np.ndarray
+    starts: np.ndarray
+    queries: np.ndarray
+    samples: np.ndarray
+    decodes: int
+
+
+class RecordedScheduler(Protocol):
+    """What recording reads of a scheduler: `minillm.scheduler.Scheduler`."""
+
+    launched: int
+    read: int
+    block_size: int
+    requests: "list[Request | None]"
+    order: np.ndarray
+    known: np.ndarray
+    computed: np.ndarray
+    limit: np.ndarray
+    last_step: np.ndarray
+    trace: "Trace | None"
+
+    @property
+    def pool(self) -> RecordedPool: ...
+    @property
+    def has_work(self) -> bool: ...
 
 
 class TraceError(MinillmError, ValueError):
@@ -83,7 +120,7 @@ class Trace:
 
     # ---- recording
 
-    def watch(self, scheduler: "Scheduler") -> None:
+    def watch(self, scheduler: RecordedScheduler) -> None:
         """Record what a new scheduler does from now on."""
         if scheduler.launched != scheduler.read or scheduler.has_work:
             raise TraceError("a trace can only begin while nothing runs: its events tell changes")
@@ -93,7 +130,7 @@ class Trace:
         rows, blocks = len(scheduler.requests), scheduler.pool.num_blocks
         self._add("begin", rows, blocks, scheduler.block_size, scheduler.launched)
 
-    def _follow(self, pool: "BlockPool") -> None:
+    def _follow(self, pool: RecordedPool) -> None:
         pool.watch_evictions(self._evicted.append)
 
     def _add(self, event: str, *values: Any) -> None:
@@ -106,7 +143,7 @@ class Trace:
     def submit(self, request: "Request") -> None:
         self._add("submit", request.request_id, len(request.prompt))
 
-    def admit(self, scheduler: "Scheduler", request: "Request", blocks: np.ndarray) -> None:
+    def admit(self, scheduler: RecordedScheduler, request: "Request", blocks: np.ndarray) -> None:
         """blocks: [groups, n]; those of the tokens that are computed were found in the cache."""
         row, step = request.row, scheduler.launched + 1
         known, computed = scheduler.known.item(row), scheduler.computed.item(row)
@@ -116,7 +153,7 @@ class Trace:
     def grow(self, rows: np.ndarray, columns: np.ndarray, blocks: np.ndarray) -> None:
         self._add("grow", rows, columns, blocks)
 
-    def register(self, pool: "BlockPool", row: int, keys: dict[int, bytes]) -> None:
+    def register(self, pool: RecordedPool, row: int, keys: dict[int, bytes]) -> None:
         """keys: of the blocks that were registered; the first block with a key keeps it."""
         blocks = [block for block, found in zip(keys, pool.lookup(keys.values()), strict=False) if found == block]
         if blocks:
@@ -132,7 +169,7 @@ class Trace:
     def finish(self, request: "Request", row: int, step: int) -> None:
         self._add("finish", request.request_id, row, request.finish_reason, step)
 
-    def launch(self, scheduler: "Scheduler", step: "Step") -> None:
+    def launch(self, scheduler: RecordedScheduler, step: RecordedStep) -> None:
         if len(step.rows) < len(scheduler.order):
             left = scheduler.order[scheduler.last_step[scheduler.order] != step.number]
             known = scheduler.known[left]
@@ -149,7 +186,7 @@ class Trace:
     def arrived(self, step: int) -> None:
         self._add("read", step)
 
-    def reset(self, scheduler: "Scheduler") -> None:
+    def reset(self, scheduler: RecordedScheduler) -> None:
         self._add("reset", scheduler.launched)
         self._follow(scheduler.pool)
 
