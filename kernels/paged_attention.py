@@ -311,10 +311,11 @@ def _device(device: torch.device) -> Device:
     if device.type != "cuda":  # interpreted: few programs, each of them slow
         return Device(99 * 1024, 4)
     properties = torch.cuda.get_device_properties(device)
-    return Device(properties.shared_memory_per_block_optin, properties.multi_processor_count)
+    shared = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stubs lack the field
+    return Device(shared, properties.multi_processor_count)
 
 
-def _product_type(dtype: torch.dtype):
+def _product_type(dtype: torch.dtype) -> tl.dtype:
     """The type whose products the matrix units compute; sums are always float32.
 
     Triton's interpreter gets bfloat16 arithmetic wrong, so there the operands are widened first.

@@ -235,7 +235,7 @@ def product(
     total = torch.empty_like(x) if residual is not None else None
     dependent = _dependent(x.device)
     options = {"launch_pdl": True} if dependent else {}
-    sizes = {"rows": rows, "columns": columns, "dtype": launches.dtype_name(x.dtype)}
+    sizes: dict[str, int | str] = {"rows": rows, "columns": columns, "dtype": launches.dtype_name(x.dtype)}
     if columns <= WHOLE:
         default = whole_launch(rows, columns, bool(activation), _processors(x.device))
         launch = launches.choose("whole_rows", default, **sizes, gated=int(bool(activation)))
