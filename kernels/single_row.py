@@ -58,7 +58,7 @@ def whole_rows_kernel(
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr,
     GATED: tl.constexpr, GELU: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """out = W f(x), a few full rows of W at a time. f: nothing, a norm, or a residual sum and a norm. GATED: two W's."""
+    """out = W f(x), a few full rows of W at a time. f: nothing, a norm, or residual sum and norm. GATED: two W's."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     columns = tl.arange(0, WIDTH)
     inside = columns < COLUMNS

@@ -225,11 +225,7 @@ def draw_block_table(
         handles = [Patch(color=colors[name], label=name) for name in list(here)[:8]]
         if len(here) > 8:
             handles[7:] = [Patch(color="white", label=f"and {len(here) - 7} more")]
-        options: dict[str, Any] = {
-            "loc": "upper left",
-            "bbox_to_anchor": (0, -0.02),
-            "frameon": False,
-        }
+        place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0, -0.02), "frameon": False}
         axis.legend(handles=handles, handlelength=1, columnspacing=1.2, ncols=8, fontsize=7, **place)
     if own:
         plt.show()
