@@ -14,7 +14,19 @@ for name in ("http_proxy", "https_proxy", "all_proxy"):
 # Kept outputs of lessons are those of the embedded model.
 os.environ["MINILLM_TIER"] = "cpu"
 
+MOST_PROCESSES = 8  # each takes up to a GB and a half of memory
 MESSAGE_SECONDS = 600  # nbval waits 5 s for each message of a cell, less than a busy machine may need
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """What `-n auto` means: a process for each core; on a GPU one, since an engine takes most of its memory."""
+    import torch
+
+    if torch.cuda.is_available():
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MOST_PROCESSES)
 
 
 def is_cell(item: pytest.Item) -> bool:
