@@ -20,6 +20,7 @@ PROMPTS = [[5, 6, 7], [8, 9], [10]]
 
 
 OPTIONS = {"dtype": "float32", "device": "cpu", "max_num_seqs": 32, "max_model_len": 256, "block_size": 4}
+FEW = OPTIONS | {"max_num_seqs": 2, "max_num_batched_tokens": 8}  # small shapes: the largest is captured first
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +38,8 @@ def llm(directory):
 
 @pytest.fixture
 def small(directory):
-    """An engine of its own for a test: shapes of 64 and of 70 tokens."""
-    with emulated_graphs(), LLM(directory, max_num_batched_tokens=70, **OPTIONS) as llm:
+    """An engine of its own for a test: two shapes, of 16 and of 17 decodes, both of 20 tokens."""
+    with emulated_graphs(), LLM(directory, **OPTIONS | {"max_num_seqs": 17, "max_num_batched_tokens": 20}) as llm:
         yield llm
 
 
@@ -150,7 +151,7 @@ def test_each_row_gets_what_it_asked_for_beside_others_in_a_graph(llm, directory
 def test_a_step_in_a_graph_leaves_no_batch_for_one_outside_to_go_on_from(directory):
     """Outside, a batch of decodes is moved along by a token: its rows may be others' after steps inside."""
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
-    with emulated_graphs(), LLM(directory, **OPTIONS | {"run_ahead": 0}) as llm:
+    with emulated_graphs(), LLM(directory, **FEW | {"run_ahead": 0}) as llm:
         engine = llm.engine
         engine.submit(engine.prepare([5, 6, 7], params))
         with minillm.using(rms_norm=lambda *arguments: reference.rms_norm(*arguments)):
@@ -176,7 +177,7 @@ def test_a_readers_operation_runs_outside_even_if_it_is_capturable(llm):
 
 def test_heads_that_attention_has_no_kernel_for_have_no_such_graphs(tmp_path):
     models.make("gemma-grouped").save_pretrained(tmp_path)
-    with emulated_graphs(), LLM(tmp_path, dtype="float32", device="cpu") as llm:
+    with emulated_graphs(), LLM(tmp_path, dtype="float32", device="cpu", max_num_seqs=3) as llm:
         assert llm.model_config.head_dim == 8 and llm.engine.executor.runner.graphs.mixed is None
         assert len(llm.generate(PROMPTS, SamplingParams(**PLAIN))) == 3
 
