@@ -11,7 +11,7 @@ from minillm.runner.logprobs import top_logprobs
 from minillm.runner.sampler import Sampler, derived_seed, uniforms
 from minillm.runner.state import RowState
 
-VOCABULARY, DRAWS = 12, 20_000
+VOCABULARY, DRAWS = 12, 10_000
 LOGITS = [2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, 2.2, 0.3, -2.0, 1.1, 0.7]
 PROMPT, OUTPUT = [0, 3, 3], [1, 7, 7, 7]
 

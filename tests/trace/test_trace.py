@@ -159,7 +159,7 @@ def detected(schedule: Schedule, events: list[dict]) -> bool:
 @pytest.mark.parametrize("kind", ["submit", "admit", "grow", "preempt", "finish", "skip", "chunk", "launch", "read"])
 def test_a_lost_event_is_detected(kind):
     lost = 0
-    for seed in range(60):
+    for seed in range(20):
         options = {"max_num_batched_tokens": 1 + seed % 9, "num_blocks": 16, "block_size": 3}
         schedule = Schedule(seed, policy=policies.POLICIES["fcfs"](), **options).run(80)
         events = schedule.trace.events
@@ -182,7 +182,7 @@ def ran_after(events: list[dict], at: int, last: int) -> bool:
 
 
 def test_duplicate_and_reordered_events_are_detected():
-    for seed in range(40):
+    for seed in range(20):
         schedule = Schedule(seed, policy=policies.POLICIES["fcfs"]()).run(60)
         events = schedule.trace.events
         launches = [at for at, event in enumerate(events) if event["event"] in ("launch", "grow", "admit")]
