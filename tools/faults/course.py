@@ -66,7 +66,7 @@ FAULTS = (
         "minillm/course/run.py",
         'results and all(each["ok"] for each in results)',
         'results and any(each["ok"] for each in results)',
-        "tests/course -k run_of_lessons",
+        "tests/course/test_run.py",
     ),
     Fault(
         "a row that waits is drawn as idle",

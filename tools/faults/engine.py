@@ -10,21 +10,21 @@ FAULTS = (
         ENGINE,
         "seed=params.seed if params.seed is not None else derived_seed(",
         "seed=derived_seed(",
-        "tests/engine/test_engine.py -k seeded",
+        "tests/engine/test_llm.py -k seed",
     ),
     Fault(
         "seed 0 counts as none",
         ENGINE,
         "seed=params.seed if params.seed is not None else derived_seed(",
         "seed=params.seed or derived_seed(",
-        "tests/engine/test_engine.py -k seeded",
+        "tests/engine/test_llm.py -k seed",
     ),
     Fault(
         "a step takes no lock",
         ENGINE,
         "with self.lock, self._or_reset():",
         "with self._or_reset():",
-        "tests/engine/test_listeners.py",
+        "tests/engine/test_llm.py -k lock",
     ),
     Fault(
         "what a failed step launched stays in flight",
@@ -52,7 +52,7 @@ FAULTS = (
         "minillm/engine/llm.py",
         "tokenizer.apply_chat_template(messages), add_special_tokens=False)",
         "tokenizer.apply_chat_template(messages))",
-        "tests/engine/test_engine.py -k chat",
+        "tests/engine/test_llm.py -k chats_prompt",
     ),
     Fault(
         "a stop string across two tokens is missed",

@@ -45,14 +45,14 @@ FAULTS = (
         STATE,
         "column[row] = getattr(params, name)",
         "column[row] = getattr(params, name) or column[row]",
-        "tests/runner/test_sampler.py",
+        "tests/runner/test_sampler.py -k request_before",
     ),
     Fault(
         "a greedy row keeps the temperature of the request before",
         STATE,
         "self.temperature[row] = params.temperature",
         "self.temperature[row] = params.temperature or self.temperature[row]",
-        "tests/runner/test_sampler.py",
+        "tests/runner/test_sampler.py -k request_before",
     ),
     Fault(
         "a row that got a block goes on in the tables of the step before",

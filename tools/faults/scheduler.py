@@ -10,7 +10,7 @@ FAULTS = (
         SCHEDULER,
         "        self.stop_ids[row] = -1\n",
         "",
-        "tests/scheduler/test_scheduler.py",
+        "tests/scheduler/test_scheduler.py -k stop_token",
     ),
     Fault(
         "a preempted request loses its output",

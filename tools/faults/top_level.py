@@ -10,14 +10,14 @@ FAULTS = (
         CONFIG,
         'device.startswith("cuda") else (256, 2048)',
         'device == "cuda" else (256, 2048)',
-        "tests/test_config.py",
+        "tests/test_config.py -k any_gpu",
     ),
     Fault(
         "none of the GPU's memory may be used",
         CONFIG,
         "if share is None or not 0 < share <= 1:",
         "if share is None or not 0 <= share <= 1:",
-        "tests/test_config.py tests/engine/test_engine.py -k option",
+        "tests/test_config.py -k wrong_kind",
     ),
     Fault(
         "all choices of a prompt have one seed",
@@ -38,7 +38,7 @@ FAULTS = (
         REQUEST,
         "if self.min_tokens > self.max_tokens:",
         "if self.min_tokens > self.max_tokens + 1:",
-        "tests/test_request.py tests/runner/test_sampler.py -k 'named or parameter'",
+        "tests/runner/test_sampler.py -k bad_parameters",
     ),
     Fault(
         "True counts as the number 1",
@@ -52,7 +52,7 @@ FAULTS = (
         OVERRIDES,
         "parts.origin[name] = origin\n",
         "pass\n",
-        "tests/ops/test_table.py -k leaves_no_trace",
+        "tests/test_overrides.py -k readers_merge",
     ),
     Fault(
         "calls of a replaced part are not counted",

@@ -45,6 +45,6 @@ FAULTS = (
         REPLAY,
         "self._expect(step == self.newest_read + 1 and step <= self.launched,",
         "self._expect(step <= self.launched,",
-        "tests/trace/test_trace.py -k lost_event",
+        "tests/trace/test_trace.py -k lost_read",
     ),
 )

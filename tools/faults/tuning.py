@@ -24,7 +24,7 @@ FAULTS = (
         PLANNING,
         "statistics.median(times[1:])",
         "statistics.median(times)",
-        "tests/tuning/test_trials.py -k budget",
+        "tests/tuning/test_trials.py -k warms_up",
     ),
     Fault(
         "any budget that is faster by a hair is taken",
