@@ -105,13 +105,14 @@ def generate(
     minillm generate "The lighthouse of" --max-tokens 40
     """
     from minillm import LLM, SamplingParams
+    from minillm.engine.llm import chat_prompt
 
     # --seed is the engine's, and seeds every request that names no seed of its own.
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, stop=stop or ())
     with LLM(model, **engine_options) as llm:
         if chat:
             turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
-            prompts = [llm.tokenizer.apply_chat_template(turn) for turn in turns]
+            prompts = [chat_prompt(llm.tokenizer, turn) for turn in turns]
         if stream:
             _print_stream(llm, prompts, params)
             return
@@ -119,7 +120,7 @@ def generate(
             print(completion.text)
 
 
-def _print_stream(llm: Any, prompts: list[str], params: Any) -> None:
+def _print_stream(llm: Any, prompts: list, params: Any) -> None:
     import asyncio
 
     from minillm import AsyncLLM

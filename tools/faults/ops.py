@@ -59,7 +59,7 @@ FAULTS = (
         CPU,
         "scores.div_(cap).tanh_().mul_(cap)",
         "scores.div_(cap).tanh_()",
-        "tests/ops/test_cpu.py -k decode_attention",
+        "tests/ops/test_cpu.py -k caps_scores",
     ),
     Fault(
         "the norm forgets eps",
