@@ -46,7 +46,6 @@ PRELOADED = (
     *("safetensors.torch", "tokenizers", "transformers.generation", "transformers.models.auto.modeling_auto"),
     *("fastapi", "uvicorn", "pydantic", "aiohttp", "openai", "prometheus_client", "typer.testing", "jinja2", "regex"),
 )
-# As conftest.py has it, which comes too late for what is imported here already.
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 CAUGHT, SURVIVED, STALE, RED, BROKEN, HUNG = "caught", "survived", "stale", "red without it", "does not run", "hung"
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)  # of pytest's summary
@@ -134,6 +133,15 @@ def tried(fault: Fault, tests: str, copy: Path, seconds: float) -> Ran:
         return Ran(STALE, str(error), 0.0)
 
 
+def prepare() -> None:
+    """Set what tests' conftest.py sets, which comes too late for what is imported before the fork."""
+    import torch
+
+    os.environ |= ENVIRONMENT
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
 def run(
     faults: Sequence[Fault],
     *,
@@ -219,7 +227,7 @@ def main() -> None:
         return
     from minillm.bench import records
 
-    os.environ |= ENVIRONMENT
+    prepare()
     begun, start = records.begin(), time.perf_counter()
     rows = run(faults, jobs=options.jobs, tests=options.tests, seconds=options.seconds)
     took = time.perf_counter() - start

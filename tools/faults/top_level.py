@@ -31,7 +31,7 @@ FAULTS = (
         REQUEST,
         "            or self.min_p > 0\n",
         "",
-        "tests/runner/test_sampler.py",
+        "tests/runner/test_sampler.py -k 'distribution and min_p'",
     ),
     Fault(
         "more tokens may be the least than the most",
