@@ -13,7 +13,7 @@ from minillm.runner.state import RowState
 
 VOCABULARY, DRAWS = 12, 20_000
 LOGITS = [2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, 2.2, 0.3, -2.0, 1.1, 0.7]
-PROMPT, OUTPUT = [0, 3, 3], [1, 7, 7, 7]
+PROMPT, OUTPUT = [0, 3, 3, 6], [1, 7, 7, 7]  # 6 has a logit below 0, and so does 9, which is in neither
 
 
 def expected(params: SamplingParams) -> np.ndarray:
@@ -70,6 +70,7 @@ CASES = [
     {"top_p": 0.6},
     {"top_p": 0.05},
     {"min_p": 0.3},
+    {"min_p": 0.5, "temperature": 3.0},
     {"repetition_penalty": 1.8},
     {"repetition_penalty": 0.6},
     {"presence_penalty": 1.5},
