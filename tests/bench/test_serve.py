@@ -15,7 +15,7 @@ from minillm.errors import ConfigError
 
 pytest.importorskip("fastapi", reason="the load generator is tested against the server, which needs fastapi")
 
-from minillm.bench import plots, serve
+from minillm.bench import plots, serve, workloads
 from minillm.bench.serve import Measured
 from minillm.server import running
 from tests.waiting import TIMEOUT
@@ -284,6 +284,13 @@ def test_it_runs_inside_a_running_event_loop(server):
 )
 def test_every_token_but_the_first_has_an_inter_token_gap(arrivals, gaps):
     assert list(Measured(due=0.25, arrivals=arrivals).gaps) == gaps
+
+
+def test_each_latency_is_of_what_it_says():
+    seen = Measured(due=1.0, sent=1.5, arrivals=[(3.0, 1), (3.5, 1), (4.5, 1)], end=5.0)
+    found = serve.summary([workloads.BenchRequest([1], 3)], [seen])
+    means = {name: found[name]["mean"] for name in ("late_s", "ttft_s", "itl_s", "e2e_s")}
+    assert means == {"late_s": 0.5, "ttft_s": 2.0, "itl_s": 0.75, "e2e_s": 4.0}
 
 
 def test_percentiles_are_observed_values():

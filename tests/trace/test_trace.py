@@ -190,6 +190,19 @@ def test_duplicate_and_reordered_events_are_detected():
             assert detected(schedule, [*events[: at + 1], *events[at:]])
 
 
+def test_a_lost_read_is_told_at_the_next_one():
+    events = [
+        {"event": "begin", "rows": 1, "blocks": 4, "block_size": 4, "launched": -1},
+        {"event": "submit", "request": "r", "prompt": 1},
+        {"event": "admit", "step": 0, "request": "r", "row": 0, "known": 1, "computed": 0, "limit": 4, "blocks": [[0]]},
+        *({"event": event, "step": step, "size": 1} for step in range(3) for event in ("launch", "read")),
+    ]
+    events = [{"time": 0.0} | event for event in events]
+    assert [step.number for step in replay(events)] == [0, 1, 2]
+    with pytest.raises(TraceError, match=r"event 6 \(read\) reads step 1: events before it are missing"):
+        list(replay(events[:4] + events[5:]))
+
+
 def test_an_event_before_the_start_is_rejected():
     events = Schedule(1).run(40).trace.events
     with pytest.raises(TraceError, match=r"event 1 \(submit\) comes before the trace begins"):
