@@ -14,7 +14,19 @@ for name in ("http_proxy", "https_proxy", "all_proxy"):
 # The committed outputs of the lessons come from the embedded model.
 os.environ["MINILLM_TIER"] = "cpu"
 
+MOST_PROCESSES = 8  # each takes up to 1.5 GB of memory
 MESSAGE_SECONDS = 600  # nbval's default of 5 s per message is too short on a busy machine
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """What `-n auto` means: a process for each core; on a GPU one, since an engine takes most of its memory."""
+    import torch
+
+    if torch.cuda.is_available():
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MOST_PROCESSES)
 
 
 def is_cell(item: pytest.Item) -> bool:

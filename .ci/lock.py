@@ -75,7 +75,7 @@ def write(pins: dict[str, str]) -> None:
     LOCK.write_text(HEADER + "\n".join(marked) + "\n")
     direct = [line for line in marked if re.match(r"[\w.-]+", line)[0] in direct_names()]
     conda = [
-        "# For conda users, written by `make lock`: conda installs Python, pip the rest at the locked versions.",
+        "# For conda, written by `make lock`: conda installs Python, pip installs the rest at the locked versions.",
         "name: minillm",
         "channels:",
         "  - conda-forge",

@@ -23,6 +23,7 @@ from minillm.errors import ConfigError
         ({"max_num_seqs": 4.0}, "max_num_seqs must be a whole number from 1, not 4.0"),
         ({"run_ahead": None}, "run_ahead must be a whole number from 0, not None"),
         ({"gpu_memory_utilization": "half"}, r"gpu_memory_utilization must be in \(0, 1\], not 'half'"),
+        ({"gpu_memory_utilization": 0}, r"gpu_memory_utilization must be in \(0, 1\], not 0"),
         ({"gpu_memory_utilization": 10**400}, r"gpu_memory_utilization must be in \(0, 1\], not 1000"),
         ({"gpu_memory_utilization": True}, r"gpu_memory_utilization must be in \(0, 1\], not True"),
         ({"dtype": None}, "dtype must be one of auto, .*, not 'None'"),
@@ -46,6 +47,14 @@ def test_options_may_be_torch_and_numpy_values():
     expected = EngineConfig(device="cuda:1", dtype="bfloat16", max_num_seqs=3, gpu_memory_utilization=0.5, seed=7)
     assert config == expected
     assert type(config.max_num_seqs) is int and type(config.device) is str
+
+
+def test_any_gpu_has_a_gpus_rows_and_tokens_unless_they_are_given():
+    for device, sizes in (("cpu", (256, 2048)), ("cuda", (1024, 16384)), ("cuda:1", (1024, 16384))):
+        config = EngineConfig().on(device)
+        assert (config.device, config.max_num_seqs, config.max_num_batched_tokens) == (device, *sizes)
+    config = EngineConfig(max_num_seqs=3, max_num_batched_tokens=5).on("cuda:1")
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (3, 5)
 
 
 def test_the_engine_runs_on_a_torch_device():

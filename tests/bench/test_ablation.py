@@ -51,7 +51,7 @@ def test_a_setting_determines_its_requests_sampling_parameters(model_directory, 
 
     own = LLM.generate
     monkeypatch.setattr(LLM, "generate", generate)
-    settings = (Setting(temperature=0.0), Setting(wishes="top_p of one"), Setting(wishes="5 log-probabilities"))
+    settings = (Setting(temperature=0.0), Setting(sampling="top_p of one"), Setting(sampling="5 log-probabilities"))
     monkeypatch.setattr(ablation, "groups", lambda *_: {"asked": {str(i): each for i, each in enumerate(settings)}})
     options = {"workload": ["chat"], "requests": 3, "scale": 64, "repeat": 1, "load_format": "dummy", "device": "cpu"}
     ablation.run(model_directory, quiet=True, **options)

@@ -64,7 +64,7 @@ def test_a_comparison_that_never_settles_ends_and_reports_the_load():
     rows = compared([9, *[1.0, 2.0] * 4], [9, *[2.0] * 8])
     rows[0]["other_programs_cores"] = rows[1]["other_programs_cores"] = 0.9
     said = offline.caveat(records.record(rows, records.begin()))
-    assert "runs of the same work lie 67% apart, and other programs took 0.9 of" in said
+    assert "runs of the same work differ by 67%, and other programs took 0.9 of" in said
     assert len(rows[0]["runs"] + rows[0]["unsteady_runs"]) == 8
 
 

@@ -15,7 +15,7 @@ from minillm.errors import ConfigError
 
 pytest.importorskip("fastapi", reason="the load generator is tested against the server, which needs fastapi")
 
-from minillm.bench import plots, serve
+from minillm.bench import plots, serve, workloads
 from minillm.bench.serve import Measured
 from minillm.server import running
 from tests.waiting import TIMEOUT
@@ -246,7 +246,7 @@ def test_a_load_generator_that_is_itself_too_slow_is_reported(monkeypatch, capsy
         assert "load generator" not in capsys.readouterr().out
         each[0] = 0.8
         busy = serve.run(url, workload="single", scale=8, requests=1, concurrency=1)["results"][0]
-        assert "the load generator was at work for 80% of that" in capsys.readouterr().out
+        assert "the load generator worked for 80% of that" in capsys.readouterr().out
     assert (quick["generator_s"], quick["seconds"]) == (0.001, 0.201)
     assert (busy["generator_s"], busy["seconds"]) == (0.8, 1.0)
     assert serve.generator_share(busy) == 0.8
@@ -286,6 +286,13 @@ def test_every_token_but_the_first_has_an_inter_token_gap(arrivals, gaps):
     assert list(Measured(due=0.25, arrivals=arrivals).gaps) == gaps
 
 
+def test_each_latency_is_of_what_it_says():
+    seen = Measured(due=1.0, sent=1.5, arrivals=[(3.0, 1), (3.5, 1), (4.5, 1)], end=5.0)
+    found = serve.summary([workloads.BenchRequest([1], 3)], [seen])
+    means = {name: found[name]["mean"] for name in ("late_s", "ttft_s", "itl_s", "e2e_s")}
+    assert means == {"late_s": 0.5, "ttft_s": 2.0, "itl_s": 0.75, "e2e_s": 4.0}
+
+
 def test_percentiles_are_observed_values():
     values = [float(i) for i in range(1, 101)]
     assert serve.percentiles(values) == {"p50": 50, "p90": 90, "p99": 99, "mean": 50.5}
@@ -295,7 +302,7 @@ def test_percentiles_are_observed_values():
 
 @pytest.mark.parametrize("url", ["http://example.com", "https://127.0.0.1:1", "http://10.0.0.1", "http://", "nonsense"])
 def test_a_server_on_another_machine_is_refused(url):
-    with pytest.raises(ValueError, match="only loads this machine"):
+    with pytest.raises(ValueError, match="sends only to this machine"):
         serve.run(url)
 
 
@@ -340,7 +347,7 @@ def test_an_unwritable_file_is_reported_before_the_load(tmp_path, option, where)
 
 @pytest.mark.parametrize("name", ["picture.txt", "picture"])
 def test_an_unknown_plot_format_is_reported_before_the_load(tmp_path, name):
-    with faked(at_once) as (url, fake), pytest.raises(ValueError, match="ends in .svg, .png, .pdf, and .*picture"):
+    with faked(at_once) as (url, fake), pytest.raises(ValueError, match="saved as .svg, .png, .pdf, not as .*picture"):
         serve.run(url, requests=1, quiet=True, plot_path=tmp_path / name)
     assert not fake.bodies
 

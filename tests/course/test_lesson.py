@@ -73,13 +73,13 @@ def test_predictions_are_left_to_the_learner():
     [
         ("# %% tags=['exercise']\nx = 1\n", "nothing in it is marked"),
         ("# %% tags=['exercise']\ndef f():\n    # SOLUTION: do\n    return 1\n", "nothing in it is marked"),
-        ("# %% tags=['exercise']\n# SOLUTION: do\nx = 1\n# END\n", "stands in no function"),
+        ("# %% tags=['exercise']\n# SOLUTION: do\nx = 1\n# END\n", "outside any function"),
         ("# %%\ndef f():\n    # SOLUTION: do\n    return 1\n    # END\n", "tag the cell `exercise`"),
         ("# %%\nx = 1  # PREDICT: it\n", "tag the cell `exercise`"),
         ("# %%\n# ENGINE: minillm.ops.reference:rms_norm\nx = 1\n", "in a cell of their own"),
         ("# %%\n# ENGINE: minillm.ops.reference:rsm_norm\n", "has no function or class rsm_norm"),
         ("# %%\n# ENGINE: minillm.nowhere:f\n", "there is no module minillm.nowhere"),
-        ("# %%\n# ENGINE: torch.nn:Linear\n", "no module of minillm"),
+        ("# %%\n# ENGINE: torch.nn:Linear\n", "not a module of minillm"),
     ],
 )
 def test_an_error_in_a_source_is_reported_with_its_cell(cell, problem, tmp_path):

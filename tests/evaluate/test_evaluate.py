@@ -98,6 +98,12 @@ def test_the_likeliest_letter_is_the_answer_even_if_other_tokens_are_likelier():
     assert found["subjects"] == {"farm_animals": 1.0, "geese": 0.0}
 
 
+def test_each_of_the_four_letters_may_be_the_answer():
+    for answer, letter in enumerate(A_TO_D):
+        found = evaluate.accuracy(Oracle(A_TO_D | {letter: -0.5}), [{**ROW, "answer": answer}], [])
+        assert found["accuracy"] == 1.0, letter
+
+
 def test_a_letter_outside_the_likeliest_tokens_is_scored_exactly():
     def cost(position, prompt):
         return -5.0 if prompt[position] == letters[2] else -7.0

@@ -20,6 +20,10 @@ LENGTHS = [1, 2, 16, 17, 127, 128, 129, 300, 512]
 if COMPILED:
     SHAPES += [(8, 1, 256), (6, 2, 128), (4, 4, 256), (16, 1, 16)]
     LENGTHS += [31, 32, 33, 64, 65, 511, 513, 1024, 1025, 2777]  # the last ones have several tiles per part
+# Another dtype changes the rounding only, which is the same for one tile or several.
+ROWS = [
+    (length, dtype) for dtype in DTYPES for length in LENGTHS if COMPILED or dtype == DTYPES[0] or length in (17, 300)
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -70,12 +74,11 @@ def test_rows_too_long_for_registers_are_processed_in_pieces(dtype, device):
     )
     out, _ = single_row.product(x, weight)
     assert_close("single_row.product, long rows", out, x.double() @ weight.double().T, dtype)
-    with pytest.raises(ValueError, match="do not fit a program whole"):
+    with pytest.raises(ValueError, match="are longer than 4096"):
         single_row.product(x, weight, norm=torch.ones(columns, device=device))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(("length", "dtype"), ROWS)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
 def test_attention_of_one_row_and_the_key_and_value_it_writes(heads, kv_heads, dim, length, dtype, device):
     block_size, blocks = 16, -(-length // 16) + 8

@@ -159,6 +159,7 @@ def test_decode_graphs_use_every_groups_block_table(tmp_path):
     pytest.importorskip("triton")
     models.make("gemma2-grouped-untied").save_pretrained(tmp_path)
     options = {"dtype": "float32", "device": "cpu", "block_size": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
+    options["max_num_seqs"] = 2
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     prompts = [[5, 9, 60], list(range(20, 44))]
     with LLM(tmp_path, **options) as llm:

@@ -157,17 +157,18 @@ def _all_logits(model: Model, tokens: list[int]) -> torch.Tensor:
     return paged.forward({}, {paged.admit(): tokens}, every=True)
 
 
-def test_64_greedy_tokens_equal_those_of_transformers_alone_and_in_a_batch(saved):
+def test_greedy_tokens_equal_those_of_transformers_alone_and_in_a_batch(saved):
     reference, model = both(saved, "float64")
+    count = 24  # beyond every window, and into blocks that no prompt has begun
     asked = prompts(3, 17, 8, 1)
     want = []
     for tokens in asked:
         with torch.inference_mode():
-            full = reference.generate(torch.tensor([tokens]), max_new_tokens=64, do_sample=False)
+            full = reference.generate(torch.tensor([tokens]), max_new_tokens=count, do_sample=False)
         want.append(full[0, len(tokens) :].tolist())
     assert len(set().union(*want)) > 8, "the model repeats itself, so equal tokens would prove little"
-    assert [generate(Paged(model), [tokens], 64)[0] for tokens in asked] == want
-    assert generate(Paged(model), asked, 64) == want
+    assert [generate(Paged(model), [tokens], count)[0] for tokens in asked] == want
+    assert generate(Paged(model), asked, count) == want
 
 
 def test_chunks_and_decodes_in_one_pass_equal_separate_passes(saved):
@@ -338,10 +339,13 @@ def test_the_final_soft_cap_bounds_the_logits(saved):
     torch.testing.assert_close(capped, cap * torch.tanh(plain / cap), rtol=0, atol=1e-9)
 
 
+DAMAGED = 16  # tokens to generate; the damage must change at least one of them
+
+
 @functools.lru_cache
 def _undamaged(directory):
     asked = prompts(3, 17, 8, seed=0)  # with other prompts, some damage may change no token
-    return asked, generate(Paged(load_model(directory, dtype="float64")), asked, 32)
+    return asked, generate(Paged(load_model(directory, dtype="float64")), asked, DAMAGED)
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda f: f.__name__.strip("_"))
@@ -359,10 +363,10 @@ def assert_every_output_changes(saved, damage):
     paged = Paged(load_model(saved, dtype="float64"))
     context = damage(paged)
     if context is None:
-        got = generate(paged, asked, 32)
+        got = generate(paged, asked, DAMAGED)
     else:
         with context as used:
-            got = generate(paged, asked, 32)
+            got = generate(paged, asked, DAMAGED)
         assert all(used.calls.values())
     for row, other in zip(want, got, strict=True):
         assert row != other

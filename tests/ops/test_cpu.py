@@ -94,6 +94,18 @@ def test_fast_decode_attention_equals_the_reference(lengths, heads, kv_heads, wi
     assert_close(cpu.decode_attention(q, cache, table, sizes, AttentionOptions(0.3, window)), want)
 
 
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("lengths", [[7, 7, 7], [3, 29]])
+def test_fast_decode_attention_caps_scores_by_itself(lengths, window, queries, monkeypatch):
+    """What unused slots hold is finite here: at a NaN the reference would run instead."""
+    cache, table, sizes = paged(lengths, kv_heads=2, poison=1e30)
+    q = torch.randn(len(lengths), queries, 4, 16, dtype=torch.float64)
+    want = reference.decode_attention(q, cache, table, sizes, AttentionOptions(0.3, window, 1.5))
+    monkeypatch.setattr(reference, "decode_attention", None)
+    assert_close(cpu.decode_attention(q, cache, table, sizes, AttentionOptions(0.3, window, 1.5)), want)
+
+
 @pytest.mark.parametrize("module", [reference, cpu])
 @pytest.mark.parametrize("lengths", LENGTHS[1:])
 def test_keys_stored_unrotated_are_rotated_by_their_place_in_the_row(lengths, module):

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from minillm import cli
+from minillm import SamplingParams, Tokenizer, cli
 from minillm.bench.ablation import torch_attention
 from minillm.config import EngineConfig
+from minillm.engine.llm import chat_prompt
+from minillm.model.loader import EMBEDDED
 from minillm.server.limits import Timeouts
 
 
@@ -129,6 +131,42 @@ def test_a_built_in_exception_counts_as_a_bug_even_if_minillm_raises_it(monkeypa
 
     monkeypatch.setattr("minillm.server.serve", broken)
     assert isinstance(run("serve").exception, ValueError)
+
+
+class Asked:
+    """An `LLM` that only notes what it is asked for."""
+
+    prompts: list
+    params: SamplingParams
+
+    def __init__(self, model, **options):
+        self.tokenizer = Tokenizer.from_pretrained(EMBEDDED)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception): ...
+
+    def generate(self, prompts, params):
+        Asked.prompts, Asked.params = prompts, params
+        return [SimpleNamespace(text="well")]
+
+
+def test_generate_samples_as_its_options_say(monkeypatch):
+    monkeypatch.setattr("minillm.LLM", Asked)
+    options = {"max_tokens": 5, "temperature": 0.5, "top_k": 3, "top_p": 0.25}
+    words = [word for name, value in options.items() for word in ("--" + name.replace("_", "-"), str(value))]
+    assert run("generate", "a", *words, "--stop", "x", "--stop", "yz").stdout == "well\n"
+    assert Asked.params == SamplingParams(**options, stop=("x", "yz"))
+
+
+def test_a_chat_on_the_command_line_has_one_beginning_of_text(monkeypatch):
+    monkeypatch.setattr("minillm.LLM", Asked)
+    assert run("generate", "Who are you?", "--chat").exit_code == 0
+    (ids,) = Asked.prompts
+    tokenizer = Asked(None).tokenizer
+    assert ids == chat_prompt(tokenizer, [{"role": "user", "content": "Who are you?"}])
+    assert ids.count(tokenizer.bos_token_id) == 1
 
 
 @pytest.mark.parametrize("chat", [False, True])

@@ -7,6 +7,7 @@ import pytest
 import minillm
 from minillm import LLM, SamplingParams, ops
 from minillm.runner.cuda_graph import CapturedSteps
+from tests import models
 from tests.emulated_graphs import emulated_graphs
 
 pytest.importorskip("triton", reason="graphs need triton, which is not installed here")
@@ -56,9 +57,10 @@ def test_overriding_the_tokenizer_does_not_affect_graphs(captured):
         assert captured.follow() and list(captured)
 
 
-def test_warm_up_captures_every_size_and_leaves_no_state():
+def test_warm_up_captures_every_size_and_leaves_no_state(tmp_path):
+    models.make("gemma-multi-query").save_pretrained(tmp_path)
     greedy = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
-    with emulated_graphs(), LLM(max_num_seqs=4, max_num_batched_tokens=16) as llm:
+    with emulated_graphs(), LLM(tmp_path, max_num_seqs=4, max_num_batched_tokens=4) as llm:
         llm.warm_up()
         captured = llm.engine.executor.runner.graphs.steps.decodes
         assert {size for size, _ in captured} == {1, 2, 4}
@@ -66,7 +68,7 @@ def test_warm_up_captures_every_size_and_leaves_no_state():
         assert stats["running"] == stats["waiting"] == stats["blocks_cached"] == 0
         assert not llm.engine.has_work
         warmed = llm.generate([[5, 6, 7], [8, 9]], greedy)
-    with LLM() as llm:
+    with LLM(tmp_path) as llm:
         assert [each.token_ids for each in llm.generate([[5, 6, 7], [8, 9]], greedy)] == [
             each.token_ids for each in warmed
         ]

@@ -13,6 +13,7 @@ from minillm.config import EngineConfig
 from minillm.errors import ConfigError
 from minillm.runner import memory
 from minillm.runner.memory import Memory, MemoryBudget
+from tests import models
 from tests.emulated_graphs import emulated_graphs
 
 GIB = 2**30
@@ -104,14 +105,14 @@ def test_a_step_that_does_not_fit_suggests_one_that_does(llm):
 
 def test_the_largest_graph_is_measured_in_a_trial_run_and_captured_first(llm):
     pytest.importorskip("minillm.runner.decode_graphs", reason="graphs need triton, which is not installed here")
-    runner, config = llm.engine.executor.runner, replace(CONFIG, max_num_seqs=9)
+    runner, config = llm.engine.executor.runner, replace(CONFIG, max_num_seqs=9, max_num_batched_tokens=100)
     with emulated_graphs():
         from minillm.runner.step_graphs import CAPTURE_BYTES, GRAPH_BYTES
 
         reckoned = runner.memory.graphs(lambda caches: runner._make_graphs(config, caches))
-        # Batches of 1, 2, 4, 8 and 9 rows, and prompts of 64 to 1024 tokens in six shapes; tables of 16 blocks.
-        assert reckoned == 5 + CAPTURE_BYTES + (5 + 6) * GRAPH_BYTES
-        with LLM(device="cpu", max_num_seqs=4, max_model_len=512) as other:
+        # Batches of 1, 2, 4, 8 and 9 rows, and prompts of 64 and of 100 tokens; tables of 16 blocks.
+        assert reckoned == 5 + CAPTURE_BYTES + (5 + 2) * GRAPH_BYTES
+        with LLM(device="cpu", max_num_seqs=4, max_model_len=512, max_num_batched_tokens=16) as other:
             other.generate([[5, 6], [7, 8]], SamplingParams(max_tokens=4, ignore_eos=True))
             assert list(other.engine.executor.runner.graphs.steps.decodes) == [(4, 32), (2, 16)]
 
@@ -140,9 +141,10 @@ def test_a_trial_run_measures_the_growth_of_peak_memory_and_frees_its_cache(monk
         assert given == [[], []], "the one-block caches were kept"
 
 
-def test_closing_frees_the_cache_at_once_even_if_the_caller_keeps_references():
+def test_closing_frees_the_cache_at_once_even_if_the_caller_keeps_references(tmp_path):
+    models.make("gemma-multi-query").save_pretrained(tmp_path)
     with emulated_graphs():
-        llm = LLM()
+        llm = LLM(tmp_path, max_num_seqs=2, max_num_batched_tokens=16)
         model = llm.engine.model
         llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
         keys = weakref.ref(llm.engine.executor.runner.caches[0].k)

@@ -20,6 +20,7 @@ PROMPTS = [[5, 6, 7], [8, 9], [10]]
 
 
 OPTIONS = {"dtype": "float32", "device": "cpu", "max_num_seqs": 32, "max_model_len": 256, "block_size": 4}
+FEW = OPTIONS | {"max_num_seqs": 2, "max_num_batched_tokens": 8}  # small shapes: the largest is captured first
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +38,8 @@ def llm(directory):
 
 @pytest.fixture
 def small(directory):
-    """A separate engine with graph shapes of 64 and 70 tokens."""
-    with emulated_graphs(), LLM(directory, max_num_batched_tokens=70, **OPTIONS) as llm:
+    """A separate engine with two graph shapes, of 16 and of 17 decodes, both of 20 tokens."""
+    with emulated_graphs(), LLM(directory, **OPTIONS | {"max_num_seqs": 17, "max_num_batched_tokens": 20}) as llm:
         yield llm
 
 
@@ -155,7 +156,7 @@ def test_each_row_of_a_graph_gets_its_own_sampling_parameters(llm, directory):
 def test_a_graph_step_discards_the_batch_of_earlier_eager_steps(directory):
     """Eager decodes advance the last batch by a token; after graph steps its rows may belong to other requests."""
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
-    with emulated_graphs(), LLM(directory, **OPTIONS | {"run_ahead": 0}) as llm:
+    with emulated_graphs(), LLM(directory, **FEW | {"run_ahead": 0}) as llm:
         engine = llm.engine
         engine.submit(engine.prepare([5, 6, 7], params))
         with minillm.using(rms_norm=lambda *arguments: reference.rms_norm(*arguments)):
@@ -181,7 +182,7 @@ def test_a_user_supplied_operation_runs_eagerly_here_even_if_it_is_capturable(ll
 
 def test_head_sizes_without_an_attention_kernel_get_no_such_graphs(tmp_path):
     models.make("gemma-grouped").save_pretrained(tmp_path)
-    with emulated_graphs(), LLM(tmp_path, dtype="float32", device="cpu") as llm:
+    with emulated_graphs(), LLM(tmp_path, dtype="float32", device="cpu", max_num_seqs=3) as llm:
         assert llm.model_config.head_dim == 8 and llm.engine.executor.runner.graphs.mixed is None
         assert len(llm.generate(PROMPTS, SamplingParams(**PLAIN))) == 3
 

@@ -11,9 +11,9 @@ from minillm.runner.logprobs import top_logprobs
 from minillm.runner.sampler import Sampler, derived_seed, uniforms
 from minillm.runner.state import RowState
 
-VOCABULARY, DRAWS = 12, 20_000
+VOCABULARY, DRAWS = 12, 10_000
 LOGITS = [2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, 2.2, 0.3, -2.0, 1.1, 0.7]
-PROMPT, OUTPUT = [0, 3, 3], [1, 7, 7, 7]
+PROMPT, OUTPUT = [0, 3, 3, 6], [1, 7, 7, 7]  # 6 has a logit below 0, and so does 9, which is in neither
 
 
 def expected(params: SamplingParams) -> np.ndarray:
@@ -70,6 +70,7 @@ CASES = [
     {"top_p": 0.6},
     {"top_p": 0.05},
     {"min_p": 0.3},
+    {"min_p": 0.5, "temperature": 3.0},
     {"repetition_penalty": 1.8},
     {"repetition_penalty": 0.6},
     {"presence_penalty": 1.5},
@@ -98,6 +99,19 @@ def test_draws_follow_the_documented_distribution(case):
 def test_each_parameter_changes_the_distribution(case):
     """Otherwise the test above would pass even if the parameter were ignored."""
     assert np.abs(expected(SamplingParams(**case)) - expected(SamplingParams())).max() > 0.02
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_row_keeps_nothing_of_the_request_before(case):
+    much = SamplingParams(
+        temperature=0.3, top_k=2, top_p=0.5, min_p=0.4, repetition_penalty=1.7, presence_penalty=1.1,
+        frequency_penalty=-0.9, min_tokens=3, stop_token_ids=[4], logit_bias={3: 2.0},
+    )  # fmt: skip
+    used, fresh = rows(1).sampling, rows(1).sampling
+    used.admit(0, much, 5, (4,))
+    for columns in (used, fresh):
+        columns.admit(0, SamplingParams(**case | {"temperature": 0}), 6, (1, 2))
+    assert repr(vars(used)) == repr(vars(fresh)) != repr(vars(rows(1).sampling))
 
 
 def test_temperature_zero_takes_the_likeliest_token():
@@ -170,12 +184,19 @@ def test_logprobs_list_the_chosen_token_first():
     assert torch.allclose(values, logits.log_softmax(-1).gather(1, ids))
 
 
+def test_logprobs_of_half_precision_logits_are_computed_in_float32():
+    logits = torch.tensor([LOGITS], dtype=torch.bfloat16)
+    _, values = top_logprobs(logits, torch.tensor([9]), VOCABULARY)
+    assert values.dtype == torch.float32
+    assert torch.logsumexp(values[0, 1:], 0).abs() < 1e-6, "probabilities sum to 1"
+
+
 @pytest.mark.parametrize(
     ("case", "message"),
     [
         ({"max_tokens": 0}, "max_tokens must be a whole number from 1, not 0"),
         ({"max_tokens": 1.5}, "max_tokens must be a whole number"),
-        ({"min_tokens": 20}, r"min_tokens \(20\) is above max_tokens \(16\)"),
+        ({"min_tokens": 17}, r"min_tokens \(17\) is above max_tokens \(16\)"),
         ({"temperature": -1}, "temperature must be a number in"),
         ({"temperature": math.nan}, "temperature must be a number in"),
         ({"temperature": "hot"}, "temperature must be a number in"),

@@ -96,6 +96,17 @@ def test_a_preempted_request_continues_from_its_blocks_that_are_still_cached():
     assert scheduler.preemptions == 1
 
 
+def test_a_row_keeps_no_stop_token_of_the_request_before():
+    scheduler = scheduler_with(40, (None,))
+    first, second = request("first", [5, 6], 8), request("second", [5, 6], 3)
+    first.stop_ids = (1, 7)
+    for each in (first, second):
+        scheduler.submit(each)
+        while scheduler.has_work:
+            step(scheduler)  # each token is a 1
+    assert (first.finish_reason, second.finish_reason) == ("stop", "length")
+
+
 @pytest.mark.parametrize("windows", [(None,), (None, 8)])
 def test_a_joining_request_leaves_the_blocks_that_running_rows_need_next(windows):
     """There are enough blocks for its prompt, but a running row would then lack one and be preempted."""

@@ -120,10 +120,11 @@ class Device:
         for request in step.admitted:
             for position, token in enumerate(request.known):
                 self.tokens[request.row, position] = int(token)
-        if step.table_rows is not None:
-            for i, (row, column) in enumerate(zip(step.table_rows, step.table_columns, strict=True)):
+        if step.table_changes is not None:
+            rows, columns, blocks = step.table_changes
+            for i, (row, column) in enumerate(zip(rows, columns, strict=True)):
                 for group in range(len(self.windows)):
-                    self.table[group, int(row), int(column)] = int(step.table_blocks[group, i])
+                    self.table[group, int(row), int(column)] = int(blocks[group, i])
 
     def wipe(self, blocks) -> None:
         """Wipe these blocks, except those in the prefix cache."""

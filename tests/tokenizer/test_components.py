@@ -210,6 +210,16 @@ def test_an_added_token_with_strip_consumes_all_white_space_on_that_side(side, i
     assert Tokenizer(file).encode(text) == tokenizers.Tokenizer.from_str(json.dumps(file)).encode(text).ids == ids
 
 
+@pytest.mark.parametrize("normalized", [True, False])
+def test_of_added_tokens_that_begin_at_one_place_the_longest_is_found(normalized):
+    flags = dict.fromkeys(FLAGS, False) | {"normalized": normalized}
+    added = [{"id": 6 + n, "content": content, **flags} for n, content in enumerate(["<", "<x>", "<x"])]
+    file = file_with(added_tokens=added)
+    text = "a<x>b<xc<"
+    assert Tokenizer(file).encode(text) == tokenizers.Tokenizer.from_str(json.dumps(file)).encode(text).ids
+    assert Tokenizer(file).encode(text) == [0, 7, 1, 8, 2, 6]
+
+
 def test_thousands_of_added_tokens_are_matched_only_where_one_can_start():
     model = file_with()["model"]
     flags = dict.fromkeys(FLAGS, False)

@@ -8,7 +8,7 @@ from minillm.tokenizer import StreamingDetokenizer
 from tests.chance import examples
 
 
-@examples(300)
+@examples(150)
 @given(text=unicode_text(), add_special_tokens=st.booleans())
 def test_ids_equal_the_librarys(pair, text, add_special_tokens):
     ours, theirs = pair
@@ -16,7 +16,7 @@ def test_ids_equal_the_librarys(pair, text, add_special_tokens):
     assert ours.encode(text, add_special_tokens) == ids
 
 
-@examples(300)
+@examples(150)
 @given(text=unicode_text(), skip=st.booleans())
 def test_decoded_text_equals_the_librarys(pair, text, skip):
     ours, theirs = pair
@@ -24,7 +24,7 @@ def test_decoded_text_equals_the_librarys(pair, text, skip):
     assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
 
 
-@examples(300)
+@examples(150)
 @given(data=st.data(), skip=st.booleans())
 def test_any_ids_decode_as_in_the_library_at_once_and_streamed(pair, data, skip):
     ours, theirs = pair
@@ -38,7 +38,7 @@ def test_any_ids_decode_as_in_the_library_at_once_and_streamed(pair, data, skip)
     assert "".join([stream.add(chunk) for chunk in chunks] + [stream.flush()]) == expected
 
 
-@examples(300)
+@examples(150)
 @given(text=unicode_text())
 def test_decoding_never_yields_half_a_character(pair, text):
     ours, _ = pair
@@ -52,7 +52,7 @@ def test_decoding_never_yields_half_a_character(pair, text):
     assert given_out + stream.flush() == whole
 
 
-@examples(300)
+@examples(150)
 @given(text=unicode_text())
 def test_gemmas_byte_fallback_is_lossless(gemma, text):
     assert gemma.decode(gemma.encode(text), skip_special_tokens=False) == "<bos>" + text.replace("▁", " ")

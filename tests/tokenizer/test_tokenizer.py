@@ -62,6 +62,14 @@ def test_a_stream_can_be_used_again_after_a_flush(gemma):
     assert stream.add([gemma.id("<0x41>"), gemma.id("<end_of_turn>")]) + stream.flush() == "A"
 
 
+def test_a_stream_used_again_begins_like_a_new_one(directories):
+    """Llama 2's decoder takes the first space off a text, once."""
+    tokenizer = Tokenizer.from_pretrained(directories["llama2"])
+    ids = tokenizer.encode("the river", add_special_tokens=False)
+    stream = StreamingDetokenizer(tokenizer)
+    assert [stream.add(ids) + stream.flush() for _ in range(3)] == ["the river"] * 3
+
+
 def test_an_added_token_that_contradicts_the_vocabulary_is_rejected(directories, tmp_path):
     file = json.loads((directories["gemma"] / "tokenizer.json").read_text(encoding="utf-8"))
     file["added_tokens"][0]["id"] = 5

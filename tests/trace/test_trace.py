@@ -159,7 +159,7 @@ def detected(schedule: Schedule, events: list[dict]) -> bool:
 @pytest.mark.parametrize("kind", ["submit", "admit", "grow", "preempt", "finish", "skip", "chunk", "launch", "read"])
 def test_a_lost_event_is_detected(kind):
     lost = 0
-    for seed in range(60):
+    for seed in range(20):
         options = {"max_num_batched_tokens": 1 + seed % 9, "num_blocks": 16, "block_size": 3}
         schedule = Schedule(seed, policy=policies.POLICIES["fcfs"](), **options).run(80)
         events = schedule.trace.events
@@ -182,12 +182,25 @@ def ran_after(events: list[dict], at: int, last: int) -> bool:
 
 
 def test_duplicate_and_reordered_events_are_detected():
-    for seed in range(40):
+    for seed in range(20):
         schedule = Schedule(seed, policy=policies.POLICIES["fcfs"]()).run(60)
         events = schedule.trace.events
         launches = [at for at, event in enumerate(events) if event["event"] in ("launch", "grow", "admit")]
         for at in launches[:-1]:
             assert detected(schedule, [*events[: at + 1], *events[at:]])
+
+
+def test_a_lost_read_is_told_at_the_next_one():
+    events = [
+        {"event": "begin", "rows": 1, "blocks": 4, "block_size": 4, "launched": -1},
+        {"event": "submit", "request": "r", "prompt": 1},
+        {"event": "admit", "step": 0, "request": "r", "row": 0, "known": 1, "computed": 0, "limit": 4, "blocks": [[0]]},
+        *({"event": event, "step": step, "size": 1} for step in range(3) for event in ("launch", "read")),
+    ]
+    events = [{"time": 0.0} | event for event in events]
+    assert [step.number for step in replay(events)] == [0, 1, 2]
+    with pytest.raises(TraceError, match=r"event 6 \(read\) reads step 1: events before it are missing"):
+        list(replay(events[:4] + events[5:]))
 
 
 def test_an_event_before_the_start_is_rejected():

@@ -1,5 +1,7 @@
 """How `minillm build` chooses, tested with interpreted kernels and a fake clock for the launches."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -162,6 +164,15 @@ def test_every_token_budget_is_measured_on_the_traffic_with_new_prompts(monkeypa
     assert seen == [1024, 2048, 4096, 8192] * 3, "6,000 tokens never fill a budget above 8,192"
     assert ids[0] == ids[3] != ids[4] != ids[8]
     assert set(rates) == {1024, 2048, 4096, 8192} and min(rates.values()) > 0
+
+
+def test_the_round_that_warms_up_counts_for_no_budget(monkeypatch):
+    seconds = (100.0, 1.0, 3.0)
+    monkeypatch.setattr(planning, "begin_seconds", lambda llm, traffic, requests, seed: seconds[seed])
+    llm = SimpleNamespace(engine=SimpleNamespace(scheduler=SimpleNamespace()))
+    plan = Plan.made_here(TINY, Traffic(600, 20, 10), {"max_num_batched_tokens": 4096}, "cpu")
+    rates, _ = planning.budget_rates(llm, plan)
+    assert len(rates) > 1 and set(rates.values()) == {10 * 600 / 2.0}
 
 
 def test_a_size_is_captured_if_its_step_is_clearly_faster_than_the_next_larger_size():
