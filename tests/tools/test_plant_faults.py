@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.project.test_imports import ROOMS
+from tests.project.test_imports import LAYERS
 from tools import plant_faults
 from tools.faults import TOP, Fault, StaleFault, every
 
@@ -37,7 +37,7 @@ def test_there_are_sixty_faults_or_more_in_all_rooms_each_with_a_name_of_its_own
     assert len(FAULTS) >= 60
     assert [name for name, count in Counter(fault.name for fault in FAULTS).items() if count > 1] == []
     folders = {path.name for path in (ROOT / "minillm").iterdir() if path.is_dir()}
-    assert {fault.room for fault in FAULTS} == {room for room in ROOMS if room in folders} | {TOP}
+    assert {fault.room for fault in FAULTS} == {room for room in LAYERS if room in folders} | {TOP}
 
 
 def test_a_stale_fault_is_named_with_its_file():
