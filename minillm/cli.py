@@ -3,6 +3,7 @@
 import functools
 import inspect
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 import typer
 
+from minillm import __version__
 from minillm.config import EngineConfig, EngineOptions
-from minillm.errors import MinillmError
+from minillm.errors import ConfigError, MinillmError
 from minillm.server.limits import Timeouts
 
 if TYPE_CHECKING:  # the commands import them when they run
@@ -30,7 +32,6 @@ PROMPTS = [400, 1600]
 
 app = typer.Typer(
     name="minillm",
-    help="An LLM inference engine to learn from and to use. Start with: minillm doctor",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -55,6 +56,21 @@ JsonPath = Annotated[
 ]
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """An LLM inference engine to learn from and to use. Start with: minillm doctor"""
+
+
 @contextmanager
 def friendly_errors() -> Iterator[None]:
     """What the user can mend ends as one line and status 2; anything else keeps its traceback."""
@@ -66,6 +82,18 @@ def friendly_errors() -> Iterator[None]:
             message += ". `minillm doctor` says what is missing and how to install it"
         print(f"minillm: {message}", file=sys.stderr)
         raise typer.Exit(2) from None
+
+
+def show_logs(level: str = "warning") -> None:
+    """Write minillm's log to the terminal: what a command reports to stdout, warnings from `level` on to stderr."""
+    log = logging.getLogger("minillm")
+    log.setLevel(logging.INFO)
+    reports = logging.StreamHandler(sys.stdout)
+    reports.addFilter(lambda record: record.levelno < logging.WARNING)
+    warnings = logging.StreamHandler(sys.stderr)
+    warnings.setFormatter(logging.Formatter("minillm: %(message)s"))
+    warnings.setLevel(max(logging.WARNING, logging.getLevelNamesMapping().get(level.upper(), logging.WARNING)))
+    log.handlers = [reports, warnings]
 
 
 def _sentence(text: str) -> str:
@@ -152,7 +180,11 @@ def _print_stream(llm: "LLM", prompts: "list[Prompt]", params: "SamplingParams")
 @app.command()
 @with_engine_options
 def serve(
-    model: Model = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A model's directory, or a preset with --load-format dummy. Default: tiny-gemma."),
+    ] = None,
+    model_option: Annotated[str | None, typer.Option("--model", "-m", help="The same, as an option.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every network.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     served_model_name: Annotated[str | None, typer.Option(help="The name clients use for the model.")] = None,
@@ -174,8 +206,11 @@ def serve(
     """Serve OpenAI's API over HTTP until Ctrl-C; a second Ctrl-C ends what still runs at once."""
     from minillm import server
 
+    show_logs(log_level)
+    if None not in (model, model_option) and model != model_option:
+        raise ConfigError(f"the model is given twice, as {model!r} and as {model_option!r}: leave one out")
     server.serve(
-        model,
+        model or model_option,
         host=host,
         port=port,
         served_model_name=served_model_name,
@@ -427,6 +462,7 @@ def build(
     """
     from minillm.tuning import build
 
+    show_logs()
     build.run(
         model,
         input_len=input_len,

@@ -18,11 +18,12 @@ from pathlib import Path
 
 import torch
 
+from minillm import __version__
 from minillm.errors import ConfigError
 
 PACKAGE = Path(__file__).resolve().parents[1]
 RESULTS = PACKAGE / "data" / "results"
-PACKAGES = ("minillm", "torch", "triton", "transformers", "numpy", "fastapi", "uvicorn", "aiohttp")
+PACKAGES = ("torch", "triton", "transformers", "numpy", "fastapi", "uvicorn", "aiohttp")
 
 
 def begin() -> dict:
@@ -144,7 +145,7 @@ def machine() -> dict:
 
 def versions() -> dict[str, str]:
     """The versions of the packages a figure depends on, as far as they are installed."""
-    found = {}
+    found = {"minillm": __version__}
     for name in PACKAGES:
         try:
             found[name] = metadata.version(name)

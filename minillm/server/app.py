@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
+from minillm import __version__
 from minillm.errors import InvalidRequest
 from minillm.request import Completion, Delta, SamplingParams
 from minillm.tokenizer import TokenizerError
@@ -32,7 +33,9 @@ LONG_TEXT = 10_000  # characters, of all prompts, from which tokenizing would ho
 
 def create_app(engine: RemoteEngine) -> FastAPI:
     """The application that serves `engine`, which is connected."""
-    app = FastAPI(title="minillm", description="An OpenAI-compatible server over the minillm engine.")
+    app = FastAPI(
+        title="minillm", version=__version__, description="An OpenAI-compatible server over the minillm engine."
+    )
     server = _Server(engine)
     _report_errors(app)
 

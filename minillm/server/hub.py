@@ -4,10 +4,10 @@ One thread reads all the workers' sockets. The engine's thread writes what a ste
 at once waits for the reading thread, so that a slow worker never holds up a step.
 """
 
+import logging
 import selectors
 import socket
 import threading
-import traceback
 from array import array
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -28,6 +28,7 @@ from .link import NUMBER, TooLong, Unpacker, pack, room
 from .metrics import Metrics
 from .responses import TokenTexts
 
+log = logging.getLogger(__name__)
 CHUNK = 1 << 18  # bytes read at once
 
 
@@ -128,8 +129,8 @@ class Hub:
                     self._drop(line)
                     try:
                         self.on_gone(line)
-                    except Exception:  # nobody would be served any more without this thread
-                        traceback.print_exc()
+                    except Exception:  # without this thread no request would be served any more
+                        log.exception("a worker's place could not be filled")
         for line in list(self.lines):
             self._drop(line)
         self._selector.close()
@@ -143,7 +144,7 @@ class Hub:
                 line.flush()
             return not events & selectors.EVENT_READ or line.read()
         except Exception:  # one worker's line must not take the others with it
-            traceback.print_exc()
+            log.exception("the connection to an HTTP worker failed; the worker is replaced")
             return False
 
     def want_write(self, line: "Line", wanted: bool) -> None:

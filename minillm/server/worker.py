@@ -7,6 +7,7 @@ all workers accept on, and its own to the engine. When that one closes, the work
 import asyncio
 import base64
 import json
+import logging
 import socket
 import sys
 
@@ -103,6 +104,7 @@ async def work(listener: socket.socket, link: socket.socket, most: int | None = 
 
 def main() -> None:
     sys.setswitchinterval(SWITCH_INTERVAL)
+    logging.basicConfig(format="minillm: %(message)s")  # to stderr, which is the server's
     given = json.loads(sys.stdin.readline())
     listener, link = _opened(given["listener"]), _opened(given["link"])
     words = socket.socket(fileno=link.detach())

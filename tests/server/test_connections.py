@@ -190,21 +190,7 @@ def test_deadlines_that_make_no_sense_are_refused(wrong):
 # ---- file descriptors
 
 
-class Log:
-    """What the worker has written to stderr."""
-
-    def __init__(self, capfd):
-        self.capfd, self.text = capfd, ""
-
-    @property
-    def lines(self):
-        self.text += self.capfd.readouterr().err
-        return self.text.splitlines()
-
-
-def test_connections_beyond_the_descriptors_wait_and_those_that_are_open_are_served(engine, capfd):
-    log = Log(capfd)
-
+def test_connections_beyond_the_descriptors_wait_and_those_that_are_open_are_served(engine, caplog):
     async def work(port):
         first = await asyncio.open_connection("127.0.0.1", port)
         await healthy(*first)
@@ -213,12 +199,12 @@ def test_connections_beyond_the_descriptors_wait_and_those_that_are_open_are_ser
         for _, writer in late:
             writer.write(HEALTH)
         answers = [asyncio.create_task(answer(reader)) for reader, _ in late]
-        await come(lambda: log.lines)
+        await come(lambda: caplog.messages)
         for _ in range(30):
             await healthy(*first)
         assert not any(each.done() for each in answers)
-        (line,) = log.lines
-        assert line.endswith("minillm: all 2 connections are taken; others wait until one ends")
+        (line,) = caplog.messages
+        assert line == "all 2 connections are taken; others wait until one ends"
         second.close()
         assert (await answers[0])[0] == 200
         assert not answers[1].done()
@@ -229,9 +215,9 @@ def test_connections_beyond_the_descriptors_wait_and_those_that_are_open_are_ser
     serving(engine, work, most=2, header_timeout=60, keep_alive_timeout=60)
 
 
-def test_a_worker_without_descriptors_neither_spins_nor_fills_its_log(engine, capfd, monkeypatch):
+def test_a_worker_without_descriptors_neither_spins_nor_fills_its_log(engine, caplog, monkeypatch):
     """It tries again when a connection ends; else after a while, which never passes here."""
-    tried, log = [], Log(capfd)
+    tried = []
 
     async def work(port):
         loop = asyncio.get_running_loop()
@@ -252,21 +238,21 @@ def test_a_worker_without_descriptors_neither_spins_nor_fills_its_log(engine, ca
         for _ in range(30):
             await healthy(*first)
         assert len(tried) == 1
-        await come(lambda: log.lines)
-        (line,) = log.lines
+        await come(lambda: caplog.messages)
+        (line,) = caplog.messages
         assert "no connection can be accepted ([Errno 24] Too many open files)" in line
         monkeypatch.setattr(loop, "sock_accept", accept)
         last = await asyncio.open_connection("127.0.0.1", port)
         second[1].close()
         await healthy(*last)
-        assert len(log.lines) == 1
+        assert len(caplog.messages) == 1
 
     monkeypatch.setattr(limits, "ACCEPT_RETRY", 10**6)
     serving(engine, work, header_timeout=60, keep_alive_timeout=60)
 
 
-def test_what_cannot_be_accepted_is_tried_again_and_said_once(engine, capfd, monkeypatch):
-    log, tried = Log(capfd), []
+def test_what_cannot_be_accepted_is_tried_again_and_said_once(engine, caplog, monkeypatch):
+    tried = []
 
     async def work(port):
         loop = asyncio.get_running_loop()
@@ -283,7 +269,7 @@ def test_what_cannot_be_accepted_is_tried_again_and_said_once(engine, capfd, mon
         second = await asyncio.open_connection("127.0.0.1", port)
         for each in (first, second):
             await healthy(*each)
-        assert len(tried) >= 4 and len(log.lines) == 1
+        assert len(tried) >= 4 and len(caplog.messages) == 1
 
     monkeypatch.setattr(limits, "ACCEPT_RETRY", 0.01)
     serving(engine, work, header_timeout=60)

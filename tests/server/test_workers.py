@@ -65,7 +65,7 @@ def test_a_worker_that_is_stuck_does_not_hold_up_the_engine(pair, engine):
     until(lambda: idle(engine))
 
 
-def test_a_worker_that_dies_is_replaced_and_what_it_ran_is_aborted(engine, capfd):
+def test_a_worker_that_dies_is_replaced_and_what_it_ran_is_aborted(engine, caplog):
     with gate(free=6) as opened, running(engine) as server:
         (before,) = pids(server)
         with (
@@ -83,11 +83,11 @@ def test_a_worker_that_dies_is_replaced_and_what_it_ran_is_aborted(engine, capfd
         assert counted("minillm_finished_total", {"reason": "abort"}) == 1, "it ran on to its end"
         assert ask(server).status_code == 200
         assert pids(server) != [before]
-    assert "an HTTP worker ended (killed by SIGKILL); another takes its place" in capfd.readouterr().err
+    assert "an HTTP worker ended (killed by SIGKILL); another takes its place" in caplog.text
 
 
 @pytest.mark.parametrize("error", [BlockingIOError(11, "no process is left"), ArithmeticError("a mistake")])
-def test_a_worker_that_cannot_be_replaced_leaves_the_others_at_work(pair, monkeypatch, capfd, error):
+def test_a_worker_that_cannot_be_replaced_leaves_the_others_at_work(pair, monkeypatch, caplog, error):
     """What the machine refuses is tried again, until there is a worker more; a mistake ends nobody else."""
     (first, second), launch, tried = pids(pair), pair.workers._launch, []
 
@@ -108,7 +108,7 @@ def test_a_worker_that_cannot_be_replaced_leaves_the_others_at_work(pair, monkey
         line.ready.result(PATIENCE)
         os.kill(second, signal.SIGSTOP)
         assert ask(pair).status_code == 200
-        assert "cannot be started ([Errno 11] no process is left); trying again soon" in capfd.readouterr().err
+        assert "cannot be started ([Errno 11] no process is left); trying again soon" in caplog.text
 
 
 def dying(monkeypatch):
@@ -117,7 +117,7 @@ def dying(monkeypatch):
     monkeypatch.setattr("sys.executable", shutil.which("false"))
 
 
-def test_a_worker_that_dies_while_it_starts_is_replaced_until_one_comes_up(pair, monkeypatch, capfd):
+def test_a_worker_that_dies_while_it_starts_is_replaced_until_one_comes_up(pair, monkeypatch, caplog):
     """Each time later than the time before."""
     (first, second), launch, again, delays = pids(pair), pair.workers._launch, sys.executable, []
     timer = threading.Timer
@@ -141,8 +141,9 @@ def test_a_worker_that_dies_while_it_starts_is_replaced_until_one_comes_up(pair,
     line.ready.result(PATIENCE)
     os.kill(second, signal.SIGSTOP)
     assert ask(pair).status_code == 200
-    errors = capfd.readouterr().err
-    assert errors.count("died while starting: exit status 1; what it wrote to stderr may say why; trying again") == 3
+    assert (
+        caplog.text.count("died while starting: exit status 1; what it wrote to stderr may say why; trying again") == 3
+    )
     # It came up: the next worker that dies is replaced as patiently.
     os.kill(second, signal.SIGCONT)
     os.kill(line_pid := pair.workers.processes[line].pid, signal.SIGKILL)
