@@ -17,6 +17,7 @@ from minillm.config import EngineOptions
 from minillm.errors import ConfigError, EngineClosed
 from minillm.request import Completion, Delta, Prompt, RequestOptions, SamplingParams
 from minillm.tokenizer import Tokenizer
+from minillm.values import shown
 
 from .engine import Engine, Tracked
 from .llm import LLM
@@ -58,6 +59,8 @@ class AsyncLLM:
     ):
         if engine is not None and (options or model is not None or tokenizer is not None):
             raise ConfigError("engine= is loaded already: its model, tokenizer and options cannot be set here")
+        if not (engine is None or isinstance(engine, (LLM, Engine))):
+            raise ConfigError(f"engine must be an LLM or an Engine, not {shown(engine)}")
         if isinstance(engine, LLM):
             engine = engine.engine
         self._owns_engine = engine is None

@@ -38,6 +38,7 @@ from minillm.values import shown
 
 from .output_text import OutputText
 
+TOKENIZER_MEMBERS = ("encode", "decode", "vocab_size")
 Listener = Callable[[Delta], None]
 
 
@@ -92,6 +93,15 @@ class Engine:
         tokenizer: str | Path | Tokenizer | None = None,
         **options: Unpack[EngineOptions],
     ):
+        if not (model is None or isinstance(model, (str, Path))):
+            raise ConfigError(f"model must be a directory, a preset's name or None, not {shown(model)}")
+        if not isinstance(tokenizer, (str, Path)) and (
+            lacks := [name for name in TOKENIZER_MEMBERS if tokenizer is not None and not hasattr(tokenizer, name)]
+        ):
+            raise ConfigError(
+                f"tokenizer must be a directory or an object like minillm.Tokenizer; {shown(tokenizer)} has no "
+                f"{', '.join(lacks)}"
+            )
         config = EngineConfig.of(**options)
         self.trace = Trace.of(config.trace)
         device = config.device

@@ -1,6 +1,6 @@
 """`LLM`: generate and chat offline.  Lesson 00."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, Unpack
 
@@ -144,7 +144,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several -> a list of prompts. Raises InvalidRequest for what is neither text nor a list."""
     if isinstance(prompts, str):
         return [prompts]
-    several = None if prompts is None else as_tuple(prompts)
+    several = None if prompts is None or isinstance(prompts, Set) else as_tuple(prompts)  # a set has no order
     if several is None:
         way = "; give its text or token ids themselves" if isinstance(prompts, Mapping) else ""
         raise InvalidRequest(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from minillm.config import DeviceConfig
+from minillm.errors import ConfigError
 from minillm.kv_cache.layer_groups import blocks_held
 from minillm.kv_cache.storage import LayerCache
 from minillm.kv_cache.streams import Stream
@@ -39,7 +40,13 @@ class Runner:
         windows, chunk = model.groups.windows, config.max_num_batched_tokens
         rows, block_size = config.max_num_seqs, config.block_size
         width = self.stream.room if self.stream else -(-max_model_len // block_size)
-        self.state = RowState(rows, max_model_len, len(windows), width, block_size, model.device)
+        try:
+            self.state = RowState(rows, max_model_len, len(windows), width, block_size, model.device)
+        except (RuntimeError, MemoryError) as error:  # torch's and numpy's for want of memory
+            raise ConfigError(
+                f"max_num_seqs={rows} rows of max_model_len={max_model_len} tokens need more memory than "
+                f"{model.device} has free; lower one of them"
+            ) from error
         self.sampler = Sampler(self.state, model.ops)
         self.memory = Memory(model, self.state, self.sampler, model.cache_spec)
 
