@@ -42,7 +42,7 @@ class Runner:
         width = self.stream.room if self.stream else -(-max_model_len // block_size)
         try:
             self.state = RowState(rows, max_model_len, len(windows), width, block_size, model.device)
-        except (RuntimeError, MemoryError) as error:  # torch's and numpy's for want of memory
+        except (RuntimeError, MemoryError) as error:  # how torch and numpy report that memory ran out
             raise ConfigError(
                 f"max_num_seqs={rows} rows of max_model_len={max_model_len} tokens need more memory than "
                 f"{model.device} has free; lower one of them"
@@ -104,7 +104,7 @@ class Runner:
     def _decode(self, step: Step, before: tuple[Step, Batch, Tensor] | None) -> Launched:
         """Launch a step of decodes kernel by kernel."""
         if before is not None and _continues(step, before[0]):
-            # The same rows go on in the same blocks: the last batch, moved along by one token.
+            # The same rows continue in the same blocks: reuse the last batch, moved along by one token.
             _, batch, sampled = before
             batch.token_ids = sampled
             assert batch.decode is not None, "a step of decodes only has decode rows"

@@ -157,7 +157,7 @@ class _Server:
         aside = length >= LONG_TEXT
         text = await self.render(messages, aside)
         prompt = await self.tokenize(text, aside, special=False, name="messages")
-        # A stream has room for very much: not asked for more, it says no more than fits a context.
+        # A stream has no such limit: without max_tokens its answer ends at the context's length.
         left = min(self.engine.max_request_len - len(prompt.ids or ()), self.engine.max_model_len)
         params = body.params(left)
         top = (body.top_logprobs or 0) if body.logprobs else None
@@ -232,7 +232,7 @@ class _Server:
         answer, source = Answer(form.kind, self.engine.name), self.engine.stream(prompts, params, form.n, options)
         count = len(prompts) * form.n
         if body.stream:
-            # Awaited here: until something has come, an error still has its HTTP status.
+            # Awaited here: before the first delta, an error still gets its own HTTP status.
             first = await anext(source)
             return EventStream(self.chunks(answer, form, count, first, source, usages), source)
         ended: dict[int, Completion] = {}
@@ -298,7 +298,7 @@ class _Server:
 
 
 async def _run(aside: bool, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function here, or in a thread beside the event loop."""
+    """Call a function here, or in another thread than the event loop's."""
     return await asyncio.to_thread(function, *arguments) if aside else function(*arguments)
 
 

@@ -38,7 +38,7 @@ class Job:
 
     key: int
     prepared: Prepared = field(init=False)
-    told_prompt: bool = False  # whether the worker has the prompt's log-probabilities
+    sent_prompt_logprobs: bool = False  # whether the worker has the prompt's log-probabilities
 
 
 class Hub:
@@ -89,7 +89,7 @@ class Hub:
         self._thread.start()
 
     def connect(self, line: "Line") -> None:
-        """Begin to speak with the worker at the other end."""
+        """Start to exchange messages with the worker at the other end."""
         line.send(self.hello)
         self.soon(lambda: self._listen(line))
 
@@ -138,7 +138,7 @@ class Hub:
         self._wake.close()
 
     def _serve(self, line: "Line", events: int) -> bool:
-        """Read and write what can be; False when the line is of no more use."""
+        """Read and write what is possible now; False when the connection is closed or broken."""
         try:
             if events & selectors.EVENT_WRITE:
                 line.flush()
@@ -218,8 +218,8 @@ class Line:
             event["text"] = delta.text
         if delta.logprobs is not None:
             event["logprobs"] = delta.logprobs
-        if not job.told_prompt:
-            job.told_prompt = True
+        if not job.sent_prompt_logprobs:
+            job.sent_prompt_logprobs = True
             scores = job.prepared.tracked.completion.prompt_logprobs
             if scores is not None:
                 event["prompt_logprobs"] = scores
@@ -232,7 +232,7 @@ class Line:
     # ---- reading, in the hub's thread
 
     def read(self) -> bool:
-        """Do what the worker asks; False when it has hung up."""
+        """Handle the worker's messages; False when it has closed the connection."""
         try:
             data = self.sock.recv(CHUNK)
         except BlockingIOError:
@@ -313,7 +313,7 @@ class Line:
     def _start(
         self, key: int, prompts: list[np.ndarray], params: list[SamplingParams], options: RequestOptions
     ) -> None:
-        """Check every choice, then queue them all. Raises InvalidRequest, and then none has begun.
+        """Check every choice, then queue them all. Raises InvalidRequest, and then none is queued.
 
         params: of each choice of a prompt; the engine has checked what they share.
         """

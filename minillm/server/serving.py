@@ -35,7 +35,7 @@ LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")  # uvico
 MAX_QUEUED = 1024  # requests that may wait beyond those that run
 TIMEOUTS = Timeouts()
 STARTUP = 60  # seconds the workers may take to come up
-RETRY = 1  # seconds until a worker that did not come up is tried again; each time twice as many
+RETRY = 1  # seconds until a worker that did not come up is tried again; doubled each time
 RETRIES = 5
 KILL = 2  # seconds past the grace and what follows it until a worker that is still there is killed
 # Left to itself, glibc stops giving large blocks back to the system once some have been freed: a worker would stay as
@@ -54,7 +54,7 @@ class ServerFailed(MinillmError, RuntimeError):
 
 @dataclass
 class RunningServer:
-    """`url` without a trailing slash, the engine behind it, the name it serves, and its workers."""
+    """A server's `url` (without a trailing slash), its engine, the model's name for clients, and its workers."""
 
     url: str
     engine: "AsyncLLM"
@@ -81,8 +81,8 @@ def serve(
 
     model: a directory, a preset's name, or None for the embedded tiny-gemma. port 0 takes any free one.
     workers: processes that speak HTTP. max_queued: requests that may wait beyond those that run; more are answered
-    with 429. The timeouts and the grace are those of `Timeouts`, in seconds: a client that is slow with a request is
-    answered with 408; what runs when the server is told to stop gets the grace to finish, unless it is told again.
+    with 429. The timeouts and the grace are those of `Timeouts`, in seconds: a client that sends a request too slowly
+    is answered with 408; requests running at shutdown have the grace to finish, unless a second signal ends them.
     engine_options are `EngineConfig`'s. Raises PortTaken, ConfigError; ServerFailed when no worker is left.
     """
     with _terminate_as_interrupt():
@@ -135,8 +135,8 @@ def running(
     """
     _check(workers, max_queued, log_level)
     timeouts = Timeouts(header_timeout, body_timeout, keep_alive_timeout, shutdown_grace)
-    # OpenMP's threads spin while they wait for one another, on cores that workers and clients need: with its long
-    # spin, one busy process beside the engine makes every step crawl. Read once, when torch is imported.
+    # OpenMP's threads spin while they wait for one another, on cores that workers and clients need: with its default
+    # spin, one other busy process slows every step down. Read once, when torch is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     listener = _listen(host, port)
     try:
@@ -309,7 +309,7 @@ def _inherited(*sockets: socket.socket) -> dict[str, Any]:
 
 
 def _import_path() -> str:
-    """This process's own import path: a worker finds minillm wherever this process did."""
+    """This process's import path: a worker imports minillm from the same place."""
     places = [place for place in sys.path if place and not place.endswith(".zip")]
     return os.pathsep.join([*places, str(Path(__file__).parents[2])])
 

@@ -111,7 +111,7 @@ def main() -> None:
     try:
         asyncio.run(work(listener, words.dup()))
     except EngineError:
-        sys.exit(1)  # the engine went away first, and has nobody to tell
+        sys.exit(1)  # the engine's process ended first: there is nothing to report to
     except Exception as error:
         words.setblocking(True)
         words.sendall(pack({"op": "failed", "why": f"{type(error).__name__}: {error}"}))

@@ -388,16 +388,16 @@ class LetsGoTooEarly(Scheduler):
 class LetsGoTwice(Scheduler):
     """A row forgets what it has let go of."""
 
-    def _let_go(self, rows):
+    def _release_hidden(self, rows):
         gone = self.tables.gone.copy()
-        super()._let_go(rows)
+        super()._release_hidden(rows)
         self.tables.gone = gone
 
 
 class LetsGoWithoutFence(Scheduler):
     """Blocks behind a window are given back while steps that read them are in flight."""
 
-    def _let_go(self, rows):
+    def _release_hidden(self, rows):
         self.pool.release(self.tables.let_go(rows, self.computed[rows])[1].tolist())
 
 

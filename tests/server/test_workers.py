@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from minillm.engine.async_llm import AsyncLLM
+from minillm.errors import MissingPackage
 from minillm.server import running
 from minillm.server.serving import Workers
 from tests.waiting import PATIENCE, gate, idle, until
@@ -221,7 +222,7 @@ def test_counts_that_make_no_sense_are_refused_before_the_model_loads(wrong):
 
 def test_a_missing_package_is_named_before_the_model_loads(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match="'fastapi'.*minillm\\[serve\\]"), running("no/such/model"):
+    with pytest.raises(MissingPackage, match="'fastapi'.*minillm\\[serve\\]"), running("no/such/model"):
         pass
 
 
