@@ -259,9 +259,7 @@ class Scheduler:
             # Rows take a block every block_size steps: leave what they are expected to take in the next one.
             reserve = -(-len(self.order) // self.block_size) * self.tables.groups
             if request is self._lacking[0] and self._lacking[1] + reserve > self.pool.available:
-                self._refused_by = (
-                    "blocks"  # as last time; a prefix lookup costs more than a step of decodes
-                )
+                self._refused_by = "blocks"  # as last time; a prefix lookup costs more than a step of decodes
                 break
             known, shared = len(request.known), self._find_prefix(request)
             start = len(shared[0]) * self.block_size
