@@ -17,5 +17,5 @@ def test_the_first_pattern_that_matches_decides_and_the_rest_is_dense():
 
 
 def test_an_unknown_format_is_refused_by_name_with_those_there_are():
-    with pytest.raises(ConfigError, match="'layers.*' asks for the format 'int3'; there are: dense, int8"):
+    with pytest.raises(ConfigError, match="'layers.*' has the unknown format 'int3'; formats are: dense, int8"):
         Recipe({"layers.*": "int3"})
