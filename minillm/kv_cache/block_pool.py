@@ -48,7 +48,7 @@ class BlockPool:
         return len(self._cached)
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate `count` blocks with one reference each. Raises OutOfBlocks, and allocates none, if there are too few."""
+        """Allocate `count` blocks with one reference each. Raises OutOfBlocks, and takes none, if there are too few."""
         if count > self.available:
             raise OutOfBlocks(f"{count} blocks asked for, {self.available} of {self.num_blocks} available")
         blocks = [self._free.pop() for _ in range(min(count, len(self._free)))]

@@ -96,8 +96,8 @@ class BlockTables:
     def needed(self, known: int, shared: list[list[int]], count: int) -> tuple[np.ndarray, int]:
         """What a request of `known` tokens needs, `count` of which run after those in `shared`.
 
-        Returns the columns of each group's table [groups], and how many new blocks must be available: those that it gets
-        now and those that it will need later.
+        Returns the columns of each group's table [groups], and how many new blocks must be available: those for now and
+        those that it will need later.
 
         A group without a window gets blocks for all known tokens, one with a window for the tokens of this step.
         """
