@@ -16,7 +16,7 @@ def test_a_directory_without_a_tokenizer_is_an_error_that_says_what_to_do(tmp_pa
 
 def test_a_damaged_file_is_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"model": ')
-    with pytest.raises(TokenizerError, match="tokenizer.json is no JSON"):
+    with pytest.raises(TokenizerError, match="tokenizer.json is not JSON"):
         Tokenizer.from_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"model": {"type": "BPE"}}')
     with pytest.raises(TokenizerError, match="not in the expected form: KeyError\\('vocab'\\)"):
@@ -102,7 +102,7 @@ def test_turns_out_of_order_are_refused_in_the_templates_words(gemma):
 
 @pytest.mark.parametrize("messages", [[], "hello", [{"content": "x"}], None])
 def test_what_is_no_conversation_is_refused(gemma, messages):
-    with pytest.raises(TokenizerError, match="messages are a list"):
+    with pytest.raises(TokenizerError, match="messages must be a list"):
         gemma.apply_chat_template(messages)
 
 
