@@ -106,8 +106,8 @@ class _Whole(Stage):
 
 
 class _ByteFallback(Stage):
-    """<0xE2><0x82><0xAC> -> "€". A run of byte tokens with an invalid byte becomes one "\ufffd" for each of its bytes, as
-    in the `tokenizers` library; so a run is final only when it ends."""
+    """<0xE2><0x82><0xAC> -> "€". A run of byte tokens with an invalid byte becomes one "\ufffd" for each byte, as in
+    the `tokenizers` library; so a run is final only when it ends."""
 
     def __init__(self, spec: Spec) -> None:
         self.run = bytearray()

@@ -8,8 +8,8 @@ from .tokenizer import Tokenizer
 class StreamingDetokenizer:
     """Decodes ids as they arrive, and returns each piece of text once, never half a character.  Lesson 01.
 
-    The texts of all `add` calls and the final `flush` together equal `tokenizer.decode` of all ids. A run of byte tokens
-    is returned when it ends. Ids that only the model has (a padded vocabulary) have no text.
+    The texts of all `add` calls and the final `flush` together equal `tokenizer.decode` of all ids. A run of byte
+    tokens is returned when it ends. Ids that only the model has (a padded vocabulary) have no text.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
