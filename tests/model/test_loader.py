@@ -290,7 +290,7 @@ def test_missing_and_left_over_tensors_are_named(saved):
     change(saved, edit)
     with pytest.raises(
         ConfigError,
-        match=r"1 missing: model.layers.0.mlp.up_proj.weight; 1 that do not belong to .*: model.layers.0.mlp.extra.weight",
+        match=r"1 missing: model.layers.0.mlp.up_proj.weight; 1 that do not belong .*: model.layers.0.mlp.extra.weight",
     ):
         load_model(saved)
 

@@ -1,4 +1,4 @@
-"""The doctor says what runs here and how to mend what does not."""
+"""The doctor says what runs here and how to fix what does not."""
 
 from importlib import metadata
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_optional_things_missing_are_no_failure(monkeypatch, capsys):
     assert doctor.main() == 0
     monkeypatch.setattr(doctor, "examine", lambda: without("Python", "FAIL"))
     assert doctor.main() == 1
-    assert "To mend" in capsys.readouterr().out
+    assert "To fix" in capsys.readouterr().out
 
 
 def pretend_version(monkeypatch, package: str, version: str | None):
