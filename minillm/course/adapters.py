@@ -20,7 +20,7 @@ def gathered(attention: Callable[..., Tensor]) -> dict[str, Callable]:
     """Both attention operations, computed by a function for a single request: `using(**gathered(mine))`.
 
     attention(q, k, v, length, scale=...) -> [queries, heads, d] is called once for each request. q: its newest queries,
-    [queries, heads, d]. k, v: its blocks, concatenated, [capacity, kv_heads, d]; slots from `length` on hold stale data.
+    [queries, heads, d]. k, v: its blocks, concatenated, [capacity, kv_heads, d]; slots from `length` on are stale.
     Models with a `window` or `soft_cap` pass them as keywords. Exceptions, including `NotSolvedYet`, propagate.
     """
 

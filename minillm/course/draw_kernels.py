@@ -46,7 +46,7 @@ def tiles(rows: int, columns: int, tile: int) -> None:
 
 
 def bytes_moved(bars: Mapping[str, Sequence[tuple[str, float]]]) -> None:
-    """A bar of bytes for each implementation, a segment per launch. bars: title -> (operation, bytes) in their order."""
+    """A bar of bytes for each implementation, a segment per launch. bars: title -> (operation, bytes), in order."""
     _, axis = plt.subplots(figsize=(11, 0.55 * len(bars) + 0.9), layout="constrained")
     longest = max(sum(nbytes for _, nbytes in launches) for launches in bars.values())
     for place, launches in enumerate(bars.values()):

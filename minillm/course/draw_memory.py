@@ -24,7 +24,7 @@ CACHES = {"longest": "#e45756", "power": "#eeca3b", "exact": "#9d755d", "shared"
 
 
 def contiguous(pieces: Mapping[str, tuple[int, int, Sequence[str], int]], slots: int) -> None:
-    """A contiguous piece of memory per request. pieces: name -> (first slot, slots reserved, tokens, tokens to come)."""
+    """A contiguous piece of memory per request. pieces: name -> (first slot, slots reserved, tokens, later tokens)."""
     _, axis = plt.subplots(figsize=(11, 1.9), layout="constrained")
     for slot in range(slots):
         _slot(axis, slot, FREE)

@@ -17,7 +17,7 @@ from minillm.overrides import NotSolvedYet
 
 @dataclass(frozen=True)
 class Property:
-    """A property of all correct solutions. `holds` gets a candidate; it raises AssertionError or returns False if not."""
+    """A property of all correct solutions. `holds` gets a candidate; it returns False or raises AssertionError."""
 
     name: str
     hint: str
