@@ -9,7 +9,7 @@ from tests.course.mutants import wrong
 # ---- slots_of
 
 
-@wrong("slots_of", fails="blocks lie anywhere in memory")
+@wrong("slots_of", fails="blocks may be anywhere in memory")
 def one_block_behind_the_other(table, start, end, block_size):
     return [table[0] * block_size + position for position in range(start, end)]
 
@@ -84,7 +84,7 @@ class Leaks(Pool):
         self.__dict__.setdefault("once_shared", set()).update(blocks)
 
 
-@wrong("MyBlockPool", fails="a block that somebody holds is given to nobody else")
+@wrong("MyBlockPool", fails="a block with a holder is not allocated again")
 class RoundAndRound(Pool):
     """The next ones in memory, on the belief that requests end in the order in which they came."""
 
@@ -104,7 +104,7 @@ class RoundAndRound(Pool):
         return blocks
 
 
-@wrong("MyBlockPool", fails="a block is free when its last holder lets go, and not before")
+@wrong("MyBlockPool", fails="a block is free when its last holder releases it, and not before")
 class FirstHolderFrees(Pool):
     def release(self, blocks):
         for block in blocks:
@@ -113,7 +113,7 @@ class FirstHolderFrees(Pool):
                 self.free.append(block)
 
 
-@wrong("MyBlockPool", fails="a block is free when its last holder lets go, and not before")
+@wrong("MyBlockPool", fails="a block is free when its last holder releases it, and not before")
 class SharedOrNot(Pool):
     """A flag in place of a count: the third holder is not seen."""
 
@@ -255,13 +255,13 @@ class PrefixPool(Pool):
         return block
 
 
-@wrong("MyPrefixPool", fails="blocks that nobody can find go first")
+@wrong("MyPrefixPool", fails="blocks without a key are evicted first")
 class KeepsEverything(PrefixPool):
     def let_go(self, block):
         self.lru[block] = None
 
 
-@wrong("MyPrefixPool", fails="the least recently used goes first")
+@wrong("MyPrefixPool", fails="the least recently used block is evicted first")
 class TheNewestGoes(PrefixPool):
     """And the end of a sequence before its beginning, for it lets go in the other order."""
 
