@@ -1,4 +1,4 @@
-"""The engine's options: checked once, when they are made; each wrong one is named with its limit."""
+"""Engine options are checked once, on construction, and errors name the option and its limit."""
 
 import numpy as np
 import pytest
@@ -23,6 +23,7 @@ from minillm.errors import ConfigError
         ({"max_num_seqs": 4.0}, "max_num_seqs must be a whole number from 1, not 4.0"),
         ({"run_ahead": None}, "run_ahead must be a whole number from 0, not None"),
         ({"gpu_memory_utilization": "half"}, r"gpu_memory_utilization must be in \(0, 1\], not 'half'"),
+        ({"gpu_memory_utilization": 0}, r"gpu_memory_utilization must be in \(0, 1\], not 0"),
         ({"gpu_memory_utilization": 10**400}, r"gpu_memory_utilization must be in \(0, 1\], not 1000"),
         ({"gpu_memory_utilization": True}, r"gpu_memory_utilization must be in \(0, 1\], not True"),
         ({"dtype": None}, "dtype must be one of auto, .*, not 'None'"),
@@ -34,13 +35,13 @@ from minillm.errors import ConfigError
         ({"trace": 5}, "trace must be a file's path, not 5"),
     ],
 )
-def test_an_option_of_the_wrong_kind_is_named_with_what_was_given(options, message):
+def test_an_invalid_option_is_reported_with_its_name_and_value(options, message):
     with pytest.raises(ConfigError, match=message) as error:
         EngineConfig(**options)
     assert len(str(error.value)) < 300
 
 
-def test_options_may_be_torchs_and_numpys():
+def test_options_may_be_torch_and_numpy_values():
     given = {"max_num_seqs": np.int64(3), "gpu_memory_utilization": np.float32(0.5), "seed": np.uint8(7)}
     config = EngineConfig(device=torch.device("cuda", 1), dtype=torch.bfloat16, **given)
     expected = EngineConfig(device="cuda:1", dtype="bfloat16", max_num_seqs=3, gpu_memory_utilization=0.5, seed=7)
@@ -48,7 +49,15 @@ def test_options_may_be_torchs_and_numpys():
     assert type(config.max_num_seqs) is int and type(config.device) is str
 
 
-def test_a_torch_device_runs():
+def test_any_gpu_has_a_gpus_rows_and_tokens_unless_they_are_given():
+    for device, sizes in (("cpu", (256, 2048)), ("cuda", (1024, 16384)), ("cuda:1", (1024, 16384))):
+        config = EngineConfig().on(device)
+        assert (config.device, config.max_num_seqs, config.max_num_batched_tokens) == (device, *sizes)
+    config = EngineConfig(max_num_seqs=3, max_num_batched_tokens=5).on("cuda:1")
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (3, 5)
+
+
+def test_the_engine_runs_on_a_torch_device():
     with LLM(device=torch.device("cpu"), dtype=torch.float64, num_blocks=16) as llm:
         assert llm.engine.model.device == torch.device("cpu") and llm.engine.model.dtype == torch.float64
 

@@ -158,13 +158,14 @@ def versions() -> dict[str, str]:
 def commit() -> dict:
     """The checkout's commit, and whether files differ from it.
 
-    A copy without git history reads the environment variable MINILLM_COMMIT: the commit, followed by "+" if files of
-    the copy differ from it.
+    In a copy without this history, the environment variable MINILLM_COMMIT names the commit, followed by "+" if files
+    of the copy differ from it.
     """
+    if named := os.environ.get("MINILLM_COMMIT"):
+        return {"commit": named.removesuffix("+"), "dirty": named.endswith("+")}
     head = _output("git", "-C", str(PACKAGE), "rev-parse", "HEAD")
     if head is None:
-        told = os.environ.get("MINILLM_COMMIT")
-        return {"commit": told and told.removesuffix("+"), "dirty": told and told.endswith("+")}
+        return {"commit": None, "dirty": None}
     changes = _output("git", "-C", str(PACKAGE), "status", "--porcelain", "--untracked-files=no")
     return {"commit": head, "dirty": bool(changes)}
 

@@ -1,0 +1,25 @@
+"""Lessons run as scripts: what fails is told, and fails the whole run."""
+
+import json
+
+import pytest
+
+from minillm.course import run
+
+
+@pytest.mark.parametrize(("second", "status"), [("print('well')", 0), ("raise SystemExit('a mistake')", 1)])
+def test_a_run_of_lessons_fails_if_one_of_them_does(second, status, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run, "SOURCES", tmp_path)
+    (tmp_path / "00_first.py").write_text("print('begun')", encoding="utf-8")
+    (tmp_path / "01_second.py").write_text(second, encoding="utf-8")
+    record = tmp_path / "record.json"
+    assert run.main(["--json", str(record)]) == status
+    results = json.loads(record.read_text(encoding="utf-8"))["results"]
+    assert [each["lesson"] for each in results] == ["00_first", "01_second"]
+    assert [each["ok"] for each in results] == [True, status == 0] and results[0]["output"] == ["begun"]
+    assert ("FAILED\na mistake" in capsys.readouterr().out) == (status == 1)
+
+
+def test_a_run_of_no_lesson_is_a_failure(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "SOURCES", tmp_path)
+    assert run.main(["00"]) == 1

@@ -1,0 +1,49 @@
+"""What `LLM` and its engine do around a request: prompts, seeds, the lock."""
+
+import pytest
+
+from minillm import LLM, SamplingParams
+from minillm.engine.llm import chat_prompt
+
+OPTIONS = {"device": "cpu", "num_blocks": 64, "max_num_seqs": 4}
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(**OPTIONS) as llm:
+        yield llm
+
+
+def test_a_chats_prompt_has_one_beginning_of_text(llm):
+    ids = chat_prompt(llm.tokenizer, [{"role": "user", "content": "Where is Fenwick?"}])
+    assert ids[0] == llm.tokenizer.bos_token_id and ids.count(ids[0]) == 1
+
+
+@pytest.mark.parametrize("seed", [0, 7, -1])
+def test_a_seed_is_the_requests_own_0_and_negative_ones_too(llm, seed):
+    asked = SamplingParams(seed=seed)
+    assert [llm.engine.prepare([5], asked).request.seed for _ in range(2)] == [seed, seed]
+    unseeded = {llm.engine.prepare([5], SamplingParams()).request.seed for _ in range(8)}
+    assert len(unseeded) == 8
+
+
+@pytest.mark.parametrize("call", ["submit", "abort", "step"])
+def test_whoever_changes_the_engine_holds_its_lock(llm, call, monkeypatch):
+    engine, scheduler = llm.engine, llm.engine.scheduler
+    held = []
+    for name in ("submit", "finish", "schedule"):
+        own = getattr(scheduler, name)
+
+        def noting(*args, own=own):
+            held.append(engine.lock._is_owned())
+            return own(*args)
+
+        monkeypatch.setattr(scheduler, name, noting)
+    tracked = engine.prepare([5, 6], SamplingParams(max_tokens=2))
+    engine.submit(tracked)
+    if call == "step":
+        engine.step()
+    engine.abort(tracked.request.request_id)
+    while engine.has_work:
+        engine.step()
+    assert len(held) > 1 and all(held)

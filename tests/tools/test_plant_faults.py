@@ -1,0 +1,98 @@
+"""The planted faults fit the code, and the tool that plants them tells one that the tests let pass."""
+
+import shlex
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.project.test_imports import ROOMS
+from tools import plant_faults
+from tools.faults import TOP, Fault, StaleFault, every
+
+ROOT = Path(__file__).resolve().parents[2]
+FAULTS = every()
+SOUND = "def double(x):\n    return 2 * x\n"
+TESTS = {
+    "tests/test_right.py": "from tiny import double\n\n\ndef test_double():\n    assert double(3) == 6\n",
+    "tests/test_blind.py": "from tiny import double\n\n\ndef test_zero():\n    assert double(0) == 0\n",
+    "tests/test_wrong.py": "def test_wrong():\n    assert False\n",
+}
+
+
+def test_every_faults_snippet_is_in_its_file_once_and_is_replaced():
+    for fault in FAULTS:
+        text = (ROOT / fault.file).read_text(encoding="utf-8")
+        assert fault.plant(text) != text, fault.name
+
+
+def test_the_tests_that_faults_name_are_there():
+    for fault in FAULTS:
+        places = [each.split("::")[0] for each in shlex.split(fault.tests) if each.startswith("tests")]
+        assert places and all((ROOT / place).exists() for place in places), fault.name
+
+
+def test_there_are_sixty_faults_or_more_in_all_rooms_each_with_a_name_of_its_own():
+    assert len(FAULTS) >= 60
+    assert [name for name, count in Counter(fault.name for fault in FAULTS).items() if count > 1] == []
+    folders = {path.name for path in (ROOT / "minillm").iterdir() if path.is_dir()}
+    assert {fault.room for fault in FAULTS} == {room for room in ROOMS if room in folders} | {TOP}
+
+
+def test_a_stale_fault_is_named_with_its_file():
+    fault = Fault("doubles", "tiny.py", "3 * x", "4 * x", "tests")
+    with pytest.raises(StaleFault, match=r"doubles: tiny.py has its snippet 0 times, not once: '3 \* x'"):
+        fault.plant(SOUND)
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A project of one module, in git."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take longer to start than these tests to run
+    root = tmp_path / "project"
+    for name, text in {"tiny.py": SOUND, "conftest.py": "", **TESTS}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text, encoding="utf-8")
+    subprocess.run(["git", "init", "--quiet", str(root)], check=True)
+    return root
+
+
+def test_each_fault_gets_its_verdict_and_the_project_stays_as_it_is(project, capsys):
+    def fault(name: str, tests: str, **other: str) -> Fault:
+        return Fault(**{"name": name, "file": "tiny.py", "old": "2 * x", "new": "3 * x", "tests": tests} | other)
+
+    faults = [
+        fault("seen", "tests/test_right.py"),
+        fault("unseen", "tests/test_blind.py"),
+        fault("gone", "tests/test_right.py", old="7 * x"),
+        fault("red anyway", "tests/test_wrong.py"),
+        fault("no code", "tests/test_right.py", new="2 x"),
+    ]
+    before = {path: path.read_bytes() for path in project.rglob("*") if path.is_file()}
+    rows = plant_faults.run(faults, root=project, preload=("pytest",))
+    assert {row["fault"]: row["outcome"] for row in rows} == {
+        "seen": "caught",
+        "unseen": "survived",
+        "gone": "stale",
+        "red anyway": "red without it",
+        "no code": "does not run",
+    }
+    assert rows[0]["by"] == "tests/test_right.py::test_double"
+    assert {path: path.read_bytes() for path in project.rglob("*") if path.is_file()} == before
+    assert "survived: unseen" in capsys.readouterr().out
+
+
+def test_tests_that_do_not_end_show_nothing(project):
+    (project / "tests" / "test_right.py").write_text("import time\n\n\ndef test_slow():\n    time.sleep(600)\n")
+    fault = Fault("slow", "tiny.py", "2", "3", "tests/test_right.py")
+    (row,) = plant_faults.run([fault], root=project, seconds=0.2, preload=("pytest",))
+    assert row["outcome"] == "red without it" and "not over after 0.2 s" in row["by"]
+
+
+def test_a_room_or_a_name_that_is_not_there_is_answered_with_those_there_are():
+    with pytest.raises(ValueError, match="no room is called attic; there are: bench, course"):
+        plant_faults.chosen(FAULTS, "attic", [])
+    with pytest.raises(ValueError, match="no fault is called none"):
+        plant_faults.chosen(FAULTS, None, ["none"])
+    assert plant_faults.chosen(FAULTS, "ops", [FAULTS[0].name]) == []

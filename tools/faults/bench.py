@@ -1,0 +1,92 @@
+"""Faults in measuring: what a latency counts from, which runs count, what others took."""
+
+from . import Fault
+
+SERVE, OFFLINE, WORKLOADS = "minillm/bench/serve.py", "minillm/bench/offline.py", "minillm/bench/workloads.py"
+
+FAULTS = (
+    Fault(
+        "the wait before a request was sent is forgiven",
+        SERVE,
+        "return self.arrivals[0][0] - self.due",
+        "return self.arrivals[0][0] - self.sent",
+        "tests/bench/test_serve.py -k sent_late",
+    ),
+    Fault(
+        "the time between tokens is that of whole answers",
+        SERVE,
+        "percentiles([gap for each in answered for gap in each.gaps])",
+        "percentiles([each.e2e for each in answered])",
+        "tests/bench/test_serve.py -k each_latency",
+    ),
+    Fault(
+        "a percentile is one rank too high",
+        SERVE,
+        "ranked[-(-p * len(ranked) // 100) - 1]",
+        "ranked[min(-(-p * len(ranked) // 100), len(ranked) - 1)]",
+        "tests/bench/test_serve.py -k percentiles",
+    ),
+    Fault(
+        "tokens that came together count as one gap",
+        SERVE,
+        "            yield from [0.0] * (tokens - 1)\n",
+        "",
+        "tests/bench/test_serve.py -k gap_before_each_token",
+    ),
+    Fault(
+        "the first runs count, not the last",
+        OFFLINE,
+        "_row(key, seconds[-repeat:], facts)",
+        "_row(key, seconds[:repeat], facts)",
+        "tests/bench/test_load.py",
+    ),
+    Fault(
+        "repeated runs find their prompts cached",
+        OFFLINE,
+        '{"enable_prefix_caching": False} | options',
+        '{"enable_prefix_caching": True} | options',
+        "tests/bench/test_offline.py -k prefix_cache",
+    ),
+    Fault(
+        "all prompts of a trace share one prefix",
+        WORKLOADS,
+        "{seed}/prefix/{row['prefix_id']}",
+        "{seed}/prefix",
+        "tests/bench/test_workloads.py -k replayed",
+    ),
+    Fault(
+        "requests come at one over the rate",
+        WORKLOADS,
+        "rng.expovariate(rate)",
+        "rng.expovariate(1 / rate)",
+        "tests/bench/test_workloads.py -k poisson",
+    ),
+    Fault(
+        "reading and computing do not overlap",
+        "minillm/bench/roofline.py",
+        "return max(nbytes / bytes_per_s, operations / operations_per_s)",
+        "return nbytes / bytes_per_s + operations / operations_per_s",
+        "tests/bench/test_roofline.py -k floor",
+    ),
+    Fault(
+        "a record of changed files says nothing of it",
+        "minillm/bench/records.py",
+        '"dirty": bool(changes)',
+        '"dirty": False',
+        "tests/bench/test_records.py -k changed_files",
+    ),
+    Fault(
+        "other programs' load has this process's own in it",
+        "minillm/bench/load.py",
+        "- (sum(os.times()[:4]) - own)",
+        "",
+        "tests/bench/test_load.py -k other_load",
+    ),
+    Fault(
+        "blocks that two requests share are counted twice",
+        "minillm/bench/waste.py",
+        "used=int(computed.sum()) - twice",
+        "used=int(computed.sum())",
+        "tests/bench/test_batching.py -k 'every_token_of_memory'",
+    ),
+)

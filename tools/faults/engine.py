@@ -1,0 +1,106 @@
+"""Faults in the engine's loop: seeds, stop strings, locks, errors that reach nobody."""
+
+from . import Fault
+
+ENGINE, TEXT, ASYNC = "minillm/engine/engine.py", "minillm/engine/output_text.py", "minillm/engine/async_llm.py"
+
+FAULTS = (
+    Fault(
+        "a request's own seed is ignored",
+        ENGINE,
+        "seed=params.seed if params.seed is not None else derived_seed(",
+        "seed=derived_seed(",
+        "tests/engine/test_llm.py -k seed",
+    ),
+    Fault(
+        "seed 0 counts as none",
+        ENGINE,
+        "seed=params.seed if params.seed is not None else derived_seed(",
+        "seed=params.seed or derived_seed(",
+        "tests/engine/test_llm.py -k seed",
+    ),
+    Fault(
+        "a step takes no lock",
+        ENGINE,
+        "with self.lock, self._or_reset():",
+        "with self._or_reset():",
+        "tests/engine/test_llm.py -k lock",
+    ),
+    Fault(
+        "what a failed step launched stays in flight",
+        ENGINE,
+        "            self.in_flight.clear()\n            requests = ",
+        "            requests = ",
+        "tests/engine/test_engine.py -k 'failing or fails'",
+    ),
+    Fault(
+        "a finished request is told twice",
+        ENGINE,
+        "        if completion.finish_reason is not None:\n            return\n",
+        "",
+        "tests/engine/test_listeners.py",
+    ),
+    Fault(
+        "a generation does not end what it began when it fails",
+        "minillm/engine/llm.py",
+        "                engine.abort(tracked.request.request_id)",
+        "                pass",
+        "tests/engine/test_engine.py -k 'replacement_that_fails or bad_prompt'",
+    ),
+    Fault(
+        "a chat begins with two beginning-of-text tokens",
+        "minillm/engine/llm.py",
+        "tokenizer.apply_chat_template(messages), add_special_tokens=False)",
+        "tokenizer.apply_chat_template(messages))",
+        "tests/engine/test_llm.py -k chats_prompt",
+    ),
+    Fault(
+        "a stop string across two tokens is missed",
+        TEXT,
+        "start = max(0, len(self.text) - self._longest + 1)",
+        "start = len(self.text)",
+        "tests/engine/test_output_text.py",
+    ),
+    Fault(
+        "of a beginning stop string one character is held back",
+        TEXT,
+        "start = max(0, len(text) - len(string) + 1)",
+        "start = max(0, len(text) - 1)",
+        "tests/engine/test_output_text.py",
+    ),
+    Fault(
+        "the end token is part of the text",
+        TEXT,
+        'self._detokenizer.add(ids[:-1] if reason == "stop" else ids)',
+        "self._detokenizer.add(ids)",
+        "tests/engine/test_output_text.py tests/engine/test_engine.py -k 'output_text or stop_token_ends'",
+    ),
+    Fault(
+        "min_tokens keeps a stop string waiting for one token more",
+        TEXT,
+        "self._tokens < self._min_tokens",
+        "self._tokens <= self._min_tokens",
+        "tests/engine/test_output_text.py",
+    ),
+    Fault(
+        "who leaves a stream leaves its request running",
+        ASYNC,
+        "            if not finished:\n                self.abort(prepared.request_id)",
+        "            if finished:\n                self.abort(prepared.request_id)",
+        "tests/engine/test_engine.py -k leaving_a_stream",
+    ),
+    Fault(
+        "a failed step is told to all streams but the first",
+        ASYNC,
+        "for each in listening:",
+        "for each in listening[1:]:",
+        "tests/engine/test_engine.py -k failing_step_reaches_every_stream",
+    ),
+    Fault(
+        "deltas of a borrowed engine wait for the next request",
+        ASYNC,
+        "return self.engine.has_work or bool(self._outbox)",
+        "return self.engine.has_work",
+        "tests/engine/test_async_llm.py -k borrowed",
+    ),
+)

@@ -1,0 +1,89 @@
+"""Faults in measuring a model's quality."""
+
+from . import Fault
+
+ACCURACY, PERPLEXITY, TESTS = (
+    "minillm/evaluate/accuracy.py",
+    "minillm/evaluate/perplexity.py",
+    "tests/evaluate/test_evaluate.py",
+)
+
+FAULTS = (
+    Fault(
+        "examples are taken from the questions asked",
+        ACCURACY,
+        '(load_questions(split="dev") if examples is None',
+        "(load_questions() if examples is None",
+        f"{TESTS} -k examples_are_of_the_dev_split",
+    ),
+    Fault(
+        "the report's examples are taken from the questions asked",
+        "minillm/evaluate/quality.py",
+        'load_questions(split="dev")',
+        "load_questions()",
+        f"{TESTS} -k quality",
+    ),
+    Fault(
+        "accuracy is the mean of the subjects' means",
+        ACCURACY,
+        "sum(map(sum, right.values())) / len(rows)",
+        "sum(sum(hits) / len(hits) for hits in right.values()) / len(right)",
+        f"{TESTS} -k mean_of_subjects",
+    ),
+    Fault(
+        "no room is kept for the letter",
+        ACCURACY,
+        "len(llm.tokenizer.encode(prompt)) + 2 <=",
+        "len(llm.tokenizer.encode(prompt)) <=",
+        f"{TESTS} -k room_for_a_letter",
+    ),
+    Fault(
+        "a limit takes the first questions",
+        ACCURACY,
+        "rows = [rows[i * len(rows) // limit] for i in range(limit)]",
+        "rows = rows[:limit]",
+        f"{TESTS} -k limit",
+    ),
+    Fault(
+        "examples are of any subject",
+        ACCURACY,
+        'shown[example["subject"]].append(example)',
+        "[shown[row['subject']].append(example) for row in rows]",
+        f"{TESTS} -k shots_are_of",
+    ),
+    Fault(
+        "a letter that is not among the likeliest counts as impossible",
+        ACCURACY,
+        "if score == -math.inf]",
+        "if score == math.inf]",
+        f"{TESTS} -k outside_the_likeliest",
+    ),
+    Fault(
+        "only three letters are compared",
+        ACCURACY,
+        "max(range(len(LETTERS)), key=score.__getitem__)",
+        "max(range(len(LETTERS) - 1), key=score.__getitem__)",
+        f"{TESTS} -k four_letters",
+    ),
+    Fault(
+        "a token is scored by the place before it",
+        PERPLEXITY,
+        "completion.prompt_logprobs[position - begin + len(start)]",
+        "completion.prompt_logprobs[position - begin]",
+        f"{TESTS} -k by_hand",
+    ),
+    Fault(
+        "bits are per character, not per byte",
+        PERPLEXITY,
+        "len(text.encode())",
+        "len(text)",
+        f"{TESTS} -k bits_per_byte",
+    ),
+    Fault(
+        "the overlap of two windows is scored twice",
+        PERPLEXITY,
+        "yield max(0, stop - window), scored, stop",
+        "yield max(0, stop - window), max(0, stop - window), stop",
+        f"{TESTS} -k score_every_token_once",
+    ),
+)

@@ -1,0 +1,107 @@
+"""Faults in reading a model and in its forward pass."""
+
+from . import Fault
+
+DECODER, CONFIG, LOADER = "minillm/model/decoder.py", "minillm/model/config.py", "minillm/model/loader.py"
+SIZING = "minillm/model/sizing.py"
+
+FAULTS = (
+    Fault(
+        "Llama 3's short waves are those below the other limit",
+        DECODER,
+        "torch.where(waves < trained / high,",
+        "torch.where(waves < trained / low,",
+        "tests/model/test_decoder.py -k logits_equal_those_of_transformers",
+    ),
+    Fault(
+        "the sines of the wrong half are negated",
+        DECODER,
+        "torch.cat((-sin, sin), -1)",
+        "torch.cat((sin, -sin), -1)",
+        "tests/model/test_decoder.py -k logits_equal_those_of_transformers",
+    ),
+    Fault(
+        "local layers stretch their angles as global ones do",
+        DECODER,
+        "rope_theta=config.local_rope_theta, rope_scaling=None)",
+        "rope_theta=config.local_rope_theta)",
+        "tests/model/test_decoder.py -k logits_equal_those_of_transformers",
+    ),
+    Fault(
+        "logits have no soft cap",
+        DECODER,
+        "cap = self.config.final_soft_cap",
+        "cap = None",
+        "tests/model/test_decoder.py -k soft_cap",
+    ),
+    Fault(
+        "attention is scaled by the head's size whatever the model says",
+        DECODER,
+        "scale = config.attention_scale or head_dim**-0.5",
+        "scale = head_dim**-0.5",
+        "tests/model/test_decoder.py -k logits_equal_those_of_transformers",
+    ),
+    Fault(
+        "Gemma 3's global layers are one too early",
+        CONFIG,
+        "slides=lambda layer: (layer + 1) % pattern != 0",
+        "slides=lambda layer: (layer + 2) % pattern != 0",
+        "tests/model/test_config.py -k 'default or spellings'",
+    ),
+    Fault(
+        "the end tokens of generation_config.json are passed over",
+        CONFIG,
+        '*_ids((generation or {}).get("eos_token_id"))',
+        "",
+        "tests/model/test_config.py tests/model/test_config_file.py tests/model/test_loader.py -k 'not memory'",
+    ),
+    Fault(
+        "keys and values change places when they are read",
+        LOADER,
+        '(f"{attention}.k_proj", kv), (f"{attention}.v_proj", kv)',
+        '(f"{attention}.v_proj", kv), (f"{attention}.k_proj", kv)',
+        "tests/model/test_loader.py -k every_tensor_lands",
+    ),
+    Fault(
+        "Gemma's norms are not offset by 1",
+        LOADER,
+        "norm.add_(model.config.norm_offset)",
+        "norm.add_(0.0)",
+        "tests/model/test_loader.py -k every_tensor_lands",
+    ),
+    Fault(
+        "a file that lacks the end of its last tensor is read",
+        LOADER,
+        "if entry.start + entry.nbytes > size:",
+        "if entry.start > size:",
+        "tests/model/test_loader.py -k truncated",
+    ),
+    Fault(
+        "random weights do not follow the seed",
+        LOADER,
+        "manual_seed(seed)",
+        "manual_seed(0)",
+        "tests/model/test_loader.py -k dummy_weights",
+    ),
+    Fault(
+        "a token's cache is reckoned without its values",
+        SIZING,
+        "return 2 * config.num_kv_heads * config.head_dim",
+        "return config.num_kv_heads * config.head_dim",
+        "tests/model/test_sizing.py -k kv_bytes_a_token",
+    ),
+    Fault(
+        "a tied head counts twice",
+        SIZING,
+        "matrices = 1 if config.tie_word_embeddings else 2",
+        "matrices = 2",
+        "tests/model/test_sizing.py -k parameters_are_those_published",
+    ),
+    Fault(
+        "a model whose attention has a soft cap is fused all the same",
+        "minillm/model/single_row.py",
+        "            and all(layer.attention == AttentionOptions(layer.attention.scale) for layer in model.layers)\n",
+        "",
+        "tests/model/test_single_row.py -k only_models",
+    ),
+)

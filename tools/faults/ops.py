@@ -1,0 +1,92 @@
+"""Faults in the operations in plain torch: masks, axes, scales."""
+
+from . import Fault
+
+CPU, REFERENCE = "minillm/ops/cpu.py", "minillm/ops/reference.py"
+
+FAULTS = (
+    Fault(
+        "a window shows one key too many",
+        REFERENCE,
+        "(behind >= 0) & (behind < window) if window",
+        "(behind >= 0) & (behind <= window) if window",
+        "tests/ops/test_cpu.py -k is_its_definition",
+    ),
+    Fault(
+        "a query sees the key after its own",
+        REFERENCE,
+        "if window else behind >= 0",
+        "if window else behind >= -1",
+        "tests/ops/test_cpu.py -k is_its_definition",
+    ),
+    Fault(
+        "top_p drops the token that reaches it",
+        REFERENCE,
+        "before = probabilities.cumsum(dim=-1) - probabilities",
+        "before = probabilities.cumsum(dim=-1)",
+        "tests/runner/test_sampler.py -k 'distribution and top_p'",
+    ),
+    Fault(
+        "gate and up change places",
+        REFERENCE,
+        "gate, up = gate_up.chunk(2, -1)",
+        "up, gate = gate_up.chunk(2, -1)",
+        "tests/ops/test_cpu.py -k gate_is_the_first_half",
+    ),
+    Fault(
+        "rows of equal lengths see a key before their window",
+        CPU,
+        "first = max(0, length - options.window) if options.window else 0",
+        "first = max(0, length - options.window - 1) if options.window else 0",
+        "tests/ops/test_cpu.py -k decode_attention",
+    ),
+    Fault(
+        "a chunk's queries stand at the beginning of its row",
+        CPU,
+        "torch.arange(length - queries, length)",
+        "torch.arange(queries)",
+        "tests/ops/test_cpu.py -k prefill_attention",
+    ),
+    Fault(
+        "several queries of a row get each other's masks",
+        CPU,
+        "hidden.repeat_interleave(group, 1)",
+        "hidden.repeat(1, group, 1)",
+        "tests/ops/test_cpu.py -k decode_attention",
+    ),
+    Fault(
+        "scores are capped to 1 instead of the soft cap",
+        CPU,
+        "scores.div_(cap).tanh_().mul_(cap)",
+        "scores.div_(cap).tanh_()",
+        "tests/ops/test_cpu.py -k caps_scores",
+    ),
+    Fault(
+        "the norm forgets eps",
+        CPU,
+        "torch.addcmul(_scalar(eps),",
+        "torch.addcmul(_scalar(0.0),",
+        "tests/ops/test_cpu.py -k rms_norm",
+    ),
+    Fault(
+        "greedy rows draw beside rows that sample",
+        CPU,
+        "return drawn if greedy is None else torch.where(greedy, logits.argmax(-1), drawn)",
+        "return drawn",
+        "tests/runner/test_sampler.py -k greedy",
+    ),
+    Fault(
+        "a product of codes has no scales",
+        CPU,
+        ".mul_(weight.scales.to(x.dtype))",
+        "",
+        "tests/quantization/test_models.py -k cpus_versions",
+    ),
+    Fault(
+        "keys of a stream are turned by one place less",
+        CPU,
+        "_turn(k, rotary[: k.shape[1]])",
+        "_turn(k, rotary[: k.shape[1]].roll(1, 0))",
+        "tests/ops/test_cpu.py -k lie_unturned",
+    ),
+)

@@ -1,0 +1,106 @@
+"""Faults in running a step: sampling, penalties, log-probabilities, the rows' columns, memory, graphs."""
+
+from . import Fault
+
+SAMPLER, STATE, SCORES = "minillm/runner/sampler.py", "minillm/runner/state.py", "minillm/runner/logprobs.py"
+
+FAULTS = (
+    Fault(
+        "every position of a request draws the same random number",
+        SAMPLER,
+        "mix(mixed + positions.astype(np.uint64))",
+        "mix(mixed)",
+        "tests/runner/test_sampler.py -k uniforms",
+    ),
+    Fault(
+        "presence and frequency count the prompt too",
+        SAMPLER,
+        "output = ((place >= prompt[:, None]) & (place",
+        "output = ((place >= 0) & (place",
+        "tests/runner/test_sampler.py -k 'distribution and presence_penalty'",
+    ),
+    Fault(
+        "the repetition penalty lifts negative logits",
+        SAMPLER,
+        "torch.where(seen > 0, seen / repetition, seen * repetition)",
+        "seen / repetition",
+        "tests/runner/test_sampler.py -k 'distribution and repetition_penalty'",
+    ),
+    Fault(
+        "min_tokens forbids the stop token for one token more",
+        SAMPLER,
+        "lengths - prompt < columns.min_tokens[rows]",
+        "lengths - prompt <= columns.min_tokens[rows]",
+        "tests/runner/test_sampler.py -k 'distribution and min_tokens'",
+    ),
+    Fault(
+        "min_p comes before the temperature",
+        SAMPLER,
+        "shaped < torch.log(min_p[0])",
+        "shaped * self._tensor(columns.temperature[rows]).to(dtype)[:, None] < torch.log(min_p[0])",
+        "tests/runner/test_sampler.py -k 'distribution and min_p'",
+    ),
+    Fault(
+        "a row keeps a parameter of the request before where its own is 0",
+        STATE,
+        "column[row] = getattr(params, name)",
+        "column[row] = getattr(params, name) or column[row]",
+        "tests/runner/test_sampler.py -k request_before",
+    ),
+    Fault(
+        "a greedy row keeps the temperature of the request before",
+        STATE,
+        "self.temperature[row] = params.temperature",
+        "self.temperature[row] = params.temperature or self.temperature[row]",
+        "tests/runner/test_sampler.py -k request_before",
+    ),
+    Fault(
+        "a row that got a block goes on in the tables of the step before",
+        "minillm/runner/runner.py",
+        "step.table_rows is None\n        and not step.admitted",
+        "not step.admitted",
+        "tests/engine/test_engine.py -k batched_and_running_ahead_equals_alone",
+    ),
+    Fault(
+        "a prompt's scores go one token into the output",
+        SCORES,
+        "int(state.prompt_length[row]) - 1)",
+        "int(state.prompt_length[row]))",
+        "tests/engine/test_engine.py -k logprobs_are_the_models_own",
+    ),
+    Fault(
+        "log-probabilities are computed in half precision",
+        SCORES,
+        "logprobs = widened(logits).log_softmax(dim=-1)",
+        "logprobs = logits.log_softmax(dim=-1)",
+        "tests/runner/test_sampler.py -k logprobs",
+    ),
+    Fault(
+        "the cache is given the memory of graphs too",
+        "minillm/runner/memory.py",
+        "- self.workspace - self.graphs",
+        "- self.workspace",
+        "tests/runner/test_memory.py -k 'cache_gets'",
+    ),
+    Fault(
+        "a plan made with other versions is taken",
+        "minillm/runner/plan.py",
+        '{"GPU": _words(gpu_here(device)), **versions_here()}',
+        '{"GPU": _words(gpu_here(device))}',
+        "tests/runner/test_plan.py -k versions",
+    ),
+    Fault(
+        "a graph is chosen that has a row too few",
+        "minillm/runner/mixed_graphs.py",
+        "and shape.prompts >= prompts",
+        "and shape.prompts >= prompts - 1",
+        "tests/runner/test_mixed_graphs.py -k 'least_shape'",
+    ),
+    Fault(
+        "a graph of decodes goes on from positions that another has moved",
+        "minillm/runner/mixed_graphs.py",
+        "        self.decodes.forget_positions()\n",
+        "",
+        "tests/runner/test_mixed_graphs.py",
+    ),
+)

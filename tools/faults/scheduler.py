@@ -1,0 +1,113 @@
+"""Faults in choosing what runs: admission, preemption, the fence, policies."""
+
+from . import Fault
+
+SCHEDULER, POLICIES = "minillm/scheduler/scheduler.py", "minillm/scheduler/policies.py"
+
+FAULTS = (
+    Fault(
+        "a row keeps the stop tokens of the request before",
+        SCHEDULER,
+        "        self.stop_ids[row] = -1\n",
+        "",
+        "tests/scheduler/test_scheduler.py -k stop_token",
+    ),
+    Fault(
+        "a preempted request loses its output",
+        SCHEDULER,
+        "request.known = self.tokens[row, : self.confirmed[row]].copy()",
+        "request.known = self.tokens[row, : self.prompt[row]].copy()",
+        "tests/engine/test_engine.py -k preempted_and_resumed",
+    ),
+    Fault(
+        "blocks are free before the steps in flight are read",
+        SCHEDULER,
+        "self._fence[0][0] <= self.read:",
+        "self._fence[0][0] <= self.launched:",
+        "tests/trace/test_trace.py -k blocks_let_go_of",
+    ),
+    Fault(
+        "an admission takes one token of the budget, not its own",
+        SCHEDULER,
+        "budget -= count",
+        "budget -= 1",
+        "tests/scheduler/test_scheduler.py tests/scheduler/test_policies.py",
+    ),
+    Fault(
+        "no blocks are reserved at admission",
+        SCHEDULER,
+        "if needed + reserve > self.pool.available:",
+        "if needed > self.pool.available:",
+        "tests/scheduler/test_scheduler.py -k leaves_the_blocks_that_running_rows_take",
+    ),
+    Fault(
+        "a prompt found whole in the cache leaves no token to compute",
+        SCHEDULER,
+        "full = (len(request.known) - 1) // self.block_size",
+        "full = len(request.known) // self.block_size",
+        "tests/engine/test_engine.py -k prefix_hits_equal_alone",
+    ),
+    Fault(
+        "a stop token that comes last of all is told as length",
+        SCHEDULER,
+        "            if stopped[i]:\n",
+        "            if stopped[i] and not full[i]:\n",
+        "tests/engine/test_engine.py -k 'stop_token or end_token'",
+    ),
+    Fault(
+        "a request ends one token early",
+        SCHEDULER,
+        "full = self.confirmed[rows] == self.limit[rows]",
+        "full = self.confirmed[rows] == self.limit[rows] - 1",
+        "tests/scheduler/test_accepted.py",
+    ),
+    Fault(
+        "the first request is preempted, not the last",
+        SCHEDULER,
+        "request = max((self.requests[row]",
+        "request = min((self.requests[row]",
+        "tests/scheduler/test_policies.py -k gives_way",
+    ),
+    Fault(
+        "a request that wants its prompt scored finds its prefix cached",
+        SCHEDULER,
+        "if not self._shares(request) or request.params.prompt_logprobs is not None:",
+        "if not self._shares(request):",
+        "tests/engine/test_engine.py -k logprobs_are_the_models_own",
+    ),
+    Fault(
+        "rejected tokens stay computed",
+        SCHEDULER,
+        "self.computed[rows[going]] -= count[going]",
+        "self.computed[rows[going]] -= 0",
+        "tests/scheduler/test_accepted.py",
+    ),
+    Fault(
+        "prompts run before decodes",
+        POLICIES,
+        'np.argsort(pending > 1, kind="stable")',
+        'np.argsort(pending <= 1, kind="stable")',
+        "tests/scheduler/test_policies.py -k decodes_run_first",
+    ),
+    Fault(
+        "the highest priority number goes first",
+        POLICIES,
+        "return request.options.priority",
+        "return -request.options.priority",
+        "tests/scheduler/test_policies.py -k lowest_priority",
+    ),
+    Fault(
+        "a static batch stays open while nobody joins",
+        POLICIES,
+        "running > self._seen)",
+        "running >= self._seen)",
+        "tests/scheduler/test_policies.py -k static_batch",
+    ),
+    Fault(
+        "a policy of the user's own may exceed the budget by a token",
+        "minillm/scheduler/replaceable.py",
+        "elif given.sum() > budget:",
+        "elif given.sum() > budget + 1:",
+        "tests/scheduler/test_replaceable.py -k cannot_be_followed",
+    ),
+)

@@ -1,0 +1,106 @@
+"""Faults in the HTTP server: limits, usage, log-probabilities, messages between its processes."""
+
+from . import Fault
+
+LINK, HUB, RESPONSES = "minillm/server/link.py", "minillm/server/hub.py", "minillm/server/responses.py"
+
+FAULTS = (
+    Fault(
+        "a worker counts the tokens after a stop string",
+        LINK,
+        "ids = ids[: self.output.add(ids, reason)]",
+        "self.output.add(ids, reason)",
+        "tests/server/test_stop_strings.py -k tokens_that_come_together",
+    ),
+    Fault(
+        "of two messages that arrive together one waits",
+        LINK,
+        "while len(self._held) >= SIZES.size:",
+        "if len(self._held) >= SIZES.size:",
+        "tests/server/test_link.py -k arrive_whole",
+    ),
+    Fault(
+        "a prompt may fill all the room",
+        LINK,
+        "if tokens >= limit:",
+        "if tokens > limit:",
+        "tests/server/test_link.py -k room_for_a_token",
+    ),
+    Fault(
+        "a full server takes one request less than it holds",
+        HUB,
+        "if self.hub.running + choices > self.hub.capacity:",
+        "if self.hub.running + choices >= self.hub.capacity:",
+        "tests/server/test_limits.py -k beyond_the_queue",
+    ),
+    Fault(
+        "what a worker did not read yet is overtaken by later messages",
+        HUB,
+        "            if self._unsent:\n                self._unsent += data\n                return\n",
+        "",
+        "tests/server/test_link.py -k does_not_read",
+    ),
+    Fault(
+        "a prompt counts once for each of its choices",
+        "minillm/server/app.py",
+        "for each in done[:: form.n])",
+        "for each in done)",
+        "tests/server/test_completions.py -k 'n_choices'",
+    ),
+    Fault(
+        "a stream's usage counts one prompt of several",
+        "minillm/server/app.py",
+        "prompts[choice.index // form.n] =",
+        "prompts[0] =",
+        "tests/server/test_completions.py -k usage",
+    ),
+    Fault(
+        "offsets of tokens in the text stay 0",
+        RESPONSES,
+        "        offset += len(text)\n",
+        "",
+        "tests/server/test_completions.py -k logprobs",
+    ),
+    Fault(
+        "the unlikeliest tokens are reported",
+        RESPONSES,
+        "key=lambda item: -item[1]",
+        "key=lambda item: item[1]",
+        "tests/server/test_chat.py -k logprobs",
+    ),
+    Fault(
+        "what a refused body held is not given back",
+        "minillm/server/body.py",
+        "self.held -= _counted(len(data))",
+        "self.held -= 0",
+        "tests/server/test_bodies.py -k hold_in_sum",
+    ),
+    Fault(
+        "a busy server answers 503",
+        "minillm/server/protocol.py",
+        'status=429, kind="rate_limit_error"',
+        'status=503, kind="rate_limit_error"',
+        "tests/server/test_limits.py -k beyond_the_queue",
+    ),
+    Fault(
+        "a body may nest one level deeper",
+        "minillm/server/bounded_json.py",
+        "if depth == self._depth:",
+        "if depth == self._depth + 1:",
+        "tests/server/test_bounded_json.py",
+    ),
+    Fault(
+        "the time to the first token is that to the last",
+        "minillm/server/metrics.py",
+        "self.ttft.observe(done.first_token_time - done.arrival_time)",
+        "self.ttft.observe(done.finish_time - done.arrival_time)",
+        "tests/server/test_serving.py -k metrics",
+    ),
+    Fault(
+        "a stream that fails says nothing of it",
+        "minillm/server/streams.py",
+        "await emit(json.dumps(as_api_error(error).body))",
+        "pass",
+        "tests/server/test_limits.py -k failing_operation",
+    ),
+)

@@ -1,0 +1,78 @@
+"""Faults between text and tokens, in both directions."""
+
+from . import Fault
+
+BPE, ADDED, DECODERS = "minillm/tokenizer/bpe.py", "minillm/tokenizer/added_tokens.py", "minillm/tokenizer/decoders.py"
+
+FAULTS = (
+    Fault(
+        "an added token takes one of the spaces before it",
+        ADDED,
+        "while start > done and _SPACE.fullmatch(text[start - 1]):",
+        "if start > done and _SPACE.fullmatch(text[start - 1]):",
+        "tests/tokenizer/test_components.py -k takes_all_the_white_space",
+    ),
+    Fault(
+        "the shortest added token is found first",
+        ADDED,
+        "sorted(sizes, reverse=True)",
+        "sorted(sizes)",
+        "tests/tokenizer/test_components.py -k longest_is_found",
+    ),
+    Fault(
+        "of equal pairs the rightmost is joined first",
+        BPE,
+        "places[rank].popleft()",
+        "places[rank].pop()",
+        "tests/tokenizer/test_bpe.py -k heap",
+    ),
+    Fault(
+        "a long piece is cut inside an unknown token",
+        BPE,
+        "if pair not in self._joinable and pair[0] in self.vocab and pair[1] in self.vocab:",
+        "if pair not in self._joinable:",
+        "tests/tokenizer/test_bpe.py -k cut",
+    ),
+    Fault(
+        "words stay remembered when another merge runs",
+        BPE,
+        "self._cache, self._cache_version = {}, PARTS.version",
+        "self._cache_version = PARTS.version",
+        "tests/test_overrides.py -k readers_merge",
+    ),
+    Fault(
+        "a run of broken bytes is one character",
+        DECODERS,
+        'return ["\\ufffd"] * len(run)',
+        'return ["\\ufffd"]',
+        "tests/tokenizer/test_components.py -k decoder",
+    ),
+    Fault(
+        "a flush keeps the bytes it gave out",
+        "minillm/tokenizer/streaming.py",
+        "decoder, self._decoder = self._decoder, self._tokenizer.new_decoder()",
+        "decoder = self._decoder",
+        "tests/tokenizer/test_tokenizer.py -k used_again",
+    ),
+    Fault(
+        "special tokens are part of the text",
+        "minillm/tokenizer/tokenizer.py",
+        "if token is not None and not (skip_special_tokens and id in self._special):",
+        "if token is not None:",
+        "tests/tokenizer/test_equality.py -k decoded_text",
+    ),
+    Fault(
+        "equally frequent characters are kept in the order in which they came",
+        "minillm/tokenizer/training.py",
+        "key=lambda c: (-character_counts[c], c)",
+        "key=lambda c: -character_counts[c]",
+        "tests/tokenizer/test_training.py",
+    ),
+    Fault(
+        "a pre-tokenizer's later pieces also begin the text",
+        "minillm/tokenizer/pre_tokenizers.py",
+        "step(piece, at_start and n == 0)",
+        "step(piece, at_start)",
+        "tests/tokenizer/test_components.py -k pre_tokenizer",
+    ),
+)

@@ -1,0 +1,92 @@
+"""Faults in the modules that every room uses: options, requests, errors, replaced parts, the command line."""
+
+from . import Fault
+
+CONFIG, REQUEST, OVERRIDES = "minillm/config.py", "minillm/request.py", "minillm/overrides.py"
+
+FAULTS = (
+    Fault(
+        "a named GPU gets the rows of a CPU",
+        CONFIG,
+        'device.startswith("cuda") else (256, 2048)',
+        'device == "cuda" else (256, 2048)',
+        "tests/test_config.py -k any_gpu",
+    ),
+    Fault(
+        "none of the GPU's memory may be used",
+        CONFIG,
+        "if share is None or not 0 < share <= 1:",
+        "if share is None or not 0 <= share <= 1:",
+        "tests/test_config.py -k wrong_kind",
+    ),
+    Fault(
+        "all choices of a prompt have one seed",
+        REQUEST,
+        'object.__setattr__(each, "seed", self.seed + i)',
+        'object.__setattr__(each, "seed", self.seed)',
+        "tests/server/test_link.py -k choices",
+    ),
+    Fault(
+        "min_p alone is passed over",
+        REQUEST,
+        "            or self.min_p > 0\n",
+        "",
+        "tests/runner/test_sampler.py -k 'distribution and min_p'",
+    ),
+    Fault(
+        "more tokens may be the least than the most",
+        REQUEST,
+        "if self.min_tokens > self.max_tokens:",
+        "if self.min_tokens > self.max_tokens + 1:",
+        "tests/runner/test_sampler.py -k bad_parameters",
+    ),
+    Fault(
+        "True counts as the number 1",
+        "minillm/values.py",
+        "isinstance(value, Integral) and not isinstance(value, bool)",
+        "isinstance(value, Integral)",
+        "tests/test_request.py",
+    ),
+    Fault(
+        "a replaced part is still told as replaced afterwards",
+        OVERRIDES,
+        "parts.origin[name] = origin\n",
+        "pass\n",
+        "tests/test_overrides.py -k readers_merge",
+    ),
+    Fault(
+        "calls of a replaced part are not counted",
+        OVERRIDES,
+        "        used.calls[name] += 1\n        return result",
+        "        return result",
+        "tests/ops/test_table.py",
+    ),
+    Fault(
+        "a server that cannot be reached is no connection error",
+        "minillm/errors.py",
+        "class Unreachable(MinillmError, ConnectionError):",
+        "class Unreachable(MinillmError):",
+        "tests/test_errors.py",
+    ),
+    Fault(
+        "a mistake ends with status 0",
+        "minillm/cli.py",
+        "raise typer.Exit(2) from None",
+        "raise typer.Exit(0) from None",
+        "tests/project/test_cli.py -k mistake",
+    ),
+    Fault(
+        "stop strings are not passed on",
+        "minillm/cli.py",
+        "stop=stop or ()",
+        "stop=()",
+        "tests/project/test_cli.py -k samples_as",
+    ),
+    Fault(
+        "a chat on the command line begins with two beginning-of-text tokens",
+        "minillm/cli.py",
+        "chat_prompt(llm.tokenizer, turn) for turn in turns",
+        "llm.tokenizer.apply_chat_template(turn) for turn in turns",
+        "tests/project/test_cli.py -k one_beginning_of_text",
+    ),
+)

@@ -1,0 +1,50 @@
+"""Faults in recording what the engine did, and in reading it."""
+
+from . import Fault
+
+RECORD, REPLAY = "minillm/trace/record.py", "minillm/trace/replay.py"
+
+FAULTS = (
+    Fault(
+        "a torn last line is read",
+        RECORD,
+        'if not line.endswith("\\n"):',
+        "if not line:",
+        "tests/trace/test_trace.py -k still_written",
+    ),
+    Fault(
+        "times are thousands of seconds",
+        RECORD,
+        '"time": at / 1e6',
+        '"time": at / 1e3',
+        "tests/trace/test_trace.py -k times_are_seconds",
+    ),
+    Fault(
+        "a trace with a file keeps ten times its entries",
+        RECORD,
+        "len(self._entries) >= CHUNK",
+        "len(self._entries) >= 10 * CHUNK",
+        "tests/trace/test_trace.py -k memory_stays_bounded",
+    ),
+    Fault(
+        "an entry's evicted blocks are cleared with the list they came in",
+        RECORD,
+        "self._evicted.copy()",
+        "self._evicted",
+        "tests/trace/test_trace.py -k evictions",
+    ),
+    Fault(
+        "a prompt's last token is replayed as a decode",
+        REPLAY,
+        "decodes = newest & (starts >= self.prompt[rows])",
+        "decodes = newest",
+        "tests/trace/test_trace.py -k replay_gives",
+    ),
+    Fault(
+        "a lost read is not noticed",
+        REPLAY,
+        "self._expect(step == self.newest_read + 1 and step <= self.launched,",
+        "self._expect(step <= self.launched,",
+        "tests/trace/test_trace.py -k lost_read",
+    ),
+)
