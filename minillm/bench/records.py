@@ -145,7 +145,7 @@ def machine() -> dict:
 
 
 def versions() -> dict[str, str]:
-    """The installed versions of the packages that a measurement depends on."""
+    """The versions of the packages a figure depends on, as far as they are installed."""
     found = {}
     for name in PACKAGES:
         try:
