@@ -12,8 +12,8 @@ TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' requirements.lock)
 NOTEBOOK ?=
 EXAMPLES ?= 10
 # One process per core (conftest.py), one thread each. The tests of one file stay in one process: its fixtures are made
-# once, and the cells of a notebook run in order.
-IN_PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+# once, and the cells of a notebook run in order. Files start in their own order: notebooks, short ones, come last.
+IN_PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 # The tests that find the most faults per second; `make check` runs these.
 KEY_TESTS := $(addprefix tests/, \
   project/test_rooms.py engine/test_engine.py engine/test_output_text.py scheduler/test_scheduler.py \
