@@ -31,7 +31,8 @@ def pytest_arguments(target: str) -> list[str]:
 
 def test_make_test_runs_every_test_and_notebook_in_parallel():
     arguments = pytest_arguments("test")
-    assert arguments == ["-n", "auto", "--dist", "loadfile", "--nbval", "--nbval-current-env"], "no path: all of them"
+    parallel = ["-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder"]
+    assert arguments == [*parallel, "--nbval", "--nbval-current-env"], "no path: all of them"
 
 
 def test_make_check_is_format_lint_types_and_tests_that_exist():
