@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -159,6 +160,16 @@ def test_a_step_in_a_graph_leaves_no_batch_for_one_outside_to_go_on_from(directo
         assert engine.executor.runner._decoding is not None
         engine.step()
         assert engine.executor.runner._decoding is None
+
+
+def test_after_a_step_with_prompts_decodes_are_told_their_positions_anew(llm, monkeypatch):
+    """They keep their positions on the device from one step to the next, and this one has moved them."""
+    graphs = llm.engine.executor.runner.graphs
+    graph = SimpleNamespace(graph=SimpleNamespace(replay=lambda: None), out=torch.zeros(80), to_sample=[None])
+    monkeypatch.setattr(graphs.mixed, "captured", lambda shape: graph)
+    graphs.decodes._sent = np.arange(2), np.full(2, 3)
+    assert graphs.mixed.launch(step(2, [3])) is not None
+    assert [len(each) for each in graphs.decodes._sent] == [0, 0]
 
 
 def test_a_readers_operation_runs_outside_even_if_it_is_capturable(llm):
