@@ -94,7 +94,7 @@ FAULTS = (
         "minillm/server/metrics.py",
         "self.ttft.observe(done.first_token_time - done.arrival_time)",
         "self.ttft.observe(done.finish_time - done.arrival_time)",
-        "tests/server/test_serving.py -k metrics",
+        "tests/server/test_metrics.py",
     ),
     Fault(
         "a stream that fails says nothing of it",
