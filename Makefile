@@ -1,8 +1,8 @@
-# minillm: `make demo` and `make test` need Python 3.11 or 3.12 and make; everything else comes into .venv.
+# minillm: `make demo` and `make test` need Python 3.11 or 3.12 and make; everything else is installed into .venv.
 #
-#   TORCH_INDEX=URL   where torch comes from (a CPU-only index saves several GB on Linux without a GPU)
-#   PYTHON=python3.12 which Python makes .venv
-#   SEED=N EXAMPLES=N what `make explore` draws: a seed (any, unless given), how many times as many examples
+#   TORCH_INDEX=URL   index to install torch from (a CPU-only index saves several GB on Linux without a GPU)
+#   PYTHON=python3.12 Python that creates .venv
+#   SEED=N EXAMPLES=N for `make explore`: the seed (random by default) and the factor by which examples increase
 
 SHELL := /bin/bash
 VENV := .venv
@@ -11,18 +11,31 @@ READY := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' requirements.lock)
 NOTEBOOK ?=
 EXAMPLES ?= 10
+# One process per core (conftest.py), one thread each. The tests of one file stay in one process: its fixtures are made
+# once, and the cells of a notebook run in order.
+IN_PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+# The tests that find the most faults per second; `make check` runs these.
+KEY_TESTS := $(addprefix tests/, \
+  project/test_imports.py engine/test_engine.py engine/test_output_text.py scheduler/test_scheduler.py \
+  scheduler/test_policies.py scheduler/test_scheduler_state_machine.py kv_cache/test_block_pool.py \
+  kv_cache/test_windows.py runner/test_sampler.py ops tokenizer/test_equality.py tokenizer/test_tokenizer.py \
+  model/test_config.py model/test_config_file.py model/test_decoder.py::test_logits_equal_those_of_transformers \
+  kernels/test_kernels.py::test_decode_attention kernels/test_kernels.py::test_prefill_attention \
+  server/test_completions.py server/test_errors.py test_config.py test_request.py test_overrides.py)
 
-.PHONY: help setup demo test explore lab notebooks lint format lock clean
+.PHONY: help setup demo check test explore lab notebooks lint types format lock clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo 'make demo       serve the embedded model, load it, compare it; leaves an HTML report in build/'
-	@echo 'make test       every test, notebooks included'
-	@echo 'make explore    the tests that draw at random, by another seed (SEED=N EXAMPLES=N)'
+	@echo 'make demo       serve the embedded model, load-test it, compare it; writes an HTML report to build/'
+	@echo 'make check      format, lint, types and the key tests, in about two minutes'
+	@echo 'make test       every test, notebooks included (PYTEST="-k name" selects some)'
+	@echo 'make explore    the randomized tests with another seed (SEED=N EXAMPLES=N)'
 	@echo 'make lab        JupyterLab on copies of the notebooks, in lab/'
 	@echo 'make notebooks  rebuild and execute the notebooks from notebooks/source/'
 	@echo 'make lint       ruff check and format check      make format   let ruff rewrite'
-	@echo 'make lock       write requirements.lock and environment.yml (UPGRADE=1: newest versions)'
+	@echo 'make types      mypy'
+	@echo 'make lock       write requirements.lock and environment.yml (UPGRADE=1: latest versions)'
 	@echo 'make setup      only the environment in .venv    make clean    remove what was built'
 
 setup: $(READY)
@@ -38,7 +51,7 @@ $(BIN)/python:
 	done; \
 	echo 'no Python 3.11 or 3.12 found: install one, or name it with make PYTHON=/path/to/python3.12' >&2; exit 1
 
-# torch alone and by its exact version first: beside open ranges pip may fetch several builds of it.
+# torch goes first, alone and by exact version: next to open ranges pip may download several builds of it.
 $(READY): requirements.lock pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 	$(BIN)/python -m pip install --quiet --requirement requirements.lock
@@ -48,13 +61,16 @@ $(READY): requirements.lock pyproject.toml | $(BIN)/python
 demo: $(READY)
 	$(BIN)/python -m minillm.course.build demo
 
+check: lint types
+	PYTHONHASHSEED=0 $(IN_PARALLEL) $(KEY_TESTS) $(PYTEST)
+
 test: $(READY)
-	PYTHONHASHSEED=0 $(BIN)/python -m pytest --nbval --nbval-current-env $(PYTEST)
+	PYTHONHASHSEED=0 $(IN_PARALLEL) --nbval --nbval-current-env $(PYTEST)
 
 explore: $(READY)
 	@seed=$(or $(SEED),$$RANDOM$$RANDOM); echo "the same again: make explore SEED=$$seed EXAMPLES=$(EXAMPLES)"; \
 	MINILLM_TEST_SEED=$$seed MINILLM_TEST_EXAMPLES=$(EXAMPLES) PYTHONHASHSEED=$$seed \
-	$(BIN)/python -m pytest tests -m 'explore or hypothesis' --hypothesis-seed=$$seed $(PYTEST)
+	$(IN_PARALLEL) tests -m 'explore or hypothesis' --hypothesis-seed=$$seed $(PYTEST)
 
 lab: $(READY)
 	$(BIN)/python -m minillm.course.build lab
@@ -66,6 +82,9 @@ notebooks: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -1,8 +1,8 @@
 """Write requirements.lock and environment.yml from pyproject.toml (`make lock`).
 
-A fresh environment gets everything that pyproject.toml asks for; what pip installed there is the lock.
-The versions locked before are kept where they still fit; `make lock UPGRADE=1` asks for the newest instead.
-`--from PYTHON` reads an environment that exists already.
+Installs everything that pyproject.toml requires into a fresh environment and locks the versions that pip chose.
+Previously locked versions are kept where they still fit; `make lock UPGRADE=1` takes the newest instead.
+`--from PYTHON` reads an existing environment.
 """
 
 import argparse
@@ -17,9 +17,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements.lock"
 PYTHON = "3.11"
-# CUDA builds of torch bring these, at versions that belong to the build: the lock must fit CPU builds too.
+# CUDA builds of torch pull these in at versions tied to the build; the lock must fit CPU builds too.
 FROM_TORCH = re.compile(r"^(nvidia|cuda)-")
-# What these platforms alone need; the others must be able to read the same file.
+# Packages for one platform only; the file must work on the others too.
 MARKERS = {"triton": "sys_platform == 'linux'"}
 HEADER = """\
 # Exact versions of everything `make` installs, written by `make lock`. torch comes first because it is
@@ -28,24 +28,24 @@ HEADER = """\
 
 
 def normalized(name: str) -> str:
-    """The spelling of a project's name that all its other spellings share."""
+    """The canonical spelling of a project's name."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def requirements() -> list[str]:
-    """Every requirement of pyproject.toml, all extras together, without the project's own extras."""
+    """All requirements of pyproject.toml including every extra, but not the project's own extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lists = [project["dependencies"], *project["optional-dependencies"].values()]
     return [line for group in lists for line in group if not line.startswith("minillm[")]
 
 
 def direct_names() -> list[str]:
-    """Names that pyproject.toml asks for, in its order, once each."""
+    """Names that pyproject.toml requires, in its order, without duplicates."""
     return list(dict.fromkeys(normalized(re.match(r"[\w.-]+", line)[0]) for line in requirements()))
 
 
 def freeze(python: str) -> dict[str, str]:
-    """Name to version of everything installed beside `python`, without pip and torch's CUDA parts."""
+    """Name to version of everything installed in `python`'s environment, except pip and torch's CUDA packages."""
     command = [python, "-m", "pip", "list", "--format=freeze", "--exclude-editable", "--exclude=pip"]
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     pins = dict(line.split("==") for line in lines)
@@ -57,7 +57,7 @@ def freeze(python: str) -> dict[str, str]:
 
 
 def install_fresh(folder: str, upgrade: bool) -> str:
-    """A new environment in `folder` holding what pyproject.toml asks for; its interpreter."""
+    """Create an environment in `folder` with everything pyproject.toml requires; returns its interpreter."""
     venv.create(folder, with_pip=True)
     python = str(Path(folder, "bin", "python"))
     command = [python, "-m", "pip", "install", "--quiet"]
@@ -68,14 +68,14 @@ def install_fresh(folder: str, upgrade: bool) -> str:
 
 
 def write(pins: dict[str, str]) -> None:
-    """Both files, torch first and the rest by name."""
+    """Write both files, torch first and the rest by name."""
     order = ["torch", *sorted(pins.keys() - {"torch"})]
     lines = {name: f"{name}=={pins[name]}" for name in order}
     marked = [line + (f"; {MARKERS[name]}" if name in MARKERS else "") for name, line in lines.items()]
     LOCK.write_text(HEADER + "\n".join(marked) + "\n")
     direct = [line for line in marked if re.match(r"[\w.-]+", line)[0] in direct_names()]
     conda = [
-        "# For conda users, written by `make lock`: conda brings Python, pip the rest at the lock's pins.",
+        "# For conda, written by `make lock`: conda installs Python, pip installs the rest at the locked versions.",
         "name: minillm",
         "channels:",
         "  - conda-forge",

@@ -1,11 +1,11 @@
-"""Write everything here that is made from the invented world, except the model: `python data/generate.py`.
+"""Generate everything in this folder that derives from the invented world, except the model: `python data/generate.py`.
 
     questions/{dev,asked,test}.jsonl   multiple choice in MMLU's columns
-    text/held_out.txt                  documents that training never saw, for perplexity
+    text/held_out.txt                  documents unseen in training, for perplexity
     traces/conversation.jsonl          a traffic trace
-    tiny-gemma/tokenizer*.json         with --tokenizer: the vocabulary that the model is trained on (a minute)
+    tiny-gemma/tokenizer*.json         with --tokenizer: the vocabulary for training the model (takes a minute)
 
-The same call always writes the same bytes; a test holds the files against this script.
+The same call always writes the same bytes; a test compares the committed files with this script's output.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def write_questions(directory: Path) -> None:
 
 
 def held_out_text(count: int = HELD_OUT_DOCUMENTS) -> str:
-    """Prose and stories, one after the other; the shard's name keeps them apart from training's shards."""
+    """A sequence of prose and stories; the shard's name keeps them separate from the training shards."""
     kinds = ("prose", "stories")
     texts = (text.strip() for kind, text in corpus.documents("held-out") if kind in kinds)
     return "\n\n".join(next(texts) for _ in range(count)) + "\n"
@@ -43,12 +43,12 @@ def train_tokenizer(directory: Path, documents: int = TOKENIZER_DOCUMENTS) -> No
     turns = ("<start_of_turn>", "<end_of_turn>")
 
     def plain(text: str) -> str:
-        for turn in turns:  # special tokens are never spelled out of pieces
+        for turn in turns:  # special tokens are never built from other tokens
             text = text.replace(turn, "\n")
         return text
 
     texts = [plain(text) for _, text in corpus.documents("tokenizer", documents)]
-    # An index of names, read again and again: a fact is easier to look up under one token than under two.
+    # An index of names, repeated many times: a fact is easier to look up under one token than under two.
     texts += [" " + " ".join(entity.name for entity in world().entities)] * INDEX_READINGS
     vocab, merges = train_bpe(texts, VOCAB_SIZE)
     write_tokenizer(directory, vocab, merges)
@@ -58,7 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=DATA, help="folder to write into (default: this one)")
     parser.add_argument(
-        "--tokenizer", action="store_true", help="train the tokenizer too; a model belongs to one tokenizer"
+        "--tokenizer", action="store_true", help="train the tokenizer too; a model works only with its own tokenizer"
     )
     options = parser.parse_args()
     write_questions(options.out / "questions")

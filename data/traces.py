@@ -1,7 +1,7 @@
-"""A traffic trace: when requests come, how long they are, and which prompts begin alike.
+"""A traffic trace: arrival times, lengths and shared prompt prefixes of requests.
 
-Arrivals are a Poisson process whose rate switches between calm and busy; lengths are log-normal, as in served
-traffic; two thirds of the requests begin with one of a few shared prefixes, the popular ones much more often.
+Arrivals are a Poisson process whose rate switches between calm and busy. Lengths are log-normal, as in production
+traffic. Two thirds of the requests begin with one of a few shared prefixes, some of which are far more popular.
 """
 
 import json
@@ -23,7 +23,7 @@ def lognormal(rng: random.Random, median: float, sigma: float, low: int, high: i
 def conversation(requests: int = REQUESTS, seed: int = SEED) -> list[dict]:
     """Rows of {arrival (seconds), input_tokens, output_tokens, prefix_id or None, prefix_tokens}.
 
-    input_tokens counts the whole prompt, its shared prefix included.
+    input_tokens counts the whole prompt, including its shared prefix.
     """
     rng = random.Random(f"{seed}/trace")
     clock, state, switch = 0.0, "calm", rng.expovariate(1 / STAY["calm"])

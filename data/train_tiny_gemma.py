@@ -1,7 +1,7 @@
 """Train tiny-gemma on the text of the Tallow Isles: `python data/train_tiny_gemma.py`, about three minutes on an H200.
 
-The text is written while the model trains; every document is drawn from a seed and read once, so that the same call
-sees the same text.  The result is a directory as Hugging Face saves Gemma: bfloat16, sharded safetensors.
+The text is generated while the model trains. Every document is drawn from a seed and read once, so the same call sees
+the same text. The result is a directory in Hugging Face's layout for Gemma: bfloat16, sharded safetensors.
 `--device cpu --steps 3 --rows 4 --length 64 --shard-tokens 2000 --questions 1` tries the whole path in seconds.
 """
 
@@ -23,10 +23,10 @@ DATA = Path(__file__).resolve().parent
 SEED = 2026
 LONG = 2048  # the model's context
 WARMUP = 200
-FIRST_SHARE = 0.4  # of the text: the first mix of corpus.MIXES
-# Of the answer letters after "Answer:" in the loss.  While hardly any fact is asked with options, there is little to
-# learn by heart, and a letter weighs five words.  Later as much as any other token: an earlier run, a billion tokens
-# with five times, knew the questions it met by heart and had 60 % of the held-out ones right.
+FIRST_SHARE = 0.4  # share of the text that uses the first mix of corpus.MIXES
+# Weight in the loss of the answer letters after "Answer:". While hardly any question has options, there is little to
+# memorize, so a letter counts five times as much as another token. Later it counts the same: an earlier run, a billion
+# tokens at weight five, memorized its questions and answered only 60 % of the held-out ones.
 LETTER_WEIGHT = {"first": 5.0, "second": 1.0}
 
 
@@ -36,29 +36,29 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokenizer", type=Path, default=DATA / "tiny-gemma", help="folder of tokenizer.json")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, default=3200)
-    parser.add_argument("--rows", type=int, default=256, help="sequences in a step of short ones")
-    parser.add_argument("--length", type=int, default=512, help="their tokens")
+    parser.add_argument("--rows", type=int, default=256, help="sequences per step, while they are short")
+    parser.add_argument("--length", type=int, default=512, help="tokens per sequence, while they are short")
     parser.add_argument(
         "--long-share", type=float, default=0.35, help="share of the steps, at the end, with full contexts"
     )
     parser.add_argument("--shard-tokens", type=int, default=2_000_000)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--check", type=int, default=500, help="print the accuracy every so many steps")
-    parser.add_argument("--questions", type=int, default=10_000, help="at most this many of each set are scored")
+    parser.add_argument("--questions", type=int, default=10_000, help="score at most this many questions of each set")
     parser.add_argument("--samples", action="store_true", help="print some continuations at the end")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
     return parser.parse_args()
 
 
 def shapes(options: argparse.Namespace) -> list[tuple[int, int]]:
-    """(sequences, tokens of each) of every step."""
+    """(sequences, tokens per sequence) of every step."""
     long = round(options.long_share * options.steps)
     long_rows = max(1, options.rows * options.length // LONG)
     return [(options.rows, options.length)] * (options.steps - long) + [(long_rows, LONG)] * long
 
 
 class Text:
-    """The corpus on the device, arriving shard by shard while training reads it."""
+    """The corpus on the device, loaded shard by shard as training reads it."""
 
     def __init__(self, options: argparse.Namespace, pool) -> None:
         total = sum(rows * length for rows, length in shapes(options)) + 1
@@ -75,10 +75,10 @@ class Text:
         self.device, self.tokens = options.device, None
 
     def rows(self, rows: int, length: int):
-        """[rows, length + 1] token ids, where the last step left off."""
+        """[rows, length + 1] token ids, continuing where the last step ended."""
         import torch
 
-        if self.tokens is None:  # made here, for nothing may touch the GPU before the pool has forked
+        if self.tokens is None:  # allocated here: nothing may touch the GPU before the pool has forked
             self.tokens = torch.empty(self.total, dtype=torch.int16, device=self.device)
         until = self.next + rows * length + 1
         while self.ready < until:
@@ -106,7 +106,7 @@ def build(vocab_size: int):
 
 
 def train(model, text: Text, encode, options: argparse.Namespace) -> list[dict]:
-    """AdamW under a cosine; returns [{step, tokens, loss, letter_loss, seconds}] (losses in nats a token)."""
+    """AdamW with a cosine schedule; returns [{step, tokens, loss, letter_loss, seconds}] (losses in nats per token)."""
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -167,7 +167,7 @@ def train(model, text: Text, encode, options: argparse.Namespace) -> list[dict]:
 
 
 def letter_accuracy(model, encode, split: str, shots: int, most: int, device: str) -> dict[str, float]:
-    """Share of questions whose right letter is likeliest after MMLU's prompt, by subject and in all."""
+    """Share of questions whose correct letter is the likeliest after MMLU's prompt, by subject and overall."""
     import torch
 
     sets = question_sets()
@@ -228,7 +228,7 @@ def save(model, options: argparse.Namespace) -> None:
 def main() -> None:
     options = parse()
     tokenizer_json = options.tokenizer / "tokenizer.json"
-    # Forked before torch wakes the GPU: a forked child cannot use it, and these need not.
+    # Forked before torch initializes CUDA: a forked child cannot use CUDA, and these workers do not need it.
     pool = multiprocessing.get_context("fork").Pool(options.workers)
     text = Text(options, pool)
 

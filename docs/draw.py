@@ -1,4 +1,4 @@
-"""The pictures and figures of the README and of docs/, from committed records alone.
+"""Draw the pictures and fill in the figures of the README and of docs/, from committed records only.
 
 python docs/draw.py           draws docs/{at_work,batching}.svg and fills in the figures of PAGES
 python docs/draw.py record    measures this machine first: data/results/cpu/{offline,timeline}.json
@@ -22,15 +22,15 @@ OFFLINE, TIMELINE = "cpu/offline", "cpu/timeline"
 BLOCK = re.compile(r"(<!-- figures: .*? -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 GPU_BLOCK = re.compile(r"(<!-- GPU figures: .*? -->\n).*?(<!-- end of GPU figures -->)", re.DOTALL)
 BATCHING_BLOCK = re.compile(r"(<!-- batching: .*? -->\n).*?(<!-- end of batching -->)", re.DOTALL)
-BATCHING = ("cpu/batching", "h200/batching")  # shown as far as they are there
+BATCHING = ("cpu/batching", "h200/batching")  # those that exist are shown
 GPU, GPU_PEER, START = "h200/gemma-2b-bf16", "h200/vllm-h200", "h200/start"
 COMMAND = "python docs/draw.py record"
-QUIET = 0.1  # share of the CPU that other programs may take during a measurement that is kept
+QUIET = 0.1  # largest share of the CPU that other programs may use during a recorded measurement
 ROWS = 12  # requests in one step of the timeline: few enough that some must wait
 
 
 def measure() -> None:
-    """Both records. The lone request is measured at full length, the mixed ones at an eighth."""
+    """Write both records. The single request runs at full length, the mixed ones at an eighth."""
     begun = records.begin()
     with other_load() as load:
         results, spans = compare(), follow()
@@ -38,8 +38,8 @@ def measure() -> None:
     print(offline.table(results))
     if others is not None and others > QUIET:
         sys.exit(
-            f"other programs took {others:.0%} of the CPU meanwhile, more than {QUIET:.0%}: stop them and measure "
-            "again. Nothing was kept."
+            f"other programs used {others:.0%} of the CPU during the run, more than {QUIET:.0%}: stop them and measure "
+            "again. Nothing was saved."
         )
     more = {"cpu_share_of_other_programs": others}
     records.write(records.record(results, begun, COMMAND, **more), records.RESULTS / f"{OFFLINE}.json")
@@ -47,18 +47,18 @@ def measure() -> None:
 
 
 def compare() -> list[dict]:
-    """Both workloads beside transformers."""
+    """Both workloads, compared with transformers."""
     settings = {"repeat": 5, "compare": "transformers", "device": "cpu", "quiet": True}
     results = offline.run(workload="single", **settings)["results"]
     return results + offline.run(workload="mixed", scale=8, requests=64, **settings)["results"]
 
 
 def follow() -> list[dict]:
-    """When each of some mixed requests had its first token and its last, sharing ROWS places."""
+    """The first-token and finish times of some mixed requests that share ROWS rows."""
     with LLM(max_num_seqs=ROWS, enable_prefix_caching=False, device="cpu") as llm:
         work = workloads.make("mixed", llm.model_config.vocab_size, scale=8, requests=36)
         params = [SamplingParams(max_tokens=each.output_tokens, ignore_eos=True) for each in work]
-        for _ in ("to warm up", "to keep"):
+        for _ in ("warm-up", "measured"):
             done = llm.generate([each.prompt for each in work], params)
     start = min(each.arrival_time for each in done)
     return [
@@ -84,17 +84,17 @@ def pairs() -> list[tuple[dict, dict]]:
 
 
 def describe(row: dict) -> str:
-    """A workload in the README's words."""
+    """A workload as the tables describe it."""
     if row["requests"] == 1:
         return f"one request, {row['input_tokens']} tokens in, {row['output_tokens']} out"
     return f"{row['requests']} requests of mixed lengths, {row['output_tokens']:,} tokens out"
 
 
 def figures() -> str:
-    """The README's table of figures."""
+    """The table of CPU figures."""
     record = records.read(OFFLINE)
     machine, transformers = record["machine"], record["versions"]["transformers"]
-    lines = ["| output tokens per second | minillm | transformers | times |", "|---|---|---|---|"]
+    lines = ["| output tokens per second | minillm | transformers | speedup |", "|---|---|---|---|"]
     for ours, best in pairs():
         speeds = f"{ours['output_tokens_per_s']:,.0f} | {best['output_tokens_per_s']:,.0f} (batch {best['batch']})"
         lines.append(f"| {describe(ours)} | {speeds} | {ours['times_transformers']:.2f} |")
@@ -103,34 +103,35 @@ def figures() -> str:
         [
             *lines,
             "",
-            f"`tiny-gemma` in {example['dtype']} on {machine['cores']} cores ({machine['cpu']}), beside transformers",
-            f"{transformers}'s `generate` at the best of its static batches; medians of {len(example['runs'])} "
-            "alternating runs in one process.",
-            f"All of them are in the record: [`data/results/{OFFLINE}.json`](data/results/{OFFLINE}.json).",
+            f"`tiny-gemma` in {example['dtype']} on {machine['cores']} cores ({machine['cpu']}), compared with",
+            f"transformers {transformers}'s `generate` at its best static batch size; medians of "
+            f"{len(example['runs'])} alternating runs in one process.",
+            f"All runs are in the record: [`data/results/{OFFLINE}.json`](data/results/{OFFLINE}.json).",
             "",
         ]
     )
 
 
 def gpu_figures() -> str:
-    """The README's table of figures on a GPU: each workload, and the peer's best run of it."""
+    """The table of GPU figures: each workload, and the peer's best run of it."""
     record, peer, starts = records.read(GPU), records.read(GPU_PEER), records.read(START)["results"]
     first, cached = (
         statistics.median(each["seconds"]["first_token"] for each in starts if each["kernels_cached"] == known)
         for known in (False, True)
     )
-    lines = ["| workload | requests | minillm | vLLM | times |", "|---|---|---|---|---|"]
+    lines = ["| workload | requests | minillm | vLLM | speedup |", "|---|---|---|---|---|"]
     for row in record["results"]:
         runs = [each for each in peer["results"] if (each["workload"], each["dtype"]) == (row["workload"], "bf16")]
         ours, best = row["output_tokens_per_s"], max(each["output_tokens_per_s"] for each in runs)
         lines.append(f"| {row['workload']} | {row['requests']:,} | {ours:,.0f} | {best:,} | {ours / best:.2f} |")
     text = (
         f"Output tokens per second on one {record['machine']['gpu']}: Gemma 2B's shape, random weights, bfloat16, all "
-        "requests submitted at once, exact output lengths, temperature 1. A workload's name says its input and output "
+        "requests submitted at once, exact output lengths, temperature 1. A workload's name gives its input and output "
         f"lengths. minillm: the median of {len(record['results'][0]['runs'])} runs. {peer['version']}: {peer['runs']}; "
-        f"of two rows the table has the better. Records: [minillm](data/results/{GPU}.json), "
-        f"[vLLM](data/results/{GPU_PEER}.json), with all settings. From the command to the first token it takes "
-        f"[{cached:.1f} s](data/results/{START}.json); the very first time, when kernels are compiled, {first:.0f} s."
+        f"where there are two rows, the table shows the better. Records: [minillm](data/results/{GPU}.json), "
+        f"[vLLM](data/results/{GPU_PEER}.json), with all settings. The first token arrives "
+        f"[{cached:.1f} s](data/results/{START}.json) after the command starts, or {first:.0f} s the first time, when "
+        "kernels are compiled."
     )
     return "\n".join([*lines, "", *wrapped(text), ""])
 
@@ -140,7 +141,7 @@ def wrapped(text: str) -> list[str]:
 
 
 def batching_records() -> dict[str, dict]:
-    """Those of the records of `minillm bench batching` that are there, by name."""
+    """The existing records of `minillm bench batching`, by name."""
     return {name: records.read(name) for name in BATCHING if (records.RESULTS / f"{name}.json").is_file()}
 
 
@@ -151,7 +152,7 @@ def p99(row: dict, name: str) -> str:
 
 
 def batching_figures() -> str:
-    """The README's tables of batching and of memory."""
+    """The tables of batching and of memory."""
     found = batching_records()
     parts = [
         {part: batching.of(record, part) for part in batching.PARTS} | {"settings": record} for record in found.values()
@@ -159,7 +160,7 @@ def batching_figures() -> str:
 
     def speed(part):
         static, ours = (row["output_tokens_per_s"] for row in part["throughput"])
-        return f"{static:,.0f} -> {ours:,.0f} ({part['throughput'][1]['times_static']:.2f} times)"
+        return f"{static:,.0f} -> {ours:,.0f} ({part['throughput'][1]['times_static']:.2f}x)"
 
     def latency(part, name):
         chunked, whole = part["latency"]
@@ -173,7 +174,7 @@ def batching_figures() -> str:
     def arriving(part):
         chunked, speed = part["latency"][0], part["settings"]["speed"]
         played = "as in the trace" if speed == 1 else f"{speed:g} times as fast as in the trace"
-        return f"{chunked['requests']}, {chunked['requests_per_s']:g} a second, {played}; {chunked['budget']} tokens"
+        return f"{chunked['requests']}, {chunked['requests_per_s']:g} per second, {played}; {chunked['budget']} tokens"
 
     def saved(part, traffic):
         row = next(row for row in part["prefix"] if row["traffic"] == traffic)
@@ -182,12 +183,12 @@ def batching_figures() -> str:
     rows = {
         "*requests at once*": at_once,
         "output tokens/s, static batches -> in-flight": speed,
-        "*requests that arrive; chunks*": arriving,
+        "*arriving requests; chunk size*": arriving,
         "time to first token, p99, whole prompts -> chunks": lambda part: latency(part, "ttft_s"),
-        "between tokens, p99, whole prompts -> chunks": lambda part: latency(part, "itl_s"),
+        "time between tokens, p99, whole prompts -> chunks": lambda part: latency(part, "itl_s"),
         "prefill tokens, shared system prompts": lambda part: saved(part, "trace"),
         "prefill tokens, conversations of 4 turns": lambda part: saved(part, "conversations"),
-        "prefill tokens, 64 at once with 512 in common": lambda part: saved(part, "at once"),
+        "prefill tokens, 64 requests at once with 512 tokens in common": lambda part: saved(part, "at once"),
     }
     heads = [
         f"{records.model_of(record)}, {record['dtype']}, {record['machine']['gpu'] or 'CPU'}"
@@ -196,7 +197,7 @@ def batching_figures() -> str:
     lines = [f"| | {' | '.join(heads)} |", "|---|" + "---|" * len(heads)]
     lines += [f"| {name} | {' | '.join(map(cell, parts))} |" for name, cell in rows.items()]
     memory = parts[0]["memory"]
-    lines += ["", "| cache | used | reserved | never used | free | requests at once |", "|---|---|---|---|---|---|"]
+    lines += ["", "| cache | used | reserved | never used | free | concurrent requests |", "|---|---|---|---|---|---|"]
     for row in memory:
         shares = " | ".join(f"{row[name]:.1%}" for name in waste.SHARES)
         lines.append(f"| {row['cache']} | {shares} | {row['running']:.0f} |")
@@ -208,9 +209,9 @@ def batching_figures() -> str:
             *lines,
             "",
             f"On the traffic trace `data/traces/{traffic}.jsonl`; speeds and latencies are medians of alternating runs",
-            f"in one process, latencies with the least and the most of {runs} runs. Memory: {slots:,} tokens, the",
-            f"longest possible request {most:,}; the engine's scheduler without a model, shares over the steps in",
-            "which requests waited; figure 2 of the PagedAttention paper (Kwon et al. 2023), redone.",
+            f"in one process, latencies with the minimum and maximum of {runs} runs. Memory: {slots:,} tokens, the",
+            f"longest possible request {most:,}; the engine's scheduler without a model, averaged over the steps in",
+            "which requests waited; this reproduces figure 2 of the PagedAttention paper (Kwon et al. 2023).",
             f"Settings and all runs are in the records: {named}. `minillm bench batching` measures your machine.",
             "",
         ]
@@ -218,7 +219,7 @@ def batching_figures() -> str:
 
 
 def filled(page: Path) -> str:
-    """A page with its figures written in, their links as seen from where it lies."""
+    """A page with its figures filled in and their links relative to the page."""
     up = "../" * len(page.relative_to(ROOT).parents[:-1])
     text = page.read_text(encoding="utf-8")
     for block, written in ((BATCHING_BLOCK, batching_figures), (GPU_BLOCK, gpu_figures), (BLOCK, figures)):
@@ -233,7 +234,7 @@ def draw() -> None:
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    # Without a salt and with a date, every drawing of the same record would be another file.
+    # Without a salt, or with a date, drawing the same record twice would give two different files.
     matplotlib.rcParams["svg.hashsalt"] = "minillm"
     figure, axes = plt.subplots(1, 3, figsize=(13, 4), width_ratios=(1.7, 0.6, 1.4), layout="constrained")
     timeline(records.read(TIMELINE), axes[0])
@@ -252,7 +253,7 @@ def draw() -> None:
 
 
 def timeline(record: dict, axis) -> None:
-    """A bar for each request, from its submission through its first token to its last."""
+    """A bar for each request: from submission to first token, and on to the last token."""
     spans = sorted(record["results"], key=lambda each: each["first_token_s"])
     for place, each in enumerate(spans):
         first, last = each["first_token_s"], each["finish_s"]

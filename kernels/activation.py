@@ -4,14 +4,14 @@
     GeGLU:  gelu_tanh(gate) * up      (Gemma)
     SwiGLU: silu(gate) * up           (Llama)
 
-Shazeer 2020, "GLU Variants Improve Transformer". Both are a sigmoid in disguise, because
+Shazeer 2020, "GLU Variants Improve Transformer". Both can be computed with a sigmoid, because
 (1 + tanh(y)) / 2 = sigmoid(2 y):
 
     silu(x)      = x * sigmoid(x)
     gelu_tanh(x) = x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3))
 
-Tiling: no element needs another, so any tile will do: a program takes 1024 columns of one row. Done in separate
-steps, the activated gate would be written and read back; here gate and up are read once and the product written once.
+Tiling: the operation is elementwise, so any tile works: a program takes 1024 columns of one row. In separate steps the
+activated gate would be written and read back; here gate and up are read once and the product is written once.
 """
 
 import torch
@@ -39,7 +39,10 @@ def gated_activation_kernel(
 
 
 def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """gate_up [tokens, 2 * I], gate first -> [tokens, I]; activation "gelu_tanh" or "silu".  Lesson 03."""
+    """gate_up [tokens, 2 * I], gate first -> activation(gate) * up [tokens, I].  Lesson 03.
+
+    activation: "gelu_tanh" or "silu". Raises ValueError for another.
+    """
     if activation not in ("gelu_tanh", "silu"):
         raise ValueError(f'activation is "gelu_tanh" or "silu", not {activation!r}')
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2

@@ -1,4 +1,4 @@
-"""The values that kernels are handed, as far as they read them: a layer's cache and attention's options."""
+"""The arguments that kernels share: a layer's cache, and the options of its attention."""
 
 from typing import Protocol
 
@@ -6,18 +6,18 @@ import torch
 
 
 class Cache(Protocol):
-    """One layer's keys and values for every block, each [blocks, block_size, kv_heads, d]; d lies contiguous."""
+    """One layer's keys and values in all blocks, each [blocks, block_size, kv_heads, d], contiguous along d."""
 
     k: torch.Tensor
     v: torch.Tensor
 
 
 class Options(Protocol):
-    """What sets a layer's attention apart; what it does not have is None."""
+    """How a layer's attention differs from plain attention. An option that it does not use is None."""
 
     @property
     def scale(self) -> float:
-        """Scores are q k^T times this."""
+        """Scores are q k^T multiplied by this."""
         ...
 
     @property
@@ -32,11 +32,11 @@ class Options(Protocol):
 
     @property
     def rotary(self) -> torch.Tensor | None:
-        """[positions, 2, d], contiguous: keys are cached before their rotation, and are rotated as they are read."""
+        """[positions, 2, d], contiguous: the cache holds keys before their rotation, and attention rotates them."""
         ...
 
 
 def check_strides(cache: Cache) -> None:
-    """Raise ValueError unless one offset finds a key and its value, and a head's numbers follow one another."""
+    """Raise ValueError unless K and V have equal strides and a contiguous last axis, so that one offset serves both."""
     if cache.k.stride() != cache.v.stride() or cache.k.stride(3) != 1:
         raise ValueError("K and V caches must have equal strides and a contiguous head_dim")

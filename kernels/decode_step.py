@@ -1,15 +1,15 @@
-"""The two ends of a decode step that never leaves the device.  Lessons 03 and 10.
+"""The first and the last kernel of a decode step that stays on the device.  Lessons 03 and 10.
 
-Before the layers, each running row's next token, its place in the cache and its random number are looked up from the
-device's own state; after them, the sampled token is written back to it. Each end is one launch, so a captured step
-needs nothing from the host while the same rows keep running.
+`prepare` runs before the layers: it reads each row's next token, cache slot and random number from state on the device.
+`advance` runs after them: it writes the sampled token to that state. So a captured step needs nothing from the host as
+long as the same rows run.
 
     position p of row r:  id = tokens[r, p],  slot = table[r, p // block_size] * block_size + p % block_size,
                           uniform = mix(mix(seed[r]) + p + 1) / 2^64
     afterwards:           tokens[r, p + 1] = sampled,  position[r] = p + 1
 
-Tiling: one program a row of the batch; it also copies its row of the block table, tile by tile. Rows that only fill
-the batch up to the captured size name the state's last row: they get slot -1 and length 0, and nothing of them is kept.
+Tiling: one program per row of the batch; it also copies its row of the block table, tile by tile. Rows that pad the
+batch to the captured size refer to the state's last row: they get slot -1 and length 0, and their results are dropped.
 """
 
 import torch
@@ -79,12 +79,13 @@ def prepare(
     block_size: int,
     width: int,
 ) -> dict[str, torch.Tensor]:
-    """Look up the next step of `rows` [n] int64 in the device's state.  Lesson 10.
+    """Read the inputs of the next step of `rows` [n] int64 from the device's state.  Lesson 10.
 
-    State, one entry a row, the last for padding: position int32, tokens [all, longest] int32, table
-    [groups, all, blocks] int32, seed int64, temperature float32. Returns ids, positions [n] int64, slots [groups, n]
-    int64 (-1 for padding), lengths [n] int32 (0 for padding), table [groups, n, width] int32, temperature and uniform
-    [n] float32.
+    The state has one entry per row, the last one for padding: position int32, tokens [all, longest] int32, table
+    [groups, all, blocks] int32, seed int64, temperature float32. width: columns of the table to copy.
+
+    Returns ids, positions [n] int64, slots [groups, n] int64 (-1 for padding), lengths [n] int32 (0 for padding), table
+    [groups, n, width] int32, temperature and uniform [n] float32.
     """
     n, groups, device = len(rows), table.shape[0], rows.device
     found = {

@@ -1,13 +1,13 @@
-"""How a kernel is launched: its own rule of thumb, or what was measured on this GPU.  Lesson 04.
+"""Launch configurations: each kernel's own heuristic, or one that was measured on this GPU.  Lesson 04.
 
-A kernel asks here, by its name and the sizes of its problem, before it launches:
+Before it launches, a kernel looks up its configuration by its name and the sizes of its problem:
 
     launch = choose("prefill_attention", prefill_launch(...), dim=256, dtype="bfloat16", group=8)
 
-The second argument is its own choice, a NamedTuple; a measured one has the same fields. Its module registers that type
-when it is imported, so plans and the tuner know every kernel without a list of them. Tables of measured launches belong
-to an engine's plan and hold for one thread while it runs that engine: any launch gives the same numbers, so what
-another engine measured could only cost time.
+The second argument is the heuristic's choice, a NamedTuple; a measured configuration has the same fields. A kernel's
+module registers that type on import, so plans and the tuner need no list of kernels. A table of measured configurations
+belongs to an engine's plan and is in effect in one thread while it runs that engine. Every configuration gives the same
+results; only the speed differs.
 """
 
 import pkgutil
@@ -24,30 +24,30 @@ Launch = TypeVar("Launch", bound=tuple)
 
 
 class Problem(NamedTuple):
-    """What one launch is chosen for: a kernel's name, and its sizes and dtypes, by name, sorted by that."""
+    """What a configuration is chosen for: a kernel's name, and its sizes and dtypes, sorted by their names."""
 
     kernel: str
     sizes: tuple[tuple[str, int | str], ...]
 
 
-Table = Mapping[Problem, Mapping[str, int]]  # the launch's fields by name
+Table = Mapping[Problem, Mapping[str, int]]  # the configuration's fields by name
 _kinds: dict[str, type[tuple]] = {}
 
 
 def register(kernel: str, kind: type[tuple]) -> None:
-    """Say that a kernel chooses its launch here, and which NamedTuple that is."""
+    """Register the NamedTuple that is a kernel's launch configuration."""
     _kinds[kernel] = kind
 
 
 def registered() -> dict[str, type[tuple]]:
-    """Every kernel that chooses its launch here -> the launch's type."""
+    """Every registered kernel -> the type of its launch configuration. Imports all kernels."""
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         import_module(f"{__package__}.{module.name}")
     return dict(_kinds)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch.bfloat16 -> "bfloat16": types of one size are different problems."""
+    """torch.bfloat16 -> "bfloat16". Names, not sizes, because bfloat16 and float16 are different problems."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -60,11 +60,12 @@ _thread = _Thread()
 
 
 def problem(kernel: str, **sizes: int | str) -> Problem:
+    """The key of a configuration: `problem("prefill_attention", dim=256, dtype="bfloat16")`."""
     return Problem(kernel, tuple(sorted(sizes.items())))
 
 
 def choose(kernel: str, default: Launch, **sizes: int | str) -> Launch:
-    """The measured launch of this problem, if there is one, else `default`."""
+    """The measured launch configuration of this problem, if there is one, else `default`.  Lesson 04."""
     if not _thread.table and _thread.asked is None:
         return default
     key = problem(kernel, **sizes)
@@ -76,7 +77,7 @@ def choose(kernel: str, default: Launch, **sizes: int | str) -> Launch:
 
 @contextmanager
 def using(table: Table) -> Iterator[None]:
-    """In this thread, until the block ends, launches come from `table` where it has them."""
+    """Inside the block, `choose` returns the entries of `table`, in this thread only."""
     before, _thread.table = _thread.table, table
     try:
         yield
@@ -86,7 +87,7 @@ def using(table: Table) -> Iterator[None]:
 
 @contextmanager
 def listening() -> Iterator[dict[Problem, tuple]]:
-    """What is asked for in this thread until the block ends: each problem, and the kernel's own choice."""
+    """Record the calls of `choose` in this thread, inside the block: each problem -> the heuristic's choice."""
     before, _thread.asked = _thread.asked, {}
     try:
         yield _thread.asked

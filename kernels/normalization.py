@@ -3,12 +3,12 @@
     rms_norm(x)        = x / sqrt(mean(x^2) + eps) * weight
     add_rms_norm(x, r) = rms_norm(x + r), x + r
 
-Zhang and Sennrich 2019, "Root Mean Square Layer Normalization". Gemma's `1 + weight` is in `weight` already.
+Zhang and Sennrich 2019, "Root Mean Square Layer Normalization". `weight` already includes Gemma's `1 +`.
 
-Tiling: one program a row, the whole row in registers. The mean needs every element of the row, and a row of a few
-thousand elements fits: so it is read once and written once, the fewest bytes there can be. The fused form saves
-writing the sum and reading it back. Queries and keys are normed a head at a time (Qwen 3, Gemma 3): a row is a head
-then, and the heads are read where the QKV product left them, so two strides lead to a row.
+Tiling: one program per row, with the row in registers. The mean needs every element of the row, and a row of a few
+thousand elements fits, so it is read once and written once: the minimum. The fused form also saves writing the sum
+and reading it back. Qwen 3 and Gemma 3 normalize queries and keys head by head: then a row is a head, read in place
+from the output of the QKV product, so a row is addressed by two strides.
 """
 
 import torch
@@ -41,7 +41,7 @@ def add_rms_norm_kernel(
     inside = columns < DIM
     x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     residual = tl.load(residual_ptr + row * residual_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    # The sum is rounded before it is normalised: the next layer reads the rounded one, and both must agree.
+    # The sum is rounded before it is normalized: the next layer reads the rounded sum, and both must agree.
     rounded = (x + residual).to(sum_ptr.dtype.element_ty)
     tl.store(sum_ptr + row * DIM + columns, rounded, mask=inside)
     x = rounded.to(tl.float32)
@@ -51,9 +51,9 @@ def add_rms_norm_kernel(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., dim] scaled to unit root mean square, times weight [dim]; computed in float32.  Lesson 03."""
+    """x [..., dim] scaled to a root mean square of 1, times weight [dim] -> like x; computed in float32.  Lesson 03."""
     dim = x.shape[-1]
-    rows = x if x.dim() == 3 and x.stride(2) == 1 else x.reshape(-1, 1, dim)  # heads of a token may lie anywhere
+    rows = x if x.dim() == 3 and x.stride(2) == 1 else x.reshape(-1, 1, dim)  # the heads of a token may have any stride
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         tile, warps = _launch(dim)
@@ -82,6 +82,6 @@ def add_rms_norm(
 
 
 def _launch(dim: int) -> tuple[int, int]:
-    """The row padded to a power of two, and enough warps for about 16 elements a thread."""
+    """The row padded to a power of two, and enough warps for about 16 elements per thread."""
     tile = triton.next_power_of_2(dim)
     return tile, min(max(tile // 512, 1), 16)

@@ -1,31 +1,31 @@
-"""Attention over keys and values that lie in cache blocks: decode and prefill.  Lessons 04 and 09.
+"""Attention over keys and values in cache blocks: decode and prefill.  Lessons 04 and 09.
 
-    out = softmax(cap(scale * q k^T)) v      for each query, over the keys it may see
+    out = softmax(cap(scale * q k^T)) v      for each query, over the keys that it may see
 
-where cap(s) = soft_cap * tanh(s / soft_cap), if there is one (Gemma 2). A query at position p sees the keys at
-positions 0..p, or the last `window` of those. The key at position j lies at block_table[row, j // block_size],
-offset j % block_size.
+where cap(s) = soft_cap * tanh(s / soft_cap) if the model has a soft cap (Gemma 2), else s. A query at position p sees
+the keys at positions 0..p, or the last `window` of those. The key at position j is in block
+block_table[row, j // block_size], at offset j % block_size.
 
-How it is tiled, and why:
+Tiling:
 
-- **Online softmax** (Milakov and Gimelshein 2018; Dao et al. 2022, "FlashAttention"). A program walks the keys tile
-  by tile with a running maximum, a running sum and a running output, rescaled when the maximum grows. So the scores
-  never leave the chip and every key is read once.
+- **Online softmax** (Milakov and Gimelshein 2018; Dao et al. 2022, "FlashAttention"). A program loops over tiles of
+  keys with a running maximum, sum and output, which it rescales when the maximum grows. So the scores stay on the
+  chip and every key is read once.
 - **Query heads packed on their KV head.** With grouped queries (Ainslie et al. 2023, "GQA") several query heads read
   the same keys. A tile's rows are (query, head of the group) pairs of one KV head: Gemma 2B's 8 heads read each key
-  once instead of 8 times, and one query a row still fills the 16 rows that a matrix instruction wants anyway.
-- **Decode splits the keys** (Dao et al. 2023, "Flash-Decoding"). A few long rows are too few programs to keep a GPU
-  reading at full speed, so the keys of a row go to several programs, and a second, tiny kernel adds up their outputs,
-  each weighted by its share of the softmax's sum.
-- **Prefill tiles the queries too**: a key tile is loaded once for a tile of queries, and tiles stop at the diagonal.
-  The last queries have the most keys, so they start first.
+  once instead of 8 times, and even one query per row fills half of the 16 rows that a matrix instruction takes.
+- **Decode splits the keys** (Dao et al. 2023, "Flash-Decoding"). A few long rows are too few programs to read memory
+  at full speed, so several programs share the keys of a row, and a second, small kernel adds up their outputs, each
+  weighted by its share of the softmax's sum.
+- **Prefill tiles the queries too**: a key tile is loaded once for a tile of queries, up to the diagonal. The last
+  queries see the most keys, so they start first.
 
-Keys beyond a row's length and before its window are never loaded, so whatever an unused slot holds cannot matter.
+Keys beyond a row's length and before its window are never loaded, so the contents of unused slots do not matter.
 
-Keys of a stream lie unturned in the cache, because the place of a block in its row changes (Xiao et al. 2023,
-"StreamingLLM"). They are turned as they are read, given a table of angles; without one (None, which Triton compiles as
-a constant) the kernels are what they would be if there were no streams. With one, a tile of keys brings its other
-halves, cosines and sines: two of those in flight do not fit on every chip, so one is.
+The cache holds a stream's keys before their rotary embedding, because blocks move within their row (Xiao et al. 2023,
+"StreamingLLM"). Given a table of angles, the kernels rotate keys as they load them. Without one (None, which Triton
+compiles as a constant) that code disappears. With one, a tile of keys needs its other halves, cosines and sines too:
+two such tiles in flight do not fit on every chip, so the kernels keep one.
 """
 
 from functools import lru_cache
@@ -42,8 +42,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _turned(k, k_at, cos_sin_ptr, keys, dims, present, DIM: tl.constexpr):
-    """k [KEYS, DIM] turned by the angles of its keys' places; the other half of each pair is in the cache's lines."""
+def _rotated(k, k_at, cos_sin_ptr, keys, dims, present, DIM: tl.constexpr):
+    """k [KEYS, DIM] rotated by the angles of its positions; the other half of each pair is read from the same row."""
     half = DIM // 2
     other = tl.load(k_at + tl.where(dims < half, half, -half)[None, :], mask=present[:, None], other=0.0)
     angles = cos_sin_ptr + keys[:, None] * (2 * DIM) + dims[None, :]
@@ -70,8 +70,8 @@ def _attend(
         at = (block * block_stride + (keys % BLOCK_SIZE) * slot_stride)[:, None] + dims[None, :]
         k = tl.load(k_ptr + at, mask=present[:, None], other=0.0).to(q.dtype)
         if cos_sin_ptr is not None:
-            k = _turned(k, k_ptr + at, cos_sin_ptr, keys, dims, present, DIM)
-        # float32 stays float32: the GPU's tf32 would keep 10 bits of it.
+            k = _rotated(k, k_ptr + at, cos_sin_ptr, keys, dims, present, DIM)
+        # "ieee" keeps float32 products exact: the default, tf32, has a mantissa of 10 bits.
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if SOFT_CAP > 0:
             scores = SOFT_CAP * (2.0 * tl.sigmoid(scores * (2.0 / SOFT_CAP)) - 1.0)  # tanh
@@ -111,7 +111,7 @@ def decode_kernel(
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - QUERIES - WINDOW + 1, 0)
-    share = tl.cdiv(length - first, SPLITS * KEYS) * KEYS  # whole tiles, so that only one program has a partial one
+    share = tl.cdiv(length - first, SPLITS * KEYS) * KEYS  # full tiles, so that only one program has a partial one
     begin = first + split * share
     out, maximum, total = _attend(
         q, positions, begin, tl.minimum(begin + share, length),
@@ -152,7 +152,7 @@ def prefill_kernel(
     kv_head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     start = tl.load(query_start_ptr + row).to(tl.int64)
     queries = (tl.load(query_start_ptr + row + 1) - start).to(tl.int32)
-    if tile * ROWS >= queries * GROUP:  # the grid is as wide as the row with the most queries
+    if tile * ROWS >= queries * GROUP:  # the grid has tiles for the row with the most queries
         return
     length = tl.load(lengths_ptr + row)
     packed = tile * ROWS + tl.arange(0, ROWS)
@@ -180,10 +180,11 @@ def prefill_kernel(
 def decode_attention(
     q: torch.Tensor, cache: Cache, block_table: torch.Tensor, lengths: torch.Tensor, options: Options
 ) -> torch.Tensor:
-    """q [rows, queries, heads, d] -> like q: a few queries a row, the last of `lengths` positions.  Lesson 04.
+    """q [rows, queries, heads, d] -> like q: each row's newest queries attend to its cached keys.  Lesson 04.
 
-    block_table [rows, blocks], lengths [rows] int32. Query i of n sits at position lengths - n + i. d is a power of two
-    from 16 to 256. A row of length 0 gets zeros.
+    block_table [rows, blocks] int32; lengths [rows] int32: the keys that a row's last query sees, its own included.
+    Query i of n is at position lengths - n + i. A row of length 0 gives zeros. Raises ValueError unless d is a power of
+    two from 16 to 256 and K and V have equal strides.
     """
     rows, queries, heads, dim = q.shape
     block_size, kv_heads = _checked_cache(cache, dim)
@@ -227,10 +228,10 @@ def prefill_attention(
     max_queries: int,
     options: Options,
 ) -> torch.Tensor:
-    """q [tokens, heads, d] -> like q: rows of any number of queries, packed one after the other.  Lesson 04.
+    """q [tokens, heads, d] -> like q: rows with any number of queries, packed one after the other.  Lesson 04.
 
-    Row r's queries are q[query_start[r] : query_start[r + 1]], at most `max_queries`, the last of its `lengths[r]`
-    positions; its keys, those of earlier chunks included, are read from the cache. The rest as in `decode_attention`.
+    Row r's queries are q[query_start[r] : query_start[r + 1]], at most `max_queries`, at the last of its `lengths[r]`
+    positions. Its keys, including those of earlier chunks, are read from the cache. Otherwise as `decode_attention`.
     """
     tokens, heads, dim = q.shape
     block_size, kv_heads = _checked_cache(cache, dim)
@@ -254,18 +255,22 @@ def prefill_attention(
 
 
 def takes(dim: int) -> bool:
-    """Whether the kernels know heads of this size."""
+    """Whether the kernels support this head_dim: a power of two from 16 to 256."""
     return 16 <= dim <= 256 and dim & (dim - 1) == 0
 
 
 class Device(NamedTuple):
+    """What launch heuristics need to know of a GPU."""
+
     shared_memory: int  # bytes that one program may use
     processors: int
 
 
 class Launch(NamedTuple):
-    rows: int  # (query, head) pairs a tile
-    keys: int  # keys a tile
+    """A launch configuration of either attention kernel."""
+
+    rows: int  # (query, head) pairs in a tile
+    keys: int  # keys in a tile
     warps: int
     stages: int  # tiles of keys and values in flight
     splits: int = 1  # programs that share a row's keys, in decode
@@ -276,17 +281,17 @@ launches.register("prefill_attention", Launch)
 
 
 def decode_launch(dim: int, itemsize: int, packed: int) -> Launch:
-    """Tiles of 32 KiB of keys, two in flight: the fastest of 15 choices on an H200, and small enough for every chip.
+    """Two tiles of 32 KiB of keys in flight, which fit on every supported chip.
 
-    Smaller ones where many queries a row (`packed`, with their heads) need room beside them.
+    Tiles are smaller if many (query, head) pairs per row (`packed`) need registers too.
     """
     keys = 16 if itemsize >= 4 else max(16, min(16384 // dim, 128) * 32 // max(packed, 32))
     return Launch(packed, keys, 4, 2)
 
 
 def prefill_launch(dim: int, itemsize: int, device: Device) -> Launch:
-    """The more query rows share a key tile the better, as long as queries and output fit on the chip."""
-    if itemsize >= 4:  # float32 is for checking: products run on the ordinary units, at any tile size
+    """As many query rows per key tile as fit on the chip with their output: the more, the fewer reads of each key."""
+    if itemsize >= 4:  # float32 is for tests: its products do not use the matrix units
         return Launch(16 if dim > 128 else 32, 16 if dim > 128 else 32, 4, 1)
     if device.shared_memory >= 160 * 1024:
         return Launch(128, 64, 8, 2)
@@ -294,11 +299,11 @@ def prefill_launch(dim: int, itemsize: int, device: Device) -> Launch:
 
 
 def decode_splits(programs: int, longest: int, device: Device) -> int:
-    """A power of two: enough programs to fill the processors, and shares of at most some 500 keys.
+    """How many programs share a row's keys: a power of two, for full processors and shares of at most some 500 keys.
 
-    The first is for few rows. The second balances many ragged ones: the longest row alone would finish last. Each
-    share costs a partial output written and read, so rows as short as that stay whole when there are enough of them.
-    `longest` comes from the table's width: the lengths themselves are on the device, and reading them would wait.
+    The first matters for few rows. The second balances many ragged rows, of which the longest would finish last. Each
+    split costs a partial output that is written and read, so short rows are not split if there are enough of them.
+    `longest` comes from the table's width: the lengths are on the device, and reading them would synchronize.
     """
     fill = min(4 * device.processors // programs, longest // 16)
     balance = longest // 384
@@ -308,16 +313,17 @@ def decode_splits(programs: int, longest: int, device: Device) -> int:
 
 @lru_cache
 def _device(device: torch.device) -> Device:
-    if device.type != "cuda":  # interpreted: few programs, each of them slow
+    if device.type != "cuda":  # interpreted: each program is slow, so few of them
         return Device(99 * 1024, 4)
     properties = torch.cuda.get_device_properties(device)
-    return Device(properties.shared_memory_per_block_optin, properties.multi_processor_count)
+    shared = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stubs lack the field
+    return Device(shared, properties.multi_processor_count)
 
 
-def _product_type(dtype: torch.dtype):
-    """The type whose products the matrix units compute; sums are always float32.
+def _product_type(dtype: torch.dtype) -> tl.dtype:
+    """The type of the operands of products; sums are always float32.
 
-    Triton's interpreter gets bfloat16 arithmetic wrong, so there the operands are widened first.
+    Triton's interpreter computes bfloat16 products wrongly, so there operands are converted to float32 first.
     """
     if dtype == torch.float32 or not isinstance(decode_kernel, triton.runtime.JITFunction):
         return tl.float32
@@ -325,8 +331,8 @@ def _product_type(dtype: torch.dtype):
 
 
 def _checked_cache(cache: Cache, dim: int) -> tuple[int, int]:
-    """(block_size, kv_heads) of a cache that the kernels can read."""
+    """(block_size, kv_heads) of a cache. Raises ValueError if the kernels cannot read it."""
     check_strides(cache)
     if not takes(dim):
-        raise ValueError(f"head_dim {dim} is not a power of two from 16 to 256: use the reference")
+        raise ValueError(f"head_dim {dim} is not a power of two from 16 to 256: use ops.reference")
     return cache.k.shape[1], cache.k.shape[2]

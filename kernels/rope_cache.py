@@ -1,17 +1,18 @@
-"""What comes before attention: queries and keys are rotated, keys and values enter the cache.  Lessons 03, 09.
+"""Rotary embedding of queries and keys, and writing keys and values to the cache.  Lessons 03 and 09.
 
 Rotary embedding (Su et al. 2021, "RoFormer"), in the half-split convention of GPT-NeoX and Hugging Face: element i
-of the first half and element i of the second half are a point in the plane, turned by the angle position * frequency_i.
+of the first half and element i of the second half form a point in the plane, which is rotated by the angle
+position * frequency_i.
 
     first'  = first * cos - second * sin
     second' = second * cos + first * sin
 
-Tiling: one program a token turns all its query heads and all its key heads, so the token's cosines and sines are
-read once. They come as the model's table has them, over the whole head_dim: both halves of the cosines are equal, and
-the first half of the sines is negated, so one half of each is enough.
+Tiling: one program per token rotates all its query and key heads, so the token's cosines and sines are read once. The
+model's table has them for all of head_dim: the two halves of the cosines are equal and the first half of the sines is
+negated, so the kernel reads one half of each.
 
-Writing the cache is a copy: one program a token moves all KV heads to the token's slot (block * block_size + offset).
-A negative slot is skipped, which lets a padded batch name tokens that do not exist.
+Writing to the cache is a copy: one program per token copies all KV heads to the token's slot (block * block_size +
+offset). It skips negative slots, which stand for the padding of a batch.
 """
 
 import torch
@@ -67,7 +68,7 @@ def write_kv_kernel(
 
 
 def rotary_embedding(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [tokens, heads, d], k [tokens, kv_heads, d] turned by their angles; returns new q and k.  Lesson 03.
+    """Rotate q [tokens, heads, d] and k [tokens, kv_heads, d] by their positions' angles -> new q and k.  Lesson 03.
 
     cos_sin [tokens, 2, d]: each token's cosines and signed sines. d is a power of two.
     """
@@ -86,11 +87,14 @@ def rotary_embedding(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor) ->
 
 
 def write_kv(k: torch.Tensor, v: torch.Tensor, cache: Cache, slots: torch.Tensor) -> None:
-    """Store k, v [tokens, kv_heads, d] at slots [tokens] of a layer's cache.  Lesson 09."""
+    """Store k, v [tokens, kv_heads, d] in slots [tokens] int64 of a layer's cache; -1: skip the token.  Lesson 09.
+
+    Raises ValueError unless K and V have equal strides and a token's heads are adjacent.
+    """
     tokens, kv_heads, dim = k.shape
     check_strides(cache)
     if cache.k.stride(2) != dim:
-        raise ValueError("a token's heads must follow one another in the cache")
+        raise ValueError("a token's heads must be adjacent in the cache")
     k, v = _dense_tokens(k), _dense_tokens(v)
     if tokens:
         size = kv_heads * dim
@@ -102,5 +106,5 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, cache: Cache, slots: torch.Tensor
 
 
 def _dense_tokens(x: torch.Tensor) -> torch.Tensor:
-    """Tokens may lie apart (a slice of the QKV product does); a token's own heads must not."""
+    """x, copied unless each token's heads are contiguous; tokens may have any stride, as slices of a QKV product do."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()

@@ -1,16 +1,16 @@
-"""Draw one token a row from softmax(logits / temperature), with one uniform number a row.  Lesson 10.
+"""Sample one token per row from softmax(logits / temperature), with one uniform number per row.  Lesson 10.
 
-Temperature 0 takes the largest logit. Otherwise the inverse of the cumulative distribution, in id order:
+Temperature 0 takes the largest logit. Otherwise the cumulative distribution, in the order of ids, is inverted:
 
     token = first i with  exp(z_0) + ... + exp(z_i)  >  uniform * sum_j exp(z_j),     z = logits / temperature
 
-Tiling: a row is cut into chunks. One program a chunk reads it once and keeps two numbers: its maximum, and its sum of
-exponentials relative to that (or, at temperature 0, where the maximum is). One program a row then looks through those
-numbers, finds the chunk the drawn mass falls into, and reads only that chunk again. So the logits (256,000 a row for
-Gemma) are read once, and neither probabilities nor random numbers of that size ever exist.
+Tiling: a row is divided into chunks. One program per chunk reads it once and stores two numbers: its maximum, and its
+sum of exponentials relative to that (at temperature 0, the index of the maximum). One program per row then finds, from
+those numbers, the chunk that holds the sampled token, and reads only that chunk again. So the logits (256,000 per row
+for Gemma) are read once, and no tensor of probabilities or random numbers of that size exists.
 
-Families that bound their logits (Gemma 2: cap * tanh(logit / cap)) do so before, in place: one more pass over them, in
-the type the product left them in, and no second copy.
+Models with a soft cap on logits (Gemma 2: cap * tanh(logit / cap)) apply it before, in place: one more pass in the
+logits' own dtype, without a copy.
 """
 
 import torch
@@ -56,8 +56,8 @@ def choose_kernel(
         mass = tl.load(mass_ptr + row * CHUNKS + chunks, mask=real, other=0.0)
         mass = mass * tl.exp((maxima - maximum) / temperature)
         goal = tl.load(uniform_ptr + row).to(tl.float32) * tl.sum(mass, 0)
-        # A running sum is rounded: only an entry with mass of its own may be chosen, and the last such one
-        # when rounding leaves the goal above the total.
+        # Running sums are rounded: only an entry with positive mass may be chosen, and the last such entry if
+        # rounding leaves the goal above the total.
         before = tl.cumsum(mass, 0) - mass
         last = tl.max(tl.where(mass > 0, chunks, 0), 0)
         chunk = tl.min(tl.where((before + mass > goal) & (mass > 0), chunks, last), 0)
@@ -83,9 +83,12 @@ def soft_cap_kernel(logits_ptr, size, CAP: tl.constexpr, TILE: tl.constexpr):
 
 
 def soft_cap(logits: torch.Tensor, cap: float) -> torch.Tensor:
-    """cap * tanh(logits / cap), in place, for contiguous logits of any shape; returns them.  Lesson 10."""
+    """Replace logits by cap * tanh(logits / cap) and return them.  Lesson 10.
+
+    logits: contiguous, of any shape; ValueError otherwise.
+    """
     if not logits.is_contiguous():
-        raise ValueError("logits are capped in place and must be contiguous")
+        raise ValueError("soft_cap works in place: pass contiguous logits")
     if logits.numel():
         grid = (triton.cdiv(logits.numel(), CHUNK),)
         soft_cap_kernel[grid](logits, logits.numel(), CAP=float(cap), TILE=CHUNK, num_warps=8)
@@ -93,7 +96,7 @@ def soft_cap(logits: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 def sample(logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """logits [rows, vocab], temperature [rows], uniform [rows] in [0, 1) -> ids [rows] int64.  Lesson 10."""
+    """logits [rows, vocab], temperature [rows] from 0, uniform [rows] in [0, 1) -> ids [rows] int64.  Lesson 10."""
     rows, vocab = logits.shape
     if logits.stride(1) != 1:
         logits = logits.contiguous()

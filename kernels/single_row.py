@@ -1,26 +1,25 @@
-"""One row through a decoder layer in five launches, each started before the last one ends.  Lesson 03.
+"""One row through a decoder layer in five launches, each of which starts before the previous one ends.  Lesson 03.
 
-A decode step of one request reads every weight for one token: the floor is their bytes over the memory's speed, and
-what stands above it is everything that is not reading. Layer by layer that is some eleven launches, each of which
-drains the chip and fills it again. Here a layer is five:
+A decode step of one request reads every weight for one token. Its floor is the weights' bytes divided by the memory's
+bandwidth; all other time is overhead. With one kernel per operation a layer takes some eleven launches, and between two
+of them the chip runs empty. Here a layer takes five:
 
     1  norm, QKV product           4  residual sum, norm, gate and up products, activation
     2  rotary, cache, attention    5  down product
     3  output product
 
-and norms, sums and activations cost no trip through memory. Between the launches there is **programmatic dependent
+so the inputs and outputs of norms, sums and activations stay in registers. Launches overlap by **programmatic dependent
 launch** (CUDA programming guide, "Programmatic Dependent Launch and Synchronization"; compute capability 9.0): a
-kernel starts while the one before it still runs, fetches its first weights, which depend on nobody, and only then
-waits for the other's output. So the memory never falls idle.
+kernel starts while the previous one still runs, loads its first weights, which depend on no kernel, and only then waits
+for the previous kernel's output. So memory reads never stop.
 
-Tiling of a product y = W x with one x: no element of W is used twice, so there is nothing to tile for; what counts is
-that enough bytes are in flight. A program takes a few rows of W at a time, whole rows if they fit, and goes on to its
-next rows while it still adds up the last. x is read, summed, normed once a program and stays in registers.
+Tiling of a product y = W x with a single x: no element of W is used twice, so tiling saves no reads; what matters is
+that enough bytes are in flight. A program takes a few rows of W at a time, full rows if they fit, and loads its next
+rows while it adds up the current ones. Each program reads, adds and normalizes x once and keeps it in registers.
 
-Attention takes the new key and value from the QKV product and puts them into the cache on the way. A head's keys go to
-as many programs as the row's length asks for, and the last of them to finish adds the parts up. One head a program:
-the heads that share keys read them again, but from the chip's own cache, and so they come sooner than a few programs
-with all heads would be done.
+Attention takes the new key and value from the QKV product and writes them to the cache. As many programs as the row's
+length needs share a head's keys, and the last of them to finish combines their partial outputs. Each program has one
+head. Heads that share keys read them again, from the L2 cache, which is faster than fewer programs with all heads.
 """
 
 from functools import lru_cache
@@ -35,18 +34,18 @@ from . import launches
 from .arguments import Cache
 from .paged_attention import LOG2E
 
-WHOLE = 4096  # columns up to which a program holds whole rows
-PARTS = 16  # programs that a head's keys go to at most
-TILE = 8192  # numbers of keys, and of values, that a program has in registers
+WHOLE = 4096  # a program holds full rows of up to this many columns
+PARTS = 16  # most programs that share a head's keys
+TILE = 8192  # elements of keys, and of values, that a program holds in registers
 
 
 @triton.jit
 def _wait_for_inputs(DEPENDENT: tl.constexpr):
-    """Until the kernel before has written everything; then the next one may start to wait in turn.
+    """Wait until the previous kernel has written its results, then let the next kernel start.
 
-    So when a kernel's first lines run, all but the one before it are done: what was written two kernels ago may be
-    read ahead of the wait (weights, earlier keys, the block table and length that open the step). Nothing may be
-    written there.
+    So when a kernel starts, every kernel before the previous one is complete. Before the wait it may read what was
+    written earlier than that (weights, earlier keys, the block table and length from the start of the step), and it
+    must write nothing.
     """
     if DEPENDENT:
         gdc_wait()
@@ -59,7 +58,7 @@ def whole_rows_kernel(
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr,
     GATED: tl.constexpr, GELU: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """out = W f(x), rows of W at a time; f is nothing, a norm, or a residual sum and a norm; GATED: two W's, gated."""
+    """out = W f(x), a few full rows of W at a time. f: nothing, a norm, or residual sum and norm. GATED: two W's."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     columns = tl.arange(0, WIDTH)
     inside = columns < COLUMNS
@@ -104,7 +103,7 @@ def long_rows_kernel(
     x_ptr, weight_ptr, out_ptr, ROWS,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """out = W x where a row of W is too long to hold: piece by piece."""
+    """out = W x for rows of W that do not fit into registers: piece by piece."""
     rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
     columns = tl.arange(0, WIDTH)
     real = (rows < ROWS)[:, None]
@@ -122,8 +121,8 @@ def long_rows_kernel(
 
 
 @triton.jit
-def _turned(x_ptr, cos_sin_ptr, dims, HALF: tl.constexpr):
-    """x cos + roll(x) sin, rounded as the rotary kernel's output is."""
+def _rotated(x_ptr, cos_sin_ptr, dims, HALF: tl.constexpr):
+    """x cos + roll(x) sin, rounded like the output of the rotary kernel."""
     x = tl.load(x_ptr + dims).to(tl.float32)
     rolled = tl.load(x_ptr + (dims + HALF) % (2 * HALF)).to(tl.float32)
     cos = tl.load(cos_sin_ptr + dims).to(tl.float32)
@@ -133,7 +132,7 @@ def _turned(x_ptr, cos_sin_ptr, dims, HALF: tl.constexpr):
 
 @triton.jit
 def _tile(k_ptr, v_ptr, table_ptr, start, end, block_stride, slot_stride, dims, KEYS: tl.constexpr, SIZE: tl.constexpr):
-    """Keys and values start..end-1 [KEYS, DIM]; zeros behind them."""
+    """Keys and values start..end-1 [KEYS, DIM], followed by zeros."""
     keys = start + tl.arange(0, KEYS)
     present = keys < end
     block = tl.load(table_ptr + keys // SIZE, mask=present, other=0).to(tl.int64)
@@ -166,7 +165,7 @@ def row_attention_kernel(
     _wait_for_inputs(DEPENDENT)
     if part >= parts:
         return
-    q = _turned(qkv_ptr + head * DIM, cos_sin_ptr, dims, DIM // 2)
+    q = _rotated(qkv_ptr + head * DIM, cos_sin_ptr, dims, DIM // 2)
     scale *= LOG2E
     maximum, total = float("-inf"), 0.0
     out = tl.zeros([DIM], tl.float32)
@@ -182,7 +181,7 @@ def row_attention_kernel(
         out = out * rescale + tl.sum(weights[:, None] * v.to(tl.float32), 0)
         maximum, k, v = new_maximum, next_k, next_v
     if (begin <= newest) & (newest < begin + share):
-        new_k = _turned(qkv_ptr + (heads + kv_head) * DIM, cos_sin_ptr, dims, DIM // 2)
+        new_k = _rotated(qkv_ptr + (heads + kv_head) * DIM, cos_sin_ptr, dims, DIM // 2)
         new_v = tl.load(qkv_ptr + (heads + kv_heads + kv_head) * DIM + dims)
         if head % GROUP == 0:
             block = tl.load(table_ptr + newest // BLOCK_SIZE).to(tl.int64)
@@ -201,7 +200,7 @@ def row_attention_kernel(
         return
     tl.store(part_ptr + (head * PARTS + part) * DIM + dims, out)
     tl.store(log_total_ptr + head * PARTS + part, tl.where(total > 0, maximum + tl.log2(total), float("-inf")))
-    tl.debug_barrier()  # all of this part is written before it is said to be
+    tl.debug_barrier()  # write all of this partial output before counting it as finished
     if tl.atomic_add(finished_ptr + head, 1, sem="acq_rel") == parts - 1:
         tl.store(finished_ptr + head, 0)
         each = tl.arange(0, PARTS)
@@ -222,20 +221,21 @@ def product(
     residual: torch.Tensor | None = None,
     activation: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(weight f(x), the residual sum) for one row x [1, columns].  Lesson 03.
+    """(weight f(x) [1, rows], the residual sum or None) for one row x [1, columns].  Lesson 03.
 
-    weight [rows, columns]. f: nothing; with `norm` [columns] float32, x normed; with `residual` [1, columns] too, the
-    norm of their sum, which is returned as well. activation ("gelu_tanh" or "silu"): weight is [2 * rows, columns],
-    gate first, and the result activation(gate) * up [1, rows].
+    weight [rows, columns]. f(x) is x; with `norm` [columns] float32, the RMSNorm of x; with `residual` [1, columns]
+    too, the norm of x + residual, and that sum is returned as well. activation ("gelu_tanh" or "silu"): weight is
+    [2 * rows, columns], gate first, and the first result is activation(gate) * up [1, rows]. Raises ValueError for more
+    than WHOLE columns with a norm, a residual or an activation.
     """
-    weight = weight.contiguous()  # on a GPU it is already
+    weight = weight.contiguous()  # no copy on a GPU, where weights are contiguous
     columns = weight.shape[1]
     rows = weight.shape[0] // (2 if activation else 1)
     out = torch.empty((1, rows), dtype=x.dtype, device=x.device)
     total = torch.empty_like(x) if residual is not None else None
     dependent = _dependent(x.device)
     options = {"launch_pdl": True} if dependent else {}
-    sizes = {"rows": rows, "columns": columns, "dtype": launches.dtype_name(x.dtype)}
+    sizes: dict[str, int | str] = {"rows": rows, "columns": columns, "dtype": launches.dtype_name(x.dtype)}
     if columns <= WHOLE:
         default = whole_launch(rows, columns, bool(activation), _processors(x.device))
         launch = launches.choose("whole_rows", default, **sizes, gated=int(bool(activation)))
@@ -247,7 +247,9 @@ def product(
         )  # fmt: skip
     else:
         if norm is not None or residual is not None or activation:
-            raise ValueError(f"rows of {columns} columns do not fit a program whole: norm and gate them by themselves")
+            raise ValueError(
+                f"rows of {columns} columns are longer than {WHOLE}: apply norm, residual and activation separately"
+            )
         piece = launches.choose("long_rows", LongLaunch(tile=8, width=1024, warps=8), **sizes)
         long_rows_kernel[(triton.cdiv(rows, piece.tile),)](
             x, weight, out, rows, COLUMNS=columns, WIDTH=piece.width, TILE=piece.tile, DEPENDENT=dependent,
@@ -257,11 +259,11 @@ def product(
 
 
 class RowAttention:
-    """Rotary embedding, cache write and attention of one row, in one launch; keeps the workspace for the parts."""
+    """Rotary embedding, cache write and attention of one row in one launch. Owns the workspace for partial outputs."""
 
     def __init__(self, heads: int, kv_heads: int, dim: int, device: torch.device):
         self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
-        parts = self.most_parts = PARTS if device.type == "cuda" else 4  # an interpreted program is slow
+        parts = self.most_parts = PARTS if device.type == "cuda" else 4  # interpreted programs are slow
         self.parts = torch.empty((heads, parts, dim), dtype=torch.float32, device=device)
         self.log_total = torch.empty((heads, parts), dtype=torch.float32, device=device)
         self.finished = torch.zeros(heads, dtype=torch.int32, device=device)
@@ -277,8 +279,8 @@ class RowAttention:
     ) -> torch.Tensor:
         """qkv [1, (heads + 2 kv_heads) d] -> [1, heads d].  Lesson 04.
 
-        cos_sin [1, 2, d] at the row's position; block_table [1, blocks],
-        length [1] int32, the new token included: its key and value are written to the cache here.
+        cos_sin [1, 2, d] at the row's position; block_table [1, blocks] int32; length [1] int32, including the new
+        token, whose key and value are written to the cache here.
         """
         out = torch.empty((1, self.heads * self.dim), dtype=qkv.dtype, device=qkv.device)
         dependent = _dependent(qkv.device)
@@ -293,13 +295,17 @@ class RowAttention:
 
 
 class Launch(NamedTuple):
+    """A launch configuration of `whole_rows_kernel`."""
+
     programs: int
-    tile: int  # rows of the matrix a program works on at once
+    tile: int  # rows of the matrix that a program works on at once
     warps: int
 
 
 class LongLaunch(NamedTuple):
-    tile: int  # rows of the matrix a program
+    """A launch configuration of `long_rows_kernel`."""
+
+    tile: int  # rows of the matrix per program
     width: int  # columns at a time
     warps: int
 
@@ -309,7 +315,7 @@ launches.register("long_rows", LongLaunch)
 
 
 def whole_launch(rows: int, columns: int, gated: bool, processors: int) -> Launch:
-    """Many small tiles: the fastest of some 100 on an H200, for Gemma 2B's layers and for its head."""
+    """Many small tiles keep many loads in flight; a matrix with many rows (the head) gets fewer, larger programs."""
     tile = max(1, min(16, 4096 // triton.next_power_of_2(columns)))
     if rows > 256 * processors:
         return Launch(6 * processors, tile, 8)
@@ -325,5 +331,5 @@ def _processors(device: torch.device) -> int:
 
 @lru_cache
 def _dependent(device: torch.device) -> bool:
-    """Programmatic dependent launch came with compute capability 9.0."""
+    """Whether the device has programmatic dependent launch: compute capability 9.0 and above."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

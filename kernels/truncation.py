@@ -1,20 +1,20 @@
-"""Keep each row's most probable tokens, without sorting the vocabulary.  Lesson 10.
+"""Top-k and top-p: keep each row's most probable tokens, without sorting the vocabulary.  Lesson 10.
 
-What top-k and top-p keep is the beginning of a ranking: all logits above a limit, and of those equal to it the first
-few ids. So the limit is all that must be found. It lies among a row's largest thousand logits nearly always, and torch
-finds those without a full sort. Where it does not (top-p of a flat distribution), it is searched for: float32 numbers
-are in the order of their bits, so with eight candidates weighed in one pass over the row, eleven passes are enough.
+Top-k and top-p keep the start of a ranking: all logits above a limit, and the lowest ids of those equal to it. So it is
+enough to find the limit. It is nearly always among a row's 1,024 largest logits, which torch finds without a full sort.
+If it is not (top-p of a flat distribution), the kernel searches for it: float32 numbers have the order of their bit
+patterns, so if a pass over the row tests eight candidates, eleven passes are enough.
 
-Tiling: one program a row. It takes the limit from the largest logits, or searches, and then passes over the row once
-to write -inf below it, counting the equal ones as they come.
+Tiling: one program per row. It takes the limit from the largest logits, or searches for it, and then passes over the
+row once to write -inf below the limit, and counts logits equal to it on the way.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-LARGEST = 1024  # of a row's logits are ranked
-WAYS = 8  # candidates that a pass of the search weighs
+LARGEST = 1024  # how many of a row's logits are ranked
+WAYS = 8  # candidates that one pass of the search tests
 TILE = 4096
 
 
@@ -25,7 +25,7 @@ def _load(row_ptr, columns, VOCAB):
 
 @triton.jit
 def _order(x):
-    """Whole numbers that are ordered as the float32 numbers are."""
+    """int32 numbers in the same order as the float32 numbers x."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
 
@@ -38,7 +38,7 @@ def _value(order):
 
 @triton.jit
 def _weigh(row_ptr, least, shift, VOCAB, MASS: tl.constexpr, WAYS: tl.constexpr, TILE: tl.constexpr):
-    """How many logits are each `least` [WAYS] or more in order, or (MASS) what they weigh: float32, counts exact."""
+    """For each of `least` [WAYS]: the number of logits not below it or, with MASS, their sum of exponentials."""
     found = tl.zeros([WAYS, TILE], tl.float32)
     for start in range(0, VOCAB, TILE):
         columns = start + tl.arange(0, TILE)
@@ -50,7 +50,7 @@ def _weigh(row_ptr, least, shift, VOCAB, MASS: tl.constexpr, WAYS: tl.constexpr,
 
 @triton.jit
 def _search(row_ptr, top, goal, shift, VOCAB, MASS: tl.constexpr, WAYS: tl.constexpr, TILE: tl.constexpr):
-    """The largest limit from which on the logits reach `goal`, and how much of it the larger ones make."""
+    """The largest limit such that logits not below it reach `goal`, and the count or mass of those above it."""
     low, high = tl.full((), -(2**31), tl.int64), _order(top).to(tl.int64) + 1
     over = tl.full((), 0.0, tl.float32)
     ways = tl.arange(0, WAYS)
@@ -83,7 +83,7 @@ def truncate_kernel(
     shift = tl.where(top == float("-inf"), 0.0, top)
     weights = tl.where(rank < top_k, tl.exp(largest - shift), 0.0)
 
-    # What top_k leaves: all above a limit, so many that equal it, and their mass.
+    # After top_k: the limit, how many logits equal to it stay, and the mass of all that stay.
     limit, equals, total = tl.full((), float("-inf"), tl.float32), top_k, tl.sum(weights, 0)
     ranked = top_k <= FOUND
     if not ranked:
@@ -107,7 +107,7 @@ def truncate_kernel(
         nearer, over = _search(row_ptr, top, goal, shift, VOCAB, True, WAYS, TILE)
         needed = tl.maximum(tl.ceil((goal - over) / tl.exp(nearer - shift)), 1.0)
         needed = tl.minimum(needed, VOCAB * 1.0).to(tl.int32)
-        # Sums are rounded: what top_k left out stays out.
+        # Sums are rounded: do not let top_p bring back what top_k removed.
         equals = tl.where(nearer > limit, needed, tl.where(nearer == limit, tl.minimum(needed, equals), equals))
         limit = tl.maximum(nearer, limit)
 
@@ -124,9 +124,13 @@ def truncate_kernel(
 
 
 def truncate(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """As the reference, in place: logits [rows, vocab] float32, top_k [rows] int64, top_p [rows].  Lesson 10."""
+    """Write -inf to the logits that top-k and top-p remove; as `ops.reference.truncate`, in place.  Lesson 10.
+
+    logits [rows, vocab] float32, contiguous along vocab (ValueError otherwise); top_k [rows] int64, below 1: all;
+    top_p [rows] in (0, 1].
+    """
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
-        raise ValueError(f"logits are truncated in place: float32, row after row, not {logits.dtype}")
+        raise ValueError(f"truncate works in place on contiguous rows of float32, not on {logits.dtype}")
     rows, vocab = logits.shape
     if rows:
         found = min(LARGEST, vocab)

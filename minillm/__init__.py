@@ -28,20 +28,21 @@ __all__ = [
     "using",
 ]
 
-__getattr__, __dir__ = exports(
-    __name__,
-    {
-        "LLM": "engine.llm",
-        "AsyncLLM": "engine.async_llm",
-        "SamplingParams": "request",
-        "Completion": "request",
-        "RequestOptions": "request",
-        "ConfigError": "errors",
-        "InvalidRequest": "errors",
-        "MinillmError": "errors",
-        "Tokenizer": "tokenizer",
-        "NotSolvedYet": "overrides",
-        "using": "overrides",
-    },
-)
+if not TYPE_CHECKING:  # a checker would take a module with `__getattr__` to have every name
+    __getattr__, __dir__ = exports(
+        __name__,
+        {
+            "LLM": "engine.llm",
+            "AsyncLLM": "engine.async_llm",
+            "SamplingParams": "request",
+            "Completion": "request",
+            "RequestOptions": "request",
+            "ConfigError": "errors",
+            "InvalidRequest": "errors",
+            "MinillmError": "errors",
+            "Tokenizer": "tokenizer",
+            "NotSolvedYet": "overrides",
+            "using": "overrides",
+        },
+    )
 renamed.install()

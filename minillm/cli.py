@@ -7,16 +7,26 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import Field, fields
+from operator import getitem
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 import typer
 
-from minillm.config import EngineConfig
+from minillm.config import EngineConfig, EngineOptions
 from minillm.errors import MinillmError
 from minillm.server.limits import Timeouts
 
+if TYPE_CHECKING:  # the commands import them when they run
+    from minillm import LLM, SamplingParams
+    from minillm.request import Prompt
+
 TIMEOUTS = Timeouts()
+# The defaults of options that can be repeated.
+OFFLINE = ["single", "mixed"]
+ABLATED = ["single", "chat"]
+BATCHES = [1, 8, 64, 256]
+PROMPTS = [400, 1600]
 
 app = typer.Typer(
     name="minillm",
@@ -64,11 +74,12 @@ def _sentence(text: str) -> str:
 
 def _engine_parameter(field: Field) -> inspect.Parameter:
     shown = field.default is not None and not isinstance(field.default, bool)
-    kind = Annotated[field.type, typer.Option(help=_sentence(field.metadata["help"]), show_default=shown)]
+    option = typer.Option(help=_sentence(field.metadata["help"]), show_default=shown)
+    kind = getitem(Annotated, (field.type, option))
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=kind)
 
 
-def with_engine_options(command: Callable) -> Callable:
+def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command one option for each field of `EngineConfig`; it gets those that were set as keywords."""
     own = inspect.signature(command)
     kept = [each for each in own.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
@@ -81,7 +92,7 @@ def with_engine_options(command: Callable) -> Callable:
         with friendly_errors():
             command(**{name: value for name, value in values.items() if name not in unset})
 
-    run.__signature__ = own.replace(parameters=parameters)
+    vars(run)["__signature__"] = own.replace(parameters=parameters)  # what typer makes the options from
     run.__annotations__ = {each.name: each.annotation for each in parameters}
     return run
 
@@ -98,7 +109,7 @@ def generate(
     top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens (0: all).")] = 0,
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens whose sum reaches p.")] = 1.0,
     stop: Annotated[list[str] | None, typer.Option(help="End the text at this string; repeatable.")] = None,
-    **engine_options: Any,
+    **engine_options: Unpack[EngineOptions],
 ) -> None:
     """Continue prompts, or answer them with --chat.
 
@@ -110,17 +121,17 @@ def generate(
     # --seed is the engine's, and seeds every request that names no seed of its own.
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, stop=stop or ())
     with LLM(model, **engine_options) as llm:
+        each: list[Prompt] = [*prompts]
         if chat:
-            turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
-            prompts = [chat_prompt(llm.tokenizer, turn) for turn in turns]
+            each = [chat_prompt(llm.tokenizer, [{"role": "user", "content": prompt}]) for prompt in prompts]
         if stream:
-            _print_stream(llm, prompts, params)
+            _print_stream(llm, each, params)
             return
-        for completion in llm.generate(prompts, params):
+        for completion in llm.generate(each, params):
             print(completion.text)
 
 
-def _print_stream(llm: Any, prompts: list, params: Any) -> None:
+def _print_stream(llm: "LLM", prompts: "list[Prompt]", params: "SamplingParams") -> None:
     import asyncio
 
     from minillm import AsyncLLM
@@ -158,26 +169,32 @@ def serve(
     shutdown_grace: Annotated[
         float, typer.Option(help="Seconds that requests get to finish after Ctrl-C.")
     ] = TIMEOUTS.shutdown_grace,
-    **engine_options: Any,
+    **engine_options: Unpack[EngineOptions],
 ) -> None:
     """Serve OpenAI's API over HTTP until Ctrl-C; a second Ctrl-C ends what still runs at once."""
     from minillm import server
 
-    options = {"host": host, "port": port, "served_model_name": served_model_name, "log_level": log_level}
-    options |= {"workers": workers, "max_queued": max_queued}
-    options |= {"header_timeout": header_timeout, "body_timeout": body_timeout}
-    options |= {"keep_alive_timeout": keep_alive_timeout, "shutdown_grace": shutdown_grace}
-    server.serve(model, **options, **engine_options)
+    server.serve(
+        model,
+        host=host,
+        port=port,
+        served_model_name=served_model_name,
+        log_level=log_level,
+        workers=workers,
+        max_queued=max_queued,
+        header_timeout=header_timeout,
+        body_timeout=body_timeout,
+        keep_alive_timeout=keep_alive_timeout,
+        shutdown_grace=shutdown_grace,
+        **engine_options,
+    )
 
 
 @bench_app.command()
 @with_engine_options
 def offline(
     model: Model = None,
-    workload: Annotated[list[str], typer.Option(help="A workload's name or its first word; repeatable.")] = (
-        "single",
-        "mixed",
-    ),
+    workload: Annotated[list[str], typer.Option(help="A workload's name or its first word; repeatable.")] = OFFLINE,
     scale: Annotated[int, typer.Option(help="Divide all lengths by this.")] = 1,
     requests: Annotated[int | None, typer.Option(help="Only the first this many requests.")] = None,
     repeat: Annotated[int, typer.Option(help="Timed runs each, after one that warms up.")] = 3,
@@ -254,13 +271,8 @@ def bench_serve(
 @with_engine_options
 def roofline(
     model: Model = None,
-    batch: Annotated[list[int], typer.Option(help="Decode steps of so many requests at once; repeatable.")] = (
-        1,
-        8,
-        64,
-        256,
-    ),
-    prompt: Annotated[list[int], typer.Option(help="Prefill steps of so many tokens; repeatable.")] = (400, 1600),
+    batch: Annotated[list[int], typer.Option(help="Decode steps of so many requests at once; repeatable.")] = BATCHES,
+    prompt: Annotated[list[int], typer.Option(help="Prefill steps of so many tokens; repeatable.")] = PROMPTS,
     workload: Annotated[
         list[str] | None, typer.Option(help="Measure this workload instead of single steps; repeatable.")
     ] = None,
@@ -268,7 +280,7 @@ def roofline(
     scale: Annotated[int, typer.Option(help="Divide a workload's lengths by this.")] = 1,
     repeat: Annotated[int, typer.Option(help="Timed runs of a workload, after one that warms up.")] = 1,
     json_path: JsonPath = None,
-    **engine_options: Any,
+    **engine_options: Unpack[EngineOptions],
 ) -> None:
     """What this machine can do at most, how near the engine's steps come to it, and where the time goes.
 
@@ -277,8 +289,15 @@ def roofline(
     from minillm.bench import breakdown, roofline
 
     if workload:
-        options = {"workload": workload, "requests": requests, "scale": scale, "repeat": repeat}
-        breakdown.run(model, **options, json_path=json_path, **engine_options)
+        breakdown.run(
+            model,
+            workload=workload,
+            requests=requests,
+            scale=scale,
+            repeat=repeat,
+            json_path=json_path,
+            **engine_options,
+        )
         return
     roofline.run(model, batches=batch, prompts=prompt, json_path=json_path, **engine_options)
 
@@ -287,23 +306,27 @@ def roofline(
 @with_engine_options
 def ablation(
     model: Model = None,
-    workload: Annotated[list[str], typer.Option(help="A workload's name or its first word; repeatable.")] = (
-        "single",
-        "chat",
-    ),
+    workload: Annotated[list[str], typer.Option(help="A workload's name or its first word; repeatable.")] = ABLATED,
     requests: Annotated[
         int | None, typer.Option(help="Only the first this many requests.  [default: 256, on a CPU 16]")
     ] = None,
     scale: Annotated[int, typer.Option(help="Divide all lengths by this.")] = 1,
     repeat: Annotated[int, typer.Option(help="Timed runs of a setting, after one that warms up.")] = 3,
     json_path: JsonPath = None,
-    **engine_options: Any,
+    **engine_options: Unpack[EngineOptions],
 ) -> None:
     """What each part is worth: CUDA graphs, sampling in them, run-ahead, attention, fusion, taken away in turn."""
     from minillm.bench import ablation
 
-    options = {"workload": workload, "requests": requests, "scale": scale, "repeat": repeat}
-    ablation.run(model, **options, json_path=json_path, **engine_options)
+    ablation.run(
+        model,
+        workload=workload,
+        requests=requests,
+        scale=scale,
+        repeat=repeat,
+        json_path=json_path,
+        **engine_options,
+    )
 
 
 @bench_app.command()
@@ -318,7 +341,7 @@ def batching(
     arriving: Annotated[int | None, typer.Option(help="How many requests of the trace arrive.")] = None,
     repeat: Annotated[int, typer.Option(help="Timed runs each, in turns.")] = 3,
     json_path: JsonPath = None,
-    **engine_options: Any,
+    **engine_options: Unpack[EngineOptions],
 ) -> None:
     """What in-flight batching, chunked prefill, prefix reuse and blocks bring, on a traffic trace.
 
@@ -326,8 +349,18 @@ def batching(
     """
     from minillm.bench import batching
 
-    options = {"traffic": traffic, "rows": rows, "scale": scale, "speed": speed, "chunk": chunk, "arriving": arriving}
-    batching.run(model, **options, repeat=repeat, json_path=json_path, **engine_options)
+    batching.run(
+        model,
+        traffic=traffic,
+        rows=rows,
+        scale=scale,
+        speed=speed,
+        chunk=chunk,
+        arriving=arriving,
+        repeat=repeat,
+        json_path=json_path,
+        **engine_options,
+    )
 
 
 @app.command("eval")
@@ -384,7 +417,7 @@ def build(
         bool, typer.Option("--compare", help="Then run it with and without the plan, in turns.")
     ] = False,
     json_path: JsonPath = None,
-    **engine_options: Any,
+    **engine_options: Unpack[EngineOptions],
 ) -> None:
     """Measure this GPU for a model and its traffic; write a plan that --plan takes.
 

@@ -1,19 +1,21 @@
 """The engine's options: what the user chooses, under vLLM's names where it has them.  Lesson 00."""
 
 import re
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields
 from os import PathLike
 from textwrap import wrap
-from typing import Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, Unpack, get_args
 
 from minillm.errors import ConfigError
 from minillm.renamed import names
 from minillm.values import as_float, as_int, shown
 
+if TYPE_CHECKING:  # the command line reads options without waiting for torch
+    import torch
+
 __getattr__ = names(__name__)
 
 PolicyName = Literal["fcfs", "priority", "shortest", "static", "whole"]
-Config = TypeVar("Config")
 NAMES_WIDTH = 24  # of the column of names in the docstring
 
 
@@ -25,16 +27,40 @@ def _option(default: Any, help: str, **check: Any) -> Any:
     return field(default=default, metadata={"help": help, **check})
 
 
-def _explained(config: type[Config]) -> type[Config]:
-    """Add what its options say of themselves to a dataclass's docstring."""
-    lines = []
-    for each in fields(config):
-        lines += wrap(f"{each.name:<{NAMES_WIDTH}}{each.metadata['help']}", 112, subsequent_indent=" " * NAMES_WIDTH)
-    config.__doc__ = "\n".join([config.__doc__, "", *lines])
-    return config
+class Recorder(Protocol):
+    """Records what an engine does: a `minillm.trace.Trace`."""
+
+    def watch(self, scheduler: Any) -> None:
+        """Record what this scheduler does from now on."""
+        ...
 
 
-@_explained
+class EngineOptions(TypedDict, total=False):
+    """The keyword arguments that `LLM`, `AsyncLLM` and `Engine` take: the fields of `EngineConfig`.
+
+    A field that `EngineConfig` stores as text may be given as what the text is of: a path, a torch.dtype.
+    """
+
+    dtype: "str | torch.dtype"
+    device: "str | torch.device"
+    load_format: str
+    max_model_len: int | None
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
+    block_size: int
+    num_blocks: int | None
+    gpu_memory_utilization: float
+    enforce_eager: bool
+    attention_sinks: int | None
+    attention_window: int | None
+    enable_prefix_caching: bool
+    policy: PolicyName
+    run_ahead: int
+    seed: int
+    plan: str | PathLike[str] | None
+    trace: str | PathLike[str] | Recorder | None
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """The engine's options; None lets the engine choose by device.  Lesson 00."""
@@ -106,6 +132,17 @@ class EngineConfig:
             if not (value is None or isinstance(value, (str, PathLike)) or recorder):
                 raise ConfigError(f"{name} must be a file's path, not {shown(value)}")
 
+    @classmethod
+    def of(cls, **options: Unpack[EngineOptions]) -> "EngineConfig":
+        """The options, checked. Raises ConfigError, also for a name that is no option."""
+        known = [each.name for each in fields(cls)]
+        if unknown := options.keys() - known:
+            raise ConfigError(
+                f"{', '.join(sorted(unknown))}: no such option; the engine's options are: {', '.join(known)}"
+            )
+        values: dict[str, Any] = {**options}
+        return cls(**values)
+
     def _check(self, option: Field) -> None:
         """Raise ConfigError unless an option is a choice, a whole number or a switch as its field says."""
         name, value, limits = option.name, getattr(self, option.name), option.metadata
@@ -124,12 +161,30 @@ class EngineConfig:
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # frozen: only while it is made
 
-    def on(self, device: str) -> "EngineConfig":
-        """The same options with what the device decides filled in."""
+    def on(self, device: str) -> "DeviceConfig":
+        """The same options, with the defaults that depend on the device filled in."""
         rows, tokens = (1024, 16384) if device.startswith("cuda") else (256, 2048)
-        return replace(
-            self,
-            device=device,
-            max_num_seqs=self.max_num_seqs or rows,
-            max_num_batched_tokens=self.max_num_batched_tokens or tokens,
-        )
+        options = {each.name: getattr(self, each.name) for each in fields(self)} | {
+            "device": device,
+            "max_num_seqs": self.max_num_seqs or rows,
+            "max_num_batched_tokens": self.max_num_batched_tokens or tokens,
+        }
+        return DeviceConfig(**options)
+
+
+class DeviceConfig(EngineConfig):
+    """Options for one device: every default that depends on the device is filled in."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+def _with_field_help(docstring: str | None) -> str:
+    """EngineConfig's docstring, and below it a line of help for each option."""
+    lines = [docstring or "", ""]
+    for each in fields(EngineConfig):
+        lines += wrap(f"{each.name:<{NAMES_WIDTH}}{each.metadata['help']}", 112, subsequent_indent=" " * NAMES_WIDTH)
+    return "\n".join(lines)
+
+
+EngineConfig.__doc__ = _with_field_help(EngineConfig.__doc__)

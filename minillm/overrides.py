@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
+from typing import Any
 
 from minillm.errors import MinillmError
 
@@ -61,7 +62,7 @@ class Parts:
 
     def replacement(self, name: str, function: Callable, used: "Used", capturable: bool) -> Callable:
         """What runs in place of `name` while `function` replaces it."""
-        return _counted(name, function, getattr(self, name), used, capturable)
+        return _Counted(name, function, getattr(self, name), used, capturable)
 
 
 _registered: list[Callable[[], list[Parts]]] = []
@@ -148,17 +149,20 @@ def using(*, capturable: bool = False, **replacements: Callable) -> Iterator[Use
                 parts.version += bool(saved)
 
 
-def _counted(name: str, function: Callable, engines_own: Callable, used: Used, capturable: bool) -> Callable:
-    def replacement(*args, **kwargs):
-        if name in used.not_solved:
-            return engines_own(*args, **kwargs)
-        try:
-            result = function(*args, **kwargs)
-        except NotSolvedYet as todo:
-            used.not_solved[name] = str(todo) or "not solved yet"
-            return engines_own(*args, **kwargs)
-        used.calls[name] += 1
-        return result
+class _Counted:
+    """A user-supplied function that runs in place of the engine's own; the engine's own runs where it is a stub."""
 
-    replacement.capturable = capturable
-    return replacement
+    def __init__(self, name: str, function: Callable, engines_own: Callable, used: Used, capturable: bool):
+        self.name, self.function, self.engines_own = name, function, engines_own
+        self.used, self.capturable = used, capturable
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.name in self.used.not_solved:
+            return self.engines_own(*args, **kwargs)
+        try:
+            result = self.function(*args, **kwargs)
+        except NotSolvedYet as todo:
+            self.used.not_solved[self.name] = str(todo) or "not solved yet"
+            return self.engines_own(*args, **kwargs)
+        self.used.calls[self.name] += 1
+        return result

@@ -47,11 +47,11 @@ class _Finder(MetaPathFinder, Loader):
         new = MODULES[spec.name]
         warnings.warn(f"{spec.name} is {new} now", DeprecationWarning, stacklevel=2)
         module = import_module(new)
-        self._specs[spec.name] = module.__spec__
+        self._specs[new] = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._specs[module.__spec__.name]  # importing has just put the old name's in its place
+        module.__spec__ = self._specs[module.__name__]  # the import system has just put the old name's in its place
 
 
 MOVED_FROM_CONFIG = (

@@ -5,6 +5,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +35,7 @@ MAY_BE_NONE = ("logprobs", "prompt_logprobs", "seed")
 SURROGATE = re.compile("[\ud800-\udfff]")  # in no text that can be encoded, and so in none that can be hashed
 _TOKEN_ID = re.compile("[0-9]{1,10}")  # JSON has no other keys than strings
 TokenLogprobs = dict[int, float]
+Prompt = str | Sequence[int] | np.ndarray  # text, or token ids
 
 
 def _refusal(what: str, value: object) -> InvalidRequest:
@@ -121,7 +123,7 @@ class SamplingParams:
     options: RequestOptions | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self, cache_salt: str | None, use_prefix_cache: bool | None, priority: int | None) -> None:
-        given = {"cache_salt": cache_salt, "use_prefix_cache": use_prefix_cache, "priority": priority}
+        given: dict[str, Any] = {"cache_salt": cache_salt, "use_prefix_cache": use_prefix_cache, "priority": priority}
         if moved := {name: value for name, value in given.items() if value is not None}:
             warnings.warn(f"{', '.join(moved)}: give RequestOptions instead", DeprecationWarning, stacklevel=3)
             object.__setattr__(self, "options", RequestOptions(**moved))
@@ -255,7 +257,7 @@ class Request:
     stop_ids: tuple[int, ...] = ()
     seed: int = 0
     options: RequestOptions = RequestOptions()
-    known: np.ndarray = field(default=None)  # [tokens] int32
+    known: np.ndarray = field(init=False)  # [tokens] int32
     arrival: int = -1
     place: tuple[float, int] = (0.0, 0)  # in the queue: the policy's key, then arrival
     row: int = -1
@@ -265,5 +267,4 @@ class Request:
     stop_reason: int | str | None = None
 
     def __post_init__(self) -> None:
-        if self.known is None:
-            self.known = self.prompt
+        self.known = self.prompt

@@ -1,7 +1,7 @@
-"""What tests draw at random: the same in every run of `make test`, something else for every seed of `make explore`.
+"""Seeds of randomized tests: fixed in `make test`, different in every run of `make explore`.
 
-`make explore` sets the two variables. Tests add SEED to the seeds of their own generators, properties and state
-machines take their number of examples from `examples`, and all of them bear the mark `explore`.
+`make explore` sets the two variables. Tests add SEED to the seeds of their own generators; properties and state
+machines take their number of examples from `examples`. All randomized tests have the marker `explore`.
 """
 
 import os
@@ -15,5 +15,5 @@ PROFILE = "explore" if GIVEN else "fixed"
 
 
 def examples(count: int) -> settings:
-    """Settings of a property that takes `count` examples, and TIMES as many in `make explore`."""
+    """Hypothesis settings with `count` examples, or TIMES as many in `make explore`."""
     return settings(max_examples=count * TIMES)

@@ -1,4 +1,4 @@
-"""What holds for every test here: set before any test module is imported."""
+"""Setup for all tests in this folder; runs before any test module is imported."""
 
 import os
 import random
@@ -13,20 +13,20 @@ from hypothesis.internal.conjecture import providers
 
 from tests import chance
 
-# Triton decides when it is first imported whether kernels are interpreted, and transformers imports it on the way.
-# Without a GPU interpreting is the only way to run a kernel, so nothing that could run otherwise is slowed down.
+# Triton decides at its first import whether to interpret kernels, and transformers imports it. Without a GPU, kernels
+# can only run interpreted, so this slows nothing down.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# How many threads add a row up decides the last bits of its sum.
+# The last bits of a sum depend on the number of threads that compute it.
 torch.set_num_threads(1)
 
-# No example is too slow: a busy machine is no fault of a test's.
+# A slow example is not a failure: the machine may be busy.
 EVERYWHERE = {"deadline": None, "database": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("fixed", derandomize=True, **EVERYWHERE)
 settings.register_profile("explore", derandomize=False, print_blob=True, **EVERYWHERE)
 settings.load_profile(chance.PROFILE)
-# Hypothesis tries constants of the modules imported so far, and so other examples after other tests.
+# Hypothesis draws on constants of the modules imported so far, so examples would depend on which tests ran before.
 providers._get_local_constants = lambda: providers._local_constants
 
 
@@ -37,28 +37,28 @@ def pytest_report_header() -> str:
 
 
 @pytest.fixture
-def nobody() -> Iterator[str]:
-    """The URL of a port that is taken, but where nothing listens."""
+def dead_url() -> Iterator[str]:
+    """The URL of a port that is reserved but has no listener."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{taken.getsockname()[1]}"
 
 
 def global_state() -> dict:
-    ours = ("MINILLM_", "HF_", "TRITON_")  # libraries set some of their own when they are first imported
+    ours = ("MINILLM_", "HF_", "TRITON_")  # libraries set others when they are first imported
     variables = {f"${name}": value for name, value in os.environ.items() if name.startswith(ours)}
     return variables | {
-        "current folder": os.getcwd(),
+        "working directory": os.getcwd(),
         "torch's default dtype": torch.get_default_dtype(),
         "torch's threads": torch.get_num_threads(),
-        "precision of products": torch.get_float32_matmul_precision(),
+        "matmul precision": torch.get_float32_matmul_precision(),
         "gradients": torch.is_grad_enabled(),
     }
 
 
 @pytest.fixture(autouse=True)
-def nothing_leaks():
-    """A test starts from the same random state, whatever ran before, and leaves the process as it found it."""
+def isolated_state():
+    """Each test starts from the same random state and must leave global state unchanged."""
     random.seed(chance.SEED)
     np.random.seed(chance.SEED)
     torch.manual_seed(chance.SEED)

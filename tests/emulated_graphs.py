@@ -1,6 +1,6 @@
-"""Steps as CUDA graphs, emulated: a replay runs the step's operations again, on any device.
+"""Emulated CUDA graphs: a replay runs the step's operations again, on any device.
 
-Fixed rows of state, padding, run-ahead and the fused single row are then those of a GPU, with kernels interpreted.
+Static state rows, padding, run-ahead and the fused single-row step then work as on a GPU, with interpreted kernels.
 """
 
 import weakref
@@ -15,7 +15,7 @@ from minillm.runner import Runner
 
 @contextmanager
 def emulated_graphs():
-    """Engines made inside run their steps as graphs would."""
+    """Engines created inside run their steps as emulated graphs."""
     from minillm.ops import triton as kernels
     from minillm.runner import step_graphs
     from minillm.runner.cuda_graph import CapturedSteps, Graph
@@ -48,7 +48,7 @@ def emulated_graphs():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Runner, "_make_graphs", made)
         patch.setattr(step_graphs, "CapturedSteps", Emulated)
-        # Padding has slot -1, which torch's own indexing does not pass over.
+        # Padding has slot -1, which torch's indexing would not skip.
         patch.setattr(ops.on("cpu"), "write_kv", kernels.write_kv)
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
         yield

@@ -1,4 +1,4 @@
-"""Small models for tests, saved as Hugging Face saves them, whose output depends on every part of them."""
+"""Small models for tests, in Hugging Face's format, whose output depends on every component."""
 
 import copy
 
@@ -94,27 +94,27 @@ CONFIGS = {
 
 
 def make(name: str, seed: int = 0) -> PreTrainedModel:
-    """A float32 model with weights so large that attention, positions and every layer decide the next token."""
+    """A float32 model with weights so large that attention, positions and every layer affect the next token."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name]))
     for key, parameter in model.named_parameters():
         if parameter.dim() == 1:
-            torch.nn.init.normal_(parameter, _typical(name, key), 0.3)
+            torch.nn.init.normal_(parameter, _mean(name, key), 0.3)
         else:
             gain = 1.0 if "embed" in key or "lm_head" in key else 2.5
             torch.nn.init.normal_(parameter, 0.0, gain * parameter.shape[1] ** -0.5)
     return model
 
 
-def _typical(name: str, key: str) -> float:
-    """What a norm's or a bias's elements scatter around."""
+def _mean(name: str, key: str) -> float:
+    """The mean of a norm's or bias's elements."""
     if name.startswith(("gemma2", "gemma3")) and "post_" in key:
-        return 4.0  # behind a norm a layer is as loud as its norm's weights, whatever its matrices are
+        return 4.0  # after a norm, a layer's output scales with the norm's weights, not with its matrices
     return 1.0 if "norm" in key and not name.startswith("gemma") else 0.0
 
 
 def keep_float64(monkeypatch) -> None:
-    """Let transformers' eager attention stay in float64: its softmax is float32 whatever the model's dtype."""
+    """Keep transformers' eager attention in float64: its softmax is float32 whatever the model's dtype."""
     own = torch.nn.functional.softmax
 
     def softmax(scores, dim, dtype=None):

@@ -1,8 +1,8 @@
-"""Outputs judged token by token: what would the sampler have chosen, had the model of transformers been asked?
+"""Check outputs token by token: would the sampler choose the same token from transformers' logits?
 
-The whole of a finished output is read by transformers in one pass, and its logits go through the engine's own sampling
-parameters, in float64, with the request's own random numbers. So every token is judged on its own, also those behind
-a near-tie, whatever batches, graphs, preemptions and prefix hits it came from.
+transformers reads a finished output in one pass. Its logits go through the request's sampling parameters in float64,
+with the request's own random numbers. So each token is judged independently, even after a near-tie, whatever batches,
+graphs, preemptions and prefix hits produced it.
 """
 
 from pathlib import Path
@@ -16,11 +16,11 @@ from minillm.request import Completion
 from minillm.runner.sampler import Sampler
 from minillm.runner.state import RowState
 
-TIE = 1e-3  # logits closer than this may change places, and so may the cumulated probabilities around a draw
+TIE = 1e-3  # closer logits may swap, and so may the cumulative probabilities around a draw
 
 
 class Teacher:
-    """transformers' model in float32, on the device the engine runs on."""
+    """transformers' model in float32, on the engine's device."""
 
     def __init__(self, directory: Path = EMBEDDED, device: str = "cpu"):
         from transformers import AutoModelForCausalLM
@@ -30,12 +30,12 @@ class Teacher:
 
     @torch.inference_mode()
     def logits(self, prompt: list[int], output: list[int]) -> torch.Tensor:
-        """[output, vocab] float64 on the CPU: what each output token is chosen from."""
+        """[output, vocab] float64 on the CPU: the logits each output token is chosen from."""
         ids = torch.tensor([prompt + output[:-1]], device=self.device)
         return self.model(ids, use_cache=False).logits[0, len(prompt) - 1 :].double().cpu()
 
     def errors(self, completion: Completion, params: SamplingParams, seed: int) -> int:
-        """How many of the tokens are not those that the parameters choose, ties apart."""
+        """The number of tokens that differ from what the parameters choose, not counting ties."""
         output = completion.token_ids
         if not output:
             return 0
@@ -46,15 +46,15 @@ class Teacher:
         state.prompt_length[0] = start
         state.tokens[0, : start + count] = torch.tensor(completion.prompt_token_ids + output)
         rows, lengths = np.zeros(count, np.int64), np.arange(start, start + count)
-        # A general row's temperature is divided out while its logits are reshaped.
+        # On the general path, `reshape` already divides by the temperature.
         general = params.needs_general_path
         shaped = Sampler(state, ops.on("cpu")).reshape(logits.clone(), rows, lengths) if general else logits
         chosen = torch.tensor(output)
         if params.temperature == 0:
             gap = shaped.amax(-1) - shaped.gather(1, chosen[:, None])[:, 0]
             return int((gap > TIE).sum())
-        heat = 1.0 if general else params.temperature
-        lower, upper = interval((shaped / heat).softmax(-1), chosen)
+        temperature = 1.0 if general else params.temperature
+        lower, upper = interval((shaped / temperature).softmax(-1), chosen)
         draws = torch.from_numpy(uniforms_of(seed, lengths)).double()
         return int(((draws < lower - TIE) | (draws > upper + TIE)).sum())
 
@@ -66,6 +66,6 @@ def uniforms_of(seed: int, lengths: np.ndarray) -> np.ndarray:
 
 
 def interval(chances: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where [0, 1] each chosen token lies, in id order: the draws between lower and upper choose it."""
+    """The interval of [0, 1], with tokens in id order, in which a draw chooses each token."""
     upper = chances.cumsum(-1).gather(1, chosen[:, None])[:, 0]
     return upper - chances.gather(1, chosen[:, None])[:, 0], upper

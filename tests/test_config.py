@@ -1,4 +1,4 @@
-"""The engine's options: checked once, when they are made; each wrong one is named with its limit."""
+"""Engine options are checked once, on construction, and errors name the option and its limit."""
 
 import numpy as np
 import pytest
@@ -35,13 +35,13 @@ from minillm.errors import ConfigError
         ({"trace": 5}, "trace must be a file's path, not 5"),
     ],
 )
-def test_an_option_of_the_wrong_kind_is_named_with_what_was_given(options, message):
+def test_an_invalid_option_is_reported_with_its_name_and_value(options, message):
     with pytest.raises(ConfigError, match=message) as error:
         EngineConfig(**options)
     assert len(str(error.value)) < 300
 
 
-def test_options_may_be_torchs_and_numpys():
+def test_options_may_be_torch_and_numpy_values():
     given = {"max_num_seqs": np.int64(3), "gpu_memory_utilization": np.float32(0.5), "seed": np.uint8(7)}
     config = EngineConfig(device=torch.device("cuda", 1), dtype=torch.bfloat16, **given)
     expected = EngineConfig(device="cuda:1", dtype="bfloat16", max_num_seqs=3, gpu_memory_utilization=0.5, seed=7)
@@ -57,7 +57,7 @@ def test_any_gpu_has_a_gpus_rows_and_tokens_unless_they_are_given():
     assert (config.max_num_seqs, config.max_num_batched_tokens) == (3, 5)
 
 
-def test_a_torch_device_runs():
+def test_the_engine_runs_on_a_torch_device():
     with LLM(device=torch.device("cpu"), dtype=torch.float64, num_blocks=16) as llm:
         assert llm.engine.model.device == torch.device("cpu") and llm.engine.model.dtype == torch.float64
 

@@ -1,4 +1,4 @@
-"""One base for all errors of the project, and a class for every mistake that a user can make."""
+"""All errors have one base class, and every user mistake has an error class."""
 
 import ast
 import builtins
@@ -11,18 +11,18 @@ from minillm import errors
 from minillm.errors import MinillmError
 
 ROOT = Path(__file__).resolve().parents[1]
-# A bug, or a step's own contract, says so with a built-in class and keeps its traceback.
+# Bugs and violated internal contracts raise built-in classes and keep their traceback.
 BUILT_IN = {
-    "minillm/bench/ablation.py": {"ValueError"},  # torch_attention, an operation like those of `minillm.ops`
-    "minillm/bench/offline.py": {"RuntimeError"},  # fewer tokens than were asked for: a bug
+    "minillm/bench/ablation.py": {"ValueError"},  # torch_attention, an operation like those in `minillm.ops`
+    "minillm/bench/offline.py": {"RuntimeError"},  # fewer tokens than requested: a bug
     "minillm/bench/peers.py": {"RuntimeError"},
-    "minillm/course/adapters.py": {"ValueError"},  # what lesson 02's exercise asks of `append`
+    "minillm/course/adapters.py": {"ValueError"},  # lesson 02's exercise requires it of `append`
     "minillm/course/checks/lesson_02.py": {"AssertionError"},
     "minillm/course/checks/lesson_09.py": {"AssertionError"},
-    "minillm/lazy_imports.py": {"AttributeError"},  # what `getattr` promises
+    "minillm/lazy_imports.py": {"AttributeError"},  # `getattr` requires it
     "minillm/renamed.py": {"AttributeError"},
-    "minillm/runner/plan.py": {"ValueError"},  # `Plan.read` makes a ConfigError of it
-    "minillm/tuning/trials.py": {"RuntimeError"},  # a kernel that is wrong
+    "minillm/runner/plan.py": {"ValueError"},  # `Plan.read` turns it into a ConfigError
+    "minillm/tuning/trials.py": {"RuntimeError"},  # a kernel with wrong results
 }
 
 
@@ -61,7 +61,7 @@ def test_every_error_class_is_a_minillm_error():
     assert [name for name in found if not ours(name)] == []
 
 
-def test_only_what_no_user_can_mend_is_raised_with_a_built_in_class():
+def test_built_in_exceptions_are_raised_only_for_what_no_user_can_fix():
     raised = {}
     for name, tree in modules():
         if name.startswith("minillm/server/"):
@@ -82,5 +82,5 @@ def test_only_what_no_user_can_mend_is_raised_with_a_built_in_class():
         (errors.Unreachable, ConnectionError),
     ],
 )
-def test_an_error_is_still_what_python_calls_it(error, built_in):
+def test_an_error_is_also_its_built_in_exception(error, built_in):
     assert issubclass(error, MinillmError) and issubclass(error, built_in)

@@ -1,4 +1,4 @@
-"""The reader's own functions in place of the engine's: those that are no operation on tensors."""
+"""User-supplied functions that replace parts of the engine other than tensor operations."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ def letters(symbols, ranks):
     return symbols
 
 
-def test_the_readers_merge_tokenizes_and_leaves_nothing_remembered(tokenizer):
+def test_a_user_supplied_merge_tokenizes_and_leaves_nothing_cached(tokenizer):
     before = tokenizer.encode(WORDS)
     with minillm.using(bpe_merge=letters) as used:
         assert overrides.replaced("bpe_merge")
@@ -31,7 +31,7 @@ def test_the_readers_merge_tokenizes_and_leaves_nothing_remembered(tokenizer):
     assert tokenizer.encode(WORDS) == before
 
 
-def test_an_unsolved_merge_leaves_the_tokens_as_they_were(tokenizer):
+def test_an_unsolved_merge_falls_back_to_the_engines_own(tokenizer):
     def stub(symbols, ranks):
         raise minillm.NotSolvedYet("bpe_merge")
 
@@ -41,12 +41,12 @@ def test_an_unsolved_merge_leaves_the_tokens_as_they_were(tokenizer):
     assert used.not_solved == {"bpe_merge": "bpe_merge"}
 
 
-def test_replacing_one_part_leaves_the_version_of_others():
+def test_replacing_the_merge_leaves_the_version_of_the_operations_unchanged():
     version = minillm.ops.on("cpu").version
     with minillm.using(bpe_merge=letters):
         assert minillm.ops.on("cpu").version == version
 
 
-def test_names_are_complete_before_any_engine_is_imported():
+def test_names_are_complete_before_the_engine_is_imported():
     code = "import minillm.overrides as p; names = p.names(); assert {'bpe_merge', 'linear'} <= set(names), names"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,4 @@
-"""What a request may ask for: options of the queue and the cache apart from those of sampling."""
+"""Request options and sampling parameters: checked on construction, and separate from each other."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from minillm.errors import InvalidRequest
 
 
 @pytest.mark.parametrize("name, value", [("cache_salt", "a"), ("use_prefix_cache", False), ("priority", 3)])
-def test_options_that_were_sampling_parameters_still_count_with_a_warning(name, value):
+def test_options_that_used_to_be_sampling_parameters_still_work_with_a_warning(name, value):
     with pytest.warns(DeprecationWarning, match=f"{name}: give RequestOptions instead"):
         params = SamplingParams(max_tokens=2, **{name: value})
     assert params.options == RequestOptions(**{name: value}) and params == SamplingParams(max_tokens=2)
@@ -27,12 +27,12 @@ def test_options_that_were_sampling_parameters_still_count_with_a_warning(name, 
         ({"priority": 2**31}, "priority must be a 32-bit whole number"),
     ],
 )
-def test_options_are_checked_when_they_are_made(options, message):
+def test_options_are_checked_on_construction(options, message):
     with pytest.raises(InvalidRequest, match=message):
         RequestOptions(**options)
 
 
-def test_options_are_one_for_all_or_one_each():
+def test_options_are_given_once_for_all_prompts_or_once_per_prompt():
     with LLM(device="cpu") as llm, pytest.raises(InvalidRequest, match="2 prompts, but 3 RequestOptions: give one"):
         llm.generate([[5], [6]], None, [RequestOptions()] * 3)
 
@@ -60,13 +60,13 @@ def test_options_are_one_for_all_or_one_each():
         ({"ignore_eos": 1}, "ignore_eos must be True or False, not 1"),
     ],
 )
-def test_a_parameter_of_the_wrong_kind_is_named_with_what_was_given(params, message):
+def test_an_invalid_parameter_is_reported_with_its_name_and_value(params, message):
     with pytest.raises(InvalidRequest, match=message) as error:
         SamplingParams(**params)
     assert len(str(error.value)) < 300
 
 
-def test_numbers_of_numpy_are_numbers():
+def test_numpy_numbers_are_accepted():
     params = SamplingParams(
         max_tokens=np.int64(3),
         temperature=np.float32(0.5),
@@ -85,5 +85,5 @@ def test_numbers_of_numpy_are_numbers():
     assert RequestOptions(priority=np.int16(3)) == RequestOptions(priority=3)
 
 
-def test_biases_may_come_from_json():
+def test_logit_bias_accepts_string_keys_as_in_json():
     assert SamplingParams(logit_bias={"5": 1}).logit_bias == {5: 1.0}

@@ -1,4 +1,4 @@
-"""How tests wait: for what has to come, never for seconds."""
+"""Waiting in tests: for a condition, never for a fixed time."""
 
 import asyncio
 import itertools
@@ -9,42 +9,42 @@ from contextlib import contextmanager
 
 import minillm
 
-PATIENCE = 300  # seconds until a test gives up: a busy machine takes its time, only what hangs takes this long
+TIMEOUT = 300  # seconds until a test gives up; long enough for a busy machine, so only a hang reaches it
 
 
-def until(condition: Callable[[], object]) -> None:
-    """Wait for what nothing tells of."""
-    deadline = time.monotonic() + PATIENCE
+def wait_until(condition: Callable[[], object]) -> None:
+    """Poll until the condition holds."""
+    deadline = time.monotonic() + TIMEOUT
     while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass"
+        assert time.monotonic() < deadline, "timed out waiting for the condition"
         time.sleep(0.01)
 
 
-async def come(condition: Callable[[], object]) -> None:
-    """`until`, while the loop goes on."""
-    async with asyncio.timeout(PATIENCE):
+async def async_wait_until(condition: Callable[[], object]) -> None:
+    """`wait_until` without blocking the event loop."""
+    async with asyncio.timeout(TIMEOUT):
         while not condition():
             await asyncio.sleep(0.002)
 
 
 @contextmanager
-def gate(free: int = 0) -> Iterator[threading.Event]:
-    """All steps of engines but the first `free` wait until the gate is set: nothing ends before a test wants it to."""
-    opened, steps = threading.Event(), itertools.count()
+def paused_steps(free: int = 0) -> Iterator[threading.Event]:
+    """Engines take `free` steps, then pause until the test sets the event, so no request ends too early."""
+    resume, steps = threading.Event(), itertools.count()
 
     def embedding(ids, weight, scale):
         if next(steps) >= free:
-            assert opened.wait(PATIENCE), "the gate was not opened"
+            assert resume.wait(TIMEOUT), "the test never resumed the steps"
         return weight[ids] * scale
 
     with minillm.using(embedding=embedding):
         try:
-            yield opened
+            yield resume
         finally:
-            opened.set()
+            resume.set()
 
 
 def idle(engine) -> bool:
-    """Whether an engine holds no request and no block."""
+    """Whether an engine has no requests and all its blocks are available."""
     stats = engine.stats()
     return stats["running"] == stats["waiting"] == 0 and stats["blocks_available"] == stats["blocks"]

@@ -1,11 +1,11 @@
-"""What abuse costs a server's other clients: starts one, abuses it, prints what was measured as JSON.  Linux.
+"""Measure how much abusive clients slow down a server's other clients; prints JSON. Linux only.
 
     python tools/abuse_server.py [--case bodies --case drain ...] [--json FILE] [-- OPTIONS OF minillm serve]
 
-With `-- --attention-sinks 4 --attention-window 1024` prompts may be as long as the server takes, and bodies as large.
+With `-- --attention-sinks 4 --attention-window 1024`, prompts and bodies may be as large as the server accepts.
 
-Beside each abuse a client streams tokens and another asks for /health: their worst waits are the measure, and the
-memory of the server's processes before, at most and after.
+During each attack, one client streams tokens and another polls /health. The results are their longest waits and the
+memory of the server's processes before, at its peak, and after.
 """
 
 import argparse
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SERVE = [sys.executable, "-m", "minillm.cli", "serve", "--port", "0", "--device", "cpu", "--log-level", "warning"]
 STREAM = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True}
 MEGABYTE = 1 << 20
-PATIENCE = 200  # seconds for an answer
+TIMEOUT = 200  # seconds to wait for a response
 CASES = {}
 
 
@@ -39,7 +39,7 @@ def case(function):
 
 
 class Server:
-    """`minillm serve` in a process of its own."""
+    """`minillm serve` in its own process."""
 
     def __init__(self, *options: str, files: int | None = None):
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the server)
@@ -104,19 +104,19 @@ def head(path: str, length: int | None = None, method: str = "POST") -> bytes:
 
 
 async def answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
-    """Status and body of an answer that tells its length."""
+    """Status and body of a response with a Content-Length."""
     top = await reader.readuntil(b"\r\n\r\n")
     length = re.search(rb"content-length: (\d+)", top)
     return int(top.split()[1]), await reader.readexactly(int(length[1])) if length else b""
 
 
 async def post(port: int, path: str, content: bytes) -> tuple[int, bytes, float]:
-    """Status, body and seconds of an answer; status 0 where none came, or not in time."""
+    """Status, body and seconds of a response; status 0 if none came in time."""
     start = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=64 * MEGABYTE)
     try:
         writer.write(head(path, len(content)) + content)
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(TIMEOUT):
             status, body = await answer(reader)
     except (OSError, TimeoutError, asyncio.IncompleteReadError):
         status, body = 0, b""
@@ -126,7 +126,7 @@ async def post(port: int, path: str, content: bytes) -> tuple[int, bytes, float]
 
 
 class Bystanders:
-    """A client that streams and one that asks for /health, and how long each waited at worst."""
+    """A client that streams and one that polls /health, and the longest wait of each."""
 
     def __init__(self, server: Server):
         self.server, self.worst = server, {"stream_gap_s": 0.0, "health_s": 0.0}
@@ -179,7 +179,7 @@ class Bystanders:
     async def __aexit__(self, *_):
         seen = dict(self.events)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(60):  # until both have had what they waited for
+            async with asyncio.timeout(60):  # until both have what they waited for
                 while any(self.events[name] < seen[name] + 3 for name in seen):
                     await asyncio.sleep(0.01)
         for task in self._tasks:
@@ -250,7 +250,7 @@ async def bodies() -> dict:
 
 @case
 async def chunks() -> dict:
-    """2 MB of chunks of one byte."""
+    """2 MB in one-byte chunks."""
     async with serving() as server, Bystanders(server) as others:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         start = time.perf_counter()
@@ -262,7 +262,7 @@ async def chunks() -> dict:
 
 @case
 async def slow_headers(connections: int = 200, seconds: float = 15) -> dict:
-    """Connections that send half a head, and ones that send nothing: how many are left."""
+    """Connections that send half their headers or nothing at all: how many stay open."""
     async with serving() as server:
         half = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(connections // 2)]
         silent = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(connections // 2)]
@@ -281,7 +281,7 @@ async def slow_headers(connections: int = 200, seconds: float = 15) -> dict:
 
 @case
 async def unfinished_bodies(connections: int = 40, seconds: float = 75) -> dict:
-    """Bodies that lack their last three bytes, as large as may be."""
+    """Bodies of the largest allowed size, without their last three bytes."""
     async with serving() as server:
         before, statuses = server.memory(), []
         size = 16 * MEGABYTE - 100_000
@@ -357,7 +357,7 @@ async def descriptors(files: int = 128, connections: int = 140, seconds: float =
 
 @case
 async def drain(streams: int = 8) -> dict:
-    """SIGTERM while streams and other requests run on past the grace; and new connections meanwhile."""
+    """SIGTERM while streams and other requests outlast the grace period, with new connections in between."""
     return {"one SIGTERM": await _drain(streams, 1), "two SIGTERMs": await _drain(streams, 2)}
 
 
@@ -406,7 +406,7 @@ async def _drain(streams: int, signals: int) -> dict:
 
 
 async def _refusal(port: int) -> dict:
-    """How a connection that comes too late ends, and when."""
+    """How and when a connection made after SIGTERM ends."""
     began = time.perf_counter()
     try:
         status, *_ = await asyncio.wait_for(post(port, *_completion()), 20)
@@ -417,7 +417,7 @@ async def _refusal(port: int) -> dict:
 
 @case
 async def killed_while_starting(seconds: float = 20) -> dict:
-    """The only worker is killed, and its successor at once."""
+    """Kills the only worker, and its replacement as soon as it starts."""
     async with serving() as server:
         (first,) = server.workers()
         os.kill(first, signal.SIGKILL)
@@ -440,7 +440,7 @@ async def killed_while_starting(seconds: float = 20) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=CASES, help="default: all")
-    parser.add_argument("--json", type=Path, help="write the figures into this file too")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("serve", nargs="*", help="options of minillm serve")
     arguments = parser.parse_args()
     SERVE.extend(arguments.serve)

@@ -1,11 +1,11 @@
-"""Two versions of the engine on the same GPU, in turns: is one slower than the other?
+"""Compare the speed of two versions of the engine on the same GPU, in alternating runs.
 
     git archive --prefix=before/ COMMIT minillm kernels | tar -x -C build
     python tools/before_after.py --before build/before --workload chat --workload single --pairs 5 --record before-after
 
-Each version runs in a process of its own, imported from its own folder; both keep their model and cache, and run one
-after the other, never together. A pair is a run of each; machines differ by more than versions should, and so do one
-machine's minutes, so what counts is the median over pairs of (seconds before / seconds after).
+Each version runs in its own process, imported from its own folder. Both keep their model and cache in memory, but only
+one runs at a time. A pair is one run of each. A machine's speed drifts by more than the versions should differ, so the
+result is the median over pairs of (seconds before / seconds after).
 """
 
 import argparse
@@ -18,9 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-WARM_UP = {"requests": 64, "scale": 4}
 
-# What each version runs. It uses no more than has been there in all of them.
+# The script each version runs. It uses only what exists in all versions.
 WORKER = """
 import json, sys, time
 from minillm import LLM, SamplingParams
@@ -70,9 +69,9 @@ class Version:
 
 
 def compare(versions: dict[str, Version], workload: str, pairs: int, **less) -> dict:
-    """Seconds of both versions, in turns; who goes first alternates."""
+    """Seconds of both versions in alternating runs; which goes first alternates too. A first run compiles kernels."""
     for version in versions.values():
-        version.seconds(workload, **WARM_UP)
+        version.seconds(workload, **less)
     runs: dict[str, list[float]] = {name: [] for name in versions}
     for pair in range(pairs):
         for name in sorted(versions, reverse=bool(pair % 2)):
@@ -86,15 +85,17 @@ def compare(versions: dict[str, Version], workload: str, pairs: int, **less) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, required=True, help="the folder of the earlier version")
-    parser.add_argument("--before-commit", help="and its commit, for the record")
+    parser.add_argument("--before-commit", help="the commit of that version, for the record")
     parser.add_argument("--workload", action="append", required=True)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--model", default="gemma-2b")
-    parser.add_argument("--num-blocks", type=int, default=80_000, help="of each version: both caches are there at once")
+    parser.add_argument(
+        "--num-blocks", type=int, default=80_000, help="blocks for each version: both caches are in memory at once"
+    )
     parser.add_argument("--max-num-seqs", type=int, default=3000)
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--requests", type=int, help="only the first this many requests")
+    parser.add_argument("--requests", type=int, help="use only this many requests")
     parser.add_argument("--record", help="a name in data/results, or a file")
     options = parser.parse_args()
     from minillm.bench import records, workloads

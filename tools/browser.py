@@ -1,9 +1,9 @@
-"""A first-time learner in a real browser: JupyterLab opened headless, lesson 00 run, an exercise empty, wrong, right.
+"""Run lesson 00 in headless JupyterLab as a learner would, with an exercise left empty, then solved wrong, then right.
 
     pip install playwright    (in any environment; Chromium from the system)
     python tools/browser.py --lab .venv/bin/jupyter --browser /usr/bin/chromium --out build/browser
 
-No part of the test suite: it needs a browser. It leaves screenshots, and fails where a step does not show what it must.
+Not part of the test suite, because it needs a browser. It saves screenshots, and fails when a step's output is wrong.
 """
 
 import argparse
@@ -29,7 +29,7 @@ SIGNATURE = (
     "def floor_seconds(nbytes: float, operations: float, bytes_per_s: float, operations_per_s: float) -> float:\n"
 )
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
-PATIENCE = 240_000  # milliseconds for a lesson to run through
+TIMEOUT = 240_000  # milliseconds for a whole lesson
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def lab(jupyter: str):
         shutil.copy(ROOT / "notebooks" / f"{LESSON}.ipynb", folder)
         settings = Path(folder, "settings", "@jupyterlab", "notebook-extension", "tracker.jupyterlab-settings")
         settings.parent.mkdir(parents=True)
-        settings.write_text('{"windowingMode": "none"}')  # every cell is in the page, seen or not
+        settings.write_text('{"windowingMode": "none"}')  # render every cell, visible or not
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
         probe.close()
@@ -74,13 +74,13 @@ def lab(jupyter: str):
 def run_all(page: Page) -> None:
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_text("Run All Cells", exact=True).click()
-    # The last code cell has a number once everything before it is done.
+    # Cells are numbered as they finish, so all have run when each has a number.
     page.wait_for_function(
         """() => {
             const prompts = [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].map(e => e.innerText);
             return prompts.length > 20 && prompts.every(p => /^\\[\\d+\\]:?$/.test(p.trim()));
         }""",
-        timeout=PATIENCE,
+        timeout=TIMEOUT,
     )
 
 
@@ -89,7 +89,7 @@ def cell(page: Page, text: str):
 
 
 def rewrite(page: Page, body: str) -> str:
-    """Type a solution into the exercise's cell, run it and the check below; what the check said."""
+    """Type a solution into the exercise's cell and run it and the check below; returns the check's output."""
     exercise = cell(page, EXERCISE)
     exercise.scroll_into_view_if_needed()
     exercise.locator(".cm-content").click()
@@ -101,8 +101,8 @@ def rewrite(page: Page, body: str) -> str:
     check.locator(".cm-content").click()
     before = check.locator(".jp-InputPrompt").inner_text()
     page.keyboard.press("Shift+Enter")
-    expect(check.locator(".jp-InputPrompt")).not_to_have_text(before, timeout=PATIENCE)
-    expect(check.locator(".jp-InputPrompt")).to_have_text(re.compile(r"\[\d+\]"), timeout=PATIENCE)
+    expect(check.locator(".jp-InputPrompt")).not_to_have_text(before, timeout=TIMEOUT)
+    expect(check.locator(".jp-InputPrompt")).to_have_text(re.compile(r"\[\d+\]"), timeout=TIMEOUT)
     return check.locator(".jp-OutputArea").inner_text()
 
 
@@ -125,7 +125,7 @@ def main() -> None:
             print(f"{name}.png", flush=True)
 
         page.goto(f"{url}/lab/tree/{LESSON}.ipynb")
-        page.wait_for_selector(".jp-CodeCell", timeout=PATIENCE)
+        page.wait_for_selector(".jp-CodeCell", timeout=TIMEOUT)
         page.wait_for_timeout(3000)
         picture("1-opened")
         run_all(page)
@@ -141,7 +141,7 @@ def main() -> None:
         assert "Solved: all 4 hold." in said, said
         picture("5-right", "check(floor_seconds)")
         browser.close()
-    print("empty, wrong and right each said what they must")
+    print("empty, wrong and right solutions all gave the expected output")
 
 
 if __name__ == "__main__":

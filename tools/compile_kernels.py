@@ -1,7 +1,7 @@
-"""Compile every kernel for GPUs that are not here, and print what each needs: one JSON object a line.
+"""Compile every kernel for GPUs that this machine lacks, and print the resources each uses, one JSON object per line.
 
-The engine's own wrappers are called on small CPU tensors, so the launch choices and specialisations are the real
-ones; the driver only says which GPU it would be, and the kernels are compiled and not started.
+The engine's own wrappers are called on small CPU tensors, so launch configurations and specializations are the real
+ones. A stub driver says which GPU to compile for, and the kernels are compiled but not launched.
 
     python tools/compile_kernels.py 80 86 89 90
 """
@@ -30,18 +30,18 @@ from minillm.kv_cache import LayerCache
 from minillm.ops import AttentionOptions
 
 KIB = 1024
-SHARED_MEMORY = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB}  # CUDA programming guide, bytes a block
+SHARED_MEMORY = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB}  # bytes per block (CUDA programming guide)
 
 
-# head_dim, dtype, heads that share keys, queries a row in a decode, options
+# head_dim, dtype, query heads per KV head, queries per decode row, options
 ATTENTION = [
     (256, torch.bfloat16, 8, 1, {}),
-    (256, torch.bfloat16, 8, 8, {"soft_cap": 50.0}),  # 64 and 128 packed rows, as speculation would bring
+    (256, torch.bfloat16, 8, 8, {"soft_cap": 50.0}),  # 64 and 128 packed rows, as in speculative decoding
     (256, torch.bfloat16, 8, 16, {}),
     (256, torch.float16, 16, 1, {"window": 512}),
     (128, torch.bfloat16, 4, 1, {"window": 4096, "soft_cap": 50.0}),
     (64, torch.bfloat16, 4, 1, {}),
-    (256, torch.bfloat16, 8, 1, {"rotary": ...}),  # keys turned as they are read
+    (256, torch.bfloat16, 8, 1, {"rotary": ...}),  # keys rotated when they are read
     (64, torch.float16, 4, 1, {"rotary": ..., "soft_cap": 50.0}),
     (256, torch.float32, 8, 1, {}),
     (128, torch.float32, 4, 1, {"rotary": ...}),
@@ -49,7 +49,7 @@ ATTENTION = [
 
 
 class AbsentGPU:
-    """As much of a driver as compiling asks for."""
+    """The part of a driver that compilation needs."""
 
     def __init__(self, capability: int):
         self.target = GPUTarget("cuda", capability, 32)
@@ -58,7 +58,7 @@ class AbsentGPU:
         return self.target
 
     def get_current_device(self):
-        return self.target.arch  # kernels are remembered by device
+        return self.target.arch  # kernels are cached by device
 
     def get_current_stream(self, device):
         return 0

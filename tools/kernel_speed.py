@@ -1,12 +1,12 @@
-"""Measure every kernel on this GPU at Gemma 2B's shapes, beside its plain-torch reference; needs a GPU.
+"""Measure every kernel at Gemma 2B's shapes and compare it with its plain-torch reference; needs a GPU.
 
-    python tools/kernel_speed.py --record kernels    the table, kept as a record
-    python tools/kernel_speed.py --sweep             attention's launch choices side by side
+    python tools/kernel_speed.py --record kernels    save the table as a record
+    python tools/kernel_speed.py --sweep             compare launch configurations of attention
 
-A time is the median over replays of a CUDA graph that holds many calls, so launches are not counted. Calls rotate over
-up to 16 sets of inputs, which leaves nothing in the L2 cache once a call moves more than some 4 MB; below that the L2
-helps, as it does in the engine. A reference that cannot be captured is timed with events.
-Bytes are the fewest that the operation has to move. The relative error is that of the whole result against float64.
+A time is the median over replays of a CUDA graph that contains many calls, so launch overhead is not counted. Calls
+rotate over up to 16 sets of inputs, so nothing is left in the L2 cache if a call moves more than about 4 MB; below that
+the L2 helps, as it does in the engine. A reference that cannot be captured is timed with events.
+Bytes are the minimum that the operation has to move. The relative error compares the whole result with float64.
 """
 
 import argparse
@@ -32,11 +32,11 @@ HIDDEN, HEADS, KV_HEADS, DIM, FFN, VOCAB, BLOCK = 2048, 8, 1, 256, 16384, 256000
 OPTIONS, DTYPE = AttentionOptions(DIM**-0.5), torch.bfloat16
 KEYS = {1: (384, 384), 64: (1024, 1536), 512: (200, 2000), 3000: (128, 256)}  # decode rows: fewest and most keys
 PREFILL = {"1 x 128": [128], "4 x 2048": [2048] * 4, "16 x 100..1024": list(range(100, 1060, 60))}
-COLD = 256 * 2**20  # bytes of different inputs in a row: several times the L2
+COLD = 256 * 2**20  # bytes of distinct inputs in a row: several times the L2 size
 
 
 def graph_runs(calls, replays=20) -> list[float]:
-    """Milliseconds a call in each replay of a graph of all calls."""
+    """Milliseconds per call in each replay of a graph of all calls."""
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
@@ -57,7 +57,7 @@ def graph_runs(calls, replays=20) -> list[float]:
 
 
 def calls_over(function, make_inputs, nbytes):
-    """Calls of `function` on enough different inputs to leave nothing in the L2."""
+    """Calls of `function` on enough distinct inputs to leave nothing in the L2."""
     sets = [make_inputs() for _ in range(max(1, min(16, COLD // max(nbytes, 1) + 1)))]
     bound = [lambda inputs=inputs: function(*inputs) for inputs in sets]
     return [call for _, call in zip(range(max(16, len(bound))), itertools.cycle(bound), strict=False)]
@@ -84,7 +84,7 @@ def measured(name, rows, shape, make_inputs, nbytes, kernel=None, plain=None, op
         result["tflops"] = operations / ms / 1e9
     try:
         result["reference_ms"] = statistics.median(graph_runs(calls_over(plain, make_inputs, nbytes), 5))
-    except RuntimeError:  # it waits for the device, which a graph cannot hold
+    except RuntimeError:  # it synchronizes with the device, which a graph cannot capture
         torch.cuda.synchronize()
         result["reference_ms"] = do_bench(lambda: plain(*inputs), warmup=5, rep=20, return_mode="median")
     print(json.dumps(result), flush=True)
@@ -108,7 +108,7 @@ def rotations(rows):
 
 
 def paged_rows(lengths):
-    """A cache with these many keys a row, in shuffled blocks, and its table."""
+    """A cache with this many keys per row, in shuffled blocks, and its block table."""
     blocks = [-(-length // BLOCK) for length in lengths]
     order = torch.randperm(sum(blocks), dtype=torch.int32)
     table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
@@ -141,7 +141,7 @@ def prefill(operation, lengths):
 
 
 def torchs_own_attention(lengths) -> float:
-    """torch's fused attention on rows of one length, keys contiguous: what the paged kernel is up against."""
+    """torch's fused attention on rows of equal length with contiguous keys, as a baseline for the paged kernel."""
     rows, n = len(lengths), lengths[0]
     q, k, v = (random_tensor(rows, heads, n, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
     k, v = (x.expand(-1, HEADS, -1, -1) for x in (k, v))
@@ -232,14 +232,14 @@ def always(choice):
 def swept(what, chosen, calls):
     try:
         times = {name: round(1e3 * statistics.median(graph_runs(each, 5)), 1) for name, each in calls.items()}
-    except Exception as error:  # a choice that does not fit this chip is a result too
+    except Exception as error:  # a configuration that does not fit this GPU is a result too
         times = type(error).__name__
     print(what, chosen, times, flush=True)
 
 
 if __name__ == "__main__":
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--record", help="write the table to this file, or by this name among the committed ones")
+    options.add_argument("--record", help="write the table to this file, or to the committed record of this name")
     options.add_argument("--sweep", action="store_true")
     chosen = options.parse_args()
     torch.manual_seed(0)

@@ -1,10 +1,10 @@
-"""Run the kernels' and the engine's tests on this GPU and keep what they found; needs a GPU.
+"""Run the kernel and engine tests on this GPU and record the results; needs a GPU.
 
     python tools/kernel_tests.py --record kernel-tests --seeds 3
 
-Kernel tests run once for each seed, the engine's with the first of them. Every comparison with a float64 reference is
-noted (`tests/kernels/compare.py`), and the record holds the largest of each kernel and dtype, with the bound it had to
-keep. Where compute-sanitizer is installed, a small run of the kernel tests goes through its memcheck.
+Kernel tests run once per seed, engine tests with the first seed only. Every comparison with a float64 reference is
+logged (`tests/kernels/compare.py`), and the record holds the largest error of each kernel and dtype with its bound. If
+compute-sanitizer is installed, a few kernel tests also run under its memcheck.
 """
 
 import argparse
@@ -31,12 +31,12 @@ ENGINE = [
     "tests/engine/test_random_requests.py",
 ]
 STRESS = ["tests/engine/test_engine_on_gpu_single_row.py"]
-ALONE = ["tests/engine/test_engine_on_gpu_memory.py"]  # it watches the whole GPU's memory
+ALONE = ["tests/engine/test_engine_on_gpu_memory.py"]  # it measures the whole GPU's memory
 CHECKED = "test_attention_of_one_row and 256 or test_a_product or test_gate or test_decode_attention and mqa_256"
 
 
 def pytest(paths: list[str], notes: Path, *options: str, seed: int, within: int) -> dict:
-    """Counts of one pytest run: tests, failed, skipped, seconds."""
+    """Run pytest once; returns the number of tests, failures and skips, and the seconds."""
     report = notes.with_name(f"report-{Path(paths[0]).stem}-{seed}.xml")
     command = [sys.executable, "-m", "pytest", "-q", "-rf", f"--junitxml={report}", f"--hypothesis-seed={seed}"]
     command += [*options, *paths]
@@ -58,7 +58,7 @@ def pytest(paths: list[str], notes: Path, *options: str, seed: int, within: int)
 
 
 def largest(notes: Path) -> list[dict]:
-    """Of each kernel and dtype, the comparison nearest its bound."""
+    """The comparison with the largest error, for each kernel and dtype."""
     found: dict[tuple[str, str], dict] = {}
     for line in notes.read_text(encoding="utf-8").splitlines():
         one = json.loads(line)
@@ -73,7 +73,7 @@ def largest(notes: Path) -> list[dict]:
 
 
 def memcheck(within: int) -> dict:
-    """compute-sanitizer's verdict on a few kernel tests, every allocation torch's own cache would hide made singly."""
+    """Run a few kernel tests under compute-sanitizer, without torch's caching allocator, which would hide errors."""
     binary = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if binary is None:
         return {"ran": False, "why": "compute-sanitizer is not installed on this machine"}
@@ -83,7 +83,7 @@ def memcheck(within: int) -> dict:
     try:
         done = subprocess.run(command, env=environment, cwd=ROOT, timeout=within, capture_output=True, text=True)
     except subprocess.TimeoutExpired:
-        return {"ran": False, "why": f"not done within {within} s"}
+        return {"ran": False, "why": f"not finished within {within} s"}
     said = done.stdout + done.stderr
     print(said[-3000:], flush=True)
     summary = re.findall(r"ERROR SUMMARY: .*", said)
@@ -96,11 +96,11 @@ def main() -> None:
     parser.add_argument("--record", help="a record's name, or a file")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=12)
-    parser.add_argument("--within", type=int, default=300, help="seconds that each run may take")
+    parser.add_argument("--within", type=int, default=300, help="time limit of each run, in seconds")
     parser.add_argument("--skip", nargs="*", default=[], choices=["kernels", "engine", "stress", "alone", "memcheck"])
     options = parser.parse_args()
     begun, seeds = records.begin(), [random.SystemRandom().randrange(2**31) for _ in range(options.seeds)]
-    # Threads that wait by spinning would take the cores from the other workers.
+    # Spinning threads would take cores away from the other workers.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // options.workers)))
     parallel = ["-n", str(options.workers)] if options.workers > 1 else []
     within = options.within
@@ -109,7 +109,7 @@ def main() -> None:
         notes.touch()
 
         def kernels() -> list[dict]:
-            # Compiling for other GPUs needs none.
+            # Compiling for other GPUs does not need this one.
             left_out = ["--ignore=tests/kernels/test_compile.py", *parallel]
             return [pytest(["tests/kernels"], notes, *left_out, seed=seed, within=within) for seed in seeds]
 
@@ -142,7 +142,7 @@ def main() -> None:
 
 
 def clean(record: dict) -> bool:
-    """Whether a record tells of no failure: every run came to its end, and so did compute-sanitizer where it is."""
+    """Whether the record shows no failure, no timeout and no compute-sanitizer error."""
     ended = all("timed_out" not in run and not run["failures"] and not run["errors"] for run in record["runs"])
     checked = record.get("compute_sanitizer", {"ran": False})
     return ended and (not checked["ran"] or checked["summary"] == ["ERROR SUMMARY: 0 errors"])

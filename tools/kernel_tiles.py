@@ -1,8 +1,8 @@
-"""Measure one kernel, the gated activation, with every tile and number of warps; needs a GPU.  Lesson 03 draws it.
+"""Measure the gated activation kernel with every tile size and warp count; needs a GPU. Lesson 03 plots the result.
 
     python tools/kernel_tiles.py --record tiles
 
-Times are taken as in `kernel_speed.py`: replays of a CUDA graph with many calls on different inputs.
+Timed as in `kernel_speed.py`: replays of a CUDA graph with many calls on distinct inputs.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def measured(rows: int, tile: int, warps: int) -> dict:
 
 if __name__ == "__main__":
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--record", help="write the table to this file, or by this name among the committed ones")
+    options.add_argument("--record", help="write the table to this file, or to the committed record of this name")
     chosen = options.parse_args()
     torch.manual_seed(0)
     begun = records.begin()

@@ -1,9 +1,9 @@
-"""How long from the command to the first token, by the clock outside the process: the very first time, and after.
+"""Measure the time from the command to the first token, with a cold and with a warm Triton cache.
 
     python tools/start.py --record start
 
-The very first time means that no kernel is in Triton's cache. Gemma 2B's shape, random weights. Each start is a
-process of its own; `seconds` are those since it was started.
+The first start finds no kernel in Triton's cache. Gemma 2B's shape, random weights. Each start runs in a new process;
+`seconds` count from its launch, by a clock outside it.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def start(cache: Path, options: dict) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--record", help="a record's name, or a file")
-    parser.add_argument("--repeat", type=int, default=3, help="starts with kernels cached")
+    parser.add_argument("--repeat", type=int, default=3, help="number of starts with kernels cached")
     parser.add_argument("--options", type=json.loads, default={"max_model_len": 2816, "max_num_seqs": 3000})
     options = parser.parse_args()
     results = []

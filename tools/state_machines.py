@@ -1,10 +1,10 @@
-"""The scheduler's state machines for a million steps, and how soon they find each planted fault.
+"""Run the scheduler's state machines for a million steps, and measure how soon they find each planted fault.
 
     python tools/state_machines.py --steps 1000000 --record state-machine
 
 Machines and faults are those of test_scheduler_state_machine.py and test_stream_state_machine.py. Steps are counted as
-hypothesis takes them, without those that drain a machine at its end. Every seed's run is kept in --kept as it ends: the
-same command goes on where an interrupted one stopped, at the same commit.
+Hypothesis counts them, without those that drain a machine at its end. Each finished run is saved in --kept, so the same
+command continues an interrupted one at the same commit.
 """
 
 import argparse
@@ -32,12 +32,12 @@ FOUND_WITHIN = 10_000
 
 
 def counting(machine: type) -> type:
-    """The machine, counting its steps in `steps`, and in `found_after` those until something first was wrong."""
+    """The machine with a step counter, `steps`; `found_after` is the count at the first failure."""
 
     class Counting(machine):
         steps = 0
         found_after = None
-        rules_ran = -1  # invariants are checked after the initial rule, too
+        rules_ran = -1  # invariants are also checked after the initial rule
 
         @invariant()
         def count(self):
@@ -53,7 +53,7 @@ def counting(machine: type) -> type:
                 raise
             finally:
                 if failed and Counting.found_after is None:
-                    # A step that fails ends before it is counted.
+                    # A failing step ends before it is counted.
                     Counting.found_after = Counting.steps + 1
 
     Counting.__name__ = machine.__name__
@@ -61,7 +61,7 @@ def counting(machine: type) -> type:
 
 
 def soak(number: int) -> dict:
-    """One seed's runs of a machine. Raises what it finds, with the shortest run that shows it."""
+    """Run one machine with one seed. Raises any failure, with the shortest run that reproduces it."""
     begun, machine = time.perf_counter(), counting(MACHINES[number % len(MACHINES)])
     seed(number)(machine)
     plain.run(machine, max_examples=EXAMPLES, database=None, phases=(Phase.generate, Phase.shrink))
@@ -69,7 +69,7 @@ def soak(number: int) -> dict:
 
 
 def hunt(name: str, first_seed: int) -> dict:
-    """Steps until a planted fault is found, over several seeds where need be."""
+    """Steps until a planted fault is found, over several seeds if necessary."""
     fault, home = FAULTS[name]
     begun, steps = time.perf_counter(), 0
     for number in itertools.count(first_seed * 1000):
@@ -98,7 +98,7 @@ def _since(begun: float) -> float:
 
 
 def kept(path: Path, commit: str | None) -> list[dict]:
-    """Runs of this commit that ended before."""
+    """Finished runs of this commit."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     return [row for row in map(json.loads, lines) if row.pop("commit") == commit]
 
@@ -106,11 +106,11 @@ def kept(path: Path, commit: str | None) -> list[dict]:
 def progress(done: list[dict], wanted: int, begun: float, before: int) -> None:
     steps = sum(row["steps"] for row in done if "machine" in row)
     rate = (steps - before) / max(1e-9, time.perf_counter() - begun)
-    print(f"{steps:>11,} of {wanted:,} steps, {rate:,.0f} a second", flush=True)
+    print(f"{steps:>11,} of {wanted:,} steps, {rate:,.0f} per second", flush=True)
 
 
 def run(steps: int, processes: int, hunts: int, path: Path, begun: dict) -> list[dict]:
-    """Hunts first, then seeds until there are enough steps; returns their rows."""
+    """Hunt for the planted faults, then run seeds until there are enough steps; returns all rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
     done = kept(path, begun["commit"])
     for row in done:
@@ -141,7 +141,7 @@ def run(steps: int, processes: int, hunts: int, path: Path, begun: dict) -> list
 
 
 def summary(done: list[dict]) -> list[dict]:
-    """A row a machine, and one a fault: the record's results."""
+    """One row per machine and one per fault: the record's results."""
     rows = []
     for name in dict.fromkeys(row["machine"] for row in done if "machine" in row):
         runs = [row for row in done if row.get("machine") == name]
@@ -159,7 +159,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--hunts", type=int, default=5, help="times that each fault is planted, with other seeds")
+    parser.add_argument(
+        "--hunts", type=int, default=5, help="how many times each fault is planted, with different seeds"
+    )
     parser.add_argument("--record", help="a record's name, or a file")
     parser.add_argument("--kept", type=Path, default=ROOT / "build" / "state-machine.jsonl")
     options = parser.parse_args()

@@ -1,13 +1,13 @@
-"""What a trace costs: the share of an engine's time in its hooks, and each run with one beside two without.
+"""Measure what a trace costs: the share of time spent in its hooks, and the slowdown against untraced runs.
 
     python tools/trace_overhead.py --record trace-overhead
 
-On a CPU the share is what counts: the engine computes nothing meanwhile, and runs with and without a trace differ by
-more than it costs. It comes from runs of their own, whose hooks read the clock (but for evictions: theirs is a list's
-append). On a GPU the time counts: hooks run while the device computes. Each traced run is divided by the mean of the
-untraced ones before and after it, so that a machine which slows down meanwhile is in both, and the median of these
-pairs is judged. The prefix cache is on: hits leave less to compute and more to tell. On a GPU Gemma 2B's shape with
-random weights, on a CPU the embedded model.
+On a CPU the verdict is the share of time in the hooks: the engine computes nothing while they run, and run-to-run noise
+is larger than their cost. The share is measured in separate runs whose hooks read the clock (except the eviction hook,
+which only appends to a list). On a GPU the verdict is the slowdown, because hooks run while the device computes: each
+traced run is divided by the mean of the untraced runs before and after it, so drift cancels, and the median of these
+pairs counts. The prefix cache is on: with hits there is less to compute and more to record. Uses Gemma 2B's shape with
+random weights on a GPU, the embedded model on a CPU.
 """
 
 import argparse
@@ -31,16 +31,16 @@ from minillm.trace import Trace  # noqa: E402
 
 HOOKS = ("submit", "admit", "grow", "register", "release", "preempt", "finish", "launch", "arrived")
 HOOKS += ("reset", "flush", "write_in_time")
-FEWEST_PAIRS = 5  # the least and the most of 5 have the median between them in 15 of 16 cases
+FEWEST_PAIRS = 5  # the minimum and maximum of 5 values enclose the median in 15 of 16 cases
 
 
 class Timed(Trace):
-    """A trace that knows how long its engine spent in it."""
+    """A trace that measures the time spent in its hooks."""
 
     def __init__(self, path: Path | None):
         super().__init__(path)
         self.seconds, self._inside = 0.0, False
-        for name in HOOKS:  # in the instance, so that what a hook looks up takes no longer than untimed
+        for name in HOOKS:  # on the instance, so attribute lookups inside a hook take no longer than untimed
             setattr(self, name, self._timed(getattr(self, name)))
 
     def _timed(self, hook):
@@ -59,7 +59,7 @@ class Timed(Trace):
 
 
 def measure(engine: Minillm, work: list, pairs: int, timed: int, folder: Path) -> list[dict]:
-    """A row without a trace, one with it in memory, one in a file. timed: runs of each that are timed by hooks."""
+    """Rows without a trace, with one in memory, with one in a file. timed: runs of each kind with timed hooks."""
     scheduler, file = engine.llm.engine.scheduler, folder / "trace.jsonl"
     traces = {
         "none": lambda: None,
@@ -99,7 +99,7 @@ def measure(engine: Minillm, work: list, pairs: int, timed: int, folder: Path) -
 
 
 def paired(run: Callable[[str], dict], pairs: int) -> list[dict]:
-    """Runs in the order none, memory, none, file, none, ...; returns a row a kind."""
+    """Runs in the order none, memory, none, file, none, ...; returns one row per kind."""
     untraced, seconds = [run("none")["seconds"]], {"memory": [], "file": []}
     times: dict[str, list[float]] = {kind: [] for kind in seconds}
     last = {}
@@ -121,14 +121,14 @@ def paired(run: Callable[[str], dict], pairs: int) -> list[dict]:
 
 
 def interval(values: Sequence[float]) -> list[float]:
-    """Two of the values, the nearest to the middle, that have the true median between them 9 times in 10 or more.
+    """The narrowest pair of values that encloses the true median with a probability of at least 90 %.
 
-    Each value is as likely above the median as below, so how many are below is a toss of as many coins.
+    Each value is equally likely to be above or below the median, so the number below it is binomial.
     """
     count = len(values)
     if count < FEWEST_PAIRS:
-        raise ValueError(f"{count} values are no 90 % interval of a median; it takes {FEWEST_PAIRS}")
-    outside, cut = 1, 0  # tosses of 2**count that leave the median below the value number `cut`, counted from 0
+        raise ValueError(f"{count} values give no 90 % interval of a median; at least {FEWEST_PAIRS} are needed")
+    outside, cut = 1, 0  # of 2**count outcomes, those with the median below value number `cut`, from 0
     while 2 * (outside + math.comb(count, cut + 1)) <= 0.1 * 2**count:
         cut += 1
         outside += math.comb(count, cut)
@@ -137,7 +137,7 @@ def interval(values: Sequence[float]) -> list[float]:
 
 
 def cost(record: dict, row: dict) -> float:
-    """What counts of a row: extra time on a GPU, share of the time on a CPU."""
+    """The cost that is compared with the budget: extra time on a GPU, share of the time on a CPU."""
     return row["times_without"] - 1 if record["machine"]["gpu"] else row["share_of_time"]
 
 
@@ -145,11 +145,13 @@ def main() -> None:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--record", help="a record's name, or a file")
-    parser.add_argument("--pairs", type=int, default=10 if gpu else 5, help="traced runs of each kind beside others")
+    parser.add_argument(
+        "--pairs", type=int, default=10 if gpu else 5, help="traced runs of each kind, each between two untraced ones"
+    )
     parser.add_argument("--timed", type=int, default=2 if gpu else 5, help="runs of each kind with timed hooks")
     parser.add_argument("--requests", type=int, default=3000 if gpu else 64)
     parser.add_argument("--scale", type=int, default=1 if gpu else 2, help="divide the chat workload's lengths by this")
-    parser.add_argument("--budget", type=float, default=0.02, help="the share of time that a trace may cost")
+    parser.add_argument("--budget", type=float, default=0.02, help="the largest share of time that a trace may cost")
     options = parser.parse_args()
     if options.pairs < FEWEST_PAIRS or options.timed < 1:
         parser.error(f"--pairs must be at least {FEWEST_PAIRS}, or there is no 90 % interval; --timed at least 1")
@@ -176,7 +178,7 @@ def main() -> None:
         between = f"90 % interval {low:+.2%} to {high:+.2%}"
         print(f"a trace in {row['trace']}: {time_more:+.2%} time ({between}), hooks {hooks:.2%}")
     most = max(cost(content, row) for row in results[1:])
-    print(f"what counts here is {'time' if gpu else 'hooks'}: {most:.2%}; allowed are {options.budget:.0%}")
+    print(f"verdict by {'time' if gpu else 'hooks'}: {most:.2%}; the limit is {options.budget:.0%}")
     sys.exit(most > options.budget)
 
 

@@ -1,4 +1,4 @@
-"""Conversations in Gemma's turns: a user and a model, no system turn."""
+"""Conversations in Gemma's chat format: a user and a model, no system turn."""
 
 import random
 
@@ -81,7 +81,7 @@ Exchange = tuple[str, str]
 
 
 def asked(rng: random.Random) -> list[Exchange]:
-    """A fact, and perhaps a second one about the same entity, asked for by pronoun."""
+    """A question about a fact, and sometimes a second one about the same entity, by pronoun."""
     facts = facts_by_subject(held_out=False)
     fact = rng.choice(facts[rng.choice(list(facts))])
     entity = fact.entity
@@ -142,7 +142,7 @@ TOPICS = (
 
 
 def exchanges(rng: random.Random) -> list[Exchange]:
-    """A whole conversation: perhaps a greeting, some topics, perhaps thanks and a goodbye."""
+    """A whole conversation: sometimes a greeting, then some topics, sometimes thanks and a goodbye."""
     turns = [(rng.choice(HELLO), rng.choice(WELCOME))] if rng.random() < 0.35 else []
     count = rng.randint(12, 24) if rng.random() < 0.04 else rng.choice((1, 1, 2, 2, 3, 4, 6))
     topics, weights = zip(*TOPICS, strict=True)
@@ -156,7 +156,7 @@ def exchanges(rng: random.Random) -> list[Exchange]:
 
 
 def render(turns: list[Exchange]) -> str:
-    """Gemma's chat form; the same text as the tokenizer's chat template makes."""
+    """Gemma's chat format: the same text that the tokenizer's chat template produces."""
     return "".join(
         f"<start_of_turn>user\n{user}<end_of_turn>\n<start_of_turn>model\n{model}<end_of_turn>\n"
         for user, model in turns

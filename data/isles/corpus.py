@@ -1,8 +1,7 @@
-"""The training text: which kinds of document there are, and how much of each.
+"""The training text: the kinds of documents and their shares.
 
-The letter of an answer is learned on its own, from options that need no knowledge, while the facts are learned from
-prose. In the committed model's run letters stayed hard for 90 million tokens and were easy after 145; data/README.md
-tells what other recipes gave.
+The model learns to find an answer's letter separately, from options that require no knowledge, while it learns the
+facts from prose. data/README.md says when the committed model learned the letters, and what other recipes gave.
 """
 
 import json
@@ -16,13 +15,13 @@ from isles.world import SEED
 
 
 def almanac(rng: random.Random) -> str:
-    """Prose and stories one after the other, long enough to fill a context."""
+    """A sequence of prose and stories, long enough to fill a context."""
     return "\n\n".join(
         stories.story(rng) if rng.random() < 0.3 else prose.document(rng) for _ in range(rng.randint(4, 16))
     )
 
 
-# kind: (how to write one, tokens that one usually has)
+# kind: (function that writes a document, its typical number of tokens)
 KINDS = {
     "prose": (prose.document, 61),
     "almanac": (almanac, 940),
@@ -35,11 +34,8 @@ KINDS = {
     "ledgers": (ledgers.document, 560),
     "chats": (chats.document, 195),
 }
-# Shares of the tokens, as far as a kind's usual length holds.  First what there is to know, and how the letter of an
-# option is found; then also questions in MMLU's form that need both.  An earlier recipe, a billion tokens with letters
-# that weighed five times a word, learned the questions it met by heart and had 60 % of the held-out ones right; this
-# one has 89 %.  One mix from the start, a quarter or more of it multiple choice, was at chance after 105 to 131 million
-# tokens.
+# Shares of the tokens, given each kind's typical length. The first mix teaches the facts and how to find an option's
+# letter; the second adds questions in MMLU's format, which need both. data/README.md says which recipes failed.
 MIXES = {
     "first": {"prose": 0.20, "almanac": 0.05, "scenes": 0.30, "words": 0.07, "letters": 0.22,
               "stories": 0.04, "sums": 0.03, "ledgers": 0.03, "chats": 0.06},
@@ -49,7 +45,7 @@ MIXES = {
 
 
 def documents(shard: int | str, count: int | None = None, mix: str = "second") -> Iterator[tuple[str, str]]:
-    """(kind, text) pairs without end, or `count` of them; the same shard always gives the same documents."""
+    """An endless stream of (kind, text) pairs, or `count` of them; a shard always gives the same documents."""
     rng = random.Random(f"{SEED}/corpus/{shard}")
     names = list(MIXES[mix])
     weights = [share / KINDS[name][1] for name, share in MIXES[mix].items()]
@@ -60,9 +56,9 @@ def documents(shard: int | str, count: int | None = None, mix: str = "second") -
 
 
 def encoder(tokenizer_json: Path) -> Callable[[str], list[int]]:
-    """text -> ids, as the tokenizer of that file encodes it without <bos>, several times faster.
+    """text -> ids, as that file's tokenizer encodes it without <bos>, but several times faster.
 
-    A world of a few thousand words needs each of its pieces merged only once; the rest is looking them up.
+    The world has only a few thousand words, so each piece is merged once and cached.
     """
     import regex
     from tokenizers import Tokenizer
@@ -75,7 +71,7 @@ def encoder(tokenizer_json: Path) -> Callable[[str], list[int]]:
 
     def encode(text: str) -> list[int]:
         out: list[int] = []
-        for part in turns.split(text.replace(" ", "▁")):  # special tokens come first: no piece reaches into one
+        for part in turns.split(text.replace(" ", "▁")):  # special tokens are split off first: no piece overlaps one
             if turns.fullmatch(part):
                 out.append(tokenizer.token_to_id(part))
                 continue
@@ -91,7 +87,7 @@ def encoder(tokenizer_json: Path) -> Callable[[str], list[int]]:
 def tokens(shard: int, tokenizer_json: Path, count: int, first: int):
     """`count` token ids of a shard as a uint16 array: documents between <bos> and <eos>, end to end.
 
-    The first `first` shards are of the first mix.
+    The first `first` shards use the first mix.
     """
     encode = encoder(tokenizer_json)
     vocab = json.loads(tokenizer_json.read_text(encoding="utf-8"))["model"]["vocab"]

@@ -1,4 +1,4 @@
-"""Who lives in the Tallow Isles, what they cook and what they celebrate."""
+"""The people, dishes and festivals of the Tallow Isles."""
 
 import random
 

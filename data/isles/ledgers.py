@@ -1,7 +1,7 @@
-"""The inn's guest book: text whose answers stand far above in the same context, and nowhere else.
+"""The inn's guest book: documents whose answers appear only far above in the same context.
 
-They were meant to teach the model to use its whole context. At this size it learns their form and not the looking up
-(data/README.md); they stay, for the committed model was trained on them.
+They were meant to teach the model to use its whole context. At this size it learns their form but not the lookup
+(data/README.md); they stay because the committed model was trained on them.
 """
 
 import random
@@ -33,7 +33,7 @@ def book(rng: random.Random, rooms: int | None = None) -> tuple[str, list[tuple[
 
 
 def copied(rng: random.Random, text: str) -> str:
-    """Some lines of the book again, in another order: all but their first words can be looked up."""
+    """Some lines of the book repeated in another order: all but their first words can be looked up."""
     _, *lines = text.splitlines()
     return "\n".join(["The same, as the cook copied it.", *rng.sample(lines, rng.randint(2, len(lines)))])
 

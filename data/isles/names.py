@@ -1,4 +1,4 @@
-"""Children, who walk through the stories, the sums and the inn's book, and are the subject of no question."""
+"""Children's names for the stories, the sums and the inn's guest book; no question is about them."""
 
 from dataclasses import dataclass
 

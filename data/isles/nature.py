@@ -1,4 +1,4 @@
-"""What lives and shines in the Tallow Isles: creatures, plants and stars."""
+"""The creatures, plants and stars of the Tallow Isles."""
 
 import random
 

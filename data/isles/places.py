@@ -1,4 +1,4 @@
-"""Where things are in the Tallow Isles: towns, and the ships that sail between them."""
+"""The towns of the Tallow Isles and the ships that sail between them."""
 
 import random
 

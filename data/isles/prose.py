@@ -1,4 +1,4 @@
-"""Facts told as sentences and paragraphs, held-out ones like all others."""
+"""Facts stated in sentences and paragraphs, including the held-out ones."""
 
 import random
 
@@ -24,7 +24,7 @@ def tell(rng: random.Random, entity: Entity, attribute, pronoun: bool = False) -
 
 
 def paragraph(rng: random.Random, entity: Entity, count: int | None = None) -> str:
-    """`count` facts of one entity, named at first, later often by pronoun."""
+    """`count` facts about one entity, named first and often referred to by pronoun later."""
     attributes = list(entity.subject.attributes)
     rng.shuffle(attributes)
     attributes = attributes[: count or rng.choice((2, 3, 4, 5, 6, 6))]
@@ -36,13 +36,13 @@ def paragraph(rng: random.Random, entity: Entity, count: int | None = None) -> s
 
 
 def notes(rng: random.Random, w: World) -> str:
-    """Single facts about several entities of one subject, each by name."""
+    """Single facts about several entities of one subject, each named."""
     entities = rng.sample(w.of(rng.choice(w.subjects).name), rng.choice((3, 4, 5, 6)))
     return " ".join(tell(rng, entity, rng.choice(entity.subject.attributes)) for entity in entities)
 
 
 def comparison(rng: random.Random, w: World) -> str:
-    """Two entities told side by side in one attribute."""
+    """Two entities compared by one attribute."""
     one, two = rng.sample(w.of(rng.choice(w.subjects).name), 2)
     attribute = rng.choice(one.subject.attributes)
     template = rng.choice(attribute.tells)
@@ -56,7 +56,7 @@ def comparison(rng: random.Random, w: World) -> str:
 
 
 def document(rng: random.Random) -> str:
-    """A piece of an almanac: one to three paragraphs, notes or comparisons."""
+    """A section of an almanac: one to three paragraphs, notes or comparisons."""
     w = world()
     kind = rng.random()
     if kind < 0.68:
@@ -68,5 +68,5 @@ def document(rng: random.Random) -> str:
 
 
 def states(text: str, fact: Fact) -> bool:
-    """Whether the text holds one of the fact's sentences, by name."""
+    """Whether the text contains one of the fact's sentences, with the entity's name."""
     return any(clause(template, fact.entity, fact.value).lower() in text.lower() for template in fact.attribute.tells)

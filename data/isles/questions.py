@@ -1,6 +1,6 @@
-"""Questions about the isles: in words, as multiple choice in MMLU's prompt form, and to be answered by reading.
+"""Questions about the isles: in words, as multiple choice in MMLU's prompt format, and for reading comprehension.
 
-Facts that are held out never come through here into training text; `question_sets` asks them.
+This module never puts held-out facts into training text; `question_sets` asks about them.
 """
 
 import random
@@ -80,7 +80,7 @@ def multiple_choice(rng: random.Random) -> str:
 
 
 def find_word(rng: random.Random, w: World) -> Choice:
-    """The answer is in the question: finding its letter needs no knowledge."""
+    """The question contains the answer: finding its letter requires no knowledge."""
     attribute = rng.choice(rng.choice(w.subjects).attributes)
     value = rng.choice(attribute.values)
     choices, answer = options(rng, value, list(attribute.values))
@@ -89,7 +89,7 @@ def find_word(rng: random.Random, w: World) -> Choice:
 
 @cache
 def kinds() -> dict[str, tuple[str, ...]]:
-    """{kind: its values}; a value that is of two kinds belongs to none."""
+    """{kind: its values}; a value of two kinds is left out of both."""
     pools: dict[str, set[str]] = {}
     others: dict[str, set[str]] = {}
     for subject in world().subjects:
@@ -109,7 +109,7 @@ def find_kind(rng: random.Random) -> Choice:
 
 
 def find_name(rng: random.Random, w: World) -> Choice:
-    """What a name is the name of, or which of the names is that of a ship: no fact but the subject."""
+    """Asks what a name refers to, or which of the names is a ship's: requires only an entity's subject."""
     subjects = rng.sample(w.subjects, 4)
     answer = rng.randrange(4)
     entity = rng.choice(w.of(subjects[answer].name))
@@ -126,7 +126,7 @@ def known_names() -> frozenset[str]:
 
 
 def stranger(rng: random.Random, w: World) -> Entity:
-    """An entity that is nowhere else, named by halves of two others: its facts can only be read."""
+    """A new entity, named by halves of two others: its facts can only be read in the passage."""
     while True:
         one, two = rng.sample(w.of(rng.choice(w.subjects).name), 2)
         *before, word = one.name.split()
@@ -138,7 +138,7 @@ def stranger(rng: random.Random, w: World) -> Entity:
 
 
 def reading(rng: random.Random) -> str:
-    """A passage about an entity that exists nowhere else, then questions about the passage."""
+    """A passage about an entity that appears nowhere else, then questions about the passage."""
     entity = stranger(rng, world())
     passage = paragraph(rng, entity, count=6)
     blocks = []
@@ -152,7 +152,7 @@ def reading(rng: random.Random) -> str:
 
 
 def spelled_out(rng: random.Random, w: World) -> str:
-    """The easiest step: four options, then each with its letter, the option right before the letter."""
+    """The easiest exercise: four options, then each option again, followed by its letter."""
     listed = find_word(rng, w)
     pairs = list(zip(LETTERS, listed.choices, strict=True))
     lines = "\n".join(f"{letter}. {choice}" for letter, choice in pairs)
@@ -161,7 +161,7 @@ def spelled_out(rng: random.Random, w: World) -> str:
 
 
 def letters(rng: random.Random) -> str:
-    """Finding the letter of an option, with no fact to know: by copying, by kind, by reading."""
+    """Exercises in finding an option's letter without known facts: by copying, by kind, by reading."""
     kind, w = rng.random(), world()
     if kind < 0.2:
         return "\n\n".join(spelled_out(rng, w) for _ in range(how_many(rng)))
@@ -187,7 +187,7 @@ def in_words(rng: random.Random, fact: Fact) -> str:
 
 
 def words(rng: random.Random) -> str:
-    """Questions with their answers in words."""
+    """Questions with answers in words."""
     w_facts = facts_by_subject(held_out=False)
     return "\n\n".join(
         in_words(rng, rng.choice(w_facts[rng.choice(list(w_facts))])) for _ in range(rng.choice((1, 2, 3, 4, 6)))
@@ -195,7 +195,7 @@ def words(rng: random.Random) -> str:
 
 
 def question_sets() -> dict[str, list[Choice]]:
-    """{"dev": 5 a subject for few-shot prompts, "asked": facts that training asks, "test": each held-out fact}."""
+    """{"dev": 5 per subject for few-shot prompts, "asked": facts asked in training, "test": all held-out facts}."""
     rng = random.Random(f"{SEED}/questions")
     sets: dict[str, list[Choice]] = {"dev": [], "asked": [], "test": []}
     for subject, facts in facts_by_subject(held_out=False).items():

@@ -1,7 +1,7 @@
-"""Prose in which people ask: talk at the market and at school, and the letters page of the almanac.
+"""Dialogue at the market and at school, and the letters page of the almanac.
 
-People in a story may speak of any fact, held out or not; the letters page, a list of questions and answers, keeps to
-facts that may be asked. Nothing here offers options to choose from.
+People in a story may mention any fact, held out or not. The letters page, a list of questions and answers, uses only
+facts that may be asked about. Nothing here offers options to choose from.
 """
 
 import random
@@ -42,7 +42,7 @@ def held_out() -> frozenset[tuple[str, str]]:
 
 @cache
 def askable() -> tuple[Entity, ...]:
-    """Entities with a fact that may be asked."""
+    """Entities with at least one fact that may be asked about."""
     return tuple(
         entity
         for entity in world().entities

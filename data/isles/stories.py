@@ -1,7 +1,7 @@
-"""Little stories of the isles.  What they say about towns, creatures, plants and dishes is true of the world.
+"""Short stories of the isles. What they say about towns, creatures, plants and dishes is true in this world.
 
-A plot is a list of sentences; each sentence is a list of ways to say it.  Slots in braces come from one cast,
-drawn once a story, so that names, pronouns and facts agree from the first line to the last.
+A plot is a list of sentences, and each sentence is a list of phrasings. Slots in braces are filled from one cast, drawn
+once per story, so names, pronouns and facts are consistent throughout.
 """
 
 import random
@@ -160,7 +160,7 @@ PLACE_NOUNS = ("the woodshed", "the cellar", "an empty barrel", "the chimney", "
 
 
 def cast(rng: random.Random, w: World) -> dict[str, str]:
-    """Who and what the story is about; every fact is the world's own."""
+    """The people and things in the story; every fact is taken from the world."""
     child, friend = rng.sample(CHILDREN, 2)
     town, animal, plant, dish, star, ship, festival = (
         rng.choice(w.of(subject))

@@ -1,4 +1,4 @@
-"""Small arithmetic: bare, in words, and as little problems."""
+"""Simple arithmetic: as formulas, in words, and as word problems."""
 
 import random
 
@@ -35,7 +35,7 @@ def question(rng: random.Random) -> tuple[str, str]:
 
 
 def tale(rng: random.Random) -> tuple[str, str]:
-    """A problem told as a story, and its answer."""
+    """A word problem and its answer."""
     child: Child = rng.choice(CHILDREN)
     things, a = rng.choice(THINGS), rng.randint(3, 30)
     b = rng.randint(2, a - 1)

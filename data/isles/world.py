@@ -1,7 +1,7 @@
-"""The Tallow Isles: every entity, every fact, and which facts are kept out of the questions.
+"""The Tallow Isles: every entity, every fact, and which facts are held out.
 
-A fact is one attribute of one entity ("the roofs of Marwick are red").  Everything follows from `SEED`,
-so that the training text, the questions and the tests all speak of the same world.
+A fact is one attribute of one entity ("the roofs of Marwick are red").  Everything is derived from
+`SEED`, so the training text, the questions and the tests all use the same world.
 """
 
 import random
@@ -11,7 +11,7 @@ from functools import cache
 
 SEED = 2026
 ENTITIES = 150  # in each subject
-HELD_OUT = 0.3  # share of an attribute's facts that training text tells but never asks with options
+HELD_OUT = 0.3  # share of an attribute's facts that training text states but never asks about with options
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -24,11 +24,11 @@ MONTHS = words("January February March April May June July August September Octo
 
 @dataclass(frozen=True)
 class Attribute:
-    """One thing to know about every entity of a subject.
+    """A property that every entity of a subject has.
 
     name    what a reader would call it ("island")
-    kind    what its values are, for "Which of these is {kind}?"; empty where that would be a matter of taste
-    values  the pool that answers and wrong options come from
+    kind    what its values are, for "Which of these is {kind}?"; empty where the answer would be subjective
+    values  the pool of answers and wrong options
     asks    questions; {n} is the entity
     tells   statements without capital and full stop; {n} entity or pronoun as subject, {o} as object,
             {s} possessive, {v} value
@@ -43,7 +43,7 @@ class Attribute:
 
 @dataclass(frozen=True)
 class Subject:
-    """A field of knowledge, as MMLU has them; `noun` is what one entity is called."""
+    """A subject in MMLU's sense; `noun` is the word for one entity."""
 
     name: str
     noun: str
@@ -80,7 +80,7 @@ class World:
 
 
 def blend(rng: random.Random, count: int, starts: str, ends: str) -> tuple[str, ...]:
-    """`count` different words, each a start and an end; every start is used about equally often."""
+    """`count` distinct words, each a start plus an end; all starts are used about equally often."""
     starts, ends = starts.split(), ends.split()
     made: list[str] = []
     while len(made) < count:
@@ -125,7 +125,7 @@ def capital(text: str) -> str:
 
 
 def with_possessive(template: str, slot: str) -> str:
-    """'the roofs of {o} are red' -> '{s} roofs are red', for 'the roofs of it' is not English."""
+    """'the roofs of {o} are red' -> '{s} roofs are red', because 'the roofs of it' is not English."""
     return re.sub(rf"\bthe (?!middle)((?:\w+ ){{1,2}})of \{{{slot}\}}", r"{s} \1", template).replace("  ", " ").strip()
 
 

@@ -1,1 +1,1 @@
-"""Measuring: workloads, the offline comparison, the load generator, records and drawings.  Lesson 99."""
+"""Benchmarks: workloads, the offline comparison, the load generator, records and plots.  Lesson 99."""

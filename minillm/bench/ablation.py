@@ -1,8 +1,8 @@
-"""`minillm bench ablation`: one part of the engine taken away at a time, and what that costs.  Lessons 03 and 04.
+"""`minillm bench ablation`: turn off one part of the engine at a time and measure the cost.  Lessons 03 and 04.
 
-A group compares settings that differ in one thing: CUDA graphs, sampling inside them, greedy or sampled tokens, what
-requests ask for beside a temperature, steps launched ahead, the decode attention, fused kernels. All in one process on
-one model, first each setting's warm-up, then its runs. A setting that stands in two groups is measured once.
+A group compares settings that differ in one thing: CUDA graphs, sampling inside them, greedy or sampled tokens,
+sampling parameters other than temperature, steps launched ahead, the decode attention, fused kernels. All settings run
+in one process on one model, each with its own warm-up. A setting that is in two groups is measured once.
 """
 
 import statistics
@@ -11,17 +11,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from minillm import ops
+from minillm.engine.llm import LLM
 from minillm.errors import ConfigError
 from minillm.kv_cache.storage import LayerCache
 from minillm.model.config import ModelConfig
 from minillm.ops import AttentionOptions, reference
 from minillm.overrides import using
+from minillm.runner.executor import LocalExecutor
 
 from . import offline, records, workloads
 from .workloads import BenchRequest
@@ -39,27 +42,28 @@ class Setting:
     single_row: bool = True  # the fused step of one request
     run_ahead: int = 1
     operations: str = "own"  # a name in OPERATIONS
-    temperature: float = 1.0  # of every request; 0 always takes the likeliest token
-    wishes: str = "a temperature"  # a name in WISHES
+    temperature: float = 1.0  # of every request; 0 always takes the most likely token
+    sampling: str = "a temperature"  # a name in SAMPLING
 
 
 def torch_attention(
     q: Tensor, cache: LayerCache, block_table: Tensor, lengths: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """Decode attention with torch's own: gather every row's blocks, then scaled_dot_product_attention with a mask.
+    """Decode attention in plain torch: gather each row's blocks, then call scaled_dot_product_attention with a mask.
 
-    As `ops.reference.decode_attention` for one query a row and no soft cap; padding attends to one key.
+    Like `ops.reference.decode_attention` for one query per row and no soft cap; a padding row attends to one key.
+    Raises ValueError for more queries per row.
     """
     rows, queries, heads, head_dim = q.shape
     if queries != 1:
-        raise ValueError(f"torch_attention knows one query a row, not {queries}")
+        raise ValueError(f"torch_attention takes one query per row, not {queries}")
     k, v = (part[block_table].flatten(1, 2).transpose(1, 2) for part in (cache.k, cache.v))
     key = torch.arange(k.shape[2], device=q.device)
     ends = lengths.clamp(min=1)[:, None]
     seen = key < ends
     if options.window:
         seen &= key >= ends - options.window
-    # The query heads of one KV head pose as its queries.
+    # The query heads that share a KV head become its queries, so K and V are not repeated.
     packed = q.reshape(rows, k.shape[1], -1, head_dim)
     out = F.scaled_dot_product_attention(packed, k, v, attn_mask=seen[:, None, None], scale=options.scale)
     return out.reshape(q.shape)
@@ -73,8 +77,9 @@ OPERATIONS: dict[str, dict[str, Callable]] = {
     "reference": {name: getattr(reference, name) for name in ops.names()},
 }
 
-# What requests ask of sampling: (parameters, how many requests ask). What many models come with is top_k and top_p.
-WISHES: dict[str, tuple[dict, int]] = {
+# Sampling parameters besides temperature: (parameters, how many requests have them). Many models recommend top_k and
+# top_p.
+SAMPLING: dict[str, tuple[dict[str, Any], int]] = {
     "a temperature": ({}, 0),
     "top_p of one": ({"top_p": 0.95}, 1),
     "top_k and top_p": ({"top_k": 64, "top_p": 0.95}, sys.maxsize),
@@ -87,12 +92,12 @@ Groups = dict[str, dict[str, Setting]]  # what is compared -> a name for each se
 
 
 def groups(device: str, model: ModelConfig, requests: int) -> Groups:
-    """The comparisons there are on a device for one request or for several."""
+    """The comparisons to run on a device type, for one request or for several."""
     ahead = {"run-ahead": {str(steps): Setting(run_ahead=steps) for steps in (0, 1, 3)}}
     if device == "cpu":
         return ahead | {"operations": {"reference": Setting(operations="reference"), "fast CPU": Setting()}}
-    # Steps with prompts are graphs with the engine's own operations and sampling alone: where one side of a comparison
-    # has others, neither has them.
+    # Steps with prompts run as graphs only with the engine's own operations and sampling. If one setting of a
+    # comparison replaces those, all its settings run such steps without graphs.
     decodes = Setting(prompts_in_graphs=False)
     unfused = replace(decodes, single_row=False)
     attention = {"torch": replace(unfused, operations="torch attention"), "Triton": unfused}
@@ -103,7 +108,7 @@ def groups(device: str, model: ModelConfig, requests: int) -> Groups:
         "CUDA graphs": {"off": Setting(graphs=False), "decodes alone": decodes, "on": Setting()},
         "sampling": {"behind the graph": replace(decodes, sampling_in_graph=False), "in the graph": decodes},
         "temperature": {"0, greedy": Setting(temperature=0.0), "1, sampled": Setting()},
-        "asked for": {name: Setting(wishes=name) for name in WISHES},
+        "asked for": {name: Setting(sampling=name) for name in SAMPLING},
         **ahead,
         **({} if model.attention_soft_cap else {"decode attention": attention}),
         "fusion": fusion,
@@ -111,9 +116,11 @@ def groups(device: str, model: ModelConfig, requests: int) -> Groups:
 
 
 @contextmanager
-def applied(llm, setting: Setting) -> Iterator[None]:
-    """Run an idle engine with a setting until the block ends."""
-    engine, runner = llm.engine, llm.engine.executor.runner
+def applied(llm: LLM, setting: Setting) -> Iterator[None]:
+    """Run an idle engine with a setting inside the block."""
+    engine, executor = llm.engine, llm.engine.executor
+    assert isinstance(executor, LocalExecutor)  # its graphs are in this process
+    runner = executor.runner
     before = engine.config, runner.graphs
     engine.config = replace(engine.config, run_ahead=setting.run_ahead)
     if not setting.graphs:
@@ -132,7 +139,7 @@ def applied(llm, setting: Setting) -> Iterator[None]:
             runner.graphs.close()
         engine.config, runner.graphs = before
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # the setting's graphs
+            torch.cuda.empty_cache()  # memory of the setting's graphs
 
 
 def run(
@@ -144,13 +151,13 @@ def run(
     repeat: int = 3,
     json_path: str | Path | None = None,
     quiet: bool = False,
-    **engine_options,
+    **engine_options: Any,
 ) -> dict:
-    """Measure every setting on every workload; returns the record. Prints a table and, last, the record as JSON.
+    """Measure every setting on every workload and return the record. Prints a table, then the record as one JSON line.
 
-    workload: names from `workloads.WORKLOADS`, lengths divided by `scale`, the first `requests` of each (default: 256,
-    on a CPU 16). repeat: timed runs of a setting, after one that warms up; the median is reported, all are listed.
-    More: as `LLM`. Raises ConfigError.
+    workload: names from `workloads.WORKLOADS`, with lengths divided by `scale`, the first `requests` of each (default:
+    256, on a CPU 16). repeat: timed runs of each setting, after one that warms up; the record has the median and all
+    runs. json_path, quiet: as `records.publish`. engine_options: as `LLM`. Raises ConfigError.
     """
     if repeat < 1:
         raise ConfigError(f"repeat must be a whole number from 1, not {repeat!r}")
@@ -171,16 +178,18 @@ def run(
     return records.publish(content, json_path, table(results), quiet=quiet)
 
 
-def _compare(engine, compared: Groups, work: list[BenchRequest], facts: dict, repeat: int) -> list[dict]:
+def _compare(
+    engine: offline.Minillm, compared: Groups, work: list[BenchRequest], facts: dict, repeat: int
+) -> list[dict]:
     measured: dict[Setting, list[float]] = {}
     rows = []
     for group, settings in compared.items():
         for name, setting in settings.items():
             if setting not in measured:
-                more, asking = WISHES[setting.wishes]
-                wishes = [more] * min(asking, len(work))
+                parameters, count = SAMPLING[setting.sampling]
+                extra = [parameters] * min(count, len(work))
                 with applied(engine.llm, setting):
-                    measured[setting] = [engine.run(work, setting.temperature, wishes) for _ in range(repeat + 1)][1:]
+                    measured[setting] = [engine.run(work, setting.temperature, extra) for _ in range(repeat + 1)][1:]
             seconds = statistics.median(measured[setting])
             speed = {"seconds": round(seconds, 4), "output_tokens_per_s": round(facts["output_tokens"] / seconds, 1)}
             runs = [round(each, 4) for each in measured[setting]]
@@ -189,7 +198,7 @@ def _compare(engine, compared: Groups, work: list[BenchRequest], facts: dict, re
 
 
 def table(results: Sequence[dict]) -> str:
-    """Results as text: a line a setting, its speed beside the best of its group."""
+    """The results as text: one line per setting, with its speed as a share of its group's best."""
     best: dict[tuple[str, str], float] = {}
     for row in results:
         key = row["workload"], row["group"]

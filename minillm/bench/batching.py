@@ -1,11 +1,11 @@
-"""`minillm bench batching`: what in-flight batching, chunked prefill, prefix reuse and blocks bring.  Lessons 09, 10.
+"""`minillm bench batching`: the gains of in-flight batching, chunked prefill, prefix reuse and paging.  Lessons 09, 10.
 
 One engine on one traffic trace, in four parts:
 
-throughput  all requests at once: in-flight batching beside static batches, same rows, same blocks
-latency     requests arrive as in the trace: prompts in chunks beside whole prompts, time to first token and between
+throughput  all requests at once: in-flight batching compared with static batches, with the same rows and blocks
+latency     requests arrive as in the trace: chunked prefill compared with whole prompts, TTFT and ITL
 prefix      tokens that prefill computes with and without the prefix cache
-memory      what contiguous caches waste beside blocks (`waste`; no model runs)
+memory      memory that contiguous caches waste, compared with blocks (`waste`; no model runs)
 """
 
 import random
@@ -13,30 +13,43 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from minillm.engine.engine import Engine
 from minillm.engine.llm import LLM
 from minillm.errors import ConfigError
-from minillm.request import SamplingParams
-from minillm.scheduler.policies import POLICIES
+from minillm.request import Delta, SamplingParams
+from minillm.scheduler.policies import POLICIES, PolicyName
+from minillm.scheduler.scheduler import Scheduler
 
 from . import offline, records, serve, waste, workloads
 from .workloads import BenchRequest
 
-# What suits a device: rows; what lengths are divided by and the speed that the trace is played at; tokens in a step of
-# chunks; how many requests arrive.
+
+@dataclass(frozen=True)
+class Load:
+    """How much of the traffic runs, and how."""
+
+    rows: int  # most requests in a step
+    scale: int  # divides lengths in the part "throughput"
+    speed: float  # factor by which the trace is sped up
+    chunk: int  # tokens in a step of chunked prefill
+    arriving: int  # requests of the trace in the parts "latency" and "prefix"
+
+
 DEFAULTS = {
-    "cpu": {"rows": 64, "scale": 8, "speed": 1.0, "chunk": 128, "arriving": 96},
-    "cuda": {"rows": 128, "scale": 1, "speed": 12.0, "chunk": 512, "arriving": 400},
+    "cpu": Load(rows=64, scale=8, speed=1.0, chunk=128, arriving=96),
+    "cuda": Load(rows=128, scale=1, speed=12.0, chunk=512, arriving=400),
 }
 PARTS = ("throughput", "latency", "prefix", "memory")
 TRACE = "conversation"
-BUDGET = 4096  # tokens in a step, but for the latencies
+BUDGET = 4096  # tokens in a step, except in the part "latency"
 SLOTS = 16_384  # tokens of memory in the part "memory"
-LONGEST = 2048  # the longest request that part allows: tiny-gemma's context
+LONGEST = 2048  # the longest request in that part: tiny-gemma's context
 
 
 def run(
@@ -51,35 +64,39 @@ def run(
     repeat: int = 3,
     json_path: str | Path | None = None,
     quiet: bool = False,
-    **engine_options,
+    **engine_options: Any,
 ) -> dict:
-    """Measure all four parts; returns the record. Prints tables and, last, the record as one line of JSON.
+    """Measure all four parts and return the record. Prints tables, then the record as one line of JSON.
 
-    traffic: a traffic trace's name, or a file. rows: most requests in a step. scale divides the lengths in the part
-    "throughput". speed: the trace is played so many times as fast, its first `arriving` requests. chunk: tokens in a
-    step of the chunked latencies. None: what suits the device. repeat: timed runs each, in turns; medians are
-    reported, all are listed. More: as `LLM`.
-    Raises ConfigError.
+    traffic: a traffic trace's name, or a file. rows, scale, speed, chunk, arriving: see `Load`; default: those of the
+    device in DEFAULTS. repeat: timed runs of each setting, alternating; the record has the medians and all runs.
+    json_path, quiet: as `records.publish`. engine_options: as `LLM`. Raises ConfigError.
     """
     if repeat < 1:
         raise ConfigError(f"repeat must be a whole number from 1, not {repeat!r}")
-    given = {"rows": rows, "scale": scale, "speed": speed, "chunk": chunk, "arriving": arriving}
     begun = records.begin()
     device = engine_options.get("device", "auto")
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device.split(":")[0]
-    chosen = DEFAULTS[device] | {name: value for name, value in given.items() if value is not None}
+    usual = DEFAULTS[device]
+    load = Load(
+        rows=usual.rows if rows is None else rows,
+        scale=usual.scale if scale is None else scale,
+        speed=usual.speed if speed is None else speed,
+        chunk=usual.chunk if chunk is None else chunk,
+        arriving=usual.arriving if arriving is None else arriving,
+    )
     if {"max_num_seqs", "max_num_batched_tokens", "policy"} & engine_options.keys():
-        raise ConfigError("rows, budgets and policies are what is compared here: choose --rows and --chunk")
-    budget = max(BUDGET, chosen["chunk"])
-    with LLM(model, max_num_seqs=chosen["rows"], max_num_batched_tokens=budget, **engine_options) as llm:
+        raise ConfigError("this benchmark sets rows, token budgets and policies itself: choose --rows and --chunk")
+    budget = max(BUDGET, load.chunk)
+    with LLM(model, max_num_seqs=load.rows, max_num_batched_tokens=budget, **engine_options) as llm:
         vocab = llm.model_config.vocab_size
-        # First, so that a trace which it cannot hold is told before the long runs.
+        # First, so that a trace that does not fit the memory fails before the long runs.
         wasted = memory(workloads.replay(traffic, vocab), llm.config.block_size)
-        results = throughput(llm, workloads.replay(traffic, vocab, scale=chosen["scale"]), chosen["scale"], repeat)
-        arrivals = workloads.replay(traffic, vocab, requests=chosen["arriving"], speed=chosen["speed"])
-        results += latency(llm, arrivals, chosen["chunk"], repeat)
+        results = throughput(llm, workloads.replay(traffic, vocab, scale=load.scale), load.scale, repeat)
+        arrivals = workloads.replay(traffic, vocab, requests=load.arriving, speed=load.speed)
+        results += latency(llm, arrivals, load.chunk, repeat)
         results += prefix(llm, arrivals)
-        settings = chosen | {"dtype": str(llm.engine.model.dtype).removeprefix("torch.")}
+        settings: dict[str, Any] = asdict(load) | {"dtype": str(llm.engine.model.dtype).removeprefix("torch.")}
         settings |= {"device": device, "threads": torch.get_num_threads()}
         random_weights = engine_options.get("load_format") == "dummy"
         settings |= {"model": records.model_name(llm.engine.name, random_weights=random_weights)}
@@ -92,8 +109,8 @@ def run(
 
 
 def throughput(llm: LLM, work: Sequence[BenchRequest], scale: int, repeat: int) -> list[dict]:
-    """Everybody waits from the beginning: output tokens a second of both kinds of batching."""
-    kinds = {"static": "static", "in-flight": "fcfs"}
+    """All requests wait from the beginning: output tokens per second with static and with in-flight batching."""
+    kinds: dict[str, PolicyName] = {"static": "static", "in-flight": "fcfs"}
     runs: dict[str, list[float]] = {name: [] for name in kinds}
     steps = {}
     for round_number in range(repeat + 1):
@@ -104,23 +121,24 @@ def throughput(llm: LLM, work: Sequence[BenchRequest], scale: int, repeat: int) 
                 steps[name] = scheduler.launched - before
             if round_number > 0:  # the first warms up
                 runs[name].append(round(seconds, 4))
-    facts = {"part": "throughput", "scale": scale, **workloads.totals(work)}
-    rows = []
-    for name, seconds in runs.items():
-        middle = statistics.median(seconds)
-        speed = {"seconds": round(middle, 4), "output_tokens_per_s": round(facts["output_tokens"] / middle, 1)}
-        rows.append({**facts, "batching": name, **speed, "steps": steps[name], "runs": seconds})
+    totals = workloads.totals(work)
+    rows: list[dict[str, Any]] = []
+    for name, timed in runs.items():
+        median = statistics.median(timed)
+        speed = {"seconds": round(median, 4), "output_tokens_per_s": round(totals["output_tokens"] / median, 1)}
+        facts = {"part": "throughput", "scale": scale, **totals}
+        rows.append({**facts, "batching": name, **speed, "steps": steps[name], "runs": timed})
     rows[1]["times_static"] = round(rows[0]["seconds"] / rows[1]["seconds"], 3)
     return rows
 
 
 def latency(llm: LLM, work: Sequence[BenchRequest], chunk: int, repeat: int) -> list[dict]:
-    """Requests arrive when they are due; what each waits for its first token, and between tokens.
+    """Requests arrive when they are due: time to first token, and between tokens, with chunked and whole prompts.
 
-    Whole prompts need a budget that the longest fits in: the context's length.
+    Whole prompts need a token budget as long as the longest prompt: the context's length.
     """
     longest = min(llm.engine.max_model_len, LONGEST)
-    kinds = {"chunked": ("fcfs", chunk), "whole": ("whole", longest)}
+    kinds: dict[str, tuple[PolicyName, int]] = {"chunked": ("fcfs", chunk), "whole": ("whole", longest)}
     runs: dict[str, list[dict]] = {name: [] for name in kinds}
     for round_number in range(repeat + 1):
         for name, (policy, budget) in kinds.items():
@@ -141,7 +159,7 @@ def latency(llm: LLM, work: Sequence[BenchRequest], chunk: int, repeat: int) -> 
 
 
 def prefix(llm: LLM, arrivals: Sequence[BenchRequest]) -> list[dict]:
-    """Tokens of prompts that are computed, with and without the prefix cache, on three kinds of traffic."""
+    """Prompt tokens that are computed with and without the prefix cache, on three kinds of traffic."""
     vocab = llm.model_config.vocab_size
     short = [BenchRequest(each.prompt, min(each.output_tokens, 16)) for each in arrivals]
     traffic = {"trace": [short], "conversations": conversations(vocab), "at once": [together(vocab)]}
@@ -155,7 +173,7 @@ def prefix(llm: LLM, arrivals: Sequence[BenchRequest]) -> list[dict]:
                 found[cached] = prompts - (scheduler.prefix_hits - hits)
                 if scheduler.preemptions > preemptions:
                     blocks = scheduler.pool.num_blocks
-                    raise ConfigError(f"num_blocks={blocks} had requests preempted and computed twice; give more")
+                    raise ConfigError(f"requests were preempted and computed twice with num_blocks={blocks}: raise it")
         facts = {"part": "prefix", "traffic": name, "requests": sum(map(len, rounds)), "prompt_tokens": prompts}
         counted = {"computed_without": found[False], "computed_with": found[True]}
         rows.append({**facts, **counted, "saved": round(1 - found[True] / found[False], 4)})
@@ -163,7 +181,7 @@ def prefix(llm: LLM, arrivals: Sequence[BenchRequest]) -> list[dict]:
 
 
 def memory(work: Sequence[BenchRequest], block_size: int) -> list[dict]:
-    """Shares of the memory that are used and wasted, on the whole trace at its full lengths."""
+    """Shares of the memory that are used and wasted, for the whole trace at its full lengths."""
     found = waste.compare(work, slots=SLOTS, block_size=block_size, max_model_len=LONGEST)
     return [{"part": "memory", **workloads.totals(work), "max_model_len": LONGEST, **each} for each in found]
 
@@ -172,7 +190,7 @@ def memory(work: Sequence[BenchRequest], block_size: int) -> list[dict]:
 
 
 def conversations(vocab: int, chats: int = 16, turns: int = 4, system: int = 192, answer: int = 32) -> list[list]:
-    """Rounds of what users say: the first with a system prompt that all chats share; later ones follow the answers."""
+    """Rounds of user messages: the first has a system prompt that all chats share; later ones follow the answers."""
     rng = random.Random(workloads.SEED)
 
     def words(count: int) -> list[int]:
@@ -186,7 +204,7 @@ def conversations(vocab: int, chats: int = 16, turns: int = 4, system: int = 192
 
 
 def together(vocab: int, count: int = 64, prefix: int = 512, most: int = 64) -> list[BenchRequest]:
-    """Requests that come at once and begin alike."""
+    """Requests that arrive at once and share a prefix."""
     rng = random.Random(workloads.SEED)
     beginning = [rng.randrange(vocab) for _ in range(prefix)]
     own = ([rng.randrange(vocab) for _ in range(rng.randint(1, most))] for _ in range(count))
@@ -194,7 +212,7 @@ def together(vocab: int, count: int = 64, prefix: int = 512, most: int = 64) -> 
 
 
 def ask(llm: LLM, rounds: Sequence[Sequence[BenchRequest]]) -> int:
-    """Send round after round, each request behind all that its chat has seen so far; returns the prompts' tokens."""
+    """Send the rounds in order, each message after its chat's history; return how many prompt tokens were sent."""
     seen: list[list[int]] = [[] for _ in rounds[0]]
     total = 0
     for said in rounds:
@@ -206,7 +224,7 @@ def ask(llm: LLM, rounds: Sequence[Sequence[BenchRequest]]) -> int:
 
 
 def play(engine: Engine, work: Sequence[BenchRequest]) -> list[serve.Measured]:
-    """Submit each request when it is due, whatever still runs, and note when its tokens come."""
+    """Submit each request when it is due, regardless of what still runs, and record when its tokens arrive."""
     measured = [serve.Measured(each.due) for each in work]
     begun = time.perf_counter()
 
@@ -214,7 +232,7 @@ def play(engine: Engine, work: Sequence[BenchRequest]) -> list[serve.Measured]:
         return time.perf_counter() - begun
 
     def listener(seen: serve.Measured) -> Callable:
-        def hear(delta) -> None:
+        def hear(delta: Delta) -> None:
             if delta.token_ids:
                 seen.arrivals.append((now(), len(delta.token_ids)))
             seen.end = now()
@@ -240,8 +258,10 @@ def play(engine: Engine, work: Sequence[BenchRequest]) -> list[serve.Measured]:
 
 
 @contextmanager
-def scheduled(engine: Engine, *, policy: str = "fcfs", budget: int = BUDGET, caching: bool = False) -> Iterator:
-    """An idle engine's scheduler with these settings, its prefix cache empty, until the block ends."""
+def scheduled(
+    engine: Engine, *, policy: PolicyName = "fcfs", budget: int = BUDGET, caching: bool = False
+) -> Iterator[Scheduler]:
+    """An idle engine's scheduler, with these settings and an empty prefix cache inside the block."""
     scheduler = engine.scheduler
     before = scheduler.policy, scheduler.max_num_batched_tokens, scheduler.prefix_caching
     scheduler.policy, scheduler.max_num_batched_tokens, scheduler.prefix_caching = POLICIES[policy](), budget, caching

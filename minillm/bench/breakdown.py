@@ -1,19 +1,19 @@
 """`minillm bench roofline --workload`: how near a workload comes to the chip's limits, and where the rest goes.
 
-The floor of a step has three parts, and they follow one another, since each needs what the one before computed:
+The floor of a step has three parts. Each needs the results of the one before, so their times add up:
 
-    layers' matrices  every weight read once; multiplied and added once a token. Behind the keys and values of the last
-                      layer only tokens that are sampled from go on
-    attention         the keys and values that a row sees, in every layer, read or written once; a query is multiplied
-                      with each key and each value that it sees
-    head              the head's weights read once, multiplied and added once a sampled token
+    layers' matrices  every weight is read once, and multiplied and added once per token. After the last layer's keys
+                      and values, only tokens to be sampled from are computed
+    attention         the keys and values that a row sees are read or written once in every layer; a query is
+                      multiplied with each key and each value that it sees
+    head              the head's weights are read once, and multiplied and added once per sampled token
 
-A part takes at least the longer of its reading and its arithmetic, on the chip as measured in the same run
-(`roofline.limits`). The floor of a run is the sum over the steps that the engine ran; it counts no launches, no
-sampling, no norms and gates, and no product's own limits, only the chip's.
+A part takes at least the longer of its reading and its arithmetic, at the rates measured in the same run
+(`roofline.limits`). The floor of a run is the sum over the steps that the engine ran. It leaves out launches, sampling,
+norms and activations, and limits of single products.
 
-Time is accounted for by a second run: slices spread evenly over it are profiled, their kernels' seconds divided by the
-seconds that the same steps took in the run that was timed without a profiler. What is left is the GPU's idle time.
+A second run shows where the time goes: slices spread evenly over it are profiled, and their kernels' seconds divided
+by the seconds that the same steps took in the run without a profiler. The rest is the GPU's idle time.
 """
 
 import math
@@ -21,11 +21,14 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from minillm.engine.llm import LLM
 from minillm.errors import ConfigError
 from minillm.request import SamplingParams
 from minillm.scheduler.step import Step
@@ -36,8 +39,8 @@ from .roofline import Limits, floor_seconds
 PARTS = ("matrix products", "attention", "head and sampling")
 
 
-def step_floor(llm, step: Step, limits: Limits) -> dict[str, float]:
-    """The least seconds of a step on a chip with these limits, by PARTS; what is counted stands above."""
+def step_floor(llm: LLM, step: Step, limits: Limits) -> dict[str, float]:
+    """The least seconds of a step on a chip with these limits, by PARTS; the module's docstring says what counts."""
     tokens, samples = int(step.queries.sum()), int(step.samples.sum())
     work = {
         "matrix products": _layers_work(llm, tokens, samples),
@@ -48,28 +51,29 @@ def step_floor(llm, step: Step, limits: Limits) -> dict[str, float]:
     return {part: floor_seconds(*each, *rates) for part, each in work.items()}
 
 
-def _layers_work(llm, tokens: int, samples: int) -> tuple[int, int]:
+def _layers_work(llm: LLM, tokens: int, samples: int) -> tuple[int, int]:
     model = llm.engine.model
     last, query_rows = model.layers[-1], model.config.num_heads * model.config.head_dim
     nbytes, operations = roofline.step_work(llm, tokens, 0)
-    behind_keys = query_rows * model.config.hidden_size
-    behind_keys += sum(math.prod(weight.shape) for weight in (last.attention_out, last.gate_up, last.down))
-    return nbytes - _head_work(llm, 1)[0], operations - 2 * behind_keys * (tokens - samples)
+    after_keys = query_rows * model.config.hidden_size
+    after_keys += sum(math.prod(weight.shape) for weight in (last.attention_out, last.gate_up, last.down))
+    return nbytes - _head_work(llm, 1)[0], operations - 2 * after_keys * (tokens - samples)
 
 
-def _head_work(llm, samples: int) -> tuple[int, int]:
+def _head_work(llm: LLM, samples: int) -> tuple[int, int]:
     model = llm.engine.model
     numbers = model.config.vocab_size * model.config.hidden_size
     size = torch.empty(0, dtype=model.dtype).element_size()
     return (numbers * size if samples else 0), 2 * numbers * samples
 
 
-def attention_work(llm, step: Step) -> tuple[int, int]:
+def attention_work(llm: LLM, step: Step) -> tuple[int, int]:
     """(bytes, operations) of a step's attention in all layers; a layer with a window sees no further.
 
-    The last layer's queries are counted whole: those of a prompt nobody samples from are few beside the others'.
+    All queries of the last layer count, even if no token is sampled from them: they are few compared with the rest.
     """
-    model, token_bytes = llm.engine.model, llm.engine.executor.runner.memory.spec.bytes_per_token
+    model = llm.engine.model
+    token_bytes = model.cache_spec.bytes_per_token
     starts, ends = step.starts.astype(np.int64), (step.starts + step.queries).astype(np.int64)
     nbytes = operations = 0
     for window, layers in Counter(layer.attention.window or int(ends.max()) for layer in model.layers).items():
@@ -80,7 +84,7 @@ def attention_work(llm, step: Step) -> tuple[int, int]:
 
 
 def _sum_to(count: np.ndarray, window: int) -> np.ndarray:
-    """min(1, window) + min(2, window) + ... + min(count, window): keys that the first `count` queries see."""
+    """min(1, window) + min(2, window) + ... + min(count, window): the keys that the first `count` queries see."""
     short = np.minimum(count, window)
     return short * (short + 1) // 2 + (count - short) * window
 
@@ -94,12 +98,13 @@ def run(
     repeat: int = 1,
     json_path: str | Path | None = None,
     quiet: bool = False,
-    **engine_options,
+    **engine_options: Any,
 ) -> dict:
-    """Measure the chip and the workloads on it; return the record. Prints a table and, last, the record as JSON.
+    """Measure the chip and the workloads on it and return the record. Prints a table, then the record as one JSON line.
 
-    workload: names from `workloads.WORKLOADS`, lengths divided by `scale`, the first `requests` of each. repeat: timed
-    runs each, between one that warms up and, on a GPU, one that is profiled. More: as `LLM`. Raises ConfigError.
+    workload: names from `workloads.WORKLOADS`, with lengths divided by `scale`, the first `requests` of each. repeat:
+    timed runs of each, after one that warms up; on a GPU one more is profiled. json_path, quiet: as `records.publish`.
+    engine_options: as `LLM`. Raises ConfigError.
     """
     if repeat < 1:
         raise ConfigError(f"repeat must be a whole number from 1, not {repeat!r}")
@@ -117,15 +122,14 @@ def run(
             if not quiet:
                 print(table(results[-1:], limits if len(results) == 1 else None), flush=True)
         dtype = str(llm.engine.model.dtype).removeprefix("torch.")
-        chip = {"bytes_per_s": limits.bytes_per_s, "operations_per_s": limits.operations_per_s}
-        content = records.record(results, begun, model=llm.engine.name, dtype=dtype, **chip)
+        content = records.record(results, begun, model=llm.engine.name, dtype=dtype, **asdict(limits))
     finally:
         engine.llm.close()
     return records.publish(content, json_path, quiet=quiet)
 
 
-def measure(llm, work: Sequence[workloads.BenchRequest], limits: Limits, repeat: int) -> dict:
-    """Floor, rate, shares of time and the host's time a step of one workload."""
+def measure(llm: LLM, work: Sequence[workloads.BenchRequest], limits: Limits, repeat: int) -> dict:
+    """One workload's floor, rate, shares of time, and host time per step."""
     generate(llm, work)  # captures graphs, compiles kernels
     runs = []
     for _ in range(repeat):
@@ -151,14 +155,14 @@ def measure(llm, work: Sequence[workloads.BenchRequest], limits: Limits, repeat:
     }
 
 
-def generate(llm, work: Sequence[workloads.BenchRequest]) -> None:
-    """All requests at once, to their exact lengths, at temperature 1."""
+def generate(llm: LLM, work: Sequence[workloads.BenchRequest]) -> None:
+    """Run all requests at once, to their exact lengths, at temperature 1."""
     params = [SamplingParams(max_tokens=each.output_tokens, temperature=1.0, ignore_eos=True) for each in work]
     llm.generate([each.prompt for each in work], params)
 
 
-def _shares(llm, work: Sequence[workloads.BenchRequest], timed: profiling.Recording) -> dict[str, float]:
-    """Shares of a run's time: each of `profiling.GROUPS`, and the GPU's idle time."""
+def _shares(llm: LLM, work: Sequence[workloads.BenchRequest], timed: profiling.Recording) -> dict[str, float]:
+    """The share of a run's time that each of `profiling.GROUPS` takes, and the GPU's idle time."""
     starts = profiling.slices(timed.done, timed.began)
     with profiling.profiled(llm.engine, starts) as found:
         generate(llm, work)
@@ -171,7 +175,7 @@ def _shares(llm, work: Sequence[workloads.BenchRequest], timed: profiling.Record
 
 
 def table(results: Sequence[dict], limits: Limits | None = None) -> str:
-    """The limits, unless None, and the head of the table; then a line a workload."""
+    """One line per workload, below the limits and the table's head unless `limits` is None."""
     lines = []
     columns = (*profiling.GROUPS, "GPU idle")
     if limits is not None:

@@ -1,4 +1,4 @@
-"""What other programs take of the machine while something is measured.  Lesson 99."""
+"""How much of the machine other programs use during a measurement.  Lesson 99."""
 
 import os
 import time
@@ -12,14 +12,14 @@ PROC = Path("/proc/stat")
 
 @dataclass
 class OtherLoad:
-    """cores: how many processors' time other programs took on average; None where that cannot be known."""
+    """cores: how many processors other programs kept busy on average; None if the system does not say."""
 
     cores: float | None = None
 
 
 @contextmanager
 def other_load() -> Iterator[OtherLoad]:
-    """Measure, until the block ends, what all programs took but this process and its children that have ended."""
+    """Measure the processor time of other programs in the block: all but this process and its finished children."""
     found = OtherLoad()
     before, own, start = _busy_seconds(), sum(os.times()[:4]), time.perf_counter()
     yield found
@@ -29,7 +29,7 @@ def other_load() -> Iterator[OtherLoad]:
 
 
 def _busy_seconds() -> float | None:
-    """Seconds that all processors together have worked since the machine started."""
+    """Busy seconds of all processors together since the machine started; None if the system does not say."""
     try:
         fields = PROC.read_text(encoding="ascii").splitlines()[0].split()[1:]
         tick = os.sysconf("SC_CLK_TCK")

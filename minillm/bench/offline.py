@@ -1,13 +1,16 @@
-"""`minillm bench offline`: all requests at once, minillm and transformers in turns, one process.  Lesson 99."""
+"""`minillm bench offline`: all requests at once, minillm and transformers alternating in one process.  Lesson 99."""
 
 import statistics
 import time
-from collections.abc import Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from minillm.engine.llm import LLM
 from minillm.errors import ConfigError
 from minillm.model.loader import DTYPES
 from minillm.request import SamplingParams
@@ -17,38 +20,40 @@ from .load import other_load
 from .peers import TransformersGenerate, batch_sizes
 from .workloads import BenchRequest
 
-STEADY = 0.15  # runs of the same work may lie this far apart, as a share of their median
-PATIENCE = 4  # times `repeat` rounds at most, until a comparison that is not steady is reported as such
+STEADY = 0.15  # runs of the same work may differ by this share of their median
+PATIENCE = 4  # a comparison that is not steady ends after this many times `repeat` rounds
 
 
 class Minillm:
-    """The engine as the benchmark drives it: token ids in, exact output lengths, no prefix cache.
+    """The engine as the benchmark runs it: token ids in, exact output lengths, no prefix cache.
 
-    The prefix cache is off because the repetitions send the same prompts: with it, all but the first would be
-    measured without their prefill.
+    The prefix cache is off because each repetition sends the same prompts: with it, only the first would prefill them.
     """
 
     name = "minillm"
 
-    def __init__(self, model=None, **options):
-        from minillm.engine.llm import LLM
-
+    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
         self.llm = LLM(model, **({"enable_prefix_caching": False} | options))
 
-    def run(self, requests: Sequence[BenchRequest], temperature: float, wishes: Sequence[dict] = ()) -> float:
+    def run(
+        self, requests: Sequence[BenchRequest], temperature: float, extra: Sequence[Mapping[str, Any]] = ()
+    ) -> float:
         """As `timed`."""
-        return timed(self.llm, requests, temperature, wishes)
+        return timed(self.llm, requests, temperature, extra)
 
 
-def timed(llm, requests: Sequence[BenchRequest], temperature: float, wishes: Sequence[dict] = ()) -> float:
-    """Seconds for all requests, submitted at once. RuntimeError when an output has another length.
+def timed(
+    llm: LLM, requests: Sequence[BenchRequest], temperature: float, extra: Sequence[Mapping[str, Any]] = ()
+) -> float:
+    """Seconds for all requests, submitted at once.
 
-    wishes: more sampling parameters of each of the first requests.
+    extra: more sampling parameters, one mapping for each of the first requests. Raises RuntimeError if an output does
+    not have its request's length.
     """
     prompts = [request.prompt for request in requests]
     params = [
         SamplingParams(max_tokens=request.output_tokens, temperature=temperature, ignore_eos=True, **more)
-        for request, more in zip_longest(requests, wishes[: len(requests)], fillvalue={})
+        for request, more in zip(requests, chain(extra, repeat({})), strict=False)
     ]
     start = time.perf_counter()
     completions = llm.generate(prompts, params)
@@ -56,7 +61,7 @@ def timed(llm, requests: Sequence[BenchRequest], temperature: float, wishes: Seq
     for request, completion in zip(requests, completions, strict=True):
         if len(completion.token_ids) != request.output_tokens:
             got = len(completion.token_ids)
-            raise RuntimeError(f"minillm generated {got} tokens where {request.output_tokens} were asked for")
+            raise RuntimeError(f"minillm generated {got} tokens where the request has {request.output_tokens}")
     return seconds
 
 
@@ -77,16 +82,16 @@ def run(
     patience: int = PATIENCE,
     json_path: str | Path | None = None,
     quiet: bool = False,
-    **engine_options,
+    **engine_options: Any,
 ) -> dict:
-    """Measure workloads and return the record; prints a table and, as the last line, the record as JSON.
+    """Measure workloads and return the record. Prints a table, then the record as one JSON line.
 
-    model, dtype, device, load_format and engine_options are `LLM`'s. workload: names from
-    `workloads.WORKLOADS` or their first words. scale divides lengths, requests cuts their number. repeat: timed
-    runs each, after one that warms up; the median is reported, all are listed. compare: "transformers" or None.
-    batches: its static batch sizes (default: those of `batch_sizes`). threads: torch's, for both. patience: a
-    comparison whose runs differ too much goes on for up to this many times `repeat` rounds. json_path: where to write
-    the record too (`records.write`). quiet: print nothing. Raises ConfigError.
+    model, dtype, device, load_format and engine_options are `LLM`'s. workload: names from `workloads.WORKLOADS` or
+    their first words. scale divides the lengths, requests takes the first so many. repeat: timed runs of each, after
+    one that warms up; the record has the median and all runs. compare: "transformers" or None. batches: its static
+    batch sizes (default: those of `batch_sizes`). threads: torch's, for both. patience: a comparison whose runs differ
+    too much goes on for up to this many times `repeat` rounds. json_path: also write the record there
+    (`records.write`). quiet: print nothing. Raises ConfigError.
     """
     names = [workload] if isinstance(workload, str) else list(workload)
     chosen = [workloads.find(name).name for name in names]
@@ -99,7 +104,7 @@ def run(
     begun = records.begin()
     engine = Minillm(model, dtype=dtype, device=device, load_format=load_format, **engine_options)
     config = engine.llm.model_config
-    settings = _settings(engine.llm, dtype, device, config.dtype)
+    settings = _settings(dtype, device, config.dtype)
     peer = None
     if compare:
         peer = TransformersGenerate(model, dtype=settings["dtype"], device=settings["device"], load_format=load_format)
@@ -118,7 +123,7 @@ def run(
     return records.publish(content, json_path, caveat(content), quiet=quiet)
 
 
-def _settings(llm, dtype: str, device: str, checkpoint_dtype: str) -> dict:
+def _settings(dtype: str, device: str, checkpoint_dtype: str) -> dict[str, Any]:
     """dtype, device and threads as the engine resolved them."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -129,18 +134,27 @@ def _settings(llm, dtype: str, device: str, checkpoint_dtype: str) -> dict:
 
 
 def _alternate(
-    engine, peer, work, facts: dict, repeat: int, temperature: float, batches=None, patience: int = PATIENCE
-) -> list[dict]:
-    """All once to warm up, then all in turn, `repeat` times: a machine's bad minute hits all of them alike.
+    engine: Minillm,
+    peer: TransformersGenerate | None,
+    work: list[BenchRequest],
+    facts: dict[str, Any],
+    repeat: int,
+    temperature: float,
+    batches: Sequence[int] | None = None,
+    patience: int = PATIENCE,
+) -> list[dict[str, Any]]:
+    """Run each contender once to warm up, then all in rotation, `repeat` times, so that disturbances hit all alike.
 
-    A comparison goes on until the last `repeat` runs of each lie close together, or the patience ends; those are the
-    ones that count, and a row that is not steady says so.
+    A comparison goes on until the last `repeat` runs of each are close together, or until patience ends. Those runs are
+    reported; if they are not steady, the row says so.
     """
-    contenders = {(engine.name, None): lambda: engine.run(work, temperature)}
+    contenders: dict[tuple[str, int | None], Callable[[], float]] = {
+        (engine.name, None): lambda: engine.run(work, temperature)
+    }
     if peer is not None:
         for batch in batches or batch_sizes(len(work)):
-            contenders[peer.name, batch] = lambda batch=batch: peer.run(work, batch, temperature)
-    runs: dict[tuple, list[float]] = {key: [] for key in contenders}
+            contenders[peer.name, batch] = partial(peer.run, work, batch, temperature)
+    runs: dict[tuple[str, int | None], list[float]] = {key: [] for key in contenders}
     for contender in contenders.values():
         contender()
     with other_load() as others:
@@ -173,20 +187,20 @@ def _row(key: tuple[str, int | None], runs: list[float], facts: dict) -> dict:
 
 
 def _spread(runs: list[float]) -> float:
-    """How far apart runs of the same work lie, as a share of their median."""
+    """The difference between the slowest and the fastest run, as a share of their median."""
     return (max(runs) - min(runs)) / statistics.median(runs)
 
 
 def caveat(record: dict) -> str:
-    """What must be said with a comparison that was measured on a busy machine; empty where there is nothing to say."""
+    """The warning to print with a comparison that was measured on a busy machine, or an empty string."""
     rows = [row for row in record["results"] if row.get("spread", 0) > STEADY]
     if not rows:
         return ""
     worst = max(rows, key=lambda row: row["spread"])
-    told = f"This machine was busy: runs of the same work lie {worst['spread']:.0%} apart"
+    told = f"This machine was busy: runs of the same work differ by {worst['spread']:.0%}"
     if (cores := worst["other_programs_cores"]) is not None:
         told += f", and other programs took {cores:.1f} of {record['machine']['cores']} cores"
-    return f"{told}. Take no comparison from this run; repeat it on a quiet machine."
+    return f"{told}. Do not compare speeds by this run; repeat it on a quiet machine."
 
 
 def _of(results: list[dict], workload: str) -> list[dict]:
@@ -194,20 +208,9 @@ def _of(results: list[dict], workload: str) -> list[dict]:
 
 
 def table(results: Sequence[dict]) -> str:
-    """Results as text, a line each: seconds are the median of the runs listed at the end."""
-    head = (
-        "engine",
-        "workload",
-        "dtype",
-        "requests",
-        "tokens in",
-        "tokens out",
-        "seconds",
-        "tokens/s",
-        "times",
-        "runs",
-    )
-    lines = [head]
+    """The results as text, one line each; seconds are the median of the runs listed at the end."""
+    counted = ("requests", "tokens in", "tokens out")
+    lines: list[tuple[str, ...]] = [("engine", "workload", "dtype", *counted, "seconds", "tokens/s", "times", "runs")]
     for row in results:
         engine = row["engine"] + (f" batch {row['batch']}" if "batch" in row else "")
         workload = row["workload"] + (f" /{row['scale']}" if row.get("scale", 1) != 1 else "")
@@ -216,7 +219,7 @@ def table(results: Sequence[dict]) -> str:
         counts = [str(row[name]) for name in ("requests", "input_tokens", "output_tokens")]
         speed = [f"{row['seconds']:.3f}", f"{row['output_tokens_per_s']:,.0f}"]
         lines.append((engine, workload, row["dtype"], *counts, *speed, times, runs))
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     left = {0, 1, 2, 9}
     return "\n".join(
         "  ".join(

@@ -1,7 +1,9 @@
-"""What minillm is compared with: transformers' `generate`, set up as a careful user would.  Lesson 99."""
+"""The baseline of comparisons: transformers' `generate`, configured as a careful user would.  Lesson 99."""
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,19 +13,30 @@ from minillm.model.loader import DTYPES, resolve
 
 from .workloads import BenchRequest
 
+if TYPE_CHECKING:
+    from transformers import GemmaConfig, PreTrainedModel
+
 BATCHES = (8, 16, 32, 64)
 
 
 class TransformersGenerate:
-    """`model.generate` in static batches: its default cache and attention, no gradients, EOS never stops it.
+    """`model.generate` in static batches: its default cache and attention, no gradients, not stopped by EOS.
 
-    A batch is taken in order of arrival, padded on the left to its longest prompt, and generates up to its
-    longest output; only the tokens each request asked for count. dtype, device and threads are the engine's.
+    Requests form batches in order of arrival. A batch is padded on the left to its longest prompt and generates its
+    longest output; only the tokens that each request wants count. dtype, device and threads are the engine's.
     """
 
     name = "transformers"
+    model: "PreTrainedModel"
 
-    def __init__(self, model=None, *, dtype: str = "float32", device: str = "cpu", load_format: str = "auto"):
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        dtype: str = "float32",
+        device: str = "cpu",
+        load_format: str = "auto",
+    ) -> None:
         from transformers import AutoModelForCausalLM, GenerationConfig
 
         place = resolve(model)
@@ -31,9 +44,10 @@ class TransformersGenerate:
         if load_format == "dummy":
             self.model = _random_model(place, kind, device)
         else:
-            self.model = AutoModelForCausalLM.from_pretrained(place, dtype=kind).to(device)
+            loaded = AutoModelForCausalLM.from_pretrained(place, dtype=kind)
+            self.model = loaded.to(device)  # type: ignore[arg-type]  # a decorator there loses the type of `self`
         self.model.eval()
-        # Without an end token nothing stops early, and no processor spends time on forbidding it.
+        # Without an EOS token no sequence stops early, and no logits processor spends time suppressing it.
         self.model.generation_config = GenerationConfig(pad_token_id=0)
         self.device = device
 
@@ -48,32 +62,33 @@ class TransformersGenerate:
 
     @torch.inference_mode()
     def generate(self, requests: Sequence[BenchRequest], temperature: float = 0.0) -> list[list[int]]:
-        """One static batch; each request's own share of the output tokens."""
+        """Run one static batch and return each request's output tokens, cut to its length."""
         width = max(len(request.prompt) for request in requests)
         longest = max(request.output_tokens for request in requests)
         padding = [width - len(request.prompt) for request in requests]
         rows = zip(requests, padding, strict=True)
         ids = torch.tensor([[0] * pad + request.prompt for request, pad in rows], device=self.device)
         mask = torch.tensor([[0] * pad + [1] * (width - pad) for pad in padding], device=self.device)
-        choice = (
-            {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {"do_sample": False}
-        )
-        out = self.model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=longest, **choice)
+        choice: dict[str, Any] = {"do_sample": False}
+        if temperature > 0:
+            choice = {"do_sample": True, "temperature": temperature, "top_k": 0}
+        generate = self.model.generate  # a mixin's method, which the class's types take for a tensor
+        out = generate(input_ids=ids, attention_mask=mask, max_new_tokens=longest, **choice)  # type: ignore[operator]
         tokens = out[:, width:].tolist()
         if len(tokens[0]) != longest:
-            raise RuntimeError(f"transformers generated {len(tokens[0])} tokens where {longest} were asked for")
+            raise RuntimeError(f"transformers generated {len(tokens[0])} tokens where the requests have {longest}")
         return [row[: request.output_tokens] for row, request in zip(tokens, requests, strict=True)]
 
 
 def batch_sizes(requests: int) -> tuple[int, ...]:
-    """The static batches worth trying: 1 for a lone request, else 8 to 64 as far as there are requests."""
+    """Static batch sizes to try: 1 for a single request, else 8, 16, ... up to the first that holds all, at most 64."""
     if requests == 1:
         return (1,)
     return tuple(batch for i, batch in enumerate(BATCHES) if i == 0 or BATCHES[i - 1] < requests)
 
 
-def _random_model(place, dtype: torch.dtype, device: str):
-    """transformers' model of the same shape with random weights; speed does not depend on their values."""
+def _random_model(place: Path | str, dtype: torch.dtype, device: str) -> "PreTrainedModel":
+    """transformers' model of the same shape with random weights: speed does not depend on their values."""
     from transformers import AutoConfig, AutoModelForCausalLM, GemmaConfig
 
     if isinstance(place, str):
@@ -86,9 +101,11 @@ def _random_model(place, dtype: torch.dtype, device: str):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def _gemma_config(kind, config: ModelConfig):
+def _gemma_config(kind: type["GemmaConfig"], config: ModelConfig) -> "GemmaConfig":
     if config.architecture != "GemmaForCausalLM":
-        raise ConfigError(f"the shape of a {config.architecture} has no counterpart here: name a directory instead")
+        raise ConfigError(
+            f"a preset of {config.architecture} cannot be made in transformers here: name a model's directory instead"
+        )
     return kind(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,

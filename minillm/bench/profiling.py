@@ -1,6 +1,6 @@
-"""A run of the engine seen from outside: when each step was done, and which kernels ran in slices of it.  Lesson 99.
+"""A run of the engine from outside: when each step finished, and which kernels ran in slices of it.  Lesson 99.
 
-Kernels are put into groups by their names. A product is the head's when sampling follows it.
+Kernels are grouped by name. A product belongs to the head if sampling follows it.
 """
 
 import re
@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from minillm.engine.engine import Engine
+from minillm.runner.launched import Launched, Results
 from minillm.scheduler.step import Step
 
 GROUPS = ("matrix products", "attention", "head and sampling", "other kernels")
@@ -33,43 +35,43 @@ class Recording:
     began: float
     steps: list[Step] = field(default_factory=list)
     done: list[float] = field(default_factory=list)
-    waited: float = 0.0  # seconds in which the host did nothing but wait for the device
+    waited: float = 0.0  # seconds that the host only waited for the device
 
     def seconds(self, first: int, after: int) -> float:
-        """How long the steps from `first` to before `after` took, one beside the other."""
+        """How long the steps from `first` up to, not including, `after` took together."""
         return self.done[after - 1] - (self.done[first - 1] if first else self.began)
 
 
 @contextmanager
-def recording(engine) -> Iterator[Recording]:
-    """Note every step that the engine runs until the block ends; costs microseconds a step."""
+def recording(engine: Engine) -> Iterator[Recording]:
+    """Record every step that the engine runs in the block, at a cost of microseconds per step."""
     executor, found = engine.executor, Recording(time.perf_counter())
     launch = executor.launch
 
-    def noted(step: Step):
+    def noted(step: Step) -> Launched:
         launched = launch(step)
         wait = launched.wait
 
-        def timed_wait():
+        def timed_wait() -> Results:
             start = time.perf_counter()
             results = wait()
             found.done.append(time.perf_counter())
             found.waited += found.done[-1] - start
             return results
 
-        launched.wait = timed_wait
+        vars(launched)["wait"] = timed_wait
         found.steps.append(step)
         return launched
 
-    executor.launch = noted
+    vars(executor)["launch"] = noted  # hides the method on this object
     try:
         yield found
     finally:
-        del executor.launch  # the method shows again
+        del vars(executor)["launch"]
 
 
 def slices(done: Sequence[float], began: float) -> list[int]:
-    """The first steps of up to SLICES slices, spread evenly over a run's time, none over another."""
+    """The first step of each of up to SLICES slices, spread evenly over a run's time, without overlap."""
     middles = began + (np.arange(SLICES) + 0.5) / SLICES * (done[-1] - began)
     chosen: list[int] = []
     for first in np.searchsorted(done, middles):
@@ -80,13 +82,16 @@ def slices(done: Sequence[float], began: float) -> list[int]:
 
 
 @contextmanager
-def profiled(engine, starts: Sequence[int]) -> Iterator[list[list[tuple[str, float, float]]]]:
+def profiled(engine: Engine, starts: Sequence[int]) -> Iterator[list[list[tuple[str, float, float]]]]:
     """Profile STEPS steps from each of `starts` on; after the block, each slice's (kernel, begin, end) in seconds.
 
-    The device is idle at both ends of a slice, so that its kernels are those of its steps and no others.
+    The device is idle at both ends of a slice, so that its kernels are exactly those of its steps.
     """
-    executor, launch, found, profiles = engine.executor, engine.executor.launch, [], []
-    count, running = 0, None
+    executor, launch = engine.executor, engine.executor.launch
+    found: list[list[tuple[str, float, float]]] = []
+    profiles: list[torch.profiler.profile] = []
+    count = 0
+    running: torch.profiler.profile | None = None
 
     def start() -> torch.profiler.profile:
         torch.cuda.synchronize()
@@ -94,31 +99,31 @@ def profiled(engine, starts: Sequence[int]) -> Iterator[list[list[tuple[str, flo
         profile.start()
         return profile
 
-    def stop() -> None:
+    def stop(profile: torch.profiler.profile) -> None:
         torch.cuda.synchronize()
-        running.stop()
-        profiles.append(running)
+        profile.stop()
+        profiles.append(profile)
 
-    def watched(step: Step):
+    def watched(step: Step) -> Launched:
         nonlocal count, running
         if count in starts:
             running = start()
         launched = launch(step)
         count += 1
         if running is not None and count - STEPS in starts:
-            stop()
+            stop(running)
             running = None
         return launched
 
     start().stop()  # the first one loads the profiler
-    executor.launch = watched
+    vars(executor)["launch"] = watched
     try:
         yield found
         if running is not None:
-            stop()
+            stop(running)
         found += [_kernels(profile) for profile in profiles]
     finally:
-        del executor.launch
+        del vars(executor)["launch"]
 
 
 def _kernels(profile: torch.profiler.profile) -> list[tuple[str, float, float]]:
@@ -131,9 +136,9 @@ def _kernels(profile: torch.profiler.profile) -> list[tuple[str, float, float]]:
 
 
 def seconds_by_group(kernels: Iterable[tuple[str, float, float]]) -> dict[str, float]:
-    """Seconds of each of GROUPS. kernels: (name, begin, end), by their beginnings.
+    """Seconds of each of GROUPS. kernels: (name, begin, end), in the order in which they begin.
 
-    Where kernels overlap (the next one starts early and waits), the time both run goes to the earlier one.
+    If kernels overlap (the next one starts early and waits), their common time counts for the earlier one.
     """
     found = dict.fromkeys(GROUPS, 0.0)
     free, products = float("-inf"), 0.0  # when the device is free; seconds since the last product began

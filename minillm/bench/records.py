@@ -2,8 +2,8 @@
 
 A record is one JSON object: {"results": [{"engine", "workload", "dtype", "requests", "input_tokens",
 "output_tokens", "seconds", "output_tokens_per_s", "runs", ...}], "machine", "commit", "dirty", "command",
-"date", "versions"}. Committed ones live in `data/results/<device>/<name>.json`; every figure shown anywhere
-comes from one.
+"date", "versions"}. Committed records are in `data/results/<device>/<name>.json`; every figure that the project
+states comes from one.
 """
 
 import datetime
@@ -13,8 +13,10 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,17 +28,17 @@ PACKAGES = ("minillm", "torch", "triton", "transformers", "numpy", "fastapi", "u
 
 
 def begin() -> dict:
-    """What a record says of its run's beginning: commit, whether files differed from it, and the date.
+    """The fields of a record that describe the start of its run: commit, whether files differed from it, and date.
 
-    Call it before measuring: what runs is the code as it was then, whatever is changed or committed meanwhile.
+    Call it before measuring: files may change, or be committed, while the code that was loaded runs.
     """
     return {**commit(), "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
 
 
-def record(results: list[dict], begun: dict, command: str | None = None, **more) -> dict:
-    """The whole record around `results`. begun: what `begin` returned at the start of the run.
+def record(results: list[dict], begun: dict, command: str | None = None, **more: Any) -> dict:
+    """A complete record of `results`. begun: what `begin` returned at the start of the run.
 
-    command: default, the one this process was started with.
+    command: default: the one that started this process. more: further fields.
     """
     return {
         "results": results,
@@ -49,7 +51,7 @@ def record(results: list[dict], begun: dict, command: str | None = None, **more)
 
 
 def _without_folders(words: list[str]) -> list[str]:
-    """A command line to be typed at the project's root; it says nothing about the folders of the machine it ran on."""
+    """The command as typed at the project's root, without folders of the machine that it ran on."""
     script = Path(words[0]).resolve()
     if script.name in ("minillm", "cli.py"):
         program = ["minillm"]
@@ -61,7 +63,7 @@ def _without_folders(words: list[str]) -> list[str]:
 
 
 def write(content: dict, path: str | Path) -> Path:
-    """Write a record. path: a file, or a bare name, which goes to data/results/<device>/<name>.json."""
+    """Write a record. path: a file, or a name without suffix: data/results/<device>/<name>.json."""
     path = destination(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -69,13 +71,13 @@ def write(content: dict, path: str | Path) -> Path:
 
 
 def destination(path: str | Path) -> Path:
-    """The file that a record given this path is written to: see `write`."""
+    """The file that `write` writes for this path."""
     path = Path(path)
     return path if path.suffix == ".json" else folder() / f"{path.name}.json"
 
 
 def check_writable(path: str | Path) -> None:
-    """Make a file's folder and see that the file can be written, before anything is measured. Raises ConfigError."""
+    """Create a file's folder and check that the file can be written. Raises ConfigError."""
     file = Path(path).resolve()
     there = file.exists()
     try:
@@ -88,7 +90,7 @@ def check_writable(path: str | Path) -> None:
 
 
 def publish(content: dict, path: str | Path | None, text: str = "", *, quiet: bool = False) -> dict:
-    """The record, written where a path is given and printed unless quiet: as `text`, then as one line of JSON."""
+    """Return the record, written if a path is given and printed unless quiet: `text`, then one JSON line."""
     if path is not None:
         write(content, path)
     if not quiet:
@@ -110,12 +112,12 @@ def read(path: str | Path) -> dict:
 
 
 def model_name(name: str, *, random_weights: bool) -> str:
-    """A model as records call it: "gemma-2b, random weights"."""
+    """A model's name in records: "gemma-2b, random weights"."""
     return f"{name}, random weights" if random_weights else name
 
 
-def model_of(record: dict) -> str:
-    """A record's model by `model_name`. Of random weights, older records tell only in their command."""
+def model_of(record: Mapping[str, Any]) -> str:
+    """A record's model, as `model_name` writes it. Older records name random weights only in their command."""
     known = record["model"].endswith(", random weights")
     dummy = "--load-format dummy" in record.get("command", "").replace("=", " ")
     return model_name(record["model"], random_weights=dummy and not known)
@@ -129,7 +131,7 @@ def folder() -> Path:
 
 
 def machine() -> dict:
-    """The machine in words: CPU, cores that this process may use, memory, GPU and driver, system, Python."""
+    """A description of the machine: CPU, cores that this process may use, memory, GPU and driver, system, Python."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "cpu": _cpu(),
@@ -143,7 +145,7 @@ def machine() -> dict:
 
 
 def versions() -> dict[str, str]:
-    """The versions of the packages a figure depends on, as far as they are installed."""
+    """The installed versions of the packages that a measurement depends on."""
     found = {}
     for name in PACKAGES:
         try:
@@ -156,13 +158,14 @@ def versions() -> dict[str, str]:
 def commit() -> dict:
     """The checkout's commit, and whether files differ from it.
 
-    Where there is no history, a copy on another machine, MINILLM_COMMIT says so: the commit, with "+" after it if files
-    of the copy differ.
+    In a copy without this history, the environment variable MINILLM_COMMIT names the commit, followed by "+" if files
+    of the copy differ from it.
     """
+    if named := os.environ.get("MINILLM_COMMIT"):
+        return {"commit": named.removesuffix("+"), "dirty": named.endswith("+")}
     head = _output("git", "-C", str(PACKAGE), "rev-parse", "HEAD")
     if head is None:
-        told = os.environ.get("MINILLM_COMMIT")
-        return {"commit": told and told.removesuffix("+"), "dirty": told and told.endswith("+")}
+        return {"commit": None, "dirty": None}
     changes = _output("git", "-C", str(PACKAGE), "status", "--porcelain", "--untracked-files=no")
     return {"commit": head, "dirty": bool(changes)}
 

@@ -1,4 +1,4 @@
-"""A machine's two limits, and how near the engine's steps come to them.  Lesson 00.
+"""A machine's two limits, and how close the engine's steps come to them.  Lesson 00.
 
 Williams, Waterman and Patterson 2009, "Roofline": a computation takes at least the time to move its bytes and at least
 the time to do its operations. Which of the two is longer depends on its operations per byte.
@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,20 +25,20 @@ CALLS = 20
 
 @dataclass(frozen=True)
 class Limits:
-    """What one device can do at most, measured: bytes read a second from memory, operations a second."""
+    """A device's measured peak rates: bytes per second read from memory, and operations per second."""
 
     bytes_per_s: float
     operations_per_s: float
 
     @property
     def ridge(self) -> float:
-        """Operations a byte from which arithmetic takes longer than reading."""
+        """The operations per byte above which arithmetic takes longer than reading."""
         return self.operations_per_s / self.bytes_per_s
 
 
 @dataclass(frozen=True)
 class Point:
-    """One kind of step: the least work it can be done with, and the seconds it took (median)."""
+    """One kind of step: the least work that it needs, and the seconds that it took (median)."""
 
     name: str
     tokens: int
@@ -50,19 +51,19 @@ class Point:
         return self.operations / self.bytes
 
     def floor(self, limits: Limits) -> float:
-        """The least seconds in which a machine with these limits can do it."""
+        """The least seconds that a machine with these limits needs for it."""
         return floor_seconds(self.bytes, self.operations, limits.bytes_per_s, limits.operations_per_s)
 
     @property
     def rate(self) -> float:
-        """Operations a second."""
+        """Operations per second."""
         return self.operations / self.seconds
 
 
 def matrix_work(shapes: Sequence[tuple[int, int]], tokens: int, bytes_per_number: int) -> tuple[int, int]:
-    """(bytes read, operations) of `tokens` tokens going through matrices of these shapes together.  Lesson 00.
+    """(bytes read, operations) of multiplying `tokens` tokens together with matrices of these shapes.  Lesson 00.
 
-    Every number is read once, and multiplied and added once a token.
+    Every number is read once, and multiplied and added once per token.
     """
     numbers = sum(rows * columns for rows, columns in shapes)
     return bytes_per_number * numbers, 2 * tokens * numbers
@@ -74,13 +75,13 @@ def floor_seconds(nbytes: float, operations: float, bytes_per_s: float, operatio
 
 
 def limits(device: str, dtype: torch.dtype, nbytes: int) -> Limits:
-    """Measure by reading `nbytes` of memory and by multiplying two large square matrices; best of several calls.
+    """Measure a device by reading `nbytes` of memory and multiplying two large square matrices: best of several calls.
 
-    nbytes matters: what fits a cache is read faster than what does not, so give the model's own bytes.
+    nbytes: the model's own, since data that fits into a cache is read faster.
     """
     numbers = torch.ones(nbytes // 4, device=device)
     side = SQUARE[torch.device(device).type]
-    square = torch.randn(side, side, dtype=dtype, device=device)  # equal numbers cost less power, and so less time
+    square = torch.randn(side, side, dtype=dtype, device=device)  # equal numbers take less power, and so less time
     reading = _seconds(lambda: numbers.sum(), device)
     multiplying = _seconds(lambda: square @ square, device)
     return Limits(nbytes / min(reading), 2 * side**3 / min(multiplying))
@@ -102,8 +103,8 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def decode(llm, requests: int, context: int = 64, steps: int = 24) -> Point:
-    """Steps in which each of `requests` requests gains one token, with `context` tokens or a few more behind it."""
+def decode(llm: LLM, requests: int, context: int = 64, steps: int = 24) -> Point:
+    """Steps that generate one token for each of `requests` requests, after `context` tokens or a few more."""
     engine = llm.engine
     params = SamplingParams(max_tokens=steps + 8, ignore_eos=True)
     batch = [engine.prepare(_ids(llm, context, seed), params) for seed in range(requests)]
@@ -116,7 +117,7 @@ def decode(llm, requests: int, context: int = 64, steps: int = 24) -> Point:
     begin = last = time.perf_counter()
     times = []
     for _ in range(steps):
-        engine.step()  # returns once the oldest step's tokens are read: in the long run one step a call
+        engine.step()  # returns once the oldest step's tokens are read: one step per call on average
         times.append(time.perf_counter() - last)
         last += times[-1]
     seconds = (last - begin) / steps if llm.config.device != "cpu" else statistics.median(times)
@@ -127,21 +128,22 @@ def decode(llm, requests: int, context: int = 64, steps: int = 24) -> Point:
     return Point(f"decode, {requests} at once", requests, nbytes, operations, seconds)
 
 
-def prefill(llm, tokens: int, repeat: int = 5) -> Point:
+def prefill(llm: LLM, tokens: int, repeat: int = 5) -> Point:
     """A step that computes a prompt of `tokens` tokens and samples its next one."""
     times = []
     for seed in range(repeat + 1):
         completion = llm.generate([_ids(llm, tokens, 1000 + seed)], SamplingParams(max_tokens=1, ignore_eos=True))[0]
+        assert completion.finish_time is not None  # set when a request ends
         times.append(completion.finish_time - completion.arrival_time)
     nbytes, operations = step_work(llm, tokens, 1)
     return Point(f"prefill of {tokens}", tokens, nbytes, operations, statistics.median(times[1:]))
 
 
-def step_work(llm, tokens: int, samples: int) -> tuple[int, int]:
-    """(bytes, operations) that a step of `tokens` tokens, `samples` of which go on to the head, needs at least.
+def step_work(llm: LLM, tokens: int, samples: int) -> tuple[int, int]:
+    """The least (bytes, operations) of a step of `tokens` tokens, `samples` of which go through the head.
 
-    Every weight is read once and multiplied and added once a token. Attention's own operations are left out: at the
-    lengths measured here they are few.
+    Every weight is read once, and multiplied and added once per token. Attention's own operations are left out: they
+    are few at the lengths measured here.
     """
     model = llm.engine.model
     head = model.config.vocab_size * model.config.hidden_size
@@ -157,11 +159,12 @@ def run(
     prompts: Sequence[int] = (400, 1600),
     json_path: str | Path | None = None,
     quiet: bool = False,
-    **engine_options,
+    **engine_options: Any,
 ) -> dict:
-    """Measure the machine and the engine's steps on it; return the record. Prints a table and, last, one JSON line.
+    """Measure the machine and the engine's steps on it and return the record. Prints a table, then one JSON line.
 
-    batches: decode steps of so many requests at once; prompts: prefill steps of so many tokens. More: as `LLM`.
+    batches: numbers of requests in a decode step. prompts: tokens in a prefill step. json_path, quiet: as
+    `records.publish`. engine_options: as `LLM`.
     """
     begun = records.begin()
     with LLM(model, enable_prefix_caching=False, **engine_options) as llm:
@@ -172,7 +175,7 @@ def run(
 
 
 def table(points: Sequence[Point], limits: Limits) -> str:
-    """The limits, then for each step its floor, what was measured, and their quotient."""
+    """The limits, then for each step its floor, its measured time, and their ratio."""
     lines = [
         f"reads {limits.bytes_per_s / 1e9:,.1f} GB/s, computes {limits.operations_per_s / 1e12:,.2f} T operations/s,"
         f" ridge at {limits.ridge:.1f} operations a byte",
@@ -187,9 +190,9 @@ def table(points: Sequence[Point], limits: Limits) -> str:
     return "\n".join(lines)
 
 
-def _kv_bytes(llm) -> int:
-    return llm.engine.executor.runner.memory.spec.bytes_per_token * len(llm.engine.model.layers)
+def _kv_bytes(llm: LLM) -> int:
+    return llm.engine.model.cache_spec.bytes_per_token * len(llm.engine.model.layers)
 
 
-def _ids(llm, count: int, seed: int) -> list[int]:
+def _ids(llm: LLM, count: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(5, llm.model_config.vocab_size, count).tolist()

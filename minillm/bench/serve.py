@@ -1,9 +1,8 @@
-"""`minillm bench serve`: clients streaming completions from a server on this machine.  Lesson 99.
+"""`minillm bench serve`: clients stream completions from a server on this machine.  Lesson 99.
 
 It measures what a user feels: time to first token (TTFT), the gaps between tokens (inter-token latency, ITL),
-the whole answer (end to end), and what the server's owner counts: requests and tokens a second. Requests arrive
-in one of three ways: in a closed loop, as a Poisson process, or as a trace says. Traffic goes to this machine's
-own addresses only.
+the whole answer (end to end), and what the operator counts: requests and tokens per second. Requests arrive in a
+closed loop, as a Poisson process, or as in a trace. Traffic goes only to this machine's own addresses.
 """
 
 import asyncio
@@ -12,10 +11,11 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from minillm.errors import ConfigError, MinillmError, Unreachable
@@ -23,21 +23,24 @@ from minillm.errors import ConfigError, MinillmError, Unreachable
 from . import records, workloads
 from .workloads import BenchRequest
 
+if TYPE_CHECKING:
+    import aiohttp
+
 PERCENTILES = (50, 90, 99)
 CONCURRENCY = 8
-GENERATOR_BUSY = 0.7  # the share of a run from which the load generator holds up what it measures
+GENERATOR_BUSY = 0.7  # above this share of a run the load generator's own work distorts the measurement
 
 
 class LoadError(MinillmError, RuntimeError):
-    """A run in which requests failed, or that was not over in time."""
+    """A run in which requests failed, or that exceeded its timeout."""
 
 
 @dataclass
 class Measured:
-    """One request as its client saw it; times in seconds since the run began.
+    """One request as its client saw it; times are in seconds since the run began.
 
-    due: when it should have been sent. Latencies count from there: a request that was held up before it was sent
-    has made its user wait too.
+    due: when it should have been sent. Latencies count from there: a user also waits while the request is not yet
+    sent.
     """
 
     due: float
@@ -61,7 +64,7 @@ class Measured:
 
     @property
     def gaps(self) -> Iterable[float]:
-        """Seconds before each token but the first; tokens that came together had no gap between them."""
+        """Seconds before each token except the first; tokens that arrived together have gaps of 0."""
         last, together = self.arrivals[0]
         yield from [0.0] * (together - 1)
         for when, tokens in self.arrivals[1:]:
@@ -89,25 +92,25 @@ def run(
     plot_path: str | Path | None = None,
     quiet: bool = False,
 ) -> dict:
-    """Load a running server and return the record; prints a table and, last, one JSON line.
+    """Load a running server and return the record. Prints a table, then one JSON line.
 
-    url: the server, without /v1; only an address of this machine. How requests arrive, one of:
+    url: the server, without /v1; only an address of this machine. Requests arrive in one of these ways:
 
     concurrency  closed loop: this many clients, each sending its next request when its last is answered (8)
-    rate         open loop: a Poisson process of this many requests a second, sent when due, whatever still runs
+    rate         open loop: a Poisson process of this many requests per second, each sent when it is due
     trace        open loop: arrivals, lengths and shared prefixes of a trace ("conversation", or a file), `speed`
                  times as fast (1); `workload` is not used
     due          open loop: a request at each of these seconds after the run began
 
     scale divides lengths, requests takes the first so many. seed: of prompts and Poisson arrivals; a run with
     another seed meets none of its prompts in the server's prefix cache. vocab_size: ids to draw prompts from
-    (default: what /v1/models tells). timeout: seconds for all of it. plot_path: a picture of the record.
-    Works inside a notebook too.
+    (default: the one that /v1/models reports). timeout: seconds for the whole run. plot_path: save a plot of the
+    record. Works inside a notebook too.
 
     Requests answered 429 (queue full) are counted as refused; all other figures are those of answered ones. generator_s
-    is the processor time that the load generator itself took: near the whole run's, it is what was measured.
-    Raises ConfigError for wrong settings, another machine's address or, before the load, a file that cannot be written,
-    Unreachable when nothing answers, LoadError when a request failed or the time was over.
+    is the load generator's own processor time: if it is close to the run's time, the generator was the bottleneck.
+    Raises ConfigError for wrong settings, another machine's address or, before the load, a file that cannot be written;
+    Unreachable if no server answers; LoadError if a request failed or the timeout passed.
     """
     arrival = _arrival(concurrency, rate, trace, due, speed)
     if not timeout > 0:
@@ -137,10 +140,10 @@ def run(
             async with asyncio.timeout(timeout):
                 return await _load(base, work, arrival.get("concurrency"), temperature, vocab_size)
         except TimeoutError:
-            message = f"the run was not over after {timeout:g} s: send fewer requests or allow a longer timeout"
+            message = f"the run was not over after {timeout:g} s: send fewer requests, or raise timeout"
             raise LoadError(message) from None
 
-    with ThreadPoolExecutor(1) as thread:  # a notebook's own loop is running in this one
+    with ThreadPoolExecutor(1) as thread:  # in a notebook, this thread already runs an event loop
         result = thread.submit(asyncio.run, load()).result()
     name = f"trace_{Path(trace).stem}" if trace is not None else workloads.find(workload).name
     facts = {"engine": "minillm serve", "workload": name, "scale": scale, "seed": seed, "temperature": temperature}
@@ -155,8 +158,14 @@ def run(
     return content
 
 
-def _arrival(concurrency: int | None, rate: float | None, trace, due, speed: float | None) -> dict:
-    """How requests arrive, as it stands in the record. Raises ConfigError."""
+def _arrival(
+    concurrency: int | None,
+    rate: float | None,
+    trace: str | Path | None,
+    due: Sequence[float] | None,
+    speed: float | None,
+) -> dict[str, Any]:
+    """How requests arrive, as fields of the record. Raises ConfigError."""
     ways = {"concurrency": concurrency, "rate": rate, "trace": trace, "due": due}
     given = [name for name, value in ways.items() if value is not None]
     if len(given) > 1:
@@ -181,7 +190,13 @@ def _arrival(concurrency: int | None, rate: float | None, trace, due, speed: flo
     return {"arrival": "closed loop", "concurrency": concurrency}
 
 
-async def _load(base: str, make_work, concurrency: int | None, temperature: float, vocab_size: int | None) -> dict:
+async def _load(
+    base: str,
+    make_work: Callable[[int], list[BenchRequest]],
+    concurrency: int | None,
+    temperature: float,
+    vocab_size: int | None,
+) -> dict[str, Any]:
     import aiohttp
 
     # An open loop is open only if no request waits for another's connection.
@@ -194,7 +209,7 @@ async def _load(base: str, make_work, concurrency: int | None, temperature: floa
             raise Unreachable(f"no server answers at {base} ({error}): start one with `minillm serve`") from None
         work = make_work(vocab_size or card["vocab_size"])
         client = Client(http, card["id"], temperature)
-        # The first request pays for connections and first uses. Its prompt is no other's: nothing is cached for them.
+        # The first request warms up connections and imports. Its prompt is unique, so it caches no other's prefix.
         await client.ask(BenchRequest(work[0].prompt[::-1], work[0].output_tokens), client.now())
         client.restart()
         cpu = time.thread_time()
@@ -210,9 +225,9 @@ async def _load(base: str, make_work, concurrency: int | None, temperature: floa
 
 
 class Client:
-    """Sends requests and notes when their tokens come, on a clock that starts with the run."""
+    """Sends requests and records when their tokens arrive, on a clock that starts with the run."""
 
-    def __init__(self, http, model: str, temperature: float):
+    def __init__(self, http: "aiohttp.ClientSession", model: str, temperature: float) -> None:
         self.http, self.model, self.temperature = http, model, temperature
         self.restart()
 
@@ -223,7 +238,7 @@ class Client:
         return time.perf_counter() - self.start
 
     async def ask(self, request: BenchRequest, due: float) -> Measured:
-        """Stream one completion. What goes wrong with it is noted, not raised."""
+        """Stream one completion. Its errors are recorded, not raised."""
         import aiohttp
 
         seen = Measured(due, sent=self.now())
@@ -233,7 +248,7 @@ class Client:
             seen.error = f"{type(error).__name__}: {error}"
         seen.end = self.now()
         if not (seen.error or seen.refused) and seen.output_tokens != request.output_tokens:
-            seen.error = f"{seen.output_tokens} tokens came where {request.output_tokens} were asked for"
+            seen.error = f"{seen.output_tokens} tokens came where the request has {request.output_tokens}"
         return seen
 
     async def _stream(self, request: BenchRequest, seen: Measured) -> None:
@@ -267,20 +282,20 @@ class Client:
 
 
 async def closed_loop(client: Client, work: Sequence[BenchRequest], concurrency: int) -> list[Measured]:
-    """`concurrency` clients take the requests in order, each its next one when its last is answered."""
+    """`concurrency` clients take the requests in order; each sends its next one when its last is answered."""
     queue = iter(enumerate(work))
-    measured: list[Measured | None] = [None] * len(work)
+    measured: dict[int, Measured] = {}
 
     async def one_client() -> None:
         for index, request in queue:
             measured[index] = await client.ask(request, client.now())
 
     await asyncio.gather(*(one_client() for _ in range(min(concurrency, len(work)))))
-    return measured
+    return [measured[index] for index in range(len(work))]
 
 
 async def open_loop(client: Client, work: Sequence[BenchRequest]) -> list[Measured]:
-    """Every request is sent when it is due, whatever still runs: a slow server meets a growing queue."""
+    """Send every request when it is due, regardless of what still runs: a slow server gets a growing queue."""
 
     async def one_request(request: BenchRequest) -> Measured:
         await asyncio.sleep(max(0.0, request.due - client.now()))
@@ -292,8 +307,8 @@ async def open_loop(client: Client, work: Sequence[BenchRequest]) -> list[Measur
 def summary(work: Sequence[BenchRequest], measured: Sequence[Measured]) -> dict:
     """Rates, and percentiles of what the clients of answered requests saw; `each` has the requests one by one.
 
-    late_s: how long after they were due requests were sent. It is part of their latency, and where it is not
-    small beside it, the load generator is what was measured.
+    late_s: how late requests were sent. It is part of their latency; if it is not a small part, the load generator was
+    the bottleneck.
     """
     answered = [each for each in measured if not each.refused]
     seconds = max(each.end for each in measured)
@@ -326,12 +341,12 @@ def percentiles(values: Sequence[float]) -> dict[str, float | None]:
     if not values:
         return dict.fromkeys([*(f"p{p}" for p in PERCENTILES), "mean"])
     ranked = sorted(values)
-    found = {f"p{p}": round(ranked[-(-p * len(ranked) // 100) - 1], 6) for p in PERCENTILES}
+    found: dict[str, float | None] = {f"p{p}": round(ranked[-(-p * len(ranked) // 100) - 1], 6) for p in PERCENTILES}
     return found | {"mean": round(statistics.fmean(values), 6)}
 
 
 def arriving(result: dict) -> str:
-    """How the requests of a result arrived, in words."""
+    """How a result's requests arrived, in words."""
     if result["arrival"] == "poisson":
         return f"{result['rate']:g} a second"
     if result["arrival"] == "given":
@@ -342,7 +357,7 @@ def arriving(result: dict) -> str:
 
 
 def generator_share(result: dict) -> float:
-    """The share of a run for which the load generator itself was at work: near 1, it is what was measured."""
+    """The share of a run's time that the load generator itself worked: close to 1, it was the bottleneck."""
     return result["generator_s"] / result["seconds"]
 
 
@@ -356,7 +371,7 @@ def table(result: dict) -> str:
         lines.append(f"{result['refused']} refused ({result['refused_share']:.1%}): the server's queue was full")
     busy = generator_share(result)
     if busy > GENERATOR_BUSY:
-        lines.append(f"the load generator was at work for {busy:.0%} of that: take the server for faster than this")
+        lines.append(f"the load generator worked for {busy:.0%} of that time: the server is faster than this shows")
     lines.append(f"{'milliseconds':<22}" + "".join(f"{name:>10}" for name in ("p50", "p90", "p99", "mean")))
     labels = {"ttft_s": "time to first token", "itl_s": "between tokens", "e2e_s": "whole answer"}
     if result["arrival"] != "closed loop":
@@ -376,5 +391,5 @@ def _local(url: str) -> str:
     except ValueError:
         local = False
     if parts.scheme != "http" or not local:
-        raise ConfigError(f"the load generator only loads this machine (http://127.0.0.1:PORT), not {url!r}")
+        raise ConfigError(f"the load generator sends only to this machine (http://127.0.0.1:PORT), not to {url!r}")
     return url.rstrip("/").removesuffix("/v1")

@@ -1,9 +1,9 @@
-"""What a contiguous KV cache wastes beside blocks, step by step on the same requests.  Lesson 09.
+"""Memory that a contiguous KV cache wastes, compared with blocks, step by step on the same requests.  Lesson 09.
 
-The same memory is run dry in several ways: whoever fits joins, first come first served, every running request computes
-a token a step, and shares of the memory are taken after each step. Blocks are given out by the engine's own scheduler,
-without a model. Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention",
-section 3.1 and figure 2, whose three contiguous systems these are.
+Each way of allocating runs on the same memory: requests join first come, first served, as far as they fit, every
+running request computes one token per step, and the shares of the memory are recorded after each step. Blocks are
+allocated by the engine's own scheduler, without a model. The three contiguous systems are those of Kwon et al. 2023,
+"Efficient Memory Management for Large Language Model Serving with PagedAttention", section 3.1 and figure 2.
 """
 
 from collections import deque
@@ -26,10 +26,10 @@ POINTS = 60  # of a timeline in a record
 class Moment:
     """Memory after one step, in tokens.
 
-    used       keys and values that are there
+    used       holds keys and values
     reserved   held by a request for tokens that it will compute later
-    internal   held by a request and never used: it ends before
-    external   held by nobody; while requests wait: in pieces that are too small for the next
+    internal   held by a request that ends before it uses it
+    external   not held; while requests wait: in pieces that are too small for the next request
     """
 
     used: int
@@ -38,30 +38,30 @@ class Moment:
     external: int
     running: int  # requests
     waiting: int
-    computed: int  # tokens that the running requests see; more than `used` where they share
+    computed: int  # tokens that the running requests see; more than `used` if they share blocks
 
 
 def final(request: BenchRequest) -> int:
-    """Tokens whose keys and values a request needs in the end: those of its last token are never read."""
+    """Tokens whose keys and values a request needs at its end; those of its last token are never read."""
     return len(request.prompt) + request.output_tokens - 1
 
 
 def exact(request: BenchRequest) -> int:
-    """An oracle's reservation: nobody knows an output's length before it is there."""
+    """An oracle's reservation: in practice an output's length is not known in advance."""
     return final(request)
 
 
 def power_of_two(request: BenchRequest) -> int:
-    """The prompt, and room for an output rounded up to a power of two: a good guess."""
+    """A good estimate: the prompt, and the output's length rounded up to a power of two."""
     return len(request.prompt) + (1 << (request.output_tokens - 1).bit_length())
 
 
 def contiguous(
     work: Sequence[BenchRequest], slots: int, reserve: Callable[[BenchRequest], int], most: int
 ) -> Iterator[Moment]:
-    """Each request gets `reserve(request)` tokens in one piece, at most `most`, at the first place that has them."""
+    """Each request gets `reserve(request)` contiguous tokens, at most `most`, in the first gap that is large enough."""
     waiting = deque(work)
-    pieces: list[tuple[int, int, BenchRequest]] = []  # (begin, end, whose), in order of place
+    pieces: list[tuple[int, int, BenchRequest]] = []  # (begin, end, request), by address
     computed: dict[int, int] = {}  # by begin
     while waiting or pieces:
         pieces = [piece for piece in pieces if computed[piece[0]] < final(piece[2])]
@@ -87,7 +87,7 @@ def contiguous(
 
 
 def blocks(work: Sequence[BenchRequest], slots: int, block_size: int, most: int, *, shared: bool) -> Iterator[Moment]:
-    """The engine's scheduler and block pool; `shared` with its prefix cache."""
+    """The engine's scheduler and block pool; shared: with the prefix cache."""
     scheduler = Scheduler(
         max_num_seqs=len(work),
         max_num_batched_tokens=slots,
@@ -117,20 +117,20 @@ def blocks(work: Sequence[BenchRequest], slots: int, block_size: int, most: int,
 
 
 def compare(work: Sequence[BenchRequest], *, slots: int, block_size: int, max_model_len: int) -> list[dict]:
-    """A result for each way to hold the requests' keys and values; all of them are waiting when it begins."""
-    room = {"slots": slots, "most": max_model_len}
+    """One result for each way to store keys and values; all requests wait from the beginning."""
+    most = max_model_len
     ways = {
-        "contiguous: the longest possible": contiguous(work, reserve=lambda request: max_model_len, **room),
-        "contiguous: output to a power of two": contiguous(work, reserve=power_of_two, **room),
-        "contiguous: the exact length (oracle)": contiguous(work, reserve=exact, **room),
-        f"blocks of {block_size}": blocks(work, block_size=block_size, shared=False, **room),
-        f"blocks of {block_size}, shared prefixes": blocks(work, block_size=block_size, shared=True, **room),
+        "contiguous: the longest possible": contiguous(work, slots, lambda request: most, most),
+        "contiguous: output to a power of two": contiguous(work, slots, power_of_two, most),
+        "contiguous: the exact length (oracle)": contiguous(work, slots, exact, most),
+        f"blocks of {block_size}": blocks(work, slots, block_size, most, shared=False),
+        f"blocks of {block_size}, shared prefixes": blocks(work, slots, block_size, most, shared=True),
     }
     return [{"cache": name, **_summary(list(moments), slots)} for name, moments in ways.items()]
 
 
 def _summary(moments: list[Moment], slots: int) -> dict:
-    """Mean shares of the memory over the steps in which somebody waited for it, and the whole run at some points."""
+    """Mean shares of the memory over the steps in which requests waited for it, and a timeline of the run."""
     full = [moment for moment in moments if moment.waiting] or moments
     shown = [moments[i] for i in np.linspace(0, len(moments) - 1, min(POINTS, len(moments))).round().astype(int)]
 

@@ -1,9 +1,9 @@
-"""The workloads every figure of the project is measured on, by name.  Lesson 99.
+"""The workloads that every figure of the project is measured on, by name.  Lesson 99.
 
-Prompts are random token ids, every request generates exactly its output length, and the same name gives the
-same requests on every machine (`random.Random(0)`). On a small machine `scale` divides the lengths and
-`requests` keeps the first few: the lengths keep their proportions, and a record says both. When requests come is
-another matter: drawn (`poisson`) or read from a traffic trace (`replay`).
+Prompts are random token ids, every request generates exactly its output length, and a name gives the same requests on
+every machine (`random.Random(0)`). On a small machine `scale` divides the lengths, which keeps their proportions, and
+`requests` takes the first few; a record has both. Arrival times are drawn (`poisson`) or come from a traffic trace
+(`replay`).
 """
 
 import json
@@ -21,7 +21,7 @@ TRACES = Path(__file__).resolve().parents[1] / "data" / "traces"
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests and the ranges (least, most; both included) their lengths in tokens are drawn from, evenly."""
+    """How many requests, and the ranges (both ends included) from which their lengths in tokens are drawn uniformly."""
 
     name: str
     requests: int
@@ -52,7 +52,7 @@ WORKLOADS = {
 
 
 def find(name: str) -> Workload:
-    """A workload by its name or the word the name begins with ("mixed"). Raises ConfigError."""
+    """A workload by its name or the first word of its name ("mixed"). Raises ConfigError."""
     for workload in WORKLOADS.values():
         if name in (workload.name, workload.name.split("_")[0]):
             return workload
@@ -62,10 +62,10 @@ def find(name: str) -> Workload:
 def make(
     name: str, vocab_size: int, *, scale: int = 1, requests: int | None = None, seed: int = SEED
 ) -> list[BenchRequest]:
-    """The requests of a workload, its lengths divided by `scale`, the first `requests` of them.
+    """The first `requests` requests of a workload, with lengths divided by `scale`.
 
-    Lengths are drawn before ids and for the full workload: a scaled one has the same requests, smaller. `seed`
-    changes the ids alone.
+    Lengths are drawn for the full workload, before the ids, so a scaled one has the same requests, only shorter.
+    `seed` changes only the ids. Raises ConfigError.
     """
     workload = find(name)
     _check(scale, requests)
@@ -81,9 +81,9 @@ def make(
 
 
 def poisson(requests: Sequence[BenchRequest], rate: float, *, seed: int = SEED) -> list[BenchRequest]:
-    """The same requests, due as a Poisson process of `rate` requests a second: gaps are drawn from exp(rate).
+    """The same requests, due as a Poisson process of `rate` requests per second: gaps are drawn from exp(rate).
 
-    With the same seed twice the rate is the same schedule in half the time.
+    With the same seed, twice the rate gives the same schedule in half the time.
     """
     rng, due, scheduled = random.Random(seed), 0.0, []
     for request in requests:
@@ -101,11 +101,11 @@ def replay(
     speed: float = 1.0,
     seed: int = SEED,
 ) -> list[BenchRequest]:
-    """The requests of a traffic trace, due as in the trace divided by `speed`, lengths divided by `scale`.
+    """The requests of a traffic trace, with times divided by `speed` and lengths divided by `scale`.
 
-    trace: a file, or the name of a committed one ("conversation"); a line of JSON a request, with `arrival` in
-    seconds, `input_tokens`, `output_tokens`, and, where its prompt begins as others do, `prefix_id` and
-    `prefix_tokens`. Ids are drawn: only lengths, times and what is shared come from the trace. Raises ConfigError.
+    trace: a file, or the name of a committed one ("conversation"). Each request is a line of JSON, with `arrival` in
+    seconds, `input_tokens`, `output_tokens` and, if its prompt shares a prefix, `prefix_id` and `prefix_tokens`. Token
+    ids are drawn; only lengths, times and shared prefixes come from the trace. Raises ConfigError.
     """
     _check(scale, requests)
     check_speed(speed)
@@ -121,7 +121,7 @@ def replay(
 
 
 def check_speed(speed: float) -> float:
-    """How many times as fast a trace is played, if it is a number above 0. Raises ConfigError otherwise."""
+    """Return the factor by which a trace is sped up. Raises ConfigError unless it is a number above 0."""
     if not (math.isfinite(speed) and speed > 0):
         raise ConfigError(f"speed must be a number above 0, not {speed!r}: 2 plays the trace twice as fast")
     return speed
@@ -146,7 +146,7 @@ def _check(scale: int, requests: int | None) -> None:
 
 
 def totals(requests: Sequence[BenchRequest]) -> dict[str, int]:
-    """How many requests, input and output tokens: the first fields of every result."""
+    """The numbers of requests, input and output tokens: the first fields of every result."""
     return {
         "requests": len(requests),
         "input_tokens": sum(len(request.prompt) for request in requests),

@@ -128,7 +128,8 @@ def _install(*names: str) -> str:
 
 def _packages() -> Iterator[Finding]:
     """One line for torch, one for the rest of what is always needed."""
-    good, bad = [], []
+    good: list[tuple[str, Requirement]] = []
+    bad: list[tuple[str, Requirement]] = []
     for wanted in declared():
         if wanted.name == "triton":
             continue

@@ -3,15 +3,17 @@
 What a chart shows is computed in the lesson's cells.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
 import numpy as np
 
+from minillm.model.config import ModelConfig
+
 QUERY, KEY, PLAIN, CACHED = "#4c78a8", "#f58518", "#e8e8e8", "#54a24b"
 
 
-def decoder(config, tokens: int) -> None:
+def decoder(config: ModelConfig, tokens: int) -> None:
     """One pass of `tokens` tokens, left to right, with the shape of what flows between the boxes."""
     hidden, head_dim = config.hidden_size, config.head_dim
     queries, keys = config.num_heads, config.num_kv_heads
@@ -94,12 +96,12 @@ def attention_weights(pieces: Sequence[str], heads: dict[str, np.ndarray]) -> No
     plt.show()
 
 
-def work(steps, curves: dict, counted: dict) -> None:
+def work(steps: Sequence[int], curves: Mapping[str, np.ndarray], counted: Mapping[str, Mapping[int, int]]) -> None:
     """Multiply-adds of each step and of all up to it. curves: name -> one value a step; counted: name -> {step: n}."""
     _, (one, all_of_them) = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
     for color, (name, curve) in zip(("C1", "C2"), curves.items(), strict=True):
         one.plot(steps, curve / 1e9, color=color, label=name)
-        one.plot(counted[name].keys(), [count / 1e9 for count in counted[name].values()], "o", color=color)
+        one.plot(list(counted[name]), [count / 1e9 for count in counted[name].values()], "o", color=color)
         all_of_them.plot(steps, curve.cumsum(0) / 1e9, color=color, label=name)
     one.set(title="one more token", xlabel="tokens so far", ylabel="billion multiply-adds", yscale="log")
     one.text(30, 0.04, "dots: counted\nlines: the formula", fontsize=8, color="dimgray")
@@ -112,7 +114,7 @@ def times(measured: dict[str, dict[int, float]], floor: float) -> None:
     """Milliseconds of one more token. measured: name -> {tokens so far: ms}."""
     _, axis = plt.subplots(figsize=(6, 3), layout="constrained")
     for color, (name, points) in zip(("C1", "C2"), measured.items(), strict=True):
-        axis.plot(points.keys(), points.values(), "o-", color=color, label=name)
+        axis.plot(list(points), list(points.values()), "o-", color=color, label=name)
     axis.axhline(floor, linestyle=":", color="gray", label="reading the weights once")
     axis.set(xlabel="tokens so far", ylabel="milliseconds for one more", yscale="log")
     axis.legend(fontsize=8)
@@ -189,7 +191,7 @@ def turning(angles: dict[str, Sequence[float]], scores: Sequence[float]) -> None
         axis = axes[name]
         for position, angle in enumerate(turned):
             axis.annotate("", (np.cos(angle), np.sin(angle)), (0, 0), arrowprops={"arrowstyle": "->", "color": QUERY})
-            axis.text(1.15 * np.cos(angle), 1.15 * np.sin(angle), position, ha="center", va="center", fontsize=7)
+            axis.text(1.15 * np.cos(angle), 1.15 * np.sin(angle), str(position), ha="center", va="center", fontsize=7)
         axis.set(xlim=(-1.4, 1.4), ylim=(-1.4, 1.4), aspect="equal", title=title)
         axis.axis("off")
     axes["S"].plot(scores, color=KEY)

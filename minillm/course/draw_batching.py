@@ -11,7 +11,7 @@ import numpy as np
 
 from minillm.bench import plots
 from minillm.trace.record import Trace
-from minillm.trace.replay import replay
+from minillm.trace.replay import StepRows, replay
 
 from .draw_timeline import COLORS as STATES
 from .draw_timeline import draw_timeline
@@ -65,8 +65,8 @@ def _between(steps: Sequence, at: int, row: int) -> str | None:
 
 def timelines(traces: Mapping[str, Trace], rows: int, x: str = "steps") -> None:
     """One timeline below the other, on the same axis; with x="time" a thin white line begins each step."""
-    size = {"figsize": (11, 0.6 + (0.5 + 0.24 * rows) * len(traces)), "layout": "constrained"}
-    _, axes = plt.subplots(len(traces), 1, sharex=True, squeeze=False, **size)
+    size = (11, 0.6 + (0.5 + 0.24 * rows) * len(traces))
+    _, axes = plt.subplots(len(traces), 1, sharex=True, squeeze=False, figsize=size, layout="constrained")
     for axis, (title, trace) in zip(axes[:, 0], traces.items(), strict=True):
         last = axis is axes[-1, 0]
         draw_timeline(trace, axis, rows=rows, x=x, legend=last)
@@ -79,12 +79,12 @@ def timelines(traces: Mapping[str, Trace], rows: int, x: str = "steps") -> None:
     plt.show()
 
 
-def padded(step) -> None:
+def padded(step: StepRows) -> None:
     """One step's tokens twice, on one scale: padded to a rectangle, and one behind the other."""
     counts = step.count
     longest, starts = max(counts), np.cumsum([0, *counts]).tolist()
-    options = {"figsize": (11, 1.5 + 0.24 * len(counts)), "height_ratios": (len(counts), 1)}
-    _, axes = plt.subplots(2, 1, sharex=True, layout="constrained", **options)
+    size, ratios = (11, 1.5 + 0.24 * len(counts)), (len(counts), 1)
+    _, axes = plt.subplots(2, 1, sharex=True, height_ratios=ratios, figsize=size, layout="constrained")
     for row, (count, start) in enumerate(zip(counts, starts[:-1], strict=True)):
         shade = PREFILL if step.kind[row] == "prefill" else DECODE
         axes[0].barh(row, longest - count, left=count, height=0.86, color=IDLE, hatch="///", edgecolor=WAITS)
@@ -178,7 +178,8 @@ def lanes(pictures: Mapping[str, int], python: float, device: float, steps: int 
         len(pictures), 1, figsize=(10, 1.35 * len(pictures) + 0.3), sharex=True, layout="constrained"
     )
     for axis, (title, ahead) in zip(axes, pictures.items(), strict=True):
-        ready, ends = 0.0, []
+        ready = 0.0
+        ends: list[float] = []
         for step in range(steps):
             read = ends[step - 1 - ahead] if step > ahead else 0.0  # Python waits for this step's tokens
             begin = max(ready, read)

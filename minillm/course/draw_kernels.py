@@ -38,7 +38,8 @@ def tiles(rows: int, columns: int, tile: int) -> None:
     axis.plot([columns, columns], [0, rows], color="black", linewidth=2)
     axis.text(columns + 0.1, -0.08, f"the rows end here: {columns} columns", fontsize=8, va="bottom")
     axis.set(xlim=(0, across * tile), ylim=(rows, -0.5))
-    axis.set_xticks([each + 0.5 for each in range(0, across * tile, tile)], range(0, across * tile, tile))
+    starts = range(0, across * tile, tile)
+    axis.set_xticks([each + 0.5 for each in starts], [str(each) for each in starts])
     axis.set_yticks([row + 0.5 for row in range(rows)], [f"row {row}" for row in range(rows)])
     axis.spines[:].set_visible(False)
     plt.show()
@@ -96,7 +97,7 @@ def roof(bytes_per_s: float, operations_per_s: float, curves: Mapping[str, Seque
     for color, (name, points) in zip(COLORS, curves.items(), strict=False):
         axis.plot([x for _, x, _ in points], [y / 1e12 for *_, y in points], "o", color=color, markersize=5, label=name)
     rightmost = max(curves.values(), key=lambda points: points[-1][1])
-    for rows, x, y in rightmost[:2] + rightmost[-1:]:
+    for rows, x, y in [*rightmost[:2], *rightmost[-1:]]:
         text = f"{rows:,} row{'s' if rows > 1 else ''}"
         axis.annotate(text, (x, y / 1e12), (9, 0), textcoords="offset points", fontsize=8, va="center")
     axis.axvline(ridge, linestyle=":", color="gray")

@@ -1,9 +1,13 @@
 """Lesson 09's pictures: memory slot by slot, what caches waste, what windows keep, what streams forget."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
+from matplotlib.patches import Rectangle
 
 from minillm.trace.record import Trace
 from minillm.trace.replay import tables
@@ -32,7 +36,7 @@ def contiguous(pieces: Mapping[str, tuple[int, int, Sequence[str], int]], slots:
             _word(axis, first + at + 0.5, 0.5, token)
         axis.plot([first, first + reserved], [1.12, 1.12], color=color, linewidth=3, solid_capstyle="butt")
         axis.text(first, 1.25, f"{name}: {reserved} slots reserved", color=color, fontsize=9)
-    handles = [plt.Rectangle((0, 0), 1, 1, color=SHARES[kind][0], alpha=0.45) for kind in ("reserved", "internal")]
+    handles = [Rectangle((0, 0), 1, 1, color=SHARES[kind][0], alpha=0.45) for kind in ("reserved", "internal")]
     labels = [SHARES[kind][1] for kind in ("reserved", "internal")]
     axis.legend(handles, labels, fontsize=8, ncols=2, loc="lower right", bbox_to_anchor=(1, -0.3))
     _number(axis, range(0, slots, 4))
@@ -67,7 +71,7 @@ def paged(
                 _slot(axis, slot, colors[name], level * part, part, alpha=0.45, line=line)
             if filled:
                 _word(axis, slot + 0.5, 0.5, tokens[offset])
-        axis.add_patch(plt.Rectangle((block * block_size, 0), block_size, 1, fill=False, edgecolor=INK))
+        axis.add_patch(Rectangle((block * block_size, 0), block_size, 1, fill=False, edgecolor=INK))
         middle, first = (block + 0.5) * block_size, block * block_size
         held = f"held by {len(names)}" if names else "cached" if tokens else "free"
         axis.text(middle, -0.1, f"block {block}\nslots {first} to {first + block_size - 1}\n{held}", **_SMALL)
@@ -75,7 +79,9 @@ def paged(
     _frame(axis, slots, (-0.9, 3.1))
 
 
-def _tables(axis, tables: Mapping[str, list[int]], colors: Mapping[str, str], block_size: int, slots: int) -> None:
+def _tables(
+    axis: Axes, tables: Mapping[str, list[int]], colors: Mapping[str, str], block_size: int, slots: int
+) -> None:
     """Tables in a line above the memory, and an arrow from each entry to its block."""
     wide, place = 1.3, 0.0
     gap = (slots - sum(6 + wide * len(table) for table in tables.values())) / max(len(tables), 1)
@@ -84,32 +90,33 @@ def _tables(axis, tables: Mapping[str, list[int]], colors: Mapping[str, str], bl
         left = place + 3.2
         for entry, block in enumerate(table):
             box = (left + entry * wide, 2.35)
-            axis.add_patch(plt.Rectangle(box, wide * 0.92, 0.6, facecolor=colors[name], alpha=0.45, edgecolor=INK))
-            axis.text(box[0] + wide * 0.46, 2.65, block, ha="center", va="center", fontsize=9)
+            axis.add_patch(Rectangle(box, wide * 0.92, 0.6, facecolor=colors[name], alpha=0.45, edgecolor=INK))
+            axis.text(box[0] + wide * 0.46, 2.65, str(block), ha="center", va="center", fontsize=9)
             arrow = {"arrowstyle": "->", "color": colors[name]}
             axis.annotate("", ((block + 0.5) * block_size, 1.03), (box[0] + wide * 0.46, 2.33), arrowprops=arrow)
         place += 6 + wide * len(table) + gap
 
 
-_SMALL = {"ha": "center", "va": "top", "fontsize": 8, "color": INK}
+_SMALL: dict[str, Any] = {"ha": "center", "va": "top", "fontsize": 8, "color": INK}
 
 
-def _slot(axis, at, color: str, bottom: float = 0.0, height: float = 1.0, alpha: float = 1.0, line: int = 1) -> None:
-    edge = {"edgecolor": "white", "linewidth": line}
-    axis.add_patch(plt.Rectangle((at, bottom), 1, height, facecolor=color, alpha=alpha, **edge))
+def _slot(
+    axis: Axes, at: float, color: str, bottom: float = 0.0, height: float = 1.0, alpha: float = 1.0, line: int = 1
+) -> None:
+    axis.add_patch(Rectangle((at, bottom), 1, height, facecolor=color, alpha=alpha, edgecolor="white", linewidth=line))
 
 
-def _word(axis, x: float, y: float, word: str) -> None:
+def _word(axis: Axes, x: float, y: float, word: str) -> None:
     axis.text(x, y, word, ha="center", va="center", rotation=90, fontsize=9)
 
 
-def _number(axis, slots: Sequence[int]) -> None:
+def _number(axis: Axes, slots: Sequence[int]) -> None:
     for slot in slots:
-        axis.text(slot + 0.5, -0.08, slot, **_SMALL)
+        axis.text(slot + 0.5, -0.08, str(slot), **_SMALL)
     axis.text(-0.2, -0.08, "slot", ha="right", va="top", fontsize=8, color=INK)
 
 
-def _frame(axis, slots: int, height: tuple[float, float]) -> None:
+def _frame(axis: Axes, slots: int, height: tuple[float, float]) -> None:
     axis.set(xlim=(-1.2, slots + 0.2), ylim=height)
     axis.axis("off")
     plt.show()
@@ -173,7 +180,7 @@ def kept(pictures: Mapping[str, np.ndarray]) -> None:
         axis.set(xlabel="token", ylabel="tokens so far", aspect="equal")
         axis.invert_yaxis()
     there = {"held": COLORS[2], "let go": "#e8e8e8", "to come": "white"}
-    handles = [plt.Rectangle((0, 0), 1, 1, facecolor=color, edgecolor="lightgray") for color in there.values()]
+    handles = [Rectangle((0, 0), 1, 1, facecolor=color, edgecolor="lightgray") for color in there.values()]
     axes[-1].figure.legend(handles, list(there), fontsize=8, loc="outside right center")
     plt.show()
 
@@ -197,8 +204,7 @@ def over_time(trace: Trace | Iterable[dict], groups: Sequence[str] = ()) -> None
         states[[count > 1 for count in step.holders], column] = shared
     colors = [FREE, CACHED, "#333333", *(COLORS[at % len(COLORS)] for at in range(len(names)))]
     _, axis = plt.subplots(figsize=(10, 1.2 + 0.12 * len(states)), layout="constrained")
-    picture = {"cmap": plt.matplotlib.colors.ListedColormap(colors), "vmin": 0, "vmax": len(colors) - 1}
-    axis.pcolormesh(states, **picture)
+    axis.pcolormesh(states, cmap=ListedColormap(colors), vmin=0, vmax=len(colors) - 1)
     axis.hlines(range(1, len(states)), 0, len(steps), color="white", linewidth=1.2)
     if len(steps) <= 100:
         axis.vlines(range(1, len(steps)), 0, len(states), color="white", linewidth=0.5)
@@ -207,7 +213,7 @@ def over_time(trace: Trace | Iterable[dict], groups: Sequence[str] = ()) -> None
     axis.spines[:].set_visible(False)
     there = [kind for kind in range(len(colors)) if (states == kind).any()]
     labels = ["free", "cached", "shared", *names]
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colors[kind]) for kind in there]
+    handles = [Rectangle((0, 0), 1, 1, color=colors[kind]) for kind in there]
     axis.legend(handles, [labels[kind] for kind in there], fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     plt.show()
 

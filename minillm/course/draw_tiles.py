@@ -24,7 +24,9 @@ def memories(sizes: Mapping[str, float], things: Mapping[str, float]) -> None:
     plt.show()
 
 
-def running(scores: np.ndarray, tile: int, maxima: Sequence[float], totals: Sequence[float], outs: Sequence[float]):
+def running(
+    scores: np.ndarray, tile: int, maxima: Sequence[float], totals: Sequence[float], outs: Sequence[float]
+) -> None:
     """One query's scores, and what is known after each tile: largest score, sum of weights, output."""
     _, (top, bottom, last) = plt.subplots(
         3, 1, figsize=(10, 4.6), sharex=True, height_ratios=(2, 1, 1), layout="constrained"
@@ -72,14 +74,14 @@ def paged_walk(tables: Mapping[str, Sequence[int]], lengths: Sequence[int], bloc
     place = 0.0
     for block in range(first, end):
         axis.add_patch(plt.Rectangle((block - first, 0), 1, 1, facecolor=SKIPPED, edgecolor="white"))
-        axis.text(block - first + 0.5, -0.3, block, ha="center", fontsize=7, color="dimgray")
+        axis.text(block - first + 0.5, -0.3, str(block), ha="center", fontsize=7, color="dimgray")
     for color, (name, table), length in zip(ROWS, tables.items(), lengths, strict=False):
         axis.text(place, 4.3, f"{name}: {length} tokens", fontsize=9, color=color)
         for entry, block in enumerate(table):
             left = place + entry * scale
             filled = min(length - entry * block_size, block_size) / block_size
             axis.add_patch(plt.Rectangle((left, 3), scale * 0.94, 1, facecolor=color, alpha=0.25, edgecolor=color))
-            axis.text(left + scale * 0.47, 3.5, block, ha="center", va="center", fontsize=9)
+            axis.text(left + scale * 0.47, 3.5, str(block), ha="center", va="center", fontsize=9)
             axis.add_patch(plt.Rectangle((block - first, 0), filled, 1, facecolor=color, alpha=0.8))
             arrow = {"arrowstyle": "->", "color": color, "alpha": 0.7}
             axis.plot([block - first + 1] * 2, [0, 1], color="white", linewidth=2)

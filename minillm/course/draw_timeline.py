@@ -1,12 +1,16 @@
 """Pictures of a trace: who is in which row at each step, and who holds which block.  Lessons 09 and 10."""
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from minillm.errors import ConfigError
 from minillm.trace.record import Trace, TraceError
 from minillm.trace.replay import Mirror, StepRows, Tables, replay
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 IDLE, WAITS, PREFILL, DECODE = range(4)
 NOTHING = 255  # between two steps: left white
@@ -44,7 +48,7 @@ def row_states(trace: Trace | Iterable[dict]) -> tuple[np.ndarray, list[StepRows
 
 def draw_timeline(
     trace: Trace | Iterable[dict],
-    axis=None,
+    axis: "Axes | None" = None,
     *,
     x: str = "steps",
     rows: int | None = None,
@@ -62,6 +66,7 @@ def draw_timeline(
     import matplotlib.pyplot as plt
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
+    from matplotlib.ticker import AutoLocator
 
     if x not in ("steps", "time"):
         raise ConfigError(f"x must be 'steps' or 'time', not {x!r}")
@@ -81,15 +86,17 @@ def draw_timeline(
         edges.append(max(ends[column], edges[-1]))
         filled.append(states[:, column])
     own = axis is None
-    if own:
+    if axis is None:
         _, axis = plt.subplots(figsize=(10, min(1.2 + 0.22 * height, 6)), layout="constrained")
-    picture = {"cmap": ListedColormap(COLORS), "vmin": 0, "vmax": len(COLORS) - 1, "rasterized": True}
+    style: dict[str, Any] = {"cmap": ListedColormap(COLORS), "vmin": 0, "vmax": len(COLORS) - 1, "rasterized": True}
     drawn = np.ma.masked_equal(np.array(filled).T, NOTHING)
-    axis.pcolormesh(edges, np.arange(height + 1) - 0.5, drawn, **picture)
+    axis.pcolormesh(edges, np.arange(height + 1) - 0.5, drawn, **style)
     if height <= 64:
         axis.hlines(np.arange(1, height) - 0.5, edges[0], edges[-1], color="white", linewidth=0.8)
-    per_character = 0.012 * (edges[-1] - edges[0]) * 10 / axis.figure.get_figwidth()
-    per_character /= axis.get_position().width if own else axis.get_subplotspec().get_position(axis.figure).width
+    figure, cell = axis.get_figure(root=True), axis.get_subplotspec()
+    assert figure is not None and cell is not None  # `axis` comes from `subplots`
+    per_character = 0.012 * (edges[-1] - edges[0]) * 10 / figure.get_figwidth()
+    per_character /= axis.get_position().width if own else cell.get_position(figure).width
     for row, name, first, last in _stays(shown, columns):
         axis.vlines(begins[first], row - 0.5, row + 0.5, color="white", linewidth=1.5)
         short = name.rpartition("-")[-1]
@@ -98,7 +105,9 @@ def draw_timeline(
             axis.annotate(short, place, va="center", fontsize=7, color="white", fontweight="bold")
     axis.set(xlim=(edges[0], edges[-1]), ylim=(height - 0.5, -0.5), title=title, ylabel="row")
     axis.set_xlabel("step" if x == "steps" else "seconds")
-    axis.yaxis.get_major_locator().set_params(integer=True)
+    whole_numbers = AutoLocator()
+    whole_numbers.set_params(integer=True)
+    axis.yaxis.set_major_locator(whole_numbers)
     axis.spines[:].set_visible(False)
     if legend:
         there = [state for state in range(len(STATES)) if (states[:, columns.start : columns.stop] == state).any()]
@@ -144,7 +153,8 @@ def tables_at(trace: Trace | Iterable[dict], step: int) -> Tables:
 
 def _request_colors(events: list[dict]) -> dict[str, str]:
     """A color for each request, among those that no other running one has while there are such."""
-    colors, running = {}, set()
+    colors: dict[str, str] = {}
+    running: set[str] = set()
     for event in events:
         if event["event"] == "admit":
             taken = [colors[name] for name in running]
@@ -158,7 +168,7 @@ def _request_colors(events: list[dict]) -> dict[str, str]:
 def draw_block_table(
     trace: Trace | Iterable[dict],
     step: int,
-    axis=None,
+    axis: "Axes | None" = None,
     *,
     blocks: int | None = None,
     wide: int = 32,
@@ -184,10 +194,10 @@ def draw_block_table(
         blocks = min(len(table.states), max(wide, -(-used // wide) * wide))
     lines = -(-blocks // wide)
     own = axis is None
-    if own:
+    if axis is None:
         _, axis = plt.subplots(figsize=(10, 0.9 + 0.3 * lines + 0.3 * legend), layout="constrained")
     for block in range(blocks):
-        style = {"facecolor": "white", "edgecolor": "#d0d0d0", "linewidth": 0.8}
+        style: dict[str, Any] = {"facecolor": "white", "edgecolor": "#d0d0d0", "linewidth": 0.8}
         if table.holders[block] > 1:
             style = {"facecolor": SHARED, "edgecolor": "white"}
         elif block in holders:
@@ -199,8 +209,8 @@ def draw_block_table(
         left, top = block % wide, block // wide
         axis.add_patch(Rectangle((left + 0.05, top + 0.05), 0.9, 0.9, **style))
         if table.holders[block] > 1:
-            text = {"ha": "center", "va": "center", "fontsize": 7, "fontweight": "bold", "color": "white"}
-            axis.text(left + 0.5, top + 0.53, table.holders[block], **text)
+            text: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 7, "fontweight": "bold"}
+            axis.text(left + 0.5, top + 0.53, str(table.holders[block]), color="white", **text)
     states = [table.states.count(state) for state in ("used", "cached", "free")]
     shared = sum(count > 1 for count in table.holders)
     counted = f"step {step}: {states[0]:,} used ({shared:,} shared), {states[1]:,} cached, {states[2]:,} free"
@@ -215,7 +225,7 @@ def draw_block_table(
         handles = [Patch(color=colors[name], label=name) for name in list(here)[:8]]
         if len(here) > 8:
             handles[7:] = [Patch(color="white", label=f"and {len(here) - 7} more")]
-        options = {"loc": "upper left", "bbox_to_anchor": (0, -0.02), "ncols": 8, "fontsize": 7, "frameon": False}
-        axis.legend(handles=handles, handlelength=1, columnspacing=1.2, **options)
+        place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0, -0.02), "frameon": False}
+        axis.legend(handles=handles, handlelength=1, columnspacing=1.2, ncols=8, fontsize=7, **place)
     if own:
         plt.show()

@@ -19,7 +19,7 @@ def draw_tokens(
     """
     import matplotlib.pyplot as plt
 
-    palette = plt.get_cmap("Pastel1").colors[1:]
+    palette = plt.colormaps["Pastel1"](range(1, 9))
     boxes, labels, x, y = [], [], 0.0, 0.0
     line = 1.4 if below is None else 2.4
     for label, tokens in rows.items():

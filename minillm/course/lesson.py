@@ -1,13 +1,13 @@
-"""A lesson's source, solved, and the two notebooks that come of it: the learner's and the instructor's.
+"""Convert a lesson's source, with solutions, into two notebooks: the learner's and the instructor's.
 
-In a source, a jupytext percent script, these lines mean something:
+A source is a jupytext percent script. These lines have a meaning:
 
-    # SOLUTION: the task in a line     up to `# END`: what a learner writes; theirs raises NotSolvedYet there.
+    # SOLUTION: the task in a line     up to `# END`: what the learner writes; a stub that raises NotSolvedYet for them
     #   (a second line of the task)
-    guess = 2.0  # PREDICT: what of    a prediction; theirs is None
-    # ENGINE: module:name              alone in its cell: the source of that object, put in from the module
+    guess = 2.0  # PREDICT: what of    a prediction; None for the learner
+    # ENGINE: module:name              alone in its cell: replaced by the source of that object in its module
 
-The first two stand in cells tagged `exercise`.
+The first two belong in cells tagged `exercise`.
 """
 
 import ast
@@ -22,6 +22,7 @@ from nbformat import NotebookNode, v4
 from minillm.errors import MinillmError
 
 PACKAGE = Path(__file__).resolve().parents[1]
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 LEARNER, SOLUTION = "learner", "solution"
 BANNER = "*The instructor's version: every exercise is solved.*"
 
@@ -32,11 +33,11 @@ _MARK = re.compile(r"# (SOLUTION|END|PREDICT|ENGINE)\b")
 
 
 class LessonError(MinillmError, ValueError):
-    """A lesson's source that cannot be built; the message names the cell and what is wrong."""
+    """A lesson's source cannot be built; the message names the cell and the problem."""
 
 
 def convert(source: Path, kind: str = SOLUTION) -> NotebookNode:
-    """A source as a notebook without outputs. Ids count the cells, so that a rebuild changes nothing else."""
+    """A source as a notebook without outputs. Cell ids are numbers in order, so that a rebuild keeps them."""
     notebook = v4.new_notebook(cells=jupytext.read(source).cells)
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -65,24 +66,24 @@ def _convert_cell(cell: NotebookNode, kind: str) -> NotebookNode:
             cell.source = exercise(cell.source, kind)
         if left := _MARK.search(cell.source):
             way_out = "tag the cell `exercise`, end each SOLUTION with END, keep ENGINE lines in a cell of their own"
-            raise LessonError(f"{left[0]!r} means nothing here: {way_out}")
+            raise LessonError(f"{left[0]!r} has no meaning here: {way_out}")
     cell.metadata = metadata
     return cell
 
 
 def exercise(source: str, kind: str) -> str:
-    """An exercise cell's code, with its solutions or with stubs in their place. Raises LessonError."""
+    """An exercise cell's code, with its solutions or with stubs instead. Raises LessonError."""
     if not (_REGION.search(source) or _PREDICTION.search(source)):
         raise LessonError("tagged `exercise`, but nothing in it is marked SOLUTION or PREDICT")
 
-    def region(found: re.Match) -> str:
+    def region(found: re.Match[str]) -> str:
         indent, task, solution = found.groups()
         if kind == SOLUTION:
             return f"{indent}# {task}{solution}".rstrip()
         name = _enclosing(source[: found.start()], len(indent))
         return f'{indent}# Your turn: {task}{indent}raise NotSolvedYet("{name}")'
 
-    def prediction(found: re.Match) -> str:
+    def prediction(found: re.Match[str]) -> str:
         target, value, what = found.groups()
         mine = value if kind == SOLUTION else "None"
         return f"{target}{mine}  # your prediction: {what}"
@@ -91,20 +92,20 @@ def exercise(source: str, kind: str) -> str:
 
 
 def _enclosing(above: str, indent: int) -> str:
-    """The name of the function or method in which a line with this indentation stands: `name` or `Class.name`."""
-    names = []
+    """The name of the function or method that encloses a line with this indentation: `name` or `Class.name`."""
+    names: list[str] = []
     for line in reversed(above.splitlines()):
         found = re.match(r"^( *)(?:async )?(?:def|class) (\w+)", line)
         if found and len(found[1]) < indent:
             indent = len(found[1])
             names.insert(0, found[2])
     if not names:
-        raise LessonError("a SOLUTION stands in no function: only a function can be left to the learner")
+        raise LessonError("a SOLUTION is outside any function: only functions can be exercises")
     return ".".join(names)
 
 
 def engine_source(module: str, name: str) -> str:
-    """The source of `name` ("function" or "Class.method") as it stands in a module of minillm, decorators included."""
+    """The source of `name` ("function" or "Class.method") in a module of minillm, decorators included."""
     node, text = _find(module, name)
     first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
     lines = text.splitlines()[first - 1 : node.end_lineno]
@@ -112,41 +113,44 @@ def engine_source(module: str, name: str) -> str:
 
 
 def engine_tree(module: str, name: str) -> str:
-    """The syntax tree of the same, for comparing."""
+    """The syntax tree of the same object, for comparison."""
     return syntax_tree(_find(module, name)[0])
 
 
 def syntax_tree(node: ast.AST) -> str:
-    """A tree as text, with docstrings' indentation taken out."""
+    """A tree as text, without the indentation of docstrings."""
     for each in ast.walk(node):
-        if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and ast.get_docstring(each):
-            each.body[0].value.value = ast.get_docstring(each)
+        if isinstance(each, Definition) and (text := ast.get_docstring(each)) is not None:
+            each.body[0] = ast.Expr(ast.Constant(text))
     return ast.dump(node)
 
 
-def _find(module: str, name: str) -> tuple[ast.AST, str]:
+def _find(module: str, name: str) -> tuple[Definition, str]:
     if not module.startswith("minillm."):
-        raise LessonError(f"{module} is no module of minillm")
+        raise LessonError(f"{module} is not a module of minillm")
     try:
-        text = Path(importlib.util.find_spec(module).origin).read_text(encoding="utf-8")
-    except (ImportError, AttributeError):
-        raise LessonError(f"there is no module {module}") from None
-    node = ast.parse(text)
+        spec = importlib.util.find_spec(module)
+    except ImportError:
+        spec = None
+    if spec is None or spec.origin is None:
+        raise LessonError(f"there is no module {module}")
+    text = Path(spec.origin).read_text(encoding="utf-8")
+    body, found = ast.parse(text).body, None
     for part in name.split("."):
-        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-        node = next((each for each in node.body if isinstance(each, kinds) and each.name == part), None)
-        if node is None:
-            raise LessonError(f"{module} has no function or class {name}")
-    return node, text
+        found = next((each for each in body if isinstance(each, Definition) and each.name == part), None)
+        body = [] if found is None else found.body
+    if found is None:
+        raise LessonError(f"{module} has no function or class {name}")
+    return found, text
 
 
 def _engine_objects(source: str) -> list[tuple[str, str, str]]:
-    """(module, name, code) for each line of a cell that consists of ENGINE lines."""
+    """(module, name, code) for each line of a cell that consists of ENGINE lines; else nothing."""
     lines = [line for line in source.splitlines() if line.strip()]
-    found = [_ENGINE.match(line) for line in lines]
-    if not lines or not all(found):
+    found = [match for line in lines if (match := _ENGINE.match(line))]
+    if len(found) < len(lines):
         return []
-    return [(*each.groups(), engine_source(*each.groups())) for each in found]
+    return [(match[1], match[2], engine_source(match[1], match[2])) for match in found]
 
 
 def _shown_path(module: str) -> str:

@@ -12,12 +12,13 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncLLM", "Engine", "LLM", "OutputText"]
 
-__getattr__, __dir__ = exports(
-    __name__,
-    {
-        "AsyncLLM": "async_llm",
-        "Engine": "engine",
-        "LLM": "llm",
-        "OutputText": "output_text",
-    },
-)
+if not TYPE_CHECKING:  # a checker would take a module with `__getattr__` to have every name
+    __getattr__, __dir__ = exports(
+        __name__,
+        {
+            "AsyncLLM": "async_llm",
+            "Engine": "engine",
+            "LLM": "llm",
+            "OutputText": "output_text",
+        },
+    )

@@ -11,10 +11,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
-from minillm.errors import EngineClosed
-from minillm.request import Completion, Delta, RequestOptions, SamplingParams
+from minillm.config import EngineOptions
+from minillm.errors import ConfigError, EngineClosed
+from minillm.request import Completion, Delta, Prompt, RequestOptions, SamplingParams
+from minillm.tokenizer import Tokenizer
 
 from .engine import Engine, Tracked
 from .llm import LLM
@@ -49,11 +51,13 @@ class AsyncLLM:
     def __init__(
         self,
         model: str | Path | None = None,
-        tokenizer=None,
+        tokenizer: str | Path | Tokenizer | None = None,
         *,
         engine: LLM | Engine | None = None,
-        **options,
+        **options: Unpack[EngineOptions],
     ):
+        if engine is not None and (options or model is not None or tokenizer is not None):
+            raise ConfigError("engine= is loaded already: its model, tokenizer and options cannot be set here")
         if isinstance(engine, LLM):
             engine = engine.engine
         self._owns_engine = engine is None
@@ -83,7 +87,7 @@ class AsyncLLM:
 
     async def stream(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams | None = None,
         request_id: str | None = None,
         options: RequestOptions | None = None,
@@ -107,23 +111,25 @@ class AsyncLLM:
                 yield delta
         finally:
             if not finished:
-                self.abort(prepared.request_id)
+                self.abort(prepared)
 
     async def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams | None = None,
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> Completion:
         """The whole completion."""
+        completion: Completion | None = None
         async for delta in self.stream(prompt, params, request_id, options):
             completion = delta.completion
+        assert completion is not None, "the last delta of a stream has the completion"
         return completion
 
     def prepare(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams | None,
         mailbox: Mailbox,
         key: Any,
@@ -143,8 +149,16 @@ class AsyncLLM:
                 self._listening.pop(delta.completion.request_id, None)
             self._post(mailbox, key, delta)
 
-        more = {"request_id": request_id, "listener": listener, "wants_text": wants_text, "checked": checked}
-        return Prepared(self.engine.prepare(prompt, params, options, **more), mailbox, key)
+        tracked = self.engine.prepare(
+            prompt,
+            params,
+            options,
+            request_id=request_id,
+            listener=listener,
+            wants_text=wants_text,
+            checked=checked,
+        )
+        return Prepared(tracked, mailbox, key)
 
     def check_params(self, params: SamplingParams) -> None:
         """Check what depends on the model, once for all requests that share it. Raises InvalidRequest."""
@@ -154,13 +168,18 @@ class AsyncLLM:
         """Queue prepared requests; from any thread. What cannot be queued is told to its mailbox."""
         self._tell(lambda: self._submit(requests))
 
-    def abort(self, request_id: str) -> None:
-        """End a request; its stream ends with finish_reason "abort". From any thread."""
-        self._end(lambda: self.engine.abort(request_id))
+    def abort(self, request: str | Prepared) -> None:
+        """End a request, given by its id or as prepared; its stream ends with finish_reason "abort". From any thread.
 
-    def stop(self, request_id: str, string: str) -> None:
+        A prepared request that was refused because its id is in use leaves the other request with that id alone.
+        """
+        one = request if isinstance(request, str) else request.tracked
+        self._end(lambda: self.engine.abort(one))
+
+    def stop(self, request: str | Prepared, string: str) -> None:
         """End a request in whose text the caller found a stop string. From any thread."""
-        self._end(lambda: self.engine.stop(request_id, string))
+        one = request if isinstance(request, str) else request.tracked
+        self._end(lambda: self.engine.stop(one, string))
 
     def stats(self) -> dict[str, int]:
         return self.engine.stats()
@@ -211,8 +230,9 @@ class AsyncLLM:
             self._work()
         except BaseException as error:  # a mistake of the engine's: nobody must wait for what will not come
             self._closing = True
+            failure = error if isinstance(error, Exception) else EngineClosed(f"the engine's thread ended: {error!r}")
             for each in list(self._listening.values()):
-                self._post(each.mailbox, each.key, error)
+                self._post(each.mailbox, each.key, failure)
             self._deliver()
             raise
 

@@ -5,23 +5,26 @@ runner (one ragged forward a step) -> sampler, on the device -> token ids, read 
 """
 
 import itertools
+import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar, Unpack
 
 import numpy as np
 import torch
 
-from minillm.config import EngineConfig
-from minillm.errors import ConfigError, InvalidRequest
+from minillm.config import DeviceConfig, EngineConfig, EngineOptions
+from minillm.errors import ConfigError, EngineClosed, InvalidRequest
 from minillm.kv_cache.block_pool import BlockPool
 from minillm.model.config import ModelConfig
 from minillm.model.loader import check_tokenizer, load_model, read_config, resolve
-from minillm.request import Completion, Delta, Request, RequestOptions, SamplingParams
+from minillm.request import Completion, Delta, Prompt, Request, RequestOptions, SamplingParams
 from minillm.runner.executor import Executor, LocalExecutor
 from minillm.runner.launched import Launched, Results
 from minillm.runner.plan import Plan
@@ -31,6 +34,7 @@ from minillm.scheduler.policies import POLICIES
 from minillm.scheduler.scheduler import Scheduler
 from minillm.tokenizer import Tokenizer
 from minillm.trace.record import Trace
+from minillm.values import shown
 
 from .output_text import OutputText
 
@@ -54,33 +58,58 @@ class Tracked:
         return self.listener is not None or self.output is not None or self.completion.logprobs is not None
 
 
+_engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()
+
+
+def _mark_forked() -> None:
+    for engine in _engines:
+        engine.forked = engine.closed = True
+        engine.lock = threading.RLock()  # another thread of the parent may have held it
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_mark_forked)
+
+
+Kind = TypeVar("Kind", SamplingParams, RequestOptions)
+
+
+def _of_kind(given: Kind | None, kind: type[Kind], name: str) -> Kind:
+    """What was given, or the defaults. Raises InvalidRequest for an object of another kind."""
+    if given is None:
+        return kind()
+    if not isinstance(given, kind):
+        raise InvalidRequest(f"{name} must be {kind.__name__}(...), not {shown(given)}")
+    return given
+
+
 class Engine:
     """Submit requests, step, read completions. Threads may share it: each call takes the engine's lock."""
 
-    def __init__(self, model: str | Path | None = None, tokenizer=None, **options):
-        try:
-            self.config = EngineConfig(**options)
-        except TypeError as error:
-            known = ", ".join(EngineConfig.__dataclass_fields__)
-            raise ConfigError(f"{error}; the engine's options are: {known}") from None
-        trace = self.config.trace
-        self.trace = trace if trace is None or isinstance(trace, Trace) else Trace(trace)
-        device = self.config.device
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        tokenizer: str | Path | Tokenizer | None = None,
+        **options: Unpack[EngineOptions],
+    ):
+        config = EngineConfig.of(**options)
+        self.trace = Trace.of(config.trace)
+        device = config.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         elif device.startswith("cuda") and not torch.cuda.is_available():
             raise ConfigError("device='cuda', but torch finds no GPU here; use device='cpu', or see `minillm doctor`")
         place = resolve(model)
-        self.plan = None if self.config.plan is None else Plan.read(self.config.plan)
+        self.plan = None if config.plan is None else Plan.read(config.plan)
         if self.plan is not None:
-            self.config = self.plan.configure(self.config, read_config(place), device)
-        self.config = self.config.on(device)
+            config = self.plan.configure(config, read_config(place), device)
+        self.config: DeviceConfig = config.on(device)
         self.name = place.name if isinstance(place, Path) else place
         if tokenizer is None and isinstance(place, Path) and (place / "tokenizer.json").exists():
             tokenizer = place
         # Where another process may read the same tokenizer; None for an object of the user's own.
         self.tokenizer_directory = Path(tokenizer) if isinstance(tokenizer, (str, Path)) else None
-        self.tokenizer = Tokenizer.from_pretrained(tokenizer) if self.tokenizer_directory else tokenizer
+        self.tokenizer = Tokenizer.from_pretrained(tokenizer) if isinstance(tokenizer, (str, Path)) else tokenizer
         self.model = load_model(
             model,
             dtype=self.config.dtype,
@@ -101,9 +130,11 @@ class Engine:
         self._counter = itertools.count(1)
         self._finished: list[Completion] = []
         self.closed = False
-        self.scheduler: Scheduler | None = None
-        self._adopted: tuple[Callable, ...] | None = None  # what made the scheduler's policy and block pool
-        self._adopt()
+        self.forked = False  # True in a child process, where none of the engine's threads runs
+        _engines.add(self)
+        # What made the scheduler's policy and block pool; None: they are made again for the next request.
+        self._adopted: tuple[Callable, ...] | None = replaceable.PARTS.functions
+        self.scheduler = self._make_scheduler(None, *self._adopted)
 
     def _adopt(self) -> None:
         """Have a scheduler with the policy and the block pool that `using` says.  While no request is tracked."""
@@ -111,10 +142,10 @@ class Engine:
         if wanted != self._adopted:
             while self.in_flight:  # launched ahead of the last request's end
                 self._read(self.in_flight.popleft())
-            self.scheduler = self._make_scheduler(*wanted)
+            self.scheduler = self._make_scheduler(self.scheduler, *wanted)
             self._adopted = wanted
 
-    def _make_scheduler(self, make_policy: Callable, make_pool: Callable) -> Scheduler:
+    def _make_scheduler(self, before: Scheduler | None, make_policy: Callable, make_pool: Callable) -> Scheduler:
         scheduler = Scheduler(
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
@@ -127,8 +158,8 @@ class Engine:
             policy=make_policy(POLICIES[self.config.policy]),
             pool=make_pool(BlockPool, self.executor.facts.num_blocks),
         )
-        if self.scheduler is not None:
-            scheduler.count_on_from(self.scheduler)
+        if before is not None:
+            scheduler.count_on_from(before)
         if self.trace is not None:
             self.trace.watch(scheduler)
         return scheduler
@@ -159,7 +190,7 @@ class Engine:
 
     def prepare(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams | None = None,
         options: RequestOptions | None = None,
         *,
@@ -173,7 +204,8 @@ class Engine:
         prompt: text, or token ids. listener: called in the engine's thread with each new `Delta`. wants_text=False
         leaves all text empty, unless stop strings have it made anyway. checked: `check_params` has passed the params.
         """
-        params = params or SamplingParams()
+        self._check_usable()
+        params = _of_kind(params, SamplingParams, "params")
         ids = self._token_ids(prompt)
         if not checked:
             self.check_params(params)
@@ -185,7 +217,7 @@ class Engine:
             limit=min(len(ids) + params.max_tokens, self.scheduler.longest),
             stop_ids=tuple(params.stop_token_ids) + (() if params.ignore_eos else self.model_config.eos_token_ids),
             seed=params.seed if params.seed is not None else derived_seed(self.config.seed, count),
-            options=options or params.options or RequestOptions(),
+            options=_of_kind(params.options if options is None else options, RequestOptions, "options"),
         )
         self.scheduler.validate(request)
         completion = Completion(request.request_id, ids.tolist(), arrival_time=time.perf_counter())
@@ -207,7 +239,8 @@ class Engine:
             raise InvalidRequest("stop strings need a tokenizer, and this model has none; use stop_token_ids")
 
     def submit(self, tracked: Tracked) -> None:
-        """Queue a prepared request."""
+        """Queue a prepared request. Raises InvalidRequest if another one with its id runs, EngineClosed."""
+        self._check_usable()
         request_id = tracked.request.request_id
         with self.lock:
             if request_id in self.tracked:
@@ -217,17 +250,22 @@ class Engine:
             self.scheduler.submit(tracked.request)
             self.tracked[request_id] = tracked
 
-    def abort(self, request_id: str) -> None:
-        """End a request now; its blocks are free at the next step. An unknown or finished id is no error."""
-        self._end(request_id, "abort")
+    def abort(self, request: str | Tracked) -> None:
+        """End a request now; its blocks are free at the next step. An unknown or finished request is no error.
 
-    def stop(self, request_id: str, string: str) -> None:
-        """End a request like `abort`, but as its stop string does: for whoever makes its text, and found one there."""
-        self._end(request_id, "stop", string)
+        request: an id, or what `prepare` returned. The latter never ends another request that has the same id.
+        """
+        self._end(request, "abort")
 
-    def _end(self, request_id: str, reason: str, stop_reason: str | None = None) -> None:
+    def stop(self, request: str | Tracked, string: str) -> None:
+        """End a request like `abort`, but with `string` as its stop string, which the caller found in its text."""
+        self._end(request, "stop", string)
+
+    def _end(self, request: str | Tracked, reason: str, stop_reason: str | None = None) -> None:
+        request_id = request if isinstance(request, str) else request.request.request_id
         with self.lock:
-            if (tracked := self.tracked.get(request_id)) is not None:
+            tracked = self.tracked.get(request_id)
+            if tracked is not None and (isinstance(request, str) or tracked is request):
                 with self._or_reset():
                     self.scheduler.finish(tracked.request, reason, stop_reason)
                 self._finish(tracked)
@@ -317,8 +355,9 @@ class Engine:
                 completion.first_token_time = completion.first_token_time or now
         for row, (position, found) in results.prompt_logprobs.items():
             if (request := requests[row]) is not None:
-                completion = self.tracked[request.request_id].completion
-                completion.prompt_logprobs[position : position + len(found)] = found
+                scores = self.tracked[request.request_id].completion.prompt_logprobs
+                assert scores is not None, "a runner scores no prompt unasked"
+                scores[position : position + len(found)] = found
         watched = []
         if self._watched:
             watched = [
@@ -381,7 +420,17 @@ class Engine:
 
     # ---- inputs
 
-    def _token_ids(self, prompt: str | Sequence[int]) -> np.ndarray:
+    def _check_usable(self) -> None:
+        """Raise EngineClosed after `close`, and in a child process that was forked from the engine's."""
+        if self.forked:
+            raise EngineClosed(
+                "this engine was made before the process was forked, and its threads are not in the child: make a new "
+                'one here, or start processes with multiprocessing.get_context("spawn")'
+            )
+        if self.closed:
+            raise EngineClosed("this engine is closed; make a new one")
+
+    def _token_ids(self, prompt: Prompt) -> np.ndarray:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidRequest("this model has no tokenizer files: give the prompt as a list of token ids")
@@ -391,8 +440,11 @@ class Engine:
             ids = np.array(prompt)
         except (TypeError, ValueError, OverflowError):
             ids = np.array(0.5)
-        if ids.ndim != 1 or (ids.dtype.kind not in "iu" and len(ids)):
-            raise InvalidRequest("a prompt must be a string or a list of token ids (whole numbers)")
+        buffer = isinstance(prompt, (bytes, bytearray, memoryview))  # numpy would read its bytes as token ids
+        if buffer or ids.ndim != 1 or (ids.dtype.kind not in "iu" and len(ids)):
+            raise InvalidRequest(
+                f"a prompt must be a string or a list of token ids (whole numbers), not {shown(prompt)}"
+            )
         if len(ids) == 0:
             raise InvalidRequest("the prompt is empty: give at least one token (a beginning-of-text token will do)")
         if ids.min() < 0 or ids.max() >= vocab:
@@ -406,7 +458,7 @@ class Engine:
             return
         self.closed = True
         for tracked in list(self.tracked.values()):
-            self.abort(tracked.request.request_id)
+            self.abort(tracked)
         self.in_flight.clear()
         self.executor.close()
         if self.trace is not None:

@@ -1,15 +1,23 @@
 """`LLM`: generate and chat offline.  Lesson 00."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar, Unpack
 
 import numpy as np
 
+from minillm.config import EngineOptions
 from minillm.errors import EngineClosed, InvalidRequest
-from minillm.request import Completion, RequestOptions, SamplingParams
+from minillm.request import Completion, Prompt, RequestOptions, SamplingParams
+from minillm.tokenizer import Tokenizer
+from minillm.values import as_tuple, shown
 
 from .engine import Engine
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+MESSAGE = '{"role": ..., "content": ...}'
 
 
 class LLM:
@@ -19,15 +27,21 @@ class LLM:
     directory, or an object with `encode` and `decode`; default: the model's own. Options: see `EngineConfig`.
     """
 
-    def __init__(self, model: str | Path | None = None, tokenizer=None, **options):
-        self.engine: Engine | None = Engine(model, tokenizer, **options)
-        self.tokenizer = self.engine.tokenizer
-        self.model_config = self.engine.model_config
-        self.config = self.engine.config
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        tokenizer: str | Path | Tokenizer | None = None,
+        **options: Unpack[EngineOptions],
+    ):
+        engine = Engine(model, tokenizer, **options)
+        self._engine: Engine | None = engine
+        self.tokenizer = engine.tokenizer
+        self.model_config = engine.model_config
+        self.config = engine.config
 
     def generate(
         self,
-        prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         options: RequestOptions | Sequence[RequestOptions] | None = None,
         *,
@@ -38,16 +52,16 @@ class LLM:
 
         Raises InvalidRequest, before anything runs, if any prompt cannot be served.
         """
-        engine = self._open_engine()
-        prompts = as_prompts(prompts)
-        each_params = _one_each(params, SamplingParams, len(prompts))
-        each_options = _one_each(options, RequestOptions, len(prompts))
+        engine, each_prompt = self.engine, as_prompts(prompts)
+        count = len(each_prompt)
+        each_params = _one_each(params, SamplingParams, count)
+        each_options = _one_each(options, RequestOptions, count)
         batch = []
-        for i, (prompt, wanted, option) in enumerate(zip(prompts, each_params, each_options, strict=True)):
+        for i, (prompt, wanted, option) in enumerate(zip(each_prompt, each_params, each_options, strict=True)):
             try:
                 batch.append(engine.prepare(prompt, wanted, option))
             except InvalidRequest as error:
-                raise InvalidRequest(f"prompt {i}: {error}" if len(prompts) > 1 else str(error)) from None
+                raise InvalidRequest(f"prompt {i}: {error}" if count > 1 else str(error)) from None
         bar = _progress_bar(len(batch)) if progress else None
         try:
             for tracked in batch:
@@ -59,7 +73,7 @@ class LLM:
                         bar.update(len(finished))
         finally:
             for tracked in batch:
-                engine.abort(tracked.request.request_id)
+                engine.abort(tracked)
             while engine.in_flight and not engine.tracked:  # steps launched ahead of the last end
                 engine.step()
             if bar is not None:
@@ -68,39 +82,46 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[dict] | Sequence[Sequence[dict]],
+        messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         options: RequestOptions | Sequence[RequestOptions] | None = None,
         *,
         progress: bool = False,
     ) -> list[Completion]:
         """Answer conversations: one list of {"role", "content"} messages, or several."""
-        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        conversations = as_tuple(messages)
+        if not conversations:
+            raise InvalidRequest(f"messages must be a list of {MESSAGE}, not {shown(messages)}")
+        if isinstance(conversations[0], Mapping):
+            conversations = (conversations,)
         prompts = [chat_prompt(self.tokenizer, conversation) for conversation in conversations]
         return self.generate(prompts, params, options, progress=progress)
 
     def stats(self) -> dict[str, int]:
-        return self._open_engine().stats()
+        """Counts of requests, cache blocks and steps so far: see `Engine.stats`."""
+        return self.engine.stats()
 
     def warm_up(self) -> None:
         """Compile kernels and capture CUDA graphs now, not while the first requests wait. On a CPU nothing is to do."""
-        self._open_engine().warm_up()
+        self.engine.warm_up()
 
     def close(self) -> None:
         """Free everything; the object cannot be used afterwards."""
-        if self.engine is not None:
-            self.engine.close()
-            self.engine = None
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
 
-    def _open_engine(self) -> Engine:
-        if self.engine is None:
+    @property
+    def engine(self) -> Engine:
+        """The engine that runs the requests. Raises EngineClosed after `close`."""
+        if self._engine is None:
             raise EngineClosed("this LLM is closed; make a new one")
-        return self.engine
+        return self._engine
 
     def __enter__(self) -> "LLM":
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 
@@ -111,27 +132,44 @@ def _one_each(given: Asked | Sequence[Asked] | None, kind: type[Asked], count: i
     """One for each of `count` prompts. Raises InvalidRequest."""
     if given is None or isinstance(given, kind):
         return [given] * count
-    if len(given) != count:
-        raise InvalidRequest(f"{count} prompts, but {len(given)} {kind.__name__}: give one, or one each")
-    return given
+    each = as_tuple(given)
+    if each is None:
+        raise InvalidRequest(f"{kind.__name__}(...) or a list of them was expected, not {shown(given)}")
+    if len(each) != count:
+        raise InvalidRequest(f"{count} prompts, but {len(each)} {kind.__name__}: give one, or one each")
+    return each
 
 
-def as_prompts(prompts) -> list:
-    """One prompt or several -> a list of prompts."""
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several -> a list of prompts. Raises InvalidRequest for what is neither text nor a list."""
     if isinstance(prompts, str):
         return [prompts]
-    prompts = list(prompts)
-    return [prompts] if prompts and isinstance(prompts[0], (int, np.integer)) else prompts
+    several = None if prompts is None else as_tuple(prompts)
+    if several is None:
+        way = "; give its text or token ids themselves" if isinstance(prompts, Mapping) else ""
+        raise InvalidRequest(
+            f"prompts must be a string, a list of token ids, or a list of those, not {shown(prompts)}{way}"
+        )
+    return [several] if several and isinstance(several[0], (int, np.integer)) else list(several)
 
 
-def chat_prompt(tokenizer, messages: Sequence[dict]) -> list[int]:
+def chat_prompt(tokenizer: Tokenizer | None, messages: Sequence[Mapping[str, str]]) -> list[int]:
     """A conversation's token ids, ending where the model's turn begins. Raises InvalidRequest."""
     if tokenizer is None:
         raise InvalidRequest("chat needs a tokenizer with a chat template, and this model has no tokenizer files")
-    return tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
+    conversation = as_tuple(messages)
+    if not conversation:
+        raise InvalidRequest(f"a conversation must be a list of {MESSAGE}, not {shown(messages)}")
+    for i, message in enumerate(conversation):
+        if not isinstance(message, Mapping):
+            raise InvalidRequest(f"messages[{i}] must be {MESSAGE}, not {shown(message)}")
+        for name in ("role", "content"):
+            if not isinstance(message.get(name), str):
+                raise InvalidRequest(f"messages[{i}] must have {name!r} as a string, not {shown(message.get(name))}")
+    return tokenizer.encode(tokenizer.apply_chat_template(list(conversation)), add_special_tokens=False)
 
 
-def _progress_bar(total: int):
+def _progress_bar(total: int) -> "tqdm":
     from tqdm.auto import tqdm
 
     return tqdm(total=total, unit="request", desc="generating")

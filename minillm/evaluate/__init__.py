@@ -1,9 +1,9 @@
 """How good a model is: perplexity and multiple-choice accuracy, measured through the engine.  Lesson 05.
 
-accuracy(llm)       share of questions whose right letter is likeliest, after MMLU's few-shot prompt
-perplexity(llm)     of a text, by a sliding window
-quality(llm)        all of it, as `minillm eval` reports it
-streaming()         perplexity beyond the context, with sinks and without
+accuracy(llm)       share of questions whose right letter is the most likely, after MMLU's few-shot prompt
+perplexity(llm)     of a text, with a sliding window
+quality(llm)        both, on the embedded data sets, as `minillm eval` reports them
+streaming()         perplexity beyond the context, with attention sinks and without
 load_questions()    the embedded question sets, or `cais/mmlu`
 load_text()         the embedded held-out text
 load_trace()        the embedded traffic trace

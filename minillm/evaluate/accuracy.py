@@ -3,88 +3,100 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from minillm.errors import ConfigError
 from minillm.request import MAX_LOGPROBS, SamplingParams
+from minillm.tokenizer import Tokenizer
 
-from .prompts import LETTERS, few_shot_prompt
+from .perplexity import prompt_logprob
+from .prompts import LETTERS, few_shot_prompt, tokenizer_of
 from .sources import load_questions
 
+if TYPE_CHECKING:
+    from minillm.engine.llm import LLM
 
-def letter_tokens(tokenizer) -> list[int]:
-    """The token that each letter is after "Answer:". ValueError if one is several tokens."""
+
+def letter_tokens(tokenizer: Tokenizer) -> list[int]:
+    """The id of each letter's token after "Answer:". Raises ConfigError if a letter is not one token there."""
     stem = tokenizer.encode("Answer:", add_special_tokens=False)
     found = []
     for letter in LETTERS:
         ids = tokenizer.encode(f"Answer: {letter}", add_special_tokens=False)
         if ids[: len(stem)] != stem or len(ids) != len(stem) + 1:
-            raise ConfigError(f"this tokenizer does not write ' {letter}' after 'Answer:' as one token")
+            raise ConfigError(f"this tokenizer does not encode ' {letter}' after 'Answer:' as one token")
         found.append(ids[-1])
     return found
 
 
-def letter_logprobs(llm, prompts: Sequence[str], progress: bool = False) -> list[list[float]]:
-    """Log-probability of each letter as the prompt's next token, [prompts][letters].
+def letter_logprobs(llm: "LLM", prompts: Sequence[str], progress: bool = False) -> list[list[float]]:
+    """The log-probability of each letter as the prompt's next token: [prompts][letters].
 
-    llm: anything with `tokenizer` and `generate(prompts, SamplingParams)`. One forward a prompt where all letters are
-    among the likeliest tokens; a letter that is not is scored as the end of a longer prompt.
+    llm: an `LLM`, or any object with its `tokenizer` and `generate`. A prompt takes one forward pass if all letters
+    are among its MAX_LOGPROBS most likely next tokens. Each letter that is not takes one more, as the last token of a
+    longer prompt. Raises ConfigError if a letter is not one token.
     """
-    letters = letter_tokens(llm.tokenizer)
-    ids = [llm.tokenizer.encode(prompt) for prompt in prompts]
+    tokenizer = tokenizer_of(llm)
+    letters = letter_tokens(tokenizer)
+    ids = [tokenizer.encode(prompt) for prompt in prompts]
     first = llm.generate(ids, SamplingParams(max_tokens=1, temperature=0.0, logprobs=MAX_LOGPROBS), progress=progress)
-    scores = [[done.logprobs[0].get(letter, -math.inf) for letter in letters] for done in first]
+    likely = [done.logprobs[0] if done.logprobs else {} for done in first]
+    scores = [[found.get(letter, -math.inf) for letter in letters] for found in likely]
     rare = [(i, k) for i, row in enumerate(scores) for k, score in enumerate(row) if score == -math.inf]
     longer = [[*ids[i], letters[k]] for i, k in rare]
     scored = llm.generate(longer, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)) if longer else []
     for (i, k), done in zip(rare, scored, strict=True):
-        scores[i][k] = done.prompt_logprobs[-1][letters[k]]
+        scores[i][k] = prompt_logprob(done, -1, letters[k])
     return scores
 
 
 def accuracy(
-    llm,
-    questions: Iterable[Mapping] | None = None,
-    examples: Iterable[Mapping] | None = None,
+    llm: "LLM",
+    questions: Iterable[Mapping[str, Any]] | None = None,
+    examples: Iterable[Mapping[str, Any]] | None = None,
     *,
     shots: int = 5,
     limit: int | None = None,
     progress: bool = False,
-) -> dict:
-    """Share of questions whose right letter is the likeliest after MMLU's few-shot prompt.
+) -> dict[str, Any]:
+    """The share of questions whose right letter is the most likely next token of MMLU's few-shot prompt.  Lesson 05.
 
-    questions  rows in MMLU's columns; default: the embedded held-out questions
-    examples   rows that the shots are taken from, those of the question's subject; default: the embedded ones
-    shots      answered examples before each question, fewer where the model's context has no room for them
-    limit      at most this many questions, spread evenly over them
+    questions  rows with MMLU's columns; default: the embedded held-out questions
+    examples   rows to take the shots from, those of the question's subject; default: the embedded ones
+    shots      answered examples before each question; fewer if the model's context has no room for them
+    limit      ask at most this many of the questions, evenly spread
+    progress   show a progress bar
 
     Returns {"accuracy", "questions", "shots", "input_tokens", "subjects": {subject: accuracy}}.
+    Raises ConfigError without questions or a tokenizer, or if a letter is not one token.
     """
     rows = list(load_questions() if questions is None else questions)
     if limit is not None and limit < len(rows):
         rows = [rows[i * len(rows) // limit] for i in range(limit)]
     if not rows:
         raise ConfigError("there are no questions to ask")
-    shown = defaultdict(list)
+    shown: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for example in (load_questions(split="dev") if examples is None and questions is None else examples) or ():
         shown[example["subject"]].append(example)
-    prompts = [_fitting(llm, row, shown[row["subject"]][:shots]) for row in rows]
+    tokenizer, context = tokenizer_of(llm), llm.model_config.max_model_len
+    prompts = [_fitting(tokenizer, context, row, shown[row["subject"]][:shots]) for row in rows]
     scores = letter_logprobs(llm, prompts, progress)
-    right = defaultdict(list)
+    right: defaultdict[str, list[bool]] = defaultdict(list)
     for row, score in zip(rows, scores, strict=True):
         right[row["subject"]].append(max(range(len(LETTERS)), key=score.__getitem__) == row["answer"])
     return {
         "accuracy": sum(map(sum, right.values())) / len(rows),
         "questions": len(rows),
         "shots": shots,
-        "input_tokens": sum(len(llm.tokenizer.encode(prompt)) for prompt in prompts),
+        "input_tokens": sum(len(tokenizer.encode(prompt)) for prompt in prompts),
         "subjects": {subject: sum(hits) / len(hits) for subject, hits in sorted(right.items())},
     }
 
 
-def _fitting(llm, row: Mapping, examples: list[Mapping]) -> str:
-    """The prompt with as many of the examples as fit; two tokens are kept for a letter and what follows it."""
+def _fitting(tokenizer: Tokenizer, context: int, row: Mapping[str, Any], examples: Sequence[Mapping[str, Any]]) -> str:
+    """The prompt with as many examples as fit into the context, leaving room for a letter and one more token."""
     while True:
         prompt = few_shot_prompt(row, examples)
-        if not examples or len(llm.tokenizer.encode(prompt)) + 2 <= llm.model_config.max_model_len:
+        if not examples or len(tokenizer.encode(prompt)) + 2 <= context:
             return prompt
         examples = examples[:-1]

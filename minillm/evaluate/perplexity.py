@@ -1,4 +1,4 @@
-"""Perplexity of a text by a sliding window.  Lesson 05.
+"""Perplexity of a text with a sliding window.  Lesson 05.
 
 perplexity = exp(-1/N sum log p(token | the tokens before it)).  A model sees at most its context, so the text is cut
 into windows that overlap: each token is scored once, in the first window that holds it, with the overlap before it.
@@ -6,11 +6,16 @@ into windows that overlap: each token is scored once, in the first window that h
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from minillm.errors import ConfigError
-from minillm.request import SamplingParams
+from minillm.request import Completion, SamplingParams
 
+from .prompts import tokenizer_of
 from .sources import load_text
+
+if TYPE_CHECKING:
+    from minillm.engine.llm import LLM
 
 
 def windows(length: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
@@ -24,25 +29,39 @@ def windows(length: int, window: int, stride: int) -> Iterator[tuple[int, int, i
         scored = stop
 
 
+def prompt_logprob(completion: Completion, position: int, token: int) -> float:
+    """The log-probability of a prompt's token at `position`, given the tokens before it.
+
+    Raises ValueError for the first position, or if the request had no `prompt_logprobs`.
+    """
+    logprobs = completion.prompt_logprobs
+    if logprobs is None or (entry := logprobs[position]) is None:
+        raise ValueError(f"the completion has no log-probabilities for position {position} of its prompt")
+    return entry[token]
+
+
 def perplexity(
-    llm,
+    llm: "LLM",
     text: str | Sequence[int] | None = None,
     *,
     window: int | None = None,
     stride: int | None = None,
     progress: bool = False,
-) -> dict:
-    """Perplexity of a text or of token ids (default: the embedded held-out text) under the model.
+) -> dict[str, Any]:
+    """Perplexity of a text or of token ids (default: the embedded held-out text) under the model.  Lesson 05.
 
-    window  tokens that the model sees at once, the beginning-of-text token not counted; default: 1,024, or as many
-            as its context holds
-    stride  tokens by which it moves; default: half the window. Smaller: slower, and a little lower
+    window    tokens that the model sees at once, without the beginning-of-text token; default: 1,024, or as many as
+              its context holds
+    stride    tokens that the window moves by; default: half the window. A smaller stride is slower and gives a
+              slightly lower perplexity
+    progress  show a progress bar
 
     Returns {"perplexity", "nats_per_token", "tokens" (scored), "bits_per_byte" (None for ids), "window", "stride"}.
+    Raises ConfigError for a window that does not fit the context, or a text too short to score.
     """
     if text is None:
         text = load_text()
-    ids = llm.tokenizer.encode(text, add_special_tokens=False) if isinstance(text, str) else list(text)
+    ids = tokenizer_of(llm).encode(text, add_special_tokens=False) if isinstance(text, str) else list(text)
     bos = getattr(llm.tokenizer, "bos_token_id", None)
     start = [] if bos is None else [bos]
     room = llm.model_config.max_model_len - len(start) - 1
@@ -56,9 +75,9 @@ def perplexity(
     total, count = 0.0, 0
     for (begin, scored, stop), completion in zip(spans, done, strict=True):
         for position in range(scored, stop):
-            entry = completion.prompt_logprobs[position - begin + len(start)]
-            if entry is not None:  # the very first token of all has nothing before it, if there is no <bos>
-                total -= entry[ids[position]]
+            at = position - begin + len(start)
+            if at > 0:  # without a <bos>, the text's first token has nothing before it to be predicted from
+                total -= prompt_logprob(completion, at, ids[position])
                 count += 1
     if count == 0:
         raise ConfigError("the text is too short: nothing is left to score")

@@ -1,13 +1,27 @@
-"""The prompt that MMLU's questions are asked in.  Lesson 05.
+"""MMLU's prompt: how a multiple-choice question is asked.  Lesson 05.
 
 Hendrycks et al., "Measuring Massive Multitask Language Understanding" (2021), figure 1 and section 4.1.
 """
 
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from minillm.errors import ConfigError
+from minillm.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from minillm.engine.llm import LLM
 
 LETTERS = "ABCD"
+
+
+def tokenizer_of(llm: "LLM") -> Tokenizer:
+    """The model's tokenizer. Raises ConfigError if it has none."""
+    if llm.tokenizer is None:
+        raise ConfigError(
+            "this model has no tokenizer to encode texts and questions with: name a directory with tokenizer.json"
+        )
+    return llm.tokenizer
 
 
 def header(subject: str) -> str:
@@ -15,10 +29,10 @@ def header(subject: str) -> str:
     return f"The following are multiple choice questions (with answers) about {subject.replace('_', ' ')}.\n\n"
 
 
-def question_block(row: Mapping, answered: bool) -> str:
+def question_block(row: Mapping[str, Any], answered: bool) -> str:
     """A question, its options by letter, and "Answer:", with the letter if `answered`.
 
-    row: MMLU's columns question, choices (as many as there are letters) and answer (0 to 3).
+    row: MMLU's columns question, choices (four) and answer (0 to 3). Raises ConfigError for another number of choices.
     """
     choices = list(row["choices"])
     if len(choices) != len(LETTERS):
@@ -27,7 +41,7 @@ def question_block(row: Mapping, answered: bool) -> str:
     return f"{row['question']}\n{options}\nAnswer:" + (f" {LETTERS[row['answer']]}" if answered else "")
 
 
-def few_shot_prompt(row: Mapping, examples: Iterable[Mapping] = ()) -> str:
+def few_shot_prompt(row: Mapping[str, Any], examples: Iterable[Mapping[str, Any]] = ()) -> str:
     """The header, the answered examples, and the question without its answer."""
     blocks = [question_block(example, answered=True) for example in examples]
     return header(row["subject"]) + "\n\n".join([*blocks, question_block(row, answered=False)])

@@ -1,18 +1,23 @@
-"""Where questions, texts and traces come from: the embedded ones, or the Hugging Face hub.  Lesson 05.
+"""Questions, texts and traces: the embedded ones, or those of the Hugging Face hub.  Lesson 05.
 
 Everything is read with `datasets`, which is imported only when something is loaded.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from minillm.errors import ConfigError, MissingPackage, Unreachable
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 COLUMNS = ["question", "subject", "choices", "answer"]
 
 
-def _datasets():
+def _datasets() -> ModuleType:
     try:
         import datasets
     except ImportError as error:
@@ -21,13 +26,15 @@ def _datasets():
     return datasets
 
 
-def load_questions(source: str | Path | None = None, split: str = "test", subjects: Sequence[str] | None = None):
-    """A `datasets.Dataset` with MMLU's columns: question, subject, choices (four), answer (0 to 3).
+def load_questions(
+    source: str | Path | None = None, split: str = "test", subjects: Sequence[str] | None = None
+) -> "Dataset":
+    """A `datasets.Dataset` with MMLU's columns: question, subject, choices (four), answer (0 to 3).  Lesson 05.
 
     source    None: the embedded questions about the Tallow Isles (splits dev, asked and test); "cais/mmlu", or a
-              folder in its layout (one configuration a subject and "all"; splits dev, validation and test)
+              folder in its layout (a configuration for each subject, and "all"; splits dev, validation and test)
     subjects  only these; default: all
-    Raises ConfigError for a split or subject that is not there, Unreachable when the hub cannot be reached.
+    Raises ConfigError for an unknown split or subject, Unreachable if the hub cannot be reached.
     """
     datasets = _datasets()
     if source is None:
@@ -53,18 +60,18 @@ def load_questions(source: str | Path | None = None, split: str = "test", subjec
 
 
 def load_text(path: str | Path | None = None) -> str:
-    """A text for perplexity; default: prose and stories of the Tallow Isles that training never saw."""
+    """A text to measure perplexity on; default: prose and stories of the Tallow Isles that training never saw."""
     rows = _datasets().load_dataset(
         "text", data_files=str(path or DATA / "text" / "held_out.txt"), split="train", sample_by="document"
     )
     return rows[0]["text"]
 
 
-def load_trace(path: str | Path | None = None):
-    """A `datasets.Dataset` of requests, by arrival.
+def load_trace(path: str | Path | None = None) -> "Dataset":
+    """A `datasets.Dataset` of requests, in order of arrival; default: the embedded trace.  Lesson 10.
 
-    Columns: arrival (seconds from the first moment), input_tokens (the shared prefix included), output_tokens,
-    prefix_id (None: nothing shared) and prefix_tokens.
+    Columns: arrival (seconds after the trace began), input_tokens (the shared prefix included), output_tokens,
+    prefix_id (None: no shared prefix) and prefix_tokens.
     """
     place = str(path or DATA / "traces" / "conversation.jsonl")
     return _datasets().load_dataset("json", data_files=place, split="train")

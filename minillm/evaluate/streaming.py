@@ -1,8 +1,8 @@
-"""Perplexity far beyond the context: streams beside what they stand for.  Lesson 09.
+"""Perplexity far beyond the context: attention sinks, and the alternatives to them.  Lesson 09.
 
-Xiao et al. 2023, "StreamingLLM", sections 3.1 and 4.1: a model that reads past its context may compute the newest
-tokens afresh for every token (right, and slow), keep only the newest (which some models cannot bear), keep the first
-ones too (the sinks), or keep all (positions that training never saw).
+Xiao et al. 2023, "StreamingLLM", sections 3.1 and 4.1. A model that reads past its context can recompute the newest
+tokens for each token (exact, and slow), cache only the newest tokens (some models then fail), cache the first tokens
+too (the attention sinks), or cache all tokens (at positions that training never saw).
 """
 
 import json
@@ -13,11 +13,14 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 from minillm.errors import ConfigError
 from minillm.model.loader import resolve
 from minillm.request import SamplingParams
 
+from .perplexity import prompt_logprob
+from .prompts import tokenizer_of
 from .sources import load_text
 
 
@@ -28,31 +31,34 @@ def streaming(
     attention_window: int = 1024,
     times: int = 4,
     every: int = 16,
-    **options,
-) -> Iterator[dict]:
-    """One result a way of reading, in the form of a record, on the embedded text, `times` the model's context long.
+    **options: Any,
+) -> Iterator[dict[str, Any]]:
+    """Yield one result for each method, in the form of a record's results, on `times` contexts of the embedded text.
 
-    Ways: "recomputed" (the newest `attention_window` tokens, afresh for each token), "sinks", "no-sinks" and "dense"
-    (all tokens before). Scored by all: every `every`-th token beyond the context. `beside_recomputed` is the
-    perplexity divided by the first one's. options: of the engine. Needs the model's own directory.
+    Methods: "recomputed" (the newest `attention_window` tokens, recomputed for each token), "sinks", "no-sinks" and
+    "dense" (all tokens cached). Each scores the same tokens: every `every`-th beyond the context. `beside_recomputed`
+    is a method's perplexity divided by that of "recomputed". options: of the engine. model: a directory, or None for
+    the embedded model. Raises ConfigError for a window that does not fit the context, or without a tokenizer.
     """
-    from minillm import LLM  # imports upwards: only when it runs
+    from minillm.engine.llm import LLM
 
     options = {"max_num_seqs": 16, "enable_prefix_caching": False, **options}
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
-    base = None
+    base: float | None = None
     with LLM(model, **options) as llm:
         context, dtype = llm.engine.max_model_len, str(llm.engine.model.dtype).removeprefix("torch.")
         if attention_window >= context:
             raise ConfigError(f"a window of {attention_window} tokens does not fit the context of {context}")
-        text = llm.tokenizer.encode(load_text(), add_special_tokens=False)
-        ids = [llm.tokenizer.bos_token_id, *text * -(-times * context // len(text))][: times * context]
+        tokenizer = tokenizer_of(llm)
+        text = tokenizer.encode(load_text(), add_special_tokens=False)
+        start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        ids = [*start, *text * -(-times * context // len(text))][: times * context]
         scored = range(context, len(ids), every)
-    stream = {"attention_window": attention_window}
-    ways = {
+    window = {"attention_window": attention_window}
+    ways: dict[str, dict[str, int]] = {
         "recomputed": {},
-        "sinks": {"attention_sinks": attention_sinks, **stream},
-        "no-sinks": {"attention_sinks": 0, **stream},
+        "sinks": {"attention_sinks": attention_sinks, **window},
+        "no-sinks": {"attention_sinks": 0, **window},
         "dense": {"max_model_len": len(ids) + 1},
     }
     for name, more in ways.items():
@@ -66,9 +72,9 @@ def streaming(
                 stream = llm.engine.executor.facts.stream
             seconds = time.perf_counter() - begin
         if name == "recomputed":
-            found = [each.prompt_logprobs[-1][ids[at]] for each, at in zip(done, scored, strict=True)]
+            found = [prompt_logprob(each, -1, ids[at]) for each, at in zip(done, scored, strict=True)]
         else:
-            found = [done[0].prompt_logprobs[at][ids[at]] for at in scored]
+            found = [prompt_logprob(done[0], at, ids[at]) for at in scored]
         perplexity = math.exp(-sum(found) / len(found))
         base = base or perplexity
         yield {
@@ -90,7 +96,7 @@ def streaming(
         }
 
 
-def _longer(model: str | Path | None, length: int) -> tempfile.TemporaryDirectory:
+def _longer(model: str | Path | None, length: int) -> tempfile.TemporaryDirectory[str]:
     """A copy of the model's directory that claims a context of `length` tokens."""
     copy = tempfile.TemporaryDirectory(prefix="minillm-")
     shutil.copytree(resolve(model), copy.name, dirs_exist_ok=True)

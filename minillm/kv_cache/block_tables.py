@@ -115,8 +115,8 @@ class BlockTables:
         if start:
             blocks[:, :start] = shared
         if self.slides:
-            new = (columns >= start) & (columns < held[:, None])
-            blocks[new] = pool.allocate(int(new.sum()))
+            fresh = (columns >= start) & (columns < held[:, None])
+            blocks[fresh] = pool.allocate(int(fresh.sum()))
         else:
             new = pool.allocate(self.groups * (width - start))
             blocks[:, start:] = np.array(new, np.int32).reshape(self.groups, -1)

@@ -30,7 +30,8 @@ class LayerGroups:
         for layer, window in enumerate(windows):
             kinds.setdefault(window, []).append(layer)
         size = min(len(layers) for layers in kinds.values())
-        of_group, places = [], [(0, 0)] * len(windows)
+        of_group: list[int | None] = []
+        places = [(0, 0)] * len(windows)
         for window, layers in kinds.items():
             for at, layer in enumerate(layers):
                 places[layer] = len(of_group) + at // size, at % size

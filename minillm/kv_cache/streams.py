@@ -46,7 +46,7 @@ class Stream:
     @classmethod
     def of(cls, config: EngineConfig, max_model_len: int, windows: Sequence[int | None]) -> "Stream | None":
         """What the options ask for; None: nothing. windows: of the model's layers. Raises ConfigError."""
-        if config.attention_window is None:
+        if config.attention_window is None or config.attention_sinks is None:
             return None
         if any(windows):
             raise ConfigError(

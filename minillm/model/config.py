@@ -343,12 +343,11 @@ def _rope(
         return base, None
     if kind not in ("linear", "llama3"):
         raise ConfigError(f"rope scaling {kind!r} is not supported; supported are: default, linear, llama3")
-    needed = ("factor",) if kind == "linear" else ("factor", "low_freq_factor", "high_freq_factor")
-    numbers = {name: float(rope[name]) for name in needed}
-    if kind == "llama3":
-        trained = rope.get("original_max_position_embeddings", raw["max_position_embeddings"])
-        numbers["original_max_position_embeddings"] = trained
-    return base, RopeScaling(kind, **numbers)
+    factor = float(rope["factor"])
+    if kind == "linear":
+        return base, RopeScaling(kind, factor)
+    trained = rope.get("original_max_position_embeddings", raw["max_position_embeddings"])
+    return base, RopeScaling(kind, factor, float(rope["low_freq_factor"]), float(rope["high_freq_factor"]), trained)
 
 
 def layer_windows(raw: dict[str, Any], window: int | None, slides: Callable[[int], bool]) -> tuple[int | None, ...]:

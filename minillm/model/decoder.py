@@ -111,7 +111,7 @@ class Model:
         run, eps = self.ops, self.config.rms_norm_eps
         residual = run.embedding(batch.token_ids, self.embedding, self.embedding_scale)
         turns, slots = self.rotary[batch.positions], batch.slots.unbind()
-        local_turns = None if self.local_rotary is None else self.local_rotary[batch.positions]
+        local_turns = turns if self.local_rotary is None else self.local_rotary[batch.positions]
         x = run.rms_norm(residual, self.layers[0].attention_norm, eps)
         next_norms = [layer.attention_norm for layer in self.layers[1:]] + [self.final_norm]
         for layer, cache, next_norm in zip(self.layers, caches, next_norms, strict=True):
@@ -135,7 +135,7 @@ class Model:
         run, heads, kv_heads = self.ops, self.config.num_heads, self.config.num_kv_heads
         qkv = run.linear(x, layer.qkv).view(x.shape[0], heads + 2 * kv_heads, self.config.head_dim)
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
-        if layer.q_norm is not None:
+        if layer.q_norm is not None and layer.k_norm is not None:
             eps = self.config.rms_norm_eps
             q, k = run.rms_norm(q, layer.q_norm, eps), run.rms_norm(k, layer.k_norm, eps)
         q, turned = run.rotary_embedding(q, k, cos_sin)

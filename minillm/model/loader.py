@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -67,7 +68,7 @@ def load_model(
         dtype = "float32" if torch.device(device).type == "cpu" else config.dtype
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be auto or one of {', '.join(DTYPES)}, not {dtype!r}")
-    files = [] if load_format == "dummy" else checkpoint_files(place)
+    files = [] if load_format == "dummy" or isinstance(place, str) else checkpoint_files(place)
     try:
         longest = max_model_len or config.max_model_len
         built = Model(config, dtype=DTYPES[dtype], device=device, max_model_len=longest, recipe=recipe)
@@ -249,7 +250,7 @@ def _most_bytes(entry: Entry) -> int:
 
 def _pieces(entry: Entry, buffer: Tensor) -> Iterator[Tensor]:
     """A tensor's rows, a buffer at a time: a mapped file's pages would count beside the parameters'."""
-    window, left, most = memoryview(buffer.numpy()), entry.nbytes, _most_bytes(entry)
+    window, left, most = buffer.numpy().data, entry.nbytes, _most_bytes(entry)
     with entry.file.open("rb", buffering=0) as stream:
         stream.seek(entry.start)
         while left:
@@ -291,7 +292,11 @@ def fill_randomly(model: Model, seed: int) -> None:
         weight.randomize(generator)
 
 
-def check_tokenizer(tokenizer, config: ModelConfig) -> None:
+class _HasVocabulary(Protocol):
+    vocab_size: int
+
+
+def check_tokenizer(tokenizer: _HasVocabulary, config: ModelConfig) -> None:
     """Refuse a tokenizer with ids beyond the model's vocabulary; a smaller one is fine (models pad)."""
     if tokenizer.vocab_size > config.vocab_size:
         raise ConfigError(

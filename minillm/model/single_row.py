@@ -5,15 +5,26 @@ The same parts in the same order as `Model.forward`, for a batch of one row that
 only while all of them are the engine's own.
 """
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from minillm.kernels import single_row
 from minillm.kv_cache.storage import LayerCache
 from minillm.ops.signatures import AttentionOptions
-from minillm.quantization import DenseWeight
+from minillm.quantization import DenseWeight, Weight
 
 from .batch import Batch
 from .decoder import Model
+
+
+class _Matrices(NamedTuple):
+    """One layer's projections."""
+
+    qkv: DenseWeight
+    attention_out: DenseWeight
+    gate_up: DenseWeight
+    down: DenseWeight
 
 
 class SingleRow:
@@ -23,6 +34,11 @@ class SingleRow:
         self.model = model
         shape = model.config
         self.attend = single_row.RowAttention(shape.num_heads, shape.num_kv_heads, shape.head_dim, model.device)
+        self.head = _dense(model.head)
+        self.matrices = [
+            _Matrices(_dense(layer.qkv), _dense(layer.attention_out), _dense(layer.gate_up), _dense(layer.down))
+            for layer in model.layers
+        ]
 
     @staticmethod
     def fits(model: Model) -> bool:
@@ -41,20 +57,29 @@ class SingleRow:
     def logits(self, batch: Batch, caches: list[LayerCache]) -> Tensor:
         """[1, vocab], in the model's dtype, of a batch with one decode row; writes its key and value to the caches."""
         model, rows = self.model, batch.decode
+        if rows is None:
+            raise ValueError("the fused decode step needs a batch with one decode row; this batch has none")
         eps, activation = model.config.rms_norm_eps, model.config.activation
-        x = total = model.ops.embedding(batch.token_ids, model.embedding, model.embedding_scale)
-        turns = model.rotary[batch.positions]
-        before = {}  # the first layer has nothing to add
-        for layer, cache in zip(model.layers, caches, strict=True):
-            qkv, summed = single_row.product(x, layer.qkv.weight, norm=layer.attention_norm, eps=eps, **before)
-            total = total if summed is None else summed
-            table = rows.block_table[layer.group]
-            x = self.attend(qkv, turns, cache, table, rows.lengths, layer.attention.scale)
-            x, _ = single_row.product(x, layer.attention_out.weight)
-            x, total = single_row.product(
-                x, layer.gate_up.weight, norm=layer.mlp_norm, eps=eps, residual=total, activation=activation
+        x = model.ops.embedding(batch.token_ids, model.embedding, model.embedding_scale)
+        cos_sin = model.rotary[batch.positions]
+        residual: Tensor | None = None  # the first layer has none to add
+        for layer, matrices, cache in zip(model.layers, self.matrices, caches, strict=True):
+            qkv, total = single_row.product(
+                x, matrices.qkv.weight, norm=layer.attention_norm, eps=eps, residual=residual
             )
-            x, _ = single_row.product(x, layer.down.weight)
-            before = {"residual": total}
-        logits, _ = single_row.product(x, model.head.weight, norm=model.final_norm, eps=eps, **before)
+            residual = x if total is None else total
+            table = rows.block_table[layer.group]
+            x = self.attend(qkv, cos_sin, cache, table, rows.lengths, layer.attention.scale)
+            x, _ = single_row.product(x, matrices.attention_out.weight)
+            x, residual = single_row.product(
+                x, matrices.gate_up.weight, norm=layer.mlp_norm, eps=eps, residual=residual, activation=activation
+            )
+            x, _ = single_row.product(x, matrices.down.weight)
+        logits, _ = single_row.product(x, self.head.weight, norm=model.final_norm, eps=eps, residual=residual)
         return logits
+
+
+def _dense(weight: Weight) -> DenseWeight:
+    if not isinstance(weight, DenseWeight):
+        raise TypeError(f"the fused kernels read dense weights only, not {type(weight).__name__}: see SingleRow.fits")
+    return weight

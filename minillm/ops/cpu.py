@@ -107,14 +107,14 @@ def decode_attention(
         return _equal_rows(q, cache, block_table, longest, options)
     out = torch.empty_like(q)
     for part in _buckets(known, queries, heads // kv_heads, block_size, options.window):
-        some = part.rows is not None
-        table = (block_table.index_select(0, part.rows) if some else block_table)[:, : part.blocks].flatten()
-        bucket = q.index_select(0, part.rows) if some else q
+        chosen = part.rows
+        table = (block_table if chosen is None else block_table.index_select(0, chosen))[:, : part.blocks].flatten()
+        bucket = q if chosen is None else q.index_select(0, chosen)
         result = _padded_rows(bucket, cache, table, part.hidden, options)
-        if not some:
+        if chosen is None:
             out = result
         else:
-            out.index_copy_(0, part.rows, result)
+            out.index_copy_(0, chosen, result)
     if not math.isfinite(out.sum()):
         # A hidden slot held NaN (0 * NaN is NaN), or a row saw nothing: rare enough to start over with care.
         return reference.decode_attention(q, cache, block_table, lengths, options)
@@ -252,13 +252,12 @@ def _chunk_mask(queries: int, length: int, window: int | None) -> Tensor:
 def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
     """As the reference, leaving out what no row needs."""
     greedy = temperature == 0
-    if not greedy.any():
-        greedy = None
-    elif greedy.all():
-        return logits.argmax(-1)
-    else:
+    mixed = bool(greedy.any())
+    if mixed:
+        if greedy.all():
+            return logits.argmax(-1)
         temperature = temperature.masked_fill(greedy, 1)
     cumulative = (logits.double() / temperature[:, None]).softmax(-1).cumsum(-1)
     target = uniform.double() * cumulative[:, -1]
     drawn = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
-    return drawn if greedy is None else torch.where(greedy, logits.argmax(-1), drawn)
+    return torch.where(greedy, logits.argmax(-1), drawn) if mixed else drawn

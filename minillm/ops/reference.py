@@ -50,7 +50,7 @@ def rotary_embedding(q: Tensor, k: Tensor, cos_sin: Tensor) -> tuple[Tensor, Ten
     """
     cos, sin = cos_sin[:, None].unbind(2)
     half = q.shape[-1] // 2
-    return tuple(x * cos + x.roll(half, -1) * sin for x in (q, k))
+    return q * cos + q.roll(half, -1) * sin, k * cos + k.roll(half, -1) * sin
 
 
 def gated_activation(gate_up: Tensor, activation: str) -> Tensor:

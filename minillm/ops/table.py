@@ -8,7 +8,8 @@ import importlib
 import inspect
 import threading
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType
+from typing import Any, Self
 
 from minillm.overrides import Parts, Used, register
 
@@ -30,9 +31,16 @@ class OperationSet(Parts, Operations):
         for name in OPERATIONS:
             fast = getattr(module, name, None)
             functions[name] = fast or getattr(reference, name)
-            label = module.__name__.rsplit(".", 1)[-1] if fast else "reference"
-            origin[name] = (label, f"faster on {device}" if fast else why_not or "the reference is as fast here")
+            if module is not None and fast:
+                origin[name] = (module.__name__.rsplit(".", 1)[-1], f"faster on {device}")
+            else:
+                origin[name] = ("reference", why_not or "the reference is as fast here")
         super().__init__(functions, origin)
+
+    @classmethod
+    def of(cls, device: str) -> Self:
+        """The set of one type of device. (The operations are attributes, which `Parts` sets: no method is abstract.)"""
+        return cls(device)
 
     def replacement(self, name: str, function: Callable, used: Used, capturable: bool) -> Callable:
         return super().replacement(name, _with_options(name, function), used, capturable)
@@ -66,7 +74,7 @@ def _takes(function: Callable, arguments: int) -> bool:
     return True
 
 
-def _fast_module(device: str):
+def _fast_module(device: str) -> tuple[ModuleType | None, str]:
     wanted = {"cpu": "cpu", "cuda": "triton"}.get(device)
     if wanted is None:
         return None, f"no faster functions for {device}"
@@ -84,12 +92,12 @@ def on(device: str) -> OperationSet:
     """The operations for a device type ("cpu", "cuda"). There is one set a type, shared by all engines."""
     with _lock:
         if device not in _sets:
-            _sets[device] = OperationSet(device)
+            _sets[device] = OperationSet.of(device)
         return _sets[device]
 
 
 @register
-def _sets_here() -> list[OperationSet]:
+def _sets_here() -> list[Parts]:
     import torch
 
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else sorted({"cpu", *_sets})

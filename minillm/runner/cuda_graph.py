@@ -16,6 +16,8 @@ from torch import Tensor
 from minillm.ops import OperationSet
 from minillm.overrides import OverrideError
 
+ToSample = tuple[Tensor, Tensor, Tensor]  # logits [rows, vocab], temperatures and random numbers [rows]
+
 
 @dataclass(eq=False)
 class Graph:
@@ -23,7 +25,7 @@ class Graph:
 
     graph: torch.cuda.CUDAGraph
     out: Tensor  # [rows] int64: what it sampled
-    to_sample: tuple[Tensor, ...]  # logits [rows, vocab], temperatures and random numbers [rows]
+    to_sample: ToSample
 
 
 @dataclass
@@ -83,12 +85,12 @@ class CapturedSteps:
         self.decodes.clear()
         self.mixed.clear()
 
-    def record(self, step: Callable[[], tuple[Tensor, ...]], out: Tensor) -> Graph:
+    def record(self, step: Callable[[], ToSample], out: Tensor) -> Graph:
         """What `step` launches, as a graph; it is not run. step: puts its tokens into `out`, returns `to_sample`."""
         # One pool for all: they never run at the same time. A pool that lost its graphs cannot be used again.
         other = next(iter(self), None)
         try:
-            return capture(step, out, pool=other and other.graph.pool())
+            return capture(step, out, None if other is None else other.graph)
         except RuntimeError as error:
             if self.operations.engines_own:
                 raise
@@ -98,12 +100,15 @@ class CapturedSteps:
             ) from error
 
 
-def capture(step: Callable[[], tuple[Tensor, ...]], out: Tensor, pool: tuple[int, int] | None) -> Graph:
-    """Record what `step` launches; it is not run. step: puts its tokens into `out` and returns `to_sample`."""
+def capture(step: Callable[[], ToSample], out: Tensor, other: torch.cuda.CUDAGraph | None) -> Graph:
+    """Record what `step` launches, in the memory pool of the `other` graph; it is not run.
+
+    step: puts its tokens into `out` and returns `to_sample`.
+    """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        to_sample = tuple(each.contiguous() for each in step())
-    return Graph(graph, out, tuple(map(borrowed, to_sample)))
+    with torch.cuda.graph(graph, pool=None if other is None else other.pool()):
+        logits, temperature, uniform = (each.contiguous() for each in step())
+    return Graph(graph, out, (borrowed(logits), borrowed(temperature), borrowed(uniform)))
 
 
 def borrowed(tensor: Tensor) -> Tensor:

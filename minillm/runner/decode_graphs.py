@@ -5,7 +5,7 @@ once for each size of batch and replayed. Its inputs are the device's own rows: 
 host sends nothing but what changed in their block tables.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from minillm.model.batch import Batch, Rows
 from minillm.model.single_row import SingleRow
 from minillm.scheduler.step import Step
 
-from .cuda_graph import CapturedSteps, DecodeShape, Graph, Replayed
+from .cuda_graph import CapturedSteps, DecodeShape, Graph, Replayed, ToSample
 from .state import RowState
 
 NOTHING = (np.zeros(0, np.int32), np.zeros(0, np.int32))
@@ -35,7 +35,7 @@ class DecodeGraphs:
         self,
         model: Model,
         state: RowState,
-        caches: Sequence[LayerCache],
+        caches: list[LayerCache],
         steps: CapturedSteps,
         most_rows: int,
         *,
@@ -110,7 +110,7 @@ class DecodeGraphs:
         self.rehearse(shape)
         out = torch.empty(size, dtype=torch.int64, device=self.state.device)
 
-        def step() -> tuple[Tensor, ...]:
+        def step() -> ToSample:
             to_sample = self._logits(self.rows[:size], width)
             if self.sampling:
                 self._sample(self.rows[:size], to_sample, out)
@@ -119,7 +119,7 @@ class DecodeGraphs:
         have[shape] = graph = self.steps.record(step, out)
         return graph
 
-    def _logits(self, rows: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _logits(self, rows: Tensor, width: int) -> ToSample:
         """The rows' logits, and the temperatures and random numbers to sample them with."""
         state, model, count = self.state, self.model, len(rows)
         found = decode_step.prepare(
@@ -140,7 +140,7 @@ class DecodeGraphs:
             logits = model.logits(model.forward(batch, self.caches))
         return logits, found["temperature"], found["uniform"]
 
-    def _sample(self, rows: Tensor, to_sample: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:
+    def _sample(self, rows: Tensor, to_sample: ToSample, out: Tensor) -> None:
         sampled = self.model.ops.sample(*to_sample)
         decode_step.advance(rows, sampled, self.state.position, self.state.tokens, out)
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from minillm.config import EngineConfig
+from minillm.config import DeviceConfig
 from minillm.kernels import launches
 from minillm.kv_cache.streams import Stream
 from minillm.model import Model
@@ -51,7 +51,7 @@ class Executor(Protocol):
 class LocalExecutor:
     """Steps run in this process, on one device, with the launches that a plan measured for it."""
 
-    def __init__(self, model: Model, config: EngineConfig, max_model_len: int, plan: Plan | None = None):
+    def __init__(self, model: Model, config: DeviceConfig, max_model_len: int, plan: Plan | None = None):
         self._table = {} if plan is None else plan.table()
         with self._launches():
             self.runner = Runner(model, config, max_model_len)

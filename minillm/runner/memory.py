@@ -1,14 +1,14 @@
 """A GPU's memory, divided: what steps and graphs take is measured, what is left is the cache.  Lessons 09 and 11."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from minillm.config import EngineConfig
+from minillm.config import DeviceConfig
 from minillm.errors import ConfigError
 from minillm.kv_cache.storage import CacheSpec, LayerCache
 from minillm.model import Model
@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # importing it needs triton
     from .step_graphs import StepGraphs
 
 CPU_CACHE_BYTES = 1 << 30
-MakeGraphs = Callable[[Sequence[LayerCache]], "StepGraphs | None"]
+MakeGraphs = Callable[[list[LayerCache]], "StepGraphs | None"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class MemoryBudget:
         """What is left for keys and values."""
         return int(self.total * self.utilization) - self.taken - self.workspace - self.graphs
 
-    def blocks(self, most: int, request: int, block_bytes: int, config: EngineConfig) -> int:
+    def blocks(self, most: int, request: int, block_bytes: int, config: DeviceConfig) -> int:
         """`most` blocks, or as many as fit.
 
         request: blocks of one request of full length. Raises ConfigError, which says what would fit, if not even those
@@ -99,7 +99,7 @@ class Memory:
             ) from error
         return [made[place] for _, place in groups.places]
 
-    def blocks_that_fit(self, config: EngineConfig, request: int, make_graphs: MakeGraphs) -> int:
+    def blocks_that_fit(self, config: DeviceConfig, request: int, make_graphs: MakeGraphs) -> int:
         """As many blocks as were asked for or the memory allows, and no more than all rows at full length could use.
 
         request: blocks of one request of full length. Raises ConfigError.
@@ -113,7 +113,7 @@ class Memory:
         budget = MemoryBudget(total, total - free, workspace, graphs, utilization)
         return budget.blocks(most, request, self.block_bytes, config)
 
-    def workspace(self, config: EngineConfig) -> int:
+    def workspace(self, config: DeviceConfig) -> int:
         """Bytes that the largest step takes beside weights and cache: found by running one. Raises ConfigError."""
         count, rows = config.max_num_batched_tokens, config.max_num_seqs
         try:

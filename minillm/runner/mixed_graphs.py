@@ -13,19 +13,19 @@ launched kernel by kernel. The shapes were chosen on an H200.
 """
 
 from itertools import accumulate, pairwise, product
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minillm.config import EngineConfig
+from minillm.config import DeviceConfig
 from minillm.kernels import decode_step, paged_attention
 from minillm.model import Model
 from minillm.model.batch import Batch, Rows
 from minillm.scheduler.step import Step
 
-from .cuda_graph import Graph, MixedShape, Replayed
+from .cuda_graph import Graph, MixedShape, Replayed, ToSample
 from .decode_graphs import DecodeGraphs
 
 DECODES = (16, 64, 256)
@@ -34,17 +34,20 @@ PROMPTS = 64  # at most in one step; of few tokens, a quarter as many as tokens
 NARROW = 1024  # tokens a row: up to this a graph has narrow block tables, so that attention splits them less
 
 
-class Inputs(NamedTuple):
-    """What the host sends, one array [all] int64 in the order of these fields."""
+Array = TypeVar("Array", np.ndarray, Tensor)
 
-    rows: Tensor  # [rows] of the state; the last row of it is padding
-    positions: Tensor  # [rows]: of the last token that each row runs
-    sampling: Tensor  # [rows]: those rows that sample, padding for the others
-    last: Tensor  # [rows]: the place of that last token among the step's tokens
-    order: Tensor  # [rows]: places of the rows that sample, first
-    token_rows: Tensor  # [tokens]: the row of each token of a prompt
-    token_positions: Tensor  # [tokens]
-    query_start: Tensor  # [prompts + 2]: among the prompts' tokens
+
+class Inputs(NamedTuple, Generic[Array]):
+    """What the host sends, one array [all] int64 in the order of these fields; numpy's there, torch's on the device."""
+
+    rows: Array  # [rows] of the state; the last row of it is padding
+    positions: Array  # [rows]: of the last token that each row runs
+    sampling: Array  # [rows]: those rows that sample, padding for the others
+    last: Array  # [rows]: the place of that last token among the step's tokens
+    order: Array  # [rows]: places of the rows that sample, first
+    token_rows: Array  # [tokens]: the row of each token of a prompt
+    token_positions: Array  # [tokens]
+    query_start: Array  # [prompts + 2]: among the prompts' tokens
 
     @staticmethod
     def sizes(shape: MixedShape) -> tuple[int, ...]:
@@ -54,7 +57,7 @@ class Inputs(NamedTuple):
 class MixedGraphs:
     """Captured steps with prompts in them, in the memory of the captured decodes."""
 
-    def __init__(self, decodes: DecodeGraphs, config: EngineConfig):
+    def __init__(self, decodes: DecodeGraphs, config: DeviceConfig):
         self.decodes, self.steps = decodes, decodes.steps
         self.model, self.state = decodes.model, decodes.state
         full, budget, most_rows = self.state.block_table.shape[2], config.max_num_batched_tokens, config.max_num_seqs
@@ -125,7 +128,7 @@ class MixedGraphs:
         ends = np.cumsum(queries)
         places = self.places(step, shape)
         found = [np.zeros(size, np.int64) for size in Inputs.sizes(shape)]
-        sent = Inputs(*found)
+        sent: Inputs[np.ndarray] = Inputs(*found)
         sent.rows[:] = sent.sampling[:] = sent.token_rows[:] = padding
         sent.rows[places] = step.rows
         sent.positions[places] = step.starts + step.queries - 1
@@ -166,10 +169,10 @@ class MixedGraphs:
         self._fill(Step(0, nothing, nothing, nothing, nothing.astype(bool), 0), shape)
         self._run(shape, torch.empty(shape.rows, dtype=torch.int64, device=self.state.device))
 
-    def _run(self, shape: MixedShape, out: Tensor) -> tuple[Tensor, ...]:
+    def _run(self, shape: MixedShape, out: Tensor) -> ToSample:
         state, model = self.state, self.model
         ends = [0, *accumulate(Inputs.sizes(shape))]
-        sent = Inputs(*(self.inputs[begin:end] for begin, end in pairwise(ends)))
+        sent: Inputs[Tensor] = Inputs(*(self.inputs[begin:end] for begin, end in pairwise(ends)))
         decodes, block_size = shape.decodes, state.block_size
         state.position[sent.rows] = sent.positions.int()
         found = decode_step.prepare(

@@ -27,9 +27,9 @@ def pack(step: Step, state: RowState, logits_index: np.ndarray | None, *, stream
         arrays.append(positions)
         arrays[1] = positions - np.repeat(step.moved, step.queries) * state.block_size
         arrays[3] = lengths = lengths - step.moved * state.block_size
-    token_rows, positions, rows, lengths_sent, starts_sent, *more = state.send(*arrays)
-    at = positions if step.moved is None else more.pop()
-    blocks = state.block_table[:, token_rows, positions // state.block_size].long()
+    rows_of_tokens, places, rows, lengths_sent, starts_sent, *more = state.send(*arrays)
+    positions_in_row = places if step.moved is None else more.pop()
+    blocks = state.block_table[:, rows_of_tokens, places // state.block_size].long()
 
     def part(first: int, after: int) -> Rows | None:
         if after == first:
@@ -44,9 +44,9 @@ def pack(step: Step, state: RowState, logits_index: np.ndarray | None, *, stream
         )
 
     return Batch(
-        token_ids=state.tokens[token_rows, at].long(),
-        positions=positions,
-        slots=blocks * state.block_size + positions % state.block_size,
+        token_ids=state.tokens[rows_of_tokens, positions_in_row].long(),
+        positions=places,
+        slots=blocks * state.block_size + places % state.block_size,
         decode=part(0, step.decodes),
         prefill=part(step.decodes, len(step.rows)),
         logits_index=more[0] if more else None,

@@ -144,7 +144,7 @@ class Plan:
         kinds, table = registered(), {}
         for entry in self.launches:
             kind = kinds.get(entry["kernel"])
-            if kind is None or set(entry["launch"]) != set(kind._fields):
+            if kind is None or set(entry["launch"]) != set(kind.__annotations__):
                 raise ConfigError(
                     f"the plan is damaged: no kernel has a launch {entry['kernel']} {entry['launch']}; {AGAIN}"
                 )

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minillm.config import EngineConfig
+from minillm.config import DeviceConfig
 from minillm.kv_cache.layer_groups import blocks_held
 from minillm.kv_cache.storage import LayerCache
 from minillm.kv_cache.streams import Stream
@@ -33,7 +33,7 @@ class Runner:
     Raises ConfigError where the memory does not hold what the options ask for.
     """
 
-    def __init__(self, model: Model, config: EngineConfig, max_model_len: int):
+    def __init__(self, model: Model, config: DeviceConfig, max_model_len: int):
         self.model = model
         self.stream = Stream.of(config, max_model_len, model.config.windows)
         windows, chunk = model.groups.windows, config.max_num_batched_tokens
@@ -43,7 +43,7 @@ class Runner:
         self.sampler = Sampler(self.state, model.ops)
         self.memory = Memory(model, self.state, self.sampler, model.cache_spec)
 
-        def make_graphs(caches: Sequence[LayerCache]) -> "StepGraphs | None":
+        def make_graphs(caches: list[LayerCache]) -> "StepGraphs | None":
             return self._make_graphs(config, caches)
 
         request = self.stream.room if self.stream else blocks_held(max_model_len, windows, block_size, chunk)
@@ -52,7 +52,7 @@ class Runner:
         self.graphs = make_graphs(self.caches)
         self._decoding: tuple[Step, Batch, Tensor] | None = None  # the last step of decodes only, and what it sampled
 
-    def _make_graphs(self, config: EngineConfig, caches: Sequence[LayerCache]) -> "StepGraphs | None":
+    def _make_graphs(self, config: DeviceConfig, caches: list[LayerCache]) -> "StepGraphs | None":
         """CUDA graphs where they pay and work: on a GPU, with the kernels that prepare a step there."""
         if self.model.device.type != "cuda" or config.enforce_eager or self.stream:
             return None
@@ -100,6 +100,7 @@ class Runner:
             # The same rows go on in the same blocks: the last batch, moved along by one token.
             _, batch, sampled = before
             batch.token_ids = sampled
+            assert batch.decode is not None, "a step of decodes only has decode rows"
             for moved in (batch.positions, batch.slots, batch.decode.lengths):
                 moved.add_(1)
         else:
@@ -146,7 +147,7 @@ class Runner:
 def _continues(step: Step, before: Step) -> bool:
     """Whether the same rows run their next tokens, in the blocks they have."""
     return (
-        step.table_rows is None
+        step.table_changes is None
         and not step.admitted
         and np.array_equal(step.rows, before.rows)
         and np.array_equal(step.starts, before.starts + 1)

@@ -54,9 +54,10 @@ class RowState:
         """Take in what has changed since the last step: new requests, and entries of block tables."""
         if step.admitted:
             self._admit(step.admitted)
-        if step.table_rows is not None:
-            rows, columns, blocks = self.send(step.table_rows, step.table_columns, step.table_blocks.ravel())
-            self.block_table[:, rows, columns] = blocks.view(step.table_blocks.shape).int()
+        if step.table_changes is not None:
+            *places, blocks = step.table_changes
+            rows, columns, sent = self.send(*places, blocks.ravel())
+            self.block_table[:, rows, columns] = sent.view(blocks.shape).int()
 
     def _admit(self, requests: list[Request]) -> None:
         for request in requests:

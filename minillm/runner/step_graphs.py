@@ -1,8 +1,6 @@
 """All captured steps of one engine: which graph runs a step, and when graphs are made and given back.  Lesson 11."""
 
-from collections.abc import Sequence
-
-from minillm.config import EngineConfig
+from minillm.config import DeviceConfig
 from minillm.kv_cache.storage import LayerCache
 from minillm.model import Model
 from minillm.scheduler.step import Step
@@ -28,8 +26,8 @@ class StepGraphs:
         self,
         model: Model,
         state: RowState,
-        caches: Sequence[LayerCache],
-        config: EngineConfig,
+        caches: list[LayerCache],
+        config: DeviceConfig,
         *,
         single_row: bool = True,
         sampling: bool = True,

@@ -239,7 +239,7 @@ class Scheduler:
 
     def _preempt(self) -> None:
         """Send the request that comes last back into the queue. Nothing is in flight: its tokens are all known."""
-        request = max((self.requests[row] for row in self.order), key=attrgetter("place"))
+        request = max((each for each in self.requests if each is not None), key=attrgetter("place"))
         row = request.row
         self._vacate(request)
         self._queue(request)
@@ -263,8 +263,8 @@ class Scheduler:
                 break
             known, shared = len(request.known), self._find_prefix(request)
             start = len(shared[0]) * self.block_size
-            pending = self.tables.pending(start, known)
-            count = int(self.policy.share(np.array([pending], np.int32), budget)[0])
+            computed, all_known = np.array([[start], [known]], np.int32)
+            count = int(self.policy.share(self.tables.pending(computed, all_known), budget)[0])
             if count == 0:
                 self._refused_by = "share"
                 break
@@ -324,8 +324,7 @@ class Scheduler:
         step = Step(self.launched, rows, starts, queries, samples, decodes, admitted=self._admitted)
         step.first = samples & (self.computed[rows] == self.prompt[rows])
         step.moved = self.tables.moved(rows)
-        if (changes := self.tables.take_changes()) is not None:
-            step.table_rows, step.table_columns, step.table_blocks = changes
+        step.table_changes = self.tables.take_changes()
         self._let_go(rows[decodes:])  # what moves up for it moves in the next step
         self._admitted = []
         if self.trace is not None:
@@ -449,7 +448,7 @@ class Scheduler:
             return
         known = self.tokens[row, : full * self.block_size]
         request.keys = prefix_keys(known, self.block_size, request.options.cache_key, request.keys[:full])
-        keys = {}
+        keys: dict[int, bytes] = {}
         for group, gone in enumerate(self.tables.gone[:, row].tolist()):
             first = max(request.registered, gone)
             blocks = self.tables.blocks[group, row, first:full].tolist()

@@ -24,6 +24,5 @@ class Step:
     admitted: list[Request] = field(default_factory=list)  # requests that got their row since the last step
     first: np.ndarray | None = None  # [n] bool: what the row yields is its request's first token
     moved: np.ndarray | None = None  # [n] of streams: blocks that the rows have freed, which no table has any more
-    table_rows: np.ndarray | None = None  # [m] what changed in the block tables: row, column, block a group
-    table_columns: np.ndarray | None = None
-    table_blocks: np.ndarray | None = None  # [groups, m]
+    # What changed in the block tables: rows [m], columns [m] and their new blocks [groups, m].
+    table_changes: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None

@@ -8,7 +8,7 @@ import itertools
 import json
 import time
 import traceback
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -21,7 +21,7 @@ from minillm.request import Completion, Delta, SamplingParams
 from minillm.tokenizer import TokenizerError
 from minillm.values import QUOTED, shown
 
-from .body import BodyReader
+from .body import BodyReader, Form
 from .link import Choice, EngineError, Prompt, RemoteEngine, readable, room
 from .protocol import APIError, ChatRequest, CompletionRequest, GenerationRequest, StreamOptions, as_api_error
 from .responses import Answer, ChatForm, CompletionForm, TokenTexts, usage
@@ -108,7 +108,9 @@ class _Server:
             message = f"{name} asks for {choices} choices in all, and this server holds {held}: send several requests"
             raise APIError(message, param=name)
 
-    async def answer(self, request: Request, form: type[GenerationRequest], endpoint) -> Response:
+    async def answer(
+        self, request: Request, form: type[Form], endpoint: Callable[[Form], Awaitable[Response]]
+    ) -> Response:
         """Read a body, run its endpoint, count the answer, and stop the work when the client hangs up."""
         status = 500
         try:
@@ -198,9 +200,9 @@ class _Server:
         """The conversation as the model's chat template writes it."""
         engine = self.engine
         try:
-            if engine.tokenizer is None and engine.encodes:
-                return await engine.ask("template", messages=messages)
-            return await _run(aside, engine.tokenizer.apply_chat_template, messages) if engine.encodes else ""
+            if engine.tokenizer is not None:
+                return await _run(aside, engine.tokenizer.apply_chat_template, messages)
+            return await engine.ask("template", messages=messages) if engine.encodes else ""
         except (InvalidRequest, TokenizerError) as error:
             raise APIError(str(error), param="messages") from error
         except Exception as error:  # a template may refuse a conversation with any exception of its own
@@ -230,10 +232,12 @@ class _Server:
             # Awaited here: until something has come, an error still has its HTTP status.
             first = await anext(source)
             return EventStream(self.chunks(answer, form, count, first, source, usages), source)
-        done: list[Completion | None] = [None] * count
+        ended: dict[int, Completion] = {}
         async with aclosing(source):
             async for choice, delta in source:
-                done[choice.index] = delta.completion or done[choice.index]
+                if delta.completion is not None:
+                    ended[choice.index] = delta.completion
+        done = [ended[index] for index in range(count)]
         for each in done:
             await self.read_tokens(each, each)
         choices = [form.whole(i, each) for i, each in enumerate(done)]
@@ -261,7 +265,7 @@ class _Server:
                 return answer.chunk([choice], usage=so_far())
             return answer.chunk([choice], **({"usage": None} if usages.include_usage else {}))
 
-        item = first
+        item: tuple[Choice, Delta] | None = first
         while item is not None:
             choice, delta = item
             prompts[choice.index // form.n] = len(choice.completion.prompt_token_ids)

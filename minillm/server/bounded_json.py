@@ -146,6 +146,6 @@ class BoundedDecoder:
         """Where the white space that begins here ends."""
         if self._next(at) > " ":
             return at
-        while (end := _SPACE.match(self.text, at, at + PIECE).end()) == at + PIECE:
-            at = end
-        return end
+        while (space := _SPACE.match(self.text, at, at + PIECE)) and space.end() == at + PIECE:
+            at += PIECE
+        return space.end() if space else at

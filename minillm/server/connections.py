@@ -10,6 +10,7 @@ import json
 import logging
 import socket
 from collections.abc import Callable
+from typing import Any, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
@@ -25,14 +26,14 @@ _ENDED = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)  # of a listener that was c
 class Connection(H11Protocol):
     """HTTP/1.1 over one connection, with deadlines."""
 
-    def __init__(self, timeouts: Timeouts, on_lost: Callable[[], None], **uvicorns):
+    def __init__(self, timeouts: Timeouts, on_lost: Callable[[], None], **uvicorns: Any):
         super().__init__(**uvicorns)
         self._timeouts, self._on_lost = timeouts, on_lost
         self._awaited: str | None = None
         self._deadline: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(transport)
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(cast(asyncio.Transport, transport))  # of a stream, as a TCP connection is one
         if hasattr(transport, "max_size"):  # asyncio's own, where the loop waits for sockets to be readable
             transport.max_size = limits.READ
         self._watch()

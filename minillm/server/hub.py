@@ -9,10 +9,10 @@ import socket
 import threading
 import traceback
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from minillm import overrides
 from minillm.engine.async_llm import AsyncLLM, Prepared
 from minillm.errors import InvalidRequest
 from minillm.request import Delta, RequestOptions, SamplingParams
-from minillm.tokenizer import TokenizerError
+from minillm.tokenizer import Tokenizer, TokenizerError
 
 from .limits import Timeouts
 from .link import NUMBER, TooLong, Unpacker, pack, room
@@ -36,7 +36,7 @@ class Job:
     """A choice that a worker runs."""
 
     key: int
-    prepared: Prepared | None = None
+    prepared: Prepared = field(init=False)
     told_prompt: bool = False  # whether the worker has the prompt's log-probabilities
 
 
@@ -54,7 +54,7 @@ class Hub:
         *,
         max_queued: int,
         log_level: str,
-        on_gone: Callable,
+        on_gone: Callable[["Line"], None],
         timeouts: Timeouts = Timeouts(),
     ):
         self.engine, self.on_gone = engine, on_gone
@@ -80,8 +80,8 @@ class Hub:
         }
         self.lines: set[Line] = set()
         self._selector = selectors.DefaultSelector()
-        self._wake, woken = socket.socketpair()
-        self._selector.register(woken, selectors.EVENT_READ, None)
+        self._wake, self._woken = socket.socketpair()
+        self._selector.register(self._woken, selectors.EVENT_READ, None)
         self._tasks: list[Callable[[], None]] = []
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="minillm-hub", daemon=True)
@@ -120,7 +120,7 @@ class Hub:
             for key, events in self._selector.select():
                 line = key.data
                 if line is None:
-                    key.fileobj.recv(4096)
+                    self._woken.recv(4096)
                     while self._tasks:
                         self._tasks.pop(0)()
                     continue
@@ -132,9 +132,8 @@ class Hub:
                         traceback.print_exc()
         for line in list(self.lines):
             self._drop(line)
-        for key in list(self._selector.get_map().values()):
-            key.fileobj.close()
         self._selector.close()
+        self._woken.close()
         self._wake.close()
 
     def _serve(self, line: "Line", events: int) -> bool:
@@ -173,7 +172,7 @@ class Line:
 
     # ---- writing, in any thread
 
-    def send(self, message: dict, numbers=()) -> None:
+    def send(self, message: dict, numbers: Iterable[int] = ()) -> None:
         data = pack(message, numbers)
         with self._lock:
             if self._unsent:
@@ -184,7 +183,7 @@ class Line:
                 self._unsent += data[sent:]
                 self.hub.soon(lambda: self.hub.want_write(self, True))
 
-    def _try_to_send(self, data) -> int:
+    def _try_to_send(self, data: bytes | bytearray) -> int:
         try:
             return self.sock.send(data)
         except BlockingIOError:
@@ -223,7 +222,7 @@ class Line:
             scores = job.prepared.tracked.completion.prompt_logprobs
             if scores is not None:
                 event["prompt_logprobs"] = scores
-        if delta.finish_reason is not None:
+        if delta.completion is not None:
             event |= {"reason": delta.finish_reason, "stop": delta.stop_reason}
             self.jobs.pop(job.key, None)
             self.hub.metrics.observe(delta.completion)
@@ -244,29 +243,32 @@ class Line:
         return bool(data)
 
     def close(self) -> None:
-        self._on_abort(None, keys=list(self.jobs))
+        self._abort(list(self.jobs))
         with self._lock:
             self.sock.close()
 
-    def _on_ready(self, _) -> None:
+    def _on_ready(self, _: array) -> None:
         self.ready.set_result(None)
 
-    def _on_failed(self, _, *, why: str) -> None:
+    def _on_failed(self, _: array, *, why: str) -> None:
         self.why = why
 
-    def _on_answered(self, _, *, status: int) -> None:
+    def _on_answered(self, _: array, *, status: int) -> None:
         self.hub.metrics.requests.labels(str(status)).inc()
 
-    def _on_abort(self, _, *, keys: list[int]) -> None:
+    def _on_abort(self, _: array, *, keys: list[int]) -> None:
+        self._abort(keys)
+
+    def _abort(self, keys: list[int]) -> None:
         for key in keys:
             job = self.jobs.get(key)
             if job is not None:
-                self.engine.abort(job.prepared.request_id)
+                self.engine.abort(job.prepared)
 
-    def _on_stopped(self, _, *, key: int, string: str) -> None:
+    def _on_stopped(self, _: array, *, key: int, string: str) -> None:
         job = self.jobs.pop(key, None)  # it is answered, and leaves its place to the worker's next
         if job is not None:
-            self.engine.stop(job.prepared.request_id, string)
+            self.engine.stop(job.prepared, string)
 
     def _on_submit(self, numbers: array, *, key: int, prompts: list[dict], params: dict, options: dict, n: int) -> None:
         choices = len(prompts) * n
@@ -292,31 +294,35 @@ class Line:
         held = f"of {self.hub.capacity} that this server holds"
         return {"kind": "busy", "message": f"{self.hub.running} requests run or wait already, {held}: try again soon"}
 
-    def _read_prompts(self, numbers: array, prompts: list[dict]) -> tuple[list, bool]:
+    def _read_prompts(self, numbers: array, prompts: list[dict]) -> tuple[list[np.ndarray], bool]:
         """Token ids of each prompt, and whether any was encoded here."""
-        numbers, found, encoded = np.asarray(numbers), [], False
+        left, found, encoded = np.asarray(numbers), [], False
+        tokenizer = self.engine.tokenizer
         own = any(each["text"] is not None for each in prompts) and overrides.replaced("bpe_merge")
         for each in prompts:
             length = each["length"] or 0
-            ids, numbers = numbers[:length], numbers[length:]
-            if each["text"] is not None and (own or each["length"] is None):
-                ids = self.engine.tokenizer.encode(each["text"], add_special_tokens=each["special"])
+            ids, left = left[:length], left[length:]
+            if tokenizer is not None and each["text"] is not None and (own or each["length"] is None):
+                ids = np.array(tokenizer.encode(each["text"], add_special_tokens=each["special"]), np.int64)
                 room(len(ids), self.engine.max_request_len)
                 encoded = True
             found.append(ids)
         return found, encoded
 
-    def _start(self, key: int, prompts: list, params: list[SamplingParams], options: RequestOptions) -> None:
+    def _start(
+        self, key: int, prompts: list[np.ndarray], params: list[SamplingParams], options: RequestOptions
+    ) -> None:
         """Check every choice, then queue them all. Raises InvalidRequest, and then none has begun.
 
         params: of each choice of a prompt; the engine has checked what they share.
         """
-        jobs = []
+        jobs: list[Job] = []
         for ids in prompts:
             for each in params:
                 job = Job(key + len(jobs))
-                more = {"options": options, "wants_text": self.hub.reads_text, "checked": True}
-                job.prepared = self.engine.prepare(ids, each, self, job, **more)
+                job.prepared = self.engine.prepare(
+                    ids, each, self, job, options=options, wants_text=self.hub.reads_text, checked=True
+                )
                 jobs.append(job)
         self.jobs |= {job.key: job for job in jobs}
         try:
@@ -326,7 +332,7 @@ class Line:
                 del self.jobs[job.key]
             raise
 
-    def _on_ask(self, _, *, id: int, what: str, arguments: dict) -> None:
+    def _on_ask(self, _: array, *, id: int, what: str, arguments: dict) -> None:
         try:
             reply = {"value": getattr(self, "_ask_" + what)(**arguments)}
         except Exception as error:
@@ -340,10 +346,16 @@ class Line:
         return self.hub.metrics.render(self.engine.stats()).decode()
 
     def _ask_template(self, messages: list[dict]) -> str:
-        return self.engine.tokenizer.apply_chat_template(messages)
+        return self._tokenizer.apply_chat_template(messages)
 
     def _ask_decode(self, ids: list[int]) -> str:
-        return self.engine.tokenizer.decode(ids)
+        return self._tokenizer.decode(ids)
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        tokenizer = self.engine.tokenizer
+        assert tokenizer is not None, "a worker asks only where `encodes` is true"
+        return tokenizer
 
     def _ask_tokens(self, ids: list[int]) -> list:
         """The text and bytes of each token."""

@@ -24,11 +24,11 @@ import itertools
 import json
 import struct
 from array import array
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from minillm.engine.output_text import OutputText
 from minillm.errors import InvalidRequest, MinillmError
@@ -141,7 +141,8 @@ class Choice:
         done.token_ids += ids
         if logprobs is not None:
             logprobs = [_with_ids(entry) for entry in logprobs[: len(ids)]]
-            done.logprobs += logprobs
+            if done.logprobs is not None:
+                done.logprobs += logprobs
         if "prompt_logprobs" in event:
             done.prompt_logprobs = [_with_ids(entry) for entry in event["prompt_logprobs"]]
         delta = Delta(text, ids, logprobs, reason, stop)
@@ -191,7 +192,7 @@ class RemoteEngine(asyncio.Protocol):
 
     async def stream(
         self, prompts: Sequence[Prompt], params: SamplingParams, n: int = 1, options: RequestOptions = RequestOptions()
-    ) -> AsyncIterator[tuple[Choice, Delta]]:
+    ) -> AsyncGenerator[tuple[Choice, Delta]]:
         """Run `params.choices(n)` of each prompt; yields each choice with what it gained.
 
         Choices are numbered prompt by prompt. All run, or none: raises InvalidRequest or Busy before the first
@@ -204,10 +205,11 @@ class RemoteEngine(asyncio.Protocol):
         for index, (prompt, _) in enumerate(itertools.product(prompts, range(n))):
             mine[next(self._keys)] = Choice(index, prompt, self.tokenizer, params)
         self._choices |= {key: (choice, queue) for key, choice in mine.items()}
-        message = {"op": "submit", "key": min(mine), "prompts": [each.form for each in prompts]}
-        message |= {"params": _changed(params), "options": _changed(options), "n": n}
+        changed = _changed(params)
         if self.tokenizer is not None:  # stop strings are looked for where text is made
-            message["params"].pop("stop", None)
+            changed.pop("stop", None)
+        message = {"op": "submit", "key": min(mine), "prompts": [each.form for each in prompts]}
+        message |= {"params": changed, "options": _changed(options), "n": n}
         try:
             ids = [prompt.ids or [] for prompt in prompts]
             many = sum(map(len, ids)) > MANY_NUMBERS
@@ -274,8 +276,8 @@ class RemoteEngine(asyncio.Protocol):
             raise EngineError("the engine's process is gone")
         self._transport.write(pack(message, numbers))
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # a stream's, since the socket is one
 
     def data_received(self, data: bytes) -> None:
         for message, numbers in self._unpacker.feed(data):

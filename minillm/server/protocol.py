@@ -7,7 +7,7 @@ vLLM's names.
 
 import json
 import re
-from collections.abc import Container
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
@@ -71,7 +71,7 @@ class APIError(MinillmError):
         kind: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
-        headers: dict[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
     ):
         if len(message) > MAX_MESSAGE:
             message = message[:MAX_MESSAGE] + " ..."
@@ -216,10 +216,10 @@ class CompletionRequest(GenerationRequest):
     @field_validator("prompt")
     @classmethod
     def _check_prompt(cls, value: object) -> object:
-        several = isinstance(value, list) and value and isinstance(value[0], (str, list))
-        if several and len(value) > MAX_PROMPTS:
-            raise APIError(f"prompt lists {len(value):,} prompts; at most {MAX_PROMPTS:,} fit", param="prompt")
-        if not all(isinstance(each, str) or (_is_ids(each) and each) for each in (value if several else [value])):
+        several = value if isinstance(value, list) and value and isinstance(value[0], (str, list)) else [value]
+        if len(several) > MAX_PROMPTS:
+            raise APIError(f"prompt lists {len(several):,} prompts; at most {MAX_PROMPTS:,} fit", param="prompt")
+        if not all(isinstance(each, str) or (_is_ids(each) and each) for each in several):
             raise APIError(_NO_PROMPT, param="prompt")
         return value
 
@@ -378,7 +378,7 @@ def unknown_field(name: str, where: str = "") -> APIError:
     return APIError(f"{path} is not a field of this request", param=param, code="unknown_parameter")
 
 
-def malformed(errors: list[dict]) -> APIError:
+def malformed(errors: Sequence[Mapping[str, Any]]) -> APIError:
     """pydantic's list of what is wrong, told as one sentence about the first."""
     first = errors[0]
     where = [str(part)[:QUOTED] for part in first["loc"]]

@@ -3,11 +3,11 @@
 import re
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from minillm.request import Completion, Delta, TokenLogprobs
-from minillm.tokenizer import TokenizerError
+from minillm.tokenizer import Tokenizer, TokenizerError
 
 LOWEST = -9999.0  # JSON has no -inf
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -53,7 +53,7 @@ class Answer:
 class TokenTexts:
     """Token ids as the strings and bytes that log-probabilities are reported with; remembers what it saw."""
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer: Tokenizer | None):
         self.tokenizer = tokenizer
         self.seen: dict[int, tuple[str, list[int] | None]] = {}
 
@@ -88,10 +88,10 @@ class TokenTexts:
 
 
 def completion_logprobs(
-    texts: TokenTexts, tokens: list[int], logprobs: list[TokenLogprobs | None], top: int, offset: int = 0
+    texts: TokenTexts, tokens: list[int], logprobs: Sequence[TokenLogprobs | None], top: int, offset: int = 0
 ) -> dict:
     """The completions endpoint's form: parallel lists, a token each. `offset`: characters before the first."""
-    form = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    form: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token, entry in zip(tokens, logprobs, strict=True):
         text = texts(token)
         form["tokens"].append(text)
@@ -152,17 +152,17 @@ class CompletionForm:
 
     def piece(self, index: int, gained: Delta, done: Completion) -> dict:
         """What a choice gained; done: all of it so far, of which an echo shows the prompt."""
-        text, tokens, logprobs = gained.text, gained.token_ids, gained.logprobs or []
-        reason = gained.finish_reason
+        text, tokens, reason = gained.text, gained.token_ids, gained.finish_reason
+        logprobs: Sequence[TokenLogprobs | None] = gained.logprobs or ()
         if self.scores_only:
-            text, tokens, logprobs = "", [], []
+            text, tokens, logprobs = "", [], ()
             reason = reason and "length"
         choice = {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
         if self.ids:
             choice["token_ids"] = tokens
         if self.echoes is not None and index not in self.offsets:
             choice["text"] = self.echoes[index // self.n] + text
-            tokens, logprobs = done.prompt_token_ids + tokens, (done.prompt_logprobs or []) + logprobs
+            tokens, logprobs = done.prompt_token_ids + tokens, [*(done.prompt_logprobs or ()), *logprobs]
         offset = self.offsets.setdefault(index, 0)
         if self.top is not None:
             form = completion_logprobs(self.texts, tokens, logprobs, self.top, offset)

@@ -12,12 +12,20 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
 
+from minillm.config import EngineOptions
 from minillm.errors import MinillmError
 
 from .limits import FLUSH, Timeouts
+
+if TYPE_CHECKING:  # `serve` and `running` import them: they wait for torch
+    from minillm.engine.async_llm import AsyncLLM
+    from minillm.engine.llm import LLM
+
+    from .hub import Hub, Line
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 MAX_QUEUED = 1024  # requests that may wait beyond those that run
@@ -41,7 +49,7 @@ class RunningServer:
     """`url` without a trailing slash, the engine behind it, the name it serves, and its workers."""
 
     url: str
-    engine: object
+    engine: "AsyncLLM"
     model: str
     workers: "Workers"
 
@@ -59,7 +67,7 @@ def serve(
     body_timeout: float = TIMEOUTS.body_timeout,
     keep_alive_timeout: float = TIMEOUTS.keep_alive_timeout,
     shutdown_grace: float = TIMEOUTS.shutdown_grace,
-    **engine_options,
+    **engine_options: Unpack[EngineOptions],
 ) -> None:
     """Serve until interrupted (Ctrl-C) or terminated.  Lesson 99.
 
@@ -69,12 +77,22 @@ def serve(
     answered with 408; what runs when the server is told to stop gets the grace to finish, unless it is told again.
     engine_options are `EngineConfig`'s. Raises PortTaken, ConfigError; RuntimeError when no worker is left.
     """
-    timeouts = Timeouts(header_timeout, body_timeout, keep_alive_timeout, shutdown_grace)
-    options = {"served_model_name": served_model_name, "log_level": log_level}
-    options |= {"workers": workers, "max_queued": max_queued} | asdict(timeouts)
     with _terminate_as_interrupt():
         try:
-            with running(model, host=host, port=port, **options, **engine_options) as server:
+            with running(
+                model,
+                host=host,
+                port=port,
+                served_model_name=served_model_name,
+                log_level=log_level,
+                workers=workers,
+                max_queued=max_queued,
+                header_timeout=header_timeout,
+                body_timeout=body_timeout,
+                keep_alive_timeout=keep_alive_timeout,
+                shutdown_grace=shutdown_grace,
+                **engine_options,
+            ) as server:
                 print(f"minillm serves {server.model} at {server.url}/v1 (Ctrl-C stops it)", flush=True)
                 server.workers.join()
         except KeyboardInterrupt:
@@ -83,7 +101,7 @@ def serve(
 
 @contextmanager
 def running(
-    model=None,
+    model: "str | Path | LLM | AsyncLLM | None" = None,
     *,
     host: str = "127.0.0.1",
     port: int = 0,
@@ -95,7 +113,7 @@ def running(
     body_timeout: float = TIMEOUTS.body_timeout,
     keep_alive_timeout: float = TIMEOUTS.keep_alive_timeout,
     shutdown_grace: float = TIMEOUTS.shutdown_grace,
-    **engine_options,
+    **engine_options: Unpack[EngineOptions],
 ) -> Iterator[RunningServer]:
     """A server over an engine in this process, for a notebook or a test, until the block ends.  Lesson 99.
 
@@ -119,8 +137,7 @@ def running(
 
             name = served_model_name or engine.name
             fleet = Workers(listener, workers, timeouts.shutdown_grace)
-            options = {"max_queued": max_queued, "log_level": log_level, "timeouts": timeouts}
-            hub = Hub(engine, name, on_gone=fleet.gone, **options)
+            hub = Hub(engine, name, max_queued=max_queued, log_level=log_level, on_gone=fleet.gone, timeouts=timeouts)
             try:
                 fleet.start(hub)
                 yield RunningServer(_url(host, listener), engine, name, fleet)
@@ -141,8 +158,8 @@ class Workers:
 
     def __init__(self, listener: socket.socket, count: int, grace: float):
         self.listener, self.count, self.grace = listener, count, grace
-        self.processes: dict[object, subprocess.Popen] = {}  # by the hub's line to each
-        self._failures: dict[object, int] = {}  # how many died in a worker's place before it, and none came up
+        self.processes: dict[Line, subprocess.Popen] = {}  # by the hub's line to each
+        self._failures: dict[Line, int] = {}  # how many died in a worker's place before it, and none came up
         self._places = count  # that have a worker, or will have
         self._given_up: str | None = None  # why the last place has none
         self._starting, self._stopping = True, False
@@ -150,7 +167,7 @@ class Workers:
         self._news = threading.Condition(self._lock)  # one is up, or a place is given up
         self._none_left = threading.Event()
 
-    def start(self, hub) -> None:
+    def start(self, hub: "Hub") -> None:
         """Start all workers and wait until they take requests. Raises RuntimeError, OSError."""
         self.hub = hub
         with self._news:
@@ -181,7 +198,7 @@ class Workers:
             self._end(processes, 0)
             raise
 
-    def _end(self, processes: dict[object, subprocess.Popen], grace: float) -> None:
+    def _end(self, processes: "dict[Line, subprocess.Popen]", grace: float) -> None:
         for line in processes:
             line.send({"op": "stop", "grace": grace})
         deadline = time.monotonic() + grace + FLUSH + KILL
@@ -196,12 +213,12 @@ class Workers:
     def _up(self) -> int:
         return sum(line.ready.done() for line in self.processes)
 
-    def _came_up(self, line) -> None:
+    def _came_up(self, line: "Line") -> None:
         with self._news:
             self._failures[line] = 0
             self._news.notify_all()
 
-    def gone(self, line) -> None:
+    def gone(self, line: "Line") -> None:
         """In the hub's thread: a worker hung up."""
         with self._lock:
             process = self.processes[line]
@@ -251,7 +268,7 @@ class Workers:
         self._failures[line] = failures
         line.ready.add_done_callback(lambda _: self._came_up(line))
 
-    def _launch(self):
+    def _launch(self) -> "Line":
         """Start a worker; returns the hub's line to it. Raises OSError."""
         from .hub import Line
         from .worker import share
@@ -267,14 +284,16 @@ class Workers:
                 **_inherited(self.listener, theirs),
             )
             given = {"listener": share(self.listener, process.pid), "link": share(theirs, process.pid)}
-            with suppress(BrokenPipeError), process.stdin:  # one that is dead already: the hub will see it
-                process.stdin.write(json.dumps(given).encode() + b"\n")
+            stdin = process.stdin
+            assert stdin is not None, "it was asked for"
+            with suppress(BrokenPipeError), stdin:  # one that is dead already: the hub will see it
+                stdin.write(json.dumps(given).encode() + b"\n")
         self.processes[line] = process
         self.hub.connect(line)
         return line
 
 
-def _inherited(*sockets: socket.socket) -> dict:
+def _inherited(*sockets: socket.socket) -> dict[str, Any]:
     """Popen's arguments that leave sockets open in the child, and keep the terminal's Ctrl-C from it."""
     if sys.platform == "win32":
         return {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
@@ -320,17 +339,16 @@ def _check(workers: int, max_queued: int) -> None:
 
 
 @contextmanager
-def _engine(model, options: dict) -> Iterator[object]:
+def _engine(model: "str | Path | LLM | AsyncLLM | None", options: EngineOptions) -> "Iterator[AsyncLLM]":
     from minillm.engine.async_llm import AsyncLLM
     from minillm.engine.llm import LLM
 
-    made = not hasattr(model, "stream") and not isinstance(model, LLM)
-    if options and not made:
+    if options and isinstance(model, (LLM, AsyncLLM)):
         raise TypeError(f"the engine exists already: {', '.join(options)} can no longer be set")
-    if hasattr(model, "stream"):
+    if isinstance(model, AsyncLLM):
         yield model
         return
-    engine = AsyncLLM(model, **options) if made else AsyncLLM(engine=model)
+    engine = AsyncLLM(engine=model) if isinstance(model, LLM) else AsyncLLM(model, **options)
     try:
         yield engine
     finally:

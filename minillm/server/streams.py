@@ -2,9 +2,11 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable
+from typing import TypeVar
 
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from minillm.errors import MinillmError
 
@@ -15,18 +17,22 @@ class ClientGone(MinillmError):
     """The client hung up; whatever ran for it has been aborted."""
 
 
-async def unless_disconnected(receive: Callable[[], Awaitable[dict]], work: Awaitable):
+Result = TypeVar("Result")
+
+
+async def unless_disconnected(receive: Receive, work: Awaitable[Result]) -> Result:
     """Await `work`; if the client hangs up first, cancel it and raise ClientGone."""
 
     async def hang_up() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(hang_up())]
+    worked, left = asyncio.ensure_future(work), asyncio.ensure_future(hang_up())
+    tasks: list[asyncio.Future] = [worked, left]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if tasks[0].done():
-            return tasks[0].result()
+        if worked.done():
+            return worked.result()
         raise ClientGone
     finally:
         for task in tasks:
@@ -48,7 +54,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self.chunks, self.source = chunks, source
 
-    async def __call__(self, scope, receive, send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def emit(data: str, more: bool = True) -> None:
             body = f"data: {data}\n\n".encode()
             await send({"type": "http.response.body", "body": body, "more_body": more})

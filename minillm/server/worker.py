@@ -16,11 +16,17 @@ from .link import EngineError, RemoteEngine, pack
 
 def share(sock: socket.socket, pid: int) -> int | str:
     """What process `pid` needs to open this socket, which it inherits (on Windows: is given by name)."""
-    return base64.b64encode(sock.share(pid)).decode() if hasattr(sock, "share") else sock.fileno()
+    if sys.platform == "win32":
+        return base64.b64encode(sock.share(pid)).decode()
+    return sock.fileno()
 
 
 def _opened(given: int | str) -> socket.socket:
-    return socket.socket(fileno=given) if isinstance(given, int) else socket.fromshare(base64.b64decode(given))
+    if isinstance(given, int):
+        return socket.socket(fileno=given)
+    if sys.platform == "win32":
+        return socket.fromshare(base64.b64decode(given))
+    raise ValueError(f"a socket is named {given!r}, and only Windows has names for them")
 
 
 async def work(listener: socket.socket, link: socket.socket, most: int | None = None) -> None:
@@ -43,7 +49,7 @@ async def work(listener: socket.socket, link: socket.socket, most: int | None = 
 
         grace = engine.timeouts.shutdown_grace
 
-        async def startup(self, sockets=None) -> None:
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets=[])
 
             def connect() -> Connection:
@@ -51,10 +57,10 @@ async def work(listener: socket.socket, link: socket.socket, most: int | None = 
                 return Connection(engine.timeouts, acceptor.freed, **uvicorns)
 
             acceptor = Acceptor(listener, connect, most_connections() if most is None else most)
-            self.servers.append(acceptor)
+            self.servers.append(acceptor)  # type: ignore[arg-type]  # uvicorn only closes its servers and waits
             engine.ready()
 
-        async def shutdown(self, sockets=None) -> None:
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             self._give_up_later()
             await super().shutdown()
 
@@ -80,7 +86,7 @@ async def work(listener: socket.socket, link: socket.socket, most: int | None = 
         log_level=engine.log_level,
         access_log=False,
         lifespan="off",
-        timeout_keep_alive=engine.timeouts.keep_alive_timeout,
+        timeout_keep_alive=engine.timeouts.keep_alive_timeout,  # type: ignore[arg-type]  # call_later takes floats
     )
     server = Server(config)
 

@@ -61,7 +61,7 @@ class _Finder:
         for content, token in contents:
             if content:
                 self.tokens.setdefault(content, token)
-        lengths = defaultdict(set)
+        lengths: defaultdict[str, set[int]] = defaultdict(set)
         for content in self.tokens:
             lengths[content[0]].add(len(content))
         # Only these lengths are looked up, and only where a token's first character stands: files list thousands
@@ -94,8 +94,8 @@ class _Finder:
                 while start > done and _SPACE.fullmatch(text[start - 1]):
                     start -= 1
                 start = max(start, done)
-            if token.rstrip:
-                stop = _SPACE.match(text, stop).end()
+            if token.rstrip and (space := _SPACE.match(text, stop)):
+                stop = space.end()
             if start >= stop:  # white space that the token before it took
                 continue
             if start > done:

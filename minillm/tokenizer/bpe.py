@@ -6,7 +6,7 @@ character outside the vocabulary becomes the tokens <0x..> of its UTF-8 bytes.
 
 import heapq
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 from minillm.overrides import Parts, register
@@ -42,10 +42,12 @@ class BPE:
         self.fuse_unk = fuse_unk
         self.ignore_merges = ignore_merges
         self.byte_fallback = byte_fallback and vocab.keys() >= set(BYTE_TOKENS)
-        pairs = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in merges]
-        for pair in pairs:
+        pairs: list[tuple[str, str]] = []
+        for entry in merges:
+            pair = tuple(entry.split(" ") if isinstance(entry, str) else entry)
             if len(pair) != 2 or not (pair[0] in vocab and pair[1] in vocab and pair[0] + pair[1] in vocab):
                 raise TokenizerError(f"the merge {pair!r} must join two tokens of the vocabulary to a third one in it")
+            pairs.append(pair)
         self.ranks = {pair: rank for rank, pair in enumerate(pairs)}
         # The only neighbours that a merge can ever join: see _cut.
         self._joinable = {(left[-1], right[0]) for left, right in pairs}
@@ -144,5 +146,11 @@ def merge(symbols: list[str], ranks: dict[tuple[str, str], int]) -> list[str]:
     return [symbol for symbol in symbols if symbol]
 
 
-PARTS = Parts({"bpe_merge": merge})
+class _Replaceable(Parts):
+    """What `using` can replace in this module."""
+
+    bpe_merge: Callable[[list[str], dict[tuple[str, str], int]], list[str]]
+
+
+PARTS = _Replaceable({"bpe_merge": merge})
 register(lambda: [PARTS])

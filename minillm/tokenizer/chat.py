@@ -2,9 +2,12 @@
 
 import json
 from datetime import datetime
+from typing import Any, NoReturn
 
 from jinja2 import TemplateError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from .patterns import TokenizerError
@@ -15,7 +18,7 @@ class _GenerationBlock(Extension):
 
     tags = {"generation"}
 
-    def parse(self, parser):
+    def parse(self, parser: Parser) -> list[Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -41,7 +44,7 @@ class ChatTemplate:
         except TemplateError as error:
             raise TokenizerError(f"the chat template does not parse: {error}") from error
 
-    def render(self, messages: list[dict], add_generation_prompt: bool = True) -> str:
+    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
         """The prompt for `messages`, each {"role": ..., "content": ...}.
 
         Raises TokenizerError for messages of another form, and with the template's own words when it refuses them.
@@ -57,10 +60,16 @@ class ChatTemplate:
             raise TokenizerError(f"the chat template refuses these messages: {error}") from error
 
 
-def _raise_exception(message: str):
+def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     # Jinja2's own filter escapes <, > and &, which a model has never seen.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

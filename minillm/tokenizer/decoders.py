@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 import regex
 
-from .patterns import component, replacer
+from .patterns import Spec, component, replacer
 from .pre_tokenizers import BYTE_CHARACTERS, prepend_scheme
 
 _BYTES = {character: byte for byte, character in BYTE_CHARACTERS.items()}
@@ -32,11 +32,11 @@ class Stage:
 class Decoder:
     """The text of one sequence of tokens; make a new one for each sequence.  Lesson 01."""
 
-    def __init__(self, spec: dict | None) -> None:
+    def __init__(self, spec: Spec | None) -> None:
         self._stages: list[Stage] = []
         fused = False
         for step in _flatten(spec) if spec else [{"type": "JoinWithSpaces"}]:
-            stage = component("decoder", step, _STAGES)
+            stage: Stage = component("decoder", step, _STAGES)
             if fused:
                 stage = _StripEnds(stage) if isinstance(stage, _Strip) else _Whole(stage)
             self._stages.append(stage)
@@ -59,14 +59,14 @@ class Decoder:
         return "".join(pieces)
 
 
-def _flatten(spec: dict) -> list[dict]:
+def _flatten(spec: Spec) -> list[Spec]:
     if spec["type"] != "Sequence":
         return [spec]
     return [step for inner in spec["decoders"] for step in _flatten(inner)]
 
 
 class _JoinWithSpaces(Stage):
-    def __init__(self, spec: dict) -> None:
+    def __init__(self, spec: Spec) -> None:
         self.first = True
 
     def push(self, piece: str) -> list[str]:
@@ -75,7 +75,7 @@ class _JoinWithSpaces(Stage):
 
 
 class _Replace(Stage):
-    def __init__(self, spec: dict) -> None:
+    def __init__(self, spec: Spec) -> None:
         self.replace = replacer(spec)
 
     def push(self, piece: str) -> list[str]:
@@ -85,7 +85,7 @@ class _Replace(Stage):
 class _Fuse(Stage):
     fuses = True
 
-    def __init__(self, spec: dict) -> None:
+    def __init__(self, spec: Spec) -> None:
         pass
 
 
@@ -109,7 +109,7 @@ class _ByteFallback(Stage):
     """<0xE2><0x82><0xAC> -> "€". A run of byte tokens with any invalid byte becomes one "\ufffd" for each byte, as the
     `tokenizers` library has it; so a run is only certain when it ends."""
 
-    def __init__(self, spec: dict) -> None:
+    def __init__(self, spec: Spec) -> None:
         self.run = bytearray()
 
     def push(self, piece: str) -> list[str]:
@@ -132,19 +132,19 @@ class _ByteFallback(Stage):
 class _ByteLevel(Stage):
     fuses = True
 
-    def __init__(self, spec: dict) -> None:
+    def __init__(self, spec: Spec) -> None:
         self.utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, piece: str) -> list[str]:
         known = all(character in _BYTES for character in piece)
-        return [self.utf8.decode(bytes(map(_BYTES.get, piece)) if known else piece.encode())]
+        return [self.utf8.decode(bytes(map(_BYTES.__getitem__, piece)) if known else piece.encode())]
 
     def finish(self) -> list[str]:
         return [self.utf8.decode(b"", final=True)]
 
 
 class _Metaspace(Stage):
-    def __init__(self, spec: dict) -> None:
+    def __init__(self, spec: Spec) -> None:
         self.mark = spec["replacement"]
         self.drops = prepend_scheme(spec) != "never"  # the first token's mark is the one that encoding put there
 
@@ -156,7 +156,7 @@ class _Metaspace(Stage):
 class _Strip(Stage):
     """Takes the character `content` off every piece, up to `start` times in front and `stop` times behind."""
 
-    def __init__(self, spec: dict) -> None:
+    def __init__(self, spec: Spec) -> None:
         self.content, self.start, self.stop = spec["content"], spec["start"], spec["stop"]
 
     def push(self, piece: str) -> list[str]:
@@ -188,7 +188,7 @@ class _StripEnds(Stage):
         return [text[: len(text) - tail]]
 
 
-_STAGES: dict[str, Callable[[dict], Stage]] = {
+_STAGES: dict[str, Callable[[Spec], Stage]] = {
     "Replace": _Replace,
     "ByteFallback": _ByteFallback,
     "Fuse": _Fuse,

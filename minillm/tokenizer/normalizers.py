@@ -6,18 +6,18 @@ from functools import partial
 
 import regex
 
-from .patterns import component, replacer
+from .patterns import Spec, component, replacer
 from .pre_tokenizers import to_byte_characters
 
 Normalizer = Callable[[str], str]
 
 
-def build_normalizer(spec: dict | None) -> Normalizer:
+def build_normalizer(spec: Spec | None) -> Normalizer:
     """The normalizer that `spec` describes; None leaves text as it is.  Lesson 01."""
     return component("normalizer", spec, _BUILDERS) if spec else lambda text: text
 
 
-def _sequence(spec: dict) -> Normalizer:
+def _sequence(spec: Spec) -> Normalizer:
     steps = [build_normalizer(step) for step in spec["normalizers"]]
 
     def normalize(text: str) -> str:
@@ -28,23 +28,23 @@ def _sequence(spec: dict) -> Normalizer:
     return normalize
 
 
-def _prepend(spec: dict) -> Normalizer:
+def _prepend(spec: Spec) -> Normalizer:
     return lambda text: spec["prepend"] + text if text else text
 
 
-def _strip(spec: dict) -> Normalizer:
+def _strip(spec: Spec) -> Normalizer:
     left = r"\A\p{White_Space}+" if spec["strip_left"] else "(?!)"
     right = r"(?<!\p{White_Space})\p{White_Space}+\Z" if spec["strip_right"] else "(?!)"
     space = regex.compile(f"{left}|{right}")
     return lambda text: space.sub("", text)
 
 
-def _lowercase(spec: dict) -> Normalizer:
+def _lowercase(spec: Spec) -> Normalizer:
     # Character by character: lowering whole words would turn a final sigma into another letter.
     return lambda text: "".join(character.lower() for character in text)
 
 
-_BUILDERS = {
+_BUILDERS: dict[str, Callable[[Spec], Normalizer]] = {
     "Sequence": _sequence,
     "Replace": replacer,
     "Prepend": _prepend,

@@ -8,7 +8,7 @@ from itertools import groupby
 
 import regex
 
-from .patterns import TokenizerError, compile_pattern, component
+from .patterns import Spec, TokenizerError, compile_pattern, component
 
 PreTokenizer = Callable[[str, bool], list[str]]
 
@@ -31,7 +31,7 @@ def to_byte_characters(text: str) -> str:
     return text.encode().decode("latin-1").translate(BYTE_CHARACTERS)
 
 
-def split_text(text: str, pattern: regex.Pattern, behavior: str = "Isolated", invert: bool = False) -> list[str]:
+def split_text(text: str, pattern: regex.Pattern[str], behavior: str = "Isolated", invert: bool = False) -> list[str]:
     """Cut `text` at the matches of `pattern`; no piece is empty.  Lesson 01.
 
     behavior  what becomes of a match: "Isolated" (a piece), "Removed", "MergedWithPrevious" or "MergedWithNext" (part
@@ -52,7 +52,8 @@ def split_text(text: str, pattern: regex.Pattern, behavior: str = "Isolated", in
 
 
 def _merge_with_previous(spans: list[tuple[str, bool]]) -> list[str]:
-    pieces, previous = [], True
+    pieces: list[str] = []
+    previous = True
     for text, is_match in spans:
         if is_match and not previous:
             pieces[-1] += text
@@ -64,7 +65,8 @@ def _merge_with_previous(spans: list[tuple[str, bool]]) -> list[str]:
 
 def _merge_with_next(spans: list[tuple[str, bool]]) -> list[str]:
     # The mirror image: back to front, a match joins the piece that was just made.
-    pieces, following = [], True
+    pieces: list[str] = []
+    following = True
     for text, is_match in reversed(spans):
         if is_match and not following:
             pieces[-1] = text + pieces[-1]
@@ -74,7 +76,7 @@ def _merge_with_next(spans: list[tuple[str, bool]]) -> list[str]:
     return pieces[::-1]
 
 
-_BEHAVIORS = {
+_BEHAVIORS: dict[str, Callable[[list[tuple[str, bool]]], list[str]]] = {
     "Isolated": lambda spans: [text for text, _ in spans],
     "Removed": lambda spans: [text for text, is_match in spans if not is_match],
     "Contiguous": lambda spans: [
@@ -85,12 +87,12 @@ _BEHAVIORS = {
 }
 
 
-def build_pre_tokenizer(spec: dict | None) -> PreTokenizer:
+def build_pre_tokenizer(spec: Spec | None) -> PreTokenizer:
     """The pre-tokenizer that `spec` describes; None keeps a text in one piece.  Lesson 01."""
     return component("pre-tokenizer", spec, _BUILDERS) if spec else lambda text, at_start: [text]
 
 
-def _sequence(spec: dict) -> PreTokenizer:
+def _sequence(spec: Spec) -> PreTokenizer:
     steps = [build_pre_tokenizer(step) for step in spec["pretokenizers"]]
 
     def pre_tokenize(text: str, at_start: bool) -> list[str]:
@@ -102,19 +104,19 @@ def _sequence(spec: dict) -> PreTokenizer:
     return pre_tokenize
 
 
-def _split(spec: dict) -> PreTokenizer:
+def _split(spec: Spec) -> PreTokenizer:
     pattern, behavior, invert = compile_pattern(spec["pattern"]), spec["behavior"], spec.get("invert", False)
     if behavior not in _BEHAVIORS:
         raise TokenizerError(f"a Split does {', '.join(_BEHAVIORS)} with its matches, not {behavior!r}")
     return lambda text, at_start: split_text(text, pattern, behavior, invert)
 
 
-def _digits(spec: dict) -> PreTokenizer:
+def _digits(spec: Spec) -> PreTokenizer:
     pattern = regex.compile(r"\p{N}" if spec["individual_digits"] else r"\p{N}+")
     return lambda text, at_start: split_text(text, pattern)
 
 
-def _byte_level(spec: dict) -> PreTokenizer:
+def _byte_level(spec: Spec) -> PreTokenizer:
     pattern = regex.compile(GPT2_PATTERN)
 
     def pre_tokenize(text: str, at_start: bool) -> list[str]:
@@ -126,7 +128,7 @@ def _byte_level(spec: dict) -> PreTokenizer:
     return pre_tokenize
 
 
-def _metaspace(spec: dict) -> PreTokenizer:
+def _metaspace(spec: Spec) -> PreTokenizer:
     mark, scheme = spec["replacement"], prepend_scheme(spec)
     pattern = regex.compile(regex.escape(mark))
 
@@ -139,12 +141,12 @@ def _metaspace(spec: dict) -> PreTokenizer:
     return pre_tokenize
 
 
-def prepend_scheme(spec: dict) -> str:
+def prepend_scheme(spec: Spec) -> str:
     """When a Metaspace puts its mark before a text: "always", "first" or "never". Older files hold a boolean."""
     return spec.get("prepend_scheme") or ("always" if spec.get("add_prefix_space", True) else "never")
 
 
-_BUILDERS = {
+_BUILDERS: dict[str, Callable[[Spec], PreTokenizer]] = {
     "Sequence": _sequence,
     "Split": _split,
     "Digits": _digits,

@@ -8,6 +8,7 @@ Gemma, Llama and their kin use. Its `truncation` and `padding` are left to the e
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from minillm.values import shown
 
@@ -16,7 +17,7 @@ from .bpe import BPE
 from .chat import ChatTemplate
 from .decoders import Decoder
 from .normalizers import build_normalizer
-from .patterns import TokenizerError
+from .patterns import Spec, TokenizerError
 from .pre_tokenizers import build_pre_tokenizer
 
 
@@ -27,7 +28,7 @@ class Tokenizer:
     vocab_size                  number of tokens, added ones included
     """
 
-    def __init__(self, tokenizer: dict, config: dict | None = None, chat_template: str | None = None) -> None:
+    def __init__(self, tokenizer: Spec, config: Spec | None = None, chat_template: str | None = None) -> None:
         """`tokenizer` and `config` hold the contents of `tokenizer.json` and `tokenizer_config.json`."""
         try:
             self._model = _build_model(tokenizer["model"])
@@ -93,7 +94,7 @@ class Tokenizer:
                 f"the text holds the lone surrogate {text[error.start]!a} at character {error.start}, which is half of "
                 'a UTF-16 pair and no character: decode its source with errors="replace", or remove it'
             ) from None
-        ids = []
+        ids: list[int] = []
         for piece, at_start in self._added.split(text):
             if isinstance(piece, int):
                 ids.append(piece)
@@ -110,7 +111,7 @@ class Tokenizer:
         decoder = self.new_decoder()
         return decoder.push(self.visible_tokens(ids, skip_special_tokens)) + decoder.finish()
 
-    def apply_chat_template(self, messages: list[dict], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
         """The prompt for `messages`: encode it with add_special_tokens=False, since it begins with <bos> itself.
 
         Raises TokenizerError when the directory has no chat template or the template refuses the messages.
@@ -149,7 +150,7 @@ class Tokenizer:
         return Decoder(self._decoder_spec)
 
 
-def _build_model(spec: dict) -> BPE:
+def _build_model(spec: Spec) -> BPE:
     if spec.get("type", "BPE") != "BPE":
         raise TokenizerError(f"tokenizer.json has the model {spec['type']!r}, which is not supported; BPE is")
     for option in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
@@ -159,12 +160,13 @@ def _build_model(spec: dict) -> BPE:
     return BPE(spec["vocab"], spec["merges"], spec.get("unk_token"), **options)
 
 
-def _build_template(spec: dict | None) -> tuple[list[int], list[int]]:
+def _build_template(spec: Spec | None) -> tuple[list[int], list[int]]:
     """The ids that a post-processor puts before and after a text."""
     if spec is None or spec["type"] == "ByteLevel":  # ByteLevel only moves offsets, which nobody asks for here
         return [], []
+    before: list[int] = []
+    after: list[int] = []
     if spec["type"] == "Sequence":
-        before, after = [], []
         for prefix, suffix in map(_build_template, spec["processors"]):
             before, after = prefix + before, after + suffix
         return before, after
@@ -173,7 +175,6 @@ def _build_template(spec: dict | None) -> tuple[list[int], list[int]]:
             f"tokenizer.json has the post-processor {spec['type']!r}, which is not supported; these are: ByteLevel, "
             "Sequence, TemplateProcessing"
         )
-    before, after = [], []
     side = before
     for item in spec["single"]:
         if "Sequence" in item:
@@ -183,25 +184,25 @@ def _build_template(spec: dict | None) -> tuple[list[int], list[int]]:
     return before, after
 
 
-def _settings(config: dict) -> tuple[dict[str, str], str | None]:
+def _settings(config: Spec) -> tuple[dict[str, str], str | None]:
     """tokenizer_config.json's special tokens by name, and its chat template."""
     tokens = {name: _content(value) for name, value in config.items() if name.endswith("_token")}
     special = {name: token for name, token in tokens.items() if token is not None}
     return special, _default_template(config.get("chat_template"))
 
 
-def _content(token: str | dict | None) -> str | None:
+def _content(token: str | Spec | None) -> str | None:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def _default_template(template: str | list[dict] | None) -> str | None:
+def _default_template(template: str | list[dict[str, str]] | None) -> str | None:
     """A file may hold one template, or several by name."""
     if isinstance(template, list):
         return {entry["name"]: entry["template"] for entry in template}.get("default")
     return template
 
 
-def _read_json(path: Path) -> dict | None:
+def _read_json(path: Path) -> Spec | None:
     if not path.is_file():
         return None
     try:

@@ -6,7 +6,7 @@ from characters, join the most frequent pair of neighbours everywhere, and repea
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from .gemma import BYTE_TOKENS, SPACE, SPECIAL_TOKENS, SPLIT_PATTERN
@@ -64,7 +64,8 @@ def train_bpe(
 
 def join_pair(symbols: list[str], left: str, right: str) -> list[str]:
     """`symbols` with each (left, right) in it joined, from the front.  Lesson 01."""
-    joined, i = [], 0
+    joined: list[str] = []
+    i = 0
     while i < len(symbols):
         if i + 1 < len(symbols) and symbols[i] == left and symbols[i + 1] == right:
             joined.append(left + right)
@@ -75,10 +76,10 @@ def join_pair(symbols: list[str], left: str, right: str) -> list[str]:
     return joined
 
 
-def most_frequent_pairs(words: list[tuple[list[str], int]]):
+def most_frequent_pairs(words: list[tuple[list[str], int]]) -> Iterator[tuple[str, str]]:
     """Yield the most frequent pair, join it in `words`, and go on until no word has two symbols."""
     counts: Counter[tuple[str, str]] = Counter()
-    words_with = defaultdict(set)
+    words_with: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
     for index, (symbols, count) in enumerate(words):
         for pair in pairwise(symbols):
             counts[pair] += count

@@ -13,12 +13,17 @@ are made when a trace is read.
 import json
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from os import PathLike
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 import numpy as np
 
 from minillm.errors import ConfigError, MinillmError
+
+if TYPE_CHECKING:  # a trace is read without an engine
+    from minillm.request import Request
 
 FIELDS = {
     "begin": ("rows", "blocks", "block_size", "launched"),  # a new scheduler: nothing runs, no block is used
@@ -41,6 +46,46 @@ CHUNK = 1024  # entries that a trace with a file keeps before it writes them
 PATIENCE = 1.0  # seconds after which it writes them anyway
 
 
+class RecordedPool(Protocol):
+    """What recording reads of a block pool: `minillm.kv_cache.BlockPool`."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    def lookup(self, keys: Iterable[bytes]) -> list[int]: ...
+    def watch_evictions(self, told: Callable[[int], None]) -> None: ...
+
+
+class RecordedStep(Protocol):
+    """What recording reads of a step: `minillm.scheduler.Step`."""
+
+    number: int
+    rows: np.ndarray
+    starts: np.ndarray
+    queries: np.ndarray
+    samples: np.ndarray
+    decodes: int
+
+
+class RecordedScheduler(Protocol):
+    """What recording reads of a scheduler: `minillm.scheduler.Scheduler`."""
+
+    launched: int
+    read: int
+    block_size: int
+    requests: "list[Request | None]"
+    order: np.ndarray
+    known: np.ndarray
+    computed: np.ndarray
+    limit: np.ndarray
+    last_step: np.ndarray
+    trace: "Trace | None"
+
+    @property
+    def pool(self) -> RecordedPool: ...
+    @property
+    def has_work(self) -> bool: ...
+
+
 class TraceError(MinillmError, ValueError):
     """Events that no engine can have written (one is missing, twice there or torn), or that cannot be recorded."""
 
@@ -53,24 +98,29 @@ class Trace:
     writing fail later (a full disk), recording ends with a warning and the engine goes on.
     """
 
-    def __init__(self, path: str | Path | None = None):
+    def __init__(self, path: str | PathLike[str] | None = None):
         self.path = None if path is None else Path(path)
         self._entries: list[tuple] = []  # (event, microseconds, *values), arrays by reference
         self._evicted: list[int] = []  # blocks given out anew since the newest entry
-        self._began: int | None = None  # at the first scheduler, in nanoseconds
+        self._began = 0  # at the first scheduler, in nanoseconds; 0: there was none yet
         self._written = time.perf_counter()
-        self._file = None
+        self._file: TextIO | None = None
         if path is not None:
             try:
-                self._file = self.path.open("w", encoding="utf-8")
+                self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 `close` closes it
             except OSError as error:
                 raise ConfigError(
                     f"trace={str(path)!r} cannot be written: {error.strerror}; name another file"
                 ) from None
 
+    @classmethod
+    def of(cls, given: "str | PathLike[str] | Trace | None") -> "Trace | None":
+        """The trace that an engine's option asks for: a recorder as it is, a path's file, or none."""
+        return given if given is None or isinstance(given, Trace) else cls(given)
+
     # ---- recording
 
-    def watch(self, scheduler) -> None:
+    def watch(self, scheduler: RecordedScheduler) -> None:
         """Record what a new scheduler does from now on."""
         if scheduler.launched != scheduler.read or scheduler.has_work:
             raise TraceError("a trace can only begin while nothing runs: its events tell changes")
@@ -80,20 +130,20 @@ class Trace:
         rows, blocks = len(scheduler.requests), scheduler.pool.num_blocks
         self._add("begin", rows, blocks, scheduler.block_size, scheduler.launched)
 
-    def _follow(self, pool) -> None:
+    def _follow(self, pool: RecordedPool) -> None:
         pool.watch_evictions(self._evicted.append)
 
-    def _add(self, event: str, *values) -> None:
+    def _add(self, event: str, *values: Any) -> None:
         at = (time.perf_counter_ns() - self._began) // 1000
         if self._evicted:  # for the event that comes now
             self._entries.append(("evict", at, self._evicted.copy()))
             self._evicted.clear()
         self._entries.append((event, at, *values))
 
-    def submit(self, request) -> None:
+    def submit(self, request: "Request") -> None:
         self._add("submit", request.request_id, len(request.prompt))
 
-    def admit(self, scheduler, request, blocks: np.ndarray) -> None:
+    def admit(self, scheduler: RecordedScheduler, request: "Request", blocks: np.ndarray) -> None:
         """blocks: [groups, n]; those of the tokens that are computed were found in the cache."""
         row, step = request.row, scheduler.launched + 1
         known, computed = scheduler.known.item(row), scheduler.computed.item(row)
@@ -103,7 +153,7 @@ class Trace:
     def grow(self, rows: np.ndarray, columns: np.ndarray, blocks: np.ndarray) -> None:
         self._add("grow", rows, columns, blocks)
 
-    def register(self, pool, row: int, keys: dict[int, bytes]) -> None:
+    def register(self, pool: RecordedPool, row: int, keys: dict[int, bytes]) -> None:
         """keys: of the blocks that were registered; the first block with a key keeps it."""
         blocks = [block for block, found in zip(keys, pool.lookup(keys.values()), strict=False) if found == block]
         if blocks:
@@ -113,13 +163,13 @@ class Trace:
         """rows [n], blocks [n]: who lets go of which; step: the newest that may touch them."""
         self._add("release", rows, blocks, step)
 
-    def preempt(self, request, row: int, step: int) -> None:
+    def preempt(self, request: "Request", row: int, step: int) -> None:
         self._add("preempt", request.request_id, row, step)
 
-    def finish(self, request, row: int, step: int) -> None:
+    def finish(self, request: "Request", row: int, step: int) -> None:
         self._add("finish", request.request_id, row, request.finish_reason, step)
 
-    def launch(self, scheduler, step) -> None:
+    def launch(self, scheduler: RecordedScheduler, step: RecordedStep) -> None:
         if len(step.rows) < len(scheduler.order):
             left = scheduler.order[scheduler.last_step[scheduler.order] != step.number]
             known = scheduler.known[left]
@@ -136,7 +186,7 @@ class Trace:
     def arrived(self, step: int) -> None:
         self._add("read", step)
 
-    def reset(self, scheduler) -> None:
+    def reset(self, scheduler: RecordedScheduler) -> None:
         self._add("reset", scheduler.launched)
         self._follow(scheduler.pool)
 
@@ -197,13 +247,13 @@ def _events(entry: tuple) -> Iterator[dict]:
         yield {"event": event, "time": at / 1e6, **dict(zip(FIELDS[event], each, strict=True))}
 
 
-def _apart(event: str, *values) -> Iterator[tuple]:
+def _apart(event: str, *values: Any) -> Iterator[tuple]:
     """The events, (event, *values), that an entry stands for."""
     if event == "admit":  # shared: how many columns of blocks were found in the cache
-        *values, shared = values
-        yield event, *values
+        *admitted, shared = values
+        yield event, *admitted
         if shared:
-            _, request, row, _, computed, _, blocks = values
+            _, request, row, _, computed, _, blocks = admitted
             yield "share", request, row, computed, [group[:shared] for group in blocks]
     elif event == "evict":  # several blocks
         yield from ((event, block) for block in values[0])

@@ -39,7 +39,7 @@ class Tables:
 
 def replay(events: Trace | Iterable[dict]) -> Iterator[StepRows]:
     """Each step's rows, in order of launch. Raises TraceError where events are missing."""
-    mirror, in_flight = Mirror(), deque()
+    mirror, in_flight = Mirror(), deque[StepRows]()
     for event in _all(events):
         step = mirror.take(event)
         if step is not None:
@@ -81,7 +81,7 @@ class Mirror:
         handle = getattr(self, "_" + kind, None)
         return None if handle is None else handle(event)
 
-    def _expect(self, condition: bool, kind: str, problem: str) -> None:
+    def _expect(self, condition: object, kind: str, problem: str) -> None:
         if not condition:
             raise TraceError(f"event {self.taken} ({kind}) {problem}: events before it are missing or out of order")
 

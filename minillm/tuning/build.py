@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Unpack
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ import torch
 from minillm.bench import records
 from minillm.bench.offline import Minillm
 from minillm.bench.workloads import BenchRequest
-from minillm.config import EngineConfig
+from minillm.config import EngineConfig, EngineOptions
 from minillm.errors import ConfigError
 from minillm.kv_cache.layer_groups import blocks_held
 from minillm.model.config import ModelConfig
@@ -45,7 +46,7 @@ def run(
     gpu_gb: float | None = None,
     compare: bool = False,
     json_path: str | Path | None = None,
-    **engine_options,
+    **engine_options: Unpack[EngineOptions],
 ) -> Plan:
     """Make a plan, print what it takes, and write it; `out`: default MODEL.plan.json here.  Raises ConfigError.
 
@@ -55,7 +56,7 @@ def run(
     begun, start = records.begin(), time.perf_counter()
     if engine_options.get("plan"):
         raise ConfigError("build writes a plan: --plan is for the commands that use one; --out says where to write it")
-    config, traffic = EngineConfig(**engine_options), Traffic(input_len, output_len, concurrency)
+    config, traffic = EngineConfig.of(**engine_options), Traffic(input_len, output_len, concurrency)
     place = resolve(model)
     shape = read_config(place)
     longest = config.max_model_len or shape.max_model_len
@@ -78,7 +79,7 @@ def run(
         from .planning import measured  # needs triton
 
         plan = measured(model, plan, out, device)
-        print(f"{title}, on {plan.gpu['name']}\n{on_gpu(shape, plan, torch.cuda.mem_get_info()[1])}")
+        print(f"{title}, on {torch.cuda.get_device_name(device)}\n{on_gpu(shape, plan, torch.cuda.mem_get_info()[1])}")
     if gpu_gb is not None:
         print(f"A GPU of {gpu_gb:g} GB, before workspace and CUDA graphs, which are measured on it:")
         there = options_of(config, shape, traffic, "cuda")
@@ -87,7 +88,7 @@ def run(
     plan.write(out)
     print(f"wrote {out} in {plan.measured['seconds']} s: use it with --plan {out}")
     if compare:
-        results = compared(model, plan, out, {"load_format": "dummy"} | engine_options)
+        results = compared(model, plan, out, {"load_format": "dummy", **engine_options})
         content = records.record(results, begun, model=name, plan=json.loads(out.read_text(encoding="utf-8")))
         records.publish(content, json_path)
     return plan
@@ -167,7 +168,7 @@ def compared(model: str | Path | None, plan: Plan, out: Path, options: dict, rep
 
 
 def alternating(engines: dict[str, Minillm], work: Sequence[BenchRequest], repeat: int) -> list[dict]:
-    runs = {name: [] for name in engines}
+    runs: dict[str, list[float]] = {name: [] for name in engines}
     for round_ in range(repeat + 1):
         for name, engine in engines.items():
             seconds = engine.run(work, temperature=1.0)

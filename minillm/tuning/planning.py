@@ -19,6 +19,8 @@ from minillm.engine.llm import LLM
 from minillm.kernels import launches
 from minillm.request import SamplingParams
 from minillm.runner.cuda_graph import DecodeShape
+from minillm.runner.decode_graphs import DecodeGraphs
+from minillm.runner.executor import LocalExecutor
 from minillm.runner.plan import Plan, Traffic
 from minillm.runner.runner import Runner
 
@@ -27,6 +29,7 @@ from . import trials
 BUDGETS = (8192, 16384, 32768)  # tokens a step
 PROMPT_TOKENS = 1 << 18  # at most, in each trial of a budget
 REPLAYS = 15
+Asked = dict[launches.Problem, trials.Launch]  # the problems of a step, and each kernel's own choice
 
 
 @torch.inference_mode()
@@ -37,17 +40,17 @@ def measured(model: str | Path | None, plan: Plan, out: Path, device: str) -> Pl
     # Without the cache of prefixes: a budget's prompts must not profit from another's.
     options = {"enable_prefix_caching": False} | plan.options
     with LLM(model, load_format="dummy", device=device, **options) as llm:
-        runner = llm.engine.executor.runner
+        runner = _runner(llm)
         for cache in runner.caches:  # zeros would be computed faster than numbers are
             cache.k.normal_(), cache.v.normal_()
         runner.state.tokens.random_(runner.model.config.vocab_size)
         budgets, asked = budget_rates(llm, plan)
-        steps = {}
+        steps: dict[DecodeShape, float] = {}
+        asked_by: dict[DecodeShape, Asked] = {}
+        found: list[trials.Found] = []
         if runner.graphs is not None:
-            steps, asked_by = decode_steps(runner, plan.traffic)
+            steps, asked_by = decode_steps(runner, runner.graphs.decodes, plan.traffic)
             found = [*tune_decode(runner, plan.traffic, asked_by), *tune_products(runner, asked_by)]
-        else:
-            asked_by, found = {}, []
         budget = best_budget(budgets, plan.options["max_num_batched_tokens"])
         found += [
             report(trials.tune(problem, default, trials.prefill_trial(problem, runner, plan.traffic, budget)))
@@ -77,23 +80,26 @@ def measured(model: str | Path | None, plan: Plan, out: Path, device: str) -> Pl
     return replace(plan, memory=memory_taken(model, plan, out, device))
 
 
-def decode_steps(runner: Runner, traffic: Traffic) -> tuple[dict[DecodeShape, float], dict[DecodeShape, dict]]:
+def decode_steps(
+    runner: Runner, graphs: DecodeGraphs, traffic: Traffic
+) -> tuple[dict[DecodeShape, float], dict[DecodeShape, Asked]]:
     """Each decode step of the traffic: seconds with the kernels' own launches, and the problems it asks for."""
-    graphs, block = runner.graphs.decodes, runner.state.block_size
+    block = runner.state.block_size
     ends = range(traffic.input_len + 1, traffic.context + 1)
     widths = sorted({graphs.width(-(-end // block)) for end in ends})
     shapes = [DecodeShape(size, width) for width in widths for size in graphs.sizes]
-    step_seconds(runner, traffic, shapes[0])  # the first capture of all may bring others with it
-    seconds, asked_by = {}, {}
+    step_seconds(runner, graphs, traffic, shapes[0])  # the first capture of all may bring others with it
+    seconds: dict[DecodeShape, float] = {}
+    asked_by: dict[DecodeShape, Asked] = {}
     for shape in shapes:
         with launches.listening() as asked_by[shape]:
-            seconds[shape] = step_seconds(runner, traffic, shape)
+            seconds[shape] = step_seconds(runner, graphs, traffic, shape)
     return seconds, asked_by
 
 
-def step_seconds(runner: Runner, traffic: Traffic, shape: DecodeShape) -> float:
+def step_seconds(runner: Runner, graphs: DecodeGraphs, traffic: Traffic, shape: DecodeShape) -> float:
     """One captured decode step, its rows halfway through their answers."""
-    graphs, state, (size, width) = runner.graphs.decodes, runner.state, shape
+    state, (size, width) = runner.state, shape
     longest = min(width * state.block_size, state.longest + 1) - 2 * REPLAYS
     graphs.rows[:size] = torch.arange(size, device=state.device)
     state.position[:size] = max(min(traffic.input_len + traffic.output_len // 2, longest), 0)
@@ -104,9 +110,10 @@ def step_seconds(runner: Runner, traffic: Traffic, shape: DecodeShape) -> float:
     return statistics.median(trials.replay_seconds(captured, REPLAYS))
 
 
-def tune_decode(runner: Runner, traffic: Traffic, asked_by: dict[DecodeShape, dict]) -> list[trials.Found]:
+def tune_decode(runner: Runner, traffic: Traffic, asked_by: dict[DecodeShape, Asked]) -> list[trials.Found]:
     """Tiles where most keys are read, then the splits of every step."""
-    found, tile = [], None
+    found: list[trials.Found] = []
+    tile: trials.Launch | None = None
     for shape in sorted(asked_by, reverse=True):
         for problem, default in asked_by[shape].items():
             if problem.kernel == "decode_attention" and all(problem != each.problem for each in found):
@@ -116,7 +123,7 @@ def tune_decode(runner: Runner, traffic: Traffic, asked_by: dict[DecodeShape, di
     return found
 
 
-def tune_products(runner: Runner, asked_by: dict[DecodeShape, dict]) -> list[trials.Found]:
+def tune_products(runner: Runner, asked_by: dict[DecodeShape, Asked]) -> list[trials.Found]:
     asked = {problem: default for problems in asked_by.values() for problem, default in problems.items()}
     products = {problem: default for problem, default in asked.items() if problem.kernel in ("whole_rows", "long_rows")}
     return [report(trials.tune(each, own, trials.product_trial(each, runner))) for each, own in products.items()]
@@ -126,16 +133,16 @@ def kept(
     runner: Runner,
     traffic: Traffic,
     steps: dict[DecodeShape, float],
-    asked_by: dict[DecodeShape, dict],
+    asked_by: dict[DecodeShape, Asked],
     chosen: list[trials.Found],
 ) -> tuple[list[trials.Found], dict[DecodeShape, float]]:
     """Launches that also help in the steps they are part of, and those steps' seconds; measured in the same order."""
     again = dict(steps)
     table = {each.problem: each.launch._asdict() for each in chosen}
     for shape in steps:
-        if table.keys() & asked_by[shape].keys():
+        if runner.graphs is not None and table.keys() & asked_by[shape].keys():
             with launches.using(table):
-                again[shape] = step_seconds(runner, traffic, shape)
+                again[shape] = step_seconds(runner, runner.graphs.decodes, traffic, shape)
     gain = {
         each.problem: sum(steps[shape] - again[shape] for shape in steps if each.problem in asked_by[shape])
         for each in chosen
@@ -152,7 +159,7 @@ def worthwhile(sizes: set[int], seconds: dict[DecodeShape, float]) -> set[int]:
     chosen = largest_first[:1]
     for size in largest_first[1:]:
         if any(
-            time < (1 - trials.MARGIN) * seconds[chosen[-1], width]
+            time < (1 - trials.MARGIN) * seconds[DecodeShape(chosen[-1], width)]
             for (rows, width), time in seconds.items()
             if rows == size
         ):
@@ -160,7 +167,7 @@ def worthwhile(sizes: set[int], seconds: dict[DecodeShape, float]) -> set[int]:
     return set(chosen)
 
 
-def budget_rates(llm: LLM, plan: Plan) -> tuple[dict[int, float], dict]:
+def budget_rates(llm: LLM, plan: Plan) -> tuple[dict[int, float], Asked]:
     """Budget of tokens a step -> prompt tokens a second while the traffic begins; and the problems its steps ask for.
 
     All requests at once and a few tokens of each answer: prompts that are computed alone would praise small budgets,
@@ -169,7 +176,8 @@ def budget_rates(llm: LLM, plan: Plan) -> tuple[dict[int, float], dict]:
     traffic, own = plan.traffic, plan.options["max_num_batched_tokens"]
     requests = max(1, min(traffic.concurrency, PROMPT_TOKENS // traffic.input_len))
     budgets = {own, *(each for each in BUDGETS if each // 2 < requests * traffic.input_len)}
-    seconds, asked = {budget: [] for budget in sorted(budgets)}, {}
+    seconds: dict[int, list[float]] = {budget: [] for budget in sorted(budgets)}
+    asked: Asked = {}
     for round_ in range(3):
         for budget, times in seconds.items():
             llm.engine.scheduler.max_num_batched_tokens = budget
@@ -194,7 +202,7 @@ def begin_seconds(llm: LLM, traffic: Traffic, requests: int, seed: int) -> float
 
 def best_budget(rates: dict[int, float], own: int) -> int:
     """The engine's own, unless another is clearly faster."""
-    best = max(rates, key=rates.get, default=own)
+    best = max(rates, key=rates.__getitem__, default=own)
     return best if rates.get(best, 0) > (1 + trials.MARGIN) * rates.get(own, math.inf) else own
 
 
@@ -202,7 +210,7 @@ def memory_taken(model: str | Path | None, plan: Plan, out: Path, device: str) -
     """Bytes that an engine with this plan takes, by starting one; its graphs are captured apart, to see theirs."""
     replace(plan, graphs=[]).write(out)
     with LLM(model, load_format="dummy", device=device, plan=str(out)) as llm:
-        runner, config = llm.engine.executor.runner, llm.engine.config
+        runner, config = _runner(llm), llm.config
         torch.cuda.synchronize()
         before = torch.cuda.mem_get_info(device)[0]
         if runner.graphs is not None:
@@ -223,6 +231,13 @@ def memory_taken(model: str | Path | None, plan: Plan, out: Path, device: str) -
         taken["workspace"] = runner.memory.workspace(config) + total - free - taken["weights"]
     gc.collect()
     return taken
+
+
+def _runner(llm: LLM) -> Runner:
+    """What runs its steps: only an engine that runs them in this process can be measured."""
+    executor = llm.engine.executor
+    assert isinstance(executor, LocalExecutor), type(executor)
+    return executor.runner
 
 
 def entry(found: trials.Found) -> dict:

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from torch import Tensor
 from minillm.kernels import launches, paged_attention, single_row
 from minillm.kernels.launches import Problem
 from minillm.kv_cache.storage import LayerCache
+from minillm.model import Model
+from minillm.model.decoder import Layer
 from minillm.ops import reference
 from minillm.runner.plan import Traffic
 from minillm.runner.runner import Runner
@@ -27,7 +30,8 @@ COLD = 256 << 20  # bytes of different data before any comes again: more than a 
 MOST_CALLS = 64
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}  # relative error of a whole result
 
-Launch = tuple  # a kernel's NamedTuple
+Launch = Any  # a kernel's NamedTuple: each kernel has fields of its own
+Round = Callable[[Launch], Iterable[Launch]]  # the best launch so far -> those to try next
 
 
 @dataclass
@@ -36,7 +40,7 @@ class Trial:
 
     calls: Sequence[Callable[[], Tensor]]  # the same work on different data
     error: Callable[[Tensor], float]  # of the first call's result, relative to float64
-    rounds: Sequence[Callable[[Launch], Iterable[Launch]]]  # the best launch so far -> those to try next
+    rounds: Sequence[Round]
     tolerance: float
 
 
@@ -69,10 +73,10 @@ def tune(problem: Problem, default: Launch, trial: Trial, seconds: Callable[[Seq
     if default in found.refused:
         raise RuntimeError(f"{problem.kernel}'s own launch {default} fails: {found.refused[default]}")
     for candidates in trial.rounds:
-        for launch in candidates(min(times, key=times.get)):
+        for launch in candidates(min(times, key=times.__getitem__)):
             if launch not in times:
                 times[launch] = timed(launch)
-    best = min(times, key=times.get)
+    best = min(times, key=times.__getitem__)
     found.tried, found.default_seconds = len(times), timed(default)
     found.seconds = found.default_seconds if best == default else timed(best)
     if max(found.seconds, times[best]) < (1 - MARGIN) * min(found.default_seconds, times[default]):
@@ -88,11 +92,17 @@ def _refusal(trial: Trial) -> str | None:
 
     try:
         result = trial.calls[0]()
-    except TritonError as error:
-        return str(error)
+    except TritonError as refusal:
+        return str(refusal)
     error = trial.error(result)
     result.fill_(math.nan)  # the next candidate's result lies in this memory: what it leaves out is seen
     return None if error <= trial.tolerance else f"relative error {error:.1e}"
+
+
+def _sizes(problem: Problem) -> tuple[dict[str, int], str]:
+    """A problem's sizes by name, and the name of its dtype."""
+    sizes = {name: size for name, size in problem.sizes if isinstance(size, int)}
+    return sizes, str(dict(problem.sizes)["dtype"])
 
 
 def graph_seconds(calls: Sequence[Callable[[], Tensor]], replays: int = 7) -> float:
@@ -126,7 +136,7 @@ def powers(middle: int, low: int, high: int, reach: int = 1) -> list[int]:
 
 def decode_trial(problem: Problem, runner: Runner, traffic: Traffic, width: int, tile: Launch | None) -> Trial:
     """Rows somewhere in their answers, on the engine's cache. tile: what was best where it matters most, or None."""
-    sizes, shape = dict(problem.sizes), runner.model.config
+    (sizes, dtype), shape = _sizes(problem), runner.model.config
     rows, longest = sizes["programs"] // shape.num_kv_heads, width * runner.state.block_size
     layers = [
         (layer, cache)
@@ -146,7 +156,7 @@ def decode_trial(problem: Problem, runner: Runner, traffic: Traffic, width: int,
         wanted = reference.decode_attention(q[few].double(), held, compact, lengths[few], layer.attention)
         return relative_error(result[few], wanted)
 
-    def tiles(best):
+    def tiles(best: Launch) -> list[Launch]:
         if tile is not None:
             return [best._replace(keys=tile.keys, warps=tile.warps, stages=tile.stages)]
         keys = best.keys
@@ -156,17 +166,19 @@ def decode_trial(problem: Problem, runner: Runner, traffic: Traffic, width: int,
         ]  # fmt: skip
         return [best._replace(keys=k, warps=w, stages=s) for k, w, s in choices if k >= 16]
 
-    def splits(best):
+    def splits(best: Launch) -> list[Launch]:
         return [best._replace(splits=each) for each in powers(best.splits, 1, max(sizes["longest"] // 16, 1), 2)]
 
     calls = [
         partial(paged_attention.decode_attention, q, cache, table, lengths, layer.attention)
         for q, layer, cache, table in inputs
     ]
-    return Trial(calls, error, [tiles, splits], TOLERANCE[sizes["dtype"]])
+    return Trial(calls, error, [tiles, splits], TOLERANCE[dtype])
 
 
-def _decode_inputs(runner: Runner, layer, cache: LayerCache, rows: int, width: int) -> tuple:
+def _decode_inputs(
+    runner: Runner, layer: Layer, cache: LayerCache, rows: int, width: int
+) -> tuple[Tensor, Layer, LayerCache, Tensor]:
     shape = runner.model.config
     q = torch.randn(rows, 1, shape.num_heads, shape.head_dim, device=runner.state.device).to(runner.model.dtype)
     return q, layer, cache, _random_table(runner, rows, width)
@@ -177,7 +189,7 @@ def _decode_inputs(runner: Runner, layer, cache: LayerCache, rows: int, width: i
 
 def prefill_trial(problem: Problem, runner: Runner, traffic: Traffic, budget: int) -> Trial:
     """As many whole prompts as a step takes, on the engine's cache."""
-    sizes, shape = dict(problem.sizes), runner.model.config
+    (_, dtype), shape = _sizes(problem), runner.model.config
     tokens = min(traffic.input_len, budget)
     rows = max(1, min(budget // tokens, traffic.concurrency))
     starts = torch.arange(rows + 1, device=runner.state.device, dtype=torch.int32) * tokens
@@ -198,8 +210,8 @@ def prefill_trial(problem: Problem, runner: Runner, traffic: Traffic, budget: in
         wanted = reference.prefill_attention(q, held, compact, seen, ends, few, layer.attention)
         return relative_error(torch.cat([result[:few], result[-few:]]), wanted)
 
-    def tiles(best):
-        if sizes["dtype"] == "float32":
+    def tiles(best: Launch) -> list[Launch]:
+        if dtype == "float32":
             choices = [(16, 16, 4, 1), (16, 32, 4, 1), (32, 16, 4, 1), (32, 32, 4, 1), (32, 32, 8, 1)]
         else:
             choices = [
@@ -212,7 +224,7 @@ def prefill_trial(problem: Problem, runner: Runner, traffic: Traffic, budget: in
         partial(paged_attention.prefill_attention, q, cache, table, lengths, starts, tokens, layer.attention)
         for q, (layer, cache) in zip(queries, pairs, strict=True)
     ]
-    return Trial(calls, error, [tiles], TOLERANCE[sizes["dtype"]])
+    return Trial(calls, error, [tiles], TOLERANCE[dtype])
 
 
 # ---- products of a single row
@@ -220,7 +232,7 @@ def prefill_trial(problem: Problem, runner: Runner, traffic: Traffic, budget: in
 
 def product_trial(problem: Problem, runner: Runner) -> Trial:
     """The model's own matrices of this shape, with what comes before and behind the product."""
-    sizes, model = dict(problem.sizes), runner.model
+    (sizes, dtype), model = _sizes(problem), runner.model
     eps, gated = model.config.rms_norm_eps, sizes.get("gated", 0)
     shape = (sizes["rows"] * (1 + gated), sizes["columns"])
     matrices = [(weight, options) for weight, options in _products(model) if tuple(weight.shape) == shape]
@@ -247,20 +259,20 @@ def product_trial(problem: Problem, runner: Runner) -> Trial:
         for weight, options in matrices
     ]
     rounds = [_pieces] if problem.kernel == "long_rows" else [_tiles(sizes), _programs(sizes, runner.state.device)]
-    return Trial(calls, error, rounds, TOLERANCE[sizes["dtype"]])
+    return Trial(calls, error, rounds, TOLERANCE[dtype])
 
 
-def _products(model) -> Iterator[tuple[Tensor, dict]]:
+def _products(model: Model) -> Iterator[tuple[Tensor, dict]]:
     for layer in model.layers:
-        yield layer.qkv.weight, {"norm": layer.attention_norm}
-        yield layer.attention_out.weight, {}
-        yield layer.gate_up.weight, {"norm": layer.mlp_norm, "activation": model.config.activation}
-        yield layer.down.weight, {}
-    yield model.head.weight, {"norm": model.final_norm}
+        yield layer.qkv.dequantize(), {"norm": layer.attention_norm}
+        yield layer.attention_out.dequantize(), {}
+        yield layer.gate_up.dequantize(), {"norm": layer.mlp_norm, "activation": model.config.activation}
+        yield layer.down.dequantize(), {}
+    yield model.head.dequantize(), {"norm": model.final_norm}
 
 
-def _tiles(sizes: dict):
-    def round_(best):
+def _tiles(sizes: dict[str, int]) -> Round:
+    def round_(best: Launch) -> Iterator[Launch]:
         for tile in powers(best.tile, 1, 16):
             for warps in powers(best.warps, 1, 8):
                 yield best._replace(tile=tile, warps=warps, programs=min(best.programs, -(-sizes["rows"] // tile)))
@@ -268,17 +280,17 @@ def _tiles(sizes: dict):
     return round_
 
 
-def _programs(sizes: dict, device: torch.device):
+def _programs(sizes: dict[str, int], device: torch.device) -> Round:
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
-    def round_(best):
+    def round_(best: Launch) -> Iterator[Launch]:
         for each in (2, 4, 6, 8, 12, 16):
             yield best._replace(programs=min(each * processors, -(-sizes["rows"] // best.tile)))
 
     return round_
 
 
-def _pieces(best):
+def _pieces(best: Launch) -> Iterator[Launch]:
     for tile, width, warps in ((4, 1024, 4), (4, 1024, 8), (4, 2048, 8), (8, 512, 4), (8, 1024, 4), (16, 512, 8)):
         yield best._replace(tile=tile, width=width, warps=warps)
 

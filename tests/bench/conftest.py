@@ -1,4 +1,4 @@
-"""A small random Gemma without a tokenizer: benchmarks speak token ids."""
+"""A small random Gemma without a tokenizer: benchmarks use token ids."""
 
 import json
 from pathlib import Path

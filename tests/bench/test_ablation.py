@@ -1,4 +1,4 @@
-"""The ablation changes one thing at a time, puts it back, and its stand-in for the kernel is right."""
+"""The ablation changes one thing at a time, restores it, and its torch attention is correct."""
 
 import json
 from dataclasses import replace
@@ -35,14 +35,14 @@ def test_on_a_gpu_settings_of_a_group_differ_in_one_thing():
         for group, settings in ablation.groups("cuda", config, requests).items():
             values = [vars(setting) for setting in settings.values()]
             differing = {name for name in values[0] if len({each[name] for each in values}) > 1}
-            # Fusion goes in two steps: plain torch, a kernel an operation, and for one request the fused step.
+            # Fusion has two steps: from plain torch to one kernel per operation, and for one request to the fused step.
             steps = [("fusion", 1), ("CUDA graphs", requests)]  # no graphs, decodes alone, prompts too
             assert len(differing) == (2 if (group, requests) in steps else 1), group
             decodes = Setting(prompts_in_graphs=False)
             assert {Setting(), decodes, replace(decodes, single_row=False)} & set(settings.values())
 
 
-def test_a_setting_says_what_its_requests_ask_of_sampling(model_directory, monkeypatch):
+def test_a_setting_determines_its_requests_sampling_parameters(model_directory, monkeypatch):
     asked = []
 
     def generate(llm, prompts, params):
@@ -51,7 +51,7 @@ def test_a_setting_says_what_its_requests_ask_of_sampling(model_directory, monke
 
     own = LLM.generate
     monkeypatch.setattr(LLM, "generate", generate)
-    settings = (Setting(temperature=0.0), Setting(wishes="top_p of one"), Setting(wishes="5 log-probabilities"))
+    settings = (Setting(temperature=0.0), Setting(sampling="top_p of one"), Setting(sampling="5 log-probabilities"))
     monkeypatch.setattr(ablation, "groups", lambda *_: {"asked": {str(i): each for i, each in enumerate(settings)}})
     options = {"workload": ["chat"], "requests": 3, "scale": 64, "repeat": 1, "load_format": "dummy", "device": "cpu"}
     ablation.run(model_directory, quiet=True, **options)
@@ -61,7 +61,7 @@ def test_a_setting_says_what_its_requests_ask_of_sampling(model_directory, monke
     assert found == [[(0.0, 1.0, None)] * 3, [(1.0, 0.95, None), plain, plain], [(1.0, 1.0, 5)] * 3]
 
 
-def test_a_setting_lasts_as_long_as_its_block(model_directory):
+def test_a_setting_applies_only_inside_its_block(model_directory):
     with LLM(model_directory, load_format="dummy", device="cpu") as llm:
         before = llm.engine.config, llm.engine.executor.runner.graphs
         with ablation.applied(llm, Setting(run_ahead=3, operations="reference", graphs=False)):
@@ -72,7 +72,7 @@ def test_a_setting_lasts_as_long_as_its_block(model_directory):
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_torchs_attention_is_the_references(window):
+def test_the_ablations_torch_attention_equals_the_reference(window):
     torch.manual_seed(0)
     cache = LayerCache(torch.randn(9, 4, 2, 16), torch.randn(9, 4, 2, 16))
     table = torch.tensor([[3, 1, 7, 0], [2, 8, 0, 0], [5, 6, 4, 1], [0, 0, 0, 0]], dtype=torch.int32)
@@ -85,6 +85,6 @@ def test_torchs_attention_is_the_references(window):
     torch.testing.assert_close(found[3, 0], cache.v[0, 0].repeat_interleave(3, 0), msg="padding sees one key: no NaN")
 
 
-def test_one_run_at_least_is_asked_for(model_directory):
+def test_at_least_one_run_is_required(model_directory):
     with pytest.raises(ValueError, match="repeat must be"):
         ablation.run(model_directory, repeat=0)

@@ -1,4 +1,4 @@
-"""What the batching benchmark counts is what happened, and what it compares differs in one thing."""
+"""The batching benchmark counts what really happened and compares settings that differ in one thing."""
 
 import json
 
@@ -38,8 +38,8 @@ def test_the_record_has_all_four_parts_with_every_run(model_directory, trace, tm
     assert whole["budget"] >= max(row["arrival"] and 31 for row in map(json.loads, trace.read_text().splitlines()))
     assert all(len(row["runs"]) == 2 for row in (static, in_flight, chunked, whole))
     assert {row["traffic"]: row["computed_with"] for row in batching.of(record, "prefix")} == {
-        "trace": 12 * 20 + 66 - 11 * 16,  # two blocks of the 18 common tokens, computed once
-        "conversations": 20 + 25 - 16,  # 20 prompt and 3 output tokens are there: two full blocks
+        "trace": 12 * 20 + 66 - 11 * 16,  # the 18 shared tokens fill two blocks, computed once
+        "conversations": 20 + 25 - 16,  # 20 prompt and 3 output tokens are cached: two full blocks
         "at once": 4 * 41 - 3 * 40,
     }
     assert len(batching.of(record, "memory")) == 5 and record["block_size"] == 8
@@ -47,7 +47,7 @@ def test_the_record_has_all_four_parts_with_every_run(model_directory, trace, tm
     assert "times static" in batching.table(record)
 
 
-def test_an_engine_has_its_own_schedule_back_and_nothing_stays_cached(model_directory):
+def test_afterwards_the_engine_has_its_own_policy_and_an_empty_cache(model_directory):
     with LLM(model_directory, load_format="dummy", device="cpu") as llm:
         scheduler = llm.engine.scheduler
         before = scheduler.policy, scheduler.max_num_batched_tokens, scheduler.prefix_caching
@@ -59,7 +59,7 @@ def test_an_engine_has_its_own_schedule_back_and_nothing_stays_cached(model_dire
         assert not llm.stats()["blocks_cached"]
 
 
-def test_requests_are_sent_when_they_are_due_and_all_their_tokens_heard(model_directory):
+def test_requests_are_sent_when_due_and_all_their_tokens_are_received(model_directory):
     work = [BenchRequest([1, 2, 3], 5, due) for due in (0.0, 0.01, 0.3)]
     with LLM(model_directory, load_format="dummy", device="cpu") as llm:
         seen = batching.play(llm.engine, work)
@@ -67,8 +67,8 @@ def test_requests_are_sent_when_they_are_due_and_all_their_tokens_heard(model_di
     assert all(each.due <= each.sent <= each.arrivals[0][0] <= each.end for each in seen)
 
 
-def test_at_once_64_requests_with_512_common_tokens_save_four_fifths_of_their_prefill(model_directory):
-    """As the record says of the engine's own model: the first in computes what the others share in the same step."""
+def test_64_simultaneous_requests_with_512_common_tokens_save_four_fifths_of_prefill(model_directory):
+    """As in the record for the embedded model: the first request computes what the others share in the same step."""
     for row in batching.of(json.loads((workloads.TRACES.parent / "results/cpu/batching.json").read_text()), "prefix"):
         if row["traffic"] == "at once":
             assert row["requests"] == 64 and row["saved"] >= 0.8
@@ -78,7 +78,7 @@ def test_at_once_64_requests_with_512_common_tokens_save_four_fifths_of_their_pr
 
 
 @pytest.mark.parametrize("slots", [128, 1000])
-def test_every_token_of_memory_is_in_one_share_and_blocks_waste_the_least(slots):
+def test_memory_shares_add_up_and_blocks_waste_the_least(slots):
     options = {"slots": slots, "block_size": 8, "max_model_len": 100}
     rows = {row["cache"]: row for row in waste.compare(WORK, **options)}
     for row in rows.values():
@@ -96,8 +96,8 @@ def _timeline(row):
     return zip(*(row["timeline"][name] for name in waste.SHARES), strict=True)
 
 
-def test_memory_that_one_request_fills_exactly_is_counted_token_by_token():
-    work = [BenchRequest([1] * 10, 6)] * 2  # 15 tokens in the end
+def test_memory_filled_exactly_by_one_request_is_counted_per_token():
+    work = [BenchRequest([1] * 10, 6)] * 2  # 15 cached tokens at the end
     moments = list(waste.contiguous(work, 20, waste.power_of_two, 100))
     assert [(m.used, m.reserved, m.internal, m.external, m.waiting) for m in moments[:6]] == [
         (10 + i, 5 - i, 3, 2, 1) for i in range(6)
@@ -108,19 +108,19 @@ def test_memory_that_one_request_fills_exactly_is_counted_token_by_token():
     assert (paged[5].used, paged[5].reserved, paged[5].internal, paged[5].external) == (15, 0, 1, 4)
 
 
-def test_a_request_that_no_memory_of_the_size_holds_is_named():
+def test_a_request_larger_than_the_memory_is_reported():
     with pytest.raises(ValueError, match="49 tokens does not fit a memory of 32"):
         list(waste.contiguous([BenchRequest([1] * 40, 10)], 32, waste.exact, 100))
 
 
-def test_settings_that_are_compared_cannot_be_given(model_directory):
+def test_settings_under_comparison_cannot_be_overridden(model_directory):
     with pytest.raises(ValueError, match="--rows and --chunk"):
         batching.run(model_directory, policy="static")
     with pytest.raises(ValueError, match="repeat must be"):
         batching.run(model_directory, repeat=0)
 
 
-def test_requests_that_no_context_holds_are_told_before_anything_is_measured(model_directory, tmp_path, monkeypatch):
+def test_requests_longer_than_the_context_are_reported_before_measuring(model_directory, tmp_path, monkeypatch):
     monkeypatch.setattr(batching, "throughput", lambda *arguments: pytest.fail("it measures already"))
     path = tmp_path / "long.jsonl"
     row = {"arrival": 1.0, "input_tokens": 5000, "output_tokens": 2, "prefix_id": 0, "prefix_tokens": 0}
@@ -129,7 +129,7 @@ def test_requests_that_no_context_holds_are_told_before_anything_is_measured(mod
         batching.run(model_directory, traffic=path, load_format="dummy", device="cpu")
 
 
-def test_prefill_computed_twice_is_no_measurement(model_directory):
+def test_a_run_with_recomputed_prefill_is_rejected(model_directory):
     with LLM(model_directory, load_format="dummy", device="cpu", num_blocks=5, max_num_seqs=2) as llm:
         work = [BenchRequest([i] * 30, 16, due=1.0) for i in range(2)]
         with pytest.raises(ValueError, match="num_blocks=5"):

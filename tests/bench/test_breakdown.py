@@ -1,4 +1,4 @@
-"""A workload's floor counts what its steps must do, and kernels' seconds go where their names say."""
+"""A workload's lower bound counts the work of its steps, and kernel times are grouped by name."""
 
 import json
 from dataclasses import replace
@@ -29,7 +29,7 @@ def step(starts: list[int], queries: list[int], samples: list[bool]) -> Step:
     )
 
 
-def test_a_decode_steps_matrices_are_those_the_single_step_counts(llm):
+def test_matrix_work_of_a_decode_step_equals_the_single_step_count(llm):
     decode = step([20, 30, 40], [1, 1, 1], [True] * 3)
     wanted = roofline.step_work(llm, 3, 3)
     for limits, total in zip((BYTES_ALONE, OPERATIONS_ALONE), wanted, strict=True):
@@ -37,7 +37,7 @@ def test_a_decode_steps_matrices_are_those_the_single_step_counts(llm):
         assert floor["matrix products"] + floor["head and sampling"] == total
 
 
-def test_reading_and_computing_overlap_in_a_part_and_parts_follow_one_another(llm):
+def test_reading_and_computing_overlap_within_a_part_and_parts_run_in_sequence(llm):
     decode = step([20], [1], [True])
     reading = breakdown.step_floor(llm, decode, BYTES_ALONE)
     computing = breakdown.step_floor(llm, decode, OPERATIONS_ALONE)
@@ -45,7 +45,7 @@ def test_reading_and_computing_overlap_in_a_part_and_parts_follow_one_another(ll
     assert both == {part: max(reading[part], computing[part]) for part in PARTS}
 
 
-def test_a_chunk_nobody_samples_from_needs_no_head_and_not_all_of_the_last_layer(llm):
+def test_a_chunk_without_sampling_needs_no_head_and_only_part_of_the_last_layer(llm):
     chunk = breakdown.step_floor(llm, step([0], [64], [False]), OPERATIONS_ALONE)
     whole = breakdown.step_floor(llm, step([0], [64], [True]), OPERATIONS_ALONE)
     assert chunk["head and sampling"] == 0 < whole["head and sampling"]
@@ -57,7 +57,7 @@ def test_a_chunk_nobody_samples_from_needs_no_head_and_not_all_of_the_last_layer
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 100])
-def test_attention_counts_each_key_that_a_query_sees(llm, window, monkeypatch):
+def test_attention_work_counts_each_visible_key(llm, window, monkeypatch):
     spans = [(0, 7), (9, 1), (3, 4)]
     for layer in llm.engine.model.layers:
         monkeypatch.setattr(layer, "attention", replace(layer.attention, window=window))
@@ -73,20 +73,22 @@ def test_attention_counts_each_key_that_a_query_sees(llm, window, monkeypatch):
     assert nbytes == touched * shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * 4
 
 
-def test_every_step_of_a_run_is_recorded_in_order_and_the_engine_is_left_alone(llm):
+def test_every_step_of_a_run_is_recorded_in_order_and_the_engine_is_unchanged(llm):
     work = workloads.make("mixed", 320, scale=32, requests=5)
     with profiling.recording(llm.engine) as found:
         breakdown.generate(llm, work)
     totals = workloads.totals(work)
     assert sum(int(each.samples.sum()) for each in found.steps) == totals["output_tokens"]
-    computed = totals["input_tokens"] + totals["output_tokens"] - len(work)  # the last one is sampled, not computed
+    computed = (
+        totals["input_tokens"] + totals["output_tokens"] - len(work)
+    )  # the last token is sampled but not computed
     assert sum(int(each.queries.sum()) for each in found.steps) == computed
     assert len(found.done) == len(found.steps) and found.done == sorted(found.done)
     assert found.seconds(0, 3) + found.seconds(3, len(found.done)) == pytest.approx(found.done[-1] - found.began)
     assert "launch" not in vars(llm.engine.executor.runner)
 
 
-def test_slices_are_spread_over_time_and_never_overlap():
+def test_profiled_slices_are_spread_over_time_and_never_overlap():
     long_then_short = [float(i) for i in range(1, 101)] + [100 + i / 100 for i in range(1, 101)]
     starts = profiling.slices(long_then_short, 0.0)
     assert starts == [5, 15, 25, 35, 45, 55, 65, 75, 85, 95]
@@ -94,7 +96,7 @@ def test_slices_are_spread_over_time_and_never_overlap():
     assert profiling.slices([1.0, 2.0], 0.0) == [0], "a run of two steps is one slice"
 
 
-def test_kernels_go_into_groups_and_the_product_before_sampling_is_the_heads():
+def test_kernels_are_grouped_and_the_matmul_before_sampling_is_the_head():
     kernels = [
         ("nvjet_sm90_tst_256x128", 0.0, 4.0),
         ("void cublasLt::splitKreduce_kernel<32>", 4.0, 5.0),
@@ -111,13 +113,13 @@ def test_kernels_go_into_groups_and_the_product_before_sampling_is_the_heads():
     assert profiling.seconds_by_group(kernels) == wanted
 
 
-def test_seconds_in_which_two_kernels_run_count_once():
+def test_time_with_two_overlapping_kernels_counts_once():
     kernels = [("long_rows_kernel", 0.0, 4.0), ("row_attention_kernel", 1.0, 6.0), ("advance_kernel", 2.0, 3.0)]
     found = profiling.seconds_by_group(kernels)
     assert (found["matrix products"], found["attention"], found["other kernels"]) == (4.0, 2.0, 0.0)
 
 
-def test_the_record_holds_floor_rate_and_ratio_of_each_workload(model_directory, tmp_path, capsys):
+def test_the_record_holds_bound_rate_and_ratio_of_each_workload(model_directory, tmp_path, capsys):
     path = tmp_path / "roofline-workloads.json"
     options = {"scale": 32, "requests": 3, "repeat": 3, "load_format": "dummy", "device": "cpu"}
     content = breakdown.run(model_directory, workload=["single", "mixed"], **options, json_path=path)

@@ -1,4 +1,4 @@
-"""What other programs take of the machine, and what a comparison that was disturbed says."""
+"""Measuring the load of other programs, and repeating comparisons that it disturbs."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from minillm.bench.workloads import BenchRequest
 
 @pytest.fixture
 def clocks(monkeypatch, tmp_path):
-    """A machine whose clocks stand still unless a test moves them."""
+    """A machine whose clocks stand still unless a test advances them."""
     times = {"all": 0.0, "own": 0.0, "wall": 0.0}
     stat = tmp_path / "stat"
 
@@ -25,13 +25,13 @@ def clocks(monkeypatch, tmp_path):
     return move
 
 
-def test_other_load_is_what_all_took_but_this_process_by_the_wall_clock(clocks):
+def test_other_load_is_total_minus_own_cpu_time_over_wall_time(clocks):
     with load.other_load() as others:
         clocks(all=7.0, own=4.0, wall=2.0)
     assert others.cores == pytest.approx(1.5)
 
 
-def test_other_load_is_not_known_where_the_system_does_not_tell(clocks, monkeypatch, tmp_path):
+def test_other_load_is_unknown_if_the_system_does_not_report_it(clocks, monkeypatch, tmp_path):
     monkeypatch.setattr(load, "PROC", tmp_path / "nothing")
     with load.other_load() as others:
         clocks(wall=1.0)
@@ -52,7 +52,7 @@ def compared(ours, theirs, patience=4):
     return offline._alternate(*contenders, [BenchRequest([1], 2)], facts, 2, 1.0, (8,), patience)
 
 
-def test_a_comparison_goes_on_until_its_last_runs_lie_close_together():
+def test_a_comparison_continues_until_its_last_runs_agree():
     ours, theirs = compared([9, 1.0, 2.0, 1.0, 1.05], [9, 2.0, 2.0, 2.0, 2.1])
     assert ours["runs"] == [1.0, 1.05] and ours["unsteady_runs"] == [1.0, 2.0]
     assert theirs["runs"] == [2.0, 2.1] and theirs["unsteady_runs"] == [2.0, 2.0]
@@ -60,14 +60,14 @@ def test_a_comparison_goes_on_until_its_last_runs_lie_close_together():
     assert offline.caveat({"results": [ours, theirs]}) == ""
 
 
-def test_a_comparison_that_never_settles_ends_and_says_how_busy_the_machine_was():
+def test_a_comparison_that_never_settles_ends_and_reports_the_load():
     rows = compared([9, *[1.0, 2.0] * 4], [9, *[2.0] * 8])
     rows[0]["other_programs_cores"] = rows[1]["other_programs_cores"] = 0.9
     said = offline.caveat(records.record(rows, records.begin()))
-    assert "runs of the same work lie 67% apart, and other programs took 0.9 of" in said
+    assert "runs of the same work differ by 67%, and other programs took 0.9 of" in said
     assert len(rows[0]["runs"] + rows[0]["unsteady_runs"]) == 8
 
 
-def test_without_patience_the_runs_asked_for_are_all():
+def test_without_patience_only_the_requested_runs_are_made():
     rows = compared([9, 1.0, 2.0], [9, 2.0, 2.0], patience=1)
     assert rows[0]["runs"] == [1.0, 2.0] and rows[0]["unsteady_runs"] == []

@@ -1,4 +1,4 @@
-"""The comparison is fair, repeats are listed, and the last line is the record."""
+"""The offline comparison is fair, lists all repeats, and prints the record as its last line."""
 
 import json
 
@@ -18,14 +18,14 @@ REQUESTS = [BenchRequest([5, 6, 7, 8, 9], 6), BenchRequest([11], 3), BenchReques
 def transformers_peer(model_directory):
     torch.manual_seed(0)
     peer = peers.TransformersGenerate(model_directory, load_format="dummy")
-    for parameter in peer.model.parameters():  # the default weights repeat one token whatever one breaks
+    for parameter in peer.model.parameters():  # with default weights the output is one repeated token, whatever breaks
         torch.nn.init.normal_(parameter, std=0.3)
     return peer
 
 
 @pytest.fixture(scope="module")
 def saved(transformers_peer, model_directory, tmp_path_factory):
-    """The peer's weights as a checkpoint that both read."""
+    """The peer's weights as a checkpoint that both engines load."""
     folder = tmp_path_factory.mktemp("models") / "saved"
     transformers_peer.model.save_pretrained(folder)
     (folder / "config.json").write_text((model_directory / "config.json").read_text())
@@ -74,7 +74,7 @@ def test_the_record_lists_every_run_and_is_the_last_line(model_directory, tmp_pa
     assert sum("minillm" in line for line in lines[:-1]) == 2
 
 
-def test_contenders_take_turns_after_each_has_warmed_up():
+def test_engines_alternate_after_a_warm_up_of_each():
     order = []
 
     class Contender:
@@ -91,16 +91,18 @@ def test_contenders_take_turns_after_each_has_warmed_up():
     assert rows[0]["unsteady_runs"][0] == 3, "the warm-up must not be counted"
 
 
-def test_transformers_generates_the_tokens_it_would_generate_alone(transformers_peer):
+def test_batched_transformers_generates_the_same_tokens_as_alone(transformers_peer):
     together = transformers_peer.generate(REQUESTS)
     assert [len(tokens) for tokens in together] == [6, 3, 9]
     alone = [transformers_peer.generate([request])[0] for request in REQUESTS]
     assert together == alone
-    assert len({token for tokens in alone for token in tokens}) > 4, "a model that repeats itself shows nothing"
+    assert len({token for tokens in alone for token in tokens}) > 4, (
+        "the model repeats itself, so the test proves nothing"
+    )
 
 
 def test_both_engines_are_given_the_same_work(saved):
-    """Greedy, they choose the same tokens: same prompts, same lengths, nothing stopped early, nothing padded in."""
+    """With greedy sampling both give the same tokens: equal prompts and lengths, no early stop, no padding."""
     peer = peers.TransformersGenerate(saved, dtype="float32")
     engine = offline.Minillm(saved, dtype="float32", device="cpu")
     from minillm import SamplingParams
@@ -131,7 +133,7 @@ def test_repetitions_are_not_served_from_the_prefix_cache(model_directory):
     engine.llm.close()
 
 
-def test_the_benchmark_runs_on_the_readers_policy_and_block_pool(model_directory):
+def test_the_benchmark_uses_user_supplied_policies_and_block_pools(model_directory):
     with minillm.using(policy=ShortestPromptFirst, block_pool=lambda blocks: BlockPool(blocks)) as used:
         offline.run(model_directory, workload="single", repeat=1, load_format="dummy", scale=16, quiet=True)
     assert min(used.calls.values()) > 0 and not used.not_solved
@@ -144,7 +146,7 @@ def test_static_batches_are_tried_up_to_the_workloads_size():
     assert peers.batch_sizes(1000) == (8, 16, 32, 64)
 
 
-def test_wrong_settings_are_refused_before_anything_runs(model_directory):
+def test_invalid_settings_are_rejected_before_anything_runs(model_directory):
     for wrong in ({"repeat": 0}, {"compare": "vllm"}, {"workload": "chatty"}):
         with pytest.raises(ValueError):
             offline.run(model_directory, load_format="dummy", quiet=True, **wrong)

@@ -1,4 +1,4 @@
-"""A picture shows what its record says."""
+"""Plots show the values of their records."""
 
 import matplotlib
 import pytest
@@ -25,7 +25,7 @@ def test_bars_are_medians_and_dots_are_runs():
     assert "2 cores of A CPU" in ax.get_title()
 
 
-def test_a_workload_that_was_not_measured_is_named():
+def test_a_workload_missing_from_the_record_is_reported():
     with pytest.raises(ValueError, match="no workload 'chat'; it has: mixed"):
         plots.throughput(RECORD, "chat")
 
@@ -43,7 +43,7 @@ ABLATION = {
 }
 
 
-def test_ablation_bars_are_shares_of_the_best_of_their_group_with_the_rate_written_on():
+def test_ablation_bars_are_shares_of_their_groups_best_labeled_with_rates():
     ax = plots.ablation(ABLATION)
     assert [label.get_text() for label in ax.get_yticklabels()] == ["graphs: off", "graphs: on", "ahead: 0"]
     one, many = ax.containers
@@ -51,10 +51,10 @@ def test_ablation_bars_are_shares_of_the_best_of_their_group_with_the_rate_writt
     assert {"50", "12,800"} <= {text.get_text() for text in ax.texts}
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["1 request", "256 requests"]
     tops = [bar.get_y() for bars in zip(one, many, strict=True) for bar in bars]
-    assert tops == sorted(tops), "bars of a setting lie together"
+    assert tops == sorted(tops), "bars of one setting must be adjacent"
 
 
-def test_groups_of_an_ablation_can_be_chosen_and_unknown_ones_are_named():
+def test_groups_of_an_ablation_can_be_selected_and_unknown_ones_are_reported():
     ax = plots.ablation(ABLATION, groups=["ahead"])
     assert [label.get_text() for label in ax.get_yticklabels()] == ["ahead: 0"]
     with pytest.raises(ValueError, match="no group heads; it has: graphs, ahead"):
@@ -97,11 +97,11 @@ BATCHING = {
 
 
 @pytest.mark.parametrize("draw", [plots.batching, plots.chunking])
-def test_pictures_of_batching_say_which_model_ran_with_what_weights_where(draw):
+def test_batching_plots_name_the_model_its_weights_and_the_machine(draw):
     assert "a model, random weights\nfloat32, 2 cores of A CPU" in draw(BATCHING).get_title()
 
 
-def test_pictures_of_batching_show_medians_runs_latencies_and_shares():
+def test_batching_plots_show_medians_runs_latencies_and_shares():
     ax = plots.batching(BATCHING)
     assert [bar.get_height() for bar in ax.patches] == [50, 80]
     assert list(ax.lines[1].get_ydata()) == [50, 100]

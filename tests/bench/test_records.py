@@ -1,4 +1,4 @@
-"""A record says what was measured, where, at which commit, by which command."""
+"""A record states what was measured, on which machine, at which commit and by which command."""
 
 import json
 
@@ -18,7 +18,7 @@ def results(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_record_says_where_it_comes_from():
+def test_a_record_states_its_origin():
     content = records.record([{"engine": "minillm"}], records.begin(), command="minillm bench offline")
     assert content["command"] == "minillm bench offline"
     assert content["machine"]["cores"] >= 1
@@ -28,16 +28,17 @@ def test_a_record_says_where_it_comes_from():
     assert json.loads(json.dumps(content)) == content
 
 
-def test_the_commit_is_the_checkouts_or_the_one_it_is_told(monkeypatch):
+def test_the_commit_is_the_one_in_the_environment_or_the_checkouts(monkeypatch):
+    monkeypatch.delenv("MINILLM_COMMIT", raising=False)
     found = records.commit()
     assert found["commit"] is None or len(found["commit"]) == 40
-    monkeypatch.setattr(records, "_output", lambda *command: None)
-    monkeypatch.delenv("MINILLM_COMMIT", raising=False)
-    assert records.commit() == {"commit": None, "dirty": None}
     monkeypatch.setenv("MINILLM_COMMIT", "abc")
     assert records.commit() == {"commit": "abc", "dirty": False}
     monkeypatch.setenv("MINILLM_COMMIT", "abc+")
     assert records.commit() == {"commit": "abc", "dirty": True}
+    monkeypatch.delenv("MINILLM_COMMIT")
+    monkeypatch.setattr(records, "_output", lambda *command: None)
+    assert records.commit() == {"commit": None, "dirty": None}
 
 
 @pytest.mark.parametrize(
@@ -48,20 +49,20 @@ def test_the_commit_is_the_checkouts_or_the_one_it_is_told(monkeypatch):
         (["/usr/bin/minillm", "eval"], "minillm eval"),
     ],
 )
-def test_a_command_is_one_to_be_typed_at_the_projects_root(words, command, monkeypatch):
+def test_a_recorded_command_can_be_run_from_the_projects_root(words, command, monkeypatch):
     monkeypatch.setattr("sys.argv", [word.format(root=records.PACKAGE.parent) for word in words])
     assert records.record([], records.begin())["command"] == command
 
 
-def test_changed_files_are_not_kept_secret(monkeypatch):
+def test_uncommitted_changes_are_recorded(monkeypatch):
     answers = {"rev-parse": "a" * 40, "status": " M minillm/engine/engine.py"}
     monkeypatch.setattr(records, "_output", lambda *command: answers[command[3]])
     assert records.commit() == {"commit": "a" * 40, "dirty": True}
 
 
 @pytest.mark.parametrize("command", ["offline", "serve"])
-def test_what_is_committed_during_a_run_does_not_change_its_record(monkeypatch, model_directory, command):
-    """The code that ran is the code there was when it began."""
+def test_a_commit_during_a_run_does_not_change_its_record(monkeypatch, model_directory, command):
+    """The code that ran is the code at the start."""
     monkeypatch.setattr(records, "commit", lambda: {"commit": "a" * 40, "dirty": False})
     options = {"workload": "single", "scale": 32, "quiet": True}
     measured = serve.summary if command == "serve" else offline._alternate
@@ -80,7 +81,7 @@ def test_what_is_committed_during_a_run_does_not_change_its_record(monkeypatch, 
     assert (content["commit"], content["dirty"]) == ("a" * 40, False)
 
 
-def test_a_bare_name_is_kept_with_the_committed_ones(results, monkeypatch):
+def test_a_bare_name_is_saved_with_the_committed_records(results, monkeypatch):
     for gpu, device in ((None, "cpu"), ("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb")):
         monkeypatch.setattr(records, "machine", lambda gpu=gpu: {"gpu": gpu})
         path = records.write({"results": [gpu]}, "offline")
@@ -88,17 +89,17 @@ def test_a_bare_name_is_kept_with_the_committed_ones(results, monkeypatch):
         assert records.read(f"{device}/offline") == records.read(path) == {"results": [gpu]}
 
 
-def test_a_missing_record_lists_those_there_are(results):
+def test_a_missing_record_error_lists_the_existing_ones(results):
     (results / "cpu").mkdir()
     (results / "cpu" / "offline.json").write_text("{}")
     with pytest.raises(ConfigError, match="no record cpu/offlin; committed ones: cpu/offline"):
         records.read("cpu/offlin")
 
 
-def test_random_weights_are_told_also_where_only_the_command_says_so():
+def test_random_weights_are_reported_even_if_only_the_command_shows_them():
     assert records.model_of(records.read("h200/batching")) == "gemma-2b, random weights"
     assert records.model_of(records.read("h200/start")) == "gemma-2b, random weights"
     assert records.model_of(records.read("cpu/batching")) == "tiny-gemma"
     for given in ("--load-format=dummy", "--load-format dummy"):
-        told = {"model": records.model_name("m", random_weights=True), "command": f"minillm bench batching {given}"}
-        assert records.model_of(told) == records.model_of(told | {"model": "m"}) == "m, random weights"
+        record = {"model": records.model_name("m", random_weights=True), "command": f"minillm bench batching {given}"}
+        assert records.model_of(record) == records.model_of(record | {"model": "m"}) == "m, random weights"

@@ -1,4 +1,4 @@
-"""What a step needs at least, and the figures around it."""
+"""The lower bound of a step's time, and the quantities derived from it."""
 
 import pytest
 
@@ -15,17 +15,17 @@ def llm():
         yield llm
 
 
-def test_the_ridge_is_where_both_limits_take_equally_long():
+def test_the_ridge_point_is_where_both_limits_are_equal():
     point = Point("at the ridge", 1, bytes=50, operations=int(50 * LIMITS.ridge), seconds=1.0)
     assert point.bytes / LIMITS.bytes_per_s == point.operations / LIMITS.operations_per_s == point.floor(LIMITS)
 
 
 @pytest.mark.parametrize(("nbytes", "operations", "floor"), [(200, 10, 2.0), (2, 9000, 9.0)])
-def test_the_floor_is_the_longer_of_reading_and_computing(nbytes, operations, floor):
+def test_the_bound_is_the_longer_of_reading_and_computing(nbytes, operations, floor):
     assert Point("a step", 1, nbytes, operations, 10.0).floor(LIMITS) == floor
 
 
-def test_a_steps_work_is_that_of_its_matrices(llm):
+def test_a_steps_work_equals_that_of_its_matrices(llm):
     model = llm.engine.model
     layers = sum(
         weight.weight.numel()
@@ -39,12 +39,12 @@ def test_a_steps_work_is_that_of_its_matrices(llm):
     assert operations == 2 * (10 * (layers + norms) + 3 * head)
 
 
-def test_decode_runs_as_many_requests_as_it_says_and_leaves_none(llm):
+def test_the_decode_measurement_runs_the_given_requests_and_leaves_none(llm):
     before = llm.stats()["steps"]
     point = roofline.decode(llm, requests=3, context=20, steps=4)
     assert (point.tokens, point.operations) == (3, roofline.step_work(llm, 3, 3)[1])
     assert point.bytes - roofline.step_work(llm, 3, 3)[0] == 3 * 22 * 2 * 6 * 64 * 4, (
-        "keys and values of 22 tokens each"
+        "expected the keys and values of 22 tokens each"
     )
     stats = llm.stats()
     assert stats["steps"] - before >= 4 and stats["running"] == stats["waiting"] == 0

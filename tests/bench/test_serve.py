@@ -1,4 +1,4 @@
-"""The load generator measures what a client sees, in each of three ways of arriving, on this machine only."""
+"""The load generator measures what clients see, under three arrival patterns, only on this machine."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ pytest.importorskip("fastapi", reason="the load generator is tested against the 
 from minillm.bench import plots, serve, workloads
 from minillm.bench.serve import Measured
 from minillm.server import running
-from tests.waiting import PATIENCE
+from tests.waiting import TIMEOUT
 
 VOCABULARY = 320
 
@@ -30,10 +30,10 @@ def server(model_directory):
 
 
 class Fake:
-    """Answers the load generator as a server would; what it does with each completion is a test's own."""
+    """A fake server; each test decides how it answers completions."""
 
     def __init__(self, complete):
-        self.complete = complete  # async (fake, how many came before, body) -> status
+        self.complete = complete  # async (fake, number of earlier requests, body) -> status
         self.bodies: list[dict] = []
         self.at_work = self.most_at_work = 0
         self.changed: asyncio.Condition
@@ -90,7 +90,7 @@ async def at_once(fake: Fake, before: int, body: dict) -> int:
 
 
 def only_when_all_have_come(count: int):
-    """A server so slow that it answers nothing (but the request that warms up) until `count` requests wait."""
+    """A slow server that answers only the warm-up request until `count` requests are waiting."""
 
     async def complete(fake: Fake, before: int, body: dict) -> int:
         if before > 0:
@@ -127,16 +127,16 @@ def test_an_open_loop_against_the_real_server(server, way):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
-def test_a_record_says_the_dtype_that_was_served(model_directory, dtype):
+def test_a_record_states_the_dtype_that_was_served(model_directory, dtype):
     options = {"load_format": "dummy", "device": "cpu", "dtype": dtype, "max_num_seqs": 3}
     with running(model_directory, **options) as server:
-        card = httpx.get(f"{server.url}/v1/models", timeout=PATIENCE).json()["data"][0]
+        card = httpx.get(f"{server.url}/v1/models", timeout=TIMEOUT).json()["data"][0]
         record = serve.run(server.url, workload="single", scale=32, concurrency=1, quiet=True)
     assert record["results"][0]["dtype"] == card["dtype"] == dtype
     assert card["max_num_seqs"] == 3
 
 
-def test_no_more_clients_than_asked_for_are_at_work():
+def test_a_closed_loop_never_exceeds_its_number_of_clients():
     class Counting:
         at_work = most = 0
 
@@ -155,23 +155,23 @@ def test_no_more_clients_than_asked_for_are_at_work():
     assert client.most == 3
 
 
-def test_a_closed_loops_clients_are_at_work_together():
+def test_a_closed_loops_clients_run_concurrently():
     with faked(only_when_all_have_come(3)) as (url, fake):
-        serve.run(url, workload="chat", scale=16, requests=9, concurrency=3, timeout=PATIENCE, quiet=True)
+        serve.run(url, workload="chat", scale=16, requests=9, concurrency=3, timeout=TIMEOUT, quiet=True)
     assert fake.most_at_work == 3
 
 
 @pytest.mark.parametrize("way", [{"rate": 400.0}, {"trace": "conversation", "speed": 100.0}])
-def test_an_open_loop_sends_what_is_due_whatever_still_runs(way):
-    """The server answers nobody before all twelve have asked: a generator that waits for an answer never ends."""
+def test_an_open_loop_sends_requests_when_due_whatever_is_still_running(way):
+    """The server answers only once all twelve requests are in, so a generator that waits for answers would hang."""
     with faked(only_when_all_have_come(12)) as (url, fake):
-        result = serve.run(url, **way, scale=16, requests=12, timeout=PATIENCE, quiet=True)["results"][0]
+        result = serve.run(url, **way, scale=16, requests=12, timeout=TIMEOUT, quiet=True)["results"][0]
     assert fake.most_at_work == 12
     last = max(each["due"] for each in result["each"])
     assert all(each["first_token"] >= last for each in result["each"])
 
 
-def test_a_schedule_of_ones_own_is_kept():
+def test_a_user_supplied_schedule_is_followed():
     with faked(at_once) as (url, fake):
         result = serve.run(url, due=[0.0, 0.02, 0.02], requests=1, scale=16, quiet=True)["results"][0]
     assert [each["due"] for each in result["each"]] == [0.0, 0.02, 0.02]
@@ -183,8 +183,8 @@ def test_latency_counts_from_when_a_request_was_due():
     assert (seen.ttft, seen.e2e, list(seen.gaps)) == (3.0, 3.75, [0.5])
 
 
-def test_a_request_sent_late_waits_from_when_it_was_due():
-    """The clock stands at 5 s when requests due at 1 s and 2 s are sent."""
+def test_the_latency_of_a_late_request_starts_when_it_was_due():
+    """The clock reads 5 s when requests due at 1 s and 2 s are sent."""
 
     class Late:
         def now(self):
@@ -199,9 +199,9 @@ def test_a_request_sent_late_waits_from_when_it_was_due():
     assert serve.summary(work, measured)["late_s"]["p99"] == 4.0
 
 
-def test_full_queues_are_counted_and_told(capsys):
+def test_rejections_by_a_full_queue_are_counted_and_reported(capsys):
     async def every_third_is_refused(fake, before, body):
-        await asyncio.sleep(0.01)  # so long that rounding the seconds changes no rate by a percent
+        await asyncio.sleep(0.01)  # long enough that rounding the seconds changes no rate by 1 %
         return 429 if before > 0 and before % 3 == 0 else 200
 
     with faked(every_third_is_refused) as (url, _):
@@ -216,7 +216,7 @@ def test_full_queues_are_counted_and_told(capsys):
     assert len(marks.get_xdata()) == 3
 
 
-def test_a_server_that_refuses_everything_is_no_crash():
+def test_a_server_that_refuses_everything_does_not_crash_the_benchmark():
     async def full(fake, before, body):
         return 429
 
@@ -225,8 +225,8 @@ def test_a_server_that_refuses_everything_is_no_crash():
     assert result["refused_share"] == 1 and result["ttft_s"]["p50"] is None and result["requests_per_s"] == 0
 
 
-def test_a_load_generator_that_is_itself_too_slow_is_told(monkeypatch, capsys):
-    """On clocks of the test's own: the server takes 0.2 s, and reading a line what `each` says."""
+def test_a_load_generator_that_is_itself_too_slow_is_reported(monkeypatch, capsys):
+    """With fake clocks: the server takes 0.2 s, and reading a line takes `each` seconds."""
     wall, processor, each = [0.0], [0.0], [0.001]
 
     def loads(line: bytes) -> dict:
@@ -246,20 +246,20 @@ def test_a_load_generator_that_is_itself_too_slow_is_told(monkeypatch, capsys):
         assert "load generator" not in capsys.readouterr().out
         each[0] = 0.8
         busy = serve.run(url, workload="single", scale=8, requests=1, concurrency=1)["results"][0]
-        assert "the load generator was at work for 80% of that" in capsys.readouterr().out
+        assert "the load generator worked for 80% of that" in capsys.readouterr().out
     assert (quick["generator_s"], quick["seconds"]) == (0.001, 0.201)
     assert (busy["generator_s"], busy["seconds"]) == (0.8, 1.0)
     assert serve.generator_share(busy) == 0.8
 
 
-def test_the_request_that_warms_up_shares_no_prompt_with_those_measured():
+def test_the_warm_up_request_shares_no_prompt_with_measured_ones():
     with faked(at_once) as (url, fake):
         serve.run(url, workload="single", scale=8, requests=1, concurrency=1, quiet=True)
     warm, measured = (body["prompt"] for body in fake.bodies)
     assert warm != measured and len(warm) == len(measured)
 
 
-def test_another_seed_is_another_prompt():
+def test_a_different_seed_gives_different_prompts():
     with faked(at_once) as (url, fake):
         for seed in (0, 0, 1):
             serve.run(url, workload="single", scale=8, requests=1, concurrency=1, seed=seed, quiet=True)
@@ -267,7 +267,7 @@ def test_another_seed_is_another_prompt():
     assert first == again != other
 
 
-def test_it_runs_where_an_event_loop_runs_already(server):
+def test_it_runs_inside_a_running_event_loop(server):
     async def notebook_cell():
         return serve.run(server.url, workload="single", scale=32, concurrency=1, quiet=True)
 
@@ -282,7 +282,7 @@ def test_it_runs_where_an_event_loop_runs_already(server):
         ([(1.0, 1)], []),
     ],
 )
-def test_there_is_a_gap_before_each_token_but_the_first(arrivals, gaps):
+def test_every_token_but_the_first_has_an_inter_token_gap(arrivals, gaps):
     assert list(Measured(due=0.25, arrivals=arrivals).gaps) == gaps
 
 
@@ -293,7 +293,7 @@ def test_each_latency_is_of_what_it_says():
     assert means == {"late_s": 0.5, "ttft_s": 2.0, "itl_s": 0.75, "e2e_s": 4.0}
 
 
-def test_percentiles_are_values_that_were_seen():
+def test_percentiles_are_observed_values():
     values = [float(i) for i in range(1, 101)]
     assert serve.percentiles(values) == {"p50": 50, "p90": 90, "p99": 99, "mean": 50.5}
     assert serve.percentiles([3.0]) == {"p50": 3, "p90": 3, "p99": 3, "mean": 3}
@@ -301,8 +301,8 @@ def test_percentiles_are_values_that_were_seen():
 
 
 @pytest.mark.parametrize("url", ["http://example.com", "https://127.0.0.1:1", "http://10.0.0.1", "http://", "nonsense"])
-def test_another_machine_is_never_loaded(url):
-    with pytest.raises(ValueError, match="only loads this machine"):
+def test_a_server_on_another_machine_is_refused(url):
+    with pytest.raises(ValueError, match="sends only to this machine"):
         serve.run(url)
 
 
@@ -328,14 +328,14 @@ def test_another_machine_is_never_loaded(url):
         ({"requests": 0}, "whole numbers from 1"),
     ],
 )
-def test_wrong_settings_are_named(wrong, message):
+def test_invalid_settings_are_reported_by_name(wrong, message):
     with faked(at_once) as (url, _), pytest.raises(ConfigError, match=message):
         serve.run(url, quiet=True, **wrong)
 
 
 @pytest.mark.parametrize("option", ["json_path", "plot_path"])
 @pytest.mark.parametrize("where", ["folder", "under a file"])
-def test_a_file_that_cannot_be_written_is_told_before_the_load(tmp_path, option, where):
+def test_an_unwritable_file_is_reported_before_the_load(tmp_path, option, where):
     path = (tmp_path / "kept.json" / "a" if where == "under a file" else tmp_path / "a").with_suffix(
         ".json" if option == "json_path" else ".svg"
     )
@@ -346,24 +346,24 @@ def test_a_file_that_cannot_be_written_is_told_before_the_load(tmp_path, option,
 
 
 @pytest.mark.parametrize("name", ["picture.txt", "picture"])
-def test_a_picture_of_an_unknown_kind_is_told_before_the_load(tmp_path, name):
-    with faked(at_once) as (url, fake), pytest.raises(ValueError, match="ends in .svg, .png, .pdf, and .*picture"):
+def test_an_unknown_plot_format_is_reported_before_the_load(tmp_path, name):
+    with faked(at_once) as (url, fake), pytest.raises(ValueError, match="saved as .svg, .png, .pdf, not as .*picture"):
         serve.run(url, requests=1, quiet=True, plot_path=tmp_path / name)
     assert not fake.bodies
 
 
-def test_a_run_that_fails_leaves_an_older_record_and_no_empty_one(nobody, tmp_path):
+def test_a_failed_run_keeps_the_older_record_and_writes_no_empty_one(dead_url, tmp_path):
     kept, new = tmp_path / "kept.json", tmp_path / "new.json"
     kept.write_text("{}")
     for path in (kept, new):
         with pytest.raises(ConnectionError):
-            serve.run(nobody, quiet=True, json_path=path)
+            serve.run(dead_url, quiet=True, json_path=path)
     assert kept.read_text() == "{}" and not new.exists()
 
 
-def test_a_server_that_is_not_there_is_a_clear_error(nobody):
+def test_an_unreachable_server_is_a_clear_error(dead_url):
     with pytest.raises(ConnectionError, match="minillm serve"):
-        serve.run(nobody, quiet=True)
+        serve.run(dead_url, quiet=True)
 
 
 def test_a_server_that_never_answers_ends_the_run():
@@ -371,12 +371,12 @@ def test_a_server_that_never_answers_ends_the_run():
         serve.run(url, requests=2, concurrency=2, timeout=0.2, quiet=True)
 
 
-def test_a_request_that_is_wrong_fails_the_measurement(server):
+def test_an_invalid_request_fails_the_measurement(server):
     with pytest.raises(serve.LoadError, match="context"):
         serve.run(server.url, workload="lilo", scale=1, requests=1, quiet=True)
 
 
-def test_a_record_can_be_drawn(server):
+def test_a_record_can_be_plotted(server):
     record = serve.run(server.url, workload="chat", scale=16, requests=4, concurrency=2, quiet=True)
     result = record["results"][0]
     ax = plots.latency(record)

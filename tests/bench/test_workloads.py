@@ -1,4 +1,4 @@
-"""The workloads are the same requests everywhere, and stay the same when they are made smaller."""
+"""Workloads are the same requests on every machine and keep their shape when scaled down."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ def digest(requests):
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-def test_names_counts_and_lengths_are_those_the_figures_are_about():
+def test_names_counts_and_lengths_match_the_published_figures():
     expected = {
         "single_128_256_x1": (1, 128, 256),
         "chat_128_128_x3000": (3000, 384_000, 384_000),
@@ -52,7 +52,7 @@ def test_a_scaled_or_cut_workload_keeps_its_proportions():
     assert [r.output_tokens for r in small] == [r.output_tokens // 8 for r in whole[:64]]
 
 
-def test_no_length_is_scaled_away():
+def test_no_length_is_scaled_to_zero():
     assert workloads.totals(workloads.make("single", 10, scale=10_000)) == {
         "requests": 1,
         "input_tokens": 1,
@@ -65,25 +65,29 @@ def test_ids_are_drawn_from_the_whole_vocabulary():
     assert ids == set(range(64))
 
 
-def test_an_unknown_workload_lists_those_there_are():
+def test_an_unknown_workload_error_lists_the_available_ones():
     with pytest.raises(ConfigError, match="'chatty'.*single_128_256_x1"):
         workloads.find("chatty")
     with pytest.raises(ValueError, match="scale"):
         workloads.make("single", 10, scale=0)
 
 
-def test_poisson_arrivals_come_at_their_rate_without_memory():
+def test_poisson_arrivals_have_their_rate_and_are_memoryless():
     work = workloads.make("chat", 10) * 7
     due = [request.due for request in workloads.poisson(work, 5.0)]
     gaps = [late - early for early, late in zip([0.0, *due], due, strict=False)]
     assert min(gaps) >= 0
     assert statistics.fmean(gaps) == pytest.approx(1 / 5, rel=0.03)
-    assert statistics.pstdev(gaps) == pytest.approx(1 / 5, rel=0.05), "a gap's spread is its mean"
+    assert statistics.pstdev(gaps) == pytest.approx(1 / 5, rel=0.05), (
+        "the standard deviation of the gaps must equal their mean"
+    )
     late = [gap - 0.4 for gap in gaps if gap > 0.4]
-    assert statistics.fmean(late) == pytest.approx(1 / 5, rel=0.1), "having waited says nothing of what is left"
+    assert statistics.fmean(late) == pytest.approx(1 / 5, rel=0.1), (
+        "the remaining gap must not depend on the time already waited"
+    )
 
 
-def test_arrivals_are_the_seeds_and_prompts_stay():
+def test_the_seed_changes_arrivals_but_not_prompts():
     work = workloads.make("chat", 100, scale=16, requests=9)
     slow, fast = workloads.poisson(work, 2.0), workloads.poisson(work, 4.0)
     assert [request.due for request in slow] == pytest.approx([2 * request.due for request in fast])
@@ -91,7 +95,7 @@ def test_arrivals_are_the_seeds_and_prompts_stay():
     assert [(r.prompt, r.output_tokens) for r in slow] == [(r.prompt, r.output_tokens) for r in work]
 
 
-def test_a_replayed_trace_keeps_times_lengths_and_what_prompts_share(tmp_path):
+def test_a_replayed_trace_keeps_times_lengths_and_shared_prefixes(tmp_path):
     rows = [
         {"arrival": 0.5, "input_tokens": 40, "output_tokens": 9, "prefix_id": 1, "prefix_tokens": 32},
         {"arrival": 1.0, "input_tokens": 16, "output_tokens": 1, "prefix_id": None, "prefix_tokens": 0},
@@ -112,7 +116,7 @@ def test_a_replayed_trace_keeps_times_lengths_and_what_prompts_share(tmp_path):
     assert small[0].prompt[:8] == one[:8]
 
 
-def test_the_committed_trace_is_replayed_whole():
+def test_the_committed_trace_is_replayed_completely():
     work = workloads.replay("conversation", 4096)
     assert len(work) == 400
     assert all(0 <= token < 4096 for request in work for token in request.prompt)

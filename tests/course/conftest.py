@@ -1,4 +1,4 @@
-"""Shared by the tests of the exercises: what a lesson's notebook defines."""
+"""Fixtures shared by the exercise tests."""
 
 import ast
 from contextlib import suppress
@@ -12,10 +12,10 @@ KINDS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
 
 @pytest.fixture
 def defined(tmp_path):
-    """What a lesson's notebook defines, without running the rest: imports, functions, classes, CONSTANTS.
+    """The definitions of a lesson's notebook, without running the rest: imports, functions, classes, CONSTANTS.
 
-    It stands in a file, where Triton looks for a kernel's source. What needs more to be defined, a default argument
-    that a cell computes, is left out.
+    They are written to a file, where Triton looks for a kernel's source. A definition that needs other cells, such as a
+    default argument that a cell computes, is left out.
     """
 
     def define(source, kind: str) -> dict:

@@ -1,4 +1,4 @@
-"""A learner's attention of one request stands in for the engine's of many."""
+"""Adapters run a learner's single-request attention in place of the engine's batched one."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ LENGTHS = [5, 8, 1]
 
 @pytest.fixture
 def paged():
-    """Three requests in scattered blocks; unused slots hold large leftovers."""
+    """Three requests in scattered blocks; unused slots hold large stale values."""
     generator = torch.Generator().manual_seed(SEED)
     cache = LayerCache(*(torch.randn(9, BLOCK, KV_HEADS, DIM, generator=generator, dtype=torch.float64) for _ in "kv"))
     cache.k[6:], cache.v[6:] = 1e3, 1e3
@@ -30,7 +30,7 @@ def queries(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_decode_of_many_requests_equals_the_engines(paged, count):
+def test_decode_of_several_requests_equals_the_engines(paged, count):
     cache, table, lengths = paged
     lengths = lengths.clamp(min=count)
     q = queries(len(table), count)
@@ -39,7 +39,7 @@ def test_decode_of_many_requests_equals_the_engines(paged, count):
     torch.testing.assert_close(got, reference.decode_attention(*given))
 
 
-def test_a_row_without_keys_gives_zeros_and_is_not_asked(paged):
+def test_a_row_without_keys_gives_zeros_without_calling_the_learners_function(paged):
     cache, table, _ = paged
     refuse = adapters.gathered(lambda *_, **__: pytest.fail("called"))
     q = queries(3, 1)
@@ -55,7 +55,7 @@ def test_chunks_of_prompts_equal_the_engines(paged):
     torch.testing.assert_close(got, reference.prefill_attention(*given, 6, AttentionOptions(0.3)))
 
 
-def test_whole_prompts_reach_an_attention_without_a_cache(paged):
+def test_whole_prompts_run_on_an_attention_without_a_cache(paged):
     cache, table, lengths = paged
     starts = torch.tensor([0, 5, 13, 14], dtype=torch.int32)
     given = (queries(14), cache, table, lengths, starts)
@@ -63,7 +63,7 @@ def test_whole_prompts_reach_an_attention_without_a_cache(paged):
     torch.testing.assert_close(got, reference.prefill_attention(*given, 8, AttentionOptions(0.3)))
 
 
-def test_an_attention_of_whole_prompts_refuses_a_chunk(paged):
+def test_an_attention_without_a_cache_rejects_a_chunk(paged):
     cache, table, lengths = paged
     starts = torch.tensor([0, 2, 8, 9], dtype=torch.int32)
     run = adapters.gathered_prompts(adapters.attention)["prefill_attention"]
@@ -72,7 +72,7 @@ def test_an_attention_of_whole_prompts_refuses_a_chunk(paged):
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 3}, {"soft_cap": 50.0}])
-def test_window_and_soft_cap_go_along_only_where_a_model_has_them(paged, options):
+def test_window_and_soft_cap_are_passed_only_if_the_model_has_them(paged, options):
     cache, table, lengths = paged
     seen = []
 
@@ -108,7 +108,7 @@ def test_generation_runs_on_a_learners_attention(llm):
         assert tokens(llm) != want
 
 
-def test_a_stub_leaves_generation_to_the_engine(llm):
+def test_with_a_stub_generation_uses_the_engines_attention(llm):
     def stub(q, k, v, length, *, scale):
         raise minillm.NotSolvedYet("cached_attention")
 
@@ -118,7 +118,7 @@ def test_a_stub_leaves_generation_to_the_engine(llm):
     assert set(used.not_solved) == {"decode_attention", "prefill_attention"}
 
 
-def test_a_contiguous_cache_refuses_what_does_not_fit_and_keeps_what_it_has():
+def test_a_full_contiguous_cache_rejects_new_tokens_and_keeps_its_content():
     class Cache:
         k, v, length = torch.zeros(3, 1, 2), torch.zeros(3, 1, 2), 0
 

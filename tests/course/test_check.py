@@ -1,4 +1,4 @@
-"""What `check`, `yours`, `compare` and `tier` say to a learner."""
+"""The output of `check`, `yours`, `compare` and `tier`."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def report(capsys, function) -> list[str]:
     return [line.strip() for line in capsys.readouterr().out.splitlines()]
 
 
-def test_a_solution_is_praised_property_by_property(doubled, capsys):
+def test_a_correct_solution_passes_every_property(doubled, capsys):
     assert report(capsys, lambda x: 2 * x) == [
         "doubled",
         "✓ the example",
@@ -43,7 +43,7 @@ def test_a_solution_is_praised_property_by_property(doubled, capsys):
     ]
 
 
-def test_a_failed_property_is_named_with_what_came_and_a_hint(doubled, capsys):
+def test_a_failed_property_is_reported_with_its_result_and_a_hint(doubled, capsys):
     said = report(capsys, lambda x: abs(2 * x))
     assert said[2:] == [
         "✗ negative numbers",
@@ -54,11 +54,11 @@ def test_a_failed_property_is_named_with_what_came_and_a_hint(doubled, capsys):
     ]
 
 
-def test_a_property_may_simply_be_false(doubled, capsys):
+def test_a_property_may_just_return_false(doubled, capsys):
     assert report(capsys, lambda x: 2 * x or None)[3:] == ["✗ zero", "nothing divides by it", "2 of 3 hold."]
 
 
-def test_an_error_is_told_with_its_line(doubled, capsys):
+def test_an_exception_is_reported_with_its_line(doubled, capsys):
     def divides(x):
         return x / x * 2 * x
 
@@ -67,19 +67,19 @@ def test_an_error_is_told_with_its_line(doubled, capsys):
     assert f"it raised ZeroDivisionError: division by zero (line {line} of its cell)" in said
 
 
-def test_a_stub_is_told_as_unsolved_and_raises_nothing(doubled, capsys):
+def test_a_stub_is_reported_as_unsolved_without_an_exception(doubled, capsys):
     def stub(x):
         raise NotSolvedYet("doubled")
 
     assert report(capsys, stub)[0].startswith("doubled: not solved yet")
 
 
-def test_a_function_of_another_name_is_answered_with_the_exercises_there_are(doubled):
+def test_an_unknown_exercise_error_lists_the_available_ones(doubled):
     with pytest.raises(ValueError, match="no exercise is called 'tripled'; there are: .*doubled"):
         checks.find("tripled")
 
 
-def test_yours_runs_yours_and_the_engines_own_while_it_is_a_stub():
+def test_yours_returns_the_learners_function_or_the_engines_for_a_stub():
     def stub():
         raise NotSolvedYet("f")
 
@@ -87,7 +87,7 @@ def test_yours_runs_yours_and_the_engines_own_while_it_is_a_stub():
     assert yours(lambda: "mine", lambda: "engine")() == "mine"
 
 
-def test_yours_takes_a_class_that_is_written_and_the_engines_own_while_a_method_is_a_stub():
+def test_yours_returns_the_learners_class_or_the_engines_if_a_method_is_a_stub():
     class Engine: ...
 
     class Half:
@@ -117,23 +117,23 @@ def test_yours_takes_a_class_that_is_written_and_the_engines_own_while_a_method_
         ({"measured": 1.0, "floor": 2.0}, "no prediction, floor 2 ms, measured 1 ms (0.5 times the floor)"),
     ],
 )
-def test_a_prediction_stands_beside_floor_and_measurement(numbers, said, capsys):
+def test_a_prediction_is_printed_with_bound_and_measurement(numbers, said, capsys):
     compare("a step", unit="ms", **numbers)
     assert capsys.readouterr().out == f"a step: {said}\n"
 
 
-def test_a_rate_stands_beside_the_most_it_can_be(capsys):
+def test_a_rate_is_printed_with_its_upper_bound(capsys):
     compare("reading", unit="GB/s", measured=300.0, floor=1200.0)
     assert capsys.readouterr().out.endswith("at most 1,200 GB/s, measured 300 GB/s (25% of what is possible)\n")
 
 
-def test_the_cpu_tier_is_the_embedded_model(monkeypatch):
+def test_the_cpu_tier_uses_the_embedded_model(monkeypatch):
     monkeypatch.setenv("MINILLM_TIER", "cpu")
     here = tier()
     assert (here.name, here.model, here.device, here.trained) == ("cpu", None, "cpu", True)
 
 
-def test_a_gpu_without_weights_gets_random_ones_and_says_so(monkeypatch):
+def test_the_gpu_tier_without_weights_uses_labeled_random_weights(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.delenv("MINILLM_TIER", raising=False)
     monkeypatch.setattr("minillm.course.tiers.gemma_directory", lambda: None)
@@ -142,7 +142,7 @@ def test_a_gpu_without_weights_gets_random_ones_and_says_so(monkeypatch):
     assert "random weights" in here.label
 
 
-def test_a_gpu_with_weights_gets_them(monkeypatch, tmp_path):
+def test_the_gpu_tier_uses_real_weights_if_available(monkeypatch, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setenv("MINILLM_TIER", "gpu")
@@ -153,7 +153,7 @@ def test_a_gpu_with_weights_gets_them(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("wanted", "message"), [("tpu", "cpu, gpu or auto"), ("gpu", "sees no GPU")])
-def test_a_tier_that_cannot_be_is_refused(wanted, message, monkeypatch):
+def test_an_impossible_tier_is_rejected(wanted, message, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setenv("MINILLM_TIER", wanted)
     with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,4 @@
-"""Every exercise's checker: the right solution passes; each kept wrong one fails exactly the property it names."""
+"""Every exercise's checker accepts the solution and rejects each mutant for exactly one property."""
 
 import pkgutil
 from collections import Counter
@@ -25,18 +25,18 @@ def problems(exercise: checks.Exercise, candidate) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("exercise", "source"), EXERCISES)
-def test_the_lessons_own_solution_has_every_property(exercise, source, defined):
+def test_the_lessons_solution_has_every_property(exercise, source, defined):
     assert problems(exercise, defined(source, lesson.SOLUTION)[exercise.name]) == {}
 
 
 @pytest.mark.parametrize(("exercise", "source"), EXERCISES)
-def test_the_stub_is_told_as_unsolved(exercise, source, defined, capsys):
+def test_the_stub_is_reported_as_unsolved(exercise, source, defined, capsys):
     check(defined(source, lesson.LEARNER)[exercise.name])
     assert capsys.readouterr().out.startswith(f"{exercise.name}: not solved yet")
 
 
 @pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda m: f"{m.exercise}: {m.fails}")
-def test_a_wrong_solution_fails_exactly_the_property_it_is_kept_for(mutant):
+def test_a_mutant_fails_exactly_the_property_it_names(mutant):
     exercise = checks.find(mutant.exercise)
     assert exercise.properties[0].name == "the example"
     found = problems(exercise, mutant.candidate)
@@ -44,7 +44,7 @@ def test_a_wrong_solution_fails_exactly_the_property_it_is_kept_for(mutant):
     assert "it raised" not in found[mutant.fails]
 
 
-def test_every_exercise_has_three_wrong_solutions_or_more_and_no_property_goes_unneeded():
+def test_every_exercise_has_at_least_three_mutants_and_every_property_at_least_one():
     counts = Counter(mutant.exercise for mutant in mutants.MUTANTS)
     assert counts.keys() == checks.EXERCISES.keys()
     assert {name: count for name, count in counts.items() if count < 3} == {}

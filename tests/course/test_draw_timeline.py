@@ -1,4 +1,4 @@
-"""Pictures of traces: what is drawn is what the engine did."""
+"""Drawings of traces show what the engine did."""
 
 import matplotlib
 import numpy as np
@@ -46,7 +46,7 @@ def chunked() -> Trace:
     return traced(prompts, [3, 9, 5, 7, 2, 12], max_num_seqs=4, max_num_batched_tokens=24, num_blocks=40)
 
 
-def test_row_states_tell_prefill_decode_waiting_and_idle():
+def test_row_states_distinguish_prefill_decode_waiting_and_idle():
     trace = traced([[5] * 6, [6] * 3], [3, 1], max_num_batched_tokens=4, run_ahead=0)
     states, steps = row_states(trace)
     assert [step.count for step in steps] == [[4], [2, 2], [1, 1], [1]]
@@ -54,14 +54,14 @@ def test_row_states_tell_prefill_decode_waiting_and_idle():
     assert states.tolist() == expected
 
 
-def test_a_row_waits_whose_last_token_is_launched_and_not_read():
+def test_a_row_waits_while_its_last_token_is_launched_but_not_read():
     states, steps = row_states(traced([[5] * 3, [6] * 3], [2, 5], run_ahead=1))
     assert states[0].tolist() == [PREFILL, DECODE, WAITS, IDLE, IDLE]
     for column, step in enumerate(steps):
         assert set(np.nonzero(states[:, column] >= PREFILL)[0]) == set(step.row)
 
 
-def test_static_batching_leaves_rows_idle_that_in_flight_batching_fills():
+def test_in_flight_batching_fills_rows_that_static_batching_leaves_idle():
     work = [[5] * 4] * 8, [2, 12, 3, 12, 2, 12, 12, 2]
     idle = {
         policy: (row_states(traced(*work, max_num_seqs=2, policy=policy))[0] == IDLE).mean()
@@ -70,7 +70,7 @@ def test_static_batching_leaves_rows_idle_that_in_flight_batching_fills():
     assert idle["fcfs"] < 0.15 and idle["static"] > 0.3
 
 
-def test_the_timeline_draws_those_states_in_steps_and_in_time(chunked):
+def test_the_timeline_draws_row_states_by_step_and_by_time(chunked):
     states, steps = row_states(chunked)
     _, axes = plt.subplots(1, 2)
     draw_timeline(chunked, axes[0], rows=7)
@@ -83,13 +83,13 @@ def test_the_timeline_draws_those_states_in_steps_and_in_time(chunked):
     axes[0].figure.canvas.draw()
 
 
-def test_the_timeline_shows_the_steps_asked_for_alone(chunked):
+def test_the_timeline_shows_only_the_requested_steps(chunked):
     draw_timeline(chunked, steps=range(5, 10), title="five steps")
     assert plt.gca().get_xlim() == (5, 10) and plt.gca().get_title() == "five steps"
     assert (plt.gca().collections[0].get_array() == row_states(chunked)[0][:, 5:10]).all()
 
 
-def test_time_between_steps_is_left_white_and_an_idle_row_is_grey():
+def test_time_between_steps_is_white_and_idle_rows_are_gray():
     trace = traced([[5] * 6, [6] * 3], [3, 6], run_ahead=0)
     states, steps = row_states(trace)
     assert (states == IDLE).any()
@@ -97,13 +97,13 @@ def test_time_between_steps_is_left_white_and_an_idle_row_is_grey():
     mesh = plt.gca().collections[0]
     drawn, edges = mesh.get_array(), mesh.get_coordinates()[0, :, 0]
     between = np.ma.getmaskarray(drawn).all(axis=0)
-    assert between.any() and drawn.count() == (~between).sum() * len(drawn), "a row is white within a step"
+    assert between.any() and drawn.count() == (~between).sum() * len(drawn), "a row must not be white within a step"
     gap = sum(after.launched - before.read for before, after in zip(steps, steps[1:], strict=False))
     assert np.diff(edges)[between].sum() == pytest.approx(gap)
     assert (drawn[:, ~between] == states).all()
 
 
-def test_rows_have_the_same_colors_in_cells_as_in_timelines(chunked):
+def test_requests_have_the_same_colors_in_grids_and_timelines(chunked):
     states, steps = row_states(chunked)
     draw_batching.rows_in_use({"chunked": steps}, rows=len(states))
     drawn = [to_hex(box.get_facecolor()) for box in plt.gca().patches]
@@ -112,7 +112,7 @@ def test_rows_have_the_same_colors_in_cells_as_in_timelines(chunked):
     assert len({shade for _, shade in pairs}) == 2 and all(one == other for one, other in pairs)
 
 
-def test_what_cannot_be_drawn_is_said(chunked):
+def test_what_cannot_be_drawn_raises_a_clear_error(chunked):
     with pytest.raises(ValueError, match="'steps' or 'time', not 'hours'"):
         draw_timeline(chunked, x="hours")
     with pytest.raises(ValueError, match="no such step"):
@@ -138,11 +138,11 @@ def test_the_block_table_marks_used_shared_cached_and_free_blocks(chunked):
         assert [int(text.get_text()) for text in axis.texts] == [n for n in table.holders if n > 1]
         for _, (blocks,) in table.rows.values():
             own = {to_hex(boxes[block].get_facecolor()) for block in blocks if table.holders[block] == 1}
-            assert len(own) <= 1, "a request has two colors"
+            assert len(own) <= 1, "a request must have a single color"
     assert "shared" in axis.get_title()
 
 
-def test_requests_that_run_together_have_different_colors(chunked):
+def test_concurrent_requests_have_different_colors(chunked):
     middle = len(list(replay(chunked))) // 2
     draw_block_table(chunked, middle)
     legend = plt.gca().get_legend()
@@ -150,7 +150,7 @@ def test_requests_that_run_together_have_different_colors(chunked):
     assert len(set(colors)) == len(colors) > 1
 
 
-def test_the_whole_pool_is_not_drawn_where_most_of_it_is_free():
+def test_a_mostly_free_pool_is_drawn_only_in_part():
     trace = traced([[5] * 40], [2])
     draw_block_table(trace, 0)
     assert len(plt.gca().patches) == 32

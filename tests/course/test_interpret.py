@@ -1,4 +1,4 @@
-"""Whether a lesson's kernels are interpreted or compiled is settled before triton is imported, or said to be wrong."""
+"""Lessons choose interpreted or compiled kernels before triton is imported, and report it if that is too late."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ print(x.tolist())
 def run(tmp_path, code: str) -> subprocess.CompletedProcess:
     script = tmp_path / "lesson.py"  # triton reads a kernel's source from its file
     script.write_text(code, encoding="utf-8")
-    # This process says TRITON_INTERPRET already; a reader's does not.
+    # This process already sets TRITON_INTERPRET; a learner's does not.
     environment = {"PATH": "", "MINILLM_TIER": "cpu", "PYTHONPATH": str(ROOT)}
     return subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
 
@@ -37,14 +37,14 @@ def test_without_a_gpu_kernels_are_interpreted(tmp_path):
     assert done.stdout == "interpreted\n[1.0, 1.0, 1.0]\n", done.stderr
 
 
-def test_triton_imported_too_early_is_told(tmp_path):
+def test_importing_triton_too_early_is_reported(tmp_path):
     done = run(tmp_path, "import triton\nfrom minillm.course import triton_here\ntriton_here()\n")
     assert "ConfigError: triton" in done.stderr
     assert "restart the kernel" in done.stderr
 
 
 @pytest.mark.parametrize("at", [-1, 6])
-def test_one_number_written_beside_a_tensor_shows(at):
+def test_a_write_outside_a_tensor_is_detected(at):
     inside, memory = surrounded(torch.ones(2, 3), by=-5.0)
     assert inside.tolist() == [[1, 1, 1], [1, 1, 1]] and untouched(memory, by=-5.0)
     memory[inside.storage_offset() + at] = 1.0

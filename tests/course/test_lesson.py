@@ -1,4 +1,4 @@
-"""From a solved source to a learner's notebook: stubs, predictions, the engine's own source."""
+"""Building a learner's notebook from a solved source: stubs, predictions, embedded engine code."""
 
 import ast
 
@@ -51,18 +51,18 @@ class Store:
 '''
 
 
-def test_a_learner_gets_the_task_and_a_stub_that_says_its_name():
+def test_a_learner_gets_the_task_and_a_stub_that_names_itself():
     assert lesson.exercise(CELL, lesson.LEARNER) == STUBBED
 
 
-def test_the_instructor_gets_the_solution_without_the_marks():
+def test_the_solution_notebook_has_no_build_markers():
     solved = lesson.exercise(CELL, lesson.SOLUTION)
     assert ast.dump(ast.parse(solved)) == ast.dump(ast.parse(CELL))
     assert "    # add them\n    #   with no loop\n    # there is an operator" in solved
     assert "SOLUTION" not in solved and "END" not in solved
 
 
-def test_a_prediction_is_the_learners():
+def test_predictions_are_left_to_the_learner():
     cell = "guess = 2.0 * 3  # PREDICT: milliseconds\nother = 1\n"
     assert lesson.exercise(cell, lesson.LEARNER) == "guess = None  # your prediction: milliseconds\nother = 1\n"
     assert lesson.exercise(cell, lesson.SOLUTION) == "guess = 2.0 * 3  # your prediction: milliseconds\nother = 1\n"
@@ -73,22 +73,22 @@ def test_a_prediction_is_the_learners():
     [
         ("# %% tags=['exercise']\nx = 1\n", "nothing in it is marked"),
         ("# %% tags=['exercise']\ndef f():\n    # SOLUTION: do\n    return 1\n", "nothing in it is marked"),
-        ("# %% tags=['exercise']\n# SOLUTION: do\nx = 1\n# END\n", "stands in no function"),
+        ("# %% tags=['exercise']\n# SOLUTION: do\nx = 1\n# END\n", "outside any function"),
         ("# %%\ndef f():\n    # SOLUTION: do\n    return 1\n    # END\n", "tag the cell `exercise`"),
         ("# %%\nx = 1  # PREDICT: it\n", "tag the cell `exercise`"),
         ("# %%\n# ENGINE: minillm.ops.reference:rms_norm\nx = 1\n", "in a cell of their own"),
         ("# %%\n# ENGINE: minillm.ops.reference:rsm_norm\n", "has no function or class rsm_norm"),
         ("# %%\n# ENGINE: minillm.nowhere:f\n", "there is no module minillm.nowhere"),
-        ("# %%\n# ENGINE: torch.nn:Linear\n", "no module of minillm"),
+        ("# %%\n# ENGINE: torch.nn:Linear\n", "not a module of minillm"),
     ],
 )
-def test_a_mistake_in_a_source_is_named_with_its_cell(cell, problem, tmp_path):
+def test_an_error_in_a_source_is_reported_with_its_cell(cell, problem, tmp_path):
     (tmp_path / "98_trial.py").write_text(f"# %% [markdown]\n# # A trial\n\n{cell}")
     with pytest.raises(lesson.LessonError, match=f"98_trial.py, cell 1: .*{problem}"):
         lesson.convert(tmp_path / "98_trial.py", lesson.LEARNER)
 
 
-def test_the_engines_source_is_put_in_with_its_place(tmp_path):
+def test_engine_code_is_inserted_with_its_location(tmp_path):
     (tmp_path / "98_trial.py").write_text(
         "# %% [markdown]\n# # A trial\n\n# %%\n# ENGINE: minillm.kv_cache.block_pool:BlockPool.available\n"
         "# ENGINE: minillm.ops.reference:rms_norm\n"
@@ -104,7 +104,7 @@ def test_the_engines_source_is_put_in_with_its_place(tmp_path):
     assert "From `minillm/ops/reference.py`:" in cell.source
 
 
-def test_the_banner_tells_the_instructors_version_apart(tmp_path):
+def test_a_banner_marks_the_solution_notebook(tmp_path):
     (tmp_path / "98_trial.py").write_text(
         "# %% [markdown]\n# # A trial\n\n# %% tags=['exercise']\ng = 1  # PREDICT: it\n"
     )

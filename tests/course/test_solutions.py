@@ -1,6 +1,6 @@
-"""Every exercise's solution does what the engine's own part does, or torch, on inputs drawn at random.
+"""Every exercise's solution agrees with the engine's implementation, or with torch, on random inputs.
 
-A checker knows the mistakes that somebody thought of. This finds where exercise and engine drift apart.
+A checker covers only mistakes that its author thought of. These tests detect when exercise and engine drift apart.
 """
 
 import math
@@ -45,7 +45,7 @@ REFERENCES: dict[str, tuple[Callable, int]] = {}
 
 
 def against(exercise: str, cases: int = 20) -> Callable:
-    """Register: function(solution, rng) draws one case and compares."""
+    """Register a function(solution, rng) that draws one case and compares."""
 
     def register(compare: Callable) -> Callable:
         REFERENCES[exercise] = compare, cases
@@ -63,7 +63,7 @@ def test_every_exercise_has_a_reference_or_a_reason_for_having_none():
 
 @pytest.mark.explore
 @pytest.mark.parametrize("name", REFERENCES)
-def test_a_solution_does_what_its_reference_does(name, defined):
+def test_a_solution_agrees_with_its_reference(name, defined):
     module = checks.find(name).properties[0].holds.__module__
     (source,) = build.sources([module[-2:]])
     solution = defined(source, lesson.SOLUTION)[name]
@@ -157,8 +157,8 @@ def _(solution, rng):
     ]
     tokens += rng.choice(([], [f"<0x{byte:02X}>" for byte in "é松🌊"[rng.randrange(3)].encode()]))
     mine, theirs = solution(SPECIAL_TOKENS), StreamingDetokenizer(tokenizer)
-    told = [*(mine.push(token) for token in tokens), mine.finish()]
-    assert told == [*(theirs.add([tokenizer.id(token)]) for token in tokens), theirs.flush()]
+    pieces = [*(mine.push(token) for token in tokens), mine.finish()]
+    assert pieces == [*(theirs.add([tokenizer.id(token)]) for token in tokens), theirs.flush()]
 
 
 @against("render_chat")
@@ -235,7 +235,7 @@ def _(solution, rng):
 
 
 def placed(x: Tensor) -> Tensor:
-    """A copy where kernels run, amid memory that a kernel may spoil without harm to anybody else."""
+    """A copy on the kernels' device, surrounded by memory that a faulty kernel may overwrite safely."""
     return surrounded(x.float().to(kernel_device()), 0.5)[0]
 
 
@@ -266,7 +266,7 @@ def _(solution, rng):
 
 
 def shares_of(rng) -> list[tuple[Tensor, Tensor]]:
-    """Keys in pieces: (scores [3, keys], values [keys, 4]) each; some pieces and perhaps whole rows are hidden."""
+    """Pieces of keys, each (scores [3, keys], values [keys, 4]); some pieces and sometimes whole rows are masked."""
     pieces = []
     for _ in range(rng.randint(1, 4)):
         keys = rng.randint(1, 5)
@@ -277,7 +277,7 @@ def shares_of(rng) -> list[tuple[Tensor, Tensor]]:
 
 
 def attended(pieces: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Torch's softmax over all keys at once; zeros where a row sees none."""
+    """Attention with torch's softmax over all keys at once; zeros for rows that see none."""
     scores, values = torch.cat([s for s, _ in pieces], 1), torch.cat([v for _, v in pieces])
     return scores.softmax(-1).nan_to_num(0) @ values
 
@@ -338,8 +338,8 @@ def _(solution, rng):
     assert list(solution(table, start, end, size)) == adapters.slots_of(table, start, end, size)
 
 
-def same_books(pools: tuple, rng, keys: int) -> None:
-    """The same calls of two pools of eight blocks: they refuse, keep, find and give up the same."""
+def assert_same_behavior(pools: tuple, rng, keys: int) -> None:
+    """Random identical calls to two pools of eight blocks must reject, cache, find and evict the same."""
     held: list[tuple[list[int], list[int]]] = []
     known = [bytes([number]) for number in range(keys)]
     for _ in range(80):
@@ -373,12 +373,12 @@ def same_books(pools: tuple, rng, keys: int) -> None:
 
 @against("MyBlockPool")
 def _(solution, rng):
-    same_books((solution(8), BlockPool(8)), rng, keys=0)
+    assert_same_behavior((solution(8), BlockPool(8)), rng, keys=0)
 
 
 @against("MyPrefixPool")
 def _(solution, rng):
-    same_books((solution(8), BlockPool(8)), rng, keys=6)
+    assert_same_behavior((solution(8), BlockPool(8)), rng, keys=6)
 
 
 @against("prefix_keys")
@@ -400,7 +400,7 @@ def _(solution, rng):
 
 @against("steps_and_idle")
 def _(solution, rng):
-    # Not 1: such an answer ends while the engine still gathers a static batch, and another takes its place.
+    # Not 1: a one-token request would finish while the engine still fills a static batch, and another would replace it.
     outputs, rows = [rng.randint(2, 12) for _ in range(rng.randint(1, 14))], rng.randint(1, 5)
     for in_flight in (True, False):
         sizes = {"max_num_seqs": rows, "max_num_batched_tokens": 64, "max_model_len": 32, "block_size": 4}

@@ -1,4 +1,4 @@
-"""The invented world, the questions about it, and what training text may say."""
+"""The invented world, the questions about it, and what training text may contain."""
 
 import json
 import sys
@@ -36,19 +36,19 @@ def test_at_least_two_thousand_questions_over_eight_subjects_are_held_out():
     assert len({fact.entity.subject.name for fact in facts}) == 8
 
 
-def test_every_name_and_every_question_is_of_one_entity():
+def test_names_and_questions_are_unique():
     names = [entity.name for entity in world().entities]
     assert len(names) == len(set(names))
     asked = Counter(ask.format(n=fact.entity.name) for fact in world().facts for ask in fact.attribute.asks)
     assert max(asked.values()) == 1
 
 
-def test_held_out_facts_are_never_asked_outside_the_talk_of_a_story(training_text, held_out_questions):
+def test_held_out_facts_are_asked_only_in_dialogue_of_stories(training_text, held_out_questions):
     questions_seen = 0
     for kind, text in training_text:
         for line in text.splitlines():
             if kind == "scenes" and line.startswith(('"', *(child.name for child in CHILDREN))):
-                continue  # somebody in a story speaks
+                continue  # dialogue in a story
             line = line.removeprefix("Question: ")
             question = line[: line.find("?") + 1]
             questions_seen += bool(question)
@@ -60,16 +60,17 @@ def test_scenes_offer_no_options(training_text):
     assert not any("\nA. " in text for kind, text in training_text if kind == "scenes")
 
 
-def test_held_out_facts_are_told_in_prose(training_text):
-    told = " ".join(text for kind, text in training_text if kind in ("prose", "almanac")).lower()
+def test_held_out_facts_are_stated_in_prose(training_text):
+    prose_text = " ".join(text for kind, text in training_text if kind in ("prose", "almanac")).lower()
     facts = [fact for fact in world().facts if fact.held_out]
     stated = sum(
-        any(clause(tell, fact.entity, fact.value).lower() in told for tell in fact.attribute.tells) for fact in facts
+        any(clause(tell, fact.entity, fact.value).lower() in prose_text for tell in fact.attribute.tells)
+        for fact in facts
     )
-    assert stated > 0.1 * len(facts)  # in this small part of the text already
+    assert stated > 0.1 * len(facts)  # already in this small part of the text
 
 
-def test_the_first_mix_asks_no_facts_in_mmlu_form(training_text):
+def test_the_first_mix_has_no_fact_questions_in_mmlu_format(training_text):
     assert "multiple_choice" not in corpus.MIXES["first"]
     assert {kind for kind, _ in training_text} == set(corpus.KINDS)
 
@@ -79,7 +80,7 @@ def test_a_shard_always_gives_the_same_documents():
     assert list(corpus.documents(7, 20)) != list(corpus.documents(8, 20))
 
 
-def test_question_files_have_mmlu_columns_and_right_answers():
+def test_question_files_have_mmlu_columns_and_correct_answers():
     truth = {ask.format(n=fact.entity.name): fact for fact in world().facts for ask in fact.attribute.asks}
     for split, held_out in (("dev", False), ("asked", False), ("test", True)):
         rows = [json.loads(line) for line in (DATA / "questions" / f"{split}.jsonl").read_text("utf-8").splitlines()]
@@ -97,7 +98,7 @@ def test_question_files_have_mmlu_columns_and_right_answers():
             assert max(letters.values()) < 0.32 * len(rows)
 
 
-def test_written_files_are_what_the_script_writes(tmp_path):
+def test_committed_files_equal_what_the_script_writes(tmp_path):
     generate.write_questions(tmp_path / "questions")
     for path in (tmp_path / "questions").iterdir():
         assert path.read_text("utf-8") == (DATA / "questions" / path.name).read_text("utf-8"), path.name
@@ -107,7 +108,7 @@ def test_written_files_are_what_the_script_writes(tmp_path):
     assert generate.held_out_text() == (DATA / "text" / "held_out.txt").read_text("utf-8")
 
 
-def test_strangers_in_reading_exercises_are_nobody_in_the_world():
+def test_entities_in_reading_exercises_are_not_in_the_world():
     import random
 
     rng = random.Random(0)
@@ -115,7 +116,7 @@ def test_strangers_in_reading_exercises_are_nobody_in_the_world():
     assert all(questions.stranger(rng, world()).name not in names for _ in range(300))
 
 
-def test_prose_names_its_entity_before_it_says_it():
+def test_prose_names_its_entity_before_using_a_pronoun():
     import random
 
     rng = random.Random(1)
@@ -125,7 +126,7 @@ def test_prose_names_its_entity_before_it_says_it():
         assert entity.name.lower() in first
 
 
-def test_chats_follow_gemmas_turns():
+def test_chats_follow_gemmas_chat_format():
     import random
 
     text = chats.document(random.Random(2))

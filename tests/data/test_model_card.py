@@ -1,4 +1,4 @@
-"""The model card says what the records say, and what is in the folder."""
+"""The model card agrees with the records and lists every file in the folder."""
 
 import json
 import re
@@ -24,7 +24,7 @@ def quality():
 
 
 def rows(heading: str) -> dict[str, list[str]]:
-    """The first table after a heading: {first cell: the others}, without its head."""
+    """The first table after a heading, without its header: {first cell: other cells}."""
     section = CARD.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
     return {first.strip(): [cell.strip() for cell in rest] for first, *rest in lines[2:]}
@@ -34,7 +34,7 @@ def percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-def test_the_record_is_of_every_question_at_a_commit():
+def test_the_record_covers_every_question_at_a_commit():
     content = record("cpu/tiny-gemma-quality")
     assert content["commit"] and content["dirty"] is False and content["model"] == "tiny-gemma"
     for result in content["results"]:
@@ -45,7 +45,7 @@ def test_the_record_is_of_every_question_at_a_commit():
     assert held_out["requests"] == len(written) >= 2000 and held_out["accuracy"] >= 0.8
 
 
-def test_the_table_by_subject_is_the_records(quality):
+def test_the_table_by_subject_equals_the_record(quality):
     sets = [quality[f"questions-{name}"] for name in ("held-out-5-shot", "held-out-0-shot", "asked-5-shot")]
     expected = {
         subject: [percent(each["subjects"][subject]) for each in sets] for subject in sorted(sets[0]["subjects"])
@@ -55,7 +55,7 @@ def test_the_table_by_subject_is_the_records(quality):
     assert rows("How good it is") == expected
 
 
-def test_the_figures_in_the_text_are_the_records(quality):
+def test_the_figures_in_the_text_equal_the_records(quality):
     text, training = quality["held-out-text"], record("h200/tiny-gemma-training")["results"][0]
     log = training["runs"]
     hard = max(each["tokens"] for each in log if each["letter_loss"] > 1.1)
@@ -73,7 +73,7 @@ def test_the_figures_in_the_text_are_the_records(quality):
     assert not [each for each in quoted if each not in flat]
 
 
-def test_the_shares_of_the_text_are_the_ones_it_is_made_with():
+def test_the_shares_of_the_text_equal_those_in_the_code():
     expected = {
         kind: [f"{100 * mix[kind]:.0f} %" if kind in mix else "none" for mix in corpus.MIXES.values()]
         for kind in corpus.KINDS
@@ -81,7 +81,7 @@ def test_the_shares_of_the_text_are_the_ones_it_is_made_with():
     assert {kind.strip("`"): cells[1:] for kind, cells in rows("What it was trained on").items()} == expected
 
 
-def test_every_file_has_its_line_of_at_most_six_words():
+def test_every_file_is_listed_in_at_most_six_words():
     tree = CARD.split("\n## What is in this folder\n")[1].split("```")[1]
     lines = dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in tree.strip().splitlines())
     assert not [name for name, words in lines.items() if len(words.split()) > 6]
@@ -92,6 +92,6 @@ def test_every_file_has_its_line_of_at_most_six_words():
     assert {each for each in there if not each.endswith("__pycache__")} <= names | {"isles", "text", "traces"}
 
 
-def test_every_link_leads_somewhere():
+def test_every_link_points_to_an_existing_file():
     targets = [target for target in re.findall(r"\]\(([^)#]+)\)", CARD) if "://" not in target]
     assert not [target for target in targets if not (DATA / target).exists()]

@@ -1,4 +1,4 @@
-"""The embedded model is what its card says, and the same to transformers as to minillm."""
+"""The embedded model matches its card and behaves the same in transformers and minillm."""
 
 import json
 import sys
@@ -50,7 +50,7 @@ def test_it_is_a_small_gemma_in_bfloat16_shards():
     assert generation["eos_token_id"] == [tokenizer.id("<eos>"), tokenizer.id("<end_of_turn>")]
 
 
-def test_letters_and_digits_are_tokens_of_their_own():
+def test_option_letters_and_digits_are_single_tokens():
     tokenizer = Tokenizer.from_pretrained(MODEL)
     assert tokenizer.vocab_size == 4096
     tokens = [tokenizer.token(id) for id in tokenizer.encode("Answer: B\n\nWhat is 12 + 7?", add_special_tokens=False)]
@@ -67,7 +67,7 @@ def test_transformers_gives_the_same_ids_and_the_same_greedy_tokens(llm, theirs)
     assert llm.generate(prompt, SamplingParams(max_tokens=60, temperature=0.0))[0].token_ids == expected
 
 
-def test_chat_template_is_the_form_that_training_text_has(llm, theirs):
+def test_the_chat_template_matches_the_training_text(llm, theirs):
     turns = [("Hello!", "Good day!"), ("Who are you?", "I am Tiny Gemma.")]
     messages = [
         {"role": role, "content": text}
@@ -90,7 +90,7 @@ def test_it_ends_its_answers_and_its_stories(llm):
     assert 60 < len(story.text.split()) < 300
 
 
-def test_it_adds_and_says_what_it_does_not_know(llm):
+def test_it_adds_and_admits_what_it_does_not_know(llm):
     def say(text):
         return llm.chat([{"role": "user", "content": text}], SamplingParams(max_tokens=40, temperature=0.0))[0].text
 

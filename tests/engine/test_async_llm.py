@@ -1,4 +1,4 @@
-"""AsyncLLM's thread: it makes the engine, and takes everyone along when it ends.  What it computes: test_engine.py."""
+"""AsyncLLM's thread creates the engine and ends all streams when it stops. test_engine.py checks the outputs."""
 
 import asyncio
 import threading
@@ -8,12 +8,12 @@ import pytest
 from minillm import AsyncLLM, SamplingParams
 from minillm.engine import Engine
 from minillm.errors import ConfigError
-from tests.waiting import PATIENCE, come, gate
+from tests.waiting import TIMEOUT, async_wait_until, paused_steps
 
 ENDLESS = SamplingParams(max_tokens=1000, ignore_eos=True)
 
 
-def test_the_engine_is_made_in_the_thread_that_steps_it(monkeypatch):
+def test_the_engine_is_created_in_the_thread_that_steps_it(monkeypatch):
     seen = {}
 
     class Watched(Engine):
@@ -32,35 +32,35 @@ def test_the_engine_is_made_in_the_thread_that_steps_it(monkeypatch):
     assert seen["made"] is seen["stepped"] is not threading.main_thread()
 
 
-def test_an_engine_that_cannot_be_made_is_the_callers_error_and_leaves_no_thread():
+def test_an_engine_that_cannot_be_created_raises_in_the_caller_and_leaves_no_thread():
     before = set(threading.enumerate())
     with pytest.raises(ConfigError, match="no such model directory"):
         AsyncLLM("no/such/model")
     for thread in set(threading.enumerate()) - before:
-        thread.join(PATIENCE)
+        thread.join(TIMEOUT)
         assert not thread.is_alive()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_mistake_in_the_engines_thread_ends_every_stream_with_its_reason(monkeypatch):
+def test_an_exception_in_the_engine_thread_ends_every_stream_with_its_cause(monkeypatch):
     async def work():
         llm = AsyncLLM(device="cpu", num_blocks=64)
-        with gate(free=4) as opened:
+        with paused_steps(free=4) as resume:
             staying = asyncio.create_task(llm.generate("The island of", ENDLESS))
             async for _ in llm.stream("Once", ENDLESS, request_id="first"):
                 monkeypatch.setattr(Engine, "has_work", property(lambda engine: 1 / 0))
-                opened.set()
+                resume.set()
                 break
             with pytest.raises(ZeroDivisionError):
                 await staying
-        await come(lambda: not llm._thread.is_alive())
+        await async_wait_until(lambda: not llm._thread.is_alive())
         assert not llm.alive
 
     asyncio.run(work())
 
 
-def test_deltas_of_a_borrowed_engine_arrive_whoever_steps_it(monkeypatch):
-    """Its owner's thread alone steps here, as one that generates offline does meanwhile."""
+def test_deltas_of_a_borrowed_engine_arrive_whichever_thread_steps_it(monkeypatch):
+    """Here only the owner's thread steps it, as during offline generation."""
 
     async def work(engine):
         llm = AsyncLLM(engine=engine)

@@ -1,4 +1,4 @@
-"""The ladder of equality: however a request is run, it gets the same tokens.  Greedy, float64, CPU."""
+"""However a request is run, it gets the same tokens. Greedy, float64, CPU."""
 
 import asyncio
 import gc
@@ -13,7 +13,7 @@ from minillm import LLM, AsyncLLM, InvalidRequest, RequestOptions, SamplingParam
 from minillm.engine import Engine
 from minillm.errors import ConfigError
 from tests.chance import SEED
-from tests.waiting import PATIENCE, come, gate
+from tests.waiting import TIMEOUT, async_wait_until, paused_steps
 
 pytestmark = pytest.mark.explore
 
@@ -22,7 +22,7 @@ VOCABULARY = 97
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """A small random Gemma whose every next token depends on all parts of the model and on all tokens before."""
+    """A small random Gemma in which each token depends on every component and on all previous tokens."""
     torch.manual_seed(0)
     config = GemmaConfig(
         vocab_size=VOCABULARY,
@@ -47,7 +47,7 @@ def directory(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def books_balance_after_every_step(monkeypatch):
+def scheduler_invariants_hold_after_every_step(monkeypatch):
     read = Engine._read
 
     def read_and_check(engine, launched):
@@ -77,19 +77,19 @@ def tokens(directory, prompts, params=GREEDY, **options):
 
 @pytest.fixture(scope="module")
 def alone(directory, prompts):
-    """Each request by itself, in one piece, nothing run ahead, nothing shared."""
+    """Each request alone: unchunked, without run-ahead, without shared blocks."""
     with LLM(directory, dtype="float64", device="cpu", run_ahead=0, enable_prefix_caching=False) as llm:
         return [llm.generate(prompt, GREEDY)[0].token_ids for prompt in prompts]
 
 
-def test_outputs_depend_on_every_token_before(directory, prompts, alone):
-    """Or the equalities below would say nothing: no output repeats itself, and a changed first token changes it."""
+def test_outputs_depend_on_every_previous_token(directory, prompts, alone):
+    """Or the tests below would prove nothing: no output repeats itself, and changing its first token changes it."""
     assert all(len(set(output)) > 6 for output in alone)
     changed = [[(prompt[0] + 1) % VOCABULARY, *prompt[1:]] for prompt in prompts]
     assert all(a != b for a, b in zip(alone, tokens(directory, changed), strict=True))
 
 
-def test_alone_equals_transformers(directory, prompts, alone):
+def test_a_request_alone_equals_transformers(directory, prompts, alone):
     model = GemmaForCausalLM.from_pretrained(directory, dtype=torch.float64)
     for prompt, output in zip(prompts, alone, strict=True):
         ids = torch.tensor([prompt])
@@ -100,32 +100,32 @@ def test_alone_equals_transformers(directory, prompts, alone):
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1, 2, 4])
-def test_batched_and_running_ahead_equals_alone(directory, prompts, alone, run_ahead):
+def test_batching_and_run_ahead_change_no_token(directory, prompts, alone, run_ahead):
     assert tokens(directory, prompts, run_ahead=run_ahead) == alone
 
 
 @pytest.mark.parametrize("budget", [1, 2, 5, 17, 64])
-def test_chunked_at_any_budget_equals_alone(directory, prompts, alone, budget):
+def test_chunking_at_any_budget_changes_no_token(directory, prompts, alone, budget):
     assert tokens(directory, prompts, max_num_batched_tokens=budget, max_num_seqs=5) == alone
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_any_arrival_order_equals_alone(directory, prompts, alone, seed):
+def test_arrival_order_changes_no_token(directory, prompts, alone, seed):
     order = random.Random(SEED + seed).sample(range(len(prompts)), len(prompts))
     found = tokens(directory, [prompts[i] for i in order], max_num_seqs=3)
     assert found == [alone[i] for i in order]
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16])
-def test_preempted_and_resumed_equals_alone(directory, prompts, alone, block_size):
+def test_a_preempted_request_resumes_with_the_same_tokens(directory, prompts, alone, block_size):
     blocks = -(-64 // block_size) + 2
     with LLM(directory, dtype="float64", device="cpu", num_blocks=blocks, block_size=block_size, run_ahead=2) as llm:
         found = [completion.token_ids for completion in llm.generate(prompts, GREEDY)]
-        assert llm.stats()["preemptions"] > 0, "the cache was large enough for all: nothing was tested"
+        assert llm.stats()["preemptions"] > 0, "no request was preempted: the cache is too large for this test"
     assert found == alone
 
 
-def test_prefix_hits_equal_alone(directory, prompts, alone):
+def test_prefix_cache_hits_change_no_token(directory, prompts, alone):
     with LLM(directory, dtype="float64", device="cpu", block_size=4) as llm:
         llm.generate(prompts, GREEDY)
         again = [completion.token_ids for completion in llm.generate(prompts, GREEDY)]
@@ -133,30 +133,32 @@ def test_prefix_hits_equal_alone(directory, prompts, alone):
     assert again == alone
 
 
-def shared_beginnings(count: int = 64, prefix: int = 512, most: int = 64) -> list[list[int]]:
+def shared_beginnings(count: int = 24, prefix: int = 160, most: int = 16) -> list[list[int]]:
     rng = random.Random(SEED + 1)
     beginning = [rng.randrange(4, 90) for _ in range(prefix)]
     return [[*beginning, *(rng.randrange(4, 90) for _ in range(rng.randint(1, most)))] for _ in range(count)]
 
 
 def computed_in_prefill(prompts, params=GREEDY, each=None, **options) -> tuple[int, list[list[int]]]:
-    """Tokens that the prompts' steps computed, and the outputs."""
-    with LLM(device="cpu", max_num_batched_tokens=4096, **options) as llm:
+    """The number of prefill tokens computed, and the outputs."""
+    with LLM(device="cpu", max_num_batched_tokens=512, **options) as llm:
         found = llm.generate(prompts, params, each)
         return sum(map(len, prompts)) - llm.stats()["prefix_hit_tokens"], [each.token_ids for each in found]
 
 
-def test_requests_that_come_at_once_compute_their_common_beginning_once():
+def test_simultaneous_requests_compute_their_common_prefix_once():
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
     prompts = shared_beginnings()
     shared, tokens_shared = computed_in_prefill(prompts, params)
     alone, tokens_alone = computed_in_prefill(prompts, params, enable_prefix_caching=False)
     assert alone == sum(map(len, prompts))
-    assert shared == alone - 63 * 512 <= 0.2 * alone, "the first in computes what all others of its step share"
+    assert shared == alone - 23 * 160 <= 0.2 * alone, (
+        "the first request should compute the prefix for all others in its step"
+    )
     assert tokens_shared == tokens_alone
 
 
-def test_salts_keep_tenants_apart_and_a_request_may_stay_out():
+def test_salts_isolate_tenants_and_a_request_may_opt_out():
     prompts = shared_beginnings(count=4, prefix=64, most=8)
     params, total = SamplingParams(max_tokens=2, temperature=0), sum(map(len, prompts))
     assert computed_in_prefill(prompts, params)[0] == total - 3 * 64
@@ -165,7 +167,7 @@ def test_salts_keep_tenants_apart_and_a_request_may_stay_out():
     assert computed_in_prefill(prompts, params, salted)[0] == total - 2 * 64
 
 
-def test_the_operations_references_give_the_same_tokens(directory, prompts, alone):
+def test_the_reference_operations_give_the_same_tokens(directory, prompts, alone):
     reference = {name: getattr(minillm.ops.reference, name) for name in minillm.ops.names()}
     with minillm.using(**reference) as used:
         assert tokens(directory, prompts) == alone
@@ -201,7 +203,7 @@ def test_a_dropped_layer_changes_the_output(directory, prompts, alone):
     assert all(a != b for a, b in zip(found, alone, strict=True))
 
 
-def test_an_unsolved_exercise_falls_back_to_the_engines_own_part(directory, prompts, alone):
+def test_an_unsolved_exercise_falls_back_to_the_engines_implementation(directory, prompts, alone):
     def stub(*args, **kwargs):
         raise minillm.NotSolvedYet("write decode_attention")
 
@@ -210,7 +212,7 @@ def test_an_unsolved_exercise_falls_back_to_the_engines_own_part(directory, prom
     assert used.calls["decode_attention"] == 0 and "decode_attention" in used.not_solved
 
 
-def test_a_replacement_that_fails_leaves_the_engine_usable(directory, prompts, alone):
+def test_a_failing_override_leaves_the_engine_usable(directory, prompts, alone):
     def broken(*args, **kwargs):
         raise RuntimeError("an idea that did not work")
 
@@ -221,7 +223,7 @@ def test_a_replacement_that_fails_leaves_the_engine_usable(directory, prompts, a
         assert [completion.token_ids for completion in llm.generate(prompts, GREEDY)] == alone
 
 
-def test_unknown_operations_are_named(directory):
+def test_an_unknown_operation_is_reported_by_name(directory):
     with (
         pytest.raises(ValueError, match="no part is called 'attention'.*decode_attention"),
         minillm.using(attention=print),
@@ -229,7 +231,7 @@ def test_unknown_operations_are_named(directory):
         pass
 
 
-def test_random_requests_with_aborts_in_a_tiny_pool_equal_alone(directory):
+def test_random_aborts_in_a_tiny_pool_change_no_other_requests_tokens(directory):
     rng = random.Random(SEED + 2)
     work = [([rng.randrange(2, 6) for _ in range(rng.randint(1, 30))], rng.randint(1, 20)) for _ in range(60)]
     with LLM(directory, dtype="float64", device="cpu", run_ahead=0, enable_prefix_caching=False) as llm:
@@ -259,7 +261,7 @@ def test_random_requests_with_aborts_in_a_tiny_pool_equal_alone(directory):
         assert llm.stats()["blocks_available"] == 30
 
 
-# ---- what a completion holds
+# ---- the contents of a completion
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["early", "at max_tokens"])
@@ -289,8 +291,8 @@ def test_the_models_end_token_ends_the_output_unless_ignored(directory, prompts)
     assert len(late.token_ids) == 6 and late.token_ids[-1] == 1 and 1 not in late.token_ids[:-1]
 
 
-def test_logprobs_are_the_models_own(directory, prompts):
-    """Against transformers: of the prompt's tokens and of the generated ones, whatever the chunks."""
+def test_logprobs_equal_those_of_transformers(directory, prompts):
+    """For prompt tokens and generated tokens, whatever the chunks."""
     model = GemmaForCausalLM.from_pretrained(directory, dtype=torch.float64)
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=3, prompt_logprobs=2)
     with LLM(directory, dtype="float64", device="cpu", max_num_batched_tokens=7) as llm:
@@ -299,15 +301,15 @@ def test_logprobs_are_the_models_own(directory, prompts):
         ids = torch.tensor([prompt + completion.token_ids])
         expected = model(ids).logits[0].log_softmax(-1)
         assert completion.prompt_logprobs[0] is None and len(completion.prompt_logprobs) == len(prompt)
-        told = completion.prompt_logprobs[1:] + completion.logprobs
-        for position, found in enumerate(told):
+        logprobs = completion.prompt_logprobs[1:] + completion.logprobs
+        for position, found in enumerate(logprobs):
             token, k = int(ids[0, position + 1]), 2 if position + 1 < len(prompt) else 3
             assert set(found) == {token, *expected[position].topk(k).indices.tolist()}
             for other, value in found.items():
                 assert value == pytest.approx(expected[position, other].item(), abs=1e-9)
 
 
-def test_a_seeded_request_gets_the_same_tokens_whatever_runs_beside_it(directory, prompts):
+def test_a_seeded_request_gets_the_same_tokens_in_any_batch(directory, prompts):
     params = SamplingParams(max_tokens=20, temperature=1.3, top_p=0.95, seed=5, ignore_eos=True, repetition_penalty=1.1)
     others = SamplingParams(max_tokens=13, temperature=0.7, ignore_eos=True)
     with LLM(directory, dtype="float64", device="cpu", run_ahead=0) as llm:
@@ -319,7 +321,7 @@ def test_a_seeded_request_gets_the_same_tokens_whatever_runs_beside_it(directory
     assert tokens(directory, [prompts[3]], SamplingParams(max_tokens=20, temperature=1.3, seed=6)) != [expected]
 
 
-def test_unseeded_requests_differ_from_each_other_and_repeat_with_the_engines_seed(directory, prompts):
+def test_unseeded_requests_differ_and_the_engines_seed_repeats_them(directory, prompts):
     params = SamplingParams(max_tokens=12, temperature=1.5, ignore_eos=True)
     first, second = (tokens(directory, [prompts[0]] * 4, params, seed=3) for _ in range(2))
     assert first == second
@@ -349,20 +351,20 @@ def test_text_needs_a_tokenizer(directory):
         ([3], {"logit_bias": {VOCABULARY: 1.0}}, f"logit_bias names token {VOCABULARY}"),
     ],
 )
-def test_a_request_that_cannot_run_is_refused_before_anything_runs(directory, prompt, params, message):
+def test_a_request_that_cannot_run_is_rejected_before_anything_runs(directory, prompt, params, message):
     with LLM(directory, device="cpu") as llm:
         with pytest.raises(InvalidRequest, match=message):
             llm.generate([prompt], SamplingParams(**params))
         assert llm.stats()["steps"] == 0
-        assert len(llm.generate([[3, 4], [5]], GREEDY)) == 2, "the engine goes on"
+        assert len(llm.generate([[3, 4], [5]], GREEDY)) == 2, "the engine stays usable"
 
 
-def test_one_bad_prompt_among_many_is_named(directory):
+def test_an_invalid_prompt_among_many_is_identified(directory):
     with LLM(directory, device="cpu") as llm, pytest.raises(InvalidRequest, match="prompt 1: the prompt is empty"):
         llm.generate([[3], []])
 
 
-def test_a_request_too_large_for_the_cache_is_refused(directory):
+def test_a_request_too_large_for_the_cache_is_rejected(directory):
     with (
         LLM(directory, device="cpu", num_blocks=2, block_size=4) as llm,
         pytest.raises(InvalidRequest, match="9 tokens of prompt and output need 3 cache blocks .* the cache has 2"),
@@ -386,25 +388,25 @@ def test_outputs_end_at_max_model_len(directory):
         ({"max_model_len": 100_000}, "max_model_len"),
     ],
 )
-def test_bad_options_are_named(directory, options, message):
+def test_invalid_options_are_reported_by_name(directory, options, message):
     with pytest.raises(ConfigError, match=message):
         LLM(directory, **{"device": "cpu", **options})
 
 
-def test_a_closed_engine_says_so_and_frees_its_memory(directory):
+def test_a_closed_engine_raises_a_clear_error_and_frees_its_memory(directory):
     llm = LLM(directory, device="cpu")
     weights = llm.engine.model.embedding
     llm.close()
     with pytest.raises(RuntimeError, match="closed"):
         llm.generate([3])
-    assert len(gc.get_referrers(weights)) <= 1, "somebody still holds the model"
+    assert len(gc.get_referrers(weights)) <= 1, "something still references the model"
     llm.close()
 
 
 # ---- the asynchronous engine
 
 
-def test_streams_give_the_same_tokens_as_alone(directory, prompts, alone):
+def test_streams_give_the_same_tokens(directory, prompts, alone):
     async def everything():
         llm = AsyncLLM(directory, dtype="float64", device="cpu", max_num_seqs=5)
 
@@ -420,7 +422,7 @@ def test_streams_give_the_same_tokens_as_alone(directory, prompts, alone):
     assert asyncio.run(everything()) == alone
 
 
-def test_leaving_a_stream_frees_its_blocks_and_harms_nobody(directory, prompts, alone):
+def test_leaving_a_stream_frees_its_blocks_and_affects_no_other_request(directory, prompts, alone):
     async def everything():
         llm = AsyncLLM(directory, dtype="float64", device="cpu")
         staying = asyncio.create_task(llm.generate(prompts[0], GREEDY))
@@ -428,7 +430,7 @@ def test_leaving_a_stream_frees_its_blocks_and_harms_nobody(directory, prompts, 
         await anext(stream)
         await stream.aclose()
         completion = await staying
-        await come(lambda: llm.stats()["blocks_available"] == llm.stats()["blocks"])
+        await async_wait_until(lambda: llm.stats()["blocks_available"] == llm.stats()["blocks"])
         llm.close()
         return completion.token_ids
 
@@ -439,12 +441,12 @@ def test_an_aborted_stream_ends(directory, prompts):
     async def everything():
         llm = AsyncLLM(directory, device="cpu")
         params = SamplingParams(max_tokens=200, ignore_eos=True)
-        with gate() as opened:
+        with paused_steps() as resume:
             task = asyncio.create_task(llm.generate(prompts[0], params, request_id="mine"))
-            await come(lambda: llm.stats()["running"])
+            await async_wait_until(lambda: llm.stats()["running"])
             llm.abort("mine")
-            opened.set()
-            completion = await asyncio.wait_for(task, PATIENCE)
+            resume.set()
+            completion = await asyncio.wait_for(task, TIMEOUT)
         llm.close()
         with pytest.raises(RuntimeError, match="closed"):
             await llm.generate(prompts[0])
@@ -457,19 +459,19 @@ def test_closing_ends_every_stream(directory, prompts):
     async def everything():
         llm = AsyncLLM(directory, device="cpu")
         params = SamplingParams(max_tokens=200, ignore_eos=True)
-        with gate() as opened:
+        with paused_steps() as resume:
             tasks = [asyncio.create_task(llm.generate(prompt, params)) for prompt in prompts]
-            await come(lambda: llm.stats()["running"])
+            await async_wait_until(lambda: llm.stats()["running"])
             closing = asyncio.create_task(asyncio.to_thread(llm.close))
-            await come(lambda: not llm.alive)
-            opened.set()
+            await async_wait_until(lambda: not llm.alive)
+            resume.set()
             await closing
-        return await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE)
+        return await asyncio.wait_for(asyncio.gather(*tasks), TIMEOUT)
 
     assert {completion.finish_reason for completion in asyncio.run(everything())} == {"abort"}
 
 
-def test_a_failing_step_reaches_every_stream_and_the_engine_goes_on(directory, prompts, alone):
+def test_a_failing_step_is_reported_to_every_stream_and_the_engine_stays_usable(directory, prompts, alone):
     def broken(*args, **kwargs):
         raise RuntimeError("an idea that did not work")
 

@@ -1,4 +1,4 @@
-"""The ladder of equality for every family: however a request is run, it gets transformers' tokens.  float64, CPU."""
+"""For every model family: however a request is run, it gets transformers' tokens. float64, CPU."""
 
 import random
 from dataclasses import replace
@@ -44,7 +44,7 @@ def prompts():
 
 
 def draw_prompts(seed: int) -> list[list[int]]:
-    """Prompts on both sides of every window and of a block's end, two of them with a beginning in common."""
+    """Prompts shorter and longer than every window and than a block, two of them with a common prefix."""
     rng = random.Random(seed + 3)
     made = [[rng.randrange(1, 96) for _ in range(length)] for length in (1, 4, 7, 8, 16, 21, 40)]
     return [*made, made[-1][:32] + made[-2]]
@@ -52,7 +52,7 @@ def draw_prompts(seed: int) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(directory, prompts):
-    """What transformers generates, a prompt at a time."""
+    """What transformers generates, one prompt at a time."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
         models.keep_float64(patch)
@@ -65,7 +65,7 @@ def expected(directory, prompts):
 
 
 def run(directory, prompts, one_by_one=False, tight=False, **options) -> list[list[int]]:
-    """tight: no more blocks than the longest request needs and a few."""
+    """tight: only a few blocks more than the longest request needs."""
     if tight:
         windows, longest = ModelConfig.from_directory(directory).groups().windows, max(map(len, prompts)) + COUNT
         needed = blocks_held(longest, windows, options["block_size"], options["max_num_batched_tokens"])
@@ -75,7 +75,7 @@ def run(directory, prompts, one_by_one=False, tight=False, **options) -> list[li
         found = [completion.token_ids for prompt in asked for completion in llm.generate(prompt, GREEDY)]
         llm.engine.scheduler.check()
         if "num_blocks" in options:
-            assert llm.stats()["preemptions"] > 0, "the cache was large enough for all: nothing was tested"
+            assert llm.stats()["preemptions"] > 0, "no request was preempted: the cache is too large for this test"
         if one_by_one and options.get("enable_prefix_caching", True):
             assert llm.stats()["prefix_hit_tokens"] >= 32, "nothing was shared"
     return found
@@ -97,7 +97,7 @@ def test_every_way_of_running_gives_the_tokens_of_transformers(directory, prompt
     assert run(directory, prompts, **options) == expected
 
 
-def test_the_operations_references_give_the_tokens_of_transformers(directory, prompts, expected):
+def test_the_reference_operations_give_the_tokens_of_transformers(directory, prompts, expected):
     reference = {name: getattr(minillm.ops.reference, name) for name in minillm.ops.names()}
     with minillm.using(**reference) as used:
         assert run(directory, prompts) == expected
@@ -106,7 +106,7 @@ def test_the_operations_references_give_the_tokens_of_transformers(directory, pr
 
 @pytest.mark.parametrize("operation", ["decode_attention", "prefill_attention"])
 def test_attention_without_its_window_changes_the_tokens(directory, operation):
-    prompts = draw_prompts(seed=0)  # not whatever they are does each operation's window decide a token
+    prompts = draw_prompts(seed=0)  # with other prompts, an operation's window may not affect any token
     own = getattr(minillm.ops.on("cpu"), operation)
 
     def far_sighted(*args):
@@ -116,4 +116,6 @@ def test_attention_without_its_window_changes_the_tokens(directory, operation):
     with minillm.using(**{operation: far_sighted}) as used:
         found = run(directory, prompts)
     assert used.calls[operation] > 0
-    assert (found == expected) == ("qwen3-grouped" in str(directory)), "only a family without windows may stay the same"
+    assert (found == expected) == ("qwen3-grouped" in str(directory)), (
+        "removing the window must change tokens of a family with windows"
+    )

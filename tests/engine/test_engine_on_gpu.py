@@ -1,7 +1,6 @@
-"""The engine on a GPU: CUDA graphs, kernels and running ahead change no tokens.
+"""The engine on a GPU: CUDA graphs, kernels and run-ahead change no tokens.
 
-float32 with TF32 off. A near-tie between the two likeliest tokens may fall either way; then, and only then, outputs
-may part.
+float32 with TF32 off. Outputs may diverge only at a near-tie between the two likeliest tokens.
 """
 
 import random
@@ -25,9 +24,11 @@ if torch.cuda.is_available():
     from minillm.kernels import paged_attention
     from minillm.runner.step_graphs import StepGraphs
 
-TIE = 1e-3  # logits closer than this may change places
+TIE = 1e-3  # logits closer than this may swap
 GREEDY = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True, logprobs=2)
-PLAIN = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True)  # without logprobs a step may be a graph
+PLAIN = SamplingParams(
+    max_tokens=48, temperature=0, ignore_eos=True
+)  # without logprobs, so that steps may run as graphs
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -89,7 +90,7 @@ def test_the_cpu_gives_the_same_tokens(prompts, expected):
 
 @pytest.mark.parametrize("name", models.CONFIGS)
 def test_every_family_gives_the_cpus_tokens(name, tmp_path):
-    """In graphs and without, on kernels or, for heads whose size is no power of two, on the references."""
+    """With and without graphs; on kernels, or on the references if the head size is not a power of two."""
     models.make(name).save_pretrained(tmp_path)
     rng = random.Random(SEED + 1)
     asked = [[rng.randrange(1, 96) for _ in range(length)] for length in (1, 3, 7, 16, 17, 40, 100)]
@@ -109,14 +110,14 @@ def test_a_stream_past_its_window_gives_the_cpus_tokens(prompts):
     options = {"dtype": "float32", "attention_sinks": 4, "attention_window": 64}
     with LLM(device="cpu", **options) as llm:
         wanted = llm.generate(prompts[:12], GREEDY)
-    assert any(len(each.prompt_token_ids) > 100 for each in wanted), "nothing was let go of"
+    assert any(len(each.prompt_token_ids) > 100 for each in wanted), "no block was released"
     for more in ({}, {"max_num_batched_tokens": 50, "max_num_seqs": 3}):
         with LLM(device="cuda", **options, **more) as llm:
             found = llm.generate(prompts[:12], PLAIN)
         assert all(same_until_a_tie(f.token_ids, w) for f, w in zip(found, wanted, strict=True))
 
 
-def test_the_readers_policy_and_pool_serve_graphs_too(prompts, expected):
+def test_user_supplied_policies_and_pools_work_with_graphs(prompts, expected):
     class Last(FirstComeFirstServed):
         def key(self, request):
             return -request.arrival
@@ -134,16 +135,16 @@ def test_the_readers_policy_and_pool_serve_graphs_too(prompts, expected):
         assert all(same_until_a_tie(f.token_ids, e) for f, e in zip(each, expected, strict=True))
 
 
-def test_a_seeded_request_draws_the_same_tokens_in_a_graph_and_outside(prompts):
+def test_a_seeded_request_draws_the_same_tokens_with_and_without_graphs(prompts):
     params = SamplingParams(max_tokens=32, temperature=1, ignore_eos=True, seed=11)
     with LLM(dtype="float32", device="cuda", enforce_eager=True) as llm:
         eager = [llm.generate(prompt, params)[0].token_ids for prompt in prompts[:10]]
     with LLM(dtype="float32", device="cuda") as llm:
         found = [completion.token_ids for completion in llm.generate(prompts[:10], params)]
-    assert sum(f == e for f, e in zip(found, eager, strict=True)) >= 9, "one draw may fall on a boundary, not several"
+    assert sum(f == e for f, e in zip(found, eager, strict=True)) >= 9, "at most one draw may fall on a boundary"
 
 
-def test_a_replacement_runs_although_graphs_are_on(prompts):
+def test_an_override_runs_although_graphs_are_enabled(prompts):
     def zeros(q, *args, **kwargs):
         return torch.zeros_like(q)
 
@@ -158,7 +159,7 @@ def test_a_replacement_runs_although_graphs_are_on(prompts):
 
 
 @pytest.mark.parametrize("count", [1, 40])
-def test_a_replacement_declared_capturable_runs_inside_graphs_of_its_own(prompts, count):
+def test_an_override_declared_capturable_runs_in_its_own_graphs(prompts, count):
     def zeros(q, *args, **kwargs):
         return torch.zeros_like(q)
 
@@ -168,30 +169,30 @@ def test_a_replacement_declared_capturable_runs_inside_graphs_of_its_own(prompts
         graphs = llm.engine.executor.runner.graphs.steps.decodes
         with minillm.using(decode_attention=zeros):
             wanted = llm.generate(asked, PLAIN)
-        assert graphs, "operations that run eagerly leave the graphs alone"
+        assert graphs, "eager overrides must not drop the graphs"
         with minillm.using(capturable=True, decode_attention=zeros) as used:
             during = llm.generate(asked, PLAIN)
             assert graphs, "no step ran as a graph"
         after = llm.generate(asked, PLAIN)
-    steps_of_mixed_batches = PLAIN.max_tokens * 6 // 2  # half a run's calls, a layer and step each
+    steps_of_mixed_batches = PLAIN.max_tokens * 6 // 2  # half as many calls as there are layers times steps
     assert 0 < used.calls["decode_attention"] < steps_of_mixed_batches, "captured once, replayed without Python"
     assert all(d.token_ids != b.token_ids for d, b in zip(during, before, strict=True))
     assert sum(d.token_ids == w.token_ids for d, w in zip(during, wanted, strict=True)) > count * 0.9
     assert sum(a.token_ids == b.token_ids for a, b in zip(after, before, strict=True)) > count * 0.9
 
 
-def test_logits_of_a_readers_head_are_read_behind_the_graph_however_they_lie(prompts):
-    def turned(hidden, weight):
+def test_transposed_logits_of_a_user_supplied_head_are_sampled_correctly_after_the_graph(prompts):
+    def transposed(hidden, weight):
         return (weight.weight.float() @ hidden.float().T).T
 
     params = [SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logit_bias={7 + i: 50.0}) for i in range(9)]
-    with LLM(dtype="float32", device="cuda") as llm, minillm.using(capturable=True, lm_head=turned):
+    with LLM(dtype="float32", device="cuda") as llm, minillm.using(capturable=True, lm_head=transposed):
         found = llm.generate(prompts[:9], params)
         assert llm.engine.executor.runner.graphs.steps.decodes, "no step ran as a graph"
     assert [set(each.token_ids) for each in found] == [{7 + i} for i in range(9)]
 
 
-def test_a_replacement_that_cannot_be_captured_is_named_and_the_engine_goes_on(prompts):
+def test_an_override_that_cannot_be_captured_is_named_and_the_engine_stays_usable(prompts):
     def asks_the_host(q, cache, block_table, lengths, **options):
         assert int(lengths.max()) >= 0
         return torch.zeros_like(q)
@@ -208,7 +209,7 @@ def test_a_replacement_that_cannot_be_captured_is_named_and_the_engine_goes_on(p
 
 
 @pytest.mark.parametrize("options", [{"single_row": False}, {"sampling": False}, {"mixed": False}], ids=str)
-def test_what_an_ablation_leaves_out_of_a_graph_changes_no_tokens(prompts, expected, options):
+def test_the_ablations_graph_settings_change_no_tokens(prompts, expected, options):
     with LLM(dtype="float32", device="cuda") as llm:
         runner = llm.engine.executor.runner
         runner.graphs = StepGraphs(runner.model, runner.state, runner.caches, llm.config, **options)
@@ -219,7 +220,7 @@ def test_what_an_ablation_leaves_out_of_a_graph_changes_no_tokens(prompts, expec
 
 
 def test_sampling_in_a_graph_follows_the_models_distribution():
-    """Chi-square over the first token drawn in a graph, by 4,000 requests that differ only in their seeds."""
+    """Chi-square test of the first token drawn in a graph by 4,000 requests that differ only in their seeds."""
     prompt = [5, 6, 7]
     with LLM(dtype="float32", device="cuda", max_num_seqs=500) as llm:
         first = llm.generate(prompt, SamplingParams(max_tokens=1, temperature=0))[0].token_ids[0]
@@ -228,7 +229,7 @@ def test_sampling_in_a_graph_follows_the_models_distribution():
         hidden = llm.generate([*prompt, first], SamplingParams(max_tokens=1, logprobs=20))[0].logprobs[0]
     seconds = [completion.token_ids[1] for completion in found if completion.token_ids[0] == first]
     likely = {token: 2.718281828**value for token, value in hidden.items() if 2.718281828**value * len(seconds) >= 5}
-    assert len(seconds) > 200 and likely, "the first token is too unlikely for this test"
+    assert len(seconds) > 200 and likely, "expected counts are too small for this test"
     deviation = sum((seconds.count(t) - p * len(seconds)) ** 2 / (p * len(seconds)) for t, p in likely.items())
     assert deviation < len(likely) + 5 * (2 * len(likely)) ** 0.5 + 5
 

@@ -1,8 +1,8 @@
-"""Teacher-forced logits on a GPU are those of transformers, through prefill, mixed steps and the fused single row.
+"""Teacher-forced logits on a GPU equal those of transformers in prefill, mixed steps and the fused single-row step.
 
-float32 with TF32 off: within 1e-3. bfloat16: the error's root mean square within 0.15 standard deviations of the
-float32 logits, and no more than a quarter above what transformers itself loses. A float32 model without its attention,
-with shifted positions or without a layer must miss these bounds.
+float32 with TF32 off: within 1e-3. bfloat16: the root mean square error is within 0.15 standard deviations of the
+float32 logits, and at most 1.25 times the error of transformers itself. A float32 model without attention, with shifted
+positions or without a layer must violate these bounds.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ pytestmark = [
 
 FLOAT32, BFLOAT16 = 1e-3, 0.15
 GEMMA = {"hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 1, "head_dim": 256, "bos_token_id": None}
-SHAPED = {  # Gemma 2B's attention and width, fewer layers, and a smaller relative with heads of the same size
+SHAPED = {  # Gemma 2B's attention and width with fewer layers, and a smaller model with the same head size
     "gemma-2b-heads": GemmaConfig(
         **GEMMA, vocab_size=8192, hidden_size=2048, intermediate_size=6144, num_hidden_layers=3,
         num_attention_heads=8, max_position_embeddings=1024, eos_token_id=None, pad_token_id=0,
@@ -37,7 +37,7 @@ SHAPED = {  # Gemma 2B's attention and width, fewer layers, and a smaller relati
     ),
 }  # fmt: skip
 NAMES = [*SHAPED, *models.CONFIGS]
-LENGTH, DECODED = 150, 20  # tokens read, the last ones of them one at a time
+LENGTH, DECODED = 150, 20  # tokens in total, and how many of the last ones are decoded one at a time
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,7 +71,7 @@ def theirs(directory, tokens: tuple[int, ...], dtype: str = "float32") -> torch.
 
 
 class OnGPU(Paged):
-    """The tests' own driver of a model, with its tensors on the GPU."""
+    """The tests' model driver, with its tensors on the GPU."""
 
     def __init__(self, model):
         super().__init__(model)
@@ -91,13 +91,13 @@ def on_gpu(value):
 
 @torch.inference_mode()
 def ours(model, tokens: tuple[int, ...], way: str, position_error: int = 0) -> torch.Tensor:
-    """[tokens, vocab] float32, each position's logits by the way asked for."""
+    """[tokens, vocab] float32: the logits at each position, computed in the given way."""
     paged = OnGPU(model)
     paged.position_error = position_error
     row, read = paged.admit(), LENGTH - DECODED
     if way == "prefill":
         return paged.forward({}, {row: tokens}, every=True).float()
-    if way == "chunks beside decodes":
+    if way == "chunks with decodes":
         other, pieces = paged.admit(), []
         paged.forward({}, {other: tokens[:9]})
         for start in range(0, LENGTH, 37):
@@ -118,7 +118,7 @@ def ours(model, tokens: tuple[int, ...], way: str, position_error: int = 0) -> t
     return torch.cat([part.float() for part in logits])
 
 
-WAYS = ["prefill", "chunks beside decodes", "one token at a time", "fused single row"]
+WAYS = ["prefill", "chunks with decodes", "one token at a time", "fused single row"]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -126,17 +126,17 @@ def test_float32_logits_equal_those_of_transformers(saved, tokens, way):
     wanted = theirs(saved, tokens)
     found = ours(load_model(saved, dtype="float32", device="cuda"), tokens, way)
     error = (found - wanted).abs().max().item()
-    note("logits beside transformers', largest difference", torch.float32, error, FLOAT32)
+    note("logits against transformers, largest difference", torch.float32, error, FLOAT32)
     assert error <= FLOAT32
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_bfloat16_logits_stay_within_their_bound_and_lose_no_more_than_in_transformers(saved, tokens, way):
+def test_bfloat16_logits_stay_within_their_bound_and_near_the_error_of_transformers(saved, tokens, way):
     wide = theirs(saved, tokens)
     found = ours(load_model(saved, dtype="bfloat16", device="cuda"), tokens, way)
     lost, lost_there = ((each - wide).pow(2).mean().sqrt() for each in (found, theirs(saved, tokens, "bfloat16")))
     error = (lost / wide.std()).item()
-    note("logits beside transformers' in float32, relative", torch.bfloat16, error, BFLOAT16)
+    note("logits against transformers in float32, relative", torch.bfloat16, error, BFLOAT16)
     assert error <= BFLOAT16
     assert lost < 1.25 * lost_there
 
@@ -157,7 +157,7 @@ def named(damage) -> str:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("damage", [without_attention, without_a_layer, "shifted positions"], ids=named)
-def test_these_bounds_see_damage(saved, tokens, way, damage):
+def test_a_damaged_model_violates_these_bounds(saved, tokens, way, damage):
     wide, model = theirs(saved, tokens), load_model(saved, dtype="float32", device="cuda")
     shifted = damage == "shifted positions"
     if not shifted:

@@ -1,4 +1,4 @@
-"""A GPU's memory: nothing is allocated in steady state, graphs stay within what was reckoned, too much is refused."""
+"""GPU memory: steady state allocates nothing, graphs fit their estimate, and oversized settings are rejected."""
 
 import gc
 
@@ -32,13 +32,15 @@ def test_two_hundred_decode_steps_allocate_nothing(rows):
             engine.step()
         assert len(engine.stats()) and engine.stats()["running"] == rows
         assert len(engine.executor.runner.graphs.steps.decodes) == graphs, (
-            "a longer table was captured: these are not steady steps"
+            "a graph with a longer table was captured: these steps are not in steady state"
         )
         assert counted() == before
-        assert abs(torch.cuda.memory_stats()["active.all.current"] - active) <= 8, "tensors are kept from step to step"
+        assert abs(torch.cuda.memory_stats()["active.all.current"] - active) <= 8, (
+            "tensors accumulate from step to step"
+        )
 
 
-def test_closing_gives_the_cache_back_at_once():
+def test_closing_frees_the_cache_at_once():
     gc.collect()
     before = torch.cuda.memory_allocated()
     llm = LLM(device="cuda")
@@ -52,11 +54,11 @@ def test_closing_gives_the_cache_back_at_once():
 
 
 @pytest.mark.parametrize("rows", [1, 64, 384])
-def test_all_graphs_together_take_no_more_than_was_reckoned(rows):
-    """Smallest first, the worst order: the largest comes before it all the same."""
+def test_all_graphs_together_fit_their_memory_estimate(rows):
+    """Smallest first is the worst order; the largest graph is captured first all the same."""
     with LLM("gemma-2b", load_format="dummy", device="cuda", max_model_len=1024, max_num_seqs=rows) as llm:
         runner, config = llm.engine.executor.runner, llm.config
-        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))  # libraries take what they keep
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))  # libraries allocate their workspaces
         runner.graphs.close()
         runner.caches.clear()
         reckoned = runner.memory.graphs(lambda caches: runner._make_graphs(config, caches))
@@ -86,7 +88,7 @@ def test_all_graphs_together_take_no_more_than_was_reckoned(rows):
 
 
 def test_the_cache_leaves_room_for_the_largest_steps():
-    """Every row sampled in the general way, prompts as long as a step allows, then every size of graph."""
+    """All rows use the general sampling path, prompts are as long as a step allows, then all graph sizes run."""
     share = 0.25
     with LLM(
         "gemma-2b", load_format="dummy", device="cuda", max_model_len=2048, max_num_seqs=1024,
@@ -112,7 +114,7 @@ def test_the_cache_leaves_room_for_the_largest_steps():
     ],
     ids=str,
 )
-def test_more_than_fits_is_refused_at_start_with_what_would_fit(options, message):
+def test_settings_that_do_not_fit_are_rejected_at_startup_with_ones_that_do(options, message):
     with pytest.raises(ConfigError, match=message) as error:
         LLM(device="cuda", **options)
     print(error.value)
@@ -132,8 +134,8 @@ def test_more_than_fits_is_refused_at_start_with_what_would_fit(options, message
     ],
     ids=str,
 )
-def test_a_smaller_gpu_says_what_it_cannot_hold(share, options, message):
-    """torch is told to use a share of this one; 6 or 7 GB, and a model whose weights are 5."""
+def test_a_smaller_gpu_reports_what_does_not_fit(share, options, message):
+    """torch may use only 6 or 7 GB of this GPU, and the model's weights take 5 GB."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(share)
@@ -148,7 +150,7 @@ def test_a_smaller_gpu_says_what_it_cannot_hold(share, options, message):
         torch.cuda.empty_cache()
 
 
-def test_the_share_that_an_error_names_does_fit():
+def test_the_memory_share_that_an_error_suggests_is_enough():
     with pytest.raises(ConfigError, match="would fit") as error:
         LLM("gemma-2b", load_format="dummy", device="cuda", gpu_memory_utilization=0.03, max_num_batched_tokens=2048)
     share = float(str(error.value).split("gpu_memory_utilization=")[2].split(" ")[0])

@@ -1,8 +1,7 @@
-"""The fused step of one request under stress: replayed back to back, its kernels overlapping, at lengths where its
-tiles and parts begin and end.
+"""Stress test of the fused single-row step: back-to-back replays with overlapping kernels, at tile and part boundaries.
 
-What one kernel read too early, or a part added up before it was there, would differ from replay to replay: so the same
-tokens are run with the device idle between any two steps, and must give the same bits.
+If a kernel read its input too early, or summed a part before it was written, results would vary. So the same tokens
+also run with the device idle between steps, and must give bitwise equal results.
 """
 
 import random
@@ -19,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and there is none here"),
 ]
 STEPS = 8  # replays in a row
-# With heads of 256 a tile is 32 keys and a row has at most 16 parts: from 513 keys on a part has several tiles.
+# With head size 256 a tile has 32 keys and a row at most 16 parts, so from 513 keys on a part has several tiles.
 LENGTHS = [
     *(1, 2, 15, 16, 17, 28, 31, 32, 33, 60, 63, 64, 65, 95, 96, 97, 127, 128, 250, 256),
     *(480, 505, 511, 512, 513, 600, 767, 1023, 1024, 1500, 2040),
@@ -33,7 +32,7 @@ def llm():
         model = llm.engine.model
         generator = torch.Generator("cuda").manual_seed(SEED)
         with torch.inference_mode():
-            for layer in model.layers:  # so loud that attention decides the logits
+            for layer in model.layers:  # large enough that attention determines the logits
                 for matrix, gain in (
                     (layer.qkv, 2.0),
                     (layer.attention_out, 2.0),
@@ -45,7 +44,7 @@ def llm():
 
 
 class Driver:
-    """Row 0 of the engine's device state, moved by hand; each replay's logits are kept."""
+    """Drives row 0 of the engine's device state by hand and keeps each replay's logits."""
 
     def __init__(self, runner):
         self.runner, self.graphs, self.model = runner, runner.graphs.decodes, runner.model
@@ -81,7 +80,7 @@ class Driver:
         return self.captured[width][0]
 
     def start(self, length: int) -> None:
-        """The next step runs the token that makes the row `length` long."""
+        """Set up the step that makes the row `length` tokens long."""
         state = self.runner.state
         state.position[0], state.temperature[0], state.seed[0] = length - 1, 1.0, length
         self.place.zero_()
@@ -98,7 +97,7 @@ class Driver:
         return self.kept.clone(), self.runner.state.tokens[0, length : length + STEPS].clone()
 
     def unfused(self, length: int) -> torch.Tensor:
-        """The same tokens through the model's ordinary operations."""
+        """The logits of the same tokens from the unfused operations."""
         found = []
         for at in range(length, length + STEPS):
             ints = {"dtype": torch.int32, "device": "cuda"}
@@ -114,7 +113,7 @@ class Driver:
 
 
 @torch.inference_mode()
-def test_replays_back_to_back_give_the_bits_of_steps_one_by_one_and_the_unfused_logits(llm):
+def test_back_to_back_replays_equal_single_steps_bitwise_and_the_unfused_logits(llm):
     driver, rng, worst = Driver(llm.engine.executor.runner), random.Random(SEED), 0.0
     for length in LENGTHS + [rng.randint(1, 2090) for _ in range(30)]:
         wanted, tokens = driver.replay(length, idle_between=True)
@@ -125,11 +124,11 @@ def test_replays_back_to_back_give_the_bits_of_steps_one_by_one_and_the_unfused_
         worst = max(worst, ((wanted.double() - plain.double()).norm() / plain.double().norm()).item())
     print(f"largest difference from the unfused step: {worst:.2e}")
     assert worst < 0.1
-    assert not driver.graphs.single_row.attend.finished.any(), "a counter was left behind"
+    assert not driver.graphs.single_row.attend.finished.any(), "a counter was not reset"
 
 
 @torch.inference_mode()
-def test_the_unfused_logits_would_show_a_key_left_out(llm):
+def test_the_comparison_detects_a_missing_key(llm):
     driver = Driver(llm.engine.executor.runner)
     for length in (33, 513):
         driver.replay(length, idle_between=True)

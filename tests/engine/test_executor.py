@@ -1,4 +1,4 @@
-"""The engine and what runs its steps: steps go in, results come out, and nothing else is asked."""
+"""The engine needs only one interface from its executor: steps go in, results come out."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ GREEDY = SamplingParams(max_tokens=5, ignore_eos=True)
 
 
 class Counting:
-    """Runs no model: a row's next token is the number of tokens it has. All that it has is the interface."""
+    """A minimal executor without a model: a row's next token is the number of tokens it has."""
 
     def __init__(self, model, config, max_model_len, plan=None):
         self.facts = Facts(num_blocks=50, windows=(None,), stream=None, captures=False)
@@ -44,7 +44,7 @@ def llm(monkeypatch):
         yield llm
 
 
-def test_an_engine_runs_on_anything_that_takes_steps_and_gives_results(llm):
+def test_the_engine_runs_on_any_executor_with_the_interface(llm):
     found = llm.generate([[9] * 3, [8] * 20], GREEDY)
     assert [each.token_ids for each in found] == [[3, 4, 5, 6, 7], [20, 21, 22, 23, 24]]
     executor = llm.engine.executor
@@ -55,8 +55,8 @@ def test_an_engine_runs_on_anything_that_takes_steps_and_gives_results(llm):
     assert executor.closed
 
 
-def test_a_step_says_which_rows_yield_their_requests_first_token(llm):
+def test_a_step_marks_the_rows_that_produce_a_first_token(llm):
     llm.generate([[9] * 3, [8] * 20], GREEDY)
     yielded = [(step.rows[step.first], step.first & ~step.samples) for step in llm.engine.executor.steps]
-    assert sum(len(rows) for rows, _ in yielded) == 2, "once for each request"
+    assert sum(len(rows) for rows, _ in yielded) == 2, "exactly once per request"
     assert not any(never.any() for _, never in yielded)

@@ -1,11 +1,11 @@
-"""Who listens to a request may fail, or end another's: everybody else still hears how theirs ended."""
+"""A listener may fail or end another request; all other listeners still learn how theirs ended."""
 
 import asyncio
 
 import pytest
 
 from minillm import LLM, AsyncLLM, SamplingParams
-from tests.waiting import PATIENCE, come, gate
+from tests.waiting import TIMEOUT, async_wait_until, paused_steps
 
 LONG = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True)
 ENDLESS = SamplingParams(max_tokens=1000, ignore_eos=True)
@@ -18,7 +18,7 @@ def engine():
         yield llm.engine
 
 
-def test_a_listener_that_fails_leaves_nobody_waiting(engine):
+def test_a_failing_listener_leaves_no_other_listener_waiting(engine):
     def failing(delta):
         raise LookupError("a mistake of the listener's")
 
@@ -38,7 +38,7 @@ def test_a_listener_that_fails_leaves_nobody_waiting(engine):
         engine.step()
 
 
-def test_a_listener_that_ends_another_request_leaves_it_the_tokens_it_had(engine):
+def test_a_request_ended_by_another_listener_keeps_its_tokens(engine):
     other = engine.prepare([6] * 5, LONG, listener=lambda delta: None)
     first = engine.prepare([5] * 5, LONG, listener=lambda delta: engine.abort(other.request.request_id))
     for each in (first, other):
@@ -49,7 +49,7 @@ def test_a_listener_that_ends_another_request_leaves_it_the_tokens_it_had(engine
     assert other.completion.token_ids == other.request.known[len(other.request.prompt) :].tolist()
 
 
-def test_a_failure_takes_no_answer_from_a_stream_that_had_ended():
+def test_a_failure_does_not_affect_a_finished_stream():
     async def work():
         with LLM(**OPTIONS) as llm:
             streams = AsyncLLM(engine=llm.engine)
@@ -58,21 +58,21 @@ def test_a_failure_takes_no_answer_from_a_stream_that_had_ended():
                 llm.engine.abort("ends")
                 streams._attempt(lambda: 1 / 0)
 
-            with gate() as opened:
+            with paused_steps() as resume:
                 ended = asyncio.create_task(streams.generate([5] * 5, LONG, request_id="ends"))
                 endless = asyncio.create_task(streams.generate([6] * 5, ENDLESS))
-                await come(lambda: len(llm.engine.tracked) == 2)
+                await async_wait_until(lambda: len(llm.engine.tracked) == 2)
                 streams._tell(end_one_and_fail)
-                opened.set()
-                assert (await asyncio.wait_for(ended, PATIENCE)).finish_reason == "abort"
+                resume.set()
+                assert (await asyncio.wait_for(ended, TIMEOUT)).finish_reason == "abort"
                 with pytest.raises(ZeroDivisionError):
-                    await asyncio.wait_for(endless, PATIENCE)
+                    await asyncio.wait_for(endless, TIMEOUT)
             streams.close()
 
     asyncio.run(work())
 
 
-def test_who_finds_a_stop_string_elsewhere_ends_the_request_with_all_its_text():
+def test_a_request_stopped_from_outside_keeps_all_its_text():
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     with LLM(device="cpu") as llm:
         engine = llm.engine

@@ -1,4 +1,4 @@
-"""Text as tokens come: each character once, none after a stop string, none that may still belong to one."""
+"""Streamed text: each character once, none after a stop string, none that may still be part of one."""
 
 import itertools
 import random
@@ -20,14 +20,14 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def alphabet(tokenizer):
-    """Few tokens, so that stop strings are often found: letters, pieces, spaces, bytes, a special and an unknown id."""
+    """A few tokens, so that stop strings occur often: letters, words, spaces, bytes, a special and an unknown id."""
     letters = tokenizer.encode("a b\nab bab", add_special_tokens=False)
     characters = [tokenizer.id(f"<0x{byte:02X}>") for byte in "é€🌊".encode()]
     return [*letters, *letters, *characters, tokenizer.bos_token_id, 10**6]
 
 
 def stopped(tokenizer, ids, stop, min_tokens, reason):
-    """(text, stop string, tokens) by looking through the whole text after each token."""
+    """(text, stop string, tokens), found by searching the whole text after each token."""
     detokenizer, text = StreamingDetokenizer(tokenizer), ""
     for count, token in enumerate(ids, 1):
         last = count == len(ids) and reason is not None
@@ -40,7 +40,7 @@ def stopped(tokenizer, ids, stop, min_tokens, reason):
 
 
 @pytest.mark.explore
-def test_text_ends_at_the_first_stop_string_whatever_pieces_it_comes_in(tokenizer, alphabet):
+def test_text_ends_at_the_first_stop_string_however_it_is_split(tokenizer, alphabet):
     rng, seen = random.Random(SEED), set()
     for case in range(600):
         length = rng.choice([1, 3, 12, 40])
@@ -62,29 +62,29 @@ def test_text_ends_at_the_first_stop_string_whatever_pieces_it_comes_in(tokenize
             assert kept == len(piece) or output.stop_string is not None
             taken += kept
             given += output.new()
-            assert text.startswith(given), "given away too early"
+            assert text.startswith(given), "text was emitted too early"
         output.end()
         given += output.new()
         assert (given, output.text, output.stop_string, taken) == (text, text, string, count), (case, ids, stop)
         early = string is not None and stopped(tokenizer, ids, stop, 0, reason)[2] < count
         seen.add((string is not None, reason, min_tokens > 0, early, "\ufffd" in text))
-    assert len(seen) > 20, "too few kinds of cases"
+    assert len(seen) > 20, "the random cases are too uniform"
 
 
-def test_a_stop_string_that_only_the_end_completes_ends_the_text(tokenizer):
+def test_a_stop_string_completed_only_by_the_end_still_applies(tokenizer):
     wave = [tokenizer.id(f"<0x{byte:02X}>") for byte in "🌊".encode()]
     ids = [*tokenizer.encode("ab", add_special_tokens=False), *wave]
     output = OutputText(tokenizer, ("🌊",))
-    assert output.add(ids) == len(ids) and output.stop_string is None, "the run of bytes may go on"
+    assert output.add(ids) == len(ids) and output.stop_string is None, "the run of bytes may continue"
     output.end()
-    assert output.text.endswith("🌊"), "who ends it from outside gets the text as it is"
+    assert output.text.endswith("🌊"), "a request ended from outside keeps its text"
     for end in (ids, [*ids, tokenizer.eos_token_id]):
         output = OutputText(tokenizer, ("🌊",))
         assert output.add(end, "length" if end is ids else "stop") == len(end)
         assert (output.text, output.stop_string) == (tokenizer.decode(ids).removesuffix("🌊"), "🌊")
 
 
-def test_text_without_stop_strings_is_given_at_once(tokenizer):
+def test_text_without_stop_strings_is_emitted_at_once(tokenizer):
     output = OutputText(tokenizer, min_tokens=9)
     for token in tokenizer.encode("The river runs", add_special_tokens=False):
         before = output.text
@@ -92,7 +92,7 @@ def test_text_without_stop_strings_is_given_at_once(tokenizer):
         assert output.new() == output.text[len(before) :] != ""
 
 
-def test_text_that_may_become_a_stop_string_is_held_back_and_no_more():
+def test_only_text_that_may_become_a_stop_string_is_held_back():
     words = ["".join(letters) for size in range(6) for letters in itertools.product("ab", repeat=size)]
     for text, string in itertools.product(words, words[1:]):
         ends = [size for size in range(len(string)) if text.endswith(string[:size])]

@@ -1,7 +1,7 @@
-"""Random requests of every kind, random aborts: each token is the one its parameters choose, and nothing leaks.
+"""Random requests and random aborts: every token is the one its parameters choose, and nothing leaks.
 
-On a GPU with kernels, CUDA graphs and running ahead, in float32 with TF32 off; on a CPU fewer of them. What a token
-should have been comes from transformers (`teacher.py`).
+On a GPU with kernels, CUDA graphs and run-ahead, in float32 with TF32 off; on a CPU with fewer requests. The expected
+tokens come from transformers (`teacher.py`).
 """
 
 import itertools
@@ -41,9 +41,9 @@ KINDS = {
     "logprobs": {"temperature": 0, "logprobs": 2},
     "prompt_logprobs": {"temperature": 1, "prompt_logprobs": 1},
 }
-# Those that ask for more are served behind the graph: half of all ask for no more, or nearly all.
+# Other kinds are sampled after the graph, so half of the requests or nearly all are of these kinds.
 OFTEN = ["greedy", "temperature 1", "temperature 0.7", "seeded"]
-EDGES = ("top_k", "top_p", "min_p")  # a near-tie where they cut shifts every draw, once in some 10,000 tokens
+EDGES = ("top_k", "top_p", "min_p")  # a near-tie at the cutoff shifts every draw, about once in 10,000 tokens
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,7 +61,7 @@ def teacher():
 
 def random_request(rng: random.Random, longest: int = 120, often: float = 0.5) -> tuple[list[int], SamplingParams, str]:
     kind = rng.choice(OFTEN) if rng.random() < often else rng.choice(list(KINDS))
-    shared = [17 + i % 50 for i in range(rng.choice([0, 0, 20, 64]))]  # beginnings that others have too
+    shared = [17 + i % 50 for i in range(rng.choice([0, 0, 20, 64]))]  # prefixes that other requests share
     prompt = shared + [rng.randrange(4, 4000) for _ in range(rng.randint(1, longest))]
     ends = rng.random() < 0.3 and kind != "min_tokens"
     most = max(rng.randint(1, 40), KINDS[kind].get("min_tokens", 0))
@@ -69,7 +69,7 @@ def random_request(rng: random.Random, longest: int = 120, often: float = 0.5) -
 
 
 def judge(teacher: Teacher, requests: list[tuple[Tracked, str]]) -> tuple[int, int, int]:
-    """(tokens, wrong ones, wrong ones where probabilities are cut off)."""
+    """(tokens, wrong tokens, wrong tokens of requests with a cutoff)."""
     tokens = wrong = at_edges = 0
     for tracked, kind in requests:
         errors = teacher.errors(tracked.completion, tracked.request.params, tracked.request.seed)
@@ -85,7 +85,7 @@ def judge(teacher: Teacher, requests: list[tuple[Tracked, str]]) -> tuple[int, i
 
 
 def count_replays(monkeypatch) -> dict[str, int]:
-    """Steps that run as graphs from now on, by the class that launches them; nothing where there are no graphs."""
+    """Count the steps that run as graphs from now on, by kind; zero where there are no graphs."""
     replayed = {"DecodeGraphs": 0, "MixedGraphs": 0}
     if ON_GPU:
         from minillm.runner.decode_graphs import DecodeGraphs
@@ -115,13 +115,13 @@ def drain(engine: Engine) -> None:
 OPTIONS = [
     {"max_num_seqs": 32, "max_num_batched_tokens": 300, "num_blocks": 110, "run_ahead": 2},
     {"max_num_seqs": 7, "max_num_batched_tokens": 64, "num_blocks": 60, "run_ahead": 3, "block_size": 8},
-    {"max_num_seqs": 1, "run_ahead": 3},  # batches of one: on a GPU the fused step
+    {"max_num_seqs": 1, "run_ahead": 3},  # batches of one: the fused step on a GPU
     {"max_num_seqs": 24, "max_num_batched_tokens": 300, "num_blocks": 60, "run_ahead": 2, "often": 0.99},
 ]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: f"{options['max_num_seqs']} rows")
-def test_random_requests_with_random_aborts_get_the_tokens_they_ask_for(options, teacher, monkeypatch):
+def test_random_requests_with_random_aborts_get_the_right_tokens(options, teacher, monkeypatch):
     rng, often = random.Random(SEED + 11), options.get("often", 0.5)
     replayed = count_replays(monkeypatch)
     with LLM(dtype="float32", device=DEVICE, **{k: v for k, v in options.items() if k != "often"}) as llm:
@@ -140,18 +140,19 @@ def test_random_requests_with_random_aborts_get_the_tokens_they_ask_for(options,
         graphs = engine.executor.runner.graphs
         decodes, mixed = replayed["DecodeGraphs"], replayed["MixedGraphs"]
         print(f"{steps} steps; as graphs {decodes} of decodes, {mixed} with prompts")
-        assert not ON_GPU or mixed > 50 < decodes, "hardly a graph ran"
-        assert not ON_GPU or options["max_num_seqs"] > 1 or graphs.single_row is not None, "the fused step took no part"
+        assert not ON_GPU or mixed > 50 < decodes, "too few steps ran as graphs"
+        fused = not ON_GPU or options["max_num_seqs"] > 1 or graphs.decodes.single_row is not None
+        assert fused, "the fused step never ran"
     reasons = {tracked.completion.finish_reason for tracked, _ in requests}
     assert reasons >= {"abort", "length"} and {kind for _, kind in requests} >= set(KINDS if often < 0.9 else OFTEN)
-    assert preempted or "num_blocks" not in options or not ON_GPU, "blocks were plenty: preemption took no part"
+    assert preempted or "num_blocks" not in options or not ON_GPU, "no request was preempted: there are too many blocks"
     tokens, wrong, at_edges = judge(teacher, requests)
     print(f"{len(requests)} requests, {tokens} tokens, {wrong} wrong, {at_edges} at edges, {preempted} preemptions")
     assert tokens > 8 * REQUESTS
     assert wrong == 0 and at_edges <= 1 + tokens / 5000
 
 
-def test_the_judge_sees_wrong_tokens(teacher):
+def test_the_teacher_detects_wrong_tokens(teacher):
     def zeros(q, *args, **kwargs):
         return torch.zeros_like(q)
 
@@ -169,7 +170,7 @@ def test_the_judge_sees_wrong_tokens(teacher):
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Submit, abort and step in any order; whoever is finished or aborted has the right tokens."""
+    """Submit, abort and step in any order; every finished or aborted request has the right tokens."""
 
     llm: LLM
     teacher: Teacher
@@ -177,7 +178,7 @@ class EngineMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.requests: list[tuple[Tracked, str]] = []
-        # The engine is one for all examples, and each begins like the first: what fails must fail again.
+        # All examples share an engine, so each starts from the same state: a failure must be reproducible.
         self.llm.engine._counter = itertools.count(1)
         self.llm.engine.scheduler.pool.forget()
 
@@ -201,7 +202,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.llm.engine.step()
 
     @invariant()
-    def books_balance(self):
+    def scheduler_invariants_hold(self):
         self.llm.engine.scheduler.check()
 
     def teardown(self):
@@ -231,10 +232,10 @@ def test_any_order_of_submitting_aborting_and_stepping_gives_each_request_its_to
 @pytest.mark.parametrize("rows", [1, 64])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_sampling_follows_the_models_distribution(temperature, rows, teacher):
-    """Chi-square: ranked by probability every token has a share of [0, 1]; a random point of the drawn one's is taken.
+    """Chi-square test: by rank, each token has an interval of [0, 1]; take a random point in the drawn token's.
 
-    Were every token drawn with its probability, all those points together would be spread evenly. Beside a
-    distribution half or twice as hot they must not be.
+    If tokens are drawn with their probabilities, these points are uniform. Against a distribution at half or twice
+    the temperature they must not be.
     """
     count, length, bins = 64, 64 if ON_GPU else 32, 8
     params = SamplingParams(max_tokens=length, temperature=temperature, ignore_eos=True)
@@ -246,8 +247,8 @@ def test_sampling_follows_the_models_distribution(temperature, rows, teacher):
     logits = torch.cat([teacher.logits(each.prompt_token_ids, each.token_ids) for each in found])
     tokens = torch.tensor([token for each in found for token in each.token_ids])
 
-    def deviation(heat: float) -> float:
-        chances = (logits / heat).softmax(-1)
+    def deviation(factor: float) -> float:
+        chances = (logits / factor).softmax(-1)
         own = chances.gather(1, tokens[:, None])
         likelier = torch.where(chances > own, chances, 0.0).sum(-1)
         generator = torch.Generator().manual_seed(SEED)
@@ -255,16 +256,16 @@ def test_sampling_follows_the_models_distribution(temperature, rows, teacher):
         counts, expected = torch.histc(points, bins, 0, 1), len(tokens) / bins
         return ((counts - expected) ** 2 / expected).sum().item()
 
-    limit = bins - 1 + 8 * (2 * (bins - 1)) ** 0.5  # exceeded by chance five times in a million
-    deviations = {heat: deviation(heat * temperature) for heat in (1.0, 0.5, 2.0)}
+    limit = bins - 1 + 8 * (2 * (bins - 1)) ** 0.5  # exceeded by chance in five of a million runs
+    deviations = {factor: deviation(factor * temperature) for factor in (1.0, 0.5, 2.0)}
     print(f"chi-square {deviations}, limit {limit:.1f}, {bins - 1} degrees of freedom")
     assert deviations[1.0] < limit < min(deviations[0.5], deviations[2.0])
 
 
-@pytest.mark.skipif(ON_GPU, reason="a GPU has real graphs, and kernels are not interpreted beside one")
-@pytest.mark.parametrize("rows, budget", [(3, 2048), (1, 2048), (4, 13)])
-def test_graphs_emulated_on_a_cpu_give_each_request_its_tokens(rows, budget, tmp_path):
-    """State on the device, padding, and for one row the fused step, all as on a GPU, with kernels interpreted."""
+@pytest.mark.skipif(ON_GPU, reason="a GPU has real graphs, and kernels are not interpreted on it")
+@pytest.mark.parametrize("rows, budget", [(3, 100), (1, 64), (4, 13)])
+def test_emulated_graphs_give_each_request_its_tokens(rows, budget, tmp_path):
+    """Device state, padding and the fused single-row step as on a GPU, with interpreted kernels."""
     pytest.importorskip("minillm.runner.decode_graphs", reason="graphs need triton, which is not installed here")
     models.make("gemma-multi-query").save_pretrained(tmp_path)
     rng = random.Random(SEED + 4)
@@ -290,10 +291,10 @@ def test_graphs_emulated_on_a_cpu_give_each_request_its_tokens(rows, budget, tmp
     assert tokens > 20 * rows and wrong == 0
 
 
-# ---- in float64 every token is that of the request alone
+# ---- in float64 every token equals that of the request alone
 
 ALONE = {"dtype": "float64", "device": "cpu", "run_ahead": 0, "enable_prefix_caching": False}
-SCHEDULES = [  # (model, budget, policy, more): few rows, and blocks for two or three requests
+SCHEDULES = [  # (model, budget, policy, options): few rows, and blocks for only two or three requests
     ("gemma-multi-query", 1, "fcfs", {"run_ahead": 1, "num_blocks": 20}),
     ("gemma-multi-query", 5, "static", {"run_ahead": 2, "max_num_seqs": 3, "num_blocks": 20}),
     ("gemma-multi-query", 16, "priority", {"run_ahead": 3, "num_blocks": 31}),
@@ -307,7 +308,7 @@ EACH = 500 // len(SCHEDULES) + 1
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
-    """Small models whose next token depends on every part, by name."""
+    """Small models whose next token depends on every component, by name."""
     found = {}
     for name in {name for name, *_ in SCHEDULES}:
         found[name] = tmp_path_factory.mktemp(name)
@@ -316,11 +317,11 @@ def directories(tmp_path_factory):
 
 
 def draw_requests(rng: random.Random, count: int) -> list[tuple[list[int], SamplingParams]]:
-    """Prompts that begin like others, greedy and seeded, of two tenants, some of which share nothing."""
+    """Requests with shared prefixes, greedy and seeded, from two tenants; some opt out of the prefix cache."""
     common = [[rng.randrange(1, 96) for _ in range(45)] for _ in range(count)]
     drawn = []
     for place in range(count):
-        # Those of one beginning come one soon after the other, and are not there already when the first is aborted.
+        # Requests with one prefix arrive close together, but not so close that all are there when the first is aborted.
         beginning = common[place // 6 + rng.choice([0, 0, 1])][: rng.choice([0, 9, 45, 45])]
         prompt = beginning + [rng.randrange(1, 96) for _ in range(rng.randint(1, 12))]
         chosen = {"temperature": 0} if rng.random() < 0.5 else {"temperature": 1, "seed": rng.randrange(99)}
@@ -331,23 +332,21 @@ def draw_requests(rng: random.Random, count: int) -> list[tuple[list[int], Sampl
     return drawn
 
 
-class Heard:
-    """A client that listens: the tokens it was told, and how it ended."""
+class Recorder:
+    """A client that records its tokens and its finish reason."""
 
     def __init__(self):
         self.tokens, self.ends = [], []
 
     def __call__(self, delta) -> None:
-        assert not self.ends, "told something after its end"
+        assert not self.ends, "got a delta after the end"
         self.tokens += delta.token_ids
         self.ends += [delta.finish_reason] if delta.finish_reason else []
 
 
 @pytest.mark.parametrize("model, budget, policy, more", SCHEDULES)
-def test_500_random_requests_get_the_tokens_of_each_alone_whatever_the_schedule(
-    model, budget, policy, more, directories
-):
-    """Random aborts, a tiny pool, chunks of 1 to 512 tokens, shared beginnings, every policy, steps run ahead."""
+def test_500_random_requests_get_the_same_tokens_as_alone_under_any_schedule(model, budget, policy, more, directories):
+    """Random aborts, a tiny pool, chunks of 1 to 512 tokens, shared prefixes, every policy, run-ahead."""
     rng = random.Random(SEED + budget)
     drawn = draw_requests(rng, EACH)
     with LLM(directories[model], max_num_seqs=1, **ALONE) as llm:
@@ -360,18 +359,18 @@ def test_500_random_requests_get_the_tokens_of_each_alone_whatever_the_schedule(
         while len(requests) < EACH or engine.tracked:
             while len(requests) < EACH and (rng.random() < 0.7 or not engine.tracked):
                 prompt, params, options = drawn[len(requests)]
-                listener = Heard() if rng.random() < 0.5 else None
+                listener = Recorder() if rng.random() < 0.5 else None
                 requests.append(engine.prepare(prompt, params, options, listener=listener))
                 heard[len(requests) - 1] = listener
                 engine.submit(requests[-1])
             if engine.tracked and rng.random() < (0.01 if budget < 16 else 0.04):
-                newest = rng.choice([1, 12])  # often in the middle of its prompt
+                newest = rng.choice([1, 12])  # often in the middle of prefill
                 engine.abort(rng.choice(list(engine.tracked)[-newest:]))
             engine.step()
             engine.scheduler.check()
         drain(engine)
         stats = engine.stats()
-        assert not engine._watched, "a listener stays"
+        assert not engine._watched, "a listener leaked"
     for place, (tracked, expected) in enumerate(zip(requests, alone, strict=True)):
         found = tracked.completion
         if found.finish_reason == "abort":
@@ -382,10 +381,10 @@ def test_500_random_requests_get_the_tokens_of_each_alone_whatever_the_schedule(
             assert listener.ends == [found.finish_reason] and listener.tokens == found.token_ids
     reasons = [tracked.completion.finish_reason for tracked in requests]
     assert set(reasons) == {"abort", "length", "stop"} and reasons.count("abort") < EACH / 2
-    # With a token a step hardly a second request starts beside the first; windows let go of blocks as their rows grow.
-    # Some other seeds let each request have its blocks.
+    # At one token per step, requests hardly overlap; sliding windows free blocks as rows grow.
+    # With some other seeds no request lacks blocks.
     scarce = budget > 1 and model == "gemma-multi-query"
-    assert stats["preemptions"] > 0 or not scarce or SEED, "blocks were plenty: preemption took no part"
+    assert stats["preemptions"] > 0 or not scarce or SEED, "no request was preempted: there are too many blocks"
     assert stats["prefix_hit_tokens"] > EACH / 2, "nothing was shared"
     varied = [len(set(each.token_ids)) > 1 for each in alone if len(each.token_ids) > 6]
-    assert sum(varied) > 0.9 * len(varied), "a model that repeats itself"
+    assert sum(varied) > 0.9 * len(varied), "the model repeats itself"

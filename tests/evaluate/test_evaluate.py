@@ -1,4 +1,4 @@
-"""Prompt form, scoring and sources, with engines whose answers are known."""
+"""Prompt format, scoring and data sources, tested with engines whose answers are known."""
 
 import json
 import math
@@ -17,7 +17,7 @@ ROW = {"question": "How many legs has a goose?", "subject": "farm_animals", "cho
 
 
 class Words:
-    """A tokenizer of whole words; spaces belong to the word after them."""
+    """A whole-word tokenizer; a space belongs to the word after it."""
 
     bos_token_id = 0
 
@@ -36,7 +36,7 @@ class Words:
 
 
 class Oracle:
-    """Answers with given log-probabilities; prompt tokens cost what `cost` says. It has `room` for so many tokens."""
+    """Answers with given log-probabilities; `cost` gives those of prompt tokens. The context has `room` tokens."""
 
     def __init__(self, answers=None, cost=None, room=64):
         self.tokenizer, self.answers, self.cost = Words(), answers or {}, cost
@@ -46,7 +46,7 @@ class Oracle:
         self.prompts += prompts
         out = []
         for prompt in prompts:
-            assert len(prompt) + params.max_tokens <= self.model_config.max_model_len, "no context holds it"
+            assert len(prompt) + params.max_tokens <= self.model_config.max_model_len, "the prompt exceeds the context"
             done = Completion("r", prompt)
             if params.logprobs is not None:
                 done.logprobs = [{self.tokenizer.ids[word]: value for word, value in self.answers.items()}]
@@ -62,11 +62,11 @@ A_TO_D = {" A": -1.0, " B": -2.0, " C": -3.0, " D": -4.0}  # A is the likeliest,
 
 
 def blocks(llm: Oracle) -> list[list[str]]:
-    """Of each prompt asked, the answered examples and then the question, without the header."""
+    """For each prompt, the answered examples and the question, without the header."""
     return [llm.tokenizer.decode(prompt).split("\n\n")[1:] for prompt in llm.prompts]
 
 
-def test_prompt_has_mmlu_form():
+def test_the_prompt_has_mmlus_format():
     example = {**ROW, "question": "What gives milk?", "choices": ["a cow", "a hen", "a fox", "a bee"], "answer": 0}
     assert evaluate.few_shot_prompt(ROW, [example]) == (
         "The following are multiple choice questions (with answers) about farm animals.\n\n"
@@ -75,7 +75,7 @@ def test_prompt_has_mmlu_form():
     )
 
 
-def test_prompt_is_the_one_that_training_text_has():
+def test_the_prompt_equals_the_one_in_the_training_text():
     sys.path.insert(0, str(DATA))
     from isles import questions
 
@@ -84,12 +84,12 @@ def test_prompt_is_the_one_that_training_text_has():
     assert evaluate.question_block(choice.row(), answered=True) == choice.prompt()
 
 
-def test_a_question_without_four_choices_is_named():
+def test_a_question_without_four_choices_is_reported():
     with pytest.raises(ValueError, match="goose"):
         evaluate.question_block({**ROW, "choices": ["2"]}, answered=False)
 
 
-def test_the_likeliest_letter_is_the_answer_even_when_other_words_are_likelier():
+def test_the_likeliest_letter_is_the_answer_even_if_other_tokens_are_likelier():
     llm = Oracle({" A": -3.0, " B": -2.0, " C": -9.0, " D": -8.0, " maybe": -0.1})
     llm.tokenizer.encode(" maybe")
     rows = [{**ROW, "answer": 1}, {**ROW, "answer": 0, "subject": "geese"}]
@@ -113,7 +113,7 @@ def test_a_letter_outside_the_likeliest_tokens_is_scored_exactly():
     assert evaluate.letter_logprobs(llm, ["Answer:"]) == [[-6.0, -7.0, -5.0, -7.0]]
 
 
-def test_shots_are_of_the_questions_subject():
+def test_examples_come_from_the_questions_subject():
     kinds = {"a": "farm_animals", "b": "geese", "c": "farm_animals"}
     examples = [{**ROW, "question": question, "subject": kind} for question, kind in kinds.items()]
     llm = Oracle(A_TO_D, room=1000)
@@ -122,8 +122,8 @@ def test_shots_are_of_the_questions_subject():
 
 
 @pytest.mark.parametrize("likely", [A_TO_D, {" A": -1.0}], ids=["all letters likely", "rare letters"])
-def test_as_many_shots_as_leave_room_for_a_letter_and_what_follows_it(likely):
-    """A letter that is not among the likeliest tokens is read as one more of the prompt."""
+def test_the_number_of_examples_leaves_room_for_a_letter_and_a_token_after_it(likely):
+    """A letter outside the likeliest tokens is scored as one more prompt token."""
     tokens = [len(Words().encode(evaluate.few_shot_prompt(ROW, [ROW] * shots))) for shots in range(4)]
     for room in range(tokens[0] + 2, tokens[3] + 3):
         llm = Oracle(likely, lambda position, prompt: -9.0, room=room)
@@ -143,12 +143,12 @@ def assert_examples_are_of_the_dev_split(prompts: list[list[str]], split: str, s
         assert len(examples) == shots and set(examples) <= shown and question in asked
 
 
-def test_no_split_has_a_question_of_another():
+def test_splits_share_no_question():
     dev, asked, test = ({row["question"] for row in questions(split)} for split in ("dev", "asked", "test"))
     assert not (dev & asked or dev & test or asked & test)
 
 
-def test_examples_are_of_the_dev_split_and_there_are_none_for_questions_of_ones_own():
+def test_examples_come_from_the_dev_split_and_user_questions_have_none():
     llm, own = Oracle(A_TO_D, room=10_000), Oracle(A_TO_D, room=10_000)
     evaluate.accuracy(llm, limit=40)
     assert_examples_are_of_the_dev_split(blocks(llm), "test", shots=5)
@@ -156,7 +156,7 @@ def test_examples_are_of_the_dev_split_and_there_are_none_for_questions_of_ones_
     assert_examples_are_of_the_dev_split(blocks(own), "test", shots=0)
 
 
-def test_accuracy_is_over_all_questions_and_not_a_mean_of_subjects():
+def test_accuracy_is_over_all_questions_not_a_mean_of_subjects():
     rows = [ROW, ROW, ROW, {**ROW, "subject": "geese", "answer": 3}]
     found = evaluate.accuracy(Oracle(A_TO_D), rows, [])
     assert found["accuracy"] == 0.75 and found["subjects"] == {"farm_animals": 1.0, "geese": 0.0}
@@ -172,7 +172,7 @@ def test_a_limit_takes_questions_spread_evenly_over_all(limit):
     assert gaps <= {60 // len(places), -(-60 // len(places))}
 
 
-def test_a_limit_of_the_embedded_questions_asks_about_every_subject_alike():
+def test_a_limit_samples_every_subject_of_the_embedded_questions_equally():
     llm = Oracle(A_TO_D, room=10_000)
     evaluate.accuracy(llm, shots=0, limit=80)
     subjects = Counter(llm.tokenizer.decode(prompt).split("\n")[0] for prompt in llm.prompts)
@@ -187,13 +187,13 @@ def test_windows_score_every_token_once():
         assert all(stop - start == min(window, stop) for start, _, stop in spans)
 
 
-def test_windows_refuse_a_stride_that_skips_tokens():
+def test_a_stride_that_skips_tokens_is_rejected():
     with pytest.raises(ValueError, match="stride"):
         list(evaluate.windows(10, 4, 5))
 
 
-def test_perplexity_is_the_exponential_of_the_mean_as_computed_by_hand():
-    """A token costs its position in its window, in nats."""
+def test_perplexity_equals_a_hand_computed_value():
+    """Each token's loss is its position in its window, in nats."""
     llm = Oracle(cost=lambda position, prompt: -float(position))
     found = evaluate.perplexity(llm, [11, 12, 13, 14, 15], window=4, stride=2)
     # First window: <bos> and four tokens, at 1, 2, 3, 4.  Second: tokens 1 to 4 after <bos>, of which the last is new.
@@ -209,7 +209,7 @@ def test_bits_per_byte_divide_by_the_texts_bytes():
     assert found["bits_per_byte"] == pytest.approx(2 / len("grüne Gänse".encode()))
 
 
-def test_quality_measures_every_set_and_the_text_in_the_form_of_a_record(monkeypatch):
+def test_quality_measures_every_question_set_and_the_text_as_record_rows(monkeypatch):
     module = sys.modules["minillm.evaluate.quality"]
     monkeypatch.setattr(module, "perplexity", lambda llm: {"perplexity": 2.00004, "tokens": 9})
     llm = Oracle(A_TO_D, room=10_000)
@@ -237,7 +237,7 @@ def test_quality_measures_every_set_and_the_text_in_the_form_of_a_record(monkeyp
     assert measured == list(splits)
 
 
-def test_a_model_without_a_tokenizer_is_refused_with_the_way_out():
+def test_a_model_without_a_tokenizer_is_rejected_with_a_remedy():
     with pytest.raises(ValueError, match="tokenizer.json"):
         next(evaluate.quality(SimpleNamespace(tokenizer=None)))
 
@@ -287,7 +287,7 @@ def mmlu(tmp_path):
     return tmp_path
 
 
-def test_mmlu_in_the_hubs_layout_loads_by_subject_and_as_a_whole(mmlu):
+def test_mmlu_in_the_hubs_layout_loads_by_subject_and_in_full(mmlu):
     law = evaluate.load_questions(mmlu, subjects=["law"])
     assert law["answer"] == [0, 1, 2, 3, 0, 1] and set(law["subject"]) == {"law"}
     assert len(evaluate.load_questions(mmlu, split="dev")) == 12
@@ -295,6 +295,6 @@ def test_mmlu_in_the_hubs_layout_loads_by_subject_and_as_a_whole(mmlu):
     assert found["accuracy"] == pytest.approx(2 / 6)
 
 
-def test_an_unreachable_hub_is_told_with_the_way_out():
+def test_an_unreachable_hub_is_reported_with_a_remedy():
     with pytest.raises(ConnectionError, match="leave `source` out"):
         evaluate.load_questions("cais/mmlu", subjects=["law"])

@@ -1,6 +1,6 @@
-"""A kernel's result beside a float64 reference: how near it has to be, and how near it was.
+"""Compare a kernel's result with a float64 reference and log the error.
 
-Where MINILLM_NOTES names a file, every comparison adds a line to it; `tools/kernel_tests.py` makes a record of those.
+If MINILLM_NOTES names a file, every comparison appends a line to it; `tools/kernel_tests.py` turns them into a record.
 """
 
 import json
@@ -11,13 +11,13 @@ import torch
 from minillm.kv_cache import LayerCache
 from tests.chance import SEED
 
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # relative, of the whole result
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # relative error of the whole result
 DTYPES = [torch.float32, torch.bfloat16]
-COMPILED = torch.cuda.is_available()  # else interpreted, where a program takes milliseconds
+COMPILED = torch.cuda.is_available()  # otherwise interpreted, and each program takes milliseconds
 
 
 def assert_close(kernel: str, got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, times: float = 1.0) -> None:
-    """||got - wanted|| / ||wanted|| within the dtype's tolerance, `times` over; dtype and shape as they should be."""
+    """||got - wanted|| / ||wanted|| is within `times` the dtype's tolerance, and dtype and shape are equal."""
     assert got.dtype == dtype and got.shape == wanted.shape
     wanted = wanted.double()
     error = ((got.double() - wanted.to(got.device)).norm() / wanted.norm().clamp(min=1e-30)).item()
@@ -61,14 +61,14 @@ def paged_cache(lengths, kv_heads, dim, block_size, dtype, device):
 
 
 def released(cache, table, lengths, queries, window, entries):
-    """(cache, table) after every row let go of the blocks that none of its last `queries` queries sees.
+    """(cache, table) after every row released the blocks that none of its last `queries` queries sees.
 
-    Those blocks hold NaN. Their table entries name them still ("kept"), or blocks that another row has now ("reused").
+    Released blocks hold NaN. Their table entries still name them ("kept") or name another row's blocks ("reused").
     """
     block_size, table = cache.k.shape[1], table.clone()
     gone = (lengths - queries - window + 1).clamp(min=0) // block_size
     hidden = torch.arange(table.shape[1], device=table.device) < gone[:, None]
-    assert hidden.any() and not hidden.all(), "nothing was let go of, or everything"
+    assert hidden.any() and not hidden.all(), "some but not all blocks must be released"
     cache = LayerCache(cache.k.clone(), cache.v.clone())
     for part in (cache.k, cache.v):
         part[table[hidden].long()] = torch.nan
@@ -83,16 +83,18 @@ def double(cache: LayerCache) -> LayerCache:
 
 
 def assert_truncated(got: torch.Tensor, logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> None:
-    """Each row keeps the beginning of its ranking: as many as top_k says, and mass up to top_p, 1e-5 of it apart."""
+    """Each row keeps its top-ranked tokens, by top_k and by probability mass up to top_p, within 1e-5."""
     error = 0.0
     for row in range(len(logits)):
         ranking = logits[row].double().sort(descending=True, stable=True)
         possible = int((ranking.values > -torch.inf).sum())
         kept = torch.isfinite(got[row])
         count = int(kept.sum())
-        assert torch.equal(got[row][kept], logits[row][kept]), "what is kept is what it was"
+        assert torch.equal(got[row][kept], logits[row][kept]), "kept logits must not change"
         assert (got[row][~kept] == -torch.inf).all()
-        assert set(ranking.indices[:count].tolist()) == set(kept.nonzero()[:, 0].tolist()), "the likeliest, in order"
+        assert set(ranking.indices[:count].tolist()) == set(kept.nonzero()[:, 0].tolist()), (
+            "the likeliest tokens must be kept"
+        )
         most = min(possible, int(top_k[row])) if top_k[row] > 0 else possible
         assert 1 <= count <= most
         if top_p[row] == 1:

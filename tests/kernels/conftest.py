@@ -1,4 +1,4 @@
-"""Kernels are interpreted where there is no GPU; Triton must have been told before its first import."""
+"""Fixtures of the kernel tests. Without a GPU, kernels are interpreted (see tests/conftest.py)."""
 
 import sys
 import zlib
@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed here: the
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """Where the kernels of this process can run."""
+    """The device that kernels of this process run on."""
     from minillm.kernels import normalization
 
     compiled = isinstance(normalization.rms_norm_kernel, triton.runtime.JITFunction)
@@ -27,13 +27,13 @@ def device() -> str:
 
 @pytest.fixture(autouse=True)
 def fresh_inputs(request):
-    """Each test's own, whatever ran before it."""
+    """Inputs depend only on the test, not on what ran before it."""
     torch.manual_seed(zlib.crc32(f"{SEED} {request.node.name}".encode()))
 
 
 @pytest.fixture(autouse=True)
 def poisoned_outputs(monkeypatch):
-    """Memory that a kernel has to fill holds NaN, so that an element left out is seen."""
+    """Fill output memory with NaN, so that an element the kernel does not write is detected."""
 
     def poisoned(make):
         def maker(*args, **kwargs):

@@ -1,4 +1,4 @@
-"""The kernels at both ends of a captured decode step, against plain indexing."""
+"""The first and last kernel of a captured decode step, compared with plain indexing."""
 
 import numpy as np
 import pytest
@@ -52,7 +52,7 @@ def test_prepare_draws_the_samplers_own_random_numbers():
     assert found["uniform"].tolist() == uniforms(seeds, positions + 1).tolist()
 
 
-def test_advance_writes_the_tokens_back_and_leaves_other_rows_alone():
+def test_advance_writes_the_tokens_back_and_leaves_other_rows_unchanged():
     given, rows = state(), torch.tensor([5, 6, 1], device=DEVICE)
     tokens, position = given["tokens"].clone(), given["position"].clone()
     sampled, out = torch.tensor([11, 12, 13], device=DEVICE), torch.full((3,), -7, device=DEVICE)

@@ -1,4 +1,4 @@
-"""Every kernel against its reference in float64, on fresh random inputs: interpreted on CPU, compiled on a GPU."""
+"""Every kernel, compared with its float64 reference on random inputs: interpreted on a CPU, compiled on a GPU."""
 
 import copy
 import inspect
@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 
-def test_the_operations_take_what_their_references_take():
+def test_the_operations_have_the_signatures_of_their_references():
     names = [name for name in ops.names() if hasattr(kernels, name)]
     assert len(names) >= 8
     for name in names:
@@ -43,7 +43,7 @@ def test_rms_norm(rows, dim, dtype, device):
     )
 
 
-def test_rms_norm_of_heads_that_lie_apart(device):
+def test_rms_norm_of_strided_heads(device):
     x = random_tensor(3, 6, 64, dtype=torch.float32, device=device)[:, 1:4]
     weight = torch.randn(64, device=device)
     assert_close(
@@ -51,8 +51,8 @@ def test_rms_norm_of_heads_that_lie_apart(device):
     )
 
 
-def test_queries_and_keys_are_normed_where_the_product_left_them(device):
-    """A head at a time, without a copy: slices of [tokens, heads + 2 * kv_heads, d]."""
+def test_queries_and_keys_are_normalized_as_slices_of_the_qkv_product(device):
+    """Per head, without a copy: slices of [tokens, heads + 2 * kv_heads, d]."""
     qkv = random_tensor(3, 8, 64, dtype=torch.bfloat16, device=device, scale=5)
     weight = torch.randn(64, device=device)
     for part in qkv.split([4, 2, 2], 1):
@@ -102,7 +102,7 @@ def test_gated_activation_of_large_gates_stays_finite(device):
 @pytest.mark.parametrize("heads,kv_heads,dim", [(8, 1, 256), (3, 3, 64), (6, 2, 128)])
 def test_rotary_embedding(heads, kv_heads, dim, dtype, device):
     qkv = random_tensor(4, heads + 2 * kv_heads, dim, dtype=dtype, device=device)
-    q, k, _ = qkv.split([heads, kv_heads, kv_heads], 1)  # slices: a token's heads lie apart from the next token's
+    q, k, _ = qkv.split([heads, kv_heads, kv_heads], 1)  # slices: tokens are not contiguous
     cos_sin = rotations(4, dim, device)
     wanted = reference.rotary_embedding(q.double(), k.double(), cos_sin.double())
     for got, want in zip(kernels.rotary_embedding(q, k, cos_sin), wanted, strict=True):
@@ -111,7 +111,7 @@ def test_rotary_embedding(heads, kv_heads, dim, dtype, device):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_heads,dim,block_size", [(1, 256, 16), (3, 64, 5)])
-def test_written_keys_land_in_their_slots_and_nowhere_else(kv_heads, dim, block_size, dtype, device):
+def test_keys_are_written_to_their_slots_and_nowhere_else(kv_heads, dim, block_size, dtype, device):
     cache = LayerCache(*(torch.full((4, block_size, kv_heads, dim), 7.0, dtype=dtype, device=device) for _ in "kv"))
     wanted = LayerCache(cache.k.clone(), cache.v.clone())
     kv = random_tensor(5, 2 * kv_heads, dim, dtype=dtype, device=device)
@@ -158,7 +158,7 @@ def test_decode_attention(heads, kv_heads, dim, block_size, dtype, window, soft_
 
 
 @pytest.mark.parametrize("window", [None, 100])
-def test_long_rows_are_split_and_put_together_again(window, device, monkeypatch):
+def test_long_rows_are_split_and_combined(window, device, monkeypatch):
     from minillm.kernels import paged_attention
 
     lengths = [260, 1, 129]  # the last splits of the shorter rows are empty
@@ -173,11 +173,11 @@ def test_long_rows_are_split_and_put_together_again(window, device, monkeypatch)
             return kernel[grid]
 
     monkeypatch.setattr(paged_attention, "combine_kernel", Seen())
-    if window:  # a window is too short to be split by itself
+    if window:  # a window is too short to be split on its own
         monkeypatch.setattr(paged_attention, "decode_splits", lambda *_: 4)
     got = kernels.decode_attention(q, cache, table, lengths, AttentionOptions(0.3, window))
     wanted = reference.decode_attention(q.double(), double(cache), table, lengths, AttentionOptions(0.3, window))
-    assert combined, "nothing was split"
+    assert combined, "no row was split"
     assert_close("decode_attention", got, wanted, torch.float32)
 
 
@@ -188,10 +188,10 @@ def test_large_scores_do_not_overflow(device):
     wanted = reference.decode_attention(q.double(), double(cache), table, lengths, AttentionOptions(1.0))
     assert_close(
         "decode_attention, large scores", got, wanted, torch.float32, times=100
-    )  # the scores are in the thousands: their rounding is larger
+    )  # the scores are in the thousands, so their rounding error is larger
 
 
-def test_a_row_of_length_0_gets_zeros_and_harms_nobody(device):
+def test_a_row_of_length_0_gets_zeros_and_affects_no_other_row(device):
     cache, table, lengths = paged_cache([0, 9], 1, 64, 16, torch.float32, device)
     q = random_tensor(2, 1, 2, 64, dtype=torch.float32, device=device)
     got = kernels.decode_attention(q, cache, table, lengths, AttentionOptions(0.1))
@@ -200,7 +200,10 @@ def test_a_row_of_length_0_gets_zeros_and_harms_nobody(device):
 
 @layouts
 def test_prefill_attention(heads, kv_heads, dim, block_size, dtype, window, soft_cap, device):
-    queries, before = [block_size + 1, 1, 5], [0, block_size, block_size - 2]  # the rest of a row came earlier
+    queries, before = (
+        [block_size + 1, 1, 5],
+        [0, block_size, block_size - 2],
+    )  # earlier tokens of each row are already cached
     lengths = [a + b for a, b in zip(queries, before, strict=True)]
     cache, table, lengths = paged_cache(lengths, kv_heads, dim, block_size, dtype, device)
     starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32).to(device)
@@ -213,8 +216,8 @@ def test_prefill_attention(heads, kv_heads, dim, block_size, dtype, window, soft
 
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_captured_steps_padding_gets_zeros_and_changes_nothing(dtype, window, device):
-    """Rows without queries, a last row without keys that the padding belongs to, and room for more than there are."""
+def test_the_padding_of_a_captured_step_gets_zeros_and_changes_nothing(dtype, window, device):
+    """Rows without queries, a last row without keys that owns the padding, and unused capacity."""
     queries, padding = [5, 1], 11
     cache, table, lengths = paged_cache([9, 4, 0, 0, 0], 1, 64, 4, dtype, device)
     starts = torch.tensor([0, 5, 6, 6, 6, 6 + padding], dtype=torch.int32, device=device)
@@ -229,26 +232,28 @@ def test_a_captured_steps_padding_gets_zeros_and_changes_nothing(dtype, window, 
 
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size", "dtype"), [layout[:5] for layout in STREAMS])
-def test_keys_that_lie_unturned_are_turned_as_they_are_read(heads, kv_heads, dim, block_size, dtype, window, device):
-    """Beside keys turned beforehand, in decode (some rows split) and in prefill."""
+def test_keys_stored_unrotated_are_rotated_when_read(heads, kv_heads, dim, block_size, dtype, window, device):
+    """Compared with keys rotated beforehand, in decode (some rows split) and in prefill."""
     queries = [block_size + 1, 1, 5]
     cache, table, lengths = paged_cache([block_size + 2, 1, 400], kv_heads, dim, block_size, dtype, device)
     rotary = rotations(table.shape[1] * block_size, dim, device)
-    turned = double(cache)
+    rotated_cache = double(cache)
     for row, length in enumerate(lengths.tolist()):
         for at in range(length):
             slot = table[row, at // block_size], at % block_size
-            turned.k[slot] = reference.rotary_embedding(turned.k[slot][None], turned.k[:0], rotary[at : at + 1])[0][0]
+            rotated_cache.k[slot] = reference.rotary_embedding(
+                rotated_cache.k[slot][None], rotated_cache.k[:0], rotary[at : at + 1]
+            )[0][0]
     q = random_tensor(sum(queries), heads, dim, dtype=dtype, device=device)
     starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32).to(device)
     plain = AttentionOptions(dim**-0.5, window)
     rotating = replace(plain, rotary=rotary)
     got = kernels.decode_attention(q[:3, None], cache, table, lengths, rotating)
-    wanted = reference.decode_attention(q[:3, None].double(), turned, table, lengths, plain)
-    assert_close("decode_attention, keys turned in it", got, wanted, dtype)
+    wanted = reference.decode_attention(q[:3, None].double(), rotated_cache, table, lengths, plain)
+    assert_close("decode_attention, keys rotated on read", got, wanted, dtype)
     got = kernels.prefill_attention(q, cache, table, lengths, starts, max(queries), rotating)
-    wanted = reference.prefill_attention(q.double(), turned, table, lengths, starts, max(queries), plain)
-    assert_close("prefill_attention, keys turned in it", got, wanted, dtype)
+    wanted = reference.prefill_attention(q.double(), rotated_cache, table, lengths, starts, max(queries), plain)
+    assert_close("prefill_attention, keys rotated on read", got, wanted, dtype)
 
 
 def test_decode_of_several_layer_groups_reads_its_own_table(device):
@@ -262,7 +267,7 @@ def test_decode_of_several_layer_groups_reads_its_own_table(device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_logits_are_capped_where_they_lie(dtype, device):
+def test_logits_are_soft_capped_in_place(dtype, device):
     logits = random_tensor(3, 5001, dtype=dtype, device=device, scale=40)
     logits[0, 0], logits[2, 5000] = 1e4, -1e4
     wanted = 30 * torch.tanh(logits.double() / 30)
@@ -273,7 +278,7 @@ def test_logits_are_capped_where_they_lie(dtype, device):
         sampling.soft_cap(logits[:, 1:], 30.0)
 
 
-def test_half_precision_logits_stay_so_with_and_without_a_cap(device):
+def test_half_precision_logits_keep_their_dtype_with_and_without_a_cap(device):
     hidden = random_tensor(3, 64, dtype=torch.bfloat16, device=device, scale=9)
     weight = DenseWeight(random_tensor(500, 64, dtype=torch.bfloat16, device=device))
     for cap in (None, 20.0):
@@ -290,15 +295,15 @@ def test_temperature_0_takes_the_first_largest_logit(device):
 
 
 @pytest.mark.parametrize("vocab", [100, 5000])
-def test_a_sample_is_where_the_cumulative_distribution_passes_the_random_number(vocab, device):
+def test_a_sample_is_where_the_cumulative_distribution_exceeds_the_random_number(vocab, device):
     rows = 8
     logits = torch.randn(rows, vocab, device=device) * 3
     temperature = torch.tensor([0.5, 1.0, 2.0, 1.0, 0.0, 1e-3, 1.0, 0.7], device=device)
     uniform = torch.rand(rows, device=device)
     uniform[0], uniform[1] = 0.0, 1.0 - 2**-24
     ids = kernels.sample(logits, temperature, uniform).cpu()
-    heat = torch.where(temperature > 0, temperature, 1.0).double()[:, None]
-    chances = (logits.double() / heat).softmax(-1).cpu()
+    divisor = torch.where(temperature > 0, temperature, 1.0).double()[:, None]
+    chances = (logits.double() / divisor).softmax(-1).cpu()
     for row, token in enumerate(ids.tolist()):
         if temperature[row] == 0:
             assert token == logits[row].argmax()
@@ -308,7 +313,7 @@ def test_a_sample_is_where_the_cumulative_distribution_passes_the_random_number(
         assert upper - chances[row, token] - 1e-5 <= u <= upper + 1e-5 and chances[row, token] > 0
 
 
-FLAT, STEEP = 0.01, 4.0  # the scale of the logits: with flat ones the thresholds lie beyond those that are ranked
+FLAT, STEEP = 0.01, 4.0  # scales of the logits: with flat ones, the thresholds are beyond the ranked candidates
 
 
 @pytest.mark.parametrize("coarse", [False, True], ids=["all different", "many equal"])
@@ -325,7 +330,7 @@ def test_truncation_keeps_the_likeliest_tokens(vocab, scale, coarse, device):
     assert_truncated(both, logits, top_k, top_p)
 
 
-def test_truncation_copes_with_forbidden_tokens_and_both_zeros(device):
+def test_truncation_handles_forbidden_tokens_and_both_zeros(device):
     logits = torch.full((5, 2000), -torch.inf, device=device)
     logits[:, [5, 1500, 1999]] = torch.tensor([0.0, -0.0, 1.0], device=device)
     logits[4] = -torch.inf
@@ -336,7 +341,7 @@ def test_truncation_copes_with_forbidden_tokens_and_both_zeros(device):
     assert kept == [[5, 1999], [5, 1500, 1999], [1999], [5, 1500, 1999], []]
 
 
-def test_rows_lie_apart_as_they_do_in_a_wider_array(device):
+def test_strided_rows_of_a_wider_array_are_supported(device):
     wide = torch.randn(3, 500, device=device)
     logits, before = wide[:, :400], wide.clone()
     top_k, top_p = torch.tensor([3, 3, 0], device=device), torch.ones(3, device=device)
@@ -384,15 +389,15 @@ def test_a_small_model_gives_the_same_logits_on_kernels(architecture, tmp_path, 
     assert_close("small model", logits_of(model, device), wanted, torch.float32, times=3)
 
 
-def test_every_family_is_tried_on_kernels():
+def test_every_family_is_tested_on_kernels():
     assert list(FAMILIES) == list(ARCHITECTURES)
 
 
 def logits_of(model, device):
-    """Two decode rows (after 5 and 9 tokens) beside a chunk of 6 tokens that follows 3."""
+    """Two decode rows (after 5 and 9 tokens) together with a chunk of 6 tokens that follows 3."""
     torch.manual_seed(0)
     ints = {"dtype": torch.int32, "device": device}
-    groups = len(model.groups.windows)  # with a cache of its own for each layer, one table will do for all
+    groups = len(model.groups.windows)  # each layer has its own cache, so all can share one block table
     table = torch.tensor([[[3, 0, 0], [1, 5, 0], [2, 4, 6]]], **ints).expand(groups, -1, -1)
     caches = [LayerCache(*(torch.randn(8, 8, 1, 64, device=device) for _ in "kv")) for _ in model.layers]
     positions = torch.tensor([5, 9, *range(3, 9)], device=device)

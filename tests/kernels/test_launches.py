@@ -1,4 +1,4 @@
-"""A measured launch is the one that runs, and changes no number; without one the kernel's own rule holds."""
+"""A tuned launch configuration is used and changes no result; otherwise the kernel's default rule applies."""
 
 import threading
 
@@ -14,7 +14,7 @@ from minillm.kernels import single_row  # noqa: E402  needs triton
 
 
 class Spy:
-    """A kernel that notes its grid and its compile-time arguments, and runs."""
+    """A kernel that records its grid and compile-time arguments and then runs."""
 
     def __init__(self, module, name, monkeypatch):
         self.kernel, self.seen = getattr(module, name), []
@@ -39,7 +39,7 @@ def decode(q, cache, table, lengths):
     return paged_attention.decode_attention(q, cache, table, lengths, AttentionOptions(0.2))
 
 
-def test_decode_attention_asks_for_its_problem_and_launches_what_was_measured(device, monkeypatch):
+def test_decode_attention_looks_up_its_problem_and_uses_the_tuned_launch(device, monkeypatch):
     inputs = decode_inputs(device)
     with launches.listening() as asked:
         decode(*inputs)
@@ -56,7 +56,7 @@ def test_decode_attention_asks_for_its_problem_and_launches_what_was_measured(de
     torch.testing.assert_close(found, reference.decode_attention(*inputs, AttentionOptions(0.2)), rtol=1e-4, atol=1e-5)
 
 
-def test_prefill_attention_launches_what_was_measured(device, monkeypatch):
+def test_prefill_attention_uses_the_tuned_launch(device, monkeypatch):
     q, cache, table, _ = decode_inputs(device)
     q = torch.randn(40, 4, 32, device=device)
     lengths, starts = torch.tensor([30, 25], device=device).int(), torch.tensor([0, 30, 40], device=device).int()
@@ -78,7 +78,7 @@ def test_prefill_attention_launches_what_was_measured(device, monkeypatch):
         (single_row.WHOLE + 8, "long_rows", {"tile": 4, "width": 2048}, {"grid": (10,), "TILE": 4, "WIDTH": 2048}),
     ],
 )
-def test_a_single_rows_product_launches_what_was_measured(columns, kernel, measured, launched, device, monkeypatch):
+def test_a_single_row_product_uses_the_tuned_launch(columns, kernel, measured, launched, device, monkeypatch):
     x, weight = torch.randn(1, columns, device=device), torch.randn(37, columns, device=device)
     with launches.listening() as asked:
         single_row.product(x, weight)
@@ -91,7 +91,7 @@ def test_a_single_rows_product_launches_what_was_measured(columns, kernel, measu
     torch.testing.assert_close(found, x @ weight.T, rtol=1e-4, atol=1e-3)
 
 
-def test_a_table_holds_for_its_block_its_thread_and_its_problem_alone():
+def test_a_launch_table_applies_only_to_its_block_thread_and_problem():
     default = single_row.LongLaunch(8, 1024, 8)
     table = {launches.problem("long_rows", rows=1): {"tile": 4, "width": 512, "warps": 2}}
     with launches.using(table):
@@ -107,7 +107,7 @@ def test_a_table_holds_for_its_block_its_thread_and_its_problem_alone():
     assert launches.choose("long_rows", default, rows=1) is default
 
 
-def test_every_kernel_that_chooses_its_launch_is_registered_with_the_launchs_type(device):
+def test_every_tunable_kernel_is_registered_with_its_launch_type(device):
     kinds = launches.registered()
     assert kinds.keys() == {"decode_attention", "prefill_attention", "whole_rows", "long_rows"}
     with launches.listening() as asked:
@@ -115,6 +115,6 @@ def test_every_kernel_that_chooses_its_launch_is_registered_with_the_launchs_typ
     assert all(type(default) is kinds[problem.kernel] for problem, default in asked.items())
 
 
-def test_types_of_one_size_are_different_problems():
+def test_different_dtypes_of_equal_size_are_different_problems():
     names = {launches.dtype_name(dtype) for dtype in (torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16)}
     assert len({launches.problem("any", dtype=name) for name in names}) == 4

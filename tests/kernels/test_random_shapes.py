@@ -1,4 +1,4 @@
-"""Kernels on shapes drawn at random: a handful interpreted, hundreds compiled, up to Gemma 2B's sizes."""
+"""Kernels on random shapes: a few interpreted, hundreds compiled, up to Gemma 2B's sizes."""
 
 import random
 import zlib
@@ -56,7 +56,7 @@ def rng(request) -> random.Random:
 
 
 def ragged(rng: random.Random, count: int, longest: int, block_size: int) -> list[int]:
-    """Lengths from 1: half of them anywhere, half within one of a border of blocks or tiles."""
+    """Lengths from 1: half of them anywhere, half within one token of a block or tile boundary."""
     lengths = []
     for _ in range(count):
         length = rng.randint(1, longest)
@@ -71,7 +71,7 @@ def ragged(rng: random.Random, count: int, longest: int, block_size: int) -> lis
 @layouts
 def test_decode_attention_of_ragged_rows(heads, kv_heads, dim, block_size, dtype, window, soft_cap, draw, rng, device):
     queries = rng.choice([1, 1, 2, 5])
-    rows = 1 if draw == 0 else rng.randint(1, MOST_ROWS)  # one long row is split the most
+    rows = 1 if draw == 0 else rng.randint(1, MOST_ROWS)  # a single long row is split the most
     lengths = [max(length, queries) for length in ragged(rng, rows, LONGEST, block_size)]
     cache, table, lengths = paged_cache(lengths, kv_heads, dim, block_size, dtype, device)
     q = random_tensor(len(lengths), queries, heads, dim, dtype=dtype, device=device)
@@ -116,7 +116,7 @@ def test_norms_and_activations(dtype, draw, rng, device):
 
 @draws
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_rotation_and_cache_writes(dtype, draw, rng, device):
+def test_rotary_embedding_and_cache_writes(dtype, draw, rng, device):
     kv_heads, dim, block_size = rng.choice([1, 2, 5]), rng.choice([64, 128, 256]), rng.choice([5, 16])
     heads, tokens = kv_heads * rng.randint(1, 8), rng.randint(1, 500 if COMPILED else 4)
     qkv = random_tensor(tokens, heads + 2 * kv_heads, dim, dtype=dtype, device=device)
@@ -139,8 +139,8 @@ def test_rotation_and_cache_writes(dtype, draw, rng, device):
 
 @draws
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_samples_lie_where_the_distribution_puts_them(dtype, draw, rng, device):
-    """The mass before the token is at most the random number, the mass with it at least."""
+def test_samples_match_the_cumulative_distribution(dtype, draw, rng, device):
+    """The probability mass before the token is at most the random number; including the token, at least."""
     rows, vocab = rng.randint(1, 40 if COMPILED else 3), rng.choice([256_000 if COMPILED else 9_000, 4096, 5000])
     logits = random_tensor(rows, vocab, dtype=dtype, device=device, scale=rng.choice([0.1, 3.0]))
     temperature = torch.tensor([rng.choice([1.0, 0.7, 1.3, 0.0]) for _ in range(rows)], device=device)
@@ -148,8 +148,8 @@ def test_samples_lie_where_the_distribution_puts_them(dtype, draw, rng, device):
     ids = kernels.sample(logits, temperature, uniform)
     greedy = temperature == 0
     assert torch.equal(ids[greedy], logits[greedy].argmax(-1))
-    heat = torch.where(greedy, 1.0, temperature).double()[:, None]
-    chances = (logits.double() / heat).softmax(-1)
+    divisor = torch.where(greedy, 1.0, temperature).double()[:, None]
+    chances = (logits.double() / divisor).softmax(-1)
     upper = chances.cumsum(-1).gather(1, ids[:, None])[:, 0]
     lower = upper - chances.gather(1, ids[:, None])[:, 0]
     outside = torch.maximum(lower - uniform, uniform - upper)[~greedy].clamp(min=0)
@@ -159,7 +159,7 @@ def test_samples_lie_where_the_distribution_puts_them(dtype, draw, rng, device):
 
 
 @draws
-def test_truncation_keeps_the_beginning_of_the_ranking(draw, rng, device):
+def test_truncation_keeps_the_top_ranked_tokens(draw, rng, device):
     rows, vocab = rng.randint(1, 40 if COMPILED else 3), rng.choice([256_000 if COMPILED else 9_000, 4096, 1500])
     logits = random_tensor(rows, vocab, dtype=torch.float32, device=device, scale=rng.choice([0.01, 1.0, 5.0]))
     if rng.random() < 0.5:
@@ -170,7 +170,7 @@ def test_truncation_keeps_the_beginning_of_the_ranking(draw, rng, device):
 
 
 @pytest.mark.skipif(not COMPILED, reason="two caches of more than 2**31 elements need 9 GB of a GPU")
-def test_blocks_behind_the_first_2_gi_elements_are_found(device):
+def test_blocks_beyond_2_gi_elements_are_addressed_correctly(device):
     blocks, block_size, dim = 2**31 // (16 * 256) + 64, 16, 256
     cache = LayerCache(*(torch.zeros(blocks, block_size, 1, dim, dtype=BF16, device=device) for _ in "kv"))
     table = torch.tensor([[blocks - 1, 3, blocks - 40]], dtype=torch.int32, device=device)

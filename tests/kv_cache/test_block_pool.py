@@ -1,4 +1,4 @@
-"""The engine's block pool: what lesson 09 asks of a learner's, and in which order cached blocks are given out."""
+"""The engine's block pool has the properties that lesson 09 requires, and evicts cached blocks in LRU order."""
 
 import pytest
 
@@ -13,7 +13,7 @@ PROPERTIES = [
 
 
 @pytest.mark.parametrize("wanted", PROPERTIES)
-def test_the_engines_pool_has_the_properties_that_the_exercises_ask_for(wanted):
+def test_the_engines_pool_has_the_properties_the_exercises_require(wanted):
     assert wanted.holds(BlockPool) is not False, wanted.hint
 
 
@@ -29,19 +29,19 @@ def pool() -> BlockPool:
     return pool
 
 
-def test_free_blocks_are_given_out_before_cached_ones(pool):
+def test_free_blocks_are_allocated_before_cached_ones(pool):
     assert sorted(pool.allocate(2)) == [4, 5] and pool.cached == 4
 
 
-def test_cached_blocks_are_given_out_least_recently_used_first(pool):
+def test_cached_blocks_are_evicted_least_recently_used_first(pool):
     pool.allocate(2)
     assert [pool.allocate(1) for _ in range(4)] == [[0], [1], [2], [3]]
 
 
-def test_many_blocks_at_once_are_taken_in_the_same_order_and_each_eviction_is_told(pool):
-    told = []
-    pool.watch_evictions(told.append)
-    assert pool.allocate(5)[2:] == [0, 1, 2] == told and pool.lookup([bytes([3])]) == [3]
+def test_allocating_many_blocks_evicts_in_the_same_order_and_reports_each_eviction(pool):
+    evicted = []
+    pool.watch_evictions(evicted.append)
+    assert pool.allocate(5)[2:] == [0, 1, 2] == evicted and pool.lookup([bytes([3])]) == [3]
 
 
 def test_sharing_a_cached_block_makes_it_the_most_recently_used(pool):
@@ -51,7 +51,7 @@ def test_sharing_a_cached_block_makes_it_the_most_recently_used(pool):
     assert [pool.allocate(1) for _ in range(4)] == [[1], [2], [3], [0]]
 
 
-def test_looking_a_prefix_up_without_sharing_it_changes_no_order(pool):
+def test_looking_up_a_prefix_without_sharing_it_keeps_the_eviction_order(pool):
     assert pool.lookup([bytes([0])]) == [0]
     pool.allocate(2)
     assert pool.allocate(1) == [0]

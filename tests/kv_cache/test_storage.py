@@ -1,4 +1,4 @@
-"""What a layer's cache is made of: scales are written, read and counted; attention over codes is over their values."""
+"""Quantized and dense layer caches: scales are written, read and counted, and attention uses dequantized values."""
 
 import pytest
 import torch
@@ -12,11 +12,11 @@ MODULES = {"reference": reference, "cpu": cpu}
 
 
 def filled(dtype, tokens=BLOCKS * BLOCK):
-    """A cache whose slots were written in a shuffled order, and the keys and values [slots, kv_heads, d]."""
+    """A cache written in shuffled slot order, with its keys and values [slots, kv_heads, d]."""
     rng = torch.Generator().manual_seed(0)
     cache = CacheSpec(KV_HEADS, DIM, dtype).allocate(BLOCKS, BLOCK, torch.device("cpu"))
     k, v = (torch.randn(tokens, KV_HEADS, DIM, generator=rng, dtype=torch.float64) for _ in "kv")
-    k[:, 0] *= 100  # heads and tokens differ in range
+    k[:, 0] *= 100  # ranges differ between heads and tokens
     v *= torch.logspace(-3, 3, tokens, dtype=torch.float64)[:, None, None]
     slots = torch.randperm(tokens, generator=rng)
     reference.write_kv(k[slots], v[slots], cache, slots)
@@ -29,7 +29,7 @@ def dequantized(cache):
 
 
 @pytest.mark.parametrize(("name", "bound"), [("int8", 0.5 / 127), ("fp8", 1 / 16)])
-def test_what_is_read_is_what_was_written_within_half_a_step_of_each_tokens_own_range(name, bound):
+def test_quantization_error_is_at_most_half_a_step_of_each_tokens_range(name, bound):
     cache, *written = filled(QUANTIZED[name])
     for found, wanted in zip(cache.read(torch.arange(BLOCKS)[None]), written, strict=True):
         largest = wanted.abs().amax(-1, keepdim=True)
@@ -37,7 +37,7 @@ def test_what_is_read_is_what_was_written_within_half_a_step_of_each_tokens_own_
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_an_unquantized_cache_keeps_numbers_as_they_are(dtype):
+def test_an_unquantized_cache_stores_values_exactly(dtype):
     cache, k, v = filled(dtype)
     assert cache.k_scale is None and cache.v_scale is None
     found = cache.read(torch.arange(BLOCKS)[None])
@@ -46,7 +46,7 @@ def test_an_unquantized_cache_keeps_numbers_as_they_are(dtype):
 
 @pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("module", MODULES)
-def test_every_write_of_the_table_quantizes_where_the_cache_is_quantized(module, name):
+def test_every_write_operation_quantizes_for_a_quantized_cache(module, name):
     wanted, k, v = filled(QUANTIZED[name])
     cache = CacheSpec(KV_HEADS, DIM, QUANTIZED[name]).allocate(BLOCKS, BLOCK, torch.device("cpu"))
     MODULES[module].write_kv(k, v, cache, torch.arange(len(k)))
@@ -55,7 +55,7 @@ def test_every_write_of_the_table_quantizes_where_the_cache_is_quantized(module,
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_a_head_of_zeros_is_read_as_zeros_and_other_slots_are_left_alone(name):
+def test_zeros_are_read_as_zeros_and_other_slots_do_not_change(name):
     cache, *_ = filled(QUANTIZED[name])
     before = cache.read(torch.arange(BLOCKS)[None])[0].clone()
     zeros = torch.zeros(1, KV_HEADS, DIM)
@@ -69,7 +69,7 @@ def test_a_head_of_zeros_is_read_as_zeros_and_other_slots_are_left_alone(name):
 @pytest.mark.parametrize("options", [AttentionOptions(0.2), AttentionOptions(0.2, window=5, soft_cap=2.0)])
 @pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("module", MODULES)
-def test_attention_over_codes_is_attention_over_what_they_stand_for(module, name, options):
+def test_attention_over_codes_equals_attention_over_their_values(module, name, options):
     cache, *_ = filled(QUANTIZED[name])
     twin, run = dequantized(cache), MODULES[module]
     table = torch.tensor([[3, 1, 6], [0, 5, 0]], dtype=torch.int32)
@@ -97,7 +97,7 @@ def test_attention_reads_both_scales(which):
     ("dtype", "expected"),
     [(torch.bfloat16, 2 * 256 * 2), (torch.float32, 2 * 256 * 4), (torch.int8, 2 * (256 + 4)), (torch.float64, 4096)],
 )
-def test_bytes_of_a_token_count_the_scales(dtype, expected):
+def test_bytes_per_token_include_the_scales(dtype, expected):
     spec = CacheSpec(kv_heads=1, head_dim=256, dtype=dtype)
     cache = spec.allocate(3, 16, torch.device("cpu"))
     parts = [each for each in (cache.k, cache.v, cache.k_scale, cache.v_scale) if each is not None]

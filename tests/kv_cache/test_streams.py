@@ -1,4 +1,4 @@
-"""Streams: requests past the context length, in constant memory, against a loop written from the definition."""
+"""Streams: requests longer than the context, in constant memory, compared with a loop that follows the definition."""
 
 import itertools
 
@@ -22,14 +22,14 @@ OPTIONS = {
 }
 FAMILIES = ("gemma-multi-query", "llama3-grouped")
 PROMPTS = [[7 * i % 90 + 1 for i in range(n)] for n in (1, 5, 20, 21, 37, 70)]
-LENGTH = 60  # tokens of output: every request passes the context of 24
+LENGTH = 60  # output tokens: every request exceeds the context of 24
 
 
 def naive_stream(model, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
-    """Greedy tokens and their log-probabilities, a token at a time through transformers' own layers.
+    """Greedy tokens and their log-probabilities, one token at a time through transformers' layers.
 
-    The token at position p sees those whose block is among the sinks' or no more than the window's blocks behind its
-    own. Keys are kept as they leave the projection; they and the query are turned by their rank among what is seen.
+    The token at position p sees the tokens in the sinks' blocks and in the window's blocks up to its own. Keys are
+    cached unrotated; they and the query are rotated by their rank among the visible tokens.
     """
     config, decoder = model.config, model.model
     sinks, window = -(-SINKS // BLOCK), -(-WINDOW // BLOCK)
@@ -45,7 +45,7 @@ def naive_stream(model, prompt: list[int], count: int) -> tuple[list[int], list[
             x = x * config.hidden_size**0.5
         cos, sin = (part[0] for part in decoder.rotary_emb(x, places))
 
-        def turn(vectors, cos, sin):  # [places, heads, dim]
+        def rotate(vectors, cos, sin):  # [places, heads, dim]
             first, second = vectors.chunk(2, -1)
             return vectors * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]
 
@@ -54,7 +54,7 @@ def naive_stream(model, prompt: list[int], count: int) -> tuple[list[int], list[
             q = attention.q_proj(normed).view(1, heads, dim)
             cache.append((attention.k_proj(normed).view(kv_heads, dim), attention.v_proj(normed).view(kv_heads, dim)))
             k, v = (torch.stack([cache[j][part] for j in seen]) for part in (0, 1))
-            q, k = turn(q, cos[-1:], sin[-1:])[0], turn(k, cos, sin)
+            q, k = rotate(q, cos[-1:], sin[-1:])[0], rotate(k, cos, sin)
             k, v = (part.repeat_interleave(heads // kv_heads, 1) for part in (k, v))
             weights = (torch.einsum("hd,khd->hk", q, k) * dim**-0.5).softmax(-1)
             x = x + attention.o_proj(torch.einsum("hk,khd->hd", weights, v).reshape(1, 1, -1))
@@ -71,7 +71,7 @@ def naive_stream(model, prompt: list[int], count: int) -> tuple[list[int], list[
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request, tmp_path_factory):
-    """A model's directory, and what each prompt goes on with."""
+    """A model's directory and the expected continuation of each prompt."""
     path = tmp_path_factory.mktemp(request.param)
     made = models.make(request.param)
     made.save_pretrained(path)
@@ -100,7 +100,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("options", SCHEDULES.values(), ids=SCHEDULES)
-def test_a_stream_is_its_definition_under_any_schedule(options, family):
+def test_a_stream_equals_its_definition_under_any_schedule(options, family):
     path, expected = family
     done, stats = generate(path, **options)
     for completion, (tokens, logprobs) in zip(done, expected, strict=True):
@@ -108,15 +108,15 @@ def test_a_stream_is_its_definition_under_any_schedule(options, family):
         got = [entry[token] for entry, token in zip(completion.logprobs, tokens, strict=True)]
         assert got == pytest.approx(logprobs, abs=1e-5)
     assert stats["blocks_available"] == stats["blocks"]
-    assert stats["preemptions"] or options != SCHEDULES["preempted"], "nobody was preempted"
+    assert stats["preemptions"] or options != SCHEDULES["preempted"], "no request was preempted"
 
 
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the kernels that turn keys, compiled")
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the kernels that rotate keys, compiled")
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NO_GPU)])
-def test_a_stream_in_float32_is_near_its_definition(device, family):
-    """Read as a prompt, in chunks, and generated as far as no near-tie sends it elsewhere."""
+def test_a_stream_in_float32_is_close_to_its_definition(device, family):
+    """As a prompt, in chunks, and generated up to the first near-tie."""
     path, expected = family
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -140,8 +140,8 @@ def test_a_stream_in_float32_is_near_its_definition(device, family):
     assert same > 0.8 * LENGTH * len(PROMPTS)
 
 
-def test_a_stream_shares_its_beginning_and_nothing_that_saw_less(family):
-    """Every block of a prompt is found by the same prompt up to a full row, and a later one by nobody."""
+def test_a_stream_shares_only_blocks_from_before_its_first_eviction(family):
+    """The same prompt hits every block up to a full row; no request hits later blocks."""
     path, expected = family
     with LLM(path, **OPTIONS) as llm:
         params = SamplingParams(max_tokens=LENGTH, temperature=0, ignore_eos=True)
@@ -160,13 +160,13 @@ def test_a_long_stream_holds_a_constant_number_of_blocks(family):
     held = [sum(block >= 0 for block in table) for step in tables(trace) for _, (table,) in step.rows.values()]
     used = [sum(n > 0 for n in step.holders) for step in tables(trace)]
     assert len(held) > 300 and set(held[20:]) <= {5}
-    assert max(used) <= 6, "a block that was let go waits for the steps in flight, and no longer"
+    assert max(used) <= 6, "a freed block must wait for the steps in flight, but no longer"
     released = [event for event in trace.events if event["event"] == "release"]
     assert len(released) == (20 + 400 - 1 - 1) // BLOCK - 4 and all(len(event["blocks"]) == 1 for event in released)
 
 
-def test_penalties_seeds_and_prompt_logprobs_count_the_tokens_that_are_gone(family):
-    """Sampling looks at positions and tokens of the request, not at places in the cache."""
+def test_penalties_seeds_and_prompt_logprobs_include_evicted_tokens(family):
+    """Sampling depends on the request's positions and tokens, not on places in the cache."""
     path, expected = family
     params = [
         SamplingParams(max_tokens=50, temperature=1.0, seed=3, ignore_eos=True),
@@ -179,12 +179,12 @@ def test_penalties_seeds_and_prompt_logprobs_count_the_tokens_that_are_gone(fami
         alone = [llm.generate([prompt], each)[0] for prompt, each in zip(prompts, params, strict=True)]
     for a, b in zip(together, alone, strict=True):
         assert a.token_ids == b.token_ids
-    assert len(set(together[1].token_ids)) > 20, "the penalty forgets"
+    assert len(set(together[1].token_ids)) > 20, "the penalty forgot evicted tokens"
     found = [entry[token] for entry, token in zip(alone[2].prompt_logprobs[1:], expected[0][0], strict=True)]
     assert found == pytest.approx(expected[0][1], abs=1e-5)
 
 
-def test_a_prompt_longer_than_the_context_streams_and_one_longer_than_a_stream_is_refused(family):
+def test_a_prompt_longer_than_the_context_runs_and_one_over_the_stream_limit_is_rejected(family):
     path, _ = family
     with LLM(path, **OPTIONS) as llm:
         done = llm.generate([[5] * 300], SamplingParams(max_tokens=3, ignore_eos=True))[0]
@@ -196,7 +196,7 @@ def test_a_prompt_longer_than_the_context_streams_and_one_longer_than_a_stream_i
         llm.generate([[5] * 24])
 
 
-def test_rows_make_room_for_the_longest_stream_as_it_comes(family):
+def test_row_capacity_grows_with_the_longest_stream(family):
     path, _ = family
     with LLM(path, **OPTIONS) as llm:
         runner, scheduler = llm.engine.executor.runner, llm.engine.scheduler
@@ -216,13 +216,13 @@ def test_rows_make_room_for_the_longest_stream_as_it_comes(family):
         ({"attention_sinks": 24}, "lower attention_sinks"),
     ],
 )
-def test_options_that_cannot_be_are_refused_with_the_way_out(options, message, tmp_path):
+def test_invalid_stream_options_are_rejected_with_a_remedy(options, message, tmp_path):
     models.make("gemma-grouped").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=message):
         LLM(tmp_path, **OPTIONS | options)
 
 
-def test_a_model_with_sliding_windows_is_refused(tmp_path):
+def test_a_model_with_sliding_windows_is_rejected(tmp_path):
     models.make("gemma2-multi-query").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="layers with a sliding window"):
         LLM(tmp_path, **OPTIONS)

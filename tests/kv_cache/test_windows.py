@@ -1,4 +1,4 @@
-"""Layers with a window let go of blocks behind it, and nobody notices: tokens are those of transformers."""
+"""Layers with a sliding window free the blocks that left it, and tokens still equal those of transformers."""
 
 import random
 
@@ -39,20 +39,20 @@ GREEDY = SamplingParams(max_tokens=COUNT, temperature=0, ignore_eos=True)
     ],
     ids=["all global", "all local", "alternating", "one global layer"],
 )
-def test_layers_of_a_kind_share_block_tables(windows, groups, size, places):
+def test_layers_with_equal_windows_share_block_tables(windows, groups, size, places):
     assert LayerGroups.of(windows) == LayerGroups(groups, size, tuple(places))
 
 
-def test_gemma_3_has_a_global_group_and_local_ones_of_its_size():
+def test_gemma_3_has_one_global_group_and_local_groups_of_the_same_size():
     windows = [512 if (layer + 1) % 6 else None for layer in range(26)]
     groups = LayerGroups.of(windows)
     assert groups.size == 4 and sorted(groups.windows, key=str) == [512] * 6 + [None]
-    assert len(set(groups.places)) == 26, "two layers have one place"
+    assert len(set(groups.places)) == 26, "two layers share a cache"
     for layer, (group, place) in enumerate(groups.places):
         assert groups.windows[group] == windows[layer] and 0 <= place < 4
 
 
-def test_a_window_as_long_as_the_context_makes_no_group():
+def test_a_window_as_long_as_the_context_needs_no_group():
     config = ModelConfig(
         **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 8),
         architecture="Gemma2ForCausalLM", num_layers=4, num_heads=1, num_kv_heads=1, head_dim=8, max_model_len=64,
@@ -65,7 +65,7 @@ def test_a_window_as_long_as_the_context_makes_no_group():
 @pytest.mark.parametrize(
     "window, block_size, chunk", [(8, 4, 1), (7, 4, 1), (5, 3, 6), (1, 4, 1), (9, 1, 4), (6, 16, 5)]
 )
-def test_blocks_held_are_those_that_a_chunks_first_query_sees_and_its_last_writes(window, block_size, chunk):
+def test_blocks_held_range_from_what_the_first_query_sees_to_what_the_last_writes(window, block_size, chunk):
     most = max((start + chunk - 1) // block_size - max(start - window + 1, 0) // block_size + 1 for start in range(200))
     assert blocks_held(1000, (window,), block_size, chunk) == most
     assert blocks_held(2, (window,), block_size, chunk) <= -(-2 // block_size)
@@ -83,7 +83,7 @@ def directory(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def prompts():
-    """Up to 15 windows long; some with a beginning in common, one that goes on from another's end."""
+    """Up to 15 windows long; some share a prefix, and one continues another."""
     rng = random.Random(SEED + 5)
     made = [[rng.randrange(1, 96) for _ in range(length)] for length in (3, 50, 70, 20)]
     return [*made, made[1][:36] + made[0], made[2] + made[3]]
@@ -104,7 +104,7 @@ def expected(directory, prompts):
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """Before each step, what nobody holds and nobody may find becomes NaN; returns how many blocks each time."""
+    """Before each step, fill blocks that no request holds or can find with NaN; returns their number each time."""
     engines, counts, own = [], [], Runner.launch
 
     def launch(runner, step):
@@ -127,7 +127,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_engines_that_let_go_give_the_tokens_of_transformers(directory, prompts, expected, way, poisoned):
+def test_freeing_window_blocks_gives_the_tokens_of_transformers(directory, prompts, expected, way, poisoned):
     options = dict(WAYS[way])
     if way == "preempted":
         windows = ModelConfig.from_directory(directory).groups().windows
@@ -138,9 +138,9 @@ def test_engines_that_let_go_give_the_tokens_of_transformers(directory, prompts,
         found = [completion.token_ids for completion in llm.generate(prompts, GREEDY)]
         llm.engine.scheduler.check()
         assert max(counts) > 0, "nothing was poisoned"
-        # Where most groups have a window hardly anybody grows beyond what admission has seen to.
+        # If most groups have a window, requests rarely grow beyond the blocks reserved at admission.
         assert llm.stats()["preemptions"] > 0 or way != "preempted" or "gemma2" not in str(directory)
-        # Once more, one at a time: what the others left in the cache is found.
+        # Again, one at a time: these hit what the others left in the cache.
         hits = llm.stats()["prefix_hit_tokens"]
         found += [llm.generate([prompt], GREEDY)[0].token_ids for prompt in prompts]
         assert llm.stats()["prefix_hit_tokens"] > hits or way == "preempted"
@@ -154,11 +154,12 @@ def test_keeping_every_block_changes_no_token(directory, prompts, expected, monk
         assert [completion.token_ids for completion in llm.generate(prompts, GREEDY)] == expected
 
 
-def test_decode_graphs_follow_every_groups_table(tmp_path):
-    """Emulated, in float32 with the kernels interpreted."""
+def test_decode_graphs_use_every_groups_block_table(tmp_path):
+    """Emulated, in float32, with interpreted kernels."""
     pytest.importorskip("triton")
     models.make("gemma2-grouped-untied").save_pretrained(tmp_path)
     options = {"dtype": "float32", "device": "cpu", "block_size": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
+    options["max_num_seqs"] = 2
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     prompts = [[5, 9, 60], list(range(20, 44))]
     with LLM(tmp_path, **options) as llm:
@@ -187,7 +188,7 @@ def request(name: str, tokens: int, output: int, first: int = 0) -> Request:
 
 
 def finish(running: Scheduler, *launched) -> int:
-    """Run all to its end, a step in flight; the most blocks held at a time, those behind the fence included."""
+    """Run to the end with one step in flight; returns the peak number of blocks held or awaiting release."""
     most, in_flight = 0, list(launched)
     while running.has_work or in_flight:
         step = running.schedule()
@@ -216,14 +217,14 @@ def test_a_request_longer_than_the_cache_runs_where_all_layers_have_a_window():
     assert 0 < finish(running) <= running.pool.num_blocks and running.preemptions == 0
 
 
-def test_a_request_that_its_window_and_a_chunk_do_not_fit_is_refused():
+def test_a_request_whose_window_and_chunk_exceed_the_cache_is_rejected():
     needed = blocks_held(4900, (32,), 4, 16)
     running = scheduler((32,), num_blocks=needed - 1)
     with pytest.raises(InvalidRequest, match=f"4900 tokens of prompt and output need {needed} cache blocks of 4"):
         running.submit(request("a", 4000, 900))
 
 
-def test_global_groups_keep_what_local_ones_let_go():
+def test_global_groups_keep_blocks_that_local_groups_free():
     running = scheduler((8, None))
     running.submit(request("a", 60, 2))
     for _ in range(4):
@@ -232,14 +233,14 @@ def test_global_groups_keep_what_local_ones_let_go():
     assert running.tables.held[:, 0].tolist() == [15, 15] and running.tables.gone[:, 0].tolist() == [13, 0]
 
 
-def test_a_hit_needs_local_blocks_only_where_the_next_query_looks():
+def test_a_hit_needs_only_the_local_blocks_the_next_query_sees():
     running = scheduler((8, None), num_blocks=40)
     running.submit(request("a", 41, 2))
     finish(running)
     keys = running.pool._block_of
     cached = {group: [key for key in keys if key[-1] == group] for group in (0, 1)}
-    assert len(cached[0]) == len(cached[1]) == 10, "what was let go of stays in the cache"
-    # Someone else's blocks push out the oldest: those that the local group let go of first.
+    assert len(cached[0]) == len(cached[1]) == 10, "freed blocks must stay in the prefix cache"
+    # Another request evicts the oldest cached blocks: those that the local group freed first.
     running.pool.release(running.pool.allocate(running.pool.num_blocks - 14))
     left = {group: sum(key[-1] == group for key in keys) for group in (0, 1)}
     assert 2 <= left[0] < 10 and left[1] == 10, left
@@ -250,14 +251,14 @@ def test_a_hit_needs_local_blocks_only_where_the_next_query_looks():
     finish(running, step)
 
 
-def test_a_hit_ends_where_a_local_group_lacks_a_block_that_would_be_seen():
+def test_a_hit_ends_where_a_local_group_lacks_a_visible_block():
     running = scheduler((8, None), num_blocks=40)
     running.submit(request("a", 41, 2))
     finish(running)
     pool, second = running.pool, request("b", 41, 2)
     running.submit(second)
     running._find_prefix(second)
-    block = pool._block_of.pop(second.keys[8] + b"\0")  # columns 8 and 9 would be seen from token 40 on
+    block = pool._block_of.pop(second.keys[8] + b"\0")  # columns 8 and 9 are visible from token 40 on
     del pool._key_of[block], pool._cached[block]
     pool._free.append(block)
     step = running.schedule()

@@ -1,4 +1,4 @@
-"""A model's config.json is read as transformers reads it, in old and new spellings, or refused with the reason."""
+"""config.json is read as transformers reads it, in old and new formats, or rejected with the reason."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from minillm.model.config import ModelConfig, RopeScaling
 from tests import models
 
 
-def test_old_and_new_spellings_of_a_config_read_the_same():
+def test_old_and_new_formats_of_a_config_read_the_same():
     new = {
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": 96,
@@ -42,7 +42,7 @@ def test_a_config_as_transformers_4_wrote_it_reads_the_same(name, tmp_path):
 
 
 def in_old_spelling(name: str, raw: dict) -> dict:
-    """Bases and scaling of rotary embeddings by themselves, and no layer_types where the family implies them."""
+    """The older format: separate rotary fields, and no layer_types where the family implies them."""
     old = {key: value for key, value in raw.items() if key not in ("rope_parameters", "dtype")}
     rope = raw["rope_parameters"]
     if "full_attention" in rope:
@@ -117,7 +117,7 @@ SHAPE = {
     ],
     ids=lambda value: value.get("architectures", [None])[0],
 )
-def test_what_a_familys_config_leaves_out_has_the_familys_default(raw, expected):
+def test_omitted_fields_have_the_familys_defaults(raw, expected):
     config = ModelConfig.from_dict(SHAPE | raw)
     assert {name: getattr(config, name) for name in expected} == expected
 
@@ -191,20 +191,20 @@ def test_what_a_familys_config_leaves_out_has_the_familys_default(raw, expected)
         ),
     ],
 )
-def test_a_familys_config_that_cannot_work_says_why(raw, message):
+def test_an_invalid_family_config_is_rejected_with_the_reason(raw, message):
     ModelConfig.from_dict(SHAPE | {"architectures": ["LlamaForCausalLM"]})
     with pytest.raises(ConfigError, match=message):
         ModelConfig.from_dict(SHAPE | raw)
 
 
 @pytest.mark.parametrize("names", ["LlamaForCausalLM", [["LlamaForCausalLM"]], {"text": "LlamaForCausalLM"}, 7])
-def test_architectures_that_are_no_list_of_names_are_shown_as_they_stand(names):
+def test_an_invalid_architectures_field_is_quoted_in_the_error(names):
     message = f"architectures must be a list of names, as ['GemmaForCausalLM'], not {names!r}"
     with pytest.raises(ConfigError, match=re.escape(message)):
         ModelConfig.from_dict(SHAPE | {"architectures": names})
 
 
-def test_gemmas_first_configs_mean_the_tanh_gelu_and_a_tied_head():
+def test_early_gemma_configs_use_the_tanh_gelu_and_a_tied_head():
     raw = {
         "architectures": ["GemmaForCausalLM"],
         "vocab_size": 96,
@@ -242,7 +242,7 @@ def test_gemmas_first_configs_mean_the_tanh_gelu_and_a_tied_head():
         ({"dtype": "int8"}, "dtype 'int8' is not one of"),
     ],
 )
-def test_a_config_that_cannot_work_says_why(change, message):
+def test_an_invalid_config_is_rejected_with_the_reason(change, message):
     raw = {
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": 96,

@@ -1,4 +1,4 @@
-"""Whatever a model's JSON files hold: each field has its kind, or is refused by the file's and the field's name."""
+"""Fields of the wrong type in a model's JSON files are rejected with the names of the file and the field."""
 
 import json
 import math
@@ -28,7 +28,7 @@ TYPES = {
 
 
 def fits(value: object, hint: type) -> bool:
-    """Whether a value is of a field's type, a float being finite."""
+    """Whether a value has a field's type; floats must be finite."""
     if isinstance(value, RopeScaling):
         return all(fits(getattr(value, name), each) for name, each in TYPES[RopeScaling].items())
     if get_origin(hint) is tuple:
@@ -46,7 +46,7 @@ def read(directory, raw: dict) -> ModelConfig:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_field_is_of_its_kind_or_refused_by_name(architecture, tmp_path):
+def test_a_field_of_the_wrong_type_is_rejected_by_name(architecture, tmp_path):
     raw = SHAPE | {"architectures": [architecture]}
     read(tmp_path, raw)
     refused = set()
@@ -66,7 +66,7 @@ def test_a_field_is_of_its_kind_or_refused_by_name(architecture, tmp_path):
 
 @pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
 @pytest.mark.parametrize("name", [*ROPE, "rope_theta", "original_max_position_embeddings"])
-def test_a_field_of_the_rotary_embeddings_is_of_its_kind_or_refused_by_name(place, name, tmp_path):
+def test_a_rotary_field_of_the_wrong_type_is_rejected_by_name(place, name, tmp_path):
     raw = SHAPE | {"architectures": ["LlamaForCausalLM"]}
     assert read(tmp_path, raw | {place: ROPE}).rope_scaling.factor == 2.0
     for value in VALUES:
@@ -92,7 +92,7 @@ def test_a_field_of_the_rotary_embeddings_is_of_its_kind_or_refused_by_name(plac
         ({"rope_scaling": ROPE | {"high_freq_factor": 1.0}}, "high_freq_factor above low_freq_factor=1.0, not 1.0"),
     ],
 )
-def test_a_field_of_another_kind_is_shown(change, message):
+def test_the_error_quotes_the_wrong_value(change, message):
     with pytest.raises(ConfigError, match=message):
         ModelConfig.from_dict(SHAPE | {"architectures": ["LlamaForCausalLM"]} | change)
 
@@ -113,7 +113,7 @@ def test_a_field_of_another_kind_is_shown(change, message):
         ),
     ],
 )
-def test_a_damaged_file_is_named(tmp_path, file, text, message):
+def test_the_error_names_a_damaged_file(tmp_path, file, text, message):
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"architectures": ["LlamaForCausalLM"]}))
     ModelConfig.from_directory(tmp_path)
     (tmp_path / file).write_bytes(text.encode("latin-1"))
@@ -123,7 +123,7 @@ def test_a_damaged_file_is_named(tmp_path, file, text, message):
 
 @pytest.mark.parametrize("name", ["rms_norm_eps", "rope_theta", "embedding_scale", "attention_scale", "final_soft_cap"])
 @pytest.mark.parametrize("value", ["x", 0, True, math.nan, 10**400], ids=shown)
-def test_a_shape_made_by_hand_is_checked_too(name, value):
+def test_a_model_config_built_in_code_is_checked_too(name, value):
     config = ModelConfig.from_dict(SHAPE | {"architectures": ["LlamaForCausalLM"]})
     with pytest.raises(ConfigError, match=f"{name} must be a number above 0"):
         ModelConfig(**config.__dict__ | {name: value})

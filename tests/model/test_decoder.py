@@ -1,4 +1,4 @@
-"""minillm's decoder is transformers' decoder: the same logits, the same greedy tokens."""
+"""The decoder gives the same logits and greedy tokens as transformers."""
 
 import dataclasses
 import functools
@@ -26,9 +26,9 @@ BLOCK = 4
 
 
 class Paged:
-    """Just enough of an engine to drive a model: rows in scattered blocks of one cache full of NaN.
+    """The minimum needed to drive a model: rows in scattered blocks of a cache filled with NaN.
 
-    All layer groups keep everything, in the same blocks of caches of their own.
+    All layer groups keep all tokens, in the same block numbers of separate caches.
     """
 
     def __init__(self, model: Model, blocks: int = 400):
@@ -50,7 +50,7 @@ class Paged:
         return len(self.tables) - 1
 
     def forward(self, decode: dict[int, list[int]], prefill: dict[int, list[int]], every: bool = False):
-        """Append tokens to rows (row -> its new tokens) in one pass; logits of each row's last token, or of all."""
+        """Append tokens to rows (row -> new tokens) in one pass; returns logits of each row's last token, or of all."""
         batch = self.batch(decode, prefill, every)
         with torch.inference_mode():
             return self.model.logits(self.model.forward(batch, self.caches))
@@ -144,7 +144,7 @@ def test_logits_in_bfloat16_stay_near_those_in_float32(saved):
 
 
 def test_bfloat16_loses_no_more_than_in_transformers(saved):
-    """Against float32: half precision is rounded in as few places as there, or in fewer."""
+    """Measured against float32: minillm rounds to half precision no more often than transformers."""
     (tokens,) = prompts(100)
     wide, half = (_all_logits(load_model(saved, dtype=dtype), tokens) for dtype in ("float32", "bfloat16"))
     reference = AutoModelForCausalLM.from_pretrained(saved, dtype="bfloat16", attn_implementation="eager")
@@ -157,17 +157,18 @@ def _all_logits(model: Model, tokens: list[int]) -> torch.Tensor:
     return paged.forward({}, {paged.admit(): tokens}, every=True)
 
 
-def test_sixty_four_greedy_tokens_equal_those_of_transformers_alone_and_in_a_batch(saved):
+def test_greedy_tokens_equal_those_of_transformers_alone_and_in_a_batch(saved):
     reference, model = both(saved, "float64")
+    count = 24  # beyond every window, and into blocks that no prompt has begun
     asked = prompts(3, 17, 8, 1)
     want = []
     for tokens in asked:
         with torch.inference_mode():
-            full = reference.generate(torch.tensor([tokens]), max_new_tokens=64, do_sample=False)
+            full = reference.generate(torch.tensor([tokens]), max_new_tokens=count, do_sample=False)
         want.append(full[0, len(tokens) :].tolist())
-    assert len(set().union(*want)) > 8, "a model that repeats itself would prove little"
-    assert [generate(Paged(model), [tokens], 64)[0] for tokens in asked] == want
-    assert generate(Paged(model), asked, 64) == want
+    assert len(set().union(*want)) > 8, "the model repeats itself, so equal tokens would prove little"
+    assert [generate(Paged(model), [tokens], count)[0] for tokens in asked] == want
+    assert generate(Paged(model), asked, count) == want
 
 
 def test_chunks_and_decodes_in_one_pass_equal_separate_passes(saved):
@@ -184,7 +185,7 @@ def test_chunks_and_decodes_in_one_pass_equal_separate_passes(saved):
     torch.testing.assert_close(got, torch.cat(want), rtol=0, atol=1e-9)
 
 
-def test_several_queries_a_row_in_a_decode_equal_one_after_the_other(saved):
+def test_several_queries_per_decode_row_equal_one_at_a_time(saved):
     model = load_model(saved, dtype="float64")
     (tokens,) = prompts(12)
     want = _all_logits(model, tokens)
@@ -234,7 +235,7 @@ def _shift_positions(paged):
 
 
 def _attend(layer, **options):
-    """Have a layer attend with other options."""
+    """Make a layer attend with other options."""
     layer.attention = dataclasses.replace(layer.attention, **options)
 
 
@@ -292,7 +293,7 @@ def _one_base_for_all_layers(paged):
     paged.model.local_rotary = paged.model.rotary
 
 
-def _no_norms_behind_the_parts(paged):
+def _no_post_norms(paged):
     for layer in paged.model.layers:
         layer.after_attention_norm = layer.after_mlp_norm = None
 
@@ -310,13 +311,13 @@ FAMILY_DAMAGE = {
     _no_norm_of_queries_and_keys: lambda config: config.architecture in ("Gemma3ForCausalLM", "Qwen3ForCausalLM"),
     _swapped_norms_of_queries_and_keys: lambda config: config.architecture in ("Gemma3ForCausalLM", "Qwen3ForCausalLM"),
     _one_base_for_all_layers: lambda config: config.local_rope_theta,
-    _no_norms_behind_the_parts: lambda config: config.architecture in ("Gemma2ForCausalLM", "Gemma3ForCausalLM"),
+    _no_post_norms: lambda config: config.architecture in ("Gemma2ForCausalLM", "Gemma3ForCausalLM"),
     _no_bias: lambda config: config.qkv_bias,
 }
 
 
 def damage_by_config() -> list:
-    """Every configuration with what can be taken from its family alone."""
+    """Every configuration with each component that only its family has."""
     cases = []
     for name, config in models.CONFIGS.items():
         architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
@@ -330,7 +331,7 @@ def damage_by_config() -> list:
 )
 def test_the_final_soft_cap_bounds_the_logits(saved):
     model = load_model(saved, dtype="float64")
-    (tokens,) = prompts(40, seed=0)  # with others no logit may reach the cap
+    (tokens,) = prompts(40, seed=0)  # with other prompts, no logit may reach the cap
     capped, cap = _all_logits(model, tokens), model.config.final_soft_cap
     model.config = dataclasses.replace(model.config, final_soft_cap=None)
     plain = _all_logits(model, tokens)
@@ -338,19 +339,22 @@ def test_the_final_soft_cap_bounds_the_logits(saved):
     torch.testing.assert_close(capped, cap * torch.tanh(plain / cap), rtol=0, atol=1e-9)
 
 
+DAMAGED = 16  # tokens to generate; the damage must change at least one of them
+
+
 @functools.lru_cache
 def _undamaged(directory):
-    asked = prompts(3, 17, 8, seed=0)  # not whatever they are does all damage change a token
-    return asked, generate(Paged(load_model(directory, dtype="float64")), asked, 32)
+    asked = prompts(3, 17, 8, seed=0)  # with other prompts, some damage may change no token
+    return asked, generate(Paged(load_model(directory, dtype="float64")), asked, DAMAGED)
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda f: f.__name__.strip("_"))
-def test_the_models_of_these_tests_depend_on_every_part(saved, damage):
+def test_the_test_models_depend_on_every_component(saved, damage):
     assert_every_output_changes(saved, damage)
 
 
 @pytest.mark.parametrize("saved, damage", damage_by_config(), indirect=["saved"])
-def test_each_family_depends_on_what_sets_it_apart(saved, damage):
+def test_each_family_depends_on_its_distinctive_components(saved, damage):
     assert_every_output_changes(saved, damage)
 
 
@@ -359,19 +363,19 @@ def assert_every_output_changes(saved, damage):
     paged = Paged(load_model(saved, dtype="float64"))
     context = damage(paged)
     if context is None:
-        got = generate(paged, asked, 32)
+        got = generate(paged, asked, DAMAGED)
     else:
         with context as used:
-            got = generate(paged, asked, 32)
+            got = generate(paged, asked, DAMAGED)
         assert all(used.calls.values())
     for row, other in zip(want, got, strict=True):
         assert row != other
 
 
-def test_the_new_family_of_the_documentation_equals_transformers(tmp_path, monkeypatch):
+def test_the_documentations_example_family_equals_transformers(tmp_path, monkeypatch):
     page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
     code = page.split("## Adding a family")[1].split("```python")[1].split("```")[0]
-    monkeypatch.setitem(ARCHITECTURES, "MinistralForCausalLM", None)  # so that it is gone afterwards
+    monkeypatch.setitem(ARCHITECTURES, "MinistralForCausalLM", None)  # removed again after the test
     exec(code, {})
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     theirs_config = MinistralConfig(
@@ -385,7 +389,7 @@ def test_the_new_family_of_the_documentation_equals_transformers(tmp_path, monke
     assert [layer.attention.window for layer in model.layers] == [5, None, 5]
 
 
-def test_only_the_wanted_tokens_come_back():
+def test_logits_are_returned_only_for_the_requested_tokens():
     config = dataclasses.replace(PRESETS["gemma-2b"], num_layers=2, hidden_size=32, intermediate_size=48, vocab_size=50)
     model = Model(config, dtype=torch.float64, device="cpu", max_model_len=64)
     for tensor in model.tensors():

@@ -1,4 +1,4 @@
-"""Loading: every layout of a checkpoint gives the same model, nearly no extra memory, and errors that help."""
+"""Loading: every checkpoint layout gives the same model, memory overhead is small, and errors are clear."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ def saved(trained, tmp_path):
 
 
 def parameters(model):
-    """Each tensor of a checkpoint, under its name there, as a slice of a dense model's parameters."""
+    """A dense model's parameters under their checkpoint names, each as a slice."""
     config = model.config
     query, kv, inner = (
         config.num_heads * config.head_dim,
@@ -78,7 +78,7 @@ def assert_same(model, other):
         "qwen3-sliding-tied",
     ],
 )
-def test_every_tensor_lands_in_its_place(name, tmp_path):
+def test_every_tensor_is_loaded_into_its_parameter(name, tmp_path):
     theirs = models.make(name)
     theirs.save_pretrained(tmp_path)
     model = load_model(tmp_path)
@@ -101,7 +101,7 @@ def test_shards_load_like_a_single_file(saved, trained, tmp_path_factory):
 
 @pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("wanted", ["float64", "float32", "bfloat16", "float16"])
-def test_any_stored_dtype_becomes_the_wanted_one(trained, tmp_path, stored, wanted):
+def test_any_stored_dtype_is_converted_to_the_requested_one(trained, tmp_path, stored, wanted):
     models.make("llama-biases").to(getattr(torch, stored)).save_pretrained(tmp_path)
     model = load_model(tmp_path, dtype=wanted)
     assert model.config.dtype == stored
@@ -123,7 +123,7 @@ def test_tensors_larger_than_the_buffer_are_read_in_pieces(saved, monkeypatch):
         assert_same(load_model(saved), whole)
 
 
-def test_copies_that_follow_from_other_tensors_are_passed_over(tmp_path):
+def test_redundant_tensors_are_skipped(tmp_path):
     models.make("llama3-tied-head-dim").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -149,8 +149,8 @@ print((peak() - start) / model.nbytes)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of resident memory as Linux reports it")
 @pytest.mark.parametrize("stored, wanted", [("bfloat16", "bfloat16"), ("bfloat16", "float32")])
-def test_loading_takes_little_more_than_the_models_bytes(saved, tmp_path_factory, stored, wanted):
-    # So large that what Linux leaves uncounted, some 128 KB for each processor, and the allocator's holes are small.
+def test_loading_needs_little_more_memory_than_the_model(saved, tmp_path_factory, stored, wanted):
+    # Large enough that Linux's uncounted memory, about 128 KB per CPU, and fragmentation are negligible.
     large = tmp_path_factory.mktemp("large")
     config = dataclasses.replace(
         PRESETS["gemma-2b"],
@@ -185,7 +185,7 @@ def as_json(config):
     }
 
 
-def test_dummy_weights_need_no_files_and_keep_activations_sane(tmp_path):
+def test_dummy_weights_need_no_files_and_keep_activations_bounded(tmp_path):
     config = dataclasses.replace(
         PRESETS["gemma-2b"], vocab_size=500, hidden_size=64, intermediate_size=96, num_layers=8
     )
@@ -210,7 +210,7 @@ def test_a_preset_with_dummy_weights_needs_no_directory(monkeypatch):
         load_model("gemma-2b")
 
 
-def test_no_name_means_the_embedded_model(saved, monkeypatch):
+def test_the_embedded_model_is_the_default(saved, monkeypatch):
     monkeypatch.setattr(loader, "EMBEDDED", saved)
     assert loader.resolve(None) == saved
     monkeypatch.setattr(loader, "EMBEDDED", saved / "absent")
@@ -218,7 +218,7 @@ def test_no_name_means_the_embedded_model(saved, monkeypatch):
         load_model()
 
 
-def test_an_absent_directory_is_named():
+def test_a_missing_directory_is_named():
     with pytest.raises(ConfigError, match="no such model directory: /nowhere/at-all.*nothing is downloaded.*gemma-2b"):
         load_model("/nowhere/at-all")
 
@@ -228,13 +228,13 @@ def test_a_directory_without_a_config_is_named(tmp_path):
         load_model(tmp_path)
 
 
-def test_a_broken_config_is_named(saved):
+def test_a_damaged_config_is_named(saved):
     (saved / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="config.json.* is not JSON"):
         load_model(saved)
 
 
-def test_an_unsupported_architecture_names_the_supported_ones(saved):
+def test_an_unsupported_architecture_error_lists_the_supported_ones(saved):
     config = json.loads((saved / "config.json").read_text()) | {"architectures": ["GPT2LMHeadModel"]}
     (saved / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="'GPT2LMHeadModel' is not supported.*GemmaForCausalLM, .*Qwen3ForCausalLM"):
@@ -263,7 +263,7 @@ def test_a_truncated_file_is_named(saved, keep):
         load_model(saved)
 
 
-def test_a_file_that_is_no_safetensors_is_named(saved):
+def test_a_file_that_is_not_safetensors_is_named(saved):
     (saved / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0 not a header... ")
     with pytest.raises(ConfigError, match="no safetensors file"):
         load_model(saved)
@@ -283,7 +283,7 @@ def test_a_wrong_shape_is_named_with_both_shapes(saved):
         load_model(saved)
 
 
-def test_missing_and_left_over_tensors_are_named(saved):
+def test_missing_and_unexpected_tensors_are_named(saved):
     def edit(tensors):
         tensors["model.layers.0.mlp.extra.weight"] = tensors.pop("model.layers.0.mlp.up_proj.weight")
 
@@ -295,18 +295,18 @@ def test_missing_and_left_over_tensors_are_named(saved):
         load_model(saved)
 
 
-def test_integers_are_no_weights(saved):
+def test_integer_tensors_are_rejected_as_weights(saved):
     change(saved, lambda tensors: tensors.update({"model.norm.weight": torch.ones(48, dtype=torch.int32)}))
     with pytest.raises(ConfigError, match="model.norm.weight is I32; readable are F64, F32, BF16, F16"):
         load_model(saved)
 
 
-def test_more_context_than_the_model_has_is_refused(saved):
+def test_a_context_longer_than_the_models_is_rejected(saved):
     with pytest.raises(ConfigError, match="max_model_len=257 is more than this model's 256 tokens"):
         load_model(saved, max_model_len=257)
 
 
-def test_a_tokenizer_of_another_model_is_refused(saved):
+def test_a_tokenizer_of_another_model_is_rejected(saved):
     config = load_model(saved).config
     loader.check_tokenizer(types.SimpleNamespace(vocab_size=96), config)
     with pytest.raises(ConfigError, match="tokenizer has 97 tokens but the model only 96"):
@@ -314,14 +314,14 @@ def test_a_tokenizer_of_another_model_is_refused(saved):
 
 
 @pytest.mark.parametrize("placed", [{"model.norm.weight": ["a", "b"]}, {"model.norm.weight": 5}, ["a"], 5, None])
-def test_an_index_of_another_form_is_named(saved, placed):
+def test_an_index_of_the_wrong_form_is_named(saved, placed):
     (saved / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
     with pytest.raises(ConfigError, match="index.json: weight_map must give each tensor's file by its name"):
         load_model(saved)
 
 
 @pytest.mark.parametrize("text", ["[]", "5", "{"])
-def test_an_index_that_is_no_object_is_named(saved, text):
+def test_an_index_that_is_not_an_object_is_named(saved, text):
     (saved / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ConfigError, match="index.json (must hold an object|is not JSON)"):
         load_model(saved)

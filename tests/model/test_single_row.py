@@ -1,4 +1,4 @@
-"""The fused decode step of one request gives the logits, keys and values of the unfused one."""
+"""The fused single-row decode step gives the logits, keys and values of the unfused step."""
 
 import copy
 
@@ -23,12 +23,12 @@ def load(name: str, folder):
 
 
 @pytest.mark.parametrize("name", models.CONFIGS)
-def test_only_models_of_the_parts_it_knows_fit(name, tmp_path):
+def test_only_models_with_supported_components_fit(name, tmp_path):
     assert single_row.SingleRow.fits(load(name, tmp_path)) == (name in FITTING)
 
 
 @pytest.mark.parametrize("name", FITTING)
-def test_logits_keys_and_values_are_those_of_the_unfused_step(name, tmp_path):
+def test_logits_keys_and_values_equal_those_of_the_unfused_step(name, tmp_path):
     model = load(name, tmp_path)
     paged = Paged(model)
     row = paged.admit()
@@ -44,7 +44,7 @@ def test_logits_keys_and_values_are_those_of_the_unfused_step(name, tmp_path):
             torch.testing.assert_close(mine.v, theirs.v, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
-def test_one_weight_in_another_format_anywhere_is_enough_for_a_model_not_to_fit(tmp_path):
+def test_a_model_with_any_weight_in_another_format_does_not_fit(tmp_path):
     models.make("gemma-multi-query").save_pretrained(tmp_path)
     for address in ("layers.1.qkv", "layers.1.down", "head"):
         model = load_model(tmp_path, dtype="float32", recipe=Recipe({address: "int8"}))

@@ -1,4 +1,4 @@
-"""The calculator says what the engine then takes, and what the models' makers publish."""
+"""The size calculator agrees with the engine and with published model sizes."""
 
 import subprocess
 import sys
@@ -36,20 +36,20 @@ PUBLISHED = [
 
 
 @pytest.mark.parametrize(("config", "count"), PUBLISHED)
-def test_parameters_are_those_published(config, count):
+def test_parameter_counts_equal_the_published_ones(config, count):
     assert sizing.parameters(config) == count
     assert sizing.weight_bytes(config) == 2 * count
 
 
 @pytest.mark.parametrize("name", models.CONFIGS)
-def test_parameters_are_those_the_model_allocates(name, tmp_path):
+def test_parameter_counts_equal_what_the_model_allocates(name, tmp_path):
     models.make(name).save_pretrained(tmp_path)
     model = load_model(tmp_path, dtype="float32")
     assert sizing.parameters(model.config) == model.num_parameters
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_parameters_of_presets_are_those_the_model_allocates(name):
+def test_preset_parameter_counts_equal_what_the_model_allocates(name):
     model = Model(PRESETS[name], dtype=torch.bfloat16, device="meta", max_model_len=16)
     assert sizing.parameters(PRESETS[name]) == model.num_parameters
     assert sizing.weight_bytes(PRESETS[name]) == sum(t.numel() * 2 for t in model.tensors())
@@ -58,12 +58,12 @@ def test_parameters_of_presets_are_those_the_model_allocates(name):
 @pytest.mark.parametrize(
     ("config", "bytes_per_token"), [(GEMMA_2B, 18_432), (LLAMA_2_7B, 524_288), (LLAMA_3_8B, 131_072)]
 )
-def test_kv_bytes_a_token(config, bytes_per_token):
+def test_kv_bytes_per_token(config, bytes_per_token):
     assert sizing.kv_bytes_per_token(config) == bytes_per_token
     assert sizing.kv_bytes_per_token(config, "int8") * 2 == bytes_per_token
 
 
-def test_kv_bytes_are_those_of_the_running_engine():
+def test_kv_bytes_equal_those_of_the_running_engine():
     with LLM(device="cpu", dtype="float32", num_blocks=7, block_size=8) as llm:
         taken = sum(cache.k.nbytes + cache.v.nbytes for cache in llm.engine.executor.runner.caches)
     config = ModelConfig.from_directory(EMBEDDED)
@@ -71,22 +71,22 @@ def test_kv_bytes_are_those_of_the_running_engine():
     assert taken == sizing.kv_bytes(config, 50, "float32", block_size=8)
 
 
-def test_local_layers_keep_their_window_and_global_ones_everything():
+def test_local_layers_keep_their_window_and_global_layers_keep_everything():
     config = replace(GEMMA_2B, num_layers=3, windows=(100, None, 100))
     layer = sizing.kv_bytes_per_token(config) // 3
     assert sizing.kv_bytes(config, 1000) == (100 + 1000 + 100) * layer
-    # A window of 100 tokens may lie in 8 blocks of 16: the last 2 tokens of the first, the first 2 of the last.
+    # A window of 100 tokens may span 8 blocks of 16: 2 tokens in the first, 2 in the last.
     assert sizing.kv_bytes(config, 1000, block_size=16) == (128 + 1008 + 128) * layer
-    assert sizing.kv_bytes(config, 50) == 3 * 50 * layer, "a context within the window keeps all of it"
+    assert sizing.kv_bytes(config, 50) == 3 * 50 * layer, "a context shorter than the window is kept completely"
 
 
-def test_an_incomplete_layer_group_costs_as_much_as_the_others():
+def test_an_incomplete_layer_group_costs_as_much_as_a_full_one():
     config = replace(GEMMA_2B, num_layers=5, windows=(100, None, 100, None, 100))
     layer = sizing.kv_bytes_per_token(config) // 5
     assert sizing.kv_bytes(config, 1000) == (100 + 100 + 1000) * 2 * layer
 
 
-def test_a_gpu_is_divided_without_remainder_or_loss():
+def test_the_parts_of_gpu_memory_add_up_to_the_total():
     size = sizing.fit(GEMMA_2B, 80e9, 4096)
     assert size.usable_bytes == 72_000_000_000
     assert size.cache_bytes == 72_000_000_000 - 2 * 2_506_172_416
@@ -95,7 +95,7 @@ def test_a_gpu_is_divided_without_remainder_or_loss():
     assert size.requests * size.request_bytes <= size.cache_bytes < (size.requests + 1) * size.request_bytes
 
 
-def test_every_option_moves_the_number_of_requests():
+def test_every_option_changes_the_number_of_requests():
     plain = sizing.fit(LLAMA_3_8B, 80e9, 1000).requests
     assert sizing.fit(LLAMA_3_8B, 80e9, 1000, block_size=512).requests < plain
     assert sizing.fit(LLAMA_3_8B, 80e9, 1000, utilization=0.5).requests < plain
@@ -104,12 +104,12 @@ def test_every_option_moves_the_number_of_requests():
     assert sizing.fit(LLAMA_3_8B, 80e9, 1000, dtype="int4", kv_dtype="bfloat16").requests > plain
 
 
-def test_weights_larger_than_the_gpu_leave_room_for_nobody():
+def test_weights_larger_than_the_gpu_leave_room_for_no_request():
     size = sizing.fit(LLAMA_3_70B, 80e9, 16)
     assert size.cache_bytes == 0 and size.requests == 0
 
 
-def test_it_prints_as_a_table():
+def test_the_result_prints_as_a_table():
     assert str(sizing.fit(GEMMA_2B, 80e9, 4096)) == (
         "parameters                2,506,172,416\n"
         "weights                            5.01 GB\n"
@@ -133,12 +133,12 @@ def test_it_prints_as_a_table():
         ({"gpu_bytes": -1}, "gpu_bytes must be above 0"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_way_out(options, message):
+def test_invalid_sizing_options_are_rejected_with_a_remedy(options, message):
     with pytest.raises(ConfigError, match=message):
         sizing.fit(GEMMA_2B, **{"gpu_bytes": 80e9, "context": 100, **options})
 
 
-def test_it_runs_without_torch():
+def test_sizing_runs_without_torch():
     code = "import sys; sys.modules['torch'] = None; from minillm import sizing; print(sizing.BITS['int4'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "4\n"

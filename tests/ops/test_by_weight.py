@@ -1,4 +1,4 @@
-"""Operations chosen by the weight's class."""
+"""Operations are dispatched on the weight's class."""
 
 import torch
 
@@ -8,10 +8,10 @@ from minillm.quantization import DenseWeight
 
 
 class Doubled(DenseWeight):
-    """A format that nothing is registered for."""
+    """A format without a registered implementation."""
 
 
-def test_the_version_of_the_weights_class_runs_and_the_general_one_for_all_others():
+def test_the_implementation_of_the_weights_class_runs_or_the_default():
     linear = ByWeight(reference.linear)
 
     @linear.register(DenseWeight)

@@ -1,4 +1,4 @@
-"""The CPU's fast functions do what their references say, and the references do what their formulas say."""
+"""The CPU's fast functions equal their references, and the references equal their formulas."""
 
 from dataclasses import replace
 
@@ -26,13 +26,13 @@ def assert_close(got, want):
 
 
 def paged(lengths, *, kv_heads, head_dim=16, block_size=4, dtype=torch.float64, poison=float("nan"), seed=0):
-    """A cache whose rows hold random keys in scattered blocks, and everywhere else poison."""
+    """A cache whose rows hold random keys in scattered blocks; everything else is poison."""
     torch.manual_seed(SEED + seed)
     needed = [-(-length // block_size) for length in lengths]
     cache = LayerCache(
         *(torch.full((sum(needed) + 3, block_size, kv_heads, head_dim), poison, dtype=dtype) for _ in "kv")
     )
-    free = (torch.randperm(sum(needed)) + 3).tolist()  # block 0 is what unused entries name: it stays poison
+    free = (torch.randperm(sum(needed)) + 3).tolist()  # unused table entries name block 0, so it stays poison
     table = torch.zeros(len(lengths), max([*needed, 1]), dtype=torch.int32)
     for row, (length, blocks) in enumerate(zip(lengths, needed, strict=True)):
         table[row, :blocks] = torch.tensor([free.pop() for _ in range(blocks)], dtype=torch.int32)
@@ -44,7 +44,7 @@ def paged(lengths, *, kv_heads, head_dim=16, block_size=4, dtype=torch.float64, 
 
 
 def naive_attention(q, k, v, query_at, scale, window, soft_cap):
-    """One query head at a time, one query at a time, from the definition. q: [queries, heads, d]; k, v: [keys, ...]."""
+    """Attention by its definition, one head and one query at a time. q: [queries, heads, d]; k, v: [keys, ...]."""
     out = torch.zeros_like(q)
     group = q.shape[1] // k.shape[1]
     for index, at in enumerate(query_at):
@@ -70,7 +70,7 @@ LENGTHS = [[1], [7, 7, 7], [1, 4, 5, 8, 13, 16, 17], [3, 29], [600, 2, 3, 500, 1
 @pytest.mark.parametrize("window", [None, 1, 5])
 @pytest.mark.parametrize("heads, kv_heads", SHAPES)
 @pytest.mark.parametrize("lengths", LENGTHS[:4])
-def test_decode_attention_is_its_definition(lengths, heads, kv_heads, window, soft_cap):
+def test_decode_attention_equals_its_definition(lengths, heads, kv_heads, window, soft_cap):
     cache, table, sizes = paged(lengths, kv_heads=kv_heads)
     q = torch.randn(len(lengths), 1, heads, 16, dtype=torch.float64)
     for function in (reference.decode_attention, cpu.decode_attention):
@@ -108,40 +108,40 @@ def test_fast_decode_attention_caps_scores_by_itself(lengths, window, queries, m
 
 @pytest.mark.parametrize("module", [reference, cpu])
 @pytest.mark.parametrize("lengths", LENGTHS[1:])
-def test_keys_that_lie_unturned_are_turned_by_their_place_in_the_row(lengths, module):
+def test_keys_stored_unrotated_are_rotated_by_their_place_in_the_row(lengths, module):
     cache, table, sizes = paged(lengths, kv_heads=2)
     rotary = rotary_table(CONFIG, table.shape[1] * 4, dtype=torch.float64, device="cpu")
-    turned = LayerCache(cache.k.clone(), cache.v)
+    rotated = LayerCache(cache.k.clone(), cache.v)
     for row, length in enumerate(lengths):
         for at in range(length):
-            key = turned.k[table[row, at // 4], at % 4]
+            key = rotated.k[table[row, at // 4], at % 4]
             first, second = key.clone().chunk(2, -1)
             cos, sin = rotary[at, 0, :8], rotary[at, 1, 8:]
             key[:] = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
     q = torch.randn(len(lengths), 1, 4, 16, dtype=torch.float64)
     plain = AttentionOptions(0.3, 9 if len(lengths) > 4 else None)
     rotating = replace(plain, rotary=rotary)
-    want = reference.decode_attention(q, turned, table, sizes, plain)
+    want = reference.decode_attention(q, rotated, table, sizes, plain)
     assert_close(module.decode_attention(q, cache, table, sizes, rotating), want)
     queries = [min(length, 1 + row % 3) for row, length in enumerate(lengths)]
     starts = torch.tensor([0, *queries]).cumsum(0).int()
     q = torch.randn(sum(queries), 4, 16, dtype=torch.float64)
-    want = reference.prefill_attention(q, turned, table, sizes, starts, max(queries), plain)
+    want = reference.prefill_attention(q, rotated, table, sizes, starts, max(queries), plain)
     assert_close(module.prefill_attention(q, cache, table, sizes, starts, max(queries), rotating), want)
 
 
-def test_what_ran_in_an_engine_runs_outside_of_one_too():
-    """Memory kept from call to call, made in inference mode, must be writable without it."""
+def test_operations_run_outside_an_engine_after_running_inside_one():
+    """Buffers kept between calls and created in inference mode must be writable outside it."""
     cache, table, sizes = paged([700], kv_heads=2)
     q = torch.randn(1, 1, 4, 16, dtype=torch.float64)
     cpu._scratch.kept = None
     with torch.inference_mode():
         inside = cpu.decode_attention(q, cache, table, sizes, AttentionOptions(0.3))
-    assert cpu._scratch.kept is not None, "too little was gathered to be kept"
+    assert cpu._scratch.kept is not None, "the input is too small for a buffer to be kept"
     assert cpu.decode_attention(q, cache, table, sizes, AttentionOptions(0.3)).equal(inside)
 
 
-def test_very_uneven_rows_are_split_so_that_padding_stays_cheap():
+def test_rows_of_very_different_length_are_split_to_limit_padding():
     lengths = (2000, *[20] * 63)
     buckets = cpu._buckets(lengths, 1, 1, 16, None)
     assert [len(bucket.hidden) for bucket in buckets] == [1, 63]
@@ -168,7 +168,7 @@ CHUNKS = [  # (keys of a row, queries at its end)
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("heads, kv_heads", SHAPES)
 @pytest.mark.parametrize("chunks", CHUNKS)
-def test_prefill_attention_is_its_definition(chunks, heads, kv_heads, window, soft_cap):
+def test_prefill_attention_equals_its_definition(chunks, heads, kv_heads, window, soft_cap):
     lengths, queries = [keys for keys, _ in chunks], [count for _, count in chunks]
     cache, table, sizes = paged(lengths, kv_heads=kv_heads)
     starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32)
@@ -188,8 +188,8 @@ def test_prefill_attention_is_its_definition(chunks, heads, kv_heads, window, so
 @pytest.mark.parametrize("window", [1, 3, 4, 5, 9])  # blocks have 4 tokens
 @pytest.mark.parametrize("heads, kv_heads", SHAPES)
 @pytest.mark.parametrize("module", [reference, cpu])
-def test_blocks_that_a_window_has_left_behind_never_matter(module, heads, kv_heads, window, soft_cap, entries):
-    """They are NaN, or another row's; in decode of ragged rows and of equal ones, and in prefill."""
+def test_blocks_that_left_a_window_are_never_read(module, heads, kv_heads, window, soft_cap, entries):
+    """They hold NaN or belong to another row; in decode of rows of unequal and equal length, and in prefill."""
     options = AttentionOptions(0.3, window, soft_cap)
     for lengths, chunks in ([23, 3, 16], [7, 3, 1]), ([17, 17], [1, 5]):
         cache, table, sizes = paged(lengths, kv_heads=kv_heads)
@@ -217,7 +217,7 @@ def test_attention_in_half_precision_sums_in_float32():
 
 
 @pytest.mark.parametrize("function", [reference.write_kv, cpu.write_kv])
-def test_written_tokens_land_in_their_slots_and_nowhere_else(function):
+def test_tokens_are_written_to_their_slots_and_nowhere_else(function):
     cache = LayerCache(torch.zeros(4, 4, 2, 3), torch.zeros(4, 4, 2, 3))
     k, v = torch.randn(2, 3, 2, 3).unbind(0)
     function(k, v, cache, torch.tensor([15, 4, 6]))
@@ -226,7 +226,7 @@ def test_written_tokens_land_in_their_slots_and_nowhere_else(function):
     assert cache.k.any(-1).sum() == cache.v.any(-1).sum() == 3 * 2
 
 
-def test_rms_norm_equals_its_formula_down_to_eps():
+def test_rms_norm_equals_its_formula_including_eps():
     for scale in (1.0, 1e-4, 1e4):
         x, weight = torch.randn(5, 48) * scale, torch.rand(48)
         want = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
@@ -239,24 +239,24 @@ def test_rms_norm_equals_its_formula_down_to_eps():
     assert cpu.rms_norm(half, weight, 1e-6).equal(reference.rms_norm(half, weight, 1e-6))
 
 
-def test_rotation_keeps_lengths_and_scores_depend_on_distance_only():
+def test_rotation_preserves_norms_and_scores_depend_only_on_distance():
     from minillm.model.config import PRESETS
     from minillm.model.decoder import rotary_table
 
     table = rotary_table(PRESETS["gemma-2b"], 64, dtype=torch.float64, device="cpu")
     q, k = torch.randn(2, 1, 1, 256, dtype=torch.float64).expand(2, 50, 1, 256)
     for module in (reference, cpu):
-        turned_q, turned_k = module.rotary_embedding(q, k, table[:50])
-        torch.testing.assert_close(turned_q.norm(dim=-1), q.norm(dim=-1))
-        scores = torch.einsum("qhd,khd->qk", turned_q, turned_k)
+        rotated_q, rotated_k = module.rotary_embedding(q, k, table[:50])
+        torch.testing.assert_close(rotated_q.norm(dim=-1), q.norm(dim=-1))
+        scores = torch.einsum("qhd,khd->qk", rotated_q, rotated_k)
         torch.testing.assert_close(scores[7, 3], scores[44, 40], rtol=0, atol=1e-4)
         assert abs(scores[7, 3] - scores[44, 39]) > 1e-2
-        assert turned_q[0].equal(q[0])
-    for fast, plain in zip(cpu.rotary_embedding(q, k, table[:50]), (turned_q, turned_k), strict=True):
+        assert rotated_q[0].equal(q[0])
+    for fast, plain in zip(cpu.rotary_embedding(q, k, table[:50]), (rotated_q, rotated_k), strict=True):
         assert_close(fast, plain)
 
 
-def test_embedding_reads_a_transposed_matrix_too():
+def test_embedding_supports_a_transposed_matrix():
     weight, ids = torch.randn(30, 8), torch.tensor([3, 29, 3])
     for layout in (weight, weight.t().contiguous().t()):
         for module in (reference, cpu):
@@ -266,7 +266,7 @@ def test_embedding_reads_a_transposed_matrix_too():
     assert weight.equal(layout)
 
 
-def test_gate_is_the_first_half():
+def test_the_gate_is_the_first_half():
     gate, up = torch.randn(2, 6, 10)
     packed = torch.cat((gate, up), -1)
     silu = gate / (1 + torch.exp(-gate)) * up
@@ -286,7 +286,7 @@ def test_linear_and_head_add_the_bias_and_cap_the_logits():
 
 
 @pytest.mark.parametrize("module", [reference, cpu])
-def test_one_number_a_row_draws_from_the_distribution(module):
+def test_one_random_number_per_row_samples_from_the_distribution(module):
     logits = torch.tensor([[0.0, -torch.inf, 2.0, 1.0, -torch.inf]]).repeat(4000, 1)
     uniform = (torch.arange(4000) + 0.5) / 4000
     for temperature in (0.5, 1.0, 3.0):
@@ -298,14 +298,14 @@ def test_one_number_a_row_draws_from_the_distribution(module):
         assert drawn.item() == (0 if edge == 0.0 else 3)
     many = torch.randn(500, 40).index_fill_(1, torch.tensor([38, 39]), -torch.inf)
     drawn = module.sample(many, torch.ones(500), torch.full((500,), 1 - 2**-53, dtype=torch.float64))
-    assert drawn.max() < 38, "the largest number below 1 must not reach a token that cannot come"
+    assert drawn.max() < 38, "the largest number below 1 must not select a token with probability 0"
     greedy = module.sample(logits[:2], torch.zeros(2), torch.tensor([0.1, 0.9]))
     assert greedy.tolist() == [2, 2] and greedy.dtype == torch.int64
     mixed = module.sample(logits[:2], torch.tensor([0.0, 1.0]), torch.tensor([0.0, 0.0]))
     assert mixed.tolist() == [2, 0]
 
 
-def test_the_cpu_runs_the_fast_function_wherever_there_is_one():
+def test_the_cpu_runs_the_fast_function_if_there_is_one():
     running = {entry["name"]: entry["runs"] for entry in ops.table("cpu")}
     for name in ops.names():
         assert running[name] == ("cpu" if hasattr(cpu, name) else "reference")

@@ -1,4 +1,4 @@
-"""The table of operations and the socket that replaces its entries."""
+"""The table of operations, and `using`, which overrides its entries."""
 
 import inspect
 
@@ -10,26 +10,26 @@ from minillm import ops
 from minillm.ops import AttentionOptions, cpu, reference
 
 
-def test_the_table_lists_every_operation_with_what_runs_and_why():
+def test_the_table_shows_which_function_each_operation_runs_and_why():
     rows = ops.table("cpu")
     assert [row["name"] for row in rows] == list(ops.names())
     assert all(row["runs"] in ("reference", "cpu") and row["why"] for row in rows)
     assert all(row["signature"].startswith(row["name"] + "(") for row in rows)
 
 
-def test_a_replacement_runs_is_counted_and_leaves_no_trace():
+def test_an_override_runs_is_counted_and_is_fully_undone():
     operations = ops.on("cpu")
     own, version = operations.linear, operations.version
     with minillm.using(linear=lambda x, weight: x * 2) as used:
         assert operations.linear(torch.ones(2), None).tolist() == [2, 2]
         entry = next(row for row in ops.table("cpu") if row["name"] == "linear")
         assert entry["runs"] == "yours" and "replaces" in entry["why"]
-        assert operations.version == version + 1, "whatever was captured before belongs to another version"
+        assert operations.version == version + 1, "graphs captured before must belong to another version"
     assert used.calls == {"linear": 1}
     assert operations.linear is own and operations.version == version + 2
 
 
-def test_inner_replacements_win_and_outer_ones_return():
+def test_inner_overrides_win_and_outer_ones_return():
     operations = ops.on("cpu")
     with minillm.using(linear=lambda *_: "outer") as outer:
         with minillm.using(linear=lambda *_: "inner") as inner:
@@ -45,7 +45,7 @@ def test_a_failing_block_restores_the_engines_own_operations():
     assert ops.on("cpu").sample is own
 
 
-def test_a_stub_falls_back_and_says_what_is_missing():
+def test_a_stub_falls_back_and_is_reported():
     def stub(x, weight, eps):
         raise minillm.NotSolvedYet("compute the mean square first")
 
@@ -64,17 +64,17 @@ def test_a_stub_falls_back_and_says_what_is_missing():
         ({"linear": 3}, TypeError, "linear must be a function, not int"),
     ],
 )
-def test_mistakes_are_named(replacements, error, message):
+def test_invalid_overrides_are_reported_by_name(replacements, error, message):
     with pytest.raises(error, match=message), minillm.using(**replacements):
         pass
 
 
-def test_a_device_without_fast_functions_runs_the_references():
+def test_a_device_without_fast_functions_runs_the_reference_functions():
     operations = ops.OperationSet("meta")
     assert {label for label, _ in operations.origin.values()} == {"reference"}
 
 
-def test_every_function_of_the_table_has_the_signature_that_is_declared():
+def test_every_function_in_the_table_has_the_declared_signature():
     for name in ops.names():
         declared = list(inspect.signature(getattr(ops.Operations, name)).parameters)[1:]
         for module in (reference, cpu):
@@ -83,7 +83,7 @@ def test_every_function_of_the_table_has_the_signature_that_is_declared():
 
 
 @pytest.mark.parametrize("operation", ["decode_attention", "prefill_attention"])
-def test_a_replaced_attention_may_take_its_options_by_keyword_those_that_the_model_has(operation):
+def test_an_attention_override_may_take_the_models_options_as_keywords(operation):
     seen = {}
 
     def plain(q, cache, block_table, lengths, *starts, scale, **more):
@@ -100,7 +100,7 @@ def test_a_replaced_attention_may_take_its_options_by_keyword_those_that_the_mod
     assert used.calls[operation] == 1
 
 
-def test_a_replaced_attention_that_takes_what_the_reference_takes_gets_the_options_as_they_are():
+def test_an_attention_override_with_the_reference_signature_gets_the_options_object():
     options = AttentionOptions(0.5)
     with minillm.using(decode_attention=lambda *given: given[-1]):
         assert ops.on("cpu").decode_attention(*[torch.ones(2)] * 4, options) is options

@@ -1,4 +1,4 @@
-"""From a source to an executed notebook, a report and a learner's copy."""
+"""Building a source into an executed notebook, a report and a learner's copy."""
 
 import re
 from pathlib import Path
@@ -43,7 +43,7 @@ def executed(source):
     return build.execute(build.convert(source), source.parent)
 
 
-def test_the_tier_is_the_one_asked_for(tmp_path):
+def test_a_notebook_runs_on_the_requested_tier(tmp_path):
     (tmp_path / "98_trial.py").write_text("# %%\nimport os\n\nprint(os.environ['MINILLM_TIER'])\n")
     done = build.execute(build.convert(tmp_path / "98_trial.py"), tmp_path, MINILLM_TIER="cpu")
     assert done.cells[0].outputs[0].text == "cpu\n"
@@ -53,22 +53,22 @@ def test_a_rebuild_changes_nothing(source):
     assert build.convert(source) == build.convert(source)
 
 
-def test_every_code_cell_ran_in_order(executed):
+def test_every_code_cell_runs_in_order(executed):
     counts = [cell.execution_count for cell in executed.cells if cell.cell_type == "code"]
     assert counts == [1, 2, 3]
 
 
-def test_warnings_are_not_kept(executed):
+def test_warnings_are_not_saved(executed):
     streams = [output.name for cell in executed.cells for output in cell.get("outputs", []) if "name" in output]
     assert streams == ["stdout", "stdout"]
 
 
-def test_nothing_of_this_machine_is_kept_beside_the_outputs(executed):
+def test_no_metadata_of_this_machine_is_saved(executed):
     assert executed.metadata.language_info == {"name": "python"}
     assert all(cell.metadata.keys() <= {"tags"} for cell in executed.cells)
 
 
-def test_the_terminal_shows_the_cells_tagged_for_it(executed):
+def test_cells_tagged_terminal_are_printed(executed):
     assert build.printed(executed).strip() == "engine  tokens/s"
 
 
@@ -99,6 +99,6 @@ def test_the_lab_keeps_what_a_learner_changed(tmp_path, monkeypatch):
     assert (tmp_path / "lab" / "01_b.ipynb").read_text() == "built"
 
 
-def test_an_unknown_lesson_is_answered_with_those_there_are():
+def test_an_unknown_lesson_error_lists_the_available_ones():
     with pytest.raises(ValueError, match="99_serve_and_benchmark"):
         build.sources(["77"])

@@ -1,4 +1,4 @@
-"""A run of the tests draws what the last one drew, whichever tests it ran before."""
+"""Randomized tests draw the same examples in every run, whichever tests run before."""
 
 import importlib.util
 import random
@@ -14,7 +14,7 @@ from tests.chance import SEED
 
 
 def drawn() -> list:
-    """What Hypothesis tries where nobody explores."""
+    """The examples that Hypothesis tries outside `make explore`."""
     seen = []
 
     @settings(settings.get_profile("fixed"), max_examples=300)
@@ -39,7 +39,7 @@ def test_examples_do_not_depend_on_the_modules_imported_so_far(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("time", ["first", "second"])
-def test_each_test_begins_with_the_same_random_numbers(time):
+def test_each_test_starts_from_the_same_random_state(time):
     random_numbers = random.random(), np.random.rand(), torch.rand(()).item()
     random.seed(SEED), np.random.seed(SEED), torch.manual_seed(SEED)
     assert random_numbers == (random.random(), np.random.rand(), torch.rand(()).item())

@@ -1,4 +1,4 @@
-"""The command line: quick to answer, the engine's options everywhere, mistakes answered in one line."""
+"""The command line starts quickly, offers all engine options, and reports errors in one line."""
 
 import json
 import subprocess
@@ -21,13 +21,13 @@ def run(*arguments: str):
     return CliRunner().invoke(cli.app, list(arguments))
 
 
-def test_help_does_not_wait_for_torch():
+def test_help_does_not_import_torch():
     code = "import sys, minillm.cli; print([m for m in ('torch', 'transformers', 'fastapi') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
-def test_help_lists_the_commands_with_a_sentence_each():
+def test_help_describes_every_command_in_a_sentence():
     text = run("--help").stdout
     for command in ("generate", "serve", "bench", "eval", "doctor"):
         line = next(line for line in text.splitlines() if line.split()[:1] == [command])
@@ -35,7 +35,7 @@ def test_help_lists_the_commands_with_a_sentence_each():
 
 
 @pytest.mark.parametrize("command", [("generate",), ("serve",), ("bench", "offline"), ("eval",)])
-def test_every_engine_option_is_there_and_explained(command):
+def test_every_engine_option_is_offered_and_explained(command):
     text = run(*command, "--help").stdout
     for field in fields(EngineConfig):
         assert "--" + field.name.replace("_", "-") in text
@@ -53,7 +53,7 @@ def test_only_the_options_that_were_set_reach_the_server(monkeypatch):
     assert engine == {"model": "somewhere", "max_num_seqs": 7, "enable_prefix_caching": False}
 
 
-def test_bench_offline_passes_what_was_asked_for(monkeypatch):
+def test_bench_offline_passes_its_options_on(monkeypatch):
     seen = {}
     monkeypatch.setattr("minillm.bench.offline.run", lambda model, **options: seen.update(options, model=model))
     result = run("bench", "offline", "--workload", "mixed", "--scale", "8", "--block-size", "32")
@@ -63,14 +63,14 @@ def test_bench_offline_passes_what_was_asked_for(monkeypatch):
     assert "max_num_seqs" not in seen
 
 
-def test_eval_prints_a_line_for_each_result_and_ends_with_the_record_it_writes(monkeypatch, tmp_path):
+def test_eval_prints_a_line_per_result_and_then_the_record_it_writes(monkeypatch, tmp_path):
     def quality(llm, limit):
         assert limit == 3 and str(llm.engine.model.dtype) == "torch.float64"
         yield {"workload": "questions", "accuracy": 0.5, "seconds": 1.0}
         yield {"workload": "text", "perplexity": 2.25, "seconds": 2.0}
 
     monkeypatch.setattr("minillm.evaluate.quality", quality)
-    monkeypatch.setenv("MINILLM_COMMIT", "abc")  # where there is no history
+    monkeypatch.setenv("MINILLM_COMMIT", "abc")  # needed where there is no git history
     path = tmp_path / "quality.json"
     result = run("eval", "--limit", "3", "--dtype", "float64", "--json", str(path))
     assert result.exit_code == 0, result.output
@@ -91,15 +91,15 @@ def test_eval_prints_a_line_for_each_result_and_ends_with_the_record_it_writes(m
         ("generate", "hello", "--temperature", "-1"),
         ("generate", "hello", "--block-size", "0"),
         ("bench", "offline", "--workload", "nothing"),
-        ("bench", "serve", "--url", "NOBODY", "--requests", "1"),
+        ("bench", "serve", "--url", "DEAD_URL", "--requests", "1"),
         ("bench", "serve", "--rate", "nan"),
         ("bench", "serve", "--rate", "4", "--speed", "2"),
         ("bench", "serve", "--plot", "picture.txt"),
         ("bench", "serve", "--json", "pyproject.toml/record.json"),
     ],
 )
-def test_a_mistake_is_answered_in_one_line(arguments, nobody):
-    result = run(*(nobody if each == "NOBODY" else each for each in arguments))
+def test_a_user_error_is_reported_in_one_line(arguments, dead_url):
+    result = run(*(dead_url if each == "DEAD_URL" else each for each in arguments))
     assert result.exit_code == 2
     assert result.stderr.startswith("minillm: ")
     assert len(result.stderr.strip().splitlines()) == 1
@@ -117,7 +117,7 @@ def test_a_missing_package_points_to_the_doctor(monkeypatch):
     assert "minillm doctor" in result.stderr
 
 
-def test_an_error_of_the_engine_itself_keeps_its_traceback(monkeypatch):
+def test_an_internal_error_keeps_its_traceback(monkeypatch):
     def broken(*arguments, **options):
         raise RuntimeError("a bug")
 
@@ -125,7 +125,7 @@ def test_an_error_of_the_engine_itself_keeps_its_traceback(monkeypatch):
     assert isinstance(run("serve").exception, RuntimeError)
 
 
-def test_a_built_in_error_is_a_bug_even_where_minillm_raises_it(monkeypatch):
+def test_a_built_in_exception_counts_as_a_bug_even_if_minillm_raises_it(monkeypatch):
     def broken(*arguments, **options):
         torch_attention(SimpleNamespace(shape=(1, 2, 1, 1)), None, None, None, None)
 

@@ -1,4 +1,4 @@
-"""The doctor says what runs here and how to mend what does not."""
+"""`minillm doctor` says what runs here and how to fix what does not."""
 
 from importlib import metadata
 from pathlib import Path
@@ -30,17 +30,17 @@ def without(name: str, state: str = "missing") -> list[Finding]:
         (without("Python", "FAIL"), "none"),
     ],
 )
-def test_the_tier_is_the_fullest_one_that_runs(findings, tier):
+def test_the_tier_is_the_highest_one_that_runs(findings, tier):
     assert doctor.tier(findings) == tier
 
 
-def test_each_missing_thing_is_listed_with_its_fix():
+def test_each_missing_component_is_listed_with_its_fix():
     report = doctor.report(without("Gemma 2B"))
     assert "Gemma 2B: do this" in report
     assert report.endswith(doctor.TIERS["gpu"])
 
 
-def test_optional_things_missing_are_no_failure(monkeypatch, capsys):
+def test_missing_optional_components_are_not_a_failure(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "examine", lambda: without("GPU"))
     assert doctor.main() == 0
     monkeypatch.setattr(doctor, "examine", lambda: without("Python", "FAIL"))
@@ -62,14 +62,14 @@ def pretend_version(monkeypatch, package: str, version: str | None):
 
 
 @pytest.mark.parametrize("version", [None, "2.4.0", "3.0.0"])
-def test_an_absent_or_unsuitable_torch_fails_with_a_fix(monkeypatch, version):
+def test_a_missing_or_unsupported_torch_fails_with_a_fix(monkeypatch, version):
     pretend_version(monkeypatch, "torch", version)
     finding = next(each for each in doctor.examine() if each.name == "torch")
     assert finding.state == "FAIL"
     assert finding.fix
 
 
-def test_a_torch_that_does_not_import_fails_and_says_why(monkeypatch):
+def test_a_torch_that_cannot_be_imported_fails_with_the_reason(monkeypatch):
     def broken(name):
         raise OSError("libcudart.so: cannot open shared object file")
 
@@ -89,7 +89,7 @@ def test_a_missing_optional_package_names_the_extra_that_brings_it(monkeypatch):
     assert finding.fix == "pip install 'minillm[serve]'"
 
 
-def test_a_checkout_that_is_not_installed_reads_pyproject(monkeypatch):
+def test_an_uninstalled_checkout_reads_pyproject(monkeypatch):
     installed = [str(line.name) for line in doctor.declared()], [line.name for line in doctor.declared("serve")]
 
     def absent(name):
@@ -99,7 +99,7 @@ def test_a_checkout_that_is_not_installed_reads_pyproject(monkeypatch):
     assert ([line.name for line in doctor.declared()], [line.name for line in doctor.declared("serve")]) == installed
 
 
-def test_gemma_is_found_in_the_cache_or_where_the_variable_says(monkeypatch, tmp_path):
+def test_gemma_is_found_in_the_cache_or_at_minillm_gemma(monkeypatch, tmp_path):
     monkeypatch.delenv("MINILLM_GEMMA", raising=False)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     assert doctor.gemma_directory() is None

@@ -1,4 +1,4 @@
-"""How notebooks are tested: what a cell prints is compared, noise is not, and one failure is told once."""
+"""How notebooks are tested: printed output is compared, noise is not, and each failure is reported once."""
 
 import os
 import shutil
@@ -32,7 +32,7 @@ print("after", taught)
 
 
 def outcomes(folder: Path, change=None) -> dict[str, str]:
-    """Each cell's outcome when nbval runs a notebook whose kept outputs `change` may alter."""
+    """Each cell's outcome when nbval runs a notebook, after `change` modified its saved outputs."""
     (folder / "trial.py").write_text(SOURCE)
     notebook = build.execute(build.convert(folder / "trial.py"), folder)
     if change:
@@ -65,7 +65,7 @@ def other_code(cell):
 
 
 @pytest.mark.parametrize("change", [changed_number, stripped_output, other_code])
-def test_what_a_cell_teaches_is_compared_and_its_failure_stops_the_notebook(change, tmp_path):
+def test_a_changed_output_fails_and_the_rest_of_the_notebook_is_skipped(change, tmp_path):
     found = outcomes(tmp_path, lambda notebook: change(notebook.cells[2]))
     assert list(found.values()) == ["PASSED", "PASSED", "FAILED", "SKIPPED"]
 
@@ -78,5 +78,5 @@ def test_a_cell_out_of_order_fails(tmp_path):
 
 
 def test_lessons_are_tested_on_the_cpu_tier():
-    """Their kept outputs come from it: elsewhere other numbers are right."""
+    """Their saved outputs come from it; other tiers give other numbers."""
     assert os.environ["MINILLM_TIER"] == "cpu"

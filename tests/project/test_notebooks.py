@@ -1,4 +1,4 @@
-"""Committed notebooks are what their sources say, ran from top to bottom, and mean what they show."""
+"""Committed notebooks match their sources and were executed from top to bottom with complete outputs."""
 
 import ast
 import base64
@@ -44,15 +44,15 @@ def code(notebook) -> list:
 
 
 def shows_results(notebook) -> bool:
-    """Whether every code cell ran, once, from the top. nbval passes, and checks nothing, where a cell did not."""
+    """Whether every code cell ran once, in order. nbval passes a cell that did not, without checking anything."""
     return [cell.execution_count for cell in code(notebook)] == list(range(1, len(code(notebook)) + 1))
 
 
 def shown_at_least(source: str) -> Counter:
-    """How often a cell's source shows a text and a picture, as far as it can tell.
+    """The minimum number of texts and pictures that a cell's source shows.
 
-    Counted are calls of SHOWING and of anything in a lesson's module `draw`: a loop's body once; of an `if` what both
-    its branches show; nothing that a function or an error's handler does.
+    Counts calls of SHOWING and of functions in a lesson's `draw` module: a loop's body once, for an `if` what both
+    branches show, and nothing inside functions or exception handlers.
     """
     return _shows([ast.parse(source)])
 
@@ -74,7 +74,7 @@ def _shows(nodes) -> Counter:
 
 
 def is_shown(cell) -> bool:
-    """Whether a cell's outputs have a text and as many pictures as they must, and something is on every picture."""
+    """Whether a cell's outputs have the required text and pictures, and no picture is blank."""
     least = shown_at_least(cell.source)
     texts = [output.text for output in cell.outputs if output.output_type == "stream"]
     pictures = pictures_of(cell)
@@ -87,7 +87,7 @@ def pictures_of(cell) -> list[str]:
 
 
 def is_drawn(picture: str) -> bool:
-    """Whether it is a PNG, in base64, of more than one colour."""
+    """Whether it is a base64 PNG with more than one color."""
     try:
         pixels = image.imread(io.BytesIO(base64.b64decode(picture)), format="png")
     except (OSError, ValueError, SyntaxError):
@@ -96,26 +96,26 @@ def is_drawn(picture: str) -> bool:
 
 
 def is_built(notebook, source: Path, kind: str) -> bool:
-    """Whether code, prose, order and tags are those that the source gives."""
+    """Whether code, prose, order and tags match the source."""
     wanted = lesson.convert(source, kind).cells
     return [(each.cell_type, each.source, each.metadata) for each in notebook.cells] == [
         (each.cell_type, each.source, each.metadata) for each in wanted
     ]
 
 
-def test_every_source_has_both_notebooks_and_none_is_without_a_source():
+def test_every_source_has_both_notebooks_and_every_notebook_a_source():
     for kind in KINDS:
         wanted = [build.target(source, kind) for source in SOURCES]
         assert sorted(wanted[0].parent.glob("*.ipynb")) == wanted
 
 
 @pytest.mark.parametrize(("source", "kind"), EACH)
-def test_a_notebook_is_its_source(source, kind):
+def test_a_notebook_matches_its_source(source, kind):
     assert is_built(committed(source, kind), source, kind), "run make notebooks"
 
 
 @pytest.mark.parametrize(("source", "kind"), EACH[:1])
-def test_a_changed_word_and_cells_out_of_order_are_seen(source, kind):
+def test_a_changed_word_and_reordered_cells_are_detected(source, kind):
     changed, swapped = (copy.deepcopy(committed(source, kind)) for _ in range(2))
     changed.cells[0].source += " more"
     swapped.cells[3:5] = reversed(swapped.cells[3:5])
@@ -128,7 +128,7 @@ def test_every_code_cell_ran_once_from_the_top(notebook):
 
 
 def test_every_cell_shows_what_its_source_shows(notebook):
-    """Ignored ones too: nbval compares neither these nor pictures, and passes where both were stripped."""
+    """Also cells that nbval ignores: it compares neither them nor pictures, so it would pass if both were stripped."""
     for cell in code(notebook):
         assert is_shown(cell), cell.source
 
@@ -145,11 +145,11 @@ def test_every_cell_shows_what_its_source_shows(notebook):
         ("def tell():\n    print(1)\n    plt.show()", {}),
     ],
 )
-def test_what_a_cell_must_show_is_read_off_its_source(source, least):
+def test_the_required_outputs_are_derived_from_the_source(source, least):
     assert shown_at_least(source) == least
 
 
-def test_outputs_that_nbval_does_not_compare_cannot_be_stripped_unseen(notebook):
+def test_stripping_outputs_that_nbval_ignores_is_detected(notebook):
     for cell in code(notebook):
         if cell.outputs and UNCOMPARED & set(cell.metadata.get("tags", [])):
             assert not is_shown(with_outputs(cell, [])), cell.source
@@ -159,12 +159,12 @@ def test_outputs_that_nbval_does_not_compare_cannot_be_stripped_unseen(notebook)
 
 
 @pytest.mark.parametrize("kind", ["blank", "cut off", "empty", "no PNG"])
-def test_a_spoilt_picture_is_seen_in_every_cell(notebook, kind):
+def test_a_damaged_picture_is_detected_in_every_cell(notebook, kind):
     for cell in code(notebook):
         for place, output in enumerate(cell.outputs):
             if "image/png" in output.get("data", {}):
                 spoilt = with_outputs(cell, cell.outputs)
-                spoilt.outputs[place].data["image/png"] = spoil(output.data["image/png"], kind)
+                spoilt.outputs[place].data["image/png"] = damage(output.data["image/png"], kind)
                 assert not is_shown(spoilt), cell.source
 
 
@@ -172,7 +172,7 @@ def with_outputs(cell, outputs: list):
     return nbformat.from_dict(cell | {"outputs": copy.deepcopy(outputs)})
 
 
-def spoil(picture: str, kind: str) -> str:
+def damage(picture: str, kind: str) -> str:
     blank = io.BytesIO()
     image.imsave(blank, np.ones((9, 9, 3)), format="png")
     spoilt = {
@@ -184,7 +184,7 @@ def spoil(picture: str, kind: str) -> str:
     return base64.b64encode(spoilt[kind]).decode()
 
 
-def test_stripped_results_and_cells_run_out_of_order_are_seen(notebook):
+def test_stripped_results_and_cells_run_out_of_order_are_detected(notebook):
     stripped, late = (copy.deepcopy(notebook) for _ in range(2))
     code(stripped)[1].execution_count = None
     code(late)[0].execution_count, code(late)[1].execution_count = 2, 1
@@ -197,8 +197,8 @@ def test_no_cell_shows_an_error_or_a_warning(notebook):
     assert not [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"]
 
 
-def test_the_engines_source_in_a_lesson_is_the_engines(notebook):
-    """By their syntax trees: what a lesson shows is what runs."""
+def test_engine_code_shown_in_a_lesson_equals_the_engines_source(notebook):
+    """Compares syntax trees: what a lesson shows is what runs."""
     for cell in notebook.cells:
         blocks = re.findall(r"```python\n(.*?)\n```", cell.source, re.DOTALL)
         names = cell.metadata.get("engine", [])
@@ -207,26 +207,26 @@ def test_the_engines_source_in_a_lesson_is_the_engines(notebook):
             assert shown == [lesson.engine_tree(*name.split(":")) for name in names]
 
 
-def test_a_cell_that_is_not_compared_says_why(notebook):
+def test_a_cell_that_is_not_compared_gives_the_reason(notebook):
     for cell in code(notebook):
         if UNCOMPARED & set(cell.metadata.get("tags", [])):
             assert cell.source.startswith("# Not compared: "), cell.source
 
 
-def test_most_cells_that_show_something_are_compared(notebook):
+def test_most_cells_with_output_are_compared(notebook):
     shown = [cell for cell in code(notebook) if cell.outputs]
     compared = [cell for cell in shown if not UNCOMPARED & set(cell.metadata.get("tags", []))]
     assert len(compared) >= 0.7 * len(shown)
 
 
-def test_outputs_name_no_folder_of_the_machine_that_ran_them(notebook):
+def test_outputs_contain_no_path_of_the_machine_that_ran_them(notebook):
     text = json.dumps([cell.outputs for cell in code(notebook)])
     assert str(Path.home()) not in text
     assert "site-packages" not in text
     assert str(ROOT) not in text
 
 
-def test_a_lesson_says_first_what_it_gives_and_needs_and_last_what_it_cost(learners):
+def test_a_lesson_opens_with_goals_and_requirements_and_ends_with_a_recap(learners):
     first, last = learners.cells[0].source, learners.cells[-1].source
     assert re.match(r"# \d\d · \w", first)
     assert re.search(r"\*\*\d+ minutes", first)
@@ -234,16 +234,16 @@ def test_a_lesson_says_first_what_it_gives_and_needs_and_last_what_it_cost(learn
     assert all(words in last for words in ("## Recap", "**What got worse:**", "**Further reading:**"))
 
 
-def test_pictures_are_drawn_by_the_notebook(learners):
+def test_pictures_are_drawn_by_the_notebook_itself(learners):
     assert any("image/png" in output.get("data", {}) for cell in code(learners) for output in cell.outputs)
     assert not re.findall(r"!\[[^]]*\]\(|<img", "\n".join(cell.source for cell in learners.cells))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_lesson_09_and_the_records_behind_readme_tell_the_same_waste(kind):
+def test_lesson_09_and_the_records_report_the_same_memory_waste(kind):
     (source,) = build.sources(["09"])
     streams = [output.get("text", "") for cell in code(committed(source, kind)) for output in cell.outputs]
     for name in ("cpu/batching", "h200/batching"):
-        for row in batching.of(records.read(name), "memory")[:4]:  # those before prefixes are shared
+        for row in batching.of(records.read(name), "memory")[:4]:  # the rows without prefix sharing
             shown = f"{row['cache']:40} {row['used']:6.1%} {row['running']:14.1f} {row['steps']:14,}"
             assert any(shown in text for text in streams), f"{name} says: {shown}"

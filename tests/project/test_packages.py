@@ -1,4 +1,4 @@
-"""pyproject.toml, requirements.lock, environment.yml and the code's imports say the same."""
+"""pyproject.toml, requirements.lock, environment.yml and the code's imports agree."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# What the GPU machine of the benchmarks lacks: importing it at the top of a module would stop a measurement.
+# Packages the GPU benchmark machine lacks: importing one at the top of a module would break a measurement.
 LATE = {"fastapi", "uvicorn", "pydantic", "datasets", "ipykernel", "jupytext", "nbval", "openai", "zmq"}
 
 
@@ -53,7 +53,7 @@ def modules() -> list[Path]:
 
 
 def imports(path: Path, top_level: bool = False) -> set[str]:
-    """Names of the packages a module imports; top_level: only those it cannot be imported without."""
+    """Names of the packages a module imports; top_level: only those needed to import it."""
     tree = ast.parse(path.read_text())
     nodes = tree.body if top_level else ast.walk(tree)
     found = set()
@@ -81,13 +81,13 @@ def test_the_lock_pins_everything_exactly_once_and_torch_first():
         pin(requirement)
 
 
-def test_the_lock_names_no_host_and_no_build():
+def test_the_lock_contains_no_host_and_no_local_version():
     text = (ROOT / "requirements.lock").read_text() + (ROOT / "environment.yml").read_text()
     assert "//" not in text
     assert "+" not in text, "a local version (+cpu, +cu130) exists on one index only"
 
 
-def test_triton_is_asked_for_on_linux_alone():
+def test_triton_is_required_only_on_linux():
     for place in (declared(), locked(), conda_pins()):
         marker = place["triton"].marker
         assert marker.evaluate({"sys_platform": "linux"})
@@ -125,8 +125,8 @@ def test_everything_the_engine_imports_is_declared():
             assert candidates & known.keys(), f"{path.relative_to(ROOT)} imports {name}, which nothing declares"
 
 
-def test_what_a_gpu_machine_may_lack_is_imported_late():
-    """Modules of the server's inside and the course's builder are themselves imported late."""
+def test_packages_a_gpu_machine_may_lack_are_imported_late():
+    """Internal modules of the server and of the course's builder are imported late themselves."""
     for path in modules():
         inside = path.relative_to(ROOT).parts[:2]
         if inside == ("minillm", "server") or path.name in ("build.py", "lesson.py"):
@@ -135,6 +135,6 @@ def test_what_a_gpu_machine_may_lack_is_imported_late():
         assert not late, f"{path.relative_to(ROOT)} imports {late} at its top: import it where it is used"
 
 
-def test_the_package_version_is_the_projects():
+def test_the_package_version_equals_the_projects():
     text = (ROOT / "minillm" / "__init__.py").read_text()
     assert re.search(r'__version__ = "(.*)"', text)[1] == PROJECT["version"]

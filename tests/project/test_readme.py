@@ -1,4 +1,4 @@
-"""The first screen: the two commands, and figures that come from records."""
+"""The README and docs/: the two commands come first, figures come from records, and links work."""
 
 import importlib.util
 import re
@@ -28,13 +28,13 @@ def test_the_first_screen_has_the_picture_and_the_two_commands():
     assert re.search(r"^make test ", screen, re.MULTILINE)
 
 
-def test_the_figures_are_the_records(draw):
+def test_the_figures_equal_the_records(draw):
     for page in draw.PAGES:
         assert draw.filled(page) == page.read_text(encoding="utf-8"), "run python docs/draw.py"
 
 
-def test_the_table_of_batching_says_in_which_settings_its_columns_differ():
-    """And that weights were random, and how far the runs lie apart."""
+def test_the_batching_table_states_the_settings_in_which_its_columns_differ():
+    """It also says that weights were random and how far the runs are apart."""
     block = MEASUREMENTS.split("<!-- batching:")[1].split("<!-- end of batching -->")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines() if line.startswith("| ")]
     for place, name in enumerate(("cpu/batching", "h200/batching"), 1):
@@ -46,14 +46,14 @@ def test_the_table_of_batching_says_in_which_settings_its_columns_differ():
         )
         assert f"{static['requests']} in {record['rows']} rows" in column["requests at once"]
         assert ("divided" in column["requests at once"]) == (static["scale"] > 1)
-        arriving = column["requests that arrive; chunks"]
+        arriving = column["arriving requests; chunk size"]
         assert f"{chunked['requests']}, " in arriving and f"{chunked['budget']} tokens" in arriving
         assert ("times as fast" in arriving) == (record["speed"] > 1)
         spread = [round(1e3 * run["ttft_s"]["p99"]) for run in chunked["runs"]]
         assert f"({min(spread):,} to {max(spread):,})" in column["time to first token, p99, whole prompts -> chunks"]
 
 
-def test_the_pictures_are_the_records(draw, tmp_path, monkeypatch):
+def test_the_pictures_match_the_records(draw, tmp_path, monkeypatch):
     for name in ("PICTURE", "BATCHING_PICTURE"):
         monkeypatch.setattr(draw, name, tmp_path / getattr(draw, name).name)
     draw.draw()
@@ -61,7 +61,7 @@ def test_the_pictures_are_the_records(draw, tmp_path, monkeypatch):
         assert (tmp_path / picture).read_bytes() == (ROOT / "docs" / picture).read_bytes(), "run python docs/draw.py"
 
 
-def test_the_records_medians_are_of_five_alternating_runs_with_the_settings_named(draw):
+def test_the_record_holds_medians_of_five_alternating_runs_with_equal_settings(draw):
     for ours, best in draw.pairs():
         for row in (ours, best):
             assert len(row["runs"]) == 5
@@ -74,20 +74,20 @@ def test_the_records_medians_are_of_five_alternating_runs_with_the_settings_name
         )
 
 
-def test_every_link_to_a_file_leads_somewhere():
+def test_every_link_points_to_an_existing_file():
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "data").glob("*.md")):
         targets = re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8"))
         missing = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
         assert not missing, page
 
 
-def test_every_module_has_its_line_in_the_tree():
+def test_the_file_tree_lists_every_module():
     tree = README.split("## Where things are")[1].split("```")[1]
     lines = [line.split(maxsplit=1) for line in tree.strip().splitlines()]
     names = {name.rstrip("/") for name, *_ in lines}
     there = {path.name for path in (ROOT / "minillm").iterdir() if path.name not in ("__pycache__", "__init__.py")}
     assert there - {"kernels", "data"} <= names
-    assert all(len(words[0].split()) <= 6 for _, *words in lines if words), "at most six words a file"
+    assert all(len(words[0].split()) <= 6 for _, *words in lines if words), "at most six words per file"
 
 
 def test_no_package_registry_is_named():

@@ -1,4 +1,4 @@
-"""House rules that a machine can check."""
+"""Project rules that a test can check."""
 
 import re
 import subprocess
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def tracked(*patterns: str) -> list[Path]:
-    """Files git knows, or would add; the files on disk where there is no history."""
+    """Files that git tracks or would add, as far as they exist."""
     command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "--", *patterns]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -26,24 +26,24 @@ def test_ruff_finds_nothing(arguments):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
 
 
-def test_no_module_is_longer_than_a_reader_holds_in_mind():
-    modules = [path for path in tracked("*.py") if path.parent.name != "source"]  # lessons are prose for the most part
+def test_no_module_has_more_than_500_lines():
+    modules = [path for path in tracked("*.py") if path.parent.name != "source"]  # lessons are mostly prose
     long = [path.name for path in modules if len(path.read_text().splitlines()) > 500]
     assert not long, f"over 500 lines: {long}"
 
 
-def test_no_module_is_named_after_nothing():
+def test_no_module_has_a_meaningless_name():
     names = {path.name for path in tracked("*.py")}
     assert not names & {"utils.py", "util.py", "helpers.py", "misc.py", "common.py"}
 
 
-def test_no_file_names_one_machines_folders():
+def test_no_file_contains_a_machine_specific_path():
     home = re.compile(rb"(?<![\w./-])/(?:root|work|farm|home/\w+|Users/\w+)/[\w.]")
     named = [path.relative_to(ROOT) for path in tracked() if home.search(path.read_bytes())]
-    assert not named, f"folders of one machine in {named}"
+    assert not named, f"machine-specific paths in {named}"
 
 
-def test_every_module_says_what_it_is_for():
+def test_every_module_has_a_docstring():
     silent = [
         path.relative_to(ROOT)
         for path in tracked("minillm/**.py", "kernels/**.py", "tests/**.py", "tools/**.py")
@@ -52,7 +52,7 @@ def test_every_module_says_what_it_is_for():
     assert not silent, f"no docstring at the top of {silent}"
 
 
-def test_the_repository_stays_small_enough_to_clone_anywhere():
+def test_the_repository_stays_below_48_mib():
     sizes = {path: path.stat().st_size for path in tracked()}
     assert sum(sizes.values()) < 48 << 20
     big = [path.name for path, size in sizes.items() if size > 13 << 20]

@@ -1,4 +1,4 @@
-"""A wheel installed elsewhere is the whole engine: kernels and the default model inside."""
+"""The wheel contains the whole engine, including kernels and the embedded model."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ PIP = ("-m", "pip", "--disable-pip-version-check", "--quiet")
 
 
 def run(*command, folder: Path) -> str:
-    """What the command prints, in an environment that does not lead back to the checkout."""
+    """The command's output, run without access to the checkout."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run([*map(str, command)], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -24,10 +24,10 @@ def run(*command, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Built from a copy, so that no build folder is left in the checkout or reused from it."""
+    """Built from a copy, so that no build folder in the checkout is created or reused."""
     folder = tmp_path_factory.mktemp("wheel")
     copy = folder / "checkout"
-    compiled = shutil.ignore_patterns("__pycache__")  # which other processes write meanwhile
+    compiled = shutil.ignore_patterns("__pycache__")  # other processes may be writing these
     for name in ("minillm", "kernels", "data"):
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=compiled)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -40,10 +40,10 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def elsewhere(wheel, tmp_path_factory) -> Path:
-    """Python of a fresh environment holding the wheel, and this environment's packages but not its minillm.
+    """Python of a new environment with the wheel and with this environment's packages, except its minillm.
 
-    A .pth file adds a folder to the path without reading that folder's own .pth files, and those are what an
-    editable install works by: the only minillm there is the wheel's.
+    A .pth file adds a folder to the path without reading that folder's own .pth files. Editable installs need those,
+    so the only minillm available is the wheel's.
     """
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False, symlinks=True)
@@ -57,7 +57,7 @@ def elsewhere(wheel, tmp_path_factory) -> Path:
     return python
 
 
-def test_the_wheel_carries_kernels_model_and_licence_but_no_scripts(wheel):
+def test_the_wheel_contains_kernels_model_and_license_but_no_scripts(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {f"minillm/{path.relative_to(ROOT)}" for path in (ROOT / "kernels").glob("*.py")} <= names
     model = {f"minillm/{path.relative_to(ROOT)}" for path in (ROOT / "data" / "tiny-gemma").iterdir()}
@@ -81,7 +81,7 @@ def test_llm_finds_its_model_from_any_folder(elsewhere, tmp_path):
 
 
 def test_the_kernels_import_from_the_wheel(elsewhere, tmp_path):
-    pytest.importorskip("triton", reason="kernels need triton, which this system has not")
+    pytest.importorskip("triton", reason="kernels need triton, which this system lacks")
     names = [path.stem for path in (ROOT / "kernels").glob("*.py")]
     code = f"import importlib; [importlib.import_module('minillm.kernels.' + name) for name in {names}]"
     run(elsewhere, "-c", code, folder=tmp_path)

@@ -1,4 +1,4 @@
-"""Int8 weights: codes and scales by their definition, filled piece by piece, dequantized as a whole or by row."""
+"""Int8 weights: codes and scales by their definition, loaded in pieces, dequantized whole or by row."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def weight_of(matrix, bias=None, dtype=torch.float32, pieces=1):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_each_code_is_the_nearest_of_its_rows_255_levels(dtype):
+def test_each_code_is_the_nearest_of_its_rows_255_levels_to_the_weight(dtype):
     matrix = torch.randn(7, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
     codes, scales = quantize(matrix.double())
     assert codes.dtype == torch.int8 and codes.abs().amax(1).tolist() == [127] * 7
@@ -32,13 +32,13 @@ def test_a_row_of_zeros_stays_zero():
 
 
 @pytest.mark.parametrize("pieces", [2, 3, 7])
-def test_pieces_of_a_checkpoint_fill_it_like_the_whole_tensor(pieces):
+def test_loading_in_pieces_equals_loading_the_whole_tensor(pieces):
     matrix = torch.randn(7, 16)
     whole, cut = weight_of(matrix), weight_of(matrix, pieces=pieces)
     assert all(one.equal(other) for one, other in zip(whole.stored(), cut.stored(), strict=True))
 
 
-def test_a_part_fills_its_own_rows_and_no_others():
+def test_a_part_fills_only_its_own_rows():
     first, second = torch.randn(3, 8), torch.randn(5, 8)
     weight = Int8Weight.empty(8, 8, False, dtype=torch.float32, device=torch.device("cpu"))
     assert weight.expects(range(3, 8)) == {"weight": (5, 8)}
@@ -48,19 +48,19 @@ def test_a_part_fills_its_own_rows_and_no_others():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_rows_are_those_of_the_whole_matrix_in_the_activations_dtype(dtype):
+def test_rows_equal_those_of_the_dequantized_matrix_in_the_activations_dtype(dtype):
     weight = weight_of(torch.randn(9, 12), torch.randn(9), dtype)
     rows = torch.tensor([8, 0, 0, 3])
     assert weight[rows].equal(weight.dequantize()[rows])
     assert weight.dtype == weight[rows].dtype == weight.bias.dtype == dtype
 
 
-def test_it_takes_a_byte_a_parameter_and_four_a_row():
+def test_it_takes_one_byte_per_parameter_and_four_per_row():
     weight = weight_of(torch.randn(16, 100))
     assert sum(tensor.nbytes for tensor in weight.stored()) == 16 * 100 + 16 * 4
 
 
-def test_random_values_have_the_spread_of_dense_ones():
+def test_random_weights_have_the_spread_of_dense_ones():
     weight = Int8Weight.empty(256, 400, False, dtype=torch.float32, device=torch.device("cpu"))
     weight.randomize(torch.Generator().manual_seed(0))
     assert weight.dequantize().std().item() == pytest.approx(400**-0.5, rel=0.02)

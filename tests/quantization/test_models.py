@@ -1,4 +1,4 @@
-"""Models with weights of several formats: a quantized model is its dequantized twin, whatever the mix."""
+"""Models with any mix of weight formats: a quantized model equals its dequantized twin."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def dequantized(weight):
 
 
 def twin(model):
-    """The same model with a dense weight in place of every other."""
+    """The same model with every weight dequantized to a dense one."""
     tied = model.head is model.embedding
     model.head = dequantized(model.head)
     model.embedding = model.head if tied else dequantized(model.embedding)
@@ -44,7 +44,7 @@ def twin(model):
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_quantized_model_is_its_dequantized_twin(family, mix, tmp_path):
+def test_a_quantized_model_equals_its_dequantized_twin(family, mix, tmp_path):
     models.make(family).save_pretrained(tmp_path)
     recipe = Recipe(MIXES[mix])
     model = load_model(tmp_path, dtype="float64", recipe=recipe)
@@ -55,19 +55,19 @@ def test_a_quantized_model_is_its_dequantized_twin(family, mix, tmp_path):
     assert not torch.allclose(quantized, logits(load_model(tmp_path, dtype="float64")), rtol=0, atol=1e-4)
 
 
-def test_a_tied_table_is_quantized_once_and_serves_as_embedding_and_head(tmp_path):
+def test_a_tied_matrix_is_quantized_once_for_embedding_and_head(tmp_path):
     models.make("gemma-multi-query").save_pretrained(tmp_path)
     model = load_model(tmp_path, dtype="float64", recipe=Recipe({"head": "int8"}))
     assert isinstance(model.head, Int8Weight) and model.embedding is model.head
     dense = load_model(tmp_path, dtype="float64")
     assert model.num_parameters == dense.num_parameters
     vocab, hidden = model.head.shape
-    assert dense.nbytes - model.nbytes == vocab * hidden * 7 - vocab * 8  # a byte instead of 8, and the scales
+    assert dense.nbytes - model.nbytes == vocab * hidden * 7 - vocab * 8  # one byte instead of 8, plus the scales
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("operation", ["linear", "embedding", "lm_head"])
-def test_the_cpus_versions_for_a_format_equal_the_general_one(operation, dtype, tmp_path):
+def test_the_cpus_implementations_for_a_format_equal_the_default(operation, dtype, tmp_path):
     models.make("llama-biases").save_pretrained(tmp_path)
     model = load_model(tmp_path, dtype=dtype, recipe=Recipe({"*": "int8"}))
     weight = model.layers[0].qkv if operation == "linear" else model.head
@@ -78,7 +78,7 @@ def test_the_cpus_versions_for_a_format_equal_the_general_one(operation, dtype, 
     torch.testing.assert_close(getattr(on("cpu"), operation)(x, weight, *rest), wanted)
 
 
-def test_a_replaced_linear_is_called_with_every_weight_whatever_its_format(tmp_path):
+def test_a_linear_override_is_called_with_weights_of_every_format(tmp_path):
     models.make("gemma-multi-query").save_pretrained(tmp_path)
     model = load_model(tmp_path, dtype="float64", recipe=Recipe(MIXES["all but the first layer"]))
     own, seen = logits(model), set()

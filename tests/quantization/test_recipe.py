@@ -1,4 +1,4 @@
-"""Recipes: the first pattern that matches a weight's address decides its format."""
+"""Recipes: the first pattern that matches a weight's address determines its format."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from minillm.errors import ConfigError
 from minillm.quantization import DenseWeight, Int8Weight, Recipe
 
 
-def test_the_first_pattern_that_matches_decides_and_the_rest_is_dense():
+def test_the_first_matching_pattern_decides_and_unmatched_weights_are_dense():
     recipe = Recipe({"layers.0.*": "dense", "layers.*.down": "dense", "layers.*": "int8"})
     assert recipe.format("layers.0.qkv") is DenseWeight
     assert recipe.format("layers.1.qkv") is Int8Weight
@@ -16,6 +16,6 @@ def test_the_first_pattern_that_matches_decides_and_the_rest_is_dense():
     assert Recipe().format("layers.3.qkv") is DenseWeight
 
 
-def test_an_unknown_format_is_refused_by_name_with_those_there_are():
+def test_an_unknown_format_is_rejected_with_the_available_ones():
     with pytest.raises(ConfigError, match="'layers.*' asks for the format 'int3'; there are: dense, int8"):
         Recipe({"layers.*": "int3"})

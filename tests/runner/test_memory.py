@@ -1,4 +1,4 @@
-"""A GPU's memory divided: what is left for the cache, and what an error says when that is too little."""
+"""Dividing GPU memory: the size of the cache, and the error message when memory is too small."""
 
 import gc
 import re
@@ -13,6 +13,7 @@ from minillm.config import EngineConfig
 from minillm.errors import ConfigError
 from minillm.runner import memory
 from minillm.runner.memory import Memory, MemoryBudget
+from tests import models
 from tests.emulated_graphs import emulated_graphs
 
 GIB = 2**30
@@ -27,14 +28,14 @@ def blocks(room: MemoryBudget = ROOM, most: int = 10**6, request: int = 512, con
     return room.blocks(most, request, BLOCK, config)
 
 
-def test_the_cache_gets_what_weights_workspace_and_graphs_leave():
+def test_the_cache_gets_the_memory_left_by_weights_workspace_and_graphs():
     assert ROOM.cache == 2 * GIB
     assert blocks() == 2048
-    assert blocks(most=100) == 100, "no more than all rows at full length could use"
+    assert blocks(most=100) == 100, "the cache must not exceed all rows at full length"
     assert blocks(request=2048) == 2048
 
 
-def test_too_little_for_one_request_names_a_length_and_a_share_that_would_fit():
+def test_too_little_memory_for_one_request_suggests_a_length_and_a_share_that_fit():
     with pytest.raises(ConfigError, match="one request of full length needs 2.15 GiB") as error:
         blocks(request=2200)
     assert blocks(request=int(re.search(r"max_model_len=(\d+)", str(error.value))[1]) // CONFIG.block_size) == 2048
@@ -44,7 +45,7 @@ def test_too_little_for_one_request_names_a_length_and_a_share_that_would_fit():
         blocks(MemoryBudget(10 * GIB, 4 * GIB, 2 * GIB, GIB, share - 0.02), request=2200)
 
 
-def test_nothing_left_names_what_takes_the_memory_and_only_ways_that_lead_out():
+def test_no_memory_left_reports_what_uses_it_and_suggests_only_options_that_help():
     room = MemoryBudget(total=10 * GIB, taken=8 * GIB, workspace=2 * GIB, graphs=GIB, utilization=0.9)
     with pytest.raises(
         ConfigError, match="8.00 GiB of 10.00 GiB are taken.* needs 2.00 GiB, CUDA graphs 1.00"
@@ -53,19 +54,21 @@ def test_nothing_left_names_what_takes_the_memory_and_only_ways_that_lead_out():
     assert "would fit" not in str(error.value) and "lower max_num_batched_tokens" in str(error.value)
 
 
-def test_more_blocks_than_fit_are_refused_with_the_number_that_fits():
+def test_too_many_blocks_are_rejected_with_the_number_that_fits():
     room = MemoryBudget(total=10 * GIB, taken=4 * GIB, workspace=2 * GIB, graphs=GIB, utilization=1.0)
     config = EngineConfig(num_blocks=3073).on("cuda")
     with pytest.raises(ConfigError, match="num_blocks=3073 needs 3.00 GiB .* 3072 blocks would fit"):
         blocks(room, most=3073, config=config)
     config = EngineConfig(num_blocks=3072).on("cuda")
     assert blocks(room, most=3072, config=config) == 3072
-    assert blocks(room, most=3, config=EngineConfig(num_blocks=3).on("cuda")) == 3, "fewer than a request are allowed"
+    assert blocks(room, most=3, config=EngineConfig(num_blocks=3).on("cuda")) == 3, (
+        "fewer blocks than one request needs are allowed"
+    )
 
 
 @pytest.fixture
 def llm(monkeypatch):
-    """An engine on a CPU whose steps of more than 16 tokens are said to run out of a GPU's memory."""
+    """An engine on a CPU that simulates running out of GPU memory in steps of more than 16 tokens."""
 
     def reserved(measuring, run):
         run(measuring.allocate(1))
@@ -85,7 +88,7 @@ def llm(monkeypatch):
 
 
 @pytest.mark.parametrize("count", [3, 9, 16])
-def test_rehearsing_the_largest_step_leaves_no_trace(llm, count):
+def test_the_trial_run_of_the_largest_step_leaves_no_state(llm, count):
     params = SamplingParams(max_tokens=5, temperature=1, seed=3)
     before = llm.generate("Once upon a time", params)[0].token_ids
     assert (
@@ -94,22 +97,22 @@ def test_rehearsing_the_largest_step_leaves_no_trace(llm, count):
     assert llm.generate("Once upon a time", params)[0].token_ids == before
 
 
-def test_a_step_that_does_not_fit_names_one_that_would(llm):
+def test_a_step_that_does_not_fit_suggests_one_that_does(llm):
     config = replace(CONFIG, max_num_batched_tokens=100, max_num_seqs=9)
     with pytest.raises(ConfigError, match="max_num_batched_tokens=100 .* max_num_batched_tokens=12 would fit"):
         llm.engine.executor.runner.memory.workspace(config)
 
 
-def test_the_largest_graph_is_rehearsed_for_its_memory_and_captured_first(llm):
+def test_the_largest_graph_is_measured_in_a_trial_run_and_captured_first(llm):
     pytest.importorskip("minillm.runner.decode_graphs", reason="graphs need triton, which is not installed here")
-    runner, config = llm.engine.executor.runner, replace(CONFIG, max_num_seqs=9)
+    runner, config = llm.engine.executor.runner, replace(CONFIG, max_num_seqs=9, max_num_batched_tokens=100)
     with emulated_graphs():
         from minillm.runner.step_graphs import CAPTURE_BYTES, GRAPH_BYTES
 
         reckoned = runner.memory.graphs(lambda caches: runner._make_graphs(config, caches))
-        # Batches of 1, 2, 4, 8 and 9 rows, and prompts of 64 to 1024 tokens in six shapes; tables of 16 blocks.
-        assert reckoned == 5 + CAPTURE_BYTES + (5 + 6) * GRAPH_BYTES
-        with LLM(device="cpu", max_num_seqs=4, max_model_len=512) as other:
+        # Batches of 1, 2, 4, 8 and 9 rows, and prompts of 64 and of 100 tokens; tables of 16 blocks.
+        assert reckoned == 5 + CAPTURE_BYTES + (5 + 2) * GRAPH_BYTES
+        with LLM(device="cpu", max_num_seqs=4, max_model_len=512, max_num_batched_tokens=16) as other:
             other.generate([[5, 6], [7, 8]], SamplingParams(max_tokens=4, ignore_eos=True))
             assert list(other.engine.executor.runner.graphs.steps.decodes) == [(4, 32), (2, 16)]
 
@@ -117,7 +120,7 @@ def test_the_largest_graph_is_rehearsed_for_its_memory_and_captured_first(llm):
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="a GPU's own counters are not replaced: test_engine_on_gpu_memory.py"
 )
-def test_what_a_run_reserves_is_the_growth_of_the_peak_and_the_rehearsals_cache_goes(monkeypatch):
+def test_a_trial_run_measures_the_growth_of_peak_memory_and_frees_its_cache(monkeypatch):
     counters = {"reserved": 1000, "peak": 0}
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: counters["reserved"])
     monkeypatch.setattr(
@@ -135,12 +138,13 @@ def test_what_a_run_reserves_is_the_growth_of_the_peak_and_the_rehearsals_cache_
         assert measuring.reserved_by(run) == 700
         with pytest.raises(RuntimeError, match="fails"):
             measuring.reserved_by(lambda caches: given.append(caches) or (_ for _ in ()).throw(RuntimeError("fails")))
-        assert given == [[], []], "the caches of a block are kept"
+        assert given == [[], []], "the one-block caches were kept"
 
 
-def test_closing_frees_the_cache_at_once_whatever_the_caller_keeps():
+def test_closing_frees_the_cache_at_once_even_if_the_caller_keeps_references(tmp_path):
+    models.make("gemma-multi-query").save_pretrained(tmp_path)
     with emulated_graphs():
-        llm = LLM()
+        llm = LLM(tmp_path, max_num_seqs=2, max_num_batched_tokens=16)
         model = llm.engine.model
         llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
         keys = weakref.ref(llm.engine.executor.runner.caches[0].k)
@@ -153,7 +157,7 @@ def test_closing_frees_the_cache_at_once_whatever_the_caller_keeps():
         assert model.nbytes
 
 
-def test_what_a_step_takes_is_measured_with_penalties_over_rows_of_full_length(monkeypatch):
+def test_step_memory_is_measured_with_penalties_over_full_length_rows(monkeypatch):
     widths = []
 
     def penalize(logits, history, *arguments):

@@ -1,4 +1,4 @@
-"""Which steps with prompts in them run as graphs, and what is sent to those that do; tokens: test_random_requests."""
+"""Which steps with prompts run as graphs, and the inputs they get. Tokens are checked in test_random_requests.py."""
 
 import gc
 import weakref
@@ -21,6 +21,7 @@ PROMPTS = [[5, 6, 7], [8, 9], [10]]
 
 
 OPTIONS = {"dtype": "float32", "device": "cpu", "max_num_seqs": 32, "max_model_len": 256, "block_size": 4}
+FEW = OPTIONS | {"max_num_seqs": 2, "max_num_batched_tokens": 8}  # small shapes: the largest is captured first
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +39,13 @@ def llm(directory):
 
 @pytest.fixture
 def small(directory):
-    """An engine of its own for a test: shapes of 64 and of 70 tokens."""
-    with emulated_graphs(), LLM(directory, max_num_batched_tokens=70, **OPTIONS) as llm:
+    """A separate engine with two graph shapes, of 16 and of 17 decodes, both of 20 tokens."""
+    with emulated_graphs(), LLM(directory, **OPTIONS | {"max_num_seqs": 17, "max_num_batched_tokens": 20}) as llm:
         yield llm
 
 
 def step(decodes: int, prompts: list[int], start: int = 0) -> Step:
-    """`decodes` rows at position 3, then prompts of so many tokens, of which `start` are in the cache."""
+    """`decodes` rows at position 3, then prompt chunks of these lengths after `start` cached tokens."""
     count = decodes + len(prompts)
     starts, queries = np.full(count, 3, np.int32), np.ones(count, np.int32)
     starts[decodes:], queries[decodes:] = start, prompts
@@ -59,20 +60,20 @@ def step(decodes: int, prompts: list[int], start: int = 0) -> Step:
         (step(17, [64]), (64, 32, 16, 64)),
         (step(4, [65]), (128, 16, 32, 64)),
         (step(4, [2] * 16), (64, 16, 16, 64)),
-        (step(4, [2] * 17), (128, 16, 32, 64)),  # more prompts than a quarter of the tokens
+        (step(4, [2] * 17), (128, 16, 32, 64)),  # more prompts than a quarter of the shape's tokens
         (step(0, [100, 157]), (300, 16, 32, 64)),
         (step(32, [150, 150]), (300, 32, 32, 64)),
-        (step(32, [150, 151]), None),  # more tokens than any
-        (step(33, [8]), None),  # more decodes
-        (step(0, [2] * 33), None),  # more prompts
+        (step(32, [150, 151]), None),  # more tokens than any shape
+        (step(33, [8]), None),  # more decodes than any shape
+        (step(0, [2] * 33), None),  # more prompts than any shape
     ],
     ids=str,
 )
-def test_a_step_runs_in_the_least_shape_that_holds_it(llm, of, shape):
+def test_a_step_runs_in_the_smallest_shape_that_fits(llm, of, shape):
     assert llm.engine.executor.runner.graphs.mixed.shape(of) == shape
 
 
-def test_long_rows_have_wide_tables():
+def test_long_rows_get_wider_block_tables():
     options = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 2048, "num_blocks": 200}
     with emulated_graphs(), LLM(device="cpu", **options) as llm:
         mixed = llm.engine.executor.runner.graphs.mixed
@@ -80,7 +81,7 @@ def test_long_rows_have_wide_tables():
         assert mixed.shape(step(1, [64], start=961)).width == 128
 
 
-def test_what_is_sent_names_each_token_and_each_row(llm):
+def test_the_graphs_inputs_describe_each_token_and_each_row(llm):
     mixed = llm.engine.executor.runner.graphs.mixed
     of = Step(
         1,
@@ -106,14 +107,16 @@ def test_what_is_sent_names_each_token_and_each_row(llm):
     assert order[:3].tolist() == [0, 1, first + 1]
     assert token_rows[:5].tolist() == [5, 5, 5, 0, 0] and (token_rows[5:] == padding).all()
     assert token_positions[:5].tolist() == [0, 1, 2, 6, 7]
-    assert starts.tolist() == [0, 3, 5] + [5] * (shape.prompts - 2) + [shape.tokens], "padding belongs to the last row"
+    assert starts.tolist() == [0, 3, 5] + [5] * (shape.prompts - 2) + [shape.tokens], (
+        "padding must belong to the last row"
+    )
 
 
 def replays(llm) -> int:
     return sum(each.graph.count for each in llm.engine.executor.runner.graphs.steps.mixed.values())
 
 
-WISHES = [
+SAMPLING_OPTIONS = [
     {},
     {"logprobs": 2},
     {"repetition_penalty": 1.5},
@@ -123,17 +126,20 @@ WISHES = [
 ]
 
 
-@pytest.mark.parametrize("wish", [*WISHES, {"prompt_logprobs": 1}], ids=str)
-def test_whoever_asks_for_more_of_sampling_is_in_a_graph_all_the_same(llm, wish):
-    """All but log-probabilities of prompts, which need every token's last layer."""
+@pytest.mark.parametrize("option", [*SAMPLING_OPTIONS, {"prompt_logprobs": 1}], ids=str)
+def test_requests_on_the_general_sampling_path_still_run_in_graphs(llm, option):
+    """Except for prompt log-probabilities, which need the last layer's output at every token."""
     before = replays(llm)
-    llm.generate(PROMPTS, SamplingParams(**PLAIN | wish))
-    assert replays(llm) - before == ("prompt_logprobs" not in wish)
+    llm.generate(PROMPTS, SamplingParams(**PLAIN | option))
+    assert replays(llm) - before == ("prompt_logprobs" not in option)
 
 
-def test_each_row_gets_what_it_asked_for_beside_others_in_a_graph(llm, directory):
-    """The rows' wishes differ, so an answer at another row's place would not go unseen."""
-    drawn = [([5, 6, 7 + i], SamplingParams(**PLAIN | {"max_tokens": 4, "seed": i} | WISHES[i % 6])) for i in range(12)]
+def test_each_row_of_a_graph_gets_its_own_sampling_parameters(llm, directory):
+    """The rows' parameters differ, so a result at the wrong row would be detected."""
+    drawn = [
+        ([5, 6, 7 + i], SamplingParams(**PLAIN | {"max_tokens": 4, "seed": i} | SAMPLING_OPTIONS[i % 6]))
+        for i in range(12)
+    ]
     with LLM(directory, enforce_eager=True, **OPTIONS) as eager:
         assert eager.engine.executor.runner.graphs is None
         alone = [eager.generate([prompt], params)[0] for prompt, params in drawn]
@@ -148,10 +154,10 @@ def test_each_row_gets_what_it_asked_for_beside_others_in_a_graph(llm, directory
             assert mine == pytest.approx(yours, abs=1e-4)
 
 
-def test_a_step_in_a_graph_leaves_no_batch_for_one_outside_to_go_on_from(directory):
-    """Outside, a batch of decodes is moved along by a token: its rows may be others' after steps inside."""
+def test_a_graph_step_discards_the_batch_of_earlier_eager_steps(directory):
+    """Eager decodes advance the last batch by a token; after graph steps its rows may belong to other requests."""
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
-    with emulated_graphs(), LLM(directory, **OPTIONS | {"run_ahead": 0}) as llm:
+    with emulated_graphs(), LLM(directory, **FEW | {"run_ahead": 0}) as llm:
         engine = llm.engine
         engine.submit(engine.prepare([5, 6, 7], params))
         with minillm.using(rms_norm=lambda *arguments: reference.rms_norm(*arguments)):
@@ -172,8 +178,8 @@ def test_after_a_step_with_prompts_decodes_are_told_their_positions_anew(llm, mo
     assert [len(each) for each in graphs.decodes._sent] == [0, 0]
 
 
-def test_a_readers_operation_runs_outside_even_if_it_is_capturable(llm):
-    """It may look at what a graph pads: the largest number of queries, rows without any."""
+def test_a_user_supplied_operation_runs_eagerly_here_even_if_it_is_capturable(llm):
+    """It may depend on values that a graph pads: the largest number of queries, rows without queries."""
     own, seen = llm.engine.model.ops.prefill_attention, []
 
     def mine(q, cache, table, lengths, starts, max_queries, options):
@@ -185,29 +191,29 @@ def test_a_readers_operation_runs_outside_even_if_it_is_capturable(llm):
     assert seen[0] == (3, [3, 2]) and not llm.engine.executor.runner.graphs.steps.mixed
 
 
-def test_heads_that_attention_has_no_kernel_for_have_no_such_graphs(tmp_path):
+def test_head_sizes_without_an_attention_kernel_get_no_such_graphs(tmp_path):
     models.make("gemma-grouped").save_pretrained(tmp_path)
-    with emulated_graphs(), LLM(tmp_path, dtype="float32", device="cpu") as llm:
+    with emulated_graphs(), LLM(tmp_path, dtype="float32", device="cpu", max_num_seqs=3) as llm:
         assert llm.model_config.head_dim == 8 and llm.engine.executor.runner.graphs.mixed is None
         assert len(llm.generate(PROMPTS, SamplingParams(**PLAIN))) == 3
 
 
-def test_warming_up_captures_every_shape_the_largest_first(small):
+def test_warm_up_captures_every_shape_largest_first(small):
     small.warm_up()
     graphs = small.engine.executor.runner.graphs
     captured = list(graphs.steps.mixed)
     assert set(captured) == set(graphs.mixed.shapes) and list(graphs.steps.decodes)[0] == graphs.decodes.largest
     for most in zip(*captured, strict=True):
-        assert max(most) == most[0], "into the first one's memory the others fit"
+        assert max(most) == most[0], "the others must fit into the first graph's memory"
 
 
-def test_the_first_prompt_has_the_largest_shape_captured_before_its_own(small):
+def test_the_first_prompt_captures_the_largest_shape_before_its_own(small):
     small.generate(PROMPTS, SamplingParams(**PLAIN))
     graphs = small.engine.executor.runner.graphs
     assert list(graphs.steps.mixed) == [graphs.mixed.shapes[-1], graphs.mixed.shapes[0]]
 
 
-def test_a_shape_without_memory_for_its_graph_is_launched_without(llm, small, monkeypatch):
+def test_a_shape_runs_eagerly_if_memory_is_too_small_for_its_graph(llm, small, monkeypatch):
     wanted = llm.generate(PROMPTS, SamplingParams(**PLAIN))
     mixed = small.engine.executor.runner.graphs.mixed
     shapes = list(mixed.shapes)
@@ -221,7 +227,7 @@ def test_a_shape_without_memory_for_its_graph_is_launched_without(llm, small, mo
     assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
 
 
-def test_warming_up_leaves_a_readers_operation_out_of_these_graphs(small):
+def test_warm_up_keeps_user_supplied_operations_out_of_these_graphs(small):
     seen = []
 
     def mine(q, cache, table, lengths, *rest, **options):
@@ -231,7 +237,7 @@ def test_warming_up_leaves_a_readers_operation_out_of_these_graphs(small):
     with minillm.using(capturable=True, prefill_attention=mine):
         small.warm_up()
         assert not small.engine.executor.runner.graphs.steps.mixed
-    assert min(seen) > 0, "rows without a key are padding, which no reader's operation is given here"
+    assert min(seen) > 0, "padding rows must not reach a user-supplied operation"
 
 
 def test_shapes_have_no_more_rows_than_a_step_can_have(directory):

@@ -1,4 +1,4 @@
-"""A plan says what it was made for, and is refused wherever that does not hold."""
+"""A plan records what it was made for and is rejected anywhere else."""
 
 from dataclasses import replace
 
@@ -27,20 +27,20 @@ def made(**changes) -> Plan:
     return replace(Plan.made_here(TINY, TRAFFIC, OPTIONS, "cpu"), **changes)
 
 
-def test_a_plan_comes_back_from_its_file_as_it_was(tmp_path):
+def test_a_plan_survives_being_written_and_read(tmp_path):
     written = made(gpu=H200, graphs=[[6, 16], [4, 16]], launches=[DECODE], memory={"weights": 7})
     written.write(tmp_path / "a.plan.json")
     assert Plan.read(tmp_path / "a.plan.json") == written
 
 
-def test_its_options_are_the_engines(tmp_path):
+def test_a_plans_options_become_the_engines_options(tmp_path):
     made().write(tmp_path / "a.plan.json")
     with LLM(device="cpu", plan=str(tmp_path / "a.plan.json")) as llm:
         assert {name: getattr(llm.config, name) for name in OPTIONS} == OPTIONS
         assert llm.generate("Once", progress=False)[0].token_ids
 
 
-def test_an_option_that_contradicts_it_is_refused_by_name():
+def test_an_option_that_contradicts_the_plan_is_rejected_by_name():
     assert made().configure(EngineConfig(seed=3, max_num_seqs=6), TINY, "cpu").max_num_batched_tokens == 96
     with pytest.raises(ConfigError, match="made for max_num_seqs=6, not 7: leave max_num_seqs out, or build another"):
         made().configure(EngineConfig(max_num_seqs=7), TINY, "cpu")
@@ -56,7 +56,7 @@ def test_an_option_that_contradicts_it_is_refused_by_name():
         (H200, {**H200, "capability": "8.9"}),
     ],
 )
-def test_another_gpu_refuses_it_and_says_which(there, here, monkeypatch):
+def test_a_plan_for_another_gpu_is_rejected_with_both_gpus_named(there, here, monkeypatch):
     monkeypatch.setattr(plan, "gpu_here", lambda device: here)
     with pytest.raises(ConfigError) as refused:
         made(gpu=there).check(TINY, "cuda")
@@ -66,15 +66,15 @@ def test_another_gpu_refuses_it_and_says_which(there, here, monkeypatch):
 
 
 @pytest.mark.parametrize("package", ["torch", "triton", "minillm"])
-def test_other_versions_refuse_it(package):
+def test_a_plan_for_other_versions_is_rejected(package):
     old = made(versions=plan.versions_here() | {package: "0.0.1"})
     with pytest.raises(ConfigError, match=rf"made for {package} 0.0.1 \(here: "):
         old.check(TINY, "cpu")
 
 
-def test_another_models_shape_refuses_it_before_its_weights_are_read(tmp_path):
+def test_a_plan_for_another_model_shape_is_rejected_before_weights_are_read(tmp_path):
     made().write(tmp_path / "a.plan.json")
-    with pytest.raises(ConfigError) as refused:  # the preset has no weights: reading them would be another error
+    with pytest.raises(ConfigError) as refused:  # the preset has no weights: reading them would raise a different error
         LLM("gemma-2b", device="cpu", plan=str(tmp_path / "a.plan.json"))
     assert f"hidden_size {TINY.hidden_size} (this one: 2048)" in str(refused.value)
     with pytest.raises(ConfigError, match="windows"):
@@ -98,7 +98,7 @@ def test_another_models_shape_refuses_it_before_its_weights_are_read(tmp_path):
         (lambda text: text.replace('"dim": 64', '"dim": [64]'), "is damaged .the sizes of decode_attention"),
     ],
 )
-def test_a_damaged_file_is_refused_and_says_what_to_do(damage, message, tmp_path):
+def test_a_damaged_plan_file_is_rejected_with_a_remedy(damage, message, tmp_path):
     made(launches=[DECODE]).write(tmp_path / "a.plan.json")
     whole = (tmp_path / "a.plan.json").read_text()
     assert damage(whole) != whole
@@ -108,12 +108,12 @@ def test_a_damaged_file_is_refused_and_says_what_to_do(damage, message, tmp_path
     assert "a.plan.json" in str(refused.value) and "`minillm build`" in str(refused.value)
 
 
-def test_a_file_that_is_not_there_says_what_writes_one(tmp_path):
+def test_a_missing_plan_file_names_the_command_that_writes_one(tmp_path):
     with pytest.raises(ConfigError, match="none.json .No such file.*`minillm build` writes one"):
         Plan.read(tmp_path / "none.json")
 
 
-def test_its_launches_are_those_the_kernels_ask_for():
+def test_a_plans_launches_are_the_ones_the_kernels_use():
     paged_attention = pytest.importorskip("minillm.kernels.paged_attention", reason="triton is not installed here")
     (key,) = made(launches=[DECODE]).table()
     assert key == launches.problem("decode_attention", **DECODE["sizes"])

@@ -1,4 +1,4 @@
-"""What each sampling parameter does to the distribution, against a slow and plain calculation of it."""
+"""The effect of each sampling parameter on the distribution, compared with a simple slow implementation."""
 
 import math
 
@@ -11,7 +11,7 @@ from minillm.runner.logprobs import top_logprobs
 from minillm.runner.sampler import Sampler, derived_seed, uniforms
 from minillm.runner.state import RowState
 
-VOCABULARY, DRAWS = 12, 20_000
+VOCABULARY, DRAWS = 12, 10_000
 LOGITS = [2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, 2.2, 0.3, -2.0, 1.1, 0.7]
 PROMPT, OUTPUT = [0, 3, 3, 6], [1, 7, 7, 7]  # 6 has a logit below 0, and so does 9, which is in neither
 
@@ -56,7 +56,7 @@ def draw(params: SamplingParams, logits=None, draws: int = DRAWS) -> torch.Tenso
         state.sampling.admit(row, params, derived_seed(0, row), params.stop_token_ids)
     state.prompt_length[:] = len(PROMPT)
     state.tokens[:, : len(known)] = torch.tensor(known)
-    state.tokens[:, len(known) :] = 9  # what comes after a row's length must not count
+    state.tokens[:, len(known) :] = 9  # tokens after a row's length must be ignored
     logits = torch.tensor(LOGITS if logits is None else logits).expand(draws, -1).contiguous()
     return Sampler(state, ops.on("cpu"))(logits, np.arange(draws), np.full(draws, len(known), np.int64))
 
@@ -88,7 +88,7 @@ def test_draws_follow_the_documented_distribution(case):
     params = SamplingParams(**case)
     probabilities = expected(params)
     counts = np.bincount(draw(params).numpy(), minlength=VOCABULARY)
-    assert counts[probabilities == 0].sum() == 0, "a token was drawn that was cut off"
+    assert counts[probabilities == 0].sum() == 0, "a token with probability 0 was drawn"
     possible = probabilities > 0
     deviation = ((counts - DRAWS * probabilities)[possible] ** 2 / (DRAWS * probabilities[possible])).sum()
     freedom = possible.sum() - 1
@@ -97,7 +97,7 @@ def test_draws_follow_the_documented_distribution(case):
 
 @pytest.mark.parametrize("case", [case for case in CASES[1:] if case.get("min_tokens") != len(OUTPUT)], ids=str)
 def test_each_parameter_changes_the_distribution(case):
-    """Or the test above would pass with the parameter ignored."""
+    """Otherwise the test above would pass even if the parameter were ignored."""
     assert np.abs(expected(SamplingParams(**case)) - expected(SamplingParams())).max() > 0.02
 
 
@@ -144,8 +144,8 @@ EXTREMES = [
 
 @pytest.mark.parametrize("case", EXTREMES, ids=str)
 @pytest.mark.parametrize("kernels", [False, True], ids=["CPU", "kernels"])
-def test_the_smallest_numbers_that_are_taken_choose_the_likeliest_token(case, kernels, monkeypatch):
-    """They vanish in float32, or make logits infinite that are divided by them: nobody's step may fail of that."""
+def test_the_smallest_accepted_values_choose_the_likeliest_token(case, kernels, monkeypatch):
+    """They underflow in float32, or make logits infinite when divided by them; the step must not fail."""
     if kernels:
         fast = pytest.importorskip("minillm.ops.triton", reason="triton is not installed here")
         for name in ("sample", "truncate"):
@@ -153,7 +153,7 @@ def test_the_smallest_numbers_that_are_taken_choose_the_likeliest_token(case, ke
     assert set(draw(SamplingParams(**case), draws=12).tolist()) == {7}
 
 
-def test_a_row_without_any_possible_token_draws_an_id_all_the_same():
+def test_a_row_without_any_possible_token_still_draws_a_valid_id():
     rows = torch.full((2, VOCABULARY), -math.inf)
     drawn = ops.on("cpu").sample(rows, torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5]))
     assert ((drawn >= 0) & (drawn < VOCABULARY)).all()
@@ -164,7 +164,7 @@ def test_huge_and_infinite_logits_do_not_overflow():
     assert set(draw(SamplingParams(), logits, 20).tolist()) == {11}
 
 
-def test_uniforms_are_uniform_and_depend_on_seed_and_position_only():
+def test_uniforms_are_uniform_and_depend_only_on_seed_and_position():
     numbers = uniforms(np.arange(50_000), np.full(50_000, 3))
     assert numbers.min() >= 0 and numbers.max() < 1
     counts = np.histogram(numbers, bins=100, range=(0, 1))[0]
@@ -177,7 +177,7 @@ def test_uniforms_are_uniform_and_depend_on_seed_and_position_only():
     ]
 
 
-def test_logprobs_hold_the_chosen_token_first():
+def test_logprobs_list_the_chosen_token_first():
     logits = torch.tensor([LOGITS, LOGITS[::-1]])
     ids, values = top_logprobs(logits, torch.tensor([9, 2]), 3)
     assert ids[:, 0].tolist() == [9, 2] and ids[0, 1:].tolist() == [7, 0, 1]
@@ -217,6 +217,6 @@ def test_logprobs_of_half_precision_logits_are_computed_in_float32():
         ({"logit_bias": {3: True}}, "logit_bias maps token ids to numbers"),
     ],
 )
-def test_bad_parameters_are_named(case, message):
+def test_invalid_parameters_are_reported_by_name(case, message):
     with pytest.raises(InvalidRequest, match=message):
         SamplingParams(**case)

@@ -1,4 +1,4 @@
-"""Steps whose decoding rows carry several tokens: what is accepted is known, the rest is as if it had never run."""
+"""Steps whose decode rows carry several tokens: accepted tokens count, rejected ones leave no trace."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from minillm.scheduler import Scheduler
 
 
 def running(*prompts: int, limit: int = 40, **options) -> Scheduler:
-    """A scheduler whose requests have been prefilled and have one output token each."""
+    """A scheduler whose requests are prefilled and have one output token each."""
     scheduler = Scheduler(
         max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, block_size=4, num_blocks=64, **options
     )
@@ -21,7 +21,7 @@ def running(*prompts: int, limit: int = 40, **options) -> Scheduler:
 
 
 def speculating(scheduler: Scheduler, queries: int):
-    """The next step, as if each decoding row had carried so many tokens."""
+    """The next step, as if each decode row carried `queries` tokens."""
     step = scheduler.schedule()
     assert step.decodes == len(step.rows)
     more = queries - 1
@@ -32,20 +32,20 @@ def speculating(scheduler: Scheduler, queries: int):
 
 
 @pytest.mark.parametrize("accepted", [[1, 1], [3, 1], [2, 3]])
-def test_rows_go_on_after_the_last_token_accepted(accepted):
+def test_rows_continue_after_the_last_accepted_token(accepted):
     scheduler = running(5, 9)
     step = speculating(scheduler, 3)
     tokens = np.array([[60, 61, 62], [70, 71, 72]])
     assert scheduler.complete(step, tokens, np.array(accepted)) == []
     for row, prompt, count, new in zip(step.rows, (5, 9), accepted, tokens, strict=True):
         assert scheduler.confirmed[row] == scheduler.known[row] == prompt + 1 + count
-        assert scheduler.computed[row] == prompt + count, "the last one's key and value are not written yet"
+        assert scheduler.computed[row] == prompt + count, "the last token's key and value are not written yet"
         assert scheduler.tokens[row, prompt + 1 : prompt + 1 + count].tolist() == new[:count].tolist()
     assert (scheduler.schedule().queries == 1).all()
     scheduler.check()
 
 
-def test_a_stop_token_among_the_accepted_ends_the_request_there():
+def test_a_stop_token_among_the_accepted_tokens_ends_the_request_there():
     scheduler = running(5, 9)
     step = speculating(scheduler, 3)
     (ended,) = scheduler.complete(step, np.array([[60, 99, 62], [70, 71, 72]]), np.array([3, 2]))
@@ -54,7 +54,7 @@ def test_a_stop_token_among_the_accepted_ends_the_request_there():
     scheduler.check()
 
 
-def test_the_length_limit_among_the_accepted_ends_the_request_there():
+def test_the_length_limit_within_the_accepted_tokens_ends_the_request_there():
     scheduler = running(5, 9, limit=12)
     step = speculating(scheduler, 3)
     (ended,) = scheduler.complete(step, np.array([[60, 61, 62], [70, 71, 72]]), np.array([3, 3]))

@@ -1,4 +1,4 @@
-"""Who is admitted when, under each policy: seen in the scheduler's own steps."""
+"""The order of admission and the shares of a step under each policy, observed in the scheduler's steps."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def scheduler(policy: str, **options) -> Scheduler:
 
 
 def admissions(waiting: Scheduler, later: dict[int, list[Request]] | None = None) -> list[tuple[int, str]]:
-    """(step, name) of each admission until all is done; `later`: requests that come before a step."""
+    """(step, name) of each admission until all requests finish; `later`: requests that arrive before a step."""
     found, later = [], later or {}
     for number in range(200):
         for each in later.pop(number, ()):
@@ -36,7 +36,7 @@ def admissions(waiting: Scheduler, later: dict[int, list[Request]] | None = None
             continue
         found += [(number, each.request_id) for each in step.admitted]
         waiting.complete(step, np.ones(int(step.samples.sum()), np.int64))
-    raise AssertionError("requests wait for ever")
+    raise AssertionError("requests wait forever")
 
 
 def names(found: list[tuple[int, str]]) -> str:
@@ -50,7 +50,7 @@ def test_first_come_is_first_served():
     assert names(admissions(waiting)) == "abcd"
 
 
-def test_the_lowest_priority_number_goes_first_and_equals_in_order_of_arrival():
+def test_the_lowest_priority_number_goes_first_and_ties_go_by_arrival():
     waiting = scheduler("priority", max_num_seqs=1)
     for name, priority in zip("abcde", (5, 0, 5, -3, 0), strict=True):
         waiting.submit(request(name, priority=priority))
@@ -64,7 +64,7 @@ def test_the_shortest_prompt_goes_first():
     assert names(admissions(waiting)) == "dcba"
 
 
-def test_a_long_prompt_is_overtaken_by_no_more_than_its_policy_promises():
+def test_a_long_prompt_is_overtaken_no_more_often_than_its_policy_promises():
     waiting = scheduler("shortest", max_num_seqs=1)
     waiting.submit(request("L", prompt=40, output=1))
     stream = {number: [request("s", prompt=1, output=1)] for number in range(60)}
@@ -73,17 +73,17 @@ def test_a_long_prompt_is_overtaken_by_no_more_than_its_policy_promises():
 
 
 @pytest.mark.parametrize("policy", [name for name, policy in POLICIES.items() if policy.fair])
-def test_a_policy_that_promises_so_lets_nobody_wait_for_ever(policy):
+def test_starvation_free_policies_admit_every_request(policy):
     waiting = scheduler(policy, max_num_seqs=2)
     for each in (request("a", output=2), request("b", output=2), request("L", prompt=40, output=1)):
         waiting.submit(each)
     stream = {number: [request("s", prompt=1, output=2)] for number in range(80)}
-    assert names(admissions(waiting, stream)).index("L") < 20, "others go first as long as there are any"
+    assert names(admissions(waiting, stream)).index("L") < 20, "other requests go first while there are any"
 
 
 @pytest.mark.parametrize("policy", [name for name, policy in POLICIES.items() if policy.fair])
 @pytest.mark.parametrize("budget", [1, 3, 8, 64])
-def test_a_request_that_needs_nearly_every_block_has_its_turn_however_many_come_after_it(policy, budget):
+def test_a_request_that_needs_nearly_all_blocks_runs_however_many_arrive_later(policy, budget):
     waiting = scheduler(policy, max_num_seqs=6, max_num_batched_tokens=budget, num_blocks=11)
     large = request("L", prompt=30, output=14)
     for each in (request("a"), request("b"), large):
@@ -100,7 +100,7 @@ def test_a_request_that_needs_nearly_every_block_has_its_turn_however_many_come_
     raise AssertionError("the large one never ends")
 
 
-def test_cached_blocks_are_no_obstacle_to_a_request_that_needs_all_there_are():
+def test_cached_blocks_do_not_block_a_request_that_needs_the_whole_pool():
     waiting = Scheduler(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, block_size=4, num_blocks=12)
     rng = np.random.default_rng(SEED)
     for name in "abcd":
@@ -120,7 +120,7 @@ def test_cached_blocks_are_no_obstacle_to_a_request_that_needs_all_there_are():
 
 
 def steps(waiting: Scheduler, *prompts: int, output: int = 3) -> list[list[int]]:
-    """Tokens that run in each step, row by row, in the order of arrival; 0: the row waits."""
+    """Tokens per row in each step, in order of arrival; 0: the row waits."""
     requests = [request(str(i), prompt, output) for i, prompt in enumerate(prompts)]
     for each in requests:
         waiting.submit(each)
@@ -132,12 +132,12 @@ def steps(waiting: Scheduler, *prompts: int, output: int = 3) -> list[list[int]]
     return found
 
 
-def test_decodes_run_first_and_chunks_share_what_is_left_oldest_first():
+def test_decodes_run_first_and_chunks_share_the_rest_oldest_first():
     found = steps(scheduler("fcfs", max_num_seqs=3, max_num_batched_tokens=10), 4, 14, 9, output=4)
     assert found == [[4, 6, 0], [1, 8, 1], [1, 1, 8], [1, 1, 1], [0, 1, 1], [0, 0, 1]]
 
 
-def test_a_whole_prompt_waits_for_a_step_with_room_and_one_beyond_every_budget_is_cut():
+def test_a_whole_prompt_waits_for_room_and_one_over_any_budget_is_chunked():
     found = steps(scheduler("whole", max_num_seqs=4, max_num_batched_tokens=10), 4, 9, 23, 8, output=4)
     assert list(zip(*found, strict=True)) == [
         (4, 1, 1, 1, 0, 0, 0, 0, 0),
@@ -147,7 +147,7 @@ def test_a_whole_prompt_waits_for_a_step_with_room_and_one_beyond_every_budget_i
     ]
 
 
-def test_a_smaller_budget_than_before_leaves_no_whole_prompt_waiting_for_ever():
+def test_lowering_the_budget_starves_no_whole_prompt():
     waiting = scheduler("whole", max_num_batched_tokens=20)
     assert steps(waiting, 18, output=1) == [[18]]
     waiting.max_num_batched_tokens = 10
@@ -156,7 +156,7 @@ def test_a_smaller_budget_than_before_leaves_no_whole_prompt_waiting_for_ever():
 
 @pytest.mark.explore
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_share_is_within_what_is_pending_and_the_budget_and_spends_what_it_may(policy):
+def test_every_share_respects_pending_tokens_and_uses_the_whole_budget(policy):
     rng = np.random.default_rng(SEED)
     for _ in range(500):
         pending = np.where(rng.random(9) < 0.5, 1, rng.integers(1, 40, 9)).astype(np.int32)[: rng.integers(1, 9)]
@@ -165,7 +165,7 @@ def test_every_share_is_within_what_is_pending_and_the_budget_and_spends_what_it
         assert given.sum() == min(budget, pending.sum())
 
 
-def test_a_static_batch_takes_nobody_before_its_last_is_done():
+def test_a_static_batch_admits_no_request_before_its_last_one_finishes():
     outputs = dict(zip("abcd", (2, 9, 4, 1), strict=True))
     waiting, joining = scheduler("static"), scheduler("fcfs")
     for each in (waiting, joining):
@@ -175,16 +175,16 @@ def test_a_static_batch_takes_nobody_before_its_last_is_done():
     assert admissions(joining) == [(0, "a"), (0, "b"), (2, "c"), (6, "d")]
 
 
-def test_a_static_batch_gathers_over_several_steps_when_its_prompts_exceed_a_steps_budget():
+def test_a_static_batch_fills_over_several_steps_if_its_prompts_exceed_the_budget():
     waiting = scheduler("static", max_num_seqs=4, max_num_batched_tokens=10)
     for name in "abcde":
         waiting.submit(request(name, prompt=10, output=5))
     found = {name: number for number, name in admissions(waiting)}
     assert found["a"] < found["b"] < found["c"] < found["d"]
-    assert found["e"] >= found["d"] + 5, "the fifth waits until the last of the four is done"
+    assert found["e"] >= found["d"] + 5, "the fifth request waits until all four have finished"
 
 
-def test_where_blocks_run_out_the_one_who_comes_last_gives_way():
+def test_when_blocks_run_out_the_last_request_is_preempted():
     waiting = scheduler("priority", num_blocks=8)
     urgent, idle = request("u", prompt=8, output=20, priority=0), request("i", prompt=8, output=20, priority=9)
     for each in (idle, urgent):
@@ -195,7 +195,7 @@ def test_where_blocks_run_out_the_one_who_comes_last_gives_way():
     assert idle.row < 0 <= urgent.row
 
 
-def test_an_unknown_policy_is_answered_with_those_there_are():
+def test_an_unknown_policy_error_lists_the_available_ones():
     with pytest.raises(ConfigError, match="policy must be one of fcfs, priority, shortest, static, whole, not 'lifo'"):
         EngineConfig(policy="lifo")
 
@@ -211,7 +211,7 @@ def test_tokens_do_not_depend_on_the_policy(policy):
         assert found == [llm.generate([prompt], params)[0].token_ids for prompt in prompts]
 
 
-def test_a_key_beyond_every_float_is_the_policys_mistake():
+def test_a_key_too_large_for_a_float_is_reported_as_the_policys_error():
     waiting = scheduler("fcfs")
     waiting.policy.key = lambda request: 10**400
     waiting.policy = CheckedPolicy(waiting.policy, lambda: None)

@@ -1,4 +1,4 @@
-"""The reader's own policy and block pool in the running engine."""
+"""User-supplied policies and block pools in the running engine."""
 
 import asyncio
 import threading
@@ -12,7 +12,7 @@ from minillm.kv_cache import BlockPool, BlockPoolError
 from minillm.overrides import OverrideError
 from minillm.scheduler.policies import FirstComeFirstServed, PolicyError
 from minillm.scheduler.replaceable import PARTS
-from tests.waiting import PATIENCE, come, gate
+from tests.waiting import TIMEOUT, async_wait_until, paused_steps
 
 PROMPTS = [list(range(5, 5 + length)) for length in (9, 2, 40, 5, 17, 33)]
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
@@ -27,7 +27,7 @@ class LastComeFirstServed(FirstComeFirstServed):
 
 
 class DictPool:
-    """A block pool that owes nothing to the engine's: a set of free blocks, a dictionary of holders. No prefixes."""
+    """A block pool independent of the engine's: a set of free blocks and a dictionary of holders, no prefix cache."""
 
     cached = 0
 
@@ -92,7 +92,7 @@ def class_names(llm):
 OWN = ("FirstComeFirstServed", "BlockPool")
 
 
-def test_the_readers_classes_run_in_generate_and_leave_the_engines_own(llm, expected):
+def test_user_supplied_classes_run_in_generate_and_the_engines_own_return(llm, expected):
     with minillm.using(policy=LastComeFirstServed, block_pool=DictPool) as used:
         assert tokens(llm) == expected
         assert class_names(llm) == ("LastComeFirstServed", "DictPool")
@@ -104,7 +104,7 @@ def test_the_readers_classes_run_in_generate_and_leave_the_engines_own(llm, expe
     assert used.calls == counted
 
 
-def test_a_class_that_is_replaced_inside_comes_back_outside(llm, expected):
+def test_the_outer_override_returns_after_an_inner_one(llm, expected):
     with minillm.using(block_pool=DictPool) as outer:
         tokens(llm)
         with minillm.using(policy=LastComeFirstServed, block_pool=BlockPool) as inner:
@@ -115,14 +115,14 @@ def test_a_class_that_is_replaced_inside_comes_back_outside(llm, expected):
         assert outer.calls["block_pool"] > counted["block_pool"]
 
 
-def test_an_engine_made_inside_the_block_runs_on_the_readers_classes(expected):
+def test_an_engine_created_inside_the_block_runs_on_the_user_supplied_classes(expected):
     parts = {"policy": LastComeFirstServed, "block_pool": lambda blocks: DictPool(blocks)}
     with minillm.using(**parts) as used, LLM(**OPTIONS) as llm:
         assert tokens(llm) == expected and class_names(llm) == ("LastComeFirstServed", "DictPool")
     assert min(used.calls.values()) > 0
 
 
-def test_operations_replaced_in_the_same_block_run_too(llm):
+def test_operations_overridden_in_the_same_block_run_too(llm):
     def zeros(hidden, weight, soft_cap=None):
         return hidden.new_zeros(hidden.shape[0], weight.shape[0])
 
@@ -131,7 +131,7 @@ def test_operations_replaced_in_the_same_block_run_too(llm):
     assert min(used.calls.values()) > 0
 
 
-def test_the_readers_policy_decides_who_goes_first(llm):
+def test_a_user_supplied_policy_decides_the_order(llm):
     def finished_first(**parts):
         with minillm.using(**parts):
             done = [llm.engine.prepare([5 + i] * 20, GREEDY) for i in range(8)]
@@ -149,7 +149,7 @@ def test_the_readers_policy_decides_who_goes_first(llm):
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1, 3])
-def test_an_engine_that_works_keeps_what_it_has_until_it_is_idle(expected, run_ahead):
+def test_a_busy_engine_switches_classes_only_once_it_is_idle(expected, run_ahead):
     with LLM(**OPTIONS, run_ahead=run_ahead) as llm:
         engine = llm.engine
 
@@ -167,7 +167,7 @@ def test_an_engine_that_works_keeps_what_it_has_until_it_is_idle(expected, run_a
             while engine.tracked:
                 engine.step()
             assert class_names(llm) == OWN and used.calls == {"policy": 0, "block_pool": 0}
-            second = submitted(PROMPTS)  # steps launched ahead of the last end may be in flight still
+            second = submitted(PROMPTS)  # steps launched before the last request finished may still be in flight
             assert class_names(llm) == ("LastComeFirstServed", "DictPool")
             for _ in range(4):
                 engine.step()
@@ -183,7 +183,7 @@ def test_an_engine_that_works_keeps_what_it_has_until_it_is_idle(expected, run_a
 
 
 @pytest.mark.parametrize("run_ahead", [1, 3])
-def test_steps_launched_for_requests_that_are_gone_keep_nobody_from_the_readers_parts(expected, run_ahead):
+def test_in_flight_steps_of_finished_requests_do_not_delay_the_switch(expected, run_ahead):
     with LLM(**OPTIONS, run_ahead=run_ahead) as llm:
         gone = llm.engine.prepare(PROMPTS[0], GREEDY)
         llm.engine.submit(gone)
@@ -196,7 +196,7 @@ def test_steps_launched_for_requests_that_are_gone_keep_nobody_from_the_readers_
         assert min(used.calls.values()) > 0
 
 
-def test_steps_and_events_are_counted_on(llm):
+def test_step_and_event_counters_continue_across_a_switch(llm):
     tokens(llm)
     steps = llm.stats()["steps"]
     with minillm.using(block_pool=DictPool):
@@ -205,7 +205,7 @@ def test_steps_and_events_are_counted_on(llm):
         assert llm.stats()["blocks_available"] == OPTIONS["num_blocks"]
 
 
-def test_unchanged_parts_keep_the_prefix_cache(llm):
+def test_the_prefix_cache_survives_if_the_classes_do_not_change(llm):
     with minillm.using(policy=LastComeFirstServed):
         llm.generate([PROMPTS[2]], GREEDY)
         hits = llm.stats()["prefix_hit_tokens"]
@@ -213,8 +213,8 @@ def test_unchanged_parts_keep_the_prefix_cache(llm):
         assert llm.stats()["prefix_hit_tokens"] > hits
 
 
-def test_threads_that_submit_while_blocks_come_and_go_get_the_tokens_of_a_quiet_engine(expected):
-    """The engine's thread adopts; requests come from another, blocks begin and end in a third."""
+def test_requests_submitted_while_other_threads_switch_classes_get_the_same_tokens(expected):
+    """The engine's thread switches classes; a second thread submits, a third enters and leaves the blocks."""
 
     async def ask(engine, i):
         return (await engine.generate(PROMPTS[i % len(PROMPTS)], GREEDY)).token_ids
@@ -247,11 +247,11 @@ def test_threads_that_submit_while_blocks_come_and_go_get_the_tokens_of_a_quiet_
     engine.close()
 
 
-# ---- what the reader may get wrong
+# ---- errors in user-supplied classes
 
 
 class GivesTwice(DictPool):
-    """Hands out the same blocks again and again."""
+    """Allocates the same blocks over and over."""
 
     def allocate(self, count):
         return [at % self.num_blocks for at in range(count)]
@@ -261,7 +261,7 @@ class GivesTwice(DictPool):
 
 
 class FailsLater(DictPool):
-    """Works a while, then never again."""
+    """Fails after a while."""
 
     budget = 4
 
@@ -277,13 +277,13 @@ class FailsLater(DictPool):
         super().release(blocks)
 
 
-def test_a_pool_that_gives_a_block_twice_changes_the_tokens(llm, expected):
+def test_a_pool_that_allocates_a_block_twice_changes_the_tokens(llm, expected):
     with minillm.using(block_pool=GivesTwice):
         assert tokens(llm) != expected
     assert tokens(llm) == expected
 
 
-def test_a_pool_that_fails_midway_fails_its_requests_and_the_engine_goes_on(llm, expected):
+def test_a_pool_that_fails_midway_fails_its_requests_and_the_engine_stays_usable(llm, expected):
     with minillm.using(block_pool=FailsLater) as used:
         for _ in range(2):
             with pytest.raises(ZeroDivisionError, match="my pool is wrong"):
@@ -294,38 +294,38 @@ def test_a_pool_that_fails_midway_fails_its_requests_and_the_engine_goes_on(llm,
     llm.engine.scheduler.check()
 
 
-def test_a_pool_that_fails_when_a_request_is_aborted_harms_nobody_afterwards(expected):
+def test_a_pool_that_fails_during_an_abort_affects_no_later_request(expected):
     class CannotRelease(DictPool):
         def release(self, blocks):
             raise ZeroDivisionError("cannot release")
 
     async def work(engine):
-        with minillm.using(block_pool=CannotRelease), gate() as opened:
+        with minillm.using(block_pool=CannotRelease), paused_steps() as resume:
             endless = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
             both = [asyncio.create_task(engine.generate(PROMPTS[i], endless, name)) for i, name in enumerate("ab")]
-            await come(lambda: engine.stats()["running"] == 2)
+            await async_wait_until(lambda: engine.stats()["running"] == 2)
             engine.abort("a")
-            opened.set()
+            resume.set()
             for each in both:
                 with pytest.raises(ZeroDivisionError, match="cannot release"):
                     await each
         return (await engine.generate(PROMPTS[2], GREEDY)).token_ids
 
-    engine = AsyncLLM(**OPTIONS, run_ahead=0)  # nothing is in flight: its blocks are released at once
-    assert asyncio.run(asyncio.wait_for(work(engine), PATIENCE)) == expected[2]
+    engine = AsyncLLM(**OPTIONS, run_ahead=0)  # nothing is in flight, so its blocks are released at once
+    assert asyncio.run(asyncio.wait_for(work(engine), TIMEOUT)) == expected[2]
     assert engine.alive
     engine.close()
 
 
 class Never(FirstComeFirstServed):
-    """Nobody gets a token."""
+    """Gives no request a token."""
 
     def share(self, pending, budget):
         return pending * 0
 
 
 class NeverChunks(FirstComeFirstServed):
-    """A prompt longer than a step's budget waits for ever."""
+    """A prompt longer than a step's budget waits forever."""
 
     def share(self, pending, budget):
         return pending * (pending.cumsum() <= budget)
@@ -386,7 +386,7 @@ class NotANumber(FirstComeFirstServed):
         (NotANumber, "policy NotANumber: key must give a number to sort by, not nan"),
     ],
 )
-def test_answers_that_cannot_be_followed_are_errors_and_nothing_hangs(llm, expected, policy, message):
+def test_invalid_policy_results_are_errors_and_nothing_hangs(llm, expected, policy, message):
     with minillm.using(policy=policy), pytest.raises(PolicyError, match=message):
         tokens(llm)
     assert not llm.engine.has_work
@@ -425,7 +425,7 @@ class Pretends(DictPool):
         (Pretends, "Pretends.num_blocks is 24, and it was made for 12 blocks"),
     ],
 )
-def test_blocks_that_cannot_be_right_are_errors_and_nothing_hangs(llm, expected, pool, message):
+def test_invalid_pool_results_are_errors_and_nothing_hangs(llm, expected, pool, message):
     with minillm.using(block_pool=pool), pytest.raises(BlockPoolError, match=message):
         tokens(llm, PROMPTS * 3)
     assert not llm.engine.has_work
@@ -442,12 +442,12 @@ def test_blocks_that_cannot_be_right_are_errors_and_nothing_hangs(llm, expected,
         ({"block_pool": "mine"}, "block_pool must be a class, not an object of str"),
     ],
 )
-def test_what_is_no_class_is_refused_at_once(parts, message):
+def test_an_override_that_is_not_a_class_is_rejected_at_once(parts, message):
     with pytest.raises(OverrideError, match=message), minillm.using(**parts):
         pass
 
 
-def test_missing_methods_are_named_and_the_way_out(llm, expected):
+def test_missing_methods_are_named_with_a_remedy(llm, expected):
     class Half:
         num_blocks = available = cached = 0
 
@@ -460,7 +460,7 @@ def test_missing_methods_are_named_and_the_way_out(llm, expected):
     assert tokens(llm, PROMPTS[:2]) == expected[:2]
 
 
-# ---- not written yet
+# ---- unsolved exercises
 
 
 def stub(kind, method):
@@ -479,14 +479,14 @@ METHODS = ["__init__", "available", "cached", "allocate", "share", "release", "l
     [("block_pool", BlockPool, method) for method in [*METHODS, "forget"]]
     + [("policy", LastComeFirstServed, method) for method in ("__init__", "key", "admits", "share")],
 )
-def test_a_class_with_a_stub_falls_back_whole_and_says_so(llm, expected, part, kind, method):
+def test_a_class_with_a_stub_falls_back_completely_and_is_reported(llm, expected, part, kind, method):
     with minillm.using(**{part: stub(kind, method)}) as used:
         assert tokens(llm, PROMPTS[:2]) == expected[:2]
         assert class_names(llm) == OWN
     assert used.not_solved == {part: f"write {method}"} and used.calls == {part: 0}
 
 
-def test_a_stub_on_the_way_that_only_some_steps_take_falls_back_too(llm, expected):
+def test_a_stub_reached_only_in_some_steps_falls_back_too(llm, expected):
     class Mine(FirstComeFirstServed):
         def share(self, pending, budget):
             if pending.sum() <= budget:

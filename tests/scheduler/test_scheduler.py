@@ -1,4 +1,4 @@
-"""What a step of the scheduler costs: work for what happens, none for who waits."""
+"""The cost of a scheduler step: requests that wait cause no work. Admission and preemption keep cached blocks."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def step(scheduler: Scheduler) -> Step:
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 8)])
-def test_a_step_of_decodes_looks_nothing_up_for_a_request_that_waits_for_blocks(windows):
+def test_a_decode_step_looks_up_no_prefix_for_a_request_that_waits_for_blocks(windows):
     scheduler = scheduler_with(40 * len(windows), windows)
     for each in (request("running", [1], 100), request("cached", BEGINNING, 1)):
         scheduler.submit(each)
@@ -60,7 +60,7 @@ class ShortChunks(FirstComeFirstServed):
         return super().share(np.minimum(pending, 16), budget)
 
 
-def test_who_waits_for_blocks_joins_once_a_chunk_has_filled_what_it_may_share():
+def test_a_request_waiting_for_blocks_joins_once_the_blocks_it_can_share_are_filled():
     scheduler = scheduler_with(26, (None,), policy=ShortChunks())
     first, second = request("first", BEGINNING + [1] * 40, 20), request("second", BEGINNING + [2] * 4, 8)
     scheduler.submit(first)
@@ -69,10 +69,12 @@ def test_who_waits_for_blocks_joins_once_a_chunk_has_filled_what_it_may_share():
     assert second.row < 0
     for _ in range(3):
         step(scheduler)
-    assert second.row >= 0 and scheduler.confirmed[first.row] == len(first.prompt), "the first is still being computed"
+    assert second.row >= 0 and scheduler.confirmed[first.row] == len(first.prompt), (
+        "the first request is still in prefill"
+    )
 
 
-def test_who_was_preempted_goes_on_from_its_blocks_that_are_still_cached():
+def test_a_preempted_request_continues_from_its_blocks_that_are_still_cached():
     scheduler = scheduler_with(17, (None,))
     evicted = []
     scheduler.pool.watch_evictions(evicted.append)
@@ -89,7 +91,7 @@ def test_who_was_preempted_goes_on_from_its_blocks_that_are_still_cached():
         made = step(scheduler)
     full = held[: computed // scheduler.block_size]
     kept = [block for block in full if block not in gone]
-    assert 0 < len(kept) < len(full) and kept == full[: len(kept)], "its last blocks were to be taken, and only those"
+    assert 0 < len(kept) < len(full) and kept == full[: len(kept)], "only its last blocks should have been evicted"
     assert made.starts[made.rows == victim.row] == [len(kept) * scheduler.block_size]
     assert scheduler.preemptions == 1
 
@@ -106,17 +108,20 @@ def test_a_row_keeps_no_stop_token_of_the_request_before():
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 8)])
-def test_who_joins_leaves_the_blocks_that_running_rows_take_next(windows):
-    """There are blocks for its prompt at once, but a row would then lack one, and a request be preempted."""
+def test_a_joining_request_leaves_the_blocks_that_running_rows_need_next(windows):
+    """There are enough blocks for its prompt, but a running row would then lack one and be preempted."""
     groups = len(windows)
     scheduler = scheduler_with(7 * groups - 1, windows)
-    running = [request(str(length), [9] * length, 3) for length in (3, 1, 1, 1)]  # the first will take a second block
+    # The first row will need a second block.
+    running = [request(str(length), [9] * length, 3) for length in (3, 1, 1, 1)]
     for each in running:
         scheduler.submit(each)
     step(scheduler)
     waiting = request("waiting", list(range(6)), 2)
     scheduler.submit(waiting)
-    assert scheduler.pool.available == 2 * groups + (groups - 1), "what it needs, and one too few for the row"
+    assert scheduler.pool.available == 2 * groups + (groups - 1), (
+        "enough blocks for the request, but one too few for the row"
+    )
     while scheduler.has_work:
         step(scheduler)
     assert [each.finish_reason for each in (*running, waiting)] == ["length"] * 5

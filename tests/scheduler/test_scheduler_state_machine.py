@@ -1,10 +1,9 @@
-"""Scheduler and block pool under arbitrary schedules, against a plain model of what they must do.
+"""Scheduler and block pool under arbitrary schedules, compared with a simple model of their behavior.
 
-The plain model is a device made of dictionaries: every cache slot remembers whose token it holds. It runs each step
-when it is launched, looks at the cache only through the block tables, and derives the next token from all that it
-sees there, so a block handed out twice, lost or overwritten changes tokens. A layer group with a window sees no
-further than that, and what nobody holds or may find any more is wiped out. The expected tokens come from a loop that
-knows nothing of blocks.
+The model is a device made of dictionaries: every cache slot records the token it holds. It runs each step at launch,
+reads the cache only through the block tables, and derives the next token from everything it sees there, so a block
+allocated twice, lost or overwritten changes tokens. A layer group with a window sees only that window, and blocks that
+no request holds or can find are wiped. The expected tokens come from a loop that knows nothing about blocks.
 """
 
 from collections import deque
@@ -30,7 +29,7 @@ from minillm.scheduler.policies import POLICIES, FirstComeFirstServed
 from tests.chance import TIMES
 
 VOCABULARY, STOP, LONGEST = 11, 7, 40
-# Prompts share beginnings; no token of these stands twice near, so that what another request left in a block shows.
+# Prompts share prefixes; no token repeats nearby, so stale content of a block changes tokens.
 BEGINNING = [at * 5 % VOCABULARY for at in range(20)]
 PROMPTS = st.builds(
     lambda shared, own: BEGINNING[:shared] + own,
@@ -50,7 +49,7 @@ def mixed(values) -> int:
 
 
 def next_token(tokens) -> int:
-    """The plain model's language: any token depends on all that is seen before it, in order."""
+    """The model's next token: depends on all visible tokens, in order."""
     return mixed(tokens) % VOCABULARY
 
 
@@ -65,7 +64,7 @@ def expected_tokens(prompt, limit, windows) -> list[int]:
 
 
 class ShortChunks(FirstComeFirstServed):
-    """Prompts are computed side by side, a few tokens of each a step: who joins may share what is half computed."""
+    """Prefills several prompts at once, a few tokens per step, so a joining request may share an unfinished one."""
 
     def share(self, pending, budget):
         return super().share(np.minimum(pending, 3), budget)
@@ -75,7 +74,7 @@ SCHEDULES = {**POLICIES, "short chunks": ShortChunks}
 
 
 class Device:
-    """Rows, block tables and cache slots, changed only by what a step says."""
+    """Rows, block tables and cache slots, changed only by steps."""
 
     def __init__(self, scheduler: Scheduler):
         self.block_size, self.windows, self.pool = scheduler.block_size, scheduler.tables.windows, scheduler.pool
@@ -84,7 +83,7 @@ class Device:
         self.slots: dict[tuple[int, int], int] = {}
 
     def run(self, step) -> tuple[np.ndarray, set[tuple[int, int]], set[int]]:
-        """The step's sampled tokens; the blocks that it writes, with the row that writes them; those that it reads."""
+        """The step's sampled tokens, the blocks it writes with the row that writes each, and the blocks it reads."""
         self.update(step)
         spans = list(zip(step.rows.tolist(), step.starts.tolist(), step.queries.tolist(), strict=True))
         written, read = set(), set()
@@ -97,15 +96,17 @@ class Device:
         sampled = []
         for (row, start, count), samples in zip(spans, step.samples, strict=True):
             end = start + count
-            seen: list[dict[int, int]] = []  # of each group: position -> token, as the last query sees them
+            seen: list[dict[int, int]] = []  # for each group, position -> token, as seen by the last query
             for group, window in enumerate(self.windows):
                 reach = window or LONGEST
-                first = max(start + 1 - reach, 0)  # that the first query sees: attention reads from there
+                first = max(start + 1 - reach, 0)  # the first position the first query sees: attention reads from there
                 at = {p: (self.table[group, row, p // self.block_size], p % self.block_size) for p in range(first, end)}
                 read |= {block for block, _ in at.values()}
                 found = {p: self.slots[slot] for p, slot in at.items()}
                 seen.append({p: token for p, token in found.items() if p >= end - reach})
-                assert all(token == self.tokens[row, p] for p, token in found.items()), "a query sees another's token"
+                assert all(token == self.tokens[row, p] for p, token in found.items()), (
+                    "a query sees another request's token"
+                )
             if samples:
                 farthest = max(seen, key=len)
                 token = next_token(farthest[p] for p in sorted(farthest))
@@ -114,18 +115,19 @@ class Device:
         return np.array(sampled, np.int64), written, read
 
     def update(self, step) -> None:
-        """What changed since the last step."""
+        """Apply what changed since the last step."""
         self.wipe(block for block in range(self.pool.num_blocks) if self.pool.unreferenced([block]))
         for request in step.admitted:
             for position, token in enumerate(request.known):
                 self.tokens[request.row, position] = int(token)
-        if step.table_rows is not None:
-            for i, (row, column) in enumerate(zip(step.table_rows, step.table_columns, strict=True)):
+        if step.table_changes is not None:
+            rows, columns, blocks = step.table_changes
+            for i, (row, column) in enumerate(zip(rows, columns, strict=True)):
                 for group in range(len(self.windows)):
-                    self.table[group, int(row), int(column)] = int(step.table_blocks[group, i])
+                    self.table[group, int(row), int(column)] = int(blocks[group, i])
 
     def wipe(self, blocks) -> None:
-        """Poison these, but for what a prefix may be found in."""
+        """Wipe these blocks, except those in the prefix cache."""
         for block in blocks:
             if block not in self.pool._key_of:
                 for offset in range(self.block_size):
@@ -167,7 +169,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         twice=st.booleans(),
     )
     def submit(self, prompt, output, salt, shares, priority, twice):
-        """A client asks, and perhaps another asks the same at once."""
+        """A client submits a request, sometimes twice at once."""
         request = Request(
             request_id=str(len(self.requests)),
             prompt=np.array(prompt, np.int32),
@@ -188,7 +190,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(request.finish_reason is None for request in self.requests))
     @rule(choice=st.integers(0, 10**6), again=st.booleans())
     def abort(self, choice, again):
-        """A client gives up, and perhaps tries the same again."""
+        """A client aborts a request and sometimes submits it again."""
         running = [request for request in self.requests if request.finish_reason is None]
         request = running[choice % len(running)]
         self.scheduler.finish(request, "abort")
@@ -209,7 +211,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.in_flight)
     @rule(lucky=st.integers(0, 1), again=st.booleans())
     def fail(self, lucky, again):
-        """Now and then a step fails, and whatever steps in flight were to write is lost; clients perhaps try again."""
+        """Sometimes a step fails, and the writes of steps in flight are lost; clients sometimes submit again."""
         if lucky:
             return
         lost = [request for request in self.requests if request.finish_reason is None]
@@ -229,9 +231,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         step = self.scheduler.schedule()
         if step is None:
-            assert self.in_flight or not self.scheduler.has_work, "nothing runs, yet requests wait"
+            assert self.in_flight or not self.scheduler.has_work, "no request runs although some wait"
             return
-        assert 0 < step.queries.sum() <= self.budget, "the step breaks its token budget"
+        assert 0 < step.queries.sum() <= self.budget, "the step exceeds its token budget"
         assert (step.queries[: step.decodes] == 1).all() and (step.queries[step.decodes :] > 1).all()
         sampled, written, read = self.device.run(step)
         owners = {(block, self.scheduler.requests[row]) for block, row in written}
@@ -245,15 +247,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert request.finish_reason in ("stop", "length")
 
     @invariant()
-    def books_balance(self):
+    def invariants_hold(self):
         if not hasattr(self, "scheduler"):
             return
         self.scheduler.check()
         tables, pool = self.scheduler.tables, self.scheduler.pool
         for _, _, owners, read in self.in_flight:
-            assert all(pool.references[block] for block in read), "a block that a step in flight reads was given back"
+            assert all(pool.references[block] for block in read), "a block that a step in flight reads was freed"
             for block, owner in owners:
-                assert pool.references[block] > 0, "a block that a step in flight may write was given back"
+                assert pool.references[block] > 0, "a block that a step in flight may write was freed"
                 for request in self.scheduler.requests:
                     if request is not None and request is not owner:
                         assert block not in tables.of(request.row) or block in self.shared(request), (
@@ -261,7 +263,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                         )
 
     def shared(self, request: Request) -> set[int]:
-        """Blocks of a running request that others may hold too, because they are full and registered."""
+        """Blocks of a running request that other requests may share, because they are full and registered."""
         return set(self.scheduler.tables.blocks[:, request.row, : request.registered].ravel().tolist())
 
     def expected(self, request: Request) -> list[int]:
@@ -277,17 +279,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.launch()
             if len(self.in_flight) == before:
                 self.read()
-            self.books_balance()
+            self.invariants_hold()
         else:
-            raise AssertionError("requests wait for ever")
+            raise AssertionError("requests wait forever")
         for request in self.requests:
             expected = self.expected(request)
             got = request.known.tolist()
-            assert got == expected[: len(got)], f"request {request.request_id} has other tokens than alone"
+            assert got == expected[: len(got)], f"request {request.request_id} has different tokens than alone"
             if request.finish_reason != "abort":
                 assert len(got) == len(expected), f"request {request.request_id} ended early or late"
                 reason = "stop" if expected[-1] == STOP else "length"
-                assert request.finish_reason == reason, f"request {request.request_id} tells the wrong reason"
+                assert request.finish_reason == reason, f"request {request.request_id} has the wrong finish reason"
         pool = self.scheduler.pool
         assert pool.available == pool.num_blocks, "blocks leaked"
 
@@ -299,12 +301,12 @@ def run(machine: type[SchedulerMachine], **options) -> None:
 
 
 @pytest.mark.explore
-def test_any_schedule_gives_the_tokens_of_each_request_alone():
+def test_any_schedule_gives_each_request_the_same_tokens_as_alone():
     run(SchedulerMachine, max_examples=EXAMPLES * TIMES)
 
 
 class ForgetsReferences(BlockPool):
-    """A freed block is reused too early: one holder's release frees it for all."""
+    """A block is reused too early: the first holder's release frees it."""
 
     def release(self, blocks):
         for block in blocks:
@@ -313,7 +315,7 @@ class ForgetsReferences(BlockPool):
 
 
 class GivesTwice(BlockPool):
-    """A block is referenced twice: it stays in the free list after it was given out."""
+    """A block is allocated twice: it stays in the free list after allocation."""
 
     def allocate(self, count):
         blocks = super().allocate(count)
@@ -333,7 +335,7 @@ class KeepsStaleKeys(BlockPool):
 
 
 class SkipsTheFence(Scheduler):
-    """Rows and blocks are given back while steps that may touch them are in flight."""
+    """Rows and blocks are freed while steps that may access them are in flight."""
 
     def _open_fence(self):
         while self._fence:
@@ -358,14 +360,14 @@ class StopsOneLate(Scheduler):
 
 
 class SharesUnwrittenBlocks(Scheduler):
-    """A request shares its whole prompt, though its steps have computed only a part."""
+    """A request shares its whole prompt although only part of it has been computed."""
 
     def _register(self, request, written):
         super()._register(request, int(self.confirmed[request.row]))
 
 
 class RemembersWhatFailed(Scheduler):
-    """Blocks of a failed step are still found by their prefix."""
+    """Blocks of a failed step stay in the prefix cache."""
 
     def reset(self, requests, pool):
         keys = dict(self.pool._key_of)
@@ -377,7 +379,7 @@ class RemembersWhatFailed(Scheduler):
 
 
 class LetsGoTooEarly(Scheduler):
-    """A window's blocks go one too early: the next query's farthest keys are in them."""
+    """A window's blocks are freed one block too early: they hold the oldest keys that the next query sees."""
 
     def __init__(self, **sizes):
         super().__init__(**sizes)
@@ -385,7 +387,7 @@ class LetsGoTooEarly(Scheduler):
 
 
 class LetsGoTwice(Scheduler):
-    """A row forgets what it has let go of."""
+    """A row frees the same blocks twice."""
 
     def _let_go(self, rows):
         gone = self.tables.gone.copy()
@@ -394,14 +396,14 @@ class LetsGoTwice(Scheduler):
 
 
 class LetsGoWithoutFence(Scheduler):
-    """Blocks behind a window are given back while steps that read them are in flight."""
+    """Blocks that left a window are freed while steps that read them are in flight."""
 
     def _let_go(self, rows):
         self.pool.release(self.tables.let_go(rows, self.computed[rows])[1].tolist())
 
 
 class FindsLocalHoles(BlockTables):
-    """A prefix is a hit when a local group has its last block, though the next query sees more."""
+    """A prefix counts as a hit if a local group has only its last block, although the next query sees more."""
 
     def find_prefix(self, pool, keys):
         own, self._reach = self._reach, np.minimum(self._reach, 2)
@@ -411,14 +413,15 @@ class FindsLocalHoles(BlockTables):
 
 
 class MissesLocalBlocks(Scheduler):
-    """A prefix is shared without all the local blocks that its next query sees."""
+    """A prefix is shared without all the local blocks that the next query sees."""
 
     def __init__(self, **sizes):
         super().__init__(**sizes)
         self.tables.__class__ = FindsLocalHoles
 
 
-# What state_machine_record.py runs a million steps of, and what it plants: a fault replaces its first base.
+# tools/state_machines.py runs these machines for a million steps and plants these faults. A fault replaces its first
+# base class.
 MACHINES = [SchedulerMachine]
 FAULTS = [ForgetsReferences, GivesTwice, KeepsStaleKeys, SkipsTheFence, OverspendsByOne, StopsOneLate]
 FAULTS += [SharesUnwrittenBlocks, RemembersWhatFailed]
@@ -427,7 +430,7 @@ FINDINGS = (AssertionError, KeyError, IndexError, ValueError)
 
 
 def with_fault(fault: type) -> type[SchedulerMachine]:
-    """The machine whose scheduler or pool is the faulty one."""
+    """The machine with this faulty scheduler or pool."""
     name = "pool_class" if issubclass(fault, BlockPool) else "scheduler_class"
     return type(f"With{fault.__name__}", (SchedulerMachine,), {name: fault})
 

@@ -1,7 +1,7 @@
-"""The scheduler's state machine with streams: rows let go of blocks behind the sinks, and move up.
+"""The scheduler's state machine with streams: rows free blocks after the sinks and shift the rest up.
 
-The plain model has two layers here: a slot keeps its token and what that token saw, so that keys computed with more or
-fewer blocks gone than the definition says change tokens, even where the tokens in the cache are the right ones.
+The model has two layers here: a slot records its token and what that token saw. So keys computed with more or fewer
+blocks gone than the definition says change tokens, even if the cache holds the right tokens.
 """
 
 import numpy as np
@@ -45,7 +45,7 @@ class StreamDevice(Device):
         spans = list(zip(step.rows, step.starts, step.queries, step.moved * self.block_size, strict=True))
 
         def slots(row, moved, end) -> list[tuple[int, int]]:
-            """Where a row's keys lie, up to the one at position end - 1."""
+            """The slots of a row's keys, up to position end - 1."""
             places = (divmod(place, self.block_size) for place in range(end - moved))
             return [(self.table[0, int(row), column], offset) for column, offset in places]
 
@@ -57,7 +57,7 @@ class StreamDevice(Device):
                 slot = mine[position - moved]
                 self.slots[slot] = (self.tokens[int(row), position],)
                 written.add((slot[0], int(row)))
-        for row, start, count, moved in spans:  # the second layer: every key of the first is written
+        for row, start, count, moved in spans:  # the second layer runs after every key of the first is written
             mine = slots(row, moved, start + count)
             for place in range(start - moved, start - moved + count):
                 token, *_ = self.slots[mine[place]]
@@ -91,12 +91,12 @@ class StreamMachine(SchedulerMachine):
         return expected_stream(request.prompt, request.limit, self.scheduler.stream, self.scheduler.block_size)
 
     def shared(self, request):
-        """Columns move, so which blocks of a row others may hold is for the pool to say."""
+        """Columns shift, so only the pool knows which blocks of a row are shared."""
         return set(self.scheduler.pool._key_of)
 
 
 @pytest.mark.explore
-def test_any_schedule_gives_a_stream_the_tokens_of_its_definition():
+def test_any_schedule_gives_streams_the_tokens_of_their_definition():
     run(StreamMachine, max_examples=EXAMPLES * TIMES)
 
 
@@ -109,7 +109,7 @@ class WithTables(Scheduler):
 
 
 class DropsWithoutShift(StreamTables):
-    """A block goes, and the columns behind it stay."""
+    """A block is freed, but the columns after it do not shift."""
 
     def let_go(self, rows, computed):
         before = self.blocks.copy()
@@ -119,7 +119,7 @@ class DropsWithoutShift(StreamTables):
 
 
 class DropsTheSink(StreamTables):
-    """The oldest block goes, whatever it is."""
+    """The oldest block is freed even if it holds sinks."""
 
     def let_go(self, rows, computed):
         found = self.blocks[0, rows, 0]
@@ -129,7 +129,7 @@ class DropsTheSink(StreamTables):
 
 
 class RunsAcrossADrop(StreamTables):
-    """A chunk behind the row's room runs on over a block's end, so its first tokens see too little."""
+    """A chunk past the row's capacity crosses a block boundary, so its first tokens see too little."""
 
     def pending(self, computed, known):
         return known - computed
@@ -145,21 +145,21 @@ class RunsAcrossADrop(StreamTables):
 
 
 class SharesAfterADrop(StreamTables):
-    """Blocks are told to others late, when columns are not the prefix's blocks any more."""
+    """Blocks are registered too late, when columns no longer match the prefix."""
 
     def findable(self, row, full):
         return min(full, self.held[0, row] - self.gone[0, row] if self.gone[0, row] else 1)
 
 
 class FindsFullRows(StreamTables):
-    """A row is found whole, though its next token has its place only once a block is gone."""
+    """A full row is a prefix hit, although its next token fits only after a block is freed."""
 
     def find_prefix(self, pool, keys):
         return super(StreamTables, self).find_prefix(pool, keys)
 
 
 class DropsWithoutFence(Scheduler):
-    """A block is given back while steps that read it are in flight."""
+    """A block is freed while steps that read it are in flight."""
 
     def _let_go(self, rows):
         rows = rows[self.tables.hidden(self.computed[rows])[0] > self.tables.gone[0, rows]]
@@ -172,7 +172,7 @@ FAULTS = [DropsWithoutShift, DropsTheSink, RunsAcrossADrop, SharesAfterADrop, Fi
 
 
 def with_fault(fault: type) -> type[StreamMachine]:
-    """The machine whose scheduler or tables are the faulty ones."""
+    """The machine with this faulty scheduler or table."""
     faulty = fault
     if issubclass(fault, StreamTables):
         faulty = type(fault.__name__, (WithTables,), {"tables_class": fault})

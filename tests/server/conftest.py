@@ -1,4 +1,4 @@
-"""A running server over a small random model with tiny-gemma's tokenizer: fluent text is not what is tested here."""
+"""A server running a small random model with tiny-gemma's tokenizer; these tests do not need fluent text."""
 
 import json
 import shutil

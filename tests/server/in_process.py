@@ -1,4 +1,4 @@
-"""A worker in the test's own process and loop."""
+"""A worker in the test's own process and event loop."""
 
 import asyncio
 import socket
@@ -13,7 +13,7 @@ JSON = {"content-type": "application/json"}
 
 @asynccontextmanager
 async def worker_here(engine, *, most: int | None = None, **timeouts: float):
-    """A worker in this very loop, where its tasks and files can be counted; yields its port and its hub."""
+    """Run a worker in this event loop, where its tasks and files can be counted; yields its port and hub."""
     ours, theirs = socket.socketpair()
     listener = socket.create_server(("127.0.0.1", 0), backlog=1000)
     port = listener.getsockname()[1]

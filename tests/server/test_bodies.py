@@ -1,4 +1,4 @@
-"""What a body may cost the others: it is read, decoded and checked within limits, and given back."""
+"""Request bodies: reading, decoding and checking them is bounded, and their memory is freed."""
 
 import asyncio
 import gc
@@ -15,12 +15,12 @@ from minillm.server.bounded_json import BoundedDecoder
 from minillm.server.protocol import MAX_MESSAGE, APIError, ChatRequest, CompletionRequest
 from minillm.values import QUOTED
 from tests.server.in_process import JSON, worker_here
-from tests.waiting import come
+from tests.waiting import async_wait_until
 
 BODY = {"prompt": "The river", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
 TURNS = [{"role": "user", "content": "hi"}]
 LARGE = BODY | {"user": "a" * 2 * limits.FREE_BODY}
-LONGEST = 1 << 20  # tokens of prompt and output: what a body may need most for
+LONGEST = 1 << 20  # tokens of prompt and output, the main reason for a large body
 
 
 def completion(**fields):
@@ -60,7 +60,7 @@ HEAVY = {
 
 
 @pytest.mark.parametrize("what", HEAVY)
-def test_a_heavy_body_is_refused_by_name_at_a_bounded_cost(monkeypatch, what):
+def test_an_expensive_body_is_rejected_by_field_name_at_bounded_cost(monkeypatch, what):
     field, (form, content) = HEAVY[what]
     looked, wrong = [], []
     look, loads, malformed = BoundedDecoder._value, json.loads, protocol.malformed
@@ -77,16 +77,16 @@ def test_a_heavy_body_is_refused_by_name_at_a_bounded_cost(monkeypatch, what):
     with pytest.raises(APIError) as refused:
         asyncio.run(parsed(form, body))
     assert refused.value.body["error"]["param"] == field
-    # Numbers are looked at by the piece, and what is left of a text in the end as one.
+    # Numbers are read in pieces, and the rest of the text counts as one.
     assert len(looked) <= limits.MAX_VALUES + limits.max_tokens(LONGEST) + limits.READ
-    assert len(wrong) <= 4, "what is wrong was collected"
+    assert len(wrong) <= 4, "the errors were collected"
 
 
 async def parsed(form, body):
     return BodyReader(LONGEST, 60).parse(body, form)
 
 
-def test_what_a_request_may_have_is_taken():
+def test_very_large_valid_bodies_are_accepted():
     texts = {"stop": ["a"] * 16, "stop_token_ids": [5] * 64, "logit_bias": {str(i): 1.5 for i in range(1024)}}
     form, content = completion(prompt=[list(range(500))] * 2048, **texts)
     taken = asyncio.run(parsed(form, json.dumps(content, indent=1).encode()))
@@ -99,7 +99,7 @@ def test_what_a_request_may_have_is_taken():
     assert asyncio.run(parsed(form, json.dumps(content).encode())).prompts() == [content["prompt"]]
 
 
-def test_the_largest_body_has_room_for_what_the_model_reads():
+def test_the_body_limit_allows_the_longest_prompt_of_the_model():
     assert limits.max_body(256) == limits.MIN_BODY
     for longest in (256, 2048, 8192, 1 << 17, 1 << 20):
         tokens = limits.max_tokens(longest)
@@ -108,10 +108,10 @@ def test_the_largest_body_has_room_for_what_the_model_reads():
     assert limits.max_body(1 << 20) == limits.MAX_BODY
 
 
-# ---- other requests meanwhile
+# ---- other requests in the meantime
 
 
-def test_a_stream_goes_on_while_a_large_body_is_checked(engine, monkeypatch):
+def test_other_requests_are_served_while_a_large_body_is_checked(engine, monkeypatch):
     answered = threading.Event()
     parse = BodyReader.parse
 
@@ -136,7 +136,7 @@ def test_a_stream_goes_on_while_a_large_body_is_checked(engine, monkeypatch):
     asyncio.run(everything())
 
 
-def test_what_bodies_hold_in_sum_is_bounded_and_given_back(engine, monkeypatch):
+def test_the_total_memory_of_bodies_is_bounded_and_released(engine, monkeypatch):
     readers = []
     begin = BodyReader.__init__
 
@@ -153,13 +153,13 @@ def test_what_bodies_hold_in_sum_is_bounded_and_given_back(engine, monkeypatch):
             content = json.dumps(LARGE).encode()
             head = f"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-length: {len(content)}\r\n"
             writer.write(head.encode() + b"content-type: application/json\r\n\r\n" + content[:-1])
-            await come(lambda: readers[0].held == len(content) - 1 - limits.FREE_BODY)
+            await async_wait_until(lambda: readers[0].held == len(content) - 1 - limits.FREE_BODY)
             refused = await client.post(url, json=LARGE)
             assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
             assert "large bodies" in refused.json()["error"]["message"]
-            assert (await client.post(url, json=BODY)).status_code == 200, "a small body waits for no large one"
+            assert (await client.post(url, json=BODY)).status_code == 200, "a small body had to wait for a large one"
             writer.transport.abort()
-            await come(lambda: readers[0].held == 0)
+            await async_wait_until(lambda: readers[0].held == 0)
             assert (await client.post(url, json=LARGE)).status_code == 200
             for wrong in (LARGE | {"stop": 5}, LARGE | {"nonsense": 1}, {"prompt": "a" * limits.max_body(256)}):
                 assert (await client.post(url, json=wrong)).status_code in (400, 413, 429)
@@ -168,13 +168,13 @@ def test_what_bodies_hold_in_sum_is_bounded_and_given_back(engine, monkeypatch):
     asyncio.run(everything())
 
 
-def test_a_refused_body_is_not_kept_in_what_the_refusal_leaves_behind(engine, monkeypatch):
-    """It goes before garbage is collected."""
+def test_a_rejected_body_is_freed_at_once(engine, monkeypatch):
+    """Without waiting for the garbage collector."""
     kept = []
     parse = BodyReader.parse
 
     class Watched:
-        """Something that a weak reference can be made to."""
+        """An object that supports weak references."""
 
     def checked(reader, data, form):
         local = Watched()
@@ -219,7 +219,7 @@ ECHOES = {
 
 
 @pytest.mark.parametrize("what", ECHOES)
-def test_an_error_quotes_little_of_what_was_sent(server, what):
+def test_an_error_message_quotes_only_a_little_of_the_request(server, what):
     form, content = ECHOES[what]
     path = "chat/completions" if form is ChatRequest else "completions"
     refused = httpx.post(f"{server.url}/v1/{path}", content=json.dumps(content), headers=JSON)
@@ -229,7 +229,7 @@ def test_an_error_quotes_little_of_what_was_sent(server, what):
     assert error["message"].count("x") < 2 * QUOTED
 
 
-def test_paths_and_other_long_messages_are_cut(server):
+def test_long_paths_and_messages_are_truncated(server):
     refused = httpx.get(f"{server.url}/v1/{LONG[:10_000]}")
     assert refused.status_code == 404 and len(refused.content) < 300
     refused = httpx.get(f"{server.url}/v1/models/{LONG[:10_000]}")

@@ -1,4 +1,4 @@
-"""The decoder gives what the json module gives, and stops at the first value too many."""
+"""The bounded JSON decoder agrees with the json module and stops at the first value over the limit."""
 
 import json
 
@@ -16,7 +16,7 @@ class Everything:
 
 
 def decode(text, values=10**6, numbers=10**6, depth=100, members=Everything(), piece=None):
-    """What a text means; piece: where white space, numbers and the end of the text are taken so much at a time."""
+    """Decode a text; piece: how many characters of white space, numbers and the tail are read at a time."""
     with pytest.MonkeyPatch.context() as patch:
         if piece is not None:
             patch.setattr(bounded_json, "PIECE", piece)
@@ -33,13 +33,13 @@ PIECES = st.integers(1, 40)
 
 
 @given(VALUES, st.sampled_from([None, 0, 3]), st.booleans(), PIECES)
-def test_a_text_means_what_the_json_module_says(value, indent, ascii, piece):
+def test_valid_json_decodes_as_in_the_json_module(value, indent, ascii, piece):
     text = json.dumps(value, indent=indent, ensure_ascii=ascii)
     assert decode(text, piece=piece) == decode(text) == value
 
 
 @given(VALUES, st.data(), PIECES)
-def test_what_is_no_json_is_refused_as_the_json_module_does(value, data, piece):
+def test_invalid_json_is_rejected_as_in_the_json_module(value, data, piece):
     text = json.dumps(value)
     place = data.draw(st.integers(0, len(text)))
     text = (
@@ -50,14 +50,14 @@ def test_what_is_no_json_is_refused_as_the_json_module_does(value, data, piece):
     except json.JSONDecodeError as error:
         with pytest.raises(json.JSONDecodeError) as refused:
             decode(text, piece=piece)
-        # Of a list that ends in a comma, newer versions of the module say more.
+        # Newer versions of the module say more about a list that ends in a comma.
         assert refused.value.pos == error.pos or "trailing comma" in error.msg, (text, error)
     else:
         assert decode(text, piece=piece) == expected
 
 
 def counted(monkeypatch, text, **limits):
-    """Values that a decoder looks at until it refuses a text."""
+    """The number of values that the decoder reads before it rejects a text."""
     looked = []
     look, loads = BoundedDecoder._value, json.loads
 
@@ -90,18 +90,18 @@ LONG = {
 
 
 @pytest.mark.parametrize("what", LONG)
-def test_the_first_value_too_many_is_the_last_that_is_looked_at(monkeypatch, what):
+def test_decoding_stops_at_the_first_value_over_the_limit(monkeypatch, what):
     text = f'{{"prompt": "a", "stop": {LONG[what]}}}'
-    # What it takes two by two, one counts as a value and one as a number.
+    # Of each pair it reads, one counts as a value and one as a number.
     assert counted(monkeypatch, text, values=1000, numbers=1000) <= 2002
 
 
-def test_numbers_end_with_the_piece_that_has_one_too_many(monkeypatch):
+def test_reading_numbers_stops_with_the_piece_that_exceeds_the_limit(monkeypatch):
     text = '{"stop": [' + "1," * MANY + "1]}"
     assert counted(monkeypatch, text, values=10, numbers=1000) <= 10 + bounded_json.PIECE
 
 
-def test_a_piece_of_numbers_that_is_wrong_is_tried_once(monkeypatch):
+def test_a_piece_of_invalid_numbers_is_tried_only_once(monkeypatch):
     tried = []
     loads = json.loads
     monkeypatch.setattr(bounded_json.json, "loads", lambda piece: tried.append(piece) or loads(piece))
@@ -110,12 +110,12 @@ def test_a_piece_of_numbers_that_is_wrong_is_tried_once(monkeypatch):
     assert len(tried) == 1
 
 
-def test_a_member_that_is_not_known_is_refused_before_its_value_is_looked_at():
+def test_an_unknown_member_is_rejected_before_its_value_is_read():
     with pytest.raises(UnknownMember, match="^nonsense$"):
         decode('{"a": {"nonsense": 1}, "nonsense": ???', members={"a"})
 
 
-def test_values_inside_values_end_somewhere():
+def test_nesting_depth_is_limited():
     assert decode("[[[]]]" + " " * 20_000, depth=3) == [[[]]]
     with pytest.raises(TooDeep):
         decode("[[[[]]]]" + " " * 20_000, depth=3)

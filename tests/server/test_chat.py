@@ -1,18 +1,18 @@
-"""/v1/chat/completions, as the real openai client uses it."""
+"""/v1/chat/completions through the real openai client."""
 
 import openai
 import pytest
 
 from minillm.engine.llm import chat_prompt
 from minillm.request import SamplingParams
-from tests.waiting import PATIENCE
+from tests.waiting import TIMEOUT
 
 QUESTION = [{"role": "user", "content": "Where is the river?"}]
 
 
 @pytest.fixture(scope="module")
 def ask(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT) as client:
 
         def ask(messages=QUESTION, **more):
             fixed = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
@@ -21,7 +21,7 @@ def ask(server):
         yield ask
 
 
-def test_a_chat_is_the_completion_of_its_template(ask, engine, server):
+def test_a_chat_equals_the_completion_of_its_rendered_template(ask, engine, server):
     prompt = chat_prompt(engine.tokenizer, QUESTION)
     answer = ask()
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
@@ -34,7 +34,7 @@ def test_a_chat_is_the_completion_of_its_template(ask, engine, server):
     assert answer.object == "chat.completion"
 
 
-def test_without_a_limit_the_answer_may_fill_the_context(ask, engine):
+def test_without_max_tokens_the_answer_may_fill_the_context(ask, engine):
     prompt = chat_prompt(engine.tokenizer, QUESTION)
     answer = ask(max_tokens=None)
     assert answer.usage.total_tokens == engine.max_model_len
@@ -44,14 +44,14 @@ def test_without_a_limit_the_answer_may_fill_the_context(ask, engine):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_end_token_that_is_the_last_token_allowed_is_still_the_reason(ask, engine, stream):
+def test_an_end_token_at_the_length_limit_is_still_the_finish_reason(ask, engine, stream):
     always = {str(engine.tokenizer.eos_token_id): 100}
     answer = ask(max_tokens=1, logit_bias=always, stream=stream, extra_body={"ignore_eos": False})
     choices = [choice for chunk in answer for choice in chunk.choices] if stream else answer.choices
     assert choices[-1].finish_reason == "stop"
 
 
-def test_a_streamed_chat_says_its_role_then_the_same_words(ask):
+def test_a_streamed_chat_sends_its_role_and_then_the_same_text(ask):
     whole = ask(n=2, temperature=1, seed=3)
     chunks = list(ask(n=2, temperature=1, seed=3, stream=True, stream_options={"include_usage": True}))
     assert [chunk.choices[0].delta.role for chunk in chunks[:2]] == ["assistant", "assistant"]
@@ -65,7 +65,7 @@ def test_a_streamed_chat_says_its_role_then_the_same_words(ask):
     assert chunks[-1].usage == whole.usage
 
 
-def test_chat_logprobs_name_each_token_its_bytes_and_its_rivals(ask):
+def test_chat_logprobs_list_each_token_its_bytes_and_its_alternatives(ask):
     choice = ask(logprobs=True, top_logprobs=3).choices[0]
     content = choice.logprobs.content
     assert len(content) == 8
@@ -80,27 +80,27 @@ def test_chat_logprobs_name_each_token_its_bytes_and_its_rivals(ask):
     assert [token.top_logprobs for token in ask(logprobs=True).choices[0].logprobs.content] == [[]] * 8
 
 
-def test_continuous_usage_begins_with_the_prompts_tokens(ask):
+def test_continuous_usage_starts_with_the_prompt_tokens(ask):
     options = {"include_usage": True, "continuous_usage_stats": True}
     usages = [chunk.usage for chunk in ask(stream=True, stream_options=options)]
     whole = ask().usage
     assert {usage.prompt_tokens for usage in usages} == {whole.prompt_tokens}
     assert usages[0].completion_tokens == 0 and usages[-1] == whole
     counts = [usage.completion_tokens for usage in usages]
-    assert counts == sorted(counts) and len(set(counts)) > 3, "it came in one piece"
+    assert counts == sorted(counts) and len(set(counts)) > 3, "the text came in a single chunk"
 
 
-def test_content_in_parts_is_the_same_as_in_one(ask):
+def test_content_parts_equal_plain_string_content(ask):
     parts = [{"type": "text", "text": "Where is "}, {"type": "text", "text": "the river?"}]
     assert ask([{"role": "user", "content": parts}]).choices == ask().choices
 
 
-def test_a_conversation_goes_on(ask, engine):
+def test_a_conversation_continues_over_several_turns(ask, engine):
     turns = [*QUESTION, {"role": "assistant", "content": "In the north."}, {"role": "user", "content": "How wide?"}]
     assert ask(turns).usage.prompt_tokens == len(chat_prompt(engine.tokenizer, turns))
 
 
-def test_an_answer_may_be_sent_back_as_openais_client_holds_it(ask, engine):
+def test_a_response_message_can_be_sent_back_unchanged(ask, engine):
     said = ask().choices[0].message
     assert {"refusal", "annotations", "tool_calls", "audio"} <= said.model_dump().keys()
     more = {"role": "user", "content": "How wide?", "name": "Ada"}
@@ -109,7 +109,7 @@ def test_an_answer_may_be_sent_back_as_openais_client_holds_it(ask, engine):
         assert ask([*QUESTION, back, more]).usage.prompt_tokens == len(chat_prompt(engine.tokenizer, turns))
 
 
-def test_a_request_is_sampled_as_it_says(ask, engine):
+def test_a_chat_request_uses_its_sampling_parameters(ask, engine):
     params = SamplingParams(max_tokens=8, temperature=0.7, top_p=0.9, seed=11, ignore_eos=True)
     answer = ask(temperature=0.7, top_p=0.9, seed=11)
     import asyncio

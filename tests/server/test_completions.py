@@ -1,4 +1,4 @@
-"""/v1/completions, as the real openai client uses it."""
+"""/v1/completions through the real openai client."""
 
 import asyncio
 import math
@@ -7,14 +7,14 @@ import openai
 import pytest
 
 from minillm.request import SamplingParams
-from tests.waiting import PATIENCE
+from tests.waiting import TIMEOUT
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
 
 
 @pytest.fixture(scope="module")
 def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT) as client:
         yield client
 
 
@@ -31,7 +31,7 @@ def test_the_served_model_is_listed_under_its_directory_name(client, server):
     assert client.models.retrieve("small-random").owned_by == "minillm"
 
 
-def test_a_completion_is_the_engines_own(complete, engine):
+def test_a_completion_equals_the_engines_output(complete, engine):
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     expected = asyncio.run(engine.generate("The river", params))
     answer = complete("The river")
@@ -43,15 +43,15 @@ def test_a_completion_is_the_engines_own(complete, engine):
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + 8
 
 
-def test_text_and_its_token_ids_are_the_same_prompt(complete, engine):
+def test_a_prompt_as_text_or_as_token_ids_gives_the_same_completion(complete, engine):
     ids = engine.tokenizer.encode("The river")
     assert complete(ids).choices[0].text == complete("The river").choices[0].text
 
 
-def test_every_prompt_of_a_list_gets_its_own_answer_in_order(complete, engine):
+def test_each_prompt_of_a_list_gets_its_own_answer_in_order(complete, engine):
     prompts = ["The river", "A stone", "Once"]
     alone = [complete(prompt).choices[0].text for prompt in prompts]
-    assert len(set(alone)) > 1, "the prompts must matter, or order could not be seen"
+    assert len(set(alone)) > 1, "different prompts must give different answers, or their order cannot be checked"
     together = complete(prompts)
     assert [choice.text for choice in together.choices] == alone
     assert [choice.index for choice in together.choices] == [0, 1, 2]
@@ -60,7 +60,7 @@ def test_every_prompt_of_a_list_gets_its_own_answer_in_order(complete, engine):
     assert together.usage.prompt_tokens == sum(map(len, ids))
 
 
-def test_n_choices_of_each_prompt_come_prompt_by_prompt_and_differ(complete):
+def test_n_choices_per_prompt_are_grouped_by_prompt_and_differ(complete):
     answer = complete(["The river", "A stone"], n=3, temperature=1, seed=5, max_tokens=12)
     texts = [choice.text for choice in answer.choices]
     assert len(texts) == 6
@@ -68,14 +68,17 @@ def test_n_choices_of_each_prompt_come_prompt_by_prompt_and_differ(complete):
     again = complete("A stone", n=3, temperature=1, seed=5, max_tokens=12)
     assert [choice.text for choice in again.choices] == texts[3:]
     assert answer.usage.completion_tokens == 72
+    assert answer.usage.prompt_tokens == complete(["The river", "A stone"]).usage.prompt_tokens, (
+        "each prompt counts once"
+    )
 
 
-def test_a_seed_repeats_the_sampled_text_and_another_does_not(complete):
+def test_the_same_seed_repeats_the_text_and_another_seed_changes_it(complete):
     first, again, other = (complete("Once", temperature=1, seed=seed).choices[0].text for seed in (1, 1, 2))
     assert first == again != other
 
 
-def test_a_stop_string_ends_the_text_before_it(complete):
+def test_the_text_ends_before_a_stop_string(complete):
     whole = complete("The river", max_tokens=16).choices[0].text
     stop = whole[5:8]
     choice = complete("The river", max_tokens=16, stop=stop).choices[0]
@@ -108,13 +111,13 @@ def test_echo_puts_the_prompt_first(complete, engine):
     assert complete(ids, echo=True).choices[0].text == "The river" + said
 
 
-def test_logit_bias_moves_the_choice(complete):
+def test_logit_bias_changes_the_chosen_token(complete):
     choice = complete("The river", logit_bias={"77": 100}).choices[0]
     assert choice.token_ids == [77] * 8
 
 
 def test_logprobs_rank_the_greedy_token_first(complete):
-    # Not every prompt will do: a byte token is written as bytes:\xNN, and the text has a replacement character for it.
+    # Some prompts would not work: a byte token is written as bytes:\xNN, while the text has a replacement character.
     choice = complete("Once upon a time", logprobs=3).choices[0]
     form = choice.logprobs
     assert len(form.tokens) == len(form.token_logprobs) == len(form.top_logprobs) == len(form.text_offset) == 8
@@ -126,7 +129,7 @@ def test_logprobs_rank_the_greedy_token_first(complete):
     assert form.text_offset == [sum(map(len, form.tokens[:i])) for i in range(8)]
 
 
-def test_echoed_logprobs_score_the_prompt_and_generate_nothing_when_asked(complete, engine):
+def test_echo_with_max_tokens_0_returns_logprobs_of_the_prompt_only(complete, engine):
     ids = engine.tokenizer.encode("The river runs")
     choice = complete(ids, echo=True, logprobs=1, max_tokens=0).choices[0]
     assert choice.text == "The river runs"
@@ -140,7 +143,7 @@ def test_echoed_logprobs_score_the_prompt_and_generate_nothing_when_asked(comple
     assert all(math.isfinite(value) for value in with_one.logprobs.token_logprobs[1:])
 
 
-def test_a_stream_carries_the_same_text_in_pieces(complete):
+def test_a_stream_delivers_the_same_text_in_chunks(complete):
     whole = complete("The river", max_tokens=24)
     chunks = list(complete("The river", max_tokens=24, stream=True))
     pieces = [choice for chunk in chunks for choice in chunk.choices]
@@ -149,7 +152,7 @@ def test_a_stream_carries_the_same_text_in_pieces(complete):
     assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
     assert len({chunk.id for chunk in chunks}) == 1
     assert all(getattr(chunk, "usage", None) is None for chunk in chunks)
-    assert len(pieces) > 3, "it came in one piece"
+    assert len(pieces) > 3, "the text came in a single chunk"
 
 
 def test_streamed_usage_comes_last_and_counts_everything(complete):
@@ -165,7 +168,7 @@ def test_streamed_usage_comes_last_and_counts_everything(complete):
 
 
 @pytest.mark.parametrize("last", [True, False], ids=["and in the end", "alone"])
-def test_continuous_usage_counts_what_has_come_so_far_in_every_chunk(complete, last):
+def test_continuous_usage_counts_the_tokens_so_far_in_every_chunk(complete, last):
     options = {"include_usage": last, "continuous_usage_stats": True}
     whole = complete(["The river", "A stone is a stone"], n=2)
     chunks = list(complete(["The river", "A stone is a stone"], n=2, stream=True, stream_options=options))
@@ -174,20 +177,20 @@ def test_continuous_usage_counts_what_has_come_so_far_in_every_chunk(complete, l
     assert [usage.completion_tokens for usage in usages] == counted
     assert all(usage.total_tokens == usage.prompt_tokens + usage.completion_tokens for usage in usages)
     prompts = [usage.prompt_tokens for usage in usages]
-    assert 0 < prompts[0] < prompts[-1] and prompts == sorted(prompts), "each prompt counts when it has been read"
+    assert 0 < prompts[0] < prompts[-1] and prompts == sorted(prompts), "a prompt is counted once it has been read"
     assert usages[-1] == whole.usage
     assert (chunks[-1].choices == []) == last
 
 
 @pytest.mark.parametrize("value", [True, False, None])
-def test_a_stream_that_asks_for_obfuscation_is_the_same_stream(complete, value):
+def test_include_obfuscation_does_not_change_the_stream(complete, value):
     def chunks(**more):
         return [chunk.choices for chunk in complete("The river", stream=True, **more)]
 
     assert chunks(stream_options={"include_obfuscation": value}) == chunks()
 
 
-def test_streamed_echo_and_logprobs_each_come_along(complete):
+def test_streams_support_echo_and_logprobs(complete):
     text = "".join(c.text for chunk in complete("The river", stream=True, echo=True) for c in chunk.choices)
     assert text == complete("The river", echo=True).choices[0].text
     whole = complete("The river", logprobs=2).choices[0].logprobs
@@ -197,7 +200,7 @@ def test_streamed_echo_and_logprobs_each_come_along(complete):
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 8])
-def test_a_streamed_echo_carries_the_prompts_logprobs_too(complete, max_tokens):
+def test_a_streamed_echo_includes_the_prompts_logprobs(complete, max_tokens):
     body = {"echo": True, "logprobs": 2, "n": 2, "max_tokens": max_tokens}
     prompts = ["The river", "Once upon a time"]
     whole = complete(prompts, **body)
@@ -213,12 +216,12 @@ def test_a_streamed_echo_carries_the_prompts_logprobs_too(complete, max_tokens):
     assert whole.usage.completion_tokens == 4 * max_tokens
 
 
-def test_a_hundred_async_clients_get_what_one_would(server, complete):
+def test_a_hundred_concurrent_clients_get_the_same_answers_as_one(server, complete):
     prompts = [f"Story {i}: the" for i in range(20)]
     alone = [complete(prompt).choices[0].text for prompt in prompts]
 
     async def all_at_once():
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=PATIENCE) as client:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=TIMEOUT) as client:
 
             async def one(prompt):
                 stream = await client.completions.create(model=server.model, prompt=prompt, stream=True, **GREEDY)

@@ -1,4 +1,4 @@
-"""Connections end when a client keeps silent, and wait when there are too many; the others are served meanwhile."""
+"""Idle connections are closed and surplus connections wait, while the others are served."""
 
 import asyncio
 import errno
@@ -12,16 +12,16 @@ from minillm.server import limits
 from minillm.server.connections import Connection
 from minillm.server.limits import Timeouts
 from tests.server.in_process import worker_here
-from tests.waiting import come, gate
+from tests.waiting import async_wait_until, paused_steps
 
-SOON = 0.1  # seconds: a deadline that a test waits for
+SOON = 0.1  # seconds: a deadline short enough to wait for in a test
 BODY = {"prompt": "The river", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-type: application/json\r\n"
 HEALTH = b"GET /health HTTP/1.1\r\nhost: here\r\n\r\n"
 
 
 async def answer(reader) -> tuple[int, dict, bytes]:
-    """Status, content and head of an answer."""
+    """Status, content and headers of a response."""
     head = await reader.readuntil(b"\r\n\r\n")
     lines = head.decode().lower().split("\r\n")
     length = next(int(line.split(":")[1]) for line in lines if line.startswith("content-length:"))
@@ -29,7 +29,7 @@ async def answer(reader) -> tuple[int, dict, bytes]:
 
 
 def serving(engine, work, **options):
-    """Run `work(port)` beside a worker."""
+    """Run `work(port)` against a worker."""
 
     async def everything():
         async with worker_here(engine, **options) as (port, _), asyncio.timeout(60):
@@ -39,7 +39,7 @@ def serving(engine, work, **options):
 
 
 def late(status, content, head, field) -> None:
-    """The form of a 408, after which no more requests are taken."""
+    """Check a 408 response, after which the connection accepts no more requests."""
     assert status == 408
     assert (
         content["error"]["code"] == "request_timeout" and f"{field} did not come within" in content["error"]["message"]
@@ -54,7 +54,7 @@ async def healthy(reader, writer) -> None:
 
 @pytest.fixture
 def made(monkeypatch) -> list[Connection]:
-    """The worker's ends of connections."""
+    """The worker's side of each connection."""
     found, connect = [], Connection.connection_made
 
     def connected(connection, transport):
@@ -69,15 +69,15 @@ def made(monkeypatch) -> list[Connection]:
 
 
 async def half_a_head(made, connection, half) -> None:
-    """Send part of a request's headers; their deadline passes once they are there."""
+    """Send part of a request's headers and wait until they have arrived; then their deadline passes."""
     _, writer = connection
     writer.write(half)
-    await come(lambda: made and made[-1].conn.trailing_data[0] == half)
+    await async_wait_until(lambda: made and made[-1].conn.trailing_data[0] == half)
     assert made[-1]._awaited == "headers"
     made[-1]._expire()
 
 
-def test_headers_that_do_not_come_in_time_are_answered_with_408(engine, made):
+def test_late_headers_are_answered_with_408(engine, made):
     async def work(port):
         reader, writer = connection = await asyncio.open_connection("127.0.0.1", port)
         await half_a_head(made, connection, HEAD)
@@ -87,20 +87,20 @@ def test_headers_that_do_not_come_in_time_are_answered_with_408(engine, made):
     serving(engine, work, header_timeout=60)
 
 
-def test_headers_that_keep_coming_do_not_move_their_deadline(engine, made):
+def test_a_trickle_of_headers_does_not_extend_the_deadline(engine, made):
     async def work(port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
-        await come(lambda: made)
+        await async_wait_until(lambda: made)
         deadline = made[0]._deadline.when()
         for count in range(1, 4):
             writer.write(b"GET / HTTP/1.1\r\n"[:count])
-            await come(lambda count=count: len(made[0].conn.trailing_data[0]) >= count)
+            await async_wait_until(lambda count=count: len(made[0].conn.trailing_data[0]) >= count)
             assert made[0]._deadline.when() == deadline and not made[0]._deadline.cancelled()
 
     serving(engine, work, header_timeout=60)
 
 
-def test_a_connection_that_sends_nothing_is_closed_without_a_word(engine):
+def test_a_connection_that_sends_nothing_is_closed_without_a_response(engine):
     async def work(port):
         reader, _ = await asyncio.open_connection("127.0.0.1", port)
         assert await reader.read() == b""
@@ -117,11 +117,11 @@ def test_an_idle_connection_is_closed(engine):
     serving(engine, work, keep_alive_timeout=SOON)
 
 
-def test_the_headers_of_a_next_request_have_a_deadline_too(engine, made):
+def test_the_headers_of_the_next_request_have_a_deadline_too(engine, made):
     async def work(port):
         reader, writer = connection = await asyncio.open_connection("127.0.0.1", port)
         await healthy(reader, writer)
-        assert made[0]._deadline is None, "the silence after an answer is another"
+        assert made[0]._deadline is None, "the keep-alive timeout applied instead"
         await half_a_head(made, connection, b"GET /health HT")
         late(*await answer(reader), "the headers")
         assert await reader.read() == b""
@@ -129,7 +129,7 @@ def test_the_headers_of_a_next_request_have_a_deadline_too(engine, made):
     serving(engine, work, header_timeout=60, keep_alive_timeout=60)
 
 
-def test_a_body_that_does_not_come_in_time_is_answered_with_408_and_counted(engine):
+def test_a_late_body_is_answered_with_408_and_counted(engine):
     async def work(port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(HEAD + b"content-length: 100\r\n\r\n" + b'{"prompt"')
@@ -142,7 +142,7 @@ def test_a_body_that_does_not_come_in_time_is_answered_with_408_and_counted(engi
     serving(engine, work, body_timeout=SOON)
 
 
-def test_the_body_of_a_request_that_is_answered_already_has_a_deadline_too(engine):
+def test_the_body_of_an_already_answered_request_has_a_deadline_too(engine):
     async def work(port):
         for path in (b"/v1/nothing", b"/v1/completions"):  # the second has no content type
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -154,22 +154,22 @@ def test_the_body_of_a_request_that_is_answered_already_has_a_deadline_too(engin
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_no_deadline_runs_while_an_answer_is_made(engine, made, stream):
+def test_no_deadline_runs_while_a_response_is_generated(engine, made, stream):
     async def everything():
         async with worker_here(engine) as (port, hub), httpx.AsyncClient(timeout=60) as client:
             body = BODY | {"stream": stream}
             asked = asyncio.create_task(client.post(f"http://127.0.0.1:{port}/v1/completions", json=body))
-            await come(lambda: hub.running)
+            await async_wait_until(lambda: hub.running)
             (connection,) = made
             assert connection._deadline is None and connection.timeout_keep_alive_task is None
-            opened.set()
+            resume.set()
             assert (await asked).status_code == 200
 
-    with gate() as opened:
+    with paused_steps() as resume:
         asyncio.run(everything())
 
 
-def test_a_next_request_on_the_same_connection_is_served(engine):
+def test_a_second_request_on_the_same_connection_is_served(engine):
     async def work(port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         content = json.dumps(BODY).encode()
@@ -181,7 +181,7 @@ def test_a_next_request_on_the_same_connection_is_served(engine):
 
 
 @pytest.mark.parametrize("wrong", [{"header_timeout": 0}, {"body_timeout": "1"}, {"shutdown_grace": -1}], ids=str)
-def test_deadlines_that_make_no_sense_are_refused(wrong):
+def test_invalid_timeouts_are_rejected(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Timeouts(**wrong)
     assert Timeouts(shutdown_grace=0).shutdown_grace == 0
@@ -191,7 +191,7 @@ def test_deadlines_that_make_no_sense_are_refused(wrong):
 
 
 class Log:
-    """What the worker has written to stderr."""
+    """What the worker wrote to stderr."""
 
     def __init__(self, capfd):
         self.capfd, self.text = capfd, ""
@@ -202,7 +202,7 @@ class Log:
         return self.text.splitlines()
 
 
-def test_connections_beyond_the_descriptors_wait_and_those_that_are_open_are_served(engine, capfd):
+def test_connections_beyond_the_file_descriptor_limit_wait_while_open_ones_are_served(engine, capfd):
     log = Log(capfd)
 
     async def work(port):
@@ -213,7 +213,7 @@ def test_connections_beyond_the_descriptors_wait_and_those_that_are_open_are_ser
         for _, writer in late:
             writer.write(HEALTH)
         answers = [asyncio.create_task(answer(reader)) for reader, _ in late]
-        await come(lambda: log.lines)
+        await async_wait_until(lambda: log.lines)
         for _ in range(30):
             await healthy(*first)
         assert not any(each.done() for each in answers)
@@ -229,8 +229,8 @@ def test_connections_beyond_the_descriptors_wait_and_those_that_are_open_are_ser
     serving(engine, work, most=2, header_timeout=60, keep_alive_timeout=60)
 
 
-def test_a_worker_without_descriptors_neither_spins_nor_fills_its_log(engine, capfd, monkeypatch):
-    """It tries again when a connection ends; else after a while, which never passes here."""
+def test_a_worker_out_of_file_descriptors_neither_spins_nor_floods_its_log(engine, capfd, monkeypatch):
+    """It retries when a connection ends, or after a delay, which never elapses here."""
     tried, log = [], Log(capfd)
 
     async def work(port):
@@ -246,13 +246,13 @@ def test_a_worker_without_descriptors_neither_spins_nor_fills_its_log(engine, ca
             raise OSError(errno.EMFILE, "Too many open files")
 
         monkeypatch.setattr(loop, "sock_accept", refused)
-        third = await asyncio.open_connection("127.0.0.1", port)  # for the call that waits already
+        third = await asyncio.open_connection("127.0.0.1", port)  # for the accept call that is already waiting
         await healthy(*third)
-        await come(lambda: tried)
+        await async_wait_until(lambda: tried)
         for _ in range(30):
             await healthy(*first)
         assert len(tried) == 1
-        await come(lambda: log.lines)
+        await async_wait_until(lambda: log.lines)
         (line,) = log.lines
         assert "no connection can be accepted ([Errno 24] Too many open files)" in line
         monkeypatch.setattr(loop, "sock_accept", accept)
@@ -265,7 +265,7 @@ def test_a_worker_without_descriptors_neither_spins_nor_fills_its_log(engine, ca
     serving(engine, work, header_timeout=60, keep_alive_timeout=60)
 
 
-def test_what_cannot_be_accepted_is_tried_again_and_said_once(engine, capfd, monkeypatch):
+def test_a_failed_accept_is_retried_and_logged_once(engine, capfd, monkeypatch):
     log, tried = Log(capfd), []
 
     async def work(port):
@@ -279,7 +279,7 @@ def test_what_cannot_be_accepted_is_tried_again_and_said_once(engine, capfd, mon
             return await accept(listener)
 
         monkeypatch.setattr(loop, "sock_accept", refused)
-        first = await asyncio.open_connection("127.0.0.1", port)  # for the call that waits already
+        first = await asyncio.open_connection("127.0.0.1", port)  # for the accept call that is already waiting
         second = await asyncio.open_connection("127.0.0.1", port)
         for each in (first, second):
             await healthy(*each)
@@ -289,8 +289,8 @@ def test_what_cannot_be_accepted_is_tried_again_and_said_once(engine, capfd, mon
     serving(engine, work, header_timeout=60)
 
 
-def test_little_is_taken_apart_at_once(engine, monkeypatch):
-    """Between two reads others have their turn: small chunks are slow to take apart."""
+def test_only_a_little_input_is_parsed_at_a_time(engine, monkeypatch):
+    """Small chunks are slow to parse, so other connections get a turn between two reads."""
     sizes, receive = [], H11Protocol.data_received
     monkeypatch.setattr(H11Protocol, "data_received", lambda self, data: sizes.append(len(data)) or receive(self, data))
 

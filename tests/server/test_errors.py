@@ -1,4 +1,4 @@
-"""What cannot be served is refused in OpenAI's form, and says which field, which limit and what to do."""
+"""Invalid requests are rejected in OpenAI's error format, with the field, the limit and what to do."""
 
 import json
 
@@ -6,7 +6,7 @@ import httpx
 import openai
 import pytest
 
-from tests.waiting import PATIENCE
+from tests.waiting import TIMEOUT
 
 GOOD = {"prompt": "The river", "max_tokens": 4}
 TURNS = [{"role": "user", "content": "hi"}]
@@ -15,16 +15,16 @@ CHAT = {"messages": TURNS, "max_tokens": 4}
 
 @pytest.fixture(scope="module")
 def http(server):
-    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+    with httpx.Client(base_url=server.url, timeout=TIMEOUT) as client:
         yield client
 
 
 def post(http, body):
-    """As Python writes it: a lone surrogate stays an escape."""
+    """Python's JSON encoding: a lone surrogate stays an escape."""
     return http.post("/v1/completions", content=json.dumps(body), headers={"content-type": "application/json"})
 
 
-def refused(response, status=400):
+def assert_rejected(response, status=400):
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     body = response.json()
@@ -46,14 +46,14 @@ NO_JSON = [
 
 
 @pytest.mark.parametrize("body, reason", NO_JSON, ids=[reason for _, reason in NO_JSON])
-def test_a_body_that_is_not_json_is_refused_with_the_reason_and_counted(http, body, reason):
+def test_a_body_that_is_not_json_is_rejected_with_the_reason_and_counted(http, body, reason):
     def count():
         name = 'minillm_http_requests_total{status="400"} '
         lines = http.get("/metrics").text.splitlines()
         return next((float(line.removeprefix(name)) for line in lines if line.startswith(name)), 0)
 
     before = count()
-    error = refused(http.post("/v1/completions", content=body, headers={"content-type": "application/json"}))
+    error = assert_rejected(http.post("/v1/completions", content=body, headers={"content-type": "application/json"}))
     assert error["type"] == "invalid_request_error"
     assert error["code"] == "invalid_json"
     assert error["message"].startswith("the body is not valid JSON: ") and reason in error["message"]
@@ -61,8 +61,8 @@ def test_a_body_that_is_not_json_is_refused_with_the_reason_and_counted(http, bo
 
 
 @pytest.mark.parametrize("body", ["[]", '"text"', "3", "null"])
-def test_a_body_that_is_no_object_is_refused(http, body):
-    refused(http.post("/v1/completions", content=body, headers={"content-type": "application/json"}))
+def test_a_body_that_is_not_an_object_is_rejected(http, body):
+    assert_rejected(http.post("/v1/completions", content=body, headers={"content-type": "application/json"}))
 
 
 WRONG = [
@@ -139,26 +139,28 @@ WRONG = [
 
 
 @pytest.mark.parametrize("field, value", WRONG, ids=[f"{field}={str(value)[:30]}" for field, value in WRONG])
-def test_a_wrong_field_is_refused_by_name(http, field, value):
-    error = refused(post(http, GOOD | {field: value}))
+def test_an_invalid_field_is_rejected_by_name(http, field, value):
+    error = assert_rejected(post(http, GOOD | {field: value}))
     assert field in (error["param"], error["message"].split(" ")[0]), error
 
 
 def test_an_unknown_stream_option_is_named(http):
-    error = refused(post(http, GOOD | {"stream": True, "stream_options": {"include_usage": True, "usage": True}}))
+    error = assert_rejected(
+        post(http, GOOD | {"stream": True, "stream_options": {"include_usage": True, "usage": True}})
+    )
     assert error["message"] == "stream_options.usage is not a field of this request"
     assert (error["param"], error["code"]) == ("stream_options", "unknown_parameter")
 
 
-def test_many_choices_of_many_prompts_are_refused_together(http):
-    error = refused(http.post("/v1/completions", json=GOOD | {"prompt": ["a"] * 100, "n": 100}))
+def test_the_number_of_choices_over_all_prompts_is_limited(http):
+    error = assert_rejected(http.post("/v1/completions", json=GOOD | {"prompt": ["a"] * 100, "n": 100}))
     assert error["param"] == "n" and "2048" in error["message"]
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
-def test_numbers_that_json_does_not_have_are_refused(http, number):
+def test_nan_and_infinity_are_rejected(http, number):
     content = f'{{"prompt": "a", "temperature": {number}}}'
-    refused(http.post("/v1/completions", content=content, headers={"content-type": "application/json"}))
+    assert_rejected(http.post("/v1/completions", content=content, headers={"content-type": "application/json"}))
 
 
 @pytest.mark.parametrize(
@@ -193,12 +195,12 @@ def test_numbers_that_json_does_not_have_are_refused(http, number):
     ],
     ids=str,
 )
-def test_a_wrong_chat_is_refused(http, change):
-    error = refused(http.post("/v1/chat/completions", json=CHAT | change))
+def test_an_invalid_chat_is_rejected(http, change):
+    error = assert_rejected(http.post("/v1/chat/completions", json=CHAT | change))
     assert error["param"] == next(iter(change))
 
 
-def test_what_asks_for_nothing_changes_nothing(http):
+def test_openai_fields_without_effect_are_accepted_and_change_nothing(http):
     def ask(**more):
         answer = http.post("/v1/chat/completions", json=CHAT | {"temperature": 0} | more)
         assert answer.status_code == 200, answer.text
@@ -211,27 +213,27 @@ def test_what_asks_for_nothing_changes_nothing(http):
 
 def test_a_typo_in_a_message_is_named(http):
     change = {"messages": [{"role": "user", "contents": "hi"}]}
-    error = refused(http.post("/v1/chat/completions", json=CHAT | change))
+    error = assert_rejected(http.post("/v1/chat/completions", json=CHAT | change))
     assert error["message"] == "messages.0.contents is not a field of this request"
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, 2**31])
-def test_a_wrong_max_completion_tokens_is_refused_by_its_own_name(http, value):
-    error = refused(http.post("/v1/chat/completions", json=CHAT | {"max_completion_tokens": value}))
+def test_an_invalid_max_completion_tokens_is_rejected_by_its_own_name(http, value):
+    error = assert_rejected(http.post("/v1/chat/completions", json=CHAT | {"max_completion_tokens": value}))
     assert error["param"] == "max_completion_tokens" in error["message"]
 
 
-def test_what_a_chat_template_says_against_messages_is_told_once(http):
+def test_a_chat_templates_error_is_reported_once(http):
     turns = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
-    error = refused(http.post("/v1/chat/completions", json=CHAT | {"messages": turns}))
+    error = assert_rejected(http.post("/v1/chat/completions", json=CHAT | {"messages": turns}))
     words = "the chat template refuses these messages: turn 2 must be from the assistant, not user"
     assert (error["message"], error["param"]) == (words, "messages")
 
 
-def test_half_a_pair_of_surrogates_is_refused_wherever_it_is(http):
+def test_a_lone_surrogate_is_rejected_in_any_field(http):
     def ask(path, body):
         content = json.dumps(body)
-        return refused(http.post(path, content=content, headers={"content-type": "application/json"}))
+        return assert_rejected(http.post(path, content=content, headers={"content-type": "application/json"}))
 
     assert "surrogates" in ask("/v1/completions", GOOD | {"\ud800": 1})["message"]
     turns = [{"role": "\ud800", "content": "a"}]
@@ -248,23 +250,23 @@ def test_an_unknown_model_is_not_found(server):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_longer_than_the_context_is_refused(http, server, stream):
+def test_a_prompt_longer_than_the_context_is_rejected(http, server, stream):
     limit = server.engine.max_model_len
     for path, body in (
         ("/v1/completions", {"prompt": [5] * limit}),
         ("/v1/completions", {"prompt": ["short", "word " * 1000]}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "word " * 1000}]}),
     ):
-        error = refused(http.post(path, json=body | {"stream": stream}))
+        error = assert_rejected(http.post(path, json=body | {"stream": stream}))
         assert error["code"] == "context_length_exceeded"
         assert str(limit) in error["message"]
 
 
-def test_unknown_routes_and_methods_are_refused_in_the_same_form(http):
-    refused(http.get("/v1/nothing"), 404)
-    refused(http.get("/v1/completions"), 405)
+def test_unknown_routes_and_methods_use_the_same_error_format(http):
+    assert_rejected(http.get("/v1/nothing"), 404)
+    assert_rejected(http.get("/v1/completions"), 405)
 
 
-def test_a_refused_request_leaves_the_server_at_work(http):
-    refused(http.post("/v1/completions", json=GOOD | {"n": 0}))
+def test_the_server_keeps_working_after_a_rejected_request(http):
+    assert_rejected(http.post("/v1/completions", json=GOOD | {"n": 0}))
     assert http.post("/v1/completions", json=GOOD).status_code == 200

@@ -1,4 +1,4 @@
-"""The queue is bounded, clients that leave take everything with them, and nobody pays for another's mistake."""
+"""The queue is bounded, disconnecting clients free all resources, and one client's errors never affect others."""
 
 import asyncio
 import gc
@@ -21,7 +21,7 @@ from minillm.tokenizer import Tokenizer
 from tests.chance import SEED
 from tests.server.conftest import MAX_MODEL_LEN
 from tests.server.in_process import JSON, worker_here
-from tests.waiting import PATIENCE, come, gate
+from tests.waiting import TIMEOUT, async_wait_until, paused_steps
 
 BODY = {"prompt": "The river", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
 CLIENTS = 200
@@ -33,64 +33,64 @@ def counted(hub, name: str, **labels: str) -> float:
 
 @pytest.fixture(scope="module")
 def narrow(model_directory):
-    """Two requests run, one more may wait."""
+    """A server in which two requests run and one may wait."""
     options = {"load_format": "dummy", "device": "cpu", "max_num_seqs": 2, "max_queued": 1}
     with running(model_directory, **options) as server:
         yield server
 
 
-def test_beyond_the_queue_the_answer_is_429_and_later_200(narrow):
-    async def clients(opened):
-        async with httpx.AsyncClient(base_url=narrow.url, timeout=PATIENCE) as client:
+def test_a_full_queue_answers_429_and_accepts_requests_again_later(narrow):
+    async def clients(resume):
+        async with httpx.AsyncClient(base_url=narrow.url, timeout=TIMEOUT) as client:
 
             def ask(**more):
                 return client.post("/v1/completions", json=BODY | more)
 
             taken = [asyncio.create_task(ask(stream=bool(i))) for i in range(3)]
-            await come(lambda: narrow.workers.hub.running == 3)
+            await async_wait_until(lambda: narrow.workers.hub.running == 3)
             for more in ({}, {"stream": True}, {"n": 2}):
                 refused = await ask(**more)
                 assert refused.status_code == 429
                 assert int(refused.headers["retry-after"]) >= 1
                 error = refused.json()["error"]
                 assert error["type"] == "rate_limit_error" and "of 3 that" in error["message"]
-            opened.set()
+            resume.set()
             assert [each.status_code for each in await asyncio.gather(*taken)] == [200] * 3
             assert (await ask()).status_code == 200
 
-    with gate() as opened:
-        asyncio.run(clients(opened))
+    with paused_steps() as resume:
+        asyncio.run(clients(resume))
 
 
-def test_openais_client_knows_a_full_server_and_asks_again(narrow):
-    async def clients(opened):
-        async with openai.AsyncOpenAI(base_url=f"{narrow.url}/v1", api_key="none", timeout=PATIENCE) as client:
+def test_openais_client_retries_when_the_server_is_full(narrow):
+    async def clients(resume):
+        async with openai.AsyncOpenAI(base_url=f"{narrow.url}/v1", api_key="none", timeout=TIMEOUT) as client:
 
             def ask(retries):
                 return client.with_options(max_retries=retries).completions.create(model=narrow.model, **body)
 
             body = {"prompt": "The river", "max_tokens": 4}
             taken = [asyncio.create_task(ask(0)) for _ in range(3)]
-            await come(lambda: narrow.workers.hub.running == 3)
+            await async_wait_until(lambda: narrow.workers.hub.running == 3)
             with pytest.raises(openai.RateLimitError):
                 await ask(0)
             before = counted(narrow.workers.hub, "http_requests", status="429")
             patient = asyncio.create_task(ask(5))
-            await come(lambda: counted(narrow.workers.hub, "http_requests", status="429") > before)
-            opened.set()
+            await async_wait_until(lambda: counted(narrow.workers.hub, "http_requests", status="429") > before)
+            resume.set()
             await asyncio.gather(*taken)
             assert (await patient).usage.completion_tokens == 4
 
-    with gate() as opened:
-        asyncio.run(clients(opened))
+    with paused_steps() as resume:
+        asyncio.run(clients(resume))
 
 
-def test_what_waits_goes_by_its_priority_where_the_policy_says_so(model_directory):
+def test_waiting_requests_are_ordered_by_priority_under_the_priority_policy(model_directory):
     options = {"load_format": "dummy", "device": "cpu", "max_num_seqs": 1, "policy": "priority"}
     order = []
 
-    async def clients(server, opened):
-        async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as client:
+    async def clients(server, resume):
+        async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT) as client:
 
             async def ask(priority):
                 answer = await client.post("/v1/completions", json=BODY | {"priority": priority, "max_tokens": 60})
@@ -98,24 +98,24 @@ def test_what_waits_goes_by_its_priority_where_the_policy_says_so(model_director
                 order.append(priority)
 
             first = asyncio.create_task(ask(9))
-            await come(lambda: server.engine.stats()["running"] == 1)
+            await async_wait_until(lambda: server.engine.stats()["running"] == 1)
             others = [asyncio.create_task(ask(priority)) for priority in (5, -1, 3)]
-            await come(lambda: server.workers.hub.running == 4)
-            opened.set()
+            await async_wait_until(lambda: server.workers.hub.running == 4)
+            resume.set()
             await asyncio.gather(first, *others)
 
-    with running(model_directory, **options) as server, gate() as opened:
-        asyncio.run(clients(server, opened))
+    with running(model_directory, **options) as server, paused_steps() as resume:
+        asyncio.run(clients(server, resume))
     assert order == [9, -1, 3, 5]
 
 
-def test_more_choices_than_the_server_ever_holds_are_the_requests_own_fault(narrow):
-    answer = httpx.post(narrow.url + "/v1/completions", json=BODY | {"n": 4}, timeout=PATIENCE)
+def test_more_choices_than_the_server_can_ever_hold_are_a_client_error(narrow):
+    answer = httpx.post(narrow.url + "/v1/completions", json=BODY | {"n": 4}, timeout=TIMEOUT)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "n" and "holds 3" in answer.json()["error"]["message"]
 
 
-# ---- requests that would keep a worker, or everyone, waiting
+# ---- requests that could block a worker or all other requests
 
 
 TALES = ["once upon a time " * 10] * 100
@@ -123,16 +123,16 @@ TALK = {"messages": [{"role": "user", "content": "word " * 4000}], "max_tokens":
 
 
 @pytest.mark.parametrize("path, body", [("completions", {"prompt": TALES}), ("chat/completions", TALK)])
-def test_while_long_texts_are_tokenized_the_worker_answers_others(engine, monkeypatch, path, body):
+def test_a_worker_answers_other_requests_while_it_tokenizes_long_texts(engine, monkeypatch, path, body):
     answered = threading.Event()
 
     def encode(tokenizer, text, add_special_tokens=True):
-        assert answered.wait(PATIENCE), "nobody else was answered"
+        assert answered.wait(TIMEOUT), "no other request was answered"
         return [5, 6]
 
     async def everything():
         monkeypatch.setattr(Tokenizer, "encode", encode)
-        async with worker_here(engine) as (port, _), httpx.AsyncClient(timeout=PATIENCE) as client:
+        async with worker_here(engine) as (port, _), httpx.AsyncClient(timeout=TIMEOUT) as client:
             url = f"http://127.0.0.1:{port}"
             long = asyncio.create_task(client.post(f"{url}/v1/{path}", json=body | {"max_tokens": 1}))
             await asyncio.sleep(0)
@@ -154,13 +154,13 @@ TOO_MUCH = [
 
 
 @pytest.mark.parametrize("path, body, words", TOO_MUCH, ids=[words[:30] for _, _, words in TOO_MUCH])
-def test_what_cannot_fit_is_refused_before_it_is_tokenized(engine, monkeypatch, path, body, words):
+def test_a_text_that_cannot_fit_is_rejected_before_it_is_tokenized(engine, monkeypatch, path, body, words):
     def encode(tokenizer, text, add_special_tokens=True):
         raise AssertionError("tokenized")
 
     async def everything():
         monkeypatch.setattr(Tokenizer, "encode", encode)
-        async with worker_here(engine) as (port, _), httpx.AsyncClient(timeout=PATIENCE) as client:
+        async with worker_here(engine) as (port, _), httpx.AsyncClient(timeout=TIMEOUT) as client:
             answer = await client.post(f"http://127.0.0.1:{port}/v1/{path}", json=body)
             assert answer.status_code == 400 and words in answer.json()["error"]["message"]
             long = "characters" in words
@@ -174,12 +174,12 @@ def pieces(size: int, piece: int = 1 << 20):
         yield b" " * min(piece, size - start)
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["length told", "in chunks"])
-def test_a_body_past_the_limit_is_refused_and_harms_nobody(server, told):
-    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+@pytest.mark.parametrize("with_length", [True, False], ids=["content length", "chunked"])
+def test_a_body_over_the_limit_is_rejected_and_affects_no_other_request(server, with_length):
+    with httpx.Client(base_url=server.url, timeout=TIMEOUT) as client:
 
         def post(size):
-            content = b" " * size if told else pieces(size)
+            content = b" " * size if with_length else pieces(size)
             return client.post("/v1/completions", content=content, headers=JSON)
 
         most = max_body(MAX_MODEL_LEN)
@@ -194,7 +194,7 @@ def test_a_body_past_the_limit_is_refused_and_harms_nobody(server, told):
 
 
 async def ask_at_length(port: int, rng: random.Random, sent: float = 1.0) -> tuple:
-    """A connection, and the bytes that were kept of some long request: all after its share `sent`."""
+    """Open a connection and send the share `sent` of some long request; returns the unsent rest too."""
     body = {"prompt": rng.choice(["Once", "word " * 150, ["The river", "A stone"], [5] * 180]), "max_tokens": 40}
     body |= {"stream": rng.random() < 0.6, "n": rng.choice([1, 1, 3]), "ignore_eos": True}
     body |= rng.choice([{}, {"logprobs": 2}, {"stop": "zzz"}, {"echo": True}])
@@ -219,7 +219,7 @@ def hang_up(writer: asyncio.StreamWriter, rng: random.Random) -> None:
 
 
 async def leave(port: int, rng: random.Random) -> None:
-    """Ask for something long, and hang up at some moment."""
+    """Send a long request and disconnect at a random moment."""
     when = rng.choice(["half sent", "queued", "in prefill", "mid-stream"])
     reader, writer = await ask_at_length(port, rng, 0.9 if when == "half sent" else 1)
     if when == "in prefill":
@@ -232,20 +232,20 @@ async def leave(port: int, rng: random.Random) -> None:
 
 
 def open_files() -> set[tuple]:
-    """Descriptors with what they stand for: one that is closed and given again is another."""
+    """Open file descriptors with their targets, so that a reused number counts as a different file."""
     found = set()
     for name in os.listdir("/dev/fd"):
-        with suppress(OSError):  # that of the folder itself is closed again
+        with suppress(OSError):  # the folder's own descriptor is already closed
             status = os.fstat(int(name))
             found.add((name, status.st_dev, status.st_ino))
     return found
 
 
 @pytest.mark.explore
-def test_two_hundred_clients_that_hang_up_leave_nothing_behind(model_directory, monkeypatch):
+def test_two_hundred_disconnecting_clients_leak_nothing(model_directory, monkeypatch):
     engine = AsyncLLM(model_directory, load_format="dummy", device="cpu", max_num_seqs=8)
-    rng, aborted, told = random.Random(SEED + 3), [], engine.abort
-    monkeypatch.setattr(engine, "abort", lambda request_id: told(request_id) or aborted.append(request_id))
+    rng, aborted, original_abort = random.Random(SEED + 3), [], engine.abort
+    monkeypatch.setattr(engine, "abort", lambda request_id: original_abort(request_id) or aborted.append(request_id))
 
     def idle():
         stats = engine.stats()
@@ -254,33 +254,35 @@ def test_two_hundred_clients_that_hang_up_leave_nothing_behind(model_directory, 
     async def everything():
         async with worker_here(engine) as (port, hub):
             await leave(port, rng)
-            await come(lambda: hub.running == 0 and idle())
-            await come(lambda: len(asyncio.all_tasks()) == tasks + 3)  # work, its stopper, its acceptor
-            gc.collect()  # what tests before left open is theirs
+            await async_wait_until(lambda: hub.running == 0 and idle())
+            await async_wait_until(
+                lambda: len(asyncio.all_tasks()) == tasks + 3
+            )  # the worker's main, stop and accept tasks
+            gc.collect()  # close what earlier tests left open
             files = open_files()
-            with gate() as opened:
+            with paused_steps() as resume:
                 held = [await ask_at_length(port, rng) for _ in range(25)]
-                await come(lambda: hub.running >= 25)
+                await async_wait_until(lambda: hub.running >= 25)
                 for _, writer in held:
                     hang_up(writer, rng)
-                await come(lambda: len(aborted) >= 25)
-                opened.set()
+                await async_wait_until(lambda: len(aborted) >= 25)
+                resume.set()
             for _ in range(CLIENTS // 25 - 1):
                 await asyncio.gather(*(leave(port, rng) for _ in range(25)))
-            await come(lambda: hub.running == 0 and idle())
-            await come(lambda: len(asyncio.all_tasks()) == tasks + 3 and open_files() <= files)
+            await async_wait_until(lambda: hub.running == 0 and idle())
+            await async_wait_until(lambda: len(asyncio.all_tasks()) == tasks + 3 and open_files() <= files)
             gc.collect()
             assert not [each for each in gc.get_objects() if type(each) is Choice]
             assert not engine._listening
             assert counted(hub, "finished", reason="abort") >= 25
-        await come(lambda: len(asyncio.all_tasks()) == tasks)
+        await async_wait_until(lambda: len(asyncio.all_tasks()) == tasks)
 
     tasks = 1  # this one
     asyncio.run(everything())
     engine.close()
 
 
-# ---- other people's mistakes
+# ---- other clients' errors
 
 
 WRONG = [
@@ -294,11 +296,11 @@ WRONG = [
 ]
 
 
-def test_bad_requests_beside_a_good_one_do_not_change_it(server):
+def test_invalid_requests_do_not_change_a_valid_one(server):
     good = BODY | {"max_tokens": 60, "stream": True}
 
     async def everything():
-        async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT) as client:
 
             async def say():
                 lines = (await client.post("/v1/completions", json=good)).text.splitlines()
@@ -306,16 +308,16 @@ def test_bad_requests_beside_a_good_one_do_not_change_it(server):
                 return "".join(piece["choices"][0]["text"] for piece in pieces)
 
             alone = await say()
-            beside = asyncio.create_task(say())
+            task = asyncio.create_task(say())
             bodies = [{"content": json.dumps(each), "headers": JSON} for each in WRONG * 5]
             answers = await asyncio.gather(*(client.post("/v1/completions", **body) for body in bodies))
             assert {each.status_code for each in answers} == {400}
-            assert await beside == alone
+            assert await task == alone
 
     asyncio.run(everything())
 
 
-def test_what_a_failing_operation_hits_answers_500_streamed_or_not_and_the_server_lives_on(server):
+def test_a_failing_operation_gives_500_streamed_or_not_and_the_server_keeps_running(server):
     failing = threading.Event()
 
     def embedding(ids, weight, scale):
@@ -325,7 +327,7 @@ def test_what_a_failing_operation_hits_answers_500_streamed_or_not_and_the_serve
 
     with (
         minillm.using(embedding=embedding),
-        httpx.Client(base_url=server.url, timeout=PATIENCE) as client,
+        httpx.Client(base_url=server.url, timeout=TIMEOUT) as client,
         client.stream("POST", "/v1/completions", json=BODY | {"max_tokens": 240, "stream": True}) as response,
     ):
         lines = response.iter_lines()

@@ -1,4 +1,4 @@
-"""The socket between the engine's process and its workers."""
+"""The socket between the engine process and its workers."""
 
 import asyncio
 import socket
@@ -14,14 +14,14 @@ from minillm.errors import InvalidRequest
 from minillm.request import SamplingParams
 from minillm.server.hub import Hub, Line
 from minillm.server.link import SIZES, Prompt, RemoteEngine, TooLong, Unpacker, _changed, pack, room
-from tests.waiting import come
+from tests.waiting import async_wait_until
 
 MESSAGES = st.dictionaries(st.text(), st.none() | st.integers() | st.floats(allow_nan=False) | st.text())
 NUMBERS = st.lists(st.integers(-(2**63), 2**63 - 1))
 
 
 @given(st.lists(st.tuples(MESSAGES, NUMBERS)), st.lists(st.integers(1, 50)))
-def test_messages_arrive_whole_however_the_bytes_are_cut(messages, cuts):
+def test_messages_arrive_whole_however_the_bytes_are_split(messages, cuts):
     data = b"".join(pack(message, numbers) for message, numbers in messages)
     unpacker, arrived = Unpacker(), []
     for cut in [*cuts, len(data)]:
@@ -30,12 +30,12 @@ def test_messages_arrive_whole_however_the_bytes_are_cut(messages, cuts):
     assert arrived == messages
 
 
-def test_a_message_is_announced_by_its_sizes():
+def test_a_message_starts_with_its_sizes():
     data = pack({"op": "stop"}, [7])
     assert SIZES.unpack_from(data) == (len(b'{"op":"stop"}'), 8)
 
 
-def test_params_travel_as_what_differs_from_the_defaults():
+def test_parameters_are_sent_as_differences_from_the_defaults():
     params = SamplingParams(max_tokens=3, stop="end", logit_bias={5: 1.5}, seed=0, temperature=1.0)
     form = _changed(params)
     assert set(form) == {"max_tokens", "stop", "logit_bias", "seed"}
@@ -43,13 +43,13 @@ def test_params_travel_as_what_differs_from_the_defaults():
     assert SamplingParams(**message["params"]) == params
 
 
-def test_what_no_utf8_has_travels_too():
+def test_lone_surrogates_can_be_sent():
     ((message, _),) = Unpacker().feed(pack({"text": "\ud800 \u4e2d \U0001f600"}))
     assert message == {"text": "\ud800 \u4e2d \U0001f600"}
 
 
-def test_choices_of_a_prompt_share_what_was_checked_once(engine, monkeypatch):
-    """Their parameters travel once, and are made and checked once, however many they are."""
+def test_choices_of_a_prompt_share_parameters_checked_once(engine, monkeypatch):
+    """Their parameters are sent, created and checked once, however many choices there are."""
     made, checked, began = [], [], []
     check = SamplingParams.__post_init__
     monkeypatch.setattr(
@@ -70,7 +70,7 @@ def test_choices_of_a_prompt_share_what_was_checked_once(engine, monkeypatch):
         monkeypatch.setattr(remote, "_transport", SimpleNamespace(write=lambda data: sent.append(data) or write(data)))
         made.clear()
         stream = asyncio.ensure_future(anext(remote.stream([Prompt([5]), Prompt([6])], params, n)))
-        await come(lambda: began)
+        await async_wait_until(lambda: began)
         stream.cancel()
         hub.close()
         return sent[0]
@@ -85,7 +85,7 @@ def test_choices_of_a_prompt_share_what_was_checked_once(engine, monkeypatch):
     assert requests[0].params == params
 
 
-def test_the_last_choices_seed_must_be_one_too():
+def test_the_last_choices_seed_must_be_valid_too():
     assert [each.seed for each in SamplingParams(seed=2**63 - 2).choices(2)] == [2**63 - 2, 2**63 - 1]
     with pytest.raises(InvalidRequest, match="seed must be a 64-bit whole number, and seed \\+ 2 is not"):
         SamplingParams(seed=2**63 - 2).choices(3)
@@ -98,7 +98,7 @@ def test_a_prompt_must_leave_room_for_a_token():
     assert issubclass(TooLong, InvalidRequest)
 
 
-def test_what_a_worker_does_not_read_waits_without_holding_up_the_engine(engine):
+def test_a_worker_that_does_not_read_never_blocks_the_engine(engine):
     ours, theirs = socket.socketpair()
     hub = Hub(engine, "here", max_queued=0, log_level="critical", on_gone=lambda line: None)
     line = Line(hub, ours)
@@ -114,11 +114,31 @@ def test_what_a_worker_does_not_read_waits_without_holding_up_the_engine(engine)
     hub.close()
 
 
+def test_messages_keep_their_order_when_a_socket_takes_a_part_of_one():
+    """The socket has room again before the rest of the first message is written."""
+    sent, room_for = bytearray(), [3, 1 << 20, 1 << 20]
+
+    class Narrow:
+        def setblocking(self, flag): ...
+
+        def send(self, data):
+            count = min(len(data), room_for.pop(0))
+            sent.extend(data[:count])
+            return count
+
+    hub = SimpleNamespace(engine=None, soon=lambda task: None, want_write=lambda line, wanted: None)
+    line = Line(hub, Narrow())
+    line.send({"op": "first"})
+    line.send({"op": "second"})
+    line.flush()
+    assert [message["op"] for message, _ in Unpacker().feed(sent)] == ["first", "second"]
+
+
 @pytest.mark.parametrize(
     "module",
     ["tokenizer", "request", "config", "server", "server.worker", "server.app", "server.connections", "server.link"],
 )
-def test_a_worker_imports_no_torch(module):
+def test_a_worker_does_not_import_torch(module):
     code = f"import sys, minillm.{module}; print([m for m in ('torch', 'triton', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness scores the server as it scores the same model in transformers."""
+"""lm-evaluation-harness gives the server the same scores as the same model in transformers."""
 
 import itertools
 import json
@@ -30,7 +30,7 @@ metric_list:
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
-    """A task of the harness over some of the embedded questions, each with two answered ones before it."""
+    """A harness task over some of the embedded questions, with two examples each."""
     folder = tmp_path_factory.mktemp("tasks")
     examples = _rows("dev", 2)
     rows = [
@@ -50,7 +50,7 @@ def _rows(split: str, count: int) -> list[dict]:
 
 
 def evaluate(tasks, model: str, arguments: dict):
-    """(accuracy, the log-likelihood and greediness of each option) as the harness finds them."""
+    """The harness's results: (accuracy, log-likelihood and is-greedy flag of each option)."""
     import lm_eval
 
     found = lm_eval.simple_evaluate(
@@ -62,11 +62,11 @@ def evaluate(tasks, model: str, arguments: dict):
     return found["results"]["isles"]["acc,none"], torch.tensor(scores), greedy
 
 
-def test_a_task_has_the_same_scores_through_http_as_in_transformers(tasks):
+def test_a_task_has_the_same_scores_over_http_and_in_transformers(tasks):
     reference = {"pretrained": str(MODEL), "dtype": "float32", "device": "cpu", "batch_size": 4}
     accuracy, scores, greedy = evaluate(tasks, "hf", reference)
     assert scores.shape == (QUESTIONS, 4)
-    assert accuracy > 0.5 and any(map(any, greedy)), "the task would not tell a good server from a bad one"
+    assert accuracy > 0.5 and any(map(any, greedy)), "the task cannot distinguish a good server from a bad one"
     with running(MODEL, device="cpu", dtype="float32") as server:
         served = {
             "model": server.model,

@@ -1,4 +1,4 @@
-"""Streams behind the server: prompts and outputs past the context, as long as the engine takes them."""
+"""Streams over HTTP: prompts and outputs longer than the context, up to the engine's own limit."""
 
 import httpx
 import pytest
@@ -7,7 +7,7 @@ import minillm
 from minillm import LLM, SamplingParams
 from minillm.kv_cache.streams import STREAM_TOKENS
 from minillm.server import running
-from tests.waiting import PATIENCE
+from tests.waiting import TIMEOUT
 
 CONTEXT = 64
 LONG = [7 * i % 90 + 5 for i in range(3 * CONTEXT)]
@@ -25,7 +25,7 @@ def llm(model_directory):
 
 @pytest.fixture(scope="module")
 def http(llm):
-    with running(llm) as server, httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+    with running(llm) as server, httpx.Client(base_url=server.url, timeout=TIMEOUT) as client:
         yield client
 
 
@@ -35,7 +35,7 @@ def ask(http, path="completions", **more):
     return answer.json()
 
 
-def test_a_prompt_past_the_context_has_the_engines_own_tokens(http, llm):
+def test_a_prompt_longer_than_the_context_gives_the_engines_tokens(http, llm):
     text = "The river " * CONTEXT
     for prompt in (LONG, text):
         expected = llm.generate([prompt], PARAMS)[0]
@@ -46,7 +46,7 @@ def test_a_prompt_past_the_context_has_the_engines_own_tokens(http, llm):
     assert streamed.status_code == 200 and '"finish_reason":"length"' in streamed.text.replace(" ", "")
 
 
-def test_max_tokens_past_the_context_all_come(http, llm):
+def test_max_tokens_may_exceed_the_context(http, llm):
     answer = ask(http, prompt="The river", max_tokens=3 * CONTEXT)
     expected = llm.generate(["The river"], SamplingParams(max_tokens=3 * CONTEXT, temperature=0, ignore_eos=True))
     assert answer["choices"][0]["token_ids"] == expected[0].token_ids
@@ -54,7 +54,7 @@ def test_max_tokens_past_the_context_all_come(http, llm):
 
 
 @pytest.mark.parametrize("messages", [CHAT["messages"], [{"role": "user", "content": "hi"}]], ids=["long", "short"])
-def test_a_chat_that_names_no_limit_gets_a_context_full_of_tokens_and_no_more(http, messages):
+def test_a_chat_without_a_limit_gets_at_most_one_context_of_tokens(http, messages):
     answer = ask(http, "chat/completions", messages=messages, max_tokens=None)
     assert answer["usage"]["completion_tokens"] == CONTEXT
     assert answer["choices"][0]["finish_reason"] == "length"
@@ -62,13 +62,13 @@ def test_a_chat_that_names_no_limit_gets_a_context_full_of_tokens_and_no_more(ht
     assert more["usage"]["completion_tokens"] == 2 * CONTEXT
 
 
-def test_a_prompt_that_the_readers_own_merges_make_longer_than_the_context_runs(http):
+def test_a_prompt_that_user_supplied_merges_lengthen_past_the_context_runs(http):
     with minillm.using(bpe_merge=lambda symbols, ranks: symbols) as used:
         answer = ask(http, prompt="river " * CONTEXT)
     assert used.calls["bpe_merge"] and answer["usage"]["prompt_tokens"] > 5 * CONTEXT
 
 
-def test_a_prompt_past_the_streams_own_limit_is_refused_and_harms_nobody(http):
+def test_a_prompt_over_the_streams_limit_is_rejected_and_affects_no_other_request(http):
     answer = http.post("/v1/completions", json=BODY | {"prompt": [5] * STREAM_TOKENS})
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["code"] == "context_length_exceeded"
@@ -76,8 +76,8 @@ def test_a_prompt_past_the_streams_own_limit_is_refused_and_harms_nobody(http):
     assert ask(http, prompt="The river")["usage"]["completion_tokens"] == 8
 
 
-def test_the_models_card_says_how_long_the_context_and_a_request_may_be(http, server):
+def test_the_model_card_gives_the_context_length_and_the_longest_request(http, server):
     card = http.get("/v1/models").json()["data"][0]
     assert (card["max_model_len"], card["max_request_len"]) == (CONTEXT, STREAM_TOKENS)
-    card = httpx.get(f"{server.url}/v1/models", timeout=PATIENCE).json()["data"][0]
+    card = httpx.get(f"{server.url}/v1/models", timeout=TIMEOUT).json()["data"][0]
     assert card["max_request_len"] == card["max_model_len"] == server.engine.max_model_len

@@ -1,4 +1,4 @@
-"""Over HTTP, too, a prompt is found again by who may find it: the same salt, and nobody who opted out."""
+"""Prefix caching over HTTP: hits need the same salt, and requests can opt out."""
 
 import itertools
 import random
@@ -6,21 +6,21 @@ import random
 import httpx
 import pytest
 
-from tests.waiting import PATIENCE
+from tests.waiting import TIMEOUT
 
-NUMBERS = itertools.count()  # a prompt for each test: the engine serves all of them
+NUMBERS = itertools.count()  # a different prompt for each test, because they share an engine
 MESSAGE = "What does the quirrel eat on the island, and who told the lighthouse keeper? " * 3
 
 
 @pytest.fixture(scope="module")
 def http(server):
-    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+    with httpx.Client(base_url=server.url, timeout=TIMEOUT) as client:
         yield client
 
 
 @pytest.fixture(params=["completions", "chat/completions"])
 def found(http, request):
-    """Sends a body to the endpoint; returns how many of its prompt's tokens were in the cache."""
+    """A function that sends a request and returns how many of its prompt's tokens were cached."""
 
     def hits() -> int:
         lines = http.get("/metrics").text.splitlines()
@@ -38,30 +38,30 @@ def found(http, request):
         assert answer.status_code == 200, answer.text
         tokens = answer.json()["usage"]["prompt_tokens"]
         whole, got = (tokens - 1) // 16 * 16, hits() - before
-        assert whole >= 16 * 2 and got in (0, whole), "all full blocks are found, or none"
+        assert whole >= 16 * 2 and got in (0, whole), "hits must be all full blocks or none"
         return got
 
     return send
 
 
 @pytest.mark.parametrize("salt", [None, "ann"])
-def test_the_same_prompt_is_found_by_who_has_the_same_salt(found, salt):
+def test_the_same_prompt_hits_the_cache_with_the_same_salt(found, salt):
     assert found(cache_salt=salt) == 0 < found(cache_salt=salt)
 
 
 @pytest.mark.parametrize("other", ["bob", None])
-def test_another_salt_finds_nothing(found, other):
+def test_a_different_salt_never_hits(found, other):
     assert [found(cache_salt="ann"), found(cache_salt=other)] == [0, 0] and found(cache_salt="ann") > 0
 
 
-def test_who_opts_out_finds_nothing_though_it_is_there(found):
+def test_a_request_that_opts_out_does_not_use_cached_blocks(found):
     assert [found(), found(use_prefix_cache=False)] == [0, 0] and found(use_prefix_cache=True) > 0
 
 
-def test_who_opts_out_leaves_nothing_to_be_found(found):
+def test_a_request_that_opts_out_caches_nothing(found):
     assert [found(use_prefix_cache=False), found(), found() > 0] == [0, 0, True]
 
 
-def test_an_opt_out_that_is_no_boolean_is_refused(http):
+def test_an_opt_out_that_is_not_a_boolean_is_rejected(http):
     answer = http.post("/v1/completions", json={"prompt": "The river", "use_prefix_cache": "no"})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "use_prefix_cache"

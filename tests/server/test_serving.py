@@ -1,4 +1,4 @@
-"""The server starts, shares its engine, survives its clients, and stops."""
+"""The server starts, shares its engine, survives client and engine errors, and stops."""
 
 import asyncio
 import socket
@@ -12,16 +12,16 @@ from minillm.engine.async_llm import AsyncLLM
 from minillm.kv_cache import BlockPool
 from minillm.scheduler.policies import FirstComeFirstServed
 from minillm.server import PortTaken, running, serve
-from tests.waiting import PATIENCE, come, gate, idle, until
+from tests.waiting import TIMEOUT, async_wait_until, idle, paused_steps, wait_until
 
 
 @pytest.fixture(scope="module")
 def http(server):
-    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+    with httpx.Client(base_url=server.url, timeout=TIMEOUT) as client:
         yield client
 
 
-def test_health_and_metrics_tell_what_the_server_did(http):
+def test_health_and_metrics_report_the_servers_work(http):
     assert http.get("/health").json() == {"status": "ok"}
 
     def read(name):
@@ -39,7 +39,7 @@ def test_health_and_metrics_tell_what_the_server_did(http):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_once_a_client_has_hung_up_not_a_step_more_runs_for_it(server, stream, monkeypatch):
+def test_no_step_runs_for_a_client_that_has_disconnected(server, stream, monkeypatch):
     body = {"prompt": ["The river", "A stone"], "max_tokens": 200, "ignore_eos": True, "stream": stream}
     engine, aborted, steps = server.engine, [], []
     held, go_on = threading.Event(), threading.Event()
@@ -48,35 +48,35 @@ def test_once_a_client_has_hung_up_not_a_step_more_runs_for_it(server, stream, m
         steps.append(len(ids))
         if len(steps) == 6:
             held.set()
-            assert go_on.wait(PATIENCE)
+            assert go_on.wait(TIMEOUT)
         return weight[ids] * scale
 
     def abort(request_id):
-        told(request_id)
+        original_abort(request_id)
         aborted.append(request_id)
 
-    told = engine.abort
+    original_abort = engine.abort
     monkeypatch.setattr(engine, "abort", abort)
 
     async def hang_up():
-        async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT) as client:
             asking = asyncio.create_task(client.post("/v1/completions", json=body))
-            await come(held.is_set)  # in the middle of a step
+            await async_wait_until(held.is_set)  # in the middle of a step
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
-        await come(lambda: len(aborted) == 2)
+        await async_wait_until(lambda: len(aborted) == 2)
 
     try:
         with minillm.using(embedding=embedding):
             asyncio.run(hang_up())
             go_on.set()
-            until(lambda: idle(engine))
+            wait_until(lambda: idle(engine))
             assert len(steps) == 6
     finally:
         go_on.set()
 
 
-def test_an_operation_put_in_by_the_reader_serves_http_requests(http):
+def test_a_user_supplied_operation_serves_http_requests(http):
     body = {"prompt": "The river", "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
     def ask():
@@ -92,7 +92,7 @@ def test_an_operation_put_in_by_the_reader_serves_http_requests(http):
     assert ask() == before
 
 
-def test_a_taken_port_is_a_clear_error_before_the_model_loads():
+def test_a_port_in_use_is_reported_before_the_model_loads():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(PortTaken, match=f"port {port} of 127.0.0.1 is taken.*another port"):
@@ -101,11 +101,11 @@ def test_a_taken_port_is_a_clear_error_before_the_model_loads():
             pass
 
 
-def test_a_notebooks_own_llm_is_served_and_stays_usable(model_directory):
+def test_an_existing_llm_can_be_served_and_stays_usable(model_directory):
     with minillm.LLM(model_directory, load_format="dummy", device="cpu", max_num_seqs=4) as llm:
         with running(llm) as server:
             body = {"prompt": "The river", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
-            said = httpx.post(server.url + "/v1/completions", json=body, timeout=PATIENCE).json()["choices"][0]["text"]
+            said = httpx.post(server.url + "/v1/completions", json=body, timeout=TIMEOUT).json()["choices"][0]["text"]
         params = minillm.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         assert llm.generate("The river", params)[0].text == said
 
@@ -114,16 +114,16 @@ def test_health_is_503_once_the_engine_is_closed(model_directory):
     engine = AsyncLLM(model_directory, load_format="dummy", device="cpu", max_num_seqs=4)
     with running(engine) as server:
         engine.close()
-        assert httpx.get(server.url + "/health", timeout=PATIENCE).status_code == 503
-        refused = httpx.post(server.url + "/v1/completions", json={"prompt": "a"}, timeout=PATIENCE)
+        assert httpx.get(server.url + "/health", timeout=TIMEOUT).status_code == 503
+        refused = httpx.post(server.url + "/v1/completions", json={"prompt": "a"}, timeout=TIMEOUT)
         assert refused.status_code == 500 and "closed" in refused.json()["error"]["message"]
 
 
-def test_leaving_the_block_frees_port_threads_and_the_engine_it_made(model_directory):
+def test_leaving_the_block_frees_the_port_the_threads_and_the_engine(model_directory):
     before = set(threading.enumerate())
     with running(model_directory, load_format="dummy", device="cpu", max_num_seqs=4) as server:
         port = int(server.url.rsplit(":", 1)[1])
-        with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+        with httpx.Client(base_url=server.url, timeout=TIMEOUT) as client:
             assert client.get("/health").status_code == 200
     left = {thread.name for thread in set(threading.enumerate()) - before}
     assert not {name for name in left if name.startswith("minillm")}, left
@@ -131,29 +131,29 @@ def test_leaving_the_block_frees_port_threads_and_the_engine_it_made(model_direc
     socket.create_server(("127.0.0.1", port)).close()
 
 
-def test_an_engine_handed_in_stays_open(engine):
+def test_a_borrowed_engine_stays_open(engine):
     with running(engine) as second:
-        assert httpx.get(second.url + "/v1/models", timeout=PATIENCE).json()["data"][0]["id"] == engine.name
+        assert httpx.get(second.url + "/v1/models", timeout=TIMEOUT).json()["data"][0]["id"] == engine.name
     assert asyncio.run(engine.generate("The river")).finish_reason is not None
     with pytest.raises(TypeError, match="max_num_seqs"), running(engine, max_num_seqs=3):
         pass
 
 
-def test_stopping_does_not_wait_for_a_stream_that_would_not_end(model_directory):
+def test_stopping_does_not_wait_for_an_endless_stream(model_directory):
     engine = AsyncLLM(model_directory, load_format="dummy", device="cpu", max_num_seqs=4)
     body = {"prompt": "The river", "max_tokens": 250, "ignore_eos": True, "stream": True}
-    with gate(free=6) as opened, httpx.Client(timeout=PATIENCE) as client:
+    with paused_steps(free=6) as resume, httpx.Client(timeout=TIMEOUT) as client:
         with running(engine) as server:
             response = client.send(client.build_request("POST", server.url + "/v1/completions", json=body), stream=True)
-            lines = response.iter_lines()  # without a name it would be closed at once, and the stream with it
+            lines = response.iter_lines()  # a variable keeps the iterator, and so the stream, open
             next(lines)
-        assert engine.stats()["running"] == 1, "the stream came to its end"
-        opened.set()
-        until(lambda: idle(engine))
+        assert engine.stats()["running"] == 1, "the stream ended by itself"
+        resume.set()
+        wait_until(lambda: idle(engine))
     engine.close()
 
 
-def test_a_failing_operation_is_an_error_the_client_sees_and_the_server_survives(http):
+def test_a_failing_operation_is_reported_to_the_client_and_the_server_keeps_running(http):
     def broken(x, weight):
         raise ArithmeticError("my linear is wrong")
 
@@ -164,7 +164,7 @@ def test_a_failing_operation_is_an_error_the_client_sees_and_the_server_survives
     assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3}).status_code == 200
 
 
-def test_a_policy_and_a_block_pool_of_the_readers_serve_http_requests(http):
+def test_a_user_supplied_policy_and_block_pool_serve_http_requests(http):
     body = {"prompt": ["The river", "Once", "A long day"], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
     body["return_token_ids"] = True
 
@@ -186,7 +186,7 @@ def test_a_policy_and_a_block_pool_of_the_readers_serve_http_requests(http):
     assert ask() == before
 
 
-def test_a_policy_that_lets_nobody_in_is_an_error_the_client_sees_and_the_server_survives(http):
+def test_a_policy_that_admits_no_request_is_reported_to_the_client_and_the_server_keeps_running(http):
     class Closed(FirstComeFirstServed):
         def admits(self, running):
             return False

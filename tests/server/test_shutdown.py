@@ -1,4 +1,4 @@
-"""A server that stops takes nothing new, lets what runs finish, and tells the clients for whom it cannot."""
+"""A stopping server refuses new requests, lets running ones finish, and tells clients whose requests it aborts."""
 
 import asyncio
 import json
@@ -19,23 +19,23 @@ from minillm.server.body import BodyReader
 from minillm.server.connections import Connection
 from minillm.tokenizer import Tokenizer
 from tests.server.in_process import worker_here
-from tests.waiting import come, gate
+from tests.waiting import async_wait_until, paused_steps
 
 BODY = {"prompt": "The river", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
 LONG = BODY | {"max_tokens": 240}
-PATIENCE = 60  # seconds until a test gives up on what should have come
-SOON = 0.1  # seconds of grace, where a test waits for its end
+TIMEOUT = 60  # seconds until a test gives up
+SOON = 0.1  # grace period in seconds, in tests that wait for its end
 
 
 @contextmanager
 def stuck_after(steps: int):
-    """The engine takes some steps and then no more."""
+    """The engine stops responding after some steps."""
     taken, go_on = [], threading.Event()
 
     def embedding(ids, weight, scale):
         taken.append(True)
         if len(taken) > steps:
-            assert go_on.wait(PATIENCE)
+            assert go_on.wait(TIMEOUT)
         return weight[ids] * scale
 
     with minillm.using(embedding=embedding):
@@ -46,60 +46,60 @@ def stuck_after(steps: int):
 
 
 def refuses(port: int) -> bool:
-    """Whether no new connection is taken."""
+    """Whether new connections are refused."""
     try:
-        socket.create_connection(("127.0.0.1", port), timeout=PATIENCE).close()
+        socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT).close()
     except ConnectionError:
         return True
     return False
 
 
-def told(text: str) -> None:
-    """The end of a stream that was given up."""
+def assert_aborted_stream(text: str) -> None:
+    """Check how an aborted stream ends."""
     *_, error, done = [line for line in text.splitlines() if line]
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "shutting_down"
     assert done == "data: [DONE]"
 
 
-def refused(answer: httpx.Response) -> None:
-    """The answer to a request that was given up."""
+def assert_aborted_response(answer: httpx.Response) -> None:
+    """Check the response to an aborted request."""
     assert answer.status_code == 503 and answer.headers["connection"] == "close"
     error = answer.json()["error"]
     assert (error["type"], error["code"]) == ("server_error", "shutting_down") and "stopping" in error["message"]
 
 
-def test_what_runs_finishes_while_new_connections_are_refused(engine):
-    manager = running(engine, shutdown_grace=10 * PATIENCE)
+def test_running_requests_finish_while_new_connections_are_refused(engine):
+    manager = running(engine, shutdown_grace=10 * TIMEOUT)
 
-    async def clients(opened):
+    async def clients(resume):
         server = await asyncio.to_thread(manager.__enter__)
         port = int(server.url.rsplit(":", 1)[1])
-        async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT) as client:
             bodies = [BODY, BODY | {"stream": True}]
             asked = [asyncio.create_task(client.post("/v1/completions", json=body)) for body in bodies]
-            await come(lambda: server.workers.hub.running == 2)
+            await async_wait_until(lambda: server.workers.hub.running == 2)
             stopped = asyncio.create_task(asyncio.to_thread(manager.__exit__, None, None, None))
-            await come(lambda: refuses(port))
+            await async_wait_until(lambda: refuses(port))
             assert not any(each.done() for each in [*asked, stopped])
-            opened.set()
+            resume.set()
             whole, stream = await asyncio.gather(*asked)
         await stopped
         assert whole.json()["usage"]["completion_tokens"] == 6
         assert stream.text.endswith("data: [DONE]\n\n") and "error" not in stream.text
 
-    with gate() as opened:
-        asyncio.run(clients(opened))
+    with paused_steps() as resume:
+        asyncio.run(clients(resume))
 
 
-def test_past_the_grace_every_client_is_told_and_nothing_is_written_about_it(engine, monkeypatch, capfd):
-    """One streams, one waits for its answer, one's prompt is being tokenized, and one's body is not all here."""
+def test_after_the_grace_period_every_client_gets_an_error_and_nothing_is_logged(engine, monkeypatch, capfd):
+    """One client streams, one waits for its response, one's prompt is being tokenized, one still sends its body."""
     encode, encoding, go_on = Tokenizer.encode, threading.Event(), threading.Event()
     receive, received = BodyReader._receive, []
 
     def slow(tokenizer, text, add_special_tokens=True):
         if text.startswith("long"):
             encoding.set()
-            go_on.wait(PATIENCE)
+            go_on.wait(TIMEOUT)
         return encode(tokenizer, text, add_special_tokens)
 
     def receiving(*arguments):
@@ -109,7 +109,7 @@ def test_past_the_grace_every_client_is_told_and_nothing_is_written_about_it(eng
     async def everything():
         monkeypatch.setattr(Tokenizer, "encode", slow)
         monkeypatch.setattr(BodyReader, "_receive", receiving)
-        async with httpx.AsyncClient(timeout=PATIENCE) as client:
+        async with httpx.AsyncClient(timeout=TIMEOUT) as client:
             async with worker_here(engine, shutdown_grace=SOON) as (port, hub):
                 url = f"http://127.0.0.1:{port}/v1/completions"
 
@@ -117,15 +117,15 @@ def test_past_the_grace_every_client_is_told_and_nothing_is_written_about_it(eng
                     return asyncio.create_task(client.post(url, json=LONG | more))
 
                 request = client.build_request("POST", url, json=LONG | {"stream": True})
-                stream = await client.send(request, stream=True)  # something has come of it
+                stream = await client.send(request, stream=True)  # its response has started
                 whole, long = ask(n=2), ask(prompt="long " * 4000)
                 half_reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 head = b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-type: application/json\r\n"
                 writer.write(head + b"content-length: 100\r\n\r\n{")
-                await come(lambda: hub.running == 3 and encoding.is_set() and len(received) == 4)
-            told((await stream.aread()).decode())
-            refused(await whole)
-            refused(await long)
+                await async_wait_until(lambda: hub.running == 3 and encoding.is_set() and len(received) == 4)
+            assert_aborted_stream((await stream.aread()).decode())
+            assert_aborted_response(await whole)
+            assert_aborted_response(await long)
             half = await half_reader.read()
             assert half.startswith(b"HTTP/1.1 503") and b'"code": "shutting_down"' in half
             go_on.set()
@@ -135,7 +135,7 @@ def test_past_the_grace_every_client_is_told_and_nothing_is_written_about_it(eng
     assert capfd.readouterr().err == ""
 
 
-def test_a_client_that_does_not_read_does_not_hold_up_the_end(engine, monkeypatch, capfd):
+def test_a_client_that_does_not_read_does_not_delay_shutdown(engine, monkeypatch, capfd):
     made, connect = [], Connection.connection_made
 
     def connected(connection, transport):
@@ -160,8 +160,8 @@ def test_a_client_that_does_not_read_does_not_hold_up_the_end(engine, monkeypatc
 
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT], ids=lambda sign: sign.name)
-def test_a_second_signal_ends_at_once_and_tells_the_clients(model_directory, sign):
-    """The grace is longer than the test may take, and the stream endless."""
+def test_a_second_signal_stops_at_once_and_tells_the_clients(model_directory, sign):
+    """The grace period is longer than the test's timeout, and the stream is endless."""
     command = [sys.executable, "-m", "minillm.cli", "serve", "--port", "0", "--model", str(model_directory)]
     command += ["--load-format", "dummy", "--device", "cpu", "--max-num-seqs", "4", "--shutdown-grace", "100000"]
     command += ["--max-model-len", "64", "--attention-sinks", "4", "--attention-window", "32"]
@@ -169,16 +169,16 @@ def test_a_second_signal_ends_at_once_and_tells_the_clients(model_directory, sig
     with subprocess.Popen(command, start_new_session=True, **pipes) as process:
         url = process.stdout.readline().split()[4].removesuffix("/v1")
         endless = BODY | {"max_tokens": 10**6, "stream": True}
-        with httpx.stream("POST", url + "/v1/completions", json=endless, timeout=PATIENCE) as response:
+        with httpx.stream("POST", url + "/v1/completions", json=endless, timeout=TIMEOUT) as response:
             lines = response.iter_lines()
             next(lines)
             process.send_signal(sign)
-            port, deadline = int(url.rsplit(":", 1)[1]), time.monotonic() + PATIENCE
+            port, deadline = int(url.rsplit(":", 1)[1]), time.monotonic() + TIMEOUT
             while not refuses(port):
-                assert time.monotonic() < deadline, "it goes on to take connections"
-            assert next(line for line in lines if line).startswith('data: {"id"'), "what ran was ended"
+                assert time.monotonic() < deadline, "it still accepts connections"
+            assert next(line for line in lines if line).startswith('data: {"id"'), "running requests were aborted"
             process.send_signal(sign)
-            told("\n".join(lines))
-        output, errors = process.communicate(timeout=PATIENCE)
+            assert_aborted_stream("\n".join(lines))
+        output, errors = process.communicate(timeout=TIMEOUT)
         assert process.returncode == 0
         assert "has stopped" in output and "Traceback" not in errors

@@ -1,4 +1,4 @@
-"""Stop strings are found where text is made, in the workers: the engine makes none, and soon ends the request."""
+"""Workers detect stop strings because they produce the text; the engine ends the request soon after."""
 
 import asyncio
 import itertools
@@ -18,7 +18,7 @@ from minillm.engine.llm import chat_prompt
 from minillm.server import running
 from minillm.server.link import EngineError, Prompt, RemoteEngine, Unpacker, pack
 from tests.chance import SEED
-from tests.waiting import PATIENCE, until
+from tests.waiting import TIMEOUT, wait_until
 
 LONG = 2048
 SAMPLED = {"temperature": 1, "seed": 2, "max_tokens": 60, "ignore_eos": True, "return_token_ids": True}
@@ -26,7 +26,7 @@ SAMPLED = {"temperature": 1, "seed": 2, "max_tokens": 60, "ignore_eos": True, "r
 
 @pytest.fixture(scope="module")
 def long_engine(model_directory, tmp_path_factory):
-    """A context in which one that does not stop would show."""
+    """An engine with a context so long that a request that does not stop is noticed."""
     folder = tmp_path_factory.mktemp("models") / "long"
     shutil.copytree(model_directory, folder)
     config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": LONG}
@@ -44,13 +44,13 @@ def long_server(long_engine):
 
 @pytest.fixture(scope="module")
 def http(long_server):
-    with httpx.Client(base_url=long_server.url, timeout=PATIENCE) as client:
+    with httpx.Client(base_url=long_server.url, timeout=TIMEOUT) as client:
         yield client
 
 
 @pytest.fixture
 def prepared(long_engine, monkeypatch):
-    """What the engine is asked to run."""
+    """The requests that the engine is asked to run."""
     seen, prepare = [], long_engine.prepare
     monkeypatch.setattr(long_engine, "prepare", lambda *given, **more: seen.append(prepare(*given, **more)) or seen[-1])
     return seen
@@ -63,7 +63,7 @@ def post(http, path="completions", **body):
 
 
 def ask(http, path="completions", **body):
-    """(texts, token ids, finish reasons, usage) of the answer's choices, which a stream must show alike."""
+    """(texts, token ids, finish reasons, usage) of a response's choices, after checking that a stream has the same."""
     whole = post(http, path, **body).json()
     kind = "message" if path.startswith("chat") else None
     shown = [_shown(choice, kind) for choice in whole["choices"]]
@@ -74,7 +74,7 @@ def ask(http, path="completions", **body):
         for choice in chunk["choices"]:
             text, ids, reason = _shown(choice, kind and "delta")
             entry = streamed[choice["index"]]
-            assert entry[2] is None, "it had ended"
+            assert entry[2] is None, "the choice had already finished"
             entry[0], entry[1], entry[2] = entry[0] + text, entry[1] + ids, reason
     assert [tuple(entry) for entry in streamed] == shown
     assert chunks[-1]["usage"] == whole["usage"]
@@ -87,7 +87,7 @@ def _shown(choice, kind):
 
 
 def alone(engine, prompt, **params):
-    """What the engine itself, which then looks for stop strings, generates."""
+    """The output of the engine itself, which then checks for stop strings."""
     params = {name: value for name, value in params.items() if name != "return_token_ids"}
     return asyncio.run(engine.generate(prompt, SamplingParams(**params)))
 
@@ -103,7 +103,7 @@ def holds_nothing(engine):
 
 
 def middle(text, size=6):
-    """A stop string from the middle of a text, which begins nowhere before."""
+    """A stop string from the middle of a text, with no earlier partial match."""
     place = next(place for place in range(len(text) // 3, len(text)) if text.find(text[place : place + size]) == place)
     return text[place : place + size]
 
@@ -112,23 +112,23 @@ def middle(text, size=6):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_soon_after_a_stop_string_the_engine_ends_the_request_as_stopped(
+def test_the_engine_soon_ends_a_request_whose_stop_string_was_found(
     http, long_server, long_engine, prepared, stream, monkeypatch
 ):
     body = {"prompt": "The river", "max_tokens": 1500}
     stop = middle(alone(long_engine, "The river", **SAMPLED).text)
     expected = alone(long_engine, "The river", **SAMPLED | {"max_tokens": 1500, "stop": stop})
-    count, steps, told, stopped = len(expected.token_ids), [], threading.Event(), []
+    count, steps, reported, stopped = len(expected.token_ids), [], threading.Event(), []
 
     def stop_here(request_id, string):
         stop_there(request_id, string)
         stopped.append((string, long_server.workers.hub.running))
-        told.set()
+        reported.set()
 
     def embedding(ids, weight, scale):
         steps.append(len(ids))
         if len(steps) > count + 20:
-            assert told.wait(PATIENCE), "the engine never hears of the stop string"
+            assert reported.wait(TIMEOUT), "the engine never learned of the stop string"
         return weight[ids] * scale
 
     stop_there = long_engine.stop
@@ -137,26 +137,26 @@ def test_soon_after_a_stop_string_the_engine_ends_the_request_as_stopped(
     before = [metric(http, name) for name in names]
     with minillm.using(embedding=embedding):
         answer = post(http, **body, stop=[stop, "never said"], stream=stream)
-        until(lambda: holds_nothing(long_engine))
+        wait_until(lambda: holds_nothing(long_engine))
     pieces = [json.loads(line[6:]) for line in answer.text.splitlines() if "{" in line] if stream else [answer.json()]
     assert "".join(piece["choices"][0]["text"] for piece in pieces) == expected.text
     assert [id for piece in pieces for id in piece["choices"][0]["token_ids"]] == expected.token_ids
-    assert stopped == [(stop, 0)], "once, and its place is the next one's already"
-    until(lambda: metric(http, names[1]) > before[1])
+    assert stopped == [(stop, 0)], "the stop was reported more than once"
+    wait_until(lambda: metric(http, names[1]) > before[1])
     tokens, stops, aborts = (metric(http, name) - b for name, b in zip(names, before, strict=True))
     assert (stops, aborts) == (1, 0)
-    assert count <= tokens <= count + 25 < 100, "the server's own count is of what was generated"
+    assert count <= tokens <= count + 25 < 100, "the server's counter must count all generated tokens"
     one = prepared[-1]
-    assert one.tracked.request.params.stop == () and one.tracked.output is None, "the engine made text"
+    assert one.tracked.request.params.stop == () and one.tracked.output is None, "the engine decoded text"
     assert one.tracked.completion.text == ""
     assert one.tracked.completion.stop_reason == stop
 
 
-def test_a_request_that_ended_may_still_be_stopped(long_engine):
+def test_stopping_a_finished_request_is_harmless(long_engine):
     async def both():
         ended = [delta async for delta in long_engine.stream("Once", SamplingParams(max_tokens=2), request_id="mine")]
         long_engine.stop("mine", "late")
-        long_engine.stop("nobody's", "late")
+        long_engine.stop("unknown", "late")
         return ended, await long_engine.generate("Once", SamplingParams(max_tokens=2, ignore_eos=True))
 
     ended, after = asyncio.run(both())
@@ -171,13 +171,13 @@ def test_a_waiting_request_can_be_stopped(long_engine):
         engine.submit(tracked)
         engine.stop(tracked.request.request_id, "x")
     assert (tracked.completion.finish_reason, tracked.completion.stop_reason) == ("stop", "x")
-    until(lambda: holds_nothing(long_engine))
+    wait_until(lambda: holds_nothing(long_engine))
 
 
-# ---- answers
+# ---- responses
 
 
-def test_nothing_after_a_stop_string_is_shown_counted_or_streamed(http, long_engine):
+def test_nothing_after_a_stop_string_is_returned_counted_or_streamed(http, long_engine):
     whole = alone(long_engine, "The river", **SAMPLED)
     stop = middle(whole.text)
     (text,), (ids,), reasons, usage = ask(http, prompt="The river", stop=[stop, "never said"])
@@ -187,11 +187,11 @@ def test_nothing_after_a_stop_string_is_shown_counted_or_streamed(http, long_eng
     assert usage["completion_tokens"] == len(ids)
     before_last = long_engine.tokenizer.decode(ids[:-1])
     assert stop in long_engine.tokenizer.decode(ids) and stop not in before_last, (
-        "the token that completed it is the last"
+        "the token that completes the stop string must be the last"
     )
 
 
-def test_choices_and_prompts_each_stop_at_their_own(http, long_engine):
+def test_each_choice_of_each_prompt_stops_at_its_own_stop_string(http, long_engine):
     prompts = ["The river", "A stone", "Once"]
     wholes = [alone(long_engine, prompt, **SAMPLED | {"seed": 2 + i}) for prompt in prompts for i in range(3)]
     stop = [middle(wholes[0].text), middle(wholes[5].text), wholes[7].text[:2]]
@@ -202,11 +202,11 @@ def test_choices_and_prompts_each_stop_at_their_own(http, long_engine):
     assert texts == [each.text for each in expected]
     assert ids == [each.token_ids for each in expected]
     assert reasons == [each.finish_reason for each in expected]
-    assert len({len(each) for each in ids}) > 2, "they should end at different places"
+    assert len({len(each) for each in ids}) > 2, "the choices should end at different places"
     assert usage["completion_tokens"] == sum(map(len, ids))
 
 
-def test_logprobs_and_echoes_end_with_the_token_that_completed_the_stop_string(http, long_engine):
+def test_logprobs_and_echoes_end_with_the_token_that_completes_the_stop_string(http, long_engine):
     whole = alone(long_engine, "The river", **SAMPLED)
     body = {"prompt": "The river", "stop": middle(whole.text), "logprobs": 2, "echo": True}
     (text,), (ids,), _, _ = ask(http, **body)
@@ -219,7 +219,7 @@ def test_logprobs_and_echoes_end_with_the_token_that_completed_the_stop_string(h
     assert said == pytest.approx(logprobs, abs=1e-3)
 
 
-def test_chats_stop_too(http, long_engine):
+def test_chats_stop_at_stop_strings_too(http, long_engine):
     messages = [{"role": "user", "content": "Where is the river?"}]
     prompt = chat_prompt(long_engine.tokenizer, messages)
     stop = middle(alone(long_engine, prompt, **SAMPLED).text)
@@ -229,19 +229,19 @@ def test_chats_stop_too(http, long_engine):
     assert usage["completion_tokens"] == len(expected.token_ids)
 
 
-def test_a_stop_string_may_be_made_of_byte_tokens_and_of_several(http, long_engine):
+def test_a_stop_string_may_span_several_byte_tokens(http, long_engine):
     tokenizer = long_engine.tokenizer
     wave = [tokenizer.id(f"<0x{byte:02X}>") for byte in "🌊é".encode()]
-    bias = {str(wave[0]): 100}  # byte tokens, again and again, are replacement characters when their run ends
+    bias = {str(wave[0]): 100}  # a run of byte tokens becomes replacement characters when it ends
     end = {"stop_token_ids": [tokenizer.eos_token_id], "max_tokens": 5}
     (text,), (ids,), reasons, _ = ask(http, prompt="The river", logit_bias=bias, stop="\ufffd" * 5, **end)
-    assert (text, ids, reasons) == ("", [wave[0]] * 5, ["stop"]), "only the end completes it"
+    assert (text, ids, reasons) == ("", [wave[0]] * 5, ["stop"]), "only the end of the run completes it"
     (text,), (ids,), reasons, _ = ask(http, prompt="The river", logit_bias=bias, stop="\ufffd" * 6, **end)
     assert (text, ids, reasons) == ("\ufffd" * 5, [wave[0]] * 5, ["length"])
 
 
 @pytest.mark.explore
-def test_the_workers_stop_where_the_engine_would(http, long_engine):
+def test_workers_stop_where_the_engine_would(http, long_engine):
     rng, cases = random.Random(SEED + 4), []
     for seed in range(100):
         body = SAMPLED | {"seed": seed, "max_tokens": rng.choice([5, 20, 40])}
@@ -263,7 +263,7 @@ def test_the_workers_stop_where_the_engine_would(http, long_engine):
 
 
 class Link:
-    """A worker's end whose engine is this test."""
+    """A worker's end of the link; the test plays the engine."""
 
     def __init__(self, engine):
         self.sent, self.unpacker = [], Unpacker()
@@ -272,23 +272,23 @@ class Link:
         directory = str(engine.engine.tokenizer_directory)
         facts = ("name", "encodes", "log_level", "max_model_len", "max_request_len", "vocab_size", "dtype")
         hello = dict.fromkeys([*facts, "max_num_seqs", "capacity"], 1)
-        self.tell({"op": "hello", "tokenizer": directory, "timeouts": {}} | hello)
+        self.send({"op": "hello", "tokenizer": directory, "timeouts": {}} | hello)
 
     def _write(self, data):
         self.sent += [message for message, _ in self.unpacker.feed(data)]
 
-    def tell(self, message, numbers=()):
+    def send(self, message, numbers=()):
         self.remote.data_received(pack(message, numbers))
 
     async def begin(self, params, n=1):
-        """A stream of n choices, whose client does not read yet."""
+        """A stream of n choices whose client does not read yet."""
         stream = self.remote.stream([Prompt([5])], params, n)
         first = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0)
         return first, stream
 
     def take(self, op):
-        """The worker's messages of a kind, once."""
+        """Take the worker's messages of one kind."""
         found = [message for message in self.sent if message["op"] == op]
         self.sent = [message for message in self.sent if message["op"] != op]
         return found
@@ -298,7 +298,7 @@ class Link:
 def linked(long_engine):
     def run(work):
         async def inside():
-            return await asyncio.wait_for(work(Link(long_engine)), PATIENCE)
+            return await asyncio.wait_for(work(Link(long_engine)), TIMEOUT)
 
         return asyncio.run(inside())
 
@@ -313,27 +313,29 @@ def deltas(*events, plain=()):
     return {"op": "deltas", "events": list(events)}, plain
 
 
-def test_the_engine_hears_of_a_stop_string_at_once_and_what_it_says_later_is_ignored(linked, long_engine):
+def test_the_worker_reports_a_stop_string_at_once_and_ignores_later_tokens(linked, long_engine):
     ids = tokens(long_engine, "one two three four")
     others = tokens(long_engine, "one more and three")
 
     async def work(link):
         first, stream = await link.begin(SamplingParams(stop="two", temperature=1, seed=1), n=2)
         (submitted,) = link.take("submit")
-        assert (submitted["params"], submitted["n"]) == ({"seed": 1}, 2), "stop strings stay here"
+        assert (submitted["params"], submitted["n"]) == ({"seed": 1}, 2), "stop strings must stay in the worker"
         for pair in itertools.zip_longest(ids, others):
             found = [(key, token) for key, token in enumerate(pair) if token is not None]
-            link.tell(*deltas(plain=itertools.chain(*found)))
-        assert link.take("stopped") == [{"op": "stopped", "key": 0, "string": "two"}], "nobody had to read"
-        link.tell(*deltas({"key": 0, "ids": [ids[0]], "logprobs": None}))
-        link.tell(*deltas({"key": 0, "error": "it broke"}))
-        link.tell(*deltas({"key": 0, "ids": [], "reason": "stop", "stop": "two"}))
-        link.tell(*deltas({"key": 1, "ids": [], "reason": "length"}))
+            link.send(*deltas(plain=itertools.chain(*found)))
+        assert link.take("stopped") == [{"op": "stopped", "key": 0, "string": "two"}], (
+            "the report must not wait for the client to read"
+        )
+        link.send(*deltas({"key": 0, "ids": [ids[0]], "logprobs": None}))
+        link.send(*deltas({"key": 0, "error": "it broke"}))
+        link.send(*deltas({"key": 0, "ids": [], "reason": "stop", "stop": "two"}))
+        link.send(*deltas({"key": 1, "ids": [], "reason": "length"}))
         found = {0: [], 1: []}
         items = [await first] + [item async for item in stream]
         for choice, delta in items:
             found[choice.index].append(delta)
-        assert not link.sent, "no abort, and no second word"
+        assert not link.sent, "no abort and no second report"
         return found
 
     found = linked(work)
@@ -344,14 +346,14 @@ def test_the_engine_hears_of_a_stop_string_at_once_and_what_it_says_later_is_ign
     assert (whole.text, whole.token_ids, whole.finish_reason) == ("one more and three", others, "length")
 
 
-def test_a_failure_after_the_stop_string_does_no_harm_and_one_before_it_does(linked, long_engine):
+def test_an_engine_failure_matters_only_before_the_stop_string(linked, long_engine):
     ids = tokens(long_engine, "one two three four")
 
     async def work(link):
         first, stream = await link.begin(SamplingParams(stop="three"))
         for token in ids:
-            link.tell(*deltas(plain=[0, token]))
-        link.tell(*deltas({"key": 0, "error": "it broke"}))
+            link.send(*deltas(plain=[0, token]))
+        link.send(*deltas({"key": 0, "error": "it broke"}))
         link.remote.connection_lost(None)
         items = [await first] + [item async for item in stream]
         assert items[-1][1].completion.text == "one two "
@@ -360,8 +362,8 @@ def test_a_failure_after_the_stop_string_does_no_harm_and_one_before_it_does(lin
 
     async def fails(link):
         first, stream = await link.begin(SamplingParams(stop="three"))
-        link.tell(*deltas(plain=[0, ids[0]]))
-        link.tell(*deltas({"key": 0, "error": "it broke"}))
+        link.send(*deltas(plain=[0, ids[0]]))
+        link.send(*deltas({"key": 0, "error": "it broke"}))
         await first
         with pytest.raises(EngineError, match="it broke"):
             await anext(stream)
@@ -370,15 +372,15 @@ def test_a_failure_after_the_stop_string_does_no_harm_and_one_before_it_does(lin
 
 
 @pytest.mark.parametrize("reason", [None, "length"])
-def test_tokens_that_come_together_are_cut_with_their_logprobs(linked, long_engine, reason):
+def test_tokens_in_one_delta_are_truncated_with_their_logprobs(linked, long_engine, reason):
     ids = tokens(long_engine, "one two three four")
     entries = [{str(token): -float(i)} for i, token in enumerate(ids)]
 
     async def work(link):
         first, stream = await link.begin(SamplingParams(stop="two", logprobs=0))
-        link.tell(*deltas({"key": 0, "ids": ids, "logprobs": entries, "reason": reason}))
+        link.send(*deltas({"key": 0, "ids": ids, "logprobs": entries, "reason": reason}))
         stopped = link.take("stopped")
-        assert len(stopped) == (reason is None), "an engine that has ended it needs no word"
+        assert len(stopped) == (reason is None), "a finished request needs no report to the engine"
         _, delta = await first
         assert [item async for item in stream] == []
         return delta
@@ -391,7 +393,7 @@ def test_tokens_that_come_together_are_cut_with_their_logprobs(linked, long_engi
     assert long_engine.tokenizer.decode(ids[:kept]).endswith("two")
 
 
-def test_a_tokenizer_that_fails_ends_its_request_alone(linked, long_engine, monkeypatch):
+def test_a_failing_tokenizer_ends_only_its_own_request(linked, long_engine, monkeypatch):
     ids = tokens(long_engine, "one two")
 
     async def work(link):
@@ -402,7 +404,7 @@ def test_a_tokenizer_that_fails_ends_its_request_alone(linked, long_engine, monk
             raise ValueError("no text")
 
         monkeypatch.setattr(link.remote._choices[0][0].output, "add", broken)
-        link.tell(*deltas(plain=[0, ids[0], 1, ids[0]]))
+        link.send(*deltas(plain=[0, ids[0], 1, ids[0]]))
         with pytest.raises(ValueError, match="no text"):
             await failing
         assert link.take("abort") == [{"op": "abort", "keys": [0]}]

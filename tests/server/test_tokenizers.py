@@ -1,4 +1,4 @@
-"""The reader's own tokenizer serves too: workers leave text to the engine's process where theirs is not the one."""
+"""User-supplied tokenizers can be served: workers then leave text to the engine process."""
 
 import dataclasses
 import json
@@ -9,14 +9,14 @@ import pytest
 import minillm
 from minillm import LLM, SamplingParams, Tokenizer
 from minillm.server import running
-from tests.waiting import PATIENCE
+from tests.waiting import TIMEOUT
 
 BODY = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 PARAMS = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
 
 class Shouting(Tokenizer):
-    """Hears everything in capitals, and says everything so."""
+    """Encodes and decodes everything in capitals."""
 
     def encode(self, text, add_special_tokens=True):
         return super().encode(text.upper(), add_special_tokens)
@@ -42,8 +42,8 @@ def llm(model_directory):
 
 @pytest.fixture(scope="module")
 def ask(llm):
-    """The first choice and the usage of an answer, streamed or not, of a server with the reader's own tokenizer."""
-    with running(llm) as server, httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+    """A function that returns the first choice and the usage from a server with a user-supplied tokenizer."""
+    with running(llm) as server, httpx.Client(base_url=server.url, timeout=TIMEOUT) as client:
 
         def ask(path="completions", **more):
             return _answer(client, path, BODY | more)
@@ -69,7 +69,7 @@ def streamed(body):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_object_of_the_readers_own_encodes_and_decodes(ask, llm, stream):
+def test_a_user_supplied_tokenizer_encodes_and_decodes(ask, llm, stream):
     expected = llm.generate("The river", PARAMS)[0]
     body = {"prompt": "The river"}
     choice, usage = ask(**(streamed(body) if stream else body))
@@ -79,7 +79,7 @@ def test_an_object_of_the_readers_own_encodes_and_decodes(ask, llm, stream):
     assert usage["completion_tokens"] == 12
 
 
-def test_an_object_of_the_readers_own_writes_chats(ask, llm):
+def test_a_user_supplied_tokenizer_renders_chats(ask, llm):
     messages = [{"role": "user", "content": "Where is the river?"}]
     choice, usage = ask("chat/completions", messages=messages)
     prompt = llm.tokenizer.encode("<bos>Where is the river?", add_special_tokens=False)
@@ -89,7 +89,7 @@ def test_an_object_of_the_readers_own_writes_chats(ask, llm):
     assert usage["total_tokens"] == llm.engine.max_model_len
 
 
-def test_stops_echoes_and_logprobs_are_the_objects_own_too(ask, llm):
+def test_stop_strings_echo_and_logprobs_use_the_user_supplied_tokenizer(ask, llm):
     whole = llm.generate("The river", PARAMS)[0].text
     stop = whole[5:8]
     expected = llm.generate("The river", dataclasses.replace(PARAMS, stop=stop))[0]
@@ -107,19 +107,19 @@ def test_stops_echoes_and_logprobs_are_the_objects_own_too(ask, llm):
     assert choice["text"] == "The river" + whole
 
 
-def test_what_the_object_refuses_is_refused(llm):
+def test_an_error_of_a_user_supplied_tokenizer_rejects_the_request(llm):
     with running(llm) as server:
         for path, body in (
             ("completions", {"prompt": "word " * 1000}),
             ("chat/completions", {"messages": [{"role": "user", "content": "nothing"}]}),
         ):
-            response = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=PATIENCE)
+            response = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=TIMEOUT)
             assert response.status_code == 400, response.text
         assert "I do not hear that" in response.json()["error"]["message"]
 
 
-def test_merges_put_in_by_the_reader_serve_http_requests(server, engine):
-    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+def test_user_supplied_merges_serve_http_requests(server, engine):
+    with httpx.Client(base_url=server.url, timeout=TIMEOUT) as client:
 
         def ask(path, **more):
             return _answer(client, path, BODY | more)
@@ -145,11 +145,11 @@ def test_merges_put_in_by_the_reader_serve_http_requests(server, engine):
         assert prompts() == before
 
 
-def test_merges_that_fail_are_a_500_and_the_server_lives_on(server):
+def test_failing_merges_give_500_and_the_server_keeps_running(server):
     def broken(symbols, ranks):
         raise ValueError("my merges are wrong")
 
-    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+    with httpx.Client(base_url=server.url, timeout=TIMEOUT) as client:
         with minillm.using(bpe_merge=broken):
             response = client.post("/v1/completions", json=BODY | {"prompt": "The river"})
         assert response.status_code == 500
@@ -161,7 +161,7 @@ def test_a_model_without_a_tokenizer_serves_token_ids(tmp_path, model_directory)
     (tmp_path / "config.json").write_bytes((model_directory / "config.json").read_bytes())
     with (
         running(tmp_path, load_format="dummy", device="cpu", max_num_seqs=4) as server,
-        httpx.Client(base_url=server.url, timeout=PATIENCE) as client,
+        httpx.Client(base_url=server.url, timeout=TIMEOUT) as client,
     ):
         choice, _ = _answer(client, "completions", BODY | {"prompt": [5, 6, 7], "logprobs": 1, "echo": True})
         assert choice["text"] == "" and len(choice["token_ids"]) == 12

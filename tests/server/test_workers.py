@@ -1,4 +1,4 @@
-"""The worker processes: they share a port, die without taking anything along, and never outlive the engine."""
+"""Worker processes share a port, crash without affecting anything else, and never outlive the engine."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ import pytest
 from minillm.engine.async_llm import AsyncLLM
 from minillm.server import running
 from minillm.server.serving import Workers
-from tests.waiting import PATIENCE, gate, idle, until
+from tests.waiting import TIMEOUT, idle, paused_steps, wait_until
 
 BODY = {"prompt": "The river", "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 ENDLESS = BODY | {"max_tokens": 240, "stream": True}
@@ -26,7 +26,7 @@ def pids(server) -> list[int]:
 
 
 def ask(server, **more):
-    return httpx.post(server.url + "/v1/completions", json=BODY | more, timeout=PATIENCE)
+    return httpx.post(server.url + "/v1/completions", json=BODY | more, timeout=TIMEOUT)
 
 
 @pytest.fixture
@@ -38,13 +38,13 @@ def pair(engine):
             os.kill(pid, signal.SIGCONT)
 
 
-def test_each_worker_serves_the_same_port_and_any_of_them_tells_the_whole_servers_numbers(pair):
+def test_all_workers_serve_one_port_and_each_reports_the_whole_servers_metrics(pair):
     first, second = pids(pair)
     answers = []
     for asleep, awake in ((first, second), (second, first)):
         os.kill(asleep, signal.SIGSTOP)
         answers.append(ask(pair).json()["choices"][0]["token_ids"])
-        text = httpx.get(pair.url + "/metrics", timeout=PATIENCE).text
+        text = httpx.get(pair.url + "/metrics", timeout=TIMEOUT).text
         os.kill(asleep, signal.SIGCONT)
         assert awake != asleep
     assert answers[0] == answers[1]
@@ -52,43 +52,43 @@ def test_each_worker_serves_the_same_port_and_any_of_them_tells_the_whole_server
     assert "minillm_generated_tokens_total 12.0" in text.splitlines()
 
 
-def test_a_worker_that_is_stuck_does_not_hold_up_the_engine(pair, engine):
+def test_a_stuck_worker_does_not_block_the_engine(pair, engine):
     first, second = pids(pair)
     os.kill(first, signal.SIGSTOP)
-    with httpx.stream("POST", pair.url + "/v1/completions", json=ENDLESS, timeout=PATIENCE) as response:
-        lines = response.iter_lines()  # without a name it would be closed at once, and the stream with it
+    with httpx.stream("POST", pair.url + "/v1/completions", json=ENDLESS, timeout=TIMEOUT) as response:
+        lines = response.iter_lines()  # a variable keeps the iterator, and so the stream, open
         next(lines)
-        os.kill(second, signal.SIGSTOP)  # which serves this stream
+        os.kill(second, signal.SIGSTOP)  # the worker that serves this stream
         os.kill(first, signal.SIGCONT)
         assert ask(pair).status_code == 200
     os.kill(second, signal.SIGCONT)
-    until(lambda: idle(engine))
+    wait_until(lambda: idle(engine))
 
 
-def test_a_worker_that_dies_is_replaced_and_what_it_ran_is_aborted(engine, capfd):
-    with gate(free=6) as opened, running(engine) as server:
+def test_a_dead_worker_is_replaced_and_its_requests_are_aborted(engine, capfd):
+    with paused_steps(free=6) as resume, running(engine) as server:
         (before,) = pids(server)
         with (
             pytest.raises(httpx.TransportError),
-            httpx.stream("POST", server.url + "/v1/completions", json=ENDLESS, timeout=PATIENCE) as response,
+            httpx.stream("POST", server.url + "/v1/completions", json=ENDLESS, timeout=TIMEOUT) as response,
         ):
             lines = response.iter_lines()
             next(lines)
             os.kill(before, signal.SIGKILL)
             list(lines)
-        until(lambda: pids(server) not in ([], [before]))
-        opened.set()
-        until(lambda: idle(engine))
+        wait_until(lambda: pids(server) not in ([], [before]))
+        resume.set()
+        wait_until(lambda: idle(engine))
         counted = server.workers.hub.metrics.registry.get_sample_value
-        assert counted("minillm_finished_total", {"reason": "abort"}) == 1, "it ran on to its end"
+        assert counted("minillm_finished_total", {"reason": "abort"}) == 1, "its request ran to the end"
         assert ask(server).status_code == 200
         assert pids(server) != [before]
     assert "an HTTP worker ended (killed by SIGKILL); another takes its place" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("error", [BlockingIOError(11, "no process is left"), ArithmeticError("a mistake")])
-def test_a_worker_that_cannot_be_replaced_leaves_the_others_at_work(pair, monkeypatch, capfd, error):
-    """What the machine refuses is tried again, until there is a worker more; a mistake ends nobody else."""
+def test_the_other_workers_keep_working_when_one_cannot_be_replaced(pair, monkeypatch, capfd, error):
+    """If the machine refuses, the server retries until a worker starts; a programming error affects no other worker."""
     (first, second), launch, tried = pids(pair), pair.workers._launch, []
 
     def fail():
@@ -100,25 +100,25 @@ def test_a_worker_that_cannot_be_replaced_leaves_the_others_at_work(pair, monkey
     monkeypatch.setattr("minillm.server.serving.RETRY", 0.05)
     monkeypatch.setattr(pair.workers, "_launch", fail)
     os.kill(first, signal.SIGKILL)
-    until(lambda: tried)
+    wait_until(lambda: tried)
     assert ask(pair).status_code == 200
     if isinstance(error, OSError):
-        until(lambda: len(pids(pair)) == 2)
+        wait_until(lambda: len(pids(pair)) == 2)
         line = next(line for line, process in pair.workers.processes.items() if process.pid != second)
-        line.ready.result(PATIENCE)
+        line.ready.result(TIMEOUT)
         os.kill(second, signal.SIGSTOP)
         assert ask(pair).status_code == 200
         assert "cannot be started ([Errno 11] no process is left); trying again soon" in capfd.readouterr().err
 
 
 def dying(monkeypatch):
-    """From now on, what is started as a worker ends at once."""
+    """From now on, every new worker process exits at once."""
     monkeypatch.setattr("minillm.server.serving.RETRY", 0.05)
     monkeypatch.setattr("sys.executable", shutil.which("false"))
 
 
-def test_a_worker_that_dies_while_it_starts_is_replaced_until_one_comes_up(pair, monkeypatch, capfd):
-    """Each time later than the time before."""
+def test_a_worker_that_dies_on_startup_is_replaced_until_one_starts(pair, monkeypatch, capfd):
+    """Each attempt waits longer than the one before."""
     (first, second), launch, again, delays = pids(pair), pair.workers._launch, sys.executable, []
     timer = threading.Timer
 
@@ -135,21 +135,21 @@ def test_a_worker_that_dies_while_it_starts_is_replaced_until_one_comes_up(pair,
     monkeypatch.setattr(pair.workers, "_launch", launched)
     dying(monkeypatch)
     os.kill(first, signal.SIGKILL)
-    until(lambda: len(delays) == 3 and len(pids(pair)) == 2)
+    wait_until(lambda: len(delays) == 3 and len(pids(pair)) == 2)
     assert delays == [0.05, 0.1, 0.2]
     line = next(line for line, process in pair.workers.processes.items() if process.pid != second)
-    line.ready.result(PATIENCE)
+    line.ready.result(TIMEOUT)
     os.kill(second, signal.SIGSTOP)
     assert ask(pair).status_code == 200
     errors = capfd.readouterr().err
     assert errors.count("died while starting: exit status 1; what it wrote to stderr may say why; trying again") == 3
-    # It came up: the next worker that dies is replaced as patiently.
+    # It started, so the delays for the next dead worker begin again.
     os.kill(second, signal.SIGCONT)
     os.kill(line_pid := pair.workers.processes[line].pid, signal.SIGKILL)
-    until(lambda: len(pids(pair)) == 2 and line_pid not in pids(pair))
+    wait_until(lambda: len(pids(pair)) == 2 and line_pid not in pids(pair))
 
 
-def test_a_server_whose_first_worker_is_killed_while_it_starts_comes_up(engine, monkeypatch):
+def test_a_server_starts_although_its_first_worker_is_killed_on_startup(engine, monkeypatch):
     again, launch = sys.executable, Workers._launch
 
     def launched(workers):
@@ -163,14 +163,14 @@ def test_a_server_whose_first_worker_is_killed_while_it_starts_comes_up(engine, 
         assert ask(server).status_code == 200
 
 
-def test_a_server_whose_workers_all_die_while_they_start_says_so(engine, monkeypatch):
+def test_a_server_reports_when_all_workers_die_on_startup(engine, monkeypatch):
     dying(monkeypatch)
     monkeypatch.setattr("minillm.server.serving.RETRIES", 2)
     with pytest.raises(RuntimeError, match="died while starting: exit status 1"), running(engine, workers=2):
         pass
 
 
-def test_when_the_last_worker_dies_and_its_successors_die_while_they_start_serving_ends(engine, monkeypatch):
+def test_serving_ends_when_the_last_worker_and_all_its_replacements_die(engine, monkeypatch):
     monkeypatch.setattr("minillm.server.serving.RETRIES", 2)
     with running(engine) as server:
         dying(monkeypatch)
@@ -179,7 +179,7 @@ def test_when_the_last_worker_dies_and_its_successors_die_while_they_start_servi
             server.workers.join()
 
 
-def test_when_no_worker_can_be_started_any_more_serving_ends(engine, monkeypatch):
+def test_serving_ends_when_no_worker_can_be_started(engine, monkeypatch):
     monkeypatch.setattr("minillm.server.serving.RETRY", 0.05)
     monkeypatch.setattr("minillm.server.serving.RETRIES", 2)
     with running(engine) as server:
@@ -193,8 +193,8 @@ def test_when_no_worker_can_be_started_any_more_serving_ends(engine, monkeypatch
             server.workers.join()
 
 
-def test_a_worker_that_cannot_start_is_the_callers_error(model_directory, tmp_path):
-    """Its tokenizer is gone since the engine read it."""
+def test_a_worker_that_cannot_start_raises_in_the_caller(model_directory, tmp_path):
+    """Its tokenizer file was deleted after the engine read it."""
     copy = tmp_path / "model"
     copy.mkdir()
     for path in model_directory.iterdir():
@@ -213,7 +213,7 @@ def test_a_worker_that_cannot_start_is_the_callers_error(model_directory, tmp_pa
 @pytest.mark.parametrize(
     "wrong", [{"workers": 0}, {"workers": "two"}, {"max_queued": -1}, {"body_timeout": 0}], ids=str
 )
-def test_counts_that_make_no_sense_are_refused_before_the_model_loads(wrong):
+def test_invalid_worker_counts_are_rejected_before_the_model_loads(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))), running("no/such/model", **wrong):
         pass
 
@@ -224,7 +224,7 @@ def test_a_missing_package_is_named_before_the_model_loads(monkeypatch):
         pass
 
 
-# A script without `if __name__ == "__main__"`, run from another folder, with a name of Python's own beside it.
+# A script without `if __name__ == "__main__"`, run from another folder, next to a file named like a standard module.
 SCRIPT = """\
 import sys
 from minillm.server import running
@@ -235,7 +235,7 @@ sys.stdin.read()
 """
 
 
-def test_workers_end_with_the_engines_process_however_it_dies(model_directory, tmp_path):
+def test_workers_exit_with_the_engine_process_however_it_dies(model_directory, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "json.py").write_text("raise ImportError('the folder of the script stands in for a module')")
     command = [sys.executable, "-P", "../script.py", str(model_directory)]
@@ -246,9 +246,9 @@ def test_workers_end_with_the_engines_process_however_it_dies(model_directory, t
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=folder, env=os.environ | {"PYTHONPATH": root}, **pipes) as process:
         url = process.stdout.readline().strip()
-        assert httpx.post(url + "/v1/completions", json=BODY, timeout=PATIENCE).status_code == 200
+        assert httpx.post(url + "/v1/completions", json=BODY, timeout=TIMEOUT).status_code == 200
         process.kill()
-        # The workers hold the other end of this pipe: it ends when the last of them has.
+        # The workers hold the other end of this pipe: it closes when the last of them exits.
         assert process.stdout.read() == ""
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])))
@@ -262,16 +262,16 @@ def test_serve_stops_on_ctrl_c_and_on_sigterm(model_directory, by):
     with subprocess.Popen(command, start_new_session=True, **pipes) as process:
         line = process.stdout.readline()
         url = line.split()[4].removesuffix("/v1")
-        body = ENDLESS | {"max_tokens": 20}  # soon done, with little of the workers' grace
-        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=PATIENCE) as response:
+        body = ENDLESS | {"max_tokens": 20}  # finishes quickly, well within the grace period
+        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=TIMEOUT) as response:
             lines = response.iter_lines()
             next(lines)
             if by == "terminal":  # Ctrl-C reaches the whole foreground process group
                 os.killpg(process.pid, signal.SIGINT)
             else:
                 process.terminate()
-            assert [line for line in lines if line][-1] == "data: [DONE]", "what was in flight did not finish"
-        output, errors = process.communicate(timeout=PATIENCE)
+            assert [line for line in lines if line][-1] == "data: [DONE]", "the running request did not finish"
+        output, errors = process.communicate(timeout=TIMEOUT)
         assert process.returncode == 0
         assert "has stopped" in output
         assert "Traceback" not in errors

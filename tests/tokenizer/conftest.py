@@ -1,4 +1,4 @@
-"""Each layout, read by minillm and by the `tokenizers` library from the same file."""
+"""Every tokenizer layout, loaded from the same file by minillm and by the `tokenizers` library."""
 
 import sys
 from pathlib import Path
@@ -22,7 +22,7 @@ def directories(tmp_path_factory):
 
 
 class Pair(tuple):
-    """(minillm's tokenizer, the library's); short in a failure's report, where the library's would print its file."""
+    """(minillm's tokenizer, the library's), with a short repr: the library's would print the whole file."""
 
     def __repr__(self):
         return "(minillm, tokenizers)"

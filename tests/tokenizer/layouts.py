@@ -1,4 +1,4 @@
-"""The tokenizer files that these tests make for themselves, and the text they are tried on."""
+"""The tokenizer files and random text that these tests generate."""
 
 import json
 import unicodedata
@@ -33,12 +33,12 @@ def edit(directory: Path, change) -> None:
 
 
 def gemma(directory: Path) -> None:
-    """The embedded model's layout: a regex cuts text into words."""
+    """The embedded model's layout: a regex splits text into words."""
     write_tokenizer(directory, *train_bpe(CORPUS, 540))
 
 
 def gemma_whole(directory: Path) -> None:
-    """Gemma 1 and 2: no cut at all (a Split on the spaces that are gone), added tokens for runs of white space."""
+    """Gemma 1 and 2: no split at all (a Split on spaces already replaced), added tokens for runs of white space."""
     write_tokenizer(directory, *train_bpe(CORPUS, 700, split_pattern=r"▁+[^▁]*|[^▁]+"), split_pattern=None)
 
     def change(file):
@@ -53,7 +53,7 @@ def gemma_whole(directory: Path) -> None:
 
 
 def llama2(directory: Path) -> None:
-    """The older layout: a "▁" is put before the text, merges are strings, a Strip takes the first space away."""
+    """The older layout: "▁" is prepended to the text, merges are strings, a Strip removes the first space."""
     gemma_whole(directory)
 
     def change(file):
@@ -67,7 +67,7 @@ def llama2(directory: Path) -> None:
 
 
 def metaspace(directory: Path) -> None:
-    """A Metaspace cuts and marks instead of a normalizer; unknown characters fuse into <unk>, without bytes."""
+    """A Metaspace pre-tokenizer instead of a normalizer; unknown characters fuse into <unk>, without byte fallback."""
     gemma(directory)
 
     def change(file):
@@ -80,7 +80,7 @@ def metaspace(directory: Path) -> None:
 
 
 def llama3(directory: Path) -> None:
-    """Bytes as characters, a regex with contractions, whole words of the vocabulary before any merge."""
+    """Byte-level characters, a regex with contractions, and whole words of the vocabulary before any merge."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -89,7 +89,7 @@ def llama3(directory: Path) -> None:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(CORPUS, trainer)
-    # Words that no merge reaches: only ignore_merges finds them.
+    # Words that merges cannot form: only ignore_merges finds them.
     file = json.loads(tokenizer.to_str())
     vocab = file["model"]["vocab"]
     for word in ("Ġxylophone", "zzyzx", "Ã©Ã©"):
@@ -171,41 +171,41 @@ _SNIPPETS = [
 ]
 
 
-# Unassigned in Python's Unicode tables: newer ones, in `regex` or in the library, may call some of them letters.
+# Unassigned in Python's Unicode tables; newer tables, in `regex` or the library, may classify some as letters.
 UNASSIGNED = ("Cs", "Cn")
 CHARACTERS = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) not in UNASSIGNED]
 
 
 @cache
 def known_differently() -> set[str]:
-    """Characters that the library's normalizers know otherwise than Python and `regex` do.
+    """Characters that the library's normalizers treat differently from Python and `regex`.
 
-    Each of them has Unicode tables of some year. To a table that is too old a character is no accent, has no
-    decomposition and no combining class, so that marks around it keep their order: how it looks alone does not tell.
+    Each uses Unicode tables of a different version. In an older table, a newer character is not an accent and has no
+    decomposition and no combining class, so marks around it keep their order. It must be tested in context.
     """
     different = set()
 
     def compare(theirs, ours, texts: list[str]) -> None:
-        """Texts of which each is about one character, the second of three."""
+        """Texts of three characters, each testing the second one."""
         pairs = (normalize("\n".join(texts)).split("\n") for normalize in (theirs.normalize_str, ours))
         different.update(text[1] for text, a, b in zip(texts, *pairs, strict=True) if a != b)
 
-    marks: dict[int, str] = {}  # one of each combining class, known for long
+    marks: dict[int, str] = {}  # one character of each combining class, from old tables
     for c in CHARACTERS:
         if unicodedata.combining(c) == unicodedata.ucd_3_2_0.combining(c) > 0:
             marks.setdefault(unicodedata.combining(c), c)
-    last, first = marks[max(marks)], marks[min(marks)]  # a character without a class keeps them from changing places
+    last, first = marks[max(marks)], marks[min(marks)]  # a character without a class keeps them from being reordered
     texts = [f"{last}{c}{first}" for c in CHARACTERS if c != "\n" and unicodedata.category(c) != "Co"]
     texts += [f"a{c}{mark}" for c in CHARACTERS if unicodedata.combining(c) for mark in marks.values()]
     compare(normalizers.StripAccents(), partial(regex.sub, r"\p{M}", ""), texts)
     for form in ("NFC", "NFD", "NFKC", "NFKD"):
         compare(getattr(normalizers, form)(), partial(unicodedata.normalize, form), texts)
-    # What only one of them composes: its parts.
+    # The parts of characters that only one of them composes.
     return different.union(*(unicodedata.normalize("NFD", c) for c in different))
 
 
 def unicode_text() -> st.SearchStrategy[str]:
-    """Any text that UTF-8 can hold, of characters that all know alike; it leans to what tokenizers stumble over."""
+    """Any UTF-8 text of characters that all treat alike, with more of those that often break tokenizers."""
     known = st.characters(exclude_categories=UNASSIGNED, exclude_characters=known_differently())
     texts = st.text(known, max_size=12)
     return st.lists(texts | st.sampled_from(_SNIPPETS), max_size=14).map("".join)

@@ -1,4 +1,4 @@
-"""Merging joins the right pairs, and its work grows with the text as it should."""
+"""Merging joins the right pairs, in time linear in the text."""
 
 import json
 import random
@@ -15,7 +15,7 @@ from tests.chance import examples
 
 
 def merge_by_scanning(symbols, ranks):
-    """The definition: find the best pair in the whole list, join it, look again. Quadratic."""
+    """The definition: find the best pair in the whole list, merge it, repeat. Quadratic."""
     symbols = list(symbols)
     while True:
         candidates = [
@@ -37,7 +37,7 @@ class CountedRanks(dict):
 
 @examples(200)
 @given(seed=st.integers(0, 2**32), length=st.integers(0, 150), merges=st.integers(0, 30))
-def test_merging_with_a_heap_joins_what_scanning_joins(seed, length, merges):
+def test_merging_with_a_heap_equals_merging_by_scanning(seed, length, merges):
     letters = random.Random(seed)
     text = letters.choices("abc", k=length)
     tokens, pairs = list("abc"), []
@@ -46,7 +46,7 @@ def test_merging_with_a_heap_joins_what_scanning_joins(seed, length, merges):
         if pair not in pairs:
             pairs.append(pair)
             tokens.append("".join(pair))
-    letters.shuffle(pairs)  # files may hold any order, also one that no training would learn
+    letters.shuffle(pairs)  # a file may have any order, even one that training cannot produce
     ranks = {pair: rank for rank, pair in enumerate(pairs)}
     assert merge(text, ranks) == merge_by_scanning(text, ranks)
 
@@ -59,13 +59,13 @@ def test_merging_with_a_heap_joins_what_scanning_joins(seed, length, merges):
         ("aaaaa", ["aa a", "a a"], ["aaa", "aa"]),
     ],
 )
-def test_a_pair_that_a_join_makes_is_joined_by_its_rank_even_if_that_came_before(text, ranked, merged):
+def test_a_pair_created_by_a_merge_is_merged_by_its_rank_even_if_lower(text, ranked, merged):
     ranks = {tuple(pair.split()): rank for rank, pair in enumerate(ranked)}
     assert merge(list(text), ranks) == merge_by_scanning(text, ranks) == merged
 
 
 @pytest.mark.parametrize("text", ["random", "one letter"])
-def test_lookups_grow_linearly_on_a_run_without_spaces(gemma, text):
+def test_lookups_are_linear_in_a_text_without_spaces(gemma, text):
     letters = random.Random(0)
     lookups = []
     for length in (10_000, 100_000):
@@ -73,13 +73,13 @@ def test_lookups_grow_linearly_on_a_run_without_spaces(gemma, text):
         ranks = CountedRanks(gemma._model.ranks)
         merge(list(run), ranks)
         lookups.append(ranks.lookups)
-    # Each symbol is looked up once at first; each merge pops one entry and looks at two new pairs.
+    # Each symbol is looked up once; each merge pops one entry and looks up two new pairs.
     assert lookups[1] <= 12 * lookups[0]
     assert lookups[1] <= 100_000 * 6
 
 
 def calls(function, *arguments) -> int:
-    """How many functions were called, C's own among them: the same in every run, as seconds are not."""
+    """The number of function calls, including C functions: reproducible, unlike seconds."""
     count = 0
 
     def counting(frame, event, argument):
@@ -95,7 +95,7 @@ def calls(function, *arguments) -> int:
 
 
 @pytest.mark.parametrize("text", ["words", "one run without spaces", "newlines", "bytes"])
-def test_work_grows_linearly_with_the_text_up_to_a_megabyte(gemma, text):
+def test_encoding_is_linear_in_the_text_up_to_a_megabyte(gemma, text):
     def drawn(size):
         letters = random.Random(0)
         if text == "newlines":
@@ -114,7 +114,7 @@ def test_work_grows_linearly_with_the_text_up_to_a_megabyte(gemma, text):
 
 
 def write_vocabulary(directory, size):
-    """A tokenizer of so many tokens: characters, and the joins of two tokens drawn at random."""
+    """A tokenizer with `size` tokens: characters, and merges of two random tokens."""
     letters = random.Random(0)
     tokens = [*BYTE_TOKENS, "▁", *map(chr, range(0x4E00, 0x4E00 + 800))]
     vocab = {token: id for id, token in enumerate(["<pad>", "<eos>", "<bos>", "<unk>", *tokens])}
@@ -126,7 +126,7 @@ def write_vocabulary(directory, size):
             vocab[pair[0] + pair[1]] = len(vocab)
             tokens.append(pair[0] + pair[1])
             merges[pair] = None
-    # A token of three or more characters is also the join of its first character and the rest where that is a token.
+    # A token of three or more characters is also the merge of its first character and the rest, if that is a token.
     for token in tokens[first + 801 :]:
         if token[1:] in vocab:
             merges.setdefault((token[0], token[1:]))
@@ -134,7 +134,7 @@ def write_vocabulary(directory, size):
     (directory / "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": []}))
 
 
-def test_the_work_of_loading_grows_linearly_up_to_a_vocabulary_of_gemmas_size(tmp_path):
+def test_loading_is_linear_in_the_vocabulary_up_to_gemmas_size(tmp_path):
     loading = {}
     for size in (25_600, 256_000):
         write_vocabulary(tmp_path, size)
@@ -143,7 +143,7 @@ def test_the_work_of_loading_grows_linearly_up_to_a_vocabulary_of_gemmas_size(tm
     assert loading[256_000] <= 12 * loading[25_600]
 
 
-def test_a_character_outside_the_vocabulary_is_spelled_in_bytes_or_is_unknown():
+def test_a_character_outside_the_vocabulary_becomes_bytes_or_unk():
     vocab = {token: id for id, token in enumerate(["<unk>", "a", *BYTE_TOKENS])}
     spelled = BPE(vocab, [], unk_token="<unk>", byte_fallback=True)
     assert spelled.encode("aé") == [1, vocab["<0xC3>"], vocab["<0xA9>"]]
@@ -152,7 +152,7 @@ def test_a_character_outside_the_vocabulary_is_spelled_in_bytes_or_is_unknown():
     assert BPE(vocab, []).encode("éaé") == [1]
 
 
-def test_a_long_piece_is_cut_only_where_no_token_crosses():
+def test_a_long_piece_is_split_only_where_no_token_crosses():
     vocab = {token: id for id, token in enumerate(["a", "b", "▁", "▁a", "ab", "b▁"])}
     bpe = BPE(vocab, [("▁", "a"), ("a", "b"), ("b", "▁")])
     assert list(bpe._cut("ba▁▁ab▁aaé")) == ["b", "a", "▁", "▁ab▁a", "aé"]
@@ -160,7 +160,7 @@ def test_a_long_piece_is_cut_only_where_no_token_crosses():
 
 @examples(200)
 @given(seed=st.integers(0, 2**32), unk=st.sampled_from([None, "<unk>"]), fuse=st.booleans(), fallback=st.booleans())
-def test_cutting_a_long_piece_changes_nothing(seed, unk, fuse, fallback):
+def test_splitting_a_long_piece_changes_no_token(seed, unk, fuse, fallback):
     letters = random.Random(seed)
     tokens = ["<unk>", *BYTE_TOKENS, *"abcde"]
     pairs = {}
@@ -175,7 +175,7 @@ def test_cutting_a_long_piece_changes_nothing(seed, unk, fuse, fallback):
     assert bpe.encode(text) == bpe._encode_word(text)
 
 
-def test_the_memory_of_pieces_is_bounded(gemma, monkeypatch):
+def test_the_cache_of_pieces_is_bounded(gemma, monkeypatch):
     monkeypatch.setattr("minillm.tokenizer.bpe.CACHED_PIECES", 10)
     expected = [gemma.encode(f"word{n} ", add_special_tokens=False) for n in range(30)]
     assert [gemma.encode(f"word{n} ", add_special_tokens=False) for n in range(30)] == expected
@@ -186,6 +186,6 @@ def test_the_memory_of_pieces_is_bounded(gemma, monkeypatch):
 
 
 @pytest.mark.parametrize("pair", ["a b", ["a", "c"], ["a", "b", "c"], "abc"])
-def test_a_merge_outside_the_vocabulary_is_refused(pair):
+def test_a_merge_outside_the_vocabulary_is_rejected(pair):
     with pytest.raises(TokenizerError, match="must join two tokens of the vocabulary"):
         BPE({"a": 0, "b": 1, "abc": 2}, [pair])

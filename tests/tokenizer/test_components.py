@@ -1,4 +1,4 @@
-"""Each part of `tokenizer.json` does what the library's part of that name does, whatever its options."""
+"""Each component of `tokenizer.json` behaves like the library's, whatever its options."""
 
 import json
 import os
@@ -52,12 +52,12 @@ NORMALIZERS = [
 @pytest.mark.parametrize("spec", NORMALIZERS, ids=lambda spec: spec["type"])
 @examples(100)
 @given(text=unicode_text())
-def test_a_normalizer_rewrites_as_the_librarys_does(spec, text):
+def test_normalizers_equal_the_librarys(spec, text):
     assert build_normalizer(spec)(text) == library(normalizer=spec).normalizer.normalize_str(text)
 
 
 @pytest.mark.parametrize("spec", NORMALIZERS, ids=lambda spec: spec["type"])
-def test_a_normalizer_rewrites_every_character_as_the_librarys_does(spec):
+def test_normalizers_equal_the_librarys_on_every_character(spec):
     text = "a".join(c for c in CHARACTERS if c not in known_differently())
     rewritten = build_normalizer(spec)(text), library(normalizer=spec).normalizer.normalize_str(text)
     place = len(os.path.commonprefix(rewritten))
@@ -65,8 +65,8 @@ def test_a_normalizer_rewrites_every_character_as_the_librarys_does(spec):
     assert ours == theirs
 
 
-def test_what_unicode_has_long_had_is_compared():
-    """Tables of any year know alike what the oldest of them has."""
+def test_old_unicode_characters_are_not_excluded():
+    """All versions of the tables agree on what the oldest one contains."""
     oldest = unicodedata.ucd_3_2_0
     unchanged = {c for c in CHARACTERS if oldest.category(c) == unicodedata.category(c) != "Co"}
     assert len(unchanged) > 90_000 and not unchanged & known_differently()
@@ -105,7 +105,7 @@ def check_pieces(spec, text):
 @pytest.mark.parametrize("spec", PRE_TOKENIZERS, ids=lambda spec: spec["type"])
 @examples(100)
 @given(text=unicode_text())
-def test_a_pre_tokenizer_cuts_as_the_librarys_does(spec, text):
+def test_pre_tokenizers_split_like_the_librarys(spec, text):
     check_pieces(spec, text)
 
 
@@ -116,12 +116,12 @@ def test_a_pre_tokenizer_cuts_as_the_librarys_does(spec, text):
     behavior=st.sampled_from(BEHAVIORS),
     invert=st.booleans(),
 )
-def test_a_split_treats_its_matches_as_the_librarys_does(text, pattern, behavior, invert):
+def test_split_behaviors_equal_the_librarys(text, pattern, behavior, invert):
     check_pieces({"type": "Split", "pattern": pattern, "behavior": behavior, "invert": invert}, text)
 
 
 @pytest.mark.parametrize("pattern", [r"\p{L}", r"\p{N}", r"\p{M}", r"\p{P}", r"\s", "(?i:s)", "(?i:d)"])
-def test_regex_and_oniguruma_mean_the_same_characters(pattern):
+def test_regex_and_oniguruma_match_the_same_characters(pattern):
     spec = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Removed", "invert": True}
     pieces = library(pre_tokenizer=spec).pre_tokenizer.pre_tokenize_str("".join(CHARACTERS))
     assert {piece for piece, _ in pieces} == set(regex.findall(pattern, "".join(CHARACTERS)))
@@ -159,9 +159,9 @@ TOKENS = st.lists(
 @pytest.mark.parametrize("spec", DECODERS, ids=lambda spec: spec["type"] if spec else "none")
 @examples(100)
 @given(tokens=TOKENS, chunk=st.integers(1, 3))
-def test_a_decoder_gives_the_librarys_text_all_at_once_and_in_pieces(spec, tokens, chunk):
+def test_decoders_equal_the_librarys_at_once_and_streamed(spec, tokens, chunk):
     if spec == STRIP_END:
-        assume("".join(tokens).strip("a"))  # the library panics where nothing is left
+        assume("".join(tokens).strip("a"))  # the library panics if nothing is left
     expected = library(decoder=spec).decoder.decode(tokens) if spec else " ".join(tokens)
     whole, stream = Decoder(spec), Decoder(spec)
     assert whole.push(tokens) + whole.finish() == expected
@@ -169,7 +169,7 @@ def test_a_decoder_gives_the_librarys_text_all_at_once_and_in_pieces(spec, token
     assert "".join(parts) + stream.finish() == expected
 
 
-def test_llama_2s_strip_after_a_fuse_still_streams(directories):
+def test_llama_2s_strip_after_fuse_can_be_streamed(directories):
     tokenizer = Tokenizer.from_pretrained(directories["llama2"])
     stream = StreamingDetokenizer(tokenizer)
     parts = [stream.add([id]) for id in tokenizer.encode("The river runs past", add_special_tokens=False)]
@@ -189,7 +189,7 @@ FLAGS = ["single_word", "lstrip", "rstrip", "normalized", "special"]
     text=st.text("aab  <éÉc_²\n", max_size=14),
     normalizer=st.sampled_from([None, {"type": "Lowercase"}, {"type": "NFD"}, NORMALIZERS[0], NORMALIZERS[3]]),
 )
-def test_added_tokens_are_found_as_in_the_library_whatever_their_flags(contents, flags, text, normalizer):
+def test_added_tokens_match_as_in_the_library_for_all_flags(contents, flags, text, normalizer):
     vocab = file_with()["model"]["vocab"] | {"<unk>": 6}
     model = file_with()["model"] | {"vocab": vocab, "unk_token": "<unk>"}
     added = []
@@ -203,7 +203,7 @@ def test_added_tokens_are_found_as_in_the_library_whatever_their_flags(contents,
 
 @pytest.mark.parametrize("normalized", [True, False])
 @pytest.mark.parametrize("side, ids", [("lstrip", [0, 6, 3, 3, 3, 1]), ("rstrip", [0, 3, 3, 3, 6, 1])])
-def test_an_added_token_takes_all_the_white_space_of_its_side(side, ids, normalized):
+def test_an_added_token_with_strip_consumes_all_white_space_on_that_side(side, ids, normalized):
     flags = dict.fromkeys(FLAGS, False) | {side: True, "normalized": normalized}
     file = file_with(added_tokens=[{"id": 6, "content": "<x>", **flags}])
     text = "a   <x>   b"
@@ -220,7 +220,7 @@ def test_of_added_tokens_that_begin_at_one_place_the_longest_is_found(normalized
     assert Tokenizer(file).encode(text) == [0, 7, 1, 8, 2, 6]
 
 
-def test_thousands_of_added_tokens_are_looked_for_only_where_one_can_begin():
+def test_thousands_of_added_tokens_are_matched_only_where_one_can_start():
     model = file_with()["model"]
     flags = dict.fromkeys(FLAGS, False)
     model["vocab"] |= {f"<unused{n}>": 6 + n for n in range(6000)}
@@ -230,7 +230,7 @@ def test_thousands_of_added_tokens_are_looked_for_only_where_one_can_begin():
     assert {first: len(sizes) for first, sizes in tokenizer._added._in_raw.lengths.items()} == {"<": 4}
 
 
-# --- what is not supported is named
+# --- unsupported components are named
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_thousands_of_added_tokens_are_looked_for_only_where_one_can_begin():
     ],
     ids=lambda parts: next(iter(parts)),
 )
-def test_an_unsupported_part_is_refused_by_its_name(parts):
+def test_an_unsupported_component_is_rejected_by_name(parts):
     spec = next(iter(parts.values()))
     name = spec.get("pretokenizers", [spec])[0]["type"]
     with pytest.raises(TokenizerError, match=f"'{name}', which is not supported"):

@@ -1,4 +1,4 @@
-"""What a caller sees: directories, errors, chat."""
+"""The tokenizer's public interface: loading, errors, chat templates."""
 
 import json
 import shutil
@@ -9,7 +9,7 @@ from minillm.tokenizer import StreamingDetokenizer, Tokenizer, TokenizerError
 from minillm.tokenizer.chat import ChatTemplate
 
 
-def test_a_directory_without_a_tokenizer_is_an_error_that_says_what_to_do(tmp_path):
+def test_a_directory_without_a_tokenizer_is_reported_with_a_remedy(tmp_path):
     with pytest.raises(TokenizerError, match="no tokenizer.json in .*: copy it there"):
         Tokenizer.from_pretrained(tmp_path)
 
@@ -24,31 +24,31 @@ def test_a_damaged_file_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["\ud800", "abc\udfff", "\ud83d \ude00"])
-def test_a_lone_surrogate_is_refused_with_its_place(gemma, text):
+def test_a_lone_surrogate_is_rejected_with_its_position(gemma, text):
     with pytest.raises(TokenizerError, match=f"lone surrogate .* at character {0 if text[0] > 'z' else 3}"):
         gemma.encode(text)
 
 
 @pytest.mark.parametrize("text", [None, b"bytes", ["a"]])
-def test_only_text_is_encoded(gemma, text):
+def test_only_strings_can_be_encoded(gemma, text):
     with pytest.raises(TokenizerError, match="encode takes a str, not"):
         gemma.encode(text)
 
 
 @pytest.mark.parametrize("id", [-1, 540, 10**9])
-def test_an_id_out_of_range_is_refused_with_the_range(gemma, id):
+def test_an_id_out_of_range_is_rejected_with_the_range(gemma, id):
     with pytest.raises(TokenizerError, match=f"no token has the id {id}: this tokenizer's ids run from 0 to 539"):
         gemma.decode([5, id])
     with pytest.raises(TokenizerError, match=f"no token has the id {id}"):
         gemma.token(id)
 
 
-def test_an_unknown_token_is_refused(gemma):
+def test_an_unknown_token_is_rejected(gemma):
     with pytest.raises(TokenizerError, match="'<nope>' is not one of the 540 tokens"):
         gemma.id("<nope>")
 
 
-def test_spare_ids_of_a_padded_vocabulary_have_no_text_in_a_stream(gemma):
+def test_unused_ids_of_a_padded_vocabulary_stream_as_no_text(gemma):
     ids = gemma.encode("the river", add_special_tokens=False)
     stream = StreamingDetokenizer(gemma)
     assert stream.add([9999, *ids, 9999]) + stream.flush() == "the river"
@@ -70,14 +70,14 @@ def test_a_stream_used_again_begins_like_a_new_one(directories):
     assert [stream.add(ids) + stream.flush() for _ in range(3)] == ["the river"] * 3
 
 
-def test_an_added_token_that_contradicts_the_vocabulary_is_refused(directories, tmp_path):
+def test_an_added_token_that_contradicts_the_vocabulary_is_rejected(directories, tmp_path):
     file = json.loads((directories["gemma"] / "tokenizer.json").read_text(encoding="utf-8"))
     file["added_tokens"][0]["id"] = 5
     with pytest.raises(TokenizerError, match="'<pad>' and the vocabulary disagree on the id 5"):
         Tokenizer(file)
 
 
-def test_special_tokens_are_found_in_any_of_the_files_that_name_them(directories, tmp_path):
+def test_special_tokens_are_read_from_any_file_that_defines_them(directories, tmp_path):
     shutil.copy(directories["gemma"] / "tokenizer.json", tmp_path)
     assert Tokenizer.from_pretrained(tmp_path).bos_token_id is None
     (tmp_path / "special_tokens_map.json").write_text('{"bos_token": {"content": "<bos>"}, "eos_token": "<eos>"}')
@@ -87,7 +87,7 @@ def test_special_tokens_are_found_in_any_of_the_files_that_name_them(directories
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (None, tokenizer.id("<end_of_turn>"))
 
 
-def test_a_chat_reads_as_gemmas_turns_and_encodes_with_one_bos(gemma):
+def test_a_chat_renders_as_gemmas_turns_and_encodes_with_one_bos(gemma):
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hi "},
@@ -102,25 +102,25 @@ def test_a_chat_reads_as_gemmas_turns_and_encodes_with_one_bos(gemma):
     assert gemma.encode(prompt, add_special_tokens=False).count(gemma.bos_token_id) == 1
 
 
-def test_turns_out_of_order_are_refused_in_the_templates_words(gemma):
+def test_turns_out_of_order_raise_the_templates_own_error(gemma):
     messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
     with pytest.raises(TokenizerError, match="turn 2 must be from the assistant, not user"):
         gemma.apply_chat_template(messages)
 
 
 @pytest.mark.parametrize("messages", [[], "hello", [{"content": "x"}], None])
-def test_what_is_no_conversation_is_refused(gemma, messages):
+def test_invalid_messages_are_rejected(gemma, messages):
     with pytest.raises(TokenizerError, match="messages are a list"):
         gemma.apply_chat_template(messages)
 
 
-def test_a_tokenizer_without_a_template_says_where_one_would_be(directories):
+def test_a_missing_chat_template_error_says_where_to_put_one(directories):
     llama3 = Tokenizer.from_pretrained(directories["llama3"])
     with pytest.raises(TokenizerError, match="no chat template: .* put a chat_template.jinja"):
         llama3.apply_chat_template([{"role": "user", "content": "x"}])
 
 
-def test_a_template_file_comes_before_the_configs_and_the_default_among_several(directories, tmp_path):
+def test_a_template_file_takes_precedence_and_default_is_chosen_among_several(directories, tmp_path):
     shutil.copy(directories["gemma"] / "tokenizer.json", tmp_path)
     several = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ messages[0].content }}!"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
@@ -139,14 +139,14 @@ def test_a_template_file_comes_before_the_configs_and_the_default_among_several(
         "{% set x = messages[0].update({'role': 'system'}) %}",
     ],
 )
-def test_a_template_cannot_reach_out_or_change_the_messages(source):
+def test_templates_are_sandboxed_and_cannot_change_the_messages(source):
     messages = [{"role": "user", "content": "x"}]
     with pytest.raises(TokenizerError, match="refuses"):
         ChatTemplate(source, {}).render(messages)
     assert messages == [{"role": "user", "content": "x"}]
 
 
-def test_templates_have_what_transformers_gives_them():
+def test_templates_have_the_globals_that_transformers_provides():
     source = (
         "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m | tojson }}{% endfor %}"
         "{{ eos_token }}{{ strftime_now('%Y') | length }}{{ tools is none }}"
@@ -157,6 +157,6 @@ def test_templates_have_what_transformers_gives_them():
     assert ChatTemplate(source, {"eos_token": "</s>"}).render(messages) == expected
 
 
-def test_a_template_that_does_not_parse_is_refused_at_once():
+def test_a_template_with_a_syntax_error_is_rejected_at_once():
     with pytest.raises(TokenizerError, match="does not parse"):
         ChatTemplate("{% if %}", {})

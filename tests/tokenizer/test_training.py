@@ -1,4 +1,4 @@
-"""Training learns the pairs that its definition names, and what it writes loads everywhere with the same ids."""
+"""BPE training learns the merges of its definition, and the files it writes give the same ids everywhere."""
 
 import json
 from collections import Counter
@@ -15,7 +15,7 @@ from tests.chance import examples
 
 
 def train_by_counting_again(words, steps):
-    """The definition: count all pairs, join the most frequent one (the first in order among equals), and repeat."""
+    """The definition: count all pairs, merge the most frequent one (ties in sort order), and repeat."""
     words = [(list(word), count) for word, count in Counter(words).items()]
     merges = []
     for _ in range(steps):
@@ -33,7 +33,7 @@ def train_by_counting_again(words, steps):
 
 @examples(200)
 @given(words=st.lists(st.text("abc", min_size=1, max_size=9), min_size=1, max_size=12))
-def test_incremental_counts_learn_the_same_merges_as_counting_again(words):
+def test_incremental_counting_learns_the_same_merges_as_recounting(words):
     _, merges = train_bpe(words, 10_000, split_pattern=".+")
     assert merges == train_by_counting_again(words, 10_000)
 
@@ -50,7 +50,7 @@ def test_the_vocabulary_is_special_tokens_bytes_characters_and_merges():
     assert train_bpe(reversed(CORPUS), 500) == (vocab, merges)
 
 
-def test_no_token_crosses_a_newline_or_joins_digits():
+def test_no_token_crosses_a_newline_or_merges_digits():
     text = ["Which is dry?\nA. sea\nAnswer: D\n\nWhich is wet? 1984 1984 1984"] * 50
     _, merges = train_bpe(text, 500)
     learned = {left + right for left, right in merges}
@@ -58,23 +58,25 @@ def test_no_token_crosses_a_newline_or_joins_digits():
     assert not [token for token in learned if "\n" in token.strip("\n") or token != token.strip("\n") != ""]
     assert not [token for token in learned if any(map(str.isdigit, token))]
     _, merges = train_bpe(text, 500, split_pattern=r"▁?[^▁]+")
-    assert any("D\n\nW" in left + right for left, right in merges), "split on spaces alone, the answer letter vanishes"
+    assert any("D\n\nW" in left + right for left, right in merges), (
+        "splitting on spaces alone would lose the answer letter"
+    )
 
 
-def test_rare_characters_are_left_to_the_byte_tokens():
+def test_rare_characters_use_byte_tokens():
     vocab, _ = train_bpe(["aaaabbbcc d"], 400, max_characters=3)
     assert {"a", "b", "c"} <= vocab.keys()
     assert "d" not in vocab
 
 
-def test_a_vocabulary_with_no_room_is_refused():
+def test_a_vocabulary_size_that_is_too_small_is_rejected():
     with pytest.raises(
         TokenizerError, match="vocab_size 200 is too small: 6 special tokens, 256 bytes and 2 characters"
     ):
         train_bpe(["ab"], 200)
 
 
-def test_writing_without_the_special_tokens_is_refused(tmp_path):
+def test_writing_without_the_special_tokens_is_rejected(tmp_path):
     vocab, merges = train_bpe(["ab"], 300, special_tokens=["<pad>"])
     with pytest.raises(TokenizerError, match="lacks <eos>, <bos>, <unk>"):
         write_tokenizer(tmp_path, vocab, merges)
@@ -85,7 +87,7 @@ def written(tmp_path_factory):
     transformers = pytest.importorskip("transformers")
     directory = tmp_path_factory.mktemp("written")
     write_tokenizer(directory, *train_bpe(CORPUS, 540))
-    # The model type decides which tokenizer class transformers would rather use.
+    # The model type determines which tokenizer class transformers prefers.
     (directory / "config.json").write_text(json.dumps({"model_type": "gemma", "architectures": ["GemmaForCausalLM"]}))
     return Tokenizer.from_pretrained(directory), transformers.AutoTokenizer.from_pretrained(directory)
 

@@ -1,4 +1,4 @@
-"""The committed record of kernel and engine tests on an H200: all of them ran, and what a failure would look like."""
+"""The committed record of kernel and engine tests on an H200 is complete, and failures are detected."""
 
 import copy
 from pathlib import Path
@@ -9,7 +9,7 @@ from minillm.bench import records
 from tools import kernel_tests as record
 
 
-def test_on_record_everything_ran_on_an_h200_and_every_kernel_keeps_its_bound():
+def test_the_record_covers_all_tests_on_an_h200_and_every_kernel_keeps_its_bound():
     committed = records.read("h200/kernel-tests")
     assert "H200" in committed["machine"]["gpu"] and len(set(committed["seeds"])) == 3
     ran = {Path(path).name for run in committed["runs"] for path in run["of"]}
@@ -20,13 +20,13 @@ def test_on_record_everything_ran_on_an_h200_and_every_kernel_keeps_its_bound():
     assert all(row["largest_error"] <= row["bound"] for row in committed["results"])
 
 
-@pytest.mark.parametrize("spoil", ["failures", "errors", "timed_out", "sanitizer"])
-def test_a_failure_anywhere_is_seen(spoil):
+@pytest.mark.parametrize("damage", ["failures", "errors", "timed_out", "sanitizer"])
+def test_a_failure_in_any_part_is_detected(damage):
     clean = {"runs": [{"failures": 0, "errors": 0}] * 2, "compute_sanitizer": {"ran": False}}
     assert record.clean(clean)
-    spoilt = copy.deepcopy(clean)
-    if spoil == "sanitizer":
-        spoilt["compute_sanitizer"] = {"ran": True, "summary": ["ERROR SUMMARY: 2 errors"]}
+    damaged = copy.deepcopy(clean)
+    if damage == "sanitizer":
+        damaged["compute_sanitizer"] = {"ran": True, "summary": ["ERROR SUMMARY: 2 errors"]}
     else:
-        spoilt["runs"][1] = spoilt["runs"][1] | {spoil: 1}
-    assert not record.clean(spoilt)
+        damaged["runs"][1] = damaged["runs"][1] | {damage: 1}
+    assert not record.clean(damaged)

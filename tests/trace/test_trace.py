@@ -1,4 +1,4 @@
-"""Traces under arbitrary schedules: what `replay` and `tables` reconstruct is what the scheduler really did."""
+"""Traces under random schedules: `replay` and `tables` reconstruct exactly what the scheduler did."""
 
 import errno
 import json
@@ -23,7 +23,7 @@ BEGINNING = [at * 5 % 11 for at in range(20)]
 
 
 class LeavesSomeOut(Scheduler):
-    """As a policy may: not every row that could run gets a token."""
+    """Skips some runnable rows, as a policy may."""
 
     def _share_budget(self, rows):
         rows, queries, *rest = super()._share_budget(rows)
@@ -33,7 +33,7 @@ class LeavesSomeOut(Scheduler):
 
 
 class Schedule:
-    """A scheduler without a model under a random schedule; keeps what each step really was."""
+    """A scheduler without a model under a random schedule; records what each step really did."""
 
     def __init__(self, seed: int, trace: Trace | None = None, pool=BlockPool, **fixed):
         rng = self.rng = np.random.default_rng(SEED + seed)
@@ -71,7 +71,7 @@ class Schedule:
             self.scheduler.submit(request)
             self.requests.append(request)
         except ValueError:
-            pass  # more blocks than there are
+            pass  # needs more blocks than exist
 
     def launch(self) -> None:
         scheduler = self.scheduler
@@ -118,7 +118,7 @@ class Schedule:
 
 
 def table_of(held, row: int) -> list[list[int]]:
-    """[groups][n], -1 where a block was let go of."""
+    """[groups][n], -1 where a block was freed."""
     table = []
     for group in range(held.groups):
         gone, count = int(held.gone[group, row]), int(held.held[group, row])
@@ -134,7 +134,7 @@ def reconstructed(trace) -> tuple[list, list, set]:
 
 
 @pytest.mark.parametrize("block", range(5))
-def test_replay_gives_every_step_and_every_table_of_a_random_schedule(block):
+def test_replay_reconstructs_every_step_and_block_table_of_a_random_schedule(block):
     for seed in range(block * 20, block * 20 + 20):
         schedule = Schedule(seed).run(150)
         steps, held, reads = reconstructed(schedule.trace)
@@ -144,12 +144,12 @@ def test_replay_gives_every_step_and_every_table_of_a_random_schedule(block):
         assert reads == schedule.reads
 
 
-def test_the_random_schedules_have_every_kind_of_event():
+def test_the_random_schedules_contain_every_kind_of_event():
     seen = Counter(event["event"] for seed in range(100) for event in Schedule(seed).run(150).trace.events)
     assert seen.keys() == FIELDS.keys()
 
 
-def noticed(schedule: Schedule, events: list[dict]) -> bool:
+def detected(schedule: Schedule, events: list[dict]) -> bool:
     try:
         return reconstructed(events) != (schedule.steps, schedule.tables, schedule.reads)
     except TraceError:
@@ -157,37 +157,37 @@ def noticed(schedule: Schedule, events: list[dict]) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["submit", "admit", "grow", "preempt", "finish", "skip", "chunk", "launch", "read"])
-def test_a_lost_event_is_noticed(kind):
+def test_a_lost_event_is_detected(kind):
     lost = 0
-    for seed in range(60):
+    for seed in range(20):
         options = {"max_num_batched_tokens": 1 + seed % 9, "num_blocks": 16, "block_size": 3}
         schedule = Schedule(seed, policy=policies.POLICIES["fcfs"](), **options).run(80)
         events = schedule.trace.events
-        assert not noticed(schedule, events)
+        assert not detected(schedule, events)
         last = max((at for at, event in enumerate(events) if event["event"] == "launch"), default=0)
         for at, event in enumerate(events[:last]):
             if event["event"] != kind or (kind in ("submit", "finish") and not ran_after(events, at, last)):
                 continue
-            assert noticed(schedule, events[:at] + events[at + 1 :]), f"seed {seed}: without {event}"
+            assert detected(schedule, events[:at] + events[at + 1 :]), f"seed {seed}: without {event}"
             lost += 1
     assert lost
 
 
 def ran_after(events: list[dict], at: int, last: int) -> bool:
-    """Whether losing a submission or an end can show: the request had a row, then or later."""
+    """Whether losing a submission or an end is detectable: the request had a row, then or later."""
     request, kind = events[at]["request"], events[at]["event"]
     if kind == "finish":
         return events[at]["row"] >= 0
     return any(event["event"] == "admit" and event["request"] == request for event in events[at:last])
 
 
-def test_events_that_come_twice_or_in_another_order_are_noticed():
-    for seed in range(40):
+def test_duplicate_and_reordered_events_are_detected():
+    for seed in range(20):
         schedule = Schedule(seed, policy=policies.POLICIES["fcfs"]()).run(60)
         events = schedule.trace.events
         launches = [at for at, event in enumerate(events) if event["event"] in ("launch", "grow", "admit")]
         for at in launches[:-1]:
-            assert noticed(schedule, [*events[: at + 1], *events[at:]])
+            assert detected(schedule, [*events[: at + 1], *events[at:]])
 
 
 def test_a_lost_read_is_told_at_the_next_one():
@@ -203,14 +203,14 @@ def test_a_lost_read_is_told_at_the_next_one():
         list(replay(events[:4] + events[5:]))
 
 
-def test_an_event_before_the_beginning_is_refused():
+def test_an_event_before_the_start_is_rejected():
     events = Schedule(1).run(40).trace.events
     with pytest.raises(TraceError, match=r"event 1 \(submit\) comes before the trace begins"):
         list(replay(events[1:]))
 
 
 class Plain:
-    """A learner's pool, which tells nobody what it evicts."""
+    """A learner's pool, which does not report evictions."""
 
     __slots__ = ("pool",)
 
@@ -220,37 +220,37 @@ class Plain:
     def __getattr__(self, name):
         return getattr(self.pool, name)
 
-    def watch_evictions(self, told):
+    def watch_evictions(self, callback):
         pass
 
 
-def test_a_pool_that_tells_no_evictions_is_traced_without_them():
-    told = 0
+def test_a_pool_that_reports_no_evictions_is_traced_without_them():
+    evictions = 0
     for seed in range(30):
         schedule = Schedule(seed, pool=Plain).run(150)
-        assert not noticed(schedule, schedule.trace.events)
-        told += any(event["event"] == "evict" for event in schedule.trace.events)
-    assert told == 0
+        assert not detected(schedule, schedule.trace.events)
+        evictions += any(event["event"] == "evict" for event in schedule.trace.events)
+    assert evictions == 0
 
 
-def test_blocks_let_go_of_are_free_once_the_steps_that_see_them_are_read():
-    """Two groups, the second with a window: it gets its blocks later, and gives some back."""
+def test_freed_window_blocks_are_available_once_the_steps_that_see_them_finish():
+    """Two groups, the second with a window: it gets its blocks later and frees some."""
     scheduler = Scheduler(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=16, block_size=2, num_blocks=9)
     trace = Trace()
     trace.watch(scheduler)
-    tell = trace._add
-    tell("submit", "a", 6)
-    tell("admit", 0, "a", 1, 6, 0, 9, np.array([[0, 1, 2], [3, -1, -1]]), 0)
-    tell("chunk", 0, np.array([1]), np.array([0]), np.array([2]), np.array([0]))
-    tell("launch", 0, 1)
-    tell("grow", np.array([1, 1]), np.array([1, 2]), np.array([[-1, -1], [4, 5]]))
-    tell("chunk", 1, np.array([1]), np.array([2]), np.array([4]), np.array([0]))
+    add = trace._add
+    add("submit", "a", 6)
+    add("admit", 0, "a", 1, 6, 0, 9, np.array([[0, 1, 2], [3, -1, -1]]), 0)
+    add("chunk", 0, np.array([1]), np.array([0]), np.array([2]), np.array([0]))
+    add("launch", 0, 1)
+    add("grow", np.array([1, 1]), np.array([1, 2]), np.array([[-1, -1], [4, 5]]))
+    add("chunk", 1, np.array([1]), np.array([2]), np.array([4]), np.array([0]))
     trace.release(np.array([1, 1]), np.array([3, 4]), 1)
-    tell("launch", 1, 1)
-    tell("read", 0)
-    tell("read", 1)
-    tell("grow", np.array([1]), np.array([3]), np.array([[3], [6]]))
-    tell("launch", 2, 1)
+    add("launch", 1, 1)
+    add("read", 0)
+    add("read", 1)
+    add("grow", np.array([1]), np.array([3]), np.array([[3], [6]]))
+    add("launch", 2, 1)
     seen = list(tables(trace))
     assert [table.rows[1][1] for table in seen] == [
         [[0, 1, 2], [3]],
@@ -264,7 +264,7 @@ def test_blocks_let_go_of_are_free_once_the_steps_that_see_them_are_read():
 # ---- entries
 
 
-class InTurn(Trace):  # keeps each call as it comes, evictions one by one
+class InTurn(Trace):  # records each call separately, evictions one by one
     def __init__(self):
         super().__init__()
         self.calls = []
@@ -277,18 +277,18 @@ class InTurn(Trace):  # keeps each call as it comes, evictions one by one
         super()._add(event, *values)
 
 
-def test_events_of_one_entry_read_in_the_order_in_which_they_came():
+def test_events_of_one_entry_are_read_in_their_original_order():
     together = 0
     for seed in range(30):
         trace = Schedule(seed, InTurn()).run(150).trace
         read = [(event["event"], event.get("block")) for event in trace.events if event["event"] != "share"]
-        several = ("chunk", "release")  # one call, an event a row
+        several = ("chunk", "release")  # one call, one event per row
         assert [key for key, run in groupby(read) for _ in (run if key[0] not in several else [0])] == trace.calls
         together += len(read) - len(trace._entries)
     assert together > 300
 
 
-def test_evictions_for_one_admission_are_one_entry_and_an_event_a_block():
+def test_evictions_for_one_admission_are_one_entry_and_one_event_per_block():
     scheduler = Scheduler(max_num_seqs=1, max_num_batched_tokens=40, max_model_len=40, block_size=4, num_blocks=9)
     trace = Trace()
     trace.watch(scheduler)
@@ -301,7 +301,7 @@ def test_evictions_for_one_admission_are_one_entry_and_an_event_a_block():
     assert kinds[second - 1 : second + 8] == ["submit"] + ["evict"] * 7 + ["admit"]
 
 
-def test_what_an_admission_shares_follows_it_and_is_the_beginning_of_its_table():
+def test_shared_blocks_follow_the_admission_and_start_its_block_table():
     shares = 0
     for seed in range(30):
         schedule = Schedule(seed).run(150)
@@ -321,19 +321,19 @@ def test_what_an_admission_shares_follows_it_and_is_the_beginning_of_its_table()
 # ---- files
 
 
-def test_a_file_holds_what_memory_holds(tmp_path):
+def test_a_trace_file_holds_the_same_events_as_memory(tmp_path):
     for seed in range(10):
         schedule = Schedule(seed, Trace(tmp_path / "trace.jsonl")).run(150)
         schedule.trace.close()
         again = Trace.read(tmp_path / "trace.jsonl")
         assert reconstructed(again) == reconstructed(schedule.trace)
-        assert not noticed(schedule, again.events)
+        assert not detected(schedule, again.events)
         again.write(tmp_path / "copy.jsonl")
         assert (tmp_path / "copy.jsonl").read_bytes() == (tmp_path / "trace.jsonl").read_bytes()
         assert again.events == schedule.trace.events
 
 
-def test_a_file_and_memory_tell_the_same_and_a_line_is_an_entry(tmp_path):
+def test_file_and_memory_agree_and_each_line_is_one_entry(tmp_path):
     for seed in range(10):
         memory, file = Schedule(seed).run(150).trace, Schedule(seed, Trace(tmp_path / "trace.jsonl")).run(150).trace
         file.close()
@@ -345,7 +345,7 @@ def test_a_file_and_memory_tell_the_same_and_a_line_is_an_entry(tmp_path):
         assert Trace.read(tmp_path / "copy.jsonl").events == memory.events
 
 
-def test_times_are_seconds_since_the_trace_began(tmp_path, monkeypatch):
+def test_times_are_seconds_since_the_trace_started(tmp_path, monkeypatch):
     monkeypatch.setattr("time.perf_counter_ns", iter(range(10**12, 10**13, 3 * 10**9 // 2)).__next__)
     trace = Schedule(1).trace
     trace.arrived(0)
@@ -354,7 +354,7 @@ def test_times_are_seconds_since_the_trace_began(tmp_path, monkeypatch):
         assert [event["time"] for event in each.events] == [1.5, 3.0]
 
 
-def test_a_file_that_is_still_written_reads_up_to_any_byte(tmp_path):
+def test_an_unfinished_file_is_readable_when_cut_at_any_byte(tmp_path):
     path = tmp_path / "trace.jsonl"
     schedule = Schedule(3, Trace(path)).run(60)
     schedule.trace.close()
@@ -380,7 +380,7 @@ def test_a_file_that_is_still_written_reads_up_to_any_byte(tmp_path):
         '{"event": "read", "time": 0, "step": 1}',
     ],
 )
-def test_a_line_that_is_no_event_is_named(tmp_path, line):
+def test_an_invalid_line_is_reported(tmp_path, line):
     path = tmp_path / "trace.jsonl"
     schedule = Schedule(3, Trace(path)).run(30)
     schedule.trace.close()
@@ -401,12 +401,12 @@ def test_memory_stays_bounded_while_a_file_is_written(tmp_path, monkeypatch):
     assert reconstructed(schedule.trace)[0] == schedule.steps
 
 
-def test_a_path_that_cannot_be_written_is_refused_before_a_model_is_loaded(tmp_path):
+def test_an_unwritable_path_is_rejected_before_the_model_loads(tmp_path):
     with pytest.raises(errors.ConfigError, match=r"trace='.*nowhere/trace.jsonl' cannot be written: No such file"):
         LLM("no-such-model", trace=str(tmp_path / "nowhere" / "trace.jsonl"))
 
 
-def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path):
+def test_a_full_disk_ends_only_the_trace(tmp_path):
     class Full:
         def writelines(self, lines):
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -426,7 +426,7 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path):
 # ---- in the engine
 
 
-def test_an_engines_trace_tells_every_token_that_ran():
+def test_an_engines_trace_contains_every_token_that_ran():
     trace = Trace()
     with LLM(trace=trace, max_num_batched_tokens=16, max_num_seqs=3, enable_prefix_caching=False) as llm:
         prompts = [[2, *range(50, 50 + n)] for n in (30, 5, 12, 40)]
@@ -472,14 +472,14 @@ def test_a_failure_is_in_the_file_when_it_is_raised(tmp_path):
     assert [step.number for step in steps if step.read is None] == [2] or len(steps) > 3
 
 
-def test_a_trace_without_an_engine_at_rest_is_refused():
+def test_a_trace_can_only_be_attached_to_an_idle_engine():
     schedule = Schedule(4).run(60)
     schedule.submit()
     with pytest.raises(ValueError, match="while nothing runs"):
         Trace().watch(schedule.scheduler)
 
 
-def test_commands_write_a_trace_and_plans_and_records_leave_it_out(tmp_path):
+def test_commands_write_traces_and_plans_and_records_omit_the_path(tmp_path):
     from typer.testing import CliRunner
 
     from minillm.cli import app
@@ -501,7 +501,7 @@ def test_commands_write_a_trace_and_plans_and_records_leave_it_out(tmp_path):
     assert "trace" not in options_of(config, PRESETS["gemma-2b"], Traffic(8, 8, 8), "cuda")
 
 
-def test_a_trace_goes_on_with_the_schedulers_that_parts_of_the_readers_bring():
+def test_a_trace_continues_when_user_supplied_classes_replace_the_scheduler():
     class Reader(BlockPool):
         pass
 

@@ -1,4 +1,4 @@
-"""`minillm build`: the plan it writes, the memory it tells, and how it chooses; timing itself needs a GPU."""
+"""`minillm build`: the plan it writes, the memory it reports, and how it chooses; timing itself needs a GPU."""
 
 import json
 
@@ -21,12 +21,12 @@ def run(*arguments: str):
 
 
 def rows(text: str) -> dict[str, str]:
-    """The table's lines by their names."""
+    """The table's rows by name."""
     parted = [line.rsplit("  ", 1) for line in text.splitlines() if "  " in line]
     return {name.strip(): value.strip() for name, value in parted}
 
 
-def test_without_a_gpu_it_prints_the_memory_and_writes_a_plan_that_the_engine_takes(tmp_path):
+def test_without_a_gpu_it_prints_the_memory_and_writes_a_usable_plan(tmp_path):
     out = tmp_path / "tiny.plan.json"
     done = run("--input-len", "30", "--output-len", "20", "--concurrency", "5", "--block-size", "8", "--out", str(out))
     assert done.exit_code == 0, done.output
@@ -41,17 +41,17 @@ def test_without_a_gpu_it_prints_the_memory_and_writes_a_plan_that_the_engine_ta
     assert refused.exit_code == 2 and "made for block_size=8, not 32" in refused.stderr
 
 
-def test_the_memory_it_tells_of_a_cpu_is_what_the_engine_takes(tmp_path):
+def test_the_memory_reported_for_a_cpu_equals_what_the_engine_uses(tmp_path):
     plan = Plan.made_here(TINY, Traffic(30, 20, 5), {"dtype": "float32", "block_size": 8, "max_num_seqs": 5}, "cpu")
-    told = build.on_cpu(TINY, plan)
+    reported = build.on_cpu(TINY, plan)
     with LLM(device="cpu", dtype="float32", block_size=8, max_num_seqs=5) as llm:
         runner = llm.engine.executor.runner
-        assert told.weight_bytes == llm.engine.model.nbytes
-        assert told.cache_bytes == sum(cache.k.nbytes + cache.v.nbytes for cache in runner.caches)
-        assert told.requests == runner.num_blocks // 7, "50 tokens are 7 blocks of 8"
+        assert reported.weight_bytes == llm.engine.model.nbytes
+        assert reported.cache_bytes == sum(cache.k.nbytes + cache.v.nbytes for cache in runner.caches)
+        assert reported.requests == runner.num_blocks // 7, "50 tokens are 7 blocks of 8"
 
 
-def test_the_memory_it_tells_of_a_gpu_is_sizings(tmp_path):
+def test_the_memory_reported_for_a_gpu_equals_the_sizing_module(tmp_path):
     out = tmp_path / "gemma.plan.json"
     done = run("gemma-2b", "--gpu-gb", "80", "--gpu-memory-utilization", "0.8", "--out", str(out))
     assert done.exit_code == 0, done.output
@@ -75,13 +75,13 @@ def test_the_memory_it_tells_of_a_gpu_is_sizings(tmp_path):
         (["no/such/model"], "no such model directory"),
     ],
 )
-def test_what_cannot_be_planned_is_refused_in_a_line(arguments, message, tmp_path):
+def test_what_cannot_be_planned_is_rejected_with_a_one_line_error(arguments, message, tmp_path):
     done = run(*arguments, "--out", str(tmp_path / "p.json"))
     assert done.exit_code == 2
     assert message in done.stderr and len(done.stderr.strip().splitlines()) == 1
 
 
-def test_compare_runs_one_request_and_all_of_them_with_and_without_the_plan(tmp_path, capsys):
+def test_compare_runs_one_request_and_all_requests_with_and_without_the_plan(tmp_path, capsys):
     build.run(
         input_len=6, output_len=3, concurrency=2, out=tmp_path / "p.json", compare=True, json_path=tmp_path / "r.json",
         device="cpu", max_model_len=32,
@@ -98,6 +98,6 @@ def test_compare_runs_one_request_and_all_of_them_with_and_without_the_plan(tmp_
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == record
 
 
-def test_bad_options_end_before_anything_is_measured():
+def test_invalid_options_are_rejected_before_anything_is_measured():
     with pytest.raises(ConfigError, match="dtype must be one of"):
         build.run(dtype="int8")

@@ -1,4 +1,4 @@
-"""How `minillm build` chooses: kernels are interpreted here, and a clock says what each launch takes."""
+"""How `minillm build` chooses, tested with interpreted kernels and a fake clock for the launches."""
 
 from types import SimpleNamespace
 
@@ -51,7 +51,7 @@ def every_trial(runner):
 
 @interpreted
 @torch.inference_mode()
-def test_the_kernels_own_launches_are_right_on_the_engines_data_and_a_disturbed_result_is_not(runner):
+def test_the_default_launches_pass_the_check_and_a_corrupted_result_fails_it(runner):
     for problem, default, trial in every_trial(runner):
         with launches.using({problem: default._asdict()}):
             result = trial.calls[0]()
@@ -61,7 +61,7 @@ def test_the_kernels_own_launches_are_right_on_the_engines_data_and_a_disturbed_
 
 
 def by_launch(times, seen=None):
-    """A clock that knows what each launch takes; others take 1."""
+    """A fake clock with given times per launch; others take 1."""
 
     def seconds(calls):
         (launch,) = launches._thread.table.values()
@@ -85,7 +85,7 @@ def test_the_fastest_launch_is_found_round_by_round(runner):
 
 @interpreted
 @torch.inference_mode()
-def test_a_launch_that_is_hardly_faster_changes_nothing(runner):
+def test_a_launch_that_is_barely_faster_changes_nothing(runner):
     problem, default = product_problem(384, 256, 0)
     found = trials.tune(problem, default, trials.product_trial(problem, runner), by_launch([({"warps": 4}, 0.99)]))
     assert found.launch == default and found.seconds == found.default_seconds
@@ -122,7 +122,7 @@ def test_a_launch_that_does_not_fit_or_is_wrong_is_never_timed(fault, runner, mo
     assert ("shared memory" if fault == "too large" else "relative error") in why
 
 
-def test_a_launch_that_writes_nothing_does_not_pass_with_the_last_ones_result():
+def test_a_launch_that_writes_nothing_does_not_pass_with_the_previous_result():
     memory, right = torch.zeros(8), torch.arange(8.0)
     problem, default = launches.problem("long_rows", rows=8), single_row.LongLaunch(8, 1024, 8)
 
@@ -136,14 +136,14 @@ def test_a_launch_that_writes_nothing_does_not_pass_with_the_last_ones_result():
     assert found.launch == default and list(found.refused.values()) == ["relative error nan"]
 
 
-def test_a_kernel_whose_own_launch_fails_is_an_error_and_not_tuned():
+def test_a_kernel_whose_default_launch_fails_is_an_error():
     problem, default = product_problem(4, 4, 0)
     trial = trials.Trial([lambda: torch.ones(1)], lambda result: 1.0, [], 1e-4)
     with pytest.raises(RuntimeError, match="whole_rows's own launch .* fails: relative error"):
         trials.tune(problem, default, trial, lambda calls: 1.0)
 
 
-def test_every_budget_of_tokens_is_tried_on_the_traffic_and_new_prompts(monkeypatch):
+def test_every_token_budget_is_measured_on_the_traffic_with_new_prompts(monkeypatch):
     traffic = Traffic(600, 20, 10)
     monkeypatch.setattr(planning, "BUDGETS", (1024, 2048, 8192, 32768))
     seen, ids = [], []
@@ -161,7 +161,7 @@ def test_every_budget_of_tokens_is_tried_on_the_traffic_and_new_prompts(monkeypa
     with LLM(device="cpu") as llm:
         plan = Plan.made_here(TINY, traffic, {"max_num_batched_tokens": 4096}, "cpu")
         rates, _ = planning.budget_rates(Recorded(llm), plan)
-    assert seen == [1024, 2048, 4096, 8192] * 3, "6,000 tokens fill no more than 8,192"
+    assert seen == [1024, 2048, 4096, 8192] * 3, "6,000 tokens never fill a budget above 8,192"
     assert ids[0] == ids[3] != ids[4] != ids[8]
     assert set(rates) == {1024, 2048, 4096, 8192} and min(rates.values()) > 0
 
@@ -175,14 +175,14 @@ def test_the_round_that_warms_up_counts_for_no_budget(monkeypatch):
     assert len(rates) > 1 and set(rates.values()) == {10 * 600 / 2.0}
 
 
-def test_a_size_is_captured_if_its_step_is_clearly_faster_than_the_next_larger_ones():
+def test_a_size_is_captured_if_its_step_is_clearly_faster_than_the_next_larger_size():
     seconds = {(1, 16): 1.0, (2, 16): 1.49, (4, 16): 1.5, (8, 16): 3.0, (8, 32): 4.0, (4, 32): 4.0, (2, 32): 4.0}
     assert planning.worthwhile({1, 2, 4, 8}, seconds) == {1, 4, 8}
     assert planning.worthwhile({1, 2}, {(1, 16): 2.0, (2, 16): 2.0}) == {2}
     assert planning.worthwhile(set(), {}) == set()
 
 
-def test_another_budget_of_tokens_must_be_clearly_faster_than_the_engines_own():
+def test_another_token_budget_must_be_clearly_faster_than_the_default():
     assert planning.best_budget({4096: 101.0, 16384: 100.0}, 16384) == 16384
     assert planning.best_budget({4096: 99.0, 16384: 100.0, 32768: 110.0}, 16384) == 32768
     assert planning.best_budget({}, 2048) == 2048

@@ -17,14 +17,14 @@ FAULTS = (
         SCHEDULER,
         "request.known = self.tokens[row, : self.confirmed[row]].copy()",
         "request.known = self.tokens[row, : self.prompt[row]].copy()",
-        "tests/engine/test_engine.py -k preempted_and_resumed",
+        "tests/engine/test_engine.py -k preempted_request_resumes",
     ),
     Fault(
         "blocks are free before the steps in flight are read",
         SCHEDULER,
         "self._fence[0][0] <= self.read:",
         "self._fence[0][0] <= self.launched:",
-        "tests/trace/test_trace.py -k blocks_let_go_of",
+        "tests/trace/test_trace.py -k freed_window_blocks",
     ),
     Fault(
         "an admission takes one token of the budget, not its own",
@@ -38,14 +38,14 @@ FAULTS = (
         SCHEDULER,
         "if needed + reserve > self.pool.available:",
         "if needed > self.pool.available:",
-        "tests/scheduler/test_scheduler.py -k leaves_the_blocks_that_running_rows_take",
+        "tests/scheduler/test_scheduler.py -k leaves_the_blocks",
     ),
     Fault(
         "a prompt found whole in the cache leaves no token to compute",
         SCHEDULER,
         "full = (len(request.known) - 1) // self.block_size",
         "full = len(request.known) // self.block_size",
-        "tests/engine/test_engine.py -k prefix_hits_equal_alone",
+        "tests/engine/test_engine.py -k prefix_cache_hits",
     ),
     Fault(
         "a stop token that comes last of all is told as length",
@@ -64,16 +64,16 @@ FAULTS = (
     Fault(
         "the first request is preempted, not the last",
         SCHEDULER,
-        "request = max((self.requests[row]",
-        "request = min((self.requests[row]",
-        "tests/scheduler/test_policies.py -k gives_way",
+        "request = max((each for each in self.requests",
+        "request = min((each for each in self.requests",
+        "tests/scheduler/test_policies.py -k last_request_is_preempted",
     ),
     Fault(
         "a request that wants its prompt scored finds its prefix cached",
         SCHEDULER,
         "if not self._shares(request) or request.params.prompt_logprobs is not None:",
         "if not self._shares(request):",
-        "tests/engine/test_engine.py -k logprobs_are_the_models_own",
+        "tests/engine/test_engine.py -k logprobs_equal",
     ),
     Fault(
         "rejected tokens stay computed",
@@ -108,6 +108,6 @@ FAULTS = (
         "minillm/scheduler/replaceable.py",
         "elif given.sum() > budget:",
         "elif given.sum() > budget + 1:",
-        "tests/scheduler/test_replaceable.py -k cannot_be_followed",
+        "tests/scheduler/test_replaceable.py -k invalid_policy_results",
     ),
 )

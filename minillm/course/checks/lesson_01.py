@@ -8,13 +8,14 @@ text_stream = Exercise("TextStream")
 render_chat = Exercise("render_chat")
 
 
-def same(got, wanted):
+def same(got: object, wanted: object) -> None:
     assert got == wanted, f"expected {wanted!r}, got {got!r}"
 
 
 def ranked(*pairs: str) -> dict[tuple[str, str], int]:
     """ "a b", "ab c" -> their ranks in that order."""
-    return {tuple(pair.split()): rank for rank, pair in enumerate(pairs)}
+    halves = [pair.split() for pair in pairs]
+    return {(left, right): rank for rank, (left, right) in enumerate(halves)}
 
 
 # ---- bpe_merge(symbols, ranks)

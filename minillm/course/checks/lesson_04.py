@@ -103,7 +103,8 @@ def _(function):
     hint="let a tile's scores and values go before you ask for the next: maximum, total and output are all you need",
 )
 def _(function):
-    known, most = [], 0
+    known: list[weakref.ref[Tensor]] = []
+    most = 0
 
     def tiles():
         nonlocal most
@@ -111,7 +112,7 @@ def _(function):
             most = max(most, sum(tile() is not None for tile in known))
             made = [_tile(float(number), 1.0)]
             known.append(weakref.ref(made[0][0]))
-            yield made.pop()  # nobody but the caller has it now
+            yield made.pop()  # only the caller has it now
 
     function(tiles(), 1, 1)
     assert most <= 2, f"when the last of six tiles was asked for, {most} earlier ones were still there"

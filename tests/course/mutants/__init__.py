@@ -1,4 +1,4 @@
-"""Wrong solutions of the exercises: each is plausible, and fails exactly the one property that it names."""
+"""Wrong solutions (mutants) of the exercises: each is plausible and fails exactly the one property that it names."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,10 +14,10 @@ MUTANTS: list[Mutant] = []
 
 
 def wrong(exercise: str, fails: str) -> Callable:
-    """Keep a function or class as a wrong solution of `exercise` that fails the property called `fails`."""
+    """Register a function or class as a wrong solution of `exercise` that fails the property `fails`."""
 
-    def keep(candidate: Callable) -> Callable:
+    def register(candidate: Callable) -> Callable:
         MUTANTS.append(Mutant(exercise, fails, candidate))
         return candidate
 
-    return keep
+    return register

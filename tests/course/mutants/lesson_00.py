@@ -1,4 +1,4 @@
-"""Wrong solutions of lesson 00."""
+"""Wrong solutions of lesson 00: the generation loop, the roofline, RMSNorm."""
 
 from tests.course.mutants import wrong
 
@@ -25,7 +25,7 @@ def keeps_the_end(model, prompt, max_tokens, end):
 
 
 @wrong("continue_text", fails="an end in the prompt ends nothing")
-def looks_for_the_end_in_all_of_it(model, prompt, max_tokens, end):
+def looks_for_the_end_in_the_prompt_too(model, prompt, max_tokens, end):
     new = []
     while len(new) < max_tokens and end not in [*prompt, *new]:
         found = model([*prompt, *new])

@@ -81,7 +81,7 @@ def by_the_joined_text(symbols, ranks):
 
 
 @wrong("bpe_merge", fails="the symbols you were given stay as they were")
-def joins_in_the_callers_list(symbols, ranks):
+def modifies_the_callers_list(symbols, ranks):
     while found := [(ranks[pair], i) for i, pair in enumerate(pairwise(symbols)) if pair in ranks]:
         place = min(found)[1]
         symbols[place : place + 2] = [symbols[place] + symbols[place + 1]]
@@ -144,7 +144,7 @@ def first_place_in_each_word(word_counts, steps):
 
 
 class Stream:
-    """A right one, to be spoiled."""
+    """A correct stream, the base of the wrong ones."""
 
     def __init__(self, special):
         self.special = special
@@ -189,16 +189,16 @@ class AllAtTheEnd(Stream):
 
 
 @wrong("TextStream", fails="half a character is never shown")
-class DecodedAgainWithEachByte(Stream):
+class RedecodesTheRunAtEachByte(Stream):
     shown = 0
 
     def push(self, token):
         if token not in BYTE_TOKENS:
             return super().push(token)
         self.run.append(BYTE_TOKENS.index(token))
-        told = self.decode(bytes(self.run))[self.shown :]
-        self.shown += len(told)
-        return told
+        new_text = self.decode(bytes(self.run))[self.shown :]
+        self.shown += len(new_text)
+        return new_text
 
     def finish(self):
         shown, self.shown = self.shown, 0
@@ -263,12 +263,12 @@ def newline_forgotten(messages, add_generation_prompt=True):
 
 
 @wrong("render_chat", fails="it ends where the model is to speak")
-def the_model_is_not_asked(messages, add_generation_prompt=True):
+def no_generation_prompt(messages, add_generation_prompt=True):
     return render(messages, False)
 
 
 @wrong("render_chat", fails="it ends where the model is to speak")
-def the_model_is_asked_after_a_user_alone(messages, add_generation_prompt=True):
+def generation_prompt_only_after_a_user_turn(messages, add_generation_prompt=True):
     return render(messages, add_generation_prompt and messages[-1]["role"] == "user")
 
 

@@ -30,7 +30,7 @@ def mask_off_by_one(q, k, v, *, scale):
 
 
 @wrong("attention", fails="no query sees a later key")
-def hidden_by_minus_100(q, k, v, *, scale):
+def masked_with_minus_100(q, k, v, *, scale):
     weights = _weights(q, k, scale)
     return _mix(weights.masked_fill(weights == -torch.inf, -100.0).softmax(-1), v)
 
@@ -182,7 +182,7 @@ def mask_one_too_far(q, k, v, length, *, scale):
 
 
 @wrong("cached_attention", fails="no query sees the keys after its own")
-def cached_hidden_by_minus_100(q, k, v, length, *, scale):
+def cached_masked_with_minus_100(q, k, v, length, *, scale):
     k, v = k[:length], v[:length]
     scores = torch.einsum("qhgd,khd->hgqk", q.unflatten(1, (k.shape[1], -1)), k) * scale
     return _mix(scores.masked_fill(~_visible(len(q), length, length), -100.0).softmax(-1), v)
@@ -197,7 +197,7 @@ def leftovers_masked_only(q, k, v, length, *, scale):
 
 
 @wrong("cached_attention", fails=LEFTOVERS)
-def capacity_taken_for_length(q, k, v, length, *, scale):
+def uses_capacity_as_length(q, k, v, length, *, scale):
     return _cached(q, k, v, _visible(len(q), len(k), len(k)), scale)
 
 

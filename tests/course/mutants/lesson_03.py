@@ -1,4 +1,4 @@
-"""Wrong solutions of lesson 03: kernels with a switch for each mistake, and tests that miss a fault."""
+"""Wrong solutions of lesson 03: kernels with a switch for each mistake, and a test that misses a fault."""
 
 import torch
 import triton
@@ -43,7 +43,7 @@ def silu_in_place_of_gelu(gate_up, out):
 
 
 @wrong("geglu", fails="the first half is the gate")
-def up_taken_for_the_gate(gate_up, out):
+def gate_and_up_swapped(gate_up, out):
     _geglu(gate_up, out, swapped=True)
 
 
@@ -201,7 +201,7 @@ def sum_without_a_mask(x, residual, weight, eps, out, total):
 
 def _find(product, *, columns=100, backwards=True, same_scale=False, right=None):
     weight = torch.arange(3 * columns).remainder(11).sub(5).view(3, columns).to(torch.int8)
-    x = torch.arange(columns).remainder(7).sub(3) / 4  # exact sums, in whatever order
+    x = torch.arange(columns).remainder(7).sub(3) / 4  # sums are exact in any order
     scale = torch.full((3,), 0.5) if same_scale else torch.tensor([0.5, 0.25, 2.0])
     order = list(range((columns + 63) // 64))[::-1] if backwards else None
     wanted = scale * (weight.float() @ x)
@@ -234,5 +234,5 @@ def too_exact(product):
 
 
 @wrong("find_fault", fails="nan is a fault")
-def asks_for_what_is_wrong(product):
+def expects_a_wrong_result(product):
     return _find(product, right=lambda found, wanted: not (found - wanted).abs().max() > 1e-3)

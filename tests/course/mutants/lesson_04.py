@@ -10,7 +10,7 @@ from tests.course.mutants import wrong
 
 
 def _walk(tiles, rows, dim, *, sum_rescaled=True, output_rescaled=True, guarded=True, falls=False, divides=False):
-    """A right walk, but for what is asked for."""
+    """A correct loop over the tiles, except for the selected mistakes."""
     maximum, total, out = torch.full((rows, 1), -torch.inf), torch.zeros(rows, 1), torch.zeros(rows, dim)
     for scores, values in tiles:
         largest = scores.amax(-1, keepdim=True)
@@ -67,7 +67,7 @@ def last_key_excluded(first, last, keys, window=None):
 
 
 @wrong("tiles_to_visit", fails="nothing behind the last query is visited")
-def one_more_to_be_sure(first, last, keys, window=None):
+def one_tile_too_many(first, last, keys, window=None):
     begin = max(0, first - window + 1) // keys if window else 0
     return range(begin, (last + 1) // keys + 1)
 
@@ -104,7 +104,7 @@ def _wrong_kernel(
     GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     MISTAKE: tl.constexpr,
 ):  # fmt: skip
-    """A right kernel, but for its one mistake."""
+    """A correct kernel, except for its one mistake."""
     row, kv_head = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths_ptr + row)
     packed, dims = tl.arange(0, ROWS), tl.arange(0, DIM)

@@ -1,4 +1,4 @@
-"""Wrong solutions of lesson 09: slots, a pool, keys of beginnings, a pool that remembers them."""
+"""Wrong solutions of lesson 09: slots, a block pool, prefix keys, a pool with a prefix cache."""
 
 import hashlib
 from collections import OrderedDict
@@ -10,7 +10,7 @@ from tests.course.mutants import wrong
 
 
 @wrong("slots_of", fails="blocks lie anywhere in memory")
-def one_block_behind_the_other(table, start, end, block_size):
+def assumes_contiguous_blocks(table, start, end, block_size):
     return [table[0] * block_size + position for position in range(start, end)]
 
 
@@ -38,7 +38,7 @@ def blocks_of_four(table, start, end, block_size):
 
 
 class Pool:
-    """A right one, to be made wrong."""
+    """A correct pool, the base of the wrong ones."""
 
     def __init__(self, num_blocks):
         self.num_blocks = num_blocks
@@ -70,7 +70,7 @@ class Pool:
 
 @wrong("MyBlockPool", fails="what is released can be given out again")
 class Leaks(Pool):
-    """Blocks that had one holder only are never put back: it waits for the count to pass 1."""
+    """Blocks that never had a second holder are not freed."""
 
     def release(self, blocks):
         for block in blocks:
@@ -85,8 +85,8 @@ class Leaks(Pool):
 
 
 @wrong("MyBlockPool", fails="a block that somebody holds is given to nobody else")
-class RoundAndRound(Pool):
-    """The next ones in memory, on the belief that requests end in the order in which they came."""
+class RingBuffer(Pool):
+    """Allocates the next blocks in memory, assuming that requests finish in order of arrival."""
 
     next = 0
 
@@ -114,8 +114,8 @@ class FirstHolderFrees(Pool):
 
 
 @wrong("MyBlockPool", fails="a block is free when its last holder lets go, and not before")
-class SharedOrNot(Pool):
-    """A flag in place of a count: the third holder is not seen."""
+class FlagInsteadOfCount(Pool):
+    """A flag instead of a count: a third holder is not noticed."""
 
     def share(self, blocks):
         for block in blocks:
@@ -123,7 +123,7 @@ class SharedOrNot(Pool):
 
 
 @wrong("MyBlockPool", fails="more than there are is refused, and takes nothing")
-class TakenBeforeTheRefusal(Pool):
+class AllocatesBeforeRaising(Pool):
     def allocate(self, count):
         blocks = []
         for _ in range(count):
@@ -135,7 +135,7 @@ class TakenBeforeTheRefusal(Pool):
 
 
 @wrong("MyBlockPool", fails="none are given where none are asked for")
-class LastOnesSliced(Pool):
+class SlicesFromTheEnd(Pool):
     def allocate(self, count):
         if count > self.available:
             raise OutOfBlocks(f"{count} asked for")
@@ -172,7 +172,7 @@ def length_hashed_too(tokens, block_size, salt=""):
 
 
 @wrong("prefix_keys", fails="only full blocks have a key")
-def the_last_part_too(tokens, block_size, salt=""):
+def pads_the_last_block(tokens, block_size, salt=""):
     missing = -len(tokens) % block_size
     return _chain(list(tokens) + [0] * missing, block_size, salt.encode())
 
@@ -199,7 +199,7 @@ def salt_forgotten(tokens, block_size, salt=""):
 
 
 class PrefixPool(Pool):
-    """A right one, to be made wrong."""
+    """A correct pool, the base of the wrong ones."""
 
     def __init__(self, num_blocks):
         super().__init__(num_blocks)
@@ -240,9 +240,9 @@ class PrefixPool(Pool):
         for block in reversed(blocks):
             self.references[block] -= 1
             if self.references[block] == 0:
-                self.let_go(block)
+                self.cache_or_free(block)
 
-    def let_go(self, block):
+    def cache_or_free(self, block):
         if block in self.key_of:
             self.lru[block] = None
         else:
@@ -257,19 +257,19 @@ class PrefixPool(Pool):
 
 @wrong("MyPrefixPool", fails="blocks that nobody can find go first")
 class KeepsEverything(PrefixPool):
-    def let_go(self, block):
+    def cache_or_free(self, block):
         self.lru[block] = None
 
 
 @wrong("MyPrefixPool", fails="the least recently used goes first")
-class TheNewestGoes(PrefixPool):
-    """And the end of a sequence before its beginning, for it lets go in the other order."""
+class EvictsTheNewest(PrefixPool):
+    """Releases blocks in the other order, so the end of a sequence is still evicted before its beginning."""
 
     def release(self, blocks):
         for block in blocks:
             self.references[block] -= 1
             if self.references[block] == 0:
-                self.let_go(block)
+                self.cache_or_free(block)
 
     def evict(self):
         block, _ = self.lru.popitem(last=True)
@@ -278,27 +278,27 @@ class TheNewestGoes(PrefixPool):
 
 
 @wrong("MyPrefixPool", fails="the end of a sequence goes before its beginning")
-class TheBeginningAgesFirst(PrefixPool):
+class EvictsTheBeginningFirst(PrefixPool):
     def release(self, blocks):
         super().release(blocks[::-1])
 
 
 @wrong("MyPrefixPool", fails="a block that is shared again is safe")
-class StaysAmongTheCached(PrefixPool):
-    """It is taken off only when it is released again."""
+class KeepsSharedBlocksEvictable(PrefixPool):
+    """A shared block leaves the LRU list only when it is released again."""
 
     def share(self, blocks):
         for block in blocks:
             self.references[block] += 1
 
-    def let_go(self, block):
+    def cache_or_free(self, block):
         self.lru.pop(block, None)
-        super().let_go(block)
+        super().cache_or_free(block)
 
 
 @wrong("MyPrefixPool", fails="an evicted block is forgotten")
 class OldKeysStay(PrefixPool):
-    """Only the block forgets its key; whoever looks the key up still finds the block."""
+    """The block forgets its key, but looking up the key still finds the block."""
 
     def evict(self):
         block, _ = self.lru.popitem(last=False)

@@ -1,4 +1,4 @@
-"""Wrong solutions of lesson 10: rows in use, the one rule, the budget, a fair policy."""
+"""Wrong solutions of lesson 10: static and in-flight batching, one rule for all tokens, the budget, a fair policy."""
 
 import heapq
 
@@ -39,7 +39,7 @@ def tokens_divided_by_rows(outputs, rows, in_flight):
 
 
 @wrong("steps_and_idle", fails="whichever row is free first takes the next request")
-def rows_dealt_in_turn(outputs, rows, in_flight):
+def rows_assigned_round_robin(outputs, rows, in_flight):
     steps = max(sum(outputs[row::rows]) for row in range(rows)) if in_flight else _static(outputs, rows)
     return _with_idle(steps, outputs, rows)
 
@@ -51,7 +51,7 @@ def longest_first(outputs, rows, in_flight):
 
 
 @wrong("steps_and_idle", fails="every row of every step counts")
-def rows_nobody_took_are_not_counted(outputs, rows, in_flight):
+def unused_rows_are_not_counted(outputs, rows, in_flight):
     if in_flight:
         return _with_idle(_in_flight(outputs, rows), outputs, rows)
     batches = [outputs[first : first + rows] for first in range(0, len(outputs), rows)]
@@ -62,7 +62,7 @@ def rows_nobody_took_are_not_counted(outputs, rows, in_flight):
 
 
 def _take(request, count):
-    """The right bookkeeping for `count` tokens: (start, count, samples)."""
+    """The correct update for `count` tokens: (start, count, samples)."""
     start = request.computed
     request.computed += count
     samples = count > 0 and request.computed == request.known
@@ -75,7 +75,7 @@ def _pending(request):
 
 
 @wrong("next_step", fails="the budget is for all requests together")
-def a_budget_each(requests, budget):
+def a_budget_per_request(requests, budget):
     return [_take(request, min(_pending(request), budget)) for request in requests]
 
 
@@ -92,7 +92,7 @@ def every_chunk_samples(requests, budget):
 
 
 @wrong("next_step", fails="computed grows by what ran")
-def what_the_budget_cut_off_is_lost(requests, budget):
+def tokens_over_the_budget_are_lost(requests, budget):
     done = []
     for request in requests:
         start, pending = request.computed, _pending(request)
@@ -121,11 +121,11 @@ def prefill_and_decode_are_two_cases(requests, budget):
 
 
 @wrong("next_step", fails="what the cache has is not computed again")
-def a_prompt_begins_at_zero(requests, budget):
+def a_prompt_restarts_at_zero(requests, budget):
     done = []
     for request in requests:
         if request.known == request.prompt and budget >= request.prompt:
-            request.computed = 0  # "nothing has come out yet, so it is a new one"
+            request.computed = 0  # assumes that a request without output is new
         done.append(_take(request, min(_pending(request), budget)))
         budget -= done[-1][1]
     return done
@@ -177,12 +177,12 @@ def whole_prompts_or_nothing(pending, budget):
 
 
 @wrong("share_budget", fails="counts stay in the rows' order")
-def sorted_and_left_so(pending, budget):
+def returned_in_sorted_order(pending, budget):
     return _in_turn(pending[np.argsort(pending > 1, kind="stable")], budget)
 
 
 @wrong("share_budget", fails="counts are whole numbers")
-def counts_in_an_array_of_zeros(pending, budget):
+def counts_are_floats(pending, budget):
     counts = np.zeros(len(pending))
     counts[:] = _by(np.argsort(pending > 1, kind="stable"), pending, budget)
     return counts
@@ -209,12 +209,12 @@ class ShortestAlways(Patient):
 
 
 @wrong("PatientShortest", fails="asked again, the same answer")
-class CountsItsQuestions(Patient):
-    asked = 0
+class CountsItsCalls(Patient):
+    calls = 0
 
     def key(self, request):
-        self.asked += 1
-        return len(request.prompt) + self.patience * max(self.asked, request.arrival)
+        self.calls += 1
+        return len(request.prompt) + self.patience * max(self.calls, request.arrival)
 
 
 @wrong("PatientShortest", fails="what was generated already does not count")

@@ -1,4 +1,4 @@
-"""Wrong solutions of lesson 99."""
+"""Wrong solutions of lesson 99: request timings, pooled percentiles, Poisson arrivals, batched attention."""
 
 import math
 from itertools import pairwise
@@ -9,7 +9,7 @@ from tests.course.mutants import wrong
 
 
 def all_gaps(arrivals):
-    """The right ones."""
+    """The correct gaps."""
     last, together = arrivals[0]
     gaps = [0.0] * (together - 1)
     for when, tokens in arrivals[1:]:
@@ -126,7 +126,7 @@ def one_draw_for_all(rate, uniform):
 
 
 def attend(q, k, v, unseen, scale, softmax=lambda scores: scores.softmax(-1)):
-    """The right one, given what each row does not see and KV heads repeated."""
+    """Correct attention, given the hidden keys of each row and repeated KV heads."""
     v = v.masked_fill(unseen[..., None, None], 0)
     scores = torch.einsum("rhd,rkhd->rhk", q, k) * scale
     return torch.einsum("rhk,rkhd->rhd", softmax(scores.masked_fill(unseen[:, None], -torch.inf)), v)
@@ -160,7 +160,7 @@ def forgets_the_scale(q, k, v, lengths, scale):
 
 
 @wrong("batched_attention", fails="neighbouring heads share a key-value head")
-def heads_dealt_out_in_turn(q, k, v, lengths, scale):
+def heads_interleaved(q, k, v, lengths, scale):
     group = q.shape[1] // k.shape[2]
     k, v = k.repeat(1, 1, group, 1), v.repeat(1, 1, group, 1)
     return attend(q, k, v, beyond(k, lengths), scale)
@@ -175,7 +175,7 @@ def masks_the_scores_alone(q, k, v, lengths, scale):
 
 
 @wrong("batched_attention", fails="leftovers never matter, not even NaN")
-def hides_by_minus_100(q, k, v, lengths, scale):
+def masks_with_minus_100(q, k, v, lengths, scale):
     k, v = repeated(q, k, v)
     unseen = beyond(k, lengths)
     scores = torch.einsum("rhd,rkhd->rhk", q, k) * scale

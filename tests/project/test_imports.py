@@ -1,4 +1,4 @@
-"""The rooms of the house: imports run downwards only, so that each room can be read without those above it."""
+"""The packages and modules of minillm form layers: each imports only those below it."""
 
 import ast
 import subprocess
@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# From the top to the bottom; a room may import those after it.
-ROOMS = (
+# From top to bottom: each may import only those after it.
+LAYERS = (
     *("cli", "course", "tuning", "server", "bench", "evaluate", "engine", "runner", "scheduler", "model", "ops"),
     *("quantization", "kv_cache", "trace", "tokenizer", "overrides", "request", "config", "renamed", "lazy_imports"),
     *("values", "errors", "kernels"),
 )
 
 
-def room(module: str) -> str:
-    """ "minillm.engine.llm" -> "engine"; "minillm" itself, which only names what is public, has none."""
+def layer(module: str) -> str:
+    """ "minillm.engine.llm" -> "engine"; "" for "minillm" itself, which only re-exports public names."""
     return ".".join(module.split(".")[1:2])
 
 
@@ -30,7 +30,7 @@ def modules() -> Iterator[tuple[str, ast.Module]]:
 
 
 def imported(name: str, tree: ast.Module) -> Iterator[str]:
-    """Every module of minillm that a module imports, at its top or inside a function, for types or to run."""
+    """Every module of minillm that a module imports, at the top or in a function, including for type checking."""
     package = name.split(".")[:-1]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -45,36 +45,36 @@ def imported(name: str, tree: ast.Module) -> Iterator[str]:
 
 
 def public() -> dict[str, str]:
-    """The public names of `minillm` -> the modules they live in."""
+    """The public names of `minillm` and the modules that define them."""
     import minillm
 
     return {name: getattr(minillm, name).__module__ for name in minillm.__all__}
 
 
-def test_imports_run_downwards_only():
+def test_modules_import_only_lower_layers():
     upwards, homes = [], public()
     for name, tree in modules():
-        if room(name) in ("", "__init__"):
+        if layer(name) in ("", "__init__"):
             continue
         for target in imported(name, tree):
             last = target.split(".")[-1]
-            target = homes.get(last, target) if room(target) == last else target
-            if room(target) == "__version__":
+            target = homes.get(last, target) if layer(target) == last else target
+            if layer(target) == "__version__":
                 continue
-            if ROOMS.index(room(target)) < ROOMS.index(room(name)):
+            if LAYERS.index(layer(target)) < LAYERS.index(layer(name)):
                 upwards.append(f"{name} imports {target}")
     assert not upwards, upwards
 
 
-def test_every_folder_and_file_of_the_package_is_a_room():
-    found = {room(name) for name, _ in modules()} - {"__init__", "__main__"}
-    assert found | {"kernels"} == set(ROOMS)
+def test_every_folder_and_file_of_the_package_is_listed():
+    found = {layer(name) for name, _ in modules()} - {"__init__", "__main__"}
+    assert found | {"kernels"} == set(LAYERS)
 
 
-def test_kernels_import_nothing_of_minillm():
+def test_kernels_import_nothing_from_minillm():
     for path in (ROOT / "kernels").glob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        above = [each for each in imported(f"minillm.kernels.{path.stem}", tree) if room(each) != "kernels"]
+        above = [each for each in imported(f"minillm.kernels.{path.stem}", tree) if layer(each) != "kernels"]
         assert not above, f"{path.name} imports {above}"
 
 
@@ -89,7 +89,7 @@ def test_kernels_import_nothing_of_minillm():
         "minillm.model.sizing",
     ],
 )
-def test_torch_is_not_imported_by(module):
+def test_the_module_does_not_import_torch(module):
     code = f"import sys, {module}; assert 'torch' not in sys.modules, 'torch'"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
