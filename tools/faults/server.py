@@ -62,13 +62,6 @@ FAULTS = (
         "tests/server/test_chat.py -k logprobs",
     ),
     Fault(
-        "what a refused body held is not given back",
-        "minillm/server/body.py",
-        "self.held -= _counted(len(data))",
-        "self.held -= 0",
-        "tests/server/test_bodies.py -k total_memory_of_bodies",
-    ),
-    Fault(
         "a busy server answers 503",
         "minillm/server/protocol.py",
         'status=429, kind="rate_limit_error"',
