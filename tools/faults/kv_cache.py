@@ -60,7 +60,7 @@ FAULTS = (
         TABLES,
         "np.maximum(computed + 1 - self._reach, 0)",
         "np.maximum(computed + 2 - self._reach, 0)",
-        "tests/kv_cache/test_windows.py -k 'hit or global_groups'",
+        "tests/kv_cache/test_windows.py -k hidden_blocks",
     ),
     Fault(
         "a local group's blocks are found up to a missing one",
