@@ -97,11 +97,4 @@ FAULTS = (
         "matrices = 2",
         "tests/model/test_sizing.py -k parameter_counts",
     ),
-    Fault(
-        "a model whose attention has a soft cap is fused all the same",
-        "minillm/model/single_row.py",
-        "            and all(layer.attention == AttentionOptions(layer.attention.scale) for layer in model.layers)\n",
-        "",
-        "tests/model/test_single_row.py -k only_models",
-    ),
 )

@@ -17,14 +17,14 @@ FAULTS = (
         SCHEDULER,
         "request.known = self.tokens[row, : self.confirmed[row]].copy()",
         "request.known = self.tokens[row, : self.prompt[row]].copy()",
-        "tests/engine/test_engine.py -k preempted_request_resumes",
+        "tests/scheduler/test_scheduler.py -k keeps_its_output",
     ),
     Fault(
         "blocks are free before the steps in flight are read",
         SCHEDULER,
         "self._fence[0][0] <= self.read:",
         "self._fence[0][0] <= self.launched:",
-        "tests/trace/test_trace.py -k freed_window_blocks",
+        "tests/scheduler/test_scheduler.py -k wait_for_the_steps",
     ),
     Fault(
         "an admission takes one token of the budget, not its own",
@@ -73,7 +73,7 @@ FAULTS = (
         SCHEDULER,
         "if not self._shares(request) or request.params.prompt_logprobs is not None:",
         "if not self._shares(request):",
-        "tests/engine/test_engine.py -k logprobs_equal",
+        "tests/scheduler/test_scheduler.py -k prompt_scored",
     ),
     Fault(
         "rejected tokens stay computed",
@@ -87,7 +87,7 @@ FAULTS = (
         POLICIES,
         'np.argsort(pending > 1, kind="stable")',
         'np.argsort(pending <= 1, kind="stable")',
-        "tests/scheduler/test_policies.py -k decodes_run_first",
+        "tests/scheduler/test_policies.py -k decode_runs_before",
     ),
     Fault(
         "the highest priority number goes first",
@@ -101,13 +101,13 @@ FAULTS = (
         POLICIES,
         "running > self._seen)",
         "running >= self._seen)",
-        "tests/scheduler/test_policies.py -k static_batch",
+        "tests/scheduler/test_policies.py -k no_longer_grows",
     ),
     Fault(
         "a policy of the user's own may exceed the budget by a token",
         "minillm/scheduler/replaceable.py",
         "elif given.sum() > budget:",
         "elif given.sum() > budget + 1:",
-        "tests/scheduler/test_replaceable.py -k invalid_policy_results",
+        "tests/scheduler/test_policies.py -k may_not_exceed",
     ),
 )
