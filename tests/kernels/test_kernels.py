@@ -114,9 +114,10 @@ def test_rotary_embedding(heads, kv_heads, dim, dtype, device):
 def test_keys_are_written_to_their_slots_and_nowhere_else(kv_heads, dim, block_size, dtype, device):
     cache = LayerCache(*(torch.full((4, block_size, kv_heads, dim), 7.0, dtype=dtype, device=device) for _ in "kv"))
     wanted = LayerCache(cache.k.clone(), cache.v.clone())
-    kv = random_tensor(3, 2 * kv_heads, dim, dtype=dtype, device=device)
+    kv = random_tensor(5, 2 * kv_heads, dim, dtype=dtype, device=device)
     k, v = kv.split(kv_heads, 1)
-    slots = torch.tensor([block_size - 1, 3 * block_size, 2 * block_size + 1], device=device)
+    slots = [block_size - 1, 3 * block_size, 2 * block_size + 1, 0, 4 * block_size - 1]  # the first and the last too
+    slots = torch.tensor(slots, device=device)
     kernels.write_kv(k, v, cache, slots)
     reference.write_kv(k, v, wanted, slots)
     assert torch.equal(cache.k, wanted.k) and torch.equal(cache.v, wanted.v)

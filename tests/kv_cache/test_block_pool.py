@@ -1,9 +1,10 @@
 """The engine's block pool has the properties that lesson 09 requires, and evicts cached blocks in LRU order."""
 
+import numpy as np
 import pytest
 
 from minillm.course import checks
-from minillm.kv_cache import BlockPool
+from minillm.kv_cache import BlockPool, prefix_keys
 
 PROPERTIES = [
     pytest.param(each, id=f"{name}: {each.name}")
@@ -55,3 +56,14 @@ def test_looking_up_a_prefix_without_sharing_it_keeps_the_eviction_order(pool):
     assert pool.lookup([bytes([0])]) == [0]
     pool.allocate(2)
     assert pool.allocate(1) == [0]
+
+
+def test_a_prefix_key_depends_on_its_block_on_all_before_it_and_on_the_salt():
+    tokens = np.arange(9, dtype=np.int32)
+    keys = prefix_keys(tokens, 4)
+    assert len(keys) == 2 and keys == prefix_keys(tokens[:8], 4) == prefix_keys(tokens, 4, known=keys[:1])
+    first, last = tokens.copy(), tokens.copy()
+    first[0] = last[7] = 50
+    assert not set(keys) & set(prefix_keys(first, 4))
+    assert [a == b for a, b in zip(keys, prefix_keys(last, 4), strict=True)] == [True, False]
+    assert not set(keys) & set(prefix_keys(tokens, 4, "tenant"))

@@ -12,6 +12,7 @@ from minillm.errors import InvalidRequest
 from minillm.kv_cache.block_tables import BlockTables
 from minillm.kv_cache.layer_groups import LayerGroups, blocks_held
 from minillm.model.config import ModelConfig
+from minillm.ops.reference import visible
 from minillm.request import Request
 from minillm.runner import Runner
 from minillm.scheduler import Scheduler
@@ -264,3 +265,13 @@ def test_a_hit_ends_where_a_local_group_lacks_a_visible_block():
     step = running.schedule()
     assert running.prefix_hits == 32 and step.starts.tolist() == [32]
     finish(running, step)
+
+
+@pytest.mark.parametrize("window", [1, 4, 7])
+def test_hidden_blocks_are_those_of_which_attention_shows_no_key_to_the_next_query(window):
+    block_size, longest = 4, 32
+    tables = BlockTables(1, longest, block_size, (None, window), 16)
+    for position in range(longest):
+        seen = visible(torch.tensor([[position]]), longest, window)[0, 0].unflatten(0, (-1, block_size)).any(1)
+        first = int(seen.nonzero()[0])
+        assert tables.hidden(np.array([position]))[:, 0].tolist() == [0, first], position

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -165,6 +166,16 @@ def test_a_graph_step_discards_the_batch_of_earlier_eager_steps(directory):
         assert engine.executor.runner._decoding is not None
         engine.step()
         assert engine.executor.runner._decoding is None
+
+
+def test_after_a_step_with_prompts_decodes_are_told_their_positions_anew(llm, monkeypatch):
+    """They keep their positions on the device from one step to the next, and this one has moved them."""
+    graphs = llm.engine.executor.runner.graphs
+    graph = SimpleNamespace(graph=SimpleNamespace(replay=lambda: None), out=torch.zeros(80), to_sample=[None])
+    monkeypatch.setattr(graphs.mixed, "captured", lambda shape: graph)
+    graphs.decodes._sent = np.arange(2), np.full(2, 3)
+    assert graphs.mixed.launch(step(2, [3])) is not None
+    assert [len(each) for each in graphs.decodes._sent] == [0, 0]
 
 
 def test_a_user_supplied_operation_runs_eagerly_here_even_if_it_is_capturable(llm):

@@ -8,7 +8,7 @@ from minillm.config import EngineConfig
 from minillm.errors import ConfigError
 from minillm.request import Request, RequestOptions, SamplingParams
 from minillm.scheduler import Scheduler
-from minillm.scheduler.policies import POLICIES, PolicyError, ShortestPromptFirst
+from minillm.scheduler.policies import POLICIES, FirstComeFirstServed, PolicyError, ShortestPromptFirst
 from minillm.scheduler.replaceable import CheckedPolicy
 from tests.chance import SEED
 
@@ -218,3 +218,32 @@ def test_a_key_too_large_for_a_float_is_reported_as_the_policys_error():
     with pytest.raises(PolicyError, match="FirstComeFirstServed: key must give a number to sort by"):
         waiting.submit(request("first"))
     assert not waiting.has_work
+
+
+def test_a_static_batch_is_closed_once_it_no_longer_grows():
+    policy = POLICIES["static"]()
+    assert [policy.admits(running) for running in (0, 1, 2, 2, 2, 1, 0)] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+        False,
+        True,
+    ]
+
+
+def test_a_user_supplied_policy_may_not_exceed_the_budget_by_one_token():
+    checked = CheckedPolicy(Everything(), lambda: None)
+    assert checked.share(np.array([3, 3], np.int32), 6).tolist() == [3, 3]
+    with pytest.raises(PolicyError, match="that is 6 tokens in all"):
+        checked.share(np.array([3, 3], np.int32), 5)
+
+
+class Everything(FirstComeFirstServed):
+    def share(self, pending, budget):
+        return pending
+
+
+def test_a_decode_runs_before_the_chunk_of_an_older_prompt():
+    assert FirstComeFirstServed().share(np.array([9, 1, 7], np.int32), 6).tolist() == [5, 1, 0]

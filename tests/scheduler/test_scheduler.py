@@ -126,3 +126,39 @@ def test_a_joining_request_leaves_the_blocks_that_running_rows_need_next(windows
         step(scheduler)
     assert [each.finish_reason for each in (*running, waiting)] == ["length"] * 5
     assert scheduler.preemptions == 0
+
+
+def test_a_preempted_request_keeps_its_output():
+    scheduler = scheduler_with(17, (None,))
+    scheduler.submit(request("first", [1] * 16, 40))
+    victim = request("victim", BEGINNING, 8)
+    scheduler.submit(victim)
+    while victim.row < 0:
+        step(scheduler)
+    while victim.row >= 0:
+        confirmed = int(scheduler.confirmed[victim.row])
+        step(scheduler)
+    assert scheduler.preemptions == 1 and len(victim.known) == confirmed > len(victim.prompt)
+
+
+def test_blocks_of_a_request_that_ended_wait_for_the_steps_in_flight():
+    scheduler = scheduler_with(20, (None,))
+    ended = request("ended", [5] * 6, 8)
+    scheduler.submit(ended)
+    step(scheduler)
+    made, before = scheduler.schedule(), scheduler.pool.available
+    scheduler.finish(ended, "abort")
+    assert scheduler.pool.available == before < 20
+    scheduler.complete(made, np.ones(1, np.int64))
+    assert scheduler.pool.available == 20
+
+
+def test_a_request_that_wants_its_prompt_scored_computes_all_of_it():
+    scheduler = scheduler_with(40, (None,))
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    scored = Request("scored", np.array(BEGINNING, np.int32), params, len(BEGINNING) + 1)
+    starts = []
+    for each in (request("first", BEGINNING, 1), request("second", BEGINNING, 1), scored):
+        scheduler.submit(each)
+        starts += step(scheduler).starts.tolist()
+    assert starts == [0, len(BEGINNING) - scheduler.block_size, 0]

@@ -68,6 +68,9 @@ def test_n_choices_per_prompt_are_grouped_by_prompt_and_differ(complete):
     again = complete("A stone", n=3, temperature=1, seed=5, max_tokens=12)
     assert [choice.text for choice in again.choices] == texts[3:]
     assert answer.usage.completion_tokens == 72
+    assert answer.usage.prompt_tokens == complete(["The river", "A stone"]).usage.prompt_tokens, (
+        "each prompt counts once"
+    )
 
 
 def test_the_same_seed_repeats_the_text_and_another_seed_changes_it(complete):

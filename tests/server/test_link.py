@@ -114,6 +114,26 @@ def test_a_worker_that_does_not_read_never_blocks_the_engine(engine):
     hub.close()
 
 
+def test_messages_keep_their_order_when_a_socket_takes_a_part_of_one():
+    """The socket has room again before the rest of the first message is written."""
+    sent, room_for = bytearray(), [3, 1 << 20, 1 << 20]
+
+    class Narrow:
+        def setblocking(self, flag): ...
+
+        def send(self, data):
+            count = min(len(data), room_for.pop(0))
+            sent.extend(data[:count])
+            return count
+
+    hub = SimpleNamespace(engine=None, soon=lambda task: None, want_write=lambda line, wanted: None)
+    line = Line(hub, Narrow())
+    line.send({"op": "first"})
+    line.send({"op": "second"})
+    line.flush()
+    assert [message["op"] for message, _ in Unpacker().feed(sent)] == ["first", "second"]
+
+
 @pytest.mark.parametrize(
     "module",
     ["tokenizer", "request", "config", "server", "server.worker", "server.app", "server.connections", "server.link"],

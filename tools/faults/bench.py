@@ -10,7 +10,7 @@ FAULTS = (
         SERVE,
         "return self.arrivals[0][0] - self.due",
         "return self.arrivals[0][0] - self.sent",
-        "tests/bench/test_serve.py -k sent_late",
+        "tests/bench/test_serve.py -k late_request",
     ),
     Fault(
         "the time between tokens is that of whole answers",
@@ -31,7 +31,7 @@ FAULTS = (
         SERVE,
         "            yield from [0.0] * (tokens - 1)\n",
         "",
-        "tests/bench/test_serve.py -k gap_before_each_token",
+        "tests/bench/test_serve.py -k inter_token_gap",
     ),
     Fault(
         "the first runs count, not the last",
@@ -73,7 +73,7 @@ FAULTS = (
         "minillm/bench/records.py",
         '"dirty": bool(changes)',
         '"dirty": False',
-        "tests/bench/test_records.py -k changed_files",
+        "tests/bench/test_records.py -k uncommitted_changes",
     ),
     Fault(
         "other programs' load has this process's own in it",
@@ -87,6 +87,6 @@ FAULTS = (
         "minillm/bench/waste.py",
         "used=int(computed.sum()) - twice",
         "used=int(computed.sum())",
-        "tests/bench/test_batching.py -k 'every_token_of_memory'",
+        "tests/bench/test_batching.py -k memory_shares_add_up",
     ),
 )

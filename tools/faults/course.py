@@ -10,21 +10,21 @@ FAULTS = (
         "minillm/course/checks/lesson_01.py",
         '    same(fn(list("abcd"), ranked("ab c", "a b", "c d")), ["abc", "d"])\n',
         "",
-        "tests/course/test_checkers.py -k 'wrong_solution and bpe_merge'",
+        "tests/course/test_checkers.py -k mutant_fails_exactly",
     ),
     Fault(
         "a property that returns False holds",
         CHECKS,
         "return prop.hint if prop.holds(candidate) is False else None",
         "return prop.holds(candidate) and None",
-        "tests/course/test_check.py -k simply_be_false",
+        "tests/course/test_check.py -k just_return_false",
     ),
     Fault(
         "an error's line is where it passed through the cell first",
         CHECKS,
         "lines[-1]",
         "lines[0]",
-        "tests/course/test_check.py -k told_with_its_line",
+        "tests/course/test_check.py -k reported_with_its_line",
     ),
     Fault(
         "a learner's notebook has the answer to a prediction",
@@ -52,7 +52,7 @@ FAULTS = (
         "minillm/course/interpret.py",
         "(memory[:GUARD] == by).all() and (memory[-GUARD:] == by).all()",
         "(memory[:GUARD] == by).all()",
-        "tests/course/test_interpret.py -k one_number",
+        "tests/course/test_interpret.py -k write_outside_a_tensor",
     ),
     Fault(
         "a rate is measured against a floor",

@@ -31,7 +31,7 @@ FAULTS = (
         ENGINE,
         "            self.in_flight.clear()\n            requests = ",
         "            requests = ",
-        "tests/engine/test_engine.py -k 'failing or fails'",
+        "tests/engine/test_engine.py -k 'failing'",
     ),
     Fault(
         "a finished request is told twice",
@@ -43,15 +43,15 @@ FAULTS = (
     Fault(
         "a generation does not end what it began when it fails",
         "minillm/engine/llm.py",
-        "                engine.abort(tracked.request.request_id)",
+        "                engine.abort(tracked)",
         "                pass",
-        "tests/engine/test_engine.py -k 'replacement_that_fails or bad_prompt'",
+        "tests/engine/test_engine.py -k failing_override",
     ),
     Fault(
         "a chat begins with two beginning-of-text tokens",
         "minillm/engine/llm.py",
-        "tokenizer.apply_chat_template(messages), add_special_tokens=False)",
-        "tokenizer.apply_chat_template(messages))",
+        "tokenizer.apply_chat_template(list(conversation)), add_special_tokens=False)",
+        "tokenizer.apply_chat_template(list(conversation)))",
         "tests/engine/test_llm.py -k chats_prompt",
     ),
     Fault(
@@ -85,8 +85,8 @@ FAULTS = (
     Fault(
         "who leaves a stream leaves its request running",
         ASYNC,
-        "            if not finished:\n                self.abort(prepared.request_id)",
-        "            if finished:\n                self.abort(prepared.request_id)",
+        "            if not finished:\n                self.abort(prepared)",
+        "            if finished:\n                self.abort(prepared)",
         "tests/engine/test_engine.py -k leaving_a_stream",
     ),
     Fault(
@@ -94,7 +94,7 @@ FAULTS = (
         ASYNC,
         "for each in listening:",
         "for each in listening[1:]:",
-        "tests/engine/test_engine.py -k failing_step_reaches_every_stream",
+        "tests/engine/test_engine.py -k failing_step",
     ),
     Fault(
         "deltas of a borrowed engine wait for the next request",

@@ -33,8 +33,8 @@ FAULTS = (
     Fault(
         "no room is kept for the letter",
         ACCURACY,
-        "len(llm.tokenizer.encode(prompt)) + 2 <=",
-        "len(llm.tokenizer.encode(prompt)) <=",
+        "len(tokenizer.encode(prompt)) + 2 <=",
+        "len(tokenizer.encode(prompt)) <=",
         f"{TESTS} -k room_for_a_letter",
     ),
     Fault(
@@ -49,7 +49,7 @@ FAULTS = (
         ACCURACY,
         'shown[example["subject"]].append(example)',
         "[shown[row['subject']].append(example) for row in rows]",
-        f"{TESTS} -k shots_are_of",
+        f"{TESTS} -k examples_come_from",
     ),
     Fault(
         "a letter that is not among the likeliest counts as impossible",
@@ -68,9 +68,9 @@ FAULTS = (
     Fault(
         "a token is scored by the place before it",
         PERPLEXITY,
-        "completion.prompt_logprobs[position - begin + len(start)]",
-        "completion.prompt_logprobs[position - begin]",
-        f"{TESTS} -k by_hand",
+        "at = position - begin + len(start)",
+        "at = position - begin",
+        f"{TESTS} -k hand_computed",
     ),
     Fault(
         "bits are per character, not per byte",

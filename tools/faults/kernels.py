@@ -17,7 +17,7 @@ FAULTS = (
         ATTENTION,
         "share = tl.cdiv(length - first, SPLITS * KEYS) * KEYS",
         "share = (length - first) // (SPLITS * KEYS) * KEYS",
-        "tests/kernels/test_kernels.py -k long_rows_are_split",
+        "tests/kernels/test_kernels.py -k long_rows",
     ),
     Fault(
         "a tile of queries stops before its diagonal",
@@ -61,7 +61,7 @@ FAULTS = (
         "kernels/rope_cache.py",
         "(slot >= 0)",
         "(slot > 0)",
-        "tests/kernels/test_kernels.py -k written_keys",
+        "tests/kernels/test_kernels.py -k keys_are_written",
     ),
     Fault(
         "the mass before a chunk is not taken off the goal",
@@ -96,6 +96,6 @@ FAULTS = (
         "kernels/launches.py",
         "        _thread.table = before",
         "        _thread.table = table",
-        "tests/kernels/test_launches.py -k holds_for_its_block",
+        "tests/kernels/test_launches.py -k launch_table_applies",
     ),
 )

@@ -11,7 +11,7 @@ FAULTS = (
         POOL,
         "hashlib.blake2b(cache_key.encode(), digest_size=16)",
         'hashlib.blake2b(b"", digest_size=16)',
-        "tests/engine/test_engine.py -k salts_keep_tenants_apart",
+        "tests/engine/test_engine.py -k salts_isolate_tenants",
     ),
     Fault(
         "a block's key forgets the blocks before it",
@@ -60,7 +60,7 @@ FAULTS = (
         TABLES,
         "np.maximum(computed + 1 - self._reach, 0)",
         "np.maximum(computed + 2 - self._reach, 0)",
-        "tests/kv_cache/test_windows.py -k 'hit or global_groups'",
+        "tests/kv_cache/test_windows.py -k hidden_blocks",
     ),
     Fault(
         "a local group's blocks are found up to a missing one",
@@ -74,21 +74,21 @@ FAULTS = (
         "minillm/kv_cache/layer_groups.py",
         "(window + chunk + 2 * block_size - 3) // block_size",
         "(window + chunk + block_size - 3) // block_size",
-        "tests/kv_cache/test_windows.py -k blocks_held_are_those",
+        "tests/kv_cache/test_windows.py -k blocks_held_range",
     ),
     Fault(
         "a stream lets go of its sinks",
         STREAMS,
         "first, last = self.stream.sinks, self.stream.room - 1",
         "first, last = 0, self.stream.room - 1",
-        "tests/kv_cache/test_streams.py -k is_its_definition",
+        "tests/kv_cache/test_streams.py -k definition_under",
     ),
     Fault(
         "others find a stream's block that saw less than a prefix does",
         STREAMS,
         "return 0 if self.gone[0, row] else full",
         "return full",
-        "tests/kv_cache/test_streams.py -k shares_its_beginning",
+        "tests/kv_cache/test_streams.py -k shares_only_blocks",
     ),
     Fault(
         "values are read with the scales of keys",
@@ -102,6 +102,6 @@ FAULTS = (
         STORAGE,
         "self.scale_dtype.itemsize",
         "0",
-        "tests/kv_cache/test_storage.py -k bytes_of_a_token",
+        "tests/kv_cache/test_storage.py -k bytes_per_token",
     ),
 )

@@ -10,14 +10,14 @@ FAULTS = (
         REFERENCE,
         "(behind >= 0) & (behind < window) if window",
         "(behind >= 0) & (behind <= window) if window",
-        "tests/ops/test_cpu.py -k is_its_definition",
+        "tests/ops/test_cpu.py -k equals_its_definition",
     ),
     Fault(
         "a query sees the key after its own",
         REFERENCE,
         "if window else behind >= 0",
         "if window else behind >= -1",
-        "tests/ops/test_cpu.py -k is_its_definition",
+        "tests/ops/test_cpu.py -k equals_its_definition",
     ),
     Fault(
         "top_p drops the token that reaches it",
@@ -71,7 +71,7 @@ FAULTS = (
     Fault(
         "greedy rows draw beside rows that sample",
         CPU,
-        "return drawn if greedy is None else torch.where(greedy, logits.argmax(-1), drawn)",
+        "return torch.where(greedy, logits.argmax(-1), drawn) if mixed else drawn",
         "return drawn",
         "tests/runner/test_sampler.py -k greedy",
     ),
@@ -80,13 +80,13 @@ FAULTS = (
         CPU,
         ".mul_(weight.scales.to(x.dtype))",
         "",
-        "tests/quantization/test_models.py -k cpus_versions",
+        "tests/quantization/test_models.py -k cpus_implementations",
     ),
     Fault(
         "keys of a stream are turned by one place less",
         CPU,
         "_turn(k, rotary[: k.shape[1]])",
         "_turn(k, rotary[: k.shape[1]].roll(1, 0))",
-        "tests/ops/test_cpu.py -k lie_unturned",
+        "tests/ops/test_cpu.py -k stored_unrotated",
     ),
 )

@@ -31,7 +31,7 @@ FAULTS = (
         INT8,
         "scales = self.scales[rows]",
         "scales = self.scales[: len(rows)]",
-        "tests/quantization/test_int8.py -k rows_are",
+        "tests/quantization/test_int8.py -k rows_equal",
     ),
     Fault(
         "the last pattern that matches decides",

@@ -57,16 +57,16 @@ FAULTS = (
     Fault(
         "a row that got a block goes on in the tables of the step before",
         "minillm/runner/runner.py",
-        "step.table_rows is None\n        and not step.admitted",
+        "step.table_changes is None\n        and not step.admitted",
         "not step.admitted",
-        "tests/engine/test_engine.py -k batched_and_running_ahead_equals_alone",
+        "tests/engine/test_engine.py -k batching_and_run_ahead",
     ),
     Fault(
         "a prompt's scores go one token into the output",
         SCORES,
         "int(state.prompt_length[row]) - 1)",
         "int(state.prompt_length[row]))",
-        "tests/engine/test_engine.py -k logprobs_are_the_models_own",
+        "tests/engine/test_engine.py -k logprobs_equal",
     ),
     Fault(
         "log-probabilities are computed in half precision",
@@ -94,13 +94,13 @@ FAULTS = (
         "minillm/runner/mixed_graphs.py",
         "and shape.prompts >= prompts",
         "and shape.prompts >= prompts - 1",
-        "tests/runner/test_mixed_graphs.py -k 'least_shape'",
+        "tests/runner/test_mixed_graphs.py -k smallest_shape",
     ),
     Fault(
         "a graph of decodes goes on from positions that another has moved",
         "minillm/runner/mixed_graphs.py",
         "        self.decodes.forget_positions()\n",
         "",
-        "tests/runner/test_mixed_graphs.py",
+        "tests/runner/test_mixed_graphs.py -k positions_anew",
     ),
 )

@@ -10,7 +10,7 @@ FAULTS = (
         ADDED,
         "while start > done and _SPACE.fullmatch(text[start - 1]):",
         "if start > done and _SPACE.fullmatch(text[start - 1]):",
-        "tests/tokenizer/test_components.py -k takes_all_the_white_space",
+        "tests/tokenizer/test_components.py -k consumes_all_white_space",
     ),
     Fault(
         "the shortest added token is found first",
@@ -38,7 +38,7 @@ FAULTS = (
         BPE,
         "self._cache, self._cache_version = {}, PARTS.version",
         "self._cache_version = PARTS.version",
-        "tests/test_overrides.py -k readers_merge",
+        "tests/test_overrides.py -k user_supplied_merge",
     ),
     Fault(
         "a run of broken bytes is one character",

@@ -17,7 +17,7 @@ FAULTS = (
         CONFIG,
         "if share is None or not 0 < share <= 1:",
         "if share is None or not 0 <= share <= 1:",
-        "tests/test_config.py -k wrong_kind",
+        "tests/test_config.py -k invalid_option",
     ),
     Fault(
         "all choices of a prompt have one seed",
@@ -38,7 +38,7 @@ FAULTS = (
         REQUEST,
         "if self.min_tokens > self.max_tokens:",
         "if self.min_tokens > self.max_tokens + 1:",
-        "tests/runner/test_sampler.py -k bad_parameters",
+        "tests/runner/test_sampler.py -k invalid_parameters",
     ),
     Fault(
         "True counts as the number 1",
@@ -52,13 +52,13 @@ FAULTS = (
         OVERRIDES,
         "parts.origin[name] = origin\n",
         "pass\n",
-        "tests/test_overrides.py -k readers_merge",
+        "tests/test_overrides.py -k user_supplied_merge",
     ),
     Fault(
         "calls of a replaced part are not counted",
         OVERRIDES,
-        "        used.calls[name] += 1\n        return result",
-        "        return result",
+        "        self.used.calls[self.name] += 1\n",
+        "",
         "tests/ops/test_table.py",
     ),
     Fault(
@@ -73,7 +73,7 @@ FAULTS = (
         "minillm/cli.py",
         "raise typer.Exit(2) from None",
         "raise typer.Exit(0) from None",
-        "tests/project/test_cli.py -k mistake",
+        "tests/project/test_cli.py -k user_error",
     ),
     Fault(
         "stop strings are not passed on",
@@ -85,8 +85,8 @@ FAULTS = (
     Fault(
         "a chat on the command line begins with two beginning-of-text tokens",
         "minillm/cli.py",
-        "chat_prompt(llm.tokenizer, turn) for turn in turns",
-        "llm.tokenizer.apply_chat_template(turn) for turn in turns",
+        '[chat_prompt(llm.tokenizer, [{"role": "user", "content": prompt}]) for prompt in prompts]',
+        '[llm.tokenizer.apply_chat_template([{"role": "user", "content": prompt}]) for prompt in prompts]',
         "tests/project/test_cli.py -k one_beginning_of_text",
     ),
 )

@@ -10,7 +10,7 @@ FAULTS = (
         RECORD,
         'if not line.endswith("\\n"):',
         "if not line:",
-        "tests/trace/test_trace.py -k still_written",
+        "tests/trace/test_trace.py -k unfinished_file",
     ),
     Fault(
         "times are thousands of seconds",
@@ -38,7 +38,7 @@ FAULTS = (
         REPLAY,
         "decodes = newest & (starts >= self.prompt[rows])",
         "decodes = newest",
-        "tests/trace/test_trace.py -k replay_gives",
+        "tests/trace/test_trace.py -k replay_reconstructs",
     ),
     Fault(
         "a lost read is not noticed",
