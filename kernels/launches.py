@@ -2,7 +2,7 @@
 
 Before it launches, a kernel looks up its configuration by its name and the sizes of its problem:
 
-    launch = choose("prefill_attention", prefill_launch(...), dim=256, dtype="bfloat16", group=8)
+    launch = tuned("prefill_attention", prefill_launch(...), dim=256, dtype="bfloat16", group=8)
 
 The second argument is the heuristic's choice, a NamedTuple; a measured configuration has the same fields. A kernel's
 module registers that type on import, so plans and the tuner need no list of kernels. A table of measured configurations
@@ -64,7 +64,7 @@ def problem(kernel: str, **sizes: int | str) -> Problem:
     return Problem(kernel, tuple(sorted(sizes.items())))
 
 
-def choose(kernel: str, default: Launch, **sizes: int | str) -> Launch:
+def tuned(kernel: str, default: Launch, **sizes: int | str) -> Launch:
     """The measured launch configuration of this problem, if there is one, else `default`.  Lesson 04."""
     if not _thread.table and _thread.asked is None:
         return default
@@ -77,7 +77,7 @@ def choose(kernel: str, default: Launch, **sizes: int | str) -> Launch:
 
 @contextmanager
 def using(table: Table) -> Iterator[None]:
-    """Inside the block, `choose` returns the entries of `table`, in this thread only."""
+    """Inside the block, `tuned` returns the entries of `table`, in this thread only."""
     before, _thread.table = _thread.table, table
     try:
         yield
@@ -87,7 +87,7 @@ def using(table: Table) -> Iterator[None]:
 
 @contextmanager
 def listening() -> Iterator[dict[Problem, tuple]]:
-    """Record the calls of `choose` in this thread, inside the block: each problem -> the heuristic's choice."""
+    """Record the calls of `tuned` in this thread, inside the block: each problem -> the heuristic's choice."""
     before, _thread.asked = _thread.asked, {}
     try:
         yield _thread.asked

@@ -198,7 +198,7 @@ def decode_attention(
     packed = max(16, triton.next_power_of_2(queries * group))
     longest = block_table.shape[1] * block_size
     longest = min(longest, window + queries - 1) if window else longest
-    launch = launches.choose(
+    launch = launches.tuned(
         "decode_attention",
         decode_launch(dim, q.element_size(), packed)._replace(splits=decode_splits(rows * kv_heads, longest, device)),
         dim=dim, dtype=launches.dtype_name(q.dtype), rows=packed, programs=rows * kv_heads, longest=longest,
@@ -242,7 +242,7 @@ def prefill_attention(
     group = heads // kv_heads
     default = prefill_launch(dim, q.element_size(), _device(q.device))
     dtype = launches.dtype_name(q.dtype)
-    launch = launches.choose("prefill_attention", default, dim=dim, dtype=dtype, group=group)
+    launch = launches.tuned("prefill_attention", default, dim=dim, dtype=dtype, group=group)
     grid = (triton.cdiv(max_queries * group, launch.rows), kv_heads, lengths.shape[0])
     prefill_kernel[grid](
         q, cache.k, cache.v, block_table, lengths, query_start, out, options.rotary, options.scale,

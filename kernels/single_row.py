@@ -238,7 +238,7 @@ def product(
     sizes: dict[str, int | str] = {"rows": rows, "columns": columns, "dtype": launches.dtype_name(x.dtype)}
     if columns <= WHOLE:
         default = whole_launch(rows, columns, bool(activation), _processors(x.device))
-        launch = launches.choose("whole_rows", default, **sizes, gated=int(bool(activation)))
+        launch = launches.tuned("whole_rows", default, **sizes, gated=int(bool(activation)))
         whole_rows_kernel[(launch.programs,)](
             x, residual, total, norm, weight, out, eps, rows, rows * columns,
             COLUMNS=columns, WIDTH=triton.next_power_of_2(columns), TILE=launch.tile, NORM=norm is not None,
@@ -250,7 +250,7 @@ def product(
             raise ValueError(
                 f"rows of {columns} columns are longer than {WHOLE}: apply norm, residual and activation separately"
             )
-        piece = launches.choose("long_rows", LongLaunch(tile=8, width=1024, warps=8), **sizes)
+        piece = launches.tuned("long_rows", LongLaunch(tile=8, width=1024, warps=8), **sizes)
         long_rows_kernel[(triton.cdiv(rows, piece.tile),)](
             x, weight, out, rows, COLUMNS=columns, WIDTH=piece.width, TILE=piece.tile, DEPENDENT=dependent,
             num_warps=piece.warps, **options,

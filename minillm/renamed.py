@@ -30,7 +30,7 @@ MODULES = {
     "minillm.single_row": "minillm.model.single_row",
     "minillm.sizing": "minillm.model.sizing",
     "minillm.stateful": "minillm.scheduler.replaceable",
-    "minillm.streams": "minillm.kv_cache.streams",
+    "minillm.streams": "minillm.kv_cache.attention_sinks",
 }
 
 
@@ -54,11 +54,13 @@ class _Finder(MetaPathFinder, Loader):
         module.__spec__ = self._specs[module.__name__]  # the import system has just put the old name's in its place
 
 
-MOVED_FROM_CONFIG = (
-    *("ARCHITECTURES", "LLAMA", "NORMS", "PRESETS"),
-    *("Family", "ModelConfig", "RopeScaling", "layer_windows"),
-)
-NAMES = {"minillm.config": dict.fromkeys(MOVED_FROM_CONFIG, "minillm.model.config")}
+NAMES = {
+    "minillm.config": {
+        **dict.fromkeys(("ModelConfig", "PRESETS"), "minillm.model.config"),
+        **dict.fromkeys(("ARCHITECTURES", "Family", "LLAMA", "NORMS", "layer_windows"), "minillm.model.families"),
+        "RopeScaling": "minillm.model.rope_scaling",
+    }
+}
 
 
 def names(module: str) -> Callable[[str], Any]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from minillm import ops
 from minillm.engine.llm import LLM
 from minillm.errors import ConfigError
-from minillm.kv_cache.storage import LayerCache
+from minillm.kv_cache.layer_cache import LayerCache
 from minillm.model.config import ModelConfig
 from minillm.ops import AttentionOptions, reference
 from minillm.overrides import using

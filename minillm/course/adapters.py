@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minillm.errors import ConfigError
-from minillm.kv_cache.storage import LayerCache
+from minillm.kv_cache.layer_cache import LayerCache
 from minillm.ops import AttentionOptions, reference
 
 

@@ -6,7 +6,7 @@ from minillm.lazy_imports import exports
 
 if TYPE_CHECKING:
     from .block_pool import BlockPool, BlockPoolError, OutOfBlocks, prefix_keys
-    from .storage import LayerCache
+    from .layer_cache import LayerCache
 
 __all__ = ["BlockPool", "BlockPoolError", "LayerCache", "OutOfBlocks", "prefix_keys"]
 

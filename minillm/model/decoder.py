@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from minillm import ops
-from minillm.kv_cache.storage import CacheSpec, LayerCache
+from minillm.kv_cache.layer_cache import CacheSpec, LayerCache
 from minillm.ops.signatures import AttentionOptions
 from minillm.quantization import Recipe, Weight
 
 from .batch import Batch
-from .config import ARCHITECTURES, QK_NORMS, ModelConfig
+from .config import ModelConfig
+from .families import ARCHITECTURES, QK_NORMS
 
 
 @dataclass

@@ -23,9 +23,10 @@ from minillm.quantization.weight import copy_pieces
 from minillm.values import shown
 
 from . import sizing
-from .config import ARCHITECTURES, PRESETS, ModelConfig
+from .config import PRESETS, ModelConfig
 from .config_file import read_json
 from .decoder import Model
+from .families import ARCHITECTURES
 
 DTYPES = {
     "float64": torch.float64,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from minillm.kernels import single_row
-from minillm.kv_cache.storage import LayerCache
+from minillm.kv_cache.layer_cache import LayerCache
 from minillm.ops.signatures import AttentionOptions
 from minillm.quantization import DenseWeight, Weight
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from minillm.errors import ConfigError
 from minillm.kv_cache.layer_groups import blocks_held
 
-from .config import ARCHITECTURES, ModelConfig
+from .config import ModelConfig
+from .families import ARCHITECTURES
 
 BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16, "float8": 8, "int8": 8, "int4": 4}
 

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from minillm.kv_cache.storage import LayerCache
+from minillm.kv_cache.layer_cache import LayerCache
 from minillm.quantization import Weight
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, bfloat16, float16, float32, float64
 
 from minillm.kernels import activation as gated
 from minillm.kernels import normalization, paged_attention, rope_cache, sampling, truncation
-from minillm.kv_cache.storage import LayerCache
+from minillm.kv_cache.layer_cache import LayerCache
 from minillm.quantization import Weight
 
 from . import reference

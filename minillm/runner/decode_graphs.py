@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minillm.kernels import decode_step
-from minillm.kv_cache.storage import LayerCache
+from minillm.kv_cache.layer_cache import LayerCache
 from minillm.model import Model
 from minillm.model.batch import Batch, Rows
 from minillm.model.single_row import SingleRow

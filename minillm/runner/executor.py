@@ -10,7 +10,7 @@ from typing import Protocol
 
 from minillm.config import DeviceConfig
 from minillm.kernels import launches
-from minillm.kv_cache.streams import Stream
+from minillm.kv_cache.attention_sinks import Stream
 from minillm.model import Model
 from minillm.scheduler.step import Step
 

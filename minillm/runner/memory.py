@@ -10,7 +10,7 @@ import torch
 
 from minillm.config import DeviceConfig
 from minillm.errors import ConfigError
-from minillm.kv_cache.storage import CacheSpec, LayerCache
+from minillm.kv_cache.layer_cache import CacheSpec, LayerCache
 from minillm.model import Model
 from minillm.request import SamplingParams
 from minillm.scheduler.step import Step

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from minillm.config import DeviceConfig
 from minillm.errors import ConfigError
+from minillm.kv_cache.attention_sinks import Stream
+from minillm.kv_cache.layer_cache import LayerCache
 from minillm.kv_cache.layer_groups import blocks_held
-from minillm.kv_cache.storage import LayerCache
-from minillm.kv_cache.streams import Stream
 from minillm.model import Model
 from minillm.model.batch import Batch
 from minillm.scheduler.step import Step

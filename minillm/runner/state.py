@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minillm.kv_cache.streams import missing
+from minillm.kv_cache.attention_sinks import missing
 from minillm.request import Request, SamplingParams
 from minillm.scheduler.step import Step
 

@@ -1,7 +1,7 @@
 """All captured steps of one engine: which graph runs a step, and when graphs are made and given back.  Lesson 11."""
 
 from minillm.config import DeviceConfig
-from minillm.kv_cache.storage import LayerCache
+from minillm.kv_cache.layer_cache import LayerCache
 from minillm.model import Model
 from minillm.scheduler.step import Step
 

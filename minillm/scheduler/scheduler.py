@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minillm.errors import InvalidRequest
+from minillm.kv_cache.attention_sinks import STREAM_TOKENS, Stream, StreamTables, missing
 from minillm.kv_cache.block_pool import BlockPool, BlockPoolError, prefix_keys
 from minillm.kv_cache.block_tables import BlockTables, group_key
-from minillm.kv_cache.streams import STREAM_TOKENS, Stream, StreamTables, missing
 from minillm.request import Request
 
 from .policies import FirstComeFirstServed, Policy, PolicyError

@@ -23,10 +23,10 @@ from minillm.tokenizer import TokenizerError
 from minillm.values import QUOTED, shown
 
 from .body import BodyReader, Form
+from .event_stream import ClientGone, EventStream, unless_disconnected
 from .link import Choice, EngineError, Prompt, RemoteEngine, readable, room
 from .protocol import APIError, ChatRequest, CompletionRequest, GenerationRequest, StreamOptions, as_api_error
 from .responses import Answer, ChatForm, CompletionForm, TokenTexts, usage
-from .streams import ClientGone, EventStream, unless_disconnected
 
 LONG_TEXT = 10_000  # characters, of all prompts, from which tokenizing would hold up everyone else's tokens
 

@@ -9,9 +9,9 @@ from starlette.requests import ClientDisconnect, Request
 
 from . import limits
 from .bounded_json import BoundedDecoder, TooDeep, TooManyValues, UnknownMember
+from .event_stream import ClientGone
 from .link import Busy
 from .protocol import NO_OBJECT, APIError, GenerationRequest, malformed, unknown_field
-from .streams import ClientGone
 
 Form = TypeVar("Form", bound=GenerationRequest)
 

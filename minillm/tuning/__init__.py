@@ -1,1 +1,1 @@
-"""`minillm build`: launch configurations and options measured for one GPU and one traffic.  Lesson 11."""
+"""`minillm build` chooses launch configurations and options by measuring them for a GPU and its traffic.  Lesson 11."""

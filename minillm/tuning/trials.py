@@ -18,7 +18,7 @@ from torch import Tensor
 
 from minillm.kernels import launches, paged_attention, single_row
 from minillm.kernels.launches import Problem
-from minillm.kv_cache.storage import LayerCache
+from minillm.kv_cache.layer_cache import LayerCache
 from minillm.model import Model
 from minillm.model.decoder import Layer
 from minillm.ops import reference

@@ -11,7 +11,7 @@ import torch
 from minillm import ops
 from minillm.kv_cache import LayerCache
 from minillm.model.batch import Batch, Rows
-from minillm.model.config import ARCHITECTURES
+from minillm.model.families import ARCHITECTURES
 from minillm.model.loader import load_model
 from minillm.ops import AttentionOptions, reference
 from minillm.quantization import DenseWeight

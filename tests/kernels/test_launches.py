@@ -95,16 +95,16 @@ def test_a_launch_table_applies_only_to_its_block_thread_and_problem():
     default = single_row.LongLaunch(8, 1024, 8)
     table = {launches.problem("long_rows", rows=1): {"tile": 4, "width": 512, "warps": 2}}
     with launches.using(table):
-        assert launches.choose("long_rows", default, rows=1) == single_row.LongLaunch(4, 512, 2)
-        assert launches.choose("long_rows", default, rows=2) is default
+        assert launches.tuned("long_rows", default, rows=1) == single_row.LongLaunch(4, 512, 2)
+        assert launches.tuned("long_rows", default, rows=2) is default
         elsewhere = []
-        thread = threading.Thread(target=lambda: elsewhere.append(launches.choose("long_rows", default, rows=1)))
+        thread = threading.Thread(target=lambda: elsewhere.append(launches.tuned("long_rows", default, rows=1)))
         thread.start()
         thread.join()
         assert elsewhere == [default]
         with launches.using({}):
-            assert launches.choose("long_rows", default, rows=1) is default
-    assert launches.choose("long_rows", default, rows=1) is default
+            assert launches.tuned("long_rows", default, rows=1) is default
+    assert launches.tuned("long_rows", default, rows=1) is default
 
 
 def test_every_tunable_kernel_is_registered_with_its_launch_type(device):

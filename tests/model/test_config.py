@@ -6,7 +6,8 @@ import re
 import pytest
 
 from minillm.errors import ConfigError
-from minillm.model.config import ModelConfig, RopeScaling
+from minillm.model.config import ModelConfig
+from minillm.model.rope_scaling import RopeScaling
 from tests import models
 
 

@@ -7,8 +7,10 @@ from typing import get_args, get_origin, get_type_hints
 import pytest
 
 from minillm.errors import ConfigError
-from minillm.model.config import ARCHITECTURES, ModelConfig, RopeScaling
+from minillm.model.config import ModelConfig
 from minillm.model.config_file import KIND_OF
+from minillm.model.families import ARCHITECTURES
+from minillm.model.rope_scaling import RopeScaling
 from minillm.values import shown
 
 SHAPE = {

@@ -14,7 +14,8 @@ from minillm import ops
 from minillm.kv_cache import LayerCache
 from minillm.model import Model
 from minillm.model.batch import Batch, Rows
-from minillm.model.config import ARCHITECTURES, PRESETS, ModelConfig
+from minillm.model.config import PRESETS, ModelConfig
+from minillm.model.families import ARCHITECTURES
 from minillm.model.loader import load_model
 from minillm.model.sizing import kv_bytes_per_token
 from tests import models

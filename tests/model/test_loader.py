@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from minillm.errors import ConfigError
 from minillm.model import loader
-from minillm.model.config import ARCHITECTURES, PRESETS
+from minillm.model.config import PRESETS
+from minillm.model.families import ARCHITECTURES
 from minillm.model.loader import load_model
 from tests import models
 

@@ -118,7 +118,7 @@ def test_a_plans_launches_are_the_ones_the_kernels_use():
     (key,) = made(launches=[DECODE]).table()
     assert key == launches.problem("decode_attention", **DECODE["sizes"])
     with launches.using(made(launches=[DECODE]).table()):
-        chosen = launches.choose("decode_attention", paged_attention.Launch(16, 16, 4, 2), **DECODE["sizes"])
+        chosen = launches.tuned("decode_attention", paged_attention.Launch(16, 16, 4, 2), **DECODE["sizes"])
     assert chosen == paged_attention.Launch(**DECODE["launch"])
     for wrong in ({"kernel": "rms_norm"}, {"launch": {"tile": 4}}):
         with pytest.raises(ConfigError, match="no kernel has a launch"):

@@ -10,7 +10,7 @@ from hypothesis import Phase
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
-from minillm.kv_cache.streams import Stream, StreamTables
+from minillm.kv_cache.attention_sinks import Stream, StreamTables
 from minillm.scheduler import Scheduler
 from tests.chance import TIMES
 from tests.scheduler.test_scheduler_state_machine import (

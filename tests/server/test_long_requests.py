@@ -5,7 +5,7 @@ import pytest
 
 import minillm
 from minillm import LLM, SamplingParams
-from minillm.kv_cache.streams import STREAM_TOKENS
+from minillm.kv_cache.attention_sinks import STREAM_TOKENS
 from minillm.server import running
 from tests.waiting import TIMEOUT
 

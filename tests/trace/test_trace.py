@@ -1,6 +1,5 @@
 """Traces under random schedules: `replay` and `tables` reconstruct exactly what the scheduler did."""
 
-import errno
 import json
 from collections import Counter
 from itertools import groupby, pairwise
@@ -8,129 +7,15 @@ from itertools import groupby, pairwise
 import numpy as np
 import pytest
 
-from minillm import LLM, SamplingParams, errors, using
+from minillm import LLM, SamplingParams, using
 from minillm.kv_cache import BlockPool
-from minillm.request import Request, RequestOptions
+from minillm.request import Request
 from minillm.scheduler import Scheduler, policies
 from minillm.trace import Trace, TraceError, replay, tables
 from minillm.trace.record import FIELDS
-from tests.chance import SEED
+from tests.trace.schedules import Schedule, detected, reconstructed
 
 pytestmark = pytest.mark.explore
-
-STOP, LONGEST = 7, 40
-BEGINNING = [at * 5 % 11 for at in range(20)]
-
-
-class LeavesSomeOut(Scheduler):
-    """Skips some runnable rows, as a policy may."""
-
-    def _share_budget(self, rows):
-        rows, queries, *rest = super()._share_budget(rows)
-        kept = np.arange(len(rows)) % 3 != self.launched % 3
-        kept[:1] = True
-        return rows[kept], queries[kept], *rest
-
-
-class Schedule:
-    """A scheduler without a model under a random schedule; records what each step really did."""
-
-    def __init__(self, seed: int, trace: Trace | None = None, pool=BlockPool, **fixed):
-        rng = self.rng = np.random.default_rng(SEED + seed)
-        options = {
-            "max_num_seqs": int(rng.integers(1, 7)),
-            "max_num_batched_tokens": int(rng.integers(1, 65)),
-            "block_size": int(rng.integers(1, 5)),
-            "num_blocks": int(rng.integers(8, 32)),
-            "windows": [(None,), (None,), (None, None), (6, None), (3,), (None, 5, 5)][rng.integers(6)],
-            "prefix_caching": bool(rng.random() < 0.8),
-            "policy": policies.POLICIES[str(rng.choice([*policies.POLICIES]))](),
-        } | fixed
-        self.run_ahead = int(rng.integers(0, 4))
-        kind = Scheduler if seed % 2 else LeavesSomeOut
-        self.scheduler = kind(max_model_len=LONGEST, **options)
-        self.scheduler.pool = pool(options["num_blocks"])
-        self.trace = trace or Trace()
-        self.trace.watch(self.scheduler)
-        self.in_flight, self.requests, self.steps, self.tables, self.reads = [], [], [], [], set()
-
-    def submit(self) -> None:
-        rng = self.rng
-        own = rng.integers(0, 11, rng.integers(1, 5)).tolist()
-        prompt = BEGINNING[: rng.integers(0, len(BEGINNING) + 1)] + own
-        output = int(rng.integers(1, 13))
-        request = Request(
-            request_id=f"r{len(self.requests)}",
-            prompt=np.array(prompt, np.int32),
-            params=SamplingParams(max_tokens=output),
-            limit=len(prompt) + output,
-            stop_ids=(STOP,),
-            options=RequestOptions(use_prefix_cache=bool(rng.random() < 0.9), priority=int(rng.integers(0, 3))),
-        )
-        try:
-            self.scheduler.submit(request)
-            self.requests.append(request)
-        except ValueError:
-            pass  # needs more blocks than exist
-
-    def launch(self) -> None:
-        scheduler = self.scheduler
-        step = scheduler.schedule()
-        if step is None:
-            return
-        self.in_flight.append(step)
-        names = [scheduler.requests[row].request_id for row in step.rows]
-        prompts = np.array([len(scheduler.requests[row].prompt) for row in step.rows])
-        decodes = (step.queries == 1) & step.samples & (step.starts >= prompts)
-        lists = (step.rows, step.starts, step.queries, step.samples, np.where(decodes, "decode", "prefill"))
-        self.steps.append((step.number, names, *(each.tolist() for each in lists)))
-        rows = {r.row: (r.request_id, table_of(scheduler.tables, r.row)) for r in scheduler.requests if r is not None}
-        pool = scheduler.pool
-        cached = set(pool._cached)
-        states = ["used" if n else "cached" if b in cached else "free" for b, n in enumerate(pool.references)]
-        leaving = sorted(block for _, _, blocks in scheduler._fence for block in blocks)
-        self.tables.append((rows, states, list(pool.references), leaving))
-
-    def read(self) -> None:
-        self.trace.write_in_time()  # as the engine does
-        step = self.in_flight.pop(0)
-        self.reads.add(step.number)
-        self.scheduler.complete(step, self.rng.integers(0, 11, int(step.samples.sum())))
-
-    def run(self, events: int) -> "Schedule":
-        for _ in range(events):
-            draw = self.rng.random()
-            waiting = [request for request in self.requests if request.finish_reason is None]
-            if draw < 0.25:
-                self.submit()
-            elif draw < 0.29 and waiting:
-                self.scheduler.finish(waiting[self.rng.integers(len(waiting))], "abort")
-            elif draw < 0.30:
-                self.in_flight.clear()
-                pool = self.scheduler.pool
-                self.scheduler.reset(waiting, type(pool)(pool.num_blocks))
-            elif draw < 0.75 and len(self.in_flight) <= self.run_ahead:
-                self.launch()
-            elif self.in_flight:
-                self.read()
-            self.scheduler.check()
-        return self
-
-
-def table_of(held, row: int) -> list[list[int]]:
-    """[groups][n], -1 where a block was freed."""
-    table = []
-    for group in range(held.groups):
-        gone, count = int(held.gone[group, row]), int(held.held[group, row])
-        table.append([-1] * gone + held.blocks[group, row, gone:count].tolist())
-    return table
-
-
-def reconstructed(trace) -> tuple[list, list, set]:
-    steps = [(s.number, s.request, s.row, s.start, s.count, s.samples, s.kind) for s in replay(trace)]
-    held = [(t.rows, t.states, t.holders, sorted(b for _, blocks in t.leaving for b in blocks)) for t in tables(trace)]
-    reads = {step.number for step in replay(trace) if step.read is not None}
-    return steps, held, reads
 
 
 @pytest.mark.parametrize("block", range(5))
@@ -147,13 +32,6 @@ def test_replay_reconstructs_every_step_and_block_table_of_a_random_schedule(blo
 def test_the_random_schedules_contain_every_kind_of_event():
     seen = Counter(event["event"] for seed in range(100) for event in Schedule(seed).run(150).trace.events)
     assert seen.keys() == FIELDS.keys()
-
-
-def detected(schedule: Schedule, events: list[dict]) -> bool:
-    try:
-        return reconstructed(events) != (schedule.steps, schedule.tables, schedule.reads)
-    except TraceError:
-        return True
 
 
 @pytest.mark.parametrize("kind", ["submit", "admit", "grow", "preempt", "finish", "skip", "chunk", "launch", "read"])
@@ -316,111 +194,6 @@ def test_shared_blocks_follow_the_admission_and_start_its_block_table():
                 shares += 1
         assert tokens == schedule.scheduler.prefix_hits
     assert shares > 100
-
-
-# ---- files
-
-
-def test_a_trace_file_holds_the_same_events_as_memory(tmp_path):
-    for seed in range(10):
-        schedule = Schedule(seed, Trace(tmp_path / "trace.jsonl")).run(150)
-        schedule.trace.close()
-        again = Trace.read(tmp_path / "trace.jsonl")
-        assert reconstructed(again) == reconstructed(schedule.trace)
-        assert not detected(schedule, again.events)
-        again.write(tmp_path / "copy.jsonl")
-        assert (tmp_path / "copy.jsonl").read_bytes() == (tmp_path / "trace.jsonl").read_bytes()
-        assert again.events == schedule.trace.events
-
-
-def test_file_and_memory_agree_and_each_line_is_one_entry(tmp_path):
-    for seed in range(10):
-        memory, file = Schedule(seed).run(150).trace, Schedule(seed, Trace(tmp_path / "trace.jsonl")).run(150).trace
-        file.close()
-        untimed = [[event | {"time": 0} for event in trace.events] for trace in (memory, file)]
-        assert untimed[0] == untimed[1]
-        lines = [json.loads(line) for line in file.path.read_text().splitlines()]
-        assert [line[0] for line in lines] == [entry[0] for entry in memory._entries]
-        memory.write(tmp_path / "copy.jsonl")
-        assert Trace.read(tmp_path / "copy.jsonl").events == memory.events
-
-
-def test_times_are_seconds_since_the_trace_started(tmp_path, monkeypatch):
-    monkeypatch.setattr("time.perf_counter_ns", iter(range(10**12, 10**13, 3 * 10**9 // 2)).__next__)
-    trace = Schedule(1).trace
-    trace.arrived(0)
-    trace.write(tmp_path / "copy.jsonl")
-    for each in (trace, Trace.read(tmp_path / "copy.jsonl")):
-        assert [event["time"] for event in each.events] == [1.5, 3.0]
-
-
-def test_an_unfinished_file_is_readable_when_cut_at_any_byte(tmp_path):
-    path = tmp_path / "trace.jsonl"
-    schedule = Schedule(3, Trace(path)).run(60)
-    schedule.trace.close()
-    whole = path.read_bytes()
-    for end in range(0, len(whole), 97):
-        path.write_bytes(whole[:end])
-        steps = [step.number for step in replay(Trace.read(path))]
-        assert steps == [number for number, *_ in schedule.steps][: len(steps)]
-    assert len(steps) > len(schedule.steps) - 3
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "{",
-        "[]",
-        "7",
-        '["admit"]',
-        '["lunch", 0]',
-        '["read", "soon", 1]',
-        *('["evict", 0, 1]', '["evict", 5]'),
-        '["chunk", 0, 1, [1], [2], [], [4]]',
-        '{"event": "read", "time": 0, "step": 1}',
-    ],
-)
-def test_an_invalid_line_is_reported(tmp_path, line):
-    path = tmp_path / "trace.jsonl"
-    schedule = Schedule(3, Trace(path)).run(30)
-    schedule.trace.close()
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join([*lines[:4], line, *lines[4:]]) + "\n")
-    with pytest.raises(TraceError, match=r"line 5 is no entry of a trace, \[event, microseconds, ...\]: '"):
-        Trace.read(path)
-
-
-def test_memory_stays_bounded_while_a_file_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr("minillm.trace.record.CHUNK", 50)
-    schedule = Schedule(5, Trace(tmp_path / "trace.jsonl"))
-    most = 0
-    for _ in range(40):
-        schedule.run(20)
-        most = max(most, len(schedule.trace._entries))
-    assert most < 150 and (tmp_path / "trace.jsonl").stat().st_size > 10_000
-    assert reconstructed(schedule.trace)[0] == schedule.steps
-
-
-def test_an_unwritable_path_is_rejected_before_the_model_loads(tmp_path):
-    with pytest.raises(errors.ConfigError, match=r"trace='.*nowhere/trace.jsonl' cannot be written: No such file"):
-        LLM("no-such-model", trace=str(tmp_path / "nowhere" / "trace.jsonl"))
-
-
-def test_a_full_disk_ends_only_the_trace(tmp_path):
-    class Full:
-        def writelines(self, lines):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    trace = Trace(tmp_path / "trace.jsonl")
-    with LLM(trace=trace) as llm:
-        llm.generate("once", SamplingParams(max_tokens=2))
-        file, trace._file = trace._file, Full()
-        with pytest.warns(RuntimeWarning, match=r"trace.jsonl ends here: No space left"):
-            done = llm.generate("once", SamplingParams(max_tokens=3, ignore_eos=True))
-        assert len(done[0].token_ids) == 3
-        assert len(llm.generate("more", SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3
-        file.close()
-    assert not trace._entries and list(replay(Trace.read(tmp_path / "trace.jsonl")))
 
 
 # ---- in the engine

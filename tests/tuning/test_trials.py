@@ -127,7 +127,7 @@ def test_a_launch_that_writes_nothing_does_not_pass_with_the_previous_result():
     problem, default = launches.problem("long_rows", rows=8), single_row.LongLaunch(8, 1024, 8)
 
     def call():
-        return memory if launches.choose("long_rows", default, rows=8).tile == 1 else memory.copy_(right)
+        return memory if launches.tuned("long_rows", default, rows=8).tile == 1 else memory.copy_(right)
 
     trial = trials.Trial(
         [call], lambda result: trials.relative_error(result, right), [lambda best: [best._replace(tile=1)]], 1e-4

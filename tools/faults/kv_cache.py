@@ -2,8 +2,8 @@
 
 from . import Fault
 
-POOL, STREAMS = "minillm/kv_cache/block_pool.py", "minillm/kv_cache/streams.py"
-TABLES, STORAGE = "minillm/kv_cache/block_tables.py", "minillm/kv_cache/storage.py"
+POOL, STREAMS = "minillm/kv_cache/block_pool.py", "minillm/kv_cache/attention_sinks.py"
+TABLES, STORAGE = "minillm/kv_cache/block_tables.py", "minillm/kv_cache/layer_cache.py"
 
 FAULTS = (
     Fault(
@@ -81,27 +81,27 @@ FAULTS = (
         STREAMS,
         "first, last = self.stream.sinks, self.stream.room - 1",
         "first, last = 0, self.stream.room - 1",
-        "tests/kv_cache/test_streams.py -k definition_under",
+        "tests/kv_cache/test_attention_sinks.py -k definition_under",
     ),
     Fault(
         "others find a stream's block that saw less than a prefix does",
         STREAMS,
         "return 0 if self.gone[0, row] else full",
         "return full",
-        "tests/kv_cache/test_streams.py -k shares_only_blocks",
+        "tests/kv_cache/test_attention_sinks.py -k shares_only_blocks",
     ),
     Fault(
         "values are read with the scales of keys",
         STORAGE,
         "pairs = ((self.k, self.k_scale), (self.v, self.v_scale))",
         "pairs = ((self.k, self.k_scale), (self.v, self.k_scale))",
-        "tests/kv_cache/test_storage.py",
+        "tests/kv_cache/test_layer_cache.py",
     ),
     Fault(
         "a token's bytes leave out its scales",
         STORAGE,
         "self.scale_dtype.itemsize",
         "0",
-        "tests/kv_cache/test_storage.py -k bytes_per_token",
+        "tests/kv_cache/test_layer_cache.py -k bytes_per_token",
     ),
 )

@@ -84,7 +84,7 @@ FAULTS = (
     ),
     Fault(
         "a stream that fails says nothing of it",
-        "minillm/server/streams.py",
+        "minillm/server/event_stream.py",
         "await emit(json.dumps(as_api_error(error).body))",
         "pass",
         "tests/server/test_limits.py -k failing_operation",

@@ -5,7 +5,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from minillm.kv_cache.storage import LayerCache
+from minillm.kv_cache.layer_cache import LayerCache
 
 from ..interpret import kernel_device
 from . import Exercise

@@ -7,7 +7,7 @@ import torch
 
 from minillm import LLM, SamplingParams
 from minillm.errors import ConfigError, InvalidRequest
-from minillm.kv_cache.streams import STREAM_TOKENS
+from minillm.kv_cache.attention_sinks import STREAM_TOKENS
 from minillm.trace import Trace, tables
 from tests import models
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from minillm.kv_cache.storage import CacheSpec, LayerCache
+from minillm.kv_cache.layer_cache import CacheSpec, LayerCache
 from minillm.ops import AttentionOptions, cpu, on, reference
 
 BLOCKS, BLOCK, KV_HEADS, DIM = 7, 4, 2, 16
