@@ -84,7 +84,7 @@ def test_each_notebook_runs_whole_and_in_order_in_one_process(tmp_path):
         cells = [nbformat.v4.new_code_cell(source) for source in sources]
         nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / f"{name}.ipynb")
     shutil.copy(ROOT / "conftest.py", tmp_path)
-    command = [sys.executable, "-m", "pytest", *pytest_arguments("test"), "-v", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *pytest_arguments("test"), "-n2", "-v", "-p", "no:cacheprovider"]
     done = subprocess.run([*command, "--rootdir", tmp_path, tmp_path], cwd=tmp_path, capture_output=True, text=True)
     found = re.findall(r"\[(gw\d+)\] .*(PASSED|FAILED|SKIPPED) (\w+)\W+ipynb::Cell (\d)", done.stdout)
     assert len(found) == 8 and {outcome for _, outcome, _, _ in found} == {"PASSED"}, done.stdout + done.stderr
