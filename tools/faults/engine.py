@@ -31,13 +31,6 @@ FAULTS = (
         ENGINE,
         "            self.in_flight.clear()\n            requests = ",
         "            requests = ",
-        "tests/engine/test_engine.py -k 'failing'",
-    ),
-    Fault(
-        "a finished request is told twice",
-        ENGINE,
-        "        if completion.finish_reason is not None:\n            return\n",
-        "",
         "tests/engine/test_listeners.py",
     ),
     Fault(
@@ -45,7 +38,7 @@ FAULTS = (
         "minillm/engine/llm.py",
         "                engine.abort(tracked)",
         "                pass",
-        "tests/engine/test_engine.py -k failing_override",
+        "tests/engine/test_llm.py -k generation_has_submitted",
     ),
     Fault(
         "a chat begins with two beginning-of-text tokens",
