@@ -80,7 +80,7 @@ FAULTS = (
         ASYNC,
         "            if not finished:\n                self.abort(prepared)",
         "            if finished:\n                self.abort(prepared)",
-        "tests/engine/test_engine.py -k leaving_a_stream",
+        "tests/engine/test_async_llm.py -k leaving_a_stream",
     ),
     Fault(
         "a failed step is told to all streams but the first",
@@ -88,12 +88,5 @@ FAULTS = (
         "for each in listening:",
         "for each in listening[1:]:",
         "tests/engine/test_engine.py -k failing_step",
-    ),
-    Fault(
-        "deltas of a borrowed engine wait for the next request",
-        ASYNC,
-        "return self.engine.has_work or bool(self._outbox)",
-        "return self.engine.has_work",
-        "tests/engine/test_async_llm.py -k borrowed",
     ),
 )
