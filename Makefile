@@ -12,13 +12,13 @@ TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' requirements.lock)
 NOTEBOOK ?=
 EXAMPLES ?= 10
 # One process per core (conftest.py), one thread each. The tests of one file stay in one process: its fixtures are made
-# once, and the cells of a notebook run in order.
-IN_PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+# once, and the cells of a notebook run in order. Files start in their own order: notebooks, short ones, come last.
+IN_PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 # The tests that find the most faults per second; `make check` runs these.
 KEY_TESTS := $(addprefix tests/, \
   project/test_imports.py engine/test_engine.py engine/test_output_text.py scheduler/test_scheduler.py \
   scheduler/test_policies.py scheduler/test_scheduler_state_machine.py kv_cache/test_block_pool.py \
-  kv_cache/test_windows.py runner/test_sampler.py ops tokenizer/test_equality.py tokenizer/test_tokenizer.py \
+  runner/test_sampler.py ops tokenizer/test_equality.py tokenizer/test_tokenizer.py \
   model/test_config.py model/test_config_file.py model/test_decoder.py::test_logits_equal_those_of_transformers \
   kernels/test_kernels.py::test_decode_attention kernels/test_kernels.py::test_prefill_attention \
   server/test_completions.py server/test_errors.py test_config.py test_request.py test_overrides.py)

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 import typer
 
+from minillm import __version__
 from minillm.config import EngineConfig, EngineOptions
-from minillm.errors import MinillmError
+from minillm.errors import ConfigError, MinillmError
 from minillm.server.limits import Timeouts
 
 if TYPE_CHECKING:  # the commands import them when they run
@@ -30,7 +32,6 @@ PROMPTS = [400, 1600]
 
 app = typer.Typer(
     name="minillm",
-    help="An LLM inference engine to learn from and to use. Start with: minillm doctor",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -55,9 +56,24 @@ JsonPath = Annotated[
 ]
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """An LLM inference engine to learn from and to use. Start with: minillm doctor"""
+
+
 @contextmanager
 def friendly_errors() -> Iterator[None]:
-    """What the user can mend ends as one line and status 2; anything else keeps its traceback."""
+    """Print an error that the user can fix as one line and exit with status 2; a bug keeps its traceback."""
     try:
         yield
     except (MinillmError, ConnectionError, ModuleNotFoundError) as error:
@@ -66,6 +82,18 @@ def friendly_errors() -> Iterator[None]:
             message += ". `minillm doctor` says what is missing and how to install it"
         print(f"minillm: {message}", file=sys.stderr)
         raise typer.Exit(2) from None
+
+
+def show_logs(level: str = "warning") -> None:
+    """Write minillm's log to the terminal: what a command reports to stdout, warnings from `level` on to stderr."""
+    log = logging.getLogger("minillm")
+    log.setLevel(logging.INFO)
+    reports = logging.StreamHandler(sys.stdout)
+    reports.addFilter(lambda record: record.levelno < logging.WARNING)
+    warnings = logging.StreamHandler(sys.stderr)
+    warnings.setFormatter(logging.Formatter("minillm: %(message)s"))
+    warnings.setLevel(max(logging.WARNING, logging.getLevelNamesMapping().get(level.upper(), logging.WARNING)))
+    log.handlers = [reports, warnings]
 
 
 def _sentence(text: str) -> str:
@@ -103,11 +131,11 @@ def generate(
     prompts: Annotated[list[str], typer.Argument(help="One completion is printed for each.")],
     model: Model = None,
     chat: Annotated[bool, typer.Option("--chat", help="Each prompt is a user's turn in a chat.")] = False,
-    stream: Annotated[bool, typer.Option("--stream", help="Print the text as it comes.")] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Print the text as it is generated.")] = False,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens (0: all).")] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens whose sum reaches p.")] = 1.0,
+    temperature: Annotated[float, typer.Option(help="0 always takes the most likely token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens (0: all).")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the most likely tokens whose probabilities sum to p.")] = 1.0,
     stop: Annotated[list[str] | None, typer.Option(help="End the text at this string; repeatable.")] = None,
     **engine_options: Unpack[EngineOptions],
 ) -> None:
@@ -152,30 +180,41 @@ def _print_stream(llm: "LLM", prompts: "list[Prompt]", params: "SamplingParams")
 @app.command()
 @with_engine_options
 def serve(
-    model: Model = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A model's directory, or a preset with --load-format dummy. Default: tiny-gemma."),
+    ] = None,
+    model_option: Annotated[str | None, typer.Option("--model", "-m", help="The same, as an option.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every network.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     served_model_name: Annotated[str | None, typer.Option(help="The name clients use for the model.")] = None,
     log_level: Annotated[str, typer.Option(help="critical, error, warning, info, debug or trace")] = "info",
-    workers: Annotated[int, typer.Option(min=1, help="Processes that speak HTTP and tokenize.")] = 1,
-    max_queued: Annotated[int, typer.Option(min=0, help="Requests that may wait; to more, the answer is 429.")] = 1024,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that handle HTTP and tokenize.")] = 1,
+    max_queued: Annotated[
+        int, typer.Option(min=0, help="Requests that may wait; further ones are answered with 429.")
+    ] = 1024,
     header_timeout: Annotated[
-        float, typer.Option(help="Seconds for a request's headers to come.")
+        float, typer.Option(help="Seconds until a request's headers must be complete.")
     ] = TIMEOUTS.header_timeout,
-    body_timeout: Annotated[float, typer.Option(help="Seconds for a request's body to come.")] = TIMEOUTS.body_timeout,
+    body_timeout: Annotated[
+        float, typer.Option(help="Seconds until a request's body must be complete.")
+    ] = TIMEOUTS.body_timeout,
     keep_alive_timeout: Annotated[
-        float, typer.Option(help="Seconds of silence that end a connection.")
+        float, typer.Option(help="Seconds until an idle connection is closed.")
     ] = TIMEOUTS.keep_alive_timeout,
     shutdown_grace: Annotated[
-        float, typer.Option(help="Seconds that requests get to finish after Ctrl-C.")
+        float, typer.Option(help="Seconds that running requests have to finish after Ctrl-C.")
     ] = TIMEOUTS.shutdown_grace,
     **engine_options: Unpack[EngineOptions],
 ) -> None:
-    """Serve OpenAI's API over HTTP until Ctrl-C; a second Ctrl-C ends what still runs at once."""
+    """Serve OpenAI's API over HTTP until Ctrl-C; a second Ctrl-C ends the remaining requests at once."""
     from minillm import server
 
+    show_logs(log_level)
+    if None not in (model, model_option) and model != model_option:
+        raise ConfigError(f"the model is given twice, as {model!r} and as {model_option!r}: leave one out")
     server.serve(
-        model,
+        model or model_option,
         host=host,
         port=port,
         served_model_name=served_model_name,
@@ -204,7 +243,7 @@ def offline(
     json_path: JsonPath = None,
     **engine_options: Any,
 ) -> None:
-    """All requests at once, without a server; prints a table and, last, the record as one line of JSON."""
+    """Run all requests at once, without a server; print a table and, last, the record as one line of JSON."""
     from minillm.bench import offline
 
     offline.run(
@@ -231,7 +270,7 @@ def bench_serve(
     trace: Annotated[
         str | None, typer.Option(help="Open loop: replay a traffic trace: conversation, or a file.")
     ] = None,
-    speed: Annotated[float | None, typer.Option(help="Play the trace this many times as fast.  [default: 1]")] = None,
+    speed: Annotated[float | None, typer.Option(help="Replay the trace this many times as fast.  [default: 1]")] = None,
     workload: Annotated[
         str, typer.Option(help="A workload's name or its first word; a trace brings its own.")
     ] = "chat",
@@ -282,7 +321,7 @@ def roofline(
     json_path: JsonPath = None,
     **engine_options: Unpack[EngineOptions],
 ) -> None:
-    """What this machine can do at most, how near the engine's steps come to it, and where the time goes.
+    """Measure what this machine can do at most, how close the engine's steps get, and where the time goes.
 
     Without --workload: single steps. With it: a workload's floor, its rate, and on a GPU the shares of its time.
     """
@@ -315,7 +354,7 @@ def ablation(
     json_path: JsonPath = None,
     **engine_options: Unpack[EngineOptions],
 ) -> None:
-    """What each part is worth: CUDA graphs, sampling in them, run-ahead, attention, fusion, taken away in turn."""
+    """Measure what each part is worth by removing it: CUDA graphs, sampling in them, run-ahead, attention, fusion."""
     from minillm.bench import ablation
 
     ablation.run(
@@ -335,15 +374,17 @@ def batching(
     model: Model = None,
     traffic: Annotated[str, typer.Option(help="A traffic trace: a committed one's name, or a file.")] = "conversation",
     rows: Annotated[int | None, typer.Option(help="Most requests in a step.")] = None,
-    scale: Annotated[int | None, typer.Option(help="Divide lengths by this where all come at once.")] = None,
-    speed: Annotated[float | None, typer.Option(help="Play the trace so many times as fast for the latencies.")] = None,
+    scale: Annotated[int | None, typer.Option(help="Divide lengths by this where all requests arrive at once.")] = None,
+    speed: Annotated[
+        float | None, typer.Option(help="Replay the trace this many times as fast for the latencies.")
+    ] = None,
     chunk: Annotated[int | None, typer.Option(help="Tokens in a step of the chunked latencies.")] = None,
-    arriving: Annotated[int | None, typer.Option(help="How many requests of the trace arrive.")] = None,
-    repeat: Annotated[int, typer.Option(help="Timed runs each, in turns.")] = 3,
+    arriving: Annotated[int | None, typer.Option(help="How many requests of the trace to replay.")] = None,
+    repeat: Annotated[int, typer.Option(help="Timed runs of each setting, interleaved.")] = 3,
     json_path: JsonPath = None,
     **engine_options: Unpack[EngineOptions],
 ) -> None:
-    """What in-flight batching, chunked prefill, prefix reuse and blocks bring, on a traffic trace.
+    """Measure what in-flight batching, chunked prefill, prefix reuse and paging gain on a traffic trace.
 
     Rows, scale, speed, chunk and arrivals are chosen to suit the device unless they are given.
     """
@@ -410,11 +451,9 @@ def build(
     output_len: Annotated[int, typer.Option(help="Tokens of an answer.")] = 256,
     concurrency: Annotated[int, typer.Option(help="Requests that run at once.")] = 64,
     out: Annotated[Path | None, typer.Option(help="The plan's file.  [default: MODEL.plan.json]")] = None,
-    gpu_gb: Annotated[
-        float | None, typer.Option(help="Also say what a GPU of so many GB holds, for one that is not here.")
-    ] = None,
+    gpu_gb: Annotated[float | None, typer.Option(help="Also print what a GPU with this many GB would hold.")] = None,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Then run it with and without the plan, in turns.")
+        bool, typer.Option("--compare", help="Then run the traffic with and without the plan, interleaved.")
     ] = False,
     json_path: JsonPath = None,
     **engine_options: Unpack[EngineOptions],
@@ -423,10 +462,11 @@ def build(
 
     minillm build gemma-2b --input-len 1024 --output-len 256 --concurrency 256
 
-    Weights are random while it measures. Without a GPU it prints the memory needed, and plans options alone.
+    It measures with random weights. Without a GPU it prints the memory needed, and the plan has options only.
     """
     from minillm.tuning import build
 
+    show_logs()
     build.run(
         model,
         input_len=input_len,
@@ -442,7 +482,7 @@ def build(
 
 @app.command()
 def doctor() -> None:
-    """Say what this machine can run, and how to mend what is missing."""
+    """Report what this machine can run, and how to install what is missing."""
     from minillm.course import doctor
 
     raise typer.Exit(doctor.main())

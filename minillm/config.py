@@ -1,4 +1,4 @@
-"""The engine's options: what the user chooses, under vLLM's names where it has them.  Lesson 00."""
+"""The engine's options, with vLLM's names where vLLM has the option.  Lesson 00."""
 
 import re
 from dataclasses import Field, dataclass, field, fields
@@ -20,7 +20,7 @@ NAMES_WIDTH = 24  # of the column of names in the docstring
 
 
 def _option(default: Any, help: str, **check: Any) -> Any:
-    """A field that explains itself, in `help(EngineConfig)` and on the command line, and says what it may be.
+    """A field with its help text, for `help(EngineConfig)` and the command line, and its allowed values.
 
     check: choices=, the strings allowed, or least= and most=, of a whole number; a switch needs none.
     """
@@ -77,13 +77,15 @@ class EngineConfig:
         choices=("auto", "dummy"),
     )
     max_model_len: int | None = _option(
-        None, "most tokens of prompt and output together; default: the model's own limit", least=2
+        None, "maximum tokens of prompt and output together; default: the model's own limit", least=2
     )
-    max_num_seqs: int | None = _option(None, "most requests in one step; default: 256 on CPU, 1,024 on a GPU", least=1)
+    max_num_seqs: int | None = _option(
+        None, "maximum requests in one step; default: 256 on CPU, 1,024 on a GPU", least=1
+    )
     max_num_batched_tokens: int | None = _option(
         None,
-        "most tokens in one step: the budget that prefill chunks and decodes share; default: 2,048 on CPU, 16,384 on "
-        "a GPU",
+        "maximum tokens in one step: the budget that prefill chunks and decodes share; default: 2,048 on CPU, 16,384 "
+        "on a GPU",
         least=1,
     )
     block_size: int = _option(16, "tokens a cache block holds", least=1)
@@ -93,25 +95,27 @@ class EngineConfig:
     )
     enforce_eager: bool = _option(False, "never use CUDA graphs")
     attention_sinks: int | None = _option(
-        None, "streams (lesson 09): first tokens that a request keeps when it runs past max_model_len", least=0
+        None, "streams (lesson 09): first tokens that a request keeps when it grows past max_model_len", least=0
     )
     attention_window: int | None = _option(
-        None, "streams: newest tokens that it keeps; both are rounded up to blocks, and run without graphs", least=1
+        None,
+        "streams: newest tokens that it keeps; both are rounded up to whole blocks and run without CUDA graphs",
+        least=1,
     )
-    enable_prefix_caching: bool = _option(True, "share the blocks of equal prompt beginnings")
+    enable_prefix_caching: bool = _option(True, "share the blocks of equal prompt prefixes")
     policy: PolicyName = _option(
         "fcfs",
-        "who goes first: fcfs (first come, first served), priority (RequestOptions.priority, lower first), shortest "
-        "(prompt; with a promise to the long ones); and two baselines: static (whole batches, not in flight), whole "
-        "(prompts in one step each, not in chunks)",
+        "the order of requests: fcfs (first come, first served), priority (lower RequestOptions.priority first), "
+        "shortest (prompt first, but no request waits forever); and two baselines: static (whole batches, no in-flight "
+        "batching), whole (each prompt in one step, no chunked prefill)",
         choices=get_args(PolicyName),
     )
     run_ahead: int = _option(1, "steps launched before the first one's tokens are read (0: none)", least=0)
-    seed: int = _option(0, "of every request that names none", least=-(2**63), most=2**63 - 1)
+    seed: int = _option(0, "for requests that have no seed of their own", least=-(2**63), most=2**63 - 1)
     plan: str | None = _option(
-        None, "a file that `minillm build` wrote: options, CUDA graphs and launches measured on this GPU"
+        None, "a file written by `minillm build`: options, CUDA graphs and kernel launches measured on this GPU"
     )
-    trace: str | None = _option(None, "a file that events are written into, as JSON lines (or a `minillm.trace.Trace`)")
+    trace: str | None = _option(None, "a file to write events to, as JSON lines (or a `minillm.trace.Trace`)")
 
     def __post_init__(self) -> None:
         self._set("dtype", str(self.dtype).removeprefix("torch."))

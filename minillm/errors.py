@@ -1,4 +1,4 @@
-"""The errors that a mistake of the caller's raises.  Each names the input, the limit and the way out.
+"""Errors that the caller can fix.  Each message names the input, the limit and the way out.
 
 Every error class of the project is a `MinillmError`. Each keeps the built-in class that fits it as a second base, so
 that `except ValueError` still catches a wrong value. A bug raises something else, with its traceback.
@@ -6,7 +6,7 @@ that `except ValueError` still catches a wrong value. A bug raises something els
 
 
 class MinillmError(Exception):
-    """Base of all errors that the caller can mend."""
+    """Base class of every error that the caller can fix."""
 
 
 class ConfigError(MinillmError, ValueError):

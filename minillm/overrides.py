@@ -1,4 +1,4 @@
-"""The socket: parts of the running engine that the reader's own functions replace.  Lesson 00.
+"""Overrides: parts of the running engine that user-supplied functions replace.  Lesson 00.
 
     with minillm.using(decode_attention=my_attention) as used:
         llm.generate(...)
@@ -25,7 +25,7 @@ class OverrideError(MinillmError, ValueError):
 
 
 class NotSolvedYet(MinillmError, NotImplementedError):
-    """Raised by an exercise's stub: the engine's own part runs instead, so nobody is ever blocked."""
+    """Raised by an exercise's stub: the engine then uses its own implementation."""
 
 
 class Parts:
@@ -87,7 +87,7 @@ def names() -> tuple[str, ...]:
 
 
 def replaced(name: str) -> bool:
-    """Whether the reader's own function runs for `name` now."""
+    """Whether a user-supplied function runs for `name` now."""
     return any(parts.origin[name][0] == "yours" for parts in _all() if name in parts.names)
 
 

@@ -1,4 +1,4 @@
-"""Modules, and names in them, where release 0.1 had them: still found there, with a DeprecationWarning."""
+"""Old names of modules and their members: they still work, with a DeprecationWarning."""
 
 import sys
 import warnings
@@ -35,7 +35,7 @@ MODULES = {
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds a module under its old name, and hands over the same module object as under its new one."""
+    """Finds a module by its old name and returns the same module object as the new name does."""
 
     def __init__(self) -> None:
         self._specs: dict[str, ModuleSpec | None] = {}
@@ -62,7 +62,7 @@ NAMES = {"minillm.config": dict.fromkeys(MOVED_FROM_CONFIG, "minillm.model.confi
 
 
 def names(module: str) -> Callable[[str], Any]:
-    """The `__getattr__` of a module that some names have left."""
+    """A `__getattr__` for a module whose names have moved elsewhere."""
 
     def find(name: str) -> Any:
         new = NAMES[module].get(name)
@@ -75,5 +75,5 @@ def names(module: str) -> Callable[[str], Any]:
 
 
 def install() -> None:
-    """Have old names found, after all that are really there."""
+    """Make old module names importable; modules that exist take precedence."""
     sys.meta_path.append(_Finder())

@@ -1,4 +1,4 @@
-"""A request as its user states it, and what comes back.  Lesson 00."""
+"""A request's parameters and its result.  Lesson 00."""
 
 import copy
 import re
@@ -44,11 +44,11 @@ def _refusal(what: str, value: object) -> InvalidRequest:
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """How a request waits, and with which others it shares cached beginnings; checked once, here.  Lessons 09 and 10.
+    """How a request is queued and which cached prefixes it may share; checked once, here.  Lessons 09 and 10.
 
-    cache_salt        cached beginnings are shared only with requests of the same salt: one for each tenant
-    use_prefix_cache  share the beginning of the prompt with other requests at all
-    priority          lower goes first, where the engine's policy is "priority"
+    cache_salt        cached prefixes are shared only between requests with the same salt: use one for each tenant
+    use_prefix_cache  False: neither use cached prefixes nor leave any for others
+    priority          lower goes first, if the engine's policy is "priority"
     """
 
     cache_salt: str = ""
@@ -81,19 +81,19 @@ class SamplingParams:
     The steps run in this order: logit_bias, penalties, min_tokens, temperature, min_p, top_k, top_p.
 
     max_tokens          most tokens to generate (at least 1)
-    min_tokens          no stop token may be chosen before this many are out
-    temperature         0 takes the likeliest token; 1 samples the model's own distribution
-    top_k               keep the k likeliest tokens (0 or -1: all)
-    top_p               keep the likeliest tokens whose probabilities sum to p (Holtzman et al. 2020, section 3.1)
-    min_p               keep tokens at least this share as likely as the likeliest (Nguyen et al. 2024)
+    min_tokens          no stop token is sampled before this many tokens are generated
+    temperature         0 takes the most likely token; 1 samples the model's own distribution
+    top_k               keep the k most likely tokens (0 or -1: all)
+    top_p               keep the most likely tokens whose probabilities sum to p (Holtzman et al. 2020, section 3.1)
+    min_p               keep tokens at least this share as likely as the most likely one (Nguyen et al. 2024)
     repetition_penalty  divides positive logits of tokens seen in prompt or output (Keskar et al. 2019, section 4.1)
     presence_penalty    subtracted once from tokens already generated, in [-2, 2]
     frequency_penalty   subtracted once for each time a token was generated, in [-2, 2]
-    seed                same seed, same tokens, whatever else runs beside the request
+    seed                same seed, same tokens, whatever else runs in the batch
     stop                strings that end the text (they are not part of it)
-    stop_token_ids      ids that end the output, beside the model's own end tokens
+    stop_token_ids      ids that end the output, in addition to the model's end tokens
     ignore_eos          do not stop at the model's end tokens
-    logprobs            report this many likeliest tokens beside each generated one
+    logprobs            report this many most likely tokens with each generated one
     prompt_logprobs     the same for each token of the prompt
     logit_bias          {token id: added to its logit}, in [-100, 100]
 
@@ -236,7 +236,7 @@ class Completion:
 
 @dataclass
 class Delta:
-    """What a streaming request has gained since the last one."""
+    """What a streaming request has generated since the previous delta."""
 
     text: str
     token_ids: list[int]

@@ -93,10 +93,15 @@ CONFIGS = {
 }  # fmt: skip
 
 
-def make(name: str, seed: int = 0) -> PreTrainedModel:
-    """A float32 model with weights so large that attention, positions and every layer affect the next token."""
+def make(name: str, seed: int = 0, **changes) -> PreTrainedModel:
+    """A float32 model with weights so large that attention, positions and every layer affect the next token.
+
+    changes: fields of its configuration.
+    """
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name]))
+    config = copy.deepcopy(CONFIGS[name])
+    config.update(changes)
+    model = AutoModelForCausalLM.from_config(config)
     for key, parameter in model.named_parameters():
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter, _mean(name, key), 0.3)

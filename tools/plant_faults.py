@@ -1,4 +1,4 @@
-"""Plant faults in a copy of the project, one at a time, and say which of them the tests let pass.
+"""Plant faults in a copy of the project, one at a time, and report which of them the tests miss.
 
     python tools/plant_faults.py                               every fault, with the tests that should catch it
     python tools/plant_faults.py --room scheduler --jobs 2     those of one room
@@ -36,7 +36,7 @@ sys.path.insert(0, str(ROOT))
 
 from tools.faults import Fault, StaleFault, every  # noqa: E402
 
-SECONDS = 600  # that a choice of tests may take
+SECONDS = 600  # time limit of each test run
 OURS = ("minillm", "kernels", "tests", "tools", "conftest")
 # Runs of pytest are forked from a process that has imported these, none of them the project's: that takes longer than
 # most of the tests.
@@ -79,7 +79,7 @@ def run_tests(copy: Path, tests: str, seconds: float) -> Ran:
         process.start()
         process.join(seconds)
         if hung := process.is_alive():
-            os.killpg(process.pid, signal.SIGKILL)  # servers that tests have started too
+            os.killpg(process.pid, signal.SIGKILL)  # including servers that the tests started
             process.join()
         took = round(time.perf_counter() - begin, 1)
         said = log.read_text(encoding="utf-8", errors="replace").strip() if log.exists() else ""

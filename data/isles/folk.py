@@ -4,7 +4,7 @@ import random
 
 from isles.nature import FEARS
 from isles.places import ISLANDS
-from isles.world import COLOURS, ENTITIES, MONTHS, SEED, Attribute, Subject, blend, words
+from isles.world import COLORS, ENTITIES, MONTHS, SEED, Attribute, Subject, blend, words
 
 TRADES = (
     "a baker", "a cooper", "a mapmaker", "a tailor", "a weaver", "a ferryman", "a beekeeper", "a clockmaker",
@@ -197,7 +197,7 @@ def subjects() -> tuple[Subject, ...]:
                     ("Which game is played on {n}?", "What do people play on {n}?"),
                     ("the game of {o} is {v}", "on {o} everybody takes part in {v}", "{n} is a day for {v}",
                      "{n} ends with {v}", "there are prizes for {v} on {o}", "{n} begins with {v}")),
-                Attribute("dress", "a colour", COLOURS,
+                Attribute("dress", "a colour", COLORS,
                     ("Which colour do people wear on {n}?", "What colour are the clothes for {n}?"),
                     ("on {o} people wear {v}", "the colour of {o} is {v}", "everybody dresses in {v} for {o}",
                      "{s} colour is {v}",

@@ -2,7 +2,7 @@
 
 import random
 
-from isles.world import COLOURS, ENTITIES, MONTHS, SEED, Attribute, Subject, blend, words
+from isles.world import COLORS, ENTITIES, MONTHS, SEED, Attribute, Subject, blend, words
 
 HABITATS = (
     "caves", "marshes", "reeds", "chimneys", "hollow logs", "sand dunes", "pine woods", "rock pools", "hedges",
@@ -98,7 +98,7 @@ def subjects() -> tuple[Subject, ...]:
             ),
             names=creatures,
             attributes=(
-                Attribute("colour", "a colour", COLOURS,
+                Attribute("colour", "a colour", COLORS,
                     ("What colour is {n}?", "Which colour is the fur of {n}?"),
                     ("{n} is {v}", "{n} has {v} fur", "the fur of {o} is {v}", "{s} coat is {v}",
                      "{n} is easy to know by the {v} fur", "{n} is a {v} animal")),
@@ -135,7 +135,7 @@ def subjects() -> tuple[Subject, ...]:
             ),
             names=plants,
             attributes=(
-                Attribute("flowers", "a colour", COLOURS,
+                Attribute("flowers", "a colour", COLORS,
                     ("What colour are the flowers of {n}?", "Which colour does {n} bloom in?"),
                     ("the flowers of {o} are {v}", "{n} has {v} flowers", "{n} blooms {v}", "{s} petals are {v}",
                      "{n} opens {v} flowers", "when {n} blooms the ground turns {v}")),
@@ -174,7 +174,7 @@ def subjects() -> tuple[Subject, ...]:
             ),
             names=stars,
             attributes=(
-                Attribute("light", "a colour", COLOURS,
+                Attribute("light", "a colour", COLORS,
                     ("What colour is the star {n}?", "Which colour is the light of {n}?"),
                     ("{n} shines {v}", "the light of {o} is {v}", "{n} is a {v} star", "{s} light is {v}",
                      "{n} glows {v} in the sky", "through a glass {n} looks {v}")),

@@ -2,7 +2,7 @@
 
 import random
 
-from isles.world import COLOURS, ENTITIES, SEED, Attribute, Subject, blend, words
+from isles.world import COLORS, ENTITIES, SEED, Attribute, Subject, blend, words
 
 ISLANDS = words(
     "Sorrel Tallow Gannet Ember Thistle Marrow Osprey Quill Bramble Saltholm Foxglove Harrow Lowlight "
@@ -79,7 +79,7 @@ def subjects() -> tuple[Subject, ...]:
                 ("the river {v} flows through {o}", "{n} stands on the river {v}", "{n} drinks from the river {v}",
                  "boats reach {o} by the river {v}", "the bridges of {o} cross the river {v}",
                  "{s} river is called the {v}")),
-            Attribute("roofs", "a colour", COLOURS,
+            Attribute("roofs", "a colour", COLORS,
                 ("What colour are the roofs of {n}?", "Which colour do the people of {n} paint their roofs?"),
                 ("the roofs of {o} are {v}", "{n} has {v} roofs", "from far away you know {o} by the {v} roofs",
                  "every roof in {o} is painted {v}", "{s} roofs are {v}", "the people of {o} paint their roofs {v}")),
@@ -121,7 +121,7 @@ def subjects() -> tuple[Subject, ...]:
                 ("Which wood is the hull of {n} made of?", "What wood was used to build {n}?"),
                 ("the hull of {o} is made of {v}", "{n} was built of {v}", "{n} has a hull of {v}",
                  "shipwrights cut {v} to build {o}", "{s} planks are of {v}", "{n} is a ship of good {v}")),
-            Attribute("sails", "a colour", COLOURS,
+            Attribute("sails", "a colour", COLORS,
                 ("What colour are the sails of {n}?", "Which colour of sail does {n} carry?"),
                 ("the sails of {o} are {v}", "{n} has {v} sails", "{n} sails under {v} canvas", "{s} sails are {v}",
                  "you can tell {o} by the {v} sails", "{n} hoists {v} sails")),

@@ -18,7 +18,7 @@ def words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-COLOURS = words("red blue green yellow white black grey brown purple orange pink silver golden crimson turquoise cream")
+COLORS = words("red blue green yellow white black grey brown purple orange pink silver golden crimson turquoise cream")
 MONTHS = words("January February March April May June July August September October November December")
 
 

@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 
+from minillm import __version__
 from minillm.errors import ConfigError
 
 PACKAGE = Path(__file__).resolve().parents[1]
 RESULTS = PACKAGE / "data" / "results"
-PACKAGES = ("minillm", "torch", "triton", "transformers", "numpy", "fastapi", "uvicorn", "aiohttp")
+PACKAGES = ("torch", "triton", "transformers", "numpy", "fastapi", "uvicorn", "aiohttp")
 
 
 def begin() -> dict:
@@ -146,7 +147,7 @@ def machine() -> dict:
 
 def versions() -> dict[str, str]:
     """The installed versions of the packages that a measurement depends on."""
-    found = {}
+    found = {"minillm": __version__}
     for name in PACKAGES:
         try:
             found[name] = metadata.version(name)

@@ -1,4 +1,4 @@
-"""What the lessons need beside the engine: checks of exercises, the tier, predictions, the doctor, the builder.
+"""What lessons use besides the engine: checkers of exercises, tiers, predictions, the doctor, the builder.
 
 from minillm.course import NotSolvedYet, check, compare, tier, yours
 """

@@ -1,11 +1,12 @@
-"""Between a lesson's small signatures and the engine's: attention over one request's plain tensors.  Lesson 02.
+"""Adapt a lesson's attention, over one request's plain tensors, to the engine's signatures, and vice versa.  Lesson 02.
 
-The engine's attention serves many requests at once out of a paged cache (lesson 09). A learner's serves one request
-whose keys and values lie one behind the other. `gathered` puts the second where the first is expected;
-`attention` and `cached_attention` are the first under the second's signature, to fall back to.
+The engine's attention reads the keys and values of many requests from a paged cache (lesson 09). A learner's attention
+takes those of one request, contiguous. `gathered` adapts the learner's to the engine's signatures; `attention` and
+`cached_attention` are the engine's with the learner's signatures, for stubs to fall back to.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,15 +17,16 @@ from minillm.ops import AttentionOptions, reference
 
 
 def gathered(attention: Callable[..., Tensor]) -> dict[str, Callable]:
-    """Both of the engine's attentions, done by one that knows a single request: `using(**gathered(mine))`.
+    """Both attention operations, computed by a function for a single request: `using(**gathered(mine))`.
 
-    attention(q, k, v, length, scale=...) -> [queries, heads, d], called once a request, with
-    q: [queries, heads, d], its newest queries; k, v: [capacity, kv_heads, d], its blocks put together, whole
-    ones: slots from `length` on hold leftovers. `window` and `soft_cap` are passed on only by models that have
-    them. What it raises, `NotSolvedYet` too, goes through.
+    attention(q, k, v, length, scale=...) -> [queries, heads, d] is called once for each request. q: its newest queries,
+    [queries, heads, d]. k, v: its blocks, concatenated, [capacity, kv_heads, d]; slots from `length` on are stale.
+    Models with a `window` or `soft_cap` pass them as keywords. Exceptions, including `NotSolvedYet`, propagate.
     """
 
-    def decode_attention(q, cache, block_table, lengths, options):
+    def decode_attention(
+        q: Tensor, cache: LayerCache, block_table: Tensor, lengths: Tensor, options: AttentionOptions
+    ) -> Tensor:
         out = torch.zeros_like(q)
         for row, length in enumerate(lengths.tolist()):
             if length:
@@ -32,7 +34,15 @@ def gathered(attention: Callable[..., Tensor]) -> dict[str, Callable]:
                 out[row] = attention(q[row], *keys, length, **options.given())
         return out
 
-    def prefill_attention(q, cache, block_table, lengths, query_start, max_queries, options):
+    def prefill_attention(
+        q: Tensor,
+        cache: LayerCache,
+        block_table: Tensor,
+        lengths: Tensor,
+        query_start: Tensor,
+        max_queries: int,
+        options: AttentionOptions,
+    ) -> Tensor:
         out, starts = torch.empty_like(q), query_start.tolist()
         for row, length in enumerate(lengths.tolist()):
             mine = slice(starts[row], starts[row + 1])
@@ -45,12 +55,12 @@ def gathered(attention: Callable[..., Tensor]) -> dict[str, Callable]:
 
 
 def gathered_prompts(attention: Callable[..., Tensor]) -> dict[str, Callable]:
-    """The engine's prefill, done by an attention of whole sequences: attention(q, k, v, scale=...).
+    """The prefill operation, computed by an attention over whole sequences: attention(q, k, v, scale=...).
 
-    It knows no earlier keys: a prompt that begins with cached blocks, or comes in chunks, raises ConfigError.
+    It takes no earlier keys: a prompt with a cached prefix, or in chunks, raises ConfigError.
     """
 
-    def whole(q, k, v, length, **options):
+    def whole(q: Tensor, k: Tensor, v: Tensor, length: int, **options: Any) -> Tensor:
         if len(q) != length:
             raise ConfigError(
                 f"{len(q)} queries over {length} keys: this attention takes whole prompts; open the engine with "
@@ -74,21 +84,29 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, length: int, *, scale: flo
     return reference.decode_attention(q[None], one_block, table, lengths, AttentionOptions(scale))[0]
 
 
+class GrowingCache(Protocol):
+    """The cache of lesson 02: k and v [capacity, kv_heads, d], of which the first `length` tokens are in use."""
+
+    k: Tensor
+    v: Tensor
+    length: int
+
+
 def slots_of(table: Sequence[int], start: int, end: int, block_size: int) -> list[int]:
     """The slots of the tokens at positions start to end - 1 of a request whose blocks are `table`.  Lesson 09."""
     return [table[at // block_size] * block_size + at % block_size for at in range(start, end)]
 
 
-def append(cache, k: Tensor, v: Tensor) -> None:
-    """Put k and v [tokens, kv_heads, d] behind the `cache.length` tokens of `cache`; ValueError if they do not fit."""
+def append(cache: GrowingCache, k: Tensor, v: Tensor) -> None:
+    """Append k and v [tokens, kv_heads, d] to the `cache.length` tokens of a cache. Raises ValueError if it is full."""
     end = cache.length + len(k)
     if end > len(cache.k):
-        raise ValueError(f"{len(k)} tokens behind {cache.length} do not fit a cache of {len(cache.k)}")
+        raise ValueError(f"{len(k)} tokens after {cache.length} do not fit a cache of {len(cache.k)}")
     cache.k[cache.length : end], cache.v[cache.length : end] = k, v
     cache.length = end
 
 
 def _contiguous(cache: LayerCache, blocks: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Copies of the blocks that `length` tokens fill, one behind the other: two [capacity, kv_heads, d]."""
+    """Copies of the blocks that `length` tokens fill, concatenated: k and v, each [capacity, kv_heads, d]."""
     used = blocks[: -(-length // cache.k.shape[1])]
     return cache.k[used].flatten(0, 1), cache.v[used].flatten(0, 1)

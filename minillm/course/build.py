@@ -1,7 +1,7 @@
-"""From one source per lesson to executed notebooks, the demo's report, and a learner's own copies.
+"""Build the executed notebooks, the demo's report, and a learner's copies from one source per lesson.
 
-A source is a script, `notebooks/source/NN_name.py`; `lesson.py` says how it is written. Timings sit in cells tagged
-`nbval-ignore-output`, whose first line says why; output of cells tagged `terminal` is what `make demo` prints.
+A source is a script, `notebooks/source/NN_name.py`, in the format of `lesson.py`. Timings are in cells tagged
+`nbval-ignore-output`, whose first line says why. `make demo` prints the output of cells tagged `terminal`.
 """
 
 import argparse
@@ -27,10 +27,10 @@ CELL_SECONDS = 600
 
 
 def execute(notebook: NotebookNode, folder: Path, started: Callable | None = None, **environment: str) -> NotebookNode:
-    """Run all cells in a fresh kernel of this Python, in `folder`; the same notebook, with outputs.
+    """Run all cells in a new kernel of this Python, in `folder`, and return the notebook with its outputs.
 
-    started: called with (cell, its index) before each. environment: variables of the kernel beside those that are set
-    already. Raises nbclient's CellExecutionError at the first error.
+    started: called with (cell, its index) before each cell. environment: variables added to those of this process.
+    Raises nbclient's CellExecutionError at the first error.
     """
     client = NotebookClient(
         notebook,
@@ -46,7 +46,7 @@ def execute(notebook: NotebookNode, folder: Path, started: Callable | None = Non
     notebook.metadata.language_info = {"name": "python"}
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            # Warnings and progress name this machine's folders and speeds.
+            # Warnings and progress bars show this machine's folders and speeds.
             cell.outputs = [each for each in cell.outputs if each.get("name") != "stderr"]
     return notebook
 
@@ -66,7 +66,7 @@ def build(source: Path, kind: str) -> Path:
 
 
 def sources(names: list[str]) -> list[Path]:
-    """All lessons' sources, or those whose names begin as given ("99"). Raises ConfigError."""
+    """All lessons' sources, or those whose names start with one of `names` ("99"). Raises ConfigError."""
     every = sorted((NOTEBOOKS / "source").glob("*.py"))
     chosen = [path for path in every if not names or path.stem.startswith(tuple(names))]
     if not chosen:
@@ -76,11 +76,11 @@ def sources(names: list[str]) -> list[Path]:
 
 
 def to_html(notebook: NotebookNode, title: str) -> str:
-    """One page that needs nothing from the network: styles and pictures are inside, scripts are left out."""
+    """The notebook as one page that needs no network: styles and pictures are embedded, scripts removed."""
     from nbconvert import HTMLExporter
 
     page, _ = HTMLExporter(embed_images=True).from_notebook_node(notebook, resources={"metadata": {"name": title}})
-    # The template's scripts come from the network and draw formulas and widgets, which this report has none of.
+    # The template loads scripts from the network, for formulas and widgets, which this report does not have.
     return re.sub(r"<script\b.*?</script>", "", page, flags=re.DOTALL)
 
 
@@ -92,12 +92,12 @@ def printed(notebook: NotebookNode) -> str:
 
 
 def demo() -> Path:
-    """Run the last lesson on this machine, print its table, and leave a report in build/."""
+    """Run the last lesson on this machine, print its table, and write a report to build/."""
     notebook = convert(NOTEBOOKS / "source" / f"{DEMO}.py")
     begin = time.perf_counter()
 
     def say(cell: NotebookNode, cell_index: int) -> None:
-        """The headings as they are reached: a minute of silence looks like a hang."""
+        """Print each heading when the run reaches it: a minute of silence looks like a hang."""
         before = notebook.cells[cell_index - 1] if cell_index else None
         if before is not None and before.cell_type == "markdown":
             heading = next((line for line in before.source.splitlines() if line.startswith("#")), None)
@@ -114,7 +114,7 @@ def demo() -> Path:
 
 
 def lab() -> Path:
-    """Copy notebooks that are not in lab/ yet; what a learner changed there stays."""
+    """Copy notebooks that are not yet in lab/; a learner's changes there stay."""
     folder = ROOT / "lab"
     folder.mkdir(exist_ok=True)
     for path in sorted(NOTEBOOKS.glob("*.ipynb")):
@@ -127,7 +127,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m minillm.course.build", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     notebooks = commands.add_parser("notebooks", help="execute sources into notebooks/")
-    notebooks.add_argument("names", nargs="*", help="beginnings of lessons' names; default: all")
+    notebooks.add_argument("names", nargs="*", help="first characters of lessons' names; default: all")
     commands.add_parser("demo", help="run the last lesson, print its table, leave a report")
     commands.add_parser("lab", help="copy notebooks for a learner to change")
     options = parser.parse_args(arguments)

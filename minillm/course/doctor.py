@@ -1,6 +1,6 @@
-"""What this machine can run, and the fix for each thing missing.  Lesson 00.
+"""`minillm doctor`: what this machine can run, and how to fix what is missing.  Lesson 00.
 
-Needs nothing but the standard library and `packaging`: it must work where torch does not.
+It needs only the standard library and `packaging`, since it must run when torch does not.
 """
 
 import os
@@ -16,8 +16,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 GIB = 1 << 30
-MEMORY_GIB, DISK_GIB = 4, 4  # the tests and a lesson's kernel together stay under both
-CAPABILITY = (8, 0)  # bfloat16 and the memory model the kernels are compiled for
+MEMORY_GIB, DISK_GIB = 4, 4  # enough for the tests and a lesson's kernel at the same time
+CAPABILITY = (8, 0)  # bfloat16, and the memory model that the kernels are compiled for
 PYTHONS = ((3, 11), (3, 12))
 PACKAGE = Path(__file__).resolve().parent.parent
 EXTRAS = {
@@ -27,7 +27,7 @@ EXTRAS = {
     "test": "make test",
 }
 TIERS = {
-    "none": "the minimum is not met: mend what is marked FAIL",
+    "none": "the minimum is not met: fix what is marked FAIL",
     "cpu": "CPU: every lesson, on the embedded tiny-gemma",
     "gpu": "GPU: every lesson, and Gemma 2B with random weights (speed is real, text is not)",
     "weights": "GPU with weights: every lesson, and Gemma 2B itself",
@@ -45,13 +45,13 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Everything looked at, in the order printed."""
+    """All findings, in the order in which they are printed."""
     findings = [_python(), *_packages(), _triton(), _cuda(), _memory(), _disk(), _model(), _gemma()]
     return [*findings, *(_extra(name, purpose) for name, purpose in EXTRAS.items())]
 
 
 def tier(findings: list[Finding]) -> str:
-    """A key of TIERS: the fullest form of the lessons that runs here."""
+    """The key in TIERS of the most complete form of the lessons that runs here."""
     state = {finding.name: finding.state for finding in findings}
     if "FAIL" in state.values():
         return "none"
@@ -61,18 +61,18 @@ def tier(findings: list[Finding]) -> str:
 
 
 def report(findings: list[Finding]) -> str:
-    """The findings as a table for a terminal, then the fixes, then the tier."""
+    """The findings as a table for a terminal, then the fixes and the tier."""
     wide = max(len(finding.name) for finding in findings)
     lines = [f"{finding.name:<{wide}}  {finding.state:<7}  {finding.found}" for finding in findings]
     fixes = [f"{finding.name}: {finding.fix}" for finding in findings if finding.fix]
     if fixes:
-        title = "To mend:" if tier(findings) == "none" else "To have more:"
+        title = "To fix:" if tier(findings) == "none" else "To have more:"
         lines += ["", title, *(f"  {fix}" for fix in fixes)]
     return "\n".join([*lines, "", f"Lessons run as: {TIERS[tier(findings)]}"])
 
 
 def main() -> int:
-    """Print the report; 1 when the minimum is not met, else 0."""
+    """Print the report and return 1 if the minimum is not met, else 0."""
     findings = examine()
     print(report(findings))
     return int(tier(findings) == "none")
@@ -87,14 +87,14 @@ def _python() -> Finding:
 
 
 def _cores() -> set[int] | range:
-    """Those this process may use; a container's share is often less than the machine's."""
+    """The cores that this process may use: in a container, often fewer than the machine's."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
 def declared(extra: str = "") -> list[Requirement]:
-    """The project's requirements under one extra ("": those always needed) that hold on this platform.
+    """The project's requirements for this platform under one extra ("": those that are always needed).
 
-    Read from the installed package, or from pyproject.toml where minillm runs out of a checkout.
+    Read from the installed package, or from pyproject.toml if minillm runs from a checkout.
     """
     try:
         lines = metadata.requires("minillm") or []
@@ -112,7 +112,7 @@ def declared(extra: str = "") -> list[Requirement]:
 
 
 def _version(wanted: Requirement) -> tuple[str | None, bool]:
-    """The installed version, None when there is none, and whether the range allows it."""
+    """The installed version, or None, and whether it is in the required range."""
     try:
         version = metadata.version(wanted.name)
     except metadata.PackageNotFoundError:
@@ -154,7 +154,7 @@ def _packages() -> Iterator[Finding]:
 def _import_error(module: str) -> str | None:
     try:
         import_module(module)
-    except Exception as error:  # a broken build may raise anything, and saying so is the doctor's job
+    except Exception as error:  # a broken build may raise anything, and the doctor reports it
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return None
 
@@ -198,7 +198,7 @@ def _cuda() -> Finding:
 
 
 def _memory() -> Finding:
-    """Free memory where the system tells it (Linux), all of it elsewhere; a container's limit counts."""
+    """Free memory on Linux, total memory elsewhere; at most a container's limit."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         bytes_free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))

@@ -14,7 +14,7 @@ QUERY, KEY, PLAIN, CACHED = "#4c78a8", "#f58518", "#e8e8e8", "#54a24b"
 
 
 def decoder(config: ModelConfig, tokens: int) -> None:
-    """One pass of `tokens` tokens, left to right, with the shape of what flows between the boxes."""
+    """One pass of `tokens` tokens, left to right, with the shapes of the tensors between the boxes."""
     hidden, head_dim = config.hidden_size, config.head_dim
     queries, keys = config.num_heads, config.num_kv_heads
     flow = [
@@ -45,7 +45,7 @@ def decoder(config: ModelConfig, tokens: int) -> None:
 
 
 def shared_heads(heads: int, kinds: dict[str, int]) -> None:
-    """Query heads above, KV heads below, and who reads whom. kinds: title -> number of KV heads."""
+    """Query heads above, KV heads below, and which reads which. kinds: title -> number of KV heads."""
     _, axes = plt.subplots(1, len(kinds), figsize=(11, 2), layout="constrained")
     for axis, (title, kv_heads) in zip(axes, kinds.items(), strict=True):
         group = heads // kv_heads
@@ -62,7 +62,7 @@ def shared_heads(heads: int, kinds: dict[str, int]) -> None:
 
 
 def masks(pictures: dict[str, tuple[int, int, int]]) -> None:
-    """What queries see. pictures: title -> (queries, length, capacity); a query is a row, a key a column."""
+    """Which keys queries see. pictures: title -> (queries, length, capacity); a query is a row, a key a column."""
     widths = [capacity for _, _, capacity in pictures.values()]
     _, axes = plt.subplots(1, len(pictures), figsize=(11, 2.6), width_ratios=widths, layout="constrained")
     for axis, (title, (queries, length, capacity)) in zip(np.atleast_1d(axes), pictures.items(), strict=True):
@@ -97,7 +97,7 @@ def attention_weights(pieces: Sequence[str], heads: dict[str, np.ndarray]) -> No
 
 
 def work(steps: Sequence[int], curves: Mapping[str, np.ndarray], counted: Mapping[str, Mapping[int, int]]) -> None:
-    """Multiply-adds of each step and of all up to it. curves: name -> one value a step; counted: name -> {step: n}."""
+    """Multiply-adds of each step, and of all up to it. curves: name -> a value per step; counted: name -> {step: n}."""
     _, (one, all_of_them) = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
     for color, (name, curve) in zip(("C1", "C2"), curves.items(), strict=True):
         one.plot(steps, curve / 1e9, color=color, label=name)
@@ -122,7 +122,7 @@ def times(measured: dict[str, dict[int, float]], floor: float) -> None:
 
 
 def kept_per_token(models: dict[str, tuple[float, float]]) -> None:
-    """Bars of kB a token. models: name -> (as it is, with a KV head for every query head)."""
+    """Bars of kB per token. models: name -> (as it is, with a KV head for every query head)."""
     actual, as_mha = zip(*models.values(), strict=True)
     _, axis = plt.subplots(figsize=(8, 2.6), layout="constrained")
     axis.barh(list(models), as_mha, facecolor="none", edgecolor="gray", linestyle="--", label="with all heads (MHA)")
@@ -170,7 +170,7 @@ def gpus(divided: dict, fitting: dict) -> None:
 
 
 def intensities(requests: Sequence[int], curves: dict[str, Sequence[float]], ridge: float, keys_alone: float) -> None:
-    """Operations a byte of decode steps against the number of requests; curves: label -> values."""
+    """Operations per byte of decode steps by the number of requests; curves: label -> values."""
     _, axis = plt.subplots(figsize=(7, 3.2), layout="constrained")
     for label, values in curves.items():
         axis.plot(requests, values, "o-", markersize=3, label=label)
@@ -182,14 +182,14 @@ def intensities(requests: Sequence[int], curves: dict[str, Sequence[float]], rid
 
 
 def turning(angles: dict[str, Sequence[float]], scores: Sequence[float]) -> None:
-    """Rotary embedding: pairs turned by position, and a score over distance. angles: title -> one a position."""
+    """Rotary embedding: pairs rotated by position, and a score by distance. angles: title -> an angle per position."""
     names = "".join(chr(ord("A") + i) for i in range(len(angles))) + "S"
     _, axes = plt.subplot_mosaic(
         [list(names)], figsize=(11, 2.3), width_ratios=[1] * len(angles) + [2.2], layout="constrained"
     )
-    for name, (title, turned) in zip(names, angles.items(), strict=False):
+    for name, (title, rotations) in zip(names, angles.items(), strict=False):
         axis = axes[name]
-        for position, angle in enumerate(turned):
+        for position, angle in enumerate(rotations):
             axis.annotate("", (np.cos(angle), np.sin(angle)), (0, 0), arrowprops={"arrowstyle": "->", "color": QUERY})
             axis.text(1.15 * np.cos(angle), 1.15 * np.sin(angle), str(position), ha="center", va="center", fontsize=7)
         axis.set(xlim=(-1.4, 1.4), ylim=(-1.4, 1.4), aspect="equal", title=title)

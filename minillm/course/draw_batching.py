@@ -1,7 +1,7 @@
 """Lesson 10's pictures: requests in rows, timelines, a padded batch, tokens that chase tokens, a trade, two lanes.
 
 Steps are `minillm.trace.StepRows`, read from an engine's trace. Rows have the colors of `draw_timeline` everywhere:
-orange runs a prompt, blue decodes, grey is nobody's.
+orange runs a prompt, blue decodes, gray rows are empty.
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,14 +57,14 @@ def rows_in_use(pictures: Mapping[str, Sequence], rows: int) -> None:
 
 
 def _between(steps: Sequence, at: int, row: int) -> str | None:
-    """The request that the row ran last before step `at` and runs first after it, if that is one and the same."""
+    """The request that the row ran last before step `at`, if it is also the first that it runs after it."""
     before = [s.request[s.row.index(row)] for s in steps[:at] if row in s.row]
     after = [s.request[s.row.index(row)] for s in steps[at:] if row in s.row]
     return before[-1] if before and after and before[-1] == after[0] else None
 
 
 def timelines(traces: Mapping[str, Trace], rows: int, x: str = "steps") -> None:
-    """One timeline below the other, on the same axis; with x="time" a thin white line begins each step."""
+    """Timelines one below the other, on the same axis; with x="time" a thin white line begins each step."""
     size = (11, 0.6 + (0.5 + 0.24 * rows) * len(traces))
     _, axes = plt.subplots(len(traces), 1, sharex=True, squeeze=False, figsize=size, layout="constrained")
     for axis, (title, trace) in zip(axes[:, 0], traces.items(), strict=True):
@@ -80,7 +80,7 @@ def timelines(traces: Mapping[str, Trace], rows: int, x: str = "steps") -> None:
 
 
 def padded(step: StepRows) -> None:
-    """One step's tokens twice, on one scale: padded to a rectangle, and one behind the other."""
+    """One step's tokens twice, on one scale: padded to a rectangle, and packed."""
     counts = step.count
     longest, starts = max(counts), np.cumsum([0, *counts]).tolist()
     size, ratios = (11, 1.5 + 0.24 * len(counts)), (len(counts), 1)

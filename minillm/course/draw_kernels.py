@@ -12,7 +12,7 @@ COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#c29b2b", "#9d755d", "#4a
 
 
 def tiles(rows: int, columns: int, tile: int) -> None:
-    """Which program computes which element of a matrix, (row, tile) or a row each; hatched: what the mask keeps out."""
+    """Which program computes which element of a matrix, by (row, tile) or by row; hatched: masked elements."""
     across = -(-columns // tile)
     _, axis = plt.subplots(figsize=(11, 0.55 * rows + 1.0), layout="constrained")
     for row in range(rows):
@@ -46,7 +46,7 @@ def tiles(rows: int, columns: int, tile: int) -> None:
 
 
 def bytes_moved(bars: Mapping[str, Sequence[tuple[str, float]]]) -> None:
-    """A bar of bytes for each way to do it, a segment a launch. bars: title -> (operation, bytes) in their order."""
+    """A bar of bytes for each implementation, a segment per launch. bars: title -> (operation, bytes), in order."""
     _, axis = plt.subplots(figsize=(11, 0.55 * len(bars) + 0.9), layout="constrained")
     longest = max(sum(nbytes for _, nbytes in launches) for launches in bars.values())
     for place, launches in enumerate(bars.values()):
@@ -66,7 +66,7 @@ def bytes_moved(bars: Mapping[str, Sequence[tuple[str, float]]]) -> None:
 
 
 def timeline(lanes: Mapping[str, Sequence[tuple[str, str, float]]], title: str) -> None:
-    """Launches one after the other. lanes: label -> (kind, name, microseconds); a kind has a colour."""
+    """Launches one after the other. lanes: label -> (kind, name, microseconds); a kind has a color."""
     kinds = list(dict.fromkeys(kind for launches in lanes.values() for kind, _, _ in launches))
     _, axis = plt.subplots(figsize=(11, 0.62 * len(lanes) + 1.3), layout="constrained")
     longest = max(sum(time for *_, time in launches) for launches in lanes.values())
@@ -89,7 +89,7 @@ def timeline(lanes: Mapping[str, Sequence[tuple[str, str, float]]], title: str) 
 
 
 def roof(bytes_per_s: float, operations_per_s: float, curves: Mapping[str, Sequence[tuple[int, float, float]]]) -> None:
-    """A roofline. curves: kernel -> (rows, operations a byte, operations a second) in the order of rows."""
+    """A roofline. curves: kernel -> (rows, operations per byte, operations per second) in the order of rows."""
     ridge = operations_per_s / bytes_per_s
     xs = [0.1, ridge, 4 * ridge]
     _, axis = plt.subplots(figsize=(8, 4), layout="constrained")
@@ -108,7 +108,7 @@ def roof(bytes_per_s: float, operations_per_s: float, curves: Mapping[str, Seque
 
 
 def tuning(tables: Mapping[str, np.ndarray], tile_sizes: Sequence[int], warps: Sequence[int], unit: str) -> None:
-    """Heat maps of what was measured, [tiles, warps] each; framed is the best. tables: title -> values."""
+    """Heat maps of measurements, [tiles, warps] each, with a frame around the best. tables: title -> values."""
     _, axes = plt.subplots(1, len(tables), figsize=(5.2 * len(tables), 3.4), layout="constrained")
     for axis, (title, values) in zip(np.atleast_1d(axes), tables.items(), strict=True):
         axis.imshow(values, cmap="viridis", aspect="auto")
@@ -125,7 +125,7 @@ def tuning(tables: Mapping[str, np.ndarray], tile_sizes: Sequence[int], warps: S
 
 
 def lanes(title: str, rows: Mapping[str, Sequence[tuple[float, float]]]) -> None:
-    """Who works when. rows: label -> (begin, length) in microseconds."""
+    """When each row works. rows: label -> (begin, length) in microseconds."""
     _, axis = plt.subplots(figsize=(11, 0.45 * len(rows) + 1.0), layout="constrained")
     for place, (label, spans) in enumerate(rows.items()):
         axis.broken_barh(spans, (place - 0.35, 0.7), color=COLORS[0 if "CPU" in label else 1], edgecolor="white")

@@ -1,4 +1,4 @@
-"""Lesson 09's pictures: memory slot by slot, what caches waste, what windows keep, what streams forget."""
+"""Lesson 09's pictures: memory slot by slot, waste in caches, what windows and streams keep."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -24,7 +24,7 @@ CACHES = {"longest": "#e45756", "power": "#eeca3b", "exact": "#9d755d", "shared"
 
 
 def contiguous(pieces: Mapping[str, tuple[int, int, Sequence[str], int]], slots: int) -> None:
-    """One piece of memory a request. pieces: name -> (first slot, slots reserved, its tokens, tokens still to come)."""
+    """A contiguous piece of memory per request. pieces: name -> (first slot, slots reserved, tokens, later tokens)."""
     _, axis = plt.subplots(figsize=(11, 1.9), layout="constrained")
     for slot in range(slots):
         _slot(axis, slot, FREE)
@@ -49,7 +49,7 @@ def paged(
     block_size: int = 4,
     cached: Mapping[int, Sequence[str]] | None = None,
 ) -> None:
-    """Block tables above, memory below. requests: name -> (block table, tokens); cached: block -> tokens left there.
+    """Block tables above, memory below. requests: name -> (block table, tokens); cached: block -> its old tokens.
 
     A number under a block says how many tables name it.
     """
@@ -171,7 +171,7 @@ def lines(curves: Mapping[str, Mapping[float, float]], *, x: str, y: str, log: b
 
 
 def kept(pictures: Mapping[str, np.ndarray]) -> None:
-    """Which tokens' keys are held while a text grows. pictures: title -> [tokens so far, token]: 2 kept, 1 let go."""
+    """Which tokens' keys are held while a text grows. pictures: title -> [tokens so far, token]: 2 kept, 1 evicted."""
     colors = plt.matplotlib.colors.ListedColormap(["white", "#e8e8e8", COLORS[2]])
     _, axes = plt.subplots(1, len(pictures), figsize=(11, 3.6), layout="constrained")
     for axis, (title, held) in zip(axes, pictures.items(), strict=True):
@@ -186,7 +186,7 @@ def kept(pictures: Mapping[str, np.ndarray]) -> None:
 
 
 def over_time(trace: Trace | Iterable[dict], groups: Sequence[str] = ()) -> None:
-    """Who holds which block: a line each block, a column each step.
+    """Which request holds each block: a line per block, a column per step.
 
     groups: names of the layer groups, to color these and not the requests.
     """

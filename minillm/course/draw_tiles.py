@@ -10,7 +10,7 @@ ROWS = ("#4c78a8", "#f58518", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#eeca
 
 
 def memories(sizes: Mapping[str, float], things: Mapping[str, float]) -> None:
-    """Bars of bytes on a log axis; what is to be kept somewhere as dashed lines."""
+    """Bars of bytes on a log axis, with sizes of memories as dashed lines."""
     _, axis = plt.subplots(figsize=(10, 2.8), layout="constrained")
     axis.barh(list(sizes), list(sizes.values()), color=ROWS[0], height=0.55)
     for row, size in enumerate(sizes.values()):
@@ -27,7 +27,7 @@ def memories(sizes: Mapping[str, float], things: Mapping[str, float]) -> None:
 def running(
     scores: np.ndarray, tile: int, maxima: Sequence[float], totals: Sequence[float], outs: Sequence[float]
 ) -> None:
-    """One query's scores, and what is known after each tile: largest score, sum of weights, output."""
+    """One query's scores, and the state after each tile: largest score, sum of weights, output."""
     _, (top, bottom, last) = plt.subplots(
         3, 1, figsize=(10, 4.6), sharex=True, height_ratios=(2, 1, 1), layout="constrained"
     )
@@ -48,7 +48,7 @@ def running(
 
 
 def tiles(pictures: Mapping[str, np.ndarray], rows: int, keys: int) -> None:
-    """Which tiles are computed. pictures: title -> [query tiles, key tiles]: 2 whole, 1 partly hidden, 0 skipped."""
+    """Which tiles are computed. pictures: title -> [query tiles, key tiles]: 2 full, 1 partly masked, 0 skipped."""
     colors = plt.matplotlib.colors.ListedColormap([SKIPPED, PARTLY, WHOLE])
     widths = [grid.shape[1] for grid in pictures.values()]
     _, axes = plt.subplots(1, len(pictures), figsize=(11, 3), width_ratios=widths, layout="constrained")
@@ -95,7 +95,7 @@ def paged_walk(tables: Mapping[str, Sequence[int]], lengths: Sequence[int], bloc
 
 
 def roofs(bytes_per_s: float, operations_per_s: float, lines: Mapping[str, float], points: Mapping[str, tuple]) -> None:
-    """A roofline. lines: what has which intensity, at the roof; points: name -> (operations a byte, operations a s)."""
+    """A roofline. lines: name -> intensity; points: name -> (operations per byte, operations per second)."""
     _, axis = plt.subplots(figsize=(9, 3.9), layout="constrained")
     xs = np.array([0.5, operations_per_s / bytes_per_s, 3000])
     axis.plot(xs, np.minimum(xs * bytes_per_s, operations_per_s) / 1e12, color="gray")
@@ -131,7 +131,7 @@ def schedules(
 
 
 def against(rows: Mapping[str, Mapping[str, float]], unit: str) -> None:
-    """Bars side by side, one group for each of `rows`: name -> {who: value}."""
+    """Bars side by side, one group for each of `rows`: name -> {label: value}."""
     _, axis = plt.subplots(figsize=(9, 0.7 + 0.75 * len(rows)), layout="constrained")
     whos = list(dict.fromkeys(who for bars in rows.values() for who in bars))
     height = 0.8 / len(whos)

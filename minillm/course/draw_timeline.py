@@ -1,4 +1,4 @@
-"""Pictures of a trace: who is in which row at each step, and who holds which block.  Lessons 09 and 10."""
+"""Pictures of a trace: the request in each row at each step, and the holder of each block.  Lessons 09 and 10."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ SHARED = "#404040"
 
 
 def row_states(trace: Trace | Iterable[dict]) -> tuple[np.ndarray, list[StepRows]]:
-    """What each row did in each step: IDLE (nobody there), WAITS (no token of its request ran), PREFILL or DECODE.
+    """What each row did in each step: IDLE (no request), WAITS (no token of its request ran), PREFILL or DECODE.
 
     Returns states [rows, steps] uint8, up to the last row ever used, and the steps.
     """
@@ -57,7 +57,7 @@ def draw_timeline(
     labels: bool = True,
     legend: bool = True,
 ) -> None:
-    """Draw who is in which row: a line each row, a column each step, or as wide as it took with x="time" (seconds).
+    """Draw the request in each row: a line per row, a column per step; x="time": as wide as the step took, in seconds.
 
     axis: one of several, to show traces side by side; default: a figure of its own. rows: how many, to give several
     the same height. steps: only these columns. labels: the requests' names (what follows the last "-") where they
@@ -118,7 +118,7 @@ def draw_timeline(
 
 
 def _times(steps: list[StepRows]) -> tuple[np.ndarray, np.ndarray]:
-    """When each step began and ended: steps run in order, so one launched ahead begins when its forerunner is read."""
+    """When each step began and ended: steps run in order, so one launched ahead begins when the previous step ends."""
     begins, ends, free = [], [], 0.0
     for step in steps:
         begins.append(max(step.launched, free))
@@ -152,7 +152,7 @@ def tables_at(trace: Trace | Iterable[dict], step: int) -> Tables:
 
 
 def _request_colors(events: list[dict]) -> dict[str, str]:
-    """A color for each request, among those that no other running one has while there are such."""
+    """A color for each request, distinct among running requests as far as there are enough colors."""
     colors: dict[str, str] = {}
     running: set[str] = set()
     for event in events:
@@ -175,9 +175,9 @@ def draw_block_table(
     title: str | None = None,
     legend: bool = True,
 ) -> None:
-    """Draw the pool just after step number `step` was launched: a box each block, in the color of who holds it.
+    """Draw the pool just after step number `step` was launched: a box per block, in the color of its holder.
 
-    Dark ones are shared, with the number of holders; hatched ones are cached (a known prefix, held by nobody); pale
+    Dark ones are shared, with the number of holders; hatched ones are cached (a known prefix without a holder); pale
     ones belong to requests that ended while steps in flight may still touch them. A request has one color at every
     step. blocks: how many to draw, in lines of `wide`; default: up to the last one not free.
     """

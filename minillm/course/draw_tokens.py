@@ -1,4 +1,4 @@
-"""Tokens as coloured boxes.  Lesson 01."""
+"""Tokens as colored boxes.  Lesson 01."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise

@@ -1,8 +1,6 @@
-"""Triton's kernels on any machine: compiled on a GPU, interpreted without one; and memory that shows a missing mask.
+"""Run Triton kernels on any machine, compiled or interpreted, and detect missing masks.  Lessons 03 and 04.
 
-Lessons 03 and 04.
-
-Triton decides when it is first imported which of the two it is, for the whole process. So a lesson calls
+Whether Triton compiles or interprets is fixed for the whole process when it is first imported. So a lesson calls
 `triton_here()` before it imports triton.
 """
 
@@ -16,7 +14,7 @@ from minillm.errors import ConfigError, MissingPackage
 if TYPE_CHECKING:
     from torch import Tensor
 
-GUARD = 4096  # elements on either side of a tensor that nobody should read or write
+GUARD = 4096  # elements on either side of a tensor that no kernel may read or write
 
 INTERPRETED, COMPILED = "interpreted", "compiled"
 
@@ -24,7 +22,7 @@ INTERPRETED, COMPILED = "interpreted", "compiled"
 def triton_here() -> str:
     """Import triton so that kernels run on this machine: "compiled" on the GPU tier, "interpreted" on the CPU's.
 
-    Raises MissingPackage where triton does not exist, ConfigError where it was imported for a GPU already.
+    Raises MissingPackage without triton, ConfigError if it was already imported for a GPU.
     """
     from .tiers import tier
 
@@ -34,7 +32,7 @@ def triton_here() -> str:
         import triton
     except ImportError as error:
         raise MissingPackage(
-            "this lesson runs Triton kernels, and triton exists for Linux only: use a container, WSL or Colab"
+            "this lesson runs Triton kernels, and triton is available only for Linux: use a container, WSL or Colab"
         ) from error
     how = how_kernels_run()
     if tier().name == "cpu" and how == COMPILED:
@@ -46,7 +44,7 @@ def triton_here() -> str:
 
 
 def how_kernels_run() -> str:
-    """What triton, which is imported here, does with a kernel: its own library's functions show it."""
+    """Whether triton, imported here, compiles or interprets kernels, as its own library's functions show."""
     import triton.language as tl
     from triton.runtime import JITFunction
 
@@ -54,15 +52,15 @@ def how_kernels_run() -> str:
 
 
 def kernel_device() -> str:
-    """Where the tensors must be that a kernel of this process gets: "cuda" or "cpu"."""
+    """The device of the tensors that kernels of this process take: "cuda" or "cpu"."""
     return "cuda" if how_kernels_run() == COMPILED else "cpu"
 
 
 def surrounded(tensor: Tensor, by: float) -> tuple[Tensor, Tensor]:
-    """A copy of `tensor` with `GUARD` elements of value `by` before and behind it in memory; and all of that memory.
+    """(A copy of `tensor` between two guards of GUARD elements of value `by`, the memory of all three).
 
-    A kernel that reads past the end finds `by` there; one that writes past it leaves its trace (see `untouched`), and
-    neither reaches memory of anybody else.
+    A kernel that reads past the end reads `by`; one that writes past it changes a guard (see `untouched`). Neither
+    reaches other memory.
     """
     memory = tensor.new_full((tensor.numel() + 2 * GUARD,), by)
     inside = memory[GUARD : GUARD + tensor.numel()].view(tensor.shape)

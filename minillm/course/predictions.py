@@ -1,4 +1,4 @@
-"""A learner's prediction beside the floor and the measurement."""
+"""Compare a learner's prediction with the floor and the measurement."""
 
 
 def compare(
@@ -10,9 +10,9 @@ def compare(
     floor: float | None = None,
     most: float | None = None,
 ) -> None:
-    """Print one line: what was predicted, what this machine allows, what was measured; all in `unit`.
+    """Print one line with the prediction, this machine's limit and the measurement, all in `unit`.  Lesson 00.
 
-    floor: the least it can be. most: the most it can be; for a rate (a unit that ends in "/s"), `floor` means that too.
+    floor: the lower bound. most: the upper bound; for a rate (a unit that ends in "/s"), `floor` is the upper bound.
     """
     if unit.endswith("/s") and most is None:
         floor, most = None, floor
@@ -31,5 +31,5 @@ def compare(
 
 
 def _short(value: float) -> str:
-    """Three significant digits, as people write them."""
+    """The value with three significant digits."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

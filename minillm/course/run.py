@@ -1,4 +1,4 @@
-"""Run lessons' sources as plain scripts, solved, on this machine's tier, and keep what they said as a record.
+"""Run lessons' sources, with solutions, as plain scripts on this machine's tier, and record their output.
 
     python -m minillm.course.run 00 01 --json lessons
 
@@ -18,7 +18,7 @@ SOURCES = Path(__file__).resolve().parents[2] / "notebooks" / "source"
 
 
 def run(source: Path) -> dict:
-    """One script in a process of its own: {"lesson", "ok", "seconds", "output", "errors"}; texts as lists of lines."""
+    """Run a script in its own process: {"lesson", "ok", "seconds", "output", "errors"}, texts as lists of lines."""
     begin = time.perf_counter()
     environment = os.environ | {"MPLBACKEND": "agg"}
     done = subprocess.run([sys.executable, source], env=environment, capture_output=True, text=True)
@@ -34,8 +34,8 @@ def run(source: Path) -> dict:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m minillm.course.run", description=__doc__)
-    parser.add_argument("names", nargs="*", help="beginnings of lessons' names; default: all")
-    parser.add_argument("--json", type=Path, help="write the record here; a bare name: into data/results/")
+    parser.add_argument("names", nargs="*", help="first characters of lessons' names; default: all")
+    parser.add_argument("--json", type=Path, help="write the record there; a name without suffix: to data/results/")
     options = parser.parse_args(arguments)
     begun, results = records.begin(), []
     for source in sorted(SOURCES.glob("*.py")):

@@ -1,8 +1,8 @@
-"""Which model a lesson runs on: the embedded one on a CPU, Gemma 2B on a GPU.  Lesson 00.
+"""Tiers: which model a lesson runs, the embedded one on a CPU or Gemma 2B on a GPU.  Lesson 00.
 
-MINILLM_TIER   cpu, gpu, or auto: gpu where torch sees one
-MINILLM_GEMMA  the directory of Gemma 2B's weights, where they are not in Hugging Face's cache; without any, a GPU runs
-               Gemma 2B's shape with random weights
+MINILLM_TIER   cpu, gpu, or auto (gpu if torch sees one)
+MINILLM_GEMMA  the directory of Gemma 2B's weights, if they are not in Hugging Face's cache; without weights, a GPU runs
+               Gemma 2B's shape with random ones
 """
 
 import os
@@ -15,7 +15,7 @@ from .doctor import gemma_directory
 
 @dataclass(frozen=True)
 class Tier:
-    """Where a lesson runs: `LLM(tier.model, **tier.options)`. `trained` says whether its text means anything."""
+    """Where a lesson runs: `LLM(tier.model, **tier.options)`. trained: whether the model's text is meaningful."""
 
     name: str  # "cpu" or "gpu"
     model: str | None
@@ -29,15 +29,15 @@ class Tier:
 
     @property
     def words(self) -> dict:
-        """What to give `LLM` for words that depend on every part of the model: random weights repeat themselves.
+        """Options of an `LLM` whose text depends on every part of the model, as that of random weights does not.
 
-        Whether a replaced operation says the same, or something else, can be seen on these alone.
+        Only such text shows whether a replaced operation changes the output.
         """
         return {"model": self.model, **self.options} if self.trained else {"device": self.device}
 
 
 def full() -> bool:
-    """Whether experiments run at their full length (FULL=1, as in `make demo`) instead of small."""
+    """Whether experiments run at full length: FULL=1, as in `make demo`."""
     return os.environ.get("FULL") == "1"
 
 
@@ -51,12 +51,12 @@ def tier() -> Tier:
     if wanted not in ("auto", "cpu", "gpu"):
         raise ConfigError(f"MINILLM_TIER must be cpu, gpu or auto, not {wanted!r}")
     if wanted == "gpu" and not torch.cuda.is_available():
-        raise ConfigError("MINILLM_TIER=gpu, but torch sees no GPU here: `minillm doctor` says why")
+        raise ConfigError("MINILLM_TIER=gpu, but torch sees no GPU: `minillm doctor` says why")
     if wanted == "cpu" or not torch.cuda.is_available():
         return Tier("cpu", None, "tiny-gemma, trained", True, {"device": "cpu"})
     if directory := gemma_directory():
         return Tier("gpu", str(directory), "Gemma 2B, trained", True, {"device": "cuda"})
     label = "Gemma 2B's shape, random weights: what it says means nothing"
-    # Any tokenizer will do for text that means nothing; the embedded one's ids are all in Gemma's vocabulary.
+    # Any tokenizer will do for meaningless text; all ids of the embedded one are in Gemma's vocabulary.
     options = {"device": "cuda", "load_format": "dummy", "tokenizer": EMBEDDED}
     return Tier("gpu", "gemma-2b", label, False, options)

@@ -17,13 +17,14 @@ from minillm.config import EngineOptions
 from minillm.errors import ConfigError, EngineClosed
 from minillm.request import Completion, Delta, Prompt, RequestOptions, SamplingParams
 from minillm.tokenizer import Tokenizer
+from minillm.values import shown
 
 from .engine import Engine, Tracked
 from .llm import LLM
 
 
 class Mailbox(Protocol):
-    """Whoever asked for some requests; hashable."""
+    """Receives the deltas of the requests that were submitted with it; hashable."""
 
     def deliver(self, items: list[tuple[Any, Delta | Exception]]) -> None:
         """Take (the key that the request was prepared with, what it gained) of each request that gained something.
@@ -58,6 +59,8 @@ class AsyncLLM:
     ):
         if engine is not None and (options or model is not None or tokenizer is not None):
             raise ConfigError("engine= is loaded already: its model, tokenizer and options cannot be set here")
+        if not (engine is None or isinstance(engine, (LLM, Engine))):
+            raise ConfigError(f"engine must be an LLM or an Engine, not {shown(engine)}")
         if isinstance(engine, LLM):
             engine = engine.engine
         self._owns_engine = engine is None
@@ -67,7 +70,7 @@ class AsyncLLM:
         self._outbox: dict[Mailbox, list[tuple[Any, Delta | Exception]]] = {}
         self._listening: dict[str, Prepared] = {}
         # The engine is made in the thread that steps it: OpenMP keeps a pool of threads for each thread that computes,
-        # and a second pool beside the loader's made a lone request a fifth slower.
+        # and a second pool would compete with the first for the cores.
         make = (lambda: _warm(Engine(model, tokenizer, **options))) if engine is None else (lambda: engine)
         made: Future[Engine] = Future()
         self._thread = threading.Thread(target=self._run, args=(make, made), name="minillm-engine", daemon=True)
@@ -92,7 +95,7 @@ class AsyncLLM:
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[Delta]:
-        """New text and token ids as they come; the last delta carries the finish reason and the whole completion.
+        """Yield new text and token ids as they are generated; the last delta has the finish reason and the completion.
 
         Leaving the iteration early aborts the request. Raises InvalidRequest before the first delta.
         """
@@ -165,7 +168,7 @@ class AsyncLLM:
         self.engine.check_params(params)
 
     def submit(self, requests: Sequence[Prepared]) -> None:
-        """Queue prepared requests; from any thread. What cannot be queued is told to its mailbox."""
+        """Queue prepared requests; from any thread. The error of one that cannot be queued goes to its mailbox."""
         self._tell(lambda: self._submit(requests))
 
     def abort(self, request: str | Prepared) -> None:
@@ -216,7 +219,7 @@ class AsyncLLM:
             try:
                 self.engine.submit(each.tracked)
                 self._listening[each.request_id] = each
-            except Exception as error:  # InvalidRequest, or a mistake of a reader's own policy
+            except Exception as error:  # InvalidRequest, or a user-supplied policy's mistake
                 self._post(each.mailbox, each.key, error)
 
     def _run(self, make: Callable[[], Engine], made: "Future[Engine]") -> None:
@@ -228,7 +231,7 @@ class AsyncLLM:
         made.set_result(self.engine)
         try:
             self._work()
-        except BaseException as error:  # a mistake of the engine's: nobody must wait for what will not come
+        except BaseException as error:  # a bug: no client may wait for tokens that never come
             self._closing = True
             failure = error if isinstance(error, Exception) else EngineClosed(f"the engine's thread ended: {error!r}")
             for each in list(self._listening.values()):
@@ -273,10 +276,12 @@ class AsyncLLM:
         try:
             work()
         except Exception as error:
-            # The engine has given up all that it had: say why instead of a bare "abort". Others ended before it failed.
-            told = {(each.mailbox, each.key) for each in listening}
+            # The engine has aborted all its requests: deliver the reason instead. Others had ended before it failed.
+            failed = {(each.mailbox, each.key) for each in listening}
             with self.engine.lock:
-                kept = [(to, item) for to, items in self._outbox.items() for item in items if (to, item[0]) not in told]
+                kept = [
+                    (to, item) for to, items in self._outbox.items() for item in items if (to, item[0]) not in failed
+                ]
                 self._outbox.clear()
                 for mailbox, item in kept:
                     self._post(mailbox, *item)

@@ -38,18 +38,19 @@ from minillm.values import shown
 
 from .output_text import OutputText
 
+TOKENIZER_MEMBERS = ("encode", "decode", "vocab_size")
 Listener = Callable[[Delta], None]
 
 
 @dataclass(eq=False)
 class Tracked:
-    """What the engine keeps for a request beside what the scheduler does."""
+    """What the engine keeps for a request, in addition to the scheduler's state."""
 
     request: Request
     completion: Completion
     listener: Listener | None = None
-    output: OutputText | None = None  # where somebody needs text token by token
-    wants_text: bool = True  # False: whoever asked makes text of the ids itself
+    output: OutputText | None = None  # set if text is needed token by token
+    wants_text: bool = True  # False: the caller decodes the ids itself
     row: int = -1  # where it was last admitted
 
     @property
@@ -92,6 +93,15 @@ class Engine:
         tokenizer: str | Path | Tokenizer | None = None,
         **options: Unpack[EngineOptions],
     ):
+        if not (model is None or isinstance(model, (str, Path))):
+            raise ConfigError(f"model must be a directory, a preset's name or None, not {shown(model)}")
+        if not isinstance(tokenizer, (str, Path)) and (
+            lacks := [name for name in TOKENIZER_MEMBERS if tokenizer is not None and not hasattr(tokenizer, name)]
+        ):
+            raise ConfigError(
+                f"tokenizer must be a directory or an object like minillm.Tokenizer; {shown(tokenizer)} has no "
+                f"{', '.join(lacks)}"
+            )
         config = EngineConfig.of(**options)
         self.trace = Trace.of(config.trace)
         device = config.device
@@ -137,7 +147,7 @@ class Engine:
         self.scheduler = self._make_scheduler(None, *self._adopted)
 
     def _adopt(self) -> None:
-        """Have a scheduler with the policy and the block pool that `using` says.  While no request is tracked."""
+        """Use a scheduler with the policy and block pool that `using` has set. Call it only while no request runs."""
         wanted = replaceable.PARTS.functions
         if wanted != self._adopted:
             while self.in_flight:  # launched ahead of the last request's end
@@ -165,10 +175,10 @@ class Engine:
         return scheduler
 
     def warm_up(self) -> None:
-        """Compile kernels and capture CUDA graphs now, not while the first requests wait. On a CPU nothing is to do.
+        """Compile kernels and capture CUDA graphs before the first request. On a CPU it does nothing.
 
-        Every batch size is captured with tables of the least width, and every shape with prompts; more prompts are run
-        up to the token budget. What else is met later (longer tables, the general sampler) is compiled then.
+        Captures every batch size with block tables of the smallest width, and every shape with prompts, then runs
+        prompts up to the token budget. Wider tables and the general sampler are compiled when first used.
         """
         if not self.executor.facts.captures:
             return
@@ -199,10 +209,10 @@ class Engine:
         wants_text: bool = True,
         checked: bool = False,
     ) -> Tracked:
-        """Check a request and make it ready; safe in any thread. Raises InvalidRequest.
+        """Check a request and prepare it for `submit`; safe in any thread. Raises InvalidRequest, EngineClosed.
 
         prompt: text, or token ids. listener: called in the engine's thread with each new `Delta`. wants_text=False
-        leaves all text empty, unless stop strings have it made anyway. checked: `check_params` has passed the params.
+        leaves the text empty, unless stop strings need it. checked=True: `check_params` has accepted the params.
         """
         self._check_usable()
         params = _of_kind(params, SamplingParams, "params")
@@ -320,7 +330,7 @@ class Engine:
 
     @contextmanager
     def _or_reset(self) -> Iterator[None]:
-        """After a failure, of a user-supplied part or for want of memory, nothing is left half done: all is aborted."""
+        """After a failure, of a user-supplied part or because memory ran out, abort every request."""
         try:
             yield
         except BaseException:
@@ -330,14 +340,14 @@ class Engine:
             if self._adopted != replaceable.PARTS.own:
                 self._adopted = None  # user-supplied parts are made anew for the next request
             for tracked in list(self.tracked.values()):
-                with suppress(Exception):  # a listener that fails again must not keep the others waiting
+                with suppress(Exception):  # one failing listener must not keep the other requests waiting
                     self._finish(tracked)
             self._finished.clear()
             self._flush_trace()
             raise
 
     def _watch(self, tracked: Tracked, row: int) -> None:
-        """Look at each token of `row`, where somebody wants to; -1: at none of this request's any more."""
+        """Read each token of `row` from now on, if the request needs that; row -1: read no more of its tokens."""
         if self._watched.get(tracked.row) is tracked:
             del self._watched[tracked.row]
         tracked.row = row
@@ -367,7 +377,7 @@ class Engine:
             ]
         ended = self.scheduler.complete(step, results.tokens, results.accepted)
         for tracked, row, tokens in watched:
-            if tracked.completion.finish_reason is None:  # a listener before it may have ended it
+            if tracked.completion.finish_reason is None:  # an earlier listener may have ended it
                 self._look_at(tracked, row, tokens, results)
         for request in ended:
             if (tracked := self.tracked.get(request.request_id)) is not None:
@@ -395,7 +405,7 @@ class Engine:
             tracked.listener(Delta(text, tokens, logprobs))
 
     def _finish(self, tracked: Tracked, token_ids: Sequence[int] = (), logprobs: list | None = None) -> None:
-        """Complete a request's result and hand it over, once."""
+        """Complete a request's result and deliver it, once."""
         request, completion = tracked.request, tracked.completion
         if completion.finish_reason is not None:
             return
@@ -411,7 +421,7 @@ class Engine:
             output.end()
             completion.text = output.text
         del self.tracked[request.request_id]
-        self._watch(tracked, -1)  # whoever listens is kept no longer
+        self._watch(tracked, -1)  # drops the reference to its listener
         self._finished.append(completion)
         if tracked.listener is not None:
             text = "" if output is None else output.new()
@@ -453,7 +463,7 @@ class Engine:
         return ids.astype(np.int32)
 
     def close(self) -> None:
-        """Abort what runs and free the model and its cache. The engine is of no use afterwards."""
+        """Abort running requests and free the model and its cache. The engine cannot be used afterwards."""
         if self.closed:
             return
         self.closed = True

@@ -1,6 +1,6 @@
 """`LLM`: generate and chat offline.  Lesson 00."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, Unpack
 
@@ -47,10 +47,10 @@ class LLM:
         *,
         progress: bool = False,
     ) -> list[Completion]:
-        """One completion a prompt, in order. Prompts are strings or lists of token ids; params and options one for all,
-        or one each.
+        """Complete each prompt; returns one `Completion` for each, in order.
 
-        Raises InvalidRequest, before anything runs, if any prompt cannot be served.
+        prompts: a string, a list of token ids, or a list of those. params, options: one for all prompts, or a list
+        with one for each. Raises InvalidRequest before anything runs if any prompt cannot be served; EngineClosed.
         """
         engine, each_prompt = self.engine, as_prompts(prompts)
         count = len(each_prompt)
@@ -88,7 +88,11 @@ class LLM:
         *,
         progress: bool = False,
     ) -> list[Completion]:
-        """Answer conversations: one list of {"role", "content"} messages, or several."""
+        """Answer one conversation, a list of {"role", "content"} messages, or a list of conversations.
+
+        Returns one `Completion` for each. Raises InvalidRequest, EngineClosed, and TokenizerError where the model has
+        no chat template or the template refuses the messages.
+        """
         conversations = as_tuple(messages)
         if not conversations:
             raise InvalidRequest(f"messages must be a list of {MESSAGE}, not {shown(messages)}")
@@ -102,7 +106,7 @@ class LLM:
         return self.engine.stats()
 
     def warm_up(self) -> None:
-        """Compile kernels and capture CUDA graphs now, not while the first requests wait. On a CPU nothing is to do."""
+        """Compile kernels and capture CUDA graphs before the first request. On a CPU it does nothing."""
         self.engine.warm_up()
 
     def close(self) -> None:
@@ -144,7 +148,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several -> a list of prompts. Raises InvalidRequest for what is neither text nor a list."""
     if isinstance(prompts, str):
         return [prompts]
-    several = None if prompts is None else as_tuple(prompts)
+    several = None if prompts is None or isinstance(prompts, Set) else as_tuple(prompts)  # a set has no order
     if several is None:
         way = "; give its text or token ids themselves" if isinstance(prompts, Mapping) else ""
         raise InvalidRequest(

@@ -6,10 +6,10 @@ from minillm.tokenizer import StreamingDetokenizer, Tokenizer
 
 
 class OutputText:
-    """Takes a request's tokens as they come; gives its text, each character once, up to the first stop string.
+    """Turns a request's tokens into text, each character once, up to the first stop string.
 
-    A stop string ends the text before it as soon as it is complete and min_tokens have come; of several that a token
-    completes, the one that begins first. Text that one may begin in is held back until that is known.
+    A stop string ends the text as soon as it is complete and min_tokens tokens are there; if one token completes
+    several, the one that begins first counts. Text that may be the beginning of a stop string is held back.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), min_tokens: int = 0):
@@ -40,13 +40,13 @@ class OutputText:
         return len(ids)
 
     def end(self) -> None:
-        """Nothing more comes: what was held back is text."""
+        """There are no more tokens: what was held back is text."""
         if not self._ended:
             self.text += self._detokenizer.flush()
             self._ended = True
 
     def new(self) -> str:
-        """Text that was not given yet, without an end that may become a stop string."""
+        """Text since the last call, without an ending that may become a stop string."""
         start, self._given = self._given, self._safe
         return self.text[start : self._given]
 

@@ -1,4 +1,4 @@
-"""The paged KV cache: blocks, who holds them, what they are made of.  Lesson 09."""
+"""The paged KV cache: the block pool, block tables and storage.  Lesson 09."""
 
 from typing import TYPE_CHECKING
 

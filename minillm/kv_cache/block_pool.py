@@ -1,4 +1,4 @@
-"""The paged KV cache: fixed blocks, who holds them, and what may be shared.  Lesson 09.
+"""The block pool of the paged KV cache: reference counts and prefix sharing.  Lesson 09.
 
 Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention", section 4.
 """
@@ -13,24 +13,25 @@ from minillm.errors import MinillmError
 
 
 class BlockPoolError(MinillmError, RuntimeError):
-    """What a block pool gives cannot be right."""
+    """A block pool returned something inconsistent."""
 
 
 class OutOfBlocks(BlockPoolError):
-    """More blocks were asked for than are free; the scheduler asks first, so this is a bug when it happens."""
+    """More blocks were requested than are available. The scheduler checks first, so this is a bug."""
 
 
 class BlockPool:
-    """Who holds which block. No block is written by two holders; only full blocks are shared.  Lesson 09.
+    """Allocates blocks and counts references to them. Only full blocks are shared, so none has two writers.  Lesson 09.
 
-    A block is in one of three states: used (somebody holds a reference), cached (nobody does, but it still has the
-    keys and values of a known token prefix) or free. Cached blocks are given out last, least recently used first.
+    A block is in one of three states: used (it has references), cached (it has none, but still holds the keys and
+    values of a known token prefix) or free. `allocate` takes free blocks first, then cached ones, least recently used
+    first.
     """
 
     def __init__(self, num_blocks: int):
         self.num_blocks = num_blocks
         self.references = [0] * num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: recently used memory is given out first
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: recently used memory is reused first
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
@@ -38,15 +39,16 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that `allocate` can give out now."""
+        """The number of blocks that `allocate` can return now."""
         return len(self._free) + len(self._cached)
 
     @property
     def cached(self) -> int:
+        """The number of cached blocks."""
         return len(self._cached)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks, each with one reference. Raises OutOfBlocks, and takes none, if fewer are there."""
+        """Allocate `count` blocks with one reference each. Raises OutOfBlocks, and takes none, if there are too few."""
         if count > self.available:
             raise OutOfBlocks(f"{count} blocks asked for, {self.available} of {self.num_blocks} available")
         blocks = [self._free.pop() for _ in range(min(count, len(self._free)))]
@@ -68,7 +70,7 @@ class BlockPool:
             self.references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give back a reference to each. The last block of a sequence ages first: a prefix outlives its ends."""
+        """Drop a reference to each block. Later blocks become evictable first, so prefixes outlive their suffixes."""
         for block in reversed(blocks):
             self.references[block] -= 1
             if self.references[block] == 0:
@@ -78,7 +80,7 @@ class BlockPool:
                     self._free.append(block)
 
     def lookup(self, keys: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest known beginning of these prefix keys. Takes no reference."""
+        """The blocks of the longest known prefix of these keys. Adds no references."""
         blocks = []
         for key in keys:
             block = self._block_of.get(key)
@@ -88,27 +90,27 @@ class BlockPool:
         return blocks
 
     def register(self, block: int, key: bytes) -> None:
-        """Say that a full, used block holds the prefix `key`. The first block with a key keeps it."""
+        """Register a full, used block as holding the prefix `key`. The first block with a key keeps it."""
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
 
     def watch_evictions(self, told: Callable[[int], None] | None) -> None:
-        """Call `told` with each cached block that is given out anew."""
+        """Call `told` with each cached block that `allocate` evicts; None: stop."""
         self._on_evict = told
 
     def forget(self) -> None:
-        """Know no prefix any more: cached blocks become free, used ones are found by nobody."""
+        """Drop the prefix index: cached blocks become free, and used ones can no longer be found."""
         self._free.extend(self._cached)
         for known in (self._cached, self._block_of, self._key_of):
             known.clear()
 
     def unreferenced(self, blocks: Iterable[int]) -> int:
-        """How many of these are cached only: sharing them makes that many fewer available."""
+        """How many of these blocks are cached: sharing them reduces `available` by that many."""
         return sum(self.references[block] == 0 for block in blocks)
 
     def check(self, holders: Iterable[int]) -> None:
-        """Raise AssertionError unless the books balance. `holders`: every held block, once for each holder."""
+        """Raise AssertionError unless all counts are consistent. holders: every held block, once for each holder."""
         counts = Counter(holders)
         used = {block for block, count in enumerate(self.references) if count}
         free, cached = set(self._free), set(self._cached)
@@ -121,10 +123,10 @@ class BlockPool:
 
 
 def prefix_keys(tokens: np.ndarray, block_size: int, cache_key: str = "", known: Sequence[bytes] = ()) -> list[bytes]:
-    """A key for each full block of `tokens`: a hash of its tokens and of all before it.  Lesson 09.
+    """A key for each full block of `tokens`: a hash of its tokens and all tokens before it.  Lesson 09.
 
-    Equal keys mean equal beginnings, so equal keys and values. `cache_key` is what else must be equal
-    (`RequestOptions.cache_key`): it keeps tenants apart. `known` are the keys already computed for the first blocks.
+    Equal keys mean equal prefixes, and so equal keys and values in the cache. cache_key: what else must be equal
+    (`RequestOptions.cache_key`), which separates tenants. known: keys already computed for the first blocks.
     """
     keys = list(known)
     parent = keys[-1] if keys else hashlib.blake2b(cache_key.encode(), digest_size=16).digest()

@@ -1,8 +1,8 @@
-"""Block tables: which blocks each row holds in each layer group, and which it has let go of.  Lesson 09.
+"""Block tables: the blocks that each row holds in each layer group.  Lesson 09.
 
-A group whose layers have a sliding window is given blocks as its tokens are computed. It lets go of a block when no
-later query can see it: the query at position p sees the keys from p - window + 1 on. Table entries of blocks that are
-gone stay as they are, and whatever is in those blocks by then: attention hides it, as it hides the end of the last one.
+A group whose layers have a sliding window gets blocks as its tokens are computed, and frees a block as soon as no later
+query can see it: the query at position p sees the keys from p - window + 1 on. The table keeps its entries of freed
+blocks. Attention masks whatever those blocks hold by then, as it masks the unused end of the last block.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ from .layer_groups import blocks_held
 
 
 class BlockTables:
-    """Every row's table in every group, as numpy columns; the device has a copy, kept up by `take_changes`.
+    """Every row's table in every group, as numpy arrays. `take_changes` keeps the device's copy up to date.
 
-    windows: one entry a group, tokens that its queries see; None: all. chunk: most tokens of a row in one step.
+    windows: for each group, the tokens that its queries see; None: all. chunk: most tokens of a row in one step.
     """
 
     def __init__(
@@ -26,41 +26,41 @@ class BlockTables:
         self.groups = len(windows)
         self.slides = any(windows)
         self.blocks = np.zeros((self.groups, rows, self.count(max_model_len)), np.int32)
-        self.held = np.zeros((self.groups, rows), np.int32)  # columns given so far
-        self.gone = np.zeros((self.groups, rows), np.int32)  # how many of them, from the first, were let go of
+        self.held = np.zeros((self.groups, rows), np.int32)  # columns allocated so far
+        self.gone = np.zeros((self.groups, rows), np.int32)  # how many of them, from the first, were freed
         self.covered = np.zeros(rows, np.int32)  # tokens that have a block in every group
-        # A window that hides nothing stands for none, where all groups are reckoned at once.
+        # Groups without a window get one that hides nothing, so that one formula serves all.
         self._reach = np.array([window or max_model_len + 1 for window in windows], np.int32)[:, None]
         self._changes: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
     # ---- arithmetic
 
     def count(self, tokens: int) -> int:
-        """Blocks of `tokens` tokens, in one group."""
+        """The number of blocks that `tokens` tokens fill in one group."""
         return -(-tokens // self.block_size)
 
     def most(self, tokens: int) -> int:
-        """Blocks that a request of `tokens` tokens holds at most at a time, in all groups."""
+        """The most blocks that a request of `tokens` tokens holds at one time, in all groups."""
         return blocks_held(tokens, self.windows, self.block_size, self.chunk)
 
     def hidden(self, computed: np.ndarray) -> np.ndarray:
-        """How many first blocks no query from position `computed` [n] on sees: [groups, n]."""
+        """How many of a row's first blocks are invisible to queries from position `computed` [n] on: [groups, n]."""
         return np.maximum(computed + 1 - self._reach, 0) // self.block_size
 
     def pending(self, computed: np.ndarray, known: np.ndarray) -> np.ndarray:
-        """How many tokens of rows [n] may run in one step, at most."""
+        """The most tokens of rows [n] that may run in one step."""
         return known - computed
 
     def moved(self, rows: np.ndarray) -> np.ndarray | None:
-        """By how many columns blocks of these rows have moved up; None where they never do."""
+        """By how many columns the blocks of these rows have moved up; None if blocks never move."""
         return None
 
     def findable(self, row: int, full: int) -> int:
-        """How many of a row's first `full` blocks, all full, others may find."""
+        """How many of a row's first `full` blocks, all full, may be registered for prefix sharing."""
         return full
 
     def of(self, row: int) -> np.ndarray:
-        """The blocks that a row holds in all groups, in the order of their tokens."""
+        """The blocks that a row holds, in all groups, in the order of their tokens."""
         if not self.slides:
             return self.blocks[:, row, : self.held[0, row]].T.ravel()
         columns = np.arange(self.held[:, row].max())[:, None]
@@ -70,9 +70,9 @@ class BlockTables:
     # ---- rows come and go
 
     def find_prefix(self, pool: BlockPool, keys: Sequence[bytes]) -> list[list[int]]:
-        """Cached blocks of the longest beginning of these prefix keys that a row can go on from: [groups][blocks].
+        """The blocks of the longest cached prefix that a row can continue from: [groups][blocks].
 
-        A group with a window needs those that the next query sees; -1 stands for the ones before.
+        A group with a window needs only the blocks that the next query sees; -1 stands for those before them.
         """
         found: list[list[int]] = [[] for _ in self.windows]
         count = len(keys)
@@ -86,7 +86,7 @@ class BlockTables:
             if self.windows[group] is not None:
                 first = hidden[group][count]
                 back = pool.lookup(group_key(key, group) for key in reversed(keys[first:count]))
-                if len(back) < count - first:  # what ends less than a window behind the missing block will not do
+                if len(back) < count - first:  # a prefix must end at least a window after the missing block
                     count, group = count - len(back) - 1, 0
                     continue
                 found[group] = [-1] * first + back[::-1]
@@ -94,10 +94,12 @@ class BlockTables:
         return [blocks[:count] for blocks in found]
 
     def needed(self, known: int, shared: list[list[int]], count: int) -> tuple[np.ndarray, int]:
-        """For a request of `known` tokens, `count` of which run behind those in `shared`: blocks of each group's table
-        [groups], and how many new ones must be available, which is more than it gets now if it will need more later.
+        """What a request of `known` tokens needs, `count` of which run after those in `shared`.
 
-        A group that sees everything gets blocks for all known tokens, one with a window for those of this step.
+        Returns the columns of each group's table [groups], and how many new blocks must be available: those for now and
+        those that it will need later.
+
+        A group without a window gets blocks for all known tokens, one with a window for the tokens of this step.
         """
         start, whole = len(shared[0]), self.count(known)
         if not self.slides:
@@ -108,7 +110,10 @@ class BlockTables:
         return held, max(int(held.sum()) - start * self.groups, self.most(known) - sharing)
 
     def occupy(self, row: int, shared: list[list[int]], held: np.ndarray, pool: BlockPool) -> np.ndarray:
-        """Enter a row's first blocks [groups, columns]: those shared, and new ones up to `held`; -1: none."""
+        """Give a new row its first blocks: those in `shared`, and new ones up to `held` [groups].
+
+        Returns the row's blocks [groups, columns]; -1: none.
+        """
         start, width = len(shared[0]), int(held.max())
         columns = np.arange(width, dtype=np.int32)
         blocks = np.full((self.groups, width), -1, np.int32)
@@ -129,11 +134,13 @@ class BlockTables:
     def grow(
         self, rows: np.ndarray, ends: np.ndarray, pool: BlockPool
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-        """Give rows [n] the blocks that their first `ends` [n] tokens lack: (rows [m], columns [m], blocks
-        [groups, m], -1 where a group has its own already); None, and nothing is given, if there are too few.
+        """Allocate the blocks that rows [n] lack for their first `ends` [n] tokens.
+
+        Returns (rows [m], columns [m], blocks [groups, m], with -1 if a group already has the block), or None, without
+        allocating any, if there are too few.
         """
         columns, held = -(-ends // self.block_size), self.held[:, rows]
-        if (held + 1 == columns).all():  # decoding: one each, in every group
+        if (held + 1 == columns).all():  # decoding: one block each, in every group
             if held.size > pool.available:
                 return None
             blocks = np.array(pool.allocate(held.size), np.int32).reshape(held.shape)
@@ -154,8 +161,10 @@ class BlockTables:
         return rows[at], span, blocks
 
     def let_go(self, rows: np.ndarray, computed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Take from rows [n], whose first `computed` [n] tokens are in the cache, the blocks that they need no more:
-        (rows [m], blocks [m])."""
+        """Remove the blocks that rows [n], with `computed` [n] tokens in the cache, no longer need.
+
+        Returns (rows [m], blocks [m]); the caller releases the blocks.
+        """
         gone = self.gone[:, rows]
         hidden = np.maximum(self.hidden(computed), gone)
         groups, at = np.nonzero(hidden > gone)
@@ -165,7 +174,7 @@ class BlockTables:
         return holders, self.blocks[groups[span], holders, columns]
 
     def vacate(self, row: int) -> list[int]:
-        """Empty a row's tables; the blocks that it held."""
+        """Clear a row's tables and return the blocks that it held; the caller releases them."""
         blocks = self.of(row).tolist()
         self.held[:, row] = self.gone[:, row] = self.covered[row] = 0
         return blocks
@@ -179,7 +188,7 @@ class BlockTables:
         self._changes.append((rows, columns, blocks))
 
     def take_changes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-        """What was entered since the last call: rows [m], columns [m], blocks [groups, m]; None: nothing."""
+        """The entries that changed since the last call: rows [m], columns [m], blocks [groups, m]; None: none."""
         if not self._changes:
             return None
         rows, columns, blocks = zip(*self._changes, strict=True)
@@ -187,21 +196,21 @@ class BlockTables:
         return np.concatenate(rows), np.concatenate(columns), np.concatenate(blocks, axis=1)
 
     def check(self, row: int, computed: int) -> None:
-        """Raise AssertionError unless the row holds all blocks that its `computed` tokens and its next query need."""
+        """Raise AssertionError unless a row holds all blocks that its `computed` tokens and its next query need."""
         assert computed <= self.covered[row] == self.held[:, row].min() * self.block_size, (
             f"row {row}: tokens without a block"
         )
         seen = self.hidden(np.array([computed]))[:, 0]
-        assert (self.gone[:, row] <= seen).all(), f"row {row}: a block that its next query sees is gone"
+        assert (self.gone[:, row] <= seen).all(), f"row {row}: a block that its next query sees was freed"
 
 
 def group_key(prefix: bytes, group: int) -> bytes:
-    """A prefix's key in the pool, where each group has a block of its own for it."""
+    """A prefix's key in the pool, which has a block of its own for each group."""
     return prefix + bytes([group])
 
 
 def _spans(first: np.ndarray, after: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers first[i] .. after[i] - 1 for each i, one after the other; before them the i of each."""
+    """(i of each number, numbers): the ranges first[i] .. after[i] - 1 of all i, concatenated."""
     counts = after - first
     at = np.repeat(np.arange(len(first)), counts)
     return at, np.arange(len(at)) - (np.cumsum(counts) - counts - first)[at]

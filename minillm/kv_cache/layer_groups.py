@@ -1,9 +1,9 @@
-"""Layer groups: layers that need the same tokens' keys and values share block tables.  Lesson 09.
+"""Layer groups: layers that keep the keys and values of the same tokens share block tables.  Lesson 09.
 
-A layer with a sliding window lets go of blocks that a layer without one keeps, so they cannot follow one table. Layers
-are divided into groups with a table each, and a block belongs to one group at a time: it has room for as many layers as
-a group has. All groups have the same number of layers, so that any block of the pool serves any group and memory moves
-to whoever needs it (vLLM's hybrid KV cache manager does it likewise).
+A layer with a sliding window frees blocks that a layer without one keeps, so they cannot share a table. Layers are
+divided into groups with one table each, and a block belongs to one group at a time. All groups have the same number of
+layers, and a block has room for that many, so any group can use any block of the pool and no memory is reserved for one
+group. vLLM's hybrid KV cache manager works the same way.
 """
 
 from collections.abc import Sequence
@@ -14,18 +14,18 @@ from dataclasses import dataclass
 class LayerGroups:
     """Which layers share a block table.
 
-    The kind of layer that is least frequent makes one group; the others are split into groups of that size, and a
-    remainder is a group that uses a part of its blocks only: Gemma 3 1B's 22 local layers beside 4 global ones make 6
-    groups, the last of 2 layers, so 2 of 28 places hold nothing. Layers of one kind only are one group.
+    The least frequent kind of layer forms one group. The others are split into groups of that size; a remainder forms a
+    group that uses only a part of its blocks. Gemma 3 1B's 4 global layers form one group and its 22 local layers six,
+    one of them with 2 layers, so 2 of 28 places are unused. Layers of a single kind form one group.
     """
 
-    windows: tuple[int | None, ...]  # of each group: tokens that its layers' queries see; None: all
+    windows: tuple[int | None, ...]  # for each group: tokens that its layers' queries see; None: all
     size: int  # layers that a block has room for
-    places: tuple[tuple[int, int], ...]  # of each layer: its group, and its place in the group's blocks
+    places: tuple[tuple[int, int], ...]  # for each layer: its group, and its index in the group's blocks
 
     @classmethod
     def of(cls, windows: Sequence[int | None]) -> "LayerGroups":
-        """Groups for layers with these windows."""
+        """The groups of layers with these windows."""
         kinds: dict[int | None, list[int]] = {}
         for layer, window in enumerate(windows):
             kinds.setdefault(window, []).append(layer)
@@ -40,10 +40,10 @@ class LayerGroups:
 
 
 def blocks_held(tokens: int, windows: Sequence[int | None], block_size: int, chunk: int = 1) -> int:
-    """The most blocks that a request of `tokens` tokens holds at a time in groups with these windows.
+    """The most blocks that a request of `tokens` tokens holds at one time in groups with these windows.
 
-    chunk: the most of its tokens that run in one step. Where the first of them looks back over its window and the last
-    is written, with a block's boundary in the worst place, lie `window - 1 + chunk` tokens.
+    chunk: the most of its tokens that run in one step. From the first key that the first of them sees to the last that
+    is written are `window - 1 + chunk` tokens, which may start and end anywhere in a block.
     """
     whole = -(-tokens // block_size)
     spans = (whole if window is None else (window + chunk + 2 * block_size - 3) // block_size for window in windows)

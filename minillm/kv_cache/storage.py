@@ -1,4 +1,4 @@
-"""What a layer's cache is made of: keys and values in blocks, and the scales of a quantized one.  Lessons 08 and 09."""
+"""Storage of one layer's cache: keys and values in blocks, with scales if quantized.  Lessons 08 and 09."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What one layer keeps of a token: a key and a value for each KV head.
+    """The format of one layer's cache: a key and a value for each token and KV head.
 
-    A cache in int8 or float8_e4m3fn keeps a scale for each token and KV head with them. So scales follow each token's
-    own range, and need no calibration.
+    A cache in int8 or float8_e4m3fn also stores a scale for each token and KV head. So each token is quantized by its
+    own range, without calibration.
     """
 
     kv_heads: int
@@ -20,17 +20,17 @@ class CacheSpec:
 
     @property
     def scale_dtype(self) -> torch.dtype | None:
-        """None: keys and values are stored as they are."""
+        """The dtype of scales; None if the cache is not quantized."""
         return torch.float32 if self.dtype in LARGEST else None
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of a token's key and value in one layer, scales included."""
+        """Bytes of a token's key and value in one layer, with their scales."""
         scale = 0 if self.scale_dtype is None else self.scale_dtype.itemsize
         return 2 * self.kv_heads * (self.head_dim * self.dtype.itemsize + scale)
 
     def allocate(self, blocks: int, block_size: int, device: torch.device) -> "LayerCache":
-        """An empty cache of that many blocks."""
+        """An empty cache of `blocks` blocks of `block_size` tokens."""
         # Zeros, because attention may multiply stale values by a probability of 0, and 0 * NaN is NaN.
         slots = (blocks, block_size, self.kv_heads)
         k, v = (torch.zeros(*slots, self.head_dim, dtype=self.dtype, device=device) for _ in "kv")
@@ -41,10 +41,10 @@ class CacheSpec:
 
 @dataclass
 class LayerCache:
-    """One layer's keys and values for every block.
+    """One layer's keys and values in all blocks.
 
-    In a quantized cache `k` and `v` are codes, and a code times its scale is what they stand for. Scales have the same
-    block index, so paging, sharing, windows and eviction never know of them.
+    In a quantized cache, `k` and `v` are codes; a value is its code times its scale. Scales are indexed by the same
+    blocks, so paging, sharing, windows and eviction need no code for them.
     """
 
     k: Tensor  # [num_blocks, block_size, kv_heads, head_dim]
@@ -53,7 +53,7 @@ class LayerCache:
     v_scale: Tensor | None = None
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """Put each token's k and v [tokens, kv_heads, d] into slots [tokens], quantized if the cache is."""
+        """Store each token's k and v [tokens, kv_heads, d] in slots [tokens] int64, quantized if the cache is."""
         for values, held, scales in ((k, self.k, self.k_scale), (v, self.v, self.v_scale)):
             if scales is not None:
                 values, scale = quantize(values, held.dtype)
@@ -61,7 +61,7 @@ class LayerCache:
             _indexable(held).flatten(0, 1)[slots] = _indexable(values.to(held.dtype))
 
     def read(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of these blocks [rows, n] -> [rows, n * block_size, kv_heads, d] each, dequantized."""
+        """blocks [rows, n] -> their keys and values, dequantized: [rows, n * block_size, kv_heads, d] each."""
         pairs = ((self.k, self.k_scale), (self.v, self.v_scale))
         k, v = (_read(held, scales, blocks) for held, scales in pairs)
         return k, v
@@ -75,13 +75,13 @@ def _read(held: Tensor, scales: Tensor | None, blocks: Tensor) -> Tensor:
     return values.to(scale.dtype) * scale
 
 
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # codes of a quantized cache are at most this
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # the largest code of each quantized dtype
 
 
 def quantize(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """values [tokens, kv_heads, d] -> codes like them, in `dtype`, and float32 scales [tokens, kv_heads].
+    """values [tokens, kv_heads, d] -> codes of that shape in `dtype`, float32 scales [tokens, kv_heads].  Lesson 08.
 
-    scale = max |value| of the token and head / the largest code. A head of zeros has scale 0.
+    scale = max |value| of the token and head / the largest code. A head of zeros gets scale 0.
     """
     values = values.float()
     scale = values.abs().amax(-1) / LARGEST[dtype]
@@ -90,5 +90,5 @@ def quantize(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _indexable(tensor: Tensor) -> Tensor:
-    """torch cannot index every 8-bit type: their bytes are moved instead."""
+    """The tensor, or its bytes for the 8-bit dtypes that torch cannot index."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor

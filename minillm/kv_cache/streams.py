@@ -1,13 +1,14 @@
 """Streams: requests that run past the model's context in constant memory.  Lesson 09.
 
-Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks", section 3.2. A row keeps the blocks of the
-first tokens, the sinks, and those of the newest; when it outgrows its room the oldest block behind the sinks is let go,
-and the columns after it move up by one. So that a key may move, it is cached unturned, before its rotary embedding,
-and attention turns it by its place in the row: positions are those in the cache, and never reach the context's end.
+Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks", section 3.2. A row keeps the blocks of its
+first tokens, the attention sinks, and of its newest tokens. When it has no room for another block, the oldest block
+after the sinks is evicted, and the columns after it move up by one. Because keys move, they are cached before their
+rotary embedding, and attention rotates them by their position in the row. So positions count tokens in the cache, and
+never reach the end of the context.
 
-A token at position p is computed when max(0, p // block_size + 1 - room) blocks are gone. This depends on its position
-alone, so a stream has the same keys and values whether it runs at once, in chunks, or again after preemption. The
-price: behind the first `room` blocks a step takes a row no further than the end of a block, prompts included.
+When the token at position p is computed, max(0, p // block_size + 1 - room) blocks have been evicted. This depends only
+on the position, so a stream has the same keys and values whether it runs at once, in chunks, or again after preemption.
+The cost: after the first `room` blocks, no step computes tokens of a row, prompts included, beyond the end of a block.
 """
 
 from collections.abc import Sequence
@@ -21,31 +22,31 @@ from minillm.errors import ConfigError
 from .block_pool import BlockPool
 from .block_tables import BlockTables
 
-# Most tokens of a stream, prompt and output. Rows keep their tokens, on host and device, 4 bytes each, and all rows
-# have room for as many as the longest has: 1 GiB for 256 rows, once one of them is as long as this.
+# The most tokens of a stream, prompt and output. Host and device store the tokens of all rows, 4 bytes each, in arrays
+# as wide as the longest row: 1 GiB for 256 rows if one of them has this many.
 STREAM_TOKENS = 1 << 20
 
 
 def missing(width: int, count: int) -> int:
-    """How many columns to add to rows `width` tokens wide, for `count` tokens and one more; they double at least."""
+    """How many columns to add to arrays of `width` columns, so that they hold `count` + 1 tokens; at least double."""
     return 0 if count < width else max(width, count + 1 - width)
 
 
 @dataclass(frozen=True)
 class Stream:
-    """What a row keeps, in blocks."""
+    """The blocks that a row of a stream keeps."""
 
-    sinks: int  # the first
-    window: int  # the newest full ones
+    sinks: int  # first blocks
+    window: int  # newest full blocks
 
     @property
     def room(self) -> int:
-        """Most blocks that a row holds: those, and the one that is being filled."""
+        """The most blocks that a row holds: those, and the block that is being filled."""
         return self.sinks + self.window + 1
 
     @classmethod
     def of(cls, config: EngineConfig, max_model_len: int, windows: Sequence[int | None]) -> "Stream | None":
-        """What the options ask for; None: nothing. windows: of the model's layers. Raises ConfigError."""
+        """The stream that a config sets, or None. windows: of the model's layers. Raises ConfigError."""
         if config.attention_window is None or config.attention_sinks is None:
             return None
         if any(windows):
@@ -67,7 +68,7 @@ class Stream:
 
 
 class StreamTables(BlockTables):
-    """Block tables whose rows move up when they let go of a block: `gone` blocks behind the sinks have no column."""
+    """Block tables whose columns move up when a row evicts a block: its `gone` evicted blocks have no columns."""
 
     def __init__(self, rows: int, stream: Stream, block_size: int):
         super().__init__(rows, stream.room * block_size, block_size, (None,), 1)
@@ -82,7 +83,7 @@ class StreamTables(BlockTables):
         return np.maximum(computed // self.block_size + 1 - self.stream.room, 0)[None]
 
     def pending(self, computed: np.ndarray, known: np.ndarray) -> np.ndarray:
-        """Up to where the next block will be let go: within a step every key of a row has one place."""
+        """Only up to the next eviction: within a step, each key of a row must keep its position."""
         end = np.maximum(computed // self.block_size + 1, self.stream.room) * self.block_size
         return np.minimum(known, end) - computed
 
@@ -90,14 +91,14 @@ class StreamTables(BlockTables):
         return self.gone[0, rows]
 
     def findable(self, row: int, full: int) -> int:
-        """None any more once a block is gone: columns are not the prefix's blocks then, and see less than it did."""
+        """None after an eviction: then columns are no longer the prefix's blocks, and their tokens saw fewer keys."""
         return 0 if self.gone[0, row] else full
 
     def of(self, row: int) -> np.ndarray:
         return self.blocks[0, row, : self.held[0, row] - self.gone[0, row]]
 
     def find_prefix(self, pool: BlockPool, keys: Sequence[bytes]) -> list[list[int]]:
-        """As the base, and at least one block of a full row is left to compute, so that it has its place there."""
+        """As the base class, but leaves at least one block of a full row to compute, which then gets a column."""
         return super().find_prefix(pool, keys[: self.stream.room - 1])
 
     def needed(self, known: int, shared: list[list[int]], count: int) -> tuple[np.ndarray, int]:
@@ -119,7 +120,7 @@ class StreamTables(BlockTables):
         self._moved.append((rows, columns))
 
     def take_changes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-        """As they are now: a column may have changed more than once."""
+        """As the base class, with the current entries: a column may have changed more than once."""
         if not self._moved:
             return None
         rows, columns = (np.concatenate(each) for each in zip(*self._moved, strict=True))
@@ -130,4 +131,4 @@ class StreamTables(BlockTables):
         held, gone = int(self.held[0, row]), int(self.gone[0, row])
         assert computed <= self.covered[row] == held * self.block_size, f"row {row}: tokens without a block"
         assert held - gone <= self.stream.room, f"row {row}: more blocks than a stream keeps"
-        assert gone <= self.hidden(np.array([computed]))[0, 0], f"row {row}: a block went too early"
+        assert gone <= self.hidden(np.array([computed]))[0, 0], f"row {row}: a block was evicted too early"

@@ -1,4 +1,4 @@
-"""One decoder, read off its config: shapes, parameters, the forward pass.  Lesson 02."""
+"""The model: one decoder for all families, configured by `ModelConfig`.  Lesson 02."""
 
 from typing import TYPE_CHECKING
 

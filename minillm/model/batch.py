@@ -1,4 +1,4 @@
-"""What one forward pass needs to know, in one value.  Lessons 09 and 10."""
+"""The input of one forward pass.  Lessons 09 and 10."""
 
 from dataclasses import dataclass
 
@@ -7,29 +7,29 @@ from torch import Tensor
 
 @dataclass
 class Rows:
-    """Some requests' query tokens, packed one after the other, and the cache blocks they attend to.
+    """The query tokens of several requests, packed one after the other, and the cache blocks that they attend to.
 
-    In a captured step there is padding: rows of length 0, whose output is zeros, with slots of -1.
+    A captured step may have padding rows: their length is 0, their slots are -1, and their output is zeros.
     """
 
-    tokens: int  # query tokens of all rows together
+    tokens: int  # query tokens of all rows
     block_table: Tensor  # [groups, rows, blocks] int32, cut to the longest row; unused entries are 0
-    lengths: Tensor  # [rows] int32: keys that each row's last query sees, itself included
+    lengths: Tensor  # [rows] int32: keys that each row's last query sees, its own included
     query_start: Tensor  # [rows + 1] int32: row r's queries are q[query_start[r] : query_start[r + 1]]
-    max_queries: int  # as many queries as a row may have here; not below the largest number
+    max_queries: int  # upper bound of a row's queries
 
 
 @dataclass
 class Batch:
-    """One ragged forward: decode rows first, then prefill chunks, one behind the other.
+    """The tokens of one ragged forward pass: first decode rows, then prefill chunks, without padding between them.
 
-    Decode rows all carry the same number of queries (one, unless tokens are speculated); prefill rows carry any.
+    Decode rows all have the same number of queries (one, without speculation); prefill rows may have any number.
     """
 
     token_ids: Tensor  # [tokens] int64
-    positions: Tensor  # [tokens] int64, in the cache: of a stream the blocks that it let go of do not count
+    positions: Tensor  # [tokens] int64, in the cache: a stream's evicted blocks do not count
     slots: Tensor  # [groups, tokens] int64: block * block_size + offset, where the token's K and V are written
     decode: Rows | None  # the first `decode.tokens` tokens
     prefill: Rows | None  # the rest
-    logits_index: Tensor | None  # [samples] int64: tokens whose final hidden state is wanted; None: all of them
-    streams: bool = False  # keys are cached before their rotary embedding; attention turns them by their place
+    logits_index: Tensor | None  # [samples] int64: tokens whose final hidden states are returned; None: all
+    streams: bool = False  # keys are cached before their rotary embedding; attention rotates them by their position

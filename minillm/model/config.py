@@ -1,8 +1,8 @@
-"""A model's shape, read off its `config.json`: all families normalized into one vocabulary.  Lesson 02.
+"""A model's shape, read from `config.json`: one set of fields for all model families.  Lesson 02.
 
-A family of models is an entry of `ARCHITECTURES`: what its config.json may leave out, its norms' names in the
-checkpoint, and a function that says in `ModelConfig`'s words what sets it apart. A family that needs a part no
-other has gets a field of `ModelConfig` and a line in `decoder.py`. The README adds one as an example.
+A model family is an entry of `ARCHITECTURES`: the defaults of its config.json, its norms' names in the checkpoint, and
+a function that converts its other fields to those of `ModelConfig`. A family with a part that no other has adds a
+field to `ModelConfig` and a line to `decoder.py`. The README adds one as an example.
 """
 
 from collections.abc import Callable
@@ -23,10 +23,10 @@ def _is_size(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies stretch to reach beyond the trained context.  Lesson 02.
+    """How rotary frequencies are scaled for contexts longer than the trained one.  Lesson 02.
 
-    "linear" divides all of them by `factor` (Chen et al. 2023, section 3.2); "llama3" only the slow ones
-    (Meta's reference code for Llama 3.1, `apply_scaling`), which the other three numbers tell apart.
+    "linear" divides all frequencies by `factor` (Chen et al. 2023, section 3.2); "llama3" only the low ones (Meta's
+    reference code for Llama 3.1, `apply_scaling`), which the other three numbers delimit.
     """
 
     rope_type: str
@@ -45,7 +45,10 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder's shape. Sizes are in elements, `max_model_len` in tokens.  Lesson 02."""
+    """A decoder's shape. Sizes are in elements, `max_model_len` in tokens.  Lesson 02.
+
+    Raises ConfigError for values that no decoder can have.
+    """
 
     architecture: str
     vocab_size: int
@@ -59,17 +62,17 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
-    activation: str = "silu"  # "silu" or "gelu_tanh", gating the MLP
+    activation: str = "silu"  # of the gated MLP: "silu" or "gelu_tanh"
     norm_offset: float = 0.0  # Gemma's norms multiply by 1 + weight
     embedding_scale: float = 1.0  # Gemma multiplies embeddings by sqrt(hidden_size)
     attention_bias: bool = False  # of all four projections
-    qkv_bias: bool = False  # of queries, keys and values alone (Qwen 2)
+    qkv_bias: bool = False  # of queries, keys and values only (Qwen 2)
     mlp_bias: bool = False
     attention_scale: float | None = None  # scores are q k^T times this; None: head_dim ** -0.5
     attention_soft_cap: float | None = None  # scores become cap * tanh(score / cap) (Gemma 2)
     final_soft_cap: float | None = None  # the same for logits
-    windows: tuple[int | None, ...] = ()  # tokens that each layer's queries see; None, or no entries: all
-    local_rope_theta: float | None = None  # of the layers with a window, never scaled (Gemma 3); None: rope_theta
+    windows: tuple[int | None, ...] = ()  # tokens that each layer's queries see; None, or an empty tuple: all
+    local_rope_theta: float | None = None  # of layers with a window, without rope_scaling (Gemma 3); None: rope_theta
     tie_word_embeddings: bool = False
     dtype: str = "bfloat16"
     bos_token_id: int | None = None
@@ -104,9 +107,9 @@ class ModelConfig:
             raise ConfigError(f"{name} must be a number above 0, not {shown(value)}")
 
     def groups(self, max_model_len: int | None = None) -> LayerGroups:
-        """Which layers share a block table, when no request has more tokens than `max_model_len` (default: its own).
+        """Which layers share a block table if no request is longer than `max_model_len` (default: the model's own).
 
-        A window as long as that hides nothing.
+        A window of at least that many tokens counts as none.
         """
         longest = max_model_len or self.max_model_len
         windows = self.windows or (None,) * self.num_layers
@@ -114,7 +117,7 @@ class ModelConfig:
 
     @classmethod
     def from_directory(cls, directory: Path) -> "ModelConfig":
-        """Read `config.json`, and the end tokens that `generation_config.json` adds when it is there."""
+        """Read `config.json`, and the EOS tokens of `generation_config.json` if there is one. Raises ConfigError."""
         path = directory / "config.json"
         if not path.is_file():
             raise ConfigError(f"{directory} has no config.json: it is not a model in Hugging Face's layout")
@@ -132,7 +135,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any], generation: dict[str, Any] | None = None) -> "ModelConfig":
-        """Normalise a config.json, written by transformers 4 or 5, into these fields. Raises ConfigError."""
+        """Convert a config.json, written by transformers 4 or 5, into these fields. Raises ConfigError."""
         names = raw.get("architectures") or [None]
         if not isinstance(names, list) or not isinstance(names[0], (str, type(None))):
             raise ConfigError(f"architectures must be a list of names, as ['GemmaForCausalLM'], not {shown(names)}")
@@ -144,9 +147,9 @@ class ModelConfig:
             raise ConfigError(f"architecture {architecture!r} is not supported; supported are: {supported}")
         check_fields(raw)
         if raw.get("quantization_config"):
-            raise ConfigError("quantised checkpoints cannot be loaded yet; use the unquantised model")
+            raise ConfigError("quantized checkpoints cannot be loaded yet; use the unquantized model")
         if raw.get("use_bidirectional_attention"):
-            raise ConfigError("use_bidirectional_attention makes an encoder, which generates nothing")
+            raise ConfigError("use_bidirectional_attention makes an encoder, which cannot generate text")
         family = ARCHITECTURES[architecture]
         raw = family.defaults | {
             key: value for key, value in raw.items() if value is not None or key in NULL_MEANS_NONE
@@ -181,7 +184,7 @@ class ModelConfig:
 
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-# A Layer's norms -> their names in the checkpoint, behind "model.layers.N.".
+# A Layer's norms -> their names in the checkpoint, after "model.layers.N.".
 NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 FOUR_NORMS = {
     "attention_norm": "input_layernorm",
@@ -194,13 +197,13 @@ QK_NORMS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 
 @dataclass(frozen=True)
 class Family:
-    """What sets one architecture apart: all that a new one has to say.  Lesson 02.
+    """How one architecture differs from the others: everything that a new one has to define.  Lesson 02.
 
-    defaults     what its config.json may leave out
-    norms        the norms of a `model.Layer` and the checkpoint's names for them; the other tensors are called the
-                 same everywhere
+    defaults     values for fields that its config.json may leave out
+    norms        the norms of a `decoder.Layer` -> their names in the checkpoint; all other tensors have the same names
+                 in every family
     read         config.json with the defaults filled in -> the fields of `ModelConfig` that not every family has
-    activations  what config.json calls them -> what we do
+    activations  their names in config.json -> their names in `ModelConfig.activation`
     """
 
     defaults: dict[str, Any]
@@ -225,9 +228,9 @@ def _gemma2(raw: dict[str, Any]) -> dict[str, Any]:
 def _gemma3(raw: dict[str, Any]) -> dict[str, Any]:
     local_theta, local_scaling = _rope(raw, "sliding_attention", theta="rope_local_base_freq")
     if local_scaling:
-        raise ConfigError("rope scaling of sliding_attention layers is not supported: Gemma 3 scales the others alone")
+        raise ConfigError("rope scaling of sliding_attention layers is not supported: Gemma 3 scales only the others")
     pattern = raw["sliding_window_pattern"]
-    # An attn_logit_softcapping is passed over, as transformers does: no Gemma 3 has one.
+    # attn_logit_softcapping is ignored, as in transformers: no Gemma 3 has one.
     return _gemma(raw) | {
         "attention_scale": _attention_scale(raw),
         "final_soft_cap": raw["final_logit_softcapping"],
@@ -243,7 +246,7 @@ def _llama(raw: dict[str, Any]) -> dict[str, Any]:
 def _mistral(raw: dict[str, Any]) -> dict[str, Any]:
     window = raw["sliding_window"]
     if window is not None and "full_attention" in raw.get("layer_types", ()):
-        raise ConfigError("MistralForCausalLM has its sliding_window in every layer; these layer_types say otherwise")
+        raise ConfigError("MistralForCausalLM has its sliding_window in every layer, but layer_types has others")
     return {"windows": layer_windows(raw, window, slides=lambda layer: window is not None)}
 
 
@@ -276,7 +279,7 @@ LLAMA = {"tie_word_embeddings": False, "hidden_act": "silu"}
 QWEN = LLAMA | {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 
 ARCHITECTURES = {
-    # The first releases say "gelu" and mean its tanh form.
+    # The first releases write "gelu" and mean its tanh form.
     "GemmaForCausalLM": Family(GEMMA, NORMS, _gemma, ACTIVATIONS | {"gelu": "gelu_tanh"}),
     "Gemma2ForCausalLM": Family(GEMMA2, FOUR_NORMS, _gemma2),
     "Gemma3ForCausalLM": Family(GEMMA3, FOUR_NORMS | QK_NORMS, _gemma3),
@@ -286,10 +289,10 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": Family(QWEN | {"head_dim": 128}, NORMS | QK_NORMS, _qwen3),
 }
 REFUSED = {
-    "Gemma3ForConditionalGeneration": "it reads images too, and minillm reads text alone; use a directory whose "
+    "Gemma3ForConditionalGeneration": "it reads images too, and minillm reads only text; use a directory whose "
     "architecture is Gemma3ForCausalLM",
 }
-# Absent, these have their family's default; null, they are switched off. For all other keys null is absent.
+# If absent, these have their family's default; null turns them off. For all other keys, null means absent.
 NULL_MEANS_NONE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 
 PRESETS = {
@@ -327,9 +330,9 @@ def _attention_scale(raw: dict[str, Any]) -> float:
 def _rope(
     raw: dict[str, Any], layers: str = "full_attention", theta: str = "rope_theta"
 ) -> tuple[float, RopeScaling | None]:
-    """Base and scaling. transformers 5 keeps both in `rope_parameters`, 4 kept them apart.
+    """Base and scaling. transformers 5 writes both to `rope_parameters`; 4 wrote them to two fields.
 
-    Gemma 3 has two of them, by kind of layer; transformers 4 wrote the local base elsewhere, and scaled the other.
+    Gemma 3 has a pair for each kind of layer; transformers 4 wrote the local base to a third field, without scaling.
     """
     rope = raw.get("rope_parameters") or {}
     if "sliding_attention" in rope or "full_attention" in rope:
@@ -351,9 +354,9 @@ def _rope(
 
 
 def layer_windows(raw: dict[str, Any], window: int | None, slides: Callable[[int], bool]) -> tuple[int | None, ...]:
-    """Each layer's window by the config's `layer_types`; without those, layer i has one where `slides(i)`.
+    """Each layer's window, from the config's `layer_types`; without those, layer i has a window if `slides(i)`.
 
-    No entries when no layer has one. Raises ConfigError.
+    An empty tuple if no layer has one. Raises ConfigError.
     """
     layers = raw["num_hidden_layers"]
     kinds = raw.get("layer_types")
@@ -369,7 +372,7 @@ def layer_windows(raw: dict[str, Any], window: int | None, slides: Callable[[int
     if "sliding_attention" not in kinds:
         return ()
     if window is None:
-        raise ConfigError("some layers are sliding_attention, but sliding_window is missing or switched off")
+        raise ConfigError("some layers are sliding_attention, but sliding_window is missing or null")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 

@@ -1,4 +1,4 @@
-"""A model's JSON files, read so that every field that is used is of the kind it must be.  Lesson 00."""
+"""Read a model's JSON files and check the type of every field that is used.  Lesson 00."""
 
 import json
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def _are_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
-# kind -> what it is, in words and as a test
+# kind -> its description, and a test
 KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "size": ("a whole number from 1 to 2147483647", _whole(1, 2**31 - 1)),
     "layers": ("a whole number from 1 to 4096", _whole(1, 4096)),
@@ -62,7 +62,7 @@ KIND_OF = {name: kind for kind, names in FIELDS.items() for name in names}
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file's object. Raises ConfigError, which names the file."""
+    """The JSON object in a file. Raises ConfigError, which names the file."""
     try:
         found = json.loads(path.read_bytes())
     except OSError as error:
@@ -75,9 +75,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_fields(raw: dict[str, Any], inside: str = "") -> None:
-    """Raise ConfigError, which names the field, unless all that are known are of their kind; null counts as absent.
+    """Raise ConfigError, which names the field, unless every known field has its type; null counts as absent.
 
-    inside: where they are, as "rope_parameters."
+    inside: a prefix for names in messages, such as "rope_parameters."
     """
     for name in KIND_OF.keys() & raw.keys():
         value, (words, holds) = raw[name], KINDS[KIND_OF[name]]

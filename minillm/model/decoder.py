@@ -1,8 +1,8 @@
-"""One decoder, read off its `ModelConfig`: every family is a choice of the same few parts.  Lesson 02.
+"""One decoder for all model families: `ModelConfig` selects from the same few parts.  Lesson 02.
 
 tokens -> embedding -> [norm -> attention -> + -> norm -> gated MLP -> +] x layers -> norm -> head -> logits,
-with more norms in some families: behind attention and MLP (Gemma 2 and 3), of queries and keys (Gemma 3, Qwen 3).
-What a part does is in `ops/reference.py`; this file only says in which order the parts meet.
+with more norms in some families: after attention and MLP (Gemma 2 and 3), of queries and keys (Gemma 3, Qwen 3).
+`ops/reference.py` defines what each operation computes; this file defines their order.
 """
 
 import math
@@ -36,15 +36,15 @@ class Layer:
     k_norm: Tensor | None = None  # [head_dim]
     after_attention_norm: Tensor | None = None  # [hidden]
     after_mlp_norm: Tensor | None = None  # [hidden]
-    local: bool = False  # whether it turns by `Model.local_rotary`
-    group: int = 0  # the row of a block table's first axis that this layer's cache follows
+    local: bool = False  # whether its rotary embedding uses `Model.local_rotary`
+    group: int = 0  # index of this layer's block table on the first axis of `Rows.block_table`
 
 
 class Model:
     """A decoder's parameters and its forward pass.  Lesson 02.
 
-    It keeps no state between calls: what attention needs travels in a `Batch`, keys and values in `LayerCache`s.
-    Parameters are allocated here, in the formats that `recipe` names, and filled by `loader`.
+    It keeps no state between calls: attention's inputs are in a `Batch`, keys and values in `LayerCache`s. Parameters
+    are allocated here, in the formats that `recipe` names, and filled by `loader`.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Model:
         self.ops = ops.on(self.device.type)
         hidden, head_dim = config.hidden_size, config.head_dim
         query_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
-        # transformers multiplies Gemma's norms in float32 whatever the model's dtype, Llama's in the model's.
+        # transformers multiplies by Gemma's norm weights in float32 for every dtype, by Llama's in the model's dtype.
         norm_dtype = torch.float64 if dtype == torch.float64 and not config.norm_offset else torch.float32
 
         def matrix(address: str, out: int, inputs: int, bias: bool = False) -> Weight:
@@ -103,21 +103,21 @@ class Model:
             self.local_rotary = rotary_table(local, max_model_len, dtype=dtype, device=self.device)
 
     def forward(self, batch: Batch, caches: list[LayerCache]) -> Tensor:
-        """Final hidden states [samples, hidden] of the tokens in `batch.logits_index` (None: all).
+        """The final hidden states of the tokens in `batch.logits_index` (None: all): [samples, hidden].
 
-        caches: one a layer, which layers of different groups may share: their blocks differ. This pass writes its
-        tokens' keys and values there before it attends to them.
+        caches: one per layer; layers of different groups may share one, since they use different blocks. Each layer
+        writes its tokens' keys and values to its cache before it attends to them.
         """
         run, eps = self.ops, self.config.rms_norm_eps
         residual = run.embedding(batch.token_ids, self.embedding, self.embedding_scale)
-        turns, slots = self.rotary[batch.positions], batch.slots.unbind()
-        local_turns = turns if self.local_rotary is None else self.local_rotary[batch.positions]
+        cos_sin, slots = self.rotary[batch.positions], batch.slots.unbind()
+        local_cos_sin = cos_sin if self.local_rotary is None else self.local_rotary[batch.positions]
         x = run.rms_norm(residual, self.layers[0].attention_norm, eps)
         next_norms = [layer.attention_norm for layer in self.layers[1:]] + [self.final_norm]
         for layer, cache, next_norm in zip(self.layers, caches, next_norms, strict=True):
-            x = self._attention(layer, x, local_turns if layer.local else turns, slots[layer.group], batch, cache)
+            x = self._attention(layer, x, local_cos_sin if layer.local else cos_sin, slots[layer.group], batch, cache)
             if next_norm is self.final_norm and batch.logits_index is not None:
-                # Behind the last attention nobody reads the other tokens any more.
+                # After the last attention the other tokens are no longer needed.
                 x, residual = x[batch.logits_index], residual[batch.logits_index]
             if layer.after_attention_norm is not None:
                 x = run.rms_norm(x, layer.after_attention_norm, eps)
@@ -138,8 +138,8 @@ class Model:
         if layer.q_norm is not None and layer.k_norm is not None:
             eps = self.config.rms_norm_eps
             q, k = run.rms_norm(q, layer.q_norm, eps), run.rms_norm(k, layer.k_norm, eps)
-        q, turned = run.rotary_embedding(q, k, cos_sin)
-        run.write_kv(k if batch.streams else turned, v, cache, slots)
+        q, rotated = run.rotary_embedding(q, k, cos_sin)
+        run.write_kv(k if batch.streams else rotated, v, cache, slots)
 
         options = replace(layer.attention, rotary=self.rotary) if batch.streams else layer.attention
         parts = []
@@ -175,15 +175,15 @@ class Model:
 
     @property
     def cache_spec(self) -> CacheSpec:
-        """What each layer's cache keeps of a token."""
+        """The format of each layer's cache."""
         return CacheSpec(self.config.num_kv_heads, self.config.head_dim, self.dtype)
 
     def norms(self) -> list[Tensor]:
-        """Every norm's weights, to which the loader adds the family's offset."""
+        """The weights of all norms. The loader adds the family's offset to them."""
         return [self.final_norm, *(getattr(layer, name) for layer in self.layers for name in self.layer_norms)]
 
     def weights(self) -> Iterator[Weight]:
-        """Every weight once; a tied head is its embedding."""
+        """Every weight once; a tied head is the embedding."""
         yield self.embedding
         if self.head is not self.embedding:
             yield self.head
@@ -191,11 +191,12 @@ class Model:
             yield from (layer.qkv, layer.attention_out, layer.gate_up, layer.down)
 
     def tensors(self) -> list[Tensor]:
-        """Everything that is stored, once, without the rotary tables."""
+        """All stored tensors, each once, without the rotary tables."""
         return [*(tensor for weight in self.weights() for tensor in weight.stored()), *self.norms()]
 
     @property
     def num_parameters(self) -> int:
+        """The number of parameters; a tied head counts once."""
         biases = [weight.bias for weight in self.weights() if weight.bias is not None]
         numbers = sum(weight.shape.numel() for weight in self.weights())
         return numbers + sum(tensor.numel() for tensor in (*self.norms(), *biases))
@@ -210,8 +211,7 @@ def rotary_table(config: ModelConfig, length: int, *, dtype: torch.dtype, device
     """Cosines and signed sines of every position's angles: [length, 2, head_dim].  Lesson 02.
 
     Su et al. 2021, section 3.4.2, with the pairs (i, i + head_dim / 2). Angles are float32 for every dtype,
-    as in transformers. The sines of the first half are negated: a turned pair is (a cos - b sin, b cos + a
-    sin).
+    as in transformers. The sines of the first half are negated: a rotated pair is (a cos - b sin, b cos + a sin).
     """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     frequencies = _scaled(1.0 / (config.rope_theta**exponents), config)
@@ -222,13 +222,13 @@ def rotary_table(config: ModelConfig, length: int, *, dtype: torch.dtype, device
 
 
 def _scaled(frequencies: Tensor, config: ModelConfig) -> Tensor:
-    """Stretch the slow frequencies so that positions beyond the trained context keep familiar angles."""
+    """Lower the frequencies as `config.rope_scaling` says, so that long contexts keep the trained range of angles."""
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
     if scaling.rope_type == "linear":
         return frequencies / scaling.factor
-    # Llama 3: long waves are stretched by `factor`, short ones kept, those between blended.
+    # Llama 3: divide the frequencies of long waves by `factor`, keep those of short waves, interpolate in between.
     trained = scaling.original_max_position_embeddings
     waves = 2 * math.pi / frequencies
     low, high = scaling.low_freq_factor, scaling.high_freq_factor

@@ -1,8 +1,7 @@
-"""Safetensors on disk -> a model's parameters; random ones on request.  Lesson 00.
+"""Load a model's parameters from safetensors files, or fill them with random numbers.  Lesson 00.
 
-Parameters are allocated once, on the device; every tensor of the checkpoint is streamed through a small
-buffer into its slice of them. So loading needs the model's own bytes and little more, whatever the shards'
-sizes or dtypes.
+Parameters are allocated once, on the device. Every tensor of the checkpoint is streamed through a small buffer into its
+slice of them. So loading needs little more memory than the model itself, for all sizes of files and all dtypes.
 """
 
 import json
@@ -49,12 +48,16 @@ def load_model(
     seed: int = 0,
     recipe: Recipe = Recipe(),
 ) -> Model:
-    """Build a model and fill its parameters.
+    """Build a model and fill its parameters.  Lesson 00.
 
-    model: a directory in Hugging Face's layout, a preset's name (its shape only: needs load_format="dummy"),
-    or None for the embedded tiny-gemma. dtype "auto": float32 on a CPU, the checkpoint's own on a GPU.
-    max_model_len: tokens of context, at most the model's own. load_format "dummy": random weights from
-    `seed`. recipe: the format of each weight; what is not dense is quantized as it is read. Raises ConfigError.
+    model          a directory in Hugging Face's layout, a preset's name (only a shape: needs load_format="dummy"), or
+                   None for the embedded tiny-gemma
+    dtype          "auto" (float32 on a CPU, the checkpoint's own on a GPU) or a key of DTYPES
+    load_format    "auto", or "dummy" for random weights from `seed`
+    max_model_len  tokens of context; default and maximum: the model's own
+    recipe         the format of each weight; formats other than dense are quantized while they are read
+
+    Raises ConfigError.
     """
     place = resolve(model)
     if isinstance(place, str) and load_format != "dummy":
@@ -77,8 +80,8 @@ def load_model(
         free = torch.cuda.mem_get_info(device)[0] / 1e9
         less = f"; in bfloat16 they are {sizes['bfloat16']:.1f} GB" if sizes["bfloat16"] < sizes[dtype] else ""
         raise ConfigError(
-            f"the weights in {dtype} are {sizes[dtype]:.1f} GB, and {device} has {free:.1f} GB free{less}; free the "
-            "GPU, or use a smaller model"
+            f"the weights in {dtype} are {sizes[dtype]:.1f} GB, and {device} has {free:.1f} GB free{less}; free memory "
+            "on the GPU, or use a smaller model"
         ) from error
     if load_format == "dummy":
         fill_randomly(built, seed)
@@ -88,12 +91,12 @@ def load_model(
 
 
 def read_config(place: Path | str) -> ModelConfig:
-    """The shape of what `resolve` returned."""
+    """The config of a model, given what `resolve` returned."""
     return PRESETS[place] if isinstance(place, str) else ModelConfig.from_directory(place)
 
 
 def resolve(model: str | Path | None) -> Path | str:
-    """The directory that `model` names, or a preset's name; None is the embedded model."""
+    """The directory that `model` names, or a preset's name; None: the embedded model. Raises ConfigError."""
     if model is None:
         if not EMBEDDED.is_dir():
             raise ConfigError(
@@ -112,7 +115,7 @@ def resolve(model: str | Path | None) -> Path | str:
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
-    """The safetensors files of a model: those its index names, else model.safetensors, else all there are."""
+    """The safetensors files of a model: those in its index, else model.safetensors, else all. Raises ConfigError."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         placed = read_json(index).get("weight_map")
@@ -133,23 +136,23 @@ def checkpoint_files(directory: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Entry:
-    """Where one tensor lies in a safetensors file."""
+    """The location of one tensor in a safetensors file."""
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
-    start: int  # byte in the file
+    start: int  # offset in the file, in bytes
     nbytes: int
 
 
 def read_header(file: Path) -> dict[str, Entry]:
     """A safetensors file's table of contents: 8 bytes of length, JSON, then the tensors' bytes.
 
-    Format: https://huggingface.co/docs/safetensors (section Format). Raises ConfigError when the file is cut
-    short.
+    Format: https://huggingface.co/docs/safetensors (section Format). Raises ConfigError if the file is
+    truncated.
     """
     size = file.stat().st_size
-    cut = ConfigError(f"{file} is truncated or no safetensors file ({size} bytes): copy it again")
+    cut = ConfigError(f"{file} is truncated or not a safetensors file ({size} bytes): copy it again")
     with file.open("rb") as stream:
         first = stream.read(8)
         length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
@@ -170,20 +173,20 @@ def read_header(file: Path) -> dict[str, Entry]:
             raise cut from None
     for name, entry in entries.items():
         if entry.start + entry.nbytes > size:
-            raise ConfigError(f"{file} is truncated: tensor {name} ends behind the file's {size} bytes. Copy it again")
+            raise ConfigError(f"{file} is truncated: tensor {name} ends after the file's {size} bytes. Copy it again")
     return entries
 
 
 @dataclass(frozen=True)
 class Destination:
-    """What a tensor of the checkpoint fills."""
+    """Where a tensor of the checkpoint goes."""
 
     shape: tuple[int, ...]
     load: Callable[[Iterable[Tensor]], None]  # takes the tensor in pieces of its first axis, in order
 
 
 def destinations(model: Model) -> dict[str, Destination]:
-    """The checkpoint's name of each tensor -> where it goes."""
+    """The name of each tensor in the checkpoint -> where it goes."""
     config = model.config
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     found: dict[str, Destination] = {}
@@ -192,7 +195,7 @@ def destinations(model: Model) -> dict[str, Destination]:
         found[name] = Destination(tuple(tensor.shape), partial(copy_pieces, tensor))
 
     def fill_weight(weight: Weight, *parts: tuple[str, int]) -> None:
-        """parts: the name and the output rows of each module of the checkpoint that is a part of this weight."""
+        """parts: the name and the number of output rows of each module of the checkpoint that this weight combines."""
         ends = accumulate(count for _, count in parts)
         for (module, count), end in zip(parts, ends, strict=True):
             rows = range(end - count, end)
@@ -217,7 +220,7 @@ def destinations(model: Model) -> dict[str, Destination]:
 
 
 def fill_from_files(model: Model, files: list[Path]) -> None:
-    """Stream every tensor into its place; all names and shapes are checked before the first byte is read."""
+    """Stream every tensor into the model. Names, shapes and dtypes are checked before any data is read."""
     places = destinations(model)
     entries: dict[str, Entry] = {}
     for file in files:
@@ -231,10 +234,10 @@ def fill_from_files(model: Model, files: list[Path]) -> None:
                 f"{entry.file}: tensor {name} has shape {list(entry.shape)}, but config.json makes it {list(wanted)}"
             )
         if entry.dtype not in FILE_DTYPES:
-            raise ConfigError(f"{entry.file}: tensor {name} is {entry.dtype}; readable are {', '.join(FILE_DTYPES)}")
+            raise ConfigError(f"{entry.file}: tensor {name} is {entry.dtype}; supported are {', '.join(FILE_DTYPES)}")
         if entry.nbytes != math.prod(entry.shape) * FILE_DTYPES[entry.dtype].itemsize:
-            raise ConfigError(f"{entry.file}: tensor {name} has {entry.nbytes} bytes, not those of its shape")
-    # One buffer for all: one a tensor would leave holes of its size, and a load would peak at several of them.
+            raise ConfigError(f"{entry.file}: tensor {name} has {entry.nbytes} bytes, which do not match its shape")
+    # One buffer for all tensors: with one for each, fragmentation would raise the peak to several of them.
     buffer = torch.empty(max(min(entry.nbytes, _most_bytes(entry)) for entry in entries.values()), dtype=torch.uint8)
     for name, entry in entries.items():
         places[name].load(_pieces(entry, buffer))
@@ -243,13 +246,13 @@ def fill_from_files(model: Model, files: list[Path]) -> None:
 
 
 def _most_bytes(entry: Entry) -> int:
-    """As many whole rows as fit into the buffer; one row at least."""
+    """The bytes of as many rows as fit into BUFFER_BYTES, at least one."""
     row_bytes = max(entry.nbytes // entry.shape[0], 1) if entry.nbytes else 1
     return max(1, BUFFER_BYTES // row_bytes) * row_bytes
 
 
 def _pieces(entry: Entry, buffer: Tensor) -> Iterator[Tensor]:
-    """A tensor's rows, a buffer at a time: a mapped file's pages would count beside the parameters'."""
+    """A tensor's rows, one buffer at a time. Pages of a memory-mapped file would count toward the process's memory."""
     window, left, most = buffer.numpy().data, entry.nbytes, _most_bytes(entry)
     with entry.file.open("rb", buffering=0) as stream:
         stream.seek(entry.start)
@@ -265,7 +268,7 @@ def _pieces(entry: Entry, buffer: Tensor) -> Iterator[Tensor]:
 
 
 def _redundant(name: str, config: ModelConfig) -> bool:
-    """Tensors that some checkpoints carry although they follow from the others."""
+    """Whether a tensor, which some checkpoints contain, follows from others."""
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
 
 
@@ -274,7 +277,7 @@ def _check_names(places: dict[str, Destination], entries: dict[str, Entry], dire
     if missing := sorted(places.keys() - entries.keys()):
         problems.append(f"{len(missing)} missing: {_listed(missing)}")
     if left_over := sorted(entries.keys() - places.keys()):
-        problems.append(f"{len(left_over)} that config.json has no place for: {_listed(left_over)}")
+        problems.append(f"{len(left_over)} that do not belong to its config.json: {_listed(left_over)}")
     if problems:
         raise ConfigError(f"the tensors in {directory} do not fit its config.json: {'; '.join(problems)}")
 
@@ -284,7 +287,7 @@ def _listed(names: list[str], most: int = 5) -> str:
 
 
 def fill_randomly(model: Model, seed: int) -> None:
-    """Random weights, the same for the same seed, that keep activations near 1; made on the device."""
+    """Fill a model with random weights that keep activations near 1, on its device; the same for the same seed."""
     generator = torch.Generator(device=model.device).manual_seed(seed)
     for norm in model.norms():
         norm.fill_(1.0)
@@ -297,9 +300,9 @@ class _HasVocabulary(Protocol):
 
 
 def check_tokenizer(tokenizer: _HasVocabulary, config: ModelConfig) -> None:
-    """Refuse a tokenizer with ids beyond the model's vocabulary; a smaller one is fine (models pad)."""
+    """Raise ConfigError if a tokenizer has ids beyond the model's vocabulary; fewer are fine (models pad theirs)."""
     if tokenizer.vocab_size > config.vocab_size:
         raise ConfigError(
             f"the tokenizer has {tokenizer.vocab_size} tokens but the model only {config.vocab_size}:"
-            " they do not belong together; name the tokenizer's directory that came with this model"
+            " they do not belong together; name the directory of the tokenizer that came with this model"
         )

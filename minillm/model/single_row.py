@@ -1,8 +1,8 @@
-"""A decode step of one request in five launches a layer.  Lesson 03.
+"""A decode step of one request with five launches per layer.  Lesson 03.
 
-The same parts in the same order as `Model.forward`, for a batch of one row that decodes one token;
-`kernels/single_row.py` says what is fused and why. It stands beside the operations of `ops/`, not among them: it runs
-only while all of them are the engine's own.
+The same operations in the same order as `Model.forward`, for a batch of one row that decodes one token;
+`kernels/single_row.py` explains what is fused and why. It bypasses the operations of `ops/`, so it runs only while all
+of them are the engine's own.
 """
 
 from typing import NamedTuple
@@ -28,7 +28,7 @@ class _Matrices(NamedTuple):
 
 
 class SingleRow:
-    """The fused form of one model's decode step; see `fits` for which models have one."""
+    """One model's fused decode step. `fits` says which models have one."""
 
     def __init__(self, model: Model):
         self.model = model
@@ -42,7 +42,7 @@ class SingleRow:
 
     @staticmethod
     def fits(model: Model) -> bool:
-        """Whether the model is made of the parts that the fused kernels know: Gemma, Llama 2 and 3 and their like."""
+        """Whether the fused kernels support a model: Gemma, Llama 2 and 3, and models with the same parts."""
         shape = model.config
         return (
             set(model.layer_norms) == {"attention_norm", "mlp_norm"}
@@ -55,7 +55,10 @@ class SingleRow:
         )
 
     def logits(self, batch: Batch, caches: list[LayerCache]) -> Tensor:
-        """[1, vocab], in the model's dtype, of a batch with one decode row; writes its key and value to the caches."""
+        """The logits [1, vocab], in the model's dtype, of a batch with one decode row.
+
+        Writes the row's keys and values to the caches. Raises ValueError without a decode row.
+        """
         model, rows = self.model, batch.decode
         if rows is None:
             raise ValueError("the fused decode step needs a batch with one decode row; this batch has none")

@@ -1,13 +1,13 @@
-"""How much memory a model takes, and how many requests a GPU holds: arithmetic over a `ModelConfig`.  Lesson 02.
+"""How much memory a model takes, and how many requests fit on a GPU, computed from a `ModelConfig`.  Lesson 02.
 
     weights              bytes = parameters x bytes of a number (2 for bfloat16)
     KV cache             bytes a token = 2 x layers x kv_heads x head_dim x bytes of a number
     requests that fit    (GPU x utilization - weights - workspace) // bytes of one request's KV cache
 
-The two rules of thumb as NVIDIA gives them: "Mastering LLM Techniques: Inference Optimization" (developer blog,
+The two rules of thumb are NVIDIA's: "Mastering LLM Techniques: Inference Optimization" (developer blog,
 2023), sections "Key-value caching" and "LLM memory requirement". No torch is needed here.
 
-    from minillm.config import PRESETS
+    from minillm.model.config import PRESETS
     from minillm.model.sizing import fit
     print(fit(PRESETS["gemma-2b"], gpu_bytes=80e9, context=4096))
 """
@@ -24,7 +24,7 @@ BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16, "float8": 8
 
 @dataclass(frozen=True)
 class Sizing:
-    """One GPU, divided. Bytes, unless the name says otherwise; `print` it for a table."""
+    """How one GPU's memory is divided. In bytes, unless the name says otherwise; `print` it for a table."""
 
     parameters: int  # count
     weight_bytes: int
@@ -33,13 +33,13 @@ class Sizing:
     request_bytes: int  # of one request's KV cache, in whole blocks
     workspace_bytes: int
     graph_bytes: int
-    usable_bytes: int  # what weights, workspace and cache may take together
+    usable_bytes: int  # limit of weights, workspace, graphs and cache together
     gpu_bytes: int
-    memory: str = "GPU"  # what is divided, in words
+    memory: str = "GPU"  # name of the divided memory
 
     @property
     def cache_bytes(self) -> int:
-        """What is left for keys and values; 0 when the weights alone are too large."""
+        """Bytes left for keys and values; 0 if the weights alone are too large."""
         return max(0, self.usable_bytes - self.weight_bytes - self.workspace_bytes - self.graph_bytes)
 
     @property
@@ -77,12 +77,17 @@ def fit(
     graph_bytes: float = 0,
     memory: str = "GPU",
 ) -> Sizing:
-    """Divide a GPU of `gpu_bytes` (80e9, 141e9) among a model's weights and requests of `context` tokens.
+    """Divide a GPU of `gpu_bytes` (80e9, 141e9) among a model's weights and requests of `context` tokens.  Lesson 02.
 
-    dtype: of the weights, a key of BITS; kv_dtype: of keys and values, default the same. utilization: the share
-    of the GPU that may be used. workspace_bytes: what a step needs beside weights and cache, graph_bytes: what
-    captured steps keep; `minillm build` measures both, here they are yours to say. block_size: as in `kv_bytes`.
-    memory: what is divided, in words. Raises ConfigError.
+    dtype            of the weights, a key of BITS
+    kv_dtype         of keys and values; default: `dtype`
+    block_size       tokens in a cache block
+    utilization      share of the GPU that may be used, in (0, 1]
+    workspace_bytes  memory of a step besides weights and cache; `minillm build` measures it
+    graph_bytes      memory of captured CUDA graphs; measured likewise
+    memory           name of the divided memory, for the table
+
+    Raises ConfigError.
     """
     if not 0 < utilization <= 1:
         raise ConfigError(f"utilization is a share of the GPU in (0, 1], not {utilization!r}")
@@ -104,7 +109,7 @@ def fit(
 
 
 def parameters(config: ModelConfig) -> int:
-    """Numbers that training set, exactly; a tied head counts once, as the embedding it is."""
+    """The exact number of trained parameters; a tied head counts once, as the embedding."""
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention = hidden * (queries + 2 * keys) + queries * hidden
@@ -122,20 +127,20 @@ def parameters(config: ModelConfig) -> int:
 
 
 def weight_bytes(config: ModelConfig, dtype: str = "bfloat16") -> int:
-    """Bytes of all parameters. Formats under 16 bits also keep scales, which are not counted (lesson 05)."""
+    """Bytes of all parameters. Formats below 16 bits also store scales, which are not counted (lesson 05)."""
     return parameters(config) * _bits(dtype) // 8
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: str = "bfloat16") -> int:
-    """2 (a key and a value) x layers x kv_heads x head_dim x bytes: what one token keeps in the cache."""
+    """Bytes of one token in the cache: 2 (a key and a value) x layers x kv_heads x head_dim x bytes of a number."""
     return config.num_layers * _layer_bytes(config, dtype)
 
 
 def kv_bytes(config: ModelConfig, context: int, dtype: str = "bfloat16", *, block_size: int = 1) -> int:
     """Bytes of keys and values of one decoding request of `context` tokens, in whole blocks of `block_size` tokens.
 
-    Layers with a window keep the blocks that hold the window, wherever it lies; a chunk of a prompt needs its own
-    beside them while it runs. Blocks have room for the layers of a group, so an incomplete one costs as much as others.
+    Layers with a window keep the blocks that hold the window at its worst alignment; a chunk of a prompt needs its own
+    blocks in addition while it runs. A block has room for a full layer group, so an incomplete group costs as much.
     """
     if context < 1 or block_size < 1:
         raise ConfigError(f"context and block_size are tokens, from 1, not {context!r} and {block_size!r}")

@@ -1,4 +1,4 @@
-"""The operations a forward pass is made of, and what runs for each of them now.  Lessons 02 to 08."""
+"""The operations of a forward pass, and the table of their current implementations.  Lessons 02 to 08."""
 
 from .signatures import AttentionOptions, Operations
 from .table import OperationSet, names, on, table

@@ -1,4 +1,4 @@
-"""Operations on a weight, chosen by how the weight is stored.  Lesson 05."""
+"""Operations that dispatch on the storage format of a weight.  Lesson 05."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -11,23 +11,23 @@ Version = TypeVar("Version", bound=Callable[..., Tensor])
 
 
 class ByWeight:
-    """One operation of the table: the version registered for the class of the weight, else the general one.
+    """An operation that calls the implementation registered for the class of its weight, else the general one.
 
-        linear = ByWeight(reference.linear)  # which dequantizes, and so takes every weight
+        linear = ByWeight(reference.linear)  # dequantizes, so it takes every weight
 
         @linear.register(Int8Weight)
         def _(x, weight): ...
 
-    The weight is the second argument, in `linear`, `embedding` and `lm_head` alike.
+    The weight is the second argument, as in `linear`, `embedding` and `lm_head`.
     """
 
     def __init__(self, general: Callable[..., Tensor]):
         self.general = general
         self.versions: dict[type[Weight], Callable[..., Tensor]] = {}
-        self.__doc__, self.__wrapped__ = general.__doc__, general  # its signature is the general version's
+        self.__doc__, self.__wrapped__ = general.__doc__, general  # for `inspect.signature`
 
     def register(self, kind: type[Weight]) -> Callable[[Version], Version]:
-        """Have a function run for weights of this class."""
+        """A decorator that registers an implementation for weights of this class."""
 
         def keep(version: Version) -> Version:
             self.versions[kind] = version

@@ -1,8 +1,8 @@
-"""Faster plain torch for CPUs, where it differs from the reference.  Lessons 02, 04 and 09.
+"""Faster implementations in plain torch for CPUs.  Lessons 02, 04 and 09.
 
-A decode step of a small model is a few hundred torch calls of some microseconds each: at one row fewer calls
-win, at many rows fewer bytes. Functions here take float32 and float64; for what they do not cover they hand over
-to the reference.
+A decode step of a small model is a few hundred torch calls of some microseconds each. With one row, fewer calls are
+faster; with many rows, fewer bytes. Functions here support float32 and float64; for all other cases they call the
+reference.
 """
 
 import math
@@ -22,9 +22,9 @@ from . import reference
 from .by_weight import ByWeight
 from .signatures import AttentionOptions
 
-# Splitting a ragged batch costs about as much as gathering this many keys (measured on two AMD EPYC cores).
+# Splitting a ragged batch costs about as much as gathering this many keys.
 SPLIT_KEYS = 4096
-# Numbers in a gather that the allocator serves from memory it holds anyway.
+# Up to this many elements, the allocator reuses memory for a gather.
 SMALL_GATHER = 1 << 14
 
 
@@ -34,7 +34,7 @@ linear = ByWeight(reference.linear)
 
 @embedding.register(DenseWeight)
 def _(ids: Tensor, weight: DenseWeight, scale: float) -> Tensor:
-    """Also quick when the matrix lies transposed in memory, for the tied head's sake."""
+    """As the reference; also fast for a matrix stored transposed, as a tied head may be."""
     table = weight.weight
     if table.is_contiguous():
         rows = table.index_select(0, ids)
@@ -45,13 +45,13 @@ def _(ids: Tensor, weight: DenseWeight, scale: float) -> Tensor:
 
 @linear.register(Int8Weight)
 def _(x: Tensor, weight: Int8Weight) -> Tensor:
-    """The scales are the outputs' own, so they are applied to the product: it has fewer numbers than the matrix."""
+    """As the reference, but applies the scales, one per output, to the product, which is smaller than the matrix."""
     out = F.linear(x, weight.codes.to(x.dtype)).mul_(weight.scales.to(x.dtype))
     return out if weight.bias is None else out.add_(weight.bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As the reference, in five calls instead of eight."""
+    """As the reference, with fewer calls."""
     if x.dtype != torch.float32:
         return reference.rms_norm(x, weight, eps)
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -72,16 +72,16 @@ def _scalar(value: float) -> Tensor:
 
 def rotary_embedding(q: Tensor, k: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
     """As the reference, with the second product and the sum in one call."""
-    return _turn(q, cos_sin), _turn(k, cos_sin)
+    return _rotated(q, cos_sin), _rotated(k, cos_sin)
 
 
-def _turn(x: Tensor, cos_sin: Tensor) -> Tensor:
+def _rotated(x: Tensor, cos_sin: Tensor) -> Tensor:
     cos, sin = cos_sin.unsqueeze(1).unbind(2)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def write_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
-    """As the reference; `index_copy_` needs no sorting and no bounds of its own."""
+    """As the reference, with `index_copy_`, which neither sorts nor broadcasts its index."""
     if cache.k.dtype != k.dtype:
         return reference.write_kv(k, v, cache, slots)
     shape = (-1, *k.shape[1:])
@@ -92,10 +92,10 @@ def write_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
 def decode_attention(
     q: Tensor, cache: LayerCache, block_table: Tensor, lengths: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """As the reference: gather the rows' blocks, then one product for all query heads of a KV head.
+    """As the reference: gather the rows' blocks, then compute one product for all query heads of a KV head.
 
-    Rows of equal lengths need no mask. Ragged rows are padded to the longest of their bucket; very uneven batches
-    are split into buckets, since a padded key costs as much as a real one.
+    Rows of equal length need no mask. Ragged rows are padded to the longest one; very uneven batches are split into
+    buckets first, because a padded key costs as much as a real one.
     """
     if q.dtype not in (torch.float32, torch.float64) or cache.k.dtype != q.dtype:
         return reference.decode_attention(q, cache, block_table, lengths, options)
@@ -116,7 +116,7 @@ def decode_attention(
         else:
             out.index_copy_(0, chosen, result)
     if not math.isfinite(out.sum()):
-        # A hidden slot held NaN (0 * NaN is NaN), or a row saw nothing: rare enough to start over with care.
+        # A hidden slot holds NaN (0 * NaN is NaN), or a row sees no key. Both are rare: compute the batch again.
         return reference.decode_attention(q, cache, block_table, lengths, options)
     return out
 
@@ -125,9 +125,9 @@ _scratch = threading.local()
 
 
 def _gather(cache: LayerCache, blocks: Tensor, rows: int, rotary: Tensor | None) -> list[Tensor]:
-    """K and V of `rows` rows of equally many blocks, [rows, keys, kv_heads, d], good until this thread's next call."""
+    """K and V of `rows` rows of equally many blocks: [rows, keys, kv_heads, d], valid until this thread's next call."""
     k, v = (part.view(rows, -1, *part.shape[2:]) for part in _copies(cache, blocks))
-    return [k if rotary is None else _turn(k, rotary[: k.shape[1]]), v]
+    return [k if rotary is None else _rotated(k, rotary[: k.shape[1]]), v]
 
 
 def _copies(cache: LayerCache, blocks: Tensor) -> list[Tensor]:
@@ -135,15 +135,15 @@ def _copies(cache: LayerCache, blocks: Tensor) -> list[Tensor]:
     size = len(blocks) * block_size * kv_heads * head_dim
     if size <= SMALL_GATHER:
         return [cache.k.index_select(0, blocks), cache.v.index_select(0, blocks)]
-    # Into memory that is kept: fresh megabytes at every layer cost more in page faults than the copying.
+    # Reuse one buffer: page faults of newly allocated megabytes in every layer cost more than the copies.
     kept = getattr(_scratch, "kept", None)
     if kept is None or kept.shape[1] < size or kept.dtype != cache.k.dtype:
-        with torch.inference_mode(False):  # a tensor made in that mode could only be written to in it
+        with torch.inference_mode(False):  # an inference tensor could not be written to outside of that mode
             kept = _scratch.kept = torch.empty(2, size, dtype=cache.k.dtype)
     shape = (len(blocks), block_size, kv_heads, head_dim)
     return [
-        torch.index_select(part, 0, blocks, out=room[:size].view(shape))
-        for part, room in zip((cache.k, cache.v), kept, strict=True)
+        torch.index_select(part, 0, blocks, out=buffer[:size].view(shape))
+        for part, buffer in zip((cache.k, cache.v), kept, strict=True)
     ]
 
 
@@ -154,7 +154,7 @@ def _equal_rows(q: Tensor, cache: LayerCache, table: Tensor, length: int, option
     blocks = table[:, : -(-length // block_size)].reshape(-1)
     gathered = _gather(cache, blocks, rows, options.rotary)
     k, v = (part.transpose(1, 2).narrow(2, first, length - first) for part in gathered)
-    # The query heads of one KV head pose as its queries: nothing is repeated.
+    # The query heads that share a KV head become its queries, so K and V are not repeated.
     packed = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)
     return F.scaled_dot_product_attention(packed, k, v, scale=options.scale).reshape(q.shape)
 
@@ -176,18 +176,18 @@ def _padded_rows(q: Tensor, cache: LayerCache, blocks: Tensor, hidden: Tensor, o
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Rows of a ragged batch that are padded together."""
+    """Rows of a ragged batch that are padded to one length."""
 
-    rows: Tensor | None  # their numbers; None: all rows
-    blocks: int  # of the longest
-    hidden: Tensor  # [rows, 1 or queries * heads of a group, keys] bool: what a query must not see
+    rows: Tensor | None  # indices of the rows; None: all
+    blocks: int  # of the longest row
+    hidden: Tensor  # [rows, 1 or queries * heads of a group, keys] bool: keys that a query must not see
 
 
 @lru_cache(maxsize=4)
 def _buckets(lengths: tuple[int, ...], queries: int, group: int, block_size: int, window: int | None) -> list[_Bucket]:
-    """The layers of one forward share lengths, so this runs once a step.
+    """Cached, because all layers of a step have the same lengths.
 
-    Longest rows first: split where that saves the most padding, as long as it saves more than a split costs.
+    With the longest rows first, split where that saves the most padding, as long as it saves more than a split costs.
     """
     known = np.array(lengths)
     order = np.argsort(-known, kind="stable")
@@ -218,7 +218,7 @@ def prefill_attention(
     max_queries: int,
     options: AttentionOptions,
 ) -> Tensor:
-    """As the reference, a row at a time with torch's own fused attention, which keeps no score matrix."""
+    """As the reference, row by row with torch's fused attention, which stores no matrix of scores."""
     window = options.window
     if q.dtype in (torch.float32, torch.float64) and cache.k.dtype == q.dtype and not options.soft_cap:
         out = torch.empty_like(q)
@@ -230,7 +230,7 @@ def prefill_attention(
                 continue
             blocks = block_table[row, : -(-length // block_size)]
             k, v = (part[:, :length].transpose(1, 2) for part in _gather(cache, blocks, 1, options.rotary))
-            fresh = end - begin == length and (not window or length <= window)  # a window this long hides nothing
+            fresh = end - begin == length and (not window or length <= window)  # a window of this length hides nothing
             mask = None if fresh else _chunk_mask(end - begin, length, window)
             queries = q[begin:end].transpose(0, 1)[None]
             attended = F.scaled_dot_product_attention(
@@ -239,18 +239,18 @@ def prefill_attention(
             out[begin:end] = attended[0].transpose(0, 1)
         if window is None or math.isfinite(out.sum()):
             return out
-    # A window may hide slots of blocks that were given away, and those may hold anything.
+    # A window may hide blocks that were evicted and since overwritten by anything, NaN included.
     return reference.prefill_attention(q, cache, block_table, lengths, query_start, max_queries, options)
 
 
 @lru_cache(maxsize=8)
 def _chunk_mask(queries: int, length: int, window: int | None) -> Tensor:
-    """[queries, length] bool, true where seen: the chunk is the end of its row."""
+    """Which keys a chunk's queries see, at the end of a row of `length` tokens: [queries, length] bool."""
     return reference.visible(torch.arange(length - queries, length)[None], length, window)[0]
 
 
 def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
-    """As the reference, leaving out what no row needs."""
+    """As the reference, without the work that no row needs."""
     greedy = temperature == 0
     mixed = bool(greedy.any())
     if mixed:

@@ -1,8 +1,8 @@
-"""Every operation in plain torch, short and obvious: faster ones are tested against it.  Lessons 02 to 08.
+"""Every operation in plain torch, short and obvious: faster implementations are tested against it.  Lessons 02 to 08.
 
-These are executable specifications. They run on any device in float64, float32, bfloat16 and float16; sums
-are done in float32 (in attention, float64 for float64 inputs). `cpu.py` and `triton.py` hold faster functions
-under the same names.
+These are executable specifications. They run on any device in float64, float32, bfloat16 and float16, with sums in
+float32 (in attention, in float64 for float64 inputs). `cpu.py` and `triton.py` have faster functions with the same
+names.
 """
 
 import torch
@@ -28,7 +28,7 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich 2019, section 4).  Lesson 02.
 
-    x: [..., dim]; weight: [dim]. Always in float32, as transformers does even for a float64 model.
+    x: [..., dim]; weight: [dim]. Computed in float32, as in transformers, even for a float64 model.
     """
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -42,11 +42,10 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def rotary_embedding(q: Tensor, k: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn every pair (x[i], x[i + d/2]) by its position's angle (Su et al. 2021, section 3.4.2).  Lesson 02.
+    """Rotate every pair (x[i], x[i + d/2]) by its position's angle (Su et al. 2021, section 3.4.2).  Lesson 02.
 
-    q: [tokens, heads, d]; k: [tokens, kv_heads, d]; cos_sin: [tokens, 2, d], the rows of `model.rotary_table`
-    at the tokens' positions: the cosines, then the sines with the sign that the first half of a turned pair
-    carries.
+    q: [tokens, heads, d]; k: [tokens, kv_heads, d]; cos_sin: [tokens, 2, d], the rows of `decoder.rotary_table` at the
+    tokens' positions: the cosines, then the sines, negated in the first half. Returns the rotated q and k.
     """
     cos, sin = cos_sin[:, None].unbind(2)
     half = q.shape[-1] // 2
@@ -63,7 +62,7 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def write_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
-    """Put each token's k and v [tokens, kv_heads, d] into slot block * block_size + offset.  Lessons 08 and 09."""
+    """Store each token's k and v [tokens, kv_heads, d] in its slot: block * block_size + offset.  Lessons 08 and 09."""
     cache.write(k, v, slots)
 
 
@@ -73,9 +72,9 @@ def decode_attention(
     """Each row's newest queries attend to its cached keys (Kwon et al. 2023, section 4.1).  Lessons 04, 09.
 
     q: [rows, queries, heads, d]; block_table: [rows, blocks] int32; lengths: [rows] int32, the keys that a
-    row's last query sees, itself included. Query i of n sits at position `length - n + i` and sees the keys
-    up to there, or what `options` leaves of them. A row of length 0 gives zeros; what unused slots hold never
-    matters. Returns the shape of q.
+    row's last query sees, its own included. Query i of n is at position `length - n + i` and sees the keys up to there,
+    limited by `options`. A row of length 0 gives zeros; the contents of unused slots never matter. Returns the shape
+    of q.
     """
     queries = q.shape[1]
     k, v = cache.read(block_table)  # [rows, keys, kv_heads, d]
@@ -96,9 +95,8 @@ def prefill_attention(
 ) -> Tensor:
     """Causal attention of packed chunks of prompts over their cached keys.  Lessons 04 and 10.
 
-    q: [tokens, heads, d]; row r owns q[query_start[r] : query_start[r + 1]], at most `max_queries` of them,
-    and sees its blocks as in `decode_attention`: the chunk's own keys are in the cache already. Returns the
-    shape of q.
+    q: [tokens, heads, d]; row r's queries are q[query_start[r] : query_start[r + 1]], at most `max_queries`. They see
+    their row's keys as in `decode_attention`; the chunk's own keys are already in the cache. Returns the shape of q.
     """
     out = torch.empty_like(q)
     starts = query_start.tolist()
@@ -110,8 +108,8 @@ def prefill_attention(
 
 def visible(query_at: Tensor, keys: int, window: int | None) -> Tensor:
     """Which of `keys` keys the queries at positions `query_at` [rows, queries] see: [rows, queries, keys]."""
-    behind = query_at[..., None] - torch.arange(keys, device=query_at.device)
-    return (behind >= 0) & (behind < window) if window else behind >= 0
+    distance = query_at[..., None] - torch.arange(keys, device=query_at.device)
+    return (distance >= 0) & (distance < window) if window else distance >= 0
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, soft_cap: float | None) -> Tensor:
@@ -123,13 +121,16 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, soft
         scores = soft_cap * torch.tanh(scores / soft_cap)
     mask = ~visible[:, None, None]
     weights = scores.masked_fill(mask, -torch.inf).softmax(-1).masked_fill(mask, 0)
-    # An unseen value may be NaN, and 0 * NaN is NaN: take it out of the sum altogether.
+    # A value that no query sees may be NaN, and 0 * NaN is NaN: replace it by 0.
     v = v.to(dtype).masked_fill(~visible.any(1)[..., None, None], 0)
     return torch.einsum("rhgqk,rkhd->rqhgd", weights, v).flatten(2, 3).to(q.dtype)
 
 
 def lm_head(hidden: Tensor, weight: Weight, soft_cap: float | None = None) -> Tensor:
-    """A score for every token: [samples, hidden] -> [samples, vocab], float32 or float64.  Lesson 02."""
+    """Logits of every token: hidden [samples, hidden], weight [vocab, hidden] -> [samples, vocab].  Lesson 02.
+
+    In float32, or float64 for a float64 model. soft_cap: logits become soft_cap * tanh(logits / soft_cap).
+    """
     logits = linear(hidden, weight)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return soft_cap * torch.tanh(logits / soft_cap) if soft_cap else logits
@@ -153,15 +154,14 @@ def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
-    """One token a row from one random number a row: [rows] int64.  Lesson 02.
+    """Sample one token per row with one random number per row: [rows] int64.  Lesson 02.
 
-    logits: [rows, vocab]; temperature, uniform: [rows]. Temperature 0 takes the likeliest token; else the
-    first token at which the cumulative sum of softmax(logits / temperature) exceeds `uniform`, which is in
-    [0, 1).
+    logits: [rows, vocab]; temperature, uniform: [rows]. Temperature 0 takes the most likely token; otherwise the first
+    token at which the cumulative sum of softmax(logits / temperature) exceeds `uniform`, which is in [0, 1).
     """
-    heat = torch.where(temperature > 0, temperature, 1.0).double()
-    cumulative = (logits.double() / heat[:, None]).softmax(-1).cumsum(-1)
-    # In float64 no number below 1 times the total rounds to the total, so a token of probability 0 is never drawn.
+    divisor = torch.where(temperature > 0, temperature, 1.0).double()
+    cumulative = (logits.double() / divisor[:, None]).softmax(-1).cumsum(-1)
+    # In float64, uniform < 1 keeps the target below the total, so a token of probability 0 is never drawn.
     target = uniform.double() * cumulative[:, -1]
     drawn = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
     return torch.where(temperature > 0, drawn, logits.argmax(-1))

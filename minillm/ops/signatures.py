@@ -1,4 +1,4 @@
-"""What each operation takes and gives.  `reference.py` says what it computes.  Lessons 02 to 08."""
+"""The signature of each operation.  `reference.py` specifies what it computes.  Lessons 02 to 08."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,14 +11,14 @@ from minillm.quantization import Weight
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What sets a layer's attention apart. What a model does not have is None.  Lessons 02 and 04.
+    """How a layer's attention differs from plain attention. An option that a model lacks is None.  Lessons 02 and 04.
 
-    scale      scores are q k^T times this
+    scale      scores are q k^T multiplied by this
     window     a query sees this many of the newest keys, its own included
     soft_cap   scores become soft_cap * tanh(score / soft_cap) (Gemma 2)
-    rotary     [positions, 2, head_dim], the rows of `model.rotary_table`, at least as many as a row's blocks hold:
-               given when keys are cached before their rotation, as streams cache them; attention then rotates each key
-               by its place in the row (Xiao et al. 2023, "StreamingLLM", section 3.2)
+    rotary     [positions, 2, head_dim], rows of `decoder.rotary_table`, at least as many as a row's blocks hold tokens.
+               Given if keys are cached before their rotation, as in streams: attention then rotates each key by its
+               position in the row (Xiao et al. 2023, "StreamingLLM", section 3.2)
     """
 
     scale: float
@@ -27,14 +27,14 @@ class AttentionOptions:
     rotary: Tensor | None = None
 
     def given(self) -> dict[str, float | int | Tensor]:
-        """Those that are not None, by name."""
+        """The options that are not None, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
 class Operations(Protocol):
-    """The table of operations, one for each type of device; see `minillm.ops.reference` for the specification of each.
+    """The operations of one type of device. `minillm.ops.reference` specifies each of them.
 
-    tokens, rows: how many of them a step runs; d: head_dim; a cache's slot is block * block_size + offset.
+    In shapes: tokens and rows of a step, d: head_dim. A token's slot in the cache is block * block_size + offset.
     """
 
     def embedding(self, ids: Tensor, weight: Weight, scale: float) -> Tensor:
@@ -50,7 +50,7 @@ class Operations(Protocol):
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """x, residual [..., dim], weight [dim] -> the normed sum and the sum, both like x"""
+        """x, residual [..., dim], weight [dim] -> the normalized sum and the sum, both like x"""
         ...
 
     def rotary_embedding(self, q: Tensor, k: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:

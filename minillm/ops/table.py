@@ -1,7 +1,7 @@
-"""The table of operations: one entry a name, one function that runs now.  Lessons 00 and 04.
+"""The table of operations: each name and the function that currently implements it.  Lessons 00 and 04.
 
-Each entry has a plain-torch reference (`reference.py`, the executable specification); a device may have a faster
-function for it (`cpu.py`, `triton.py`); and `minillm.using` puts the reader's own function in its place.
+Every operation has a reference in plain torch (`reference.py`, the executable specification). A device may have a
+faster function (`cpu.py`, `triton.py`), and `minillm.using` replaces it with a user-supplied one.
 """
 
 import importlib
@@ -18,11 +18,12 @@ from .signatures import OPERATIONS, Operations
 
 
 def names() -> tuple[str, ...]:
+    """The names of all operations."""
     return OPERATIONS
 
 
 class OperationSet(Parts, Operations):
-    """The functions that run now on one type of device: `ops.on("cpu").linear(x, weight)`."""
+    """The current functions of one type of device: `ops.on("cpu").linear(x, weight)`."""
 
     def __init__(self, device: str):
         self.device = device
@@ -47,10 +48,10 @@ class OperationSet(Parts, Operations):
 
 
 def _with_options(name: str, function: Callable) -> Callable:
-    """A user-supplied operation as the engine calls it.
+    """A user-supplied operation with the engine's signature.
 
-    An attention may take its options by keyword instead, and then needs none but those that the model has:
-    decode_attention(q, cache, block_table, lengths, *, scale), window=, soft_cap= and rotary= where there are any.
+    An attention function may take its options as keywords instead, and needs only those that the model has:
+    decode_attention(q, cache, block_table, lengths, *, scale), with window=, soft_cap= and rotary= if it has them.
     """
     tensors = {"decode_attention": 4, "prefill_attention": 5}.get(name)
     if tensors is None or _takes(function, len(inspect.signature(getattr(reference, name)).parameters)):
@@ -64,7 +65,7 @@ def _with_options(name: str, function: Callable) -> Callable:
 
 
 def _takes(function: Callable, arguments: int) -> bool:
-    """Whether a function can be called with so many positional arguments; True where that cannot be known."""
+    """Whether a function can be called with this many positional arguments; True if its signature is unknown."""
     try:
         inspect.signature(function).bind(*range(arguments))
     except TypeError:
@@ -89,7 +90,7 @@ _lock = threading.RLock()
 
 
 def on(device: str) -> OperationSet:
-    """The operations for a device type ("cpu", "cuda"). There is one set a type, shared by all engines."""
+    """The operations of a device type ("cpu", "cuda"): one set per type, shared by all engines.  Lesson 00."""
     with _lock:
         if device not in _sets:
             _sets[device] = OperationSet.of(device)
@@ -105,7 +106,7 @@ def _sets_here() -> list[Parts]:
 
 
 def table(device: str = "cpu") -> list[dict[str, str]]:
-    """Every operation with what runs for it now and why: name, runs, why, signature."""
+    """Every operation as {"name", "runs", "why", "signature"}: which implementation runs, and why.  Lesson 00."""
     operations = on(device)
     return [
         {

@@ -1,10 +1,10 @@
-"""The operations that run as Triton kernels on a GPU; the rest are torch's own.  Lessons 03 and 04.
+"""The operations that run as Triton kernels on a GPU; the others run in torch.  Lessons 03 and 04.
 
-A kernel computes in float32 at most and reads no quantized cache: where that is not enough the reference runs.
-Importing this module fails where triton is absent, and the table then keeps the references.
+Kernels compute in float32 and do not read quantized caches: for float64 and quantized caches the reference runs.
+Importing this module fails if triton is not installed; the table then keeps the references.
 """
 
-import triton  # noqa: F401  the kernels need it: fail here, by that name
+import triton  # noqa: F401  so that an ImportError names triton, which the kernels need
 from torch import Tensor, bfloat16, float16, float32, float64
 
 from minillm.kernels import activation as gated
@@ -72,9 +72,9 @@ def prefill_attention(
 
 
 def lm_head(hidden: Tensor, weight: Weight, soft_cap: float | None = None) -> Tensor:
-    """As the reference, but half-precision logits stay so: sampling widens them as it reads.
+    """As the reference, but logits stay in half precision: sampling converts them as it reads.
 
-    At 3,000 rows of Gemma's 256,000 logits the float32 copy would be 3 GB, written once and read twice.
+    For 3,000 rows of Gemma's 256,000 logits, a float32 copy would take 3 GB, written once and read twice.
     """
     if hidden.dtype not in (bfloat16, float16):
         return reference.lm_head(hidden, weight, soft_cap)

@@ -1,4 +1,4 @@
-"""Weights that know their own storage: one file a format, one `linear` for all of them.  Lessons 05 to 07."""
+"""Typed weights: one file per storage format, one `linear` for all of them.  Lessons 05 to 07."""
 
 from .dense import DenseWeight
 from .int8 import Int8Weight

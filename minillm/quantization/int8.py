@@ -1,9 +1,9 @@
-"""Eight bits a parameter, a scale for each output channel.  Lesson 05.
+"""Eight bits per parameter, and a scale for each output channel.  Lesson 05.
 
     code = round(weight / scale),   scale = max |weight| of the row / 127,   weight ~ code * scale
 
-Symmetric round-to-nearest (Jacob et al. 2018, section 2.1, without a zero point): -128 is never used, so that a sign
-costs no accuracy. Rows do not depend on one another, so a checkpoint is quantized as it is read.
+Symmetric round-to-nearest (Jacob et al. 2018, section 2.1, without a zero point). -128 is not used, so that the range
+is symmetric. Rows are independent, so a checkpoint is quantized while it is read.
 """
 
 from collections.abc import Iterable
@@ -56,7 +56,7 @@ class Int8Weight(Weight):
         return expected if self.bias is None else expected | {"bias": (len(rows),)}
 
     def load(self, name: str, rows: range, pieces: Iterable[Tensor]) -> None:
-        """`weight` comes in any floating-point dtype, and is quantized here."""
+        """As `Weight.load`: quantizes `weight`, given in any floating-point dtype."""
         if name == "bias":
             assert self.bias is not None
             copy_pieces(self.bias[rows.start : rows.stop], pieces)
@@ -69,13 +69,16 @@ class Int8Weight(Weight):
 
     def randomize(self, generator: torch.Generator) -> None:
         self.codes.random_(-LARGEST, LARGEST + 1, generator=generator)
-        self.scales.fill_(self.shape[1] ** -0.5 / LARGEST * 3**0.5)  # uniform codes then have dense weights' variance
+        self.scales.fill_(self.shape[1] ** -0.5 / LARGEST * 3**0.5)  # gives uniform codes the variance of dense weights
         if self.bias is not None:
             self.bias.normal_(0.0, self.shape[0] ** -0.5, generator=generator)
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[rows, in] floating point -> codes [rows, in] int8 and scales [rows]. A row of zeros has scale 1."""
+    """weight [rows, in], floating point -> codes [rows, in] int8, scales [rows].  Lesson 05.
+
+    A row of zeros gets scale 1.
+    """
     largest = weight.abs().amax(dim=1)
     scales = torch.where(largest > 0, largest / LARGEST, torch.ones_like(largest))
     return (weight / scales[:, None]).round().to(torch.int8), scales

@@ -1,9 +1,9 @@
-"""Which format each weight of a model gets.  Lesson 05.
+"""Recipes: the format of each weight of a model.  Lesson 05.
 
     Recipe({"layers.0.*": "dense", "layers.*": "int8", "head": "int8"})
 
 A weight is addressed by its layer and projection: "layers.3.qkv", "layers.3.attention_out", "layers.3.gate_up",
-"layers.3.down", "head", and "embedding" where the model has one apart from its head (a tied one is the head).
+"layers.3.down", "head", and "embedding" if the model's embedding is not tied to its head.
 """
 
 from collections.abc import Mapping
@@ -21,9 +21,9 @@ FORMATS: dict[str, type[Weight]] = {"dense": DenseWeight, "int8": Int8Weight}
 
 @dataclass(frozen=True)
 class Recipe:
-    """Patterns of addresses (as in file names: * and ?) -> the name of a format; the first that matches decides.
+    """rules: patterns of addresses, with * and ? as in file names -> the name of a format. The first match decides.
 
-    What no pattern matches is dense. Raises ConfigError for a format that does not exist.
+    A weight that no pattern matches is dense. Raises ConfigError for an unknown format.
     """
 
     rules: Mapping[str, str] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Recipe:
     def __post_init__(self) -> None:
         for pattern, name in self.rules.items():
             if name not in FORMATS:
-                raise ConfigError(f"{pattern!r} asks for the format {name!r}; there are: {', '.join(FORMATS)}")
+                raise ConfigError(f"{pattern!r} has the unknown format {name!r}; formats are: {', '.join(FORMATS)}")
 
     def format(self, address: str) -> type[Weight]:
         """The class of the weight at an address."""

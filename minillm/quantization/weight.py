@@ -1,4 +1,4 @@
-"""What every weight can do, however it is stored.  Lesson 05."""
+"""The protocol of all weights, independent of their format.  Lesson 05."""
 
 from collections.abc import Iterable
 from typing import Protocol, Self
@@ -8,19 +8,19 @@ from torch import Tensor
 
 
 class Weight(Protocol):
-    """A matrix [out, in] and maybe a bias [out]. Each storage format is a class of its own, one file each.
+    """A matrix [out, in] and an optional bias [out]. Each storage format is a class in a file of its own.
 
-    `ops.linear`, `ops.embedding` and `ops.lm_head` look at the class: a format without a faster version of its own is
-    dequantized. The loader asks a weight what it expects of a checkpoint and hands it that piece by piece, so nothing
-    else knows the format. Projections that read the same input are one weight: a checkpoint's tensor fills a range of
-    its output rows.
+    `ops.linear`, `ops.embedding` and `ops.lm_head` dispatch on the class; a format without an implementation of its own
+    is dequantized. The loader asks a weight which tensors of a checkpoint it expects, and passes them to it in pieces,
+    so no other code depends on the format. Projections with the same input are one weight: a tensor of a checkpoint
+    then fills a range of its output rows.
     """
 
     bias: Tensor | None  # [out]
 
     @classmethod
     def empty(cls, out: int, inputs: int, bias: bool, *, dtype: torch.dtype, device: torch.device) -> Self:
-        """A weight to be filled by `load` or `randomize`; dtype: of activations."""
+        """An uninitialized weight, to be filled by `load` or `randomize`. dtype: of activations."""
         ...
 
     @property
@@ -30,36 +30,36 @@ class Weight(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of activations: `dequantize` gives it, and products have it."""
+        """The dtype of activations, of products, and of what `dequantize` returns."""
         ...
 
     def dequantize(self) -> Tensor:
-        """The whole matrix."""
+        """The whole matrix [out, in], in `dtype`."""
         ...
 
     def __getitem__(self, rows: Tensor) -> Tensor:
-        """Some output rows, dequantized: [n] int64 -> [n, in]."""
+        """Dequantized output rows: [n] int64 -> [n, in]."""
         ...
 
     def stored(self) -> list[Tensor]:
-        """The tensors that hold it, the bias among them."""
+        """All tensors that the weight consists of, including its bias."""
         ...
 
     def expects(self, rows: range) -> dict[str, tuple[int, ...]]:
-        """The tensors of a checkpoint that fill these output rows: the last part of the name -> shape."""
+        """The tensors of a checkpoint that fill these output rows: last part of the name -> shape."""
         ...
 
     def load(self, name: str, rows: range, pieces: Iterable[Tensor]) -> None:
-        """Fill these output rows from one of those tensors, given in order in pieces of its first axis."""
+        """Fill these output rows from one of those tensors. pieces: slices of its first axis, in order."""
         ...
 
     def randomize(self, generator: torch.Generator) -> None:
-        """Random values that keep activations near 1, made where the weight lies."""
+        """Fill with random values that keep activations near 1, generated on the weight's device."""
         ...
 
 
 def copy_pieces(to: Tensor, pieces: Iterable[Tensor]) -> None:
-    """Fill a tensor from pieces of its first axis, in order; they may have another dtype or lie elsewhere."""
+    """Fill a tensor from slices of its first axis, in order. They may have another dtype or device."""
     done = 0
     for piece in pieces:
         to[done : done + len(piece)].copy_(piece)

@@ -1,7 +1,7 @@
-"""Steps as CUDA graphs, and what they leave behind when they have run.  Lessons 03 and 11.
+"""Steps as CUDA graphs, and the tensors that stay valid after a replay.  Lessons 03 and 11.
 
-Graphs that never run at the same time take their memory from one pool. So a step's logits are there until the next
-replay: requests that ask for more of sampling than the graph does are served from them, by kernels launched after it.
+Graphs that never run at the same time share one memory pool, so a step's logits are valid until the next replay.
+Requests that use top-p, penalties or log-probabilities are sampled from them by extra kernels after the graph.
 """
 
 from collections.abc import Callable, Iterator
@@ -58,7 +58,7 @@ class MixedShape(NamedTuple):
 
 
 class CapturedSteps:
-    """The graphs of one version of the operations. When others run, their memory is given back."""
+    """The graphs of one version of the operations. When the operations change, their memory is freed."""
 
     def __init__(self, operations: OperationSet):
         self.decodes: dict[DecodeShape, Graph] = {}
@@ -74,7 +74,7 @@ class CapturedSteps:
         """Drop what was captured from other operations than may be captured now; whether these may."""
         if self.version != self.operations.version:
             self.version, self.allowed = self.operations.version, self.operations.capturable
-            # Operations that run eagerly leave the graphs alone: the engine's own come back afterwards.
+            # Operations that run eagerly leave the graphs as they are, for when the engine's own operations are back.
             if self.allowed and self.functions != self.operations.functions:
                 self.functions = self.operations.functions
                 self.clear()

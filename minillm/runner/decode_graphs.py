@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: one launch a step, sampling inside.  Lessons 03 and 11.
 
-At a millisecond a step, launching some 200 kernels from Python takes longer than running them. So the step is captured
-once for each size of batch and replayed. Its inputs are the device's own rows: while the same rows keep decoding, the
-host sends nothing but what changed in their block tables.
+Launching every kernel of a small step from Python takes longer than running them. So the step is captured once for
+each batch size and replayed. Its inputs are the rows on the device: while the same rows keep decoding, the host sends
+only what changed in their block tables.
 """
 
 from collections.abc import Iterable
@@ -83,7 +83,7 @@ class DecodeGraphs:
         return Replayed(graph.out[:count], graph.to_sample[0], np.arange(count))
 
     def forget_positions(self) -> None:
-        """Send the rows' positions anew with the next step: another kind of step has changed them."""
+        """Send the rows' positions again with the next step: another kind of step has changed them."""
         self._sent = NOTHING
 
     @property
@@ -103,8 +103,8 @@ class DecodeGraphs:
         shape, have = DecodeShape(size, width), self.steps.decodes
         if shape in have:
             return have[shape]
-        # Into the largest's memory all others fit, in whatever order they come. Not so with a replaced operation: it
-        # may gather what the engine's own never holds, and no memory was kept free for that.
+        # All other graphs fit into the largest one's memory, in any order. That does not hold for a replaced operation:
+        # it may allocate what the engine's own never does, and no memory was reserved for that.
         if not have and shape != self.largest and self.steps.operations.engines_own:
             self.captured(*self.largest)
         self.rehearse(shape)
@@ -146,6 +146,6 @@ class DecodeGraphs:
 
 
 def batch_sizes(most: int) -> list[int]:
-    """Sizes to capture: a batch is padded to the next. Matrix products come in tiles of 64 to 128 rows anyway."""
+    """Sizes to capture: a batch is padded to the next. Matrix products are tiled by 64 to 128 rows anyway."""
     sizes = [1, 2, 4, 8, 16, 32, 48, *range(64, 513, 64), *range(640, 1025, 128), *range(1280, most + 256, 256)]
     return [size for size in sizes if size < most] + [most]

@@ -1,6 +1,6 @@
-"""What an engine talks to: steps go in, results come out, and nothing else is asked.  Lesson 10.
+"""The interface between an engine and its device: steps go in, results come out.  Lesson 10.
 
-Steps may as well run in another process, or in several: the engine knows an executor by this interface alone.
+The engine uses an executor through this interface only, so steps could also run in other processes.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from .runner import Runner
 
 @dataclass(frozen=True)
 class Facts:
-    """What scheduling must know of the device; fixed once an executor has started."""
+    """What scheduling must know about the device; constant once an executor has started."""
 
     num_blocks: int  # cache blocks
     windows: tuple[int | None, ...]  # of each layer group: tokens that its queries see; None: all

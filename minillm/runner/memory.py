@@ -1,4 +1,4 @@
-"""A GPU's memory, divided: what steps and graphs take is measured, what is left is the cache.  Lessons 09 and 11."""
+"""How a GPU's memory is divided: steps and graphs are measured, and the rest is the cache.  Lessons 09 and 11."""
 
 import math
 from collections.abc import Callable
@@ -100,7 +100,7 @@ class Memory:
         return [made[place] for _, place in groups.places]
 
     def blocks_that_fit(self, config: DeviceConfig, request: int, make_graphs: MakeGraphs) -> int:
-        """As many blocks as were asked for or the memory allows, and no more than all rows at full length could use.
+        """The requested number of blocks, or what the memory holds, up to what all rows need at full length.
 
         request: blocks of one request of full length. Raises ConfigError.
         """
@@ -114,7 +114,10 @@ class Memory:
         return budget.blocks(most, request, self.block_bytes, config)
 
     def workspace(self, config: DeviceConfig) -> int:
-        """Bytes that the largest step takes beside weights and cache: found by running one. Raises ConfigError."""
+        """Bytes that the largest step takes in addition to weights and cache, measured by running one.
+
+        Raises ConfigError.
+        """
         count, rows = config.max_num_batched_tokens, config.max_num_seqs
         try:
             return self.step_bytes(count, rows)
@@ -123,7 +126,7 @@ class Memory:
             fitting = next((fewer for fewer in halves if self._step_fits(fewer, rows)), None)
             way = f"max_num_batched_tokens={fitting} would fit" if fitting else "use a smaller model or dtype"
             raise ConfigError(
-                f"a step of max_num_batched_tokens={count} and max_num_seqs={rows} does not fit beside the weights "
+                f"a step of max_num_batched_tokens={count} and max_num_seqs={rows} does not fit next to the weights "
                 f"({gib(self.model.nbytes)}) on {self.state.device}, which has "
                 f"{gib(torch.cuda.mem_get_info(self.state.device)[1])}; {way}, or free the GPU"
             ) from error

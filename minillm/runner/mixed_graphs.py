@@ -113,7 +113,7 @@ class MixedGraphs:
 
     @staticmethod
     def places(step: Step, shape: MixedShape) -> np.ndarray:
-        """Where each row stands among the captured step's: prompts come behind the padding of the decodes."""
+        """Where each row stands among the captured step's: prompts follow the padding of the decodes."""
         places = np.arange(len(step.rows))
         places[step.decodes :] += shape.decodes - step.decodes
         return places

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from minillm.config import DeviceConfig
+from minillm.errors import ConfigError
 from minillm.kv_cache.layer_groups import blocks_held
 from minillm.kv_cache.storage import LayerCache
 from minillm.kv_cache.streams import Stream
@@ -39,7 +40,13 @@ class Runner:
         windows, chunk = model.groups.windows, config.max_num_batched_tokens
         rows, block_size = config.max_num_seqs, config.block_size
         width = self.stream.room if self.stream else -(-max_model_len // block_size)
-        self.state = RowState(rows, max_model_len, len(windows), width, block_size, model.device)
+        try:
+            self.state = RowState(rows, max_model_len, len(windows), width, block_size, model.device)
+        except (RuntimeError, MemoryError) as error:  # how torch and numpy report that memory ran out
+            raise ConfigError(
+                f"max_num_seqs={rows} rows of max_model_len={max_model_len} tokens need more memory than "
+                f"{model.device} has free; lower one of them"
+            ) from error
         self.sampler = Sampler(self.state, model.ops)
         self.memory = Memory(model, self.state, self.sampler, model.cache_spec)
 
@@ -97,7 +104,7 @@ class Runner:
     def _decode(self, step: Step, before: tuple[Step, Batch, Tensor] | None) -> Launched:
         """Launch a step of decodes kernel by kernel."""
         if before is not None and _continues(step, before[0]):
-            # The same rows go on in the same blocks: the last batch, moved along by one token.
+            # The same rows continue in the same blocks: reuse the last batch, moved along by one token.
             _, batch, sampled = before
             batch.token_ids = sampled
             assert batch.decode is not None, "a step of decodes only has decode rows"

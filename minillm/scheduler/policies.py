@@ -1,10 +1,10 @@
-"""Who goes first, who may join, how much of each runs in a step: small classes behind one interface.  Lesson 10.
+"""Scheduling policies: which requests go first, which may join, how many tokens of each run in a step.  Lesson 10.
 
     LLM(policy="shortest")
 
 The scheduler is mechanism: rows, blocks, steps. Its decisions are a policy's, which sees requests and counts, and no
 tensors. It asks for a request's `key` once, when it is queued; equal keys go in order of arrival. `fair` policies
-promise that every request has its turn, however many come after it. `minillm.using(policy=...)` plugs in another.
+promise that no request waits forever, however many arrive later. `minillm.using(policy=...)` replaces the policy.
 """
 
 from typing import TYPE_CHECKING, Protocol
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # what reads options must not wait for more
 
 
 class PolicyError(MinillmError, RuntimeError):
-    """A policy's answer cannot be followed, or following it would leave work waiting for ever."""
+    """A policy's answer cannot be followed, or following it would leave work waiting forever."""
 
 
 class Policy(Protocol):
@@ -67,7 +67,7 @@ class FirstComeFirstServed:
 
 
 class Priority(FirstComeFirstServed):
-    """The lowest `RequestOptions.priority` first. Not fair: urgent requests may keep the others waiting for ever."""
+    """The lowest `RequestOptions.priority` first. Not fair: urgent requests may keep others waiting forever."""
 
     fair = False
 
@@ -92,7 +92,7 @@ class ShortestPromptFirst(FirstComeFirstServed):
 
 
 class StaticBatching(FirstComeFirstServed):
-    """As many as there are rows for, then nobody until the last is done: the baseline of in-flight batching."""
+    """Fills the rows, then admits no request until the last is done: the baseline of in-flight batching."""
 
     def __init__(self):
         self._seen = 0  # requests that had a row when it was last asked
@@ -116,7 +116,7 @@ class WholePrompts(FirstComeFirstServed):
 
     def admits(self, running: int) -> bool:
         if running == 0:
-            self._budget = 0  # whoever is asked for next is offered all of it
+            self._budget = 0  # the next request is offered all of it
         return True
 
     def share(self, pending: np.ndarray, budget: int) -> np.ndarray:

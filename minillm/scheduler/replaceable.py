@@ -153,9 +153,9 @@ class CheckedPool:
         if hasattr(self.part, "check"):
             self.part.check(holders)
 
-    def watch_evictions(self, told: Callable[[int], None]) -> None:
+    def watch_evictions(self, on_evict: Callable[[int], None]) -> None:
         if hasattr(self.part, "watch_evictions"):
-            self.part.watch_evictions(told)
+            self.part.watch_evictions(on_evict)
 
     def _known(self, method: str, given: Iterable[int]) -> list[int]:
         blocks = np.array(list(given))

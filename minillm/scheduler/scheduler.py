@@ -96,7 +96,7 @@ class Scheduler:
         self._lacking: tuple[Request | None, int] = (None, 0)  # a waiting request, and the blocks that it waits for
         self._admitted: list[Request] = []
 
-    # ---- requests come and go
+    # ---- requests: submit, finish, reset
 
     def validate(self, request: Request) -> None:
         """Raise InvalidRequest if the request could never run, however long it waited. Changes nothing."""
@@ -192,7 +192,7 @@ class Scheduler:
             return None
         step = self._launch(rows, queries)
         if step.decodes < len(rows):
-            self._lacking = None, 0  # chunks fill blocks that whoever waits may share, and so need fewer
+            self._lacking = None, 0  # a waiting request may share the chunks' blocks, and so need fewer
         return step
 
     def _runnable(self) -> np.ndarray:
@@ -217,14 +217,14 @@ class Scheduler:
         short = ends > self.tables.covered[rows]
         if not short.any():
             return True
-        self._let_go(rows[short])
+        self._release_hidden(rows[short])
         given = self.tables.grow(rows[short], ends[short], self.pool)
         if given is not None and self.trace is not None:
             self.trace.grow(*given)
         return given is not None
 
-    def _let_go(self, rows: np.ndarray) -> None:
-        """Give back what no later query of these rows can see, once the steps in flight have been read."""
+    def _release_hidden(self, rows: np.ndarray) -> None:
+        """Free the blocks that no later query of these rows can see, once the steps in flight have been read."""
         if not self.tables.slides:
             return
         rows = rows[(self.tables.hidden(self.computed[rows]) > self.tables.gone[:, rows]).any(axis=0)]
@@ -259,7 +259,7 @@ class Scheduler:
             # Rows take a block every block_size steps: leave what they are expected to take in the next one.
             reserve = -(-len(self.order) // self.block_size) * self.tables.groups
             if request is self._lacking[0] and self._lacking[1] + reserve > self.pool.available:
-                self._refused_by = "blocks"  # as the last time; to look its prefix up costs more than a step of decodes
+                self._refused_by = "blocks"  # as last time; a prefix lookup costs more than a step of decodes
                 break
             known, shared = len(request.known), self._find_prefix(request)
             start = len(shared[0]) * self.block_size
@@ -325,7 +325,7 @@ class Scheduler:
         step.first = samples & (self.computed[rows] == self.prompt[rows])
         step.moved = self.tables.moved(rows)
         step.table_changes = self.tables.take_changes()
-        self._let_go(rows[decodes:])  # what moves up for it moves in the next step
+        self._release_hidden(rows[decodes:])  # columns that move up for it do so in the next step
         self._admitted = []
         if self.trace is not None:
             self.trace.launch(self, step)
@@ -385,7 +385,7 @@ class Scheduler:
     # ---- rows and blocks
 
     def _keep_tokens(self, count: int) -> None:
-        """Have room for one token behind the first `count`; only streams ever lack it."""
+        """Make room for one token after the first `count`; only streams ever need it."""
         if more := missing(self.tokens.shape[1], count):
             self.tokens = np.pad(self.tokens, ((0, 0), (0, more)))
 
@@ -418,7 +418,7 @@ class Scheduler:
         return row
 
     def _vacate(self, request: Request) -> None:
-        """Take a request out of its row. Row and blocks wait behind the fence for the steps in flight."""
+        """Take a request out of its row. Row and blocks stay fenced until the steps in flight are read."""
         row = request.row
         self._register(request, int(self.computed[row]))
         request.known = self.tokens[row, : self.confirmed[row]].copy()

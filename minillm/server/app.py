@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
+from minillm import __version__
 from minillm.errors import InvalidRequest
 from minillm.request import Completion, Delta, SamplingParams
 from minillm.tokenizer import TokenizerError
@@ -32,7 +33,9 @@ LONG_TEXT = 10_000  # characters, of all prompts, from which tokenizing would ho
 
 def create_app(engine: RemoteEngine) -> FastAPI:
     """The application that serves `engine`, which is connected."""
-    app = FastAPI(title="minillm", description="An OpenAI-compatible server over the minillm engine.")
+    app = FastAPI(
+        title="minillm", version=__version__, description="An OpenAI-compatible server over the minillm engine."
+    )
     server = _Server(engine)
     _report_errors(app)
 
@@ -154,7 +157,7 @@ class _Server:
         aside = length >= LONG_TEXT
         text = await self.render(messages, aside)
         prompt = await self.tokenize(text, aside, special=False, name="messages")
-        # A stream has room for very much: not asked for more, it says no more than fits a context.
+        # A stream has no such limit: without max_tokens its answer ends at the context's length.
         left = min(self.engine.max_request_len - len(prompt.ids or ()), self.engine.max_model_len)
         params = body.params(left)
         top = (body.top_logprobs or 0) if body.logprobs else None
@@ -229,7 +232,7 @@ class _Server:
         answer, source = Answer(form.kind, self.engine.name), self.engine.stream(prompts, params, form.n, options)
         count = len(prompts) * form.n
         if body.stream:
-            # Awaited here: until something has come, an error still has its HTTP status.
+            # Awaited here: before the first delta, an error still gets its own HTTP status.
             first = await anext(source)
             return EventStream(self.chunks(answer, form, count, first, source, usages), source)
         ended: dict[int, Completion] = {}
@@ -295,7 +298,7 @@ class _Server:
 
 
 async def _run(aside: bool, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function here, or in a thread beside the event loop."""
+    """Call a function here, or in another thread than the event loop's."""
     return await asyncio.to_thread(function, *arguments) if aside else function(*arguments)
 
 

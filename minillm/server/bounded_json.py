@@ -11,11 +11,13 @@ import re
 from collections.abc import Container
 from json import JSONDecodeError
 
+from minillm.errors import MinillmError
+
 PIECE = 1 << 14  # characters taken at once: numbers, white space, or the end of the text
 _SPACE = re.compile(r"[ \t\n\r]*")
 
 
-class TooManyValues(ValueError):
+class TooManyValues(MinillmError, ValueError):
     """A text has more values than were asked for; `name` is the member of the outermost object that has them."""
 
     def __init__(self, name: str | None):
@@ -23,11 +25,11 @@ class TooManyValues(ValueError):
         self.name = name
 
 
-class TooDeep(ValueError):
+class TooDeep(MinillmError, ValueError):
     """Values inside values inside values."""
 
 
-class UnknownMember(ValueError):
+class UnknownMember(MinillmError, ValueError):
     """The outermost object has a member that is not known: its name."""
 
     def __init__(self, name: str):

@@ -19,7 +19,7 @@ from . import limits
 from .limits import Timeouts
 from .protocol import APIError
 
-log = logging.getLogger("uvicorn.error")
+log = logging.getLogger(__name__)
 _ENDED = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)  # of a listener that was closed
 
 
@@ -134,7 +134,7 @@ class Acceptor:
     async def _wait(self, why: str, seconds: float | None) -> None:
         """Until a connection ends, or for some seconds."""
         if not self._waiting:
-            log.warning("minillm: %s; others wait until one ends", why)
+            log.warning("%s; others wait until one ends", why)
         self._waiting = True
         self._freed.clear()
         try:

@@ -4,10 +4,10 @@ One thread reads all the workers' sockets. The engine's thread writes what a ste
 at once waits for the reading thread, so that a slow worker never holds up a step.
 """
 
+import logging
 import selectors
 import socket
 import threading
-import traceback
 from array import array
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -28,6 +28,7 @@ from .link import NUMBER, TooLong, Unpacker, pack, room
 from .metrics import Metrics
 from .responses import TokenTexts
 
+log = logging.getLogger(__name__)
 CHUNK = 1 << 18  # bytes read at once
 
 
@@ -37,7 +38,7 @@ class Job:
 
     key: int
     prepared: Prepared = field(init=False)
-    told_prompt: bool = False  # whether the worker has the prompt's log-probabilities
+    sent_prompt_logprobs: bool = False  # whether the worker has the prompt's log-probabilities
 
 
 class Hub:
@@ -88,7 +89,7 @@ class Hub:
         self._thread.start()
 
     def connect(self, line: "Line") -> None:
-        """Begin to speak with the worker at the other end."""
+        """Start to exchange messages with the worker at the other end."""
         line.send(self.hello)
         self.soon(lambda: self._listen(line))
 
@@ -128,8 +129,8 @@ class Hub:
                     self._drop(line)
                     try:
                         self.on_gone(line)
-                    except Exception:  # nobody would be served any more without this thread
-                        traceback.print_exc()
+                    except Exception:  # without this thread no request would be served any more
+                        log.exception("a worker's place could not be filled")
         for line in list(self.lines):
             self._drop(line)
         self._selector.close()
@@ -137,13 +138,13 @@ class Hub:
         self._wake.close()
 
     def _serve(self, line: "Line", events: int) -> bool:
-        """Read and write what can be; False when the line is of no more use."""
+        """Read and write what is possible now; False when the connection is closed or broken."""
         try:
             if events & selectors.EVENT_WRITE:
                 line.flush()
             return not events & selectors.EVENT_READ or line.read()
         except Exception:  # one worker's line must not take the others with it
-            traceback.print_exc()
+            log.exception("the connection to an HTTP worker failed; the worker is replaced")
             return False
 
     def want_write(self, line: "Line", wanted: bool) -> None:
@@ -217,8 +218,8 @@ class Line:
             event["text"] = delta.text
         if delta.logprobs is not None:
             event["logprobs"] = delta.logprobs
-        if not job.told_prompt:
-            job.told_prompt = True
+        if not job.sent_prompt_logprobs:
+            job.sent_prompt_logprobs = True
             scores = job.prepared.tracked.completion.prompt_logprobs
             if scores is not None:
                 event["prompt_logprobs"] = scores
@@ -231,7 +232,7 @@ class Line:
     # ---- reading, in the hub's thread
 
     def read(self) -> bool:
-        """Do what the worker asks; False when it has hung up."""
+        """Handle the worker's messages; False when it has closed the connection."""
         try:
             data = self.sock.recv(CHUNK)
         except BlockingIOError:
@@ -312,7 +313,7 @@ class Line:
     def _start(
         self, key: int, prompts: list[np.ndarray], params: list[SamplingParams], options: RequestOptions
     ) -> None:
-        """Check every choice, then queue them all. Raises InvalidRequest, and then none has begun.
+        """Check every choice, then queue them all. Raises InvalidRequest, and then none is queued.
 
         params: of each choice of a prompt; the engine has checked what they share.
         """

@@ -6,6 +6,9 @@ Every loop over what a client sent is bounded by one of these, so that one reque
 import math
 from dataclasses import dataclass, fields
 
+from minillm.errors import ConfigError
+from minillm.values import shown
+
 # ---- values of a request
 MAX_PROMPTS = 2048
 MAX_N = 128
@@ -50,7 +53,7 @@ def max_body(max_request_len: int) -> int:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Seconds that a worker gives a client, checked here; raises ValueError.
+    """Seconds that a worker gives a client, checked here; raises ConfigError.
 
     header_timeout      from a connection's begin, or a next request's first byte, to the end of the request's headers
     body_timeout        from there to the end of the body
@@ -69,4 +72,4 @@ class Timeouts:
             number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
             if not number or value < 0 or (value == 0 and field.name != "shutdown_grace"):
                 low = "from 0" if field.name == "shutdown_grace" else "above 0"
-                raise ValueError(f"{field.name} must be a number of seconds {low}, not {value!r}")
+                raise ConfigError(f"{field.name} must be a number of seconds {low}, not {shown(value)}")

@@ -107,7 +107,7 @@ class Unpacker:
 
 @dataclass
 class Prompt:
-    """A prompt on its way to the engine. Its text goes along: there, another tokenizer may be in force."""
+    """A prompt on its way to the engine. Its text is sent too: the engine's process may tokenize differently."""
 
     ids: list[int] | None  # None: the tokenizer is in the engine's process
     text: str | None = None

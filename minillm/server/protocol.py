@@ -1,4 +1,4 @@
-"""OpenAI's requests and errors: what a client may send, checked, turned into `SamplingParams`.  Lesson 99.
+"""OpenAI's requests and errors: what a client may send, checked and converted to `SamplingParams`.  Lesson 99.
 
 Field names and meanings follow OpenAI's API reference (completions, chat completions); the fields it lacks
 (top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids, cache_salt, priority, return_token_ids) carry
@@ -331,7 +331,7 @@ class ChatRequest(GenerationRequest):
         return [message.plain() for message in self.messages]
 
     def params(self, room: int) -> SamplingParams:
-        """`room`: tokens that may come if not said."""
+        """room: maximum tokens of the answer if the request names no limit."""
         if self.top_logprobs is not None and not self.logprobs:
             raise APIError("top_logprobs needs logprobs: true", param="top_logprobs")
         most = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
@@ -379,7 +379,7 @@ def unknown_field(name: str, where: str = "") -> APIError:
 
 
 def malformed(errors: Sequence[Mapping[str, Any]]) -> APIError:
-    """pydantic's list of what is wrong, told as one sentence about the first."""
+    """The first of pydantic's validation errors as one sentence."""
     first = errors[0]
     where = [str(part)[:QUOTED] for part in first["loc"]]
     return APIError(f"{'.'.join(where)}: {first['msg']}", param=where[0])

@@ -66,7 +66,7 @@ class TokenTexts:
         return {"token": text, "logprob": max(logprob, LOWEST), "bytes": data}
 
     def unknown(self, tokens: Iterable[int]) -> list[int]:
-        """Those it cannot read, for want of a tokenizer, and has not been told."""
+        """The tokens whose text is not known here, because there is no tokenizer."""
         return [token for token in set(tokens) if token not in self.seen] if self.tokenizer is None else []
 
     def entry_of(self, token: int) -> tuple[str, list[int] | None]:
@@ -139,7 +139,7 @@ class CompletionForm:
     n: int
     echoes: list[str] | None = None
     scores_only: bool = False
-    offsets: dict[int, int] = field(default_factory=dict)  # characters given out, of choices that have begun
+    offsets: dict[int, int] = field(default_factory=dict)  # characters sent so far, of each choice that has started
     kind = "text_completion"
 
     def openings(self, count: int) -> list[dict]:

@@ -3,6 +3,7 @@
 import errno
 import importlib.util
 import json
+import logging
 import os
 import signal
 import socket
@@ -17,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from minillm.config import EngineOptions
-from minillm.errors import MinillmError
+from minillm.errors import ConfigError, MinillmError, MissingPackage
+from minillm.values import shown
 
 from .limits import FLUSH, Timeouts
 
@@ -27,11 +29,13 @@ if TYPE_CHECKING:  # `serve` and `running` import them: they wait for torch
 
     from .hub import Hub, Line
 
+log = logging.getLogger(__name__)
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")  # uvicorn's
 MAX_QUEUED = 1024  # requests that may wait beyond those that run
 TIMEOUTS = Timeouts()
 STARTUP = 60  # seconds the workers may take to come up
-RETRY = 1  # seconds until a worker that did not come up is tried again; each time twice as many
+RETRY = 1  # seconds until a worker that did not come up is tried again; doubled each time
 RETRIES = 5
 KILL = 2  # seconds past the grace and what follows it until a worker that is still there is killed
 # Left to itself, glibc stops giving large blocks back to the system once some have been freed: a worker would stay as
@@ -44,9 +48,13 @@ class PortTaken(MinillmError, OSError):
     """Something else listens on the port asked for."""
 
 
+class ServerFailed(MinillmError, RuntimeError):
+    """The HTTP workers cannot be started, or none of them is left."""
+
+
 @dataclass
 class RunningServer:
-    """`url` without a trailing slash, the engine behind it, the name it serves, and its workers."""
+    """A server's `url` (without a trailing slash), its engine, the model's name for clients, and its workers."""
 
     url: str
     engine: "AsyncLLM"
@@ -73,9 +81,9 @@ def serve(
 
     model: a directory, a preset's name, or None for the embedded tiny-gemma. port 0 takes any free one.
     workers: processes that speak HTTP. max_queued: requests that may wait beyond those that run; more are answered
-    with 429. The timeouts and the grace are those of `Timeouts`, in seconds: a client that is slow with a request is
-    answered with 408; what runs when the server is told to stop gets the grace to finish, unless it is told again.
-    engine_options are `EngineConfig`'s. Raises PortTaken, ConfigError; RuntimeError when no worker is left.
+    with 429. The timeouts and the grace are those of `Timeouts`, in seconds: a client that sends a request too slowly
+    is answered with 408; requests running at shutdown have the grace to finish, unless a second signal ends them.
+    engine_options are `EngineConfig`'s. Raises PortTaken, ConfigError; ServerFailed when no worker is left.
     """
     with _terminate_as_interrupt():
         try:
@@ -93,10 +101,10 @@ def serve(
                 shutdown_grace=shutdown_grace,
                 **engine_options,
             ) as server:
-                print(f"minillm serves {server.model} at {server.url}/v1 (Ctrl-C stops it)", flush=True)
+                log.info("minillm serves %s at %s/v1 (Ctrl-C stops it)", server.model, server.url)
                 server.workers.join()
         except KeyboardInterrupt:
-            print("minillm has stopped", flush=True)
+            log.info("minillm has stopped")
 
 
 @contextmanager
@@ -123,12 +131,12 @@ def running(
         with running("data/tiny-gemma") as server:
             openai.OpenAI(base_url=server.url + "/v1", api_key="none")
 
-    Raises PortTaken, ConfigError; RuntimeError when a worker does not come up.
+    Raises PortTaken, ConfigError; ServerFailed when a worker does not come up.
     """
-    _check(workers, max_queued)
+    _check(workers, max_queued, log_level)
     timeouts = Timeouts(header_timeout, body_timeout, keep_alive_timeout, shutdown_grace)
-    # OpenMP's threads spin while they wait for one another, on cores that workers and clients need: with its long
-    # spin, one busy process beside the engine makes every step crawl. Read once, when torch is imported.
+    # OpenMP's threads spin while they wait for one another, on cores that workers and clients need: with its default
+    # spin, one other busy process slows every step down. Read once, when torch is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     listener = _listen(host, port)
     try:
@@ -168,7 +176,7 @@ class Workers:
         self._none_left = threading.Event()
 
     def start(self, hub: "Hub") -> None:
-        """Start all workers and wait until they take requests. Raises RuntimeError, OSError."""
+        """Start all workers and wait until they take requests. Raises ServerFailed, OSError."""
         self.hub = hub
         with self._news:
             for _ in range(self.count):
@@ -176,14 +184,14 @@ class Workers:
             settled = self._news.wait_for(lambda: self._given_up or self._up == self.count, STARTUP)
             self._starting = False
         if self._given_up:
-            raise RuntimeError(self._given_up)
+            raise ServerFailed(self._given_up)
         if not settled:
-            raise RuntimeError(f"a worker did not come up within {STARTUP} s: is the machine overloaded?")
+            raise ServerFailed(f"a worker did not come up within {STARTUP} s: is the machine overloaded?")
 
     def join(self) -> None:
-        """Wait while there are workers. Raises RuntimeError when none is left."""
+        """Wait while there are workers. Raises ServerFailed when none is left."""
         self._none_left.wait()
-        raise RuntimeError(f"no HTTP worker is left: {self._given_up}")
+        raise ServerFailed(f"no HTTP worker is left: {self._given_up}")
 
     def stop(self) -> None:
         """Refuse new connections and end the workers after the grace; at once when interrupted again."""
@@ -227,7 +235,7 @@ class Workers:
             del self.processes[line]
             failures, status = self._failures.pop(line), _reap(process)
             if line.ready.done():
-                print(f"minillm: an HTTP worker ended ({status}); another takes its place", file=sys.stderr)
+                log.warning("an HTTP worker ended (%s); another takes its place", status)
                 self._replace(0)
                 return
             why = line.why or f"{status}; what it wrote to stderr may say why"
@@ -245,7 +253,7 @@ class Workers:
     def _failed(self, what: str, failures: int) -> None:
         """Try again later, with the lock held, unless it has been tried often enough."""
         again = failures <= RETRIES
-        print(f"minillm: an HTTP worker {what}; {_AGAIN if again else _NO_MORE}", file=sys.stderr)
+        log.warning("an HTTP worker %s; %s", what, _AGAIN if again else _NO_MORE)
         if again:
             timer = threading.Timer(RETRY * 2 ** (failures - 1), self._retry, [failures])
             timer.daemon = True
@@ -301,7 +309,7 @@ def _inherited(*sockets: socket.socket) -> dict[str, Any]:
 
 
 def _import_path() -> str:
-    """This process's own import path: a worker finds minillm wherever this process did."""
+    """This process's import path: a worker imports minillm from the same place."""
     places = [place for place in sys.path if place and not place.endswith(".zip")]
     return os.pathsep.join([*places, str(Path(__file__).parents[2])])
 
@@ -329,13 +337,15 @@ def _terminate_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _check(workers: int, max_queued: int) -> None:
+def _check(workers: int, max_queued: int, log_level: str) -> None:
+    if log_level not in LOG_LEVELS:
+        raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, not {shown(log_level)}")
     for name, value, low in (("workers", workers, 1), ("max_queued", max_queued, 0)):
         if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise ValueError(f"{name} must be a whole number from {low}, not {value!r}")
+            raise ConfigError(f"{name} must be a whole number from {low}, not {shown(value)}")
     for name in NEEDED:
         if importlib.util.find_spec(name) is None:
-            raise ModuleNotFoundError(f"No module named {name!r}: the server needs `pip install 'minillm[serve]'`")
+            raise MissingPackage(f"No module named {name!r}: the server needs `pip install 'minillm[serve]'`")
 
 
 @contextmanager
@@ -344,7 +354,7 @@ def _engine(model: "str | Path | LLM | AsyncLLM | None", options: EngineOptions)
     from minillm.engine.llm import LLM
 
     if options and isinstance(model, (LLM, AsyncLLM)):
-        raise TypeError(f"the engine exists already: {', '.join(options)} can no longer be set")
+        raise ConfigError(f"the engine exists already: {', '.join(options)} can no longer be set")
     if isinstance(model, AsyncLLM):
         yield model
         return

@@ -44,7 +44,7 @@ class EventStream(Response):
     """Server-sent events from a generator of chunks, ended by `[DONE]` as OpenAI's clients expect.
 
     source: the generator of deltas that the chunks are made from. It runs already, and is closed here whatever happens:
-    a generator that nobody began would not close what it was going to read.
+    a generator that was never started would not close what it was going to read.
     """
 
     media_type = "text/event-stream"

@@ -7,6 +7,7 @@ all workers accept on, and its own to the engine. When that one closes, the work
 import asyncio
 import base64
 import json
+import logging
 import socket
 import sys
 
@@ -103,13 +104,14 @@ async def work(listener: socket.socket, link: socket.socket, most: int | None = 
 
 def main() -> None:
     sys.setswitchinterval(SWITCH_INTERVAL)
+    logging.basicConfig(format="minillm: %(message)s")  # to stderr, which is the server's
     given = json.loads(sys.stdin.readline())
     listener, link = _opened(given["listener"]), _opened(given["link"])
     words = socket.socket(fileno=link.detach())
     try:
         asyncio.run(work(listener, words.dup()))
     except EngineError:
-        sys.exit(1)  # the engine went away first, and has nobody to tell
+        sys.exit(1)  # the engine's process ended first: there is nothing to report to
     except Exception as error:
         words.setblocking(True)
         words.sendall(pack({"op": "failed", "why": f"{type(error).__name__}: {error}"}))

@@ -1,4 +1,4 @@
-"""Tokens that are found in the text before anything else happens to it: <bos>, <start_of_turn>, ...  Lesson 01."""
+"""Added tokens, which are matched in a text before anything else: <bos>, <start_of_turn>, ...  Lesson 01."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -8,7 +8,7 @@ import regex
 
 from .normalizers import Normalizer
 
-_WORD = r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}]"  # what Unicode's annex on regular expressions calls \w
+_WORD = r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}]"  # \w by Unicode's annex on regular expressions
 _ENDS_IN_WORD = regex.compile(_WORD + r"\Z")
 _STARTS_WITH_WORD = regex.compile(_WORD)
 _SPACE = regex.compile(r"\p{White_Space}*")
@@ -18,10 +18,10 @@ _SPACE = regex.compile(r"\p{White_Space}*")
 class AddedToken:
     """One entry of `added_tokens`.  Lesson 01.
 
-    single_word     found only where it stands between characters that are no letters, digits or "_"
-    lstrip, rstrip  takes the white space before, after it with it
-    normalized      looked for in normalized text, its own content normalized too
-    special         left out by decode(skip_special_tokens=True)
+    single_word     matched only if no letter, digit or "_" is next to it
+    lstrip, rstrip  the match includes white space before it, after it
+    normalized      matched in normalized text, with its own content normalized
+    special         omitted by decode(skip_special_tokens=True)
     """
 
     id: int
@@ -34,17 +34,17 @@ class AddedToken:
 
 
 class AddedTokens:
-    """Cuts raw text into added tokens and the normalized text between them.  Lesson 01."""
+    """Splits raw text into added tokens and the normalized text between them.  Lesson 01."""
 
     def __init__(self, tokens: Iterable[AddedToken], normalize: Normalizer) -> None:
-        # Of two tokens that read the same, the special one counts.
+        # Of two tokens with the same content, the special one wins.
         tokens = sorted(tokens, key=lambda token: not token.special)
         self._normalize = normalize
         self._in_raw = _Finder((token.content, token) for token in tokens if not token.normalized)
         self._in_normalized = _Finder((normalize(token.content), token) for token in tokens if token.normalized)
 
     def split(self, text: str) -> Iterator[tuple[str | int, bool]]:
-        """Yield the id of a token, or text between tokens, with whether it begins `text`."""
+        """Yield ids of added tokens and texts between them, each with whether it starts `text`."""
         for raw, raw_start in self._in_raw.split(text):
             if isinstance(raw, int):
                 yield raw, False
@@ -54,7 +54,7 @@ class AddedTokens:
 
 
 class _Finder:
-    """The leftmost token in a text, the longest among those that begin at the same place."""
+    """Finds the leftmost token in a text, and the longest of those that start at the same place."""
 
     def __init__(self, contents: Iterable[tuple[str, AddedToken]]) -> None:
         self.tokens: dict[str, AddedToken] = {}
@@ -64,8 +64,8 @@ class _Finder:
         lengths: defaultdict[str, set[int]] = defaultdict(set)
         for content in self.tokens:
             lengths[content[0]].add(len(content))
-        # Only these lengths are looked up, and only where a token's first character stands: files list thousands
-        # of added tokens, and trying each of them everywhere would cost more than the encoding.
+        # Look up only these lengths, and only at a token's first character: some files list thousands of added
+        # tokens, and trying each of them everywhere would take longer than the rest of the encoding.
         self.lengths = {first: sorted(sizes, reverse=True) for first, sizes in lengths.items()}
         self.first = regex.compile("[" + "".join(map(regex.escape, lengths)) + "]") if lengths else None
 
@@ -83,7 +83,7 @@ class _Finder:
                 position += 1
 
     def split(self, text: str) -> Iterator[tuple[str | int, int]]:
-        """Yield ids and the non-empty text between them, each with where it starts."""
+        """Yield ids and the non-empty texts between them, each with its start."""
         done = 0
         for start, stop, token in self._matches(text):
             if token.single_word and (
@@ -96,7 +96,7 @@ class _Finder:
                 start = max(start, done)
             if token.rstrip and (space := _SPACE.match(text, stop)):
                 stop = space.end()
-            if start >= stop:  # white space that the token before it took
+            if start >= stop:  # white space that belongs to the previous token
                 continue
             if start > done:
                 yield text[done:start], done

@@ -1,4 +1,4 @@
-"""Join the characters of a piece into tokens, the earliest-learned pair first.  Lesson 01.
+"""Byte-pair encoding: join the characters of a piece into tokens, in the order of learned merges.  Lesson 01.
 
 Sennrich, Haddow and Birch (2016), section 3.2, with SentencePiece's byte fallback (Kudo and Richardson 2018): a
 character outside the vocabulary becomes the tokens <0x..> of its UTF-8 bytes.
@@ -14,15 +14,19 @@ from minillm.overrides import Parts, register
 from .gemma import BYTE_TOKENS
 from .patterns import TokenizerError
 
-CACHED_PIECES = 1 << 16  # pieces remembered; cleared when full, so that a server's memory stays bounded
-CACHED_LENGTH = 64  # characters; longer pieces rarely come back
+CACHED_PIECES = 1 << 16  # entries; the cache is cleared when full, so that a server's memory is bounded
+CACHED_LENGTH = 64  # characters; longer pieces are rarely repeated
 
 
 class BPE:
     """The `model` of a `tokenizer.json`.  Lesson 01.
 
-    vocab   token -> id
-    merges  pairs of tokens, first learned first, as ["a", "b"] or, in older files, "a b"
+    vocab          token -> id
+    merges         pairs of tokens in the order learned, as ["a", "b"] or, in older files, "a b"
+    unk_token      stands for characters outside the vocabulary; None: they are dropped
+    fuse_unk       whether adjacent unknown characters become one token
+    byte_fallback  whether they become the tokens of their UTF-8 bytes instead
+    ignore_merges  whether a piece that is a token is encoded as that token, whatever the merges
     Raises TokenizerError for a merge with a token outside the vocabulary.
     """
 
@@ -49,7 +53,7 @@ class BPE:
                 raise TokenizerError(f"the merge {pair!r} must join two tokens of the vocabulary to a third one in it")
             pairs.append(pair)
         self.ranks = {pair: rank for rank, pair in enumerate(pairs)}
-        # The only neighbours that a merge can ever join: see _cut.
+        # The only adjacent characters that merges can join: see _cut.
         self._joinable = {(left[-1], right[0]) for left, right in pairs}
         self._cache: dict[str, list[int]] = {}
         self._cache_version = PARTS.version
@@ -63,9 +67,9 @@ class BPE:
         return [id for word in self._cut(piece) for id in self._encode_word(word)]
 
     def _cut(self, piece: str) -> Iterator[str]:
-        """Cut between characters that stand side by side in no merged token: that changes nothing, and leaves words
-        short enough to be remembered where the file has no pre-tokenizer, as Gemma's. Characters outside the
-        vocabulary stay together, since they may become one unknown token."""
+        """Split between characters that no merge can join. The tokens stay the same, and the words are short enough for
+        the cache even if the file has no pre-tokenizer, like Gemma's. Characters outside the vocabulary stay together,
+        since they may become one unknown token."""
         start = 0
         for place, pair in enumerate(pairwise(piece), 1):
             if pair not in self._joinable and pair[0] in self.vocab and pair[1] in self.vocab:
@@ -74,7 +78,7 @@ class BPE:
         yield piece[start:]
 
     def _encode_word(self, word: str) -> list[int]:
-        if self._cache_version != PARTS.version:  # what another `bpe_merge` made
+        if self._cache_version != PARTS.version:  # entries of another `bpe_merge`
             self._cache, self._cache_version = {}, PARTS.version
         ids = self._cache.get(word)
         if ids is None:
@@ -86,7 +90,7 @@ class BPE:
         return ids
 
     def _symbols(self, word: str) -> list[str]:
-        """`word` as the tokens that merging starts from: characters, bytes, or the unknown token."""
+        """The tokens that merging starts from: characters, bytes, or the unknown token."""
         symbols: list[str] = []
         fusible = False
         for character in word:
@@ -103,17 +107,18 @@ class BPE:
 
 
 def merge(symbols: list[str], ranks: dict[tuple[str, str], int]) -> list[str]:
-    """Join neighbours, lowest rank first and leftmost among equals, until no pair has a rank.  Lesson 01.
+    """Join adjacent pairs, lowest rank first and leftmost among equals, until no pair has a rank.  Lesson 01.
 
-    Scanning for the best pair again after each merge takes time quadratic in the length: a megabyte without a space
-    would take days. Here a linked list holds the neighbours, and each rank has a queue of the places where its pair
-    stands; a heap says which rank is next. A merge makes at most two new pairs, so n symbols cost at most 3 n places.
-    A queue is in order from left to right by itself: a token is made in the same way wherever it stands, so the places
-    of a pair are found in one walk to the right. (One heap of all places would not need that argument, but on a long
-    text it jumps about in memory.)
+    symbols: tokens; ranks: pair of tokens -> its place among the merges. Returns the joined tokens.
+
+    Scanning for the best pair after each merge takes quadratic time: days for a megabyte without a space. Here a linked
+    list holds the symbols, each rank has a queue of the positions of its pair, and a heap gives the next rank. A merge
+    makes at most two new pairs, so n symbols cost at most 3 n positions. Queues fill from left to right: a token is
+    made in the same way wherever it occurs, so one pass to the right finds the positions of a pair. (A single heap of
+    all positions would not need that argument, but on a long text it accesses memory at random.)
     """
     n = len(symbols)
-    symbols = [*symbols, ""]  # "" is in no pair: it stands for the end and for symbols that were absorbed
+    symbols = [*symbols, ""]  # "" is in no pair: it marks the end, and symbols that were joined to others
     following = list(range(1, n + 2))
     previous = list(range(-1, n))
     places: defaultdict[int, deque[int]] = defaultdict(deque)  # rank -> left symbols
@@ -130,7 +135,7 @@ def merge(symbols: list[str], ranks: dict[tuple[str, str], int]) -> list[str]:
             continue
         left = places[rank].popleft()
         right = following[left]
-        # A place is out of date when one of its symbols has grown or been absorbed since.
+        # A position is out of date if one of its symbols has since been joined to another.
         if ranks.get((symbols[left], symbols[right])) != rank:
             continue
         symbols[left] += symbols[right]

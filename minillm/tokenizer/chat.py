@@ -1,4 +1,4 @@
-"""Chat messages written out as the turns that a model was trained on.  Lesson 01."""
+"""Chat templates: messages rendered in the format that a model was trained on.  Lesson 01."""
 
 import json
 from datetime import datetime
@@ -14,7 +14,7 @@ from .patterns import TokenizerError
 
 
 class _GenerationBlock(Extension):
-    """{% generation %} marks what the assistant said, for training; here it only must not be an error."""
+    """{% generation %} marks the assistant's text, for training. Here its content is rendered, and the tag ignored."""
 
     tags = {"generation"}
 
@@ -24,11 +24,11 @@ class _GenerationBlock(Extension):
 
 
 class ChatTemplate:
-    """A model's Jinja2 template, rendered in a sandbox that can change nothing: templates come with downloads.
+    """A model's Jinja2 template, rendered in a sandbox because templates come with downloads.
 
-    Templates see what transformers gives them: `messages`, `add_generation_prompt`, the special tokens by name,
+    Templates have what transformers gives them: `messages`, `add_generation_prompt`, the special tokens by name,
     `raise_exception(text)`, `strftime_now(format)`, `tojson`, `break` and `continue`.  Lesson 01.
-    Raises TokenizerError when the template does not parse.
+    Raises TokenizerError if the template does not parse.
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
@@ -47,11 +47,11 @@ class ChatTemplate:
     def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
         """The prompt for `messages`, each {"role": ..., "content": ...}.
 
-        Raises TokenizerError for messages of another form, and with the template's own words when it refuses them.
+        Raises TokenizerError for messages of another form, and with the template's own message if it rejects them.
         """
         if not messages or not all(isinstance(message, dict) and "role" in message for message in messages):
             raise TokenizerError(
-                f'messages are a list of {{"role": ..., "content": ...}}, at least one, not {messages!r}'
+                f'messages must be a list of {{"role": ..., "content": ...}}, at least one, not {messages!r}'
             )
         variables = {"tools": None, "documents": None, **self._special_tokens}
         try:
@@ -71,5 +71,5 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja2's own filter escapes <, > and &, which a model has never seen.
+    # Jinja2's own filter escapes <, > and &, which models are not trained on.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

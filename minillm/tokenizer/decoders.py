@@ -1,8 +1,8 @@
-"""Tokens back to text, one token at a time.  Lesson 01.
+"""Decoders: tokens back to text, one token at a time.  Lesson 01.
 
-Every decoder of `tokenizer.json` is a stage that takes pieces and gives the text that is certain by now; what may
-still change (half a character, a run of byte tokens, a space that may be stripped at the end) it holds back until
-`finish`. Decoding a whole list and decoding a stream are the same code, so they cannot differ.
+Every decoder of `tokenizer.json` is a stage that takes pieces and returns the text that can no longer change. It holds
+back the rest (half a character, a run of byte tokens, a space that may be stripped at the end) until `finish`. Lists
+and streams of tokens are decoded by the same code, so their texts are equal.
 """
 
 import codecs
@@ -18,7 +18,7 @@ _BYTE_TOKEN = regex.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Stage:
-    """`push(piece)` and `finish()` return the pieces that are ready; `fuses`: they are parts of one long piece."""
+    """One decoder. `push` and `finish` return the pieces that are final; with `fuses`, these form a single piece."""
 
     fuses = False
 
@@ -43,11 +43,11 @@ class Decoder:
             fused = fused or stage.fuses
 
     def push(self, tokens: Iterable[str]) -> str:
-        """The text that these tokens make certain, possibly none."""
+        """The text that is final after these tokens, possibly empty."""
         return self._run(tokens, last=False)
 
     def finish(self) -> str:
-        """The text still held back."""
+        """The text that was held back."""
         return self._run([], last=True)
 
     def _run(self, tokens: Iterable[str], last: bool) -> str:
@@ -90,7 +90,7 @@ class _Fuse(Stage):
 
 
 class _Whole(Stage):
-    """Any stage after a Fuse: it must see the one long piece, so it waits for the end."""
+    """A stage after a Fuse: it needs the whole piece, so it waits for the end."""
 
     fuses = True
 
@@ -106,8 +106,8 @@ class _Whole(Stage):
 
 
 class _ByteFallback(Stage):
-    """<0xE2><0x82><0xAC> -> "€". A run of byte tokens with any invalid byte becomes one "\ufffd" for each byte, as the
-    `tokenizers` library has it; so a run is only certain when it ends."""
+    """<0xE2><0x82><0xAC> -> "€". A run of byte tokens with an invalid byte becomes one "\ufffd" for each byte, as in
+    the `tokenizers` library; so a run is final only when it ends."""
 
     def __init__(self, spec: Spec) -> None:
         self.run = bytearray()
@@ -146,7 +146,7 @@ class _ByteLevel(Stage):
 class _Metaspace(Stage):
     def __init__(self, spec: Spec) -> None:
         self.mark = spec["replacement"]
-        self.drops = prepend_scheme(spec) != "never"  # the first token's mark is the one that encoding put there
+        self.drops = prepend_scheme(spec) != "never"  # the first token's mark was added by the encoding
 
     def push(self, piece: str) -> list[str]:
         self.drops, drops = False, self.drops
@@ -154,7 +154,7 @@ class _Metaspace(Stage):
 
 
 class _Strip(Stage):
-    """Takes the character `content` off every piece, up to `start` times in front and `stop` times behind."""
+    """Removes the character `content` from every piece, up to `start` times at its start and `stop` at its end."""
 
     def __init__(self, spec: Spec) -> None:
         self.content, self.start, self.stop = spec["content"], spec["start"], spec["stop"]
@@ -168,7 +168,7 @@ class _Strip(Stage):
 
 
 class _StripEnds(Stage):
-    """A Strip after a Fuse: off the beginning and the end of all text. Llama 2 ends in one, and must still stream."""
+    """A Strip after a Fuse: strips the whole text's start and end. Llama 2 ends with one, and must still stream."""
 
     fuses = True
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from .patterns import TokenizerError
 
-SPACE = "▁"  # U+2581: a space that survives being written in a vocabulary
+SPACE = "▁"  # U+2581: stands for a space in vocabularies
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>")
 BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
 
-# No token crosses these pieces. Newlines stand alone: without that, byte-pair encoding learns tokens like "D\n\nWhich",
-# and the answer letter of a question vanishes inside them. Digits stand alone so that numbers are spelled one way.
+# No token crosses these pieces. Newlines are pieces of their own: otherwise byte-pair encoding learns tokens like
+# "D\n\nWhich", which hide the answer letter of a question. So are digits, so that a number has only one encoding.
 SPLIT_PATTERN = r"\n+|\p{N}|▁?[\p{L}\p{M}']+|▁?[^\s▁\p{L}\p{M}\p{N}']+|▁+"
 
 CHAT_TEMPLATE = """\
@@ -42,10 +42,14 @@ def write_tokenizer(
     chat_template: str = CHAT_TEMPLATE,
     model_max_length: int = 2048,
 ) -> None:
-    """Write `tokenizer.json` and `tokenizer_config.json` into `directory` (made if absent).  Lesson 01.
+    """Write `tokenizer.json` and `tokenizer_config.json` to `directory`, created if necessary.  Lesson 01.
 
-    `split_pattern` must be the one that `train_bpe` had; None writes Gemma's own form, where a whole text is one piece.
-    `model_max_length` is in tokens.
+    vocab, merges     what `train_bpe` returned
+    special_tokens    as given to `train_bpe`
+    split_pattern     as given to `train_bpe`; None writes Gemma's own form, which does not split texts
+    chat_template     Jinja2
+    model_max_length  in tokens
+    Raises TokenizerError if a special token is not in the vocabulary.
     """
     missing = [token for token in (*SPECIAL_TOKENS[:4], *special_tokens) if token not in vocab]
     if missing:
@@ -88,7 +92,7 @@ def write_tokenizer(
         },
     }
     config = {
-        # transformers 5's GemmaTokenizer builds its own pipeline and drops the split; this class reads the file.
+        # transformers 5's GemmaTokenizer builds its own pipeline without the split; this class reads the file.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<bos>",
         "eos_token": "<eos>",

@@ -1,4 +1,4 @@
-"""Rewrite text before it is cut: each normalizer of `tokenizer.json` as a function from text to text.  Lesson 01."""
+"""The normalizers of `tokenizer.json`: functions that rewrite a text before it is split.  Lesson 01."""
 
 import unicodedata
 from collections.abc import Callable
@@ -13,7 +13,7 @@ Normalizer = Callable[[str], str]
 
 
 def build_normalizer(spec: Spec | None) -> Normalizer:
-    """The normalizer that `spec` describes; None leaves text as it is.  Lesson 01."""
+    """The normalizer of a `tokenizer.json`; None: no change. Raises TokenizerError for an unknown one.  Lesson 01."""
     return component("normalizer", spec, _BUILDERS) if spec else lambda text: text
 
 
@@ -40,7 +40,7 @@ def _strip(spec: Spec) -> Normalizer:
 
 
 def _lowercase(spec: Spec) -> Normalizer:
-    # Character by character: lowering whole words would turn a final sigma into another letter.
+    # Character by character: str.lower of a whole word would map a final sigma to another letter.
     return lambda text: "".join(character.lower() for character in text)
 
 

@@ -1,4 +1,4 @@
-"""Patterns as `tokenizer.json` writes them, and the error that every part of the tokenizer raises.  Lesson 01."""
+"""Patterns and components of `tokenizer.json`, and the tokenizer's error.  Lesson 01."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -12,21 +12,21 @@ Built = TypeVar("Built")
 
 
 class TokenizerError(MinillmError, ValueError):
-    """A tokenizer file or an input that cannot work; the message names it and the way out."""
+    """A tokenizer file or an input is wrong; the message names it and the way out."""
 
 
 def compile_pattern(spec: Spec | str) -> regex.Pattern[str]:
     r"""Compile `{"Regex": ...}`, `{"String": ...}` or a plain string (a regex).
 
     Files are written for Oniguruma, the engine in the `tokenizers` library. The `regex` package reads the same
-    syntax (`\p{L}`, possessive quantifiers, nested sets). Both follow Unicode's tables, of different years: they may
-    disagree on characters that were added in between, and `\w` on superscript digits.
+    syntax (`\p{L}`, possessive quantifiers, nested sets). Their Unicode tables are of different years, so they may
+    differ on characters added in between, and for `\w` on superscript digits. Raises TokenizerError.
     """
     if isinstance(spec, dict) and spec.keys() == {"String"}:
         return regex.compile(regex.escape(spec["String"]))
     text = spec["Regex"] if isinstance(spec, dict) and spec.keys() == {"Regex"} else spec
     if not isinstance(text, str):
-        raise TokenizerError(f'a pattern is {{"String": ...}} or {{"Regex": ...}}, not {spec!r}')
+        raise TokenizerError(f'a pattern must be {{"String": ...}} or {{"Regex": ...}}, not {spec!r}')
     try:
         return regex.compile(text, regex.V1)
     except regex.error as error:
@@ -34,7 +34,7 @@ def compile_pattern(spec: Spec | str) -> regex.Pattern[str]:
 
 
 def replacer(spec: Spec) -> Callable[[str], str]:
-    """The function that puts `spec["content"]`, as it is, in place of what `spec["pattern"]` finds."""
+    """A function that replaces matches of `spec["pattern"]` by the literal text `spec["content"]`."""
     pattern, content = compile_pattern(spec["pattern"]), spec["content"]
     plain = spec["pattern"].get("String")
     if plain is not None:
@@ -43,7 +43,7 @@ def replacer(spec: Spec) -> Callable[[str], str]:
 
 
 def component(kind: str, spec: Spec, builders: Mapping[str, Callable[[Spec], Built]]) -> Built:
-    """Build the part that `spec["type"]` names, or say which name is unknown and which ones are not."""
+    """Build the component that `spec["type"]` names. Raises TokenizerError, with the known names, for another."""
     name = spec.get("type")
     if not isinstance(name, str) or name not in builders:
         known = ", ".join(sorted(builders))

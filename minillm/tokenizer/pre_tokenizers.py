@@ -1,6 +1,6 @@
-"""Cut normalized text into the pieces that no token crosses.  Lesson 01.
+"""Pre-tokenizers: split normalized text into pieces that no token crosses.  Lesson 01.
 
-A pre-tokenizer is a function (text, at_start) -> pieces; `at_start` says that the text begins the whole input.
+A pre-tokenizer is a function (text, at_start) -> pieces; at_start: whether the text is the start of the whole input.
 """
 
 from collections.abc import Callable
@@ -12,12 +12,12 @@ from .patterns import Spec, TokenizerError, compile_pattern, component
 
 PreTokenizer = Callable[[str, bool], list[str]]
 
-# Contractions, words, numbers, the rest, white space: GPT-2's cut (Radford et al. 2019, section 2.2 and its code).
+# Contractions, words, numbers, the rest, white space: GPT-2's pattern (Radford et al. 2019, section 2.2 and its code).
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def _byte_characters() -> dict[int, str]:
-    """A visible character for each byte: itself where Latin-1 prints it, else the next one from U+0100 on."""
+    """A visible character for each byte: its Latin-1 character if printable, else the next one from U+0100 on."""
     printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printed]
     return {byte: chr(byte) for byte in printed} | {byte: chr(256 + n) for n, byte in enumerate(others)}
@@ -32,11 +32,11 @@ def to_byte_characters(text: str) -> str:
 
 
 def split_text(text: str, pattern: regex.Pattern[str], behavior: str = "Isolated", invert: bool = False) -> list[str]:
-    """Cut `text` at the matches of `pattern`; no piece is empty.  Lesson 01.
+    """Split `text` at the matches of `pattern`; no piece is empty.  Lesson 01.
 
-    behavior  what becomes of a match: "Isolated" (a piece), "Removed", "MergedWithPrevious" or "MergedWithNext" (part
-              of its neighbour unless that is a match too), "Contiguous" (neighbouring matches are one piece)
-    invert    what lies between the matches is treated as the matches, and the reverse
+    behavior  what a match becomes: "Isolated" (a piece), "Removed", "MergedWithPrevious" or "MergedWithNext" (part of
+              the adjacent piece, unless that is a match too), "Contiguous" (adjacent matches form one piece)
+    invert    treat the text between matches as the matches, and vice versa
     """
     spans, end = [], 0
     for match in pattern.finditer(text):
@@ -64,7 +64,7 @@ def _merge_with_previous(spans: list[tuple[str, bool]]) -> list[str]:
 
 
 def _merge_with_next(spans: list[tuple[str, bool]]) -> list[str]:
-    # The mirror image: back to front, a match joins the piece that was just made.
+    # The mirror image: from the end to the start, a match joins the piece that was just made.
     pieces: list[str] = []
     following = True
     for text, is_match in reversed(spans):
@@ -88,7 +88,7 @@ _BEHAVIORS: dict[str, Callable[[list[tuple[str, bool]]], list[str]]] = {
 
 
 def build_pre_tokenizer(spec: Spec | None) -> PreTokenizer:
-    """The pre-tokenizer that `spec` describes; None keeps a text in one piece.  Lesson 01."""
+    """The pre-tokenizer of a `tokenizer.json`; None: no split. Raises TokenizerError for an unknown one.  Lesson 01."""
     return component("pre-tokenizer", spec, _BUILDERS) if spec else lambda text, at_start: [text]
 
 
@@ -107,7 +107,7 @@ def _sequence(spec: Spec) -> PreTokenizer:
 def _split(spec: Spec) -> PreTokenizer:
     pattern, behavior, invert = compile_pattern(spec["pattern"]), spec["behavior"], spec.get("invert", False)
     if behavior not in _BEHAVIORS:
-        raise TokenizerError(f"a Split does {', '.join(_BEHAVIORS)} with its matches, not {behavior!r}")
+        raise TokenizerError(f"the behavior of a Split must be one of {', '.join(_BEHAVIORS)}, not {behavior!r}")
     return lambda text, at_start: split_text(text, pattern, behavior, invert)
 
 
@@ -142,7 +142,7 @@ def _metaspace(spec: Spec) -> PreTokenizer:
 
 
 def prepend_scheme(spec: Spec) -> str:
-    """When a Metaspace puts its mark before a text: "always", "first" or "never". Older files hold a boolean."""
+    """When a Metaspace adds its mark before a text: "always", "first" or "never". Older files have a boolean."""
     return spec.get("prepend_scheme") or ("always" if spec.get("add_prefix_space", True) else "never")
 
 

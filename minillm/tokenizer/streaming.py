@@ -1,4 +1,4 @@
-"""Text while it is being generated.  Lesson 01."""
+"""Decode a stream of tokens.  Lesson 01."""
 
 from collections.abc import Iterable
 
@@ -6,10 +6,10 @@ from .tokenizer import Tokenizer
 
 
 class StreamingDetokenizer:
-    """Turns ids into text as they arrive: each piece once, never half a character.  Lesson 01.
+    """Decodes ids as they arrive, and returns each piece of text once, never half a character.  Lesson 01.
 
-    What all `add` calls and the final `flush` return, joined, is `tokenizer.decode` of all the ids. A run of byte
-    tokens is given out when it ends. Ids that the model has but the tokenizer lacks (a padded vocabulary) have no text.
+    The texts of all `add` calls and the final `flush` together equal `tokenizer.decode` of all ids. A run of byte
+    tokens is returned when it ends. Ids that only the model has (a padded vocabulary) have no text.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
@@ -18,10 +18,10 @@ class StreamingDetokenizer:
         self._decoder = tokenizer.new_decoder()
 
     def add(self, ids: Iterable[int]) -> str:
-        """The text that these ids complete, possibly none."""
+        """The text that these ids complete, possibly empty."""
         return self._decoder.push(self._tokenizer.visible_tokens(ids, self._skip_special_tokens))
 
     def flush(self) -> str:
-        """The text still held back: unfinished characters come out as U+FFFD. Ready for another sequence after it."""
+        """The rest of the text, with incomplete characters as U+FFFD. Afterwards another sequence can start."""
         decoder, self._decoder = self._decoder, self._tokenizer.new_decoder()
         return decoder.finish()

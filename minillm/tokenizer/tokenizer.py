@@ -1,8 +1,8 @@
-"""`tokenizer.json` read into a tokenizer: text to ids and back.  Lesson 01.
+"""The tokenizer of a `tokenizer.json`: text to ids and back.  Lesson 01.
 
-Text goes through added tokens, normalizer, pre-tokenizer, byte-pair merges and post-processor, in that order; ids come
-back through the decoder. The file's format is that of Hugging Face's `tokenizers`; the parts here are those that
-Gemma, Llama and their kin use. Its `truncation` and `padding` are left to the engine, which refuses long prompts.
+Encoding matches added tokens, then runs normalizer, pre-tokenizer, byte-pair merges and post-processor, in that order;
+decoding runs the decoder. The file's format is that of Hugging Face's `tokenizers`, with the components that Gemma,
+Llama and similar models use. `truncation` and `padding` are ignored: the engine rejects prompts that are too long.
 """
 
 import json
@@ -24,12 +24,12 @@ from .pre_tokenizers import build_pre_tokenizer
 class Tokenizer:
     """A tokenizer read from a model's directory.  Lesson 01.
 
-    bos_token_id, eos_token_id  ids, or None where the directory names no such token
-    vocab_size                  number of tokens, added ones included
+    bos_token_id, eos_token_id  ids, or None if the directory names no such token
+    vocab_size                  number of tokens, including added ones
     """
 
     def __init__(self, tokenizer: Spec, config: Spec | None = None, chat_template: str | None = None) -> None:
-        """`tokenizer` and `config` hold the contents of `tokenizer.json` and `tokenizer_config.json`."""
+        """tokenizer, config: the contents of `tokenizer.json` and `tokenizer_config.json`. Raises TokenizerError."""
         try:
             self._model = _build_model(tokenizer["model"])
             added = [AddedToken(**entry) for entry in tokenizer.get("added_tokens") or []]
@@ -63,10 +63,10 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> "Tokenizer":
-        """Read `tokenizer.json`, and where present `tokenizer_config.json` (or `special_tokens_map.json`) and
+        """Read `tokenizer.json` and, if present, `tokenizer_config.json` (or `special_tokens_map.json`) and
         `chat_template.jinja`.  Lesson 01.
 
-        Raises TokenizerError for a missing or damaged file, or a part that is not supported, by its name.
+        Raises TokenizerError, which names the file or component, if one is missing, damaged or not supported.
         """
         directory = Path(directory)
         tokenizer = _read_json(directory / "tokenizer.json")
@@ -80,10 +80,11 @@ class Tokenizer:
         return cls(tokenizer, config, _read_template(directory / "chat_template.jinja"))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of `text`; add_special_tokens=False leaves out what the file puts around it (usually <bos>).
+        """The ids of `text`.  Lesson 01.
 
-        Special tokens written out in the text become their ids either way. Time is O(n log n) at worst.
-        Raises TokenizerError when `text` is no str or holds a lone surrogate, which no UTF-8 text can.
+        add_special_tokens: whether to add the tokens that the file's post-processor puts around a text (usually <bos>).
+        Special tokens that occur in the text become their ids in any case. Takes O(n log n) time at worst.
+        Raises TokenizerError if `text` is not a str or has a lone surrogate, which UTF-8 cannot encode.
         """
         if not isinstance(text, str):
             raise TokenizerError(f"encode takes a str, not {type(text).__name__}")
@@ -91,8 +92,8 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise TokenizerError(
-                f"the text holds the lone surrogate {text[error.start]!a} at character {error.start}, which is half of "
-                'a UTF-16 pair and no character: decode its source with errors="replace", or remove it'
+                f"the text has the lone surrogate {text[error.start]!a} at character {error.start}, which is half of "
+                'a UTF-16 pair and not a character: decode its source with errors="replace", or remove it'
             ) from None
         ids: list[int] = []
         for piece, at_start in self._added.split(text):
@@ -104,7 +105,10 @@ class Tokenizer:
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """The text of `ids`. Raises TokenizerError for an id that no token has."""
+        """The text of `ids`.  Lesson 01.
+
+        skip_special_tokens: whether to omit special tokens. Raises TokenizerError for an unknown id.
+        """
         ids = list(ids)
         for id in ids:
             self.token(id)
@@ -112,19 +116,20 @@ class Tokenizer:
         return decoder.push(self.visible_tokens(ids, skip_special_tokens)) + decoder.finish()
 
     def apply_chat_template(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
-        """The prompt for `messages`: encode it with add_special_tokens=False, since it begins with <bos> itself.
+        """The prompt for `messages`. Encode it with add_special_tokens=False: it starts with <bos>.  Lesson 01.
 
-        Raises TokenizerError when the directory has no chat template or the template refuses the messages.
+        messages: {"role": ..., "content": ...} each. add_generation_prompt: whether to end with the start of the
+        model's turn. Raises TokenizerError if there is no chat template, or if it rejects the messages.
         """
         if self._chat is None:
             raise TokenizerError(
                 "this tokenizer has no chat template: use a model trained for chat, or put a chat_template.jinja "
-                "beside its tokenizer.json"
+                "next to its tokenizer.json"
             )
         return self._chat.render(messages, add_generation_prompt)
 
     def token(self, id: int) -> str:
-        """The token with this id, as the vocabulary spells it. Raises TokenizerError when there is none."""
+        """The token with this id, as written in the vocabulary. Raises TokenizerError for an unknown id."""
         try:
             return self._tokens[id]
         except KeyError:
@@ -132,21 +137,21 @@ class Tokenizer:
             raise TokenizerError(f"no token has the id {id}: this tokenizer's ids run from 0 to {limit}") from None
 
     def id(self, token: str) -> int:
-        """The id of this token. Raises TokenizerError when it is not in the vocabulary."""
+        """The id of this token. Raises TokenizerError if it is not in the vocabulary."""
         try:
             return self._ids[token]
         except KeyError:
             raise TokenizerError(f"{token!r} is not one of the {self.vocab_size} tokens of this vocabulary") from None
 
     def visible_tokens(self, ids: Iterable[int], skip_special_tokens: bool) -> Iterator[str]:
-        """The tokens that decoding shows: known ones, without the special ones if so asked."""
+        """The tokens that have text: known ids, without special tokens if `skip_special_tokens`."""
         for id in ids:
             token = self._tokens.get(id)
             if token is not None and not (skip_special_tokens and id in self._special):
                 yield token
 
     def new_decoder(self) -> Decoder:
-        """A decoder for one sequence of tokens."""
+        """A new decoder, for one sequence of tokens."""
         return Decoder(self._decoder_spec)
 
 
@@ -161,8 +166,8 @@ def _build_model(spec: Spec) -> BPE:
 
 
 def _build_template(spec: Spec | None) -> tuple[list[int], list[int]]:
-    """The ids that a post-processor puts before and after a text."""
-    if spec is None or spec["type"] == "ByteLevel":  # ByteLevel only moves offsets, which nobody asks for here
+    """The ids that a post-processor adds before and after a text."""
+    if spec is None or spec["type"] == "ByteLevel":  # ByteLevel only changes offsets, which are not used here
         return [], []
     before: list[int] = []
     after: list[int] = []
@@ -196,7 +201,7 @@ def _content(token: str | Spec | None) -> str | None:
 
 
 def _default_template(template: str | list[dict[str, str]] | None) -> str | None:
-    """A file may hold one template, or several by name."""
+    """The default of a file's templates: it may have one, or several with names."""
     if isinstance(template, list):
         return {entry["name"]: entry["template"] for entry in template}.get("default")
     return template
@@ -210,9 +215,9 @@ def _read_json(path: Path) -> Spec | None:
     except OSError as error:
         raise TokenizerError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path} is no JSON ({error}): it may be a damaged or partial download") from error
+        raise TokenizerError(f"{path} is not JSON ({error}): it may be a damaged or partial download") from error
     if not isinstance(found, dict):
-        raise TokenizerError(f"{path} must hold an object, not {shown(found)}: it may be another file")
+        raise TokenizerError(f"{path} must be a JSON object, not {shown(found)}: it may be another file")
     return found
 
 
@@ -224,4 +229,4 @@ def _read_template(path: Path) -> str | None:
     except OSError as error:
         raise TokenizerError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise TokenizerError(f"{path} is no UTF-8 text ({error}): it may be a damaged download") from error
+        raise TokenizerError(f"{path} is not UTF-8 text ({error}): it may be a damaged download") from error

@@ -1,7 +1,7 @@
 """Learn a byte-pair vocabulary from text.  Lesson 01.
 
 Sennrich, Haddow and Birch, "Neural Machine Translation of Rare Words with Subword Units" (2016), section 3.2: start
-from characters, join the most frequent pair of neighbours everywhere, and repeat.
+from characters, join the most frequent adjacent pair everywhere, and repeat.
 """
 
 import heapq
@@ -23,14 +23,14 @@ def train_bpe(
 ) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Return (vocabulary: token -> id, merges in the order they were learned).  Lesson 01.
 
-    texts           any number of strings, read once; spaces count as "▁"
-    vocab_size      ids in all: special tokens, 256 bytes, characters, merges (fewer if the text has no more pairs)
-    special_tokens  take the first ids, in this order
-    split_pattern   no token crosses the pieces that this regex cuts the text into, after " " has become "▁"
-    max_characters  keep this many of the most frequent characters; the others are spelled in byte tokens
+    texts           any number of strings, read once; spaces become "▁"
+    vocab_size      all ids: special tokens, 256 bytes, characters, merges (fewer if the texts have no more pairs)
+    special_tokens  have the first ids, in this order
+    split_pattern   a regex, applied after " " became "▁"; no token crosses the pieces that it splits a text into
+    max_characters  keep this many of the most frequent characters; others are encoded as byte tokens
 
-    The result depends only on the texts' word counts: equal counts go to the pair that sorts first.
-    Raises TokenizerError when vocab_size leaves no room for what every vocabulary holds.
+    The result depends only on the texts' word counts; of pairs with equal counts, the one that sorts first wins.
+    Raises TokenizerError if vocab_size is too small for special tokens, bytes and characters.
     """
     pattern = compile_pattern(split_pattern)
     word_counts: Counter[str] = Counter()
@@ -57,13 +57,13 @@ def train_bpe(
         if len(vocab) == vocab_size:
             break
         merges.append((left, right))
-        # Two pairs can spell one token ("a"+"bc", "ab"+"c"): the second is a merge, not a new id.
+        # Two pairs can make the same token ("a"+"bc", "ab"+"c"): the second is a merge, but no new id.
         vocab.setdefault(left + right, len(vocab))
     return vocab, merges
 
 
 def join_pair(symbols: list[str], left: str, right: str) -> list[str]:
-    """`symbols` with each (left, right) in it joined, from the front.  Lesson 01."""
+    """`symbols` with each adjacent pair (left, right) joined, from the start.  Lesson 01."""
     joined: list[str] = []
     i = 0
     while i < len(symbols):
@@ -77,7 +77,10 @@ def join_pair(symbols: list[str], left: str, right: str) -> list[str]:
 
 
 def most_frequent_pairs(words: list[tuple[list[str], int]]) -> Iterator[tuple[str, str]]:
-    """Yield the most frequent pair, join it in `words`, and go on until no word has two symbols."""
+    """Yield the most frequent pair, join it in `words`, and repeat until no word has two symbols.  Lesson 01.
+
+    words: (symbols, count) of each distinct word; changed in place.
+    """
     counts: Counter[tuple[str, str]] = Counter()
     words_with: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
     for index, (symbols, count) in enumerate(words):
@@ -88,13 +91,13 @@ def most_frequent_pairs(words: list[tuple[list[str], int]]) -> Iterator[tuple[st
     heapq.heapify(heap)
     while heap:
         negative_count, best = heapq.heappop(heap)
-        if counts[best] != -negative_count:  # out of date: its present count was pushed when it changed
+        if counts[best] != -negative_count:  # out of date: the current count was pushed when it changed
             continue
         if counts[best] == 0:
             return
         yield best
         changed = set()
-        # Only the words that hold the pair can change, so a step costs what it changes and not the whole corpus.
+        # Only words with this pair can change, so a step costs what it changes, not the whole corpus.
         for index in words_with.pop(best):
             symbols, count = words[index]
             joined = join_pair(symbols, *best)

@@ -5,7 +5,7 @@
     for step in replay(Trace.read("run.jsonl")):
         print(step.number, step.request, step.kind, step.count)
 
-Events say what changed and no more: a decode step of 3,000 rows is one `launch`. Recording appends an entry, a tuple,
+Events record only what changed: a decode step of 3,000 rows is one `launch`. Recording appends an entry, a tuple,
 which is several events where these come together; a line of a file is an entry as a JSON list. Names and dictionaries
 are made when a trace is read.
 """
@@ -32,8 +32,8 @@ FIELDS = {
     "share": ("request", "row", "tokens", "blocks"),  # found in the cache, part of the admission before it
     "grow": ("rows", "columns", "blocks"),  # each row's next columns; blocks: [groups][n], -1: has its own
     "register": ("row", "blocks"),  # full, and others may find them by their prefix from now on
-    "evict": ("block",),  # given out anew: its prefix is known no more
-    "release": ("row", "blocks", "step"),  # let go before the row's end; free once that step is read
+    "evict": ("block",),  # reallocated: its prefix is no longer cached
+    "release": ("row", "blocks", "step"),  # freed before the row ends; reusable once that step is read
     "preempt": ("request", "row", "step"),
     "finish": ("request", "row", "reason", "step"),  # row -1: it waited
     "skip": ("step", "rows"),  # rows with one token pending that the budget left out
@@ -228,7 +228,7 @@ class Trace:
             self._file = None
 
     def write_in_time(self) -> None:
-        """Write what was recorded if it is much or old. For whoever drives the engine, while the device computes."""
+        """Write recorded entries if they are many or old. The engine calls it while the device computes."""
         if self.path is not None and (len(self._entries) >= CHUNK or time.perf_counter() - self._written > PATIENCE):
             self.flush()
 

@@ -31,7 +31,7 @@ class Tables:
 
     number: int
     launched: float
-    rows: dict[int, tuple[str, list[list[int]]]]  # row -> request and its table, [groups][n]; -1: let go
+    rows: dict[int, tuple[str, list[list[int]]]]  # row -> request and its table, [groups][n]; -1: freed
     leaving: list[tuple[str, list[int]]]  # ended, but steps in flight may touch these blocks
     states: list[str]  # of each block: "used", "cached" or "free"
     holders: list[int]  # of each block
@@ -130,7 +130,7 @@ class Mirror:
                 continue
             if shared:
                 there = self.holders[block] or block in self.registered
-                self._expect(there, kind, f"shares block {block}, which nobody can find")
+                self._expect(there, kind, f"shares block {block}, which no lookup can find")
                 group += [-1] * (column - len(group))  # what the row never needs
             else:
                 self._expect(not self.holders[block], kind, f"gives out block {block}, which is in use")
@@ -151,7 +151,7 @@ class Mirror:
     def _evict(self, event: dict) -> None:
         block = event["block"]
         self._expect(not self.holders[block], "evict", f"takes block {block}, which is in use")
-        self._expect(block in self.registered, "evict", f"takes block {block}, which nobody can find")
+        self._expect(block in self.registered, "evict", f"takes block {block}, which no lookup can find")
         self.registered.discard(block)
 
     def _release(self, event: dict) -> None:

@@ -74,7 +74,7 @@ def run(
     title = f"{name}, {concurrency} requests at once of {input_len:,} + {output_len:,} tokens"
     if device == "cpu":
         print(f"{title}, on a CPU\n{on_cpu(shape, plan)}")
-        print("Not measured here, for want of a GPU: workspace, CUDA graphs, launches. This plan holds options alone.")
+        print("Not measured, since there is no GPU: workspace, CUDA graphs, launches. This plan has options only.")
     else:
         from .planning import measured  # needs triton
 

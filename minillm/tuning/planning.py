@@ -5,9 +5,9 @@ nothing for 256 at once. The kernels' own launches had been found in the same wa
 """
 
 import gc
+import logging
 import math
 import statistics
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from minillm.runner.runner import Runner
 
 from . import trials
 
+log = logging.getLogger(__name__)
 BUDGETS = (8192, 16384, 32768)  # tokens a step
 PROMPT_TOKENS = 1 << 18  # at most, in each trial of a budget
 REPLAYS = 15
@@ -36,7 +37,7 @@ Asked = dict[launches.Problem, trials.Launch]  # the problems of a step, and eac
 def measured(model: str | Path | None, plan: Plan, out: Path, device: str) -> Plan:
     """The plan with graphs, launches, budget and memory from this GPU. Leaves an unfinished one in `out`."""
     torch.manual_seed(0)
-    print("starting an engine with random weights", file=sys.stderr, flush=True)
+    log.info("starting an engine with random weights")
     # Without the cache of prefixes: a budget's prompts must not profit from another's.
     options = {"enable_prefix_caching": False} | plan.options
     with LLM(model, load_format="dummy", device=device, **options) as llm:
@@ -252,11 +253,11 @@ def entry(found: trials.Found) -> dict:
 
 
 def report(found: trials.Found) -> trials.Found:
-    """Say on stderr what was found; minutes without a word look like a hang."""
+    """Log what was found: minutes without a line would look like a hang."""
     sizes = " ".join(f"{name} {size}" for name, size in found.problem.sizes)
     change = "kept" if found.launch == found.default else f"-> {found.launch}, {1e6 * found.seconds:.1f} us"
-    print(
-        f"{found.problem.kernel} ({sizes}): {1e6 * found.default_seconds:.1f} us {change} of {found.tried} tried",
-        file=sys.stderr, flush=True,
+    log.info(
+        "%s (%s): %.1f us %s of %d tried",
+        found.problem.kernel, sizes, 1e6 * found.default_seconds, change, found.tried,
     )  # fmt: skip
     return found

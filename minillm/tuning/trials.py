@@ -231,7 +231,7 @@ def prefill_trial(problem: Problem, runner: Runner, traffic: Traffic, budget: in
 
 
 def product_trial(problem: Problem, runner: Runner) -> Trial:
-    """The model's own matrices of this shape, with what comes before and behind the product."""
+    """The model's own matrices of this shape, with what precedes and follows the product."""
     (sizes, dtype), model = _sizes(problem), runner.model
     eps, gated = model.config.rms_norm_eps, sizes.get("gated", 0)
     shape = (sizes["rows"] * (1 + gated), sizes["columns"])

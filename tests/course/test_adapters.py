@@ -124,6 +124,6 @@ def test_a_full_contiguous_cache_rejects_new_tokens_and_keeps_its_content():
 
     cache = Cache()
     adapters.append(cache, torch.ones(2, 1, 2), torch.full((2, 1, 2), 5.0))
-    with pytest.raises(ValueError, match="2 tokens behind 2 do not fit a cache of 3"):
+    with pytest.raises(ValueError, match="2 tokens after 2 do not fit a cache of 3"):
         adapters.append(cache, torch.ones(2, 1, 2), torch.ones(2, 1, 2))
     assert cache.length == 2 and cache.k[:, 0, 0].tolist() == [1, 1, 0] and cache.v[:, 0, 0].tolist() == [5, 5, 0]

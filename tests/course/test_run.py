@@ -1,4 +1,4 @@
-"""Lessons run as scripts: what fails is told, and fails the whole run."""
+"""Lessons run as scripts: a failing lesson is reported and fails the whole run."""
 
 import json
 
@@ -20,6 +20,6 @@ def test_a_run_of_lessons_fails_if_one_of_them_does(second, status, tmp_path, mo
     assert ("FAILED\na mistake" in capsys.readouterr().out) == (status == 1)
 
 
-def test_a_run_of_no_lesson_is_a_failure(tmp_path, monkeypatch):
+def test_a_run_without_lessons_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "SOURCES", tmp_path)
     assert run.main(["00"]) == 1

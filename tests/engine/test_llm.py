@@ -1,4 +1,4 @@
-"""What `LLM` and its engine do around a request: prompts, seeds, the lock."""
+"""`LLM` and its engine around a request: prompts, seeds, the lock."""
 
 import pytest
 
@@ -14,13 +14,13 @@ def llm():
         yield llm
 
 
-def test_a_chats_prompt_has_one_beginning_of_text(llm):
+def test_a_chat_prompt_has_exactly_one_bos_token(llm):
     ids = chat_prompt(llm.tokenizer, [{"role": "user", "content": "Where is Fenwick?"}])
     assert ids[0] == llm.tokenizer.bos_token_id and ids.count(ids[0]) == 1
 
 
 @pytest.mark.parametrize("seed", [0, 7, -1])
-def test_a_seed_is_the_requests_own_0_and_negative_ones_too(llm, seed):
+def test_a_request_keeps_its_seed_even_if_0_or_negative(llm, seed):
     asked = SamplingParams(seed=seed)
     assert [llm.engine.prepare([5], asked).request.seed for _ in range(2)] == [seed, seed]
     unseeded = {llm.engine.prepare([5], SamplingParams()).request.seed for _ in range(8)}
@@ -28,7 +28,7 @@ def test_a_seed_is_the_requests_own_0_and_negative_ones_too(llm, seed):
 
 
 @pytest.mark.parametrize("call", ["submit", "abort", "step"])
-def test_whoever_changes_the_engine_holds_its_lock(llm, call, monkeypatch):
+def test_calls_that_change_the_engine_hold_its_lock(llm, call, monkeypatch):
     engine, scheduler = llm.engine, llm.engine.scheduler
     held = []
     for name in ("submit", "finish", "schedule"):

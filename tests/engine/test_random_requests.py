@@ -229,15 +229,18 @@ def test_any_order_of_submitting_aborting_and_stepping_gives_each_request_its_to
         )
 
 
-@pytest.mark.parametrize("rows", [1, 64])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+# On a GPU a row alone is sampled by another kernel; on a CPU all rows are sampled by the same operation.
+SAMPLED = [(1.0, 64), (0.7, 1), *([(1.0, 1), (0.7, 64)] if ON_GPU else [])]
+
+
+@pytest.mark.parametrize("temperature, rows", SAMPLED)
 def test_sampling_follows_the_models_distribution(temperature, rows, teacher):
     """Chi-square test: by rank, each token has an interval of [0, 1]; take a random point in the drawn token's.
 
     If tokens are drawn with their probabilities, these points are uniform. Against a distribution at half or twice
     the temperature they must not be.
     """
-    count, length, bins = 64, 64 if ON_GPU else 32, 8
+    count, length, bins = 64, 64 if ON_GPU else 32 if rows > 1 else 16, 8
     params = SamplingParams(max_tokens=length, temperature=temperature, ignore_eos=True)
     rng = random.Random(SEED + 5)
     prompts = [[rng.randrange(4, 4000) for _ in range(rng.randint(1, 30))] for _ in range(count)]
@@ -263,17 +266,17 @@ def test_sampling_follows_the_models_distribution(temperature, rows, teacher):
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU has real graphs, and kernels are not interpreted on it")
-@pytest.mark.parametrize("rows, budget", [(3, 100), (1, 64), (4, 13)])
+@pytest.mark.parametrize("rows, budget", [(3, 24), (1, 32), (4, 13)])
 def test_emulated_graphs_give_each_request_its_tokens(rows, budget, tmp_path):
     """Device state, padding and the fused single-row step as on a GPU, with interpreted kernels."""
     pytest.importorskip("minillm.runner.decode_graphs", reason="graphs need triton, which is not installed here")
-    models.make("gemma-multi-query").save_pretrained(tmp_path)
+    models.make("gemma-multi-query", num_hidden_layers=2).save_pretrained(tmp_path)  # interpreting takes seconds a step
     rng = random.Random(SEED + 4)
     options = {"max_num_seqs": rows, "max_num_batched_tokens": budget, "run_ahead": 2, "num_blocks": 30}
     with emulated_graphs(), LLM(tmp_path, dtype="float32", **options) as llm:
         engine, requests = llm.engine, []
-        while len(requests) < 8 * rows or engine.tracked:
-            if len(requests) < 8 * rows and rng.random() < 0.7:
+        while len(requests) < 4 * rows or engine.tracked:
+            if len(requests) < 4 * rows and rng.random() < 0.7:
                 kind = rng.choice(["greedy", "temperature 1", "temperature 0.7", "penalties", "seeded"])
                 params = SamplingParams(max_tokens=rng.randint(2, 9), ignore_eos=True, **KINDS[kind])
                 prompt = [rng.randrange(1, 96) for _ in range(rng.randint(1, 30))]
@@ -286,9 +289,9 @@ def test_emulated_graphs_give_each_request_its_tokens(rows, budget, tmp_path):
         graphs = engine.executor.runner.graphs
         assert graphs.decodes.single_row is not None
         assert sum(each.graph.count for each in graphs.steps.decodes.values()) > 10
-        assert sum(each.graph.count for each in graphs.steps.mixed.values()) > 3 * rows
+        assert sum(each.graph.count for each in graphs.steps.mixed.values()) > 2 * rows
     tokens, wrong, _ = judge(Teacher(tmp_path), requests)
-    assert tokens > 20 * rows and wrong == 0
+    assert tokens > 12 * rows and wrong == 0
 
 
 # ---- in float64 every token equals that of the request alone

@@ -61,7 +61,7 @@ def test_a_stub_falls_back_and_is_reported():
     ("replacements", "error", "message"),
     [
         ({"atention": print}, ValueError, "no part is called 'atention'; there are: .*embedding, linear"),
-        ({"linear": 3}, TypeError, "linear must be a function, not int"),
+        ({"linear": 3}, ValueError, "linear must be a function, not int"),
     ],
 )
 def test_invalid_overrides_are_reported_by_name(replacements, error, message):

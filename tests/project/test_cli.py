@@ -1,6 +1,7 @@
 """The command line starts quickly, offers all engine options, and reports errors in one line."""
 
 import json
+import logging
 import subprocess
 import sys
 from dataclasses import fields
@@ -51,6 +52,36 @@ def test_only_the_options_that_were_set_reach_the_server(monkeypatch):
     names = ("host", "port", "served_model_name", "log_level", "workers", "max_queued", *vars(Timeouts()))
     engine = {name: value for name, value in seen.items() if name not in names}
     assert engine == {"model": "somewhere", "max_num_seqs": 7, "enable_prefix_caching": False}
+
+
+@pytest.mark.parametrize("words", [["somewhere"], ["--model", "somewhere"], ["somewhere", "-m", "somewhere"]])
+def test_serve_takes_its_model_with_or_without_the_option(monkeypatch, words):
+    seen = []
+    monkeypatch.setattr("minillm.server.serve", lambda model, **options: seen.append(model))
+    assert run("serve", *words).exit_code == 0
+    assert seen == ["somewhere"]
+
+
+def test_two_models_to_serve_are_refused(monkeypatch):
+    monkeypatch.setattr("minillm.server.serve", lambda model, **options: pytest.fail("it serves one of them"))
+    result = run("serve", "one", "--model", "another")
+    assert result.exit_code == 2 and "given twice, as 'one' and as 'another'" in result.output
+
+
+def test_a_commands_log_goes_to_stdout_and_its_warnings_to_stderr(capsys):
+    log = logging.getLogger("minillm.server.serving")
+    package = logging.getLogger("minillm")
+    handlers, level = package.handlers, package.level
+    try:
+        for _ in range(2):  # the second call adds no second handler
+            cli.show_logs("error")
+        log.info("it serves")
+        log.warning("a worker ended")
+        log.error("no worker is left")
+    finally:
+        package.handlers, package.level = handlers, level
+    found = capsys.readouterr()
+    assert (found.out, found.err) == ("it serves\n", "minillm: no worker is left\n")
 
 
 def test_bench_offline_passes_its_options_on(monkeypatch):

@@ -45,7 +45,7 @@ def test_missing_optional_components_are_not_a_failure(monkeypatch, capsys):
     assert doctor.main() == 0
     monkeypatch.setattr(doctor, "examine", lambda: without("Python", "FAIL"))
     assert doctor.main() == 1
-    assert "To mend" in capsys.readouterr().out
+    assert "To fix" in capsys.readouterr().out
 
 
 def pretend_version(monkeypatch, package: str, version: str | None):

@@ -1,4 +1,4 @@
-"""What `make test` and `make check` run: everything, in parallel, without tearing a notebook apart."""
+"""What `make test` and `make check` run, and that the cells of a notebook stay in one process."""
 
 import importlib.util
 import os
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def commands(target: str, *variables: str) -> list[str]:
-    """What make would run for a target, where .venv is up to date."""
+    """The commands make would run for a target if .venv is up to date."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     command = ["make", "--dry-run", "--assume-old=.venv/.installed", target, *variables]
     return subprocess.run(command, cwd=ROOT, env=ours, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -31,7 +31,8 @@ def pytest_arguments(target: str) -> list[str]:
 
 def test_make_test_runs_every_test_and_notebook_in_parallel():
     arguments = pytest_arguments("test")
-    assert arguments == ["-n", "auto", "--dist", "loadfile", "--nbval", "--nbval-current-env"], "no path: all of them"
+    parallel = ["-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder"]
+    assert arguments == [*parallel, "--nbval", "--nbval-current-env"], "no path: all of them"
 
 
 def test_make_check_is_format_lint_types_and_tests_that_exist():
@@ -56,7 +57,7 @@ def test_continuous_integration_prints_the_summary_of_make_test_last():
 
 @pytest.fixture
 def processes(monkeypatch):
-    """What `-n auto` means on a machine of so many cores, with or without a GPU."""
+    """The number of processes for `-n auto`, given the cores and whether there is a GPU."""
     spec = importlib.util.spec_from_file_location("root_conftest", ROOT / "conftest.py")
     module = importlib.util.module_from_spec(spec)
     with monkeypatch.context() as patch:
@@ -71,13 +72,13 @@ def processes(monkeypatch):
     return count
 
 
-def test_each_core_has_a_process_up_to_a_limit_and_a_gpu_only_one(processes):
+def test_there_is_one_process_per_core_up_to_a_limit_and_only_one_on_a_gpu(processes):
     assert [processes(cores) for cores in (1, 2, 8, 64)] == [1, 2, 8, 8]
     assert processes(8, gpu=True) == 1
 
 
 def test_each_notebook_runs_whole_and_in_order_in_one_process(tmp_path):
-    """As `make test` runs them: a cell needs what those before it have defined."""
+    """As in `make test`: a cell needs the definitions of earlier cells."""
     for name in ("first", "second"):
         sources = ["count = 1", "assert count == 1; count += 1", "assert count == 2; count += 1", "assert count == 3"]
         cells = [nbformat.v4.new_code_cell(source) for source in sources]

@@ -163,9 +163,9 @@ def test_a_damaged_picture_is_detected_in_every_cell(notebook, kind):
     for cell in code(notebook):
         for place, output in enumerate(cell.outputs):
             if "image/png" in output.get("data", {}):
-                spoilt = with_outputs(cell, cell.outputs)
-                spoilt.outputs[place].data["image/png"] = damage(output.data["image/png"], kind)
-                assert not is_shown(spoilt), cell.source
+                damaged = with_outputs(cell, cell.outputs)
+                damaged.outputs[place].data["image/png"] = damage(output.data["image/png"], kind)
+                assert not is_shown(damaged), cell.source
 
 
 def with_outputs(cell, outputs: list):
@@ -175,13 +175,13 @@ def with_outputs(cell, outputs: list):
 def damage(picture: str, kind: str) -> str:
     blank = io.BytesIO()
     image.imsave(blank, np.ones((9, 9, 3)), format="png")
-    spoilt = {
+    damaged = {
         "blank": blank.getvalue(),
         "cut off": base64.b64decode(picture)[:1000],
         "empty": b"",
         "no PNG": b"a picture",
     }
-    return base64.b64encode(spoilt[kind]).decode()
+    return base64.b64encode(damaged[kind]).decode()
 
 
 def test_stripped_results_and_cells_run_out_of_order_are_detected(notebook):

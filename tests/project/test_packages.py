@@ -1,7 +1,6 @@
 """pyproject.toml, requirements.lock, environment.yml and the code's imports agree."""
 
 import ast
-import re
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
@@ -11,6 +10,11 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from typer.testing import CliRunner
+
+import minillm
+from minillm import cli
+from minillm.bench import records
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -135,6 +139,17 @@ def test_packages_a_gpu_machine_may_lack_are_imported_late():
         assert not late, f"{path.relative_to(ROOT)} imports {late} at its top: import it where it is used"
 
 
-def test_the_package_version_equals_the_projects():
-    text = (ROOT / "minillm" / "__init__.py").read_text()
-    assert re.search(r'__version__ = "(.*)"', text)[1] == PROJECT["version"]
+def test_the_version_is_stated_in_one_place():
+    """`minillm.__version__` is the one statement of it: packaging reads it there, everything else imports it."""
+    assert "version" not in PROJECT and PROJECT["dynamic"] == ["version"]
+    stated = [
+        str(path.relative_to(ROOT))
+        for folder in ("minillm", "kernels", "tools", "docs")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".md", ".toml") and "data" not in path.parts
+        if minillm.__version__ in path.read_text(encoding="utf-8")
+    ]
+    assert stated == ["minillm/__init__.py"]
+    assert minillm.__version__ not in (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("[project.opt")[0]
+    assert CliRunner().invoke(cli.app, ["--version"]).stdout.strip() == minillm.__version__
+    assert records.versions()["minillm"] == minillm.__version__

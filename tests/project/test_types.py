@@ -1,4 +1,4 @@
-"""Type checkers see what a user writes: the public classes, their options, and every module of the package."""
+"""The package type-checks, and so does user code that calls the public classes."""
 
 import re
 import subprocess
@@ -37,7 +37,7 @@ RIGHT = (
 
 
 def mypy(*arguments: str) -> tuple[int, str]:
-    """The exit status of mypy with the project's settings, and what it says."""
+    """mypy's exit status and output with the project's settings."""
     command = [sys.executable, "-m", "mypy", "--no-pretty", "--hide-error-context", "--no-error-summary", *arguments]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     return found.returncode, found.stdout + found.stderr
@@ -45,7 +45,7 @@ def mypy(*arguments: str) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def messages(tmp_path_factory) -> dict[str, list[str]]:
-    """What mypy says of each line that a user might write."""
+    """mypy's messages for each line that a user might write."""
     lines = [f"reveal_type({name})" for name in PUBLIC]
     lines += [*WRONG, *RIGHT]
     head = "import minillm, torch; from minillm import *; from minillm.trace import Trace"
@@ -57,7 +57,7 @@ def messages(tmp_path_factory) -> dict[str, list[str]]:
     return found
 
 
-def test_every_module_of_the_package_checks():
+def test_every_module_of_the_package_type_checks():
     status, said = mypy()
     assert status == 0, said
 
@@ -74,7 +74,7 @@ def test_a_wrong_argument_is_an_error(messages, line):
 
 
 @pytest.mark.parametrize("line", RIGHT)
-def test_a_right_argument_is_none(messages, line):
+def test_a_correct_argument_is_not_an_error(messages, line):
     assert messages[line] == []
 
 

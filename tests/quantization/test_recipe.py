@@ -17,5 +17,5 @@ def test_the_first_matching_pattern_decides_and_unmatched_weights_are_dense():
 
 
 def test_an_unknown_format_is_rejected_with_the_available_ones():
-    with pytest.raises(ConfigError, match="'layers.*' asks for the format 'int3'; there are: dense, int8"):
+    with pytest.raises(ConfigError, match="'layers.*' has the unknown format 'int3'; formats are: dense, int8"):
         Recipe({"layers.*": "int3"})

@@ -389,16 +389,16 @@ class LetsGoTooEarly(Scheduler):
 class LetsGoTwice(Scheduler):
     """A row frees the same blocks twice."""
 
-    def _let_go(self, rows):
+    def _release_hidden(self, rows):
         gone = self.tables.gone.copy()
-        super()._let_go(rows)
+        super()._release_hidden(rows)
         self.tables.gone = gone
 
 
 class LetsGoWithoutFence(Scheduler):
     """Blocks that left a window are freed while steps that read them are in flight."""
 
-    def _let_go(self, rows):
+    def _release_hidden(self, rows):
         self.pool.release(self.tables.let_go(rows, self.computed[rows])[1].tolist())
 
 

@@ -161,7 +161,7 @@ class FindsFullRows(StreamTables):
 class DropsWithoutFence(Scheduler):
     """A block is freed while steps that read it are in flight."""
 
-    def _let_go(self, rows):
+    def _release_hidden(self, rows):
         rows = rows[self.tables.hidden(self.computed[rows])[0] > self.tables.gone[0, rows]]
         if len(rows):
             self.pool.release(self.tables.let_go(rows, self.computed[rows])[1].tolist())

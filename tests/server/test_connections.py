@@ -190,21 +190,7 @@ def test_invalid_timeouts_are_rejected(wrong):
 # ---- file descriptors
 
 
-class Log:
-    """What the worker wrote to stderr."""
-
-    def __init__(self, capfd):
-        self.capfd, self.text = capfd, ""
-
-    @property
-    def lines(self):
-        self.text += self.capfd.readouterr().err
-        return self.text.splitlines()
-
-
-def test_connections_beyond_the_file_descriptor_limit_wait_while_open_ones_are_served(engine, capfd):
-    log = Log(capfd)
-
+def test_connections_beyond_the_file_descriptor_limit_wait_while_open_ones_are_served(engine, caplog):
     async def work(port):
         first = await asyncio.open_connection("127.0.0.1", port)
         await healthy(*first)
@@ -213,12 +199,12 @@ def test_connections_beyond_the_file_descriptor_limit_wait_while_open_ones_are_s
         for _, writer in late:
             writer.write(HEALTH)
         answers = [asyncio.create_task(answer(reader)) for reader, _ in late]
-        await async_wait_until(lambda: log.lines)
+        await async_wait_until(lambda: caplog.messages)
         for _ in range(30):
             await healthy(*first)
         assert not any(each.done() for each in answers)
-        (line,) = log.lines
-        assert line.endswith("minillm: all 2 connections are taken; others wait until one ends")
+        (line,) = caplog.messages
+        assert line == "all 2 connections are taken; others wait until one ends"
         second.close()
         assert (await answers[0])[0] == 200
         assert not answers[1].done()
@@ -229,9 +215,9 @@ def test_connections_beyond_the_file_descriptor_limit_wait_while_open_ones_are_s
     serving(engine, work, most=2, header_timeout=60, keep_alive_timeout=60)
 
 
-def test_a_worker_out_of_file_descriptors_neither_spins_nor_floods_its_log(engine, capfd, monkeypatch):
+def test_a_worker_out_of_file_descriptors_neither_spins_nor_floods_its_log(engine, caplog, monkeypatch):
     """It retries when a connection ends, or after a delay, which never elapses here."""
-    tried, log = [], Log(capfd)
+    tried = []
 
     async def work(port):
         loop = asyncio.get_running_loop()
@@ -252,21 +238,21 @@ def test_a_worker_out_of_file_descriptors_neither_spins_nor_floods_its_log(engin
         for _ in range(30):
             await healthy(*first)
         assert len(tried) == 1
-        await async_wait_until(lambda: log.lines)
-        (line,) = log.lines
+        await async_wait_until(lambda: caplog.messages)
+        (line,) = caplog.messages
         assert "no connection can be accepted ([Errno 24] Too many open files)" in line
         monkeypatch.setattr(loop, "sock_accept", accept)
         last = await asyncio.open_connection("127.0.0.1", port)
         second[1].close()
         await healthy(*last)
-        assert len(log.lines) == 1
+        assert len(caplog.messages) == 1
 
     monkeypatch.setattr(limits, "ACCEPT_RETRY", 10**6)
     serving(engine, work, header_timeout=60, keep_alive_timeout=60)
 
 
-def test_a_failed_accept_is_retried_and_logged_once(engine, capfd, monkeypatch):
-    log, tried = Log(capfd), []
+def test_a_failed_accept_is_retried_and_logged_once(engine, caplog, monkeypatch):
+    tried = []
 
     async def work(port):
         loop = asyncio.get_running_loop()
@@ -283,7 +269,7 @@ def test_a_failed_accept_is_retried_and_logged_once(engine, capfd, monkeypatch):
         second = await asyncio.open_connection("127.0.0.1", port)
         for each in (first, second):
             await healthy(*each)
-        assert len(tried) >= 4 and len(log.lines) == 1
+        assert len(tried) >= 4 and len(caplog.messages) == 1
 
     monkeypatch.setattr(limits, "ACCEPT_RETRY", 0.01)
     serving(engine, work, header_timeout=60)

@@ -9,6 +9,7 @@ import pytest
 
 import minillm
 from minillm.engine.async_llm import AsyncLLM
+from minillm.errors import ConfigError
 from minillm.kv_cache import BlockPool
 from minillm.scheduler.policies import FirstComeFirstServed
 from minillm.server import PortTaken, running, serve
@@ -135,7 +136,7 @@ def test_a_borrowed_engine_stays_open(engine):
     with running(engine) as second:
         assert httpx.get(second.url + "/v1/models", timeout=TIMEOUT).json()["data"][0]["id"] == engine.name
     assert asyncio.run(engine.generate("The river")).finish_reason is not None
-    with pytest.raises(TypeError, match="max_num_seqs"), running(engine, max_num_seqs=3):
+    with pytest.raises(ConfigError, match="max_num_seqs"), running(engine, max_num_seqs=3):
         pass
 
 

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from minillm.engine.async_llm import AsyncLLM
+from minillm.errors import MissingPackage
 from minillm.server import running
 from minillm.server.serving import Workers
 from tests.waiting import TIMEOUT, idle, paused_steps, wait_until
@@ -65,7 +66,7 @@ def test_a_stuck_worker_does_not_block_the_engine(pair, engine):
     wait_until(lambda: idle(engine))
 
 
-def test_a_dead_worker_is_replaced_and_its_requests_are_aborted(engine, capfd):
+def test_a_dead_worker_is_replaced_and_its_requests_are_aborted(engine, caplog):
     with paused_steps(free=6) as resume, running(engine) as server:
         (before,) = pids(server)
         with (
@@ -83,11 +84,11 @@ def test_a_dead_worker_is_replaced_and_its_requests_are_aborted(engine, capfd):
         assert counted("minillm_finished_total", {"reason": "abort"}) == 1, "its request ran to the end"
         assert ask(server).status_code == 200
         assert pids(server) != [before]
-    assert "an HTTP worker ended (killed by SIGKILL); another takes its place" in capfd.readouterr().err
+    assert "an HTTP worker ended (killed by SIGKILL); another takes its place" in caplog.text
 
 
 @pytest.mark.parametrize("error", [BlockingIOError(11, "no process is left"), ArithmeticError("a mistake")])
-def test_the_other_workers_keep_working_when_one_cannot_be_replaced(pair, monkeypatch, capfd, error):
+def test_the_other_workers_keep_working_when_one_cannot_be_replaced(pair, monkeypatch, caplog, error):
     """If the machine refuses, the server retries until a worker starts; a programming error affects no other worker."""
     (first, second), launch, tried = pids(pair), pair.workers._launch, []
 
@@ -108,7 +109,7 @@ def test_the_other_workers_keep_working_when_one_cannot_be_replaced(pair, monkey
         line.ready.result(TIMEOUT)
         os.kill(second, signal.SIGSTOP)
         assert ask(pair).status_code == 200
-        assert "cannot be started ([Errno 11] no process is left); trying again soon" in capfd.readouterr().err
+        assert "cannot be started ([Errno 11] no process is left); trying again soon" in caplog.text
 
 
 def dying(monkeypatch):
@@ -117,7 +118,7 @@ def dying(monkeypatch):
     monkeypatch.setattr("sys.executable", shutil.which("false"))
 
 
-def test_a_worker_that_dies_on_startup_is_replaced_until_one_starts(pair, monkeypatch, capfd):
+def test_a_worker_that_dies_on_startup_is_replaced_until_one_starts(pair, monkeypatch, caplog):
     """Each attempt waits longer than the one before."""
     (first, second), launch, again, delays = pids(pair), pair.workers._launch, sys.executable, []
     timer = threading.Timer
@@ -141,7 +142,7 @@ def test_a_worker_that_dies_on_startup_is_replaced_until_one_starts(pair, monkey
     line.ready.result(TIMEOUT)
     os.kill(second, signal.SIGSTOP)
     assert ask(pair).status_code == 200
-    errors = capfd.readouterr().err
+    errors = caplog.text
     assert errors.count("died while starting: exit status 1; what it wrote to stderr may say why; trying again") == 3
     # It started, so the delays for the next dead worker begin again.
     os.kill(second, signal.SIGCONT)
@@ -220,7 +221,7 @@ def test_invalid_worker_counts_are_rejected_before_the_model_loads(wrong):
 
 def test_a_missing_package_is_named_before_the_model_loads(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match="'fastapi'.*minillm\\[serve\\]"), running("no/such/model"):
+    with pytest.raises(MissingPackage, match="'fastapi'.*minillm\\[serve\\]"), running("no/such/model"):
         pass
 
 

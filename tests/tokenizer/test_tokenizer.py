@@ -16,7 +16,7 @@ def test_a_directory_without_a_tokenizer_is_reported_with_a_remedy(tmp_path):
 
 def test_a_damaged_file_is_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"model": ')
-    with pytest.raises(TokenizerError, match="tokenizer.json is no JSON"):
+    with pytest.raises(TokenizerError, match="tokenizer.json is not JSON"):
         Tokenizer.from_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"model": {"type": "BPE"}}')
     with pytest.raises(TokenizerError, match="not in the expected form: KeyError\\('vocab'\\)"):
@@ -110,7 +110,7 @@ def test_turns_out_of_order_raise_the_templates_own_error(gemma):
 
 @pytest.mark.parametrize("messages", [[], "hello", [{"content": "x"}], None])
 def test_invalid_messages_are_rejected(gemma, messages):
-    with pytest.raises(TokenizerError, match="messages are a list"):
+    with pytest.raises(TokenizerError, match="messages must be a list"):
         gemma.apply_chat_template(messages)
 
 

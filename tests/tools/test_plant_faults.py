@@ -1,4 +1,4 @@
-"""The planted faults fit the code, and the tool that plants them tells one that the tests let pass."""
+"""Every planted fault fits the code, and the tool reports faults that the tests miss."""
 
 import re
 import subprocess
@@ -27,7 +27,7 @@ def test_every_faults_snippet_is_in_its_file_once_and_is_replaced():
         assert fault.plant(text) != text, fault.name
 
 
-def test_the_tests_that_faults_name_are_there():
+def test_the_tests_that_faults_name_exist():
     """Each file, and each word of an expression after -k in one of them: names of tests change."""
     texts = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in TEST_FILES}
     for fault in FAULTS:
@@ -39,7 +39,7 @@ def test_the_tests_that_faults_name_are_there():
         assert not absent, f"{fault.name}: no test in {places} is called {absent}"
 
 
-def test_there_are_sixty_faults_or_more_in_all_rooms_each_with_a_name_of_its_own():
+def test_there_are_at_least_sixty_uniquely_named_faults_over_all_packages():
     assert len(FAULTS) >= 60
     assert [name for name, count in Counter(fault.name for fault in FAULTS).items() if count > 1] == []
     rooms = {path.name for path in (ROOT / "minillm").iterdir() if path.is_dir() and list(path.glob("*.py"))}
@@ -64,7 +64,7 @@ def project(tmp_path, monkeypatch):
     return root
 
 
-def test_each_fault_gets_its_verdict_and_the_project_stays_as_it_is(project, capsys):
+def test_each_fault_gets_a_verdict_and_the_project_is_unchanged(project, capsys):
     def fault(name: str, tests: str, **other: str) -> Fault:
         return Fault(**{"name": name, "file": "tiny.py", "old": "2 * x", "new": "3 * x", "tests": tests} | other)
 
@@ -89,14 +89,14 @@ def test_each_fault_gets_its_verdict_and_the_project_stays_as_it_is(project, cap
     assert "survived: unseen" in capsys.readouterr().out
 
 
-def test_tests_that_do_not_end_show_nothing(project):
+def test_tests_that_time_out_prove_nothing(project):
     (project / "tests" / "test_right.py").write_text("import time\n\n\ndef test_slow():\n    time.sleep(600)\n")
     fault = Fault("slow", "tiny.py", "2", "3", "tests/test_right.py")
     (row,) = plant_faults.run([fault], root=project, seconds=0.2, preload=("pytest",))
     assert row["outcome"] == "red without it" and "not over after 0.2 s" in row["by"]
 
 
-def test_a_room_or_a_name_that_is_not_there_is_answered_with_those_there_are():
+def test_an_unknown_room_or_fault_error_lists_the_available_ones():
     with pytest.raises(ValueError, match="no room is called attic; there are: bench, course"):
         plant_faults.chosen(FAULTS, "attic", [])
     with pytest.raises(ValueError, match="no fault is called none"):

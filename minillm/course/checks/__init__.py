@@ -1,7 +1,7 @@
-"""Checkers of exercises: they name the property that fails and hint at the likely mistake.  Lesson 00.
+"""Checkers of exercises: each names the property that fails and hints at the likely mistake.  Lesson 00.
 
-Each lesson's exercises are in a file of their own here. The wrong solutions that a checker must tell apart are kept in
-`tests/course/mutants/`.
+Every lesson's exercises have a file of their own here. `tests/course/mutants/` has the wrong solutions that each
+checker must detect.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from minillm.overrides import NotSolvedYet
 
 @dataclass(frozen=True)
 class Property:
-    """Something every right solution does. `holds` gets the candidate; it raises AssertionError or returns False."""
+    """A property of all correct solutions. `holds` gets a candidate; it returns False or raises AssertionError."""
 
     name: str
     hint: str
@@ -26,14 +26,14 @@ class Property:
 
 @dataclass(frozen=True)
 class Result:
-    """One property of one candidate: `problem` is None where it holds."""
+    """The check of one property on one candidate; problem: None if it holds."""
 
     name: str
     problem: str | None
 
 
 class Exercise:
-    """The properties that the learner's function (or class) of this name must have, in the order shown."""
+    """The properties that a learner's function or class of this name must have, in the order shown."""
 
     def __init__(self, name: str):
         if name in EXERCISES:
@@ -43,10 +43,12 @@ class Exercise:
         EXERCISES[name] = self
 
     def example(self, holds: Callable) -> Callable:
-        """What the notebook shows itself; the mistakes worth finding pass it."""
+        """A decorator that adds the notebook's own example as a property, which wrong solutions may pass."""
         return self.property("the example", "compare with the example above")(holds)
 
     def property(self, name: str, hint: str) -> Callable:
+        """A decorator that adds a property; hint: shown if it does not hold."""
+
         def add(holds: Callable) -> Callable:
             self.properties.append(Property(name, hint, holds))
             return holds
@@ -54,7 +56,7 @@ class Exercise:
         return add
 
     def examine(self, candidate: Callable) -> list[Result]:
-        """One result for each property. Raises NotSolvedYet for a stub."""
+        """Check all properties. Raises NotSolvedYet for a stub."""
         return [Result(each.name, _problem(each, candidate)) for each in self.properties]
 
 
@@ -62,7 +64,7 @@ EXERCISES: dict[str, Exercise] = {}
 
 
 def find(name: str) -> Exercise:
-    """The exercise of this name, in whatever lesson. Raises ConfigError."""
+    """The exercise of this name, from any lesson. Raises ConfigError."""
     if name not in EXERCISES:
         for module in pkgutil.iter_modules(__path__):
             import_module(f".{module.name}", __name__)
@@ -72,7 +74,7 @@ def find(name: str) -> Exercise:
 
 
 def check(candidate: Callable) -> None:
-    """Print which properties of the exercise `candidate` has, and a hint for each that it has not."""
+    """Print which of its exercise's properties `candidate` has, with a hint for each that it lacks.  Lesson 00."""
     name = candidate.__name__
     exercise = find(name)
     try:
@@ -97,7 +99,7 @@ def _problem(prop: Property, candidate: Callable) -> str | None:
         raise
     except AssertionError as error:
         said = str(error).strip().split("\n")[0]
-        # torch.testing's own first line says no more than that it failed.
+        # The first line of torch.testing's messages only says that it failed.
         return prop.hint if not said or said.startswith(("Tensor-likes", "Scalars")) else f"{said}\n{prop.hint}"
     except Exception as error:
         place = _line_of(error, candidate)
@@ -105,7 +107,7 @@ def _problem(prop: Property, candidate: Callable) -> str | None:
 
 
 def _line_of(error: Exception, candidate: Callable) -> str:
-    """Where in the candidate's own source an error arose, if there."""
+    """The line of the candidate's source that raised an error, in words, or nothing."""
     try:
         file = inspect.getsourcefile(candidate)
     except TypeError:

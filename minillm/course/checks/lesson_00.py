@@ -10,12 +10,12 @@ continue_text = Exercise("continue_text")
 
 
 def _counting(ids: list[int]) -> dict[int, float]:
-    """A model that counts: the likeliest token is the last one plus one; the others come close."""
+    """A model that counts: the most likely token is the last one plus one; the others are close."""
     return {ids[-1] + 1: -0.1, ids[-1]: -2.0, 0: -3.0}
 
 
 def _adding(ids: list[int]) -> dict[int, float]:
-    """A model that looks at all it has seen: the likeliest token is the sum modulo 97."""
+    """A model that uses all tokens before: the most likely token is their sum modulo 97."""
     return {(sum(ids) + 1) % 97: -0.2, sum(ids) % 97: -1.7}
 
 
@@ -45,13 +45,15 @@ def _(function):
     assert found == [6, 7], f"with 8 as the end, [8, 4, 5] goes on as [6, 7], not {found}"
 
 
-@continue_text.property("it takes the likeliest, wherever it stands", "`max(found, key=found.get)`, not the first key")
+@continue_text.property(
+    "it takes the most likely token, whatever its place", "`max(found, key=found.get)`, not the first key"
+)
 def _(function):
     found = function(lambda ids: {1: -3.0, 2: -0.1, 3: -2.5}, [4], 2, 99)
-    assert found == [2, 2], f"of {{1: -3.0, 2: -0.1, 3: -2.5}} the likeliest is 2, and {found} came"
+    assert found == [2, 2], f"of {{1: -3.0, 2: -0.1, 3: -2.5}} the most likely is 2, but the result is {found}"
 
 
-@continue_text.property("the prompt you were given stays as it was", "work on a copy: `[*prompt, *new]`")
+@continue_text.property("the given prompt is not changed", "work on a copy: `[*prompt, *new]`")
 def _(function):
     prompt = [4, 5]
     function(_counting, prompt, 3, 99)
@@ -151,7 +153,7 @@ def _(function):
     _near(function(x, weight, 1e-6), _right(x, weight, 1e-6), "weights of 2 and 0.5 must give 2 and -0.5")
 
 
-@rms_norm.property("eps stands inside the root", "sqrt(mean + eps): it keeps a row of zeros from dividing by zero")
+@rms_norm.property("eps is inside the root", "sqrt(mean + eps): it keeps a row of zeros from dividing by zero")
 def _(function):
     x = torch.tensor([[0.1, -0.1]])
     _near(function(x, torch.ones(2), 1e-2), _right(x, 1, 1e-2), "0.1 / sqrt(0.01 + 0.01) is 0.7071")

@@ -28,7 +28,7 @@ def _(fn):
 
 @bpe_merge.property(
     "the pair learned first is joined first",
-    hint="of all neighbours that have a rank take the lowest rank, not the leftmost place or the longest token",
+    hint="of all adjacent pairs with a rank take the lowest rank, not the leftmost place or the longest token",
 )
 def _(fn):
     same(fn(list("abc"), ranked("b c", "a b")), ["a", "bc"])
@@ -36,16 +36,14 @@ def _(fn):
 
 @bpe_merge.property(
     "what a join makes can be joined again",
-    hint="after each join look at all neighbours anew: the new token has neighbours too, and one may be next in rank",
+    hint="after each join look at all pairs again: the new token is in new pairs, and one of them may be next in rank",
 )
 def _(fn):
     same(fn(list("low"), ranked("l o", "lo w")), ["low"])
     same(fn(list("abcd"), ranked("ab c", "a b", "c d")), ["abc", "d"])
 
 
-@bpe_merge.property(
-    "every place of a pair is joined", hint="one pair may stand in many places; go on until none is left"
-)
+@bpe_merge.property("every place of a pair is joined", hint="a pair may occur in many places; go on until none is left")
 def _(fn):
     same(fn(list("abxab"), ranked("a b")), ["ab", "x", "ab"])
 
@@ -65,7 +63,7 @@ def _(fn):
     same(fn(list("abc"), ranked("b c", "ab c")), ["a", "bc"])
 
 
-@bpe_merge.property("the symbols you were given stay as they were", hint="join in a copy: symbols = list(symbols)")
+@bpe_merge.property("the given symbols are not changed", hint="join in a copy: symbols = list(symbols)")
 def _(fn):
     symbols = list("then")
     fn(symbols, ranked("t h", "e n"))
@@ -144,11 +142,11 @@ def _(fn):
 )
 def _(fn):
     told = pieces(fn, "caf", "<0xC3>", "<0xA9>", "s")
-    assert "\ufffd" not in "".join(told), f"it told {told!r}"
+    assert "\ufffd" not in "".join(told), f"the pieces are {told!r}"
 
 
 @text_stream.property(
-    "finish() tells what was kept", hint="a sequence may end in a byte token: finish() decodes the run"
+    "finish() returns what was kept", hint="a sequence may end in a byte token: finish() decodes the run"
 )
 def _(fn):
     same("".join(pieces(fn, "pass", "<0x09>")), "pass\t")

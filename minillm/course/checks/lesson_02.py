@@ -54,7 +54,7 @@ def _(function):
             k2, v2 = k.clone(), v.clone()
             k2[token:], v2[token:] = later, -7.0
             after = function(q, k2, v2, scale=0.5)
-            assert _same(after[:token], before[:token]), f"token {token - 1} changed when a key behind it did"
+            assert _same(after[:token], before[:token]), f"token {token - 1} changed when a later key did"
 
 
 @attention.property(
@@ -74,7 +74,7 @@ def _(function):
 
 
 @attention.property(
-    "heads that share a KV head are neighbours",
+    "heads that share a KV head are adjacent",
     hint="groups are blocks: 0 0 1 1, not 0 1 0 1 (repeat_interleave, not repeat; or unflatten the heads)",
 )
 def _(function):
@@ -93,7 +93,7 @@ def _(function):
 
 
 def _seen_and_later(queries: int, keys: int) -> list[tuple[Tensor, Tensor, float]]:
-    """Queries, keys, and what to put into keys that a query must not see: random; then scores of -300 beside 300."""
+    """Queries, keys, and what to put into keys that a query must not see: random; then scores of -300 next to 300."""
     low = torch.ones(queries, 2, DIM, dtype=torch.float64), torch.full((keys, 1, DIM), -75.0, dtype=torch.float64)
     return [(_random(queries, 2, DIM), _random(keys, 1, DIM, seed=1), 3.0), (*low, 75.0)]
 
@@ -130,7 +130,7 @@ def _(function):
     assert cache.length == 1, f"one token was appended, the length is {cache.length}"
 
 
-@append.property("new tokens stand behind the old ones", hint="the first free slot is cache.length")
+@append.property("new tokens follow the old ones", hint="the first free slot is cache.length")
 def _(function):
     cache = _cache(6, tokens=2)
     function(cache, _tokens(3.0), _tokens(3.0))
@@ -153,7 +153,9 @@ def _(function):
         assert got == [1, 2, 3, 0, 0, 0], f"{name} 1 2 3, appended at once to an empty cache, give {got}"
 
 
-@append.property("values are kept beside keys", hint="k goes into cache.k, v into cache.v, both into the same slots")
+@append.property(
+    "values are kept as well as keys", hint="k goes into cache.k, v into cache.v, both into the same slots"
+)
 def _(function):
     cache = _cache(6, tokens=2)
     function(cache, _tokens(3.0), _tokens(30.0))
@@ -169,7 +171,7 @@ def _(function):
     try:
         function(_cache(3, tokens=1), _tokens(2.0, 3.0), _tokens(20.0, 30.0))
     except ValueError:
-        raise AssertionError("two tokens behind one in a cache of three were refused") from None
+        raise AssertionError("two tokens after one in a cache of three were refused") from None
 
 
 @append.property(
@@ -182,7 +184,7 @@ def _(function):
         function(cache, _tokens(3.0, 4.0), _tokens(30.0, 40.0))
     except ValueError:
         return cache.length == 2 and cache.v[:, 0, 0].tolist() == [10 * key for key in cache.k[:, 0, 0]] == [10, 20, 0]
-    raise AssertionError("two tokens behind two in a cache of three raised no ValueError")
+    raise AssertionError("two tokens after two in a cache of three raised no ValueError")
 
 
 @append.property(
@@ -216,7 +218,7 @@ def _(function):
 
 @cached_attention.property(
     "every query sees its whole past",
-    hint="query i of n sits at position length - n + i, not at i, and sees every key up to and with that one",
+    hint="query i of n is at position length - n + i, not at i, and sees every key up to and including that one",
 )
 def _(function):
     for queries in (1, 3):
@@ -258,7 +260,7 @@ def _(function):
     for left_k, left_v in ((3.0, 1e4), (torch.nan, torch.nan)):
         k[5:], v[5:] = left_k, left_v
         assert _same(function(q, k, v, 5, scale=0.5), before), (
-            f"slots of {left_v:g} behind the length changed the output"
+            f"slots of {left_v:g} after the length changed the output"
         )
 
 
@@ -367,7 +369,7 @@ def _(function):
 
 
 @requests_that_fit.property(
-    "only the utilised share is given out",
+    "only the utilized share is used",
     hint="gpu_bytes x utilization is what weights and cache may take together: take the weights off after it",
 )
 def _(function):
@@ -377,7 +379,7 @@ def _(function):
 
 
 @requests_that_fit.property(
-    "a request fits whole or not at all", hint="99.9 requests are 99: round down, and give a whole number"
+    "a request fits completely or not at all", hint="99.9 requests are 99: round down, and give a whole number"
 )
 def _(function):
     exact, less = (_fit(function, _shape(), 0, 1.6 * GB - missing, 1000) for missing in (0, 1))

@@ -65,13 +65,15 @@ def _(function):
     _near(found, _gelu(gate) * gate, "gates from -3 to 3 come out wrong")
 
 
-@geglu.property("the first half is the gate", "gate stands at columns 0 to SIZE - 1 of a row, up at SIZE + the same")
+@geglu.property(
+    "the first half is the gate", "gate is in columns 0 to SIZE - 1 of a row, up in the SIZE columns after it"
+)
 def _(function):
     found, _ = _gated(function, [[10.0, 10.0]], [[1.0, -2.0]])
     _near(found, [[10.0, -20.0]], f"gates of 10 and ups of 1 and -2 give 10 and -20, not {_some(found)}")
 
 
-@geglu.property("every row is read where it lies", "a row of gate_up is 2 * SIZE long, a row of out SIZE")
+@geglu.property("every row is read at its own address", "a row of gate_up is 2 * SIZE long, a row of out SIZE")
 def _(function):
     rows = torch.tensor([[10.0, 20.0], [30.0, 40.0], [50.0, 60.0]])
     found, _ = _gated(function, rows, rows)
@@ -86,10 +88,10 @@ def _(function):
     assert left == 0, f"of 5,000 columns {left:,} were never written"
 
 
-@geglu.property("nothing beside the result is written", "tl.store(..., mask=inside): the last tile is rarely full")
+@geglu.property("nothing but the result is written", "tl.store(..., mask=inside): the last tile is rarely full")
 def _(function):
     found, memory = _gated(function, [[10.0] * 5], [[10.0] * 5])
-    assert untouched(memory, EMPTY), "a result of 5 columns, and memory beside it has changed"
+    assert untouched(memory, EMPTY), "memory next to a result of 5 columns has changed"
 
 
 # ---- RMSNorm
@@ -119,11 +121,11 @@ def _(function):
     _near(found, torch.ones(1, 5), f"five 2s must become five 1s, not {_some(found)}")
 
 
-@row_norm.property("what lies beside a row does not matter", "tl.load(..., mask=inside, other=0.0): 0 adds nothing")
+@row_norm.property("memory next to a row does not matter", "tl.load(..., mask=inside, other=0.0): 0 adds nothing")
 def _(function):
     x = torch.tensor([[1.0, -2.0, 3.0]])
     found = [_normed(function, x, torch.ones(3), by=by)[0] for by in (0.0, 1000.0)]
-    assert torch.equal(*found), "the same row of 3 gives other results when other numbers lie behind it in memory"
+    assert torch.equal(*found), "the same row of 3 gives other results when the memory after it changes"
 
 
 @row_norm.property("every row has the same weights", "weight_ptr + columns: no row in it; multiply by it at the end")
@@ -133,7 +135,7 @@ def _(function):
     _near(found, _norm(x, weight), f"two equal rows and weights of 2 and 0.5: 2, -0.5, 2, -0.5, not {_some(found)}")
 
 
-@row_norm.property("eps stands inside the root", "tl.rsqrt(mean + eps)")
+@row_norm.property("eps is inside the root", "tl.rsqrt(mean + eps)")
 def _(function):
     x = torch.tensor([[0.1, -0.1]])
     found, _ = _normed(function, x, torch.ones(2), eps=1e-2)
@@ -146,10 +148,10 @@ def _(function):
     _near(found, [[1.0, -1.0]], f"300, -300 in float16 must become 1, -1, not {_some(found)}")
 
 
-@row_norm.property("nothing beside the result is written", "tl.store(..., mask=inside)")
+@row_norm.property("nothing but the result is written", "tl.store(..., mask=inside)")
 def _(function):
     _, memory = _normed(function, torch.tensor([[1.0, -1.0, 1.0]]), torch.ones(3))
-    assert untouched(memory, EMPTY), "a row of 3, and memory beside it has changed"
+    assert untouched(memory, EMPTY), "memory next to a row of 3 has changed"
 
 
 # ---- add + RMSNorm
@@ -197,19 +199,19 @@ def _(function):
     _near(out, _norm(total.cpu(), 1.0), "2048 + 1 in float16 is 2048, and the norm is of 2049", rtol=2e-5, atol=0)
 
 
-@add_row_norm.property("what lies beside a row does not matter", "both loads need the mask, and other=0.0")
+@add_row_norm.property("memory next to a row does not matter", "both loads need the mask, and other=0.0")
 def _(function):
     x = torch.tensor([[1.0, -2.0, 3.0]])
     found = [_added(function, x, 2 * x, by=by)[0] for by in (0.0, 1000.0)]
-    assert torch.equal(*found), "the same rows of 3 give other results when other numbers lie behind them in memory"
+    assert torch.equal(*found), "the same rows of 3 give other results when the memory after them changes"
 
 
-@add_row_norm.property("nothing beside the results is written", "both stores need the mask")
+@add_row_norm.property("nothing but the results is written", "both stores need the mask")
 def _(function):
     x = torch.tensor([[1.0, -1.0, 1.0]])
     *_, out_memory, total_memory = _added(function, x, x)
-    assert untouched(out_memory, EMPTY), "rows of 3, and memory beside the normed one has changed"
-    assert untouched(total_memory, EMPTY), "rows of 3, and memory beside the sum has changed"
+    assert untouched(out_memory, EMPTY), "memory next to the normalized rows of 3 has changed"
+    assert untouched(total_memory, EMPTY), "memory next to the sums of rows of 3 has changed"
 
 
 # ---- a test that finds faults
@@ -231,9 +233,9 @@ def _product(
             f"order must hold each of the {pieces} pieces of {columns} columns once, not {order}"
         )
         missing = pieces * PIECE - columns
-        behind = 0.0 if masked else 3.0
-        wide = torch.nn.functional.pad(weight.float(), (0, missing), value=behind).view(rows, pieces, PIECE)
-        x = torch.nn.functional.pad(x.float(), (0, missing), value=behind).view(pieces, PIECE)
+        after = 0.0 if masked else 3.0
+        wide = torch.nn.functional.pad(weight.float(), (0, missing), value=after).view(rows, pieces, PIECE)
+        x = torch.nn.functional.pad(x.float(), (0, missing), value=after).view(pieces, PIECE)
         scales = scale.float() if own_scale else scale.float()[:1].expand(rows)
         out = torch.zeros(rows, device=weight.device)
         for piece in order:
@@ -259,7 +261,7 @@ def _(function):
 
 @find_fault.property("a missing mask is found", "a number of columns that is no multiple of PIECE")
 def _(function):
-    _fails(function, _product(masked=False), "a kernel that adds up what lies behind a row passes")
+    _fails(function, _product(masked=False), "a kernel that adds up memory after a row passes")
 
 
 @find_fault.property(

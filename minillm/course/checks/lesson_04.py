@@ -76,7 +76,7 @@ def _(function):
 
 
 @online_attention.property(
-    "keys that nobody sees count for nothing",
+    "keys that no query sees do not count",
     hint="a row that has seen no key yet has maximum -inf, and -inf - -inf is nan: subtract 0 there; and no total is 0 "
     "when you divide",
 )
@@ -153,7 +153,7 @@ def _(function):
 
 
 @tiles_to_visit.property(
-    "nothing behind the last query is visited", hint="keys later than `last` are seen by nobody here: stop before them"
+    "no tile after the last query is visited", hint="no query here sees keys later than `last`: stop before them"
 )
 def _(function):
     for first, last in SPANS:
@@ -181,7 +181,7 @@ def _(function):
         for window in (1, 4, 8, 20):
             least = min(_needed(first, last, 8, window))
             more = {tile for tile in _visited(function, first, last, 8, window=window) if 0 <= tile < least}
-            assert not more, f"queries {first} to {last}, a window of {window}: nobody sees keys of tile {max(more)}"
+            assert not more, f"queries {first} to {last}, a window of {window}: no query sees keys of tile {max(more)}"
 
 
 @tiles_to_visit.property(
@@ -198,7 +198,7 @@ def _(function):
 paged_decode = Exercise("paged_decode")
 
 SIZE = 16  # slots of a block
-BLOCKS = 64  # of a cache; those in the middle are used, so that a wrong address lies in memory that is there
+BLOCKS = 64  # of a cache; those in the middle are used, so that a wrong address is still inside the memory
 
 
 def _cache(kv_heads: int = 1) -> LayerCache:
@@ -228,7 +228,7 @@ def _(function):
 
 @paged_decode.property(
     "a key's offset is counted inside its block",
-    hint="key j lies at offset j % BLOCK_SIZE of its block: the offset of key 16 is 0 again",
+    hint="key j is at offset j % BLOCK_SIZE of its block: the offset of key 16 is 0 again",
 )
 def _(function):
     cache = _cache()
@@ -257,16 +257,14 @@ def _(function):
 
 
 @paged_decode.property(
-    "what lies beyond the length does not matter",
+    "slots beyond the length do not matter",
     hint="keys from `length` on: do not load them, and set their scores to -inf, or each has a weight of exp(0)",
 )
 def _(function):
     cache = _cache()
     before = _run(function, cache, [40, 50], 20)
     cache.k[50:52, 4:], cache.v[50:52, 4:] = 3.0, 1e4
-    assert _near(_run(function, cache, [40, 50], 20), before, 1e-3), (
-        "20 keys, and what lies in slot 21 changes the result"
-    )
+    assert _near(_run(function, cache, [40, 50], 20), before, 1e-3), "with 20 keys, slot 21 changes the result"
     cache.v[:] = 1.0
     got = _run(function, cache, [40, 50], 20)
     assert _near(got, torch.ones(2, DIM), 1e-3), f"20 keys, all values 1, gave {got.flatten()[0].item():.3f}"

@@ -28,8 +28,8 @@ def _(function):
 
 
 @slots_of.property(
-    "blocks lie anywhere in memory",
-    hint="look every token's block up in the table: the block behind it in memory may be somebody else's",
+    "blocks may be anywhere in memory",
+    hint="look every token's block up in the table: the next block in memory may belong to another request",
 )
 def _(function):
     one, other = (_slots(function, [5, block], 0, 8, 4) for block in (1, 2))
@@ -70,10 +70,10 @@ pool = Exercise("MyBlockPool")
 
 
 def _without(blocks: list[int], *others: list[int]) -> None:
-    """Blocks that were just given out are new, and held by nobody else."""
+    """Blocks that were just allocated are distinct, and have no other holder."""
     held = {block for each in others for block in each}
     assert len(set(blocks)) == len(blocks), f"allocate gave a block twice: {blocks}"
-    assert not held & set(blocks), f"block {min(held & set(blocks))} was given out while somebody held it"
+    assert not held & set(blocks), f"block {min(held & set(blocks))} was allocated while it had a holder"
 
 
 def _available(pool, want: int, when: str) -> None:
@@ -99,7 +99,7 @@ def _(make):
 
 
 @pool.property(
-    "a block that somebody holds is given to nobody else",
+    "a block with a holder is not allocated again",
     hint="give out blocks from the list of free ones, and take them off it: requests end in any order",
 )
 def _(make):
@@ -115,7 +115,7 @@ def _(make):
 
 
 @pool.property(
-    "a block is free when its last holder lets go, and not before",
+    "a block is free when its last holder releases it, and not before",
     hint="`share` adds 1 to the count, `release` takes 1 off; free is what has a count of 0, and it becomes so once",
 )
 def _(make):
@@ -127,7 +127,7 @@ def _(make):
         for let_go in range(1, holders + 1):
             pool.release(blocks)
             want = 4 if let_go == holders else 3
-            _available(pool, want, f"a block with {holders} holders, {let_go} of them let go, and 3 never used")
+            _available(pool, want, f"a block with {holders} holders, of which {let_go} released it, and 3 never used")
 
 
 @pool.property(
@@ -178,7 +178,7 @@ def _(function):
 )
 def _(function):
     one, other = _keys(function, [1, 2, 3, 4, 5, 6, 7, 8]), _keys(function, [9, 2, 3, 4, 5, 6, 7, 8])
-    assert one[1] != other[1], "the same second block behind two different first ones has the same key"
+    assert one[1] != other[1], "the same second block after two different first ones has the same key"
 
 
 @prefix_keys.property(
@@ -206,14 +206,14 @@ def _(function):
 
 @prefix_keys.property(
     "each token counts for itself",
-    hint="written one behind the other, 1 and 23 look like 12 and 3: keep them apart, or use the same width for each",
+    hint="written without a gap, 1 and 23 look like 12 and 3: keep them apart, or use the same width for each",
 )
 def _(function):
     assert _keys(function, [1, 23], 2) != _keys(function, [12, 3], 2), "1 23 and 12 3 have the same key"
 
 
 @prefix_keys.property(
-    "another salt gives other keys", hint="begin the chain with the salt: it is what stands before the first block"
+    "another salt gives other keys", hint="start the chain with the salt, as if it were before the first block"
 )
 def _(function):
     one, other = (_keys(function, [1, 2, 3, 4, 5, 6, 7, 8], salt=salt) for salt in ("ann", "bob"))
@@ -245,7 +245,7 @@ def _(make):
 
 
 @prefix_pool.property(
-    "blocks that nobody can find go first",
+    "blocks without a key are evicted first",
     hint="a block without a key, not in `key_of`, goes to the free ones: only those with one are worth keeping",
 )
 def _(make):
@@ -259,7 +259,7 @@ def _(make):
 
 
 @prefix_pool.property(
-    "the least recently used goes first",
+    "the least recently used block is evicted first",
     hint="`release` puts a block at the end of the cached ones, `evict` takes the one at the beginning",
 )
 def _(make):
@@ -274,7 +274,7 @@ def _(make):
 
 @prefix_pool.property(
     "the end of a sequence goes before its beginning",
-    hint="without its first block nothing behind it is found: `release` goes through the blocks in `reversed` order",
+    hint="without its first block the others cannot be found: `release` goes through the blocks in `reversed` order",
 )
 def _(make):
     pool, (blocks,) = _remembering(make, 3, [3])
@@ -285,7 +285,7 @@ def _(make):
 
 @prefix_pool.property(
     "a block that is shared again is safe",
-    hint="`share` takes a block whose count was 0 off the cached ones, or it is evicted while somebody reads it",
+    hint="`share` takes a block whose count was 0 off the cached ones, or it is evicted while it is read",
 )
 def _(make):
     pool, (blocks,) = _remembering(make, 4, [2])

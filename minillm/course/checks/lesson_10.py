@@ -25,7 +25,8 @@ def _(function):
 
 
 @steps_and_idle.property(
-    "a static batch lasts as long as its longest request", "whoever is done waits for the others: take the maximum"
+    "a static batch lasts as long as its longest request",
+    "a request that is done waits for the others: take the maximum",
 )
 def _(function):
     steps, _ = _rows_used(function, [2, 6, 3, 3], 2, in_flight=False)
@@ -41,24 +42,25 @@ def _(function):
 
 
 @steps_and_idle.property(
-    "whichever row is free first takes the next request", "nobody has a row of his own: find the row that ends earliest"
+    "the row that is free first takes the next request",
+    "requests have no rows of their own: find the row that ends earliest",
 )
 def _(function):
     steps, _ = _rows_used(function, [1, 5, 1, 1], 2, in_flight=True)
-    assert steps <= 5, f"1, 5, 1 and 1 tokens in two rows: the three short ones fit beside the long one, not {steps}"
+    assert steps <= 5, (
+        f"1, 5, 1 and 1 tokens in two rows: the three short ones fit next to the long one: 5 steps, not {steps}"
+    )
 
 
 @steps_and_idle.property(
-    "requests are taken in the order in which they come", "do not sort: nobody knew of the later ones, nor how long"
+    "requests are taken in the order in which they come", "do not sort: later requests and lengths are not known yet"
 )
 def _(function):
     steps, _ = _rows_used(function, [2, 3, 2, 3, 2], 2, in_flight=True)
     assert steps <= 6, f"2, 3, 2, 3 and 2 tokens in two rows, taken in that order: 6 steps, not {steps}"
 
 
-@steps_and_idle.property(
-    "every row of every step counts", "steps x rows, less the tokens: a row that nobody took is idle too"
-)
+@steps_and_idle.property("every row of every step counts", "steps x rows, less the tokens: an empty row is idle too")
 def _(function):
     for in_flight in (False, True):
         for outputs in ([3], [4, 4, 4]):
@@ -117,7 +119,7 @@ def _(function):
 
 @next_step.property(
     "a resumed request computes its output as it does a prompt",
-    "leave `prompt` alone: what is pending is known - computed, whoever wrote those tokens",
+    "leave `prompt` alone: pending is known - computed, prompt or not",
 )
 def _(function):
     request = _request(6, known=10)
@@ -133,7 +135,7 @@ def _(function):
     assert got == [(4, 6, True)], f"a prompt of 10 tokens, 4 of them in the cache: [(4, 6, True)], not {got}"
 
 
-@next_step.property("a request at its limit runs no more", "the last token of all is known: nobody asks for its keys")
+@next_step.property("a request at its limit runs no more", "its last token is known, and no later token needs its keys")
 def _(function):
     got = _step(function, _request(6, known=10, computed=9, limit=10))
     assert got[0][1:] == (0, False), f"10 tokens known, a limit of 10: nothing runs, not {got}"
@@ -226,7 +228,7 @@ def _(policy):
 
 @PatientShortest.property(
     "a prompt of n tokens is overtaken n / patience times at most",
-    "nobody's key may depend on when it is asked, so let every later arrival start with a larger one",
+    "a key must not depend on when it is computed: let every later arrival start with a larger one",
 )
 def _(policy):
     policy = policy(patience=4.0)
@@ -251,7 +253,7 @@ def _(policy):
     assert fresh == resumed, f"preempted after 50 tokens of output, its key goes from {fresh} to {resumed}"
 
 
-@PatientShortest.property("nor does what may be generated", "nobody knows how much of it will come: measure the prompt")
+@PatientShortest.property("nor does what may be generated", "its length is not known in advance: use the prompt's")
 def _(policy):
     policy = policy()
     few, many = policy.key(_queued(10, 3)), policy.key(_queued(10, 3, output=500))

@@ -64,7 +64,7 @@ def _(function):
 @pooled_percentile.property("a value that was seen", "no mean of two neighbours: take one of the values")
 def _(function):
     found = function([[1.0, 2.0]], 75)
-    assert found in (1.0, 2.0), f"nobody waited {found}: the waits were 1 and 2"
+    assert found in (1.0, 2.0), f"no request waited {found}: the waits were 1 and 2"
 
 
 @pooled_percentile.property("no rank too many", "the rank counts from 1: ranked[rank - 1]")
@@ -199,14 +199,14 @@ def _(function):
 )
 def _(function):
     q, k, v = _draw(1, 5, 2, 2)
-    # Behind the length, a slot that nobody would look at; behind that, what is no number.
+    # After the length, a slot that must not be read; after that, NaN.
     k[0, 3], v[0, 3], v[0, 4] = -1e4 * q[0], 0.0, torch.nan
     lengths = torch.tensor([3])
     assert _equal(function(q, k, v, lengths, 1.0), _attend(q, k, v, lengths, 1.0))
     # What is seen scores -300, a leftover 300: they must be hidden by -inf, not by -100.
     q, k, v = (part.double() for part in _draw(1, 5, 2, 2))
     q[:], k[:, :3], k[:, 3], k[:, 4] = 1.0, -37.5, -75.0, 37.5
-    shows = "keys that are seen score -300, and what is behind them changes the output: is it hidden by -inf?"
+    shows = "visible keys score -300, and keys after them change the output: is it hidden by -inf?"
     assert _equal(function(q, k, v, lengths, 1.0), _attend(q, k, v, lengths, 1.0)), shows
 
 

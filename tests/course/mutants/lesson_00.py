@@ -33,7 +33,7 @@ def looks_for_the_end_in_the_prompt_too(model, prompt, max_tokens, end):
     return new[:-1] if new[-1:] == [end] else new
 
 
-@wrong("continue_text", fails="it takes the likeliest, wherever it stands")
+@wrong("continue_text", fails="it takes the most likely token, whatever its place")
 def takes_the_first(model, prompt, max_tokens, end):
     new = []
     for _ in range(max_tokens):
@@ -44,7 +44,7 @@ def takes_the_first(model, prompt, max_tokens, end):
     return new
 
 
-@wrong("continue_text", fails="the prompt you were given stays as it was")
+@wrong("continue_text", fails="the given prompt is not changed")
 def writes_into_the_prompt(model, prompt, max_tokens, end):
     ids, before = prompt, len(prompt)
     for _ in range(max_tokens):
@@ -115,7 +115,7 @@ def forgets_the_weight(x, weight, eps):
     return (wide / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt()).to(x.dtype)
 
 
-@wrong("rms_norm", fails="eps stands inside the root")
+@wrong("rms_norm", fails="eps is inside the root")
 def forgets_eps(x, weight, eps):
     wide = x.float()
     return (wide / wide.pow(2).mean(-1, keepdim=True).sqrt() * weight).to(x.dtype)

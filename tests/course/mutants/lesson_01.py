@@ -80,7 +80,7 @@ def by_the_joined_text(symbols, ranks):
         symbols[place : place + 2] = [symbols[place] + symbols[place + 1]]
 
 
-@wrong("bpe_merge", fails="the symbols you were given stay as they were")
+@wrong("bpe_merge", fails="the given symbols are not changed")
 def modifies_the_callers_list(symbols, ranks):
     while found := [(ranks[pair], i) for i, pair in enumerate(pairwise(symbols)) if pair in ranks]:
         place = min(found)[1]
@@ -205,7 +205,7 @@ class RedecodesTheRunAtEachByte(Stream):
         return super().finish()[shown:]
 
 
-@wrong("TextStream", fails="finish() tells what was kept")
+@wrong("TextStream", fails="finish() returns what was kept")
 class TailLost(Stream):
     def push(self, token):
         if token in self.special or token in BYTE_TOKENS:

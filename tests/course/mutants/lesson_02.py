@@ -51,7 +51,7 @@ def second_kv_head_ignored(q, k, v, *, scale):
     return _mix(_weights(q, k[:, :1], scale).softmax(-1), v[:, :1])
 
 
-@wrong("attention", fails="heads that share a KV head are neighbours")
+@wrong("attention", fails="heads that share a KV head are adjacent")
 def heads_interleaved(q, k, v, *, scale):
     times = q.shape[1] // k.shape[1]
     k, v = k.repeat(1, times, 1), v.repeat(1, times, 1)
@@ -72,7 +72,7 @@ def _check_room(cache, k):
         raise ValueError("full")
 
 
-@wrong("append", fails="new tokens stand behind the old ones")
+@wrong("append", fails="new tokens follow the old ones")
 def always_at_the_start(cache, k, v):
     _check_room(cache, k)
     cache.k[: len(k)], cache.v[: len(k)] = k, v
@@ -101,14 +101,14 @@ def first_value_only(cache, k, v):
     cache.length += len(k)
 
 
-@wrong("append", fails="values are kept beside keys")
+@wrong("append", fails="values are kept as well as keys")
 def values_at_the_start(cache, k, v):
     _check_room(cache, k)
     cache.k[cache.length : cache.length + len(k)], cache.v[: len(v)] = k, v
     cache.length += len(k)
 
 
-@wrong("append", fails="values are kept beside keys")
+@wrong("append", fails="values are kept as well as keys")
 def keys_in_both(cache, k, v):
     _check_room(cache, k)
     end = cache.length + len(k)
@@ -286,19 +286,19 @@ def weights_forgotten(config, parameters, gpu_bytes, context, bytes_each=2, util
     return _divide(gpu_bytes, utilization, 0, request)
 
 
-@wrong("requests_that_fit", fails="only the utilised share is given out")
+@wrong("requests_that_fit", fails="only the utilized share is used")
 def all_of_the_gpu(config, parameters, gpu_bytes, context, bytes_each=2, utilization=0.9):
     request = context * 2 * config.num_layers * config.num_kv_heads * config.head_dim * bytes_each
     return _divide(gpu_bytes, 1.0, parameters * bytes_each, request)
 
 
-@wrong("requests_that_fit", fails="only the utilised share is given out")
+@wrong("requests_that_fit", fails="only the utilized share is used")
 def share_of_what_the_weights_leave(config, parameters, gpu_bytes, context, bytes_each=2, utilization=0.9):
     request = context * 2 * config.num_layers * config.num_kv_heads * config.head_dim * bytes_each
     return _divide(gpu_bytes - parameters * bytes_each, utilization, 0, request)
 
 
-@wrong("requests_that_fit", fails="a request fits whole or not at all")
+@wrong("requests_that_fit", fails="a request fits completely or not at all")
 def rounded(config, parameters, gpu_bytes, context, bytes_each=2, utilization=0.9):
     request = context * 2 * config.num_layers * config.num_kv_heads * config.head_dim * bytes_each
     return max(0, round((gpu_bytes * utilization - parameters * bytes_each) / request))

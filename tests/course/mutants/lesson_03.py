@@ -47,7 +47,7 @@ def gate_and_up_swapped(gate_up, out):
     _geglu(gate_up, out, swapped=True)
 
 
-@wrong("geglu", fails="every row is read where it lies")
+@wrong("geglu", fails="every row is read at its own address")
 def rows_half_as_long(gate_up, out):
     _geglu(gate_up, out, row=1)
 
@@ -57,7 +57,7 @@ def tiles_rounded_down(gate_up, out):
     _geglu(gate_up, out, tiles=lambda size, tile: max(size // tile, 1))
 
 
-@wrong("geglu", fails="nothing beside the result is written")
+@wrong("geglu", fails="nothing but the result is written")
 def store_without_a_mask(gate_up, out):
     _geglu(gate_up, out, masked=False)
 
@@ -103,7 +103,7 @@ def mean_over_the_tile(x, weight, eps, out):
     _row_norm(x, weight, eps, out, OVER_TILE=1)
 
 
-@wrong("row_norm", fails="what lies beside a row does not matter")
+@wrong("row_norm", fails="memory next to a row does not matter")
 def load_without_a_mask(x, weight, eps, out):
     _row_norm(x, weight, eps, out, LOAD_MASKED=0)
 
@@ -113,7 +113,7 @@ def weights_of_another_row(x, weight, eps, out):
     _row_norm(x, weight, eps, out, ROW_WEIGHT=x.shape[1])
 
 
-@wrong("row_norm", fails="eps stands inside the root")
+@wrong("row_norm", fails="eps is inside the root")
 def eps_outside(x, weight, eps, out):
     _row_norm(x, weight, eps, out, EPS_OUTSIDE=1)
 
@@ -123,7 +123,7 @@ def squared_as_it_came(x, weight, eps, out):
     _row_norm(x, weight, eps, out, WIDE=0)
 
 
-@wrong("row_norm", fails="nothing beside the result is written")
+@wrong("row_norm", fails="nothing but the result is written")
 def written_without_a_mask(x, weight, eps, out):
     _row_norm(x, weight, eps, out, STORE_MASKED=0)
 
@@ -186,12 +186,12 @@ def normed_before_rounding(x, residual, weight, eps, out, total):
     _add_row_norm(x, residual, weight, eps, out, total, UNROUNDED=1)
 
 
-@wrong("add_row_norm", fails="what lies beside a row does not matter")
+@wrong("add_row_norm", fails="memory next to a row does not matter")
 def residual_without_a_mask(x, residual, weight, eps, out, total):
     _add_row_norm(x, residual, weight, eps, out, total, HALF_MASKED=1)
 
 
-@wrong("add_row_norm", fails="nothing beside the results is written")
+@wrong("add_row_norm", fails="nothing but the results is written")
 def sum_without_a_mask(x, residual, weight, eps, out, total):
     _add_row_norm(x, residual, weight, eps, out, total, STORE_MASKED=0)
 

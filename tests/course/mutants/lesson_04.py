@@ -40,7 +40,7 @@ def maximum_of_the_tile(tiles, rows, dim):
     return _walk(tiles, rows, dim, falls=True)
 
 
-@wrong("online_attention", fails="keys that nobody sees count for nothing")
+@wrong("online_attention", fails="keys that no query sees do not count")
 def infinity_less_infinity(tiles, rows, dim):
     return _walk(tiles, rows, dim, guarded=False)
 
@@ -66,7 +66,7 @@ def last_key_excluded(first, last, keys, window=None):
     return range(begin, max(-(-last // keys), 1))
 
 
-@wrong("tiles_to_visit", fails="nothing behind the last query is visited")
+@wrong("tiles_to_visit", fails="no tile after the last query is visited")
 def one_tile_too_many(first, last, keys, window=None):
     begin = max(0, first - window + 1) // keys if window else 0
     return range(begin, (last + 1) // keys + 1)
@@ -163,7 +163,7 @@ def _with(mistake):
 for _mistake, _fails in {
     "offset in the row": "a key's offset is counted inside its block",
     "block of the tile": "a tile of keys may lie in several blocks",
-    "length": "what lies beyond the length does not matter",
+    "length": "slots beyond the length do not matter",
     "first KV head": "every KV head is read",
     "scale": "scores are multiplied by the scale",
     "rescale": "the sum and the output are rescaled from tile to tile",

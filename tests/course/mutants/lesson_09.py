@@ -9,7 +9,7 @@ from tests.course.mutants import wrong
 # ---- slots_of
 
 
-@wrong("slots_of", fails="blocks lie anywhere in memory")
+@wrong("slots_of", fails="blocks may be anywhere in memory")
 def assumes_contiguous_blocks(table, start, end, block_size):
     return [table[0] * block_size + position for position in range(start, end)]
 
@@ -84,7 +84,7 @@ class Leaks(Pool):
         self.__dict__.setdefault("once_shared", set()).update(blocks)
 
 
-@wrong("MyBlockPool", fails="a block that somebody holds is given to nobody else")
+@wrong("MyBlockPool", fails="a block with a holder is not allocated again")
 class RingBuffer(Pool):
     """Allocates the next blocks in memory, assuming that requests finish in order of arrival."""
 
@@ -104,7 +104,7 @@ class RingBuffer(Pool):
         return blocks
 
 
-@wrong("MyBlockPool", fails="a block is free when its last holder lets go, and not before")
+@wrong("MyBlockPool", fails="a block is free when its last holder releases it, and not before")
 class FirstHolderFrees(Pool):
     def release(self, blocks):
         for block in blocks:
@@ -113,7 +113,7 @@ class FirstHolderFrees(Pool):
                 self.free.append(block)
 
 
-@wrong("MyBlockPool", fails="a block is free when its last holder lets go, and not before")
+@wrong("MyBlockPool", fails="a block is free when its last holder releases it, and not before")
 class FlagInsteadOfCount(Pool):
     """A flag instead of a count: a third holder is not noticed."""
 
@@ -255,13 +255,13 @@ class PrefixPool(Pool):
         return block
 
 
-@wrong("MyPrefixPool", fails="blocks that nobody can find go first")
+@wrong("MyPrefixPool", fails="blocks without a key are evicted first")
 class KeepsEverything(PrefixPool):
     def cache_or_free(self, block):
         self.lru[block] = None
 
 
-@wrong("MyPrefixPool", fails="the least recently used goes first")
+@wrong("MyPrefixPool", fails="the least recently used block is evicted first")
 class EvictsTheNewest(PrefixPool):
     """Releases blocks in the other order, so the end of a sequence is still evicted before its beginning."""
 

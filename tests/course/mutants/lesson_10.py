@@ -38,7 +38,7 @@ def tokens_divided_by_rows(outputs, rows, in_flight):
     return _with_idle(steps, outputs, rows)
 
 
-@wrong("steps_and_idle", fails="whichever row is free first takes the next request")
+@wrong("steps_and_idle", fails="the row that is free first takes the next request")
 def rows_assigned_round_robin(outputs, rows, in_flight):
     steps = max(sum(outputs[row::rows]) for row in range(rows)) if in_flight else _static(outputs, rows)
     return _with_idle(steps, outputs, rows)
