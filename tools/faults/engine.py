@@ -45,7 +45,7 @@ FAULTS = (
         "minillm/engine/llm.py",
         "tokenizer.apply_chat_template(list(conversation)), add_special_tokens=False)",
         "tokenizer.apply_chat_template(list(conversation)))",
-        "tests/engine/test_llm.py -k chats_prompt",
+        "tests/engine/test_llm.py -k one_bos_token",
     ),
     Fault(
         "a stop string across two tokens is missed",
