@@ -73,3 +73,19 @@ def test_deltas_of_a_borrowed_engine_arrive_whichever_thread_steps_it(monkeypatc
 
     engine = Engine(device="cpu", num_blocks=64)
     assert asyncio.run(work(engine)) == list(range(1, 9))
+
+
+def test_leaving_a_stream_aborts_its_request(monkeypatch):
+    """Not only in the end: a request with few tokens left would end by itself."""
+
+    async def work():
+        llm = AsyncLLM(device="cpu", num_blocks=64)
+        own, aborted = llm.abort, []
+        monkeypatch.setattr(llm, "abort", lambda request: aborted.append(request) or own(request))
+        stream = llm.stream("Once", ENDLESS)
+        await anext(stream)
+        await stream.aclose()
+        llm.close()
+        return aborted
+
+    assert len(asyncio.run(work())) == 1

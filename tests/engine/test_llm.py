@@ -47,3 +47,18 @@ def test_calls_that_change_the_engine_hold_its_lock(llm, call, monkeypatch):
     while engine.has_work:
         engine.step()
     assert len(held) > 1 and all(held)
+
+
+def test_what_a_generation_has_submitted_ends_with_it(llm, monkeypatch):
+    own, submitted = llm.engine.submit, []
+
+    def failing(tracked):
+        if submitted:
+            raise LookupError("the second cannot be queued")
+        submitted.append(tracked)
+        own(tracked)
+
+    monkeypatch.setattr(llm.engine, "submit", failing)
+    with pytest.raises(LookupError, match="the second"):
+        llm.generate([[5], [6]], SamplingParams(max_tokens=4))
+    assert submitted[0].completion.finish_reason == "abort" and not llm.engine.has_work

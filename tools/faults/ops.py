@@ -8,15 +8,15 @@ FAULTS = (
     Fault(
         "a window shows one key too many",
         REFERENCE,
-        "(behind >= 0) & (behind < window) if window",
-        "(behind >= 0) & (behind <= window) if window",
+        "(distance >= 0) & (distance < window) if window",
+        "(distance >= 0) & (distance <= window) if window",
         "tests/ops/test_cpu.py -k equals_its_definition",
     ),
     Fault(
         "a query sees the key after its own",
         REFERENCE,
-        "if window else behind >= 0",
-        "if window else behind >= -1",
+        "if window else distance >= 0",
+        "if window else distance >= -1",
         "tests/ops/test_cpu.py -k equals_its_definition",
     ),
     Fault(
@@ -85,8 +85,8 @@ FAULTS = (
     Fault(
         "keys of a stream are turned by one place less",
         CPU,
-        "_turn(k, rotary[: k.shape[1]])",
-        "_turn(k, rotary[: k.shape[1]].roll(1, 0))",
+        "_rotated(k, rotary[: k.shape[1]])",
+        "_rotated(k, rotary[: k.shape[1]].roll(1, 0))",
         "tests/ops/test_cpu.py -k stored_unrotated",
     ),
 )
