@@ -3,6 +3,7 @@
 from . import Fault
 
 DECODER, CONFIG, LOADER = "minillm/model/decoder.py", "minillm/model/config.py", "minillm/model/loader.py"
+FAMILIES = "minillm/model/families.py"
 SIZING = "minillm/model/sizing.py"
 
 FAULTS = (
@@ -43,7 +44,7 @@ FAULTS = (
     ),
     Fault(
         "Gemma 3's global layers are one too early",
-        CONFIG,
+        FAMILIES,
         "slides=lambda layer: (layer + 1) % pattern != 0",
         "slides=lambda layer: (layer + 2) % pattern != 0",
         "tests/model/test_config.py -k 'default or formats'",
