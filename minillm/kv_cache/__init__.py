@@ -1,4 +1,4 @@
-"""The paged KV cache: the block pool, block tables and storage.  Lesson 09."""
+"""The paged KV cache: the block pool, block tables, and each layer's keys and values.  Lesson 09."""
 
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ __getattr__, __dir__ = exports(
     {
         "BlockPool": "block_pool",
         "BlockPoolError": "block_pool",
-        "LayerCache": "storage",
+        "LayerCache": "layer_cache",
         "OutOfBlocks": "block_pool",
         "prefix_keys": "block_pool",
     },

@@ -4,9 +4,12 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+import minillm
 
 ROOT = Path(__file__).resolve().parents[2]
 # From top to bottom: each may import only those after it.
@@ -93,3 +96,12 @@ def test_the_module_does_not_import_torch(module):
     code = f"import sys, {module}; assert 'torch' not in sys.modules, 'torch'"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_every_public_name_of_a_package_can_be_imported():
+    rooms = [path.parent.name for path in (ROOT / "minillm").glob("*/__init__.py")]
+    packages = [minillm, *(import_module(f"minillm.{room}") for room in rooms)]
+    names = [(package, name) for package in packages for name in getattr(package, "__all__", ())]
+    assert len(names) > 40
+    for package, name in names:
+        assert getattr(package, name) is not None
