@@ -14,6 +14,7 @@ def test_the_record_covers_all_tests_on_an_h200_and_every_kernel_keeps_its_bound
     assert "H200" in committed["machine"]["gpu"] and len(set(committed["seeds"])) == 3
     ran = {Path(path).name for run in committed["runs"] for path in run["of"]}
     assert ran >= {Path(path).name for path in ("tests/kernels", *record.ENGINE, *record.ALONE, *record.STRESS)}
+    assert record.clean(committed), "a test failed"
     assert committed["compute_sanitizer"]["summary"] == ["ERROR SUMMARY: 0 errors"]
     kernels = {row["kernel"].split(",")[0] for row in committed["results"]}
     assert kernels >= {"decode_attention", "prefill_attention", "rms_norm", "sample", "truncate", "small model"}

@@ -37,7 +37,9 @@ def test_the_random_schedules_contain_every_kind_of_event():
 @pytest.mark.parametrize("kind", ["submit", "admit", "grow", "preempt", "finish", "skip", "chunk", "launch", "read"])
 def test_a_lost_event_is_detected(kind):
     lost = 0
-    for seed in range(20):
+    for seed in range(200):  # 20 schedules, or as many as it takes to have such an event
+        if seed >= 20 and lost:
+            break
         options = {"max_num_batched_tokens": 1 + seed % 9, "num_blocks": 16, "block_size": 3}
         schedule = Schedule(seed, policy=policies.POLICIES["fcfs"](), **options).run(80)
         events = schedule.trace.events
@@ -83,7 +85,7 @@ def test_a_lost_read_is_told_at_the_next_one():
 
 def test_an_event_before_the_start_is_rejected():
     events = Schedule(1).run(40).trace.events
-    with pytest.raises(TraceError, match=r"event 1 \(submit\) comes before the trace begins"):
+    with pytest.raises(TraceError, match=r"event 1 \(\w+\) comes before the trace begins"):
         list(replay(events[1:]))
 
 
