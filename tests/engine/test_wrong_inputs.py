@@ -2,6 +2,7 @@
 
 import asyncio
 import multiprocessing
+import re
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ def llm():
         ["a", 5],
         [10**30],
     ],
-    ids=repr,
+    ids=lambda prompts: re.sub(" at 0x[0-9a-f]+", "", repr(prompts)),  # parallel processes must agree on the names
 )
 def test_a_prompt_that_is_neither_text_nor_token_ids_is_named(llm, prompts):
     before = llm.stats()["steps"]
