@@ -91,7 +91,7 @@ def _attend(
     return out, maximum, total
 
 
-@triton.jit(do_not_specialize=["table_stride"])  # or each width of a table is compiled anew
+@triton.jit(do_not_specialize=["table_stride"])  # or every table width would be compiled separately
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, out_ptr, log_total_ptr, cos_sin_ptr, scale, table_stride,
     block_stride, slot_stride, head_stride,
@@ -141,7 +141,7 @@ def combine_kernel(partial_ptr, log_total_ptr, out_ptr, SPLITS: tl.constexpr, DI
     tl.store(out_ptr + head * DIM + dims, out.to(out_ptr.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["table_stride"])  # or each width of a table is compiled anew
+@triton.jit(do_not_specialize=["table_stride"])  # or every table width would be compiled separately
 def prefill_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, query_start_ptr, out_ptr, cos_sin_ptr, scale, table_stride,
     block_stride, slot_stride, head_stride,

@@ -197,10 +197,10 @@ def caveat(record: dict) -> str:
     if not rows:
         return ""
     worst = max(rows, key=lambda row: row["spread"])
-    told = f"This machine was busy: runs of the same work differ by {worst['spread']:.0%}"
+    caveat = f"This machine was busy: runs of the same work differ by {worst['spread']:.0%}"
     if (cores := worst["other_programs_cores"]) is not None:
-        told += f", and other programs took {cores:.1f} of {record['machine']['cores']} cores"
-    return f"{told}. Do not compare speeds by this run; repeat it on a quiet machine."
+        caveat += f", and other programs took {cores:.1f} of {record['machine']['cores']} cores"
+    return f"{caveat}. Do not compare speeds by this run; repeat it on a quiet machine."
 
 
 def _of(results: list[dict], workload: str) -> list[dict]:

@@ -22,7 +22,7 @@ PYTHONS = ((3, 11), (3, 12))
 PACKAGE = Path(__file__).resolve().parent.parent
 EXTRAS = {
     "serve": "minillm serve",
-    "compare": "transformers beside minillm, question sets",
+    "compare": "comparisons with transformers, question sets",
     "course": "the notebooks",
     "test": "make test",
 }

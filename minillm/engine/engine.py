@@ -338,7 +338,7 @@ class Engine:
             requests = [tracked.request for tracked in self.tracked.values()]
             self.scheduler.reset(requests, BlockPool(self.executor.facts.num_blocks))
             if self._adopted != replaceable.PARTS.own:
-                self._adopted = None  # user-supplied parts are made anew for the next request
+                self._adopted = None  # user-supplied parts are created again for the next request
             for tracked in list(self.tracked.values()):
                 with suppress(Exception):  # one failing listener must not keep the other requests waiting
                     self._finish(tracked)

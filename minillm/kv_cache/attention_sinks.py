@@ -105,7 +105,7 @@ class StreamTables(BlockTables):
         held = self.most(known)
         return np.array([held]), held - len(shared[0])
 
-    def let_go(self, rows: np.ndarray, computed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def expire(self, rows: np.ndarray, computed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         first, last = self.stream.sinks, self.stream.room - 1
         assert (self.hidden(computed)[0] == self.gone[0, rows] + 1).all(), "a row ran past a block's end"
         dropped = self.blocks[0, rows, first]

@@ -95,9 +95,9 @@ class BlockPool:
             self._block_of[key] = block
             self._key_of[block] = key
 
-    def watch_evictions(self, told: Callable[[int], None] | None) -> None:
-        """Call `told` with each cached block that `allocate` evicts; None: stop."""
-        self._on_evict = told
+    def watch_evictions(self, callback: Callable[[int], None] | None) -> None:
+        """Call `callback` with each cached block that `allocate` evicts; None: stop."""
+        self._on_evict = callback
 
     def forget(self) -> None:
         """Drop the prefix index: cached blocks become free, and used ones can no longer be found."""

@@ -160,7 +160,7 @@ class BlockTables:
         self.covered[rows] = held.min(axis=0) * self.block_size
         return rows[at], span, blocks
 
-    def let_go(self, rows: np.ndarray, computed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def expire(self, rows: np.ndarray, computed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Remove the blocks that rows [n], with `computed` [n] tokens in the cache, no longer need.
 
         Returns (rows [m], blocks [m]); the caller releases the blocks.
@@ -182,7 +182,7 @@ class BlockTables:
     # ---- the device's copy
 
     def _enter(self, rows: np.ndarray, columns: np.ndarray, blocks: np.ndarray) -> None:
-        if self.slides:  # an entry that nobody is given is never read, or has its block already
+        if self.slides:  # an entry that is not passed on is never read, or has its block already
             blocks = np.where(blocks < 0, self.blocks[:, rows, columns], blocks)
         self.blocks[:, rows, columns] = blocks
         self._changes.append((rows, columns, blocks))

@@ -10,7 +10,7 @@ from .decode_graphs import DecodeGraphs
 from .mixed_graphs import MixedGraphs
 from .state import RowState
 
-# Beside their pool: what the driver keeps of each, and the libraries' workspace for the stream that captures. Both are
+# Next to their pool: what the driver keeps of each, and the libraries' workspace for the stream that captures. Both are
 # generous: 10 graphs of Gemma 2B took 220 MiB in all, 125 of them logits (data/results/h200/build.json).
 GRAPH_BYTES, CAPTURE_BYTES = 1 << 20, 64 << 20
 

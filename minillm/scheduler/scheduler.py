@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Scheduler:
-    """Requests join in the order that `policy` gives; when blocks run out one is preempted, and computed anew later.
+    """Requests join in the order that `policy` gives; when blocks run out one is preempted, and recomputed later.
 
     windows: one entry a layer group, the tokens that its queries see, None for all; see `layer_groups`. stream: what a
     row keeps where requests may be longer than max_model_len; see `streams`.
@@ -230,7 +230,7 @@ class Scheduler:
         rows = rows[(self.tables.hidden(self.computed[rows]) > self.tables.gone[:, rows]).any(axis=0)]
         for row in rows:
             self._register(self.requests[row], int(self.computed[row]))  # what others may still find
-        holders, blocks = self.tables.let_go(rows, self.computed[rows])
+        holders, blocks = self.tables.expire(rows, self.computed[rows])
         if len(blocks):
             self._fence.append((self.launched, -1, blocks.tolist()))
             if self.trace is not None:

@@ -52,7 +52,7 @@ class RecordedPool(Protocol):
     @property
     def num_blocks(self) -> int: ...
     def lookup(self, keys: Iterable[bytes]) -> list[int]: ...
-    def watch_evictions(self, told: Callable[[int], None]) -> None: ...
+    def watch_evictions(self, callback: Callable[[int], None]) -> None: ...
 
 
 class RecordedStep(Protocol):
@@ -101,7 +101,7 @@ class Trace:
     def __init__(self, path: str | PathLike[str] | None = None):
         self.path = None if path is None else Path(path)
         self._entries: list[tuple] = []  # (event, microseconds, *values), arrays by reference
-        self._evicted: list[int] = []  # blocks given out anew since the newest entry
+        self._evicted: list[int] = []  # blocks reused since the newest entry
         self._began = 0  # at the first scheduler, in nanoseconds; 0: there was none yet
         self._written = time.perf_counter()
         self._file: TextIO | None = None
@@ -160,7 +160,7 @@ class Trace:
             self._add("register", row, blocks)
 
     def release(self, rows: np.ndarray, blocks: np.ndarray, step: int) -> None:
-        """rows [n], blocks [n]: who lets go of which; step: the newest that may touch them."""
+        """rows [n], blocks [n]: which row releases which block; step: the last that may still read them."""
         self._add("release", rows, blocks, step)
 
     def preempt(self, request: "Request", row: int, step: int) -> None:

@@ -150,7 +150,7 @@ def test_freeing_window_blocks_gives_the_tokens_of_transformers(directory, promp
 
 def test_keeping_every_block_changes_no_token(directory, prompts, expected, monkeypatch):
     nothing = np.zeros(0, np.int32)
-    monkeypatch.setattr(BlockTables, "let_go", lambda tables, rows, computed: (nothing, nothing))
+    monkeypatch.setattr(BlockTables, "expire", lambda tables, rows, computed: (nothing, nothing))
     with LLM(directory, dtype="float64", device="cpu", max_model_len=128, block_size=4, num_blocks=600) as llm:
         assert [completion.token_ids for completion in llm.generate(prompts, GREEDY)] == expected
 

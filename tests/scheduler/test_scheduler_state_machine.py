@@ -399,7 +399,7 @@ class LetsGoWithoutFence(Scheduler):
     """Blocks that left a window are freed while steps that read them are in flight."""
 
     def _release_hidden(self, rows):
-        self.pool.release(self.tables.let_go(rows, self.computed[rows])[1].tolist())
+        self.pool.release(self.tables.expire(rows, self.computed[rows])[1].tolist())
 
 
 class FindsLocalHoles(BlockTables):

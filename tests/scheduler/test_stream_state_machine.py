@@ -111,9 +111,9 @@ class WithTables(Scheduler):
 class DropsWithoutShift(StreamTables):
     """A block is freed, but the columns after it do not shift."""
 
-    def let_go(self, rows, computed):
+    def expire(self, rows, computed):
         before = self.blocks.copy()
-        found = super().let_go(rows, computed)
+        found = super().expire(rows, computed)
         self.blocks[:, rows, self.stream.sinks : -1] = before[:, rows, self.stream.sinks : -1]
         return found
 
@@ -121,9 +121,9 @@ class DropsWithoutShift(StreamTables):
 class DropsTheSink(StreamTables):
     """The oldest block is freed even if it holds sinks."""
 
-    def let_go(self, rows, computed):
+    def expire(self, rows, computed):
         found = self.blocks[0, rows, 0]
-        super().let_go(rows, computed)
+        super().expire(rows, computed)
         self.blocks[:, rows, :-1] = np.roll(self.blocks[:, rows, :-1], 1, axis=2)
         return rows, found
 
@@ -134,12 +134,12 @@ class RunsAcrossADrop(StreamTables):
     def pending(self, computed, known):
         return known - computed
 
-    def let_go(self, rows, computed):
+    def expire(self, rows, computed):
         found = []
         for row, at in zip(rows, computed, strict=True):
             while self.hidden(at)[0] > self.gone[0, row]:
                 due = (self.gone[0, [row]] + self.stream.room) * self.block_size
-                found.append((row, *super().let_go(np.array([row]), due)[1]))
+                found.append((row, *super().expire(np.array([row]), due)[1]))
         rows, blocks = np.array(found, np.int32).reshape(-1, 2).T
         return rows, blocks
 
@@ -164,7 +164,7 @@ class DropsWithoutFence(Scheduler):
     def _release_hidden(self, rows):
         rows = rows[self.tables.hidden(self.computed[rows])[0] > self.tables.gone[0, rows]]
         if len(rows):
-            self.pool.release(self.tables.let_go(rows, self.computed[rows])[1].tolist())
+            self.pool.release(self.tables.expire(rows, self.computed[rows])[1].tolist())
 
 
 MACHINES = [StreamMachine]

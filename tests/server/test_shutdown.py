@@ -166,6 +166,8 @@ def test_a_second_signal_stops_at_once_and_tells_the_clients(model_directory, si
     command += ["--load-format", "dummy", "--device", "cpu", "--max-num-seqs", "4", "--shutdown-grace", "100000"]
     command += ["--max-model-len", "64", "--attention-sinks", "4", "--attention-window", "32"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # A shell starts background jobs with SIGINT ignored, and so would be everything they start.
+    pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(command, start_new_session=True, **pipes) as process:
         url = process.stdout.readline().split()[4].removesuffix("/v1")
         endless = BODY | {"max_tokens": 10**6, "stream": True}

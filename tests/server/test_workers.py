@@ -259,8 +259,10 @@ def test_workers_exit_with_the_engine_process_however_it_dies(model_directory, t
 def test_serve_stops_on_ctrl_c_and_on_sigterm(model_directory, by):
     command = [sys.executable, "-m", "minillm.cli", "serve", "--port", "0", "--model", str(model_directory)]
     command += ["--load-format", "dummy", "--device", "cpu", "--max-num-seqs", "4", "--workers", "2"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, start_new_session=True, **pipes) as process:
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    # A shell starts background jobs with SIGINT ignored, and so would be everything they start.
+    options["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, **options) as process:
         line = process.stdout.readline()
         url = line.split()[4].removesuffix("/v1")
         body = ENDLESS | {"max_tokens": 20}  # finishes quickly, well within the grace period

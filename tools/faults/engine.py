@@ -1,4 +1,4 @@
-"""Faults in the engine's loop: seeds, stop strings, locks, errors that reach nobody."""
+"""Faults in the engine's loop: seeds, stop strings, locks, errors that get lost."""
 
 from . import Fault
 
@@ -83,7 +83,7 @@ FAULTS = (
         "tests/engine/test_async_llm.py -k leaving_a_stream",
     ),
     Fault(
-        "a failed step is told to all streams but the first",
+        "a failed step reaches every stream except the first",
         ASYNC,
         "for each in listening:",
         "for each in listening[1:]:",

@@ -56,7 +56,7 @@ FAULTS = (
         "tests/kv_cache/test_block_pool.py",
     ),
     Fault(
-        "a window's block is let go a token early",
+        "a window's block is released a token early",
         TABLES,
         "np.maximum(computed + 1 - self._reach, 0)",
         "np.maximum(computed + 2 - self._reach, 0)",
@@ -77,7 +77,7 @@ FAULTS = (
         "tests/kv_cache/test_windows.py -k blocks_held_range",
     ),
     Fault(
-        "a stream lets go of its sinks",
+        "a stream releases its sinks",
         STREAMS,
         "first, last = self.stream.sinks, self.stream.room - 1",
         "first, last = 0, self.stream.room - 1",

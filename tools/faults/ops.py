@@ -69,7 +69,7 @@ FAULTS = (
         "tests/ops/test_cpu.py -k rms_norm",
     ),
     Fault(
-        "greedy rows draw beside rows that sample",
+        "greedy rows are sampled when other rows are",
         CPU,
         "return torch.where(greedy, logits.argmax(-1), drawn) if mixed else drawn",
         "return drawn",
@@ -83,7 +83,7 @@ FAULTS = (
         "tests/quantization/test_models.py -k cpus_implementations",
     ),
     Fault(
-        "keys of a stream are turned by one place less",
+        "keys of a stream are rotated by one position less",
         CPU,
         "_rotated(k, rotary[: k.shape[1]])",
         "_rotated(k, rotary[: k.shape[1]].roll(1, 0))",

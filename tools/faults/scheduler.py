@@ -48,7 +48,7 @@ FAULTS = (
         "tests/engine/test_engine.py -k prefix_cache_hits",
     ),
     Fault(
-        "a stop token that comes last of all is told as length",
+        "a stop token at the length limit is reported as length",
         SCHEDULER,
         "            if stopped[i]:\n",
         "            if stopped[i] and not full[i]:\n",
@@ -97,7 +97,7 @@ FAULTS = (
         "tests/scheduler/test_policies.py -k lowest_priority",
     ),
     Fault(
-        "a static batch stays open while nobody joins",
+        "a static batch stays open while no request joins",
         POLICIES,
         "running > self._seen)",
         "running >= self._seen)",

@@ -48,7 +48,7 @@ FAULTS = (
         "tests/test_request.py",
     ),
     Fault(
-        "a replaced part is still told as replaced afterwards",
+        "a replaced part is still reported as replaced afterwards",
         OVERRIDES,
         "parts.origin[name] = origin\n",
         "pass\n",
