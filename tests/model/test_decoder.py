@@ -375,7 +375,7 @@ def assert_every_output_changes(saved, damage):
 
 def test_the_documentations_example_family_equals_transformers(tmp_path, monkeypatch):
     page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
-    code = page.split("## Adding a family")[1].split("```python")[1].split("```")[0]
+    code = page.split("## Adding a model family")[1].split("```python")[1].split("```")[0]
     monkeypatch.setitem(ARCHITECTURES, "MinistralForCausalLM", None)  # removed again after the test
     exec(code, {})
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
