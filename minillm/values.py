@@ -1,9 +1,14 @@
-"""Values as users give them: what counts as a number, and how an error shows what does not."""
+"""Values as users and their files give them: what counts as a number, and how an error shows what does not."""
 
+import json
 import math
 import reprlib
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+from .errors import MinillmError
 
 QUOTED = 40  # characters of an input that an error quotes
 _quotes = reprlib.Repr()
@@ -44,3 +49,16 @@ def shown(value: object, most: int = 80) -> str:
     except Exception:  # a number with more digits than Python writes, an object of the user's own
         text = f"<{type(value).__name__}>"
     return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def read_json(path: Path, error: type[MinillmError]) -> dict[str, Any]:
+    """The JSON object in a file. Raises `error`, which names the file."""
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError as cause:
+        raise error(f"{path} cannot be read: {cause.strerror}") from None
+    except (ValueError, RecursionError) as cause:
+        raise error(f"{path} is not JSON ({cause}): copy it again") from None
+    if not isinstance(found, dict):
+        raise error(f"{path} must hold an object of fields, not {shown(found)}")
+    return found

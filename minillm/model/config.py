@@ -6,9 +6,9 @@ from typing import Any
 
 from minillm.errors import ConfigError
 from minillm.kv_cache.layer_groups import LayerGroups
-from minillm.values import as_float, as_int, shown
+from minillm.values import as_float, as_int, read_json, shown
 
-from .config_file import check_fields, read_json
+from .config_file import check_fields
 from .families import ARCHITECTURES, NULL_MEANS_NONE, REFUSED
 from .rope_scaling import RopeScaling, read_rope
 
@@ -95,9 +95,9 @@ class ModelConfig:
         path = directory / "config.json"
         if not path.is_file():
             raise ConfigError(f"{directory} has no config.json: it is not a model in Hugging Face's layout")
-        raw = read_json(path)
+        raw = read_json(path, ConfigError)
         generation = directory / "generation_config.json"
-        more = read_json(generation) if generation.is_file() else {}
+        more = read_json(generation, ConfigError) if generation.is_file() else {}
         try:
             check_fields(more)
         except ConfigError as error:

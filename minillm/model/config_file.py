@@ -1,8 +1,6 @@
 """Read a model's JSON files and check the type of every field that is used.  Lesson 00."""
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from minillm.errors import ConfigError
@@ -59,19 +57,6 @@ FIELDS = {
     "object": ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention"),
 }
 KIND_OF = {name: kind for kind, names in FIELDS.items() for name in names}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises ConfigError, which names the file."""
-    try:
-        found = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON ({error}): copy it again") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} must hold an object of fields, not {shown(found)}")
-    return found
 
 
 def check_fields(raw: dict[str, Any], inside: str = "") -> None:

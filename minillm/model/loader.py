@@ -20,11 +20,10 @@ from torch import Tensor
 from minillm.errors import ConfigError
 from minillm.quantization import Recipe, Weight
 from minillm.quantization.weight import copy_pieces
-from minillm.values import shown
+from minillm.values import read_json, shown
 
 from . import sizing
 from .config import PRESETS, ModelConfig
-from .config_file import read_json
 from .decoder import Model
 from .families import ARCHITECTURES
 
@@ -119,7 +118,7 @@ def checkpoint_files(directory: Path) -> list[Path]:
     """The safetensors files of a model: those in its index, else model.safetensors, else all. Raises ConfigError."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        placed = read_json(index).get("weight_map")
+        placed = read_json(index, ConfigError).get("weight_map")
         if not isinstance(placed, dict) or not all(isinstance(name, str) for name in placed.values()):
             raise ConfigError(f"{index}: weight_map must give each tensor's file by its name, not {shown(placed)}")
         files = [directory / name for name in sorted(set(placed.values()))]

@@ -5,12 +5,11 @@ decoding runs the decoder. The file's format is that of Hugging Face's `tokenize
 Llama and similar models use. `truncation` and `padding` are ignored: the engine rejects prompts that are too long.
 """
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from minillm.values import shown
+from minillm.values import read_json
 
 from .added_tokens import AddedToken, AddedTokens
 from .bpe import BPE
@@ -208,17 +207,7 @@ def _default_template(template: str | list[dict[str, str]] | None) -> str | None
 
 
 def _read_json(path: Path) -> Spec | None:
-    if not path.is_file():
-        return None
-    try:
-        found = json.loads(path.read_bytes())
-    except OSError as error:
-        raise TokenizerError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path} is not JSON ({error}): it may be a damaged or partial download") from error
-    if not isinstance(found, dict):
-        raise TokenizerError(f"{path} must be a JSON object, not {shown(found)}: it may be another file")
-    return found
+    return read_json(path, TokenizerError) if path.is_file() else None
 
 
 def _read_template(path: Path) -> str | None:
