@@ -56,6 +56,8 @@ def _without_folders(words: list[str]) -> list[str]:
     script = Path(words[0]).resolve()
     if script.name in ("minillm", "cli.py"):
         program = ["minillm"]
+    elif script.is_relative_to(PACKAGE):
+        program = ["python", "-m", ".".join(script.relative_to(PACKAGE.parent).with_suffix("").parts)]
     elif script.is_relative_to(PACKAGE.parent):
         program = ["python", str(script.relative_to(PACKAGE.parent))]
     else:

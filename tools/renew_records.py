@@ -1,0 +1,89 @@
+"""Run the commands behind the committed records of this machine's device again.
+
+    python tools/renew_records.py --list
+    python tools/renew_records.py ablation start
+
+Without a name, all records of the device are renewed. A record keeps its command, and `RECORDS` holds the same one: a
+test compares them. A command that fails leaves the old record in place.
+"""
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from minillm.bench import records  # noqa: E402
+
+GEMMA = "--model gemma-2b --load-format dummy"
+WORKLOADS = "--workload single --workload chat --workload mixed --workload silo --workload liso --workload lilo"
+# device -> record -> its command, up to the record's name, which is the last word.
+RECORDS = {
+    "cpu": {
+        "batching": "minillm bench batching --json",
+        "state-machine": "python tools/state_machines.py --steps 1000000 --record",
+        "streaming": "minillm eval --streaming --attention-sinks 4 --attention-window 1024 --json",
+        "tiny-gemma-quality": "minillm eval --device cpu --dtype float32 --json",
+        "trace-overhead": "python tools/trace_overhead.py --record",
+    },
+    "h200": {
+        "ablation": f"minillm bench ablation {GEMMA} --json",
+        "batching": f"minillm bench batching {GEMMA} --repeat 7 --json",
+        "build": "minillm build gemma-2b --load-format dummy --input-len 1024 --output-len 256 --concurrency 256 "
+        "--compare --out build/gemma-2b.plan.json --json",
+        "gemma-2b-bf16": f"minillm bench offline {GEMMA} --max-model-len 4096 --gpu-memory-utilization 0.85 "
+        f"--max-num-seqs 3000 {WORKLOADS} --json",
+        "kernel-tests": "python tools/kernel_tests.py --seeds 3 --within 140 --record",
+        "kernels": "python tools/kernel_speed.py --record",
+        "lessons": "python -m minillm.course.run --json",
+        "roofline": f"minillm bench roofline {GEMMA} --max-num-seqs 512 --max-model-len 4096 "
+        "--batch 1 --batch 8 --batch 64 --batch 256 --batch 512 --prompt 400 --prompt 2048 --json",
+        "roofline-workloads": f"minillm bench roofline {GEMMA} --max-num-seqs 3000 --max-model-len 2816 "
+        f"{WORKLOADS} --json",
+        "start": "python tools/start.py --record",
+        "tiles": "python tools/kernel_tiles.py --record",
+        "trace-overhead": "python tools/trace_overhead.py --pairs 7 --timed 1 --record",
+    },
+}
+
+
+def command(device: str, name: str) -> list[str]:
+    """The words of a record's command, as typed at the project's root."""
+    return [*shlex.split(RECORDS[device][name]), name]
+
+
+def renew(device: str, name: str) -> bool:
+    """Run one command; True if it succeeded."""
+    words = command(device, name)
+    program = [sys.executable, "-m", "minillm.cli"] if words[0] == "minillm" else [sys.executable]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    begin = time.perf_counter()
+    done = subprocess.run([*program, *words[1:]], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    outcome = "ok" if done.returncode == 0 else "FAILED"
+    print(f"{device}/{name}  {time.perf_counter() - begin:.0f} s  {outcome}", flush=True)
+    return done.returncode == 0
+
+
+def main() -> int:
+    device = records.folder().name
+    known = RECORDS.get(device, {})
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help=f"default: all of {device}: {', '.join(known)}")
+    parser.add_argument("--list", action="store_true", help="only print the commands")
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(known):
+        parser.error(f"no command for {', '.join(sorted(unknown))} on {device}; known: {', '.join(known) or 'none'}")
+    if options.list:
+        print("\n".join(shlex.join(command(device, name)) for name in known))
+        return 0
+    failed = [name for name in options.names or known if not renew(device, name)]
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
