@@ -47,7 +47,7 @@ RECORDS = {
         f"{WORKLOADS} --json",
         "start": "python tools/start.py --record",
         "tiles": "python tools/kernel_tiles.py --record",
-        "trace-overhead": "python tools/trace_overhead.py --pairs 7 --timed 1 --record",
+        "trace-overhead": "python tools/trace_overhead.py --pairs 15 --requests 1000 --timed 1 --record",
     },
 }
 
@@ -61,7 +61,7 @@ def renew(device: str, name: str) -> bool:
     """Run one command; True if it succeeded."""
     words = command(device, name)
     program = [sys.executable, "-m", "minillm.cli"] if words[0] == "minillm" else [sys.executable]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     begin = time.perf_counter()
     done = subprocess.run([*program, *words[1:]], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
     outcome = "ok" if done.returncode == 0 else "FAILED"
