@@ -1,7 +1,8 @@
 """Compile every kernel for GPUs that this machine lacks, and print the resources each uses, one JSON object per line.
 
 The engine's own wrappers are called on small CPU tensors, so launch configurations and specializations are the real
-ones. A stub driver says which GPU to compile for, and the kernels are compiled but not launched.
+ones. A stub driver says which GPU to compile for, and the kernels are compiled but not launched. GPUs of one generation
+(8.0 to 8.9) have the same matrix instructions, so a launch that an earlier one compiled is not compiled again.
 
     python tools/compile_kernels.py 80 86 89 90
 """
@@ -64,16 +65,29 @@ class AbsentGPU:
         return 0
 
 
-def compile_all(capability: int) -> list[dict]:
+def launch(kernel, args, kwargs) -> tuple:
+    """What a kernel is compiled for: tensors' dtypes, other arguments, constants, warps and stages."""
+
+    def fixed(value):
+        return value.dtype if isinstance(value, torch.Tensor) else value
+
+    return kernel.fn.__name__, *map(fixed, args), *((name, fixed(value)) for name, value in sorted(kwargs.items()))
+
+
+def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
+    """The needs of every kernel on a GPU. known: those of launches compiled so far, by generation and launch."""
     triton.runtime.driver.set_active(AbsentGPU(capability))
     device = paged_attention.Device(SHARED_MEMORY[capability], 100)
     paged_attention._device = lambda _: device
     compiled, case = [], ""
 
     def compile_only(kernel, *args, grid, warmup, **kwargs):
-        binary = run(kernel, *args, grid=grid, warmup=True, **kwargs)
-        needs = {"capability": capability, "kernel": kernel.fn.__name__, "case": case, "limit": device.shared_memory}
-        compiled.append(needs | {"shared": binary.metadata.shared, "warps": binary.metadata.num_warps})
+        key = (capability // 10, *launch(kernel, args, kwargs))
+        if key not in known:
+            metadata = run(kernel, *args, grid=grid, warmup=True, **kwargs).metadata
+            known[key] = {"shared": metadata.shared, "warps": metadata.num_warps}
+        named = {"capability": capability, "kernel": kernel.fn.__name__, "case": case, "limit": device.shared_memory}
+        compiled.append(named | known[key])
 
     run, triton.runtime.JITFunction.run = triton.runtime.JITFunction.run, compile_only
     try:
@@ -120,6 +134,7 @@ def compile_all(capability: int) -> list[dict]:
 
 
 if __name__ == "__main__":
+    known = {}
     for capability in map(int, sys.argv[1:]):
-        for needs in compile_all(capability):
+        for needs in compile_all(capability, known):
             print(json.dumps(needs))

@@ -270,7 +270,7 @@ def test_sampling_follows_the_models_distribution(temperature, rows, teacher):
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU has real graphs, and kernels are not interpreted on it")
-@pytest.mark.parametrize("rows, budget", [(3, 24), (1, 32), (4, 13)])
+@pytest.mark.parametrize("rows, budget", [(3, 13), (1, 32)])
 def test_emulated_graphs_give_each_request_its_tokens(rows, budget, tmp_path):
     """Device state, padding and the fused single-row step as on a GPU, with interpreted kernels."""
     pytest.importorskip("minillm.runner.decode_graphs", reason="graphs need triton, which is not installed here")
@@ -282,8 +282,8 @@ def test_emulated_graphs_give_each_request_its_tokens(rows, budget, tmp_path):
         while len(requests) < 4 * rows or engine.tracked:
             if len(requests) < 4 * rows and rng.random() < 0.7:
                 kind = rng.choice(["greedy", "temperature 1", "temperature 0.7", "penalties", "seeded"])
-                params = SamplingParams(max_tokens=rng.randint(2, 9), ignore_eos=True, **KINDS[kind])
-                prompt = [rng.randrange(1, 96) for _ in range(rng.randint(1, 30))]
+                params = SamplingParams(max_tokens=rng.randint(3, 7), ignore_eos=True, **KINDS[kind])
+                prompt = [rng.randrange(1, 96) for _ in range(rng.randint(1, 24))]
                 requests.append((engine.prepare(prompt, params), kind))
                 engine.submit(requests[-1][0])
             if engine.tracked and rng.random() < 0.04:

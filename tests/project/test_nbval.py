@@ -1,17 +1,18 @@
 """How notebooks are tested: printed output is compared, noise is not, and each failure is reported once."""
 
+import copy
 import os
+import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import nbformat
 import pytest
 
 from minillm.course import build
+from tests.project.makefile import ROOT, pytest_arguments
 
-ROOT = Path(__file__).resolve().parents[2]
 SOURCE = """\
 # %%
 import os, sys
@@ -31,50 +32,69 @@ print("after", taught)
 """
 
 
-def outcomes(folder: Path, change=None) -> dict[str, str]:
-    """Each cell's outcome when nbval runs a notebook, after `change` modified its saved outputs."""
+def unchanged(cells):
+    pass
+
+
+def changed_number(cells):
+    cells[2].outputs[0].text = "43\n"
+
+
+def stripped_output(cells):
+    cells[2].outputs = []
+
+
+def other_code(cells):
+    cells[2].source = "print(44)"
+
+
+def out_of_order(cells):
+    cells[2:] = reversed(cells[2:])
+
+
+CHANGES = (unchanged, changed_number, stripped_output, other_code, out_of_order)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, list[tuple[int, str, str]]]:
+    """(cell, outcome, process) of one notebook per change, in order; all run together, as `make test` runs lessons."""
+    folder = tmp_path_factory.mktemp("notebooks")
     (folder / "trial.py").write_text(SOURCE)
-    notebook = build.execute(build.convert(folder / "trial.py"), folder)
-    if change:
-        change(notebook)
-    nbformat.write(notebook, folder / "trial.ipynb")
+    executed = build.execute(build.convert(folder / "trial.py"), folder)
+    for change in CHANGES:
+        notebook = copy.deepcopy(executed)
+        change(notebook.cells)
+        nbformat.write(notebook, folder / f"{change.__name__}.ipynb")
     shutil.copy(ROOT / "conftest.py", folder)
-    options = ("--nbval", "--nbval-current-env", "-v", "-p", "no:cacheprovider", "--rootdir", folder)
-    command = [sys.executable, "-m", "pytest", *map(str, options), str(folder / "trial.ipynb")]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    lines = [line.split() for line in done.stdout.splitlines() if "::Cell" in line and "%]" in line]
-    found = {f"{words[0].split('::')[1]} {words[1]}": words[2] for words in lines}
-    assert len(found) == 4, done.stdout + done.stderr
+    command = [sys.executable, "-m", "pytest", *pytest_arguments("test"), "-n2", "-v", "-p", "no:cacheprovider"]
+    done = subprocess.run([*command, "--rootdir", folder, folder], cwd=folder, capture_output=True, text=True)
+    found = {change.__name__: [] for change in CHANGES}
+    line = r"\[(gw\d+)\] .*(PASSED|FAILED|SKIPPED) (\w+)\W+ipynb::Cell (\d)"
+    for process, outcome, name, cell in re.findall(line, done.stdout):
+        found[name].append((int(cell), outcome, process))
+    assert all(len(cells) == 4 for cells in found.values()), done.stdout + done.stderr
     return found
 
 
-def test_noise_and_times_are_not_compared(tmp_path):
-    assert set(outcomes(tmp_path).values()) == {"PASSED"}
+def outcomes(run: list[tuple[int, str, str]]) -> list[str]:
+    return [outcome for _, outcome, _ in run]
 
 
-def changed_number(cell):
-    cell.outputs[0].text = "43\n"
+def test_each_notebook_runs_whole_and_in_order_in_one_process(runs):
+    """A cell needs the definitions of earlier cells."""
+    for run in runs.values():
+        assert [cell for cell, _, _ in run] == [0, 1, 2, 3]
+        assert len({process for _, _, process in run}) == 1
+    assert {run[0][2] for run in runs.values()} == {"gw0", "gw1"}
 
 
-def stripped_output(cell):
-    cell.outputs = []
+def test_noise_and_times_are_not_compared(runs):
+    assert outcomes(runs["unchanged"]) == ["PASSED"] * 4
 
 
-def other_code(cell):
-    cell.source = "print(44)"
-
-
-@pytest.mark.parametrize("change", [changed_number, stripped_output, other_code])
-def test_a_changed_output_fails_and_the_rest_of_the_notebook_is_skipped(change, tmp_path):
-    found = outcomes(tmp_path, lambda notebook: change(notebook.cells[2]))
-    assert list(found.values()) == ["PASSED", "PASSED", "FAILED", "SKIPPED"]
-
-
-def test_a_cell_out_of_order_fails(tmp_path):
-    def swap(notebook):
-        notebook.cells[2:] = reversed(notebook.cells[2:])
-
-    assert list(outcomes(tmp_path, swap).values()) == ["PASSED", "PASSED", "FAILED", "SKIPPED"]
+@pytest.mark.parametrize("change", [changed_number, stripped_output, other_code, out_of_order])
+def test_a_changed_output_fails_and_the_rest_of_the_notebook_is_skipped(change, runs):
+    assert outcomes(runs[change.__name__]) == ["PASSED", "PASSED", "FAILED", "SKIPPED"]
 
 
 def test_lessons_are_tested_on_the_cpu_tier():
