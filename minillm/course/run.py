@@ -2,7 +2,7 @@
 
     python -m minillm.course.run 00 01 --json lessons
 
-Needs no Jupyter: a source is a Python script. The record of the H200 is `data/results/h200/lessons.json`.
+Needs no Jupyter: a source is a Python script.
 """
 
 import argparse
