@@ -53,7 +53,7 @@ def test_a_full_queue_answers_429_and_accepts_requests_again_later(narrow):
                 assert refused.status_code == 429
                 assert int(refused.headers["retry-after"]) >= 1
                 error = refused.json()["error"]
-                assert error["type"] == "rate_limit_error" and "of 3 that" in error["message"]
+                assert error["type"] == "rate_limit_error" and "of at most 3 choices" in error["message"]
             resume.set()
             assert [each.status_code for each in await asyncio.gather(*taken)] == [200] * 3
             assert (await ask()).status_code == 200
@@ -145,7 +145,7 @@ def test_a_worker_answers_other_requests_while_it_tokenizes_long_texts(engine, m
 
 HUGE = "a" * (128 * MAX_MODEL_LEN + 1)
 TOO_MUCH = [
-    ("completions", {"prompt": HUGE}, f"has 32,769 characters, but at most {128 * MAX_MODEL_LEN:,} are read"),
+    ("completions", {"prompt": HUGE}, f"has 32,769 characters, but at most {128 * MAX_MODEL_LEN:,} are accepted"),
     ("completions", {"prompt": ["The river", HUGE]}, "characters, but at most"),
     ("chat/completions", {"messages": [{"role": "user", "content": HUGE}]}, "messages has 32,769 characters"),
     ("completions", {"prompt": ["word"] * 2000}, "prompt asks for 2000 choices, but this server's limit is 1056"),
