@@ -218,7 +218,7 @@ class _Server:
             return await self.engine.ask("decode", ids=prompt)
         return await _run(in_thread, self.engine.tokenizer.decode, prompt)
 
-    # ---- answers
+    # ---- responses
 
     async def respond(
         self,

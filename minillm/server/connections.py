@@ -34,7 +34,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))  # TCP: always a stream transport
-        if hasattr(transport, "max_size"):  # asyncio's selector event loop has this attribute; others do not
+        if hasattr(transport, "max_size"):  # only asyncio's selector transport has this attribute
             transport.max_size = limits.READ
         self._watch()
 

@@ -32,7 +32,7 @@ TOKEN_BYTES = 24  # per token of a body: an id and its separator take up to 12; 
 MIN_BODY, MAX_BODY = 1 << 20, 16 << 20
 FREE_BODY = 16 << 10  # bytes; a body up to this size does not count toward MAX_HELD and is decoded without a thread
 MAX_HELD = 64 << 20  # bytes in a worker of all bodies not decoded yet, each without its first FREE_BODY bytes
-READ = 16 << 10  # bytes per read: a body in tiny chunks takes long to parse, and other connections must wait
+READ = 16 << 10  # bytes per read: parsing many tiny chunks at once would delay other connections
 SWITCH_INTERVAL = 0.001  # seconds until a thread that decodes or tokenizes releases the GIL to the event loop
 
 # ---- connections
@@ -47,7 +47,7 @@ def max_tokens(max_request_len: int) -> int:
 
 
 def max_body(max_request_len: int) -> int:
-    """Most bytes in a body: enough for `max_tokens` tokens as ids or as text, within MIN_BODY and MAX_BODY."""
+    """Most bytes in a body: enough for `max_tokens` tokens as ids or as text, clamped to MIN_BODY and MAX_BODY."""
     return min(MAX_BODY, max(MIN_BODY, TOKEN_BYTES * max_tokens(max_request_len)))
 
 

@@ -41,7 +41,7 @@ _NO_PROMPT = "prompt must be a string, a list of token ids, or a non-empty list 
 Prompt = str | list[int]
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 
-# Unsupported fields of OpenAI's API, each with the values that request nothing; some frameworks always send those.
+# Unsupported fields of OpenAI's API, each with the values that request nothing; some frameworks always send them.
 UNSUPPORTED: dict[str, tuple] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -302,7 +302,7 @@ class ChatRequest(GenerationRequest):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_unsupported_without_effect(cls, content: dict) -> dict:
+    def _drop_fields_without_effect(cls, content: dict) -> dict:
         for name in UNSUPPORTED.keys() & content.keys():
             nothing = (None, *UNSUPPORTED[name])
             if not any(type(content[name]) is type(each) and content[name] == each for each in nothing):
@@ -352,7 +352,7 @@ def _is_ids(value: object) -> bool:
 
 
 def as_api_error(error: Exception) -> APIError:
-    """Convert any exception to an APIError. `param` is the message's first word if that names a field."""
+    """Convert any exception to an APIError. For an invalid request, `param` is the message's first word if it is a field."""
     if isinstance(error, APIError):
         return error
     message = str(error)

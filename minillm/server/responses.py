@@ -178,7 +178,7 @@ class CompletionForm:
 
 @dataclass
 class ChatForm:
-    """Formats the choices of /v1/chat/completions, whole or in pieces; the fields are those of `CompletionForm`."""
+    """Formats the choices of /v1/chat/completions, whole or in pieces; fields as in `CompletionForm`."""
 
     texts: TokenTexts
     top: int | None

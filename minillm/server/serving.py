@@ -123,7 +123,7 @@ def running(
     shutdown_grace: float = TIMEOUTS.shutdown_grace,
     **engine_options: Unpack[EngineOptions],
 ) -> Iterator[RunningServer]:
-    """Run a server in this process, for a notebook or a test, until the block ends.  Lesson 99.
+    """Serve an engine of this process until the block ends, for a notebook or a test.  Lesson 99.
 
     model: an `LLM` or `AsyncLLM`, which stays open afterward, or any model that `serve` accepts, which is closed at the
     end. The other arguments are those of `serve`.
@@ -159,7 +159,7 @@ def running(
 
 
 class Workers:
-    """The worker processes of a server. A worker that dies is replaced; starting one is retried a few times.
+    """The worker processes of a server. One that dies is replaced; one that fails to start is retried a few times.
 
     grace: seconds for requests in flight to finish when the server stops.
     """
