@@ -352,7 +352,7 @@ def _is_ids(value: object) -> bool:
 
 
 def as_api_error(error: Exception) -> APIError:
-    """Convert any exception to an APIError. For an invalid request, `param` is the message's first word if it is a field."""
+    """Convert any exception to an APIError. An InvalidRequest's message begins with the name of the field, if any."""
     if isinstance(error, APIError):
         return error
     message = str(error)
