@@ -1,7 +1,7 @@
-"""The engine over HTTP, speaking OpenAI's API.  Lesson 99.
+"""An OpenAI-compatible HTTP server for the engine.  Lesson 99.
 
-The engine runs in the process that calls `serve` or `running`, so that a function put in with `minillm.using`
-serves every request. Needs the extra `serve` (fastapi, uvicorn); nothing is imported until one of the two is called.
+The engine runs in the process that calls `serve` or `running`, so a function installed with `minillm.using` applies to
+every request. Requires the `serve` extra (fastapi, uvicorn), which is not imported until one of the two is called.
 """
 
 from .serving import PortTaken, RunningServer, running, serve

@@ -1,6 +1,6 @@
-"""The routes: OpenAI's completions and chat completions over an engine, health and metrics.  Lesson 99.
+"""The routes: OpenAI's completions and chat completions, health, and metrics.  Lesson 99.
 
-The engine is a `RemoteEngine`: the application owns no model, and runs in another process than it.
+The application holds no model. It sends requests through a `RemoteEngine` to the engine in another process.
 """
 
 import asyncio
@@ -28,11 +28,11 @@ from .link import Choice, EngineError, Prompt, RemoteEngine, readable, room
 from .protocol import APIError, ChatRequest, CompletionRequest, GenerationRequest, StreamOptions, as_api_error
 from .responses import Answer, ChatForm, CompletionForm, TokenTexts, usage
 
-LONG_TEXT = 10_000  # characters, of all prompts, from which tokenizing would hold up everyone else's tokens
+LONG_TEXT = 10_000  # characters in all prompts; text this long is tokenized in a thread, so other streams keep going
 
 
 def create_app(engine: RemoteEngine) -> FastAPI:
-    """The application that serves `engine`, which is connected."""
+    """Return the application that serves `engine`, which must be connected."""
     app = FastAPI(
         title="minillm", version=__version__, description="An OpenAI-compatible server over the minillm engine."
     )
@@ -41,7 +41,7 @@ def create_app(engine: RemoteEngine) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Response:
-        """200 while the engine takes requests, 503 once it is closed or gone."""
+        """200 while the engine accepts requests, 503 once it is closed or gone."""
         try:
             alive = await engine.ask("alive")
         except EngineError:
@@ -52,7 +52,7 @@ def create_app(engine: RemoteEngine) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        """The whole server's numbers, whichever worker is asked."""
+        """Metrics of the whole server, not only of the worker that answers."""
         return Response(await engine.ask("metrics"), media_type="text/plain; version=0.0.4")
 
     @app.get("/v1/models")
@@ -76,13 +76,13 @@ def create_app(engine: RemoteEngine) -> FastAPI:
 
 
 def _takes(form: type[GenerationRequest]) -> dict:
-    """What the API's own description says of a body."""
-    schema = form.model_json_schema() | {"$id": form.__name__}  # its references are relative to itself
+    """The OpenAPI description of a request body."""
+    schema = form.model_json_schema() | {"$id": form.__name__}  # its $refs resolve against this id
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 class _Server:
-    """What the routes share: the engine and the card of the model it serves."""
+    """State that the routes share: the engine, the body reader, and the model card."""
 
     def __init__(self, engine: RemoteEngine):
         self.engine = engine
@@ -102,19 +102,19 @@ class _Server:
 
     def check_model(self, name: str | None) -> None:
         if name not in (None, self.engine.name):
-            message = f"the model {shown(name)} is not served here; {self.engine.name!r} is"
+            message = f"unknown model {shown(name)}: this server serves {self.engine.name!r}"
             raise APIError(message, status=404, param="model", code="model_not_found")
 
     def check_choices(self, choices: int, n: int) -> None:
         if choices > self.engine.capacity:
             name, held = "n" if n > 1 else "prompt", self.engine.capacity
-            message = f"{name} asks for {choices} choices in all, and this server holds {held}: send several requests"
+            message = f"{name} asks for {choices} choices, but this server's limit is {held}: split the request"
             raise APIError(message, param=name)
 
     async def answer(
         self, request: Request, form: type[Form], endpoint: Callable[[Form], Awaitable[Response]]
     ) -> Response:
-        """Read a body, run its endpoint, count the answer, and stop the work when the client hangs up."""
+        """Read the body, run the endpoint, count the response, and cancel the work if the client disconnects."""
         status = 500
         try:
             async with self.engine.until_given_up():
@@ -129,7 +129,7 @@ class _Server:
         except Exception as error:
             response = _refusal(as_api_error(error))
             status = response.status_code
-            # They hold the request, and each other: else it would stay until garbage is collected.
+            # The frames are in a reference cycle, which would keep the request alive until the garbage collector runs.
             traceback.clear_frames(error.__traceback__)
             return response
         finally:
@@ -140,12 +140,12 @@ class _Server:
     async def complete(self, body: CompletionRequest) -> Response:
         texts, params, n = body.prompts(), body.params(), body.n or 1
         self.check_choices(len(texts) * n, n)
-        aside = sum(map(len, texts)) >= LONG_TEXT
-        await _run(aside, self.check_lengths, texts)
-        prompts = [await self.tokenize(text, aside) if isinstance(text, str) else Prompt(text) for text in texts]
+        in_thread = sum(map(len, texts)) >= LONG_TEXT
+        await _run(in_thread, self.check_lengths, texts)
+        prompts = [await self.tokenize(text, in_thread) if isinstance(text, str) else Prompt(text) for text in texts]
         form = CompletionForm(self.texts, body.logprobs, bool(body.return_token_ids), n)
         if body.echo:
-            form.echoes = [await self.echo(text, aside) for text in texts]
+            form.echoes = [await self.echo(text, in_thread) for text in texts]
             form.scores_only = body.scores_only
         return await self.respond(prompts, params, form, body)
 
@@ -154,10 +154,10 @@ class _Server:
         messages = body.turns()
         length = sum(len(message["content"]) for message in messages)
         readable(length, self.engine.max_request_len, "messages")
-        aside = length >= LONG_TEXT
-        text = await self.render(messages, aside)
-        prompt = await self.tokenize(text, aside, special=False, name="messages")
-        # A stream has no such limit: without max_tokens its answer ends at the context's length.
+        in_thread = length >= LONG_TEXT
+        text = await self.render(messages, in_thread)
+        prompt = await self.tokenize(text, in_thread, special=False, name="messages")
+        # An engine that streams past its context accepts longer requests; the default is still the context length.
         left = min(self.engine.max_request_len - len(prompt.ids or ()), self.engine.max_model_len)
         params = body.params(left)
         top = (body.top_logprobs or 0) if body.logprobs else None
@@ -166,10 +166,10 @@ class _Server:
 
     # ---- prompts
 
-    async def tokenize(self, text: str, aside: bool, *, special: bool = True, name: str = "prompt") -> Prompt:
-        """A text as a prompt; its ids stay open where the tokenizer is the engine's process's.
+    async def tokenize(self, text: str, in_thread: bool, *, special: bool = True, name: str = "prompt") -> Prompt:
+        """Tokenize a prompt. Its ids are None if only the engine's process has the tokenizer.
 
-        aside: in a thread, since with the request's other texts it takes long.
+        in_thread: tokenize in a thread, because the request's text is long.
         """
         engine = self.engine
         if not engine.encodes:
@@ -177,14 +177,14 @@ class _Server:
         if engine.tokenizer is None:
             return Prompt(None, text, special)
         try:
-            ids = await _run(aside, engine.tokenizer.encode, text, special)
+            ids = await _run(in_thread, engine.tokenizer.encode, text, special)
         except TokenizerError as error:
             raise APIError(f"{name}: {error}", param=name) from None
         room(len(ids), engine.max_request_len, name)
         return Prompt(ids, text, special)
 
     def check_lengths(self, prompts: list[str | list[int]]) -> None:
-        """Refuse what cannot fit before anything is done with it."""
+        """Reject prompts that cannot fit before doing any work on them."""
         for prompt in prompts:
             self._check_length(prompt)
 
@@ -199,26 +199,26 @@ class _Server:
                 message = f"prompt: token id {shown(token)} is outside the vocabulary of {engine.vocab_size}"
                 raise APIError(message, param="prompt")
 
-    async def render(self, messages: list[dict[str, str]], aside: bool) -> str:
-        """The conversation as the model's chat template writes it."""
+    async def render(self, messages: list[dict[str, str]], in_thread: bool) -> str:
+        """The conversation, formatted with the model's chat template."""
         engine = self.engine
         try:
             if engine.tokenizer is not None:
-                return await _run(aside, engine.tokenizer.apply_chat_template, messages)
+                return await _run(in_thread, engine.tokenizer.apply_chat_template, messages)
             return await engine.ask("template", messages=messages) if engine.encodes else ""
         except (InvalidRequest, TokenizerError) as error:
             raise APIError(str(error), param="messages") from error
-        except Exception as error:  # a template may refuse a conversation with any exception of its own
-            raise APIError(f"the chat template refuses these messages: {error}", param="messages") from error
+        except Exception as error:  # a template may raise any exception
+            raise APIError(f"the chat template rejects these messages: {error}", param="messages") from error
 
-    async def echo(self, prompt: str | list[int], aside: bool) -> str:
+    async def echo(self, prompt: str | list[int], in_thread: bool) -> str:
         if isinstance(prompt, str) or not self.engine.encodes:
             return prompt if isinstance(prompt, str) else ""
         if self.engine.tokenizer is None:
             return await self.engine.ask("decode", ids=prompt)
-        return await _run(aside, self.engine.tokenizer.decode, prompt)
+        return await _run(in_thread, self.engine.tokenizer.decode, prompt)
 
-    # ---- answers
+    # ---- responses
 
     async def respond(
         self,
@@ -227,12 +227,12 @@ class _Server:
         form: CompletionForm | ChatForm,
         body: GenerationRequest,
     ) -> Response:
-        """The answer's choices, in one JSON document or as events."""
+        """The response: one JSON document, or a stream of events."""
         usages, options = body.stream_usage(), body.options()
         answer, source = Answer(form.kind, self.engine.name), self.engine.stream(prompts, params, form.n, options)
         count = len(prompts) * form.n
         if body.stream:
-            # Awaited here: before the first delta, an error still gets its own HTTP status.
+            # Wait for the first delta here: an error before it can still set the HTTP status.
             first = await anext(source)
             return EventStream(self.chunks(answer, form, count, first, source, usages), source)
         ended: dict[int, Completion] = {}
@@ -257,7 +257,7 @@ class _Server:
         source: AsyncIterator[tuple[Choice, Delta]],
         usages: StreamOptions,
     ) -> AsyncGenerator[dict]:
-        prompts: dict[int, int] = {}  # tokens of each prompt that has been read
+        prompts: dict[int, int] = {}  # tokens in each prompt seen so far
         generated = 0
 
         def so_far() -> dict:
@@ -278,7 +278,7 @@ class _Server:
             generated += len(delta.token_ids)
             await self.read_tokens(delta, choice.completion)
             piece = form.piece(choice.index, delta, choice.completion)
-            # Tokens whose characters are still incomplete have nothing to show yet.
+            # A token that ends in the middle of a character has no text to send yet.
             shows = piece.get("text") or piece.get("delta") or piece["logprobs"] or form.ids
             if shows or delta.finish_reason:
                 yield chunk(piece)
@@ -287,7 +287,7 @@ class _Server:
             yield answer.chunk([], usage=so_far())
 
     async def read_tokens(self, gained: Delta | Completion, done: Completion) -> None:
-        """Have the engine's process name the tokens that log-probabilities speak of, where only it can."""
+        """Ask the engine's process for the text of tokens in the log-probabilities, if only it has the tokenizer."""
         if self.engine.tokenizer is not None or not self.engine.encodes or gained.logprobs is None:
             return
         entries = itertools.chain(gained.logprobs, done.prompt_logprobs or ())
@@ -297,18 +297,18 @@ class _Server:
             self.texts.seen |= {token: tuple(entry) for token, entry in zip(unknown, found, strict=True)}
 
 
-async def _run(aside: bool, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function here, or in another thread than the event loop's."""
-    return await asyncio.to_thread(function, *arguments) if aside else function(*arguments)
+async def _run(in_thread: bool, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function on the event loop or, if `in_thread`, in a worker thread."""
+    return await asyncio.to_thread(function, *arguments) if in_thread else function(*arguments)
 
 
 def _refusal(error: APIError) -> Response:
-    body = json.dumps(error.body)  # in ASCII: what it quotes may hold half a pair of surrogates, which no UTF-8 can
+    body = json.dumps(error.body)  # ASCII: a quoted value may contain a lone surrogate, which UTF-8 cannot encode
     return Response(body, error.status, error.headers, "application/json")
 
 
 def _report_errors(app: FastAPI) -> None:
-    """Every error a client sees has OpenAI's form."""
+    """Send every error to the client in OpenAI's format."""
 
     @app.exception_handler(APIError)
     async def api_error(_: Request, error: APIError) -> Response:

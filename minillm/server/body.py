@@ -1,4 +1,4 @@
-"""A request's body: read within limits of bytes and seconds, decoded, and checked against its form.  Lesson 99."""
+"""Read a request body within size and time limits, decode it, and validate it.  Lesson 99."""
 
 import asyncio
 import json
@@ -17,19 +17,19 @@ Form = TypeVar("Form", bound=GenerationRequest)
 
 
 class BodyReader:
-    """Reads the bodies of a worker's requests.
+    """Reads the request bodies of one worker.
 
-    max_request_len: tokens that prompt and output have together; timeout: seconds until the whole body must be here.
+    max_request_len: most tokens in prompt and output together; timeout: seconds for the whole body to arrive.
     """
 
     def __init__(self, max_request_len: int, timeout: float):
         self.max_body, self.max_tokens = limits.max_body(max_request_len), limits.max_tokens(max_request_len)
         self.timeout = timeout
-        self.held = 0  # bytes of bodies that are on their way, without the first FREE_BODY of each
-        self._turn = asyncio.Semaphore(1)  # to decode a large body: what one becomes takes more memory than its bytes
+        self.held = 0  # bytes of bodies not decoded yet, without the first FREE_BODY of each
+        self._turn = asyncio.Semaphore(1)  # one large body at a time: decoded, it takes more memory than its bytes
 
     async def read(self, request: Request, form: type[Form]) -> Form:
-        """The body as `form`. Raises APIError, and ClientGone when not all of it comes."""
+        """Read the body as a `form`. Raises APIError; ClientGone if the client disconnects before the end."""
         kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
         if not (kind == "application/json" or kind.startswith("application/") and kind.endswith("+json")):
             raise APIError(NO_OBJECT)
@@ -40,14 +40,14 @@ class BodyReader:
             await self._receive(request, data)
             if len(data) <= limits.FREE_BODY:
                 return self.parse(data, form)
-            async with self._turn:  # on the event loop, decoding would hold up everyone else's tokens
+            async with self._turn:  # on the event loop, decoding would delay all other streams
                 return await asyncio.to_thread(self.parse, data, form)
         finally:
             self.held -= _counted(len(data))
-            data.clear()  # an exception's traceback may hold it for long
+            data.clear()  # a traceback may keep the buffer alive
 
     async def _receive(self, request: Request, data: bytearray) -> None:
-        """Append all of the body to `data`, and count what that holds."""
+        """Append the body to `data`, and add what it holds to `held`."""
         try:
             async with asyncio.timeout(self.timeout):
                 async for chunk in request.stream():
@@ -56,21 +56,22 @@ class BodyReader:
                         raise self._too_large()
                     more = _counted(size) - _counted(len(data))
                     if self.held + more > limits.MAX_HELD:
-                        raise Busy(f"large bodies of {self.held:,} bytes are on their way already: try again soon")
+                        raise Busy(f"the server holds {self.held:,} bytes of large request bodies: try again soon")
                     self.held += more
                     data += chunk
         except ClientDisconnect:
             raise ClientGone from None
         except TimeoutError:
-            message = f"the body did not come within {self.timeout:g} s: send it faster, or several requests"
+            way_out = "send it faster, or split it into several requests"
+            message = f"the body did not arrive within {self.timeout:g} s: {way_out}"
             raise APIError(message, status=408, code="request_timeout", headers={"connection": "close"}) from None
 
     def _too_large(self) -> APIError:
-        message = f"the body has more than {self.max_body:,} bytes, the most that are read: send several requests"
+        message = f"the body exceeds the limit of {self.max_body:,} bytes: split it into several requests"
         return APIError(message, status=413, code="request_too_large")
 
     def parse(self, data: bytes | bytearray, form: type[Form]) -> Form:
-        """Decode a body and check it, at a cost that its form bounds. Raises APIError for the first thing wrong."""
+        """Decode and validate a body, at bounded cost. Raises APIError for the first error."""
         content = self._decode(data, form)
         if not isinstance(content, dict):
             raise APIError(NO_OBJECT)
@@ -91,8 +92,8 @@ class BodyReader:
             raise unknown_field(error.name) from None
         except TooManyValues as error:
             form.check_supported(error.name)
-            most = f"{values:,} values or {self.max_tokens:,} numbers, the most that are read"
-            message = f"{error.name or 'the body'} has more than {most}: send several requests"
+            most = f"{values:,} JSON values or {self.max_tokens:,} numbers"
+            message = f"{error.name or 'the body'} exceeds the limit of {most}: split it into several requests"
             raise APIError(message, param=error.name) from None
         except json.JSONDecodeError as error:
             reason = f"{error.msg} at character {error.pos}"
@@ -100,11 +101,11 @@ class BodyReader:
             reason = f"byte {error.start} is not {error.encoding.upper()}"
         except (RecursionError, TooDeep):
             reason = "it is nested too deeply"
-        except ValueError:  # Python's bound on the digits of a whole number
+        except ValueError:  # Python limits the digits of an integer
             reason = "a number in it has too many digits"
         raise APIError(f"the body is not valid JSON: {reason}", code="invalid_json")
 
 
 def _counted(size: int) -> int:
-    """How many bytes of a body count as held."""
+    """How many bytes of a body count toward `held`."""
     return max(size - limits.FREE_BODY, 0)

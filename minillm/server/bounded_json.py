@@ -1,9 +1,9 @@
-"""JSON decoded value by value, and no more values than a request may have.  Lesson 99.
+"""Decode JSON one value at a time, up to a limit on the number of values.  Lesson 99.
 
-`json.loads` decodes a whole text in one call, and no other thread of the process runs meanwhile: 16 MB of `[],[],...`
-hold up every stream of a worker for two seconds. This decoder stops at the first value too many. Between two values
-(of numbers: between two pieces of their list) other threads have their turn. It calls the json module for a
-string, 16 MB of which take 25 to 85 ms, and for the last 16 KB of a text: there cannot be many values in them.
+`json.loads` decodes a whole text in one call and holds the GIL throughout, so a body of many small values
+(`[],[],...`) would stall every stream of a worker. This decoder stops as soon as a text exceeds a limit. Other threads
+can run between two values or, in a list of numbers, between two pieces of the list. A single call to the json module
+decodes only one string, number, or literal, one piece of a list of numbers, or the last `PIECE` characters of a text.
 """
 
 import json
@@ -13,12 +13,12 @@ from json import JSONDecodeError
 
 from minillm.errors import MinillmError
 
-PIECE = 1 << 14  # characters taken at once: numbers, white space, or the end of the text
+PIECE = 1 << 14  # characters processed in one call: numbers, white space, or the end of the text
 _SPACE = re.compile(r"[ \t\n\r]*")
 
 
 class TooManyValues(MinillmError, ValueError):
-    """A text has more values than were asked for; `name` is the member of the outermost object that has them."""
+    """The text has too many values; `name` is the member of the outermost object that exceeds the limit."""
 
     def __init__(self, name: str | None):
         super().__init__(name)
@@ -26,11 +26,11 @@ class TooManyValues(MinillmError, ValueError):
 
 
 class TooDeep(MinillmError, ValueError):
-    """Values inside values inside values."""
+    """Lists and objects are nested too deeply."""
 
 
 class UnknownMember(MinillmError, ValueError):
-    """The outermost object has a member that is not known: its name."""
+    """The outermost object has an unknown member, `name`."""
 
     def __init__(self, name: str):
         super().__init__(name)
@@ -40,20 +40,22 @@ class UnknownMember(MinillmError, ValueError):
 class BoundedDecoder:
     """Decodes one JSON text.
 
-    values: most values, members of objects and elements of lists alike; numbers: most numbers in lists beyond those;
-    depth: most lists and objects inside one another; members: names that the outermost object may have.
+    values: most values, counting object members and list elements; numbers: most additional numbers in lists;
+    depth: most levels of nested lists and objects; members: the names allowed in the outermost object.
     """
 
     def __init__(self, text: str, *, values: int, numbers: int, depth: int, members: Container[str]):
         self.text, self.members = text, members
         self._values_left, self._numbers_left, self._depth = values, numbers, depth
         self._whole = json.JSONDecoder().raw_decode
-        self._wrong_until = 0  # where a piece ends that cannot be taken at once
-        self._member: str | None = None  # of the outermost object
+        self._wrong_until = 0  # end of a piece that json could not parse in one call
+        self._member: str | None = None  # the current member of the outermost object
 
     def decode(self) -> object:
-        """The text's value. Raises JSONDecodeError, TooManyValues, TooDeep, UnknownMember; ValueError for a number of
-        too many digits."""
+        """Return the text's value.
+
+        Raises JSONDecodeError, TooManyValues, TooDeep, UnknownMember; ValueError for a number with too many digits.
+        """
         value, at = self._value(0, 0)
         at = self._skip(at)
         if at != len(self.text):
@@ -89,10 +91,10 @@ class BoundedDecoder:
             at += 1
 
     def _numbers(self, at: int, values: list) -> int:
-        """Take the numbers (and literals) that come next, a piece at a time, up to a list's last."""
+        """Decode numbers and literals one piece at a time; the last element of the list is left to `_value`."""
         while at >= self._wrong_until and (comma := self._last_comma(at)) >= 0:
             numbers = self._all_numbers(at, comma)
-            if not numbers:  # what is wrong will be found again, and named, one by one
+            if not numbers:  # decode these one by one, to report the exact error
                 self._wrong_until = comma
                 break
             self._numbers_left -= len(numbers)
@@ -103,14 +105,14 @@ class BoundedDecoder:
         return at
 
     def _all_numbers(self, at: int, end: int) -> list:
-        """Numbers with commas between them; none where something else is there."""
+        """Decode a comma-separated piece of numbers; empty if it is not valid JSON."""
         try:
             return json.loads(f"[{self.text[at:end]}]")
         except ValueError:
             return []
 
     def _last_comma(self, at: int) -> int:
-        """Where the last comma is that only numbers and literals come before, within a piece; -1 if there is none."""
+        """Index of the last comma in the piece with only numbers and literals before it; -1 if there is none."""
         end = at + PIECE
         for other in ('"', "[", "{", "]"):
             found = self.text.find(other, at, end)
@@ -145,7 +147,7 @@ class BoundedDecoder:
         return self.text[at : at + 1]
 
     def _skip(self, at: int) -> int:
-        """Where the white space that begins here ends."""
+        """Index of the first character that is not white space."""
         if self._next(at) > " ":
             return at
         while (space := _SPACE.match(self.text, at, at + PIECE)) and space.end() == at + PIECE:

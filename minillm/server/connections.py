@@ -1,7 +1,7 @@
-"""A worker's connections: accepted while there are file descriptors, and closed when a client keeps silent.  Lesson 99.
+"""Accept connections while file descriptors are free, and close those whose client is too slow.  Lesson 99.
 
-uvicorn closes a connection that is idle after an answer, and none that is slow with a request. A body's own deadline is
-`BodyReader`'s, which has an answer for it.
+uvicorn closes a connection that stays idle after a response, but not one that sends its request too slowly. This module
+adds the missing deadlines, except the one for a request body, which `BodyReader` enforces and answers with 408.
 """
 
 import asyncio
@@ -20,21 +20,21 @@ from .limits import Timeouts
 from .protocol import APIError
 
 log = logging.getLogger(__name__)
-_ENDED = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)  # of a listener that was closed
+_ENDED = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)  # errors of accept() on a closed listener
 
 
 class Connection(H11Protocol):
     """HTTP/1.1 over one connection, with deadlines."""
 
-    def __init__(self, timeouts: Timeouts, on_lost: Callable[[], None], **uvicorns: Any):
-        super().__init__(**uvicorns)
+    def __init__(self, timeouts: Timeouts, on_lost: Callable[[], None], **options: Any):
+        super().__init__(**options)
         self._timeouts, self._on_lost = timeouts, on_lost
         self._awaited: str | None = None
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(cast(asyncio.Transport, transport))  # of a stream, as a TCP connection is one
-        if hasattr(transport, "max_size"):  # asyncio's own, where the loop waits for sockets to be readable
+        super().connection_made(cast(asyncio.Transport, transport))  # TCP: always a stream transport
+        if hasattr(transport, "max_size"):  # only asyncio's selector transport has this attribute
             transport.max_size = limits.READ
         self._watch()
 
@@ -52,13 +52,13 @@ class Connection(H11Protocol):
         self._on_lost()
 
     def _watch(self) -> None:
-        """See what the client has to send next, and give it a deadline."""
-        theirs = self.conn.their_state
-        if theirs is h11.IDLE and self.timeout_keep_alive_task is None:
+        """Set a deadline for what the client must send next."""
+        state = self.conn.their_state
+        if state is h11.IDLE and self.timeout_keep_alive_task is None:
             self._expect("headers", self._timeouts.header_timeout)
-        elif theirs is h11.SEND_BODY and self.cycle.response_complete:
-            # Read, so that the client gets to the answer, and thrown away.
-            self._expect("a body that is answered", self._timeouts.body_timeout)
+        elif state is h11.SEND_BODY and self.cycle.response_complete:
+            # The response is complete. Discard the rest of the body, so that the client can go on to read the response.
+            self._expect("the rest of the body", self._timeouts.body_timeout)
         else:
             self._expect(None, 0)
 
@@ -73,11 +73,11 @@ class Connection(H11Protocol):
     def _expire(self) -> None:
         if self._awaited == "headers" and self.conn.trailing_data[0] and not self.transport.is_closing():
             seconds = f"{self._timeouts.header_timeout:g} s"
-            self._refuse(APIError(f"the headers did not come within {seconds}", status=408, code="request_timeout"))
+            self._refuse(APIError(f"the headers did not arrive within {seconds}", status=408, code="request_timeout"))
         self.transport.close()
 
     def _refuse(self, error: APIError) -> None:
-        """Answer what is no whole request."""
+        """Send an error response to an incomplete request."""
         body = json.dumps(error.body).encode()
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         answer = h11.Response(status_code=error.status, headers=headers, reason=STATUS_PHRASES[error.status])
@@ -86,13 +86,13 @@ class Connection(H11Protocol):
 
 
 class Acceptor:
-    """Accepts connections. Stands among uvicorn's servers, which it closes when it shuts down.
+    """Accepts connections. uvicorn keeps it in its list of servers and closes it at shutdown.
 
-    asyncio's own goes on trying when there is no file descriptor left, and writes a traceback for each try. This one
-    waits until a connection ends, and says so once.
+    When file descriptors run out, asyncio's own server keeps retrying and logs a traceback each time. This one waits
+    until a connection closes or a delay has passed, and logs that once.
 
-    make: a protocol for each connection, which calls `freed` when it is lost. most: connections at once; None: as many
-    as the machine lets have.
+    make: creates the protocol of a connection, which must call `freed` when the connection is lost. most: limit on open
+    connections; None for no limit but the operating system's.
     """
 
     def __init__(self, listener: socket.socket, make: Callable[[], asyncio.Protocol], most: int | None):
@@ -100,11 +100,11 @@ class Acceptor:
         self._listener, self._make, self._most = listener, make, most
         self._open = 0
         self._freed = asyncio.Event()
-        self._waiting = False  # and has said so
+        self._waiting = False  # whether new connections must wait; logged once
         self._task = asyncio.create_task(self._accept())
 
     def freed(self) -> None:
-        """A connection is closed."""
+        """Call this when a connection has closed."""
         self._open -= 1
         self._freed.set()
 
@@ -119,22 +119,22 @@ class Acceptor:
         loop = asyncio.get_running_loop()
         while True:
             if self._most is not None and self._open >= self._most:
-                await self._wait(f"all {self._most} connections are taken", None)
+                await self._wait(f"all {self._most} connections are in use", None)
             try:
                 accepted, _ = await loop.sock_accept(self._listener)
             except OSError as error:
                 if error.errno in _ENDED:
                     return
-                await self._wait(f"no connection can be accepted ({error})", limits.ACCEPT_RETRY)
+                await self._wait(f"cannot accept connections ({error})", limits.ACCEPT_RETRY)
                 continue
             self._open += 1
             self._waiting = False
             await loop.connect_accepted_socket(self._make, accepted)
 
     async def _wait(self, why: str, seconds: float | None) -> None:
-        """Until a connection ends, or for some seconds."""
+        """Wait until a connection closes, or for `seconds` if given."""
         if not self._waiting:
-            log.warning("%s; others wait until one ends", why)
+            log.warning("%s; new connections must wait", why)
         self._waiting = True
         self._freed.clear()
         try:
@@ -145,7 +145,7 @@ class Acceptor:
 
 
 def most_connections() -> int | None:
-    """Connections for which the process may have file descriptors; None where that has no limit of its own."""
+    """How many connections the limit on file descriptors allows; None if the process has no such limit."""
     try:
         import resource
     except ImportError:  # Windows

@@ -1,4 +1,4 @@
-"""From the engine's deltas to server-sent events, and from a client's hanging up to an abort.  Lesson 99."""
+"""Send the engine's deltas as server-sent events, and abort the work when a client disconnects.  Lesson 99."""
 
 import asyncio
 import json
@@ -14,14 +14,14 @@ from .protocol import as_api_error
 
 
 class ClientGone(MinillmError):
-    """The client hung up; whatever ran for it has been aborted."""
+    """The client disconnected; its work has been aborted."""
 
 
 Result = TypeVar("Result")
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[Result]) -> Result:
-    """Await `work`; if the client hangs up first, cancel it and raise ClientGone."""
+    """Await `work`; if the client disconnects first, cancel it and raise ClientGone."""
 
     async def hang_up() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -41,10 +41,10 @@ async def unless_disconnected(receive: Receive, work: Awaitable[Result]) -> Resu
 
 
 class EventStream(Response):
-    """Server-sent events from a generator of chunks, ended by `[DONE]` as OpenAI's clients expect.
+    """Server-sent events from a generator of chunks, followed by `[DONE]`, as OpenAI's clients expect.
 
-    source: the generator of deltas that the chunks are made from. It runs already, and is closed here whatever happens:
-    a generator that was never started would not close what it was going to read.
+    source: the generator of deltas that `chunks` reads. It is already running and must be closed here: if `chunks`
+    never starts, closing it does not close `source`.
     """
 
     media_type = "text/event-stream"
@@ -64,7 +64,7 @@ class EventStream(Response):
             try:
                 async for chunk in self.chunks:
                     await emit(json.dumps(chunk, ensure_ascii=False, separators=(",", ":"), allow_nan=False))
-            except Exception as error:  # the status line is out: what went wrong travels as an event
+            except Exception as error:  # the status line has been sent: report the error as an event
                 await emit(json.dumps(as_api_error(error).body))
             await emit("[DONE]", more=False)
 

@@ -1,7 +1,7 @@
-"""The engine's end of its workers' sockets: requests in, a step's tokens out, everything counted.  Lesson 99.
+"""The engine's side of the worker sockets: receives requests, sends tokens, and updates the metrics.  Lesson 99.
 
-One thread reads all the workers' sockets. The engine's thread writes what a step brought; what a socket does not take
-at once waits for the reading thread, so that a slow worker never holds up a step.
+One thread reads all worker sockets. The engine's thread sends the results of each step. If a socket's buffer is full,
+the reading thread sends the rest later, so that a slow worker never delays a step.
 """
 
 import logging
@@ -29,12 +29,12 @@ from .metrics import Metrics
 from .responses import TokenTexts
 
 log = logging.getLogger(__name__)
-CHUNK = 1 << 18  # bytes read at once
+CHUNK = 1 << 18  # bytes per read
 
 
 @dataclass(eq=False)
 class Job:
-    """A choice that a worker runs."""
+    """A choice that the engine runs for a worker."""
 
     key: int
     prepared: Prepared = field(init=False)
@@ -42,10 +42,10 @@ class Job:
 
 
 class Hub:
-    """Connects an engine with its workers.
+    """Connects an engine to its workers.
 
-    max_queued: requests that may wait beyond those that fit a step; more are refused as busy.
-    on_gone: called in the hub's thread with the line of a worker that hung up. timeouts: what workers give clients.
+    max_queued: choices that may wait beyond those that fit in a step; a request that exceeds it is refused as busy.
+    on_gone: called on the hub's thread with the line of a worker that disconnected. timeouts: passed to the workers.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Hub:
         self.metrics = Metrics()
         self.texts = TokenTexts(engine.tokenizer)
         directory = engine.tokenizer_directory
-        # Whether all text is made here: no worker can read a tokenizer that is an object of the user's own.
+        # Whether all text is encoded and decoded here: workers cannot load a tokenizer that was passed as an object.
         self.reads_text = engine.tokenizer is not None and directory is None
         self.hello = {
             "op": "hello",
@@ -89,28 +89,28 @@ class Hub:
         self._thread.start()
 
     def connect(self, line: "Line") -> None:
-        """Start to exchange messages with the worker at the other end."""
+        """Start exchanging messages with a worker."""
         line.send(self.hello)
         self.soon(lambda: self._listen(line))
 
     @property
     def running(self) -> int:
-        """Choices that have been taken and are not done."""
+        """The number of choices that were accepted and are not finished."""
         return sum(len(line.jobs) for line in self.lines)
 
     def close(self) -> None:
-        """End the thread and hang up on every worker; what they still ran is aborted."""
+        """Stop the thread and disconnect every worker; choices that still run are aborted."""
         self._closing = True
         self.soon(lambda: None)
         self._thread.join()
 
     def soon(self, task: Callable[[], None]) -> None:
-        """Have the hub's thread do it."""
+        """Run `task` on the hub's thread."""
         self._tasks.append(task)
-        with suppress(OSError):  # closed meanwhile
+        with suppress(OSError):  # the hub was closed
             self._wake.send(b"\0")
 
-    # ---- in the hub's thread
+    # ---- on the hub's thread
 
     def _listen(self, line: "Line") -> None:
         self.lines.add(line)
@@ -129,8 +129,8 @@ class Hub:
                     self._drop(line)
                     try:
                         self.on_gone(line)
-                    except Exception:  # without this thread no request would be served any more
-                        log.exception("a worker's place could not be filled")
+                    except Exception:  # an error must not end this thread, which serves all workers
+                        log.exception("could not replace an HTTP worker")
         for line in list(self.lines):
             self._drop(line)
         self._selector.close()
@@ -138,13 +138,13 @@ class Hub:
         self._wake.close()
 
     def _serve(self, line: "Line", events: int) -> bool:
-        """Read and write what is possible now; False when the connection is closed or broken."""
+        """Do the reads and writes that are ready; return False if the connection is closed or broken."""
         try:
             if events & selectors.EVENT_WRITE:
                 line.flush()
             return not events & selectors.EVENT_READ or line.read()
-        except Exception:  # one worker's line must not take the others with it
-            log.exception("the connection to an HTTP worker failed; the worker is replaced")
+        except Exception:  # an error on one line must not affect the other workers
+            log.exception("the connection to an HTTP worker failed; replacing the worker")
             return False
 
     def want_write(self, line: "Line", wanted: bool) -> None:
@@ -159,19 +159,19 @@ class Hub:
 
 
 class Line:
-    """One worker's socket, and the choices it runs; a mailbox of `AsyncLLM`."""
+    """One worker's socket and the choices that run for it; a mailbox for `AsyncLLM`."""
 
     def __init__(self, hub: Hub, sock: socket.socket):
         self.hub, self.engine, self.sock = hub, hub.engine, sock
         sock.setblocking(False)
-        self.ready: Future[None] = Future()  # done when the worker takes requests
-        self.why: str | None = None  # what a worker that failed said
+        self.ready: Future[None] = Future()  # done when the worker accepts requests
+        self.why: str | None = None  # the error that the worker reported before it exited
         self.jobs: dict[int, Job] = {}
         self._unpacker = Unpacker()
         self._unsent = bytearray()
         self._lock = threading.Lock()
 
-    # ---- writing, in any thread
+    # ---- writing, on any thread
 
     def send(self, message: dict, numbers: Iterable[int] = ()) -> None:
         data = pack(message, numbers)
@@ -189,7 +189,7 @@ class Line:
             return self.sock.send(data)
         except BlockingIOError:
             return 0
-        except OSError:  # the worker is gone: the reading thread will see it
+        except OSError:  # the worker is gone; the hub's thread will notice
             return len(data)
 
     def flush(self) -> None:
@@ -199,7 +199,7 @@ class Line:
                 self.hub.want_write(self, False)
 
     def deliver(self, items: list[tuple[Job, Delta | Exception]]) -> None:
-        """What a step brought, in one message: plain tokens as numbers, everything else as events."""
+        """Send the results of a step in one message: plain tokens as numbers, everything else as events."""
         plain, events = array(NUMBER), []
         for job, delta in items:
             if isinstance(delta, Exception):
@@ -229,10 +229,10 @@ class Line:
             self.hub.metrics.observe(delta.completion)
         return event
 
-    # ---- reading, in the hub's thread
+    # ---- reading, on the hub's thread
 
     def read(self) -> bool:
-        """Handle the worker's messages; False when it has closed the connection."""
+        """Handle the worker's messages; return False if it has closed the connection."""
         try:
             data = self.sock.recv(CHUNK)
         except BlockingIOError:
@@ -267,7 +267,7 @@ class Line:
                 self.engine.abort(job.prepared)
 
     def _on_stopped(self, _: array, *, key: int, string: str) -> None:
-        job = self.jobs.pop(key, None)  # it is answered, and leaves its place to the worker's next
+        job = self.jobs.pop(key, None)  # complete for the client, so it no longer counts as running
         if job is not None:
             self.engine.stop(job.prepared, string)
 
@@ -292,11 +292,11 @@ class Line:
             self.send({"op": "refused", "key": key, "choices": choices} | refusal)
 
     def _busy(self) -> dict:
-        held = f"of {self.hub.capacity} that this server holds"
-        return {"kind": "busy", "message": f"{self.hub.running} requests run or wait already, {held}: try again soon"}
+        count = f"{self.hub.running} of at most {self.hub.capacity} choices"
+        return {"kind": "busy", "message": f"the server is busy: {count} are running or waiting; try again soon"}
 
     def _read_prompts(self, numbers: array, prompts: list[dict]) -> tuple[list[np.ndarray], bool]:
-        """Token ids of each prompt, and whether any was encoded here."""
+        """The token ids of each prompt, and whether any prompt was encoded here."""
         left, found, encoded = np.asarray(numbers), [], False
         tokenizer = self.engine.tokenizer
         own = any(each["text"] is not None for each in prompts) and overrides.replaced("bpe_merge")
@@ -313,9 +313,9 @@ class Line:
     def _start(
         self, key: int, prompts: list[np.ndarray], params: list[SamplingParams], options: RequestOptions
     ) -> None:
-        """Check every choice, then queue them all. Raises InvalidRequest, and then none is queued.
+        """Check all choices, then queue them all. If one is invalid, raises InvalidRequest and queues none.
 
-        params: of each choice of a prompt; the engine has checked what they share.
+        params: one for each choice of a prompt; the engine has already checked the values that they share.
         """
         jobs: list[Job] = []
         for ids in prompts:
@@ -355,7 +355,7 @@ class Line:
     @property
     def _tokenizer(self) -> Tokenizer:
         tokenizer = self.engine.tokenizer
-        assert tokenizer is not None, "a worker asks only where `encodes` is true"
+        assert tokenizer is not None, "workers ask only if `encodes` is true"
         return tokenizer
 
     def _ask_tokens(self, ids: list[int]) -> list:

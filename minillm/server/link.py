@@ -1,22 +1,23 @@
-"""The local socket between the engine's process and its HTTP workers: messages, and a worker's end.  Lesson 99.
+"""The local socket between the engine's process and its HTTP workers: messages and the worker's side.  Lesson 99.
 
-A message is a JSON object and an array of whole numbers (token ids): nothing that arrives can run code, as a pickle
-would. All tokens that a step made for a worker travel in one message.
+A message is a JSON object and an array of integers (mostly token ids). Unlike a pickle, it cannot execute code. A step
+sends all of its tokens for a worker in one message.
 
 From a worker:
-    submit      key of the first choice; prompts; params; options; n of each; numbers: the prompts' ids, end to end
-    abort       keys
-    stopped     key, string: a stop string ended the text; what is generated beyond it is of no use
-    ask         id, what, arguments: answered by a reply with the same id
-    answered    status: an HTTP answer, to be counted
-    ready, failed (why)
+    submit      key of the first choice; prompts; params; options; n choices of each; numbers: all prompts' ids, joined
+    abort       keys of the choices to abort
+    stopped     key, string: the choice has reached this stop string and needs no more tokens
+    ask         id, what, arguments: a question; the reply has the same id
+    answered    status of an HTTP response, for the metrics
+    ready       the worker accepts requests
+    failed      why: the error that ends the worker
 From the engine:
-    hello       what the worker must know about the engine
-    prompts     key, lengths; numbers: the ids of prompts that the engine's process encoded
-    deltas      events of choices that gained more than a plain token; numbers: key, token of those that did not
-    refused     key, kind, message: none of a submission runs
+    hello       what the worker needs to know about the engine
+    prompts     key, lengths, choices; numbers: the ids of prompts that the engine's process encoded
+    deltas      events: choices with more to report than one token; numbers: key and token of each other choice
+    refused     key, choices, kind, message: no choice of this submission runs
     reply       id, and a value or an error
-    stop        finish what runs, take nothing new; grace: seconds until what still runs is given up
+    stop        accept no new requests, finish those that run; grace: seconds until the rest is aborted
 """
 
 import asyncio
@@ -37,22 +38,22 @@ from minillm.tokenizer import Tokenizer
 
 from .limits import Timeouts
 
-SIZES = struct.Struct("<II")  # bytes of JSON, bytes of numbers
+SIZES = struct.Struct("<II")  # bytes of JSON, bytes of numbers that follow it
 NUMBER = "q"
-MANY_NUMBERS = 1 << 16  # that take milliseconds to put together
-CHARACTERS_PER_TOKEN = 128  # the longest tokens in use are runs of 128 spaces; text has about four
+MANY_NUMBERS = 1 << 16  # more than this are joined in a thread, so that other streams keep going
+CHARACTERS_PER_TOKEN = 128  # the longest tokens in use are runs of 128 spaces; most text has about four
 
 
 class EngineError(MinillmError):
-    """The engine, or a function put into it, failed; the message is the failure's own."""
+    """The engine, or a function installed in it, failed; the message is that of the original error."""
 
 
 class Busy(MinillmError):
-    """So many requests wait already that another is not taken."""
+    """The server is at a limit and accepts no further request for now."""
 
 
 class ShuttingDown(EngineError):
-    """The server stops, and its grace is over: what still ran is given up."""
+    """The server is stopping and its grace period is over: requests that still run are aborted."""
 
 
 class TooLong(InvalidRequest):
@@ -63,23 +64,23 @@ REFUSALS = {"invalid": InvalidRequest, "too_long": TooLong, "busy": Busy, "faile
 
 
 def room(tokens: int, limit: int, name: str = "prompt") -> int:
-    """Tokens left for the output when it and the prompt may have `limit` together. Raises TooLong."""
+    """Return the tokens left for output if prompt and output together may have `limit`. Raises TooLong."""
     if tokens >= limit:
-        reason = f"has {tokens} tokens, but prompt and output together have at most {limit}, one of them output"
+        reason = f"has {tokens} tokens, but prompt and output together have at most {limit}, at least one for output"
         raise TooLong(f"{name} {reason}: shorten it")
     return limit - tokens
 
 
 def readable(characters: int, limit: int, name: str = "prompt") -> None:
-    """Refuse a text that cannot fit, before anything reads it. Raises TooLong."""
+    """Reject a text that cannot fit, before it is tokenized. Raises TooLong."""
     most = limit * CHARACTERS_PER_TOKEN
     if characters > most:
-        reason = f"has {characters:,} characters, but at most {most:,} are read, {CHARACTERS_PER_TOKEN} for each"
-        raise TooLong(f"{name} {reason} of the {limit:,} tokens that prompt and output have together: shorten it")
+        limits = f"at most {most:,} are accepted, {CHARACTERS_PER_TOKEN} for each of the {limit:,} tokens"
+        raise TooLong(f"{name} has {characters:,} characters, but {limits} of prompt and output together: shorten it")
 
 
 def pack(message: dict, numbers: Iterable[int] = ()) -> bytes:
-    # Not in ASCII: escapes would make most alphabets three times as long and slow to read.
+    # UTF-8, not ASCII: escapes would make text in most scripts longer and slower to decode.
     text = json.dumps(message, ensure_ascii=False, separators=(",", ":"))
     numbers = numbers if isinstance(numbers, array) else array(NUMBER, numbers)
     head, data = text.encode("utf-8", "surrogatepass"), numbers.tobytes()
@@ -87,7 +88,7 @@ def pack(message: dict, numbers: Iterable[int] = ()) -> bytes:
 
 
 class Unpacker:
-    """Bytes as they arrive -> (message, numbers) as they are complete."""
+    """Turns incoming bytes into pairs of (message, numbers), each as soon as it is complete."""
 
     def __init__(self) -> None:
         self._held = bytearray()
@@ -107,11 +108,11 @@ class Unpacker:
 
 @dataclass
 class Prompt:
-    """A prompt on its way to the engine. Its text is sent too: the engine's process may tokenize differently."""
+    """A prompt on its way to the engine. Its text is sent too, as the engine's process may tokenize differently."""
 
-    ids: list[int] | None  # None: the tokenizer is in the engine's process
+    ids: list[int] | None  # None: only the engine's process can tokenize
     text: str | None = None
-    special: bool = True  # whether the tokenizer puts its special tokens around the text
+    special: bool = True  # whether the tokenizer adds its special tokens
 
     @property
     def form(self) -> dict:
@@ -119,7 +120,7 @@ class Prompt:
 
 
 class Choice:
-    """One running choice of an answer, as a worker puts it together."""
+    """One running choice of a response, as a worker assembles it."""
 
     def __init__(self, index: int, prompt: Prompt, tokenizer: Tokenizer | None, params: SamplingParams):
         self.index = index
@@ -129,7 +130,7 @@ class Choice:
             self.completion.logprobs = []
 
     def take(self, event: dict) -> Delta:
-        """What the engine tells, without the tokens after a stop string; one that is found ends the choice."""
+        """Apply an event from the engine. A stop string ends the choice; the tokens after it are dropped."""
         ids, reason, stop = event["ids"], event.get("reason"), event.get("stop")
         text, logprobs, done = event.get("text", ""), event.get("logprobs"), self.completion
         if self.output is not None:
@@ -153,7 +154,7 @@ class Choice:
 
 
 def _with_ids(entry: dict[str, float] | None) -> dict[int, float] | None:
-    """Log-probabilities as JSON brought them: its keys are strings."""
+    """Log-probabilities from JSON, with the string keys converted to token ids."""
     return None if entry is None else {int(token): logprob for token, logprob in entry.items()}
 
 
@@ -164,16 +165,21 @@ def _changed(given: SamplingParams | RequestOptions) -> dict:
 
 
 class RemoteEngine(asyncio.Protocol):
-    """The engine as an HTTP worker sees it. Once `connected` is done it knows
+    """The engine as an HTTP worker sees it. These attributes are set once `connected` is done:
 
-    name           what the model is served as
-    tokenizer      read in this process; None where the model has none, or the engine's is an object of the user's own
-    encodes        whether text can be encoded at all, here or there
-    max_model_len  tokens of the context;  max_request_len  of prompt and output together: more, where they stream on
-    capacity       choices that the server holds, those that wait included;  timeouts  what clients are given
-    vocab_size;  dtype  the model's, as "bfloat16";  max_num_seqs  places in the batch;  log_level  uvicorn's
+    name             the model's name for clients
+    tokenizer        loaded in this process; None if the model has none or the engine's was passed as an object
+    encodes          whether text can be tokenized at all, in this process or the engine's
+    max_model_len    tokens in the context
+    max_request_len  most tokens in prompt and output together; more than max_model_len if requests stream past it
+    capacity         most choices that may run or wait in the server
+    timeouts         how long to wait for clients
+    vocab_size       of the model
+    dtype            of the model, such as "bfloat16"
+    max_num_seqs     most choices in a batch
+    log_level        for uvicorn
 
-    on_stop: called with the seconds of grace when the engine says stop, or is gone.
+    on_stop: called with the grace period in seconds when the engine says stop, and with 0 when the connection is lost.
     """
 
     def __init__(self, on_stop: Callable[[float], None] = lambda grace: None) -> None:
@@ -185,7 +191,7 @@ class RemoteEngine(asyncio.Protocol):
         self._choices: dict[int, tuple[Choice, asyncio.Queue]] = {}
         self._ids = itertools.count()
         self._replies: dict[int, asyncio.Future] = {}
-        self._blocks: set[asyncio.Timeout] = set()  # that `give_up` ends
+        self._blocks: set[asyncio.Timeout] = set()  # interrupted by `give_up`
         self._given_up = False
 
     # ---- what the HTTP side uses
@@ -193,10 +199,10 @@ class RemoteEngine(asyncio.Protocol):
     async def stream(
         self, prompts: Sequence[Prompt], params: SamplingParams, n: int = 1, options: RequestOptions = RequestOptions()
     ) -> AsyncGenerator[tuple[Choice, Delta]]:
-        """Run `params.choices(n)` of each prompt; yields each choice with what it gained.
+        """Run n choices of each prompt; yields pairs of a choice and its next delta.
 
-        Choices are numbered prompt by prompt. All run, or none: raises InvalidRequest or Busy before the first
-        delta; EngineError at any time. Leaving early aborts what runs.
+        Choices are numbered prompt by prompt. Either all of them run or none: InvalidRequest and Busy are raised before
+        the first delta, EngineError at any time. Closing the generator early aborts the choices that still run.
         """
         if self._given_up:
             raise _shutting_down()
@@ -206,7 +212,7 @@ class RemoteEngine(asyncio.Protocol):
             mine[next(self._keys)] = Choice(index, prompt, self.tokenizer, params)
         self._choices |= {key: (choice, queue) for key, choice in mine.items()}
         changed = _changed(params)
-        if self.tokenizer is not None:  # stop strings are looked for where text is made
+        if self.tokenizer is not None:  # stop strings are found here, where tokens become text
             changed.pop("stop", None)
         message = {"op": "submit", "key": min(mine), "prompts": [each.form for each in prompts]}
         message |= {"params": changed, "options": _changed(options), "n": n}
@@ -229,7 +235,7 @@ class RemoteEngine(asyncio.Protocol):
 
     @asynccontextmanager
     async def until_given_up(self) -> AsyncIterator[None]:
-        """A block that `give_up` interrupts. Raises ShuttingDown."""
+        """A block that `give_up` interrupts with ShuttingDown."""
         if self._given_up:
             raise _shutting_down()
         try:
@@ -244,7 +250,7 @@ class RemoteEngine(asyncio.Protocol):
             self._blocks.discard(block)
 
     def give_up(self) -> None:
-        """End all that still runs for clients with ShuttingDown."""
+        """Abort all requests that still run, with ShuttingDown."""
         self._given_up = True
         for block in self._blocks:
             block.reschedule(asyncio.get_running_loop().time())
@@ -252,7 +258,7 @@ class RemoteEngine(asyncio.Protocol):
             queue.put_nowait(_shutting_down())
 
     async def ask(self, what: str, **arguments: Any) -> Any:
-        """Have the engine's process answer: see `Hub`. Raises EngineError or InvalidRequest."""
+        """Ask the engine's process; `what` names an `_ask_` method of `Line`. Raises EngineError or InvalidRequest."""
         number, reply = next(self._ids), asyncio.get_running_loop().create_future()
         self._replies[number] = reply
         try:
@@ -262,7 +268,7 @@ class RemoteEngine(asyncio.Protocol):
             self._replies.pop(number, None)
 
     def answered(self, status: int) -> None:
-        """Count an HTTP answer."""
+        """Report the status of an HTTP response, for the metrics."""
         if self.alive:
             self._send({"op": "answered", "status": status})
 
@@ -273,11 +279,11 @@ class RemoteEngine(asyncio.Protocol):
 
     def _send(self, message: dict, numbers: Iterable[int] = ()) -> None:
         if not self.alive:
-            raise EngineError("the engine's process is gone")
+            raise EngineError("the connection to the engine is closed")
         self._transport.write(pack(message, numbers))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # a stream's, since the socket is one
+        self._transport = cast(asyncio.Transport, transport)  # a stream socket has a stream transport
 
     def data_received(self, data: bytes) -> None:
         for message, numbers in self._unpacker.feed(data):
@@ -285,7 +291,7 @@ class RemoteEngine(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.alive = False
-        gone = EngineError("the engine's process is gone")
+        gone = EngineError("the connection to the engine is closed")
         for _, queue in self._choices.values():
             queue.put_nowait(gone)
         self._choices.clear()
@@ -314,17 +320,17 @@ class RemoteEngine(asyncio.Protocol):
 
     def _gained(self, key: int, event: dict) -> None:
         found = self._choices.get(key)
-        if found is None:  # aborted, or ended by a stop string: what was under way still comes
+        if found is None:  # aborted or stopped, but this event was already on its way
             return
         choice, queue = found
         if event.get("error") is not None:
             del self._choices[key]
             queue.put_nowait(EngineError(event["error"]))
             return
-        # Here, not where it is awaited: however slowly a client reads, the engine hears of a stop string at once.
+        # Not in `stream`: even if the client reads slowly, the engine must learn of a stop string at once.
         try:
             delta = choice.take(event)
-        except Exception as mistake:  # of the tokenizer's: it ends this request, and no other
+        except Exception as mistake:  # an error in the tokenizer ends only this request
             queue.put_nowait(mistake)
             return
         if delta.finish_reason is not None:
@@ -334,7 +340,7 @@ class RemoteEngine(asyncio.Protocol):
         queue.put_nowait((choice, delta))
 
     def _on_prompts(self, numbers: array, *, key: int, lengths: list[int], choices: int) -> None:
-        """choices: how many share each prompt."""
+        """choices: the number of choices of each prompt."""
         for length in lengths:
             for each in range(key, key + choices):
                 if each in self._choices:
@@ -361,7 +367,7 @@ class RemoteEngine(asyncio.Protocol):
 
 
 def _joined(prompts: Sequence[list[int]]) -> array:
-    """All ids, one prompt after the other."""
+    """The ids of all prompts, joined."""
     ids = array(NUMBER)
     for each in prompts:
         ids.extend(each)
@@ -369,4 +375,4 @@ def _joined(prompts: Sequence[list[int]]) -> array:
 
 
 def _shutting_down() -> ShuttingDown:
-    return ShuttingDown("the server is stopping, and gave this request up: send it again")
+    return ShuttingDown("the server is stopping and aborted this request: send it again")

@@ -1,4 +1,4 @@
-"""What the server counts, in Prometheus' text form.  Lesson 99."""
+"""Server metrics in the Prometheus text format.  Lesson 99."""
 
 import time
 
@@ -10,7 +10,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 class Metrics:
-    """One server's counters, in a registry of its own: two servers in a process do not mix."""
+    """The metrics of one server, in their own registry: two servers in a process do not share counters."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -18,12 +18,12 @@ class Metrics:
         def make(kind, name, text, **more):
             return kind(f"minillm_{name}", text, registry=self.registry, **more)
 
-        self.requests = make(Counter, "http_requests", "Generation requests by answer", labelnames=["status"])
-        self.prompt_tokens = make(Counter, "prompt_tokens", "Tokens of prompts answered")
-        self.generated_tokens = make(Counter, "generated_tokens", "Tokens generated")
-        self.finished = make(Counter, "finished", "Choices by finish reason", labelnames=["reason"])
-        self.ttft = make(Histogram, "ttft_seconds", "Arrival to first token", buckets=SECONDS)
-        self.e2e = make(Histogram, "e2e_seconds", "Arrival to last token", buckets=SECONDS)
+        self.requests = make(Counter, "http_requests", "Generation requests by HTTP status", labelnames=["status"])
+        self.prompt_tokens = make(Counter, "prompt_tokens", "Prompt tokens of finished choices")
+        self.generated_tokens = make(Counter, "generated_tokens", "Generated tokens of finished choices")
+        self.finished = make(Counter, "finished", "Finished choices by finish reason", labelnames=["reason"])
+        self.ttft = make(Histogram, "ttft_seconds", "Time from arrival to first token", buckets=SECONDS)
+        self.e2e = make(Histogram, "e2e_seconds", "Time from arrival to last token", buckets=SECONDS)
         self.engine: dict[str, Gauge] = {}
 
     def observe(self, done: Completion) -> None:
@@ -35,7 +35,7 @@ class Metrics:
         self.e2e.observe((done.finish_time or time.perf_counter()) - done.arrival_time)
 
     def render(self, stats: dict) -> bytes:
-        """stats: the engine's own numbers, shown as gauges named minillm_engine_*."""
+        """Return all metrics as text. stats: the engine's own numbers, exported as gauges named minillm_engine_*."""
         for name, value in stats.items():
             if isinstance(value, (int, float)):
                 if name not in self.engine:

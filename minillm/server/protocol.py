@@ -1,8 +1,8 @@
-"""OpenAI's requests and errors: what a client may send, checked and converted to `SamplingParams`.  Lesson 99.
+"""OpenAI's request and error formats: validates requests and converts them to `SamplingParams`.  Lesson 99.
 
-Field names and meanings follow OpenAI's API reference (completions, chat completions); the fields it lacks
-(top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids, cache_salt, priority, return_token_ids) carry
-vLLM's names.
+Field names and meanings follow OpenAI's API reference (completions, chat completions). Fields that OpenAI lacks use
+vLLM's names: top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids, cache_salt, priority,
+return_token_ids.
 """
 
 import json
@@ -35,13 +35,13 @@ from .limits import (
 from .link import Busy, ShuttingDown, TooLong
 
 RETRY_AFTER = 1  # seconds
-MAX_MESSAGE = 1000  # characters of an error's message: what it quotes may be as long as a client likes
+MAX_MESSAGE = 1000  # characters in an error message, which may quote client input of any length
 NO_OBJECT = "the body must be a JSON object, sent as application/json"
 _NO_PROMPT = "prompt must be a string, a list of token ids, or a non-empty list of those"
 Prompt = str | list[int]
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 
-# What OpenAI's API has and this one lacks, and the values with which a client asks for nothing: frameworks send those.
+# Unsupported fields of OpenAI's API, each with the values that request nothing; some frameworks always send them.
 UNSUPPORTED: dict[str, tuple] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -61,7 +61,7 @@ UNSUPPORTED: dict[str, tuple] = {
 
 
 class APIError(MinillmError):
-    """An answer in OpenAI's error form, with its HTTP status."""
+    """An error response in OpenAI's format, with its HTTP status."""
 
     def __init__(
         self,
@@ -81,11 +81,11 @@ class APIError(MinillmError):
 
 
 class StreamOptions(BaseModel):
-    """OpenAI's options of a stream, and vLLM's `continuous_usage_stats`.
+    """OpenAI's stream options, and vLLM's `continuous_usage_stats`.
 
-    include_usage           ends the stream with the usage of all of it
-    continuous_usage_stats  tells in every chunk the usage so far
-    include_obfuscation     taken and without effect: OpenAI pads its chunks, so that their lengths hide their tokens
+    include_usage           end the stream with the total usage
+    continuous_usage_stats  report the usage so far in every chunk
+    include_obfuscation     accepted but has no effect; OpenAI pads chunks so that their lengths do not reveal tokens
     """
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -94,7 +94,7 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = None
 
 
-# Most elements of a field's list, or members of its object, and what they are.
+# The most items in each field's list or object, and what to call them.
 SIZES = {
     "stop": (MAX_STOPS, "strings"),
     "stop_token_ids": (MAX_STOP_TOKENS, "token ids"),
@@ -105,10 +105,10 @@ SIZES = {
 
 
 class GenerationRequest(BaseModel):
-    """What both endpoints share. null means the default; unknown fields are refused: no typo goes unseen.
+    """Fields of both endpoints. null means the default. Unknown fields are rejected, which catches typos.
 
-    pydantic collects everything that is wrong, and takes microseconds for each: what a client can send many of is
-    checked before, up to the first thing wrong.
+    pydantic collects every error in a request. Fields that can hold many items are therefore checked before pydantic
+    sees them, and the check stops at the first error.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -132,7 +132,7 @@ class GenerationRequest(BaseModel):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
-    use_prefix_cache: bool | None = None  # false: neither finds what others left nor leaves anything
+    use_prefix_cache: bool | None = None  # false: neither reads nor fills the prefix cache
     logit_bias: dict[str, float] | None = None
     cache_salt: str | None = None
     priority: int | None = None
@@ -144,7 +144,7 @@ class GenerationRequest(BaseModel):
 
     @classmethod
     def check_supported(cls, name: str | None) -> None:
-        """Raises APIError for a field that OpenAI's API has and this one lacks."""
+        """Raise APIError if this is a field of OpenAI's API that this server does not support."""
 
     @model_validator(mode="before")
     @classmethod
@@ -152,24 +152,24 @@ class GenerationRequest(BaseModel):
         for name, (most, things) in SIZES.items():
             value = content.get(name)
             if isinstance(value, (list, dict)) and len(value) > most:
-                message = f"{name} has {len(value):,} {things}; at most {most:,} are taken: leave some out"
+                message = f"{name} has {len(value):,} {things}, but at most {most:,} are allowed: remove some"
                 raise APIError(message, param=name)
         if isinstance(biases := content.get("logit_bias"), dict):
             for token, bias in biases.items():
                 if type(bias) not in (int, float):
-                    message = f"logit_bias maps token ids to numbers; that of {shown(token)} is {shown(bias)}"
+                    message = f"logit_bias must map token ids to numbers, but maps {shown(token)} to {shown(bias)}"
                     raise APIError(message, param="logit_bias")
         _check_members("stream_options", content.get("stream_options"), StreamOptions)
         return content
 
     def sampling(self, **computed) -> SamplingParams:
-        """How each of the n choices is sampled; with a seed, choice i samples with seed + i."""
+        """Return the sampling parameters of the n choices; with a seed, choice i uses seed + i."""
         self._check_strings()
         given = self._given(SamplingParams) | computed
         given = {name: value for name, value in given.items() if value is not None}
         for key in self.logit_bias or ():
             if not _TOKEN_ID.fullmatch(key):
-                message = f"logit_bias maps token ids to numbers; {key[:40]!a} is no token id"
+                message = f"logit_bias must map token ids to numbers, but {key[:40]!a} is not a token id"
                 raise APIError(message, param="logit_bias")
         try:
             return SamplingParams(**given)
@@ -179,13 +179,13 @@ class GenerationRequest(BaseModel):
     def _check_strings(self) -> None:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if (longest := max(map(len, stop), default=0)) > MAX_STOP_LENGTH:
-            message = f"stop has a string of {longest} characters; at most {MAX_STOP_LENGTH} fit: its beginning will do"
+            message = f"stop has a string of {longest} characters, but the limit is {MAX_STOP_LENGTH}: shorten it"
             raise APIError(message, param="stop")
 
     def options(self) -> RequestOptions:
-        """How all its choices wait, and with whom they share cached beginnings."""
+        """Return the options of all choices: their priority and how they share the prefix cache."""
         if (length := len(self.cache_salt or "")) > MAX_SALT:
-            message = f"cache_salt has {length:,} characters; at most {MAX_SALT:,} fit: send a hash of it"
+            message = f"cache_salt has {length:,} characters, but at most {MAX_SALT:,} are allowed: send a hash of it"
             raise APIError(message, param="cache_salt")
         try:
             return RequestOptions(**self._given(RequestOptions))
@@ -193,12 +193,12 @@ class GenerationRequest(BaseModel):
             raise as_api_error(error) from None
 
     def _given(self, kind: type) -> dict[str, Any]:
-        """The body's fields that are fields of this dataclass, too; without those that it leaves out."""
+        """The fields set in the body that are also fields of the dataclass `kind`."""
         names = [field.name for field in fields(kind) if field.name in type(self).model_fields]
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def stream_usage(self) -> StreamOptions:
-        """Which usage the stream tells."""
+        """Return the stream options, which say what usage to report."""
         if self.stream_options is not None and not self.stream:
             raise APIError("stream_options needs stream: true", param="stream_options")
         return self.stream_options or StreamOptions()
@@ -207,7 +207,7 @@ class GenerationRequest(BaseModel):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    prompt: Any = None  # checked below: pydantic's messages about unions of lists are of no help
+    prompt: Any = None  # checked below: pydantic's errors for unions of lists are unhelpful
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
@@ -218,28 +218,29 @@ class CompletionRequest(GenerationRequest):
     def _check_prompt(cls, value: object) -> object:
         several = value if isinstance(value, list) and value and isinstance(value[0], (str, list)) else [value]
         if len(several) > MAX_PROMPTS:
-            raise APIError(f"prompt lists {len(several):,} prompts; at most {MAX_PROMPTS:,} fit", param="prompt")
+            message = f"prompt has {len(several):,} prompts, but at most {MAX_PROMPTS:,} are allowed: split the request"
+            raise APIError(message, param="prompt")
         if not all(isinstance(each, str) or (_is_ids(each) and each) for each in several):
             raise APIError(_NO_PROMPT, param="prompt")
         return value
 
     def prompts(self) -> list[Prompt]:
-        """Strings and lists of token ids, one for each prompt."""
+        """Return each prompt as a string or a list of token ids."""
         value = self.prompt
         if value is None:
             raise APIError(_NO_PROMPT, param="prompt")
         if isinstance(value, str) or isinstance(value[0], int):
             return [value]
         if len(value) * (self.n or 1) > MAX_CHOICES:
-            message = f"n of {self.n} for {len(value)} prompts makes more than {MAX_CHOICES} choices: ask in parts"
+            message = f"n={self.n} for {len(value)} prompts makes more than {MAX_CHOICES} choices: split the request"
             raise APIError(message, param="n")
         return value
 
     def params(self) -> SamplingParams:
         if self.best_of not in (None, 1, self.n):
-            raise APIError("best_of is not supported: use n, and choose among the choices", param="best_of")
+            raise APIError("best_of is not supported: use n and pick the best choice yourself", param="best_of")
         if self.suffix:
-            raise APIError("suffix is not supported by these models: leave it out", param="suffix")
+            raise APIError("suffix is not supported: leave it out", param="suffix")
         wanted = {"logprobs": self.logprobs, "prompt_logprobs": self.logprobs if self.echo else None}
         if self.scores_only:
             wanted["max_tokens"] = 1
@@ -247,7 +248,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def scores_only(self) -> bool:
-        """`max_tokens: 0` with `echo` asks for the prompt's log-probabilities and no new token."""
+        """With `echo`, `max_tokens: 0` requests the log-probabilities of the prompt and no new tokens."""
         return bool(self.echo) and self.max_tokens == 0
 
 
@@ -258,7 +259,7 @@ class ContentPart(BaseModel):
 
 
 class Message(BaseModel):
-    """One turn of a conversation. Of what OpenAI's clients send back of an answer, only what is empty is taken."""
+    """One turn of a conversation. Clients send answers back with more fields, which are accepted only if empty."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
     role: str
@@ -271,7 +272,7 @@ class Message(BaseModel):
     tool_calls: Annotated[list[None], Field(max_length=0)] | None = None
 
     def plain(self) -> dict[str, str]:
-        """As chat templates read it."""
+        """The message in the form that chat templates expect."""
         parts = self.content
         content = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         return {"role": self.role, "content": content} | ({} if self.name is None else {"name": self.name})
@@ -284,7 +285,7 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    metadata: dict[str, str] | None = None  # these three are marks for accounts and caches, as `user` is
+    metadata: dict[str, str] | None = None  # these three, like `user`, are accepted but have no effect
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
@@ -296,12 +297,12 @@ class ChatRequest(GenerationRequest):
     def check_supported(cls, name: str | None) -> None:
         if name in UNSUPPORTED:
             values = " or ".join(map(json.dumps, (None, *UNSUPPORTED[name])))
-            message = f"{name} is not supported: leave it out, or send {values}"
+            message = f"{name} is not supported: leave it out or send {values}"
             raise APIError(message, param=name, code="unsupported_parameter")
 
     @model_validator(mode="before")
     @classmethod
-    def _without_what_asks_for_nothing(cls, content: dict) -> dict:
+    def _drop_fields_without_effect(cls, content: dict) -> dict:
         for name in UNSUPPORTED.keys() & content.keys():
             nothing = (None, *UNSUPPORTED[name])
             if not any(type(content[name]) is type(each) and content[name] == each for each in nothing):
@@ -317,21 +318,21 @@ class ChatRequest(GenerationRequest):
                 continue
             _check_members(f"messages.{i}", message, Message)
             role, parts = message.get("role"), message.get("content")
-            if isinstance(role, str) and len(role) > MAX_ROLE:  # templates quote those that they do not know
-                reason = f"has {len(role):,} characters; at most {MAX_ROLE} fit"
+            if isinstance(role, str) and len(role) > MAX_ROLE:  # chat templates quote an unknown role in their error
+                reason = f"has {len(role):,} characters, but at most {MAX_ROLE} are allowed"
                 raise APIError(f"messages.{i}.role {reason}", param="messages")
             for j, part in enumerate(parts if isinstance(parts, list) else ()):
                 _check_members(f"messages.{i}.content.{j}", part, ContentPart)
         return content
 
     def turns(self) -> list[dict[str, str]]:
-        """The conversation, as chat templates read it."""
+        """The conversation in the form that chat templates expect."""
         if all(message.role in ("system", "developer") for message in self.messages):
-            raise APIError("messages ask nothing: add one from the user after the system's", param="messages")
+            raise APIError("messages has only system or developer messages: add a user message", param="messages")
         return [message.plain() for message in self.messages]
 
     def params(self, room: int) -> SamplingParams:
-        """room: maximum tokens of the answer if the request names no limit."""
+        """room: most tokens to generate if the request sets no limit."""
         if self.top_logprobs is not None and not self.logprobs:
             raise APIError("top_logprobs needs logprobs: true", param="top_logprobs")
         most = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
@@ -340,7 +341,7 @@ class ChatRequest(GenerationRequest):
 
 
 def _check_members(where: str, value: object, form: type[BaseModel]) -> None:
-    """Raises APIError for the first member that an object of this form does not have."""
+    """Raise APIError for the first member that is not a field of `form`."""
     for name in value if isinstance(value, dict) else ():
         if name not in form.model_fields:
             raise unknown_field(name, where)
@@ -351,7 +352,7 @@ def _is_ids(value: object) -> bool:
 
 
 def as_api_error(error: Exception) -> APIError:
-    """Whatever went wrong, in OpenAI's form. A refusal's message begins with the name of the field at fault."""
+    """Convert any exception to an APIError. An InvalidRequest's message begins with the name of the field, if any."""
     if isinstance(error, APIError):
         return error
     message = str(error)
@@ -370,16 +371,16 @@ def as_api_error(error: Exception) -> APIError:
 
 
 def unknown_field(name: str, where: str = "") -> APIError:
-    """where: names and numbers of what it is in, joined by dots."""
+    """where: dotted path of the object that contains the field."""
     if SURROGATE.search(name):
-        return APIError("the body has a field whose name is no text: it holds half a pair of surrogates")
+        return APIError("the body has a field whose name is not valid text: it contains a lone surrogate")
     path = f"{where}.{name[:QUOTED]}".removeprefix(".")
     param = where.split(".")[0] or path
     return APIError(f"{path} is not a field of this request", param=param, code="unknown_parameter")
 
 
 def malformed(errors: Sequence[Mapping[str, Any]]) -> APIError:
-    """The first of pydantic's validation errors as one sentence."""
+    """Convert the first of pydantic's validation errors."""
     first = errors[0]
     where = [str(part)[:QUOTED] for part in first["loc"]]
     return APIError(f"{'.'.join(where)}: {first['msg']}", param=where[0])

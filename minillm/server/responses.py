@@ -1,4 +1,4 @@
-"""The answers' forms: OpenAI's completion, chat completion, their chunks and log-probabilities.  Lesson 99."""
+"""Responses in OpenAI's format: completions, chat completions, their chunks and log-probabilities.  Lesson 99."""
 
 import re
 import time
@@ -23,7 +23,7 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict:
 
 @dataclass
 class Answer:
-    """One response's envelope: the same id, time and model in the whole answer or in each of its chunks."""
+    """The envelope of a response: its id, time, and model, repeated in each chunk of a stream."""
 
     kind: str  # "text_completion" or "chat.completion"
     model: str
@@ -51,7 +51,7 @@ class Answer:
 
 
 class TokenTexts:
-    """Token ids as the strings and bytes that log-probabilities are reported with; remembers what it saw."""
+    """The string and bytes of each token id, as reported with log-probabilities; cached in `seen`."""
 
     def __init__(self, tokenizer: Tokenizer | None):
         self.tokenizer = tokenizer
@@ -61,12 +61,12 @@ class TokenTexts:
         return self.entry_of(token)[0]
 
     def entry(self, token: int, logprob: float) -> dict:
-        """A chat log-probability. `bytes` is None where a lone token's bytes are not known."""
+        """An entry of a chat's log-probabilities. `bytes` is None if a token's bytes are unknown."""
         text, data = self.entry_of(token)
         return {"token": text, "logprob": max(logprob, LOWEST), "bytes": data}
 
     def unknown(self, tokens: Iterable[int]) -> list[int]:
-        """The tokens whose text is not known here, because there is no tokenizer."""
+        """The tokens that are not cached and cannot be looked up, because there is no tokenizer."""
         return [token for token in set(tokens) if token not in self.seen] if self.tokenizer is None else []
 
     def entry_of(self, token: int) -> tuple[str, list[int] | None]:
@@ -79,7 +79,7 @@ class TokenTexts:
             return f"token_id:{token}", None
         try:
             name = self.tokenizer.token(token)
-        except TokenizerError:  # a padded vocabulary has ids that are no token
+        except TokenizerError:  # a padded vocabulary has ids without a token
             return f"token_id:{token}", None
         if byte := _BYTE.fullmatch(name):
             return f"bytes:\\x{byte[1].lower()}", [int(byte[1], 16)]
@@ -90,7 +90,7 @@ class TokenTexts:
 def completion_logprobs(
     texts: TokenTexts, tokens: list[int], logprobs: Sequence[TokenLogprobs | None], top: int, offset: int = 0
 ) -> dict:
-    """The completions endpoint's form: parallel lists, a token each. `offset`: characters before the first."""
+    """The completions format: parallel lists with one item per token. `offset`: characters before the first token."""
     form: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token, entry in zip(tokens, logprobs, strict=True):
         text = texts(token)
@@ -108,12 +108,12 @@ def _likeliest_texts(texts: TokenTexts, entry: TokenLogprobs, token: int, top: i
         ranked[token] = entry[token]
     named: dict[str, float] = {}
     for each, logprob in ranked.items():
-        named.setdefault(texts(each), max(logprob, LOWEST))  # two ids may share a text: the likelier stays
+        named.setdefault(texts(each), max(logprob, LOWEST))  # if two ids have the same text, keep the likelier
     return named
 
 
 def chat_logprobs(texts: TokenTexts, tokens: list[int], logprobs: list[TokenLogprobs], top: int) -> dict:
-    """The chat endpoint's form: a list of tokens, each with its likeliest rivals."""
+    """The chat format: a list of tokens, each with the likeliest tokens at its position."""
     content = []
     for token, entry in zip(tokens, logprobs, strict=True):
         rivals = [texts.entry(each, logprob) for each, logprob in _likeliest(entry, top).items()]
@@ -127,10 +127,11 @@ def _likeliest(entry: TokenLogprobs, top: int) -> dict[int, float]:
 
 @dataclass
 class CompletionForm:
-    """The choices of /v1/completions, whole or in pieces. A whole choice is one piece that has everything.
+    """Formats the choices of /v1/completions, whole or in pieces. A whole choice is a single piece.
 
-    top: likeliest tokens to report, None for no log-probabilities; ids: report token ids; echoes: each prompt's text,
-    put first, None for no echo; n: choices of each prompt; scores_only: show nothing that was generated.
+    top: how many of the likeliest tokens to report, None for no log-probabilities; ids: whether to report token ids;
+    n: choices of each prompt; echoes: the prompts' texts, sent before the output, None for no echo; scores_only: omit
+    everything generated.
     """
 
     texts: TokenTexts
@@ -139,7 +140,7 @@ class CompletionForm:
     n: int
     echoes: list[str] | None = None
     scores_only: bool = False
-    offsets: dict[int, int] = field(default_factory=dict)  # characters sent so far, of each choice that has started
+    offsets: dict[int, int] = field(default_factory=dict)  # per choice that has started: characters sent so far
     kind = "text_completion"
 
     def openings(self, count: int) -> list[dict]:
@@ -151,7 +152,7 @@ class CompletionForm:
         return choice | ({"prompt_token_ids": done.prompt_token_ids} if self.ids else {})
 
     def piece(self, index: int, gained: Delta, done: Completion) -> dict:
-        """What a choice gained; done: all of it so far, of which an echo shows the prompt."""
+        """Format the new output of a choice. done: the choice so far, with the prompt that an echo shows."""
         text, tokens, reason = gained.text, gained.token_ids, gained.finish_reason
         logprobs: Sequence[TokenLogprobs | None] = gained.logprobs or ()
         if self.scores_only:
@@ -171,13 +172,13 @@ class CompletionForm:
         return choice
 
     def generated(self, tokens: int) -> int:
-        """How many of the tokens generated are the client's."""
+        """How many of the generated tokens count toward the usage."""
         return 0 if self.scores_only else tokens
 
 
 @dataclass
 class ChatForm:
-    """The choices of /v1/chat/completions, whole or in pieces; top and ids as in `CompletionForm`."""
+    """Formats the choices of /v1/chat/completions, whole or in pieces; fields as in `CompletionForm`."""
 
     texts: TokenTexts
     top: int | None
@@ -196,8 +197,8 @@ class ChatForm:
     def piece(self, index: int, gained: Delta, done: Completion) -> dict:
         return self._choice(index, "delta", {"content": gained.text} if gained.text else {}, gained)
 
-    def _choice(self, index: int, name: str, said: dict, gained: Delta | Completion) -> dict:
-        choice = {"index": index, name: said, "logprobs": None, "finish_reason": gained.finish_reason}
+    def _choice(self, index: int, name: str, content: dict, gained: Delta | Completion) -> dict:
+        choice = {"index": index, name: content, "logprobs": None, "finish_reason": gained.finish_reason}
         if self.top is not None:
             choice["logprobs"] = chat_logprobs(self.texts, gained.token_ids, gained.logprobs or [], self.top)
         if self.ids:

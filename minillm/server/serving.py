@@ -1,4 +1,4 @@
-"""Starting, watching and stopping the HTTP workers around an engine.  Lesson 99."""
+"""Start, monitor, and stop the HTTP workers of an engine.  Lesson 99."""
 
 import errno
 import importlib.util
@@ -23,7 +23,7 @@ from minillm.values import shown
 
 from .limits import FLUSH, Timeouts
 
-if TYPE_CHECKING:  # `serve` and `running` import them: they wait for torch
+if TYPE_CHECKING:  # importing these loads torch: `serve` and `running` do it when called
     from minillm.engine.async_llm import AsyncLLM
     from minillm.engine.llm import LLM
 
@@ -34,27 +34,27 @@ NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")  # uvicorn's
 MAX_QUEUED = 1024  # requests that may wait beyond those that run
 TIMEOUTS = Timeouts()
-STARTUP = 60  # seconds the workers may take to come up
-RETRY = 1  # seconds until a worker that did not come up is tried again; doubled each time
+STARTUP = 60  # seconds for the workers to start
+RETRY = 1  # seconds before retrying a worker that failed to start; doubled each time
 RETRIES = 5
-KILL = 2  # seconds past the grace and what follows it until a worker that is still there is killed
-# Left to itself, glibc stops giving large blocks back to the system once some have been freed: a worker would stay as
-# large as the largest bodies made it.
+KILL = 2  # seconds after the grace period and FLUSH until a worker that still runs is killed
+# By default, glibc raises this threshold when a large block is freed, and then returns less memory to the system. A
+# fixed threshold keeps a worker from staying as large as its largest request bodies made it.
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072"}
-_AGAIN, _NO_MORE = "trying again soon", "its place stays empty"
+_AGAIN, _NO_MORE = "trying again soon", "giving up on it"
 
 
 class PortTaken(MinillmError, OSError):
-    """Something else listens on the port asked for."""
+    """The requested port is already in use."""
 
 
 class ServerFailed(MinillmError, RuntimeError):
-    """The HTTP workers cannot be started, or none of them is left."""
+    """The HTTP workers could not be started, or none of them is left."""
 
 
 @dataclass
 class RunningServer:
-    """A server's `url` (without a trailing slash), its engine, the model's name for clients, and its workers."""
+    """A server: its `url` (no trailing slash), its engine, the model's name for clients, and its workers."""
 
     url: str
     engine: "AsyncLLM"
@@ -79,11 +79,11 @@ def serve(
 ) -> None:
     """Serve until interrupted (Ctrl-C) or terminated.  Lesson 99.
 
-    model: a directory, a preset's name, or None for the embedded tiny-gemma. port 0 takes any free one.
-    workers: processes that speak HTTP. max_queued: requests that may wait beyond those that run; more are answered
-    with 429. The timeouts and the grace are those of `Timeouts`, in seconds: a client that sends a request too slowly
-    is answered with 408; requests running at shutdown have the grace to finish, unless a second signal ends them.
-    engine_options are `EngineConfig`'s. Raises PortTaken, ConfigError; ServerFailed when no worker is left.
+    model: a directory, the name of a preset, or None for the included tiny-gemma. port: 0 picks a free one.
+    workers: number of HTTP processes. max_queued: requests that may wait beyond those that run; further ones are
+    answered with 429. The timeouts are those of `Timeouts`, in seconds. A client that sends a request too slowly
+    receives a 408. Requests running at shutdown have shutdown_grace seconds to finish; a second signal aborts them.
+    engine_options: fields of `EngineConfig`. Raises PortTaken, ConfigError; ServerFailed if no worker is left.
     """
     with _terminate_as_interrupt():
         try:
@@ -101,7 +101,7 @@ def serve(
                 shutdown_grace=shutdown_grace,
                 **engine_options,
             ) as server:
-                log.info("minillm serves %s at %s/v1 (Ctrl-C stops it)", server.model, server.url)
+                log.info("minillm is serving %s at %s/v1 (press Ctrl-C to stop)", server.model, server.url)
                 server.workers.join()
         except KeyboardInterrupt:
             log.info("minillm has stopped")
@@ -123,20 +123,20 @@ def running(
     shutdown_grace: float = TIMEOUTS.shutdown_grace,
     **engine_options: Unpack[EngineOptions],
 ) -> Iterator[RunningServer]:
-    """A server over an engine in this process, for a notebook or a test, until the block ends.  Lesson 99.
+    """Serve an engine of this process until the block ends, for a notebook or a test.  Lesson 99.
 
-    model: an `LLM` or `AsyncLLM`, which stays open afterwards, or what `serve` takes, closed at the end. The rest is
-    `serve`'s.
+    model: an `LLM` or `AsyncLLM`, which stays open afterward, or any model that `serve` accepts, which is closed at the
+    end. The other arguments are those of `serve`.
 
         with running("data/tiny-gemma") as server:
             openai.OpenAI(base_url=server.url + "/v1", api_key="none")
 
-    Raises PortTaken, ConfigError; ServerFailed when a worker does not come up.
+    Raises PortTaken, ConfigError; ServerFailed if a worker does not start.
     """
     _check(workers, max_queued, log_level)
     timeouts = Timeouts(header_timeout, body_timeout, keep_alive_timeout, shutdown_grace)
-    # OpenMP's threads spin while they wait for one another, on cores that workers and clients need: with its default
-    # spin, one other busy process slows every step down. Read once, when torch is imported.
+    # OpenMP threads busy-wait for one another on cores that workers and clients need. With the default spin count, a
+    # single other busy process slows down every step. The variable is read once, when torch is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     listener = _listen(host, port)
     try:
@@ -159,43 +159,43 @@ def running(
 
 
 class Workers:
-    """The worker processes of a server. One that dies is replaced; one that dies while it starts, a few times.
+    """The worker processes of a server. One that dies is replaced; one that fails to start is retried a few times.
 
-    grace: seconds that requests in flight get to finish when the server stops.
+    grace: seconds for requests in flight to finish when the server stops.
     """
 
     def __init__(self, listener: socket.socket, count: int, grace: float):
         self.listener, self.count, self.grace = listener, count, grace
-        self.processes: dict[Line, subprocess.Popen] = {}  # by the hub's line to each
-        self._failures: dict[Line, int] = {}  # how many died in a worker's place before it, and none came up
-        self._places = count  # that have a worker, or will have
-        self._given_up: str | None = None  # why the last place has none
+        self.processes: dict[Line, subprocess.Popen] = {}  # keyed by the hub's line to the worker
+        self._failures: dict[Line, int] = {}  # failed starts in a row before this worker
+        self._places = count  # number of workers that run or will be retried
+        self._given_up: str | None = None  # why a worker was given up
         self._starting, self._stopping = True, False
-        self._lock = threading.RLock()  # so that none is launched once they are being stopped
-        self._news = threading.Condition(self._lock)  # one is up, or a place is given up
+        self._lock = threading.RLock()  # prevents launching a worker during shutdown
+        self._state_changed = threading.Condition(self._lock)  # a worker has started or was given up
         self._none_left = threading.Event()
 
     def start(self, hub: "Hub") -> None:
-        """Start all workers and wait until they take requests. Raises ServerFailed, OSError."""
+        """Start all workers and wait until they accept requests. Raises ServerFailed, OSError."""
         self.hub = hub
-        with self._news:
+        with self._state_changed:
             for _ in range(self.count):
                 self._begin(0)
-            settled = self._news.wait_for(lambda: self._given_up or self._up == self.count, STARTUP)
+            settled = self._state_changed.wait_for(lambda: self._given_up or self._up == self.count, STARTUP)
             self._starting = False
         if self._given_up:
             raise ServerFailed(self._given_up)
         if not settled:
-            raise ServerFailed(f"a worker did not come up within {STARTUP} s: is the machine overloaded?")
+            raise ServerFailed(f"a worker did not start within {STARTUP} s: is the machine overloaded?")
 
     def join(self) -> None:
-        """Wait while there are workers. Raises ServerFailed when none is left."""
+        """Wait until no worker is left, then raise ServerFailed."""
         self._none_left.wait()
         raise ServerFailed(f"no HTTP worker is left: {self._given_up}")
 
     def stop(self) -> None:
-        """Refuse new connections and end the workers after the grace; at once when interrupted again."""
-        with suppress(OSError):  # where a socket that listens cannot be shut, each process's closing does it
+        """Refuse new connections and stop the workers after the grace period, or at once if interrupted again."""
+        with suppress(OSError):  # some systems cannot: there, it closes once all processes have closed it
             self.listener.shutdown(socket.SHUT_RDWR)
         with self._lock:
             self._stopping = True
@@ -222,12 +222,12 @@ class Workers:
         return sum(line.ready.done() for line in self.processes)
 
     def _came_up(self, line: "Line") -> None:
-        with self._news:
+        with self._state_changed:
             self._failures[line] = 0
-            self._news.notify_all()
+            self._state_changed.notify_all()
 
     def gone(self, line: "Line") -> None:
-        """In the hub's thread: a worker hung up."""
+        """Called on the hub's thread when a worker disconnects."""
         with self._lock:
             process = self.processes[line]
             if self._stopping:
@@ -235,23 +235,23 @@ class Workers:
             del self.processes[line]
             failures, status = self._failures.pop(line), _reap(process)
             if line.ready.done():
-                log.warning("an HTTP worker ended (%s); another takes its place", status)
+                log.warning("an HTTP worker exited (%s); replacing it", status)
                 self._replace(0)
                 return
-            why = line.why or f"{status}; what it wrote to stderr may say why"
-            # What a first worker gives a reason for is the caller's mistake: trying again would only hide it.
+            why = line.why or f"{status}; see its output on stderr"
+            # An error that a worker reports at startup is the caller's mistake: retrying would only delay the message.
             failures = RETRIES if line.why and self._starting else failures
             self._failed(f"died while starting: {why}", failures + 1)
 
     def _replace(self, failures: int) -> None:
-        """Start a worker in a dead one's place, with the lock held."""
+        """Replace a dead worker, with the lock held."""
         try:
             self._begin(failures)
-        except OSError as error:  # no process or no file is left to have
+        except OSError as error:  # no more processes or file descriptors
             self._failed(f"cannot be started ({error})", failures + 1)
 
     def _failed(self, what: str, failures: int) -> None:
-        """Try again later, with the lock held, unless it has been tried often enough."""
+        """Schedule a retry, or give up after RETRIES of them; with the lock held."""
         again = failures <= RETRIES
         log.warning("an HTTP worker %s; %s", what, _AGAIN if again else _NO_MORE)
         if again:
@@ -261,7 +261,7 @@ class Workers:
             return
         self._places -= 1
         self._given_up = f"an HTTP worker {what}"
-        self._news.notify_all()
+        self._state_changed.notify_all()
         if not self._places:
             self._none_left.set()
 
@@ -277,7 +277,7 @@ class Workers:
         line.ready.add_done_callback(lambda _: self._came_up(line))
 
     def _launch(self) -> "Line":
-        """Start a worker; returns the hub's line to it. Raises OSError."""
+        """Start a worker and return the hub's line to it. Raises OSError."""
         from .hub import Line
         from .worker import share
 
@@ -285,7 +285,7 @@ class Workers:
         line = Line(self.hub, ours)
         with theirs:
             process = subprocess.Popen(
-                # -P: no file of the current folder stands in for a module.
+                # -P: no file in the current directory can shadow a module.
                 [sys.executable, "-P", "-m", "minillm.server.worker"],
                 stdin=subprocess.PIPE,
                 env=GIVE_BACK | os.environ | {"PYTHONPATH": _import_path()},
@@ -293,8 +293,8 @@ class Workers:
             )
             given = {"listener": share(self.listener, process.pid), "link": share(theirs, process.pid)}
             stdin = process.stdin
-            assert stdin is not None, "it was asked for"
-            with suppress(BrokenPipeError), stdin:  # one that is dead already: the hub will see it
+            assert stdin is not None, "stdin is a pipe"
+            with suppress(BrokenPipeError), stdin:  # the worker is already dead; the hub will notice
                 stdin.write(json.dumps(given).encode() + b"\n")
         self.processes[line] = process
         self.hub.connect(line)
@@ -302,20 +302,20 @@ class Workers:
 
 
 def _inherited(*sockets: socket.socket) -> dict[str, Any]:
-    """Popen's arguments that leave sockets open in the child, and keep the terminal's Ctrl-C from it."""
+    """Popen arguments that keep these sockets open in the child and shield it from the terminal's Ctrl-C."""
     if sys.platform == "win32":
         return {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
     return {"pass_fds": [each.fileno() for each in sockets], "process_group": 0}
 
 
 def _import_path() -> str:
-    """This process's import path: a worker imports minillm from the same place."""
+    """This process's import path, so that a worker imports the same minillm."""
     places = [place for place in sys.path if place and not place.endswith(".zip")]
     return os.pathsep.join([*places, str(Path(__file__).parents[2])])
 
 
 def _reap(process: subprocess.Popen) -> str:
-    """Wait for a process that hung up, and say how it ended."""
+    """Wait for a worker that has disconnected, and return how it exited."""
     try:
         status = process.wait(1)
     except subprocess.TimeoutExpired:
@@ -326,7 +326,7 @@ def _reap(process: subprocess.Popen) -> str:
 
 @contextmanager
 def _terminate_as_interrupt() -> Iterator[None]:
-    """SIGTERM does what Ctrl-C does, where this thread may say so."""
+    """Make SIGTERM act like Ctrl-C; only the main thread can."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -354,7 +354,7 @@ def _engine(model: "str | Path | LLM | AsyncLLM | None", options: EngineOptions)
     from minillm.engine.llm import LLM
 
     if options and isinstance(model, (LLM, AsyncLLM)):
-        raise ConfigError(f"the engine exists already: {', '.join(options)} can no longer be set")
+        raise ConfigError(f"the engine already exists: {', '.join(options)} can no longer be set")
     if isinstance(model, AsyncLLM):
         yield model
         return
@@ -366,19 +366,19 @@ def _engine(model: "str | Path | LLM | AsyncLLM | None", options: EngineOptions)
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A bound socket: taken before the model loads, so that a taken port is known at once."""
+    """Bind and listen before the model loads, so that a port in use is reported at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        # Two sockets with SO_REUSEADDR may both bind; only one may listen.
+        # With SO_REUSEADDR, two sockets may bind to the same port, but only one may listen.
         listener.listen(2048)
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            way_out = "stop what listens there, or take another port (0 takes any free one)"
-            raise PortTaken(error.errno, f"port {port} of {host} is taken: {way_out}") from None
+            way_out = "stop the process that listens there, or choose another port (0 picks a free one)"
+            raise PortTaken(error.errno, f"port {port} on {host} is in use: {way_out}") from None
         raise
     return listener
 

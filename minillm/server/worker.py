@@ -1,7 +1,8 @@
-"""An HTTP worker: a process that accepts, parses, tokenizes, and never imports torch.  Lesson 99.
+"""An HTTP worker: a process that accepts connections, parses requests, and tokenizes prompts.  Lesson 99.
 
-The engine's process starts it with one line of JSON on its standard input, naming two sockets to inherit: the one that
-all workers accept on, and its own to the engine. When that one closes, the worker ends: no engine, no worker.
+A worker never imports torch. The engine's process starts it and writes one line of JSON to its standard input. The line
+names two sockets to inherit: the listener that all workers share, and the worker's own connection to the engine. When
+that connection closes, the worker exits.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ from .link import EngineError, RemoteEngine, pack
 
 
 def share(sock: socket.socket, pid: int) -> int | str:
-    """What process `pid` needs to open this socket, which it inherits (on Windows: is given by name)."""
+    """Return what process `pid` needs to open this socket: an inherited file descriptor, or shared data on Windows."""
     if sys.platform == "win32":
         return base64.b64encode(sock.share(pid)).decode()
     return sock.fileno()
@@ -27,16 +28,16 @@ def _opened(given: int | str) -> socket.socket:
         return socket.socket(fileno=given)
     if sys.platform == "win32":
         return socket.fromshare(base64.b64decode(given))
-    raise ValueError(f"a socket is named {given!r}, and only Windows has names for them")
+    raise ValueError(f"cannot open socket {given!r}: only Windows shares sockets as data")
 
 
 async def work(listener: socket.socket, link: socket.socket, most: int | None = None) -> None:
-    """Serve what comes to `listener` until the engine says stop or is gone.
+    """Serve connections from `listener` until the engine says stop or is gone.
 
-    most: connections at once; None: those for which there are file descriptors.
+    most: limit on open connections; None for as many as the file descriptors allow.
     """
     loop = asyncio.get_running_loop()
-    stopping: asyncio.Queue[float] = asyncio.Queue()  # seconds of grace
+    stopping: asyncio.Queue[float] = asyncio.Queue()  # grace periods in seconds
     _, engine = await loop.create_connection(lambda: RemoteEngine(stopping.put_nowait), sock=link)
     await engine.connected
 
@@ -46,7 +47,7 @@ async def work(listener: socket.socket, link: socket.socket, most: int | None = 
     from .connections import Acceptor, Connection, most_connections
 
     class Server(uvicorn.Server):
-        """Accepts by itself, and ends what runs past the grace with an answer."""
+        """Accepts connections itself, and answers requests that outlast the grace period with an error."""
 
         grace = engine.timeouts.shutdown_grace
 
@@ -58,7 +59,7 @@ async def work(listener: socket.socket, link: socket.socket, most: int | None = 
                 return Connection(engine.timeouts, acceptor.freed, **uvicorns)
 
             acceptor = Acceptor(listener, connect, most_connections() if most is None else most)
-            self.servers.append(acceptor)  # type: ignore[arg-type]  # uvicorn only closes its servers and waits
+            self.servers.append(acceptor)  # type: ignore[arg-type]  # uvicorn only calls close and wait_closed
             engine.ready()
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -66,7 +67,7 @@ async def work(listener: socket.socket, link: socket.socket, most: int | None = 
             await super().shutdown()
 
         def stop(self, grace: float) -> None:
-            """Once to begin, and again to change the grace."""
+            """Begin the shutdown; a second call changes the grace period."""
             self.grace = grace
             if self.should_exit:
                 self._give_up_later()
@@ -104,17 +105,17 @@ async def work(listener: socket.socket, link: socket.socket, most: int | None = 
 
 def main() -> None:
     sys.setswitchinterval(SWITCH_INTERVAL)
-    logging.basicConfig(format="minillm: %(message)s")  # to stderr, which is the server's
+    logging.basicConfig(format="minillm: %(message)s")  # stderr is inherited from the server
     given = json.loads(sys.stdin.readline())
     listener, link = _opened(given["listener"]), _opened(given["link"])
-    words = socket.socket(fileno=link.detach())
+    channel = socket.socket(fileno=link.detach())
     try:
-        asyncio.run(work(listener, words.dup()))
+        asyncio.run(work(listener, channel.dup()))
     except EngineError:
-        sys.exit(1)  # the engine's process ended first: there is nothing to report to
+        sys.exit(1)  # the engine's process is gone: there is no one to report to
     except Exception as error:
-        words.setblocking(True)
-        words.sendall(pack({"op": "failed", "why": f"{type(error).__name__}: {error}"}))
+        channel.setblocking(True)
+        channel.sendall(pack({"op": "failed", "why": f"{type(error).__name__}: {error}"}))
         raise
 
 

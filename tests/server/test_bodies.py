@@ -156,7 +156,7 @@ def test_the_total_memory_of_bodies_is_bounded_and_released(engine, monkeypatch)
             await async_wait_until(lambda: readers[0].held == len(content) - 1 - limits.FREE_BODY)
             refused = await client.post(url, json=LARGE)
             assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
-            assert "large bodies" in refused.json()["error"]["message"]
+            assert "large request bodies" in refused.json()["error"]["message"]
             assert (await client.post(url, json=BODY)).status_code == 200, "a small body had to wait for a large one"
             writer.transport.abort()
             await async_wait_until(lambda: readers[0].held == 0)

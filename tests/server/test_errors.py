@@ -226,7 +226,7 @@ def test_an_invalid_max_completion_tokens_is_rejected_by_its_own_name(http, valu
 def test_a_chat_templates_error_is_reported_once(http):
     turns = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
     error = assert_rejected(http.post("/v1/chat/completions", json=CHAT | {"messages": turns}))
-    words = "the chat template refuses these messages: turn 2 must be from the assistant, not user"
+    words = "the chat template rejects these messages: turn 2 must be from the assistant, not user"
     assert (error["message"], error["param"]) == (words, "messages")
 
 
@@ -235,14 +235,14 @@ def test_a_lone_surrogate_is_rejected_in_any_field(http):
         content = json.dumps(body)
         return assert_rejected(http.post(path, content=content, headers={"content-type": "application/json"}))
 
-    assert "surrogates" in ask("/v1/completions", GOOD | {"\ud800": 1})["message"]
+    assert "surrogate" in ask("/v1/completions", GOOD | {"\ud800": 1})["message"]
     turns = [{"role": "\ud800", "content": "a"}]
     assert "\ud800" in ask("/v1/chat/completions", CHAT | {"messages": turns})["message"]
 
 
 def test_an_unknown_model_is_not_found(server):
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-    with pytest.raises(openai.NotFoundError, match="'gpt-5' is not served here; 'small-random' is") as caught:
+    with pytest.raises(openai.NotFoundError, match="'gpt-5': this server serves 'small-random'") as caught:
         client.completions.create(model="gpt-5", prompt="a")
     assert caught.value.code == "model_not_found"
     with pytest.raises(openai.NotFoundError):

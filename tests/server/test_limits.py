@@ -53,7 +53,7 @@ def test_a_full_queue_answers_429_and_accepts_requests_again_later(narrow):
                 assert refused.status_code == 429
                 assert int(refused.headers["retry-after"]) >= 1
                 error = refused.json()["error"]
-                assert error["type"] == "rate_limit_error" and "of 3 that" in error["message"]
+                assert error["type"] == "rate_limit_error" and "of at most 3 choices" in error["message"]
             resume.set()
             assert [each.status_code for each in await asyncio.gather(*taken)] == [200] * 3
             assert (await ask()).status_code == 200
@@ -112,7 +112,7 @@ def test_waiting_requests_are_ordered_by_priority_under_the_priority_policy(mode
 def test_more_choices_than_the_server_can_ever_hold_are_a_client_error(narrow):
     answer = httpx.post(narrow.url + "/v1/completions", json=BODY | {"n": 4}, timeout=TIMEOUT)
     assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "n" and "holds 3" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == "n" and "limit is 3" in answer.json()["error"]["message"]
 
 
 # ---- requests that could block a worker or all other requests
@@ -145,11 +145,11 @@ def test_a_worker_answers_other_requests_while_it_tokenizes_long_texts(engine, m
 
 HUGE = "a" * (128 * MAX_MODEL_LEN + 1)
 TOO_MUCH = [
-    ("completions", {"prompt": HUGE}, f"has 32,769 characters, but at most {128 * MAX_MODEL_LEN:,} are read"),
+    ("completions", {"prompt": HUGE}, f"has 32,769 characters, but at most {128 * MAX_MODEL_LEN:,} are accepted"),
     ("completions", {"prompt": ["The river", HUGE]}, "characters, but at most"),
     ("chat/completions", {"messages": [{"role": "user", "content": HUGE}]}, "messages has 32,769 characters"),
-    ("completions", {"prompt": ["word"] * 2000}, "prompt asks for 2000 choices in all, and this server holds 1056"),
-    ("completions", {"prompt": ["word"] * 20, "n": 100}, "n asks for 2000 choices in all, and this server holds 1056"),
+    ("completions", {"prompt": ["word"] * 2000}, "prompt asks for 2000 choices, but this server's limit is 1056"),
+    ("completions", {"prompt": ["word"] * 20, "n": 100}, "n asks for 2000 choices, but this server's limit is 1056"),
 ]
 
 
@@ -185,7 +185,7 @@ def test_a_body_over_the_limit_is_rejected_and_affects_no_other_request(server, 
         most = max_body(MAX_MODEL_LEN)
         answer = post(most + 1)
         assert answer.status_code == 413
-        assert f"more than {most:,} bytes" in answer.json()["error"]["message"]
+        assert f"limit of {most:,} bytes" in answer.json()["error"]["message"]
         assert post(most).json()["error"]["code"] == "invalid_json"
         assert client.post("/v1/completions", json=BODY).status_code == 200
 

@@ -96,7 +96,7 @@ def test_a_user_supplied_operation_serves_http_requests(http):
 def test_a_port_in_use_is_reported_before_the_model_loads():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(PortTaken, match=f"port {port} of 127.0.0.1 is taken.*another port"):
+        with pytest.raises(PortTaken, match=f"port {port} on 127.0.0.1 is in use.*another port"):
             serve("no/such/model", port=port)
         with pytest.raises(PortTaken), running("no/such/model", port=port):
             pass

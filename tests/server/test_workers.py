@@ -84,7 +84,7 @@ def test_a_dead_worker_is_replaced_and_its_requests_are_aborted(engine, caplog):
         assert counted("minillm_finished_total", {"reason": "abort"}) == 1, "its request ran to the end"
         assert ask(server).status_code == 200
         assert pids(server) != [before]
-    assert "an HTTP worker ended (killed by SIGKILL); another takes its place" in caplog.text
+    assert "an HTTP worker exited (killed by SIGKILL); replacing it" in caplog.text
 
 
 @pytest.mark.parametrize("error", [BlockingIOError(11, "no process is left"), ArithmeticError("a mistake")])
@@ -143,7 +143,7 @@ def test_a_worker_that_dies_on_startup_is_replaced_until_one_starts(pair, monkey
     os.kill(second, signal.SIGSTOP)
     assert ask(pair).status_code == 200
     errors = caplog.text
-    assert errors.count("died while starting: exit status 1; what it wrote to stderr may say why; trying again") == 3
+    assert errors.count("died while starting: exit status 1; see its output on stderr; trying again") == 3
     # It started, so the delays for the next dead worker begin again.
     os.kill(second, signal.SIGCONT)
     os.kill(line_pid := pair.workers.processes[line].pid, signal.SIGKILL)
