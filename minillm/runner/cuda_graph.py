@@ -58,7 +58,7 @@ class MixedShape(NamedTuple):
 
 
 class CapturedSteps:
-    """All graphs captured with the current operations. When the operations change, the graphs are freed."""
+    """All captured graphs. They are freed when other operations that may be captured take effect."""
 
     def __init__(self, operations: OperationSet):
         self.decodes: dict[DecodeShape, Graph] = {}
@@ -74,7 +74,7 @@ class CapturedSteps:
         """Return whether the current operations may be captured; if so, drop the graphs of any others."""
         if self.version != self.operations.version:
             self.version, self.allowed = self.operations.version, self.operations.capturable
-            # Operations that must run eagerly keep the graphs, which are used again once the engine's own are back.
+            # While operations run eagerly, the graphs stay for when the engine's own operations are back.
             if self.allowed and self.functions != self.operations.functions:
                 self.functions = self.operations.functions
                 self.clear()

@@ -78,7 +78,10 @@ def rows_wanting_prompts(state: RowState, step: Step) -> list[int]:
 
 
 def of_prompt(model: Model, state: RowState, step: Step, place: int, hidden: Tensor) -> PromptScores:
-    """Scores of the prompt tokens that follow each token run by the row at `place`. hidden: [queries, hidden] of it."""
+    """Scores of the prompt tokens that come after those run by the row at `place` in the step.
+
+    hidden: [queries, hidden], the final hidden states of the tokens that run.
+    """
     row, start = int(step.rows[place]), int(step.starts[place])
     end = min(start + int(step.queries[place]), int(state.prompt_length[row]) - 1)
     targets = state.tokens[row, start + 1 : end + 1].long()

@@ -176,7 +176,7 @@ class Memory:
 
     @torch.inference_mode()
     def reserved_by(self, run: Callable[[list[LayerCache]], None]) -> int:
-        """How many bytes the memory reserved by torch grows during `run`, which gets caches of one block."""
+        """The growth in bytes of torch's peak reserved memory during `run`, which gets caches of one block."""
         device, caches = self.state.device, self.allocate(1)
         try:
             torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""A step's spans as one ragged batch.  Lesson 10."""
+"""Pack a step's tokens into one ragged batch.  Lesson 10."""
 
 import numpy as np
 
