@@ -125,7 +125,7 @@ def on_gpu(shape: ModelConfig, plan: Plan, gpu_bytes: float) -> Sizing:
 
 
 def on_cpu(shape: ModelConfig, plan: Plan) -> Sizing:
-    """CPU memory that the engine takes: weights, and num_blocks or a cache for full rows, up to CPU_CACHE_BYTES."""
+    """CPU memory of the engine: the weights, and num_blocks or all rows at full length, up to CPU_CACHE_BYTES."""
     block, dtype = plan.options["block_size"], plan.options["dtype"]
     longest = plan.options.get("max_model_len") or shape.max_model_len
     block_bytes = block * shape.groups(longest).size * kv_bytes_per_token(shape, dtype) // shape.num_layers

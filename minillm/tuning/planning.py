@@ -137,7 +137,7 @@ def kept(
     asked_by: dict[DecodeShape, Asked],
     chosen: list[trials.Found],
 ) -> tuple[list[trials.Found], dict[DecodeShape, float]]:
-    """The launches that also speed up whole steps, and the seconds of all steps with them."""
+    """The prefill launches and those that also speed up decode steps, and the steps' seconds with them."""
     again = dict(steps)
     table = {each.problem: each.launch._asdict() for each in chosen}
     for shape in steps:
@@ -171,8 +171,8 @@ def worthwhile(sizes: set[int], seconds: dict[DecodeShape, float]) -> set[int]:
 def budget_rates(llm: LLM, plan: Plan) -> tuple[dict[int, float], Asked]:
     """Tokens per step -> prompt tokens per second at the start of the traffic; and the problems its steps look up.
 
-    Each trial submits all requests at once and generates a few tokens of each. A trial without decoding would favor
-    small budgets, which need more steps, most of which also decode.
+    Each trial submits all requests at once and generates a few tokens of each. A trial without decodes would
+    favor small budgets, but under real traffic these need more steps, which also run decodes.
     """
     traffic, own = plan.traffic, plan.options["max_num_batched_tokens"]
     requests = max(1, min(traffic.concurrency, PROMPT_TOKENS // traffic.input_len))
