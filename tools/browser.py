@@ -1,4 +1,4 @@
-"""Run lesson 00 in headless JupyterLab as a learner would, with an exercise left empty, then solved wrong, then right.
+"""Run lesson 00 in headless JupyterLab as a learner would, with an exercise left empty, then wrong, then right.
 
     pip install playwright    (in any environment; Chromium from the system)
     python tools/browser.py --lab .venv/bin/jupyter --browser /usr/bin/chromium --out build/browser

@@ -134,7 +134,7 @@ def tried(fault: Fault, tests: str, copy: Path, seconds: float) -> Ran:
 
 
 def prepare() -> None:
-    """Set the environment as the tests' conftest.py does, before the fork: it is imported too late for PRELOADED."""
+    """Set the environment as the tests' conftest.py does, before the modules are preloaded."""
     import torch
 
     os.environ |= ENVIRONMENT
