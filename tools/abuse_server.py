@@ -179,7 +179,7 @@ class Bystanders:
     async def __aexit__(self, *_):
         seen = dict(self.events)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(60):  # until both have what they waited for
+            async with asyncio.timeout(60):  # let each client finish three more waits
                 while any(self.events[name] < seen[name] + 3 for name in seen):
                     await asyncio.sleep(0.01)
         for task in self._tasks:
@@ -262,7 +262,7 @@ async def chunks() -> dict:
 
 @case
 async def slow_headers(connections: int = 200, seconds: float = 15) -> dict:
-    """Connections that send half their headers or nothing at all: how many stay open."""
+    """Connections that send half their headers or nothing: how many stay open."""
     async with serving() as server:
         half = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(connections // 2)]
         silent = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(connections // 2)]
@@ -406,7 +406,7 @@ async def _drain(streams: int, signals: int) -> dict:
 
 
 async def _refusal(port: int) -> dict:
-    """How and when a connection made after SIGTERM ends."""
+    """How and when a connection opened after SIGTERM ends."""
     began = time.perf_counter()
     try:
         status, *_ = await asyncio.wait_for(post(port, *_completion()), 20)
@@ -417,7 +417,7 @@ async def _refusal(port: int) -> dict:
 
 @case
 async def killed_while_starting(seconds: float = 20) -> dict:
-    """Kills the only worker, and its replacement as soon as it starts."""
+    """Kill the only worker, then its replacement as soon as it starts."""
     async with serving() as server:
         (first,) = server.workers()
         os.kill(first, signal.SIGKILL)

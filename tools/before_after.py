@@ -4,7 +4,7 @@
     python tools/before_after.py --before build/before --workload chat --workload single --pairs 5 --record before-after
 
 Each version runs in its own process, imported from its own folder. Both keep their model and cache in memory, but only
-one runs at a time. A pair is one run of each. A machine's speed drifts by more than the versions should differ, so the
+one runs at a time. A pair is one run of each. The machine's speed may drift by more than the versions differ, so the
 result is the median over pairs of (seconds before / seconds after).
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-# The script each version runs. It uses only what exists in all versions.
+# The script that each version runs. It uses only features that all versions have.
 WORKER = """
 import json, sys, time
 from minillm import LLM, SamplingParams
@@ -69,7 +69,7 @@ class Version:
 
 
 def compare(versions: dict[str, Version], workload: str, pairs: int, **less) -> dict:
-    """Seconds of both versions in alternating runs; which goes first alternates too. A first run compiles kernels."""
+    """Time both versions in alternating runs; which goes first alternates too. An initial run compiles kernels."""
     for version in versions.values():
         version.seconds(workload, **less)
     runs: dict[str, list[float]] = {name: [] for name in versions}

@@ -1,4 +1,4 @@
-"""Run lesson 00 in headless JupyterLab as a learner would, with an exercise left empty, then solved wrong, then right.
+"""Run lesson 00 in headless JupyterLab as a learner would, with an exercise left empty, then wrong, then right.
 
     pip install playwright    (in any environment; Chromium from the system)
     python tools/browser.py --lab .venv/bin/jupyter --browser /usr/bin/chromium --out build/browser
@@ -34,7 +34,7 @@ TIMEOUT = 240_000  # milliseconds for a whole lesson
 
 @contextmanager
 def lab(jupyter: str):
-    """JupyterLab over a copy of the lesson; its address."""
+    """Run JupyterLab on a copy of the lesson, and yield its address."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
         shutil.copy(ROOT / "notebooks" / f"{LESSON}.ipynb", folder)
         settings = Path(folder, "settings", "@jupyterlab", "notebook-extension", "tracker.jupyterlab-settings")
@@ -89,7 +89,7 @@ def cell(page: Page, text: str):
 
 
 def rewrite(page: Page, body: str) -> str:
-    """Type a solution into the exercise's cell and run it and the check below; returns the check's output."""
+    """Type a solution into the exercise's cell, then run it and the check below it. Returns the check's output."""
     exercise = cell(page, EXERCISE)
     exercise.scroll_into_view_if_needed()
     exercise.locator(".cm-content").click()

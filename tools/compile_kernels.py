@@ -1,7 +1,7 @@
 """Compile every kernel for GPUs that this machine lacks, and print the resources each uses, one JSON object per line.
 
 The engine's own wrappers are called on small CPU tensors, so launch configurations and specializations are the real
-ones. A stub driver says which GPU to compile for, and the kernels are compiled but not launched. GPUs of one generation
+ones. A stub driver names the GPU to compile for. The kernels are compiled but not launched. GPUs of one generation
 (8.0 to 8.9) have the same matrix instructions, so a launch that an earlier one compiled is not compiled again.
 
     python tools/compile_kernels.py 80 86 89 90
@@ -42,7 +42,7 @@ ATTENTION = [
     (256, torch.float16, 16, 1, {"window": 512}),
     (128, torch.bfloat16, 4, 1, {"window": 4096, "soft_cap": 50.0}),
     (64, torch.bfloat16, 4, 1, {}),
-    (256, torch.bfloat16, 8, 1, {"rotary": ...}),  # keys rotated when they are read
+    (256, torch.bfloat16, 8, 1, {"rotary": ...}),  # keys are rotated when they are read
     (64, torch.float16, 4, 1, {"rotary": ..., "soft_cap": 50.0}),
     (256, torch.float32, 8, 1, {}),
     (128, torch.float32, 4, 1, {"rotary": ...}),

@@ -5,7 +5,7 @@
 
 A time is the median over replays of a CUDA graph that contains many calls, so launch overhead is not counted. Calls
 rotate over up to 16 sets of inputs, so nothing is left in the L2 cache if a call moves more than about 4 MB; below that
-the L2 helps, as it does in the engine. A reference that cannot be captured is timed with events.
+the L2 cache helps, as it does in the engine. A reference that cannot be captured is timed with events.
 Bytes are the minimum that the operation has to move. The relative error compares the whole result with float64.
 """
 
@@ -32,7 +32,7 @@ HIDDEN, HEADS, KV_HEADS, DIM, FFN, VOCAB, BLOCK = 2048, 8, 1, 256, 16384, 256000
 OPTIONS, DTYPE = AttentionOptions(DIM**-0.5), torch.bfloat16
 KEYS = {1: (384, 384), 64: (1024, 1536), 512: (200, 2000), 3000: (128, 256)}  # decode rows: fewest and most keys
 PREFILL = {"1 x 128": [128], "4 x 2048": [2048] * 4, "16 x 100..1024": list(range(100, 1060, 60))}
-COLD = 256 * 2**20  # bytes of distinct inputs in a row: several times the L2 size
+COLD = 256 * 2**20  # bytes of distinct inputs before any is repeated: several times the size of the L2 cache
 
 
 def graph_runs(calls, replays=20) -> list[float]:
@@ -57,7 +57,7 @@ def graph_runs(calls, replays=20) -> list[float]:
 
 
 def calls_over(function, make_inputs, nbytes):
-    """Calls of `function` on enough distinct inputs to leave nothing in the L2."""
+    """Calls of `function` on enough distinct inputs to leave nothing in the L2 cache."""
     sets = [make_inputs() for _ in range(max(1, min(16, COLD // max(nbytes, 1) + 1)))]
     bound = [lambda inputs=inputs: function(*inputs) for inputs in sets]
     return [call for _, call in zip(range(max(16, len(bound))), itertools.cycle(bound), strict=False)]
@@ -84,7 +84,7 @@ def measured(name, rows, shape, make_inputs, nbytes, kernel=None, plain=None, op
         result["tflops"] = operations / ms / 1e9
     try:
         result["reference_ms"] = statistics.median(graph_runs(calls_over(plain, make_inputs, nbytes), 5))
-    except RuntimeError:  # it synchronizes with the device, which a graph cannot capture
+    except RuntimeError:  # it synchronizes with the device, which a graph cannot record
         torch.cuda.synchronize()
         result["reference_ms"] = do_bench(lambda: plain(*inputs), warmup=5, rep=20, return_mode="median")
     print(json.dumps(result), flush=True)
@@ -102,7 +102,7 @@ def random_tensor(*shape, dtype=DTYPE):
 
 
 def rotations(rows):
-    """[rows, 2, d]: cosines and signed sines, as the model's table has them."""
+    """[rows, 2, d]: cosines and signed sines, as in the model's table."""
     angle = torch.rand(rows, DIM // 2, device="cuda") * 100
     return torch.stack([angle.cos().repeat(1, 2), torch.cat([-angle.sin(), angle.sin()], -1)], 1)
 
@@ -232,7 +232,7 @@ def always(choice):
 def swept(what, chosen, calls):
     try:
         times = {name: round(1e3 * statistics.median(graph_runs(each, 5)), 1) for name, each in calls.items()}
-    except Exception as error:  # a configuration that does not fit this GPU is a result too
+    except Exception as error:  # a configuration that does not fit this GPU is also a result
         times = type(error).__name__
     print(what, chosen, times, flush=True)
 

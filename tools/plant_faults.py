@@ -1,15 +1,15 @@
 """Plant faults in a copy of the project, one at a time, and report which of them the tests miss.
 
     python tools/plant_faults.py                               every fault, with the tests that should catch it
-    python tools/plant_faults.py --room scheduler --jobs 2     those of one room
-    python tools/plant_faults.py --only NAME                   one of them; repeatable
-    python tools/plant_faults.py --tests "tests -m quick"      with another choice of tests: does it still catch them?
-    python tools/plant_faults.py --record faults               all of them, kept as a record
+    python tools/plant_faults.py --room scheduler --jobs 2     the faults of one package
+    python tools/plant_faults.py --only NAME                   one fault; repeatable
+    python tools/plant_faults.py --tests "tests -m quick"      does another selection of tests also catch the faults?
+    python tools/plant_faults.py --record faults               every fault, and write a record
 
-The faults are in tools/faults. Files of this checkout are never changed: what git knows, or would add, is copied into a
-temporary folder, and each fault is undone there before the next. Every choice of tests runs once without a fault first.
-The exit status is 1 if a fault survives, if its snippet is not in its file any more, if its tests fail without it, or
-if they fail to run with it (a file that cannot be imported, a test that hangs), which shows nothing.
+The faults are in tools/faults. This checkout is never changed: its tracked files, and untracked ones that git does not
+ignore, are copied to a temporary folder, and each fault is undone there before the next. Each selection of tests first
+runs once without a fault. The exit status is 1 if a fault survives, if its snippet is no longer in its file, if its
+tests already fail without it, or if they cannot run with it (an import fails, a test hangs), which proves nothing.
 """
 
 import argparse
@@ -38,8 +38,8 @@ from tools.faults import Fault, StaleFault, every  # noqa: E402
 
 SECONDS = 600  # time limit of each test run
 OURS = ("minillm", "kernels", "tests", "tools", "conftest")
-# Runs of pytest are forked from a process that has imported these, none of them the project's: that takes longer than
-# most of the tests.
+# Each run of pytest is forked from a process that has already imported these third-party modules, since importing them
+# takes longer than most of the tests.
 SERVER = multiprocessing.get_context("forkserver")
 PRELOADED = (
     *("pytest", "hypothesis", "hypothesis.stateful", "nbval.plugin", "numpy", "torch", "torch.testing", "triton"),
@@ -47,13 +47,13 @@ PRELOADED = (
     *("fastapi", "uvicorn", "pydantic", "aiohttp", "openai", "prometheus_client", "typer.testing", "jinja2", "regex"),
 )
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-CAUGHT, SURVIVED, STALE, RED, BROKEN, HUNG = "caught", "survived", "stale", "red without it", "does not run", "hung"
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)  # of pytest's summary
+CAUGHT, SURVIVED, STALE, RED, BROKEN, HUNG = "caught", "survived", "stale", "fails without it", "does not run", "hung"
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)  # in pytest's summary
 
 
 @dataclass(frozen=True)
 class Ran:
-    """What a choice of tests did: SURVIVED means that all passed; `by` is the first that failed, or what went wrong."""
+    """The result of one pytest run. SURVIVED: all tests passed. by: the first failed test, or what went wrong."""
 
     outcome: str
     by: str
@@ -61,7 +61,7 @@ class Ran:
 
 
 def copied(root: Path, to: Path) -> None:
-    """Copy the project's files as they are now; links stay links."""
+    """Copy the project's files in their current state. Links stay links."""
     command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
@@ -71,7 +71,7 @@ def copied(root: Path, to: Path) -> None:
 
 
 def run_tests(copy: Path, tests: str, seconds: float) -> Ran:
-    """Run pytest in a copy until a test fails."""
+    """Run pytest in a copy, up to the first failure."""
     with tempfile.TemporaryDirectory(dir=copy.parent) as scratch:
         log = Path(scratch) / "log"
         process = SERVER.Process(target=_pytest, args=(copy, shlex.split(tests), log))
@@ -79,12 +79,12 @@ def run_tests(copy: Path, tests: str, seconds: float) -> Ran:
         process.start()
         process.join(seconds)
         if hung := process.is_alive():
-            os.killpg(process.pid, signal.SIGKILL)  # including servers that the tests started
+            os.killpg(process.pid, signal.SIGKILL)  # and the servers that the tests started
             process.join()
         took = round(time.perf_counter() - begin, 1)
         said = log.read_text(encoding="utf-8", errors="replace").strip() if log.exists() else ""
     if hung:
-        return Ran(HUNG, f"not over after {seconds:g} s", took)
+        return Ran(HUNG, f"not finished after {seconds:g} s", took)
     failed, outcome = _FAILED.search(said), {0: SURVIVED, 1: CAUGHT}.get(process.exitcode, BROKEN)
     if outcome == SURVIVED:
         return Ran(outcome, "", took)
@@ -92,14 +92,14 @@ def run_tests(copy: Path, tests: str, seconds: float) -> Ran:
 
 
 def _pytest(copy: Path, arguments: list[str], log: Path) -> None:
-    """In a process of its own: what it imports of the project is the copy's."""
+    """Run pytest in this new process, importing the project from the copy."""
     os.setsid()
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.chdir(copy)
     os.environ |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(log.parent)}
-    # Bytecode is trusted by its source's size and second: a fault may change neither.
+    # Python checks bytecode against the source's size and modification second, and a fault may change neither.
     sys.dont_write_bytecode, tempfile.tempdir = True, None
     sys.path[:] = [str(copy), *(place for place in sys.path if place and Path(place).resolve() != ROOT)]
     for name in [name for name in sys.modules if name.split(".")[0] in OURS]:
@@ -112,10 +112,10 @@ def _pytest(copy: Path, arguments: list[str], log: Path) -> None:
 
 @contextmanager
 def planted(fault: Fault, copy: Path) -> Iterator[None]:
-    """The fault is in the copy until the block ends. Raises StaleFault."""
+    """Keep the fault in the copy until the block ends. Raises StaleFault."""
     file = copy / fault.file
     if not file.is_file():
-        raise StaleFault(f"{fault.name}: there is no file {fault.file}")
+        raise StaleFault(f"{fault.name}: the file {fault.file} does not exist")
     sound = file.read_text(encoding="utf-8")
     file.write_text(fault.plant(sound), encoding="utf-8")
     try:
@@ -125,7 +125,7 @@ def planted(fault: Fault, copy: Path) -> Iterator[None]:
 
 
 def tried(fault: Fault, tests: str, copy: Path, seconds: float) -> Ran:
-    """The tests' verdict on a copy with the fault in it."""
+    """Run the tests on a copy with the fault in it."""
     try:
         with planted(fault, copy):
             return run_tests(copy, tests, seconds)
@@ -134,7 +134,7 @@ def tried(fault: Fault, tests: str, copy: Path, seconds: float) -> Ran:
 
 
 def prepare() -> None:
-    """Set what tests' conftest.py sets, which comes too late for what is imported before the fork."""
+    """Set the environment as the tests' conftest.py does, before the modules are preloaded."""
     import torch
 
     os.environ |= ENVIRONMENT
@@ -151,7 +151,7 @@ def run(
     seconds: float = SECONDS,
     preload: Sequence[str] = PRELOADED,
 ) -> list[dict]:
-    """Plant each fault and run its tests, or `tests`; a row a fault, in the order given, printed as it comes."""
+    """Plant each fault and run its tests, or `tests`. Prints each result; returns one row per fault, in order."""
     SERVER.set_forkserver_preload(list(preload))
     with tempfile.TemporaryDirectory(prefix="faults-") as folder, ThreadPoolExecutor(jobs) as pool:
         copies: queue.Queue[Path] = queue.Queue()
@@ -195,7 +195,7 @@ def _because(ran: Ran) -> str:
 
 
 def chosen(faults: Sequence[Fault], room: str | None, only: Sequence[str]) -> list[Fault]:
-    """The faults of a room, or those named. Raises ValueError for a room or a name that does not exist."""
+    """The faults of one room, or the named ones. Raises ValueError for an unknown room or name."""
     for what, wanted, known in (
         ("room", [room] if room else [], dict.fromkeys(fault.room for fault in faults)),
         ("fault", only, dict.fromkeys(fault.name for fault in faults)),
@@ -207,16 +207,16 @@ def chosen(faults: Sequence[Fault], room: str | None, only: Sequence[str]) -> li
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--room", help="only the faults of this room of the package")
+    parser.add_argument("--room", help="only the faults of this package, such as scheduler")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="only this fault; repeatable")
-    parser.add_argument("--jobs", type=int, default=1, help="copies that run at the same time")
-    parser.add_argument("--tests", help="pytest's arguments, in place of those that each fault names")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="that one run of pytest may take")
-    parser.add_argument("--record", help="a record's name, or a file; of all faults alone")
-    parser.add_argument("--list", action="store_true", help="print the faults and plant none")
+    parser.add_argument("--jobs", type=int, default=1, help="the number of copies that run in parallel")
+    parser.add_argument("--tests", help="pytest arguments to use instead of each fault's own")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="the time limit of each pytest run")
+    parser.add_argument("--record", help="a record's name, or a file; only for all faults")
+    parser.add_argument("--list", action="store_true", help="only print the faults")
     options = parser.parse_args()
     if options.record and (options.room or options.only or options.tests):
-        parser.error("a record is of all faults and their own tests: leave --room, --only and --tests out")
+        parser.error("a record covers all faults with their own tests: leave out --room, --only and --tests")
     try:
         faults = chosen(every(), options.room, options.only)
     except ValueError as error:

@@ -1,10 +1,10 @@
-"""Run the commands behind the committed records of this machine's device again.
+"""Renew the committed records of this machine's device by running their commands again.
 
     python tools/renew_records.py --list
     python tools/renew_records.py ablation start
 
-Without a name, all records of the device are renewed. A record keeps its command, and `RECORDS` holds the same one: a
-test compares them. A command that fails leaves the old record in place.
+Without a name, all records of the device are renewed. Each record stores its command, and a test checks that `RECORDS`
+holds the same one. If a command fails, the old record stays in place.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from minillm.bench import records  # noqa: E402
 
 GEMMA = "--model gemma-2b --load-format dummy"
 WORKLOADS = "--workload single --workload chat --workload mixed --workload silo --workload liso --workload lilo"
-# device -> record -> its command, up to the record's name, which is the last word.
+# device -> record -> its command without the last word, which is the record's name.
 RECORDS = {
     "cpu": {
         "batching": "minillm bench batching --json",
@@ -52,7 +52,7 @@ RECORDS = {
 
 
 def command(device: str, name: str) -> list[str]:
-    """The words of a record's command, as typed at the project's root."""
+    """The words of a record's command, to run in the project root."""
     return [*shlex.split(RECORDS[device][name]), name]
 
 

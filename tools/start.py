@@ -2,8 +2,8 @@
 
     python tools/start.py --record start
 
-The first start finds no kernel in Triton's cache. Gemma 2B's shape, random weights. Each start runs in a new process;
-`seconds` count from its launch, by a clock outside it.
+Each start runs in a new process, with random weights in the shape of Gemma 2B. The first start finds an empty Triton
+cache. `seconds` count from just before the process is launched.
 """
 
 import argparse

@@ -3,8 +3,8 @@
     python tools/state_machines.py --steps 1000000 --record state-machine
 
 Machines and faults are those of test_scheduler_state_machine.py and test_stream_state_machine.py. Steps are counted as
-Hypothesis counts them, without those that drain a machine at its end. Each finished run is saved in --kept, so the same
-command continues an interrupted one at the same commit.
+Hypothesis counts them, without the steps that drain a machine at its end. Each finished run is saved in --kept, so the
+same command continues an interrupted one at the same commit.
 """
 
 import argparse

@@ -6,8 +6,8 @@ On a CPU the verdict is the share of time in the hooks: the engine computes noth
 is larger than their cost. The share is measured in separate runs whose hooks read the clock (except the eviction hook,
 which only appends to a list). On a GPU the verdict is the slowdown, because hooks run while the device computes: each
 traced run is divided by the mean of the untraced runs before and after it, so drift cancels, and the median of these
-pairs counts. The prefix cache is on: with hits there is less to compute and more to record. Uses Gemma 2B's shape with
-random weights on a GPU, the embedded model on a CPU.
+pairs counts. The prefix cache is on: with hits there is less to compute and more to record. The model has
+Gemma 2B's shape and random weights on a GPU; on a CPU it is the embedded model.
 """
 
 import argparse
@@ -137,7 +137,7 @@ def interval(values: Sequence[float]) -> list[float]:
 
 
 def cost(record: dict, row: dict) -> float:
-    """The cost that is compared with the budget: extra time on a GPU, share of the time on a CPU."""
+    """The cost to compare with the budget: extra time on a GPU, the hooks' share of the time on a CPU."""
     return row["times_without"] - 1 if record["machine"]["gpu"] else row["share_of_time"]
 
 

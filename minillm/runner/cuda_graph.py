@@ -1,7 +1,7 @@
-"""Steps as CUDA graphs, and the tensors that stay valid after a replay.  Lessons 03 and 11.
+"""Capture steps as CUDA graphs, and keep their results valid after a replay.  Lessons 03 and 11.
 
-Graphs that never run at the same time share one memory pool, so a step's logits are valid until the next replay.
-Requests that use top-p, penalties or log-probabilities are sampled from them by extra kernels after the graph.
+All graphs share one memory pool because they never run at the same time. A step's logits are therefore valid until the
+next replay. For requests that use top-p, penalties or log-probabilities, extra kernels read them after the graph.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,33 +21,33 @@ ToSample = tuple[Tensor, Tensor, Tensor]  # logits [rows, vocab], temperatures a
 
 @dataclass(eq=False)
 class Graph:
-    """A captured step. What it sampled from lies in the pool, and is the step's until another graph is replayed."""
+    """A captured step. `to_sample` is in the pool's memory and valid until another graph of the pool is replayed."""
 
     graph: torch.cuda.CUDAGraph
-    out: Tensor  # [rows] int64: what it sampled
+    out: Tensor  # [rows] int64: the sampled tokens
     to_sample: ToSample
 
 
 @dataclass
 class Replayed:
-    """What a replayed step yields, on the device until the next one."""
+    """The results of a replayed step, on the device, valid until the next replay."""
 
     sampled: Tensor  # [rows that sample] int64
     logits: Tensor  # [rows of the graph, vocab]
-    places: np.ndarray  # which of them belong to the rows that sample
+    places: np.ndarray  # [rows that sample]: their places in `logits`
 
 
 class DecodeShape(NamedTuple):
-    """What a captured step of decodes has room for."""
+    """The capacity of a captured decode step."""
 
     rows: int
     width: int  # blocks of a table
 
 
 class MixedShape(NamedTuple):
-    """What a captured step with prompts in it has room for."""
+    """The capacity of a captured step with prompts."""
 
-    tokens: int  # of prompts
+    tokens: int  # prompt tokens
     decodes: int
     prompts: int
     width: int  # blocks of a table
@@ -58,23 +58,23 @@ class MixedShape(NamedTuple):
 
 
 class CapturedSteps:
-    """The graphs of one version of the operations. When the operations change, their memory is freed."""
+    """All captured graphs. They are freed when other operations that may be captured take effect."""
 
     def __init__(self, operations: OperationSet):
         self.decodes: dict[DecodeShape, Graph] = {}
         self.mixed: dict[MixedShape, Graph] = {}
         self.operations, self.functions, self.version = operations, operations.functions, -1
-        self.allowed = False  # whether what runs now may be captured
+        self.allowed = False  # whether the current operations may be captured
 
     def __iter__(self) -> Iterator[Graph]:
         yield from self.decodes.values()
         yield from self.mixed.values()
 
     def follow(self) -> bool:
-        """Drop what was captured from other operations than may be captured now; whether these may."""
+        """Return whether the current operations may be captured; if so, drop the graphs of any others."""
         if self.version != self.operations.version:
             self.version, self.allowed = self.operations.version, self.operations.capturable
-            # Operations that run eagerly leave the graphs as they are, for when the engine's own operations are back.
+            # While operations run eagerly, the graphs stay for when the engine's own operations are back.
             if self.allowed and self.functions != self.operations.functions:
                 self.functions = self.operations.functions
                 self.clear()
@@ -86,8 +86,8 @@ class CapturedSteps:
         self.mixed.clear()
 
     def record(self, step: Callable[[], ToSample], out: Tensor) -> Graph:
-        """What `step` launches, as a graph; it is not run. step: puts its tokens into `out`, returns `to_sample`."""
-        # One pool for all: they never run at the same time. A pool that lost its graphs cannot be used again.
+        """Capture `step` as a graph without running it. step: writes its tokens to `out` and returns `to_sample`."""
+        # Take the pool of any existing graph. A pool whose graphs are all gone cannot be reused.
         other = next(iter(self), None)
         try:
             return capture(step, out, None if other is None else other.graph)
@@ -95,15 +95,15 @@ class CapturedSteps:
             if self.operations.engines_own:
                 raise
             raise OverrideError(
-                f"a replaced operation cannot be captured in a CUDA graph ({error}): it may not read values back to "
-                "the host; leave out capturable=True, and it runs without graphs"
+                f"a replaced operation cannot be captured in a CUDA graph ({error}): it must not read values back "
+                "to the host; leave out capturable=True to run it without graphs"
             ) from error
 
 
 def capture(step: Callable[[], ToSample], out: Tensor, other: torch.cuda.CUDAGraph | None) -> Graph:
-    """Record what `step` launches, in the memory pool of the `other` graph; it is not run.
+    """Capture `step` as a graph without running it, in the memory pool of the `other` graph if there is one.
 
-    step: puts its tokens into `out` and returns `to_sample`.
+    step: writes its tokens to `out` and returns `to_sample`.
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=None if other is None else other.pool()):
@@ -112,10 +112,10 @@ def capture(step: Callable[[], ToSample], out: Tensor, other: torch.cuda.CUDAGra
 
 
 def borrowed(tensor: Tensor) -> Tensor:
-    """The same memory, owned by no tensor: the pool may give it to other graphs as well.
+    """A tensor over the same memory that does not own it, so the pool may give the memory to other graphs too.
 
-    It may be read after a replay of its own graph and before the next replay of any graph of the pool, on the same
-    stream, and only while its graph exists: the memory goes back to the driver with the pool's last graph.
+    Read it only on the same stream, after a replay of its own graph and before the next replay of any graph in the
+    pool, and only while its graph exists: the pool's memory is freed with its last graph.
     """
     plain = {"shape": (tensor.nbytes,), "typestr": "|u1", "data": (tensor.data_ptr(), False), "version": 2}
     memory = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=plain), device=tensor.device)

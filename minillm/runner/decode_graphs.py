@@ -1,8 +1,8 @@
-"""Decode steps as CUDA graphs: one launch a step, sampling inside.  Lessons 03 and 11.
+"""Decode steps as CUDA graphs: one launch per step, including sampling.  Lessons 03 and 11.
 
-Launching every kernel of a small step from Python takes longer than running them. So the step is captured once for
-each batch size and replayed. Its inputs are the rows on the device: while the same rows keep decoding, the host sends
-only what changed in their block tables.
+Launching every kernel of a small step from Python takes longer than running the kernels. Therefore the step is captured
+once per batch size and block table width, and replayed. It reads its inputs from the row state on the device: while the
+same rows keep decoding, the host sends only changes to their block tables.
 """
 
 from collections.abc import Iterable
@@ -25,10 +25,10 @@ NOTHING = (np.zeros(0, np.int32), np.zeros(0, np.int32))
 
 
 class DecodeGraphs:
-    """Captured steps of decodes.
+    """Captured decode steps.
 
-    single_row=False leaves out the fused step of one request; sampling=False launches sampling after the graph. Both
-    only cost time.
+    single_row=False disables the fused step for one request; sampling=False launches sampling after the graph. Both
+    only make steps slower, for comparison.
     """
 
     def __init__(
@@ -51,20 +51,20 @@ class DecodeGraphs:
         self._sent = NOTHING
 
     def width(self, blocks: int) -> int:
-        """To how many blocks a table is padded whose longest row has `blocks`."""
+        """The padded width, in blocks, of a block table whose longest row has `blocks`."""
         return min(max(1 << (blocks - 1).bit_length(), 16), self.state.block_table.shape[2])
 
     @torch.inference_mode()
     def capture(self, shapes: Iterable[DecodeShape]) -> None:
-        """Capture these steps now; batches are then padded to one of their sizes."""
-        shapes = sorted(shapes, reverse=True)  # the largest first: the others fit into its memory
+        """Capture these steps now. From then on, batches are padded to one of their sizes or the largest size."""
+        shapes = sorted(shapes, reverse=True)  # largest first: the others fit in its memory
         for shape in shapes:
             self.captured(*shape)
         if shapes:
             self.sizes = sorted({shape.rows for shape in shapes} | {self.sizes[-1]})
 
     def launch(self, step: Step) -> Replayed:
-        """Replay a step of decodes."""
+        """Replay a decode step."""
         state, count = self.state, len(step.rows)
         size = next(size for size in self.sizes if size >= count)
         blocks = -(-int(step.starts.max() + 1) // state.block_size)
@@ -83,7 +83,7 @@ class DecodeGraphs:
         return Replayed(graph.out[:count], graph.to_sample[0], np.arange(count))
 
     def forget_positions(self) -> None:
-        """Send the rows' positions again with the next step: another kind of step has changed them."""
+        """Make the next step send its rows' positions again, because another kind of step has changed them."""
         self._sent = NOTHING
 
     @property
@@ -91,9 +91,9 @@ class DecodeGraphs:
         return DecodeShape(self.sizes[-1], self.width(self.state.block_table.shape[2]))
 
     def rehearse(self, shape: DecodeShape) -> None:
-        """Run a step without capturing it, to see what it takes.
+        """Run a step of padding rows without capturing it.
 
-        On padding a step changes nothing, but kernels are compiled, and libraries allocate what they want.
+        It changes no request's state, but it compiles the kernels and makes libraries allocate their workspace.
         """
         padding = torch.full((shape.rows,), self.state.padding, dtype=torch.int64, device=self.state.device)
         self._sample(padding, self._logits(padding, shape.width), torch.empty_like(padding))

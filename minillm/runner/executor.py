@@ -1,6 +1,6 @@
 """The interface between an engine and its device: steps go in, results come out.  Lesson 10.
 
-The engine uses an executor through this interface only, so steps could also run in other processes.
+The engine uses an executor only through this interface, so steps could also run in other processes.
 """
 
 from collections.abc import Iterator
@@ -22,25 +22,25 @@ from .runner import Runner
 
 @dataclass(frozen=True)
 class Facts:
-    """What scheduling must know about the device; constant once an executor has started."""
+    """What the scheduler needs to know about the device; constant once an executor has started."""
 
     num_blocks: int  # cache blocks
-    windows: tuple[int | None, ...]  # of each layer group: tokens that its queries see; None: all
-    stream: Stream | None  # what a row keeps where requests may be longer than max_model_len
-    captures: bool  # whether steps are captured, so that there is something to warm up
+    windows: tuple[int | None, ...]  # per layer group: how many tokens a query sees; None: all
+    stream: Stream | None  # what a row keeps if requests may be longer than max_model_len
+    captures: bool  # whether steps are captured as CUDA graphs, and can be warmed up
 
 
 class Executor(Protocol):
-    """Runs steps, in the order in which they are launched."""
+    """Runs steps in launch order."""
 
     facts: Facts
 
     def launch(self, step: Step) -> Launched:
-        """Run a step; returns before it is done where the device allows."""
+        """Run a step. Returns before it has finished if the device is asynchronous."""
         ...
 
     def warm_up(self) -> None:
-        """Compile and capture now what the first steps need."""
+        """Compile the kernels and capture the graphs that the first steps need."""
         ...
 
     def close(self) -> None:
@@ -49,7 +49,7 @@ class Executor(Protocol):
 
 
 class LocalExecutor:
-    """Steps run in this process, on one device, with the launches that a plan measured for it."""
+    """Runs steps in this process, on one device, with the launch configurations of a plan if there is one."""
 
     def __init__(self, model: Model, config: DeviceConfig, max_model_len: int, plan: Plan | None = None):
         self._table = {} if plan is None else plan.table()
@@ -70,7 +70,7 @@ class LocalExecutor:
             return self.runner.launch(step)
 
     def warm_up(self) -> None:
-        """Capture every size of batch with tables of the least width, and every shape with prompts."""
+        """Capture every batch size with the narrowest block tables, and every shape with prompts."""
         if self.runner.graphs is not None:
             with self._launches():
                 self.runner.graphs.capture_all()

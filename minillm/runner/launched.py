@@ -1,4 +1,4 @@
-"""What launching a step gives: its results, on their way to the host.  Lesson 10."""
+"""A launched step and its results.  Lesson 10."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,16 +15,16 @@ from .logprobs import PromptScores, Scores, as_dicts
 
 @dataclass
 class Results:
-    """What a step yielded, on the host, in the order of its sampling rows."""
+    """The results of a step, on the host, in the order of its sampling rows."""
 
     tokens: np.ndarray  # [samples, queries_per_decode] int64
-    accepted: np.ndarray  # [samples]: how many of them, from the first, are tokens of the row
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # row -> of its sampled token
+    accepted: np.ndarray  # [samples]: how many of them are kept, counted from the first
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # row -> log-probabilities of its token
     prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = field(default_factory=dict)  # row -> (position, ...)
 
 
 class Launched:
-    """A step on its way; `wait` blocks until its results are on the host."""
+    """A step that runs or has run. `wait` blocks until its results are on the host."""
 
     def __init__(self, step: Step, tokens: Tensor, logprobs: Sequence[Scores], prompts: Sequence[PromptScores] = ()):
         self.step = step

@@ -1,4 +1,4 @@
-"""Log-probabilities, for the requests that ask for them.  Lesson 02."""
+"""Log-probabilities for the requests that ask for them.  Lesson 02."""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -13,39 +13,39 @@ from minillm.scheduler.step import Step
 
 from .state import RowState
 
-LOGITS_AT_ONCE = 256  # rows of logits made at a time where a whole prompt's are wanted
+LOGITS_AT_ONCE = 256  # rows of logits to compute at a time when a whole prompt is scored
 
 
 @dataclass
 class _Found:
-    ids: Tensor  # [n, k + 1]: the token itself, then the k likeliest
+    ids: Tensor  # [n, k + 1]: the token itself, then the k most likely
     values: Tensor  # [n, k + 1]
 
     def to_host(self) -> Self:
-        """On the host once the device has got there."""
+        """Start an asynchronous copy to the host."""
         ids, values = (each.to("cpu", non_blocking=True) for each in (self.ids, self.values))
         return replace(self, ids=ids, values=values)
 
 
 @dataclass
 class Scores(_Found):
-    """Of the tokens that some rows sampled."""
+    """Log-probabilities of sampled tokens."""
 
     rows: np.ndarray  # [n]
 
 
 @dataclass
 class PromptScores(_Found):
-    """Of some tokens of one row's prompt."""
+    """Log-probabilities of consecutive prompt tokens of one row."""
 
     row: int
-    position: int  # of the first of them
+    position: int  # of the first token
 
 
 def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the k likeliest tokens and of the chosen one: (ids, values), each [n, k + 1], chosen first.
+    """Log-probabilities of the chosen token and the k most likely ones: (ids, values), each [n, k + 1], chosen first.
 
-    They are the model's own: before penalties, temperature and truncation.
+    They are computed from the model's logits, before penalties, temperature and truncation.
     """
     logprobs = widened(logits).log_softmax(dim=-1)
     values, ids = logprobs.topk(min(k, logits.shape[-1]), dim=-1)
@@ -54,12 +54,12 @@ def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor
 
 
 def widened(logits: Tensor) -> Tensor:
-    """Half precision as float32."""
+    """Convert half-precision logits to float32; leave others as they are."""
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
 
 def of_sampled(state: RowState, logits: Tensor, places: np.ndarray, rows: np.ndarray, sampled: Tensor) -> list[Scores]:
-    """Scores of the rows [n] that asked, grouped by how many each asked for. places: [n] of their logits."""
+    """Scores for those rows [n] that ask for them, grouped by the number they ask for. places: [n] into logits."""
     wanted = state.logprobs[rows]
     found = []
     for k in np.unique(wanted[wanted >= 0]):
@@ -70,7 +70,7 @@ def of_sampled(state: RowState, logits: Tensor, places: np.ndarray, rows: np.nda
 
 
 def rows_wanting_prompts(state: RowState, step: Step) -> list[int]:
-    """Places in the step whose span has prompt tokens with a successor in the prompt."""
+    """Places in the step of rows that want prompt scores and run tokens with a successor in the prompt."""
     wanting = state.prompt_logprobs[step.rows] >= 0
     if not wanting.any():
         return []
@@ -78,7 +78,10 @@ def rows_wanting_prompts(state: RowState, step: Step) -> list[int]:
 
 
 def of_prompt(model: Model, state: RowState, step: Step, place: int, hidden: Tensor) -> PromptScores:
-    """Scores of the prompt's tokens after those that run at a place in the step. hidden: [queries, hidden] of these."""
+    """Scores of the prompt tokens that come after those run by the row at `place` in the step.
+
+    hidden: [queries, hidden], the final hidden states of the tokens that run.
+    """
     row, start = int(step.rows[place]), int(step.starts[place])
     end = min(start + int(step.queries[place]), int(state.prompt_length[row]) - 1)
     targets = state.tokens[row, start + 1 : end + 1].long()

@@ -1,4 +1,4 @@
-"""How a GPU's memory is divided: steps and graphs are measured, and the rest is the cache.  Lessons 09 and 11."""
+"""Divide a GPU's memory: measure what steps and graphs need, and give the rest to the cache.  Lessons 09 and 11."""
 
 import math
 from collections.abc import Callable
@@ -28,13 +28,13 @@ MakeGraphs = Callable[[list[LayerCache]], "StepGraphs | None"]
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """A GPU's memory in bytes: all of it, what is taken already, what a step and the CUDA graphs will take."""
+    """A GPU's memory in bytes: in total, already taken, and needed by the largest step and by the CUDA graphs."""
 
     total: int
     taken: int
     workspace: int
     graphs: int
-    utilization: float  # share of `total` that may be used
+    utilization: float  # the fraction of `total` that may be used
 
     @property
     def cache(self) -> int:
@@ -44,8 +44,8 @@ class MemoryBudget:
     def blocks(self, most: int, request: int, block_bytes: int, config: DeviceConfig) -> int:
         """`most` blocks, or as many as fit.
 
-        request: blocks of one request of full length. Raises ConfigError, which says what would fit, if not even those
-        fit, or not all of the `num_blocks` that were asked for.
+        request: blocks of one request of full length. Raises ConfigError, saying what would fit, if one such request
+        does not fit, or if `num_blocks` is set and not all of them fit.
         """
         fitting = max(self.cache, 0) // block_bytes
         if fitting >= (most if config.num_blocks else min(most, request)):
@@ -75,7 +75,7 @@ class MemoryBudget:
 
 @dataclass(frozen=True)
 class Memory:
-    """Measures what an engine's steps take, and allocates its cache."""
+    """Measures how much memory an engine's steps need, and allocates its cache."""
 
     model: Model
     state: RowState
@@ -84,11 +84,11 @@ class Memory:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block, in all layers of a group."""
+        """Bytes of one block across all layers of a group."""
         return self.model.groups.size * self.state.block_size * self.spec.bytes_per_token
 
     def allocate(self, blocks: int) -> list[LayerCache]:
-        """A cache a layer. Those at the same place in their groups are one: a block belongs to one group at a time."""
+        """One cache per layer. Layers at the same place in their groups share one: a block belongs to one group."""
         groups, device = self.model.groups, self.state.device
         try:
             made = [self.spec.allocate(blocks, self.state.block_size, device) for _ in range(groups.size)]
@@ -100,7 +100,7 @@ class Memory:
         return [made[place] for _, place in groups.places]
 
     def blocks_that_fit(self, config: DeviceConfig, request: int, make_graphs: MakeGraphs) -> int:
-        """The requested number of blocks, or what the memory holds, up to what all rows need at full length.
+        """The requested number of blocks, or as many as fit in memory, up to what all rows need at full length.
 
         request: blocks of one request of full length. Raises ConfigError.
         """
@@ -114,7 +114,7 @@ class Memory:
         return budget.blocks(most, request, self.block_bytes, config)
 
     def workspace(self, config: DeviceConfig) -> int:
-        """Bytes that the largest step takes in addition to weights and cache, measured by running one.
+        """Bytes that the largest step needs in addition to weights and cache, measured by running one.
 
         Raises ConfigError.
         """
@@ -139,7 +139,7 @@ class Memory:
         return True
 
     def step_bytes(self, count: int, most_rows: int) -> int:
-        """Bytes that a step of `count` tokens takes, as many rows as may be among them, sampled in every way but for
+        """Bytes that a step of `count` tokens needs, with as many rows as possible and every sampling option except
         log-probabilities."""
         state, rows = self.state, min(most_rows, count)
         longest = min(state.longest, state.block_table.shape[2] * state.block_size)
@@ -152,7 +152,7 @@ class Memory:
 
         def run(caches: list[LayerCache]) -> None:
             hidden = self.model.forward(pack(step, state, np.cumsum(queries) - 1), caches)
-            # Penalties read all that a row may hold.
+            # Penalties read all tokens that a row can hold.
             self.sampler(self.model.logits(hidden), ids, np.full(rows, longest))
 
         try:
@@ -161,7 +161,7 @@ class Memory:
             state.sampling.general[:] = False
 
     def graphs(self, make_graphs: MakeGraphs) -> int:
-        """Bytes that CUDA graphs will take. They share a pool, and what is captured first, the largest, fills it."""
+        """Bytes that CUDA graphs will need. They share a memory pool, whose size the largest graph determines."""
         kept = 0
 
         def run(caches: list[LayerCache]) -> None:
@@ -176,7 +176,7 @@ class Memory:
 
     @torch.inference_mode()
     def reserved_by(self, run: Callable[[list[LayerCache]], None]) -> int:
-        """By how many bytes torch's share of the memory grows while `run` runs, on caches of one block."""
+        """The growth in bytes of torch's peak reserved memory during `run`, which gets caches of one block."""
         device, caches = self.state.device, self.allocate(1)
         try:
             torch.cuda.empty_cache()

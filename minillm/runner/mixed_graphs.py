@@ -1,14 +1,14 @@
-"""Steps with prompts in them as CUDA graphs, padded to a few shapes.  Lessons 03 and 10.
+"""Steps with prompts as CUDA graphs, padded to a few shapes.  Lessons 03 and 10.
 
-Such a step is as ragged as its prompts are, and a graph is not: so tokens are padded to the next captured number, and
-what differs from step to step (which row a token is of, where a row's queries begin) travels in one array that the
-captured kernels read. Attention's grid is as wide as the captured step allows; programs without a query end at once.
+Prompts have different lengths, but a graph's shapes are fixed. Tokens are therefore padded to the next captured count.
+What differs from step to step (which row a token belongs to, where its queries begin) is sent in one array, which the
+captured kernels read. The attention grid is sized for a full shape; programs without a query exit at once.
 
-    tokens of a step:   decodes, one each, padded | prompts' tokens, row after row, padded
-    rows of a step:     decodes, padded           | prompts, padded, and a last row that the tokens' padding belongs to
+    tokens of a step:   decodes, one each, padded | prompt tokens, row after row, padded
+    rows of a step:     decodes, padded           | prompts, padded, and a last row for the padding tokens
 
-Padding is computed with the rest. Up to some hundred tokens that costs little, since a step takes the time that it
-takes to read the weights; beyond the largest shape the GPU is busy for longer than launching takes, and the step is
+Padding is computed like real tokens. Up to a few hundred tokens this costs little, because most of the step is spent
+reading the weights. A step beyond the largest shape keeps the GPU busy for longer than the launches take, so it is
 launched kernel by kernel. The shapes were chosen on an H200.
 """
 
@@ -30,24 +30,24 @@ from .decode_graphs import DecodeGraphs
 
 DECODES = (16, 64, 256)
 TOKENS = (64, 128, 256, 512, 768, 1024)
-PROMPTS = 64  # at most in one step; of few tokens, a quarter as many as tokens
-NARROW = 1024  # tokens a row: up to this a graph has narrow block tables, so that attention splits them less
+PROMPTS = 64  # the most in one step; in small shapes, a quarter of the tokens
+NARROW = 1024  # tokens per row that a narrow block table covers; attention splits narrow tables less
 
 
 Array = TypeVar("Array", np.ndarray, Tensor)
 
 
 class Inputs(NamedTuple, Generic[Array]):
-    """What the host sends, one array [all] int64 in the order of these fields; numpy's there, torch's on the device."""
+    """What the host sends, concatenated to one int64 array: NumPy arrays on the host, tensors on the device."""
 
-    rows: Array  # [rows] of the state; the last row of it is padding
-    positions: Array  # [rows]: of the last token that each row runs
-    sampling: Array  # [rows]: those rows that sample, padding for the others
-    last: Array  # [rows]: the place of that last token among the step's tokens
-    order: Array  # [rows]: places of the rows that sample, first
-    token_rows: Array  # [tokens]: the row of each token of a prompt
-    token_positions: Array  # [tokens]
-    query_start: Array  # [prompts + 2]: among the prompts' tokens
+    rows: Array  # [rows]: rows of the state, whose last row is padding
+    positions: Array  # [rows]: position of the last token that each row runs
+    sampling: Array  # [rows]: the row if it samples, else padding
+    last: Array  # [rows]: index of that last token among the step's tokens
+    order: Array  # [rows]: places of the rows that sample, then zeros
+    token_rows: Array  # [tokens]: the row of each prompt token
+    token_positions: Array  # [tokens]: its position
+    query_start: Array  # [prompts + 2]: where each row's queries begin among the prompt tokens
 
     @staticmethod
     def sizes(shape: MixedShape) -> tuple[int, ...]:
@@ -55,7 +55,7 @@ class Inputs(NamedTuple, Generic[Array]):
 
 
 class MixedGraphs:
-    """Captured steps with prompts in them, in the memory of the captured decodes."""
+    """Captured steps with prompts, in the memory pool of the captured decode steps."""
 
     def __init__(self, decodes: DecodeGraphs, config: DeviceConfig):
         self.decodes, self.steps = decodes, decodes.steps
@@ -72,11 +72,11 @@ class MixedGraphs:
 
     @staticmethod
     def fit(model: Model) -> bool:
-        """Whether attention over prompts is a kernel; the reference looks at the rows on the host."""
+        """Whether prefill attention has a kernel. The reference reads lengths on the host and cannot be captured."""
         return paged_attention.takes(model.config.head_dim)
 
     def shape(self, step: Step) -> MixedShape | None:
-        """The least shape that has room for a step, if any has."""
+        """The smallest shape that has room for the step, or None."""
         if step.queries_per_decode > 1:
             return None
         prompts = len(step.rows) - step.decodes
@@ -93,9 +93,9 @@ class MixedGraphs:
         return next(fitting, None)
 
     def launch(self, step: Step) -> Replayed | None:
-        """Replay the step; None if no shape has room for it, or the GPU no memory to capture that.
+        """Replay the step. Returns None if no shape has room for it, or if capturing that shape runs out of memory.
 
-        A shape that could not be captured is not tried again: its steps are launched kernel by kernel.
+        A shape that could not be captured is not tried again.
         """
         shape = self.shape(step)
         if shape is None:
@@ -113,7 +113,7 @@ class MixedGraphs:
 
     @staticmethod
     def places(step: Step, shape: MixedShape) -> np.ndarray:
-        """Where each row stands among the captured step's: prompts follow the padding of the decodes."""
+        """The place of each row in the captured step: prompts follow the padded decodes."""
         places = np.arange(len(step.rows))
         places[step.decodes :] += shape.decodes - step.decodes
         return places
@@ -149,11 +149,11 @@ class MixedGraphs:
 
     @torch.inference_mode()
     def captured(self, shape: MixedShape) -> Graph:
-        """The graph of this shape, captured now if need be."""
+        """The graph of this shape, captured now if necessary."""
         have = self.steps.mixed
         if shape in have:
             return have[shape]
-        # What takes most comes first, here as among the decodes: into its memory the others fit.
+        # Capture the largest shape first, as for decodes, so that the others fit in its memory.
         if not self.steps.decodes:
             self.decodes.captured(*self.decodes.largest)
         if not have and shape != self.shapes[-1]:
@@ -164,7 +164,7 @@ class MixedGraphs:
         return graph
 
     def rehearse(self, shape: MixedShape) -> None:
-        """Run padding alone: nothing changes, but kernels are compiled, and libraries allocate what they want."""
+        """Run a step of padding alone, which compiles the kernels and makes libraries allocate their workspace."""
         nothing = np.zeros(0, np.int32)
         self._fill(Step(0, nothing, nothing, nothing, nothing.astype(bool), 0), shape)
         self._run(shape, torch.empty(shape.rows, dtype=torch.int64, device=self.state.device))

@@ -1,4 +1,4 @@
-"""A step's spans as one ragged batch.  Lesson 10."""
+"""Pack a step's tokens into one ragged batch.  Lesson 10."""
 
 import numpy as np
 
@@ -9,9 +9,9 @@ from .state import RowState
 
 
 def pack(step: Step, state: RowState, logits_index: np.ndarray | None, *, streams: bool = False) -> Batch:
-    """The step's tokens, one row after the other; token ids and slots are looked up on the device.
+    """Pack the step's tokens, row after row. Token ids and slots are looked up on the device.
 
-    logits_index: places among the step's tokens whose final hidden state is wanted; None: all of them.
+    logits_index: indices of the tokens whose final hidden states are needed; None: all of them.
     """
     lengths, ends = step.starts + step.queries, np.cumsum(step.queries)
     decodes_only = step.decodes == len(step.rows)
@@ -23,7 +23,7 @@ def pack(step: Step, state: RowState, logits_index: np.ndarray | None, *, stream
     arrays = [token_rows, positions, step.rows, lengths, np.concatenate([[0], ends])]
     if logits_index is not None:
         arrays.append(logits_index)
-    if step.moved is not None:  # the places in the cache are others than those among the row's tokens
+    if step.moved is not None:  # cache positions differ from positions in the token row
         arrays.append(positions)
         arrays[1] = positions - np.repeat(step.moved, step.queries) * state.block_size
         arrays[3] = lengths = lengths - step.moved * state.block_size

@@ -1,9 +1,9 @@
-"""A plan: what `minillm build` found for one model, one traffic and one GPU, in a JSON file.  Lesson 03.
+"""A plan: what `minillm build` found for one model, one kind of traffic and one GPU, in a JSON file.  Lesson 03.
 
-It holds the engine's options for that traffic, the decode steps to capture as CUDA graphs before the first request,
-and the launches of kernels that were faster here than the kernels' own rules. As with TensorRT's engines, all that was
-measured is worth nothing elsewhere: a plan names the GPU, the versions and the model's shape, and is refused where
-one of them differs. Without a plan the engine runs as it does anyway.
+It holds the engine options for that traffic, the decode steps to capture as CUDA graphs before the first request, and
+the kernel launches that were faster on this GPU than the kernels' defaults. As with TensorRT engines, the measurements
+are valid only where they were made: a plan names the GPU, the versions and the model's shape, and the engine refuses it
+if any of them differs. Without a plan, the engine uses its defaults.
 
     minillm build gemma-2b --input-len 1024 --output-len 256 --concurrency 256
     minillm serve --model gemma-2b --plan gemma-2b.plan.json
@@ -26,12 +26,12 @@ SHAPE = (
     "head_dim", "activation", "attention_bias", "qkv_bias", "mlp_bias", "attention_soft_cap", "final_soft_cap",
     "windows", "tie_word_embeddings",
 )  # fmt: skip
-ANY_NUMBER = ("programs", "stages")  # fields of a launch; the others are powers of two
+ANY_NUMBER = ("programs", "stages")  # launch fields of any positive value; the others are powers of two
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a plan is made for: tokens of a prompt and of its answer, and requests that run at once."""
+    """What a plan is made for: prompt and output lengths in tokens, and the number of concurrent requests."""
 
     input_len: int
     output_len: int
@@ -50,22 +50,22 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Plan:
-    """The file's content; see the module's first lines."""
+    """The content of a plan file."""
 
-    gpu: dict[str, Any] | None  # name, capability, memory_gib; None: made without one, for a CPU
+    gpu: dict[str, Any] | None  # name, capability, memory_gib; None: for a CPU
     versions: dict[str, str | None]
-    model: dict[str, Any]  # the fields of ModelConfig that decide how long a step takes
+    model: dict[str, Any]  # the fields of ModelConfig that affect how long a step takes
     traffic: Traffic
     options: dict[str, Any]  # of EngineConfig
     graphs: list[list[int]] = field(default_factory=list)  # decode steps to capture: [rows, blocks of a row]
-    launches: list[dict[str, Any]] = field(default_factory=list)  # {"kernel", "sizes", "launch", and what was measured}
-    memory: dict[str, int] = field(default_factory=dict)  # bytes that weights, workspace, graphs and cache took
-    measured: dict[str, Any] = field(default_factory=dict)  # the times that this was decided by
+    launches: list[dict[str, Any]] = field(default_factory=list)  # {"kernel", "sizes", "launch", measurements}
+    memory: dict[str, int] = field(default_factory=dict)  # bytes of weights, workspace, graphs and cache
+    measured: dict[str, Any] = field(default_factory=dict)  # the measurements behind these choices
     format: int = FORMAT
 
     @classmethod
     def made_here(cls, model: ModelConfig, traffic: Traffic, options: dict[str, Any], device: str) -> "Plan":
-        """A plan without anything measured."""
+        """A plan for this machine without any measurements."""
         return cls(gpu_here(device), versions_here(), shape(model), traffic, options)
 
     def write(self, path: str | Path) -> None:
@@ -73,16 +73,16 @@ class Plan:
 
     @classmethod
     def read(cls, path: str | Path) -> "Plan":
-        """Raises ConfigError for a file that is missing, cut short, or no plan of this format."""
+        """Read a plan. Raises ConfigError if the file is missing, damaged or of another format."""
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
-            raise ConfigError(f"no plan can be read at {path} ({error.strerror}); `minillm build` writes one") from None
+            raise ConfigError(f"cannot read the plan {path} ({error.strerror}); `minillm build` writes one") from None
         except ValueError as error:
-            raise ConfigError(f"the plan {path} is damaged, it is not JSON ({error}); {AGAIN}") from None
+            raise ConfigError(f"the plan {path} is damaged: it is not JSON ({error}); {AGAIN}") from None
         found = content.get("format") if isinstance(content, dict) else None
         if found != FORMAT:
-            raise ConfigError(f"{path} has format {found!r}, and this minillm reads plans of format {FORMAT}; {AGAIN}")
+            raise ConfigError(f"{path} has format {found!r}, but this minillm reads format {FORMAT}; {AGAIN}")
         try:
             plan = cls(**content | {"traffic": Traffic(**content["traffic"])})
             plan._check_parts()
@@ -99,20 +99,20 @@ class Plan:
             ("measured", dict),
         ):
             if not isinstance(getattr(self, name), kind):
-                raise ValueError(f"{name} is no object")
+                raise ValueError(f"{name} is not an object")
         EngineConfig(**self.options)
         for rows, blocks in self.graphs:
             if not (_positive(rows) and _positive(blocks)):
-                raise ValueError(f"graphs has an entry {[rows, blocks]}")
+                raise ValueError(f"graphs has an invalid entry {[rows, blocks]}")
         for entry in self.launches:
             for name, value in entry["launch"].items():
                 if not _positive(value) or (name not in ANY_NUMBER and value & (value - 1)):
-                    raise ValueError(f"a launch of {entry['kernel']} has {name} {value!r}")
+                    raise ValueError(f"a launch of {entry['kernel']} has the invalid {name} {value!r}")
             if not all(type(size) is str or (type(size) is int and size >= 0) for size in entry["sizes"].values()):
-                raise ValueError(f"the sizes of {entry['kernel']} are {entry['sizes']}")
+                raise ValueError(f"the sizes of {entry['kernel']} are invalid: {entry['sizes']}")
 
     def configure(self, config: EngineConfig, model: ModelConfig, device: str) -> EngineConfig:
-        """`config` with the plan's options filled in. Raises ConfigError where the plan does not hold."""
+        """Return `config` with the plan's options. Raises ConfigError if the plan does not apply or they conflict."""
         self.check(model, device)
         defaults = EngineConfig()
         for name, value in self.options.items():
@@ -124,7 +124,7 @@ class Plan:
         return replace(config, **self.options)
 
     def check(self, model: ModelConfig, device: str) -> None:
-        """Raises ConfigError, with every reason, on another GPU, other versions or another model's shape."""
+        """Raise ConfigError, with every reason, if the GPU, the versions or the model's shape differ."""
         here = {"GPU": _words(gpu_here(device)), **versions_here()}
         there = {"GPU": _words(self.gpu), **self.versions}
         reasons = [f"{name} {there.get(name)} (here: {here[name]})" for name in here if there.get(name) != here[name]]
@@ -138,7 +138,7 @@ class Plan:
             raise ConfigError(f"the plan was made for {', '.join(reasons)}; {self._rebuild()}, or run without a plan")
 
     def table(self) -> Table:
-        """The measured launches, as the kernels ask for them. Raises ConfigError for one that no kernel knows."""
+        """The measured launches in the form that kernels look up. Raises ConfigError for one that fits no kernel."""
         if not self.launches:
             return {}
         kinds, table = registered(), {}
@@ -163,12 +163,12 @@ AGAIN = "write it again with `minillm build`"
 
 
 def shape(model: ModelConfig) -> dict[str, Any]:
-    """What of a model decides how long its steps take, as JSON has it."""
+    """The model's properties that affect how long a step takes, as JSON values."""
     return {name: list(model.windows) if name == "windows" else getattr(model, name) for name in SHAPE}
 
 
 def gpu_here(device: str) -> dict[str, Any] | None:
-    """The GPU `device` names, as far as a plan depends on it; None for a CPU."""
+    """The properties of a GPU that a plan depends on; None for a CPU."""
     if not device.startswith("cuda"):
         return None
     import torch

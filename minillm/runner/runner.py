@@ -1,4 +1,4 @@
-"""Runs steps on one device, as CUDA graphs where that pays.  Lessons 09 to 11."""
+"""Run steps on one device, as CUDA graphs where that is faster.  Lessons 09 to 11."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -29,9 +29,9 @@ if TYPE_CHECKING:  # importing it needs triton
 
 
 class Runner:
-    """A model with its cache and its rows' state; `launch` runs a step.
+    """A model with its cache and row state; `launch` runs a step.
 
-    Raises ConfigError where the memory does not hold what the options ask for.
+    Raises ConfigError if the memory is too small for the options.
     """
 
     def __init__(self, model: Model, config: DeviceConfig, max_model_len: int):
@@ -42,7 +42,7 @@ class Runner:
         width = self.stream.room if self.stream else -(-max_model_len // block_size)
         try:
             self.state = RowState(rows, max_model_len, len(windows), width, block_size, model.device)
-        except (RuntimeError, MemoryError) as error:  # how torch and numpy report that memory ran out
+        except (RuntimeError, MemoryError) as error:  # how torch and NumPy report that memory is exhausted
             raise ConfigError(
                 f"max_num_seqs={rows} rows of max_model_len={max_model_len} tokens need more memory than "
                 f"{model.device} has free; lower one of them"
@@ -57,10 +57,10 @@ class Runner:
         self.num_blocks = self.memory.blocks_that_fit(config, request, make_graphs)
         self.caches = self.memory.allocate(self.num_blocks)
         self.graphs = make_graphs(self.caches)
-        self._decoding: tuple[Step, Batch, Tensor] | None = None  # the last step of decodes only, and what it sampled
+        self._decoding: tuple[Step, Batch, Tensor] | None = None  # the last decode-only step, its batch, its tokens
 
     def _make_graphs(self, config: DeviceConfig, caches: list[LayerCache]) -> "StepGraphs | None":
-        """CUDA graphs where they pay and work: on a GPU, with the kernels that prepare a step there."""
+        """CUDA graphs, or None where they are not supported or not wanted."""
         if self.model.device.type != "cuda" or config.enforce_eager or self.stream:
             return None
         if self.model.dtype == torch.float64:
@@ -72,7 +72,7 @@ class Runner:
         return StepGraphs(self.model, self.state, caches, config)
 
     def close(self) -> None:
-        """Free the cache and the graphs now instead of when the collector finds them."""
+        """Free the cache and the graphs now instead of at garbage collection."""
         if self.graphs is not None:
             self.graphs.close()
         self.caches.clear()
@@ -80,7 +80,7 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
-        """Run a step. Returns at once on a GPU; `Launched.wait` gives its tokens."""
+        """Run a step. On a GPU it returns without waiting; `Launched.wait` gives the results."""
         self.state.update(step)
         decodes_only = step.decodes == len(step.rows) and bool(step.samples.all())
         before, self._decoding = self._decoding, None
@@ -94,7 +94,7 @@ class Runner:
         return self._run(step, prompts)
 
     def _correct(self, step: Step, replayed: "Replayed") -> Launched:
-        """A step that ran as a graph; rows that ask for more of sampling than it does are sampled again, after it."""
+        """Finish a replayed step: sample rows again if they need more than the sampling in the graph."""
         rows, lengths = step.rows[step.samples], (step.starts + step.queries)[step.samples]
         sampled, logits, places = replayed.sampled, replayed.logits, replayed.places
         if self.sampler.correct(sampled, logits, places, rows, lengths):
@@ -102,12 +102,12 @@ class Runner:
         return Launched(step, sampled, logprobs.of_sampled(self.state, logits, places, rows, sampled))
 
     def _decode(self, step: Step, before: tuple[Step, Batch, Tensor] | None) -> Launched:
-        """Launch a step of decodes kernel by kernel."""
+        """Launch a decode-only step kernel by kernel."""
         if before is not None and _continues(step, before[0]):
-            # The same rows continue in the same blocks: reuse the last batch, moved along by one token.
+            # The same rows continue in the same blocks: reuse the last batch, advanced by one token.
             _, batch, sampled = before
             batch.token_ids = sampled
-            assert batch.decode is not None, "a step of decodes only has decode rows"
+            assert batch.decode is not None, "a decode-only step has decode rows"
             for moved in (batch.positions, batch.slots, batch.decode.lengths):
                 moved.add_(1)
         else:
@@ -118,7 +118,7 @@ class Runner:
         return launched
 
     def _run(self, step: Step, prompts: list[int]) -> Launched:
-        """Launch a step kernel by kernel. prompts: places in it whose prompts' log-probabilities are asked for."""
+        """Launch a step kernel by kernel. prompts: places of the rows whose prompts are scored."""
         last = np.cumsum(step.queries) - 1
         index = last[step.samples]
         if prompts:
@@ -139,7 +139,7 @@ class Runner:
     def _sample(
         self, step: Step, hidden: Tensor, prompts: Sequence[logprobs.PromptScores] = ()
     ) -> tuple[Launched, Tensor]:
-        """Each sampling row's next token, written to its place on the device; hidden: [samples, hidden]."""
+        """Sample each sampling row's next token and store it on the device. hidden: [samples, hidden]."""
         rows, lengths = step.rows[step.samples], (step.starts + step.queries)[step.samples]
         if len(rows) == 0:
             nothing = torch.zeros(0, dtype=torch.int64, device=self.model.device)
@@ -152,7 +152,7 @@ class Runner:
 
 
 def _continues(step: Step, before: Step) -> bool:
-    """Whether the same rows run their next tokens, in the blocks they have."""
+    """Whether the same rows run their next tokens, with unchanged block tables."""
     return (
         step.table_changes is None
         and not step.admitted

@@ -1,8 +1,8 @@
-"""Logits to tokens.  Lesson 02.
+"""Sample tokens from logits.  Lesson 02.
 
-The fast path (greedy, temperature) is the operation `sample`, which needs one random number a row. Rows that ask for
-more (penalties, bias, truncation) have their logits reshaped first, on the device; their history is read from the
-device's own token rows, so a resumed request needs nothing restored.
+The fast path (greedy or temperature only) is the operation `sample`, which needs one random number per row. If a row
+uses more options (penalties, bias, truncation), its logits are adjusted on the device first. Penalties read the history
+from the token rows on the device, so a resumed request has no sampler state to restore.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,14 +16,14 @@ from minillm.ops import Operations
 from .logprobs import widened
 from .state import MIN_P, PENALTIES, TRUNCATION, RowState, mix
 
-GENERAL_AT_ONCE = 256  # rows reshaped at a time: with Gemma's vocabulary each takes some MB
+GENERAL_AT_ONCE = 256  # rows adjusted at a time: with Gemma's vocabulary each takes a few MB
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """One number in [0, 1) for each (seed, position): a counter-based generator (SplitMix64, Steele et al. 2014).
 
-    seeds [n] int64, positions [n] int. The number depends on nothing else, so a seeded request draws the same
-    tokens alone, in any batch, and after preemption. 24 bits, all that float32 holds.
+    seeds [n] int64, positions [n] int. The number depends on nothing else, so a seeded request draws the same numbers
+    alone, in any batch, and after preemption. Numbers have 24 bits, the precision of float32.
     """
     return _draws(mix(seeds.astype(np.uint64)), positions)
 
@@ -34,18 +34,18 @@ def _draws(mixed: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 class Sampler:
-    """The next token of each row, by what its request asks for.
+    """Samples the next token of each row with its request's parameters.
 
-    What a step needs of that is sent to the device as it is launched, and nothing is read back: the host never waits.
+    Parameters are sent to the device at launch, and nothing is read back, so the host never waits.
     """
 
     def __init__(self, state: RowState, operations: Operations):
         self.state, self.ops = state, operations
 
     def __call__(self, logits: Tensor, rows: np.ndarray, lengths: np.ndarray) -> Tensor:
-        """The next token of each row.
+        """Sample the next token of each row.
 
-        logits: [n, vocab]; rows: [n]; lengths: [n] tokens each row has. Returns [n] int64.
+        logits: [n, vocab]; rows: [n]; lengths: [n] tokens that each row has. Returns [n] int64.
         """
         if self.state.sampling.general[rows].all():
             sampled = torch.empty(len(rows), dtype=torch.int64, device=self.state.device)
@@ -57,9 +57,9 @@ class Sampler:
     def correct(
         self, sampled: Tensor, logits: Tensor, places: np.ndarray, rows: np.ndarray, lengths: np.ndarray
     ) -> bool:
-        """Put into `sampled` [n] the tokens of those rows that ask for more than the fast path; whether there are any.
+        """Replace in `sampled` [n] the tokens of rows that need more than the fast path. Returns whether there are any.
 
-        places: [n] where each row's logits are; the rest as above.
+        places: [n] indices of the rows' logits; the other arguments are as in `__call__`.
         """
         general = np.nonzero(self.state.sampling.general[rows])[0]
         for start in range(0, len(general), GENERAL_AT_ONCE):
@@ -70,7 +70,7 @@ class Sampler:
         return len(general) > 0
 
     def _draw(self, logits: Tensor, rows: np.ndarray, lengths: np.ndarray, divided: bool = False) -> Tensor:
-        """One token a row; divided: the logits have their temperature already, so it is 1, or 0 where it was."""
+        """Draw one token per row. divided: the logits are already divided by the temperature."""
         temperature = self.state.sampling.temperature[rows]
         if not temperature.any():
             return logits.argmax(dim=-1)
@@ -83,18 +83,18 @@ class Sampler:
         return self.state.to_device(array)
 
     def _asked(self, neutral: Mapping[str, float], rows: np.ndarray, dtype: torch.dtype) -> list[Tensor] | None:
-        """A column [n, 1] of each of these parameters; None where no row asks for any of them."""
+        """A column [n, 1] of each of these parameters; None if all rows have the neutral values."""
         values = np.stack([self.state.sampling.shaping[name][rows] for name in neutral])
         if (values == np.array(list(neutral.values()))[:, None]).all():
             return None
         return list(self._tensor(values).to(dtype)[..., None])
 
     def _places(self, rows: np.ndarray, ids: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
-        """Where in [n, vocab] each of these rows has its ids."""
+        """Indices into [n, vocab] for the given rows and their token ids."""
         return self._tensor(np.repeat(rows, [len(each) for each in ids])), self._tensor(np.concatenate(ids))
 
     def reshape(self, shaped: Tensor, rows: np.ndarray, lengths: np.ndarray) -> Tensor:
-        """Logits [n, vocab] of general rows -> what these rows ask for, divided by their temperature; in place."""
+        """Apply the rows' parameters to logits [n, vocab], including division by the temperature; may work in place."""
         columns, prompt = self.state.sampling, self.state.prompt_length[rows]
         dtype = shaped.dtype
 
@@ -111,13 +111,13 @@ class Sampler:
             places = self._places(early, [columns.stop_ids[row] for row in rows[early]])
             shaped.index_put_(places, shaped.new_full((), -torch.inf))
 
-        # The largest is 0 before the division, or a temperature near 0 would make others infinite too.
+        # Shift the largest logit to 0 first: dividing by a temperature near 0 could overflow several logits.
         top = shaped.amax(-1, keepdim=True)
         shaped -= torch.where(top.isfinite(), top, 0)
         temperature = columns.temperature[rows]
         shaped /= self._tensor(np.where(temperature > 0, temperature, 1)).to(dtype)[:, None]
         if min_p := self._asked(MIN_P, rows, dtype):
-            shaped.masked_fill_(shaped < torch.log(min_p[0]), -torch.inf)  # the largest is 0
+            shaped.masked_fill_(shaped < torch.log(min_p[0]), -torch.inf)  # the largest logit is 0
         if truncation := self._asked(TRUNCATION, rows, torch.float64):
             top_k, top_p = truncation
             shaped = self.ops.truncate(shaped, top_k[:, 0].long(), top_p[:, 0].to(dtype))
@@ -135,11 +135,11 @@ def penalize(
 ) -> Tensor:
     """Repetition, presence and frequency penalties, in place.  Lesson 02.
 
-    logits [n, vocab]; history [n, longest] token ids; known, prompt [n]: tokens of all, and of the prompt; the
-    penalties [n, 1].
+    logits: [n, vocab]; history: [n, longest] token ids; known, prompt: [n] lengths of the history and of its prompt;
+    repetition, presence, frequency: [n, 1].
     """
     place = torch.arange(history.shape[1], device=logits.device)
-    ids = torch.where(place < known[:, None], history, history[:, :1]).long()  # what is not known counts as the first
+    ids = torch.where(place < known[:, None], history, history[:, :1]).long()  # padding repeats the first token
     output = ((place >= prompt[:, None]) & (place < known[:, None])).to(logits.dtype)
     count = torch.zeros_like(logits).scatter_add_(1, ids, output).gather(1, ids)
     seen = logits.gather(1, ids)
@@ -148,6 +148,6 @@ def penalize(
 
 
 def derived_seed(seed: int, count: int) -> int:
-    """The seed of the `count`-th request of an engine seeded with `seed`, for requests that name none."""
+    """The seed of request number `count`, if it sets none, in an engine seeded with `seed`."""
     mixed = mix(mix(np.array([seed]).astype(np.uint64)) + np.uint64(count))
     return int(mixed.astype(np.int64)[0])

@@ -1,8 +1,8 @@
-"""The columns of running requests, one row each: one owner for all of them.  Lesson 10.
+"""The state of running requests, one row per request.  Lesson 10.
 
-A row of the device's columns holds a request's tokens and block table, and what a captured step reads of it. So a step
-can be launched before the tokens of the last one are read, and prefill, chunk, decode and resumption are the same few
-lines. The host's columns hold what launching a step needs to know of its rows.
+On the device, a row holds a request's tokens, its block table and the inputs of captured steps. Therefore a step can be
+launched before the previous step's tokens are read, and the same code runs prefills, chunks, decodes and resumed
+requests. On the host, a row holds what launching a step needs to know about the request.
 """
 
 from typing import Any
@@ -15,16 +15,17 @@ from minillm.kv_cache.attention_sinks import missing
 from minillm.request import Request, SamplingParams
 from minillm.scheduler.step import Step
 
-# What reshapes a row's logits, and the value that asks for nothing.
+# Parameters that adjust a row's logits, with their neutral values.
 PENALTIES = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
 TRUNCATION = {"top_k": 0, "top_p": 1}
 MIN_P = {"min_p": 0}
 
 
 class RowState:
-    """Every column of a row, on the device and on the host; the device has one row more, which is padding.
+    """The columns of all rows, on the device and on the host. The device has one more row, for padding.
 
-    rows: most requests at once. longest: tokens of a request, prompt and output. groups, blocks: of a row's table.
+    rows: the most requests at once. longest: the most tokens of a request, prompt and output. groups, blocks: the size
+    of a row's block table.
     """
 
     def __init__(self, rows: int, longest: int, groups: int, blocks: int, block_size: int, device: torch.device):
@@ -42,16 +43,16 @@ class RowState:
 
         self.sampling = SamplingColumns(rows)
         self.prompt_length = np.zeros(rows, np.int64)
-        self.logprobs = np.full(rows, -1, np.int32)  # how many a row's request asks for; -1: none
+        self.logprobs = np.full(rows, -1, np.int32)  # how many the request asks for; -1: none
         self.prompt_logprobs = np.full(rows, -1, np.int32)
 
     @property
     def longest(self) -> int:
-        """Most tokens of a request that its row has room for."""
+        """The most tokens of a request that a row has room for."""
         return self.tokens.shape[1] - 1
 
     def update(self, step: Step) -> None:
-        """Take in what has changed since the last step: new requests, and entries of block tables."""
+        """Apply the changes since the last step: new requests and block table entries."""
         if step.admitted:
             self._admit(step.admitted)
         if step.table_changes is not None:
@@ -75,40 +76,40 @@ class RowState:
         self.temperature[rows] = self.to_device(temperatures)
 
     def store(self, rows: np.ndarray, places: np.ndarray, tokens: Tensor) -> None:
-        """Write each row's new token [n] to its place among the row's tokens."""
+        """Write each row's new token [n] to its place in the row."""
         if len(rows):
             self.keep_tokens(int(places.max()))
             self.tokens[self.send(rows, places)] = tokens.to(torch.int32)
 
     def keep_tokens(self, count: int) -> None:
-        """Have room for one token after the first `count` of a row; only streams ever lack it."""
+        """Make room for one token after the first `count` tokens of a row. Only streams outgrow a row."""
         if more := missing(self.tokens.shape[1], count):
             self.tokens = torch.nn.functional.pad(self.tokens, (0, more))
 
     def send(self, *arrays: np.ndarray) -> tuple[Tensor, ...]:
-        """Indices to the device as int64, in one copy."""
+        """Send index arrays to the device as int64, in one copy."""
         if self.device.type == "cpu":
             return tuple(torch.from_numpy(array.astype(np.int64, copy=False)) for array in arrays)
         packed = torch.from_numpy(np.concatenate(arrays).astype(np.int64, copy=False)).pin_memory()
         return packed.to(self.device, non_blocking=True).split([len(array) for array in arrays])
 
     def to_device(self, array: np.ndarray) -> Tensor:
-        """A copy on the device, for which a GPU's host does not wait."""
+        """Send an array to the device without waiting for the copy."""
         tensor = torch.from_numpy(array)
         return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
 
 
 class SamplingColumns:
-    """What requests ask of sampling, a column each, on the host."""
+    """The sampling parameters of all rows, one column per parameter, on the host."""
 
     def __init__(self, rows: int):
         self.mixed_seed = np.zeros(rows, np.uint64)
         self.temperature = np.zeros(rows, np.float32)
         self.min_tokens = np.zeros(rows, np.int64)
         self.stop_ids = [np.zeros(0, np.int64)] * rows
-        self.bias = [(np.zeros(0, np.int64), np.zeros(0))] * rows  # token ids, and what is added to their logits
+        self.bias = [(np.zeros(0, np.int64), np.zeros(0))] * rows  # token ids, and the values to add to their logits
         self.biased = np.zeros(rows, bool)
-        self.general = np.zeros(rows, bool)  # rows that need more than greedy choice or temperature
+        self.general = np.zeros(rows, bool)  # rows that need more than greedy choice or a temperature
         self.shaping = {name: np.zeros(rows) for name in PENALTIES | TRUNCATION | MIN_P}
 
     def admit(self, row: int, params: SamplingParams, seed: int, stop_ids: tuple[int, ...]) -> None:

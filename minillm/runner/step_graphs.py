@@ -1,4 +1,4 @@
-"""All captured steps of one engine: which graph runs a step, and when graphs are made and given back.  Lesson 11."""
+"""All captured steps of one engine: choosing the graph for a step, capturing and freeing graphs.  Lesson 11."""
 
 from minillm.config import DeviceConfig
 from minillm.kv_cache.layer_cache import LayerCache
@@ -10,16 +10,17 @@ from .decode_graphs import DecodeGraphs
 from .mixed_graphs import MixedGraphs
 from .state import RowState
 
-# Next to their pool: what the driver keeps of each, and the libraries' workspace for the stream that captures. Both are
-# generous: 10 graphs of Gemma 2B took 220 MiB in all, 125 of them logits (data/results/h200/build.json).
+# Memory outside the graphs' pool, with a margin: the driver's share of each graph, and the workspace that libraries
+# allocate for the capturing stream.
 GRAPH_BYTES, CAPTURE_BYTES = 1 << 20, 64 << 20
 
 
 class StepGraphs:
-    """Graphs of decodes, and of steps with prompts in them.
+    """Graphs of decode steps and of steps with prompts.
 
-    single_row=False leaves out the fused step of one request; mixed=False launches steps with prompts kernel by kernel;
-    sampling=False does so too, and launches sampling after the graph. All only cost time.
+    single_row=False disables the fused step for one request; mixed=False launches steps with prompts kernel by kernel;
+    sampling=False does so too, and launches sampling after the graph. All of them only make steps slower, for
+    comparison.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class StepGraphs:
             self.mixed = MixedGraphs(self.decodes, config)
 
     def launch(self, step: Step, decodes_only: bool) -> Replayed | None:
-        """Replay a step; None if no graph may or can run it."""
+        """Replay a step. Returns None if no graph can run it."""
         if not self.steps.follow():
             return None
         if decodes_only:
@@ -51,7 +52,7 @@ class StepGraphs:
         return self.mixed.launch(step)
 
     def capture_all(self) -> None:
-        """Capture every size of batch with the least width of tables, and every shape with prompts."""
+        """Capture every batch size with the narrowest block tables, and every shape with prompts."""
         if self.steps.follow():
             width = self.decodes.width(1)
             self.decodes.capture(DecodeShape(size, width) for size in self.decodes.sizes)
@@ -64,18 +65,18 @@ class StepGraphs:
                 self.mixed.captured(shape)
 
     def rehearse_largest(self) -> None:
-        """Run the largest steps without capturing them, to see what they take."""
+        """Run the largest steps without capturing them, to measure their memory."""
         self.decodes.rehearse(self.decodes.largest)
         if self.mixed:
             self.mixed.rehearse(self.mixed.shapes[-1])
 
     def kept_bytes(self, most_blocks: int) -> int:
-        """Bytes that graphs keep apart from their pool, when all are captured. most_blocks: of a row's table."""
+        """Bytes that all graphs together keep outside their pool. most_blocks: the most blocks in a row's table."""
         widths = {self.decodes.width(blocks) for blocks in range(1, most_blocks + 1)}
         count = len(self.decodes.sizes) * len(widths) + (len(self.mixed.shapes) if self.mixed else 0)
         return CAPTURE_BYTES + count * GRAPH_BYTES
 
     def close(self) -> None:
-        """Give the graphs' memory back now instead of when the collector finds them."""
+        """Free the graphs now instead of at garbage collection."""
         self.steps.clear()
         self.mixed = None

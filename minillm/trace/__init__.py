@@ -1,4 +1,4 @@
-"""What an engine did, recorded as events and replayed from them.  Lessons 09 and 10."""
+"""Record what an engine does as events, and replay them.  Lessons 09 and 10."""
 
 from .record import Trace, TraceError
 from .replay import StepRows, Tables, replay, tables

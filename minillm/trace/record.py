@@ -1,13 +1,13 @@
-"""What an engine did, as events, and read from them: who ran in every step, who held which block.  Lessons 09 and 10.
+"""Record what an engine does as events: which requests run in each step and which blocks they hold.  Lessons 09 and 10.
 
-    with LLM(trace="run.jsonl") as llm:  # or trace=Trace(), kept in memory
+    with LLM(trace="run.jsonl") as llm:  # or trace=Trace() to record in memory
         llm.generate(prompts)
     for step in replay(Trace.read("run.jsonl")):
         print(step.number, step.request, step.kind, step.count)
 
-Events record only what changed: a decode step of 3,000 rows is one `launch`. Recording appends an entry, a tuple,
-which is several events where these come together; a line of a file is an entry as a JSON list. Names and dictionaries
-are made when a trace is read.
+Events record only changes: a step in which every row decodes is a single `launch`, however many rows it has. To keep
+recording cheap, the recorder appends tuples, called entries, each of which holds one or more events. A trace file holds
+one entry per line, as a JSON list. Events become dictionaries with named fields only when a trace is read.
 """
 
 import json
@@ -22,32 +22,32 @@ import numpy as np
 
 from minillm.errors import ConfigError, MinillmError
 
-if TYPE_CHECKING:  # a trace is read without an engine
+if TYPE_CHECKING:  # reading a trace needs no engine
     from minillm.request import Request
 
 FIELDS = {
-    "begin": ("rows", "blocks", "block_size", "launched"),  # a new scheduler: nothing runs, no block is used
-    "submit": ("request", "prompt"),  # prompt: how many tokens
+    "begin": ("rows", "blocks", "block_size", "launched"),  # a new scheduler: nothing is running, no block is in use
+    "submit": ("request", "prompt"),  # prompt: its number of tokens
     "admit": ("step", "request", "row", "known", "computed", "limit", "blocks"),  # blocks: [groups][n]; -1: none
-    "share": ("request", "row", "tokens", "blocks"),  # found in the cache, part of the admission before it
-    "grow": ("rows", "columns", "blocks"),  # each row's next columns; blocks: [groups][n], -1: has its own
-    "register": ("row", "blocks"),  # full, and others may find them by their prefix from now on
-    "evict": ("block",),  # reallocated: its prefix is no longer cached
-    "release": ("row", "blocks", "step"),  # freed before the row ends; reusable once that step is read
+    "share": ("request", "row", "tokens", "blocks"),  # blocks found in the cache, part of the preceding admission
+    "grow": ("rows", "columns", "blocks"),  # each row's next column; blocks: [groups][n], -1: allocated before
+    "register": ("row", "blocks"),  # full blocks that other requests can now find by their prefix
+    "evict": ("block",),  # reused for other tokens: its prefix is no longer cached
+    "release": ("row", "blocks", "step"),  # freed while the row runs; reusable once that step is read
     "preempt": ("request", "row", "step"),
-    "finish": ("request", "row", "reason", "step"),  # row -1: it waited
-    "skip": ("step", "rows"),  # rows with one token pending that the budget left out
-    "chunk": ("step", "row", "start", "count", "place"),  # of more than one token pending; place: among the step's rows
-    "launch": ("step", "size"),  # size: rows that run
+    "finish": ("request", "row", "reason", "step"),  # row -1: it was still waiting
+    "skip": ("step", "rows"),  # rows with one pending token that do not run in this step
+    "chunk": ("step", "row", "start", "count", "place"),  # row with several pending tokens; place: index in the step
+    "launch": ("step", "size"),  # size: number of rows that run
     "read": ("step",),
-    "reset": ("step",),  # after a failure: steps in flight and all prefixes are given up
+    "reset": ("step",),  # after a failure: steps in flight and cached prefixes are discarded
 }
-CHUNK = 1024  # entries that a trace with a file keeps before it writes them
-PATIENCE = 1.0  # seconds after which it writes them anyway
+CHUNK = 1024  # entries that a trace with a file buffers before writing them
+PATIENCE = 1.0  # seconds after which it writes them regardless
 
 
 class RecordedPool(Protocol):
-    """What recording reads of a block pool: `minillm.kv_cache.BlockPool`."""
+    """The part of a block pool (`minillm.kv_cache.BlockPool`) that recording uses."""
 
     @property
     def num_blocks(self) -> int: ...
@@ -56,7 +56,7 @@ class RecordedPool(Protocol):
 
 
 class RecordedStep(Protocol):
-    """What recording reads of a step: `minillm.scheduler.Step`."""
+    """The part of a step (`minillm.scheduler.Step`) that recording uses."""
 
     number: int
     rows: np.ndarray
@@ -67,7 +67,7 @@ class RecordedStep(Protocol):
 
 
 class RecordedScheduler(Protocol):
-    """What recording reads of a scheduler: `minillm.scheduler.Scheduler`."""
+    """The part of a scheduler (`minillm.scheduler.Scheduler`) that recording uses."""
 
     launched: int
     read: int
@@ -87,27 +87,27 @@ class RecordedScheduler(Protocol):
 
 
 class TraceError(MinillmError, ValueError):
-    """Events that no engine can have written (one is missing, twice there or torn), or that cannot be recorded."""
+    """Invalid events (missing, repeated, out of order or malformed), or a trace that cannot start recording."""
 
 
 class Trace:
-    """Events of one engine, in memory or, with a path, in a file of JSON lines that is written as it goes.
+    """The events of one engine, in memory or, with a path, in a JSON Lines file that is written during the run.
 
-    Entries are written while the engine waits for its device (`write_in_time`), not by a thread, which would take the
-    interpreter from the engine for milliseconds at a time. Raises ConfigError where the file cannot be written. Should
-    writing fail later (a full disk), recording ends with a warning and the engine goes on.
+    The engine writes entries while it waits for its device (`write_in_time`). A writer thread would hold the GIL for
+    milliseconds at a time. Raises ConfigError if the file cannot be opened. If a later write fails, for example because
+    the disk is full, recording stops with a warning and the engine continues.
     """
 
     def __init__(self, path: str | PathLike[str] | None = None):
         self.path = None if path is None else Path(path)
-        self._entries: list[tuple] = []  # (event, microseconds, *values), arrays by reference
-        self._evicted: list[int] = []  # blocks reused since the newest entry
-        self._began = 0  # at the first scheduler, in nanoseconds; 0: there was none yet
+        self._entries: list[tuple] = []  # (event, microseconds, *values); arrays are not copied
+        self._evicted: list[int] = []  # blocks evicted since the latest entry
+        self._began = 0  # when the first scheduler was watched, in nanoseconds; 0: none yet
         self._written = time.perf_counter()
         self._file: TextIO | None = None
         if path is not None:
             try:
-                self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 `close` closes it
+                self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (closed in `close`)
             except OSError as error:
                 raise ConfigError(
                     f"trace={str(path)!r} cannot be written: {error.strerror}; name another file"
@@ -115,7 +115,7 @@ class Trace:
 
     @classmethod
     def of(cls, given: "str | PathLike[str] | Trace | None") -> "Trace | None":
-        """The trace that an engine's option asks for: a recorder as it is, a path's file, or none."""
+        """The trace for an engine's `trace` option: a Trace as given, a new one for a path, or None."""
         return given if given is None or isinstance(given, Trace) else cls(given)
 
     # ---- recording
@@ -123,7 +123,7 @@ class Trace:
     def watch(self, scheduler: RecordedScheduler) -> None:
         """Record what a new scheduler does from now on."""
         if scheduler.launched != scheduler.read or scheduler.has_work:
-            raise TraceError("a trace can only begin while nothing runs: its events tell changes")
+            raise TraceError("a trace can only begin while nothing runs, because its events record only changes")
         self._began = self._began or time.perf_counter_ns()
         scheduler.trace = self
         self._follow(scheduler.pool)
@@ -135,7 +135,7 @@ class Trace:
 
     def _add(self, event: str, *values: Any) -> None:
         at = (time.perf_counter_ns() - self._began) // 1000
-        if self._evicted:  # for the event that comes now
+        if self._evicted:  # they precede the event that caused them
             self._entries.append(("evict", at, self._evicted.copy()))
             self._evicted.clear()
         self._entries.append((event, at, *values))
@@ -144,7 +144,7 @@ class Trace:
         self._add("submit", request.request_id, len(request.prompt))
 
     def admit(self, scheduler: RecordedScheduler, request: "Request", blocks: np.ndarray) -> None:
-        """blocks: [groups, n]; those of the tokens that are computed were found in the cache."""
+        """blocks: [groups, n]; those that hold the computed tokens were found in the cache."""
         row, step = request.row, scheduler.launched + 1
         known, computed = scheduler.known.item(row), scheduler.computed.item(row)
         shared = computed // scheduler.block_size
@@ -154,13 +154,13 @@ class Trace:
         self._add("grow", rows, columns, blocks)
 
     def register(self, pool: RecordedPool, row: int, keys: dict[int, bytes]) -> None:
-        """keys: of the blocks that were registered; the first block with a key keeps it."""
+        """keys: block -> its prefix key. Only the first block with a key is registered, so duplicates are left out."""
         blocks = [block for block, found in zip(keys, pool.lookup(keys.values()), strict=False) if found == block]
         if blocks:
             self._add("register", row, blocks)
 
     def release(self, rows: np.ndarray, blocks: np.ndarray, step: int) -> None:
-        """rows [n], blocks [n]: which row releases which block; step: the last that may still read them."""
+        """rows, blocks: [n], rows[i] releases blocks[i]; step: the last step that may still read them."""
         self._add("release", rows, blocks, step)
 
     def preempt(self, request: "Request", row: int, step: int) -> None:
@@ -177,7 +177,7 @@ class Trace:
             if len(left):
                 self._add("skip", step.number, left)
         if not step.samples.all() or step.decodes < len(step.rows):
-            # A row with one token pending runs that token and samples; of all others a chunk runs.
+            # A row with one pending token runs it and samples. Every other row runs a chunk.
             places = np.nonzero((step.queries > 1) | ~step.samples)[0]
             chunks = (step.rows[places], step.starts[places], step.queries[places], places)
             self._add("chunk", step.number, *chunks)
@@ -194,18 +194,18 @@ class Trace:
 
     @property
     def events(self) -> list[dict]:
-        """All events so far, oldest first: {"event", "time": seconds since the trace began, ...FIELDS}."""
+        """All events so far, oldest first: {"event", "time": seconds since the trace began, **fields of the event}."""
         return [event for entry in self._recorded() for event in _events(entry)]
 
     @classmethod
     def read(cls, path: str | Path) -> "Trace":
-        """A trace from a file, also one still being written: a torn last line is left out. Raises TraceError."""
+        """Read a trace file, even while it is being written: an incomplete last line is ignored. Raises TraceError."""
         trace = cls()
         trace._entries.extend(_read(Path(path)))
         return trace
 
     def write(self, path: str | Path) -> None:
-        """Write the events so far into a file."""
+        """Write the events so far to a file."""
         Path(path).write_text("".join(map(_line, self._recorded())), encoding="utf-8")
 
     def _recorded(self) -> list[tuple]:
@@ -213,7 +213,7 @@ class Trace:
         return list(self._entries if self.path is None else _read(self.path))
 
     def flush(self) -> None:
-        """Bring the file up to now; in memory there is nothing to do."""
+        """Write all buffered entries to the file. Does nothing for a trace in memory."""
         if self.path is None:
             return
         entries, self._entries = self._entries, []
@@ -228,12 +228,12 @@ class Trace:
             self._file = None
 
     def write_in_time(self) -> None:
-        """Write recorded entries if they are many or old. The engine calls it while the device computes."""
+        """Flush if many entries are buffered or the last flush was long ago. Called while the device computes."""
         if self.path is not None and (len(self._entries) >= CHUNK or time.perf_counter() - self._written > PATIENCE):
             self.flush()
 
     def close(self) -> None:
-        """Write the rest. The events stay readable."""
+        """Write the remaining entries and close the file. `events` still works."""
         self.flush()
         if self._file is not None:
             self._file.close()
@@ -248,8 +248,8 @@ def _events(entry: tuple) -> Iterator[dict]:
 
 
 def _apart(event: str, *values: Any) -> Iterator[tuple]:
-    """The events, (event, *values), that an entry stands for."""
-    if event == "admit":  # shared: how many columns of blocks were found in the cache
+    """Split an entry into its events, (event, *values)."""
+    if event == "admit":  # shared: how many block columns were found in the cache
         *admitted, shared = values
         yield event, *admitted
         if shared:
@@ -279,12 +279,12 @@ def _read(path: Path) -> Iterator[tuple]:
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith("\n"):
-                return  # torn: it is being written, or its writer was killed
+                return  # incomplete: it is being written, or its writer was killed
             try:
                 entry = tuple(json.loads(line))
                 list(_events(entry))
             except (ValueError, LookupError, TypeError):
                 raise TraceError(
-                    f"{path}, line {number} is no entry of a trace, [event, microseconds, ...]: {line[:80]!r}"
+                    f"{path}, line {number} is not a trace entry, [event, microseconds, ...]: {line[:80]!r}"
                 ) from None
             yield entry

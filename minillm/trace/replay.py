@@ -1,4 +1,4 @@
-"""What a trace's events add up to: who ran in every step, who held which block.  Lessons 09 and 10."""
+"""Reconstruct an engine's steps and block tables from its trace.  Lessons 09 and 10."""
 
 from bisect import insort
 from collections import deque
@@ -12,33 +12,33 @@ from .record import Trace, TraceError
 
 @dataclass
 class StepRows:
-    """Who ran in one step, in the step's order: each list has one entry a row."""
+    """The rows of one step, in the step's order: each list has one entry per row."""
 
     number: int
     launched: float  # seconds since the trace began
-    read: float | None  # when its tokens arrived; None: never
+    read: float | None  # when its results arrived; None: never
     row: list[int]
     request: list[str]
-    start: list[int]  # tokens that were in the cache already
+    start: list[int]  # tokens already in the cache
     count: list[int]  # tokens that ran
-    kind: list[str]  # "decode": the newest token of a request whose prompt is finished; else "prefill"
-    samples: list[bool]  # the step yields a token
+    kind: list[str]  # "decode": runs only the newest token, after the prompt; else "prefill"
+    samples: list[bool]  # the row yields a token
 
 
 @dataclass
 class Tables:
-    """Who holds which block just after a step was launched."""
+    """Block tables and block states right after the launch of a step."""
 
     number: int
     launched: float
-    rows: dict[int, tuple[str, list[list[int]]]]  # row -> request and its table, [groups][n]; -1: freed
-    leaving: list[tuple[str, list[int]]]  # ended, but steps in flight may touch these blocks
-    states: list[str]  # of each block: "used", "cached" or "free"
-    holders: list[int]  # of each block
+    rows: dict[int, tuple[str, list[list[int]]]]  # row -> (request, its block table [groups][n]; -1: freed)
+    leaving: list[tuple[str, list[int]]]  # (request, blocks it gave up that steps in flight may still use)
+    states: list[str]  # per block: "used", "cached" or "free"
+    holders: list[int]  # per block: its reference count
 
 
 def replay(events: Trace | Iterable[dict]) -> Iterator[StepRows]:
-    """Each step's rows, in order of launch. Raises TraceError where events are missing."""
+    """Yield the rows of each step, in launch order. Raises TraceError if events are missing."""
     mirror, in_flight = Mirror(), deque[StepRows]()
     for event in _all(events):
         step = mirror.take(event)
@@ -54,7 +54,7 @@ def replay(events: Trace | Iterable[dict]) -> Iterator[StepRows]:
 
 
 def tables(events: Trace | Iterable[dict]) -> Iterator[Tables]:
-    """The block tables and the state of every block after each launch. Raises TraceError where events are missing."""
+    """Yield the block tables and block states after each launch. Raises TraceError if events are missing."""
     mirror = Mirror()
     for event in _all(events):
         step = mirror.take(event)
@@ -67,14 +67,14 @@ def _all(events: Trace | Iterable[dict]) -> Iterable[dict]:
 
 
 class Mirror:
-    """A scheduler's rows and blocks, followed by its events alone."""
+    """A copy of a scheduler's rows and blocks, maintained from its events alone."""
 
     def __init__(self):
-        self.taken = 0  # events
-        self.block_size = 0  # no scheduler yet
+        self.taken = 0  # number of events
+        self.block_size = 0  # 0: no scheduler yet
 
     def take(self, event: dict) -> StepRows | None:
-        """Follow one event; a launch gives the step's rows."""
+        """Apply one event; for a launch, return the step's rows."""
         kind = event["event"]
         self.taken += 1
         self._expect(self.block_size or kind == "begin", kind, "comes before the trace begins")
@@ -89,16 +89,16 @@ class Mirror:
         rows = event["rows"]
         self.block_size = event["block_size"]
         self.known, self.computed, self.limit, self.prompt, self.held = np.zeros((5, rows), np.int64)
-        self.last = np.full(rows, -1)  # newest step that ran the row
+        self.last = np.full(rows, -1)  # the latest step that ran each row
         self.names = np.full(rows, None, object)
         self.blocks: dict[int, list[list[int]]] = {}  # row -> [groups][n]
         self.order = np.zeros(0, np.int64)  # running rows, oldest request first
         self.joined: list[int] = []  # rows admitted since the last launch
-        self.submitted: dict[str, tuple[int, int]] = {}  # request -> its arrival, tokens of its prompt
+        self.submitted: dict[str, tuple[int, int]] = {}  # request -> (arrival number, prompt length)
         self.arrivals = 0
         self.holders = [0] * event["blocks"]
         self.registered: set[int] = set()
-        self.fence: list[tuple[int, int, str, list[int]]] = []  # (last step that may touch them, row, request, blocks)
+        self.fence: list[tuple[int, int, str, list[int]]] = []  # (last step using the blocks, row, request, blocks)
         self.launched = self.newest_read = event["launched"]
         self.skipped: list[int] = []
         self.chunks: list[dict] = []
@@ -124,25 +124,25 @@ class Mirror:
             self._enter(row, column, blocks, "admit", shared=column < shared)
 
     def _enter(self, row: int, column: int, blocks: Iterable[int], kind: str, shared: bool = False) -> None:
-        """Put a block into each group's table; -1: none."""
+        """Append one block to the row's table in each group; -1: none."""
         for group, block in zip(self.blocks[row], blocks, strict=True):
             if block < 0:
                 continue
             if shared:
                 there = self.holders[block] or block in self.registered
                 self._expect(there, kind, f"shares block {block}, which no lookup can find")
-                group += [-1] * (column - len(group))  # what the row never needs
+                group += [-1] * (column - len(group))  # columns that no later query sees
             else:
-                self._expect(not self.holders[block], kind, f"gives out block {block}, which is in use")
+                self._expect(not self.holders[block], kind, f"allocates block {block}, which is in use")
                 self.registered.discard(block)
-            self._expect(column == len(group), kind, f"gives row {row} its block {column} out of turn")
+            self._expect(column == len(group), kind, f"gives row {row} its block {column} out of order")
             self.holders[block] += 1
             group.append(block)
         self.held[row] = min(map(len, self.blocks[row]))
 
     def _grow(self, event: dict) -> None:
         for row, column, *blocks in zip(event["rows"], event["columns"], *event["blocks"], strict=True):
-            self._expect(row in self.blocks, "grow", f"grows row {row}, which is free")
+            self._expect(row in self.blocks, "grow", f"allocates a block for row {row}, which is free")
             self._enter(row, column, blocks, "grow")
 
     def _register(self, event: dict) -> None:
@@ -150,13 +150,13 @@ class Mirror:
 
     def _evict(self, event: dict) -> None:
         block = event["block"]
-        self._expect(not self.holders[block], "evict", f"takes block {block}, which is in use")
-        self._expect(block in self.registered, "evict", f"takes block {block}, which no lookup can find")
+        self._expect(not self.holders[block], "evict", f"evicts block {block}, which is in use")
+        self._expect(block in self.registered, "evict", f"evicts block {block}, which no lookup can find")
         self.registered.discard(block)
 
     def _release(self, event: dict) -> None:
         row, gone = event["row"], set(event["blocks"])
-        self._expect(row in self.blocks, "release", f"is of row {row}, which is free")
+        self._expect(row in self.blocks, "release", f"releases blocks of row {row}, which is free")
         self.blocks[row] = [[-1 if block in gone else block for block in group] for group in self.blocks[row]]
         self._wait(event["step"], row, self.names[row], event["blocks"])
 
@@ -171,7 +171,7 @@ class Mirror:
     def _leave(self, event: dict) -> None:
         row, request = event["row"], event["request"]
         holds = row in self.blocks and self.names[row] == request
-        self._expect(holds, event["event"], f"is of {request!r}, which is not in row {row}")
+        self._expect(holds, event["event"], f"is for {request!r}, which is not in row {row}")
         blocks = [block for group in self.blocks.pop(row) for block in group if block >= 0]
         self.order = self.order[self.order != row]
         if row in self.joined:
@@ -202,7 +202,7 @@ class Mirror:
         runs = (pending == 1) & (self.known[rows] < self.limit[rows]) & ~np.isin(rows, [*self.skipped, *chunked])
         singles = rows[runs]
         size = len(singles) + len(chunked)
-        self._expect(size == event["size"], "launch", f"runs {event['size']} rows, and {size} can")
+        self._expect(size == event["size"], "launch", f"runs {event['size']} rows, but {size} are ready to run")
         rows, counts = np.empty(size, np.int64), np.ones(size, np.int64)
         places = [chunk["place"] for chunk in self.chunks]
         alone = np.ones(size, bool)
@@ -210,14 +210,16 @@ class Mirror:
         rows[places], counts[places] = chunked, [chunk["count"] for chunk in self.chunks]
         rows[alone] = singles
         for chunk in self.chunks:
-            self._expect(chunk["start"] == self.computed[chunk["row"]], "launch", f"runs row {chunk['row']} elsewhere")
+            self._expect(
+                chunk["start"] == self.computed[chunk["row"]], "launch", f"has a wrong start for row {chunk['row']}"
+            )
         starts = self.computed[rows]
         newest = starts + 1 == self.known[rows]
         decodes = newest & (starts >= self.prompt[rows])
         self.computed[rows] += counts
         enough = (self.computed[rows] <= self.held[rows] * self.block_size).all()
-        self._expect(enough, "launch", "runs tokens that have no block")
-        self._expect((self.computed[rows] <= self.known[rows]).all(), "launch", "runs tokens that are not known")
+        self._expect(enough, "launch", "runs tokens without a block")
+        self._expect((self.computed[rows] <= self.known[rows]).all(), "launch", "runs tokens that do not exist yet")
         samples = self.computed[rows] == self.known[rows]
         self.known[rows[samples]] += 1
         self.last[rows] = self.launched = number
@@ -237,7 +239,7 @@ class Mirror:
         self._open_fence()
 
     def _reset(self, event: dict) -> None:
-        self._expect(not self.blocks, "reset", "leaves requests in rows")
+        self._expect(not self.blocks, "reset", "comes while requests still hold rows")
         self.newest_read = self.launched
         self._open_fence()
         self.registered.clear()

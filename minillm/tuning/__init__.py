@@ -1,1 +1,1 @@
-"""`minillm build` chooses launch configurations and options by measuring them for a GPU and its traffic.  Lesson 11."""
+"""`minillm build`: choose options and kernel launch configurations by measuring them on this GPU.  Lesson 11."""

@@ -1,13 +1,13 @@
-"""`minillm build`: measure this GPU for one model and one traffic, and write a plan (`runner.plan`).  Lesson 03.
+"""`minillm build`: measure this GPU for one model and its traffic, and write a plan (`runner.plan`).  Lesson 03.
 
-    1  the decode steps of that traffic are captured, and the kernels say what they ask for
-    2  each of those problems is tuned (`tuning`)
-    3  the steps are captured again: launches that make them slower go, and sizes that save nothing over the next
-    4  the traffic begins with several budgets of tokens a step
-    5  an engine is started with the plan, to see what memory it takes
+    1  start the traffic with several values of max_num_batched_tokens, and measure the prefill rate of each
+    2  capture the traffic's decode steps, and record which launch configurations the kernels look up
+    3  tune each of these problems (`trials`)
+    4  capture the steps again; drop configurations that slow them down, and batch sizes hardly faster than the next
+    5  start an engine with the plan, and measure the memory it takes
 
-Weights are random, since no time depends on them: a model's config.json is enough. Without a GPU there is nothing to
-measure: the plan holds options alone, and the memory is arithmetic.
+Weights are random because their values do not affect speed: a model's config.json is enough. Without a GPU nothing is
+measured: the plan holds only options, and memory is computed from the model's shape.
 """
 
 import json
@@ -33,7 +33,7 @@ from minillm.model.sizing import Sizing, fit, kv_bytes_per_token, weight_bytes
 from minillm.runner.memory import CPU_CACHE_BYTES
 from minillm.runner.plan import Plan, Traffic
 
-OF_THE_PLACE = ("device", "load_format", "seed", "plan", "trace")  # options that a plan does not hold
+OF_THE_PLACE = ("device", "load_format", "seed", "plan", "trace")  # options of a run, not of a plan
 
 
 def run(
@@ -48,21 +48,22 @@ def run(
     json_path: str | Path | None = None,
     **engine_options: Unpack[EngineOptions],
 ) -> Plan:
-    """Make a plan, print what it takes, and write it; `out`: default MODEL.plan.json here.  Raises ConfigError.
+    """Make a plan, print how it uses memory, and write it to `out`.  Raises ConfigError.
 
-    gpu_gb: also say what a GPU of so many GB (10^9 bytes) would hold. compare: then run the traffic, and one request
-    alone, with and without the plan in turns, and print the record, which json_path keeps. More: as `LLM`.
+    out: MODEL.plan.json in the working directory by default. gpu_gb: also print what a GPU with this many GB
+    (10^9 bytes) would hold. compare: afterwards, run the traffic and a single request with and without the plan in
+    alternation, and print the record; json_path: also write it to this file. engine_options: as for `LLM`.
     """
     begun, start = records.begin(), time.perf_counter()
     if engine_options.get("plan"):
-        raise ConfigError("build writes a plan: --plan is for the commands that use one; --out says where to write it")
+        raise ConfigError("build writes a plan and cannot use one: leave out --plan; --out names the file to write")
     config, traffic = EngineConfig.of(**engine_options), Traffic(input_len, output_len, concurrency)
     place = resolve(model)
     shape = read_config(place)
     longest = config.max_model_len or shape.max_model_len
     if traffic.context > longest:
         raise ConfigError(
-            f"input_len + output_len = {traffic.context} tokens, but max_model_len is {longest}: shorten one of them"
+            f"input_len + output_len = {traffic.context} tokens, but max_model_len is {longest}: lower one of them"
         )
     device = config.device
     if device == "auto":
@@ -71,17 +72,17 @@ def run(
     name = place.name if isinstance(place, Path) else place
     out = Path(f"{name}.plan.json" if out is None else out)
     plan = Plan.made_here(shape, traffic, options, device)
-    title = f"{name}, {concurrency} requests at once of {input_len:,} + {output_len:,} tokens"
+    title = f"{name}, {concurrency} concurrent requests of {input_len:,} + {output_len:,} tokens"
     if device == "cpu":
         print(f"{title}, on a CPU\n{on_cpu(shape, plan)}")
-        print("Not measured, since there is no GPU: workspace, CUDA graphs, launches. This plan has options only.")
+        print("Workspace, CUDA graphs and launches were not measured without a GPU. This plan holds only options.")
     else:
         from .planning import measured  # needs triton
 
         plan = measured(model, plan, out, device)
         print(f"{title}, on {torch.cuda.get_device_name(device)}\n{on_gpu(shape, plan, torch.cuda.mem_get_info()[1])}")
     if gpu_gb is not None:
-        print(f"A GPU of {gpu_gb:g} GB, before workspace and CUDA graphs, which are measured on it:")
+        print(f"A GPU with {gpu_gb:g} GB, without workspace and CUDA graphs, which have to be measured on it:")
         there = options_of(config, shape, traffic, "cuda")
         print(on_gpu(shape, replace(plan, memory={}, options=there), gpu_gb * 1e9))
     plan = replace(plan, measured=plan.measured | {"seconds": round(time.perf_counter() - start, 1)})
@@ -95,7 +96,7 @@ def run(
 
 
 def options_of(config: EngineConfig, shape: ModelConfig, traffic: Traffic, device: str) -> dict:
-    """The engine's options that a plan holds: those that were set, and what the traffic and the device decide."""
+    """The engine options that a plan holds: those that were set, and those that follow from traffic and device."""
     defaults = EngineConfig()
     given = {name: getattr(config, name) for name in EngineConfig.__dataclass_fields__ if name not in OF_THE_PLACE}
     given = {name: value for name, value in given.items() if value != getattr(defaults, name)}
@@ -115,7 +116,7 @@ def options_of(config: EngineConfig, shape: ModelConfig, traffic: Traffic, devic
 
 
 def on_gpu(shape: ModelConfig, plan: Plan, gpu_bytes: float) -> Sizing:
-    """A GPU of this size, divided; with what of it was measured."""
+    """How a GPU of this size is divided, including the workspace and graphs that the plan measured."""
     return fit(
         shape, gpu_bytes, plan.traffic.context, dtype=plan.options["dtype"], block_size=plan.options["block_size"],
         utilization=plan.options.get("gpu_memory_utilization", EngineConfig().gpu_memory_utilization),
@@ -124,7 +125,7 @@ def on_gpu(shape: ModelConfig, plan: Plan, gpu_bytes: float) -> Sizing:
 
 
 def on_cpu(shape: ModelConfig, plan: Plan) -> Sizing:
-    """What the engine takes of a CPU's memory: all its rows at full length, or what it takes at most."""
+    """CPU memory of the engine: the weights, and num_blocks or all rows at full length, up to CPU_CACHE_BYTES."""
     block, dtype = plan.options["block_size"], plan.options["dtype"]
     longest = plan.options.get("max_model_len") or shape.max_model_len
     block_bytes = block * shape.groups(longest).size * kv_bytes_per_token(shape, dtype) // shape.num_layers
@@ -136,17 +137,17 @@ def on_cpu(shape: ModelConfig, plan: Plan) -> Sizing:
 
 
 def _blocks_held(shape: ModelConfig, plan: Plan, tokens: int, device: str) -> int:
-    """The most blocks that a request of `tokens` tokens holds at a time."""
+    """The most blocks that a request of `tokens` tokens holds at once."""
     groups = shape.groups(plan.options.get("max_model_len"))
     chunk = plan.options.get("max_num_batched_tokens") or EngineConfig().on(device).max_num_batched_tokens
     return blocks_held(tokens, groups.windows, plan.options["block_size"], chunk)
 
 
-# ---- what it brings
+# ---- with and without the plan
 
 
 def compared(model: str | Path | None, plan: Plan, out: Path, options: dict, repeat: int = 3) -> list[dict]:
-    """One request and all of the traffic's, with and without the plan in turns: medians of `repeat` runs."""
+    """Run one request, then all requests, with and without the plan in alternation: medians of `repeat` runs."""
     traffic = plan.traffic
     longer = traffic.context + plan.options["block_size"]
     device = "cpu" if plan.gpu is None else "cuda"

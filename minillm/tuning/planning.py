@@ -1,7 +1,7 @@
 """What `minillm build` measures on a GPU: steps, launches, budgets, memory.  Lesson 03.
 
-data/results/h200/build.json has what a plan brought on an H200, with and without it in turns: 0.1 % for one request,
-nothing for 256 at once. The kernels' own launches had been found in the same way.
+On an H200, a plan for Gemma 2B made one request 0.1 % faster and 256 concurrent requests no faster
+(data/results/h200/build.json).
 """
 
 import gc
@@ -27,22 +27,22 @@ from minillm.runner.runner import Runner
 from . import trials
 
 log = logging.getLogger(__name__)
-BUDGETS = (8192, 16384, 32768)  # tokens a step
-PROMPT_TOKENS = 1 << 18  # at most, in each trial of a budget
+BUDGETS = (8192, 16384, 32768)  # values of max_num_batched_tokens to try
+PROMPT_TOKENS = 1 << 18  # the most in one trial of a budget
 REPLAYS = 15
-Asked = dict[launches.Problem, trials.Launch]  # the problems of a step, and each kernel's own choice
+Asked = dict[launches.Problem, trials.Launch]  # the problems of a step -> each kernel's default launch
 
 
 @torch.inference_mode()
 def measured(model: str | Path | None, plan: Plan, out: Path, device: str) -> Plan:
-    """The plan with graphs, launches, budget and memory from this GPU. Leaves an unfinished one in `out`."""
+    """The plan with the graphs, launches, budget and memory of this GPU. Leaves an unfinished plan in `out`."""
     torch.manual_seed(0)
     log.info("starting an engine with random weights")
-    # Without the cache of prefixes: a budget's prompts must not profit from another's.
+    # No prefix caching: one budget's trial must not reuse another's prompts.
     options = {"enable_prefix_caching": False} | plan.options
     with LLM(model, load_format="dummy", device=device, **options) as llm:
         runner = _runner(llm)
-        for cache in runner.caches:  # zeros would be computed faster than numbers are
+        for cache in runner.caches:  # computing with zeros is faster than with real values
             cache.k.normal_(), cache.v.normal_()
         runner.state.tokens.random_(runner.model.config.vocab_size)
         budgets, asked = budget_rates(llm, plan)
@@ -84,12 +84,12 @@ def measured(model: str | Path | None, plan: Plan, out: Path, device: str) -> Pl
 def decode_steps(
     runner: Runner, graphs: DecodeGraphs, traffic: Traffic
 ) -> tuple[dict[DecodeShape, float], dict[DecodeShape, Asked]]:
-    """Each decode step of the traffic: seconds with the kernels' own launches, and the problems it asks for."""
+    """For each decode step of the traffic, its seconds with default launches, and the problems its kernels look up."""
     block = runner.state.block_size
     ends = range(traffic.input_len + 1, traffic.context + 1)
     widths = sorted({graphs.width(-(-end // block)) for end in ends})
     shapes = [DecodeShape(size, width) for width in widths for size in graphs.sizes]
-    step_seconds(runner, graphs, traffic, shapes[0])  # the first capture of all may bring others with it
+    step_seconds(runner, graphs, traffic, shapes[0])  # the very first capture may capture other graphs too
     seconds: dict[DecodeShape, float] = {}
     asked_by: dict[DecodeShape, Asked] = {}
     for shape in shapes:
@@ -99,7 +99,7 @@ def decode_steps(
 
 
 def step_seconds(runner: Runner, graphs: DecodeGraphs, traffic: Traffic, shape: DecodeShape) -> float:
-    """One captured decode step, its rows halfway through their answers."""
+    """Seconds of one captured decode step whose rows are halfway through their outputs."""
     state, (size, width) = runner.state, shape
     longest = min(width * state.block_size, state.longest + 1) - 2 * REPLAYS
     graphs.rows[:size] = torch.arange(size, device=state.device)
@@ -112,7 +112,7 @@ def step_seconds(runner: Runner, graphs: DecodeGraphs, traffic: Traffic, shape: 
 
 
 def tune_decode(runner: Runner, traffic: Traffic, asked_by: dict[DecodeShape, Asked]) -> list[trials.Found]:
-    """Tiles where most keys are read, then the splits of every step."""
+    """Tune tile and splits for the largest step; the others keep its tile and tune only their splits."""
     found: list[trials.Found] = []
     tile: trials.Launch | None = None
     for shape in sorted(asked_by, reverse=True):
@@ -137,7 +137,7 @@ def kept(
     asked_by: dict[DecodeShape, Asked],
     chosen: list[trials.Found],
 ) -> tuple[list[trials.Found], dict[DecodeShape, float]]:
-    """Launches that also help in the steps they are part of, and those steps' seconds; measured in the same order."""
+    """The prefill launches and those that also speed up decode steps, and the steps' seconds with them."""
     again = dict(steps)
     table = {each.problem: each.launch._asdict() for each in chosen}
     for shape in steps:
@@ -155,7 +155,7 @@ def kept(
 
 
 def worthwhile(sizes: set[int], seconds: dict[DecodeShape, float]) -> set[int]:
-    """Sizes whose step is clearly faster than that of the next larger one; the largest is always needed."""
+    """Batch sizes whose step is clearly faster than that of the next larger size kept; the largest is always kept."""
     largest_first = sorted(sizes, reverse=True)
     chosen = largest_first[:1]
     for size in largest_first[1:]:
@@ -169,10 +169,10 @@ def worthwhile(sizes: set[int], seconds: dict[DecodeShape, float]) -> set[int]:
 
 
 def budget_rates(llm: LLM, plan: Plan) -> tuple[dict[int, float], Asked]:
-    """Budget of tokens a step -> prompt tokens a second while the traffic begins; and the problems its steps ask for.
+    """Tokens per step -> prompt tokens per second at the start of the traffic; and the problems its steps look up.
 
-    All requests at once and a few tokens of each answer: prompts that are computed alone would praise small budgets,
-    which in truth make more steps that also decode.
+    Each trial submits all requests at once and generates a few tokens of each. A trial without decodes would
+    favor small budgets, but under real traffic these need more steps, which also run decodes.
     """
     traffic, own = plan.traffic, plan.options["max_num_batched_tokens"]
     requests = max(1, min(traffic.concurrency, PROMPT_TOKENS // traffic.input_len))
@@ -192,7 +192,7 @@ def budget_rates(llm: LLM, plan: Plan) -> tuple[dict[int, float], Asked]:
 
 
 def begin_seconds(llm: LLM, traffic: Traffic, requests: int, seed: int) -> float:
-    """From `requests` new prompts to the last one's first few tokens."""
+    """Seconds to compute `requests` new prompts and the first few tokens of each output."""
     ids = np.random.default_rng(seed).integers(0, llm.model_config.vocab_size, (requests, traffic.input_len))
     params = SamplingParams(max_tokens=min(traffic.output_len, 8), temperature=1.0, ignore_eos=True)
     prompts = ids.tolist()
@@ -202,13 +202,13 @@ def begin_seconds(llm: LLM, traffic: Traffic, requests: int, seed: int) -> float
 
 
 def best_budget(rates: dict[int, float], own: int) -> int:
-    """The engine's own, unless another is clearly faster."""
+    """The engine's default budget, unless another is clearly faster."""
     best = max(rates, key=rates.__getitem__, default=own)
     return best if rates.get(best, 0) > (1 + trials.MARGIN) * rates.get(own, math.inf) else own
 
 
 def memory_taken(model: str | Path | None, plan: Plan, out: Path, device: str) -> dict[str, int]:
-    """Bytes that an engine with this plan takes, by starting one; its graphs are captured apart, to see theirs."""
+    """Bytes that an engine with this plan takes. Its graphs are captured separately, to measure them."""
     replace(plan, graphs=[]).write(out)
     with LLM(model, load_format="dummy", device=device, plan=str(out)) as llm:
         runner, config = _runner(llm), llm.config
@@ -228,21 +228,21 @@ def memory_taken(model: str | Path | None, plan: Plan, out: Path, device: str) -
         gc.collect()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
-        # The driver's own share counts as workspace: it is there as soon as there is an engine.
+        # Memory of the CUDA driver counts as workspace: every engine needs it.
         taken["workspace"] = runner.memory.workspace(config) + total - free - taken["weights"]
     gc.collect()
     return taken
 
 
 def _runner(llm: LLM) -> Runner:
-    """What runs its steps: only an engine that runs them in this process can be measured."""
+    """The engine's runner. Only an engine that runs its steps in this process can be measured."""
     executor = llm.engine.executor
     assert isinstance(executor, LocalExecutor), type(executor)
     return executor.runner
 
 
 def entry(found: trials.Found) -> dict:
-    """One measured launch, as a plan holds it."""
+    """One measured launch, in the form that a plan stores."""
     return {
         "kernel": found.problem.kernel,
         "sizes": dict(found.problem.sizes),
@@ -253,7 +253,7 @@ def entry(found: trials.Found) -> dict:
 
 
 def report(found: trials.Found) -> trials.Found:
-    """Log what was found: minutes without a line would look like a hang."""
+    """Log a result. Tuning takes minutes, and without output it would look like a hang."""
     sizes = " ".join(f"{name} {size}" for name, size in found.problem.sizes)
     change = "kept" if found.launch == found.default else f"-> {found.launch}, {1e6 * found.seconds:.1f} us"
     log.info(

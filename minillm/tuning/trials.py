@@ -1,9 +1,9 @@
-"""Kernels' launches, measured: each candidate is checked against float64, then timed.  Lessons 03 and 04.
+"""Measure kernel launch configurations: check each candidate against float64, then time it.  Lessons 03 and 04.
 
-The problems are those a step of the engine really asks for (`launches.listening`), the data its own weights and cache.
-A candidate that needs more shared memory or registers than this GPU has is refused by Triton before it starts; one
-whose result is off is never timed. The search goes in rounds, each around the best so far: all combinations would
-take longer to compile than they could ever save.
+The problems are the ones that the engine's steps look up (`launches.listening`), and the data are its own weights and
+cache. Triton refuses a candidate that needs more shared memory or registers than this GPU has, and a candidate with a
+wrong result is never timed. The search runs in rounds, each around the best launch so far: compiling every combination
+would take longer than it could ever save.
 """
 
 import math
@@ -25,28 +25,28 @@ from minillm.ops import reference
 from minillm.runner.plan import Traffic
 from minillm.runner.runner import Runner
 
-MARGIN = 0.02  # a launch must be this much faster than the kernel's own choice to take its place
-COLD = 256 << 20  # bytes of different data before any comes again: more than a cache keeps
+MARGIN = 0.02  # a launch must be this much faster than the kernel's default to replace it
+COLD = 256 << 20  # bytes of data to read before repeating any, more than the L2 cache holds
 MOST_CALLS = 64
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}  # relative error of a whole result
 
-Launch = Any  # a kernel's NamedTuple: each kernel has fields of its own
-Round = Callable[[Launch], Iterable[Launch]]  # the best launch so far -> those to try next
+Launch = Any  # each kernel has its own NamedTuple
+Round = Callable[[Launch], Iterable[Launch]]  # the best launch so far -> launches to try next
 
 
 @dataclass
 class Trial:
     """One problem, ready to run."""
 
-    calls: Sequence[Callable[[], Tensor]]  # the same work on different data
-    error: Callable[[Tensor], float]  # of the first call's result, relative to float64
+    calls: Sequence[Callable[[], Tensor]]  # the same work on different inputs
+    error: Callable[[Tensor], float]  # relative error of the first call's result against float64
     rounds: Sequence[Round]
     tolerance: float
 
 
 @dataclass
 class Found:
-    """What measuring one problem brought; seconds of one call."""
+    """The result of tuning one problem; times are seconds per call."""
 
     problem: Problem
     default: Launch
@@ -54,11 +54,11 @@ class Found:
     default_seconds: float = math.inf
     seconds: float = math.inf
     tried: int = 0
-    refused: dict[Launch, str] = field(default_factory=dict)  # and why
+    refused: dict[Launch, str] = field(default_factory=dict)  # launch -> the reason
 
 
 def tune(problem: Problem, default: Launch, trial: Trial, seconds: Callable[[Sequence], float] | None = None) -> Found:
-    """The fastest right launch; the kernel's own unless another is clearly faster, twice."""
+    """Find the fastest correct launch. It replaces the default only if it is clearly faster in two timings."""
     found, seconds = Found(problem, default, default), seconds or graph_seconds
 
     def timed(launch: Launch) -> float:
@@ -71,7 +71,7 @@ def tune(problem: Problem, default: Launch, trial: Trial, seconds: Callable[[Seq
 
     times = {default: timed(default)}
     if default in found.refused:
-        raise RuntimeError(f"{problem.kernel}'s own launch {default} fails: {found.refused[default]}")
+        raise RuntimeError(f"{problem.kernel}'s default launch {default} fails: {found.refused[default]}")
     for candidates in trial.rounds:
         for launch in candidates(min(times, key=times.__getitem__)):
             if launch not in times:
@@ -87,7 +87,7 @@ def tune(problem: Problem, default: Launch, trial: Trial, seconds: Callable[[Seq
 
 
 def _refusal(trial: Trial) -> str | None:
-    """Why the launch that is set now must not be used, or None."""
+    """Why the current launch must not be used, or None."""
     from triton.errors import TritonError
 
     try:
@@ -95,18 +95,18 @@ def _refusal(trial: Trial) -> str | None:
     except TritonError as refusal:
         return str(refusal)
     error = trial.error(result)
-    result.fill_(math.nan)  # the next candidate's result lies in this memory: what it leaves out is seen
+    result.fill_(math.nan)  # the next result reuses this memory, so elements it fails to write show up
     return None if error <= trial.tolerance else f"relative error {error:.1e}"
 
 
 def _sizes(problem: Problem) -> tuple[dict[str, int], str]:
-    """A problem's sizes by name, and the name of its dtype."""
+    """A problem's integer sizes by name, and its dtype's name."""
     sizes = {name: size for name, size in problem.sizes if isinstance(size, int)}
     return sizes, str(dict(problem.sizes)["dtype"])
 
 
 def graph_seconds(calls: Sequence[Callable[[], Tensor]], replays: int = 7) -> float:
-    """Seconds of one call, the median over replays of a CUDA graph of all of them: launching is not counted."""
+    """Seconds per call: the median over replays of a CUDA graph with all calls, so launch overhead is not counted."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in calls:
@@ -126,7 +126,7 @@ def replay_seconds(graph: torch.cuda.CUDAGraph, replays: int) -> list[float]:
 
 
 def powers(middle: int, low: int, high: int, reach: int = 1) -> list[int]:
-    """Powers of two around one of them, `reach` steps to each side, within low..high."""
+    """The powers of two up to `reach` doublings or halvings from `middle`, within low..high."""
     around = [middle << step for step in range(reach + 1)] + [middle >> step for step in range(1, reach + 1)]
     return sorted({each for each in around if low <= each <= high})
 
@@ -135,7 +135,7 @@ def powers(middle: int, low: int, high: int, reach: int = 1) -> list[int]:
 
 
 def decode_trial(problem: Problem, runner: Runner, traffic: Traffic, width: int, tile: Launch | None) -> Trial:
-    """Rows somewhere in their answers, on the engine's cache. tile: what was best where it matters most, or None."""
+    """Rows at random places in their outputs, on the engine's cache. tile: a launch whose tile to use, or None."""
     (sizes, dtype), shape = _sizes(problem), runner.model.config
     rows, longest = sizes["programs"] // shape.num_kv_heads, width * runner.state.block_size
     layers = [
@@ -188,7 +188,7 @@ def _decode_inputs(
 
 
 def prefill_trial(problem: Problem, runner: Runner, traffic: Traffic, budget: int) -> Trial:
-    """As many whole prompts as a step takes, on the engine's cache."""
+    """As many whole prompts as fit in a step, on the engine's cache."""
     (_, dtype), shape = _sizes(problem), runner.model.config
     tokens = min(traffic.input_len, budget)
     rows = max(1, min(budget // tokens, traffic.concurrency))
@@ -202,7 +202,7 @@ def prefill_trial(problem: Problem, runner: Runner, traffic: Traffic, budget: in
     table = _random_table(runner, rows, -(-tokens // runner.state.block_size))
 
     def error(result: Tensor) -> float:
-        """Of the first row's first queries and the last row's last ones."""
+        """Compare the first queries of the first row and the last queries of the last row."""
         few, (layer, cache) = min(tokens, 64), pairs[0]
         held, compact = _gathered(cache, table[[0, -1]])
         q = torch.cat([queries[0][:few], queries[0][-few:]]).double()
@@ -227,11 +227,11 @@ def prefill_trial(problem: Problem, runner: Runner, traffic: Traffic, budget: in
     return Trial(calls, error, [tiles], TOLERANCE[dtype])
 
 
-# ---- products of a single row
+# ---- matrix products of a single row
 
 
 def product_trial(problem: Problem, runner: Runner) -> Trial:
-    """The model's own matrices of this shape, with what precedes and follows the product."""
+    """The model's own matrices of this shape, with the norm or activation that is fused with the product."""
     (sizes, dtype), model = _sizes(problem), runner.model
     eps, gated = model.config.rms_norm_eps, sizes.get("gated", 0)
     shape = (sizes["rows"] * (1 + gated), sizes["columns"])
@@ -299,7 +299,7 @@ def _pieces(best: Launch) -> Iterator[Launch]:
 
 
 def relative_error(result: Tensor, wanted: Tensor) -> float:
-    """||result - wanted|| / ||wanted||; NaN where anything is."""
+    """||result - wanted|| / ||wanted||; NaN if either contains NaN."""
     return ((result.double() - wanted.double()).norm() / wanted.double().norm()).item()
 
 
@@ -312,6 +312,6 @@ def _random_table(runner: Runner, rows: int, width: int) -> Tensor:
 
 
 def _gathered(cache: LayerCache, table: Tensor) -> tuple[LayerCache, Tensor]:
-    """The blocks that `table` names, in float64, and a table of them."""
+    """The blocks listed in `table` as a float64 cache, and the block table for it."""
     compact = torch.arange(table.numel(), device=table.device, dtype=torch.int32).view_as(table)
     return LayerCache(*(part[table.long()].flatten(0, 1).double() for part in (cache.k, cache.v))), compact

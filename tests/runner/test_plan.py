@@ -88,13 +88,13 @@ def test_a_plan_for_another_model_shape_is_rejected_before_weights_are_read(tmp_
         (lambda text: "[1]", "has format None"),
         (
             lambda text: text.replace('"format": 2', '"format": 9'),
-            "has format 9, and this minillm reads",
+            "has format 9, but this minillm reads",
         ),
         (lambda text: text.replace('"graphs"', '"grahps"'), "is damaged .*grahps"),
         (lambda text: text.replace('"input_len": 40', '"input_len": "40"'), "is damaged .input_len must be a whole"),
         (lambda text: text.replace('"max_num_seqs": 6', '"max_num_seqs": -6'), "is damaged .max_num_seqs must be"),
         (lambda text: text.replace('"block_size"', '"blok_size"'), "is damaged .*blok_size"),
-        (lambda text: text.replace('"keys": 32', '"keys": 33'), "decode_attention has keys 33"),
+        (lambda text: text.replace('"keys": 32', '"keys": 33'), "decode_attention has the invalid keys 33"),
         (lambda text: text.replace('"dim": 64', '"dim": [64]'), "is damaged .the sizes of decode_attention"),
     ],
 )

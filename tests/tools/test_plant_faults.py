@@ -48,7 +48,7 @@ def test_there_are_at_least_sixty_uniquely_named_faults_over_all_packages():
 
 def test_a_stale_fault_is_named_with_its_file():
     fault = Fault("doubles", "tiny.py", "3 * x", "4 * x", "tests")
-    with pytest.raises(StaleFault, match=r"doubles: tiny.py has its snippet 0 times, not once: '3 \* x'"):
+    with pytest.raises(StaleFault, match=r"doubles: the snippet occurs 0 times in tiny.py, not once: '3 \* x'"):
         fault.plant(SOUND)
 
 
@@ -81,7 +81,7 @@ def test_each_fault_gets_a_verdict_and_the_project_is_unchanged(project, capsys)
         "seen": "caught",
         "unseen": "survived",
         "gone": "stale",
-        "red anyway": "red without it",
+        "red anyway": "fails without it",
         "no code": "does not run",
     }
     assert rows[0]["by"] == "tests/test_right.py::test_double"
@@ -93,7 +93,7 @@ def test_tests_that_time_out_prove_nothing(project):
     (project / "tests" / "test_right.py").write_text("import time\n\n\ndef test_slow():\n    time.sleep(600)\n")
     fault = Fault("slow", "tiny.py", "2", "3", "tests/test_right.py")
     (row,) = plant_faults.run([fault], root=project, seconds=0.2, preload=("pytest",))
-    assert row["outcome"] == "red without it" and "not over after 0.2 s" in row["by"]
+    assert row["outcome"] == "fails without it" and "not finished after 0.2 s" in row["by"]
 
 
 def test_an_unknown_room_or_fault_error_lists_the_available_ones():

@@ -77,7 +77,7 @@ def test_an_invalid_line_is_reported(tmp_path, line):
     schedule.trace.close()
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:4], line, *lines[4:]]) + "\n")
-    with pytest.raises(TraceError, match=r"line 5 is no entry of a trace, \[event, microseconds, ...\]: '"):
+    with pytest.raises(TraceError, match=r"line 5 is not a trace entry, \[event, microseconds, ...\]: '"):
         Trace.read(path)
 
 

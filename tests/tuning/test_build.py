@@ -30,7 +30,7 @@ def test_without_a_gpu_it_prints_the_memory_and_writes_a_usable_plan(tmp_path):
     out = tmp_path / "tiny.plan.json"
     done = run("--input-len", "30", "--output-len", "20", "--concurrency", "5", "--block-size", "8", "--out", str(out))
     assert done.exit_code == 0, done.output
-    assert "Not measured, since there is no GPU: workspace, CUDA graphs, launches." in done.stdout
+    assert "Workspace, CUDA graphs and launches were not measured without a GPU." in done.stdout
     plan = Plan.read(out)
     assert (plan.gpu, plan.graphs, plan.launches) == (None, [], [])
     assert plan.traffic == Traffic(30, 20, 5)

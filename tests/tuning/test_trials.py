@@ -139,7 +139,7 @@ def test_a_launch_that_writes_nothing_does_not_pass_with_the_previous_result():
 def test_a_kernel_whose_default_launch_fails_is_an_error():
     problem, default = product_problem(4, 4, 0)
     trial = trials.Trial([lambda: torch.ones(1)], lambda result: 1.0, [], 1e-4)
-    with pytest.raises(RuntimeError, match="whole_rows's own launch .* fails: relative error"):
+    with pytest.raises(RuntimeError, match="whole_rows's default launch .* fails: relative error"):
         trials.tune(problem, default, trial, lambda calls: 1.0)
 
 

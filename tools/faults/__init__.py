@@ -1,23 +1,23 @@
-"""Faults that a programmer could make, as data: what `tools/plant_faults.py` plants, a module a room of the package."""
+"""Faults that a programmer could make, for `tools/plant_faults.py` to plant: one module per package of minillm."""
 
 import pkgutil
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-TOP = "top_level"  # the room of the modules that lie in the package itself
+TOP = "top_level"  # the room of modules directly in the minillm package
 
 
 class StaleFault(ValueError):
-    """A fault whose snippet is not in its file once: the code has moved on, and the fault must follow it."""
+    """A fault whose snippet does not occur exactly once in its file: the code has changed, so the fault must too."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One edit that breaks the project, and the tests that should notice.
+    """One edit that breaks the project, and the tests that should fail because of it.
 
-    name: what breaks. file: from the project's root. old: code that stands there once; new: what takes its place.
-    tests: pytest's arguments in one string, few enough to run in seconds.
+    name: what goes wrong. file: path from the project root. old: code that occurs there exactly once; new: its
+    replacement. tests: pytest arguments in one string, selecting tests that take only seconds.
     """
 
     name: str
@@ -34,9 +34,9 @@ class Fault:
         return parts[1] if len(parts) > 2 else TOP
 
     def plant(self, text: str) -> str:
-        """The file's text with the fault in it. Raises StaleFault."""
+        """Return the file's text with the fault in it. Raises StaleFault."""
         if (count := text.count(self.old)) != 1:
-            raise StaleFault(f"{self.name}: {self.file} has its snippet {count} times, not once: {self.old!r}")
+            raise StaleFault(f"{self.name}: the snippet occurs {count} times in {self.file}, not once: {self.old!r}")
         return text.replace(self.old, self.new)
 
 

@@ -1,4 +1,4 @@
-"""Faults in measuring: what a latency counts from, which runs count, what others took."""
+"""Faults in benchmarks: latencies, percentiles, repeated runs, workloads, records."""
 
 from . import Fault
 
@@ -6,14 +6,14 @@ SERVE, OFFLINE, WORKLOADS = "minillm/bench/serve.py", "minillm/bench/offline.py"
 
 FAULTS = (
     Fault(
-        "the wait before a request was sent is forgiven",
+        "a late request's wait before it was sent is not counted",
         SERVE,
         "return self.arrivals[0][0] - self.due",
         "return self.arrivals[0][0] - self.sent",
         "tests/bench/test_serve.py -k late_request",
     ),
     Fault(
-        "the time between tokens is that of whole answers",
+        "inter-token latency is computed from whole responses",
         SERVE,
         "percentiles([gap for each in answered for gap in each.gaps])",
         "percentiles([each.e2e for each in answered])",
@@ -27,21 +27,21 @@ FAULTS = (
         "tests/bench/test_serve.py -k percentiles",
     ),
     Fault(
-        "tokens that came together count as one gap",
+        "tokens that arrive together count as one gap",
         SERVE,
         "            yield from [0.0] * (tokens - 1)\n",
         "",
         "tests/bench/test_serve.py -k inter_token_gap",
     ),
     Fault(
-        "the first runs count, not the last",
+        "the first runs are kept instead of the last",
         OFFLINE,
         "_row(key, seconds[-repeat:], facts)",
         "_row(key, seconds[:repeat], facts)",
         "tests/bench/test_load.py",
     ),
     Fault(
-        "repeated runs find their prompts cached",
+        "repeated runs find their prompts in the prefix cache",
         OFFLINE,
         '{"enable_prefix_caching": False} | options',
         '{"enable_prefix_caching": True} | options',
@@ -55,28 +55,28 @@ FAULTS = (
         "tests/bench/test_workloads.py -k replayed",
     ),
     Fault(
-        "requests come at one over the rate",
+        "requests arrive at the inverse of the rate",
         WORKLOADS,
         "rng.expovariate(rate)",
         "rng.expovariate(1 / rate)",
         "tests/bench/test_workloads.py -k poisson",
     ),
     Fault(
-        "reading and computing do not overlap",
+        "reading and computing do not overlap in the roofline",
         "minillm/bench/roofline.py",
         "return max(nbytes / bytes_per_s, operations / operations_per_s)",
         "return nbytes / bytes_per_s + operations / operations_per_s",
         "tests/bench/test_roofline.py -k floor",
     ),
     Fault(
-        "a record of changed files says nothing of it",
+        "a record does not mention uncommitted changes",
         "minillm/bench/records.py",
         '"dirty": bool(changes)',
         '"dirty": False',
         "tests/bench/test_records.py -k uncommitted_changes",
     ),
     Fault(
-        "other programs' load has this process's own in it",
+        "the load of other programs includes this process",
         "minillm/bench/load.py",
         "- (sum(os.times()[:4]) - own)",
         "",

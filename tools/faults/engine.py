@@ -1,4 +1,4 @@
-"""Faults in the engine's loop: seeds, stop strings, locks, errors that get lost."""
+"""Faults in the engine: seeds, stop strings, locking, lost errors."""
 
 from . import Fault
 
@@ -13,49 +13,49 @@ FAULTS = (
         "tests/engine/test_llm.py -k seed",
     ),
     Fault(
-        "seed 0 counts as none",
+        "seed 0 is treated as no seed",
         ENGINE,
         "seed=params.seed if params.seed is not None else derived_seed(",
         "seed=params.seed or derived_seed(",
         "tests/engine/test_llm.py -k seed",
     ),
     Fault(
-        "a step takes no lock",
+        "a step does not take the lock",
         ENGINE,
         "with self.lock, self._or_reset():",
         "with self._or_reset():",
         "tests/engine/test_llm.py -k lock",
     ),
     Fault(
-        "what a failed step launched stays in flight",
+        "steps in flight survive a failed step",
         ENGINE,
         "            self.in_flight.clear()\n            requests = ",
         "            requests = ",
         "tests/engine/test_listeners.py",
     ),
     Fault(
-        "a generation does not end what it began when it fails",
+        "a failed generation does not abort its requests",
         "minillm/engine/llm.py",
         "                engine.abort(tracked)",
         "                pass",
         "tests/engine/test_llm.py -k generation_has_submitted",
     ),
     Fault(
-        "a chat begins with two beginning-of-text tokens",
+        "a chat starts with two beginning-of-text tokens",
         "minillm/engine/llm.py",
         "tokenizer.apply_chat_template(list(conversation)), add_special_tokens=False)",
         "tokenizer.apply_chat_template(list(conversation)))",
         "tests/engine/test_llm.py -k one_bos_token",
     ),
     Fault(
-        "a stop string across two tokens is missed",
+        "a stop string that spans two tokens is missed",
         TEXT,
         "start = max(0, len(self.text) - self._longest + 1)",
         "start = len(self.text)",
         "tests/engine/test_output_text.py",
     ),
     Fault(
-        "of a beginning stop string one character is held back",
+        "only one character of a partial stop string is held back",
         TEXT,
         "start = max(0, len(text) - len(string) + 1)",
         "start = max(0, len(text) - 1)",
@@ -69,21 +69,21 @@ FAULTS = (
         "tests/engine/test_output_text.py tests/engine/test_engine.py -k 'output_text or stop_token_ends'",
     ),
     Fault(
-        "min_tokens keeps a stop string waiting for one token more",
+        "min_tokens delays a stop string by one token too many",
         TEXT,
         "self._tokens < self._min_tokens",
         "self._tokens <= self._min_tokens",
         "tests/engine/test_output_text.py",
     ),
     Fault(
-        "who leaves a stream leaves its request running",
+        "closing a stream leaves its request running",
         ASYNC,
         "            if not finished:\n                self.abort(prepared)",
         "            if finished:\n                self.abort(prepared)",
         "tests/engine/test_async_llm.py -k leaving_a_stream",
     ),
     Fault(
-        "a failed step reaches every stream except the first",
+        "a failed step is reported to every stream except the first",
         ASYNC,
         "for each in listening:",
         "for each in listening[1:]:",

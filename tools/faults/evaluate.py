@@ -1,4 +1,4 @@
-"""Faults in measuring a model's quality."""
+"""Faults in accuracy and perplexity."""
 
 from . import Fault
 
@@ -10,49 +10,49 @@ ACCURACY, PERPLEXITY, TESTS = (
 
 FAULTS = (
     Fault(
-        "examples are taken from the questions asked",
+        "few-shot examples come from the test questions",
         ACCURACY,
         '(load_questions(split="dev") if examples is None',
         "(load_questions() if examples is None",
         f"{TESTS} -k examples_are_of_the_dev_split",
     ),
     Fault(
-        "the report's examples are taken from the questions asked",
+        "the report's few-shot examples come from the test questions",
         "minillm/evaluate/quality.py",
         'load_questions(split="dev")',
         "load_questions()",
         f"{TESTS} -k quality",
     ),
     Fault(
-        "accuracy is the mean of the subjects' means",
+        "accuracy is averaged over subjects instead of questions",
         ACCURACY,
         "sum(map(sum, right.values())) / len(rows)",
         "sum(sum(hits) / len(hits) for hits in right.values()) / len(right)",
         f"{TESTS} -k mean_of_subjects",
     ),
     Fault(
-        "no room is kept for the letter",
+        "no room is left for the answer letter",
         ACCURACY,
         "len(tokenizer.encode(prompt)) + 2 <=",
         "len(tokenizer.encode(prompt)) <=",
         f"{TESTS} -k room_for_a_letter",
     ),
     Fault(
-        "a limit takes the first questions",
+        "a limit takes the first questions instead of spreading over all",
         ACCURACY,
         "rows = [rows[i * len(rows) // limit] for i in range(limit)]",
         "rows = rows[:limit]",
         f"{TESTS} -k limit",
     ),
     Fault(
-        "examples are of any subject",
+        "few-shot examples come from every subject",
         ACCURACY,
         'shown[example["subject"]].append(example)',
         "[shown[row['subject']].append(example) for row in rows]",
         f"{TESTS} -k examples_come_from",
     ),
     Fault(
-        "a letter that is not among the likeliest counts as impossible",
+        "a letter outside the reported top tokens gets probability 0",
         ACCURACY,
         "if score == -math.inf]",
         "if score == math.inf]",
@@ -66,21 +66,21 @@ FAULTS = (
         f"{TESTS} -k four_letters",
     ),
     Fault(
-        "a token is scored by the place before it",
+        "a token is scored by the previous token's score",
         PERPLEXITY,
         "at = position - begin + len(start)",
         "at = position - begin",
         f"{TESTS} -k hand_computed",
     ),
     Fault(
-        "bits are per character, not per byte",
+        "bits per byte are computed per character",
         PERPLEXITY,
         "len(text.encode())",
         "len(text)",
         f"{TESTS} -k bits_per_byte",
     ),
     Fault(
-        "the overlap of two windows is scored twice",
+        "tokens in overlapping windows are scored twice",
         PERPLEXITY,
         "yield max(0, stop - window), scored, stop",
         "yield max(0, stop - window), max(0, stop - window), stop",

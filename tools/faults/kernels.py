@@ -1,4 +1,4 @@
-"""Faults in the Triton kernels, which run interpreted where there is no GPU."""
+"""Faults in the Triton kernels. The tests run them in Triton's interpreter if there is no GPU."""
 
 from . import Fault
 
@@ -6,21 +6,21 @@ ATTENTION, SAMPLING = "kernels/paged_attention.py", "kernels/sampling.py"
 
 FAULTS = (
     Fault(
-        "a kernel's window shows one key too many",
+        "a kernel's attention window has one key too many",
         ATTENTION,
         "(keys[None, :] > positions[:, None] - WINDOW)",
         "(keys[None, :] >= positions[:, None] - WINDOW)",
         "tests/kernels/test_kernels.py -k 'test_prefill_attention or test_decode_attention'",
     ),
     Fault(
-        "splits of a long row leave out its last keys",
+        "the splits of a long row leave out its last keys",
         ATTENTION,
         "share = tl.cdiv(length - first, SPLITS * KEYS) * KEYS",
         "share = (length - first) // (SPLITS * KEYS) * KEYS",
         "tests/kernels/test_kernels.py -k long_rows",
     ),
     Fault(
-        "a tile of queries stops before its diagonal",
+        "a tile of queries stops short of its diagonal",
         ATTENTION,
         "(tile * ROWS + ROWS - 1) // GROUP + 1, length)",
         "(tile * ROWS + ROWS - 1) // GROUP, length)",
@@ -34,7 +34,7 @@ FAULTS = (
         "tests/kernels/test_kernels.py -k test_decode_attention",
     ),
     Fault(
-        "a norm divides by the padded size",
+        "RMSNorm divides by the padded size",
         "kernels/normalization.py",
         "out = x * tl.rsqrt(tl.sum(x * x) / DIM + eps) * weight\n    tl.store(out_ptr + row * DIM + columns, "
         "out.to(out_ptr.dtype.element_ty), mask=inside)\n\n\n@triton.jit",
@@ -43,14 +43,14 @@ FAULTS = (
         "tests/kernels/test_kernels.py -k 'test_rms_norm'",
     ),
     Fault(
-        "the gate's slope lacks its factor of 2",
+        "the GELU approximation lacks a factor of 2",
         "kernels/activation.py",
         "slope = 1.5957691216057308 *",
         "slope = 0.7978845608028654 *",
         "tests/kernels/test_kernels.py -k gated_activation",
     ),
     Fault(
-        "the second half of a pair turns the other way",
+        "the second half of a rotary pair rotates in the other direction",
         "kernels/rope_cache.py",
         "(b * cos + a * sin)",
         "(b * cos - a * sin)",
@@ -64,35 +64,35 @@ FAULTS = (
         "tests/kernels/test_kernels.py -k keys_are_written",
     ),
     Fault(
-        "the mass before a chunk is not taken off the goal",
+        "sampling does not subtract the mass of earlier chunks",
         SAMPLING,
         "goal -= tl.sum(tl.where(chunks == chunk, before, 0.0), 0)",
         "goal -= 0.0",
         "tests/kernels/test_kernels.py -k a_sample_is_where",
     ),
     Fault(
-        "of equal logits top-k keeps one too many",
+        "top-k keeps one tied logit too many",
         "kernels/truncation.py",
         "((equal > 0) & (first > equals))",
         "((equal > 0) & (first > equals + 1))",
         "tests/kernels/test_kernels.py -k truncation",
     ),
     Fault(
-        "a captured step draws with the number of the token before",
+        "a captured step draws the random number of the previous position",
         "kernels/decode_step.py",
         "_mix(_mix(seed) + (position + 1).to(tl.uint64))",
         "_mix(_mix(seed) + position.to(tl.uint64))",
         "tests/kernels/test_decode_step.py",
     ),
     Fault(
-        "a single row leaves its newest key in the next slot",
+        "the single-row kernel stores its newest key in the next slot",
         "kernels/single_row.py",
         "(newest % BLOCK_SIZE) * slot_stride",
         "((newest + 1) % BLOCK_SIZE) * slot_stride",
         "tests/kernels/test_single_row.py -k attention_of_one_row",
     ),
     Fault(
-        "a table of measured launches outlives its block",
+        "a table of measured launches stays in effect after its block",
         "kernels/launches.py",
         "        _thread.table = before",
         "        _thread.table = table",

@@ -1,4 +1,4 @@
-"""Faults in the paged cache: who holds a block, what a prefix is called, which blocks a window needs."""
+"""Faults in the paged KV cache: reference counts, prefix keys, sliding windows, scales."""
 
 from . import Fault
 
@@ -14,21 +14,21 @@ FAULTS = (
         "tests/engine/test_engine.py -k salts_isolate_tenants",
     ),
     Fault(
-        "a block's key forgets the blocks before it",
+        "a block's key ignores the blocks before it",
         POOL,
         "hashlib.blake2b(parent + tokens[start",
         "hashlib.blake2b(tokens[start",
         "tests/kv_cache/test_block_pool.py",
     ),
     Fault(
-        "a shared block is free when its first holder ends",
+        "a shared block is freed with its first holder",
         POOL,
         "            self.references[block] -= 1\n            if self.references[block] == 0:",
         "            self.references[block] -= 1\n            if self.references[block] <= 1:",
         "tests/kv_cache/test_block_pool.py",
     ),
     Fault(
-        "a share of a used block is not counted",
+        "sharing a used block does not increase its reference count",
         POOL,
         "                del self._cached[block]\n            self.references[block] += 1",
         "                del self._cached[block]\n            self.references[block] = 1",
@@ -49,28 +49,28 @@ FAULTS = (
         "tests/kv_cache/test_block_pool.py",
     ),
     Fault(
-        "a prefix is evicted before its ends",
+        "a prefix is evicted from its beginning",
         POOL,
         "for block in reversed(blocks):",
         "for block in blocks:",
         "tests/kv_cache/test_block_pool.py",
     ),
     Fault(
-        "a window's block is released a token early",
+        "a window's block is released one token too early",
         TABLES,
         "np.maximum(computed + 1 - self._reach, 0)",
         "np.maximum(computed + 2 - self._reach, 0)",
         "tests/kv_cache/test_windows.py -k hidden_blocks",
     ),
     Fault(
-        "a local group's blocks are found up to a missing one",
+        "a prefix hit for a local group may lack one block",
         TABLES,
         "if len(back) < count - first:",
         "if len(back) < count - first - 1:",
         "tests/kv_cache/test_windows.py -k hit",
     ),
     Fault(
-        "a request with windows is reckoned a block too small",
+        "the block count of a request with windows is too small by one",
         "minillm/kv_cache/layer_groups.py",
         "(window + chunk + 2 * block_size - 3) // block_size",
         "(window + chunk + block_size - 3) // block_size",
@@ -84,21 +84,21 @@ FAULTS = (
         "tests/kv_cache/test_attention_sinks.py -k definition_under",
     ),
     Fault(
-        "others find a stream's block that saw less than a prefix does",
+        "a stream's blocks stay shareable after it drops earlier tokens",
         STREAMS,
         "return 0 if self.gone[0, row] else full",
         "return full",
         "tests/kv_cache/test_attention_sinks.py -k shares_only_blocks",
     ),
     Fault(
-        "values are read with the scales of keys",
+        "values are dequantized with the scales of keys",
         STORAGE,
         "pairs = ((self.k, self.k_scale), (self.v, self.v_scale))",
         "pairs = ((self.k, self.k_scale), (self.v, self.k_scale))",
         "tests/kv_cache/test_layer_cache.py",
     ),
     Fault(
-        "a token's bytes leave out its scales",
+        "the bytes per token leave out the scales",
         STORAGE,
         "self.scale_dtype.itemsize",
         "0",

@@ -1,4 +1,4 @@
-"""Faults in reading a model and in its forward pass."""
+"""Faults in loading a model and in its forward pass."""
 
 from . import Fault
 
@@ -8,7 +8,7 @@ SIZING = "minillm/model/sizing.py"
 
 FAULTS = (
     Fault(
-        "Llama 3's short waves are those below the other limit",
+        "Llama 3's rope scaling uses the wrong limit for short wavelengths",
         DECODER,
         "torch.where(waves < trained / high,",
         "torch.where(waves < trained / low,",
@@ -22,7 +22,7 @@ FAULTS = (
         "tests/model/test_decoder.py -k logits_equal_those_of_transformers",
     ),
     Fault(
-        "local layers stretch their angles as global ones do",
+        "local layers use the rope scaling of global layers",
         DECODER,
         "rope_theta=config.local_rope_theta, rope_scaling=None)",
         "rope_theta=config.local_rope_theta)",
@@ -36,28 +36,28 @@ FAULTS = (
         "tests/model/test_decoder.py -k soft_cap",
     ),
     Fault(
-        "attention is scaled by the head's size whatever the model says",
+        "the model's attention scale is ignored",
         DECODER,
         "scale = config.attention_scale or head_dim**-0.5",
         "scale = head_dim**-0.5",
         "tests/model/test_decoder.py -k logits_equal_those_of_transformers",
     ),
     Fault(
-        "Gemma 3's global layers are one too early",
+        "Gemma 3's global layers come one layer too early",
         FAMILIES,
         "slides=lambda layer: (layer + 1) % pattern != 0",
         "slides=lambda layer: (layer + 2) % pattern != 0",
         "tests/model/test_config.py -k 'default or formats'",
     ),
     Fault(
-        "the end tokens of generation_config.json are passed over",
+        "the end tokens of generation_config.json are ignored",
         CONFIG,
         '*_ids((generation or {}).get("eos_token_id"))',
         "",
         "tests/model/test_config.py tests/model/test_config_file.py tests/model/test_loader.py -k 'not memory'",
     ),
     Fault(
-        "keys and values change places when they are read",
+        "keys and values are swapped on loading",
         LOADER,
         '(f"{attention}.k_proj", kv), (f"{attention}.v_proj", kv)',
         '(f"{attention}.v_proj", kv), (f"{attention}.k_proj", kv)',
@@ -71,28 +71,28 @@ FAULTS = (
         "tests/model/test_loader.py -k every_tensor_is_loaded",
     ),
     Fault(
-        "a file that lacks the end of its last tensor is read",
+        "a file that lacks the end of its last tensor is accepted",
         LOADER,
         "if entry.start + entry.nbytes > size:",
         "if entry.start > size:",
         "tests/model/test_loader.py -k truncated",
     ),
     Fault(
-        "random weights do not follow the seed",
+        "random weights ignore the seed",
         LOADER,
         "manual_seed(seed)",
         "manual_seed(0)",
         "tests/model/test_loader.py -k dummy_weights",
     ),
     Fault(
-        "a token's cache is reckoned without its values",
+        "the cache size per token counts keys but not values",
         SIZING,
         "return 2 * config.num_kv_heads * config.head_dim",
         "return config.num_kv_heads * config.head_dim",
         "tests/model/test_sizing.py -k kv_bytes_per_token",
     ),
     Fault(
-        "a tied head counts twice",
+        "a tied head is counted twice",
         SIZING,
         "matrices = 1 if config.tie_word_embeddings else 2",
         "matrices = 2",

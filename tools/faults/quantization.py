@@ -1,4 +1,4 @@
-"""Faults in quantized weights: codes, scales, which rows they belong to."""
+"""Faults in quantized weights: codes, scales, rows, recipes."""
 
 from . import Fault
 
@@ -13,35 +13,35 @@ FAULTS = (
         "tests/quantization/test_int8.py",
     ),
     Fault(
-        "codes are cut off instead of rounded",
+        "codes are truncated instead of rounded",
         INT8,
         ".round().to(torch.int8)",
         ".to(torch.int8)",
         "tests/quantization/test_int8.py -k nearest",
     ),
     Fault(
-        "a part of a matrix is written over its first rows",
+        "every part of a matrix overwrites its first rows",
         INT8,
         "start = rows.start",
         "start = 0",
         "tests/quantization/test_int8.py -k part",
     ),
     Fault(
-        "chosen rows get the scales of the first ones",
+        "selected rows get the scales of the first rows",
         INT8,
         "scales = self.scales[rows]",
         "scales = self.scales[: len(rows)]",
         "tests/quantization/test_int8.py -k rows_equal",
     ),
     Fault(
-        "the last pattern that matches decides",
+        "the last matching pattern wins instead of the first",
         RECIPE,
         "in self.rules.items() if fnmatchcase",
         "in reversed(self.rules.items()) if fnmatchcase",
         "tests/quantization/test_recipe.py",
     ),
     Fault(
-        "each piece of a tensor is written where the first one went",
+        "every piece of a tensor overwrites the first piece",
         "minillm/quantization/weight.py",
         "done += len(piece)",
         "done += 0",

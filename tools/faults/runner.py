@@ -1,4 +1,4 @@
-"""Faults in running a step: sampling, penalties, log-probabilities, the rows' columns, memory, graphs."""
+"""Faults in running a step: sampling, penalties, log-probabilities, row state, memory, plans, graphs."""
 
 from . import Fault
 
@@ -13,56 +13,56 @@ FAULTS = (
         "tests/runner/test_sampler.py -k uniforms",
     ),
     Fault(
-        "presence and frequency count the prompt too",
+        "presence and frequency penalties count prompt tokens",
         SAMPLER,
         "output = ((place >= prompt[:, None]) & (place",
         "output = ((place >= 0) & (place",
         "tests/runner/test_sampler.py -k 'distribution and presence_penalty'",
     ),
     Fault(
-        "the repetition penalty lifts negative logits",
+        "the repetition penalty raises negative logits",
         SAMPLER,
         "torch.where(seen > 0, seen / repetition, seen * repetition)",
         "seen / repetition",
         "tests/runner/test_sampler.py -k 'distribution and repetition_penalty'",
     ),
     Fault(
-        "min_tokens forbids the stop token for one token more",
+        "min_tokens bans the stop token for one token too many",
         SAMPLER,
         "lengths - prompt < columns.min_tokens[rows]",
         "lengths - prompt <= columns.min_tokens[rows]",
         "tests/runner/test_sampler.py -k 'distribution and min_tokens'",
     ),
     Fault(
-        "min_p comes before the temperature",
+        "min_p is applied before the temperature",
         SAMPLER,
         "shaped < torch.log(min_p[0])",
         "shaped * self._tensor(columns.temperature[rows]).to(dtype)[:, None] < torch.log(min_p[0])",
         "tests/runner/test_sampler.py -k 'distribution and min_p'",
     ),
     Fault(
-        "a row keeps a parameter of the request before where its own is 0",
+        "a parameter of 0 leaves the previous request's value in the row",
         STATE,
         "column[row] = getattr(params, name)",
         "column[row] = getattr(params, name) or column[row]",
         "tests/runner/test_sampler.py -k request_before",
     ),
     Fault(
-        "a greedy row keeps the temperature of the request before",
+        "a greedy row keeps the previous request's temperature",
         STATE,
         "self.temperature[row] = params.temperature",
         "self.temperature[row] = params.temperature or self.temperature[row]",
         "tests/runner/test_sampler.py -k request_before",
     ),
     Fault(
-        "a row that got a block goes on in the tables of the step before",
+        "a row with a new block continues with the previous step's block table",
         "minillm/runner/runner.py",
         "step.table_changes is None\n        and not step.admitted",
         "not step.admitted",
         "tests/engine/test_engine.py -k batching_and_run_ahead",
     ),
     Fault(
-        "a prompt's scores go one token into the output",
+        "prompt scores include the first output token",
         SCORES,
         "int(state.prompt_length[row]) - 1)",
         "int(state.prompt_length[row]))",
@@ -76,28 +76,28 @@ FAULTS = (
         "tests/runner/test_sampler.py -k logprobs",
     ),
     Fault(
-        "the cache is given the memory of graphs too",
+        "the cache takes the memory reserved for graphs",
         "minillm/runner/memory.py",
         "- self.workspace - self.graphs",
         "- self.workspace",
         "tests/runner/test_memory.py -k 'cache_gets'",
     ),
     Fault(
-        "a plan made with other versions is taken",
+        "a plan made with other versions is accepted",
         "minillm/runner/plan.py",
         '{"GPU": _words(gpu_here(device)), **versions_here()}',
         '{"GPU": _words(gpu_here(device))}',
         "tests/runner/test_plan.py -k versions",
     ),
     Fault(
-        "a graph is chosen that has a row too few",
+        "a graph with one row too few is chosen",
         "minillm/runner/mixed_graphs.py",
         "and shape.prompts >= prompts",
         "and shape.prompts >= prompts - 1",
         "tests/runner/test_mixed_graphs.py -k smallest_shape",
     ),
     Fault(
-        "a graph of decodes goes on from positions that another has moved",
+        "a decode graph uses positions that another graph has changed",
         "minillm/runner/mixed_graphs.py",
         "        self.decodes.forget_positions()\n",
         "",

@@ -1,4 +1,4 @@
-"""Faults in choosing what runs: admission, preemption, the fence, policies."""
+"""Faults in the scheduler: admission, preemption, block reuse, policies."""
 
 from . import Fault
 
@@ -6,7 +6,7 @@ SCHEDULER, POLICIES = "minillm/scheduler/scheduler.py", "minillm/scheduler/polic
 
 FAULTS = (
     Fault(
-        "a row keeps the stop tokens of the request before",
+        "a row keeps the previous request's stop tokens",
         SCHEDULER,
         "        self.stop_ids[row] = -1\n",
         "",
@@ -20,14 +20,14 @@ FAULTS = (
         "tests/scheduler/test_scheduler.py -k keeps_its_output",
     ),
     Fault(
-        "blocks are free before the steps in flight are read",
+        "blocks are freed before the steps in flight are read",
         SCHEDULER,
         "self._fence[0][0] <= self.read:",
         "self._fence[0][0] <= self.launched:",
         "tests/scheduler/test_scheduler.py -k wait_for_the_steps",
     ),
     Fault(
-        "an admission takes one token of the budget, not its own",
+        "an admission takes only one token from the budget",
         SCHEDULER,
         "budget -= count",
         "budget -= 1",
@@ -41,7 +41,7 @@ FAULTS = (
         "tests/scheduler/test_scheduler.py -k leaves_the_blocks",
     ),
     Fault(
-        "a prompt found whole in the cache leaves no token to compute",
+        "a fully cached prompt leaves no token to compute",
         SCHEDULER,
         "full = (len(request.known) - 1) // self.block_size",
         "full = len(request.known) // self.block_size",
@@ -55,28 +55,28 @@ FAULTS = (
         "tests/engine/test_engine.py -k 'stop_token or end_token'",
     ),
     Fault(
-        "a request ends one token early",
+        "a request ends one token too early",
         SCHEDULER,
         "full = self.confirmed[rows] == self.limit[rows]",
         "full = self.confirmed[rows] == self.limit[rows] - 1",
         "tests/scheduler/test_accepted.py",
     ),
     Fault(
-        "the first request is preempted, not the last",
+        "the first request is preempted instead of the last",
         SCHEDULER,
         "request = max((each for each in self.requests",
         "request = min((each for each in self.requests",
         "tests/scheduler/test_policies.py -k last_request_is_preempted",
     ),
     Fault(
-        "a request that wants its prompt scored finds its prefix cached",
+        "a request that wants prompt scores uses the prefix cache",
         SCHEDULER,
         "if not self._shares(request) or request.params.prompt_logprobs is not None:",
         "if not self._shares(request):",
         "tests/scheduler/test_scheduler.py -k prompt_scored",
     ),
     Fault(
-        "rejected tokens stay computed",
+        "rejected tokens still count as computed",
         SCHEDULER,
         "self.computed[rows[going]] -= count[going]",
         "self.computed[rows[going]] -= 0",
@@ -90,21 +90,21 @@ FAULTS = (
         "tests/scheduler/test_policies.py -k decode_runs_before",
     ),
     Fault(
-        "the highest priority number goes first",
+        "the highest priority number is served first",
         POLICIES,
         "return request.options.priority",
         "return -request.options.priority",
         "tests/scheduler/test_policies.py -k lowest_priority",
     ),
     Fault(
-        "a static batch stays open while no request joins",
+        "a static batch stays open when no request joins",
         POLICIES,
         "running > self._seen)",
         "running >= self._seen)",
         "tests/scheduler/test_policies.py -k no_longer_grows",
     ),
     Fault(
-        "a policy of the user's own may exceed the budget by a token",
+        "a custom policy may exceed the budget by one token",
         "minillm/scheduler/replaceable.py",
         "elif given.sum() > budget:",
         "elif given.sum() > budget + 1:",

@@ -1,4 +1,4 @@
-"""Faults between text and tokens, in both directions."""
+"""Faults in encoding, decoding and training."""
 
 from . import Fault
 
@@ -6,49 +6,49 @@ BPE, ADDED, DECODERS = "minillm/tokenizer/bpe.py", "minillm/tokenizer/added_toke
 
 FAULTS = (
     Fault(
-        "an added token takes one of the spaces before it",
+        "an added token strips only one of the spaces before it",
         ADDED,
         "while start > done and _SPACE.fullmatch(text[start - 1]):",
         "if start > done and _SPACE.fullmatch(text[start - 1]):",
         "tests/tokenizer/test_components.py -k consumes_all_white_space",
     ),
     Fault(
-        "the shortest added token is found first",
+        "the shortest added token is matched first",
         ADDED,
         "sorted(sizes, reverse=True)",
         "sorted(sizes)",
         "tests/tokenizer/test_components.py -k longest_is_found",
     ),
     Fault(
-        "of equal pairs the rightmost is joined first",
+        "the rightmost of equal pairs is merged first",
         BPE,
         "places[rank].popleft()",
         "places[rank].pop()",
         "tests/tokenizer/test_bpe.py -k heap",
     ),
     Fault(
-        "a long piece is cut inside an unknown token",
+        "a long piece is split inside an unknown token",
         BPE,
         "if pair not in self._joinable and pair[0] in self.vocab and pair[1] in self.vocab:",
         "if pair not in self._joinable:",
         "tests/tokenizer/test_bpe.py -k cut",
     ),
     Fault(
-        "words stay remembered when another merge runs",
+        "cached words survive a replaced merge function",
         BPE,
         "self._cache, self._cache_version = {}, PARTS.version",
         "self._cache_version = PARTS.version",
         "tests/test_overrides.py -k user_supplied_merge",
     ),
     Fault(
-        "a run of broken bytes is one character",
+        "a run of invalid bytes decodes to one character",
         DECODERS,
         'return ["\\ufffd"] * len(run)',
         'return ["\\ufffd"]',
         "tests/tokenizer/test_components.py -k decoder",
     ),
     Fault(
-        "a flush keeps the bytes it gave out",
+        "a flush keeps the bytes that it returned",
         "minillm/tokenizer/streaming.py",
         "decoder, self._decoder = self._decoder, self._tokenizer.new_decoder()",
         "decoder = self._decoder",
@@ -62,14 +62,14 @@ FAULTS = (
         "tests/tokenizer/test_equality.py -k decoded_text",
     ),
     Fault(
-        "equally frequent characters are kept in the order in which they came",
+        "equally frequent characters keep their order of appearance",
         "minillm/tokenizer/training.py",
         "key=lambda c: (-character_counts[c], c)",
         "key=lambda c: -character_counts[c]",
         "tests/tokenizer/test_training.py",
     ),
     Fault(
-        "a pre-tokenizer's later pieces also begin the text",
+        "later pieces of a pre-tokenizer count as the start of the text",
         "minillm/tokenizer/pre_tokenizers.py",
         "step(piece, at_start and n == 0)",
         "step(piece, at_start)",

@@ -1,4 +1,4 @@
-"""Faults in the modules that every room uses: options, requests, errors, replaced parts, the command line."""
+"""Faults in the package's top-level modules: options, requests, errors, overrides, the command line."""
 
 from . import Fault
 
@@ -6,70 +6,70 @@ CONFIG, REQUEST, OVERRIDES = "minillm/config.py", "minillm/request.py", "minillm
 
 FAULTS = (
     Fault(
-        "a named GPU gets the rows of a CPU",
+        "a GPU with an index gets a CPU's defaults",
         CONFIG,
         'device.startswith("cuda") else (256, 2048)',
         'device == "cuda" else (256, 2048)',
         "tests/test_config.py -k any_gpu",
     ),
     Fault(
-        "none of the GPU's memory may be used",
+        "a GPU memory utilization of 0 is accepted",
         CONFIG,
         "if share is None or not 0 < share <= 1:",
         "if share is None or not 0 <= share <= 1:",
         "tests/test_config.py -k invalid_option",
     ),
     Fault(
-        "all choices of a prompt have one seed",
+        "all choices of a prompt share one seed",
         REQUEST,
         'object.__setattr__(each, "seed", self.seed + i)',
         'object.__setattr__(each, "seed", self.seed)',
         "tests/server/test_link.py -k choices",
     ),
     Fault(
-        "min_p alone is passed over",
+        "min_p is ignored unless another option is set",
         REQUEST,
         "            or self.min_p > 0\n",
         "",
         "tests/runner/test_sampler.py -k 'distribution and min_p'",
     ),
     Fault(
-        "more tokens may be the least than the most",
+        "min_tokens may exceed max_tokens by one",
         REQUEST,
         "if self.min_tokens > self.max_tokens:",
         "if self.min_tokens > self.max_tokens + 1:",
         "tests/runner/test_sampler.py -k invalid_parameters",
     ),
     Fault(
-        "True counts as the number 1",
+        "True is accepted as the number 1",
         "minillm/values.py",
         "isinstance(value, Integral) and not isinstance(value, bool)",
         "isinstance(value, Integral)",
         "tests/test_request.py",
     ),
     Fault(
-        "a replaced part is still reported as replaced afterwards",
+        "a part is still reported as replaced after it is restored",
         OVERRIDES,
         "parts.origin[name] = origin\n",
         "pass\n",
         "tests/test_overrides.py -k user_supplied_merge",
     ),
     Fault(
-        "calls of a replaced part are not counted",
+        "calls to a replaced part are not counted",
         OVERRIDES,
         "        self.used.calls[self.name] += 1\n",
         "",
         "tests/ops/test_table.py",
     ),
     Fault(
-        "a server that cannot be reached is no connection error",
+        "an unreachable server does not raise a ConnectionError",
         "minillm/errors.py",
         "class Unreachable(MinillmError, ConnectionError):",
         "class Unreachable(MinillmError):",
         "tests/test_errors.py",
     ),
     Fault(
-        "a mistake ends with status 0",
+        "a user error exits with status 0",
         "minillm/cli.py",
         "raise typer.Exit(2) from None",
         "raise typer.Exit(0) from None",
@@ -83,7 +83,7 @@ FAULTS = (
         "tests/project/test_cli.py -k samples_as",
     ),
     Fault(
-        "a chat on the command line begins with two beginning-of-text tokens",
+        "a chat on the command line starts with two beginning-of-text tokens",
         "minillm/cli.py",
         '[chat_prompt(llm.tokenizer, [{"role": "user", "content": prompt}]) for prompt in prompts]',
         '[llm.tokenizer.apply_chat_template([{"role": "user", "content": prompt}]) for prompt in prompts]',

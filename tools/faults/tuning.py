@@ -1,4 +1,4 @@
-"""Faults in measuring launches and plans."""
+"""Faults in tuning launches and in comparing plans."""
 
 from . import Fault
 
@@ -6,35 +6,35 @@ TRIALS, PLANNING, BUILD = "minillm/tuning/trials.py", "minillm/tuning/planning.p
 
 FAULTS = (
     Fault(
-        "a launch that was fast once takes the default's place",
+        "a launch that was fast only once replaces the default",
         TRIALS,
         "if max(found.seconds, times[best]) <",
         "if min(found.seconds, times[best]) <",
         "tests/tuning/test_trials.py",
     ),
     Fault(
-        "a launch that writes nothing passes with the last one's result",
+        "a launch that writes nothing passes with the previous result",
         TRIALS,
         "result.fill_(math.nan)",
         "pass",
         "tests/tuning/test_trials.py -k writes_nothing",
     ),
     Fault(
-        "the round that warms up counts for a budget",
+        "the warm-up round counts toward a budget's rate",
         PLANNING,
         "statistics.median(times[1:])",
         "statistics.median(times)",
         "tests/tuning/test_trials.py -k warms_up",
     ),
     Fault(
-        "any budget that is faster by a hair is taken",
+        "a budget that is barely faster replaces the default",
         PLANNING,
         "> (1 + trials.MARGIN) * rates.get(own, math.inf)",
         "> rates.get(own, math.inf)",
         "tests/tuning/test_trials.py -k budget",
     ),
     Fault(
-        "the run that warms up counts for a plan",
+        "the warm-up run counts in the comparison of plans",
         BUILD,
         "            if round_:\n",
         "            if round_ >= 0:\n",
