@@ -53,7 +53,7 @@ def run(
     gpu_gb: also say what a GPU of so many GB (10^9 bytes) would hold. compare: then run the traffic, and one request
     alone, with and without the plan in turns, and print the record, which json_path keeps. More: as `LLM`.
     """
-    begun, start = records.begin(), time.perf_counter()
+    begun, start = records.begin(json_path), time.perf_counter()
     if engine_options.get("plan"):
         raise ConfigError("build writes a plan: --plan is for the commands that use one; --out says where to write it")
     config, traffic = EngineConfig.of(**engine_options), Traffic(input_len, output_len, concurrency)
@@ -70,6 +70,7 @@ def run(
     options = options_of(config, shape, traffic, device)
     name = place.name if isinstance(place, Path) else place
     out = Path(f"{name}.plan.json" if out is None else out)
+    records.check_writable(out)
     plan = Plan.made_here(shape, traffic, options, device)
     title = f"{name}, {concurrency} requests at once of {input_len:,} + {output_len:,} tokens"
     if device == "cpu":
