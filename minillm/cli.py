@@ -430,7 +430,7 @@ def evaluate(
             with LLM(model, **engine_options) as llm:
                 yield from evaluate.quality(llm, limit)
 
-    results, begun = [], records.begin()
+    results, begun = [], records.begin(json_path)
     for result in measured():
         results.append(result)
         metric = "accuracy" if "accuracy" in result else "perplexity"

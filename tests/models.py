@@ -1,6 +1,7 @@
 """Small models for tests, in Hugging Face's format, whose output depends on every component."""
 
 import copy
+from pathlib import Path
 
 import torch
 from transformers import (
@@ -101,7 +102,7 @@ def make(name: str, seed: int = 0, **changes) -> PreTrainedModel:
     torch.manual_seed(seed)
     config = copy.deepcopy(CONFIGS[name])
     config.update(changes)
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     for key, parameter in model.named_parameters():
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter, _mean(name, key), 0.3)
@@ -116,6 +117,12 @@ def _mean(name: str, key: str) -> float:
     if name.startswith(("gemma2", "gemma3")) and "post_" in key:
         return 4.0  # after a norm, a layer's output scales with the norm's weights, not with its matrices
     return 1.0 if "norm" in key and not name.startswith("gemma") else 0.0
+
+
+def reference(directory: str | Path, **options) -> PreTrainedModel:
+    """A directory's model in transformers, with eager attention: others lack the soft cap, and some versions of
+    transformers choose them for Gemma 2 all the same."""
+    return AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", **options)
 
 
 def keep_float64(monkeypatch) -> None:

@@ -15,6 +15,7 @@ from minillm.model.loader import EMBEDDED
 from minillm.request import Completion
 from minillm.runner.sampler import Sampler
 from minillm.runner.state import RowState
+from tests import models
 
 TIE = 1e-3  # closer logits may swap, and so may the cumulative probabilities around a draw
 
@@ -23,9 +24,7 @@ class Teacher:
     """transformers' model in float32, on the engine's device."""
 
     def __init__(self, directory: Path = EMBEDDED, device: str = "cpu"):
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype="float32", attn_implementation="eager")
+        model = models.reference(directory, dtype="float32")
         self.model, self.device = model.to(device).eval(), device
 
     @torch.inference_mode()

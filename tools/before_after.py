@@ -100,7 +100,7 @@ def main() -> None:
     options = parser.parse_args()
     from minillm.bench import records, workloads
 
-    begun = records.begin()
+    begun = records.begin(options.record)
     names = [workloads.find(name).name for name in options.workload]
     engine = {
         name: getattr(options, name) for name in ("model", "num_blocks", "max_num_seqs", "max_model_len", "device")

@@ -246,7 +246,7 @@ if __name__ == "__main__":
     if chosen.sweep:
         sweep()
     else:
-        begun = records.begin()
+        begun = records.begin(chosen.record)
         content = records.record(list(results()), begun)
         if chosen.record:
             print(records.write(content, chosen.record))

@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--within", type=int, default=300, help="time limit of each run, in seconds")
     parser.add_argument("--skip", nargs="*", default=[], choices=["kernels", "engine", "stress", "alone", "memcheck"])
     options = parser.parse_args()
-    begun, seeds = records.begin(), [random.SystemRandom().randrange(2**31) for _ in range(options.seeds)]
+    begun, seeds = records.begin(options.record), [random.SystemRandom().randrange(2**31) for _ in range(options.seeds)]
     # Spinning threads would take cores away from the other workers.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // options.workers)))
     parallel = ["-n", str(options.workers)] if options.workers > 1 else []

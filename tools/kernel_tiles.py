@@ -47,7 +47,7 @@ if __name__ == "__main__":
     options.add_argument("--record", help="write the table to this file, or to the committed record of this name")
     chosen = options.parse_args()
     torch.manual_seed(0)
-    begun = records.begin()
+    begun = records.begin(chosen.record)
     results = []
     for rows in ROWS:
         for tile in TILES:

@@ -228,7 +228,7 @@ def main() -> None:
     from minillm.bench import records
 
     prepare()
-    begun, start = records.begin(), time.perf_counter()
+    begun, start = records.begin(options.record), time.perf_counter()
     rows = run(faults, jobs=options.jobs, tests=options.tests, seconds=options.seconds)
     took = time.perf_counter() - start
     missed = [row for row in rows if row["outcome"] != CAUGHT]

@@ -53,16 +53,16 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3, help="number of starts with kernels cached")
     parser.add_argument("--options", type=json.loads, default={"max_model_len": 2816, "max_num_seqs": 3000})
     options = parser.parse_args()
-    results = []
+    from minillm.bench import records
+
+    begun, results = records.begin(options.record), []
     with tempfile.TemporaryDirectory() as cache:
         for run in range(1 + options.repeat):
             seconds = start(Path(cache), options.options)
             results.append({"kernels_cached": run > 0, "seconds": seconds})
             print(json.dumps(results[-1]), flush=True)
-    from minillm.bench import records
-
     about = {"model": "gemma-2b, random weights", "options": options.options}
-    content = records.record(results, records.begin(), **about)
+    content = records.record(results, begun, **about)
     if options.record:
         records.write(content, options.record)
 

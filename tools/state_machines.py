@@ -167,7 +167,7 @@ def main() -> None:
     options = parser.parse_args()
     from minillm.bench import records
 
-    begun, start = records.begin(), time.perf_counter()
+    begun, start = records.begin(options.record), time.perf_counter()
     done = run(options.steps, options.processes, options.hunts, options.kept, begun)
     results = summary(done)
     for row in results:

@@ -155,7 +155,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.pairs < FEWEST_PAIRS or options.timed < 1:
         parser.error(f"--pairs must be at least {FEWEST_PAIRS}, or there is no 90 % interval; --timed at least 1")
-    begun, results = records.begin(), []
+    begun, results = records.begin(options.record), []
     model = {"model": "gemma-2b", "load_format": "dummy", "max_num_seqs": 3000} if gpu else {}
     engine = Minillm(**model, enable_prefix_caching=True)
     try:

@@ -74,7 +74,7 @@ def run(
     """
     if repeat < 1:
         raise ConfigError(f"repeat must be a whole number from 1, not {repeat!r}")
-    begun = records.begin()
+    begun = records.begin(json_path)
     device = engine_options.get("device", "auto")
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device.split(":")[0]
     usual = DEFAULTS[device]

@@ -109,7 +109,7 @@ def run(
     if repeat < 1:
         raise ConfigError(f"repeat must be a whole number from 1, not {repeat!r}")
     chosen = [workloads.find(name).name for name in workload]
-    begun = records.begin()
+    begun = records.begin(json_path)
     engine = offline.Minillm(model, **engine_options)
     try:
         llm = engine.llm

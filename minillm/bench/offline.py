@@ -101,7 +101,7 @@ def run(
         raise ConfigError(f"compare must be 'transformers' or nothing, not {compare!r}")
     if threads is not None:
         torch.set_num_threads(threads)
-    begun = records.begin()
+    begun = records.begin(json_path)
     engine = Minillm(model, dtype=dtype, device=device, load_format=load_format, **engine_options)
     config = engine.llm.model_config
     settings = _settings(dtype, device, config.dtype)

@@ -28,11 +28,14 @@ RESULTS = PACKAGE / "data" / "results"
 PACKAGES = ("torch", "triton", "transformers", "numpy", "fastapi", "uvicorn", "aiohttp")
 
 
-def begin() -> dict:
+def begin(path: str | Path | None = None) -> dict:
     """The fields of a record that describe the start of its run: commit, whether files differed from it, and date.
 
-    Call it before measuring: files may change, or be committed, while the code that was loaded runs.
+    Call it before measuring: files may change, or be committed, while the code that was loaded runs. path: where the
+    record will be written; raises ConfigError now, not after the run, if that is impossible.
     """
+    if path is not None:
+        check_writable(destination(path))
     return {**commit(), "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
 
 

@@ -166,7 +166,7 @@ def run(
     batches: numbers of requests in a decode step. prompts: tokens in a prefill step. json_path, quiet: as
     `records.publish`. engine_options: as `LLM`.
     """
-    begun = records.begin()
+    begun = records.begin(json_path)
     with LLM(model, enable_prefix_caching=False, **engine_options) as llm:
         found = limits(llm.config.device, llm.engine.model.dtype, llm.engine.model.nbytes)
         points = [*(decode(llm, each) for each in batches), *(prefill(llm, each) for each in prompts)]

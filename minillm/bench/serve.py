@@ -115,10 +115,7 @@ def run(
     arrival = _arrival(concurrency, rate, trace, due, speed)
     if not timeout > 0:
         raise ConfigError(f"timeout must be above 0 seconds, not {timeout!r}")
-    base, begun = _local(url), records.begin()
-    if json_path is not None:
-        json_path = records.destination(json_path)
-        records.check_writable(json_path)
+    base, begun = _local(url), records.begin(json_path)
     if plot_path is not None:
         from . import plots
 

@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", help="first characters of lessons' names; default: all")
     parser.add_argument("--json", type=Path, help="write the record there; a name without suffix: to data/results/")
     options = parser.parse_args(arguments)
-    begun, results = records.begin(), []
+    begun, results = records.begin(options.json), []
     for source in sorted(SOURCES.glob("*.py")):
         if not options.names or source.stem.startswith(tuple(options.names)):
             results.append(run(source))

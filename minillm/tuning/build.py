@@ -54,7 +54,7 @@ def run(
     (10^9 bytes) would hold. compare: afterwards, run the traffic and a single request with and without the plan in
     alternation, and print the record; json_path: also write it to this file. engine_options: as for `LLM`.
     """
-    begun, start = records.begin(), time.perf_counter()
+    begun, start = records.begin(json_path), time.perf_counter()
     if engine_options.get("plan"):
         raise ConfigError("build writes a plan and cannot use one: leave out --plan; --out names the file to write")
     config, traffic = EngineConfig.of(**engine_options), Traffic(input_len, output_len, concurrency)
@@ -71,6 +71,7 @@ def run(
     options = options_of(config, shape, traffic, device)
     name = place.name if isinstance(place, Path) else place
     out = Path(f"{name}.plan.json" if out is None else out)
+    records.check_writable(out)
     plan = Plan.made_here(shape, traffic, options, device)
     title = f"{name}, {concurrency} concurrent requests of {input_len:,} + {output_len:,} tokens"
     if device == "cpu":

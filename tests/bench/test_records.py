@@ -1,6 +1,7 @@
 """A record states what was measured, on which machine, at which commit and by which command."""
 
 import json
+from functools import partial
 
 import pytest
 
@@ -8,8 +9,9 @@ from minillm.errors import ConfigError
 
 pytest.importorskip("fastapi", reason="a record of the load generator needs the server, which needs fastapi")
 
-from minillm.bench import offline, records, serve
+from minillm.bench import ablation, batching, breakdown, offline, records, roofline, serve
 from minillm.server import running
+from minillm.tuning import build
 
 
 @pytest.fixture
@@ -26,6 +28,33 @@ def test_a_record_states_its_origin():
     assert content["versions"]["torch"]
     assert content["date"].endswith("+00:00")
     assert json.loads(json.dumps(content)) == content
+
+
+MEASUREMENTS = {
+    "offline": offline.run,
+    "batching": batching.run,
+    "ablation": ablation.run,
+    "roofline": roofline.run,
+    "breakdown": partial(breakdown.run, workload=["single"]),
+    "build": build.run,
+}
+
+
+@pytest.mark.parametrize("name", MEASUREMENTS)
+def test_an_unwritable_record_is_reported_before_the_measurement(name, tmp_path, monkeypatch):
+    def starts(*_, **__):
+        raise AssertionError("it measures already")
+
+    monkeypatch.setattr("minillm.engine.llm.LLM.__init__", starts)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="results.json cannot be written"):
+        MEASUREMENTS[name](json_path=tmp_path / "file" / "results.json")
+
+
+def test_an_unwritable_plan_is_reported_before_the_measurement(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"my.plan cannot be written"):
+        build.run(out=tmp_path / "file" / "my.plan")
 
 
 def test_the_commit_is_the_one_in_the_environment_or_the_checkouts(monkeypatch):

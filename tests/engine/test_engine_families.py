@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 import minillm
 from minillm import LLM, SamplingParams
@@ -53,7 +52,7 @@ def draw_prompts(seed: int) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def expected(directory, prompts):
     """What transformers generates, one prompt at a time."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
+    model = models.reference(directory, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
         models.keep_float64(patch)
         found = []

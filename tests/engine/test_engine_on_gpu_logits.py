@@ -10,7 +10,7 @@ import functools
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GemmaConfig
+from transformers import GemmaConfig
 
 from minillm.kv_cache import LayerCache
 from minillm.model.loader import load_model
@@ -66,7 +66,7 @@ def tokens() -> tuple[int, ...]:
 @torch.inference_mode()
 def theirs(directory, tokens: tuple[int, ...], dtype: str = "float32") -> torch.Tensor:
     """[tokens, vocab] float32."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager").cuda()
+    model = models.reference(directory, dtype=dtype).cuda()
     return model(torch.tensor([list(tokens)], device="cuda"), use_cache=False).logits[0].float()
 
 

@@ -5,7 +5,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from minillm import LLM, SamplingParams
 from minillm.errors import InvalidRequest
@@ -92,7 +91,7 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def expected(directory, prompts):
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
+    model = models.reference(directory, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
         models.keep_float64(patch)
         found = []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MinistralConfig
+from transformers import MinistralConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import minillm
@@ -113,7 +113,7 @@ def saved(request, tmp_path_factory):
 
 
 def both(directory, dtype: str) -> tuple[torch.nn.Module, Model]:
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype), load_model(directory, dtype=dtype)
+    return models.reference(directory, dtype=dtype), load_model(directory, dtype=dtype)
 
 
 def prompts(*lengths: int, seed: int = SEED) -> list[list[int]]:
@@ -148,7 +148,7 @@ def test_bfloat16_loses_no_more_than_in_transformers(saved):
     """Measured against float32: minillm rounds to half precision no more often than transformers."""
     (tokens,) = prompts(100)
     wide, half = (_all_logits(load_model(saved, dtype=dtype), tokens) for dtype in ("float32", "bfloat16"))
-    reference = AutoModelForCausalLM.from_pretrained(saved, dtype="bfloat16", attn_implementation="eager")
+    reference = models.reference(saved, dtype="bfloat16")
     lost, lost_there = ((logits - wide).pow(2).mean().sqrt() for logits in (half, theirs(reference, tokens).float()))
     assert lost < 1.25 * lost_there
 
