@@ -35,7 +35,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import launches
+from . import launch_configs
 from .arguments import Cache, Options, check_strides
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -198,10 +198,10 @@ def decode_attention(
     packed = max(16, triton.next_power_of_2(queries * group))
     longest = block_table.shape[1] * block_size
     longest = min(longest, window + queries - 1) if window else longest
-    launch = launches.tuned(
+    launch = launch_configs.tuned(
         "decode_attention",
         decode_launch(dim, q.element_size(), packed)._replace(splits=decode_splits(rows * kv_heads, longest, device)),
-        dim=dim, dtype=launches.dtype_name(q.dtype), rows=packed, programs=rows * kv_heads, longest=longest,
+        dim=dim, dtype=launch_configs.dtype_name(q.dtype), rows=packed, programs=rows * kv_heads, longest=longest,
     )  # fmt: skip
     splits, parts, log_total = launch.splits, out, out
     if splits > 1:
@@ -241,8 +241,8 @@ def prefill_attention(
         return out
     group = heads // kv_heads
     default = prefill_launch(dim, q.element_size(), _device(q.device))
-    dtype = launches.dtype_name(q.dtype)
-    launch = launches.tuned("prefill_attention", default, dim=dim, dtype=dtype, group=group)
+    dtype = launch_configs.dtype_name(q.dtype)
+    launch = launch_configs.tuned("prefill_attention", default, dim=dim, dtype=dtype, group=group)
     grid = (triton.cdiv(max_queries * group, launch.rows), kv_heads, lengths.shape[0])
     prefill_kernel[grid](
         q, cache.k, cache.v, block_table, lengths, query_start, out, options.rotary, options.scale,
@@ -276,8 +276,8 @@ class Launch(NamedTuple):
     splits: int = 1  # programs that share a row's keys, in decode
 
 
-launches.register("decode_attention", Launch)
-launches.register("prefill_attention", Launch)
+launch_configs.register("decode_attention", Launch)
+launch_configs.register("prefill_attention", Launch)
 
 
 def decode_launch(dim: int, itemsize: int, packed: int) -> Launch:

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import launches
+from . import launch_configs
 from .arguments import Cache
 from .paged_attention import LOG2E
 
@@ -235,10 +235,10 @@ def product(
     total = torch.empty_like(x) if residual is not None else None
     dependent = _dependent(x.device)
     options = {"launch_pdl": True} if dependent else {}
-    sizes: dict[str, int | str] = {"rows": rows, "columns": columns, "dtype": launches.dtype_name(x.dtype)}
+    sizes: dict[str, int | str] = {"rows": rows, "columns": columns, "dtype": launch_configs.dtype_name(x.dtype)}
     if columns <= WHOLE:
         default = whole_launch(rows, columns, bool(activation), _processors(x.device))
-        launch = launches.tuned("whole_rows", default, **sizes, gated=int(bool(activation)))
+        launch = launch_configs.tuned("whole_rows", default, **sizes, gated=int(bool(activation)))
         whole_rows_kernel[(launch.programs,)](
             x, residual, total, norm, weight, out, eps, rows, rows * columns,
             COLUMNS=columns, WIDTH=triton.next_power_of_2(columns), TILE=launch.tile, NORM=norm is not None,
@@ -250,7 +250,7 @@ def product(
             raise ValueError(
                 f"rows of {columns} columns are longer than {WHOLE}: apply norm, residual and activation separately"
             )
-        piece = launches.tuned("long_rows", LongLaunch(tile=8, width=1024, warps=8), **sizes)
+        piece = launch_configs.tuned("long_rows", LongLaunch(tile=8, width=1024, warps=8), **sizes)
         long_rows_kernel[(triton.cdiv(rows, piece.tile),)](
             x, weight, out, rows, COLUMNS=columns, WIDTH=piece.width, TILE=piece.tile, DEPENDENT=dependent,
             num_warps=piece.warps, **options,
@@ -310,8 +310,8 @@ class LongLaunch(NamedTuple):
     warps: int
 
 
-launches.register("whole_rows", Launch)
-launches.register("long_rows", LongLaunch)
+launch_configs.register("whole_rows", Launch)
+launch_configs.register("long_rows", LongLaunch)
 
 
 def whole_launch(rows: int, columns: int, gated: bool, processors: int) -> Launch:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from minillm.config import DeviceConfig
-from minillm.kernels import launches
+from minillm.kernels import launch_configs
 from minillm.kv_cache.attention_sinks import Stream
 from minillm.model import Model
 from minillm.scheduler.step import Step
@@ -80,5 +80,5 @@ class LocalExecutor:
 
     @contextmanager
     def _launches(self) -> Iterator[None]:
-        with launches.using(self._table):
+        with launch_configs.using(self._table):
             yield

@@ -17,7 +17,7 @@ from typing import Any
 from minillm import __version__
 from minillm.config import EngineConfig
 from minillm.errors import ConfigError
-from minillm.kernels.launches import Table, problem, registered
+from minillm.kernels.launch_configs import Table, problem, registered
 from minillm.model.config import ModelConfig
 
 FORMAT = 2

@@ -35,7 +35,7 @@ class Scheduler:
     """Requests join in the order that `policy` gives; when blocks run out one is preempted, and recomputed later.
 
     windows: one entry a layer group, the tokens that its queries see, None for all; see `layer_groups`. stream: what a
-    row keeps where requests may be longer than max_model_len; see `streams`.
+    row keeps where requests may be longer than max_model_len; see `kv_cache.attention_sinks`.
     """
 
     def __init__(

@@ -195,18 +195,18 @@ class Workers:
 
     def stop(self) -> None:
         """Refuse new connections and stop the workers after the grace period, or at once if interrupted again."""
+        try:
+            self._end(self.grace)
+        except KeyboardInterrupt:  # at any point above: what was done is done again, without harm
+            self._end(0)
+            raise
+
+    def _end(self, grace: float) -> None:
         with suppress(OSError):  # some systems cannot: there, it closes once all processes have closed it
             self.listener.shutdown(socket.SHUT_RDWR)
         with self._lock:
             self._stopping = True
             processes = dict(self.processes)
-        try:
-            self._end(processes, self.grace)
-        except KeyboardInterrupt:
-            self._end(processes, 0)
-            raise
-
-    def _end(self, processes: "dict[Line, subprocess.Popen]", grace: float) -> None:
         for line in processes:
             line.send({"op": "stop", "grace": grace})
         deadline = time.monotonic() + grace + FLUSH + KILL

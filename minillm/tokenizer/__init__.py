@@ -1,9 +1,9 @@
 """Text to token ids and back: byte-pair encoding read from `tokenizer.json`.  Lesson 01."""
 
 from .bpe import merge
+from .detokenizer import StreamingDetokenizer
 from .gemma import write_tokenizer
 from .patterns import TokenizerError
-from .streaming import StreamingDetokenizer
 from .tokenizer import Tokenizer
 from .training import train_bpe
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from minillm.engine.llm import LLM
-from minillm.kernels import launches
+from minillm.kernels import launch_configs
 from minillm.request import SamplingParams
 from minillm.runner.cuda_graph import DecodeShape
 from minillm.runner.decode_graphs import DecodeGraphs
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 BUDGETS = (8192, 16384, 32768)  # values of max_num_batched_tokens to try
 PROMPT_TOKENS = 1 << 18  # the most in one trial of a budget
 REPLAYS = 15
-Asked = dict[launches.Problem, trials.Launch]  # the problems of a step -> each kernel's default launch
+Asked = dict[launch_configs.Problem, trials.Launch]  # the problems of a step -> each kernel's default launch
 
 
 @torch.inference_mode()
@@ -93,7 +93,7 @@ def decode_steps(
     seconds: dict[DecodeShape, float] = {}
     asked_by: dict[DecodeShape, Asked] = {}
     for shape in shapes:
-        with launches.listening() as asked_by[shape]:
+        with launch_configs.listening() as asked_by[shape]:
             seconds[shape] = step_seconds(runner, graphs, traffic, shape)
     return seconds, asked_by
 
@@ -142,7 +142,7 @@ def kept(
     table = {each.problem: each.launch._asdict() for each in chosen}
     for shape in steps:
         if runner.graphs is not None and table.keys() & asked_by[shape].keys():
-            with launches.using(table):
+            with launch_configs.using(table):
                 again[shape] = step_seconds(runner, runner.graphs.decodes, traffic, shape)
     gain = {
         each.problem: sum(steps[shape] - again[shape] for shape in steps if each.problem in asked_by[shape])
@@ -183,7 +183,7 @@ def budget_rates(llm: LLM, plan: Plan) -> tuple[dict[int, float], Asked]:
         for budget, times in seconds.items():
             llm.engine.scheduler.max_num_batched_tokens = budget
             try:
-                with launches.listening() as heard:
+                with launch_configs.listening() as heard:
                     times.append(begin_seconds(llm, traffic, requests, seed=round_))
             except torch.OutOfMemoryError:
                 times.append(math.inf)
@@ -215,7 +215,7 @@ def memory_taken(model: str | Path | None, plan: Plan, out: Path, device: str) -
         torch.cuda.synchronize()
         before = torch.cuda.mem_get_info(device)[0]
         if runner.graphs is not None:
-            with launches.using(plan.table()):
+            with launch_configs.using(plan.table()):
                 runner.graphs.decodes.capture(DecodeShape(*shape) for shape in plan.graphs)
                 runner.graphs.capture_mixed()
         torch.cuda.empty_cache()

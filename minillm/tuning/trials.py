@@ -1,9 +1,9 @@
 """Measure kernel launch configurations: check each candidate against float64, then time it.  Lessons 03 and 04.
 
-The problems are the ones that the engine's steps look up (`launches.listening`), and the data are its own weights and
-cache. Triton refuses a candidate that needs more shared memory or registers than this GPU has, and a candidate with a
-wrong result is never timed. The search runs in rounds, each around the best launch so far: compiling every combination
-would take longer than it could ever save.
+The problems are the ones that the engine's steps look up (`launch_configs.listening`), and the data are its own weights
+and cache. Triton refuses a candidate that needs more shared memory or registers than this GPU has, and a candidate with
+a wrong result is never timed. The search runs in rounds, each around the best launch so far: compiling every
+combination would take longer than it could ever save.
 """
 
 import math
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minillm.kernels import launches, paged_attention, single_row
-from minillm.kernels.launches import Problem
+from minillm.kernels import launch_configs, paged_attention, single_row
+from minillm.kernels.launch_configs import Problem
 from minillm.kv_cache.layer_cache import LayerCache
 from minillm.model import Model
 from minillm.model.decoder import Layer
@@ -62,7 +62,7 @@ def tune(problem: Problem, default: Launch, trial: Trial, seconds: Callable[[Seq
     found, seconds = Found(problem, default, default), seconds or graph_seconds
 
     def timed(launch: Launch) -> float:
-        with launches.using({problem: launch._asdict()}):
+        with launch_configs.using({problem: launch._asdict()}):
             why_not = _refusal(trial)
             if why_not:
                 found.refused[launch] = why_not

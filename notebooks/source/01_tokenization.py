@@ -777,7 +777,7 @@ print("the engine's pieces on every hard text:", every)
 # disagree.
 
 # %%
-# ENGINE: minillm.tokenizer.streaming:StreamingDetokenizer
+# ENGINE: minillm.tokenizer.detokenizer:StreamingDetokenizer
 # ENGINE: minillm.tokenizer.decoders:Decoder
 # ENGINE: minillm.tokenizer.decoders:_ByteFallback
 

@@ -793,7 +793,7 @@ draw.tuning(maps, tile_sizes, warps, unit="GB/s on an H200")
 # writes what was faster into a plan. At each launch, a kernel that has a choice asks for it:
 
 # %%
-# ENGINE: minillm.kernels.launches:tuned
+# ENGINE: minillm.kernels.launch_configs:tuned
 
 # %% [markdown]
 # ## 8 · CUDA graphs

@@ -7,7 +7,7 @@ import pytest
 from minillm import LLM
 from minillm.config import EngineConfig
 from minillm.errors import ConfigError
-from minillm.kernels import launches
+from minillm.kernels import launch_configs
 from minillm.model.loader import EMBEDDED, read_config
 from minillm.runner import plan
 from minillm.runner.plan import Plan, Traffic
@@ -116,9 +116,9 @@ def test_a_missing_plan_file_names_the_command_that_writes_one(tmp_path):
 def test_a_plans_launches_are_the_ones_the_kernels_use():
     paged_attention = pytest.importorskip("minillm.kernels.paged_attention", reason="triton is not installed here")
     (key,) = made(launches=[DECODE]).table()
-    assert key == launches.problem("decode_attention", **DECODE["sizes"])
-    with launches.using(made(launches=[DECODE]).table()):
-        chosen = launches.tuned("decode_attention", paged_attention.Launch(16, 16, 4, 2), **DECODE["sizes"])
+    assert key == launch_configs.problem("decode_attention", **DECODE["sizes"])
+    with launch_configs.using(made(launches=[DECODE]).table()):
+        chosen = launch_configs.tuned("decode_attention", paged_attention.Launch(16, 16, 4, 2), **DECODE["sizes"])
     assert chosen == paged_attention.Launch(**DECODE["launch"])
     for wrong in ({"kernel": "rms_norm"}, {"launch": {"tile": 4}}):
         with pytest.raises(ConfigError, match="no kernel has a launch"):

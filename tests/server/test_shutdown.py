@@ -4,8 +4,6 @@ import asyncio
 import json
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -17,8 +15,10 @@ import minillm
 from minillm.server import running
 from minillm.server.body import BodyReader
 from minillm.server.connections import Connection
+from minillm.server.serving import Workers
 from minillm.tokenizer import Tokenizer
 from tests.server.in_process import worker_here
+from tests.server.processes import serving
 from tests.waiting import async_wait_until, paused_steps
 
 BODY = {"prompt": "The river", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
@@ -159,17 +159,38 @@ def test_a_client_that_does_not_read_does_not_delay_shutdown(engine, monkeypatch
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_a_second_signal_at_any_point_of_stopping_ends_the_grace():
+    """Here it arrives as early as possible, before a worker has heard of the first."""
+
+    class Listener:
+        shut = 0
+
+        def shutdown(self, how):
+            self.shut += 1
+            if self.shut == 1:
+                raise KeyboardInterrupt
+
+    class Line:
+        def send(self, message):
+            sent.append(message)
+
+    class Process:
+        def wait(self, timeout):
+            return 0
+
+    sent = []
+    workers = Workers(Listener(), 1, grace=100_000)
+    workers.processes = {Line(): Process()}
+    with pytest.raises(KeyboardInterrupt):
+        workers.stop()
+    assert sent == [{"op": "stop", "grace": 0}]
+
+
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT], ids=lambda sign: sign.name)
 def test_a_second_signal_stops_at_once_and_tells_the_clients(model_directory, sign):
     """The grace period is longer than the test's timeout, and the stream is endless."""
-    command = [sys.executable, "-m", "minillm.cli", "serve", "--port", "0", "--model", str(model_directory)]
-    command += ["--load-format", "dummy", "--device", "cpu", "--max-num-seqs", "4", "--shutdown-grace", "100000"]
-    command += ["--max-model-len", "64", "--attention-sinks", "4", "--attention-window", "32"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    # A shell starts background jobs with SIGINT ignored, and so would be everything they start.
-    pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
-    with subprocess.Popen(command, start_new_session=True, **pipes) as process:
-        url = process.stdout.readline().split()[4].removesuffix("/v1")
+    streams = ("--max-model-len", "64", "--attention-sinks", "4", "--attention-window", "32")
+    with serving(model_directory, "--shutdown-grace", "100000", *streams) as (process, url):
         endless = BODY | {"max_tokens": 10**6, "stream": True}
         with httpx.stream("POST", url + "/v1/completions", json=endless, timeout=TIMEOUT) as response:
             lines = response.iter_lines()

@@ -15,6 +15,7 @@ from minillm.engine.async_llm import AsyncLLM
 from minillm.errors import MissingPackage
 from minillm.server import running
 from minillm.server.serving import Workers
+from tests.server.processes import serving, started
 from tests.waiting import TIMEOUT, idle, paused_steps, wait_until
 
 BODY = {"prompt": "The river", "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -244,8 +245,8 @@ def test_workers_exit_with_the_engine_process_however_it_dies(model_directory, t
     folder.mkdir()
     (folder / "asyncio.py").write_text("raise ImportError('the current folder stands in for a module')")
     root = os.pathsep.join(path for path in sys.path if path)
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=folder, env=os.environ | {"PYTHONPATH": root}, **pipes) as process:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with started(command, cwd=folder, env=os.environ | {"PYTHONPATH": root}, **pipes) as process:
         url = process.stdout.readline().strip()
         assert httpx.post(url + "/v1/completions", json=BODY, timeout=TIMEOUT).status_code == 200
         process.kill()
@@ -257,14 +258,7 @@ def test_workers_exit_with_the_engine_process_however_it_dies(model_directory, t
 
 @pytest.mark.parametrize("by", ["terminal", "manager"])
 def test_serve_stops_on_ctrl_c_and_on_sigterm(model_directory, by):
-    command = [sys.executable, "-m", "minillm.cli", "serve", "--port", "0", "--model", str(model_directory)]
-    command += ["--load-format", "dummy", "--device", "cpu", "--max-num-seqs", "4", "--workers", "2"]
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    # A shell starts background jobs with SIGINT ignored, and so would be everything they start.
-    options["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
-    with subprocess.Popen(command, **options) as process:
-        line = process.stdout.readline()
-        url = line.split()[4].removesuffix("/v1")
+    with serving(model_directory, "--workers", "2") as (process, url):
         body = ENDLESS | {"max_tokens": 20}  # finishes quickly, well within the grace period
         with httpx.stream("POST", url + "/v1/completions", json=body, timeout=TIMEOUT) as response:
             lines = response.iter_lines()

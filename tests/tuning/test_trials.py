@@ -10,7 +10,7 @@ from minillm.model.loader import EMBEDDED, read_config
 from minillm.runner.plan import Plan, Traffic
 
 trials = pytest.importorskip("minillm.tuning.trials", reason="triton is not installed here")
-from minillm.kernels import launches, paged_attention, single_row  # noqa: E402
+from minillm.kernels import launch_configs, paged_attention, single_row  # noqa: E402
 from minillm.tuning import planning  # noqa: E402  needs triton
 
 TINY = read_config(EMBEDDED)
@@ -28,16 +28,16 @@ def runner():
 
 def decode_problem():
     sizes = {"dim": 64, "dtype": "float32", "rows": 16, "programs": 3, "longest": 32}
-    return launches.problem("decode_attention", **sizes), paged_attention.Launch(16, 16, 4, 2, 1)
+    return launch_configs.problem("decode_attention", **sizes), paged_attention.Launch(16, 16, 4, 2, 1)
 
 
 def product_problem(rows, columns, gated):
     sizes = {"rows": rows, "columns": columns, "dtype": "float32", "gated": gated}
-    return launches.problem("whole_rows", **sizes), single_row.Launch(2, 4, 2)
+    return launch_configs.problem("whole_rows", **sizes), single_row.Launch(2, 4, 2)
 
 
 def prefill_problem():
-    problem = launches.problem("prefill_attention", dim=64, dtype="float32", group=4)
+    problem = launch_configs.problem("prefill_attention", dim=64, dtype="float32", group=4)
     return problem, paged_attention.Launch(32, 32, 4, 1)
 
 
@@ -53,7 +53,7 @@ def every_trial(runner):
 @torch.inference_mode()
 def test_the_default_launches_pass_the_check_and_a_corrupted_result_fails_it(runner):
     for problem, default, trial in every_trial(runner):
-        with launches.using({problem: default._asdict()}):
+        with launch_configs.using({problem: default._asdict()}):
             result = trial.calls[0]()
         assert trial.error(result) <= trial.tolerance, problem
         assert not trial.error(result * 1.01) <= trial.tolerance, problem
@@ -64,7 +64,7 @@ def by_launch(times, seen=None):
     """A fake clock with given times per launch; others take 1."""
 
     def seconds(calls):
-        (launch,) = launches._thread.table.values()
+        (launch,) = launch_configs._thread.table.values()
         if seen is not None:
             seen.append(dict(launch))
         return next((time for fields, time in times if fields.items() <= launch.items()), 1.0)
@@ -124,10 +124,10 @@ def test_a_launch_that_does_not_fit_or_is_wrong_is_never_timed(fault, runner, mo
 
 def test_a_launch_that_writes_nothing_does_not_pass_with_the_previous_result():
     memory, right = torch.zeros(8), torch.arange(8.0)
-    problem, default = launches.problem("long_rows", rows=8), single_row.LongLaunch(8, 1024, 8)
+    problem, default = launch_configs.problem("long_rows", rows=8), single_row.LongLaunch(8, 1024, 8)
 
     def call():
-        return memory if launches.tuned("long_rows", default, rows=8).tile == 1 else memory.copy_(right)
+        return memory if launch_configs.tuned("long_rows", default, rows=8).tile == 1 else memory.copy_(right)
 
     trial = trials.Trial(
         [call], lambda result: trials.relative_error(result, right), [lambda best: [best._replace(tile=1)]], 1e-4

@@ -93,7 +93,7 @@ FAULTS = (
     ),
     Fault(
         "a table of measured launches stays in effect after its block",
-        "kernels/launches.py",
+        "kernels/launch_configs.py",
         "        _thread.table = before",
         "        _thread.table = table",
         "tests/kernels/test_launches.py -k launch_table_applies",

@@ -49,7 +49,7 @@ FAULTS = (
     ),
     Fault(
         "a flush keeps the bytes that it returned",
-        "minillm/tokenizer/streaming.py",
+        "minillm/tokenizer/detokenizer.py",
         "decoder, self._decoder = self._decoder, self._tokenizer.new_decoder()",
         "decoder = self._decoder",
         "tests/tokenizer/test_tokenizer.py -k used_again",

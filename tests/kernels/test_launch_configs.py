@@ -8,7 +8,7 @@ import torch
 from minillm.kv_cache import LayerCache
 from minillm.ops import AttentionOptions, reference
 
-launches = pytest.importorskip("minillm.kernels.launches")
+launch_configs = pytest.importorskip("minillm.kernels.launch_configs")
 paged_attention = pytest.importorskip("minillm.kernels.paged_attention", reason="triton is not installed here")
 from minillm.kernels import single_row  # noqa: E402  needs triton
 
@@ -41,7 +41,7 @@ def decode(q, cache, table, lengths):
 
 def test_decode_attention_looks_up_its_problem_and_uses_the_tuned_launch(device, monkeypatch):
     inputs = decode_inputs(device)
-    with launches.listening() as asked:
+    with launch_configs.listening() as asked:
         decode(*inputs)
     (problem, default), *others = asked.items()
     assert not others and problem.kernel == "decode_attention"
@@ -49,7 +49,7 @@ def test_decode_attention_looks_up_its_problem_and_uses_the_tuned_launch(device,
     measured = default._replace(keys=32, splits=2)
     assert (default.keys, default.splits) != (32, 2)
     spy = Spy(paged_attention, "decode_kernel", monkeypatch)
-    with launches.using({problem: measured._asdict()}):
+    with launch_configs.using({problem: measured._asdict()}):
         found = decode(*inputs)
     assert spy.seen[0]["grid"] == (2, 1, 2)
     assert (spy.seen[0]["KEYS"], spy.seen[0]["SPLITS"]) == (32, 2)
@@ -60,11 +60,11 @@ def test_prefill_attention_uses_the_tuned_launch(device, monkeypatch):
     q, cache, table, _ = decode_inputs(device)
     q = torch.randn(40, 4, 32, device=device)
     lengths, starts = torch.tensor([30, 25], device=device).int(), torch.tensor([0, 30, 40], device=device).int()
-    with launches.listening() as asked:
+    with launch_configs.listening() as asked:
         paged_attention.prefill_attention(q, cache, table, lengths, starts, 30, AttentionOptions(0.2))
     (problem, default), *_ = asked.items()
     spy = Spy(paged_attention, "prefill_kernel", monkeypatch)
-    with launches.using({problem: default._replace(rows=64, keys=16)._asdict()}):
+    with launch_configs.using({problem: default._replace(rows=64, keys=16)._asdict()}):
         found = paged_attention.prefill_attention(q, cache, table, lengths, starts, 30, AttentionOptions(0.2))
     assert (spy.seen[0]["ROWS"], spy.seen[0]["KEYS"]) == (64, 16)
     wanted = reference.prefill_attention(q, cache, table, lengths, starts, 30, AttentionOptions(0.2))
@@ -80,12 +80,12 @@ def test_prefill_attention_uses_the_tuned_launch(device, monkeypatch):
 )
 def test_a_single_row_product_uses_the_tuned_launch(columns, kernel, measured, launched, device, monkeypatch):
     x, weight = torch.randn(1, columns, device=device), torch.randn(37, columns, device=device)
-    with launches.listening() as asked:
+    with launch_configs.listening() as asked:
         single_row.product(x, weight)
     (problem, default), *_ = asked.items()
     assert problem.kernel == kernel
     spy = Spy(single_row, f"{kernel}_kernel", monkeypatch)
-    with launches.using({problem: default._replace(**measured)._asdict()}):
+    with launch_configs.using({problem: default._replace(**measured)._asdict()}):
         found, _ = single_row.product(x, weight)
     assert launched.items() <= spy.seen[0].items()
     torch.testing.assert_close(found, x @ weight.T, rtol=1e-4, atol=1e-3)
@@ -93,28 +93,30 @@ def test_a_single_row_product_uses_the_tuned_launch(columns, kernel, measured, l
 
 def test_a_launch_table_applies_only_to_its_block_thread_and_problem():
     default = single_row.LongLaunch(8, 1024, 8)
-    table = {launches.problem("long_rows", rows=1): {"tile": 4, "width": 512, "warps": 2}}
-    with launches.using(table):
-        assert launches.tuned("long_rows", default, rows=1) == single_row.LongLaunch(4, 512, 2)
-        assert launches.tuned("long_rows", default, rows=2) is default
+    table = {launch_configs.problem("long_rows", rows=1): {"tile": 4, "width": 512, "warps": 2}}
+    with launch_configs.using(table):
+        assert launch_configs.tuned("long_rows", default, rows=1) == single_row.LongLaunch(4, 512, 2)
+        assert launch_configs.tuned("long_rows", default, rows=2) is default
         elsewhere = []
-        thread = threading.Thread(target=lambda: elsewhere.append(launches.tuned("long_rows", default, rows=1)))
+        thread = threading.Thread(target=lambda: elsewhere.append(launch_configs.tuned("long_rows", default, rows=1)))
         thread.start()
         thread.join()
         assert elsewhere == [default]
-        with launches.using({}):
-            assert launches.tuned("long_rows", default, rows=1) is default
-    assert launches.tuned("long_rows", default, rows=1) is default
+        with launch_configs.using({}):
+            assert launch_configs.tuned("long_rows", default, rows=1) is default
+    assert launch_configs.tuned("long_rows", default, rows=1) is default
 
 
 def test_every_tunable_kernel_is_registered_with_its_launch_type(device):
-    kinds = launches.registered()
+    kinds = launch_configs.registered()
     assert kinds.keys() == {"decode_attention", "prefill_attention", "whole_rows", "long_rows"}
-    with launches.listening() as asked:
+    with launch_configs.listening() as asked:
         decode(*decode_inputs(device))
     assert all(type(default) is kinds[problem.kernel] for problem, default in asked.items())
 
 
 def test_different_dtypes_of_equal_size_are_different_problems():
-    names = {launches.dtype_name(dtype) for dtype in (torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16)}
-    assert len({launches.problem("any", dtype=name) for name in names}) == 4
+    names = {
+        launch_configs.dtype_name(dtype) for dtype in (torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16)
+    }
+    assert len({launch_configs.problem("any", dtype=name) for name in names}) == 4
