@@ -126,8 +126,9 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
             paged_attention.decode_attention(several, cache, table, lengths, attention)
             paged_attention.prefill_attention(q, cache, table, lengths, starts, 1, attention)
             qkv, turns = torch.zeros(1, (heads + 2) * dim, dtype=dtype), torch.zeros(1, 2, dim, dtype=dtype)
-            attend = single_row.RowAttention(heads, 1, dim, qkv.device)
-            attend(qkv, turns, cache, table[:1], lengths[:1], 0.1)
+            if dtype == torch.bfloat16:  # in others it needs as little shared memory
+                attend = single_row.RowAttention(heads, 1, dim, qkv.device)
+                attend(qkv, turns, cache, table[:1], lengths[:1], 0.1)
     finally:
         triton.runtime.JITFunction.run = run
     return compiled

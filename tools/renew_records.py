@@ -26,7 +26,6 @@ WORKLOADS = "--workload single --workload chat --workload mixed --workload silo 
 RECORDS = {
     "cpu": {
         "batching": "minillm bench batching --json",
-        "state-machine": "python tools/state_machines.py --steps 1000000 --record",
         "streaming": "minillm eval --streaming --attention-sinks 4 --attention-window 1024 --json",
         "tiny-gemma-quality": "minillm eval --device cpu --dtype float32 --json",
         "trace-overhead": "python tools/trace_overhead.py --record",

@@ -1,7 +1,9 @@
 """Storage of one layer's cache: keys and values in blocks, with scales if quantized.  Lessons 08 and 09."""
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,10 +35,19 @@ class CacheSpec:
         """An empty cache of `blocks` blocks of `block_size` tokens."""
         # Zeros, because attention may multiply stale values by a probability of 0, and 0 * NaN is NaN.
         slots = (blocks, block_size, self.kv_heads)
-        k, v = (torch.zeros(*slots, self.head_dim, dtype=self.dtype, device=device) for _ in "kv")
+        k, v = (_zeros((*slots, self.head_dim), self.dtype, device) for _ in "kv")
         if self.scale_dtype is None:
             return LayerCache(k, v)
-        return LayerCache(k, v, *(torch.zeros(slots, dtype=self.scale_dtype, device=device) for _ in "kv"))
+        return LayerCache(k, v, *(_zeros(slots, self.scale_dtype, device) for _ in "kv"))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of zeros. On a CPU the system provides each page of memory, zeroed, only when it is first used."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # torch.zeros would write all pages now: a large cache would take its memory, and a second, before the first token.
+    memory = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(memory).view(dtype).view(shape)
 
 
 @dataclass

@@ -92,7 +92,7 @@ class Memory:
         groups, device = self.model.groups, self.state.device
         try:
             made = [self.spec.allocate(blocks, self.state.block_size, device) for _ in range(groups.size)]
-        except (torch.OutOfMemoryError, RuntimeError) as error:
+        except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
             raise ConfigError(
                 f"num_blocks={blocks} needs {gib(blocks * self.block_bytes)} for keys and values, more than {device} "
                 "has free; lower num_blocks, max_num_seqs or max_model_len"

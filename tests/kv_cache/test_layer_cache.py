@@ -1,5 +1,8 @@
 """Quantized and dense layer caches: scales are written, read and counted, and attention uses dequantized values."""
 
+import resource
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -26,6 +29,19 @@ def filled(dtype, tokens=BLOCKS * BLOCK):
 def dequantized(cache):
     every = torch.arange(BLOCKS)[None]
     return LayerCache(*(each[0].double().unflatten(0, (BLOCKS, BLOCK)) for each in cache.read(every)))
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the memory in use as Linux tells it")
+def test_a_cpu_cache_takes_memory_only_where_it_is_used():
+    def in_use() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    before = in_use()
+    cache = CacheSpec(1, 64, torch.bfloat16).allocate(1 << 16, 16, torch.device("cpu"))
+    assert cache.k.nbytes + cache.v.nbytes == 1 << 28 and in_use() - before < 1 << 26
+    assert not cache.v[-1].any()
+    cache.v[:, 0] = 1
+    assert cache.v[:, :2].sum() == (1 << 16) * 64 and in_use() - before > 1 << 26
 
 
 @pytest.mark.parametrize(("name", "bound"), [("int8", 0.5 / 127), ("fp8", 1 / 16)])
