@@ -45,7 +45,7 @@ class TransformersGenerate:
             self.model = _random_model(place, kind, device)
         else:
             loaded = AutoModelForCausalLM.from_pretrained(place, dtype=kind)
-            self.model = loaded.to(device)  # type: ignore[arg-type]  # a decorator there loses the type of `self`
+            self.model = loaded.to(device)
         self.model.eval()
         # Without an EOS token no sequence stops early, and no logits processor spends time suppressing it.
         self.model.generation_config = GenerationConfig(pad_token_id=0)
@@ -73,7 +73,7 @@ class TransformersGenerate:
         if temperature > 0:
             choice = {"do_sample": True, "temperature": temperature, "top_k": 0}
         generate = self.model.generate  # a mixin's method, which the class's types take for a tensor
-        out = generate(input_ids=ids, attention_mask=mask, max_new_tokens=longest, **choice)  # type: ignore[operator]
+        out = generate(input_ids=ids, attention_mask=mask, max_new_tokens=longest, **choice)
         tokens = out[:, width:].tolist()
         if len(tokens[0]) != longest:
             raise RuntimeError(f"transformers generated {len(tokens[0])} tokens where the requests have {longest}")

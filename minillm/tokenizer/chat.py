@@ -57,7 +57,7 @@ class ChatTemplate:
         try:
             return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **variables)
         except (TemplateError, TypeError) as error:
-            raise TokenizerError(f"the chat template refuses these messages: {error}") from error
+            raise TokenizerError(f"the chat template rejects these messages: {error}") from error
 
 
 def _raise_exception(message: str) -> NoReturn:

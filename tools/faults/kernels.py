@@ -96,6 +96,6 @@ FAULTS = (
         "kernels/launch_configs.py",
         "        _thread.table = before",
         "        _thread.table = table",
-        "tests/kernels/test_launches.py -k launch_table_applies",
+        "tests/kernels/test_launch_configs.py -k launch_table_applies",
     ),
 )
