@@ -91,7 +91,7 @@ class LLM:
         """Answer one conversation, a list of {"role", "content"} messages, or a list of conversations.
 
         Returns one `Completion` for each. Raises InvalidRequest, EngineClosed, and TokenizerError where the model has
-        no chat template or the template refuses the messages.
+        no chat template or the template rejects the messages.
         """
         conversations = as_tuple(messages)
         if not conversations:

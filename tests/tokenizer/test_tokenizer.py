@@ -141,7 +141,7 @@ def test_a_template_file_takes_precedence_and_default_is_chosen_among_several(di
 )
 def test_templates_are_sandboxed_and_cannot_change_the_messages(source):
     messages = [{"role": "user", "content": "x"}]
-    with pytest.raises(TokenizerError, match="refuses"):
+    with pytest.raises(TokenizerError, match="rejects"):
         ChatTemplate(source, {}).render(messages)
     assert messages == [{"role": "user", "content": "x"}]
 
