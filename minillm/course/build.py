@@ -7,7 +7,6 @@ A source is a script, `notebooks/source/NN_name.py`, in the format of `lesson.py
 import argparse
 import os
 import re
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from nbformat import NotebookNode, write
 
 from minillm.errors import ConfigError, MinillmError
 
+from . import lab
 from .lesson import LEARNER, SOLUTION, convert
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,28 +113,19 @@ def demo() -> Path:
     return target
 
 
-def lab() -> Path:
-    """Copy notebooks that are not yet in lab/; a learner's changes there stay."""
-    folder = ROOT / "lab"
-    folder.mkdir(exist_ok=True)
-    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
-        if not (folder / path.name).exists():
-            shutil.copy(path, folder)
-    return folder
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m minillm.course.build", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     notebooks = commands.add_parser("notebooks", help="execute sources into notebooks/")
     notebooks.add_argument("names", nargs="*", help="first characters of lessons' names; default: all")
     commands.add_parser("demo", help="run the last lesson, print its table, leave a report")
-    commands.add_parser("lab", help="copy notebooks for a learner to change")
+    commands.add_parser("lab", help="copy notebooks to lab/ for a learner to change, or bring the copies up to date")
     options = parser.parse_args(arguments)
     if options.command == "demo":
         demo()
     elif options.command == "lab":
-        print(lab())
+        for line in lab.copy(NOTEBOOKS, ROOT / "lab"):
+            print(line)
     else:
         try:
             for source in sources(options.names):

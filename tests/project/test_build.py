@@ -86,19 +86,6 @@ def test_an_error_in_a_cell_stops_the_build(tmp_path):
         build.execute(build.convert(path), tmp_path)
 
 
-def test_the_lab_keeps_what_a_learner_changed(tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "ROOT", tmp_path)
-    monkeypatch.setattr(build, "NOTEBOOKS", tmp_path / "notebooks")
-    (tmp_path / "notebooks").mkdir()
-    for name in ("00_a.ipynb", "01_b.ipynb"):
-        (tmp_path / "notebooks" / name).write_text("built")
-    (tmp_path / "lab").mkdir()
-    (tmp_path / "lab" / "00_a.ipynb").write_text("mine")
-    build.lab()
-    assert (tmp_path / "lab" / "00_a.ipynb").read_text() == "mine"
-    assert (tmp_path / "lab" / "01_b.ipynb").read_text() == "built"
-
-
 def test_an_unknown_lesson_error_lists_the_available_ones():
     with pytest.raises(ValueError, match="99_serve_and_benchmark"):
         build.sources(["77"])
