@@ -17,7 +17,8 @@ from packaging.requirements import Requirement
 
 GIB = 1 << 30
 MEMORY_GIB, DISK_GIB = 4, 4  # enough for the tests and a lesson's kernel at the same time
-CAPABILITY = (8, 0)  # bfloat16, and the memory model that the kernels are compiled for
+CAPABILITY = (8, 0)  # bfloat16, and the shared memory that the kernels are compiled for
+GPU_GIB = 7  # 5 for the weights of Gemma 2B, the rest for its cache and a step; cards of "8 GB" report a little less
 PYTHONS = ((3, 11), (3, 12))
 PACKAGE = Path(__file__).resolve().parent.parent
 EXTRAS = {
@@ -188,13 +189,24 @@ def _cuda() -> Finding:
         fix = "install a torch build that fits the driver (nvidia-smi names its CUDA version)"
         return Finding("GPU", f"a driver is there, but this torch ({build}) sees no device", "missing", fix)
     properties = torch.cuda.get_device_properties(0)
-    capability = (properties.major, properties.minor)
-    kind = f"{properties.name}, capability {capability[0]}.{capability[1]}"
+    kind = f"{properties.name}, capability {properties.major}.{properties.minor}"
     found = f"{kind}, {properties.total_memory / GIB:.0f} GiB, CUDA {torch.version.cuda}"
-    if capability < CAPABILITY:
-        fix = "the kernels need capability 8.0 (Ampere) or newer: pass --device cpu"
-        return Finding("GPU", found, "missing", fix)
+    if problem := gpu_problem():
+        return Finding("GPU", found, "missing", f"{problem}: lessons run on the CPU (pass --device cpu to commands)")
     return Finding("GPU", found)
+
+
+def gpu_problem() -> str | None:
+    """Why lessons cannot run on the GPU that torch sees; None if they can."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    least = ".".join(map(str, CAPABILITY))
+    if (properties.major, properties.minor) < CAPABILITY:
+        return f"the kernels need bfloat16 and capability {least} (Ampere) or newer"
+    if properties.total_memory < GPU_GIB * GIB:
+        return f"Gemma 2B needs a GPU with {GPU_GIB} GiB"
+    return None
 
 
 def _memory() -> Finding:

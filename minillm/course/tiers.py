@@ -1,6 +1,6 @@
 """Tiers: which model a lesson runs, the embedded one on a CPU or Gemma 2B on a GPU.  Lesson 00.
 
-MINILLM_TIER   cpu, gpu, or auto (gpu if torch sees one)
+MINILLM_TIER   cpu, gpu, or auto: gpu if torch sees a GPU that runs the kernels and holds Gemma 2B
 MINILLM_GEMMA  the directory of Gemma 2B's weights, if they are not in Hugging Face's cache; without weights, a GPU runs
                Gemma 2B's shape with random ones
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from minillm.errors import ConfigError
 
-from .doctor import gemma_directory
+from .doctor import gemma_directory, gpu_problem
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,10 @@ def tier() -> Tier:
     wanted = os.environ.get("MINILLM_TIER", "auto")
     if wanted not in ("auto", "cpu", "gpu"):
         raise ConfigError(f"MINILLM_TIER must be cpu, gpu or auto, not {wanted!r}")
-    if wanted == "gpu" and not torch.cuda.is_available():
-        raise ConfigError("MINILLM_TIER=gpu, but torch sees no GPU: `minillm doctor` says why")
-    if wanted == "cpu" or not torch.cuda.is_available():
+    problem = gpu_problem() if torch.cuda.is_available() else "torch sees no GPU"
+    if wanted == "gpu" and problem:
+        raise ConfigError(f"MINILLM_TIER=gpu, but {problem}: unset it; `minillm doctor` says more")
+    if wanted == "cpu" or problem:
         return Tier("cpu", None, "tiny-gemma, trained", True, {"device": "cpu"})
     if directory := gemma_directory():
         return Tier("gpu", str(directory), "Gemma 2B, trained", True, {"device": "cuda"})

@@ -1,9 +1,11 @@
 """The output of `check`, `yours`, `compare` and `tier`."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from minillm import NotSolvedYet
-from minillm.course import check, checks, compare, tier, yours
+from minillm.course import check, checks, compare, doctor, tier, yours
 from minillm.errors import ConfigError
 
 
@@ -133,8 +135,34 @@ def test_the_cpu_tier_uses_the_embedded_model(monkeypatch):
     assert (here.name, here.model, here.device, here.trained) == ("cpu", None, "cpu", True)
 
 
-def test_the_gpu_tier_without_weights_uses_labeled_random_weights(monkeypatch):
+def pretend_gpu(monkeypatch, capability=(9, 0), gib=141.0):
+    properties = SimpleNamespace(
+        name="a GPU", major=capability[0], minor=capability[1], total_memory=int(gib * doctor.GIB)
+    )
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
+
+
+@pytest.mark.parametrize(
+    ("capability", "gib", "runs"),
+    [((7, 5), 15.6, False), ((8, 6), 3.9, False), ((8, 6), 7.8, True), ((9, 0), 141.0, True)],
+    ids=["T4", "small", "8 GB", "H200"],
+)
+def test_doctor_and_lessons_agree_whether_a_gpu_will_do(capability, gib, runs, monkeypatch):
+    pretend_gpu(monkeypatch, capability, gib)
+    monkeypatch.delenv("MINILLM_TIER", raising=False)
+    findings = doctor.examine()
+    assert (doctor.tier(findings) != "cpu") == (tier().name == "gpu") == runs
+    (found,) = [finding for finding in findings if finding.name == "GPU"]
+    assert runs or "lessons run on the CPU" in found.fix
+    monkeypatch.setenv("MINILLM_TIER", "gpu")
+    if not runs:
+        with pytest.raises(ConfigError, match="MINILLM_TIER=gpu, but .*: unset it"):
+            tier()
+
+
+def test_the_gpu_tier_without_weights_uses_labeled_random_weights(monkeypatch):
+    pretend_gpu(monkeypatch)
     monkeypatch.delenv("MINILLM_TIER", raising=False)
     monkeypatch.setattr("minillm.course.tiers.gemma_directory", lambda: None)
     here = tier()
@@ -144,7 +172,7 @@ def test_the_gpu_tier_without_weights_uses_labeled_random_weights(monkeypatch):
 
 def test_the_gpu_tier_uses_real_weights_if_available(monkeypatch, tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    pretend_gpu(monkeypatch)
     monkeypatch.setenv("MINILLM_TIER", "gpu")
     monkeypatch.setenv("MINILLM_GEMMA", str(tmp_path))
     here = tier()
