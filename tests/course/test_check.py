@@ -57,7 +57,7 @@ def test_a_failed_property_is_reported_with_its_result_and_a_hint(doubled, capsy
 
 
 def test_a_property_may_just_return_false(doubled, capsys):
-    assert report(capsys, lambda x: 2 * x or None)[3:] == ["✗ zero", "nothing divides by it", "2 of 3 hold."]
+    assert report(capsys, lambda x: 2 * x or 1)[3:] == ["✗ zero", "nothing divides by it", "2 of 3 hold."]
 
 
 def test_an_exception_is_reported_with_its_line(doubled, capsys):
@@ -67,6 +67,46 @@ def test_an_exception_is_reported_with_its_line(doubled, capsys):
     line = divides.__code__.co_firstlineno + 1
     said = report(capsys, divides)
     assert f"it raised ZeroDivisionError: division by zero (line {line} of its cell)" in said
+
+
+def test_a_missing_return_is_named_once_instead_of_the_hints(doubled, capsys):
+    def computes(x):
+        x *= 2
+
+    said = report(capsys, computes)
+    missing = "it returned None: does every path through it end in `return`?"
+    assert said[1:] == [
+        "✗ the example",
+        missing,
+        "✗ negative numbers",
+        "the same",
+        "✗ zero",
+        "the same",
+        "0 of 3 hold.",
+    ]
+
+
+def test_an_error_that_breaks_several_properties_is_told_once(doubled, capsys):
+    def typo(x):
+        return x.double()
+
+    said = report(capsys, typo)
+    assert sum("it raised AttributeError" in line for line in said) == 1 and said.count("the same") == 2
+
+
+def test_an_error_inside_a_notebooks_class_is_reported(monkeypatch, capsys):
+    monkeypatch.setattr(checks, "EXERCISES", {})
+    exercise = checks.Exercise("Held")
+
+    @exercise.property("it holds what it is given", hint="store it")
+    def _(made):
+        assert made().get() == 1
+
+    space = {"__name__": "a_notebook_without_a_file"}
+    exec("class Held:\n    def get(self):\n        return self.value", space)
+    check(space["Held"])
+    said = capsys.readouterr().out
+    assert "it raised AttributeError: 'Held' object has no attribute 'value'" in said and "store it" in said
 
 
 def test_a_stub_is_reported_as_unsolved_without_an_exception(doubled, capsys):

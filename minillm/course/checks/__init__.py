@@ -4,12 +4,14 @@ Every lesson's exercises have a file of their own here. `tests/course/mutants/` 
 checker must detect.
 """
 
+import functools
 import inspect
 import pkgutil
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from types import FunctionType
 
 from minillm.errors import ConfigError
 from minillm.overrides import NotSolvedYet
@@ -33,12 +35,15 @@ class Result:
 
 
 class Exercise:
-    """The properties that a learner's function or class of this name must have, in the order shown."""
+    """The properties that a learner's function or class of this name must have, in the order shown.
 
-    def __init__(self, name: str):
+    returns: whether the function has a result; a solution that returns None is then told of its missing `return`.
+    """
+
+    def __init__(self, name: str, *, returns: bool = True):
         if name in EXERCISES:
             raise ConfigError(f"there are two exercises called {name!r}: choose another name for one")
-        self.name = name
+        self.name, self.returns = name, returns
         self.properties: list[Property] = []
         EXERCISES[name] = self
 
@@ -57,7 +62,15 @@ class Exercise:
 
     def examine(self, candidate: Callable) -> list[Result]:
         """Check all properties. Raises NotSolvedYet for a stub."""
-        return [Result(each.name, _problem(each, candidate)) for each in self.properties]
+        results = []
+        for each in self.properties:
+            returned: list = []
+            watched = _watched(candidate, returned) if self.returns else candidate
+            problem = _problem(each, watched, candidate)
+            if problem is not None and returned and all(value is None for value in returned):
+                problem = "it returned None: does every path through it end in `return`?"
+            results.append(Result(each.name, problem))
+        return results
 
 
 EXERCISES: dict[str, Exercise] = {}
@@ -83,18 +96,37 @@ def check(candidate: Callable) -> None:
         print(f"{name}: not solved yet. Write it above and run both cells; until then the engine's own is used.")
         return
     print(name)
+    said: set[str] = set()
     for result in results:
         print(f"  {'✓' if result.problem is None else '✗'} {result.name}")
         if result.problem is not None:
-            print(*(f"      {line}" for line in result.problem.splitlines()), sep="\n")
+            what, *hint = result.problem.splitlines()
+            if what in said:  # the same mistake breaks several properties: unrelated hints would only confuse
+                print("      the same")
+            else:
+                print(*(f"      {line}" for line in (what, *hint)), sep="\n")
+            said.add(what)
     held = sum(result.problem is None for result in results)
     solved = held == len(results)
     print(f"Solved: all {held} hold." if solved else f"{held} of {len(results)} hold.")
 
 
-def _problem(prop: Property, candidate: Callable) -> str | None:
+def _watched(candidate: Callable, returned: list) -> Callable:
+    """The candidate; if it is a function, its results are appended to `returned`."""
+    if not isinstance(candidate, FunctionType):
+        return candidate
+
+    @functools.wraps(candidate)
+    def watched(*args, **kwargs):
+        returned.append(candidate(*args, **kwargs))
+        return returned[-1]
+
+    return watched
+
+
+def _problem(prop: Property, watched: Callable, candidate: Callable) -> str | None:
     try:
-        return prop.hint if prop.holds(candidate) is False else None
+        return prop.hint if prop.holds(watched) is False else None
     except NotSolvedYet:
         raise
     except AssertionError as error:
@@ -110,7 +142,7 @@ def _line_of(error: Exception, candidate: Callable) -> str:
     """The line of the candidate's source that raised an error, in words, or nothing."""
     try:
         file = inspect.getsourcefile(candidate)
-    except TypeError:
+    except (TypeError, OSError):  # a class of a notebook has no file
         return ""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return f" (line {lines[-1]} of its cell)" if lines else ""
