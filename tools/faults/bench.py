@@ -66,7 +66,7 @@ FAULTS = (
         "minillm/bench/roofline.py",
         "return max(nbytes / bytes_per_s, operations / operations_per_s)",
         "return nbytes / bytes_per_s + operations / operations_per_s",
-        "tests/bench/test_roofline.py -k floor",
+        "tests/bench/test_roofline.py -k reading_and_computing",
     ),
     Fault(
         "a record does not mention uncommitted changes",

@@ -14,7 +14,7 @@ FAULTS = (
         ACCURACY,
         '(load_questions(split="dev") if examples is None',
         "(load_questions() if examples is None",
-        f"{TESTS} -k examples_are_of_the_dev_split",
+        f"{TESTS} -k examples_come_from_the_dev_split",
     ),
     Fault(
         "the report's few-shot examples come from the test questions",
