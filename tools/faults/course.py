@@ -15,8 +15,8 @@ FAULTS = (
     Fault(
         "a property that returns False passes",
         CHECKS,
-        "return prop.hint if prop.holds(candidate) is False else None",
-        "return prop.holds(candidate) and None",
+        "return prop.hint if prop.holds(watched) is False else None",
+        "return prop.holds(watched) and None",
         "tests/course/test_check.py -k just_return_false",
     ),
     Fault(
@@ -76,10 +76,24 @@ FAULTS = (
         "tests/course/test_draw_timeline.py -k row_waits",
     ),
     Fault(
-        "building the lab overwrites a learner's changes",
-        "minillm/course/build.py",
-        "if not (folder / path.name).exists():",
-        "if path.name:",
-        "tests/project/test_build.py -k lab",
+        "a corrected lesson replaces a copy that the learner changed",
+        "minillm/course/lab.py",
+        "return digest(_read(path)) in (copied.get(path.name), now)",
+        "return True",
+        "tests/course/test_lab.py",
+    ),
+    Fault(
+        "a learner's copy carries the outputs",
+        "minillm/course/lab.py",
+        "cell.outputs, cell.execution_count = [], None",
+        "cell.execution_count = None",
+        "tests/course/test_lab.py",
+    ),
+    Fault(
+        "lessons run on a GPU that the doctor advises against",
+        "minillm/course/tiers.py",
+        "problem = gpu_problem() if",
+        "problem = None if",
+        "tests/course/test_check.py",
     ),
 )
