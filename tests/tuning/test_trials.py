@@ -93,6 +93,23 @@ def test_a_launch_that_is_barely_faster_changes_nothing(runner):
 
 @interpreted
 @torch.inference_mode()
+def test_a_launch_that_was_fast_only_once_changes_nothing(runner):
+    problem, default = decode_problem()
+    lucky, runs = {"warps": 8, "stages": 2}, []
+
+    def clock(calls):
+        (launch,) = launch_configs._thread.table.values()
+        if not lucky.items() <= launch.items():
+            return 1.0
+        runs.append(launch)
+        return 0.4 if len(runs) == 1 else 1.0
+
+    found = trials.tune(problem, default, trials.decode_trial(problem, runner, TRAFFIC, 2, None), clock)
+    assert found.launch == default and len(runs) > 1
+
+
+@interpreted
+@torch.inference_mode()
 @pytest.mark.parametrize("fault", ["wrong", "too large"])
 def test_a_launch_that_does_not_fit_or_is_wrong_is_never_timed(fault, runner, monkeypatch):
     from triton.runtime.errors import OutOfResources
