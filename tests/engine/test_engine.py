@@ -476,7 +476,8 @@ def test_a_failing_step_is_reported_to_every_stream_and_the_engine_stays_usable(
     async def everything():
         llm = AsyncLLM(directory, dtype="float64", device="cpu")
         with minillm.using(rms_norm=broken):
-            results = await asyncio.gather(*(llm.generate(p, GREEDY) for p in prompts[:4]), return_exceptions=True)
+            runs = asyncio.gather(*(llm.generate(p, GREEDY) for p in prompts[:4]), return_exceptions=True)
+            results = await asyncio.wait_for(runs, TIMEOUT)
         assert all(isinstance(result, RuntimeError) and "did not work" in str(result) for result in results)
         completion = await llm.generate(prompts[0], GREEDY)
         llm.close()
