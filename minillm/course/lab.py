@@ -35,33 +35,46 @@ def copy(notebooks: Path, folder: Path) -> Iterator[str]:
     """Bring a folder's copies up to date with the lessons in `notebooks`; yields a sentence for each that changed."""
     folder.mkdir(exist_ok=True)
     known = folder / COPIES
-    copied = json.loads(known.read_text(encoding="utf-8")) if known.exists() else {}
+    copied = _digests(known)
     for path in sorted(notebooks.glob("*.ipynb")):
         lesson = clean(_read(path))
         now, mine = digest(lesson), folder / path.name
-        if copied.get(path.name) == now and mine.exists():
+        if mine.exists() and now in (copied.get(path.name), _held(mine)):  # the outputs of an equal copy stay
+            copied[path.name] = now
             continue
-        target = mine if _unchanged(mine, copied, now) else _free(mine, copied, now)
+        target = mine if _unchanged(mine, copied) else _free(mine, copied, now)
         _write(lesson, target)
         yield _sentence(mine, target, path.name in copied)
         copied[path.name] = copied[target.name] = now
     known.write_text(json.dumps(copied, indent=1) + "\n", encoding="utf-8")
 
 
-def _unchanged(path: Path, copied: dict[str, str], now: str) -> bool:
-    """Whether a file may be replaced: it is not there, or its cells are those of the copy or of the lesson."""
-    if not path.exists():
-        return True
+def _digests(known: Path) -> dict[str, str]:
+    """The digests by file name; none if they are lost or damaged: every copy that differs then counts as changed."""
     try:
-        return digest(_read(path)) in (copied.get(path.name), now)
-    except Exception:  # a file that cannot be read is the learner's all the same
-        return False
+        read = json.loads(known.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return read if isinstance(read, dict) else {}
+
+
+def _held(path: Path) -> str | None:
+    """The digest of a notebook's cells; None for a file that is no notebook: it is the learner's all the same."""
+    try:
+        return digest(_read(path))
+    except Exception:  # nbformat raises many kinds
+        return None
+
+
+def _unchanged(path: Path, copied: dict[str, str]) -> bool:
+    """Whether a file may be replaced: it is not there, or its cells are those that were copied."""
+    return not path.exists() or (path.name in copied and _held(path) == copied[path.name])
 
 
 def _free(mine: Path, copied: dict[str, str], now: str) -> Path:
-    """The first of NN_name.new.ipynb, NN_name.new2.ipynb, ... in which nothing was changed."""
+    """The first of NN_name.new.ipynb, NN_name.new2.ipynb, ... that is free, equal to the lesson or unchanged."""
     names = (mine.with_suffix(f".new{count}.ipynb") for count in itertools.chain([""], itertools.count(2)))
-    return next(path for path in names if _unchanged(path, copied, now))
+    return next(path for path in names if _unchanged(path, copied) or _held(path) == now)
 
 
 def _sentence(mine: Path, target: Path, corrected: bool) -> str:

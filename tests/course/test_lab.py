@@ -73,7 +73,7 @@ def test_a_corrected_lesson_lies_beside_each_copy_that_a_learner_changed(folders
     assert sources(mine) == ["guess = 5", "print(1)"] and sources(new) == ["guess = None", "print(2)"]
     lesson(tmp_path, "guess = None", "print(3)")
     list(lab.copy(*folders))
-    assert sources(new) == ["guess = None", "print(3)"], "nobody had changed it"
+    assert sources(new) == ["guess = None", "print(3)"], "it was not changed"
     edit(new, "guess = 6")
     lesson(tmp_path, "guess = None", "print(4)")
     list(lab.copy(*folders))
@@ -91,6 +91,18 @@ def test_a_file_that_is_no_notebook_is_kept(folders, text):
     mine.write_text(text)
     list(lab.copy(*folders))
     assert mine.read_text() == text and sources(folders[1] / "00_a.new.ipynb") == ["guess = None", "print(1)"]
+
+
+@pytest.mark.parametrize("digests", [None, "{", "[]"])
+def test_an_equal_copy_keeps_its_outputs_even_if_the_digests_are_lost(folders, digests):
+    list(lab.copy(*folders))
+    mine = folders[1] / "00_a.ipynb"
+    notebook = nbformat.read(mine, as_version=4)
+    notebook.cells[1].outputs = [v4.new_output("stream", text="mine")]
+    nbformat.write(notebook, mine)
+    (folders[1] / lab.COPIES).unlink() if digests is None else (folders[1] / lab.COPIES).write_text(digests)
+    assert list(lab.copy(*folders)) == []
+    assert nbformat.read(mine, as_version=4).cells[1].outputs[0].text == "mine"
 
 
 def test_a_copy_from_before_digests_were_kept_counts_as_changed(folders):

@@ -78,8 +78,8 @@ FAULTS = (
     Fault(
         "a corrected lesson replaces a copy that the learner changed",
         "minillm/course/lab.py",
-        "return digest(_read(path)) in (copied.get(path.name), now)",
-        "return True",
+        "(path.name in copied and _held(path) == copied[path.name])",
+        "True",
         "tests/course/test_lab.py",
     ),
     Fault(
