@@ -6,9 +6,10 @@ from minillm.course import NotSolvedYet, check, compare, tier, yours
 from minillm.overrides import NotSolvedYet
 
 from .checks import check
+from .figures import describe
 from .interpret import triton_here
 from .predictions import compare
-from .stubs import yours
+from .stubs import solved, yours
 from .tiers import Tier, full, tier
 
-__all__ = ["NotSolvedYet", "Tier", "check", "compare", "full", "tier", "triton_here", "yours"]
+__all__ = ["NotSolvedYet", "Tier", "check", "compare", "describe", "full", "solved", "tier", "triton_here", "yours"]

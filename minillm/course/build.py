@@ -1,10 +1,11 @@
 """Build the executed notebooks, the demo's report, and a learner's copies from one source per lesson.
 
 A source is a script, `notebooks/source/NN_name.py`, in the format of `lesson.py`. Timings are in cells tagged
-`nbval-ignore-output`, whose first line says why. `make demo` prints the output of cells tagged `terminal`.
+`nbval-ignore-output`, whose `uncompared` says why. `make demo` prints the output of cells tagged `terminal`.
 """
 
 import argparse
+import html
 import os
 import re
 import sys
@@ -24,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = ROOT / "notebooks"
 DEMO = "99_serve_and_benchmark"
 CELL_SECONDS = 600
+NO_ALTERNATIVE = "No description has been provided for this image"  # written by nbconvert
 
 
 def execute(notebook: NotebookNode, folder: Path, started: Callable | None = None, **environment: str) -> NotebookNode:
@@ -80,8 +82,17 @@ def to_html(notebook: NotebookNode, title: str) -> str:
     from nbconvert import HTMLExporter
 
     page, _ = HTMLExporter(embed_images=True).from_notebook_node(notebook, resources={"metadata": {"name": title}})
+    page = _with_alternatives(page, notebook)
     # The template loads scripts from the network, for formulas and widgets, which this report does not have.
     return re.sub(r"<script\b.*?</script>", "", page, flags=re.DOTALL)
+
+
+def _with_alternatives(page: str, notebook: NotebookNode) -> str:
+    """The page with each figure's text alternative, which nbconvert's template leaves out."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    figures = [output for output in outputs if "image/png" in output.get("data", {})]
+    texts = iter([each.metadata.get("image/png", {}).get("alt", NO_ALTERNATIVE) for each in figures])
+    return re.sub(re.escape(f'alt="{NO_ALTERNATIVE}"'), lambda _: f'alt="{html.escape(next(texts))}"', page)
 
 
 def printed(notebook: NotebookNode) -> str:

@@ -5,7 +5,7 @@ A source is a jupytext percent script. These lines have a meaning:
     # SOLUTION: the task in a line     up to `# END`: what the learner writes; a stub that raises NotSolvedYet for them
     #   (a second line of the task)
     guess = 2.0  # PREDICT: what of    a prediction; None for the learner
-    # ENGINE: module:name              alone in its cell: replaced by the source of that object in its module
+    # ENGINE: module:name              alone in its cell: replaced by the source of that object, folded if it is long
 
 The first two belong in cells tagged `exercise`.
 """
@@ -24,6 +24,8 @@ from minillm.errors import MinillmError
 PACKAGE = Path(__file__).resolve().parents[1]
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 LEARNER, SOLUTION = "learner", "solution"
+KEPT = ("tags", "uncompared")  # a cell's metadata that notebooks keep; uncompared: why outputs may differ
+LISTING_LINES = 15  # longer listings of engine source are folded
 BANNER = "*The instructor's version: every exercise is solved.*"
 
 _REGION = re.compile(r"^( *)# SOLUTION: (.*\n(?:\1#   .*\n)*)((?:(?!\1# END$).*\n)*?)\1# END$", re.MULTILINE)
@@ -56,9 +58,9 @@ def convert(source: Path, kind: str = SOLUTION) -> NotebookNode:
 
 def _convert_cell(cell: NotebookNode, kind: str) -> NotebookNode:
     tags = cell.metadata.get("tags")
-    metadata = {"tags": tags} if tags else {}
+    metadata = {key: cell.metadata[key] for key in KEPT if cell.metadata.get(key)}
     if cell.cell_type == "code" and (shown := _engine_objects(cell.source)):
-        text = "\n\n".join(f"From `{_shown_path(module)}`:\n\n```python\n{code}\n```" for module, _, code in shown)
+        text = "\n\n".join(_listing(_shown_path(module), code) for module, _, code in shown)
         names = [f"{module}:{name}" for module, name, _ in shown]
         return v4.new_markdown_cell(text, metadata=metadata | {"engine": names})
     if cell.cell_type == "code":
@@ -151,6 +153,16 @@ def _engine_objects(source: str) -> list[tuple[str, str, str]]:
     if len(found) < len(lines):
         return []
     return [(match[1], match[2], engine_source(match[1], match[2])) for match in found]
+
+
+def _listing(path: str, code: str) -> str:
+    """Engine source in Markdown; a long listing is folded under a line that opens it."""
+    block = f"```python\n{code}\n```"
+    if (lines := len(code.splitlines())) <= LISTING_LINES:
+        return f"From `{path}`:\n\n{block}"
+    name = re.search(r"^(?:async )?(?:def|class) (\w+)", code, re.MULTILINE)
+    shown = f"<code>{name[1]}</code>, {lines} lines from <code>{path}</code>" if name else f"<code>{path}</code>"
+    return f"<details>\n<summary>Show {shown}</summary>\n\n{block}\n\n</details>"
 
 
 def _shown_path(module: str) -> str:

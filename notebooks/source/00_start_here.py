@@ -24,8 +24,7 @@ from minillm.course import NotSolvedYet, check, compare, doctor, tier, yours
 #
 # What is marked `ok` is found; anything else says how to mend it. `minillm doctor` prints the same in a terminal.
 
-# %% tags=["nbval-ignore-output"]
-# Not compared: it describes the machine.
+# %% tags=["nbval-ignore-output"] uncompared="it describes the machine"
 print(doctor.report(doctor.examine()))
 
 # %% [markdown]
@@ -280,8 +279,7 @@ for name, (tokens_in, samples) in STEPS.items():
 # a product of two large square matrices. Their quotient, the **ridge**, is the intensity at which both take equally
 # long. Steps below it wait for memory, steps above it for arithmetic.
 
-# %% tags=["nbval-ignore-output"]
-# Not compared: measured on this machine.
+# %% tags=["nbval-ignore-output"] uncompared="measured on this machine"
 limits = roofline.limits(here.device, model.dtype, model.nbytes)
 print(f"reads       {limits.bytes_per_s / 1e9:10,.1f} GB/s")
 print(f"computes    {limits.operations_per_s / 1e9:10,.1f} billion operations/s")
@@ -316,8 +314,7 @@ def floor_ms(name: str) -> float:
     return 1e3 * floor(*work_of(*STEPS[name]), limits.bytes_per_s, limits.operations_per_s)
 
 
-# %% tags=["nbval-ignore-output"]
-# Not compared: the floors are of this machine.
+# %% tags=["nbval-ignore-output"] uncompared="the floors are of this machine"
 for name in STEPS:
     print(f"{name:<20} at least {floor_ms(name):8.3f} ms")
 
@@ -333,8 +330,7 @@ guess_decode_ms = 2.0  # PREDICT: milliseconds of a decode step of one request
 guess_64_ms = 8.0  # PREDICT: milliseconds of a decode step of 64 requests
 guess_prefill_ms = 40.0  # PREDICT: milliseconds of a prefill of 400 tokens
 
-# %% tags=["nbval-ignore-output"]
-# Not compared: times.
+# %% tags=["nbval-ignore-output"] uncompared="times"
 points = [
     roofline.decode(llm, 1),
     roofline.decode(llm, 8),

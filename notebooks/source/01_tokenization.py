@@ -485,8 +485,7 @@ print("transformers reads it and gives the same ids:", same_ids)
 # %%
 # ENGINE: minillm.tokenizer.training:most_frequent_pairs
 
-# %% tags=["nbval-ignore-output"]
-# Not compared: times.
+# %% tags=["nbval-ignore-output"] uncompared="times"
 import time
 
 for name, function in {"yours": learn, "the engine's": engines_own}.items():

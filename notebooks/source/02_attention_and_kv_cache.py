@@ -575,8 +575,7 @@ draw.work(
 guess_ms = 60.0  # PREDICT: milliseconds of token 400 without a cache, in 64-bit numbers
 guess_cached_ms = 2.0  # PREDICT: the same with a cache
 
-# %% tags=["nbval-ignore-output"]
-# Not compared: times.
+# %% tags=["nbval-ignore-output"] uncompared="times"
 limits = roofline.limits("cpu", torch.float64, model.nbytes)
 gigabytes, billions = limits.bytes_per_s / 1e9, limits.operations_per_s / 1e9
 print(f"this machine: {gigabytes:.1f} GB/s, {billions:.1f} billion operations/s")
@@ -872,8 +871,7 @@ guess_prefill = 10000  # PREDICT: tokens a second of a prefill of 512 tokens
 guess_decode = 500  # PREDICT: tokens a second of one request's decode
 guess_decode_8 = 2500  # PREDICT: tokens a second of 8 requests' decode together
 
-# %% tags=["nbval-ignore-output"]
-# Not compared: times, and the model of the machine's tier.
+# %% tags=["nbval-ignore-output"] uncompared="times, and the model of the machine's tier"
 llm.close()
 here = tier()
 with LLM(here.model, run_ahead=0, enable_prefix_caching=False, **here.options) as engine:

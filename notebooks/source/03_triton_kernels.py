@@ -472,8 +472,7 @@ print(used.calls)
 # Twice in each layer of each step, yours has replaced the two lines of section 1. On a GPU: how does it compare with
 # torch, line by line, and with the engine's own, for 3,000 tokens?
 
-# %% tags=["nbval-ignore-output"]
-# Not compared: times, on a GPU only.
+# %% tags=["nbval-ignore-output"] uncompared="times, on a GPU only"
 if here.name == "gpu":
     from minillm.ops import triton as engines
 
@@ -898,8 +897,7 @@ plt.show()
 # may, if it launches the same kernels for the same shapes and never looks at a value on the CPU. Yours keep that
 # promise. On a GPU you see what it is worth:
 
-# %% tags=["nbval-ignore-output"]
-# Not compared: times, on a GPU only.
+# %% tags=["nbval-ignore-output"] uncompared="times, on a GPU only"
 if here.name == "gpu":
     import time
 

@@ -774,8 +774,7 @@ for rows in (1, 64, 512, 3000):
 # has no time worth telling.
 
 
-# %% tags=["nbval-ignore-output"]
-# Not compared: times, where there is a GPU.
+# %% tags=["nbval-ignore-output"] uncompared="times, where there is a GPU"
 def engines_decode(*tensors, scale):
     return paged_attention.decode_attention(*tensors, AttentionOptions(scale))
 

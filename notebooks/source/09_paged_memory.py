@@ -808,8 +808,7 @@ print(f"tokens that they see, as a share of the memory's slots: {shared['seen']:
 # For those who run, the memory is larger than it is. And what does it cost? A hash for each block of each prompt, found
 # or not:
 
-# %% tags=["nbval-ignore-output"]
-# Not compared: times.
+# %% tags=["nbval-ignore-output"] uncompared="times"
 tokens = random_prompt(1024, seed=1)
 start = time.perf_counter()
 kv_cache.prefix_keys(tokens, 16)

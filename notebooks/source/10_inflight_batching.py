@@ -211,8 +211,7 @@ print(
 tokens = [{name: one.token_ids for name, one in each.done.items()} for each in runs.values()]
 print("every request has the same tokens both ways:", tokens[0] == tokens[1])
 
-# %% tags=["nbval-ignore-output"]
-# Not compared: times.
+# %% tags=["nbval-ignore-output"] uncompared="times"
 seconds = {name: each.steps[-1].read - each.steps[0].launched for name, each in runs.items()}
 for name, took in seconds.items():
     step_ms = 1e3 * took / len(runs[name].steps)
@@ -524,8 +523,7 @@ guess_ttft = 1.7  # PREDICT: TTFT with a budget of 64, as a multiple of that wit
 guess_gap = 0.15  # PREDICT: the longest gap with a budget of 64, as a share of that with 1,024
 
 
-# %% tags=["nbval-ignore-output"]
-# Not compared: times.
+# %% tags=["nbval-ignore-output"] uncompared="times"
 def waits(run):
     """(the newcomer's TTFT, the longest gap of the seven), in milliseconds."""
     new = run.done["new"]
@@ -827,8 +825,7 @@ print("it ran:", used.calls["policy"] > 0, used.not_solved or "")
 # itself, without any model, all rows decoding:
 
 
-# %% tags=["nbval-ignore-output"]
-# Not compared: times.
+# %% tags=["nbval-ignore-output"] uncompared="times"
 def scheduling_us(rows, steps=200):
     """Microseconds a step to choose it and to take in its tokens."""
     scheduler = Scheduler(

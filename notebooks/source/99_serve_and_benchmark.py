@@ -229,8 +229,7 @@ print("TTFT and gaps make end-to-end:", math.isclose(ttft + sum(gaps), e2e))
 guess_itl_ms = 3.0  # PREDICT: milliseconds between two tokens of a lone request
 guess_ttft_ms = 25.0  # PREDICT: milliseconds to the first token, after a prompt of 300 tokens
 
-# %% tags=["nbval-ignore-output"]
-# Not compared: times.
+# %% tags=["nbval-ignore-output"] uncompared="times"
 limits = roofline.limits(here.device, model.dtype, model.nbytes)
 floor_itl = model.nbytes / limits.bytes_per_s
 nbytes, operations = roofline.step_work(llm, 300, 1)
@@ -324,8 +323,7 @@ plt.show()
 # %% tags=["exercise"]
 guess_gain = 6.0  # PREDICT: tokens/s with all places taken, as multiples of one client's
 
-# %% tags=["nbval-ignore-output"]
-# Not compared: times.
+# %% tags=["nbval-ignore-output"] uncompared="times"
 clients = (1, places // 4, places)
 CHAT = {"workload": "chat", "scale": 8, "quiet": True}  # 16 tokens in, 16 out
 loads = [
@@ -445,8 +443,7 @@ plt.show()
 # replays a recorded one.) The closed loop found how many requests a second the server can do. What if users send half
 # as many, or four fifths, or twice as many?
 
-# %% tags=["nbval-ignore-output"]
-# Not compared: times.
+# %% tags=["nbval-ignore-output"] uncompared="times"
 capacity = loads[-1]["requests_per_s"]
 SHARES = (0.5, 0.8, 2.0)
 sent = (places, places, 3 * places)
@@ -480,8 +477,7 @@ plt.show()
 # TTFTs, and the whole answer within five times the idle server's), and count only the answers that keep it:
 # **goodput**.
 
-# %% tags=["nbval-ignore-output"]
-# Not compared: times.
+# %% tags=["nbval-ignore-output"] uncompared="times"
 promised_ttft, promised_e2e = 10 * loads[0]["ttft_s"]["p50"], 5 * loads[0]["e2e_s"]["p50"]
 
 
@@ -605,8 +601,7 @@ assert blinded != before, "attention took no part in the answer"
 # %% tags=["exercise"]
 guess_loop_ms = 8.0  # PREDICT: milliseconds between tokens with the loop, 8 clients
 
-# %% tags=["nbval-ignore-output"]
-# Not compared: times.
+# %% tags=["nbval-ignore-output"] uncompared="times"
 one_by_one = adapters.gathered(adapters.cached_attention)["decode_attention"]
 candidates = {"the engine's own": {}, "yours": {"decode_attention": decode_attention}}
 candidates["a loop over the rows"] = {"decode_attention": one_by_one}
@@ -668,8 +663,7 @@ mixed = offline.run(
     here.model, workload="mixed", scale=sizes["mixed"], requests=16, batches=(16,), **both
 )
 
-# %% tags=["nbval-ignore-output", "terminal"]
-# Not compared: times.
+# %% tags=["nbval-ignore-output", "terminal"] uncompared="times"
 print(offline.table(single["results"] + mixed["results"]))
 for record in (single, mixed):
     print(offline.caveat(record), end="")

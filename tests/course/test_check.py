@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from minillm import NotSolvedYet
-from minillm.course import check, checks, compare, doctor, tier, yours
+from minillm.course import check, checks, compare, doctor, solved, tier, yours
 from minillm.errors import ConfigError
 
 
@@ -125,7 +125,8 @@ def test_yours_returns_the_learners_function_or_the_engines_for_a_stub():
     def stub():
         raise NotSolvedYet("f")
 
-    assert yours(stub, lambda: "engine")() == "engine"
+    assert yours(stub, lambda: "engine")() == "engine" and not solved(stub) and solved(lambda: "mine")
+    assert not solved(SimpleNamespace(fn=stub)), "a kernel"
     assert yours(lambda: "mine", lambda: "engine")() == "mine"
 
 
@@ -143,8 +144,8 @@ def test_yours_returns_the_learners_class_or_the_engines_if_a_method_is_a_stub()
     class Whole(Engine):
         def done(self): ...
 
-    assert yours(Half, Engine) is Engine
-    assert yours(Whole, Engine) is Whole
+    assert yours(Half, Engine) is Engine and not solved(Half)
+    assert yours(Whole, Engine) is Whole and solved(Whole)
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,15 @@ def test_engine_code_is_inserted_with_its_location(tmp_path):
     assert "From `minillm/ops/reference.py`:" in cell.source
 
 
+def test_a_long_listing_is_folded(tmp_path):
+    (tmp_path / "98_trial.py").write_text("# %%\n# ENGINE: minillm.course.lesson:convert\n")
+    text = lesson.convert(tmp_path / "98_trial.py").cells[0].source
+    lines = len(lesson.engine_source("minillm.course.lesson", "convert").splitlines())
+    shown = f"<summary>Show <code>convert</code>, {lines} lines from <code>minillm/course/lesson.py</code></summary>"
+    assert lines > lesson.LISTING_LINES and text.startswith(f"<details>\n{shown}\n\n```python\ndef convert(")
+    assert text.endswith("\n```\n\n</details>")
+
+
 def test_a_banner_marks_the_solution_notebook(tmp_path):
     (tmp_path / "98_trial.py").write_text(
         "# %% [markdown]\n# # A trial\n\n# %% tags=['exercise']\ng = 1  # PREDICT: it\n"

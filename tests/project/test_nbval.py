@@ -19,8 +19,7 @@ import os, sys
 print("a noise that differs:", os.getpid(), file=sys.stderr)
 print("the same")
 
-# %% tags=["nbval-ignore-output"]
-# Not compared: a time, or here what differs like one.
+# %% tags=["nbval-ignore-output"] uncompared="a time, or here what differs like one"
 print(os.getpid())
 
 # %%

@@ -1,0 +1,34 @@
+"""A figure comes with a text alternative."""
+
+import pytest
+
+from minillm.course import build
+from minillm.errors import ConfigError
+
+CELL = """\
+# %%
+import matplotlib.pyplot as plt
+
+from minillm.course import describe
+
+plt.plot([1, 2, 3])
+describe('''A line
+    that rises.''')
+print("after")
+"""
+
+
+def test_a_described_figure_is_shown_once_with_its_text(tmp_path):
+    (tmp_path / "98_trial.py").write_text(CELL)
+    notebook = build.execute(build.convert(tmp_path / "98_trial.py"), tmp_path)
+    figure, after = notebook.cells[0].outputs
+    assert figure.data["image/png"] and figure.data["text/plain"] == "A line that rises."
+    assert figure.metadata["image/png"]["alt"] == "A line that rises." and after.text == "after\n"
+    assert 'alt="A line that rises."' in build.to_html(notebook, "a trial")
+
+
+def test_a_description_without_a_figure_is_refused():
+    from minillm.course import describe
+
+    with pytest.raises(ConfigError, match="draw one first"):
+        describe("nothing")
