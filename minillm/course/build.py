@@ -23,6 +23,7 @@ from .lesson import LEARNER, SOLUTION, convert
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = ROOT / "notebooks"
+CLEAN = NOTEBOOKS / "clean"  # without outputs
 DEMO = "99_serve_and_benchmark"
 CELL_SECONDS = 600
 NO_ALTERNATIVE = "No description has been provided for this image"  # written by nbconvert
@@ -60,10 +61,17 @@ def target(source: Path, kind: str) -> Path:
 
 
 def build(source: Path, kind: str) -> Path:
-    """Write one of a lesson's notebooks, executed on the CPU tier, and return its path."""
+    """Write one of a lesson's notebooks, executed on the CPU tier, and return its path.
+
+    The learner's is also written without outputs, for download.
+    """
     path = target(source, kind)
     path.parent.mkdir(exist_ok=True)
-    write(execute(convert(source, kind), path.parent, MINILLM_TIER="cpu"), path)
+    notebook = execute(convert(source, kind), path.parent, MINILLM_TIER="cpu")
+    write(notebook, path)
+    if kind == LEARNER:
+        CLEAN.mkdir(exist_ok=True)
+        write(lab.clean(notebook), CLEAN / path.name)
     return path
 
 

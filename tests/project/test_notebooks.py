@@ -15,7 +15,7 @@ import pytest
 from matplotlib import image
 
 from minillm.bench import batching, records
-from minillm.course import build, lesson
+from minillm.course import build, lab, lesson
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = build.sources([])
@@ -112,6 +112,13 @@ def test_every_source_has_both_notebooks_and_every_notebook_a_source():
 @pytest.mark.parametrize(("source", "kind"), EACH)
 def test_a_notebook_matches_its_source(source, kind):
     assert is_built(committed(source, kind), source, kind), "run make notebooks"
+
+
+def test_the_notebooks_for_download_are_the_learners_without_outputs():
+    assert sorted(path.name for path in build.CLEAN.iterdir()) == [f"{source.stem}.ipynb" for source in SOURCES]
+    for source in SOURCES:
+        clean = nbformat.read(build.CLEAN / f"{source.stem}.ipynb", as_version=4)
+        assert clean == lab.clean(committed(source, lesson.LEARNER)), "run make notebooks"
 
 
 @pytest.mark.parametrize(("source", "kind"), EACH[:1])
