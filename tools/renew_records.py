@@ -26,6 +26,7 @@ WORKLOADS = "--workload single --workload chat --workload mixed --workload silo 
 RECORDS = {
     "cpu": {
         "batching": "minillm bench batching --json",
+        "faults": "python tools/plant_faults.py --jobs 2 --record",
         "streaming": "minillm eval --streaming --attention-sinks 4 --attention-window 1024 --json",
         "tiny-gemma-quality": "minillm eval --device cpu --dtype float32 --json",
         "trace-overhead": "python tools/trace_overhead.py --record",
