@@ -44,6 +44,7 @@ RECORDS = {
         "--batch 1 --batch 8 --batch 64 --batch 256 --batch 512 --prompt 400 --prompt 2048 --json",
         "roofline-workloads": f"minillm bench roofline {GEMMA} --max-num-seqs 3000 --max-model-len 2816 "
         f"{WORKLOADS} --json",
+        "splits": "python tools/kernel_splits.py --record",
         "start": "python tools/start.py --record",
         "tiles": "python tools/kernel_tiles.py --record",
         "trace-overhead": "python tools/trace_overhead.py --pairs 15 --requests 1000 --timed 1 --record",

@@ -1,0 +1,64 @@
+"""Measure decode attention with 1 to 64 programs sharing a row's keys; needs a GPU. Lesson 04 plots the result.
+
+    python tools/kernel_splits.py --record splits
+
+Timed as in `kernel_speed.py`: replays of a CUDA graph with many calls on distinct inputs. `chosen` marks the number of
+splits that the engine takes for this shape.
+"""
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import kernel_speed as speed  # noqa: E402
+
+from minillm.bench import records  # noqa: E402
+from minillm.kernels import paged_attention  # noqa: E402
+from minillm.ops import triton as kernels  # noqa: E402
+
+ROWS, KEYS, SPLITS = (1, 8, 64), (512, 2048, 8192), (1, 2, 4, 8, 16, 32, 64)
+
+
+def decode(q, cache, table, lengths):
+    return kernels.decode_attention(q, cache, table, lengths, speed.OPTIONS)
+
+
+def measured(rows: int, keys: int, splits: int) -> dict:
+    """One shape with a fixed number of splits: Gemma 2B's heads, `rows` requests of `keys` keys each."""
+    nbytes = (2 * rows * keys * speed.KV_HEADS + 2 * rows * speed.HEADS) * speed.DIM * speed.DTYPE.itemsize
+    chosen = paged_attention.decode_splits(
+        rows * speed.KV_HEADS, keys, paged_attention._device(torch.device("cuda", 0))
+    )
+    with mock.patch.object(paged_attention, "decode_splits", lambda *_: splits):
+        calls = speed.calls_over(
+            decode,
+            lambda: (speed.random_tensor(rows, 1, speed.HEADS, speed.DIM), *speed.paged_rows([keys] * rows)),
+            nbytes,
+        )
+        runs = speed.graph_runs(calls)
+    ms = statistics.median(runs)
+    return {"kernel": "decode_attention", "rows": rows, "keys": keys, "splits": splits, "chosen": splits == chosen} | {
+        "ms": ms, "gb_per_s": nbytes / ms / 1e6, "runs": runs
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--record", help="write the table to this file, or to the committed record of this name")
+    arguments = options.parse_args()
+    torch.manual_seed(0)
+    begun = records.begin(arguments.record)
+    results = []
+    for rows in ROWS:
+        for keys in KEYS:
+            for splits in SPLITS:
+                results.append(measured(rows, keys, splits))
+                print({key: value for key, value in results[-1].items() if key != "runs"}, flush=True)
+    if arguments.record:
+        print(records.write(records.record(results, begun), arguments.record))
