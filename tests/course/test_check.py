@@ -116,6 +116,70 @@ def test_a_stub_is_reported_as_unsolved_without_an_exception(doubled, capsys):
     assert report(capsys, stub)[0].startswith("doubled: not solved yet")
 
 
+@pytest.fixture
+def counter(monkeypatch):
+    monkeypatch.setattr(checks, "EXERCISES", {})
+    exercise = checks.Exercise("Counter")
+
+    @exercise.example
+    def _(make):
+        assert make().start() == 0, f"a counter starts at 0, not {make().start()}"
+
+    @exercise.property("it counts", hint="add 1")
+    def _(make):
+        counter = make()
+        counter.start()
+        return counter.up() == 1
+
+    @exercise.property("it starts over", hint="set it to 0")
+    def _(make):
+        counter = make()
+        counter.reset()
+        return counter.start() == 0
+
+
+def stub(name):
+    def method(self):
+        raise NotSolvedYet(f"Counter.{name}")
+
+    return method
+
+
+STUBS = {name: stub(name) for name in ("start", "up", "reset")}
+
+
+@pytest.mark.parametrize(
+    ("written", "example", "last"),
+    [
+        (
+            {"start": lambda self: 0},
+            ["✓ the example"],
+            "1 of 3 hold so far. Still to write: Counter.up, Counter.reset.",
+        ),
+        (
+            {"start": lambda self: 1},
+            ["✗ the example", "a counter starts at 0, not 1", "compare with the example above"],
+            "0 of 3 hold so far. Still to write: Counter.up, Counter.reset.",
+        ),
+    ],
+    ids=["right", "wrong"],
+)
+def test_what_holds_so_far_is_reported_of_a_class_with_stubs_left(counter, written, example, last, capsys):
+    check(type("Counter", (), STUBS | written))
+    assert [line.strip() for line in capsys.readouterr().out.splitlines()] == [
+        "Counter",
+        *example,
+        "– it counts (needs Counter.up)",
+        "– it starts over (needs Counter.reset)",
+        last,
+    ]
+
+
+def test_a_class_of_stubs_is_reported_as_unsolved(counter, capsys):
+    check(type("Counter", (), STUBS))
+    assert capsys.readouterr().out.startswith("Counter: not solved yet")
+
+
 def test_an_unknown_exercise_error_lists_the_available_ones(doubled):
     with pytest.raises(ValueError, match="no exercise is called 'tripled'; there are: .*doubled"):
         checks.find("tripled")
