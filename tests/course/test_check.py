@@ -94,6 +94,20 @@ def test_an_error_that_breaks_several_properties_is_told_once(doubled, capsys):
     assert sum("it raised AttributeError" in line for line in said) == 1 and said.count("the same") == 2
 
 
+def test_an_endless_loop_is_stopped_and_reported_once(doubled, capsys):
+    def waits(x):
+        while True:
+            try:
+                x += 1
+            except Exception:
+                continue
+
+    doubled.seconds = 0.1
+    said = report(capsys, waits)
+    stopped = "it was stopped after 0.1 seconds: does each of its loops end?"
+    assert said.count(stopped) == 1 and said.count("the same") == 2 and said[-1] == "0 of 3 hold."
+
+
 def test_an_error_inside_a_notebooks_class_is_reported(monkeypatch, capsys):
     monkeypatch.setattr(checks, "EXERCISES", {})
     exercise = checks.Exercise("Held")

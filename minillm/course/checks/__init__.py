@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from types import FunctionType
 
+from minillm.course.time_limit import TookTooLong, time_limit
 from minillm.errors import ConfigError
 from minillm.overrides import NotSolvedYet
 
@@ -42,12 +43,13 @@ class Exercise:
     """The properties that a learner's function or class of this name must have, in the order shown.
 
     returns: whether the function has a result; a solution that returns None is then told of its missing `return`.
+    seconds: how long the check of one property may take; a candidate that takes longer is assumed never to end.
     """
 
-    def __init__(self, name: str, *, returns: bool = True):
+    def __init__(self, name: str, *, returns: bool = True, seconds: float = 120.0):
         if name in EXERCISES:
             raise ConfigError(f"there are two exercises called {name!r}: choose another name for one")
-        self.name, self.returns = name, returns
+        self.name, self.returns, self.seconds = name, returns, seconds
         self.properties: list[Property] = []
         EXERCISES[name] = self
 
@@ -68,14 +70,20 @@ class Exercise:
         """Check all properties. Raises NotSolvedYet for a stub.
 
         Of a class with some methods left to write, the properties that need none of these are checked; if there are
-        none, the class raises NotSolvedYet too.
+        none, the class raises NotSolvedYet too. After a property that takes too long the others are not checked.
         """
-        results = []
+        results, too_long = [], ""
         for each in self.properties:
+            if too_long:
+                results.append(Result(each.name, too_long))
+                continue
             returned: list = []
             watched = _watched(candidate, returned) if self.returns else candidate
             try:
-                problem = _problem(each, watched, candidate)
+                with time_limit(self.seconds):
+                    problem = _problem(each, watched, candidate)
+            except TookTooLong:
+                problem = too_long = f"it was stopped after {self.seconds:g} seconds: does each of its loops end?"
             except NotSolvedYet as stub:
                 if not isinstance(candidate, type):
                     raise

@@ -1,0 +1,33 @@
+"""A limit on how long a learner's code may run, so that an endless loop is reported and does not hang the notebook."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class TookTooLong(BaseException):
+    """The limit was reached. Not an Exception, so that a learner's `except Exception` does not catch it."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TookTooLong in the block after `seconds`. No limit outside the main thread and where there are no timers.
+
+    Python code is interrupted between two instructions; a long call into C, such as one matrix product, first returns.
+    """
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise TookTooLong
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
