@@ -217,4 +217,4 @@ def held(trace: Trace | Iterable[dict], names: Sequence[str], block_size: int) -
         axis.spines[["top", "right"]].set_visible(False)
         there = {"held": COLORS[group], "released": CACHED}
         handles = [Rectangle((0, 0), 1, 1, color=color) for color in there.values()]
-        axis.legend(handles, list(there), fontsize=9, loc="upper right")
+        axis.legend(handles, list(there), fontsize=9, loc="lower left")

@@ -44,7 +44,7 @@ expected = [completion.token_ids for completion in llm.generate(PROMPTS, greedy)
 
 
 def whose(part):
-    """Says in printed results whether they come from your code."""
+    """Whether a result below comes from your code, in words."""
     return "yours" if solved(part) else "the engine's own (yours is not solved yet)"
 
 
@@ -219,8 +219,8 @@ print(f"the slots are {whose(slots_of)}; the same tokens as before: {found == ex
 print(used.calls)
 
 # %% [markdown]
-# This version copies the keys and values before it uses them. The engine's kernels (lesson 04) do not: they look up a
-# block, read its keys in place, and go on to the next block.
+# This version copies the keys and values before it uses them. The engine's Triton kernels (lesson 04) do not: they
+# look up a block, read its keys in place, and go on to the next block.
 #
 # ## 3 · A pool of blocks · 21 min
 #
@@ -312,8 +312,8 @@ go to later ones, so that a request's blocks are soon scattered over the memory.
 # %% [markdown]
 # Each row of the picture is one block, and its color says which request holds it. Requests 1, 2 and 3 start with 4, 2
 # and 6 blocks for their prompts of 30, 12 and 44 tokens. Every eighth step each of them gets one more block, wherever
-# one is free. When a request ends, others get its blocks, and soon no request's blocks are next to each other. (The
-# pool decides which free block to hand out, so the picture with your pool may look different.)
+# one is free. When a request ends, others get its blocks, and soon a request's blocks are scattered over the memory.
+# (The pool decides which free block to hand out, so the picture with your pool may look different.)
 #
 # ### What it is worth
 #
@@ -346,9 +346,9 @@ blocks most requests run together and all are done first; with the longest reser
 several times as many steps.""")
 
 # %% [markdown]
-# With blocks, nearly the whole memory holds keys and values. The light gray rest of that bar is not fragmentation: any
-# request could use these blocks, but the next one in line needs more of them than are free. Since more requests run
-# together, all are done sooner: with the same memory and the same attention, by bookkeeping alone.
+# With blocks, nearly the whole memory holds keys and values. The narrow light gray rest of that bar is not external
+# fragmentation: any request could use these blocks, but the next one in line needs more than can be spared. Since more
+# requests run together, all are done sooner: with the same memory and the same attention, by bookkeeping alone.
 #
 # How large should a block be? Small blocks leave less unused in last blocks. Large blocks need fewer table entries, and
 # let a kernel read longer pieces at a time. For the same requests:
@@ -398,9 +398,9 @@ B's is 6, each held by 1. Five blocks are free.""")
 # attacker could find out what others have asked.
 #
 # **Exercise 3 (8 minutes).** Compute the prefix keys of a prompt. Only full blocks get one; the last block, if it has
-# room left, will still be written to. A key can be any value that a dictionary accepts as a key: Python's `hash((key,
-# 1, 2, 3, 4))` will do. (The engine uses `hashlib.blake2b`, because two prefixes with the same `hash` can be
-# constructed on purpose.)
+# room left, will still be written to. A key can be any value that a dictionary accepts as a key. Python's `hash` of a
+# tuple, such as `hash((7, 1, 2))`, will do. (The engine uses `hashlib.blake2b`, because two prefixes with the same
+# `hash` can be constructed on purpose.)
 #
 # For example, 8 tokens in blocks of 4 have 2 keys, which differ, and are the same when computed again.
 
@@ -451,9 +451,9 @@ print(f"prefix_keys is {whose(prefix_keys)}")
 # %% [markdown]
 # ### Who may write to a shared block?
 #
-# Nobody: that would change the other requests' past. **A block with more than one holder is not written to.** In this
-# engine the rule needs no extra code. Only full blocks have prefix keys, so only full blocks are shared, and new tokens
-# never go into a full block.
+# No request may: it would overwrite the past of the others. **A block with more than one holder is not written to.** In
+# this engine the rule needs no extra code. Only full blocks have prefix keys, so only full blocks are shared, and new
+# tokens never go into a full block.
 #
 # Engines that also share *partly filled* blocks, for example to sample several answers to one prompt, need **copy on
 # write**, another idea from operating systems: a request that is about to write to a block with more than one holder
@@ -510,7 +510,8 @@ words and dark at night, is cached; the five others are free.""")
 #
 # **Exercise 4 (12 minutes).** Extend the pool with the third state. `self.idle` holds the cached blocks, least recently
 # used first. It is an `OrderedDict`, a dictionary whose `popitem(last=False)` removes the oldest entry and returns it
-# as a pair, `(block, None)`. You write `share`, `release` and `evict`.
+# as a pair, `(block, None)`. You write `share`, `release` and `evict`; the base class answers the engine's other
+# questions.
 #
 # For example, after two blocks with keys have been released, both are found by their keys, and both are available.
 
@@ -689,9 +690,9 @@ for part in records.read("cpu/batching")["results"]:
 with using(block_pool=MyPrefixPool):
     trace = paging.eight_requests(prefix=paging.random_prompt(16, seed=0))
 draw.over_time(trace)
-describe("""A row for each of 24 blocks, a column for each step. Two rows are black, held by several requests, until only the
-last request is left. Blocks of finished requests turn gray, cached, and are taken by
-later requests once the free blocks have run out.""")
+describe("""A row for each of 24 blocks, a column for each step. Two rows are black, held by several requests, until
+only the last request is left. Blocks of finished requests turn gray, cached, and are taken by later requests once the
+free blocks have run out.""")
 
 # %% [markdown]
 # Black is the shared prefix, which is in the tables of all running requests. Gray blocks are cached: their requests
@@ -808,8 +809,8 @@ for way, name in WAYS.items():
 
 # %% [markdown]
 # On this text, keeping the newest tokens costs nothing compared with recomputing, and keeping everything is *worse*: it
-# reaches positions that training never saw. Sinks make no difference here: this small model, trained for minutes, does
-# not depend on its first tokens. For what large models lose without them, see figure 3 of Xiao et al.
+# reaches positions that training never saw. Sinks make no difference here: this small model does not depend on its
+# first tokens. For what large models lose without them, see figure 3 of Xiao et al.
 #
 # ## Recap · 3 min
 #
@@ -823,11 +824,11 @@ for way, name in WAYS.items():
 # * Blocks without holders stay cached until their memory is needed. They are evicted least recently used first, the end
 #   of a sequence before its beginning.
 #
-# **What got worse:** every kernel looks up the block of every key, and block tables must be kept equal on CPU and GPU.
-# Part of each request's last block is unused. Every prompt is hashed, whether anything is found or not. How soon an
-# answer comes depends on what others have asked, so a shared cache leaks information about its users, and salts prevent
-# that at the price of less sharing. Benchmarks become harder to trust: one that sends the same prompt twice measures
-# the cache.
+# **What got worse:** attention kernels must look up where each block is, and block tables must be kept equal on CPU and
+# GPU. Part of each request's last block is unused. Every prompt is hashed, whether anything is found or not. How soon
+# an answer comes depends on what others have asked, so a shared cache leaks information about its users, and salts
+# prevent that at the price of less sharing. Benchmarks become harder to trust: one that sends the same prompt twice
+# measures the cache.
 #
 # **Further reading:** Kwon et al. 2023, *Efficient Memory Management for Large Language Model Serving with
 # PagedAttention*; Zheng et al. 2024, *SGLang* (RadixAttention: a tree of prefixes instead of hashes); Gu et al. 2025,
