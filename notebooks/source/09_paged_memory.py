@@ -333,9 +333,9 @@ compare(
     prediction=guess_times,
     measured=paged["running"] / longest["running"],
 )
-print("averages while others wait:                used   running together   steps in all")
+print("averages while requests wait:             used   run together   steps in all")
 for result in results[:4]:
-    row = f"{result['used']:6.1%} {result['running']:18.1f} {result['steps']:14,}"
+    row = f"{result['used']:6.1%} {result['running']:14.1f} {result['steps']:14,}"
     print(f"{result['cache']:40} {row}")
 draw.shares(results[:4])
 describe("""Four stacked bars: the three contiguous reservations of before, and blocks of 16. With blocks nearly the
