@@ -1,4 +1,7 @@
-"""Lesson 09's pictures: memory slot by slot, waste in caches, what windows and streams keep."""
+"""Lesson 09's pictures: memory slot by slot, waste in caches, what windows and streams keep.
+
+Each function leaves its figure open: the cell's `describe` shows it.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -13,12 +16,12 @@ from minillm.trace.record import Trace
 from minillm.trace.replay import tables
 
 COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#eeca3b")
-FREE, CACHED, INK = "#f2f2f2", "#d5d5d5", "dimgray"
+FREE, CACHED, INK = "#f2f2f2", "#c4c4c4", "dimgray"
 SHARES = {
     "used": ("#54a24b", "keys and values"),
     "reserved": ("#eeca3b", "reserved: used later"),
-    "internal": ("#e45756", "internal: never used"),
-    "external": (FREE, "external: free, too small"),
+    "internal": ("#e45756", "internal fragmentation: never used"),
+    "external": (FREE, "free, but the next request does not fit"),
 }
 CACHES = {"longest": "#e45756", "power": "#eeca3b", "exact": "#9d755d", "shared": "#54a24b", "blocks": "#4c78a8"}
 
@@ -38,7 +41,7 @@ def contiguous(pieces: Mapping[str, tuple[int, int, Sequence[str], int]], slots:
         axis.text(first, 1.25, f"{name}: {reserved} slots reserved", color=color, fontsize=9)
     handles = [Rectangle((0, 0), 1, 1, color=SHARES[kind][0], alpha=0.45) for kind in ("reserved", "internal")]
     labels = [SHARES[kind][1] for kind in ("reserved", "internal")]
-    axis.legend(handles, labels, fontsize=8, ncols=2, loc="lower right", bbox_to_anchor=(1, -0.3))
+    axis.legend(handles, labels, fontsize=8, ncols=2, loc="lower right", bbox_to_anchor=(1, -0.3), frameon=False)
     _number(axis, range(0, slots, 4))
     _frame(axis, slots, (-0.6, 1.7))
 
@@ -119,7 +122,6 @@ def _number(axis: Axes, slots: Sequence[int]) -> None:
 def _frame(axis: Axes, slots: int, height: tuple[float, float]) -> None:
     axis.set(xlim=(-1.2, slots + 0.2), ylim=height)
     axis.axis("off")
-    plt.show()
 
 
 def shares(results: Sequence[Mapping]) -> None:
@@ -137,8 +139,7 @@ def shares(results: Sequence[Mapping]) -> None:
     axis.set(xlabel="% of the memory", xlim=(0, 100))
     axis.invert_yaxis()
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(fontsize=8, ncols=4, loc="lower center", bbox_to_anchor=(0.4, 1.0))
-    plt.show()
+    axis.legend(fontsize=8, ncols=4, loc="lower center", bbox_to_anchor=(0.35, 1.0))
 
 
 def batches(results: Sequence[Mapping]) -> None:
@@ -151,7 +152,6 @@ def batches(results: Sequence[Mapping]) -> None:
     axis.set(xlabel="step", ylabel="requests that run")
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(fontsize=8)
-    plt.show()
 
 
 def lines(curves: Mapping[str, Mapping[float, float]], *, x: str, y: str, log: bool = False) -> None:
@@ -167,40 +167,19 @@ def lines(curves: Mapping[str, Mapping[float, float]], *, x: str, y: str, log: b
     axis.set_ylim(bottom=0)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(fontsize=8)
-    plt.show()
 
 
-def kept(pictures: Mapping[str, np.ndarray]) -> None:
-    """Which tokens' keys are held while a text grows. pictures: title -> [tokens so far, token]: 2 kept, 1 evicted."""
-    colors = plt.matplotlib.colors.ListedColormap(["white", "#e8e8e8", COLORS[2]])
-    _, axes = plt.subplots(1, len(pictures), figsize=(11, 3.6), layout="constrained")
-    for axis, (title, held) in zip(axes, pictures.items(), strict=True):
-        axis.pcolormesh(held, cmap=colors, vmin=0, vmax=2, edgecolors="white", linewidth=0.5)
-        axis.set_title(f"{title}\nat most {(held == 2).sum(axis=1).max()} tokens held", fontsize=9)
-        axis.set(xlabel="token", ylabel="tokens so far", aspect="equal")
-        axis.invert_yaxis()
-    there = {"held": COLORS[2], "let go": "#e8e8e8", "to come": "white"}
-    handles = [Rectangle((0, 0), 1, 1, facecolor=color, edgecolor="lightgray") for color in there.values()]
-    axes[-1].figure.legend(handles, list(there), fontsize=8, loc="outside right center")
-    plt.show()
-
-
-def over_time(trace: Trace | Iterable[dict], groups: Sequence[str] = ()) -> None:
-    """Which request holds each block: a line per block, a column per step.
-
-    groups: names of the layer groups, to color these and not the requests.
-    """
+def over_time(trace: Trace | Iterable[dict]) -> None:
+    """Which request holds each block: a row per block, a column per step."""
     steps = list(tables(trace))
     requests = dict.fromkeys(name for step in steps for name, _ in step.rows.values())
-    names = list(groups or (f"request {name.rpartition('-')[-1]}" for name in requests))
+    names = [f"request {name.rpartition('-')[-1]}" for name in requests]
     free, cached, shared, first = range(4)
     states = np.full((len(steps[0].states), len(steps)), free)
     for column, step in enumerate(steps):
         states[[state == "cached" for state in step.states], column] = cached
-        held = [(name, group, blocks) for name, table in step.rows.values() for group, blocks in enumerate(table)]
-        for name, group, blocks in held + [(name, 0, blocks) for name, blocks in step.leaving if not groups]:
-            kind = group if groups else list(requests).index(name)
-            states[[block for block in blocks if block >= 0], column] = first + kind
+        for name, blocks in [(name, table[0]) for name, table in step.rows.values()] + step.leaving:
+            states[[block for block in blocks if block >= 0], column] = first + list(requests).index(name)
         states[[count > 1 for count in step.holders], column] = shared
     colors = [FREE, CACHED, "#333333", *(COLORS[at % len(COLORS)] for at in range(len(names)))]
     _, axis = plt.subplots(figsize=(10, 1.2 + 0.12 * len(states)), layout="constrained")
@@ -212,19 +191,30 @@ def over_time(trace: Trace | Iterable[dict], groups: Sequence[str] = ()) -> None
     axis.invert_yaxis()
     axis.spines[:].set_visible(False)
     there = [kind for kind in range(len(colors)) if (states == kind).any()]
-    labels = ["free", "cached", "shared", *names]
+    labels = ["free", "cached", "held by several", *names]
     handles = [Rectangle((0, 0), 1, 1, color=colors[kind]) for kind in there]
     axis.legend(handles, [labels[kind] for kind in there], fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    plt.show()
 
 
-def bars(values: Mapping[str, float], x: str) -> None:
-    """A bar for each name, with its value."""
-    _, axis = plt.subplots(figsize=(9, 0.7 + 0.4 * len(values)), layout="constrained")
-    drawn = axis.barh(list(values), list(values.values()), color=COLORS[0], height=0.6)
-    axis.bar_label(drawn, fmt="{:.2f}", padding=3, fontsize=9)
-    axis.set(xlabel=x)
-    axis.margins(x=0.08)
-    axis.invert_yaxis()
-    axis.spines[["top", "right"]].set_visible(False)
-    plt.show()
+def held(trace: Trace | Iterable[dict], names: Sequence[str], block_size: int) -> None:
+    """Which tokens of its only request each layer group holds, step by step. names: titles, one for each group."""
+    steps = [table for step in tables(trace) for _, table in step.rows.values()]
+    entries = max(len(table[0]) for table in steps)
+    white, evicted, kept = range(3)
+    _, axes = plt.subplots(
+        1, len(names), figsize=(5.2 * len(names), 3.2), layout="constrained", sharey=True, squeeze=False
+    )
+    for group, (axis, name) in enumerate(zip(axes[0], names, strict=True)):
+        states = np.full((entries, len(steps)), white)
+        for column, table in enumerate(steps):
+            states[: len(table[group]), column] = [kept if block >= 0 else evicted for block in table[group]]
+        axis.pcolormesh(states, cmap=ListedColormap(["white", CACHED, COLORS[group]]), vmin=white, vmax=kept)
+        axis.hlines(range(1, entries), 0, len(steps), color="white", linewidth=1.2)
+        axis.set_title(f"{name}: at most {(states == kept).sum(axis=0).max()} blocks held", fontsize=10)
+        axis.set_yticks(range(0, entries + 1, 2), [f"{at * block_size}" for at in range(0, entries + 1, 2)])
+        axis.set(xlabel="step", ylabel="position in the text" if group == 0 else "")
+        axis.invert_yaxis() if group == 0 else None
+        axis.spines[["top", "right"]].set_visible(False)
+        there = {"held": COLORS[group], "released": CACHED}
+        handles = [Rectangle((0, 0), 1, 1, color=color) for color in there.values()]
+        axis.legend(handles, list(there), fontsize=9, loc="lower left")

@@ -1,35 +1,35 @@
-"""Slots of tokens, a pool of blocks, keys of beginnings, a pool that remembers them.  Lesson 09."""
+"""Slots of tokens, a pool of blocks, prefix keys, a pool that remembers prefixes.  Lesson 09."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import combinations
+from numbers import Integral
+
+import numpy as np
 
 from minillm.kv_cache.block_pool import OutOfBlocks
 
 from . import Exercise
 
-# ---- where the tokens of a request lie
+SECONDS = 5.0
 
-slots_of = Exercise("slots_of")
+# ---- the slots of a request's tokens
+
+slots_of = Exercise("slots_of", seconds=SECONDS)
 
 
 def _slots(function: Callable, table: list[int], start: int, end: int, block_size: int) -> list[int]:
     return [int(slot) for slot in function(table, start, end, block_size)]
 
 
-def _expect_slots(function: Callable, table: list[int], start: int, end: int, block_size: int) -> None:
-    want = [table[at // block_size] * block_size + at % block_size for at in range(start, end)]
-    got = _slots(function, table, start, end, block_size)
-    assert got == want, f"table {table}, tokens {start} to {end - 1}, blocks of {block_size}: slots {want}, not {got}"
-
-
 @slots_of.example
 def _(function):
     got = _slots(function, [2, 3], 0, 4, 4)
-    assert got == [8, 9, 10, 11], f"table [2, 3], tokens 0 to 3, blocks of 4: slots 8 to 11, not {got}"
+    assert got == [8, 9, 10, 11], f"table [2, 3], tokens 0 to 3, blocks of 4: expected [8, 9, 10, 11], got {got}"
 
 
 @slots_of.property(
     "blocks may be anywhere in memory",
-    hint="look every token's block up in the table: the next block in memory may belong to another request",
+    hint="look up every token's block in the table: the next block in memory may belong to another request",
 )
 def _(function):
     one, other = (_slots(function, [5, block], 0, 8, 4) for block in (1, 2))
@@ -39,7 +39,7 @@ def _(function):
 
 @slots_of.property(
     "the offset starts again in each block",
-    hint="slot = block * block_size + position % block_size: the first slot of a block is offset 0",
+    hint="the offset is counted from the start of the token's block, not from the start of the request",
 )
 def _(function):
     got = _slots(function, [2, 3, 4], 0, 12, 4)
@@ -48,141 +48,233 @@ def _(function):
 
 @slots_of.property(
     "positions count from the request's first token",
-    hint="tokens `start` to `end - 1`: the token at `start` is number start of the request, and not its first",
+    hint="the token at position `start` is not the first of the request, and the one at `end` is not included",
 )
 def _(function):
     whole = _slots(function, [2, 3], 0, 8, 4)
-    for start, end in ((6, 7), (3, 6), (4, 8)):
+    for start, end in ((6, 7), (3, 6), (4, 8), (5, 5)):
         got = _slots(function, [2, 3], start, end, 4)
-        assert got == whole[start:end], f"tokens {start} to {end - 1} are in slots {whole[start:end]}, not {got}"
+        span = f"start {start}, end {end}, table [2, 3], blocks of 4"
+        assert got == whole[start:end], f"{span}: expected {whole[start:end]}, got {got}"
 
 
-@slots_of.property("the block size is the one given", hint="nothing but `block_size` says how many slots a block has")
+@slots_of.property("the block size is the one given", hint="use `block_size` everywhere; it need not be a power of two")
 def _(function):
-    for size in (1, 2, 16):
-        got = _slots(function, [3], 0, size, size)
-        assert got == list(range(3 * size, 4 * size)), f"block 3 of blocks of {size} begins at slot {3 * size}: {got}"
+    for size in (1, 2, 3, 16):
+        got, want = _slots(function, [3], 0, size, size), list(range(3 * size, 4 * size))
+        assert got == want, f"table [3], blocks of {size}: expected {want}, got {got}"
+
+
+@slots_of.property(
+    "the table may have more blocks than needed",
+    hint="go by `start` and `end`: the last block of the table need not hold the last token",
+)
+def _(function):
+    for end in (3, 4, 6):
+        want, got = (_slots(function, table, 0, end, 4) for table in ([2, 3][: -(-end // 4)], [2, 3, 9]))
+        assert got == want, f"tokens 0 to {end - 1}, blocks of 4: with block 9 added to the table, {want} became {got}"
+
+
+@slots_of.property("the table is not changed", hint="the engine still needs the table: read it, take nothing out of it")
+def _(function):
+    table = [5, 1, 2]
+    _slots(function, table, 0, 12, 4)
+    assert table == [5, 1, 2], f"the table was [5, 1, 2], and is {table} after the call"
+
+
+@slots_of.property("the result is a list of integers", hint="slots are used as indices, so each must be a whole number")
+def _(function):
+    got = function([2, 3], 3, 6, 4)
+    assert isinstance(got, list) or hasattr(got, "tolist"), f"it returned a {type(got).__name__}"
+    wrong = [each for each in np.asarray(got).tolist() if not isinstance(each, int)]
+    assert not wrong, f"one of the slots is {wrong[0]!r}, of type {type(wrong[0]).__name__}"
 
 
 # ---- who holds which block
 
-pool = Exercise("MyBlockPool")
+pool = Exercise("MyBlockPool", seconds=SECONDS)
 
 
-def _without(blocks: list[int], *others: list[int]) -> None:
+def _allocate(pool, count: int) -> list[int]:
+    """What `allocate` gives, if it is a list of blocks."""
+    try:
+        got = pool.allocate(count)
+    except TypeError as error:
+        if hasattr(pool, "evict") and "indices must be integers" in str(error):
+            raise AssertionError("`evict` must return the number of the evicted block, nothing else") from error
+        raise
+    assert isinstance(got, list), f"allocate({count}) must return a list, and returned {got!r}"
+    assert all(isinstance(block, Integral) for block in got), f"allocate({count}) returned {got}, not blocks' numbers"
+    return got
+
+
+def _all_different(blocks: list[int], *others: list[int]) -> None:
     """Blocks that were just allocated are distinct, and have no other holder."""
     held = {block for each in others for block in each}
-    assert len(set(blocks)) == len(blocks), f"allocate gave a block twice: {blocks}"
-    assert not held & set(blocks), f"block {min(held & set(blocks))} was allocated while it had a holder"
+    assert len(set(blocks)) == len(blocks), f"allocate returned the same block twice: {blocks}"
+    assert not held & set(blocks), f"block {min(held & set(blocks))} was allocated while a request held it"
 
 
 def _available(pool, want: int, when: str) -> None:
-    assert pool.available == want, f"{when}: {want} blocks are available, not {pool.available}"
+    assert pool.available == want, f"{when}: expected {want} available, got {pool.available}"
 
 
 @pool.example
 def _(make):
     pool = make(4)
-    blocks = pool.allocate(3)
-    assert len(set(blocks)) == 3 and set(blocks) <= set(range(4)), f"allocate(3) of 4 blocks gave {blocks}"
-    _available(pool, 1, "4 blocks, 3 of them allocated")
+    blocks = _allocate(pool, 3)
+    right = len(set(blocks)) == len(blocks) == 3 and set(blocks) < set(range(4))
+    assert right, f"allocate(3) from a pool of 4: expected three different blocks from 0 to 3, got {blocks}"
+    _available(pool, 1, "after allocate(3) from a pool of 4")
 
 
-@pool.property(
-    "what is released can be given out again",
-    hint="when its count falls to 0, the block goes back into the list of free ones",
-)
+@pool.property("released blocks can be allocated again", hint="a block whose count is 0 goes back to the free list")
 def _(make):
     pool = make(4)
-    pool.release(pool.allocate(3))
-    _available(pool, 4, "4 blocks, 3 of them allocated and released")
+    pool.release(_allocate(pool, 3))
+    _available(pool, 4, "pool of 4, 3 blocks allocated and released")
 
 
 @pool.property(
     "a block with a holder is not allocated again",
-    hint="give out blocks from the list of free ones, and take them off it: requests end in any order",
+    hint="allocate only blocks from the free list, and remove them from it: requests end in any order",
 )
 def _(make):
-    pool = make(8)
-    first, second = pool.allocate(4), pool.allocate(4)
-    _without(second, first)
-    pool.release(second)
-    try:
-        third = pool.allocate(4)
-    except OutOfBlocks:
-        return  # another property's matter
-    _without(third, first)
+    pool = make(9)
+    first, second = _allocate(pool, 4), _allocate(pool, 4)
+    assert first is not second, "allocate returned the same list object twice: each request needs its own"
+    _all_different(second, first)
+    pool.release(list(second))
+    _all_different(_allocate(pool, min(4, pool.available)), first)
 
 
 @pool.property(
-    "a block is free when its last holder releases it, and not before",
-    hint="`share` adds 1 to the count, `release` takes 1 off; free is what has a count of 0, and it becomes so once",
+    "a block becomes free when its last holder releases it, and not before",
+    hint="`share` adds 1 to the count, `release` subtracts 1; the block is free when the count reaches 0",
 )
 def _(make):
     for holders in (2, 3):
         pool = make(4)
-        blocks = pool.allocate(1)
+        blocks = _allocate(pool, 1)
         for _ in range(holders - 1):
-            pool.share(blocks)
-        for let_go in range(1, holders + 1):
-            pool.release(blocks)
-            want = 4 if let_go == holders else 3
-            _available(pool, want, f"a block with {holders} holders, of which {let_go} released it, and 3 never used")
+            pool.share(list(blocks))
+        for released in range(1, holders + 1):
+            pool.release(list(blocks))
+            want = 4 if released == holders else 3
+            _available(pool, want, f"pool of 4, one block with {holders} holders, {released} of which released it")
 
 
 @pool.property(
-    "more than there are is refused, and takes nothing",
-    hint="compare `count` with `self.available` first, and raise OutOfBlocks before you take any",
+    "every block of a list has its own count",
+    hint="a request's blocks can have different counts: treat each block in the list by itself",
+)
+def _(make):
+    pool = make(6)
+    blocks = _allocate(pool, 3)
+    pool.share(list(blocks))
+    pool.release(blocks[:1])
+    if pool.available == 3:  # else: another property's matter
+        story = f"pool of 6, blocks {blocks} allocated and shared, then release({blocks[:1]}) and release({blocks})"
+        pool.release(list(blocks))
+        _available(pool, 4, story)
+        pool.release(blocks[1:])
+        _available(pool, 6, f"{story} and release({blocks[1:]})")
+
+
+@pool.property("the whole pool can be allocated", hint="a request for exactly as many blocks as are available fits")
+def _(make):
+    pool = make(4)
+    try:
+        _all_different(_allocate(pool, 4))
+    except OutOfBlocks as error:
+        raise AssertionError("allocate(4) from a pool of 4 raised OutOfBlocks") from error
+
+
+@pool.property(
+    "a request for too many blocks is refused, and takes none",
+    hint="compare `count` with `self.available` before you take the first block",
 )
 def _(make):
     pool = make(4)
-    pool.allocate(3)
+    _allocate(pool, 3)
     try:
         got = pool.allocate(2)
     except OutOfBlocks:
-        _available(pool, 1, "allocate(2) with 1 block left was refused")
+        _available(pool, 1, "after allocate(2) was refused with 1 block left")
     else:
-        raise AssertionError(f"allocate(2) with 1 block left gave {got}, and raised no OutOfBlocks")
+        raise AssertionError(f"allocate(2) with 1 block left returned {got} instead of raising OutOfBlocks")
+
+
+@pool.property("allocate(0) takes no block", hint="allocate(0) returns []; note that free[-0:] is the whole list")
+def _(make):
+    pool = make(4)
+    got = _allocate(pool, 0)
+    assert got == [], f"allocate(0) returned {got}"
+    _available(pool, 4, "after allocate(0) from a pool of 4")
+
+
+def _lists_unchanged(make) -> None:
+    pool = make(4)
+    blocks = _allocate(pool, 3)
+    for method in (pool.share, pool.release):
+        given = list(blocks)
+        method(given)
+        assert given == blocks, f"{method.__name__}({blocks}) changed the caller's list to {given}"
+
+
+pool.property(
+    "the lists passed in are not changed",
+    hint="the list may be a request's block table, which the engine still needs: only loop over it",
+)(_lists_unchanged)
 
 
 @pool.property(
-    "none are given where none are asked for", hint="allocate(0) is []; mind that free[-0:] is the whole list"
+    "`references` holds the counts",
+    hint="`self.references[block]` is the number of holders: 0 for a free block, 1 after `allocate`",
 )
 def _(make):
     pool = make(4)
-    got = pool.allocate(0)
-    assert got == [], f"allocate(0) gave {got}"
-    _available(pool, 4, "allocate(0)")
+    one, other = _allocate(pool, 2)
+    pool.share([one])
+    pool.release([other])
+    for block, want, story in ((one, 2, "allocated and shared"), (other, 0, "allocated and released")):
+        got = pool.references[block]
+        assert got == want, f"block {block}, {story}: expected references[{block}] to be {want}, got {got}"
 
 
-# ---- keys of beginnings
+# ---- prefix keys
 
-prefix_keys = Exercise("prefix_keys")
+prefix_keys = Exercise("prefix_keys", seconds=SECONDS)
+ONE_TO_EIGHT = [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-def _keys(function: Callable, tokens: list[int], block_size: int = 4, **salt: str) -> list:
-    return list(function(tokens, block_size, **salt))
+def _keys(function: Callable, tokens: Iterable[int], block_size: int = 4, **salt: str) -> list:
+    return list(function(list(tokens), block_size, **salt))
 
 
 @prefix_keys.example
 def _(function):
-    keys, again = (_keys(function, [1, 2, 3, 4, 5, 6, 7, 8]) for _ in range(2))
-    assert len(keys) == 2, f"8 tokens in blocks of 4 have 2 keys, not {len(keys)}"
-    assert keys == again, "the same tokens gave other keys the second time"
-    assert keys[0] != keys[1], "two different blocks have the same key"
+    keys, again = (_keys(function, ONE_TO_EIGHT) for _ in range(2))
+    assert len(keys) == 2, f"8 tokens in blocks of 4: expected 2 keys, got {len(keys)}"
+    assert keys == again, f"the same tokens gave {keys} the first time and {again} the second"
+    assert keys[0] != keys[1], f"two different blocks have the same key, {keys[0]!r}"
 
 
 @prefix_keys.property(
-    "a key speaks for all tokens before it",
-    hint="hash a block's tokens together with the key of the block before: it says what came before",
+    "a key depends on all tokens before its block",
+    hint="put the previous block's key into the hash: it depends on the key before it, and so on",
 )
 def _(function):
-    one, other = _keys(function, [1, 2, 3, 4, 5, 6, 7, 8]), _keys(function, [9, 2, 3, 4, 5, 6, 7, 8])
-    assert one[1] != other[1], "the same second block after two different first ones has the same key"
+    tokens = list(range(1, 17))
+    keys = _keys(function, tokens)
+    for position in range(4):
+        changed = _keys(function, [99 if at == position else token for at, token in enumerate(tokens)])
+        same = [block for block in range(4) if keys[block] == changed[block]]
+        assert not same, f"token {position} changed, and block {same[0]} has the same key as before"
 
 
 @prefix_keys.property(
-    "what comes later does not matter", hint="a block's key is made of its own tokens and of those before, nothing else"
+    "a key does not depend on later tokens", hint="a block's key comes from its own tokens and those before it only"
 )
 def _(function):
     short, long = _keys(function, [1, 2, 3, 4, 5]), _keys(function, [1, 2, 3, 4, 6, 7, 8, 9])
@@ -190,46 +282,93 @@ def _(function):
 
 
 @prefix_keys.property(
-    "only full blocks have a key",
-    hint="the last tokens, too few for a block, get none: their block is still written to",
+    "each full block has a key, and no other",
+    hint="blocks have `block_size` tokens; if the last one has fewer, it gets no key: it will still be written to",
 )
 def _(function):
-    for tokens in (3, 4, 6):
-        got = len(_keys(function, list(range(1, tokens + 1))))
-        assert got == tokens // 4, f"{tokens} tokens in blocks of 4 have {tokens // 4} keys, not {got}"
+    for size, counts in ((4, (0, 3, 4, 6, 8)), (3, (2, 3, 7)), (1, (2,)), (16, (15, 33))):
+        for tokens in counts:
+            got = len(_keys(function, range(1, tokens + 1), size))
+            assert got == tokens // size, (
+                f"{tokens} tokens in blocks of {size}: expected {tokens // size} keys, got {got}"
+            )
 
 
-@prefix_keys.property("the order of the tokens counts", hint="a sum or a set forgets the order; hash them as they come")
+@prefix_keys.property(
+    "the order of the tokens matters", hint="sums, sets and sorting lose the order, within a block and between blocks"
+)
 def _(function):
     assert _keys(function, [1, 2, 3, 4]) != _keys(function, [4, 3, 2, 1]), "1 2 3 4 and 4 3 2 1 have the same key"
+    second = _keys(function, ONE_TO_EIGHT)[1]
+    if second != _keys(function, [9, 2, 3, 4, 5, 6, 7, 8])[1]:  # else: another property's matter
+        for other in ([5, 6, 7, 8, 1, 2, 3, 4], [4, 3, 2, 1, 5, 6, 7, 8]):
+            assert second != _keys(function, other)[1], f"{ONE_TO_EIGHT} and {other} have the same second key"
 
 
 @prefix_keys.property(
-    "each token counts for itself",
-    hint="written without a gap, 1 and 23 look like 12 and 3: keep them apart, or use the same width for each",
+    "different tokens are told apart",
+    hint="joined without a separator, 1 and 23 look like 12 and 3; and a token number can be above 65,535",
 )
 def _(function):
-    assert _keys(function, [1, 23], 2) != _keys(function, [12, 3], 2), "1 23 and 12 3 have the same key"
+    for one, other in (([1, 23, 5, 6], [12, 3, 5, 6]), ([1, 2, 3, 4], [257, 2, 3, 4]), ([7] * 4, [65_543] + [7] * 3)):
+        said = f"{' '.join(map(str, one))} and {' '.join(map(str, other))} have the same key"
+        assert _keys(function, one) != _keys(function, other), said
 
 
 @prefix_keys.property(
-    "another salt gives other keys", hint="start the chain with the salt, as if it were before the first block"
+    "thousands of blocks have thousands of keys",
+    hint="use every bit of the hash: with too few possible values, different blocks soon get the same one",
 )
 def _(function):
-    one, other = (_keys(function, [1, 2, 3, 4, 5, 6, 7, 8], salt=salt) for salt in ("ann", "bob"))
-    assert not set(one) & set(other), "the same tokens with two salts share a key"
+    pairs = list(combinations(range(10, 100), 2))
+    keys = [_keys(function, pair, 2)[0] for pair in pairs]
+    if _hashable(keys):  # else: another property's matter
+        assert len(set(keys)) == len(pairs), f"{len(pairs):,} different blocks have only {len(set(keys)):,} keys"
 
 
-# ---- a pool that remembers beginnings
+@prefix_keys.property("another salt gives other keys", hint="start the chain with the salt, all of it")
+def _(function):
+    for salts in (("ann", "bob"), ("ann", "anna"), ("", "ann"), ("on", "no")):
+        one, other = (_keys(function, ONE_TO_EIGHT, salt=salt) for salt in salts)
+        shared = [key for key in one if key in other]
+        assert not shared, f"with the salts {salts[0]!r} and {salts[1]!r} the same tokens have a key in common"
+    plain = _keys(function, ONE_TO_EIGHT)
+    assert plain == _keys(function, ONE_TO_EIGHT, salt=""), "without a salt and with the salt '' the keys differ"
 
-prefix_pool = Exercise("MyPrefixPool")
+
+@prefix_keys.property("the tokens are not changed", hint="the prompt is still needed: take slices of it")
+def _(function):
+    tokens = list(ONE_TO_EIGHT)
+    list(function(tokens, 4))
+    assert tokens == ONE_TO_EIGHT, f"the tokens were {ONE_TO_EIGHT}, and are {tokens} after the call"
+
+
+@prefix_keys.property(
+    "the result is a list of dictionary keys", hint="collect hashes, numbers, bytes or tuples in a list"
+)
+def _(function):
+    keys = function(list(ONE_TO_EIGHT), 4)
+    assert hasattr(keys, "__getitem__") and hasattr(keys, "__len__"), f"it returned a {type(keys).__name__}, not a list"
+    assert _hashable(keys), f"{keys[0]!r}, of type {type(keys[0]).__name__}, cannot be a key of a dictionary"
+
+
+def _hashable(keys: Iterable) -> bool:
+    try:
+        return bool(set(keys))
+    except TypeError:
+        return False
+
+
+# ---- a pool that remembers prefixes
+
+prefix_pool = Exercise("MyPrefixPool", seconds=SECONDS)
 
 
 def _remembering(make, num_blocks: int, sequences: list[int]) -> tuple:
     """A pool, and sequences of so many blocks each, held, with a key for every block: (0, 0), (0, 1), (1, 0), ..."""
     pool, held = make(num_blocks), []
     for number, count in enumerate(sequences):
-        blocks = pool.allocate(count)
+        blocks = _allocate(pool, count)
         for at, block in enumerate(blocks):
             pool.register(block, (number, at))
         held.append(blocks)
@@ -239,72 +378,122 @@ def _remembering(make, num_blocks: int, sequences: list[int]) -> tuple:
 @prefix_pool.example
 def _(make):
     pool, (blocks,) = _remembering(make, 4, [2])
-    pool.release(blocks)
-    assert pool.lookup([(0, 0), (0, 1)]) == blocks, "two blocks with keys were released, and are not found again"
-    _available(pool, 4, "4 blocks, none of them held")
+    pool.release(list(blocks))
+    found = list(pool.lookup([(0, 0), (0, 1)]))
+    assert found == blocks, f"blocks {blocks} have keys and were released: expected to find {blocks}, got {found}"
+    _available(pool, 4, "pool of 4, no block held")
 
 
 @prefix_pool.property(
-    "blocks without a key are evicted first",
-    hint="a block without a key, not in `key_of`, goes to the free ones: only those with one are worth keeping",
+    "a block stays in use until its last holder releases it",
+    hint="count holders as in exercise 2: `share` may also get blocks in use, and only a count of 0 makes one cached",
+)
+def _(make):
+    pool, (blocks,) = _remembering(make, 4, [2])
+    pool.share(list(blocks))
+    pool.release(list(blocks))
+    story = "pool of 4, 2 blocks with keys, each with two holders"
+    _available(pool, 2, f"{story}, one of which released it")
+    pool.release(list(blocks))
+    _available(pool, 4, f"{story}, both of which released it")
+
+
+@prefix_pool.property(
+    "blocks without a key are reused first", hint="only blocks in `key_of` are worth keeping; the others become free"
 )
 def _(make):
     for plain_first in (True, False):
         pool, (known,) = _remembering(make, 4, [2])
-        plain = pool.allocate(2)
+        plain = _allocate(pool, 2)
         for blocks in (plain, known) if plain_first else (known, plain):
-            pool.release(blocks)
-        got = pool.allocate(2)
-        assert set(got) == set(plain), f"blocks {known} had keys, {plain} had none, all were released; {got} went first"
+            pool.release(list(blocks))
+        got = _allocate(pool, 2)
+        assert set(got) == set(plain), f"{known} had keys, {plain} had none, all were released; {got} was reused first"
+    pool, (first, second) = _remembering(make, 3, [1, 1])
+    plain = _allocate(pool, 1)
+    for blocks in (first, second + plain):
+        pool.release(blocks)
+    got = _allocate(pool, 1)
+    assert got == plain, f"{first + second} had keys, {plain} had none, all were released; {got} was reused first"
 
 
 @prefix_pool.property(
     "the least recently used block is evicted first",
-    hint="`release` puts a block at the end of the cached ones, `evict` takes the one at the beginning",
+    hint="a block joins `idle` at its end when it is released, so the oldest one is at the beginning",
 )
 def _(make):
     pool, (first, second, third) = _remembering(make, 3, [1, 1, 1])
     for blocks in (second, first, third):
-        pool.release(blocks)
-    pool.share(second)  # used again: now it is the newest
-    pool.release(second)
-    got, want = [pool.allocate(1) for _ in range(3)], [first, third, second]
-    assert got == want, f"used last, in this order, were blocks {sum(want, [])}; they were evicted as {sum(got, [])}"
+        pool.release(list(blocks))
+    pool.share(list(second))  # used again: now it is the newest
+    pool.release(list(second))
+    if pool.available == 3:  # else: another property's matter
+        got, want = [_allocate(pool, 1) for _ in range(3)], [first, third, second]
+        assert got == want, (
+            f"blocks {sum(want, [])} were last used in this order, and evicted in the order {sum(got, [])}"
+        )
 
 
 @prefix_pool.property(
-    "the end of a sequence goes before its beginning",
-    hint="without its first block the others cannot be found: `release` goes through the blocks in `reversed` order",
+    "the end of a sequence is evicted before its beginning",
+    hint="all blocks of a sequence are released in one call: which of them must join `idle` first?",
 )
 def _(make):
-    pool, (blocks,) = _remembering(make, 3, [3])
-    pool.release(blocks)
-    got = pool.allocate(1)
-    assert got == blocks[-1:], f"of a sequence in blocks {blocks}, released at once, {got} was evicted first"
+    pool = make(3)
+    low, middle, high = sorted(_allocate(pool, 3))
+    sequence = [middle, high, low]  # a request's blocks have no order in memory
+    for at, block in enumerate(sequence):
+        pool.register(block, (0, at))
+    pool.release(list(sequence))
+    got = [block for _ in range(3) for block in _allocate(pool, 1)]
+    assert got == sequence[::-1], f"blocks {sequence}, in the order of the tokens, were evicted in the order {got}"
 
 
 @prefix_pool.property(
-    "a block that is shared again is safe",
-    hint="`share` takes a block whose count was 0 off the cached ones, or it is evicted while it is read",
+    "a cached block that is shared again is in use",
+    hint="`share` adds 1 to the count, and takes a cached block out of `idle`, or it could be evicted while in use",
 )
 def _(make):
     pool, (blocks,) = _remembering(make, 4, [2])
-    pool.release(blocks)
-    pool.share(blocks)
-    _available(pool, 2, "4 blocks, 2 of them cached and shared again")
-    _without(pool.allocate(2), blocks)
+    pool.release(list(blocks))
+    pool.share(list(blocks))
+    _available(pool, 2, "pool of 4, 2 blocks cached, then shared again")
+    others = _allocate(pool, 2)
+    _all_different(others, blocks)
+    pool.release(list(blocks))
+    _available(pool, 2, "the same pool after 2 blocks were allocated, and the shared ones released")
 
 
 @prefix_pool.property(
-    "an evicted block is forgotten",
-    hint="delete its key from `block_of` and from `key_of`: the next owner writes something else there",
+    "an evicted block can no longer be found",
+    hint="remove its key from both dictionaries: its next owner writes something else there",
 )
 def _(make):
     pool, (blocks,) = _remembering(make, 2, [2])
-    pool.release(blocks)
-    taken = pool.allocate(2)
+    pool.release(list(blocks))
+    taken = _allocate(pool, 2)
+    _all_different(taken)
     found = pool.lookup([(0, 0), (0, 1)])
-    assert not found, f"block {found[:1]} was evicted and given out, and is still found by its old key"
+    assert not found, f"block {found[0]} was evicted and allocated again, and is still found by its old key"
     for block in taken:
         pool.register(block, ("new", block))
     assert pool.lookup([("new", taken[0])]) == taken[:1], "an evicted block cannot get a new key: forget the old one"
+
+
+@prefix_pool.property(
+    "the other cached blocks are still found", hint="`evict` gives up one block: the others keep theirs"
+)
+def _(make):
+    pool, (first, second) = _remembering(make, 3, [1, 2])
+    for blocks in (first, second):
+        pool.release(list(blocks))
+    evicted = _allocate(pool, 1)
+    if evicted == first:  # else: another property's matter
+        found = list(pool.lookup([(1, 0), (1, 1)]))
+        assert found == second, f"block {first[0]} was evicted: expected to find cached blocks {second}, got {found}"
+
+
+prefix_pool.property(
+    "the lists passed in are not changed",
+    hint="`blocks.reverse()` changes the caller's list; `reversed(blocks)` only reads it",
+)(_lists_unchanged)
