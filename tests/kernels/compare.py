@@ -14,6 +14,8 @@ from tests.chance import SEED
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # relative error of the whole result
 DTYPES = [torch.float32, torch.bfloat16]
 COMPILED = torch.cuda.is_available()  # otherwise interpreted, and each program takes milliseconds
+# The interpreter adds one weight after another; equal weights are then all rounded in the same direction.
+MASS_BOUND = 1e-5 if COMPILED else 1e-4
 
 
 def assert_close(kernel: str, got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, times: float = 1.0) -> None:
@@ -83,7 +85,7 @@ def double(cache: LayerCache) -> LayerCache:
 
 
 def assert_truncated(got: torch.Tensor, logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> None:
-    """Each row keeps its top-ranked tokens, by top_k and by probability mass up to top_p, within 1e-5."""
+    """Each row keeps its top-ranked tokens, by top_k and by probability mass up to top_p, within MASS_BOUND."""
     error = 0.0
     for row in range(len(logits)):
         ranking = logits[row].double().sort(descending=True, stable=True)
@@ -104,5 +106,5 @@ def assert_truncated(got: torch.Tensor, logits: torch.Tensor, top_k: torch.Tenso
         wanted = top_p[row].double()
         before = mass[count - 2] if count > 1 else 0.0
         error = max(error, float(before - wanted), float(wanted - mass[count - 1]) if count < most else 0.0)
-    note("truncate, probability mass", logits.dtype, max(error, 0.0), 1e-5)
-    assert error <= 1e-5
+    note("truncate, probability mass", logits.dtype, max(error, 0.0), MASS_BOUND)
+    assert error <= MASS_BOUND
