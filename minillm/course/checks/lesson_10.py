@@ -137,16 +137,17 @@ def _(function):
     "requests share one budget, in their order", "the oldest takes what it can use; how much is left for the next?"
 )
 def _(function):
-    counts = [count for _, count, _ in _step(function, _request(6), _request(6), _request(6), budget=8)]
-    assert counts == [6, 2, 0], f"three prompts of 6 tokens and a budget of 8: 6, 2 and 0 tokens run, not {counts}"
-    got = _step(function, _request(6), _request(6, known=7, computed=6), budget=6)
-    assert got == [(0, 6, True), (6, 0, False)], (
-        f"a prompt of 6 tokens, then a decode, and a budget of 6: [(0, 6, True), (6, 0, False)], not {got}"
+    def decode() -> SimpleNamespace:
+        return _request(6, known=7, computed=6)
+
+    cases = (
+        ("three prompts of 6 tokens", [_request(6), _request(6), _request(6)], 8, [6, 2, 0]),
+        ("a prompt of 6 tokens, then a decode", [_request(6), decode()], 6, [6, 0]),
+        ("a decode, then a prompt of 6 tokens", [decode(), _request(6)], 6, [1, 5]),
     )
-    got = _step(function, _request(6, known=7, computed=6), _request(6), budget=6)
-    assert got == [(6, 1, True), (0, 5, False)], (
-        f"a decode, then a prompt of 6 tokens, and a budget of 6: [(6, 1, True), (0, 5, False)], not {got}"
-    )
+    for what, requests, budget, wanted in cases:
+        counts = [count for _, count, _ in _step(function, *requests, budget=budget)]
+        assert counts == wanted, f"{what}, and a budget of {budget}: the counts are {wanted}, not {counts}"
 
 
 @next_step.property(
