@@ -105,12 +105,12 @@ def padded(step: StepRows) -> None:
         axes[1].barh(0, count, left=start, height=0.86, color=shade)
         if row:
             axes[1].axvline(start, color="white", linewidth=1.5)
-    places = f"padded: {len(counts)} rows x {longest} = {len(counts) * longest} places"
+    places = f"padded: {len(counts)} rows x {longest} = {len(counts) * longest} positions"
     axes[0].set_title(places, fontsize=10, loc="left")
     axes[0].set(ylim=(len(counts) - 0.5, -0.5))
     axes[0].set_yticks(range(len(counts)), [f"row {row}" for row in range(len(counts))], fontsize=9)
     axes[1].set_title(
-        f"packed, one after the other: {starts[-1]} places; query_start = {', '.join(map(str, starts))}",
+        f"packed, one after the other: {starts[-1]} positions; query_start = {', '.join(map(str, starts))}",
         fontsize=10,
         loc="left",
     )

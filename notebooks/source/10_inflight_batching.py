@@ -10,7 +10,7 @@
 # * say what happens when the cache runs out of memory;
 # * write a scheduling policy that prefers short prompts and never starves a long one.
 #
-# **85 minutes. Needs:** a CPU, and lessons 00 and 02; lesson 09 helps. You should know what *prefill* (the model runs a
+# **90 minutes. Needs:** a CPU, and lessons 00 and 02; lesson 09 helps. You should know what *prefill* (the model runs a
 # prompt's tokens together) and *decode* (it generates an answer one token at a time) are. On a GPU, the timed part of
 # section 4 runs Gemma 2B.
 
@@ -188,7 +188,7 @@ describe("""Two timelines of four rows. With static batches gray gaps follow eac
 batch ends. In flight the rows are filled without gaps until the queue is empty, and the run ends much earlier.""")
 
 # %% [markdown]
-# ## 2 · One batch without padding · 4 min
+# ## 2 · One batch without padding · 3 min
 #
 # Step 2 of the in-flight picture ran one token of A together with twelve of C. How can one forward pass do that? A
 # tensor is a rectangle, so the simple answer is to make every row as long as the longest one by adding **padding**:
@@ -198,22 +198,18 @@ batch ends. In flight the rows are filled without gaps until the queue is empty,
 # %%
 fullest = max(runs["in flight"].steps, key=lambda step: sum(step.count))
 draw.padded(fullest)
-describe("""One step's tokens drawn twice. Above, padded: each row is filled up to the length of the longest, and most
-of the rectangle is padding. Below, packed: the same tokens in one line, one row after the other, without padding.""")
+describe(
+    """One step's tokens drawn twice. Above, padded: each row is filled up to the length of the longest, and much of the rectangle is padding. Below, packed: the same tokens in one line, one row after the other, without padding."""
+)
 
 # %% [markdown]
 # Lesson 02 shows why padding is unnecessary: attention is the only part of the model where tokens interact. A norm, a
 # matrix multiplication or an MLP does not care which request a token belongs to. So the engine concatenates the tokens
 # of all rows into one *ragged batch* of shape `[tokens, hidden]`, without a batch dimension. Only attention needs to
-# know where each row begins and ends (`query_start`) and which blocks hold its keys (`block_table`, lesson 09):
-
-# %%
-# ENGINE: minillm.model.batch:Rows
-
-# %% [markdown]
-# (Two details you can skip: `groups` is 1 unless a model mixes layers with and without a sliding window. A *captured*
-# step is one that a CUDA graph replays, lesson 11: its number of rows is fixed, so some of them may be empty.)
+# know where each row begins and ends (`query_start`) and which blocks hold its keys (`block_table`, lesson 09): see
+# `Rows` in `minillm/model/batch.py`.
 #
+
 # **Predict first.** Suppose every step of the whole in-flight run were padded to a rectangle. What fraction of all
 # positions would be padding?
 
@@ -229,11 +225,11 @@ compare(
 )
 
 # %% [markdown]
-# A static batch as in transformers' `generate` pads differently. It pads each prompt to the longest in the batch; its
-# rectangular cache keeps as many keys for each row as for the longest one; and a row that is done keeps computing
+# A static batch, as in transformers' `generate`, pads in other ways. It pads each prompt to the longest in the batch;
+# its rectangular cache keeps as many keys for each row as for the longest one; and a row that is done keeps computing
 # padding until the whole batch is done.
 #
-# ## 3 · One rule · 19 min
+# ## 3 · One rule · 18 min
 #
 # Prefill, decode, joining in the middle: these look like separate cases. They are one case if the scheduler keeps two
 # numbers for each request:
@@ -351,20 +347,20 @@ for number, step in enumerate(shown[:4]):
 
 # %% [markdown]
 # The engine does this for all rows at once: `known` and `computed` are numpy arrays with one entry per row, and
-# `queries` is your `count`, chosen before. Look for the three lines that do what your function does:
-# `self.computed[rows] += queries`, `samples = ...`, and `self.known[...] += 1`. You can ignore the rest: `_register`
-# makes full blocks available to the prefix cache, `tables` are the block tables (both lesson 09), and decodes are
-# sorted to the front because attention handles them with a kernel of their own (lesson 04).
+# `queries` is your `count`, chosen before. Look for the three lines that update `self.computed`, decide `samples`, and
+# update `self.known`. You can ignore the rest: `_register` makes full blocks available to the prefix cache, `tables`
+# are the block tables (both lesson 09), and decodes are sorted to the front because attention handles them with a
+# kernel of their own (lesson 04).
 
 # %%
 # ENGINE: minillm.scheduler.scheduler:Scheduler._launch
 
 # %% [markdown]
-# ## 4 · The token budget · 20 min
+# ## 4 · The token budget · 21 min
 #
 # Look at the in-flight picture of section 1 again, at the number under step 2: 13 tokens, where the other steps around
 # it compute two. A step takes longer the more tokens it computes, and A's user waits for that step too. With twelve
-# tokens nobody notices. With a prompt of several thousand tokens, every other answer visibly stalls.
+# tokens nobody notices. With a prompt of thousands of tokens, every other answer pauses.
 #
 # Users experience two kinds of waiting, and servers are judged by both:
 #
@@ -388,7 +384,7 @@ tokens.""")
 
 # %% [markdown]
 # C's prompt takes three steps instead of one, so its first token comes two steps later. But no step computes more than
-# 6 tokens, and A gets a token in every one of them.
+# 6 tokens, and A gets a token in each of the three.
 #
 # That A gets its token is a decision: C's prompt could have used the whole budget. Sarathi-Serve calls the decision
 # *stall-free* scheduling: **first every row with one pending token, then prompts, oldest first.** A decode takes only
@@ -423,8 +419,8 @@ check(share_budget)
 
 # %% [markdown]
 # Now your function decides inside the engine. A **policy** is a class that makes the scheduler's decisions: the order
-# of the queue (`key`, section 6), whether a request may join now (`admits`; `static` is a policy that only says yes
-# when all rows are free), and `share`. Inside the `with` block yours replaces the engine's.
+# of the queue (`key`, section 6), whether a request may join now (`admits`; the static policy admits requests only to
+# fill an empty batch), and `share`. Inside the `with` block yours replaces the engine's.
 
 
 # %%
@@ -438,12 +434,12 @@ with using(policy=MyShare) as used:
 if used.not_solved:
     print("share_budget is not solved yet: the engine's own ran")
 else:
-    print(f"the engine asked your policy {used.calls['policy']} times")
+    print(f"the engine called your policy {used.calls['policy']} times")
     print("the same steps as with the engine's own:", shared.spans == chunked.spans)
 
 # %% [markdown]
 # What if the order is reversed? Early servers, among them vLLM's first scheduler, ran new prompts before anything else
-# and paused the decodes (Agrawal et al. 2024, section 3). `PromptsFirst` is such a policy:
+# and paused the decodes (Agrawal et al. 2024 call this *prefill-prioritizing*). `PromptsFirst` is such a policy:
 
 # %%
 with using(policy=batching.PromptsFirst):
@@ -476,7 +472,7 @@ for budget, each in served.items():
     prompt_steps, most = batching.newcomer_steps(each)
     print(f"{budget:6} {prompt_steps:22} {most:28}")
 large, small = BUDGETS[0], BUDGETS[-2]
-print(f"compare {large:,} and {small}")
+print(f"budgets to compare: {large:,} and {small}")
 
 # %% [markdown]
 # **Predict first.** Take the two budgets in the last line. How many times as long is the newcomer's TTFT with the small
@@ -491,15 +487,14 @@ waits = {budget: batching.newcomer_waits(each) for budget, each in served.items(
 times = {budget: np.divide(each, waits[large]) for budget, each in waits.items()}
 print(f"budget       TTFT             longest ITL      (and as a multiple of {large:,}'s)")
 for budget, (ttft, gap) in waits.items():
-    print(
-        f"{budget:6} {ttft:7.0f} ms {times[budget][0]:5.2f} {gap:10.0f} ms {times[budget][1]:5.2f}"
-    )
+    longer, shorter = times[budget]
+    print(f"{budget:6} {ttft:7.0f} ms {longer:5.2f} {gap:10.0f} ms {shorter:5.2f}")
 compare("TTFT", unit="times", prediction=guess_ttft, measured=times[small][0])
 compare("longest ITL", unit="times", prediction=guess_gap, measured=times[small][1])
 names = ("the newcomer's TTFT", "longest ITL of the users")
 draw.trade(BUDGETS, dict(zip(names, zip(*waits.values()))))
 describe("""Two lines over the token budget, both axes logarithmic. Toward smaller budgets the newcomer's time to first
-token grows, and the longest gap between two tokens of the other users shrinks.""")
+token grows, and the longest gap between two tokens of the other users shrinks until it levels off.""")
 
 # %% [markdown]
 # Each line of the table is a trade-off. A small budget costs the newcomer time, for three reasons: every step has a
@@ -512,7 +507,7 @@ token grows, and the longest gap between two tokens of the other users shrinks."
 # budget costs the newcomer time and helps nobody. Above that point there is no right budget. Decide which ITL you
 # promise ("a token every 50 ms") and take the largest budget that keeps the promise.
 #
-# ## 5 · When memory runs out · 4 min
+# ## 5 · When memory runs out · 5 min
 #
 # Every computed token leaves keys and values in the cache, in blocks (lesson 09). A request is admitted when there are
 # enough blocks for what it *knows*. How many it will need in the end is unknown. So the moment may come when every row
@@ -520,8 +515,8 @@ token grows, and the longest gap between two tokens of the other users shrinks."
 #
 # An engine could reserve for each request the most it may ever need. Then this never happens, but much of the memory
 # stays empty, because most answers end early. Or it admits more requests and, when blocks run out, takes one request's
-# memory away: **preemption**. The most recent request goes back to the queue, and its blocks go back to the pool. The
-# most recent, because it has done the least work so far, and because the oldest request then always makes progress.
+# memory away: **preemption**. The most recent request goes back to the queue, and its blocks go back to the pool. It
+# has to be the most recent one so that the oldest request always makes progress.
 #
 # What happens to its keys and values? They can be copied to CPU memory and back (**swapping**), or thrown away and
 # **recomputed** (Kwon et al. 2023, section 4.5, describe both). Recomputing only needs the tokens, a few bytes each. In
@@ -531,9 +526,9 @@ token grows, and the longest gap between two tokens of the other users shrinks."
 
 # %%
 draw.rows_in_use({"plenty of blocks": in_flight.steps, "ten blocks": preempted.steps}, rows=2)
+print(f"preemptions: {preempted.stats['preemptions']}")
 describe("""Two grids of two rows. With ten blocks C loses its row after step 3, the row is idle until A is done in step
 8, and in step 9 C runs 14 tokens at once: its prompt and the two tokens it had already generated.""")
-print(f"preemptions: {preempted.stats['preemptions']}")
 
 # %% [markdown]
 # For step 4, A needs a fourth block and none is free: A has three, C has seven. C is the more recent request and is
@@ -574,8 +569,8 @@ for blocks, each in {"plenty": runs["in flight"], "32": few}.items():
 # ones behind it (*head-of-line blocking*). The tempting alternative is **shortest prompt first**. It takes one method:
 # the scheduler computes `key` once for each request, when the request is queued, and the lowest key goes first.
 #
-# Sixty requests, one before each step; every sixth has a prompt of 96 tokens, the others of 8. Together they need a
-# little more than the engine can do.
+# Here are sixty requests, one before each step. Every sixth has a prompt of 96 tokens, the others of 8. The engine has
+# four rows and a budget of 24 tokens, so together they need a little more than it can do.
 
 
 # %%
@@ -595,12 +590,10 @@ batching.show_waits(waited)
 # wait? We put a single long prompt among short ones, 20 of them and then 40:
 
 # %%
-print("short prompts                   20    40")
+print("steps until the long one's first token, among 20 and among 40 short ones:")
 for policy in (FirstComeFirstServed, ShortestAlways):
     found = [batching.long_one_waits(policy, shorts) for shorts in (20, 40)]
-    print(
-        f"{policy.__name__:26} {found[0]:7} {found[1]:5}  steps until the long one's first token"
-    )
+    print(f"{policy.__name__:26} {found[0]:3} {found[1]:3}")
 
 # %% [markdown]
 # There is no limit. As long as short prompts keep coming, the long one waits: **starvation**. A policy is *fair* if
@@ -611,8 +604,8 @@ for policy in (FirstComeFirstServed, ShortestAlways):
 # rate, the *differences* between them never change. So instead of making waiting requests shorter, treat each later
 # arrival as longer, by `patience` tokens for each request that arrived before it.
 #
-# **Exercise 4 (7 minutes).** Write the key of this policy. Then a prompt of $n$ tokens is overtaken by at most $n /
-# \text{patience}$ later requests, whatever they are: those after that have a larger key.
+# **Exercise 4 (6 minutes).** Write the key of this policy. Then a prompt of $n$ tokens is overtaken by at most
+# $n/\text{patience}$ later requests, whatever they are: those after that have a larger key.
 #
 # A request has `prompt` (its token ids), `arrival` (0, 1, 2, ... in order of arrival), `known` (the ids of prompt and
 # answer so far), `limit` and `params`. Asking for a key again must give the same key.
@@ -650,9 +643,9 @@ Shortest always: short prompts hardly wait, and long ones wait longest of all. W
 little, and long ones less than with shortest always.""")
 
 # %% [markdown]
-# With patience, a long prompt has a bound. The 22nd short prompt after it starts with the same key, since $(96 - 8) / 4
-# = 22$, and among equal keys the older request goes first: at most 21 pass it, however many are still to come. Most of
-# the reduction of the mean wait remains.
+# With patience, a long prompt has a bound. The 22nd short prompt after it starts with the same key, since
+# $(96-8)/4=22$, and among equal keys the older request goes first: at most 21 pass it, however many are still to come.
+# Most of the reduction of the mean wait remains.
 #
 # Finally, everything together: your order and your sharing serve the traffic in one engine. Whatever you skipped, the
 # engine supplies.
@@ -678,18 +671,17 @@ print(
 # the batch. (That is exact in 64-bit numbers. With fewer digits, the order of additions may decide between two tokens
 # whose logits are nearly equal.)
 #
-# These are the engine's policies. Compare `ShortestPromptFirst` (`LLM(policy="shortest")`) with your class, and see how
-# little `StaticBatching` needs. `fair` is a promise that no request waits forever; the engine's tests hold each policy
-# to it. When blocks run out, the running request with the highest `key` is preempted.
+# These are the engine's versions: look for your `share` in the first, and for your `key` in the second
+# (`LLM(policy="shortest")`). `fair` is a promise that no request waits forever; the engine's tests hold policies to it.
+# The highest `key` among the running requests also decides which one is preempted. `minillm/scheduler/policies.py` has
+# three more policies, `StaticBatching` among them.
 
 # %%
 # ENGINE: minillm.scheduler.policies:FirstComeFirstServed
-# ENGINE: minillm.scheduler.policies:Priority
 # ENGINE: minillm.scheduler.policies:ShortestPromptFirst
-# ENGINE: minillm.scheduler.policies:StaticBatching
 
 # %% [markdown]
-# ## 7 · What it is worth · 6 min
+# ## 7 · What it is worth · 5 min
 #
 # These are committed records of `minillm bench batching`, on a CPU and on an H200. First, all 400 requests of the
 # traffic trace arrive at once, and one engine serves them with static batches and in flight. Second, requests arrive as
@@ -709,10 +701,10 @@ for (name, record), guess in zip(there.items(), (guess_cpu, guess_gpu)):
     compare(f"{name}, speed", unit="times", prediction=guess, most=most, measured=faster)
 
 # %% [markdown]
-# The line `times` divides in-flight by static. What is possible, if a step took no longer with more tokens in it, is
-# one over the first factor. But both ways compute the same tokens, so with fewer steps each one has more to compute and
-# takes longer, and the speed gains less than the number of steps falls. Here in-flight batching saves more steps than
-# in section 1, because the longest of 64 or 128 answers is further above the mean than the longest of four.
+# The line `times` divides in-flight by static. If a step took no longer with more tokens in it, the speed would rise by
+# the inverse of the first factor: that is the *at most*. But both ways compute the same tokens, so with fewer steps
+# each step has more to compute and takes longer. Here in-flight batching saves more steps than in section 1, because
+# the longest of 64 or 128 answers is further above the mean than the longest of four.
 #
 # For waits, a mean hides what users complain about, so servers report **percentiles**: 99 % of all waits are at most
 # p99.
@@ -736,7 +728,7 @@ higher; on the CPU the time to first token is much longer with chunks.""")
 # wait longer than that, and single runs range from 24 to 114 ms. Had each way been run only once, either could have
 # come out ahead. So choose the budget by measuring ITL and TTFT on your machine, with your traffic, more than once.
 #
-# ## 8 · The three ways, over time (optional) · 4 min
+# ## 8 · The three ways, over time (optional) · 3 min
 #
 # Eight requests of the traffic, with prompts at full length: in static batches, in flight with whole prompts, and
 # chunked. This time the x axis is time, and a white line marks where a step begins. A wide column is a step that took
@@ -760,30 +752,31 @@ describe("""Three timelines of four rows over seconds. With whole prompts some c
 there a prompt ran, and the decoding rows waited. With at most 64 tokens a step the columns are of similar width.""")
 
 # %% [markdown]
-# Request 5 has a prompt of 298 tokens. Whole, it makes one wide column, in which the decoding rows get one token each.
-# In chunks it makes five narrower columns, and the other rows get a token in each.
+# Request 5 has a prompt of 298 tokens. In flight and whole, it makes one wide column, in which each decoding row gets
+# one token. In chunks it makes five narrower columns, and the other rows get a token in each.
 #
 # Gray cells have three causes. In static batches, rows wait for the rest of their batch. At the left of the chunked
 # timeline, requests 1 to 3 are not admitted yet, because older prompts use the whole budget. And at the right of all
 # three the queue is empty.
 #
-# ## 9 · Running ahead (optional) · 10 min
+# ## 9 · Running ahead (optional) · 7 min
 #
 # The scheduler is Python, and while it runs, the GPU may be waiting. How long does it take? Here is the engine's
 # scheduler alone, without a model, with all rows decoding:
 
 # %% tags=["nbval-ignore-output"] uncompared="times"
 ablation = records.read("h200/ablation")
-ahead = next(row for row in ablation["results"] if row["group"] == "run-ahead")
-step_us = 1e6 / ahead["output_tokens_per_s"]
+fastest = max(
+    row["output_tokens_per_s"] for row in ablation["results"] if row["requests"] == 1
+)
 for rows in (1, 64, 1024):
     print(f"{rows:5} rows: {batching.scheduling_us(rows):6.0f} us to schedule a step")
-print(f"a decode step of {records.model_of(ablation)}, on an H200: {step_us:,.0f} us")
+print(f"a decode step of {records.model_of(ablation)}, on an H200: {1e6 / fastest:,.0f} us")
 
 # %% [markdown]
 # Because the scheduler works on numpy columns, a thousand rows take far less than a thousand times as long as one. Even
-# so, scheduling is a noticeable part of a fast GPU's step, and launching the step and fetching its tokens come on top.
-# A GPU that waits for Python after each step is idle for that long.
+# so, compare it with the last line: with many rows it is a noticeable part of a fast GPU's step, and launching the step
+# and fetching its tokens come on top. A GPU that waits for Python after each step is idle for that long.
 #
 # The way out is **not to wait**. What does the scheduler need from step N to choose step N + 1? Not the tokens: they
 # stay on the GPU, where the next step reads them. It only needs to know that each row has *one more*, and `known` grows
