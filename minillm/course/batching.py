@@ -19,7 +19,7 @@ from minillm.trace import Trace, replay
 from minillm.trace.replay import StepRows
 
 VOCAB = 4000  # token ids to draw from; the embedded model has more
-SMALL = {
+SMALL: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float64",  # so that equal means equal
     "num_blocks": 256,

@@ -60,8 +60,8 @@ def rows_in_use(pictures: Mapping[str, Sequence], rows: int) -> None:
         axis.set_yticks([row + 0.45 for row in range(rows + 1)], labels, fontsize=9)
         axis.tick_params(length=0)
         axis.spines[:].set_visible(False)
-    labels = {PREFILL: "prompt: name and tokens", DECODE: "decode: one token", WAITS: "waits", IDLE: "idle"}
-    _legend(figure, {label: shade for shade, label in labels.items() if shade in shown})
+    names = {PREFILL: "prompt: name and tokens", DECODE: "decode: one token", WAITS: "waits", IDLE: "idle"}
+    _legend(figure, {label: shade for shade, label in names.items() if shade in shown})
 
 
 def _legend(figure: Figure, shades: Mapping[str, str], **style: Any) -> None:

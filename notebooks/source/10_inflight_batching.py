@@ -81,7 +81,7 @@ done in step 8, and only then do C and D start. In the in-flight grid C takes B'
 # Look at B. It is done after two steps. In the static batch its row then stays idle for seven steps while C and D wait
 # in the queue. In flight, C takes the row in the very next step and runs alongside A, which keeps decoding.
 #
-# **Exercise 1 (8 minutes).** Count the steps and the idle cells. You only need the lengths of the answers: each request
+# **Exercise 1 (7 minutes).** Count the steps and the idle cells. You only need the lengths of the answers: each request
 # occupies a row for as many steps as its answer has tokens. (A real server doesn't know these lengths in advance, which
 # is why it cannot simply sort requests into tight batches.)
 #
@@ -198,9 +198,8 @@ batch ends. In flight the rows are filled without gaps until the queue is empty,
 # %%
 fullest = max(runs["in flight"].steps, key=lambda step: sum(step.count))
 draw.padded(fullest)
-describe(
-    """One step's tokens drawn twice. Above, padded: each row is filled up to the length of the longest, and much of the rectangle is padding. Below, packed: the same tokens in one line, one row after the other, without padding."""
-)
+describe("""One step's tokens drawn twice. Above, padded: each row is filled up to the length of the longest, and much of
+the rectangle is padding. Below, packed: the same tokens in one line, one row after the other, without padding.""")
 
 # %% [markdown]
 # Lesson 02 shows why padding is unnecessary: attention is the only part of the model where tokens interact. A norm, a
