@@ -114,7 +114,7 @@ def run(
 
 def counted(outputs: Sequence[int], rows: int, in_flight: bool) -> tuple[int, int]:
     """(steps, idle cells) of requests with these many tokens each, counted from an engine's trace."""
-    requests = {str(number): (4, tokens) for number, tokens in enumerate(outputs)}
+    requests: Requests = {str(number): (4, tokens) for number, tokens in enumerate(outputs)}
     steps = run(requests, max_num_seqs=rows, policy="fcfs" if in_flight else "static", dtype="auto").steps
     return len(steps), len(steps) * rows - sum(len(step.row) for step in steps)
 
@@ -138,8 +138,8 @@ USERS = {f"user {number}": (20 + number, 40) for number in range(7)}
 def newcomer(budget: int, prompt: int, **options: Any) -> Run:
     """Seven users decode; after 20 steps a request with a prompt of so many tokens joins them."""
     due = dict.fromkeys(USERS, 0) | {"new": 20}
-    options = {"dtype": "auto", "max_num_batched_tokens": budget} | options
-    return run({**USERS, "new": (prompt, 4)}, due, **options)
+    given: dict[str, Any] = {"dtype": "auto", "max_num_batched_tokens": budget, **options}
+    return run({**USERS, "new": (prompt, 4)}, due, **given)
 
 
 def newcomer_steps(served: Run) -> tuple[int, int]:
@@ -199,9 +199,9 @@ def long_one_waits(policy: type, shorts: int) -> int:
 
 
 def throughput_table(record: Mapping[str, Any]) -> tuple[float, float]:
-    """Print static and in-flight batching, and how many times the first the second has.
+    """Print static batching, in-flight batching, and the second divided by the first.
 
-    Returns the factor of the output tokens per second, and what it would be if steps took no longer.
+    Returns that factor of the output tokens per second, and what it would be if steps took no longer.
     """
     print(f"{records.model_of(record)}, all requests at once, lengths / {record['scale']}:")
     print(f"  {'':10} {'steps':>6} {'tokens a step':>14} {'ms a step':>10} {'output tokens/s':>16}")
@@ -210,9 +210,9 @@ def throughput_table(record: Mapping[str, Any]) -> tuple[float, float]:
         if row["part"] == "throughput":
             # The last token of an answer is never computed.
             ran = row["input_tokens"] + row["output_tokens"] - row["requests"]
-            rows.append((row["steps"], ran / row["steps"], 1e3 * row["seconds"] / row["steps"]))
-            rows[-1] += (row["output_tokens_per_s"],)
-            steps, tokens, ms, speed = rows[-1]
+            steps, speed = row["steps"], row["output_tokens_per_s"]
+            tokens, ms = ran / steps, 1e3 * row["seconds"] / steps
+            rows.append((steps, tokens, ms, speed))
             print(f"  {row['batching']:10} {steps:6,} {tokens:14.0f} {ms:10.2f} {speed:16,.0f}")
     times = [after / before for before, after in zip(*rows, strict=True)]
     print(f"  {'times':10} {times[0]:6.2f} {times[1]:14.2f} {times[2]:10.2f} {times[3]:16.2f}")

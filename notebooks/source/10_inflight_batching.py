@@ -198,8 +198,8 @@ batch ends. In flight the rows are filled without gaps until the queue is empty,
 # %%
 fullest = max(runs["in flight"].steps, key=lambda step: sum(step.count))
 draw.padded(fullest)
-describe("""One step's tokens drawn twice. Above, padded: each row is filled up to the length of the longest, and much of
-the rectangle is padding. Below, packed: the same tokens in one line, one row after the other, without padding.""")
+describe("""One step's tokens drawn twice. Above, padded: each row is filled up to the length of the longest, and much
+of the rectangle is padding. Below, packed: the same tokens in one line, one row after the other, without padding.""")
 
 # %% [markdown]
 # Lesson 02 shows why padding is unnecessary: attention is the only part of the model where tokens interact. A norm, a
