@@ -188,6 +188,11 @@ def worth(found: Sequence[Mapping[str, Any]]) -> None:
         plots.chunking(record, right)
 
 
+def ablation(record: Mapping[str, Any], groups: Sequence[str]) -> None:
+    """Settings of an ablation record, group by group."""
+    plots.ablation(record, groups=groups)
+
+
 def lanes(pictures: Mapping[str, int], python: float, device: float, steps: int = 5) -> None:
     """Python prepares steps, the device runs them. pictures: title -> how many steps are launched ahead.
 

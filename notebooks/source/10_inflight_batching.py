@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from minillm import using
-from minillm.bench import plots, records, workloads
+from minillm.bench import records, workloads
 from minillm.course import (
     NotSolvedYet,
     batching,
@@ -826,7 +826,7 @@ compare("dropped, 3 ahead", unit="tokens", prediction=guess_dropped, measured=dr
 # %%
 batching.gains(ablation, "run-ahead", before="0", after=("1", "3"))
 batching.gains(ablation, "CUDA graphs", before="off", after=("on",))
-plots.ablation(ablation, groups=["run-ahead", "CUDA graphs"])
+draw.ablation(ablation, ["run-ahead", "CUDA graphs"])
 describe("""Bars of output tokens per second on an H200, as shares of the best, for 1 and for 256 requests. Without
 run-ahead the speed is a little lower; one and three steps ahead are equal. Without CUDA graphs it is far lower.""")
 
