@@ -1,44 +1,49 @@
 # %% [markdown]
 # # 10 · In-flight batching
 #
-# Afterwards you can explain, with four requests and two rows on a sheet of paper, why servers let requests join and
-# leave at every step, and what chunked prefill is for; write the rule by which one loop does prefill, chunks, decode
-# and recovery; decide who gets the tokens of a step, and see your decision run in the engine; say what happens when
-# memory runs out; and write a policy that helps the short and forgets nobody.
+# After this lesson you can:
 #
-# **70 minutes. Needs:** a CPU, and lessons 00 and 02; lesson 09 helps. You should know what *prefill* (a prompt's
-# tokens go through the model together) and *decode* (an answer's tokens, one after the other) are. On a GPU the timed
-# cells run Gemma 2B.
+# * explain, with four requests and two rows on paper, why servers let requests join and leave at every step, and what
+#   chunked prefill is for;
+# * write the one rule that covers prefill, chunked prefill, decode and recovery;
+# * decide which requests get the tokens of a step, and run your decision inside the engine;
+# * say what happens when the cache runs out of memory;
+# * write a scheduling policy that prefers short prompts and never starves a long one.
+#
+# **90 minutes. Needs:** a CPU, and lessons 00 and 02; lesson 09 helps. You should know what *prefill* (the model runs a
+# prompt's tokens together) and *decode* (it generates an answer one token at a time) are. On a GPU, the timed part of
+# section 4 runs Gemma 2B.
 
 # %%
-import heapq
-import random
-import time
 from dataclasses import dataclass
-from types import SimpleNamespace
 
-import matplotlib.pyplot as plt
 import numpy as np
 
-from minillm import LLM, SamplingParams, using
-from minillm.bench import plots, records, workloads
-from minillm.course import NotSolvedYet, check, compare, tier, yours
+from minillm import using
+from minillm.bench import records, workloads
+from minillm.course import (
+    NotSolvedYet,
+    batching,
+    check,
+    compare,
+    describe,
+    solved,
+    tier,
+    yours,
+)
 from minillm.course import draw_batching as draw
-from minillm.request import Request
-from minillm.scheduler import Scheduler
-from minillm.scheduler.policies import FirstComeFirstServed
-from minillm.trace import Trace, replay
-
-VOCAB = 4000
+from minillm.course.batching import VOCAB, run
+from minillm.scheduler.policies import FirstComeFirstServed, ShortestPromptFirst
 
 # %% [markdown]
-# ## 1 · Four requests, two rows
+# ## 1 · Four requests, two rows · 20 min
 #
-# Decoding one request reads all of the model's weights to make one token (lesson 00). Decoding two at once reads them
-# once for both. So a server runs many requests in one **step**, one pass of the model; the requests of a step are its
-# **batch**, and the places in it are **rows**. Each row gives one token a step, once its prompt is through.
+# Decoding one request reads all of the model's weights to produce one token (lesson 00). Decoding two requests together
+# reads the weights once for both. So a server runs many requests in one **step**, which is one forward pass of the
+# model. The requests in a step are its **batch**, and each occupies one **row** of it. Once its prompt has run, a row
+# yields one token per step.
 #
-# What makes this hard is that requests differ. Four of them come at once, and there are two rows:
+# The difficulty is that requests differ in length. Four of them arrive together, and we have two rows:
 
 # %%
 FOUR = {"A": (3, 9), "B": (2, 2), "C": (12, 3), "D": (5, 4)}
@@ -46,82 +51,39 @@ for name, (prompt, output) in FOUR.items():
     print(f"{name}: a prompt of {prompt:2} tokens, an answer of {output}")
 
 # %% [markdown]
-# We let the engine run them and keep a **trace**: events that say which request had which row in each step. Tokens are
-# drawn at random, because here only lengths matter. `play` is all there is to an engine's loop: submit what is due,
-# make a step, collect what is done.
-
+# We run them in the engine and record a **trace**: events that say which request had which row in each step. Only
+# lengths matter here, so the prompts' tokens are drawn at random. `run` opens a small engine on the CPU, with 64-bit
+# numbers so that results can be compared exactly, and calls `play`. This is all an engine's loop does: submit what is
+# due, run a step, collect what is done.
 
 # %%
-def play(engine, requests, due=None):
-    """Submit each request when it is due, make steps until all are done: {name: completion}.
-
-    requests: {name: (prompt, output tokens)}; a prompt is token ids, or a number of them to draw.
-    due: {name: how many steps come before it}; default: all come before the first.
-    """
-    made, done, to_come = 0, {}, dict(requests)
-    while to_come or engine.has_work:
-        for name in [name for name in to_come if not due or due[name] <= made]:
-            prompt, output = to_come.pop(name)
-            if isinstance(prompt, int):
-                prompt = random.Random(name).choices(range(10, VOCAB), k=prompt)
-            params = SamplingParams(max_tokens=output, temperature=0, ignore_eos=True)
-            engine.submit(engine.prepare(prompt, params, request_id=name))
-        done |= {completion.request_id: completion for completion in engine.step()}
-        made += 1
-    return done
-
-
-SMALL = {
-    "device": "cpu",
-    "dtype": "float64",  # so that equal means equal
-    "num_blocks": 256,
-    "run_ahead": 0,  # section 7
-    "enable_prefix_caching": False,  # lesson 09
-}
-
-
-def run(requests, due=None, model=None, rehearse=False, **options):
-    """Play requests in an engine of their own: its trace, steps, completions and counters.
-
-    rehearse: warm up and play them once before, so that a GPU has compiled and captured all.
-    """
-    trace = Trace()
-    with LLM(model, trace=trace, **SMALL | options) as llm:
-        if rehearse:
-            llm.warm_up()
-            play(llm.engine, requests, due)
-        before = len(list(replay(trace)))
-        done = play(llm.engine, requests, due)
-        stats = llm.stats()
-    steps = list(replay(trace))[before:]
-    return SimpleNamespace(trace=trace, steps=steps, done=done, stats=stats)
-
+# ENGINE: minillm.course.batching:play
 
 # %% [markdown]
-# The old way is **static batching**: take as many requests as there are rows, run them until *all* are done, take the
-# next. The engine still has it, as a policy, to be compared with. The other is **in-flight batching** (also called
-# continuous batching; Yu et al. 2022 introduced it as *iteration-level scheduling*): after every step, whoever is done
-# leaves, and whoever waits takes the free row.
+# **Static batching** is the old way: take as many requests as there are rows, run them until *all* of them are done,
+# then take the next ones. The engine still offers it as a policy, for comparison. **In-flight batching** (also called
+# continuous batching; introduced by Yu et al. 2022 as *iteration-level scheduling*) decides anew after every step: a
+# request that is done leaves, and a waiting request takes the free row.
 
 # %%
 static = run(FOUR, max_num_seqs=2, policy="static")
 in_flight = run(FOUR, max_num_seqs=2)
 draw.rows_in_use({"static": static.steps, "in flight": in_flight.steps}, rows=2)
+describe("""Two grids of two rows each, a column per step. In the static grid B's row is idle from step 2 until A is
+done in step 8, and only then do C and D start. In the in-flight grid C takes B's row in step 2 and D follows.""")
 
 # %% [markdown]
-# A column is a step, read from left to right; a line is a row. Orange cells run a prompt, and say how many of its
-# tokens; the step that ends a prompt gives the first token of the answer, so an answer of nine tokens takes nine cells.
-# Blue cells are decode, one token each; in a grey one nobody has the row. All pictures of rows in this lesson have
-# these colours. The number below is what the step computes in all.
+# Each column is a step, and each line is a row. Orange cells run a prompt and show how many of its tokens. The step
+# that finishes a prompt also yields the first token of the answer, so an answer of nine tokens takes nine cells. Blue
+# cells decode one token. Gray cells are idle. The numbers under the columns say how many tokens the step computes in
+# total. All pictures of rows in this lesson use these colors.
 #
-# Look at B. It is done after two steps, and in the static batch its row stands idle for seven more, while C and D wait
-# in the queue. In flight, C takes the row in the very next step, beside A, which decodes on. Nobody waits for A.
+# Look at B. It is done after two steps. In the static batch its row then stays idle for seven steps while C and D wait
+# in the queue. In flight, C takes the row in the very next step and runs alongside A, which keeps decoding.
 #
-# ### Exercise 1: count it
-#
-# How many steps, and how many idle cells? You need only the length of the answers: each request is in a row for as many
-# steps as its answer has tokens. (In real life nobody knows these lengths beforehand. That is why a batch cannot simply
-# be packed well.)
+# **Exercise 1 (7 minutes).** Count the steps and the idle cells. You only need the lengths of the answers: each request
+# occupies a row for as many steps as its answer has tokens. (A real server doesn't know these lengths in advance, which
+# is why it cannot simply sort requests into tight batches.)
 #
 # $$\text{idle} = \text{steps} \times \text{rows} - \sum \text{tokens}$$
 #
@@ -129,18 +91,19 @@ draw.rows_in_use({"static": static.steps, "in flight": in_flight.steps}, rows=2)
 
 
 # %% tags=["exercise"]
-def steps_and_idle(outputs, rows, in_flight):
-    """(steps, idle cells) of requests whose answers have these many tokens, taken in this order.
+def steps_and_idle(outputs: list[int], rows: int, in_flight: bool) -> tuple[int, int]:
+    """(steps, idle cells) of requests whose answers have `outputs` tokens, taken in this order.
 
-    in_flight: True: the next request takes whichever row is free first. False: static batches;
-    `rows` requests start together, the next ones when the last of these is done.
+    in_flight: True: the next request takes the row that is free first. False: static batches;
+    `rows` requests start together, and the next ones when all of these are done.
     """
-    # SOLUTION: static: every batch lasts as long as its longest; in flight: remember when each row
-    #   will be free, and always use the one that is free first
+    # SOLUTION: static: sum up how long each batch takes; in flight: keep track of when each row
+    #   becomes free
     if in_flight:
         free_at = [0] * rows
         for tokens in outputs:
-            heapq.heapreplace(free_at, free_at[0] + tokens)
+            first = free_at.index(min(free_at))
+            free_at[first] += tokens
         steps = max(free_at)
     else:
         batches = [outputs[first : first + rows] for first in range(0, len(outputs), rows)]
@@ -153,9 +116,9 @@ def steps_and_idle(outputs, rows, in_flight):
 check(steps_and_idle)
 
 # %% [markdown]
-# Four requests prove little. The project has a traffic trace, `data/traces/conversation.jsonl`: when 400 requests come
-# and how long they are, drawn by a script as conversations are served. We take its first 20 with lengths divided by 8,
-# so that a laptop is done in a moment, and four rows.
+# Four requests prove little. The project has a traffic trace, `data/traces/conversation.jsonl`: arrival times and
+# lengths of 400 requests, drawn by a script (`data/traces.py`) to resemble a chat service. We take the first 20, with
+# lengths divided by 8 so that a laptop finishes quickly, and four rows.
 
 # %%
 traffic = {
@@ -169,128 +132,123 @@ print("tokens of the answers:", *answers)
 print(f"mean {np.mean(answers):.1f}, longest {max(answers)}")
 
 # %% [markdown]
-# **Predict first.** What share of the cells is idle with static batches of four of these? And how many times as many
-# steps do they take as in-flight batching?
+# **Predict first.** With static batches of four of these requests, what fraction of the cells is idle? And how many
+# times as many steps do static batches take as in-flight batching?
 
 # %% tags=["exercise"]
-guess_idle = 0.5  # PREDICT: share of idle cells with static batches, from 0 to 1
-guess_times = 1.9  # PREDICT: steps of static batching, in multiples of in-flight batching's
-
+guess_idle = 0.5  # PREDICT: fraction of idle cells with static batches, from 0 to 1
+guess_times = 1.9  # PREDICT: steps of static batching, as a multiple of in-flight batching's
 
 # %%
-def counted(outputs, rows, in_flight):
-    """The same from the engine itself: play the requests, look at the trace."""
-    requests = {str(number): (4, tokens) for number, tokens in enumerate(outputs)}
-    policy = "fcfs" if in_flight else "static"
-    steps = run(requests, max_num_seqs=rows, policy=policy, dtype="auto").steps
-    return len(steps), len(steps) * rows - sum(len(step.row) for step in steps)
-
-
-count = yours(steps_and_idle, counted)
 ROWS = 4
+count = yours(steps_and_idle, batching.counted)
+mine = solved(steps_and_idle)
+print("counted by you" if mine else "counted by the engine (exercise 1 is not solved yet)")
 (static_steps, static_idle), (steps, idle) = (
     count(answers, ROWS, way) for way in (False, True)
 )
-print(f"static     {static_steps:4} steps, {static_idle / (static_steps * ROWS):4.0%} idle")
-print(f"in flight  {steps:4} steps, {idle / (steps * ROWS):4.0%} idle")
 share = static_idle / (static_steps * ROWS)
+print(f"static     {static_steps:4} steps, {share:4.0%} idle")
+print(f"in flight  {steps:4} steps, {idle / (steps * ROWS):4.0%} idle")
 compare("idle, static", unit="of the cells", prediction=guess_idle, measured=share)
 compare("steps", unit="times", prediction=guess_times, measured=static_steps / steps)
 
 # %% [markdown]
-# Does the engine agree with your count, requests and all? And what is it worth in time, on this machine?
+# Now the engine runs the same requests. Does it take as many steps, and how much time does in-flight batching save on
+# this machine?
 
 # %%
 runs = {
     "static": run(traffic, max_num_seqs=ROWS, policy="static"),
     "in flight": run(traffic, max_num_seqs=ROWS),
 }
-print(
-    "steps as counted:", [len(each.steps) for each in runs.values()] == [static_steps, steps]
-)
-tokens = [{name: one.token_ids for name, one in each.done.items()} for each in runs.values()]
-print("every request has the same tokens both ways:", tokens[0] == tokens[1])
+same = [len(each.steps) for each in runs.values()] == [static_steps, steps]
+print(f"as many steps as {'you' if mine else 'the engine itself'} counted: {same}")
+same = runs["static"].answers == runs["in flight"].answers
+print(f"every request gets the same tokens both ways: {same}")
 
 # %% tags=["nbval-ignore-output"] uncompared="times"
-seconds = {name: each.steps[-1].read - each.steps[0].launched for name, each in runs.items()}
-for name, took in seconds.items():
-    step_ms = 1e3 * took / len(runs[name].steps)
-    print(
-        f"{name:10} {took:5.2f} s, {sum(answers) / took:5.0f} tokens/s, {step_ms:5.2f} ms a step"
-    )
-print(f"{seconds['static'] / seconds['in flight']:.2f} times as fast")
+for name, each in runs.items():
+    ms, speed = 1e3 * each.seconds / len(each.steps), sum(answers) / each.seconds
+    print(f"{name:10} {each.seconds:5.2f} s, {ms:5.2f} ms a step, {speed:5.0f} tokens/s")
+gained = runs["static"].seconds / runs["in flight"].seconds
+print(f"in flight is {gained:.2f} times as fast")
 
 # %% [markdown]
-# The time is steps times milliseconds a step, and you counted only the steps. Both ways compute the same prompts and
-# the same answers. In flight that is done in fewer steps, so each has more to compute. What that does to its time
-# depends on the machine: section 8 has the figures of a CPU and of an H200.
+# Total time is the number of steps times the time of a step, and so far we have only counted steps. Both ways compute
+# the same prompts and the same answers. In-flight batching packs them into fewer steps, so each step has more to
+# compute and takes longer. How much longer depends on the machine; section 7 has the numbers for a CPU and an H200.
 #
-# This is the same traffic as the engine saw it: a line is a row, a column a step. The numbers are requests, where there
-# is room for one, and a white line is where one begins.
+# Here is the same traffic from the engine's traces, a line per row and a column per step. The numbers are requests,
+# where they fit, and a white line marks where a request begins.
 
 # %%
 draw.timelines({title: each.trace for title, each in runs.items()}, ROWS)
+describe("""Two timelines of four rows. With static batches gray gaps follow each short answer until the longest of its
+batch ends. In flight the rows are filled without gaps until the queue is empty, and the run ends much earlier.""")
 
 # %% [markdown]
-# ## 2 · One batch without padding
+# ## 2 · One batch without padding · 3 min
 #
-# Step 2 of the in-flight picture ran one token of A beside twelve of C. How can one pass of a model do that? Matrices
-# like rectangles, and the old answer is a rectangle: every row as long as the longest, filled up with **padding**,
-# tokens that mean nothing and are computed all the same. Here is the step of the traffic that had most tokens:
+# Step 2 of the in-flight picture ran one token of A together with twelve of C. How can one forward pass do that? A
+# tensor is a rectangle, so the simple answer is to make every row as long as the longest one by adding **padding**:
+# meaningless tokens that are computed all the same. Here is the step of the traffic with the most tokens, padded and
+# not:
 
 # %%
 fullest = max(runs["in flight"].steps, key=lambda step: sum(step.count))
 draw.padded(fullest)
+describe("""One step's tokens drawn twice. Above, padded: each row is filled up to the length of the longest, and much
+of the rectangle is padding. Below, packed: the same tokens in one line, one row after the other, without padding.""")
 
 # %% [markdown]
-# The answer is in lesson 02: attention is the only part of a model where tokens meet. For a norm, a matrix or an MLP it
-# does not matter which request a token belongs to. So the tokens of all rows are laid **one behind the other**,
-# `[tokens, hidden]`, without a batch axis at all: *token concatenation*, a *ragged batch*. Only attention has to know
-# where a row begins and ends (`query_start`) and which blocks hold its keys (lesson 09; `groups` is 1 but for models
-# with sliding windows), and it is told:
+# Lesson 02 shows why padding is unnecessary: attention is the only part of the model where tokens interact. A norm, a
+# matrix multiplication or an MLP does not care which request a token belongs to. So the engine concatenates the tokens
+# of all rows into one *ragged batch* of shape `[tokens, hidden]`, without a batch dimension. Only attention needs to
+# know where each row begins and ends (`query_start`) and which blocks hold its keys (`block_table`, lesson 09): see
+# `Rows` in `minillm/model/batch.py`.
+#
 
-# %%
-# ENGINE: minillm.model.batch:Rows
-
-# %% [markdown]
-# **Predict first**, for the whole run in flight: if every step were padded to a rectangle, what share of all places
-# would be padding?
+# **Predict first.** Suppose every step of the whole in-flight run were padded to a rectangle. What fraction of all
+# positions would be padding?
 
 # %% tags=["exercise"]
-guess_padding = 0.6  # PREDICT: share of places that are padding, from 0 to 1
+guess_padding = 0.6  # PREDICT: fraction of positions that are padding, from 0 to 1
 
 # %%
-real = sum(sum(step.count) for step in runs["in flight"].steps)
+real = runs["in flight"].tokens
 places = sum(len(step.count) * max(step.count) for step in runs["in flight"].steps)
-print(f"{real:,} tokens in rectangles of {places:,} places")
-compare("padding", unit="of the places", prediction=guess_padding, measured=1 - real / places)
+print(f"{real:,} tokens in rectangles of {places:,} positions")
+compare(
+    "padding", unit="of the positions", prediction=guess_padding, measured=1 - real / places
+)
 
 # %% [markdown]
-# Static batching pads nothing in a decode step, where every row has one token. But it pads prompts, and with a
-# rectangular cache, as in transformers' `generate`, the keys too: every row keeps as many as the longest.
+# A static batch, as in transformers' `generate`, pads in other ways. It pads each prompt to the longest in the batch;
+# its rectangular cache keeps as many keys for each row as for the longest one; and a row that is done keeps computing
+# padding until the whole batch is done.
 #
-# ## 3 · One rule
+# ## 3 · One rule · 18 min
 #
-# Prefill, decode, joining in the middle: it looks like many cases. It is one, if the scheduler keeps two numbers for
-# each request:
+# Prefill, decode, joining in the middle: these look like separate cases. They are one case if the scheduler keeps two
+# numbers for each request:
 #
-# * **known**: tokens that we have, of prompt and answer;
+# * **known**: how many tokens it has, in prompt and answer together;
 # * **computed**: how many of them have their keys and values in the cache.
 #
-# The difference is **pending**. A step runs some or all of it, from `computed` on. When the last known token has been
-# computed, its logits are there, and the model samples one more: `known` grows by one. That is all. *Computed chases
-# known*, and what people call it depends on the numbers:
+# The difference is **pending**. A step runs some or all of the pending tokens, starting at `computed`. When the last
+# known token has been computed, its logits are available, the model samples the next token, and `known` grows by one.
+# *Computed chases known*; what we call it depends on the numbers:
 #
-# | known | computed | pending | it is called |
+# | known | computed | pending | this is called |
 # |---|---|---|---|
 # | 12 (a prompt) | 0 | 12 | prefill |
-# | 12 | 5 | 7 | a chunk of a prefill, or a prompt whose beginning was in the cache (lesson 09) |
+# | 12 | 5 | 7 | a later chunk of a prefill, or a prompt whose beginning was in the cache (lesson 09) |
 # | 13 | 12 | 1 | decode |
-# | 14 | 0 | 14 | resuming, after the cache was taken away (section 5) |
+# | 14 | 0 | 14 | resuming after the cache was taken away (section 5) |
 #
-# Three lives of C, read from traces (for its first two steps it waits in the queue). In the second, no step may run
-# more than six tokens; in the third, blocks run out while C decodes. When C is done, its last token is known and
-# not computed: nobody asks for its keys.
+# Here is request C in three runs. In the first two steps it waits in the queue. In the second run a step may compute at
+# most six tokens, and in the third the cache runs out of blocks while C decodes.
 
 # %%
 chunked = run(FOUR, max_num_seqs=2, max_num_batched_tokens=6)
@@ -302,15 +260,20 @@ draw.chase(
         "preempted, and resumed": (preempted.steps, "C", 12),
     }
 )
+describe("""Three plots of C's known and computed tokens over the steps. At once, computed jumps from 0 to 12 in one
+step and then follows known one by one. In chunks it climbs in several steps. Preempted, it falls back to 0 while
+known stays at 14, and later catches up in one step.""")
 
 # %% [markdown]
-# ### Exercise 2: the rule
+# When C is done, its last token is known but not computed: no later token needs its keys.
 #
-# Write a step for requests that have rows already. They are served in their order, oldest first: each runs what is
-# pending, as far as the step's budget still goes. Bring `computed` and `known` up to date. And mind the end: when a
-# request knows as many tokens as it may have (`limit`), it is done, and runs no more.
+# **Exercise 2 (10 minutes).** Write one step for requests that already have rows. They are served in their order,
+# oldest first: each runs as many of its pending tokens as the remaining budget of the step allows. Update `computed`
+# and `known`. A request that knows `limit` tokens is done and runs no more.
 #
-# For example, a request with a prompt of 3 tokens gives `[(0, 3, True)]`; after that it has 4 known tokens and 3
+# $$\text{pending} = \text{known} - \text{computed}$$
+#
+# For example, a request with a prompt of 3 tokens gives `[(0, 3, True)]`; after that, 4 of its tokens are known and 3
 # computed.
 
 
@@ -323,14 +286,14 @@ class Running:
     limit: int  # most tokens of prompt and answer
 
 
-def next_step(requests, budget):
-    """Run one step. [(start, count, samples)], one for each request, in their order.
+def next_step(requests: list[Running], budget: int) -> list[tuple[int, int, bool]]:
+    """Run one step: (start, count, samples) of each request, in their order.
 
-    start: the first token that runs; count: how many do (0: none); samples: whether the step
-    yields a token for this request. budget: most tokens of all requests together.
+    start: the first token that runs. count: how many tokens run; 0: none. samples: whether the
+    step yields a token for this request. budget: most tokens of all requests together.
     """
-    # SOLUTION: count is what is pending, or what is left of the budget; then move `computed`, and
-    #   if it has reached `known`, `known`
+    # SOLUTION: for each request decide how many tokens run, then update its `computed` and,
+    #   where the step yields a token, its `known`
     done = []
     for request in requests:
         start, pending = request.computed, request.known - request.computed
@@ -348,15 +311,20 @@ def next_step(requests, budget):
 check(next_step)
 
 # %% [markdown]
-# With your rule a whole in-flight scheduler is a dozen lines. It should run our four requests as the engine does, step
-# by step: the same request, the same tokens.
+# With this rule a complete in-flight scheduler takes a dozen lines. It should run our four requests exactly as the
+# engine does: the same tokens of the same requests in every step.
 
 
 # %%
-def simulate(requests, rows, budget=2048):
-    """[{request: (start, count)}] of each step."""
+def simulate(requests, rows, budget=2048, most=100):
+    """[{request: (start, count)}] of each step; gives up after `most` steps."""
     waiting, running, steps = list(requests.items()), {}, []
     while waiting or running:
+        if len(steps) == most:
+            print(
+                f"stopped: {', '.join(running)} not done after {most} steps. Does known grow?"
+            )
+            break
         while waiting and len(running) < rows:
             name, (prompt, output) = waiting.pop(0)
             running[name] = Running(prompt, prompt, 0, prompt + output)
@@ -366,75 +334,77 @@ def simulate(requests, rows, budget=2048):
     return steps
 
 
-def spans(steps):
-    """The same from a trace."""
-    return [
-        {
-            name: (start, count)
-            for name, start, count in zip(step.request, step.start, step.count)
-        }
-        for step in steps
-    ]
-
-
-found = yours(simulate, lambda *given: spans(in_flight.steps))(FOUR, 2)
-print("step by step as the engine:", found == spans(in_flight.steps))
-for number, step in enumerate(found[:4]):
-    print(
-        f"step {number}: ",
-        *(f"{name} from {start}: {count}" for name, (start, count) in step.items()),
-    )
+if solved(next_step):
+    shown = simulate(FOUR, 2)
+    print("the same as the engine, step by step:", shown == in_flight.spans)
+else:
+    shown = in_flight.spans
+    print("next_step is not solved yet; these are the engine's steps:")
+for number, step in enumerate(shown[:4]):
+    ran = [f"{name} from {start}: {count}" for name, (start, count) in step.items()]
+    print(f"step {number}: ", ", ".join(ran))
 
 # %% [markdown]
-# The engine's own does it for all rows at once, with numpy columns in place of a loop: `known` and `computed` are
-# arrays with an entry a row. Find yours in it: `queries` is your `count`, chosen before. The rest is for the blocks,
-# the prefix cache and the trace.
+# The engine does this for all rows at once: `known` and `computed` are numpy arrays with one entry per row, and
+# `queries` is your `count`, chosen before. Look for the three lines that update `self.computed`, decide `samples`, and
+# update `self.known`. You can ignore the rest: `_register` makes full blocks available to the prefix cache, `tables`
+# are the block tables (both lesson 09), and decodes are sorted to the front because attention handles them with a
+# kernel of their own (lesson 04).
 
 # %%
 # ENGINE: minillm.scheduler.scheduler:Scheduler._launch
 
 # %% [markdown]
-# ## 4 · The token budget
+# ## 4 · The token budget · 21 min
 #
-# Look at the in-flight picture of section 1 once more, at the number below step 2: 13 tokens, where the steps around it
-# have two. A step takes the longer, the more tokens it computes, and A's reader waits for that step like anybody else.
-# With twelve tokens nobody would notice. With a prompt of a thousand, the text on every screen stands still.
+# Look at the in-flight picture of section 1 again, at the number under step 2: 13 tokens, where the other steps around
+# it compute two. A step takes longer the more tokens it computes, and A's user waits for that step too. With twelve
+# tokens nobody notices. With a prompt of thousands of tokens, every other answer pauses.
 #
-# Two waits, then (lesson 99): **TTFT**, time to first token, is what the newcomer waits; **ITL**, inter-token latency,
-# is the gap between two tokens of somebody who reads already. Whoever runs a long prompt at once gives the newcomer the
-# best TTFT, and everybody else a gap.
+# Users experience two kinds of waiting, and servers are judged by both:
 #
-# **Chunked prefill** (Agrawal et al. 2024, *Sarathi-Serve*, section 4): no step runs more than a fixed number of
-# tokens, the **token budget**. Of a prompt as much runs as fits, the rest in the next steps. Our rule of section 3
-# needs nothing new for it. Here with a budget of 6, below what we had:
+# * **TTFT**, time to first token: from when a request arrives until its first token is there;
+# * **ITL**, inter-token latency: the gap between two consecutive tokens of an answer.
+#
+# $$\text{TTFT} = t_1 - t_\text{arrival} \qquad \text{ITL}_i = t_{i+1} - t_i$$
+#
+# Here $t_i$ is when token $i$ of the answer arrives. Running a long prompt in a single step gives the newcomer the best
+# TTFT, and everyone else one very long ITL.
+#
+# **Chunked prefill** (Agrawal et al. 2024, *Sarathi-Serve*, section 4) sets a limit: no step computes more than a fixed
+# number of tokens, the **token budget**. As much of a prompt runs as fits, and the rest in the following steps. The
+# rule of section 3 already covers this. Here is a budget of 6:
 
 # %%
 draw.rows_in_use({"in flight": in_flight.steps, "in flight, budget 6": chunked.steps}, rows=2)
+describe("""Two grids of two rows. Without a tight budget step 2 runs all 12 tokens of C's prompt and one of A, 13
+in total. With a budget of 6 C's prompt takes three steps, A decodes in each of them, and no step computes more than 6
+tokens.""")
 
 # %% [markdown]
-# C's prompt takes three steps in place of one, so its first token comes two steps later; and no step is larger than 6.
+# C's prompt takes three steps instead of one, so its first token comes two steps later. But no step computes more than
+# 6 tokens, and A gets a token in each of the three.
 #
-# A has its token in every one of them, and that is a decision: C's prompt could have had the whole budget. What
-# Sarathi-Serve calls *stall-free* is an order: **first every row that has one token pending, then prompts, oldest
-# first.** A decode takes one token of the budget; leaving it out would stop a text that somebody is reading.
+# That A gets its token is a decision: C's prompt could have used the whole budget. Sarathi-Serve calls the decision
+# *stall-free* scheduling: **first every row with one pending token, then prompts, oldest first.** A decode takes only
+# one token of the budget, and skipping it would interrupt an answer that someone is reading.
 #
-# ### Exercise 3: share the budget
+# **Exercise 3 (10 minutes).** Share the budget in this order. `pending` has one entry for each running row, the oldest
+# request first. Return how many tokens of each row run in this step, $c_i \le p_i$ with $\sum c_i \le \text{budget}$.
 #
-# `pending` has one entry for each running row, oldest request first. Say how many tokens of each run now.
-#
-# For example `share_budget(np.array([1, 1, 6]), 8)` gives everybody everything: `[1, 1, 6]`.
+# For example, `share_budget(np.array([1, 1, 6]), 8)` runs everything: `[1, 1, 6]`.
 
 
 # %% tags=["exercise"]
-def share_budget(pending, budget):
-    """How many of each row's pending tokens run in this step; `budget` at most in all.
+def share_budget(pending: np.ndarray, budget: int) -> np.ndarray:
+    """How many of each row's pending tokens run in this step, `budget` at most in all.
 
-    pending: [rows] whole numbers above 0, oldest row first; it must stay as it is. Returns
-    [rows] whole numbers. Rows with one token come first, then prompts, oldest first, each cut
-    where the budget ends.
+    pending: [rows] whole numbers above 0, oldest row first; do not change it. Returns [rows]
+    whole numbers. Rows with one token come first, then prompts, oldest first, each cut where
+    the budget ends.
     """
-    # SOLUTION: put rows with one token first, keeping the order otherwise; whoever has less
-    #   before it than the budget gets what is left of it; then back into the rows' order
+    # SOLUTION: serve rows with one token, then the others; each gets what it can use of what is
+    #   left; return the counts in the order of the rows
     order = np.argsort(pending > 1, kind="stable")
     before = np.cumsum(pending[order]) - pending[order]
     counts = np.empty_like(pending)
@@ -447,9 +417,9 @@ def share_budget(pending, budget):
 check(share_budget)
 
 # %% [markdown]
-# Now it decides in the engine. A **policy** is a class with the scheduler's decisions: who goes first (`key`, section
-# 6), who may join (`admits`), and `share`. Yours replaces the engine's while the block runs; `used.calls` says how
-# often it was asked, and a stub leaves the engine's own in place.
+# Now your function decides inside the engine. A **policy** is a class that makes the scheduler's decisions: the order
+# of the queue (`key`, section 6), whether a request may join now (`admits`; the static policy admits requests only to
+# fill an empty batch), and `share`. Inside the `with` block yours replaces the engine's.
 
 
 # %%
@@ -459,308 +429,199 @@ class MyShare(FirstComeFirstServed):
 
 
 with using(policy=MyShare) as used:
-    mine = run(FOUR, max_num_seqs=2, max_num_batched_tokens=6)
-print("the same steps as with the engine's:", spans(mine.steps) == spans(chunked.steps))
-print("it ran:", used.calls["policy"] > 0, used.not_solved or "")
-
+    shared = run(FOUR, max_num_seqs=2, max_num_batched_tokens=6)
+if used.not_solved:
+    print("share_budget is not solved yet: the engine's own ran")
+else:
+    print(f"the engine called your policy {used.calls['policy']} times")
+    print("the same steps as with the engine's own:", shared.spans == chunked.spans)
 
 # %% [markdown]
-# And with another order? The first servers with in-flight batching ran new prompts before anything else, and the
-# decodes waited. That is quickly written:
-
+# What if the order is reversed? Early servers, among them vLLM's first scheduler, ran new prompts before anything else
+# and paused the decodes (Agrawal et al. 2024 call this *prefill-prioritizing*). `PromptsFirst` is such a policy:
 
 # %%
-class PromptsFirst(FirstComeFirstServed):
-    def share(self, pending, budget):
-        order = np.argsort(pending == 1, kind="stable")
-        before = np.cumsum(pending[order]) - pending[order]
-        counts = np.empty_like(pending)
-        counts[order] = np.minimum(pending[order], np.maximum(budget - before, 0))
-        return counts
-
-
-with using(policy=PromptsFirst):
+with using(policy=batching.PromptsFirst):
     greedy = run(FOUR, max_num_seqs=2, max_num_batched_tokens=6)
 draw.rows_in_use({"prompts first": greedy.steps, "decodes first": chunked.steps}, rows=2)
+describe("""Two grids with a budget of 6. With prompts first, A waits in step 3 while C's prompt takes all 6 tokens.
+With decodes first A decodes in every step. C's first token comes in the same step either way.""")
 
 # %% [markdown]
-# In step 3 the prompt of C takes all six tokens, and A, in the middle of an answer, waits (darker grey: the row is A's,
-# and no token of it runs). In step 2 C only joins, with what A left. C has its first token no sooner for it. With a
-# prompt of a thousand tokens and this budget A would wait for more than 160 steps.
+# In step 3 C's prompt takes all six tokens, and A, in the middle of its answer, waits (darker gray: A has the row, but
+# none of its tokens run). C does not even get its first token sooner. With a prompt of a thousand tokens and this
+# budget, A would wait for more than 160 steps.
 #
 # ### How large a budget?
 #
-# Now with real waits. Seven users decode; after twenty steps somebody comes with a long prompt. We take the budgets
-# from large to small and measure two things: the newcomer's TTFT, and the longest gap between two tokens of the seven.
-#
-# First without a clock. How many steps until the newcomer's first token, and how many tokens does the largest of them
-# compute?
+# Now we measure real waits. Seven users decode. After twenty steps a request with a long prompt joins. We try several
+# budgets, from large to small, and measure two things: the newcomer's TTFT, and the longest ITL of the seven users.
+# First without a clock: how many steps run the newcomer's prompt, and how many tokens does the largest of them compute?
 
 # %%
-LONG, BUDGETS = 900, [1024, 256, 128, 64, 32]
-USERS = {f"user {number}": (20 + number, 40) for number in range(7)}
-
-
-def newcomer(budget, prompt, **options):
-    """Seven users, and a long prompt after 20 steps. More: as `run`."""
-    requests = USERS | {"new": (prompt, 4)}
-    due = dict.fromkeys(USERS, 0) | {"new": 20}
-    return run(requests, due, **{"dtype": "auto", "max_num_batched_tokens": budget} | options)
-
-
-served = {budget: newcomer(budget, LONG) for budget in BUDGETS}
-print("budget   steps to the first token   most tokens in a step")
+here = tier()
+LONG, BUDGETS, options = 900, [1024, 256, 128, 64, 32], {}
+if here.name == "gpu":  # a larger model and a longer prompt
+    LONG, BUDGETS = 6000, [8192, 4096, 2048, 1024, 512, 256]
+    options = here.options | {"model": here.model, "num_blocks": None, "rehearse": True}
+served = {budget: batching.newcomer(budget, LONG, **options) for budget in BUDGETS}
+print(f"{here.label}; a prompt of {LONG:,} tokens")
+print("budget   steps for the prompt   most tokens in one of them")
 for budget, each in served.items():
-    steps = [step for step in each.steps if "new" in step.request and "prefill" in step.kind]
-    print(f"{budget:6} {len(steps):26} {max(sum(step.count) for step in steps):23}")
+    prompt_steps, most = batching.newcomer_steps(each)
+    print(f"{budget:6} {prompt_steps:22} {most:28}")
+large, small = BUDGETS[0], BUDGETS[-2]
+print(f"budgets to compare: {large:,} and {small}")
 
 # %% [markdown]
-# **Predict first.** From a budget of 1,024, which holds the whole prompt, to one of 64: to how many times itself does
-# the newcomer's TTFT grow, and to what share of itself does the longest gap of the others shrink?
+# **Predict first.** Take the two budgets in the last line. How many times as long is the newcomer's TTFT with the small
+# one? And what fraction of the users' longest ITL remains?
 
 # %% tags=["exercise"]
-guess_ttft = 1.7  # PREDICT: TTFT with a budget of 64, as a multiple of that with 1,024
-guess_gap = 0.15  # PREDICT: the longest gap with a budget of 64, as a share of that with 1,024
-
+guess_ttft = 1.7  # PREDICT: TTFT, small budget, in multiples of the large one's
+guess_gap = 0.15  # PREDICT: longest ITL, small budget, as a fraction of the large one's
 
 # %% tags=["nbval-ignore-output"] uncompared="times"
-def waits(run):
-    """(the newcomer's TTFT, the longest gap of the seven), in milliseconds."""
-    new = run.done["new"]
-    read = [step.read for step in run.steps if any(name in USERS for name in step.request)]
-    return 1e3 * (new.first_token_time - new.arrival_time), 1e3 * max(np.diff(read))
-
-
-here = tier()
-if here.name == "gpu":  # the same with Gemma 2B and a longer prompt
-    BUDGETS, LONG = [8192, 4096, 2048, 1024, 512, 256], 6000
-    options = here.options | {"model": here.model, "num_blocks": None, "max_num_seqs": 8}
-    served = {budget: newcomer(budget, LONG, rehearse=True, **options) for budget in BUDGETS}
-print(f"{here.label}, a prompt of {LONG:,} tokens beside seven decodes")
-print(f"budget    TTFT          longest gap          (times that with {BUDGETS[0]:,})")
-traded = {}
-for budget in BUDGETS:
-    (ttft, gap), (ttft_before, gap_before) = waits(served[budget]), waits(served[BUDGETS[0]])
-    traded[budget] = ttft / ttft_before, gap / gap_before
-    times = [f"{each:5.2f}" for each in traded[budget]]
-    print(f"{budget:6} {ttft:5.0f} ms {times[0]} {gap:12.0f} ms {times[1]}")
-print(f"from {BUDGETS[0]:,} to {BUDGETS[-2]}:")
-found = traded[BUDGETS[-2]]
-compare("TTFT", unit="times", prediction=guess_ttft, measured=found[0])
-compare("longest gap", unit="of itself", prediction=guess_gap, measured=found[1])
-draw.trade(
-    BUDGETS,
-    {
-        "the newcomer's first token": [waits(served[budget])[0] for budget in BUDGETS],
-        "longest gap of the others": [waits(served[budget])[1] for budget in BUDGETS],
-    },
-)
+waits = {budget: batching.newcomer_waits(each) for budget, each in served.items()}
+times = {budget: np.divide(each, waits[large]) for budget, each in waits.items()}
+print(f"budget       TTFT             longest ITL      (and as a multiple of {large:,}'s)")
+for budget, (ttft, gap) in waits.items():
+    longer, shorter = times[budget]
+    print(f"{budget:6} {ttft:7.0f} ms {longer:5.2f} {gap:10.0f} ms {shorter:5.2f}")
+compare("TTFT", unit="times", prediction=guess_ttft, measured=times[small][0])
+compare("longest ITL", unit="times", prediction=guess_gap, measured=times[small][1])
+names = ("the newcomer's TTFT", "longest ITL of the users")
+draw.trade(BUDGETS, dict(zip(names, zip(*waits.values()))))
+describe("""Two lines over the token budget, both axes logarithmic. Toward smaller budgets the newcomer's time to first
+token grows, and the longest gap between two tokens of the other users shrinks until it levels off.""")
 
 # %% [markdown]
-# Read a line as a trade: with this budget the newcomer waits so many times as long for its first token, and the others'
-# longest gap is this share of what it was. A small budget costs the newcomer time: each of its steps has a fixed price,
-# the others' decodes ride along in every one of them, and each chunk reads the keys of those before it again. What the
-# others save depends on how a step's time grows with its tokens. Where it is in proportion to them, a quarter of the
-# budget is a quarter of the gap. Where the fixed price is most of it, as on a GPU below the ridge of the roofline
-# (lesson 00), the gap hardly shrinks any more. Go down the column to the line from which on it stays the same: a budget
-# below that one costs the newcomer time and saves nobody any. Above it there is no right budget, only a promise to keep
-# ("a token every 50 ms"), and the largest budget that keeps it.
+# Each line of the table is a trade-off. A small budget costs the newcomer time, for three reasons: every step has a
+# fixed cost; the others' decodes run in each of these steps too; and each chunk reads the keys of the chunks before it
+# again.
 #
-# Here are eight requests of the traffic in all three ways: static, in flight with whole prompts, and chunked. Prompts
-# have their full length this time, so that they weigh something. The axis is time, and a white line is where a step
-# begins: a wide column is a step that took long, and whoever is blue in it waited all that time for one token. Where a
-# white line is wider, time went by between two steps.
-
-# %%
-HEAVY = {
-    f"{number}": (each.prompt, each.output_tokens // 6)
-    for number, each in enumerate(workloads.replay("conversation", VOCAB, requests=8))
-}
-three = {
-    "static": run(HEAVY, max_num_seqs=4, dtype="auto", policy="static"),
-    "in flight, whole prompts": run(HEAVY, max_num_seqs=4, dtype="auto"),
-    "in flight, at most 64 tokens a step": run(
-        HEAVY, max_num_seqs=4, dtype="auto", max_num_batched_tokens=64
-    ),
-}
-draw.timelines({title: each.trace for title, each in three.items()}, 4, x="time")
-for title, each in three.items():
-    sizes = [sum(step.count) for step in each.steps]
-    print(f"{title:36} {len(sizes):4} steps, the largest of {max(sizes):4} tokens")
-    chunks = [
-        step.count[step.request.index("5")] for step in each.steps if "5" in step.request
-    ]
-    print(f"{'':36} request 5's prompt: {' + '.join(str(n) for n in chunks if n > 1)}")
-
-# %% [markdown]
-# Take request 5, whose prompt has 298 tokens. Whole, it is one wide column, and in all that time the blue rows beside
-# it get one token each. In chunks it is five narrower columns, and the others get a token in every one of them.
+# How much the other users gain depends on how a step's time grows with its tokens. Where it is proportional to them, a
+# quarter of the budget means a quarter of the gap. Where the fixed cost dominates, as on a GPU below the ridge of the
+# roofline (lesson 00), the gap hardly shrinks any further. Go down the table until the gap stops shrinking: any smaller
+# budget costs the newcomer time and helps nobody. Above that point there is no right budget. Decide which ITL you
+# promise ("a token every 50 ms") and take the largest budget that keeps the promise.
 #
-# Grey rows are nobody's, for three reasons. In the static picture they wait until the batch is done. At the left of the
-# chunked one requests 1 to 3 are not let in yet, because older prompts take the whole budget. And at the right of all
-# three the queue is empty. In chunks or whole, every prompt is computed once, and more steps cost some time of their
-# own. What differs is who waits.
+# ## 5 · When memory runs out · 5 min
 #
-# ## 5 · When memory runs out
+# Every computed token leaves keys and values in the cache, in blocks (lesson 09). A request is admitted when there are
+# enough blocks for what it *knows*. How many it will need in the end is unknown. So the moment may come when every row
+# wants another block and there are not enough.
 #
-# Every token that is computed leaves keys and values behind, in blocks (lesson 09). A request is let in when there are
-# blocks for what it *knows*; nobody can say how many it will fill. So it happens that all rows want their next block
-# and there are too few.
+# An engine could reserve for each request the most it may ever need. Then this never happens, but much of the memory
+# stays empty, because most answers end early. Or it admits more requests and, when blocks run out, takes one request's
+# memory away: **preemption**. The most recent request goes back to the queue, and its blocks go back to the pool. It
+# has to be the most recent one so that the oldest request always makes progress.
 #
-# An engine could reserve for every request the most it may reach. Then it never happens, and most of the memory stands
-# empty, because most answers end early. Or it lets more in, and when it goes wrong, somebody gives way: **preemption**.
-# The one that came last goes back to the queue, and its blocks to the pool. Why the last? It has waited least, and the
-# oldest always runs, so that something always gets done.
+# What happens to its keys and values? They can be copied to CPU memory and back (**swapping**), or thrown away and
+# **recomputed** (Kwon et al. 2023, section 4.5, describe both). Recomputing only needs the tokens, a few bytes each. In
+# the terms of section 3, `known` stays and `computed` becomes 0. The next step that has room does the rest.
 #
-# What becomes of its keys? They could be copied to the CPU's memory and back (**swapping**; Kwon et al. 2023, section
-# 4.5, describe both). Or be thrown away and **computed again**: what has to be kept is the tokens, a few bytes each,
-# and they are kept anyway. By the rule of section 3, `known` stays, `computed` becomes 0. That is all there is to
-# preemption: one line.
-#
-# Our four requests in ten blocks of two tokens:
+# Our four requests with ten blocks of two tokens each:
 
 # %%
 draw.rows_in_use({"plenty of blocks": in_flight.steps, "ten blocks": preempted.steps}, rows=2)
 print(f"preemptions: {preempted.stats['preemptions']}")
+describe("""Two grids of two rows. With ten blocks C loses its row after step 3, the row is idle until A is done in step
+8, and in step 9 C runs 14 tokens at once: its prompt and the two tokens it had already generated.""")
 
 # %% [markdown]
-# For step 4 A needs its fourth block, and there is none: it has three, C seven. C came last and goes. It is first in
-# the queue again, but needs seven blocks for what it knows, and until A is done there are not as many; D does not
-# overtake it. In step 9 C comes back, in whichever row is free: 14 tokens, the 12 of its prompt and the two that it
-# had generated, run *as if they were a prompt*. Its third token follows, and it is the same token as ever:
+# For step 4, A needs a fourth block and none is free: A has three, C has seven. C is the more recent request and is
+# preempted. It is now first in the queue, but it needs seven blocks again, which are not free until A is done, and D
+# must not overtake it. In step 9 C returns, in whichever row is free. It runs 14 tokens, the 12 of its prompt and the
+# two it had generated, *as if they were a prompt*, and samples its third token. Are the tokens the same as without
+# preemption?
 
 # %%
-alone = {name: run({name: FOUR[name]}).done[name].token_ids for name in FOUR}
+alone = {name: run({name: FOUR[name]}).answers[name] for name in FOUR}
 for name, each in {"plenty of blocks": in_flight, "ten blocks": preempted}.items():
-    same = all(each.done[request].token_ids == alone[request] for request in FOUR)
-    print(f"{name}: every request has the tokens it has alone: {same}")
+    print(f"{name}: every request gets the tokens it gets alone: {each.answers == alone}")
 
 # %% [markdown]
-# Nothing is lost but work. How much? We give the traffic little memory, 128 tokens for four rows, and count the tokens
-# that run.
-
+# Only work is lost. How much? We give the traffic of section 1 little memory, 128 tokens for four rows, and count the
+# tokens that run:
 
 # %%
-def tokens_run(each):
-    return sum(sum(step.count) for step in each.steps)
-
-
 few = run(traffic, max_num_seqs=ROWS, block_size=4, num_blocks=32)
-memories = {"plenty": runs["in flight"], "32": few}
-print("blocks   preemptions   tokens run   steps")
-for blocks, each in memories.items():
-    preemptions, ran = each.stats["preemptions"], tokens_run(each)
-    same = all(each.done[name].token_ids == tokens[0][name] for name in traffic)
-    counts = f"{preemptions:13} {ran:12,} {len(each.steps):7}"
-    print(f"{blocks:>6} {counts}   the same tokens: {same}")
+print("blocks   preemptions   tokens run   steps   the same tokens")
+for blocks, each in {"plenty": runs["in flight"], "32": few}.items():
+    same = each.answers == runs["in flight"].answers
+    counts = f"{each.stats['preemptions']:13} {each.tokens:12,} {len(each.steps):7}"
+    print(f"{blocks:>6} {counts}   {same}")
 
 # %% [markdown]
-# The tokens that are computed twice are the smaller part of the price. The larger: with less memory fewer requests run
-# at once, and the same work takes more steps.
+# The steps grow by more than the tokens: computing tokens twice is one cost, and with less memory fewer requests run at
+# the same time, which is the other.
 #
-# Two things soften it. A request is let in only if, beside its own blocks, some are left for those who run: as many as
-# they are expected to take in the next step; that keeps preemption rare. And the prefix cache (lesson 09, off here)
-# helps: the blocks of one who gave way are not wiped, and if nobody took them in the meantime, they are found again by
-# their tokens, and `computed` does not begin at 0.
+# Two things reduce the cost. The engine admits a request only if, besides its own blocks, enough are free for what the
+# running requests are expected to take in the next step; that keeps preemptions rare. And the prefix cache (lesson 09,
+# off here) helps: a preempted request's blocks are not erased, and if no other request has taken them, they are found
+# again, and `computed` starts above 0.
 #
-# ## 6 · Who goes first
+# ## 6 · Which request goes first · 16 min
 #
-# So far: who came first. That is fair, and a long prompt at the head of the queue holds up ten short ones behind it
-# (*head-of-line blocking*). The other order is tempting: **shortest prompt first**. It is one line, `key`: lower goes
-# first. The scheduler asks for it once, when the request is queued.
+# So far requests went in order of arrival. That is fair, but a long prompt at the head of the queue delays ten short
+# ones behind it (*head-of-line blocking*). The tempting alternative is **shortest prompt first**. It takes one method:
+# the scheduler computes `key` once for each request, when the request is queued, and the lowest key goes first.
+#
+# Here are sixty requests, one before each step. Every sixth has a prompt of 96 tokens, the others of 8. The engine has
+# four rows and a budget of 24 tokens, so together they need a little more than it can do.
 
 
 # %%
 class ShortestAlways(FirstComeFirstServed):
-    fair = False  # it promises nobody a turn: see below
-
     def key(self, request):
         return len(request.prompt)
 
 
-MIXED = {f"{number:02}": (96 if number % 6 == 2 else 8, 4) for number in range(60)}
-EACH_STEP = {name: number for number, name in enumerate(MIXED)}  # one comes before each step
-
-
-def first_tokens(policy, requests, due):
-    """{request: steps from when it was due to its first token} under a policy."""
-    with using(policy=policy) as used:
-        steps = run(
-            requests, due, max_num_seqs=4, max_num_batched_tokens=24, dtype="auto"
-        ).steps
-    if used.not_solved:
-        print("not solved yet: the engine's own policy ran")
-    first = {}
-    for step in steps:
-        for name, samples in zip(step.request, step.samples):
-            if samples:
-                first.setdefault(name, step.number)
-    return {name: first[name] - due[name] for name in requests}
-
-
-def tell(name, waited):
-    """Mean wait of all and longest of the long prompts."""
-    longest = max(wait for request, wait in waited.items() if MIXED[request][0] > 8)
-    print(
-        f"{name:24} mean {np.mean(list(waited.values())):5.1f} steps, longest of a long prompt {longest}"
-    )
-
-
-by_arrival = first_tokens(FirstComeFirstServed, MIXED, EACH_STEP)
-by_length = first_tokens(ShortestAlways, MIXED, EACH_STEP)
-tell("first come first served", by_arrival)
-tell("shortest always", by_length)
+waited = {
+    "first come, first served": batching.mixed_waits(FirstComeFirstServed),
+    "shortest always": batching.mixed_waits(ShortestAlways),
+}
+batching.show_waits(waited)
 
 # %% [markdown]
-# Sixty requests, one before each step, every sixth with a prompt of 96 tokens in place of 8; together a little more
-# than the engine can do. The mean wait is halved, and it was the long prompts that paid. How much can they be made to
-# pay? One long prompt among short ones, as long as short ones keep coming:
-
+# The mean wait for the first token is halved, at the expense of the long prompts. How long can a long prompt be made to
+# wait? We put a single long prompt among short ones, 20 of them and then 40:
 
 # %%
-def long_one_waits(policy, shorts):
-    """Steps to its first token: it comes after five short ones, and `shorts` come in all."""
-    due = {str(number): number for number in range(shorts)} | {"long": 5}
-    requests = dict.fromkeys(due, (8, 4)) | {"long": (96, 4)}
-    return first_tokens(policy, requests, due)["long"]
-
-
-print("short prompts that come           20    40")
+print("steps until the long one's first token, among 20 and among 40 short ones:")
 for policy in (FirstComeFirstServed, ShortestAlways):
-    found = [long_one_waits(policy, shorts) for shorts in (20, 40)]
-    print(f"{policy.__name__:30}", *(f"{steps:5}" for steps in found))
+    found = [batching.long_one_waits(policy, shorts) for shorts in (20, 40)]
+    print(f"{policy.__name__:26} {found[0]:3} {found[1]:3}")
 
 # %% [markdown]
-# There is no bound. While short ones come, the long one waits: **starvation**. A policy is *fair* if everybody has a
-# turn, however many come later.
+# There is no limit. As long as short prompts keep coming, the long one waits: **starvation**. A policy is *fair* if
+# every request gets its turn, however many arrive later.
 #
-# The cure is as old as queues: who waits, **ages**. A request could lose a few tokens of its length with every step
-# that it waits. But the queue would have to be sorted anew all the time. There is a trick: all age at the same rate, so
-# the *differences* never change. In place of making those who wait smaller, make those who come later larger, once,
-# when they come. Every later arrival is taken for `patience` tokens longer than it is.
+# The classic cure is **aging**. A request could lose a few tokens of its length with every step it waits, but then the
+# queue would have to be sorted again and again. There is a simpler way: since all waiting requests age at the same
+# rate, the *differences* between them never change. So instead of making waiting requests shorter, treat each later
+# arrival as longer, by `patience` tokens for each request that arrived before it.
 #
-# ### Exercise 4: shortest first, with patience
+# **Exercise 4 (6 minutes).** Write the key of this policy. Then a prompt of $n$ tokens is overtaken by at most
+# $n/\text{patience}$ later requests, whatever they are: those after that have a larger key.
 #
-# Then a prompt of $n$ tokens is overtaken by at most $n / \text{patience}$ later requests, whatever they are: the ones
-# after that start with a larger key.
+# A request has `prompt` (its token ids), `arrival` (0, 1, 2, ... in order of arrival), `known` (the ids of prompt and
+# answer so far), `limit` and `params`. Asking for a key again must give the same key.
 #
-# A request has `prompt` (its token ids), `arrival` (0, 1, 2, ... in the order in which they came), `known` (ids of
-# prompt and answer so far), `limit` and `params`. The scheduler asks for the key once and keeps it, also through a
-# preemption; write it so that asking again would change nothing.
-#
-# For example, of two prompts of 10 tokens the one that came first has the smaller key.
+# For example, of two prompts of 10 tokens the one that arrived first has the smaller key.
 
 
 # %% tags=["exercise"]
 class PatientShortest(FirstComeFirstServed):
-    """Shortest prompt first; a prompt of n tokens is overtaken at most n / patience times."""
+    """Shortest prompt first; n tokens of prompt are overtaken at most n / patience times."""
 
-    def __init__(self, patience=4.0):
+    def __init__(self, patience: float = 4.0):
         self.patience = patience
 
-    def key(self, request):
+    def key(self, request) -> float:
         """A number: lower goes first."""
-        # SOLUTION: the prompt's length, and `patience` tokens for each request that came before it
+        # SOLUTION: the length that the scheduler should see, from the prompt and the arrival
         return len(request.prompt) + self.patience * request.arrival
         # END
 
@@ -769,115 +630,172 @@ class PatientShortest(FirstComeFirstServed):
 check(PatientShortest)
 
 # %%
-patient = first_tokens(PatientShortest, MIXED, EACH_STEP)
-tell("first come first served", by_arrival)
-tell("shortest always", by_length)
-tell("yours", patient)
-found = [long_one_waits(PatientShortest, shorts) for shorts in (20, 40)]
-print("a long prompt among 20 and 40 short ones waits:", *found, "steps")
-draw.waits(
-    {
-        title: [(EACH_STEP[name], wait, MIXED[name][0] > 8) for name, wait in waited.items()]
-        for title, waited in (
-            ("first come first served", by_arrival),
-            ("shortest always", by_length),
-            ("shortest, with patience", patient),
-        )
-    }
-)
+patient = yours(PatientShortest, ShortestPromptFirst)  # the engine's until yours is written
+whose = "yours" if solved(PatientShortest) else "the engine's"
+waited[f"with patience ({whose})"] = batching.mixed_waits(patient)
+batching.show_waits(waited)
+found = [batching.long_one_waits(patient, shorts) for shorts in (20, 40)]
+print("a long prompt among 20 and 40 short ones waits", *found, "steps")
+draw.waits({label: batching.wait_points(each) for label, each in waited.items()})
+describe("""Three plots of each request's wait over its arrival. First come, first served: all waits grow together.
+Shortest always: short prompts hardly wait, and long ones wait longest of all. With patience: short prompts wait a
+little, and long ones less than with shortest always.""")
 
 # %% [markdown]
-# The 22nd short one after a long prompt starts with the same key, since (96 - 8) / 4 = 22, and of equal keys the older
-# goes first: 21 may pass, however many are still to come. Most of the mean wait is saved all the same.
+# With patience, a long prompt has a bound. The 22nd short prompt after it starts with the same key, since
+# $(96-8)/4=22$, and among equal keys the older request goes first: at most 21 pass it, however many are still to come.
+# Most of the reduction of the mean wait remains.
 #
-# Here are the engine's own policies; yours is among them (`LLM(policy="shortest")`). `static`, our baseline, is a
-# policy too: it decides nothing but who may join. And whoever comes last by `key` gives way when blocks run out.
-
-# %%
-# ENGINE: minillm.scheduler.policies:FirstComeFirstServed
-# ENGINE: minillm.scheduler.policies:Priority
-# ENGINE: minillm.scheduler.policies:ShortestPromptFirst
-# ENGINE: minillm.scheduler.policies:StaticBatching
-
-# %% [markdown]
-# Now all of it together: your sharing and your order serve the traffic, in one engine.
+# Finally, everything together: your order and your sharing serve the traffic in one engine. Whatever you skipped, the
+# engine supplies.
 
 
 # %%
-class MyScheduler(PatientShortest):
+class MyScheduler(patient):
     def share(self, pending, budget):
-        return share_budget(pending, budget)
+        return yours(share_budget, super().share)(pending, budget)
 
 
 with using(policy=MyScheduler) as used:
-    mine = run(traffic, max_num_seqs=ROWS, max_num_batched_tokens=32)
-same = all(mine.done[name].token_ids == tokens[0][name] for name in traffic)
-print(f"{len(mine.steps)} steps, the same tokens for all {len(traffic)} requests: {same}")
-print("it ran:", used.calls["policy"] > 0, used.not_solved or "")
+    served_by_mine = run(traffic, max_num_seqs=ROWS, max_num_batched_tokens=32)
+shares = "yours" if solved(share_budget) else "the engine's"
+print(f"order: {whose}; sharing: {shares}; {used.calls['policy']} calls")
+same = served_by_mine.answers == runs["static"].answers
+print(
+    f"{len(served_by_mine.steps)} steps; the same tokens for all {len(traffic)} requests: {same}"
+)
 
 # %% [markdown]
-# A policy moves requests about in time. It cannot change what they say: no token depends on who else is in the batch
-# (in 64-bit numbers; with fewer digits the order of sums may decide between two tokens that are nearly equal).
+# A policy decides when requests run. It cannot change their tokens, because no token depends on the other requests in
+# the batch. (That is exact in 64-bit numbers. With fewer digits, the order of additions may decide between two tokens
+# whose logits are nearly equal.)
 #
-# ## 7 · Running ahead, and why Python matters
-#
-# Everything in this lesson is Python, and Python takes time, while the chip waits. How much? The engine's scheduler by
-# itself, without any model, all rows decoding:
+# These are the engine's versions: look for your `share` in the first, and for your `key` in the second
+# (`LLM(policy="shortest")`). `fair` is a promise that no request waits forever; the engine's tests hold policies to it.
+# The highest `key` among the running requests also decides which one is preempted. `minillm/scheduler/policies.py` has
+# three more policies, `StaticBatching` among them.
 
+# %%
+# ENGINE: minillm.scheduler.policies:FirstComeFirstServed
+# ENGINE: minillm.scheduler.policies:ShortestPromptFirst
+
+# %% [markdown]
+# ## 7 · What it is worth · 5 min
+#
+# These are committed records of `minillm bench batching`, on a CPU and on an H200. First, all 400 requests of the
+# traffic trace arrive at once, and one engine serves them with static batches and in flight. Second, requests arrive as
+# the trace says, with whole prompts (a prompt waits until a step has room for all of it) and with chunked prefill. The
+# H200 ran Gemma 2B's shape with random weights; all answers have the lengths of the trace.
+#
+# **Predict first**: how many times as many tokens per second does in-flight batching give as static batching?
+
+# %% tags=["exercise"]
+guess_cpu = 1.7  # PREDICT: in-flight over static batching, tokens per second, on a CPU
+guess_gpu = 2.2  # PREDICT: the same for Gemma 2B on an H200
+
+# %%
+there = {name: records.read(f"{name}/batching") for name in ("cpu", "h200")}
+for (name, record), guess in zip(there.items(), (guess_cpu, guess_gpu)):
+    faster, most = batching.throughput_table(record)
+    compare(f"{name}, speed", unit="times", prediction=guess, most=most, measured=faster)
+
+# %% [markdown]
+# The line `times` divides in-flight by static. If a step took no longer with more tokens in it, the speed would rise by
+# the inverse of the first factor: that is the *at most*. But both ways compute the same tokens, so with fewer steps
+# each step has more to compute and takes longer. Here in-flight batching saves more steps than in section 1, because
+# the longest of 64 or 128 answers is further above the mean than the longest of four.
+#
+# For waits, a mean hides what users complain about, so servers report **percentiles**: 99 % of all waits are at most
+# p99.
+
+# %%
+for record in there.values():
+    batching.latency_table(record)
+draw.worth(list(there.values()))
+describe("""For each machine two bar charts. Left: in-flight batching yields more output tokens per second than static
+batching. Right: with chunks, the p99 of the time between tokens is lower than with whole prompts, and its p90 a little
+higher; on the CPU the time to first token is much longer with chunks.""")
+
+# %% [markdown]
+# Between tokens, whole prompts delay a few gaps a lot, and chunks delay many gaps a little: compare p99 with p90. For
+# the first token there are two effects. A long prompt waits longer when it is cut, and the requests after it need not
+# wait for all of it. Which effect wins depends on the load.
+#
+# On the CPU, chunks (128 tokens a step) halve the ITL p99, but the TTFT p99 is about five times as long: all prompts
+# together share what decodes leave of 128 tokens a step, and they queue for it. On the H200 (512 tokens a step) the ITL
+# p99 falls by a third, and the TTFT p90 rises by about 2 ms. Its TTFT p99 settles nothing: among 400 requests only four
+# wait longer than that, and single runs range from 24 to 114 ms. Had each way been run only once, either could have
+# come out ahead. So choose the budget by measuring ITL and TTFT on your machine, with your traffic, more than once.
+#
+# ## 8 · The three ways, over time (optional) · 3 min
+#
+# Eight requests of the traffic, with prompts at full length: in static batches, in flight with whole prompts, and
+# chunked. This time the x axis is time, and a white line marks where a step begins. A wide column is a step that took
+# long, and every row that is blue in it waited that long for one token.
+
+# %%
+HEAVY = {
+    f"{number}": (each.prompt, each.output_tokens // 6)
+    for number, each in enumerate(workloads.replay("conversation", VOCAB, requests=8))
+}
+ways = {"static": {"policy": "static"}, "in flight, whole prompts": {}}
+ways["in flight, at most 64 tokens a step"] = {"max_num_batched_tokens": 64}
+three = {way: run(HEAVY, max_num_seqs=4, dtype="auto", **each) for way, each in ways.items()}
+for title, each in three.items():
+    largest = max(sum(step.count) for step in each.steps)
+    print(f"{title:36} {len(each.steps):3} steps, the largest of {largest:3} tokens")
+    chunks = [step["5"][1] for step in each.spans if "5" in step]
+    print(f"{'':36} request 5's prompt: {' + '.join(str(n) for n in chunks if n > 1)}")
+draw.timelines({title: each.trace for title, each in three.items()}, 4, x="time")
+describe("""Three timelines of four rows over seconds. With whole prompts some columns are much wider than the others:
+there a prompt ran, and the decoding rows waited. With at most 64 tokens a step the columns are of similar width.""")
+
+# %% [markdown]
+# Request 5 has a prompt of 298 tokens. In flight and whole, it makes one wide column, in which each decoding row gets
+# one token. In chunks it makes five narrower columns, and the other rows get a token in each.
+#
+# Gray cells have three causes. In static batches, rows wait for the rest of their batch. At the left of the chunked
+# timeline, requests 1 to 3 are not admitted yet, because older prompts use the whole budget. And at the right of all
+# three the queue is empty.
+#
+# ## 9 · Running ahead (optional) · 7 min
+#
+# The scheduler is Python, and while it runs, the GPU may be waiting. How long does it take? Here is the engine's
+# scheduler alone, without a model, with all rows decoding:
 
 # %% tags=["nbval-ignore-output"] uncompared="times"
-def scheduling_us(rows, steps=200):
-    """Microseconds a step to choose it and to take in its tokens."""
-    scheduler = Scheduler(
-        max_num_seqs=rows,
-        max_num_batched_tokens=16384,
-        max_model_len=512,
-        block_size=16,
-        num_blocks=32 * rows,
-        prefix_caching=False,
-    )
-    prompt, params = np.arange(8, dtype=np.int32), SamplingParams()
-    for number in range(rows):
-        scheduler.submit(Request(str(number), prompt, params, limit=500))
-    scheduler.complete(step := scheduler.schedule(), np.zeros(step.samples.sum(), np.int32))
-    begin = time.perf_counter()
-    for _ in range(steps):
-        step = scheduler.schedule()
-        scheduler.complete(step, np.ones(len(step.rows), np.int32))
-    return 1e6 * (time.perf_counter() - begin) / steps
-
-
-record = records.read("h200/ablation")
-speeds = {
-    (row["name"], row["requests"]): row["output_tokens_per_s"]
-    for row in record["results"]
-    if row["group"] == "run-ahead"
-}
-step_us = 1e6 / speeds["3", 1]
+ablation = records.read("h200/ablation")
+fastest = max(
+    row["output_tokens_per_s"] for row in ablation["results"] if row["requests"] == 1
+)
 for rows in (1, 64, 1024):
-    print(f"{rows:5} rows: {scheduling_us(rows):6.0f} us to schedule a step")
-print(f"a decode step of {records.model_of(record)}, on an H200: {step_us:,.0f} us")
+    print(f"{rows:5} rows: {batching.scheduling_us(rows):6.0f} us to schedule a step")
+print(f"a decode step of {records.model_of(ablation)}, on an H200: {1e6 / fastest:,.0f} us")
 
 # %% [markdown]
-# Numpy columns keep it far from a thousand times as long for a thousand rows. Still, on a fast chip it is a part of a
-# step, and launching the step and fetching its tokens come on top. A chip that waits for Python after each step is idle
-# for that long.
+# Because the scheduler works on numpy columns, a thousand rows take far less than a thousand times as long as one. Even
+# so, compare it with the last line: with many rows it is a noticeable part of a fast GPU's step, and launching the step
+# and fetching its tokens come on top. A GPU that waits for Python after each step is idle for that long.
 #
-# The way out: **do not wait**. What does the scheduler need of step N to choose step N + 1? Not the tokens: they stay
-# on the device, where the next step reads them. It needs to know that each row has *one more*, and `known` grows when a
-# step is launched (look at `_launch` in section 3), not when it is read. So step N + 1 can go out before N's tokens are
-# back: **run-ahead**. Drawn, with 0.6 ms of Python to 1 ms on the chip (here each step has a colour of its own, pale
-# while Python prepares it):
+# The way out is **not to wait**. What does the scheduler need from step N to choose step N + 1? Not the tokens: they
+# stay on the GPU, where the next step reads them. It only needs to know that each row has *one more*, and `known` grows
+# when a step is launched (`_launch` in section 3), not when its tokens are read. So step N + 1 can be launched before
+# N's tokens are back: **run-ahead**. In this drawing Python takes 0.6 ms for a step and the device 1 ms; each step has
+# its own color, pale while Python prepares it:
 
 # %%
 draw.lanes({"no run-ahead": 0, "one step ahead": 1}, python=0.6, device=1.0)
+describe("""Two timelines with a lane for Python and a lane for the device. Without run-ahead the device is idle while
+Python prepares each step. One step ahead, Python prepares the next step while the device runs, and the device's lane
+has no gaps.""")
 
 # %% [markdown]
-# One thing cannot be known beforehand: that a token *ends* its answer. The model says so itself, and whoever runs ahead
-# has launched the next step with that row in it. Its token is **dropped**, and its row and blocks wait until the last
-# step that touches them is done. (An end by length is known in advance, and costs no token.)
+# One thing cannot be known in advance: that a token *ends* its answer. The model decides that, and by the time the
+# engine reads it, the next steps have been launched with that row in them. Their tokens are **dropped**, and the row
+# and its blocks stay occupied until the last of these steps is done. (An answer that ends because it reaches its limit
+# is known in advance and costs nothing.)
 #
-# **Predict first.** Six questions, whose answers end when the model ends them; three steps ahead. How many tokens are
+# **Predict first.** We ask six questions with a limit of 60 tokens and run three steps ahead. How many tokens are
 # computed for nothing?
 
 # %% tags=["exercise"]
@@ -892,157 +810,49 @@ QUESTIONS = [
     "Tell me a story.",
     "Where do sailors steer by Thamir?",
 ]
-answer = SamplingParams(max_tokens=60, temperature=0)
 dropped, said = {}, {}
 for ahead in (0, 1, 3):
-    trace = Trace()
-    with LLM(trace=trace, **SMALL | {"run_ahead": ahead}) as llm:
-        completions = llm.chat(
-            [[{"role": "user", "content": each}] for each in QUESTIONS], answer
-        )
-    yielded = sum(sum(step.samples) for step in replay(trace))
-    said[ahead] = [each.token_ids for each in completions]
-    dropped[ahead] = yielded - sum(map(len, said[ahead]))
-    print(f"{ahead} ahead: {yielded} tokens computed, {dropped[ahead]} of them dropped")
+    computed, said[ahead] = batching.answer_ahead(QUESTIONS, ahead)
+    dropped[ahead] = computed - sum(map(len, said[ahead]))
+    print(f"{ahead} ahead: {computed} tokens computed, {dropped[ahead]} of them dropped")
 print("the same answers:", said[0] == said[1] == said[3])
 compare("dropped, 3 ahead", unit="tokens", prediction=guess_dropped, measured=dropped[3])
 
 # %% [markdown]
-# Five of the answers ended by themselves, with three tokens each for nothing; the sixth reached its 60 tokens, and that
-# was known in advance. A few tokens an answer, however long it is. What is it worth? On a CPU nothing: Python and the
-# model take turns on the same cores. On an H200, from the committed record (Gemma 2B's shape with random weights: as
-# many to read and to multiply as trained ones):
+# Five of the answers were ended by the model and cost three tokens each. The sixth reached its limit. What does
+# run-ahead gain? Nothing on a CPU, where the model runs inside the Python call that launches it. On an H200, from the
+# committed record:
 
 # %%
-plots.ablation(record, groups=["run-ahead"])
-plt.show()
-took = {
-    (row["name"], row["requests"]): row
-    for row in record["results"]
-    if row["group"] == "run-ahead"
-}
-for requests in (1, 256):
-    for ahead in ("1", "3"):
-        before, after = took["0", requests]["seconds"], took[ahead, requests]
-        gain, *runs_of = (before / each - 1 for each in (after["seconds"], *after["runs"]))
-        spread = f"single runs {min(runs_of):+.1%} to {max(runs_of):+.1%}"
-        print(f"{requests:3} request(s), {ahead} ahead: {gain:+.1%} ({spread})")
-graphs = {
-    (row["name"], row["requests"]): row["output_tokens_per_s"]
-    for row in record["results"]
-    if row["group"] == "CUDA graphs"
-}
-for requests in (1, 256):
-    left = graphs["off", requests] / graphs["on", requests]
-    print(f"{requests} request(s), without CUDA graphs: {left:.0%} of the speed is left")
+batching.gains(ablation, "run-ahead", before="0", after=("1", "3"))
+batching.gains(ablation, "CUDA graphs", before="off", after=("on",))
+draw.ablation(ablation, ["run-ahead", "CUDA graphs"])
+describe("""Bars of output tokens per second on an H200, as shares of the best, for 1 and for 256 requests. Without
+run-ahead the speed is a little lower; one and three steps ahead are equal. Without CUDA graphs it is far lower.""")
 
 # %% [markdown]
-# With one request, a step is short and Python a larger part of it; with 256 a step takes longer, and there is less to
-# hide. Two steps more bring next to nothing: with 256 requests the single runs overlap. These are small numbers because
-# a CUDA graph, which starts all kernels of a step with one call (lesson 03), has taken most of Python out of a decode
-# step already. The last two lines are from the same record: with run-ahead, but with every kernel launched by itself.
-# *There* is what Python costs.
+# With one request, a step is short and Python is a larger part of it. With 256 requests, a step takes longer and there
+# is less to hide. Going three steps ahead instead of one gains nothing measurable. The gains are small because CUDA
+# graphs, which launch all kernels of a step with a single call, have already removed most of the Python from a step.
+# The bars at the bottom compare runs with and without CUDA graphs: they are the topic of lesson 11.
 #
-# ## 8 · What it is worth
+# ## Recap · 2 min
 #
-# From the committed records of `minillm bench batching`. All requests of the traffic trace at once, through one engine
-# with the same rows and blocks: static batches, then in flight. And the trace as it comes, request after request, with
-# whole prompts (one waits until a step has room for all of it) and in chunks: TTFT and ITL, as percentiles (p99: 99 of
-# 100 waits are no longer). The H200 had random weights in Gemma 2B's shape; answers have the trace's lengths, whatever
-# they say.
+# * Requests end at different times. A static batch waits for its longest request; in flight, the next step gives a free
+#   row to the next request. Count the idle cells to see what there is to gain.
+# * No padding: tokens are concatenated, and only attention knows where a row begins.
+# * *Computed chases known.* Prefill, chunks, decode, cached prefixes and recovery are one rule with two numbers.
+# * The token budget bounds a step and so everyone's inter-token latency. Decodes first, then prompts, oldest first.
+# * Blocks may run out. The most recent request is preempted, keeps its tokens, and is computed again.
+# * A policy is an order and a promise. Shortest first gives the best mean wait and starves long prompts; with patience
+#   it does not.
 #
-# **Predict first**: in-flight over static batching, in tokens a second.
-
-# %% tags=["exercise"]
-guess_cpu = 1.7  # PREDICT: times as many tokens a second as static batching, on a CPU
-guess_gpu = 2.2  # PREDICT: the same for Gemma 2B on an H200
-
-# %%
-guesses = {"cpu/batching": guess_cpu, "h200/batching": guess_gpu}
-there = {name: records.read(name) for name in guesses}
-for name, found in there.items():
-    print(f"data/results/{name}.json: {records.model_of(found)}")
-    print(f"all at once, lengths / {found['scale']}:")
-    print(
-        f"{'':12} {'steps':>6} {'tokens a step':>14} {'ms a step':>10} {'output tokens/s':>16}"
-    )
-    facts = []
-    for row in found["results"]:
-        if row["part"] == "throughput":
-            steps, speed = row["steps"], row["output_tokens_per_s"]
-            # No answer's last token is computed.
-            ran = (row["input_tokens"] + row["output_tokens"] - row["requests"]) / steps
-            ms = 1e3 * row["seconds"] / steps
-            facts.append((steps, ran, ms, speed))
-            print(f"  {row['batching']:10} {steps:6,} {ran:14.0f} {ms:10.2f} {speed:16,.0f}")
-    times = [after / before for before, after in zip(*facts)]
-    print(f"  {'times':10} {times[0]:6.2f} {times[1]:14.2f} {times[2]:10.2f} {times[3]:16.2f}")
-    compare(
-        "  in flight, over static", unit="times", prediction=guesses[name], measured=times[3]
-    )
-    print("as they come, ms (single runs):")
-    for kind in ("whole", "chunked"):
-        row = next(row for row in found["results"] if row.get("prefill") == kind)
-        for wait, key in (("TTFT", "ttft_s"), ("ITL", "itl_s")):
-            shown = []
-            for p in ("p90", "p99"):
-                ms = [1e3 * each[key][p] for each in row["runs"]]
-                shown.append(f"{p} {np.median(ms):7,.1f} ({min(ms):,.1f} to {max(ms):,.1f})")
-            print(f"  {kind:8} {wait:5}{shown[0]:30}{shown[1]}")
-    print()
-
-# %%
-for found in there.values():
-    _, (left, right) = plt.subplots(1, 2, figsize=(11, 3.5), layout="constrained")
-    plots.batching(found, left)
-    plots.chunking(found, right)
-    plt.show()
-
-# %% [markdown]
-# Read the left pictures with section 1 in mind; dots are single runs. Time is steps times milliseconds a step. On the
-# CPU the steps fall to 0.35, each takes 2.00 times as long, and the speed is 1.43 times what it was. On the H200 they
-# fall to 0.38, each takes 1.42 times as long: 1.85 times the speed. Both ways compute the same tokens (on the H200
-# 94,334 of prompts alone); what in-flight batching saves is idle rows. With fewer steps each has more to compute and
-# takes longer, so the speed gains less than the steps fall. (In section 1 static batches took 1.81 times as many steps,
-# with four rows. Here they take 2.85 and 2.63 times as many: the longest of 64 or 128 answers is further above the
-# mean.)
-#
-# Read the right ones with section 4. Between tokens, whole prompts hurt few gaps much, and chunks many gaps a little:
-# compare p99, and then p90. For the first token there are two effects. Whoever brings a long prompt waits longer when
-# it is cut; whoever comes behind it need not wait for all of it. Which one wins depends on the load, so it has to be
-# measured, on each machine and for each traffic, more than once.
-#
-# On the CPU chunks of 128 tokens halve the ITL p99, and the TTFT p99 is five times as long: all prompts share what the
-# decodes leave of 128 tokens a step, and queue for it. The single runs do not overlap.
-#
-# On the H200 chunks of 512 tokens lower the ITL p99 from 8.2 to 5.5 ms and raise its p90 from 4.4 to 5.0, in every run.
-# First tokens pay for it: the TTFT p90 is 17 ms in place of 14, the p99 25 in place of 20. That holds of the medians.
-# One of the seven runs with whole prompts took 20 and 59 ms: of 400 requests four wait longer than the p99, and once
-# they met something else on that machine. One run of each would have told the opposite.
-#
-# So choose the budget as large as a gap between tokens may last, and measure. (`LLM` takes 16,384 tokens on a GPU, for
-# work where nobody waits for the next token.)
-#
-# ## Recap
-#
-# * Requests end at different times. A static batch waits for its longest; in flight, a free row is taken in the next
-#   step. Count the idle cells and you know what there is to gain.
-# * No padding: tokens lie one behind the other, and only attention knows where a row begins.
-# * *Computed chases known.* Prefill, chunk, decode, cached beginnings and recovery are one rule with two numbers.
-# * The token budget bounds a step, and so everybody's gap between tokens. Decodes first, then prompts, oldest first.
-# * Blocks may run out. Who came last gives way, keeps its tokens, and is computed again.
-# * A policy is an order, and a promise. Shortest first is the fastest on average and starves the long; with patience it
-#   does not.
-# * Running ahead hides Python: launched steps are counted, tokens are read later.
-#
-# **What got worse:** a reader's tokens no longer come evenly: a step with a chunk in it takes longer than one without,
-# and the newcomer pays for small chunks with its first token. Work that was done is done again after a preemption.
-# Tokens are computed and dropped by running ahead, and a row is free a step later than it could be. The scheduler runs
-# before every step, not before every batch. Whoever sets the order can be unfair. And a run is harder to
-# repeat: which requests share a step depends on when they came (their tokens do not, but for the last digits of sums;
-# lesson 04).
+# **What got worse:** tokens no longer arrive evenly, because a step with a chunk takes longer than one without, and
+# small chunks delay a newcomer's first token. Preemption repeats work. The scheduler runs before every step, not once
+# for a batch. A policy can be unfair. And a run is harder to reproduce: which requests share a step depends on when
+# they arrived (their tokens do not, except for rounding; lesson 04).
 #
 # **Further reading:** Yu et al. 2022, *Orca: A Distributed Serving System for Transformer-Based Generative Models*;
 # Kwon et al. 2023, *Efficient Memory Management for Large Language Model Serving with PagedAttention* (preemption);
 # Agrawal et al. 2024, *Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve*; Sheng et al. 2024,
-# *Fairness in Serving Large Language Models*. Next: lesson 99 puts a server around it and many users in front.
+# *Fairness in Serving Large Language Models*. Next: lesson 11 makes the steps themselves cheaper.

@@ -1,10 +1,11 @@
-"""Rows in use, one rule for all tokens, a budget to share, a policy that is fair.  Lesson 10."""
+"""Rows in use, one rule for every token, a budget to share, a fair policy.  Lesson 10."""
 
 from types import SimpleNamespace
 
 import numpy as np
 
 from . import Exercise
+from .time_limit import time_limit
 
 # ---- how long requests take in a few rows
 
@@ -12,61 +13,97 @@ steps_and_idle = Exercise("steps_and_idle")
 
 
 def _rows_used(function, outputs: list[int], rows: int, in_flight: bool) -> tuple[int, int]:
-    got = function(list(outputs), rows, in_flight)
-    assert isinstance(got, tuple | list) and len(got) == 2, f"(steps, idle) should come, not {got!r}"
+    with time_limit():
+        got = function(list(outputs), rows, in_flight)
+    assert isinstance(got, tuple | list) and len(got) == 2, f"it must return (steps, idle), not {got!r}"
     return tuple(got)
+
+
+def _way(in_flight: bool) -> str:
+    return "in flight" if in_flight else "in static batches"
 
 
 @steps_and_idle.example
 def _(function):
     for in_flight in (False, True):
         got = _rows_used(function, [4, 4], 2, in_flight)
-        assert got == (4, 0), f"two requests of 4 tokens in two rows: (4, 0), not {got}"
+        assert got == (4, 0), f"two requests of 4 tokens in two rows, {_way(in_flight)}: (4, 0), not {got}"
 
 
 @steps_and_idle.property(
     "a static batch lasts as long as its longest request",
-    "a request that is done waits for the others: take the maximum",
+    "a request that is done waits for the others in its batch",
 )
 def _(function):
-    steps, _ = _rows_used(function, [2, 6, 3, 3], 2, in_flight=False)
-    assert steps == 9, f"static batches of 2 and 6 tokens, then of 3 and 3: 6 + 3 = 9 steps, not {steps}"
+    steps, _ = _rows_used(function, [6, 2, 3, 3], 2, in_flight=False)
+    assert steps == 9, f"static batches of 6 and 2 tokens, then of 3 and 3: 6 + 3 = 9 steps, not {steps}"
 
 
 @steps_and_idle.property(
-    "a request takes a step for each of its tokens", "more rows make no request faster: its tokens come one by one"
+    "the last static batch may be smaller than the others",
+    "what happens if the number of requests is not a multiple of the rows?",
+)
+def _(function):
+    steps, _ = _rows_used(function, [2, 6, 3], 2, in_flight=False)
+    assert steps == 9, f"static batches of 2 and 6 tokens, then of 3 alone: 6 + 3 = 9 steps, not {steps}"
+
+
+@steps_and_idle.property(
+    "a request takes one step for each of its tokens", "a request has one row: more rows do not make it faster"
 )
 def _(function):
     steps, _ = _rows_used(function, [6], 2, in_flight=True)
-    assert steps == 6, f"a lone request of 6 tokens takes 6 steps, however many rows there are, not {steps}"
+    assert steps == 6, f"a single request of 6 tokens takes 6 steps, however many rows there are, not {steps}"
 
 
 @steps_and_idle.property(
-    "the row that is free first takes the next request",
-    "requests have no rows of their own: find the row that ends earliest",
+    "the next request takes the row that is free first",
+    "no request is tied to a row in advance: which row ends earliest?",
 )
 def _(function):
-    steps, _ = _rows_used(function, [1, 5, 1, 1], 2, in_flight=True)
-    assert steps <= 5, (
-        f"1, 5, 1 and 1 tokens in two rows: the three short ones fit next to the long one: 5 steps, not {steps}"
-    )
+    for outputs, wanted in (([1, 3, 1, 1], 3), ([2, 2, 2, 2], 4)):
+        steps, _ = _rows_used(function, outputs, 2, in_flight=True)
+        listed = ", ".join(map(str, outputs))
+        assert steps == wanted, f"{listed} tokens in two rows, in flight: {wanted} steps, not {steps}"
 
 
 @steps_and_idle.property(
-    "requests are taken in the order in which they come", "do not sort: later requests and lengths are not known yet"
+    "requests are taken in the order given", "do not sort: a server knows neither later requests nor lengths"
 )
 def _(function):
-    steps, _ = _rows_used(function, [2, 3, 2, 3, 2], 2, in_flight=True)
-    assert steps <= 6, f"2, 3, 2, 3 and 2 tokens in two rows, taken in that order: 6 steps, not {steps}"
+    for outputs, in_flight, wanted in (([2, 3, 2, 3, 2], True, 6), ([1, 6, 1, 6], False, 12)):
+        steps, _ = _rows_used(function, outputs, 2, in_flight)
+        listed = ", ".join(map(str, outputs))
+        assert steps == wanted, f"{listed} tokens in two rows, {_way(in_flight)}: {wanted} steps, not {steps}"
 
 
-@steps_and_idle.property("every row of every step counts", "steps x rows, less the tokens: an empty row is idle too")
+@steps_and_idle.property("every row counts in every step", "steps x rows, minus the tokens: an empty row is idle too")
 def _(function):
     for in_flight in (False, True):
         for outputs in ([3], [4, 4, 4]):
             steps, idle = _rows_used(function, outputs, 2, in_flight)
             wanted = 2 * steps - sum(outputs)
-            assert idle == wanted, f"{sum(outputs)} tokens in {steps} steps of two rows: {wanted} idle, not {idle}"
+            assert idle == wanted, (
+                f"{sum(outputs)} tokens in {steps} steps of two rows, {_way(in_flight)}: {wanted} idle, not {idle}"
+            )
+
+
+@steps_and_idle.property("any number of rows", "where does your code use `rows`?")
+def _(function):
+    cases = (([1, 2, 3, 3, 2, 1], 3, True), ([2] * 6, 3, False), ([2, 2], 1, True), ([2, 2], 1, False))
+    for outputs, rows, in_flight in cases:
+        got = _rows_used(function, outputs, rows, in_flight)
+        listed = ", ".join(map(str, outputs))
+        assert got == (4, 0), f"{listed} tokens with rows={rows}, {_way(in_flight)}: (4, 0), not {got}"
+
+
+@steps_and_idle.property("the list stays as it is", "the caller still needs `outputs`: work on a copy")
+def _(function):
+    for in_flight in (False, True):
+        outputs = [4, 4]
+        with time_limit():
+            function(outputs, 2, in_flight)
+        assert outputs == [4, 4], f"it was given [4, 4], {_way(in_flight)}, and left {outputs}"
 
 
 # ---- computed tokens chase known ones
@@ -80,8 +117,9 @@ def _request(prompt: int, known: int | None = None, computed: int = 0, limit: in
 
 
 def _step(function, *requests: SimpleNamespace, budget: int = 50) -> list[tuple[int, int, bool]]:
-    got = [tuple(each) for each in function(list(requests), budget)]
-    assert len(got) == len(requests), f"one (start, count, samples) for each of {len(requests)}, not {got}"
+    with time_limit():
+        got = [tuple(each) for each in function(list(requests), budget)]
+    assert len(got) == len(requests), f"{len(requests)} requests need as many (start, count, samples), not {got}"
     return got
 
 
@@ -95,31 +133,45 @@ def _(function):
     )
 
 
-@next_step.property("the budget is for all requests together", "count what is left after each request")
+@next_step.property(
+    "requests share one budget, in their order", "the oldest takes what it can use; how much is left for the next?"
+)
 def _(function):
-    counts = [count for _, count, _ in _step(function, _request(6), _request(6), _request(6), budget=8)]
-    assert counts == [6, 2, 0], f"three prompts of 6 tokens and a budget of 8: 6, 2 and 0 tokens run, not {counts}"
+    def decode() -> SimpleNamespace:
+        return _request(6, known=7, computed=6)
+
+    cases = (
+        ("three prompts of 6 tokens", [_request(6), _request(6), _request(6)], 8, [6, 2, 0]),
+        ("a prompt of 6 tokens, then a decode", [_request(6), decode()], 6, [6, 0]),
+        ("a decode, then a prompt of 6 tokens", [decode(), _request(6)], 6, [1, 5]),
+    )
+    for what, requests, budget, wanted in cases:
+        counts = [count for _, count, _ in _step(function, *requests, budget=budget)]
+        assert counts == wanted, f"{what}, and a budget of {budget}: the counts are {wanted}, not {counts}"
 
 
 @next_step.property(
-    "a chunk that is not the last yields no token", "a token is sampled when the last known token has been computed"
+    "only the chunk that ends at the last known token samples", "compare with `known`, prompt or not: what is pending?"
 )
 def _(function):
-    request = _request(10)
-    ((_, _, samples),) = _step(function, request, budget=4)
-    assert not samples and request.known == 10, "4 of a prompt's 10 tokens ran, and a token was sampled already"
+    for request, what in ((_request(10), "prompt"), (_request(6, known=10), "prompt and answer, resumed")):
+        known = request.known
+        chunk = 9 if known > request.prompt else 4
+        ((_, _, samples),) = _step(function, request, budget=chunk)
+        assert not samples and request.known == known, (
+            f"only {chunk} of {known} known tokens ({what}) have run, and a token was sampled already"
+        )
 
 
-@next_step.property("computed grows by what ran", "add the count to `computed`: a chunk is a part of what is pending")
+@next_step.property("computed grows by what ran", "a chunk is only a part of what is pending")
 def _(function):
     request = _request(10)
     _step(function, request, budget=4)
-    assert request.computed == 4, f"4 of 10 tokens ran, and {request.computed} are said to be computed"
+    assert request.computed == 4, f"4 of 10 tokens ran, but `computed` is {request.computed}"
 
 
 @next_step.property(
-    "a resumed request computes its output as it does a prompt",
-    "leave `prompt` alone: pending is known - computed, prompt or not",
+    "a resumed request computes prompt and answer in one go", "what is pending does not depend on `prompt`"
 )
 def _(function):
     request = _request(6, known=10)
@@ -128,17 +180,22 @@ def _(function):
 
 
 @next_step.property(
-    "what the cache has is not computed again", "start at `computed`: a prompt's beginning may be there already"
+    "cached tokens are not computed again", "the cache may hold the beginning of a prompt: where does the step start?"
 )
 def _(function):
     got = _step(function, _request(10, computed=4))
     assert got == [(4, 6, True)], f"a prompt of 10 tokens, 4 of them in the cache: [(4, 6, True)], not {got}"
 
 
-@next_step.property("a request at its limit runs no more", "its last token is known, and no later token needs its keys")
+@next_step.property(
+    "a request runs until it knows `limit` tokens, and no longer",
+    "the last token is only known: no later token needs its keys",
+)
 def _(function):
     got = _step(function, _request(6, known=10, computed=9, limit=10))
-    assert got[0][1:] == (0, False), f"10 tokens known, a limit of 10: nothing runs, not {got}"
+    assert got[0][1:] == (0, False), f"10 tokens known and a limit of 10: nothing runs, not {got}"
+    got = _step(function, _request(6, known=9, computed=8, limit=10))
+    assert got == [(8, 1, True)], f"9 tokens known and a limit of 10: [(8, 1, True)], not {got}"
 
 
 # ---- sharing a step's budget
@@ -147,55 +204,69 @@ share_budget = Exercise("share_budget")
 
 
 def _shares(function, pending: list[int], budget: int) -> list[int]:
-    given = np.array(pending)
-    given.flags.writeable = False  # as the engine hands it over
-    got = np.asarray(function(given, budget))
-    assert got.shape == (len(pending),), f"{len(pending)} rows, and {got!r} came"
+    given = np.array(pending, np.int32)
+    given.flags.writeable = False  # as the engine passes it
+    with time_limit():
+        got = np.asarray(function(given, budget))
+    assert got.shape == (len(pending),), f"{len(pending)} rows need as many counts, not {got!r}"
     return got.tolist()
 
 
 @share_budget.example
 def _(function):
     got = _shares(function, [1, 1, 6], 8)
-    assert got == [1, 1, 6], f"8 tokens pending and a budget of 8: all of them, not {got}"
+    assert got == [1, 1, 6], f"8 tokens pending and a budget of 8: [1, 1, 6], not {got}"
 
 
 @share_budget.property("counts are whole numbers", "np.zeros makes floats; np.zeros_like(pending) has pending's type")
 def _(function):
-    got = np.asarray(function(np.array([1, 6]), 4))
+    with time_limit():
+        got = np.asarray(function(np.array([1, 6], np.int32), 4))
     assert got.dtype.kind in "iu", f"the engine takes whole numbers, not {got.dtype}"
 
 
 @share_budget.property(
-    "rows with one token come first", "however old a prompt is: first all the 1s, then share out what is left"
+    "a large budget runs all that is pending, and no more", "how much of the budget can each prompt use?"
+)
+def _(function):
+    got = _shares(function, [1, 5, 4], 20)
+    assert got == [1, 5, 4], f"[1, 5, 4] and a budget of 20: [1, 5, 4], not {got}"
+
+
+@share_budget.property(
+    "rows with one token come first", "even before an older prompt: how much is left once they all have theirs?"
 )
 def _(function):
     got = _shares(function, [10, 1, 1], 6)
     assert got.count(1) >= 2, f"[10, 1, 1] and a budget of 6: both single tokens run, not {got}"
 
 
-@share_budget.property("no more than the budget", "even single tokens may be too many: stop where the budget ends")
+@share_budget.property(
+    "the budget holds for single tokens too", "there may be more of them than the budget: the oldest go first"
+)
 def _(function):
     got = _shares(function, [1] * 8, 5)
-    assert sum(got) <= 5, f"eight single tokens and a budget of 5: {sum(got)} run"
+    assert got == [1] * 5 + [0] * 3, f"eight single tokens and a budget of 5: the first five run, not {got}"
 
 
-@share_budget.property("of the prompts the oldest comes first", "rows come oldest first: give each all it can use")
+@share_budget.property("older prompts come before younger ones", "rows come oldest first: give each all it can use")
 def _(function):
     got = _shares(function, [1, 5, 4], 8)
     assert got[1] == 5, f"[1, 5, 4] and a budget of 8: the older prompt runs all its 5 tokens, not {got[1]}"
+    got = _shares(function, [9, 2], 9)
+    assert got == [9, 0], f"[9, 2] and a budget of 9: a short prompt is still a prompt, so [9, 0], not {got}"
 
 
-@share_budget.property("a prompt is cut where the budget ends", "a part of it runs now: that is what a chunk is")
+@share_budget.property("a prompt is cut where the budget ends", "part of it runs now: that is a chunk")
 def _(function):
-    got = _shares(function, [1, 10], 6)
-    assert got == [1, 5], f"[1, 10] and a budget of 6: [1, 5], not {got}"
+    got = _shares(function, [1, 10, 10], 6)
+    assert got == [1, 5, 0], f"[1, 10, 10] and a budget of 6: [1, 5, 0], not {got}"
 
 
-@share_budget.property("counts stay in the rows' order", "after sorting, put every count back in its row's place")
+@share_budget.property("counts stay in the rows' order", "if you sort, put each count back in its own row's place")
 def _(function):
-    got = _shares(function, [5, 1], 6)
-    assert got == [5, 1], f"[5, 1] and a budget of 6: [5, 1], not {got}"
+    got = _shares(function, [5, 1, 1], 7)
+    assert got == [5, 1, 1], f"[5, 1, 1] and a budget of 7: [5, 1, 1], not {got}"
 
 
 # ---- a policy
@@ -212,49 +283,71 @@ def _queued(prompt: int, arrival: int, known: int = 0, output: int = 8) -> Simpl
     )
 
 
+def _key(policy, request: SimpleNamespace) -> float:
+    with time_limit():
+        key = policy.key(request)
+    assert isinstance(key, int | float | np.number), f"a key must be a number, not {key!r}"
+    return float(key)
+
+
+def _overtaken(policy, prompt: int) -> int:
+    """How many of 400 later prompts of one token go before the first request, a prompt of so many."""
+    first = _key(policy, _queued(prompt, 0))
+    return sum(_key(policy, _queued(1, arrival)) < first for arrival in range(1, 401))
+
+
 @PatientShortest.example
 def _(policy):
     policy = policy()
-    first, second = policy.key(_queued(10, 0)), policy.key(_queued(10, 1))
-    assert first < second, f"two prompts of 10 tokens: the first to arrive goes first, not {first} and {second}"
-
-
-@PatientShortest.property("short prompts go first", "a smaller key goes first: let it grow with the prompt's length")
-def _(policy):
-    policy = policy()
-    long, short = policy.key(_queued(200, 0)), policy.key(_queued(10, 1))
-    assert short < long, "a prompt of 200 tokens goes before one of 10 tokens that came right after it"
+    first, second = (_key(policy, _queued(10, arrival)) for arrival in (0, 1))
+    assert first < second, (
+        f"two prompts of 10 tokens: the first to arrive has the smaller key, not {first} and {second}"
+    )
 
 
 @PatientShortest.property(
-    "a prompt of n tokens is overtaken n / patience times at most",
-    "a key must not depend on when it is computed: let every later arrival start with a larger one",
+    "short prompts go first while patience lasts", "what does the key of a prompt have to grow with, and how fast?"
 )
 def _(policy):
-    policy = policy(patience=4.0)
-    long = policy.key(_queued(200, 0))
-    times = sum(policy.key(_queued(1, arrival)) < long for arrival in range(1, 400))
-    assert times <= 50, f"a prompt of 200 tokens and a patience of 4: {times} later ones overtake it, not 50 at most"
+    times = _overtaken(policy(patience=4.0), 200)
+    assert times >= 48, (
+        f"a prompt of 200 tokens, a patience of 4: 49 later prompts of one token go before it, not {times}"
+    )
 
 
-@PatientShortest.property("asked again, the same answer", "the key is the request's: keep no count, look at no clock")
+@PatientShortest.property(
+    "a prompt of n tokens is overtaken at most n / patience times",
+    "a later request must start with a larger key: larger by how much?",
+)
+def _(policy):
+    for patience in (4.0, 20.0, 1.0):
+        times, most = _overtaken(policy(patience=patience), 200), int(200 / patience)
+        assert times <= most, (
+            f"a prompt of 200 tokens, a patience of {patience:g}: {times} later ones go before it, not {most} at most"
+        )
+
+
+@PatientShortest.property("asking again gives the same key", "keep no count, look at no clock and at no other request")
 def _(policy):
     policy, request = policy(), _queued(10, 3)
-    keys = {policy.key(request) for _ in range(9)}
+    keys = set()
+    for number in range(9):
+        keys.add(_key(policy, request))
+        _key(policy, _queued(20 + number, 4 + number))
     assert len(keys) == 1, f"asked nine times about one request: {sorted(keys)}"
 
 
 @PatientShortest.property(
-    "what was generated already does not count", "a preempted request knows its output too: measure its prompt"
+    "generated tokens do not count", "a preempted request also knows part of its answer: measure its prompt"
 )
 def _(policy):
     policy = policy()
-    fresh, resumed = policy.key(_queued(10, 3)), policy.key(_queued(10, 3, known=60))
-    assert fresh == resumed, f"preempted after 50 tokens of output, its key goes from {fresh} to {resumed}"
+    fresh, resumed = (_key(policy, _queued(10, 3, known=known)) for known in (10, 60))
+    assert fresh == resumed, f"preempted after 50 tokens of output, its key goes from {fresh:g} to {resumed:g}"
 
 
-@PatientShortest.property("nor does what may be generated", "its length is not known in advance: use the prompt's")
+@PatientShortest.property("the limit of the answer does not count", "an answer may end early: use the prompt alone")
 def _(policy):
     policy = policy()
-    few, many = policy.key(_queued(10, 3)), policy.key(_queued(10, 3, output=500))
-    assert few == many, f"with max_tokens of 8 the key is {few}, of 500 it is {many}"
+    few, many = (_key(policy, _queued(10, 3, output=output)) for output in (8, 500))
+    assert few == many, f"with max_tokens of 8 the key is {few:g}, with 500 it is {many:g}"

@@ -26,36 +26,62 @@ def _with_idle(steps, outputs, rows):
 
 
 @wrong("steps_and_idle", fails="a static batch lasts as long as its longest request")
-def batches_end_with_their_shortest(outputs, rows, in_flight):
+def batches_end_with_their_last_request(outputs, rows, in_flight):
     batches = [outputs[first : first + rows] for first in range(0, len(outputs), rows)]
-    steps = _in_flight(outputs, rows) if in_flight else sum(map(min, batches))
+    steps = _in_flight(outputs, rows) if in_flight else sum(batch[-1] for batch in batches)
     return _with_idle(steps, outputs, rows)
 
 
-@wrong("steps_and_idle", fails="a request takes a step for each of its tokens")
+@wrong("steps_and_idle", fails="a request takes one step for each of its tokens")
 def tokens_divided_by_rows(outputs, rows, in_flight):
     steps = -(-sum(outputs) // rows) if in_flight else _static(outputs, rows)
     return _with_idle(steps, outputs, rows)
 
 
-@wrong("steps_and_idle", fails="the row that is free first takes the next request")
+@wrong("steps_and_idle", fails="the next request takes the row that is free first")
 def rows_assigned_round_robin(outputs, rows, in_flight):
     steps = max(sum(outputs[row::rows]) for row in range(rows)) if in_flight else _static(outputs, rows)
     return _with_idle(steps, outputs, rows)
 
 
-@wrong("steps_and_idle", fails="requests are taken in the order in which they come")
+@wrong("steps_and_idle", fails="requests are taken in the order given")
 def longest_first(outputs, rows, in_flight):
     steps = _in_flight(sorted(outputs, reverse=True), rows) if in_flight else _static(outputs, rows)
     return _with_idle(steps, outputs, rows)
 
 
-@wrong("steps_and_idle", fails="every row of every step counts")
+@wrong("steps_and_idle", fails="every row counts in every step")
 def unused_rows_are_not_counted(outputs, rows, in_flight):
     if in_flight:
         return _with_idle(_in_flight(outputs, rows), outputs, rows)
     batches = [outputs[first : first + rows] for first in range(0, len(outputs), rows)]
     return _static(outputs, rows), sum(max(batch) - tokens for batch in batches for tokens in batch)
+
+
+@wrong("steps_and_idle", fails="the last static batch may be smaller than the others")
+def an_incomplete_batch_is_dropped(outputs, rows, in_flight):
+    if in_flight:
+        return _with_idle(_in_flight(outputs, rows), outputs, rows)
+    batches = zip(*(outputs[row::rows] for row in range(rows)), strict=False) if len(outputs) > rows else [outputs]
+    return _with_idle(sum(map(max, batches)), outputs, rows)
+
+
+@wrong("steps_and_idle", fails="any number of rows")
+def always_two_rows(outputs, rows, in_flight):
+    return _with_idle((_in_flight if in_flight else _static)(outputs, 2), outputs, 2)
+
+
+@wrong("steps_and_idle", fails="the list stays as it is")
+def requests_are_popped(outputs, rows, in_flight):
+    steps, total, ends = 0, sum(outputs), [0] * rows
+    while outputs:
+        if in_flight:
+            heapq.heapreplace(ends, ends[0] + outputs.pop(0))
+        else:
+            steps += max(outputs[:rows])
+            del outputs[:rows]
+    steps += max(ends)
+    return steps, steps * rows - total
 
 
 # ---- next_step
@@ -74,12 +100,12 @@ def _pending(request):
     return request.known - request.computed if request.known < request.limit else 0
 
 
-@wrong("next_step", fails="the budget is for all requests together")
+@wrong("next_step", fails="requests share one budget, in their order")
 def a_budget_per_request(requests, budget):
     return [_take(request, min(_pending(request), budget)) for request in requests]
 
 
-@wrong("next_step", fails="a chunk that is not the last yields no token")
+@wrong("next_step", fails="only the chunk that ends at the last known token samples")
 def every_chunk_samples(requests, budget):
     done = []
     for request in requests:
@@ -105,7 +131,7 @@ def tokens_over_the_budget_are_lost(requests, budget):
     return done
 
 
-@wrong("next_step", fails="a resumed request computes its output as it does a prompt")
+@wrong("next_step", fails="a resumed request computes prompt and answer in one go")
 def prefill_and_decode_are_two_cases(requests, budget):
     done = []
     for request in requests:
@@ -114,13 +140,44 @@ def prefill_and_decode_are_two_cases(requests, budget):
             count = min(request.prompt - start if start < request.prompt else 1, budget)
         budget -= count
         request.computed += count
+        samples = count > 0 and request.computed == request.known
+        request.known += samples
+        done.append((start, count, samples))
+    return done
+
+
+@wrong("next_step", fails="only the chunk that ends at the last known token samples")
+def samples_once_the_prompt_is_computed(requests, budget):
+    done = []
+    for request in requests:
+        start, count = request.computed, min(_pending(request), budget)
+        budget -= count
+        request.computed += count
         samples = count > 0 and request.computed >= request.prompt
         request.known += samples
         done.append((start, count, samples))
     return done
 
 
-@wrong("next_step", fails="what the cache has is not computed again")
+@wrong("next_step", fails="requests share one budget, in their order")
+def decodes_before_prompts(requests, budget):
+    done = {}
+    for request in sorted(requests, key=_pending):
+        done[id(request)] = _take(request, min(_pending(request), budget))
+        budget -= done[id(request)][1]
+    return [done[id(request)] for request in requests]
+
+
+@wrong("next_step", fails="requests share one budget, in their order")
+def decodes_cost_nothing(requests, budget):
+    done = []
+    for request in requests:
+        done.append(_take(request, min(_pending(request), budget)))
+        budget -= done[-1][1] if done[-1][1] > 1 else 0
+    return done
+
+
+@wrong("next_step", fails="cached tokens are not computed again")
 def a_prompt_restarts_at_zero(requests, budget):
     done = []
     for request in requests:
@@ -131,12 +188,22 @@ def a_prompt_restarts_at_zero(requests, budget):
     return done
 
 
-@wrong("next_step", fails="a request at its limit runs no more")
+@wrong("next_step", fails="a request runs until it knows `limit` tokens, and no longer")
 def runs_past_the_limit(requests, budget):
     done = []
     for request in requests:
         done.append(_take(request, min(request.known - request.computed, budget)))
         budget -= done[-1][1]
+    return done
+
+
+@wrong("next_step", fails="a request runs until it knows `limit` tokens, and no longer")
+def stops_one_token_early(requests, budget):
+    done = []
+    for request in requests:
+        count = min(_pending(request), budget) if request.known < request.limit - 1 else 0
+        done.append(_take(request, count))
+        budget -= count
     return done
 
 
@@ -159,15 +226,20 @@ def oldest_first(pending, budget):
     return _in_turn(pending, budget)
 
 
-@wrong("share_budget", fails="no more than the budget")
+@wrong("share_budget", fails="the budget holds for single tokens too")
 def every_decode_runs(pending, budget):
     single = pending == 1
     return np.where(single, 1, _in_turn(np.where(single, 0, pending), budget - single.sum()))
 
 
-@wrong("share_budget", fails="of the prompts the oldest comes first")
+@wrong("share_budget", fails="older prompts come before younger ones")
 def shortest_prompt_first(pending, budget):
     return _by(np.argsort(pending, kind="stable"), pending, budget)
+
+
+@wrong("share_budget", fails="older prompts come before younger ones")
+def short_prompts_count_as_decodes(pending, budget):
+    return _by(np.argsort(pending > 4, kind="stable"), pending, budget)
 
 
 @wrong("share_budget", fails="a prompt is cut where the budget ends")
@@ -188,6 +260,47 @@ def counts_are_floats(pending, budget):
     return counts
 
 
+@wrong("share_budget", fails="a large budget runs all that is pending, and no more")
+def the_oldest_prompt_gets_all_that_is_left(pending, budget):
+    counts = _by(np.argsort(pending > 1, kind="stable"), pending, budget)
+    if (pending > 1).any():
+        counts[np.argmax(pending > 1)] += budget - counts.sum()
+    return counts
+
+
+@wrong("share_budget", fails="a large budget runs all that is pending, and no more")
+def one_prompt_a_step(pending, budget):
+    counts = _by(np.argsort(pending > 1, kind="stable"), pending, budget)
+    prompts = np.flatnonzero(pending > 1)
+    counts[prompts[1:]] = 0
+    return counts
+
+
+@wrong("share_budget", fails="a large budget runs all that is pending, and no more")
+def until_the_budget_is_used_up(pending, budget):
+    counts = np.zeros_like(pending)
+    order = np.argsort(pending > 1, kind="stable")
+    while budget > 0:  # endless where less is pending
+        for row in order:
+            count = min(pending[row] - counts[row], budget)
+            counts[row] += count
+            budget -= count
+    return counts
+
+
+@wrong("share_budget", fails="counts stay in the rows' order")
+def put_back_by_the_wrong_permutation(pending, budget):
+    order = np.argsort(pending > 1, kind="stable")
+    return _in_turn(pending[order], budget)[order]
+
+
+@wrong("share_budget", fails="the budget holds for single tokens too")
+def nothing_runs_where_single_tokens_exceed_the_budget(pending, budget):
+    if (pending == 1).sum() > budget:
+        return np.zeros_like(pending)
+    return _by(np.argsort(pending > 1, kind="stable"), pending, budget)
+
+
 # ---- PatientShortest
 
 
@@ -196,19 +309,19 @@ class Patient(FirstComeFirstServed):
         self.patience = patience
 
 
-@wrong("PatientShortest", fails="short prompts go first")
+@wrong("PatientShortest", fails="short prompts go first while patience lasts")
 class OrderOfArrival(Patient):
     def key(self, request):
         return self.patience * request.arrival
 
 
-@wrong("PatientShortest", fails="a prompt of n tokens is overtaken n / patience times at most")
+@wrong("PatientShortest", fails="a prompt of n tokens is overtaken at most n / patience times")
 class ShortestAlways(Patient):
     def key(self, request):
         return len(request.prompt) + 1e-6 * request.arrival
 
 
-@wrong("PatientShortest", fails="asked again, the same answer")
+@wrong("PatientShortest", fails="asking again gives the same key")
 class CountsItsCalls(Patient):
     calls = 0
 
@@ -217,13 +330,25 @@ class CountsItsCalls(Patient):
         return len(request.prompt) + self.patience * max(self.calls, request.arrival)
 
 
-@wrong("PatientShortest", fails="what was generated already does not count")
+@wrong("PatientShortest", fails="generated tokens do not count")
 class CountsOutputToo(Patient):
     def key(self, request):
         return len(request.known) + self.patience * request.arrival
 
 
-@wrong("PatientShortest", fails="nor does what may be generated")
+@wrong("PatientShortest", fails="the limit of the answer does not count")
 class CountsTheLimit(Patient):
     def key(self, request):
         return request.limit + self.patience * request.arrival
+
+
+@wrong("PatientShortest", fails="a prompt of n tokens is overtaken at most n / patience times")
+class PatienceIsAlwaysFour(Patient):
+    def key(self, request):
+        return len(request.prompt) + 4.0 * request.arrival
+
+
+@wrong("PatientShortest", fails="short prompts go first while patience lasts")
+class FarTooPatient(Patient):
+    def key(self, request):
+        return len(request.prompt) + 40 * self.patience * request.arrival
