@@ -13,9 +13,10 @@ class TookTooLong(BaseException):
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TookTooLong in the block after `seconds`. No limit outside the main thread and where there are no timers.
+    """Raise TookTooLong in the block once it has used this much CPU time, so that a busy machine changes nothing.
 
-    Python code is interrupted between two instructions; a long call into C, such as one matrix product, first returns.
+    There is no limit outside the main thread and on Windows. Python code is interrupted between two instructions; a long
+    call into C, such as one matrix product, first returns.
     """
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
@@ -24,10 +25,10 @@ def time_limit(seconds: float) -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise TookTooLong
 
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = signal.signal(signal.SIGPROF, interrupt)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)

@@ -43,7 +43,7 @@ class Exercise:
     """The properties that a learner's function or class of this name must have, in the order shown.
 
     returns: whether the function has a result; a solution that returns None is then told of its missing `return`.
-    seconds: how long the check of one property may take; a candidate that takes longer is assumed never to end.
+    seconds: the CPU time that the check of one property may use; a candidate that takes longer is assumed never to end.
     """
 
     def __init__(self, name: str, *, returns: bool = True, seconds: float = 120.0):

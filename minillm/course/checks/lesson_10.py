@@ -5,16 +5,16 @@ from types import SimpleNamespace
 import numpy as np
 
 from . import Exercise
-from .time_limit import time_limit
+
+SECONDS = 5  # of CPU time for one property: correct solutions take milliseconds
 
 # ---- how long requests take in a few rows
 
-steps_and_idle = Exercise("steps_and_idle")
+steps_and_idle = Exercise("steps_and_idle", seconds=SECONDS)
 
 
 def _rows_used(function, outputs: list[int], rows: int, in_flight: bool) -> tuple[int, int]:
-    with time_limit():
-        got = function(list(outputs), rows, in_flight)
+    got = function(list(outputs), rows, in_flight)
     assert isinstance(got, tuple | list) and len(got) == 2, f"it must return (steps, idle), not {got!r}"
     return tuple(got)
 
@@ -101,14 +101,13 @@ def _(function):
 def _(function):
     for in_flight in (False, True):
         outputs = [4, 4]
-        with time_limit():
-            function(outputs, 2, in_flight)
+        function(outputs, 2, in_flight)
         assert outputs == [4, 4], f"it was given [4, 4], {_way(in_flight)}, and left {outputs}"
 
 
 # ---- computed tokens chase known ones
 
-next_step = Exercise("next_step")
+next_step = Exercise("next_step", seconds=SECONDS)
 
 
 def _request(prompt: int, known: int | None = None, computed: int = 0, limit: int = 100) -> SimpleNamespace:
@@ -117,8 +116,7 @@ def _request(prompt: int, known: int | None = None, computed: int = 0, limit: in
 
 
 def _step(function, *requests: SimpleNamespace, budget: int = 50) -> list[tuple[int, int, bool]]:
-    with time_limit():
-        got = [tuple(each) for each in function(list(requests), budget)]
+    got = [tuple(each) for each in function(list(requests), budget)]
     assert len(got) == len(requests), f"{len(requests)} requests need as many (start, count, samples), not {got}"
     return got
 
@@ -200,14 +198,13 @@ def _(function):
 
 # ---- sharing a step's budget
 
-share_budget = Exercise("share_budget")
+share_budget = Exercise("share_budget", seconds=SECONDS)
 
 
 def _shares(function, pending: list[int], budget: int) -> list[int]:
     given = np.array(pending, np.int32)
     given.flags.writeable = False  # as the engine passes it
-    with time_limit():
-        got = np.asarray(function(given, budget))
+    got = np.asarray(function(given, budget))
     assert got.shape == (len(pending),), f"{len(pending)} rows need as many counts, not {got!r}"
     return got.tolist()
 
@@ -220,8 +217,7 @@ def _(function):
 
 @share_budget.property("counts are whole numbers", "np.zeros makes floats; np.zeros_like(pending) has pending's type")
 def _(function):
-    with time_limit():
-        got = np.asarray(function(np.array([1, 6], np.int32), 4))
+    got = np.asarray(function(np.array([1, 6], np.int32), 4))
     assert got.dtype.kind in "iu", f"the engine takes whole numbers, not {got.dtype}"
 
 
@@ -271,7 +267,7 @@ def _(function):
 
 # ---- a policy
 
-PatientShortest = Exercise("PatientShortest")
+PatientShortest = Exercise("PatientShortest", seconds=SECONDS)
 
 
 def _queued(prompt: int, arrival: int, known: int = 0, output: int = 8) -> SimpleNamespace:
@@ -284,8 +280,7 @@ def _queued(prompt: int, arrival: int, known: int = 0, output: int = 8) -> Simpl
 
 
 def _key(policy, request: SimpleNamespace) -> float:
-    with time_limit():
-        key = policy.key(request)
+    key = policy.key(request)
     assert isinstance(key, int | float | np.number), f"a key must be a number, not {key!r}"
     return float(key)
 
