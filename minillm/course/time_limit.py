@@ -15,8 +15,8 @@ class TookTooLong(BaseException):
 def time_limit(seconds: float) -> Iterator[None]:
     """Raise TookTooLong in the block once it has used this much CPU time, so that a busy machine changes nothing.
 
-    There is no limit outside the main thread and on Windows. Python code is interrupted between two instructions; a long
-    call into C, such as one matrix product, first returns.
+    There is no limit outside the main thread and on Windows. Python code is interrupted between two instructions; a
+    long call into C, such as one matrix product, first returns.
     """
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
