@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import matplotlib.pyplot as plt
 import numpy as np
 
+from minillm.model import sizing
 from minillm.model.config import ModelConfig
 
 QUERY, KEY, PLAIN, CACHED = "#4c78a8", "#f58518", "#e8e8e8", "#54a24b"
@@ -18,7 +19,7 @@ def decoder(config: ModelConfig, tokens: int) -> None:
     """One pass of `tokens` tokens: a layer's two branches leave the residual stream and are added to it again."""
     hidden, head_dim = config.hidden_size, config.head_dim
     queries, keys = config.num_heads, config.num_kv_heads
-    _, axis = plt.subplots(figsize=(11, 4.3), layout="constrained")
+    _, axis = plt.subplots(figsize=(11, 3.6), layout="constrained")
 
     def box(x: float, y: float, text: str, color: str = PLAIN) -> None:
         style = {"boxstyle": "round,pad=0.35", "facecolor": color, "edgecolor": "gray"}
@@ -27,19 +28,21 @@ def decoder(config: ModelConfig, tokens: int) -> None:
     def arrow(start: tuple[float, float], end: tuple[float, float], color: str = "gray") -> None:
         axis.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": color, "lw": 1.5}, zorder=1)
 
-    axis.plot([0.2, 11.9], [0, 0], color=QUERY, linewidth=5, zorder=0)
+    axis.plot([0.2, 11.4], [0, 0], color=QUERY, linewidth=5, zorder=0)
     axis.text(6.1, 0.16, f"residual stream: [{tokens}, {hidden}]", ha="center", va="bottom", fontsize=11, color=QUERY)
-    axis.axvspan(1.05, 11.0, ymin=0.03, ymax=0.87, facecolor="#f6f6f6", edgecolor="silver", zorder=-1)
-    axis.text(6.1, 0.92, f"one layer; there are {config.num_layers}, one after the other", ha="center", fontsize=11)
-    axis.text(0.2, 0.16, f"token ids\n[{tokens}]", ha="center", va="bottom", fontsize=10, color="dimgray")
+    frame = plt.Rectangle((1.05, -1.95), 9.75, 2.5, facecolor="#f6f6f6", edgecolor="silver", zorder=-1)
+    axis.add_patch(frame)
+    axis.text(6.1, 0.65, f"one layer; there are {config.num_layers}, one after the other", ha="center", fontsize=11)
+    axis.text(0.2, 0.33, f"token ids\n[{tokens}]", ha="center", va="bottom", fontsize=10, color="dimgray")
     box(0.2, 0, "embed-\nding")
     attention = [(1.6, "norm"), (2.75, "q, k, v"), (3.95, "rotary"), (5.2, "attention"), (6.45, "output\nmatrix")]
     mlp = [(7.65, "norm"), (8.85, "gated\nMLP")]
     for steps, end in ((attention, 7.05), (mlp, 10.2)):
         first = steps[0][0]
         arrow((first - 0.15, 0), (first - 0.15, -0.85))
-        for (left, _), (right, _) in itertools.pairwise(steps):
-            arrow((left, -1.1), (right - 0.38, -1.1))
+        for (left, _), (right, name) in itertools.pairwise(steps):
+            half_width = 0.1 + 0.045 * max(map(len, name.split("\n")))
+            arrow((left, -1.1), (right - half_width, -1.1))
         for x, name in steps:
             box(x, -1.1, name, KEY if name == "attention" else PLAIN)
         arrow((steps[-1][0], -1.1), (end, -1.1))
@@ -53,11 +56,11 @@ def decoder(config: ModelConfig, tokens: int) -> None:
     }
     for x, shape in shapes.items():
         axis.text(x, -1.5, shape, ha="center", va="top", fontsize=10, color="dimgray")
-    box(11.55, 0, "norm")
-    box(12.4, 0, "head")
-    arrow((11.9, 0), (12.1, 0))
-    axis.text(12.4, 0.24, f"logits\n[{config.vocab_size}]", ha="center", va="bottom", fontsize=10, color="dimgray")
-    axis.set(xlim=(-0.5, 12.9), ylim=(-2.1, 1.2))
+    box(11.4, 0, "norm")
+    box(12.6, 0, "head")
+    arrow((11.75, 0), (12.25, 0))
+    axis.text(12.6, 0.24, f"logits\n[{config.vocab_size}]", ha="center", va="bottom", fontsize=10, color="dimgray")
+    axis.set(xlim=(-0.4, 13.1), ylim=(-2.05, 0.95))
     axis.axis("off")
 
 
@@ -141,9 +144,11 @@ def times(measured: dict[str, dict[int, float]], floor: float) -> None:
     axis.legend(fontsize=9)
 
 
-def kept_per_token(models: dict[str, tuple[float, float]]) -> None:
-    """Bars of kB per token. models: name -> (as it is, with a KV head for every query head)."""
-    actual, as_mha = zip(*models.values(), strict=True)
+def kept_per_token(models: Mapping[str, ModelConfig]) -> None:
+    """Bars of kB of cache per token: with a model's KV heads, and with one for every query head."""
+    actual = [sizing.kv_bytes_per_token(config) / 1e3 for config in models.values()]
+    more = [config.num_heads / config.num_kv_heads for config in models.values()]
+    as_mha = [each * factor for each, factor in zip(actual, more, strict=True)]
     _, axis = plt.subplots(figsize=(8, 2.6), layout="constrained")
     axis.barh(
         list(models),
@@ -154,19 +159,25 @@ def kept_per_token(models: dict[str, tuple[float, float]]) -> None:
         label="with a KV head for every query head (MHA)",
     )
     axis.barh(list(models), actual, color="C0", label="with its own KV heads")
-    for row, (one, other) in enumerate(models.values()):
-        more = f" instead of {other:,.0f}" if other > one else ""
-        axis.text(other + 20, row, f"{one:,.0f} kB{more}", va="center")
+    for row, (one, other) in enumerate(zip(actual, as_mha, strict=True)):
+        instead = f" instead of {other:,.0f}" if other > one else ""
+        axis.text(other + 20, row, f"{one:,.0f} kB{instead}", va="center")
     axis.invert_yaxis()
     axis.set(xlabel="kB of keys and values per token, bfloat16", xlim=(0, 1.4 * max(as_mha)))
     axis.legend(loc="upper right")
 
 
-def gpus(divided: dict, fitting: dict) -> None:
-    """GPUs divided, and requests that fit. divided: label -> Sizing; fitting: label -> {tokens of a request: requests}.
+def gpus(pairs: Mapping[str, tuple[ModelConfig, float]], context: int) -> None:
+    """GPUs divided for requests of `context` tokens, and how many longer and shorter ones fit.
 
-    Labels of a model are "model, GPU"; those of the same model share a color.
+    pairs: "model, GPU" -> (config, bytes of the GPU). Labels of the same model share a color.
     """
+    divided = {label: sizing.fit(config, nbytes, context) for label, (config, nbytes) in pairs.items()}
+    fitting: dict[str, dict[int, int]] = {}
+    for label, (config, nbytes) in pairs.items():
+        lengths = [1 << power for power in range(9, 18) if 1 << power <= config.max_model_len]
+        requests = {tokens: sizing.fit(config, nbytes, tokens).requests for tokens in lengths}
+        fitting |= {label: requests} if any(requests.values()) else {}
     _, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6), width_ratios=(1.2, 1), layout="constrained")
     for row, size in enumerate(divided.values()):
         fits = size.weight_bytes <= size.usable_bytes
@@ -194,18 +205,19 @@ def gpus(divided: dict, fitting: dict) -> None:
     right.set(xlabel="tokens of a request", ylabel="requests that fit", xscale="log", yscale="log")
     right.set_xticks(ticks, [f"{tokens:,}" for tokens in ticks])
     right.set_title("longer requests, fewer fit")
+    right.set_ylim(1, 10**6.5)
     right.legend(fontsize=9)
 
 
 def intensities(requests: Sequence[int], curves: dict[str, Sequence[float]], ridge: float, cache_alone: float) -> None:
     """Operations per byte of decode steps by the number of requests; curves: label -> as many values as fit."""
-    _, axis = plt.subplots(figsize=(7, 3.2), layout="constrained")
+    figure, axis = plt.subplots(figsize=(10, 3.2), layout="constrained")
     for label, values in curves.items():
         axis.plot(requests[: len(values)], values, "o-", markersize=3, label=label)
     axis.axhline(ridge, color="gray", label="ridge of an H200: above it, arithmetic is the limit")
     axis.axhline(cache_alone, color="gray", linestyle=":", label="the cache alone")
     axis.set(xscale="log", yscale="log", xlabel="requests at once", ylabel="operations per byte")
-    axis.legend(fontsize=9)
+    figure.legend(loc="outside right upper", fontsize=9)
 
 
 def rotations(config: ModelConfig, pairs: Sequence[int], scores: Sequence[float]) -> None:

@@ -1,18 +1,16 @@
 # %% [markdown]
 # # 02 · Attention and the KV cache
 #
-# After this lesson you can follow a token through a whole decoder, with its real weights, and get the same answer as
-# the engine; write the attention that current models use; explain what a KV cache saves and what it costs; write
-# attention that reads from a cache, and run it inside the engine; and estimate how many users a GPU can hold before
-# you rent it.
+# After this lesson you can follow a token through a whole decoder, with its real weights, and get the engine's answer;
+# write the attention that current models use; explain what a KV cache saves and costs; write attention that reads a
+# cache, and run it inside the engine; and estimate how many users a GPU can hold before you rent it.
 #
 # **90 minutes. Needs:** a CPU, and lessons 00 and 01. You should know what a matrix product and a softmax are. The
-# model is `tiny-gemma`, which has 6 layers of the same kind as Gemma 2B's 18. On a GPU, the optional section at the
-# end measures Gemma 2B.
+# model is `tiny-gemma`, with 6 layers of the same kind as Gemma 2B's 18. On a GPU, the optional section at the end
+# measures Gemma 2B.
 
 # %%
 import torch
-import torch.nn.functional as F
 import transformers
 
 from minillm import LLM, SamplingParams, using
@@ -22,8 +20,8 @@ from minillm.course import (
     adapters,
     check,
     compare,
-    counting,
     describe,
+    probes,
     solved,
     tier,
     yours,
@@ -42,10 +40,9 @@ print(f"{config.num_layers} layers, {model.num_parameters:,} parameters")
 # The engine computes in float64 here. That is slow but exact to many digits: when two ways to compute the same thing
 # differ, one of them is wrong. Prefix caching (lesson 09) is off, so every prompt is computed from its first token.
 #
-# ## 1 · From token ids to queries, keys and values · 11 min
+# ## 1 · From token ids to queries, keys and values · 9 min
 #
-# `tiny-gemma` was trained on texts about a small invented world of islands and towns. It knows where the town of
-# Fenwick is:
+# `tiny-gemma` was trained on texts about a small invented world of islands and towns. Fenwick is one of the towns:
 
 # %%
 prompt = "Fenwick lies on the island of"
@@ -53,9 +50,8 @@ greedy = SamplingParams(max_tokens=1, temperature=0)
 print(prompt + llm.generate(prompt, greedy)[0].text)
 
 # %% [markdown]
-# How can a stack of matrices know that? In this lesson you take the model apart and do each step yourself, from the
-# token ids to the *logits*, one score for every token of the vocabulary, which a softmax turns into probabilities.
-# Here is the whole path:
+# How can a stack of matrices know that? In this lesson you do each of its steps yourself, from the token ids to the
+# *logits*, one score for every token of the vocabulary, which a softmax turns into probabilities. The whole path:
 
 # %%
 draw.decoder(config, tokens=9)
@@ -64,10 +60,10 @@ describe("""A decoder. Token ids become an embedding, which starts a horizontal 
     gated MLP. At the end, a norm and the head give the logits.""")
 
 # %% [markdown]
-# The blue line is the *residual stream*: one vector of 256 numbers for every token. No part of the model replaces
-# this vector. Each part reads it, computes something from it, and *adds* the result.
+# The blue line is the *residual stream*: one vector of 256 numbers for every token. No part of the model replaces this
+# vector. Each part reads it, computes something, and *adds* the result.
 #
-# First, the prompt becomes token ids (lesson 01). `<bos>` marks the beginning, and the town's name is split into three
+# First, the prompt becomes token ids (lesson 01). `<bos>` marks the beginning. The town's name is split into three
 # tokens.
 
 # %%
@@ -76,24 +72,13 @@ pieces = [tokenizer.decode([token], skip_special_tokens=False) for token in ids.
 print(dict(zip(pieces, ids.tolist(), strict=True)))
 
 # %% [markdown]
-# **Embedding.** Every token of the vocabulary has its own row of a matrix: 256 numbers, found by training. Gemma
-# multiplies them by the square root of 256, which is 16. Tokens that are used in similar ways have rows that point in
-# similar directions:
-
+# **Embedding.** Each token of the vocabulary has a row of a matrix: 256 numbers, found by training. Gemma multiplies
+# them by 16, the square root of 256. Tokens that are used in similar ways have rows that point in similar directions.
+# `neighbors` finds the rows with the smallest angle to a given one:
 
 # %%
-def neighbors(word: str) -> str:
-    """The five tokens whose rows have the smallest angle to the row of `word`."""
-    directions = F.normalize(model.embedding.weight, dim=-1)
-    (token,) = tokenizer.encode(word, add_special_tokens=False)
-    nearest = (
-        (directions @ directions[token]).topk(6).indices[1:]
-    )  # the first is the word itself
-    return ", ".join(tokenizer.decode([other]).strip() for other in nearest.tolist())
-
-
 for word in (" Bramble", " April", " black"):
-    print(f"{word:>8}: {neighbors(word)}")
+    print(f"{word:>8}: {', '.join(probes.neighbors(model, tokenizer, word))}")
 
 x = model.embedding[ids] * config.embedding_scale
 print(f"x: {list(x.shape)}")
@@ -111,7 +96,7 @@ print(f"x: {list(x.shape)}")
 # **Queries, keys and values.** One matrix turns each token's vector into the three things that attention needs. A
 # *query* says what this token is looking for. A *key* says what it can be found by. A *value* is what it hands over
 # when it is found. `tiny-gemma` computes 4 queries of 64 numbers for each token, one for each of its 4 *heads*, but
-# only one key and one value.
+# only one key and one value; section 2 explains how heads share them.
 
 # %%
 layer, eps = model.layers[0], config.rms_norm_eps
@@ -124,10 +109,10 @@ print(f"q {list(q.shape)}  k {list(k.shape)}  v {list(v.shape)}   [tokens, heads
 
 # %% [markdown]
 # **Rotary embedding.** So far, nothing tells the model where a token stands in the text. So every query and every key
-# is rotated: its numbers form 32 pairs, `x[i]` with `x[i + 32]`, and each pair is a point in a plane that turns by an
-# angle proportional to the token's position, fast for pair 0, slowly for pair 31. The product of a rotated query and
-# a rotated key depends only on the *difference* of their angles, and so on the distance between the two tokens. In
-# the listing, look for `cos` and `sin`: the rest is the rotation of a plane.
+# is rotated. Its numbers form 32 pairs, `x[i]` with `x[i + 32]`. Each pair is a point in a plane, which turns by an
+# angle proportional to the token's position, fast for pair 0 and slowly for pair 31. The product of a rotated query
+# and a rotated key depends only on the *difference* of their angles, and so on the distance between the two tokens. In
+# the listing, `roll` fetches the other number of each pair.
 
 # %%
 # ENGINE: minillm.ops.reference:rotary_embedding
@@ -149,18 +134,17 @@ describe("""Three planes with arrows at positions 0 to 4: pair 0 turns fastest, 
     one query and one key falls, with ups and downs, as the distance between them grows to 200.""")
 
 # %% [markdown]
-# The arrows show three of the pairs at positions 0 to 4. The curve shows one real query and one real key, moved apart:
-# this pair fits best at a short distance. Remember for later: a key is rotated by *its own* position, once, and never
-# again.
+# The arrows show three of the pairs at positions 0 to 4. The curve shows a query and a key of the model, moved apart:
+# these two fit best at a short distance. Remember for later that a key is rotated by *its own* position, once.
 #
-# ## 2 · Attention · 28 min
+# ## 2 · Attention · 20 min
 #
 # ### One head, three tokens
 #
-# In attention, each token collects information from other tokens. To see how, take three tokens, one head, and vectors
-# of only two numbers. The last token, number 2, looks for something. It takes three steps. (1) Its query is multiplied
-# with every key, and the products with a fixed *scale*: these are the **scores**. (2) A softmax turns the scores into
-# **weights**, which are positive and sum to 1. (3) The output is the **weighted sum** of the values.
+# In attention, each token collects information from other tokens. Take three tokens, one head, and vectors of only two
+# numbers. The last token, number 2, looks for something, in three steps. (1) Its query is multiplied with every key,
+# and each product with a fixed *scale*: these are the **scores**. (2) A softmax turns the scores into **weights**,
+# which are positive and sum to 1. (3) The output is the **weighted sum** of the values.
 
 # %%
 toy_q = torch.tensor([[1.0, 0.0], [2.0, 1.0], [0.0, 3.0]])
@@ -180,10 +164,10 @@ print("weights", text(weights), "  their sum:", round(weights.sum().item(), 6))
 print("output ", text(weights @ toy_v))
 
 # %% [markdown]
-# Check a few of these by hand. The query `[0, 3]` fits the key `[0, 1]` best: their product is 3, and 3 times the scale
-# $1 / \sqrt{2}$ is 2.12. So token 1 gets the largest weight, and the output is mostly its value, `[0, 10]`. The scale
-# is $1 / \sqrt{\text{head\_dim}}$. Without it, products of longer vectors would be larger, and the softmax would give
-# nearly all of the weight to one key.
+# Check some of these by hand. The query `[0, 3]` fits the key `[0, 1]` best: their product is 3, and 3 times the scale
+# $1 / \sqrt{2}$ is 2.12. So token 1 gets the largest weight, and the output is closest to its value, `[0, 10]`. In
+# general the scale is $1 / \sqrt{\text{head\_dim}}$, because products of longer vectors tend to be larger, and large
+# scores would give nearly all of the weight to one key.
 #
 # ### The causal mask
 #
@@ -206,15 +190,14 @@ describe("""A square of 9 queries by 9 keys. Each query sees the keys up to its 
     all later keys are hidden.""")
 
 # %% [markdown]
-# Token 0 sees only itself, so its output is its own value. Real code does not loop over the tokens: it computes all
-# scores at once and makes sure that each hidden key gets a weight of *exactly* 0, no matter how low the other scores
-# are.
+# Token 0 sees only itself, so its output is its own value. Real code does not loop over the tokens. It computes all
+# scores at once, and gives each hidden key a weight of *exactly* 0, no matter how low the other scores are.
 #
 # ### Several heads
 #
-# One softmax gives one mixture. A model wants several: one head may look for the name that was mentioned, another for
-# the kind of thing asked for. So every **head** has queries, keys and values of its own, and runs the three steps on
-# its own. Two heads, for the last of the three tokens; the second head has other queries, keys and values:
+# One softmax gives one mixture of values. A model wants several: one head may look for a name, another for the kind of
+# thing that is asked for. So every **head** has its own queries, keys and values, and takes the three steps alone.
+# Here are two heads, for the last of the three tokens:
 
 # %%
 heads_q = torch.stack((toy_q, toy_q.flip(1)), dim=1)  # [tokens, heads, d]
@@ -246,17 +229,17 @@ describe("""Eight query heads, three times. In multi-head attention each has a K
 
 # %% [markdown]
 # *Multi-head attention* is the original: as many KV heads as query heads. In *multi-query attention* all heads share
-# one (`tiny-gemma` and Gemma 2B). *Grouped-query attention* lies between the two, and most current models use it: with
-# 8 heads and 2 KV heads, heads 0 to 3 read KV head 0, and heads 4 to 7 read KV head 1. Section 8 shows why models share
-# keys and values. The formula is the same for all three.
+# one (`tiny-gemma` and Gemma 2B). *Grouped-query attention* lies in between, and many current models use it: with 8
+# heads and 2 KV heads, heads 0 to 3 read KV head 0, and heads 4 to 7 read KV head 1. Section 8 shows the reason for
+# sharing. The formula is the same for all three.
 #
 # ### Exercise 1: attention
 #
 # **Exercise 1 (12 minutes).** Write attention for a whole sequence, with any number of heads and KV heads. Use
 # `torch.softmax`, `torch.einsum`, `repeat_interleave` or loops, as you like.
 #
-# For example, a lone token gets its own value. And if the query of the last of four tokens fits the key of token 1
-# (a score of 30, the others 0), the last token gets nearly the value of token 1.
+# For example, a lone token gets its own value. And if the query of the last of four tokens fits the key of token 1 (a
+# score of 30, the others 0), the last token gets nearly the value of token 1.
 
 
 # %% tags=["exercise"]
@@ -281,12 +264,12 @@ def attention(q, k, v, *, scale):
 check(attention)
 
 # %% [markdown]
-# ## 3 · The whole model · 11 min
+# ## 3 · The whole model · 10 min
 #
 # The rest of a layer is short. An output matrix mixes the heads, and the result is added to the residual stream. Then
-# comes the *gated MLP*, which works on each token separately: a matrix makes 2 × *n* numbers, the first half, after an
-# activation function, scales the second, and another matrix brings the *n* products back to 256 numbers. They are
-# added, too.
+# comes the *gated MLP*, which works on each token separately. One matrix computes a gate and as many inputs; the gate,
+# after an activation function, scales the inputs; another matrix brings them back to 256 numbers, which are added,
+# too.
 #
 # `yours(attention, ...)` is your function, or the engine's own while yours is a stub, so the notebook runs either way.
 
@@ -336,7 +319,7 @@ def walk(ids, hide_in=None, hidden=()):
 
 # %% [markdown]
 # The head is the embedding matrix again (*tied weights*): a token scores high when the final vector points in the
-# direction of its row. You can apply the head after *every* layer and ask what the model would say at that point:
+# direction of its row. You can apply it after *every* layer and see what the model would say at that point:
 
 # %%
 (bramble,) = tokenizer.encode(" Bramble", add_special_tokens=False)
@@ -354,9 +337,9 @@ for number, x in enumerate(walk(ids)[1:]):
     print(f"layer {number}   {verdict(x)}")
 
 # %% [markdown]
-# After layers 0 and 1, the vector of the last token still says only ` of`, the token it stands on. After layer 2 the
-# island is there. What did attention do in layer 2? A trick makes it show its weights: pass the rows of the identity
-# matrix as values, and the output *is* the weights.
+# After layers 0 and 1, the last token only predicts itself, ` of`. After layer 2 the island is there. What did
+# attention do in layer 2? Here is a trick to see its weights: pass the rows of the identity matrix as values, and the
+# output *is* the weights.
 
 # %%
 q, k, _ = queries_keys_values(walk(ids)[2], model.layers[2], torch.arange(len(ids)))
@@ -369,9 +352,9 @@ describe("""A table of weights, four heads by nine tokens. Head 0 gives nearly a
     of it to 'en', and head 1 nearly all to ' island'.""")
 
 # %% [markdown]
-# Three of the heads look at pieces of the town's name, and head 1 at ` island`, the kind of thing that is asked for.
-# But weights show where a head looks, not whether it matters. To find out, remove it: hide the three tokens of the
-# name from the last token, in one layer at a time. All other tokens still see them.
+# Three heads look at pieces of the town's name, and head 1 at ` island`, the kind of thing that is asked for. But
+# weights show where a head looks, not whether it matters. To find out, hide the three tokens of the name from the last
+# token, in one layer at a time. All other tokens still see them.
 #
 # **Predict first:** in how many of the six layers does hiding them cost the right answer?
 
@@ -386,12 +369,11 @@ for number in range(config.num_layers):
     x = walk(ids, hide_in=number, hidden=name)[-1]
     lost += logits_of(x[-1:]).argmax().item() != bramble
     print(f"layer {number}    {verdict(x)}")
-compare("layers that need the name", unit="layers", prediction=guess_layers, measured=lost)
+compare("need the name", unit="of 6 layers", prediction=guess_layers, measured=lost)
 
 # %% [markdown]
-# Only layer 2 needs them. Without the name in that one layer, the model still answers with an island, but the wrong
-# one. In layer 2 the last token learns which town is meant; hiding the name in any other layer leaves the answer as it
-# is.
+# Only layer 2 needs them. If the name is hidden there, the model still answers with an island, but the wrong one. In
+# every other layer, the answer stays the same. So layer 2 is where the last token learns which town is meant.
 #
 # Does the engine compute the same thing? Does transformers, an entirely different program?
 
@@ -402,28 +384,24 @@ by_hand = logits_of(walk(ids)[-1][-1:])[0]
 theirs = transformers.AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float64)
 with torch.inference_mode():
     their_logits = theirs(ids[None]).logits[0, -1]
-print("by hand      ", tokenizer.decode([by_hand.argmax().item()]))
-print("transformers ", tokenizer.decode([their_logits.argmax().item()]))
+print("by hand:", tokenizer.decode([by_hand.argmax().item()]), end=", ")
+print("transformers:", tokenizer.decode([their_logits.argmax().item()]))
 close = (by_hand - their_logits).abs().max() < 1e-9
 print("all logits equal to nine decimals:", bool(close))
 
 # %% [markdown]
-# Now the engine, with your attention inside. The engine's attention serves many requests from a paged cache (lesson
-# 09), so an adapter collects each prompt's keys and values into one tensor and calls your function.
+# Now run your attention inside the engine. The engine's own serves many requests from a paged cache (lesson 09), so an
+# adapter collects each prompt's keys and values into one tensor and calls your function: once in each layer.
 
 # %%
 with using(**adapters.gathered_prompts(attention)) as used:
     answer = llm.generate(prompt, greedy)[0].text
 print(prompt + answer)
-who = (
-    "your function" if solved(attention) else "the engine's own, exercise 1 is not solved yet"
-)
+who = "yours" if solved(attention) else "the engine's, until you solve the exercise"
 print(f"attention: {who}; calls of yours: {used.calls['prefill_attention']}")
 
 # %% [markdown]
-# (Once it is solved: 6 calls, one in each layer.)
-#
-# ## 4 · One token after the other · 5 min
+# ## 4 · One token after the other · 3 min
 #
 # The model predicts one token. For the next one, append it and start again:
 
@@ -445,31 +423,28 @@ print(tokenizer.decode(naive.tolist()))
 
 # %% [markdown]
 # This works, and it is wasteful. Each step computes everything about every token again, although the earlier tokens
-# are the same as in the step before and cannot see the new one. Their keys and values come out the same every time:
+# are the same as in the step before and cannot see the new one. Even in the last layer, their queries, keys and values
+# come out the same every time:
 
 
 # %%
-def all_keys_and_values(ids):
-    """The keys and values [tokens, 1, head_dim] of every layer, in one list."""
-    found = []
-    for layer, x in zip(model.layers, walk(ids)[:-1], strict=True):
-        found += queries_keys_values(x, layer, torch.arange(len(ids)))[1:]
-    return found
+def last_layer(ids):
+    """The queries, keys and values [tokens, heads, head_dim] of the last layer."""
+    return queries_keys_values(walk(ids)[-2], model.layers[-1], torch.arange(len(ids)))
 
 
-pairs = zip(all_keys_and_values(ids[:8]), all_keys_and_values(ids), strict=True)
-same = [torch.allclose(before, now[:8], rtol=0, atol=1e-9) for before, now in pairs]
-print("the first 8 tokens, as part of a text of 8 and of 9 tokens:")
-print(f"{sum(same)} of {len(same)} tensors of keys and values are equal")
+for name, before, now in zip("qkv", last_layer(ids[:8]), last_layer(ids), strict=True):
+    same = torch.allclose(before, now[:8], rtol=0, atol=1e-9)
+    print(f"{name} of the first 8 tokens, in a text of 8 and in one of 9: equal: {same}")
 
 # %% [markdown]
-# The causal mask makes this so: the vectors of a token depend only on the tokens up to it. And which of its vectors
+# That is the effect of the causal mask: the vectors of a token depend only on the tokens up to it. And which of them
 # will later tokens need? Not its query, which has been used. Not its residual stream. Only its **key** and its
 # **value**, in each layer.
 #
 # **Predict first.** Multiplying a vector with a matrix of $n$ numbers takes $n$ multiply-adds. The layers and the head
-# of `tiny-gemma` have 5.57 million numbers. To predict the next token after 100, the naive loop runs 100 tokens through
-# the layers. If the keys and values of the first 99 were kept, how many times less work would it be?
+# of `tiny-gemma` have 5.57 million numbers. To predict the next token after 100, the naive loop runs 100 tokens
+# through the layers. If the keys and values of the first 99 were kept, how many times less work would it be?
 
 # %% tags=["exercise"]
 guess_times = 80  # PREDICT: times as much work at token 100 without a cache
@@ -497,12 +472,12 @@ class Cache:
 # %% [markdown]
 # ### Exercise 2: append
 #
-# **Exercise 2 (5 minutes).** New tokens come in groups: first a whole prompt, then one at a time. Avoid `torch.cat`:
+# **Exercise 2 (4 minutes).** New tokens come in groups: first a whole prompt, then one at a time. Avoid `torch.cat`:
 # it allocates a new tensor and copies everything. Over a request of 1,000 tokens, appended one by one, that copies
 # about 500,000 keys, where 1,000 would do.
 #
-# For example, append one token whose key is all 7s to an empty cache of 4: slot 0 then holds the 7s, and the length
-# is 1.
+# For example, append one token whose key is all 7s to an empty cache of 4: slot 0 then holds the 7s, and the length is
+# 1.
 
 
 # %% tags=["exercise"]
@@ -614,22 +589,20 @@ print(tokenizer.decode(cached.tolist()))
 print("the same tokens as without a cache:", cached.tolist() == naive.tolist())
 
 # %% [markdown]
-# ## 6 · What the cache saves · 10 min
+# ## 6 · What the cache saves · 9 min
 #
 # First, operations, which can be counted exactly: `multiply_adds` adds up every matrix product as torch runs it. Next
-# to the counts, a formula: in the layers, each token costs as many multiply-adds as the matrices have numbers; the head
-# runs once; and each query costs `2 x heads x head_dim` multiply-adds in each layer for each key. (Your functions may
-# count less than the formula, if they skip hidden keys or sum without a matrix product.)
+# to the counts, a formula. In the layers, each token costs as many multiply-adds as the matrices have numbers. The
+# head runs once. In attention, each query costs `2 x heads x head_dim` multiply-adds per layer for each key. (Your own
+# functions may count less.)
+
 
 # %%
-in_head = config.vocab_size * config.hidden_size
-in_layers = model.num_parameters - in_head - config.hidden_size * (2 * config.num_layers + 1)
-per_key = 2 * config.num_heads * config.head_dim * config.num_layers
-
-
 def work(tokens, keys):
     """Multiply-adds: `tokens` tokens through the layers, each compared with `keys` keys."""
-    return tokens * (in_layers + keys * per_key) + in_head
+    per_key = 2 * config.num_heads * config.head_dim * config.num_layers
+    in_head = config.vocab_size * config.hidden_size
+    return tokens * (probes.numbers_in_layers(model) + keys * per_key) + in_head
 
 
 def caches_with(length):
@@ -642,7 +615,7 @@ def caches_with(length):
 
 _ = torch.manual_seed(0)
 some_ids = torch.randint(10, config.vocab_size, (400,))
-count, naive_count, cached_count = counting.multiply_adds, {}, {}
+count, naive_count, cached_count = probes.multiply_adds, {}, {}
 print("tokens   without a cache   with a cache   ratio")
 for n in (25, 50, 100, 200, 400):
     naive_count[n] = count(forward, some_ids[:n])
@@ -671,9 +644,8 @@ describe("""Two charts of multiply-adds up to 512 tokens. For one more token: wi
 
 # %% [markdown]
 # Without a cache, each token costs more than the one before. In total, the work of the layers grows with the *square*
-# of the length, and that of attention with its *cube*: in every step, all queries meet all keys. With a cache, the
-# layers cost the same for every token, and only attention's share grows with the number of keys. (At token 100 the
-# ratio is below 100 because the head runs once either way.)
+# of the length, and that of attention with its *cube*, since every step compares all queries with all keys. With a
+# cache, only attention's share grows. (At token 100 the ratio is below 100 because the head runs once either way.)
 #
 # **Predict first.** Now the time. At 400 tokens, how many milliseconds does the next token take on this machine, with
 # and without a cache? Will the ratio of the times be the ratio of the operations?
@@ -682,57 +654,53 @@ describe("""Two charts of multiply-adds up to 512 tokens. For one more token: wi
 guess_ms = 60.0  # PREDICT: milliseconds at token 400 without a cache, in float64
 guess_cached_ms = 2.0  # PREDICT: milliseconds at token 400 with a cache
 
-# %% [markdown]
-# The floor is computed as in lesson 00, from the operations and the bytes of the weights and from this machine's
-# measured rates. A second number helps to explain the difference: the time of the *matrix products alone*, the same
-# products as in the step, with nothing in between.
 
 # %% tags=["nbval-ignore-output"] uncompared="times"
-caches = caches_with(399)
-
-
-def one_more():
+def one_more(caches):
     """The same decode step every time: the new token is removed again."""
     forward_cached(some_ids[:1], caches)
     for cache in caches:
         cache.length -= 1
 
 
+naive_ms = probes.milliseconds(forward, some_ids)
+cached_ms = probes.milliseconds(one_more, caches_with(399), repeat=20)
 limits = roofline.limits("cpu", torch.float64, model.nbytes)
-reading_ms = model.nbytes / limits.bytes_per_s * 1e3
-computing_ms = 2 * naive_count[400] / limits.operations_per_s * 1e3
-naive_ms, cached_ms = (
-    counting.milliseconds(forward, some_ids),
-    counting.milliseconds(one_more, repeat=10),
-)
-for name, guess, floor, got, tokens in (
-    ("without a cache", guess_ms, max(reading_ms, computing_ms), naive_ms, 400),
-    ("with a cache", guess_cached_ms, reading_ms, cached_ms, 1),
+reading = model.nbytes / limits.bytes_per_s * 1e3
+computing = 2 * naive_count[400] / limits.operations_per_s * 1e3
+for name, guess, floor, measured in (
+    ("without a cache", guess_ms, max(reading, computing), naive_ms),
+    ("with a cache", guess_cached_ms, reading, cached_ms),
 ):
-    compare(f"token 400 {name}", unit="ms", prediction=guess, floor=floor, measured=got)
-    products_ms = counting.milliseconds(counting.matrix_products(model, tokens), repeat=5)
-    print(f"    the matrix products of layers and head alone: {products_ms:.2f} ms")
-
-started = counting.torch_operations(one_more)
-print(f"the step with a cache starts {started} torch operations, 25 of them matrix products")
-print(
-    f"outside of these, {(cached_ms - products_ms) / started * 1e3:.1f} microseconds per operation"
-)
+    compare(name, unit="ms", prediction=guess, floor=floor, measured=measured)
 fewer = naive_count[400] / cached_count[400]
 print(f"{fewer:.0f} times fewer operations, {naive_ms / cached_ms:.0f} times less time")
 
 # %% [markdown]
-# The time shrinks far less than the operations. The two steps wait for different things:
+# The floors come from this machine's measured rates, as in lesson 00: the time for the operations, or for the bytes of
+# the weights, if that is longer. The time shrinks far less than the operations. What does each step wait for? This
+# divides it into the matrix products of the layers and the head, run *alone* with nothing in between, and the rest:
+
+# %% tags=["nbval-ignore-output"] uncompared="times"
+probes.where_the_time_goes(
+    model,
+    tokens=400,
+    without_cache=lambda: forward(some_ids),
+    with_cache=lambda caches=caches_with(399): one_more(caches),
+    with_short_cache=lambda caches=caches_with(1): one_more(caches),
+)
+
+# %% [markdown]
+# * **Without a cache**, each matrix multiplies 400 vectors, so every weight that is read is used 400 times. The
+#   products wait for **arithmetic**. The rest is mostly attention, which compares 400 queries with 400 keys in each
+#   head, and the activation function.
+# * **With a cache**, every weight that is read is used once. The products wait for the **bytes** of the weights. But
+#   `tiny-gemma` has so few bytes that two other things show. Hundreds of small operations take microseconds each to
+#   *start* from Python, no matter how little they compute. And attention reads the keys and values of all earlier
+#   tokens, and may copy them for each head. In a model with gigabytes of weights, the bytes dominate. Lesson 11 shows
+#   how an engine avoids the cost of starting operations on a GPU.
 #
-# * **Without a cache**, each matrix multiplies 400 vectors, so every weight that is read is used 400 times. The floor
-#   is set by the machine's **operations**. The time beyond the matrix products goes to attention, which compares 400
-#   queries with 400 keys in each head, and to the activation and the norms.
-# * **With a cache**, each weight that is read is used once. The floor is set by the **bytes** of the weights. In a
-#   large model these dominate. In this small one, compare the step with its matrix products alone: most of the rest is
-#   the cost of *starting* hundreds of small operations from Python, each of which takes microseconds no matter how
-#   little it computes. Lesson 11 shows how engines avoid this cost on a GPU.
-#
-# ## 7 · Inside the engine · 3 min
+# ## 7 · Inside the engine · 5 min
 #
 # Your cached attention can serve real requests. The engine keeps the keys of many requests in scattered blocks of 16
 # slots. `adapters.gathered` copies each request's blocks into one tensor and calls your function, both for prompts and
@@ -756,31 +724,24 @@ for completion in completions:
     with torch.inference_mode():
         want = theirs.generate(given, max_new_tokens=12, do_sample=False)[0].tolist()
     got = completion.prompt_token_ids + completion.token_ids
-    if got == want:
-        print("equal:", tokenizer.decode(got))
-    else:
-        print("DIFFERENT:   ", tokenizer.decode(got))
-        print("transformers:", tokenizer.decode(want))
-who = (
-    "your function"
-    if solved(cached_attention)
-    else "the engine's own, exercise 3 is not solved yet"
-)
+    if got != want:
+        print("NOT EQUAL. transformers:", tokenizer.decode(want))
+    print("equal:" if got == want else "the engine:", tokenizer.decode(got))
+who = "yours" if solved(cached_attention) else "the engine's, until you solve the exercise"
 print(f"attention: {who}; calls of yours: {used.calls}")
 
 # %% [markdown]
-# The engine's reference implementation is the specification for all of its faster versions. It has the same formula,
-# extended to many requests: look for the loop over requests, for the block table, which takes the place of one
-# contiguous tensor, and for two options that some models need (a *window*, so that only the most recent keys are seen,
-# and a *soft cap* on the scores).
+# Below is the engine's reference implementation, the specification for all of its faster versions: your formula, for
+# many requests. Look for `query_at`, the positions of exercise 3; for the block table, which says where each request's
+# keys and values are; and for what `_attend` does about leftovers. A *window* (only the most recent keys are seen) and
+# a *soft cap* on scores are options that some models need.
 
 # %%
 # ENGINE: minillm.ops.reference:decode_attention
-# ENGINE: minillm.ops.reference:visible
 # ENGINE: minillm.ops.reference:_attend
 
 # %% [markdown]
-# ## 8 · What the cache costs · 16 min
+# ## 8 · What the cache costs · 12 min
 #
 # Memory: for every token of every request, for as long as the request runs.
 #
@@ -808,29 +769,27 @@ compare("one token's keys and values", unit="bytes", **bytes_each)
 
 # %%
 print("bfloat16       parameters   query/KV heads   bytes per token   4,096 tokens")
-bars = {}
 for name, shape in SHAPES.items():
     billions = sizing.parameters(shape) / 1e9
     heads = f"{shape.num_heads} / {shape.num_kv_heads}"
     each, request = sizing.kv_bytes_per_token(shape), sizing.kv_bytes(shape, 4096)
     print(f"{name:13} {billions:9.2f} B  {heads:>15}  {each:16,}  {request / 1e9:10.2f} GB")
-    bars[name] = (each / 1e3, each / 1e3 * shape.num_heads / shape.num_kv_heads)
 
-draw.kept_per_token(bars)
+draw.kept_per_token(SHAPES)
 describe("""Kilobytes of cache per token for four models, and what each would need with a KV head for every query head:
     Gemma 2B 18 instead of 147, Llama 3.1 8B 131 instead of 524, Llama 2 7B 524 either way, Llama 3.1 70B 328 instead
     of 2,621.""")
 
 # %% [markdown]
-# Llama 2 7B is smaller than Llama 3.1 8B, and needs four times as much cache per token. Sharing is not free: with fewer
-# keys and values, heads can distinguish less. Multi-query models lost some quality (Shazeer 2019), and groups came
-# close to full multi-head attention (Ainslie et al. 2023).
+# Llama 2 7B is smaller than Llama 3.1 8B, and needs four times as much cache per token. Sharing is not free:
+# multi-query models lost some quality (Shazeer 2019), and groups came close to full multi-head attention (Ainslie et
+# al. 2023).
 #
 # ### How many requests fit
 #
 # Two rules of thumb give most of the answer: **2 bytes per parameter** for the weights in bfloat16, and the formula
-# above for the cache. The memory that the weights leave is divided among the requests. An engine does not use every
-# byte of a GPU; a common limit, the *utilization*, is 0.9.
+# above for the cache. The requests share the memory that the weights leave. An engine does not use every byte of a
+# GPU; a common limit, the *utilization*, is 0.9.
 #
 # **Predict first**, without computing much: how many requests of 4,096 tokens does an 80 GB GPU (an A100 or H100) hold
 # with Llama 3.1 8B? Take 80 GB as 80 × 10⁹ bytes.
@@ -842,7 +801,7 @@ guess_requests = 100  # PREDICT: requests of 4,096 tokens, Llama 3.1 8B, 80 GB
 # %% [markdown]
 # ### Exercise 4: requests that fit
 #
-# **Exercise 4 (6 minutes).** Turn the two rules into a function. For example, the weights of a model with 70.6 billion
+# **Exercise 4 (5 minutes).** Turn the two rules into a function. For example, the weights of a model with 70.6 billion
 # parameters take 141 GB. On a GPU of 80 GB, 0 requests fit (not a negative number).
 
 
@@ -865,36 +824,33 @@ def requests_that_fit(config, parameters, gpu_bytes, context, bytes_each=2, util
 check(requests_that_fit)
 
 # %% [markdown]
-# The engine's calculator, `minillm.model.sizing`, makes two refinements: a request takes whole blocks, and a layer with
-# a window keeps no more tokens than its window. It works for any supported model that has a `config.json`.
+# The engine's calculator, `minillm.model.sizing`, also counts whole blocks and windows. It works for any supported
+# model that has a `config.json`.
 
 # %%
 eight = SHAPES["Llama 3.1 8B"]
 
 
-def calculator(config, parameters, gpu_bytes, context):
-    return sizing.fit(config, gpu_bytes, context).requests
-
-
-count = yours(requests_that_fit, calculator)
+count = yours(requests_that_fit, probes.requests_that_fit)
 fitting = count(eight, sizing.parameters(eight), 80e9, 4096)
 who = "your function" if solved(requests_that_fit) else "the engine's calculator"
 compare(f"requests, by {who}", unit="requests", prediction=guess_requests, measured=fitting)
 print()
 print(sizing.fit(eight, gpu_bytes=80e9, context=4096))
 
+# %% [markdown]
+# This sum reserves room for all the tokens that a request *may* reach, so twice the context means half the users. Many
+# requests end earlier. In the serving systems that Kwon et al. (2023) measured, only 20 to 38% of the cache memory
+# held tokens. Lesson 09 removes this waste.
+#
+# ## 9 · Optional: a larger GPU · 2 min
+#
+# What is a GPU with more memory worth? The same calculator, for two GPUs:
+
 # %%
 GPUS = {"80 GB (H100)": 80e9, "141 GB (H200)": 141e9}
 every = {f"{name}, {gpu}": (SHAPES[name], GPUS[gpu]) for name in SHAPES for gpu in GPUS}
-by_context = {
-    label: {
-        context: sizing.fit(shape, gpu_bytes, context).requests
-        for context in (1 << power for power in range(9, 18))
-        if context <= shape.max_model_len
-    }
-    for label, (shape, gpu_bytes) in list(every.items())[:6]
-}
-draw.gpus({label: sizing.fit(*each, 4096) for label, each in every.items()}, by_context)
+draw.gpus(every, context=4096)
 describe("""Left: bars of the memory of two GPUs, divided into weights, cache and unused, for four models, with the
     number of requests of 4,096 tokens that fit; Llama 3.1 70B fits neither GPU. Right: the number of requests that fit
     falls in proportion as they get longer; it is highest for Gemma 2B.""")
@@ -905,12 +861,10 @@ for name, shape in list(SHAPES.items())[:3]:
 print(f"and the memory: {141 / 80:.2f} times as much")
 
 # %% [markdown]
-# The number of requests grows more than the memory, because both GPUs store the weights once: the larger the share of
-# the weights, the more an additional gigabyte is worth. And twice the context means half the users, because this sum
-# reserves room for all tokens that a request *may* reach. Many requests end earlier. In the serving systems that Kwon
-# et al. (2023) measured, only 20 to 38% of the cache memory held tokens. Lesson 09 removes this waste.
+# The number of requests grows more than the memory, because either GPU stores the weights once: the larger their
+# share, the more an additional gigabyte is worth.
 #
-# ## 9 · Optional: prefill and decode, operations per byte · 8 min
+# ## 10 · Optional: prefill and decode, operations per byte · 7 min
 #
 # With a cache, one model has two workloads. Prefill runs hundreds of tokens through each weight that it reads; decode
 # runs one token per request. Their **arithmetic intensity**, operations per byte read, tells what limits them. The
@@ -933,7 +887,7 @@ def decode_intensity(requests, context):
 REQUESTS = [1 << power for power in range(13)]
 curves = {}
 for context in (64, 1024, 8192):
-    fits = sizing.fit(gemma, GPUS["141 GB (H200)"], context).requests
+    fits = sizing.fit(gemma, 141e9, context).requests  # on an H200
     values = [decode_intensity(requests, context) for requests in REQUESTS if requests <= fits]
     curves[f"{context:,} tokens of context each"] = values
     most, each = REQUESTS[len(values) - 1], f"{context:5,} tokens of context"
@@ -958,9 +912,9 @@ describe("""Operations per byte of a decode step by the number of requests, on l
 # (The rates are those of Gemma's own matrices on a recorded H200, so the ridge is not lesson 00's, which comes from
 # large square matrices.) With short contexts, a larger batch raises the intensity until arithmetic is the limit. With
 # long contexts the curve bends: soon the step reads more keys and values than weights, and every additional request
-# brings its own. At 8,192 tokens of context, no batch that fits the GPU comes near the ridge. Fewer KV heads help here,
-# too: 8 query heads use each key that is read, so the cache alone has 8 operations per byte. With multi-head attention
-# it would have 1.
+# brings its own. At 8,192 tokens of context, no batch that fits the GPU comes near the ridge. Fewer KV heads help
+# here, too: 8 query heads use each key that is read, so the cache alone has 8 operations per byte. With multi-head
+# attention it would have 1.
 #
 # **Predict first**, for this machine and its model: how many tokens per second does the engine process in a prefill of
 # 512 tokens, and how many does it generate for one request, and for 8 at once?
@@ -993,30 +947,27 @@ for context, point in ((64, points[2]), (1024, far)):
 
 # %% [markdown]
 # A token of a prompt is cheaper than a token of an answer, and tokens of 8 requests are cheaper together than alone.
-# The two steps at the end run the same matrices on 8 tokens each; only the keys and values differ. In `tiny-gemma` they
-# soon outweigh the weights. In a model with gigabytes of weights it takes more requests, or longer ones.
+# The two steps at the end run the same matrices on 8 tokens each; only the keys and values differ. In `tiny-gemma`
+# they soon outweigh the weights. In a model with gigabytes of weights it takes more requests, or longer ones.
 #
 # ## Recap · 2 min
 #
 # * A decoder is an embedding, layers that add to it, and a head. Attention is the only part where tokens exchange
-#   information.
-# * Attention: scores, softmax, weighted sum of values; token `i` sees the tokens up to `i`, itself included.
+#   information: scores, softmax, weighted sum of values. Token `i` sees the tokens up to `i`, itself included.
 # * The key and the value of a token never change, because no token sees a later one. Keep them, and a step runs one
 #   token through the layers instead of all.
 # * Query `i` of `n` is at position `length - n + i`; slots beyond `length` must never matter.
-# * `2 x layers x KV heads x head_dim x bytes` per token of cache, 2 bytes per parameter in bfloat16:
-#   `minillm.model.sizing` does the arithmetic.
-# * Without a cache, a step waits for arithmetic. With one, it waits for the bytes of the weights; and in a small model,
-#   for the starting of operations.
+# * `2 x layers x KV heads x head_dim x bytes` per token of cache, 2 bytes per parameter in bfloat16.
+# * Without a cache, a step waits for arithmetic. With one, it waits for the bytes of the weights; and in a small
+#   model, for the starting of operations.
 #
 # **What got worse:** memory. Generation without a cache keeps nothing between two steps. Now every request holds
 # memory, and memory limits how many can be served at once. Room is reserved for the longest possible answer, and many
-# are shorter. Decode is now so cheap that most of a chip's arithmetic idles. And heads that share keys and values
-# trade a little quality for memory.
+# are shorter. And heads that share keys and values trade a little quality for memory.
 #
 # **Further reading:** Vaswani et al. 2017, *Attention Is All You Need*; Su et al. 2021, *RoFormer* (rotary
 # embeddings); Shazeer 2019, *Fast Transformer Decoding: One Write-Head is All You Need* (MQA); Ainslie et al. 2023,
 # *GQA*; Pope et al. 2022, *Efficiently Scaling Transformer Inference*; Kwon et al. 2023, *Efficient Memory Management
-# for Large Language Model Serving with PagedAttention*; NVIDIA 2023, *Mastering LLM Techniques: Inference Optimization*
-# (the rules of thumb). Next: lesson 03 writes GPU kernels for the norms and the gate of a layer, lesson 04 for
-# attention.
+# for Large Language Model Serving with PagedAttention*; NVIDIA 2023, *Mastering LLM Techniques: Inference
+# Optimization* (the rules of thumb). Next: lesson 03 writes GPU kernels for the norms and the gate of a layer, lesson
+# 04 for attention.
