@@ -134,16 +134,6 @@ def work(steps: Sequence[int], curves: Mapping[str, np.ndarray], counted: Mappin
     all_of_them.legend()
 
 
-def times(measured: dict[str, dict[int, float]], floor: float) -> None:
-    """Milliseconds of one more token. measured: name -> {tokens so far: ms}."""
-    _, axis = plt.subplots(figsize=(6, 3), layout="constrained")
-    for color, (name, points) in zip(("C1", "C2"), measured.items(), strict=True):
-        axis.plot(list(points), list(points.values()), "o-", color=color, label=name)
-    axis.axhline(floor, linestyle=":", color="gray", label="reading the weights once")
-    axis.set(xlabel="tokens of context", ylabel="milliseconds for one more token", yscale="log")
-    axis.legend(fontsize=9)
-
-
 def kept_per_token(models: Mapping[str, ModelConfig]) -> None:
     """Bars of kB of cache per token: with a model's KV heads, and with one for every query head."""
     actual = [sizing.kv_bytes_per_token(config) / 1e3 for config in models.values()]

@@ -135,7 +135,7 @@ describe("""Three planes with arrows at positions 0 to 4: pair 0 turns fastest, 
 
 # %% [markdown]
 # The arrows show three of the pairs at positions 0 to 4. The curve shows a query and a key of the model, moved apart:
-# these two fit best at a short distance. Remember for later that a key is rotated by *its own* position, once.
+# these two fit best at a short distance. Remember for later that a key is rotated only once, by *its own* position.
 #
 # ## 2 · Attention · 20 min
 #
@@ -267,9 +267,9 @@ check(attention)
 # ## 3 · The whole model · 10 min
 #
 # The rest of a layer is short. An output matrix mixes the heads, and the result is added to the residual stream. Then
-# comes the *gated MLP*, which works on each token separately. One matrix computes a gate and as many inputs; the gate,
-# after an activation function, scales the inputs; another matrix brings them back to 256 numbers, which are added,
-# too.
+# comes the *gated MLP*, which works on each token separately. One matrix computes two parts of the same size. The
+# first, the gate, goes through an activation function and scales the second. Another matrix brings the result back to
+# 256 numbers, which are added, too.
 #
 # `yours(attention, ...)` is your function, or the engine's own while yours is a stub, so the notebook runs either way.
 
@@ -344,10 +344,8 @@ for number, x in enumerate(walk(ids)[1:]):
 # %%
 q, k, _ = queries_keys_values(walk(ids)[2], model.layers[2], torch.arange(len(ids)))
 one_hot = torch.eye(len(ids), config.head_dim, dtype=torch.float64)[:, None]
-weights = attend(q, k, one_hot, scale=scale)[
-    -1, :, : len(ids)
-]  # of the last token: [heads, keys]
-draw.attention_weights(pieces, weights.numpy(), "layer 2: where the last token, ' of', looks")
+weights = attend(q, k, one_hot, scale=scale)[-1, :, : len(ids)].numpy()  # [heads, keys]
+draw.attention_weights(pieces, weights, "layer 2: where the last token, ' of', looks")
 describe("""A table of weights, four heads by nine tokens. Head 0 gives nearly all weight to 'wick', heads 2 and 3 most
     of it to 'en', and head 1 nearly all to ' island'.""")
 
@@ -384,8 +382,8 @@ by_hand = logits_of(walk(ids)[-1][-1:])[0]
 theirs = transformers.AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float64)
 with torch.inference_mode():
     their_logits = theirs(ids[None]).logits[0, -1]
-print("by hand:", tokenizer.decode([by_hand.argmax().item()]), end=", ")
-print("transformers:", tokenizer.decode([their_logits.argmax().item()]))
+for who, logits in (("by hand", by_hand), ("transformers", their_logits)):
+    print(f"{who}:{tokenizer.decode([logits.argmax().item()])}")
 close = (by_hand - their_logits).abs().max() < 1e-9
 print("all logits equal to nine decimals:", bool(close))
 
@@ -706,8 +704,9 @@ probes.where_the_time_goes(
 # slots. `adapters.gathered` copies each request's blocks into one tensor and calls your function, both for prompts and
 # for single tokens. A request's last block is rarely full, so your function will see leftovers.
 #
-# Four prompts at once, compared with the output of `generate` in transformers. One correct text proves little: try it
-# with a mask that is one position too wide in `cached_attention`, and see which of the four change.
+# Four prompts at once, compared with the output of `generate` in transformers. One correct text proves little. Once
+# exercise 3 is solved, try it with a mask that is one position too wide in `cached_attention`, and see which of the
+# four change.
 
 # %%
 PROMPTS = [
@@ -829,8 +828,6 @@ check(requests_that_fit)
 
 # %%
 eight = SHAPES["Llama 3.1 8B"]
-
-
 count = yours(requests_that_fit, probes.requests_that_fit)
 fitting = count(eight, sizing.parameters(eight), 80e9, 4096)
 who = "your function" if solved(requests_that_fit) else "the engine's calculator"
@@ -841,7 +838,7 @@ print(sizing.fit(eight, gpu_bytes=80e9, context=4096))
 # %% [markdown]
 # This sum reserves room for all the tokens that a request *may* reach, so twice the context means half the users. Many
 # requests end earlier. In the serving systems that Kwon et al. (2023) measured, only 20 to 38% of the cache memory
-# held tokens. Lesson 09 removes this waste.
+# held tokens. Lesson 09 removes most of this waste.
 #
 # ## 9 · Optional: a larger GPU · 2 min
 #
@@ -909,12 +906,11 @@ describe("""Operations per byte of a decode step by the number of requests, on l
     8,192 tokens it flattens far below the ridge, and ends where the GPU's memory is full.""")
 
 # %% [markdown]
-# (The rates are those of Gemma's own matrices on a recorded H200, so the ridge is not lesson 00's, which comes from
-# large square matrices.) With short contexts, a larger batch raises the intensity until arithmetic is the limit. With
-# long contexts the curve bends: soon the step reads more keys and values than weights, and every additional request
-# brings its own. At 8,192 tokens of context, no batch that fits the GPU comes near the ridge. Fewer KV heads help
-# here, too: 8 query heads use each key that is read, so the cache alone has 8 operations per byte. With multi-head
-# attention it would have 1.
+# (The arithmetic rate was recorded with Gemma's own matrices. Lesson 00 uses large square ones, so its ridge differs.)
+# With short contexts, a larger batch raises the intensity until arithmetic is the limit. With long contexts the curve
+# bends: soon the step reads more keys and values than weights, and every additional request brings its own. At 8,192
+# tokens of context, no batch that fits the GPU comes near the ridge. Fewer KV heads help here, too: 8 query heads use
+# each key that is read, so the cache alone has 8 operations per byte. With multi-head attention it would have 1.
 #
 # **Predict first**, for this machine and its model: how many tokens per second does the engine process in a prefill of
 # 512 tokens, and how many does it generate for one request, and for 8 at once?

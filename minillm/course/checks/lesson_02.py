@@ -346,7 +346,7 @@ def _(function):
 
 
 @cached_attention.property(
-    "no query sees the keys after its own", hint=f"position length - n + i. {LATER.capitalize()}"
+    "no query sees the keys after its own", hint=f"query i of n is at position length - n + i. {LATER.capitalize()}"
 )
 def _(function):
     v = _random(6, 1, DIM, seed=2)
