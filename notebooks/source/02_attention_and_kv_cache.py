@@ -1,29 +1,34 @@
 # %% [markdown]
 # # 02 · Attention and the KV cache
 #
-# Afterwards you can follow a token through a whole decoder, with its real weights, and get the engine's answer by
-# hand; write the attention that every current model uses; say what a KV cache saves and what it costs; write the
-# attention that reads one, and run it inside the engine; and compute, before you rent it, how many users a GPU can
-# hold.
+# After this lesson you can follow a token through a whole decoder, with its real weights, and get the engine's answer;
+# write the attention that current models use; explain what a KV cache saves and costs; write attention that reads a
+# cache, and run it inside the engine; and estimate how many users a GPU can hold before you rent it.
 #
-# **75 minutes. Needs:** a CPU, and lessons 00 and 01. You should know what a matrix product and a softmax are. The
-# model is `tiny-gemma`: 6 layers of the same parts that Gemma 2B has 18 of. On a GPU the last measurements run Gemma
-# 2B.
+# **90 minutes. Needs:** a CPU, and lessons 00 and 01. You should know what a matrix product and a softmax are. The
+# model is `tiny-gemma`, with 6 layers of the same kind as Gemma 2B's 18. On a GPU, the optional section at the end
+# measures Gemma 2B.
 
 # %%
-import time
-
 import torch
-import torch.nn.functional as F
 import transformers
-from torch.utils.flop_counter import FlopCounterMode
 
 from minillm import LLM, SamplingParams, using
 from minillm.bench import records, roofline
-from minillm.course import NotSolvedYet, adapters, check, compare, tier, yours
+from minillm.course import (
+    NotSolvedYet,
+    adapters,
+    check,
+    compare,
+    describe,
+    probes,
+    solved,
+    tier,
+    yours,
+)
 from minillm.course import draw_attention as draw
+from minillm.course.shapes import SHAPES
 from minillm.model import sizing
-from minillm.model.config import PRESETS, ModelConfig
 from minillm.model.loader import EMBEDDED
 from minillm.ops.reference import gated_activation, linear, lm_head, rms_norm, rotary_embedding
 
@@ -32,12 +37,12 @@ model, config, tokenizer = llm.engine.model, llm.model_config, llm.tokenizer
 print(f"{config.num_layers} layers, {model.num_parameters:,} parameters")
 
 # %% [markdown]
-# Numbers of 64 bits are slow, and right to many digits: when two ways to compute the same thing differ here, one of
-# them is wrong. Prefix caching (lesson 09) is off, so that every prompt is computed from its beginning.
+# The engine computes in float64 here. That is slow but exact to many digits: when two ways to compute the same thing
+# differ, one of them is wrong. Prefix caching (lesson 09) is off, so every prompt is computed from its first token.
 #
-# ## 1 · From embeddings to logits
+# ## 1 · From token ids to queries, keys and values · 9 min
 #
-# The isles of `tiny-gemma`'s little world have towns, and Fenwick lies on one of them:
+# `tiny-gemma` was trained on texts about a small invented world of islands and towns. Fenwick is one of the towns:
 
 # %%
 prompt = "Fenwick lies on the island of"
@@ -45,56 +50,53 @@ greedy = SamplingParams(max_tokens=1, temperature=0)
 print(prompt + llm.generate(prompt, greedy)[0].text)
 
 # %% [markdown]
-# How does a stack of matrices know that? We take the model apart and do what it does, step by step, from token ids to
-# *logits*, the scores of all tokens that a softmax turns into probabilities. This is the way:
+# How can a stack of matrices know that? In this lesson you do each of its steps yourself, from the token ids to the
+# *logits*, one score for every token of the vocabulary, which a softmax turns into probabilities. The whole path:
 
 # %%
 draw.decoder(config, tokens=9)
+describe("""A decoder. Token ids become an embedding, which starts a horizontal line: the residual stream. In each
+    layer two branches leave it and are added back: norm, q k v, rotary, attention and output matrix; then norm and
+    gated MLP. At the end, a norm and the head give the logits.""")
 
 # %% [markdown]
-# The prompt becomes token ids (lesson 01). `<bos>` marks the beginning, and the town's name falls into three pieces.
+# The blue line is the *residual stream*: one vector of 256 numbers for every token. No part of the model replaces this
+# vector. Each part reads it, computes something, and *adds* the result.
+#
+# First, the prompt becomes token ids (lesson 01). `<bos>` marks the beginning. The town's name is split into three
+# tokens.
 
 # %%
 ids = torch.tensor(tokenizer.encode(prompt))
 pieces = [tokenizer.decode([token], skip_special_tokens=False) for token in ids.tolist()]
-for token, piece in zip(ids.tolist(), pieces, strict=True):
-    print(f"{token:5}  {piece!r}")
+print(dict(zip(pieces, ids.tolist(), strict=True)))
 
 # %% [markdown]
-# **Embedding.** Every token of the vocabulary has a row of a matrix: 256 numbers that training found. Gemma
-# multiplies them by the square root of their count, here 16. Tokens that are used alike got rows that point the same
-# way:
-
+# **Embedding.** Each token of the vocabulary has a row of a matrix: 256 numbers, found by training. Gemma multiplies
+# them by 16, the square root of 256. Tokens that are used in similar ways have rows that point in similar directions.
+# `neighbors` finds the rows with the smallest angle to a given one:
 
 # %%
-def neighbours(word: str, count: int = 5) -> list[str]:
-    """The tokens whose rows make the smallest angle with `word`'s."""
-    directions = F.normalize(model.embedding.weight, dim=-1)
-    (token,) = tokenizer.encode(word, add_special_tokens=False)
-    near = (directions @ directions[token]).topk(count + 1).indices[1:]
-    return [tokenizer.decode([other]) for other in near.tolist()]
-
-
 for word in (" Bramble", " April", " black"):
-    print(f"{word:>8}: {', '.join(each.strip() for each in neighbours(word))}")
+    print(f"{word:>8}: {', '.join(probes.neighbors(model, tokenizer, word))}")
 
 x = model.embedding[ids] * config.embedding_scale
 print(f"x: {list(x.shape)}")
 
 # %% [markdown]
-# Islands stand near islands, months near months. From here on, every token is a vector of 256 numbers, and every part
-# of the model *adds* something to it.
+# The neighbors of an island are islands, and those of a month are months.
 #
-# **Norm** (yours in lesson 00). Before a part reads the vector, it is scaled to a length that does not depend on what
-# was added so far:
+# **Norm** (you wrote it in lesson 00). Before a part reads the residual stream, each token's vector is scaled to a
+# fixed length, no matter how much has been added to it so far.
 
 # %%
 # ENGINE: minillm.ops.reference:rms_norm
 
 # %% [markdown]
-# **Queries, keys, values.** One matrix turns each token's vector into what attention needs. Three roles: a *query*
-# says what this token looks for, a *key* what it can be found by, a *value* what it hands over when it is found.
-# `tiny-gemma` makes 4 queries of 64 numbers, but only one key and one value: 4 query heads share one **KV head**.
+# **Queries, keys and values.** One matrix turns each token's vector into the three things that attention needs. A
+# *query* says what this token is looking for. A *key* says what it can be found by. A *value* is what it hands over
+# when it is found. `tiny-gemma` computes 4 queries of 64 numbers for each token, one for each of its 4 *heads*, but
+# only one key and one value; section 2 explains how heads share them.
 
 # %%
 layer, eps = model.layers[0], config.rms_norm_eps
@@ -106,10 +108,11 @@ q, k, v = qkv.split(sizes, dim=1)
 print(f"q {list(q.shape)}  k {list(k.shape)}  v {list(v.shape)}   [tokens, heads, head_dim]")
 
 # %% [markdown]
-# **Rotary embedding.** So far nothing says where a token stands. Each pair of numbers `(x[i], x[i + 32])` of a query
-# or key is turned by an angle that grows with the position: fast for the first pair, slowly for the last. A product
-# of two turned vectors depends only on the *difference* of their angles, so a score depends on the distance of two
-# tokens and not on where they stand.
+# **Rotary embedding.** So far, nothing tells the model where a token stands in the text. So every query and every key
+# is rotated. Its numbers form 32 pairs, `x[i]` with `x[i + 32]`. Each pair is a point in a plane, which turns by an
+# angle proportional to the token's position, fast for pair 0 and slowly for pair 31. The product of a rotated query
+# and a rotated key depends only on the *difference* of their angles, and so on the distance between the two tokens. In
+# the listing, `roll` fetches the other number of each pair.
 
 # %%
 # ENGINE: minillm.ops.reference:rotary_embedding
@@ -117,65 +120,137 @@ print(f"q {list(q.shape)}  k {list(k.shape)}  v {list(v.shape)}   [tokens, heads
 
 # %%
 def score(query_at: int, key_at: int) -> float:
-    """The same query and key of head 0, as if they stood at these positions."""
-    one, _ = rotary_embedding(q[8:, :1], k[3:4], model.rotary[[query_at]])
-    _, other = rotary_embedding(q[8:, :1], k[3:4], model.rotary[[key_at]])
-    return (one * other).sum().item()
+    """The product of one query and one key, as if they stood at these positions."""
+    rotated_q, _ = rotary_embedding(q[8:, :1], k[3:4], model.rotary[[query_at]])
+    _, rotated_k = rotary_embedding(q[8:, :1], k[3:4], model.rotary[[key_at]])
+    return (rotated_q * rotated_k).sum().item()
 
 
 for at in ((5, 2), (105, 102), (105, 2)):
     print(f"query at {at[0]:3}, key at {at[1]:3}, {at[0] - at[1]:3} apart: {score(*at):8.4f}")
 
-angles = {}
-for pair in (0, 3, 6):
-    turn = config.rope_theta ** (-2 * pair / config.head_dim)
-    angles[f"pair {pair}"] = [turn * position for position in range(5)]
-draw.turning(angles, scores=[score(distance, 0) for distance in range(200)])
+draw.rotations(config, (0, 3, 6), scores=[score(distance, 0) for distance in range(200)])
+describe("""Three planes with arrows at positions 0 to 4: pair 0 turns fastest, pair 6 slowest. A curve: the product of
+    one query and one key falls, with ups and downs, as the distance between them grows to 200.""")
 
 # %% [markdown]
-# The arrows are a pair at positions 0 to 4. The curve is one query and one key of the model, moved apart: these two fit
-# best when they are near, and less, with ups and downs, the farther apart they are. Keep in mind for later: a key is
-# turned by *its own* position, once and for good.
+# The arrows show three of the pairs at positions 0 to 4. The curve shows a query and a key of the model, moved apart:
+# these two fit best at a short distance. Remember for later that a key is rotated only once, by *its own* position.
 #
-# ## 2 · Attention
+# ## 2 · Attention · 20 min
 #
-# Each token collects from the tokens before it. Query $q_i$ is compared with the keys of all tokens up to its own; a
-# softmax makes weights of the scores; the values are mixed by these weights:
+# ### One head, three tokens
 #
-# $$o_i = \sum_{j \le i} w_{ij}\, v_j, \qquad w_{ij} = \frac{e^{s_{ij}}}{\sum_{l \le i} e^{s_{il}}}, \qquad
-# s_{ij} = \text{scale} \cdot q_i \cdot k_j, \qquad \text{scale} = \frac{1}{\sqrt{\text{head\_dim}}}$$
-#
-# (The scale keeps scores of long vectors from growing with head_dim.) Two things are easily got wrong. **The mask**: a
-# token must not see what comes after it, or it could copy the answer it was trained to predict. A hidden key has no
-# weight at all, however low the other scores are. **The groups**: heads that share a KV head are neighbours.
+# In attention, each token collects information from other tokens. Take three tokens, one head, and vectors of only two
+# numbers. The last token, number 2, looks for something, in three steps. (1) Its query is multiplied with every key,
+# and each product with a fixed *scale*: these are the **scores**. (2) A softmax turns the scores into **weights**,
+# which are positive and sum to 1. (3) The output is the **weighted sum** of the values.
 
 # %%
-draw.masks({"who sees whom: 9 tokens, green is seen": (9, 9, 9)})
-draw.shared_heads(8, {"multi-head (MHA)": 8, "grouped-query (GQA)": 2, "multi-query (MQA)": 1})
+toy_q = torch.tensor([[1.0, 0.0], [2.0, 1.0], [0.0, 3.0]])
+toy_k = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.5]])
+toy_v = torch.tensor([[10.0, 0.0], [0.0, 10.0], [5.0, 5.0]])
+toy_scale = 2**-0.5
+
+
+def text(numbers: torch.Tensor) -> str:
+    return "  ".join(f"{number:5.2f}" for number in numbers.tolist())
+
+
+scores = toy_scale * (toy_k @ toy_q[2])
+weights = scores.softmax(0)
+print("scores ", text(scores))
+print("weights", text(weights), "  their sum:", round(weights.sum().item(), 6))
+print("output ", text(weights @ toy_v))
 
 # %% [markdown]
-# With as many KV heads as query heads it is *multi-head attention*, the original. With one KV head it is *multi-query
-# attention* (Gemma 2B), between them *grouped-query attention* (most models today). Why anyone would give keys up is
-# a question for section 6; the formula is the same for all three.
+# Check some of these by hand. The query `[0, 3]` fits the key `[0, 1]` best: their product is 3, and 3 times the scale
+# $1 / \sqrt{2}$ is 2.12. So token 1 gets the largest weight, and the output is closest to its value, `[0, 10]`. In
+# general the scale is $1 / \sqrt{\text{head\_dim}}$, because products of longer vectors tend to be larger, and large
+# scores would give nearly all of the weight to one key.
+#
+# ### The causal mask
+#
+# A model is trained to predict the next token at every position of a text at once. If a token could see later ones, it
+# would only copy the answer. So token $i$ sees the tokens $j \le i$: all earlier ones and itself. As a formula, with
+# $o_i$ for the output of token $i$:
+#
+# $$s_{ij} = \text{scale} \cdot q_i \cdot k_j, \qquad w_{ij} = \frac{e^{s_{ij}}}{\sum_{l \le i} e^{s_{il}}}, \qquad
+# o_i = \sum_{j \le i} w_{ij}\, v_j$$
+
+# %%
+for i in range(3):
+    visible_k, visible_v = toy_k[: i + 1], toy_v[: i + 1]
+    weights = (toy_scale * (visible_k @ toy_q[i])).softmax(0)
+    print(f"token {i}:  output {text(weights @ visible_v)}   weights {text(weights)}")
+
+# %%
+draw.masks({"9 tokens: who sees whom": (9, 9, 9)})
+describe("""A square of 9 queries by 9 keys. Each query sees the keys up to its own position, the diagonal included;
+    all later keys are hidden.""")
+
+# %% [markdown]
+# Token 0 sees only itself, so its output is its own value. Real code does not loop over the tokens. It computes all
+# scores at once, and gives each hidden key a weight of *exactly* 0, no matter how low the other scores are.
+#
+# ### Several heads
+#
+# One softmax gives one mixture of values. A model wants several: one head may look for a name, another for the kind of
+# thing that is asked for. So every **head** has its own queries, keys and values, and takes the three steps alone.
+# Here are two heads, for the last of the three tokens:
+
+# %%
+heads_q = torch.stack((toy_q, toy_q.flip(1)), dim=1)  # [tokens, heads, d]
+heads_k = torch.stack((toy_k, toy_k.flip(0)), dim=1)
+heads_v = torch.stack((toy_v, -toy_v), dim=1)
+
+
+def last_token(head: int, kv_head: int) -> str:
+    weights = (toy_scale * (heads_k[:, kv_head] @ heads_q[2, head])).softmax(0)
+    return f"weights {text(weights)}   output {text(weights @ heads_v[:, kv_head])}"
+
+
+for head in range(2):
+    print(f"head {head} with KV head {head}:  {last_token(head, head)}")
+
+# %% [markdown]
+# ### Shared keys and values
+#
+# Heads may also share keys and values. Then both query heads read the same **KV head**:
+
+# %%
+for head in range(2):
+    print(f"head {head} with KV head 0:  {last_token(head, 0)}")
+
+draw.shared_heads(8, {"multi-head (MHA)": 8, "grouped-query (GQA)": 2, "multi-query (MQA)": 1})
+describe("""Eight query heads, three times. In multi-head attention each has a KV head of its own; in grouped-query
+    attention, here with two KV heads, heads 0 to 3 share the first and heads 4 to 7 the second; in multi-query
+    attention all eight share one.""")
+
+# %% [markdown]
+# *Multi-head attention* is the original: as many KV heads as query heads. In *multi-query attention* all heads share
+# one (`tiny-gemma` and Gemma 2B). *Grouped-query attention* lies in between, and many current models use it: with 8
+# heads and 2 KV heads, heads 0 to 3 read KV head 0, and heads 4 to 7 read KV head 1. Section 8 shows the reason for
+# sharing. The formula is the same for all three.
 #
 # ### Exercise 1: attention
 #
-# Write it for a whole sequence. `torch.softmax`, `torch.einsum` and `repeat_interleave` are all allowed, and so is a
-# loop over the heads.
+# **Exercise 1 (12 minutes).** Write attention for a whole sequence, with any number of heads and KV heads. Use
+# `torch.softmax`, `torch.einsum`, `repeat_interleave` or loops, as you like.
 #
-# For example, a lone token gets its own value. And when the last of four tokens has a query that fits the second
-# one's key (a score of 30, the others 0), it gets nearly that token's value.
+# For example, a lone token gets its own value. And if the query of the last of four tokens fits the key of token 1 (a
+# score of 30, the others 0), the last token gets nearly the value of token 1.
 
 
 # %% tags=["exercise"]
 def attention(q, k, v, *, scale):
-    """Causal attention of a sequence to itself.
+    """Causal attention within a sequence.
 
     q: [tokens, heads, d]; k, v: [tokens, kv_heads, d]. With 4 heads and 2 KV heads, heads 0 and
-    1 read KV head 0, heads 2 and 3 read KV head 1. Returns [tokens, heads, d].
+    1 read KV head 0, and heads 2 and 3 read KV head 1. Returns [tokens, heads, d] in the dtype
+    of q, and leaves its arguments unchanged.
     """
-    # SOLUTION: scores of every query with every key, -inf where the key is later, softmax over
-    #   the keys, then the mean of the values with these weights
+    # SOLUTION: scores, weights and weighted sum, for every token and every head
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
@@ -189,14 +264,14 @@ def attention(q, k, v, *, scale):
 check(attention)
 
 # %% [markdown]
-# `yours(attention, ...)` is your function, or the engine's own while yours is a stub, so that the notebook runs
-# either way. With it, the rest of a layer is short: an output matrix mixes the heads and *adds* the result to the
-# token's vector; then a gated MLP (a matrix, a gate by which half of the numbers scale the other half, a matrix)
-# works on each token for itself and adds again.
-
-# %%
-# ENGINE: minillm.ops.reference:gated_activation
-
+# ## 3 · The whole model · 10 min
+#
+# The rest of a layer is short. An output matrix mixes the heads, and the result is added to the residual stream. Then
+# comes the *gated MLP*, which works on each token separately. One matrix computes two parts of the same size. The
+# first, the gate, goes through an activation function and scales the second. Another matrix brings the result back to
+# 256 numbers, which are added, too.
+#
+# `yours(attention, ...)` is your function, or the engine's own while yours is a stub, so the notebook runs either way.
 
 # %%
 attend = yours(attention, adapters.attention)
@@ -204,14 +279,14 @@ scale = config.head_dim**-0.5
 
 
 def queries_keys_values(x, layer, positions):
-    """[tokens, hidden] -> q, k, v of one layer, q and k turned by their positions."""
+    """[tokens, hidden] -> q, k, v of one layer, with q and k rotated to their positions."""
     normed = rms_norm(x, layer.attention_norm, eps)
     q, k, v = linear(normed, layer.qkv).unflatten(1, (-1, config.head_dim)).split(sizes, dim=1)
     return *rotary_embedding(q, k, model.rotary[positions]), v
 
 
 def rest_of_layer(x, attended, layer):
-    """Add what attention found, [tokens, heads, d], then what the MLP makes of it."""
+    """Add the output of attention, [tokens, heads, d], then the output of the MLP."""
     x = x + linear(attended.flatten(1), layer.attention_out)
     normed = rms_norm(x, layer.mlp_norm, eps)
     inner = gated_activation(linear(normed, layer.gate_up), config.activation)
@@ -223,69 +298,82 @@ def logits_of(x):
     return lm_head(rms_norm(x, model.final_norm, eps), model.head)
 
 
-def walk(ids, without=None):
-    """The vectors [tokens, hidden] as embedded, then after each layer.
+def walk(ids, hide_in=None, hidden=()):
+    """The residual stream [tokens, hidden] after each layer; the first is the embedding.
 
-    The attention of layer `without` finds nothing.
+    In layer `hide_in`, the last token does not see the tokens at the positions `hidden`.
     """
     x = model.embedding[ids] * config.embedding_scale
     found = [x]
     for number, layer in enumerate(model.layers):
         q, k, v = queries_keys_values(x, layer, torch.arange(len(ids)))
         attended = attend(q, k, v, scale=scale)
-        if number == without:
-            attended = torch.zeros_like(attended)
+        if number == hide_in:
+            rest = [at for at in range(len(ids)) if at not in hidden]
+            last = attend(q[rest], k[rest], v[rest], scale=scale)[-1:]
+            attended = torch.cat((attended[:-1], last))
         x = rest_of_layer(x, attended, layer)
         found.append(x)
     return found
 
 
 # %% [markdown]
-# The head is the embedding matrix once more (*tied*): a token scores high when the final vector points along its row.
-# Nothing forbids to ask the head after *every* layer what it would say now, at the last token:
+# The head is the embedding matrix again (*tied weights*): a token scores high when the final vector points in the
+# direction of its row. You can apply it after *every* layer and see what the model would say at that point:
 
 # %%
 (bramble,) = tokenizer.encode(" Bramble", add_special_tokens=False)
 
 
 def verdict(x):
-    """The likeliest next token, and the probability of the right one."""
-    chances = logits_of(x[-1:]).softmax(-1)[0]
-    return f"{tokenizer.decode([chances.argmax().item()])!r:11}  {chances[bramble]:.4f}"
+    """The most likely next token, and the probability of the right one."""
+    probabilities = logits_of(x[-1:]).softmax(-1)[0]
+    best = tokenizer.decode([probabilities.argmax().item()])
+    return f"{best!r:11}  {probabilities[bramble]:.4f}"
 
 
-print("after     likeliest    P(' Bramble')")
+print("after     most likely  P(' Bramble')")
 for number, x in enumerate(walk(ids)[1:]):
     print(f"layer {number}   {verdict(x)}")
 
 # %% [markdown]
-# After two layers the last token still only knows that it is ` of`. In layer 2 the island appears. What happened
-# there? A trick makes attention show its weights: hand it rows of the identity matrix as values, and what comes back
-# *is* the weights.
+# After layers 0 and 1, the last token only predicts itself, ` of`. After layer 2 the island is there. What did
+# attention do in layer 2? Here is a trick to see its weights: pass the rows of the identity matrix as values, and the
+# output *is* the weights.
 
 # %%
 q, k, _ = queries_keys_values(walk(ids)[2], model.layers[2], torch.arange(len(ids)))
 one_hot = torch.eye(len(ids), config.head_dim, dtype=torch.float64)[:, None]
-weights = attend(q, k, one_hot, scale=scale)[..., : len(ids)]  # [tokens, heads, keys]
-draw.attention_weights(
-    pieces, {f"layer 2, head {head}": weights[:, head].numpy() for head in (0, 2, 1)}
-)
+weights = attend(q, k, one_hot, scale=scale)[-1, :, : len(ids)].numpy()  # [heads, keys]
+draw.attention_weights(pieces, weights, "layer 2: where the last token, ' of', looks")
+describe("""A table of weights, four heads by nine tokens. Head 0 gives nearly all weight to 'wick', heads 2 and 3 most
+    of it to 'en', and head 1 nearly all to ' island'.""")
 
 # %% [markdown]
-# Read the bottom rows. In heads 0 and 2 the last token looks at `wick` and `en`, pieces of the town's name; in head 1
-# at ` island`, the kind of thing that is asked for. But a picture of weights is a hint, no proof. The test is to take
-# it away: the same walk, with one layer's attention finding nothing.
+# Three heads look at pieces of the town's name, and head 1 at ` island`, the kind of thing that is asked for. But
+# weights show where a head looks, not whether it matters. To find out, hide the three tokens of the name from the last
+# token, in one layer at a time. All other tokens still see them.
+#
+# **Predict first:** in how many of the six layers does hiding them cost the right answer?
+
+# %% tags=["exercise"]
+guess_layers = 2  # PREDICT: layers in which the last token must see the town's name
 
 # %%
-print("without   likeliest    P(' Bramble')")
+name = [pieces.index(piece) for piece in ("F", "en", "wick")]
+print("hidden in  most likely  P(' Bramble')")
+lost = 0
 for number in range(config.num_layers):
-    print(f"layer {number}   {verdict(walk(ids, without=number)[-1])}")
+    x = walk(ids, hide_in=number, hidden=name)[-1]
+    lost += logits_of(x[-1:]).argmax().item() != bramble
+    print(f"layer {number}    {verdict(x)}")
+compare("need the name", unit="of 6 layers", prediction=guess_layers, measured=lost)
 
 # %% [markdown]
-# Without layer 2 the island is lost. Some other layers matter too, and layers 3 and 5 can go: their attention has
-# nothing to add to *this* answer.
+# Only layer 2 needs them. If the name is hidden there, the model still answers with an island, but the wrong one. In
+# every other layer, the answer stays the same. So layer 2 is where the last token learns which town is meant.
 #
-# Is it the same as what the engine computes? And as transformers, an entirely different program?
+# Does the engine compute the same thing? Does transformers, an entirely different program?
 
 # %%
 transformers.utils.logging.set_verbosity_error()
@@ -294,26 +382,26 @@ by_hand = logits_of(walk(ids)[-1][-1:])[0]
 theirs = transformers.AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float64)
 with torch.inference_mode():
     their_logits = theirs(ids[None]).logits[0, -1]
-print("by hand      ", tokenizer.decode([by_hand.argmax().item()]))
-print("transformers ", tokenizer.decode([their_logits.argmax().item()]))
+for who, logits in (("by hand", by_hand), ("transformers", their_logits)):
+    print(f"{who}:{tokenizer.decode([logits.argmax().item()])}")
 close = (by_hand - their_logits).abs().max() < 1e-9
 print("all logits equal to nine decimals:", bool(close))
 
 # %% [markdown]
-# And the engine, with your attention in it. The engine's attention serves many requests out of a paged cache (lesson
-# 09); an adapter lays each prompt's keys out one behind the other and calls yours. `used.calls` counts: six layers,
-# once each, for one prompt (0 while yours is a stub).
+# Now run your attention inside the engine. The engine's own serves many requests from a paged cache (lesson 09), so an
+# adapter collects each prompt's keys and values into one tensor and calls your function: once in each layer.
 
 # %%
 with using(**adapters.gathered_prompts(attention)) as used:
     answer = llm.generate(prompt, greedy)[0].text
 print(prompt + answer)
-print(used.calls)
+who = "yours" if solved(attention) else "the engine's, until you solve the exercise"
+print(f"attention: {who}; calls of yours: {used.calls['prefill_attention']}")
 
 # %% [markdown]
-# ## 3 · One token after the other
+# ## 4 · One token after the other · 3 min
 #
-# The model gives one token. For the next one, append it and start again:
+# The model predicts one token. For the next one, append it and start again:
 
 
 # %%
@@ -332,43 +420,40 @@ naive = generate_naively(ids, 12)
 print(tokenizer.decode(naive.tolist()))
 
 # %% [markdown]
-# It works, and it is wasteful. Each step computes everything about every token again, although the tokens before are
-# the same as in the step before, and cannot see the new one. Their keys and values come out equal, every time:
+# This works, and it is wasteful. Each step computes everything about every token again, although the earlier tokens
+# are the same as in the step before and cannot see the new one. Even in the last layer, their queries, keys and values
+# come out the same every time:
 
 
 # %%
-def all_keys_and_values(ids):
-    """Of every layer: a list of [tokens, 1, head_dim]."""
-    found = []
-    for layer, x in zip(model.layers, walk(ids)[:-1], strict=True):
-        found += queries_keys_values(x, layer, torch.arange(len(ids)))[1:]
-    return found
+def last_layer(ids):
+    """The queries, keys and values [tokens, heads, head_dim] of the last layer."""
+    return queries_keys_values(walk(ids)[-2], model.layers[-1], torch.arange(len(ids)))
 
 
-pairs = zip(all_keys_and_values(ids[:8]), all_keys_and_values(ids), strict=True)
-same = [torch.allclose(before, now[:8], rtol=0, atol=1e-9) for before, now in pairs]
-print("the first 8 tokens, computed among 8 and among 9:")
-print(f"{sum(same)} of {len(same)} keys and values are equal")
+for name, before, now in zip("qkv", last_layer(ids[:8]), last_layer(ids), strict=True):
+    same = torch.allclose(before, now[:8], rtol=0, atol=1e-9)
+    print(f"{name} of the first 8 tokens, in a text of 8 and in one of 9: equal: {same}")
 
 # %% [markdown]
-# That is the mask's doing: what a token becomes depends on the tokens up to it alone. And which of its numbers does
-# anyone need later? Not its query: that asked once. Not its vector. Only its **key** and its **value**, in each
-# layer.
+# That is the effect of the causal mask: the vectors of a token depend only on the tokens up to it. And which of them
+# will later tokens need? Not its query, which has been used. Not its residual stream. Only its **key** and its
+# **value**, in each layer.
 #
-# **Predict first.** A product of a vector with a matrix of $n$ numbers is $n$ multiply-adds. `tiny-gemma`'s layers
-# and head have 5.57 million numbers. The 100th token, computed naively, runs 100 tokens through the layers. If the
-# keys and values of the first 99 were at hand, how many times less work would it be?
+# **Predict first.** Multiplying a vector with a matrix of $n$ numbers takes $n$ multiply-adds. The layers and the head
+# of `tiny-gemma` have 5.57 million numbers. To predict the next token after 100, the naive loop runs 100 tokens
+# through the layers. If the keys and values of the first 99 were kept, how many times less work would it be?
 
 # %% tags=["exercise"]
-guess_times = 80  # PREDICT: how many times the work at token 100, without a cache
+guess_times = 80  # PREDICT: times as much work at token 100 without a cache
 
 # %% [markdown]
-# Hold on to your number until there is a cache to measure.
+# Section 6 measures it, once you have built a cache.
 #
-# ## 4 · The cache
+# ## 5 · The cache · 20 min
 #
-# For one request and one layer the cache is two pieces of memory with room for `capacity` tokens, and a count of how
-# many are in them.
+# For one request and one layer, the cache is two tensors with room for `capacity` tokens, and a count of the tokens in
+# them.
 
 
 # %%
@@ -385,25 +470,27 @@ class Cache:
 # %% [markdown]
 # ### Exercise 2: append
 #
-# New tokens come in groups: a whole prompt at first, then one by one. Mind what `torch.cat` does: it makes a new
-# piece of memory and copies all that was there. Over a request of 1,000 tokens that copies 500,000 tokens' keys.
+# **Exercise 2 (4 minutes).** New tokens come in groups: first a whole prompt, then one at a time. Avoid `torch.cat`:
+# it allocates a new tensor and copies everything. Over a request of 1,000 tokens, appended one by one, that copies
+# about 500,000 keys, where 1,000 would do.
 #
-# For example, one token whose key is all 7, put into an empty cache of 4: slot 0 holds the 7, and the length is 1.
+# For example, append one token whose key is all 7s to an empty cache of 4: slot 0 then holds the 7s, and the length is
+# 1.
 
 
 # %% tags=["exercise"]
 def append(cache, k, v):
-    """Put the keys and values of new tokens behind those in the cache, in place.
+    """Write the keys and values of new tokens into the cache, after those that are there, in place.
 
-    cache.k, cache.v: [capacity, kv_heads, d], of which cache.length are filled; k, v: [tokens,
-    kv_heads, d]. They may fill it to its last slot. Raises ValueError, and changes nothing, when
-    they do not fit.
+    cache.k, cache.v: [capacity, kv_heads, d], of which cache.length slots are filled; the others
+    may hold anything. k, v: [tokens, kv_heads, d]. They may fill the cache to its last slot. If
+    they do not fit, raises ValueError and changes nothing.
     """
-    # SOLUTION: check that they fit, write both into the free slots, count them
+    # SOLUTION: write both, and count them
     end = cache.length + len(k)
     if end > len(cache.k):
         raise ValueError(
-            f"{len(k)} tokens behind {cache.length} do not fit a cache of {len(cache.k)}"
+            f"{len(k)} tokens after {cache.length} do not fit a cache of {len(cache.k)}"
         )
     cache.k[cache.length : end] = k
     cache.v[cache.length : end] = v
@@ -417,39 +504,39 @@ check(append)
 # %% [markdown]
 # ### Exercise 3: attention over the cache
 #
-# Now queries and keys are not the same tokens any more. There are `n` new queries, and `length` keys: all old ones
-# and, at the end, the new tokens' own. Query `i` of `n` belongs to the token at position `length - n + i`. A prompt
-# has `n = length`; a single new token has `n = 1`; and a prompt that comes in pieces is between the two (lesson 10).
+# Now there are fewer queries than keys: `n` queries of new tokens, and `length` keys, of which the last `n` belong to
+# the new tokens. Query `i` of `n` is the token at position `length - n + i`. A prompt has `n = length`. A single new
+# token has `n = 1`. A prompt that is computed in chunks (lesson 10) is in between.
 
 # %%
 draw.masks(
     {
         "a prompt of 5": (5, 5, 5),
-        "one new token behind 5": (1, 6, 9),
-        "3 new tokens behind 4, 2 slots free": (3, 7, 9),
+        "one new token after 5": (1, 6, 9),
+        "3 new tokens after 4": (3, 7, 9),
     }
 )
+describe("""Three masks. A prompt of 5 tokens: a triangle. One new token after 5: it sees all 6 keys, and 3 slots are
+    free. Three new tokens after 4: the first sees 5 keys, the second 6, the third 7, and 2 slots are free.""")
 
 # %% [markdown]
-# Green is seen, gray is hidden, and hatched slots hold *leftovers*: whatever a former request wrote there, or memory
-# that nobody has written yet, perhaps NaN (and 0 times NaN is NaN). The picture in the middle needs no mask at all,
-# only the right number of keys. The one on the right is the general case: anchor the triangle at the *last* key, not at
-# the first.
+# The triangle ends at the *last* key, not at the first. Hatched slots are free. They hold leftovers: what an earlier
+# request wrote there, or memory that was never written, which may contain NaN. (0 × NaN is NaN.)
 #
-# For example, a lone query over a cache with one token gets that token's value; and with four queries over four
-# tokens, the example of exercise 1 holds here too.
+# **Exercise 3 (8 minutes).** Write it. For example, a lone query over a cache of one token gets that token's value.
+# With four queries over four tokens, the example of exercise 1 must hold here, too.
 
 
 # %% tags=["exercise"]
 def cached_attention(q, k, v, length, *, scale):
-    """Attention of a request's newest tokens to all its tokens.
+    """Attention of a request's newest tokens over all its tokens.
 
-    q: [queries, heads, d]; k, v: [capacity, kv_heads, d], of which the first `length` slots are
-    filled, the last `queries` of these with the queries' own tokens; what the others hold never
-    matters. Heads share KV heads as in `attention`. Returns [queries, heads, d].
+    q: [queries, heads, d]; k, v: [capacity, kv_heads, d]. The first `length` slots are filled,
+    and the last `queries` of these belong to the queries' own tokens; what the other slots hold
+    never matters. Heads share KV heads as in `attention`. Returns [queries, heads, d] in the
+    dtype of q, and leaves its arguments unchanged.
     """
-    # SOLUTION: as `attention`, over the filled slots, with the queries at positions
-    #   length - queries, ..., length - 1
+    # SOLUTION: start from your `attention`. Which keys does query i see?
     k, v = k[:length], v[:length]
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
@@ -465,9 +552,9 @@ def cached_attention(q, k, v, length, *, scale):
 check(cached_attention)
 
 # %% [markdown]
-# With both, generation has two kinds of steps. **Prefill** runs the whole prompt through the layers at once and fills
-# the caches. Every **decode** step after it runs *one* token through the layers. The positions go on where the cache
-# ends: a new token that was turned as if it stood at position 0 would be the classic mistake.
+# With these two functions, generation has two kinds of steps. **Prefill** runs the whole prompt through the layers at
+# once and fills the caches. Each **decode** step then runs *one* token through the layers. Its position is the length
+# of the cache. Rotating every new token as if it stood at position 0 is a classic bug.
 
 # %%
 put = yours(append, adapters.append)
@@ -475,7 +562,7 @@ attend_cached = yours(cached_attention, adapters.cached_attention)
 
 
 def forward_cached(new_ids, caches):
-    """Logits [vocab] of the token after `new_ids`, which come behind the tokens that are in the caches."""
+    """Logits [vocab] of the token after `new_ids`, which follow the tokens in the caches."""
     start = caches[0].length
     x = model.embedding[new_ids] * config.embedding_scale
     for layer, cache in zip(model.layers, caches, strict=True):
@@ -500,132 +587,126 @@ print(tokenizer.decode(cached.tolist()))
 print("the same tokens as without a cache:", cached.tolist() == naive.tolist())
 
 # %% [markdown]
-# ### What it saves
+# ## 6 · What the cache saves · 9 min
 #
-# First the operations, which can be counted exactly: torch counts every matrix product as it runs. The curves are
-# formulas. In layers and head, a token costs as many multiply-adds as there are numbers; in attention, each query costs
-# `2 x heads x head_dim` for each key it is compared with, in each layer. (Yours counts less if it skips the hidden keys
-# or sums without a matrix product.)
+# First, operations, which can be counted exactly: `multiply_adds` adds up every matrix product as torch runs it. Next
+# to the counts, a formula. In the layers, each token costs as many multiply-adds as the matrices have numbers. The
+# head runs once. In attention, each query costs `2 x heads x head_dim` multiply-adds per layer for each key. (Your own
+# functions may count less.)
 
 
 # %%
-def multiply_adds(function, *given) -> int:
-    """Counted by torch as it runs: every matrix product, 2 operations a multiply-add."""
-    counter = FlopCounterMode(display=False)
-    with counter:
-        function(*given)
-    return counter.get_total_flops() // 2
-
-
-in_head = config.vocab_size * config.hidden_size
-in_norms = config.hidden_size * (2 * config.num_layers + 1)
-in_layers = model.num_parameters - in_head - in_norms
-a_key = 2 * config.num_heads * config.head_dim * config.num_layers
-
-
 def work(tokens, keys):
     """Multiply-adds: `tokens` tokens through the layers, each compared with `keys` keys."""
-    return tokens * (in_layers + keys * a_key) + in_head
+    per_key = 2 * config.num_heads * config.head_dim * config.num_layers
+    in_head = config.vocab_size * config.hidden_size
+    return tokens * (probes.numbers_in_layers(model) + keys * per_key) + in_head
 
 
-def filled(length):
-    """Caches in which `length` random tokens' keys stand already."""
+def caches_with(length):
+    """One cache for each layer, filled with `length` random keys and values."""
     caches = [Cache(length + 1) for _ in model.layers]
-    shape = (2, length, config.num_kv_heads, config.head_dim)
     for cache in caches:
-        put(cache, *torch.randn(shape, dtype=torch.float64))
+        put(cache, *torch.randn(2, length, *cache.k.shape[1:], dtype=torch.float64))
     return caches
 
 
 _ = torch.manual_seed(0)
-LENGTHS = (25, 50, 100, 200, 400)
 some_ids = torch.randint(10, config.vocab_size, (400,))
-counted = {n: multiply_adds(forward, some_ids[:n]) for n in LENGTHS}
-counted_cached = {
-    n: multiply_adds(forward_cached, some_ids[:1], filled(n - 1)) for n in LENGTHS
-}
-times_less = {n: counted[n] / counted_cached[n] for n in LENGTHS}
-print("length   without a cache      with one   times")
-for n in LENGTHS:
-    print(f"{n:6}  {counted[n]:16,}  {counted_cached[n]:12,}  {times_less[n]:6.1f}")
-formula = [counted[n] == work(n, n) and counted_cached[n] == work(1, n) for n in LENGTHS]
-print("every count is the formula's:", all(formula))
+count, naive_count, cached_count = probes.multiply_adds, {}, {}
+print("tokens   without a cache   with a cache   ratio")
+for n in (25, 50, 100, 200, 400):
+    naive_count[n] = count(forward, some_ids[:n])
+    cached_count[n] = count(forward_cached, some_ids[:1], caches_with(n - 1))
+    ratio = naive_count[n] / cached_count[n]
+    print(f"{n:6}  {naive_count[n]:16,}  {cached_count[n]:13,}  {ratio:6.1f}")
+exact = all(
+    naive_count[n] == work(n, n) and cached_count[n] == work(1, n) for n in naive_count
+)
+print("every count equals the formula:", exact)
 
 # %%
-compare("work at token 100", unit="times", prediction=guess_times, measured=times_less[100])
+ratio = naive_count[100] / cached_count[100]
+compare("work at token 100", unit="times", prediction=guess_times, measured=ratio)
 
 # %%
 steps = torch.arange(1, 513)
 draw.work(
     steps,
     {"without a cache": work(steps, steps), "with a cache": work(1, steps)},
-    {"without a cache": counted, "with a cache": counted_cached},
+    {"without a cache": naive_count, "with a cache": cached_count},
 )
+describe("""Two charts of multiply-adds up to 512 tokens. For one more token: without a cache the curve climbs steadily;
+    with a cache it is almost flat, far below. All tokens together: without a cache the curve bends upward; with a
+    cache it stays close to zero.""")
 
 # %% [markdown]
-# Without a cache the next token costs more the longer the text is, and all of them together grow with its *square*.
-# With one, a token costs almost the same from first to last. (The ratio is below 100 at token 100, because both run
-# the head once.)
+# Without a cache, each token costs more than the one before. In total, the work of the layers grows with the *square*
+# of the length, and that of attention with its *cube*, since every step compares all queries with all keys. With a
+# cache, only attention's share grows. (At token 100 the ratio is below 100 because the head runs once either way.)
 #
-# **Predict first.** Now the time. This machine's limits are measured as in lesson 00: bytes read a second, operations
-# a second. How long does token 400 take in each way, in milliseconds? And will the ratio of the *times* be that of
-# the operations?
+# **Predict first.** Now the time. At 400 tokens, how many milliseconds does the next token take on this machine, with
+# and without a cache? Will the ratio of the times be the ratio of the operations?
 
 # %% tags=["exercise"]
-guess_ms = 60.0  # PREDICT: milliseconds of token 400 without a cache, in 64-bit numbers
-guess_cached_ms = 2.0  # PREDICT: the same with a cache
+guess_ms = 60.0  # PREDICT: milliseconds at token 400 without a cache, in float64
+guess_cached_ms = 2.0  # PREDICT: milliseconds at token 400 with a cache
+
 
 # %% tags=["nbval-ignore-output"] uncompared="times"
-limits = roofline.limits("cpu", torch.float64, model.nbytes)
-gigabytes, billions = limits.bytes_per_s / 1e9, limits.operations_per_s / 1e9
-print(f"this machine: {gigabytes:.1f} GB/s, {billions:.1f} billion operations/s")
-
-
-def milliseconds(function, *given, repeat=3) -> float:
-    """The fastest of several calls."""
-    times = []
-    for _ in range(repeat):
-        start = time.perf_counter()
-        function(*given)
-        times.append(time.perf_counter() - start)
-    return min(times) * 1e3
-
-
 def one_more(caches):
-    """The same step every time: the new token is taken out again."""
+    """The same decode step every time: the new token is removed again."""
     forward_cached(some_ids[:1], caches)
     for cache in caches:
         cache.length -= 1
 
 
-times = {n: milliseconds(forward, some_ids[:n]) for n in LENGTHS}
-times_cached = {n: milliseconds(one_more, filled(n - 1)) for n in LENGTHS}
-keys = 400 * sizing.kv_bytes_per_token(config, "float64")
-compute_ms = 2e3 * counted[400] / limits.operations_per_s
-reading_ms = 1e3 * (model.nbytes + keys) / limits.bytes_per_s
-found = {"floor": compute_ms, "measured": times[400]}
-compare("token 400 without a cache", unit="ms", prediction=guess_ms, **found)
-found = {"floor": reading_ms, "measured": times_cached[400]}
-compare("token 400 with a cache", unit="ms", prediction=guess_cached_ms, **found)
-times_faster = times[400] / times_cached[400]
-print(f"{times_less[400]:.0f} times less operations, {times_faster:.0f} times less time")
-draw.times({"without a cache": times, "with a cache": times_cached}, floor=reading_ms)
+naive_ms = probes.milliseconds(forward, some_ids)
+cached_ms = probes.milliseconds(one_more, caches_with(399), repeat=20)
+limits = roofline.limits("cpu", torch.float64, model.nbytes)
+reading = model.nbytes / limits.bytes_per_s * 1e3
+computing = 2 * naive_count[400] / limits.operations_per_s * 1e3
+for name, guess, floor, measured in (
+    ("without a cache", guess_ms, max(reading, computing), naive_ms),
+    ("with a cache", guess_cached_ms, reading, cached_ms),
+):
+    compare(name, unit="ms", prediction=guess, floor=floor, measured=measured)
+fewer = naive_count[400] / cached_count[400]
+print(f"{fewer:.0f} times fewer operations, {naive_ms / cached_ms:.0f} times less time")
 
 # %% [markdown]
-# The gain in time is much smaller than the gain in operations, and that is the most important sentence of this
-# lesson. The naive step has much to compute for every weight it reads: it is bound by **operations**. The cached step
-# reads the same weights and does one multiply-add with each: it is bound by **bytes**, and in so small a model by the
-# starting of some hundred little operations. Saving operations made them cheap enough to stop mattering.
+# The floors come from this machine's measured rates, as in lesson 00: the time for the operations, or for the bytes of
+# the weights, if that is longer. The time shrinks far less than the operations. What does each step wait for? This
+# divides it into the matrix products of the layers and the head, run *alone* with nothing in between, and the rest:
+
+# %% tags=["nbval-ignore-output"] uncompared="times"
+probes.where_the_time_goes(
+    model,
+    tokens=400,
+    without_cache=lambda: forward(some_ids),
+    with_cache=lambda caches=caches_with(399): one_more(caches),
+    with_short_cache=lambda caches=caches_with(1): one_more(caches),
+)
 
 # %% [markdown]
-# ## 5 · Inside the engine
+# * **Without a cache**, each matrix multiplies 400 vectors, so every weight that is read is used 400 times. The
+#   products wait for **arithmetic**. The rest is mostly attention, which compares 400 queries with 400 keys in each
+#   head, and the activation function.
+# * **With a cache**, every weight that is read is used once. The products wait for the **bytes** of the weights. But
+#   `tiny-gemma` has so few bytes that two other things show. Hundreds of small operations take microseconds each to
+#   *start* from Python, no matter how little they compute. And attention reads the keys and values of all earlier
+#   tokens, and may copy them for each head. In a model with gigabytes of weights, the bytes dominate. Lesson 11 shows
+#   how an engine avoids the cost of starting operations on a GPU.
 #
-# Your cached attention can serve real requests. The engine keeps many requests' keys in scattered blocks of 16 slots;
-# `adapters.gathered` collects each request's blocks into one piece and calls your function, for prompts and for
-# single tokens alike. The last block is rarely full: there are your leftovers.
+# ## 7 · Inside the engine · 5 min
 #
-# Four prompts at once, against transformers' `generate`. One text that comes out right proves less than it seems: a
-# mask that is one position too wide leaves some of these four as they are. Put it into yours and see which.
+# Your cached attention can serve real requests. The engine keeps the keys of many requests in scattered blocks of 16
+# slots. `adapters.gathered` copies each request's blocks into one tensor and calls your function, both for prompts and
+# for single tokens. A request's last block is rarely full, so your function will see leftovers.
+#
+# Four prompts at once, compared with the output of `generate` in transformers. One correct text proves little. Once
+# exercise 3 is solved, try it with a mask that is one position too wide in `cached_attention`, and see which of the
+# four change.
 
 # %%
 PROMPTS = [
@@ -640,36 +721,34 @@ with using(**adapters.gathered(cached_attention)) as used:
 for completion in completions:
     given = torch.tensor([completion.prompt_token_ids])
     with torch.inference_mode():
-        both = theirs.generate(given, max_new_tokens=12, do_sample=False)[0]
-    same = both[given.shape[1] :].tolist() == completion.token_ids
-    print(
-        "as transformers:" if same else "NOT AS TRANSFORMERS:", tokenizer.decode(both.tolist())
-    )
-print(used.calls)
+        want = theirs.generate(given, max_new_tokens=12, do_sample=False)[0].tolist()
+    got = completion.prompt_token_ids + completion.token_ids
+    if got != want:
+        print("NOT EQUAL. transformers:", tokenizer.decode(want))
+    print("equal:" if got == want else "the engine:", tokenizer.decode(got))
+who = "yours" if solved(cached_attention) else "the engine's, until you solve the exercise"
+print(f"attention: {who}; calls of yours: {used.calls}")
 
 # %% [markdown]
-# Here is the engine's own, the specification that its faster versions are tested against. Compare it with yours: it
-# has rows of requests, block tables in place of contiguous memory, and two options that some models need (a *window*:
-# only the last so many keys are seen; a *soft cap* on the scores). The formula is the one you wrote.
+# Below is the engine's reference implementation, the specification for all of its faster versions: your formula, for
+# many requests. Look for `query_at`, the positions of exercise 3; for the block table, which says where each request's
+# keys and values are; and for what `_attend` does about leftovers. A *window* (only the most recent keys are seen) and
+# a *soft cap* on scores are options that some models need.
 
 # %%
 # ENGINE: minillm.ops.reference:decode_attention
-# ENGINE: minillm.ops.reference:visible
 # ENGINE: minillm.ops.reference:_attend
 
 # %% [markdown]
-# ## 6 · What the cache costs
+# ## 8 · What the cache costs · 12 min
 #
-# Memory, for every token of every request, for as long as the request lives:
+# Memory: for every token of every request, for as long as the request runs.
 #
-# $$\text{bytes a token} = 2 \times \text{layers} \times \text{KV heads} \times \text{head\_dim} \times
-# \text{bytes of a number}$$
-#
-# The 2 is for key and value. **Predict first**, for the engine of this notebook: 6 layers, 1 KV head of 64 numbers, 8
-# bytes each.
+# **Predict first.** How many bytes does one token take in the cache of this notebook's engine? The model has 6 layers
+# with 4 query heads and 1 KV head of 64 numbers, and a number has 8 bytes.
 
 # %% tags=["exercise"]
-guess_bytes = 2 * 6 * 1 * 64 * 8  # PREDICT: bytes that one token keeps in this engine
+guess_bytes = 6000  # PREDICT: bytes of cache per token in this engine
 
 # %%
 caches = llm.engine.executor.runner.caches
@@ -679,84 +758,64 @@ bytes_each = {"prediction": guess_bytes, "measured": taken / slots}
 compare("one token's keys and values", unit="bytes", **bytes_each)
 
 # %% [markdown]
-# Only the number of *KV* heads counts. That is what multi-query and grouped-query attention are for. Below, the bars
-# are models as they are; the outlines, what each would keep if every query head had keys of its own.
-
+# That is a key and a value, in each layer, for each KV head:
+#
+# $$\text{bytes per token} = 2 \times \text{layers} \times \text{KV heads} \times \text{head\_dim} \times
+# \text{bytes per number}$$
+#
+# Only *KV* heads count. That is why models share them. Here are four models; in the figure, the dashed outlines show
+# what each would need if every query head had its own KV head.
 
 # %%
-def llama(layers, hidden, inner, heads, kv_heads, vocab, longest) -> ModelConfig:
-    return ModelConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=128,
-        max_model_len=longest,
-    )
-
-
-SHAPES = {
-    "Gemma 2B": PRESETS["gemma-2b"],
-    "Llama 3.1 8B": llama(32, 4096, 14336, 32, 8, 128256, 131072),
-    "Llama 2 7B": llama(32, 4096, 11008, 32, 32, 32000, 4096),
-    "Llama 3.1 70B": llama(80, 8192, 28672, 64, 8, 128256, 131072),
-}
-print("bfloat16       parameters   query/KV heads  bytes a token  4,096 tokens")
+print("bfloat16       parameters   query/KV heads   bytes per token   4,096 tokens")
 for name, shape in SHAPES.items():
     billions = sizing.parameters(shape) / 1e9
     heads = f"{shape.num_heads} / {shape.num_kv_heads}"
-    a_token, request = sizing.kv_bytes_per_token(shape), sizing.kv_bytes(shape, 4096)
-    print(f"{name:13} {billions:9.2f} B  {heads:>15}  {a_token:13,}  {request / 1e9:9.2f} GB")
+    each, request = sizing.kv_bytes_per_token(shape), sizing.kv_bytes(shape, 4096)
+    print(f"{name:13} {billions:9.2f} B  {heads:>15}  {each:16,}  {request / 1e9:10.2f} GB")
 
-
-# %%
-def kept(shape: ModelConfig) -> tuple[float, float]:
-    """kB a token, as it is and with a KV head for every query head."""
-    a_token = sizing.kv_bytes_per_token(shape) / 1e3
-    return a_token, a_token * shape.num_heads / shape.num_kv_heads
-
-
-draw.kept_per_token({name: kept(shape) for name, shape in SHAPES.items()})
+draw.kept_per_token(SHAPES)
+describe("""Kilobytes of cache per token for four models, and what each would need with a KV head for every query head:
+    Gemma 2B 18 instead of 147, Llama 3.1 8B 131 instead of 524, Llama 2 7B 524 either way, Llama 3.1 70B 328 instead
+    of 2,621.""")
 
 # %% [markdown]
-# Llama 2 7B is the smaller model beside Llama 3.1 8B, and keeps four times as much for every token. Sharing keys is
-# no free lunch: heads that read the same keys can tell less apart, and multi-query models gave some quality up for it
-# (Shazeer 2019; Ainslie et al. 2023, who found groups to be nearly as good as all heads).
+# Llama 2 7B is smaller than Llama 3.1 8B, and needs four times as much cache per token. Sharing is not free:
+# multi-query models lost some quality (Shazeer 2019), and groups came close to full multi-head attention (Ainslie et
+# al. 2023).
 #
 # ### How many requests fit
 #
-# Two rules of thumb, as NVIDIA teaches them, give most of the answer: **2 bytes a parameter** for the weights in
-# bfloat16, and the formula above for the cache. What is left of the GPU after the weights is divided among the
-# requests. An engine does not take the last byte; a usual *utilization* is 0.9.
+# Two rules of thumb give most of the answer: **2 bytes per parameter** for the weights in bfloat16, and the formula
+# above for the cache. The requests share the memory that the weights leave. An engine does not use every byte of a
+# GPU; a common limit, the *utilization*, is 0.9.
 #
-# **Predict first**, without the machine: Llama 3.1 8B on a GPU of 80 GB, requests of 4,096 tokens.
+# **Predict first**, without computing much: how many requests of 4,096 tokens does an 80 GB GPU (an A100 or H100) hold
+# with Llama 3.1 8B? Take 80 GB as 80 × 10⁹ bytes.
 
 # %% tags=["exercise"]
-guess_requests = 100  # PREDICT: requests of 4,096 tokens that fit beside Llama 3.1 8B in 80 GB
+guess_requests = 100  # PREDICT: requests of 4,096 tokens, Llama 3.1 8B, 80 GB
 
 
 # %% [markdown]
 # ### Exercise 4: requests that fit
 #
-# For example, a model of 70.6 billion parameters on a GPU of 80 GB: its weights take 141 GB, so 0 requests fit (and
-# not a negative number of them).
+# **Exercise 4 (5 minutes).** Turn the two rules into a function. For example, the weights of a model with 70.6 billion
+# parameters take 141 GB. On a GPU of 80 GB, 0 requests fit (not a negative number).
 
 
 # %% tags=["exercise"]
 def requests_that_fit(config, parameters, gpu_bytes, context, bytes_each=2, utilization=0.9):
-    """How many requests of `context` tokens a GPU holds beside the weights: 0, 1, 2, ...
+    """How many requests of `context` tokens a GPU holds along with the weights: 0, 1, 2, ...
 
-    config has num_layers, num_heads, num_kv_heads and head_dim; parameters: how many; gpu_bytes:
-    all of its memory, of which the share `utilization` may be used; bytes_each: of a number, in
-    the weights and in the cache.
+    config has num_layers, num_heads, num_kv_heads and head_dim. parameters: their number.
+    gpu_bytes: all of the GPU's memory, of which the fraction `utilization` may be used.
+    bytes_each: bytes per number, in the weights and in the cache.
     """
-    # SOLUTION: what may be used, less the weights, divided by one request's keys and values
-    a_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * bytes_each
+    # SOLUTION: whole requests only
+    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * bytes_each
     left = gpu_bytes * utilization - parameters * bytes_each
-    return max(0, int(left // (context * a_token)))
+    return max(0, int(left // (context * per_token)))
     # END
 
 
@@ -764,79 +823,74 @@ def requests_that_fit(config, parameters, gpu_bytes, context, bytes_each=2, util
 check(requests_that_fit)
 
 # %% [markdown]
-# The engine's calculator, `minillm.model.sizing`, does the same with two refinements: a request takes whole blocks, and
-# a layer with a window keeps no more than its window. You can use it for any model that has a `config.json`.
+# The engine's calculator, `minillm.model.sizing`, also counts whole blocks and windows. It works for any supported
+# model that has a `config.json`.
 
 # %%
 eight = SHAPES["Llama 3.1 8B"]
-
-
-def calculator(config, parameters, gpu_bytes, context):
-    return sizing.fit(config, gpu_bytes, context).requests
-
-
-count = yours(requests_that_fit, calculator)
-found = count(eight, sizing.parameters(eight), 80e9, 4096)
-compare("requests of 4,096 tokens", unit="requests", prediction=guess_requests, measured=found)
+count = yours(requests_that_fit, probes.requests_that_fit)
+fitting = count(eight, sizing.parameters(eight), 80e9, 4096)
+who = "your function" if solved(requests_that_fit) else "the engine's calculator"
+compare(f"requests, by {who}", unit="requests", prediction=guess_requests, measured=fitting)
 print()
 print(sizing.fit(eight, gpu_bytes=80e9, context=4096))
 
-# %%
-GPUS = {"80 GB": 80e9, "141 GB": 141e9}
-CONTEXTS = [1 << power for power in range(9, 18)]
-
-
-def requests_by_context(shape: ModelConfig, gpu_bytes: float) -> dict[int, int]:
-    lengths = [context for context in CONTEXTS if context <= shape.max_model_len]
-    return {context: sizing.fit(shape, gpu_bytes, context).requests for context in lengths}
-
-
-pairs = [(name, gpu) for name in SHAPES for gpu in GPUS]
-draw.gpus(
-    {f"{name}, {gpu}": sizing.fit(SHAPES[name], GPUS[gpu], 4096) for name, gpu in pairs},
-    {
-        f"{name}, {gpu}": requests_by_context(SHAPES[name], GPUS[gpu])
-        for name, gpu in pairs[:6]
-    },
-)
+# %% [markdown]
+# This sum reserves room for all the tokens that a request *may* reach, so twice the context means half the users. Many
+# requests end earlier. In the serving systems that Kwon et al. (2023) measured, only 20 to 38% of the cache memory
+# held tokens. Lesson 09 removes most of this waste.
+#
+# ## 9 · Optional: a larger GPU · 2 min
+#
+# What is a GPU with more memory worth? The same calculator, for two GPUs:
 
 # %%
-print(f"memory: {GPUS['141 GB'] / GPUS['80 GB']:.2f} times as much")
+GPUS = {"80 GB (H100)": 80e9, "141 GB (H200)": 141e9}
+every = {f"{name}, {gpu}": (SHAPES[name], GPUS[gpu]) for name in SHAPES for gpu in GPUS}
+draw.gpus(every, context=4096)
+describe("""Left: bars of the memory of two GPUs, divided into weights, cache and unused, for four models, with the
+    number of requests of 4,096 tokens that fit; Llama 3.1 70B fits neither GPU. Right: the number of requests that fit
+    falls in proportion as they get longer; it is highest for Gemma 2B.""")
+
 for name, shape in list(SHAPES.items())[:3]:
     small, large = (sizing.fit(shape, nbytes, 4096).requests for nbytes in GPUS.values())
     print(f"{name:13} {small:4} and {large:4} requests, {large / small:.2f} times as many")
+print(f"and the memory: {141 / 80:.2f} times as much")
 
 # %% [markdown]
-# The larger GPU holds the weights once, as the smaller one does: the heavier the model, the more its extra memory is
-# worth. And twice the context is half the users, because the calculator reserves room for all the tokens that a request
-# *may* reach. Most never do. That waste is what lesson 09 does away with.
-
-# %% [markdown]
-# ## 7 · Prefill and decode
+# The number of requests grows more than the memory, because either GPU stores the weights once: the larger their
+# share, the more an additional gigabyte is worth.
 #
-# With the cache, one model has two workloads. Prefill runs hundreds of tokens through each weight it reads; decode
-# runs one for each request. Operations a byte, the **arithmetic intensity**, tell what bounds them. Reading weights
-# is shared by all requests of a batch; reading keys is not: each request reads its own. Gemma 2B in bfloat16, by
-# arithmetic alone:
+# ## 10 · Optional: prefill and decode, operations per byte · 7 min
+#
+# With a cache, one model has two workloads. Prefill runs hundreds of tokens through each weight that it reads; decode
+# runs one token per request. Their **arithmetic intensity**, operations per byte read, tells what limits them. The
+# weights are read once for all requests of a batch, but each request reads its own keys and values. For Gemma 2B in
+# bfloat16, by arithmetic alone:
 
 # %%
-gemma = PRESETS["gemma-2b"]
-gemma_weights, gemma_token = sizing.weight_bytes(gemma), sizing.kv_bytes_per_token(gemma)
-gemma_key = 2 * gemma.num_heads * gemma.head_dim * gemma.num_layers  # multiply-adds a key
+llm.close()
+gemma = SHAPES["Gemma 2B"]
+weight_bytes, token_bytes = sizing.weight_bytes(gemma), sizing.kv_bytes_per_token(gemma)
+gemma_per_key = 2 * gemma.num_heads * gemma.head_dim * gemma.num_layers  # multiply-adds
 
 
 def decode_intensity(requests, context):
-    """Operations a byte of one decode step."""
-    operations = 2 * requests * (sizing.parameters(gemma) + context * gemma_key)
-    return operations / (gemma_weights + requests * context * gemma_token)
+    """Operations per byte of one decode step."""
+    operations = 2 * requests * (sizing.parameters(gemma) + context * gemma_per_key)
+    return operations / (weight_bytes + requests * context * token_bytes)
 
 
-print("requests at once        1      16     256    4096")
-for context in (0, 1024, 8192):
-    row = [f"{decode_intensity(many, context):8.1f}" for many in (1, 16, 256, 4096)]
-    print(f"context of {context:5}  {''.join(row)}   operations a byte")
-alone = 2 * gemma_key / gemma_token
-print(f"a key alone: {alone:.0f} operations a byte, however many requests")
+REQUESTS = [1 << power for power in range(13)]
+curves = {}
+for context in (64, 1024, 8192):
+    fits = sizing.fit(gemma, 141e9, context).requests  # on an H200
+    values = [decode_intensity(requests, context) for requests in REQUESTS if requests <= fits]
+    curves[f"{context:,} tokens of context each"] = values
+    most, each = REQUESTS[len(values) - 1], f"{context:5,} tokens of context"
+    print(f"{each}: {most:5,} requests, {values[-1]:6.1f} operations per byte")
+alone = 2 * gemma_per_key / token_bytes
+print(f"the cache alone: {alone:.0f} operations per byte, no matter how many requests")
 
 # %%
 record = records.read("h200/ceiling-h200")
@@ -845,38 +899,32 @@ h200_bytes = record["copy_TB_per_s"] * 1e12
 h200_operations = 2 * 2048 * sizing.parameters(gemma) / (products[2048, "bf16"] / 1e3)
 ridge = h200_operations / h200_bytes
 print(f"an H200: {h200_bytes / 1e12:.2f} TB/s, {h200_operations / 1e12:.0f} T operations/s")
-print(f"so its ridge is at {ridge:.0f} operations a byte")
-
-REQUESTS = [1 << power for power in range(13)]
-curves = {
-    f"decode, {context:,} tokens of context each": [
-        decode_intensity(requests, context) for requests in REQUESTS
-    ]
-    for context in (0, 1024, 8192)
-}
+print(f"its ridge is at {ridge:.0f} operations per byte")
 draw.intensities(REQUESTS, curves, ridge, alone)
+describe("""Operations per byte of a decode step by the number of requests, on logarithmic axes. With 64 tokens of
+    context the curve climbs above the ridge of an H200; with 1,024 tokens it bends and crosses the ridge late; with
+    8,192 tokens it flattens far below the ridge, and ends where the GPU's memory is full.""")
 
 # %% [markdown]
-# (The ridge is lower than lesson 00's, since Gemma's own matrices take the place of large square ones.) Short contexts
-# climb with the batch until arithmetic is the limit, as lesson 00 found. Long ones bend: soon the step
-# reads more keys than weights, and every further request brings its own. No batch gets a decode of 8,192 tokens of
-# context near the ridge. What bends the curve *up* is fewer KV heads: here 8 query heads use each key that is read,
-# so a key gives 8 operations a byte. With all heads (MHA) it would be 1.
+# (The arithmetic rate was recorded with Gemma's own matrices. Lesson 00 uses large square ones, so its ridge differs.)
+# With short contexts, a larger batch raises the intensity until arithmetic is the limit. With long contexts the curve
+# bends: soon the step reads more keys and values than weights, and every additional request brings its own. At 8,192
+# tokens of context, no batch that fits the GPU comes near the ridge. Fewer KV heads help here, too: 8 query heads use
+# each key that is read, so the cache alone has 8 operations per byte. With multi-head attention it would have 1.
 #
-# **Predict first**, on this machine and its model: how many tokens a second goes a prompt of 512 tokens through, how
-# many come out of a decode of one request, and of 8?
+# **Predict first**, for this machine and its model: how many tokens per second does the engine process in a prefill of
+# 512 tokens, and how many does it generate for one request, and for 8 at once?
 
 # %% tags=["exercise"]
-guess_prefill = 10000  # PREDICT: tokens a second of a prefill of 512 tokens
-guess_decode = 500  # PREDICT: tokens a second of one request's decode
-guess_decode_8 = 2500  # PREDICT: tokens a second of 8 requests' decode together
+guess_prefill = 10000  # PREDICT: tokens per second in a prefill of 512 tokens
+guess_decode = 500  # PREDICT: tokens per second in the decode of one request
+guess_decode_8 = 2500  # PREDICT: tokens per second in the decode of 8 requests, together
 
 # %% tags=["nbval-ignore-output"] uncompared="times, and the model of the machine's tier"
-llm.close()
 here = tier()
 with LLM(here.model, run_ahead=0, enable_prefix_caching=False, **here.options) as engine:
-    served = engine.engine.model
-    limits = roofline.limits(here.device, served.dtype, served.nbytes)
+    weights_nbytes = engine.engine.model.nbytes
+    limits = roofline.limits(here.device, engine.engine.model.dtype, weights_nbytes)
     points = [
         roofline.prefill(engine, 512),
         roofline.decode(engine, 1),
@@ -887,34 +935,35 @@ print(here.label)
 for point, guess in zip(points, (guess_prefill, guess_decode, guess_decode_8), strict=True):
     best, got = point.tokens / point.floor(limits), point.tokens / point.seconds
     compare(point.name, unit="tokens/s", prediction=guess, floor=best, measured=got)
-print("a step of 8 requests")
-for behind, point in ((64, points[2]), (1024, far)):
-    keys = (point.bytes - served.nbytes) / 1e6
-    beside = f"{keys:.0f} MB of keys beside {served.nbytes / 1e6:,.0f} MB of weights"
-    print(f"behind {behind:5,} tokens: {point.seconds * 1e3:6.2f} ms, {beside}")
+print("a decode step of 8 requests")
+for context, point in ((64, points[2]), (1024, far)):
+    cache_mb = (point.bytes - weights_nbytes) / 1e6
+    read = f"{cache_mb:.0f} MB of keys and values, {weights_nbytes / 1e6:,.0f} MB of weights"
+    print(f"after {context:5,} tokens: {point.seconds * 1e3:6.2f} ms, reads {read}")
 
 # %% [markdown]
-# A token of a prompt is many times cheaper than a token of an answer. And a decode step takes the longer, the more keys
-# it reads beside the weights, although its matrices do the same work for its eight tokens. How far all this is from the
-# floor on a CPU is lesson 00's finding: so small a model spends most of a decode step on starting operations, not on
-# bytes. On a GPU with a real model the bytes are what counts.
+# A token of a prompt is cheaper than a token of an answer, and tokens of 8 requests are cheaper together than alone.
+# The two steps at the end run the same matrices on 8 tokens each; only the keys and values differ. In `tiny-gemma`
+# they soon outweigh the weights. In a model with gigabytes of weights it takes more requests, or longer ones.
 #
-# ## Recap
+# ## Recap · 2 min
 #
-# * A decoder is an embedding, layers that add to it, and a head. Attention is the only part where tokens meet.
-# * Keys and values of a token never change, because no token sees a later one. Keep them, and a step runs one token
-#   through the layers instead of all.
-# * Query `i` of `n` stands at position `length - n + i`; what lies beyond `length` does not exist.
-# * `2 x layers x KV heads x head_dim x bytes` a token, `2` bytes a parameter: `minillm.model.sizing` does the sums.
-# * Prefill is bound by operations, decode by bytes. Batching shares the weights, never the keys.
+# * A decoder is an embedding, layers that add to it, and a head. Attention is the only part where tokens exchange
+#   information: scores, softmax, weighted sum of values. Token `i` sees the tokens up to `i`, itself included.
+# * The key and the value of a token never change, because no token sees a later one. Keep them, and a step runs one
+#   token through the layers instead of all.
+# * Query `i` of `n` is at position `length - n + i`; slots beyond `length` must never matter.
+# * `2 x layers x KV heads x head_dim x bytes` per token of cache, 2 bytes per parameter in bfloat16.
+# * Without a cache, a step waits for arithmetic. With one, it waits for the bytes of the weights; and in a small
+#   model, for the starting of operations.
 #
-# **What got worse:** memory. Generation without a cache needs none between two steps; now every request holds on to
-# some, and memory, not speed, decides how many can be served. Room is reserved for the longest answer there might be,
-# and most are shorter. Decode, made so cheap, leaves most of a chip's arithmetic idle. And heads that share keys buy
-# memory with a little quality.
+# **What got worse:** memory. Generation without a cache keeps nothing between two steps. Now every request holds
+# memory, and memory limits how many can be served at once. Room is reserved for the longest possible answer, and many
+# are shorter. And heads that share keys and values trade a little quality for memory.
 #
 # **Further reading:** Vaswani et al. 2017, *Attention Is All You Need*; Su et al. 2021, *RoFormer* (rotary
 # embeddings); Shazeer 2019, *Fast Transformer Decoding: One Write-Head is All You Need* (MQA); Ainslie et al. 2023,
-# *GQA*; Pope et al. 2022, *Efficiently Scaling Transformer Inference*; NVIDIA 2023, *Mastering LLM Techniques:
-# Inference Optimization* (the rules of thumb). Next: lesson 03 writes the norm, the rotation and the gate as GPU
-# kernels, lesson 04 this attention.
+# *GQA*; Pope et al. 2022, *Efficiently Scaling Transformer Inference*; Kwon et al. 2023, *Efficient Memory Management
+# for Large Language Model Serving with PagedAttention*; NVIDIA 2023, *Mastering LLM Techniques: Inference
+# Optimization* (the rules of thumb). Next: lesson 03 writes GPU kernels for the norms and the gate of a layer, lesson
+# 04 for attention.
