@@ -14,7 +14,7 @@ def probabilities(found: Mapping[str, float], title: str) -> None:
     """A bar per token, the most likely first, labeled with its probability."""
     _, axis = plt.subplots(figsize=(7, 2.6), layout="constrained")
     bars = axis.barh(list(found), list(found.values()), color=DECODE)
-    axis.bar_label(bars, [f"{each:.1%}" for each in found.values()], padding=3)
+    axis.bar_label(bars, [f"{each:.1%}" if each >= 0.001 else "under 0.1%" for each in found.values()], padding=3)
     axis.invert_yaxis()
     axis.set(xlim=(0, 1.1 * max(found.values())), xlabel="probability", title=title)
 
@@ -72,13 +72,15 @@ def roofs(panels: Mapping[str, tuple[Limits, Sequence[Point]]]) -> None:
 def _roof(axis: Axes, limits: Limits, points: Sequence[Point]) -> None:
     xs = [0.2, limits.ridge, 12 * max(limits.ridge, *(point.intensity for point in points))]
     heights = [min(x * limits.bytes_per_s, limits.operations_per_s) / 1e9 for x in xs]
-    axis.plot(xs, heights, color="gray", label="limit of this machine")
+    axis.plot(xs, heights, color="gray", label="limit of the machine")
     for kind, color in (("decode", DECODE), ("prefill", PREFILL)):
         chosen = [point for point in points if point.name.startswith(kind)]
         axis.plot([p.intensity for p in chosen], [p.rate / 1e9 for p in chosen], "o", color=color, label=kind)
     for point in points:
-        right = point.intensity < limits.ridge
-        side = {"xytext": (6, -4), "va": "top", "ha": "left"} if right else {"xytext": (0, -16), "ha": "center"}
+        side = (
+            {"xytext": (6, -4), "va": "top"} if point.intensity < limits.ridge else {"xytext": (0, -16), "ha": "center"}
+        )
+        side = {"xytext": (0, 7), "ha": "center"} if point.name.startswith("prefill") else side
         label = point.name.removeprefix("decode, ").removesuffix(" at once").removeprefix("prefill of ")
         axis.annotate(label, (point.intensity, point.rate / 1e9), textcoords="offset points", fontsize=8, **side)
     labels = {"xlabel": "operations per byte", "ylabel": "billion operations per second"}

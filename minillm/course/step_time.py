@@ -46,11 +46,12 @@ class StepTime:
     """A decode step of one request, in seconds (medians).
 
     products: its matrix products alone, in a loop. calls: how many torch operations it calls, views included, besides
-    the products. smallest: the seconds of one operation on one number.
+    the products. nbytes: of the weights. smallest: the seconds of one operation on one number.
     """
 
     step: float
     products: float
+    nbytes: int
     calls: Counter[str] = field(default_factory=Counter)
     smallest: float = 0.0
 
@@ -105,7 +106,8 @@ def step_time() -> StepTime:
                 one.mul_(1.0)
 
         with torch.inference_mode():
-            return StepTime(step, _median(products, STEPS), counting.calls, _median(small, STEPS) / 100)
+            nbytes, smallest = llm.engine.model.nbytes, _median(small, STEPS) / 100
+            return StepTime(step, _median(products, STEPS), nbytes, counting.calls, smallest)
 
 
 def _weights(llm: LLM) -> list[torch.Tensor]:
