@@ -165,7 +165,10 @@ SPECIAL = {"<bos>", "<end_of_turn>"}
 
 def pieces(fn, *tokens: str) -> list[str]:
     stream = fn(SPECIAL)
-    return [*(stream.push(token) for token in tokens), stream.finish()]
+    found = [*(stream.push(token) for token in tokens), stream.finish()]
+    for method, piece in (*(("push", each) for each in found[:-1]), ("finish", found[-1])):
+        assert isinstance(piece, str), f'{method} returned {piece!r}: where there is no text, return ""'
+    return found
 
 
 @text_stream.example
@@ -193,8 +196,10 @@ def _(fn):
 def _(fn):
     found = pieces(fn, "<0xC3>", "<0xA9>", "s")
     assert "é" not in found[:2], f"é comes before the run has ended: the pieces are {found!r}"
-    found = pieces(fn, "<0x41>", *(f"<0x{byte:02X}>" for byte in "🌊🌊".encode()), "s")
-    assert not set("A🌊") & set("".join(found[:9])), f"text comes before the run has ended: the pieces are {found!r}"
+    for text in ("A", "🌊🌊"):
+        run = [f"<0x{byte:02X}>" for byte in text.encode()]
+        found = pieces(fn, *run, "s")
+        assert text[0] not in "".join(found[: len(run)]), f"text before the run has ended: the pieces are {found!r}"
 
 
 @text_stream.property("finish() returns what was kept", hint="a sequence may end in a byte token")
@@ -304,9 +309,9 @@ def _(fn):
     "turns follow each other in order, with nothing between them", hint="only the newline after <end_of_turn>"
 )
 def _(fn):
-    found = fn([USER, USER | {"content": "Bye"}], False).replace("<bos>", "")
-    wanted = TURN + TURN.replace("Hi", "Bye")
-    assert found == wanted, f"two turns: expected {wanted!r}, got {found!r}"
+    found = fn([USER, USER | {"content": "Bye"}, USER], False).replace("<bos>", "")
+    wanted = TURN + TURN.replace("Hi", "Bye") + TURN
+    assert found == wanted, f"three turns: expected {wanted!r}, got {found!r}"
 
 
 @render_chat.property("only roles are renamed, not words of a message", hint="translate the role, then build the text")
