@@ -309,8 +309,8 @@ def _(fn):
     "turns follow each other in order, with nothing between them", hint="only the newline after <end_of_turn>"
 )
 def _(fn):
-    found = fn([USER, USER | {"content": "Bye"}, USER], False).replace("<bos>", "")
-    wanted = TURN + TURN.replace("Hi", "Bye") + TURN
+    found = fn([USER, USER, USER | {"content": "Bye"}], False).replace("<bos>", "")
+    wanted = 2 * TURN + TURN.replace("Hi", "Bye")
     assert found == wanted, f"three turns: expected {wanted!r}, got {found!r}"
 
 
