@@ -128,7 +128,7 @@ def main() -> None:
         picture("1-opened")
         run_all(page)
         assert not page.locator(".jp-OutputArea [data-mime-type*=error]").count(), "a cell shows an error"
-        picture("2-run", "draw_steps.roofs(")
+        picture("2-run", "draw.roofs(")
         said = cell(page, "check(free_batch)").locator(".jp-OutputArea").inner_text()
         assert "not solved yet" in said, said
         picture("3-empty", "check(free_batch)")

@@ -77,12 +77,10 @@ def _roof(axis: Axes, limits: Limits, points: Sequence[Point]) -> None:
         chosen = [point for point in points if point.name.startswith(kind)]
         axis.plot([p.intensity for p in chosen], [p.rate / 1e9 for p in chosen], "o", color=color, label=kind)
     for point in points:
-        side = (
-            {"xytext": (6, -4), "va": "top"} if point.intensity < limits.ridge else {"xytext": (0, -16), "ha": "center"}
-        )
-        side = {"xytext": (0, 7), "ha": "center"} if point.name.startswith("prefill") else side
         label = point.name.removeprefix("decode, ").removesuffix(" at once").removeprefix("prefill of ")
-        axis.annotate(label, (point.intensity, point.rate / 1e9), textcoords="offset points", fontsize=8, **side)
-    labels = {"xlabel": "operations per byte", "ylabel": "billion operations per second"}
-    axis.set(xscale="log", yscale="log", **labels)
+        offset = (0, 7) if point.name.startswith("prefill") else (9, -9) if point.intensity < limits.ridge else (0, -14)
+        at = (point.intensity, point.rate / 1e9)
+        axis.annotate(label, at, offset, textcoords="offset points", fontsize=8, ha="center", va="baseline")
+    axis.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="billion operations per second")
+    axis.margins(y=0.12)
     axis.legend(fontsize=8, loc="lower right")

@@ -113,7 +113,7 @@ def step_time() -> StepTime:
 def _weights(llm: LLM) -> list[torch.Tensor]:
     model = llm.engine.model
     layers = [weight for each in model.layers for weight in (each.qkv, each.attention_out, each.gate_up, each.down)]
-    return [weight.weight for weight in (*layers, model.head)]
+    return [weight.dequantize() for weight in (*layers, model.head)]
 
 
 def _median(work: Callable[[], object], times: int) -> float:

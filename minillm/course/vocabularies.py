@@ -7,9 +7,8 @@ from itertools import islice, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import minillm
 from minillm.model.config import ModelConfig
-from minillm.tokenizer import Tokenizer
+from minillm.tokenizer import Tokenizer, write_tokenizer
 from minillm.tokenizer.bpe import merge
 from minillm.tokenizer.gemma import BYTE_TOKENS, SPACE, SPECIAL_TOKENS, SPLIT_PATTERN
 from minillm.tokenizer.patterns import compile_pattern
@@ -80,7 +79,7 @@ def as_tokenizers(words: Iterable[str], merges: Sequence[Pair]) -> tuple[Tokeniz
     tokens = [*SPECIAL_TOKENS, *BYTE_TOKENS, *characters, *(left + right for left, right in merges)]
     vocab = {token: id for id, token in enumerate(dict.fromkeys(tokens))}
     with TemporaryDirectory() as folder:
-        minillm.tokenizer.write_tokenizer(folder, vocab, list(merges))
+        write_tokenizer(folder, vocab, list(merges))
         theirs = AutoTokenizer.from_pretrained(folder)
         return Tokenizer.from_pretrained(folder), lambda text: theirs(text)["input_ids"]
 

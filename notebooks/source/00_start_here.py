@@ -26,12 +26,12 @@ from minillm.course import (
     compare,
     describe,
     doctor,
-    draw_steps,
     solved,
     step_time,
     tier,
     yours,
 )
+from minillm.course import draw_steps as draw
 
 # %% [markdown]
 # ## Is everything there? · 3 min
@@ -113,7 +113,7 @@ def next_token(ids: list[int]) -> dict[int, float]:
 found = next_token(ids)
 likely = sorted(found.items(), key=lambda item: item[1], reverse=True)[:8]
 probabilities = {repr(piece(token)): math.exp(logprob) for token, logprob in likely}
-draw_steps.probabilities(probabilities, title=f"after {prompt!r}")
+draw.probabilities(probabilities, title=f"after {prompt!r}")
 describe("A bar for each of the eight most likely next tokens, the most likely first.")
 
 # %% [markdown]
@@ -210,7 +210,7 @@ print(f"{len(milliseconds)} steps computed {sum(computed)} tokens: {computed[:4]
 # %% tags=["nbval-ignore-output"] uncompared="times"
 one_decode = sorted(milliseconds[1:])[len(milliseconds) // 2]
 print(f"the prefill took as long as {milliseconds[0] / one_decode:.1f} decode steps")
-draw_steps.steps(milliseconds, computed)
+draw.steps(milliseconds, computed)
 describe(
     "Left: the first step, a prefill, takes longer than each of the 29 decode steps after it. "
     "Right: it computes many more tokens per second than they do."
@@ -371,7 +371,7 @@ ratio = by_columns[32] / by_columns[1]
 compare("32 columns", unit="times one column", prediction=guess_32_columns, measured=ratio)
 for columns in (1, 4, 32):
     print(f"{columns:3} columns: {by_columns[columns] * 1e3:7.1f} ms")
-draw_steps.columns(by_columns, LARGE, 4, memory)
+draw.columns(by_columns, LARGE, 4, memory)
 room = yours(free_batch, step_time.free_batch)
 free = room(LARGE, 4, memory.bytes_per_s, memory.operations_per_s)
 whose = (
@@ -407,12 +407,11 @@ h200_points = [roofline.Point(**each) for each in h200["results"]]
 recorded = {point.name: point.seconds for point in h200_points}
 ratio = recorded["decode, 64 at once"] / recorded["decode, 1 at once"]
 compare("64 requests", unit="times one", prediction=guess_64_requests, measured=ratio)
-print(f"an H200 reads {there.bytes_per_s / 1e9:,.0f} GB/s and", end=" ")
-print(
-    f"computes {there.operations_per_s / 1e9:,.0f} billion operations/s; the free batch is",
-    end=" ",
-)
-print(room(2_500_000_000, 2, there.bytes_per_s, there.operations_per_s))
+
+# %%
+rates = f"{there.bytes_per_s / 1e9:,.0f} GB/s, {there.operations_per_s / 1e9:,.0f} billion operations/s"
+print("an H200:", rates)
+print("its free batch:", room(2_500_000_000, 2, there.bytes_per_s, there.operations_per_s))
 for name, took in recorded.items():
     if name.startswith("decode"):
         print(f"Gemma 2B, {name:<20} {took * 1e3:6.2f} ms")
@@ -476,7 +475,7 @@ print(f"the smallest torch operation takes {found.smallest * 1e6:.1f} µs")
 print(f"one decode step: {found.step * 1e3:.2f} ms, of which")
 for name, part in found.parts.items():
     print(f"{part * 1e3:6.2f} ms  {name}")
-draw_steps.time_of_a_step(found.parts, found.nbytes / small.bytes_per_s)
+draw.time_of_a_step(found.parts, found.nbytes / small.bytes_per_s)
 describe(
     "A decode step's time as one bar in three parts: the matrix products, the calls of some 300 other torch "
     "operations, and the rest. A dashed line marks the floor."
@@ -509,7 +508,7 @@ print(
 # cached keys and values, which the table above left out, so its intensity is somewhat lower than in the table.)
 
 # %% tags=["nbval-ignore-output"] uncompared="times"
-draw_steps.roofs(
+draw.roofs(
     {f"Here: {here.label}": (limits, points), "Gemma 2B on an H200": (there, h200_points)}
 )
 describe(

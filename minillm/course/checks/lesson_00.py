@@ -7,7 +7,7 @@ from . import Exercise
 continue_text = Exercise("continue_text")
 
 
-def _asked(model, function, prompt: list[int], max_tokens: int, end: int) -> list[int]:
+def _asked(model, function, prompt: list[int], max_tokens: int, end: int) -> list[int] | None:
     """What `function` returns; a loop that never stops is stopped here."""
     calls = 0
 
