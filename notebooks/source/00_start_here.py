@@ -343,8 +343,10 @@ def free_batch(
 check(free_batch)
 
 # %% [markdown]
-# Test it. The next cell multiplies 537 MB of weights by 1, 4, 32 and more columns; a column is what a token is to a
-# layer. **Predict first:** 32 columns need 32 times the arithmetic of one. How many times as long do they take?
+# Test it. The cell after the next multiplies 537 MB of weights by 1, 4, 32 and more columns; a column is what a token
+# is to a layer. 32 columns need 32 times the arithmetic of one. How many times as long do they take? **Predict first:**
+# replace `None` with your guess and run the cell. `compare` then prints your guess next to the measurement. Guesses are
+# not graded. The point is to notice where your picture of the machine was wrong.
 
 # %% tags=["exercise"]
 guess_32_columns = 4.0  # PREDICT: the time of 32 columns, divided by the time of one column
@@ -437,9 +439,8 @@ for name in STEPS:
     print(f"{name:<20} at least {floor_ms(name):8.3f} ms")
 
 # %% [markdown]
-# The engine will be slower. By how much? Replace each `None` with a guess before you run the next cell. `compare` then
-# prints your prediction, the floor and the measurement side by side. Guesses are not graded. The point is to notice
-# where your picture of the machine was wrong.
+# The engine will be slower. By how much? **Predict** before you run the cell that measures; `compare` adds the floor to
+# the comparison.
 
 # %% tags=["exercise"]
 guess_decode_ms = 2.0  # PREDICT: milliseconds of a decode step of one request
@@ -505,7 +506,8 @@ print(
 # A **roofline** shows all of this in one picture. Each step is a point: its intensity, and the operations per second
 # that it reached. The slope is the limit of memory, the flat part the limit of arithmetic, and they meet at the
 # **ridge**. The numbers at the points are requests or prompt tokens. (A decode point also counts the bytes of the
-# cached keys and values, which the table above left out, so its intensity is somewhat lower than in the table.)
+# cached keys and values, which the table above left out, so its intensity is lower than in the table, most of all
+# for 64 requests.)
 
 # %% tags=["nbval-ignore-output"] uncompared="times"
 draw.roofs(

@@ -82,7 +82,7 @@ def _(function):
     found = _asked(lambda ids: {0: -0.1, 1: -2.0}, function, [4], 2, 99)
     assert found == [0, 0], f"a model that always says 0: expected [0, 0], got {found}"
     found = _asked(lambda ids: {0: -0.1, 1: -2.0}, function, [4], 2, 0)
-    assert len(found) < 2, f"the same model with end=0 stops at once; got {found}"
+    assert found in ([], [0]), f"the same model with end=0 stops at once; got {found}"
 
 
 @continue_text.property("the caller's prompt does not change", "appending to `prompt` appends to the caller's list")
