@@ -295,10 +295,10 @@ describe(
 )
 
 # %% [markdown]
-# For twice the letters, a merge that looks at the whole word after each join takes four times as long or more: there
-# are twice as many joins, and each looks at twice as many pairs. A million letters would take at least 90,000 times as
-# long as 3,200, and anyone may send them to a server. The engine's version takes about twice as long for twice the
-# letters. Three ideas make this possible; look for them in the code:
+# For twice the letters, a merge that looks at the whole word after each join takes about four times as long: there are
+# twice as many joins, and each looks at twice as many pairs. A million letters would take about 100,000 times as long
+# as 3,200, and anyone may send them to a server. The engine's version takes about twice as long for twice the letters.
+# Three ideas make this possible; look for them in the code:
 #
 # * After a join, only two pairs are new: the ones on both sides of the new token. Nothing else is looked up again.
 # * A linked list (`following`, `previous`) joins two symbols without moving the rest of the word.
