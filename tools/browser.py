@@ -22,12 +22,10 @@ from playwright.sync_api import Page, expect, sync_playwright
 
 ROOT = Path(__file__).resolve().parents[1]
 LESSON = "00_start_here"
-EXERCISE = "def floor_seconds("
-WRONG = "    return nbytes / bytes_per_s\n"
-RIGHT = "    return max(nbytes / bytes_per_s, operations / operations_per_s)\n"
-SIGNATURE = (
-    "def floor_seconds(nbytes: float, operations: float, bytes_per_s: float, operations_per_s: float) -> float:\n"
-)
+EXERCISE = "def free_batch("
+WRONG = "    return 16\n"
+RIGHT = "    return int(bytes_per_number * operations_per_s // (2 * bytes_per_s))\n"
+SIGNATURE = "def free_batch(numbers, bytes_per_number, bytes_per_s, operations_per_s):\n"
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 TIMEOUT = 240_000  # milliseconds for a whole lesson
 
@@ -97,7 +95,7 @@ def rewrite(page: Page, body: str) -> str:
     page.keyboard.insert_text(SIGNATURE + body)
     page.keyboard.press("Shift+Enter")
     page.wait_for_timeout(500)
-    check = cell(page, "check(floor_seconds)")
+    check = cell(page, "check(free_batch)")
     check.locator(".cm-content").click()
     before = check.locator(".jp-InputPrompt").inner_text()
     page.keyboard.press("Shift+Enter")
@@ -130,16 +128,16 @@ def main() -> None:
         picture("1-opened")
         run_all(page)
         assert not page.locator(".jp-OutputArea [data-mime-type*=error]").count(), "a cell shows an error"
-        picture("2-run", "def draw_roof")
-        said = cell(page, "check(floor_seconds)").locator(".jp-OutputArea").inner_text()
+        picture("2-run", "draw.roofs(")
+        said = cell(page, "check(free_batch)").locator(".jp-OutputArea").inner_text()
         assert "not solved yet" in said, said
-        picture("3-empty", "check(floor_seconds)")
+        picture("3-empty", "check(free_batch)")
         said = rewrite(page, WRONG)
-        assert "✗ where arithmetic is the limit" in said and "of 4 hold" in said, said
-        picture("4-wrong", "check(floor_seconds)")
+        assert "✗ only whole tokens" in said and "2 of 5 hold" in said, said
+        picture("4-wrong", "check(free_batch)")
         said = rewrite(page, RIGHT)
-        assert "Solved: all 4 hold." in said, said
-        picture("5-right", "check(floor_seconds)")
+        assert "Solved: all 5 hold." in said, said
+        picture("5-right", "check(free_batch)")
         browser.close()
     print("empty, wrong and right solutions all gave the expected output")
 

@@ -3,7 +3,6 @@
 A checker covers only mistakes that its author thought of. These tests detect when exercise and engine drift apart.
 """
 
-import math
 import pkgutil
 import random
 from collections.abc import Callable
@@ -20,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minillm import LLM, SamplingParams, Tokenizer
-from minillm.bench import roofline, serve, workloads
-from minillm.course import adapters, build, checks, lesson
+from minillm.bench import serve, workloads
+from minillm.course import adapters, build, checks, lesson, step_time
 from minillm.course.interpret import kernel_device, surrounded
 from minillm.kv_cache import BlockPool, LayerCache, OutOfBlocks
 from minillm.kv_cache import block_pool as kv_cache
@@ -101,15 +100,15 @@ def _(solution, rng):
 
 @against("step_work")
 def _(solution, rng):
-    shapes = [(rng.randint(1, 99), rng.randint(1, 99)) for _ in range(rng.randint(1, 5))]
-    given = shapes, rng.randint(1, 999), rng.choice((1, 2, 4, 8))
-    assert tuple(solution(*given)) == tuple(roofline.matrix_work(*given))
+    given = [(rng.randint(1, 99), rng.randint(1, 99), rng.choice((0, 1, 400))) for _ in range(rng.randint(1, 5))]
+    size = rng.choice((1, 2, 4, 8))
+    assert tuple(solution(given, size)) == step_time.step_work(given, size)
 
 
-@against("floor_seconds")
+@against("free_batch")
 def _(solution, rng):
-    given = [10 ** rng.uniform(0, 15) for _ in range(4)]
-    assert math.isclose(solution(*given), roofline.floor_seconds(*given))
+    given = rng.randint(1, 10**10), rng.choice((1, 2, 4)), rng.randint(1, 10**12), rng.randint(1, 10**14)
+    assert solution(*given) == step_time.free_batch(*given)
 
 
 def normed(rng) -> tuple[Tensor, Tensor, float]:

@@ -1,12 +1,25 @@
-"""Lesson 00: the generation loop, a step's work, the roofline, a norm of one's own."""
-
-import math
+"""Lesson 00: the generation loop, a step's work, the batch that is nearly free, RMSNorm."""
 
 import torch
 
 from . import Exercise
 
 continue_text = Exercise("continue_text")
+
+
+def _asked(model, function, prompt: list[int], max_tokens: int, end: int) -> list[int] | None:
+    """What `function` returns; a loop that never stops is stopped here."""
+    calls = 0
+
+    def limited(ids):
+        nonlocal calls
+        calls += 1
+        most = 4 * max_tokens + 4
+        assert calls <= most, f"asked for {max_tokens} new tokens, it called the model more than {most} times"
+        return model(ids)
+
+    found = function(limited, prompt, max_tokens, end)
+    return found if found is None else list(found)
 
 
 def _counting(ids: list[int]) -> dict[int, float]:
@@ -21,101 +34,169 @@ def _adding(ids: list[int]) -> dict[int, float]:
 
 @continue_text.example
 def _(function):
-    found = function(_counting, [4, 5], 3, 99)
-    assert found == [6, 7, 8], f"counting on from [4, 5] for 3 tokens gives [6, 7, 8], not {found}"
-
-
-@continue_text.property("each token sees everything before it", "ask the model about the prompt and all new tokens")
-def _(function):
-    found = function(_adding, [3, 10, 20], 4, 98)
-    assert found == [34, 68, 39, 78], f"a model that adds up all it sees gives [34, 68, 39, 78], not {found}"
+    found = _asked(_counting, function, [4, 5], 3, 99)
+    assert found == [6, 7, 8], f"expected [6, 7, 8], got {found}"
 
 
 @continue_text.property(
-    "it stops at the end token, which is no part of the text", "compare with `end` before appending"
+    "each token sees everything before it", "the model knows only what you pass: the prompt and all new tokens"
 )
 def _(function):
-    found = function(_counting, [4, 5], 10, 8)
-    assert found == [6, 7], f"with 8 as the end, [4, 5] goes on as [6, 7], not {found}"
+    found = _asked(_adding, function, [3, 10, 20], 4, 98)
+    assert found == [34, 68, 39, 78], f"with a model that adds up its input: expected [34, 68, 39, 78], got {found}"
 
 
-@continue_text.property("an end in the prompt ends nothing", "a chat's earlier turns end too: only a new token stops")
+@continue_text.property("at most max_tokens new tokens", "0 is a valid limit; the prompt's length does not count")
 def _(function):
-    found = function(_counting, [8, 4, 5], 2, 8)
-    assert found == [6, 7], f"with 8 as the end, [8, 4, 5] goes on as [6, 7], not {found}"
+    for prompt, most, wanted in (([4, 5], 0, []), ([4, 5], 1, [6]), ([1, 2, 3, 4, 5], 2, [6, 7])):
+        found = _asked(_counting, function, prompt, most, 99)
+        assert found == wanted, f"prompt {prompt}, max_tokens={most}: expected {wanted}, got {found}"
 
 
 @continue_text.property(
-    "it takes the most likely token, whatever its place", "`max(found, key=found.get)`, not the first key"
+    "it stops at the end token and leaves it out", "test for `end` before the token becomes part of the text"
 )
 def _(function):
-    found = function(lambda ids: {1: -3.0, 2: -0.1, 3: -2.5}, [4], 2, 99)
-    assert found == [2, 2], f"of {{1: -3.0, 2: -0.1, 3: -2.5}} the most likely is 2, but the result is {found}"
+    found = _asked(_counting, function, [4, 5], 10, 8)
+    assert found == [6, 7], f"with end=8, [4, 5] continues as [6, 7]; got {found}"
 
 
-@continue_text.property("the given prompt is not changed", "work on a copy: `[*prompt, *new]`")
+@continue_text.property(
+    "an end token in the prompt does not stop it", "earlier turns of a chat contain it too: look at the new token only"
+)
+def _(function):
+    found = _asked(_counting, function, [8, 4, 5], 2, 8)
+    assert found == [6, 7], f"with end=8, [8, 4, 5] continues as [6, 7]; got {found}"
+
+
+@continue_text.property(
+    "it takes the most likely token, wherever it is in the dict", "compare the log-probabilities, not ids or positions"
+)
+def _(function):
+    found = _asked(lambda ids: {1: -3.0, 2: -0.1, 3: -2.5}, function, [4], 2, 99)
+    assert found == [2, 2], f"in {{1: -3.0, 2: -0.1, 3: -2.5}} the most likely token is 2; got {found}"
+
+
+@continue_text.property("0 is a token id like any other", "`if token` is False for 0: compare with `end` instead")
+def _(function):
+    found = _asked(lambda ids: {0: -0.1, 1: -2.0}, function, [4], 2, 99)
+    assert found == [0, 0], f"a model that always says 0: expected [0, 0], got {found}"
+    found = _asked(lambda ids: {0: -0.1, 1: -2.0}, function, [4], 2, 0)
+    assert found in ([], [0]), f"the same model with end=0 stops at once; got {found}"
+
+
+@continue_text.property("the caller's prompt does not change", "appending to `prompt` appends to the caller's list")
 def _(function):
     prompt = [4, 5]
-    function(_counting, prompt, 3, 99)
-    assert prompt == [4, 5], f"the caller's prompt [4, 5] has become {prompt}"
+    _asked(_counting, function, prompt, 3, 99)
+    assert prompt == [4, 5], f"the caller's prompt [4, 5] is now {prompt}"
 
 
 step_work = Exercise("step_work")
 
 
+def _pair(found) -> tuple:
+    assert isinstance(found, (tuple, list)) and len(found) == 2, f"expected (bytes, operations), got {found!r}"
+    return tuple(found)
+
+
 @step_work.example
 def _(function):
-    assert tuple(function([(2, 3)], 1, 4)) == (24, 12)
+    found = _pair(function([(2, 3, 1)], 4))
+    missing = ": a multiplication and an addition are two operations" if found == (24, 6) else ""
+    assert found == (24, 12), f"expected (24, 12), got {found}{missing}"
 
 
-@step_work.property("all matrices are counted", "sum over the shapes")
+# The properties below compare two results, so that a forgotten factor fails the example alone.
+@step_work.property("every matrix counts", "add up over the list; layers have matrices of equal shapes")
 def _(function):
-    found = tuple(function([(4, 5), (5, 6)], 1, 4))
-    assert found == (200, 100), f"(4, 5) and (5, 6) hold 50 numbers: 200 bytes and 100 operations, not {found}"
+    one, two = _pair(function([A], 4)), _pair(function([A, A], 4))
+    assert two == (2 * one[0], 2 * one[1]), f"one matrix gives {one}; two of the same shape give {two}"
+    matrices = [A, B]
+    function(matrices, 4)
+    assert matrices == [A, B], f"the caller's list has changed: it is now {matrices}"
+    both, first, second = (_pair(function(list(each), 4)) for each in ([A, B], [A], [B]))
+    wanted = first[0] + second[0], first[1] + second[1]
+    assert both == wanted, f"one matrix gives {first}, another {second}, so both give {wanted}; got {both}"
 
 
-@step_work.property("more tokens cost operations, not bytes", "a weight is read once, for however many tokens")
+@step_work.property("more tokens: the same bytes", "all tokens of a step share one reading of the weights")
 def _(function):
-    found = tuple(function([(2, 3)], 10, 4))
-    assert found[0] == 24, f"10 tokens read the same 24 bytes, not {found[0]}"
+    one, ten = (_pair(function([(2, 3, tokens)], 4))[0] for tokens in (1, 10))
+    assert ten == one, f"one token reads {one} bytes, so ten read {one} bytes; got {ten}"
 
 
-@step_work.property("every token is multiplied", "operations grow with the tokens")
+@step_work.property("more tokens: more operations", "each token has numbers of its own to multiply")
 def _(function):
-    found = tuple(function([(2, 3)], 10, 4))
-    assert found[1] == 120, f"10 tokens need 120 operations, not {found[1]}"
+    one, ten = (_pair(function([(2, 3, tokens)], 4))[1] for tokens in (1, 10))
+    assert ten == 10 * one, f"one token takes {one} operations, so ten take {10 * one}; got {ten}"
 
 
-@step_work.property("smaller numbers are fewer bytes, not fewer operations", "only the bytes depend on the dtype")
+@step_work.property("each matrix has its own number of tokens", "the third number belongs to its matrix alone")
 def _(function):
-    found = tuple(function([(2, 3)], 1, 2))
-    assert found == (12, 12), f"in 2 bytes each, (2, 3) is 12 bytes and still 12 operations, not {found}"
+    apart = [_pair(function([each], 4))[1] for each in (A, MANY)]
+    for order in ([A, MANY], [MANY, A]):
+        found = _pair(function(list(order), 4))[1]
+        assert found == sum(apart), f"{order}: expected {sum(apart)} operations, got {found}"
 
 
-floor_seconds = Exercise("floor_seconds")
-
-
-@floor_seconds.example
+@step_work.property("a matrix without tokens is not read", "0 tokens: neither bytes nor operations")
 def _(function):
-    assert math.isclose(function(100, 0, 10, 1000), 10)
+    with_idle, without = _pair(function([A, (7, 5, 0)], 4)), _pair(function([A], 4))
+    assert with_idle == without, f"adding the matrix (7, 5, 0) must change nothing: {without} became {with_idle}"
+    assert _pair(function([(7, 5, 0)], 4)) == (0, 0), "a step without tokens has no work: expected (0, 0)"
 
 
-@floor_seconds.property("where arithmetic is the limit", "both must be done: the longer one decides")
+@step_work.property("smaller numbers: fewer bytes, as many operations", "count operations from the numbers, not bytes")
 def _(function):
-    found = function(0, 50_000, 10, 1000)
-    assert math.isclose(found, 50), f"50,000 operations at 1,000 a second take 50 s, not {found:g}"
+    wide, narrow = (_pair(function([A, MANY], size)) for size in (4, 2))
+    wanted = wide[0] / 2, wide[1]
+    assert narrow == wanted, f"4 bytes per number give {wide}, so 2 bytes give {wanted}; got {narrow}"
 
 
-@floor_seconds.property("reading and computing overlap", "the longer of the two, not their sum")
+A, B, MANY = (4, 5, 1), (5, 6, 1), (3, 8, 400)
+
+
+free_batch = Exercise("free_batch")
+
+
+@free_batch.example
 def _(function):
-    found = function(100, 8000, 10, 1000)
-    assert math.isclose(found, 10), f"10 s of reading hide 8 s of arithmetic: 10 s, not {found:g}"
+    found = function(1, 4, 8, 64)
+    missing = ": each number is multiplied and added, two operations per token" if found == 32 else ""
+    missing = ": 16 tokens take exactly as long as the reading, which is still free" if found == 15 else missing
+    assert found == 16, f"expected 16, got {found}{missing}"
 
 
-@floor_seconds.property("fast machines have small floors", "divide by the rate; do not round")
+def _equal(found, wanted, given: str) -> None:
+    assert found == wanted, f"{given}: expected {wanted}, got {found}"
+
+
+@free_batch.property(
+    "a larger model has the same free batch", "a larger model takes longer to read and longer to compute: divide"
+)
 def _(function):
-    found = function(5e9, 0, 4e12, 8e14)
-    assert math.isclose(found, 1.25e-3), f"5 GB at 4 TB/s take 1.25 ms, not {found * 1e3:g} ms"
+    small = function(1, 4, 8, 64)
+    for numbers in (3, 256, 10**9):
+        _equal(function(numbers, 4, 8, 64), small, f"{numbers:,} numbers instead of 1")
+
+
+@free_batch.property("smaller numbers, smaller batch", "half the bytes are read in half the time")
+def _(function):
+    wide = function(1, 4, 8, 64)
+    _equal(function(1, 2, 8, 64), wide // 2, "2 bytes per number instead of 4")
+    _equal(function(1, 1, 8, 64), wide // 4, "1 byte per number instead of 4")
+
+
+@free_batch.property("only whole tokens", "7.75 tokens are free: the eighth one is not")
+def _(function):
+    _equal(function(1, 4, 8, 31), 7, "31 operations a second: 0.5 s of reading, 0.0645 s a token")
+    _equal(function(1, 4, 4.2e12, 7.66e14), 364, "4 bytes per number, 4.2 TB/s and 766 T operations/s")
+
+
+@free_batch.property("slow arithmetic leaves no room", "0 is an answer: one token may already take longer than reading")
+def _(function):
+    _equal(function(1, 4, 8, 1), 0, "1 operation a second: 0.5 s of reading, 2 s a token")
 
 
 rms_norm = Exercise("rms_norm")
@@ -126,46 +207,70 @@ def _right(x, weight, eps):
     return wide / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
-def _near(found, wanted, message):
-    assert torch.allclose(found.double(), wanted, rtol=1e-3, atol=1e-5), message
+def _near(found, wanted, given: str) -> None:
+    assert isinstance(found, torch.Tensor), f"expected a tensor, got {type(found).__name__}"
+    assert found.shape == wanted.shape, f"expected the shape {tuple(wanted.shape)}, got {tuple(found.shape)}"
+    close = torch.allclose(found.double(), wanted.double(), rtol=1e-3, atol=1e-5)
+    assert close, f"{given}: expected {_short(wanted)}, got {_short(found)}"
+
+
+def _short(x: torch.Tensor) -> list:
+    return [[round(each, 3) for each in row] for row in x.tolist()]
 
 
 @rms_norm.example
 def _(function):
     found = function(torch.tensor([[3.0, -3.0, 3.0, -3.0]]), torch.ones(4), 1e-6)
-    _near(found, torch.tensor([[1.0, -1.0, 1.0, -1.0]]).double(), f"1, -1, 1, -1 should come, not {found.tolist()}")
+    _near(found, torch.tensor([[1.0, -1.0, 1.0, -1.0]]), "[3, -3, 3, -3]")
 
 
-@rms_norm.property("every token on its own", "the mean runs over the last axis only: mean(-1, keepdim=True)")
+@rms_norm.property("each token on its own", "the mean runs over the last axis only; keep that axis for the division")
 def _(function):
     x = torch.tensor([[1.0, -1.0], [10.0, -10.0]])
-    _near(function(x, torch.ones(2), 1e-6), _right(x, 1, 1e-6), "rows of different size must come out the same size")
+    _near(function(x.clone(), torch.ones(2), 1e-6), _right(x, 1, 1e-6), "rows of different size become equally large")
+    x = torch.tensor([[1.0, -1.0, 0.0], [10.0, -10.0, 0.0], [2.0, -4.0, 2.0]])
+    _near(function(x.clone(), torch.ones(3), 1e-6), _right(x, 1, 1e-6), "three tokens of three numbers")
 
 
-@rms_norm.property("the mean itself is kept", "divide by the root of the mean square; subtract nothing")
+@rms_norm.property("the row's mean is not subtracted", "that would be LayerNorm: RMSNorm only divides")
 def _(function):
-    _near(function(torch.full((1, 8), 2.0), torch.ones(8), 1e-6), torch.ones(1, 8).double(), "twos must become ones")
+    _near(function(torch.full((1, 8), 2.0), torch.ones(8), 1e-6), torch.ones(1, 8), "a row of twos")
 
 
-@rms_norm.property("each column has its weight", "multiply the result by `weight`")
+@rms_norm.property("each column has its weight", "the weights scale the normalized row, and come last")
 def _(function):
     x, weight = torch.tensor([[1.0, -1.0]]), torch.tensor([2.0, 0.5])
-    _near(function(x, weight, 1e-6), _right(x, weight, 1e-6), "weights of 2 and 0.5 must give 2 and -0.5")
+    _near(function(x.clone(), weight.clone(), 1e-6), _right(x, weight, 1e-6), "weights 2 and 0.5")
 
 
-@rms_norm.property("eps is inside the root", "sqrt(mean + eps): it keeps a row of zeros from dividing by zero")
+@rms_norm.property("eps is inside the root", "it is added to the mean, before the root")
 def _(function):
     x = torch.tensor([[0.1, -0.1]])
-    _near(function(x, torch.ones(2), 1e-2), _right(x, 1, 1e-2), "0.1 / sqrt(0.01 + 0.01) is 0.7071")
+    _near(function(x.clone(), torch.ones(2), 1e-2), _right(x, 1, 1e-2), "0.1, -0.1 with eps=0.01")
+    _near(function(torch.zeros(1, 2), torch.ones(2), 1e-6), torch.zeros(1, 2), "a row of zeros")
 
 
-@rms_norm.property("squares of half-precision numbers", "300 * 300 overflows float16: square x.float()")
+@rms_norm.property("squares of half-precision numbers", "300 * 300 is too large for float16: widen before squaring")
 def _(function):
     found = function(torch.tensor([[300.0, -300.0]], dtype=torch.float16), torch.ones(2), 1e-6)
-    _near(found, torch.tensor([[1.0, -1.0]]).double(), f"300, -300 in float16 must become 1, -1, not {found.tolist()}")
+    _near(found, torch.tensor([[1.0, -1.0]]), "300, -300 in float16")
 
 
-@rms_norm.property("the dtype that came in goes out", "end with .to(x.dtype): the next matrix expects it")
+@rms_norm.property(
+    "the dtype that came in goes out", "float32 is for the computation; the next matrix expects x's dtype"
+)
 def _(function):
-    found = function(torch.ones(1, 4, dtype=torch.bfloat16), torch.ones(4), 1e-6)
-    assert found.dtype == torch.bfloat16, f"bfloat16 came in and {found.dtype} went out"
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        found = function(torch.ones(1, 4, dtype=dtype), torch.ones(4), 1e-6)
+        assert found.dtype == dtype, f"{dtype} came in and {found.dtype} went out"
+
+
+@rms_norm.property(
+    "x and the weights do not change", "x.float() is x itself if x is float32: avoid in-place operations"
+)
+def _(function):
+    x, weight = torch.tensor([[3.0, 4.0]]), torch.tensor([2.0, 0.5])
+    found = function(x, weight, 1e-6)
+    assert x.tolist() == [[3.0, 4.0]], f"the caller's x [[3.0, 4.0]] is now {_short(x)}"
+    assert weight.tolist() == [2.0, 0.5], f"the caller's weight [2.0, 0.5] is now {weight.tolist()}"
+    assert found.data_ptr() != x.data_ptr(), "the result lies in the memory of x"

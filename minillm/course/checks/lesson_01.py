@@ -28,28 +28,36 @@ def _(fn):
 
 @bpe_merge.property(
     "the pair learned first is joined first",
-    hint="of all adjacent pairs with a rank take the lowest rank, not the leftmost place or the longest token",
+    hint="of all adjacent pairs with a rank, which one comes first? Neither the leftmost nor the longest",
 )
 def _(fn):
     same(fn(list("abc"), ranked("b c", "a b")), ["a", "bc"])
 
 
 @bpe_merge.property(
+    "the rank is the number, whatever the order of the dict", hint="compare the values of `ranks`, not its keys' order"
+)
+def _(fn):
+    same(fn(list("abc"), {("b", "c"): 7, ("a", "b"): 2}), ["ab", "c"])
+
+
+@bpe_merge.property(
     "what a join makes can be joined again",
-    hint="after each join look at all pairs again: the new token is in new pairs, and one of them may be next in rank",
+    hint="a new token has new neighbors, and one of the new pairs may have the lowest rank now",
 )
 def _(fn):
     same(fn(list("low"), ranked("l o", "lo w")), ["low"])
     same(fn(list("abcd"), ranked("ab c", "a b", "c d")), ["abc", "d"])
 
 
-@bpe_merge.property("every place of a pair is joined", hint="a pair may occur in many places; go on until none is left")
+@bpe_merge.property("a pair is joined wherever it occurs", hint="continue until no pair has a rank")
 def _(fn):
     same(fn(list("abxab"), ranked("a b")), ["ab", "x", "ab"])
 
 
 @bpe_merge.property(
-    "where places overlap, the left one is joined", hint='"aaa" holds ("a", "a") twice: join the first, then look again'
+    "where places overlap, the left one is joined",
+    hint='"aaa" contains ("a", "a") twice, but only one can be joined',
 )
 def _(fn):
     same(fn(list("aaa"), ranked("a a")), ["aa", "a"])
@@ -57,17 +65,27 @@ def _(fn):
 
 @bpe_merge.property(
     "only a pair that has a rank is joined",
-    hint='("a", "bc") and ("ab", "c") spell the same token, but they are two pairs: look up the pair, not its text',
+    hint='("a", "bc") and ("ab", "c") spell the same text, but they are different pairs',
 )
 def _(fn):
     same(fn(list("abc"), ranked("b c", "ab c")), ["a", "bc"])
+    same(fn(list("babxab"), ranked("b a", "a b")), ["ba", "b", "x", "ab"])
 
 
-@bpe_merge.property("the given symbols are not changed", hint="join in a copy: symbols = list(symbols)")
+@bpe_merge.property("a word may have nothing to join", hint="an empty list and a single symbol have no pair")
+def _(fn):
+    for symbols in ([], ["a"], ["x", "y"]):
+        same(fn(list(symbols), ranked("a b")), symbols)
+
+
+@bpe_merge.property("the arguments do not change", hint="work on a copy of the list")
 def _(fn):
     symbols = list("then")
     fn(symbols, ranked("t h", "e n"))
-    assert symbols == list("then"), f"the caller's {list('then')} has become {symbols}"
+    assert symbols == list("then"), f"the caller's {list('then')} is now {symbols}"
+    ranks = ranked("t h", "e n")
+    fn(list("then"), ranks)
+    assert ranks == ranked("t h", "e n"), f"the caller's ranks are now {ranks}"
 
 
 # ---- learn_merges(word_counts, steps)
@@ -78,14 +96,14 @@ def _(fn):
     same(fn({"tide": 4, "tin": 1}, 1), [("t", "i")])
 
 
-@learn_merges.property("a word counts as often as it occurs", hint="add the word's count for each of its pairs, not 1")
+@learn_merges.property("a word counts as often as it occurs", hint="a pair in a frequent word is a frequent pair")
 def _(fn):
     same(fn({"xy": 10, "abz": 1, "abw": 1}, 1), [("x", "y")])
 
 
 @learn_merges.property(
     "no pair reaches across words",
-    hint="count inside each word alone, and return what was learned when no word has a pair left",
+    hint="count inside each word, and stop when no word has a pair left",
 )
 def _(fn):
     same(fn({"ab": 3, "cd": 1}, 10), [("a", "b"), ("c", "d")])
@@ -93,25 +111,51 @@ def _(fn):
 
 @learn_merges.property(
     "of equal counts, the pair that sorts first wins",
-    hint="min(counts, key=lambda pair: (-counts[pair], pair)) decides ties the same way on every machine",
+    hint="compare the pairs as tuples, only where the counts are equal",
 )
 def _(fn):
     same(fn({"zy": 2, "ab": 2}, 2), [("a", "b"), ("z", "y")])
+    same(fn({"abz": 1, "ab": 1, "ac": 1}, 2), [("a", "b"), ("a", "c")])
 
 
 @learn_merges.property(
     "counts follow each join",
-    hint='after ("a", "b") there is no ("b", "c") in "abc" any more, but ("ab", "c"): join in all words, count again',
+    hint='once ("a", "b") is joined, "abc" no longer contains ("b", "c"), but it contains ("ab", "c")',
 )
 def _(fn):
     same(fn({"abc": 10, "ab": 2, "xy": 7}, 2), [("a", "b"), ("ab", "c")])
 
 
 @learn_merges.property(
-    "a pair is joined at all its places in a word", hint="join_pair joins every place; a word may hold a pair twice"
+    "a pair is joined at all its places in a word",
+    hint="a word may contain a pair twice",
 )
 def _(fn):
-    same(fn({"abxabyabz": 5, "pqrpqs": 4}, 2), [("a", "b"), ("p", "q")])
+    same(fn({"abxabyabz": 5, "ab": 4, "pq": 7, "pqr": 1}, 2), [("a", "b"), ("p", "q")])
+
+
+@learn_merges.property(
+    "a pair counts at every place in a word", hint='"ababab" contains ("a", "b") three times, "aaa" ("a", "a") twice'
+)
+def _(fn):
+    same(fn({"ababab": 2, "cd": 5}, 1), [("a", "b")])
+    same(fn({"aaa": 2, "cd": 3}, 1), [("a", "a")])
+
+
+@learn_merges.property(
+    "only whole symbols are joined", hint='["ba", "b"] does not contain the pair ("a", "b"): compare symbols, not text'
+)
+def _(fn):
+    words = ["bad", "baf", "bah", "babc", "ba", "abe", "abg", "ab", "bc"]
+    same(fn(dict.fromkeys(words, 1), 3), [("b", "a"), ("a", "b"), ("b", "c")])
+
+
+@learn_merges.property("the caller's counts do not change", hint="work on lists of your own")
+def _(fn):
+    counts = {"abc": 10, "ab": 2, "xy": 7}
+    same(fn(counts, 0), [])
+    fn(counts, 2)
+    assert counts == {"abc": 10, "ab": 2, "xy": 7}, f"the caller's word_counts is now {counts}"
 
 
 # ---- TextStream(special): push(token), finish()
@@ -121,7 +165,10 @@ SPECIAL = {"<bos>", "<end_of_turn>"}
 
 def pieces(fn, *tokens: str) -> list[str]:
     stream = fn(SPECIAL)
-    return [*(stream.push(token) for token in tokens), stream.finish()]
+    found = [*(stream.push(token) for token in tokens), stream.finish()]
+    for method, piece in (*(("push", each) for each in found[:-1]), ("finish", found[-1])):
+        assert isinstance(piece, str), f'{method} returned {piece!r}: where there is no text, return ""'
+    return found
 
 
 @text_stream.example
@@ -129,55 +176,87 @@ def _(fn):
     same("".join(pieces(fn, "The", "▁sea", ".")), "The sea.")
 
 
-@text_stream.property(
-    "what is certain is not held back", hint="a token without bytes is text at once: return it, keep only open bytes"
-)
+@text_stream.property("text that is certain is returned at once", hint="only bytes have to wait for what follows")
 def _(fn):
     same(pieces(fn, "The", "▁sea", ".")[:2], ["The", " sea"])
 
 
 @text_stream.property(
-    "half a character is never shown",
-    hint='keep byte tokens until another kind ends their run, then decode the whole run: "é" is two bytes',
+    "half a character is never shown", hint='"é" is two bytes: one of them alone is not a character yet'
 )
 def _(fn):
-    told = pieces(fn, "caf", "<0xC3>", "<0xA9>", "s")
-    assert "\ufffd" not in "".join(told), f"the pieces are {told!r}"
+    found = pieces(fn, "caf", "<0xC3>", "<0xA9>", "s")
+    assert "\ufffd" not in "".join(found), f"the pieces are {found!r}"
 
 
 @text_stream.property(
-    "finish() returns what was kept", hint="a sequence may end in a byte token: finish() decodes the run"
+    "a run of bytes waits until it ends",
+    hint="a later byte can break the run, and then all of it becomes \ufffd: nothing is certain before the end",
 )
+def _(fn):
+    found = pieces(fn, "<0xC3>", "<0xA9>", "s")
+    assert "é" not in found[:2], f"é comes before the run has ended: the pieces are {found!r}"
+    for text in ("A", "🌊🌊"):
+        run = [f"<0x{byte:02X}>" for byte in text.encode()]
+        found = pieces(fn, *run, "s")
+        assert text[0] not in "".join(found[: len(run)]), f"text before the run has ended: the pieces are {found!r}"
+
+
+@text_stream.property("finish() returns what was kept", hint="a sequence may end in a byte token")
 def _(fn):
     same("".join(pieces(fn, "pass", "<0x09>")), "pass\t")
 
 
+@text_stream.property("finish() begins an empty run", hint="what was returned once must not come again")
+def _(fn):
+    stream = fn(SPECIAL)
+    stream.push("<0x41>")
+    stream.finish()
+    again = stream.finish()
+    assert again == "", f"a second finish() returns {again!r}"
+
+
 @text_stream.property(
-    "every ▁ is a space, the first one too",
-    hint="Gemma puts no space before a text, so none is taken away: no strip(), and more than one ▁ may be in a token",
+    "every ▁ in a token is a space, the first one too",
+    hint="Gemma adds no space before a text, so none is removed; a token may contain several ▁",
 )
 def _(fn):
     same("".join(pieces(fn, "▁The", "▁▁", "sea▁")), " The  sea ")
 
 
+@text_stream.property("a ▁ that was spelled in bytes stays", hint="only tokens that are not bytes contain spaces")
+def _(fn):
+    found = "".join(pieces(fn, "<0xE2>", "<0x96>", "<0x81>"))
+    assert " " not in found, f"<0xE2> <0x96> <0x81> spell '▁', not {found!r}"
+
+
 @text_stream.property(
-    "special tokens have no text, all others have",
-    hint='return "" for a token in `special`, not for all that look like it: a page of HTML is full of <b>',
+    "special tokens have no text, all others have", hint="a page of HTML is full of <b>, and <0x is text as well"
 )
 def _(fn):
-    same("".join(pieces(fn, "<bos>", "<b>", "Hi", "<end_of_turn>")), "<b>Hi")
+    same("".join(pieces(fn, "<bos>", "<b>", "Hi", "<0x", "<end_of_turn>")), "<b>Hi<0x")
+
+
+@text_stream.property("a special token does not end a run", hint="it has no text at all: the run goes on after it")
+def _(fn):
+    found = pieces(fn, "<0x41>", "<bos>", "<0x42>", "c")
+    assert "AB" in "".join(found), f"<0x41> <bos> <0x42> spell 'AB'; the pieces are {found!r}"
+    found = pieces(fn, "<0xC3>", "<bos>", "<0xA9>")
+    assert "".join(found).count("\ufffd") < 2, f"<0xC3> <bos> <0xA9> spell 'é'; the pieces are {found!r}"
 
 
 @text_stream.property(
-    "broken bytes become one \ufffd each",
-    hint='try run.decode(); on UnicodeDecodeError the whole run is "\\ufffd" * len(run), as everywhere in this format',
+    "in a broken run, each byte becomes one \ufffd",
+    hint="decode the run as a whole: one bad byte breaks all of it",
 )
 def _(fn):
     same("".join(pieces(fn, "a", "<0xE2>", "<0x82>", "b")), "a\ufffd\ufffdb")
+    same("".join(pieces(fn, "<0xE2>", "<0xC3>", "<0xA9>", "b")), "\ufffd\ufffd\ufffdb")
 
 
 # ---- render_chat(messages, add_generation_prompt)
 
+TURN = "<start_of_turn>user\nHi<end_of_turn>\n"
 USER = {"role": "user", "content": "Hi"}
 ASSISTANT = {"role": "assistant", "content": "Good day!"}
 
@@ -187,39 +266,62 @@ def _(fn):
     same(fn([USER], False), "<bos><start_of_turn>user\nHi<end_of_turn>\n")
 
 
-@render_chat.property(
-    "the assistant is called model", hint='clients say "assistant", Gemma learned "model": translate the role'
-)
+@render_chat.property("the assistant is called model", hint='clients say "assistant", Gemma learned "model"')
 def _(fn):
     assert "<start_of_turn>model\nGood day!" in fn([USER, ASSISTANT, USER], False), "its turn is not headed model"
 
 
 @render_chat.property(
-    "it ends where the model is to speak",
-    hint='with add_generation_prompt the last words are "<start_of_turn>model\\n", the newline included',
+    "it ends where the model continues",
+    hint="the prompt printed above ends with the first line of the model's turn, including its newline",
 )
 def _(fn):
     same(fn([USER])[-32:], "Hi<end_of_turn>\n<start_of_turn>model\n"[-32:])
     after = fn([USER, ASSISTANT], True)
-    assert after.endswith("<start_of_turn>model\n"), f"asked to speak after a turn of its own, it ends {after[-32:]!r}"
+    assert after.endswith("<start_of_turn>model\n"), f"after a turn of the assistant it ends in {after[-32:]!r}"
 
 
-@render_chat.property("one <bos>, in front", hint="a text begins once, however many turns it has")
+@render_chat.property("one <bos>, at the start", hint="a text begins once, however many turns it has")
 def _(fn):
     text = fn([USER, ASSISTANT], False)
-    assert text.startswith("<bos>") and text.count("<bos>") == 1, f"it begins {text[:20]!r} with {text.count('<bos>')}"
+    assert text.startswith("<bos>") and text.count("<bos>") == 1, (
+        f"it starts {text[:20]!r}, with <bos> {text.count('<bos>')} times"
+    )
 
 
 @render_chat.property(
-    "every turn is closed", hint='each turn ends in "<end_of_turn>\\n", those of the model and the last one too'
+    "every turn is closed", hint='each turn ends with "<end_of_turn>\\n", the model\'s turns and the last one too'
 )
 def _(fn):
     text = fn([USER, ASSISTANT], False)
     assert all(f"{end}<end_of_turn>\n" in text for end in ("Hi", "Good day!")), f"it is {text!r}"
 
 
-@render_chat.property("white space around a message is dropped", hint="content.strip(): training had none there")
+@render_chat.property("white space around a message is dropped", hint="the training texts had none there")
 def _(fn):
-    assert "user\nHi  there<end_of_turn>" in fn([{"role": "user", "content": "\n Hi  there \n"}], False)
+    found = fn([{"role": "user", "content": "\n Hi  there,\n  you \n"}], False)
+    assert "user\nHi  there,\n  you<end_of_turn>" in found, f"'\\n Hi  there,\\n  you \\n' became {found!r}"
     padded = fn([USER, ASSISTANT | {"content": "\n Good day! \n"}], False)
     assert padded == fn([USER, ASSISTANT], False), f"the assistant's turn keeps it: {padded!r}"
+
+
+@render_chat.property(
+    "turns follow each other in order, with nothing between them", hint="only the newline after <end_of_turn>"
+)
+def _(fn):
+    found = fn([USER, USER, USER | {"content": "Bye"}], False).replace("<bos>", "")
+    wanted = 2 * TURN + TURN.replace("Hi", "Bye")
+    assert found == wanted, f"three turns: expected {wanted!r}, got {found!r}"
+
+
+@render_chat.property("only roles are renamed, not words of a message", hint="translate the role, then build the text")
+def _(fn):
+    found = fn([{"role": "user", "content": "Hi, assistant"}], False)
+    assert "user\nHi, assistant<end_of_turn>" in found, f"a message that says 'assistant' became {found!r}"
+
+
+@render_chat.property("the caller's messages do not change", hint="strip into a variable of your own")
+def _(fn):
+    messages = [{"role": "user", "content": " Hi "}, dict(ASSISTANT)]
+    fn(messages, True)
+    assert messages == [{"role": "user", "content": " Hi "}, ASSISTANT], f"the caller's messages are now {messages}"

@@ -15,7 +15,7 @@ def forgets_the_prompt(model, prompt, max_tokens, end):
     return new
 
 
-@wrong("continue_text", fails="it stops at the end token, which is no part of the text")
+@wrong("continue_text", fails="it stops at the end token and leaves it out")
 def keeps_the_end(model, prompt, max_tokens, end):
     new = []
     while len(new) < max_tokens and end not in new:
@@ -24,7 +24,7 @@ def keeps_the_end(model, prompt, max_tokens, end):
     return new
 
 
-@wrong("continue_text", fails="an end in the prompt ends nothing")
+@wrong("continue_text", fails="an end token in the prompt does not stop it")
 def looks_for_the_end_in_the_prompt_too(model, prompt, max_tokens, end):
     new = []
     while len(new) < max_tokens and end not in [*prompt, *new]:
@@ -33,7 +33,7 @@ def looks_for_the_end_in_the_prompt_too(model, prompt, max_tokens, end):
     return new[:-1] if new[-1:] == [end] else new
 
 
-@wrong("continue_text", fails="it takes the most likely token, whatever its place")
+@wrong("continue_text", fails="it takes the most likely token, wherever it is in the dict")
 def takes_the_first(model, prompt, max_tokens, end):
     new = []
     for _ in range(max_tokens):
@@ -44,7 +44,7 @@ def takes_the_first(model, prompt, max_tokens, end):
     return new
 
 
-@wrong("continue_text", fails="the given prompt is not changed")
+@wrong("continue_text", fails="the caller's prompt does not change")
 def writes_into_the_prompt(model, prompt, max_tokens, end):
     ids, before = prompt, len(prompt)
     for _ in range(max_tokens):
@@ -56,53 +56,95 @@ def writes_into_the_prompt(model, prompt, max_tokens, end):
     return ids[before:]
 
 
-def numbers(shapes):
-    return sum(rows * columns for rows, columns in shapes)
+@wrong("continue_text", fails="at most max_tokens new tokens")
+def always_asks_once(model, prompt, max_tokens, end):
+    new = []
+    while True:
+        found = model([*prompt, *new])
+        token = max(found, key=found.get)
+        if token == end:
+            return new
+        new.append(token)
+        if len(new) >= max_tokens:
+            return new
 
 
-@wrong("step_work", fails="all matrices are counted")
-def last_matrix_only(shapes, tokens, bytes_per_number):
-    return numbers(shapes[-1:]) * bytes_per_number, 2 * numbers(shapes[-1:]) * tokens
+@wrong("continue_text", fails="0 is a token id like any other")
+def takes_zero_for_nothing(model, prompt, max_tokens, end):
+    new = []
+    for _ in range(max_tokens):
+        found = model([*prompt, *new])
+        token = max(found, key=found.get)
+        if not token or token == end:
+            break
+        new.append(token)
+    return new
 
 
-@wrong("step_work", fails="more tokens cost operations, not bytes")
-def reads_for_every_token(shapes, tokens, bytes_per_number):
-    return numbers(shapes) * bytes_per_number * tokens, 2 * numbers(shapes) * tokens
+def work(matrices, size, bytes_of=lambda n, t: n * (t > 0), operations_of=lambda n, t: 2 * n * t):
+    nbytes = sum(bytes_of(rows * columns, tokens) for rows, columns, tokens in matrices) * size
+    return nbytes, sum(operations_of(rows * columns, tokens) for rows, columns, tokens in matrices)
 
 
-@wrong("step_work", fails="every token is multiplied")
-def computes_for_one_token(shapes, tokens, bytes_per_number):
-    return numbers(shapes) * bytes_per_number, 2 * numbers(shapes)
+@wrong("step_work", fails="every matrix counts")
+def equal_matrices_once(matrices, bytes_per_number):
+    return work(set(matrices), bytes_per_number)
 
 
-@wrong("step_work", fails="smaller numbers are fewer bytes, not fewer operations")
-def operations_from_bytes(shapes, tokens, bytes_per_number):
-    nbytes = numbers(shapes) * bytes_per_number
-    return nbytes, nbytes // 2 * tokens
+@wrong("step_work", fails="more tokens: the same bytes")
+def reads_for_every_token(matrices, bytes_per_number):
+    return work(matrices, bytes_per_number, bytes_of=lambda n, t: n * t)
 
 
-@wrong("floor_seconds", fails="where arithmetic is the limit")
-def reads_only(nbytes, operations, bytes_per_s, operations_per_s):
-    return nbytes / bytes_per_s
+@wrong("step_work", fails="each matrix has its own number of tokens")
+def tokens_of_the_first(matrices, bytes_per_number):
+    used = [matrix for matrix in matrices if matrix[2]]
+    return work([(rows, columns, used[0][2]) for rows, columns, _ in used], bytes_per_number)
 
 
-@wrong("floor_seconds", fails="reading and computing overlap")
-def one_after_the_other(nbytes, operations, bytes_per_s, operations_per_s):
-    return nbytes / bytes_per_s + operations / operations_per_s
+@wrong("step_work", fails="more tokens: more operations")
+def computes_for_one_token(matrices, bytes_per_number):
+    return work(matrices, bytes_per_number, operations_of=lambda n, t: 2 * n * (t > 0))
 
 
-@wrong("floor_seconds", fails="fast machines have small floors")
-def rounds(nbytes, operations, bytes_per_s, operations_per_s):
-    return round(max(nbytes / bytes_per_s, operations / operations_per_s), 2)
+@wrong("step_work", fails="a matrix without tokens is not read")
+def reads_idle_matrices(matrices, bytes_per_number):
+    return work(matrices, bytes_per_number, bytes_of=lambda n, t: n)
 
 
-@wrong("rms_norm", fails="every token on its own")
+@wrong("step_work", fails="smaller numbers: fewer bytes, as many operations")
+def operations_from_bytes(matrices, bytes_per_number):
+    nbytes, operations = work(matrices, bytes_per_number)
+    return nbytes, operations * bytes_per_number // 4
+
+
+@wrong("free_batch", fails="a larger model has the same free batch")
+def forgets_to_compute_with_all_numbers(numbers, bytes_per_number, bytes_per_s, operations_per_s):
+    return int(numbers * bytes_per_number / bytes_per_s // (2 / operations_per_s))
+
+
+@wrong("free_batch", fails="smaller numbers, smaller batch")
+def numbers_of_four_bytes(numbers, bytes_per_number, bytes_per_s, operations_per_s):
+    return int(4 * operations_per_s / (2 * bytes_per_s))
+
+
+@wrong("free_batch", fails="only whole tokens")
+def rounds_to_the_nearest(numbers, bytes_per_number, bytes_per_s, operations_per_s):
+    return round(bytes_per_number * operations_per_s / (2 * bytes_per_s))
+
+
+@wrong("free_batch", fails="slow arithmetic leaves no room")
+def at_least_one(numbers, bytes_per_number, bytes_per_s, operations_per_s):
+    return max(1, int(bytes_per_number * operations_per_s / (2 * bytes_per_s)))
+
+
+@wrong("rms_norm", fails="each token on its own")
 def one_mean_for_all(x, weight, eps):
     wide = x.float()
     return (wide / (wide.pow(2).mean() + eps).sqrt() * weight).to(x.dtype)
 
 
-@wrong("rms_norm", fails="the mean itself is kept")
+@wrong("rms_norm", fails="the row's mean is not subtracted")
 def layer_norm(x, weight, eps):
     wide = x.float()
     wide = wide - wide.mean(-1, keepdim=True)
@@ -130,3 +172,16 @@ def squares_as_they_come(x, weight, eps):
 def stays_wide(x, weight, eps):
     wide = x.float()
     return wide / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+@wrong("rms_norm", fails="x and the weights do not change")
+def divides_in_place(x, weight, eps):
+    wide = x.float()
+    scale = (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
+    return wide.mul_(scale).mul(weight).to(x.dtype)
+
+
+@wrong("rms_norm", fails="eps is inside the root")
+def adds_eps_after_the_root(x, weight, eps):
+    wide = x.float()
+    return (wide / (wide.pow(2).mean(-1, keepdim=True).sqrt() + eps) * weight).to(x.dtype)

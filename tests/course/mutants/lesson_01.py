@@ -46,7 +46,7 @@ def one_pass_over_the_ranks(symbols, ranks):
     return list(symbols)
 
 
-@wrong("bpe_merge", fails="every place of a pair is joined")
+@wrong("bpe_merge", fails="a pair is joined wherever it occurs")
 def first_place_of_each_pair(symbols, ranks):
     symbols, left = list(symbols), dict(ranks)
     while True:
@@ -80,7 +80,31 @@ def by_the_joined_text(symbols, ranks):
         symbols[place : place + 2] = [symbols[place] + symbols[place + 1]]
 
 
-@wrong("bpe_merge", fails="the given symbols are not changed")
+@wrong("bpe_merge", fails="the rank is the number, whatever the order of the dict")
+def in_the_order_of_the_dict(symbols, ranks):
+    symbols = list(symbols)
+    while True:
+        here = list(pairwise(symbols))
+        place = next((here.index(pair) for pair in ranks if pair in here), None)
+        if place is None:
+            return symbols
+        symbols[place : place + 2] = [symbols[place] + symbols[place + 1]]
+
+
+@wrong("bpe_merge", fails="a word may have nothing to join")
+def joins_at_least_once(symbols, ranks):
+    symbols = list(symbols)
+    while True:
+        found = [(ranks.get(pair, 10**6), i) for i, pair in enumerate(pairwise(symbols))]
+        if not found:
+            return symbols or [""]
+        rank, place = min(found)
+        if rank == 10**6:
+            return symbols
+        symbols[place : place + 2] = [symbols[place] + symbols[place + 1]]
+
+
+@wrong("bpe_merge", fails="the arguments do not change")
 def modifies_the_callers_list(symbols, ranks):
     while found := [(ranks[pair], i) for i, pair in enumerate(pairwise(symbols)) if pair in ranks]:
         place = min(found)[1]
@@ -88,13 +112,13 @@ def modifies_the_callers_list(symbols, ranks):
     return symbols
 
 
-def learn(word_counts, steps, weight=lambda count: count, order=lambda pair: pair, join=join_pair):
+def learn(word_counts, steps, weight=lambda count: count, order=lambda pair: pair, join=join_pair, places=pairwise):
     words = [(list(word), count) for word, count in word_counts.items()]
     merges = []
     while len(merges) < steps:
         counts = Counter()
         for symbols, count in words:
-            for pair in pairwise(symbols):
+            for pair in places(symbols):
                 counts[pair] += weight(count)
         if not counts:
             break
@@ -143,6 +167,44 @@ def first_place_in_each_word(word_counts, steps):
     return learn(word_counts, steps, join=join_first)
 
 
+@wrong("learn_merges", fails="of equal counts, the pair that sorts first wins")
+def sorted_by_the_joined_text(word_counts, steps):
+    return learn(word_counts, steps, order="".join)
+
+
+@wrong("learn_merges", fails="a pair counts at every place in a word")
+def once_for_each_word(word_counts, steps):
+    return learn(word_counts, steps, places=lambda symbols: set(pairwise(symbols)))
+
+
+@wrong("learn_merges", fails="a pair counts at every place in a word")
+def overlapping_places_once(word_counts, steps):
+    def places(symbols):
+        last = None
+        for pair in pairwise(symbols):
+            last = None if pair == last and pair[0] == pair[1] else pair
+            if last:
+                yield pair
+
+    return learn(word_counts, steps, places=places)
+
+
+@wrong("learn_merges", fails="only whole symbols are joined")
+def replaces_text(word_counts, steps):
+    def join(symbols, left, right):
+        return " ".join(symbols).replace(f"{left} {right}", left + right).split(" ")
+
+    return learn(word_counts, steps, join=join)
+
+
+@wrong("learn_merges", fails="the caller's counts do not change")
+def takes_words_out_of_the_dict(word_counts, steps):
+    merges = learn(word_counts, steps)
+    for word in [word for word in word_counts if len(word) < 3]:
+        del word_counts[word]
+    return merges
+
+
 class Stream:
     """A correct stream, the base of the wrong ones."""
 
@@ -173,7 +235,7 @@ class Stream:
             return "\ufffd" * len(run)
 
 
-@wrong("TextStream", fails="what is certain is not held back")
+@wrong("TextStream", fails="text that is certain is returned at once")
 class AllAtTheEnd(Stream):
     def __init__(self, special):
         super().__init__(special)
@@ -185,7 +247,79 @@ class AllAtTheEnd(Stream):
 
     def finish(self):
         stream = Stream(self.special)
-        return "".join(stream.push(token) for token in self.tokens) + stream.finish()
+        tokens, self.tokens = self.tokens, []
+        return "".join(stream.push(token) for token in tokens) + stream.finish()
+
+
+@wrong("TextStream", fails="a run of bytes waits until it ends")
+class EachCharacterAtOnce(Stream):
+    """Emits a character as soon as its bytes are complete, and takes it back into account if the run breaks."""
+
+    shown = ""
+
+    def push(self, token):
+        if token not in BYTE_TOKENS:
+            return super().push(token)
+        self.run.append(BYTE_TOKENS.index(token))
+        try:
+            text = bytes(self.run).decode()
+        except UnicodeDecodeError:
+            return ""
+        new, self.shown = text[len(self.shown) :], text
+        return new
+
+    def finish(self):
+        shown, self.shown = len(self.shown), ""
+        whole = super().finish()
+        return whole if "\ufffd" in whole else whole[shown:]
+
+
+@wrong("TextStream", fails="finish() begins an empty run")
+class RunKept(Stream):
+    def push(self, token):
+        text = super().push(token)
+        if token not in BYTE_TOKENS and token not in self.special:
+            self.run.clear()
+        return text
+
+    def finish(self):
+        return self.decode(bytes(self.run))
+
+
+@wrong("TextStream", fails="a ▁ that was spelled in bytes stays")
+class ReplacesAtTheEnd(Stream):
+    def decode(self, run):
+        return super().decode(run).replace("▁", " ")
+
+
+@wrong("TextStream", fails="a run of bytes waits until it ends")
+class AsciiAtOnce(Stream):
+    def push(self, token):
+        if token in BYTE_TOKENS and not self.run and BYTE_TOKENS.index(token) < 128:
+            return chr(BYTE_TOKENS.index(token))
+        return super().push(token)
+
+
+@wrong("TextStream", fails="a special token does not end a run")
+class SpecialClearsTheRun(Stream):
+    def push(self, token):
+        if token in self.special:
+            self.run.clear()
+        return super().push(token)
+
+
+@wrong("TextStream", fails="a special token does not end a run")
+class SpecialEndsTheRun(Stream):
+    def push(self, token):
+        return self.finish() if token in self.special else super().push(token)
+
+
+@wrong("TextStream", fails="in a broken run, each byte becomes one \ufffd")
+class BrokenPartsReplaced(Stream):
+    """Decodes what can be decoded, as UTF-8 decoders usually do."""
+
+    def decode(self, run):
+        return run.decode(errors="replace")
 
 
 @wrong("TextStream", fails="half a character is never shown")
@@ -196,9 +330,11 @@ class RedecodesTheRunAtEachByte(Stream):
         if token not in BYTE_TOKENS:
             return super().push(token)
         self.run.append(BYTE_TOKENS.index(token))
-        new_text = self.decode(bytes(self.run))[self.shown :]
-        self.shown += len(new_text)
-        return new_text
+        text = self.decode(bytes(self.run))
+        if "\ufffd" not in text:
+            return ""
+        new, self.shown = text[self.shown :], len(text)
+        return new
 
     def finish(self):
         shown, self.shown = self.shown, 0
@@ -216,7 +352,7 @@ class TailLost(Stream):
         return ""
 
 
-@wrong("TextStream", fails="every ▁ is a space, the first one too")
+@wrong("TextStream", fails="every ▁ in a token is a space, the first one too")
 class FirstSpaceTaken(Stream):
     first = True
 
@@ -227,11 +363,11 @@ class FirstSpaceTaken(Stream):
 
 @wrong("TextStream", fails="special tokens have no text, all others have")
 class SpecialShown(Stream):
-    def __init__(self, special):
-        super().__init__(())
+    def push(self, token):
+        return token if token in self.special else super().push(token)
 
 
-@wrong("TextStream", fails="broken bytes become one \ufffd each")
+@wrong("TextStream", fails="in a broken run, each byte becomes one \ufffd")
 class BrokenBytesSwallowed(Stream):
     def decode(self, run):
         return run.decode(errors="ignore")
@@ -257,22 +393,22 @@ def role_as_it_came(messages, add_generation_prompt=True):
     return render(messages, add_generation_prompt, role="assistant")
 
 
-@wrong("render_chat", fails="it ends where the model is to speak")
+@wrong("render_chat", fails="it ends where the model continues")
 def newline_forgotten(messages, add_generation_prompt=True):
     return render(messages, add_generation_prompt, prompt="<start_of_turn>model")
 
 
-@wrong("render_chat", fails="it ends where the model is to speak")
+@wrong("render_chat", fails="it ends where the model continues")
 def no_generation_prompt(messages, add_generation_prompt=True):
     return render(messages, False)
 
 
-@wrong("render_chat", fails="it ends where the model is to speak")
+@wrong("render_chat", fails="it ends where the model continues")
 def generation_prompt_only_after_a_user_turn(messages, add_generation_prompt=True):
     return render(messages, add_generation_prompt and messages[-1]["role"] == "user")
 
 
-@wrong("render_chat", fails="one <bos>, in front")
+@wrong("render_chat", fails="one <bos>, at the start")
 def each_turn_begins_a_text(messages, add_generation_prompt=True):
     return render(messages, add_generation_prompt, bos="", each="<bos>")
 
@@ -290,3 +426,26 @@ def content_as_it_came(messages, add_generation_prompt=True):
 @wrong("render_chat", fails="white space around a message is dropped")
 def only_the_users_content_stripped(messages, add_generation_prompt=True):
     return render(messages, add_generation_prompt, trim=("user",))
+
+
+@wrong("render_chat", fails="turns follow each other in order, with nothing between them")
+def turns_joined_by_newlines(messages, add_generation_prompt=True):
+    turns = [render([message], False, bos="") for message in messages]
+    return "<bos>" + "\n".join(turns) + "<start_of_turn>model\n" * add_generation_prompt
+
+
+@wrong("render_chat", fails="turns follow each other in order, with nothing between them")
+def latest_turn_first(messages, add_generation_prompt=True):
+    return render(messages[::-1], add_generation_prompt)
+
+
+@wrong("render_chat", fails="only roles are renamed, not words of a message")
+def renamed_in_the_text(messages, add_generation_prompt=True):
+    return render(messages, add_generation_prompt, role="assistant").replace("assistant", "model")
+
+
+@wrong("render_chat", fails="the caller's messages do not change")
+def stripped_in_place(messages, add_generation_prompt=True):
+    for message in messages:
+        message["content"] = message["content"].strip()
+    return render(messages, add_generation_prompt)
