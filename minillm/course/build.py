@@ -5,6 +5,7 @@ A source is a script, `notebooks/source/NN_name.py`, in the format of `lesson.py
 """
 
 import argparse
+import copy
 import html
 import os
 import re
@@ -26,6 +27,12 @@ NOTEBOOKS = ROOT / "notebooks"
 DEMO = "99_serve_and_benchmark"
 CELL_SECONDS = 600
 NO_ALTERNATIVE = "No description has been provided for this image"  # written by nbconvert
+# Code, which may contain dollars, comes first: a formula in it is text.
+_CODE_OR_FORMULA = re.compile(
+    r"(?P<code>^ *(?P<fence>```+|~~~+).*?^ *(?P=fence)|(?P<ticks>`+)(?!`).+?(?<!`)(?P=ticks)(?!`)|\\\$)"
+    r"|\$\$(?P<block>.+?)\$\$|\$(?!\s)(?P<inline>[^$\n]*(?:\n[^$\n]+)*?)(?<![\s\\])\$(?!\d)",
+    re.DOTALL | re.MULTILINE,
+)
 
 
 def execute(notebook: NotebookNode, folder: Path, started: Callable | None = None, **environment: str) -> NotebookNode:
@@ -78,13 +85,42 @@ def sources(names: list[str]) -> list[Path]:
 
 
 def to_html(notebook: NotebookNode, title: str) -> str:
-    """The notebook as one page that needs no network: styles and pictures are embedded, scripts removed."""
+    """The notebook as one page that needs no network: styles, pictures and formulas are embedded, scripts removed."""
     from nbconvert import HTMLExporter
 
-    page, _ = HTMLExporter(embed_images=True).from_notebook_node(notebook, resources={"metadata": {"name": title}})
+    marked, formulas = _formulas_marked(notebook)
+    page, _ = HTMLExporter(embed_images=True).from_notebook_node(marked, resources={"metadata": {"name": title}})
     page = _with_alternatives(page, notebook)
-    # The template loads scripts from the network, for formulas and widgets, which this report does not have.
-    return re.sub(r"<script\b.*?</script>", "", page, flags=re.DOTALL)
+    # The template loads scripts from the network, for formulas and widgets.
+    page = re.sub(r"<script\b.*?</script>", "", page, flags=re.DOTALL)
+    for mark, formula in formulas.items():
+        page = page.replace(mark, formula)
+    return page
+
+
+def _formulas_marked(notebook: NotebookNode) -> tuple[NotebookNode, dict[str, str]]:
+    """A copy whose Markdown has a mark in place of each formula, and the marks' formulas in MathML.
+
+    A mark is one word: in its place the converter from Markdown finds no emphasis, table or HTML.
+    """
+    from latex2mathml.converter import convert as mathml
+
+    formulas: dict[str, str] = {}
+
+    def mark(found: re.Match[str]) -> str:
+        if found["code"]:
+            return found[0]
+        latex = " ".join((found["block"] or found["inline"]).split())
+        display = "block" if found["block"] else "inline"
+        name = f"formula{len(formulas)}end"
+        formulas[name] = mathml(latex, display=display).replace(r"\_", "_")  # in \text, where it is left as it is
+        return name
+
+    marked = copy.deepcopy(notebook)
+    for cell in marked.cells:
+        if cell.cell_type == "markdown":
+            cell.source = _CODE_OR_FORMULA.sub(mark, cell.source)
+    return marked, formulas
 
 
 def _with_alternatives(page: str, notebook: NotebookNode) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from nbclient.exceptions import CellExecutionError
+from nbformat import v4
 
 from minillm.course import build
 
@@ -77,6 +78,55 @@ def test_the_report_needs_no_network(executed):
     assert "data:image/png;base64," in page
     assert "<script" not in page
     assert not re.findall(r"""(?:src|href)=["']?(?:https?:)?//|@import|url\(["']?http""", page)
+
+
+def page_of(markdown: str) -> str:
+    page = build.to_html(v4.new_notebook(cells=[v4.new_markdown_cell(markdown)]), "trial")
+    return page[page.index("<body") :]
+
+
+FORMULAS = r"""
+In words, $a_1 * b_2 < c * d$:
+
+$$x = \frac{1}{2}
+\qquad \text{kv\_heads}$$
+
+| $|n|$ |
+|--|
+"""
+
+
+def test_the_report_shows_formulas_without_a_script():
+    page = page_of(FORMULAS)
+    assert len(re.findall(r'<math [^>]*display="inline"', page)) == 2
+    assert len(re.findall(r'<math [^>]*display="block"', page)) == 1
+    assert "<mfrac>" in page and "<mtext>kv_heads</mtext>" in page
+    assert "$" not in page and "\\" not in page and "<em>" not in page
+
+
+@pytest.mark.parametrize(
+    "markdown",
+    [
+        "run `echo $HOME$` now",
+        "``a ` $b$``",
+        "```bash\necho $A $B\necho $$x$$\n```",
+        "from $5 to $6",
+        r"\$a\$",
+        "one $ and\n\nanother $",
+    ],
+)
+def test_dollars_that_are_no_formula_stay(markdown):
+    page = page_of(markdown)
+    assert "<math" not in page and page.count("$") == markdown.count("$")
+
+
+def test_every_formula_of_the_demo_is_converted():
+    page = build.to_html(build.convert(build.sources([build.DEMO])[0]), "trial")
+    shown = re.sub(
+        r'<div class="[^"]*highlight.*?</div>|<code>.*?</code>', "", page[page.index("<body") :], flags=re.DOTALL
+    )
+    assert shown.count("<math") > 3
+    assert not re.findall(r"\$|\\[a-z]+", shown)
 
 
 def test_an_error_in_a_cell_stops_the_build(tmp_path):
