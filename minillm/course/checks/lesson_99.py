@@ -33,10 +33,12 @@ def _(function):
 
 @timings.property("the wait starts when the request was due", "subtract `due` from both, TTFT and end-to-end")
 def _(function):
-    ttft, _, e2e = function(10.0, [(10.5, 1), (11.0625, 1)])
-    assert _near([ttft, e2e], [0.5, 1.0625]), (
-        f"due at 10, first token at 10.5, last at 11.0625: expected 0.5 and 1.0625, got {ttft} and {e2e}"
-    )
+    for due, first, last in ((10.0, 10.5, 11.0625), (1.0, 1.75, 2.0)):
+        ttft, _, e2e = function(due, [(first, 1), (last, 1)])
+        assert _near([ttft, e2e], [first - due, last - due]), (
+            f"due at {due:g}, first token at {first}, last at {last}: expected {first - due} and {last - due}, "
+            f"got {ttft} and {e2e}"
+        )
 
 
 @timings.property("a gap is the time since the token before", "subtract neighbors, and keep the order of the tokens")
@@ -238,7 +240,8 @@ def _(function):
 
 @batched_attention.property("scores are scaled", "multiply by `scale` before the softmax")
 def _(function):
-    return _right(function, *_draw(2, 5, 2, 2), [5, 5], 0.125)
+    q, k, v = _draw(2, 5, 2, 2)
+    return all(_right(function, q, k, 10 * v, [5, 5], scale) for scale in (0.125, 1.5))
 
 
 @batched_attention.property(
