@@ -41,7 +41,7 @@ from minillm.course import draw_serving as draw
 from minillm.server import running
 
 # %% [markdown]
-# ## Start the server · 4 min
+# ## Start the server · 3 min
 #
 # In a terminal you would type `minillm serve`. Here the engine runs in the notebook's own process, so that a function
 # you change in a cell changes what is served. HTTP runs in separate worker processes.
@@ -68,7 +68,7 @@ print(f"{model.nbytes / 1e6:,.1f} MB of weights; {rows} rows in the batch")
 # Prefix caching is off because we are going to send the same prompts again and again. With the cache, only the first
 # run would measure prefill.
 #
-# ## Talk to it · 4 min
+# ## Talk to it · 3 min
 #
 # The server speaks the OpenAI protocol, so the official client works unchanged; only the address differs. Retries are
 # off: we want to see what happens to each request, including failures.
@@ -116,7 +116,7 @@ print(story["prompt"] + whole)
 print(f"\nstreamed, the same text: {''.join(pieces) == whole}")
 
 # %% [markdown]
-# ## What a user waits for · 19 min
+# ## What a user waits for · 17 min
 #
 # Four terms describe the speed of a server:
 #
@@ -237,7 +237,7 @@ compare(
 # hides such costs: a step of Gemma 2B on an H200 takes 1.35 ms without HTTP, 1.13 times its floor
 # (`data/results/h200/roofline.json`).
 #
-# ## Many users · 13 min
+# ## Many users · 12 min
 #
 # Now eight clients send a request each, all at once, with different lengths. One number has to stand for all their
 # gaps. The mean hides the moment when the text stood still, so serving speaks in **percentiles**: p50 is the typical
@@ -290,7 +290,7 @@ describe(
 # than one that only decodes. A request whose answer is already streaming waits for that step too: its text stands
 # still. (Lesson 10 cuts prompts into chunks to shorten this gap.) The typical gap knows nothing of it; p99 does.
 #
-# ## How many at once? · 8 min
+# ## How many at once? · 5 min
 #
 # `minillm bench serve` is a load generator: it does what we just did, for hundreds of requests. In a **closed loop** a
 # fixed number of clients each wait for their answer before they send the next request. We try one client, a quarter of
@@ -327,14 +327,14 @@ describe(
 )
 
 # %% [markdown]
-# A step has two parts: one that is the same for any number of rows, and one that grows with every row. The printed
-# split fits a line through the first and the last measurement. Batching shares the first part, and that is its whole
-# gain. The part contains the reading of the weights, and also Python, the launch of every operation, and messages
-# between processes. Compare the two printed numbers: if the fixed part is much longer than the floor, then overhead is
-# most of what batching shares on this machine. On an H200 Gemma 2B's weights are most of it.
+# A step has two parts: one that takes the same time for any number of rows, and one that grows with every row. (The
+# printed split fits a line through the first and the last measurement.) Batching shares the first part; that is its
+# whole gain. This part includes reading the weights, but also Python, launching every operation, and messages between
+# processes. Compare the two printed numbers: if the fixed part is much longer than the floor, then on this machine
+# batching mostly shares overhead. For Gemma 2B on an H200 it mostly shares the weights: 1.19 of the 1.35 ms above.
 #
-# The second part (arithmetic, attention to each row's own keys, sampling, HTTP) limits the gain: with ever more rows
-# throughput approaches one token per row in that time. Every client pays with longer gaps.
+# The second part (arithmetic, attention to each row's own keys, sampling, HTTP) limits the gain: however many rows there
+# are, every token costs at least that much time. And every client pays with longer gaps.
 #
 # Two warnings. The closer the last column is to 100 %, the more the load generator has measured itself. And an ITL near
 # 0 is not a fast server: the tokens of several steps got stuck on their way, for example in a busy HTTP worker, and
@@ -399,8 +399,8 @@ describe(
 # time, whatever is still running, and counts latency from when the request was *due*. (`minillm bench serve --rate 20`
 # draws a schedule itself; `--trace conversation` replays a recorded one.)
 #
-# The closed loop found a rate that the server can sustain. For a second and a half, requests now arrive at half that rate,
-# at nine tenths of it, and at twice the rate.
+# The closed loop found a rate that the server can sustain. Now requests arrive for one second (for ten with `FULL=1`) at
+# half that rate, at nine tenths of it, and at twice the rate.
 #
 # **Predict.** At twice the rate, what does the typical user wait for the first token?
 
@@ -408,7 +408,7 @@ describe(
 guess_overload_ms = 500.0  # PREDICT: median TTFT at twice the rate, in ms
 
 # %% tags=["nbval-ignore-output"] uncompared="times"
-seconds = 10.0 if full() else 1.5
+seconds = 10.0 if full() else 1.0
 again = serve.run(server.url, concurrency=rows, requests=4 * rows, **CHAT)["results"][0]
 capacity = max(loads[-1]["requests_per_s"], again["requests_per_s"])  # the better of two runs
 SHARES = (0.5, 0.9, 2.0)
@@ -437,14 +437,13 @@ describe(
 # %% [markdown]
 # Read the table from bottom to top.
 #
-# * **Twice the rate:** the queue only grows. For every second that the overload lasts, the newest request waits about
-#   half a second more: in $t$ seconds $2t$ seconds of work arrive, and $t$ seconds' worth get done. So the numbers in
-#   this row depend on how long we measured. Compare "most at once" with the rows of the batch: the rest are waiting.
+# * **Twice the rate:** the queue only grows. A request that is due after $t$ seconds has $2t$ seconds of work ahead of
+#   it, so it waits about $t$ seconds. The longer the overload lasts, the larger all numbers in this row. Compare "most
+#   at once" with the rows of the batch: all other requests are waiting in the queue.
 # * **Nine tenths and half:** crowds come and pass, and few requests wait for a row, if any.
-# * **Closed loop:** its TTFT may well be *longer* than at nine tenths, although nobody queues. The picture shows why:
-#   all answers have 16 tokens, so all clients finish together and send their next prompts together. One step runs all
-#   these prompts, and every client waits for all of them. Only the lengths in this experiment do this; it says nothing
-#   about real users.
+# * **Closed loop:** its TTFT may well be *longer* than at nine tenths, although no request ever waits for a row. The
+#   picture shows why. All answers have 16 tokens, so all clients finish together and send their next prompts together.
+#   A single step then runs all these prompts, and every client waits for all of them. Real users do not move in step.
 #
 # So capacity is a rate *and a promise*. Promise something (here: the first token within ten times the idle server's
 # TTFT, and the whole answer within five times its end-to-end latency), and count only the answers that keep it. Their
@@ -594,7 +593,7 @@ print("mean ITL, ms            1 client  8 clients")
 for name, function in versions.items():
     with using(**({} if function is None else {"decode_attention": function})):
         few, eight = (
-            serve.run(server.url, concurrency=n, requests=max(3, 2 * n), **CHAT)["results"][0]
+            serve.run(server.url, concurrency=n, requests=max(4, 2 * n), **CHAT)["results"][0]
             for n in (1, 8)
         )
     alone_ms, crowd_ms = (row["itl_s"]["mean"] * 1e3 for row in (few, eight))
@@ -654,8 +653,9 @@ equal, mixed = (
 
 # %% tags=["nbval-ignore-output", "terminal"] uncompared="times"
 print(
-    "(lengths are divided by the number after the slash; the last column has the seconds of each run)"
+    "A workload's name gives its full size. Here its lengths are divided by the number after"
 )
+print("the slash, and the column `requests` says how many ran; runs: the seconds of each.")
 print(offline.table(equal["results"] + mixed["results"]))
 for record in (equal, mixed):
     if warning := offline.caveat(record):
@@ -671,7 +671,7 @@ compare("mixed lengths", unit=unit, prediction=guess_mixed, measured=lead_mixed)
 draw.comparison({"16 requests of equal length": equal, "48 requests of mixed lengths": mixed})
 describe(
     "Two bar charts of output tokens per second, minillm next to transformers, for 16 requests of equal length and for "
-    "48 requests of mixed lengths. Dots are single runs. minillm's bar is taller by a larger factor in the second chart."
+    "48 requests of mixed lengths. Dots are single runs."
 )
 
 # %% [markdown]
