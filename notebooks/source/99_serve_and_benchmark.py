@@ -333,8 +333,8 @@ describe(
 # processes. Compare the two printed numbers: if the fixed part is much longer than the floor, then on this machine
 # batching mostly shares overhead. For Gemma 2B on an H200 it mostly shares the weights: 1.19 of the 1.35 ms above.
 #
-# The second part (arithmetic, attention to each row's own keys, sampling, HTTP) limits the gain: however many rows there
-# are, every token costs at least that much time. And every client pays with longer gaps.
+# The second part (arithmetic, attention to each row's own keys, sampling, HTTP) limits the gain: however many rows
+# there are, every token costs at least that much time. And every client pays with longer gaps.
 #
 # Two warnings. The closer the last column is to 100 %, the more the load generator has measured itself. And an ITL near
 # 0 is not a fast server: the tokens of several steps got stuck on their way, for example in a busy HTTP worker, and
@@ -399,8 +399,8 @@ describe(
 # time, whatever is still running, and counts latency from when the request was *due*. (`minillm bench serve --rate 20`
 # draws a schedule itself; `--trace conversation` replays a recorded one.)
 #
-# The closed loop found a rate that the server can sustain. Now requests arrive for one second (for ten with `FULL=1`) at
-# half that rate, at nine tenths of it, and at twice the rate.
+# The closed loop found a rate that the server can sustain. Now requests arrive for one second (for ten with `FULL=1`)
+# at half that rate, at nine tenths of it, and at twice the rate.
 #
 # **Predict.** At twice the rate, what does the typical user wait for the first token?
 
@@ -589,14 +589,14 @@ versions = {
 if solved(batched_attention):
     versions["yours"] = decode_attention
 versions["a loop over the rows"] = one_by_one
-print("mean ITL, ms            1 client  8 clients")
+print("ITL p50, ms             1 client  8 clients")
 for name, function in versions.items():
     with using(**({} if function is None else {"decode_attention": function})):
         few, eight = (
             serve.run(server.url, concurrency=n, requests=max(4, 2 * n), **CHAT)["results"][0]
             for n in (1, 8)
         )
-    alone_ms, crowd_ms = (row["itl_s"]["mean"] * 1e3 for row in (few, eight))
+    alone_ms, crowd_ms = (row["itl_s"]["p50"] * 1e3 for row in (few, eight))
     print(f"{name:<22}{alone_ms:10.2f}{crowd_ms:11.2f}")
 compare("the loop", unit="ms", prediction=guess_loop_ms, measured=crowd_ms)
 
