@@ -442,8 +442,9 @@ describe(
 #   at once" with the rows of the batch: all other requests are waiting in the queue.
 # * **Nine tenths and half:** crowds come and pass, and few requests wait for a row, if any.
 # * **Closed loop:** its TTFT may well be *longer* than at nine tenths, although no request ever waits for a row. The
-#   picture shows why. All answers have 16 tokens, so all clients finish together and send their next prompts together.
-#   A single step then runs all these prompts, and every client waits for all of them. Real users do not move in step.
+#   picture shows why: clients move in groups. All answers have 16 tokens, so requests that start in the same step also
+#   end in the same step, and their clients send the next prompts together. One step then runs all prompts of the group,
+#   and each client waits for all of them. Real users do not move in groups.
 #
 # So capacity is a rate *and a promise*. Promise something (here: the first token within ten times the idle server's
 # TTFT, and the whole answer within five times its end-to-end latency), and count only the answers that keep it. Their
