@@ -217,8 +217,9 @@ def _draw(rows, keys, heads, kv_heads, d=8):
     return [torch.randn(shape, generator=made) for shape in shapes]
 
 
-def _right(function, q, k, v, lengths, scale) -> bool:
+def _right(function, tensors, lengths, scale) -> bool:
     """Whether the result is right, for copies of the tensors: what changes them fails a property of its own."""
+    q, k, v = tensors
     lengths = torch.tensor(lengths, dtype=torch.int32)
     found = function(q.clone(), k.clone(), v.clone(), lengths.clone(), scale)
     assert found.shape == q.shape, f"q is {list(q.shape)}, and so is the result: got {list(found.shape)}"
@@ -235,20 +236,20 @@ def _(function):
 
 @batched_attention.property("each row ends at its own length", "key i of row r counts if i < lengths[r]")
 def _(function):
-    return _right(function, *_draw(3, 6, 2, 2), [6, 3, 1], 1.0)
+    return _right(function, _draw(3, 6, 2, 2), [6, 3, 1], 1.0)
 
 
 @batched_attention.property("scores are scaled", "multiply by `scale` before the softmax")
 def _(function):
     q, k, v = _draw(2, 5, 2, 2)
-    return all(_right(function, q, k, 10 * v, [5, 5], scale) for scale in (0.125, 1.5))
+    return all(_right(function, (q, k, 10 * v), [5, 5], scale) for scale in (0.125, 1.5))
 
 
 @batched_attention.property(
     "neighboring heads share a KV head", "heads 0 and 1 of 4 use KV head 0 of 2: repeat_interleave, not repeat"
 )
 def _(function):
-    return all(_right(function, *_draw(1, 5, *heads), [5], 1.0) for heads in ((4, 2), (6, 2), (3, 1)))
+    return all(_right(function, _draw(1, 5, *heads), [5], 1.0) for heads in ((4, 2), (6, 2), (3, 1)))
 
 
 @batched_attention.property(
@@ -259,7 +260,7 @@ def _(function):
     q, k, v = _draw(1, 6, 2, 2)
     # After the length, a key that must not be read; after that, NaN.
     k[0, 3], v[0, 3], v[0, 4], k[0, 5] = -1e4 * q[0], 0.0, torch.nan, torch.nan
-    assert _right(function, q, k, v, [3], 1.0), "NaN or large numbers after a row's length change the output"
+    assert _right(function, (q, k, v), [3], 1.0), "NaN or large numbers after a row's length change the output"
     # What is seen scores -30,000, a leftover 30,000: they must be hidden by -inf, not by a number such as -10,000.
     q, k, v = (part.double() for part in _draw(1, 5, 2, 2))
     q[:], k[:, :3], k[:, 3], k[:, 4] = 1.0, -3750.0, -7500.0, 3750.0
@@ -294,7 +295,7 @@ def _(function):
     q, k, v = _draw(2, 5, 2, 2)
     q[0, 0] *= 100
     q[1] *= -100
-    return _right(function, q, k, v, [5, 5], 1.0)
+    return _right(function, (q, k, v), [5, 5], 1.0)
 
 
 @batched_attention.property(
