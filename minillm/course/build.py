@@ -157,7 +157,8 @@ def demo() -> Path:
         if before is not None and before.cell_type == "markdown":
             heading = next((line for line in before.source.splitlines() if line.startswith("#")), None)
             if heading:
-                print(f"{time.perf_counter() - begin:5.0f} s  {heading.lstrip('# ')}", flush=True)
+                title = re.sub(r" · \d+ min$", "", heading.lstrip("# "))
+                print(f"{time.perf_counter() - begin:5.0f} s  {title}", flush=True)
 
     execute(notebook, NOTEBOOKS, say, FULL="1")
     folder = ROOT / "build"

@@ -1,60 +1,77 @@
 # %% [markdown]
 # # 99 · Serve and benchmark
 #
-# Afterwards you can start an inference server and talk to it as any OpenAI client does; say of one request, and of
-# thousands, what its users waited for; load a server in the two ways that give two different answers, and know which
-# to believe; serve with an attention that you wrote, and say what it costs; and compare two engines fairly.
+# After this lesson you can
 #
-# **70 minutes. Needs:** a CPU, and lessons 00 and 02. The model comes with the project; nothing is downloaded. On a GPU
-# the same cells run Gemma 2B. Every time below was measured on the machine that ran this notebook last: run it, and
-# the times are yours.
+# * start an inference server and talk to it with any OpenAI client;
+# * measure what users wait for, in one request and over a whole run;
+# * load a server in two ways that give different answers, and say what each is good for;
+# * serve with attention that you wrote, and say what it costs;
+# * compare two engines fairly, and explain the result.
+#
+# **90 minutes. Needs:** a CPU, and lessons 00 and 02. The model comes with the project; nothing is downloaded. On a GPU
+# the same cells run Gemma 2B. All times below come from the machine that ran this notebook last; run it to see yours.
 
 # %%
 import math
 import os
-import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import pairwise
 
-import matplotlib.pyplot as plt
 import openai
 import torch
 
-from minillm import LLM, using
-from minillm.bench import offline, plots, roofline, serve
-from minillm.course import NotSolvedYet, adapters, check, compare, full, tier, yours
+from minillm import LLM, ops, using
+from minillm.bench import offline, records, roofline, serve, workloads
+from minillm.course import (
+    NotSolvedYet,
+    adapters,
+    check,
+    compare,
+    describe,
+    full,
+    serving,
+    solved,
+    tier,
+    yours,
+)
+from minillm.course import draw_serving as draw
 from minillm.server import running
 
 # %% [markdown]
-# ## Start the server
+# ## Start the server · 3 min
 #
-# In a terminal that is `minillm serve`. Here the engine runs in the notebook's own process, so that what you change in
-# a cell changes what is served; HTTP is spoken by processes of its own. `ExitStack` keeps it open until we close it.
-# The batch has a fixed number of places: who comes when all are taken waits in a queue. On a CPU one process for HTTP
-# is enough; beside a GPU it can be what limits the server, so there are up to four, as far as there are cores.
+# In a terminal you would type `minillm serve`. Here the engine runs in the notebook's own process, so that a function
+# you change in a cell changes what is served. HTTP runs in separate worker processes.
+#
+# The batch has a fixed number of rows: at most that many requests run at the same time, and further requests wait in a
+# queue. `ExitStack` keeps the server open until we close it. On a CPU the engine gets one thread, which leaves the
+# other cores to HTTP and to the clients. On a GPU a single HTTP process can be the bottleneck, so there are up to four.
 
 # %%
 here = tier()
-places = {"cpu": 16, "gpu": 128}[here.name]
-llm = LLM(here.model, max_num_seqs=places, enable_prefix_caching=False, **here.options)
-llm.warm_up()  # on a GPU: compile kernels and record graphs now, not under the first clients
+if here.name == "cpu":
+    torch.set_num_threads(1)
+rows = {"cpu": 16, "gpu": 128}[here.name]
+llm = LLM(here.model, max_num_seqs=rows, enable_prefix_caching=False, **here.options)
+llm.warm_up()  # on a GPU: compile kernels and capture graphs now, not during the first requests
 stack = ExitStack()
 workers = {"cpu": 1, "gpu": min(4, max(1, os.cpu_count() - 2))}[here.name]
 server = stack.enter_context(running(llm, workers=workers))
 config, model = llm.model_config, llm.engine.model
 print(f"{here.label}: {model.num_parameters / 1e6:,.1f} million parameters")
-print(f"{model.nbytes / 1e6:,.1f} MB of weights; {places} places in the batch")
+print(f"{model.nbytes / 1e6:,.1f} MB of weights; {rows} rows in the batch")
 
 # %% [markdown]
-# Prefix caching is off because we are going to send the same prompts again and again: with it, all but the first would
-# be measured without their prefill.
+# Prefix caching is off because we are going to send the same prompts again and again. With the cache, only the first
+# run would measure prefill.
 #
-# ## Talk to it
+# ## Talk to it · 3 min
 #
-# The server speaks OpenAI's protocol, so their client works as it is: only its address is another. It is told not to
-# try again when something fails, because what we want to see is what one request gets.
+# The server speaks the OpenAI protocol, so the official client works unchanged; only the address differs. Retries are
+# off: we want to see what happens to each request, including failures.
 
 
 # %%
@@ -62,13 +79,18 @@ def client_of(server) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="not needed here", max_retries=0)
 
 
-client = client_of(server)
+speaker = server
+if not here.trained:
+    print(
+        "Random weights produce nonsense, so the embedded model answers questions; the load runs on the big one.\n"
+    )
+    speaker = stack.enter_context(running(stack.enter_context(LLM(**here.words))))
 
 
-def ask(question: str, server=server) -> str:
+def ask(question: str) -> str:
     messages = [{"role": "user", "content": question}]
-    answer = client_of(server).chat.completions.create(
-        model=server.model, messages=messages, max_tokens=40, temperature=0
+    answer = client_of(speaker).chat.completions.create(
+        model=speaker.model, messages=messages, max_tokens=40, temperature=0
     )
     return answer.choices[0].message.content
 
@@ -77,31 +99,52 @@ for question in ("Who are you?", "On which island does Fenwick lie?", "What is 3
     print(f"{question} {ask(question)}")
 
 # %% [markdown]
-# A reader should not wait for the last token to see the first. With `stream=True` every piece of text is sent as soon
-# as its characters are complete.
+# Readers should not have to wait for the last token before they see the first. With `stream=True` the server sends each
+# piece of text as soon as its characters are complete.
 
 # %%
 story = {
-    "model": server.model,
+    "model": speaker.model,
     "prompt": "Once upon a time there was a",
     "max_tokens": 40,
     "temperature": 0,
 }
-whole = client.completions.create(**story).choices[0].text
-pieces = [chunk.choices[0].text for chunk in client.completions.create(**story, stream=True)]
+completions = client_of(speaker).completions
+whole = completions.create(**story).choices[0].text
+pieces = [chunk.choices[0].text for chunk in completions.create(**story, stream=True)]
 print(story["prompt"] + whole)
-print(f"\nin pieces, the same text: {''.join(pieces) == whole}")
+print(f"\nstreamed, the same text: {''.join(pieces) == whole}")
 
 # %% [markdown]
-# ## What a user waits for
+# ## What a user waits for · 17 min
 #
-# We note when each piece of one answer comes. `return_token_ids` is an addition of this server (and of vLLM): it says
-# how many tokens came, even where they make no text.
+# Four terms describe the speed of a server:
+#
+# * **TTFT**, time to first token: the wait in the queue plus the prefill, whose last step yields the first token. Until
+#   then the screen is empty.
+# * **ITL**, inter-token latency: the gap between a token and the one before it. If it is too long, the text crawls.
+# * **End-to-end latency**: the time to the last token. A program that needs the whole answer waits this long.
+# * **Throughput**: requests or output tokens per second, over all users. No user waits for it; it is what the cost of
+#   the hardware is divided by.
+#
+# **Predict** both waits of a single request with a prompt of 300 tokens. It gets one token per step, and every step
+# reads all weights, so the memory bandwidth sets a floor (lesson 00). HTTP, JSON, and a client in this process come on
+# top.
 
+# %% tags=["exercise"]
+guess_itl_ms = 3.0  # PREDICT: milliseconds between two tokens
+guess_ttft_ms = 25.0  # PREDICT: milliseconds to the first token
+
+# %% [markdown]
+# Now send it, and note when each piece of the answer arrives. `return_token_ids` is an extension of this server (vLLM
+# has it too): each chunk says how many tokens it carries, even if they do not make text yet.
 
 # %%
+client = client_of(server)
+
+
 def listen(prompt: list[int], max_tokens: int) -> tuple[float, list[tuple[float, int]]]:
-    """Send one request. (When it was sent, [(when something came, tokens that came with it)])."""
+    """Send one request. (When it was sent, [(when tokens arrived, how many)])."""
     body = {"model": server.model, "prompt": prompt, "max_tokens": max_tokens}
     extra = {"ignore_eos": True, "return_token_ids": True}
     due, arrivals = time.perf_counter(), []
@@ -111,88 +154,41 @@ def listen(prompt: list[int], max_tokens: int) -> tuple[float, list[tuple[float,
     return due, arrivals
 
 
-def draw_prompt(tokens: int, seed: int) -> list[int]:
-    """Random token ids: for speed it does not matter what a prompt says."""
-    return random.Random(seed).choices(range(10, config.vocab_size), k=tokens)
+def random_prompt(tokens: int, seed: int) -> list[int]:
+    """Random token ids: speed does not depend on what a prompt says."""
+    made = torch.Generator().manual_seed(seed)
+    return torch.randint(10, config.vocab_size, (tokens,), generator=made).tolist()
 
 
-_ = listen(draw_prompt(300, seed=0), 4)  # the first of its kind pays for what is set up once
-due, arrivals = listen(draw_prompt(300, seed=1), 16)
-print(f"{sum(tokens for _, tokens in arrivals)} tokens came")
-
-# %% [markdown]
-# This is that request. Four words are all there is to the language of serving:
-#
-# * **TTFT**, time to first token: queueing, prefill and one step. The reader looks at an empty screen.
-# * **ITL**, inter-token latency: each gap between a token and the one before it. Too long, and the text crawls.
-# * **end-to-end**: to the last token. What a program that needs the whole answer waits for.
-# * **throughput**: what the server gets done for everyone, in requests or output tokens a second. It is nobody's wait,
-#   and it is what the hardware costs are divided by.
-
+_ = listen(random_prompt(300, seed=0), 4)  # the first request pays for one-time setup
+due, arrivals = listen(random_prompt(300, seed=1), 16)
+print(f"{sum(tokens for _, tokens in arrivals)} tokens arrived")
 
 # %%
-def draw_request(axis, due: float, arrivals: list[tuple[float, int]]) -> None:
-    """One request from when it was due to its last token, with its waits named."""
-    at = [(when - due) * 1e3 for when, _ in arrivals]
-
-    def span(start: float, end: float, height: float, text: str) -> None:
-        axis.annotate(
-            "",
-            (start, height),
-            (end, height),
-            arrowprops={"arrowstyle": "<->", "shrinkA": 0, "shrinkB": 0},
-        )
-        axis.text((start + end) / 2, height + 0.08, text, ha="center")
-
-    axis.plot([0, at[-1]], [0, 0], color="gray", lw=1)
-    axis.plot(0, 0, "k>", markersize=9)
-    axis.vlines(at, -0.25, 0.25, color="tab:blue", lw=2)
-    span(0, at[0], 0.45, "TTFT")
-    widest = max(range(1, len(at)), key=lambda i: at[i] - at[i - 1])
-    start, end = at[widest - 1], at[widest]
-    axis.fill_between([start, end], -0.25, 0.25, color="tab:red", alpha=0.3, lw=0)
-    text = f"the longest ITL: {end - start:.1f} ms"
-    axis.annotate(
-        text,
-        ((start + end) / 2, 0.25),
-        (0, 24),
-        textcoords="offset points",
-        ha="center",
-        color="tab:red",
-        arrowprops={"arrowstyle": "->", "color": "tab:red"},
-    )
-    rate = sum(tokens for _, tokens in arrivals) / at[-1] * 1e3
-    span(0, at[-1], -0.75, f"end-to-end; throughput, with this one user: {rate:.0f} tokens/s")
-    axis.set(
-        ylim=(-1, 1.1),
-        yticks=[],
-        xlabel="milliseconds since the request was due; a blue line is a token",
-    )
-    axis.spines[["top", "left", "right"]].set_visible(False)
-
-
-figure, axis = plt.subplots(figsize=(10, 2.6), layout="constrained")
-draw_request(axis, due, arrivals)
-plt.show()
+draw.request(due, arrivals)
+describe(
+    "One request on a time axis. An arrow from the start to the first token is the TTFT. Then tokens follow at short, "
+    "nearly equal gaps, of which the longest is marked. An arrow over everything is the end-to-end latency."
+)
 
 # %% [markdown]
-# **Exercise 1.** Compute them. A server may send several tokens at once: they are as many tokens, but the reader
-# waited only once. With $t_i$ the time of token $i$, counting every token:
+# **Exercise 1 (8 minutes).** Compute these waits. A server may send several tokens at once: each of them counts as a
+# token, but the reader waited only once. With $t_i$ the arrival time of token $i$, counting every token:
 #
 # $$\text{TTFT} = t_1 - \text{due} \qquad \text{gap}_i = t_i - t_{i-1},\ i \ge 2 \qquad
 # \text{end-to-end} = t_n - \text{due}$$
 #
-# For example `timings(0.0, [(0.5, 1), (0.75, 1)])` is `(0.5, [0.25], 0.75)`.
+# For example, `timings(0.0, [(0.5, 1), (0.75, 1)])` is `(0.5, [0.25], 0.75)`.
 
 
 # %% tags=["exercise"]
 def timings(due: float, arrivals: list[tuple[float, int]]) -> tuple[float, list[float], float]:
     """(TTFT, gaps, end-to-end) of one request, in seconds.
 
-    due: when it should have been sent. arrivals: (time, tokens that came then), in order.
-    Of n tokens there are n - 1 gaps.
+    due: when it should have been sent. arrivals: (time, tokens that arrived then), in order.
+    An answer of n tokens has n - 1 gaps. `arrivals` stays unchanged.
     """
-    # SOLUTION: write every token's time into a list, as often as tokens came then; take differences
+    # SOLUTION: list the time of every token, repeated for tokens that arrived together; take differences
     times = [when for when, tokens in arrivals for _ in range(tokens)]
     gaps = [late - early for early, late in pairwise(times)]
     return times[0] - due, gaps, times[-1] - due
@@ -202,32 +198,17 @@ def timings(due: float, arrivals: list[tuple[float, int]]) -> tuple[float, list[
 # %%
 check(timings)
 
-
 # %% [markdown]
-# Beside it the load generator's own, on the request of the picture. The gaps and TTFT add up to end-to-end: nothing
-# is lost.
-
+# The load generator that we use below computes the same numbers. TTFT and all gaps add up to the end-to-end latency.
 
 # %%
-def engines_timings(due, arrivals):
-    seen = serve.Measured(due=due, arrivals=arrivals, end=arrivals[-1][0])
-    return seen.ttft, list(seen.gaps), seen.e2e
-
-
-measure = yours(timings, engines_timings)
+measure = yours(timings, serving.timings)
 ttft, gaps, e2e = measure(due, arrivals)
-print("as the load generator:", (ttft, gaps, e2e) == engines_timings(due, arrivals))
-print("TTFT and gaps make end-to-end:", math.isclose(ttft + sum(gaps), e2e))
-
-# %% [markdown]
-# ## Predict, then measure
-#
-# A lone request makes one token a step, and every step reads all weights: with the machine's bandwidth that is a floor
-# (lesson 00). Here, HTTP, JSON and a client that shares this process come on top. What do you expect?
-
-# %% tags=["exercise"]
-guess_itl_ms = 3.0  # PREDICT: milliseconds between two tokens of a lone request
-guess_ttft_ms = 25.0  # PREDICT: milliseconds to the first token, after a prompt of 300 tokens
+if solved(timings):
+    print("the load generator agrees:", (ttft, gaps, e2e) == serving.timings(due, arrivals))
+else:
+    print("timings is not solved yet: these are the load generator's numbers")
+print("TTFT + gaps = end-to-end:", math.isclose(ttft + sum(gaps), e2e))
 
 # %% tags=["nbval-ignore-output"] uncompared="times"
 limits = roofline.limits(here.device, model.dtype, model.nbytes)
@@ -251,35 +232,41 @@ compare(
 )
 
 # %% [markdown]
-# ## Many users
+# On a CPU both waits are several times the floor. The embedded model is tiny, so what does not depend on its size
+# weighs a lot: Python that schedules each step, hundreds of small tensor operations, HTTP, and JSON. A large model
+# hides such costs: a step of Gemma 2B on an H200 takes 1.35 ms without HTTP, 1.13 times its floor
+# (`data/results/h200/roofline.json`).
 #
-# Now eight clients at once, each with a request of its own length. One number has to stand for all their gaps. The mean
-# hides the reader whose text stood still; so serving speaks in **percentiles**: p50 is the typical wait, p99 the one
-# that a hundredth of all waits exceed. In an answer of some hundred tokens everybody meets p99.
+# ## Many users · 12 min
+#
+# Now eight clients send a request each, all at once, with different lengths. One number has to stand for all their
+# gaps. The mean hides the moment when the text stood still, so serving speaks in **percentiles**: p50 is the typical
+# gap, and only one gap in a hundred is longer than p99. That is not rare: of answers with 100 gaps, 63 % contain such a
+# gap if gaps are independent ($1 - 0.99^{100}$).
 
 # %%
 lengths = [4, 6, 8, 12, 16, 24, 32, 40]
 with ThreadPoolExecutor(len(lengths)) as pool:
-    heard = list(pool.map(lambda n: listen(draw_prompt(16 * n, seed=n), n), lengths))
+    heard = list(pool.map(lambda n: listen(random_prompt(16 * n, seed=n), n), lengths))
 gaps_of_each = [measure(due, arrivals)[1] for due, arrivals in heard]
-print("tokens of each:", [len(gaps) + 1 for gaps in gaps_of_each])
+print("tokens of each answer:", [len(gaps) + 1 for gaps in gaps_of_each])
 
 # %% [markdown]
-# **Exercise 2.** The percentile over all gaps of all requests, by *nearest rank*: with $n$ values in order, p-th is
-# number $\lceil p\,n / 100 \rceil$, counting from 1. It is always a wait that somebody had. Two mistakes are common:
-# averaging each request's own percentile (a request of 4 tokens then counts as much as one of 40), and a value between
-# two that were seen.
+# **Exercise 2 (8 minutes).** Compute a percentile over all gaps of all requests, by *nearest rank*: of $n$ sorted
+# values, the $p$-th percentile is number $\lceil p\,n / 100 \rceil$, counting from 1. It is always a gap that really
+# occurred. Two mistakes are common: to average each request's own percentile (a request of 4 tokens then counts as much
+# as one of 40), and to return a value between two gaps.
 #
-# For example `pooled_percentile([[10, 20, 30]], 50)` is 20: number $\lceil 1.5 \rceil = 2$ of three.
+# For example, `pooled_percentile([[10, 20, 30]], 50)` is 20: number $\lceil 1.5 \rceil = 2$ of three.
 
 
 # %% tags=["exercise"]
 def pooled_percentile(gaps_of_each: list[list[float]], p: float) -> float:
     """The p-th percentile (0 < p <= 100) of all gaps of all requests, by nearest rank.
 
-    Changes none of the lists.
+    A request of one token has no gaps: its list is empty. All lists stay unchanged.
     """
-    # SOLUTION: all gaps into one new list, in order; then the value with the rank of the formula
+    # SOLUTION: all gaps in one new sorted list; then the value whose rank the formula gives
     ranked = sorted(gap for gaps in gaps_of_each for gap in gaps)
     return ranked[math.ceil(p * len(ranked) / 100) - 1]
     # END
@@ -288,117 +275,93 @@ def pooled_percentile(gaps_of_each: list[list[float]], p: float) -> float:
 # %%
 check(pooled_percentile)
 
-
 # %%
-def engines_percentile(gaps_of_each, p):
-    return serve.percentiles([gap for gaps in gaps_of_each for gap in gaps])[f"p{p}"]
-
-
-percentile = yours(pooled_percentile, engines_percentile)
-everything = sorted(1e3 * gap for gaps in gaps_of_each for gap in gaps)
-figure, axis = plt.subplots(figsize=(10, 2.4), layout="constrained")
-axis.hist(everything, bins=60, color="tab:blue")
-for p, color in ((50, "black"), (90, "tab:orange"), (99, "tab:red")):
-    axis.axvline(1e3 * percentile(gaps_of_each, p), color=color, label=f"p{p}")
-axis.axvline(sum(everything) / len(everything), color="gray", ls=":", label="mean")
-axis.set(
-    xlabel="milliseconds between two tokens",
-    ylabel="gaps",
-    title="Eight clients at once: every gap",
+percentile = yours(pooled_percentile, serving.pooled_percentile)
+everything = [gap for gaps in gaps_of_each for gap in gaps]
+marks = {f"p{p}": percentile(gaps_of_each, p) for p in (50, 90, 99)}
+draw.gaps(everything, marks | {"mean": sum(everything) / len(everything)})
+describe(
+    "A histogram of all gaps between tokens of eight clients. Most gaps are short and close together; a few are much "
+    "longer. Vertical lines mark the percentiles: p99 is far to the right of p50, and the mean lies between them."
 )
-axis.legend(ncols=4)
-plt.show()
 
 # %% [markdown]
-# ## How many at once?
+# Look at the right end. The eight prompts have 2,272 tokens together, and a step that runs a prompt takes far longer
+# than one that only decodes. A request whose answer is already streaming waits for that step too: its text stands
+# still. (Lesson 10 cuts prompts into chunks to shorten this gap.) The typical gap knows nothing of it; p99 does.
+#
+# ## How many at once? · 5 min
 #
 # `minillm bench serve` is a load generator: it does what we just did, for hundreds of requests. In a **closed loop** a
-# fixed number of clients each wait for their answer before they ask again. We try one, a quarter of the batch's places,
-# and all of them. A load generator is a program too, and may be slower than what it measures: the last column is the
-# share of the run that it was itself at work.
+# fixed number of clients each wait for their answer before they send the next request. We try one client, a quarter of
+# the batch's rows, and as many clients as rows. A load generator is a program too and may be slower than the server:
+# the last column is the share of the run in which it was busy itself.
 #
-# **Predict.** A step reads the weights once for all requests in it. Does a full batch make as many times the tokens a
-# second as it has places?
+# **Predict.** A step reads the weights once for all its requests. How many times the tokens per second of one client
+# does a full batch reach?
 
 # %% tags=["exercise"]
-guess_gain = 6.0  # PREDICT: tokens/s with all places taken, as multiples of one client's
+guess_gain = 6.0  # PREDICT: tokens/s with all rows in use, in multiples of one client's
 
 # %% tags=["nbval-ignore-output"] uncompared="times"
-clients = (1, places // 4, places)
+clients = (1, rows // 4, rows)
 CHAT = {"workload": "chat", "scale": 8, "quiet": True}  # 16 tokens in, 16 out
-loads = [
-    serve.run(server.url, concurrency=n, requests=max(4, 2 * n), **CHAT)["results"][0]
-    for n in clients
+closed = [
+    serve.run(server.url, concurrency=n, requests=max(8, 4 * n), **CHAT) for n in clients
 ]
-print("clients  requests/s  tokens/s   TTFT p50   ITL p50   ITL p99 (ms)  generator busy")
-for row in loads:
-    waits = [row["ttft_s"]["p50"], row["itl_s"]["p50"], row["itl_s"]["p99"]]
-    rates = f"{row['requests_per_s']:10.1f}{row['output_tokens_per_s']:10,.0f} "
-    shown = "".join(f"{wait * 1e3:10.2f}" for wait in waits)
-    print(f"{row['concurrency']:7}  {rates}{shown}{serve.generator_share(row):20.0%}")
+loads = [record["results"][0] for record in closed]
+print(serving.loads_table(loads))
 gain = loads[-1]["output_tokens_per_s"] / loads[0]["output_tokens_per_s"]
-compare(
-    "a full batch beside one client",
-    unit="times",
-    prediction=guess_gain,
-    most=places,
-    measured=gain,
-)
+compare("a full batch", unit="times", prediction=guess_gain, most=rows, measured=gain)
 
-# %% [markdown]
-# The nearer the last column is to 100 %, the less the row says about the server: then the load generator has measured
-# itself, and the server may be faster than this. Nor is an ITL near 0 a fast server: no step takes no time. It means
-# bunches: tokens of several steps were held up on their way (an HTTP worker has too many clients) and came late and
-# together. TTFT and end-to-end show the delay; more workers mend it where there are cores for them.
+alone, crowded = (1e3 * loads[i]["itl_s"]["mean"] for i in (0, -1))
+per_row = (crowded - alone) / (rows - 1)
+print(f"\na step takes about {alone - per_row:.2f} ms + {per_row:.2f} ms for each row")
+print(f"reading the weights takes at least {floor_itl * 1e3:.2f} ms of it")
 
 # %%
-figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3), layout="constrained")
-speeds = [row["output_tokens_per_s"] for row in loads]
-left.plot(clients, speeds, "o-", label="measured")
-left.plot(
-    clients, [speeds[0] * n for n in clients], ":", color="gray", label="clients × the first"
+draw.batching(loads)
+describe(
+    "Two plots against the number of clients. Left, throughput grows with the clients, but more slowly than the dotted "
+    "line on which each client adds as much as the first. Right, the time between tokens grows too, p99 above p50."
 )
-left.set(
-    xlabel="clients",
-    ylabel="output tokens/s",
-    title="What the server gives",
-    ylim=(0, 1.4 * max(speeds)),
-)
-left.legend()
-for share, style in (("p50", "o-"), ("p99", "s--")):
-    right.plot(clients, [row["itl_s"][share] * 1e3 for row in loads], style, label=share)
-right.set(
-    xlabel="clients", ylabel="milliseconds", title="What a client waits between tokens", ylim=0
-)
-right.legend()
-plt.show()
 
 # %% [markdown]
-# What the server gains, each client pays for in longer waits. The gain ends where arithmetic and Python take over from
-# reading the weights.
+# A step has two parts: one that takes the same time for any number of rows, and one that grows with every row. (The
+# printed split fits a line through the first and the last measurement.) Batching shares the first part; that is its
+# whole gain. This part includes reading the weights, but also Python, launching every operation, and messages between
+# processes. Compare the two printed numbers: if the fixed part is much longer than the floor, then on this machine
+# batching mostly shares overhead. For Gemma 2B on an H200 it mostly shares the weights: 1.19 of the 1.35 ms above.
 #
-# ## What a closed loop does not show
+# The second part (arithmetic, attention to each row's own keys, sampling, HTTP) limits the gain: however many rows
+# there are, every token costs at least that much time. And every client pays with longer gaps.
 #
-# Real users do not wait for each other. In a closed loop there are never more requests under way than clients: the
-# slower the server, the less they ask of it. Whatever one does to the server, the queue cannot grow, and the wait in it
-# is never measured. (This is called *coordinated omission*.)
+# Two warnings. The closer the last column is to 100 %, the more the load generator has measured itself. And an ITL near
+# 0 is not a fast server: the tokens of several steps got stuck on their way, for example in a busy HTTP worker, and
+# arrived together. TTFT and end-to-end latency show this delay; more workers help if there are cores for them.
 #
-# In an **open loop** requests come when they come. Many users who know nothing of each other make a **Poisson
-# process**: the gap to the next request has the density $\lambda e^{-\lambda t}$ at a rate of $\lambda$ requests a
-# second, however long ago the last one came. A number $u$, drawn evenly from 0 to 1, becomes such a gap:
+# ## What a closed loop does not show · 17 min
+#
+# Real users do not wait for each other. In a closed loop there are never more requests in the system than clients, and
+# the slower the server, the fewer requests it gets. The queue cannot grow, so the wait in it is never measured. (This
+# is called *coordinated omission*.)
+#
+# In an **open loop** requests arrive at their own times. Many independent users make a **Poisson process**: at a rate
+# of $\lambda$ requests per second, the gap to the next request has the density $\lambda e^{-\lambda t}$, no matter how
+# long ago the last one arrived. A number $u$, drawn uniformly from $[0, 1)$, becomes such a gap:
 #
 # $$\text{gap} = \frac{-\ln(1 - u)}{\lambda}$$
 #
-# **Exercise 3.** Write the schedule. For example `poisson_arrivals(1.0, [0.5])` is `[0.693...]`.
+# **Exercise 3 (7 minutes).** Write the schedule. For example, `poisson_arrivals(1.0, [0.5])` is `[0.693...]`.
 
 
 # %% tags=["exercise"]
 def poisson_arrivals(rate: float, uniform: list[float]) -> list[float]:
-    """When requests are due, in seconds from the start: one for each number of `uniform`, each from [0, 1).
+    """When requests are due, in seconds from the start: one for each number of `uniform`, which are from [0, 1).
 
-    rate: requests a second.
+    rate: requests per second. `uniform` stays unchanged.
     """
-    # SOLUTION: each number becomes a gap; each request comes its gap after the one before
+    # SOLUTION: turn each number into a gap; each request arrives one gap after the one before
     clock, due = 0.0, []
     for u in uniform:
         clock += -math.log(1 - u) / rate
@@ -412,132 +375,142 @@ check(poisson_arrivals)
 
 
 # %%
-def engines_arrivals(rate, uniform):
-    clock = [0.0]
-    for u in uniform:
-        clock.append(clock[-1] - math.log1p(-u) / rate)
-    return clock[1:]
-
-
 def schedule(rate: float, requests: int) -> list[float]:
-    rng = random.Random(3)
-    return yours(poisson_arrivals, engines_arrivals)(
-        rate, [rng.random() for _ in range(requests)]
+    due = yours(poisson_arrivals, serving.poisson_arrivals)(
+        rate, serving.uniform_numbers(requests)
     )
+    if not 0.3 < due[-1] * rate / requests < 3:
+        raise ValueError(
+            f"{requests} requests in {due[-1]:.1f} s are not {rate:.1f} a second: see the check above"
+        )
+    return due
 
 
 many = schedule(10.0, 10_000)
-print(f"10,000 requests at 10 a second take {many[-1]:.0f} s")
-figure, (left, right) = plt.subplots(
-    1, 2, figsize=(10, 2.2), width_ratios=(2, 1), layout="constrained"
+print(f"10,000 requests at 10 per second take {many[-1]:.0f} s")
+draw.arrivals(many)
+describe(
+    "Left, the first 60 arrivals on a time axis: crowded in some places, sparse in others. Right, a histogram of the "
+    "gaps between requests: most are short, and their number falls steadily as gaps get longer."
 )
-left.eventplot(many[:60], colors="tab:blue")
-left.set(yticks=[], xlabel="seconds", title="The first 60: crowds and lulls, by chance alone")
-right.hist([late - early for early, late in pairwise(many)], bins=60, color="tab:blue")
-right.set(xlabel="seconds to the next", yticks=[], title="Most gaps are short")
-plt.show()
 
 # %% [markdown]
-# Your schedule now drives the load generator: `due=` sends a request at each of its times, whatever still runs, and
-# counts latency from when it was *due*. (`minillm bench serve --rate 20` draws one itself; `--trace conversation`
-# replays a recorded one.) The closed loop found how many requests a second the server can do. What if users send half
-# as many, or four fifths, or twice as many?
+# The schedule has crowds and lulls by chance alone. It now drives the load generator: `due=` sends each request at its
+# time, whatever is still running, and counts latency from when the request was *due*. (`minillm bench serve --rate 20`
+# draws a schedule itself; `--trace conversation` replays a recorded one.)
+#
+# The closed loop found a rate that the server can sustain. Now requests arrive for one second (for ten with `FULL=1`)
+# at half that rate, at nine tenths of it, and at twice the rate.
+#
+# **Predict.** At twice the rate, what does the typical user wait for the first token?
+
+# %% tags=["exercise"]
+guess_overload_ms = 500.0  # PREDICT: median TTFT at twice the rate, in ms
 
 # %% tags=["nbval-ignore-output"] uncompared="times"
-capacity = loads[-1]["requests_per_s"]
-SHARES = (0.5, 0.8, 2.0)
-sent = (places, places, 3 * places)
-opened = [
-    serve.run(server.url, due=schedule(share * capacity, count), **CHAT)
-    for share, count in zip(SHARES, sent)
-]
-print(f"{'waits in ms':<23}  TTFT p50  TTFT p99  ITL p50  end-to-end p99  generator busy")
-names = [f"closed loop, {places}"] + [f"open, {share:.0%} of that rate" for share in SHARES]
-for name, row in zip(names, [loads[-1], *(record["results"][0] for record in opened)]):
-    ttft, itl, e2e = row["ttft_s"], row["itl_s"], row["e2e_s"]
-    waits = [1e3 * each for each in (ttft["p50"], ttft["p99"], itl["p50"], e2e["p99"])]
-    shown = "{:<23}{:10.1f}{:10.1f}{:9.2f}{:16.1f}".format(name, *waits)
-    print(f"{shown}{serve.generator_share(row):16.0%}")
-
-# %% [markdown]
-# Every line below is a request: gray while its user sees nothing, blue while tokens come.
+seconds = 10.0 if full() else 1.0
+again = serve.run(server.url, concurrency=rows, requests=4 * rows, **CHAT)["results"][0]
+capacity = max(loads[-1]["requests_per_s"], again["requests_per_s"])  # the better of two runs
+SHARES = (0.5, 0.9, 2.0)
+opened = {}
+for share in SHARES:
+    due = schedule(share * capacity, math.ceil(share * capacity * seconds))
+    opened[f"open, {share:.0%} of its rate"] = serve.run(server.url, due=due, **CHAT)
+runs = {f"closed, {rows} clients": closed[-1]} | opened
+print(serving.waits_table({name: record["results"][0] for name, record in runs.items()}))
+overload = list(opened.values())[-1]["results"][0]
+compare(
+    "twice the rate",
+    unit="ms",
+    prediction=guess_overload_ms,
+    measured=1e3 * overload["ttft_s"]["p50"],
+)
 
 # %%
-figure, axes = plt.subplots(1, 2, figsize=(10, 3.2), layout="constrained")
-for axis, share, record in zip(axes, (SHARES[0], SHARES[-1]), (opened[0], opened[-1])):
-    plots.requests(record, axis)
-    axis.set_title(f"{share:.0%} of what the server can do")
-plt.show()
+draw.runs({name: record for name, record in runs.items() if "50%" not in name})
+describe(
+    "Three panels in which each line is a request, gray until its first token, then blue. In the closed loop requests "
+    "come in blocks that start and end together. At nine tenths of the rate the gray parts are short. At twice the "
+    "rate they grow from request to request."
+)
 
 # %% [markdown]
-# Below the limit, crowds come and pass. Above it the queue only grows: each user starts later than the one before, for
-# as long as it lasts, and the figures depend on how long we measured. The closed loop could not have shown this.
+# Read the table from bottom to top.
 #
-# So capacity is a rate *and a promise*. Promise something (here: the first token within ten of the idle server's
-# TTFTs, and the whole answer within five times the idle server's), and count only the answers that keep it:
-# **goodput**.
+# * **Twice the rate:** the queue only grows. In $t$ seconds $2t$ seconds' worth of work arrives, so a request that is
+#   due at time $t$ waits about $t$ seconds. The longer the overload lasts, the larger the waits in this row. Compare
+#   "most at once" with the rows of the batch: all other requests are waiting in the queue.
+# * **Nine tenths and half:** crowds come and pass, and few requests wait for a row, if any.
+# * **Closed loop:** its TTFT may well be *longer* than at nine tenths, although no request ever waits for a row. The
+#   picture shows why: clients move in groups. All answers have 16 tokens, so requests that start in the same step also
+#   end in the same step, and their clients send the next prompts together. One step then runs all prompts of the group,
+#   and each client waits for all of them. Real users do not move in groups.
+#
+# So capacity is a rate *and a promise*. Promise something (here: the first token within ten times the idle server's
+# TTFT, and the whole answer within five times its end-to-end latency), and count only the answers that keep it. Their
+# number per second is the **goodput**: the rate at which requests arrive times the share that keeps the promise.
 
 # %% tags=["nbval-ignore-output"] uncompared="times"
 promised_ttft, promised_e2e = 10 * loads[0]["ttft_s"]["p50"], 5 * loads[0]["e2e_s"]["p50"]
 
 
 def kept(each: dict) -> bool:
-    """Whether one request's user got what was promised. `first_token` is None if it was refused."""
+    """Whether a request kept the promise. `first_token` is None if the server refused it."""
     if each["first_token"] is None or each["first_token"] - each["due"] > promised_ttft:
         return False
     return each["end"] - each["due"] <= promised_e2e
 
 
-print(f"first token in {promised_ttft * 1e3:.0f} ms, all in {promised_e2e * 1e3:.0f} ms")
-print("requests/s  promise kept  goodput/s")
-for share, record in zip(SHARES, opened):
-    row = record["results"][0]
-    good = sum(map(kept, row["each"]))
-    print(
-        f"{share * capacity:10.1f}{good / row['requests']:14.0%}{good / row['seconds']:11.1f}"
-    )
+print(
+    f"promised: first token in {promised_ttft * 1e3:.0f} ms, answer in {promised_e2e * 1e3:.0f} ms"
+)
+print("arriving/s  promise kept  goodput/s")
+for record in opened.values():
+    requests = record["results"][0]["each"]
+    rate, share = len(requests) / requests[-1]["due"], sum(map(kept, requests)) / len(requests)
+    print(f"{rate:10.1f}{share:14.0%}{rate * share:11.1f}")
 
 # %% [markdown]
-# Goodput stays a little under the rate because such short runs count the time until the last answer is complete. What
-# matters is the fall: past the limit the server works as hard as before, and few get what was promised.
+# Below the limit goodput follows the rate at which requests arrive, as long as waits stay within the promise. Past the
+# limit it collapses: the server works as hard as before, but only the first requests of the overload get what was
+# promised, and the longer it lasts, the smaller their share. This is why servers refuse requests or add replicas before
+# they reach their limit.
 #
-# ## Serve with your own attention
+# ## Serve with your own attention · 21 min
 #
-# The server runs on the same table of operations as everything else, so `using` works behind HTTP. Let us replace the
-# attention of the decode step, for the whole batch at once. Requests of a batch have different lengths; put into one
-# tensor, the shorter ones end in leftovers: old numbers, or none at all (NaN).
+# The server uses the same table of operations as everything else, so `using` works behind HTTP. Let us replace the
+# attention of the decode step, for the whole batch at once. Requests in a batch have different lengths. Put into one
+# tensor, the shorter rows end in leftovers: old numbers, or NaN.
 #
 # $$o_{r,h} = \sum_{i < \text{length}_r} \text{softmax}_i\left(s \; q_{r,h} \cdot k_{r,i,g(h)}\right) v_{r,i,g(h)}
 # \qquad g(h) = \lfloor h \cdot \text{kv\_heads} / \text{heads} \rfloor$$
+#
+# Here $r$ is a row, $h$ a head, $i$ a key, $s$ the scale, and $g(h)$ the KV head that head $h$ uses.
 
 # %%
-shown = torch.tensor([5, 2, 7, 4])
-figure, axis = plt.subplots(figsize=(5, 1.8), layout="constrained")
-axis.imshow(torch.arange(8) < shown[:, None], cmap="Blues", vmax=2, aspect="auto")
-axis.set(
-    xlabel="key", ylabel="row", yticks=range(4), title="Blue: keys that a row's new token sees"
+draw.lengths([5, 2, 7, 4], keys=8)
+describe(
+    "A grid of four rows and eight keys. Each row is blue up to its own length (5, 2, 7, and 4 keys), and the places "
+    "after it hold question marks."
 )
-for row, length in enumerate(shown.tolist()):
-    for key in range(length, 8):
-        axis.text(key, row, "?", ha="center", va="center", color="gray")
-plt.show()
 
 # %% [markdown]
-# **Exercise 4.** Attention of one new token in each row. For example, two equal keys and the values 1 and 3 give 2.
+# **Exercise 4 (12 minutes).** Attention for one new token in each row. For example, two equal keys and the values 1 and
+# 3 give 2.
 
 
 # %% tags=["exercise"]
 def batched_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """q: [rows, heads, d]; k, v: [rows, keys, kv_heads, d]; lengths: [rows], 1 to keys.
+    """q: [rows, heads, d]; k, v: [rows, keys, kv_heads, d]; lengths: [rows] int32, 1 to keys.
 
-    Returns [rows, heads, d], of q's dtype and on q's device: new tensors need device=q.device.
-    Row r sees its first lengths[r] keys; what stands behind them never matters. `heads` is a
-    multiple of `kv_heads`: neighbouring heads share one.
+    Returns [rows, heads, d] with q's dtype and device: new tensors need device=q.device.
+    Row r sees its first lengths[r] keys; what comes after them never matters. `heads` is a
+    multiple of `kv_heads`: neighboring heads share one. The tensors stay unchanged.
     """
-    # SOLUTION: repeat the KV heads; mark which keys each row does not see; take these out of
-    #   the values and out of the scores; softmax; weighted sum
+    # SOLUTION: repeat the KV heads; find the keys that each row does not see; remove these from
+    #   the values and from the scores; softmax; weighted sum
     group = q.shape[1] // k.shape[2]
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     unseen = torch.arange(k.shape[1], device=k.device) >= lengths[:, None]
@@ -552,9 +525,9 @@ def batched_attention(
 check(batched_attention)
 
 # %% [markdown]
-# The engine keeps keys and values in blocks, and each row has a table of the numbers of its blocks (lesson 09). This
-# puts yours behind the engine's signature: gather each row's blocks, one behind the other. While yours is a stub, the
-# engine's own runs, and "yours ran" is False.
+# The engine keeps keys and values in blocks, and each row has a table with the numbers of its blocks (lesson 09). The
+# next function gives yours the engine's signature: it gathers each row's blocks into one tensor. Until yours is solved,
+# the engine's own attention answers.
 
 
 # %%
@@ -567,19 +540,23 @@ def decode_attention(q, cache, block_table, lengths, *, scale, window=None, soft
     return batched_attention(q.squeeze(1), k, v, lengths.clamp(min=1), scale).unsqueeze(1)
 
 
-# Random weights repeat one word whatever one does to them: then the embedded model answers.
-speaker = server
-if not here.trained:
-    speaker = stack.enter_context(running(stack.enter_context(LLM(**here.words))))
 question = "On which island does Fenwick lie?"
-before = ask(question, speaker)
+before = ask(question)
 with using(decode_attention=decode_attention) as used:
-    served = ask(question, speaker)
-print(f"{served!r}\nas with the engine's own: {served == before}")
-print("yours ran:", used.calls["decode_attention"] > 0)
+    served = ask(question)
+print(repr(served))
+if solved(batched_attention):
+    print(
+        f"calls of yours: {used.calls['decode_attention'] > 0}; same answer as before: {served == before}"
+    )
+else:
+    print("batched_attention is not solved yet: the engine's own answered")
 
 # %% [markdown]
-# And so that nobody believes in a replacement that never ran, one that looks at nothing:
+# The same answer is a necessary test, not a sufficient one: this model has a single KV head, and a lone request
+# never meets another row's leftovers. The checks above are stricter.
+#
+# And does the answer depend on attention at all? As a control, serve with an attention that ignores its inputs:
 
 
 # %%
@@ -588,42 +565,53 @@ def blind(q, *args, **kwargs):
 
 
 with using(decode_attention=blind):
-    blinded = ask(question, speaker)
+    blinded = ask(question)
 print(repr(blinded))
-print(f"the engine's own again: {ask(question, speaker) == before}")
+print(f"the engine's own again: {ask(question) == before}")
 assert blinded != before, "attention took no part in the answer"
 
 # %% [markdown]
-# What does it cost? Beside the engine's own and yours, a third one: the attention of lesson 02, which knows only one
-# request, in a Python loop over the rows: in every step it runs once a row in each layer. **Predict** the gap between
-# tokens with eight clients.
+# What does a replacement cost? We measure up to four versions: the engine's own attention as usual; the same function
+# passed through `using`; yours, if it is solved; and lesson 02's attention, which knows only one request and runs in a
+# Python loop over the rows, once per row and layer in every step. The second is a control: on a GPU replaced operations
+# run without CUDA graphs, so even the same function gets slower.
+#
+# **Predict** the gap between tokens for the loop, with eight clients.
 
 # %% tags=["exercise"]
 guess_loop_ms = 8.0  # PREDICT: milliseconds between tokens with the loop, 8 clients
 
 # %% tags=["nbval-ignore-output"] uncompared="times"
 one_by_one = adapters.gathered(adapters.cached_attention)["decode_attention"]
-candidates = {"the engine's own": {}, "yours": {"decode_attention": decode_attention}}
-candidates["a loop over the rows"] = {"decode_attention": one_by_one}
-print("ITL p50, ms               1 client  8 clients")
-for name, replacement in candidates.items():
-    with using(**replacement):
-        alone, crowd = (
-            serve.run(server.url, concurrency=n, requests=max(2, n), **CHAT)["results"][0]
+versions = {
+    "the engine's own": None,
+    "... through `using`": ops.on(here.device).decode_attention,
+}
+if solved(batched_attention):
+    versions["yours"] = decode_attention
+versions["a loop over the rows"] = one_by_one
+print("ITL p50, ms             1 client  8 clients")
+for name, function in versions.items():
+    with using(**({} if function is None else {"decode_attention": function})):
+        few, eight = (
+            serve.run(server.url, concurrency=n, requests=max(4, 2 * n), **CHAT)["results"][0]
             for n in (1, 8)
         )
-    alone_ms, crowd_ms = (row["itl_s"]["p50"] * 1e3 for row in (alone, crowd))
-    print(f"{name:<24}{alone_ms:10.2f}{crowd_ms:11.2f}")
+    alone_ms, crowd_ms = (row["itl_s"]["p50"] * 1e3 for row in (few, eight))
+    print(f"{name:<22}{alone_ms:10.2f}{crowd_ms:11.2f}")
 compare("the loop", unit="ms", prediction=guess_loop_ms, measured=crowd_ms)
 
 # %% [markdown]
-# The loop's price is paid once a row, so it grows with every client; yours is paid once a step. This is why an engine's
-# operations take whole batches. Yours still copies all keys and values at every step, to put each row's blocks one
-# behind the other; a kernel on a GPU (lesson 04) reads them where they are.
+# The loop pays its price once per row, so it grows with every client. A batched function pays once per step, which is
+# why an engine's operations take whole batches. A batched function like the one in exercise 4 still copies all keys and
+# values in every step, to put each row's blocks into one tensor; a kernel on a GPU reads them where they are (lesson
+# 04). On a GPU, compare it with the second line: the difference to the first line is the price of launching every
+# kernel from Python instead of replaying a CUDA graph.
 #
-# ## Compare with transformers
+# ## Compare with transformers · 10 min
 #
-# Now without HTTP. What follows measures engines one after the other; nothing else should be alive in this process.
+# The last question: is the engine fast? From here on without HTTP. The next cells measure engines one after the other,
+# so nothing else should run in this process.
 
 # %%
 stack.close()
@@ -631,73 +619,129 @@ llm.close()
 try:
     client.models.list()
 except openai.APIConnectionError:
-    print("nobody answers any more")
+    print("the server is closed")
 
 # %% [markdown]
-# A comparison is fair when both do the same work (here: the same token ids, the same output lengths, the same weights,
-# dtype and threads), when both are set up by someone who wants them to win, and when a bad minute of the machine hits
-# both: they take turns, and every run is listed.
+# A comparison is fair if both engines do the same work (the same token ids and output lengths, the same weights, dtype,
+# and threads), if each is set up by someone who wants it to win, and if a slow minute of the machine hits both: they
+# take turns, and every run is reported.
 #
-# * `single`: one request. Nobody to share with.
-# * `mixed`: requests of different lengths, all at once. transformers' `generate` takes them in static batches: every
-#   batch runs until its longest request is done, padded to its longest prompt.
+# * `chat`: 16 requests of equal length in a batch of 16 rows. All start and end together.
+# * `mixed`: 48 requests of very different lengths arrive together, and the batch has 16 rows, so two of three requests
+#   have to wait. transformers' `generate` works in static batches: a batch is padded to its longest prompt and runs
+#   until its longest answer is complete. Ours gives a row to the next request as soon as an answer ends (lesson 10).
 #
-# Lengths are divided by the number behind the stroke, so that this cell stays short. The README has full lengths and
-# the best of all static batch sizes. **Predict:** where is the lead larger?
+# **Predict** how many times transformers' tokens per second minillm generates in each.
 
 # %% tags=["exercise"]
-guess_single = 1.5  # PREDICT: tokens/s, times transformers', one request
-guess_mixed = 2.0  # PREDICT: tokens/s, times transformers', many requests of mixed lengths
+guess_equal = 1.5  # PREDICT: times transformers' tokens/s, 16 requests of equal length
+guess_mixed = 2.0  # PREDICT: times transformers' tokens/s, 48 requests of mixed lengths
 
 # %%
 import transformers
 
 transformers.utils.logging.disable_progress_bar()
-sizes = {"cpu": {"single": 8, "mixed": 24}, "gpu": {"single": 1, "mixed": 2}}[here.name]
-both = {"compare": "transformers", "repeat": 2, "quiet": True, **here.options}
-both["patience"] = (
-    4 if full() else 1
-)  # runs that differ too much are repeated, up to so many times
-single = offline.run(here.model, workload="single", scale=sizes["single"], **both)
-mixed = offline.run(
-    here.model, workload="mixed", scale=sizes["mixed"], requests=16, batches=(16,), **both
+ROWS, REQUESTS = 16, 48
+scales = {"cpu": {"chat": 8, "mixed": 40}, "gpu": {"chat": 1, "mixed": 8}}[here.name]
+both = {"compare": "transformers", "batches": (ROWS,), "max_num_seqs": ROWS, "quiet": True}
+both |= {"repeat": 5, "patience": 4} if full() else {"repeat": 3, "patience": 1}
+equal, mixed = (
+    offline.run(
+        here.model, workload=name, scale=scales[name], requests=n, **both, **here.options
+    )
+    for name, n in (("chat", ROWS), ("mixed", REQUESTS))
 )
 
 # %% tags=["nbval-ignore-output", "terminal"] uncompared="times"
-print(offline.table(single["results"] + mixed["results"]))
-for record in (single, mixed):
-    print(offline.caveat(record), end="")
-for name, guess, record in (("single", guess_single, single), ("mixed", guess_mixed, mixed)):
-    compare(
-        name,
-        unit="times transformers",
-        prediction=guess,
-        measured=record["results"][0]["times_transformers"],
-    )
+print(
+    "A workload's name gives its full size. Here its lengths are divided by the number after"
+)
+print("the slash, and the column `requests` says how many ran; runs: the seconds of each.")
+print(offline.table(equal["results"] + mixed["results"]))
+for record in (equal, mixed):
+    if warning := offline.caveat(record):
+        print(warning)
+lead_equal, lead_mixed = (
+    record["results"][0]["times_transformers"] for record in (equal, mixed)
+)
+unit = "times transformers"
+compare("equal lengths", unit=unit, prediction=guess_equal, measured=lead_equal)
+compare("mixed lengths", unit=unit, prediction=guess_mixed, measured=lead_mixed)
 
 # %%
-figure, axes = plt.subplots(1, 2, figsize=(10, 3.2), layout="constrained")
-for axis, record in zip(axes, (single, mixed)):
-    plots.throughput(record, ax=axis)
-    axis.set_title(record["results"][0]["workload"])
-plt.show()
+draw.comparison({"16 requests of equal length": equal, "48 requests of mixed lengths": mixed})
+describe(
+    "Two bar charts of output tokens per second, minillm next to transformers, for 16 requests of equal length and for "
+    "48 requests of mixed lengths. Dots are single runs."
+)
 
 # %% [markdown]
-# ## Recap
+# Why is the second lead larger? (If it is not, the machine was busy: look at the runs.) Part of the answer can be
+# computed without measuring anything. Both engines generate the same tokens, but not in the same number of steps. A
+# static batch takes as many decode steps as its longest answer. With in-flight batching the next request takes the
+# first row that becomes free:
+
+# %%
+work = workloads.make("mixed", config.vocab_size, scale=scales["mixed"], requests=REQUESTS)
+outputs = [each.output_tokens for each in work]
+static = sum(max(outputs[first : first + ROWS]) for first in range(0, REQUESTS, ROWS))
+busy_until = [0] * ROWS
+for length in outputs:
+    busy_until[busy_until.index(min(busy_until))] += length
+in_flight = max(busy_until)
+fewer = static / in_flight
+print(
+    f"static batches: {static} steps; in flight: {in_flight} steps; {fewer:.2f} times as many"
+)
+print(f"{sum(outputs)} tokens; static batches compute {static * ROWS} rows in these steps")
+
+# %% tags=["nbval-ignore-output"] uncompared="times"
+print(
+    f"lead with equal lengths {lead_equal:.2f} × steps {fewer:.2f} = {lead_equal * fewer:.2f}"
+)
+print(f"lead measured with mixed lengths: {lead_mixed:.2f}")
+
+# %% [markdown]
+# A lead has two factors: what a step costs, and how many steps there are. With equal lengths both engines take the same
+# number of steps, so the first measurement shows only the cost of a step with 16 rows. It depends on the machine. The
+# number of steps follows from the lengths alone. Their product explains most of the second lead.
 #
-# * TTFT, ITL and end-to-end are what one user waits for; throughput is what all of them get. Tell percentiles, over all
-#   gaps of all requests.
-# * Batching shares the reading of the weights. That is where throughput comes from, and latency is its price.
-# * A closed loop finds how much a server can do; only an open loop shows what users feel, and latency counts from when
-#   a request was due.
-# * Capacity is the rate at which a promise is kept.
-# * What you write runs behind HTTP as it runs in a cell; operations must take whole batches.
+# The measured lead is usually a little above the product. A static batch computes all its rows until its last answer is
+# complete (the second printed line), and pads its prompts; minillm computes a row only while its request runs, so its
+# steps get cheaper toward the end. On a GPU that matters less: there, a step with fewer rows takes nearly as long.
+#
+# A user of transformers would object: with enough memory, put all requests into one static batch. The committed record
+# of a comparison in which both engines could do so (64 requests, lengths / 8) shows how much that matters:
+
+# %%
+record = records.read("cpu/offline")
+for row in record["results"]:
+    if row["workload"].startswith("mixed"):
+        name = row["engine"] + (f", batches of {row['batch']}" if "batch" in row else "")
+        print(f"{name:<30}{row['output_tokens_per_s']:8,.0f} tokens/s")
+
+# %% [markdown]
+# The larger its static batches, the faster transformers gets, because fewer batches mean fewer steps. That is why a
+# comparison must name the batch size, and why `minillm bench offline` reports the best one. But rows cost memory for
+# keys and values (lesson 02), and users arrive one after the other: a server rarely has the choice.
+#
+# ## Recap · 2 min
+#
+# * TTFT, ITL, and end-to-end latency are what one user waits for; throughput is what all of them get. Report
+#   percentiles over all gaps of all requests.
+# * Batching shares what a step costs whatever its number of rows: reading the weights, and all overhead. Longer gaps
+#   are its price.
+# * A closed loop finds how much a server can do. Only an open loop shows what users wait for, and latency counts from
+#   when a request was due.
+# * Capacity is a rate together with a promise; goodput counts the answers that keep it.
+# * Functions that you write work behind HTTP just as they do in a cell; operations must take whole batches.
+# * An engine's speed is the cost of a step times the number of steps. Measure the two separately.
 #
 # **What got worse:** the time between tokens grows with every client. HTTP and JSON cost a lone client time that
-# `LLM.generate` does not pay. The load generator runs on the machine it measures and takes its share of the CPU. A run
-# of some dozen requests has no p99 worth the name: by nearest rank it is the largest value. And random token ids
-# measure speed, never quality.
+# `LLM.generate` does not spend. The load generator runs on the machine that it measures and takes its share of the CPU.
+# A run of fewer than a hundred requests has no meaningful p99 of TTFT: by nearest rank it is the largest value. And
+# random token ids measure speed, never quality.
 #
 # **Further reading:** Yu et al. 2022, *Orca* (batching at every step); Kwon et al. 2023, *PagedAttention*; Tene, *How
-# NOT to Measure Latency* (coordinated omission); Zhong et al. 2024, *DistServe* (goodput). Lessons 09 and 10 build
-# what served you here.
+# NOT to Measure Latency* (coordinated omission); Zhong et al. 2024, *DistServe* (goodput). Lessons 09 and 10 build the
+# engine that served you here.

@@ -27,6 +27,16 @@ def test_a_described_figure_is_shown_once_with_its_text(tmp_path):
     assert 'alt="A line that rises."' in build.to_html(notebook, "a trial")
 
 
+def test_in_a_script_a_figure_is_only_closed(capsys):
+    import matplotlib.pyplot as plt
+
+    from minillm.course import describe
+
+    plt.figure()
+    describe("A line that rises.")
+    assert not plt.get_fignums() and capsys.readouterr().out == ""
+
+
 def test_a_description_without_a_figure_is_refused():
     from minillm.course import describe
 

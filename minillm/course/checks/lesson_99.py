@@ -1,55 +1,88 @@
 """Lesson 99: a request's timings, percentiles over many, Poisson arrivals, attention for a whole batch."""
 
 import math
-from itertools import pairwise
+from itertools import accumulate
 
 import torch
 
 from . import Exercise
 
-timings = Exercise("timings")
-
 
 def _near(found, wanted) -> bool:
     return len(found) == len(wanted) and all(
-        math.isclose(a, b, abs_tol=1e-9) for a, b in zip(found, wanted, strict=True)
+        math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-9) for a, b in zip(found, wanted, strict=True)
     )
+
+
+def _shown(values) -> str:
+    return "[" + ", ".join(f"{float(value):.4g}" for value in values) + "]"
+
+
+timings = Exercise("timings")
+
+
+def _gaps(function, arrivals) -> list[float]:
+    return list(function(0.0, arrivals)[1])
 
 
 @timings.example
 def _(function):
     ttft, gaps, e2e = function(0.0, [(0.5, 1), (0.75, 1)])
-    assert _near([ttft, *gaps, e2e], [0.5, 0.25, 0.75]), f"(0.5, [0.25], 0.75) should come, not {(ttft, gaps, e2e)}"
+    assert _near([ttft, *gaps, e2e], [0.5, 0.25, 0.75]), f"expected (0.5, [0.25], 0.75), got {(ttft, gaps, e2e)}"
 
 
-@timings.property("waiting begins when the request was due", "subtract `due` from both, TTFT and end-to-end")
+@timings.property("the wait starts when the request was due", "subtract `due` from both, TTFT and end-to-end")
 def _(function):
-    ttft, _, e2e = function(10.0, [(10.5, 1), (11.0, 1)])
-    assert _near([ttft, e2e], [0.5, 1.0]), f"due at 10, first token 10.5, last 11: 0.5 and 1, not {ttft} and {e2e}"
+    for due, first, last in ((10.0, 10.5, 11.0625), (1.0, 1.75, 2.0)):
+        ttft, _, e2e = function(due, [(first, 1), (last, 1)])
+        assert _near([ttft, e2e], [first - due, last - due]), (
+            f"due at {due:g}, first token at {first}, last at {last}: expected {first - due} and {last - due}, "
+            f"got {ttft} and {e2e}"
+        )
 
 
-@timings.property("a gap is since the token before", "remember the last arrival, not the first")
+@timings.property("a gap is the time since the token before", "subtract neighbors, and keep the order of the tokens")
 def _(function):
-    gaps = list(function(0.0, [(1.0, 1), (1.5, 1), (2.0, 1), (2.5, 1)])[1])
-    assert max(gaps) < 0.6, f"tokens half a second apart have gaps of 0.5, not {gaps}"
+    gaps = _gaps(function, [(1.0, 1), (1.5, 1), (2.503, 1), (2.75, 1)])
+    assert _near(gaps, [0.5, 1.003, 0.247]), (
+        f"tokens at 1, 1.5, 2.503 and 2.75: expected gaps of 0.5, 1.003 and 0.247, got {_shown(gaps)}"
+    )
 
 
-@timings.property("tokens that come together are tokens", "k tokens in one arrival: k gaps, all but one of them 0")
+@timings.property("an answer of one token has no gaps", "n tokens have n - 1 gaps, also where n is 1")
 def _(function):
-    gaps = list(function(0.0, [(1.0, 1), (1.5, 3)])[1])
-    assert len(gaps) == 3, f"1 token and then 3 at once: 3 gaps, not {len(gaps)}"
+    try:
+        ttft, gaps, e2e = function(0.0, [(0.5, 1)])
+    except (IndexError, ValueError):
+        return False
+    gaps = list(gaps)
+    assert _near([ttft, *gaps, e2e], [0.5, 0.5]), f"one token at 0.5: expected (0.5, [], 0.5), got {ttft, gaps, e2e}"
 
 
-@timings.property("the wait before tokens that come together is one wait", "do not share it out: [0.5, 0, 0]")
+@timings.property("every token counts", "k tokens in one arrival make k gaps; all but the first of these are 0")
 def _(function):
-    gaps = list(function(0.0, [(1.0, 1), (1.5, 3)])[1])
-    assert math.isclose(max(gaps), 0.5), f"the reader waited 0.5 s and then had 3 tokens: 0.5 is one gap, not {gaps}"
+    gaps = _gaps(function, [(1.0, 1), (1.5, 3), (1.75, 2), (2.0, 1)])
+    assert len(gaps) == 6, f"1, 3, 2 and 1 tokens: expected 6 gaps, got {len(gaps)}"
+
+
+@timings.property("tokens that arrive together share one wait", "3 tokens after 0.5 s: [0.5, 0, 0]")
+def _(function):
+    gaps = _gaps(function, [(1.0, 1), (1.5, 3)])
+    if len(gaps) == 3:  # how many there are is for the other properties
+        assert _near(gaps, [0.5, 0.0, 0.0]), f"1 token at 1, 3 at 1.5: expected [0.5, 0, 0], got {_shown(gaps)}"
 
 
 @timings.property("the first arrival may bring several tokens", "only the very first token has no gap")
 def _(function):
-    gaps = list(function(0.0, [(1.0, 3), (1.5, 1)])[1])
-    assert len(gaps) == 3, f"3 tokens at once and then 1: 3 gaps, not {len(gaps)}"
+    gaps = _gaps(function, [(1.0, 3), (1.5, 1)])
+    assert _near(gaps, [0.0, 0.0, 0.5]), f"3 tokens at 1, 1 at 1.5: expected [0, 0, 0.5], got {_shown(gaps)}"
+
+
+@timings.property("the list of arrivals is unchanged", "read `arrivals`; do not pop from it, and do not write into it")
+def _(function):
+    arrivals = [(1.0, 1), (1.5, 1), (2.0, 1)]
+    function(0.0, arrivals)
+    assert arrivals == [(1.0, 1), (1.5, 1), (2.0, 1)], f"the caller's three arrivals became {arrivals}"
 
 
 pooled_percentile = Exercise("pooled_percentile")
@@ -58,86 +91,111 @@ pooled_percentile = Exercise("pooled_percentile")
 @pooled_percentile.example
 def _(function):
     found = function([[10.0, 20.0, 30.0]], 50)
-    assert found == 20, f"half of 10, 20, 30 are at most 20, not {found}"
+    assert found == 20, f"p50 of 10, 20 and 30: expected 20, got {found}"
 
 
-@pooled_percentile.property("a value that was seen", "no mean of two neighbours: take one of the values")
+@pooled_percentile.property("the result is one of the gaps", "do not average two neighbors: return one of the values")
 def _(function):
     found = function([[1.0, 2.0]], 75)
-    assert found in (1.0, 2.0), f"no request waited {found}: the waits were 1 and 2"
+    assert found in (1.0, 2.0), f"the gaps are 1 and 2, and none of them is {found}"
 
 
-@pooled_percentile.property("no rank too many", "the rank counts from 1: ranked[rank - 1]")
+@pooled_percentile.property("the rank is p n / 100, rounded up, counting from 1", "math.ceil; ranked[rank - 1]")
 def _(function):
-    found = function([[float(i) for i in range(1, 101)]], 99)
-    assert found < 99.5, f"of a hundred values the 99th is p99, not {found}: 99 % are at most 99"
+    for n in (1, 2, 5, 10, 40, 100):
+        ranked = [float(i) for i in range(1, n + 1)]
+        for p in (1, 10, 25, 50, 75, 81, 90, 99, 100):
+            rank = -(-p * n // 100)
+            try:
+                found = function([ranked], p)
+            except IndexError:
+                raise AssertionError(f"p{p} of {n} values is number {rank}, which exists") from None
+            if found in ranked:  # whether it is a gap at all is for the property above
+                assert found == rank, f"p{p} of {n} values is number {p * n / 100:g}, rounded up: {rank}, not {found:g}"
 
 
-@pooled_percentile.property("ranks are rounded up", "math.ceil, not round: the first of five covers 20 %, not 25 %")
-def _(function):
-    found = function([[10.0, 20.0, 30.0, 40.0, 50.0]], 25)
-    assert found == 20, f"a quarter of 10, 20, 30, 40, 50 is number 1.25, rounded up: 20, not {found}"
-
-
-@pooled_percentile.property("in whatever order they came", "sort before you count")
+@pooled_percentile.property("gaps may come in any order", "put all gaps into one list, then sort that")
 def _(function):
     found = function([[30.0, 10.0, 20.0]], 99)
-    assert found > 25, f"the largest of 30, 10, 20 is p99, not {found}"
+    assert found > 25, f"p99 of [[30, 10, 20]] is the largest: expected 30, got {found}"
+    found = function([[30.0, 10.0], [20.0, 30.0]], 75)
+    assert found == 30, f"p75 of [[30, 10], [20, 30]] is the third of 10, 20, 30, 30: expected 30, got {found}"
 
 
-@pooled_percentile.property("every gap counts once", "first put all requests' gaps into one list")
+@pooled_percentile.property("every gap counts once", "first put all gaps of all requests into one list")
 def _(function):
-    found = function([[1.0] * 9, [101.0]], 50)
-    assert found == 1, f"nine gaps of 1 and one of 101: half are at most 1, not {found}"
+    for p in (50, 85):
+        found = function([[1.0] * 9, [101.0]], p)
+        assert found == 1, f"p{p} of nine gaps of 1 in one request and one of 101 in another: expected 1, got {found}"
+    found = function([[1.0] * 9, [101.0]], 95)
+    assert found > 1, f"p95 of nine gaps of 1 in one request and one of 101 in another: expected 101, got {found}"
+    found = function([[], [5.0]], 50)
+    assert found == 5, f"a request of one token has no gaps; p50 of [[], [5]]: expected 5, got {found}"
 
 
-@pooled_percentile.property("what was measured stays as it was", "`sorted` makes a new list; `.sort()` changes yours")
+@pooled_percentile.property("the lists are unchanged", "`sorted` makes a new list; `.sort()` and `+=` change a list")
 def _(function):
-    gaps = [[30.0, 10.0, 20.0]]
+    gaps = [[30.0, 10.0], [20.0]]
     function(gaps, 50)
-    assert gaps == [[30.0, 10.0, 20.0]], f"the caller's [[30, 10, 20]] has become {gaps}"
+    assert gaps == [[30.0, 10.0], [20.0]], f"the caller's [[30, 10], [20]] became {gaps}"
 
 
 poisson_arrivals = Exercise("poisson_arrivals")
+NUMBERS = (0.5, 0.9375, 0.5, 0.75)
 
 
 @poisson_arrivals.example
 def _(function):
     found = list(function(1.0, [0.5]))
-    assert _near(found, [math.log(2)]), f"[0.693...] should come, not {found}"
+    assert _near(found, [math.log(2)]), f"expected [0.693], got {_shown(found)}"
 
 
-@poisson_arrivals.property("times, not gaps", "each request comes a gap after the one before: add them up")
+@poisson_arrivals.property("the result is times, not gaps", "each request arrives one gap after the one before: add up")
 def _(function):
     found = list(function(1.0, [0.5, 0.5, 0.5]))
-    assert found[-1] > 2, f"three gaps of 0.693 end at 2.08, not {found[-1]:.3g}"
+    assert _near(found, [0.693147, 1.386294, 2.079442]), (
+        f"three gaps of 0.693: expected [0.693, 1.386, 2.079], got {_shown(found)}"
+    )
 
 
-@poisson_arrivals.property("twice the rate is half the wait", "divide by the rate")
+@poisson_arrivals.property("twice the rate means half the time", "divide every gap by the rate")
 def _(function):
-    found = list(function(4.0, [0.5]))[0]
-    assert math.isclose(found, math.log(2) / 4), f"at 4 a second the gap of 0.693 becomes 0.173, not {found:.3g}"
+    once, twice = (list(function(rate, list(NUMBERS))) for rate in (1.0, 2.0))
+    assert _near([2 * when for when in twice], once), (
+        f"at 2 a second every time is half of what it is at 1: {_shown(once)} became {_shown(twice)}"
+    )
 
 
-@poisson_arrivals.property("small draws are short gaps", "-log(1 - u), not -log(u): a draw may be 0, never 1")
+@poisson_arrivals.property("a small number makes a short gap", "-log(1 - u), not -log(u): u may be 0, but never 1")
 def _(function):
     found = list(function(1.0, [0.0]))[0]
-    assert found < 0.1, f"a draw of 0 is a gap of 0, not {found:.3g}"
+    assert found < 0.1, f"u = 0 makes a gap of 0, not {found:.3g}"
 
 
-@poisson_arrivals.property(
-    "many short gaps, few long ones", "-log(1 - u) / rate: the gap grows without end as u comes near 1"
-)
+@poisson_arrivals.property("many gaps are short, a few are long", "-log(1 - u) / rate grows without bound as u nears 1")
 def _(function):
-    found = sum(list(function(1.0, [u]))[0] for u in (0.1, 0.9))
-    assert math.isclose(found, -math.log(0.09)), f"draws of 0.1 and 0.9 make gaps of 2.41 together, not {found:.3g}"
+    for numbers, wanted in (((0.1, 0.9), -math.log(0.09)), ((0.001, 0.999), -math.log(0.000999))):
+        found = sum(list(function(1.0, [u]))[0] for u in numbers)
+        assert math.isclose(found, wanted, rel_tol=1e-5), (
+            f"the gaps of u = {numbers[0]} and u = {numbers[1]}: expected {wanted:.3g} together, got {found:.3g}"
+        )
 
 
-@poisson_arrivals.property("each gap has a draw of its own", "use every number of `uniform` once")
+@poisson_arrivals.property("each number makes one gap, in order", "use every number of `uniform` once, first to last")
 def _(function):
-    found = list(function(1.0, [0.5, 0.9375, 0.5, 0.75]))
-    steps = {round(late - early, 6) for early, late in pairwise(found)}
-    assert len(steps) > 1, "different draws gave a steady beat"
+    found = list(function(1.0, list(NUMBERS)))
+    assert len(found) == len(NUMBERS), f"{len(NUMBERS)} numbers: expected {len(NUMBERS)} requests, got {len(found)}"
+    gaps = [list(function(1.0, [u]))[0] for u in NUMBERS]  # by its own formula; whether times come is checked above
+    assert _near(found, gaps) or _near(found, list(accumulate(gaps))), (
+        f"alone, the numbers {list(NUMBERS)} make gaps of {_shown(gaps)}; together they made times of {_shown(found)}"
+    )
+
+
+@poisson_arrivals.property("the list is unchanged", "loop over `uniform`; do not pop from it or sort it")
+def _(function):
+    uniform = list(NUMBERS)
+    function(1.0, uniform)
+    assert uniform == list(NUMBERS), f"the caller's {list(NUMBERS)} became {uniform}"
 
 
 batched_attention = Exercise("batched_attention")
@@ -159,75 +217,95 @@ def _draw(rows, keys, heads, kv_heads, d=8):
     return [torch.randn(shape, generator=made) for shape in shapes]
 
 
-def _equal(found, wanted) -> bool:
-    return torch.allclose(found.double(), wanted, atol=1e-4)
+def _right(function, tensors, lengths, scale) -> bool:
+    """Whether the result is right, for copies of the tensors: what changes them fails a property of its own."""
+    q, k, v = tensors
+    lengths = torch.tensor(lengths, dtype=torch.int32)
+    found = function(q.clone(), k.clone(), v.clone(), lengths.clone(), scale)
+    assert found.shape == q.shape, f"q is {list(q.shape)}, and so is the result: got {list(found.shape)}"
+    return torch.allclose(found.double(), _attend(q, k, v, lengths, scale), atol=1e-4)
 
 
 @batched_attention.example
 def _(function):
     k, v = torch.zeros(1, 2, 1, 1), torch.tensor([1.0, 3.0]).view(1, 2, 1, 1)
     found = function(torch.ones(1, 1, 1), k, v, torch.tensor([2]), 1.0)
-    assert found.shape == (1, 1, 1) and math.isclose(found.item(), 2.0), "two equal keys: the mean of 1 and 3"
+    assert found.shape == (1, 1, 1), f"expected the shape [1, 1, 1], got {list(found.shape)}"
+    assert math.isclose(found.item(), 2.0, rel_tol=1e-3), f"two equal keys: expected 2, got {found.item():.4g}"
 
 
-@batched_attention.property("each row ends at its own length", "key number i of row r counts when i < lengths[r]")
+@batched_attention.property("each row ends at its own length", "key i of row r counts if i < lengths[r]")
 def _(function):
-    q, k, v = _draw(3, 6, 2, 2)
-    lengths = torch.tensor([6, 3, 1])
-    return _equal(function(q, k, v, lengths, 1.0), _attend(q, k, v, lengths, 1.0))
+    return _right(function, _draw(3, 6, 2, 2), [6, 3, 1], 1.0)
 
 
 @batched_attention.property("scores are scaled", "multiply by `scale` before the softmax")
 def _(function):
     q, k, v = _draw(2, 5, 2, 2)
-    lengths = torch.tensor([5, 5])
-    return _equal(function(q, k, v, lengths, 0.125), _attend(q, k, v, lengths, 0.125))
+    return all(_right(function, (q, k, 10 * v), [5, 5], scale) for scale in (0.125, 1.5))
 
 
 @batched_attention.property(
-    "neighbouring heads share a key-value head", "heads 0 and 1 of 4 use KV head 0 of 2: repeat_interleave, not repeat"
+    "neighboring heads share a KV head", "heads 0 and 1 of 4 use KV head 0 of 2: repeat_interleave, not repeat"
 )
 def _(function):
-    q, k, v = _draw(1, 5, 4, 2)
-    lengths = torch.tensor([5])
-    return _equal(function(q, k, v, lengths, 1.0), _attend(q, k, v, lengths, 1.0))
+    return all(_right(function, _draw(1, 5, *heads), [5], 1.0) for heads in ((4, 2), (6, 2), (3, 1)))
 
 
 @batched_attention.property(
     "leftovers never matter, not even NaN",
-    "unseen scores become -inf; 0 * NaN is NaN, so fill the unseen values with 0 too",
+    "unseen scores become -inf, whatever they were; 0 * NaN is NaN, so fill the unseen values with 0 too",
 )
 def _(function):
-    q, k, v = _draw(1, 5, 2, 2)
-    # After the length, a slot that must not be read; after that, NaN.
-    k[0, 3], v[0, 3], v[0, 4] = -1e4 * q[0], 0.0, torch.nan
-    lengths = torch.tensor([3])
-    assert _equal(function(q, k, v, lengths, 1.0), _attend(q, k, v, lengths, 1.0))
-    # What is seen scores -300, a leftover 300: they must be hidden by -inf, not by -100.
+    q, k, v = _draw(1, 6, 2, 2)
+    # After the length, a key that must not be read; after that, NaN.
+    k[0, 3], v[0, 3], v[0, 4], k[0, 5] = -1e4 * q[0], 0.0, torch.nan, torch.nan
+    assert _right(function, (q, k, v), [3], 1.0), "NaN or large numbers after a row's length change the output"
+    # What is seen scores -30,000, a leftover 30,000: they must be hidden by -inf, not by a number such as -10,000.
     q, k, v = (part.double() for part in _draw(1, 5, 2, 2))
-    q[:], k[:, :3], k[:, 3], k[:, 4] = 1.0, -37.5, -75.0, 37.5
-    shows = "visible keys score -300, and keys after them change the output: is it hidden by -inf?"
-    assert _equal(function(q, k, v, lengths, 1.0), _attend(q, k, v, lengths, 1.0)), shows
+    q[:], k[:, :3], k[:, 3], k[:, 4] = 1.0, -3750.0, -7500.0, 3750.0
+    longer, cut = (
+        function(q.clone(), k[:, :keys].clone(), v[:, :keys].clone(), torch.tensor([3], dtype=torch.int32), 1.0)
+        for keys in (5, 3)
+    )
+    shows = "the visible keys score -30,000, and keys after them change the output: do you hide those with -inf?"
+    assert torch.allclose(longer, cut, atol=1e-4, equal_nan=True), shows
 
 
 @batched_attention.property(
-    "dtype and device are those of q",
-    "make new tensors with device=q.device, as on a GPU they must be; end with .to(q.dtype)",
+    "dtype and device are those of q", "new tensors need device=q.device, or they break on a GPU; end with .to(q.dtype)"
 )
 def _(function):
     q, k, v = (part.bfloat16() for part in _draw(2, 5, 4, 2))
-    found = function(q, k, v, torch.tensor([5, 3]), 1.0).dtype
-    assert found == q.dtype, f"bfloat16 came in and {found} went out"
+    lengths = torch.tensor([5, 3], dtype=torch.int32)
+    found = function(q, k, v, lengths.clone(), 1.0).dtype
+    assert found == q.dtype, f"q is bfloat16, the result is {found}"
     try:
-        with torch.device("meta"):  # where a tensor lands that is made without a device: not where the others are
-            found = function(q, k, v, torch.tensor([5, 3], device="cpu"), 1.0).device
-    except RuntimeError:
+        with torch.device("meta"):  # a tensor made without a device lands here: not where the others are
+            found = function(q, k, v, lengths.clone(), 1.0).device
+    except (RuntimeError, NotImplementedError):
         return False
     return found == q.device
 
 
-@batched_attention.property("large scores do not overflow", "exp(200) is inf: let torch's softmax do it")
+@batched_attention.property(
+    "large scores do not overflow", "exp(200) is inf: use torch's softmax, or subtract each row's and head's maximum"
+)
 def _(function):
-    q, k, v = _draw(1, 5, 2, 2)
-    q, lengths = 100 * q, torch.tensor([5])
-    return _equal(function(q, k, v, lengths, 1.0), _attend(q, k, v, lengths, 1.0))
+    q, k, v = _draw(2, 5, 2, 2)
+    q[0, 0] *= 100
+    q[1] *= -100
+    return _right(function, (q, k, v), [5, 5], 1.0)
+
+
+@batched_attention.property(
+    "the tensors are unchanged", "masked_fill makes a new tensor; masked_fill_, *= and -= do not"
+)
+def _(function):
+    given = [*_draw(2, 5, 2, 2), torch.tensor([5, 3], dtype=torch.int32)]
+    before = [tensor.clone() for tensor in given]
+    function(*given, 0.5)
+    changed = [
+        name for name, old, new in zip(("q", "k", "v", "lengths"), before, given, strict=True) if (old != new).any()
+    ]
+    assert not changed, f"the caller's {' and '.join(changed)} changed"

@@ -18,12 +18,12 @@ def all_gaps(arrivals):
     return gaps
 
 
-@wrong("timings", fails="waiting begins when the request was due")
+@wrong("timings", fails="the wait starts when the request was due")
 def counts_from_the_runs_start(due, arrivals):
     return arrivals[0][0], all_gaps(arrivals), arrivals[-1][0]
 
 
-@wrong("timings", fails="a gap is since the token before")
+@wrong("timings", fails="a gap is the time since the token before")
 def gaps_since_the_first_token(due, arrivals):
     (first, together), *rest = arrivals
     gaps = [0.0] * (together - 1)
@@ -32,14 +32,14 @@ def gaps_since_the_first_token(due, arrivals):
     return first - due, gaps, arrivals[-1][0] - due
 
 
-@wrong("timings", fails="tokens that come together are tokens")
+@wrong("timings", fails="every token counts")
 def a_gap_for_each_arrival(due, arrivals):
     first = arrivals[0][0]
     later = [b - a for (a, _), (b, _) in pairwise(arrivals)]
     return first - due, [0.0] * (arrivals[0][1] - 1) + later, arrivals[-1][0] - due
 
 
-@wrong("timings", fails="the wait before tokens that come together is one wait")
+@wrong("timings", fails="tokens that arrive together share one wait")
 def shares_the_wait_out(due, arrivals):
     last, together = arrivals[0]
     gaps = [0.0] * (together - 1)
@@ -54,11 +54,37 @@ def forgets_what_came_with_the_first(due, arrivals):
     return arrivals[0][0] - due, all_gaps([(arrivals[0][0], 1), *arrivals[1:]]), arrivals[-1][0] - due
 
 
+@wrong("timings", fails="tokens that arrive together share one wait")
+def waits_for_the_last_of_a_group(due, arrivals):
+    times = [when for when, tokens in arrivals for _ in range(tokens)]
+    gaps = [0.0] * (arrivals[0][1] - 1)
+    for (before, _), (when, tokens) in pairwise(arrivals):
+        gaps += [0.0] * (tokens - 1) + [when - before]
+    return times[0] - due, gaps, times[-1] - due
+
+
+@wrong("timings", fails="an answer of one token has no gaps")
+def expects_a_second_token(due, arrivals):
+    gaps = all_gaps(arrivals) or [0.0]
+    return arrivals[0][0] - due, gaps, arrivals[-1][0] - due
+
+
+@wrong("timings", fails="the list of arrivals is unchanged")
+def takes_arrivals_off_the_list(due, arrivals):
+    last, together = arrivals.pop(0)
+    ttft, gaps = last - due, [0.0] * (together - 1)
+    while arrivals:
+        when, tokens = arrivals.pop(0)
+        gaps += [when - last] + [0.0] * (tokens - 1)
+        last = when
+    return ttft, gaps, last - due
+
+
 def rank(ranked, p):
     return ranked[math.ceil(p / 100 * len(ranked)) - 1]
 
 
-@wrong("pooled_percentile", fails="a value that was seen")
+@wrong("pooled_percentile", fails="the result is one of the gaps")
 def interpolates(gaps, p):
     ranked = sorted(gap for each in gaps for gap in each)
     place = p / 100 * (len(ranked) - 1)
@@ -67,19 +93,19 @@ def interpolates(gaps, p):
     return ranked[low] + (place - low) * (ranked[high] - ranked[low])
 
 
-@wrong("pooled_percentile", fails="no rank too many")
+@wrong("pooled_percentile", fails="the rank is p n / 100, rounded up, counting from 1")
 def counts_from_zero(gaps, p):
     ranked = sorted(gap for each in gaps for gap in each)
     return ranked[min(int(p / 100 * len(ranked)), len(ranked) - 1)]
 
 
-@wrong("pooled_percentile", fails="ranks are rounded up")
+@wrong("pooled_percentile", fails="the rank is p n / 100, rounded up, counting from 1")
 def rounds_the_rank(gaps, p):
     ranked = sorted(gap for each in gaps for gap in each)
     return ranked[max(1, round(p / 100 * len(ranked))) - 1]
 
 
-@wrong("pooled_percentile", fails="in whatever order they came")
+@wrong("pooled_percentile", fails="gaps may come in any order")
 def does_not_sort(gaps, p):
     return rank([gap for each in gaps for gap in each], p)
 
@@ -89,14 +115,38 @@ def mean_of_the_requests_own(gaps, p):
     return sum(rank(sorted(each), p) for each in gaps) / len(gaps)
 
 
-@wrong("pooled_percentile", fails="what was measured stays as it was")
+@wrong("pooled_percentile", fails="gaps may come in any order")
+def sorts_each_request_alone(gaps, p):
+    return rank([gap for each in gaps for gap in sorted(each)], p)
+
+
+@wrong("pooled_percentile", fails="every gap counts once")
+def counts_equal_gaps_once(gaps, p):
+    return rank(sorted({gap for each in gaps for gap in each}), p)
+
+
+@wrong("pooled_percentile", fails="the rank is p n / 100, rounded up, counting from 1")
+def nearest_of_numpys_places(gaps, p):
+    ranked = sorted(gap for each in gaps for gap in each)
+    return ranked[round(p / 100 * (len(ranked) - 1))]
+
+
+@wrong("pooled_percentile", fails="the lists are unchanged")
+def collects_in_the_first_list(gaps, p):
+    every = gaps[0]
+    for each in gaps[1:]:
+        every += each
+    return rank(sorted(every), p)
+
+
+@wrong("pooled_percentile", fails="the lists are unchanged")
 def sorts_the_callers_lists(gaps, p):
     for each in gaps:
         each.sort()
     return rank(sorted(gap for each in gaps for gap in each), p)
 
 
-@wrong("poisson_arrivals", fails="times, not gaps")
+@wrong("poisson_arrivals", fails="the result is times, not gaps")
 def gaps_alone(rate, uniform):
     return [-math.log(1 - u) / rate for u in uniform]
 
@@ -105,24 +155,49 @@ def summed(gaps):
     return [sum(gaps[: i + 1]) for i in range(len(gaps))]
 
 
-@wrong("poisson_arrivals", fails="twice the rate is half the wait")
+@wrong("poisson_arrivals", fails="twice the rate means half the time")
 def rate_taken_for_the_gap(rate, uniform):
     return summed([-math.log(1 - u) * rate for u in uniform])
 
 
-@wrong("poisson_arrivals", fails="small draws are short gaps")
+@wrong("poisson_arrivals", fails="twice the rate means half the time")
+def rate_divides_the_first_gap_alone(rate, uniform):
+    gaps = [-math.log(1 - u) for u in uniform]
+    return summed([gaps[0] / rate, *gaps[1:]])
+
+
+@wrong("poisson_arrivals", fails="a small number makes a short gap")
 def logarithm_of_the_draw(rate, uniform):
     return summed([-math.log(max(u, 1e-9)) / rate for u in uniform])
 
 
-@wrong("poisson_arrivals", fails="many short gaps, few long ones")
+@wrong("poisson_arrivals", fails="many gaps are short, a few are long")
 def even_gaps(rate, uniform):
     return summed([2 * math.log(2) * u / rate for u in uniform])
 
 
-@wrong("poisson_arrivals", fails="each gap has a draw of its own")
+@wrong("poisson_arrivals", fails="each number makes one gap, in order")
 def one_draw_for_all(rate, uniform):
     return summed([-math.log(1 - uniform[0]) / rate] * len(uniform))
+
+
+@wrong("poisson_arrivals", fails="each number makes one gap, in order")
+def sorts_the_numbers(rate, uniform):
+    return summed([-math.log(1 - u) / rate for u in sorted(uniform)])
+
+
+@wrong("poisson_arrivals", fails="many gaps are short, a few are long")
+def cuts_off_long_gaps(rate, uniform):
+    return summed([min(-math.log(1 - u), 5.0) / rate for u in uniform])
+
+
+@wrong("poisson_arrivals", fails="the list is unchanged")
+def takes_numbers_off_the_list(rate, uniform):
+    clock, due = 0.0, []
+    while uniform:
+        clock += -math.log(1 - uniform.pop(0)) / rate
+        due.append(clock)
+    return due
 
 
 def attend(q, k, v, unseen, scale, softmax=lambda scores: scores.softmax(-1)):
@@ -159,7 +234,7 @@ def forgets_the_scale(q, k, v, lengths, scale):
     return attend(q, k, v, beyond(k, lengths), 1.0)
 
 
-@wrong("batched_attention", fails="neighbouring heads share a key-value head")
+@wrong("batched_attention", fails="neighboring heads share a KV head")
 def heads_interleaved(q, k, v, lengths, scale):
     group = q.shape[1] // k.shape[2]
     k, v = k.repeat(1, 1, group, 1), v.repeat(1, 1, group, 1)
@@ -175,11 +250,11 @@ def masks_the_scores_alone(q, k, v, lengths, scale):
 
 
 @wrong("batched_attention", fails="leftovers never matter, not even NaN")
-def masks_with_minus_100(q, k, v, lengths, scale):
+def masks_with_minus_10_000(q, k, v, lengths, scale):
     k, v = repeated(q, k, v)
     unseen = beyond(k, lengths)
     scores = torch.einsum("rhd,rkhd->rhk", q, k) * scale
-    weights = scores.masked_fill(unseen[:, None], -100.0).softmax(-1)
+    weights = scores.masked_fill(unseen[:, None], -1e4).softmax(-1)
     return torch.einsum("rhk,rkhd->rhd", weights, v.masked_fill(unseen[..., None, None], 0))
 
 
@@ -203,3 +278,45 @@ def softmax_by_hand(q, k, v, lengths, scale):
         return scores.exp() / scores.exp().sum(-1, keepdim=True)
 
     return attend(q, k, v, beyond(k, lengths), scale, by_hand)
+
+
+@wrong("batched_attention", fails="large scores do not overflow")
+def subtracts_the_maximum_of_all_rows(q, k, v, lengths, scale):
+    k, v = repeated(q, k, v)
+
+    def by_hand(scores):
+        weights = (scores - scores.max()).exp()
+        return weights / weights.sum(-1, keepdim=True)
+
+    return attend(q, k, v, beyond(k, lengths), scale, by_hand)
+
+
+@wrong("batched_attention", fails="neighboring heads share a KV head")
+def always_two_heads_for_each_kv_head(q, k, v, lengths, scale):
+    if q.shape[1] > k.shape[2]:
+        k, v = k.repeat_interleave(2, 2), v.repeat_interleave(2, 2)
+        k, v = (part[:, :, [min(head, part.shape[2] - 1) for head in range(q.shape[1])]] for part in (k, v))
+    return attend(q, k, v, beyond(k, lengths), scale)
+
+
+@wrong("batched_attention", fails="leftovers never matter, not even NaN")
+def adds_minus_infinity(q, k, v, lengths, scale):
+    k, v = repeated(q, k, v)
+    unseen = beyond(k, lengths)
+    scores = torch.einsum("rhd,rkhd->rhk", q, k) * scale
+    hide = torch.zeros_like(scores).masked_fill(unseen[:, None], -torch.inf)
+    return torch.einsum("rhk,rkhd->rhd", (scores + hide).softmax(-1), v.masked_fill(unseen[..., None, None], 0))
+
+
+@wrong("batched_attention", fails="the tensors are unchanged")
+def scales_the_queries_in_place(q, k, v, lengths, scale):
+    q *= scale
+    k, v = repeated(q, k, v)
+    return attend(q, k, v, beyond(k, lengths), 1.0)
+
+
+@wrong("batched_attention", fails="the tensors are unchanged")
+def clears_the_callers_values(q, k, v, lengths, scale):
+    v[beyond(k, lengths)] = 0
+    k, v = repeated(q, k, v)
+    return attend(q, k, v, beyond(k, lengths), scale)

@@ -1,0 +1,117 @@
+"""Lesson 99's pictures: one request's waits, gaps and their percentiles, what batching gains, arrivals, runs."""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+from minillm.bench import plots
+
+TOKEN, LONGEST, OTHER = "#4c78a8", "#e45756", "#f58518"
+
+
+def request(due: float, arrivals: Sequence[tuple[float, int]]) -> None:
+    """One request from when it was due to its last token, with its waits named."""
+    at = [(when - due) * 1e3 for when, _ in arrivals]
+    _, axis = plt.subplots(figsize=(10, 2.6), layout="constrained")
+    axis.plot([0, at[-1]], [0, 0], color="gray", lw=1)
+    axis.plot(0, 0, "k>", markersize=9)
+    axis.vlines(at, -0.25, 0.25, color=TOKEN, lw=2)
+    _span(axis, 0, at[0], 0.45, "TTFT")
+    widest = max(range(1, len(at)), key=lambda i: at[i] - at[i - 1])
+    start, end = at[widest - 1], at[widest]
+    axis.fill_between([start, end], -0.25, 0.25, color=LONGEST, alpha=0.3, lw=0)
+    axis.annotate(
+        f"the longest ITL: {end - start:.1f} ms",
+        ((start + end) / 2, 0.25),
+        (0, 24),
+        textcoords="offset points",
+        ha="center",
+        color=LONGEST,
+        arrowprops={"arrowstyle": "->", "color": LONGEST},
+    )
+    rate = sum(tokens for _, tokens in arrivals) / at[-1] * 1e3
+    _span(axis, 0, at[-1], -0.75, f"end-to-end; throughput with this one user: {rate:.0f} tokens/s")
+    axis.set(ylim=(-1, 1.1), yticks=[], xlabel="milliseconds since the request was due; each blue line is a token")
+    axis.spines[["top", "left", "right"]].set_visible(False)
+
+
+def _span(axis: Any, start: float, end: float, height: float, text: str) -> None:
+    arrow = {"arrowstyle": "<->", "shrinkA": 0, "shrinkB": 0}
+    axis.annotate("", (start, height), (end, height), arrowprops=arrow)
+    axis.text((start + end) / 2, height + 0.08, text, ha="center")
+
+
+def gaps(seconds: Sequence[float], marks: Mapping[str, float]) -> None:
+    """A histogram of gaps, with vertical lines at `marks`, which are in seconds too."""
+    _, axis = plt.subplots(figsize=(10, 2.4), layout="constrained")
+    axis.hist([1e3 * each for each in seconds], bins=60, color=TOKEN)
+    for (name, value), color in zip(marks.items(), ("black", OTHER, LONGEST, "dimgray"), strict=False):
+        style = ":" if name == "mean" else "-"
+        axis.axvline(1e3 * value, color=color, ls=style, label=f"{name}: {1e3 * value:.1f} ms")
+    axis.set(xlabel="milliseconds between two tokens", ylabel="gaps")
+    axis.legend(ncols=len(marks))
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def batching(loads: Sequence[Mapping[str, Any]]) -> None:
+    """Closed loops with different numbers of clients: throughput, and the gaps between tokens."""
+    _, (left, right) = plt.subplots(1, 2, figsize=(10, 3), layout="constrained")
+    clients = [row["concurrency"] for row in loads]
+    speeds = [row["output_tokens_per_s"] for row in loads]
+    left.plot(clients, speeds, "o-", color=TOKEN, label="measured")
+    ideal = [speeds[0] * each for each in clients]
+    left.plot(clients, ideal, ":", color="gray", label="clients × one client's")
+    left.set(xlabel="clients", ylabel="output tokens/s", title="Throughput", ylim=(0, 1.4 * max(speeds)))
+    for share, style, color in (("p50", "o-", "black"), ("p99", "s--", LONGEST)):
+        waits = [row["itl_s"][share] * 1e3 for row in loads]
+        right.plot(clients, waits, style, color=color, label=share)
+    right.set(xlabel="clients", ylabel="milliseconds", title="Time between tokens", ylim=0)
+    for axis in (left, right):
+        axis.legend()
+        axis.spines[["top", "right"]].set_visible(False)
+
+
+def arrivals(due: Sequence[float], shown: int = 60) -> None:
+    """When the first requests arrive, and a histogram of all gaps between requests."""
+    widths = (2, 1)
+    _, (left, right) = plt.subplots(1, 2, figsize=(10, 2.2), width_ratios=widths, layout="constrained")
+    left.eventplot(due[:shown], colors=TOKEN)
+    left.set(yticks=[], xlabel="seconds", title=f"The first {shown} requests")
+    right.hist([late - early for early, late in pairwise(due)], bins=60, color=TOKEN)
+    right.set(xlabel="seconds to the next request", ylabel="requests", title="All gaps")
+    for axis in (left, right):
+        axis.spines[["top", "right"]].set_visible(False)
+
+
+def runs(records: Mapping[str, Mapping[str, Any]]) -> None:
+    """The requests of serving records over time, side by side. records: title -> record."""
+    figure, axes = plt.subplots(1, len(records), figsize=(11, 3.6), layout="constrained")
+    for axis, (title, record) in zip(axes, records.items(), strict=True):
+        plots.requests(record, axis)
+        axis.set_title(title, fontsize=10)
+        axis.get_legend().remove()
+        axis.set_ylabel("")
+    axes[0].set_ylabel("requests, in the order they were due")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
+
+
+def lengths(visible: Sequence[int], keys: int) -> None:
+    """Rows of a batch with the keys that each one's new token sees."""
+    _, axis = plt.subplots(figsize=(5, 1.8), layout="constrained")
+    axis.imshow(np.arange(keys) < np.array(visible)[:, None], cmap="Blues", vmax=2, aspect="auto")
+    axis.set(xlabel="key", ylabel="row", yticks=range(len(visible)), title="Blue: visible keys; ?: leftovers")
+    for row, length in enumerate(visible):
+        for key in range(length, keys):
+            axis.text(key, row, "?", ha="center", va="center", color="dimgray")
+
+
+def comparison(records: Mapping[str, Mapping[str, Any]]) -> None:
+    """Offline records side by side: bars are medians, dots single runs. records: title -> record."""
+    _, axes = plt.subplots(1, len(records), figsize=(10, 3.2), layout="constrained")
+    for axis, (title, record) in zip(axes, records.items(), strict=True):
+        plots.throughput(record, ax=axis)
+        axis.set_title(title, fontsize=10)

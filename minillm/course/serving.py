@@ -1,0 +1,66 @@
+"""Lesson 99: the engine's own versions of its exercises, and the tables that it prints."""
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from minillm.bench import serve
+
+
+def timings(due: float, arrivals: list[tuple[float, int]]) -> tuple[float, list[float], float]:
+    """(TTFT, gaps, end-to-end) of one request, as the load generator computes them."""
+    seen = serve.Measured(due=due, arrivals=arrivals, end=arrivals[-1][0])
+    return seen.ttft, list(seen.gaps), seen.e2e
+
+
+def pooled_percentile(gaps_of_each: Sequence[Sequence[float]], p: int) -> float | None:
+    """The load generator's percentile of all gaps of all requests."""
+    return serve.percentiles([gap for gaps in gaps_of_each for gap in gaps])[f"p{p}"]
+
+
+def poisson_arrivals(rate: float, uniform: Sequence[float]) -> list[float]:
+    """When requests are due in a Poisson process, as `workloads.poisson` computes it from the same numbers."""
+    clock, due = 0.0, []
+    for u in uniform:
+        clock -= math.log1p(-u) / rate
+        due.append(clock)
+    return due
+
+
+def uniform_numbers(count: int, seed: int = 3) -> list[float]:
+    """Numbers from [0, 1), the same ones every time."""
+    made = random.Random(seed)
+    return [made.random() for _ in range(count)]
+
+
+def most_at_once(result: Mapping[str, Any]) -> int:
+    """The largest number of requests that were due and not finished at the same time."""
+    changes = [(each["due"], 1) for each in result["each"]] + [(each["end"], -1) for each in result["each"]]
+    now = most = 0
+    for _, change in sorted(changes):
+        now += change
+        most = max(most, now)
+    return most
+
+
+def loads_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Closed loops with different numbers of clients, one line each."""
+    lines = ["clients  requests/s  tokens/s   TTFT p50   ITL p50   ITL p99 (ms)  generator busy"]
+    for row in rows:
+        waits = [row["ttft_s"]["p50"], row["itl_s"]["p50"], row["itl_s"]["p99"]]
+        rates = f"{row['requests_per_s']:10.1f}{row['output_tokens_per_s']:10,.0f} "
+        shown = "".join(f"{wait * 1e3:10.2f}" for wait in waits)
+        lines.append(f"{row['concurrency']:7}  {rates}{shown}{serve.generator_share(dict(row)):20.0%}")
+    return "\n".join(lines)
+
+
+def waits_table(runs: Mapping[str, Mapping[str, Any]]) -> str:
+    """What clients waited in runs of different arrivals, one line each. runs: name -> result."""
+    lines = [f"{'waits in ms':<24}TTFT p50  TTFT p99  ITL p50  end-to-end p99  most at once  generator busy"]
+    for name, row in runs.items():
+        ttft, itl, e2e = row["ttft_s"], row["itl_s"], row["e2e_s"]
+        waits = [1e3 * each for each in (ttft["p50"], ttft["p99"], itl["p50"], e2e["p99"])]
+        shown = "{:<24}{:8.1f}{:10.1f}{:9.2f}{:16.1f}".format(name, *waits)
+        lines.append(f"{shown}{most_at_once(row):14}{serve.generator_share(dict(row)):16.0%}")
+    return "\n".join(lines)
