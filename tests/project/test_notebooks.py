@@ -16,6 +16,7 @@ from matplotlib import image
 
 from minillm.bench import batching, records
 from minillm.course import build, lab, lesson
+from tools import lesson_minutes
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = build.sources([])
@@ -28,6 +29,11 @@ EACH = [pytest.param(source, kind, id=f"{source.stem}-{kind}") for source in SOU
 @pytest.fixture(params=[pytest.param(each.values, id=each.id) for each in EACH])
 def notebook(request):
     return committed(*request.param)
+
+
+@pytest.fixture(params=SOURCES, ids=lambda path: path.stem)
+def learners_source(request):
+    return request.param
 
 
 @pytest.fixture(params=SOURCES, ids=lambda path: path.stem)
@@ -202,6 +208,23 @@ def test_stripped_results_and_cells_run_out_of_order_are_detected(notebook):
 def test_no_cell_shows_an_error_or_a_warning(notebook):
     outputs = [output for cell in code(notebook) for output in cell.outputs]
     assert not [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"]
+
+
+def test_every_figure_has_a_text_alternative(notebook):
+    outputs = [output for cell in code(notebook) for output in cell.outputs]
+    figures = [each for each in outputs if "image/png" in each.get("data", {})]
+    short = [each.data["text/plain"] for each in figures if len(each.metadata.get("image/png", {}).get("alt", "")) < 30]
+    assert not short, "end the cell with describe()"
+
+
+def test_a_lesson_states_the_minutes_that_its_sections_take(learners_source):
+    """Within a fifth, or two minutes, of the estimate for each section; the sections' sum is the lesson's."""
+    sections = lesson_minutes.sections(learners_source)
+    needed = [each for each in sections if not each.optional]
+    assert lesson_minutes.stated(learners_source) == sum(each.stated or 0 for each in needed)
+    wrong = [each for each in sections if each.stated and abs(each.stated - each.minutes) > max(2, 0.2 * each.minutes)]
+    assert not wrong
+    assert 30 <= sum(each.minutes for each in needed) <= 93
 
 
 def test_engine_code_shown_in_a_lesson_equals_the_engines_source(notebook):
