@@ -247,14 +247,6 @@ def _(solution, rng):
     torch.testing.assert_close(out, reference.gated_activation(gate_up, "gelu"), rtol=1e-4, atol=1e-5)
 
 
-@against("row_norm", cases=4)
-def _(solution, rng):
-    x, weight, eps = normed(rng)
-    x, weight, out = placed(x), placed(weight), placed(torch.zeros_like(x))
-    solution(x, weight, eps, out)
-    torch.testing.assert_close(out, reference.rms_norm(x, weight, eps), rtol=1e-4, atol=1e-5)
-
-
 @against("add_row_norm", cases=4)
 def _(solution, rng):
     x, weight, eps = normed(rng)
@@ -263,6 +255,23 @@ def _(solution, rng):
     solution(x, residual, weight, eps, out, total)
     normed_sum, wanted = reference.add_rms_norm(x, residual, weight, eps)
     torch.testing.assert_close((out, total), (normed_sum, wanted), rtol=1e-4, atol=1e-5)
+
+
+@against("transpose", cases=3)
+def _(solution, rng):
+    x = placed(drawn(rng, rng.randint(1, 90), rng.randint(1, 90)))
+    out = placed(torch.zeros(x.T.shape))
+    solution(x, out)
+    assert torch.equal(out, x.T)
+
+
+@against("tiled_linear", cases=3)
+def _(solution, rng):
+    columns = rng.randint(1, 150)
+    x, weight = (placed(drawn(rng, rng.randint(1, 90), columns)) for _ in range(2))
+    out = placed(torch.zeros(len(x), len(weight)))
+    solution(x, weight, out)
+    torch.testing.assert_close(out, x @ weight.T, rtol=1e-4, atol=1e-4)
 
 
 def shares_of(rng) -> list[tuple[Tensor, Tensor]]:
