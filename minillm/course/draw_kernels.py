@@ -109,20 +109,33 @@ def timeline(lanes: Mapping[str, Sequence[tuple[str, str, float]]], title: str) 
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def tuning(tables: Mapping[str, np.ndarray], tile_sizes: Sequence[int], warps: Sequence[int], unit: str) -> None:
-    """Heat maps of measurements, [tiles, warps] each, with a frame around the best. tables: title -> values."""
+def tuning(
+    tables: Mapping[str, np.ndarray], tile_sizes: Sequence[int], warps: Sequence[int], unit: str, margin: float
+) -> None:
+    """Heat maps of measurements, [tiles, warps] each; framed: all values within `margin` of the best."""
     _, axes = plt.subplots(1, len(tables), figsize=(5.2 * len(tables), 3.4), layout="constrained")
     for axis, (title, values) in zip(np.atleast_1d(axes), tables.items(), strict=True):
         axis.imshow(values, cmap="viridis", aspect="auto")
-        middle = (np.nanmin(values) + np.nanmax(values)) / 2
-        best = np.unravel_index(np.nanargmax(values), values.shape)
+        middle, best = (np.nanmin(values) + np.nanmax(values)) / 2, np.nanmax(values)
         for at, value in np.ndenumerate(values):
             color = "black" if value > middle else "white"
-            axis.text(at[1], at[0], f"{value:,.0f}", ha="center", va="center", fontsize=8, color=color)
-        axis.add_patch(plt.Rectangle((best[1] - 0.5, best[0] - 0.5), 1, 1, fill=False, edgecolor="red", linewidth=2))
+            axis.text(at[1], at[0], f"{value:,.0f}", ha="center", va="center", fontsize=9, color=color)
+            if value >= (1 - margin) * best:
+                corner = (at[1] - 0.46, at[0] - 0.46)
+                axis.add_patch(plt.Rectangle(corner, 0.92, 0.92, fill=False, edgecolor="red", linewidth=2))
         axis.set_xticks(range(len(warps)), warps)
         axis.set_yticks(range(len(tile_sizes)), tile_sizes)
-        axis.set(xlabel="warps", ylabel="columns of a tile", title=f"{title}: {unit}")
+        axis.set(xlabel="warps", ylabel="columns of a tile", title=f"{title}: {unit}\nred: within {margin:.0%} of best")
+
+
+def graph_sizes(totals: Mapping[int, float], engines: tuple[int, float], label: str) -> None:
+    """Milliseconds of a workload's steps by the number of captured sizes. engines: (sizes, milliseconds)."""
+    _, axis = plt.subplots(figsize=(8, 3.2), layout="constrained")
+    axis.plot(list(totals), list(totals.values()), "o-", color=COLORS[0], label=label)
+    axis.plot(*engines, "s", color=COLORS[1], markersize=8, label="the engine's list of sizes")
+    axis.set(xlabel="captured batch sizes", ylabel="ms of all steps", ylim=(0, None))
+    axis.legend(fontsize=9)
+    axis.spines[["top", "right"]].set_visible(False)
 
 
 def lanes(title: str, rows: Mapping[str, Sequence[tuple[float, float]]]) -> None:

@@ -65,7 +65,7 @@ def same_text_with(llm: LLM, prompt: str) -> Callable[..., None]:
     same_text(tokens=12, gated_activation=mine, ...): `tokens` are generated after `prompt`, greedily.  Lesson 03.
     """
 
-    def same_text(tokens: int = 12, **operations: Callable[..., Any]) -> None:
+    def same_text(tokens: int = 12, **operations: Any) -> None:
         params = SamplingParams(max_tokens=tokens, temperature=0)
         expected = llm.generate(prompt, params)[0].text
         with using(**operations) as used:
