@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GUARD = 4096  # elements on either side of a tensor that no kernel may read or write
-MOST_ACCESSES = 20_000  # loads and stores of a watched kernel; an endless loop makes more
+MOST_ACCESSES = 1000  # loads and stores of one program of a watched kernel; an endless loop makes more
 
 INTERPRETED, COMPILED = "interpreted", "compiled"
 
@@ -81,28 +81,44 @@ def untouched(memory: Tensor, by: float) -> bool:
 def strays(*tensors: Tensor, junk: bool = False) -> Iterator[Counter[str]]:
     """Inside the block, count the elements that interpreted kernels load or store outside `tensors`: "loads", "stores".
 
-    A stray store is dropped. A stray load reads 0; with `junk`, NaN or 99. So a wrong address never ends the process.
-    Compiled kernels are not watched: nothing is counted. Raises RuntimeError in a kernel that seems never to end.
+    Other tensors that a kernel is given, such as copies of `tensors`, are no strays. A stray store is dropped. A stray
+    load reads 0; with `junk`, NaN or 99. So a wrong address never ends the process. Compiled kernels are not watched:
+    nothing is counted. Raises RuntimeError in a kernel that seems never to end.
     """
     found: Counter[str] = Counter()
     if how_kernels_run() == COMPILED:
         yield found
         return
     import numpy as np
+    import torch
     import triton.language as tl
     from triton.runtime import interpreter
 
-    builder = interpreter.InterpreterBuilder
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
     load, store, atomic = builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw
-    known = np.unique(np.concatenate([_addresses(each) for each in tensors]))
+    begin, launch = builder.set_grid_idx, executor.__call__
+    own = {each.untyped_storage().data_ptr() for each in tensors}
+    known = known_here = np.unique(np.concatenate([_addresses(each) for each in tensors]))
     accesses = 0
+
+    def watched_launch(self, *args, **kwargs):
+        nonlocal known
+        given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+        others = [_addresses(each) for each in given if each.untyped_storage().data_ptr() not in own]
+        known = np.unique(np.concatenate([known_here, *others]))
+        return launch(self, *args, **kwargs)
+
+    def watched_begin(self, *place):
+        nonlocal accesses
+        accesses = 0
+        return begin(self, *place)
 
     def allowed(what: str, pointers, mask) -> tuple:
         """The mask without stray elements, as the interpreter keeps it, and which elements are stray."""
         nonlocal accesses
         accesses += 1
         if accesses > MOST_ACCESSES:
-            raise RuntimeError(f"more than {MOST_ACCESSES:,} loads and stores: does a loop in the kernel never end?")
+            raise RuntimeError(f"more than {MOST_ACCESSES:,} loads and stores in a program: does a loop never end?")
         addresses = np.asarray(pointers.data).astype(np.uint64)
         asked = np.broadcast_to(np.asarray(mask.data, dtype=bool), addresses.shape)
         place = np.searchsorted(known, addresses).clip(max=len(known) - 1)
@@ -128,12 +144,12 @@ def strays(*tensors: Tensor, junk: bool = False) -> Iterator[Counter[str]]:
         return atomic(self, operation, pointers, value, allowed("stores", pointers, mask)[0], *options)
 
     builder.create_masked_load, builder.create_masked_store = watched_load, watched_store
-    builder.create_atomic_rmw = watched_atomic
+    builder.create_atomic_rmw, builder.set_grid_idx, executor.__call__ = watched_atomic, watched_begin, watched_launch
     try:
         yield found
     finally:
         builder.create_masked_load, builder.create_masked_store = load, store
-        builder.create_atomic_rmw = atomic
+        builder.create_atomic_rmw, builder.set_grid_idx, executor.__call__ = atomic, begin, launch
 
 
 def _addresses(tensor: Tensor):

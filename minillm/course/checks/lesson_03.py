@@ -223,6 +223,8 @@ def _(function):
     out, total = _added(function, [[128.0, 64.0]], [[0.05, 0.0]], dtype=torch.float16).outputs
     message = "128 + 0.05 is stored in float16 as 128, but the norm is of 128.05"
     _near(out, _norm(total.cpu()), message, rtol=2e-5, atol=0)
+    _, total = _added(function, [[128.0, 64.0]], [[0.05, 0.0]]).outputs
+    _near(total, [[128.05, 64.0]], f"128 + 0.05 in float32 is 128.05, not {_some(total[:, :1])}", rtol=1e-6, atol=0)
 
 
 @add_row_norm.property("half-precision inputs", "300 * 300 overflows float16: .to(tl.float32) before you compute")
@@ -380,7 +382,7 @@ PIECE = 64
 
 def _product(
     *, masked: bool = True, own_scale: bool = True, last_scales: bool = False, last_row: bool = True,
-    add: float = 0.0, times: float = 1.0, noise: float = 0.0,
+    add: float = 0.0, times: float = 1.0, noise: float = 0.0, shifted: float = 0.0,
 ):  # fmt: skip
     """A product scale * (weight @ x), piece by piece of the columns, in torch; with faults, on demand.
 
@@ -408,6 +410,8 @@ def _product(
                 out *= scales
         if not last_row:
             out[-1] = out[0]
+        out[0] += shifted
+        out[-1] -= shifted
         return out * times + add + noise * scale * (whole.abs() @ vector.abs())
 
     return product
@@ -445,6 +449,11 @@ def _(function):
 @find_fault.property("every row is compared", "compare all of the result, not its first row")
 def _(function):
     _fails(function, _product(last_row=False), "a product whose last row is a copy of the first passes")
+    _fails(
+        function,
+        _product(shifted=0.5),
+        "a product with 0.5 too much in the first row and too little in the last passes",
+    )
 
 
 @find_fault.property(

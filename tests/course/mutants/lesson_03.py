@@ -353,6 +353,11 @@ def without_the_last_row(product):
     return _find(product, first_row=True)
 
 
+@wrong("find_fault", fails="every row is compared")
+def sums_of_the_rows(product):
+    return _find(product, right=lambda found, wanted: torch.allclose(found.sum(), wanted.sum(), rtol=1e-4, atol=1e-3))
+
+
 @wrong("find_fault", fails="a small error is found")
 def two_percent_are_right(product):
     return _find(product, right=lambda found, wanted: torch.allclose(found, wanted, rtol=0.02, atol=0.05))
