@@ -20,6 +20,12 @@ def margin_of_the_faster(runs, default, margin):
     return _choose(runs, default, margin, limit=lambda time, margin: time / (1 + margin) + 1e-12)
 
 
+@wrong("choose_launch", fails="a gain within the margin keeps the default")
+def first_of_the_table(runs, default, margin):
+    chosen = _choose(runs, default, margin)
+    return next(iter(runs)) if chosen == default else chosen
+
+
 @wrong("choose_launch", fails="the margin is a share of the default's time")
 def margin_in_units(runs, default, margin):
     return _choose(runs, default, margin, limit=lambda time, margin: time - 10 * margin)
