@@ -88,9 +88,10 @@ runs = {
 tile_sizes = sorted({each["tile"] for each in table})
 warps = sorted({each["warps"] for each in table})
 speeds = {(each["rows"], each["tile"], each["warps"]): each["gb_per_s"] for each in table}
+titles = {1: "1 row", 3000: "3,000 rows"}
 maps = {
-    f"{rows:,} rows": np.array([[speeds[rows, tile, w] for w in warps] for tile in tile_sizes])
-    for rows in runs
+    title: np.array([[speeds[rows, tile, w] for w in warps] for tile in tile_sizes])
+    for rows, title in titles.items()
 }
 draw.tuning(maps, tile_sizes, warps, unit="GB/s on an H200", margin=0.02)
 describe(
@@ -109,7 +110,7 @@ describe(
 for rows, chosen in ((1, (256, 2)), (1, (1024, 4)), (3000, (4096, 16)), (3000, (1024, 4))):
     each = sorted(1e3 * ms for ms in runs[rows][chosen])
     print(
-        f"{rows:>5,} rows, tile {chosen[0]:>4}, {chosen[1]:>2} warps:"
+        f"{titles[rows]:>10}, tile {chosen[0]:>4}, {chosen[1]:>2} warps:"
         f" fastest {each[0]:6.2f}, median {statistics.median(each):6.2f}, slowest {each[-1]:6.2f} µs"
     )
 
@@ -152,7 +153,7 @@ if solved(choose_launch):
         tile, count = chosen = choose_launch(each, DEFAULT, MARGIN)
         saved = 1e3 * (statistics.median(each[DEFAULT]) - statistics.median(each[chosen]))
         print(
-            f"{rows:>5,} rows: {tile} columns and {count} warps, saves {saved:.2f} µs per layer,"
+            f"{titles[rows]:>10}: {tile} columns and {count} warps, saves {saved:.2f} µs per layer,"
             f" {gemma.num_layers * saved:.1f} µs per step"
         )
 else:
@@ -169,9 +170,9 @@ else:
 #
 # `minillm build` measures beforehand instead: the launches of *this* model on *this* GPU, for the traffic that you
 # expect. It times the winner and the default twice, and the winner must beat the default by 2 % in both timings
-# (`minillm/tuning/trials.py`). Then it measures whole steps with and without the winners, and drops those that do not
-# help. The result is a plan file. At each launch, a kernel that has a choice looks it up. In the next listing, see what
-# identifies a problem, and what happens if there is no entry:
+# (`minillm/tuning/trials.py`). Then it measures whole decode steps with the winners, and drops those that do not help
+# there. The result is a plan file. At each launch, a kernel that has a choice looks it up. In the next listing, see
+# what identifies a problem, and what happens if there is no entry:
 
 # %%
 # ENGINE: minillm.kernels.launch_configs:tuned
@@ -186,11 +187,8 @@ default = Choice(keys=64, warps=4)  # what the kernel's author would launch
 
 for rows in (1, 2):
     with launch_configs.using(plan):
-        print(
-            rows,
-            "rows:",
-            launch_configs.tuned("a_kernel", default, rows=rows, dtype="bfloat16"),
-        )
+        chosen = launch_configs.tuned("a_kernel", default, rows=rows, dtype="bfloat16")
+    print(f"rows={rows}: {chosen}")
 
 # %% [markdown]
 # What did a plan for Gemma 2B bring on the H200? The record has runs with and without it:
@@ -213,8 +211,8 @@ for each in build["results"]:
 # kernel, the driver puts it into a queue. The GPU takes kernels from that queue in order. If the CPU is slower than the
 # GPU, the queue is empty and the GPU waits: the step is **launch-bound**.
 #
-# A **CUDA graph** is a recording. Run the step once while CUDA notes every launch with all its arguments. From then on,
-# a single call *replays* all of them.
+# A **CUDA graph** is a recording. Launch the step once while CUDA notes every launch with all its arguments, without
+# running it. From then on, a single call *replays* all of them.
 #
 # **Predict first.** With decode steps in CUDA graphs and one kernel per operation, the engine decodes one request of
 # Gemma 2B on an H200 at the speed below. How fast is it with the same kernels, launched one by one?
@@ -234,10 +232,8 @@ guess_without_graphs = 300.0  # PREDICT: tokens/s of one request without CUDA gr
 # %%
 without = tokens_per_s["CUDA graphs", "off", 1]
 compare("without graphs", unit="tokens/s", prediction=guess_without_graphs, measured=without)
-per_layer = (
-    len(one_layer(gemma, 1, 256, fused=True)) + 1
-)  # attention for one row is two kernels
-launches = gemma.num_layers * per_layer
+# Ten launches per layer, and one more because attention for one row is two kernels.
+launches = gemma.num_layers * (len(one_layer(gemma, 1, 256, fused=True)) + 1)
 asking_us = 1e6 / without / launches
 print(f"graphs make it {with_graphs / without:.1f} times as fast")
 print(

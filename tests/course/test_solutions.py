@@ -6,7 +6,6 @@ A checker covers only mistakes that its author thought of. These tests detect wh
 import math
 import pkgutil
 import random
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
@@ -35,23 +34,13 @@ from minillm.scheduler.policies import FirstComeFirstServed, StaticBatching
 from minillm.tokenizer import StreamingDetokenizer, bpe, training
 from minillm.tokenizer.gemma import BYTE_TOKENS, SPECIAL_TOKENS
 from tests.chance import SEED
+from tests.course.references import REFERENCES, against
 
 WITHOUT = {
     "find_fault": "its answers are words; the checker's own products are right and wrong ones",
     "next_step": "the engine gives single tokens first: share_budget",
     "PatientShortest": "a policy that the engine does not have",
 }
-REFERENCES: dict[str, tuple[Callable, int]] = {}
-
-
-def against(exercise: str, cases: int = 20) -> Callable:
-    """Register a function(solution, rng) that draws one case and compares."""
-
-    def register(compare: Callable) -> Callable:
-        REFERENCES[exercise] = compare, cases
-        return compare
-
-    return register
 
 
 def test_every_exercise_has_a_reference_or_a_reason_for_having_none():
@@ -430,62 +419,6 @@ def _(solution, rng):
     pending = np.array([rng.choice((1, rng.randint(1, 20))) for _ in range(rng.randint(1, 8))], np.int32)
     budget = rng.randint(1, 40)
     assert solution(pending, budget).tolist() == FirstComeFirstServed().share(pending, budget).tolist()
-
-
-# ---- lesson 11
-
-
-@against("choose_launch", cases=100)
-def _(solution, rng):
-    runs = {launch: [rng.choice((9.0, 9.7, 10.0, 11.0)) for _ in range(5)] for launch in range(rng.randint(1, 5))}
-    medians = [float(np.median(each)) for each in runs.values()]
-    margin = rng.choice((0.0, 0.025, 0.2))
-    clear = min(medians) < (1 - margin) * medians[0]
-    assert solution(runs, 0, margin) == (medians.index(min(medians)) if clear else 0)
-
-
-@against("queued", cases=50)
-def _(solution, rng):
-    lengths = [rng.uniform(0, 9) for _ in range(rng.randint(0, 9))]
-    asked = sorted(rng.uniform(0, 40) for _ in lengths)
-    ends = [
-        max(asked[first] + sum(lengths[first : last + 1]) for first in range(last + 1)) for last in range(len(asked))
-    ]
-    found = solution(asked, lengths)
-    assert [end for _, end in found] == pytest.approx(ends)
-    assert [end - start for start, end in found] == pytest.approx(lengths)
-
-
-@against("choose_sizes", cases=30)
-def _(solution, rng):
-    sizes = sorted(rng.sample(range(1, 40), rng.randint(1, 7)))
-    ms = {size: rng.uniform(1, 9) for size in sizes}
-    counts = {rows: rng.randint(1, 9) for rows in rng.sample(range(1, sizes[-1] + 1), rng.randint(1, sizes[-1]))}
-    most = rng.randint(1, 8)
-
-    def least(above: int, left: int) -> float:
-        """The least time of the batches of at most sizes[above] rows, of which sizes[above] is captured."""
-        between = [sum(count for rows, count in counts.items() if low < rows <= sizes[above]) for low in (0, *sizes)]
-        choices = [between[0] * ms[sizes[above]]]
-        if left > 1:
-            choices += [least(low, left - 1) + between[low + 1] * ms[sizes[above]] for low in range(above)]
-        return min(choices)
-
-    found = solution(counts, ms, most)
-    took = sum(count * ms[min(size for size in found if size >= rows)] for rows, count in counts.items())
-    assert len(found) <= most and took == pytest.approx(least(len(sizes) - 1, most))
-
-
-@against("fair_pairs", cases=50)
-def _(solution, rng):
-    settings = {name: {fact: rng.randint(0, 1) for fact in "xyz"} for name in "abcd"[: rng.randint(1, 4)]}
-    expected = [
-        (first, second, next(iter(differ))[0])
-        for first in settings
-        for second in settings
-        if first < second and len(differ := settings[first].items() - settings[second].items()) == 1
-    ]
-    assert solution(settings) == expected
 
 
 # ---- lesson 99
