@@ -131,7 +131,8 @@ def tuning(
 def graph_sizes(totals: Mapping[int, float], engines: tuple[int, float], label: str) -> None:
     """Milliseconds of a workload's steps by the number of captured sizes. engines: (sizes, milliseconds)."""
     _, axis = plt.subplots(figsize=(8, 3.2), layout="constrained")
-    axis.plot(list(totals), list(totals.values()), "o-", color=COLORS[0], label=label)
+    if totals:
+        axis.plot(list(totals), list(totals.values()), "o-", color=COLORS[0], label=label)
     axis.plot(*engines, "s", color=COLORS[1], markersize=8, label="the engine's list of sizes")
     axis.set(xlabel="captured batch sizes", ylabel="ms of all steps", ylim=(0, None))
     axis.legend(fontsize=9)

@@ -78,12 +78,12 @@ def untouched(memory: Tensor, by: float) -> bool:
 
 
 @contextmanager
-def strays(*tensors: Tensor, junk: bool = False) -> Iterator[Counter[str]]:
+def strays(*tensors: Tensor, junk: bool = False, stores: bool = True) -> Iterator[Counter[str]]:
     """Inside the block, count the elements that interpreted kernels load or store outside `tensors`: "loads", "stores".
 
     Other tensors that a kernel is given, such as copies of `tensors`, are no strays. A stray store is dropped. A stray
-    load reads 0; with `junk`, NaN or 99. So a wrong address never ends the process. Compiled kernels are not watched:
-    nothing is counted. Raises RuntimeError in a kernel that seems never to end.
+    load reads 0; with `junk`, NaN or 99. So a wrong address never ends the process. stores: False watches loads only.
+    Compiled kernels are not watched: nothing is counted. Raises RuntimeError in a kernel that seems never to end.
     """
     found: Counter[str] = Counter()
     if how_kernels_run() == COMPILED:
@@ -143,8 +143,9 @@ def strays(*tensors: Tensor, junk: bool = False) -> Iterator[Counter[str]]:
     def watched_atomic(self, operation, pointers, value, mask, *options):
         return atomic(self, operation, pointers, value, allowed("stores", pointers, mask)[0], *options)
 
-    builder.create_masked_load, builder.create_masked_store = watched_load, watched_store
-    builder.create_atomic_rmw, builder.set_grid_idx, executor.__call__ = watched_atomic, watched_begin, watched_launch
+    builder.create_masked_load, builder.set_grid_idx, executor.__call__ = watched_load, watched_begin, watched_launch
+    if stores:
+        builder.create_masked_store, builder.create_atomic_rmw = watched_store, watched_atomic
     try:
         yield found
     finally:

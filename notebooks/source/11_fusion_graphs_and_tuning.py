@@ -14,7 +14,6 @@ import statistics
 from collections import Counter, namedtuple
 from itertools import combinations
 
-import matplotlib.pyplot as plt
 import numpy as np
 
 from minillm.bench import plots, records
@@ -198,7 +197,7 @@ build = records.read("h200/build")
 print(f"measured {build['plan']['measured']['seconds']:.0f} s")
 for each in build["results"]:
     print(
-        f"{each['requests']:>4} requests, {each['engine']:<8} {each['output_tokens_per_s']:>9,.1f} tokens/s"
+        f"requests: {each['requests']:>3}, {each['engine']:<8} {each['output_tokens_per_s']:>9,.1f} tokens/s"
     )
 
 # %% [markdown]
@@ -274,28 +273,26 @@ check(queued)
 # not a trace: every launch gets the same average.
 
 # %%
-if solved(queued):
-    layer = bound(one_layer(gemma, 1, 256, fused=True))
-    lengths = [us for _, _, us in layer]
-    one_by_one = [asking_us * (place + 1) for place in range(len(lengths))]
-    at_once = [asking_us] * len(lengths)
-    rows = {}
-    for name, asked in (("one by one", one_by_one), ("as a graph", at_once)):
-        times = queued(asked, lengths)
-        rows[f"{name}: CPU"] = [
-            (when - asking_us, 0.96 * asking_us) for when in sorted({*asked})
-        ]
-        rows[f"{name}: GPU"] = [(start, end - start) for start, end in times]
+lengths = [us for _, _, us in bound(one_layer(gemma, 1, 256, fused=True))]
+asked = {
+    "one by one": [asking_us * (place + 1) for place in range(len(lengths))],
+    "as a graph": [asking_us] * len(lengths),
+}
+lanes = {}
+for name, when in asked.items():
+    lanes[f"{name}: CPU"] = [(end - asking_us, 0.96 * asking_us) for end in sorted({*when})]
+    lanes[f"{name}: GPU"] = []
+    if solved(queued):
+        times = queued(when, lengths)
+        lanes[f"{name}: GPU"] = [(start, end - start) for start, end in times]
         busy = sum(lengths) / times[-1][1]
         print(f"{name}: the layer ends at {times[-1][1]:5.0f} µs; the GPU is busy {busy:.0%}")
-    draw.lanes("One layer of one request, a model with average launches", rows)
-    describe(
-        "Four lanes in time. One by one, the CPU is busy throughout and the GPU runs short kernels"
-        " with long gaps between them. As a graph, the CPU is busy once, and the GPU then runs all"
-        " kernels without a gap."
-    )
-else:
-    print("queued is not solved yet: nothing to draw")
+draw.lanes("One layer of one request, a model with average launches", lanes)
+describe(
+    "Lanes in time for the CPU and the GPU. One by one, the CPU is busy throughout; as a graph,"
+    " it is busy once. Once `queued` is written, the GPU's lanes show short kernels with long"
+    " gaps between them, and as a graph kernels without gaps."
+)
 
 # %% [markdown]
 # A recording has a price. Arguments are *addresses* and *sizes*, so inputs must be at the same addresses every time, no
@@ -333,7 +330,7 @@ else:
 # %%
 step_ms = {rows: ms for rows, _, ms, _ in build["plan"]["measured"]["steps_ms"]}
 for rows, ms in step_ms.items():
-    print(f"{rows:>4} rows: {ms:.2f} ms")
+    print(f"rows {rows:>3}: {ms:.2f} ms")
 
 # %% [markdown]
 # A step of 16 rows takes only 0.2 ms longer than a step of 4: reading the weights takes most of both. So padding 3 rows
@@ -383,22 +380,20 @@ check(choose_sizes)
 
 # %%
 engines = [size for size in batch_sizes(256) if size in step_ms]
-if solved(choose_sizes):
-    chosen = {most: choose_sizes(counts, step_ms, most) for most in range(1, len(step_ms) + 1)}
-    for most in (1, 2, 3, 4, 6):
-        print(
-            f"{most} graphs: {chosen[most]}: {padded_ms(chosen[most], counts, step_ms):.0f} ms"
-        )
-    totals = {most: padded_ms(sizes, counts, step_ms) for most, sizes in chosen.items()}
-    everything = len(engines), padded_ms(engines, counts, step_ms)
-    draw.graph_sizes(totals, everything, "the best set of this many sizes")
-    describe(
-        "Milliseconds of all steps by the number of captured sizes. The curve falls steeply from"
-        " one to a few sizes and is then almost flat, at the level of the engine's own list."
-    )
-else:
-    print(f"choose_sizes is not solved yet. The engine's {len(engines)} sizes:")
-    print(f"{padded_ms(engines, counts, step_ms):.0f} ms")
+everything = len(engines), padded_ms(engines, counts, step_ms)
+print(f"the engine's {len(engines)} sizes: {everything[1]:.0f} ms")
+totals = {}
+for most in range(1, len(step_ms) + 1) if solved(choose_sizes) else ():
+    sizes = choose_sizes(counts, step_ms, most)
+    totals[most] = padded_ms(sizes, counts, step_ms)
+    if most <= 4:
+        print(f"yours, at most {most}: {totals[most]:.0f} ms with {sizes}")
+draw.graph_sizes(totals, everything, "your sets")
+describe(
+    "Milliseconds of all steps by the number of captured sizes. A square shows the engine's own"
+    " list. Once `choose_sizes` is written, a curve shows the best sets: it falls at first and is"
+    " almost flat from a few sizes on, at the level of the engine's list."
+)
 
 # %% [markdown]
 # The first few sizes bring nearly everything. `minillm build` simplifies the question: it walks from the largest size
@@ -437,7 +432,7 @@ describe(
 # %% [markdown]
 # 18 layers and the head make a step, and a step makes a token, so each way has an upper bound in tokens per second.
 # Here are the bound and the measured speed of the fused step. All ways below run their decode steps in CUDA graphs, and
-# their prompts outside.
+# their prompts outside; the measured speeds include the prompt.
 
 # %%
 head_us = 1e6 * 2 * gemma.vocab_size * gemma.hidden_size / bytes_per_s
@@ -493,7 +488,7 @@ compare("plain torch", unit="of its bound", prediction=guess_share, measured=tor
 #
 # The record's "CUDA graphs" group says 120 tokens/s without graphs and 706 with them. It would be wrong to report
 # "graphs make decoding 5.9 times as fast": with graphs, the engine *also* runs the fused step of section 5, which
-# exists only inside graphs. Two settings changed, and the factor has two causes. Here is what really ran in each
+# exists only inside graphs. Several things changed, so the factor has several causes. Here is what really ran in each
 # setting:
 
 # %%
@@ -554,7 +549,7 @@ else:
 print(f"not a fair pair: off -> on, {speed['on'] / speed['off']:.2f} times")
 
 # %% [markdown]
-# Compare the fair factors along a path from `off` to `on`: they multiply to the unfair one. Graphs for decode steps are
+# Follow a path of fair pairs from `off` to `on`: the factors multiply to the unfair one. Graphs for decode steps are
 # by far the largest, then the five launches. For 256 requests the picture changes, because a step has more work per
 # launch:
 
