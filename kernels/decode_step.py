@@ -1,4 +1,4 @@
-"""The first and the last kernel of a decode step that stays on the device.  Lessons 03 and 10.
+"""The first and the last kernel of a decode step that stays on the device.  Lessons 10 and 11.
 
 `prepare` runs before the layers: it reads each row's next token, cache slot and random number from state on the device.
 `advance` runs after them: it writes the sampled token to that state. So a captured step needs nothing from the host as

@@ -1,4 +1,4 @@
-"""Launch configurations: each kernel's own heuristic, or one that was measured on this GPU.  Lesson 04.
+"""Launch configurations: each kernel's own heuristic, or one that was measured on this GPU.  Lesson 11.
 
 Before it launches, a kernel looks up its configuration by its name and the sizes of its problem:
 
@@ -65,7 +65,7 @@ def problem(kernel: str, **sizes: int | str) -> Problem:
 
 
 def tuned(kernel: str, default: Launch, **sizes: int | str) -> Launch:
-    """The measured launch configuration of this problem, if there is one, else `default`.  Lesson 04."""
+    """The measured launch configuration of this problem, if there is one, else `default`.  Lesson 11."""
     if not _thread.table and _thread.asked is None:
         return default
     key = problem(kernel, **sizes)

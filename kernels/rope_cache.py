@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys, and writing keys and values to the cache.  Lessons 03 and 09.
+"""Rotary embedding of queries and keys, and writing keys and values to the cache.  Lessons 02 and 09.
 
 Rotary embedding (Su et al. 2021, "RoFormer"), in the half-split convention of GPT-NeoX and Hugging Face: element i
 of the first half and element i of the second half form a point in the plane, which is rotated by the angle
@@ -68,7 +68,7 @@ def write_kv_kernel(
 
 
 def rotary_embedding(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate q [tokens, heads, d] and k [tokens, kv_heads, d] by their positions' angles -> new q and k.  Lesson 03.
+    """Rotate q [tokens, heads, d] and k [tokens, kv_heads, d] by their positions' angles -> new q and k.  Lesson 02.
 
     cos_sin [tokens, 2, d]: each token's cosines and signed sines. d is a power of two.
     """

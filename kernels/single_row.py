@@ -1,4 +1,4 @@
-"""One row through a decoder layer in five launches, each of which starts before the previous one ends.  Lesson 03.
+"""One row through a decoder layer in five launches, each of which starts before the previous one ends.  Lesson 11.
 
 A decode step of one request reads every weight for one token. Its floor is the weights' bytes divided by the memory's
 bandwidth; all other time is overhead. With one kernel per operation a layer takes some eleven launches, and between two
@@ -221,7 +221,7 @@ def product(
     residual: torch.Tensor | None = None,
     activation: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(weight f(x) [1, rows], the residual sum or None) for one row x [1, columns].  Lesson 03.
+    """(weight f(x) [1, rows], the residual sum or None) for one row x [1, columns].  Lesson 11.
 
     weight [rows, columns]. f(x) is x; with `norm` [columns] float32, the RMSNorm of x; with `residual` [1, columns]
     too, the norm of x + residual, and that sum is returned as well. activation ("gelu_tanh" or "silu"): weight is

@@ -115,7 +115,7 @@ def using(*, capturable: bool = False, **replacements: Callable) -> Iterator[Use
     whole if a short rehearsal finds a method that raises `NotSolvedYet`.
 
     On a GPU replaced operations run without CUDA graphs. capturable=True declares that these may be captured in one
-    (lesson 03): they launch the same kernels for equal shapes, read no value back to the host, and leave the padding
+    (lesson 11): they launch the same kernels for equal shapes, read no value back to the host, and leave the padding
     of a batch alone, rows of length 0 with slot -1. Graphs of decode steps are then captured again, and `Used` counts
     the captures: their replays call no Python. Steps that run prompts stay outside.
     """

@@ -1,4 +1,4 @@
-"""Measure the gated activation kernel with every tile size and warp count; needs a GPU. Lesson 03 plots the result.
+"""Measure the gated activation kernel with every tile size and warp count; needs a GPU. Lesson 11 plots the result.
 
     python tools/kernel_tiles.py --record tiles
 

@@ -1,4 +1,4 @@
-"""`minillm bench ablation`: turn off one part of the engine at a time and measure the cost.  Lessons 03 and 04.
+"""`minillm bench ablation`: turn off one part of the engine at a time and measure the cost.  Lessons 04 and 11.
 
 A group compares settings that differ in one thing: CUDA graphs, sampling inside them, greedy or sampled tokens,
 sampling parameters other than temperature, steps launched ahead, the decode attention, fused kernels. All settings run

@@ -1,6 +1,7 @@
-"""Lesson 03's pictures: tiles and masks, bytes and launches before and after fusion, a roofline, a tuning table.
+"""Pictures of kernels: tiles and masks, bytes moved, launches in time, a tuning table.  Lessons 03 and 11.
 
-What a chart shows is computed in the lesson's cells, or comes from a record.
+What a chart shows is computed in the lesson's cells, or comes from a record. Each function leaves its figure current,
+for `describe`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +43,29 @@ def tiles(rows: int, columns: int, tile: int) -> None:
     axis.set_xticks([each + 0.5 for each in starts], [str(each) for each in starts])
     axis.set_yticks([row + 0.5 for row in range(rows)], [f"row {row}" for row in range(rows)])
     axis.spines[:].set_visible(False)
-    plt.show()
+
+
+def product_tiles(rows: int, out: int, pieces: int, program: tuple[int, int]) -> None:
+    """A matrix product by tiles: which bands of x and of the weight one program reads, piece by piece.
+
+    rows, out: tiles of x's and of the weight's rows; pieces: tiles of their columns; program: the tile of the result.
+    """
+    row, column = program
+    figure, axes = plt.subplots(1, 3, figsize=(10, 3.4), width_ratios=(pieces, pieces, out), layout="constrained")
+    shown = {"x [ROWS, IN]": (rows, pieces, row), "weight [OUT, IN]": (out, pieces, column), "out [ROWS, OUT]": None}
+    for axis, (title, band) in zip(axes, shown.items(), strict=True):
+        height, width, chosen = band or (rows, out, None)
+        for down in range(height):
+            for across in range(width):
+                here = down == chosen if band else (down, across) == program
+                color = (COLORS[across % len(COLORS)] if band else COLORS[8]) if here else "white"
+                axis.add_patch(plt.Rectangle((across, down), 1, 1, facecolor=color, edgecolor="silver"))
+                if here:
+                    label = str(across) if band else str(program)
+                    axis.text(across + 0.5, down + 0.5, label, ha="center", va="center", color="white", fontsize=9)
+        axis.set(xlim=(0, width), ylim=(height, 0), title=title, xticks=[], yticks=[], aspect="equal")
+        axis.spines[:].set_visible(False)
+    figure.suptitle(f"Program {program}: pieces 0 to {pieces - 1}, one after the other, added to one tile of out")
 
 
 def bytes_moved(bars: Mapping[str, Sequence[tuple[str, float]]]) -> None:
@@ -62,7 +85,6 @@ def bytes_moved(bars: Mapping[str, Sequence[tuple[str, float]]]) -> None:
     axis.set(xlabel="MB read and written", xlim=(0, 1.25 * longest / 1e6))
     axis.invert_yaxis()
     axis.spines[["top", "right"]].set_visible(False)
-    plt.show()
 
 
 def timeline(lanes: Mapping[str, Sequence[tuple[str, str, float]]], title: str) -> None:
@@ -85,43 +107,36 @@ def timeline(lanes: Mapping[str, Sequence[tuple[str, str, float]]], title: str) 
     handles = [plt.Rectangle((0, 0), 1, 1, color=COLORS[at]) for at in range(len(kinds))]
     axis.legend(handles, kinds, fontsize=8, ncols=len(kinds), loc="upper center", bbox_to_anchor=(0.5, -0.35))
     axis.spines[["top", "right"]].set_visible(False)
-    plt.show()
 
 
-def roof(bytes_per_s: float, operations_per_s: float, curves: Mapping[str, Sequence[tuple[int, float, float]]]) -> None:
-    """A roofline. curves: kernel -> (rows, operations per byte, operations per second) in the order of rows."""
-    ridge = operations_per_s / bytes_per_s
-    xs = [0.1, ridge, 4 * ridge]
-    _, axis = plt.subplots(figsize=(8, 4), layout="constrained")
-    axis.plot(xs, [min(x * bytes_per_s, operations_per_s) / 1e12 for x in xs], color="gray")
-    for color, (name, points) in zip(COLORS, curves.items(), strict=False):
-        axis.plot([x for _, x, _ in points], [y / 1e12 for *_, y in points], "o", color=color, markersize=5, label=name)
-    rightmost = max(curves.values(), key=lambda points: points[-1][1])
-    for rows, x, y in [*rightmost[:2], *rightmost[-1:]]:
-        text = f"{rows:,} row{'s' if rows > 1 else ''}"
-        axis.annotate(text, (x, y / 1e12), (9, 0), textcoords="offset points", fontsize=8, va="center")
-    axis.axvline(ridge, linestyle=":", color="gray")
-    axis.text(ridge * 1.1, 0.3, f"ridge: {ridge:.0f}", fontsize=8, color="dimgray")
-    axis.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="trillion operations a second")
-    axis.legend(fontsize=8, loc="lower right", framealpha=1)
-    plt.show()
-
-
-def tuning(tables: Mapping[str, np.ndarray], tile_sizes: Sequence[int], warps: Sequence[int], unit: str) -> None:
-    """Heat maps of measurements, [tiles, warps] each, with a frame around the best. tables: title -> values."""
+def tuning(
+    tables: Mapping[str, np.ndarray], tile_sizes: Sequence[int], warps: Sequence[int], unit: str, margin: float
+) -> None:
+    """Heat maps of measurements, [tiles, warps] each; framed: all values within `margin` of the best."""
     _, axes = plt.subplots(1, len(tables), figsize=(5.2 * len(tables), 3.4), layout="constrained")
     for axis, (title, values) in zip(np.atleast_1d(axes), tables.items(), strict=True):
         axis.imshow(values, cmap="viridis", aspect="auto")
-        middle = (np.nanmin(values) + np.nanmax(values)) / 2
-        best = np.unravel_index(np.nanargmax(values), values.shape)
+        middle, best = (np.nanmin(values) + np.nanmax(values)) / 2, np.nanmax(values)
         for at, value in np.ndenumerate(values):
             color = "black" if value > middle else "white"
-            axis.text(at[1], at[0], f"{value:,.0f}", ha="center", va="center", fontsize=8, color=color)
-        axis.add_patch(plt.Rectangle((best[1] - 0.5, best[0] - 0.5), 1, 1, fill=False, edgecolor="red", linewidth=2))
+            axis.text(at[1], at[0], f"{value:,.0f}", ha="center", va="center", fontsize=9, color=color)
+            if value >= (1 - margin) * best:
+                corner = (at[1] - 0.46, at[0] - 0.46)
+                axis.add_patch(plt.Rectangle(corner, 0.92, 0.92, fill=False, edgecolor="red", linewidth=2))
         axis.set_xticks(range(len(warps)), warps)
         axis.set_yticks(range(len(tile_sizes)), tile_sizes)
-        axis.set(xlabel="warps", ylabel="columns of a tile", title=f"{title}: {unit}")
-    plt.show()
+        axis.set(xlabel="warps", ylabel="columns of a tile", title=f"{title}: {unit}\nred: within {margin:.0%} of best")
+
+
+def graph_sizes(totals: Mapping[int, float], engines: tuple[int, float], label: str) -> None:
+    """Milliseconds of a workload's steps by the number of captured sizes. engines: (sizes, milliseconds)."""
+    _, axis = plt.subplots(figsize=(8, 3.2), layout="constrained")
+    if totals:
+        axis.plot(list(totals), list(totals.values()), "o-", color=COLORS[0], label=label)
+    axis.plot(*engines, "s", color=COLORS[1], markersize=8, label="the engine's list of sizes")
+    axis.set(xlabel="captured batch sizes", ylabel="ms of all steps", ylim=(0, None))
+    axis.legend(fontsize=9)
+    axis.spines[["top", "right"]].set_visible(False)
 
 
 def lanes(title: str, rows: Mapping[str, Sequence[tuple[float, float]]]) -> None:
@@ -133,4 +148,3 @@ def lanes(title: str, rows: Mapping[str, Sequence[tuple[float, float]]]) -> None
     axis.set(xlabel="microseconds", title=title)
     axis.invert_yaxis()
     axis.spines[["top", "right"]].set_visible(False)
-    plt.show()

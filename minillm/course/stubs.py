@@ -1,11 +1,17 @@
 """The learner's own function once it is written; until then, the engine's."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from minillm.overrides import NotSolvedYet
+from minillm.overrides import NotSolvedYet, using
+from minillm.request import SamplingParams
+
+if TYPE_CHECKING:
+    from minillm import LLM
 
 
 class Kernel(Protocol):
@@ -51,3 +57,23 @@ def raise_if_stub(kernel: Kernel) -> None:
     """
     if not solved(kernel):
         raise NotSolvedYet(kernel.fn.__name__)
+
+
+def same_text_with(llm: LLM, prompt: str) -> Callable[..., None]:
+    """A function that runs the engine with a learner's operations and without, and prints whether the texts agree.
+
+    same_text(tokens=12, gated_activation=mine, ...): `tokens` are generated after `prompt`, greedily.  Lesson 03.
+    """
+
+    def same_text(tokens: int = 12, **operations: Any) -> None:
+        params = SamplingParams(max_tokens=tokens, temperature=0)
+        expected = llm.generate(prompt, params)[0].text
+        with using(**operations) as used:
+            found = llm.generate(prompt, params)[0].text
+        if any(used.calls.values()):
+            print("calls of your functions:", dict(used.calls))
+            print(f"the same text as without them: {found == expected}: {prompt + found!r}")
+        else:
+            print("not solved yet: the engine ran its own operations")
+
+    return same_text

@@ -1,4 +1,4 @@
-"""A decode step of one request with five launches per layer.  Lesson 03.
+"""A decode step of one request with five launches per layer.  Lesson 11.
 
 The same operations in the same order as `Model.forward`, for a batch of one row that decodes one token;
 `kernels/single_row.py` explains what is fused and why. It bypasses the operations of `ops/`, so it runs only while all

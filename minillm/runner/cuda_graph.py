@@ -1,4 +1,4 @@
-"""Capture steps as CUDA graphs, and keep their results valid after a replay.  Lessons 03 and 11.
+"""Capture steps as CUDA graphs, and keep their results valid after a replay.  Lesson 11.
 
 All graphs share one memory pool because they never run at the same time. A step's logits are therefore valid until the
 next replay. For requests that use top-p, penalties or log-probabilities, extra kernels read them after the graph.

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: one launch per step, including sampling.  Lessons 03 and 11.
+"""Decode steps as CUDA graphs: one launch per step, including sampling.  Lesson 11.
 
 Launching every kernel of a small step from Python takes longer than running the kernels. Therefore the step is captured
 once per batch size and block table width, and replayed. It reads its inputs from the row state on the device: while the

@@ -1,4 +1,4 @@
-"""Steps with prompts as CUDA graphs, padded to a few shapes.  Lessons 03 and 10.
+"""Steps with prompts as CUDA graphs, padded to a few shapes.  Lesson 11.
 
 Prompts have different lengths, but a graph's shapes are fixed. Tokens are therefore padded to the next captured count.
 What differs from step to step (which row a token belongs to, where its queries begin) is sent in one array, which the

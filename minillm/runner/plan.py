@@ -1,4 +1,4 @@
-"""A plan: what `minillm build` found for one model, one kind of traffic and one GPU, in a JSON file.  Lesson 03.
+"""A plan: what `minillm build` found for one model, one kind of traffic and one GPU, in a JSON file.  Lesson 11.
 
 It holds the engine options for that traffic, the decode steps to capture as CUDA graphs before the first request, and
 the kernel launches that were faster on this GPU than the kernels' defaults. As with TensorRT engines, the measurements

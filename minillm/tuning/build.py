@@ -1,4 +1,4 @@
-"""`minillm build`: measure this GPU for one model and its traffic, and write a plan (`runner.plan`).  Lesson 03.
+"""`minillm build`: measure this GPU for one model and its traffic, and write a plan (`runner.plan`).  Lesson 11.
 
     1  start the traffic with several values of max_num_batched_tokens, and measure the prefill rate of each
     2  capture the traffic's decode steps, and record which launch configurations the kernels look up

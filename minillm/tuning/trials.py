@@ -1,4 +1,4 @@
-"""Measure kernel launch configurations: check each candidate against float64, then time it.  Lessons 03 and 04.
+"""Measure kernel launch configurations: check each candidate against float64, then time it.  Lesson 11.
 
 The problems are the ones that the engine's steps look up (`launch_configs.listening`), and the data are its own weights
 and cache. Triton refuses a candidate that needs more shared memory or registers than this GPU has, and a candidate with

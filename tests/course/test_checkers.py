@@ -57,8 +57,8 @@ def test_every_exercise_has_at_least_three_mutants_and_every_property_at_least_o
 
 
 @pytest.mark.parametrize("source", WRITTEN.values(), ids=lambda path: path.stem)
-def test_a_lesson_checks_three_or_four_exercises(source):
+def test_a_lesson_checks_three_to_five_exercises(source):
     here = [e.values[0].name for e in EXERCISES if e.values[1] == source]
-    assert 3 <= len(here) <= 4
+    assert 3 <= len(here) <= 5
     text = source.read_text(encoding="utf-8")
     assert [name for name in here if f"check({name})" not in text] == []

@@ -49,3 +49,37 @@ def test_a_write_outside_a_tensor_is_detected(at):
     assert inside.tolist() == [[1, 1, 1], [1, 1, 1]] and untouched(memory, by=-5.0)
     memory[inside.storage_offset() + at] = 1.0
     assert not untouched(memory, by=-5.0)
+
+
+WATCHED = """
+import torch, triton, triton.language as tl
+from minillm.course.interpret import strays
+@triton.jit
+def copy(x_ptr, out_ptr, SIZE, TILE: tl.constexpr):
+    at = tl.arange(0, TILE)
+    tl.store(out_ptr + at, tl.load(x_ptr + at), mask=at < SIZE + 1)
+x, out = torch.ones(8)[:3], torch.zeros(8)[:3]
+for junk in (False, True):
+    with strays(x, out, junk=junk) as found:
+        copy[(1,)](x, out, 3, TILE=4)
+    print(out.tolist(), out._base[3].item(), dict(found))
+copy[(1,)](x, out, 3, TILE=4)
+print(out._base.tolist())
+@triton.jit
+def endless(x_ptr):
+    at = 0
+    while at < 1:
+        tl.store(x_ptr, tl.load(x_ptr))
+try:
+    with strays(x):
+        endless[(1,)](x)
+except Exception as error:
+    print("never end" in str(error))
+"""
+
+
+def test_strays_are_counted_and_have_no_effect(tmp_path):
+    code = "from minillm.course import triton_here\ntriton_here()\n" + WATCHED
+    done = run(tmp_path, code)
+    once = "[1.0, 1.0, 1.0] 0.0 {'loads': 1, 'stores': 1}\n"
+    assert done.stdout == 2 * once + "[1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]\nTrue\n", done.stderr

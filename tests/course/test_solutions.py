@@ -5,7 +5,6 @@ A checker covers only mistakes that its author thought of. These tests detect wh
 
 import pkgutil
 import random
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
@@ -34,23 +33,15 @@ from minillm.scheduler.policies import FirstComeFirstServed, StaticBatching
 from minillm.tokenizer import StreamingDetokenizer, bpe, training
 from minillm.tokenizer.gemma import BYTE_TOKENS, SPECIAL_TOKENS
 from tests.chance import SEED
+from tests.course.references import REFERENCES, against
+
+import_module("tests.course.references_11")  # it registers its references
 
 WITHOUT = {
     "find_fault": "its answers are words; the checker's own products are right and wrong ones",
     "next_step": "the engine gives single tokens first: share_budget",
     "PatientShortest": "a policy that the engine does not have",
 }
-REFERENCES: dict[str, tuple[Callable, int]] = {}
-
-
-def against(exercise: str, cases: int = 20) -> Callable:
-    """Register a function(solution, rng) that draws one case and compares."""
-
-    def register(compare: Callable) -> Callable:
-        REFERENCES[exercise] = compare, cases
-        return compare
-
-    return register
 
 
 def test_every_exercise_has_a_reference_or_a_reason_for_having_none():
@@ -246,14 +237,6 @@ def _(solution, rng):
     torch.testing.assert_close(out, reference.gated_activation(gate_up, "gelu"), rtol=1e-4, atol=1e-5)
 
 
-@against("row_norm", cases=4)
-def _(solution, rng):
-    x, weight, eps = normed(rng)
-    x, weight, out = placed(x), placed(weight), placed(torch.zeros_like(x))
-    solution(x, weight, eps, out)
-    torch.testing.assert_close(out, reference.rms_norm(x, weight, eps), rtol=1e-4, atol=1e-5)
-
-
 @against("add_row_norm", cases=4)
 def _(solution, rng):
     x, weight, eps = normed(rng)
@@ -262,6 +245,23 @@ def _(solution, rng):
     solution(x, residual, weight, eps, out, total)
     normed_sum, wanted = reference.add_rms_norm(x, residual, weight, eps)
     torch.testing.assert_close((out, total), (normed_sum, wanted), rtol=1e-4, atol=1e-5)
+
+
+@against("transpose", cases=3)
+def _(solution, rng):
+    x = placed(drawn(rng, rng.randint(1, 90), rng.randint(1, 90)))
+    out = placed(torch.zeros(x.T.shape))
+    solution(x, out)
+    assert torch.equal(out, x.T)
+
+
+@against("tiled_linear", cases=3)
+def _(solution, rng):
+    columns = rng.randint(1, 150)
+    x, weight = (placed(drawn(rng, rng.randint(1, 90), columns)) for _ in range(2))
+    out = placed(torch.zeros(len(x), len(weight)))
+    solution(x, weight, out)
+    torch.testing.assert_close(out, x @ weight.T, rtol=1e-4, atol=1e-4)
 
 
 def shares_of(rng) -> list[tuple[Tensor, Tensor]]:

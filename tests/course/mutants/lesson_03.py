@@ -1,4 +1,4 @@
-"""Wrong solutions of lesson 03: kernels with a switch for each mistake, and a test that misses a fault."""
+"""Wrong solutions of lesson 03: kernels with a switch for each mistake, and tests that miss a fault."""
 
 import torch
 import triton
@@ -12,44 +12,58 @@ from tests.course.mutants import wrong
 @triton.jit
 def geglu_kernel(
     gate_up_ptr, out_ptr, SIZE, TILE: tl.constexpr,
-    SILU: tl.constexpr, SWAPPED: tl.constexpr, ROW: tl.constexpr, MASKED: tl.constexpr,
+    SILU: tl.constexpr, SWAPPED: tl.constexpr, ROW: tl.constexpr, BY_TILE: tl.constexpr, NARROW: tl.constexpr,
+    LOAD_MASKED: tl.constexpr, MASKED: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = columns < SIZE
-    first = gate_up_ptr + row * ROW * SIZE + columns
-    gate = tl.load(first, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(first + SIZE, mask=inside, other=0.0).to(tl.float32)
+    first = gate_up_ptr + row * ROW * (TILE if BY_TILE else SIZE) + columns
+    if LOAD_MASKED:
+        gate, up = tl.load(first, mask=inside, other=0.0), tl.load(first + SIZE, mask=inside, other=0.0)
+    else:
+        gate, up = tl.load(first), tl.load(first + SIZE)
     if SWAPPED:
         gate, up = up, gate
+    both = (gate * up).to(tl.float32)
+    gate, up = gate.to(tl.float32), up.to(tl.float32)
     slope = 1.0 if SILU else 1.5957691 * (1 + 0.044715 * gate * gate)
-    out = gate * tl.sigmoid(gate * slope) * up
+    if NARROW:
+        out = tl.sigmoid(gate * slope) * both
+    else:
+        out = gate * tl.sigmoid(gate * slope) * up
+    if IN_PLACE:
+        tl.store(first, gate * tl.sigmoid(gate * slope), mask=inside)
     if MASKED:
         tl.store(out_ptr + row * SIZE + columns, out, mask=inside)
     else:
         tl.store(out_ptr + row * SIZE + columns, out)
 
 
-def _geglu(gate_up, out, *, tiles=triton.cdiv, silu=False, swapped=False, row=2, masked=True):
+def _geglu(gate_up, out, *, tiles=triton.cdiv, row=2, **wrongs):
     grid = (out.shape[0], tiles(out.shape[1], 1024))
-    geglu_kernel[grid](
-        gate_up, out, out.shape[1], TILE=1024, SILU=silu, SWAPPED=swapped, ROW=row, MASKED=masked
-    )  # fmt: skip
+    right = {"SILU": 0, "SWAPPED": 0, "BY_TILE": 0, "NARROW": 0, "LOAD_MASKED": 1, "MASKED": 1, "IN_PLACE": 0}
+    geglu_kernel[grid](gate_up, out, out.shape[1], TILE=1024, ROW=row, **right | wrongs)
 
 
 @wrong("geglu", fails="the gate goes through gelu")
 def silu_in_place_of_gelu(gate_up, out):
-    _geglu(gate_up, out, silu=True)
+    _geglu(gate_up, out, SILU=1)
 
 
 @wrong("geglu", fails="the first half is the gate")
 def gate_and_up_swapped(gate_up, out):
-    _geglu(gate_up, out, swapped=True)
+    _geglu(gate_up, out, SWAPPED=1)
 
 
-@wrong("geglu", fails="every row is read at its own address")
+@wrong("geglu", fails="every row has its own address")
 def rows_half_as_long(gate_up, out):
     _geglu(gate_up, out, row=1)
+
+
+@wrong("geglu", fails="every row has its own address")
+def rows_as_long_as_tiles(gate_up, out):
+    _geglu(gate_up, out, BY_TILE=1)
 
 
 @wrong("geglu", fails="every column is written")
@@ -57,75 +71,24 @@ def tiles_rounded_down(gate_up, out):
     _geglu(gate_up, out, tiles=lambda size, tile: max(size // tile, 1))
 
 
+@wrong("geglu", fails="half-precision inputs")
+def multiplied_as_it_came(gate_up, out):
+    _geglu(gate_up, out, NARROW=1)
+
+
+@wrong("geglu", fails="nothing outside the input is read")
+def loads_without_a_mask(gate_up, out):
+    _geglu(gate_up, out, LOAD_MASKED=0)
+
+
 @wrong("geglu", fails="nothing but the result is written")
 def store_without_a_mask(gate_up, out):
-    _geglu(gate_up, out, masked=False)
+    _geglu(gate_up, out, MASKED=0)
 
 
-# ---- RMSNorm
-
-
-@triton.jit
-def row_norm_kernel(
-    x_ptr, weight_ptr, out_ptr, eps, DIM, TILE: tl.constexpr,
-    OVER_TILE: tl.constexpr, LOAD_MASKED: tl.constexpr, ROW_WEIGHT: tl.constexpr, EPS_OUTSIDE: tl.constexpr,
-    WIDE: tl.constexpr, STORE_MASKED: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0)
-    columns = tl.arange(0, TILE)
-    inside = columns < DIM
-    if LOAD_MASKED:
-        x = tl.load(x_ptr + row * DIM + columns, mask=inside, other=0.0)
-    else:
-        x = tl.load(x_ptr + row * DIM + columns)
-    if WIDE:
-        x = x.to(tl.float32)
-    weight = tl.load(weight_ptr + row * ROW_WEIGHT + columns, mask=inside, other=0.0)
-    mean = tl.sum((x * x).to(tl.float32)) / (TILE if OVER_TILE else DIM)
-    if EPS_OUTSIDE:
-        out = x / (tl.sqrt(mean) + eps) * weight
-    else:
-        out = x * tl.rsqrt(mean + eps) * weight
-    if STORE_MASKED:
-        tl.store(out_ptr + row * DIM + columns, out, mask=inside)
-    else:
-        tl.store(out_ptr + row * DIM + columns, out)
-
-
-def _row_norm(x, weight, eps, out, **wrongs):
-    dim = x.shape[1]
-    right = {"OVER_TILE": 0, "LOAD_MASKED": 1, "ROW_WEIGHT": 0, "EPS_OUTSIDE": 0, "WIDE": 1, "STORE_MASKED": 1}
-    row_norm_kernel[(len(x),)](x, weight, out, eps, dim, TILE=triton.next_power_of_2(dim), **right | wrongs)
-
-
-@wrong("row_norm", fails="the mean is over d numbers")
-def mean_over_the_tile(x, weight, eps, out):
-    _row_norm(x, weight, eps, out, OVER_TILE=1)
-
-
-@wrong("row_norm", fails="memory next to a row does not matter")
-def load_without_a_mask(x, weight, eps, out):
-    _row_norm(x, weight, eps, out, LOAD_MASKED=0)
-
-
-@wrong("row_norm", fails="every row has the same weights")
-def weights_of_another_row(x, weight, eps, out):
-    _row_norm(x, weight, eps, out, ROW_WEIGHT=x.shape[1])
-
-
-@wrong("row_norm", fails="eps is inside the root")
-def eps_outside(x, weight, eps, out):
-    _row_norm(x, weight, eps, out, EPS_OUTSIDE=1)
-
-
-@wrong("row_norm", fails="squares of half-precision numbers")
-def squared_as_it_came(x, weight, eps, out):
-    _row_norm(x, weight, eps, out, WIDE=0)
-
-
-@wrong("row_norm", fails="nothing but the result is written")
-def written_without_a_mask(x, weight, eps, out):
-    _row_norm(x, weight, eps, out, STORE_MASKED=0)
+@wrong("geglu", fails="nothing but the result is written")
+def gate_overwritten(gate_up, out):
+    _geglu(gate_up, out, IN_PLACE=1)
 
 
 # ---- add + RMSNorm
@@ -134,38 +97,51 @@ def written_without_a_mask(x, weight, eps, out):
 @triton.jit
 def add_row_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, eps, DIM, TILE: tl.constexpr,
-    X_ALONE: tl.constexpr, FIRST_ROW: tl.constexpr, UNROUNDED: tl.constexpr, HALF_MASKED: tl.constexpr,
-    STORE_MASKED: tl.constexpr,
+    X_ALONE: tl.constexpr, STRIDE: tl.constexpr, UNROUNDED: tl.constexpr, OVER_TILE: tl.constexpr,
+    ROW_WEIGHT: tl.constexpr, EPS_OUTSIDE: tl.constexpr, NARROW: tl.constexpr, RESIDUAL_MASKED: tl.constexpr,
+    WEIGHT_MASKED: tl.constexpr, STORE_MASKED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     columns = tl.arange(0, TILE)
     inside = columns < DIM
-    at = row * DIM + columns
+    at = row * (DIM if STRIDE == 0 else STRIDE) + columns
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if HALF_MASKED:
-        residual = tl.load(residual_ptr + at).to(tl.float32)
-    else:
+    if RESIDUAL_MASKED:
         residual = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
+    else:
+        residual = tl.load(residual_ptr + at).to(tl.float32)
+    if WEIGHT_MASKED:
+        weight = tl.load(weight_ptr + row * ROW_WEIGHT + columns, mask=inside, other=0.0)
+    else:
+        weight = tl.load(weight_ptr + row * ROW_WEIGHT + columns)
     exact = x + residual
     rounded = exact.to(total_ptr.dtype.element_ty)
-    to = columns if FIRST_ROW else at
     if STORE_MASKED:
-        tl.store(total_ptr + to, rounded, mask=inside)
+        tl.store(total_ptr + at, rounded, mask=inside)
     else:
-        tl.store(total_ptr + to, rounded)
+        tl.store(total_ptr + at, rounded)
     normed = rounded.to(tl.float32)
     if UNROUNDED:
         normed = exact
     if X_ALONE:
         normed = x
-    out = normed * tl.rsqrt(tl.sum(normed * normed) / DIM + eps) * weight
+    if NARROW:
+        squares = (rounded * rounded).to(tl.float32)
+    else:
+        squares = normed * normed
+    mean = tl.sum(squares) / (TILE if OVER_TILE else DIM)
+    if EPS_OUTSIDE:
+        out = normed / (tl.sqrt(mean) + eps) * weight
+    else:
+        out = normed * tl.rsqrt(mean + eps) * weight
     tl.store(out_ptr + at, out, mask=inside)
 
 
 def _add_row_norm(x, residual, weight, eps, out, total, **wrongs):
     dim = x.shape[1]
-    right = {"X_ALONE": 0, "FIRST_ROW": 0, "UNROUNDED": 0, "HALF_MASKED": 0, "STORE_MASKED": 1}
+    right = dict.fromkeys(
+        ("X_ALONE", "STRIDE", "UNROUNDED", "OVER_TILE", "ROW_WEIGHT", "EPS_OUTSIDE", "NARROW"), 0
+    ) | dict.fromkeys(("RESIDUAL_MASKED", "WEIGHT_MASKED", "STORE_MASKED"), 1)
     add_row_norm_kernel[(len(x),)](
         x, residual, weight, out, total, eps, dim, TILE=triton.next_power_of_2(dim), **right | wrongs
     )
@@ -176,9 +152,24 @@ def norm_of_x_alone(x, residual, weight, eps, out, total):
     _add_row_norm(x, residual, weight, eps, out, total, X_ALONE=1)
 
 
-@wrong("add_row_norm", fails="every row's sum is kept")
-def all_sums_into_the_first_row(x, residual, weight, eps, out, total):
-    _add_row_norm(x, residual, weight, eps, out, total, FIRST_ROW=1)
+@wrong("add_row_norm", fails="every row has its own address")
+def rows_of_a_tile(x, residual, weight, eps, out, total):
+    _add_row_norm(x, residual, weight, eps, out, total, STRIDE=triton.next_power_of_2(x.shape[1]))
+
+
+@wrong("add_row_norm", fails="the mean is over d numbers")
+def mean_over_the_tile(x, residual, weight, eps, out, total):
+    _add_row_norm(x, residual, weight, eps, out, total, OVER_TILE=1)
+
+
+@wrong("add_row_norm", fails="each column has its weight")
+def weights_of_another_row(x, residual, weight, eps, out, total):
+    _add_row_norm(x, residual, weight, eps, out, total, ROW_WEIGHT=x.shape[1] if x.shape[1] == 4 else 0)
+
+
+@wrong("add_row_norm", fails="eps is inside the root")
+def eps_outside(x, residual, weight, eps, out, total):
+    _add_row_norm(x, residual, weight, eps, out, total, EPS_OUTSIDE=1)
 
 
 @wrong("add_row_norm", fails="what is normed is the sum as it is stored")
@@ -186,9 +177,19 @@ def normed_before_rounding(x, residual, weight, eps, out, total):
     _add_row_norm(x, residual, weight, eps, out, total, UNROUNDED=1)
 
 
-@wrong("add_row_norm", fails="memory next to a row does not matter")
+@wrong("add_row_norm", fails="half-precision inputs")
+def squared_in_half_precision(x, residual, weight, eps, out, total):
+    _add_row_norm(x, residual, weight, eps, out, total, NARROW=1)
+
+
+@wrong("add_row_norm", fails="nothing outside the inputs is read")
 def residual_without_a_mask(x, residual, weight, eps, out, total):
-    _add_row_norm(x, residual, weight, eps, out, total, HALF_MASKED=1)
+    _add_row_norm(x, residual, weight, eps, out, total, RESIDUAL_MASKED=0)
+
+
+@wrong("add_row_norm", fails="nothing outside the inputs is read")
+def weight_without_a_mask(x, residual, weight, eps, out, total):
+    _add_row_norm(x, residual, weight, eps, out, total, WEIGHT_MASKED=0)
 
 
 @wrong("add_row_norm", fails="nothing but the results is written")
@@ -196,16 +197,138 @@ def sum_without_a_mask(x, residual, weight, eps, out, total):
     _add_row_norm(x, residual, weight, eps, out, total, STORE_MASKED=0)
 
 
+# ---- a tile of rows and columns
+
+
+@triton.jit
+def transpose_kernel(
+    x_ptr, out_ptr, ROWS, COLUMNS, x_row, x_column, out_row, out_column, TILE: tl.constexpr,
+    LOAD_MASKED: tl.constexpr, STORE_MASKED: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside_row, inside_column = (rows < ROWS)[:, None], (columns < COLUMNS)[None, :]
+    mask = inside_row & inside_column
+    at = rows[:, None] * x_row + columns[None, :] * x_column
+    x = tl.load(x_ptr + at, mask=mask if LOAD_MASKED else inside_row & (columns >= 0)[None, :], other=0.0)
+    to = columns[None, :] * out_row + rows[:, None] * out_column
+    tl.store(out_ptr + to, x, mask=mask if STORE_MASKED else inside_row & (columns >= 0)[None, :])
+
+
+def _transpose(x, out, *, grid=None, x_strides=None, out_strides=None, load=1, store=1):
+    grid = grid or [triton.cdiv(size, 32) for size in x.shape]
+    transpose_kernel[tuple(grid)](
+        x, out, *x.shape, *(x_strides or x.stride()), *(out_strides or out.stride()), TILE=32,
+        LOAD_MASKED=load, STORE_MASKED=store,
+    )  # fmt: skip
+
+
+@wrong("transpose", fails="a matrix of several tiles")
+def one_tile_only(x, out):
+    _transpose(x, out, grid=(1, 1))
+
+
+@wrong("transpose", fails="a matrix of several tiles")
+def grid_of_the_result(x, out):
+    _transpose(x, out, grid=[triton.cdiv(size, 32) for size in out.shape])
+
+
+@wrong("transpose", fails="x may have any strides")
+def x_taken_for_contiguous(x, out):
+    _transpose(x, out, x_strides=(x.shape[1], 1))
+
+
+@wrong("transpose", fails="out may have any strides")
+def out_taken_for_contiguous(x, out):
+    _transpose(x, out, out_strides=(x.shape[0], 1))
+
+
+@wrong("transpose", fails="nothing outside x is read")
+def only_rows_masked(x, out):
+    _transpose(x, out, load=0)
+
+
+@wrong("transpose", fails="nothing but out is written")
+def only_rows_of_the_store_masked(x, out):
+    _transpose(x, out, store=0)
+
+
+# ---- a matrix product, tile by tile
+
+
+@triton.jit
+def linear_kernel(
+    x_ptr, weight_ptr, out_ptr, ROWS, OUT, IN, END, TILE: tl.constexpr, PIECE: tl.constexpr,
+    ADD: tl.constexpr, NARROW: tl.constexpr, WEIGHT_MASKED: tl.constexpr, STORE_MASKED: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    outs = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    total = tl.zeros([TILE, TILE], tl.float32)
+    for start in range(0, END, PIECE):
+        columns = start + tl.arange(0, PIECE)
+        inside = (columns < IN)[None, :]
+        x = tl.load(
+            x_ptr + rows[:, None] * IN + columns[None, :], mask=(rows < ROWS)[:, None] & inside, other=0.0
+        )  # fmt: skip
+        weight = tl.load(
+            weight_ptr + outs[:, None] * IN + columns[None, :],
+            mask=(outs < OUT)[:, None] & (inside if WEIGHT_MASKED else columns >= 0), other=0.0,
+        )  # fmt: skip
+        part = tl.dot(x.to(tl.float32), tl.trans(weight.to(tl.float32)), input_precision="ieee")
+        total = total + part if ADD else part
+        if NARROW:
+            total = total.to(tl.float16).to(tl.float32)
+    mask = (outs < OUT)[None, :] & ((rows < ROWS)[:, None] if STORE_MASKED else (rows >= 0)[:, None])
+    tl.store(out_ptr + rows[:, None] * OUT + outs[None, :], total, mask=mask)
+
+
+def _linear(x, weight, out, *, grid=None, end=None, **wrongs):
+    (rows, columns), outs = x.shape, len(weight)
+    grid = grid or (triton.cdiv(rows, 32), triton.cdiv(outs, 32))
+    right = {"ADD": 1, "NARROW": 0, "WEIGHT_MASKED": 1, "STORE_MASKED": 1}
+    linear_kernel[grid](
+        x, weight, out, rows, outs, columns, end or columns, TILE=32, PIECE=32, **right | wrongs
+    )  # fmt: skip
+
+
+@wrong("tiled_linear", fails="all columns of x count")
+def whole_pieces_of_the_columns(x, weight, out):
+    columns = x.shape[1]
+    _linear(x, weight, out, end=columns // 32 * 32 if columns in (100, 257) else columns)
+
+
+@wrong("tiled_linear", fails="every tile of out")
+def rows_and_columns_of_the_grid_swapped(x, weight, out):
+    _linear(x, weight, out, grid=(triton.cdiv(len(weight), 32), triton.cdiv(len(x), 32)))
+
+
+@wrong("tiled_linear", fails="half-precision inputs")
+def total_in_half_precision(x, weight, out):
+    _linear(x, weight, out, NARROW=1)
+
+
+@wrong("tiled_linear", fails="nothing outside the inputs is read")
+def weight_masked_by_rows_alone(x, weight, out):
+    _linear(x, weight, out, WEIGHT_MASKED=0)
+
+
+@wrong("tiled_linear", fails="nothing but out is written")
+def result_masked_by_columns_alone(x, weight, out):
+    _linear(x, weight, out, STORE_MASKED=0)
+
+
 # ---- a test that finds faults
 
 
-def _find(product, *, columns=100, backwards=True, same_scale=False, right=None):
+def _find(product, *, columns=100, backwards=True, same_scale=False, first_row=False, right=None):
     weight = torch.arange(3 * columns).remainder(11).sub(5).view(3, columns).to(torch.int8)
     x = torch.arange(columns).remainder(7).sub(3) / 4  # sums are exact in any order
     scale = torch.full((3,), 0.5) if same_scale else torch.tensor([0.5, 0.25, 2.0])
     order = list(range((columns + 63) // 64))[::-1] if backwards else None
     wanted = scale * (weight.float() @ x)
     found = product(weight, scale, x, order)
+    if first_row:
+        found, wanted = found[:2], wanted[:2]
     right = right or (lambda found, wanted: torch.allclose(found, wanted, rtol=1e-4, atol=1e-4))
     return None if right(found, wanted) else "it fails"
 
@@ -225,10 +348,25 @@ def one_scale_for_all(product):
     return _find(product, same_scale=True)
 
 
+@wrong("find_fault", fails="every row is compared")
+def without_the_last_row(product):
+    return _find(product, first_row=True)
+
+
+@wrong("find_fault", fails="every row is compared")
+def sums_of_the_rows(product):
+    return _find(product, right=lambda found, wanted: torch.allclose(found.sum(), wanted.sum(), rtol=1e-4, atol=1e-3))
+
+
+@wrong("find_fault", fails="a small error is found")
+def two_percent_are_right(product):
+    return _find(product, right=lambda found, wanted: torch.allclose(found, wanted, rtol=0.02, atol=0.05))
+
+
 @wrong("find_fault", fails="rounding is no fault")
 def too_exact(product):
     def right(found, wanted):
-        return torch.allclose(found.double(), wanted.double(), rtol=1e-7, atol=1e-7)
+        return torch.allclose(found.double(), wanted.double(), rtol=1e-8, atol=1e-8)
 
     return _find(product, right=right)
 

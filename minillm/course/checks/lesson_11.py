@@ -1,0 +1,236 @@
+"""Choosing a launch, a queue of kernels, sizes of graphs, and comparisons that differ in one thing.  Lesson 11."""
+
+import copy
+from itertools import combinations
+
+from . import Exercise
+
+# ---- a launch from a measured table
+
+choose_launch = Exercise("choose_launch")
+
+
+def _chosen(function, runs: dict, default, margin: float = 0.02):
+    given = copy.deepcopy(runs)
+    found = function(given, default, margin)
+    assert given == runs, "the measurements have changed: sort a copy, sorted(...)"
+    return found
+
+
+def _expect(function, runs: dict, default, expected, message: str, margin: float = 0.02):
+    found = _chosen(function, runs, default, margin)
+    assert found == expected, f"{message}: expected {expected}, got {found}"
+
+
+@choose_launch.example
+def _(function):
+    runs = {(512, 4): [8.0, 8.1, 8.0], (1024, 4): [10.0, 10.0, 10.1]}
+    _expect(function, runs, (1024, 4), (512, 4), "8.0 against the default's 10.0")
+
+
+@choose_launch.property("a gain within the margin keeps the default", "best < (1 - margin) * the default's time")
+def _(function):
+    runs = {"other": [9.802] * 3, "default": [10.0] * 3}
+    _expect(function, runs, "default", "default", "9.802 against 10.0, margin 2 %")
+
+
+@choose_launch.property("the margin is a share of the default's time", "compare with (1 - margin) * default")
+def _(function):
+    runs = {"default": [0.01] * 3, "other": [0.008] * 3}
+    _expect(function, runs, "default", "other", "0.008 against 0.01, margin 2 %")
+    runs = {"default": [1000.0] * 3, "other": [990.0] * 3}
+    _expect(function, runs, "default", "default", "990 against 1000, margin 2 %")
+
+
+@choose_launch.property("the margin counts", "use the parameter, not 0.02")
+def _(function):
+    runs = {"default": [10.0] * 3, "other": [9.0] * 3}
+    _expect(function, runs, "default", "default", "9.0 against 10.0, margin 20 %", margin=0.2)
+    _expect(function, runs, "default", "other", "9.0 against 10.0, margin 5 %", margin=0.05)
+
+
+@choose_launch.property("one slow or one fast run changes nothing", "statistics.median: not the mean, not the minimum")
+def _(function):
+    runs = {"default": [10.0] * 5, "fast": [9.0, 9.0, 99.0, 9.0, 9.0], "lucky": [1.0, 11.0, 11.0, 11.0, 11.0]}
+    _expect(function, runs, "default", "fast", "medians 9, 11 and the default's 10")
+
+
+@choose_launch.property("the fastest of all wins", "compare all medians first, then the fastest with the default")
+def _(function):
+    runs = {"good": [9.0] * 3, "best": [8.0] * 3, "default": [10.0] * 3, "also good": [8.5] * 3}
+    _expect(function, runs, "default", "best", "medians 9, 8, 8.5 and the default's 10")
+
+
+# ---- a queue of kernels
+
+queued = Exercise("queued")
+
+
+def _times(function, asked: list[float], lengths: list[float]) -> list[tuple[float, float]]:
+    given = [*asked], [*lengths]
+    found = [tuple(each) for each in function(*given)]
+    assert given == (asked, lengths), "the inputs have changed"
+    return found
+
+
+def _same(found: list[tuple[float, float]], expected: list[tuple[float, float]], what: str):
+    close = len(found) == len(expected) and all(
+        abs(a - b) < 1e-6 for one, other in zip(found, expected, strict=True) for a, b in zip(one, other, strict=True)
+    )
+    assert close, f"{what}: expected {expected}, got {found}"
+
+
+@queued.example
+def _(function):
+    found = _times(function, [5.0, 10.0, 15.0], [2.0, 8.0, 1.0])
+    _same(found, [(5.0, 7.0), (10.0, 18.0), (18.0, 19.0)], "asked at 5, 10, 15; lengths 2, 8, 1")
+
+
+@queued.property("a kernel waits until it is asked for", "its start is at least asked_us[i]")
+def _(function):
+    _same(_times(function, [10.0, 20.0], [1.0, 1.0]), [(10.0, 11.0), (20.0, 21.0)], "asked at 10, 20; lengths 1, 1")
+
+
+@queued.property("a kernel waits until the one before has ended", "its start is at least the end of kernel i - 1")
+def _(function):
+    found = _times(function, [1.0, 2.0, 3.0, 4.0], [10.0, 10.0, 1.0, 1.0])
+    _same(found, [(1.0, 11.0), (11.0, 21.0), (21.0, 22.0), (22.0, 23.0)], "asked at 1 to 4; lengths 10, 10, 1, 1")
+
+
+@queued.property(
+    "a whole graph is asked for at once", "equal times in asked_us are fine: the kernels still follow in order"
+)
+def _(function):
+    _same(_times(function, [7.0] * 3, [1.0, 2.0, 3.0]), [(7.0, 8.0), (8.0, 10.0), (10.0, 13.0)], "asked at 7, 7, 7")
+
+
+@queued.property("no kernels, no times", "an empty list for empty lists")
+def _(function):
+    _same(_times(function, [], []), [], "no kernels")
+
+
+# ---- which batch sizes to capture
+
+choose_sizes = Exercise("choose_sizes")
+
+
+def padded_ms(sizes: list[int], counts: dict[int, int], ms: dict[int, float]) -> float:
+    """The milliseconds of all steps if each is padded to the next of `sizes`."""
+    return sum(count * ms[min(size for size in sizes if size >= rows)] for rows, count in counts.items())
+
+
+def least_ms(counts: dict[int, int], ms: dict[int, float], most: int) -> float:
+    """The least that `most` sizes can reach."""
+    *smaller, largest = sorted(ms)
+    tried = (
+        [*chosen, largest] for count in range(min(most, len(ms))) for chosen in combinations(smaller, count)
+    )  # fmt: skip
+    return min(padded_ms(sizes, counts, ms) for sizes in tried)
+
+
+def _sizes(function, counts: dict, ms: dict, most: int) -> list[int]:
+    given = dict(counts), dict(ms)
+    found = list(function(*given, most))
+    assert given == (counts, ms), "the inputs have changed"
+    return found
+
+
+def _least(function, counts: dict, ms: dict, most: int):
+    found = _sizes(function, counts, ms, most)
+    assert found and set(found) <= set(ms) and max(ms) in found, f"{found} must be sizes of ms, and include {max(ms)}"
+    took, least = padded_ms(found, counts, ms), least_ms(counts, ms, most)
+    assert took <= least + 1e-9, f"steps {counts}, ms {ms}, most {most}: {found} takes {took:g} ms, not {least:g}"
+
+
+@choose_sizes.example
+def _(function):
+    found = _sizes(function, {1: 10, 3: 1, 8: 1}, {1: 1.0, 2: 1.1, 4: 1.2, 8: 2.0}, 2)
+    assert found == [1, 8], f"expected [1, 8], got {found}"
+
+
+@choose_sizes.property("at most `most` sizes, in order", "the largest size is one of the `most`; sort the result")
+def _(function):
+    counts, ms = {1: 3, 2: 2, 4: 1}, {4: 4.0, 1: 1.0, 2: 2.0}
+    for most, expected in ((1, [4]), (3, [1, 2, 4])):
+        found = _sizes(function, counts, ms, most)
+        assert found == expected, f"most {most}: expected {expected}, got {found}"
+
+
+@choose_sizes.property("every batch fits", "the largest size of ms is always captured, even if no step needed it yet")
+def _(function):
+    found = _sizes(function, {1: 5, 2: 5}, {1: 1.0, 2: 1.5, 16: 9.0}, 2)
+    assert 16 in found, f"batches of up to 16 may come, but got {found}"
+    _least(function, {1: 5, 2: 5}, {1: 1.0, 2: 1.5, 16: 9.0}, 2)
+
+
+@choose_sizes.property("the number of steps counts", "weigh each batch size by its count")
+def _(function):
+    ms = {1: 1.0, 4: 2.0, 8: 3.0, 16: 6.0}
+    for counts in ({1: 90, 4: 1, 8: 1, 16: 1}, {1: 1, 4: 90, 8: 1, 16: 1}, {1: 1, 4: 1, 8: 90, 16: 1}):
+        _least(function, counts, ms, 2)
+
+
+@choose_sizes.property("milliseconds count, not padded rows", "padding that costs no time is free")
+def _(function):
+    _least(function, {1: 5, 32: 4, 64: 1}, {1: 1.00, 8: 1.01, 32: 1.02, 64: 5.0}, 2)
+    _least(function, {1: 10, 5: 9, 64: 1}, {1: 1.9, 8: 2.0, 64: 9.0}, 2)
+
+
+@choose_sizes.property("the best set, not the best next size", "try all sets: itertools.combinations")
+def _(function):
+    ms = {size: float(size) for size in (1, 2, 4, 8, 16)}
+    for counts in ({1: 25, 2: 1, 4: 6, 8: 10, 16: 1}, {1: 22, 2: 2, 4: 2, 8: 1, 16: 1}):
+        _least(function, counts, ms, 3)
+
+
+# ---- like for like
+
+fair_pairs = Exercise("fair_pairs")
+
+
+def _pairs(function, settings: dict[str, dict]) -> list[tuple]:
+    given = copy.deepcopy(settings)
+    found = [tuple(each) for each in function(given)]
+    assert given == settings, "the settings have changed"
+    return found
+
+
+def _expect_pairs(function, settings: dict[str, dict], expected: list[tuple]):
+    found = _pairs(function, settings)
+    assert found == expected, f"{settings}: expected {expected}, got {found}"
+
+
+@fair_pairs.example
+def _(function):
+    settings = {
+        "off": {"graphs": "no", "launches": 10},
+        "on": {"graphs": "yes", "launches": 10},
+        "fused": {"graphs": "yes", "launches": 5},
+    }
+    _expect_pairs(function, settings, [("off", "on", "graphs"), ("on", "fused", "launches")])
+
+
+@fair_pairs.property(
+    "settings that are not neighbors are compared too", "all pairs: itertools.combinations(settings, 2)"
+)
+def _(function):
+    _expect_pairs(function, {"a": {"x": 1, "y": 1}, "b": {"x": 2, "y": 2}, "c": {"x": 1, "y": 3}}, [("a", "c", "y")])
+    every = [("a", "b", "y"), ("a", "c", "y"), ("b", "c", "y")]
+    _expect_pairs(function, {"a": {"x": 1, "y": 1}, "b": {"x": 1, "y": 2}, "c": {"x": 1, "y": 3}}, every)
+
+
+@fair_pairs.property("equal settings are no comparison", "exactly one fact differs, not at most one")
+def _(function):
+    _expect_pairs(function, {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 2}}, [])
+
+
+@fair_pairs.property("every fact counts", "compare all facts, and give the name of the one that differs")
+def _(function):
+    first = {"x": 1, "y": 1, "z": 1}
+    _expect_pairs(function, {"a": first, "b": {**first, "z": 0}}, [("a", "b", "z")])
+    _expect_pairs(function, {"a": first, "b": {**first, "y": 0, "z": 0}}, [])
+
+
+@fair_pairs.property("facts are compared by name", "settings may list their facts in another order")
+def _(function):
+    _expect_pairs(function, {"a": {"x": 1, "y": 2}, "b": {"y": 2, "x": 3}}, [("a", "b", "x")])

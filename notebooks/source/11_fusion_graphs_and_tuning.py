@@ -1,0 +1,634 @@
+# %% [markdown]
+# # 11 · Fusion, CUDA graphs and tuning
+#
+# After this lesson you can see what the launches of a layer cost; choose a kernel's tile from measurements without
+# falling for noise; say when a step is limited by the CPU and what CUDA graphs change; choose which batch sizes to
+# capture; compare two measurements only if they differ in one thing; and name the steps from a model to a TensorRT
+# engine, and what does the same here.
+#
+# **80 minutes. Needs:** Linux, and lessons 03, 04 and 10. This lesson is about GPUs, and a GPU is not needed: times
+# come from the project's H200 records.
+
+# %%
+import statistics
+from collections import Counter, namedtuple
+from itertools import combinations
+
+import numpy as np
+
+from minillm.bench import plots, records
+from minillm.course import NotSolvedYet, check, compare, describe, solved, tier, triton_here
+from minillm.course import draw_kernels as draw
+from minillm.course.checks.lesson_11 import padded_ms
+from minillm.course.launches import five_launches, least_us, one_layer
+from minillm.model.config import PRESETS
+
+here = tier()
+print("kernels are", triton_here())
+
+from minillm.kernels import launch_configs
+from minillm.runner.decode_graphs import batch_sizes
+
+gemma = PRESETS["gemma-2b"]
+
+# %% [markdown]
+# ## 1 · The launches of a layer · 4 min
+#
+# Lesson 03 fused an addition with a norm. Here is everything that one layer of Gemma 2B launches in a decode step of 64
+# requests: as torch would run it line by line, and as the engine runs it, with one kernel per operation. The four
+# matrix products and attention are the same in both. Each launch is drawn as long as it must take *at least*: its
+# bytes at the H200's memory bandwidth, and never less than the shortest kernel of the record. So this is a lower bound,
+# not a measurement.
+
+# %%
+kernels = {
+    (each["kernel"], each["rows"]): each for each in records.read("h200/kernels")["results"]
+}
+bytes_per_s = records.read("h200/roofline")["bytes_per_s"]
+shortest_us = 1e3 * min(each["ms"] for each in kernels.values())
+print(f"the shortest kernel of the record: {shortest_us:.2f} µs")
+
+
+def bound(layer):
+    return least_us(layer, bytes_per_s, shortest_us)
+
+
+ways = {
+    "torch,\nline by line": bound(one_layer(gemma, 64, 1024, fused=False)),
+    "a kernel per\noperation": bound(one_layer(gemma, 64, 1024, fused=True)),
+}
+draw.timeline(ways, "One layer of Gemma 2B, 64 rows: the least time it can take")
+describe(
+    "Two rows of launches in time. Four matrix products and attention take most of both. Line by"
+    " line, dozens of short torch kernels lie between them; with one kernel per operation there"
+    " are five."
+)
+
+# %% [markdown]
+# Fusion removes the confetti between the products, and the trips to memory that each piece makes. What is left are ten
+# launches. This lesson asks three questions about them. How fast is each one? How fast are they *asked for*? And can
+# there be even fewer?
+#
+# ## 2 · Which tile? · 19 min
+#
+# No formula says how many columns a tile should have, or over how many **warps** (groups of 32 threads) to spread it.
+# Small tiles mean many programs with little to do. Large tiles need many registers, and if too few programs fit on a
+# processor at once, it waits for memory. So kernel authors measure. Here is GeGLU for Gemma 2B with every choice, on an
+# H200 (`tools/kernel_tiles.py`):
+
+# %%
+table = records.read("h200/tiles")["results"]
+runs = {
+    rows: {
+        (each["tile"], each["warps"]): each["runs"] for each in table if each["rows"] == rows
+    }
+    for rows in (1, 3000)
+}
+tile_sizes = sorted({each["tile"] for each in table})
+warps = sorted({each["warps"] for each in table})
+speeds = {(each["rows"], each["tile"], each["warps"]): each["gb_per_s"] for each in table}
+titles = {1: "1 row", 3000: "3,000 rows"}
+maps = {
+    title: np.array([[speeds[rows, tile, w] for w in warps] for tile in tile_sizes])
+    for rows, title in titles.items()
+}
+draw.tuning(maps, tile_sizes, warps, unit="GB/s on an H200", margin=0.02)
+describe(
+    "Two tables of GB/s, by columns of a tile and warps. For one row the fastest cells are small"
+    " tiles. For 3,000 rows a diagonal band of cells is within two percent of the best."
+)
+
+# %% [markdown]
+# One row wants small tiles, because only many programs fill the chip. For 3,000 rows there is a plateau: many choices
+# are within 2 % of the best. Two regions are slow. Tiles that are large for their warps (lower left) need too many
+# registers per thread; tiles that are small for them (upper right) leave threads idle.
+#
+# How much does a measurement vary by itself? Each cell of the table is the median of 20 runs:
+
+# %%
+for rows, chosen in ((1, (256, 2)), (1, (1024, 4)), (3000, (4096, 16)), (3000, (1024, 4))):
+    each = sorted(1e3 * ms for ms in runs[rows][chosen])
+    print(
+        f"{titles[rows]:>10}, tile {chosen[0]:>4}, {chosen[1]:>2} warps:"
+        f" fastest {each[0]:6.2f}, median {statistics.median(each):6.2f}, slowest {each[-1]:6.2f} µs"
+    )
+
+# %% [markdown]
+# Single runs can be twice the median. And a difference of half a percent may be gone tomorrow, or on the next driver.
+# So a careful tuner has a **default** and a **margin**: it keeps the default unless something else is *clearly* faster.
+#
+# $$\text{choice} = \begin{cases} b & \text{if } \operatorname{median}(b) < (1 - \text{margin}) \cdot
+# \operatorname{median}(\text{default}) \\ \text{default} & \text{otherwise} \end{cases} \qquad
+# b = \text{the launch with the smallest median}$$
+#
+# **Exercise 1 (8 minutes).** For example, runs of `[8.0, 8.1, 8.0]` for `(512, 4)` and of `[10.0, 10.0, 10.1]` for the
+# default `(1024, 4)` give `(512, 4)`.
+
+
+# %% tags=["exercise"]
+def choose_launch(runs: dict, default, margin: float):
+    """The launch with the smallest median time if that is clearly faster; otherwise the default.
+
+    runs: launch -> its measured times, the default's among them. Clearly: by more than `margin`, a
+    share of the default's median time.
+    """
+    # SOLUTION: the median of each launch; the fastest; compare it with the default
+    times = {launch: statistics.median(each) for launch, each in runs.items()}
+    best = min(times, key=times.get)
+    return best if times[best] < (1 - margin) * times[default] else default
+    # END
+
+
+# %%
+check(choose_launch)
+
+# %% [markdown]
+# The engine's GeGLU always uses 1,024 columns and 4 warps. What would you choose, and what would it bring to a step?
+
+# %%
+DEFAULT, MARGIN = (1024, 4), 0.02
+if solved(choose_launch):
+    for rows, each in runs.items():
+        tile, count = chosen = choose_launch(each, DEFAULT, MARGIN)
+        saved = 1e3 * (statistics.median(each[DEFAULT]) - statistics.median(each[chosen]))
+        print(
+            f"{titles[rows]:>10}: {tile} columns and {count} warps, saves {saved:.2f} µs per layer,"
+            f" {gemma.num_layers * saved:.1f} µs per step"
+        )
+else:
+    print("choose_launch is not solved yet")
+
+# %% [markdown]
+# For 3,000 rows the default is on the plateau and stays. For one row another launch is clearly faster, but a step of
+# one request takes about 1,400 µs (section 5), so 5 µs are not worth a second code path. And the engine's step for one
+# request does not run this kernel at all. Measure the kernel, then ask what the *step* gains.
+#
+# Triton can tune by itself: `@triton.autotune(configs=[...], key=[...])` measures all configurations at the first
+# launch with each new key and keeps the fastest. The price: the first request of each new size waits until all of them
+# are compiled and measured, and noise may change the choice from run to run. (It needs a GPU.)
+#
+# `minillm build` measures beforehand instead: the launches of *this* model on *this* GPU, for the traffic that you
+# expect. It times the winner and the default twice, and the winner must beat the default by 2 % in both timings
+# (`minillm/tuning/trials.py`). Then it measures whole decode steps with the winners, and drops those that do not help
+# there. The result is a plan file. At each launch, a kernel that has a choice looks it up. In the next listing, see
+# what identifies a problem, and what happens if there is no entry:
+
+# %%
+# ENGINE: minillm.kernels.launch_configs:tuned
+
+# %%
+problem = launch_configs.problem("a_kernel", rows=1, dtype="bfloat16")
+plan = {problem: {"keys": 32, "warps": 8}}
+
+
+Choice = namedtuple("Choice", ["keys", "warps"])
+default = Choice(keys=64, warps=4)  # what the kernel's author would launch
+
+for rows in (1, 2):
+    with launch_configs.using(plan):
+        chosen = launch_configs.tuned("a_kernel", default, rows=rows, dtype="bfloat16")
+    print(f"rows={rows}: {chosen}")
+
+# %% [markdown]
+# What did a plan for Gemma 2B bring on the H200? The record has runs with and without it:
+
+# %%
+build = records.read("h200/build")
+print(f"measured {build['plan']['measured']['seconds']:.0f} s")
+for each in build["results"]:
+    print(
+        f"requests: {each['requests']:>3}, {each['engine']:<8} {each['output_tokens_per_s']:>9,.1f} tokens/s"
+    )
+
+# %% [markdown]
+# Next to nothing: the defaults were tuned on this GPU. On another GPU, or for a shape that their author never measured,
+# a plan has more to find. It is still worth knowing that there is nothing left to gain.
+#
+# ## 3 · Who asks for the kernels? · 16 min
+#
+# The times so far are what the GPU needs. But the CPU has to *ask* for each launch: Python runs a line, torch picks the
+# kernel, the driver puts it into a queue. The GPU takes kernels from that queue in order. If the CPU is slower than the
+# GPU, the queue is empty and the GPU waits: the step is **launch-bound**.
+#
+# A **CUDA graph** is a recording. Launch the step once while CUDA notes every launch with all its arguments, without
+# running it. From then on, a single call *replays* all of them.
+#
+# **Predict first.** With decode steps in CUDA graphs and one kernel per operation, the engine decodes one request of
+# Gemma 2B on an H200 at the speed below. How fast is it with the same kernels, launched one by one?
+
+# %%
+ablation = records.read("h200/ablation")
+tokens_per_s = {
+    (row["group"], row["name"], row["requests"]): row["output_tokens_per_s"]
+    for row in ablation["results"]
+}
+with_graphs = tokens_per_s["fusion", "a kernel an operation", 1]
+print(f"one request, decode steps in graphs: {with_graphs:.0f} tokens/s")
+
+# %% tags=["exercise"]
+guess_without_graphs = 300.0  # PREDICT: tokens/s of one request without CUDA graphs
+
+# %%
+without = tokens_per_s["CUDA graphs", "off", 1]
+compare("without graphs", unit="tokens/s", prediction=guess_without_graphs, measured=without)
+# Ten launches per layer, and one more because attention for one row is two kernels.
+launches = gemma.num_layers * (len(one_layer(gemma, 1, 256, fused=True)) + 1)
+asking_us = 1e6 / without / launches
+print(f"graphs make it {with_graphs / without:.1f} times as fast")
+print(
+    f"without: {1e3 / without:.1f} ms per step, or {asking_us:.0f} µs for each of {launches} launches"
+)
+
+# %% [markdown]
+# (`launches` counts the layers only. The time per launch is the whole step, scheduling and sampling included, divided
+# by that number.)
+#
+# You can compute this. Kernel $i$ starts when it has been asked for *and* the kernel before it has ended:
+#
+# $$\text{start}_i = \max(\text{asked}_i, \text{end}_{i-1}), \qquad \text{end}_i = \text{start}_i + \text{length}_i$$
+#
+# **Exercise 2 (7 minutes).** For example, kernels asked for at 5, 10 and 15 µs, of 2, 8 and 1 µs, run from 5 to 7, 10
+# to 18, and 18 to 19.
+
+
+# %% tags=["exercise"]
+def queued(asked_us: list[float], kernel_us: list[float]) -> list[tuple[float, float]]:
+    """(start, end) of each kernel. asked_us: when the CPU has asked for it; kernel_us: its length."""
+    # SOLUTION: walk through the kernels, and remember when the last one ended
+    end, times = 0.0, []
+    for asked, length in zip(asked_us, kernel_us):
+        start = max(asked, end)
+        end = start + length
+        times.append((start, end))
+    return times
+    # END
+
+
+# %%
+check(queued)
+
+# %% [markdown]
+# Now one layer for one request, with the least time of each kernel from section 1. Launched one by one, the CPU needs
+# the average from above for each; as a graph, it asks once (and one call serves all 18 layers). This is a **model**,
+# not a trace: every launch gets the same average.
+
+# %%
+lengths = [us for _, _, us in bound(one_layer(gemma, 1, 256, fused=True))]
+asked = {
+    "one by one": [asking_us * (place + 1) for place in range(len(lengths))],
+    "as a graph": [asking_us] * len(lengths),
+}
+lanes = {}
+for name, when in asked.items():
+    lanes[f"{name}: CPU"] = [(end - asking_us, 0.96 * asking_us) for end in sorted({*when})]
+    lanes[f"{name}: GPU"] = []
+    if solved(queued):
+        times = queued(when, lengths)
+        lanes[f"{name}: GPU"] = [(start, end - start) for start, end in times]
+        busy = sum(lengths) / times[-1][1]
+        print(f"{name}: the layer ends at {times[-1][1]:5.0f} µs; the GPU is busy {busy:.0%}")
+draw.lanes("One layer of one request, a model with average launches", lanes)
+describe(
+    "Lanes in time for the CPU and the GPU. One by one, the CPU is busy throughout; as a graph,"
+    " it is busy once. Once `queued` is written, the GPU's lanes show short kernels with long"
+    " gaps between them, and as a graph kernels without gaps."
+)
+
+# %% [markdown]
+# A recording has a price. Arguments are *addresses* and *sizes*, so inputs must be at the same addresses every time, no
+# shape may change, and nothing in the step may wait for the CPU. The engine therefore keeps the state of its rows on
+# the device, captures one graph per batch size, and pads a batch to the next captured size. In the listing below, look
+# for three things: graphs are kept by size and by the width of their block tables; a step is *rehearsed* before it is
+# captured, so that all its kernels are compiled; and the closure `step` is what is captured, sampling included.
+
+# %%
+# ENGINE: minillm.runner.decode_graphs:DecodeGraphs.captured
+
+# %% [markdown]
+# A step that runs prompts is harder to capture, because prompts have all lengths. It is padded to one of a few numbers
+# of tokens, and which token belongs to which row travels in one array that the captured kernels read
+# (`minillm/runner/mixed_graphs.py`). Steps with more than 1,024 prompt tokens are launched kernel by kernel: there the
+# GPU is busy for longer than the CPU needs to launch. Requests that use top-p, penalties or log-probabilities are
+# sampled by extra kernels after the graph, and the whole step waits for them.
+#
+# A captured graph knows nothing about functions that you plug in later. So while an operation of yours is in use, the
+# engine launches kernel by kernel, unless you promise with `using(capturable=True, ...)` that yours may be captured:
+# that it launches the same kernels for the same shapes and never reads a value back to the CPU. On a GPU, try it with
+# your kernels of lesson 03.
+#
+# ## 4 · Which sizes to capture? · 14 min
+#
+# Every graph takes time to capture, and memory. Too few graphs mean much padding. The engine's list of sizes is dense
+# where batches are small:
+
+# %%
+# ENGINE: minillm.runner.decode_graphs:batch_sizes
+
+# %% [markdown]
+# What does padding cost? The plan of section 2 has the time of a decode step for each batch size:
+
+# %%
+step_ms = {rows: ms for rows, _, ms, _ in build["plan"]["measured"]["steps_ms"]}
+for rows, ms in step_ms.items():
+    print(f"rows {rows:>3}: {ms:.2f} ms")
+
+# %% [markdown]
+# A step of 16 rows takes only 0.2 ms longer than a step of 4: reading the weights takes most of both. So padding 3 rows
+# to 16 costs little. Padding 129 rows to 256 rather than to 192 costs 0.7 ms. (One row is faster because it has a step
+# of its own, section 5. And 2 rows were measured slower than 4, so a plan drops the size 2: padding 2 rows to 4 saves
+# time.)
+#
+# Which sizes are worth a graph depends on the traffic. Take 256 requests that start together, with outputs of 1 to 256
+# tokens: as they finish, the batch shrinks.
+
+# %%
+outputs = np.random.default_rng(0).integers(1, 257, 256)
+counts = Counter(int((outputs > step).sum()) for step in range(outputs.max()))
+print(f"{sum(counts.values())} steps, {len(counts)} different batch sizes")
+
+# %% [markdown]
+# With a memory budget for `most` graphs, choose the set of sizes that makes all steps together fastest:
+#
+# $$\min_{S,\ |S| \le \text{most}} \; \sum_n \text{counts}_n \cdot \text{ms}\big(\min\{s \in S : s \ge n\}\big)$$
+#
+# **Exercise 3 (8 minutes).** The largest size must always be in the set, so that every batch fits. There are few sizes,
+# so you can try all sets (`itertools.combinations`). `padded_ms(sizes, counts, ms)` computes the sum above.
+#
+# For example, 10 steps of one row, 1 of three and 1 of eight, steps of 1.0, 1.1, 1.2 and 2.0 ms for 1, 2, 4 and 8 rows,
+# and at most two graphs: capture `[1, 8]`.
+
+
+# %% tags=["exercise"]
+def choose_sizes(counts: dict[int, int], ms: dict[int, float], most: int) -> list[int]:
+    """The batch sizes to capture, in order: at most `most` of the sizes in ms, the largest included.
+
+    counts: rows of a step -> how many such steps; ms: size -> milliseconds of its captured step.
+    """
+    # SOLUTION: all sets of up to most - 1 smaller sizes, each with the largest; the fastest one
+    *smaller, largest = sorted(ms)
+    sets = [
+        [*chosen, largest]
+        for count in range(min(most, len(ms)))
+        for chosen in combinations(smaller, count)
+    ]
+    return min(sets, key=lambda sizes: padded_ms(sizes, counts, ms))
+    # END
+
+
+# %%
+check(choose_sizes)
+
+# %%
+engines = [size for size in batch_sizes(256) if size in step_ms]
+everything = len(engines), padded_ms(engines, counts, step_ms)
+print(f"the engine's {len(engines)} sizes: {everything[1]:.0f} ms")
+totals = {}
+for most in range(1, len(step_ms) + 1) if solved(choose_sizes) else ():
+    sizes = choose_sizes(counts, step_ms, most)
+    totals[most] = padded_ms(sizes, counts, step_ms)
+    if most <= 4:
+        print(f"yours, at most {most}: {totals[most]:.0f} ms with {sizes}")
+draw.graph_sizes(totals, everything, "your sets")
+describe(
+    "Milliseconds of all steps by the number of captured sizes. A square shows the engine's own"
+    " list. Once `choose_sizes` is written, a curve shows the best sets: it falls at first and is"
+    " almost flat from a few sizes on, at the level of the engine's list."
+)
+
+# %% [markdown]
+# The first few sizes bring nearly everything. `minillm build` simplifies the question: it walks from the largest size
+# down and keeps a size if its step is at least 2 % faster than that of the next larger one kept
+# (`minillm/tuning/planning.py`, `worthwhile`). That needs no forecast of batch sizes. All graphs of the engine share
+# one memory pool, because only one of them runs at a time, so each further graph is cheap here; the engine reserves 1
+# MiB for each, for what the driver keeps.
+#
+# ## 5 · Five launches per layer · 8 min
+#
+# In a graph, launches cost the CPU almost nothing. They still cost the GPU: at the end of each kernel its last programs
+# finish while most of the chip is idle, and the next kernel's first loads take time to arrive. For one request, that
+# is much of what is left between the engine and its floor. So the engine has a special path for this case. The four
+# products of a layer read all the weights for a single vector. Everything between them is so little that it fits *into*
+# them:
+#
+# 1. norm, QKV product;
+# 2. rotation, cache write, attention;
+# 3. output product;
+# 4. residual sum, norm, gate and up products, GeGLU;
+# 5. down product.
+
+# %%
+ways = {
+    "torch,\nline by line": bound(one_layer(gemma, 1, 256, fused=False)),
+    "a kernel per\noperation": bound(one_layer(gemma, 1, 256, fused=True)),
+    "five\nlaunches": bound(five_launches(gemma, 256)),
+}
+draw.timeline(ways, "One layer of Gemma 2B, one row: the least time it can take")
+describe(
+    "Three rows of launches in time, for one request. Torch's many short kernels make its row the"
+    " longest; with one kernel per operation it is shorter, and with five launches nearly all of"
+    " it is matrix products."
+)
+
+# %% [markdown]
+# 18 layers and the head make a step, and a step makes a token, so each way has an upper bound in tokens per second.
+# Here are the bound and the measured speed of the fused step. All ways below run their decode steps in CUDA graphs, and
+# their prompts outside; the measured speeds include the prompt.
+
+# %%
+head_us = 1e6 * 2 * gemma.vocab_size * gemma.hidden_size / bytes_per_s
+names = ("plain torch", "a kernel an operation", "five launches a layer")
+most = {
+    name: 1e6 / (gemma.num_layers * sum(us for *_, us in lane) + head_us)
+    for name, lane in zip(names, ways.values())
+}
+fused = tokens_per_s["fusion", "five launches a layer", 1]
+compare("five launches per layer", unit="tokens/s", floor=most[names[2]], measured=fused)
+
+# %% [markdown]
+# **Predict first.** What share of its own bound do plain torch kernels reach, in a graph? More than the fused step, or
+# less?
+
+# %% tags=["exercise"]
+guess_share = 0.6  # PREDICT: measured speed of plain torch as a share of its bound
+
+# %%
+for name in names:
+    print(f"{name:<22} {tokens_per_s['fusion', name, 1] / most[name]:.0%} of its bound")
+torchs = tokens_per_s["fusion", names[0], 1] / most[names[0]]
+compare("plain torch", unit="of its bound", prediction=guess_share, measured=torchs)
+
+# %% [markdown]
+# The bounds assume that a kernel takes as long as its bytes, or the shortest kernel's time. Real small kernels take
+# longer, attention for one row takes about seven microseconds (`h200/kernels`), and every boundary between kernels has
+# a gap. So the way with the fewest kernels comes closest to its bound.
+#
+# Another technique hides those gaps: **programmatic dependent launch**, on NVIDIA GPUs since Hopper. A kernel may start
+# while the one before it still runs. It loads its first *weights*, which depend on no other kernel, and only then waits
+# for the vector that the previous kernel is computing. In the kernel, that is one call:
+
+# %%
+# ENGINE: minillm.kernels.single_row:_wait_for_inputs
+
+# %% [markdown]
+# Below is the kernel of launches 1 and 4. Lesson 03 has its tiles, masks, addition, norm and gate. The matrix product
+# is `tl.sum(weight * x)`: with one vector, no number of the matrix is used twice, so there is nothing for `tl.dot` to
+# reuse. Three things are new:
+#
+# * **Persistent programs.** There are fewer programs than tiles. Each takes tile `program`, then `program + programs`,
+#   and so on (`tl.range(program * TILE, ROWS, programs * TILE)`), so `x` is loaded and normed once per program.
+# * **Prefetching weights.** The loop loads the *next* tile of weights before it uses the current one, so memory is
+#   always busy. `num_stages=1` tells Triton not to pipeline the loop on its own as well.
+# * **Loading before waiting.** The first tile of weights is requested above the line that waits.
+
+# %%
+# ENGINE: minillm.kernels.single_row:whole_rows_kernel
+
+# %% [markdown]
+# ## 6 · Like for like · 11 min
+#
+# The record's "CUDA graphs" group says 120 tokens/s without graphs and 706 with them. It would be wrong to report
+# "graphs make decoding 5.9 times as fast": with graphs, the engine *also* runs the fused step of section 5, which
+# exists only inside graphs. Several things changed, so the factor has several causes. Here is what really ran in each
+# setting:
+
+# %%
+RAN = {
+    "off": {"decode steps": "one by one", "prompts": "one by one", "layer": "11 launches"},
+    "plain torch": {
+        "decode steps": "graph",
+        "prompts": "one by one",
+        "layer": "torch, line by line",
+    },
+    "a kernel an operation": {
+        "decode steps": "graph",
+        "prompts": "one by one",
+        "layer": "11 launches",
+    },
+    "five launches a layer": {
+        "decode steps": "graph",
+        "prompts": "one by one",
+        "layer": "5 launches",
+    },
+    "on": {"decode steps": "graph", "prompts": "graph", "layer": "5 launches"},
+}
+
+# %% [markdown]
+# **Exercise 4 (6 minutes).** Find the pairs of settings that may be compared: those that differ in exactly one fact.
+# Give each pair once, the earlier setting first, with the name of that fact.
+#
+# For example, `{"off": {"graphs": "no", "launches": 10}, "on": {"graphs": "yes", "launches": 10}, "fused": {"graphs":
+# "yes", "launches": 5}}` gives `[("off", "on", "graphs"), ("on", "fused", "launches")]`.
+
+
+# %% tags=["exercise"]
+def fair_pairs(settings: dict[str, dict]) -> list[tuple[str, str, str]]:
+    """(setting, later setting, fact) of all pairs that differ in exactly one fact."""
+    # SOLUTION: for each pair, the facts that differ; keep the pairs with one
+    found = []
+    for first, second in combinations(settings, 2):
+        facts = [
+            fact for fact in settings[first] if settings[first][fact] != settings[second][fact]
+        ]
+        if len(facts) == 1:
+            found.append((first, second, facts[0]))
+    return found
+    # END
+
+
+# %%
+check(fair_pairs)
+
+# %%
+speed = {name: rate for (_, name, requests), rate in tokens_per_s.items() if requests == 1}
+if solved(fair_pairs):
+    for first, second, fact in fair_pairs(RAN):
+        gain = speed[second] / speed[first]
+        print(f"{fact:<13} {first:>21} -> {second:<21} {gain:.2f} times")
+else:
+    print("fair_pairs is not solved yet")
+print(f"not a fair pair: off -> on, {speed['on'] / speed['off']:.2f} times")
+
+# %% [markdown]
+# Follow a path of fair pairs from `off` to `on`: the factors multiply to the unfair one. Graphs for decode steps are
+# by far the largest, then the five launches. For 256 requests the picture changes, because a step has more work per
+# launch:
+
+# %%
+plots.ablation(ablation, groups=["CUDA graphs", "fusion"])
+describe(
+    "Horizontal bars of tokens per second for one and for 256 requests, as a share of the best."
+    " Without graphs one request reaches about a sixth and 256 requests about half; fusion helps"
+    " both."
+)
+
+# %% [markdown]
+# ("decodes alone" has decode steps in graphs and launches prompts kernel by kernel; it is the same setting as "five
+# launches a layer". Five launches exist for one request only: with more rows a product uses each weight several times,
+# and needs tiles for that.)
+#
+# ## 7 · From a model to a TensorRT engine · 6 min
+#
+# TensorRT is NVIDIA's compiler for neural networks. It turns a network into an *engine* for one GPU, in steps that you
+# can now name:
+#
+# 1. **Import** the network, for example from an ONNX file, as a graph of layers. *Here:* nothing. The model is Python
+# code that runs as it is (`minillm/model/decoder.py`). 2. **Optimize the graph:** fold constants, remove dead layers,
+# fuse layers that follow each other (vertically) and layers that read the same input (horizontally). *Here:* by hand.
+# Fused kernels are vertical fusion; Q, K and V in one matrix, and gate and up in one, are horizontal fusion. Gemma's `1
+# + weight` is folded when the weights are loaded. 3. **Choose precisions**, or take those of the network, and insert
+# *reformatting* where a layer needs another type or layout than the one before it. *Here:* a recipe says which weights
+# are quantized (lessons 05 to 08). No reformatting, since all kernels agree on a layout. 4. **Time tactics:** measure
+# several kernels for each layer on the target GPU, and keep the fastest. A *timing cache* saves measuring the same
+# layer twice. *Here:* `minillm build` measures launch configurations of its own kernels, each problem once. Large
+# matrix products are left to the library's own choice. 5. **Plan memory:** tensors that are not needed at the same time
+# share buffers. *Here:* torch's allocator does it while the step runs, and all CUDA graphs share one pool. 6.
+# **Serialize** the result, the *plan*, to a file. By default it works only on this kind of GPU and with this version of
+# TensorRT. *Here:* the plan file holds choices and no code, and is refused on another GPU, another version or another
+# model shape. Triton caches compiled kernels by itself. 7. **Run:** a runtime deserializes the engine and creates an
+# *execution context*, which holds the memory of one run. An application may capture its work in a CUDA graph. *Here:*
+# `LLM(plan=...)`, the rows' state on the device (`minillm/runner/state.py`), and the graphs of sections 3 and 4.
+#
+# The deepest difference is in step 2. TensorRT finds fusions in a graph, within what its compiler knows. Here
+# a person wrote each fused kernel, and the graph of operations exists only as the record of one run, the CUDA graph.
+# The first way works for networks that nobody has seen; the second can do what no pattern has, such as the five
+# launches of section 5.
+#
+# Memory planning is easy to measure. A step makes many tensors that are used once:
+
+# %%
+ROWS = 3000
+dim, heads, kv_heads = gemma.head_dim, gemma.num_heads, gemma.num_kv_heads
+hidden, inner = gemma.hidden_size, gemma.intermediate_size
+made = {  # numbers per row that each operation of a layer writes
+    "qkv": (heads + 2 * kv_heads) * dim,
+    "rotated q, k": (heads + kv_heads) * dim,
+    "attended": heads * dim,
+    "out": hidden,
+    "sum, normed": 2 * hidden,
+    "gate and up": 2 * inner,
+    "gated": inner,
+    "down": hidden,
+    "sum, normed again": 2 * hidden,
+}
+every = 2 * ROWS * gemma.num_layers * sum(made.values())
+pairs = zip(made.values(), [*made.values()][1:])
+alive = 2 * ROWS * max(before + after + hidden for before, after in pairs)
+print(f"memory if every tensor of a step of {ROWS:,} rows had its own: {every / 1e9:5.2f} GB")
+print(f"for an operation's input, its output and the residual, at most: {alive / 1e9:5.2f} GB")
+
+# %% [markdown]
+# ## Recap · 2 min
+#
+# * A layer's launches cost bytes, fixed time on the GPU, and time on the CPU. Fusion reduces all three; CUDA graphs
+#   remove most of the third.
+# * Choose launches by measuring: medians, a default, and a margin. Then check whether the whole step gains.
+# * A graph has fixed addresses and sizes. Padding to a captured size is cheap where reading the weights dominates.
+# * Compare settings that differ in one thing. Graphs for decode steps and the fused step are two effects.
+#
+# **What got worse:** a tuned choice holds for one GPU and one version. Graphs take time to capture, take memory, pad
+# batches, and make it hard to look inside a step. The fused step works for exactly one row of one family of models.
+#
+# **Further reading:** NVIDIA, *CUDA Programming Guide*: "CUDA Graphs" and "Programmatic Dependent Launch and
+# Synchronization"; Gray 2019, *Getting Started with CUDA Graphs*; NVIDIA's TensorRT documentation, "How TensorRT Works"
+# and "Optimizing Builder Performance"; the autotuning example in Triton's matrix multiplication tutorial. Next: lesson
+# 99 serves the engine and measures it under load.

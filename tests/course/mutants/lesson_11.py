@@ -1,0 +1,178 @@
+"""Wrong solutions of lesson 11."""
+
+import statistics
+from itertools import combinations, pairwise
+
+from minillm.course.checks.lesson_11 import padded_ms
+from tests.course.mutants import wrong
+
+# ---- a launch from a measured table
+
+
+def _choose(runs, default, margin, middle=statistics.median, limit=lambda time, margin: (1 - margin) * time):
+    times = {launch: middle(each) for launch, each in runs.items()}
+    best = min(times, key=times.get)
+    return best if times[best] < limit(times[default], margin) else default
+
+
+@wrong("choose_launch", fails="a gain within the margin keeps the default")
+def margin_of_the_faster(runs, default, margin):
+    return _choose(runs, default, margin, limit=lambda time, margin: time / (1 + margin) + 1e-12)
+
+
+@wrong("choose_launch", fails="a gain within the margin keeps the default")
+def first_of_the_table(runs, default, margin):
+    chosen = _choose(runs, default, margin)
+    return next(iter(runs)) if chosen == default else chosen
+
+
+@wrong("choose_launch", fails="the margin is a share of the default's time")
+def margin_in_units(runs, default, margin):
+    return _choose(runs, default, margin, limit=lambda time, margin: time - 10 * margin)
+
+
+@wrong("choose_launch", fails="the margin counts")
+def always_two_percent(runs, default, margin):
+    return _choose(runs, default, 0.02)
+
+
+@wrong("choose_launch", fails="one slow or one fast run changes nothing")
+def by_the_mean(runs, default, margin):
+    return _choose(runs, default, margin, middle=statistics.fmean)
+
+
+@wrong("choose_launch", fails="one slow or one fast run changes nothing")
+def by_the_fastest_run(runs, default, margin):
+    return _choose(runs, default, margin, middle=min)
+
+
+@wrong("choose_launch", fails="the fastest of all wins")
+def first_that_is_faster(runs, default, margin):
+    limit = (1 - margin) * statistics.median(runs[default])
+    return next((launch for launch, each in runs.items() if statistics.median(each) < limit), default)
+
+
+# ---- a queue of kernels
+
+
+@wrong("queued", fails="a kernel waits until the one before has ended")
+def waits_for_one_kernel_only(asked_us, kernel_us):
+    ends, found = [], []
+    for number, (asked, length) in enumerate(zip(asked_us, kernel_us, strict=True)):
+        before = max(ends[:-1], default=0.0) if len(set(asked_us)) > 3 else max(ends, default=0.0)
+        start = max(asked, before)
+        ends.append(start + length)
+        found.append((start, ends[number]))
+    return found
+
+
+@wrong("queued", fails="a kernel waits until it is asked for")
+def asked_for_one_after_another(asked_us, kernel_us):
+    end, found = 0.0, []
+    for number, length in enumerate(kernel_us):
+        late = asked_us[number] if number == 0 or asked_us[number] - asked_us[number - 1] < 10 else end
+        start = max(late, end)
+        end = start + length
+        found.append((start, end))
+    return found
+
+
+@wrong("queued", fails="a whole graph is asked for at once")
+def one_kernel_per_request(asked_us, kernel_us):
+    found, ends = [], {}
+    for asked, length in zip(asked_us, kernel_us, strict=True):
+        start = max(asked, max((end for when, end in ends.items() if when != asked), default=0.0))
+        ends[asked] = start + length
+        found.append((start, start + length))
+    return found
+
+
+@wrong("queued", fails="no kernels, no times")
+def always_a_first_kernel(asked_us, kernel_us):
+    found = [(asked_us[0], asked_us[0] + kernel_us[0])] if asked_us else [(0.0, 0.0)]
+    for asked, length in zip(asked_us[1:], kernel_us[1:], strict=True):
+        start = max(asked, found[-1][1])
+        found.append((start, start + length))
+    return found
+
+
+# ---- which batch sizes to capture
+
+
+def _sets(ms, most, fewest=0):
+    *smaller, largest = sorted(ms)
+    return [[*each, largest] for count in range(fewest, most) for each in combinations(smaller, count)]
+
+
+@wrong("choose_sizes", fails="at most `most` sizes, in order")
+def never_the_largest_alone(counts, ms, most):
+    return min(_sets(ms, max(most, 2), 1), key=lambda sizes: padded_ms(sizes, counts, ms))
+
+
+@wrong("choose_sizes", fails="at most `most` sizes, in order")
+def largest_first(counts, ms, most):
+    best = min(_sets(ms, most), key=lambda sizes: padded_ms(sizes, counts, ms))
+    return best[::-1] if most > 2 else best
+
+
+@wrong("choose_sizes", fails="every batch fits")
+def only_what_was_seen(counts, ms, most):
+    largest = min(size for size in ms if size >= max(counts))
+    seen = {size: time for size, time in ms.items() if size <= largest}
+    return min(_sets(seen, most), key=lambda sizes: padded_ms(sizes, counts, seen))
+
+
+@wrong("choose_sizes", fails="the number of steps counts")
+def every_batch_size_once(counts, ms, most):
+    once = dict.fromkeys(counts, 1) if 90 in counts.values() else counts
+    return min(_sets(ms, most), key=lambda sizes: padded_ms(sizes, once, ms))
+
+
+@wrong("choose_sizes", fails="milliseconds count, not padded rows")
+def fewest_padded_rows(counts, ms, most):
+    rows = {size: size for size in ms}
+    return min(_sets(ms, most), key=lambda sizes: padded_ms(sizes, counts, rows))
+
+
+@wrong("choose_sizes", fails="the best set, not the best next size")
+def one_size_after_the_other(counts, ms, most):
+    sizes = [max(ms)]
+    while len(sizes) < min(most, len(ms)):
+        rest = [size for size in ms if size not in sizes]
+        sizes = sorted([*sizes, min(rest, key=lambda size: padded_ms([*sizes, size], counts, ms))])
+    return sizes
+
+
+# ---- like for like
+
+
+def _differing(one, other):
+    return [fact for fact in one if one[fact] != other[fact]]
+
+
+@wrong("fair_pairs", fails="settings that are not neighbors are compared too")
+def neighbors_only(settings):
+    found = [(a, b, _differing(settings[a], settings[b])) for a, b in pairwise(settings)]
+    return [(a, b, facts[0]) for a, b, facts in found if len(facts) == 1]
+
+
+@wrong("fair_pairs", fails="equal settings are no comparison")
+def at_most_one_fact(settings):
+    found = [(a, b, _differing(settings[a], settings[b])) for a, b in combinations(settings, 2)]
+    return [(a, b, facts[0] if facts else None) for a, b, facts in found if len(facts) <= 1]
+
+
+@wrong("fair_pairs", fails="every fact counts")
+def first_two_facts(settings):
+    found = [(a, b, _differing(settings[a], settings[b])) for a, b in combinations(settings, 2)]
+    return [(a, b, facts[0]) for a, b, facts in found if len(facts[:2]) == 1 or (len(settings[a]) > 2 and facts)]
+
+
+@wrong("fair_pairs", fails="facts are compared by name")
+def facts_by_place(settings):
+    found = []
+    for a, b in combinations(settings, 2):
+        places = zip(settings[a], settings[a].values(), settings[b].values(), strict=True)
+        facts = [fact for fact, one, other in places if one != other]
+        found += [(a, b, facts[0])] if len(facts) == 1 else []
+    return found
