@@ -292,12 +292,12 @@ def _(function):
     "numbers of your own",
 )
 def _(function):
-    wide = paged.cache_of(3, size=32, dim=32)
-    cache = LayerCache(wide.k[:, :, :1], wide.v[:, :, :1])
+    wide = paged.cache_of(3, size=40, dim=32)
+    cache = LayerCache(wide.k[:, :32, :1], wide.v[:, :32, :1])
     q = normal(1, 2, 32, seed=9)
     got = paged.run(function, cache, [30], 32, q, scale=1.0)
     assert near(got, paged.attention_of(cache, [30], 32, q, 1.0), 1e-3), (
-        "a cache with blocks of 32 slots, heads of 32 numbers and gaps between the slots gives a different output"
+        "a cache with blocks of 32 slots, heads of 32 numbers and gaps between blocks and slots: a wrong output"
     )
 
 
@@ -336,12 +336,13 @@ def _(function):
     hint="a slot holds the keys of all KV heads, head_stride apart: kv_head * head_stride is part of the address",
 )
 def _(function):
-    cache = paged.cache_of(kv_heads=2)
+    wide = paged.cache_of(kv_heads=2, dim=2 * DIM)
+    cache = LayerCache(wide.k[..., :DIM], wide.v[..., :DIM])
     for part in (cache.k, cache.v):
         part[:] = part[40].clone()  # all blocks are equal, so that only heads matter
     q = normal(1, 4, DIM, seed=9)
     got, want = paged.run(function, cache, [40, 50], 32, q, scale=1.0), paged.attention_of(cache, [40, 50], 32, q, 1.0)
-    assert near(got, want, 1e-3), "with 4 query heads on 2 KV heads the output is wrong"
+    assert near(got, want, 1e-3), "4 query heads on 2 KV heads, which have a gap between them: the output is wrong"
 
 
 @paged_decode.property("scores are multiplied by the scale", hint="the score is q · k times `scale`")

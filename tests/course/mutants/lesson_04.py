@@ -195,9 +195,11 @@ def _wrong_kernel(
         else:
             block = tl.load(at_table, mask=present, other=0).to(tl.int64)
         at = block * block_stride + offset * slot_stride
-        if MISTAKE == "no strides":
-            at = (block * BLOCK_SIZE + offset) * tl.num_programs(1) * DIM
-        if MISTAKE != "first KV head":
+        if MISTAKE == "blocks without gaps":
+            at = (block * BLOCK_SIZE + offset) * slot_stride
+        if MISTAKE == "heads without gaps":
+            at += kv_head * DIM
+        elif MISTAKE != "first KV head":
             at += kv_head * head_stride
         at = at[:, None] + dims[None, :]
         if MISTAKE == "k unmasked":
@@ -248,9 +250,10 @@ for _mistake, _fails in {
     "offset in the row": "a key's offset is counted inside its block",
     "block of the tile": "a tile of keys may come from several blocks",
     "blocks of 16": "sizes and strides are those of the cache",
-    "no strides": "sizes and strides are those of the cache",
+    "blocks without gaps": "sizes and strides are those of the cache",
     "length": "slots from the length on have no weight",
     "v unmasked": "nothing from the length on is loaded",
+    "heads without gaps": "every KV head is read",
     "first KV head": "every KV head is read",
     "scale": "scores are multiplied by the scale",
     "rescale": "the sum and the output are rescaled from tile to tile",
