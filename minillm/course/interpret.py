@@ -7,6 +7,9 @@ Whether Triton compiles or interprets is fixed for the whole process when it is 
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from minillm.errors import ConfigError, MissingPackage
@@ -15,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GUARD = 4096  # elements on either side of a tensor that no kernel may read or write
+MOST_ACCESSES = 20_000  # loads and stores of a watched kernel; an endless loop makes more
 
 INTERPRETED, COMPILED = "interpreted", "compiled"
 
@@ -71,3 +75,72 @@ def surrounded(tensor: Tensor, by: float) -> tuple[Tensor, Tensor]:
 def untouched(memory: Tensor, by: float) -> bool:
     """Whether both guards around a `surrounded` tensor still hold `by`."""
     return bool((memory[:GUARD] == by).all() and (memory[-GUARD:] == by).all())
+
+
+@contextmanager
+def strays(*tensors: Tensor, junk: bool = False) -> Iterator[Counter[str]]:
+    """Inside the block, count the elements that interpreted kernels load or store outside `tensors`: "loads", "stores".
+
+    A stray store is dropped. A stray load reads 0; with `junk`, NaN or 99. So a wrong address never ends the process.
+    Compiled kernels are not watched: nothing is counted. Raises RuntimeError in a kernel that seems never to end.
+    """
+    found: Counter[str] = Counter()
+    if how_kernels_run() == COMPILED:
+        yield found
+        return
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    load, store, atomic = builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw
+    known = np.unique(np.concatenate([_addresses(each) for each in tensors]))
+    accesses = 0
+
+    def allowed(what: str, pointers, mask) -> tuple:
+        """The mask without stray elements, as the interpreter keeps it, and which elements are stray."""
+        nonlocal accesses
+        accesses += 1
+        if accesses > MOST_ACCESSES:
+            raise RuntimeError(f"more than {MOST_ACCESSES:,} loads and stores: does a loop in the kernel never end?")
+        addresses = np.asarray(pointers.data).astype(np.uint64)
+        asked = np.broadcast_to(np.asarray(mask.data, dtype=bool), addresses.shape)
+        place = np.searchsorted(known, addresses).clip(max=len(known) - 1)
+        inside = known[place] == addresses
+        stray = asked & ~inside
+        found[what] += int(stray.sum())
+        return interpreter.TensorHandle(asked & inside, tl.int1), stray
+
+    def watched_load(self, pointers, mask, other, *options):
+        mask, stray = allowed("loads", pointers, mask)
+        result = load(self, pointers, mask, other, *options)
+        if stray.any():
+            data = result.data.copy()
+            empty = 99 if data.dtype.kind in "iub" else np.nan  # bfloat16 is kept as uint16
+            data[stray] = (0x7FC0 if result.dtype.scalar == tl.bfloat16 else empty) if junk else 0
+            result = interpreter.TensorHandle(data, result.dtype)
+        return result
+
+    def watched_store(self, pointers, value, mask, *options):
+        return store(self, pointers, value, allowed("stores", pointers, mask)[0], *options)
+
+    def watched_atomic(self, operation, pointers, value, mask, *options):
+        return atomic(self, operation, pointers, value, allowed("stores", pointers, mask)[0], *options)
+
+    builder.create_masked_load, builder.create_masked_store = watched_load, watched_store
+    builder.create_atomic_rmw = watched_atomic
+    try:
+        yield found
+    finally:
+        builder.create_masked_load, builder.create_masked_store = load, store
+        builder.create_atomic_rmw = atomic
+
+
+def _addresses(tensor: Tensor):
+    """The address of each element of a tensor, as a NumPy array; elements that a view skips have none."""
+    import numpy as np
+
+    offsets = np.zeros((), dtype=np.int64)
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        offsets = np.add.outer(offsets, np.arange(size) * stride)
+    return (tensor.data_ptr() + tensor.element_size() * offsets.ravel()).astype(np.uint64)
