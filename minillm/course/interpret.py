@@ -78,10 +78,11 @@ def untouched(memory: Tensor, by: float) -> bool:
 
 
 @contextmanager
-def strays(*tensors: Tensor, junk: bool = False) -> Iterator[Counter[str]]:
+def strays(*tensors: Tensor, junk: bool = False, stores: bool = True) -> Iterator[Counter[str]]:
     """Inside the block, count the elements that interpreted kernels load or store outside `tensors`: "loads", "stores".
 
     A stray store is dropped. A stray load reads 0; with `junk`, NaN or 99. So a wrong address never ends the process.
+    stores: False if a kernel's output is a tensor that is not known here; then only loads are watched.
     Compiled kernels are not watched: nothing is counted. Raises RuntimeError in a kernel that seems never to end.
     """
     found: Counter[str] = Counter()
@@ -127,8 +128,9 @@ def strays(*tensors: Tensor, junk: bool = False) -> Iterator[Counter[str]]:
     def watched_atomic(self, operation, pointers, value, mask, *options):
         return atomic(self, operation, pointers, value, allowed("stores", pointers, mask)[0], *options)
 
-    builder.create_masked_load, builder.create_masked_store = watched_load, watched_store
-    builder.create_atomic_rmw = watched_atomic
+    builder.create_masked_load = watched_load
+    if stores:
+        builder.create_masked_store, builder.create_atomic_rmw = watched_store, watched_atomic
     try:
         yield found
     finally:
