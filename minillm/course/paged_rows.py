@@ -9,8 +9,7 @@ from torch import Tensor
 
 from minillm.kv_cache.layer_cache import LayerCache
 
-from .interpret import kernel_device
-from .watch_loads import watched_loads
+from .interpret import kernel_device, strays
 
 DIM = 16
 BLOCKS_OF_96 = [12, 13, 14, 40, 41, 42]  # of a row of 96 keys
@@ -92,11 +91,11 @@ def run(
         size = part.shape[1]
         used = [(9, 3), *((block, length - size * at) for at, block in enumerate(blocks))]
         allowed += [part[block, : max(filled, 0)] for block, filled in used] if strict else [part]
-    with watched_loads(allowed) as outside:
+    with strays(*allowed, stores=False) as outside:
         got = function(q, cache, table, lengths, **{"scale": 0.25} | options)
     assert got.shape == q.shape, f"the shape is {list(got.shape)}, not {list(q.shape)}"
     where = "what belongs to the rows' own keys" if strict else "its tensors"
-    assert not outside, f"{len(outside)} numbers are loaded from outside {where}"
+    assert not outside["loads"], f"{outside['loads']:,} numbers are loaded from outside {where}"
     return got[1, 0]
 
 
