@@ -10,8 +10,10 @@ from minillm.bench import records
 from minillm.kv_cache import LayerCache
 from minillm.model import sizing
 from minillm.model.config import PRESETS
-from minillm.ops import AttentionOptions
+from minillm.ops import AttentionOptions, reference
 from minillm.request import SamplingParams
+
+from .interpret import kernel_device
 
 if TYPE_CHECKING:
     from minillm import LLM
@@ -40,19 +42,79 @@ def h200_kernel(kernel: str, rows: int) -> dict:
     return next(line for line in lines if (line["kernel"], line["rows"]) == (kernel, rows))
 
 
-def h200_shortest_us() -> float:
-    """Microseconds of the quickest kernel in the same record."""
-    return 1e3 * min(line["ms"] for line in records.read("h200/kernels")["results"])
+def print_decode_speeds() -> None:
+    """From the same record: decode attention's times, and the floor, which is reading the keys and values once."""
+    most = h200_limits().bytes_per_s
+    print(f"one layer's decode attention; an H200 copies {most / 1e12:.2f} TB/s")
+    for rows in (1, 64, 512, 3000):
+        line = h200_kernel("decode_attention", rows)
+        keys, speed = line["shape"].split("over ")[1], line["gb_per_s"] * 1e9
+        floor_us = 1e3 * line["ms"] * speed / most
+        print(
+            f"{rows:5} rows, {keys:>15}: {line['ms'] * 1e3:6.1f} us, floor {floor_us:6.1f} us, "
+            f"{speed / most:4.0%} of the memory's speed"
+        )
+    shortest = min(line["ms"] for line in records.read("h200/kernels")["results"])
+    print(f"the shortest kernel in the record takes {1e3 * shortest:.1f} us")
+
+
+def h200_intensities(operations: float, needed_bytes: float, score_bytes: float) -> tuple[dict, dict]:
+    """({kind of attention: operations per byte}, {what was measured: (operations per byte, operations per second)}).
+
+    operations, needed_bytes, score_bytes: of prefill attention, with the bytes of q, k, v and the output, and those of
+    its scores and weights if they are written and read.
+    """
+    flash, group = operations / needed_bytes, GEMMA.num_heads // GEMMA.num_kv_heads
+    kinds = {
+        "decode, MHA": 1.0,
+        "decode, GQA (groups of 4)": 4.0,
+        "decode, MQA (8): Gemma 2B": float(group),
+        "prefill, scores in memory": operations / (needed_bytes + score_bytes),
+        "prefill, flash": flash,
+    }
+    points = {"prefill, 4 x 2,048": (flash, operations / (h200_kernel("prefill_attention", 8192)["ms"] / 1e3))}
+    for rows in (512, 64, 1):
+        points[f"decode, {rows} at once"] = group, group * h200_kernel("decode_attention", rows)["gb_per_s"] * 1e9
+    return kinds, points
+
+
+def prefill_difference() -> float:
+    """The largest difference between the engine's prefill kernel and its reference, on a small prompt."""
+    from minillm.kernels import paged_attention
+
+    device, seeded = kernel_device(), torch.Generator().manual_seed(1)
+    k, v, q = (torch.randn(*shape, generator=seeded).to(device) for shape in ((8, 16, 1, 64),) * 2 + ((40, 8, 64),))
+    table, lengths, starts = (
+        torch.tensor(each, dtype=torch.int32, device=device) for each in ([[5, 2, 7]], [40], [0, 40])
+    )
+    given = q, LayerCache(k, v), table, lengths, starts, 40, AttentionOptions(scale=0.125)
+    ours, wanted = paged_attention.prefill_attention(*given), reference.prefill_attention(*given)
+    return (ours - wanted).abs().max().item()
+
+
+def print_shares() -> None:
+    """The engine's rule for an H200 and one KV head: shares of a row's keys, by rows and longest row."""
+    from minillm.kernels import paged_attention
+
+    h200 = paged_attention.Device(shared_memory=227 * 1024, processors=132)
+    every = (256, 1024, 4096, 16384)
+    print("shares     " + "".join(f"{longest:>8,}" for longest in every) + "  keys")
+    for rows in (1, 8, 64, 512):
+        counts = [paged_attention.decode_splits(rows, longest, h200) for longest in every]
+        print(f"{rows:4} rows  " + "".join(f"{count:8}" for count in counts))
 
 
 def h200_speeds() -> dict[str, dict[int, float]]:
-    """Tokens a second by number of requests: the engine, one kernel per operation, and with one thing taken away."""
-    whole, speeds = ("decode attention", "Triton"), {}
+    """Tokens per second by number of requests: with our attention and CUDA graphs, and with one of them taken away.
+
+    All settings run the same other kernels, one per operation.
+    """
     parts = {
-        "the engine": whole,
+        "both parts": ("decode attention", "Triton"),
         "torch's attention": ("decode attention", "torch"),
-        "no graphs": ("CUDA graphs", "off"),
+        "no CUDA graphs": ("CUDA graphs", "off"),
     }
+    speeds: dict[str, dict[int, float]] = {}
     for line in records.read("h200/ablation")["results"]:
         for name, setting in parts.items():
             if setting == (line["group"], line["name"]):
@@ -92,11 +154,21 @@ def two_block_tables(llm: "LLM") -> dict[str, tuple[list[int], int]]:
 
 
 def time_decode(ways: Mapping[str, Callable], shapes: Mapping[int, int]) -> None:
-    """Print what each way takes on this GPU, and reading the keys at the speed that this GPU copies memory.
+    """Print what the engine's decode attention takes on this GPU, with and without shares, its reference, and `ways`.
 
-    ways: functions of (q, cache, block_table, lengths, options). shapes: rows -> keys of each.
+    ways: functions of (q, cache, block_table, lengths, options). shapes: rows -> keys of each. The floor is reading the
+    keys at the speed that this GPU copies memory.
     """
     from triton.testing import do_bench
+
+    from minillm.kernels import paged_attention
+
+    ways = {
+        "the engine's": paged_attention.decode_attention,
+        "the engine's, one share": decode_with_one_share,
+        "the reference": reference.decode_attention,
+        **ways,
+    }
 
     def took(function: Callable) -> float:
         return do_bench(function, return_mode="median")
@@ -109,7 +181,7 @@ def time_decode(ways: Mapping[str, Callable], shapes: Mapping[int, int]) -> None
         table = torch.randperm(shape[0], device="cuda").int().view(rows, -1)
         q = torch.randn(rows, 1, GEMMA.num_heads, GEMMA.head_dim, device="cuda").bfloat16()
         lengths = torch.full((rows,), keys, dtype=torch.int32, device="cuda")
-        print(f"{rows} rows of {keys} keys; reading them: {2 * cache.k.nbytes / bytes_per_ms:.3f} ms")
+        print(f"{rows} rows of {keys} keys; floor {2 * cache.k.nbytes / bytes_per_ms:.3f} ms")
         for name, way in ways.items():
             print(f"  {name:28} {took(functools.partial(way, q, cache, table, lengths, OPTIONS)):8.3f} ms")
 

@@ -10,8 +10,16 @@ WHOLE, PARTLY, SKIPPED = "#54a24b", "#b7dfb0", "#f2f2f2"
 ROWS = ("#4c78a8", "#f58518", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#eeca3b", "#54a24b")
 
 
-def memories(sizes: Mapping[str, float], things: Mapping[str, float]) -> None:
-    """Bars of bytes on a log axis, with sizes of memories as dashed lines."""
+H200_MEMORIES = {  # bytes, from NVIDIA's documents
+    "registers of a processor": 256 * 1024,
+    "shared memory of a processor": 228 * 1024,
+    "L2 cache of the whole chip": 50 * 1024**2,
+    "GPU memory (HBM)": 141e9,
+}
+
+
+def memories(things: Mapping[str, float], sizes: Mapping[str, float] = H200_MEMORIES) -> None:
+    """Memories' sizes as bars of bytes on a log axis; what could be kept in them as dashed lines."""
     _, axis = plt.subplots(figsize=(10, 2.8), layout="constrained")
     axis.barh(list(sizes), list(sizes.values()), color=ROWS[0], height=0.55)
     for row, size in enumerate(sizes.values()):

@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 04 · Attention kernels · 3 min
+# # 04 · Attention kernels
 #
 # After this lesson you can
 #
@@ -9,7 +9,7 @@
 # * split a long row among several programs and combine their results,
 # * tell from two numbers whether an attention is limited by memory or by arithmetic.
 #
-# **85 minutes. Needs:** a CPU; lesson 02 for attention and its cache, lesson 03 for programs, tiles and masks. Without
+# **90 minutes. Needs:** a CPU; lesson 02 for attention and its cache, lesson 03 for programs, tiles and masks. Without
 # a GPU, kernels are *interpreted*: they give the same numbers at none of the speed. On a GPU the same cells compile
 # them. All times come from the project's committed H200 records, unless the text says otherwise.
 
@@ -40,9 +40,7 @@ from minillm.course import draw_tiles as draw
 from minillm.course.interpret import kernel_device
 from minillm.course.stubs import raise_if_stub
 from minillm.kernels import paged_attention
-from minillm.kv_cache import LayerCache
 from minillm.model.config import PRESETS
-from minillm.ops import AttentionOptions, reference
 
 plain = {"enable_prefix_caching": False, "run_ahead": 0}
 llm = LLM(device="cpu", dtype="float64", num_blocks=512, **plain)
@@ -59,7 +57,7 @@ print(f"kernels are {how}")
 # The first half of this lesson works in plain torch, in float64, where rounding cannot hide a mistake. `expected` holds
 # the engine's tokens for three prompts. Every attention you write must produce the same ones.
 #
-# ## 1 · What is slow about plain attention · 5 min
+# ## 1 · What is slow about plain attention · 6 min
 #
 # Lesson 02's attention is correct, but slow on a GPU. It computes all scores and writes them to memory, reads them for
 # the softmax, writes the weights, and reads those to mix the values. A GPU's large memory is far from its arithmetic
@@ -70,9 +68,7 @@ print(f"kernels are {how}")
 # times as many bytes do the scores and the weights add, if each is written once and read once?
 
 # %% tags=["exercise"]
-guess_times = (
-    4.0  # PREDICT: bytes of scores and weights, divided by bytes of q, k, v and output
-)
+guess_times = 4.0  # PREDICT: bytes of scores and weights, as a multiple of all others
 
 # %%
 gemma = PRESETS["gemma-2b"]
@@ -95,22 +91,15 @@ compare(
 # small, fast memories. These are NVIDIA's sizes:
 
 # %%
-MEMORIES = {
-    "registers of a processor": 256 * 1024,
-    "shared memory of a processor": 228 * 1024,
-    "L2 cache of the whole chip": 50 * 1024**2,
-    "GPU memory (HBM)": 141e9,
-}
-SIZES = {
+things = {
     "scores of a tile": 128 * 64 * 4,  # float32, 128 queries with 64 keys
     "keys and values of a tile": 2 * 64 * dim * 2,
     "all scores of a layer": score_bytes,
 }
-draw.memories(MEMORIES, SIZES)
+draw.memories(things)
 describe(
-    "Four bars on a logarithmic axis of bytes: registers and shared memory of about 250 kB, an L2 cache of 52 MB, GPU "
-    "memory of 141 GB. A tile's scores, and its keys and values, fit in the smallest; all scores of a layer fit only "
-    "in GPU memory."
+    "Bars of memory sizes on a logarithmic axis. A tile's scores, and its keys and values, fit in a processor's "
+    "registers or shared memory; all scores of a layer fit only in GPU memory."
 )
 
 # %% [markdown]
@@ -130,9 +119,8 @@ scores = 2 * torch.randn(64, generator=generator) + torch.linspace(-3, 3, 64)
 values = torch.randn(64, generator=generator)
 draw.running(scores.numpy(), values.numpy(), tile=8)
 describe(
-    "Three panels over 64 keys in tiles of 8. Scores as dots, with the largest so far as a staircase that only rises. "
-    "Below it the sum of weights, which grows within a step of the staircase and drops where the maximum rises much. "
-    "At the bottom the output, which moves from tile to tile until it reaches the value of the full softmax."
+    "Three panels over 64 keys: scores with the largest so far, which only rises; the sum of weights, which grows and "
+    "drops where the maximum rises much; the output, which ends at the value of the full softmax."
 )
 
 # %% [markdown]
@@ -160,7 +148,7 @@ def all_at_once(tiles, rows: int, dim: int) -> torch.Tensor:
 
 
 # %% [markdown]
-# **Exercise 1 (12 minutes).** Write the online softmax. The tiles come from a generator, so you cannot go back, look
+# **Exercise 1 (10 minutes).** Write the online softmax. The tiles come from a generator, so you cannot go back, look
 # ahead, or ask for their number. A key that a query must not see has the score $-\infty$, and a whole tile can be
 # hidden from a query. What is $-\infty - (-\infty)$?
 #
@@ -233,7 +221,7 @@ def run_with(engine, expected, *exercises, **operations):
 run_with(llm, expected, online_attention, **adapters.gathered(by_tiles))
 
 # %% [markdown]
-# ## 3 · Flash attention for prefill · 19 min
+# ## 3 · Flash attention for prefill · 18 min
 #
 # In prefill there are many queries, and each needs the keys before it. A program takes a *tile of queries* and loops
 # over tiles of keys. Each key it loads serves the whole tile of queries, and the scores never leave the chip. This is
@@ -255,7 +243,7 @@ def tiles_needed(first: int, last: int, keys: int, window: int | None = None) ->
 
 
 # %% [markdown]
-# **Exercise 2 (7 minutes).** Compute the same without trying anything. A query at position $p$ sees keys $0$ to $p$;
+# **Exercise 2 (6 minutes).** Compute the same without trying anything. A query at position $p$ sees keys $0$ to $p$;
 # with a window of $w$, keys $p - w + 1$ to $p$. Tile $n$ starts at key `n * keys`. Queries do not always start at
 # position 0: a long prompt can be processed in chunks (lesson 10).
 #
@@ -293,9 +281,8 @@ for length in (128, 512, 2048):
     visited = sum(len(visit(first, first + 15, 16)) for first in range(0, length, 16))
     print(f"a prompt of {length:5,}: {visited / (length / 16) ** 2:.1%} of the tiles visited")
 describe(
-    "Three grids of tiles, queries downward and keys to the right. For a whole prompt the tiles up to the diagonal are "
-    "visited, and only those on the diagonal need a mask. A chunk after 128 tokens also visits all tiles of the "
-    "earlier keys. With a window, a band along the diagonal is visited."
+    "Three grids of tiles. A prompt visits the tiles up to the diagonal, and only those on it need a mask. A chunk "
+    "also visits all tiles of earlier keys. With a window, a band along the diagonal is visited."
 )
 
 # %% [markdown]
@@ -350,22 +337,8 @@ run_with(llm, expected, online_attention, tiles_to_visit, **adapters.gathered(fl
 # Run it on this machine, on a prompt of 40 tokens with 8 heads and one KV head, and compare it with the reference:
 
 # %%
-device, block_size = kernel_device(), 16
-
-
-def random(*shape, seed):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
-
-
-def ints(*numbers):
-    return torch.tensor(numbers, dtype=torch.int32, device=device)
-
-
-cache = LayerCache(*(random(8, block_size, 1, 64, seed=seed) for seed in (1, 2)))
-given = (random(40, 8, 64, seed=3), cache, ints([5, 2, 7]), ints(40), ints(0, 40), 40)
-ours = paged_attention.prefill_attention(*given, AttentionOptions(scale=0.125))
-wanted = reference.prefill_attention(*given, AttentionOptions(scale=0.125))
-print(f"{how}; equal to five decimals:", torch.allclose(ours, wanted, rtol=0, atol=1e-5))
+difference = attention_facts.prefill_difference()
+print(f"{how}; equal to five decimals: {difference < 1e-5}")
 
 # %% [markdown]
 # How fast is it when compiled? The records have an H200's measured limits: how fast it copies memory, and how fast it
@@ -392,27 +365,17 @@ guess_prefill_ms = 0.15  # PREDICT: milliseconds of one layer's attention, 4 pro
 pairs = 4 * TOKENS * (TOKENS + 1) / 2
 operations = 4 * dim * heads * pairs
 long = attention_facts.h200_kernel("prefill_attention", 8192)
-short = attention_facts.h200_kernel("prefill_attention", 128)
 found = {"floor": 1e3 * operations / limits.operations_per_s, "measured": long["ms"]}
 compare("prefill attention", unit="ms", prediction=guess_prefill_ms, **found)
-times = long["ms"] / long["torch_sdpa_ms"]
-print(f"that is {times:.2f} times as long as torch's own attention takes")
-
-# %%
-NAMES = {"ms": "our kernel", "torch_sdpa_ms": "torch's own", "reference_ms": "the reference"}
-lines = {"4 prompts of 2,048": long, "1 prompt of 128": short}
-bars = {label: {NAMES[key]: line[key] for key in NAMES} for label, line in lines.items()}
-draw.against(bars, unit="milliseconds on an H200, bfloat16, from the record")
-describe(
-    "Bars on a logarithmic axis, for four long prompts and one short one. The reference takes tens of times as long as "
-    "our kernel, and torch's own attention is somewhat faster than our kernel."
+print(
+    f"torch's own attention: {long['torch_sdpa_ms']:.3f} ms; the reference: {long['reference_ms']:.2f} ms"
 )
 
 # %% [markdown]
 # Our kernel is far ahead of the reference and slower than torch's `scaled_dot_product_attention`, which wants a
 # prompt's keys in one contiguous piece. Ours reads them out of a paged cache.
 #
-# ## 4 · Decode out of a paged cache · 29 min
+# ## 4 · Decode out of a paged cache · 30 min
 #
 # In decode a request has *one* query. All of the request's keys must be read for it, and no other request uses them. So
 # how many operations does each byte get? A key and a value of `d` numbers are `2 x d x 2` bytes in bfloat16, and every
@@ -436,26 +399,14 @@ found = {"floor": 1e3 * moved / limits.bytes_per_s, "measured": decode["ms"]}
 compare("decode attention", unit="ms", prediction=guess_decode_ms, **found)
 
 # %%
-group = heads // kv_heads
-flash = operations / (4 * needed_bytes)  # operations per byte if all scores stay on the chip
-in_memory = operations / (4 * (needed_bytes + 4 * score_bytes))
-points = {"prefill, 4 x 2,048": (flash, operations / (long["ms"] / 1e3))}
-for rows in (512, 64, 1):
-    speed = attention_facts.h200_kernel("decode_attention", rows)["gb_per_s"] * 1e9
-    points[f"decode, {rows} at once"] = group, group * speed
-kinds = {
-    "decode, MHA": 1,
-    "decode, GQA (groups of 4)": 4,
-    "decode, MQA (8): Gemma 2B": 8,
-    "prefill, scores in memory": in_memory,
-    "prefill, flash": flash,
-}
+kinds, points = attention_facts.h200_intensities(
+    operations, 4 * needed_bytes, 4 * 4 * score_bytes
+)
 draw.roofs(*limits, kinds, points)
 describe(
-    "A roofline on logarithmic axes: a slope up to the ridge, then flat. Decode attention is far left on the slope, at "
-    "1 to 8 operations per byte; prefill with its scores in memory is left of the ridge, flash prefill far right of "
-    "it. Measured dots: decode of 512 rows just under the slope, of 64 below, of one row far below; prefill somewhat "
-    "below the flat part."
+    "A roofline. Decode is on the slope, at 1 to 8 operations per byte. Prefill with its scores in memory is left of "
+    "the ridge, flash prefill far right of it. Measured decode of 512 rows is just under the slope, of one row far "
+    "below."
 )
 
 # %% [markdown]
@@ -481,8 +432,8 @@ for name, (entries, length) in tables.items():
     print(f"{name:>6}: {length} tokens, block table {entries}")
 draw.paged_walk(tables, block_size=16)
 describe(
-    "Two block tables above a row of cache blocks, with an arrow from each entry to its block. The blocks of the two "
-    "requests are interleaved and out of order, and the last block of each is only partly filled."
+    "Two block tables above a row of cache blocks, with arrows from entries to blocks. The requests' blocks are "
+    "interleaved and out of order, and the last block of each is partly filled."
 )
 
 # %% [markdown]
@@ -507,7 +458,7 @@ def decode_one_row(q, k, v, table, length: int, scale: float) -> torch.Tensor:
 
 
 # %% [markdown]
-# **Exercise 3 (18 minutes).** Write the loop body of a paged decode kernel. It is exercise 1 with addresses, and uses
+# **Exercise 3 (16 minutes).** Write the loop body of a paged decode kernel. It is exercise 1 with addresses, and uses
 # both of lesson 03's last exercises: tiles of 2-D pointers, and `tl.dot` in a loop. Each program handles one row and
 # one KV head. Its queries are the `GROUP` heads that share the KV head, packed into a tile of `ROWS` = 16 rows, the
 # size that matrix instructions work on; the remaining rows are padding.
@@ -643,9 +594,8 @@ splits = paged_attention.decode_splits(len(ROW_KEYS), max(ROW_KEYS), small_chip)
 shares = {"one program per row": 1, f"{splits} shares per row, by the engine's rule": splits}
 draw.schedules(ROW_KEYS, shares, PROCESSORS)
 describe(
-    "Two modeled schedules of six rows on 12 processors. With one program per row, half of the processors are never "
-    "used and the longest row runs on alone. With shares, all processors are busy nearly to the end, which comes much "
-    "sooner."
+    "Two modeled schedules. With one program per row, half of the processors are never used and the longest row runs "
+    "on alone. With shares, the processors are busy nearly to the end, which comes much sooner."
 )
 
 # %% [markdown]
@@ -657,15 +607,10 @@ describe(
 # ENGINE: minillm.kernels.paged_attention:decode_splits
 
 # %%
-h200 = paged_attention.Device(shared_memory=227 * 1024, processors=132)
-LONGEST = (256, 1024, 4096, 16384)
-print("shares     " + "".join(f"{longest:>8,}" for longest in LONGEST) + "  keys")
-for rows in (1, 8, 64, 512):
-    counts = [paged_attention.decode_splits(rows, longest, h200) for longest in LONGEST]
-    print(f"{rows:4} rows  " + "".join(f"{count:8}" for count in counts))
+attention_facts.print_shares()
 
 # %% [markdown]
-# **Exercise 4 (8 minutes).** Combine the shares. Share $p$ has computed a softmax over its own keys only. It gives you
+# **Exercise 4 (7 minutes).** Combine the shares. Share $p$ has computed a softmax over its own keys only. It gives you
 # its output $o_p$, already divided by its own sum of weights, and the logarithm of that sum,
 # $l_p = \log \sum_j e^{s_j}$. Over all keys the weights sum to $\sum_p e^{l_p}$, so
 #
@@ -729,16 +674,7 @@ run_with(served, before, combine, decode_attention=decode_only)
 # How close does decode come to the speed of memory? From the record, with the engine's rule for shares:
 
 # %%
-print(f"one layer's decode attention; an H200 copies {limits.bytes_per_s / 1e12:.2f} TB/s")
-for rows in (1, 64, 512, 3000):
-    line = attention_facts.h200_kernel("decode_attention", rows)
-    keys, speed = line["shape"].split("over ")[1], line["gb_per_s"] * 1e9
-    least_us = 1e3 * line["ms"] * speed / limits.bytes_per_s
-    print(
-        f"{rows:5} rows, {keys:>15}: {line['ms'] * 1e3:6.1f} us, floor {least_us:6.1f} us, "
-        f"{speed / limits.bytes_per_s:4.0%} of the memory's speed"
-    )
-print(f"the shortest kernel in the record takes {attention_facts.h200_shortest_us():.1f} us")
+attention_facts.print_decode_speeds()
 
 # %% [markdown]
 # With many rows it comes close. One row of 384 keys is far from the floor although its keys *are* split: reading them
@@ -747,7 +683,10 @@ print(f"the shortest kernel in the record takes {attention_facts.h200_shortest_u
 # **limited by latency**, not by memory or arithmetic. Shares help with long rows; with short ones, only fewer or
 # overlapping launches do (lesson 11).
 #
-# The record does not contain the same rows *without* shares. If you have a GPU, the next cell measures that:
+# ## 6 · What it is worth · optional, 7 min
+#
+# What do the shares gain? The record does not contain the same rows *without* shares. If you have a GPU, this cell
+# measures them on it:
 
 
 # %% tags=["nbval-ignore-output"] uncompared="times, where there is a GPU"
@@ -755,21 +694,13 @@ def your_decode(q, cache, table, lengths, options):
     return paged_decode(q, cache, table, lengths, scale=options.scale)
 
 
-if device == "cuda":
-    ways = {
-        "the engine's": paged_attention.decode_attention,
-        "the engine's, one share": attention_facts.decode_with_one_share,
-        "the reference": reference.decode_attention,
-    }
-    if solved(paged_decode_kernel):
-        ways["yours, one share"] = your_decode
+if kernel_device() == "cuda":
+    ways = {"yours, one share": your_decode} if solved(paged_decode_kernel) else {}
     attention_facts.time_decode(ways, {1: 4096, 64: 1024, 512: 1024})
 else:
     print("no GPU here: nothing to measure")
 
 # %% [markdown]
-# ## 6 · What it is worth · 6 min
-#
 # A faster kernel does not have to make a faster engine. So we take away one part at a time and measure the whole
 # engine, Gemma 2B on an H200. This is called an *ablation*. In place of our decode attention we use the best that a few
 # lines of torch can do: gather each row's blocks into one tensor, then call torch's attention (the call to
@@ -792,13 +723,13 @@ guess_no_graphs = 0.7  # PREDICT: share of the tokens/s left without CUDA graphs
 
 # %%
 speeds = attention_facts.h200_speeds()
-whole = speeds["the engine"]
+whole = speeds["both parts"]
 for name, guess in (("torch's attention", guess_torch), ("no CUDA graphs", guess_no_graphs)):
     left = {requests: speeds[name][requests] / whole[requests] for requests in whole}
     words = f"{name}, 256 requests"
     compare(words, unit="of the tokens/s", prediction=guess, measured=left[256])
     print(f"  with one request, {left[1]:.2f} of the tokens/s")
-for name in ("the engine", "no CUDA graphs"):
+for name in ("both parts", "no CUDA graphs"):
     print(f"one request, {name}: {1e3 / speeds[name][1]:.1f} ms per token")
 bars = {
     f"{requests} request{'s' * (requests > 1)}": {
@@ -806,10 +737,12 @@ bars = {
     }
     for requests in whole
 }
-draw.against(bars, unit="tokens per second, as a share of the engine's", log=False)
+draw.against(
+    bars, unit="tokens per second, as a share of the speed with both parts", log=False
+)
 describe(
-    "Bars for one request and for 256. With torch's attention about four fifths of the engine's tokens per second are "
-    "left. Without CUDA graphs about half are left with 256 requests, and less than a quarter with one."
+    "Bars for one request and for 256. With torch's attention about four fifths of the speed are left; without CUDA "
+    "graphs about half with 256 requests, and less than a quarter with one."
 )
 
 # %% [markdown]
