@@ -114,11 +114,11 @@ def h200_speeds() -> dict[str, dict[int, float]]:
         "torch's attention": ("decode attention", "torch"),
         "no CUDA graphs": ("CUDA graphs", "off"),
     }
-    speeds: dict[str, dict[int, float]] = {}
+    speeds: dict[str, dict[int, float]] = {name: {} for name in parts}
     for line in records.read("h200/ablation")["results"]:
         for name, setting in parts.items():
             if setting == (line["group"], line["name"]):
-                speeds.setdefault(name, {})[line["requests"]] = line["output_tokens_per_s"]
+                speeds[name][line["requests"]] = line["output_tokens_per_s"]
     return speeds
 
 

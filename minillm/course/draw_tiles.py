@@ -193,7 +193,7 @@ def against(rows: Mapping[str, Mapping[str, float]], unit: str, log: bool = True
     axis.margins(x=0.2)
     axis.invert_yaxis()
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(fontsize=8, loc="lower right")
+    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _bytes(count: float) -> str:

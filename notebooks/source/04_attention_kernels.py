@@ -595,7 +595,7 @@ shares = {"one program per row": 1, f"{splits} shares per row, by the engine's r
 draw.schedules(ROW_KEYS, shares, PROCESSORS)
 describe(
     "Two modeled schedules. With one program per row, half of the processors are never used and the longest row runs "
-    "on alone. With shares, the processors are busy nearly to the end, which comes much sooner."
+    "on alone. With shares, all processors have work and the end comes several times sooner."
 )
 
 # %% [markdown]
