@@ -11,7 +11,7 @@
 #
 # **90 minutes. Needs:** a CPU; lesson 02 for attention and its cache, lesson 03 for programs, tiles and masks. Without
 # a GPU, kernels are *interpreted*: they give the same numbers at none of the speed. On a GPU the same cells compile
-# them. All times come from the project's committed H200 records, unless the text says otherwise.
+# them. Times come from the project's H200 records.
 
 # %%
 from minillm.course import triton_here
@@ -54,8 +54,8 @@ expected = [completion.token_ids for completion in llm.generate(PROMPTS, greedy)
 print(f"kernels are {how}")
 
 # %% [markdown]
-# The first half of this lesson works in plain torch, in float64, where rounding cannot hide a mistake. `expected` holds
-# the engine's tokens for three prompts. Every attention you write must produce the same ones.
+# The first half works in plain torch, in float64, where rounding cannot hide a mistake. `expected` holds the engine's
+# tokens for three prompts; every attention you write must produce the same.
 #
 # ## 1 · What is slow about plain attention · 6 min
 #
@@ -86,7 +86,7 @@ compare(
 )
 
 # %% [markdown]
-# Nearly all of the traffic is scores and weights, which only exist in between. Where else could they live? An H200 has
+# Nearly all of the traffic is scores and weights, which are only needed in between. Where else could they be? An H200 has
 # 132 *streaming multiprocessors*, here called **processors**. Each runs one program or a few at a time, and has its own
 # small, fast memories. These are NVIDIA's sizes:
 
@@ -686,7 +686,8 @@ attention_facts.print_decode_speeds()
 # ## 6 · What it is worth · optional, 7 min
 #
 # What do the shares gain? The record does not contain the same rows *without* shares. If you have a GPU, this cell
-# measures them on it:
+# measures them on it. (Your kernel multiplies in exact float32, the engine's in 16 bits on the tensor cores, so expect
+# yours to be slower than the engine's with one share.)
 
 
 # %% tags=["nbval-ignore-output"] uncompared="times, where there is a GPU"
@@ -752,7 +753,7 @@ describe(
 # Torch's way costs about a fifth of the speed with 256 requests and a quarter with one, because it *writes* the
 # gathered keys only to read them again, and needs more launches. That is section 1 once more.
 #
-# For one request, graphs matter more than any kernel. Each layer is about ten short kernels, and the GPU finishes each
+# For one request, graphs matter more than the attention. Each layer is some eleven short kernels, and the GPU finishes each
 # one before Python has launched the next. The engine is then **launch-bound**: its speed is that of launching, and
 # faster kernels would not change it.
 
