@@ -86,9 +86,9 @@ compare(
 )
 
 # %% [markdown]
-# Nearly all of the traffic is scores and weights, which are only needed in between. Where else could they be? An H200 has
-# 132 *streaming multiprocessors*, here called **processors**. Each runs one program or a few at a time, and has its own
-# small, fast memories. These are NVIDIA's sizes:
+# Nearly all of the traffic is scores and weights, which are only needed in between. Where else could they be? An H200
+# has 132 *streaming multiprocessors*, here called **processors**. Each runs one program or a few at a time, and has its
+# own small, fast memories. These are NVIDIA's sizes:
 
 # %%
 things = {
@@ -753,8 +753,8 @@ describe(
 # Torch's way costs about a fifth of the speed with 256 requests and a quarter with one, because it *writes* the
 # gathered keys only to read them again, and needs more launches. That is section 1 once more.
 #
-# For one request, graphs matter more than the attention. Each layer is some eleven short kernels, and the GPU finishes each
-# one before Python has launched the next. The engine is then **launch-bound**: its speed is that of launching, and
+# For one request, graphs matter more than the attention. Each layer is some eleven short kernels, and the GPU finishes
+# each one before Python has launched the next. The engine is then **launch-bound**: its speed is that of launching, and
 # faster kernels would not change it.
 
 # %%
