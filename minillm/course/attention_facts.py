@@ -11,9 +11,11 @@ from minillm.kv_cache import LayerCache
 from minillm.model import sizing
 from minillm.model.config import PRESETS
 from minillm.ops import AttentionOptions, reference
+from minillm.overrides import using
 from minillm.request import SamplingParams
 
 from .interpret import kernel_device
+from .stubs import solved
 
 if TYPE_CHECKING:
     from minillm import LLM
@@ -56,6 +58,39 @@ def print_decode_speeds() -> None:
         )
     shortest = min(line["ms"] for line in records.read("h200/kernels")["results"])
     print(f"the shortest kernel in the record takes {1e3 * shortest:.1f} us")
+
+
+def h200_splits(*sizes: tuple[int, int]) -> dict[str, dict[int, dict]]:
+    """From the record of split keys, for each (rows, keys): in words -> {shares: the line of decode attention}."""
+    lines, found = records.read("h200/splits")["results"], {}
+    for rows, keys in sizes:
+        name = f"{rows} row{'s' * (rows > 1)} of {keys:,} keys"
+        found[name] = {line["splits"]: line for line in lines if (line["rows"], line["keys"]) == (rows, keys)}
+    return found
+
+
+def print_best_splits(lines: dict[str, dict[int, dict]]) -> None:
+    """How much splitting gains at best, and with how many shares."""
+    for name, by_shares in lines.items():
+        best = min(by_shares, key=lambda shares: by_shares[shares]["ms"])
+        times = by_shares[1]["ms"] / by_shares[best]["ms"]
+        print(f"{name:>21}: fastest with {best:2} shares, {times:4.1f} times as fast as with one")
+
+
+def same_tokens_with(prompts: list[str], params: SamplingParams) -> Callable[..., None]:
+    """A function that generates with some operations, and prints whether the tokens are those expected."""
+
+    def run(llm: "LLM", expected: list[list[int]], *exercises: Any, **operations: Callable) -> None:
+        with using(**operations) as used:
+            found = [completion.token_ids for completion in llm.generate(prompts, params)]
+        if all(map(solved, exercises)):
+            pairs = (zip(one, other, strict=False) for one, other in zip(expected, found, strict=True))
+            same = sum(a == b for pair in pairs for a, b in pair)
+            print(f"equal tokens: {same} of {sum(map(len, expected))}; calls of yours: {used.calls}")
+        else:
+            print("not solved yet: the engine used its own attention")
+
+    return run
 
 
 def h200_intensities(operations: float, needed_bytes: float, score_bytes: float) -> tuple[dict, dict]:

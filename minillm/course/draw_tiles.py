@@ -177,6 +177,22 @@ def _scheduled(row_keys: Sequence[int], shares: int, processors: int, tile: int)
     return programs
 
 
+def splits(lines: Mapping[str, Mapping[int, Mapping]]) -> None:
+    """Time by number of shares. lines: name -> {shares: a line of the record}; a ring marks the engine's choice."""
+    _, axis = plt.subplots(figsize=(9, 3.6), layout="constrained")
+    for color, (name, by_shares) in zip(ROWS, lines.items(), strict=False):
+        us = [1e3 * line["ms"] for line in by_shares.values()]
+        axis.plot(list(by_shares), us, ".-", color=color, label=name)
+        chosen = next(shares for shares, line in by_shares.items() if line["chosen"])
+        axis.plot(chosen, 1e3 * by_shares[chosen]["ms"], "o", color=color, markersize=11, fillstyle="none")
+    axis.plot([], [], "o", color="gray", markersize=11, fillstyle="none", label="what the engine takes")
+    axis.set(xscale="log", yscale="log", xlabel="shares per row", ylabel="microseconds")
+    axis.set_xticks(list(by_shares), list(map(str, by_shares)))
+    axis.minorticks_off()
+    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    axis.spines[["top", "right"]].set_visible(False)
+
+
 def against(rows: Mapping[str, Mapping[str, float]], unit: str, log: bool = True) -> None:
     """Bars next to each other, one group for each of `rows`: name -> {label: value}."""
     _, axis = plt.subplots(figsize=(9, 0.7 + 0.75 * len(rows)), layout="constrained")

@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minillm import LLM, SamplingParams, using
+from minillm import LLM, SamplingParams
 from minillm.course import (
     NotSolvedYet,
     adapters,
@@ -57,7 +57,7 @@ print(f"kernels are {how}")
 # The first half works in plain torch, in float64, where rounding cannot hide a mistake. `expected` holds the engine's
 # tokens for three prompts; every attention you write must produce the same.
 #
-# ## 1 · What is slow about plain attention · 6 min
+# ## 1 · What is slow about plain attention · 5 min
 #
 # Lesson 02's attention is correct, but slow on a GPU. It computes all scores and writes them to memory, reads them for
 # the softmax, writes the weights, and reads those to mix the values. A GPU's large memory is far from its arithmetic
@@ -183,8 +183,8 @@ check(online_attention)
 
 # %% [markdown]
 # Now run it in the engine, for prompts and for single tokens. `by_tiles` passes each head's keys on in tiles of 16. As
-# in lesson 02, `adapters.gathered` copies a request's blocks into one tensor for it. `run_with` counts the calls, so
-# that you can tell your attention from the engine's own.
+# in lesson 02, `adapters.gathered` copies a request's blocks into one tensor for it. `run_with` compares the tokens with
+# those expected and counts the calls.
 
 
 # %%
@@ -205,19 +205,7 @@ def by_tiles(q, k, v, length, *, scale):
     return out
 
 
-def run_with(engine, expected, *exercises, **operations):
-    """Generate with these operations and compare the tokens with those expected."""
-    with using(**operations) as used:
-        found = [completion.token_ids for completion in engine.generate(PROMPTS, greedy)]
-    if all(map(solved, exercises)):
-        same = sum(a == b for one, other in zip(expected, found) for a, b in zip(one, other))
-        print(
-            f"equal tokens: {same} of {sum(map(len, expected))}; calls of yours: {used.calls}"
-        )
-    else:
-        print("not solved yet: the engine used its own attention")
-
-
+run_with = attention_facts.same_tokens_with(PROMPTS, greedy)
 run_with(llm, expected, online_attention, **adapters.gathered(by_tiles))
 
 # %% [markdown]
@@ -334,7 +322,7 @@ run_with(llm, expected, online_attention, tiles_to_visit, **adapters.gathered(fl
 # ENGINE: minillm.kernels.paged_attention:prefill_kernel
 
 # %% [markdown]
-# Run it on this machine, on a prompt of 40 tokens with 8 heads and one KV head, and compare it with the reference:
+# Run it on this machine, on a small prompt, and compare it with the reference:
 
 # %%
 difference = attention_facts.prefill_difference()
@@ -375,7 +363,7 @@ print(
 # Our kernel is far ahead of the reference and slower than torch's `scaled_dot_product_attention`, which wants a
 # prompt's keys in one contiguous piece. Ours reads them out of a paged cache.
 #
-# ## 4 · Decode out of a paged cache · 30 min
+# ## 4 · Decode out of a paged cache · 29 min
 #
 # In decode a request has *one* query. All of the request's keys must be read for it, and no other request uses them. So
 # how many operations does each byte get? A key and a value of `d` numbers are `2 x d x 2` bytes in bfloat16, and every
@@ -458,7 +446,7 @@ def decode_one_row(q, k, v, table, length: int, scale: float) -> torch.Tensor:
 
 
 # %% [markdown]
-# **Exercise 3 (16 minutes).** Write the loop body of a paged decode kernel. It is exercise 1 with addresses, and uses
+# **Exercise 3 (15 minutes).** Write the loop body of a paged decode kernel. It is exercise 1 with addresses, and uses
 # both of lesson 03's last exercises: tiles of 2-D pointers, and `tl.dot` in a loop. Each program handles one row and
 # one KV head. Its queries are the `GROUP` heads that share the KV head, packed into a tile of `ROWS` = 16 rows, the
 # size that matrix instructions work on; the remaining rows are padding.
@@ -576,7 +564,7 @@ run_with(served, before, paged_decode_kernel, decode_attention=paged_decode)
 # ENGINE: minillm.kernels.paged_attention:decode_kernel
 
 # %% [markdown]
-# ## 5 · Too few programs · 16 min
+# ## 5 · Too few programs · 18 min
 #
 # For one request and one KV head, the kernel of exercise 3 is *one* program. On a GPU with 132 processors, one of them
 # reads all keys and 131 are idle, and a single processor cannot read at the speed of the whole memory. In a ragged
@@ -671,7 +659,30 @@ run_with(served, before, combine, decode_attention=decode_only)
 # ENGINE: minillm.kernels.paged_attention:combine_kernel
 
 # %% [markdown]
-# How close does decode come to the speed of memory? From the record, with the engine's rule for shares:
+# **Predict first**: one layer of Gemma 2B, one row of 8,192 keys, on an H200. How many times as fast are 64 shares as
+# one?
+
+# %% tags=["exercise"]
+guess_gain = 40.0  # PREDICT: times as fast with 64 shares, 1 row of 8,192 keys
+
+# %%
+lines = attention_facts.h200_splits((1, 512), (1, 8192), (64, 512), (64, 8192))
+one_row = lines["1 row of 8,192 keys"]
+gain = one_row[1]["ms"] / one_row[64]["ms"]
+compare("64 shares", unit="times as fast", prediction=guess_gain, measured=gain)
+attention_facts.print_best_splits(lines)
+draw.splits(lines)
+describe(
+    "Time against the number of shares. With one long row it falls up to 64 shares. With one short row or with 64 rows "
+    "it falls at first and then rises again."
+)
+
+# %% [markdown]
+# A single long row gains the most. With 64 rows the chip is half full already, so a few shares do. Too many cost time:
+# each has less to read, and there are more outputs to combine. The engine's rule, marked by rings, is not always the
+# best choice.
+#
+# How close does all this come to the speed of memory? From the record of kernels, with the engine's rule for shares:
 
 # %%
 attention_facts.print_decode_speeds()
@@ -685,9 +696,8 @@ attention_facts.print_decode_speeds()
 #
 # ## 6 · What it is worth · optional, 7 min
 #
-# What do the shares gain? The record does not contain the same rows *without* shares. If you have a GPU, this cell
-# measures them on it. (Your kernel multiplies in exact float32, the engine's in 16 bits on the tensor cores, so expect
-# yours to be slower than the engine's with one share.)
+# If you have a GPU, this cell measures decode attention on it. (Your kernel multiplies in exact float32, the engine's
+# in 16 bits on the tensor cores, so expect yours to be slower than the engine's with one share.)
 
 
 # %% tags=["nbval-ignore-output"] uncompared="times, where there is a GPU"
