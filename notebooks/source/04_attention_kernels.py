@@ -183,8 +183,8 @@ check(online_attention)
 
 # %% [markdown]
 # Now run it in the engine, for prompts and for single tokens. `by_tiles` passes each head's keys on in tiles of 16. As
-# in lesson 02, `adapters.gathered` copies a request's blocks into one tensor for it. `run_with` compares the tokens with
-# those expected and counts the calls.
+# in lesson 02, `adapters.gathered` copies a request's blocks into one tensor for it. `run_with` compares the tokens
+# with those expected and counts the calls.
 
 
 # %%
