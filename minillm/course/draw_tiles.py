@@ -1,6 +1,7 @@
 """Lesson 04's pictures: memories, a running softmax, tiles, a paged walk, shares on processors, rooflines."""
 
-from collections.abc import Mapping, Sequence
+import heapq
+from collections.abc import Callable, Mapping, Sequence
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -9,8 +10,16 @@ WHOLE, PARTLY, SKIPPED = "#54a24b", "#b7dfb0", "#f2f2f2"
 ROWS = ("#4c78a8", "#f58518", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#eeca3b", "#54a24b")
 
 
-def memories(sizes: Mapping[str, float], things: Mapping[str, float]) -> None:
-    """Bars of bytes on a log axis, with sizes of memories as dashed lines."""
+H200_MEMORIES = {  # bytes, from NVIDIA's documents
+    "registers of a processor": 256 * 1024,
+    "shared memory of a processor": 228 * 1024,
+    "L2 cache of the whole chip": 50 * 1024**2,
+    "GPU memory (HBM)": 141e9,
+}
+
+
+def memories(things: Mapping[str, float], sizes: Mapping[str, float] = H200_MEMORIES) -> None:
+    """Memories' sizes as bars of bytes on a log axis; what could be kept in them as dashed lines."""
     _, axis = plt.subplots(figsize=(10, 2.8), layout="constrained")
     axis.barh(list(sizes), list(sizes.values()), color=ROWS[0], height=0.55)
     for row, size in enumerate(sizes.values()):
@@ -21,13 +30,16 @@ def memories(sizes: Mapping[str, float], things: Mapping[str, float]) -> None:
         axis.text(size * 1.1, height, f"{name}: {_bytes(size)}", color=ROWS[1], fontsize=8)
     axis.set(xscale="log", xlim=(1e3, 5e12), ylim=(-0.5, len(sizes) + 0.5), xlabel="bytes")
     axis.spines[["top", "right"]].set_visible(False)
-    plt.show()
 
 
-def running(
-    scores: np.ndarray, tile: int, maxima: Sequence[float], totals: Sequence[float], outs: Sequence[float]
-) -> None:
-    """One query's scores, and the state after each tile: largest score, sum of weights, output."""
+def running(scores: np.ndarray, values: np.ndarray, tile: int) -> None:
+    """One query's scores, and after each tile: the largest score, the sum of weights, the output so far."""
+    maxima, totals, outs = [], [], []
+    for seen in range(tile, len(scores) + 1, tile):
+        weights = np.exp(scores[:seen] - scores[:seen].max())
+        maxima.append(scores[:seen].max())
+        totals.append(weights.sum())
+        outs.append(weights @ values[:seen] / weights.sum())
     _, (top, bottom, last) = plt.subplots(
         3, 1, figsize=(10, 4.6), sharex=True, height_ratios=(2, 1, 1), layout="constrained"
     )
@@ -44,29 +56,52 @@ def running(
     for axis in (top, bottom, last):
         for edge in edges:
             axis.axvline(edge, color="lightgray", linewidth=0.6, zorder=0)
-    plt.show()
 
 
-def tiles(pictures: Mapping[str, np.ndarray], rows: int, keys: int) -> None:
-    """Which tiles are computed. pictures: title -> [query tiles, key tiles]: 2 full, 1 partly masked, 0 skipped."""
+def tiles(visit: Callable, pictures: Mapping[str, tuple[int, int, int | None]], tile: int) -> None:
+    """Which tiles of `tile` queries by `tile` keys are computed, and which of those need a mask.
+
+    visit(first, last, keys, window): the key tiles of a query tile. pictures: title -> (newest queries, all keys,
+    window).
+    """
+    grids = {title: _grid(visit, *sizes, tile) for title, sizes in pictures.items()}
     colors = plt.matplotlib.colors.ListedColormap([SKIPPED, PARTLY, WHOLE])
-    widths = [grid.shape[1] for grid in pictures.values()]
-    _, axes = plt.subplots(1, len(pictures), figsize=(11, 3), width_ratios=widths, layout="constrained")
-    for axis, (title, grid) in zip(axes, pictures.items(), strict=True):
+    widths = [grid.shape[1] for grid in grids.values()]
+    _, axes = plt.subplots(1, len(grids), figsize=(11, 3), width_ratios=widths, layout="constrained")
+    for axis, (title, grid) in zip(axes, grids.items(), strict=True):
         axis.pcolormesh(grid, cmap=colors, vmin=0, vmax=2, edgecolors="white", linewidth=2)
         visited = np.count_nonzero(grid)
         axis.set_title(f"{title}:\n{visited} of {grid.size} tiles", fontsize=9)
-        axis.set(xlabel=f"tiles of {keys} keys", ylabel=f"tiles of {rows} queries", aspect="equal")
+        axis.set(xlabel=f"tiles of {tile} keys", ylabel=f"tiles of {tile} queries", aspect="equal")
         axis.set_xticks([])
         axis.set_yticks([])
         axis.invert_yaxis()
     handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in (WHOLE, PARTLY, SKIPPED)]
-    axes[-1].figure.legend(handles, ["all seen", "partly hidden", "skipped"], loc="outside right center", fontsize=8)
-    plt.show()
+    axes[-1].figure.legend(
+        handles, ["visited, all seen", "visited, mask needed", "skipped"], loc="outside right center", fontsize=8
+    )
 
 
-def paged_walk(tables: Mapping[str, Sequence[int]], lengths: Sequence[int], block_size: int) -> None:
-    """Block tables above, the cache's memory below, and for each entry an arrow to its block."""
+def _grid(visit: Callable, queries: int, length: int, window: int | None, tile: int) -> np.ndarray:
+    """[query tiles, key tiles]: 2 where every query sees every key, 1 where a mask is needed, 0 where not visited."""
+    kinds = np.zeros((-(-queries // tile), -(-length // tile)), dtype=int)
+    key = np.arange(length)
+    for number in range(len(kinds)):
+        first = length - queries + number * tile
+        position = np.arange(first, min(first + tile, length))[:, None]
+        sees = (key <= position) & (key > position - (window or length))
+        for visited in visit(first, int(position[-1, 0]), tile, window):
+            if 0 <= visited < kinds.shape[1]:  # a wrong range may go beyond
+                kinds[number, visited] = 1 + sees[:, visited * tile : (visited + 1) * tile].all()
+    return kinds
+
+
+def paged_walk(requests: Mapping[str, tuple[Sequence[int], int]], block_size: int) -> None:
+    """Block tables above, the cache's memory below, and for each entry an arrow to its block.
+
+    requests: name -> (block table, tokens).
+    """
+    tables, lengths = ({name: pair[at] for name, pair in requests.items()} for at in (0, 1))
     first, end = min(map(min, tables.values())), max(map(max, tables.values())) + 1
     widest = max(len(table) for table in tables.values())
     _, axis = plt.subplots(figsize=(11, 3.4), layout="constrained")
@@ -75,7 +110,7 @@ def paged_walk(tables: Mapping[str, Sequence[int]], lengths: Sequence[int], bloc
     for block in range(first, end):
         axis.add_patch(plt.Rectangle((block - first, 0), 1, 1, facecolor=SKIPPED, edgecolor="white"))
         axis.text(block - first + 0.5, -0.3, str(block), ha="center", fontsize=7, color="dimgray")
-    for color, (name, table), length in zip(ROWS, tables.items(), lengths, strict=False):
+    for color, (name, table), length in zip(ROWS, tables.items(), lengths.values(), strict=False):
         axis.text(place, 4.3, f"{name}: {length} tokens", fontsize=9, color=color)
         for entry, block in enumerate(table):
             left = place + entry * scale
@@ -91,7 +126,6 @@ def paged_walk(tables: Mapping[str, Sequence[int]], lengths: Sequence[int], bloc
     axis.text(-0.2, 0.5, "the cache", ha="right", va="center", fontsize=9)
     axis.set(xlim=(-0.16 * (end - first), end - first), ylim=(-0.6, 4.8))
     axis.axis("off")
-    plt.show()
 
 
 def roofs(bytes_per_s: float, operations_per_s: float, lines: Mapping[str, float], points: Mapping[str, tuple]) -> None:
@@ -105,33 +139,62 @@ def roofs(bytes_per_s: float, operations_per_s: float, lines: Mapping[str, float
         axis.text(intensity * 1.06, 0.025, name, rotation=90, fontsize=8, color=ROWS[0], va="bottom")
     for color, (name, (intensity, rate)) in zip(ROWS[1:], points.items(), strict=False):
         axis.plot(intensity, rate / 1e12, "o", color=color, label=f"{name}: {rate / 1e12:,.1f}")
-    axis.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="T operations/s", ylim=(0.02, 1500))
+    axis.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="T operations/s", ylim=(0.02, 1500))
     axis.legend(title="measured, T operations/s", fontsize=8, title_fontsize=8, loc="upper left")
-    plt.show()
 
 
-def schedules(
-    pictures: Mapping[str, Sequence[tuple[int, float, float, int]]], processors: int, names: Sequence[str]
-) -> None:
-    """Programs on processors. pictures: title -> programs as (processor, start, length, row); names: of the rows."""
-    _, axes = plt.subplots(len(pictures), 1, figsize=(10, 4), sharex=True, layout="constrained")
-    for axis, (title, programs) in zip(axes, pictures.items(), strict=True):
+def schedules(row_keys: Sequence[int], shares: Mapping[str, int], processors: int, tile: int = 64) -> None:
+    """A model of programs on processors, in which time is keys read. shares: title -> programs per row."""
+    _, axes = plt.subplots(len(shares), 1, figsize=(10, 4), sharex=True, layout="constrained")
+    for axis, (title, count) in zip(axes, shares.items(), strict=True):
+        programs = _scheduled(row_keys, count, processors, tile)
         for processor, start, length, row in programs:
             axis.barh(processor, length, 0.9, start, color=ROWS[row % len(ROWS)], edgecolor="white", linewidth=0.4)
         end = max(start + length for _, start, length, _ in programs)
-        busy = sum(length for _, _, length, _ in programs) / (end * processors)
+        busy = sum(row_keys) / (end * processors)
         axis.axvline(end, color="black", linewidth=1)
         axis.set_title(f"{title}: done after {end:,.0f} keys, processors busy {busy:.0%}", fontsize=9)
         axis.set(ylabel=f"{processors} processors", yticks=[], ylim=(-0.6, processors - 0.4))
         axis.spines[["top", "right"]].set_visible(False)
-    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color, _ in zip(ROWS, names, strict=False)]
+    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color, _ in zip(ROWS, row_keys, strict=False)]
+    names = [f"a row of {length:,} keys" for length in row_keys]
     axes[-1].legend(handles, names, fontsize=8, loc="lower right")
-    axes[-1].set(xlabel="time, in keys that one processor reads")
-    plt.show()
+    axes[-1].set(xlabel="a model, not a measurement: time, in keys that one processor reads")
 
 
-def against(rows: Mapping[str, Mapping[str, float]], unit: str) -> None:
-    """Bars side by side, one group for each of `rows`: name -> {label: value}."""
+def _scheduled(row_keys: Sequence[int], shares: int, processors: int, tile: int) -> list[tuple[int, int, int, int]]:
+    """(processor, start, length, row) of every program; each goes to the first processor that is free."""
+    free = [(0, number) for number in range(processors)]
+    programs = []
+    for share in range(shares):
+        for row, length in enumerate(row_keys):
+            most = -(-length // (shares * tile)) * tile  # full tiles
+            mine = min(most, length - share * most)
+            if mine > 0:
+                start, processor = heapq.heappop(free)
+                heapq.heappush(free, (start + mine, processor))
+                programs.append((processor, start, mine, row))
+    return programs
+
+
+def splits(lines: Mapping[str, Mapping[int, Mapping]]) -> None:
+    """Time by number of shares. lines: name -> {shares: a line of the record}; a ring marks the engine's choice."""
+    _, axis = plt.subplots(figsize=(9, 3.6), layout="constrained")
+    for color, (name, by_shares) in zip(ROWS, lines.items(), strict=False):
+        us = [1e3 * line["ms"] for line in by_shares.values()]
+        axis.plot(list(by_shares), us, ".-", color=color, label=name)
+        chosen = next(shares for shares, line in by_shares.items() if line["chosen"])
+        axis.plot(chosen, 1e3 * by_shares[chosen]["ms"], "o", color=color, markersize=11, fillstyle="none")
+    axis.plot([], [], "o", color="gray", markersize=11, fillstyle="none", label="what the engine takes")
+    axis.set(xscale="log", yscale="log", xlabel="shares per row", ylabel="microseconds")
+    axis.set_xticks(list(by_shares), list(map(str, by_shares)))
+    axis.minorticks_off()
+    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def against(rows: Mapping[str, Mapping[str, float]], unit: str, log: bool = True) -> None:
+    """Bars next to each other, one group for each of `rows`: name -> {label: value}."""
     _, axis = plt.subplots(figsize=(9, 0.7 + 0.75 * len(rows)), layout="constrained")
     whos = list(dict.fromkeys(who for bars in rows.values() for who in bars))
     height = 0.8 / len(whos)
@@ -142,12 +205,11 @@ def against(rows: Mapping[str, Mapping[str, float]], unit: str) -> None:
             bar = axis.barh(at, value, height * 0.92, color=ROWS[whos.index(who)], label=label)
             axis.bar_label(bar, fmt="{:,.3g}", padding=2, fontsize=8)
     axis.set_yticks(range(len(rows)), rows, fontsize=9)
-    axis.set(xscale="log", xlabel=unit)
+    axis.set(xscale="log" if log else "linear", xlabel=unit)
     axis.margins(x=0.2)
     axis.invert_yaxis()
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(fontsize=8, loc="lower right")
-    plt.show()
+    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _bytes(count: float) -> str:

@@ -1,37 +1,46 @@
 # %% [markdown]
 # # 04 · Attention kernels
 #
-# Afterwards you can compute a softmax whose scores never exist all at once, say which parts of a prompt's attention
-# need no computing, write the Triton kernel that serves decode out of a paged cache, split a long row among many
-# programs and put the parts together again, and tell from two numbers whether an attention is bound by memory or by
-# arithmetic.
+# After this lesson you can
 #
-# **75 minutes. Needs:** a CPU; lesson 02 for attention and its cache, lesson 03 for programs, tiles and masks. Without
-# a GPU the kernels are *interpreted*: the same numbers, none of the speed. On a GPU the same cells compile them.
+# * compute a softmax without ever holding all scores,
+# * say which tiles of a prompt's attention need no computing,
+# * write the Triton kernel that runs decode attention over a paged cache,
+# * split a long row among several programs and combine their results,
+# * tell from two numbers whether an attention is limited by memory or by arithmetic.
+#
+# **90 minutes. Needs:** a CPU; lesson 02 for attention and its cache, lesson 03 for programs, tiles and masks. Without
+# a GPU, kernels are *interpreted*: they give the same numbers at none of the speed. On a GPU the same cells compile
+# them. Times come from the project's H200 records.
 
 # %%
-from minillm.course.interpret import kernel_device, triton_here
+from minillm.course import triton_here
 
-how = triton_here()  # before triton's first import: it settles how kernels run
+how = (
+    triton_here()
+)  # call it before importing triton: it chooses between compiling and interpreting
 
-import functools
-import heapq
-
-import matplotlib.pyplot as plt
 import torch
 import triton
 import triton.language as tl
 
-from minillm import LLM, SamplingParams, using
-from minillm.bench import plots, records
-from minillm.course import NotSolvedYet, adapters, check, compare, tier, yours
+from minillm import LLM, SamplingParams
+from minillm.course import (
+    NotSolvedYet,
+    adapters,
+    attention_facts,
+    check,
+    compare,
+    describe,
+    solved,
+    tier,
+    yours,
+)
 from minillm.course import draw_tiles as draw
+from minillm.course.interpret import kernel_device
 from minillm.course.stubs import raise_if_stub
 from minillm.kernels import paged_attention
-from minillm.kv_cache import LayerCache
-from minillm.model import sizing
 from minillm.model.config import PRESETS
-from minillm.ops import AttentionOptions, reference
 
 plain = {"enable_prefix_caching": False, "run_ahead": 0}
 llm = LLM(device="cpu", dtype="float64", num_blocks=512, **plain)
@@ -45,21 +54,21 @@ expected = [completion.token_ids for completion in llm.generate(PROMPTS, greedy)
 print(f"kernels are {how}")
 
 # %% [markdown]
-# The first half of this lesson works with the ideas in plain torch, in 64-bit numbers, where a mistake cannot hide
-# behind rounding. `expected` are the engine's tokens for three prompts: every attention that you write has to give
-# the same.
+# The first half works in plain torch, in float64, where rounding cannot hide a mistake. `expected` holds the engine's
+# tokens for three prompts; every attention you write must produce the same.
 #
-# ## 1 · What is wrong with attention as it stands
+# ## 1 · What is slow about plain attention · 5 min
 #
-# Lesson 02's attention is right, and on a GPU it is slow. It makes all scores, writes them to memory, reads them again
-# for the softmax, writes the weights, and reads those to mix the values. And memory is the slow part: a GPU has little
-# pieces of it beside its arithmetic units, fast and small, and a large one far away.
+# Lesson 02's attention is correct, but slow on a GPU. It computes all scores and writes them to memory, reads them for
+# the softmax, writes the weights, and reads those to mix the values. A GPU's large memory is far from its arithmetic
+# units, and slow compared with them.
 #
-# **Predict first.** Gemma 2B in bfloat16 (2 bytes), a prompt of 2,048 tokens, 8 heads: how many megabytes are the
-# scores of *one* layer, every query with every key?
+# **Predict first.** Take one layer of Gemma 2B in bfloat16 (2 bytes per number) and a prompt of 2,048 tokens: 8 query
+# heads, one KV head, 256 numbers per head. Queries, keys, values and the output have to be moved in any case. How many
+# times as many bytes do the scores and the weights add, if each is written once and read once?
 
 # %% tags=["exercise"]
-guess_mb = 8 * 2048 * 2048 * 2 / 1e6  # PREDICT: MB of scores in one layer
+guess_times = 4.0  # PREDICT: bytes of scores and weights, as a multiple of all others
 
 # %%
 gemma = PRESETS["gemma-2b"]
@@ -67,105 +76,99 @@ TOKENS = 2048
 heads, kv_heads, dim = gemma.num_heads, gemma.num_kv_heads, gemma.head_dim
 score_bytes = heads * TOKENS * TOKENS * 2
 needed_bytes = (2 * heads + 2 * kv_heads) * TOKENS * dim * 2
-compare("scores of one layer", unit="MB", prediction=guess_mb, measured=score_bytes / 1e6)
-print(f"queries, keys, values and output together: {needed_bytes / 1e6:.0f} MB")
-times = 4 * score_bytes / needed_bytes
-print(f"scores written and read, weights written and read: {4 * score_bytes / 1e6:.0f} MB")
-print(f"that is {times:.0f} times as much")
-
-# %% [markdown]
-# Most of what lesson 02's attention moves nobody asked for. Here is where it could lie (the sizes are NVIDIA's for an
-# H200; it has 132 *processors*, each of which runs one program or a few at a time):
-
-# %%
-MEMORIES = {
-    "registers of a processor": 256 * 1024,
-    "shared memory of a processor": 228 * 1024,
-    "cache of the whole chip (L2)": 50 * 1024**2,
-    "memory beside the chip (HBM)": 141e9,
-}
-a_tile = 128 * 64 * 4  # float32 scores of 128 queries with 64 keys
-a_tile_of_keys = 2 * 64 * dim * 2
-draw.memories(
-    MEMORIES,
-    {
-        "scores of a tile": a_tile,
-        "keys and values of a tile": a_tile_of_keys,
-        "all scores of a layer": score_bytes,
-    },
+print(f"queries, keys, values and output: {needed_bytes / 1e6:.0f} MB")
+print(f"scores and weights, each written and read: 4 x {score_bytes / 1e6:.0f} MB")
+compare(
+    "scores and weights",
+    unit="times the rest",
+    prediction=guess_times,
+    measured=4 * score_bytes / needed_bytes,
 )
 
 # %% [markdown]
-# All scores fit nowhere but in the slowest memory. A *tile* of them, some queries with some keys, fits into the
-# fastest. So the plan: **walk over the keys tile by tile; make a tile's scores, use them at once, forget them.** One
-# thing stands in the way. A softmax divides by the sum over *all* keys, and subtracts the maximum of *all* scores, and
-# at the first tile nobody knows either.
+# Nearly all of the traffic is scores and weights, which are only needed in between. Where else could they be? An H200
+# has 132 *streaming multiprocessors*, here called **processors**. Each runs one program or a few at a time, and has its
+# own small, fast memories. These are NVIDIA's sizes:
+
+# %%
+things = {
+    "scores of a tile": 128 * 64 * 4,  # float32, 128 queries with 64 keys
+    "keys and values of a tile": 2 * 64 * dim * 2,
+    "all scores of a layer": score_bytes,
+}
+draw.memories(things)
+describe(
+    "Bars of memory sizes on a logarithmic axis. A tile's scores, and its keys and values, fit in a processor's "
+    "registers or shared memory; all scores of a layer fit only in GPU memory."
+)
+
+# %% [markdown]
+# All scores together fit only in the slowest memory. A *tile* of them, some queries by some keys, fits in the fastest.
+# So the plan is: **loop over the keys tile by tile; compute a tile's scores, use them at once, and drop them.** One
+# thing stands in the way. A softmax subtracts the maximum of *all* scores and divides by a sum over *all* keys. At the
+# first tile, neither is known.
 #
-# ## 2 · Online softmax
+# ## 2 · Online softmax · 18 min
 #
-# The way out (Milakov and Gimelshein 2018): begin with the maximum *so far*, and correct later. Watch one query of 64
-# keys go by in tiles of 8:
+# The solution (Milakov and Gimelshein 2018) is to use the maximum *so far* and to correct later. Here is one query with
+# 64 keys, in tiles of 8:
 
 # %%
 generator = torch.Generator().manual_seed(5)
 scores = 2 * torch.randn(64, generator=generator) + torch.linspace(-3, 3, 64)
 values = torch.randn(64, generator=generator)
-maxima, totals, outs = [], [], []
-for seen in range(8, 65, 8):
-    weights = (scores[:seen] - scores[:seen].max()).exp()
-    maxima.append(scores[:seen].max().item())
-    totals.append(weights.sum().item())
-    outs.append((weights @ values[:seen] / weights.sum()).item())
-draw.running(scores.numpy(), 8, maxima, totals, outs)
+draw.running(scores.numpy(), values.numpy(), tile=8)
+describe(
+    "Three panels over 64 keys: scores with the largest so far, which only rises; the sum of weights, which grows and "
+    "drops where the maximum rises much; the output, which ends at the value of the full softmax."
+)
 
 # %% [markdown]
-# As long as the maximum stays, the sum only grows. When a larger score comes, everything before counts for *less*
-# beside it: the sum falls. By how much is known exactly, because every term of it was $e^{s - m}$ with the old maximum
-# $m$ and should be $e^{s - m'}$ with the new one:
+# While the maximum stays the same, the sum only grows. When a larger score arrives, everything before it counts for
+# *less*, and the sum can drop. We know by exactly how much: every term in it was $e^{s - m}$ with the old maximum $m$
+# and should be $e^{s - m'}$ with the new one:
 #
 # $$e^{s - m'} = e^{s - m} \cdot e^{m - m'}$$
 #
-# One factor for all terms. So nothing needs to be looked at twice. Three things are kept for each query: the maximum
-# $m$, the sum of weights $t$ and the *undivided* output $o$. A tile with scores $s_j$ and values $v_j$ changes them to
+# It is one factor for all terms, so no score is needed twice. For each query we keep three things: the maximum $m$, the
+# sum of weights $t$ and the *undivided* output $o$. A tile with scores $s_j$ and values $v_j$ updates them:
 #
 # $$m' = \max(m, \max_j s_j), \qquad t' = t\, e^{m - m'} + \sum_j e^{s_j - m'}, \qquad
 # o' = o\, e^{m - m'} + \sum_j e^{s_j - m'} v_j$$
 #
-# At the end the attention's output is $o / t$.
-#
-# This is what it should compute, with all tiles put together. It is the specification; it is not the way:
+# After the last tile, the output is $o / t$. This is the specification. It sees all tiles at once, which your version
+# must not do:
 
 
 # %%
-def all_at_once(tiles, rows, dim):
-    """Softmax of all scores times all values. tiles: as in `online_attention`."""
-    scores, values = (torch.cat(parts, at) for parts, at in zip(zip(*tiles), (1, 0)))
+def all_at_once(tiles, rows: int, dim: int) -> torch.Tensor:
+    """Softmax of all scores times all values; the arguments are those of `online_attention`."""
+    scores, values = (torch.cat(parts, axis) for parts, axis in zip(zip(*tiles), (1, 0)))
     return scores.softmax(-1).nan_to_num(0.0) @ values
 
 
 # %% [markdown]
-# ### Exercise 1: online softmax
+# **Exercise 1 (10 minutes).** Write the online softmax. The tiles come from a generator, so you cannot go back, look
+# ahead, or ask for their number. A key that a query must not see has the score $-\infty$, and a whole tile can be
+# hidden from a query. What is $-\infty - (-\infty)$?
 #
-# You get the tiles one by one, from a generator: there is no going back, and no looking ahead. Hidden keys have a
-# score of $-\infty$, and a whole tile may be hidden from a query. Mind what $-\infty - (-\infty)$ is.
-#
-# For example, if there is only one tile, the result is the plain softmax of its scores times its values.
+# For example, with a single tile the result is the plain softmax of its scores times its values.
 
 
 # %% tags=["exercise"]
 def online_attention(tiles, rows, dim):
-    """Attention of `rows` queries to keys that come by in tiles.
+    """Attention of `rows` queries to keys that come in tiles.
 
-    tiles: an iterator over (scores [rows, keys], values [keys, dim]); a score is -inf where a query
-    does not see a key. Returns [rows, dim]; zeros for a query that sees no key at all.
+    tiles: an iterator of (scores [rows, keys], values [keys, dim]), which must not be changed; a score
+    is -inf where a query does not see a key. Returns [rows, dim]; zeros for a query that sees no key.
     """
-    # SOLUTION: keep a maximum and a sum of each row and the undivided output, and correct them
-    #   whenever the maximum grows; divide at the end
+    # SOLUTION: keep each row's maximum, sum of weights and undivided output; rescale them when the
+    #   maximum grows; divide after the last tile
     maximum = torch.full((rows, 1), -torch.inf)
     total, out = torch.zeros(rows, 1), torch.zeros(rows, dim)
     for scores, values in tiles:
         new_maximum = torch.maximum(maximum, scores.amax(-1, keepdim=True))
-        # Where no key was seen yet, 0 in place of -inf: every weight is exp(-inf) = 0 then.
+        # A row that has seen no key yet: subtract 0, not -inf, and every weight is exp(-inf) = 0.
         shift = torch.where(new_maximum == -torch.inf, 0.0, new_maximum)
         weights, rescale = (scores - shift).exp(), (maximum - shift).exp()
         total = total * rescale + weights.sum(-1, keepdim=True)
@@ -179,8 +182,9 @@ def online_attention(tiles, rows, dim):
 check(online_attention)
 
 # %% [markdown]
-# Inside the engine, for prompts and for single tokens: each head's keys go by in tiles of 16. (`adapters.gathered`
-# collects a request's blocks into one piece, as in lesson 02.)
+# Now run it in the engine, for prompts and for single tokens. `by_tiles` passes each head's keys on in tiles of 16. As
+# in lesson 02, `adapters.gathered` copies a request's blocks into one tensor for it. `run_with` compares the tokens
+# with those expected and counts the calls.
 
 
 # %%
@@ -193,33 +197,43 @@ def by_tiles(q, k, v, length, *, scale):
         for start in range(0, length, 16):
             span = slice(start, min(start + 16, length))
             scores = q[:, head] @ k[span, head // group].T * scale
-            later = torch.arange(span.start, span.stop) > position
-            yield scores.masked_fill(later, -torch.inf), v[span, head // group]
+            hidden = torch.arange(span.start, span.stop) > position
+            yield scores.masked_fill(hidden, -torch.inf), v[span, head // group]
 
     for head in range(q.shape[1]):
         out[:, head] = online_attention(tiles(head), len(q), q.shape[2])
     return out
 
 
-with using(**adapters.gathered(by_tiles)) as used:
-    found = [completion.token_ids for completion in llm.generate(PROMPTS, greedy)]
-print("the same tokens:", found == expected)
-print(used.calls)
+run_with = attention_facts.same_tokens_with(PROMPTS, greedy)
+run_with(llm, expected, online_attention, **adapters.gathered(by_tiles))
 
 # %% [markdown]
-# ## 3 · Flash attention for prefill
+# ## 3 · Flash attention for prefill · 18 min
 #
-# A prompt has many queries, and each needs the keys before it. A program takes a *tile of queries* and walks over the
-# tiles of keys. Every key that is fetched serves the whole tile of queries, and scores never leave the chip: this is
-# **flash attention** (Dao et al. 2022).
+# In prefill there are many queries, and each needs the keys before it. A program takes a *tile of queries* and loops
+# over tiles of keys. Each key it loads serves the whole tile of queries, and the scores never leave the chip. This is
+# **FlashAttention**. The first version (Dao et al. 2022) looped over keys on the outside and queries on the inside, and
+# moved unfinished outputs to memory and back. **FlashAttention-2** (Dao 2023) turned the loops around, as we do here:
+# queries outside, keys inside. So a query tile's output stays on the chip until it is done, each query tile is a
+# program of its own, and the division comes once, at the end.
 #
-# And many tiles need no walking at all. A query sees no key after its own; some models have layers with a *window*,
-# where it sees only the last so many. For a tile of queries, which key tiles hold *anything* that one of them sees?
-#
-# ### Exercise 2: which tiles to visit
-#
-# A query at position $p$ sees keys $0$ to $p$; with a window of $w$, keys $p - w + 1$ to $p$. Tile $n$ of `keys` keys
-# begins at key `n * keys`. And the queries of a prompt's later piece (lesson 10) do not begin at position 0.
+# Many tiles can be skipped altogether. A query sees no key after its own. In some models certain layers also have a
+# *window*: a query there sees only the most recent keys. Which key tiles contain *any* key that a given tile of queries
+# sees? As a specification, try every pair:
+
+
+# %%
+def tiles_needed(first: int, last: int, keys: int, window: int | None = None) -> list[int]:
+    """The key tiles that hold a key seen by any query from `first` to `last`, by trying every pair."""
+    seen = [(q, k) for q in range(first, last + 1) for k in range(q + 1)]
+    return sorted({k // keys for q, k in seen if window is None or k > q - window})
+
+
+# %% [markdown]
+# **Exercise 2 (6 minutes).** Compute the same without trying anything. A query at position $p$ sees keys $0$ to $p$;
+# with a window of $w$, keys $p - w + 1$ to $p$. Tile $n$ starts at key `n * keys`. Queries do not always start at
+# position 0: a long prompt can be processed in chunks (lesson 10).
 #
 # For example, `tiles_to_visit(0, 5, 8)` is `range(0, 1)`: queries 0 to 5 see keys 0 to 5, all in tile 0.
 
@@ -228,9 +242,9 @@ print(used.calls)
 def tiles_to_visit(first, last, keys, window=None):
     """The numbers of the key tiles, as a range, that queries at positions first to last need.
 
-    keys: how many a tile has; window: how many keys a query sees, its own included (None: all).
+    keys: tile size; window: how many keys a query sees, its own included (None: all).
     """
-    # SOLUTION: from the tile of the first query's earliest key to the tile of the last query's own
+    # SOLUTION: from the tile with the first query's earliest key to the tile with the last query's own
     begin = max(0, first - window + 1) // keys if window else 0
     return range(begin, last // keys + 1)
     # END
@@ -239,54 +253,32 @@ def tiles_to_visit(first, last, keys, window=None):
 # %%
 check(tiles_to_visit)
 
-
 # %% [markdown]
-# Now it can be drawn, and counted. In a partly hidden tile some query does not see some key: only there a mask is
-# needed.
-
+# The pictures below use your range, or the specification until you have written it. In a pale tile some query does not
+# see some key; only those tiles need a mask.
 
 # %%
-def tiles_needed(first, last, keys, window=None):
-    """The specification: try every pair of a query and a key."""
-    seen = [(q, k) for q in range(first, last + 1) for k in range(q + 1)]
-    return sorted({k // keys for q, k in seen if window is None or k > q - window})
-
-
 visit = yours(tiles_to_visit, tiles_needed)
-
-
-def grid(queries, length, rows, keys, window=None):
-    """[query tiles, key tiles]: 2 where every query sees every key, 1 where some do, 0 skipped."""
-    kinds = torch.zeros(-(-queries // rows), -(-length // keys), dtype=torch.int)
-    key = torch.arange(length)
-    for number in range(len(kinds)):
-        first = length - queries + number * rows
-        position = torch.arange(first, min(first + rows, length))[:, None]
-        sees = (key <= position) & (key > position - (window or length))
-        for tile in visit(first, position[-1].item(), keys, window):
-            kinds[number, tile] = 1 + sees[:, tile * keys : (tile + 1) * keys].all().int()
-    return kinds.numpy()
-
-
-draw.tiles(
-    {
-        "a prompt of 128": grid(128, 128, 16, 16),
-        "a piece of 64 behind 128": grid(64, 192, 16, 16),
-        "a prompt of 192, a window of 48": grid(192, 192, 16, 16, window=48),
-    },
-    rows=16,
-    keys=16,
-)
+PICTURES = {  # newest queries, all keys, window
+    "a prompt of 128": (128, 128, None),
+    "a chunk of 64 after 128": (64, 192, None),
+    "a prompt of 192, a window of 48": (192, 192, 48),
+}
+draw.tiles(visit, PICTURES, tile=16)
 for length in (128, 512, 2048):
     visited = sum(len(visit(first, first + 15, 16)) for first in range(0, length, 16))
     print(f"a prompt of {length:5,}: {visited / (length / 16) ** 2:.1%} of the tiles visited")
+describe(
+    "Three grids of tiles. A prompt visits the tiles up to the diagonal, and only those on it need a mask. A chunk "
+    "also visits all tiles of earlier keys. With a window, a band along the diagonal is visited."
+)
 
 # %% [markdown]
-# Half of the work falls away. The longer the prompt, the nearer to one half.
+# For a whole prompt, causal attention needs about half of the tiles; the longer the prompt, the closer to one half.
 #
-# Both exercises together are flash attention. Below is the whole of it in torch, with one more trick that section 4
-# needs: **packing**. The query heads of a group read the same keys, so they go into one tile: a row is a pair (query,
-# head of the group), and a key that is fetched serves them all.
+# Both exercises together make flash attention. Here it is in torch, with one more trick that section 4 needs:
+# **packing**. The query heads of a group read the same keys, so they share a tile: one row of the tile is a pair
+# (query, head of the group), and each key that is loaded serves them all.
 
 
 # %%
@@ -298,8 +290,8 @@ def flash_prefill(q, k, v, length, *, scale, rows=8, keys=16):
         for number in tiles_to_visit(position[0].item(), position[-1].item(), keys):
             span = slice(number * keys, min((number + 1) * keys, length))
             scores = packed @ k[span, kv_head].T * scale
-            later = torch.arange(span.start, span.stop) > position[:, None]
-            yield scores.masked_fill(later, -torch.inf), v[span, kv_head]
+            hidden = torch.arange(span.start, span.stop) > position[:, None]
+            yield scores.masked_fill(hidden, -torch.inf), v[span, kv_head]
 
     for first in range(0, len(q), rows):
         tile = q[first : first + rows]
@@ -313,70 +305,46 @@ def flash_prefill(q, k, v, length, *, scale, rows=8, keys=16):
     return out
 
 
-with using(**adapters.gathered(flash_prefill)) as used:
-    found = [completion.token_ids for completion in llm.generate(PROMPTS, greedy)]
-print("the same tokens:", found == expected)
-print(used.calls)
+run_with(llm, expected, online_attention, tiles_to_visit, **adapters.gathered(flash_prefill))
 
 # %% [markdown]
-# The engine's kernel is the same in Triton. Find your range in it (`first` and `last`), and the packing (`query`,
-# `head`). The walk itself is in `_attend`, which section 4 shows: the queries, the maximum, the sum and the output stay
-# in registers all the way; tiles of keys and values come through shared memory, the next one already on its way while
-# this one is used. One line is about time alone: `tile = tl.num_programs(0) - 1 - tl.program_id(0)`. The last queries
-# have the most keys, so they start first; a program that starts last and runs longest keeps the whole chip waiting.
+# The engine's kernel does the same in Triton. When you open the listing, look for three things:
+#
+# * your range of tiles: `first` and `last`, counted in keys;
+# * the packing: `query` and `head`, computed from `packed`;
+# * `tile = tl.num_programs(0) - 1 - tl.program_id(0)`. This line only affects speed. The last queries have the most
+#   keys, so their programs get the lowest numbers and start first; a long program that started last would keep the
+#   rest of the chip waiting.
+#
+# The loop over keys is in `_attend`, which section 4 shows.
 
 # %%
 # ENGINE: minillm.kernels.paged_attention:prefill_kernel
 
 # %% [markdown]
-# It runs here, on this machine, on a prompt of 40 tokens with 8 heads and one KV head, against the reference:
+# Run it on this machine, on a small prompt, and compare it with the reference:
 
 # %%
-device, block_size = kernel_device(), 16
-
-
-def random(*shape, seed):
-    numbers = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-    return numbers.to(device)
-
-
-def ints(*numbers):
-    return torch.tensor(numbers, dtype=torch.int32, device=device)
-
-
-cache = LayerCache(*(random(8, block_size, 1, 64, seed=seed) for seed in (1, 2)))
-q = random(40, 8, 64, seed=3)
-table, lengths = ints([5, 2, 7]), ints(40)
-given = (q, cache, table, lengths, ints(0, 40), 40, AttentionOptions(scale=0.125))
-ours = paged_attention.prefill_attention(*given)
-wanted = reference.prefill_attention(*given)
-print(f"{how}; equal to five decimals:", torch.allclose(ours, wanted, rtol=0, atol=1e-5))
+difference = attention_facts.prefill_difference()
+print(f"{how}; equal to five decimals: {difference < 1e-5}")
 
 # %% [markdown]
-# How fast is it where it is compiled? The project's records have an H200's limits, measured: how fast it copies
-# memory, and how fast it multiplied Gemma 2B's matrices with 2,048 rows. And they have its kernels' times.
+# How fast is it when compiled? The records have an H200's measured limits: how fast it copies memory, and how fast it
+# multiplies Gemma 2B's matrices by 2,048 rows. Their quotient is the *ridge* of lesson 00's roofline: work with fewer
+# operations per byte is limited by memory.
 
 # %%
-ceiling = records.read("h200/ceiling-h200")
-products = {(row["rows"], row["dtype"]): row["step_ms"] for row in ceiling["matrix_products"]}
-h200_bytes = ceiling["copy_TB_per_s"] * 1e12
-multiplied = 2 * 2048 * sizing.parameters(gemma)
-h200_operations = multiplied / (products[2048, "bf16"] / 1e3)
-print(f"memory:   {h200_bytes / 1e12:.2f} TB/s")
-print(f"products: {h200_operations / 1e12:.0f} T operations/s")
-print(f"ridge:    {h200_operations / h200_bytes:.0f} operations a byte")
-
-
-def measured(kernel, rows):
-    """A line of the record of kernels: this kernel with so many rows."""
-    lines = records.read("h200/kernels")["results"]
-    return next(line for line in lines if (line["kernel"], line["rows"]) == (kernel, rows))
-
+limits = attention_facts.h200_limits()
+print(f"memory:          {limits.bytes_per_s / 1e12:.2f} TB/s")
+print(f"matrix products: {limits.operations_per_s / 1e12:.0f} T operations/s")
+print(
+    f"ridge:           {limits.operations_per_s / limits.bytes_per_s:.0f} operations per byte"
+)
 
 # %% [markdown]
-# **Predict first**: the attention of one layer, for four prompts of 2,048 tokens at once. Each query head does `4 x d`
-# operations for each pair of a query and a key that it sees: `2 x d` for the score, `2 x d` for mixing the value. Gemma
-# 2B has 8 query heads and `d` = 256.
+# **Predict first**: one layer's attention for four prompts of 2,048 tokens at once. For each pair of a query and a key
+# that it sees, a query head does `4 x d` operations: `2 x d` for the score, `2 x d` for mixing in the value. Gemma 2B
+# has 8 query heads and `d` = 256. The floor is that many operations at the speed of matrix products.
 
 # %% tags=["exercise"]
 guess_prefill_ms = 0.15  # PREDICT: milliseconds of one layer's attention, 4 prompts of 2,048
@@ -384,143 +352,115 @@ guess_prefill_ms = 0.15  # PREDICT: milliseconds of one layer's attention, 4 pro
 # %%
 pairs = 4 * TOKENS * (TOKENS + 1) / 2
 operations = 4 * dim * heads * pairs
-long, short = measured("prefill_attention", 8192), measured("prefill_attention", 128)
-floor_ms = 1e3 * operations / h200_operations
-found = {"floor": floor_ms, "measured": long["ms"]}
+long = attention_facts.h200_kernel("prefill_attention", 8192)
+found = {"floor": 1e3 * operations / limits.operations_per_s, "measured": long["ms"]}
 compare("prefill attention", unit="ms", prediction=guess_prefill_ms, **found)
-times = long["ms"] / long["torch_sdpa_ms"]
-print(f"that is {times:.2f} times as long as torch's own attention takes")
-
-# %%
-NAMES = {"ms": "our kernel", "torch_sdpa_ms": "torch's own", "reference_ms": "the reference"}
-lines = {"4 prompts of 2,048": long, "1 prompt of 128": short}
-draw.against(
-    {label: {NAMES[key]: line[key] for key in NAMES} for label, line in lines.items()},
-    unit="milliseconds on an H200, bfloat16, from the record",
+print(
+    f"torch's own attention: {long['torch_sdpa_ms']:.3f} ms; the reference: {long['reference_ms']:.2f} ms"
 )
 
 # %% [markdown]
-# Honestly: our kernel is far ahead of the reference, and slower than torch's own, whose kernels for such chips are
-# tuned by hand. Torch's wants a prompt's keys in one piece. Ours reads them out of a paged cache, and fits on a page.
+# Our kernel is far ahead of the reference and slower than torch's `scaled_dot_product_attention`, which wants a
+# prompt's keys in one contiguous piece. Ours reads them out of a paged cache.
 #
-# ## 4 · Decode out of a paged cache
+# ## 4 · Decode out of a paged cache · 29 min
 #
-# In decode a request has *one* query. All its keys must be read for it, and nobody else needs them. So how many
-# operations does a byte of keys and values get? A key and a value of `d` numbers are `2 x d x 2` bytes in bfloat16, and
-# each query head that uses them does `2 x d` multiply-adds, `4 x d` operations:
+# In decode a request has *one* query. All of the request's keys must be read for it, and no other request uses them. So
+# how many operations does each byte get? A key and a value of `d` numbers are `2 x d x 2` bytes in bfloat16, and every
+# query head that uses them does `4 x d` operations:
 #
-# $$\text{operations a byte} = \frac{\text{group} \times 4 d}{4 d} = \text{group}, \qquad
+# $$\text{operations per byte} = \frac{\text{group} \times 4 d}{4 d} = \text{group}, \qquad
 # \text{group} = \frac{\text{query heads}}{\text{KV heads}}$$
 #
-# **Predict first.** Gemma 2B has 8 query heads on one KV head, and `d` = 256. The record has a decode step's attention
-# in one layer: 512 requests with 200 to 2,000 keys each. The floor is reading those keys and values once. How long does
-# it take?
+# **Predict first.** The record has one layer's attention in a decode step of Gemma 2B (8 query heads, one KV head,
+# `d` = 256) for 512 requests with 200 to 2,000 keys each. The floor is reading their keys and values once. How long
+# does it take?
 
 # %% tags=["exercise"]
 guess_decode_ms = 0.15  # PREDICT: milliseconds of one layer's decode attention, 512 requests
 
 # %%
-decode = measured("decode_attention", 512)
+decode = attention_facts.h200_kernel("decode_attention", 512)
 moved = decode["gb_per_s"] * 1e9 * decode["ms"] / 1e3
-print(f"{moved / 1e6:.0f} MB of keys and values, at most {h200_bytes / 1e12:.2f} TB/s")
-found = {"floor": 1e3 * moved / h200_bytes, "measured": decode["ms"]}
+print(f"{moved / 1e6:.0f} MB of keys and values, at most {limits.bytes_per_s / 1e12:.2f} TB/s")
+found = {"floor": 1e3 * moved / limits.bytes_per_s, "measured": decode["ms"]}
 compare("decode attention", unit="ms", prediction=guess_decode_ms, **found)
 
 # %%
-group = heads // kv_heads
-flash = operations / (4 * needed_bytes)  # operations a byte, when all tiles stay on the chip
-in_memory = operations / (4 * (needed_bytes + 4 * score_bytes))
-points = {"prefill, 4 x 2,048": (flash, operations / (long["ms"] / 1e3))}
-for rows in (512, 64, 1):
-    speed = measured("decode_attention", rows)["gb_per_s"] * 1e9
-    points[f"decode, {rows} at once"] = group, group * speed
-kinds = {
-    "decode, MHA": 1,
-    "decode, GQA (groups of 4)": 4,
-    "decode, MQA (8): Gemma 2B": 8,
-    "prefill, scores in memory": in_memory,
-    "prefill, flash": flash,
-}
-draw.roofs(h200_bytes, h200_operations, kinds, points)
+kinds, points = attention_facts.h200_intensities(
+    operations, 4 * needed_bytes, 4 * 4 * score_bytes
+)
+draw.roofs(*limits, kinds, points)
+describe(
+    "A roofline. Decode is on the slope, at 1 to 8 operations per byte. Prefill with its scores in memory is left of "
+    "the ridge, flash prefill far right of it. Measured decode of 512 rows is just under the slope, of one row far "
+    "below."
+)
 
 # %% [markdown]
-# Lesson 00's roofline, of the H200. The dots are measured; dotted lines are where each kind of attention lies by
-# arithmetic. Decode lies under the slope and cannot leave it: batching does not help, because every request brings its
-# own keys. Only more query heads on a KV head move it to the right. So **the kernel's job is to read memory at full
-# speed**. For 512 rows it nearly does; for one row of 384 keys it is nowhere near. Section 5 is about that.
+# The dots are measured; the dotted lines follow from the arithmetic above. (MHA has one query head per KV head, MQA one
+# KV head for all, GQA is in between.) Decode is limited by memory, and a larger batch does not change that, because
+# each request brings its own keys. Only more queries per key move it to the right. So **a decode kernel's job is to
+# read memory at full speed**. With 512 rows it comes close. With one short row it does not: section 5 explains what
+# takes the time.
 #
-# Prefill is the opposite. With its scores in memory it would lie left of the ridge, bound by bytes; without them, far
-# right. That is all that flash attention does, and why it is worth a kernel.
+# Prefill is the opposite. With its scores in memory it would be left of the ridge, limited by bytes. Without them it is
+# far to the right, limited by arithmetic. That is what flash attention buys.
 #
-# ### The paged walk
+# ### Keys in blocks
 #
-# The keys of a request do not lie one behind the other. They are in *blocks* of 16 slots, handed out one by one as the
-# text grows (lesson 09 says why). Each row has a **block table**: entry $n$ names the block with keys $16n$ to
-# $16n + 15$. Two requests in a running engine; a third one, there before them, was given up, and its blocks went to
-# these two:
+# A request's keys are not contiguous. They are in *blocks* of 16 slots, which are allocated one by one as the text
+# grows (lesson 09 explains why). Each row has a **block table**: entry $n$ is the number of the block with keys $16n$
+# to $16n + 15$. Here are two requests in a running engine. A third request started before them and was aborted, and its
+# blocks went to these two:
 
 # %%
-engine = llm.engine
-
-
-def begin(length, seed):
-    ids = torch.randint(10, 4000, (length,), generator=torch.Generator().manual_seed(seed))
-    tracked = engine.prepare(
-        ids.tolist(), SamplingParams(max_tokens=80, temperature=0, ignore_eos=True)
-    )
-    engine.submit(tracked)
-    return tracked.request
-
-
-def steps(count):
-    for _ in range(count):
-        engine.step()
-
-
-ended = begin(40, seed=1)
-steps(2)
-first = begin(40, seed=2)
-steps(20)
-second = begin(10, seed=3)
-engine.abort(ended.request_id)
-steps(30)
-# A step's own token enters the cache with the next step.
-now = {"first": (first, 40 + 50 - 1), "second": (second, 10 + 30 - 1)}
-tables = {}
-for name, (request, length) in now.items():
-    entries = engine.executor.runner.state.block_table[
-        0, request.row, : -(-length // 16)
-    ].tolist()
-    tables[name] = entries
+tables = attention_facts.two_block_tables(llm)
+for name, (entries, length) in tables.items():
     print(f"{name:>6}: {length} tokens, block table {entries}")
-draw.paged_walk(tables, [length for _, length in now.values()], block_size=16)
-for request in (first, second):
-    engine.abort(request.request_id)
-steps(2)
+draw.paged_walk(tables, block_size=16)
+describe(
+    "Two block tables above a row of cache blocks, with arrows from entries to blocks. The requests' blocks are "
+    "interleaved and out of order, and the last block of each is partly filled."
+)
 
 # %% [markdown]
-# So key $j$ of a row is in block `table[j // 16]` at offset `j % 16`, and the address of its numbers is
+# Key $j$ of a row is in block `table[j // 16]` at offset `j % 16`. In memory, its numbers start at
 #
 # $$\text{block} \times \text{block\_stride} + \text{offset} \times \text{slot\_stride} +
-# \text{kv\_head} \times \text{head\_stride} + (0 \ldots d - 1)$$
+# \text{kv\_head} \times \text{head\_stride}$$
 #
-# A tile of 32 keys comes out of two blocks that may be anywhere. In the last block only the slots before the row's
-# length hold its keys; the rest are leftovers, or belong to nobody.
+# So a tile of 32 keys comes from two blocks that can be anywhere. In the last block, only the slots before the row's
+# length hold its keys. The other slots hold leftovers, even NaN. Table entries after the last block are not valid
+# either. This is the specification for one row:
+
+
+# %%
+def decode_one_row(q, k, v, table, length: int, scale: float) -> torch.Tensor:
+    """q: [heads, d]; k, v: [blocks, block_size, kv_heads, d]; table: [entries] -> [heads, d]."""
+    used = table[: -(-length // k.shape[1])]
+    k, v = (part[used].flatten(0, 1)[:length] for part in (k, v))  # [length, kv_heads, d]
+    k, v = (part.repeat_interleave(len(q) // part.shape[1], 1) for part in (k, v))
+    weights = (torch.einsum("hd,khd->hk", q, k) * scale).softmax(-1)
+    return torch.einsum("hk,khd->hd", weights, v)
+
+
+# %% [markdown]
+# **Exercise 3 (15 minutes).** Write the loop body of a paged decode kernel. It is exercise 1 with addresses, and uses
+# both of lesson 03's last exercises: tiles of 2-D pointers, and `tl.dot` in a loop. Each program handles one row and
+# one KV head. Its queries are the `GROUP` heads that share the KV head, packed into a tile of `ROWS` = 16 rows, the
+# size that matrix instructions work on; the remaining rows are padding.
 #
-# ### Exercise 3: a paged decode kernel
+# * You need `tl.load(pointers, mask=..., other=0.0)`, `tl.dot(a, b, input_precision="ieee")`, `tl.trans`, `tl.where`,
+#   `tl.max(x, 1)`, `tl.sum(x, 1)`, `tl.maximum` and `tl.exp`. Without `"ieee"` a GPU rounds float32 operands to
+#   10 bits.
+# * Convert what you load from k and v with `.to(tl.float32)`: they can have 16 bits. Convert block numbers with
+#   `.to(tl.int64)`: in a large cache, block times stride does not fit in 32 bits.
+# * No tile is hidden completely here, so $-\infty - (-\infty)$ does not occur.
+# * Interpreted kernels are Python: `print(keys)` in the loop shows you a tile. The check reports loads outside the
+#   tensors. In the engine, as on a GPU, a wrong address reads whatever is there or ends the process: check first.
 #
-# One program for each row and KV head, walking over the row's keys. Its queries are the `GROUP` heads that share the
-# KV head, packed into a tile of `ROWS` = 16 rows: fewer the matrix units do not take, so the rest of them are padding.
-# Around the walk all is there. Yours is what happens to one tile, and it is what you wrote in exercise 1, with
-# addresses.
-#
-# The words for it: `tl.load(pointers, mask=..., other=0.0)`, `tl.dot(a, b, input_precision="ieee")` (without that a GPU
-# rounds float32 to 10 bits), `tl.trans`, `tl.where`, `tl.max(x, 1)`, `tl.sum(x, 1)`, `tl.maximum`, `tl.exp`. Turn what
-# you load into float32 with `.to(tl.float32)`: the interpreter gets bfloat16 arithmetic wrong. Here no tile is wholly
-# hidden, so $-\infty - (-\infty)$ does not come up. And a wrong address is no error: it reads what is there, or ends
-# the process, as on a GPU.
-#
-# For example, a row of 32 keys whose values are all 7 gets 7.
+# For example, a row of 32 keys whose values are all 7 gives 7.
 
 
 # %% tags=["exercise"]
@@ -531,15 +471,14 @@ def paged_decode_kernel(
     GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The query heads of one row and one KV head over the row's keys.
+    """The query heads of one row and one KV head attend to the row's keys.
 
-    q, out: [rows, heads, DIM]; k, v: [blocks, BLOCK_SIZE, kv_heads, DIM], a cache; table: [rows,
-    entries] and lengths: [rows], int32. Strides count numbers: a row of the table, a block, a slot,
-    a KV head.
+    q, out: [rows, heads, DIM]; k, v: [blocks, BLOCK_SIZE, kv_heads, DIM]; table: [rows, entries] and
+    lengths: [rows], int32. Strides count numbers, not bytes.
     """
     row, kv_head = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths_ptr + row)
-    table_ptr += row * table_stride
+    table_ptr += row * table_stride  # now it points to this row's table
     packed, dims = tl.arange(0, ROWS), tl.arange(0, DIM)
     head = (row * tl.num_programs(1) + kv_head) * GROUP + packed
     at_q = head[:, None] * DIM + dims[None, :]
@@ -551,8 +490,8 @@ def paged_decode_kernel(
     out = tl.zeros([ROWS, DIM], tl.float32)
     for start in range(0, length, KEYS):
         keys = start + tl.arange(0, KEYS)
-        # SOLUTION: find the keys' addresses [KEYS, DIM] by the block table, load k and v, and bring
-        #   maximum [ROWS], total [ROWS] and out [ROWS, DIM] up to date; keys from `length` on count nothing
+        # SOLUTION: find the addresses [KEYS, DIM] of this tile's keys through the table; load k and v,
+        #   but nothing for keys from `length` on; update maximum [ROWS], total [ROWS], out [ROWS, DIM]
         present = keys < length
         block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
         slot = block * block_stride + keys % BLOCK_SIZE * slot_stride
@@ -573,7 +512,7 @@ def paged_decode_kernel(
 
 
 def paged_decode(q, cache, block_table, lengths, *, scale, window=None, soft_cap=None):
-    """Launch your kernel in the engine's place. q: [rows, 1, heads, d] -> the same."""
+    """Launch your kernel in place of the engine's. q: [rows, 1, heads, d] -> the same."""
     raise_if_stub(paged_decode_kernel)
     q, kv_heads = q.contiguous(), cache.k.shape[2]
     out = torch.empty_like(q)
@@ -590,129 +529,96 @@ def paged_decode(q, cache, block_table, lengths, *, scale, window=None, soft_cap
 check(paged_decode)
 
 # %% [markdown]
-# Now in the engine, on this machine's tier: its block tables, its cache, its requests. Prefill stays the engine's own;
-# each decode step calls yours once a layer.
+# Now run it in the engine, on this machine's tier, with its block tables and its cache. Prefill stays the engine's own;
+# each decode step calls your kernel once per layer. (On a GPU in 16 bits, two tokens that are nearly equally likely can
+# swap, and the text then differs from there on.)
 
 # %%
 llm.close()
 here = tier()
 served = LLM(**plain, **here.words)
 before = [completion.token_ids for completion in served.generate(PROMPTS, greedy)]
-with using(decode_attention=paged_decode) as used:
-    after = [completion.token_ids for completion in served.generate(PROMPTS, greedy)]
-same = sum(a == b for one, other in zip(before, after) for a, b in zip(one, other))
-print(f"{served.engine.name}, kernels {how}")
-print(
-    f"equal tokens: {same} of {sum(map(len, before))}; layers: {served.model_config.num_layers}"
-)
-print(used.calls)
+print(f"{served.engine.name}, {served.model_config.num_layers} layers, kernels {how}")
+run_with(served, before, paged_decode_kernel, decode_attention=paged_decode)
 
 # %% [markdown]
-# Here is the engine's walk, the heart of both its attention kernels. You have written nearly every line of it.
-# Exponents are to base 2, because that is what the hardware has; hidden keys may fill a whole tile here, so $-\infty$
-# is minded; and products are of 16-bit numbers where the model has those, with sums in 32 bits. Lesson 09's streams
-# keep their keys unturned in the cache: `cos_sin_ptr` has the angles by which they are turned as they are read. For all
-# other requests it is `None`, and Triton compiles nothing for those lines.
+# Below is the engine's loop, the core of both of its attention kernels. Find each step of exercise 3 in it, and these
+# differences:
+#
+# * Exponents are to base 2, because that is the instruction the hardware has; the scores are multiplied by
+#   $\log_2 e$ first.
+# * A tile can be hidden completely from a row, so $-\infty$ is handled as in exercise 1.
+# * Products take the model's 16-bit numbers; sums have 32 bits.
+# * `cos_sin_ptr` is for lesson 09's streams, whose cached keys are rotated as they are read. For other requests it is
+#   `None`, and Triton compiles nothing for those lines.
 
 # %%
 # ENGINE: minillm.kernels.paged_attention:_attend
 
 # %% [markdown]
-# And the decode kernel around it. It differs from yours in four things. A row may have several queries, so a tile's
-# rows are (query, head) pairs again; a window moves where the walk begins; `cos_sin_ptr` is passed on to the walk; and
-# a program has a third number, `split`:
+# The decode kernel around it differs from yours in four ways. A row can have several queries, so a tile's rows are
+# (query, head) pairs again. A window moves the start of the loop. The sums' logarithms are stored. And each program has
+# a third number, `split`, which is the topic of section 5.
 
 # %%
 # ENGINE: minillm.kernels.paged_attention:decode_kernel
 
 # %% [markdown]
-# ## 5 · Too few programs
+# ## 5 · Too few programs · 18 min
 #
-# One request on a GPU with 132 processors, one KV head: the kernel of exercise 3 is *one* program. One processor reads
-# all keys, at a small part of the memory's speed, and 131 wait. And in a ragged batch the longest row runs on alone
-# when the others are done. The remedy (Dao et al. 2023, *Flash-Decoding*): **cut a row's keys into shares, one program
-# each**, and put the outputs together.
+# For one request and one KV head, the kernel of exercise 3 is *one* program. On a GPU with 132 processors, one of them
+# reads all keys and 131 are idle, and a single processor cannot read at the speed of the whole memory. In a ragged
+# batch, the longest row runs on alone when all others are done. The remedy is Flash-Decoding (Dao et al. 2023): **cut a
+# row's keys into shares, one program each**, and combine their outputs.
 #
-# How a chip of 12 processors would do six ragged rows, if time were nothing but keys read (programs go to the first
-# processor that is free):
-
+# Here is a model of a small chip with 12 processors and six ragged rows. It counts nothing but the keys read, and gives
+# each program to the first processor that is free:
 
 # %%
 ROW_KEYS = [300, 500, 700, 900, 2000, 6000]
 PROCESSORS = 12
-
-
-def on_processors(splits, keys=64):
-    """(processor, start, length, row) of every program, in the order of the launch."""
-    free = [(0, number) for number in range(PROCESSORS)]
-    programs = []
-    for split in range(splits):
-        for row, length in enumerate(ROW_KEYS):
-            share = -(-length // (splits * keys)) * keys  # whole tiles
-            mine = min(share, length - split * share)
-            if mine > 0:
-                start, processor = heapq.heappop(free)
-                heapq.heappush(free, (start + mine, processor))
-                programs.append((processor, start, mine, row))
-    return programs
-
-
 small_chip = paged_attention.Device(shared_memory=99 * 1024, processors=PROCESSORS)
 splits = paged_attention.decode_splits(len(ROW_KEYS), max(ROW_KEYS), small_chip)
-draw.schedules(
-    {
-        "one program a row": on_processors(1),
-        f"{splits} shares a row, as the engine's rule says": on_processors(splits),
-    },
-    PROCESSORS,
-    names=[f"a row of {length:,} keys" for length in ROW_KEYS],
+shares = {"one program per row": 1, f"{splits} shares per row, by the engine's rule": splits}
+draw.schedules(ROW_KEYS, shares, PROCESSORS)
+describe(
+    "Two modeled schedules. With one program per row, half of the processors are never used and the longest row runs "
+    "on alone. With shares, all processors have work and the end comes several times sooner."
 )
 
 # %% [markdown]
-# How many shares? Enough to fill the chip, and to keep the longest from being last; no more, because each writes a
-# partial output that must be read again. This is the engine's rule, and what it says for an H200 and Gemma 2B:
+# How many shares? Enough to fill the chip, and to keep a long row from finishing last. But no more than that: each
+# share writes a partial output that must be read again. This is the engine's rule, and what it says for an H200 and a
+# model with one KV head:
 
 # %%
 # ENGINE: minillm.kernels.paged_attention:decode_splits
 
 # %%
-h200 = paged_attention.Device(shared_memory=227 * 1024, processors=132)
-print(
-    "shares     "
-    + "".join(f"{longest:>8,}" for longest in (256, 1024, 4096, 16384))
-    + "  keys"
-)
-for rows in (1, 8, 64, 512):
-    counts = [
-        paged_attention.decode_splits(rows, longest, h200)
-        for longest in (256, 1024, 4096, 16384)
-    ]
-    print(f"{rows:4} rows  " + "".join(f"{count:8}" for count in counts))
+attention_facts.print_shares()
 
 # %% [markdown]
-# ### Exercise 4: put the parts together
-#
-# Share $p$ has done its softmax over its own keys alone: an output $o_p$, divided by its own sum of weights. It hands
-# over $o_p$ and the logarithm of that sum, $l_p = \log \sum_j e^{s_j}$ over the scores of its keys. Over all keys the
-# weights sum to $\sum_p e^{l_p}$, and a share's part of that is what its output counts:
+# **Exercise 4 (7 minutes).** Combine the shares. Share $p$ has computed a softmax over its own keys only. It gives you
+# its output $o_p$, already divided by its own sum of weights, and the logarithm of that sum,
+# $l_p = \log \sum_j e^{s_j}$. Over all keys the weights sum to $\sum_p e^{l_p}$, so
 #
 # $$o = \frac{\sum_p e^{l_p} o_p}{\sum_p e^{l_p}}$$
 #
-# In kernels it is the logarithm that is handed over, because a sum of $e^{1000}$ does not fit a number; so do not undo
-# that. A short row leaves shares empty: no keys, $l_p = -\infty$, an output of zeros. A padding row is empty
-# altogether, and should give zeros.
+# Shares pass on the logarithm because a sum with $e^{1000}$ in it does not fit in a float. Do not lose that on the way.
+# A short row leaves some shares empty: no keys, $l_p = -\infty$, an output of zeros. In a padding row all shares are
+# empty, and the result should be zeros.
 #
 # For example, a single share is the whole output.
 
 
 # %% tags=["exercise"]
 def combine(partial, log_total):
-    """One output from those of shares of the keys.
+    """One output from those of shares of the keys; the arguments must not be changed.
 
     partial: [..., shares, d]; log_total: [..., shares], the logarithm of the sum of each share's
     weights, -inf for a share without keys. Returns [..., d].
     """
-    # SOLUTION: weigh each share by exp(log_total), with the largest subtracted first
+    # SOLUTION: weigh each share by exp(log_total), with the row's largest subtracted first
     largest = log_total.amax(-1, keepdim=True)
     weights = (log_total - torch.where(largest == -torch.inf, 0.0, largest)).exp()
     total = weights.sum(-1, keepdim=True)
@@ -725,7 +631,7 @@ def combine(partial, log_total):
 check(combine)
 
 # %% [markdown]
-# In the engine, with every row's keys in three shares (for a short row, one or two of them stay empty):
+# In the engine, with each row's keys in three shares (a short row leaves one or two of them empty):
 
 
 # %%
@@ -742,154 +648,148 @@ def split_decode(q, k, v, length, *, scale, shares=3, keys=16):
     return combine(torch.stack(partial, -2), torch.stack(log_total, -1))[None]
 
 
-decode_only = {"decode_attention": adapters.gathered(split_decode)["decode_attention"]}
-with using(**decode_only) as used:
-    after = [completion.token_ids for completion in served.generate(PROMPTS, greedy)]
-same = sum(a == b for one, other in zip(before, after) for a, b in zip(one, other))
-print(f"equal tokens: {same} of {sum(map(len, before))}")
-print(used.calls)
+decode_only = adapters.gathered(split_decode)["decode_attention"]
+run_with(served, before, combine, decode_attention=decode_only)
 
 # %% [markdown]
-# The engine's is a second, tiny kernel, one program a query head. (For a single request it goes one step further: the
-# last share to finish puts the parts together itself, which saves that launch. That is `kernels/single_row.py`.)
+# The engine does this in a second, tiny kernel with one program per query head: find your weights in `share`. (For a
+# single request, the last share to finish combines them all, which saves that launch: `kernels/single_row.py`.)
 
 # %%
 # ENGINE: minillm.kernels.paged_attention:combine_kernel
 
 # %% [markdown]
-# How near does all this come to the speed of memory? From the committed record, with the engine's rule for shares:
+# **Predict first**: one layer of Gemma 2B, one row of 8,192 keys, on an H200. How many times as fast are 64 shares as
+# one?
+
+# %% tags=["exercise"]
+guess_gain = 40.0  # PREDICT: times as fast with 64 shares, 1 row of 8,192 keys
 
 # %%
-print(f"one layer's decode attention on an H200, which copies {h200_bytes / 1e12:.2f} TB/s")
-for rows in (1, 64, 512, 3000):
-    row = measured("decode_attention", rows)
-    keys = row["shape"].split("over ")[1]
-    speed, share = row["gb_per_s"] / 1e3, row["gb_per_s"] * 1e9 / h200_bytes
-    print(
-        f"{rows:5} rows, {keys:>15}: {row['ms'] * 1e3:6.1f} us, {speed:.2f} TB/s, {share:4.0%}"
-    )
+lines = attention_facts.h200_splits((1, 512), (1, 8192), (64, 512), (64, 8192))
+one_row = lines["1 row of 8,192 keys"]
+gain = one_row[1]["ms"] / one_row[64]["ms"]
+compare("64 shares", unit="times as fast", prediction=guess_gain, measured=gain)
+attention_facts.print_best_splits(lines)
+draw.splits(lines)
+describe(
+    "Time against the number of shares. With one long row it falls up to 64 shares. With one short row or with 64 rows "
+    "it falls at first and then rises again."
+)
 
 # %% [markdown]
-# And yours? On a GPU, the next cell measures your kernel beside the engine's and the reference. An interpreted kernel
-# has no time worth telling.
+# A single long row gains the most. With 64 rows the chip is half full already, so a few shares do. Too many cost time:
+# each has less to read, and there are more outputs to combine. The engine's rule, marked by rings, is not always the
+# best choice.
+#
+# How close does all this come to the speed of memory? From the record of kernels, with the engine's rule for shares:
+
+# %%
+attention_facts.print_decode_speeds()
+
+# %% [markdown]
+# With many rows it comes close. One row of 384 keys is far from the floor although its keys *are* split: reading them
+# would take a tenth of a microsecond, less than any kernel in the record takes to start and finish. Here there are two
+# such kernels, one after the other, and in the first the loads wait for each other: length, table, keys. Such work is
+# **limited by latency**, not by memory or arithmetic. Shares help with long rows; with short ones, only fewer or
+# overlapping launches do (lesson 11).
+#
+# ## 6 · What it is worth · optional, 7 min
+#
+# If you have a GPU, this cell measures decode attention on it. (Your kernel multiplies in exact float32, the engine's
+# in 16 bits on the tensor cores, so expect yours to be slower than the engine's with one share.)
 
 
 # %% tags=["nbval-ignore-output"] uncompared="times, where there is a GPU"
-def engines_decode(*tensors, scale):
-    return paged_attention.decode_attention(*tensors, AttentionOptions(scale))
+def your_decode(q, cache, table, lengths, options):
+    return paged_decode(q, cache, table, lengths, scale=options.scale)
 
 
-def reference_decode(*tensors, scale):
-    return reference.decode_attention(*tensors, AttentionOptions(scale))
-
-
-if device == "cuda":
-    for rows, keys in ((1, 4096), (64, 1024), (512, 1024)):
-        blocks = rows * keys // 16
-        shape = (blocks, 16, kv_heads, dim)
-        big = LayerCache(*(torch.randn(shape, device=device).bfloat16() for _ in "kv"))
-        order = torch.randperm(blocks, device=device).int().view(rows, -1)
-        one_query = torch.randn(rows, 1, heads, dim, device=device).bfloat16()
-        given = one_query, big, order, ints(*[keys] * rows)
-        floor_ms = 1e3 * (big.k.nbytes + big.v.nbytes) / h200_bytes
-        print(
-            f"{rows} rows of {keys} keys; reading them at an H200's speed: {floor_ms:.3f} ms"
-        )
-        mine = yours(paged_decode, engines_decode)
-        ways = {"yours": mine, "the engine's": engines_decode}
-        ways["the reference"] = reference_decode
-        for name, way in ways.items():
-            run = functools.partial(way, *given, scale=dim**-0.5)
-            took = triton.testing.do_bench(run, return_mode="median")
-            print(f"  {name:14} {took:8.3f} ms")
+if kernel_device() == "cuda":
+    ways = {"yours, one share": your_decode} if solved(paged_decode_kernel) else {}
+    attention_facts.time_decode(ways, {1: 4096, 64: 1024, 512: 1024})
 else:
     print("no GPU here: nothing to measure")
 
 # %% [markdown]
-# ## 6 · What it is worth
-#
-# A kernel that is faster in isolation need not make an engine faster. So one part is taken away at a time, and the
-# whole engine measured, Gemma 2B on an H200: that is an *ablation*. In place of our decode attention, the best that a
-# few lines of torch's own can do: gather every row's blocks into one piece, then call torch's attention.
+# A faster kernel does not have to make a faster engine. So we take away one part at a time and measure the whole
+# engine, Gemma 2B on an H200. This is called an *ablation*. In place of our decode attention we use the best that a few
+# lines of torch can do: gather each row's blocks into one tensor, then call torch's attention (the call to
+# `F.scaled_dot_product_attention` near the end).
 
 # %%
 # ENGINE: minillm.bench.ablation:torch_attention
 
 # %% [markdown]
+# The second part to take away are **CUDA graphs**. A graph is a recording of all the launches of a step, which the CPU
+# then starts with a single call; lesson 11 builds them. Without graphs, Python launches every kernel by itself.
+#
 # **Predict first.** 256 requests at once, 128 tokens in and 128 out. The weights are 5 GB, and every step reads them.
-# With torch's attention in place of ours, what share of the tokens a second is left? And with our kernels, but without
-# the CUDA graphs of lesson 03?
+# What share of the tokens per second is left with torch's attention? And what share with our kernels, but without CUDA
+# graphs?
 
 # %% tags=["exercise"]
-guess_torch = 0.9  # PREDICT: share of the tokens/s with torch's attention, 256 requests
-guess_no_graphs = 0.7  # PREDICT: share of the tokens/s without CUDA graphs, 256 requests
+guess_torch = 0.9  # PREDICT: share of the tokens/s left with torch's attention, 256 requests
+guess_no_graphs = 0.7  # PREDICT: share of the tokens/s left without CUDA graphs, 256 requests
 
 # %%
-record = records.read("h200/ablation")
-speeds = {
-    (line["group"], line["name"], line["requests"]): line["output_tokens_per_s"]
-    for line in record["results"]
+speeds = attention_facts.h200_speeds()
+whole = speeds["both parts"]
+for name, guess in (("torch's attention", guess_torch), ("no CUDA graphs", guess_no_graphs)):
+    left = {requests: speeds[name][requests] / whole[requests] for requests in whole}
+    words = f"{name}, 256 requests"
+    compare(words, unit="of the tokens/s", prediction=guess, measured=left[256])
+    print(f"  with one request, {left[1]:.2f} of the tokens/s")
+for name in ("both parts", "no CUDA graphs"):
+    print(f"one request, {name}: {1e3 / speeds[name][1]:.1f} ms per token")
+bars = {
+    f"{requests} request{'s' * (requests > 1)}": {
+        name: speeds[name][requests] / whole[requests] for name in speeds
+    }
+    for requests in whole
 }
-
-
-def left(group, without, whole, requests):
-    """The share of the tokens a second that is left without something."""
-    return speeds[group, without, requests] / speeds[group, whole, requests]
-
-
-attention = "decode attention", "torch", "Triton"
-graphs = "CUDA graphs", "off", "on"
-for what, names, guess in (
-    ("torch's attention", attention, guess_torch),
-    ("no CUDA graphs", graphs, guess_no_graphs),
-):
-    compare(
-        f"{what}, 256 requests",
-        unit="of the speed",
-        prediction=guess,
-        measured=left(*names, 256),
-    )
-    print(f"and with one request {left(*names, 1):.2f} of the speed")
-weights, keys = sizing.weight_bytes(gemma), 256 * 256 * sizing.kv_bytes_per_token(gemma)
-print(
-    f"at the end 256 requests have {keys / 1e9:.1f} GB of keys, the weights are {weights / 1e9:.1f}"
+draw.against(
+    bars, unit="tokens per second, as a share of the speed with both parts", log=False
+)
+describe(
+    "Bars for one request and for 256. With torch's attention about four fifths of the speed are left; without CUDA "
+    "graphs about half with 256 requests, and less than a quarter with one."
 )
 
-# %%
-plots.ablation(record, groups=["decode attention", "CUDA graphs"])
-plt.show()
-
 # %% [markdown]
-# Reading the keys is a small part of such a step, and yet our attention is worth a quarter more tokens with many
-# requests, a third with one. Torch's way *writes* what it has gathered, so that it can be read again, and is several
-# launches in place of two. That is section 1 once more. (With one request, "Triton" is slower than the engine itself:
-# to compare attentions alone, the fused step of lesson 03 is off.)
+# (All three settings run the same kernels for everything else, one per operation. For a single request the engine can
+# do better still: lesson 11.)
 #
-# And for one request nothing matters as much as the graph. A decode step is some two hundred small launches, and each
-# kernel is done long before Python has launched the next. The best kernel is worth little where nobody calls it in
-# time.
+# Torch's way costs about a fifth of the speed with 256 requests and a quarter with one, because it *writes* the
+# gathered keys only to read them again, and needs more launches. That is section 1 once more.
+#
+# For one request, graphs matter more than the attention. Each layer is some eleven short kernels, and the GPU finishes
+# each one before Python has launched the next. The engine is then **launch-bound**: its speed is that of launching, and
+# faster kernels would not change it.
 
 # %%
 served.close()
 
 # %% [markdown]
-# ## Recap
+# ## Recap · 2 min
 #
-# * A softmax needs no second look at its scores: keep a maximum, a sum and an undivided output, and multiply both by
-#   $e^{m - m'}$ when the maximum grows. So attention's scores never need to be in memory.
-# * Prefill tiles queries and keys, skips what nobody sees, about half, and is bound by operations.
-# * Decode gets as many operations from a byte as there are query heads on a KV head, and is bound by reading. Packing
-#   the heads into one tile reads each key once.
-# * A block table costs one small look-up for each key of a tile; the keys themselves are where the bytes are.
-# * Too few programs, or one that is too long: cut the keys into shares and put the parts together by the logarithms of
+# * A softmax does not need a second look at its scores: keep a maximum, a sum and an undivided output, and multiply the
+#   latter two by $e^{m - m'}$ when the maximum grows. So the scores never need to be in GPU memory.
+# * Prefill tiles queries and keys and skips tiles that no query sees, about half of them. Long prompts are limited by
+#   arithmetic.
+# * Decode does as many operations per byte as there are query heads per KV head, and is limited by reading memory.
+#   Packing the heads into one tile reads each key once.
+# * A block table costs one small lookup per key; the keys themselves are where the bytes are.
+# * With too few programs, or one that is too long, split the keys into shares, and combine them by the logarithms of
 #   their sums.
+# * Short work is limited by latency, and an engine that launches kernels one by one is launch-bound.
 #
 # **What got worse:** three lines of torch have become a file of kernels, with tile sizes to choose for each chip, and
-# prefill is still behind torch's own. Shares write partial outputs that must be read again. And the order of sums now
-# depends on tiles and shares, and the shares on how many rows there are: the same request can differ in its last digits
-# from one batch to another, and where two tokens are nearly equal, in a token.
+# prefill is still slower than torch's own. Shares write partial outputs that must be read again. And the order of the
+# sums now depends on tiles and shares, and the number of shares on the number of rows. So the same request can differ
+# in its last digits from one batch to another, and where two tokens are nearly equally likely, in a token.
 #
 # **Further reading:** Milakov and Gimelshein 2018, *Online Normalizer Calculation for Softmax*; Dao et al. 2022,
-# *FlashAttention*, and Dao 2023, *FlashAttention-2*; Dao et al. 2023, *Flash-Decoding for Long-Context Inference*; Kwon
-# et al. 2023, *Efficient Memory Management for LLM Serving with PagedAttention*; Ainslie et al. 2023, *GQA*. Next:
-# lesson 05 makes the weights smaller, which is what a decode step reads most.
+# *FlashAttention*; Dao 2023, *FlashAttention-2*; Dao et al. 2023, *Flash-Decoding for Long-Context Inference*; Kwon et
+# al. 2023, *Efficient Memory Management for Large Language Model Serving with PagedAttention*; Ainslie et al. 2023,
+# *GQA*. Next: lesson 05 makes the weights smaller, which is what a decode step reads most.

@@ -1,32 +1,23 @@
 """Online softmax, the tiles of a causal prefill, decode attention over pages, split keys.  Lesson 04."""
 
-import weakref
+import itertools
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from minillm.kv_cache.layer_cache import LayerCache
 
-from ..interpret import kernel_device
+from .. import paged_rows as paged
+from ..paged_rows import DIM, first_number, near, normal
 from . import Exercise
 
-DIM = 16
-
-
-def _random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def _near(got: Tensor, want: Tensor, tolerance: float = 1e-6) -> bool:
-    assert got.shape == want.shape, f"the shape is {list(got.shape)}, not {list(want.shape)}"
-    return torch.allclose(got.double().cpu(), want.double().cpu(), rtol=0, atol=tolerance)
-
-
-# ---- attention over keys that come by in tiles
+# ---- attention over keys that come in tiles
 
 online_attention = Exercise("online_attention")
 
 HIDDEN = -torch.inf
+TILES = 40  # in the check that none is kept
 
 
 def _tile(scores: float, values: float, keys: int = 2, rows: int = 1) -> tuple[Tensor, Tensor]:
@@ -35,96 +26,145 @@ def _tile(scores: float, values: float, keys: int = 2, rows: int = 1) -> tuple[T
 
 
 def _of_tiles(function, *tiles: tuple[Tensor, Tensor]) -> Tensor:
-    """[rows, d] of tiles that can be looked at once, one after the other."""
+    """[rows, d] of tiles that can be read once, one after the other."""
     rows, dim = len(tiles[0][0]), tiles[0][1].shape[1]
     got = function(iter(tiles), rows, dim)
     assert list(got.shape) == [rows, dim], f"the shape is {list(got.shape)}, not {[rows, dim]}"
     return got
 
 
+def _gives(function, want: list[float], what: str, *tiles: tuple[Tensor, Tensor]) -> None:
+    """Assert that each row's output, of values with one number, is the one wanted."""
+    got = _of_tiles(function, *tiles)[:, 0].tolist()
+    for row, (mine, its) in enumerate(zip(got, want, strict=True)):
+        where = f" in row {row}" if len(want) > 1 else ""
+        assert abs(mine - its) < 1e-5, f"{what} gave {mine:.3f}{where}, not {its:.3f}"
+
+
 @online_attention.example
 def _(function):
-    scores, values = _random(3, 5), _random(5, DIM, seed=1)
-    assert _near(_of_tiles(function, (scores, values)), scores.softmax(-1) @ values), "one tile: the plain softmax"
+    scores, values = normal(3, 5), normal(5, DIM, seed=1)
+    got, want = _of_tiles(function, (scores, values)), scores.softmax(-1) @ values
+    assert near(got, want), f"one tile of 5 keys: expected {first_number(want)}..., got {first_number(got)}"
 
 
 @online_attention.property(
     "the sum is rescaled when the maximum grows",
-    hint="when the maximum grows by d, what was summed up before is worth exp(-d) of it: multiply the total by that",
+    hint="when the maximum grows by d, everything summed so far is worth exp(-d) of what it was: multiply the sum by "
+    "that",
 )
 def _(function):
-    got = _of_tiles(function, _tile(0, 0.0), _tile(20, 1.0)).item()
-    assert got > 0.99, f"keys with score 0 and value 0, then with score 20 and value 1, gave {got:.3f}, not 1"
+    for score in (20, 1000):
+        what = f"keys with score 0 and value 0, then keys with score {score} and value 1,"
+        _gives(function, [1.0], what, _tile(0, 0.0), _tile(score, 1.0))
 
 
 @online_attention.property(
     "the output is rescaled when the maximum grows",
-    hint="the output so far is a sum with the old maximum in it: multiply it by exp(old maximum - new), as the total",
+    hint="the output so far was computed with the old maximum: multiply it by exp(old maximum - new), like the sum",
 )
 def _(function):
-    got = _of_tiles(function, _tile(0, 1.0), _tile(20, 0.0)).item()
-    assert got < 0.01, f"keys with score 0 and value 1, then with score 20 and value 0, gave {got:.3f}, not 0"
+    what = "keys with score 0 and value 1, then keys with score 20 and value 0,"
+    _gives(function, [0.0], what, _tile(0, 1.0), _tile(20, 0.0))
 
 
 @online_attention.property(
-    "the maximum never falls",
-    hint="keep the larger of the old maximum and the tile's own: with scores of 1000 and then 0, exp(1000 - 0) is inf",
+    "the maximum never decreases",
+    hint="keep the larger of the old maximum and the tile's own: otherwise old terms are multiplied by exp(0 - -1000)",
 )
 def _(function):
-    got = _of_tiles(function, _tile(1000, 1.0), _tile(0, 2.0))
-    assert got.isfinite().all(), f"scores of 1000, then of 0, gave {got.item()}"
+    what = "a key with score 0 and value 1, then one with score -1000 and value 2,"
+    _gives(function, [1.0], what, _tile(0, 1.0, keys=1), _tile(-1000, 2.0, keys=1))
 
 
 @online_attention.property(
-    "keys that no query sees do not count",
-    hint="a row that has seen no key yet has maximum -inf, and -inf - -inf is nan: subtract 0 there; and no total is 0 "
-    "when you divide",
+    "scores of any size give exact weights",
+    hint="exp(1000) is inf, and exp(-1000) is 0: subtract the maximum so far from the scores before exp, even if it is "
+    "negative",
+)
+def _(function):
+    values = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
+    for size in (1000, -1000, 10000, -10000):
+        scores = torch.tensor([[size, size + 1.0]], dtype=torch.float64)
+        what = f"scores of {size} and {size + 1} with values 0 and 1"
+        _gives(function, [1 / (1 + torch.e**-1)], what, (scores, values))
+
+
+@online_attention.property(
+    "every row has its own maximum",
+    hint="take the maximum over the last axis only, with keepdim=True: one number per row",
+)
+def _(function):
+    scores = torch.tensor([[600.0, 600.0], [0.0, 0.0], [-600.0, -600.0]], dtype=torch.float64)
+    tile = scores, torch.tensor([[1.0], [3.0]]).double()
+    _gives(function, [2.0] * 3, "rows with scores of 600, 0 and -600, and values 1 and 3", tile)
+
+
+@online_attention.property(
+    "hidden keys have no weight",
+    hint="a row that has seen no key yet has maximum -inf, and -inf - -inf is nan: subtract 0 there. If the sum is 0 "
+    "at the end, divide by 1",
 )
 def _(function):
     scores = torch.tensor([[HIDDEN, HIDDEN], [0.0, HIDDEN]], dtype=torch.float64)
     first, then = (scores, torch.tensor([[3.0], [7.0]]).double()), _tile(0.0, 5.0, keys=1, rows=2)
-    got = _of_tiles(function, first, then)[:, 0].tolist()
-    assert _near(torch.tensor(got), torch.tensor([5.0, 4.0])), f"a hidden first tile, then values of 5, gave {got[0]}"
-    nothing = _of_tiles(function, _tile(HIDDEN, 3.0)).item()
-    assert nothing == 0, f"a row that sees no key gave {nothing}, not 0"
+    what = "a first tile that is hidden (from row 1 in part), then a key with value 5,"
+    _gives(function, [5.0, 4.0], what, first, then)
+    what = "keys with value 0, then a hidden tile, then keys with value 0,"
+    _gives(function, [0.0], what, _tile(0, 0.0), _tile(HIDDEN, 3.0), _tile(0, 0.0))
+    _gives(function, [5.0], "a hidden tile, then a key with score -1000", _tile(HIDDEN, 3.0), _tile(-1000, 5.0))
+    _gives(function, [0.0], "a row that sees no key", _tile(HIDDEN, 3.0))
 
 
 @online_attention.property(
-    "division comes once, at the end",
-    hint="the sum of the weights is known when the last tile is through: divide after the loop",
+    "the output is divided once, at the end",
+    hint="the sum of the weights is known only after the last tile: divide after the loop",
 )
 def _(function):
-    got = _of_tiles(function, _tile(0, 2.0), _tile(0, 4.0)).item()
-    assert abs(got - 3) < 1e-6, f"two tiles of equal scores with values of 2 and of 4 gave {got:.3f}, not 3"
+    what = "three keys with value 2, then one with value 4, all with the same score,"
+    _gives(function, [2.5], what, _tile(0, 2.0, keys=3), _tile(0, 4.0, keys=1))
 
 
 @online_attention.property(
     "no tile is kept",
-    hint="let a tile's scores and values go before you ask for the next: maximum, total and output are all you need",
+    hint="use a tile's scores and values before you ask for the next tile, and keep only the maximum, the sum and the "
+    "output",
 )
 def _(function):
-    known: list[weakref.ref[Tensor]] = []
-    most = 0
+    left = paged.left_in_memory(lambda tiles: function(tiles, 1, 1), lambda: _tile(0.0, 1.0, keys=1024), TILES)
+    # Scores, values, weights and such of the tile before are still bound to names; other threads allocate as well.
+    assert left < 1024 * TILES / 2, f"after {TILES - 1} tiles of 1,024 keys, {left:,} numbers were left in memory"
 
-    def tiles():
-        nonlocal most
-        for number in range(6):
-            most = max(most, sum(tile() is not None for tile in known))
-            made = [_tile(float(number), 1.0)]
-            known.append(weakref.ref(made[0][0]))
-            yield made.pop()  # only the caller has it now
 
-    function(tiles(), 1, 1)
-    assert most <= 2, f"when the last of six tiles was asked for, {most} earlier ones were still there"
+@online_attention.property(
+    "the tiles are not changed",
+    hint="an operation whose name ends in `_`, or `-=`, changes the caller's tensor: write `scores = scores - ...`",
+)
+def _(function):
+    scores, values = normal(2, 4), normal(4, 3, seed=1)
+    given = [(scores.clone(), values.clone()), (scores.clone(), values.clone())]
+    _of_tiles(function, *given)
+    assert all(torch.equal(tile[0], scores) for tile in given), "the scores of a tile changed"
+    assert all(torch.equal(tile[1], values) for tile in given), "the values of a tile changed"
 
 
 # ---- which key tiles a tile of queries needs
 
 tiles_to_visit = Exercise("tiles_to_visit")
 
+SPANS = [(0, 15), (16, 31), (48, 55), (5, 5), (16, 16), (30, 40)]
+SIZES = (8, 1, 5, 16)  # of a tile
 
-def _visited(function, *given, **options) -> set[int]:
-    return set(function(*given, **options))
+
+def _visited(function, first: int, last: int, keys: int, **options) -> list[int]:
+    got = function(first, last, keys, **options)
+    assert isinstance(got, Iterable), f"{type(got).__name__} is not a range"
+    found = list(itertools.islice(got, 1000))
+    assert len(found) == len(set(found)), (
+        f"queries {first} to {last}, tiles of {keys} keys: you visit a tile twice, and its keys count twice"
+    )
+    assert hasattr(got, "__len__"), f"return a range, not a {type(got).__name__}"
+    return found
 
 
 def _needed(first: int, last: int, keys: int, window: int | None) -> set[int]:
@@ -133,178 +173,225 @@ def _needed(first: int, last: int, keys: int, window: int | None) -> set[int]:
     return {key // keys for _, key in seen}
 
 
-SPANS = [(0, 15), (16, 31), (48, 55), (5, 5), (16, 16), (30, 40)]
+def _cases(function, *windows: int | None):
+    """(case in words, last tile, tiles needed, tiles visited) for many queries, tile sizes and these windows."""
+    for (first, last), keys, window in itertools.product(SPANS, SIZES, windows):
+        what = f"queries {first} to {last}, tiles of {keys} keys" + (f", a window of {window}" if window else "")
+        options = {"window": window} if window else {}
+        visited = set(_visited(function, first, last, keys, **options))
+        yield what, last // keys, _needed(first, last, keys, window), visited
 
 
 @tiles_to_visit.example
 def _(function):
-    got = _visited(function, 0, 5, 8)
-    assert got == {0}, f"queries 0 to 5 see keys 0 to 5, which lie in tile 0 of 8 keys; you visit {sorted(got)}"
+    got = sorted(_visited(function, 0, 5, 8))
+    assert got == [0], f"queries 0 to 5 see keys 0 to 5, all in tile 0 of 8 keys: expected [0], got {got}"
 
 
 @tiles_to_visit.property(
     "the tile with the last query's own key is visited",
-    hint="the last query sees its own key too: a range ends before its second number",
+    hint="the last query sees its own key too, and a range excludes its end",
 )
 def _(function):
-    for first, last in SPANS:
-        missed = {last // 8} - _visited(function, first, last, 8)
-        assert not missed, f"queries {first} to {last}, tiles of 8 keys: tile {missed} is left out"
+    for what, end, _, visited in _cases(function, None):
+        assert end in visited, f"{what}: tile {end} is left out"
 
 
 @tiles_to_visit.property(
-    "no tile after the last query is visited", hint="no query here sees keys later than `last`: stop before them"
+    "no tile after the last query is visited", hint="no query here sees a key after `last`: stop with that key's tile"
 )
 def _(function):
-    for first, last in SPANS:
-        more = {tile for tile in _visited(function, first, last, 8) if tile > last // 8}
-        assert not more, f"queries {first} to {last}, tiles of 8 keys: no query sees any key of tile {max(more)}"
+    for what, end, _, visited in _cases(function, None):
+        assert max(visited, default=0) <= end, f"{what}: no query sees any key of tile {max(visited)}"
 
 
 @tiles_to_visit.property(
-    "no key that a window shows is missed",
-    hint="the first query's window begins earliest, at first - window + 1: that key's tile is where to begin",
+    "without a window the walk begins at tile 0",
+    hint="causal attention hides only later keys: without a window every query sees key 0",
 )
 def _(function):
-    for first, last in SPANS:
-        for window in (1, 4, 8, 20):
-            missed = _needed(first, last, 8, window) - _visited(function, first, last, 8, window=window) - {last // 8}
-            assert not missed, f"queries {first} to {last}, a window of {window}: tile {min(missed)} is left out"
+    assert 0 in _visited(function, 8000, 8015, 16), "queries 8000 to 8015, tiles of 16 keys: tile 0 is left out"
+    for what, end, needed, visited in _cases(function, None):
+        assert not (missed := needed - visited - {end}), f"{what}: tile {min(missed)} is left out"
 
 
 @tiles_to_visit.property(
-    "nothing before every window is visited",
-    hint="with a window the query at position p sees keys p - window + 1 to p; earlier tiles can be skipped",
+    "every key inside a window is visited",
+    hint="the first query's window begins earliest: begin with the tile of its earliest key",
 )
 def _(function):
-    for first, last in SPANS:
-        for window in (1, 4, 8, 20):
-            least = min(_needed(first, last, 8, window))
-            more = {tile for tile in _visited(function, first, last, 8, window=window) if 0 <= tile < least}
-            assert not more, f"queries {first} to {last}, a window of {window}: no query sees keys of tile {max(more)}"
+    for what, end, needed, visited in _cases(function, 1, 4, 8, 20):
+        assert not (missed := needed - visited - {end}), f"{what}: tile {min(missed)} is left out"
 
 
 @tiles_to_visit.property(
-    "there are no keys before position 0", hint="a window may reach back beyond the beginning: begin at tile 0 then"
+    "no tile before every window is visited",
+    hint="which is the earliest key that the first query's window contains? Count the query's own key too",
 )
 def _(function):
-    for window in (20, 100):
-        less = {tile for tile in _visited(function, 0, 15, 8, window=window) if tile < 0}
-        assert not less, f"queries 0 to 15, a window of {window}: tile {min(less)} does not exist"
+    for what, _, needed, visited in _cases(function, 1, 4, 8, 20):
+        more = {tile for tile in visited if 0 <= tile < min(needed)}
+        assert not more, f"{what}: no query sees any key of tile {max(more)}"
+
+
+@tiles_to_visit.property(
+    "no tile before tile 0 is visited", hint="a window can begin before position 0, where there are no keys"
+)
+def _(function):
+    for what, _, _, visited in _cases(function, 20, 100):
+        assert min(visited, default=0) >= 0, f"{what}: tile {min(visited)} does not exist"
 
 
 # ---- decode attention over a paged cache
 
 paged_decode = Exercise("paged_decode")
 
-SIZE = 16  # slots of a block
-BLOCKS = 64  # of a cache; those in the middle are used, so that a wrong address is still inside the memory
-
-
-def _cache(kv_heads: int = 1) -> LayerCache:
-    shape = (BLOCKS, SIZE, kv_heads, DIM)
-    return LayerCache(*(_random(*shape, seed=seed).float().to(kernel_device()) for seed in (1, 2)))
-
-
-def _run(function, cache: LayerCache, blocks: list[int], length: int, q: Tensor | None = None, **options) -> Tensor:
-    """[heads, d] of one query a row; two rows: a short one in block 9, then one of `length` tokens in `blocks`."""
-    if q is None:
-        q = _random(1, 2 * cache.k.shape[2], DIM, seed=9).float()
-    table = torch.zeros(2, len(blocks) + 8, dtype=torch.int32)
-    table[0, 0], table[1, : len(blocks)] = 9, torch.tensor(blocks)
-    lengths = torch.tensor([3, length], dtype=torch.int32)
-    given = (each.to(kernel_device()) for each in (table, lengths))
-    return function(q.expand(2, *q.shape).to(kernel_device()), cache, *given, **{"scale": 0.25} | options)[1, 0]
-
 
 @paged_decode.example
 def _(function):
-    # Two full blocks of keys whose values are all 7: whatever the weights are, both heads get 7.
-    cache = _cache()
+    # Two full blocks of keys whose values are all 7: with any weights, both heads get 7.
+    cache = paged.cache_of()
     cache.v[:] = 7.0
-    got = _run(function, cache, [40, 41], 32)
-    assert _near(got, torch.full((2, DIM), 7.0), 1e-3), f"32 keys, all values 7, gave {got.flatten()[0].item():.3f}"
+    got = paged.run(function, cache, [40, 41], 32)
+    assert near(got, torch.full((2, DIM), 7.0), 1e-3), f"32 keys with values of 7: expected 7, got {first_number(got)}"
 
 
 @paged_decode.property(
     "a key's offset is counted inside its block",
-    hint="key j is at offset j % BLOCK_SIZE of its block: the offset of key 16 is 0 again",
+    hint="the first key of each block has offset 0: what is left when you divide the key's number by BLOCK_SIZE?",
 )
 def _(function):
-    cache = _cache()
-    before = _run(function, cache, [40, 50], 32)
+    cache = paged.cache_of()
+    before = paged.run(function, cache, [40, 50], 32)
     cache.k[51], cache.v[51] = 3.0, 1e4
-    assert _near(_run(function, cache, [40, 50], 32), before, 1e-3), (
-        "keys 16 to 31 lie in block 50, and the result changes with what is in block 51"
+    assert near(paged.run(function, cache, [40, 50], 32), before, 1e-3), (
+        "keys 16 to 31 are in block 50, and the result changes with the contents of block 51"
     )
 
 
 @paged_decode.property(
-    "a tile of keys may lie in several blocks",
-    hint="look up every key's block, at table_ptr + keys // BLOCK_SIZE: blocks that are neighbours in the table lie "
-    "anywhere in memory",
+    "a tile of keys may come from several blocks",
+    hint="look up the block of every key, not of the tile: blocks next to each other in the table can be anywhere in "
+    "memory",
 )
 def _(function):
-    cache = _cache()
-    before = _run(function, cache, [40, 50], 32)
+    cache = paged.cache_of()
+    before = paged.run(function, cache, [40, 50], 32)
     cache.k[41], cache.v[41] = 3.0, 1e4
-    assert _near(_run(function, cache, [40, 50], 32), before, 1e-3), (
-        "keys 0 to 15 lie in block 40, 16 to 31 in block 50, and the result changes with what is in block 41"
+    assert near(paged.run(function, cache, [40, 50], 32), before, 1e-3), (
+        "keys 0 to 15 are in block 40, 16 to 31 in block 50, and the result changes with the contents of block 41"
     )
     cache.v[50:52] += 100.0
-    moved = (_run(function, cache, [40, 50], 32) - before).abs().max()
-    assert moved > 1, "keys 16 to 31 lie in block 50, and the result does not change with their values"
+    moved = (paged.run(function, cache, [40, 50], 32) - before).abs().max()
+    assert moved > 1, "keys 16 to 31 are in block 50, and the result does not change with their values"
 
 
 @paged_decode.property(
-    "slots beyond the length do not matter",
-    hint="keys from `length` on: do not load them, and set their scores to -inf, or each has a weight of exp(0)",
+    "sizes and strides are those of the cache",
+    hint="block and slot strides differ from cache to cache: use block_stride, slot_stride, BLOCK_SIZE and DIM, no "
+    "numbers of your own",
 )
 def _(function):
-    cache = _cache()
-    before = _run(function, cache, [40, 50], 20)
+    wide = paged.cache_of(3, size=40, dim=32)
+    cache = LayerCache(wide.k[:, :32, :1], wide.v[:, :32, :1])
+    q = normal(1, 2, 32, seed=9)
+    got = paged.run(function, cache, [30], 32, q, scale=1.0)
+    assert near(got, paged.attention_of(cache, [30], 32, q, 1.0), 1e-3), (
+        "a cache with blocks of 32 slots, heads of 32 numbers and gaps between blocks and slots: a wrong output"
+    )
+
+
+@paged_decode.property(
+    "slots from the length on have no weight",
+    hint="a masked load gives 0, and a score of 0 still has a weight: set the scores of absent keys to -inf",
+)
+def _(function):
+    cache = paged.cache_of()
+    before = paged.run(function, cache, [40, 50], 20)
     cache.k[50:52, 4:], cache.v[50:52, 4:] = 3.0, 1e4
-    assert _near(_run(function, cache, [40, 50], 20), before, 1e-3), "with 20 keys, slot 21 changes the result"
+    assert near(paged.run(function, cache, [40, 50], 20), before, 1e-3), "with 20 keys, slot 21 changes the result"
     cache.v[:] = 1.0
-    got = _run(function, cache, [40, 50], 20)
-    assert _near(got, torch.ones(2, DIM), 1e-3), f"20 keys, all values 1, gave {got.flatten()[0].item():.3f}"
+    got = paged.run(function, cache, [40, 50], 20)
+    assert near(got, torch.ones(2, DIM), 1e-3), f"20 keys with values of 1 gave {first_number(got)}"
+
+
+@paged_decode.property(
+    "nothing from the length on is loaded",
+    hint="table, k and v all need the mask: unused slots can hold nan, and 0 x nan is nan; unused table entries can be "
+    "any number",
+)
+def _(function):
+    for length in (15, 1):
+        cache = paged.cache_of()
+        for part in (cache.k, cache.v):
+            kept = part[9, :3].clone(), part[40, :length].clone()
+            part[:] = torch.nan
+            part[9, :3], part[40, :length] = kept
+        got = paged.run(function, cache, [40], length, strict=True)
+        assert got.isfinite().all(), f"{length} keys, and nan in all other slots, gave nan"
 
 
 @paged_decode.property(
     "every KV head is read",
-    hint="a slot holds kv_heads keys, head_stride apart: kv_head * head_stride belongs to the address",
+    hint="a slot holds the keys of all KV heads, head_stride apart: kv_head * head_stride is part of the address",
 )
 def _(function):
-    cache = _cache(kv_heads=2)
-    cache.v[:, :, 0], cache.v[:, :, 1] = 1.0, 2.0
-    got = _run(function, cache, [40, 50], 32)[:, 0]
-    heads = [round(value, 3) for value in got.tolist()]
-    assert heads == [1, 1, 2, 2], f"KV heads with values 1 and 2 gave heads with {heads}, not [1, 1, 2, 2]"
+    wide = paged.cache_of(kv_heads=2, dim=2 * DIM)
+    cache = LayerCache(wide.k[..., :DIM], wide.v[..., :DIM])
+    for part in (cache.k, cache.v):
+        part[:] = part[40].clone()  # all blocks are equal, so that only heads matter
+    q = normal(1, 4, DIM, seed=9)
+    got, want = paged.run(function, cache, [40, 50], 32, q, scale=1.0), paged.attention_of(cache, [40, 50], 32, q, 1.0)
+    assert near(got, want, 1e-3), "4 query heads on 2 KV heads, which have a gap between them: the output is wrong"
 
 
-@paged_decode.property("scores are multiplied by the scale", hint="q · k times `scale`, before the maximum is taken")
+@paged_decode.property("scores are multiplied by the scale", hint="the score is q · k times `scale`")
 def _(function):
-    cache, q = _cache(), _random(1, 2, DIM, seed=9).float()
-    got = _run(function, cache, [40, 50], 32, q, scale=0.125)
-    return _near(got, _run(function, cache, [40, 50], 32, q * 0.125, scale=1.0), 1e-3)
+    cache, q = paged.cache_of(), normal(1, 2, DIM, seed=9)
+    got = paged.run(function, cache, [40, 50], 32, q, scale=0.125)
+    return near(got, paged.run(function, cache, [40, 50], 32, q * 0.125, scale=1.0), 1e-3)
 
 
 @paged_decode.property(
     "the sum and the output are rescaled from tile to tile",
-    hint="as in online_attention: exp(old maximum - new maximum) times both, before the tile's own part is added",
+    hint="as in online_attention: multiply both by exp(old maximum - new maximum) before you add the tile's part",
 )
 def _(function):
-    cache, q = _cache(), torch.zeros(1, 2, DIM)
-    q[..., 0] = 1.0
-    blocks = [12, 13, 14, 40, 41, 42]
+    for values, want in (((1.0, 1.0), 1.0), ((0.0, 1.0), 1.0), ((1.0, 0.0), 0.0)):
+        got = paged.graded(function, (0.0, 20.0), values)[0]
+        assert abs(got - want) < 1e-3, (
+            f"48 keys with score 0 and value {values[0]:.0f}, then 48 with score 20 and value {values[1]:.0f}, gave "
+            f"{got:.3f}, not {want:.0f}"
+        )
+
+
+@paged_decode.property(
+    "scores of any size give exact weights",
+    hint="subtract each row's own maximum so far before exp: tl.max(x, 1) along the keys, tl.maximum of old and new",
+)
+def _(function):
+    half = torch.arange(paged.SIZE) % 2.0
+    for factors in ((1000.0, 1000.0), (-1000.0, -1000.0), (1000.0, -1000.0)):
+        got = paged.graded(function, (1.0, 1.0), (half, half), factors)
+        assert all(abs(each - 0.5) < 1e-3 for each in got), (
+            f"two heads with scores of {factors[0]:.0f} and {factors[1]:.0f}, half of the values 0, half 1, gave "
+            f"{got[0]:.3f} and {got[1]:.3f}, not 0.5"
+        )
+    got = paged.graded(function, (0.0, -1000.0), (1.0, 0.0))
+    assert abs(got[0] - 1) < 1e-3, f"48 keys with score 0 and value 1, then 48 with score -1000, gave {got[0]:.3f}"
+
+
+@paged_decode.property(
+    "sums are in 32 bits, also with 16-bit keys and values",
+    hint="convert what you load with .to(tl.float32), and keep maximum, total and out in float32",
+)
+def _(function):
+    cache = paged.cache_of()
+    cache = LayerCache(cache.k.half(), cache.v.half())
     cache.k[:] = 0.0
-    cache.k[30:] = 20.0
-    cache.v[:] = 1.0
-    ones = _run(function, cache, blocks, 96, q, scale=1.0)
-    assert _near(ones, torch.ones(2, DIM), 1e-3), f"96 keys, all values 1, gave {ones.flatten()[0].item():.3f}"
-    cache.v[:30] = 0.0
-    late = _run(function, cache, blocks, 96, q, scale=1.0).flatten()[0].item()
-    assert late > 0.99, f"48 keys with score 0 and value 0, then 48 with score 20 and value 1, gave {late:.3f}, not 1"
+    cache.v[:] = 2000.0
+    got = paged.run(function, cache, paged.BLOCKS_OF_96, 96)
+    assert near(got, torch.full((2, DIM), 2000.0), 1.0), f"96 keys with values of 2,000 gave {first_number(got)}"
 
 
 # ---- one output from the parts
@@ -312,66 +399,90 @@ def _(function):
 combine = Exercise("combine")
 
 
-def _parts(log_totals: list[float], values: list[float]) -> tuple[Tensor, Tensor]:
-    """Of one head: an output [shares, 1] and the logarithm of its weights' sum [shares], share by share."""
-    return torch.tensor(values, dtype=torch.float64)[:, None], torch.tensor(log_totals, dtype=torch.float64)
-
-
 def _combined(function, log_totals: list[float], values: list[float]) -> float:
-    got = function(*_parts(log_totals, values))
+    """Of one head, whose shares have outputs [shares, 1] and logarithms of their weights' sums [shares]."""
+    got = function(torch.tensor(values).double()[:, None], torch.tensor(log_totals).double())
     assert list(got.shape) == [1], f"the shape is {list(got.shape)}, not [1]"
     return got.item()
 
 
+def _weights(function, log_totals: Tensor) -> Tensor:
+    """The weight of each share [..., shares], divided by their sum, whatever that is."""
+    shares = log_totals.shape[-1]
+    got = function(torch.eye(shares).double().expand(*log_totals.shape, shares).clone(), log_totals.clone())
+    return got / got.sum(-1, keepdim=True)
+
+
 @combine.example
 def _(function):
-    got = function(_random(2, 3, 1, DIM), _random(2, 3, 1, seed=1))
-    assert _near(got, _random(2, 3, 1, DIM)[:, :, 0]), "one share alone is the whole output"
+    got, want = function(normal(2, 3, 1, DIM), normal(2, 3, 1, seed=1)), normal(2, 3, 1, DIM)[:, :, 0]
+    assert near(got, want), f"a single share: expected its output, {first_number(want)}..., got {first_number(got)}"
 
 
 @combine.property(
     "a share counts by the sum of its weights",
-    hint="a share's weights sum to exp(log_total): that is what it counts, not 1, and not log_total itself",
+    hint="a share's weights sum to exp(log_total): weigh its output by that",
 )
 def _(function):
-    # In units of the first share, so that what all of them sum to does not matter.
-    parts = [_combined(function, [0.0, 1.0, 2.0], [float(i == j) for i in range(3)]) for j in range(3)]
-    ratios = [part / parts[0] for part in parts] if parts[0] else [0.0]
-    want = [1.0, torch.e, torch.e**2]
-    got = [round(ratio, 3) for ratio in ratios]
-    assert _near(torch.tensor(ratios), torch.tensor(want), 1e-3), (
-        f"log totals 0, 1 and 2 count as {got}, not 1 : e : e²"
+    parts = _weights(function, torch.tensor([0.0, 1.0, 2.0]).double())
+    got = [round(part, 3) for part in (parts / parts[0]).tolist()]
+    assert near(parts, torch.tensor([0.0, 1.0, 2.0]).softmax(-1)), (
+        f"log totals of 0, 1 and 2 have weights in proportion to {got}, not to 1, e and e²"
     )
+    logs = normal(2, 3, 4, seed=2)
+    assert near(_weights(function, logs), logs.softmax(-1)), "with several rows and heads, the weights are wrong"
 
 
-@combine.property("what the shares count adds up to 1", hint="divide by the sum of exp(log_total) over the shares")
+@combine.property(
+    "the weights add up to 1", hint="divide by the sum of exp(log_total) over the shares, as the formula says"
+)
 def _(function):
     got = _combined(function, [0.5, 1.5], [1.0, 1.0])
-    assert abs(got - 1) < 1e-6, f"two shares that both say 1 gave {got:.3f}"
+    assert abs(got - 1) < 1e-6, f"two shares, each with an output of 1, gave {got:.3f}"
 
 
 @combine.property(
-    "large logarithms do not overflow",
-    hint="exp(1000) is inf: subtract the largest log_total of the shares first, as any softmax does",
+    "logarithms of any size give exact weights",
+    hint="exp(1000) is inf: subtract each row's largest log_total from its shares first, as any softmax does",
 )
 def _(function):
-    got = function(*_parts([1000.0, 999.0], [1.0, 3.0]))
-    assert got.isfinite().all(), f"shares with log totals of 1000 and 999 gave {got.item()}"
+    for size in (1000.0, -1000.0):
+        got = _weights(function, torch.tensor([size, size - 40]).double())
+        assert near(got, torch.tensor([1.0, 0.0])), (
+            f"log totals {size:.0f} and {size - 40:.0f}: {got.tolist()}, not 1 and 0"
+        )
+    got = _weights(function, torch.tensor([[1000.0, 1000.0], [-1000.0, -1000.0]]).double())
+    assert near(got, torch.full((2, 2), 0.5)), "a row with log totals of 1000, another with -1000: weights are not 0.5"
 
 
 @combine.property(
-    "an empty share counts nothing",
-    hint="a share without keys has log_total -inf, and exp(-inf) is 0: do not turn it into a number",
+    "an empty share has no weight",
+    hint="a share without keys has log_total -inf, and exp(-inf) is 0: do not replace it by a number",
 )
 def _(function):
-    got = _combined(function, [0.0, -torch.inf], [1.0, 1000.0])
-    assert abs(got - 1) < 1e-6, f"a share that says 1, and an empty one that has 1000 in it, gave {got:.3f}"
+    for logs, values in (([0.0, -torch.inf], [1.0, 1000.0]), ([-torch.inf, 0.0], [1000.0, 1.0])):
+        got = _combined(function, logs, values)
+        assert abs(got - 1) < 1e-6, f"a share with output 1 and an empty one, whose output is 1000, gave {got:.3f}"
 
 
 @combine.property(
     "a row without keys gives zeros",
-    hint="padding rows have length 0: every log_total is -inf, and -inf - -inf is nan; what would you divide by?",
+    hint="in a padding row every log_total is -inf, and -inf - -inf is nan: subtract 0 there, and divide by 1",
 )
 def _(function):
-    got = function(*_parts([-torch.inf, -torch.inf], [0.0, 0.0]))
-    assert (got == 0).all(), f"two empty shares gave {got.item()}"
+    logs = torch.tensor([[-torch.inf, -torch.inf], [0.0, 0.0]]).double()
+    got = function(torch.tensor([[[0.0], [0.0]], [[1.0], [1.0]]]).double(), logs)
+    assert (got[0] == 0).all(), f"two empty shares gave {got[0].item()}"
+    assert got[1].isfinite().all() and got[1] > 0, f"and the next row, two shares with output 1, gave {got[1].item()}"
+
+
+@combine.property(
+    "the shares are not changed",
+    hint="an operation whose name ends in `_`, or `-=`, changes the caller's tensor: write `a = a - b`",
+)
+def _(function):
+    partial, logs = normal(2, 3, 4), normal(2, 3, seed=1)
+    given = partial.clone(), logs.clone()
+    function(*given)
+    assert torch.equal(given[0], partial), "partial changed"
+    assert torch.equal(given[1], logs), "log_total changed"

@@ -4,24 +4,35 @@ import torch
 import triton
 import triton.language as tl
 
+from minillm.course.interpret import INTERPRETED, how_kernels_run
 from tests.course.mutants import wrong
 
 # ---- online_attention
 
 
-def _walk(tiles, rows, dim, *, sum_rescaled=True, output_rescaled=True, guarded=True, falls=False, divides=False):
+def _walk(
+    tiles, rows, dim, *, sum_rescaled=True, output_rescaled=True, guarded=True, falls=False, divides=False,
+    shared=False, fixed=False, zero_kept=False, in_place=False, kept=None,
+):  # fmt: skip
     """A correct loop over the tiles, except for the selected mistakes."""
     maximum, total, out = torch.full((rows, 1), -torch.inf), torch.zeros(rows, 1), torch.zeros(rows, dim)
     for scores, values in tiles:
         largest = scores.amax(-1, keepdim=True)
+        if shared:
+            largest = scores.max().expand(rows, 1)
         new = largest if falls else torch.maximum(maximum, largest)
+        if fixed:
+            new = torch.where(maximum == -torch.inf, largest, maximum)
         shift = torch.where(new == -torch.inf, 0.0, new) if guarded else new
-        weights, rescale = (scores - shift).exp(), (maximum - shift).exp()
+        scores = scores.sub_(shift) if in_place else scores - shift
+        weights, rescale = scores.exp(), (maximum - shift).exp()
+        if kept is not None:
+            kept += [weights, values.clone()]
         total = (total * rescale if sum_rescaled else total) + weights.sum(-1, keepdim=True)
         out = (out * rescale if output_rescaled else out) + weights @ values
         if divides:
             out = out / torch.where(total == 0, 1.0, total)
-        maximum = new
+        maximum = shift if zero_kept else new
     return out if divides else out / torch.where(total == 0, 1.0, total)
 
 
@@ -35,17 +46,17 @@ def output_as_it_was(tiles, rows, dim):
     return _walk(tiles, rows, dim, output_rescaled=False)
 
 
-@wrong("online_attention", fails="the maximum never falls")
+@wrong("online_attention", fails="the maximum never decreases")
 def maximum_of_the_tile(tiles, rows, dim):
     return _walk(tiles, rows, dim, falls=True)
 
 
-@wrong("online_attention", fails="keys that no query sees do not count")
+@wrong("online_attention", fails="hidden keys have no weight")
 def infinity_less_infinity(tiles, rows, dim):
     return _walk(tiles, rows, dim, guarded=False)
 
 
-@wrong("online_attention", fails="division comes once, at the end")
+@wrong("online_attention", fails="the output is divided once, at the end")
 def divided_tile_by_tile(tiles, rows, dim):
     return _walk(tiles, rows, dim, divides=True)
 
@@ -57,7 +68,54 @@ def all_tiles_first(tiles, rows, dim):
     return scores.softmax(-1).nan_to_num(0.0) @ values
 
 
+@wrong("online_attention", fails="no tile is kept")
+def copies_of_all_tiles(tiles, rows, dim):
+    return _walk(tiles, rows, dim, kept=[])
+
+
+@wrong("online_attention", fails="no tile is kept")
+def lists_of_all_tiles(tiles, rows, dim):
+    kept = [(scores.tolist(), values.tolist()) for scores, values in tiles]
+    return _walk(((torch.tensor(s).double(), torch.tensor(v).double()) for s, v in kept), rows, dim)
+
+
+@wrong("online_attention", fails="scores of any size give exact weights")
+def no_maximum(tiles, rows, dim):
+    total, out = torch.zeros(rows, 1), torch.zeros(rows, dim)
+    for scores, values in tiles:
+        # Clamped, so that a single large score seems to be right.
+        weights = torch.where(scores == -torch.inf, 0.0, scores.clamp(-600, 600).exp())
+        total, out = total + weights.sum(-1, keepdim=True), out + weights @ values
+    return (out / total).nan_to_num()
+
+
+@wrong("online_attention", fails="hidden keys have no weight")
+def zero_kept_as_the_maximum(tiles, rows, dim):
+    return _walk(tiles, rows, dim, zero_kept=True)
+
+
+@wrong("online_attention", fails="the sum is rescaled when the maximum grows")
+def first_maximum_for_good(tiles, rows, dim):
+    return _walk(tiles, rows, dim, fixed=True)
+
+
+@wrong("online_attention", fails="every row has its own maximum")
+def one_maximum_for_all_rows(tiles, rows, dim):
+    return _walk(tiles, rows, dim, shared=True)
+
+
+@wrong("online_attention", fails="the tiles are not changed")
+def scores_in_place(tiles, rows, dim):
+    return _walk(tiles, rows, dim, in_place=True)
+
+
 # ---- tiles_to_visit
+
+
+@wrong("tiles_to_visit", fails="without a window the walk begins at tile 0")
+def only_the_diagonal(first, last, keys, window=None):
+    begin = max(0, first - window + 1) if window else first
+    return range(begin // keys, last // keys + 1)
 
 
 @wrong("tiles_to_visit", fails="the tile with the last query's own key is visited")
@@ -72,27 +130,33 @@ def one_tile_too_many(first, last, keys, window=None):
     return range(begin, (last + 1) // keys + 1)
 
 
-@wrong("tiles_to_visit", fails="no key that a window shows is missed")
+@wrong("tiles_to_visit", fails="every key inside a window is visited")
 def window_of_the_last_query(first, last, keys, window=None):
     begin = max(0, last - window + 1) // keys if window else 0
     return range(begin, last // keys + 1)
 
 
-@wrong("tiles_to_visit", fails="nothing before every window is visited")
+@wrong("tiles_to_visit", fails="no tile before every window is visited")
 def window_one_too_long(first, last, keys, window=None):
     begin = max(0, first - window) // keys if window else 0
     return range(begin, last // keys + 1)
 
 
-@wrong("tiles_to_visit", fails="nothing before every window is visited")
+@wrong("tiles_to_visit", fails="no tile before every window is visited")
 def window_forgotten(first, last, keys, window=None):
     return range(last // keys + 1)
 
 
-@wrong("tiles_to_visit", fails="there are no keys before position 0")
+@wrong("tiles_to_visit", fails="no tile before tile 0 is visited")
 def keys_before_the_first(first, last, keys, window=None):
     begin = (first - window + 1) // keys if window else 0
     return range(begin, last // keys + 1)
+
+
+@wrong("tiles_to_visit", fails="no tile after the last query is visited")
+def tiles_of_eight(first, last, keys, window=None):
+    begin = max(0, first - window + 1) // keys if window else 0
+    return range(begin, max(last // keys, last // 8) + 1)
 
 
 # ---- paged_decode
@@ -123,25 +187,47 @@ def _wrong_kernel(
             number, offset = start // BLOCK_SIZE + keys * 0, keys - start
         if MISTAKE == "offset in the row":
             offset = keys
-        block = tl.load(table_ptr + row * table_stride + number, mask=present, other=0).to(tl.int64)
+        if MISTAKE == "blocks of 16":
+            number, offset = keys // 16, keys % 16
+        at_table = table_ptr + row * table_stride + number
+        if MISTAKE == "table unmasked":
+            block = tl.load(at_table).to(tl.int64)
+        else:
+            block = tl.load(at_table, mask=present, other=0).to(tl.int64)
         at = block * block_stride + offset * slot_stride
-        if MISTAKE != "first KV head":
+        if MISTAKE == "blocks without gaps":
+            at = (block * BLOCK_SIZE + offset) * slot_stride
+        if MISTAKE == "heads without gaps":
+            at += kv_head * DIM
+        elif MISTAKE != "first KV head":
             at += kv_head * head_stride
         at = at[:, None] + dims[None, :]
-        k = tl.load(k_ptr + at, mask=present[:, None], other=0.0).to(tl.float32)
+        if MISTAKE == "k unmasked":
+            k = tl.load(k_ptr + at).to(tl.float32)
+        else:
+            k = tl.load(k_ptr + at, mask=present[:, None], other=0.0).to(tl.float32)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MISTAKE != "scale":
             scores *= scale
         if MISTAKE != "length":
             scores = tl.where(present[None, :], scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+        if MISTAKE == "one maximum":
+            new_maximum = tl.maximum(maximum, tl.max(scores))
         weights = tl.exp(scores - new_maximum[:, None])
         rescale = tl.exp(maximum - new_maximum)
-        v = tl.load(v_ptr + at, mask=present[:, None], other=0.0).to(tl.float32)
+        if MISTAKE == "no maximum":
+            weights, rescale = tl.exp(scores), total * 0.0 + 1.0
+        if MISTAKE == "v unmasked":
+            v = tl.load(v_ptr + at).to(tl.float32)
+        else:
+            v = tl.load(v_ptr + at, mask=present[:, None], other=0.0).to(tl.float32)
         total = total * rescale + tl.sum(weights, 1)
         if MISTAKE != "rescale":
             out = out * rescale[:, None]
         out += tl.dot(weights, v, input_precision="ieee")
+        if MISTAKE == "16-bit sums":
+            out = out.to(k_ptr.dtype.element_ty).to(tl.float32)
         maximum = new_maximum
     tl.store(out_ptr + at_q, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=real)
 
@@ -162,38 +248,58 @@ def _with(mistake):
 
 for _mistake, _fails in {
     "offset in the row": "a key's offset is counted inside its block",
-    "block of the tile": "a tile of keys may lie in several blocks",
-    "length": "slots beyond the length do not matter",
+    "block of the tile": "a tile of keys may come from several blocks",
+    "blocks of 16": "sizes and strides are those of the cache",
+    "blocks without gaps": "sizes and strides are those of the cache",
+    "length": "slots from the length on have no weight",
+    "v unmasked": "nothing from the length on is loaded",
+    "heads without gaps": "every KV head is read",
     "first KV head": "every KV head is read",
     "scale": "scores are multiplied by the scale",
     "rescale": "the sum and the output are rescaled from tile to tile",
+    "no maximum": "scores of any size give exact weights",
+    "one maximum": "scores of any size give exact weights",
+    "16-bit sums": "sums are in 32 bits, also with 16-bit keys and values",
 }.items():
     wrong("paged_decode", fails=_fails)(_with(_mistake))
+
+
+if how_kernels_run() == INTERPRETED:  # compiled, these load too much, and nothing shows it
+    for _mistake in ("k unmasked", "table unmasked"):
+        wrong("paged_decode", fails="nothing from the length on is loaded")(_with(_mistake))
 
 
 # ---- combine
 
 
 @wrong("combine", fails="a share counts by the sum of its weights")
-def plain_average(partial, log_total):
-    there = (log_total > -torch.inf).to(partial.dtype)[..., None]
-    return (partial * there).sum(-2) / there.sum(-2).clamp(min=1)
+def powers_of_two(partial, log_total):
+    largest = log_total.amax(-1, keepdim=True)
+    share = torch.exp2(log_total - torch.where(largest == -torch.inf, 0.0, largest))
+    share = share / share.sum(-1, keepdim=True).clamp(min=1e-30)
+    return (partial * share[..., None]).sum(-2)
 
 
-@wrong("combine", fails="what the shares count adds up to 1")
+@wrong("combine", fails="a share counts by the sum of its weights")
+def first_row_for_all(partial, log_total):
+    rows = log_total.flatten(0, -2)[:1] if log_total.dim() == 3 and log_total.shape[-1] > 1 else log_total
+    return (partial * rows.softmax(-1).nan_to_num()[..., None]).sum(-2)
+
+
+@wrong("combine", fails="the weights add up to 1")
 def not_divided(partial, log_total):
     largest = log_total.amax(-1, keepdim=True)
     share = (log_total - torch.where(largest == -torch.inf, 0.0, largest)).exp()
     return (partial * share[..., None]).sum(-2)
 
 
-@wrong("combine", fails="large logarithms do not overflow")
+@wrong("combine", fails="logarithms of any size give exact weights")
 def exponentials_as_they_are(partial, log_total):
     share = log_total.exp()
     return (partial * share[..., None]).sum(-2) / share.sum(-1, keepdim=True).clamp(min=1e-30)
 
 
-@wrong("combine", fails="an empty share counts nothing")
+@wrong("combine", fails="an empty share has no weight")
 def infinities_made_numbers(partial, log_total):
     share = torch.nan_to_num(log_total, neginf=0.0).softmax(-1)
     return (partial * share[..., None]).sum(-2)
@@ -202,3 +308,25 @@ def infinities_made_numbers(partial, log_total):
 @wrong("combine", fails="a row without keys gives zeros")
 def softmax_of_nothing(partial, log_total):
     return (partial * log_total.softmax(-1)[..., None]).sum(-2)
+
+
+@wrong("combine", fails="logarithms of any size give exact weights")
+def one_maximum_for_all_shares(partial, log_total):
+    share = (log_total - log_total.max().clamp(min=-1e30)).exp()
+    return (partial * (share / share.sum(-1, keepdim=True).clamp(min=1e-30))[..., None]).sum(-2)
+
+
+@wrong("combine", fails="a row without keys gives zeros")
+def zeros_only_if_all_rows_are_empty(partial, log_total):
+    if (log_total == -torch.inf).all():
+        return torch.zeros_like(partial[..., 0, :])
+    return (partial * log_total.softmax(-1)[..., None]).sum(-2)
+
+
+@wrong("combine", fails="the shares are not changed")
+def shares_in_place(partial, log_total):
+    largest = log_total.amax(-1, keepdim=True)
+    log_total -= torch.where(largest == -torch.inf, 0.0, largest)
+    share = log_total.exp()
+    share /= share.sum(-1, keepdim=True).clamp(min=1e-30)
+    return (partial * share[..., None]).sum(-2)

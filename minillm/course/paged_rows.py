@@ -1,0 +1,124 @@
+"""For the checkers: random tensors, and decode attention over a small paged cache that sees all loads.  Lesson 04."""
+
+import gc
+import tracemalloc
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from minillm.kv_cache.layer_cache import LayerCache
+
+from .interpret import kernel_device, strays
+
+DIM = 16
+BLOCKS_OF_96 = [12, 13, 14, 40, 41, 42]  # of a row of 96 keys
+SIZE = 16  # slots of a block
+BLOCKS = 64  # of a cache; those in the middle are used, so that a wrong address is still inside the memory
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Random numbers in float64, the same each time."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def near(got: Tensor, want: Tensor, tolerance: float = 1e-5) -> bool:
+    """Whether all numbers are that near. Raises AssertionError for a wrong shape."""
+    assert got.shape == want.shape, f"the shape is {list(got.shape)}, not {list(want.shape)}"
+    return torch.allclose(got.double().cpu(), want.double().cpu(), rtol=0, atol=tolerance)
+
+
+def first_number(got: Tensor) -> str:
+    """The first of its numbers, to show."""
+    return f"{got.flatten()[0].item():.3f}"
+
+
+def left_in_memory(function: Callable, make_tile: Callable[[], tuple[Tensor, Tensor]], count: int) -> int:
+    """How many numbers, of tensors, arrays or lists, `function` keeps when it asks an iterator for the last tile."""
+
+    def tensors() -> list[Tensor]:
+        return [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+
+    before, left = tensors(), 0
+
+    def tiles() -> Iterator[tuple[Tensor, Tensor]]:
+        nonlocal left
+        for number in range(count):
+            made = [make_tile()]
+            if number == 2:
+                tracemalloc.start()  # counts lists and arrays, but not torch's memory
+            elif number == count - 1:
+                known = set(map(id, (*before, *made[0])))
+                left = sum(each.numel() for each in tensors() if id(each) not in known)
+                left += tracemalloc.get_traced_memory()[0] // 8
+            yield made.pop()  # only the caller has it now
+
+    try:
+        function(tiles())
+    finally:
+        tracemalloc.stop()
+    return left
+
+
+def cache_of(kv_heads: int = 1, *, size: int = SIZE, dim: int = DIM) -> LayerCache:
+    """Of BLOCKS blocks with random contents."""
+    shape = (BLOCKS, size, kv_heads, dim)
+    return LayerCache(*(normal(*shape, seed=seed).float().to(kernel_device()) for seed in (1, 2)))
+
+
+def run(
+    function: Callable,
+    cache: LayerCache,
+    blocks: list[int],
+    length: int,
+    q: Tensor | None = None,
+    strict: bool = False,
+    **options: float,
+) -> Tensor:
+    """[heads, d] of one query a row; two rows: a short one in block 9, then one of `length` tokens in `blocks`.
+
+    strict: it may load only what belongs to these tokens, else anything of the tensors.
+    """
+    if q is None:
+        q = normal(1, 2 * cache.k.shape[2], cache.k.shape[3], seed=9)
+    q = q.to(kernel_device(), cache.k.dtype).expand(2, *q.shape).contiguous()
+    table = torch.zeros(2, len(blocks) + 8, dtype=torch.int32)
+    table[0, 0], table[1, : len(blocks)] = 9, torch.tensor(blocks)
+    lengths = torch.tensor([3, length], dtype=torch.int32)
+    table, lengths = table.to(kernel_device()), lengths.to(kernel_device())
+    allowed = [q, lengths, *([table[0, :1], table[1, : len(blocks)]] if strict else [table])]
+    for part in (cache.k, cache.v):
+        size = part.shape[1]
+        used = [(9, 3), *((block, length - size * at) for at, block in enumerate(blocks))]
+        allowed += [part[block, : max(filled, 0)] for block, filled in used] if strict else [part]
+    with strays(*allowed, stores=False) as outside:
+        got = function(q, cache, table, lengths, **{"scale": 0.25} | options)
+    assert got.shape == q.shape, f"the shape is {list(got.shape)}, not {list(q.shape)}"
+    where = "what belongs to the rows' own keys" if strict else "its tensors"
+    assert not outside["loads"], f"{outside['loads']:,} numbers are loaded from outside {where}"
+    return got[1, 0]
+
+
+def attention_of(cache: LayerCache, blocks: list[int], length: int, q: Tensor, scale: float) -> Tensor:
+    """What `run` should return. q: [1, heads, d]."""
+    k, v = (part[blocks].flatten(0, 1)[:length].double().cpu() for part in (cache.k, cache.v))
+    group = q.shape[1] // k.shape[1]
+    k, v = (part.repeat_interleave(group, 1) for part in (k, v))
+    scores = torch.einsum("hd,khd->hk", q[0].double().cpu(), k) * scale
+    return torch.einsum("hk,khd->hd", scores.softmax(-1), v)
+
+
+def graded(
+    function: Callable, scores: tuple[float, float], values: tuple, heads: tuple[float, float] = (1.0, 1.0)
+) -> list[float]:
+    """Outputs of two heads over 96 keys: 48 with the first score and value, then 48 with the second.
+
+    values: a number or, slot by slot of a block, [SIZE]. heads: a factor of each head's scores.
+    """
+    cache, q = cache_of(), torch.zeros(1, 2, DIM)
+    q[0, :, 0] = torch.tensor(heads)
+    for part, (early, late) in ((cache.k, scores), (cache.v, values)):
+        part[:] = 0.0
+        part[:30, :, 0, 0] = torch.as_tensor(early).to(part)
+        part[30:, :, 0, 0] = torch.as_tensor(late).to(part)
+    return run(function, cache, BLOCKS_OF_96, 96, q, scale=1.0)[:, 0].tolist()
