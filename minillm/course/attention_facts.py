@@ -13,6 +13,7 @@ from minillm.model.config import PRESETS
 from minillm.ops import AttentionOptions, reference
 from minillm.overrides import using
 from minillm.request import SamplingParams
+from minillm.runner.executor import LocalExecutor
 
 from .interpret import kernel_device
 from .stubs import solved
@@ -80,7 +81,7 @@ def print_best_splits(lines: dict[str, dict[int, dict]]) -> None:
 def same_tokens_with(prompts: list[str], params: SamplingParams) -> Callable[..., None]:
     """A function that generates with some operations, and prints whether the tokens are those expected."""
 
-    def run(llm: "LLM", expected: list[list[int]], *exercises: Any, **operations: Callable) -> None:
+    def run(llm: "LLM", expected: list[list[int]], *exercises: Any, **operations: Any) -> None:
         with using(**operations) as used:
             found = [completion.token_ids for completion in llm.generate(prompts, params)]
         if all(map(solved, exercises)):
@@ -167,6 +168,9 @@ def two_block_tables(llm: "LLM") -> dict[str, tuple[list[int], int]]:
         engine.submit(tracked)
         return tracked.request
 
+    executor = engine.executor
+    assert isinstance(executor, LocalExecutor)  # the tables are on this process's device
+
     def run(steps: int) -> None:
         for _ in range(steps):
             engine.step()
@@ -181,7 +185,7 @@ def two_block_tables(llm: "LLM") -> dict[str, tuple[list[int], int]]:
     tables = {}
     # The newest token's key is written in the next step.
     for name, request, length in (("first", first, 40 + 50 - 1), ("second", second, 10 + 30 - 1)):
-        row = engine.executor.runner.state.block_table[0, request.row]
+        row = executor.runner.state.block_table[0, request.row]
         tables[name] = row[: -(-length // 16)].tolist(), length
         engine.abort(request.request_id)
     run(2)

@@ -101,7 +101,8 @@ def paged_walk(requests: Mapping[str, tuple[Sequence[int], int]], block_size: in
 
     requests: name -> (block table, tokens).
     """
-    tables, lengths = ({name: pair[at] for name, pair in requests.items()} for at in (0, 1))
+    tables = {name: table for name, (table, _) in requests.items()}
+    lengths = {name: length for name, (_, length) in requests.items()}
     first, end = min(map(min, tables.values())), max(map(max, tables.values())) + 1
     widest = max(len(table) for table in tables.values())
     _, axis = plt.subplots(figsize=(11, 3.4), layout="constrained")
