@@ -2,8 +2,8 @@
 # # 09 · Paged memory
 #
 # After this lesson you can say what a contiguous KV cache wastes, and measure it on a traffic trace; explain paged
-# attention on paper with two short requests; write the block pool that a whole engine runs on; and let requests that
-# begin alike share memory safely, and keep that memory for later requests.
+# attention on paper with two short requests; write the block pool that a whole engine runs on; and let requests with
+# the same beginning share memory safely, and keep that memory for later requests.
 #
 # **90 minutes.** **Needs:** a CPU, and lesson 02 (attention, the KV cache and what it costs). No GPU: this lesson is
 # bookkeeping, which the engine does on the CPU anyway.
@@ -14,7 +14,7 @@ from collections import OrderedDict
 
 import torch
 
-from minillm import LLM, RequestOptions, SamplingParams, using
+from minillm import LLM, SamplingParams, using
 from minillm.bench import records, waste, workloads
 from minillm.bench.batching import LONGEST, SLOTS
 from minillm.course import (
@@ -86,7 +86,7 @@ work = workloads.replay("conversation", vocab_size=4096)
 needed = [waste.final(request) for request in work]
 print(f"{len(work)} requests; the longest possible is the model's context, {LONGEST:,} tokens")
 print(
-    f"they reach {sum(needed) / len(needed):.0f} tokens on average, the longest {max(needed):,}"
+    f"they reach {sum(needed) / len(needed):.0f} tokens on average; the longest reaches {max(needed):,}"
 )
 
 # %% [markdown]
@@ -111,13 +111,12 @@ for result, guess in ((longest, guess_longest), (oracle, guess_oracle)):
     compare(result["cache"], unit="%", prediction=guess, measured=100 * result["used"])
 draw.shares(in_pieces)
 describe("""Three stacked bars, one for each reservation, that divide the memory into keys and values, reserved, never
-used, and free. With the longest reservation most of the memory is never used; with the exact one about two thirds
-hold keys and values.""")
+used, and free. The share of keys and values grows from bar to bar.""")
 
 # %% [markdown]
-# With the longest reservation, more than four fifths of the memory hold nothing. Even the oracle, which cannot exist,
-# leaves a third unused: tokens still to come, and gaps. Kwon et al. (2023, figure 2) measured 20 to 38 % in use in the
-# systems of the time, and proposed paged attention.
+# With the longest reservation, more than four fifths of the memory holds nothing. Even the oracle, which cannot exist,
+# leaves a third unused: tokens still to come, and gaps. Kwon et al. (2023, figure 2) measured that 20 to 38% was in
+# use in the systems of that time, and proposed paged attention.
 #
 # Wasted memory costs speed. A decode step reads all weights, however few requests it serves (lesson 02), so the more
 # requests run together, the less each one costs.
@@ -170,10 +169,11 @@ def slots_of(table: list[int], start: int, end: int, block_size: int) -> list[in
 check(slots_of)
 
 # %% [markdown]
-# **Paged attention** is attention that finds its keys this way. Their order in memory does not matter: each key was
-# rotated by its own position before it was written (lesson 02), and a sum over keys can be taken in any order. To see
-# it, compute the attention of A's newest token twice: over keys and values in one piece, and over the same ones written
-# to and read from scattered blocks.
+# **Paged attention** is attention that finds its keys this way. Reading through the table gives back the same keys in
+# the same order, so the result is the same to the last bit. (Another order would change only rounding: each key was
+# rotated by its own position before it was written, lesson 02.) To see it, compute the attention of A's newest token
+# twice: over keys and values in one piece, and over the same ones in scattered blocks. The engine's slots say where
+# they are written, and yours where they are read.
 
 # %%
 slots = yours(slots_of, adapters.slots_of)
@@ -182,9 +182,10 @@ k, v = torch.randn(2, len(A), 1, 8, dtype=torch.float64)  # [tokens, kv_heads, h
 q = torch.randn(1, 2, 8, dtype=torch.float64)  # the newest token's query, two heads
 memory_k, memory_v = torch.full((2, 8, 4, 1, 8), 99.0, dtype=torch.float64)  # 8 blocks of 4
 
+written = adapters.slots_of([5, 2], 0, len(A), 4)  # the engine's
+memory_k.flatten(0, 1)[written] = k  # write (scatter)
+memory_v.flatten(0, 1)[written] = v
 at = slots([5, 2], 0, len(A), 4)
-memory_k.flatten(0, 1)[at] = k  # write (scatter)
-memory_v.flatten(0, 1)[at] = v
 found_k, found_v = memory_k.flatten(0, 1)[at], memory_v.flatten(0, 1)[at]  # read (gather)
 
 # The engine's attention over a cache, as in lesson 02; scale: 1 / sqrt(head_dim)
@@ -225,8 +226,9 @@ print(used.calls)
 # ## 3 · A pool of blocks · 21 min
 #
 # Something must keep track of the free blocks. A list is enough, a **free list**: all blocks have the same size, so any
-# free block will do. No gap is ever too small, so there is no external fragmentation. What remains is internal: the
-# unused slots in each request's *last* block, fewer than `block_size` of them.
+# free block will do. No gap is ever too small, so there is no external fragmentation. What remains is in each request's
+# *last* block, fewer than `block_size` slots: most will soon be filled (reserved); those that the request never reaches
+# are internal fragmentation.
 #
 # One addition, which section 4 needs: a block may be in several tables at once. So the pool counts how many tables hold
 # each block, its **reference count**. Releasing a block subtracts 1. The block becomes free when the count reaches 0,
@@ -288,7 +290,8 @@ class MyBlockPool(paging.PoolWithoutPrefixes):
 check(MyBlockPool)
 
 # %% [markdown]
-# Now the whole engine runs on your pool, until the `with` block ends. (`calls` counts calls of your pool's methods.)
+# Now the whole engine runs on your pool, until the `with` block ends. (`calls` counts calls of your pool's methods.
+# `share` is not called here; section 5 needs it.)
 
 # %%
 with using(block_pool=MyBlockPool) as used:
@@ -338,17 +341,18 @@ for result in results[:4]:
     row = f"{result['used']:6.1%} {result['running']:14.1f} {result['steps']:14,}"
     print(f"{result['cache']:40} {row}")
 draw.shares(results[:4])
-describe("""Four stacked bars: the three contiguous reservations of before, and blocks of 16. With blocks nearly the
-whole memory holds keys and values.""")
+describe("""Four stacked bars: the three contiguous reservations from before, and blocks of 16, whose bar has the
+largest share of keys and values.""")
 draw.batches(results[:4])
 describe("""The number of running requests over the steps of the simulation, a line for each of the four caches. With
-blocks most requests run together and all are done first; with the longest reservation eight run at a time, and it takes
-several times as many steps.""")
+blocks, the most requests run together, and all finish first; with the longest reservation, the fewest run together, and
+it takes the most steps.""")
 
 # %% [markdown]
-# With blocks, nearly the whole memory holds keys and values. The narrow light gray rest of that bar is not external
-# fragmentation: any request could use these blocks, but the next one in line needs more than can be spared. Since more
-# requests run together, all are done sooner: with the same memory and the same attention, by bookkeeping alone.
+# With blocks, nearly the whole memory holds keys and values. The yellow part is the slots of last blocks that will
+# still be filled. The narrow light gray end of that bar is not external fragmentation: any request could use these
+# blocks, but the next request needs more, and the scheduler keeps a few back for the running ones. Since more requests
+# run together, all are done sooner: with the same memory and the same attention, by bookkeeping alone.
 #
 # How large should a block be? Small blocks leave less unused in last blocks. Large blocks need fewer table entries, and
 # let a kernel read longer pieces at a time. For the same requests:
@@ -366,7 +370,7 @@ for size in (1, 4, 16, 64, 256):
 # ## 4 · Shared prefixes · 18 min
 #
 # Look at the two requests again: both begin with `the sea is cold`. Their first blocks hold the same tokens at the same
-# positions, so the same keys and values: stored twice and, what costs more, computed twice. With block tables they can
+# positions, so the same keys and values: stored twice and, even worse, computed twice. With block tables they can
 # share one copy: both tables name the same block.
 
 # %%
@@ -393,9 +397,9 @@ B's is 6, each held by 1. Five blocks are free.""")
 # it can be ignored. To find what a new request can share, look up its keys one by one, and stop at the first unknown
 # one.
 #
-# The **salt** is a word that goes into the first hash. Requests with different salts never share a block. That matters
-# when strangers use the same server: a prompt whose prefix is cached is answered sooner, so by timing requests an
-# attacker could find out what others have asked.
+# The **salt** is a string that goes into the first hash. Requests with different salts never share a block. That
+# matters when strangers use the same server: a prompt whose prefix is cached is answered sooner, so by timing requests
+# an attacker could find out what others have asked.
 #
 # **Exercise 3 (8 minutes).** Compute the prefix keys of a prompt. Only full blocks get one; the last block, if it has
 # room left, will still be written to. A key can be any value that a dictionary accepts as a key. Python's `hash` of a
@@ -442,8 +446,9 @@ print(f"prefix_keys is {whose(prefix_keys)}")
 # A and B share their first key. C's second block has the same words as B's, but a different prefix, so it has a
 # different key.
 #
-# The engine's own version is the same chain. Look for two differences: `digest_size=16`, a cryptographic hash of 128
-# bits, and `known`, the keys of earlier blocks, so that a growing request is not hashed from its start again and again.
+# The engine's own version is the same chain. Its `cache_key` is the salt. Look for two differences: `digest_size=16`, a
+# cryptographic hash of 128 bits, and `known`, the keys of earlier blocks, so that a growing request is not hashed from
+# its start again and again.
 
 # %%
 # ENGINE: minillm.kv_cache.block_pool:prefix_keys
@@ -490,9 +495,9 @@ compare("prompt tokens found", unit="%", prediction=guess_found, measured=share)
 # ## 5 · A prefix cache · 28 min
 #
 # A request ends, and its blocks are released. Are they free? Their keys and values are still valid: if the same prefix
-# comes again a second later, they can save computing it. So there is a third state between used and free: **cached**. A
-# cached block has no holder, but its key is known. It is allocated only when no free block is left, and its key is
-# forgotten then: the block is **evicted**.
+# comes again a second later, they need not be computed again. So there is a third state between used and free:
+# **cached**. A cached block has no holder, but its key is known. It is allocated only when no free block is left, and
+# its key is then forgotten: the block is **evicted**.
 
 # %%
 left_there = {2: ["and", "dark", "at", "night"]}
@@ -623,13 +628,14 @@ print(f"{'blocks in the pool':25}" + "  ".join(f"{size:5,}" for size in SIZES))
 for name, points in found_by_size.items():
     print(f"{name:25}" + "  ".join(f"{value:5.1f}" for value in points.values()))
 draw.lines(found_by_size, x="blocks in the pool", y="% of prompt tokens found", log=True)
-describe("""Two lines that rise with the number of blocks in the pool, from about 30 % of the prompt tokens found to
-almost 60 %. In small pools the line with the end evicted first is higher; from 512 blocks on the two lines are the
+describe("""Two lines that rise with the number of blocks in the pool, from about 30% of the prompt tokens found to
+almost 60%. In small pools the line with the end evicted first is higher; from 512 blocks on the two lines are the
 same.""")
 
 # %% [markdown]
-# With 1,024 blocks the pool finds as much as the set that never forgets. With 96, hardly more than the longest request
-# needs, it still finds half as much, and evicting the end first finds 15 % more than evicting the beginning first.
+# With 1,024 blocks the pool finds as much as the set that never forgets. With 96, only a little more than the longest
+# request needs (83), it still finds half as much, and evicting the end first finds 15% more than evicting the beginning
+# first.
 #
 # ### In the engine: a chat
 #
@@ -637,7 +643,8 @@ same.""")
 # been computed before.
 #
 # **Predict first.** Five turns, each a short question and an answer of at most 40 tokens, in the engine with blocks of
-# 16. What share of all prompt tokens of the five turns is found?
+# 16. The prompt of the first turn has 13 tokens, that of the fifth 121. What share of all prompt tokens of the five
+# turns is found?
 
 # %% tags=["exercise"]
 guess_chat = 60  # PREDICT: % of the prompt tokens of five turns that are found
@@ -659,7 +666,7 @@ print(f"the pool is {whose(MyPrefixPool)}: {used.calls}")
 # Turn 2 finds more tokens than the prompt of turn 1 had: the blocks of an answer are cached like those of a prompt.
 #
 # The last column shows the salts at work. Odd turns have the salt `ann` and even turns `bob`, so a turn finds only what
-# was left two turns before.
+# was left two turns before. (In this run the engine computes the keys with its own `prefix_keys`.)
 #
 # Longer runs of the engine, from a committed record: requests of the trace; conversations of several turns; and 64
 # requests submitted at once whose prompts begin with the same 512 tokens.
@@ -711,7 +718,7 @@ describe("""The number of running requests over the steps, with and without shar
 requests run together at first, and all are done in fewer steps.""")
 
 # %% [markdown]
-# The running requests see half as many tokens again as the memory has slots.
+# Together, the running requests see about 1.5 times as many tokens as the memory has slots.
 #
 # ## 6 · Optional: windows and attention sinks · 8 min
 #
@@ -768,7 +775,9 @@ for context in (1024, 8192, 32_768, 131_072):
 # window of 1,024, no key is ever more than 1,028 positions away. So keys are cached *before* their rotation, and
 # rotated by their place in the cache when they are read.
 #
-# The engine has two options for it. Pretend that the model's context ends at 64 tokens, and ask for 160:
+# The engine has two options for this, `attention_sinks` and `attention_window`. Pretend that the model's context ends
+# at 64 tokens, and ask for 160. (The other options keep the picture simple: one step at a time, no blocks kept for
+# later requests.)
 
 # %%
 stream = {"attention_sinks": 4, "attention_window": 40, "max_model_len": 64}
@@ -791,8 +800,9 @@ the rest a band of six blocks is held that moves down as the text grows, and eve
 #
 # How good is such a text? **Perplexity** measures how uncertain a model is about the next token: a value of 2 means as
 # uncertain as between two equally likely tokens, and 1 is certainty. (It is $e$ to the mean of $-\log p$ of the tokens
-# that really come.) The committed CPU record has a text of 8,192 tokens, four times the context, scored at 384 tokens
-# beyond the context's end. *Recomputed* is exact and slow: the newest 1,024 tokens are computed again for every token.
+# that really come.) In the committed CPU record, a text of 8,192 tokens (four times the context) is scored at 384
+# positions beyond the end of the context. *Recomputed* is exact and slow: the newest 1,024 tokens are computed again
+# for every token.
 
 # %%
 WAYS = {
@@ -815,9 +825,9 @@ for way, name in WAYS.items():
 # ## Recap · 3 min
 #
 # * A contiguous cache reserves memory for the longest possible text. On this traffic, more than four fifths of the
-#   memory then held nothing.
+#   memory held nothing.
 # * With blocks of equal size and a block table for each request, slot = table[p // size] x size + p % size. Attention
-#   through the table is the same attention. The only waste is the unused part of each request's last block.
+#   through the table is the same attention. The only waste is the empty part of each request's last block.
 # * A free list and reference counts are a whole memory manager: a block without holders is free.
 # * Prefix keys are chained hashes: equal keys mean equal prefixes. Only full blocks are shared, and they are never
 #   written to.
