@@ -123,6 +123,21 @@ def test_an_error_inside_a_notebooks_class_is_reported(monkeypatch, capsys):
     assert "it raised AttributeError: 'Held' object has no attribute 'value'" in said and "store it" in said
 
 
+def test_a_solutions_own_assertion_is_not_taken_for_the_checkers(monkeypatch, capsys):
+    monkeypatch.setattr(checks, "EXERCISES", {})
+    exercise = checks.Exercise("Held")
+
+    @exercise.property("it holds what it is given", hint="store it")
+    def _(made):
+        assert made().get() == 1, "it holds something else"
+
+    for written, said in (("assert False, 'empty'", "it raised AssertionError: empty"), ("return 2", "something else")):
+        space = {"__name__": "a_notebook_without_a_file"}
+        exec(f"class Held:\n    def get(self):\n        {written}", space)
+        check(space["Held"])
+        assert said in capsys.readouterr().out
+
+
 def test_a_stub_is_reported_as_unsolved_without_an_exception(doubled, capsys):
     def stub(x):
         raise NotSolvedYet("doubled")

@@ -161,12 +161,24 @@ def _problem(prop: Property, watched: Callable, candidate: Callable) -> str | No
     except NotSolvedYet:
         raise
     except AssertionError as error:
+        if _raised_by(candidate, error, prop):
+            return f"it raised {type(error).__name__}: {error}{_line_of(error, candidate)}\n{prop.hint}"
         said = str(error).strip().split("\n")[0]
         # The first line of torch.testing's messages only says that it failed.
         return prop.hint if not said or said.startswith(("Tensor-likes", "Scalars")) else f"{said}\n{prop.hint}"
     except Exception as error:
         place = _line_of(error, candidate)
         return f"it raised {type(error).__name__}: {error}{place}\n{prop.hint}"
+
+
+def _raised_by(candidate: Callable, error: Exception, checker: Property) -> bool:
+    """Whether it is the candidate's own code that raised an error, and not its checker or what that passed in."""
+    parts = vars(candidate).values() if isinstance(candidate, type) else [candidate]
+    own, other = (
+        {code.co_filename for part in each if (code := getattr(part, "__code__", None))}
+        for each in (parts, [checker.holds])
+    )
+    return traceback.extract_tb(error.__traceback__)[-1].filename in own - other
 
 
 def _line_of(error: Exception, candidate: Callable) -> str:
