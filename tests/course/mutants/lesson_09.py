@@ -1,6 +1,5 @@
-"""Wrong solutions of lesson 09: slots, a block pool, prefix keys, a pool with a prefix cache."""
+"""Wrong solutions of lesson 09: slots, a block pool, a pool with a prefix cache."""
 
-import hashlib
 import math
 from collections import OrderedDict
 
@@ -57,6 +56,18 @@ def takes_blocks_out_of_the_table(table, start, end, block_size):
             block = table.pop(0)
         slots.append(block * block_size + at % block_size)
     return slots[start:]
+
+
+@wrong("slots_of", fails="the table is not changed")
+def drops_spare_blocks(table, start, end, block_size):
+    while len(table) > math.ceil(end / block_size):
+        table.pop()
+    return [table[at // block_size] * block_size + at % block_size for at in range(start, end)]
+
+
+@wrong("slots_of", fails="the result is a list of integers")
+def a_tuple(table, start, end, block_size):
+    return tuple(table[at // block_size] * block_size + at % block_size for at in range(start, end))
 
 
 @wrong("slots_of", fails="the result is a list of integers")
@@ -169,6 +180,24 @@ class AllocatesBeforeRaising(Pool):
         return blocks
 
 
+@wrong("MyBlockPool", fails="a request for too many blocks is refused, and takes none")
+class CountsBeforeRaising(Pool):
+    def allocate(self, count):
+        blocks = self.free[max(len(self.free) - count, 0) :]
+        for block in blocks:
+            self.references[block] = 1
+        if count > self.available:
+            raise OutOfBlocks(f"{count} asked for")
+        return super().allocate(count)
+
+
+@wrong("MyBlockPool", fails="a request for too many blocks is refused, and takes none")
+class RefusesWithAnAssertion(Pool):
+    def allocate(self, count):
+        assert count <= self.available, "not enough"
+        return super().allocate(count)
+
+
 @wrong("MyBlockPool", fails="allocate(0) takes no block")
 class SlicesFromTheEnd(Pool):
     def allocate(self, count):
@@ -221,109 +250,6 @@ class FreeBlocksKeepACountOfOne(Pool):
                 self.references[block] -= 1
 
 
-# ---- prefix_keys
-
-
-def _hash(parent, tokens):
-    return hashlib.blake2b(parent + b"".join(token.to_bytes(4, "little") for token in tokens)).digest()
-
-
-def _chain(tokens, block_size, parent, digest=_hash):
-    keys = []
-    for end in range(block_size, len(tokens) + 1, block_size):
-        parent = digest(parent, tokens[end - block_size : end])
-        keys.append(parent)
-    return keys
-
-
-@wrong("prefix_keys", fails="a key depends on all tokens before its block")
-def each_block_alone(tokens, block_size, salt=""):
-    return _chain(tokens, block_size, b"", lambda _, block: _hash(salt.encode(), block))
-
-
-@wrong("prefix_keys", fails="a key depends on all tokens before its block")
-def only_one_block_back(tokens, block_size, salt=""):
-    starts = range(0, len(tokens) - block_size + 1, block_size)
-    return [_hash(salt.encode(), tokens[max(at - block_size, 0) : at + block_size]) for at in starts]
-
-
-@wrong("prefix_keys", fails="a key does not depend on later tokens")
-def length_hashed_too(tokens, block_size, salt=""):
-    return _chain(tokens, block_size, _hash(salt.encode(), [len(tokens)]))
-
-
-@wrong("prefix_keys", fails="each full block has a key, and no other")
-def pads_the_last_block(tokens, block_size, salt=""):
-    missing = -len(tokens) % block_size
-    return _chain(list(tokens) + [0] * missing, block_size, salt.encode())
-
-
-@wrong("prefix_keys", fails="the order of the tokens matters")
-def sorted_first(tokens, block_size, salt=""):
-    return _chain(tokens, block_size, salt.encode(), lambda parent, block: _hash(parent, sorted(block)))
-
-
-@wrong("prefix_keys", fails="different tokens are told apart")
-def digits_joined(tokens, block_size, salt=""):
-    def digest(parent, block):
-        return hashlib.sha256(parent + "".join(map(str, block)).encode()).digest()
-
-    return _chain(tokens, block_size, salt.encode(), digest)
-
-
-@wrong("prefix_keys", fails="another salt gives other keys")
-def salt_forgotten(tokens, block_size, salt=""):
-    return _chain(tokens, block_size, b"")
-
-
-@wrong("prefix_keys", fails="each full block has a key, and no other")
-def always_blocks_of_four(tokens, block_size, salt=""):
-    return _chain(tokens, min(block_size, 4), _hash(salt.encode(), []))
-
-
-@wrong("prefix_keys", fails="the order of the tokens matters")
-def sum_of_the_blocks(tokens, block_size, salt=""):
-    def digest(total, block):
-        return total + int.from_bytes(_hash(b"", block))
-
-    return _chain(tokens, block_size, int.from_bytes(_hash(salt.encode(), [])), digest)
-
-
-@wrong("prefix_keys", fails="different tokens are told apart")
-def one_byte_a_token(tokens, block_size, salt=""):
-    return _chain(tokens, block_size, _hash(salt.encode(), []), lambda key, block: _hash(key, [t % 256 for t in block]))
-
-
-@wrong("prefix_keys", fails="thousands of blocks have thousands of keys")
-def two_bytes_of_the_hash(tokens, block_size, salt=""):
-    return _chain(tokens, block_size, salt.encode(), lambda key, block: _hash(key, block)[:2])
-
-
-@wrong("prefix_keys", fails="another salt gives other keys")
-def first_letter_of_the_salt(tokens, block_size, salt=""):
-    return _chain(tokens, block_size, salt[:1].encode())
-
-
-@wrong("prefix_keys", fails="the tokens are not changed")
-def deletes_what_it_has_hashed(tokens, block_size, salt=""):
-    key, keys = salt.encode(), []
-    while len(tokens) >= block_size:
-        key = _hash(key, tokens[:block_size])
-        del tokens[:block_size]
-        keys.append(key)
-    return keys
-
-
-@wrong("prefix_keys", fails="the result is a list of dictionary keys")
-def lists_for_keys(tokens, block_size, salt=""):
-    return [[salt, *tokens[:end]] for end in range(block_size, len(tokens) + 1, block_size)]
-
-
-@wrong("prefix_keys", fails="the result is a list of dictionary keys")
-def yields_keys(tokens, block_size, salt=""):
-    yield from _chain(tokens, block_size, salt.encode())
-
-
 # ---- MyPrefixPool
 
 
@@ -332,13 +258,13 @@ class PrefixPool(Pool):
 
     def __init__(self, num_blocks):
         super().__init__(num_blocks)
-        self.lru = OrderedDict()
+        self.idle = OrderedDict()
         self.block_of = {}
         self.key_of = {}
 
     @property
     def available(self):
-        return len(self.free) + len(self.lru)
+        return len(self.free) + len(self.idle)
 
     def allocate(self, count):
         if count > self.available:
@@ -362,7 +288,7 @@ class PrefixPool(Pool):
 
     def share(self, blocks):
         for block in blocks:
-            self.lru.pop(block, None)
+            self.idle.pop(block, None)
             self.references[block] += 1
 
     def release(self, blocks):
@@ -373,12 +299,12 @@ class PrefixPool(Pool):
 
     def cache_or_free(self, block):
         if block in self.key_of:
-            self.lru[block] = None
+            self.idle[block] = None
         else:
             self.free.append(block)
 
     def evict(self):
-        block, _ = self.lru.popitem(last=False)
+        block, _ = self.idle.popitem(last=False)
         if block in self.key_of:
             del self.block_of[self.key_of.pop(block)]
         return block
@@ -387,7 +313,7 @@ class PrefixPool(Pool):
 @wrong("MyPrefixPool", fails="blocks without a key are reused first")
 class KeepsEverything(PrefixPool):
     def cache_or_free(self, block):
-        self.lru[block] = None
+        self.idle[block] = None
 
 
 @wrong("MyPrefixPool", fails="the least recently used block is evicted first")
@@ -401,7 +327,7 @@ class EvictsTheNewest(PrefixPool):
                 self.cache_or_free(block)
 
     def evict(self):
-        block, _ = self.lru.popitem(last=True)
+        block, _ = self.idle.popitem(last=True)
         del self.block_of[self.key_of.pop(block)]
         return block
 
@@ -421,7 +347,7 @@ class KeepsSharedBlocksEvictable(PrefixPool):
             self.references[block] += 1
 
     def cache_or_free(self, block):
-        self.lru.pop(block, None)
+        self.idle.pop(block, None)
         super().cache_or_free(block)
 
 
@@ -430,7 +356,7 @@ class OldKeysStay(PrefixPool):
     """The block forgets its key, but looking up the key still finds the block."""
 
     def evict(self):
-        block, _ = self.lru.popitem(last=False)
+        block, _ = self.idle.popitem(last=False)
         self.key_of.pop(block)
         return block
 
@@ -438,7 +364,7 @@ class OldKeysStay(PrefixPool):
 @wrong("MyPrefixPool", fails="an evicted block can no longer be found")
 class BlockKeepsItsKey(PrefixPool):
     def evict(self):
-        block, _ = self.lru.popitem(last=False)
+        block, _ = self.idle.popitem(last=False)
         del self.block_of[self.key_of[block]]
         return block
 
@@ -468,16 +394,67 @@ class DoesNotCountCachedBlocks(PrefixPool):
 
     def share(self, blocks):
         for block in blocks:
-            if block in self.lru:
-                del self.lru[block]
+            if block in self.idle:
+                del self.idle[block]
             else:
                 self.references[block] += 1
+
+
+@wrong("MyPrefixPool", fails="every block of a list has its own count")
+class JudgesAListByItsLastBlock(PrefixPool):
+    def release(self, blocks):
+        for block in blocks:
+            self.references[block] -= 1
+        if blocks and self.references[blocks[-1]] == 0:
+            for block in reversed(blocks):
+                self.cache_or_free(block)
+
+
+@wrong("MyPrefixPool", fails="every block of a list has its own count")
+class JudgesAListByItsFirstBlock(PrefixPool):
+    def release(self, blocks):
+        for block in blocks:
+            self.references[block] -= 1
+        if blocks and self.references[blocks[0]] == 0:
+            for block in reversed(blocks):
+                self.cache_or_free(block)
+
+
+@wrong("MyPrefixPool", fails="every block of a list has its own count")
+class SharesCachedListsOnly(PrefixPool):
+    """Takes blocks out of `idle` only if the whole list is there."""
+
+    def share(self, blocks):
+        if all(block in self.idle for block in blocks):
+            for block in blocks:
+                del self.idle[block]
+        for block in blocks:
+            self.references[block] += 1
+
+
+@wrong("MyPrefixPool", fails="`references` holds the counts")
+class CountsToTwo(PrefixPool):
+    def share(self, blocks):
+        for block in blocks:
+            self.idle.pop(block, None)
+            self.references[block] = min(2, self.references[block] + 1)
+
+
+@wrong("MyPrefixPool", fails="the other cached blocks are still found")
+class ForgetsTheOldestKey(PrefixPool):
+    """The key that was registered first need not be the evicted block's."""
+
+    def evict(self):
+        block, _ = self.idle.popitem(last=False)
+        del self.block_of[next(iter(self.block_of))]
+        del self.key_of[block]
+        return block
 
 
 @wrong("MyPrefixPool", fails="the other cached blocks are still found")
 class ForgetsAllKeys(PrefixPool):
     def evict(self):
-        block, _ = self.lru.popitem(last=False)
+        block, _ = self.idle.popitem(last=False)
         self.block_of.clear()
         self.key_of.clear()
         return block

@@ -1,0 +1,139 @@
+"""Wrong solutions of lesson 09's prefix keys."""
+
+import hashlib
+
+from tests.course.mutants import wrong
+
+
+def _hash(parent, tokens):
+    return hashlib.blake2b(parent + b"".join(token.to_bytes(4, "little") for token in tokens)).digest()
+
+
+def _chain(tokens, block_size, parent, digest=_hash):
+    keys = []
+    for end in range(block_size, len(tokens) + 1, block_size):
+        parent = digest(parent, tokens[end - block_size : end])
+        keys.append(parent)
+    return keys
+
+
+@wrong("prefix_keys", fails="a key depends on all tokens before its block")
+def each_block_alone(tokens, block_size, salt=""):
+    return _chain(tokens, block_size, b"", lambda _, block: _hash(salt.encode(), block))
+
+
+@wrong("prefix_keys", fails="a key depends on all tokens before its block")
+def only_one_block_back(tokens, block_size, salt=""):
+    starts = range(0, len(tokens) - block_size + 1, block_size)
+    return [_hash(salt.encode(), tokens[max(at - block_size, 0) : at + block_size]) for at in starts]
+
+
+@wrong("prefix_keys", fails="a key depends on all tokens before its block")
+def first_block_and_the_one_before(tokens, block_size, salt=""):
+    """The parent is set only once: the third block does not change when the second does."""
+    keys, first = [], None
+    for end in range(block_size, len(tokens) + 1, block_size):
+        keys.append(_hash(first or salt.encode(), tokens[end - block_size : end]))
+        first = first or keys[0]
+    return keys
+
+
+@wrong("prefix_keys", fails="a key depends on all tokens before its block")
+def the_last_eight_blocks(tokens, block_size, salt=""):
+    ends = range(block_size, len(tokens) + 1, block_size)
+    return [
+        _hash(salt.encode() + bytes([end // block_size]), tokens[max(end - 8 * block_size, 0) : end]) for end in ends
+    ]
+
+
+@wrong("prefix_keys", fails="a key depends on all tokens of its block")
+def three_tokens_of_each_block(tokens, block_size, salt=""):
+    return _chain(tokens, block_size, salt.encode(), lambda parent, block: _hash(parent, block[:3]))
+
+
+@wrong("prefix_keys", fails="a key does not depend on later tokens")
+def length_hashed_too(tokens, block_size, salt=""):
+    return _chain(tokens, block_size, _hash(salt.encode(), [len(tokens)]))
+
+
+@wrong("prefix_keys", fails="each full block has a key, and no other")
+def pads_the_last_block(tokens, block_size, salt=""):
+    missing = -len(tokens) % block_size
+    return _chain(list(tokens) + [0] * missing, block_size, salt.encode())
+
+
+@wrong("prefix_keys", fails="the order of the tokens matters")
+def sorted_first(tokens, block_size, salt=""):
+    return _chain(tokens, block_size, salt.encode(), lambda parent, block: _hash(parent, sorted(block)))
+
+
+@wrong("prefix_keys", fails="different tokens are told apart")
+def digits_joined(tokens, block_size, salt=""):
+    def digest(parent, block):
+        return hashlib.sha256(parent + "".join(map(str, block)).encode()).digest()
+
+    return _chain(tokens, block_size, salt.encode(), digest)
+
+
+@wrong("prefix_keys", fails="another salt gives other keys")
+def salt_forgotten(tokens, block_size, salt=""):
+    return _chain(tokens, block_size, b"")
+
+
+@wrong("prefix_keys", fails="each full block has a key, and no other")
+def always_blocks_of_four(tokens, block_size, salt=""):
+    return _chain(tokens, min(block_size, 4), _hash(salt.encode(), []))
+
+
+@wrong("prefix_keys", fails="the order of the tokens matters")
+def sum_of_the_blocks(tokens, block_size, salt=""):
+    def digest(total, block):
+        return total + int.from_bytes(_hash(b"", block))
+
+    return _chain(tokens, block_size, int.from_bytes(_hash(salt.encode(), [])), digest)
+
+
+@wrong("prefix_keys", fails="different tokens are told apart")
+def one_byte_a_token(tokens, block_size, salt=""):
+    return _chain(tokens, block_size, _hash(salt.encode(), []), lambda key, block: _hash(key, [t % 256 for t in block]))
+
+
+@wrong("prefix_keys", fails="thousands of blocks have thousands of keys")
+def two_bytes_of_the_hash(tokens, block_size, salt=""):
+    return _chain(tokens, block_size, salt.encode(), lambda key, block: _hash(key, block)[:2])
+
+
+@wrong("prefix_keys", fails="another salt gives other keys")
+def first_letter_of_the_salt(tokens, block_size, salt=""):
+    return _chain(tokens, block_size, salt[:1].encode())
+
+
+@wrong("prefix_keys", fails="another salt gives other keys")
+def salt_runs_into_the_first_token(tokens, block_size, salt=""):
+    ends = range(block_size, len(tokens) + 1, block_size)
+    return [hash(salt + ",".join(map(str, tokens[:end]))) for end in ends]
+
+
+@wrong("prefix_keys", fails="another salt gives other keys")
+def small_letters(tokens, block_size, salt=""):
+    return _chain(tokens, block_size, _hash(salt.lower().encode(), []))
+
+
+@wrong("prefix_keys", fails="the tokens are not changed")
+def deletes_what_it_has_hashed(tokens, block_size, salt=""):
+    key, keys = salt.encode(), []
+    while len(tokens) >= block_size:
+        key = _hash(key, tokens[:block_size])
+        del tokens[:block_size]
+        keys.append(key)
+    return keys
+
+
+@wrong("prefix_keys", fails="the result is a list of dictionary keys")
+def lists_for_keys(tokens, block_size, salt=""):
+    return [[salt, *tokens[:end]] for end in range(block_size, len(tokens) + 1, block_size)]
+
+
+@wrong("prefix_keys", fails="the result is a list of dictionary keys")
+def yields_keys(tokens, block_size, salt=""):
+    yield from _chain(tokens, block_size, salt.encode())
