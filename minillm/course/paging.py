@@ -3,14 +3,15 @@
 import json
 import random
 import tempfile
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from minillm import LLM, RequestOptions, SamplingParams
+from minillm.kv_cache import BlockPoolError
 from minillm.model.config import PRESETS, ModelConfig
-from minillm.trace import Trace
+from minillm.trace import Trace, TraceError, tables
 
 LENGTHS = ((30, 20), (12, 30), (44, 16), (20, 40), (9, 24), (26, 12), (33, 9), (14, 20))  # prompt, output
 QUESTIONS = (
@@ -100,7 +101,8 @@ def random_prompt(tokens: int, seed: int) -> list[int]:
 def eight_requests(prefix: Sequence[int] = ()) -> Trace:
     """The trace of eight requests that come at once; three run at a time, in 24 blocks of 8 slots.
 
-    Their lengths are LENGTHS. prefix: tokens before each prompt, which the prefix cache can share.
+    Their lengths are LENGTHS. prefix: tokens before each prompt, which the prefix cache can share. Raises
+    BlockPoolError if the pool hands out a block that is in use.
     """
     trace = Trace()
     exactly = [SamplingParams(max_tokens=out, ignore_eos=True, temperature=0) for _, out in LENGTHS]
@@ -115,6 +117,11 @@ def eight_requests(prefix: Sequence[int] = ()) -> Trace:
         enable_prefix_caching=bool(prefix),
     ) as engine:
         engine.generate(prompts, exactly)
+    try:
+        deque(tables(trace), maxlen=0)
+    except TraceError as error:  # it says where, and assumes that the trace is incomplete; here the pool is wrong
+        event = str(error).partition(": ")[0]
+        raise BlockPoolError(f"the block pool made a mistake, which the trace shows: {event}") from None
     return trace
 
 
