@@ -184,6 +184,18 @@ def _(make):
         _available(pool, 4, story)
         pool.release(blocks[1:])
         _available(pool, 6, f"{story} and release({blocks[1:]})")
+    pool = make(6)
+    one, *others = _allocate(pool, 3)
+    pool.share([one])
+    pool.share([one])
+    pool.release([one])
+    pool.release([one])
+    if pool.available == 3:  # else: another property's matter
+        pool.share([one])
+        for method in (pool.share, pool.release, pool.release):
+            method([one, *others])
+        story = f"pool of 6, 3 blocks allocated, block {one} with one more holder than {others}, all shared once more"
+        _available(pool, 5, f"{story} and released twice")
 
 
 @pool.property("the whole pool can be allocated", hint="a request for exactly as many blocks as are available fits")
@@ -344,6 +356,12 @@ def _(make):
     _all_different(others, blocks)
     pool.release(list(blocks))
     _available(pool, 2, "the same pool after 2 blocks were allocated, and the shared ones released")
+    pool, sequences = _remembering(make, 3, [1, 1, 1])
+    for blocks in sequences:
+        pool.release(list(blocks))
+    middle = sequences[1]  # neither the oldest nor the newest
+    pool.share(list(middle))
+    _all_different(_allocate(pool, 2), middle)
 
 
 def _right_for_one(make) -> bool:

@@ -217,6 +217,14 @@ class SharesOnlyTheFirstBlock(Pool):
 
 
 @wrong("MyBlockPool", fails="every block of a list has its own count")
+class OneCountForTheWholeList(Pool):
+    def share(self, blocks):
+        most = max((self.references[block] for block in blocks), default=0)
+        for block in blocks:
+            self.references[block] = most + 1
+
+
+@wrong("MyBlockPool", fails="every block of a list has its own count")
 class FreesAListAsAWhole(Pool):
     def release(self, blocks):
         for block in blocks:
@@ -398,6 +406,17 @@ class DoesNotCountCachedBlocks(PrefixPool):
                 del self.idle[block]
             else:
                 self.references[block] += 1
+
+
+@wrong("MyPrefixPool", fails="a cached block that is shared again is in use")
+class SharesTheOldest(PrefixPool):
+    """Takes a block out of `idle`, but not the one that is shared."""
+
+    def share(self, blocks):
+        for block in blocks:
+            self.references[block] += 1
+            if block in self.idle:
+                self.idle.popitem(last=False)
 
 
 @wrong("MyPrefixPool", fails="every block of a list has its own count")
