@@ -249,6 +249,11 @@ def one_sample_a_step(requests, budget):
     return _serve(requests, budget, lambda count, pending, budget, before: count == pending and not before)
 
 
+@wrong("next_step", fails="the chunk that ends at the last known token samples, and no other")
+def no_token_where_the_budget_is_used_up(requests, budget):
+    return _serve(requests, budget, lambda count, pending, budget, before: count == pending < budget)
+
+
 @wrong("next_step", fails="computed grows by what ran")
 def computed_is_the_last_chunk(requests, budget):
     done = []
@@ -357,6 +362,14 @@ def shortest_prompt_first(pending, budget):
 @wrong("share_budget", fails="older prompts come before younger ones")
 def short_prompts_count_as_decodes(pending, budget):
     return _by(np.argsort(pending > 4, kind="stable"), pending, budget)
+
+
+@wrong("share_budget", fails="older prompts come before younger ones")
+def the_order_of_a_sort_that_is_not_stable(pending, budget):
+    order = np.argsort(pending > 1, kind="stable")
+    if len(order) > 16:  # from here on numpy's default sort may swap equal entries
+        order[pending[order] > 1] = order[pending[order] > 1][::-1]
+    return _by(order, pending, budget)
 
 
 @wrong("share_budget", fails="a prompt is cut where the budget ends")
