@@ -70,7 +70,7 @@ class Run:
 
 
 def play(engine: Engine, requests: Requests, due: Mapping[str, int] | None = None) -> dict[str, Completion]:
-    """Submit each request when it is due, and make steps until all are done."""
+    """Submit each request when it is due, and run steps until all are done."""
     steps, done, to_come = 0, {}, dict(requests)
     while to_come or engine.has_work:
         for name in [name for name in to_come if not due or due[name] <= steps]:
@@ -110,13 +110,6 @@ def run(
         done = play(llm.engine, requests, due)
         stats = llm.stats()
     return Run(list(replay(trace))[before:], done, stats, trace)
-
-
-def counted(outputs: Sequence[int], rows: int, in_flight: bool) -> tuple[int, int]:
-    """(steps, idle cells) of requests with these many tokens each, counted from an engine's trace."""
-    requests: Requests = {str(number): (4, tokens) for number, tokens in enumerate(outputs)}
-    steps = run(requests, max_num_seqs=rows, policy="fcfs" if in_flight else "static", dtype="auto").steps
-    return len(steps), len(steps) * rows - sum(len(step.row) for step in steps)
 
 
 class PromptsFirst(FirstComeFirstServed):
@@ -203,7 +196,8 @@ def throughput_table(record: Mapping[str, Any]) -> tuple[float, float]:
 
     Returns that factor of the output tokens per second, and what it would be if steps took no longer.
     """
-    print(f"{records.model_of(record)}, all requests at once, lengths / {record['scale']}:")
+    lengths = "full lengths" if record["scale"] == 1 else f"lengths divided by {record['scale']}"
+    print(f"{records.model_of(record)}, all requests at once, {lengths}:")
     print(f"  {'':10} {'steps':>6} {'tokens a step':>14} {'ms a step':>10} {'output tokens/s':>16}")
     rows = []
     for row in record["results"]:

@@ -54,7 +54,7 @@ class FirstComeFirstServed:
         return True
 
     def share(self, pending: np.ndarray, budget: int) -> np.ndarray:
-        """Decodes go first, so a long prompt never delays tokens that are already streaming; then chunks of prompts,
+        """Decodes go first, so a long prompt never pauses answers that are already streaming; then chunks of prompts,
         oldest first (Agrawal et al. 2024, "Sarathi-Serve", section 4).
         """
         if pending.sum() <= budget:
@@ -78,8 +78,8 @@ class Priority(FirstComeFirstServed):
 class ShortestPromptFirst(FirstComeFirstServed):
     """Short prompts first: the mean wait falls, a long prompt's grows.
 
-    Fair, because every later arrival is taken for `patience` tokens longer than it is: a prompt of n tokens is
-    overtaken by n / patience later ones at most.
+    Fair, because every arrival counts as `patience` tokens longer than the one before it would: a prompt of n tokens
+    is overtaken by at most n / patience later ones.
     """
 
     def __init__(self, patience: float = 4.0):

@@ -10,9 +10,9 @@
 # * say what happens when the cache runs out of memory;
 # * write a scheduling policy that prefers short prompts and never starves a long one.
 #
-# **90 minutes. Needs:** a CPU, and lessons 00 and 02; lesson 09 helps. You should know what *prefill* (the model runs a
-# prompt's tokens together) and *decode* (it generates an answer one token at a time) are. On a GPU, the timed part of
-# section 4 runs Gemma 2B.
+# **90 minutes. Needs:** a CPU, and lessons 00 and 02; lesson 09 helps with sections 2 and 5. You should know what
+# *prefill* (the model runs a prompt's tokens together) and *decode* (it generates an answer one token at a time) are.
+# On a GPU, the timed part of section 4 runs Gemma 2B.
 
 # %%
 from dataclasses import dataclass
@@ -52,9 +52,9 @@ for name, (prompt, output) in FOUR.items():
 
 # %% [markdown]
 # We run them in the engine and record a **trace**: events that say which request had which row in each step. Only
-# lengths matter here, so the prompts' tokens are drawn at random. `run` opens a small engine on the CPU, with 64-bit
-# numbers so that results can be compared exactly, and calls `play`. This is all an engine's loop does: submit what is
-# due, run a step, collect what is done.
+# lengths matter here, so the prompts' tokens are drawn at random. `run` opens a small engine on the CPU, in float64 so
+# that results can be compared exactly, and calls `play`. This is all an engine's loop does: submit what is due, run a
+# step, collect what is done.
 
 # %%
 # ENGINE: minillm.course.batching:play
@@ -76,7 +76,7 @@ done in step 8, and only then do C and D start. In the in-flight grid C takes B'
 # Each column is a step, and each line is a row. Orange cells run a prompt and show how many of its tokens. The step
 # that finishes a prompt also yields the first token of the answer, so an answer of nine tokens takes nine cells. Blue
 # cells decode one token. Gray cells are idle. The numbers under the columns say how many tokens the step computes in
-# total. All pictures of rows in this lesson use these colors.
+# total. All row diagrams in this lesson use these colors.
 #
 # Look at B. It is done after two steps. In the static batch its row then stays idle for seven steps while C and D wait
 # in the queue. In flight, C takes the row in the very next step and runs alongside A, which keeps decoding.
@@ -132,8 +132,8 @@ print("tokens of the answers:", *answers)
 print(f"mean {np.mean(answers):.1f}, longest {max(answers)}")
 
 # %% [markdown]
-# **Predict first.** With static batches of four of these requests, what fraction of the cells is idle? And how many
-# times as many steps do static batches take as in-flight batching?
+# **Predict first.** With static batches of four of these requests, what fraction of the cells is idle? And by
+# what factor do static batches need more steps than in-flight batching?
 
 # %% tags=["exercise"]
 guess_idle = 0.5  # PREDICT: fraction of idle cells with static batches, from 0 to 1
@@ -141,29 +141,30 @@ guess_times = 1.9  # PREDICT: steps of static batching, as a multiple of in-flig
 
 # %%
 ROWS = 4
-count = yours(steps_and_idle, batching.counted)
-mine = solved(steps_and_idle)
-print("counted by you" if mine else "counted by the engine (exercise 1 is not solved yet)")
-(static_steps, static_idle), (steps, idle) = (
-    count(answers, ROWS, way) for way in (False, True)
-)
-share = static_idle / (static_steps * ROWS)
-print(f"static     {static_steps:4} steps, {share:4.0%} idle")
-print(f"in flight  {steps:4} steps, {idle / (steps * ROWS):4.0%} idle")
-compare("idle, static", unit="of the cells", prediction=guess_idle, measured=share)
-compare("steps", unit="times", prediction=guess_times, measured=static_steps / steps)
-
-# %% [markdown]
-# Now the engine runs the same requests. Does it take as many steps, and how much time does in-flight batching save on
-# this machine?
-
-# %%
 runs = {
     "static": run(traffic, max_num_seqs=ROWS, policy="static"),
     "in flight": run(traffic, max_num_seqs=ROWS),
 }
-same = [len(each.steps) for each in runs.values()] == [static_steps, steps]
-print(f"as many steps as {'you' if mine else 'the engine itself'} counted: {same}")
+counts = {}
+for name, each in runs.items():
+    steps = len(each.steps)
+    counts[name] = steps, steps * ROWS - sum(answers)
+    print(f"{name:10} {steps:4} steps, {counts[name][1] / (steps * ROWS):4.0%} idle")
+steps, idle = counts["static"]
+share, times = idle / (steps * ROWS), steps / counts["in flight"][0]
+compare("idle, static", unit="of the cells", prediction=guess_idle, measured=share)
+compare("steps", unit="times", prediction=guess_times, measured=times)
+
+# %% [markdown]
+# The engine ran these. Does your function, which only knows the lengths of the answers, count the same? And how much
+# time does in-flight batching save on this machine?
+
+# %%
+if solved(steps_and_idle):
+    yours_too = [steps_and_idle(answers, ROWS, way == "in flight") for way in runs]
+    print(f"your code counts the same: {yours_too == list(counts.values())}")
+else:
+    print("exercise 1 is not solved yet")
 same = runs["static"].answers == runs["in flight"].answers
 print(f"every request gets the same tokens both ways: {same}")
 
@@ -175,7 +176,7 @@ gained = runs["static"].seconds / runs["in flight"].seconds
 print(f"in flight is {gained:.2f} times as fast")
 
 # %% [markdown]
-# Total time is the number of steps times the time of a step, and so far we have only counted steps. Both ways compute
+# Total time is the number of steps times the time per step, and so far we have only counted steps. Both ways compute
 # the same prompts and the same answers. In-flight batching packs them into fewer steps, so each step has more to
 # compute and takes longer. How much longer depends on the machine; section 7 has the numbers for a CPU and an H200.
 #
@@ -205,10 +206,9 @@ of the rectangle is padding. Below, packed: the same tokens in one line, one row
 # Lesson 02 shows why padding is unnecessary: attention is the only part of the model where tokens interact. A norm, a
 # matrix multiplication or an MLP does not care which request a token belongs to. So the engine concatenates the tokens
 # of all rows into one *ragged batch* of shape `[tokens, hidden]`, without a batch dimension. Only attention needs to
-# know where each row begins and ends (`query_start`) and which blocks hold its keys (`block_table`, lesson 09): see
-# `Rows` in `minillm/model/batch.py`.
+# know where each row begins and ends (`query_start`) and which blocks of the cache hold its keys (`block_table`, lesson
+# 09): see `Rows` in `minillm/model/batch.py`.
 #
-
 # **Predict first.** Suppose every step of the whole in-flight run were padded to a rectangle. What fraction of all
 # positions would be padding?
 
@@ -312,7 +312,7 @@ check(next_step)
 
 # %% [markdown]
 # With this rule a complete in-flight scheduler takes a dozen lines. It should run our four requests exactly as the
-# engine does: the same tokens of the same requests in every step.
+# engine does, with and without a budget of six tokens: the same tokens of the same requests in every step.
 
 
 # %%
@@ -328,7 +328,7 @@ def simulate(requests, rows, budget=2048, most=100):
         while waiting and len(running) < rows:
             name, (prompt, output) = waiting.pop(0)
             running[name] = Running(prompt, prompt, 0, prompt + output)
-        ran = zip(running, next_step(list(running.values()), budget), strict=True)
+        ran = zip(running, next_step(list(running.values()), budget) or [])
         steps.append({name: (start, count) for name, (start, count, _) in ran if count})
         running = {name: each for name, each in running.items() if each.known < each.limit}
     return steps
@@ -337,6 +337,7 @@ def simulate(requests, rows, budget=2048, most=100):
 if solved(next_step):
     shown = simulate(FOUR, 2)
     print("the same as the engine, step by step:", shown == in_flight.spans)
+    print("the same with a budget of 6:", simulate(FOUR, 2, budget=6) == chunked.spans)
 else:
     shown = in_flight.spans
     print("next_step is not solved yet; these are the engine's steps:")
@@ -355,15 +356,15 @@ for number, step in enumerate(shown[:4]):
 # ENGINE: minillm.scheduler.scheduler:Scheduler._launch
 
 # %% [markdown]
-# ## 4 · The token budget · 21 min
+# ## 4 · The token budget · 23 min
 #
 # Look at the in-flight picture of section 1 again, at the number under step 2: 13 tokens, where the other steps around
 # it compute two. A step takes longer the more tokens it computes, and A's user waits for that step too. With twelve
-# tokens nobody notices. With a prompt of thousands of tokens, every other answer pauses.
+# tokens the delay is too short to notice. With a prompt of thousands of tokens, every other answer pauses.
 #
 # Users experience two kinds of waiting, and servers are judged by both:
 #
-# * **TTFT**, time to first token: from when a request arrives until its first token is there;
+# * **TTFT**, time to first token: from when a request arrives until its first token is available;
 # * **ITL**, inter-token latency: the gap between two consecutive tokens of an answer.
 #
 # $$\text{TTFT} = t_1 - t_\text{arrival} \qquad \text{ITL}_i = t_{i+1} - t_i$$
@@ -391,6 +392,8 @@ tokens.""")
 #
 # **Exercise 3 (10 minutes).** Share the budget in this order. `pending` has one entry for each running row, the oldest
 # request first. Return how many tokens of each row run in this step, $c_i \le p_i$ with $\sum c_i \le \text{budget}$.
+#
+# The engine calls it once for all running rows, then for each request that is about to join, with what is left.
 #
 # For example, `share_budget(np.array([1, 1, 6]), 8)` runs everything: `[1, 1, 6]`.
 
@@ -433,7 +436,8 @@ with using(policy=MyShare) as used:
 if used.not_solved:
     print("share_budget is not solved yet: the engine's own ran")
 else:
-    print(f"the engine called your policy {used.calls['policy']} times")
+    calls = used.calls["policy"]
+    print(f"the engine called your policy's `key`, `admits` and `share` {calls} times in all")
     print("the same steps as with the engine's own:", shared.spans == chunked.spans)
 
 # %% [markdown]
@@ -445,12 +449,15 @@ with using(policy=batching.PromptsFirst):
     greedy = run(FOUR, max_num_seqs=2, max_num_batched_tokens=6)
 draw.rows_in_use({"prompts first": greedy.steps, "decodes first": chunked.steps}, rows=2)
 describe("""Two grids with a budget of 6. With prompts first, A waits in step 3 while C's prompt takes all 6 tokens.
-With decodes first A decodes in every step. C's first token comes in the same step either way.""")
+With decodes first A decodes in every step. C's first token comes in the same step either way, because its prompt is
+short.""")
 
 # %% [markdown]
-# In step 3 C's prompt takes all six tokens, and A, in the middle of its answer, waits (darker gray: A has the row, but
-# none of its tokens run). C does not even get its first token sooner. With a prompt of a thousand tokens and this
-# budget, A would wait for more than 160 steps.
+# In step 2 C is only joining, and a newcomer gets what the running rows leave: five tokens. In step 3 C's prompt takes
+# all six, and A, in the middle of its answer, waits (darker gray: A has the row, but none of its tokens run). Twelve
+# tokens are too few for C to gain a step by this. Suppose C's prompt had a thousand tokens, and A's answer were long
+# enough to last: the prompt would take about 167 steps at six tokens each instead of 200 at five. C's first token would
+# come 33 steps sooner, and A would wait all that time.
 #
 # ### How large a budget?
 #
@@ -493,20 +500,21 @@ compare("longest ITL", unit="times", prediction=guess_gap, measured=times[small]
 names = ("the newcomer's TTFT", "longest ITL of the users")
 draw.trade(BUDGETS, dict(zip(names, zip(*waits.values()))))
 describe("""Two lines over the token budget, both axes logarithmic. Toward smaller budgets the newcomer's time to first
-token grows, and the longest gap between two tokens of the other users shrinks until it levels off.""")
+token grows, and the longest gap between two tokens of the other users shrinks, more slowly toward the smallest
+budgets.""")
 
 # %% [markdown]
-# Each line of the table is a trade-off. A small budget costs the newcomer time, for three reasons: every step has a
-# fixed cost; the others' decodes run in each of these steps too; and each chunk reads the keys of the chunks before it
-# again.
+# Each row of the table is a trade-off. (Each is measured only once: on a busy machine, single rows may not fit the
+# rest.) A small budget costs the newcomer time, for three reasons: every step has a fixed cost; the others' decodes run
+# in each of these steps too; and each chunk reads the keys of the chunks before it again.
 #
 # How much the other users gain depends on how a step's time grows with its tokens. Where it is proportional to them, a
 # quarter of the budget means a quarter of the gap. Where the fixed cost dominates, as on a GPU below the ridge of the
-# roofline (lesson 00), the gap hardly shrinks any further. Go down the table until the gap stops shrinking: any smaller
-# budget costs the newcomer time and helps nobody. Above that point there is no right budget. Decide which ITL you
-# promise ("a token every 50 ms") and take the largest budget that keeps the promise.
+# roofline (lesson 00), the gap hardly shrinks any further. Go down the table until the gap stops shrinking, if it does:
+# from there on, a smaller budget costs the newcomer time and gains the others nothing. Above that point there is no
+# right budget. Decide which ITL you promise ("a token every 50 ms") and take the largest budget that keeps the promise.
 #
-# ## 5 · When memory runs out · 5 min
+# ## 5 · When memory runs out · 6 min
 #
 # Every computed token leaves keys and values in the cache, in blocks (lesson 09). A request is admitted when there are
 # enough blocks for what it *knows*. How many it will need in the end is unknown. So the moment may come when every row
@@ -514,8 +522,9 @@ token grows, and the longest gap between two tokens of the other users shrinks u
 #
 # An engine could reserve for each request the most it may ever need. Then this never happens, but much of the memory
 # stays empty, because most answers end early. Or it admits more requests and, when blocks run out, takes one request's
-# memory away: **preemption**. The most recent request goes back to the queue, and its blocks go back to the pool. It
-# has to be the most recent one so that the oldest request always makes progress.
+# memory away: **preemption**. The most recent request (in order of arrival; section 6 has other orders) goes back to
+# the queue, and its blocks become free. It has to be the most recent one so that the oldest request always makes
+# progress.
 #
 # What happens to its keys and values? They can be copied to CPU memory and back (**swapping**), or thrown away and
 # **recomputed** (Kwon et al. 2023, section 4.5, describe both). Recomputing only needs the tokens, a few bytes each. In
@@ -533,7 +542,8 @@ describe("""Two grids of two rows. With ten blocks C loses its row after step 3,
 # For step 4, A needs a fourth block and none is free: A has three, C has seven. C is the more recent request and is
 # preempted. It is now first in the queue, but it needs seven blocks again, which are not free until A is done, and D
 # must not overtake it. In step 9 C returns, in whichever row is free. It runs 14 tokens, the 12 of its prompt and the
-# two it had generated, *as if they were a prompt*, and samples its third token. Are the tokens the same as without
+# two it had generated, *as if they were a prompt*, and samples its third token. D waits one more step: it needs the
+# three blocks that are left, and the engine keeps one of them free for C. Are the tokens the same as without
 # preemption?
 
 # %%
@@ -569,7 +579,7 @@ for blocks, each in {"plenty": runs["in flight"], "32": few}.items():
 # the scheduler computes `key` once for each request, when the request is queued, and the lowest key goes first.
 #
 # Here are sixty requests, one before each step. Every sixth has a prompt of 96 tokens, the others of 8. The engine has
-# four rows and a budget of 24 tokens, so together they need a little more than it can do.
+# four rows and a budget of 24 tokens, so together they ask for slightly more than it can handle.
 
 
 # %%
@@ -600,11 +610,12 @@ for policy in (FirstComeFirstServed, ShortestAlways):
 #
 # The classic cure is **aging**. A request could lose a few tokens of its length with every step it waits, but then the
 # queue would have to be sorted again and again. There is a simpler way: since all waiting requests age at the same
-# rate, the *differences* between them never change. So instead of making waiting requests shorter, treat each later
-# arrival as longer, by `patience` tokens for each request that arrived before it.
+# rate, the *differences* between them never change. So instead of making waiting requests shorter, treat later arrivals
+# as longer than they are. (The clock then counts arrivals instead of steps.)
 #
-# **Exercise 4 (6 minutes).** Write the key of this policy. Then a prompt of $n$ tokens is overtaken by at most
-# $n/\text{patience}$ later requests, whatever they are: those after that have a larger key.
+# **Exercise 4 (6 minutes).** Write the key of this policy. Make short prompts go first, but let a prompt of $n$ tokens
+# be overtaken by at most $n/\text{patience}$ later requests, whatever they are: those after that must have a larger
+# key.
 #
 # A request has `prompt` (its token ids), `arrival` (0, 1, 2, ... in order of arrival), `known` (the ids of prompt and
 # answer so far), `limit` and `params`. Asking for a key again must give the same key.
@@ -646,8 +657,8 @@ little, and long ones less than with shortest always.""")
 # $(96-8)/4=22$, and among equal keys the older request goes first: at most 21 pass it, however many are still to come.
 # Most of the reduction of the mean wait remains.
 #
-# Finally, everything together: your order and your sharing serve the traffic in one engine. Whatever you skipped, the
-# engine supplies.
+# Finally, everything together: your order and your sharing serve the traffic in one engine. The engine supplies
+# whatever you skipped.
 
 
 # %%
@@ -667,12 +678,12 @@ print(
 
 # %% [markdown]
 # A policy decides when requests run. It cannot change their tokens, because no token depends on the other requests in
-# the batch. (That is exact in 64-bit numbers. With fewer digits, the order of additions may decide between two tokens
+# the batch. (That is exact in float64. In lower precision, the order of additions may decide between two tokens
 # whose logits are nearly equal.)
 #
 # These are the engine's versions: look for your `share` in the first, and for your `key` in the second
 # (`LLM(policy="shortest")`). `fair` is a promise that no request waits forever; the engine's tests hold policies to it.
-# The highest `key` among the running requests also decides which one is preempted. `minillm/scheduler/policies.py` has
+# When blocks run out, the running request with the highest `key` is preempted. `minillm/scheduler/policies.py` has
 # three more policies, `StaticBatching` among them.
 
 # %%
@@ -680,14 +691,13 @@ print(
 # ENGINE: minillm.scheduler.policies:ShortestPromptFirst
 
 # %% [markdown]
-# ## 7 · What it is worth · 5 min
+# ## 7 · What it is worth · 2 min
 #
-# These are committed records of `minillm bench batching`, on a CPU and on an H200. First, all 400 requests of the
-# traffic trace arrive at once, and one engine serves them with static batches and in flight. Second, requests arrive as
-# the trace says, with whole prompts (a prompt waits until a step has room for all of it) and with chunked prefill. The
-# H200 ran Gemma 2B's shape with random weights; all answers have the lengths of the trace.
+# These are committed records of `minillm bench batching`, on a CPU and on an H200. All 400 requests of the traffic
+# trace arrive at once, and one engine serves them with static batches and in flight. The H200 ran Gemma 2B's shape with
+# random weights, and every answer has the length that the trace gives. On the CPU, all lengths are divided by 8.
 #
-# **Predict first**: how many times as many tokens per second does in-flight batching give as static batching?
+# **Predict first**: by what factor does in-flight batching increase the tokens per second?
 
 # %% tags=["exercise"]
 guess_cpu = 1.7  # PREDICT: in-flight over static batching, tokens per second, on a CPU
@@ -700,12 +710,18 @@ for (name, record), guess in zip(there.items(), (guess_cpu, guess_gpu)):
     compare(f"{name}, speed", unit="times", prediction=guess, most=most, measured=faster)
 
 # %% [markdown]
-# The line `times` divides in-flight by static. If a step took no longer with more tokens in it, the speed would rise by
+# The row `times` divides in-flight by static. If a step took no longer with more tokens in it, the speed would rise by
 # the inverse of the first factor: that is the *at most*. But both ways compute the same tokens, so with fewer steps
 # each step has more to compute and takes longer. Here in-flight batching saves more steps than in section 1, because
 # the longest of 64 or 128 answers is further above the mean than the longest of four.
 #
-# For waits, a mean hides what users complain about, so servers report **percentiles**: 99 % of all waits are at most
+# ## 8 · Waits under load (optional) · 4 min
+#
+# The same records have a second part. Requests arrive at the trace's times, at full length, and are served with whole
+# prompts (a prompt waits until a step has room for all of it) and with chunked prefill. On the H200 all 400 arrive
+# twelve times as fast as in the trace; on the CPU only the first 96 do, at the trace's own speed.
+#
+# For waits, a mean hides what users complain about, so servers report **percentiles**: 99% of all waits are at most
 # p99.
 
 # %%
@@ -718,16 +734,17 @@ higher; on the CPU the time to first token is much longer with chunks.""")
 
 # %% [markdown]
 # Between tokens, whole prompts delay a few gaps a lot, and chunks delay many gaps a little: compare p99 with p90. For
-# the first token there are two effects. A long prompt waits longer when it is cut, and the requests after it need not
-# wait for all of it. Which effect wins depends on the load.
+# the first token there are two effects. A long prompt's first token comes later when the prompt is cut, and the
+# requests after it need not wait for all of it. Which effect wins depends on the load.
 #
 # On the CPU, chunks (128 tokens a step) halve the ITL p99, but the TTFT p99 is about five times as long: all prompts
 # together share what decodes leave of 128 tokens a step, and they queue for it. On the H200 (512 tokens a step) the ITL
-# p99 falls by a third, and the TTFT p90 rises by about 2 ms. Its TTFT p99 settles nothing: among 400 requests only four
-# wait longer than that, and single runs range from 24 to 114 ms. Had each way been run only once, either could have
-# come out ahead. So choose the budget by measuring ITL and TTFT on your machine, with your traffic, more than once.
+# p99 falls by a third. The TTFT p90 rises by about 2 ms in six of the seven runs of each way; one outlier each reaches
+# 20 and 68 ms. The TTFT p99 doesn't settle anything there: only four of 400 requests wait longer than that, and single
+# runs range from 24 to 114 ms. Had each way been run only once, either could have come out ahead. So choose the budget
+# by measuring ITL and TTFT on your machine, with your traffic, more than once.
 #
-# ## 8 · The three ways, over time (optional) · 3 min
+# ## 9 · The three ways, over time (optional) · 3 min
 #
 # Eight requests of the traffic, with prompts at full length: in static batches, in flight with whole prompts, and
 # chunked. This time the x axis is time, and a white line marks where a step begins. A wide column is a step that took
@@ -748,17 +765,19 @@ for title, each in three.items():
     print(f"{'':36} request 5's prompt: {' + '.join(str(n) for n in chunks if n > 1)}")
 draw.timelines({title: each.trace for title, each in three.items()}, 4, x="time")
 describe("""Three timelines of four rows over seconds. With whole prompts some columns are much wider than the others:
-there a prompt ran, and the decoding rows waited. With at most 64 tokens a step the columns are of similar width.""")
+there a prompt ran, and the decoding rows waited. With at most 64 tokens a step no column is much wider than a step of
+64 tokens takes.""")
 
 # %% [markdown]
-# Request 5 has a prompt of 298 tokens. In flight and whole, it makes one wide column, in which each decoding row gets
-# one token. In chunks it makes five narrower columns, and the other rows get a token in each.
+# Request 5 has a prompt of 298 tokens. In flight and whole, it runs in a single wide column, in which each decoding row
+# gets one token. In chunks it runs in five narrower columns, and the decoding rows get a token in each. Chunks cost
+# total time, because there are more steps; what they buy is even gaps.
 #
 # Gray cells have three causes. In static batches, rows wait for the rest of their batch. At the left of the chunked
 # timeline, requests 1 to 3 are not admitted yet, because older prompts use the whole budget. And at the right of all
 # three the queue is empty.
 #
-# ## 9 · Running ahead (optional) · 7 min
+# ## 10 · Running ahead (optional) · 7 min
 #
 # The scheduler is Python, and while it runs, the GPU may be waiting. How long does it take? Here is the engine's
 # scheduler alone, without a model, with all rows decoding:
@@ -773,9 +792,10 @@ for rows in (1, 64, 1024):
 print(f"a decode step of {records.model_of(ablation)}, on an H200: {1e6 / fastest:,.0f} us")
 
 # %% [markdown]
-# Because the scheduler works on numpy columns, a thousand rows take far less than a thousand times as long as one. Even
-# so, compare it with the last line: with many rows it is a noticeable part of a fast GPU's step, and launching the step
-# and fetching its tokens come on top. A GPU that waits for Python after each step is idle for that long.
+# Because the scheduler works on numpy columns, a thousand rows take far less than a thousand times as long as one.
+# Compare the first line with the last, which is for one request: scheduling takes only a few percent of that step, and
+# with more rows the step takes longer too. But preparing and launching the step and fetching its tokens come on top. A
+# GPU that waits for Python after each step is idle for all of that time.
 #
 # The way out is **not to wait**. What does the scheduler need from step N to choose step N + 1? Not the tokens: they
 # stay on the GPU, where the next step reads them. It only needs to know that each row has *one more*, and `known` grows
@@ -790,7 +810,7 @@ Python prepares each step. One step ahead, Python prepares the next step while t
 has no gaps.""")
 
 # %% [markdown]
-# One thing cannot be known in advance: that a token *ends* its answer. The model decides that, and by the time the
+# One thing cannot be known in advance: whether a token *ends* its answer. The model decides that, and by the time the
 # engine reads it, the next steps have been launched with that row in them. Their tokens are **dropped**, and the row
 # and its blocks stay occupied until the last of these steps is done. (An answer that ends because it reaches its limit
 # is known in advance and costs nothing.)
@@ -834,7 +854,8 @@ run-ahead the speed is a little lower; one and three steps ahead are equal. With
 # With one request, a step is short and Python is a larger part of it. With 256 requests, a step takes longer and there
 # is less to hide. Going three steps ahead instead of one gains nothing measurable. The gains are small because CUDA
 # graphs, which launch all kernels of a step with a single call, have already removed most of the Python from a step.
-# The bars at the bottom compare runs with and without CUDA graphs: they are the topic of lesson 11.
+# The bars at the bottom compare runs with and without CUDA graphs ("decodes alone": only steps without a prompt use
+# them). They are the topic of lesson 11.
 #
 # ## Recap · 2 min
 #

@@ -1,5 +1,7 @@
 """Rows in use, one rule for every token, a budget to share, a fair policy.  Lesson 10."""
 
+import inspect
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -46,14 +48,18 @@ def _(function):
 def _(function):
     steps, _ = _rows_used(function, [2, 6, 3], 2, in_flight=False)
     assert steps == 9, f"static batches of 2 and 6 tokens, then of 3 alone: 6 + 3 = 9 steps, not {steps}"
+    steps, _ = _rows_used(function, [1, 5, 5, 1], 3, in_flight=False)
+    assert steps == 6, f"three rows, static batches of 1, 5 and 5 tokens, then of 1 alone: 5 + 1 = 6 steps, not {steps}"
 
 
 @steps_and_idle.property(
-    "a request takes one step for each of its tokens", "a request has one row: more rows do not make it faster"
+    "a request takes one step for each of its tokens", "a request has one row: two rows cannot share its tokens"
 )
 def _(function):
     steps, _ = _rows_used(function, [6], 2, in_flight=True)
     assert steps == 6, f"a single request of 6 tokens takes 6 steps, however many rows there are, not {steps}"
+    steps, _ = _rows_used(function, [2, 2, 2], 2, in_flight=True)
+    assert steps == 4, f"2, 2, 2 tokens in two rows, in flight: the third request ends after 4 steps, not {steps}"
 
 
 @steps_and_idle.property(
@@ -61,7 +67,7 @@ def _(function):
     "no request is tied to a row in advance: which row ends earliest?",
 )
 def _(function):
-    for outputs, wanted in (([1, 3, 1, 1], 3), ([2, 2, 2, 2], 4)):
+    for outputs, wanted in (([1, 3, 1, 1], 3), ([3, 1, 1, 1], 3), ([2, 2, 2, 2], 4)):
         steps, _ = _rows_used(function, outputs, 2, in_flight=True)
         listed = ", ".join(map(str, outputs))
         assert steps == wanted, f"{listed} tokens in two rows, in flight: {wanted} steps, not {steps}"
@@ -110,20 +116,47 @@ def _(function):
 next_step = Exercise("next_step", seconds=SECONDS)
 
 
-def _request(prompt: int, known: int | None = None, computed: int = 0, limit: int = 100) -> SimpleNamespace:
-    known = prompt if known is None else known
-    return SimpleNamespace(prompt=prompt, known=known, computed=computed, limit=limit)
+@dataclass
+class Running:
+    """As in the notebook, for a function that comes without a class of this name."""
+
+    prompt: int
+    known: int
+    computed: int
+    limit: int
 
 
-def _step(function, *requests: SimpleNamespace, budget: int = 50) -> list[tuple[int, int, bool]]:
-    got = [tuple(each) for each in function(list(requests), budget)]
-    assert len(got) == len(requests), f"{len(requests)} requests need as many (start, count, samples), not {got}"
+def _maker(function):
+    """A function that makes requests of the candidate's own class: it may have grown properties and methods."""
+    own = getattr(inspect.unwrap(function), "__globals__", {}).get("Running", Running)
+
+    def request(prompt: int, known: int | None = None, computed: int = 0, limit: int = 10_000):
+        values = {"prompt": prompt, "known": prompt if known is None else known, "computed": computed, "limit": limit}
+        try:
+            return own(**values)
+        except TypeError:  # fields that the notebook's class does not have
+            return Running(**values)
+
+    return request
+
+
+def _step(function, *requests, budget: int = 50) -> list[tuple[int, int, bool]]:
+    given = list(requests)
+    answer = function(given, budget)
+    assert isinstance(answer, list | tuple), f"it must return a list of (start, count, samples), not {answer!r}"
+    got = [tuple(each) for each in answer]
+    assert len(got) == len(requests) and all(len(each) == 3 for each in got), (
+        f"for {len(requests)} request(s) it must return {len(requests)} x (start, count, samples), not {got}"
+    )
+    assert [id(each) for each in given] == [id(each) for each in requests], (
+        "the list of requests must stay as it is: update the requests in it"
+    )
     return got
 
 
 @next_step.example
 def _(function):
-    request = _request(3)
+    request = _maker(function)(3)
     got = _step(function, request)
     assert got == [(0, 3, True)], f"a prompt of 3 tokens: [(0, 3, True)], not {got}"
     assert (request.known, request.computed) == (4, 3), (
@@ -135,13 +168,17 @@ def _(function):
     "requests share one budget, in their order", "the oldest takes what it can use; how much is left for the next?"
 )
 def _(function):
-    def decode() -> SimpleNamespace:
-        return _request(6, known=7, computed=6)
+    new = _maker(function)
+
+    def decode():
+        return new(6, known=7, computed=6)
 
     cases = (
-        ("three prompts of 6 tokens", [_request(6), _request(6), _request(6)], 8, [6, 2, 0]),
-        ("a prompt of 6 tokens, then a decode", [_request(6), decode()], 6, [6, 0]),
-        ("a decode, then a prompt of 6 tokens", [decode(), _request(6)], 6, [1, 5]),
+        ("three prompts of 6 tokens", [new(6), new(6), new(6)], 8, [6, 2, 0]),
+        ("a prompt of 6 tokens, then a decode", [new(6), decode()], 6, [6, 0]),
+        ("a decode, then a prompt of 6 tokens", [decode(), new(6)], 6, [1, 5]),
+        ("two decodes", [decode(), decode()], 1, [1, 0]),
+        ("prompts of 500 and of 700 tokens", [new(500), new(700)], 1100, [500, 600]),
     )
     for what, requests, budget, wanted in cases:
         counts = [count for _, count, _ in _step(function, *requests, budget=budget)]
@@ -149,30 +186,53 @@ def _(function):
 
 
 @next_step.property(
-    "only the chunk that ends at the last known token samples", "compare with `known`, prompt or not: what is pending?"
+    "the chunk that ends at the last known token samples, and no other",
+    "is anything of this request still pending after the chunk? The other requests do not matter",
 )
 def _(function):
-    for request, what in ((_request(10), "prompt"), (_request(6, known=10), "prompt and answer, resumed")):
-        known = request.known
-        chunk = 9 if known > request.prompt else 4
-        ((_, _, samples),) = _step(function, request, budget=chunk)
-        assert not samples and request.known == known, (
-            f"only {chunk} of {known} known tokens ({what}) have run, and a token was sampled already"
-        )
+    new = _maker(function)
+
+    def decode():
+        return new(6, known=7, computed=6)
+
+    cases = (
+        ("a prompt of 10 tokens", [new(10)], 4),
+        ("a prompt of 6 tokens", [new(6)], 1),
+        ("a prompt of 6 tokens", [new(6)], 6),
+        ("10 known tokens, 6 of them the prompt, and an empty cache", [new(6, known=10)], 9),
+        ("two prompts of 6 tokens", [new(6), new(6)], 8),
+        ("two decodes", [decode(), decode()], 8),
+    )
+    for what, requests, budget in cases:
+        before = [(request.known, request.known - request.computed) for request in requests]
+        got = _step(function, *requests, budget=budget)
+        for request, (known, pending), (_, count, samples) in zip(requests, before, got, strict=True):
+            wanted = 0 < count == pending
+            assert bool(samples) == wanted, (
+                f"{what}, and a budget of {budget}: {count} of {pending} pending tokens run, and `samples` is {samples}"
+            )
+            assert request.known == known + wanted, (
+                f"{what}, and a budget of {budget}: `known` goes from {known} to {request.known}, "
+                f"and {'one token' if wanted else 'no token'} was sampled"
+            )
 
 
 @next_step.property("computed grows by what ran", "a chunk is only a part of what is pending")
 def _(function):
-    request = _request(10)
-    _step(function, request, budget=4)
-    assert request.computed == 4, f"4 of 10 tokens ran, but `computed` is {request.computed}"
+    new = _maker(function)
+    for request, budget in ((new(10), 4), (new(10, computed=4), 3)):
+        before = request.computed
+        _step(function, request, budget=budget)
+        assert request.computed == before + budget, (
+            f"{before} of 10 tokens were computed and {budget} ran, but `computed` is {request.computed}"
+        )
 
 
 @next_step.property(
     "a resumed request computes prompt and answer in one go", "what is pending does not depend on `prompt`"
 )
 def _(function):
-    request = _request(6, known=10)
+    request = _maker(function)(6, known=10)
     got = _step(function, request)
     assert got == [(0, 10, True)], f"10 known tokens and an empty cache: [(0, 10, True)], not {got}"
 
@@ -181,19 +241,30 @@ def _(function):
     "cached tokens are not computed again", "the cache may hold the beginning of a prompt: where does the step start?"
 )
 def _(function):
-    got = _step(function, _request(10, computed=4))
+    got = _step(function, _maker(function)(10, computed=4))
     assert got == [(4, 6, True)], f"a prompt of 10 tokens, 4 of them in the cache: [(4, 6, True)], not {got}"
 
 
 @next_step.property(
     "a request runs until it knows `limit` tokens, and no longer",
-    "the last token is only known: no later token needs its keys",
+    "compare `known` with `limit`, for each request on its own; one that is done takes nothing and changes nothing",
 )
 def _(function):
-    got = _step(function, _request(6, known=10, computed=9, limit=10))
+    new = _maker(function)
+    got = _step(function, new(6, known=10, computed=9, limit=10))
     assert got[0][1:] == (0, False), f"10 tokens known and a limit of 10: nothing runs, not {got}"
-    got = _step(function, _request(6, known=9, computed=8, limit=10))
+    got = _step(function, new(6, known=9, computed=8, limit=10))
     assert got == [(8, 1, True)], f"9 tokens known and a limit of 10: [(8, 1, True)], not {got}"
+    got = _step(function, new(6, limit=7))
+    assert got == [(0, 6, True)], f"a prompt of 6 tokens and a limit of 7: [(0, 6, True)], not {got}"
+    done, live = new(6, known=10, computed=9, limit=10), new(6)
+    got = _step(function, done, live, budget=6)
+    assert got[1][:2] == (0, 6), (
+        f"a done request, a prompt of 6 tokens and a budget of 6: all 6 run from 0, not {got[1][1]} from {got[1][0]}"
+    )
+    assert (done.known, done.computed) == (10, 9), (
+        f"a request that is done knows 10 tokens, 9 computed; after the step {done.known} and {done.computed}"
+    )
 
 
 # ---- sharing a step's budget
@@ -225,8 +296,9 @@ def _(function):
     "a large budget runs all that is pending, and no more", "how much of the budget can each prompt use?"
 )
 def _(function):
-    got = _shares(function, [1, 5, 4], 20)
-    assert got == [1, 5, 4], f"[1, 5, 4] and a budget of 20: [1, 5, 4], not {got}"
+    for pending, budget in (([1, 5, 4], 20), ([1, 300, 700], 2000)):
+        got = _shares(function, pending, budget)
+        assert got == pending, f"{pending} and a budget of {budget}: {pending}, not {got}"
 
 
 @share_budget.property(
@@ -235,14 +307,22 @@ def _(function):
 def _(function):
     got = _shares(function, [10, 1, 1], 6)
     assert got.count(1) >= 2, f"[10, 1, 1] and a budget of 6: both single tokens run, not {got}"
+    got = _shares(function, [1, 1, 1, 10], 3)
+    assert got[:3] == [1, 1, 1], f"[1, 1, 1, 10] and a budget of 3: all single tokens run, not {got}"
 
 
 @share_budget.property(
-    "the budget holds for single tokens too", "there may be more of them than the budget: the oldest go first"
+    "the budget holds for single tokens too",
+    "there may be more of them than the budget: the oldest go first, and prompts get nothing",
 )
 def _(function):
     got = _shares(function, [1] * 8, 5)
     assert got == [1] * 5 + [0] * 3, f"eight single tokens and a budget of 5: the first five run, not {got}"
+    for budget in (3, 2):
+        got = _shares(function, [10, 1, 1, 1], budget)
+        assert sum(got) <= budget and min(got) >= 0, (
+            f"[10, 1, 1, 1] and a budget of {budget}: counts from 0 up, {budget} in all, not {got}"
+        )
 
 
 @share_budget.property("older prompts come before younger ones", "rows come oldest first: give each all it can use")
@@ -251,6 +331,11 @@ def _(function):
     assert got[1] == 5, f"[1, 5, 4] and a budget of 8: the older prompt runs all its 5 tokens, not {got[1]}"
     got = _shares(function, [9, 2], 9)
     assert got == [9, 0], f"[9, 2] and a budget of 9: a short prompt is still a prompt, so [9, 0], not {got}"
+    got = _shares(function, [1] * 20 + [5] * 20, 70)[20:]
+    assert got == sorted(got, reverse=True), (
+        f"20 single tokens, 20 prompts of 5 and a budget of 70: an older prompt gets at least as much, not {got} "
+        "(np.argsort keeps the order of equal entries only with kind='stable')"
+    )
 
 
 @share_budget.property("a prompt is cut where the budget ends", "part of it runs now: that is a chunk")
@@ -315,7 +400,7 @@ def _(policy):
     "a later request must start with a larger key: larger by how much?",
 )
 def _(policy):
-    for patience in (4.0, 20.0, 1.0):
+    for patience in (4.0, 20.0, 2.5, 1.0):
         times, most = _overtaken(policy(patience=patience), 200), int(200 / patience)
         assert times <= most, (
             f"a prompt of 200 tokens, a patience of {patience:g}: {times} later ones go before it, not {most} at most"

@@ -67,8 +67,21 @@ def an_incomplete_batch_is_dropped(outputs, rows, in_flight):
 
 
 @wrong("steps_and_idle", fails="any number of rows")
-def always_two_rows(outputs, rows, in_flight):
-    return _with_idle((_in_flight if in_flight else _static)(outputs, 2), outputs, 2)
+def two_rows_in_flight(outputs, rows, in_flight):
+    return _with_idle(_in_flight(outputs, 2) if in_flight else _static(outputs, rows), outputs, rows)
+
+
+@wrong("steps_and_idle", fails="a request takes one step for each of its tokens")
+def the_longest_or_the_mean_row(outputs, rows, in_flight):
+    steps = max(*outputs, -(-sum(outputs) // rows), 0) if in_flight else _static(outputs, rows)
+    return _with_idle(steps, outputs, rows)
+
+
+@wrong("steps_and_idle", fails="the last static batch may be smaller than the others")
+def batches_of_equal_size(outputs, rows, in_flight):
+    batches = np.array_split(outputs, -(-len(outputs) // rows))
+    steps = _in_flight(outputs, rows) if in_flight else int(sum(max(batch) for batch in batches))
+    return _with_idle(steps, outputs, rows)
 
 
 @wrong("steps_and_idle", fails="the list stays as it is")
@@ -105,7 +118,7 @@ def a_budget_per_request(requests, budget):
     return [_take(request, min(_pending(request), budget)) for request in requests]
 
 
-@wrong("next_step", fails="only the chunk that ends at the last known token samples")
+@wrong("next_step", fails="the chunk that ends at the last known token samples, and no other")
 def every_chunk_samples(requests, budget):
     done = []
     for request in requests:
@@ -146,7 +159,7 @@ def prefill_and_decode_are_two_cases(requests, budget):
     return done
 
 
-@wrong("next_step", fails="only the chunk that ends at the last known token samples")
+@wrong("next_step", fails="the chunk that ends at the last known token samples, and no other")
 def samples_once_the_prompt_is_computed(requests, budget):
     done = []
     for request in requests:
@@ -207,6 +220,94 @@ def stops_one_token_early(requests, budget):
     return done
 
 
+def _serve(requests, budget, samples_if):
+    """The correct counts, with another rule for samples: (count, pending, budget of the step, samples so far)."""
+    done, left = [], budget
+    for request in requests:
+        start, pending = request.computed, _pending(request)
+        count = min(pending, left)
+        left -= count
+        request.computed += count
+        samples = count > 0 and samples_if(count, pending, budget, sum(each[2] for each in done))
+        request.known += samples
+        done.append((start, count, samples))
+    return done
+
+
+@wrong("next_step", fails="the chunk that ends at the last known token samples, and no other")
+def a_chunk_of_one_token_is_a_decode(requests, budget):
+    return _serve(requests, budget, lambda count, pending, budget, before: count in (1, pending))
+
+
+@wrong("next_step", fails="the chunk that ends at the last known token samples, and no other")
+def samples_where_the_whole_budget_would_do(requests, budget):
+    return _serve(requests, budget, lambda count, pending, budget, before: pending <= budget)
+
+
+@wrong("next_step", fails="the chunk that ends at the last known token samples, and no other")
+def one_sample_a_step(requests, budget):
+    return _serve(requests, budget, lambda count, pending, budget, before: count == pending and not before)
+
+
+@wrong("next_step", fails="the chunk that ends at the last known token samples, and no other")
+def no_token_where_the_budget_is_used_up(requests, budget):
+    return _serve(requests, budget, lambda count, pending, budget, before: count == pending < budget)
+
+
+@wrong("next_step", fails="computed grows by what ran")
+def computed_is_the_last_chunk(requests, budget):
+    done = []
+    for request in requests:
+        start, pending = request.computed, _pending(request)
+        count = min(pending, budget)
+        budget -= count
+        samples = 0 < count == pending
+        request.computed = count if count else request.computed
+        request.known += samples
+        done.append((start, count, samples))
+    return done
+
+
+@wrong("next_step", fails="a request runs until it knows `limit` tokens, and no longer")
+def a_done_request_uses_budget(requests, budget):
+    done = []
+    for request in requests:
+        count = min(request.known - request.computed, budget)
+        budget -= count
+        done.append(_take(request, count if request.known < request.limit else 0))
+    return done
+
+
+@wrong("next_step", fails="a request runs until it knows `limit` tokens, and no longer")
+def stops_at_a_done_request(requests, budget):
+    done = []
+    for request in requests:
+        budget = 0 if request.known >= request.limit else budget
+        done.append(_take(request, min(_pending(request), budget)))
+        budget -= done[-1][1]
+    return done
+
+
+@wrong("next_step", fails="a request runs until it knows `limit` tokens, and no longer")
+def a_done_request_computes_its_last_token(requests, budget):
+    done = []
+    for request in requests:
+        done.append(_take(request, min(_pending(request), budget)))
+        budget -= done[-1][1]
+        if request.known >= request.limit:
+            request.computed = request.known
+    return done
+
+
+@wrong("next_step", fails="a request runs until it knows `limit` tokens, and no longer")
+def at_most_as_many_tokens_as_the_limit_leaves(requests, budget):
+    done = []
+    for request in requests:
+        done.append(_take(request, min(_pending(request), request.limit - request.known, budget)))
+        budget -= done[-1][1]
+    return done
+
+
 # ---- share_budget
 
 
@@ -232,6 +333,27 @@ def every_decode_runs(pending, budget):
     return np.where(single, 1, _in_turn(np.where(single, 0, pending), budget - single.sum()))
 
 
+@wrong("share_budget", fails="the budget holds for single tokens too")
+def prompts_pay_for_what_is_missing(pending, budget):
+    counts = np.where(pending == 1, 1, 0)
+    if counts.all():
+        return _in_turn(pending, budget)
+    left = budget - counts.sum()
+    for row in np.flatnonzero(pending > 1):
+        counts[row] = min(pending[row], left)
+        left = max(left - counts[row], 0)
+    return counts
+
+
+@wrong("share_budget", fails="rows with one token come first")
+def a_prompt_always_gets_a_token(pending, budget):
+    single = pending == 1
+    if single.all():
+        return _in_turn(pending, budget)
+    decodes = _in_turn(np.where(single, 1, 0), budget - 1)
+    return decodes + _in_turn(np.where(single, 0, pending), budget - decodes.sum())
+
+
 @wrong("share_budget", fails="older prompts come before younger ones")
 def shortest_prompt_first(pending, budget):
     return _by(np.argsort(pending, kind="stable"), pending, budget)
@@ -240,6 +362,14 @@ def shortest_prompt_first(pending, budget):
 @wrong("share_budget", fails="older prompts come before younger ones")
 def short_prompts_count_as_decodes(pending, budget):
     return _by(np.argsort(pending > 4, kind="stable"), pending, budget)
+
+
+@wrong("share_budget", fails="older prompts come before younger ones")
+def the_order_of_a_sort_that_is_not_stable(pending, budget):
+    order = np.argsort(pending > 1, kind="stable")
+    if len(order) > 16:  # from here on numpy's default sort may swap equal entries
+        order[pending[order] > 1] = order[pending[order] > 1][::-1]
+    return _by(order, pending, budget)
 
 
 @wrong("share_budget", fails="a prompt is cut where the budget ends")
@@ -346,6 +476,15 @@ class CountsTheLimit(Patient):
 class PatienceIsAlwaysFour(Patient):
     def key(self, request):
         return len(request.prompt) + 4.0 * request.arrival
+
+
+@wrong("PatientShortest", fails="a prompt of n tokens is overtaken at most n / patience times")
+class WholePatience(Patient):
+    def __init__(self, patience=4.0):
+        self.patience = int(patience)
+
+    def key(self, request):
+        return len(request.prompt) + self.patience * request.arrival
 
 
 @wrong("PatientShortest", fails="short prompts go first while patience lasts")
