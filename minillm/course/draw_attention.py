@@ -129,7 +129,7 @@ def work(model: Model, counted: Mapping[str, Mapping[int, int]]) -> None:
     per_key = 2 * model.config.num_heads * model.config.head_dim * model.config.num_layers
     per_token, once = probes.numbers_in_layers(model), model.config.vocab_size * model.config.hidden_size
     _, (one, all_of_them) = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
-    for color, (name, points), queries in zip(("C1", "C2"), counted.items(), (steps, 1), strict=True):
+    for color, (name, points), queries in zip(("C1", "C2"), counted.items(), (steps, np.ones_like(steps)), strict=True):
         curve = queries * (per_token + steps * per_key) + once
         one.plot(steps, curve / 1e9, color=color, label=name)
         one.plot(list(points), [count / 1e9 for count in points.values()], "o", color=color)

@@ -251,8 +251,8 @@ def attention(q, k, v, *, scale):
     """Causal attention within a sequence.
 
     q: [tokens, heads, d]; k, v: [tokens, kv_heads, d]. With 4 heads and 2 KV heads, heads 0 and
-    1 read KV head 0, and heads 2 and 3 read KV head 1. Returns [tokens, heads, d] in the dtype
-    of q, and leaves its arguments unchanged.
+    1 read KV head 0, and heads 2 and 3 read KV head 1. A hidden key's weight is exactly 0. Returns
+    [tokens, heads, d] in the dtype of q, and leaves its arguments unchanged.
     """
     # SOLUTION: scores, weights and weighted sum, for every token and every head
     group = q.shape[1] // k.shape[1]
@@ -391,7 +391,7 @@ for number in range(config.num_layers):
 compare("need the name", unit="of 6 layers", prediction=guess_layers, measured=changed)
 
 # %% [markdown]
-# Only layer 2 needs them. If the name is hidden there, the model still answers with an island, but the wrong one. In
+# Only layer 2 needs it. If the name is hidden there, the model still answers with an island, but the wrong one. In
 # every other layer, the answer stays the same. So layer 2 is where the last token learns which town is meant.
 #
 # Does the engine compute the same thing? Does transformers, an entirely different program?
@@ -410,7 +410,7 @@ print("all logits equal to nine decimals:", off < 1e-9 or f"no, off by {off:.0e}
 print("attention:", whose(attention))
 
 # %% [markdown]
-# (An attention that computes in float32 inside is right, too, and off in the sixth decimal or so.)
+# (An attention that computes in float32 inside is right, too: its logits are off by about 1e-5.)
 #
 # Now run your attention inside the engine. The engine's own serves many requests from a paged cache (lesson 09), so an
 # adapter gathers each prompt's keys and values into one tensor and calls your function once per layer.
@@ -493,9 +493,9 @@ class Cache:
 # %% [markdown]
 # ### Exercise 2: append
 #
-# **Exercise 2 (4 minutes).** New tokens come in groups: first a whole prompt, then one at a time. Avoid `torch.cat`:
-# it allocates a new tensor and copies everything. Over a request of 1,000 tokens, appended one by one, that copies
-# about 500,000 keys, where 1,000 would do.
+# **Exercise 2 (4 minutes).** New tokens come in groups: first a whole prompt, then one at a time. Do not use
+# `torch.cat`: it allocates a new tensor and copies everything. Over a request of 1,000 tokens, appended one by one,
+# that copies about 500,000 keys, where 1,000 would do.
 #
 # For example, append one token whose key is all 7s to an empty cache of 4: slot 0 then holds the 7s, and the length is
 # 1.
@@ -507,7 +507,7 @@ def append(cache, k, v):
 
     cache.k, cache.v: [capacity, kv_heads, d], of which cache.length slots are filled; the others
     may hold anything. k, v: [tokens, kv_heads, d]. They may fill the cache to its last slot. If
-    they do not fit, raises ValueError and changes nothing.
+    they do not fit, raises ValueError and changes nothing. Leaves k and v unchanged.
     """
     # SOLUTION: write both, and count them
     end = cache.length + len(k)
@@ -544,7 +544,7 @@ describe("""Three masks. A prompt of 5 tokens: a triangle. One new token after 5
 
 # %% [markdown]
 # The triangle ends at the *last* key, not at the first. Hatched slots are free. They hold leftovers: what an earlier
-# request wrote there, or memory that was never written, which may contain NaN. (0 × NaN is NaN.)
+# request wrote there, or memory that was never written, which may contain NaN or inf. (0 × NaN and 0 × inf are NaN.)
 #
 # **Exercise 3 (10 minutes).** Write it. For example, a single query over a cache of one token gets that token's value.
 # With four queries over four tokens, the example of exercise 1 must hold here, too.
@@ -577,7 +577,7 @@ check(cached_attention)
 # %% [markdown]
 # With these two functions, generation has two kinds of steps. **Prefill** runs the whole prompt through the layers at
 # once and fills the caches. Each **decode** step then runs *one* token through the layers. Its position is the length
-# of the cache. Rotating every new token as if it stood at position 0 is a classic bug.
+# of the cache. Rotating every new token as if it were at position 0 is a classic bug.
 
 # %%
 put = yours(append, adapters.append)
@@ -827,8 +827,8 @@ print(sizing.fit(eight, gpu_bytes=80e9, context=4096))
 #
 # ## 9 · Optional: what a step waits for · 2 min
 #
-# Why is a step with a cache not 300 times faster? The next cell splits each step's time into the matrix products of the
-# layers and the output head, run *alone* with nothing in between, and the rest:
+# Why does the time shrink so much less than the operations? The next cell splits each step's time into the matrix
+# products of the layers and the output head, run *alone* with nothing in between, and the rest:
 
 # %% tags=["nbval-ignore-output"] uncompared="times"
 probes.where_the_time_goes(
@@ -841,7 +841,7 @@ probes.where_the_time_goes(
 
 # %% [markdown]
 # * **Without a cache**, each matrix of the layers multiplies 400 vectors, so every weight that is read is used 400
-#   times. The products wait for **arithmetic**. The rest is mostly the activation function and attention, and most of
+#   times. The products wait for **arithmetic**. The rest is mostly attention, then the activation function. Most of
 #   attention's time goes to masking, softmax and copies rather than to its products.
 # * **With a cache**, every weight that is read is used once. The products wait for the **bytes** of the weights. But
 #   `tiny-gemma` has so few bytes that two other things show. Hundreds of small operations take microseconds each to
