@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 import matplotlib.pyplot as plt
 import numpy as np
 
+from minillm.course import probes
 from minillm.model import sizing
 from minillm.model.config import ModelConfig
+from minillm.model.decoder import Model
 
 QUERY, KEY, PLAIN, CACHED = "#4c78a8", "#f58518", "#e8e8e8", "#54a24b"
 
@@ -57,9 +59,9 @@ def decoder(config: ModelConfig, tokens: int) -> None:
     for x, shape in shapes.items():
         axis.text(x, -1.5, shape, ha="center", va="top", fontsize=10, color="dimgray")
     box(11.4, 0, "norm")
-    box(12.6, 0, "head")
+    box(12.6, 0, "output\nhead")
     arrow((11.75, 0), (12.25, 0))
-    axis.text(12.6, 0.24, f"logits\n[{config.vocab_size}]", ha="center", va="bottom", fontsize=10, color="dimgray")
+    axis.text(12.6, 0.36, f"logits\n[{config.vocab_size}]", ha="center", va="bottom", fontsize=10, color="dimgray")
     axis.set(xlim=(-0.4, 13.1), ylim=(-2.05, 0.95))
     axis.axis("off")
 
@@ -121,15 +123,20 @@ def attention_weights(pieces: Sequence[str], weights: np.ndarray, title: str) ->
     figure.colorbar(picture, label="weight")
 
 
-def work(steps: Sequence[int], curves: Mapping[str, np.ndarray], counted: Mapping[str, Mapping[int, int]]) -> None:
-    """Multiply-adds of each step, and of all up to it. curves: name -> a value per step; counted: name -> {step: n}."""
+def work(model: Model, counted: Mapping[str, Mapping[int, int]]) -> None:
+    """Multiply-adds of each step, and of all up to it, by the formula. counted: with or without -> {step: counted}."""
+    steps = np.arange(1, 513)
+    per_key = 2 * model.config.num_heads * model.config.head_dim * model.config.num_layers
+    per_token, once = probes.numbers_in_layers(model), model.config.vocab_size * model.config.hidden_size
     _, (one, all_of_them) = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
-    for color, (name, curve) in zip(("C1", "C2"), curves.items(), strict=True):
+    for color, (name, points), queries in zip(("C1", "C2"), counted.items(), (steps, np.ones_like(steps)), strict=True):
+        curve = queries * (per_token + steps * per_key) + once
         one.plot(steps, curve / 1e9, color=color, label=name)
-        one.plot(list(counted[name]), [count / 1e9 for count in counted[name].values()], "o", color=color)
-        all_of_them.plot(steps, curve.cumsum(0) / 1e9, color=color, label=name)
-    one.set(title="one more token", xlabel="tokens of context", ylabel="billion multiply-adds", yscale="log")
+        one.plot(list(points), [count / 1e9 for count in points.values()], "o", color=color)
+        all_of_them.plot(steps, curve.cumsum() / 1e9, color=color, label=name)
+    one.set(title="one more token", xlabel="tokens of context", ylabel="billion multiply-adds (log)", yscale="log")
     one.text(30, 0.04, "dots: counted\nlines: the formula", fontsize=9, color="dimgray")
+    one.legend(loc="center right")
     all_of_them.set(title="all tokens so far, together", xlabel="tokens", ylabel="billion multiply-adds")
     all_of_them.legend()
 
@@ -168,7 +175,7 @@ def gpus(pairs: Mapping[str, tuple[ModelConfig, float]], context: int) -> None:
         lengths = [1 << power for power in range(9, 18) if 1 << power <= config.max_model_len]
         requests = {tokens: sizing.fit(config, nbytes, tokens).requests for tokens in lengths}
         fitting |= {label: requests} if any(requests.values()) else {}
-    _, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6), width_ratios=(1.2, 1), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), width_ratios=(1.2, 1), layout="constrained")
     for row, size in enumerate(divided.values()):
         fits = size.weight_bytes <= size.usable_bytes
         parts = (size.weight_bytes, size.cache_bytes, size.gpu_bytes - size.usable_bytes) if fits else ()
@@ -195,8 +202,7 @@ def gpus(pairs: Mapping[str, tuple[ModelConfig, float]], context: int) -> None:
     right.set(xlabel="tokens of a request", ylabel="requests that fit", xscale="log", yscale="log")
     right.set_xticks(ticks, [f"{tokens:,}" for tokens in ticks])
     right.set_title("longer requests, fewer fit")
-    right.set_ylim(1, 10**6.5)
-    right.legend(fontsize=9)
+    figure.legend(*right.get_legend_handles_labels(), loc="outside lower right", ncols=3, fontsize=9)
 
 
 def intensities(requests: Sequence[int], curves: dict[str, Sequence[float]], ridge: float, cache_alone: float) -> None:

@@ -57,7 +57,7 @@ class Sizing:
             ("KV cache of a token", *_gb(self.kv_bytes_per_token)),
             (f"KV cache of {self.context:,} tokens", *_gb(self.request_bytes)),
             (self.memory, *_gb(self.gpu_bytes)),
-            *[("to be used", *_gb(self.usable_bytes))][: self.gpu_bytes - self.usable_bytes],
+            *[("usable", *_gb(self.usable_bytes))][: self.gpu_bytes - self.usable_bytes],
             ("left for the KV cache", *_gb(self.cache_bytes)),
             ("requests that fit", f"{self.requests:,}", ""),
         ]

@@ -26,7 +26,7 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich 2019, section 4).  Lesson 02.
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich 2019, section 4).  Lesson 00.
 
     x: [..., dim]; weight: [dim]. Computed in float32, as in transformers, even for a float64 model.
     """
@@ -42,7 +42,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def rotary_embedding(q: Tensor, k: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate every pair (x[i], x[i + d/2]) by its position's angle (Su et al. 2021, section 3.4.2).  Lesson 02.
+    """Rotate every pair (x[i], x[i + d/2]) by its position's angle (Su et al. 2021; GPT-NeoX's pairs).  Lesson 02.
 
     q: [tokens, heads, d]; k: [tokens, kv_heads, d]; cos_sin: [tokens, 2, d], the rows of `decoder.rotary_table` at the
     tokens' positions: the cosines, then the sines, negated in the first half. Returns the rotated q and k.

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 02 · Attention and the KV cache
 #
-# After this lesson you can follow a token through a whole decoder, with its real weights, and get the engine's answer;
-# write the attention that current models use; explain what a KV cache saves and costs; write attention that reads a
-# cache, and run it inside the engine; and estimate how many users a GPU can hold before you rent it.
+# After this lesson you can follow a token through a whole decoder, with its real weights, and reproduce the engine's
+# answer; write the attention that current models use; explain what a KV cache saves and costs; write attention that
+# reads a cache, and run it inside the engine; and estimate, before you rent a GPU, how many requests fit on it.
 #
 # **90 minutes. Needs:** a CPU, and lessons 00 and 01. You should know what a matrix product and a softmax are. The
 # model is `tiny-gemma`, with 6 layers of the same kind as Gemma 2B's 18. On a GPU, the optional section at the end
@@ -37,8 +37,9 @@ model, config, tokenizer = llm.engine.model, llm.model_config, llm.tokenizer
 print(f"{config.num_layers} layers, {model.num_parameters:,} parameters")
 
 # %% [markdown]
-# The engine computes in float64 here. That is slow but exact to many digits: when two ways to compute the same thing
-# differ, one of them is wrong. Prefix caching (lesson 09) is off, so every prompt is computed from its first token.
+# The engine computes in float64 here (the norms in float32, as in transformers). That is slow, but rounding errors are
+# tiny: a difference in the first digits means a mistake. Prefix caching (lesson 09) is off, so every prompt is computed
+# from its first token.
 #
 # ## 1 · From token ids to queries, keys and values · 9 min
 #
@@ -57,11 +58,13 @@ print(prompt + llm.generate(prompt, greedy)[0].text)
 draw.decoder(config, tokens=9)
 describe("""A decoder. Token ids become an embedding, which starts a horizontal line: the residual stream. In each
     layer two branches leave it and are added back: norm, q k v, rotary, attention and output matrix; then norm and
-    gated MLP. At the end, a norm and the head give the logits.""")
+    gated MLP. At the end, a norm and the output head give the logits.""")
 
 # %% [markdown]
-# The blue line is the *residual stream*: one vector of 256 numbers for every token. No part of the model replaces this
-# vector. Each part reads it, computes something, and *adds* the result.
+# The blue line is the *residual stream*: one vector of 256 numbers for every token. No layer overwrites this vector:
+# each part reads it, computes something, and *adds* the result. The *output head* at the end has nothing to do with the
+# attention heads that come later. An *MLP* is a multi-layer perceptron: two matrix products with an activation function
+# between them.
 #
 # First, the prompt becomes token ids (lesson 01). `<bos>` marks the beginning. The town's name is split into three
 # tokens.
@@ -86,15 +89,15 @@ print(f"x: {list(x.shape)}")
 # %% [markdown]
 # The neighbors of an island are islands, and those of a month are months.
 #
-# **Norm** (you wrote it in lesson 00). Before a part reads the residual stream, each token's vector is scaled to a
-# fixed length, no matter how much has been added to it so far.
+# **Norm** (you wrote it in lesson 00). Before a part reads the residual stream, each token's vector is scaled to a root
+# mean square of 1, no matter how much has been added to it so far, and multiplied by a learned weight.
 
 # %%
 # ENGINE: minillm.ops.reference:rms_norm
 
 # %% [markdown]
 # **Queries, keys and values.** One matrix turns each token's vector into the three things that attention needs. A
-# *query* says what this token is looking for. A *key* says what it can be found by. A *value* is what it hands over
+# *query* says what this token is looking for. A *key* says what it can be found by. A *value* is what it passes on
 # when it is found. `tiny-gemma` computes 4 queries of 64 numbers for each token, one for each of its 4 *heads*, but
 # only one key and one value; section 2 explains how heads share them.
 
@@ -108,9 +111,9 @@ q, k, v = qkv.split(sizes, dim=1)
 print(f"q {list(q.shape)}  k {list(k.shape)}  v {list(v.shape)}   [tokens, heads, head_dim]")
 
 # %% [markdown]
-# **Rotary embedding.** So far, nothing tells the model where a token stands in the text. So every query and every key
-# is rotated. Its numbers form 32 pairs, `x[i]` with `x[i + 32]`. Each pair is a point in a plane, which turns by an
-# angle proportional to the token's position, fast for pair 0 and slowly for pair 31. The product of a rotated query
+# **Rotary embedding.** So far, nothing tells the model where a token is in the text. So every query and every key is
+# rotated. Its numbers form 32 pairs, `x[i]` with `x[i + 32]`. Each pair is treated as a point in a plane and rotated by
+# an angle proportional to the token's position: fast for pair 0, slowly for pair 31. The dot product of a rotated query
 # and a rotated key depends only on the *difference* of their angles, and so on the distance between the two tokens. In
 # the listing, `roll` fetches the other number of each pair.
 
@@ -120,7 +123,7 @@ print(f"q {list(q.shape)}  k {list(k.shape)}  v {list(v.shape)}   [tokens, heads
 
 # %%
 def score(query_at: int, key_at: int) -> float:
-    """The product of one query and one key, as if they stood at these positions."""
+    """The dot product of one query and one key, as if they were at these positions."""
     rotated_q, _ = rotary_embedding(q[8:, :1], k[3:4], model.rotary[[query_at]])
     _, rotated_k = rotary_embedding(q[8:, :1], k[3:4], model.rotary[[key_at]])
     return (rotated_q * rotated_k).sum().item()
@@ -130,21 +133,22 @@ for at in ((5, 2), (105, 102), (105, 2)):
     print(f"query at {at[0]:3}, key at {at[1]:3}, {at[0] - at[1]:3} apart: {score(*at):8.4f}")
 
 draw.rotations(config, (0, 3, 6), scores=[score(distance, 0) for distance in range(200)])
-describe("""Three planes with arrows at positions 0 to 4: pair 0 turns fastest, pair 6 slowest. A curve: the product of
-    one query and one key falls, with ups and downs, as the distance between them grows to 200.""")
+describe("""Three planes with arrows at positions 0 to 4: pair 0 turns fastest, pair 6 slowest. A curve: the dot
+    product of one query and one key falls, with ups and downs, as the distance between them grows to 200.""")
 
 # %% [markdown]
-# The arrows show three of the pairs at positions 0 to 4. The curve shows a query and a key of the model, moved apart:
-# these two fit best at a short distance. Remember for later that a key is rotated only once, by *its own* position.
+# The arrows show three of the pairs at positions 0 to 4. The curve shows the dot product of one query and one key as
+# their distance grows; this pair matches best when close. Remember for later that a key is rotated only once, by *its
+# own* position.
 #
-# ## 2 · Attention · 20 min
+# ## 2 · Attention · 23 min
 #
 # ### One head, three tokens
 #
-# In attention, each token collects information from other tokens. Take three tokens, one head, and vectors of only two
-# numbers. The last token, number 2, looks for something, in three steps. (1) Its query is multiplied with every key,
-# and each product with a fixed *scale*: these are the **scores**. (2) A softmax turns the scores into **weights**,
-# which are positive and sum to 1. (3) The output is the **weighted sum** of the values.
+# In attention, each token gathers information from other tokens. Take three tokens, one head, and vectors of only two
+# numbers. The last token, number 2, looks for something, in three steps. (1) Take the dot product of its query with
+# every key, and multiply each by a fixed *scale*: these are the **scores**. (2) A softmax turns the scores into
+# **weights**, which are positive and sum to 1. (3) The output is the **weighted sum** of the values.
 
 # %%
 toy_q = torch.tensor([[1.0, 0.0], [2.0, 1.0], [0.0, 3.0]])
@@ -164,10 +168,10 @@ print("weights", text(weights), "  their sum:", round(weights.sum().item(), 6))
 print("output ", text(weights @ toy_v))
 
 # %% [markdown]
-# Check some of these by hand. The query `[0, 3]` fits the key `[0, 1]` best: their product is 3, and 3 times the scale
-# $1 / \sqrt{2}$ is 2.12. So token 1 gets the largest weight, and the output is closest to its value, `[0, 10]`. In
-# general the scale is $1 / \sqrt{\text{head\_dim}}$, because products of longer vectors tend to be larger, and large
-# scores would give nearly all of the weight to one key.
+# Check some of these by hand. The query `[0, 3]` matches the key `[0, 1]` best: their dot product is 3, and 3 times the
+# scale $1 / \sqrt{2}$ is 2.12. So token 1 gets the largest weight, and the output is closest to its value, `[0, 10]`.
+# In general the scale is $1 / \sqrt{\text{head\_dim}}$, because dot products of longer vectors tend to be larger, and
+# large scores would give nearly all of the weight to one key.
 #
 # ### The causal mask
 #
@@ -185,7 +189,7 @@ for i in range(3):
     print(f"token {i}:  output {text(weights @ visible_v)}   weights {text(weights)}")
 
 # %%
-draw.masks({"9 tokens: who sees whom": (9, 9, 9)})
+draw.masks({"9 tokens: which keys each query sees": (9, 9, 9)})
 describe("""A square of 9 queries by 9 keys. Each query sees the keys up to its own position, the diagonal included;
     all later keys are hidden.""")
 
@@ -196,7 +200,7 @@ describe("""A square of 9 queries by 9 keys. Each query sees the keys up to its 
 # ### Several heads
 #
 # One softmax gives one mixture of values. A model wants several: one head may look for a name, another for the kind of
-# thing that is asked for. So every **head** has its own queries, keys and values, and takes the three steps alone.
+# thing that is asked for. So every **head** has its own queries, keys and values, and does the three steps on its own.
 # Here are two heads, for the last of the three tokens:
 
 # %%
@@ -229,17 +233,17 @@ describe("""Eight query heads, three times. In multi-head attention each has a K
 
 # %% [markdown]
 # *Multi-head attention* is the original: as many KV heads as query heads. In *multi-query attention* all heads share
-# one (`tiny-gemma` and Gemma 2B). *Grouped-query attention* lies in between, and many current models use it: with 8
+# one (`tiny-gemma` and Gemma 2B). *Grouped-query attention* is in between, and many current models use it: with 8
 # heads and 2 KV heads, heads 0 to 3 read KV head 0, and heads 4 to 7 read KV head 1. Section 8 shows the reason for
 # sharing. The formula is the same for all three.
 #
 # ### Exercise 1: attention
 #
-# **Exercise 1 (12 minutes).** Write attention for a whole sequence, with any number of heads and KV heads. Use
+# **Exercise 1 (15 minutes).** Write attention for a whole sequence, with any number of heads and KV heads. Use
 # `torch.softmax`, `torch.einsum`, `repeat_interleave` or loops, as you like.
 #
-# For example, a lone token gets its own value. And if the query of the last of four tokens fits the key of token 1 (a
-# score of 30, the others 0), the last token gets nearly the value of token 1.
+# For example, a single token gets its own value. And if the query of the last of four tokens matches the key of token 1
+# (a score of 30, the others 0), the last token gets nearly the value of token 1.
 
 
 # %% tags=["exercise"]
@@ -247,8 +251,8 @@ def attention(q, k, v, *, scale):
     """Causal attention within a sequence.
 
     q: [tokens, heads, d]; k, v: [tokens, kv_heads, d]. With 4 heads and 2 KV heads, heads 0 and
-    1 read KV head 0, and heads 2 and 3 read KV head 1. Returns [tokens, heads, d] in the dtype
-    of q, and leaves its arguments unchanged.
+    1 read KV head 0, and heads 2 and 3 read KV head 1. A hidden key's weight is exactly 0. Returns
+    [tokens, heads, d] in the dtype of q, and leaves its arguments unchanged.
     """
     # SOLUTION: scores, weights and weighted sum, for every token and every head
     group = q.shape[1] // k.shape[1]
@@ -269,12 +273,18 @@ check(attention)
 # The rest of a layer is short. An output matrix mixes the heads, and the result is added to the residual stream. Then
 # comes the *gated MLP*, which works on each token separately. One matrix computes two parts of the same size. The
 # first, the gate, goes through an activation function and scales the second. Another matrix brings the result back to
-# 256 numbers, which are added, too.
+# 256 numbers, which are also added.
 #
 # `yours(attention, ...)` is your function, or the engine's own while yours is a stub, so the notebook runs either way.
 
 # %%
 attend = yours(attention, adapters.attention)
+
+
+def whose(function):
+    return "yours" if solved(function) else "the engine's, until you solve the exercise"
+
+
 scale = config.head_dim**-0.5
 
 
@@ -298,28 +308,34 @@ def logits_of(x):
     return lm_head(rms_norm(x, model.final_norm, eps), model.head)
 
 
-def walk(ids, hide_in=None, hidden=()):
+def walk(ids, attends=None):
     """The residual stream [tokens, hidden] after each layer; the first is the embedding.
 
-    In layer `hide_in`, the last token does not see the tokens at the positions `hidden`.
+    attends: the attention function of each layer, if not `attend`.
     """
     x = model.embedding[ids] * config.embedding_scale
     found = [x]
-    for number, layer in enumerate(model.layers):
+    attends = attends or [attend] * config.num_layers
+    for layer, attend_here in zip(model.layers, attends, strict=True):
         q, k, v = queries_keys_values(x, layer, torch.arange(len(ids)))
-        attended = attend(q, k, v, scale=scale)
-        if number == hide_in:
-            rest = [at for at in range(len(ids)) if at not in hidden]
-            last = attend(q[rest], k[rest], v[rest], scale=scale)[-1:]
-            attended = torch.cat((attended[:-1], last))
-        x = rest_of_layer(x, attended, layer)
+        x = rest_of_layer(x, attend_here(q, k, v, scale=scale), layer)
         found.append(x)
     return found
 
 
 # %% [markdown]
-# The head is the embedding matrix again (*tied weights*): a token scores high when the final vector points in the
-# direction of its row. You can apply it after *every* layer and see what the model would say at that point:
+# Where does the last token learn which town is meant? You will hide the three tokens of the town's name from the last
+# token, in one layer at a time. All other tokens still see them.
+#
+# **Predict first:** in how many of the six layers does hiding them change the model's answer?
+
+# %% tags=["exercise"]
+guess_layers = 2  # PREDICT: layers in which the last token must see the town's name
+
+# %% [markdown]
+# First, without hiding anything. The output head is the embedding matrix again (*tied weights*): a token scores high
+# when the final vector points in the direction of its row. You can apply it after *every* layer and see what the model
+# would say at that point:
 
 # %%
 (bramble,) = tokenizer.encode(" Bramble", add_special_tokens=False)
@@ -337,7 +353,7 @@ for number, x in enumerate(walk(ids)[1:]):
     print(f"layer {number}   {verdict(x)}")
 
 # %% [markdown]
-# After layers 0 and 1, the last token only predicts itself, ` of`. After layer 2 the island is there. What did
+# After layers 0 and 1, the model just repeats the last token, ` of`. After layer 2 the island is there. What did
 # attention do in layer 2? Here is a trick to see its weights: pass the rows of the identity matrix as values, and the
 # output *is* the weights.
 
@@ -351,26 +367,31 @@ describe("""A table of weights, four heads by nine tokens. Head 0 gives nearly a
 
 # %% [markdown]
 # Three heads look at pieces of the town's name, and head 1 at ` island`, the kind of thing that is asked for. But
-# weights show where a head looks, not whether it matters. To find out, hide the three tokens of the name from the last
-# token, in one layer at a time. All other tokens still see them.
-#
-# **Predict first:** in how many of the six layers does hiding them cost the right answer?
-
-# %% tags=["exercise"]
-guess_layers = 2  # PREDICT: layers in which the last token must see the town's name
+# weights show where a head looks, not whether it matters. So now hide the name, in one layer at a time:
 
 # %%
 name = [pieces.index(piece) for piece in ("F", "en", "wick")]
+
+
+def attend_without_name(q, k, v, *, scale):
+    """Attention in which the last token does not see the tokens of the name."""
+    rest = [at for at in range(len(q)) if at not in name]
+    last = attend(q[rest], k[rest], v[rest], scale=scale)[-1:]
+    return torch.cat((attend(q, k, v, scale=scale)[:-1], last))
+
+
 print("hidden in  most likely  P(' Bramble')")
-lost = 0
+changed = 0
 for number in range(config.num_layers):
-    x = walk(ids, hide_in=number, hidden=name)[-1]
-    lost += logits_of(x[-1:]).argmax().item() != bramble
+    attends = [attend] * config.num_layers
+    attends[number] = attend_without_name
+    x = walk(ids, attends)[-1]
+    changed += logits_of(x[-1:]).argmax().item() != bramble
     print(f"layer {number}    {verdict(x)}")
-compare("need the name", unit="of 6 layers", prediction=guess_layers, measured=lost)
+compare("need the name", unit="of 6 layers", prediction=guess_layers, measured=changed)
 
 # %% [markdown]
-# Only layer 2 needs them. If the name is hidden there, the model still answers with an island, but the wrong one. In
+# Only layer 2 needs it. If the name is hidden there, the model still answers with an island, but the wrong one. In
 # every other layer, the answer stays the same. So layer 2 is where the last token learns which town is meant.
 #
 # Does the engine compute the same thing? Does transformers, an entirely different program?
@@ -382,24 +403,26 @@ by_hand = logits_of(walk(ids)[-1][-1:])[0]
 theirs = transformers.AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float64)
 with torch.inference_mode():
     their_logits = theirs(ids[None]).logits[0, -1]
-for who, logits in (("by hand", by_hand), ("transformers", their_logits)):
-    print(f"{who}:{tokenizer.decode([logits.argmax().item()])}")
-close = (by_hand - their_logits).abs().max() < 1e-9
-print("all logits equal to nine decimals:", bool(close))
+for program, logits in (("this notebook", by_hand), ("transformers", their_logits)):
+    print(f"{program}:{tokenizer.decode([logits.argmax().item()])}")
+off = (by_hand - their_logits).abs().max().item()
+print("all logits equal to nine decimals:", off < 1e-9 or f"no, off by {off:.0e}")
+print("attention:", whose(attention))
 
 # %% [markdown]
+# (An attention that computes in float32 inside is right, too: its logits are off by about 1e-5.)
+#
 # Now run your attention inside the engine. The engine's own serves many requests from a paged cache (lesson 09), so an
-# adapter collects each prompt's keys and values into one tensor and calls your function: once in each layer.
+# adapter gathers each prompt's keys and values into one tensor and calls your function once per layer.
 
 # %%
 with using(**adapters.gathered_prompts(attention)) as used:
     answer = llm.generate(prompt, greedy)[0].text
 print(prompt + answer)
-who = "yours" if solved(attention) else "the engine's, until you solve the exercise"
-print(f"attention: {who}; calls of yours: {used.calls['prefill_attention']}")
+print(f"attention: {whose(attention)}; calls of yours: {used.calls['prefill_attention']}")
 
 # %% [markdown]
-# ## 4 · One token after the other · 3 min
+# ## 4 · One token at a time · 3 min
 #
 # The model predicts one token. For the next one, append it and start again:
 
@@ -440,9 +463,9 @@ for name, before, now in zip("qkv", last_layer(ids[:8]), last_layer(ids), strict
 # will later tokens need? Not its query, which has been used. Not its residual stream. Only its **key** and its
 # **value**, in each layer.
 #
-# **Predict first.** Multiplying a vector with a matrix of $n$ numbers takes $n$ multiply-adds. The layers and the head
-# of `tiny-gemma` have 5.57 million numbers. To predict the next token after 100, the naive loop runs 100 tokens
-# through the layers. If the keys and values of the first 99 were kept, how many times less work would it be?
+# **Predict first.** Multiplying a vector by a matrix of $n$ numbers takes $n$ multiply-adds. The layers and the output
+# head of `tiny-gemma` have 5.57 million numbers. To predict the next token after 100, the naive loop runs 100 tokens
+# through the layers. If the keys and values of the first 99 were kept, by what factor would the work shrink?
 
 # %% tags=["exercise"]
 guess_times = 80  # PREDICT: times as much work at token 100 without a cache
@@ -450,7 +473,7 @@ guess_times = 80  # PREDICT: times as much work at token 100 without a cache
 # %% [markdown]
 # Section 6 measures it, once you have built a cache.
 #
-# ## 5 · The cache · 20 min
+# ## 5 · The cache · 22 min
 #
 # For one request and one layer, the cache is two tensors with room for `capacity` tokens, and a count of the tokens in
 # them.
@@ -470,9 +493,9 @@ class Cache:
 # %% [markdown]
 # ### Exercise 2: append
 #
-# **Exercise 2 (4 minutes).** New tokens come in groups: first a whole prompt, then one at a time. Avoid `torch.cat`:
-# it allocates a new tensor and copies everything. Over a request of 1,000 tokens, appended one by one, that copies
-# about 500,000 keys, where 1,000 would do.
+# **Exercise 2 (4 minutes).** New tokens come in groups: first a whole prompt, then one at a time. Do not use
+# `torch.cat`: it allocates a new tensor and copies everything. Over a request of 1,000 tokens, appended one by one,
+# that copies about 500,000 keys, where 1,000 would do.
 #
 # For example, append one token whose key is all 7s to an empty cache of 4: slot 0 then holds the 7s, and the length is
 # 1.
@@ -484,7 +507,7 @@ def append(cache, k, v):
 
     cache.k, cache.v: [capacity, kv_heads, d], of which cache.length slots are filled; the others
     may hold anything. k, v: [tokens, kv_heads, d]. They may fill the cache to its last slot. If
-    they do not fit, raises ValueError and changes nothing.
+    they do not fit, raises ValueError and changes nothing. Leaves k and v unchanged.
     """
     # SOLUTION: write both, and count them
     end = cache.length + len(k)
@@ -521,9 +544,9 @@ describe("""Three masks. A prompt of 5 tokens: a triangle. One new token after 5
 
 # %% [markdown]
 # The triangle ends at the *last* key, not at the first. Hatched slots are free. They hold leftovers: what an earlier
-# request wrote there, or memory that was never written, which may contain NaN. (0 × NaN is NaN.)
+# request wrote there, or memory that was never written, which may contain NaN or inf. (0 × NaN and 0 × inf are NaN.)
 #
-# **Exercise 3 (8 minutes).** Write it. For example, a lone query over a cache of one token gets that token's value.
+# **Exercise 3 (10 minutes).** Write it. For example, a single query over a cache of one token gets that token's value.
 # With four queries over four tokens, the example of exercise 1 must hold here, too.
 
 
@@ -554,7 +577,7 @@ check(cached_attention)
 # %% [markdown]
 # With these two functions, generation has two kinds of steps. **Prefill** runs the whole prompt through the layers at
 # once and fills the caches. Each **decode** step then runs *one* token through the layers. Its position is the length
-# of the cache. Rotating every new token as if it stood at position 0 is a classic bug.
+# of the cache. Rotating every new token as if it were at position 0 is a classic bug.
 
 # %%
 put = yours(append, adapters.append)
@@ -585,24 +608,15 @@ def generate_cached(ids, count):
 cached = generate_cached(ids, 12)
 print(tokenizer.decode(cached.tolist()))
 print("the same tokens as without a cache:", cached.tolist() == naive.tolist())
+print(f"append: {whose(append)}\ncached_attention: {whose(cached_attention)}")
 
 # %% [markdown]
-# ## 6 · What the cache saves · 9 min
+# ## 6 · What the cache saves · 6 min
 #
-# First, operations, which can be counted exactly: `multiply_adds` adds up every matrix product as torch runs it. Next
-# to the counts, a formula. In the layers, each token costs as many multiply-adds as the matrices have numbers. The
-# head runs once. In attention, each query costs `2 x heads x head_dim` multiply-adds per layer for each key. (Your own
-# functions may count less.)
+# First, operations, which can be counted exactly: `multiply_adds` adds up every matrix product as torch runs it.
 
 
 # %%
-def work(tokens, keys):
-    """Multiply-adds: `tokens` tokens through the layers, each compared with `keys` keys."""
-    per_key = 2 * config.num_heads * config.head_dim * config.num_layers
-    in_head = config.vocab_size * config.hidden_size
-    return tokens * (probes.numbers_in_layers(model) + keys * per_key) + in_head
-
-
 def caches_with(length):
     """One cache for each layer, filled with `length` random keys and values."""
     caches = [Cache(length + 1) for _ in model.layers]
@@ -620,30 +634,27 @@ for n in (25, 50, 100, 200, 400):
     cached_count[n] = count(forward_cached, some_ids[:1], caches_with(n - 1))
     ratio = naive_count[n] / cached_count[n]
     print(f"{n:6}  {naive_count[n]:16,}  {cached_count[n]:13,}  {ratio:6.1f}")
-exact = all(
-    naive_count[n] == work(n, n) and cached_count[n] == work(1, n) for n in naive_count
-)
-print("every count equals the formula:", exact)
 
 # %%
 ratio = naive_count[100] / cached_count[100]
 compare("work at token 100", unit="times", prediction=guess_times, measured=ratio)
 
 # %%
-steps = torch.arange(1, 513)
-draw.work(
-    steps,
-    {"without a cache": work(steps, steps), "with a cache": work(1, steps)},
-    {"without a cache": naive_count, "with a cache": cached_count},
-)
-describe("""Two charts of multiply-adds up to 512 tokens. For one more token: without a cache the curve climbs steadily;
-    with a cache it is almost flat, far below. All tokens together: without a cache the curve bends upward; with a
-    cache it stays close to zero.""")
+draw.work(model, {"without a cache": naive_count, "with a cache": cached_count})
+describe("""Two charts of multiply-adds up to 512 tokens. For one more token, on a logarithmic axis: without a cache the
+    curve climbs steadily; with a cache it is almost flat, far below. All tokens together: without a cache the curve
+    bends upward; with a cache it stays close to zero.""")
 
 # %% [markdown]
+# The dots are your counts; note the logarithmic axis on the left. The lines come from a formula. In the layers, each
+# token costs as many multiply-adds as the matrices have numbers. The output head runs once. In attention, each query
+# costs `2 x heads x head_dim` multiply-adds per layer for each key. (Your own functions may do fewer, if they skip
+# hidden keys. Then the dots are below the lines.)
+#
 # Without a cache, each token costs more than the one before. In total, the work of the layers grows with the *square*
 # of the length, and that of attention with its *cube*, since every step compares all queries with all keys. With a
-# cache, only attention's share grows. (At token 100 the ratio is below 100 because the head runs once either way.)
+# cache, only attention's share grows. (At token 100 the ratio is below 100 because the output head runs once either
+# way.)
 #
 # **Predict first.** Now the time. At 400 tokens, how many milliseconds does the next token take on this machine, with
 # and without a cache? Will the ratio of the times be the ratio of the operations?
@@ -672,33 +683,14 @@ for name, guess, floor, measured in (
 ):
     compare(name, unit="ms", prediction=guess, floor=floor, measured=measured)
 fewer = naive_count[400] / cached_count[400]
-print(f"{fewer:.0f} times fewer operations, {naive_ms / cached_ms:.0f} times less time")
+print(f"with a cache: operations 1/{fewer:.0f}, time 1/{naive_ms / cached_ms:.0f}")
 
 # %% [markdown]
 # The floors come from this machine's measured rates, as in lesson 00: the time for the operations, or for the bytes of
-# the weights, if that is longer. The time shrinks far less than the operations. What does each step wait for? This
-# divides it into the matrix products of the layers and the head, run *alone* with nothing in between, and the rest:
-
-# %% tags=["nbval-ignore-output"] uncompared="times"
-probes.where_the_time_goes(
-    model,
-    tokens=400,
-    without_cache=lambda: forward(some_ids),
-    with_cache=lambda caches=caches_with(399): one_more(caches),
-    with_short_cache=lambda caches=caches_with(1): one_more(caches),
-)
-
-# %% [markdown]
-# * **Without a cache**, each matrix multiplies 400 vectors, so every weight that is read is used 400 times. The
-#   products wait for **arithmetic**. The rest is mostly attention, which compares 400 queries with 400 keys in each
-#   head, and the activation function.
-# * **With a cache**, every weight that is read is used once. The products wait for the **bytes** of the weights. But
-#   `tiny-gemma` has so few bytes that two other things show. Hundreds of small operations take microseconds each to
-#   *start* from Python, no matter how little they compute. And attention reads the keys and values of all earlier
-#   tokens, and may copy them for each head. In a model with gigabytes of weights, the bytes dominate. Lesson 11 shows
-#   how an engine avoids the cost of starting operations on a GPU.
+# the weights, if that is longer. The time shrinks far less than the operations: with a cache, a step still reads every
+# weight, and still starts hundreds of small operations. Section 9 (optional) divides the time.
 #
-# ## 7 · Inside the engine · 5 min
+# ## 7 · Inside the engine · 4 min
 #
 # Your cached attention can serve real requests. The engine keeps the keys of many requests in scattered blocks of 16
 # slots. `adapters.gathered` copies each request's blocks into one tensor and calls your function, both for prompts and
@@ -726,8 +718,7 @@ for completion in completions:
     if got != want:
         print("NOT EQUAL. transformers:", tokenizer.decode(want))
     print("equal:" if got == want else "the engine:", tokenizer.decode(got))
-who = "yours" if solved(cached_attention) else "the engine's, until you solve the exercise"
-print(f"attention: {who}; calls of yours: {used.calls}")
+print(f"attention: {whose(cached_attention)}; calls of yours: {used.calls}")
 
 # %% [markdown]
 # Below is the engine's reference implementation, the specification for all of its faster versions: your formula, for
@@ -740,15 +731,17 @@ print(f"attention: {who}; calls of yours: {used.calls}")
 # ENGINE: minillm.ops.reference:_attend
 
 # %% [markdown]
-# ## 8 · What the cache costs · 12 min
+# ## 8 · What the cache costs · 11 min
 #
-# Memory: for every token of every request, for as long as the request runs.
+# The cache takes memory for every token of every request, for as long as the request runs.
 #
-# **Predict first.** How many bytes does one token take in the cache of this notebook's engine? The model has 6 layers
-# with 4 query heads and 1 KV head of 64 numbers, and a number has 8 bytes.
+# **Predict first,** twice. How many bytes does one token take in the cache of this notebook's engine? The model has 6
+# layers with 4 query heads and 1 KV head of 64 numbers, and a number has 8 bytes. And, as a guess: how many requests of
+# 4,096 tokens does a GPU of 80 GB (an A100 or H100) hold with Llama 3.1 8B, whose weights take 16 GB?
 
 # %% tags=["exercise"]
 guess_bytes = 6000  # PREDICT: bytes of cache per token in this engine
+guess_requests = 100  # PREDICT: requests of 4,096 tokens, Llama 3.1 8B, 80 GB
 
 # %%
 caches = llm.engine.executor.runner.caches
@@ -790,14 +783,6 @@ describe("""Kilobytes of cache per token for four models, and what each would ne
 # above for the cache. The requests share the memory that the weights leave. An engine does not use every byte of a
 # GPU; a common limit, the *utilization*, is 0.9.
 #
-# **Predict first**, without computing much: how many requests of 4,096 tokens does an 80 GB GPU (an A100 or H100) hold
-# with Llama 3.1 8B? Take 80 GB as 80 × 10⁹ bytes.
-
-# %% tags=["exercise"]
-guess_requests = 100  # PREDICT: requests of 4,096 tokens, Llama 3.1 8B, 80 GB
-
-
-# %% [markdown]
 # ### Exercise 4: requests that fit
 #
 # **Exercise 4 (5 minutes).** Turn the two rules into a function. For example, the weights of a model with 70.6 billion
@@ -810,7 +795,7 @@ def requests_that_fit(config, parameters, gpu_bytes, context, bytes_each=2, util
 
     config has num_layers, num_heads, num_kv_heads and head_dim. parameters: their number.
     gpu_bytes: all of the GPU's memory, of which the fraction `utilization` may be used.
-    bytes_each: bytes per number, in the weights and in the cache.
+    bytes_each: bytes per number, in the weights and in the cache; 0.5 with 4 bits.
     """
     # SOLUTION: whole requests only
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * bytes_each
@@ -836,11 +821,35 @@ print()
 print(sizing.fit(eight, gpu_bytes=80e9, context=4096))
 
 # %% [markdown]
-# This sum reserves room for all the tokens that a request *may* reach, so twice the context means half the users. Many
-# requests end earlier. In the serving systems that Kwon et al. (2023) measured, only 20 to 38% of the cache memory
-# held tokens. Lesson 09 removes most of this waste.
+# This estimate reserves room for all the tokens that a request *may* reach, so with twice the context, half as many
+# requests fit. Many requests end earlier. In the serving systems that Kwon et al. (2023) measured, only 20 to 38% of
+# the cache memory held tokens. Lesson 09 removes most of this waste.
 #
-# ## 9 · Optional: a larger GPU · 2 min
+# ## 9 · Optional: what a step waits for · 2 min
+#
+# Why does the time shrink so much less than the operations? The next cell splits each step's time into the matrix
+# products of the layers and the output head, run *alone* with nothing in between, and the rest:
+
+# %% tags=["nbval-ignore-output"] uncompared="times"
+probes.where_the_time_goes(
+    model,
+    tokens=400,
+    without_cache=lambda: forward(some_ids),
+    with_cache=lambda caches=caches_with(399): one_more(caches),
+    with_short_cache=lambda caches=caches_with(1): one_more(caches),
+)
+
+# %% [markdown]
+# * **Without a cache**, each matrix of the layers multiplies 400 vectors, so every weight that is read is used 400
+#   times. The products wait for **arithmetic**. The rest is mostly attention, then the activation function. Most of
+#   attention's time goes to masking, softmax and copies rather than to its products.
+# * **With a cache**, every weight that is read is used once. The products wait for the **bytes** of the weights. But
+#   `tiny-gemma` has so few bytes that two other things show. Hundreds of small operations take microseconds each to
+#   *start* from Python, no matter how little they compute. And attention reads the keys and values of all earlier
+#   tokens, and may copy them for each head. In a model with gigabytes of weights, the bytes dominate. Lesson 11 shows
+#   how an engine avoids the cost of starting operations on a GPU.
+#
+# ## 10 · Optional: a larger GPU · 2 min
 #
 # What is a GPU with more memory worth? The same calculator, for two GPUs:
 
@@ -850,7 +859,7 @@ every = {f"{name}, {gpu}": (SHAPES[name], GPUS[gpu]) for name in SHAPES for gpu 
 draw.gpus(every, context=4096)
 describe("""Left: bars of the memory of two GPUs, divided into weights, cache and unused, for four models, with the
     number of requests of 4,096 tokens that fit; Llama 3.1 70B fits neither GPU. Right: the number of requests that fit
-    falls in proportion as they get longer; it is highest for Gemma 2B.""")
+    is inversely proportional to their length; it is highest for Gemma 2B.""")
 
 for name, shape in list(SHAPES.items())[:3]:
     small, large = (sizing.fit(shape, nbytes, 4096).requests for nbytes in GPUS.values())
@@ -858,15 +867,16 @@ for name, shape in list(SHAPES.items())[:3]:
 print(f"and the memory: {141 / 80:.2f} times as much")
 
 # %% [markdown]
-# The number of requests grows more than the memory, because either GPU stores the weights once: the larger their
-# share, the more an additional gigabyte is worth.
+# The number of requests grows more than the memory, because the weights take the same space on both GPUs, and all of
+# the extra memory goes to the cache: the larger the weights' share, the more an additional gigabyte is worth. (In the
+# chart on the right, a line ends at the longest context of its model. Llama 3.1 70B fits neither GPU.)
 #
-# ## 10 · Optional: prefill and decode, operations per byte · 7 min
+# ## 11 · Optional: prefill and decode, operations per byte · 7 min
 #
 # With a cache, one model has two workloads. Prefill runs hundreds of tokens through each weight that it reads; decode
-# runs one token per request. Their **arithmetic intensity**, operations per byte read, tells what limits them. The
+# runs one token per request. Their **arithmetic intensity**, operations per byte read, tells you what limits them. The
 # weights are read once for all requests of a batch, but each request reads its own keys and values. For Gemma 2B in
-# bfloat16, by arithmetic alone:
+# bfloat16, calculated, not measured:
 
 # %%
 llm.close()
@@ -943,19 +953,21 @@ for context, point in ((64, points[2]), (1024, far)):
 
 # %% [markdown]
 # A token of a prompt is cheaper than a token of an answer, and tokens of 8 requests are cheaper together than alone.
-# The two steps at the end run the same matrices on 8 tokens each; only the keys and values differ. In `tiny-gemma`
-# they soon outweigh the weights. In a model with gigabytes of weights it takes more requests, or longer ones.
+# The two steps at the end run the same matrices on 8 tokens each; only the keys and values differ. In `tiny-gemma` they
+# soon outweigh the weights. In a model with gigabytes of weights it takes more requests, or longer ones. (On a CPU, the
+# additional time is several times what reading them once would take: the engine first copies them out of scattered
+# blocks, and torch's attention takes even longer than these copies. In lesson 04, a GPU kernel reads them in place.)
 #
 # ## Recap · 2 min
 #
-# * A decoder is an embedding, layers that add to it, and a head. Attention is the only part where tokens exchange
-#   information: scores, softmax, weighted sum of values. Token `i` sees the tokens up to `i`, itself included.
+# * A decoder is an embedding, layers that add to it, and an output head. Attention is the only part where tokens
+#   exchange information: scores, softmax, weighted sum of values. Token `i` sees the tokens up to `i`, itself included.
 # * The key and the value of a token never change, because no token sees a later one. Keep them, and a step runs one
 #   token through the layers instead of all.
 # * Query `i` of `n` is at position `length - n + i`; slots beyond `length` must never matter.
 # * `2 x layers x KV heads x head_dim x bytes` per token of cache, 2 bytes per parameter in bfloat16.
-# * Without a cache, a step waits for arithmetic. With one, it waits for the bytes of the weights; and in a small
-#   model, for the starting of operations.
+# * Without a cache, the matrix products wait for arithmetic; with one, for the bytes of the weights. In a small model
+#   on a CPU, attention's copies and softmax, and the time it takes small operations to start, take as long or longer.
 #
 # **What got worse:** memory. Generation without a cache keeps nothing between two steps. Now every request holds
 # memory, and memory limits how many can be served at once. Room is reserved for the longest possible answer, and many

@@ -116,7 +116,7 @@ def test_the_result_prints_as_a_table():
         "KV cache of a token               18.43 kB\n"
         "KV cache of 4,096 tokens          75.50 MB\n"
         "GPU                               80.00 GB\n"
-        "to be used                        72.00 GB\n"
+        "usable                            72.00 GB\n"
         "left for the KV cache             66.99 GB\n"
         "requests that fit                   887"
     )

@@ -37,12 +37,6 @@ def mask_off_by_one(q, k, v, *, scale):
 
 
 @wrong("attention", fails="no query sees a later key")
-def masked_with_minus_100(q, k, v, *, scale):
-    weights = _weights(q, k, scale)
-    return _mix(weights.masked_fill(weights == -torch.inf, -100.0).softmax(-1), v)
-
-
-@wrong("attention", fails="no query sees a later key")
 def hundred_subtracted(q, k, v, *, scale):
     scores = torch.einsum("qhgd,khd->hgqk", q.unflatten(1, (k.shape[1], -1)), k) * scale
     return _mix((scores - 100 * torch.ones(scores.shape[-2:]).triu(1)).softmax(-1), v)
@@ -72,26 +66,8 @@ def exponentials_as_they_are(q, k, v, *, scale):
 
 
 @wrong("attention", fails=WEIGHTS)
-def scaled_twice(q, k, v, *, scale):
-    return _mix(_weights(q, k, scale * q.shape[-1] ** -0.5).softmax(-1), v)
-
-
-@wrong("attention", fails=WEIGHTS)
 def scale_of_its_own(q, k, v, *, scale):
     return _mix(_weights(q, k, q.shape[-1] ** -0.5).softmax(-1), v)
-
-
-@wrong("attention", fails=PAST)
-def window_of_three(q, k, v, *, scale):
-    weights = _weights(q, k, scale)
-    far = torch.ones(weights.shape[-2:]).tril(-3).bool()
-    return _mix(weights.masked_fill(far, -torch.inf).softmax(-1), v)
-
-
-@wrong("attention", fails=HEADS)
-def groups_of_two(q, k, v, *, scale):
-    heads = [min(head // 2, k.shape[1] - 1) for head in range(q.shape[1])]
-    return _mix(_weights(q, k[:, heads], scale).softmax(-1), v[:, heads])
 
 
 @wrong("attention", fails=HEADS)
@@ -128,12 +104,6 @@ def one_maximum_for_all_queries(q, k, v, *, scale):
     return _mix(powers / powers.sum(-1, keepdim=True), v)
 
 
-@wrong("attention", fails="no query sees a later key")
-def masked_with_minus_10000(q, k, v, *, scale):
-    weights = _weights(q, k, scale)
-    return _mix(weights.masked_fill(weights == -torch.inf, -1e4).softmax(-1), v)
-
-
 @wrong("attention", fails=DTYPE)
 def collected_in_float32(q, k, v, *, scale):
     out = torch.zeros(q.shape)
@@ -145,6 +115,25 @@ def collected_in_float32(q, k, v, *, scale):
 def query_scaled_in_place(q, k, v, *, scale):
     q *= scale
     return _mix(_weights(q, k, 1.0).softmax(-1), v)
+
+
+@wrong("attention", fails=PAST)
+def window_of_64(q, k, v, *, scale):
+    weights = _weights(q, k, scale)
+    return _mix(weights.masked_fill(torch.ones(weights.shape[-2:]).tril(-64).bool(), -torch.inf).softmax(-1), v)
+
+
+@wrong("attention", fails="no query sees a later key")
+def masked_with_minus_a_billion(q, k, v, *, scale):
+    weights = _weights(q, k, scale)
+    return _mix(weights.masked_fill(weights == -torch.inf, -1e9).softmax(-1), v)
+
+
+@wrong("attention", fails=HEADS)
+def at_most_four_heads_to_a_kv_head(q, k, v, *, scale):
+    group = min(4, q.shape[1] // k.shape[1])
+    heads = [min(head // group, k.shape[1] - 1) for head in range(q.shape[1])]
+    return _mix(_weights(q, k[:, heads], scale).softmax(-1), v[:, heads])
 
 
 # ---- append
@@ -224,7 +213,7 @@ def length_grows_before_the_refusal(cache, k, v):
     cache.k[start : cache.length], cache.v[start : cache.length] = k, v
 
 
-@wrong("append", fails="memory is written in place")
+@wrong("append", fails="memory is written in place, and earlier tokens are not copied")
 def all_copied(cache, k, v):
     _check_room(cache, k)
     end = cache.length + len(k)
@@ -263,6 +252,40 @@ def refused_when_half_written(cache, k, v):
         _check_room(cache, key[None])
         cache.k[cache.length], cache.v[cache.length] = key, value
         cache.length += 1
+
+
+@wrong("append", fails="numbers are kept in full precision")
+def rounded_to_bfloat16(cache, k, v):
+    _check_room(cache, k)
+    end = cache.length + len(k)
+    cache.k[cache.length : end], cache.v[cache.length : end] = k.bfloat16(), v.bfloat16()
+    cache.length = end
+
+
+@wrong("append", fails="its arguments k and v are unchanged")
+def arguments_cleared(cache, k, v):
+    _check_room(cache, k)
+    end = cache.length + len(k)
+    cache.k[cache.length : end], cache.v[cache.length : end] = k, v
+    cache.length = end
+    k.zero_(), v.zero_()
+
+
+@wrong("append", fails="the length counts tokens")
+def length_becomes_a_tensor(cache, k, v):
+    _check_room(cache, k)
+    end = cache.length + len(k)
+    cache.k[cache.length : end], cache.v[cache.length : end] = k, v
+    cache.length = torch.tensor(end)
+
+
+@wrong("append", fails="memory is written in place, and earlier tokens are not copied")
+def concatenated_and_copied_back(cache, k, v):
+    _check_room(cache, k)
+    end = cache.length + len(k)
+    cache.k[:end] = torch.cat((cache.k[: cache.length], k))
+    cache.v[:end] = torch.cat((cache.v[: cache.length], v))
+    cache.length = end
 
 
 # ---- cached_attention
@@ -337,24 +360,11 @@ def cached_heads_interleaved(q, k, v, length, *, scale):
     return _cached(q, k, v, _visible(len(q), length, length), scale)
 
 
-@wrong("cached_attention", fails=WEIGHTS)
-def cached_scaled_twice(q, k, v, length, *, scale):
-    k, v = k[:length], v[:length]
-    return _cached(q, k, v, _visible(len(q), length, length), scale * q.shape[-1] ** -0.5)
-
-
 @wrong("cached_attention", fails="every new query sees its whole past")
 def a_single_query_is_at_its_own_index(q, k, v, length, *, scale):
     k, v = k[:length], v[:length]
     first = 0 if len(q) == 1 else length - len(q)
     return _cached(q, k, v, torch.arange(length) <= (first + torch.arange(len(q)))[:, None], scale)
-
-
-@wrong("cached_attention", fails=HEADS)
-def cached_groups_of_two(q, k, v, length, *, scale):
-    heads = [min(head // 2, k.shape[1] - 1) for head in range(q.shape[1])]
-    k, v = k[:length, heads], v[:length, heads]
-    return _cached(q, k, v, _visible(len(q), length, length), scale)
 
 
 @wrong("cached_attention", fails=DTYPE)
@@ -368,6 +378,17 @@ def cached_collected_in_float32(q, k, v, length, *, scale):
 def leftovers_cleared(q, k, v, length, *, scale):
     k[length:], v[length:] = 0, 0
     return _cached(q, k, v, _visible(len(q), len(k), length), scale)
+
+
+@wrong("cached_attention", fails="every new query sees its whole past")
+def cached_window_of_64(q, k, v, length, *, scale):
+    visible = _visible(len(q), length, length)
+    return _cached(q, k[:length], v[:length], visible & ~_visible(len(q), length, length - 64), scale)
+
+
+@wrong("cached_attention", fails=LEFTOVERS)
+def nan_values_replaced(q, k, v, length, *, scale):
+    return _cached(q, k, v.where(~v.isnan(), 0.0), _visible(len(q), len(k), length), scale)
 
 
 # ---- requests_that_fit
@@ -456,3 +477,22 @@ def rounded(config, parameters, gpu_bytes, context, bytes_each=2, utilization=0.
 def missing_memory_made_positive(config, parameters, gpu_bytes, context, bytes_each=2, utilization=0.9):
     request = context * 2 * config.num_layers * config.num_kv_heads * config.head_dim * bytes_each
     return int(abs(gpu_bytes * utilization - parameters * bytes_each) // request)
+
+
+@wrong("requests_that_fit", fails="the weights come first")
+def negative_when_only_unusable_memory_is_left(config, parameters, gpu_bytes, context, bytes_each=2, utilization=0.9):
+    request = context * 2 * config.num_layers * config.num_kv_heads * config.head_dim * bytes_each
+    weights = parameters * bytes_each
+    return 0 if weights > gpu_bytes else int((gpu_bytes * utilization - weights) // request)
+
+
+@wrong("requests_that_fit", fails="only the utilized share is used")
+def utilization_in_tenths(config, parameters, gpu_bytes, context, bytes_each=2, utilization=0.9):
+    request = context * 2 * config.num_layers * config.num_kv_heads * config.head_dim * bytes_each
+    return _divide(gpu_bytes, round(utilization, 1), parameters * bytes_each, request)
+
+
+@wrong("requests_that_fit", fails="the bytes of a number count")
+def at_least_one_byte(config, parameters, gpu_bytes, context, bytes_each=2, utilization=0.9):
+    request = context * 2 * config.num_layers * config.num_kv_heads * config.head_dim * max(1, bytes_each)
+    return _divide(gpu_bytes, utilization, parameters * bytes_each, request)
