@@ -255,8 +255,9 @@ def forgets_eps(x, weight, eps):
 
 
 @wrong("rms_norm", fails="squares of half-precision numbers")
-def squares_as_they_come(x, weight, eps):
-    return (x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight).to(x.dtype)
+def widens_after_squaring(x, weight, eps):
+    mean_square = x.pow(2).float().mean(-1, keepdim=True)
+    return (x.float() / (mean_square + eps).sqrt() * weight).to(x.dtype)
 
 
 @wrong("rms_norm", fails="the dtype that came in goes out")
@@ -278,17 +279,17 @@ def adds_eps_after_the_root(x, weight, eps):
     return (wide / (wide.pow(2).mean(-1, keepdim=True).sqrt() + eps) * weight).to(x.dtype)
 
 
-@wrong("rms_norm", fails="float32 all the way, rounded once")
+@wrong("rms_norm", fails="16-bit inputs: float32 inside, rounded once")
 def rounds_before_the_weight(x, weight, eps):
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (normed.to(x.dtype) * weight).to(x.dtype)
 
 
-@wrong("rms_norm", fails="float32 all the way, rounded once")
-def computes_in_bfloat16(x, weight, eps):
-    narrow = x.bfloat16()
-    return (narrow / (narrow.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight.bfloat16()).to(x.dtype)
+@wrong("rms_norm", fails="16-bit inputs: float32 inside, rounded once")
+def rounds_the_root(x, weight, eps):
+    root = torch.sqrt(x.float().pow(2).mean(-1, keepdim=True) + eps).to(x.dtype)
+    return (x.float() / root * weight).to(x.dtype)
 
 
 @wrong("rms_norm", fails="each column has its weight")
