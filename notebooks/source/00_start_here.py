@@ -420,7 +420,10 @@ describe(
 there, h200_points = step_time.recorded("h200/roofline")
 rates = f"{there.bytes_per_s / 1e9:,.0f} GB/s, {there.operations_per_s / 1e9:,.0f} billion operations/s"
 print("an H200:", rates)
-print("its free batch:", room(2_500_000_000, 2, there.bytes_per_s, there.operations_per_s))
+print(
+    "its free batch (exercise 3):",
+    room(2_500_000_000, 2, there.bytes_per_s, there.operations_per_s),
+)
 
 # %% [markdown]
 # **Predict:** how many times as long as a decode step of one request does a step of 64 requests take on it?
@@ -546,7 +549,7 @@ describe(
 
 # %% [markdown]
 # On the H200, decode climbs the slope: one request leaves almost all of the chip's arithmetic idle, and each request
-# that joins moves the point up and to the right, nearly for free, until the ridge. The vertical distance from a point
+# that joins moves the point up and to the right, at little cost, until the ridge. The vertical distance from a point
 # to the line is what an engine can still gain.
 #
 # ## Plug in your own function · 16 min
@@ -571,8 +574,9 @@ for row in ops.table(here.device):
 # $$y_j = \frac{x_j}{\sqrt{\frac{1}{d} \sum_k x_k^2 + \varepsilon}} \; w_j$$
 #
 # The inputs may be 16-bit numbers, whose squares can overflow or lose digits: compute everything in float32, weight
-# included, and return the dtype of `x`. For example the row `[3, -3, 3, -3]` with weights of 1 becomes `[1, -1, 1,
-# -1]`.
+# included, and return the dtype of `x`.
+#
+# For example the row `[3, -3, 3, -3]` with weights of 1 becomes `[1, -1, 1, -1]`.
 
 
 # %% tags=["exercise"]
