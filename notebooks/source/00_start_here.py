@@ -202,9 +202,7 @@ def follow(prompt: list[int], max_tokens: int) -> tuple[list[float], list[int]]:
     engine, milliseconds = llm.engine, []
     request = engine.prepare(prompt, greedy(max_tokens, ignore_eos=True))
     engine.submit(request)
-    with step_time.tokens_of_steps(
-        engine
-    ) as computed:  # filled by the engine, a number for each step
+    with step_time.tokens_of_steps(engine) as computed:  # the engine adds a number per step
         while engine.has_work:
             start = time.perf_counter()
             engine.step()
@@ -225,8 +223,8 @@ print(f"{len(milliseconds)} steps computed {sum(computed)} tokens: {computed[:4]
 guess_prefill_steps = 20.0  # PREDICT: time of the prefill of 400 tokens / of one decode step
 
 # %% tags=["nbval-ignore-output"] uncompared="times"
-one_decode = sorted(milliseconds[1:])[len(milliseconds) // 2]
-ratio = milliseconds[0] / one_decode
+decodes = sorted(milliseconds[1:])
+ratio = milliseconds[0] / decodes[len(decodes) // 2]  # the median decode step
 compare("the prefill", unit="decode steps", prediction=guess_prefill_steps, measured=ratio)
 draw.steps(milliseconds, computed)
 describe(
@@ -420,10 +418,8 @@ describe(
 there, h200_points = step_time.recorded("h200/roofline")
 rates = f"{there.bytes_per_s / 1e9:,.0f} GB/s, {there.operations_per_s / 1e9:,.0f} billion operations/s"
 print("an H200:", rates)
-print(
-    "its free batch (exercise 3):",
-    room(2_500_000_000, 2, there.bytes_per_s, there.operations_per_s),
-)
+free = room(2_500_000_000, 2, there.bytes_per_s, there.operations_per_s)
+print("its free batch (exercise 3):", free)
 
 # %% [markdown]
 # **Predict:** how many times as long as a decode step of one request does a step of 64 requests take on it?
