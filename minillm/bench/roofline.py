@@ -77,14 +77,19 @@ def floor_seconds(nbytes: float, operations: float, bytes_per_s: float, operatio
 def limits(device: str, dtype: torch.dtype, nbytes: int) -> Limits:
     """Measure a device by reading `nbytes` of memory and multiplying two large square matrices: best of several calls.
 
-    nbytes: the model's own, since data that fits into a cache is read faster.
+    nbytes: the model's own, since data that fits into a cache is read faster. It is read by a sum and by a product of
+    a matrix and a vector: which of the two is faster depends on the machine.
     """
     numbers = torch.ones(nbytes // 4, device=device)
+    width = min(2048, len(numbers))
+    matrix = numbers[: len(numbers) // width * width].view(-1, width)
+    vector = torch.ones(width, device=device)
     side = SQUARE[torch.device(device).type]
     square = torch.randn(side, side, dtype=dtype, device=device)  # equal numbers take less power, and so less time
-    reading = _seconds(lambda: numbers.sum(), device)
+    summing = nbytes / min(_seconds(lambda: numbers.sum(), device))
+    reading = 4 * matrix.numel() / min(_seconds(lambda: matrix @ vector, device))
     multiplying = _seconds(lambda: square @ square, device)
-    return Limits(nbytes / min(reading), 2 * side**3 / min(multiplying))
+    return Limits(max(summing, reading), 2 * side**3 / min(multiplying))
 
 
 def _seconds(work: Callable[[], object], device: str) -> list[float]:
@@ -103,10 +108,10 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def decode(llm: LLM, requests: int, context: int = 64, steps: int = 24) -> Point:
+def decode(llm: LLM, requests: int, context: int = 64, steps: int = 24, *, temperature: float = 1.0) -> Point:
     """Steps that generate one token for each of `requests` requests, after `context` tokens or a few more."""
     engine = llm.engine
-    params = SamplingParams(max_tokens=steps + 8, ignore_eos=True)
+    params = SamplingParams(max_tokens=steps + 8, temperature=temperature, ignore_eos=True)
     batch = [engine.prepare(_ids(llm, context, seed), params) for seed in range(requests)]
     for tracked in batch:
         engine.submit(tracked)

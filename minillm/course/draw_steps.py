@@ -39,13 +39,13 @@ def columns(seconds: Mapping[int, float], numbers: int, size: int, limits: Limit
     axis.axhline(reading * 1e3, color=FLOOR, linestyle="--", label="floor: reading the weights once")
     computing = [2 * numbers * count / limits.operations_per_s * 1e3 for count in counts]
     axis.plot(counts, computing, color="tab:red", linestyle="--", label="floor: the arithmetic")
-    axis.plot(counts, [first * count * 1e3 for count in counts], ":", color=DECODE, label="one column at a time")
+    axis.plot(counts, [first * count * 1e3 for count in counts], ":", color=DECODE, label="proportional to the columns")
     axis.plot(counts, [each * 1e3 for each in seconds.values()], "o-", color=PREFILL, label="measured")
     axis.set(xscale="log", yscale="log", xlabel="columns", ylabel="milliseconds")
     axis.set_ylim(bottom=min(reading, *seconds.values()) * 1e3 / 3)
     axis.set_xticks(counts, [str(count) for count in counts])
     axis.minorticks_off()
-    axis.set_title(f"Multiplying {numbers * size / 1e6:,.0f} MB of weights with more and more columns")
+    axis.set_title(f"Multiplying {numbers * size / 1e6:,.0f} MB of weights by more and more columns")
     axis.legend(fontsize=9)
 
 
@@ -76,9 +76,15 @@ def _roof(axis: Axes, limits: Limits, points: Sequence[Point]) -> None:
     for kind, color in (("decode", DECODE), ("prefill", PREFILL)):
         chosen = [point for point in points if point.name.startswith(kind)]
         axis.plot([p.intensity for p in chosen], [p.rate / 1e9 for p in chosen], "o", color=color, label=kind)
+    densest = max((point for point in points if point.name.startswith("decode")), key=lambda point: point.intensity)
     for point in points:
         label = point.name.removeprefix("decode, ").removesuffix(" at once").removeprefix("prefill of ")
-        offset = (0, 7) if point.name.startswith("prefill") else (9, -9) if point.intensity < limits.ridge else (0, -14)
+        if point.name.startswith("prefill"):
+            offset = (0, -14)
+        elif point.intensity < limits.ridge:
+            offset = (9, -9)
+        else:  # above the ridge, points are close to each other
+            offset = (13, -3) if point is densest else (-13, -4)
         at = (point.intensity, point.rate / 1e9)
         axis.annotate(label, at, offset, textcoords="offset points", fontsize=8, ha="center", va="baseline")
     axis.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="billion operations per second")

@@ -3,16 +3,19 @@
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minillm.bench import roofline
+from minillm.bench import records, roofline
+from minillm.engine.engine import Engine
 from minillm.engine.llm import LLM
+from minillm.model.config import PRESETS, ModelConfig
 from minillm.request import SamplingParams
 
 STEPS, CONTEXT = 40, 64
@@ -41,9 +44,41 @@ def free_batch(numbers: int, bytes_per_number: int, bytes_per_s: float, operatio
     return tokens
 
 
+@contextmanager
+def tokens_of_steps(engine: Engine) -> Iterator[list[int]]:
+    """A list that gets the number of tokens of each step that the engine launches in the block."""
+    tokens: list[int] = []
+    own = engine.executor.launch
+
+    def launch(step: Any) -> Any:
+        tokens.append(int(step.queries.sum()))
+        return own(step)
+
+    engine.executor.launch = launch  # type: ignore[method-assign]
+    try:
+        yield tokens
+    finally:
+        engine.executor.launch = own  # type: ignore[method-assign]
+
+
+def without_idle(point: roofline.Point, config: ModelConfig) -> roofline.Point:
+    """A prefill's point without the last layer's MLP for all tokens but the last: the engine drops them before it."""
+    if not point.name.startswith("prefill"):
+        return point
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    return replace(point, operations=point.operations - 2 * (point.tokens - 1) * mlp)
+
+
+def recorded(name: str) -> tuple[roofline.Limits, list[roofline.Point]]:
+    """The limits and the steps of a committed record of `minillm bench roofline`."""
+    found = records.read(name)
+    points = [without_idle(roofline.Point(**each), PRESETS[found["model"]]) for each in found["results"]]
+    return roofline.Limits(found["bytes_per_s"], found["operations_per_s"]), points
+
+
 @dataclass
 class StepTime:
-    """A decode step of one request, in seconds (medians).
+    """A decode step, in seconds (medians).
 
     products: its matrix products alone, in a loop. calls: how many torch operations it calls, views included, besides
     the products. nbytes: of the weights. smallest: the seconds of one operation on one number.
@@ -60,15 +95,18 @@ class StepTime:
         return self.calls.total() - self.calls["aten::linear"]
 
     @property
+    def overhead(self) -> float:
+        """The seconds of everything but the matrix products."""
+        return max(0.0, self.step - self.products)
+
+    @property
     def parts(self) -> dict[str, float]:
         """The step's seconds, split: products, calls of other operations at the price of the smallest, the rest."""
-        calling = min(self.others * self.smallest, max(0.0, self.step - self.products))
+        calling = min(self.others * self.smallest, self.overhead)
         return {
             f"{self.calls['aten::linear']} matrix products": self.products,
             f"{self.others} other torch operations, each as if on one number": calling,
-            "the rest: the engine's Python, and what those operations compute": max(
-                0.0, self.step - self.products - calling
-            ),
+            "the rest: the engine's Python, and what those operations compute": self.overhead - calling,
         }
 
 
@@ -82,19 +120,22 @@ class _Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def step_time() -> StepTime:
-    """Measure a decode step of the embedded model on this machine's CPU."""
+def step_time(requests: int = 1) -> StepTime:
+    """Measure a decode step of the embedded model, for this many requests at once, on this machine's CPU."""
     with LLM(device="cpu", run_ahead=0, enable_prefix_caching=False) as llm:
         engine = llm.engine
         params = SamplingParams(max_tokens=2 * STEPS, temperature=0, ignore_eos=True)
-        engine.submit(engine.prepare(list(range(10, 10 + CONTEXT)), params))
+        for seed in range(requests):
+            engine.submit(engine.prepare(list(range(10 + seed, 10 + seed + CONTEXT)), params))
+        while engine.scheduler.waiting:
+            engine.step()
         for _ in range(10):
             engine.step()
         step = _median(engine.step, STEPS)
         with _Counting() as counting:
             engine.step()
         weights = _weights(llm)
-        inputs = [torch.ones(1, weight.shape[1]) for weight in weights]
+        inputs = [torch.ones(requests, weight.shape[1]) for weight in weights]
         one = torch.ones(1)
 
         def products() -> None:

@@ -5,8 +5,8 @@
 # answer takes longer than the others, compute a lower bound for the time of a step on your machine and measure how
 # close the engine comes to it, and run a function of your own inside the engine.
 #
-# **80 minutes. Needs:** a CPU. The model comes with the project, so nothing is downloaded. On a GPU the same cells run
-# Gemma 2B. You should be comfortable with Python and a little torch (or NumPy), and know what a matrix product is.
+# **85 minutes. Needs:** a CPU. The model comes with the project, so nothing is downloaded. On a GPU the same cells run
+# Gemma 2B. You should be comfortable with Python and basic PyTorch (or NumPy), and know what matrix multiplication is.
 #
 # The minutes in the headings assume 130 words of text and ten lines of code a minute, plus the time that each exercise
 # states. Work in the copies that `make lab` puts into `lab/`: they have no outputs, so nothing gives an answer away
@@ -19,7 +19,7 @@ import time
 import torch
 
 from minillm import LLM, SamplingParams, ops, using
-from minillm.bench import records, roofline
+from minillm.bench import roofline
 from minillm.course import (
     NotSolvedYet,
     check,
@@ -36,14 +36,17 @@ from minillm.course import draw_steps as draw
 # %% [markdown]
 # ## Is everything there? · 3 min
 #
-# `ok` means found. For everything else the table says how to fix it. `minillm doctor` prints the same in a terminal.
+# `ok` means found. For the rest, the table says what is missing and, where possible, how to get it. `minillm doctor`
+# prints the same in a terminal.
 
 # %% tags=["nbval-ignore-output"] uncompared="it describes the machine"
 print(doctor.report(doctor.examine()))
 
 # %% [markdown]
 # Every lesson asks for its *tier*: the model that this machine can run. On a CPU that is `tiny-gemma`. It has Gemma's
-# architecture in miniature and was trained on texts about a small invented world, the Tallow Isles.
+# architecture in miniature and was trained on texts about a small invented world, the Tallow Isles. A model is a stack
+# of *layers*, each with two parts, *attention* and *MLP*. Between the parts, a token is a vector; its length is the
+# *hidden size*. The *vocabulary* is the list of all tokens that the model knows. Lesson 02 explains these parts.
 
 # %%
 here = tier()
@@ -60,9 +63,10 @@ print(
 # (The file of `tiny-gemma` stores 16-bit numbers, so it is half as large as the model in a CPU's memory.) The two
 # options switch off two optimizations that would blur the measurements below. Lessons 09 and 10 explain them.
 #
-# ## First tokens · 17 min
+# ## First tokens · 18 min
 #
 # With `temperature=0` the engine always chooses the most likely token, so the same prompt gives the same text again.
+# `stopped by: length` means that the text reached `max_tokens`.
 
 
 # %%
@@ -83,8 +87,8 @@ chat = [{"role": "user", "content": "Who are you?"}]
 print(llm.chat(chat, greedy(40))[0].text)
 
 # %% [markdown]
-# You see text, but the model does not. It works with **tokens**: numbers that stand for pieces of text. Lesson 01 is
-# about them.
+# You see text, but the model does not. It works with **tokens**: numbers that stand for pieces of text. `<bos>` marks
+# the beginning of every text. Lesson 01 is about tokens.
 
 
 # %%
@@ -117,16 +121,19 @@ draw.probabilities(probabilities, title=f"after {prompt!r}")
 describe("A bar for each of the eight most likely next tokens, the most likely first.")
 
 # %% [markdown]
-# An engine makes text one token at a time: ask the model, choose a token, append it, ask again. This loop is
-# **autoregressive generation**. The rest of the course is about running it fast.
+# An engine generates text one token at a time: ask the model, choose a token, append it, ask again. This loop is
+# **autoregressive generation**. A model says that it is done with a special *end token*. The rest of the course is
+# about running the loop fast.
 #
 # Now it is your turn. An exercise is a function whose body is missing: it raises `NotSolvedYet` where your code
 # belongs. Replace that line, run the cell, and run the cell below it. `check` then runs your function on small cases
 # and prints one line per property that every correct solution has, with a hint for each that yours lacks. You can skip
-# any exercise: the engine then uses its own implementation, and the lesson goes on.
+# any exercise: the engine then uses its own implementation, and the lesson goes on. If a wrong version breaks a later
+# cell, put the `raise NotSolvedYet` line back.
 #
 # **Exercise 1 (10 minutes).** Write the loop. `model` is any function like `next_token`: token ids in, the most likely
-# next tokens out. Always choose the most likely one; this is called *greedy* decoding.
+# next tokens out. Always choose the most likely one; this is called *greedy* decoding. `end` is the id of the end
+# token.
 #
 # For example, with a model that counts, `continue_text(counting, [4, 5], 3, end=99)` is `[6, 7, 8]`.
 
@@ -154,9 +161,9 @@ def continue_text(model, prompt: list[int], max_tokens: int, end: int) -> list[i
 check(continue_text)
 
 # %% [markdown]
-# Next, a solution runs where it belongs, here with the real model. `yours(f, g)` is your function `f`, or `g` as long
-# as `f` is a stub; `solved(f)` says which of the two it is. So an output below says "the engine's" until you have
-# solved the exercise.
+# Next, your solution runs in its real setting, here with the real model. `yours(f, g)` is your function `f`, or `g`
+# while `f` is still a stub; `solved(f)` says which of the two it is. So some outputs below say "the engine's" until you
+# have solved the exercise.
 
 
 # %%
@@ -175,7 +182,7 @@ if solved(continue_text):
     print("the same tokens as the engine:", generated == completion.token_ids[:24])
 
 # %% [markdown]
-# ## Prefill and decode · 16 min
+# ## Prefill and decode · 17 min
 #
 # The loop of exercise 1 sends the whole text through the model for each new token. The engine does not. It keeps what
 # it computed for earlier tokens (in the *KV cache*, lesson 02), so each step computes only what is new. A request then
@@ -192,14 +199,14 @@ long_prompt = llm.tokenizer.encode("The lighthouse keeper told a long story. " *
 
 def follow(prompt: list[int], max_tokens: int) -> tuple[list[float], list[int]]:
     """For each step of one request: how many milliseconds it took, and how many tokens it computed."""
-    engine, milliseconds, computed = llm.engine, [], []
+    engine, milliseconds = llm.engine, []
     request = engine.prepare(prompt, greedy(max_tokens, ignore_eos=True))
     engine.submit(request)
-    while engine.has_work:
-        start = time.perf_counter()
-        engine.step()
-        milliseconds.append((time.perf_counter() - start) * 1e3)
-        computed.append(1 if computed else len(prompt))
+    with step_time.tokens_of_steps(engine) as computed:  # the engine adds a number per step
+        while engine.has_work:
+            start = time.perf_counter()
+            engine.step()
+            milliseconds.append((time.perf_counter() - start) * 1e3)
     return milliseconds, computed
 
 
@@ -207,22 +214,31 @@ _ = follow(long_prompt, 30)  # warm up: the first run also sets things up
 milliseconds, computed = follow(long_prompt, 30)
 print(f"{len(milliseconds)} steps computed {sum(computed)} tokens: {computed[:4]} and so on")
 
+# %% [markdown]
+# The prefill computed 400 tokens, a decode step one. How many decode steps took as long as the prefill? **Predict
+# first:** replace `None` with your guess and run the cell. `compare` then prints your guess next to the measurement.
+# Guesses are not graded. The point is to notice where your picture of the machine was wrong.
+
+# %% tags=["exercise"]
+guess_prefill_steps = 20.0  # PREDICT: time of the prefill of 400 tokens / of one decode step
+
 # %% tags=["nbval-ignore-output"] uncompared="times"
-one_decode = sorted(milliseconds[1:])[len(milliseconds) // 2]
-print(f"the prefill took as long as {milliseconds[0] / one_decode:.1f} decode steps")
+decodes = sorted(milliseconds[1:])
+ratio = milliseconds[0] / decodes[len(decodes) // 2]  # the median decode step
+compare("the prefill", unit="decode steps", prediction=guess_prefill_steps, measured=ratio)
 draw.steps(milliseconds, computed)
 describe(
-    "Left: the first step, a prefill, takes longer than each of the 29 decode steps after it. "
-    "Right: it computes many more tokens per second than they do."
+    "Left: a bar with the milliseconds of each step, the prefill first, then 29 decode steps. "
+    "Right: the tokens that each of these steps computed per second, on a logarithmic axis."
 )
 
 # %% [markdown]
 # The prefill computes 400 times as many tokens as a decode step and takes nowhere near 400 times as long. Per token,
-# decode is the expensive phase. To see why, look at what a step must do at the least:
+# decode is the expensive phase. To see why, look at what a step must do at a minimum:
 #
-# * **read the weights**: every number of every matrix, once per step, for one token as for four hundred;
-# * **do the arithmetic**: multiply each of these numbers by a number of the token and add the product to a sum, for
-#   every token.
+# * **read the weights**: every number of every matrix, once per step, whether for one token or four hundred;
+# * **do the arithmetic**: inside the model a token is a vector. Each number of a matrix is multiplied by one element of
+#   that vector, and the product is added to a sum. This happens for every token.
 #
 # These are the matrices of one layer (lesson 02 explains each), and the *head*, which computes the scores:
 
@@ -233,9 +249,9 @@ for name in ("qkv", "attention_out", "gate_up", "down"):
 print(f"{'head':<14}", tuple(model.head.weight.shape), "once, after the last layer")
 
 # %% [markdown]
-# Not every token goes through every matrix. Only tokens whose successor is wanted go through the head: of a prompt, the
-# last one. The engine drops the others already in the last layer, after attention. So one step has matrices with
-# different numbers of tokens, and perhaps some with none.
+# Not every token goes through every matrix. Only tokens whose next token is needed go through the head. In a prompt,
+# that is the last one. The engine drops the others in the last layer, right after attention. So one step has matrices
+# with different numbers of tokens, and perhaps some with none.
 #
 # **Exercise 2 (8 minutes).** Count the work of a step. A matrix of `rows` × `columns` numbers that `tokens` tokens go
 # through is given as `(rows, columns, tokens)`. There is no formula here: derive it from the two points above. A
@@ -261,8 +277,8 @@ def step_work(matrices: list[tuple[int, int, int]], bytes_per_number: int) -> tu
 check(step_work)
 
 # %% [markdown]
-# Now count the steps of this model. Several requests can share a step: in *decode, 8 at once*, it computes one token
-# for each of eight requests. The last column, operations per byte, is called **arithmetic intensity**.
+# Now count the work of this model's steps. Several requests can share a step: in *decode, 8 at once*, it computes one
+# token for each of eight requests. The last column, operations per byte, is called **arithmetic intensity**.
 
 # %%
 size = model.head.weight.element_size()
@@ -291,7 +307,7 @@ for name, step in STEPS.items():
     print(f"{name:<20}{work}{operations / nbytes:8.1f} per byte")
 
 # %% [markdown]
-# ## What can this machine do? · 18 min
+# ## What can this machine do? · 19 min
 #
 # Two measured numbers describe a machine: how many bytes it reads per second, and how many operations it does per
 # second at its best, in a product of two large square matrices. Reading and arithmetic happen at the same time, so a
@@ -302,25 +318,24 @@ for name, step in STEPS.items():
 
 # %% [markdown]
 # How fast a machine reads depends on *where* the bytes are. Data that was used a moment ago may still be in the
-# processor's **cache**, which is small and fast. So measure twice: again and again the same bytes, as many as the model
-# has, and then 537 MB, more than most caches hold.
+# processor's **cache**, which is small and fast. So measure twice: first the same bytes repeatedly, as many as the
+# model has, then 537 MB, more than most caches hold.
 
 # %% tags=["nbval-ignore-output"] uncompared="measured on this machine"
 LARGE = 32 * 2048 * 2048  # numbers in 32 matrices; 537 MB in float32
-limits = roofline.limits(here.device, model.dtype, model.nbytes)
-memory = roofline.limits(here.device, torch.float32, 4 * LARGE)
-print(
-    f"reads    {limits.bytes_per_s / 1e9:10,.1f} GB/s, {model.nbytes / 1e6:,.0f} MB repeatedly"
-)
-print(f"reads    {memory.bytes_per_s / 1e9:10,.1f} GB/s, {4 * LARGE / 1e6:,.0f} MB repeatedly")
-print(f"computes {limits.operations_per_s / 1e9:10,.1f} billion operations/s")
+of_model = roofline.limits(here.device, model.dtype, model.nbytes)
+of_memory = roofline.limits(here.device, torch.float32, 4 * LARGE)
+for nbytes, limits in ((model.nbytes, of_model), (4 * LARGE, of_memory)):
+    print(f"reads {nbytes / 1e6:,.0f} MB repeatedly at {limits.bytes_per_s / 1e9:,.1f} GB/s")
+print(f"computes {of_model.operations_per_s / 1e9:,.1f} billion operations/s")
 
 # %% [markdown]
-# If the first rate is the higher one, the model's weights stay in the cache. That is good for `tiny-gemma`, and says
+# If the first rate is higher, the model's weights stay in the cache. That is good for `tiny-gemma`, and says
 # little about real models, whose weights are gigabytes: they come from memory in every step. A step that waits for
 # them is **memory-bound**; one that waits for the arithmetic is **compute-bound**.
 #
-# While a step is memory-bound, more tokens cost nothing: their arithmetic fits into the time of the reading.
+# While a step is memory-bound, more tokens should cost almost nothing: their arithmetic fits into the time of the
+# reading.
 #
 # **Exercise 3 (8 minutes).** How many tokens can share one reading of the weights before the arithmetic takes longer?
 # Does a larger model leave room for more of them, or for fewer? And what changes with 2 bytes per number instead of 4?
@@ -343,10 +358,9 @@ def free_batch(
 check(free_batch)
 
 # %% [markdown]
-# Test it. The cell after the next multiplies 537 MB of weights by 1, 4, 32 and more columns; a column is what a token
-# is to a layer. 32 columns need 32 times the arithmetic of one. How many times as long do they take? **Predict first:**
-# replace `None` with your guess and run the cell. `compare` then prints your guess next to the measurement. Guesses are
-# not graded. The point is to notice where your picture of the machine was wrong.
+# Test it. The cell after the next multiplies 537 MB of weights by 1, 4, 32 and more columns; each column stands for one
+# token's vector. 32 columns need 32 times the arithmetic of one. **Predict:** how many times as long as one column do
+# they take?
 
 # %% tags=["exercise"]
 guess_32_columns = 4.0  # PREDICT: the time of 32 columns, divided by the time of one column
@@ -356,9 +370,9 @@ matrices = torch.ones(32, 2048, 2048, device=here.device)  # 537 MB, freed below
 
 
 def seconds(matrices: torch.Tensor, columns: int) -> float:
-    """The least of three times to multiply all 32 matrices by this many columns."""
+    """The fastest of five runs that multiply all 32 matrices by this many columns."""
     x, times = torch.ones(2048, columns, device=here.device), []
-    for _ in range(3):
+    for _ in range(5):
         start = time.perf_counter()
         for matrix in matrices:
             product = matrix @ x
@@ -367,15 +381,16 @@ def seconds(matrices: torch.Tensor, columns: int) -> float:
     return min(times)
 
 
+seconds(matrices, 1)  # warm up
 by_columns = {columns: seconds(matrices, columns) for columns in (1, 2, 4, 8, 16, 32, 64, 128)}
 del matrices
 ratio = by_columns[32] / by_columns[1]
 compare("32 columns", unit="times one column", prediction=guess_32_columns, measured=ratio)
 for columns in (1, 4, 32):
     print(f"{columns:3} columns: {by_columns[columns] * 1e3:7.1f} ms")
-draw.columns(by_columns, LARGE, 4, memory)
+draw.columns(by_columns, LARGE, 4, of_memory)
 room = yours(free_batch, step_time.free_batch)
-free = room(LARGE, 4, memory.bytes_per_s, memory.operations_per_s)
+free = room(LARGE, 4, of_memory.bytes_per_s, of_memory.operations_per_s)
 whose = (
     "your free_batch"
     if solved(free_batch)
@@ -383,56 +398,59 @@ whose = (
 )
 print(f"{whose}: on this machine {free} columns")
 describe(
-    "The time rises far more slowly than the number of columns, until the arithmetic takes longer than the reading. "
-    "Dashed lines show both floors, a dotted line shows the time in proportion to the columns."
+    "The time against the number of columns, with both floors as dashed lines. "
+    "A dotted line shows a time proportional to the number of columns."
 )
 
 # %% [markdown]
-# The dotted line is what you would expect if time followed the arithmetic. The measured times stay far below it. Left
-# of the point where the dashed lines cross, the weights have to come from memory, however few or many columns wait for
-# them, and the arithmetic fits in between. Right of it, more columns cost more time. (One column can be up to twice as
-# fast as two: its product has a routine of its own, and the general routine first copies the matrix into another
-# order.)
+# The dotted line is what you would expect if time followed the arithmetic. From eight columns on, the measured times
+# stay far below it. Left of the point where the dashed lines cross, the weights have to come from memory, however few
+# or many columns wait for them, and the arithmetic fits in between. Right of it, more columns cost more time. (One
+# column can be about twice as fast as two: its product has a routine of its own, and the general routine first copies
+# the matrix into another layout. And a floor is only as exact as the rate it was computed from, so a point may lie
+# slightly below it.)
 #
-# The formula of exercise 3 also says what does *not* matter: the size of the model. On every machine, decode becomes
-# compute-bound at a batch that depends on the machine and the bytes per number alone. Below are an H200's rates, from
-# the project's records; Gemma 2B has 2 bytes per number there. **Predict:** how many times as long as a decode step of
-# one request does a step of 64 requests take on it?
+# The formula of exercise 3 also says what does *not* matter: the size of the model. Counting only the weights, decode
+# becomes compute-bound at a batch that depends on the machine and the bytes per number alone. Here are an H200's rates,
+# from the project's records. Gemma 2B (with random weights) has 2 bytes per number there:
+
+# %%
+there, h200_points = step_time.recorded("h200/roofline")
+rates = f"{there.bytes_per_s / 1e9:,.0f} GB/s, {there.operations_per_s / 1e9:,.0f} billion operations/s"
+print("an H200:", rates)
+free = room(2_500_000_000, 2, there.bytes_per_s, there.operations_per_s)
+print("its free batch (exercise 3):", free)
+
+# %% [markdown]
+# **Predict:** how many times as long as a decode step of one request does a step of 64 requests take on it?
 
 # %% tags=["exercise"]
 guess_64_requests = 2.0  # PREDICT: time of a step of 64 requests / of one request
 
 # %%
-h200 = records.read("h200/roofline")
-there = roofline.Limits(h200["bytes_per_s"], h200["operations_per_s"])
-h200_points = [roofline.Point(**each) for each in h200["results"]]
 recorded = {point.name: point.seconds for point in h200_points}
 ratio = recorded["decode, 64 at once"] / recorded["decode, 1 at once"]
 compare("64 requests", unit="times one", prediction=guess_64_requests, measured=ratio)
-
-# %%
-rates = f"{there.bytes_per_s / 1e9:,.0f} GB/s, {there.operations_per_s / 1e9:,.0f} billion operations/s"
-print("an H200:", rates)
-print("its free batch:", room(2_500_000_000, 2, there.bytes_per_s, there.operations_per_s))
 for name, took in recorded.items():
     if name.startswith("decode"):
         print(f"Gemma 2B, {name:<20} {took * 1e3:6.2f} ms")
 
 # %% [markdown]
-# 64 requests share a step there for one and a half times the time of one. Beyond the free batch the time grows with the
-# requests: a step of 512 takes 1.7 times as long as one of 256. Sharing steps is called **batching**. It is why a
-# server can answer many users at little more cost than one.
+# There, a step of 64 requests takes 1.5 times as long as a step of one. Its floor is only 1.02 times as high, cached
+# keys and values included; the rest is what the engine loses. Beyond the free batch the time grows with the requests: a
+# step of 512 takes 1.7 times as long as one of 256. Sharing steps is called **batching**. It is why a server can answer
+# many users at little more cost than one.
 #
 # ## Predict, then measure · 9 min
 #
 # Back to this machine and the engine. These are the floors of its steps, with the rate at which it reads the model's
-# own bytes:
+# own bytes. They count the weights and leave out the KV cache:
 
 
 # %% tags=["nbval-ignore-output"] uncompared="the floors are of this machine"
 def floor_ms(name: str) -> float:
     work = count(matrices_of(*STEPS[name]), size)
-    return 1e3 * roofline.floor_seconds(*work, limits.bytes_per_s, limits.operations_per_s)
+    return 1e3 * roofline.floor_seconds(*work, of_model.bytes_per_s, of_model.operations_per_s)
 
 
 for name in STEPS:
@@ -449,10 +467,8 @@ guess_prefill_ms = 40.0  # PREDICT: milliseconds of a prefill of 400 tokens
 
 # %% tags=["nbval-ignore-output"] uncompared="times"
 points = [
-    roofline.decode(llm, 1),
-    roofline.decode(llm, 8),
-    roofline.decode(llm, 64),
-    roofline.prefill(llm, 400),
+    *(roofline.decode(llm, requests, temperature=0) for requests in (1, 8, 64)),
+    step_time.without_idle(roofline.prefill(llm, 400), config),
 ]
 guesses = [guess_decode_ms, None, guess_64_ms, guess_prefill_ms]
 for point, guess in zip(points, guesses):
@@ -465,29 +481,38 @@ for point, guess in zip(points, guesses):
     )
 
 # %% [markdown]
-# On a CPU, the step for one request is far above its floor. What takes the time? You can find out by measuring three
-# things apart: the step's matrix products alone, in a loop; how many other torch operations the step calls; and what
-# one such call costs when it works on a single number. (On a GPU this cell also measures `tiny-gemma` on the CPU.)
+# On a CPU, the step for one request is far above its floor. Where does the time go? You can find out by measuring three
+# things separately: the step's matrix products alone, in a loop; how many other torch operations the step calls; and
+# what one such call costs when it works on a single number. (On a GPU this cell also measures `tiny-gemma` on the CPU.)
+#
+# Call everything but the matrix products *overhead*. **Predict:** how many times as much overhead as a step of one
+# request does a step of 64 requests have?
+
+# %% tags=["exercise"]
+guess_overhead = 8.0  # PREDICT: overhead of a step of 64 requests / of one request
 
 # %% tags=["nbval-ignore-output"] uncompared="times"
-found = step_time.step_time()
-small = roofline.limits("cpu", torch.float32, found.nbytes)
-print(f"the smallest torch operation takes {found.smallest * 1e6:.1f} µs")
-print(f"one decode step: {found.step * 1e3:.2f} ms, of which")
-for name, part in found.parts.items():
+one, many = step_time.step_time(1), step_time.step_time(64)
+small = roofline.limits("cpu", torch.float32, one.nbytes)
+print(f"the smallest torch operation takes {one.smallest * 1e6:.1f} µs")
+print(f"a decode step of one request: {one.step * 1e3:.2f} ms, of which")
+for name, part in one.parts.items():
     print(f"{part * 1e3:6.2f} ms  {name}")
-draw.time_of_a_step(found.parts, found.nbytes / small.bytes_per_s)
+print(f"overhead: {one.overhead * 1e3:.2f} ms; of 64 requests {many.overhead * 1e3:.2f} ms")
+ratio = many.overhead / one.overhead
+compare("overhead of 64", unit="times one", prediction=guess_overhead, measured=ratio)
+draw.time_of_a_step(one.parts, one.nbytes / small.bytes_per_s)
 describe(
-    "A decode step's time as one bar in three parts: the matrix products, the calls of some 300 other torch "
-    "operations, and the rest. A dashed line marks the floor."
+    "A decode step's time as one bar in three parts: the matrix products, the calls of other torch operations, and "
+    "the rest. A dashed line marks the floor."
 )
 
 # %% [markdown]
-# The weights are 22 MB, little enough for the caches of most CPUs, and the products that use them are only a part of
-# the step. The rest is overhead: hundreds of operations on a few hundred numbers each, which cost about as much as an
-# operation on one number, and the engine's Python around them. Most of this overhead is the same for 64 requests as
-# for one. So on `tiny-gemma` batching pays because it shares the *overhead*; on a large model, because it shares the
-# *weights*.
+# The weights are 22 MB, little enough for the caches of many CPUs, and the products that use them are only a part of
+# the step. The rest is overhead: hundreds of operations on a few hundred numbers each, where much of the cost is the
+# call itself, and the engine's Python around them. Much of this overhead is shared: it grows far less than 64-fold when
+# the requests do. So on `tiny-gemma` batching pays mostly because it shares the *overhead*; on a large model, because
+# it shares the *weights*.
 #
 # Gemma 2B on an H200 is the other case. The record has both numbers:
 
@@ -504,46 +529,50 @@ print(
 # nearly all of the time.
 #
 # A **roofline** shows all of this in one picture. Each step is a point: its intensity, and the operations per second
-# that it reached. The slope is the limit of memory, the flat part the limit of arithmetic, and they meet at the
+# that it reached. The sloped part is the memory limit, the flat part the arithmetic limit, and they meet at the
 # **ridge**. The numbers at the points are requests or prompt tokens. (A decode point also counts the bytes of the
 # cached keys and values, which the table above left out, so its intensity is lower than in the table, most of all
 # for 64 requests.)
 
 # %% tags=["nbval-ignore-output"] uncompared="times"
 draw.roofs(
-    {f"Here: {here.label}": (limits, points), "Gemma 2B on an H200": (there, h200_points)}
+    {f"Here: {here.label}": (of_model, points), "Gemma 2B on an H200": (there, h200_points)}
 )
 describe(
-    "Two rooflines. On the H200, decode points climb the slope toward the ridge as more requests share a step, "
-    "and prefill points are near the flat part. The left one shows the same for this machine."
+    "Two rooflines. On the H200, decode points climb the slope as more requests share a step, and the long prefill "
+    "comes close to the flat part. On the left are this machine's steps, far below the line where overhead dominates."
 )
 
 # %% [markdown]
 # On the H200, decode climbs the slope: one request leaves almost all of the chip's arithmetic idle, and each request
-# that joins moves the point up and to the right, nearly for free, until the ridge. The vertical distance from a point
-# to the line is what an engine can still win.
+# that joins moves the point up and to the right, at little cost, until the ridge. The vertical distance from a point
+# to the line is what an engine can still gain.
 #
-# ## The socket · 15 min
+# ## Plug in your own function · 16 min
 #
 # Everything the model computes goes through a table of operations. Each has a plain reference implementation, which
-# defines it, and may have a faster one for a device:
+# defines it, and may have a faster one for a device. The second column says which of them runs here:
 
 # %%
+print(f"{'operation':<20} {'runs':<10} why")
 for row in ops.table(here.device):
     print(f"{row['name']:<20} {row['runs']:<10} {row['why']}")
 
 # %% [markdown]
-# `with using(rms_norm=f) as used:` puts your function `f` in the place of the engine's `rms_norm` until the block ends.
+# `with using(rms_norm=f) as used:` puts your function `f` in place of the engine's `rms_norm` until the block ends.
 # `used.calls` counts how often it ran, so you can see that it did.
 #
 # **Exercise 4 (10 minutes).** Write `rms_norm`, the normalization before each of the two parts of a layer, attention
 # and MLP (lesson 02). It divides each token's numbers by their *root mean square*, so that they keep the same scale
-# however deep the model is, and multiplies each column by a learned weight (Zhang and Sennrich 2019):
+# however deep the model is, and multiplies each column by a learned weight (Zhang and Sennrich 2019; ε, which
+# implementations add, avoids division by zero):
 #
 # $$y_j = \frac{x_j}{\sqrt{\frac{1}{d} \sum_k x_k^2 + \varepsilon}} \; w_j$$
 #
-# The inputs may be 16-bit numbers, whose squares can overflow or lose digits: compute in float32, and return the dtype
-# of `x`. For example the row `[3, -3, 3, -3]` with weights of 1 becomes `[1, -1, 1, -1]`.
+# The inputs may be 16-bit numbers, whose squares can overflow or lose digits: compute everything in float32, weight
+# included, and return the dtype of `x`.
+#
+# For example the row `[3, -3, 3, -3]` with weights of 1 becomes `[1, -1, 1, -1]`.
 
 
 # %% tags=["exercise"]
@@ -565,7 +594,7 @@ check(rms_norm)
 # counts no call.
 
 # %%
-# Random weights repeat a word whatever happens: then the embedded model speaks instead.
+# Random weights repeat a word whatever happens, so the embedded model is used instead.
 speaker = llm if here.trained else LLM(**here.words)
 before = speaker.generate(prompt, greedy(40))[0]
 with using(rms_norm=rms_norm) as used:
@@ -593,19 +622,23 @@ print("calls:", used.calls)
 assert blinded.text != before.text, "attention had no influence on the text"
 
 # %% [markdown]
-# And this is the engine's own reference. Wherever a lesson shows code *from `minillm/…`*, it is the source that runs,
-# copied from the module when the notebook is built.
+# Every layer calls attention once per step. In `tiny-gemma` that is 6 layers × 39 decode steps, and 6 layers × 1
+# prefill.
+#
+# And this is the engine's own reference of `rms_norm`. Wherever a lesson shows code *from `minillm/…`*, it is the
+# source that runs, copied from the module when the notebook is built.
 
 # %%
 # ENGINE: minillm.ops.reference:rms_norm
 
 # %% [markdown]
-# ## Recap · 2 min
+# ## Recap · 3 min
 #
 # * A model maps tokens to a score for every token; generation is a loop around it.
 # * Prefill computes a whole prompt in one step; decode computes one token per step and reads all weights for it.
 # * A step takes at least the longer of bytes / bandwidth and operations / speed. Batching raises the operations per
-#   byte. It is nearly free up to a batch that depends on the machine, not on the model's size.
+#   byte. Counting only the weights, it is nearly free up to a batch that depends on the machine and the bytes per
+#   number, not on the model's size.
 # * A small model's step is mostly overhead: calls of small operations, and Python.
 # * You can replace any operation of the engine: `using(name=function)`, and `used.calls` shows that it ran.
 #

@@ -1,5 +1,6 @@
 """The output of `check`, `yours`, `compare` and `tier`."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -67,6 +68,13 @@ def test_an_exception_is_reported_with_its_line(doubled, capsys):
     line = divides.__code__.co_firstlineno + 1
     said = report(capsys, divides)
     assert f"it raised ZeroDivisionError: division by zero (line {line} of its cell)" in said
+
+
+def test_a_solution_that_exits_is_reported(doubled, capsys):
+    def leaves(x):
+        sys.exit(1)
+
+    assert any("it raised SystemExit: 1" in line for line in report(capsys, leaves))
 
 
 def test_a_missing_return_is_named_once_instead_of_the_hints(doubled, capsys):

@@ -166,7 +166,7 @@ def _problem(prop: Property, watched: Callable, candidate: Callable) -> str | No
         said = str(error).strip().split("\n")[0]
         # The first line of torch.testing's messages only says that it failed.
         return prop.hint if not said or said.startswith(("Tensor-likes", "Scalars")) else f"{said}\n{prop.hint}"
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         place = _line_of(error, candidate)
         return f"it raised {type(error).__name__}: {error}{place}\n{prop.hint}"
 
@@ -181,7 +181,7 @@ def _raised_by(candidate: Callable, error: Exception, checker: Property) -> bool
     return traceback.extract_tb(error.__traceback__)[-1].filename in own - other
 
 
-def _line_of(error: Exception, candidate: Callable) -> str:
+def _line_of(error: BaseException, candidate: Callable) -> str:
     """The line of the candidate's source that raised an error, in words, or nothing."""
     try:
         file = inspect.getsourcefile(candidate)

@@ -1,24 +1,32 @@
 """Lesson 00: the generation loop, a step's work, the batch that is nearly free, RMSNorm."""
 
+from numbers import Integral
+
 import torch
 
 from . import Exercise
 
-continue_text = Exercise("continue_text")
+SECONDS = 10  # for a property; a correct solution needs milliseconds
+
+continue_text = Exercise("continue_text", seconds=SECONDS)
+
+
+def _limited(model, max_tokens: int) -> tuple:
+    """The model, and a list that gets an item with each call; a loop that never stops calling is stopped here."""
+    calls: list[None] = []
+
+    def limited(ids):
+        calls.append(None)
+        most = 4 * max_tokens + 4
+        assert len(calls) <= most, f"asked for {max_tokens} new tokens, it called the model more than {most} times"
+        return model(ids)
+
+    return limited, calls
 
 
 def _asked(model, function, prompt: list[int], max_tokens: int, end: int) -> list[int] | None:
-    """What `function` returns; a loop that never stops is stopped here."""
-    calls = 0
-
-    def limited(ids):
-        nonlocal calls
-        calls += 1
-        most = 4 * max_tokens + 4
-        assert calls <= most, f"asked for {max_tokens} new tokens, it called the model more than {most} times"
-        return model(ids)
-
-    found = function(limited, prompt, max_tokens, end)
+    """What `function` returns, as a list: a property of its own checks that it is one."""
+    found = function(_limited(model, max_tokens)[0], prompt, max_tokens, end)
     return found if found is None else list(found)
 
 
@@ -44,6 +52,8 @@ def _(function):
 def _(function):
     found = _asked(_adding, function, [3, 10, 20], 4, 98)
     assert found == [34, 68, 39, 78], f"with a model that adds up its input: expected [34, 68, 39, 78], got {found}"
+    found = _asked(_adding, function, list(range(300)), 3, 1000)
+    assert found == [37, 74, 51], f"the same with a prompt of 300 tokens: expected [37, 74, 51], got {found}"
 
 
 @continue_text.property("at most max_tokens new tokens", "0 is a valid limit; the prompt's length does not count")
@@ -67,6 +77,8 @@ def _(function):
 def _(function):
     found = _asked(_counting, function, [8, 4, 5], 2, 8)
     assert found == [6, 7], f"with end=8, [8, 4, 5] continues as [6, 7]; got {found}"
+    found = _asked(_counting, function, [4, 5, 8], 2, 8)
+    assert found == [9, 10], f"with end=8, [4, 5, 8] continues as [9, 10]; got {found}"
 
 
 @continue_text.property(
@@ -75,6 +87,10 @@ def _(function):
 def _(function):
     found = _asked(lambda ids: {1: -3.0, 2: -0.1, 3: -2.5}, function, [4], 2, 99)
     assert found == [2, 2], f"in {{1: -3.0, 2: -0.1, 3: -2.5}} the most likely token is 2; got {found}"
+    for first, second in ((-300.0, -200.0), (-0.9, -0.8)):
+        given = {1: first, 2: second}
+        found = _asked(lambda ids, given=given: dict(given), function, [4], 2, 99)
+        assert found == [2, 2], f"in {given} the most likely token is 2; got {found}"
 
 
 @continue_text.property("0 is a token id like any other", "`if token` is False for 0: compare with `end` instead")
@@ -92,7 +108,26 @@ def _(function):
     assert prompt == [4, 5], f"the caller's prompt [4, 5] is now {prompt}"
 
 
-step_work = Exercise("step_work")
+@continue_text.property(
+    "one call of the model per token", "a call is a step of the engine: use all of its result, and stop at the end"
+)
+def _(function):
+    for most, end, needed, allowed in ((10, 8, 3, 3), (4, 99, 4, 5)):  # 5: a loop may notice its limit one call late
+        model, calls = _limited(_counting, 10)
+        list(function(model, [4, 5], most, end))
+        given = f"[4, 5] with max_tokens={most} and end={end}"
+        assert len(calls) <= allowed, f"{given}: {needed} calls are enough; it made {len(calls)}"
+
+
+@continue_text.property("it returns a list of ints", "the engine's own loop returns one: the next cells compare them")
+def _(function):
+    found = function(_counting, [4, 5], 3, 99)
+    assert isinstance(found, list), f"expected a list, got {type(found).__name__}"
+    kinds = {type(each).__name__ for each in found if not isinstance(each, Integral)}
+    assert not kinds, f"expected ints in the list, got {', '.join(sorted(kinds))}"
+
+
+step_work = Exercise("step_work", seconds=SECONDS)
 
 
 def _pair(found) -> tuple:
@@ -128,8 +163,10 @@ def _(function):
 
 @step_work.property("more tokens: more operations", "each token has numbers of its own to multiply")
 def _(function):
-    one, ten = (_pair(function([(2, 3, tokens)], 4))[1] for tokens in (1, 10))
-    assert ten == 10 * one, f"one token takes {one} operations, so ten take {10 * one}; got {ten}"
+    one = _pair(function([(2, 3, 1)], 4))[1]
+    for tokens in (10, 3000):
+        many = _pair(function([(2, 3, tokens)], 4))[1]
+        assert many == tokens * one, f"one token takes {one} operations, {tokens} take {tokens * one}; got {many}"
 
 
 @step_work.property("each matrix has its own number of tokens", "the third number belongs to its matrix alone")
@@ -142,22 +179,25 @@ def _(function):
 
 @step_work.property("a matrix without tokens is not read", "0 tokens: neither bytes nor operations")
 def _(function):
-    with_idle, without = _pair(function([A, (7, 5, 0)], 4)), _pair(function([A], 4))
-    assert with_idle == without, f"adding the matrix (7, 5, 0) must change nothing: {without} became {with_idle}"
+    without = _pair(function([A], 4))
+    for matrices in ([A, (7, 5, 0)], [(7, 5, 0), A]):
+        found = _pair(function(list(matrices), 4))
+        assert found == without, f"{[A]} gives {without}, and {matrices} must give the same; got {found}"
     assert _pair(function([(7, 5, 0)], 4)) == (0, 0), "a step without tokens has no work: expected (0, 0)"
 
 
 @step_work.property("smaller numbers: fewer bytes, as many operations", "count operations from the numbers, not bytes")
 def _(function):
-    wide, narrow = (_pair(function([A, MANY], size)) for size in (4, 2))
-    wanted = wide[0] / 2, wide[1]
-    assert narrow == wanted, f"4 bytes per number give {wide}, so 2 bytes give {wanted}; got {narrow}"
+    wide = _pair(function([A, MANY], 4))
+    for size in (2, 1):
+        wanted, found = (wide[0] * size / 4, wide[1]), _pair(function([A, MANY], size))
+        assert found == wanted, f"4 bytes per number give {wide}, so {size} give {wanted}; got {found}"
 
 
 A, B, MANY = (4, 5, 1), (5, 6, 1), (3, 8, 400)
 
 
-free_batch = Exercise("free_batch")
+free_batch = Exercise("free_batch", seconds=SECONDS)
 
 
 @free_batch.example
@@ -188,7 +228,7 @@ def _(function):
     _equal(function(1, 1, 8, 64), wide // 4, "1 byte per number instead of 4")
 
 
-@free_batch.property("only whole tokens", "7.75 tokens are free: the eighth one is not")
+@free_batch.property("only whole tokens", "round down: a token that fits only in part is not free")
 def _(function):
     _equal(function(1, 4, 8, 31), 7, "31 operations a second: 0.5 s of reading, 0.0645 s a token")
     _equal(function(1, 4, 4.2e12, 7.66e14), 364, "4 bytes per number, 4.2 TB/s and 766 T operations/s")
@@ -199,7 +239,7 @@ def _(function):
     _equal(function(1, 4, 8, 1), 0, "1 operation a second: 0.5 s of reading, 2 s a token")
 
 
-rms_norm = Exercise("rms_norm")
+rms_norm = Exercise("rms_norm", seconds=SECONDS)
 
 
 def _right(x, weight, eps):
@@ -214,8 +254,8 @@ def _near(found, wanted, given: str) -> None:
     assert close, f"{given}: expected {_short(wanted)}, got {_short(found)}"
 
 
-def _short(x: torch.Tensor) -> list:
-    return [[round(each, 3) for each in row] for row in x.tolist()]
+def _short(x: torch.Tensor, digits: int = 3) -> list:
+    return [[round(each, digits) for each in row] for row in x.tolist()]
 
 
 @rms_norm.example
@@ -239,8 +279,8 @@ def _(function):
 
 @rms_norm.property("each column has its weight", "the weights scale the normalized row, and come last")
 def _(function):
-    x, weight = torch.tensor([[1.0, -1.0]]), torch.tensor([2.0, 0.5])
-    _near(function(x.clone(), weight.clone(), 1e-6), _right(x, weight, 1e-6), "weights 2 and 0.5")
+    x, weight = torch.tensor([[1.0, -1.0]]), torch.tensor([2.0, -0.5])
+    _near(function(x.clone(), weight.clone(), 1e-6), _right(x, weight, 1e-6), "weights 2 and -0.5")
 
 
 @rms_norm.property("eps is inside the root", "it is added to the mean, before the root")
@@ -263,6 +303,20 @@ def _(function):
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         found = function(torch.ones(1, 4, dtype=dtype), torch.ones(4), 1e-6)
         assert found.dtype == dtype, f"{dtype} came in and {found.dtype} went out"
+
+
+@rms_norm.property(
+    "16-bit inputs: float32 inside, rounded once", "round after multiplying by the weight, and nothing before that"
+)
+def _(function):
+    row = [1.75, -1.0, -1.5, 2.0]
+    x, weight = torch.tensor([row], dtype=torch.bfloat16), torch.full((4,), 1.003)
+    # Compared with its own result for float32: other mistakes change both.
+    found, wide = function(x.clone(), weight.clone(), 1e-6), function(x.float(), weight.clone(), 1e-6)
+    assert isinstance(found, torch.Tensor), f"expected a tensor, got {type(found).__name__}"
+    same = torch.allclose(found.bfloat16().double(), wide.bfloat16().double(), rtol=1e-3)
+    given = f"the row {row} with weights of 1.003 gives {_short(wide, 5)} in float32"
+    assert same, f"{given}, so {_short(wide.bfloat16(), 5)} in bfloat16; got {_short(found, 5)}"
 
 
 @rms_norm.property(

@@ -1,5 +1,7 @@
 """Wrong solutions of lesson 00: the generation loop, the roofline, RMSNorm."""
 
+import torch
+
 from tests.course.mutants import wrong
 
 
@@ -81,6 +83,74 @@ def takes_zero_for_nothing(model, prompt, max_tokens, end):
     return new
 
 
+@wrong("continue_text", fails="an end token in the prompt does not stop it")
+def looks_at_the_last_token_even_if_it_is_the_prompts(model, prompt, max_tokens, end):
+    ids = list(prompt)
+    while ids[-1] != end and len(ids) < len(prompt) + max_tokens:
+        found = model(ids)
+        ids.append(max(found, key=found.get))
+    new = ids[len(prompt) :]
+    return new[:-1] if new[-1:] == [end] else new
+
+
+@wrong("continue_text", fails="it takes the most likely token, wherever it is in the dict")
+def starts_from_minus_one_hundred(model, prompt, max_tokens, end):
+    new = []
+    for _ in range(max_tokens):
+        best, token = -100.0, None
+        for each, logprob in model([*prompt, *new]).items():
+            if logprob > best:
+                best, token = logprob, each
+        if token == end:
+            break
+        new.append(token)
+    return new
+
+
+@wrong("continue_text", fails="each token sees everything before it")
+def sees_the_last_sixteen(model, prompt, max_tokens, end):
+    new = []
+    for _ in range(max_tokens):
+        found = model([*prompt, *new][-16:])
+        token = max(found, key=found.get)
+        if token == end:
+            break
+        new.append(token)
+    return new
+
+
+@wrong("continue_text", fails="one call of the model per token")
+def generates_everything_and_then_cuts(model, prompt, max_tokens, end):
+    new = []
+    for _ in range(max_tokens):
+        found = model([*prompt, *new])
+        new.append(max(found, key=found.get))
+    return new[: new.index(end)] if end in new else new
+
+
+@wrong("continue_text", fails="one call of the model per token")
+def asks_twice_for_each_token(model, prompt, max_tokens, end):
+    new = []
+    for _ in range(max_tokens):
+        token = max(model([*prompt, *new]), key=model([*prompt, *new]).get)
+        if token == end:
+            break
+        new.append(token)
+    return new
+
+
+@wrong("continue_text", fails="it returns a list of ints")
+def returns_a_tuple(model, prompt, max_tokens, end):
+    new = ()
+    for _ in range(max_tokens):
+        found = model([*prompt, *new])
+        token = max(found, key=found.get)
+        if token == end:
+            break
+        new += (token,)
+    return new
+
+
 def work(matrices, size, bytes_of=lambda n, t: n * (t > 0), operations_of=lambda n, t: 2 * n * t):
     nbytes = sum(bytes_of(rows * columns, tokens) for rows, columns, tokens in matrices) * size
     return nbytes, sum(operations_of(rows * columns, tokens) for rows, columns, tokens in matrices)
@@ -110,6 +180,27 @@ def computes_for_one_token(matrices, bytes_per_number):
 @wrong("step_work", fails="a matrix without tokens is not read")
 def reads_idle_matrices(matrices, bytes_per_number):
     return work(matrices, bytes_per_number, bytes_of=lambda n, t: n)
+
+
+@wrong("step_work", fails="a matrix without tokens is not read")
+def stops_at_an_idle_matrix(matrices, bytes_per_number):
+    nbytes = operations = 0
+    for rows, columns, tokens in matrices:
+        if not tokens:
+            break
+        nbytes += bytes_per_number * rows * columns
+        operations += 2 * tokens * rows * columns
+    return nbytes, operations
+
+
+@wrong("step_work", fails="more tokens: more operations")
+def sixty_four_tokens_at_most(matrices, bytes_per_number):
+    return work(matrices, bytes_per_number, operations_of=lambda n, t: 2 * n * min(t, 64))
+
+
+@wrong("step_work", fails="smaller numbers: fewer bytes, as many operations")
+def two_bytes_at_least(matrices, bytes_per_number):
+    return work(matrices, max(bytes_per_number, 2))
 
 
 @wrong("step_work", fails="smaller numbers: fewer bytes, as many operations")
@@ -164,8 +255,9 @@ def forgets_eps(x, weight, eps):
 
 
 @wrong("rms_norm", fails="squares of half-precision numbers")
-def squares_as_they_come(x, weight, eps):
-    return (x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight).to(x.dtype)
+def widens_after_squaring(x, weight, eps):
+    mean_square = x.pow(2).float().mean(-1, keepdim=True)
+    return (x.float() / (mean_square + eps).sqrt() * weight).to(x.dtype)
 
 
 @wrong("rms_norm", fails="the dtype that came in goes out")
@@ -185,3 +277,22 @@ def divides_in_place(x, weight, eps):
 def adds_eps_after_the_root(x, weight, eps):
     wide = x.float()
     return (wide / (wide.pow(2).mean(-1, keepdim=True).sqrt() + eps) * weight).to(x.dtype)
+
+
+@wrong("rms_norm", fails="16-bit inputs: float32 inside, rounded once")
+def rounds_before_the_weight(x, weight, eps):
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (normed.to(x.dtype) * weight).to(x.dtype)
+
+
+@wrong("rms_norm", fails="16-bit inputs: float32 inside, rounded once")
+def rounds_the_root(x, weight, eps):
+    root = torch.sqrt(x.float().pow(2).mean(-1, keepdim=True) + eps).to(x.dtype)
+    return (x.float() / root * weight).to(x.dtype)
+
+
+@wrong("rms_norm", fails="each column has its weight")
+def scales_by_the_size_of_the_weight(x, weight, eps):
+    wide = x.float()
+    return (wide / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight.abs()).to(x.dtype)
