@@ -661,8 +661,8 @@ if solved(TextStream):
     print("the engine gave the same pieces at the same steps:", same)
 
 # %% [markdown]
-# This answer has no byte tokens, so it tests only the easy part. Now with bytes. Below each token is the text that came
-# out with it, or `·` for none:
+# This answer has no byte tokens, so it tests only the easy part. Here is a text with some. Below each token is the text
+# that came out with it, or `·` for none:
 
 # %%
 print(f"with {stream_used}:")
@@ -752,7 +752,8 @@ describe(
 def render_chat(messages: list[dict], add_generation_prompt: bool = True) -> str:
     """Gemma's prompt for messages, each {"role": ..., "content": ...}, with role "user" or "assistant".
 
-    messages: must not change; of a content, only the whitespace around it is dropped, and an empty one is a turn too.
+    messages: must not change. Each is a turn, even if its content is empty; a content keeps all but the whitespace
+    around it.
     add_generation_prompt: whether the prompt ends by opening the model's turn, even after a turn of the assistant.
     """
     # SOLUTION: reproduce the text printed above, message by message
