@@ -523,8 +523,8 @@ for name, config in MODELS.items():
         )
 
 # %% [markdown]
-# What do more tokens gain? Learn merges from one half of the text, and count on the other half how many characters a
-# token covers. From that follow the bytes of weights that a model reads **for each character** that it writes:
+# What do you gain from more tokens? Learn merges from one half of the text, and count on the other half how many
+# characters a token covers. This gives the bytes of weights that a model reads **for each character** that it writes:
 #
 # $$\frac{\text{layers} + \text{table}(V)}{\text{characters per token}(V)}$$
 
