@@ -233,6 +233,7 @@ def _(fn):
 @text_stream.property("finish() returns what was kept", hint="a sequence may end in a byte token")
 def _(fn):
     same("".join(pieces(fn, "pass", "<0x09>")), "pass\t")
+    same("".join(pieces(fn, "<0x00>", "<0x0A>")), "\x00\n")
 
 
 @text_stream.property("finish() begins an empty run", hint="what was returned once must not come again")
