@@ -64,11 +64,31 @@ def scanning_merge(symbols: Iterable[str], ranks: Mapping[Pair, int]) -> list[st
     return symbols
 
 
+def leftmost_merge(symbols: Iterable[str], ranks: Mapping[Pair, int]) -> list[str]:
+    """Join the leftmost pair that has a rank, whatever its rank, until no pair has one."""
+    symbols = list(symbols)
+    place = 0
+    while place < len(symbols) - 1:
+        if (symbols[place], symbols[place + 1]) in ranks:
+            symbols[place : place + 2] = [symbols[place] + symbols[place + 1]]
+            place = 0
+        else:
+            place += 1
+    return symbols
+
+
 def learned_with(pattern: str, text: str, steps: int) -> Callable[[str], list[str]]:
     """A function text -> tokens, with `steps` merges learned from `text` cut by `pattern`."""
     merges = engines_learn(Counter(cut(text, pattern)), steps)
     ranks = {pair: rank for rank, pair in enumerate(merges)}
     return lambda text: [token for word in cut(text, pattern) for token in merge(list(word), ranks)]
+
+
+def after_the_colon(tokens: Iterable[str]) -> Counter[str]:
+    """How often each token follows "Answer:" or ":"; only tokens that begin with a space."""
+    return Counter(
+        right for left, right in pairwise(tokens) if left.endswith(("Answer:", ":")) and right.startswith(SPACE)
+    )
 
 
 def as_tokenizers(words: Iterable[str], merges: Sequence[Pair]) -> tuple[Tokenizer, Callable[[str], list[int]]]:

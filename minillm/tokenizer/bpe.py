@@ -111,11 +111,11 @@ def merge(symbols: list[str], ranks: dict[tuple[str, str], int]) -> list[str]:
 
     symbols: tokens; ranks: pair of tokens -> its place among the merges. Returns the joined tokens.
 
-    Scanning for the best pair after each merge takes quadratic time: days for a megabyte without a space. Here a linked
-    list holds the symbols, each rank has a queue of the positions of its pair, and a heap gives the next rank. A merge
-    makes at most two new pairs, so n symbols cost at most 3 n positions. Queues fill from left to right: a token is
-    made in the same way wherever it occurs, so one pass to the right finds the positions of a pair. (A single heap of
-    all positions would not need that argument, but on a long text it accesses memory at random.)
+    Scanning for the best pair after each merge takes time quadratic in the number of symbols. Here a linked list holds
+    the symbols, each rank has a queue of the positions of its pair, and a heap gives the next rank. A merge makes at
+    most two new pairs, so n symbols cost at most 3 n positions. Queues fill from left to right: a token is made in the
+    same way wherever it occurs, so one pass to the right finds the positions of a pair. (A single heap of all positions
+    would not need that argument, but on a long text it accesses memory at random.)
     """
     n = len(symbols)
     symbols = [*symbols, ""]  # "" is in no pair: it marks the end, and symbols that were joined to others

@@ -11,7 +11,8 @@ SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_o
 BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
 
 # No token crosses these pieces. Newlines are pieces of their own: otherwise byte-pair encoding learns tokens like
-# "D\n\nWhich", which hide the answer letter of a question. So are digits, so that a number has only one encoding.
+# "D\n\nWhich", which hide the answer letter of a question. So are digits, so that a digit is the
+# same token wherever it stands in a number.
 SPLIT_PATTERN = r"\n+|\p{N}|▁?[\p{L}\p{M}']+|▁?[^\s▁\p{L}\p{M}\p{N}']+|▁+"
 
 CHAT_TEMPLATE = """\

@@ -3,13 +3,13 @@
 #
 # A language model never sees a letter. It reads numbers and writes numbers. After this lesson you can turn text into
 # these numbers and back: merge tokens as the engine does, learn a vocabulary from text, stream text without ever
-# showing half a character, and write the chat turns that a model was trained on. You can also read from the tokens why
+# showing half a character, and write the chat turns that a model was trained on. You can also tell from the tokens why
 # a model fails at some tasks.
 #
 # **90 minutes. Needs:** lesson 00 and a CPU; nothing is downloaded. The model is the embedded `tiny-gemma` on every
-# machine, because this lesson is about text. Two sections are optional, and nothing later depends on them.
+# machine, because this lesson is about text. Three sections are optional, and nothing later depends on them.
 #
-# ## Numbers in, numbers out · 5 min
+# ## Numbers in, numbers out · 4 min
 
 # %%
 import json
@@ -49,8 +49,9 @@ print(answer.text, answer.token_ids)
 # %% [markdown]
 # These numbers are all the model works with: six tokens for the question, and in front of them the token 2, `<bos>`,
 # which means "a text begins here". (A chat adds a few more, as the last section shows.) The model answers with five
-# tokens and then 5, `<end_of_turn>`, which means "I am done". Each number selects a row of a table that was learned in
-# training, the **embedding table**. Here are the same tokens as boxes, with the numbers below. `▁` stands for a space.
+# tokens and then 5, `<end_of_turn>`, which means "I am done". Tokens like these two stand for no text; they are called
+# **special tokens**. Each number selects a row of a table that was learned in training, the **embedding table**. Here
+# are the same tokens as boxes, with their numbers below. `▁` stands for a space.
 
 
 # %%
@@ -102,14 +103,14 @@ measured = counts["Chinese"]["tokens"]
 compare("the Chinese sentence", unit="tokens", prediction=guess_tokens, measured=measured)
 draw.counts(counts)
 describe(
-    "Bytes, characters and tokens of five texts. English has far fewer tokens than characters; "
-    "Chinese and emoji have as many tokens as bytes."
+    "Bytes, characters and tokens of five texts. English has far fewer tokens than characters; some texts have more."
 )
 
 # %% [markdown]
 # The English sentence needs 9 tokens for 40 characters. Chinese and emoji fall back to bytes, one token each: 27 tokens
-# for the same sentence in Chinese. It takes three times as many steps and three times as much cache, and a user who
-# pays per token pays three times as much. Choosing a vocabulary decides whose text is cheap.
+# for the same sentence in Chinese. It takes three times as many steps and three times as much memory for what the model
+# keeps of a text (lesson 02), and a user who pays per token pays three times as much. Choosing a vocabulary decides
+# whose text is cheap.
 #
 # **A token is not a word.** Look closely:
 
@@ -120,12 +121,12 @@ for text in SPELLED:
 
 # %% [markdown]
 # The same word with and without a space before it is spelled in different tokens, whose numbers have nothing in common.
-# In capital letters, a name that was one token falls into single letters. And the model cannot see how many o's there
-# are in `▁Hobmoor`: the whole name is one number. Digits are split one by one on purpose, so that each number is
-# spelled in only one way.
+# In capital letters, a name that was one token breaks up into pieces of one letter each. And the model cannot see how
+# many o's there are in `▁Hobmoor`: the whole name is one number. Digits are split one by one on purpose, so that a
+# digit is the same token wherever it stands in a number.
 
 # %% [markdown]
-# ## Merge · 19 min
+# ## Merge · 18 min
 #
 # Byte-pair encoding (BPE) has a list of **merges**: pairs of tokens, in the order in which they were learned. The
 # position of a pair in this list is its **rank**. To encode a word:
@@ -167,7 +168,8 @@ describe(
 def bpe_merge(symbols: list[str], ranks: dict[tuple[str, str], int]) -> list[str]:
     """Join neighbors, lowest rank first and leftmost among equals, until no pair has a rank.
 
-    symbols: what merging starts from, usually characters; must not change. ranks: (left, right) -> rank.
+    symbols: what merging starts from: characters, or longer tokens such as "<0xC3>"; must not change.
+    ranks: (left, right) -> rank.
     """
     # SOLUTION: join one pair at a time, as in the rule above, in a list of your own
     symbols = list(symbols)
@@ -194,36 +196,26 @@ check(bpe_merge)
 # %%
 with using(bpe_merge=bpe_merge) as used:
     answer = ask(QUESTION)
-whose = "your merge" if solved(bpe_merge) else "the engine's merge (yours is not solved yet)"
-print(f"with {whose}: {answer}")
+merge_used = (
+    "your merge" if solved(bpe_merge) else "the engine's merge (yours is not solved yet)"
+)
+print(f"with {merge_used}: {answer}")
 if solved(bpe_merge):
-    print("it was called:", used.calls["bpe_merge"] > 0)
+    print("your function was called:", used.calls["bpe_merge"] > 0)
 
 # %% [markdown]
-# **Does the order matter?** Here are two other merges. One always joins the leftmost pair that has a rank, the other
-# joins nothing. Decoding gives the question back unchanged in all three cases. Does the model understand it in all
-# three?
+# **Does the order matter?** Here are two other ways to merge. One always joins the leftmost pair that has a rank, the
+# other joins nothing. Decoding gives the question back unchanged in all three cases. Does the model understand it in
+# all three?
 
 
 # %%
-def leftmost_merge(symbols, ranks):
-    symbols = list(symbols)
-    place = 0
-    while place < len(symbols) - 1:
-        if (symbols[place], symbols[place + 1]) in ranks:
-            symbols[place : place + 2] = [symbols[place] + symbols[place + 1]]
-            place = 0
-        else:
-            place += 1
-    return symbols
-
-
 def no_merge(symbols, ranks):
     return symbols
 
 
 spelled = {}
-versions = {"by rank": merge, "leftmost": leftmost_merge, "characters": no_merge}
+versions = {"by rank": merge, "leftmost": vocabularies.leftmost_merge, "characters": no_merge}
 for name, function in versions.items():
     with using(bpe_merge=function):
         spelled[name] = tokens_of(QUESTION)
@@ -240,8 +232,9 @@ describe(
 # The text is the same, but the numbers are not. A model that has always read `▁the` as one token can do little with
 # `▁t` `he`. The order of the merges is part of the model, just like its weights.
 #
-# **Is it right?** Hugging Face's libraries read the same `tokenizer.json`. Here are the ids of texts that tokenizers
-# tend to get wrong: odd spaces, combined characters, emoji, special tokens, bytes.
+# **Is it right?** Two libraries from Hugging Face read the same `tokenizer.json`: `tokenizers`, which is written in
+# Rust, and `transformers`, which runs the models. Compare the ids of texts that tokenizers tend to get wrong: odd
+# spaces, combined characters, emoji, special tokens, bytes.
 
 # %%
 import tokenizers
@@ -251,7 +244,7 @@ theirs = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
 in_transformers = vocabularies.in_transformers(folder)
 with using(bpe_merge=bpe_merge):
     ours = [tokenizer.encode(text) for text in HARD]
-print(f"with {whose}:")
+print(f"with {merge_used}:")
 print("tokenizers gives the same ids:  ", ours == [theirs.encode(text).ids for text in HARD])
 print("transformers gives the same ids:", ours == [in_transformers(text) for text in HARD])
 changed = [text for text, ids in zip(HARD, ours, strict=True) if tokenizer.decode(ids) != text]
@@ -264,10 +257,10 @@ print("decodes to another text:        ", changed)
 # %% [markdown]
 # ## Optional: what merging costs · 4 min
 #
-# Words are short, so any merge is fast enough? Not every text has spaces: think of Chinese, of base64, or of a user who
-# holds down a key. Gemma 1's own tokenizer does not split text before merging at all. So measure the time to merge one
-# word without a space. **Predict first:** if a merge looks at the whole word again after each join, how many times as
-# long does a word of 3,200 letters take as one of 1,600?
+# Words are short, so isn't any merge fast enough? Not every text has spaces: think of Chinese, of base64, or of a user
+# who holds down a key. Gemma 1's own tokenizer does not split text before merging at all. So measure the time to merge
+# one word without a space. **Predict first:** if a merge looks at the whole word again after each join, by what factor
+# does the time grow from 1,600 letters to 3,200?
 
 # %% tags=["exercise"]
 guess_growth = 4.0  # PREDICT: the time for 3,200 letters, divided by the time for 1,600
@@ -286,7 +279,10 @@ rows = {
 for (name, row), guess in zip(rows.items(), (guess_growth, None), strict=True):
     growth = row[3200] / row[1600]
     compare(
-        f"{name}, twice the letters", unit="times as long", prediction=guess, measured=growth
+        f"{name}, twice as many letters",
+        unit="times as long",
+        prediction=guess,
+        measured=growth,
     )
     print(f"    3,200 letters take {1e3 * row[3200]:.1f} ms")
 draw.times(rows)
@@ -295,20 +291,20 @@ describe(
 )
 
 # %% [markdown]
-# For twice the letters, a merge that looks at the whole word after each join takes about four times as long: there are
-# twice as many joins, and each looks at twice as many pairs. A million letters would take about 100,000 times as long
-# as 3,200, and anyone may send them to a server. The engine's version takes about twice as long for twice the letters.
-# Three ideas make this possible; look for them in the code:
+# For twice as many letters, a merge that looks at the whole word after each join takes about four times as long: there
+# are twice as many joins, and each looks at twice as many pairs. A million letters would take about 100,000 times as
+# long as 3,200, and anyone can send them to a server. The engine's version takes about twice as long for twice as many
+# letters. Three ideas make this possible (you need not read the code to go on):
 #
 # * After a join, only two pairs are new: the ones on both sides of the new token. Nothing else is looked up again.
 # * A linked list (`following`, `previous`) joins two symbols without moving the rest of the word.
-# * For each rank, a queue holds the places of its pair, and a heap returns the lowest rank that is waiting.
+# * For each rank, a queue holds the positions of its pair, and a heap returns the lowest rank that is waiting.
 
 # %%
 # ENGINE: minillm.tokenizer.bpe:merge
 
 # %% [markdown]
-# ## Learn the merges · 24 min
+# ## Learn the merges · 20 min
 #
 # Where does the list of merges come from? It is learned by counting. Sennrich, Haddow and Birch (2016) adapted a
 # compression algorithm from 1994:
@@ -319,7 +315,7 @@ describe(
 # The text is first split into words, and each different word is counted. No merge crosses from one word to the next. So
 # each step counts
 #
-# $$\text{count}(a, b) = \sum_w \text{count}(w) \cdot \text{places of } (a, b) \text{ in } w$$
+# $$\text{count}(a, b) = \sum_w \text{count}(w) \cdot \text{occurrences of } (a, b) \text{ in } w$$
 #
 # which is cheap, because a text has few different words. The part that joins one pair in one word is given:
 
@@ -327,8 +323,8 @@ describe(
 # ENGINE: minillm.tokenizer.training:join_pair
 
 # %% [markdown]
-# **Exercise 2 (10 minutes).** Learn the merges. For example `learn_merges({"tide": 4, "tin": 1}, 1)` is `[("t", "i")]`:
-# five times `t` is followed by `i`, no other pair is as frequent.
+# **Exercise 2 (12 minutes).** Learn the merges. For example `learn_merges({"tide": 4, "tin": 1}, 1)` is `[("t", "i")]`:
+# `t` is followed by `i` five times, and no other pair is as frequent.
 
 # %% tags=["exercise"]
 from minillm.tokenizer.training import join_pair
@@ -337,8 +333,8 @@ from minillm.tokenizer.training import join_pair
 def learn_merges(word_counts: dict[str, int], steps: int) -> list[tuple[str, str]]:
     """The first `steps` merges, in the order learned; fewer when no word has a pair left.
 
-    word_counts: word -> how often it occurs; must not change. Of pairs with equal counts, the one that sorts first is
-    taken.
+    word_counts: word -> how often it occurs; must not change. ("a", "a") occurs twice in "aaa". Of pairs with equal
+    counts, the one that sorts first is taken.
     """
     # SOLUTION: start with each word as a list of characters; in each step count, choose, and join everywhere
     words = [(list(word), count) for word, count in word_counts.items()]
@@ -363,7 +359,7 @@ check(learn_merges)
 # %% [markdown]
 # Now learn from real text: stories about the model's invented world, and multiple-choice questions about it. `cut`
 # splits text into words with the pattern that `tiny-gemma` was trained with: a word includes the space before it,
-# digits are split one by one, and newlines are on their own.
+# digits are split one by one, and each run of newlines is a word of its own.
 
 # %%
 from minillm.course.vocabularies import cut, engines_learn
@@ -418,6 +414,8 @@ same_ids = all(new_tokenizer.encode(text) == new_in_transformers(text) for text 
 print("transformers reads the file and gives the same ids:", same_ids)
 
 # %% [markdown]
+# ## Optional: the same merges, faster · 2 min
+#
 # The engine learns the same merges without counting all words again at every step. It remembers which words contain
 # which pair, because a merge changes only those. Look for `words_with` in the code. A heap gives the most frequent
 # pair; entries whose count is out of date are skipped.
@@ -428,21 +426,22 @@ print("transformers reads the file and gives the same ids:", same_ids)
 # %% tags=["nbval-ignore-output"] uncompared="times"
 import time
 
+wanted = engines_learn(words, 100)
 counting = learn_merges if solved(learn_merges) else vocabularies.counting_learn
 label = "yours" if solved(learn_merges) else "counting all pairs at every step"
 for name, function in {label: counting, "the engine's": engines_learn}.items():
     begin = time.perf_counter()
-    same = function(words, 100) == merges[:100]
+    same = function(words, 100) == wanted
     print(
-        f"{(time.perf_counter() - begin) * 1e3:6.0f} ms for 100 merges, the same ones: {same}, {name}"
+        f"{(time.perf_counter() - begin) * 1e3:6.0f} ms for 100 merges, equal to the engine's: {same}, {name}"
     )
 
 # %% [markdown]
-# ### Where to split matters more than how to merge
+# ## Where to split matters more than how to merge · 4 min
 #
 # The pattern that splits text into words looks like a detail. The following shows what can go wrong without a good one.
 # A **multiple-choice test** asks a model a question with four options. The prompt ends in `Answer:`, and the model does
-# not write a text. The test compares the probabilities of four tokens, `▁A`, `▁B`, `▁C` and `▁D`, and takes the most
+# not write any text. The test compares the probabilities of four tokens, `▁A`, `▁B`, `▁C` and `▁D`, and takes the most
 # likely one as the answer. So in training, the letter of the right option must have been a token.
 #
 # Learn 1,500 merges from the same text twice: once split at spaces only, once with `tiny-gemma`'s pattern.
@@ -468,14 +467,10 @@ describe(
 # %%
 for name, encode in encoders.items():
     tokens = encode(questions + "\n\n")
-    after = Counter(
-        right
-        for left, right in pairwise(tokens)
-        if left.endswith(("Answer:", ":")) and right.startswith(SPACE)
-    )
+    after = vocabularies.after_the_colon(tokens)
     alone = sum(after[SPACE + letter] for letter in "ABCD") / after.total()
     print(
-        f"{name:13} {len(tokens):6,} tokens; the letter is a token of its own in {alone:4.0%}"
+        f"{name:13} {len(tokens):6,} tokens; the letter is a token of its own in {alone:4.0%} of the questions"
     )
     print(
         " " * 13,
@@ -495,10 +490,10 @@ print(SPLIT_PATTERN)
 # %% [markdown]
 # ## Optional: how large a vocabulary? · 6 min
 #
-# More merges give fewer tokens, and each token saved is a step of the whole model saved. But each token also needs a
-# row in the embedding table. In Gemma the output head is the same table, and it reads *all* rows in every step to score
-# all tokens. **Predict first:** Gemma 2B has 256,000 tokens. What share of the weights that it reads in a step is that
-# table?
+# More merges give fewer tokens, and each token saved saves one step of the whole model. But each token in the
+# vocabulary also needs a row in the embedding table. Gemma uses the same table at its other end, where it gives each
+# token a score for being the next one: that reads *all* rows in every step. **Predict first:** Gemma 2B has 256,000
+# tokens. What share of the weights that it reads in a step is that table?
 
 # %% tags=["exercise"]
 guess_share = 5  # PREDICT: percent of the weights read in a step that are the table
@@ -528,8 +523,8 @@ for name, config in MODELS.items():
         )
 
 # %% [markdown]
-# What do more tokens gain? Learn merges from one half of the text, and count on the other half how many characters a
-# token covers. From that follow the bytes of weights that a model reads **for each character** that it writes:
+# What do you gain from more tokens? Learn merges from one half of the text, and count on the other half how many
+# characters a token covers. This gives the bytes of weights that a model reads **for each character** that it writes:
 #
 # $$\frac{\text{layers} + \text{table}(V)}{\text{characters per token}(V)}$$
 
@@ -540,7 +535,7 @@ many = engines_learn(Counter(cut(learned_from)), 10_000)
 base = len(SPECIAL_TOKENS) + 256 + len(set(measured_on))
 most = base + len(
     many
-)  # now all words are tokens: a larger vocabulary has empty rows for this text
+)  # now all words learned from are tokens: the other rows of a larger vocabulary are empty
 
 sizes = [base, 400, 500, 700, 1000, 1500, 2000, 3000, most, 8000, 16000, 32000]
 covered = vocabularies.characters_per_token(
@@ -554,7 +549,7 @@ costs = {
     for name, config in MODELS.items()
 }
 print(
-    f"every word learned from is a token from {most:,} tokens on: {covered[-1]:.2f} characters per token"
+    f"from {most:,} tokens on, every word learned from is a token: {covered[-1]:.2f} characters per token"
 )
 draw.vocabularies(sizes, covered, costs)
 describe(
@@ -563,13 +558,13 @@ describe(
 )
 
 # %% [markdown]
-# On the left, the gain ends once every word of the text is a token; further rows stay empty. The right side shows the
-# cost. `tiny-gemma` pays for each row too many. Gemma 2B's layers are so large that 32,000 rows hardly matter, but its
-# 256,000 tokens make up a fifth of what every step reads. Only the shape of the curves is general: this text has few
-# different words, while a vocabulary for many languages fills every row.
+# On the left, the gain ends once every word *learned from* is a token; further rows stay empty. The right side shows
+# the cost. `tiny-gemma` pays for every extra row. Gemma 2B's layers are so large that 32,000 rows hardly matter, but
+# its 256,000 tokens make up a fifth of what every step reads. Only the shape of the curves is general: this text has
+# few different words, while a vocabulary for many languages fills every row.
 
 # %% [markdown]
-# ## Back to text, as it streams · 20 min
+# ## Back to text, as it streams · 22 min
 #
 # Decoding looks trivial: look up the tokens, replace `▁` with a space, join. What if a server does this token by token?
 
@@ -591,9 +586,10 @@ print("\n", naive)
 #   UTF-8, **each** of its bytes becomes one `�`. So even a complete `é` has to wait: a broken byte may still follow.
 # * A run ends at the next token that has text, or at the end of the sequence. A special token such as `<bos>` has no
 #   text, so it does not end a run.
+# * In a text token, every `▁` is a space. A `▁` that was spelled in bytes stays.
 #
-# **Exercise 3 (10 minutes).** Write the stream. For example pushing `The`, `▁sea` and `.`, then finishing, gives
-# `The sea.`
+# **Exercise 3 (12 minutes).** Write the stream. `BYTE_TOKENS[b]` is the token of byte `b`, and `SPACE` is `▁`. For
+# example, pushing `The`, `▁sea` and `.`, then finishing, gives `The sea.`
 
 
 # %% tags=["exercise"]
@@ -615,7 +611,7 @@ class TextStream:
         if token in BYTE_TOKENS:
             self.run.append(int(token[3:5], 16))
             return ""
-        return self.finish() + token.replace("▁", " ")
+        return self.finish() + token.replace(SPACE, " ")
         # END
 
     def finish(self) -> str:
@@ -649,7 +645,7 @@ def engines_pieces(tokens: list[str]) -> list[str]:
 
 
 pieces_of = your_pieces if solved(TextStream) else engines_pieces
-whose = (
+stream_used = (
     "your stream" if solved(TextStream) else "the engine's stream (yours is not solved yet)"
 )
 deltas = []
@@ -659,15 +655,17 @@ llm.engine.submit(request)
 while llm.engine.has_work:
     llm.engine.step()
 pieces = pieces_of([tokenizer.token(id) for delta in deltas for id in delta.token_ids])
-print(f"{whose}:", "|".join(pieces))
+print(f"{stream_used}:", "|".join(pieces))
 same = pieces[:-1] == [delta.text for delta in deltas]
 if solved(TextStream):
     print("the engine gave the same pieces at the same steps:", same)
 
 # %% [markdown]
-# Now with bytes. Below each token is the text that came out with it, or `·` for none:
+# This answer has no byte tokens, so it tests only the easy part. Here is a text with some. Below each token is the text
+# that came out with it, or `·` for none:
 
 # %%
+print(f"with {stream_used}:")
 text = "A naïve café by the sea"
 draw_tokens(
     {"": tokens_of(text)}, below=[piece or "·" for piece in pieces_of(tokens_of(text))]
@@ -677,6 +675,7 @@ describe(
 )
 
 # %%
+print(f"with {stream_used}:")
 for text in ("A café by the sea 🌊!", "松鼠 sleeps 下"):
     pieces = pieces_of(tokens_of(text))
     print(
@@ -691,9 +690,9 @@ HARD_TOKENS = [
 for tokens in HARD_TOKENS:
     print(
         tokens,
-        "give",
+        "streamed:",
         pieces_of(tokens),
-        "and at once",
+        "decoded at once:",
         [tokenizer.decode(map(tokenizer.id, tokens))],
     )
 if solved(TextStream):
@@ -702,7 +701,7 @@ if solved(TextStream):
     print("the same pieces as the engine for every hard text:", every)
 
 # %% [markdown]
-# This is correct, but slow for some users: a text that is all bytes comes out only at its end. A vocabulary that
+# This is correct, but slow for some users: a text made only of byte tokens appears only at its end. A vocabulary that
 # contains their characters keeps such runs short.
 #
 # The engine's version is not written for Gemma alone. Each `tokenizer.json` lists its own decoder steps (Llama 2
@@ -718,7 +717,7 @@ if solved(TextStream):
 # ## A conversation is one long text · 15 min
 #
 # A chat model does not know who is speaking. It continues a text. It was trained on texts in which turns are marked by
-# **special tokens** (red). They are found in the text before anything is split or merged, and each is one id. This is
+# special tokens (red). They are found in the text before anything is split or merged, and each is one id. This is
 # Gemma's format:
 
 # %%
@@ -741,8 +740,8 @@ describe(
 
 # %% [markdown]
 # Clients call the model's role `assistant`; Gemma learned `model`. The last line opens the model's turn and leaves it
-# open. It is called the **generation prompt**. The model writes its answer and closes its turn with `<end_of_turn>`,
-# where the engine stops. White space before and after each message is dropped.
+# open: it is the **generation prompt**. The model writes its answer and closes its turn with `<end_of_turn>`,
+# where the engine stops. Whitespace before and after each message is dropped.
 #
 # **Exercise 4 (7 minutes).** Write this format as a function. For example
 # `render_chat([{"role": "user", "content": "Hi"}], add_generation_prompt=False)` is
@@ -753,8 +752,9 @@ describe(
 def render_chat(messages: list[dict], add_generation_prompt: bool = True) -> str:
     """Gemma's prompt for messages, each {"role": ..., "content": ...}, with role "user" or "assistant".
 
-    messages: must not change. add_generation_prompt: whether the prompt ends by opening the model's turn, also after a
-    turn of the assistant.
+    messages: must not change. Each is a turn, even if its content is empty; a content keeps all but the whitespace
+    around it.
+    add_generation_prompt: whether the prompt ends by opening the model's turn, even after a turn of the assistant.
     """
     # SOLUTION: reproduce the text printed above, message by message
     text = "<bos>"
@@ -779,12 +779,12 @@ def continued(prompt: str) -> str:
 
 
 render = yours(render_chat, tokenizer.apply_chat_template)
-whose = (
+template_used = (
     "your render_chat"
     if solved(render_chat)
     else "the engine's template (render_chat is not solved yet)"
 )
-print(f"prompts from {whose}")
+print(f"prompts from {template_used}")
 for conversation in (CONVERSATION, [{"role": "user", "content": "  Who are you? "}]):
     answer = continued(render(conversation))
     same = answer == llm.chat(conversation, greedy)[0].text
@@ -809,9 +809,10 @@ for name, prompt in prompts.items():
 
 # %% [markdown]
 # Without turns, the model continues the question as its training texts did, as a quiz. Without the generation prompt,
-# it has to write `model` itself, and the user gets to read it. With the wrong role, the answer goes wrong. The last two
-# do little or no harm here. That is luck: measure it for your model, or use the model's own template. It is a program
-# (in the Jinja language) in the model's folder. The engine runs it in a sandbox, because it was downloaded:
+# it has to write `model` itself, and the user gets to read it. With the wrong role, the answer goes wrong. With another
+# model's template, it writes a quiz as well. The last two do little or no harm here. That is luck: measure it for your
+# model, or use the model's own template. It is a program (in the Jinja language) in the model's folder. The engine runs
+# it in a sandbox, because it was downloaded:
 
 # %%
 # ENGINE: minillm.tokenizer.chat:ChatTemplate
@@ -826,8 +827,9 @@ print("turns in one user's message:", typed.count("<start_of_turn>") + 1)
 print(typed[:8])
 
 # %% [markdown]
-# The model cannot tell these turns from real ones. If your users are strangers, remove special tokens from their
-# messages before rendering the template. Neither the template nor the engine does it.
+# The model cannot tell these turns from real ones. If you do not trust your users, remove special tokens from their
+# messages before rendering the template, again and again until none is left: removing one can create another, as in
+# `<end_of_<end_of_turn>turn>`. Neither the template nor the engine does it.
 #
 # ## Recap · 2 min
 #

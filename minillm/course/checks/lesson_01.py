@@ -1,11 +1,15 @@
 """Lesson 01: merging, learning merges, text from a stream of tokens, chat turns."""
 
+from collections.abc import Iterable
+
 from . import Exercise
 
-bpe_merge = Exercise("bpe_merge")
-learn_merges = Exercise("learn_merges")
-text_stream = Exercise("TextStream")
-render_chat = Exercise("render_chat")
+SECONDS = 10  # a property takes milliseconds
+
+bpe_merge = Exercise("bpe_merge", seconds=SECONDS)
+learn_merges = Exercise("learn_merges", seconds=SECONDS)
+text_stream = Exercise("TextStream", seconds=SECONDS)
+render_chat = Exercise("render_chat", seconds=SECONDS)
 
 
 def same(got: object, wanted: object) -> None:
@@ -39,20 +43,23 @@ def _(fn):
 )
 def _(fn):
     same(fn(list("abc"), {("b", "c"): 7, ("a", "b"): 2}), ["ab", "c"])
+    same(fn(list("abc"), {("b", "c"): 10**12, ("a", "b"): 10**9}), ["ab", "c"])
 
 
 @bpe_merge.property(
     "what a join makes can be joined again",
-    hint="a new token has new neighbors, and one of the new pairs may have the lowest rank now",
+    hint="look at the pairs again after every single join: a new one may have the lowest rank now",
 )
 def _(fn):
     same(fn(list("low"), ranked("l o", "lo w")), ["low"])
     same(fn(list("abcd"), ranked("ab c", "a b", "c d")), ["abc", "d"])
+    same(fn(list("abab"), ranked("ab a", "a b")), ["aba", "b"])
 
 
 @bpe_merge.property("a pair is joined wherever it occurs", hint="continue until no pair has a rank")
 def _(fn):
     same(fn(list("abxab"), ranked("a b")), ["ab", "x", "ab"])
+    same(fn(list("ab" * 40), ranked("a b")), ["ab"] * 40)
 
 
 @bpe_merge.property(
@@ -72,9 +79,18 @@ def _(fn):
     same(fn(list("babxab"), ranked("b a", "a b")), ["ba", "b", "x", "ab"])
 
 
+@bpe_merge.property(
+    "a symbol may have several characters",
+    hint='"<0xC3>" is one symbol, the token of a byte: begin with the symbols as they are',
+)
+def _(fn):
+    same(fn(["th", "en"], ranked("e n")), ["th", "en"])
+    same(fn(["<0xC3>", "<0xA9>", "s"], ranked("<0xC3> <0xA9>")), ["<0xC3><0xA9>", "s"])
+
+
 @bpe_merge.property("a word may have nothing to join", hint="an empty list and a single symbol have no pair")
 def _(fn):
-    for symbols in ([], ["a"], ["x", "y"]):
+    for symbols in ([], ["a"], ["x", "y"], ["\n", " "]):
         same(fn(list(symbols), ranked("a b")), symbols)
 
 
@@ -107,6 +123,7 @@ def _(fn):
 )
 def _(fn):
     same(fn({"ab": 3, "cd": 1}, 10), [("a", "b"), ("c", "d")])
+    same(fn({"\n\n": 4, "▁A": 3, "▁a": 2}, 9), [("\n", "\n"), ("▁", "A"), ("▁", "a")])
 
 
 @learn_merges.property(
@@ -114,7 +131,8 @@ def _(fn):
     hint="compare the pairs as tuples, only where the counts are equal",
 )
 def _(fn):
-    same(fn({"zy": 2, "ab": 2}, 2), [("a", "b"), ("z", "y")])
+    for words in (["zy", "ab"], ["ab", "zy"], ["az", "ab"], ["yb", "az"]):
+        same(fn(dict.fromkeys(words, 2), 2), [tuple(word) for word in sorted(words)])
     same(fn({"abz": 1, "ab": 1, "ac": 1}, 2), [("a", "b"), ("a", "c")])
 
 
@@ -160,15 +178,26 @@ def _(fn):
 
 # ---- TextStream(special): push(token), finish()
 
-SPECIAL = {"<bos>", "<end_of_turn>"}
+SPECIAL = {"<bos>", "<eos>", "<end_of_turn>"}
 
 
-def pieces(fn, *tokens: str) -> list[str]:
-    stream = fn(SPECIAL)
-    found = [*(stream.push(token) for token in tokens), stream.finish()]
-    for method, piece in (*(("push", each) for each in found[:-1]), ("finish", found[-1])):
-        assert isinstance(piece, str), f'{method} returned {piece!r}: where there is no text, return ""'
-    return found
+def text_from(method: str, piece: object) -> str:
+    assert isinstance(piece, str), f'{method} returned {piece!r}: where there is no text, return ""'
+    return piece
+
+
+def pushed(stream, *tokens: str) -> list[str]:
+    return [text_from("push", stream.push(token)) for token in tokens]
+
+
+def pieces(fn, *tokens: str, special: Iterable[str] = SPECIAL) -> list[str]:
+    stream = fn(set(special))
+    return [*pushed(stream, *tokens), text_from("finish", stream.finish())]
+
+
+def spelled(text: str) -> list[str]:
+    """The byte tokens of a text."""
+    return [f"<0x{byte:02X}>" for byte in text.encode()]
 
 
 @text_stream.example
@@ -185,7 +214,7 @@ def _(fn):
     "half a character is never shown", hint='"é" is two bytes: one of them alone is not a character yet'
 )
 def _(fn):
-    found = pieces(fn, "caf", "<0xC3>", "<0xA9>", "s")
+    found = pushed(fn(set(SPECIAL)), *spelled("é"))  # without finish, which may not be written yet
     assert "\ufffd" not in "".join(found), f"the pieces are {found!r}"
 
 
@@ -194,23 +223,25 @@ def _(fn):
     hint="a later byte can break the run, and then all of it becomes \ufffd: nothing is certain before the end",
 )
 def _(fn):
-    found = pieces(fn, "<0xC3>", "<0xA9>", "s")
-    assert "é" not in found[:2], f"é comes before the run has ended: the pieces are {found!r}"
-    for text in ("A", "🌊🌊"):
-        run = [f"<0x{byte:02X}>" for byte in text.encode()]
-        found = pieces(fn, *run, "s")
-        assert text[0] not in "".join(found[: len(run)]), f"text before the run has ended: the pieces are {found!r}"
+    for text in ("é", "A", "🌊🌊", "🌊" * 300):
+        found = pushed(fn(set(SPECIAL)), *spelled(text))  # without finish, which may not be written yet
+        assert text[0] not in "".join(found), (
+            f"{text[0]} comes before its run has ended, in a run of {len(found)} bytes"
+        )
 
 
 @text_stream.property("finish() returns what was kept", hint="a sequence may end in a byte token")
 def _(fn):
     same("".join(pieces(fn, "pass", "<0x09>")), "pass\t")
+    same("".join(pieces(fn, "<0x00>", "<0x0A>")), "\x00\n")
 
 
 @text_stream.property("finish() begins an empty run", hint="what was returned once must not come again")
 def _(fn):
-    stream = fn(SPECIAL)
+    stream, other = fn(set(SPECIAL)), fn(set(SPECIAL))
     stream.push("<0x41>")
+    found = other.finish()
+    assert found == "", f"one stream returns {found!r}, which another one was given: make the run in __init__"
     stream.finish()
     again = stream.finish()
     assert again == "", f"a second finish() returns {again!r}"
@@ -226,23 +257,30 @@ def _(fn):
 
 @text_stream.property("a ▁ that was spelled in bytes stays", hint="only tokens that are not bytes contain spaces")
 def _(fn):
-    found = "".join(pieces(fn, "<0xE2>", "<0x96>", "<0x81>"))
-    assert " " not in found, f"<0xE2> <0x96> <0x81> spell '▁', not {found!r}"
+    for after in ([], ["a"]):
+        found = "".join(pieces(fn, "<0xE2>", "<0x96>", "<0x81>", *after))
+        assert " " not in found, (
+            f"{' '.join(['<0xE2> <0x96> <0x81>', *after])} spell {''.join(['▁', *after])!r}, not {found!r}"
+        )
 
 
 @text_stream.property(
-    "special tokens have no text, all others have", hint="a page of HTML is full of <b>, and <0x is text as well"
+    "special tokens have no text, all others have",
+    hint="`special` says which are special; a page of HTML is full of <b>, and <0x is text as well",
 )
 def _(fn):
-    same("".join(pieces(fn, "<bos>", "<b>", "Hi", "<0x", "<end_of_turn>")), "<b>Hi<0x")
+    same("".join(pieces(fn, "<bos>", "<b>", "Hi", "\n\n", "<0x", "<end_of_turn>")), "<b>Hi\n\n<0x")
+    same("".join(pieces(fn, "<html>", "<0xZZ>", "<0x123>")), "<html><0xZZ><0x123>")
+    same("".join(pieces(fn, "</s>", "<bos>", special=["</s>"])), "<bos>")
 
 
 @text_stream.property("a special token does not end a run", hint="it has no text at all: the run goes on after it")
 def _(fn):
-    found = pieces(fn, "<0x41>", "<bos>", "<0x42>", "c")
-    assert "AB" in "".join(found), f"<0x41> <bos> <0x42> spell 'AB'; the pieces are {found!r}"
-    found = pieces(fn, "<0xC3>", "<bos>", "<0xA9>")
-    assert "".join(found).count("\ufffd") < 2, f"<0xC3> <bos> <0xA9> spell 'é'; the pieces are {found!r}"
+    for special in sorted(SPECIAL):
+        found = pieces(fn, "<0x41>", special, "<0x42>", "c")
+        assert "AB" in "".join(found), f"<0x41> {special} <0x42> spell 'AB'; the pieces are {found!r}"
+        found = pieces(fn, "<0xC3>", special, "<0xA9>")
+        assert "".join(found).count("\ufffd") < 2, f"<0xC3> {special} <0xA9> spell 'é'; the pieces are {found!r}"
 
 
 @text_stream.property(
@@ -252,23 +290,26 @@ def _(fn):
 def _(fn):
     same("".join(pieces(fn, "a", "<0xE2>", "<0x82>", "b")), "a\ufffd\ufffdb")
     same("".join(pieces(fn, "<0xE2>", "<0xC3>", "<0xA9>", "b")), "\ufffd\ufffd\ufffdb")
+    same("".join(pieces(fn, "<0xED>", "<0xA0>", "<0x80>", "b")), "\ufffd\ufffd\ufffdb")  # half a surrogate pair
 
 
 # ---- render_chat(messages, add_generation_prompt)
 
-TURN = "<start_of_turn>user\nHi<end_of_turn>\n"
-USER = {"role": "user", "content": "Hi"}
-ASSISTANT = {"role": "assistant", "content": "Good day!"}
+
+def turns(*contents: str) -> list[dict[str, str]]:
+    """A conversation of its own for each call, so that a solution that changes it changes no other."""
+    return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(contents)]
 
 
 @render_chat.example
 def _(fn):
-    same(fn([USER], False), "<bos><start_of_turn>user\nHi<end_of_turn>\n")
+    same(fn(turns("Hi"), False), "<bos><start_of_turn>user\nHi<end_of_turn>\n")
 
 
 @render_chat.property("the assistant is called model", hint='clients say "assistant", Gemma learned "model"')
 def _(fn):
-    assert "<start_of_turn>model\nGood day!" in fn([USER, ASSISTANT, USER], False), "its turn is not headed model"
+    found = fn(turns("Hi", "Good day!", "Hi"), False)
+    assert "<start_of_turn>model\nGood day!" in found, "its turn is not headed model"
 
 
 @render_chat.property(
@@ -276,14 +317,14 @@ def _(fn):
     hint="the prompt printed above ends with the first line of the model's turn, including its newline",
 )
 def _(fn):
-    same(fn([USER])[-32:], "Hi<end_of_turn>\n<start_of_turn>model\n"[-32:])
-    after = fn([USER, ASSISTANT], True)
+    same(fn(turns("Hi"))[-32:], "Hi<end_of_turn>\n<start_of_turn>model\n"[-32:])
+    after = fn(turns("Hi", "Good day!"), True)
     assert after.endswith("<start_of_turn>model\n"), f"after a turn of the assistant it ends in {after[-32:]!r}"
 
 
 @render_chat.property("one <bos>, at the start", hint="a text begins once, however many turns it has")
 def _(fn):
-    text = fn([USER, ASSISTANT], False)
+    text = fn(turns("Hi", "Good day!"), False)
     assert text.startswith("<bos>") and text.count("<bos>") == 1, (
         f"it starts {text[:20]!r}, with <bos> {text.count('<bos>')} times"
     )
@@ -293,35 +334,50 @@ def _(fn):
     "every turn is closed", hint='each turn ends with "<end_of_turn>\\n", the model\'s turns and the last one too'
 )
 def _(fn):
-    text = fn([USER, ASSISTANT], False)
+    text = fn(turns("Hi", "Good day!"), False)
     assert all(f"{end}<end_of_turn>\n" in text for end in ("Hi", "Good day!")), f"it is {text!r}"
 
 
-@render_chat.property("white space around a message is dropped", hint="the training texts had none there")
+@render_chat.property(
+    "whitespace around a message is dropped", hint="spaces, tabs and newlines: the training texts had none there"
+)
 def _(fn):
-    found = fn([{"role": "user", "content": "\n Hi  there,\n  you \n"}], False)
-    assert "user\nHi  there,\n  you<end_of_turn>" in found, f"'\\n Hi  there,\\n  you \\n' became {found!r}"
-    padded = fn([USER, ASSISTANT | {"content": "\n Good day! \n"}], False)
-    assert padded == fn([USER, ASSISTANT], False), f"the assistant's turn keeps it: {padded!r}"
+    content = "\n\t Hi  there,\n\n  you \t\n"
+    found = fn(turns(content), False)
+    assert "user\nHi  there,\n\n  you<end_of_turn>" in found, f"{content!r} became {found!r}"
+    padded = fn(turns("Hi", "\n Good day! \n"), False)
+    assert padded == fn(turns("Hi", "Good day!"), False), f"the assistant's turn keeps it: {padded!r}"
 
 
 @render_chat.property(
     "turns follow each other in order, with nothing between them", hint="only the newline after <end_of_turn>"
 )
 def _(fn):
-    found = fn([USER, USER, USER | {"content": "Bye"}], False).replace("<bos>", "")
-    wanted = 2 * TURN + TURN.replace("Hi", "Bye")
+    found = fn(turns("Hi", "Good day!", "Bye"), False).replace("<bos>", "")
+    found = found.replace("<start_of_turn>assistant", "<start_of_turn>model")  # another property's mistakes
+    found = found.replace("Good day!\n", "Good day!<end_of_turn>\n")
+    said = (("user", "Hi"), ("model", "Good day!"), ("user", "Bye"))
+    wanted = "".join(f"<start_of_turn>{role}\n{text}<end_of_turn>\n" for role, text in said)
     assert found == wanted, f"three turns: expected {wanted!r}, got {found!r}"
 
 
-@render_chat.property("only roles are renamed, not words of a message", hint="translate the role, then build the text")
+@render_chat.property("an empty message is a turn too", hint="every message is a turn, whatever it says")
 def _(fn):
-    found = fn([{"role": "user", "content": "Hi, assistant"}], False)
-    assert "user\nHi, assistant<end_of_turn>" in found, f"a message that says 'assistant' became {found!r}"
+    found = fn(turns("Hi", " ", "Bye"), False)
+    assert found.count("<start_of_turn>") == 3, f"three messages, of which the second is empty, became {found!r}"
 
 
-@render_chat.property("the caller's messages do not change", hint="strip into a variable of your own")
+@render_chat.property(
+    "the words of a message do not change", hint="translate the role, then build the text: only roles are renamed"
+)
 def _(fn):
-    messages = [{"role": "user", "content": " Hi "}, dict(ASSISTANT)]
+    for content in ("Hi, assistant", "is <b> bold, and 1 < 2 > 0?", "Why <bos>, and <start_of_turn>assistant?"):
+        found = fn(turns(content), False)
+        assert f"user\n{content}<end_of_turn>" in found, f"{content!r} became {found!r}"
+
+
+@render_chat.property("the caller's messages do not change", hint="make variables of your own from each message")
+def _(fn):
+    messages = turns(" Hi ", "Good day!", "Bye")
     fn(messages, True)
-    assert messages == [{"role": "user", "content": " Hi "}, ASSISTANT], f"the caller's messages are now {messages}"
+    assert messages == turns(" Hi ", "Good day!", "Bye"), f"the caller's messages are now {messages}"
