@@ -247,9 +247,9 @@ compare(
 # ## Many users · 11 min
 #
 # Now eight clients send a request each, all at once, with different lengths. We want a few numbers to summarize all
-# their gaps. The mean hides the moment when the text stood still, so serving speaks in **percentiles**: p50 is the
-# typical gap, and at most one gap in a hundred is longer than p99. That is not rare: if exactly one in a hundred is
-# longer, and gaps are independent, 63 % of answers with 100 gaps contain such a gap ($1 - 0.99^{100}$).
+# their gaps. The mean hides the moments when the text stands still, so latencies are reported as **percentiles**: p50
+# is the typical gap, and at most one gap in a hundred is longer than p99. That is not rare: if exactly one in a hundred
+# is longer, and gaps are independent, 63 % of answers with 100 gaps contain such a gap ($1 - 0.99^{100}$).
 
 # %%
 lengths = [4, 6, 8, 12, 16, 24, 32, 40]
@@ -438,8 +438,8 @@ compare(
 draw.runs({name: record for name, record in runs.items() if "50%" not in name})
 describe(
     "Three panels with different time axes. Each line is a request, gray until its first token, then blue. In the "
-    "closed loop requests come in blocks that start and end together. At nine tenths of the rate the gray parts are short. At twice the "
-    "rate they grow from request to request."
+    "closed loop requests come in blocks that start and end together. At nine tenths of the rate the gray parts are "
+    "short. At twice the rate they grow from request to request."
 )
 
 # %% [markdown]
@@ -504,8 +504,8 @@ describe(
 
 # %% [markdown]
 # **Exercise 4 (15 minutes).** Attention for one new token in each row. For example, two equal keys and the values 1 and
-# 3 give 2. To hide the scores of leftovers is not enough: their weights are then 0, but 0 times NaN is NaN, so their
-# values must go too. A loop over the rows would be correct, but try to do without one; we measure later what it costs.
+# 3 give 2. Hiding the scores of the leftovers is not enough: their weights are then 0, but 0 times NaN is NaN, so their
+# values must go too. A loop over the rows would be correct, but try to do without one: later we measure what it costs.
 
 
 # %% tags=["exercise"]
@@ -728,7 +728,7 @@ print(f"lead measured with mixed lengths: {lead_mixed:.2f}")
 # ## Larger static batches (optional) · 2 min
 #
 # Is a batch of 16 fair to transformers? With enough memory, all requests fit into one static batch. The committed
-# record of another comparison (64 requests, lengths / 8) shows how much that matters:
+# record of another comparison (64 requests, lengths / 8; minillm had a row for each) shows how much that matters:
 
 # %%
 record = records.read("cpu/offline")
@@ -752,7 +752,7 @@ for row in record["results"]:
 # * A closed loop finds how much a server can do. Only an open loop shows what users wait for, and latency counts from
 #   when a request was due.
 # * Capacity is a rate together with a promise; goodput counts the answers that keep it.
-# * Functions that you write work behind HTTP just as they do in a cell; operations must take whole batches.
+# * Functions that you write work behind HTTP just as they do in a cell; fast operations take whole batches.
 # * An engine's speed is the cost of a step times the number of steps. Measure the two separately.
 #
 # **What got worse:** the time between tokens grows with every client. HTTP and JSON cost a lone client time that
