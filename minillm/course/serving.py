@@ -36,6 +36,11 @@ def right(function: Callable[..., Any]) -> bool:
     return solved(function) and not any(each.problem for each in checks.find(function.__name__).examine(function))
 
 
+def checked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The learner's function if it is right, else the one of the same name from this module."""
+    return function if right(function) else globals()[function.__name__]
+
+
 def agree(found: Sequence[Any], wanted: Sequence[Any]) -> bool:
     """Whether two results of `timings` are the same, up to rounding."""
     (ttft, gaps, e2e), (ttft_too, gaps_too, e2e_too) = found, wanted

@@ -35,7 +35,6 @@ from minillm.course import (
     serving,
     solved,
     tier,
-    yours,
 )
 from minillm.course import draw_serving as draw
 from minillm.server import running
@@ -209,13 +208,13 @@ check(timings)
 # The load generator that we use below computes the same numbers. TTFT and all gaps add up to the end-to-end latency.
 
 # %%
-measure = yours(timings, serving.timings)
+measure = serving.checked(timings)  # yours, once it passes its check
 ttft, gaps, e2e = measure(due, arrivals)
-if solved(timings):
+if measure is timings:
     agreed = serving.agree((ttft, gaps, e2e), serving.timings(due, arrivals))
     print("the load generator agrees:", agreed)
 else:
-    print("timings is not solved yet: these are the load generator's numbers")
+    print("until timings passes its check, these are the load generator's numbers")
 print("TTFT + gaps = end-to-end:", math.isclose(ttft + sum(gaps), e2e))
 
 # %% tags=["nbval-ignore-output"] uncompared="times"
@@ -283,7 +282,7 @@ def pooled_percentile(gaps_of_each: list[list[float]], p: float) -> float:
 check(pooled_percentile)
 
 # %%
-percentile = yours(pooled_percentile, serving.pooled_percentile)
+percentile = serving.checked(pooled_percentile)
 everything = [gap for gaps in gaps_of_each for gap in gaps]
 marks = {f"p{p}": percentile(gaps_of_each, p) for p in (50, 90, 99)}
 draw.gaps(everything, marks | {"mean": sum(everything) / len(everything)})
@@ -383,17 +382,15 @@ check(poisson_arrivals)
 
 
 # %%
-own = serving.right(poisson_arrivals)
-arrive = poisson_arrivals if own else serving.poisson_arrivals
+arrive = serving.checked(poisson_arrivals)
 
 
 def schedule(rate: float, requests: int) -> list[float]:
     return list(arrive(rate, serving.uniform_numbers(requests)))
 
 
-print(
-    "schedule:", "yours" if own else "the load generator's own, until yours passes its check"
-)
+if arrive is not poisson_arrivals:
+    print("until poisson_arrivals passes its check, the load generator's own is used")
 many = schedule(10.0, 10_000)
 print(f"10,000 requests at 10 per second take {many[-1]:.0f} s")
 draw.arrivals(many)
@@ -448,7 +445,8 @@ describe(
 # * **Twice the rate:** the queue only grows. In $t$ seconds, $2t$ seconds' worth of work arrives, so a request that is
 #   due at time $t$ waits about $t$ seconds. The longer the overload lasts, the larger the waits in this row. Compare
 #   "most at once" with the rows of the batch: all other requests are waiting in the queue.
-# * **Nine tenths and half:** bursts come and go, and few requests, if any, wait for a row.
+# * **Nine tenths and half:** bursts come and go. At nine tenths some requests may wait for a row, but the queue empties
+#   again.
 # * **Closed loop:** its TTFT may well be *longer* than at nine tenths, although no request ever waits for a row. The
 #   picture shows why: clients move in groups. All answers have 16 tokens, so requests that start in the same step also
 #   end in the same step, and their clients send the next prompts together. One step then runs all prompts of the group,
