@@ -128,13 +128,15 @@ def _(function):
             if found in ranked:  # whether it is a gap at all is for the property above
                 assert found == rank, f"p{p} of {n} values is number {p * n / 100:g}, rounded up: {rank}, not {found:g}"
     ranked = [float(i) for i in range(1, 201)]
-    for p, rank in ((12.5, 25), (99.5, 199)):
+    for share, rank in ((12.5, 25), (99.5, 199)):
         try:
-            found = function([ranked], p)
+            found = function([ranked], share)
         except TypeError:
-            raise AssertionError(f"p may have decimals, such as {p}; the rank is still an int: {rank} of 200") from None
+            raise AssertionError(
+                f"p may have decimals, such as {share}; the rank is still an int: {rank} of 200"
+            ) from None
         if found in ranked:
-            assert found == rank, f"p may have decimals: p{p} of 200 values is number {rank}, not {found:g}"
+            assert found == rank, f"p may have decimals: p{share} of 200 values is number {rank}, not {found:g}"
 
 
 @pooled_percentile.property("gaps may come in any order", "put all gaps into one list, then sort that")
