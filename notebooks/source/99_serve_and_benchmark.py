@@ -129,8 +129,8 @@ print(f"\nstreamed, the same text: {''.join(pieces) == whole}")
 #
 # **Predict** TTFT and ITL of a single request with a prompt of 300 tokens. It gets one token per step, and every step
 # reads all weights, so the memory bandwidth sets a floor for ITL (lesson 00). Prefill runs the whole prompt in one
-# step: there arithmetic, two operations for each weight and token, sets the floor. HTTP, JSON, and a client in this
-# process come on top. This machine's limits are:
+# step: there arithmetic, about two operations for each weight and token, sets the floor. HTTP, JSON, and a client in
+# this process come on top. This machine's limits are:
 
 # %% tags=["nbval-ignore-output"] uncompared="speeds"
 limits = roofline.limits(here.device, model.dtype, model.nbytes)
@@ -632,16 +632,16 @@ except openai.APIConnectionError:
     print("the server is closed")
 
 # %% [markdown]
-# A comparison is fair if both engines do the same work (the same token ids and output lengths, the same weights, dtype,
-# and threads), and if a slow minute of the machine hits both: they take turns, and all runs are reported.
+# For a fair comparison, both engines must do the same work (the same token ids and output lengths, the same weights,
+# dtype, and threads), and a slow minute of the machine must hit both: they take turns, and all runs are reported.
 #
 # * `chat`: 16 requests of equal length in a batch of 16 rows. All start and end together.
 # * `mixed`: 48 requests of very different lengths arrive together, and the batch has 16 rows, so two of three requests
 #   have to wait.
 #
-# We call `generate`, as most people do. It works in static batches: a batch is padded to its longest prompt and runs
-# until its longest answer is complete. (transformers also has `generate_batch`, which batches in flight; it is not
-# measured here.) Ours gives a row to the next request as soon as an answer ends (lesson 10).
+# We call `generate`, the usual way to use transformers. It works in static batches: a batch is padded to its longest
+# prompt and runs until its longest answer is complete. (transformers also has `generate_batch`, which batches in
+# flight; it is not measured here.) Ours gives a row to the next request as soon as an answer ends (lesson 10).
 #
 # **Predict** minillm's speedup over transformers in each workload.
 
