@@ -414,7 +414,7 @@ guess_overload_ms = 500.0  # PREDICT: median TTFT at twice the rate, in ms
 
 # %% tags=["nbval-ignore-output"] uncompared="times"
 seconds = 10.0 if full() else 1.0
-again = serve.run(server.url, concurrency=rows, requests=4 * rows, **CHAT)["results"][0]
+again = serve.run(server.url, concurrency=rows, requests=3 * rows, **CHAT)["results"][0]
 capacity = max(loads[-1]["requests_per_s"], again["requests_per_s"])  # the better of two runs
 SHARES = (0.5, 0.9, 2.0)
 opened = {}
@@ -654,7 +654,7 @@ import transformers
 
 transformers.utils.logging.disable_progress_bar()
 ROWS, REQUESTS = 16, 48
-scales = {"cpu": {"chat": 8, "mixed": 40}, "gpu": {"chat": 1, "mixed": 8}}[here.name]
+scales = {"cpu": {"chat": 8, "mixed": 50}, "gpu": {"chat": 1, "mixed": 8}}[here.name]
 both = {"compare": "transformers", "batches": (ROWS,), "max_num_seqs": ROWS, "quiet": True}
 both |= {"repeat": 5, "patience": 4} if full() else {"repeat": 3, "patience": 1}
 equal, mixed = (
