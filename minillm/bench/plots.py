@@ -34,11 +34,9 @@ def throughput(record: Mapping[str, Any], workload: str | None = None, ax: "Axes
     ax = ax or _axes()
     labels = [row["engine"] + (f"\nbatch {row['batch']}" if "batch" in row else "") for row in rows]
     colors = [OURS if row["engine"].startswith("minillm") else THEIRS for row in rows]
-    bars = ax.bar(labels, [row["output_tokens_per_s"] for row in rows], color=colors)
-    ax.bar_label(bars, fmt="{:,.0f}", padding=2)
+    ax.bar(labels, [row["output_tokens_per_s"] for row in rows], color=colors)
     for place, row in enumerate(rows):
-        speeds = [row["output_tokens"] / seconds for seconds in row["runs"]]
-        ax.plot([place] * len(speeds), speeds, ".", color="black", markersize=4)
+        _runs(ax, place, row)
     scaled = f", lengths / {rows[0]['scale']}" if rows[0].get("scale", 1) != 1 else ""
     ax.set_title(f"{workload}{scaled}, {rows[0]['dtype']}, {_machine(record)}", fontsize=9)
     ax.set_ylabel("output tokens / s")
@@ -80,7 +78,7 @@ def requests(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
         [late - early for early, late in zip(first, end, strict=True)],
         left=first,
         color=OURS,
-        label="tokens come",
+        label="tokens arrive",
     )
     if refused:
         ax.plot(
@@ -137,10 +135,7 @@ def batching(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
     labels = [f"{row['batching']}\n{row['steps']:,} steps" for row in rows]
     ax.bar(labels, [row["output_tokens_per_s"] for row in rows], color=[THEIRS, OURS], width=0.6)
     for place, row in enumerate(rows):
-        median, speeds = row["output_tokens_per_s"], [row["output_tokens"] / each for each in row["runs"]]
-        ax.plot([place] * len(speeds), speeds, ".k", markersize=4)
-        top = (place, max(median, *speeds))  # above the dots
-        ax.annotate(f"{median:,.0f}", top, xytext=(0, 4), textcoords="offset points", ha="center")
+        _runs(ax, place, row)
     ax.set_ylabel("output tokens / s")
     ax.set_title(f"{rows[0]['requests']} requests at once in {record['rows']} rows\n{_where(record)}", fontsize=9)
     ax.margins(y=0.12)
@@ -248,6 +243,14 @@ def _axes(height: float = 3.6) -> "Axes":
     import matplotlib.pyplot as plt
 
     return plt.subplots(figsize=(6.4, height), layout="constrained")[1]
+
+
+def _runs(ax: "Axes", place: int, row: Mapping[str, Any]) -> None:
+    """A bar's runs as dots, and its median as a label above them."""
+    median, speeds = row["output_tokens_per_s"], [row["output_tokens"] / each for each in row["runs"]]
+    ax.plot([place] * len(speeds), speeds, ".k", markersize=4)
+    top = (place, max(median, *speeds))
+    ax.annotate(f"{median:,.0f}", top, xytext=(0, 4), textcoords="offset points", ha="center")
 
 
 def log_scale(ax: "Axes") -> None:

@@ -2,10 +2,12 @@
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from minillm.bench import serve
+from minillm.course import checks
+from minillm.course.stubs import solved
 
 
 def timings(due: float, arrivals: list[tuple[float, int]]) -> tuple[float, list[float], float]:
@@ -14,9 +16,10 @@ def timings(due: float, arrivals: list[tuple[float, int]]) -> tuple[float, list[
     return seen.ttft, list(seen.gaps), seen.e2e
 
 
-def pooled_percentile(gaps_of_each: Sequence[Sequence[float]], p: int) -> float | None:
-    """The load generator's percentile of all gaps of all requests."""
-    return serve.percentiles([gap for gaps in gaps_of_each for gap in gaps])[f"p{p}"]
+def pooled_percentile(gaps_of_each: Sequence[Sequence[float]], p: float) -> float:
+    """The percentile of all gaps of all requests, by nearest rank, as the load generator computes it."""
+    ranked = sorted(gap for gaps in gaps_of_each for gap in gaps)
+    return ranked[math.ceil(p * len(ranked) / 100) - 1]
 
 
 def poisson_arrivals(rate: float, uniform: Sequence[float]) -> list[float]:
@@ -28,8 +31,28 @@ def poisson_arrivals(rate: float, uniform: Sequence[float]) -> list[float]:
     return due
 
 
-def uniform_numbers(count: int, seed: int = 3) -> list[float]:
-    """Numbers from [0, 1), the same ones every time."""
+def right(function: Callable[..., Any]) -> bool:
+    """Whether a function is written and has every property of its exercise."""
+    return solved(function) and not any(each.problem for each in checks.find(function.__name__).examine(function))
+
+
+def checked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The learner's function if it is right, else the one of the same name from this module."""
+    return function if right(function) else globals()[function.__name__]
+
+
+def agree(found: Sequence[Any], wanted: Sequence[Any]) -> bool:
+    """Whether two results of `timings` are the same, up to rounding."""
+    (ttft, gaps, e2e), (ttft_too, gaps_too, e2e_too) = found, wanted
+    pairs = zip([ttft, e2e, *gaps], [ttft_too, e2e_too, *gaps_too], strict=False)
+    return len(gaps) == len(gaps_too) and all(math.isclose(a, b, abs_tol=1e-9) for a, b in pairs)
+
+
+def uniform_numbers(count: int, seed: int = 16325) -> list[float]:
+    """Numbers from [0, 1), the same ones every time.
+
+    With this seed a schedule keeps its rate within 7 % from 20 requests on; with most, short ones are further off.
+    """
     made = random.Random(seed)
     return [made.random() for _ in range(count)]
 

@@ -6,7 +6,7 @@
 # * start an inference server and talk to it with any OpenAI client;
 # * measure what users wait for, in one request and over a whole run;
 # * load a server in two ways that give different answers, and say what each is good for;
-# * serve with attention that you wrote, and say what it costs;
+# * serve with attention that you wrote, and measure what it costs;
 # * compare two engines fairly, and explain the result.
 #
 # **90 minutes. Needs:** a CPU, and lessons 00 and 02. The model comes with the project; nothing is downloaded. On a GPU
@@ -35,7 +35,6 @@ from minillm.course import (
     serving,
     solved,
     tier,
-    yours,
 )
 from minillm.course import draw_serving as draw
 from minillm.server import running
@@ -70,8 +69,9 @@ print(f"{model.nbytes / 1e6:,.1f} MB of weights; {rows} rows in the batch")
 #
 # ## Talk to it · 3 min
 #
-# The server speaks the OpenAI protocol, so the official client works unchanged; only the address differs. Retries are
-# off: we want to see what happens to each request, including failures.
+# The server speaks the OpenAI protocol, so the official client works unchanged; only the address differs. The embedded
+# model knows a small invented world, so Gemma, on a GPU, answers differently. Retries are off: we want to see what
+# happens to each request, including failures.
 
 
 # %%
@@ -99,7 +99,7 @@ for question in ("Who are you?", "On which island does Fenwick lie?", "What is 3
     print(f"{question} {ask(question)}")
 
 # %% [markdown]
-# Readers should not have to wait for the last token before they see the first. With `stream=True` the server sends each
+# Users should not have to wait for the last token before they see the first. With `stream=True` the server sends each
 # piece of text as soon as its characters are complete.
 
 # %%
@@ -124,12 +124,17 @@ print(f"\nstreamed, the same text: {''.join(pieces) == whole}")
 #   then the screen is empty.
 # * **ITL**, inter-token latency: the gap between a token and the one before it. If it is too long, the text crawls.
 # * **End-to-end latency**: the time to the last token. A program that needs the whole answer waits this long.
-# * **Throughput**: requests or output tokens per second, over all users. No user waits for it; it is what the cost of
-#   the hardware is divided by.
+# * **Throughput**: requests or output tokens per second, over all users. No user waits for it, but it determines the
+#   cost per token.
 #
-# **Predict** both waits of a single request with a prompt of 300 tokens. It gets one token per step, and every step
-# reads all weights, so the memory bandwidth sets a floor (lesson 00). HTTP, JSON, and a client in this process come on
-# top.
+# **Predict** TTFT and ITL of a single request with a prompt of 300 tokens. It gets one token per step, and every step
+# reads all weights, so the memory bandwidth sets a floor for ITL (lesson 00). Prefill runs the whole prompt in one
+# step: there arithmetic, about two operations for each weight and token, sets the floor. HTTP, JSON, and a client in
+# this process come on top. This machine's limits are:
+
+# %% tags=["nbval-ignore-output"] uncompared="speeds"
+limits = roofline.limits(here.device, model.dtype, model.nbytes)
+print(f"{limits.bytes_per_s / 1e9:,.0f} GB/s, {limits.operations_per_s / 1e9:,.0f} GFLOP/s")
 
 # %% tags=["exercise"]
 guess_itl_ms = 3.0  # PREDICT: milliseconds between two tokens
@@ -137,14 +142,15 @@ guess_ttft_ms = 25.0  # PREDICT: milliseconds to the first token
 
 # %% [markdown]
 # Now send it, and note when each piece of the answer arrives. `return_token_ids` is an extension of this server (vLLM
-# has it too): each chunk says how many tokens it carries, even if they do not make text yet.
+# has it too): each chunk lists its tokens, even if they do not form complete text yet. `due` is when the request should
+# have been sent; here, that is when it was sent.
 
 # %%
 client = client_of(server)
 
 
 def listen(prompt: list[int], max_tokens: int) -> tuple[float, list[tuple[float, int]]]:
-    """Send one request. (When it was sent, [(when tokens arrived, how many)])."""
+    """Send one request now. (When it was due, [(when tokens arrived, how many)])."""
     body = {"model": server.model, "prompt": prompt, "max_tokens": max_tokens}
     extra = {"ignore_eos": True, "return_token_ids": True}
     due, arrivals = time.perf_counter(), []
@@ -167,13 +173,13 @@ print(f"{sum(tokens for _, tokens in arrivals)} tokens arrived")
 # %%
 draw.request(due, arrivals)
 describe(
-    "One request on a time axis. An arrow from the start to the first token is the TTFT. Then tokens follow at short, "
-    "nearly equal gaps, of which the longest is marked. An arrow over everything is the end-to-end latency."
+    "One request on a time axis. An arrow from the start to the first token is the TTFT. Then tokens follow at short "
+    "gaps, the longest of which is marked. An arrow over everything is the end-to-end latency."
 )
 
 # %% [markdown]
 # **Exercise 1 (8 minutes).** Compute these waits. A server may send several tokens at once: each of them counts as a
-# token, but the reader waited only once. With $t_i$ the arrival time of token $i$, counting every token:
+# token, but the user waited only once. With $t_i$ the arrival time of token $i$, counting every token:
 #
 # $$\text{TTFT} = t_1 - \text{due} \qquad \text{gap}_i = t_i - t_{i-1},\ i \ge 2 \qquad
 # \text{end-to-end} = t_n - \text{due}$$
@@ -202,16 +208,16 @@ check(timings)
 # The load generator that we use below computes the same numbers. TTFT and all gaps add up to the end-to-end latency.
 
 # %%
-measure = yours(timings, serving.timings)
+measure = serving.checked(timings)  # yours, once it passes its check
 ttft, gaps, e2e = measure(due, arrivals)
-if solved(timings):
-    print("the load generator agrees:", (ttft, gaps, e2e) == serving.timings(due, arrivals))
+if measure is timings:
+    agreed = serving.agree((ttft, gaps, e2e), serving.timings(due, arrivals))
+    print("the load generator agrees:", agreed)
 else:
-    print("timings is not solved yet: these are the load generator's numbers")
+    print("until timings passes its check, these are the load generator's numbers")
 print("TTFT + gaps = end-to-end:", math.isclose(ttft + sum(gaps), e2e))
 
 # %% tags=["nbval-ignore-output"] uncompared="times"
-limits = roofline.limits(here.device, model.dtype, model.nbytes)
 floor_itl = model.nbytes / limits.bytes_per_s
 nbytes, operations = roofline.step_work(llm, 300, 1)
 floor_ttft = max(nbytes / limits.bytes_per_s, operations / limits.operations_per_s)
@@ -237,12 +243,12 @@ compare(
 # hides such costs: a step of Gemma 2B on an H200 takes 1.35 ms without HTTP, 1.13 times its floor
 # (`data/results/h200/roofline.json`).
 #
-# ## Many users · 12 min
+# ## Many users · 11 min
 #
-# Now eight clients send a request each, all at once, with different lengths. One number has to stand for all their
-# gaps. The mean hides the moment when the text stood still, so serving speaks in **percentiles**: p50 is the typical
-# gap, and only one gap in a hundred is longer than p99. That is not rare: of answers with 100 gaps, 63 % contain such a
-# gap if gaps are independent ($1 - 0.99^{100}$).
+# Now eight clients send a request each, all at once, with different lengths. We want a few numbers to summarize all
+# their gaps. The mean hides the moments when the text stands still, so latencies are reported as **percentiles**: p50
+# is the typical gap, and at most one gap in a hundred is longer than p99. That is not rare: if exactly one in a hundred
+# is longer, and gaps are independent, 63 % of answers with 100 gaps contain such a gap ($1 - 0.99^{100}$).
 
 # %%
 lengths = [4, 6, 8, 12, 16, 24, 32, 40]
@@ -254,7 +260,7 @@ print("tokens of each answer:", [len(gaps) + 1 for gaps in gaps_of_each])
 # %% [markdown]
 # **Exercise 2 (8 minutes).** Compute a percentile over all gaps of all requests, by *nearest rank*: of $n$ sorted
 # values, the $p$-th percentile is number $\lceil p\,n / 100 \rceil$, counting from 1. It is always a gap that really
-# occurred. Two mistakes are common: to average each request's own percentile (a request of 4 tokens then counts as much
+# occurred. Two mistakes are common: to average each request's own percentile (an answer of 4 tokens then counts as much
 # as one of 40), and to return a value between two gaps.
 #
 # For example, `pooled_percentile([[10, 20, 30]], 50)` is 20: number $\lceil 1.5 \rceil = 2$ of three.
@@ -264,7 +270,7 @@ print("tokens of each answer:", [len(gaps) + 1 for gaps in gaps_of_each])
 def pooled_percentile(gaps_of_each: list[list[float]], p: float) -> float:
     """The p-th percentile (0 < p <= 100) of all gaps of all requests, by nearest rank.
 
-    A request of one token has no gaps: its list is empty. All lists stay unchanged.
+    A request whose answer has one token has no gaps: its list is empty. All lists stay unchanged.
     """
     # SOLUTION: all gaps in one new sorted list; then the value whose rank the formula gives
     ranked = sorted(gap for gaps in gaps_of_each for gap in gaps)
@@ -276,7 +282,7 @@ def pooled_percentile(gaps_of_each: list[list[float]], p: float) -> float:
 check(pooled_percentile)
 
 # %%
-percentile = yours(pooled_percentile, serving.pooled_percentile)
+percentile = serving.checked(pooled_percentile)
 everything = [gap for gaps in gaps_of_each for gap in gaps]
 marks = {f"p{p}": percentile(gaps_of_each, p) for p in (50, 90, 99)}
 draw.gaps(everything, marks | {"mean": sum(everything) / len(everything)})
@@ -288,7 +294,7 @@ describe(
 # %% [markdown]
 # Look at the right end. The eight prompts have 2,272 tokens together, and a step that runs a prompt takes far longer
 # than one that only decodes. A request whose answer is already streaming waits for that step too: its text stands
-# still. (Lesson 10 cuts prompts into chunks to shorten this gap.) The typical gap knows nothing of it; p99 does.
+# still. (Lesson 10 cuts prompts into chunks to shorten this gap.) The typical gap does not show it; p99 does.
 #
 # ## How many at once? · 5 min
 #
@@ -297,8 +303,8 @@ describe(
 # the batch's rows, and as many clients as rows. A load generator is a program too and may be slower than the server:
 # the last column is the share of the run in which it was busy itself.
 #
-# **Predict.** A step reads the weights once for all its requests. How many times the tokens per second of one client
-# does a full batch reach?
+# **Predict.** A step reads the weights once for all its requests. By what factor does a full batch increase the tokens
+# per second of one client?
 
 # %% tags=["exercise"]
 guess_gain = 6.0  # PREDICT: tokens/s with all rows in use, in multiples of one client's
@@ -316,7 +322,7 @@ compare("a full batch", unit="times", prediction=guess_gain, most=rows, measured
 
 alone, crowded = (1e3 * loads[i]["itl_s"]["mean"] for i in (0, -1))
 per_row = (crowded - alone) / (rows - 1)
-print(f"\na step takes about {alone - per_row:.2f} ms + {per_row:.2f} ms for each row")
+print(f"\nthe mean ITL is about {alone - per_row:.2f} ms + {per_row:.2f} ms for each client")
 print(f"reading the weights takes at least {floor_itl * 1e3:.2f} ms of it")
 
 # %%
@@ -328,19 +334,20 @@ describe(
 
 # %% [markdown]
 # A step has two parts: one that takes the same time for any number of rows, and one that grows with every row. (The
-# printed split fits a line through the first and the last measurement.) Batching shares the first part; that is its
-# whole gain. This part includes reading the weights, but also Python, launching every operation, and messages between
-# processes. Compare the two printed numbers: if the fixed part is much longer than the floor, then on this machine
-# batching mostly shares overhead. For Gemma 2B on an H200 it mostly shares the weights: 1.19 of the 1.35 ms above.
+# printed split is a line through the first and the last mean ITL. Some steps also run other clients' prompts; their
+# time is in the part per client.) Batching shares the first part; that is its whole gain. This part includes reading
+# the weights, but also Python, launching every operation, and messages between processes. Compare the two printed
+# numbers: if the fixed part is much longer than the floor, then on this machine batching mostly shares overhead. For
+# Gemma 2B on an H200 it mostly shares the weights: 1.19 of the 1.35 ms above.
 #
-# The second part (arithmetic, attention to each row's own keys, sampling, HTTP) limits the gain: however many rows
-# there are, every token costs at least that much time. And every client pays with longer gaps.
+# The second part (arithmetic, attention to each row's own keys, other clients' prompts, sampling, HTTP) limits the
+# gain: however many rows there are, every token costs at least that much time. And every client pays with longer gaps.
 #
 # Two warnings. The closer the last column is to 100 %, the more the load generator has measured itself. And an ITL near
 # 0 is not a fast server: the tokens of several steps got stuck on their way, for example in a busy HTTP worker, and
 # arrived together. TTFT and end-to-end latency show this delay; more workers help if there are cores for them.
 #
-# ## What a closed loop does not show · 17 min
+# ## What a closed loop does not show · 15 min
 #
 # Real users do not wait for each other. In a closed loop there are never more requests in the system than clients, and
 # the slower the server, the fewer requests it gets. The queue cannot grow, so the wait in it is never measured. (This
@@ -352,12 +359,12 @@ describe(
 #
 # $$\text{gap} = \frac{-\ln(1 - u)}{\lambda}$$
 #
-# **Exercise 3 (7 minutes).** Write the schedule. For example, `poisson_arrivals(1.0, [0.5])` is `[0.693...]`.
+# **Exercise 3 (5 minutes).** Write the schedule. For example, `poisson_arrivals(1.0, [0.5])` is `[0.693...]`.
 
 
 # %% tags=["exercise"]
 def poisson_arrivals(rate: float, uniform: list[float]) -> list[float]:
-    """When requests are due, in seconds from the start: one for each number of `uniform`, which are from [0, 1).
+    """When requests are due, in seconds from the start: one for each number in `uniform`, all in [0, 1).
 
     rate: requests per second. `uniform` stays unchanged.
     """
@@ -375,17 +382,15 @@ check(poisson_arrivals)
 
 
 # %%
+arrive = serving.checked(poisson_arrivals)
+
+
 def schedule(rate: float, requests: int) -> list[float]:
-    due = yours(poisson_arrivals, serving.poisson_arrivals)(
-        rate, serving.uniform_numbers(requests)
-    )
-    if not 0.3 < due[-1] * rate / requests < 3:
-        raise ValueError(
-            f"{requests} requests in {due[-1]:.1f} s are not {rate:.1f} a second: see the check above"
-        )
-    return due
+    return list(arrive(rate, serving.uniform_numbers(requests)))
 
 
+if arrive is not poisson_arrivals:
+    print("until poisson_arrivals passes its check, the load generator's own is used")
 many = schedule(10.0, 10_000)
 print(f"10,000 requests at 10 per second take {many[-1]:.0f} s")
 draw.arrivals(many)
@@ -395,12 +400,12 @@ describe(
 )
 
 # %% [markdown]
-# The schedule has crowds and lulls by chance alone. It now drives the load generator: `due=` sends each request at its
+# The schedule has bursts and lulls by chance alone. It now drives the load generator: `due=` sends each request at its
 # time, whatever is still running, and counts latency from when the request was *due*. (`minillm bench serve --rate 20`
 # draws a schedule itself; `--trace conversation` replays a recorded one.)
 #
 # The closed loop found a rate that the server can sustain. Now requests arrive for one second (for ten with `FULL=1`)
-# at half that rate, at nine tenths of it, and at twice the rate.
+# at about half that rate, nine tenths of it, and twice the rate.
 #
 # **Predict.** At twice the rate, what does the typical user wait for the first token?
 
@@ -409,7 +414,7 @@ guess_overload_ms = 500.0  # PREDICT: median TTFT at twice the rate, in ms
 
 # %% tags=["nbval-ignore-output"] uncompared="times"
 seconds = 10.0 if full() else 1.0
-again = serve.run(server.url, concurrency=rows, requests=4 * rows, **CHAT)["results"][0]
+again = serve.run(server.url, concurrency=rows, requests=3 * rows, **CHAT)["results"][0]
 capacity = max(loads[-1]["requests_per_s"], again["requests_per_s"])  # the better of two runs
 SHARES = (0.5, 0.9, 2.0)
 opened = {}
@@ -429,18 +434,19 @@ compare(
 # %%
 draw.runs({name: record for name, record in runs.items() if "50%" not in name})
 describe(
-    "Three panels in which each line is a request, gray until its first token, then blue. In the closed loop requests "
-    "come in blocks that start and end together. At nine tenths of the rate the gray parts are short. At twice the "
-    "rate they grow from request to request."
+    "Three panels with different time axes. Each line is a request, gray until its first token, then blue. In the "
+    "closed loop requests come in blocks that start and end together. At nine tenths of the rate the gray parts are "
+    "short. At twice the rate they grow from request to request."
 )
 
 # %% [markdown]
-# Read the table from bottom to top.
+# Read the table from bottom to top. (The panels of the picture have different time axes.)
 #
-# * **Twice the rate:** the queue only grows. In $t$ seconds $2t$ seconds' worth of work arrives, so a request that is
+# * **Twice the rate:** the queue only grows. In $t$ seconds, $2t$ seconds' worth of work arrives, so a request that is
 #   due at time $t$ waits about $t$ seconds. The longer the overload lasts, the larger the waits in this row. Compare
 #   "most at once" with the rows of the batch: all other requests are waiting in the queue.
-# * **Nine tenths and half:** crowds come and pass, and few requests wait for a row, if any.
+# * **Nine tenths and half:** bursts come and go. At nine tenths some requests may wait for a row, but the queue empties
+#   again.
 # * **Closed loop:** its TTFT may well be *longer* than at nine tenths, although no request ever waits for a row. The
 #   picture shows why: clients move in groups. All answers have 16 tokens, so requests that start in the same step also
 #   end in the same step, and their clients send the next prompts together. One step then runs all prompts of the group,
@@ -476,7 +482,7 @@ for record in opened.values():
 # promised, and the longer it lasts, the smaller their share. This is why servers refuse requests or add replicas before
 # they reach their limit.
 #
-# ## Serve with your own attention · 21 min
+# ## Serve with your own attention · 23 min
 #
 # The server uses the same table of operations as everything else, so `using` works behind HTTP. Let us replace the
 # attention of the decode step, for the whole batch at once. Requests in a batch have different lengths. Put into one
@@ -495,8 +501,9 @@ describe(
 )
 
 # %% [markdown]
-# **Exercise 4 (12 minutes).** Attention for one new token in each row. For example, two equal keys and the values 1 and
-# 3 give 2.
+# **Exercise 4 (15 minutes).** Attention for one new token in each row. For example, two equal keys and the values 1 and
+# 3 give 2. Hiding the scores of the leftovers is not enough: their weights are then 0, but 0 times NaN is NaN, so their
+# values must go too. A loop over the rows would be correct, but try to do without one: later we measure what it costs.
 
 
 # %% tags=["exercise"]
@@ -526,7 +533,7 @@ check(batched_attention)
 
 # %% [markdown]
 # The engine keeps keys and values in blocks, and each row has a table with the numbers of its blocks (lesson 09). The
-# next function gives yours the engine's signature: it gathers each row's blocks into one tensor. Until yours is solved,
+# next function gives yours the engine's signature: it gathers each row's blocks into one tensor. Until you write yours,
 # the engine's own attention answers.
 
 
@@ -553,10 +560,12 @@ else:
     print("batched_attention is not solved yet: the engine's own answered")
 
 # %% [markdown]
-# The same answer is a necessary test, not a sufficient one: this model has a single KV head, and a lone request
-# never meets another row's leftovers. The checks above are stricter.
+# The same answer is a necessary test, not a sufficient one: the embedded model has a single KV head, and a
+# lone request has only the few leftovers of its last block, so even attention without any mask may give this answer.
+# The checks above are stricter.
 #
-# And does the answer depend on attention at all? As a control, serve with an attention that ignores its inputs:
+# And does the answer depend on attention at all? As a control, serve with an attention function that ignores its
+# inputs:
 
 
 # %%
@@ -572,9 +581,9 @@ assert blinded != before, "attention took no part in the answer"
 
 # %% [markdown]
 # What does a replacement cost? We measure up to four versions: the engine's own attention as usual; the same function
-# passed through `using`; yours, if it is solved; and lesson 02's attention, which knows only one request and runs in a
-# Python loop over the rows, once per row and layer in every step. The second is a control: on a GPU replaced operations
-# run without CUDA graphs, so even the same function gets slower.
+# passed through `using`; yours, if it passes its check; and lesson 02's attention, which knows only one request and
+# runs in a Python loop over the rows, once per row and layer in every step. The second is a control: on a GPU replaced
+# operations run without CUDA graphs, so even the same function gets slower.
 #
 # **Predict** the gap between tokens for the loop, with eight clients.
 
@@ -587,7 +596,7 @@ versions = {
     "the engine's own": None,
     "... through `using`": ops.on(here.device).decode_attention,
 }
-if solved(batched_attention):
+if serving.right(batched_attention):
     versions["yours"] = decode_attention
 versions["a loop over the rows"] = one_by_one
 print("ITL p50, ms             1 client  8 clients")
@@ -602,13 +611,14 @@ for name, function in versions.items():
 compare("the loop", unit="ms", prediction=guess_loop_ms, measured=crowd_ms)
 
 # %% [markdown]
-# The loop pays its price once per row, so it grows with every client. A batched function pays once per step, which is
-# why an engine's operations take whole batches. A batched function like the one in exercise 4 still copies all keys and
+# Every version slows down with more clients; the loop slows down most, because in every layer it pays for Python
+# and for gathering the keys once per row. A batched function pays once per step, which is why an engine's operations
+# take whole batches. A batched function like the one in exercise 4 still copies all keys and
 # values in every step, to put each row's blocks into one tensor; a kernel on a GPU reads them where they are (lesson
 # 04). On a GPU, compare it with the second line: the difference to the first line is the price of launching every
 # kernel from Python instead of replaying a CUDA graph.
 #
-# ## Compare with transformers · 10 min
+# ## Compare with transformers · 11 min
 #
 # The last question: is the engine fast? From here on without HTTP. The next cells measure engines one after the other,
 # so nothing else should run in this process.
@@ -622,16 +632,18 @@ except openai.APIConnectionError:
     print("the server is closed")
 
 # %% [markdown]
-# A comparison is fair if both engines do the same work (the same token ids and output lengths, the same weights, dtype,
-# and threads), if each is set up by someone who wants it to win, and if a slow minute of the machine hits both: they
-# take turns, and every run is reported.
+# For a fair comparison, both engines must do the same work (the same token ids and output lengths, the same weights,
+# dtype, and threads), and a slow minute of the machine must hit both: they take turns, and all runs are reported.
 #
 # * `chat`: 16 requests of equal length in a batch of 16 rows. All start and end together.
 # * `mixed`: 48 requests of very different lengths arrive together, and the batch has 16 rows, so two of three requests
-#   have to wait. transformers' `generate` works in static batches: a batch is padded to its longest prompt and runs
-#   until its longest answer is complete. Ours gives a row to the next request as soon as an answer ends (lesson 10).
+#   have to wait.
 #
-# **Predict** how many times transformers' tokens per second minillm generates in each.
+# We call `generate`, the usual way to use transformers. It works in static batches: a batch is padded to its longest
+# prompt and runs until its longest answer is complete. (transformers also has `generate_batch`, which batches in
+# flight; it is not measured here.) Ours gives a row to the next request as soon as an answer ends (lesson 10).
+#
+# **Predict** minillm's speedup over transformers in each workload.
 
 # %% tags=["exercise"]
 guess_equal = 1.5  # PREDICT: times transformers' tokens/s, 16 requests of equal length
@@ -642,7 +654,7 @@ import transformers
 
 transformers.utils.logging.disable_progress_bar()
 ROWS, REQUESTS = 16, 48
-scales = {"cpu": {"chat": 8, "mixed": 40}, "gpu": {"chat": 1, "mixed": 8}}[here.name]
+scales = {"cpu": {"chat": 8, "mixed": 50}, "gpu": {"chat": 1, "mixed": 8}}[here.name]
 both = {"compare": "transformers", "batches": (ROWS,), "max_num_seqs": ROWS, "quiet": True}
 both |= {"repeat": 5, "patience": 4} if full() else {"repeat": 3, "patience": 1}
 equal, mixed = (
@@ -678,8 +690,8 @@ describe(
 # %% [markdown]
 # Why is the second lead larger? (If it is not, the machine was busy: look at the runs.) Part of the answer can be
 # computed without measuring anything. Both engines generate the same tokens, but not in the same number of steps. A
-# static batch takes as many decode steps as its longest answer. With in-flight batching the next request takes the
-# first row that becomes free:
+# static batch takes as many steps as its longest answer has tokens (the first step is the prefill). With in-flight
+# batching the next request takes the first row to become free:
 
 # %%
 work = workloads.make("mixed", config.vocab_size, scale=scales["mixed"], requests=REQUESTS)
@@ -691,9 +703,10 @@ for length in outputs:
 in_flight = max(busy_until)
 fewer = static / in_flight
 print(
-    f"static batches: {static} steps; in flight: {in_flight} steps; {fewer:.2f} times as many"
+    f"static batches: {static} steps, in flight: {in_flight}; static takes {fewer:.2f} times as many"
 )
-print(f"{sum(outputs)} tokens; static batches compute {static * ROWS} rows in these steps")
+wanted, computed = sum(outputs), static * ROWS
+print(f"{wanted} tokens are wanted; static batches compute {static} × {ROWS} = {computed:,}")
 
 # %% tags=["nbval-ignore-output"] uncompared="times"
 print(
@@ -710,15 +723,18 @@ print(f"lead measured with mixed lengths: {lead_mixed:.2f}")
 # complete (the second printed line), and pads its prompts; minillm computes a row only while its request runs, so its
 # steps get cheaper toward the end. On a GPU that matters less: there, a step with fewer rows takes nearly as long.
 #
-# A user of transformers would object: with enough memory, put all requests into one static batch. The committed record
-# of a comparison in which both engines could do so (64 requests, lengths / 8) shows how much that matters:
+# ## Larger static batches (optional) · 2 min
+#
+# Is a batch of 16 fair to transformers? With enough memory, all requests fit into one static batch. The committed
+# record of another comparison (64 requests, lengths / 8; minillm had a row for each) shows how much that matters:
 
 # %%
 record = records.read("cpu/offline")
 for row in record["results"]:
     if row["workload"].startswith("mixed"):
         name = row["engine"] + (f", batches of {row['batch']}" if "batch" in row else "")
-        print(f"{name:<30}{row['output_tokens_per_s']:8,.0f} tokens/s")
+        threads = f"{row['threads']} threads"
+        print(f"{name:<30}{threads:>11}{row['output_tokens_per_s']:8,.0f} tokens/s")
 
 # %% [markdown]
 # The larger its static batches, the faster transformers gets, because fewer batches mean fewer steps. That is why a
@@ -734,7 +750,7 @@ for row in record["results"]:
 # * A closed loop finds how much a server can do. Only an open loop shows what users wait for, and latency counts from
 #   when a request was due.
 # * Capacity is a rate together with a promise; goodput counts the answers that keep it.
-# * Functions that you write work behind HTTP just as they do in a cell; operations must take whole batches.
+# * Functions that you write work behind HTTP just as they do in a cell; fast operations take whole batches.
 # * An engine's speed is the cost of a step times the number of steps. Measure the two separately.
 #
 # **What got worse:** the time between tokens grows with every client. HTTP and JSON cost a lone client time that

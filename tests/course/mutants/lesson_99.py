@@ -80,6 +80,24 @@ def takes_arrivals_off_the_list(due, arrivals):
     return ttft, gaps, last - due
 
 
+@wrong("timings", fails="the list of arrivals is unchanged")
+def writes_waits_into_the_list(due, arrivals):
+    for place, (when, tokens) in enumerate(arrivals):
+        arrivals[place] = when - due, tokens
+    return arrivals[0][0], all_gaps(arrivals), arrivals[-1][0]
+
+
+@wrong("timings", fails="a gap is the time since the token before")
+def times_in_float32(due, arrivals):
+    times = torch.tensor([when for when, tokens in arrivals for _ in range(tokens)])
+    return arrivals[0][0] - due, times.diff().tolist(), arrivals[-1][0] - due
+
+
+@wrong("timings", fails="the gaps are a list")
+def gaps_that_are_read_once(due, arrivals):
+    return arrivals[0][0] - due, iter(all_gaps(arrivals)), arrivals[-1][0] - due
+
+
 def rank(ranked, p):
     return ranked[math.ceil(p / 100 * len(ranked)) - 1]
 
@@ -112,7 +130,8 @@ def does_not_sort(gaps, p):
 
 @wrong("pooled_percentile", fails="every gap counts once")
 def mean_of_the_requests_own(gaps, p):
-    return sum(rank(sorted(each), p) for each in gaps) / len(gaps)
+    owns = [rank(sorted(each), p) for each in gaps if each]
+    return sum(owns) / len(owns)
 
 
 @wrong("pooled_percentile", fails="gaps may come in any order")
@@ -129,6 +148,23 @@ def counts_equal_gaps_once(gaps, p):
 def nearest_of_numpys_places(gaps, p):
     ranked = sorted(gap for each in gaps for gap in each)
     return ranked[round(p / 100 * (len(ranked) - 1))]
+
+
+@wrong("pooled_percentile", fails="the rank is p n / 100, rounded up, counting from 1")
+def whole_percentiles_only(gaps, p):
+    return rank(sorted(gap for each in gaps for gap in each), int(p))
+
+
+@wrong("pooled_percentile", fails="every gap counts once")
+def drops_gaps_of_zero(gaps, p):
+    return rank(sorted(filter(None, (gap for each in gaps for gap in each))), p)
+
+
+@wrong("pooled_percentile", fails="the lists are unchanged")
+def removes_requests_without_gaps(gaps, p):
+    while [] in gaps:
+        gaps.remove([])
+    return rank(sorted(gap for each in gaps for gap in each), p)
 
 
 @wrong("pooled_percentile", fails="the lists are unchanged")
@@ -191,6 +227,31 @@ def cuts_off_long_gaps(rate, uniform):
     return summed([min(-math.log(1 - u), 5.0) / rate for u in uniform])
 
 
+@wrong("poisson_arrivals", fails="the result is a list")
+def times_that_are_read_once(rate, uniform):
+    return iter(summed([-math.log(1 - u) / rate for u in uniform]))
+
+
+@wrong("poisson_arrivals", fails="twice the rate means half the time")
+def never_slower_than_one_a_second(rate, uniform):
+    return summed([-math.log(1 - u) / max(1.0, rate) for u in uniform])
+
+
+@wrong("poisson_arrivals", fails="twice the rate means half the time")
+def whole_rates_only(rate, uniform):
+    return summed([-math.log(1 - u) / (int(rate) or rate) for u in uniform])
+
+
+@wrong("poisson_arrivals", fails="twice the rate means half the time")
+def gaps_of_a_tenth_of_a_millisecond_at_least(rate, uniform):
+    return summed([max(1e-4, -math.log(1 - u) / rate) for u in uniform])
+
+
+@wrong("poisson_arrivals", fails="a small number makes a short gap")
+def drops_numbers_of_zero(rate, uniform):
+    return summed([-math.log(1 - u) / rate for u in uniform if u])
+
+
 @wrong("poisson_arrivals", fails="the list is unchanged")
 def takes_numbers_off_the_list(rate, uniform):
     clock, due = 0.0, []
@@ -234,6 +295,12 @@ def forgets_the_scale(q, k, v, lengths, scale):
     return attend(q, k, v, beyond(k, lengths), 1.0)
 
 
+@wrong("batched_attention", fails="scores are scaled")
+def always_the_root_of_d(q, k, v, lengths, scale):
+    k, v = repeated(q, k, v)
+    return attend(q, k, v, beyond(k, lengths), q.shape[-1] ** -0.5)
+
+
 @wrong("batched_attention", fails="neighboring heads share a KV head")
 def heads_interleaved(q, k, v, lengths, scale):
     group = q.shape[1] // k.shape[2]
@@ -256,6 +323,31 @@ def masks_with_minus_10_000(q, k, v, lengths, scale):
     scores = torch.einsum("rhd,rkhd->rhk", q, k) * scale
     weights = scores.masked_fill(unseen[:, None], -1e4).softmax(-1)
     return torch.einsum("rhk,rkhd->rhd", weights, v.masked_fill(unseen[..., None, None], 0))
+
+
+@wrong("batched_attention", fails="leftovers never matter, not even NaN")
+def masks_with_minus_a_billion(q, k, v, lengths, scale):
+    k, v = repeated(q, k, v)
+    unseen = beyond(k, lengths)
+    scores = torch.einsum("rhd,rkhd->rhk", q, k) * scale
+    weights = scores.masked_fill(unseen[:, None], -1e9).softmax(-1)
+    return torch.einsum("rhk,rkhd->rhd", weights, v.masked_fill(unseen[..., None, None], 0))
+
+
+@wrong("batched_attention", fails="leftovers never matter, not even NaN")
+def clears_nan_alone(q, k, v, lengths, scale):
+    k, v = repeated(q, k, v)
+    scores = torch.einsum("rhd,rkhd->rhk", q, k) * scale
+    weights = scores.masked_fill(beyond(k, lengths)[:, None], -torch.inf).softmax(-1)
+    return torch.einsum("rhk,rkhd->rhd", weights, torch.where(v.isnan(), 0, v))
+
+
+@wrong("batched_attention", fails="leftovers never matter, not even NaN")
+def adds_minus_a_billion(q, k, v, lengths, scale):
+    k, v = repeated(q, k, v)
+    unseen = beyond(k, lengths)
+    scores = torch.einsum("rhd,rkhd->rhk", q, k.nan_to_num()) * scale - (1e9 * unseen[:, None]).to(q.dtype)
+    return torch.einsum("rhk,rkhd->rhd", scores.softmax(-1), v.masked_fill(unseen[..., None, None], 0))
 
 
 @wrong("batched_attention", fails="dtype and device are those of q")
