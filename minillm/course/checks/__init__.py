@@ -165,8 +165,17 @@ def _problem(prop: Property, watched: Callable, candidate: Callable) -> str | No
         # The first line of torch.testing's messages only says that it failed.
         return prop.hint if not said or said.startswith(("Tensor-likes", "Scalars")) else f"{said}\n{prop.hint}"
     except Exception as error:
+        if type(error).__name__ == "InterpreterError" and isinstance(error.__cause__, Exception):
+            error = _innermost(error)  # inside a Triton kernel: no property's hint is about it
+            return f"it raised {type(error).__name__}: {error}{_line_of(error, candidate)}"
         place = _line_of(error, candidate)
         return f"it raised {type(error).__name__}: {error}{place}\n{prop.hint}"
+
+
+def _innermost(error: Exception) -> Exception:
+    while isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    return error
 
 
 def _line_of(error: Exception, candidate: Callable) -> str:
