@@ -217,8 +217,9 @@ for kernel in (add_kernel, careless_kernel):
 #
 # For example, gates `[10, 0]` and ups `[10, 0]` give `[100, 0]`.
 #
-# Functions in this lesson write into an `out` tensor that is passed in, so that the checks can look around it.
-# (`raise_if_stub` reports an empty kernel as "not solved yet".)
+# Functions in this lesson write into an `out` tensor that is passed in, so that the checks can look around it. They
+# only launch the kernel: it does all the loading, computing and storing. (`raise_if_stub` reports an empty kernel as
+# "not solved yet".)
 
 
 # %% tags=["exercise"]
@@ -682,8 +683,8 @@ else:
     print("find_fault is not solved yet: nothing has been tested")
 
 # %% [markdown]
-# Once `find_fault` is written, it rejects each version on a different kind of input. Now fix one of them: change the
-# kernel, then run its cell and the last one again, until that version is `right`. (Optional: fix the other two.)
+# Once `find_fault` passes its check, it rejects all three versions. Now fix one of them: change the kernel, then run
+# its cell and the last one again, until that version is `right`. (Optional: fix the other two.)
 #
 # <details><summary>Where the bugs are</summary>
 #

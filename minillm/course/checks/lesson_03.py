@@ -106,7 +106,7 @@ def _(function):
     reads_only_inputs(_gated(function, [[10.0] * 5], [[10.0] * 5], junk=True), "1 row of 5 gates and 5 ups")
 
 
-@geglu.property("nothing but the result is written", "tl.store(..., mask=inside): the last tile is rarely full")
+@geglu.property("nothing but the result is written", "tl.store(..., mask=inside), and no more programs than rows")
 def _(function):
     only_its_own(_gated(function, [[1.5] * 5], [[2.0] * 5]), "5 columns")
 
@@ -232,7 +232,9 @@ def _(function):
     ignores_masked(junk, plain, "1 row of 3")
 
 
-@add_row_norm.property("nothing but the results is written", "both stores need the mask")
+@add_row_norm.property(
+    "nothing but the results is written", "both stores need the mask, and the grid one program per row"
+)
 def _(function):
     only_its_own(_added(function, [[1.0, -1.0, 1.0]], [[1.0, -1.0, 1.0]]), "3 columns")
 
@@ -430,9 +432,7 @@ def _(function):
     _fails(function, faulty_product(masked=False), "a kernel that adds up memory after a row passes")
 
 
-@find_fault.property(
-    "several sizes are tried", "full pieces only, and a partial last one; one piece, and three or more"
-)
+@find_fault.property("several sizes are tried", "with and without a partial piece; one piece, and three or more")
 def _(function):
     _fails(function, faulty_product(most=128), "a kernel that ignores all columns from 128 on passes")
     _fails(function, faulty_product(full=False), "a kernel that is wrong only if all pieces are full passes")
