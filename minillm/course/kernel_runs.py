@@ -57,10 +57,10 @@ def near(found: Tensor, wanted, message: str, rtol: float = 1e-3, atol: float = 
     """A message that ends with a colon goes on with the first wrong element."""
     wanted, found = torch.as_tensor(wanted).double().cpu(), found.double().cpu()
     wrong = (~torch.isclose(found, wanted, rtol=rtol, atol=atol)).nonzero()
-    if len(wrong):
-        at = tuple(wrong[0].tolist())
-        first = f" element {list(at)} is {found[at]:.7g}, expected {wanted[at]:.7g}" if message.endswith(":") else ""
-        raise AssertionError(message + first)
+    at = tuple(wrong[0].tolist()) if len(wrong) else ()
+    if len(wrong) and message.endswith(":"):
+        message += f" element {list(at)} is {found[at]:.7g}, expected {wanted[at]:.7g}"
+    assert not len(wrong), message
 
 
 def some(tensor: Tensor) -> str:
