@@ -10,11 +10,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#c29b2b", "#9d755d", "#4a9b96", "#d6494a", "#7f7f7f")
+MORE_COLORS = ("#1f3f66", "#8a3b12", "#2b5d27")
 
 
 def tiles(rows: int, columns: int, tile: int) -> None:
     """Which program computes which element of a matrix, by (row, tile) or by row; hatched: masked elements."""
     across = -(-columns // tile)
+    colors = (*COLORS, *MORE_COLORS)
     _, axis = plt.subplots(figsize=(11, 0.55 * rows + 1.0), layout="constrained")
     for row in range(rows):
         for piece in range(across):
@@ -27,7 +29,7 @@ def tiles(rows: int, columns: int, tile: int) -> None:
                         (column, row),
                         1,
                         1,
-                        facecolor=COLORS[program % len(COLORS)] if inside else "white",
+                        facecolor=colors[program % len(colors)] if inside else "white",
                         edgecolor="white" if inside else "silver",
                         hatch=None if inside else "xxx",
                         linewidth=0.8,
@@ -63,7 +65,9 @@ def product_tiles(rows: int, out: int, pieces: int, program: tuple[int, int]) ->
                 if here:
                     label = str(across) if band else str(program)
                     axis.text(across + 0.5, down + 0.5, label, ha="center", va="center", color="white", fontsize=9)
-        axis.set(xlim=(0, width), ylim=(height, 0), title=title, xticks=[], yticks=[], aspect="equal")
+        axis.set(
+            xlim=(0, width), ylim=(max(rows, out), 0), title=title, xticks=[], yticks=[], aspect="equal", anchor="N"
+        )
         axis.spines[:].set_visible(False)
     figure.suptitle(f"Program {program}: pieces 0 to {pieces - 1}, one after the other, added to one tile of out")
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minillm.errors import ConfigError, MissingPackage
 
@@ -77,17 +77,48 @@ def untouched(memory: Tensor, by: float) -> bool:
     return bool((memory[:GUARD] == by).all() and (memory[-GUARD:] == by).all())
 
 
+class Watched(Counter[str]):
+    """What interpreted kernels did: counts of "loads" and "stores" outside their tensors, and of "TF32" products.
+
+    watched: whether kernels are interpreted. loaded, stored: the addresses that they used. left: the tensors as the
+    last launch left them.
+    """
+
+    def __init__(self, watched: bool):
+        super().__init__()
+        self.watched = watched
+        self.loaded: list[Any] = []
+        self.stored: list[Any] = []
+        self.left: list[Tensor] = []
+
+    def all_loaded(self, tensor: Tensor) -> bool:
+        """Whether kernels loaded every element of a tensor."""
+        return _hold(self.loaded, tensor)
+
+    def all_stored(self, tensor: Tensor) -> bool:
+        """Whether kernels stored every element of a tensor."""
+        return _hold(self.stored, tensor)
+
+
+def _hold(addresses: list[Any], tensor: Tensor) -> bool:
+    import numpy as np
+
+    return bool(addresses) and bool(np.isin(_addresses(tensor), np.concatenate(addresses)).all())
+
+
 @contextmanager
-def strays(*tensors: Tensor, junk: bool = False, stores: bool = True) -> Iterator[Counter[str]]:
+def strays(*tensors: Tensor, junk: bool = False, stores: bool = True) -> Iterator[Watched]:
     """Inside the block, count the elements that interpreted kernels load or store outside `tensors`: "loads", "stores".
 
     Other tensors that a kernel is given, such as copies of `tensors`, are no strays. A stray store is dropped. A stray
-    load reads 0; with `junk`, NaN or 99. So a wrong address never ends the process. stores: False watches loads only.
-    Compiled kernels are not watched: nothing is counted. Raises RuntimeError in a kernel that seems never to end.
+    load reads 0; with `junk`, NaN or 99, and so does a masked element without `other`. So a wrong address never ends
+    the process. stores: False watches loads only. Compiled kernels are not watched: nothing is counted. Raises
+    RuntimeError in a kernel that seems never to end.
     """
-    found: Counter[str] = Counter()
-    if how_kernels_run() == COMPILED:
-        yield found
+    found = Watched(how_kernels_run() == INTERPRETED)
+    if not found.watched:
+        with _left_by_launches(found, tensors if stores else ()):
+            yield found
         return
     import numpy as np
     import torch
@@ -95,6 +126,7 @@ def strays(*tensors: Tensor, junk: bool = False, stores: bool = True) -> Iterato
     from triton.runtime import interpreter
 
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    dot = builder.create_dot
     load, store, atomic = builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw
     begin, launch = builder.set_grid_idx, executor.__call__
     own = {each.untyped_storage().data_ptr() for each in tensors}
@@ -106,7 +138,10 @@ def strays(*tensors: Tensor, junk: bool = False, stores: bool = True) -> Iterato
         given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
         others = [_addresses(each) for each in given if each.untyped_storage().data_ptr() not in own]
         known = np.unique(np.concatenate([known_here, *others]))
-        return launch(self, *args, **kwargs)
+        with np.errstate(all="ignore"):  # NumPy's warnings would name files that are not the learner's
+            result = launch(self, *args, **kwargs)
+        found.left = [each.clone() for each in tensors] if stores else []
+        return result
 
     def watched_begin(self, *place):
         nonlocal accesses
@@ -125,15 +160,18 @@ def strays(*tensors: Tensor, junk: bool = False, stores: bool = True) -> Iterato
         inside = known[place] == addresses
         stray = asked & ~inside
         found[what] += int(stray.sum())
+        (found.loaded if what == "loads" else found.stored).append(addresses[asked & inside])
         return interpreter.TensorHandle(asked & inside, tl.int1), stray
 
     def watched_load(self, pointers, mask, other, *options):
+        hidden = ~np.broadcast_to(np.asarray(mask.data, dtype=bool), np.asarray(pointers.data).shape)
         mask, stray = allowed("loads", pointers, mask)
         result = load(self, pointers, mask, other, *options)
-        if stray.any():
+        unknown = stray | hidden if junk and other is None else stray
+        if unknown.any():
             data = result.data.copy()
             empty = 99 if data.dtype.kind in "iub" else np.nan  # bfloat16 is kept as uint16
-            data[stray] = (0x7FC0 if result.dtype.scalar == tl.bfloat16 else empty) if junk else 0
+            data[unknown] = (0x7FC0 if result.dtype.scalar == tl.bfloat16 else empty) if junk else 0
             result = interpreter.TensorHandle(data, result.dtype)
         return result
 
@@ -143,14 +181,39 @@ def strays(*tensors: Tensor, junk: bool = False, stores: bool = True) -> Iterato
     def watched_atomic(self, operation, pointers, value, mask, *options):
         return atomic(self, operation, pointers, value, allowed("stores", pointers, mask)[0], *options)
 
+    def watched_dot(self, a, b, total, precision, *options):
+        found["TF32"] += a.dtype.scalar == tl.float32 and str(precision).rpartition(".")[2] == "TF32"
+        return dot(self, a, b, total, precision, *options)
+
+    builder.create_dot = watched_dot
     builder.create_masked_load, builder.set_grid_idx, executor.__call__ = watched_load, watched_begin, watched_launch
     if stores:
         builder.create_masked_store, builder.create_atomic_rmw = watched_store, watched_atomic
     try:
         yield found
     finally:
+        builder.create_dot = dot
         builder.create_masked_load, builder.create_masked_store = load, store
         builder.create_atomic_rmw, builder.set_grid_idx, executor.__call__ = atomic, begin, launch
+
+
+@contextmanager
+def _left_by_launches(found: Watched, tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Inside the block, keep in found.left what each launch of a compiled kernel leaves in the tensors."""
+    from triton.runtime import JITFunction
+
+    run = JITFunction.run
+
+    def watched_run(self, *args, **kwargs):
+        result = run(self, *args, **kwargs)
+        found.left = [each.clone() for each in tensors]
+        return result
+
+    JITFunction.run = watched_run
+    try:
+        yield
+    finally:
+        JITFunction.run = run
 
 
 def _addresses(tensor: Tensor):

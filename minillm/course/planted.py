@@ -1,5 +1,6 @@
-"""Run a kernel whose programs each add a piece of the columns, in any order of its programs.  Lesson 03."""
+"""Products whose programs each add a piece of the columns, in any order: by a kernel, or in torch.  Lesson 03."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,5 +30,53 @@ def product_by(kernel: Any, piece: int) -> Callable[..., Tensor]:
             sizes = {"ROW_TILE": triton.next_power_of_2(rows), "PIECE": piece}
             kernel[(programs,)](*given, out, first, rows, columns, **sizes)
         return out.to(weight.device)
+
+    return product
+
+
+def faulty_product(
+    *, masked: bool = True, own_scale: bool = True, last_scales: bool = False, most: int | None = None,
+    full: bool = True, ascending: bool = True, shifted: Sequence[float] = (), add: float = 0.0, times: float = 1.0,
+    weight: Callable[[Tensor], Tensor] | None = None, x: Callable[[Tensor], Tensor] | None = None,
+    backwards: bool = False, double: bool = False,
+) -> Callable[..., Tensor]:  # fmt: skip
+    """A product scale * (weight @ x), piece by piece of 64 columns, in torch; with faults, on demand.
+
+    most: the columns that count. full, ascending: False makes results wrong if all pieces are full, or if several run
+    from first to last. shifted: where rows are wrong, from 0, the first, to 1, the last; each other one is too small.
+    weight, x: what is done to an input. backwards, double: no faults, but another rounding.
+    """
+    change_weight, change_x, piece = weight, x, 64
+
+    def product(weight: Tensor, scale: Tensor, x: Tensor, order: Sequence[int] | None = None) -> Tensor:
+        rows, columns = weight.shape
+        pieces = math.ceil(columns / piece)
+        order = list(range(pieces)) if order is None else [int(each) for each in order]
+        assert sorted(order) == list(range(pieces)), (
+            f"order must hold each of the {pieces} pieces of {columns} columns once, not {order}"
+        )
+        kind = torch.float64 if double else torch.float32
+        weight = (change_weight(weight) if change_weight else weight).to(kind)
+        x = (change_x(x) if change_x else x).to(kind)
+        largest = float((scale * (weight.abs() @ x.abs())).abs().max())
+        if most is not None:
+            weight, x = weight[:, :most], x[:most]
+        after = (0, pieces * piece - weight.shape[1])
+        beyond = 0.0 if masked else 3.0
+        wide = torch.nn.functional.pad(weight, after, value=beyond).view(rows, pieces, piece)
+        wide_x = torch.nn.functional.pad(x, after, value=beyond).view(pieces, piece)
+        scales = (scale if own_scale else scale[:1].expand(rows)).to(kind)
+        out = torch.zeros(rows, device=weight.device, dtype=kind)
+        for each in order[::-1] if backwards else order:
+            part = wide[:, each] @ wide_x[each]
+            out += part if last_scales else part * scales
+            if last_scales and each == pieces - 1:
+                out *= scales
+        much = 0.5 + 0.01 * largest
+        for count, where in enumerate(shifted):
+            out[round(where * (rows - 1))] += much if count % 2 == 0 else -much
+        if (not full and columns % piece == 0) or (not ascending and pieces > 1 and order == sorted(order)):
+            out += much
+        return (out * times + add * (1 + 0.02 * largest)).to(torch.float32)
 
     return product

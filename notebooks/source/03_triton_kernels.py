@@ -33,17 +33,17 @@ import triton.language as tl
 device = here.device
 
 # %% [markdown]
-# Triton decides when it is first imported whether kernels are compiled or interpreted. That is why `triton_here()`
-# comes before `import triton`.
+# Triton decides when a kernel is defined whether to compile or interpret it, and Triton's own functions are defined
+# when it is imported. That is why `triton_here()` comes before `import triton`.
 #
-# ## 1 · What a line of torch costs · 7 min
+# ## 1 · What a line of torch costs · 6 min
 #
 # Every torch operation runs as a **kernel**: a program on the GPU that reads its inputs from memory, computes, and
 # writes its result back to memory. The next operation reads that result again. And every kernel has to be *launched*,
 # which takes time even if there is almost nothing to compute.
 #
-# In every layer, this function runs between attention and the MLP. It adds the attention output to the token's vector
-# and norms the sum:
+# This function runs twice in every layer: before the MLP, and before the next layer. The first time it adds the
+# attention output to the token's vector and normalizes the sum; the second time, the MLP's output:
 
 # %%
 # ENGINE: minillm.ops.reference:add_rms_norm
@@ -66,13 +66,13 @@ print(f"{len(unfused)} launches, {unfused_bytes / 1e6:.1f} MB")
 # `to_copy` converts between bfloat16 and float32. Each line of this list is a round trip to memory.
 #
 # **Predict first.** A single kernel could do all of it: read the two inputs and the weight, keep everything else in
-# registers, and write the two outputs. By what factor would it move fewer bytes? And by what factor would it be faster
-# on the H200?
+# registers, and write the two outputs. How many times fewer bytes would it move? How many times faster would it be on
+# the H200, for 512 tokens? And for one?
 
 # %% tags=["exercise"]
-guess_bytes = 4.0  # PREDICT: by what factor one kernel moves fewer bytes
-guess_faster = 4.0  # PREDICT: by what factor it is faster, for 512 tokens
-guess_faster_one = 2.0  # PREDICT: by what factor it is faster, for one token
+guess_bytes = 4.0  # PREDICT: how many times fewer bytes one kernel moves
+guess_faster = 4.0  # PREDICT: how many times faster it is, for 512 tokens
+guess_faster_one = 2.0  # PREDICT: how many times faster it is, for one token
 
 # %%
 h200 = {
@@ -88,7 +88,8 @@ compare("1 token", unit="times faster", prediction=guess_faster_one, measured=fa
 draw.bytes_moved({"torch, line by line": unfused, "one kernel": [("all", fused_bytes)]})
 describe(
     "Two bars of bytes moved for 512 tokens. Line by line, torch moves several times as many"
-    " bytes, in nine segments, one per launch; the single kernel's bar has one segment."
+    " bytes, in seven visible segments (two of the nine launches move almost nothing); the single"
+    " kernel's bar has one segment."
 )
 
 # %% [markdown]
@@ -103,20 +104,21 @@ for rows, each in record.items():
     bytes_us = 1e6 * (unfused_bytes - fused_bytes) * rows / tokens / bytes_per_s
     print(
         f"{rows:>5,} tokens: {1e3 * each['reference_ms']:4.1f} -> {1e3 * each['ms']:3.1f} µs, saves"
-        f" {saved_us:4.1f} µs; reading the saved bytes would take {bytes_us:4.1f} µs"
+        f" {saved_us:4.1f} µs; moving the saved bytes would take at most {bytes_us:4.1f} µs"
     )
 
 # %% [markdown]
-# For one token the bytes explain nothing: eight fewer kernels save the time. For 512 tokens the bytes explain less
-# than half of it. For 3,000 they explain most.
+# For one token, the bytes explain nothing; the savings come from running eight fewer kernels. For 512 tokens, the bytes
+# explain less than half of the savings. For 3,000, they can explain most. ("At most", because what one kernel writes
+# and the next reads may still be in the chip's L2 cache.)
 #
-# Turning several operations into one kernel is called **fusion**. It pays where operations compute little per number
-# that they read: norms, activations, rotations, sums.
+# Turning several operations into one kernel is called **fusion**. It pays off for operations that do little arithmetic
+# per element: norms, activations, rotations, sums.
 #
-# ## 2 · A first kernel · 7 min
+# ## 2 · A first kernel · 6 min
 #
-# A Triton kernel is a function that runs many times in parallel. Each run is called a **program**. It knows its number
-# (`tl.program_id`) and computes one **tile** of the result. All the programs of a launch form the **grid**. Inside a
+# A Triton kernel is a function that runs many times in parallel. Each run is called a **program**. It gets its index
+# from `tl.program_id` and computes one **tile** of the result. All the programs of a launch form the **grid**. Inside a
 # program you write code for whole tiles, as in torch; Triton distributes a tile over the GPU's threads.
 #
 # A kernel gets *pointers*: addresses in memory. A pointer plus a tile of integers is a tile of addresses. A tile's size
@@ -163,9 +165,9 @@ print(out[:5].tolist(), "...", bool((out == 3).all()))
 #   a separate kernel for each value.
 # * `other=0.0` is the value that `tl.load` gives the masked elements.
 # * `.to(tl.float32)`: load, widen, compute, store. Half-precision arithmetic loses too many digits; `tl.store` converts
-#   the result to the type of the memory. In the interpreter this is a must: it treats bfloat16 numbers as 16-bit
-#   integers, and the results are silently wrong.
-# * There are no bounds checks. Memory outside a tensor belongs to other tensors.
+#   the result to the type of the memory. The interpreter requires it, because it treats bfloat16 numbers as 16-bit
+#   integers: without it, results are silently wrong.
+# * There are no bounds checks. Memory outside a tensor may belong to other tensors.
 #
 # The last point deserves an experiment. We put the result into memory that holds -1 everywhere, and leave out one mask:
 
@@ -188,8 +190,9 @@ for kernel in (add_kernel, careless_kernel):
     print(f"right: {right}, written: {written}, rest untouched: {untouched(memory, by=-1.0)}")
 
 # %% [markdown]
-# Both results are right! The second kernel also overwrote the 24 numbers that follow. In a real program those belong
-# to another tensor, and the bug shows up later, somewhere else. The checks in this lesson look at that memory too.
+# Both results are right! The second kernel also overwrote the 24 numbers that follow. In a real program those may
+# belong to another tensor, and the bug shows up later, somewhere else. The checks in this lesson look at that memory
+# too.
 #
 # **Where this runs.** In the interpreter, a program is Python code on NumPy arrays, and programs run one after
 # another: good for looking inside and for checking, useless for timing. So our problems are tiny. On a GPU, the same
@@ -197,24 +200,26 @@ for kernel in (add_kernel, careless_kernel):
 #
 # ## 3 · GeGLU · 12 min
 #
-# The MLP's activation (lesson 02). Its input comes from one matrix product: a gate half and an up half, side by side.
+# This is the MLP's activation (lesson 02). Its input comes from one matrix product: a gate half and an up half, side by
+# side.
 #
 # $$\text{out} = \text{gelu}(\text{gate}) \cdot \text{up}, \qquad
 # \text{gelu}(g) = g \cdot \sigma\!\left(1.5957691\,(g + 0.044715\, g^3)\right), \qquad
 # \sigma(z) = \frac{1}{1 + e^{-z}}$$
 #
-# (This is Gemma's GELU with a tanh: $\frac{1 + \tanh y}{2} = \sigma(2y)$, and 1.5957691 is $2\sqrt{2 / \pi}$.) No
-# element depends on another, so any tiling works. Torch runs it in two kernels and writes the activated gate to memory
-# in between.
+# (This is the tanh approximation of GELU, which Gemma uses: $\frac{1 + \tanh y}{2} = \sigma(2y)$, and 1.5957691 is
+# $2\sqrt{2 / \pi}$.) No element depends on another, so any tiling works. Torch runs it in two kernels and writes the
+# activated gate to memory in between.
 #
 # **Exercise 1 (8 minutes).** Write the kernel and its launch. The grid has two dimensions, rows and tiles of a row, as
-# in the picture of section 2: the program's numbers are `tl.program_id(0)` and `tl.program_id(1)`. A row of `gate_up`
+# in the picture of section 2: the program's indices are `tl.program_id(0)` and `tl.program_id(1)`. A row of `gate_up`
 # is `2 * SIZE` long: first its gates, then its ups. `tl.sigmoid` exists; `**` does not, so write `g * g * g`.
 #
 # For example, gates `[10, 0]` and ups `[10, 0]` give `[100, 0]`.
 #
-# Functions in this lesson write into an `out` tensor that they are given, so that the checks can look around it.
-# (`raise_if_stub` reports an empty kernel as "not solved yet".)
+# Functions in this lesson write into an `out` tensor that is passed in, so that the checks can look around it. They
+# only launch the kernel: it does all the loading, computing and storing. (`raise_if_stub` reports an empty kernel as
+# "not solved yet".)
 
 
 # %% tags=["exercise"]
@@ -251,6 +256,7 @@ check(geglu)
 # (with `using`, lesson 00) and compares the two texts.
 
 # %%
+# no prefix cache: it would reuse the keys and values that other kernels computed
 llm = LLM(enable_prefix_caching=False, **here.words)
 same_text = same_text_with(llm, "Fenwick lies on the island of")
 
@@ -267,7 +273,7 @@ same_text(gated_activation=my_gated_activation)
 # (Your kernels may round differently from the engine's. On a GPU, in bfloat16, the texts may then differ after a few
 # tokens, above all with random weights, where many tokens are almost equally likely.)
 #
-# ## 4 · Add and norm · 15 min
+# ## 4 · Add and norm · 14 min
 #
 # In RMSNorm the elements of a row do depend on each other: each is divided by the root mean square of the row.
 #
@@ -312,7 +318,7 @@ print("means of the two rows:", means.tolist())
 # $$s = x + r, \qquad \text{out} = \text{rms\_norm}(s)$$
 #
 # One detail is easy to get wrong. The sum is *stored* in bfloat16, so it is rounded. Later layers read the rounded sum.
-# If this norm used the exact sum, its result would not match what later layers see. So round first, then norm.
+# If this norm used the exact sum, its result would not match what later layers see. So round first, then normalize.
 #
 # **Exercise 2 (10 minutes).** For example, `x = [1, -1, 1, -1]` and `residual = [2, -2, 2, -2]` give the sum
 # `[3, -3, 3, -3]` and, with weights of 1, the norm `[1, -1, 1, -1]`. `tl.rsqrt` is one over the square root. The type
@@ -325,7 +331,7 @@ def add_row_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, eps, DIM, TILE: tl.constexpr
 ):
     """Program `row` computes one row of out and of total. TILE, a power of two, is at least DIM."""
-    # SOLUTION: load both rows; add; round to total's type and store; norm what was stored
+    # SOLUTION: load both rows; add; round to total's type and store; normalize what was stored
     row = tl.program_id(0)
     columns = tl.arange(0, TILE)
     inside = columns < DIM
@@ -368,15 +374,15 @@ def my_add_rms_norm(x, residual, weight, eps):
 same_text(add_rms_norm=my_add_rms_norm, gated_activation=my_gated_activation)
 
 # %% [markdown]
-# The engine's own kernel differs in what a server needs. Rows may be farther apart than they are long (`x_stride`), and
-# row numbers are 64-bit integers, because a row number times a row's length can exceed 32 bits. Look for those two, and
-# for the line that rounds:
+# The engine's own kernel adds two things that a server needs. Rows may be farther apart than they are long
+# (`x_stride`), and row numbers are 64-bit integers, because a row number times a row's length can exceed 32 bits. Look
+# for those two, and for the line that rounds:
 
 # %%
 # ENGINE: minillm.kernels.normalization:add_rms_norm_kernel
 
 # %% [markdown]
-# ## 5 · Tiles of rows and columns · 13 min
+# ## 5 · Tiles of rows and columns · 12 min
 #
 # So far a tile was a piece of one row. Matrix products and attention need tiles with **two axes**. Two one-dimensional
 # ranges become a two-dimensional tile of addresses by broadcasting, as in torch: `rows[:, None]` is a column,
@@ -407,11 +413,11 @@ else:
     print("On a GPU every thread prints its own number, in no order (tl.device_print).")
 
 # %% [markdown]
-# **Exercise 3 (8 minutes).** Write a kernel that copies `x` to `out`, transposed: `out[j, i] = x[i, j]`. Program
-# `(i, j)` loads one tile of `x` and stores it with rows and columns exchanged: the element in row `r` and column `c` of
-# `x` goes to row `c` and column `r` of `out`. Both tensors may have any strides, and neither size need be a multiple
-# of the tile. Call `print` in your kernel whenever you are in doubt (and remove it before `check`, which runs many
-# programs).
+# **Exercise 3 (8 minutes).** Write a kernel that copies `x` to `out`, transposed: `out[j, i] = x[i, j]`. Program `(i,
+# j)` loads one tile of `x` and stores it with rows and columns exchanged: the element in row `r` and column `c` of `x`
+# goes to row `c` and column `r` of `out`. Both tensors may have any strides, and neither size need be a multiple of the
+# tile. A copy need not widen. Call `print` in your kernel whenever you are in doubt (and remove it before `check`,
+# which runs many programs).
 #
 # For example, `[[1, 2, 3], [4, 5, 6]]` becomes `[[1, 4], [2, 5], [3, 6]]`.
 
@@ -452,7 +458,7 @@ def transpose(x: torch.Tensor, out: torch.Tensor) -> None:
 check(transpose)
 
 # %% [markdown]
-# ## 6 · A matrix product · 14 min
+# ## 6 · A matrix product · 16 min
 #
 # A layer of the model multiplies by four matrices. torch stores a weight as `[out, in]`, so the product is
 #
@@ -460,22 +466,23 @@ check(transpose)
 #
 # A program computes one tile of `out`. It needs a band of rows of `x` and a band of rows of `w`. Those do not fit into
 # registers, so it walks along `k` in pieces: load a tile of `x` and a tile of `w`, multiply them with `tl.dot`, and add
-# the product to a running total, which stays in registers. Attention kernels (lesson 04) have the same loop, along the
+# the product to a running total, which stays in registers. Attention kernels (lesson 04) have the same loop, over the
 # keys.
 
 # %%
 draw.product_tiles(rows=4, out=6, pieces=3, program=(1, 2))
 describe(
-    "Three matrices. One tile of out is highlighted. The band of rows of x to its left and the"
+    "Three matrices. One tile of out is highlighted. The tiles of x at the same height and the"
     " band of rows of the weight that belongs to its columns are cut into three numbered pieces."
 )
 
 # %% [markdown]
-# `tl.dot(a, b)` multiplies two tiles, `[M, K]` and `[K, N]`; on a GPU each of the three sizes must be at least 16.
-# `tl.trans(tile)` exchanges a tile's axes. So a piece adds `tl.dot(x, tl.trans(weight), input_precision="ieee")` to the
-# total. For float32 tiles, `input_precision="ieee"` asks for full precision: by default tensor cores round float32
-# inputs to 10 bits of mantissa, a format called TF32. (Real kernels leave bfloat16 tiles as they are, because that is
-# what tensor cores multiply fastest. We widen them to float32 for the interpreter's sake.)
+# `tl.dot(a, b)` multiplies two tiles, `[M, K]` and `[K, N]`; on an NVIDIA GPU, `K` must be at least 16 (32 for 8-bit
+# types); smaller `M` and `N` are padded. `tl.trans(tile)` exchanges a tile's axes. So a piece adds `tl.dot(x,
+# tl.trans(weight), input_precision="ieee")` to the total. For float32 tiles, `input_precision="ieee"` asks for full
+# precision: by default Triton lets tensor cores cut float32 inputs to 10 bits of mantissa, a format called TF32. (Real
+# kernels leave bfloat16 tiles as they are, because that is what tensor cores multiply fastest. We widen them to float32
+# for the interpreter's sake.)
 #
 # **Exercise 4 (10 minutes).** Write the whole product: a grid of tiles of `out`, and in each program a loop over the
 # pieces of `k`: `for start in range(0, IN, PIECE)`. All tensors are contiguous. Which masks does each load need?
@@ -523,12 +530,14 @@ def tiled_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> No
 check(tiled_linear)
 
 # %% [markdown]
-# In the engine, this is all four products of every layer. (Two tokens only: the interpreter takes its time.)
+# In the engine, your kernel now computes all four matrix products of every layer. (We generate only two tokens because
+# the interpreter is slow.)
 
 
 # %%
 def my_linear(x, weight):
-    matrix = weight.dequantize().contiguous()  # a CPU keeps it transposed
+    # the weight as a plain matrix (lesson 05); on a CPU it is stored transposed
+    matrix = weight.dequantize().contiguous()
     out = x.new_empty(len(x), len(matrix))
     tiled_linear(x.contiguous(), matrix, out)
     return out
@@ -537,7 +546,7 @@ def my_linear(x, weight):
 same_text(tokens=2, linear=my_linear)
 
 # %% [markdown]
-# ## 7 · Three planted bugs · 20 min
+# ## 7 · Three planted bugs · 22 min
 #
 # Some bugs exist only in kernels, and ordinary tests miss them. Here is an operation for lesson 05: a matrix of 8-bit
 # integers times a vector, where each row of the matrix has its own scale:
@@ -606,7 +615,8 @@ def version_c(weight_ptr, scale_ptr, x_ptr, out_ptr, first, ROWS, COLUMNS,
 # with `order`, programs are launched one at a time, in the order that you give. (This is also why the kernels count
 # from `first`.) A correct kernel gives the same result in any order, up to rounding.
 #
-# The inputs lie in memory that holds 99 everywhere else, so that reading too far shows.
+# `order` is a list of piece numbers, such as `[1, 0]`; 100 columns are 2 pieces. The inputs are surrounded by memory
+# filled with 99, so reading too far changes the result.
 
 
 # %%
@@ -633,7 +643,7 @@ for name, product in products.items():
 # returns `None` if everything is right, otherwise a few words about the input that failed.
 #
 # Read the three kernels, and for each one find an input for which the result *must* be wrong. Then write one test for
-# all of them, and for mistakes that are not here yet. Be as strict as rounding allows, and no stricter: the pieces may
+# all of them, and for mistakes that are not here yet. Use the tightest tolerance that rounding allows: the pieces may
 # be added in any order.
 #
 # For example, a right product gives `None`; one that always returns 0 gives some text.
@@ -645,8 +655,7 @@ def find_fault(product) -> str | None:
 
     product(weight [rows, columns] int8, scale [rows], x [columns], order=None) -> [rows]
     """
-    # SOLUTION: full and partial pieces; first to last, and last to first; scales that differ;
-    #   compare all rows with scale * (weight.float() @ x), with a tolerance
+    # SOLUTION: for each version, inputs on which it must fail; compare with scale * (weight.float() @ x)
     generator = torch.Generator().manual_seed(0)
     for columns in (PIECE, 2 * PIECE, 2 * PIECE + 36):
         pieces = -(-columns // PIECE)
@@ -667,14 +676,15 @@ check(find_fault)
 
 # %%
 if solved(find_fault):
-    for name, product in products.items():
+    for name, kernel in {"A": version_a, "B": version_b, "C": version_c}.items():
+        product = product_by(kernel, PIECE)
         print(f"version {name}: {find_fault(product) or 'right'}")
 else:
     print("find_fault is not solved yet: nothing has been tested")
 
 # %% [markdown]
-# Once `find_fault` is written, it fails each version on another kind of input. Now mend them: change the kernels, and
-# run their cells and the last one again, until it prints `right` three times.
+# Once `find_fault` passes its check, it rejects all three versions. Now fix one of them: change the kernel, then run
+# its cell and the last one again, until that version is `right`. (Optional: fix the other two.)
 #
 # <details><summary>Where the bugs are</summary>
 #
@@ -703,9 +713,10 @@ else:
     print("not shown: find_fault is not solved yet, or the kernels are compiled")
 
 # %% [markdown]
-# Compiled kernels cannot be watched like that. For a GPU, NVIDIA's `compute-sanitizer` finds reads and
-# writes outside of allocations. B is worse there than wrong: it is wrong *sometimes*, depending on which program comes
-# first. That is why a test has to choose the order.
+# Compiled kernels cannot be traced this way. For a GPU, NVIDIA's `compute-sanitizer` finds reads and writes outside
+# allocations. Set `PYTORCH_NO_CUDA_MEMORY_CACHING=1`; otherwise many tensors share one allocation and it sees nothing.
+# On a GPU, B is worse than always wrong: it is wrong *sometimes*, depending on which program comes first. That is why a
+# test has to choose the order.
 #
 # ## Recap · 2 min
 #

@@ -167,6 +167,9 @@ def _problem(prop: Property, watched: Callable, candidate: Callable) -> str | No
         # The first line of torch.testing's messages only says that it failed.
         return prop.hint if not said or said.startswith(("Tensor-likes", "Scalars")) else f"{said}\n{prop.hint}"
     except (Exception, SystemExit) as error:
+        if type(error).__name__ == "InterpreterError" and isinstance(error.__cause__, Exception):
+            error = _innermost(error)  # inside a Triton kernel: no property's hint is about it
+            return f"it raised {type(error).__name__}: {error}{_line_of(error, candidate)}"
         place = _line_of(error, candidate)
         return f"it raised {type(error).__name__}: {error}{place}\n{prop.hint}"
 
@@ -179,6 +182,12 @@ def _raised_by(candidate: Callable, error: Exception, checker: Property) -> bool
         for each in (parts, [checker.holds])
     )
     return traceback.extract_tb(error.__traceback__)[-1].filename in own - other
+
+
+def _innermost(error: Exception) -> Exception:
+    while isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    return error
 
 
 def _line_of(error: BaseException, candidate: Callable) -> str:
