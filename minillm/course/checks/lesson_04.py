@@ -143,7 +143,7 @@ def _(function):
 
 # ---- which key tiles a tile of queries needs
 
-tiles_to_visit = Exercise("tiles_to_visit")
+tiles_to_visit = Exercise("tiles_to_visit", instead="the specification")
 
 
 @tiles_to_visit.example
@@ -347,13 +347,13 @@ def _(function):
             f"48 keys with score 0 and value {values[0]:.0f}, then 48 with score 20 and value {values[1]:.0f}, gave "
             f"{got:.3f}, not {want:.0f}"
         )
-    scores, values, heads = [0.0, 0.5, 2.0, 1.5, 3.0], [1.0, 0.0, 3.0, -2.0, 5.0], (1.0, -0.7)
-    mine = paged.climbing(function, scores, values, heads)
+    scores, numbers, heads = [0.0, 0.5, 2.0, 1.5, 3.0], [1.0, 0.0, 3.0, -2.0, 5.0], (1.0, -0.7)
+    mine = paged.climbing(function, scores, numbers, heads)
     for factor, got in zip(heads, mine, strict=True):
         each = [round(factor * score, 2) for score in scores]
-        want = (torch.tensor(each).softmax(-1) @ torch.tensor(values)).item()
-        assert abs(got - want) < 1e-3, (
-            f"five tiles with scores {each} and values {values}, two heads: expected {want:.5g}, got {got:.5g}"
+        expected = (torch.tensor(each).softmax(-1) @ torch.tensor(numbers)).item()
+        assert abs(got - expected) < 1e-3, (
+            f"five tiles with scores {each} and values {numbers}, two heads: expected {expected:.5g}, got {got:.5g}"
         )
 
 
@@ -448,8 +448,8 @@ def _(function):
     got = weights(function, torch.tensor([[1000.0, 1000.0], [-1000.0, -1000.0]]).double())
     assert near(got, torch.full((2, 2), 0.5)), "a row with log totals of 1000, another with -1000: weights are not 0.5"
     for logs in ([0.0, 1e4], [1e4, 0.0], [1e4, -torch.inf], [-torch.inf, 1e4]):
-        got = combined(function, logs, [float(each == 1e4) for each in logs])
-        assert abs(got - 1) < 1e-6, f"log totals {logs}, outputs 1 (of the share with 10000) and 0: {got:.3f}"
+        one = combined(function, logs, [float(each == 1e4) for each in logs])
+        assert abs(one - 1) < 1e-6, f"log totals {logs}, outputs 1 (of the share with 10000) and 0: {one:.3f}"
 
 
 @combine.property(
