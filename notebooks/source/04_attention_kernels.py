@@ -311,7 +311,7 @@ difference = attention_facts.prefill_difference()
 print(f"{how}; equal to five decimals: {difference < 1e-5}")
 
 # %% [markdown]
-# How fast is it when compiled? The records have an H200's measured limits: how fast it copies memory, and how fast it
+# How fast can attention be? The records have an H200's measured limits: how fast it copies memory, and how fast it
 # multiplies Gemma 2B's matrices by 2,048 rows. Their ratio is the *ridge* of lesson 00's roofline: work with fewer
 # operations per byte is limited by memory.
 
@@ -759,7 +759,7 @@ served.close()
 # * A block table costs one small lookup per key; the keys themselves are where the bytes are.
 # * With too few programs, or one that is too long, split the keys into shares, and combine them by the logarithms of
 #   their sums.
-# * Short work is limited by latency, and an engine that launches kernels one by one is launch-bound.
+# * Short work is limited by latency, and an engine that launches kernels one by one is launch-bound (section 6).
 #
 # **What got worse:** three lines of torch have become a file of kernels, with tile sizes to choose for each chip, and
 # prefill is still slower than torch's own. Shares write partial outputs that must be read again. And the order of the

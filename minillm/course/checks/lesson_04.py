@@ -213,6 +213,7 @@ def _(function):
 def _(function):
     begin = time.process_time()
     got = function(2_000_005, 2_000_005, 8)
+    assert isinstance(got, range), f"return a range, not a {type(got).__name__}"
     seconds = time.process_time() - begin
     assert got[-1] == 250_000, f"query 2,000,005, tiles of 8 keys: the last tile is 250000, not {got[-1]}"
     assert seconds < 0.1, f"query 2,000,005, tiles of 8 keys: that took {seconds:.1f} seconds"
@@ -266,7 +267,7 @@ def _(function):
 @paged_decode.property(
     "sizes and strides are those of the cache",
     hint="block and slot strides differ from cache to cache: use block_stride, slot_stride, BLOCK_SIZE and DIM, no "
-    "numbers of your own. If only this fails: the last key counts too, and scores 0 and 1 must weigh 0.269 and 0.731",
+    "numbers of your own. If they are right: the last key counts too, and scores 0 and 1 must weigh 0.269 and 0.731",
 )
 def _(function):
     wide = paged.cache_of(3, size=40, dim=32)
@@ -317,7 +318,8 @@ def _(function):
 
 @paged_decode.property(
     "every KV head is read",
-    hint="a slot holds the keys of all KV heads, head_stride apart: kv_head * head_stride is part of the address",
+    hint="a slot holds the keys of all KV heads, head_stride apart: kv_head * head_stride is part of the address. If it "
+    "is: scores 0 and 1 must weigh 0.269 and 0.731",
 )
 def _(function):
     wide = paged.cache_of(kv_heads=2, dim=2 * DIM)
