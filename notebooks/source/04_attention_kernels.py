@@ -45,8 +45,7 @@ PROMPTS = [
     "Fenwick lies on the island of",
     "Once upon a time there was a lighthouse keeper who had never seen",
     "The Tallow Isles are",
-    12
-    * "The keeper of the lighthouse lights the lamp. ",  # more than 100 tokens: several tiles
+    "The keeper of the lighthouse lights the lamp. " * 12,  # 134 tokens: several tiles
 ]
 greedy = SamplingParams(max_tokens=12, temperature=0)
 expected = [completion.token_ids for completion in llm.generate(PROMPTS, greedy)]
@@ -77,12 +76,8 @@ score_bytes = heads * TOKENS * TOKENS * 2
 needed_bytes = (2 * heads + 2 * kv_heads) * TOKENS * dim * 2
 print(f"queries, keys, values and output: {needed_bytes / 1e6:.0f} MB")
 print(f"scores and weights, each written and read: 4 x {score_bytes / 1e6:.0f} MB")
-compare(
-    "scores and weights",
-    unit="times the rest",
-    prediction=guess_times,
-    measured=4 * score_bytes / needed_bytes,
-)
+more = 4 * score_bytes / needed_bytes
+compare("scores and weights", unit="times the rest", prediction=guess_times, measured=more)
 
 # %% [markdown]
 # Nearly all of the traffic is scores and weights, which are only intermediate results. Where else could they be? An
@@ -148,7 +143,7 @@ def all_at_once(tiles, rows: int, dim: int) -> torch.Tensor:
 
 # %% [markdown]
 # **Exercise 1 (15 minutes).** Write the online softmax. The tiles come from a generator, so you cannot go back, look
-# ahead, or ask for their number; `rows` and `dim` are the sizes of the result, in the scores' dtype or float32. A key
+# ahead, or ask for their number; `rows` and `dim` are the sizes of the result, which can be float32 or float64. A key
 # that a query must not see has the score $-\infty$, and a whole tile can be hidden from a query. What is $-\infty -
 # (-\infty)$?
 #
@@ -319,9 +314,8 @@ print(f"{how}; equal to five decimals: {difference < 1e-5}")
 limits = attention_facts.h200_limits()
 print(f"memory:          {limits.bytes_per_s / 1e12:.2f} TB/s")
 print(f"matrix products: {limits.operations_per_s / 1e12:.0f} T operations/s")
-print(
-    f"ridge:           {limits.operations_per_s / limits.bytes_per_s:.0f} operations per byte"
-)
+ridge = limits.operations_per_s / limits.bytes_per_s
+print(f"ridge:           {ridge:.0f} operations per byte")
 
 # %% [markdown]
 # ## 4 · Decode out of a paged cache · 34 min
@@ -351,7 +345,7 @@ compare("decode attention", unit="ms", prediction=guess_decode_ms, **found)
 pairs = 4 * TOKENS * (TOKENS + 1) / 2  # (query, key) of four prompts of 2,048 tokens
 operations = 4 * dim * heads * pairs
 kinds, points = attention_facts.h200_intensities(
-    operations, 4 * needed_bytes, 4 * 4 * score_bytes
+    operations, 4 * needed_bytes, 16 * score_bytes
 )
 draw.roofs(*limits, kinds, points)
 describe(
@@ -614,9 +608,8 @@ run_with(served, before, combine, **attention_facts.in_shares(combine))
 # %% [markdown]
 # ## 6 · What it is worth · optional, 10 min
 #
-# All sections before this one stand without it. First the kernels alone, then the whole engine.
-
-# %% [markdown]
+# First the kernels alone, then the whole engine.
+#
 # **Predict first**: one layer's attention for four prompts of 2,048 tokens at once. For each pair of a query and a key
 # that it sees, a query head does `4 x d` operations: `2 x d` for the score, `2 x d` for mixing in the value. Gemma 2B
 # has 8 query heads and `d` = 256. The floor is that many operations at the speed of matrix products.
@@ -628,9 +621,8 @@ guess_prefill_ms = 0.15  # PREDICT: milliseconds of one layer's attention, 4 pro
 long = attention_facts.h200_kernel("prefill_attention", 8192)
 found = {"floor": 1e3 * operations / limits.operations_per_s, "measured": long["ms"]}
 compare("prefill attention", unit="ms", prediction=guess_prefill_ms, **found)
-print(
-    f"torch's own attention: {long['torch_sdpa_ms']:.3f} ms; the reference: {long['reference_ms']:.2f} ms"
-)
+print(f"torch's own attention: {long['torch_sdpa_ms']:.3f} ms")
+print(f"the reference: {long['reference_ms']:.2f} ms")
 
 # %% [markdown]
 # Our kernel is far ahead of the reference and slower than torch's `scaled_dot_product_attention`, which wants a
@@ -756,7 +748,6 @@ served.close()
 #   arithmetic.
 # * Decode does as many operations per byte as there are query heads per KV head, and is limited by reading memory.
 #   Packing the heads into one tile reads each key once.
-# * A block table costs one small lookup per key; the keys themselves are where the bytes are.
 # * With too few programs, or one that is too long, split the keys into shares, and combine them by the logarithms of
 #   their sums.
 # * Short work is limited by latency, and an engine that launches kernels one by one is launch-bound (section 6).

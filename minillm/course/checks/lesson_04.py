@@ -318,8 +318,8 @@ def _(function):
 
 @paged_decode.property(
     "every KV head is read",
-    hint="a slot holds the keys of all KV heads, head_stride apart: kv_head * head_stride is part of the address. If it "
-    "is: scores 0 and 1 must weigh 0.269 and 0.731",
+    hint="a slot holds the keys of all KV heads, head_stride apart: kv_head * head_stride is part of the address. "
+    "If it is: scores 0 and 1 must weigh 0.269 and 0.731",
 )
 def _(function):
     wide = paged.cache_of(kv_heads=2, dim=2 * DIM)
