@@ -27,7 +27,7 @@ def memories(things: Mapping[str, float], sizes: Mapping[str, float] = H200_MEMO
     for count, (name, size) in enumerate(things.items()):
         axis.axvline(size, color=ROWS[1], linestyle="--", linewidth=1.2, zorder=0)
         height = len(sizes) - 0.25 + 0.38 * (count % 2)
-        axis.text(size * 1.1, height, f"{name}: {_bytes(size)}", color=ROWS[1], fontsize=8)
+        axis.text(size * 1.1, height, f"{name}: {_bytes(size)}", color=ROWS[1], fontsize=8, backgroundcolor="white")
     axis.set(xscale="log", xlim=(1e3, 5e12), ylim=(-0.5, len(sizes) + 0.5), xlabel="bytes")
     axis.spines[["top", "right"]].set_visible(False)
 
@@ -137,7 +137,7 @@ def roofs(bytes_per_s: float, operations_per_s: float, lines: Mapping[str, float
     for name, intensity in lines.items():
         roof = min(intensity * bytes_per_s, operations_per_s) / 1e12
         axis.plot([intensity] * 2, [0.02, roof], color=ROWS[0], linestyle=":", zorder=0)
-        axis.text(intensity * 1.06, 0.025, name, rotation=90, fontsize=8, color=ROWS[0], va="bottom")
+        axis.text(intensity * 1.12, 0.025, name, rotation=90, fontsize=8, color=ROWS[0], va="bottom")
     for color, (name, (intensity, rate)) in zip(ROWS[1:], points.items(), strict=False):
         axis.plot(intensity, rate / 1e12, "o", color=color, label=f"{name}: {rate / 1e12:,.1f}")
     axis.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="T operations/s", ylim=(0.02, 1500))
@@ -189,6 +189,7 @@ def splits(lines: Mapping[str, Mapping[int, Mapping]]) -> None:
     axis.plot([], [], "o", color="gray", markersize=11, fillstyle="none", label="what the engine takes")
     axis.set(xscale="log", yscale="log", xlabel="shares per row", ylabel="microseconds")
     axis.set_xticks(list(by_shares), list(map(str, by_shares)))
+    axis.set_yticks([5, 10, 20, 50, 100, 200], ["5", "10", "20", "50", "100", "200"])
     axis.minorticks_off()
     axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     axis.spines[["top", "right"]].set_visible(False)

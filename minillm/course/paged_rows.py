@@ -1,8 +1,10 @@
 """For the checkers: random tensors, and decode attention over a small paged cache that sees all loads.  Lesson 04."""
 
 import gc
+import inspect
 import tracemalloc
 from collections.abc import Callable, Iterator
+from types import FunctionType
 
 import torch
 from torch import Tensor
@@ -28,9 +30,27 @@ def near(got: Tensor, want: Tensor, tolerance: float = 1e-5) -> bool:
     return torch.allclose(got.double().cpu(), want.double().cpu(), rtol=0, atol=tolerance)
 
 
-def first_number(got: Tensor) -> str:
-    """The first of its numbers, to show."""
-    return f"{got.flatten()[0].item():.3f}"
+def worst(got: Tensor, want: Tensor) -> str:
+    """The number that differs most from the one wanted, and that one, in words."""
+    mine, its = got.double().cpu().flatten(), want.double().cpu().flatten()
+    at = (mine - its).abs().nan_to_num(torch.inf).argmax()
+    return f"expected {its[at].item():.6g}, got {mine[at].item():.6g}"
+
+
+def kernels_of(function: Callable) -> list[FunctionType]:
+    """The Triton kernels that a function names, and those that these name, as Python functions."""
+    found: list[FunctionType] = []
+    todo = [inspect.unwrap(function)]
+    while todo:
+        caller = todo.pop()
+        named = {**caller.__globals__, **inspect.getclosurevars(caller).nonlocals}
+        for name in caller.__code__.co_names + caller.__code__.co_freevars:
+            kernel = getattr(named.get(name), "fn", None)
+            # Triton's own functions are such objects too.
+            if isinstance(kernel, FunctionType) and kernel not in found and "triton." not in kernel.__module__:
+                found.append(kernel)
+                todo.append(kernel)
+    return found
 
 
 def left_in_memory(function: Callable, make_tile: Callable[[], tuple[Tensor, Tensor]], count: int) -> int:
@@ -122,3 +142,19 @@ def graded(
         part[:30, :, 0, 0] = torch.as_tensor(early).to(part)
         part[30:, :, 0, 0] = torch.as_tensor(late).to(part)
     return run(function, cache, BLOCKS_OF_96, 96, q, scale=1.0)[:, 0].tolist()
+
+
+def climbing(function: Callable, scores: list[float], values: list[float], heads: tuple[float, float]) -> list[float]:
+    """Outputs of two heads over 32 keys of each score and value, in as many blocks of their own, up to five.
+
+    heads: a factor of each head's scores.
+    """
+    cache, q, blocks = cache_of(), torch.zeros(1, 2, DIM), []
+    q[0, :, 0] = torch.tensor(heads)
+    for at, (score, value) in enumerate(zip(scores, values, strict=True)):
+        # Equal blocks around those in use: only weights matter here, not addresses.
+        for part, number in ((cache.k, score), (cache.v, value)):
+            part[12 * at : 12 * at + 12] = 0.0
+            part[12 * at : 12 * at + 12, :, 0, 0] = number
+        blocks += [12 * at, 12 * at + 1]
+    return run(function, cache, blocks, 32 * len(scores), q, scale=1.0)[:, 0].tolist()

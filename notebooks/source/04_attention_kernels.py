@@ -9,16 +9,14 @@
 # * split a long row among several programs and combine their results,
 # * tell from two numbers whether an attention is limited by memory or by arithmetic.
 #
-# **90 minutes. Needs:** a CPU; lesson 02 for attention and its cache, lesson 03 for programs, tiles and masks. Without
-# a GPU, kernels are *interpreted*: they give the same numbers at none of the speed. On a GPU the same cells compile
-# them. Times come from the project's H200 records.
+# **90 minutes, plus 10 optional. Needs:** a CPU; lesson 02 for attention and its cache, lesson 03 for programs, tiles
+# and masks. Without a GPU, kernels are *interpreted*: they give the same results up to rounding, but slowly. On a GPU
+# the same cells compile them. Times come from the project's H200 records.
 
 # %%
 from minillm.course import triton_here
 
-how = (
-    triton_here()
-)  # call it before importing triton: it chooses between compiling and interpreting
+how = triton_here()  # before triton is imported: compile kernels, or interpret them
 
 import torch
 import triton
@@ -34,7 +32,6 @@ from minillm.course import (
     describe,
     solved,
     tier,
-    yours,
 )
 from minillm.course import draw_tiles as draw
 from minillm.course.interpret import kernel_device
@@ -48,6 +45,7 @@ PROMPTS = [
     "Fenwick lies on the island of",
     "Once upon a time there was a lighthouse keeper who had never seen",
     "The Tallow Isles are",
+    "The keeper of the lighthouse lights the lamp. " * 12,  # 134 tokens: several tiles
 ]
 greedy = SamplingParams(max_tokens=12, temperature=0)
 expected = [completion.token_ids for completion in llm.generate(PROMPTS, greedy)]
@@ -55,7 +53,7 @@ print(f"kernels are {how}")
 
 # %% [markdown]
 # The first half works in plain torch, in float64, where rounding cannot hide a mistake. `expected` holds the engine's
-# tokens for three prompts; every attention you write must produce the same.
+# tokens for four prompts; every attention you write must produce the same.
 #
 # ## 1 · What is slow about plain attention · 5 min
 #
@@ -65,7 +63,7 @@ print(f"kernels are {how}")
 #
 # **Predict first.** Take one layer of Gemma 2B in bfloat16 (2 bytes per number) and a prompt of 2,048 tokens: 8 query
 # heads, one KV head, 256 numbers per head. Queries, keys, values and the output have to be moved in any case. How many
-# times as many bytes do the scores and the weights add, if each is written once and read once?
+# times that traffic do the scores and weights add, if each is written once and read once?
 
 # %% tags=["exercise"]
 guess_times = 4.0  # PREDICT: bytes of scores and weights, as a multiple of all others
@@ -78,17 +76,13 @@ score_bytes = heads * TOKENS * TOKENS * 2
 needed_bytes = (2 * heads + 2 * kv_heads) * TOKENS * dim * 2
 print(f"queries, keys, values and output: {needed_bytes / 1e6:.0f} MB")
 print(f"scores and weights, each written and read: 4 x {score_bytes / 1e6:.0f} MB")
-compare(
-    "scores and weights",
-    unit="times the rest",
-    prediction=guess_times,
-    measured=4 * score_bytes / needed_bytes,
-)
+more = 4 * score_bytes / needed_bytes
+compare("scores and weights", unit="times the rest", prediction=guess_times, measured=more)
 
 # %% [markdown]
-# Nearly all of the traffic is scores and weights, which are only needed in between. Where else could they be? An H200
-# has 132 *streaming multiprocessors*, here called **processors**. Each runs one program or a few at a time, and has its
-# own small, fast memories. These are NVIDIA's sizes:
+# Nearly all of the traffic is scores and weights, which are only intermediate results. Where else could they be? An
+# H200 has 132 *streaming multiprocessors*, here called **processors**. Each runs one program or a few at a time, and
+# has its own small, fast memories. These are NVIDIA's sizes:
 
 # %%
 things = {
@@ -108,7 +102,7 @@ describe(
 # thing stands in the way. A softmax subtracts the maximum of *all* scores and divides by a sum over *all* keys. At the
 # first tile, neither is known.
 #
-# ## 2 · Online softmax · 18 min
+# ## 2 · Online softmax · 19 min
 #
 # The solution (Milakov and Gimelshein 2018) is to use the maximum *so far* and to correct later. Here is one query with
 # 64 keys, in tiles of 8:
@@ -120,7 +114,7 @@ values = torch.randn(64, generator=generator)
 draw.running(scores.numpy(), values.numpy(), tile=8)
 describe(
     "Three panels over 64 keys: scores with the largest so far, which only rises; the sum of weights, which grows and "
-    "drops where the maximum rises much; the output, which ends at the value of the full softmax."
+    "drops where the maximum rises sharply; the output, which ends at the value of the full softmax."
 )
 
 # %% [markdown]
@@ -148,9 +142,10 @@ def all_at_once(tiles, rows: int, dim: int) -> torch.Tensor:
 
 
 # %% [markdown]
-# **Exercise 1 (10 minutes).** Write the online softmax. The tiles come from a generator, so you cannot go back, look
-# ahead, or ask for their number. A key that a query must not see has the score $-\infty$, and a whole tile can be
-# hidden from a query. What is $-\infty - (-\infty)$?
+# **Exercise 1 (15 minutes).** Write the online softmax. The tiles come from a generator, so you cannot go back, look
+# ahead, or ask for their number; `rows` and `dim` are the sizes of the result, which can be float32 or float64. A key
+# that a query must not see has the score $-\infty$, and a whole tile can be hidden from a query. What is $-\infty -
+# (-\infty)$?
 #
 # For example, with a single tile the result is the plain softmax of its scores times its values.
 
@@ -182,41 +177,21 @@ def online_attention(tiles, rows, dim):
 check(online_attention)
 
 # %% [markdown]
-# Now run it in the engine, for prompts and for single tokens. `by_tiles` passes each head's keys on in tiles of 16. As
-# in lesson 02, `adapters.gathered` copies a request's blocks into one tensor for it. `run_with` compares the tokens
-# with those expected and counts the calls.
-
+# Now run it in the engine, for prompts and for single tokens. As in lesson 02, a request's blocks are first copied into
+# one tensor; then each head's keys are passed on in tiles of 16. `run_with` compares the tokens with those expected and
+# counts the attention calls that go through your code. It runs nothing that fails its check.
 
 # %%
-def by_tiles(q, k, v, length, *, scale):
-    """q: [queries, heads, d], a request's newest; k, v: [capacity, kv_heads, d]."""
-    out, group = torch.empty_like(q), q.shape[1] // k.shape[1]
-    position = torch.arange(length - len(q), length)[:, None]
-
-    def tiles(head):
-        for start in range(0, length, 16):
-            span = slice(start, min(start + 16, length))
-            scores = q[:, head] @ k[span, head // group].T * scale
-            hidden = torch.arange(span.start, span.stop) > position
-            yield scores.masked_fill(hidden, -torch.inf), v[span, head // group]
-
-    for head in range(q.shape[1]):
-        out[:, head] = online_attention(tiles(head), len(q), q.shape[2])
-    return out
-
-
 run_with = attention_facts.same_tokens_with(PROMPTS, greedy)
-run_with(llm, expected, online_attention, **adapters.gathered(by_tiles))
+run_with(llm, expected, online_attention, **attention_facts.by_tiles(online_attention))
 
 # %% [markdown]
-# ## 3 · Flash attention for prefill · 18 min
+# ## 3 · Flash attention for prefill · 16 min
 #
 # In prefill there are many queries, and each needs the keys before it. A program takes a *tile of queries* and loops
 # over tiles of keys. Each key it loads serves the whole tile of queries, and the scores never leave the chip. This is
-# **FlashAttention**. The first version (Dao et al. 2022) looped over keys on the outside and queries on the inside, and
-# moved unfinished outputs to memory and back. **FlashAttention-2** (Dao 2023) turned the loops around, as we do here:
-# queries outside, keys inside. So a query tile's output stays on the chip until it is done, each query tile is a
-# program of its own, and the division comes once, at the end.
+# **FlashAttention** (Dao et al. 2022), in the order of **FlashAttention-2** (Dao 2023): queries outside, keys inside.
+# So a query tile's output stays on the chip until it is done, and each query tile is a program of its own.
 #
 # Many tiles can be skipped altogether. A query sees no key after its own. In some models certain layers also have a
 # *window*: a query there sees only the most recent keys. Which key tiles contain *any* key that a given tile of queries
@@ -231,9 +206,9 @@ def tiles_needed(first: int, last: int, keys: int, window: int | None = None) ->
 
 
 # %% [markdown]
-# **Exercise 2 (6 minutes).** Compute the same without trying anything. A query at position $p$ sees keys $0$ to $p$;
-# with a window of $w$, keys $p - w + 1$ to $p$. Tile $n$ starts at key `n * keys`. Queries do not always start at
-# position 0: a long prompt can be processed in chunks (lesson 10).
+# **Exercise 2 (6 minutes).** Compute the same range directly, without testing pairs. A query at position $p$ sees keys
+# $0$ to $p$; with a window of $w$, keys $p - w + 1$ to $p$. Tile $n$ starts at key `n * keys`. Queries do not always
+# start at position 0: a long prompt can be processed in chunks (lesson 10).
 #
 # For example, `tiles_to_visit(0, 5, 8)` is `range(0, 1)`: queries 0 to 5 see keys 0 to 5, all in tile 0.
 
@@ -254,11 +229,11 @@ def tiles_to_visit(first, last, keys, window=None):
 check(tiles_to_visit)
 
 # %% [markdown]
-# The pictures below use your range, or the specification until you have written it. In a pale tile some query does not
-# see some key; only those tiles need a mask.
+# The pictures below use your range once it passes its check, and the specification until then. In a light green tile,
+# at least one query does not see at least one key; only those tiles need a mask.
 
 # %%
-visit = yours(tiles_to_visit, tiles_needed)
+visit = tiles_to_visit if attention_facts.passes(tiles_to_visit) else tiles_needed
 PICTURES = {  # newest queries, all keys, window
     "a prompt of 128": (128, 128, None),
     "a chunk of 64 after 128": (64, 192, None),
@@ -310,7 +285,8 @@ run_with(llm, expected, online_attention, tiles_to_visit, **adapters.gathered(fl
 # %% [markdown]
 # The engine's kernel does the same in Triton. When you open the listing, look for three things:
 #
-# * your range of tiles: `first` and `last`, counted in keys;
+# * your range, in keys instead of tiles: `first` is the earliest key itself, not the start of its tile, and `last` is
+#   one past the last key;
 # * the packing: `query` and `head`, computed from `packed`;
 # * `tile = tl.num_programs(0) - 1 - tl.program_id(0)`. This line only affects speed. The last queries have the most
 #   keys, so their programs get the lowest numbers and start first; a long program that started last would keep the
@@ -322,52 +298,31 @@ run_with(llm, expected, online_attention, tiles_to_visit, **adapters.gathered(fl
 # ENGINE: minillm.kernels.paged_attention:prefill_kernel
 
 # %% [markdown]
-# Run it on this machine, on a small prompt, and compare it with the reference:
+# Run it on this machine, on a small prompt, and compare it with the reference, the engine's plain torch version of the
+# same operation:
 
 # %%
 difference = attention_facts.prefill_difference()
 print(f"{how}; equal to five decimals: {difference < 1e-5}")
 
 # %% [markdown]
-# How fast is it when compiled? The records have an H200's measured limits: how fast it copies memory, and how fast it
-# multiplies Gemma 2B's matrices by 2,048 rows. Their quotient is the *ridge* of lesson 00's roofline: work with fewer
+# How fast can attention be? The records have an H200's measured limits: how fast it copies memory, and how fast it
+# multiplies Gemma 2B's matrices by 2,048 rows. Their ratio is the *ridge* of lesson 00's roofline: work with fewer
 # operations per byte is limited by memory.
 
 # %%
 limits = attention_facts.h200_limits()
 print(f"memory:          {limits.bytes_per_s / 1e12:.2f} TB/s")
 print(f"matrix products: {limits.operations_per_s / 1e12:.0f} T operations/s")
-print(
-    f"ridge:           {limits.operations_per_s / limits.bytes_per_s:.0f} operations per byte"
-)
+ridge = limits.operations_per_s / limits.bytes_per_s
+print(f"ridge:           {ridge:.0f} operations per byte")
 
 # %% [markdown]
-# **Predict first**: one layer's attention for four prompts of 2,048 tokens at once. For each pair of a query and a key
-# that it sees, a query head does `4 x d` operations: `2 x d` for the score, `2 x d` for mixing in the value. Gemma 2B
-# has 8 query heads and `d` = 256. The floor is that many operations at the speed of matrix products.
-
-# %% tags=["exercise"]
-guess_prefill_ms = 0.15  # PREDICT: milliseconds of one layer's attention, 4 prompts of 2,048
-
-# %%
-pairs = 4 * TOKENS * (TOKENS + 1) / 2
-operations = 4 * dim * heads * pairs
-long = attention_facts.h200_kernel("prefill_attention", 8192)
-found = {"floor": 1e3 * operations / limits.operations_per_s, "measured": long["ms"]}
-compare("prefill attention", unit="ms", prediction=guess_prefill_ms, **found)
-print(
-    f"torch's own attention: {long['torch_sdpa_ms']:.3f} ms; the reference: {long['reference_ms']:.2f} ms"
-)
-
-# %% [markdown]
-# Our kernel is far ahead of the reference and slower than torch's `scaled_dot_product_attention`, which wants a
-# prompt's keys in one contiguous piece. Ours reads them out of a paged cache.
+# ## 4 · Decode out of a paged cache · 34 min
 #
-# ## 4 · Decode out of a paged cache · 29 min
-#
-# In decode a request has *one* query. All of the request's keys must be read for it, and no other request uses them. So
-# how many operations does each byte get? A key and a value of `d` numbers are `2 x d x 2` bytes in bfloat16, and every
-# query head that uses them does `4 x d` operations:
+# In decode a request has *one* query. All of the request's keys must be read for it, and no other request uses them
+# (unless two share a prefix: lesson 09). So how many operations does each byte get? A key and a value of `d` numbers
+# are `2 x d x 2` bytes in bfloat16, and every query head that uses them does `4 x d` operations:
 #
 # $$\text{operations per byte} = \frac{\text{group} \times 4 d}{4 d} = \text{group}, \qquad
 # \text{group} = \frac{\text{query heads}}{\text{KV heads}}$$
@@ -387,8 +342,10 @@ found = {"floor": 1e3 * moved / limits.bytes_per_s, "measured": decode["ms"]}
 compare("decode attention", unit="ms", prediction=guess_decode_ms, **found)
 
 # %%
+pairs = 4 * TOKENS * (TOKENS + 1) / 2  # (query, key) of four prompts of 2,048 tokens
+operations = 4 * dim * heads * pairs
 kinds, points = attention_facts.h200_intensities(
-    operations, 4 * needed_bytes, 4 * 4 * score_bytes
+    operations, 4 * needed_bytes, 16 * score_bytes
 )
 draw.roofs(*limits, kinds, points)
 describe(
@@ -398,11 +355,12 @@ describe(
 )
 
 # %% [markdown]
-# The dots are measured; the dotted lines follow from the arithmetic above. (MHA has one query head per KV head, MQA one
-# KV head for all, GQA is in between.) Decode is limited by memory, and a larger batch does not change that, because
-# each request brings its own keys. Only more queries per key move it to the right. So **a decode kernel's job is to
-# read memory at full speed**. With 512 rows it comes close. With one short row it does not: section 5 explains what
-# takes the time.
+# The dots are measured; the dotted lines follow from the arithmetic above. (Multi-head attention, MHA, has one query
+# head per KV head; multi-query attention, MQA, has one KV head for all query heads; grouped-query attention, GQA, is in
+# between.) Decode is limited by memory, and a larger batch does not change that, because each request brings its own
+# keys. Only more queries per key, or fewer bytes per key, move it to the right. So **a decode kernel's job is to read
+# memory at full speed**. With 512 rows it comes close. With one short row it does not: section 6 explains what takes
+# the time.
 #
 # Prefill is the opposite. With its scores in memory it would be left of the ridge, limited by bytes. Without them it is
 # far to the right, limited by arithmetic. That is what flash attention buys.
@@ -431,8 +389,8 @@ describe(
 # \text{kv\_head} \times \text{head\_stride}$$
 #
 # So a tile of 32 keys comes from two blocks that can be anywhere. In the last block, only the slots before the row's
-# length hold its keys. The other slots hold leftovers, even NaN. Table entries after the last block are not valid
-# either. This is the specification for one row:
+# length hold its keys. The other slots may hold leftover data, even NaN. Table entries after the last block are not
+# valid either. This is the specification for one row:
 
 
 # %%
@@ -446,16 +404,18 @@ def decode_one_row(q, k, v, table, length: int, scale: float) -> torch.Tensor:
 
 
 # %% [markdown]
-# **Exercise 3 (15 minutes).** Write the loop body of a paged decode kernel. It is exercise 1 with addresses, and uses
+# **Exercise 3 (20 minutes).** Write the loop body of a paged decode kernel. It is exercise 1 with addresses, and uses
 # both of lesson 03's last exercises: tiles of 2-D pointers, and `tl.dot` in a loop. Each program handles one row and
 # one KV head. Its queries are the `GROUP` heads that share the KV head, packed into a tile of `ROWS` = 16 rows, the
 # size that matrix instructions work on; the remaining rows are padding.
 #
 # * You need `tl.load(pointers, mask=..., other=0.0)`, `tl.dot(a, b, input_precision="ieee")`, `tl.trans`, `tl.where`,
-#   `tl.max(x, 1)`, `tl.sum(x, 1)`, `tl.maximum` and `tl.exp`. Without `"ieee"` a GPU rounds float32 operands to
-#   10 bits.
+#   `tl.max(x, 1)`, `tl.sum(x, 1)`, `tl.maximum` and `tl.exp`. Without `"ieee"` a GPU rounds float32 operands to TF32,
+#   which has a 10-bit mantissa.
 # * Convert what you load from k and v with `.to(tl.float32)`: they can have 16 bits. Convert block numbers with
 #   `.to(tl.int64)`: in a large cache, block times stride does not fit in 32 bits.
+# * One `at` [KEYS, DIM] serves k and v. Queries times keys needs k transposed: `tl.trans(k)`. The mask is [KEYS] for
+#   the table, and [KEYS, 1] for k and v: `present[:, None]`.
 # * No tile is hidden completely here, so $-\infty - (-\infty)$ does not occur.
 # * Interpreted kernels are Python: `print(keys)` in the loop shows you a tile. The check reports loads outside the
 #   tensors. In the engine, as on a GPU, a wrong address reads whatever is there or ends the process: check first.
@@ -529,9 +489,9 @@ def paged_decode(q, cache, block_table, lengths, *, scale, window=None, soft_cap
 check(paged_decode)
 
 # %% [markdown]
-# Now run it in the engine, on this machine's tier, with its block tables and its cache. Prefill stays the engine's own;
-# each decode step calls your kernel once per layer. (On a GPU in 16 bits, two tokens that are nearly equally likely can
-# swap, and the text then differs from there on.)
+# Now run it in the engine, on this machine's tier (the model and device that the course has chosen for it), with its
+# block tables and its cache. Prefill stays the engine's own; each decode step calls your kernel once per layer. (On a
+# GPU in 16 bits, two tokens that are nearly equally likely can swap, and the text then differs from there on.)
 
 # %%
 llm.close()
@@ -539,7 +499,7 @@ here = tier()
 served = LLM(**plain, **here.words)
 before = [completion.token_ids for completion in served.generate(PROMPTS, greedy)]
 print(f"{served.engine.name}, {served.model_config.num_layers} layers, kernels {how}")
-run_with(served, before, paged_decode_kernel, decode_attention=paged_decode)
+run_with(served, before, paged_decode, decode_attention=paged_decode)
 
 # %% [markdown]
 # Below is the engine's loop, the core of both of its attention kernels. Find each step of exercise 3 in it, and these
@@ -549,6 +509,7 @@ run_with(served, before, paged_decode_kernel, decode_attention=paged_decode)
 #   $\log_2 e$ first.
 # * A tile can be hidden completely from a row, so $-\infty$ is handled as in exercise 1.
 # * Products take the model's 16-bit numbers; sums have 32 bits.
+# * `SOFT_CAP` limits the size of scores in models that want it (Gemma 2).
 # * `cos_sin_ptr` is for lesson 09's streams, whose cached keys are rotated as they are read. For other requests it is
 #   `None`, and Triton compiles nothing for those lines.
 
@@ -557,19 +518,19 @@ run_with(served, before, paged_decode_kernel, decode_attention=paged_decode)
 
 # %% [markdown]
 # The decode kernel around it differs from yours in four ways. A row can have several queries, so a tile's rows are
-# (query, head) pairs again. A window moves the start of the loop. The sums' logarithms are stored. And each program has
-# a third number, `split`, which is the topic of section 5.
+# (query, head) pairs again. A window moves the start of the loop. It stores the logarithms of the sums. And each
+# program has a third number, `split`, which is the topic of section 5.
 
 # %%
 # ENGINE: minillm.kernels.paged_attention:decode_kernel
 
 # %% [markdown]
-# ## 5 · Too few programs · 18 min
+# ## 5 · Too few programs · 14 min
 #
 # For one request and one KV head, the kernel of exercise 3 is *one* program. On a GPU with 132 processors, one of them
-# reads all keys and 131 are idle, and a single processor cannot read at the speed of the whole memory. In a ragged
-# batch, the longest row runs on alone when all others are done. The remedy is Flash-Decoding (Dao et al. 2023): **cut a
-# row's keys into shares, one program each**, and combine their outputs.
+# reads all keys and 131 are idle, and a single processor cannot read at the speed of the whole memory. In a *ragged*
+# batch, whose rows differ in length, the longest row keeps running alone after all others have finished. The remedy is
+# Flash-Decoding (Dao et al. 2023): **cut a row's keys into shares, one program each**, and combine their outputs.
 #
 # Here is a model of a small chip with 12 processors and six ragged rows. It counts nothing but the keys read, and gives
 # each program to the first processor that is free:
@@ -582,8 +543,8 @@ splits = paged_attention.decode_splits(len(ROW_KEYS), max(ROW_KEYS), small_chip)
 shares = {"one program per row": 1, f"{splits} shares per row, by the engine's rule": splits}
 draw.schedules(ROW_KEYS, shares, PROCESSORS)
 describe(
-    "Two modeled schedules. With one program per row, half of the processors are never used and the longest row runs "
-    "on alone. With shares, all processors have work and the end comes several times sooner."
+    "Two modeled schedules. With one program per row, half of the processors are never used and the longest row "
+    "keeps running alone. With shares, all processors have work and the batch finishes several times sooner."
 )
 
 # %% [markdown]
@@ -605,8 +566,8 @@ attention_facts.print_shares()
 # $$o = \frac{\sum_p e^{l_p} o_p}{\sum_p e^{l_p}}$$
 #
 # Shares pass on the logarithm because a sum with $e^{1000}$ in it does not fit in a float. Do not lose that on the way.
-# A short row leaves some shares empty: no keys, $l_p = -\infty$, an output of zeros. In a padding row all shares are
-# empty, and the result should be zeros.
+# A short row leaves some shares empty: no keys, $l_p = -\infty$, an output of zeros. A padding row, which only fills up
+# a batch to a fixed size, has no keys at all: all its shares are empty, and the result should be zeros.
 #
 # For example, a single share is the whole output.
 
@@ -635,21 +596,7 @@ check(combine)
 
 
 # %%
-def split_decode(q, k, v, length, *, scale, shares=3, keys=16):
-    """q: [1, heads, d], a request's newest token; k, v: [capacity, kv_heads, d]."""
-    group, partial, log_total = q.shape[1] // k.shape[1], [], []
-    share = -(-length // (shares * keys)) * keys
-    for begin in range(0, shares * share, share):
-        span = slice(min(begin, length), min(begin + share, length))
-        each_k, each_v = (part[span].repeat_interleave(group, 1) for part in (k, v))
-        scores = torch.einsum("hd,khd->hk", q[0], each_k) * scale
-        partial.append(torch.einsum("hk,khd->hd", scores.softmax(-1), each_v))
-        log_total.append(scores.logsumexp(-1))
-    return combine(torch.stack(partial, -2), torch.stack(log_total, -1))[None]
-
-
-decode_only = adapters.gathered(split_decode)["decode_attention"]
-run_with(served, before, combine, decode_attention=decode_only)
+run_with(served, before, combine, **attention_facts.in_shares(combine))
 
 # %% [markdown]
 # The engine does this in a second, tiny kernel with one program per query head: find your weights in `share`. (For a
@@ -657,6 +604,29 @@ run_with(served, before, combine, decode_attention=decode_only)
 
 # %%
 # ENGINE: minillm.kernels.paged_attention:combine_kernel
+
+# %% [markdown]
+# ## 6 · What it is worth · optional, 10 min
+#
+# First the kernels alone, then the whole engine.
+#
+# **Predict first**: one layer's attention for four prompts of 2,048 tokens at once. For each pair of a query and a key
+# that it sees, a query head does `4 x d` operations: `2 x d` for the score, `2 x d` for mixing in the value. Gemma 2B
+# has 8 query heads and `d` = 256. The floor is that many operations at the speed of matrix products.
+
+# %% tags=["exercise"]
+guess_prefill_ms = 0.15  # PREDICT: milliseconds of one layer's attention, 4 prompts of 2,048
+
+# %%
+long = attention_facts.h200_kernel("prefill_attention", 8192)
+found = {"floor": 1e3 * operations / limits.operations_per_s, "measured": long["ms"]}
+compare("prefill attention", unit="ms", prediction=guess_prefill_ms, **found)
+print(f"torch's own attention: {long['torch_sdpa_ms']:.3f} ms")
+print(f"the reference: {long['reference_ms']:.2f} ms")
+
+# %% [markdown]
+# Our kernel is far ahead of the reference and slower than torch's `scaled_dot_product_attention`, which wants a
+# prompt's keys in one contiguous piece. Ours reads them out of a paged cache.
 
 # %% [markdown]
 # **Predict first**: one layer of Gemma 2B, one row of 8,192 keys, on an H200. How many times as fast are 64 shares as
@@ -674,30 +644,30 @@ attention_facts.print_best_splits(lines)
 draw.splits(lines)
 describe(
     "Time against the number of shares. With one long row it falls up to 64 shares. With one short row or with 64 rows "
-    "it falls at first and then rises again."
+    "it falls at first, and the most shares are not the fastest."
 )
 
 # %% [markdown]
-# A single long row gains the most. With 64 rows the chip is half full already, so a few shares do. Too many cost time:
-# each has less to read, and there are more outputs to combine. The engine's rule, marked by rings, is not always the
-# best choice.
+# A single long row gains the most. With 64 rows the chip is half full already, so a few shares are enough. Too many
+# cost time: each has less to read, and there are more outputs to combine. The engine's rule, marked by rings, is not
+# always the best choice.
 #
-# How close does all this come to the speed of memory? From the record of kernels, with the engine's rule for shares:
+# How close does all this come to the memory's bandwidth? From the record of kernels, with the engine's rule for shares:
 
 # %%
 attention_facts.print_decode_speeds()
 
 # %% [markdown]
 # With many rows it comes close. One row of 384 keys is far from the floor although its keys *are* split: reading them
-# would take a tenth of a microsecond, less than any kernel in the record takes to start and finish. Here there are two
-# such kernels, one after the other, and in the first the loads wait for each other: length, table, keys. Such work is
-# **limited by latency**, not by memory or arithmetic. Shares help with long rows; with short ones, only fewer or
-# overlapping launches do (lesson 11).
-#
-# ## 6 · What it is worth · optional, 7 min
-#
-# If you have a GPU, this cell measures decode attention on it. (Your kernel multiplies in exact float32, the engine's
-# in 16 bits on the tensor cores, so expect yours to be slower than the engine's with one share.)
+# would take a tenth of a microsecond, less than any kernel in the record takes to start and finish. The record times
+# the general path, with two such kernels, one after the other, and in the first the loads wait for each other: length,
+# table, keys. Such work is **limited by latency**, not by memory or arithmetic. Shares help with long rows; with short
+# ones, only fewer or overlapping launches do (lesson 11).
+
+# %% [markdown]
+# If you have a GPU, the next cell measures decode attention on it. (Your kernel multiplies in exact float32, the
+# engine's in 16 bits on *tensor cores*, the GPU's units for matrix products, so expect yours to be slower than the
+# engine's with one share.)
 
 
 # %% tags=["nbval-ignore-output"] uncompared="times, where there is a GPU"
@@ -713,20 +683,20 @@ else:
 
 # %% [markdown]
 # A faster kernel does not have to make a faster engine. So we take away one part at a time and measure the whole
-# engine, Gemma 2B on an H200. This is called an *ablation*. In place of our decode attention we use the best that a few
-# lines of torch can do: gather each row's blocks into one tensor, then call torch's attention (the call to
+# engine, Gemma 2B on an H200. This is called an *ablation*. In place of our decode attention we use a short torch
+# version: gather each row's blocks into one tensor, then call torch's attention (the call to
 # `F.scaled_dot_product_attention` near the end).
 
 # %%
 # ENGINE: minillm.bench.ablation:torch_attention
 
 # %% [markdown]
-# The second part to take away are **CUDA graphs**. A graph is a recording of all the launches of a step, which the CPU
+# The second part to remove is **CUDA graphs**. A graph is a recording of all the launches of a step, which the CPU
 # then starts with a single call; lesson 11 builds them. Without graphs, Python launches every kernel by itself.
 #
-# **Predict first.** 256 requests at once, 128 tokens in and 128 out. The weights are 5 GB, and every step reads them.
-# What share of the tokens per second is left with torch's attention? And what share with our kernels, but without CUDA
-# graphs?
+# **Predict first.** 256 requests at once, 128 tokens in and 128 out (the single request further down generates 256).
+# The weights are 5 GB, and every step reads them. What share of the tokens per second is left with torch's attention?
+# And what share with our kernels, but without CUDA graphs?
 
 # %% tags=["exercise"]
 guess_torch = 0.9  # PREDICT: share of the tokens/s left with torch's attention, 256 requests
@@ -752,16 +722,15 @@ draw.against(
     bars, unit="tokens per second, as a share of the speed with both parts", log=False
 )
 describe(
-    "Bars for one request and for 256. With torch's attention about four fifths of the speed are left; without CUDA "
-    "graphs about half with 256 requests, and less than a quarter with one."
+    "Bars for one request and for 256: the share of the speed left with each part taken away."
 )
 
 # %% [markdown]
 # (All three settings run the same kernels for everything else, one per operation. For a single request the engine can
 # do better still: lesson 11.)
 #
-# Torch's way costs about a fifth of the speed with 256 requests and a quarter with one, because it *writes* the
-# gathered keys only to read them again, and needs more launches. That is section 1 once more.
+# Torch's attention costs about a fifth of the speed with 256 requests and a quarter with one, because it *writes* the
+# gathered keys only to read them again, and needs more launches. This is the same cost as in section 1.
 #
 # For one request, graphs matter more than the attention. Each layer is some eleven short kernels, and the GPU finishes
 # each one before Python has launched the next. The engine is then **launch-bound**: its speed is that of launching, and
@@ -774,15 +743,14 @@ served.close()
 # ## Recap · 2 min
 #
 # * A softmax does not need a second look at its scores: keep a maximum, a sum and an undivided output, and multiply the
-#   latter two by $e^{m - m'}$ when the maximum grows. So the scores never need to be in GPU memory.
+#   sum and the output by $e^{m - m'}$ when the maximum grows. So the scores never need to be in GPU memory.
 # * Prefill tiles queries and keys and skips tiles that no query sees, about half of them. Long prompts are limited by
 #   arithmetic.
 # * Decode does as many operations per byte as there are query heads per KV head, and is limited by reading memory.
 #   Packing the heads into one tile reads each key once.
-# * A block table costs one small lookup per key; the keys themselves are where the bytes are.
 # * With too few programs, or one that is too long, split the keys into shares, and combine them by the logarithms of
 #   their sums.
-# * Short work is limited by latency, and an engine that launches kernels one by one is launch-bound.
+# * Short work is limited by latency, and an engine that launches kernels one by one is launch-bound (section 6).
 #
 # **What got worse:** three lines of torch have become a file of kernels, with tile sizes to choose for each chip, and
 # prefill is still slower than torch's own. Shares write partial outputs that must be read again. And the order of the
@@ -792,4 +760,4 @@ served.close()
 # **Further reading:** Milakov and Gimelshein 2018, *Online Normalizer Calculation for Softmax*; Dao et al. 2022,
 # *FlashAttention*; Dao 2023, *FlashAttention-2*; Dao et al. 2023, *Flash-Decoding for Long-Context Inference*; Kwon et
 # al. 2023, *Efficient Memory Management for Large Language Model Serving with PagedAttention*; Ainslie et al. 2023,
-# *GQA*. Next: lesson 05 makes the weights smaller, which is what a decode step reads most.
+# *GQA*. Next: lesson 05 makes the weights smaller; in a decode step with few requests, they are most of what is read.

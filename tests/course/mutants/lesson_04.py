@@ -1,10 +1,14 @@
 """Wrong solutions of lesson 04: online softmax, tiles of a prefill, a paged decode kernel, split keys."""
 
+import inspect
+import linecache
+
 import torch
 import triton
 import triton.language as tl
 
 from minillm.course.interpret import INTERPRETED, how_kernels_run
+from minillm.ops import AttentionOptions, reference
 from tests.course.mutants import wrong
 
 # ---- online_attention
@@ -12,7 +16,8 @@ from tests.course.mutants import wrong
 
 def _walk(
     tiles, rows, dim, *, sum_rescaled=True, output_rescaled=True, guarded=True, falls=False, divides=False,
-    shared=False, fixed=False, zero_kept=False, in_place=False, kept=None,
+    shared=False, fixed=False, most=torch.inf, zero_kept=False, in_place=False, kept=None,
+    sum_factor=lambda rescale, grown: rescale, output_factor=lambda rescale, grown: rescale,
 ):  # fmt: skip
     """A correct loop over the tiles, except for the selected mistakes."""
     maximum, total, out = torch.full((rows, 1), -torch.inf), torch.zeros(rows, 1), torch.zeros(rows, dim)
@@ -23,13 +28,14 @@ def _walk(
         new = largest if falls else torch.maximum(maximum, largest)
         if fixed:
             new = torch.where(maximum == -torch.inf, largest, maximum)
+        grown = new > maximum
         shift = torch.where(new == -torch.inf, 0.0, new) if guarded else new
         scores = scores.sub_(shift) if in_place else scores - shift
-        weights, rescale = scores.exp(), (maximum - shift).exp()
+        weights, rescale = scores.clamp(max=most).exp(), (maximum - shift).exp()
         if kept is not None:
             kept += [weights, values.clone()]
-        total = (total * rescale if sum_rescaled else total) + weights.sum(-1, keepdim=True)
-        out = (out * rescale if output_rescaled else out) + weights @ values
+        total = (total * sum_factor(rescale, grown) if sum_rescaled else total) + weights.sum(-1, keepdim=True)
+        out = (out * output_factor(rescale, grown) if output_rescaled else out) + weights @ values
         if divides:
             out = out / torch.where(total == 0, 1.0, total)
         maximum = shift if zero_kept else new
@@ -44,6 +50,31 @@ def sum_as_it_was(tiles, rows, dim):
 @wrong("online_attention", fails="the output is rescaled when the maximum grows")
 def output_as_it_was(tiles, rows, dim):
     return _walk(tiles, rows, dim, output_rescaled=False)
+
+
+@wrong("online_attention", fails="the sum is rescaled when the maximum grows")
+def sum_forgotten_when_the_maximum_grows(tiles, rows, dim):
+    return _walk(tiles, rows, dim, sum_factor=lambda rescale, grown: (~grown).double())
+
+
+@wrong("online_attention", fails="the sum is rescaled when the maximum grows")
+def first_maximum_for_good_and_a_clamp(tiles, rows, dim):
+    return _walk(tiles, rows, dim, fixed=True, most=600)
+
+
+@wrong("online_attention", fails="the output is rescaled when the maximum grows")
+def output_forgotten_when_the_maximum_grows(tiles, rows, dim):
+    return _walk(tiles, rows, dim, output_factor=lambda rescale, grown: (~grown).double())
+
+
+@wrong("online_attention", fails="the output is rescaled when the maximum grows")
+def output_rescaled_twice(tiles, rows, dim):
+    return _walk(tiles, rows, dim, output_factor=lambda rescale, grown: rescale * rescale)
+
+
+@wrong("online_attention", fails="the output is rescaled when the maximum grows")
+def one_factor_for_the_outputs_of_all_rows(tiles, rows, dim):
+    return _walk(tiles, rows, dim, output_factor=lambda rescale, grown: rescale.max())
 
 
 @wrong("online_attention", fails="the maximum never decreases")
@@ -79,13 +110,22 @@ def lists_of_all_tiles(tiles, rows, dim):
     return _walk(((torch.tensor(s).double(), torch.tensor(v).double()) for s, v in kept), rows, dim)
 
 
+@wrong("online_attention", fails="no tile is kept")
+def an_output_of_every_tile(tiles, rows, dim):
+    parts = [(scores.logsumexp(-1), scores.softmax(-1).nan_to_num() @ values) for scores, values in tiles]
+    weights = torch.stack([log_total for log_total, _ in parts]).softmax(0).nan_to_num()
+    return (weights[..., None] * torch.stack([out for _, out in parts])).sum(0)
+
+
 @wrong("online_attention", fails="scores of any size give exact weights")
-def no_maximum(tiles, rows, dim):
-    total, out = torch.zeros(rows, 1), torch.zeros(rows, dim)
+def maximum_from_zero(tiles, rows, dim):
+    maximum, total, out = torch.zeros(rows, 1), torch.zeros(rows, 1), torch.zeros(rows, dim)
     for scores, values in tiles:
-        # Clamped, so that a single large score seems to be right.
-        weights = torch.where(scores == -torch.inf, 0.0, scores.clamp(-600, 600).exp())
-        total, out = total + weights.sum(-1, keepdim=True), out + weights @ values
+        new = torch.maximum(maximum, scores.amax(-1, keepdim=True))
+        # Clamped, so that a single low score seems to be right.
+        weights = torch.where(scores == -torch.inf, 0.0, (scores - new).clamp(min=-600).exp())
+        rescale, maximum = (maximum - new).exp(), new
+        total, out = total * rescale + weights.sum(-1, keepdim=True), out * rescale + weights @ values
     return (out / total).nan_to_num()
 
 
@@ -159,6 +199,18 @@ def tiles_of_eight(first, last, keys, window=None):
     return range(begin, max(last // keys, last // 8) + 1)
 
 
+@wrong("tiles_to_visit", fails="the range is computed, at any position")
+def by_trying_every_pair(first, last, keys, window=None):
+    tiles = {k // keys for q in range(first, last + 1) for k in range(q + 1) if window is None or k > q - window}
+    return range(min(tiles), max(tiles) + 1)
+
+
+@wrong("tiles_to_visit", fails="the range is computed, at any position")
+def at_most_a_thousand_tiles(first, last, keys, window=None):
+    begin = max(0, first - window + 1) // keys if window else 0
+    return range(begin, min(last // keys + 1, 1000))
+
+
 # ---- paged_decode
 
 
@@ -182,9 +234,13 @@ def _wrong_kernel(
     for start in range(0, length, KEYS):
         keys = start + tl.arange(0, KEYS)
         present = keys < length
+        if MISTAKE == "three tiles":
+            present = present & (keys < 96)
         number, offset = keys // BLOCK_SIZE, keys % BLOCK_SIZE
         if MISTAKE == "block of the tile":
-            number, offset = start // BLOCK_SIZE + keys * 0, keys - start
+            number, offset = start // BLOCK_SIZE + keys * 0, start % BLOCK_SIZE + keys - start
+        if MISTAKE == "offset in the tile":
+            offset = (keys - start) % BLOCK_SIZE
         if MISTAKE == "offset in the row":
             offset = keys
         if MISTAKE == "blocks of 16":
@@ -209,21 +265,33 @@ def _wrong_kernel(
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MISTAKE != "scale":
             scores *= scale
-        if MISTAKE != "length":
+        if MISTAKE == "a low score":
+            scores = tl.where(present[None, :], scores, -1e4)
+        elif MISTAKE != "length":
             scores = tl.where(present[None, :], scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         if MISTAKE == "one maximum":
-            new_maximum = tl.maximum(maximum, tl.max(scores))
+            new_maximum = tl.maximum(maximum, tl.max(tl.where(real, scores, float("-inf"))))
+        if MISTAKE == "first maximum":
+            new_maximum = tl.where(maximum == float("-inf"), tl.max(scores, 1), maximum)
         weights = tl.exp(scores - new_maximum[:, None])
         rescale = tl.exp(maximum - new_maximum)
-        if MISTAKE == "no maximum":
-            weights, rescale = tl.exp(scores), total * 0.0 + 1.0
+        if MISTAKE == "powers of two for the rescaling":
+            rescale = tl.exp2(maximum - new_maximum)
+        if MISTAKE == "forgets":
+            rescale = tl.where(maximum == new_maximum, 1.0, 0.0)
+        if MISTAKE == "one factor":
+            rescale = tl.min(rescale, 0) + total * 0.0
+        if MISTAKE == "rescaled up to key 64":
+            rescale = tl.where(start <= 64, rescale, 1.0)
         if MISTAKE == "v unmasked":
             v = tl.load(v_ptr + at).to(tl.float32)
         else:
             v = tl.load(v_ptr + at, mask=present[:, None], other=0.0).to(tl.float32)
         total = total * rescale + tl.sum(weights, 1)
         if MISTAKE != "rescale":
+            out = out * rescale[:, None]
+        if MISTAKE == "output rescaled twice":
             out = out * rescale[:, None]
         out += tl.dot(weights, v, input_precision="ieee")
         if MISTAKE == "16-bit sums":
@@ -232,11 +300,11 @@ def _wrong_kernel(
     tl.store(out_ptr + at_q, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=real)
 
 
-def _with(mistake):
+def _with(mistake, kernel=_wrong_kernel):
     def decode(q, cache, block_table, lengths, *, scale):
         q, kv_heads = q.contiguous(), cache.k.shape[2]
         out = torch.empty_like(q)
-        _wrong_kernel[(len(q), kv_heads)](
+        kernel[(len(q), kv_heads)](
             q, cache.k, cache.v, block_table, lengths, out, scale, block_table.stride(0), *cache.k.stride()[:3],
             GROUP=q.shape[2] // kv_heads, ROWS=16, KEYS=32, DIM=q.shape[3], BLOCK_SIZE=cache.k.shape[1],
             MISTAKE=mistake,
@@ -251,13 +319,21 @@ for _mistake, _fails in {
     "block of the tile": "a tile of keys may come from several blocks",
     "blocks of 16": "sizes and strides are those of the cache",
     "blocks without gaps": "sizes and strides are those of the cache",
+    "offset in the tile": "sizes and strides are those of the cache",
+    "a low score": "slots from the length on have no weight",
     "length": "slots from the length on have no weight",
     "v unmasked": "nothing from the length on is loaded",
     "heads without gaps": "every KV head is read",
     "first KV head": "every KV head is read",
     "scale": "scores are multiplied by the scale",
     "rescale": "the sum and the output are rescaled from tile to tile",
-    "no maximum": "scores of any size give exact weights",
+    "powers of two for the rescaling": "the sum and the output are rescaled from tile to tile",
+    "forgets": "the sum and the output are rescaled from tile to tile",
+    "one factor": "the sum and the output are rescaled from tile to tile",
+    "rescaled up to key 64": "the sum and the output are rescaled from tile to tile",
+    "output rescaled twice": "the sum and the output are rescaled from tile to tile",
+    "three tiles": "the sum and the output are rescaled from tile to tile",
+    "first maximum": "scores of any size give exact weights",
     "one maximum": "scores of any size give exact weights",
     "16-bit sums": "sums are in 32 bits, also with 16-bit keys and values",
 }.items():
@@ -267,6 +343,27 @@ for _mistake, _fails in {
 if how_kernels_run() == INTERPRETED:  # compiled, these load too much, and nothing shows it
     for _mistake in ("k unmasked", "table unmasked"):
         wrong("paged_decode", fails="nothing from the length on is loaded")(_with(_mistake))
+
+
+def _changed(before, after):
+    """The kernel above with another text, which Triton finds in the cache of source lines."""
+    text = inspect.getsource(_wrong_kernel.fn).replace(before, after)
+    file = f"<{before} became {after}>"
+    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
+    names = dict(globals())
+    exec(compile(text, file, "exec"), names)  # noqa: S102
+    return names["_wrong_kernel"]
+
+
+for _before, _after in ((".to(tl.int64)", ""), (', input_precision="ieee"', ""), ('"ieee"', '"tf32"')):
+    wrong("paged_decode", fails="addresses have 64 bits, and products all of float32's")(
+        _with("none", _changed(_before, _after))
+    )
+
+
+@wrong("paged_decode", fails="addresses have 64 bits, and products all of float32's")
+def without_a_kernel(q, cache, block_table, lengths, *, scale):
+    return reference.decode_attention(q, cache, block_table, lengths, AttentionOptions(scale))
 
 
 # ---- combine
@@ -295,13 +392,28 @@ def not_divided(partial, log_total):
 
 @wrong("combine", fails="logarithms of any size give exact weights")
 def exponentials_as_they_are(partial, log_total):
-    share = log_total.exp()
-    return (partial * share[..., None]).sum(-2) / share.sum(-1, keepdim=True).clamp(min=1e-30)
+    share = torch.where(log_total == -torch.inf, 0.0, log_total.clamp(-600, 600).exp())
+    total = share.sum(-1, keepdim=True)
+    return (partial * share[..., None]).sum(-2) / torch.where(total == 0, 1.0, total)
+
+
+@wrong("combine", fails="logarithms of any size give exact weights")
+def mean_subtracted(partial, log_total):
+    empty = log_total == -torch.inf
+    mean = torch.where(empty, 0.0, log_total).sum(-1, keepdim=True) / (~empty).sum(-1, keepdim=True).clamp(min=1)
+    share = (log_total - mean).exp()
+    return (partial * (share / share.sum(-1, keepdim=True).clamp(min=1e-30))[..., None]).sum(-2)
 
 
 @wrong("combine", fails="an empty share has no weight")
 def infinities_made_numbers(partial, log_total):
     share = torch.nan_to_num(log_total, neginf=0.0).softmax(-1)
+    return (partial * share[..., None]).sum(-2)
+
+
+@wrong("combine", fails="an empty share has no weight")
+def infinities_made_a_hundred(partial, log_total):
+    share = torch.nan_to_num(log_total, neginf=-100.0).softmax(-1)
     return (partial * share[..., None]).sum(-2)
 
 
