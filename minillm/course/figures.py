@@ -1,6 +1,7 @@
 """Figures with a text alternative, for people who cannot see them and for places that show no pictures.  Lesson 00."""
 
 import io
+import sys
 
 from minillm.errors import ConfigError
 
@@ -11,15 +12,15 @@ def describe(text: str) -> None:
     text: what the figure shows, in a sentence or two that also hold for figures measured on another machine.
     """
     import matplotlib.pyplot as plt
-    from IPython.core.getipython import get_ipython
-    from IPython.display import display
 
     if not plt.get_fignums():
         raise ConfigError("there is no figure to describe: draw one first, in the same cell")
     figure = plt.gcf()
-    if get_ipython() is None:  # a lesson that runs as a script
+    if "IPython" not in sys.modules or sys.modules["IPython"].get_ipython() is None:  # a lesson that runs as a script
         plt.close(figure)
         return
+    from IPython.display import display
+
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", bbox_inches="tight")
     plt.close(figure)

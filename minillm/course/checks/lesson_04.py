@@ -211,10 +211,10 @@ def _(function):
     hint="two divisions are enough: the range needs only the first tile and the last, at position 5,000,005 as at 5",
 )
 def _(function):
-    begin = time.process_time()
+    begin = time.thread_time()
     got = function(5_000_005, 5_000_005, 8)
     assert isinstance(got, range), f"return a range, not a {type(got).__name__}"
-    seconds = time.process_time() - begin
+    seconds = time.thread_time() - begin  # a busy machine changes nothing
     assert got[-1] == 625_000, f"query 5,000,005, tiles of 8 keys: the last tile is 625000, not {got[-1]}"
     assert seconds < 0.02, f"query 5,000,005, tiles of 8 keys: that took {seconds:.2f} seconds"
 
