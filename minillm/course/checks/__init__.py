@@ -117,7 +117,7 @@ def check(candidate: Callable) -> None:
     try:
         results = exercise.examine(candidate)
     except NotSolvedYet:
-        print(f"{name}: not solved yet. Write it above and run both cells; until then the engine's own is used.")
+        print(f"{name}: not solved yet. Write it above and run both cells.")
         return
     print(name)
     said: set[str] = set()
