@@ -214,7 +214,7 @@ for each in build["results"]:
 
 # %% [markdown]
 # Next to nothing. The only launch that it changed makes prefill attention 5 % faster, which is a small part of these
-# runs; no other candidate was clearly better than its default. On another GPU, or for a shape that nobody has tuned, a
+# runs; nothing else passed those tests. On another GPU, or for a shape that nobody has tuned, a
 # plan may find more. It is still worth knowing that there is little left to gain.
 #
 # ## 3 · Who launches the kernels? · 15 min
@@ -461,9 +461,9 @@ describe(
 )
 
 # %% [markdown]
-# 18 layers and the output head make a step, and a step makes a token. So the times at best give each way an upper bound
-# in tokens per second. Here are the bound and the measured speed of the fused step. All ways below run their decode
-# steps in CUDA graphs, and their prompts outside; the measured speeds include the prompt.
+# 18 layers and the output head make a step, and a step makes a token. So the times at best give each way an estimated
+# upper bound in tokens per second. Here are the bound and the measured speed of the fused step. All ways below run
+# their decode steps in CUDA graphs, and their prompts outside; the measured speeds include the prompt.
 
 # %%
 head_us = 1e6 * 2 * gemma.vocab_size * gemma.hidden_size / bytes_per_s
@@ -480,17 +480,17 @@ compare("five launches per layer", unit="tokens/s", floor=most[names[2]], measur
 # share, or less? And one kernel per operation?
 
 # %% tags=["exercise"]
-guess_share = 0.6  # PREDICT: measured speed of plain torch as a share of its bound
+guess_share = 60.0  # PREDICT: measured speed of plain torch, in percent of its bound
 
 # %%
 for name in names:
     rate = tokens_per_s["fusion", name, 1]
     missing_us = (1e6 / rate - 1e6 / most[name]) / gemma.num_layers
     print(
-        f"{name:<22} {rate / most[name]:.1%} of its bound, {missing_us:.0f} µs per layer over it"
+        f"{name:<22} {rate / most[name]:.1%} of its bound, {missing_us:.0f} µs per layer longer"
     )
-torchs = tokens_per_s["fusion", names[0], 1] / most[names[0]]
-compare("plain torch", unit="of its bound", prediction=guess_share, measured=torchs)
+torchs = 100 * tokens_per_s["fusion", names[0], 1] / most[names[0]]
+compare("plain torch", unit="% of its bound", prediction=guess_share, measured=torchs)
 
 # %% [markdown]
 # In microseconds, the way with the fewest kernels loses least. As a *share*, plain torch looks better than one kernel
@@ -501,8 +501,8 @@ compare("plain torch", unit="of its bound", prediction=guess_share, measured=tor
 #
 # Another technique hides the gaps: **programmatic dependent launch**, on NVIDIA GPUs since Hopper. A kernel may start
 # while the one before it still runs. It loads its first *weights*, which depend on no other kernel, and only then waits
-# for the vector that the previous kernel is computing. In the kernel, that is one call. (Why is
-# every kernel before the previous one complete? Because the previous one lets this one start only after its own wait.)
+# for the vector that the previous kernel is computing. In the kernel, that is one call. (Why
+# is every kernel before the previous one complete? The previous one lets this one start only after its own wait.)
 
 # %%
 # ENGINE: minillm.kernels.single_row:_wait_for_inputs
