@@ -134,8 +134,8 @@ def graph_sizes(totals: Mapping[int, float], engines: tuple[int, float], label: 
     if totals:
         axis.plot(list(totals), list(totals.values()), "o-", color=COLORS[0], label=label)
     axis.plot(*engines, "s", color=COLORS[1], markersize=8, label="the engine's list of sizes")
-    axis.margins(y=0.08)
-    axis.set(xlabel="captured batch sizes", ylabel="ms of all steps", ylim=(0, None))
+    top = 1.08 * max([*totals.values(), engines[1]])
+    axis.set(xlabel="captured batch sizes", ylabel="ms of all steps", ylim=(0, top))
     axis.legend(fontsize=9)
     axis.spines[["top", "right"]].set_visible(False)
 

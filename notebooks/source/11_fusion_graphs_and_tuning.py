@@ -439,7 +439,8 @@ describe(
 # In a graph, launches cost the CPU almost nothing. They still cost the GPU: at the end of each kernel its last programs
 # finish while most of the chip is idle, and the next kernel's first loads take time to arrive. For one request, every
 # kernel is short, so this matters most. The engine has a special path for this case. The four matrix products of a
-# layer read all the weights for a single vector. Everything between them is so little that it fits *into* them:
+# layer read all the weights for a single vector. The norms, the residual sum and GeGLU are so little work that they fit
+# *into* the products; rotation and cache write fit into attention:
 #
 # 1. norm, QKV projection;
 # 2. rotation, cache write, attention;

@@ -63,8 +63,10 @@ def _(function):
     _expect(function, runs, "default", "other", f"medians 9 and the default's 10 of {runs['default']}")
     runs = {"default": [10.0, 10.0, 99.0, 10.0, 10.0], "other": [9.9] * 5}
     _expect(function, runs, "default", "default", f"medians 9.9 and the default's 10 of {runs['default']}")
-    runs = {"default": [10.0] * 6, "other": [99.0, 99.0, 9.0, 9.0, 9.0, 9.0]}
-    _expect(function, runs, "default", "other", f"medians 9 of {runs['other']} and the default's 10")
+    slow, fast = [99.0] * 9, [9.0] * 11  # slow at the beginning, or at the end
+    for other in (slow + fast, fast + slow):
+        runs = {"default": [10.0] * 20, "other": other}
+        _expect(function, runs, "default", "other", f"medians 9 of {other} and the default's 10")
     for other, median, expected in (([8.0, 9.0, 10.2, 11.0], 9.6, "other"), ([8.0, 9.0, 11.0, 12.0], 10, "default")):
         runs = {"default": [10.0] * 4, "other": other}
         _expect(function, runs, "default", expected, f"medians {median} of {other} and the default's 10")
