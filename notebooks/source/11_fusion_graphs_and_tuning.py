@@ -171,7 +171,7 @@ else:
 # are compiled and measured, and noise may change the choice from run to run. (It needs a GPU.)
 #
 # `minillm build` measures beforehand instead: on *this* GPU, with *this* model's sizes, for the traffic that you
-# expect. It tunes the kernels that have most to gain, attention and the matrix products of the single-request step;
+# expect. It tunes attention and the matrix products of the single-request step;
 # GeGLU keeps its default. It times the winner and the default twice, and the winner must beat the default by 2 % in
 # both timings (`minillm/tuning/trials.py`). Then it measures whole decode steps with the winners, and drops those that
 # do not help there. (Prefill attention, which decode steps do not run, needs no such test.) The result is a plan file.
@@ -318,7 +318,7 @@ describe(
     "Lanes in time for the CPU and the GPU, one by one and as a graph. One by one, the CPU is busy"
     " throughout; as a graph, it is busy once. "
     + (
-        "One by one, the GPU runs short kernels with long gaps; as a graph, kernels without gaps."
+        "One by one, the GPU waits before every kernel; as a graph, they follow without gaps."
         if solved(queued)
         else "The GPU's lanes are empty: `queued` is not solved yet."
     )
