@@ -19,6 +19,8 @@ BUILT_IN = {
     "minillm/course/adapters.py": {"ValueError"},  # lesson 02's exercise requires it of `append`
     "minillm/course/checks/lesson_02.py": {"AssertionError"},
     "minillm/course/checks/lesson_09.py": {"AssertionError"},
+    "minillm/course/checks/lesson_99.py": {"AssertionError"},
+    "minillm/course/interpret.py": {"RuntimeError"},  # inside a learner's kernel that never ends; its check reports it
     "minillm/evaluate/perplexity.py": {"ValueError"},  # log-probabilities that its own request asked for
     "minillm/lazy_imports.py": {"AttributeError"},  # `getattr` requires it
     "minillm/model/single_row.py": {"TypeError", "ValueError"},  # callers ask `SingleRow.fits` first
@@ -58,7 +60,8 @@ def test_every_error_class_is_a_minillm_error():
     def ours(name: str) -> bool:
         return name == "MinillmError" or any(map(ours, classes.get(name, ())))
 
-    found = [name for name in classes if raisable(name)]
+    # TookTooLong interrupts a learner's code, and no `except Exception` may catch it.
+    found = [name for name in classes if raisable(name) and name != "TookTooLong"]
     assert {"ConfigError", "OutOfBlocks", "TokenizerError", "PortTaken"} <= set(found)
     assert [name for name in found if not ours(name)] == []
 

@@ -138,7 +138,8 @@ def graph_sizes(totals: Mapping[int, float], engines: tuple[int, float], label: 
     if totals:
         axis.plot(list(totals), list(totals.values()), "o-", color=COLORS[0], label=label)
     axis.plot(*engines, "s", color=COLORS[1], markersize=8, label="the engine's list of sizes")
-    axis.set(xlabel="captured batch sizes", ylabel="ms of all steps", ylim=(0, None))
+    top = 1.08 * max([*totals.values(), engines[1]])
+    axis.set(xlabel="captured batch sizes", ylabel="ms of all steps", ylim=(0, top))
     axis.legend(fontsize=9)
     axis.spines[["top", "right"]].set_visible(False)
 
@@ -149,6 +150,6 @@ def lanes(title: str, rows: Mapping[str, Sequence[tuple[float, float]]]) -> None
     for place, (label, spans) in enumerate(rows.items()):
         axis.broken_barh(spans, (place - 0.35, 0.7), color=COLORS[0 if "CPU" in label else 1], edgecolor="white")
     axis.set_yticks(range(len(rows)), rows)
-    axis.set(xlabel="microseconds", title=title)
+    axis.set(xlabel="microseconds", xlim=(0, None), title=title)
     axis.invert_yaxis()
     axis.spines[["top", "right"]].set_visible(False)

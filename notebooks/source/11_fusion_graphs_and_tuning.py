@@ -2,11 +2,11 @@
 # # 11 · Fusion, CUDA graphs and tuning
 #
 # After this lesson you can see what the launches of a layer cost; choose a kernel's tile from measurements without
-# falling for noise; say when a step is limited by the CPU and what CUDA graphs change; choose which batch sizes to
+# falling for noise; say when a step is limited by the CPU and how CUDA graphs help; choose which batch sizes to
 # capture; compare two measurements only if they differ in one thing; and name the steps from a model to a TensorRT
-# engine, and what does the same here.
+# engine, and their counterparts here.
 #
-# **80 minutes. Needs:** Linux, and lessons 03, 04 and 10. This lesson is about GPUs, and a GPU is not needed: times
+# **79 minutes. Needs:** Linux, and lessons 03, 04 and 10. This lesson is about GPUs, and a GPU is not needed: times
 # come from the project's H200 records.
 
 # %%
@@ -20,7 +20,7 @@ from minillm.bench import plots, records
 from minillm.course import NotSolvedYet, check, compare, describe, solved, tier, triton_here
 from minillm.course import draw_kernels as draw
 from minillm.course.checks.lesson_11 import padded_ms
-from minillm.course.launches import five_launches, least_us, one_layer
+from minillm.course.launches import ATTENTION, five_launches, least_us, one_layer
 from minillm.model.config import PRESETS
 
 here = tier()
@@ -36,8 +36,8 @@ gemma = PRESETS["gemma-2b"]
 #
 # Lesson 03 fused an addition with a norm. Here is everything that one layer of Gemma 2B launches in a decode step of 64
 # requests: as torch would run it line by line, and as the engine runs it, with one kernel per operation. The four
-# matrix products and attention are the same in both. Each launch is drawn as long as it must take *at least*: its
-# bytes at the H200's memory bandwidth, and never less than the shortest kernel of the record. So this is a lower bound,
+# matrix products and attention are the same in both. Each launch is drawn as long as it takes *at best*: its bytes at
+# the H200's memory bandwidth, and never less than the shortest kernel of one record. So this is an optimistic estimate,
 # not a measurement.
 
 # %%
@@ -57,24 +57,24 @@ ways = {
     "torch,\nline by line": bound(one_layer(gemma, 64, 1024, fused=False)),
     "a kernel per\noperation": bound(one_layer(gemma, 64, 1024, fused=True)),
 }
-draw.timeline(ways, "One layer of Gemma 2B, 64 rows: the least time it can take")
+draw.timeline(ways, "One layer of Gemma 2B, 64 rows: estimated time at best")
 describe(
     "Two rows of launches in time. Four matrix products and attention take most of both. Line by"
-    " line, dozens of short torch kernels lie between them; with one kernel per operation there"
-    " are five."
+    " line, 30 short torch kernels run between them; with one kernel per operation only five"
+    " remain."
 )
 
 # %% [markdown]
-# Fusion removes the confetti between the products, and the trips to memory that each piece makes. What is left are ten
-# launches. This lesson asks three questions about them. How fast is each one? How fast are they *asked for*? And can
-# there be even fewer?
+# Fusion removes most of the short kernels between the matrix products, and their trips to memory. Ten launches remain:
+# four matrix products, attention, and five small ones. This lesson asks three questions about them. How fast is each
+# one? How fast can the CPU *launch* them? And can there be even fewer?
 #
-# ## 2 · Which tile? · 19 min
+# ## 2 · Which tile? · 18 min
 #
 # No formula says how many columns a tile should have, or over how many **warps** (groups of 32 threads) to spread it.
 # Small tiles mean many programs with little to do. Large tiles need many registers, and if too few programs fit on a
-# processor at once, it waits for memory. So kernel authors measure. Here is GeGLU for Gemma 2B with every choice, on an
-# H200 (`tools/kernel_tiles.py`):
+# multiprocessor at once, it waits for memory. So kernel authors measure. Here is GeGLU for Gemma 2B with every choice,
+# on an H200 (`tools/kernel_tiles.py`):
 
 # %%
 table = records.read("h200/tiles")["results"]
@@ -99,9 +99,10 @@ describe(
 )
 
 # %% [markdown]
-# One row wants small tiles, because only many programs fill the chip. For 3,000 rows there is a plateau: many choices
-# are within 2 % of the best. Two regions are slow. Tiles that are large for their warps (lower left) need too many
-# registers per thread; tiles that are small for them (upper right) leave threads idle.
+# One row needs small tiles: it takes many programs to fill the GPU. For 3,000 rows there is a plateau: many choices are
+# within 2 % of the best. Three regions are slow. Tiles that are large for their warps (lower left) need too many
+# registers per thread. Tiles that are small for them (upper right) leave threads idle. And in the whole top row, 3,000
+# rows make 192,000 programs with too little to do each.
 #
 # How much does a measurement vary by itself? Each cell of the table is the median of 20 runs:
 
@@ -114,14 +115,16 @@ for rows, chosen in ((1, (256, 2)), (1, (1024, 4)), (3000, (4096, 16)), (3000, (
     )
 
 # %% [markdown]
-# Single runs can be twice the median. And a difference of half a percent may be gone tomorrow, or on the next driver.
-# So a careful tuner has a **default** and a **margin**: it keeps the default unless something else is *clearly* faster.
+# Single runs can be twice the median. And medians differ between processes: another one measured the default, 1,024
+# columns and 4 warps, at 1.45 µs for one row (`h200/kernels`), which is 8 % less. So compare only what was measured
+# side by side, and even then half a percent may be noise. A careful tuner therefore has a **default** and a **margin**:
+# it keeps the default unless something else is *clearly* faster.
 #
 # $$\text{choice} = \begin{cases} b & \text{if } \operatorname{median}(b) < (1 - \text{margin}) \cdot
 # \operatorname{median}(\text{default}) \\ \text{default} & \text{otherwise} \end{cases} \qquad
 # b = \text{the launch with the smallest median}$$
 #
-# **Exercise 1 (8 minutes).** For example, runs of `[8.0, 8.1, 8.0]` for `(512, 4)` and of `[10.0, 10.0, 10.1]` for the
+# **Exercise 1 (6 minutes).** For example, runs of `[8.0, 8.1, 8.0]` for `(512, 4)` and of `[10.0, 10.0, 10.1]` for the
 # default `(1024, 4)` give `(512, 4)`.
 
 
@@ -159,19 +162,21 @@ else:
     print("choose_launch is not solved yet")
 
 # %% [markdown]
-# For 3,000 rows the default is on the plateau and stays. For one row another launch is clearly faster, but a step of
-# one request takes about 1,400 µs (section 5), so 5 µs are not worth a second code path. And the engine's step for one
-# request does not run this kernel at all. Measure the kernel, then ask what the *step* gains.
+# For 3,000 rows the default is on the plateau and stays. For one row another launch is clearly faster. But a step of
+# one request takes about 1,400 µs (section 5), so 5 µs are 0.4 %: not worth a lookup and one more thing to test. And
+# the engine's step for one request does not run this kernel at all. Measure the kernel, then ask what the *step* gains.
 #
 # Triton can tune by itself: `@triton.autotune(configs=[...], key=[...])` measures all configurations at the first
 # launch with each new key and keeps the fastest. The price: the first request of each new size waits until all of them
 # are compiled and measured, and noise may change the choice from run to run. (It needs a GPU.)
 #
-# `minillm build` measures beforehand instead: the launches of *this* model on *this* GPU, for the traffic that you
-# expect. It times the winner and the default twice, and the winner must beat the default by 2 % in both timings
-# (`minillm/tuning/trials.py`). Then it measures whole decode steps with the winners, and drops those that do not help
-# there. The result is a plan file. At each launch, a kernel that has a choice looks it up. In the next listing, see
-# what identifies a problem, and what happens if there is no entry:
+# `minillm build` measures beforehand instead: on *this* GPU, with *this* model's sizes, for the traffic that you
+# expect. It tunes attention and the matrix products of the single-request step;
+# GeGLU keeps its default. It times the winner and the default twice, and the winner must beat the default by 2 % in
+# both timings (`minillm/tuning/trials.py`). Then it measures whole decode steps with the winners, and drops those that
+# do not help there. (Prefill attention, which decode steps do not run, needs no such test.) The result is a plan file.
+# At each launch, a kernel that has a choice looks it up. In the next listing, see what identifies a problem, and what
+# happens if there is no entry:
 
 # %%
 # ENGINE: minillm.kernels.launch_configs:tuned
@@ -190,31 +195,40 @@ for rows in (1, 2):
     print(f"rows={rows}: {chosen}")
 
 # %% [markdown]
-# What did a plan for Gemma 2B bring on the H200? The record has runs with and without it:
+# What did a plan for Gemma 2B bring on the H200? The record has runs with and without it, of 1,024 prompt tokens and
+# 256 output tokens per request:
 
 # %%
 build = records.read("h200/build")
-print(f"measured {build['plan']['measured']['seconds']:.0f} s")
+measured = build["plan"]["measured"]
+print(f"measured {measured['seconds']:.0f} s: {measured['launches_tried']} launches tried")
+for each in build["plan"]["launches"]:
+    before, after = each["microseconds"]
+    print(
+        f"{each['kernel']}: {before:.0f} µs by default, {after:.0f} µs with the launch chosen"
+    )
 for each in build["results"]:
     print(
         f"requests: {each['requests']:>3}, {each['engine']:<8} {each['output_tokens_per_s']:>9,.1f} tokens/s"
     )
 
 # %% [markdown]
-# Next to nothing: the defaults were tuned on this GPU. On another GPU, or for a shape that their author never measured,
-# a plan has more to find. It is still worth knowing that there is nothing left to gain.
+# Next to nothing. The only launch that it changed makes prefill attention 5 % faster, which is a small part of these
+# runs; nothing else passed those tests. On another GPU, or for a shape that nobody has tuned, a
+# plan may find more. It is still worth knowing that there is little left to gain.
 #
-# ## 3 · Who asks for the kernels? · 16 min
+# ## 3 · Who launches the kernels? · 15 min
 #
-# The times so far are what the GPU needs. But the CPU has to *ask* for each launch: Python runs a line, torch picks the
+# The times so far are what the GPU needs. But the CPU has to *launch* each kernel: Python runs a line, torch picks the
 # kernel, the driver puts it into a queue. The GPU takes kernels from that queue in order. If the CPU is slower than the
 # GPU, the queue is empty and the GPU waits: the step is **launch-bound**.
 #
-# A **CUDA graph** is a recording. Launch the step once while CUDA notes every launch with all its arguments, without
-# running it. From then on, a single call *replays* all of them.
+# A **CUDA graph** is a recording. To **capture** it, launch the step once while CUDA records every launch with all its
+# arguments, without running it. From then on, a single call *replays* all of them.
 #
-# **Predict first.** With decode steps in CUDA graphs and one kernel per operation, the engine decodes one request of
-# Gemma 2B on an H200 at the speed below. How fast is it with the same kernels, launched one by one?
+# **Predict first.** With decode steps in CUDA graphs and one kernel per operation, the engine serves one request of
+# Gemma 2B (128 prompt tokens, 256 output tokens) on an H200 at the speed below. How fast is it with the same kernels,
+# launched one by one? There are 11 launches per layer: attention for one row is two kernels.
 
 # %%
 ablation = records.read("h200/ablation")
@@ -231,33 +245,35 @@ guess_without_graphs = 300.0  # PREDICT: tokens/s of one request without CUDA gr
 # %%
 without = tokens_per_s["CUDA graphs", "off", 1]
 compare("without graphs", unit="tokens/s", prediction=guess_without_graphs, measured=without)
-# Ten launches per layer, and one more because attention for one row is two kernels.
 launches = gemma.num_layers * (len(one_layer(gemma, 1, 256, fused=True)) + 1)
-asking_us = 1e6 / without / launches
+launch_us = 1e6 / without / launches
 print(f"graphs make it {with_graphs / without:.1f} times as fast")
 print(
-    f"without: {1e3 / without:.1f} ms per step, or {asking_us:.0f} µs for each of {launches} launches"
+    f"without: {1e3 / without:.1f} ms per step, or {launch_us:.0f} µs for each of {launches} launches"
 )
 
 # %% [markdown]
 # (`launches` counts the layers only. The time per launch is the whole step, scheduling and sampling included, divided
 # by that number.)
 #
-# You can compute this. Kernel $i$ starts when it has been asked for *and* the kernel before it has ended:
+# You can compute what the GPU does. Kernel $i$ starts when it has been launched *and* the kernel before it has ended:
 #
-# $$\text{start}_i = \max(\text{asked}_i, \text{end}_{i-1}), \qquad \text{end}_i = \text{start}_i + \text{length}_i$$
+# $$\text{start}_i = \max(\text{launched}_i, \text{end}_{i-1}), \qquad \text{end}_i = \text{start}_i + \text{length}_i$$
 #
-# **Exercise 2 (7 minutes).** For example, kernels asked for at 5, 10 and 15 µs, of 2, 8 and 1 µs, run from 5 to 7, 10
-# to 18, and 18 to 19.
+# **Exercise 2 (5 minutes).** For example, kernels launched at 5, 10 and 15 µs, of 2, 8 and 1 µs, run from 5 to 7, 10 to
+# 18, and 18 to 19.
 
 
 # %% tags=["exercise"]
-def queued(asked_us: list[float], kernel_us: list[float]) -> list[tuple[float, float]]:
-    """(start, end) of each kernel. asked_us: when the CPU has asked for it; kernel_us: its length."""
+def queued(launched_us: list[float], kernel_us: list[float]) -> list[tuple[float, float]]:
+    """(start, end) of each kernel.
+
+    launched_us: when the CPU has put each into the queue, in order; kernel_us: how long each runs.
+    """
     # SOLUTION: walk through the kernels, and remember when the last one ended
     end, times = 0.0, []
-    for asked, length in zip(asked_us, kernel_us):
-        start = max(asked, end)
+    for launched, length in zip(launched_us, kernel_us):
+        start = max(launched, end)
         end = start + length
         times.append((start, end))
     return times
@@ -268,38 +284,53 @@ def queued(asked_us: list[float], kernel_us: list[float]) -> list[tuple[float, f
 check(queued)
 
 # %% [markdown]
-# Now one layer for one request, with the least time of each kernel from section 1. Launched one by one, the CPU needs
-# the average from above for each; as a graph, it asks once (and one call serves all 18 layers). This is a **model**,
-# not a trace: every launch gets the same average.
+# Now a decode step's 18 layers for one request, with each kernel's time at best from section 1. Launched one by one,
+# each kernel costs the CPU the average from above; a graph costs that once. This is a **model**, not a trace: every
+# launch gets the same average. The figure shows the first layer.
 
 # %%
-lengths = [us for _, _, us in bound(one_layer(gemma, 1, 256, fused=True))]
-asked = {
-    "one by one": [asking_us * (place + 1) for place in range(len(lengths))],
-    "as a graph": [asking_us] * len(lengths),
+layer_us = [
+    us
+    for kind, _, us in bound(one_layer(gemma, 1, 256, fused=True))
+    for _ in range(2 if kind == ATTENTION else 1)  # two kernels for one row
+]
+lengths = layer_us * gemma.num_layers
+launched = {
+    "one by one": [launch_us * (place + 1) for place in range(len(lengths))],
+    "as a graph": [launch_us] * len(lengths),
 }
 lanes = {}
-for name, when in asked.items():
-    lanes[f"{name}: CPU"] = [(end - asking_us, 0.96 * asking_us) for end in sorted({*when})]
+for name, when in launched.items():
+    first_layer = when[: len(layer_us)]
+    lanes[f"{name}: CPU"] = [
+        (end - launch_us, 0.96 * launch_us) for end in sorted({*first_layer})
+    ]
     lanes[f"{name}: GPU"] = []
     if solved(queued):
         times = queued(when, lengths)
-        lanes[f"{name}: GPU"] = [(start, end - start) for start, end in times]
-        busy = sum(lengths) / times[-1][1]
-        print(f"{name}: the layer ends at {times[-1][1]:5.0f} µs; the GPU is busy {busy:.0%}")
-draw.lanes("One layer of one request, a model with average launches", lanes)
+        lanes[f"{name}: GPU"] = [(start, end - start) for start, end in times[: len(layer_us)]]
+        busy, total = sum(lengths) / times[-1][1], times[-1][1] / 1e3
+        print(
+            f"{name}: 18 layers end after {total:.1f} ms; the GPU is busy {busy:.0%} of that"
+        )
+draw.lanes("The first layer of one request, a model with average launches", lanes)
 describe(
-    "Lanes in time for the CPU and the GPU. One by one, the CPU is busy throughout; as a graph,"
-    " it is busy once. Once `queued` is written, the GPU's lanes show short kernels with long"
-    " gaps between them, and as a graph kernels without gaps."
+    "Lanes in time for the CPU and the GPU, one by one and as a graph. One by one, the CPU is busy"
+    " throughout; as a graph, it is busy once. "
+    + (
+        "One by one, the GPU waits before every kernel; as a graph, they follow without gaps."
+        if solved(queued)
+        else "The GPU's lanes are empty: `queued` is not solved yet."
+    )
 )
 
 # %% [markdown]
 # A recording has a price. Arguments are *addresses* and *sizes*, so inputs must be at the same addresses every time, no
-# shape may change, and nothing in the step may wait for the CPU. The engine therefore keeps the state of its rows on
-# the device, captures one graph per batch size, and pads a batch to the next captured size. In the listing below, look
-# for three things: graphs are kept by size and by the width of their block tables; a step is *rehearsed* before it is
-# captured, so that all its kernels are compiled; and the closure `step` is what is captured, sampling included.
+# shape may change, and nothing in the step may wait for the CPU. The engine therefore keeps the state of its rows in
+# GPU memory, captures one graph per batch size, and pads a batch to the next captured size. In the listing below, look
+# for three things: graphs are kept by size and by the width of their block tables; a step is *rehearsed*, that is run
+# once, before it is captured, so that all its kernels are compiled; and the inner function `step` is what is captured,
+# sampling included. (You may skip the first `if`, which decides where a graph's memory comes from.)
 
 # %%
 # ENGINE: minillm.runner.decode_graphs:DecodeGraphs.captured
@@ -325,7 +356,8 @@ describe(
 # ENGINE: minillm.runner.decode_graphs:batch_sizes
 
 # %% [markdown]
-# What does padding cost? The plan of section 2 has the time of a decode step for each batch size:
+# What does padding cost? The plan of section 2 has the time of a decode step for each batch size. Its rows have over
+# 1,000 cached tokens each, so one row takes longer here than in sections 3 and 5:
 
 # %%
 step_ms = {rows: ms for rows, _, ms, _ in build["plan"]["measured"]["steps_ms"]}
@@ -334,9 +366,9 @@ for rows, ms in step_ms.items():
 
 # %% [markdown]
 # A step of 16 rows takes only 0.2 ms longer than a step of 4: reading the weights takes most of both. So padding 3 rows
-# to 16 costs little. Padding 129 rows to 256 rather than to 192 costs 0.7 ms. (One row is faster because it has a step
-# of its own, section 5. And 2 rows were measured slower than 4, so a plan drops the size 2: padding 2 rows to 4 saves
-# time.)
+# to 16 rather than to 4 costs 0.2 ms. Padding 129 rows to 256 rather than to 192 costs 0.7 ms. (One row is faster
+# because it has a step of its own, section 5. And 2 rows were measured slower than 4, so a plan drops the size 2:
+# padding 2 rows to 4 saves time.)
 #
 # Which sizes are worth a graph depends on the traffic. Take 256 requests that start together, with outputs of 1 to 256
 # tokens: as they finish, the batch shrinks.
@@ -396,25 +428,25 @@ describe(
 )
 
 # %% [markdown]
-# The first few sizes bring nearly everything. `minillm build` simplifies the question: it walks from the largest size
-# down and keeps a size if its step is at least 2 % faster than that of the next larger one kept
-# (`minillm/tuning/planning.py`, `worthwhile`). That needs no forecast of batch sizes. All graphs of the engine share
-# one memory pool, because only one of them runs at a time, so each further graph is cheap here; the engine reserves 1
-# MiB for each, for what the driver keeps.
+# The first few sizes bring nearly all of the gain. `minillm build` simplifies the question: it walks from the largest
+# size down and keeps a size if its step is at least 2 % faster than that of the next larger one kept
+# (`minillm/tuning/planning.py`, `worthwhile`). That needs no forecast of batch sizes. All graphs of the engine use the
+# same memory for their intermediate results, because only one of them runs at a time. So each further graph is cheap
+# here: the engine reserves 1 MiB for it.
 #
-# ## 5 · Five launches per layer · 8 min
+# ## 5 · Five launches per layer · 9 min
 #
 # In a graph, launches cost the CPU almost nothing. They still cost the GPU: at the end of each kernel its last programs
-# finish while most of the chip is idle, and the next kernel's first loads take time to arrive. For one request, that
-# is much of what is left between the engine and its floor. So the engine has a special path for this case. The four
-# products of a layer read all the weights for a single vector. Everything between them is so little that it fits *into*
-# them:
+# finish while most of the chip is idle, and the next kernel's first loads take time to arrive. For one request, every
+# kernel is short, so this matters most. The engine has a special path for this case. The four matrix products of a
+# layer read all the weights for a single vector. The norms, the residual sum and GeGLU are so little work that they fit
+# *into* the products; rotation and cache write fit into attention:
 #
-# 1. norm, QKV product;
+# 1. norm, QKV projection;
 # 2. rotation, cache write, attention;
-# 3. output product;
-# 4. residual sum, norm, gate and up products, GeGLU;
-# 5. down product.
+# 3. output projection;
+# 4. residual sum, norm, gate and up projections, GeGLU;
+# 5. down projection.
 
 # %%
 ways = {
@@ -422,7 +454,7 @@ ways = {
     "a kernel per\noperation": bound(one_layer(gemma, 1, 256, fused=True)),
     "five\nlaunches": bound(five_launches(gemma, 256)),
 }
-draw.timeline(ways, "One layer of Gemma 2B, one row: the least time it can take")
+draw.timeline(ways, "One layer of Gemma 2B, one row: estimated time at best")
 describe(
     "Three rows of launches in time, for one request. Torch's many short kernels make its row the"
     " longest; with one kernel per operation it is shorter, and with five launches nearly all of"
@@ -430,9 +462,9 @@ describe(
 )
 
 # %% [markdown]
-# 18 layers and the head make a step, and a step makes a token, so each way has an upper bound in tokens per second.
-# Here are the bound and the measured speed of the fused step. All ways below run their decode steps in CUDA graphs, and
-# their prompts outside; the measured speeds include the prompt.
+# 18 layers and the output head make a step, and a step makes a token. So the times at best give each way an estimated
+# upper bound in tokens per second. Here are the bound and the measured speed of the fused step. All ways below run
+# their decode steps in CUDA graphs, and their prompts outside; the measured speeds include the prompt.
 
 # %%
 head_us = 1e6 * 2 * gemma.vocab_size * gemma.hidden_size / bytes_per_s
@@ -445,26 +477,33 @@ fused = tokens_per_s["fusion", "five launches a layer", 1]
 compare("five launches per layer", unit="tokens/s", floor=most[names[2]], measured=fused)
 
 # %% [markdown]
-# **Predict first.** What share of its own bound do plain torch kernels reach, in a graph? More than the fused step, or
-# less?
+# **Predict first.** What share of their own bound do plain torch kernels reach, in a graph? More than the fused step's
+# share, or less? And one kernel per operation?
 
 # %% tags=["exercise"]
-guess_share = 0.6  # PREDICT: measured speed of plain torch as a share of its bound
+guess_share = 60.0  # PREDICT: measured speed of plain torch, in percent of its bound
 
 # %%
 for name in names:
-    print(f"{name:<22} {tokens_per_s['fusion', name, 1] / most[name]:.0%} of its bound")
-torchs = tokens_per_s["fusion", names[0], 1] / most[names[0]]
-compare("plain torch", unit="of its bound", prediction=guess_share, measured=torchs)
+    rate = tokens_per_s["fusion", name, 1]
+    missing_us = (1e6 / rate - 1e6 / most[name]) / gemma.num_layers
+    print(
+        f"{name:<22} {rate / most[name]:.1%} of its bound, {missing_us:.0f} µs per layer longer"
+    )
+torchs = 100 * tokens_per_s["fusion", names[0], 1] / most[names[0]]
+compare("plain torch", unit="% of its bound", prediction=guess_share, measured=torchs)
 
 # %% [markdown]
-# The bounds assume that a kernel takes as long as its bytes, or the shortest kernel's time. Real small kernels take
-# longer, attention for one row takes about seven microseconds (`h200/kernels`), and every boundary between kernels has
-# a gap. So the way with the fewest kernels comes closest to its bound.
+# In microseconds, the way with the fewest kernels loses least. As a *share*, plain torch looks better than one kernel
+# per operation, because its bound already charges 1.35 µs for each of 30 short kernels: a share of a bound compares
+# fairly only if the bounds are alike. What do the bounds leave out? Many small kernels take longer than the shortest
+# one (attention for one row about 7 µs, `h200/kernels`), there are gaps between kernels, and the prompt and the
+# sampling take time.
 #
-# Another technique hides those gaps: **programmatic dependent launch**, on NVIDIA GPUs since Hopper. A kernel may start
+# Another technique hides the gaps: **programmatic dependent launch**, on NVIDIA GPUs since Hopper. A kernel may start
 # while the one before it still runs. It loads its first *weights*, which depend on no other kernel, and only then waits
-# for the vector that the previous kernel is computing. In the kernel, that is one call:
+# for the vector that the previous kernel is computing. In the kernel, that is one call. (Why
+# is every kernel before the previous one complete? The previous one lets this one start only after its own wait.)
 
 # %%
 # ENGINE: minillm.kernels.single_row:_wait_for_inputs
@@ -489,7 +528,7 @@ compare("plain torch", unit="of its bound", prediction=guess_share, measured=tor
 # The record's "CUDA graphs" group says 120 tokens/s without graphs and 706 with them. It would be wrong to report
 # "graphs make decoding 5.9 times as fast": with graphs, the engine *also* runs the fused step of section 5, which
 # exists only inside graphs. Several things changed, so the factor has several causes. Here is what really ran in each
-# setting:
+# setting of `minillm bench ablation`, for one request:
 
 # %%
 RAN = {
@@ -549,9 +588,9 @@ else:
 print(f"not a fair pair: off -> on, {speed['on'] / speed['off']:.2f} times")
 
 # %% [markdown]
-# Follow a path of fair pairs from `off` to `on`: the factors multiply to the unfair one. Graphs for decode steps are
-# by far the largest, then the five launches. For 256 requests the picture changes, because a step has more work per
-# launch:
+# Follow a path of fair pairs from `off` to `on`: the factors multiply to the unfair one. Graphs for decode steps bring
+# by far the largest factor, then the five launches. For 256 requests the picture changes, because a step has more work
+# per launch:
 
 # %%
 plots.ablation(ablation, groups=["CUDA graphs", "fusion"])
@@ -563,8 +602,8 @@ describe(
 
 # %% [markdown]
 # ("decodes alone" has decode steps in graphs and launches prompts kernel by kernel; it is the same setting as "five
-# launches a layer". Five launches exist for one request only: with more rows a product uses each weight several times,
-# and needs tiles for that.)
+# launches a layer". Five launches exist for one request only: with more rows, a matrix product uses each weight several
+# times, and needs tiles for that.)
 #
 # ## 7 · From a model to a TensorRT engine · 6 min
 #
@@ -572,28 +611,31 @@ describe(
 # can now name:
 #
 # 1. **Import** the network, for example from an ONNX file, as a graph of layers. *Here:* nothing. The model is Python
-# code that runs as it is (`minillm/model/decoder.py`). 2. **Optimize the graph:** fold constants, remove dead layers,
-# fuse layers that follow each other (vertically) and layers that read the same input (horizontally). *Here:* by hand.
-# Fused kernels are vertical fusion; Q, K and V in one matrix, and gate and up in one, are horizontal fusion. Gemma's `1
-# + weight` is folded when the weights are loaded. 3. **Choose precisions**, or take those of the network, and insert
-# *reformatting* where a layer needs another type or layout than the one before it. *Here:* a recipe says which weights
-# are quantized (lessons 05 to 08). No reformatting, since all kernels agree on a layout. 4. **Time tactics:** measure
-# several kernels for each layer on the target GPU, and keep the fastest. A *timing cache* saves measuring the same
-# layer twice. *Here:* `minillm build` measures launch configurations of its own kernels, each problem once. Large
-# matrix products are left to the library's own choice. 5. **Plan memory:** tensors that are not needed at the same time
-# share buffers. *Here:* torch's allocator does it while the step runs, and all CUDA graphs share one pool. 6.
-# **Serialize** the result, the *plan*, to a file. By default it works only on this kind of GPU and with this version of
-# TensorRT. *Here:* the plan file holds choices and no code, and is refused on another GPU, another version or another
-# model shape. Triton caches compiled kernels by itself. 7. **Run:** a runtime deserializes the engine and creates an
-# *execution context*, which holds the memory of one run. An application may capture its work in a CUDA graph. *Here:*
-# `LLM(plan=...)`, the rows' state on the device (`minillm/runner/state.py`), and the graphs of sections 3 and 4.
+#    code that runs as it is (`minillm/model/decoder.py`).
+# 2. **Optimize the graph:** fold constants, remove dead layers, fuse consecutive layers (vertically) and layers that
+#    read the same input (horizontally). *Here:* by hand. Fused kernels are vertical fusion; Q, K and V in one matrix,
+#    and gate and up in one, are horizontal fusion. Gemma's `1 + weight` is folded when the weights are loaded.
+# 3. **Choose precisions**, or take those of the network, and insert *reformatting* where a layer needs another type or
+#    layout than the one before it. *Here:* a recipe says which weights are quantized (lessons 05 to 08). No
+#    reformatting, since all kernels agree on a layout.
+# 4. **Time tactics:** measure several kernels for each layer on the target GPU, and keep the fastest. A *timing cache*
+#    saves measuring the same layer twice. *Here:* `minillm build` measures launch configurations of its own kernels,
+#    each problem once. Large matrix products are left to the library's own choice.
+# 5. **Plan memory:** tensors that are not needed at the same time share buffers. *Here:* torch's allocator does it
+#    while the step runs, and all CUDA graphs share one pool of memory.
+# 6. **Serialize** the result, the *plan*, to a file. By default it works only on this kind of GPU and with this version
+#    of TensorRT. *Here:* the plan file holds choices and no code, and is refused on another GPU, another version or
+#    another model shape. Triton caches compiled kernels by itself.
+# 7. **Run:** a runtime deserializes the engine and creates an *execution context*, which holds the memory of one run.
+#    An application may capture its work in a CUDA graph. *Here:* `LLM(plan=...)`, the rows' state in GPU memory
+#    (`minillm/runner/state.py`), and the graphs of sections 3 and 4.
 #
 # The deepest difference is in step 2. TensorRT finds fusions in a graph, within what its compiler knows. Here
 # a person wrote each fused kernel, and the graph of operations exists only as the record of one run, the CUDA graph.
-# The first way works for networks that nobody has seen; the second can do what no pattern has, such as the five
-# launches of section 5.
+# The first way also works for networks that its authors have never seen. The second can use fusions that no pattern
+# covers, such as the five launches of section 5.
 #
-# Memory planning is easy to measure. A step makes many tensors that are used once:
+# What memory planning saves is easy to compute. A step makes many tensors that are used once:
 
 # %%
 ROWS = 3000
@@ -625,8 +667,9 @@ print(f"for an operation's input, its output and the residual, at most: {alive /
 # * A graph has fixed addresses and sizes. Padding to a captured size is cheap where reading the weights dominates.
 # * Compare settings that differ in one thing. Graphs for decode steps and the fused step are two effects.
 #
-# **What got worse:** a tuned choice holds for one GPU and one version. Graphs take time to capture, take memory, pad
-# batches, and make it hard to look inside a step. The fused step works for exactly one row of one family of models.
+# **What got worse:** a tuned choice holds for one GPU and one version. Graphs take time and memory to capture, need
+# padded batches, and make it hard to look inside a step. The fused step works for exactly one row of one family of
+# models.
 #
 # **Further reading:** NVIDIA, *CUDA Programming Guide*: "CUDA Graphs" and "Programmatic Dependent Launch and
 # Synchronization"; Gray 2019, *Getting Started with CUDA Graphs*; NVIDIA's TensorRT documentation, "How TensorRT Works"

@@ -43,11 +43,11 @@ class Exercise:
     """The properties that a learner's function or class of this name must have, in the order shown.
 
     returns: whether the function has a result; a solution that returns None is then told of its missing `return`.
-    instead: what the lesson uses until the exercise is written.
+    instead: what the lesson uses until the exercise is written, if the text does not say it.
     seconds: the CPU time that the check of one property may use; a candidate that takes longer is assumed never to end.
     """
 
-    def __init__(self, name: str, *, returns: bool = True, instead: str = "the engine's own", seconds: float = 120.0):
+    def __init__(self, name: str, *, returns: bool = True, instead: str = "", seconds: float = 120.0):
         if name in EXERCISES:
             raise ConfigError(f"there are two exercises called {name!r}: choose another name for one")
         self.name, self.returns, self.instead, self.seconds = name, returns, instead, seconds
@@ -118,7 +118,8 @@ def check(candidate: Callable) -> None:
     try:
         results = exercise.examine(candidate)
     except NotSolvedYet:
-        print(f"{name}: not solved yet. Write it above and run both cells; until then {exercise.instead} is used.")
+        meanwhile = f"; until then {exercise.instead} is used" if exercise.instead else ""
+        print(f"{name}: not solved yet. Write it above and run both cells{meanwhile}.")
         return
     print(name)
     said: set[str] = set()

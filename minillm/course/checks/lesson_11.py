@@ -28,10 +28,14 @@ def _(function):
     _expect(function, runs, (1024, 4), (512, 4), "8.0 against the default's 10.0")
 
 
-@choose_launch.property("a gain within the margin keeps the default", "best < (1 - margin) * the default's time")
+@choose_launch.property(
+    "a gain within the margin keeps the default", "best < (1 - margin) * the median of the argument `default`"
+)
 def _(function):
     runs = {"other": [9.802] * 3, "default": [10.0] * 3}
     _expect(function, runs, "default", "default", "9.802 against 10.0, margin 2 %")
+    runs = {"other": [10.0] * 3, "default": [10.0] * 3}
+    _expect(function, runs, "default", "default", "10.0 against 10.0, margin 0", margin=0.0)
 
 
 @choose_launch.property("the margin is a share of the default's time", "compare with (1 - margin) * default")
@@ -49,16 +53,31 @@ def _(function):
     _expect(function, runs, "default", "other", "9.0 against 10.0, margin 5 %", margin=0.05)
 
 
-@choose_launch.property("one slow or one fast run changes nothing", "statistics.median: not the mean, not the minimum")
+@choose_launch.property(
+    "the median of all runs decides", "statistics.median, for the default too: not the mean, not the minimum"
+)
 def _(function):
     runs = {"default": [10.0] * 5, "fast": [9.0, 9.0, 99.0, 9.0, 9.0], "lucky": [1.0, 11.0, 11.0, 11.0, 11.0]}
     _expect(function, runs, "default", "fast", "medians 9, 11 and the default's 10")
+    runs = {"default": [10.0, 10.0, 1.0, 10.0, 10.0], "other": [9.0] * 5}
+    _expect(function, runs, "default", "other", f"medians 9 and the default's 10 of {runs['default']}")
+    runs = {"default": [10.0, 10.0, 99.0, 10.0, 10.0], "other": [9.9] * 5}
+    _expect(function, runs, "default", "default", f"medians 9.9 and the default's 10 of {runs['default']}")
+    slow, fast = [99.0] * 9, [9.0] * 11  # slow at the beginning, or at the end
+    for other in (slow + fast, fast + slow):
+        runs = {"default": [10.0] * 20, "other": other}
+        _expect(function, runs, "default", "other", f"medians 9 of {other} and the default's 10")
+    for other, median, expected in (([8.0, 9.0, 10.2, 11.0], 9.6, "other"), ([8.0, 9.0, 11.0, 12.0], 10, "default")):
+        runs = {"default": [10.0] * 4, "other": other}
+        _expect(function, runs, "default", expected, f"medians {median} of {other} and the default's 10")
 
 
 @choose_launch.property("the fastest of all wins", "compare all medians first, then the fastest with the default")
 def _(function):
     runs = {"good": [9.0] * 3, "best": [8.0] * 3, "default": [10.0] * 3, "also good": [8.5] * 3}
     _expect(function, runs, "default", "best", "medians 9, 8, 8.5 and the default's 10")
+    runs = {"default": [10.0] * 3, "good": [8.0] * 3, "best": [7.95] * 3}
+    _expect(function, runs, "default", "best", "medians 8, 7.95 and the default's 10")
 
 
 # ---- a queue of kernels
@@ -66,10 +85,10 @@ def _(function):
 queued = Exercise("queued")
 
 
-def _times(function, asked: list[float], lengths: list[float]) -> list[tuple[float, float]]:
-    given = [*asked], [*lengths]
+def _times(function, launched: list[float], lengths: list[float]) -> list[tuple[float, float]]:
+    given = [*launched], [*lengths]
     found = [tuple(each) for each in function(*given)]
-    assert given == (asked, lengths), "the inputs have changed"
+    assert given == (launched, lengths), "the inputs have changed"
     return found
 
 
@@ -83,25 +102,31 @@ def _same(found: list[tuple[float, float]], expected: list[tuple[float, float]],
 @queued.example
 def _(function):
     found = _times(function, [5.0, 10.0, 15.0], [2.0, 8.0, 1.0])
-    _same(found, [(5.0, 7.0), (10.0, 18.0), (18.0, 19.0)], "asked at 5, 10, 15; lengths 2, 8, 1")
+    _same(found, [(5.0, 7.0), (10.0, 18.0), (18.0, 19.0)], "launched at 5, 10, 15; lengths 2, 8, 1")
 
 
-@queued.property("a kernel waits until it is asked for", "its start is at least asked_us[i]")
+@queued.property("a kernel waits until it is launched", "its start is at least launched_us[i]")
 def _(function):
-    _same(_times(function, [10.0, 20.0], [1.0, 1.0]), [(10.0, 11.0), (20.0, 21.0)], "asked at 10, 20; lengths 1, 1")
+    _same(_times(function, [10.0, 20.0], [1.0, 1.0]), [(10.0, 11.0), (20.0, 21.0)], "launched at 10, 20; lengths 1, 1")
 
 
 @queued.property("a kernel waits until the one before has ended", "its start is at least the end of kernel i - 1")
 def _(function):
     found = _times(function, [1.0, 2.0, 3.0, 4.0], [10.0, 10.0, 1.0, 1.0])
-    _same(found, [(1.0, 11.0), (11.0, 21.0), (21.0, 22.0), (22.0, 23.0)], "asked at 1 to 4; lengths 10, 10, 1, 1")
+    _same(found, [(1.0, 11.0), (11.0, 21.0), (21.0, 22.0), (22.0, 23.0)], "launched at 1 to 4; lengths 10, 10, 1, 1")
 
 
 @queued.property(
-    "a whole graph is asked for at once", "equal times in asked_us are fine: the kernels still follow in order"
+    "a whole graph is launched at once", "equal times in launched_us are fine: the kernels still run in order"
 )
 def _(function):
-    _same(_times(function, [7.0] * 3, [1.0, 2.0, 3.0]), [(7.0, 8.0), (8.0, 10.0), (10.0, 13.0)], "asked at 7, 7, 7")
+    _same(_times(function, [7.0] * 3, [1.0, 2.0, 3.0]), [(7.0, 8.0), (8.0, 10.0), (10.0, 13.0)], "launched at 7, 7, 7")
+
+
+@queued.property("times are not rounded", "a kernel can take 1.35 microseconds: no int() and no round()")
+def _(function):
+    found = _times(function, [0.5, 0.9], [1.35, 2.49])
+    _same(found, [(0.5, 1.85), (1.85, 4.34)], "launched at 0.5, 0.9; lengths 1.35, 2.49")
 
 
 @queued.property("no kernels, no times", "an empty list for empty lists")
@@ -148,7 +173,7 @@ def _(function):
     assert found == [1, 8], f"expected [1, 8], got {found}"
 
 
-@choose_sizes.property("at most `most` sizes, in order", "the largest size is one of the `most`; sort the result")
+@choose_sizes.property("at most `most` sizes, in order", "the largest is one of the `most`; ms may be unsorted")
 def _(function):
     counts, ms = {1: 3, 2: 2, 4: 1}, {4: 4.0, 1: 1.0, 2: 2.0}
     for most, expected in ((1, [4]), (3, [1, 2, 4])):
@@ -170,17 +195,26 @@ def _(function):
         _least(function, counts, ms, 2)
 
 
-@choose_sizes.property("milliseconds count, not padded rows", "padding that costs no time is free")
+@choose_sizes.property("up to `most` sizes, however many that is", "sets of 1, 2, 3, ... and `most` sizes")
+def _(function):
+    _least(function, dict.fromkeys((1, 2, 4, 8, 16), 9), {size: float(size) for size in (1, 2, 4, 8, 16)}, 5)
+
+
+@choose_sizes.property(
+    "milliseconds count, not padded rows", "padding can be free, or even save time: fewer than `most` sizes may be best"
+)
 def _(function):
     _least(function, {1: 5, 32: 4, 64: 1}, {1: 1.00, 8: 1.01, 32: 1.02, 64: 5.0}, 2)
     _least(function, {1: 10, 5: 9, 64: 1}, {1: 1.9, 8: 2.0, 64: 9.0}, 2)
+    _least(function, {1: 20, 15: 10, 14: 5}, {2: 2.2, 4: 2.0, 8: 1.0, 16: 2.0}, 3)
 
 
-@choose_sizes.property("the best set, not the best next size", "try all sets: itertools.combinations")
+@choose_sizes.property("the best set, not one size after the other", "try all sets: itertools.combinations")
 def _(function):
     ms = {size: float(size) for size in (1, 2, 4, 8, 16)}
     for counts in ({1: 25, 2: 1, 4: 6, 8: 10, 16: 1}, {1: 22, 2: 2, 4: 2, 8: 1, 16: 1}):
         _least(function, counts, ms, 3)
+    _least(function, {1: 20, 2: 5, 4: 10, 8: 1}, {1: 1.1, 2: 1.2, 4: 1.5, 8: 2.2}, 2)
 
 
 # ---- like for like
@@ -229,6 +263,16 @@ def _(function):
     first = {"x": 1, "y": 1, "z": 1}
     _expect_pairs(function, {"a": first, "b": {**first, "z": 0}}, [("a", "b", "z")])
     _expect_pairs(function, {"a": first, "b": {**first, "y": 0, "z": 0}}, [])
+    more = {**first, "last": 1}
+    _expect_pairs(function, {"a": more, "b": {**more, "last": 0}}, [("a", "b", "last")])
+    _expect_pairs(function, {"a": more, "b": {**more, "x": 0, "last": 0}}, [])
+
+
+@fair_pairs.property("values are compared as they are", "one != other: neither `is not` nor str(...)")
+def _(function):
+    thousand = int("1000")  # equal to 1000, but another object
+    _expect_pairs(function, {"a": {"x": 1000, "y": 1}, "b": {"x": thousand, "y": 2}}, [("a", "b", "y")])
+    _expect_pairs(function, {"a": {"x": 1, "y": 1}, "b": {"x": "1", "y": 1}}, [("a", "b", "x")])
 
 
 @fair_pairs.property("facts are compared by name", "settings may list their facts in another order")

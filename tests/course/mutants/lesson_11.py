@@ -36,12 +36,12 @@ def always_two_percent(runs, default, margin):
     return _choose(runs, default, 0.02)
 
 
-@wrong("choose_launch", fails="one slow or one fast run changes nothing")
+@wrong("choose_launch", fails="the median of all runs decides")
 def by_the_mean(runs, default, margin):
     return _choose(runs, default, margin, middle=statistics.fmean)
 
 
-@wrong("choose_launch", fails="one slow or one fast run changes nothing")
+@wrong("choose_launch", fails="the median of all runs decides")
 def by_the_fastest_run(runs, default, margin):
     return _choose(runs, default, margin, middle=min)
 
@@ -52,35 +52,72 @@ def first_that_is_faster(runs, default, margin):
     return next((launch for launch, each in runs.items() if statistics.median(each) < limit), default)
 
 
+@wrong("choose_launch", fails="the fastest of all wins")
+def margin_to_the_best_so_far(runs, default, margin):
+    times = {launch: statistics.median(each) for launch, each in runs.items()}
+    best = default
+    for launch, time in times.items():
+        if time < (1 - margin) * times[best]:
+            best = launch
+    return best
+
+
+@wrong("choose_launch", fails="the fastest of all wins")
+def margin_to_the_second(runs, default, margin):
+    times = {launch: statistics.median(each) for launch, each in runs.items()}
+    first, second = sorted(times, key=times.get)[:2]
+    return first if times[first] < (1 - margin) * times[second] else default
+
+
+@wrong("choose_launch", fails="the median of all runs decides")
+def defaults_mean(runs, default, margin):
+    return _choose({**runs, default: [statistics.fmean(runs[default])]}, default, margin)
+
+
+@wrong("choose_launch", fails="the median of all runs decides")
+def upper_median(runs, default, margin):
+    return _choose(runs, default, margin, middle=statistics.median_high)
+
+
+@wrong("choose_launch", fails="the median of all runs decides")
+def first_three_runs(runs, default, margin):
+    return _choose(runs, default, margin, middle=lambda each: statistics.median(each[:3]))
+
+
+@wrong("choose_launch", fails="a gain within the margin keeps the default")
+def no_slower_is_enough(runs, default, margin):
+    return _choose(runs, default, margin, limit=lambda time, margin: (1 - margin) * time + 1e-12)
+
+
 # ---- a queue of kernels
 
 
 @wrong("queued", fails="a kernel waits until the one before has ended")
-def waits_for_one_kernel_only(asked_us, kernel_us):
+def waits_for_one_kernel_only(launched_us, kernel_us):
     ends, found = [], []
-    for number, (asked, length) in enumerate(zip(asked_us, kernel_us, strict=True)):
-        before = max(ends[:-1], default=0.0) if len(set(asked_us)) > 3 else max(ends, default=0.0)
+    for number, (asked, length) in enumerate(zip(launched_us, kernel_us, strict=True)):
+        before = max(ends[:-1], default=0.0) if len(set(launched_us)) > 3 else max(ends, default=0.0)
         start = max(asked, before)
         ends.append(start + length)
         found.append((start, ends[number]))
     return found
 
 
-@wrong("queued", fails="a kernel waits until it is asked for")
-def asked_for_one_after_another(asked_us, kernel_us):
+@wrong("queued", fails="a kernel waits until it is launched")
+def launched_one_after_another(launched_us, kernel_us):
     end, found = 0.0, []
     for number, length in enumerate(kernel_us):
-        late = asked_us[number] if number == 0 or asked_us[number] - asked_us[number - 1] < 10 else end
+        late = launched_us[number] if number == 0 or launched_us[number] - launched_us[number - 1] < 10 else end
         start = max(late, end)
         end = start + length
         found.append((start, end))
     return found
 
 
-@wrong("queued", fails="a whole graph is asked for at once")
-def one_kernel_per_request(asked_us, kernel_us):
+@wrong("queued", fails="a whole graph is launched at once")
+def one_kernel_per_request(launched_us, kernel_us):
     found, ends = [], {}
-    for asked, length in zip(asked_us, kernel_us, strict=True):
+    for asked, length in zip(launched_us, kernel_us, strict=True):
         start = max(asked, max((end for when, end in ends.items() if when != asked), default=0.0))
         ends[asked] = start + length
         found.append((start, start + length))
@@ -88,11 +125,21 @@ def one_kernel_per_request(asked_us, kernel_us):
 
 
 @wrong("queued", fails="no kernels, no times")
-def always_a_first_kernel(asked_us, kernel_us):
-    found = [(asked_us[0], asked_us[0] + kernel_us[0])] if asked_us else [(0.0, 0.0)]
-    for asked, length in zip(asked_us[1:], kernel_us[1:], strict=True):
+def always_a_first_kernel(launched_us, kernel_us):
+    found = [(launched_us[0], launched_us[0] + kernel_us[0])] if launched_us else [(0.0, 0.0)]
+    for asked, length in zip(launched_us[1:], kernel_us[1:], strict=True):
         start = max(asked, found[-1][1])
         found.append((start, start + length))
+    return found
+
+
+@wrong("queued", fails="times are not rounded")
+def whole_microseconds(launched_us, kernel_us):
+    end, found = 0, []
+    for launched, length in zip(launched_us, kernel_us, strict=True):
+        start = max(int(launched), end)
+        end = start + int(length)
+        found.append((start, end))
     return found
 
 
@@ -134,13 +181,39 @@ def fewest_padded_rows(counts, ms, most):
     return min(_sets(ms, most), key=lambda sizes: padded_ms(sizes, counts, rows))
 
 
-@wrong("choose_sizes", fails="the best set, not the best next size")
+@wrong("choose_sizes", fails="the best set, not one size after the other")
 def one_size_after_the_other(counts, ms, most):
     sizes = [max(ms)]
     while len(sizes) < min(most, len(ms)):
         rest = [size for size in ms if size not in sizes]
-        sizes = sorted([*sizes, min(rest, key=lambda size: padded_ms([*sizes, size], counts, ms))])
+        more = sorted([*sizes, min(rest, key=lambda size: padded_ms([*sizes, size], counts, ms))])
+        if padded_ms(more, counts, ms) >= padded_ms(sizes, counts, ms):
+            break
+        sizes = more
     return sizes
+
+
+@wrong("choose_sizes", fails="the best set, not one size after the other")
+def drops_one_size_after_the_other(counts, ms, most):
+    sizes = sorted(ms)
+    while len(sizes) > 1:
+        fewer = [[*sizes[:place], *sizes[place + 1 :]] for place in range(len(sizes) - 1)]
+        best = min(fewer, key=lambda each: padded_ms(each, counts, ms))
+        if len(sizes) <= most and padded_ms(best, counts, ms) > padded_ms(sizes, counts, ms):
+            break
+        sizes = best
+    return sizes
+
+
+@wrong("choose_sizes", fails="up to `most` sizes, however many that is")
+def three_sizes_at_most(counts, ms, most):
+    return min(_sets(ms, min(most, 3)), key=lambda sizes: padded_ms(sizes, counts, ms))
+
+
+@wrong("choose_sizes", fails="milliseconds count, not padded rows")
+def as_many_as_allowed(counts, ms, most):
+    number = min(most, len(ms))
+    return min(_sets(ms, number, number - 1), key=lambda sizes: padded_ms(sizes, counts, ms))
 
 
 # ---- like for like
@@ -174,5 +247,27 @@ def facts_by_place(settings):
     for a, b in combinations(settings, 2):
         places = zip(settings[a], settings[a].values(), settings[b].values(), strict=True)
         facts = [fact for fact, one, other in places if one != other]
+        found += [(a, b, facts[0])] if len(facts) == 1 else []
+    return found
+
+
+@wrong("fair_pairs", fails="every fact counts")
+def first_three_facts(settings):
+    found = [(a, b, _differing(dict([*settings[a].items()][:3]), settings[b])) for a, b in combinations(settings, 2)]
+    return [(a, b, facts[0]) for a, b, facts in found if len(facts) == 1]
+
+
+@wrong("fair_pairs", fails="values are compared as they are")
+def values_as_text(settings):
+    words = {name: {fact: str(value) for fact, value in facts.items()} for name, facts in settings.items()}
+    found = [(a, b, _differing(words[a], words[b])) for a, b in combinations(words, 2)]
+    return [(a, b, facts[0]) for a, b, facts in found if len(facts) == 1]
+
+
+@wrong("fair_pairs", fails="values are compared as they are")
+def same_objects(settings):
+    found = []
+    for a, b in combinations(settings, 2):
+        facts = [fact for fact, value in settings[a].items() if value is not settings[b][fact]]
         found += [(a, b, facts[0])] if len(facts) == 1 else []
     return found
