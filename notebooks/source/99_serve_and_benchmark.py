@@ -482,7 +482,7 @@ for record in opened.values():
 # promised, and the longer it lasts, the smaller their share. This is why servers refuse requests or add replicas before
 # they reach their limit.
 #
-# ## Serve with your own attention · 23 min
+# ## Serve with your own attention · 24 min
 #
 # The server uses the same table of operations as everything else, so `using` works behind HTTP. Let us replace the
 # attention of the decode step, for the whole batch at once. Requests in a batch have different lengths. Put into one
@@ -618,7 +618,7 @@ compare("the loop", unit="ms", prediction=guess_loop_ms, measured=crowd_ms)
 # 04). On a GPU, compare it with the second line: the difference to the first line is the price of launching every
 # kernel from Python instead of replaying a CUDA graph.
 #
-# ## Compare with transformers · 11 min
+# ## Compare with transformers · 10 min
 #
 # The last question: is the engine fast? From here on without HTTP. The next cells measure engines one after the other,
 # so nothing else should run in this process.

@@ -1,8 +1,9 @@
 """A figure comes with a text alternative."""
 
+import matplotlib.pyplot as plt
 import pytest
 
-from minillm.course import build
+from minillm.course import build, describe
 from minillm.errors import ConfigError
 
 CELL = """\
@@ -27,18 +28,17 @@ def test_a_described_figure_is_shown_once_with_its_text(tmp_path):
     assert 'alt="A line that rises."' in build.to_html(notebook, "a trial")
 
 
+@pytest.fixture(autouse=True)
+def no_figures():
+    plt.close("all")
+
+
 def test_in_a_script_a_figure_is_only_closed(capsys):
-    import matplotlib.pyplot as plt
-
-    from minillm.course import describe
-
     plt.figure()
     describe("A line that rises.")
     assert not plt.get_fignums() and capsys.readouterr().out == ""
 
 
 def test_a_description_without_a_figure_is_refused():
-    from minillm.course import describe
-
     with pytest.raises(ConfigError, match="draw one first"):
         describe("nothing")

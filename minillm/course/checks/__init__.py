@@ -170,8 +170,8 @@ def _problem(prop: Property, watched: Callable, candidate: Callable) -> str | No
         return prop.hint if not said or said.startswith(("Tensor-likes", "Scalars")) else f"{said}\n{prop.hint}"
     except (Exception, SystemExit) as error:
         if type(error).__name__ == "InterpreterError" and isinstance(error.__cause__, Exception):
-            error = _innermost(error)  # inside a Triton kernel: no property's hint is about it
-            return f"it raised {type(error).__name__}: {error}{_line_of(error, candidate)}"
+            inner = _innermost(error)  # inside a Triton kernel: no property's hint is about it
+            return f"it raised {type(inner).__name__}: {inner}{_line_of(inner, candidate)}"
         place = _line_of(error, candidate)
         return f"it raised {type(error).__name__}: {error}{place}\n{prop.hint}"
 
@@ -186,7 +186,7 @@ def _raised_by(candidate: Callable, error: Exception, checker: Property) -> bool
     return traceback.extract_tb(error.__traceback__)[-1].filename in own - other
 
 
-def _innermost(error: Exception) -> Exception:
+def _innermost(error: BaseException) -> BaseException:
     while isinstance(error.__cause__, Exception):
         error = error.__cause__
     return error
