@@ -129,14 +129,15 @@ def test_random_requests_with_random_aborts_get_the_right_tokens(options, teache
     kinds = list(KINDS if often < 0.9 else OFTEN)  # each at least once, whatever is drawn
     replayed = count_replays(monkeypatch)
     with LLM(dtype="float32", device=DEVICE, **{k: v for k, v in options.items() if k != "often"}) as llm:
-        engine, requests = llm.engine, []
+        engine, requests, aborted = llm.engine, [], False
         while len(requests) < REQUESTS or engine.tracked:
             while len(requests) < REQUESTS and rng.random() < 0.6:
                 prompt, params, kind = random_request(rng, often=often, kind=kinds.pop() if kinds else None)
                 requests.append((engine.prepare(prompt, params, wants_text=False), kind))
                 engine.submit(requests[-1][0])
-            if engine.tracked and rng.random() < 0.04:
+            if engine.tracked and (rng.random() < 0.04 or (len(requests) > REQUESTS // 2 and not aborted)):
                 engine.abort(rng.choice(list(engine.tracked)))
+                aborted = True
             engine.step()
             engine.scheduler.check()
         drain(engine)

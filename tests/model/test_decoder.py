@@ -149,8 +149,12 @@ def test_bfloat16_loses_no_more_than_in_transformers(saved):
     (tokens,) = prompts(100)
     wide, half = (_all_logits(load_model(saved, dtype=dtype), tokens) for dtype in ("float32", "bfloat16"))
     reference = models.reference(saved, dtype="bfloat16")
-    lost, lost_there = ((logits - wide).pow(2).mean().sqrt() for logits in (half, theirs(reference, tokens).float()))
-    assert lost < 1.25 * lost_there
+
+    def lost(logits: torch.Tensor) -> torch.Tensor:
+        """For half of the tokens it is less: a mean would depend on the few that lose most."""
+        return (logits - wide).pow(2).mean(-1).sqrt().median()
+
+    assert lost(half) < 1.25 * lost(theirs(reference, tokens).float())
 
 
 def _all_logits(model: Model, tokens: list[int]) -> torch.Tensor:
