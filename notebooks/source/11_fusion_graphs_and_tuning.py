@@ -214,7 +214,7 @@ for each in build["results"]:
 
 # %% [markdown]
 # Next to nothing. The only launch that it changed makes prefill attention 5 % faster, which is a small part of these
-# runs; nothing else passed those tests. On another GPU, or for a shape that nobody has tuned, a
+# runs; nothing else passed those tests. On another GPU, or for an untuned shape, a
 # plan may find more. It is still worth knowing that there is little left to gain.
 #
 # ## 3 · Who launches the kernels? · 15 min
