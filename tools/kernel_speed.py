@@ -14,6 +14,7 @@ import itertools
 import json
 import statistics
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -61,6 +62,21 @@ def calls_over(function, make_inputs, nbytes):
     sets = [make_inputs() for _ in range(max(1, min(16, COLD // max(nbytes, 1) + 1)))]
     bound = [lambda inputs=inputs: function(*inputs) for inputs in sets]
     return [call for _, call in zip(range(max(16, len(bound))), itertools.cycle(bound), strict=False)]
+
+
+def write_table(description: str, rows: Iterator[dict]) -> None:
+    """The command line of a tool that measures one row after another: prints each, and writes all with --record."""
+    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--record", help="write the table to this file, or to the committed record of this name")
+    arguments = options.parse_args()
+    torch.manual_seed(0)
+    begun = records.begin(arguments.record)
+    results = []
+    for row in rows:
+        results.append(row)
+        print({key: value for key, value in row.items() if key != "runs"}, flush=True)
+    if arguments.record:
+        print(records.write(records.record(results, begun), arguments.record))
 
 
 def relative_error(got, wanted) -> float:

@@ -6,9 +6,9 @@ Timed as in `kernel_speed.py`: replays of a CUDA graph with many calls on distin
 splits that the engine takes for this shape.
 """
 
-import argparse
 import statistics
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -18,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import kernel_speed as speed  # noqa: E402
 
-from minillm.bench import records  # noqa: E402
 from minillm.kernels import paged_attention  # noqa: E402
 from minillm.ops import triton as kernels  # noqa: E402
 
@@ -48,17 +47,12 @@ def measured(rows: int, keys: int, splits: int) -> dict:
     }  # fmt: skip
 
 
-if __name__ == "__main__":
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--record", help="write the table to this file, or to the committed record of this name")
-    arguments = options.parse_args()
-    torch.manual_seed(0)
-    begun = records.begin(arguments.record)
-    results = []
+def table() -> Iterator[dict]:
     for rows in ROWS:
         for keys in KEYS:
             for splits in SPLITS:
-                results.append(measured(rows, keys, splits))
-                print({key: value for key, value in results[-1].items() if key != "runs"}, flush=True)
-    if arguments.record:
-        print(records.write(records.record(results, begun), arguments.record))
+                yield measured(rows, keys, splits)
+
+
+if __name__ == "__main__":
+    speed.write_table(__doc__, table())

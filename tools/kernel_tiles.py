@@ -5,9 +5,9 @@
 Timed as in `kernel_speed.py`: replays of a CUDA graph with many calls on distinct inputs.
 """
 
-import argparse
 import statistics
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -15,9 +15,8 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from kernel_speed import FFN, calls_over, graph_runs, random_tensor  # noqa: E402
+from kernel_speed import FFN, calls_over, graph_runs, random_tensor, write_table  # noqa: E402
 
-from minillm.bench import records  # noqa: E402
 from minillm.kernels.activation import gated_activation_kernel  # noqa: E402
 
 ROWS, TILES, WARPS = (1, 3000), (256, 512, 1024, 2048, 4096, 8192), (1, 2, 4, 8, 16)
@@ -42,18 +41,13 @@ def measured(rows: int, tile: int, warps: int) -> dict:
     }  # fmt: skip
 
 
-if __name__ == "__main__":
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--record", help="write the table to this file, or to the committed record of this name")
-    chosen = options.parse_args()
-    torch.manual_seed(0)
-    begun = records.begin(chosen.record)
-    results = []
+def table() -> Iterator[dict]:
     for rows in ROWS:
         for tile in TILES:
             for warps in WARPS:
-                results.append(measured(rows, tile, warps))
-                print({key: value for key, value in results[-1].items() if key != "runs"}, flush=True)
+                yield measured(rows, tile, warps)
         torch.cuda.empty_cache()
-    if chosen.record:
-        print(records.write(records.record(results, begun), chosen.record))
+
+
+if __name__ == "__main__":
+    write_table(__doc__, table())
