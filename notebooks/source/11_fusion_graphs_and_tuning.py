@@ -6,7 +6,7 @@
 # capture; compare two measurements only if they differ in one thing; and name the steps from a model to a TensorRT
 # engine, and their counterparts here.
 #
-# **79 minutes. Needs:** Linux, and lessons 03, 04 and 10. This lesson is about GPUs, but you do not need one: the
+# **81 minutes. Needs:** Linux, and lessons 03, 04 and 10. This lesson is about GPUs, but you do not need one: the
 # times come from the project's H200 records.
 
 # %%
@@ -216,7 +216,7 @@ for each in build["results"]:
 # runs; nothing else passed those tests. On another GPU, or for a model with other sizes, a plan may gain more. And to
 # know that little is left to gain is a result too.
 #
-# ## 3 · Who launches the kernels? · 15 min
+# ## 3 · Who launches the kernels? · 16 min
 #
 # The times so far are what the GPU needs. But the CPU has to *launch* each kernel: Python runs a line, torch picks the
 # kernel, the driver puts it into a queue. The GPU takes kernels from that queue in order. If the CPU is slower than the
@@ -437,7 +437,7 @@ describe(
 # same memory for their intermediate results, because only one of them runs at a time. So each further graph is cheap
 # here: the engine reserves 1 MiB for it.
 #
-# ## 5 · Five launches per layer · 9 min
+# ## 5 · Five launches per layer · 10 min
 #
 # In a graph, launches cost the CPU almost nothing. They still cost the GPU: at the end of each kernel its last programs
 # finish while most of the chip is idle, and the next kernel's first loads take time to arrive. For one request, every
@@ -477,7 +477,9 @@ most = {
     for name, lane in zip(names, ways.values())
 }
 fused = tokens_per_s["fusion", "five launches a layer", 1]
-print(f"five launches per layer: estimated bound {most[names[2]]:.0f} tokens/s, measured {fused:.0f}")
+print(
+    f"five launches per layer: estimated bound {most[names[2]]:.0f} tokens/s, measured {fused:.0f}"
+)
 print(f"that is {fused / most[names[2]]:.1%} of the bound")
 
 # %% [markdown]
@@ -519,8 +521,8 @@ compare("plain torch", unit="% of its bound", prediction=guess_share, measured=t
 # from lesson 03. The matrix product is `tl.sum(weight * x)`: with one vector, no number of the matrix is used twice, so
 # there is nothing for `tl.dot` to reuse. Three things are new:
 #
-# * **Persistent programs.** There may be fewer programs than tiles. Each takes every `programs`-th tile, beginning with tile
-#   `program` (`tl.range(program * TILE, ROWS, programs * TILE)`), so `x` is loaded and normed once per program.
+# * **Persistent programs.** There may be fewer programs than tiles. Each takes every `programs`-th tile, beginning
+#   with tile `program` (`tl.range(program * TILE, ROWS, programs * TILE)`), so `x` is loaded and normed once per program.
 # * **Prefetching weights.** The loop loads the *next* tile of weights before it uses the current one, so memory is
 #   always busy. `num_stages=1` tells Triton not to pipeline the loop on its own as well.
 # * **Loading before waiting.** The first tile of weights is requested above the line that waits.

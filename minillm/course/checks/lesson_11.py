@@ -38,8 +38,8 @@ def _(function):
     _expect(function, runs, "default", "default", "9.802 against 10.0, margin 2%")
     runs = {"other": [10.0] * 3, "default": [10.0] * 3}
     _expect(function, runs, "default", "default", "10.0 against 10.0, margin 0", margin=0.0)
-    runs = {(512, 4): [9.802] * 3, (256, 2): [10.0] * 3, (1024, 4): [20.0] * 3}
-    _expect(function, runs, (256, 2), (256, 2), "9.802 against 10.0, the median of the default (256, 2), margin 2%")
+    table = {(512, 4): [9.802] * 3, (256, 2): [10.0] * 3, (1024, 4): [20.0] * 3}
+    _expect(function, table, (256, 2), (256, 2), "9.802 against 10.0, the median of the default (256, 2), margin 2%")
 
 
 @choose_launch.property(
