@@ -522,7 +522,7 @@ compare("plain torch", unit="% of its bound", prediction=guess_share, measured=t
 # there is nothing for `tl.dot` to reuse. Three things are new:
 #
 # * **Persistent programs.** There may be fewer programs than tiles. Each takes every `programs`-th tile, beginning
-#   with tile `program` (`tl.range(program * TILE, ROWS, programs * TILE)`), so `x` is loaded and normed once per program.
+#   with tile `program` (`tl.range(program * TILE, ROWS, programs * TILE)`), so a program loads and norms `x` only once.
 # * **Prefetching weights.** The loop loads the *next* tile of weights before it uses the current one, so memory is
 #   always busy. `num_stages=1` tells Triton not to pipeline the loop on its own as well.
 # * **Loading before waiting.** The first tile of weights is requested above the line that waits.
