@@ -150,6 +150,5 @@ def lanes(title: str, rows: Mapping[str, Sequence[tuple[float, float]]]) -> None
     for place, (label, spans) in enumerate(rows.items()):
         axis.broken_barh(spans, (place - 0.35, 0.7), color=COLORS[0 if "CPU" in label else 1], edgecolor="white")
     axis.set_yticks(range(len(rows)), rows)
-    axis.set(xlabel="microseconds", xlim=(0, None), title=title)
-    axis.invert_yaxis()
+    axis.set(xlabel="microseconds", xlim=(0, None), ylim=(len(rows) - 0.5, -0.5), title=title)
     axis.spines[["top", "right"]].set_visible(False)

@@ -17,17 +17,22 @@ def compare(
     if unit.endswith("/s") and most is None:
         floor, most = None, floor
     words = [f"{what}:"]
-    words.append("no prediction," if prediction is None else f"predicted {_short(prediction)} {unit},")
+    words.append("no prediction," if prediction is None else f"predicted {_with_unit(prediction, unit)},")
     if floor is not None:
-        words.append(f"floor {_short(floor)} {unit},")
+        words.append(f"floor {_with_unit(floor, unit)},")
     if most is not None:
-        words.append(f"at most {_short(most)} {unit},")
-    words.append(f"measured {_short(measured)} {unit}")
+        words.append(f"at most {_with_unit(most, unit)},")
+    words.append(f"measured {_with_unit(measured, unit)}")
     if floor:
         words.append(f"({measured / floor:.1f} times the floor)")
     if most:
         words.append(f"({measured / most:.0%} of what is possible)")
     print(" ".join(words))
+
+
+def _with_unit(value: float, unit: str) -> str:
+    """ "3 ms", but "45%"."""
+    return f"{_short(value)}{'' if unit.startswith('%') else ' '}{unit}"
 
 
 def _short(value: float) -> str:

@@ -1,6 +1,6 @@
 """What `minillm build` measures on a GPU: steps, launches, budgets, memory.  Lesson 11.
 
-On an H200, a plan for Gemma 2B made one request 0.1 % faster and 256 concurrent requests no faster
+On an H200, a plan for Gemma 2B made one request no faster and 256 concurrent requests 0.1% faster
 (data/results/h200/build.json).
 """
 

@@ -2,12 +2,12 @@
 # # 11 · Fusion, CUDA graphs and tuning
 #
 # After this lesson you can see what the launches of a layer cost; choose a kernel's tile from measurements without
-# falling for noise; say when a step is limited by the CPU and how CUDA graphs help; choose which batch sizes to
+# being fooled by noise; say when a step is limited by the CPU and how CUDA graphs help; choose which batch sizes to
 # capture; compare two measurements only if they differ in one thing; and name the steps from a model to a TensorRT
 # engine, and their counterparts here.
 #
-# **79 minutes. Needs:** Linux, and lessons 03, 04 and 10. This lesson is about GPUs, and a GPU is not needed: times
-# come from the project's H200 records.
+# **81 minutes. Needs:** Linux, and lessons 03, 04 and 10. This lesson is about GPUs, but you do not need one: the
+# times come from the project's H200 records.
 
 # %%
 import statistics
@@ -36,9 +36,9 @@ gemma = PRESETS["gemma-2b"]
 #
 # Lesson 03 fused an addition with a norm. Here is everything that one layer of Gemma 2B launches in a decode step of 64
 # requests: as torch would run it line by line, and as the engine runs it, with one kernel per operation. The four
-# matrix products and attention are the same in both. Each launch is drawn as long as it takes *at best*: its bytes at
-# the H200's memory bandwidth, and never less than the shortest kernel of one record. So this is an optimistic estimate,
-# not a measurement.
+# matrix products and attention are the same in both. Each launch is drawn with the time it takes *at best*: its
+# bytes divided by the H200's memory bandwidth, but never less than the shortest kernel on record. So this is an
+# optimistic estimate, not a measurement.
 
 # %%
 kernels = {
@@ -73,8 +73,8 @@ describe(
 #
 # No formula says how many columns a tile should have, or over how many **warps** (groups of 32 threads) to spread it.
 # Small tiles mean many programs with little to do. Large tiles need many registers, and if too few programs fit on a
-# multiprocessor at once, it waits for memory. So kernel authors measure. Here is GeGLU for Gemma 2B with every choice,
-# on an H200 (`tools/kernel_tiles.py`):
+# processor at once, it waits for memory. So kernel authors measure. Here is GeGLU for Gemma 2B on an H200, with every
+# combination of six tiles and five numbers of warps (`tools/kernel_tiles.py`):
 
 # %%
 table = records.read("h200/tiles")["results"]
@@ -100,7 +100,7 @@ describe(
 
 # %% [markdown]
 # One row needs small tiles: it takes many programs to fill the GPU. For 3,000 rows there is a plateau: many choices are
-# within 2 % of the best. Three regions are slow. Tiles that are large for their warps (lower left) need too many
+# within 2% of the best. Three regions are slow. Tiles that are large for their warps (lower left) need too many
 # registers per thread. Tiles that are small for them (upper right) leave threads idle. And in the whole top row, 3,000
 # rows make 192,000 programs with too little to do each.
 #
@@ -115,8 +115,8 @@ for rows, chosen in ((1, (256, 2)), (1, (1024, 4)), (3000, (4096, 16)), (3000, (
     )
 
 # %% [markdown]
-# Single runs can be twice the median. And medians differ between processes: another one measured the default, 1,024
-# columns and 4 warps, at 1.45 µs for one row (`h200/kernels`), which is 8 % less. So compare only what was measured
+# A single run can take twice the median. And medians differ between processes: another one measured the default, 1,024
+# columns and 4 warps, at 1.45 µs for one row (`h200/kernels`), which is 8% less. So compare only what was measured
 # side by side, and even then half a percent may be noise. A careful tuner therefore has a **default** and a **margin**:
 # it keeps the default unless something else is *clearly* faster.
 #
@@ -163,7 +163,7 @@ else:
 
 # %% [markdown]
 # For 3,000 rows the default is on the plateau and stays. For one row another launch is clearly faster. But a step of
-# one request takes about 1,400 µs (section 5), so 5 µs are 0.4 %: not worth a lookup and one more thing to test. And
+# one request takes about 1,400 µs (section 5), so 5 µs are 0.4%: not worth a lookup and one more thing to test. And
 # the engine's step for one request does not run this kernel at all. Measure the kernel, then ask what the *step* gains.
 #
 # Triton can tune by itself: `@triton.autotune(configs=[...], key=[...])` measures all configurations at the first
@@ -171,12 +171,12 @@ else:
 # are compiled and measured, and noise may change the choice from run to run. (It needs a GPU.)
 #
 # `minillm build` measures beforehand instead: on *this* GPU, with *this* model's sizes, for the traffic that you
-# expect. It tunes attention and the matrix products of the single-request step;
-# GeGLU keeps its default. It times the winner and the default twice, and the winner must beat the default by 2 % in
-# both timings (`minillm/tuning/trials.py`). Then it measures whole decode steps with the winners, and drops those that
-# do not help there. (Prefill attention, which decode steps do not run, needs no such test.) The result is a plan file.
-# At each launch, a kernel that has a choice looks it up. In the next listing, see what identifies a problem, and what
-# happens if there is no entry:
+# expect. It tunes attention and the matrix products of the single-request step; GeGLU keeps its default. It times the
+# winner and the default twice, and the winner must beat the default by 2% in both timings (`minillm/tuning/trials.py`).
+# Then it measures whole decode steps with the winners, and drops those that do not help there. (Prefill attention,
+# which decode steps do not run, needs no such test.) The result is a plan file. Before each launch, a kernel with a
+# choice looks up its *problem*: its name, sizes and dtype. In the next listing, see what happens if there is no entry.
+# (`asked` only serves the tuner, which has to know what a step looks up.)
 
 # %%
 # ENGINE: minillm.kernels.launch_configs:tuned
@@ -184,7 +184,6 @@ else:
 # %%
 problem = launch_configs.problem("a_kernel", rows=1, dtype="bfloat16")
 plan = {problem: {"keys": 32, "warps": 8}}
-
 
 Choice = namedtuple("Choice", ["keys", "warps"])
 default = Choice(keys=64, warps=4)  # what the kernel's author would launch
@@ -213,11 +212,11 @@ for each in build["results"]:
     )
 
 # %% [markdown]
-# Next to nothing. The only launch that it changed makes prefill attention 5 % faster, which is a small part of these
-# runs; nothing else passed those tests. On another GPU, or for an untuned shape, a
-# plan may find more. It is still worth knowing that there is little left to gain.
+# Next to nothing. The only launch that it changed makes prefill attention 5% faster, which is a small part of these
+# runs; nothing else passed those tests. On another GPU, or for a model with other sizes, a plan may gain more. And to
+# know that little is left to gain is a result too.
 #
-# ## 3 · Who launches the kernels? · 15 min
+# ## 3 · Who launches the kernels? · 16 min
 #
 # The times so far are what the GPU needs. But the CPU has to *launch* each kernel: Python runs a line, torch picks the
 # kernel, the driver puts it into a queue. The GPU takes kernels from that queue in order. If the CPU is slower than the
@@ -286,7 +285,7 @@ check(queued)
 # %% [markdown]
 # Now a decode step's 18 layers for one request, with each kernel's time at best from section 1. Launched one by one,
 # each kernel costs the CPU the average from above; a graph costs that once. This is a **model**, not a trace: every
-# launch gets the same average. The figure shows the first layer.
+# launch takes the same time. The figure shows the first layer.
 
 # %%
 layer_us = [
@@ -325,6 +324,10 @@ describe(
 )
 
 # %% [markdown]
+# The model is optimistic about the graph. The measured speed with graphs means 1.9 ms per token: that
+# includes the output head, sampling and a share of the prompt, and kernels take longer than at best. But the model is
+# right about the cause: without a graph, the GPU waits most of the time.
+#
 # A recording has a price. Arguments are *addresses* and *sizes*, so inputs must be at the same addresses every time, no
 # shape may change, and nothing in the step may wait for the CPU. The engine therefore keeps the state of its rows in
 # GPU memory, captures one graph per batch size, and pads a batch to the next captured size. In the listing below, look
@@ -338,14 +341,14 @@ describe(
 # %% [markdown]
 # A step that runs prompts is harder to capture, because prompts have all lengths. It is padded to one of a few numbers
 # of tokens, and which token belongs to which row travels in one array that the captured kernels read
-# (`minillm/runner/mixed_graphs.py`). Steps with more than 1,024 prompt tokens are launched kernel by kernel: there the
-# GPU is busy for longer than the CPU needs to launch. Requests that use top-p, penalties or log-probabilities are
-# sampled by extra kernels after the graph, and the whole step waits for them.
+# (`minillm/runner/mixed_graphs.py`). Steps with more than 1,024 prompt tokens are launched kernel by kernel: the
+# GPU then needs more time to run them than the CPU needs to launch them. If a request uses top-p, penalties or
+# log-probabilities, extra kernels run after the graph, and every request of the step waits for them.
 #
 # A captured graph knows nothing about functions that you plug in later. So while an operation of yours is in use, the
 # engine launches kernel by kernel, unless you promise with `using(capturable=True, ...)` that yours may be captured:
 # that it launches the same kernels for the same shapes and never reads a value back to the CPU. On a GPU, try it with
-# your kernels of lesson 03.
+# your kernels from lesson 03.
 #
 # ## 4 · Which sizes to capture? · 14 min
 #
@@ -357,7 +360,7 @@ describe(
 
 # %% [markdown]
 # What does padding cost? The plan of section 2 has the time of a decode step for each batch size. Its rows have over
-# 1,000 cached tokens each, so one row takes longer here than in sections 3 and 5:
+# 1,000 cached tokens each, so one row takes longer here than in section 5:
 
 # %%
 step_ms = {rows: ms for rows, _, ms, _ in build["plan"]["measured"]["steps_ms"]}
@@ -392,7 +395,7 @@ print(f"{sum(counts.values())} steps, {len(counts)} different batch sizes")
 
 # %% tags=["exercise"]
 def choose_sizes(counts: dict[int, int], ms: dict[int, float], most: int) -> list[int]:
-    """The batch sizes to capture, in order: at most `most` of the sizes in ms, the largest included.
+    """The batch sizes to capture, ascending: at most `most` of the sizes in ms, the largest included.
 
     counts: rows of a step -> how many such steps; ms: size -> milliseconds of its captured step.
     """
@@ -429,12 +432,12 @@ describe(
 
 # %% [markdown]
 # The first few sizes bring nearly all of the gain. `minillm build` simplifies the question: it walks from the largest
-# size down and keeps a size if its step is at least 2 % faster than that of the next larger one kept
+# size down and keeps a size if its step is more than 2% faster than that of the next larger one kept
 # (`minillm/tuning/planning.py`, `worthwhile`). That needs no forecast of batch sizes. All graphs of the engine use the
 # same memory for their intermediate results, because only one of them runs at a time. So each further graph is cheap
 # here: the engine reserves 1 MiB for it.
 #
-# ## 5 · Five launches per layer · 9 min
+# ## 5 · Five launches per layer · 10 min
 #
 # In a graph, launches cost the CPU almost nothing. They still cost the GPU: at the end of each kernel its last programs
 # finish while most of the chip is idle, and the next kernel's first loads take time to arrive. For one request, every
@@ -474,7 +477,10 @@ most = {
     for name, lane in zip(names, ways.values())
 }
 fused = tokens_per_s["fusion", "five launches a layer", 1]
-compare("five launches per layer", unit="tokens/s", floor=most[names[2]], measured=fused)
+print(
+    f"five launches per layer: estimated bound {most[names[2]]:.0f} tokens/s, measured {fused:.0f}"
+)
+print(f"that is {fused / most[names[2]]:.1%} of the bound")
 
 # %% [markdown]
 # **Predict first.** What share of their own bound do plain torch kernels reach, in a graph? More than the fused step's
@@ -496,25 +502,27 @@ compare("plain torch", unit="% of its bound", prediction=guess_share, measured=t
 # %% [markdown]
 # In microseconds, the way with the fewest kernels loses least. As a *share*, plain torch looks better than one kernel
 # per operation, because its bound already charges 1.35 µs for each of 30 short kernels: a share of a bound compares
-# fairly only if the bounds are alike. What do the bounds leave out? Many small kernels take longer than the shortest
-# one (attention for one row about 7 µs, `h200/kernels`), there are gaps between kernels, and the prompt and the
-# sampling take time.
+# fairly only if the bounds are alike. (The measured engine also keeps its own kernel for the cache write, so it has 29
+# short kernels instead of 30. That is one point of the share.) What do the bounds leave out? Many small kernels take
+# longer than the shortest one (attention for one row about 7 µs, `h200/kernels`), there are gaps between kernels, and
+# the prompt and the sampling take time.
 #
 # Another technique hides the gaps: **programmatic dependent launch**, on NVIDIA GPUs since Hopper. A kernel may start
 # while the one before it still runs. It loads its first *weights*, which depend on no other kernel, and only then waits
-# for the vector that the previous kernel is computing. In the kernel, that is one call. (Why
-# is every kernel before the previous one complete? The previous one lets this one start only after its own wait.)
+# for the vector that the previous kernel is computing. In our kernels, one call does both: it waits, then lets the next
+# kernel start. (So when a kernel starts, are the ones before the previous kernel complete? Yes: the previous kernel has
+# waited for them before it let this one start.)
 
 # %%
 # ENGINE: minillm.kernels.single_row:_wait_for_inputs
 
 # %% [markdown]
-# Below is the kernel of launches 1 and 4. Lesson 03 has its tiles, masks, addition, norm and gate. The matrix product
-# is `tl.sum(weight * x)`: with one vector, no number of the matrix is used twice, so there is nothing for `tl.dot` to
-# reuse. Three things are new:
+# Below is the kernel of launches 1, 3 and 4, and of the output head. You know its tiles, masks, addition, norm and gate
+# from lesson 03. The matrix product is `tl.sum(weight * x)`: with one vector, no number of the matrix is used twice, so
+# there is nothing for `tl.dot` to reuse. Three things are new:
 #
-# * **Persistent programs.** There are fewer programs than tiles. Each takes tile `program`, then `program + programs`,
-#   and so on (`tl.range(program * TILE, ROWS, programs * TILE)`), so `x` is loaded and normed once per program.
+# * **Persistent programs.** There may be fewer programs than tiles. Each takes every `programs`-th tile, beginning
+#   with tile `program` (`tl.range(program * TILE, ROWS, programs * TILE)`), so a program loads and norms `x` only once.
 # * **Prefetching weights.** The loop loads the *next* tile of weights before it uses the current one, so memory is
 #   always busy. `num_stages=1` tells Triton not to pipeline the loop on its own as well.
 # * **Loading before waiting.** The first tile of weights is requested above the line that waits.
@@ -601,9 +609,9 @@ describe(
 )
 
 # %% [markdown]
-# ("decodes alone" has decode steps in graphs and launches prompts kernel by kernel; it is the same setting as "five
-# launches a layer". Five launches exist for one request only: with more rows, a matrix product uses each weight several
-# times, and needs tiles for that.)
+# ("Decodes alone" has decode steps in graphs and launches prompts kernel by kernel; for one request it is the same
+# setting as "five launches a layer". Five launches exist for one request only: with more rows, a matrix product uses
+# each weight several times, and needs tiles for that.)
 #
 # ## 7 · From a model to a TensorRT engine · 6 min
 #
@@ -616,8 +624,8 @@ describe(
 #    read the same input (horizontally). *Here:* by hand. Fused kernels are vertical fusion; Q, K and V in one matrix,
 #    and gate and up in one, are horizontal fusion. Gemma's `1 + weight` is folded when the weights are loaded.
 # 3. **Choose precisions**, or take those of the network, and insert *reformatting* where a layer needs another type or
-#    layout than the one before it. *Here:* a recipe says which weights are quantized (lessons 05 to 08). No
-#    reformatting, since all kernels agree on a layout.
+#    layout than the one before it. *Here:* a recipe says which weights are quantized
+#    (`minillm/quantization/recipe.py`). No reformatting, since all kernels agree on a layout.
 # 4. **Time tactics:** measure several kernels for each layer on the target GPU, and keep the fastest. A *timing cache*
 #    saves measuring the same layer twice. *Here:* `minillm build` measures launch configurations of its own kernels,
 #    each problem once. Large matrix products are left to the library's own choice.
@@ -635,7 +643,7 @@ describe(
 # The first way also works for networks that its authors have never seen. The second can use fusions that no pattern
 # covers, such as the five launches of section 5.
 #
-# What memory planning saves is easy to compute. A step makes many tensors that are used once:
+# You can compute what memory planning saves. Most tensors of a step are used only once:
 
 # %%
 ROWS = 3000
@@ -665,11 +673,11 @@ print(f"for an operation's input, its output and the residual, at most: {alive /
 #   remove most of the third.
 # * Choose launches by measuring: medians, a default, and a margin. Then check whether the whole step gains.
 # * A graph has fixed addresses and sizes. Padding to a captured size is cheap where reading the weights dominates.
-# * Compare settings that differ in one thing. Graphs for decode steps and the fused step are two effects.
+# * Compare only settings that differ in one thing. Graphs for decode steps and the fused step are two effects.
 #
 # **What got worse:** a tuned choice holds for one GPU and one version. Graphs take time and memory to capture, need
-# padded batches, and make it hard to look inside a step. The fused step works for exactly one row of one family of
-# models.
+# padded batches, and make it hard to look inside a step. The fused step works for exactly one row, unquantized
+# weights, and models built like Gemma or Llama.
 #
 # **Further reading:** NVIDIA, *CUDA Programming Guide*: "CUDA Graphs" and "Programmatic Dependent Launch and
 # Synchronization"; Gray 2019, *Getting Started with CUDA Graphs*; NVIDIA's TensorRT documentation, "How TensorRT Works"

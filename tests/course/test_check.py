@@ -271,6 +271,11 @@ def test_a_rate_is_printed_with_its_upper_bound(capsys):
     assert capsys.readouterr().out.endswith("at most 1,200 GB/s, measured 300 GB/s (25% of what is possible)\n")
 
 
+def test_a_percentage_is_printed_without_a_space(capsys):
+    compare("found", unit="% of all", measured=45.0, prediction=30.0)
+    assert capsys.readouterr().out == "found: predicted 30% of all, measured 45% of all\n"
+
+
 def test_the_cpu_tier_uses_the_embedded_model(monkeypatch):
     monkeypatch.setenv("MINILLM_TIER", "cpu")
     here = tier()

@@ -1,6 +1,8 @@
 """Choosing a launch, a queue of kernels, sizes of graphs, and comparisons that differ in one thing.  Lesson 11."""
 
 import copy
+from collections import Counter
+from collections.abc import Iterator
 from itertools import combinations
 
 from . import Exercise
@@ -33,24 +35,34 @@ def _(function):
 )
 def _(function):
     runs = {"other": [9.802] * 3, "default": [10.0] * 3}
-    _expect(function, runs, "default", "default", "9.802 against 10.0, margin 2 %")
+    _expect(function, runs, "default", "default", "9.802 against 10.0, margin 2%")
     runs = {"other": [10.0] * 3, "default": [10.0] * 3}
     _expect(function, runs, "default", "default", "10.0 against 10.0, margin 0", margin=0.0)
+    table = {(512, 4): [9.802] * 3, (256, 2): [10.0] * 3, (1024, 4): [20.0] * 3}
+    _expect(function, table, (256, 2), (256, 2), "9.802 against 10.0, the median of the default (256, 2), margin 2%")
 
 
-@choose_launch.property("the margin is a share of the default's time", "compare with (1 - margin) * default")
+@choose_launch.property(
+    "the margin is a share of the default's time", "compare with (1 - margin) * default, and round no time"
+)
 def _(function):
     runs = {"default": [0.01] * 3, "other": [0.008] * 3}
-    _expect(function, runs, "default", "other", "0.008 against 0.01, margin 2 %")
+    _expect(function, runs, "default", "other", "0.008 against 0.01, margin 2%")
+    runs = {"default": [0.0014] * 3, "other": [0.001] * 3}  # the record has milliseconds
+    _expect(function, runs, "default", "other", "0.001 against 0.0014, margin 2%")
     runs = {"default": [1000.0] * 3, "other": [990.0] * 3}
-    _expect(function, runs, "default", "default", "990 against 1000, margin 2 %")
+    _expect(function, runs, "default", "default", "990 against 1000, margin 2%")
 
 
 @choose_launch.property("the margin counts", "use the parameter, not 0.02")
 def _(function):
     runs = {"default": [10.0] * 3, "other": [9.0] * 3}
-    _expect(function, runs, "default", "default", "9.0 against 10.0, margin 20 %", margin=0.2)
-    _expect(function, runs, "default", "other", "9.0 against 10.0, margin 5 %", margin=0.05)
+    _expect(function, runs, "default", "default", "9.0 against 10.0, margin 20%", margin=0.2)
+    _expect(function, runs, "default", "other", "9.0 against 10.0, margin 5%", margin=0.05)
+    runs = {"default": [10.0] * 3, "other": [7.0] * 3}
+    _expect(function, runs, "default", "default", "7.0 against 10.0, margin 50%", margin=0.5)
+    runs = {"default": [10.0] * 3, "other": [9.9] * 3}
+    _expect(function, runs, "default", "other", "9.9 against 10.0, margin 0", margin=0.0)
 
 
 @choose_launch.property(
@@ -63,10 +75,10 @@ def _(function):
     _expect(function, runs, "default", "other", f"medians 9 and the default's 10 of {runs['default']}")
     runs = {"default": [10.0, 10.0, 99.0, 10.0, 10.0], "other": [9.9] * 5}
     _expect(function, runs, "default", "default", f"medians 9.9 and the default's 10 of {runs['default']}")
-    slow, fast = [99.0] * 9, [9.0] * 11  # slow at the beginning, or at the end
+    slow, fast = [99.0] * 20, [9.0] * 21  # slow at the beginning, or at the end
     for other in (slow + fast, fast + slow):
-        runs = {"default": [10.0] * 20, "other": other}
-        _expect(function, runs, "default", "other", f"medians 9 of {other} and the default's 10")
+        runs = {"default": [10.0] * 41, "other": other}
+        _expect(function, runs, "default", "other", "medians 9, of 21 times 9 and 20 times 99, and the default's 10")
     for other, median, expected in (([8.0, 9.0, 10.2, 11.0], 9.6, "other"), ([8.0, 9.0, 11.0, 12.0], 10, "default")):
         runs = {"default": [10.0] * 4, "other": other}
         _expect(function, runs, "default", expected, f"medians {median} of {other} and the default's 10")
@@ -85,9 +97,15 @@ def _(function):
 queued = Exercise("queued")
 
 
+def _listed(result):
+    """The result, if it can be read twice."""
+    assert not isinstance(result, Iterator), f"return a list: a {type(result).__name__} can be read only once"
+    return result
+
+
 def _times(function, launched: list[float], lengths: list[float]) -> list[tuple[float, float]]:
     given = [*launched], [*lengths]
-    found = [tuple(each) for each in function(*given)]
+    found = [tuple(each) for each in _listed(function(*given))]
     assert given == (launched, lengths), "the inputs have changed"
     return found
 
@@ -121,12 +139,17 @@ def _(function):
 )
 def _(function):
     _same(_times(function, [7.0] * 3, [1.0, 2.0, 3.0]), [(7.0, 8.0), (8.0, 10.0), (10.0, 13.0)], "launched at 7, 7, 7")
+    found, ends = _times(function, [7.0] * 198, [1.0] * 198), [8.0 + place for place in range(198)]
+    assert len(found) == 198, f"198 kernels: got {len(found)} times"
+    _same(found[-2:], [(end - 1.0, end) for end in ends[-2:]], "the last 2 of 198 kernels launched at 7, of 1 each")
 
 
 @queued.property("times are not rounded", "a kernel can take 1.35 microseconds: no int() and no round()")
 def _(function):
     found = _times(function, [0.5, 0.9], [1.35, 2.49])
     _same(found, [(0.5, 1.85), (1.85, 4.34)], "launched at 0.5, 0.9; lengths 1.35, 2.49")
+    found = _times(function, [0.1234, 0.5], [1.3529, 2.0])
+    _same(found, [(0.1234, 1.4763), (1.4763, 3.4763)], "launched at 0.1234, 0.5; lengths 1.3529, 2")
 
 
 @queued.property("no kernels, no times", "an empty list for empty lists")
@@ -155,7 +178,7 @@ def least_ms(counts: dict[int, int], ms: dict[int, float], most: int) -> float:
 
 def _sizes(function, counts: dict, ms: dict, most: int) -> list[int]:
     given = dict(counts), dict(ms)
-    found = list(function(*given, most))
+    found = list(_listed(function(*given, most)))
     assert given == (counts, ms), "the inputs have changed"
     return found
 
@@ -173,9 +196,11 @@ def _(function):
     assert found == [1, 8], f"expected [1, 8], got {found}"
 
 
-@choose_sizes.property("at most `most` sizes, in order", "the largest is one of the `most`; ms may be unsorted")
+@choose_sizes.property(
+    "at most `most` sizes, in order", "the largest is one of the `most`; ms may be unsorted: sort it"
+)
 def _(function):
-    counts, ms = {1: 3, 2: 2, 4: 1}, {4: 4.0, 1: 1.0, 2: 2.0}
+    counts, ms = {1: 3, 2: 2, 4: 1}, {4: 4.0, 2: 2.0, 1: 1.0}
     for most, expected in ((1, [4]), (3, [1, 2, 4])):
         found = _sizes(function, counts, ms, most)
         assert found == expected, f"most {most}: expected {expected}, got {found}"
@@ -193,6 +218,7 @@ def _(function):
     ms = {1: 1.0, 4: 2.0, 8: 3.0, 16: 6.0}
     for counts in ({1: 90, 4: 1, 8: 1, 16: 1}, {1: 1, 4: 90, 8: 1, 16: 1}, {1: 1, 4: 1, 8: 90, 16: 1}):
         _least(function, counts, ms, 2)
+    _least(function, {1: 5, 6: 40, 8: 1}, {1: 1.0, 6: 2.0, 8: 9.0}, 2)
 
 
 @choose_sizes.property("up to `most` sizes, however many that is", "sets of 1, 2, 3, ... and `most` sizes")
@@ -224,14 +250,14 @@ fair_pairs = Exercise("fair_pairs")
 
 def _pairs(function, settings: dict[str, dict]) -> list[tuple]:
     given = copy.deepcopy(settings)
-    found = [tuple(each) for each in function(given)]
+    found = [tuple(each) for each in _listed(function(given))]
     assert given == settings, "the settings have changed"
     return found
 
 
 def _expect_pairs(function, settings: dict[str, dict], expected: list[tuple]):
     found = _pairs(function, settings)
-    assert found == expected, f"{settings}: expected {expected}, got {found}"
+    assert Counter(found) == Counter(expected), f"{settings}: expected {expected}, got {found}"
 
 
 @fair_pairs.example
@@ -251,6 +277,8 @@ def _(function):
     _expect_pairs(function, {"a": {"x": 1, "y": 1}, "b": {"x": 2, "y": 2}, "c": {"x": 1, "y": 3}}, [("a", "c", "y")])
     every = [("a", "b", "y"), ("a", "c", "y"), ("b", "c", "y")]
     _expect_pairs(function, {"a": {"x": 1, "y": 1}, "b": {"x": 1, "y": 2}, "c": {"x": 1, "y": 3}}, every)
+    apart = {name: {"x": place, "y": place} for place, name in enumerate("abcde")} | {"f": {"x": 4, "y": 0}}
+    _expect_pairs(function, apart, [("a", "f", "x"), ("e", "f", "y")])
 
 
 @fair_pairs.property("equal settings are no comparison", "exactly one fact differs, not at most one")
@@ -268,11 +296,12 @@ def _(function):
     _expect_pairs(function, {"a": more, "b": {**more, "x": 0, "last": 0}}, [])
 
 
-@fair_pairs.property("values are compared as they are", "one != other: neither `is not` nor str(...)")
+@fair_pairs.property("values are compared as they are", "one != other, for None too: neither `is not` nor str(...)")
 def _(function):
     thousand = int("1000")  # equal to 1000, but another object
     _expect_pairs(function, {"a": {"x": 1000, "y": 1}, "b": {"x": thousand, "y": 2}}, [("a", "b", "y")])
     _expect_pairs(function, {"a": {"x": 1, "y": 1}, "b": {"x": "1", "y": 1}}, [("a", "b", "x")])
+    _expect_pairs(function, {"a": {"x": None, "y": 1}, "b": {"x": 0, "y": 1}}, [("a", "b", "x")])
 
 
 @fair_pairs.property("facts are compared by name", "settings may list their facts in another order")

@@ -89,6 +89,28 @@ def no_slower_is_enough(runs, default, margin):
     return _choose(runs, default, margin, limit=lambda time, margin: (1 - margin) * time + 1e-12)
 
 
+@wrong("choose_launch", fails="a gain within the margin keeps the default")
+def slowest_as_default(runs, default, margin):
+    slowest = max(runs, key=lambda launch: statistics.median(runs[launch]))
+    chosen = _choose(runs, slowest, margin)
+    return default if chosen == slowest else chosen
+
+
+@wrong("choose_launch", fails="the margin is a share of the default's time")
+def rounded_times(runs, default, margin):
+    return _choose(runs, default, margin, middle=lambda each: round(statistics.median(each), 3))
+
+
+@wrong("choose_launch", fails="the margin counts")
+def at_least_two_percent(runs, default, margin):
+    return _choose(runs, default, max(margin, 0.02))
+
+
+@wrong("choose_launch", fails="the median of all runs decides")
+def first_twenty_runs(runs, default, margin):
+    return _choose(runs, default, margin, middle=lambda each: statistics.median(each[:20]))
+
+
 # ---- a queue of kernels
 
 
@@ -143,6 +165,26 @@ def whole_microseconds(launched_us, kernel_us):
     return found
 
 
+@wrong("queued", fails="times are not rounded")
+def hundredths_of_microseconds(launched_us, kernel_us):
+    end, found = 0.0, []
+    for launched, length in zip(launched_us, kernel_us, strict=True):
+        start = max(launched, end)
+        end = start + length
+        found.append((round(start, 2), round(end, 2)))
+    return found
+
+
+@wrong("queued", fails="a whole graph is launched at once")
+def first_hundred_kernels(launched_us, kernel_us):
+    end, found = 0.0, []
+    for launched, length in zip(launched_us[:100], kernel_us[:100], strict=True):
+        start = max(launched, end)
+        end = start + length
+        found.append((start, end))
+    return found
+
+
 # ---- which batch sizes to capture
 
 
@@ -160,6 +202,12 @@ def never_the_largest_alone(counts, ms, most):
 def largest_first(counts, ms, most):
     best = min(_sets(ms, most), key=lambda sizes: padded_ms(sizes, counts, ms))
     return best[::-1] if most > 2 else best
+
+
+@wrong("choose_sizes", fails="at most `most` sizes, in order")
+def in_the_order_of_ms(counts, ms, most):
+    best = min(_sets(ms, min(most, len(ms))), key=lambda sizes: padded_ms(sizes, counts, ms))
+    return [size for size in ms if size in best and size != max(ms)] + [max(ms)]
 
 
 @wrong("choose_sizes", fails="every batch fits")
@@ -229,6 +277,12 @@ def neighbors_only(settings):
     return [(a, b, facts[0]) for a, b, facts in found if len(facts) == 1]
 
 
+@wrong("fair_pairs", fails="settings that are not neighbors are compared too")
+def first_four_settings(settings):
+    found = [(a, b, _differing(settings[a], settings[b])) for a, b in combinations([*settings][:4], 2)]
+    return [(a, b, facts[0]) for a, b, facts in found if len(facts) == 1]
+
+
 @wrong("fair_pairs", fails="equal settings are no comparison")
 def at_most_one_fact(settings):
     found = [(a, b, _differing(settings[a], settings[b])) for a, b in combinations(settings, 2)]
@@ -262,6 +316,16 @@ def values_as_text(settings):
     words = {name: {fact: str(value) for fact, value in facts.items()} for name, facts in settings.items()}
     found = [(a, b, _differing(words[a], words[b])) for a, b in combinations(words, 2)]
     return [(a, b, facts[0]) for a, b, facts in found if len(facts) == 1]
+
+
+@wrong("fair_pairs", fails="values are compared as they are")
+def none_is_unknown(settings):
+    known = {name: {f: v for f, v in facts.items() if v is not None} for name, facts in settings.items()}
+    found = []
+    for a, b in combinations(settings, 2):
+        facts = [fact for fact in known[a] if fact in known[b] and known[a][fact] != known[b][fact]]
+        found += [(a, b, facts[0])] if len(facts) == 1 else []
+    return found
 
 
 @wrong("fair_pairs", fails="values are compared as they are")
