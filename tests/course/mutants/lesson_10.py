@@ -97,6 +97,20 @@ def requests_are_popped(outputs, rows, in_flight):
     return steps, steps * rows - total
 
 
+@wrong("steps_and_idle", fails="a request takes one step for each of its tokens")
+def the_first_row_ends_last(outputs, rows, in_flight):
+    ends = [0] * rows
+    for tokens in outputs:
+        ends[ends.index(min(ends))] += tokens
+    return _with_idle(ends[0] if in_flight else _static(outputs, rows), outputs, rows)
+
+
+@wrong("steps_and_idle", fails="any number of rows")
+def at_most_eight_rows(outputs, rows, in_flight):
+    way = _in_flight if in_flight else _static
+    return _with_idle(way(outputs, min(rows, 8)), outputs, rows)
+
+
 # ---- next_step
 
 
@@ -141,6 +155,36 @@ def tokens_over_the_budget_are_lost(requests, budget):
         request.computed += pending if count else 0
         request.known += samples
         done.append((start, count, samples))
+    return done
+
+
+@wrong("next_step", fails="only `computed` and `known` change")
+def the_answer_is_added_to_the_prompt(requests, budget):
+    done = []
+    for request in requests:
+        done.append(_take(request, min(_pending(request), budget)))
+        budget -= done[-1][1]
+        request.prompt += done[-1][2]
+    return done
+
+
+@wrong("next_step", fails="only `computed` and `known` change")
+def the_limit_counts_down(requests, budget):
+    done = []
+    for request in requests:
+        done.append(_take(request, min(_pending(request), budget)))
+        budget -= done[-1][1]
+        if request.known == request.limit:
+            request.limit = 0  # to mark it as done
+    return done
+
+
+@wrong("next_step", fails="requests share one budget, in their order")
+def only_the_first_eight_requests(requests, budget):
+    done = []
+    for place, request in enumerate(requests):
+        done.append(_take(request, min(_pending(request), budget) if place < 8 else 0))
+        budget -= done[-1][1]
     return done
 
 
@@ -365,6 +409,11 @@ def short_prompts_count_as_decodes(pending, budget):
 
 
 @wrong("share_budget", fails="older prompts come before younger ones")
+def longest_prompt_first(pending, budget):
+    return _by(np.lexsort((-pending, pending > 1)), pending, budget)
+
+
+@wrong("share_budget", fails="counts stay in the rows' order")
 def the_order_of_a_sort_that_is_not_stable(pending, budget):
     order = np.argsort(pending > 1, kind="stable")
     if len(order) > 16:  # from here on numpy's default sort may swap equal entries
@@ -404,6 +453,19 @@ def one_prompt_a_step(pending, budget):
     prompts = np.flatnonzero(pending > 1)
     counts[prompts[1:]] = 0
     return counts
+
+
+@wrong("share_budget", fails="a large budget runs all that is pending, and no more")
+def at_most_three_prompts_a_step(pending, budget):
+    counts = _by(np.argsort(pending > 1, kind="stable"), pending, budget)
+    counts[np.flatnonzero(pending > 1)[3:]] = 0
+    return counts
+
+
+@wrong("share_budget", fails="a large budget runs all that is pending, and no more")
+def prompts_begin_at_three_tokens(pending, budget):
+    counts = _by(np.argsort(pending > 1, kind="stable"), pending, budget)
+    return np.where(pending == 2, 0, counts)
 
 
 @wrong("share_budget", fails="a large budget runs all that is pending, and no more")
@@ -491,3 +553,55 @@ class WholePatience(Patient):
 class FarTooPatient(Patient):
     def key(self, request):
         return len(request.prompt) + 40 * self.patience * request.arrival
+
+
+class Right(Patient):
+    def key(self, request):
+        return len(request.prompt) + self.patience * request.arrival
+
+
+@wrong("PatientShortest", fails="short prompts go first while patience lasts")
+class LongPromptsLookAlike(Patient):
+    def key(self, request):
+        return min(len(request.prompt), 1000) + self.patience * request.arrival
+
+
+@wrong("PatientShortest", fails="short prompts go first while patience lasts")
+class AnotherDefault(Right):
+    def __init__(self, patience=8.0):
+        self.patience = patience
+
+
+@wrong("PatientShortest", fails="a prompt of n tokens is overtaken at most n / patience times")
+class OnePatienceForAll(Right):
+    def __init__(self, patience=4.0):
+        type(self).patience = patience
+
+
+@wrong("PatientShortest", fails="a prompt of n tokens is overtaken at most n / patience times")
+class ArrivalsStartAgain(Patient):
+    def key(self, request):
+        return len(request.prompt) + self.patience * (request.arrival % 1000)
+
+
+@wrong("PatientShortest", fails="it decides about the order alone")
+class AdmitsWhenEmpty(Right):
+    def admits(self, running):
+        return running == 0
+
+
+@wrong("PatientShortest", fails="it decides about the order alone")
+class SharesInTurn(Right):
+    def share(self, pending, budget):
+        return _in_turn(pending, budget)
+
+
+@wrong("PatientShortest", fails="it decides about the order alone")
+class SharesNothing(Right):
+    def share(self, pending, budget):
+        return np.zeros_like(pending)
+
+
+@wrong("PatientShortest", fails="it decides about the order alone")
+class PromisesNothing(Right):
+    fair = False
