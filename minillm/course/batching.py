@@ -2,13 +2,13 @@
 
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from minillm.bench import records
+from minillm.bench import records, workloads
 from minillm.engine.engine import Engine
 from minillm.engine.llm import LLM
 from minillm.overrides import using
@@ -27,6 +27,12 @@ SMALL: dict[str, Any] = {
     "enable_prefix_caching": False,
 }
 Requests = Mapping[str, tuple[Sequence[int] | int, int]]
+
+
+def traffic(requests: int, scale: int = 1) -> dict[str, tuple[list[int], int]]:
+    """The first requests of the committed trace: {number: (prompt, output tokens)}, lengths divided by `scale`."""
+    first = workloads.replay("conversation", VOCAB, scale=scale, requests=requests)
+    return {f"{number:02}": (each.prompt, each.output_tokens) for number, each in enumerate(first)}
 
 
 @dataclass
@@ -112,6 +118,33 @@ def run(
     return Run(list(replay(trace))[before:], done, stats, trace)
 
 
+def simulate(
+    next_step: Callable[[list[Any], int], Sequence[tuple[int, int, bool]]],
+    request: Callable[..., Any],
+    requests: Mapping[str, tuple[int, int]],
+    rows: int,
+    budget: int = 2048,
+    most: int = 100,
+) -> list[dict[str, tuple[int, int]]]:
+    """A scheduler around lesson 10's `next_step`: {request: (start, count)} of each step, `most` steps at most.
+
+    request: makes what `next_step` is given, from prompt, known, computed and limit.
+    """
+    waiting, running = list(requests.items()), dict[str, Any]()
+    steps: list[dict[str, tuple[int, int]]] = []
+    while waiting or running:
+        if len(steps) == most:
+            print(f"stopped: {', '.join(running)} not done after {most} steps. Does known grow?")
+            break
+        while waiting and len(running) < rows:
+            name, (prompt, output) = waiting.pop(0)
+            running[name] = request(prompt, prompt, 0, prompt + output)
+        ran = zip(running, next_step(list(running.values()), budget) or [], strict=False)
+        steps.append({name: (start, count) for name, (start, count, _) in ran if count})
+        running = {name: each for name, each in running.items() if each.known < each.limit}
+    return steps
+
+
 class PromptsFirst(FirstComeFirstServed):
     """Shares a step's budget the other way around: prompts first, then requests that decode."""
 
@@ -179,7 +212,7 @@ def show_waits(waits: Mapping[str, Mapping[str, int]]) -> None:
     for label, waited in waits.items():
         longest = max(wait for name, wait in waited.items() if MIXED[name][0] > 8)
         mean = float(np.mean(list(waited.values())))
-        print(f"{label:28} mean {mean:5.1f} steps, longest of a long prompt {longest}")
+        print(f"{label:28} mean {mean:5.1f} steps, longest wait of a long prompt {longest}")
 
 
 def long_one_waits(policy: type, shorts: int) -> int:

@@ -12,7 +12,7 @@
 #
 # **90 minutes. Needs:** a CPU, and lessons 00 and 02; lesson 09 helps with sections 2 and 5. You should know what
 # *prefill* (the model runs a prompt's tokens together) and *decode* (it generates an answer one token at a time) are.
-# On a GPU, the timed part of section 4 runs Gemma 2B.
+# On a GPU, the timed part of section 4 runs Gemma 2B, with random weights if the trained ones are not installed.
 
 # %%
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from minillm import using
-from minillm.bench import records, workloads
+from minillm.bench import records
 from minillm.course import (
     NotSolvedYet,
     batching,
@@ -32,11 +32,11 @@ from minillm.course import (
     yours,
 )
 from minillm.course import draw_batching as draw
-from minillm.course.batching import VOCAB, run
+from minillm.course.batching import run
 from minillm.scheduler.policies import FirstComeFirstServed, ShortestPromptFirst
 
 # %% [markdown]
-# ## 1 · Four requests, two rows · 20 min
+# ## 1 · Four requests, two rows · 21 min
 #
 # Decoding one request reads all of the model's weights to produce one token (lesson 00). Decoding two requests together
 # reads the weights once for both. So a server runs many requests in one **step**, which is one forward pass of the
@@ -53,16 +53,11 @@ for name, (prompt, output) in FOUR.items():
 # %% [markdown]
 # We run them in the engine and record a **trace**: events that say which request had which row in each step. Only
 # lengths matter here, so the prompts' tokens are drawn at random. `run` opens a small engine on the CPU, in float64 so
-# that results can be compared exactly, and calls `play`. This is all an engine's loop does: submit what is due, run a
-# step, collect what is done.
-
-# %%
-# ENGINE: minillm.course.batching:play
-
-# %% [markdown]
+# that results can be compared exactly, submits the requests, and calls the engine's `step` until all are done.
+#
 # **Static batching** is the old way: take as many requests as there are rows, run them until *all* of them are done,
 # then take the next ones. The engine still offers it as a policy, for comparison. **In-flight batching** (also called
-# continuous batching; introduced by Yu et al. 2022 as *iteration-level scheduling*) decides anew after every step: a
+# continuous batching; introduced by Yu et al. 2022 as *iteration-level scheduling*) decides again after every step: a
 # request that is done leaves, and a waiting request takes the free row.
 
 # %%
@@ -81,7 +76,7 @@ done in step 8, and only then do C and D start. In the in-flight grid C takes B'
 # Look at B. It is done after two steps. In the static batch its row then stays idle for seven steps while C and D wait
 # in the queue. In flight, C takes the row in the very next step and runs alongside A, which keeps decoding.
 #
-# **Exercise 1 (7 minutes).** Count the steps and the idle cells. You only need the lengths of the answers: each request
+# **Exercise 1 (8 minutes).** Count the steps and the idle cells. You only need the lengths of the answers: each request
 # occupies a row for as many steps as its answer has tokens. (A real server doesn't know these lengths in advance, which
 # is why it cannot simply sort requests into tight batches.)
 #
@@ -121,12 +116,7 @@ check(steps_and_idle)
 # lengths divided by 8 so that a laptop finishes quickly, and four rows.
 
 # %%
-traffic = {
-    f"{number:02}": (each.prompt, each.output_tokens)
-    for number, each in enumerate(
-        workloads.replay("conversation", VOCAB, scale=8, requests=20)
-    )
-}
+traffic = batching.traffic(requests=20, scale=8)
 answers = [output for _, output in traffic.values()]
 print("tokens of the answers:", *answers)
 print(f"mean {np.mean(answers):.1f}, longest {max(answers)}")
@@ -189,7 +179,7 @@ describe("""Two timelines of four rows. With static batches gray gaps follow eac
 batch ends. In flight the rows are filled without gaps until the queue is empty, and the run ends much earlier.""")
 
 # %% [markdown]
-# ## 2 · One batch without padding · 3 min
+# ## 2 · One batch without padding · 4 min
 #
 # Step 2 of the in-flight picture ran one token of A together with twelve of C. How can one forward pass do that? A
 # tensor is a rectangle, so the simple answer is to make every row as long as the longest one by adding **padding**:
@@ -228,7 +218,7 @@ compare(
 # its rectangular cache keeps as many keys for each row as for the longest one; and a row that is done keeps computing
 # padding until the whole batch is done.
 #
-# ## 3 · One rule · 18 min
+# ## 3 · One rule · 20 min
 #
 # Prefill, decode, joining in the middle: these look like separate cases. They are one case if the scheduler keeps two
 # numbers for each request:
@@ -267,7 +257,7 @@ known stays at 14, and later catches up in one step.""")
 # %% [markdown]
 # When C is done, its last token is known but not computed: no later token needs its keys.
 #
-# **Exercise 2 (10 minutes).** Write one step for requests that already have rows. They are served in their order,
+# **Exercise 2 (12 minutes).** Write one step for requests that already have rows. They are served in their order,
 # oldest first: each runs as many of its pending tokens as the remaining budget of the step allows. Update `computed`
 # and `known`. A request that knows `limit` tokens is done and runs no more.
 #
@@ -311,33 +301,16 @@ def next_step(requests: list[Running], budget: int) -> list[tuple[int, int, bool
 check(next_step)
 
 # %% [markdown]
-# With this rule a complete in-flight scheduler takes a dozen lines. It should run our four requests exactly as the
-# engine does, with and without a budget of six tokens: the same tokens of the same requests in every step.
-
+# A complete in-flight scheduler needs only a dozen lines more: `batching.simulate` gives free rows to waiting requests,
+# calls your function for each step, and takes out the requests that are done. It should run our four requests exactly
+# as the engine does, with and without a budget of six tokens: the same tokens of the same requests in every step.
 
 # %%
-def simulate(requests, rows, budget=2048, most=100):
-    """[{request: (start, count)}] of each step; gives up after `most` steps."""
-    waiting, running, steps = list(requests.items()), {}, []
-    while waiting or running:
-        if len(steps) == most:
-            print(
-                f"stopped: {', '.join(running)} not done after {most} steps. Does known grow?"
-            )
-            break
-        while waiting and len(running) < rows:
-            name, (prompt, output) = waiting.pop(0)
-            running[name] = Running(prompt, prompt, 0, prompt + output)
-        ran = zip(running, next_step(list(running.values()), budget) or [])
-        steps.append({name: (start, count) for name, (start, count, _) in ran if count})
-        running = {name: each for name, each in running.items() if each.known < each.limit}
-    return steps
-
-
 if solved(next_step):
-    shown = simulate(FOUR, 2)
+    shown = batching.simulate(next_step, Running, FOUR, rows=2)
     print("the same as the engine, step by step:", shown == in_flight.spans)
-    print("the same with a budget of 6:", simulate(FOUR, 2, budget=6) == chunked.spans)
+    cut = batching.simulate(next_step, Running, FOUR, rows=2, budget=6)
+    print("the same with a budget of 6:", cut == chunked.spans)
 else:
     shown = in_flight.spans
     print("next_step is not solved yet; these are the engine's steps:")
@@ -347,16 +320,14 @@ for number, step in enumerate(shown[:4]):
 
 # %% [markdown]
 # The engine does this for all rows at once: `known` and `computed` are numpy arrays with one entry per row, and
-# `queries` is your `count`, chosen before. Look for the three lines that update `self.computed`, decide `samples`, and
-# update `self.known`. You can ignore the rest: `_register` makes full blocks available to the prefix cache, `tables`
-# are the block tables (both lesson 09), and decodes are sorted to the front because attention handles them with a
-# kernel of their own (lesson 04).
+# `queries` is your `count`, chosen before. If you open the listing, look only for the three lines that update
+# `self.computed`, decide `samples`, and update `self.known`.
 
 # %%
 # ENGINE: minillm.scheduler.scheduler:Scheduler._launch
 
 # %% [markdown]
-# ## 4 · The token budget · 23 min
+# ## 4 · The token budget · 22 min
 #
 # Look at the in-flight picture of section 1 again, at the number under step 2: 13 tokens, where the other steps around
 # it compute two. A step takes longer the more tokens it computes, and A's user waits for that step too. With twelve
@@ -441,24 +412,6 @@ else:
     print("the same steps as with the engine's own:", shared.spans == chunked.spans)
 
 # %% [markdown]
-# What if the order is reversed? Early servers, among them vLLM's first scheduler, ran new prompts before anything else
-# and paused the decodes (Agrawal et al. 2024 call this *prefill-prioritizing*). `PromptsFirst` is such a policy:
-
-# %%
-with using(policy=batching.PromptsFirst):
-    greedy = run(FOUR, max_num_seqs=2, max_num_batched_tokens=6)
-draw.rows_in_use({"prompts first": greedy.steps, "decodes first": chunked.steps}, rows=2)
-describe("""Two grids with a budget of 6. With prompts first, A waits in step 3 while C's prompt takes all 6 tokens.
-With decodes first A decodes in every step. C's first token comes in the same step either way, because its prompt is
-short.""")
-
-# %% [markdown]
-# In step 2 C is only joining, and a newcomer gets what the running rows leave: five tokens. In step 3 C's prompt takes
-# all six, and A, in the middle of its answer, waits (darker gray: A has the row, but none of its tokens run). Twelve
-# tokens are too few for C to gain a step by this. Suppose C's prompt had a thousand tokens, and A's answer were long
-# enough to last: the prompt would take about 167 steps at six tokens each instead of 200 at five. C's first token would
-# come 33 steps sooner, and A would wait all that time.
-#
 # ### How large a budget?
 #
 # Now we measure real waits. Seven users decode. After twenty steps a request with a long prompt joins. We try several
@@ -504,17 +457,18 @@ token grows, and the longest gap between two tokens of the other users shrinks, 
 budgets.""")
 
 # %% [markdown]
-# Each row of the table is a trade-off. (Each is measured only once: on a busy machine, single rows may not fit the
-# rest.) A small budget costs the newcomer time, for three reasons: every step has a fixed cost; the others' decodes run
-# in each of these steps too; and each chunk reads the keys of the chunks before it again.
+# Each row of the table is a trade-off. (Each budget is measured only once; on a busy machine, a row may not fit the
+# pattern.) A small budget costs the newcomer time, for three reasons: every step has a fixed cost; the others' decodes
+# run in each of these steps too; and each chunk reads the keys of the chunks before it again.
 #
 # How much the other users gain depends on how a step's time grows with its tokens. Where it is proportional to them, a
-# quarter of the budget means a quarter of the gap. Where the fixed cost dominates, as on a GPU below the ridge of the
-# roofline (lesson 00), the gap hardly shrinks any further. Go down the table until the gap stops shrinking, if it does:
-# from there on, a smaller budget costs the newcomer time and gains the others nothing. Above that point there is no
-# right budget. Decide which ITL you promise ("a token every 50 ms") and take the largest budget that keeps the promise.
+# quarter of the budget means a quarter of the gap. Where the fixed cost of a step dominates (preparing and launching
+# it, and reading the weights), the gap hardly shrinks any further. Go down the table until the gap stops shrinking, if
+# it does: from there on, a smaller budget costs the newcomer time and gains the others little. Above that point there
+# is no right budget. Decide which ITL you promise ("a token every 50 ms") and take the largest budget that keeps the
+# promise.
 #
-# ## 5 · When memory runs out · 6 min
+# ## 5 · When memory runs out · 5 min
 #
 # Every computed token leaves keys and values in the cache, in blocks (lesson 09). A request is admitted when there are
 # enough blocks for what it *knows*. How many it will need in the end is unknown. So the moment may come when every row
@@ -523,7 +477,7 @@ budgets.""")
 # An engine could reserve for each request the most it may ever need. Then this never happens, but much of the memory
 # stays empty, because most answers end early. Or it admits more requests and, when blocks run out, takes one request's
 # memory away: **preemption**. The most recent request (in order of arrival; section 6 has other orders) goes back to
-# the queue, and its blocks become free. It has to be the most recent one so that the oldest request always makes
+# the queue, and its blocks become free. Because the most recent one always goes, the oldest request always makes
 # progress.
 #
 # What happens to its keys and values? They can be copied to CPU memory and back (**swapping**), or thrown away and
@@ -552,25 +506,10 @@ for name, each in {"plenty of blocks": in_flight, "ten blocks": preempted}.items
     print(f"{name}: every request gets the tokens it gets alone: {each.answers == alone}")
 
 # %% [markdown]
-# Only work is lost. How much? We give the traffic of section 1 little memory, 128 tokens for four rows, and count the
-# tokens that run:
-
-# %%
-few = run(traffic, max_num_seqs=ROWS, block_size=4, num_blocks=32)
-print("blocks   preemptions   tokens run   steps   the same tokens")
-for blocks, each in {"plenty": runs["in flight"], "32": few}.items():
-    same = each.answers == runs["in flight"].answers
-    counts = f"{each.stats['preemptions']:13} {each.tokens:12,} {len(each.steps):7}"
-    print(f"{blocks:>6} {counts}   {same}")
-
-# %% [markdown]
-# The steps grow by more than the tokens: computing tokens twice is one cost, and with less memory fewer requests run at
-# the same time, which is the other.
-#
-# Two things reduce the cost. The engine admits a request only if, besides its own blocks, enough are free for what the
-# running requests are expected to take in the next step; that keeps preemptions rare. And the prefix cache (lesson 09,
-# off here) helps: a preempted request's blocks are not erased, and if no other request has taken them, they are found
-# again, and `computed` starts above 0.
+# They are: only work is lost. Two things keep that small. The engine admits a request only if, besides its own blocks,
+# enough are free for what the running requests are expected to take in the next step; that keeps preemptions rare. And
+# the prefix cache (lesson 09, off here) helps: a preempted request's blocks are not erased, and if no other request has
+# taken them, they are found again, and `computed` starts above 0.
 #
 # ## 6 · Which request goes first · 16 min
 #
@@ -578,8 +517,8 @@ for blocks, each in {"plenty": runs["in flight"], "32": few}.items():
 # ones behind it (*head-of-line blocking*). The tempting alternative is **shortest prompt first**. It takes one method:
 # the scheduler computes `key` once for each request, when the request is queued, and the lowest key goes first.
 #
-# Here are sixty requests, one before each step. Every sixth has a prompt of 96 tokens, the others of 8. The engine has
-# four rows and a budget of 24 tokens, so together they ask for slightly more than it can handle.
+# Here are sixty requests; one arrives before each step. Every sixth has a prompt of 96 tokens, the others of 8. The
+# engine has four rows and a budget of 24 tokens, so together they ask for slightly more than it can handle.
 
 
 # %%
@@ -615,7 +554,7 @@ for policy in (FirstComeFirstServed, ShortestAlways):
 #
 # **Exercise 4 (6 minutes).** Write the key of this policy. Make short prompts go first, but let a prompt of $n$ tokens
 # be overtaken by at most $n/\text{patience}$ later requests, whatever they are: those after that must have a larger
-# key.
+# key. Only `key` is yours; the class inherits the rest.
 #
 # A request has `prompt` (its token ids), `arrival` (0, 1, 2, ... in order of arrival), `known` (the ids of prompt and
 # answer so far), `limit` and `params`. Asking for a key again must give the same key.
@@ -655,7 +594,7 @@ little, and long ones less than with shortest always.""")
 # %% [markdown]
 # With patience, a long prompt has a bound. The 22nd short prompt after it starts with the same key, since
 # $(96-8)/4=22$, and among equal keys the older request goes first: at most 21 pass it, however many are still to come.
-# Most of the reduction of the mean wait remains.
+# Most of the reduction in the mean wait remains.
 #
 # Finally, everything together: your order and your sharing serve the traffic in one engine. The engine supplies
 # whatever you skipped.
@@ -681,17 +620,16 @@ print(
 # the batch. (That is exact in float64. In lower precision, the order of additions may decide between two tokens
 # whose logits are nearly equal.)
 #
-# These are the engine's versions: look for your `share` in the first, and for your `key` in the second
-# (`LLM(policy="shortest")`). `fair` is a promise that no request waits forever; the engine's tests hold policies to it.
-# When blocks run out, the running request with the highest `key` is preempted. `minillm/scheduler/policies.py` has
-# three more policies, `StaticBatching` among them.
+# Here is the engine's `FirstComeFirstServed`, with your `share`. (Its `ShortestPromptFirst`, `LLM(policy="shortest")`,
+# has your `key`.) `fair` is a promise that no request waits forever; the engine's tests hold policies to it. When
+# blocks run out, the running request with the highest `key` is preempted. `minillm/scheduler/policies.py` has more
+# policies, `StaticBatching` among them.
 
 # %%
 # ENGINE: minillm.scheduler.policies:FirstComeFirstServed
-# ENGINE: minillm.scheduler.policies:ShortestPromptFirst
 
 # %% [markdown]
-# ## 7 · What it is worth · 2 min
+# ## 7 · What it is worth (optional) · 2 min
 #
 # These are committed records of `minillm bench batching`, on a CPU and on an H200. All 400 requests of the traffic
 # trace arrive at once, and one engine serves them with static batches and in flight. The H200 ran Gemma 2B's shape with
@@ -715,7 +653,43 @@ for (name, record), guess in zip(there.items(), (guess_cpu, guess_gpu)):
 # each step has more to compute and takes longer. Here in-flight batching saves more steps than in section 1, because
 # the longest of 64 or 128 answers is further above the mean than the longest of four.
 #
-# ## 8 · Waits under load (optional) · 4 min
+# ## 8 · What preemption costs (optional) · 2 min
+#
+# We give the traffic of section 1 little memory, 128 tokens for four rows, and count the tokens that run:
+
+# %%
+few = run(traffic, max_num_seqs=ROWS, block_size=4, num_blocks=32)
+print("blocks   preemptions   tokens run   steps   the same tokens")
+for blocks, each in {"plenty": runs["in flight"], "32": few}.items():
+    same = each.answers == runs["in flight"].answers
+    counts = f"{each.stats['preemptions']:13} {each.tokens:12,} {len(each.steps):7}"
+    print(f"{blocks:>6} {counts}   {same}")
+
+# %% [markdown]
+# The number of steps grows by more than the number of tokens. Computing tokens twice is one cost; the other is that
+# with less memory, fewer requests run at the same time.
+#
+# ## 9 · Prompts first (optional) · 3 min
+#
+# What if the order of section 4 is reversed? Early servers, among them vLLM's first scheduler, ran new prompts before
+# anything else and paused the decodes (Agrawal et al. 2024 call this *prefill-prioritizing*). `PromptsFirst` is such a
+# policy:
+
+# %%
+with using(policy=batching.PromptsFirst):
+    greedy = run(FOUR, max_num_seqs=2, max_num_batched_tokens=6)
+draw.rows_in_use({"prompts first": greedy.steps, "decodes first": chunked.steps}, rows=2)
+describe("""Two grids with a budget of 6. With prompts first, A waits in step 3 while C's prompt takes all 6 tokens.
+With decodes first A decodes in every step. C's first token comes in the same step either way, because its prompt is
+short.""")
+
+# %% [markdown]
+# In step 2 C is only joining, and a newcomer gets what the running rows leave: five tokens. In step 3 C's prompt takes
+# all six, and A, in the middle of its answer, waits (darker gray: A has the row, but none of its tokens run). Twelve
+# tokens are too few for C to gain a step by this. A prompt of a thousand tokens would take about 167 steps at six
+# tokens each instead of 200 at five: C's first token would come 33 steps sooner, and A would wait all that time.
+#
+# ## 10 · Waits under load (optional) · 4 min
 #
 # The same records have a second part. Requests arrive at the trace's times, at full length, and are served with whole
 # prompts (a prompt waits until a step has room for all of it) and with chunked prefill. On the H200 all 400 arrive
@@ -744,29 +718,27 @@ higher; on the CPU the time to first token is much longer with chunks.""")
 # runs range from 24 to 114 ms. Had each way been run only once, either could have come out ahead. So choose the budget
 # by measuring ITL and TTFT on your machine, with your traffic, more than once.
 #
-# ## 9 · The three ways, over time (optional) · 3 min
+# ## 11 · The three ways, over time (optional) · 3 min
 #
 # Eight requests of the traffic, with prompts at full length: in static batches, in flight with whole prompts, and
 # chunked. This time the x axis is time, and a white line marks where a step begins. A wide column is a step that took
 # long, and every row that is blue in it waited that long for one token.
 
 # %%
-HEAVY = {
-    f"{number}": (each.prompt, each.output_tokens // 6)
-    for number, each in enumerate(workloads.replay("conversation", VOCAB, requests=8))
-}
+eight = batching.traffic(requests=8).items()
+HEAVY = {name: (prompt, output // 6) for name, (prompt, output) in eight}
 ways = {"static": {"policy": "static"}, "in flight, whole prompts": {}}
 ways["in flight, at most 64 tokens a step"] = {"max_num_batched_tokens": 64}
 three = {way: run(HEAVY, max_num_seqs=4, dtype="auto", **each) for way, each in ways.items()}
 for title, each in three.items():
     largest = max(sum(step.count) for step in each.steps)
     print(f"{title:36} {len(each.steps):3} steps, the largest of {largest:3} tokens")
-    chunks = [step["5"][1] for step in each.spans if "5" in step]
+    chunks = [step["05"][1] for step in each.spans if "05" in step]
     print(f"{'':36} request 5's prompt: {' + '.join(str(n) for n in chunks if n > 1)}")
 draw.timelines({title: each.trace for title, each in three.items()}, 4, x="time")
 describe("""Three timelines of four rows over seconds. With whole prompts some columns are much wider than the others:
-there a prompt ran, and the decoding rows waited. With at most 64 tokens a step no column is much wider than a step of
-64 tokens takes.""")
+there a prompt ran, and the decoding rows waited. With at most 64 tokens a step the widest columns are narrower, and a
+prompt takes several of them.""")
 
 # %% [markdown]
 # Request 5 has a prompt of 298 tokens. In flight and whole, it runs in a single wide column, in which each decoding row
@@ -777,7 +749,7 @@ there a prompt ran, and the decoding rows waited. With at most 64 tokens a step 
 # timeline, requests 1 to 3 are not admitted yet, because older prompts use the whole budget. And at the right of all
 # three the queue is empty.
 #
-# ## 10 · Running ahead (optional) · 7 min
+# ## 12 · Running ahead (optional) · 7 min
 #
 # The scheduler is Python, and while it runs, the GPU may be waiting. How long does it take? Here is the engine's
 # scheduler alone, without a model, with all rows decoding:
@@ -793,7 +765,7 @@ print(f"a decode step of {records.model_of(ablation)}, on an H200: {1e6 / fastes
 
 # %% [markdown]
 # Because the scheduler works on numpy columns, a thousand rows take far less than a thousand times as long as one.
-# Compare the first line with the last, which is for one request: scheduling takes only a few percent of that step, and
+# Compare the first line with the last, which is for one request: scheduling takes only a small part of that step, and
 # with more rows the step takes longer too. But preparing and launching the step and fetching its tokens come on top. A
 # GPU that waits for Python after each step is idle for all of that time.
 #
@@ -839,9 +811,9 @@ print("the same answers:", said[0] == said[1] == said[3])
 compare("dropped, 3 ahead", unit="tokens", prediction=guess_dropped, measured=dropped[3])
 
 # %% [markdown]
-# Five of the answers were ended by the model and cost three tokens each. The sixth reached its limit. What does
-# run-ahead gain? Nothing on a CPU, where the model runs inside the Python call that launches it. On an H200, from the
-# committed record:
+# The model itself ended five of the answers, and each of these cost three tokens. The sixth reached its limit. What
+# does run-ahead gain? Nothing on a CPU, where the model runs inside the Python call that launches it. On an H200, from
+# the committed record:
 
 # %%
 batching.gains(ablation, "run-ahead", before="0", after=("1", "3"))

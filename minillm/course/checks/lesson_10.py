@@ -2,9 +2,12 @@
 
 import inspect
 from dataclasses import dataclass
+from numbers import Real
 from types import SimpleNamespace
 
 import numpy as np
+
+from minillm.scheduler.policies import FirstComeFirstServed
 
 from . import Exercise
 
@@ -60,6 +63,8 @@ def _(function):
     assert steps == 6, f"a single request of 6 tokens takes 6 steps, however many rows there are, not {steps}"
     steps, _ = _rows_used(function, [2, 2, 2], 2, in_flight=True)
     assert steps == 4, f"2, 2, 2 tokens in two rows, in flight: the third request ends after 4 steps, not {steps}"
+    steps, _ = _rows_used(function, [2, 6], 2, in_flight=True)
+    assert steps == 6, f"2, 6 tokens in two rows, in flight: the second request ends after 6 steps, not {steps}"
 
 
 @steps_and_idle.property(
@@ -101,6 +106,9 @@ def _(function):
         got = _rows_used(function, outputs, rows, in_flight)
         listed = ", ".join(map(str, outputs))
         assert got == (4, 0), f"{listed} tokens with rows={rows}, {_way(in_flight)}: (4, 0), not {got}"
+    for in_flight in (False, True):
+        got = _rows_used(function, [4] * 96, 32, in_flight)
+        assert got == (12, 0), f"96 requests of 4 tokens with rows=32, {_way(in_flight)}: (12, 0), not {got}"
 
 
 @steps_and_idle.property("the list stays as it is", "the caller still needs `outputs`: work on a copy")
@@ -183,6 +191,10 @@ def _(function):
     for what, requests, budget, wanted in cases:
         counts = [count for _, count, _ in _step(function, *requests, budget=budget)]
         assert counts == wanted, f"{what}, and a budget of {budget}: the counts are {wanted}, not {counts}"
+    counts = [count for _, count, _ in _step(function, *[new(6) for _ in range(40)], budget=200)]
+    assert counts == [6] * 33 + [2] + [0] * 6, (
+        f"40 prompts of 6 tokens, and a budget of 200: 33 run whole and the next runs 2 tokens, not {counts}"
+    )
 
 
 @next_step.property(
@@ -225,6 +237,22 @@ def _(function):
         _step(function, request, budget=budget)
         assert request.computed == before + budget, (
             f"{before} of 10 tokens were computed and {budget} ran, but `computed` is {request.computed}"
+        )
+
+
+@next_step.property(
+    "only `computed` and `known` change", "`prompt` and `limit` say what was asked for; a step does not change them"
+)
+def _(function):
+    new = _maker(function)
+    for what, request in (
+        ("a prompt of 6 tokens", new(6, limit=12)),
+        ("a decode", new(6, known=7, computed=6, limit=12)),
+        ("a decode that ends its answer", new(6, known=11, computed=10, limit=12)),
+    ):
+        _step(function, request)
+        assert (request.prompt, request.limit) == (6, 12), (
+            f"{what}: `prompt` is 6 and `limit` 12; after the step they are {request.prompt} and {request.limit}"
         )
 
 
@@ -272,10 +300,15 @@ def _(function):
 share_budget = Exercise("share_budget", seconds=SECONDS)
 
 
+def _pending(tokens: list[int]) -> np.ndarray:
+    """As the engine passes it: read-only."""
+    array = np.array(tokens, np.int32)
+    array.flags.writeable = False
+    return array
+
+
 def _shares(function, pending: list[int], budget: int) -> list[int]:
-    given = np.array(pending, np.int32)
-    given.flags.writeable = False  # as the engine passes it
-    got = np.asarray(function(given, budget))
+    got = np.asarray(function(_pending(pending), budget))
     assert got.shape == (len(pending),), f"{len(pending)} rows need as many counts, not {got!r}"
     return got.tolist()
 
@@ -288,17 +321,21 @@ def _(function):
 
 @share_budget.property("counts are whole numbers", "np.zeros makes floats; np.zeros_like(pending) has pending's type")
 def _(function):
-    got = np.asarray(function(np.array([1, 6], np.int32), 4))
-    assert got.dtype.kind in "iu", f"the engine takes whole numbers, not {got.dtype}"
+    kind = np.asarray(function(np.array([1, 6], np.int32), 4)).dtype
+    assert kind.kind in "iu", f"the engine takes whole numbers, not {kind}"
 
 
 @share_budget.property(
     "a large budget runs all that is pending, and no more", "how much of the budget can each prompt use?"
 )
 def _(function):
-    for pending, budget in (([1, 5, 4], 20), ([1, 300, 700], 2000)):
+    for pending, budget in (([1, 5, 4], 20), ([1, 2, 3], 20), ([1, 300, 40_000], 60_000)):
         got = _shares(function, pending, budget)
         assert got == pending, f"{pending} and a budget of {budget}: {pending}, not {got}"
+    got = _shares(function, [1] * 100 + [5] * 100, 700)
+    assert got == [1] * 100 + [5] * 100, (
+        f"100 single tokens, 100 prompts of 5 and a budget of 700: all 600 tokens run, not {sum(got)}"
+    )
 
 
 @share_budget.property(
@@ -329,13 +366,10 @@ def _(function):
 def _(function):
     got = _shares(function, [1, 5, 4], 8)
     assert got[1] == 5, f"[1, 5, 4] and a budget of 8: the older prompt runs all its 5 tokens, not {got[1]}"
+    got = _shares(function, [1, 4, 5], 8)
+    assert got[1] == 4, f"[1, 4, 5] and a budget of 8: the older prompt runs all its 4 tokens, not {got[1]}"
     got = _shares(function, [9, 2], 9)
     assert got == [9, 0], f"[9, 2] and a budget of 9: a short prompt is still a prompt, so [9, 0], not {got}"
-    got = _shares(function, [1] * 20 + [5] * 20, 70)[20:]
-    assert got == sorted(got, reverse=True), (
-        f"20 single tokens, 20 prompts of 5 and a budget of 70: an older prompt gets at least as much, not {got} "
-        "(np.argsort keeps the order of equal entries only with kind='stable')"
-    )
 
 
 @share_budget.property("a prompt is cut where the budget ends", "part of it runs now: that is a chunk")
@@ -348,6 +382,11 @@ def _(function):
 def _(function):
     got = _shares(function, [5, 1, 1], 7)
     assert got == [5, 1, 1], f"[5, 1, 1] and a budget of 7: [5, 1, 1], not {got}"
+    got = _shares(function, [5, 1] * 20, 70)[::2]
+    assert got == sorted(got, reverse=True), (
+        f"[5, 1] twenty times and a budget of 70: an older prompt gets at least as much as a younger one, not {got} "
+        "(np.argsort keeps the order of equal entries only with kind='stable')"
+    )
 
 
 # ---- a policy
@@ -365,15 +404,14 @@ def _queued(prompt: int, arrival: int, known: int = 0, output: int = 8) -> Simpl
 
 
 def _key(policy, request: SimpleNamespace) -> float:
-    key = policy.key(request)
-    assert isinstance(key, int | float | np.number), f"a key must be a number, not {key!r}"
+    assert isinstance(key := policy.key(request), Real), f"a key must be a number, not {key!r}"
     return float(key)
 
 
-def _overtaken(policy, prompt: int) -> int:
-    """How many of 400 later prompts of one token go before the first request, a prompt of so many."""
-    first = _key(policy, _queued(prompt, 0))
-    return sum(_key(policy, _queued(1, arrival)) < first for arrival in range(1, 401))
+def _overtaken(policy, prompt: int, arrival: int = 0) -> int:
+    """How many of the next 400 prompts, of one token each, go before a prompt of so many."""
+    first = _key(policy, _queued(prompt, arrival))
+    return sum(_key(policy, _queued(1, arrival + later)) < first for later in range(1, 401))
 
 
 @PatientShortest.example
@@ -389,9 +427,16 @@ def _(policy):
     "short prompts go first while patience lasts", "what does the key of a prompt have to grow with, and how fast?"
 )
 def _(policy):
-    times = _overtaken(policy(patience=4.0), 200)
-    assert times >= 48, (
-        f"a prompt of 200 tokens, a patience of 4: 49 later prompts of one token go before it, not {times}"
+    cases = ((policy(patience=4.0), "a patience of 4", 0), (policy(), "the default patience, 4", 999_900))
+    for one, patience, arrival in cases:
+        times = _overtaken(one, 200, arrival)
+        assert times >= 48, (
+            f"arrival {arrival}, a prompt of 200 tokens, {patience}: 49 later prompts of one token go before it, "
+            f"not {times}"
+        )
+    times = _overtaken(policy(patience=100.0), 20_000)
+    assert times >= 198, (
+        f"a prompt of 20,000 tokens, a patience of 100: 199 later prompts of one token go before it, not {times}"
     )
 
 
@@ -400,11 +445,16 @@ def _(policy):
     "a later request must start with a larger key: larger by how much?",
 )
 def _(policy):
-    for patience in (4.0, 20.0, 2.5, 1.0):
-        times, most = _overtaken(policy(patience=patience), 200), int(200 / patience)
+    engines = {patience: policy(patience=patience) for patience in (4.0, 20.0, 2.5, 1.0)}  # all at the same time
+    for patience, one in engines.items():
+        times, most = _overtaken(one, 200), int(200 / patience)
         assert times <= most, (
             f"a prompt of 200 tokens, a patience of {patience:g}: {times} later ones go before it, not {most} at most"
         )
+    times = _overtaken(policy(), 200, arrival=999_900)
+    assert times <= 50, (
+        f"arrival 999900, a prompt of 200 tokens, the default patience: {times} later ones go before it, not 50 at most"
+    )
 
 
 @PatientShortest.property("asking again gives the same key", "keep no count, look at no clock and at no other request")
@@ -431,3 +481,18 @@ def _(policy):
     policy = policy()
     few, many = (_key(policy, _queued(10, 3, output=output)) for output in (8, 500))
     assert few == many, f"with max_tokens of 8 the key is {few:g}, with 500 it is {many:g}"
+
+
+@PatientShortest.property(
+    "it decides about the order alone", "`admits`, `share` and `fair` are inherited: the class only needs its own `key`"
+)
+def _(policy):
+    assert isinstance(policy, type), "PatientShortest must stay a class: the notebook derives another one from it"
+    policy, engines = policy(), FirstComeFirstServed()
+    _key(policy, _queued(10, 0))  # a stub has no order to decide about
+    for running in (0, 2, 2, 1):
+        assert policy.admits(running), f"admits({running}): requests may join at any step, so True"
+    for pending, budget in (([1, 1, 6], 8), ([6, 1, 1], 4), ([9, 9], 4), ([3], 1)):
+        wanted, got = (each.share(_pending(pending), budget) for each in (engines, policy))
+        assert np.array_equal(got, wanted), f"share({pending}, {budget}): {wanted.tolist()}, not {got}"
+    assert policy.fair, "`fair` is the promise that no request waits forever, and this policy keeps it"

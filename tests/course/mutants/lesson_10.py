@@ -1,10 +1,9 @@
-"""Wrong solutions of lesson 10: static and in-flight batching, one rule for all tokens, the budget, a fair policy."""
+"""Wrong solutions of lesson 10: static and in-flight batching, one rule for all tokens."""
 
 import heapq
 
 import numpy as np
 
-from minillm.scheduler.policies import FirstComeFirstServed
 from tests.course.mutants import wrong
 
 # ---- steps_and_idle
@@ -97,6 +96,20 @@ def requests_are_popped(outputs, rows, in_flight):
     return steps, steps * rows - total
 
 
+@wrong("steps_and_idle", fails="a request takes one step for each of its tokens")
+def the_first_row_ends_last(outputs, rows, in_flight):
+    ends = [0] * rows
+    for tokens in outputs:
+        ends[ends.index(min(ends))] += tokens
+    return _with_idle(ends[0] if in_flight else _static(outputs, rows), outputs, rows)
+
+
+@wrong("steps_and_idle", fails="any number of rows")
+def at_most_eight_rows(outputs, rows, in_flight):
+    way = _in_flight if in_flight else _static
+    return _with_idle(way(outputs, min(rows, 8)), outputs, rows)
+
+
 # ---- next_step
 
 
@@ -141,6 +154,36 @@ def tokens_over_the_budget_are_lost(requests, budget):
         request.computed += pending if count else 0
         request.known += samples
         done.append((start, count, samples))
+    return done
+
+
+@wrong("next_step", fails="only `computed` and `known` change")
+def the_answer_is_added_to_the_prompt(requests, budget):
+    done = []
+    for request in requests:
+        done.append(_take(request, min(_pending(request), budget)))
+        budget -= done[-1][1]
+        request.prompt += done[-1][2]
+    return done
+
+
+@wrong("next_step", fails="only `computed` and `known` change")
+def the_limit_counts_down(requests, budget):
+    done = []
+    for request in requests:
+        done.append(_take(request, min(_pending(request), budget)))
+        budget -= done[-1][1]
+        if request.known == request.limit:
+            request.limit = 0  # to mark it as done
+    return done
+
+
+@wrong("next_step", fails="requests share one budget, in their order")
+def only_the_first_eight_requests(requests, budget):
+    done = []
+    for place, request in enumerate(requests):
+        done.append(_take(request, min(_pending(request), budget) if place < 8 else 0))
+        budget -= done[-1][1]
     return done
 
 
@@ -306,188 +349,3 @@ def at_most_as_many_tokens_as_the_limit_leaves(requests, budget):
         done.append(_take(request, min(_pending(request), request.limit - request.known, budget)))
         budget -= done[-1][1]
     return done
-
-
-# ---- share_budget
-
-
-def _in_turn(pending, budget):
-    before = np.cumsum(pending) - pending
-    return np.minimum(pending, np.maximum(budget - before, 0))
-
-
-def _by(order, pending, budget):
-    counts = np.zeros_like(pending)
-    counts[order] = _in_turn(pending[order], budget)
-    return counts
-
-
-@wrong("share_budget", fails="rows with one token come first")
-def oldest_first(pending, budget):
-    return _in_turn(pending, budget)
-
-
-@wrong("share_budget", fails="the budget holds for single tokens too")
-def every_decode_runs(pending, budget):
-    single = pending == 1
-    return np.where(single, 1, _in_turn(np.where(single, 0, pending), budget - single.sum()))
-
-
-@wrong("share_budget", fails="the budget holds for single tokens too")
-def prompts_pay_for_what_is_missing(pending, budget):
-    counts = np.where(pending == 1, 1, 0)
-    if counts.all():
-        return _in_turn(pending, budget)
-    left = budget - counts.sum()
-    for row in np.flatnonzero(pending > 1):
-        counts[row] = min(pending[row], left)
-        left = max(left - counts[row], 0)
-    return counts
-
-
-@wrong("share_budget", fails="rows with one token come first")
-def a_prompt_always_gets_a_token(pending, budget):
-    single = pending == 1
-    if single.all():
-        return _in_turn(pending, budget)
-    decodes = _in_turn(np.where(single, 1, 0), budget - 1)
-    return decodes + _in_turn(np.where(single, 0, pending), budget - decodes.sum())
-
-
-@wrong("share_budget", fails="older prompts come before younger ones")
-def shortest_prompt_first(pending, budget):
-    return _by(np.argsort(pending, kind="stable"), pending, budget)
-
-
-@wrong("share_budget", fails="older prompts come before younger ones")
-def short_prompts_count_as_decodes(pending, budget):
-    return _by(np.argsort(pending > 4, kind="stable"), pending, budget)
-
-
-@wrong("share_budget", fails="older prompts come before younger ones")
-def the_order_of_a_sort_that_is_not_stable(pending, budget):
-    order = np.argsort(pending > 1, kind="stable")
-    if len(order) > 16:  # from here on numpy's default sort may swap equal entries
-        order[pending[order] > 1] = order[pending[order] > 1][::-1]
-    return _by(order, pending, budget)
-
-
-@wrong("share_budget", fails="a prompt is cut where the budget ends")
-def whole_prompts_or_nothing(pending, budget):
-    counts = _by(np.argsort(pending > 1, kind="stable"), pending, budget)
-    return np.where(counts == pending, counts, 0)
-
-
-@wrong("share_budget", fails="counts stay in the rows' order")
-def returned_in_sorted_order(pending, budget):
-    return _in_turn(pending[np.argsort(pending > 1, kind="stable")], budget)
-
-
-@wrong("share_budget", fails="counts are whole numbers")
-def counts_are_floats(pending, budget):
-    counts = np.zeros(len(pending))
-    counts[:] = _by(np.argsort(pending > 1, kind="stable"), pending, budget)
-    return counts
-
-
-@wrong("share_budget", fails="a large budget runs all that is pending, and no more")
-def the_oldest_prompt_gets_all_that_is_left(pending, budget):
-    counts = _by(np.argsort(pending > 1, kind="stable"), pending, budget)
-    if (pending > 1).any():
-        counts[np.argmax(pending > 1)] += budget - counts.sum()
-    return counts
-
-
-@wrong("share_budget", fails="a large budget runs all that is pending, and no more")
-def one_prompt_a_step(pending, budget):
-    counts = _by(np.argsort(pending > 1, kind="stable"), pending, budget)
-    prompts = np.flatnonzero(pending > 1)
-    counts[prompts[1:]] = 0
-    return counts
-
-
-@wrong("share_budget", fails="a large budget runs all that is pending, and no more")
-def until_the_budget_is_used_up(pending, budget):
-    counts = np.zeros_like(pending)
-    order = np.argsort(pending > 1, kind="stable")
-    while budget > 0:  # endless where less is pending
-        for row in order:
-            count = min(pending[row] - counts[row], budget)
-            counts[row] += count
-            budget -= count
-    return counts
-
-
-@wrong("share_budget", fails="counts stay in the rows' order")
-def put_back_by_the_wrong_permutation(pending, budget):
-    order = np.argsort(pending > 1, kind="stable")
-    return _in_turn(pending[order], budget)[order]
-
-
-@wrong("share_budget", fails="the budget holds for single tokens too")
-def nothing_runs_where_single_tokens_exceed_the_budget(pending, budget):
-    if (pending == 1).sum() > budget:
-        return np.zeros_like(pending)
-    return _by(np.argsort(pending > 1, kind="stable"), pending, budget)
-
-
-# ---- PatientShortest
-
-
-class Patient(FirstComeFirstServed):
-    def __init__(self, patience=4.0):
-        self.patience = patience
-
-
-@wrong("PatientShortest", fails="short prompts go first while patience lasts")
-class OrderOfArrival(Patient):
-    def key(self, request):
-        return self.patience * request.arrival
-
-
-@wrong("PatientShortest", fails="a prompt of n tokens is overtaken at most n / patience times")
-class ShortestAlways(Patient):
-    def key(self, request):
-        return len(request.prompt) + 1e-6 * request.arrival
-
-
-@wrong("PatientShortest", fails="asking again gives the same key")
-class CountsItsCalls(Patient):
-    calls = 0
-
-    def key(self, request):
-        self.calls += 1
-        return len(request.prompt) + self.patience * max(self.calls, request.arrival)
-
-
-@wrong("PatientShortest", fails="generated tokens do not count")
-class CountsOutputToo(Patient):
-    def key(self, request):
-        return len(request.known) + self.patience * request.arrival
-
-
-@wrong("PatientShortest", fails="the limit of the answer does not count")
-class CountsTheLimit(Patient):
-    def key(self, request):
-        return request.limit + self.patience * request.arrival
-
-
-@wrong("PatientShortest", fails="a prompt of n tokens is overtaken at most n / patience times")
-class PatienceIsAlwaysFour(Patient):
-    def key(self, request):
-        return len(request.prompt) + 4.0 * request.arrival
-
-
-@wrong("PatientShortest", fails="a prompt of n tokens is overtaken at most n / patience times")
-class WholePatience(Patient):
-    def __init__(self, patience=4.0):
-        self.patience = int(patience)
-
-    def key(self, request):
-        return len(request.prompt) + self.patience * request.arrival
-
-
-@wrong("PatientShortest", fails="short prompts go first while patience lasts")
-class FarTooPatient(Patient):
-    def key(self, request):
-        return len(request.prompt) + 40 * self.patience * request.arrival
