@@ -34,7 +34,9 @@ def request(due: float, arrivals: Sequence[tuple[float, int]]) -> None:
     )
     rate = sum(tokens for _, tokens in arrivals) / at[-1] * 1e3
     _span(axis, 0, at[-1], -0.75, f"end-to-end; throughput with this one user: {rate:.0f} tokens/s")
-    axis.set(ylim=(-1, 1.1), yticks=[], xlabel="milliseconds since the request was due; each blue line is a token")
+    axis.set(
+        ylim=(-1, 1.1), yticks=[], xlabel="milliseconds since the request was due; tokens arrive at each blue line"
+    )
     axis.spines[["top", "left", "right"]].set_visible(False)
 
 

@@ -5,7 +5,10 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from minillm.bench import serve
+import torch
+
+from minillm import LLM
+from minillm.bench import offline, roofline, serve
 from minillm.course import checks
 from minillm.course.stubs import solved
 
@@ -51,10 +54,32 @@ def agree(found: Sequence[Any], wanted: Sequence[Any]) -> bool:
 def uniform_numbers(count: int, seed: int = 16325) -> list[float]:
     """Numbers from [0, 1), the same ones every time.
 
-    With this seed a schedule keeps its rate within 7 % from 20 requests on; with most, short ones are further off.
+    With this seed a schedule keeps its rate within 7% from 20 requests on; with most, short ones are further off.
     """
     made = random.Random(seed)
     return [made.random() for _ in range(count)]
+
+
+def random_prompt(tokens: int, vocab_size: int, seed: int) -> list[int]:
+    """Random token ids from 10 up: the first ids of the vocabulary are special."""
+    made = torch.Generator().manual_seed(seed)
+    return torch.randint(10, vocab_size, (tokens,), generator=made).tolist()
+
+
+def floors_ms(llm: LLM, limits: roofline.Limits, prompt: int) -> tuple[float, float]:
+    """The least (ITL, TTFT) of a lone request, in milliseconds: reading the weights; a prefill of `prompt` tokens."""
+    nbytes, operations = roofline.step_work(llm, prompt, 1)
+    prefill = max(nbytes / limits.bytes_per_s, operations / limits.operations_per_s)
+    return 1e3 * llm.engine.model.nbytes / limits.bytes_per_s, 1e3 * prefill
+
+
+def steps_needed(outputs: Sequence[int], rows: int) -> tuple[int, int]:
+    """Steps until all answers are complete (in static batches, in flight). outputs: the answers' lengths, in order."""
+    static = sum(max(outputs[first : first + rows]) for first in range(0, len(outputs), rows))
+    busy_until = [0] * rows
+    for length in outputs:
+        busy_until[busy_until.index(min(busy_until))] += length
+    return static, max(busy_until)
 
 
 def most_at_once(result: Mapping[str, Any]) -> int:
@@ -87,3 +112,13 @@ def waits_table(runs: Mapping[str, Mapping[str, Any]]) -> str:
         shown = "{:<24}{:8.1f}{:10.1f}{:9.2f}{:16.1f}".format(name, *waits)
         lines.append(f"{shown}{most_at_once(row):14}{serve.generator_share(dict(row)):16.0%}")
     return "\n".join(lines)
+
+
+def comparison_table(*records: dict) -> str:
+    """Offline comparisons in one table, with how to read it, and a warning for each whose runs differ too much."""
+    lines = [
+        "A workload's name gives its full size. Here its lengths are divided by the number after",
+        "the slash, and the column `requests` says how many ran; runs: the seconds of each.",
+        offline.table([row for record in records for row in record["results"]]),
+    ]
+    return "\n".join(lines + [warning for record in records if (warning := offline.caveat(record))])

@@ -20,6 +20,13 @@ def _shown(values) -> str:
     return "[" + ", ".join(f"{float(value):.7g}" for value in values) + "]"
 
 
+def _makes_its_own_list(found, call) -> None:
+    """Assert that another call leaves the list that an earlier one returned as it is."""
+    before = list(found)
+    call()
+    assert list(found) == before, "a second call changed the list that the first one returned: make a new one in each"
+
+
 timings = Exercise("timings", seconds=LIMIT)
 
 
@@ -62,6 +69,7 @@ def _(function):
 def _(function):
     gaps = function(0.0, [(1.0, 1), (1.5, 1)])[1]
     assert hasattr(gaps, "__len__"), f"expected a list of gaps, got a {type(gaps).__name__}"
+    _makes_its_own_list(gaps, lambda: function(0.0, [(1.0, 1), (2.0, 1), (4.0, 1)]))
 
 
 @timings.property("an answer of one token has no gaps", "n tokens have n - 1 gaps, also where n is 1")
@@ -76,8 +84,12 @@ def _(function):
 
 @timings.property("every token counts", "k tokens in one arrival make k gaps; all but the first of these are 0")
 def _(function):
-    gaps = _gaps(function, [(1.0, 1), (1.5, 3), (1.75, 2), (2.0, 1)])
-    assert len(gaps) == 6, f"1, 3, 2 and 1 tokens: expected 6 gaps, got {len(gaps)}"
+    for counts in ((1, 3, 2, 1), (1, 3), (1, 8, 1), (1,) * 40):
+        gaps = _gaps(function, [(1.0 + 0.25 * i, tokens) for i, tokens in enumerate(counts)])
+        shown = f"{len(counts)} arrivals with {', '.join(map(str, counts))} tokens" if len(counts) < 9 else "40 tokens"
+        assert len(gaps) == sum(counts) - 1, f"{shown}: expected {sum(counts) - 1} gaps, got {len(gaps)}"
+    gaps = _gaps(function, [(1.0, 1), (1.5, 2), (1.5, 3)])
+    assert len(gaps) == 5, f"1 token at 1, 2 at 1.5 and 3 more at 1.5: expected 5 gaps, got {len(gaps)}"
 
 
 @timings.property("tokens that arrive together share one wait", "3 tokens after 0.5 s: [0.5, 0, 0]")
@@ -95,9 +107,9 @@ def _(function):
 
 @timings.property("the list of arrivals is unchanged", "read `arrivals`; do not pop from it, and do not write into it")
 def _(function):
-    arrivals = [(1.0, 1), (1.5, 1), (2.0, 1)]
+    arrivals = [(1.0, 1), (1.5, 3), (2.0, 1)]
     function(0.25, arrivals)
-    assert arrivals == [(1.0, 1), (1.5, 1), (2.0, 1)], f"the caller's three arrivals became {arrivals}"
+    assert arrivals == [(1.0, 1), (1.5, 3), (2.0, 1)], f"the caller's three arrivals became {arrivals}"
 
 
 pooled_percentile = Exercise("pooled_percentile", seconds=LIMIT)
@@ -111,8 +123,9 @@ def _(function):
 
 @pooled_percentile.property("the result is one of the gaps", "do not average two neighbors: return one of the values")
 def _(function):
-    found = function([[1.0, 2.0]], 75)
-    assert found in (1.0, 2.0), f"the gaps are 1 and 2, and none of them is {found}"
+    for low, high in ((1.0, 2.0), (0.25, 0.5)):
+        found = function([[low, high]], 75)
+        assert found in (low, high), f"the gaps are {low:g} and {high:g}, and neither is {found}"
 
 
 @pooled_percentile.property("the rank is p n / 100, rounded up, counting from 1", "math.ceil; ranked[rank - 1]")
@@ -162,9 +175,10 @@ def _(function):
 
 @pooled_percentile.property("the lists are unchanged", "`sorted` makes a new list; `.sort()` and `+=` change a list")
 def _(function):
-    gaps = [[30.0, 10.0], [], [20.0]]
-    function(gaps, 50)
-    assert gaps == [[30.0, 10.0], [], [20.0]], f"the caller's [[30, 10], [], [20]] became {gaps}"
+    for given in ([[30.0, 10.0], [], [20.0]], [[30.0, 10.0, 20.0]]):
+        gaps = [list(each) for each in given]
+        function(gaps, 50)
+        assert gaps == given, f"the caller's {given} became {gaps}"
 
 
 poisson_arrivals = Exercise("poisson_arrivals", seconds=LIMIT)
@@ -189,6 +203,7 @@ def _(function):
 def _(function):
     found = function(1.0, [0.5, 0.5])
     assert hasattr(found, "__len__"), f"expected a list of times, got a value of type {type(found).__name__}"
+    _makes_its_own_list(found, lambda: function(2.0, [0.25, 0.25, 0.25]))
 
 
 @poisson_arrivals.property("twice the rate means half the time", "divide every gap by the rate")
@@ -225,6 +240,8 @@ def _(function):
     assert _near(found, gaps) or _near(found, list(accumulate(gaps))), (
         f"alone, the numbers {list(NUMBERS)} make gaps of {_shown(gaps)}; together they made times of {_shown(found)}"
     )
+    many = len(list(function(1.0, list(NUMBERS) * 50)))
+    assert many == 200, f"200 numbers: expected 200 requests, got {many}"
 
 
 @poisson_arrivals.property("the list is unchanged", "loop over `uniform`; do not pop from it or sort it")
@@ -285,6 +302,7 @@ def _(function):
 @batched_attention.property("each row ends at its own length", "key i of row r counts if i < lengths[r]")
 def _(function):
     _matches(function, _draw(3, 6, 2, 2), [6, 3, 1])
+    _matches(function, _draw(3, 300, 2, 2), [300, 299, 150])
 
 
 @batched_attention.property("scores are scaled", "multiply by `scale`, which need not be 1/sqrt(d), before the softmax")
@@ -343,20 +361,25 @@ def _(function):
     "large scores do not overflow", "exp(200) is inf: use torch's softmax, or subtract each row's and head's maximum"
 )
 def _(function):
-    q, k, v = _draw(2, 5, 2, 2)
-    q[0, 0] *= 100
-    q[1] *= -100
-    _matches(function, (q, k, v), [5, 5])
+    for factor in (100, 10_000):
+        q, k, v = _draw(2, 5, 2, 2)
+        q[0, 0] *= factor
+        q[1] *= -factor
+        _matches(function, (q, k, v), [5, 5])
 
 
 @batched_attention.property(
     "the tensors are unchanged", "masked_fill makes a new tensor; masked_fill_, *= and -= do not"
 )
 def _(function):
-    given = [*_draw(2, 5, 2, 2), torch.tensor([5, 3], dtype=torch.int32)]
-    before = [tensor.clone() for tensor in given]
-    function(*given, 0.5)
-    changed = [
-        name for name, old, new in zip(("q", "k", "v", "lengths"), before, given, strict=True) if (old != new).any()
-    ]
-    assert not changed, f"the caller's {' and '.join(changed)} changed"
+    for heads, kv_heads in ((2, 2), (4, 1)):
+        given = [*_draw(2, 5, heads, kv_heads), torch.tensor([5, 3], dtype=torch.int32)]
+        before = [tensor.clone() for tensor in given]
+        found = function(*given, 0.5)
+        changed = [
+            name for name, old, new in zip(("q", "k", "v", "lengths"), before, given, strict=True) if (old != new).any()
+        ]
+        assert not changed, f"the caller's {' and '.join(changed)} changed"
+        kept = found.clone()
+        function(-given[0], *given[1:], 0.5)
+        assert torch.equal(found, kept), "a second call changed the tensor that the first one returned"

@@ -98,6 +98,35 @@ def gaps_that_are_read_once(due, arrivals):
     return arrivals[0][0] - due, iter(all_gaps(arrivals)), arrivals[-1][0] - due
 
 
+@wrong("timings", fails="every token counts")
+def the_last_arrival_counts_once(due, arrivals):
+    last = arrivals[-1][0]
+    return arrivals[0][0] - due, all_gaps([*arrivals[:-1], (last, 1)] if arrivals[1:] else arrivals), last - due
+
+
+@wrong("timings", fails="every token counts")
+def arrivals_in_a_dict(due, arrivals):
+    return arrivals[0][0] - due, all_gaps(list(dict(arrivals).items())), arrivals[-1][0] - due
+
+
+@wrong("timings", fails="every token counts")
+def first_ten_arrivals(due, arrivals):
+    return arrivals[0][0] - due, all_gaps(arrivals[:10]), arrivals[-1][0] - due
+
+
+@wrong("timings", fails="the gaps are a list")
+def one_list_for_all_calls(due, arrivals, gaps=[]):  # noqa: B006
+    gaps[:] = all_gaps(arrivals)
+    return arrivals[0][0] - due, gaps, arrivals[-1][0] - due
+
+
+@wrong("timings", fails="the list of arrivals is unchanged")
+def sorts_arrivals_by_size(due, arrivals):
+    waits = arrivals[0][0] - due, all_gaps(arrivals), arrivals[-1][0] - due
+    arrivals.sort(key=lambda arrival: arrival[1])
+    return waits
+
+
 def rank(ranked, p):
     return ranked[math.ceil(p / 100 * len(ranked)) - 1]
 
@@ -121,6 +150,18 @@ def counts_from_zero(gaps, p):
 def rounds_the_rank(gaps, p):
     ranked = sorted(gap for each in gaps for gap in each)
     return ranked[max(1, round(p / 100 * len(ranked))) - 1]
+
+
+@wrong("pooled_percentile", fails="the result is one of the gaps")
+def whole_numbers(gaps, p):
+    return rank(sorted(int(gap) for each in gaps for gap in each), p)
+
+
+@wrong("pooled_percentile", fails="the lists are unchanged")
+def sorts_a_lone_list_in_place(gaps, p):
+    ranked = gaps[0] if len(gaps) == 1 else [gap for each in gaps for gap in each]
+    ranked.sort()
+    return rank(ranked, p)
 
 
 @wrong("pooled_percentile", fails="gaps may come in any order")
@@ -232,6 +273,17 @@ def times_that_are_read_once(rate, uniform):
     return iter(summed([-math.log(1 - u) / rate for u in uniform]))
 
 
+@wrong("poisson_arrivals", fails="the result is a list")
+def one_schedule_for_all_calls(rate, uniform, due=[]):  # noqa: B006
+    due[:] = summed([-math.log(1 - u) / rate for u in uniform])
+    return due
+
+
+@wrong("poisson_arrivals", fails="each number makes one gap, in order")
+def a_hundred_requests_at_most(rate, uniform):
+    return summed([-math.log(1 - u) / rate for u in uniform[:100]])
+
+
 @wrong("poisson_arrivals", fails="twice the rate means half the time")
 def never_slower_than_one_a_second(rate, uniform):
     return summed([-math.log(1 - u) / max(1.0, rate) for u in uniform])
@@ -287,6 +339,12 @@ def one_length_for_all(q, k, v, lengths, scale):
 def one_key_too_many(q, k, v, lengths, scale):
     k, v = repeated(q, k, v)
     return attend(q, k, v, beyond(k, lengths + 1), scale)
+
+
+@wrong("batched_attention", fails="each row ends at its own length")
+def sixteen_keys_at_most(q, k, v, lengths, scale):
+    k, v = repeated(q, k[:, :16], v[:, :16])
+    return attend(q, k, v, beyond(k, lengths), scale)
 
 
 @wrong("batched_attention", fails="scores are scaled")
@@ -412,3 +470,24 @@ def clears_the_callers_values(q, k, v, lengths, scale):
     v[beyond(k, lengths)] = 0
     k, v = repeated(q, k, v)
     return attend(q, k, v, beyond(k, lengths), scale)
+
+
+OUT = {}
+
+
+@wrong("batched_attention", fails="the tensors are unchanged")
+def one_output_for_all_calls(q, k, v, lengths, scale):
+    k, v = repeated(q, k, v)
+    out = OUT.setdefault((q.shape, q.dtype, q.device), torch.empty_like(q))
+    return out.copy_(attend(q, k, v, beyond(k, lengths), scale))
+
+
+@wrong("batched_attention", fails="large scores do not overflow")
+def softmax_by_hand_in_float64(q, k, v, lengths, scale):
+    k, v = repeated(q, k, v)
+
+    def by_hand(scores):
+        weights = scores.double().exp()
+        return (weights / weights.sum(-1, keepdim=True)).to(q.dtype)
+
+    return attend(q, k, v, beyond(k, lengths), scale, by_hand)
