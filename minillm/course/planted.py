@@ -34,6 +34,13 @@ def product_by(kernel: Any, piece: int) -> Callable[..., Tensor]:
     return product
 
 
+def authors_test(product: Callable[..., Tensor]) -> bool:
+    """The test of the authors of the planted bugs: 4 rows of 128 columns, small weights, scales of 0.5, x of ones."""
+    weight = torch.arange(512).remainder(7).sub(3).view(4, 128).to(torch.int8)
+    scale, x = torch.full((4,), 0.5), torch.ones(128)
+    return torch.allclose(product(weight, scale, x), scale * (weight.float() @ x))
+
+
 def faulty_product(
     *, masked: bool = True, own_scale: bool = True, last_scales: bool = False, most: int | None = None,
     full: bool = True, ascending: bool = True, shifted: Sequence[float] = (), add: float = 0.0, times: float = 1.0,
