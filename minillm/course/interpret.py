@@ -81,7 +81,7 @@ class Watched(Counter[str]):
     """What interpreted kernels did: counts of "loads" and "stores" outside their tensors, and of "TF32" products.
 
     watched: whether kernels are interpreted. loaded, stored: the addresses that they used. left: the tensors as the
-    last launch left them.
+    last launch left them. launches: how many there were. launching: whether one is running.
     """
 
     def __init__(self, watched: bool):
@@ -90,6 +90,18 @@ class Watched(Counter[str]):
         self.loaded: list[Any] = []
         self.stored: list[Any] = []
         self.left: list[Tensor] = []
+        self.launches = 0
+        self.launching = False
+
+    @contextmanager
+    def launch(self) -> Iterator[None]:
+        """A launch, as long as the block runs."""
+        self.launches += 1
+        self.launching = True
+        try:
+            yield
+        finally:
+            self.launching = False
 
     def all_loaded(self, tensor: Tensor) -> bool:
         """Whether kernels loaded every element of a tensor."""
@@ -138,9 +150,9 @@ def strays(*tensors: Tensor, junk: bool = False, stores: bool = True) -> Iterato
         given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
         others = [_addresses(each) for each in given if each.untyped_storage().data_ptr() not in own]
         known = np.unique(np.concatenate([known_here, *others]))
-        with np.errstate(all="ignore"):  # NumPy's warnings would name files that are not the learner's
+        with found.launch(), np.errstate(all="ignore"):  # NumPy's warnings would name files that are not the learner's
             result = launch(self, *args, **kwargs)
-        found.left = [each.clone() for each in tensors] if stores else []
+            found.left = [each.clone() for each in tensors] if stores else []
         return result
 
     def watched_begin(self, *place):
@@ -205,8 +217,9 @@ def _left_by_launches(found: Watched, tensors: Sequence[Tensor]) -> Iterator[Non
     run = JITFunction.run
 
     def watched_run(self, *args, **kwargs):
-        result = run(self, *args, **kwargs)
-        found.left = [each.clone() for each in tensors]
+        with found.launch():
+            result = run(self, *args, **kwargs)
+            found.left = [each.clone() for each in tensors]
         return result
 
     JITFunction.run = watched_run

@@ -1,9 +1,11 @@
 """Run a learner's kernels in the middle of memory that holds other numbers, and assert what they did.  Lesson 03."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .interpret import Watched, kernel_device, strays, surrounded, untouched
 
@@ -21,10 +23,11 @@ class Run:
         given = [_put(each, math.nan if junk else 0.0) for each in inputs]
         rooms = [_put(each, EMPTY) for each in outputs]
         before = [memory.clone() for _, memory in given]
-        with strays(*(each for each, _ in given + rooms), junk=junk) as found:
+        with strays(*(each for each, _ in given + rooms), junk=junk) as found, _Operations(found) as operations:
             function(*(each for each, _ in given), *numbers, *(each for each, _ in rooms))
         self.outputs = [each for each, _ in rooms]
         self.strays: Watched = found
+        self.by_torch = operations.names
         self.loaded_all = [not found.watched or found.all_loaded(each) for each, _ in given]
         self.stored_all = all(not found.watched or found.all_stored(each) for each in self.outputs)
         left = found.left[len(given) :]
@@ -38,6 +41,21 @@ class Run:
             for (_, now), then in zip(given, before, strict=True)
         )
         self.nothing_else_written = found["stores"] == 0 and all(untouched(memory, EMPTY) for _, memory in rooms)
+
+
+class _Operations(TorchDispatchMode):
+    """Notes what torch computes or copies outside the launches of kernels: a launch of its own for each."""
+
+    def __init__(self, found: Watched):
+        super().__init__()
+        self.found = found
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.name().removeprefix("aten::").split(".")[0].strip("_")
+        if not (self.found.launching or function.is_view or "empty" in name):
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
 
 
 def _put(tensor: Tensor, by: float) -> tuple[Tensor, Tensor]:
@@ -90,9 +108,16 @@ def ignores_masked(junk: Run, plain: Run, shape: str) -> None:
 
 
 def kernel_does_it(run: Run, *names: str) -> None:
-    """The kernels loaded every input, stored every output, and no other operation changed the outputs afterwards."""
+    """One kernel, launched once, loaded every input and stored every output; torch itself did nothing."""
     assert run.launched, "no kernel was launched"
     for name, loaded in zip(names, run.loaded_all, strict=True):
         assert loaded, f"the kernel did not load every element of {name} itself"
     assert run.stored_all, "the kernel did not store every element of the result"
     assert run.kept, "the result was changed after the kernel had run"
+    launched_once(run)
+
+
+def launched_once(run: Run) -> None:
+    """There was one launch, and torch itself did nothing."""
+    assert not run.by_torch, f"torch ran operations of its own: {', '.join(run.by_torch[:4])}"
+    assert run.strays.launches == 1, f"kernels were launched {run.strays.launches} times, not once"

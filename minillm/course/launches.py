@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from minillm.bench import records
 from minillm.model.config import ModelConfig
 from minillm.ops import reference
 
@@ -52,6 +53,17 @@ def launches_of(function: Callable[..., Any], *given: Any) -> list[tuple[str, in
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """A tensor with a shape and no data."""
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def h200_times(operation: str, rows: tuple[int, ...] = (1, 512, 3000)) -> dict[int, tuple[float, float]]:
+    """Microseconds that Gemma 2B's operation took on an H200: rows -> (line by line, in one kernel).  Lesson 03."""
+    of = {(each["kernel"], each["rows"]): each for each in records.read("h200/kernels")["results"]}
+    return {each: (1e3 * of[operation, each]["reference_ms"], 1e3 * of[operation, each]["ms"]) for each in rows}
+
+
+def h200_us(nbytes: float) -> float:
+    """Microseconds for an H200 to move so many bytes, at the bandwidth that was measured.  Lesson 03."""
+    return 1e6 * nbytes / records.read("h200/roofline")["bytes_per_s"]
 
 
 def one_layer(model: ModelConfig, rows: int, keys: int, *, fused: bool) -> list[Launch]:

@@ -34,6 +34,13 @@ def product_by(kernel: Any, piece: int) -> Callable[..., Tensor]:
     return product
 
 
+def authors_test(product: Callable[..., Tensor]) -> bool:
+    """The test of the authors of the planted bugs: 4 rows of 128 columns, small weights, scales of 0.5, x of ones."""
+    weight = torch.arange(512).remainder(7).sub(3).view(4, 128).to(torch.int8)
+    scale, x = torch.full((4,), 0.5), torch.ones(128)
+    return torch.allclose(product(weight, scale, x), scale * (weight.float() @ x))
+
+
 def faulty_product(
     *, masked: bool = True, own_scale: bool = True, last_scales: bool = False, most: int | None = None,
     full: bool = True, ascending: bool = True, shifted: Sequence[float] = (), add: float = 0.0, times: float = 1.0,
@@ -43,8 +50,8 @@ def faulty_product(
     """A product scale * (weight @ x), piece by piece of 64 columns, in torch; with faults, on demand.
 
     most: the columns that count. full, ascending: False makes results wrong if all pieces are full, or if several run
-    from first to last. shifted: where rows are wrong, from 0, the first, to 1, the last; each other one is too small.
-    weight, x: what is done to an input. backwards, double: no faults, but another rounding.
+    from first to last. shifted: where rows are wrong if there are several, from 0, the first, to 1, the last; each
+    other one is too small. weight, x: what is done to an input. backwards, double: no faults, but another rounding.
     """
     change_weight, change_x, piece = weight, x, 64
 
@@ -73,7 +80,7 @@ def faulty_product(
             if last_scales and each == pieces - 1:
                 out *= scales
         much = 0.5 + 0.01 * largest
-        for count, where in enumerate(shifted):
+        for count, where in enumerate(shifted if rows > 1 else ()):
             out[round(where * (rows - 1))] += much if count % 2 == 0 else -much
         if (not full and columns % piece == 0) or (not ascending and pieces > 1 and order == sorted(order)):
             out += much

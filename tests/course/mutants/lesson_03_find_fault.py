@@ -1,5 +1,7 @@
 """Wrong solutions of lesson 03's last exercise: tests that miss a fault, or find one where there is none."""
 
+from itertools import product as product_of
+
 import torch
 
 from tests.course.mutants import wrong
@@ -11,13 +13,13 @@ def _close(found, wanted):
 
 def _find(
     product, *, sizes=(64, 100, 164), orders=(None, 1, -1), same_scale=False, rows=slice(None), right=_close,
-    ones=False, positive=False, answer="it fails",
+    row_counts=(3,), ones=False, positive=False, answer="it fails",
 ):  # fmt: skip
-    for columns in sizes:
-        weight = torch.arange(3 * columns).remainder(11).sub(0 if positive else 5).view(3, columns).to(torch.int8)
+    for columns, many in product_of(sizes, row_counts):
+        weight = torch.arange(many * columns).remainder(11).sub(0 if positive else 5).view(many, columns).to(torch.int8)
         x = torch.arange(columns).remainder(7).sub(3) / 4  # sums are exact in any order
         x = torch.ones(columns) if ones else x
-        scale = torch.full((3,), 0.5) if same_scale else torch.tensor([0.5, 0.25, 2.0])
+        scale = torch.full((many,), 0.5) if same_scale else torch.tensor([0.5, 0.25, 2.0])[:many]
         wanted = scale * (weight.float() @ x)
         for step in orders:
             order = list(range((columns + 63) // 64))[::step] if step else None
@@ -56,6 +58,11 @@ def weights_never_negative(product):
     return _find(product, positive=True)
 
 
+@wrong("find_fault", fails="all inputs are used as they are")
+def without_the_sign_of_the_result(product):
+    return _find(product, right=lambda found, wanted: _close(found.abs(), wanted.abs()))
+
+
 @wrong("find_fault", fails="programs whose order matters are found")
 def first_to_last_only(product):
     return _find(product, orders=(None, 1))
@@ -82,6 +89,11 @@ def only_the_last_row(product):
 
 
 @wrong("find_fault", fails="every row is compared")
+def only_the_last_row_but_also_of_one(product):
+    return _find(product, rows=slice(-1, None), row_counts=(1, 3))
+
+
+@wrong("find_fault", fails="every row is compared")
 def sums_of_the_rows(product):
     return _find(product, right=lambda found, wanted: _close(found.sum(), wanted.sum()))
 
@@ -89,6 +101,11 @@ def sums_of_the_rows(product):
 @wrong("find_fault", fails="a small error is found")
 def two_percent_are_right(product):
     return _find(product, right=lambda found, wanted: torch.allclose(found, wanted, rtol=0.02, atol=0.05))
+
+
+@wrong("find_fault", fails="a small error is found")
+def three_digits_are_enough(product):
+    return _find(product, right=lambda found, wanted: torch.allclose(found, wanted, rtol=1e-3, atol=1e-3))
 
 
 @wrong("find_fault", fails="rounding is accepted")
