@@ -55,6 +55,25 @@ def _(function):
     for size in (1, 2, 3, 16):
         got, want = _slots(function, [3], 0, size, size), list(range(3 * size, 4 * size))
         assert got == want, f"table [3], blocks of {size}: expected {want}, got {got}"
+    for size in (2, 5):  # the same table and positions, other slots
+        got = _slots(function, [3], 0, 2, size)
+        assert got == [3 * size, 3 * size + 1], f"table [3], tokens 0 and 1, blocks of {size}: got {got}"
+
+
+@slots_of.property(
+    "a long request finds its tokens in a large memory",
+    hint="a GPU's memory has millions of slots: their numbers need more than 16 bits, and more than float32 can hold",
+)
+def _(function):
+    if _slots(function, [3, 5, 2], 18, 34, 16) != [*range(82, 96), 32, 33]:  # another property's matter
+        return
+    for first, step in ((0, 1), (2_200_000, -7)):
+        table = [first + step * number for number in range(300)]
+        start, got = 4_210, _slots(function, list(table), 4_210, 4_790, 16)
+        want = [16 * table[at // 16] + at % 16 for at in range(start, 4_790)]
+        assert len(got) == len(want), f"a table of 300 blocks of 16, tokens 4210 to 4789: {len(got)} slots, not 580"
+        for at, (slot, right) in enumerate(zip(got, want, strict=True), start):
+            assert slot == right, f"blocks of 16, token {at} in block {table[at // 16]:,}: slot {right:,}, not {slot:,}"
 
 
 @slots_of.property(
@@ -85,3 +104,13 @@ def _(function):
     assert isinstance(got, list), f"it returned a {type(got).__name__}, not a list"
     wrong = [each for each in np.asarray(got).tolist() if not isinstance(each, int)]
     assert not wrong, f"one of the slots is {wrong[0]!r}, of type {type(wrong[0]).__name__}"
+
+
+@slots_of.property("each call returns a new list", hint="the caller keeps the list: build another one in each call")
+def _(function):
+    first = function([2, 3], 0, 4, 4)
+    if isinstance(first, list):  # else: another property's matter
+        before = list(first)
+        again, _ = function([2, 3], 0, 4, 4), function([5, 1], 2, 6, 4)
+        assert first == before, f"it returned {before}, which a later call changed to {first}"
+        assert first is not again, "two calls returned the same list object"

@@ -2,6 +2,8 @@
 
 import math
 
+import torch
+
 from tests.course.mutants import wrong
 
 
@@ -74,3 +76,40 @@ def floats(table, start, end, block_size):
 @wrong("slots_of", fails="the result is a list of integers")
 def yields_slots(table, start, end, block_size):
     return (table[at // block_size] * block_size + at % block_size for at in range(start, end))
+
+
+_KNOWN: dict[tuple, list[int]] = {}
+
+
+@wrong("slots_of", fails="the block size is the one given")
+def remembers_without_the_block_size(table, start, end, block_size):
+    key = (*table, start, end)
+    if key not in _KNOWN:
+        _KNOWN[key] = [table[at // block_size] * block_size + at % block_size for at in range(start, end)]
+    return list(_KNOWN[key])
+
+
+@wrong("slots_of", fails="a long request finds its tokens in a large memory")
+def numbers_of_16_bits(table, start, end, block_size):
+    at = torch.arange(start, end)
+    return (torch.tensor(table)[at // block_size] * block_size + at % block_size).to(torch.int16).tolist()
+
+
+@wrong("slots_of", fails="a long request finds its tokens in a large memory")
+def single_precision(table, start, end, block_size):
+    at = torch.arange(start, end)
+    return (torch.tensor(table, dtype=torch.float32)[at // block_size] * block_size + at % block_size).int().tolist()
+
+
+@wrong("slots_of", fails="a long request finds its tokens in a large memory")
+def wraps_in_a_small_memory(table, start, end, block_size):
+    return [(table[at // block_size] * block_size + at % block_size) % 1024 for at in range(start, end)]
+
+
+_SLOTS: list[int] = []
+
+
+@wrong("slots_of", fails="each call returns a new list")
+def the_same_list_each_time(table, start, end, block_size):
+    _SLOTS[:] = [table[at // block_size] * block_size + at % block_size for at in range(start, end)]
+    return _SLOTS
