@@ -52,6 +52,9 @@ def _(make):
     pool = make(4)
     pool.release(_allocate(pool, 3))
     _available(pool, 4, "pool of 4, 3 blocks allocated and released")
+    pool = make(300)
+    pool.release(_allocate(pool, 299))
+    _available(pool, 300, "pool of 300, 299 blocks allocated and released in one list")
 
 
 @pool.property(
@@ -59,12 +62,14 @@ def _(make):
     hint="allocate only blocks from the free list, and remove them from it: requests end in any order",
 )
 def _(make):
-    pool = make(9)
-    first, second = _allocate(pool, 4), _allocate(pool, 4)
-    assert first is not second, "allocate returned the same list object twice: each request needs its own"
-    _all_different(second, first)
-    pool.release(list(second))
-    _all_different(_allocate(pool, min(4, pool.available)), first)
+    for early in (1, 0):  # which of two requests ends first
+        pool = make(9)
+        requests = [_allocate(pool, 4), _allocate(pool, 4)]
+        first, second = requests
+        assert first is not second, "allocate returned the same list object twice: each request needs its own"
+        _all_different(second, first)
+        pool.release(list(requests[early]))
+        _all_different(_allocate(pool, min(4, pool.available)), requests[1 - early])
 
 
 @pool.property(
@@ -72,7 +77,7 @@ def _(make):
     hint="`share` adds 1 to the count, `release` subtracts 1; the block is free when the count reaches 0",
 )
 def _(make):
-    for holders in (2, 3):
+    for holders in (2, 3, 300):
         pool = make(4)
         blocks = _allocate(pool, 1)
         for _ in range(holders - 1):
@@ -151,9 +156,32 @@ def _(make):
     _available(pool, 4, "after allocate(0) from a pool of 4")
 
 
+def _empty_lists(make) -> None:
+    pool = make(4)
+    blocks = _allocate(pool, 2)
+    before = [pool.references[block] for block in blocks]
+    for name in ("share", "release"):
+        try:
+            getattr(pool, name)([])
+        except NotSolvedYet:
+            raise
+        except Exception as error:
+            raise AssertionError(f"{name}([]) raised {type(error).__name__}: {error}") from error
+        after = [pool.references[block] for block in blocks]
+        assert after == before, f"`references` of blocks {blocks} was {before}, and is {after} after {name}([])"
+    _available(pool, 2, "pool of 4, 2 blocks allocated, then share([]) and release([])")
+
+
+pool.property(
+    "an empty list changes nothing",
+    hint="the engine shares an empty list when it finds no prefix: loop over the list, without a special first block",
+)(_empty_lists)
+
+
 def _lists_unchanged(make) -> None:
     pool = make(4)
-    blocks = _allocate(pool, 3)
+    low, middle, high = sorted(_allocate(pool, 3))
+    blocks = [middle, high, low]
     for method in (pool.share, pool.release):
         given = list(blocks)
         method(given)
@@ -178,6 +206,38 @@ def _(make):
     for block, want, story in ((one, 2, "allocated and shared"), (other, 0, "allocated and released")):
         got = pool.references[block]
         assert got == want, f"block {block}, {story}: expected references[{block}] to be {want}, got {got}"
+    pool = make(4)
+    for blocks in (_allocate(pool, 2), _allocate(pool, 1)):
+        got = [pool.references[block] for block in blocks]
+        assert got == [1] * len(blocks), f"blocks {blocks} were allocated, and their counts are {got}, not 1"
+
+
+def _side_by_side(*pools) -> list[list[int]]:
+    """How many blocks each pool has available after each of the same steps, taken in turns."""
+    held = [_allocate(pool, 2) for pool in pools]
+    available = [[pool.available] for pool in pools]
+    for pool, blocks in zip(pools, held, strict=True):
+        for block in blocks if hasattr(pool, "register") else []:
+            pool.register(block, ("key", block))
+    for step in ("share", "release", "release"):
+        for pool, blocks in zip(pools, held, strict=True):
+            getattr(pool, step)(list(blocks))
+        for pool, counts in zip(pools, available, strict=True):
+            counts.append(pool.available)
+    return available
+
+
+def _independent(make) -> None:
+    (alone,) = _side_by_side(make(4))
+    for got in _side_by_side(make(4), make(4)):
+        story = "allocate(2), share, release and release"
+        assert got == alone, f"{story} leave {alone} blocks available, and {got} if a second pool takes turns"
+
+
+pool.property(
+    "two pools know nothing of each other",
+    hint="keep all state in `self`, as `__init__` does: a variable of the class or the notebook belongs to all pools",
+)(_independent)
 
 
 # ---- a pool that remembers prefixes
@@ -279,6 +339,18 @@ def _(make):
     _all_different(_allocate(pool, 2), middle)
 
 
+@prefix_pool.property(
+    "a cached block has a count of 0",
+    hint="count down first, and cache the block when the count is 0: the engine goes by `references`",
+)
+def _(make):
+    pool, (blocks,) = _remembering(make, 4, [2])
+    pool.release(list(blocks))
+    for block in blocks:
+        got = pool.references[block]
+        assert got == 0, f"block {block}, with a key, was released by its only holder, and has a count of {got}"
+
+
 def _right_for_one(make) -> bool:
     """Whether a list of one block is counted right; if not, other properties say so."""
     pool, (blocks,) = _remembering(make, 4, [1])
@@ -335,14 +407,15 @@ def _(make):
     hint="all blocks of a sequence are released in one call: which of them must join `idle` first?",
 )
 def _(make):
-    pool = make(3)
-    low, middle, high = sorted(_allocate(pool, 3))
-    sequence = [middle, high, low]  # a request's blocks have no order in memory
-    for at, block in enumerate(sequence):
-        pool.register(block, (0, at))
-    pool.release(list(sequence))
-    got = [block for _ in range(3) for block in _allocate(pool, 1)]
-    assert got == sequence[::-1], f"blocks {sequence}, in the order of the tokens, were evicted in the order {got}"
+    for length in (3, 40):
+        pool = make(length)
+        ordered = sorted(_allocate(pool, length))
+        sequence = ordered[1:] + ordered[:1]  # a request's blocks have no order in memory
+        for at, block in enumerate(sequence):
+            pool.register(block, (0, at))
+        pool.release(list(sequence))
+        got = [block for _ in range(length) for block in _allocate(pool, 1)]
+        assert got == sequence[::-1], f"blocks {sequence}, in the order of the tokens, were evicted in the order {got}"
 
 
 @prefix_pool.property(
@@ -384,3 +457,37 @@ prefix_pool.property(
     "the lists passed in are not changed",
     hint="`blocks.reverse()` changes the caller's list; `reversed(blocks)` only reads it",
 )(_lists_unchanged)
+
+
+def _cached_and_forgotten(make, key) -> bool:
+    """Whether a released block is found by its key, and no more after all blocks have been allocated."""
+    pool = make(2)
+    blocks = _allocate(pool, 1)
+    pool.register(blocks[0], key)
+    pool.release(list(blocks))
+    found = list(pool.lookup([key])) == blocks
+    _all_different(_allocate(pool, 2))
+    return found and not pool.lookup([key])
+
+
+@prefix_pool.property(
+    "a key can be any value, even 0",
+    hint="ask `block in self.key_of`, not whether the key is true: 0 and an empty text are keys too",
+)
+def _(make):
+    if _cached_and_forgotten(make, "a key"):  # else: another property's matter
+        for key in (0, "", ()):
+            said = f"a block with the key {key!r} was released and evicted: it must be found before, and not after"
+            assert _cached_and_forgotten(make, key), said
+
+
+prefix_pool.property(
+    "an empty list changes nothing",
+    hint="the engine shares an empty list when it finds no prefix: loop over the list, without a special first block",
+)(_empty_lists)
+
+
+prefix_pool.property(
+    "two pools know nothing of each other",
+    hint="keep all state in `self`, as `__init__` does: a variable of the class or the notebook belongs to all pools",
+)(_independent)
