@@ -17,12 +17,13 @@ def compare(
     if unit.endswith("/s") and most is None:
         floor, most = None, floor
     words = [f"{what}:"]
-    words.append("no prediction," if prediction is None else f"predicted {_short(prediction)} {unit},")
+    after = unit if unit == "%" else f" {unit}"
+    words.append("no prediction," if prediction is None else f"predicted {_short(prediction)}{after},")
     if floor is not None:
-        words.append(f"floor {_short(floor)} {unit},")
+        words.append(f"floor {_short(floor)}{after},")
     if most is not None:
-        words.append(f"at most {_short(most)} {unit},")
-    words.append(f"measured {_short(measured)} {unit}")
+        words.append(f"at most {_short(most)}{after},")
+    words.append(f"measured {_short(measured)}{after}")
     if floor:
         words.append(f"({measured / floor:.1f} times the floor)")
     if most:

@@ -271,6 +271,11 @@ def test_a_rate_is_printed_with_its_upper_bound(capsys):
     assert capsys.readouterr().out.endswith("at most 1,200 GB/s, measured 300 GB/s (25% of what is possible)\n")
 
 
+def test_a_percentage_is_printed_without_a_space(capsys):
+    compare("slots in use", unit="%", measured=16.4, prediction=30.0, floor=0.0, most=100.0)
+    assert capsys.readouterr().out.startswith("slots in use: predicted 30%, floor 0%, at most 100%, measured 16.4% ")
+
+
 def test_the_cpu_tier_uses_the_embedded_model(monkeypatch):
     monkeypatch.setenv("MINILLM_TIER", "cpu")
     here = tier()
