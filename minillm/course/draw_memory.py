@@ -149,7 +149,7 @@ def batches(results: Sequence[Mapping]) -> None:
         running = result["timeline"]["running"]
         color = next(color for word, color in CACHES.items() if word in result["cache"])
         axis.plot(np.linspace(0, result["steps"], len(running)), running, color=color, label=result["cache"])
-    axis.set(xlabel="step", ylabel="requests that run")
+    axis.set(xlabel="step", ylabel="running requests")
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(fontsize=8)
 

@@ -78,8 +78,8 @@ more slots are marked as used later, and the rest, 8 and 7 slots, as never used.
 #   in the next chart).
 #
 # Could the cache reserve less than the longest text? To find out, take traffic: 400 requests to a chat service, with
-# prompts and outputs of very different lengths. The trace is synthetic; `data/traces.py` draws its lengths from
-# log-normal distributions.
+# prompts and outputs of very different lengths. This traffic trace is synthetic; `data/traces.py` draws its lengths
+# from log-normal distributions.
 
 # %%
 work = workloads.replay("conversation", vocab_size=4096)
@@ -290,8 +290,8 @@ class MyBlockPool(paging.PoolWithoutPrefixes):
 check(MyBlockPool)
 
 # %% [markdown]
-# Now the whole engine runs on your pool, until the `with` block ends. (`calls` counts calls of your pool's methods.
-# `share` is not called here; section 5 needs it.)
+# Now the whole engine runs on your pool, until the `with` block ends. (`calls` counts the engine's calls to your pool.
+# This pool knows no prefixes, so `share` gets only empty lists; in section 5 it gets blocks.)
 
 # %%
 with using(block_pool=MyBlockPool) as used:
@@ -300,9 +300,9 @@ print(f"the pool is {whose(MyBlockPool)}; the same tokens as before: {found == e
 print(used.calls)
 
 # %% [markdown]
-# And here are block tables at work. The engine can write a **trace** of what it does, from which the tables of every
-# step can be rebuilt. Eight requests of different lengths arrive at once; three may run at a time, in a memory of 24
-# blocks of 8 slots.
+# And here are block tables at work. The engine can also write a trace, of what it does: the tables of every step can be
+# rebuilt from it. Eight requests of different lengths arrive at once; three may run at a time, in a memory of 24 blocks
+# of 8 slots.
 
 # %%
 with using(block_pool=MyBlockPool):
@@ -456,9 +456,9 @@ print(f"prefix_keys is {whose(prefix_keys)}")
 # %% [markdown]
 # ### Who may write to a shared block?
 #
-# No request may: it would overwrite the past of the others. **A block with more than one holder is not written to.** In
-# this engine the rule needs no extra code. Only full blocks have prefix keys, so only full blocks are shared, and new
-# tokens never go into a full block.
+# No request may: it would overwrite the past of the others. **Shared keys and values are never changed.** In this
+# engine the rule needs no extra code. Only full blocks have prefix keys, so only full blocks are shared, and new tokens
+# never go into a full block.
 #
 # Engines that also share *partly filled* blocks, for example to sample several answers to one prompt, need **copy on
 # write**, another idea from operating systems: a request that is about to write to a block with more than one holder
@@ -595,8 +595,8 @@ class MyPrefixPool(paging.PoolWithPrefixes):
 check(MyPrefixPool)
 
 # %% [markdown]
-# Run the prompts of the trace through pools of different sizes, one request after the other. And to see whether the
-# order matters, do the same with each sequence released in reverse, so that its beginning is evicted first.
+# Run the 400 requests through pools of different sizes, one request after the other. And to see whether the order
+# matters, do the same with each sequence released in reverse, so that its beginning is evicted first.
 
 # %%
 Remembering = yours(MyPrefixPool, BlockPool)
@@ -668,8 +668,8 @@ print(f"the pool is {whose(MyPrefixPool)}: {used.calls}")
 # The last column shows the salts at work. Odd turns have the salt `ann` and even turns `bob`, so a turn finds only what
 # was left two turns before. (In this run the engine computes the keys with its own `prefix_keys`.)
 #
-# Longer runs of the engine, from a committed record: requests of the trace; conversations of several turns; and 64
-# requests submitted at once whose prompts begin with the same 512 tokens.
+# Longer runs of the engine, from a committed record: requests of the traffic trace; conversations of several turns; and
+# 64 requests submitted at once whose prompts begin with the same 512 tokens.
 
 # %%
 for part in records.read("cpu/batching")["results"]:
@@ -680,8 +680,9 @@ for part in records.read("cpu/batching")["results"]:
         )
 
 # %% [markdown]
-# Requests that arrive at the same time share too. The second request can use what the first one is about to write in
-# the same step, since every layer writes the keys of all requests before it reads any.
+# Requests that arrive at the same time share too. The second request can use the blocks that the first one fills in the
+# same step, since every layer writes the keys and values of all requests before it reads any. Such a block already has
+# two holders when it is written, but only the first one writes to it.
 #
 # The engine's pool is this pool with private names. Two things to look for: `allocate` evicts in its own loop and
 # reports each eviction (`watch_evictions` feeds the trace), and its `check` tests more than your base class does.
@@ -829,8 +830,8 @@ for way, name in WAYS.items():
 # * With blocks of equal size and a block table for each request, slot = table[p // size] x size + p % size. Attention
 #   through the table is the same attention. The only waste is the empty part of each request's last block.
 # * A free list and reference counts are a whole memory manager: a block without holders is free.
-# * Prefix keys are chained hashes: equal keys mean equal prefixes. Only full blocks are shared, and they are never
-#   written to.
+# * Prefix keys are chained hashes: equal keys mean equal prefixes. Only full blocks are shared, and a full block is
+#   never written to again.
 # * Blocks without holders stay cached until their memory is needed. They are evicted least recently used first, the end
 #   of a sequence before its beginning.
 #

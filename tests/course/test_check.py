@@ -274,6 +274,8 @@ def test_a_rate_is_printed_with_its_upper_bound(capsys):
 def test_a_percentage_is_printed_without_a_space(capsys):
     compare("found", unit="% of all", measured=45.0, prediction=30.0)
     assert capsys.readouterr().out == "found: predicted 30% of all, measured 45% of all\n"
+    compare("slots in use", unit="%", measured=16.4, prediction=30.0, floor=0.0, most=100.0)
+    assert capsys.readouterr().out.startswith("slots in use: predicted 30%, floor 0%, at most 100%, measured 16.4% ")
 
 
 def test_the_cpu_tier_uses_the_embedded_model(monkeypatch):

@@ -1,9 +1,6 @@
-"""Slots of tokens, a pool of blocks, a pool that remembers prefixes.  Lesson 09."""
+"""A pool of blocks, a pool that remembers prefixes.  Lesson 09."""
 
-from collections.abc import Callable
 from numbers import Integral
-
-import numpy as np
 
 from minillm.kv_cache.block_pool import OutOfBlocks
 from minillm.overrides import NotSolvedYet
@@ -11,89 +8,6 @@ from minillm.overrides import NotSolvedYet
 from . import Exercise
 
 SECONDS = 5.0
-
-# ---- the slots of a request's tokens
-
-slots_of = Exercise("slots_of", seconds=SECONDS)
-
-
-def _slots(function: Callable, table: list[int], start: int, end: int, block_size: int) -> list[int]:
-    return [int(slot) for slot in function(table, start, end, block_size)]
-
-
-@slots_of.example
-def _(function):
-    got = _slots(function, [2, 3], 0, 4, 4)
-    assert got == [8, 9, 10, 11], f"table [2, 3], tokens 0 to 3, blocks of 4: expected [8, 9, 10, 11], got {got}"
-
-
-@slots_of.property(
-    "blocks may be anywhere in memory",
-    hint="look up every token's block in the table: the next block in memory may belong to another request",
-)
-def _(function):
-    one, other = (_slots(function, [5, block], 0, 8, 4) for block in (1, 2))
-    moved = [there - here for here, there in zip(one, other, strict=True)]
-    assert moved == [0] * 4 + [4] * 4, f"table [5, 1] became [5, 2], and the slots of tokens 0 to 7 moved by {moved}"
-
-
-@slots_of.property(
-    "the offset starts again in each block",
-    hint="the offset is counted from the start of the token's block, not from the start of the request",
-)
-def _(function):
-    got = _slots(function, [2, 3, 4], 0, 12, 4)
-    assert got == list(range(8, 20)), f"table [2, 3, 4], tokens 0 to 11, blocks of 4: slots 8 to 19, not {got}"
-
-
-@slots_of.property(
-    "positions count from the request's first token",
-    hint="the token at position `start` is not the first of the request, and the one at `end` is not included",
-)
-def _(function):
-    whole = _slots(function, [2, 3], 0, 8, 4)
-    for start, end in ((6, 7), (3, 6), (4, 8), (5, 5)):
-        got = _slots(function, [2, 3], start, end, 4)
-        span = f"start {start}, end {end}, table [2, 3], blocks of 4"
-        assert got == whole[start:end], f"{span}: expected {whole[start:end]}, got {got}"
-
-
-@slots_of.property("the block size is the one given", hint="use `block_size` everywhere; it need not be a power of two")
-def _(function):
-    for size in (1, 2, 3, 16):
-        got, want = _slots(function, [3], 0, size, size), list(range(3 * size, 4 * size))
-        assert got == want, f"table [3], blocks of {size}: expected {want}, got {got}"
-
-
-@slots_of.property(
-    "the table may have more blocks than needed",
-    hint="go by `start` and `end`: the last block of the table need not hold the last token",
-)
-def _(function):
-    for end in (3, 4, 6):
-        want, got = (_slots(function, table, 0, end, 4) for table in ([2, 3][: -(-end // 4)], [2, 3, 9]))
-        assert got == want, f"tokens 0 to {end - 1}, blocks of 4: with block 9 added to the table, {want} became {got}"
-
-
-@slots_of.property("the table is not changed", hint="the engine still needs the table: read it, take nothing out of it")
-def _(function):
-    for end in (12, 4):
-        table = [5, 1, 2]
-        _slots(function, table, 0, end, 4)
-        story = f"the table was [5, 1, 2], and is {table} after the slots of tokens 0 to {end - 1} were asked for"
-        assert table == [5, 1, 2], story
-
-
-@slots_of.property(
-    "the result is a list of integers",
-    hint="return a list, of whole numbers; an array or a tensor becomes one with `.tolist()`",
-)
-def _(function):
-    got = function([2, 3], 3, 6, 4)
-    assert isinstance(got, list), f"it returned a {type(got).__name__}, not a list"
-    wrong = [each for each in np.asarray(got).tolist() if not isinstance(each, int)]
-    assert not wrong, f"one of the slots is {wrong[0]!r}, of type {type(wrong[0]).__name__}"
-
 
 # ---- who holds which block
 
@@ -138,6 +52,9 @@ def _(make):
     pool = make(4)
     pool.release(_allocate(pool, 3))
     _available(pool, 4, "pool of 4, 3 blocks allocated and released")
+    pool = make(300)
+    pool.release(_allocate(pool, 299))
+    _available(pool, 300, "pool of 300, 299 blocks allocated and released in one list")
 
 
 @pool.property(
@@ -145,12 +62,14 @@ def _(make):
     hint="allocate only blocks from the free list, and remove them from it: requests end in any order",
 )
 def _(make):
-    pool = make(9)
-    first, second = _allocate(pool, 4), _allocate(pool, 4)
-    assert first is not second, "allocate returned the same list object twice: each request needs its own"
-    _all_different(second, first)
-    pool.release(list(second))
-    _all_different(_allocate(pool, min(4, pool.available)), first)
+    for early in (1, 0):  # which of two requests ends first
+        pool = make(9)
+        requests = [_allocate(pool, 4), _allocate(pool, 4)]
+        first, second = requests
+        assert first is not second, "allocate returned the same list object twice: each request needs its own"
+        _all_different(second, first)
+        pool.release(list(requests[early]))
+        _all_different(_allocate(pool, min(4, pool.available)), requests[1 - early])
 
 
 @pool.property(
@@ -158,7 +77,7 @@ def _(make):
     hint="`share` adds 1 to the count, `release` subtracts 1; the block is free when the count reaches 0",
 )
 def _(make):
-    for holders in (2, 3):
+    for holders in (2, 3, 300):
         pool = make(4)
         blocks = _allocate(pool, 1)
         for _ in range(holders - 1):
@@ -237,9 +156,32 @@ def _(make):
     _available(pool, 4, "after allocate(0) from a pool of 4")
 
 
+def _empty_lists(make) -> None:
+    pool = make(4)
+    blocks = _allocate(pool, 2)
+    before = [pool.references[block] for block in blocks]
+    for name in ("share", "release"):
+        try:
+            getattr(pool, name)([])
+        except NotSolvedYet:
+            raise
+        except Exception as error:
+            raise AssertionError(f"{name}([]) raised {type(error).__name__}: {error}") from error
+        after = [pool.references[block] for block in blocks]
+        assert after == before, f"`references` of blocks {blocks} was {before}, and is {after} after {name}([])"
+    _available(pool, 2, "pool of 4, 2 blocks allocated, then share([]) and release([])")
+
+
+pool.property(
+    "an empty list changes nothing",
+    hint="the engine shares an empty list when it finds no prefix: loop over the list, without a special first block",
+)(_empty_lists)
+
+
 def _lists_unchanged(make) -> None:
     pool = make(4)
-    blocks = _allocate(pool, 3)
+    low, middle, high = sorted(_allocate(pool, 3))
+    blocks = [middle, high, low]
     for method in (pool.share, pool.release):
         given = list(blocks)
         method(given)
@@ -264,6 +206,38 @@ def _(make):
     for block, want, story in ((one, 2, "allocated and shared"), (other, 0, "allocated and released")):
         got = pool.references[block]
         assert got == want, f"block {block}, {story}: expected references[{block}] to be {want}, got {got}"
+    pool = make(4)
+    for blocks in (_allocate(pool, 2), _allocate(pool, 1)):
+        got = [pool.references[block] for block in blocks]
+        assert got == [1] * len(blocks), f"blocks {blocks} were allocated, and their counts are {got}, not 1"
+
+
+def _side_by_side(*pools) -> list[list[int]]:
+    """How many blocks each pool has available after each of the same steps, taken in turns."""
+    held = [_allocate(pool, 2) for pool in pools]
+    available = [[pool.available] for pool in pools]
+    for pool, blocks in zip(pools, held, strict=True):
+        for block in blocks if hasattr(pool, "register") else []:
+            pool.register(block, ("key", block))
+    for step in ("share", "release", "release"):
+        for pool, blocks in zip(pools, held, strict=True):
+            getattr(pool, step)(list(blocks))
+        for pool, counts in zip(pools, available, strict=True):
+            counts.append(pool.available)
+    return available
+
+
+def _independent(make) -> None:
+    (alone,) = _side_by_side(make(4))
+    for got in _side_by_side(make(4), make(4)):
+        story = "allocate(2), share, release and release"
+        assert got == alone, f"{story} leave {alone} blocks available, and {got} if a second pool takes turns"
+
+
+pool.property(
+    "two pools know nothing of each other",
+    hint="keep all state in `self`, as `__init__` does: a variable of the class or the notebook belongs to all pools",
+)(_independent)
 
 
 # ---- a pool that remembers prefixes
@@ -365,6 +339,18 @@ def _(make):
     _all_different(_allocate(pool, 2), middle)
 
 
+@prefix_pool.property(
+    "a cached block has a count of 0",
+    hint="count down first, and cache the block when the count is 0: the engine goes by `references`",
+)
+def _(make):
+    pool, (blocks,) = _remembering(make, 4, [2])
+    pool.release(list(blocks))
+    for block in blocks:
+        got = pool.references[block]
+        assert got == 0, f"block {block}, with a key, was released by its only holder, and has a count of {got}"
+
+
 def _right_for_one(make) -> bool:
     """Whether a list of one block is counted right; if not, other properties say so."""
     pool, (blocks,) = _remembering(make, 4, [1])
@@ -421,14 +407,15 @@ def _(make):
     hint="all blocks of a sequence are released in one call: which of them must join `idle` first?",
 )
 def _(make):
-    pool = make(3)
-    low, middle, high = sorted(_allocate(pool, 3))
-    sequence = [middle, high, low]  # a request's blocks have no order in memory
-    for at, block in enumerate(sequence):
-        pool.register(block, (0, at))
-    pool.release(list(sequence))
-    got = [block for _ in range(3) for block in _allocate(pool, 1)]
-    assert got == sequence[::-1], f"blocks {sequence}, in the order of the tokens, were evicted in the order {got}"
+    for length in (3, 40):
+        pool = make(length)
+        ordered = sorted(_allocate(pool, length))
+        sequence = ordered[1:] + ordered[:1]  # a request's blocks have no order in memory
+        for at, block in enumerate(sequence):
+            pool.register(block, (0, at))
+        pool.release(list(sequence))
+        got = [block for _ in range(length) for block in _allocate(pool, 1)]
+        assert got == sequence[::-1], f"blocks {sequence}, in the order of the tokens, were evicted in the order {got}"
 
 
 @prefix_pool.property(
@@ -470,3 +457,37 @@ prefix_pool.property(
     "the lists passed in are not changed",
     hint="`blocks.reverse()` changes the caller's list; `reversed(blocks)` only reads it",
 )(_lists_unchanged)
+
+
+def _cached_and_forgotten(make, key) -> bool:
+    """Whether a released block is found by its key, and no more after all blocks have been allocated."""
+    pool = make(2)
+    blocks = _allocate(pool, 1)
+    pool.register(blocks[0], key)
+    pool.release(list(blocks))
+    found = list(pool.lookup([key])) == blocks
+    _all_different(_allocate(pool, 2))
+    return found and not pool.lookup([key])
+
+
+@prefix_pool.property(
+    "a key can be any value, even 0",
+    hint="ask `block in self.key_of`, not whether the key is true: 0 and an empty text are keys too",
+)
+def _(make):
+    if _cached_and_forgotten(make, "a key"):  # else: another property's matter
+        for key in (0, "", ()):
+            said = f"a block with the key {key!r} was released and evicted: it must be found before, and not after"
+            assert _cached_and_forgotten(make, key), said
+
+
+prefix_pool.property(
+    "an empty list changes nothing",
+    hint="the engine shares an empty list when it finds no prefix: loop over the list, without a special first block",
+)(_empty_lists)
+
+
+prefix_pool.property(
+    "two pools know nothing of each other",
+    hint="keep all state in `self`, as `__init__` does: a variable of the class or the notebook belongs to all pools",
+)(_independent)

@@ -1,11 +1,15 @@
 """Prefix keys.  Lesson 09."""
 
+import random
+import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations
+from numbers import Real
 
 from . import Exercise
 
 prefix_keys = Exercise("prefix_keys", seconds=5.0)
+LONGEST_SEARCH = 2.5  # seconds
 ONE_TO_EIGHT = [1, 2, 3, 4, 5, 6, 7, 8]
 
 
@@ -54,6 +58,11 @@ def _(function):
         if position // 4 not in same:  # else: another property's matter
             said = f"blocks of 4: token {position} changed, and block {min(same, default=0)} has the same key as before"
             assert not same, said
+    tokens = list(range(1, 1_201))
+    one, other = _keys(function, tokens), _keys(function, [9_999, *tokens[1:]])
+    if one[0] != other[0]:  # else: another property's matter
+        said = "blocks of 4: the first of 1,200 tokens changed, and the last block has the same key as before"
+        assert one[-1] != other[-1], said
 
 
 @prefix_keys.property(
@@ -69,7 +78,7 @@ def _(function):
     hint="blocks have `block_size` tokens; if the last one has fewer, it gets no key: it will still be written to",
 )
 def _(function):
-    for size, counts in ((4, (0, 3, 4, 6, 8)), (3, (2, 3, 7)), (1, (2,)), (16, (15, 33))):
+    for size, counts in ((4, (0, 3, 4, 6, 8, 1_203)), (3, (2, 3, 7)), (1, (2,)), (16, (15, 33))):
         for tokens in counts:
             got = len(_keys(function, range(1, tokens + 1), size))
             assert got == tokens // size, _wrong_number(tokens, size, got)
@@ -105,6 +114,30 @@ def _(function):
     keys = [_keys(function, pair, 2)[0] for pair in pairs]
     if _hashable(keys):  # else: another property's matter
         assert len(set(keys)) == len(pairs), f"{len(pairs):,} different blocks have only {len(set(keys)):,} keys"
+        if _has_few_values(_keys(function, range(10_000, 10_020), 20)[0]):
+            _collide(function)
+
+
+def _has_few_values(key: object) -> bool:
+    """Whether a key of 20 tokens looks as if it had at most some 2**36 values: half a million keys then collide."""
+    if isinstance(key, Real):
+        return abs(float(key)) < 2**36
+    return isinstance(key, str | bytes) and len(key) <= (4 if isinstance(key, bytes) else 11)
+
+
+def _collide(function: Callable, prompts: int = 8_192, blocks: int = 64) -> None:
+    """Look for two prefixes with the same key. Numbers in the order of their first use are short too, and collide not.
+
+    prompts: at most so many, each with so many blocks of one token; fewer if the function is slow.
+    """
+    rng, seen, started = random.Random(0), set(), time.process_time()
+    for first in range(prompts):
+        keys = _keys(function, [first, *rng.choices(range(100_000), k=blocks - 1)], 1)[:blocks]
+        seen.update(keys)
+        count = (first + 1) * blocks
+        assert len(seen) == count, f"{count:,} different prefixes have only {len(seen):,} keys"
+        if time.process_time() - started > LONGEST_SEARCH:
+            return
 
 
 @prefix_keys.property("another salt gives other keys", hint="start the chain with the salt, all of it")
@@ -133,8 +166,18 @@ def _(function):
 )
 def _(function):
     keys = function(list(ONE_TO_EIGHT), 4)
-    assert hasattr(keys, "__getitem__") and hasattr(keys, "__len__"), f"it returned a {type(keys).__name__}, not a list"
+    assert isinstance(keys, list), f"it returned a {type(keys).__name__}, not a list"
     assert _hashable(keys), f"{keys[0]!r}, of type {type(keys[0]).__name__}, cannot be a key of a dictionary"
+
+
+@prefix_keys.property("each call returns a new list", hint="the caller keeps the list: build another one in each call")
+def _(function):
+    first = function(list(ONE_TO_EIGHT), 4)
+    if isinstance(first, list):  # else: another property's matter
+        before = list(first)
+        again, _ = function(list(ONE_TO_EIGHT), 4), function([5, 6, 7, 8], 4)
+        assert first == before, f"it returned {before}, which a later call changed to {first}"
+        assert first is not again, "two calls returned the same list object"
 
 
 def _hashable(keys: Iterable) -> bool:

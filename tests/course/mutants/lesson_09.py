@@ -1,86 +1,7 @@
-"""Wrong solutions of lesson 09: slots, a block pool, a pool with a prefix cache."""
-
-import math
-from collections import OrderedDict
+"""Wrong solutions of lesson 09: a block pool."""
 
 from minillm.kv_cache import OutOfBlocks
 from tests.course.mutants import wrong
-
-# ---- slots_of
-
-
-@wrong("slots_of", fails="blocks may be anywhere in memory")
-def assumes_contiguous_blocks(table, start, end, block_size):
-    return [table[0] * block_size + position for position in range(start, end)]
-
-
-@wrong("slots_of", fails="the offset starts again in each block")
-def position_for_offset(table, start, end, block_size):
-    return [table[position // block_size] * block_size + position for position in range(start, end)]
-
-
-@wrong("slots_of", fails="positions count from the request's first token")
-def start_forgotten(table, start, end, block_size):
-    return [table[at // block_size] * block_size + at % block_size for at in range(end - start)]
-
-
-@wrong("slots_of", fails="positions count from the request's first token")
-def offset_counted_from_start(table, start, end, block_size):
-    return [table[at // block_size] * block_size + (at - start) % block_size for at in range(start, end)]
-
-
-@wrong("slots_of", fails="the block size is the one given")
-def blocks_of_four(table, start, end, block_size):
-    return [table[position // block_size] * 4 + position % block_size for position in range(start, end)]
-
-
-@wrong("slots_of", fails="the table may have more blocks than needed")
-def assumes_the_last_block_of_the_table_is_the_last_one_used(table, start, end, block_size):
-    slots = []
-    for number, block in enumerate(table):
-        filled = block_size if number < len(table) - 1 else end - number * block_size
-        slots += [block * block_size + offset for offset in range(filled)]
-    return slots[start:]
-
-
-@wrong("slots_of", fails="the block size is the one given")
-def bits_for_remainders(table, start, end, block_size):
-    return [table[at // block_size] * block_size + (at & (block_size - 1)) for at in range(start, end)]
-
-
-@wrong("slots_of", fails="the table is not changed")
-def takes_blocks_out_of_the_table(table, start, end, block_size):
-    slots = []
-    for at in range(end):
-        if at % block_size == 0:
-            block = table.pop(0)
-        slots.append(block * block_size + at % block_size)
-    return slots[start:]
-
-
-@wrong("slots_of", fails="the table is not changed")
-def drops_spare_blocks(table, start, end, block_size):
-    while len(table) > math.ceil(end / block_size):
-        table.pop()
-    return [table[at // block_size] * block_size + at % block_size for at in range(start, end)]
-
-
-@wrong("slots_of", fails="the result is a list of integers")
-def a_tuple(table, start, end, block_size):
-    return tuple(table[at // block_size] * block_size + at % block_size for at in range(start, end))
-
-
-@wrong("slots_of", fails="the result is a list of integers")
-def floats(table, start, end, block_size):
-    return [table[at // block_size] * block_size + math.fmod(at, block_size) for at in range(start, end)]
-
-
-@wrong("slots_of", fails="the result is a list of integers")
-def yields_slots(table, start, end, block_size):
-    return (table[at // block_size] * block_size + at % block_size for at in range(start, end))
-
-
-# ---- MyBlockPool
 
 
 class Pool:
@@ -213,7 +134,8 @@ class SlicesFromTheEnd(Pool):
 @wrong("MyBlockPool", fails="every block of a list has its own count")
 class SharesOnlyTheFirstBlock(Pool):
     def share(self, blocks):
-        self.references[blocks[0]] += 1
+        for block in blocks[:1]:
+            self.references[block] += 1
 
 
 @wrong("MyBlockPool", fails="every block of a list has its own count")
@@ -258,232 +180,63 @@ class FreeBlocksKeepACountOfOne(Pool):
                 self.references[block] -= 1
 
 
-# ---- MyPrefixPool
-
-
-class PrefixPool(Pool):
-    """A correct pool, the base of the wrong ones."""
-
-    def __init__(self, num_blocks):
-        super().__init__(num_blocks)
-        self.idle = OrderedDict()
-        self.block_of = {}
-        self.key_of = {}
-
-    @property
-    def available(self):
-        return len(self.free) + len(self.idle)
+@wrong("MyBlockPool", fails="`references` holds the counts")
+class CountsTheFirstBlocks(Pool):
+    """Sets as many counts as there are blocks, but those of the first blocks of the memory."""
 
     def allocate(self, count):
         if count > self.available:
             raise OutOfBlocks(f"{count} asked for")
-        blocks = [self.free.pop() if self.free else self.evict() for _ in range(count)]
+        blocks = [self.free.pop() for _ in range(count)]
+        for number in range(len(blocks)):
+            self.references[number] = 1
+        return blocks
+
+
+@wrong("MyBlockPool", fails="a block with a holder is not allocated again")
+class NumbersByHowManyAreUsed(Pool):
+    """Takes the blocks in use for the first ones in memory."""
+
+    def allocate(self, count):
+        if count > self.available:
+            raise OutOfBlocks(f"{count} asked for")
+        used = self.num_blocks - self.available
+        blocks = list(range(used, used + count))
+        self.free = self.free[: len(self.free) - count]
         for block in blocks:
             self.references[block] = 1
         return blocks
 
-    def register(self, block, key):
-        if key not in self.block_of and block not in self.key_of:
-            self.block_of[key], self.key_of[block] = block, key
 
-    def lookup(self, keys):
-        blocks = []
-        for key in keys:
-            if key not in self.block_of:
-                break
-            blocks.append(self.block_of[key])
-        return blocks
+@wrong("MyBlockPool", fails="a block becomes free when its last holder releases it, and not before")
+class CountsInAByte(Pool):
+    def share(self, blocks):
+        for block in blocks:
+            self.references[block] = (self.references[block] + 1) % 256
+
+
+@wrong("MyBlockPool", fails="the lists passed in are not changed")
+class SortsTheCallersList(Pool):
+    def share(self, blocks):
+        blocks.sort()
+        super().share(blocks)
+
+
+@wrong("MyBlockPool", fails="an empty list changes nothing")
+class NeedsAFirstBlock(Pool):
+    def share(self, blocks):
+        self.references[blocks[0]] += 1
+        super().share(blocks[1:])
+
+
+@wrong("MyBlockPool", fails="two pools know nothing of each other")
+class OneCountForAllPools(Pool):
+    """Counts in a list of the class, which belongs to the newest pool."""
+
+    def __init__(self, num_blocks):
+        super().__init__(num_blocks)
+        type(self).counts = self.references
 
     def share(self, blocks):
         for block in blocks:
-            self.idle.pop(block, None)
-            self.references[block] += 1
-
-    def release(self, blocks):
-        for block in reversed(blocks):
-            self.references[block] -= 1
-            if self.references[block] == 0:
-                self.cache_or_free(block)
-
-    def cache_or_free(self, block):
-        if block in self.key_of:
-            self.idle[block] = None
-        else:
-            self.free.append(block)
-
-    def evict(self):
-        block, _ = self.idle.popitem(last=False)
-        if block in self.key_of:
-            del self.block_of[self.key_of.pop(block)]
-        return block
-
-
-@wrong("MyPrefixPool", fails="blocks without a key are reused first")
-class KeepsEverything(PrefixPool):
-    def cache_or_free(self, block):
-        self.idle[block] = None
-
-
-@wrong("MyPrefixPool", fails="the least recently used block is evicted first")
-class EvictsTheNewest(PrefixPool):
-    """Releases blocks in the other order, so the end of a sequence is still evicted before its beginning."""
-
-    def release(self, blocks):
-        for block in blocks:
-            self.references[block] -= 1
-            if self.references[block] == 0:
-                self.cache_or_free(block)
-
-    def evict(self):
-        block, _ = self.idle.popitem(last=True)
-        del self.block_of[self.key_of.pop(block)]
-        return block
-
-
-@wrong("MyPrefixPool", fails="the end of a sequence is evicted before its beginning")
-class EvictsTheBeginningFirst(PrefixPool):
-    def release(self, blocks):
-        super().release(blocks[::-1])
-
-
-@wrong("MyPrefixPool", fails="a cached block that is shared again is in use")
-class KeepsSharedBlocksEvictable(PrefixPool):
-    """A shared block leaves the LRU list only when it is released again."""
-
-    def share(self, blocks):
-        for block in blocks:
-            self.references[block] += 1
-
-    def cache_or_free(self, block):
-        self.idle.pop(block, None)
-        super().cache_or_free(block)
-
-
-@wrong("MyPrefixPool", fails="an evicted block can no longer be found")
-class OldKeysStay(PrefixPool):
-    """The block forgets its key, but looking up the key still finds the block."""
-
-    def evict(self):
-        block, _ = self.idle.popitem(last=False)
-        self.key_of.pop(block)
-        return block
-
-
-@wrong("MyPrefixPool", fails="an evicted block can no longer be found")
-class BlockKeepsItsKey(PrefixPool):
-    def evict(self):
-        block, _ = self.idle.popitem(last=False)
-        del self.block_of[self.key_of[block]]
-        return block
-
-
-@wrong("MyPrefixPool", fails="a block stays in use until its last holder releases it")
-class CachesEveryBlockWithAKey(PrefixPool):
-    """Forgets to look at the count of a block that has a key."""
-
-    def release(self, blocks):
-        for block in reversed(blocks):
-            self.references[block] -= 1
-            if block in self.key_of or self.references[block] == 0:
-                self.cache_or_free(block)
-
-
-@wrong("MyPrefixPool", fails="the end of a sequence is evicted before its beginning")
-class SortsByNumber(PrefixPool):
-    """Takes the order in memory for the order of the tokens."""
-
-    def release(self, blocks):
-        super().release(sorted(blocks))
-
-
-@wrong("MyPrefixPool", fails="a cached block that is shared again is in use")
-class DoesNotCountCachedBlocks(PrefixPool):
-    """Takes a cached block out of the list, but counts only blocks that were in use."""
-
-    def share(self, blocks):
-        for block in blocks:
-            if block in self.idle:
-                del self.idle[block]
-            else:
-                self.references[block] += 1
-
-
-@wrong("MyPrefixPool", fails="a cached block that is shared again is in use")
-class SharesTheOldest(PrefixPool):
-    """Takes a block out of `idle`, but not the one that is shared."""
-
-    def share(self, blocks):
-        for block in blocks:
-            self.references[block] += 1
-            if block in self.idle:
-                self.idle.popitem(last=False)
-
-
-@wrong("MyPrefixPool", fails="every block of a list has its own count")
-class JudgesAListByItsLastBlock(PrefixPool):
-    def release(self, blocks):
-        for block in blocks:
-            self.references[block] -= 1
-        if blocks and self.references[blocks[-1]] == 0:
-            for block in reversed(blocks):
-                self.cache_or_free(block)
-
-
-@wrong("MyPrefixPool", fails="every block of a list has its own count")
-class JudgesAListByItsFirstBlock(PrefixPool):
-    def release(self, blocks):
-        for block in blocks:
-            self.references[block] -= 1
-        if blocks and self.references[blocks[0]] == 0:
-            for block in reversed(blocks):
-                self.cache_or_free(block)
-
-
-@wrong("MyPrefixPool", fails="every block of a list has its own count")
-class SharesCachedListsOnly(PrefixPool):
-    """Takes blocks out of `idle` only if the whole list is there."""
-
-    def share(self, blocks):
-        if all(block in self.idle for block in blocks):
-            for block in blocks:
-                del self.idle[block]
-        for block in blocks:
-            self.references[block] += 1
-
-
-@wrong("MyPrefixPool", fails="`references` holds the counts")
-class CountsToTwo(PrefixPool):
-    def share(self, blocks):
-        for block in blocks:
-            self.idle.pop(block, None)
-            self.references[block] = min(2, self.references[block] + 1)
-
-
-@wrong("MyPrefixPool", fails="the other cached blocks are still found")
-class ForgetsTheOldestKey(PrefixPool):
-    """The key that was registered first need not be the evicted block's."""
-
-    def evict(self):
-        block, _ = self.idle.popitem(last=False)
-        del self.block_of[next(iter(self.block_of))]
-        del self.key_of[block]
-        return block
-
-
-@wrong("MyPrefixPool", fails="the other cached blocks are still found")
-class ForgetsAllKeys(PrefixPool):
-    def evict(self):
-        block, _ = self.idle.popitem(last=False)
-        self.block_of.clear()
-        self.key_of.clear()
-        return block
-
-
-@wrong("MyPrefixPool", fails="the lists passed in are not changed")
-class ReversesTheCallersList(PrefixPool):
-    def release(self, blocks):
-        blocks.reverse()
-        for block in blocks:
-            self.references[block] -= 1
-            if self.references[block] == 0:
-                self.cache_or_free(block)
+            self.counts[block] += 1

@@ -1,6 +1,7 @@
 """Wrong solutions of lesson 09's prefix keys."""
 
 import hashlib
+import zlib
 
 from tests.course.mutants import wrong
 
@@ -42,7 +43,8 @@ def first_block_and_the_one_before(tokens, block_size, salt=""):
 def the_last_eight_blocks(tokens, block_size, salt=""):
     ends = range(block_size, len(tokens) + 1, block_size)
     return [
-        _hash(salt.encode() + bytes([end // block_size]), tokens[max(end - 8 * block_size, 0) : end]) for end in ends
+        _hash(salt.encode() + (end // block_size).to_bytes(2), tokens[max(end - 8 * block_size, 0) : end])
+        for end in ends
     ]
 
 
@@ -137,3 +139,44 @@ def lists_for_keys(tokens, block_size, salt=""):
 @wrong("prefix_keys", fails="the result is a list of dictionary keys")
 def yields_keys(tokens, block_size, salt=""):
     yield from _chain(tokens, block_size, salt.encode())
+
+
+@wrong("prefix_keys", fails="thousands of blocks have thousands of keys")
+def thirty_bits_of_the_hash(tokens, block_size, salt=""):
+    return _chain(tokens, block_size, hash(salt), lambda key, block: hash((key, *block)) % 2**30)
+
+
+@wrong("prefix_keys", fails="thousands of blocks have thousands of keys")
+def a_checksum(tokens, block_size, salt=""):
+    """CRC-32, which is made to detect errors: it has 32 bits."""
+    return _chain(
+        tokens, block_size, zlib.crc32(salt.encode()), lambda key, block: zlib.crc32(repr(block).encode(), key)
+    )
+
+
+@wrong("prefix_keys", fails="thousands of blocks have thousands of keys")
+def eight_digits_of_the_hash(tokens, block_size, salt=""):
+    def digest(key, block):
+        return hashlib.sha256(f"{key} {block}".encode()).hexdigest()[:8]
+
+    return _chain(tokens, block_size, salt, digest)
+
+
+@wrong("prefix_keys", fails="a key depends on all tokens before its block")
+def the_last_hundred_blocks(tokens, block_size, salt=""):
+    ends = range(block_size, len(tokens) + 1, block_size)
+    return [hash((salt, end, *tokens[max(end - 100 * block_size, 0) : end])) for end in ends]
+
+
+@wrong("prefix_keys", fails="the result is a list of dictionary keys")
+def a_tuple_of_keys(tokens, block_size, salt=""):
+    return tuple(_chain(tokens, block_size, _hash(salt.encode(), [])))
+
+
+_KEYS: list[bytes] = []
+
+
+@wrong("prefix_keys", fails="each call returns a new list")
+def the_same_list_each_time(tokens, block_size, salt=""):
+    _KEYS[:] = _chain(tokens, block_size, _hash(salt.encode(), []))
+    return _KEYS
