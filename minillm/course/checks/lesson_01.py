@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterable
 from types import CodeType
 
-from minillm.tokenizer import bpe, chat
+from minillm.tokenizer import bpe, chat, training
 
 from . import Exercise
 
@@ -199,6 +199,8 @@ def _(fn):
 )
 def _(fn):
     same(fn({"abxabyabz": 5, "ab": 4, "pq": 7, "pqr": 1}, 2), [("a", "b"), ("p", "q")])
+    found = fn({"abab": 5}, 2)
+    assert found[1:] != [("a", "b")], f'"abab" still contains ("a", "b") after that merge; it learned {found!r}'
 
 
 @learn_merges.property(
@@ -234,6 +236,12 @@ def _(fn):
     assert len(found) == 150, f"150 words of two different characters give 150 merges, not {len(found)}"
     found = fn({"storytelling": 1}, 20)
     assert len(found) == 11, f"a word of 12 characters is one token after 11 merges; it learned {len(found)}"
+
+
+@learn_merges.property("the counting is your own", hint="write the steps in Python; only `join_pair` is given")
+def _(fn):
+    calls = calls_to(training.most_frequent_pairs.__code__, lambda: fn({"tide": 4, "tin": 1}, 1))
+    assert not calls, "it calls the engine's function that learns merges"
 
 
 @learn_merges.property("the caller's counts do not change", hint="work on lists of your own")

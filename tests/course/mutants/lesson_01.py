@@ -3,6 +3,7 @@
 from collections import Counter
 from itertools import pairwise
 
+from minillm.course.vocabularies import engines_learn
 from minillm.tokenizer import bpe
 from minillm.tokenizer.training import join_pair
 from tests.course.mutants import wrong
@@ -237,6 +238,22 @@ def tokens_of_eight_characters(word_counts, steps):
         return [pair for pair in pairwise(symbols) if len("".join(pair)) <= 8]
 
     return learn(word_counts, steps, places=places)
+
+
+@wrong("learn_merges", fails="a pair is joined at all its places in a word")
+def every_second_of_neighboring_places(word_counts, steps):
+    """A replacement of text that includes the separators on both sides: the next place lacks its left one."""
+
+    def join(symbols, left, right):
+        text = "\0".join(["", *symbols, ""])
+        return text.replace(f"\0{left}\0{right}\0", f"\0{left + right}\0").strip("\0").split("\0")
+
+    return learn(word_counts, steps, join=join)
+
+
+@wrong("learn_merges", fails="the counting is your own")
+def calls_the_engine_to_learn(word_counts, steps):
+    return engines_learn(word_counts, steps)
 
 
 @wrong("learn_merges", fails="counts follow each join")
