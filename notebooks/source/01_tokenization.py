@@ -108,9 +108,9 @@ describe(
 
 # %% [markdown]
 # The English sentence needs 9 tokens for 40 characters. Chinese and emoji fall back to bytes, one token each: 27 tokens
-# for the same sentence in Chinese. It takes three times as many steps and three times as much memory for what the model
-# keeps of a text (lesson 02), and a user who pays per token pays three times as much. Choosing a vocabulary decides
-# whose text is cheap.
+# for the same sentence in Chinese. The Chinese sentence takes three times as many steps and three times as much memory
+# for what the model keeps of a text (lesson 02), and a user who pays per token pays three times as much. Choosing a
+# vocabulary decides whose text is cheap.
 #
 # **A token is not a word.** Look closely:
 
@@ -135,8 +135,8 @@ for text in SPELLED:
 # > (the **leftmost** one if it occurs more than once). Look at the pairs again. Stop when no pair of neighbors has a
 # > rank.
 #
-# So $i = \arg\min_i \text{rank}(s_i, s_{i+1})$, and then $s_i \leftarrow s_i + s_{i+1}$. Here is what the engine does
-# with one word, merge by merge, using `tiny-gemma`'s own ranks:
+# So $k = \arg\min_i \text{rank}(s_i, s_{i+1})$, and then $s_k + s_{k+1}$ takes the place of $s_k$ and $s_{k+1}$. Here
+# is what the engine does with one word, merge by merge, using `tiny-gemma`'s own ranks:
 
 # %%
 from minillm.tokenizer.bpe import merge
@@ -169,7 +169,7 @@ def bpe_merge(symbols: list[str], ranks: dict[tuple[str, str], int]) -> list[str
     """Join neighbors, lowest rank first and leftmost among equals, until no pair has a rank.
 
     symbols: what merging starts from: characters, or longer tokens such as "<0xC3>"; must not change.
-    ranks: (left, right) -> rank.
+    ranks: (left, right) -> rank, the pair's position in the list of merges; must not change.
     """
     # SOLUTION: join one pair at a time, as in the rule above, in a list of your own
     symbols = list(symbols)
@@ -258,9 +258,9 @@ print("decodes to another text:        ", changed)
 # ## Optional: what merging costs · 4 min
 #
 # Words are short, so isn't any merge fast enough? Not every text has spaces: think of Chinese, of base64, or of a user
-# who holds down a key. Gemma 1's own tokenizer does not split text before merging at all. So measure the time to merge
-# one word without a space. **Predict first:** if a merge looks at the whole word again after each join, by what factor
-# does the time grow from 1,600 letters to 3,200?
+# who holds down a key. Gemma 1's own tokenizer does not split text into words before merging at all. So measure the
+# time to merge one word without a space. **Predict first:** if a merge looks at the whole word again after each join,
+# by what factor does the time grow from 1,600 letters to 3,200?
 
 # %% tags=["exercise"]
 guess_growth = 4.0  # PREDICT: the time for 3,200 letters, divided by the time for 1,600
@@ -442,9 +442,10 @@ for name, function in {label: counting, "the engine's": engines_learn}.items():
 # The pattern that splits text into words looks like a detail. The following shows what can go wrong without a good one.
 # A **multiple-choice test** asks a model a question with four options. The prompt ends in `Answer:`, and the model does
 # not write any text. The test compares the probabilities of four tokens, `▁A`, `▁B`, `▁C` and `▁D`, and takes the most
-# likely one as the answer. So in training, the letter of the right option must have been a token.
+# likely one as the answer. So in training, the letter of the right option must have been a token of its own.
 #
-# Learn 1,500 merges from the same text twice: once split at spaces only, once with `tiny-gemma`'s pattern.
+# Learn 1,500 merges from the same text twice: once split at spaces only, once with `tiny-gemma`'s pattern. `⏎` stands
+# for a newline.
 
 # %%
 SPACES_ONLY = r"▁?[^▁]+"
@@ -461,8 +462,8 @@ describe(
 
 # %% [markdown]
 # The token with the answer is red. In the upper text the letter has no token of its own: what follows `Answer:` is a
-# token for "A, then an empty line, then *Which*", one of many that begin with an A. How often does this happen in all
-# 400 questions?
+# token for "A, then an empty line, then *Which*", one of many that begin with an A. In how many of the 400 questions is
+# the letter a token of its own?
 
 # %%
 for name, encode in encoders.items():
@@ -479,10 +480,10 @@ for name, encode in encoders.items():
     )
 
 # %% [markdown]
-# A model trained with the first vocabulary learns when to say `▁A⏎⏎Which`. The test looks at `▁A`, `▁B`, `▁C` and `▁D`,
+# A model trained with the first vocabulary learns to predict `▁A⏎⏎Which`. The test looks at `▁A`, `▁B`, `▁C` and `▁D`,
 # but only one training question in four ended in one of them. Nothing crashes and nothing warns. That vocabulary even
-# **compresses better**, by a third, so the number of tokens alone is the wrong measure for a vocabulary. This is why
-# `tiny-gemma`'s pattern keeps newlines apart:
+# **compresses better**, with a third fewer tokens, so the number of tokens alone is the wrong measure for a vocabulary.
+# This is why `tiny-gemma`'s pattern keeps newlines apart:
 
 # %%
 print(SPLIT_PATTERN)
@@ -519,7 +520,7 @@ compare(
 for name, config in MODELS.items():
     for size in (4096, 256_000):
         print(
-            f"{name:10} with {size:7,} tokens: {share(config, size):5.1f} % of what a step reads"
+            f"{name:10} with {size:7,} tokens: {share(config, size):5.1f}% of what a step reads"
         )
 
 # %% [markdown]
@@ -741,7 +742,8 @@ describe(
 # %% [markdown]
 # Clients call the model's role `assistant`; Gemma learned `model`. The last line opens the model's turn and leaves it
 # open: it is the **generation prompt**. The model writes its answer and closes its turn with `<end_of_turn>`,
-# where the engine stops. Whitespace before and after each message is dropped.
+# where the engine stops. Whitespace before and after each message is dropped. User and assistant take turns, and the
+# user begins: the model's own template rejects other conversations, but your function need not.
 #
 # **Exercise 4 (7 minutes).** Write this format as a function. For example
 # `render_chat([{"role": "user", "content": "Hi"}], add_generation_prompt=False)` is

@@ -1,6 +1,10 @@
 """Lesson 01: merging, learning merges, text from a stream of tokens, chat turns."""
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
+from types import CodeType
+
+from minillm.tokenizer import bpe, chat, training
 
 from . import Exercise
 
@@ -14,6 +18,23 @@ render_chat = Exercise("render_chat", seconds=SECONDS)
 
 def same(got: object, wanted: object) -> None:
     assert got == wanted, f"expected {wanted!r}, got {got!r}"
+
+
+def calls_to(code: CodeType, run: Callable[[], object]) -> int:
+    """How often a function with this code is called, under any name, during `run()`."""
+    count = 0
+
+    def notice(frame, event, argument):
+        nonlocal count
+        count += event == "call" and frame.f_code is code
+
+    before = sys.getprofile()
+    sys.setprofile(notice)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return count
 
 
 def ranked(*pairs: str) -> dict[tuple[str, str], int]:
@@ -42,8 +63,18 @@ def _(fn):
     "the rank is the number, whatever the order of the dict", hint="compare the values of `ranks`, not its keys' order"
 )
 def _(fn):
-    same(fn(list("abc"), {("b", "c"): 7, ("a", "b"): 2}), ["ab", "c"])
-    same(fn(list("abc"), {("b", "c"): 10**12, ("a", "b"): 10**9}), ["ab", "c"])
+    same(fn(list("abc"), {("b", "c"): 1, ("a", "b"): 0}), ["ab", "c"])
+
+
+@bpe_merge.property(
+    "the list of merges may be long",
+    hint="which number is larger than any rank? Gemma has hundreds of thousands of merges",
+)
+def _(fn):
+    many = {("x", str(rank)): rank for rank in range(300_000)}
+    many |= {("a", "b"): len(many), ("b", "c"): len(many) + 1}
+    same(fn(list("abc"), many), ["ab", "c"])
+    same(fn(list("yaby"), many), ["y", "ab", "y"])
 
 
 @bpe_merge.property(
@@ -59,7 +90,8 @@ def _(fn):
 @bpe_merge.property("a pair is joined wherever it occurs", hint="continue until no pair has a rank")
 def _(fn):
     same(fn(list("abxab"), ranked("a b")), ["ab", "x", "ab"])
-    same(fn(list("ab" * 40), ranked("a b")), ["ab"] * 40)
+    found = fn(list("ab" * 150), ranked("a b"))  # within the limit of a recursion
+    assert found == ["ab"] * 150, f'"ab" 150 times became {found.count("ab")} "ab" and {len(found)} symbols in all'
 
 
 @bpe_merge.property(
@@ -92,6 +124,21 @@ def _(fn):
 def _(fn):
     for symbols in ([], ["a"], ["x", "y"], ["\n", " "]):
         same(fn(list(symbols), ranked("a b")), symbols)
+
+
+@bpe_merge.property("the joins are your own", hint="write the rule in Python: `merge` is the engine's solution")
+def _(fn):
+    calls = calls_to(bpe.merge.__code__, lambda: fn(list("then"), ranked("t h", "e n")))
+    assert not calls, "it calls the engine's merge"
+
+
+@bpe_merge.property("each call makes a list of its own", hint="start from a copy of the list in every call")
+def _(fn):
+    first = fn(list("then"), ranked("t h", "e n"))
+    wanted = list(first)
+    first.append("and")
+    again = fn(list("then"), ranked("t h", "e n"))
+    assert again == wanted, f"the caller added to a result, and the same call now returns {again!r}, not {wanted!r}"
 
 
 @bpe_merge.property("the arguments do not change", hint="work on a copy of the list")
@@ -131,9 +178,11 @@ def _(fn):
     hint="compare the pairs as tuples, only where the counts are equal",
 )
 def _(fn):
-    for words in (["zy", "ab"], ["ab", "zy"], ["az", "ab"], ["yb", "az"]):
+    for words in (["zy", "ab"], ["ab", "zy"], ["az", "ab"], ["yb", "az"], ["ab", "Zy"]):
         same(fn(dict.fromkeys(words, 2), 2), [tuple(word) for word in sorted(words)])
     same(fn({"abz": 1, "ab": 1, "ac": 1}, 2), [("a", "b"), ("a", "c")])
+    found = fn({"abz": 1, "ab": 1, "cd": 1}, 2)
+    assert found[1:] != [("c", "d")], 'after ("a", "b"), ("ab", "z") and ("c", "d") occur once each; it took ("c", "d")'
 
 
 @learn_merges.property(
@@ -150,6 +199,8 @@ def _(fn):
 )
 def _(fn):
     same(fn({"abxabyabz": 5, "ab": 4, "pq": 7, "pqr": 1}, 2), [("a", "b"), ("p", "q")])
+    found = fn({"abab": 5}, 2)
+    assert found[1:] != [("a", "b")], f'"abab" still contains ("a", "b") after that merge; it learned {found!r}'
 
 
 @learn_merges.property(
@@ -166,6 +217,31 @@ def _(fn):
 def _(fn):
     words = ["bad", "baf", "bah", "babc", "ba", "abe", "abg", "ab", "bc"]
     same(fn(dict.fromkeys(words, 1), 3), [("b", "a"), ("a", "b"), ("b", "c")])
+
+
+@learn_merges.property(
+    "where places overlap, the left one is joined", hint='join_pair joins from the left: "aaa" becomes "aa" and "a"'
+)
+def _(fn):
+    found = fn({"aaa": 3}, 2)
+    assert found[1:] != [("a", "aa")], f'"aaa" has only ("aa", "a") left after the first merge; it learned {found!r}'
+
+
+@learn_merges.property(
+    "there may be many words and long tokens", hint="only `steps` and the pairs that are left limit what is learned"
+)
+def _(fn):
+    words = {chr(0x4E00 + 2 * i) + chr(0x4E01 + 2 * i): 1 for i in range(150)}
+    found = fn(words, 150)
+    assert len(found) == 150, f"150 words of two different characters give 150 merges, not {len(found)}"
+    found = fn({"storytelling": 1}, 20)
+    assert len(found) == 11, f"a word of 12 characters is one token after 11 merges; it learned {len(found)}"
+
+
+@learn_merges.property("the counting is your own", hint="write the steps in Python; only `join_pair` is given")
+def _(fn):
+    calls = calls_to(training.most_frequent_pairs.__code__, lambda: fn({"tide": 4, "tin": 1}, 1))
+    assert not calls, "it calls the engine's function that learns merges"
 
 
 @learn_merges.property("the caller's counts do not change", hint="work on lists of your own")
@@ -234,6 +310,16 @@ def _(fn):
 def _(fn):
     same("".join(pieces(fn, "pass", "<0x09>")), "pass\t")
     same("".join(pieces(fn, "<0x00>", "<0x0A>")), "\x00\n")
+
+
+@text_stream.property(
+    "nothing that a run spells is lost", hint="decode the bytes as plain UTF-8, and change nothing in the result"
+)
+def _(fn):
+    for text in ("\ufeffab", "e\u0301", "\t\r\n"):
+        found = "".join(pieces(fn, *spelled(text), "x"))
+        if "\ufffd" not in found:  # half characters are another property's
+            same(found, f"{text}x")
 
 
 @text_stream.property("finish() begins an empty run", hint="what was returned once must not come again")
@@ -339,12 +425,15 @@ def _(fn):
 
 
 @render_chat.property(
-    "whitespace around a message is dropped", hint="spaces, tabs and newlines: the training texts had none there"
+    "whitespace around a message is dropped",
+    hint="spaces, tabs, newlines, also the wide space of Chinese: the training texts had none there",
 )
 def _(fn):
     content = "\n\t Hi  there,\n\n  you \t\n"
     found = fn(turns(content), False)
     assert "user\nHi  there,\n\n  you<end_of_turn>" in found, f"{content!r} became {found!r}"
+    wide = fn(turns("\u3000Hi\xa0"), False)
+    assert "user\nHi<end_of_turn>" in wide, f"{chr(0x3000) + 'Hi' + chr(0xA0)!r} became {wide!r}"
     padded = fn(turns("Hi", "\n Good day! \n"), False)
     assert padded == fn(turns("Hi", "Good day!"), False), f"the assistant's turn keeps it: {padded!r}"
 
@@ -361,19 +450,35 @@ def _(fn):
     assert found == wanted, f"three turns: expected {wanted!r}, got {found!r}"
 
 
-@render_chat.property("an empty message is a turn too", hint="every message is a turn, whatever it says")
+@render_chat.property(
+    "every message is a turn", hint="whatever it says: nothing, the same as another one, or the first of many"
+)
 def _(fn):
     found = fn(turns("Hi", " ", "Bye"), False)
     assert found.count("<start_of_turn>") == 3, f"three messages, of which the second is empty, became {found!r}"
+    count = fn(turns(*["Hi", "Good day!"] * 10), False).count("<start_of_turn>")
+    assert count == 20, f"20 messages became {count} turns"
 
 
 @render_chat.property(
     "the words of a message do not change", hint="translate the role, then build the text: only roles are renamed"
 )
 def _(fn):
-    for content in ("Hi, assistant", "is <b> bold, and 1 < 2 > 0?", "Why <bos>, and <start_of_turn>assistant?"):
+    for content in (
+        "Hi, assistant",
+        "is <b> bold, and 1 < 2 > 0?",
+        "Why <bos>, and <start_of_turn>assistant?",
+        "Why <start_of_turn>assistant\nhere?",
+        "{{x}} is 100%% of it",
+    ):
         found = fn(turns(content), False)
         assert f"user\n{content}<end_of_turn>" in found, f"{content!r} became {found!r}"
+
+
+@render_chat.property("the text is your own", hint="write it in Python: the template is the engine's solution")
+def _(fn):
+    calls = calls_to(chat.ChatTemplate.render.__code__, lambda: fn(turns("Hi"), True))
+    assert not calls, "it calls the model's template"
 
 
 @render_chat.property("the caller's messages do not change", hint="make variables of your own from each message")

@@ -3,6 +3,8 @@
 from collections import Counter
 from itertools import pairwise
 
+from minillm.course.vocabularies import engines_learn
+from minillm.tokenizer import bpe
 from minillm.tokenizer.training import join_pair
 from tests.course.mutants import wrong
 
@@ -66,9 +68,42 @@ def begins_with_characters(symbols, ranks):
     return join_one_at_a_time("".join(symbols), ranks.get)
 
 
-@wrong("bpe_merge", fails="the rank is the number, whatever the order of the dict")
+@wrong("bpe_merge", fails="the list of merges may be long")
 def a_large_number_for_no_rank(symbols, ranks):
     return join_one_at_a_time(symbols, lambda pair: rank if (rank := ranks.get(pair, 10_000)) < 10_000 else None)
+
+
+@wrong("bpe_merge", fails="the list of merges may be long")
+def stops_at_a_large_number(symbols, ranks):
+    symbols = list(symbols)
+    while len(symbols) > 1:
+        found = [ranks.get(pair, 10_000) for pair in pairwise(symbols)]
+        if min(found) == 10_000:
+            break
+        place = found.index(min(found))
+        symbols[place : place + 2] = [symbols[place] + symbols[place + 1]]
+    return symbols
+
+
+@wrong("bpe_merge", fails="a pair is joined wherever it occurs")
+def only_the_first_64_symbols(symbols, ranks):
+    return join_one_at_a_time(symbols[:64], ranks.get) + list(symbols[64:])
+
+
+@wrong("bpe_merge", fails="the joins are your own")
+def calls_the_engine(symbols, ranks):
+    return bpe.merge(symbols, ranks)
+
+
+MERGED = {}
+
+
+@wrong("bpe_merge", fails="each call makes a list of its own")
+def the_list_of_an_earlier_call(symbols, ranks):
+    call = (tuple(symbols), tuple(ranks.items()))
+    if call not in MERGED:
+        MERGED[call] = join_one_at_a_time(symbols, ranks.get)
+    return MERGED[call]
 
 
 @wrong("bpe_merge", fails="a pair is joined wherever it occurs")
@@ -168,6 +203,57 @@ def by_the_right_symbol_first(word_counts, steps):
 @wrong("learn_merges", fails="of equal counts, the pair that sorts first wins")
 def last_in_order(word_counts, steps):
     return learn(word_counts, steps, order=lambda pair: [-ord(character) for character in "".join(pair)])
+
+
+@wrong("learn_merges", fails="of equal counts, the pair that sorts first wins")
+def shortest_first(word_counts, steps):
+    return learn(word_counts, steps, order=lambda pair: (len("".join(pair)), pair))
+
+
+@wrong("learn_merges", fails="of equal counts, the pair that sorts first wins")
+def case_ignored(word_counts, steps):
+    return learn(word_counts, steps, order=lambda pair: [symbol.lower() for symbol in pair])
+
+
+@wrong("learn_merges", fails="where places overlap, the left one is joined")
+def joins_from_the_right(word_counts, steps):
+    def join(symbols, left, right):
+        symbols = list(symbols)
+        for i in reversed(range(len(symbols) - 1)):
+            if symbols[i : i + 2] == [left, right]:
+                symbols[i : i + 2] = [left + right]
+        return symbols
+
+    return learn(word_counts, steps, join=join)
+
+
+@wrong("learn_merges", fails="there may be many words and long tokens")
+def at_most_a_hundred_merges(word_counts, steps):
+    return learn(word_counts, min(steps, 100))
+
+
+@wrong("learn_merges", fails="there may be many words and long tokens")
+def tokens_of_eight_characters(word_counts, steps):
+    def places(symbols):
+        return [pair for pair in pairwise(symbols) if len("".join(pair)) <= 8]
+
+    return learn(word_counts, steps, places=places)
+
+
+@wrong("learn_merges", fails="a pair is joined at all its places in a word")
+def every_second_of_neighboring_places(word_counts, steps):
+    """A replacement of text that includes the separators on both sides: the next place lacks its left one."""
+
+    def join(symbols, left, right):
+        text = "\0".join(["", *symbols, ""])
+        return text.replace(f"\0{left}\0{right}\0", f"\0{left + right}\0").strip("\0").split("\0")
+
+    return learn(word_counts, steps, join=join)
+
+
+@wrong("learn_merges", fails="the counting is your own")
+def calls_the_engine_to_learn(word_counts, steps):
+    return engines_learn(word_counts, steps)
 
 
 @wrong("learn_merges", fails="counts follow each join")

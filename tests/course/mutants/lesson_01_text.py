@@ -1,7 +1,11 @@
 """Wrong solutions of lesson 01's exercises on streams and chats."""
 
 import re
+import string
+import unicodedata
 
+from minillm.model.loader import EMBEDDED
+from minillm.tokenizer import Tokenizer
 from minillm.tokenizer.gemma import BYTE_TOKENS, SPECIAL_TOKENS
 from tests.course.mutants import wrong
 
@@ -227,6 +231,21 @@ class BrokenBytesSwallowed(Stream):
         return run.decode(errors="ignore")
 
 
+@wrong("TextStream", fails="nothing that a run spells is lost")
+class ByteOrderMarkLost(Stream):
+    def decode(self, run):
+        try:
+            return run.decode("utf-8-sig")
+        except UnicodeDecodeError:
+            return "\ufffd" * len(run)
+
+
+@wrong("TextStream", fails="nothing that a run spells is lost")
+class AccentsComposed(Stream):
+    def decode(self, run):
+        return unicodedata.normalize("NFC", super().decode(run))
+
+
 EVERYBODY = ("user", "assistant")
 
 
@@ -326,7 +345,7 @@ def sorted_by_role(messages, add_generation_prompt=True):
     return render(sorted(messages, key=lambda message: message["role"]), add_generation_prompt)
 
 
-@wrong("render_chat", fails="an empty message is a turn too")
+@wrong("render_chat", fails="every message is a turn")
 def empty_messages_left_out(messages, add_generation_prompt=True):
     return render([message for message in messages if message["content"].strip()], add_generation_prompt)
 
@@ -341,6 +360,39 @@ def tabs_kept(messages, add_generation_prompt=True):
 def headings_renamed_in_the_text(messages, add_generation_prompt=True):
     text = render(messages, add_generation_prompt, role="assistant")
     return text.replace("<start_of_turn>assistant", "<start_of_turn>model")
+
+
+@wrong("render_chat", fails="whitespace around a message is dropped")
+def only_ascii_whitespace(messages, add_generation_prompt=True):
+    stripped = [message | {"content": message["content"].strip(string.whitespace)} for message in messages]
+    return render(stripped, add_generation_prompt, trim=())
+
+
+@wrong("render_chat", fails="every message is a turn")
+def the_last_five_messages(messages, add_generation_prompt=True):
+    return render(messages[-5:], add_generation_prompt)
+
+
+@wrong("render_chat", fails="every message is a turn")
+def repeated_messages_left_out(messages, add_generation_prompt=True):
+    once = [message for place, message in enumerate(messages) if message not in messages[:place]]
+    return render(once, add_generation_prompt)
+
+
+@wrong("render_chat", fails="the words of a message do not change")
+def first_lines_renamed_in_the_text(messages, add_generation_prompt=True):
+    text = render(messages, add_generation_prompt, role="assistant")
+    return text.replace("<start_of_turn>assistant\n", "<start_of_turn>model\n")
+
+
+@wrong("render_chat", fails="the words of a message do not change")
+def formatted_twice(messages, add_generation_prompt=True):
+    return render(messages, add_generation_prompt).format()
+
+
+@wrong("render_chat", fails="the text is your own")
+def the_template_again(messages, add_generation_prompt=True):
+    return Tokenizer.from_pretrained(EMBEDDED).apply_chat_template(messages, add_generation_prompt)
 
 
 @wrong("render_chat", fails="the words of a message do not change")
