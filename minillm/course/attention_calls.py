@@ -3,6 +3,7 @@
 For the lesson's checker. Arguments are copied, so that only the property about them sees changes.
 """
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 DIM = 8
 TOLERANCE = 1e-4  # so that a solution may compute in float32
-LONG = 70  # tokens of a long sequence: more than any block or window that a solution may have assumed
+LONG = 140  # tokens of a long sequence: more than any block or window that a solution may have assumed
 
 Attend = Callable[..., Tensor]  # (q, k, v, scale) -> the output, over a whole sequence
 
@@ -59,17 +60,18 @@ def assert_values_used(attend: Attend) -> None:
 
 
 def assert_past_seen(attend: Attend, queries: int, length: int, keys: Iterable[int]) -> None:
-    """Each of the newest `queries` tokens sees those of `keys` that are not after it."""
+    """Each of the newest `queries` tokens sees those of `keys` that are not after it, also if a score is exactly 0."""
     q, k, v = normal(queries, 1, DIM) / 4, normal(length, 1, DIM, seed=1), normal(length, 1, DIM, seed=2)
-    before = attend(q, k, v, 0.5)
-    for key in keys:
-        v2 = v.clone()
+    for key, zero in itertools.product(keys, (False, True)):
+        k2, v2 = k.clone(), v.clone()
+        k2[key] *= not zero
         v2[key] += 50.0
-        moved = (attend(q, k, v2, 0.5) - before).abs().amax((1, 2))
+        moved = (attend(q, k2, v2, 0.5) - attend(q, k2, v, 0.5)).abs().amax((1, 2))
         for i in range(queries):
             at = length - queries + i
             query = f"query {i} of {queries}" + (f", at position {at}," if queries < length else "")
-            assert at < key or moved[i] > 1e-3, f"{query} does not see key {key}"
+            score = ", whose score is exactly 0" if zero else ""
+            assert at < key or moved[i] > 1e-3, f"{query} does not see key {key}{score}"
 
 
 def assert_later_hidden(attend: Attend, queries: int, length: int, first_hidden: Iterable[int]) -> None:

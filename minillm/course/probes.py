@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from minillm.bench import roofline
 from minillm.model import sizing
 from minillm.model.config import ModelConfig
 from minillm.model.decoder import Model
-from minillm.ops.reference import linear, lm_head
+from minillm.ops.reference import linear, lm_head, rotary_embedding
 from minillm.tokenizer import Tokenizer
 
 
@@ -23,6 +25,17 @@ def neighbors(model: Model, tokenizer: Tokenizer, word: str, count: int = 5) -> 
     (token,) = tokenizer.encode(word, add_special_tokens=False)
     nearest = (directions @ directions[token]).topk(count + 1).indices[1:]  # the first is the word itself
     return [tokenizer.decode([other]).strip() for other in nearest.tolist()]
+
+
+def rotated_score(model: Model, q: Tensor, k: Tensor) -> Callable[[int, int], float]:
+    """A function of two positions: the dot product of a query and a key [head_dim], rotated to them."""
+
+    def score(query_at: int, key_at: int) -> float:
+        rotated, _ = rotary_embedding(q[None, None], k[None, None], model.rotary[[query_at]])
+        _, key = rotary_embedding(q[None, None], k[None, None], model.rotary[[key_at]])
+        return (rotated * key).sum().item()
+
+    return score
 
 
 def requests_that_fit(config: ModelConfig, parameters: float, gpu_bytes: float, context: int) -> int:
@@ -75,6 +88,16 @@ def milliseconds(function: Callable, *given: Any, repeat: int = 3) -> float:
         function(*given)
         times.append(time.perf_counter() - start)
     return min(times) * 1e3
+
+
+def floors_ms(model: Model, multiply_adds: int) -> tuple[float, float]:
+    """The least milliseconds of a step on this CPU that does so many multiply-adds, and of one that does few.
+
+    Both read all weights.
+    """
+    limits = roofline.limits("cpu", model.dtype, model.nbytes)
+    reading, computing = model.nbytes / limits.bytes_per_s, 2 * multiply_adds / limits.operations_per_s
+    return max(reading, computing) * 1e3, reading * 1e3
 
 
 def matrix_products(model: Model, tokens: int) -> Callable[[], None]:

@@ -1,5 +1,6 @@
 """The shapes of a few models that are often served, to compute with; no weights.  Lesson 02."""
 
+from minillm.model import sizing
 from minillm.model.config import PRESETS, ModelConfig
 
 
@@ -27,3 +28,13 @@ SHAPES = {
     "Llama 2 7B": _llama(layers=32, hidden=4096, inner=11008, heads=32, kv_heads=32, vocabulary=32000, longest=4096),
     "Llama 3.1 70B": _llama(layers=80, hidden=8192, inner=28672, heads=64, **_LLAMA_31),
 }
+
+
+def print_shapes(tokens: int) -> None:
+    """The size of each model and of its cache, for a token and for a request of `tokens` tokens, in bfloat16."""
+    print(f"bfloat16       parameters   query/KV heads   bytes per token   {tokens:,} tokens")
+    for name, shape in SHAPES.items():
+        billions = sizing.parameters(shape) / 1e9
+        heads = f"{shape.num_heads} / {shape.num_kv_heads}"
+        each, request = sizing.kv_bytes_per_token(shape), sizing.kv_bytes(shape, tokens)
+        print(f"{name:13} {billions:9.2f} B  {heads:>15}  {each:16,}  {request / 1e9:10.2f} GB")

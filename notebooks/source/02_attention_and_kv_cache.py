@@ -6,8 +6,8 @@
 # reads a cache, and run it inside the engine; and estimate, before you rent a GPU, how many requests fit on it.
 #
 # **90 minutes. Needs:** a CPU, and lessons 00 and 01. You should know what a matrix product and a softmax are. The
-# model is `tiny-gemma`, with 6 layers of the same kind as Gemma 2B's 18. On a GPU, the optional section at the end
-# measures Gemma 2B.
+# model is `tiny-gemma`, with 6 layers of the same kind as Gemma 2B's 18. Sections 9 to 13 are optional. On a GPU,
+# section 13 measures Gemma 2B.
 
 # %%
 import torch
@@ -27,7 +27,7 @@ from minillm.course import (
     yours,
 )
 from minillm.course import draw_attention as draw
-from minillm.course.shapes import SHAPES
+from minillm.course.shapes import SHAPES, print_shapes
 from minillm.model import sizing
 from minillm.model.loader import EMBEDDED
 from minillm.ops.reference import gated_activation, linear, lm_head, rms_norm, rotary_embedding
@@ -51,7 +51,7 @@ greedy = SamplingParams(max_tokens=1, temperature=0)
 print(prompt + llm.generate(prompt, greedy)[0].text)
 
 # %% [markdown]
-# How can a stack of matrices know that? In this lesson you do each of its steps yourself, from the token ids to the
+# How can a stack of matrices know that? In this lesson you follow each of its steps, from the token ids to the
 # *logits*, one score for every token of the vocabulary, which a softmax turns into probabilities. The whole path:
 
 # %%
@@ -75,27 +75,19 @@ pieces = [tokenizer.decode([token], skip_special_tokens=False) for token in ids.
 print(dict(zip(pieces, ids.tolist(), strict=True)))
 
 # %% [markdown]
-# **Embedding.** Each token of the vocabulary has a row of a matrix: 256 numbers, found by training. Gemma multiplies
-# them by 16, the square root of 256. Tokens that are used in similar ways have rows that point in similar directions.
-# `neighbors` finds the rows with the smallest angle to a given one:
+# **Embedding.** Each token of the vocabulary has a row of a matrix: 256 numbers, found by training. Gemma models
+# multiply them by the square root of how many they are, here 16. Tokens that are used in similar ways have rows that
+# point in similar directions: the rows at the smallest angles to that of ` Bramble`, an island, are those of islands.
 
 # %%
-for word in (" Bramble", " April", " black"):
-    print(f"{word:>8}: {', '.join(probes.neighbors(model, tokenizer, word))}")
-
+print(", ".join(probes.neighbors(model, tokenizer, " Bramble")))
 x = model.embedding[ids] * config.embedding_scale
 print(f"x: {list(x.shape)}")
 
 # %% [markdown]
-# The neighbors of an island are islands, and those of a month are months.
-#
 # **Norm** (you wrote it in lesson 00). Before a part reads the residual stream, each token's vector is scaled to a root
 # mean square of 1, no matter how much has been added to it so far, and multiplied by a learned weight.
-
-# %%
-# ENGINE: minillm.ops.reference:rms_norm
-
-# %% [markdown]
+#
 # **Queries, keys and values.** One matrix turns each token's vector into the three things that attention needs. A
 # *query* says what this token is looking for. A *key* says what it can be found by. A *value* is what it passes on
 # when it is found. `tiny-gemma` computes 4 queries of 64 numbers for each token, one for each of its 4 *heads*, but
@@ -120,28 +112,23 @@ print(f"q {list(q.shape)}  k {list(k.shape)}  v {list(v.shape)}   [tokens, heads
 # %%
 # ENGINE: minillm.ops.reference:rotary_embedding
 
-
 # %%
-def score(query_at: int, key_at: int) -> float:
-    """The dot product of one query and one key, as if they were at these positions."""
-    rotated_q, _ = rotary_embedding(q[8:, :1], k[3:4], model.rotary[[query_at]])
-    _, rotated_k = rotary_embedding(q[8:, :1], k[3:4], model.rotary[[key_at]])
-    return (rotated_q * rotated_k).sum().item()
-
-
+score = probes.rotated_score(
+    model, q[8, 0], k[3, 0]
+)  # one query and one key, at any two positions
 for at in ((5, 2), (105, 102), (105, 2)):
     print(f"query at {at[0]:3}, key at {at[1]:3}, {at[0] - at[1]:3} apart: {score(*at):8.4f}")
 
 draw.rotations(config, (0, 3, 6), scores=[score(distance, 0) for distance in range(200)])
-describe("""Three planes with arrows at positions 0 to 4: pair 0 turns fastest, pair 6 slowest. A curve: the dot
-    product of one query and one key falls, with ups and downs, as the distance between them grows to 200.""")
+describe("""Three planes with arrows at positions 0 to 4: of these, pair 0 turns fastest, pair 6 slowest. A curve: the
+    dot product of one query and one key falls, with ups and downs, as the distance between them grows to 200.""")
 
 # %% [markdown]
 # The arrows show three of the pairs at positions 0 to 4. The curve shows the dot product of one query and one key as
 # their distance grows; this pair matches best when close. Remember for later that a key is rotated only once, by *its
 # own* position.
 #
-# ## 2 · Attention · 23 min
+# ## 2 · Attention · 24 min
 #
 # ### One head, three tokens
 #
@@ -197,15 +184,17 @@ describe("""A square of 9 queries by 9 keys. Each query sees the keys up to its 
 # Token 0 sees only itself, so its output is its own value. Real code does not loop over the tokens. It computes all
 # scores at once, and gives each hidden key a weight of *exactly* 0, no matter how low the other scores are.
 #
-# ### Several heads
+# ### Several heads, own or shared keys and values
 #
 # One softmax gives one mixture of values. A model wants several: one head may look for a name, another for the kind of
 # thing that is asked for. So every **head** has its own queries, keys and values, and does the three steps on its own.
-# Here are two heads, for the last of the three tokens:
+#
+# Heads may also share keys and values: then several query heads read the same **KV head**. Here are two query heads and
+# two KV heads, for the last of the three tokens. First each query head has its own KV head, then both read KV head 0:
 
 # %%
 heads_q = torch.stack((toy_q, toy_q.flip(1)), dim=1)  # [tokens, heads, d]
-heads_k = torch.stack((toy_k, toy_k.flip(0)), dim=1)
+heads_k = torch.stack((toy_k, toy_k.roll(1, 0)), dim=1)
 heads_v = torch.stack((toy_v, -toy_v), dim=1)
 
 
@@ -214,17 +203,8 @@ def last_token(head: int, kv_head: int) -> str:
     return f"weights {text(weights)}   output {text(weights @ heads_v[:, kv_head])}"
 
 
-for head in range(2):
-    print(f"head {head} with KV head {head}:  {last_token(head, head)}")
-
-# %% [markdown]
-# ### Shared keys and values
-#
-# Heads may also share keys and values. Then both query heads read the same **KV head**:
-
-# %%
-for head in range(2):
-    print(f"head {head} with KV head 0:  {last_token(head, 0)}")
+for head, kv_head in ((0, 0), (1, 1), (0, 0), (1, 0)):
+    print(f"head {head} with KV head {kv_head}:  {last_token(head, kv_head)}")
 
 draw.shared_heads(8, {"multi-head (MHA)": 8, "grouped-query (GQA)": 2, "multi-query (MQA)": 1})
 describe("""Eight query heads, three times. In multi-head attention each has a KV head of its own; in grouped-query
@@ -268,7 +248,7 @@ def attention(q, k, v, *, scale):
 check(attention)
 
 # %% [markdown]
-# ## 3 · The whole model · 10 min
+# ## 3 · The whole model · 8 min
 #
 # The rest of a layer is short. An output matrix mixes the heads, and the result is added to the residual stream. Then
 # comes the *gated MLP*, which works on each token separately. One matrix computes two parts of the same size. The
@@ -308,32 +288,19 @@ def logits_of(x):
     return lm_head(rms_norm(x, model.final_norm, eps), model.head)
 
 
-def walk(ids, attends=None):
-    """The residual stream [tokens, hidden] after each layer; the first is the embedding.
-
-    attends: the attention function of each layer, if not `attend`.
-    """
+def walk(ids):
+    """The residual stream [tokens, hidden] after each layer; the first is the embedding."""
     x = model.embedding[ids] * config.embedding_scale
     found = [x]
-    attends = attends or [attend] * config.num_layers
-    for layer, attend_here in zip(model.layers, attends, strict=True):
+    for layer in model.layers:
         q, k, v = queries_keys_values(x, layer, torch.arange(len(ids)))
-        x = rest_of_layer(x, attend_here(q, k, v, scale=scale), layer)
+        x = rest_of_layer(x, attend(q, k, v, scale=scale), layer)
         found.append(x)
     return found
 
 
 # %% [markdown]
-# Where does the last token learn which town is meant? You will hide the three tokens of the town's name from the last
-# token, in one layer at a time. All other tokens still see them.
-#
-# **Predict first:** in how many of the six layers does hiding them change the model's answer?
-
-# %% tags=["exercise"]
-guess_layers = 2  # PREDICT: layers in which the last token must see the town's name
-
-# %% [markdown]
-# First, without hiding anything. The output head is the embedding matrix again (*tied weights*): a token scores high
+# The output head is the embedding matrix again (*tied weights*): a token scores high
 # when the final vector points in the direction of its row. You can apply it after *every* layer and see what the model
 # would say at that point:
 
@@ -353,46 +320,8 @@ for number, x in enumerate(walk(ids)[1:]):
     print(f"layer {number}   {verdict(x)}")
 
 # %% [markdown]
-# After layers 0 and 1, the model just repeats the last token, ` of`. After layer 2 the island is there. What did
-# attention do in layer 2? Here is a trick to see its weights: pass the rows of the identity matrix as values, and the
-# output *is* the weights.
-
-# %%
-q, k, _ = queries_keys_values(walk(ids)[2], model.layers[2], torch.arange(len(ids)))
-one_hot = torch.eye(len(ids), config.head_dim, dtype=torch.float64)[:, None]
-weights = attend(q, k, one_hot, scale=scale)[-1, :, : len(ids)].numpy()  # [heads, keys]
-draw.attention_weights(pieces, weights, "layer 2: where the last token, ' of', looks")
-describe("""A table of weights, four heads by nine tokens. Head 0 gives nearly all weight to 'wick', heads 2 and 3 most
-    of it to 'en', and head 1 nearly all to ' island'.""")
-
-# %% [markdown]
-# Three heads look at pieces of the town's name, and head 1 at ` island`, the kind of thing that is asked for. But
-# weights show where a head looks, not whether it matters. So now hide the name, in one layer at a time:
-
-# %%
-name = [pieces.index(piece) for piece in ("F", "en", "wick")]
-
-
-def attend_without_name(q, k, v, *, scale):
-    """Attention in which the last token does not see the tokens of the name."""
-    rest = [at for at in range(len(q)) if at not in name]
-    last = attend(q[rest], k[rest], v[rest], scale=scale)[-1:]
-    return torch.cat((attend(q, k, v, scale=scale)[:-1], last))
-
-
-print("hidden in  most likely  P(' Bramble')")
-changed = 0
-for number in range(config.num_layers):
-    attends = [attend] * config.num_layers
-    attends[number] = attend_without_name
-    x = walk(ids, attends)[-1]
-    changed += logits_of(x[-1:]).argmax().item() != bramble
-    print(f"layer {number}    {verdict(x)}")
-compare("need the name", unit="of 6 layers", prediction=guess_layers, measured=changed)
-
-# %% [markdown]
-# Only layer 2 needs it. If the name is hidden there, the model still answers with an island, but the wrong one. In
-# every other layer, the answer stays the same. So layer 2 is where the last token learns which town is meant.
+# After layers 0 and 1, the model just repeats the last token, ` of`. After layer 2 the island is there. (Section 9,
+# which is optional, looks into layer 2.)
 #
 # Does the engine compute the same thing? Does transformers, an entirely different program?
 
@@ -422,7 +351,7 @@ print(prompt + answer)
 print(f"attention: {whose(attention)}; calls of yours: {used.calls['prefill_attention']}")
 
 # %% [markdown]
-# ## 4 · One token at a time · 3 min
+# ## 4 · One token at a time · 4 min
 #
 # The model predicts one token. For the next one, append it and start again:
 
@@ -443,7 +372,7 @@ naive = generate_naively(ids, 12)
 print(tokenizer.decode(naive.tolist()))
 
 # %% [markdown]
-# This works, and it is wasteful. Each step computes everything about every token again, although the earlier tokens
+# This works, but it is wasteful. Each step computes everything about every token again, although the earlier tokens
 # are the same as in the step before and cannot see the new one. Even in the last layer, their queries, keys and values
 # come out the same every time:
 
@@ -473,7 +402,7 @@ guess_times = 80  # PREDICT: times as much work at token 100 without a cache
 # %% [markdown]
 # Section 6 measures it, once you have built a cache.
 #
-# ## 5 · The cache · 22 min
+# ## 5 · The cache · 23 min
 #
 # For one request and one layer, the cache is two tensors with room for `capacity` tokens, and a count of the tokens in
 # them.
@@ -543,8 +472,9 @@ describe("""Three masks. A prompt of 5 tokens: a triangle. One new token after 5
     free. Three new tokens after 4: the first sees 5 keys, the second 6, the third 7, and 2 slots are free.""")
 
 # %% [markdown]
-# The triangle ends at the *last* key, not at the first. Hatched slots are free. They hold leftovers: what an earlier
-# request wrote there, or memory that was never written, which may contain NaN or inf. (0 × NaN and 0 × inf are NaN.)
+# The triangle ends at the *last* key, not at the first. Hatched slots are free. Yours hold zeros. In the engine they
+# hold leftovers: what an earlier request wrote there, or memory that was never written, which may contain NaN or inf.
+# (0 × NaN and 0 × inf are NaN.)
 #
 # **Exercise 3 (10 minutes).** Write it. For example, a single query over a cache of one token gets that token's value.
 # With four queries over four tokens, the example of exercise 1 must hold here, too.
@@ -646,10 +576,9 @@ describe("""Two charts of multiply-adds up to 512 tokens. For one more token, on
     bends upward; with a cache it stays close to zero.""")
 
 # %% [markdown]
-# The dots are your counts; note the logarithmic axis on the left. The lines come from a formula. In the layers, each
-# token costs as many multiply-adds as the matrices have numbers. The output head runs once. In attention, each query
-# costs `2 x heads x head_dim` multiply-adds per layer for each key. (Your own functions may do fewer, if they skip
-# hidden keys. Then the dots are below the lines.)
+# The dots are the counts, the lines a formula: per token, as many multiply-adds as the layers' matrices have numbers;
+# in attention, `2 x heads x head_dim` per query, key and layer; and the output head, once. (Functions that skip hidden
+# keys do fewer: then the dots are below the lines.)
 #
 # Without a cache, each token costs more than the one before. In total, the work of the layers grows with the *square*
 # of the length, and that of attention with its *cube*, since every step compares all queries with all keys. With a
@@ -674,27 +603,23 @@ def one_more(caches):
 
 naive_ms = probes.milliseconds(forward, some_ids)
 cached_ms = probes.milliseconds(one_more, caches_with(399), repeat=20)
-limits = roofline.limits("cpu", torch.float64, model.nbytes)
-reading = model.nbytes / limits.bytes_per_s * 1e3
-computing = 2 * naive_count[400] / limits.operations_per_s * 1e3
-for name, guess, floor, measured in (
-    ("without a cache", guess_ms, max(reading, computing), naive_ms),
-    ("with a cache", guess_cached_ms, reading, cached_ms),
-):
-    compare(name, unit="ms", prediction=guess, floor=floor, measured=measured)
+floors = probes.floors_ms(model, naive_count[400])
+without, cached = (guess_ms, floors[0], naive_ms), (guess_cached_ms, floors[1], cached_ms)
+for name, (guess, floor, took) in (("without a cache", without), ("with a cache", cached)):
+    compare(name, unit="ms", prediction=guess, floor=floor, measured=took)
 fewer = naive_count[400] / cached_count[400]
 print(f"with a cache: operations 1/{fewer:.0f}, time 1/{naive_ms / cached_ms:.0f}")
 
 # %% [markdown]
 # The floors come from this machine's measured rates, as in lesson 00: the time for the operations, or for the bytes of
 # the weights, if that is longer. The time shrinks far less than the operations: with a cache, a step still reads every
-# weight, and still starts hundreds of small operations. Section 9 (optional) divides the time.
+# weight, and still starts hundreds of small operations. Section 11 (optional) divides the time.
 #
-# ## 7 · Inside the engine · 4 min
+# ## 7 · Inside the engine · 3 min
 #
-# Your cached attention can serve real requests. The engine keeps the keys of many requests in scattered blocks of 16
-# slots. `adapters.gathered` copies each request's blocks into one tensor and calls your function, both for prompts and
-# for single tokens. A request's last block is rarely full, so your function will see leftovers.
+# Your cached attention can serve real requests. The engine keeps the keys and values of many requests in scattered
+# blocks of 16 slots. `adapters.gathered` copies each request's blocks into one tensor and calls your function, both for
+# prompts and for single tokens. A request's last block is rarely full, so your function will see leftovers.
 #
 # Four prompts at once, compared with the output of `generate` in transformers. One correct text proves little. Once
 # exercise 3 is solved, try it with a mask that is one position too wide in `cached_attention`, and see which of the
@@ -719,16 +644,6 @@ for completion in completions:
         print("NOT EQUAL. transformers:", tokenizer.decode(want))
     print("equal:" if got == want else "the engine:", tokenizer.decode(got))
 print(f"attention: {whose(cached_attention)}; calls of yours: {used.calls}")
-
-# %% [markdown]
-# Below is the engine's reference implementation, the specification for all of its faster versions: your formula, for
-# many requests. Look for `query_at`, the positions of exercise 3; for the block table, which says where each request's
-# keys and values are; and for what `_attend` does about leftovers. A *window* (only the most recent keys are seen) and
-# a *soft cap* on scores are options that some models need.
-
-# %%
-# ENGINE: minillm.ops.reference:decode_attention
-# ENGINE: minillm.ops.reference:_attend
 
 # %% [markdown]
 # ## 8 · What the cache costs · 11 min
@@ -760,13 +675,7 @@ compare("one token's keys and values", unit="bytes", **bytes_each)
 # what each would need if every query head had its own KV head.
 
 # %%
-print("bfloat16       parameters   query/KV heads   bytes per token   4,096 tokens")
-for name, shape in SHAPES.items():
-    billions = sizing.parameters(shape) / 1e9
-    heads = f"{shape.num_heads} / {shape.num_kv_heads}"
-    each, request = sizing.kv_bytes_per_token(shape), sizing.kv_bytes(shape, 4096)
-    print(f"{name:13} {billions:9.2f} B  {heads:>15}  {each:16,}  {request / 1e9:10.2f} GB")
-
+print_shapes(tokens=4096)
 draw.kept_per_token(SHAPES)
 describe("""Kilobytes of cache per token for four models, and what each would need with a KV head for every query head:
     Gemma 2B 18 instead of 147, Llama 3.1 8B 131 instead of 524, Llama 2 7B 524 either way, Llama 3.1 70B 328 instead
@@ -825,7 +734,78 @@ print(sizing.fit(eight, gpu_bytes=80e9, context=4096))
 # requests fit. Many requests end earlier. In the serving systems that Kwon et al. (2023) measured, only 20 to 38% of
 # the cache memory held tokens. Lesson 09 removes most of this waste.
 #
-# ## 9 · Optional: what a step waits for · 2 min
+# ## 9 · Optional: which layer reads the name · 5 min
+#
+# In section 3, the island appeared in layer 2. Where does the last token learn which town is meant? You will hide the
+# three tokens of the town's name from the last token, in one layer at a time. All other tokens still see them.
+#
+# **Predict first:** in how many of the six layers does hiding them change the model's answer?
+
+# %% tags=["exercise"]
+guess_layers = 2  # PREDICT: layers in which the last token must see the town's name
+
+# %% [markdown]
+# First, what does attention do in layer 2? Here is a trick to see its weights: pass the rows of the identity matrix as
+# values, and the output *is* the weights.
+
+# %%
+q, k, _ = queries_keys_values(walk(ids)[2], model.layers[2], torch.arange(len(ids)))
+one_hot = torch.eye(len(ids), config.head_dim, dtype=torch.float64)[:, None]
+weights = attend(q, k, one_hot, scale=scale)[-1, :, : len(ids)].numpy()  # [heads, keys]
+draw.attention_weights(pieces, weights, "layer 2: where the last token, ' of', looks")
+describe("""A table of weights, four heads by nine tokens. Head 0 gives nearly all weight to 'wick', heads 2 and 3 most
+    of it to 'en', and head 1 nearly all to ' island'.""")
+
+# %% [markdown]
+# Three heads look at pieces of the town's name, and head 1 at ` island`, the kind of thing that is asked for. But
+# weights show where a head looks, not whether it matters. So now hide the name, in one layer at a time:
+
+# %%
+name = [pieces.index(piece) for piece in ("F", "en", "wick")]
+
+
+def without_name(q, k, v, *, scale):
+    """Attention in which the last token does not see the tokens of the name."""
+    rest = [at for at in range(len(q)) if at not in name]
+    last = attend(q[rest], k[rest], v[rest], scale=scale)[-1:]
+    return torch.cat((attend(q, k, v, scale=scale)[:-1], last))
+
+
+def walk_with_hidden_name(hidden_in):
+    """The residual stream after the last layer, with the name hidden in one layer."""
+    x = model.embedding[ids] * config.embedding_scale
+    for number, layer in enumerate(model.layers):
+        q, k, v = queries_keys_values(x, layer, torch.arange(len(ids)))
+        function = without_name if number == hidden_in else attend
+        x = rest_of_layer(x, function(q, k, v, scale=scale), layer)
+    return x
+
+
+print("hidden in  most likely  P(' Bramble')")
+changed = 0
+for number in range(config.num_layers):
+    x = walk_with_hidden_name(number)
+    changed += logits_of(x[-1:]).argmax().item() != bramble
+    print(f"layer {number}    {verdict(x)}")
+compare("need the name", unit="of 6 layers", prediction=guess_layers, measured=changed)
+
+# %% [markdown]
+# Only layer 2 needs it. If the name is hidden there, the model still answers with an island, but the wrong one. In
+# every other layer, the answer stays the same. So layer 2 is where the last token learns which town is meant.
+#
+# ## 10 · Optional: the engine's version · 2 min
+#
+# Below is the engine's reference implementation, the specification for all of its faster versions: your formula, for
+# many requests. Look for `query_at`, the positions of exercise 3; for the block table, which says where each request's
+# keys and values are; and for what `_attend` does about leftovers. A *window* (only the most recent keys are seen) and
+# a *soft cap* on scores are options that some models need.
+
+# %%
+# ENGINE: minillm.ops.reference:decode_attention
+# ENGINE: minillm.ops.reference:_attend
+
+# %% [markdown]
+# ## 11 · Optional: what a step waits for · 2 min
 #
 # Why does the time shrink so much less than the operations? The next cell splits each step's time into the matrix
 # products of the layers and the output head, run *alone* with nothing in between, and the rest:
@@ -849,7 +829,7 @@ probes.where_the_time_goes(
 #   tokens, and may copy them for each head. In a model with gigabytes of weights, the bytes dominate. Lesson 11 shows
 #   how an engine avoids the cost of starting operations on a GPU.
 #
-# ## 10 · Optional: a larger GPU · 2 min
+# ## 12 · Optional: a larger GPU · 2 min
 #
 # What is a GPU with more memory worth? The same calculator, for two GPUs:
 
@@ -871,7 +851,7 @@ print(f"and the memory: {141 / 80:.2f} times as much")
 # the extra memory goes to the cache: the larger the weights' share, the more an additional gigabyte is worth. (In the
 # chart on the right, a line ends at the longest context of its model. Llama 3.1 70B fits neither GPU.)
 #
-# ## 11 · Optional: prefill and decode, operations per byte · 7 min
+# ## 13 · Optional: prefill and decode, operations per byte · 7 min
 #
 # With a cache, one model has two workloads. Prefill runs hundreds of tokens through each weight that it reads; decode
 # runs one token per request. Their **arithmetic intensity**, operations per byte read, tells you what limits them. The
@@ -966,10 +946,10 @@ for context, point in ((64, points[2]), (1024, far)):
 #   token through the layers instead of all.
 # * Query `i` of `n` is at position `length - n + i`; slots beyond `length` must never matter.
 # * `2 x layers x KV heads x head_dim x bytes` per token of cache, 2 bytes per parameter in bfloat16.
-# * Without a cache, the matrix products wait for arithmetic; with one, for the bytes of the weights. In a small model
-#   on a CPU, attention's copies and softmax, and the time it takes small operations to start, take as long or longer.
+# * A cache saves far more operations than time: for its one token, a step still reads every weight, and still starts
+#   hundreds of small operations.
 #
-# **What got worse:** memory. Generation without a cache keeps nothing between two steps. Now every request holds
+# **What got worse:** memory. Generation without a cache keeps nothing between steps. Now every request holds
 # memory, and memory limits how many can be served at once. Room is reserved for the longest possible answer, and many
 # are shorter. And heads that share keys and values trade a little quality for memory.
 #

@@ -2,12 +2,11 @@
 
 import itertools
 from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from minillm.course.attention_calls import (
     DIM,
@@ -24,6 +23,7 @@ from minillm.course.attention_calls import (
     same,
     short,
 )
+from minillm.course.cache_calls import KV_HEADS, NUMBERS, Largest, cache_of, call, numbers, tokens
 
 from . import Exercise
 
@@ -87,8 +87,8 @@ def _(attend):
     hint="the sum runs over j ≤ i: from the very first token to the query's own, both included",
 )
 def _(function):
-    for tokens, keys in ((5, range(5)), (LONG, (0, LONG // 2))):
-        assert_past_seen(plain(function), tokens, tokens, keys)
+    for length, keys in ((5, range(5)), (LONG, (0, LONG // 2))):
+        assert_past_seen(plain(function), length, length, keys)
 
 
 LATER = (
@@ -101,8 +101,8 @@ LATER = (
 def _(function):
     attend = plain(function)
     assert_values_used(attend)
-    for tokens, first_hidden in ((5, range(1, 5)), (LONG, (1, LONG // 2, LONG - 1))):
-        assert_later_hidden(attend, tokens, tokens, first_hidden)
+    for length, first_hidden in ((5, range(1, 5)), (LONG, (1, LONG // 2, LONG - 1))):
+        assert_later_hidden(attend, length, length, first_hidden)
 
 
 @_both(
@@ -179,64 +179,33 @@ def _assert_unchanged(function: Callable, *tensors: Tensor, length: tuple[int, .
 
 append = Exercise("append", returns=False, seconds=SECONDS)
 
-KV_HEADS, NUMBERS = 2, 3
-
-
-def _tokens(*numbers: float) -> Tensor:
-    """Keys or values of tokens: [tokens, KV_HEADS, NUMBERS]; each is its token's number plus a fraction of its own."""
-    fractions = torch.arange(KV_HEADS * NUMBERS).reshape(KV_HEADS, NUMBERS) / 8
-    return torch.tensor(numbers)[:, None, None] + fractions
-
-
-def _cache(capacity: int, tokens: int = 0) -> SimpleNamespace:
-    """A cache that has `tokens` tokens: their keys 1, 2, ..., their values 10, 20, ..."""
-    shape = (capacity, KV_HEADS, NUMBERS)
-    cache = SimpleNamespace(k=torch.zeros(shape), v=torch.zeros(shape), length=tokens)
-    if tokens:
-        cache.k[:tokens] = _tokens(*range(1, tokens + 1))
-        cache.v[:tokens] = _tokens(*range(10, 10 * tokens + 1, 10))
-    return cache
-
-
-def _call(function: Callable, cache: SimpleNamespace, k: Tensor, v: Tensor) -> None:
-    """A function that does nothing would have several of the properties."""
-    before = cache.k.clone(), cache.v.clone(), cache.length
-    function(cache, k, v)
-    same = torch.equal(cache.k, before[0]) and torch.equal(cache.v, before[1]) and cache.length == before[2]
-    assert not same, "the call changed nothing in the cache"
-
-
-def _numbers(memory: Tensor) -> list[int]:
-    """The number of each slot's token."""
-    return [int(number) for number in memory[:, 0, 0].tolist()]
-
 
 @append.example
 def _(function):
-    cache = _cache(4)
+    cache = cache_of(4)
     shape = (1, KV_HEADS, NUMBERS)
-    _call(function, cache, torch.full(shape, 7.0), torch.full(shape, 7.0))
-    got = _numbers(cache.k)
+    call(function, cache, torch.full(shape, 7.0), torch.full(shape, 7.0))
+    got = numbers(cache.k)
     assert got == [7, 0, 0, 0], f"a key of 7 in an empty cache of 4: the slots must hold [7, 0, 0, 0], not {got}"
     assert cache.length == 1, f"one token was appended: the length must be 1, not {cache.length}"
 
 
 @append.property("new tokens follow the old ones", hint="which slot is the first free one?")
 def _(function):
-    cache = _cache(6, tokens=2)
+    cache = cache_of(6, count=2)
     cache.k[2:] = cache.v[2:] = -1.0
-    _call(function, cache, _tokens(3.0), _tokens(3.0))
-    got, want = _numbers(cache.k), [1, 2, 3, -1, -1, -1]
+    call(function, cache, tokens(3.0), tokens(3.0))
+    got, want = numbers(cache.k), [1, 2, 3, -1, -1, -1]
     assert got == want, f"key 3 appended to keys 1 and 2 (-1: left from before): the slots must hold {want}, not {got}"
 
 
 @append.property("the length counts tokens", hint="it is not the number of calls: several tokens may come at once")
 def _(function):
-    cache = _cache(6)
-    _call(function, cache, _tokens(1.0, 2.0, 3.0), _tokens(1.0, 2.0, 3.0))
+    cache = cache_of(6)
+    call(function, cache, tokens(1.0, 2.0, 3.0), tokens(1.0, 2.0, 3.0))
     assert cache.length == 3, f"three tokens were appended at once: the length must be 3, not {cache.length}"
-    cache = _cache(6, tokens=4)
-    _call(function, cache, _tokens(5.0), _tokens(5.0))
+    cache = cache_of(6, count=4)
+    call(function, cache, tokens(5.0), tokens(5.0))
     assert cache.length == 5, f"one token was appended to four: the length must be 5, not {cache.length}"
     assert isinstance(cache.length, int), f"the length must stay an int, and is a {type(cache.length).__name__}"
 
@@ -245,51 +214,56 @@ def _(function):
     "tokens that come together are all kept", hint="each token takes one slot, for its key as for its value"
 )
 def _(function):
-    cache = _cache(6)
-    _call(function, cache, _tokens(1.0, 2.0, 3.0), _tokens(1.0, 2.0, 3.0))
-    for name, got in (("keys", _numbers(cache.k)), ("values", _numbers(cache.v))):
+    cache = cache_of(6)
+    call(function, cache, tokens(1.0, 2.0, 3.0), tokens(1.0, 2.0, 3.0))
+    for name, got in (("keys", numbers(cache.k)), ("values", numbers(cache.v))):
         assert got == [1, 2, 3, 0, 0, 0], f"{name} 1, 2 and 3 appended to an empty cache: it holds {got}"
+    prompt, cache = list(range(1, 151)), cache_of(200)
+    call(function, cache, tokens(*prompt), tokens(*prompt))
+    for name, got in (("keys", numbers(cache.k)), ("values", numbers(cache.v))):
+        kept = sum(mine == its for mine, its in zip(got, prompt, strict=False))
+        assert kept == 150, f"of 150 {name} appended to an empty cache of 200, {kept} are in their slots"
 
 
 @append.property("values are kept as well as keys", hint="a token's key and value belong in slots of the same number")
 def _(function):
-    cache = _cache(6, tokens=2)
-    _call(function, cache, _tokens(3.0), _tokens(30.0))
-    keys, values = _numbers(cache.k), _numbers(cache.v)
+    cache = cache_of(6, count=2)
+    call(function, cache, tokens(3.0), tokens(30.0))
+    keys, values = numbers(cache.k), numbers(cache.v)
     assert values == [10 * key for key in keys], f"each value must be ten times its key; keys {keys}, values {values}"
 
 
 @append.property("all KV heads are kept", hint="a slot holds [kv_heads, d] numbers")
 def _(function):
-    cache = _cache(2)
-    _call(function, cache, _tokens(1.0), _tokens(1.0))
+    cache = cache_of(2)
+    call(function, cache, tokens(1.0), tokens(1.0))
     for name, memory in (("key", cache.k), ("value", cache.v)):
-        got, want = memory[0].tolist(), _tokens(1.0)[0].tolist()
+        got, want = memory[0].tolist(), tokens(1.0)[0].tolist()
         assert got == want, f"the {name} {want}, of {KV_HEADS} heads, is kept as {got}"
 
 
 @append.property("numbers are kept in full precision", hint="the cache's dtype decides; convert nothing before")
 def _(function):
-    cache = _cache(2)
+    cache = cache_of(2)
     cache.k, cache.v = cache.k.double(), cache.v.double()
     third = torch.full((1, KV_HEADS, NUMBERS), 1 / 3, dtype=torch.float64)
-    _call(function, cache, third, third)
+    call(function, cache, third, third)
     for name, kept in (("key", cache.k[0, 0, 0].item()), ("value", cache.v[0, 0, 0].item())):
         assert kept == 1 / 3, f"in a float64 cache, a {name} of {1 / 3:.12f} is kept as {kept:.12f}"
 
 
 @append.property("its arguments k and v are unchanged", hint="copy out of them; `k.zero_()` or `k *= ` changes them")
 def _(function):
-    k, v = _tokens(3.0), _tokens(30.0)
-    _call(function, _cache(6, tokens=2), k, v)
-    for name, tensor, copy in (("k", k, _tokens(3.0)), ("v", v, _tokens(30.0))):
+    k, v = tokens(3.0), tokens(30.0)
+    call(function, cache_of(6, count=2), k, v)
+    for name, tensor, copy in (("k", k, tokens(3.0)), ("v", v, tokens(30.0))):
         assert torch.equal(tensor, copy), f"after the call {name} is no longer what it was"
 
 
 @append.property("a cache can be filled to its last slot", hint="a token that takes the last slot still fits")
 def _(function):
     try:
-        _call(function, _cache(3, tokens=1), _tokens(2.0, 3.0), _tokens(20.0, 30.0))
+        call(function, cache_of(3, count=1), tokens(2.0, 3.0), tokens(20.0, 30.0))
     except ValueError:
         raise AssertionError("two tokens after one in a cache of three raised ValueError") from None
 
@@ -299,17 +273,19 @@ def _(function):
     hint="find out whether all the new tokens fit before you change anything",
 )
 def _(function):
-    for capacity in (3, 5):
-        cache, before = (_cache(capacity, tokens=capacity - 1) for _ in range(2))
+    for capacity, filled, new in ((3, 2, (8.0, 9.0)), (5, 4, (8.0, 9.0)), (3, 3, (8.0,))):
+        cache, before = (cache_of(capacity, count=filled) for _ in range(2))
         try:
-            function(cache, _tokens(8.0, 9.0), _tokens(80.0, 90.0))
+            function(cache, tokens(*new), tokens(*(10 * number for number in new)))
         except ValueError:
             expected = f"ValueError was raised, and the length changed from {before.length} to {cache.length}"
             assert cache.length == before.length, expected
             same = cache.k.equal(before.k) and cache.v.equal(before.v)
-            assert same, f"ValueError was raised, and the slots changed: {_numbers(cache.k)}, {_numbers(cache.v)}"
+            assert same, f"ValueError was raised, and the slots changed: {numbers(cache.k)}, {numbers(cache.v)}"
         else:
-            raise AssertionError(f"two tokens and one free slot of {capacity}: no ValueError was raised")
+            free = f"{capacity - filled or 'no'} free slot{'s' * (filled == capacity)} of {capacity}"
+            count = f"{len(new)} new token{'s' * (len(new) > 1)}"
+            raise AssertionError(f"{count} and {free}: no ValueError was raised, and the length is now {cache.length}")
 
 
 @append.property(
@@ -317,31 +293,21 @@ def _(function):
     hint="torch.cat makes a new tensor and copies all earlier tokens, at every step; write into the one that is there",
 )
 def _(function):
-    cache = _cache(100, tokens=90)
+    full = cache_of(3)
+    memory = full.k.data_ptr(), full.v.data_ptr()
+    with suppress(ValueError):  # another property says that they fit
+        function(full, tokens(1.0, 2.0, 3.0), tokens(10.0, 20.0, 30.0))
+    now = full.k.data_ptr(), full.v.data_ptr()
+    assert now == memory, "when the tokens fill an empty cache, cache.k or cache.v is another tensor than before"
+    cache = cache_of(100, count=90)
     places = cache.k.data_ptr(), cache.v.data_ptr()
-    with _Largest(cache) as made:
-        function(cache, _tokens(91.0), _tokens(910.0))
+    with Largest(cache) as made:
+        function(cache, tokens(91.0), tokens(910.0))
     assert cache.length != 90 or cache.k[90].any(), "the call changed nothing in the cache"
     now = cache.k.data_ptr(), cache.v.data_ptr()
     assert now == places and len(cache.k) == len(cache.v) == 100, "cache.k or cache.v is another tensor than before"
     limit = cache.k.numel() // 2
     assert made.numbers < limit, f"one token was appended to 90, and a new tensor of {made.numbers} numbers was made"
-
-
-class _Largest(TorchDispatchMode):
-    """The size of the largest floating-point tensor that is made outside a cache's memory."""
-
-    def __init__(self, cache: SimpleNamespace):
-        super().__init__()
-        self.numbers = 0
-        self._memory = {memory.untyped_storage().data_ptr() for memory in (cache.k, cache.v)}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        floats = isinstance(out, Tensor) and out.is_floating_point()
-        if floats and out.untyped_storage().data_ptr() not in self._memory:
-            self.numbers = max(self.numbers, out.numel())
-        return out
 
 
 # ---- attention over a cache: what does not hold without one
@@ -491,3 +457,5 @@ def _(function):
 def _(function):
     exact, less = (_fit(function, _shape(), 0, 1.6 * GB - missing, 1000) for missing in (0, 1))
     assert less == exact - 1, f"{exact} requests fit exactly; with a byte less, {less}"
+    none = _fit(function, _shape(), 0, 0.8 * GB / exact, 1000)
+    assert none == 0, f"with room for half a request, {none}"
