@@ -81,7 +81,7 @@ class Watched(Counter[str]):
     """What interpreted kernels did: counts of "loads" and "stores" outside their tensors, and of "TF32" products.
 
     watched: whether kernels are interpreted. loaded, stored: the addresses that they used. left: the tensors as the
-    last launch left them.
+    last launch left them. modules: those that the launched kernels are from.
     """
 
     def __init__(self, watched: bool):
@@ -90,6 +90,7 @@ class Watched(Counter[str]):
         self.loaded: list[Any] = []
         self.stored: list[Any] = []
         self.left: list[Tensor] = []
+        self.modules: list[str] = []
 
     def all_loaded(self, tensor: Tensor) -> bool:
         """Whether kernels loaded every element of a tensor."""
@@ -135,6 +136,7 @@ def strays(*tensors: Tensor, junk: bool = False, stores: bool = True) -> Iterato
 
     def watched_launch(self, *args, **kwargs):
         nonlocal known
+        found.modules.append(self.fn.__globals__["__name__"])
         given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
         others = [_addresses(each) for each in given if each.untyped_storage().data_ptr() not in own]
         known = np.unique(np.concatenate([known_here, *others]))
@@ -199,13 +201,14 @@ def strays(*tensors: Tensor, junk: bool = False, stores: bool = True) -> Iterato
 
 @contextmanager
 def _left_by_launches(found: Watched, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Inside the block, keep in found.left what each launch of a compiled kernel leaves in the tensors."""
+    """Inside the block, keep in `found` each compiled kernel's module, and what its launch leaves in the tensors."""
     from triton.runtime import JITFunction
 
     run = JITFunction.run
 
     def watched_run(self, *args, **kwargs):
         result = run(self, *args, **kwargs)
+        found.modules.append(self.fn.__globals__["__name__"])
         found.left = [each.clone() for each in tensors]
         return result
 
