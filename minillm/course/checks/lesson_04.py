@@ -11,7 +11,9 @@ from . import Exercise
 
 # ---- attention over keys that come in tiles
 
-online_attention = Exercise("online_attention")
+SECONDS = 20.0  # a tenth of a second is enough
+
+online_attention = Exercise("online_attention", seconds=SECONDS)
 
 HIDDEN = -torch.inf
 TILES = 40  # in the check that none is kept
@@ -73,10 +75,13 @@ def _(function):
 )
 def _(function):
     values = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
-    for size in (1000, -1000, 10000, -10000):
+    for size in (1000, -1000, 10**6, -(10**6)):
         scores = torch.tensor([[size, size + 1.0]], dtype=torch.float64)
         what = f"scores of {size} and {size + 1} with values 0 and 1"
         gives(function, [1 / (1 + torch.e**-1)], what, (scores, values))
+    scores, values = 5 * normal(3, 40, seed=3), normal(40, 2, seed=4)
+    off = (of_tiles(function, (scores, values)) - scores.softmax(-1) @ values).abs().max().item()
+    assert off < 1e-9, f"a tile in float64 gave a result that is off by {off:.1g}: is any step in float32, or rounded?"
 
 
 @online_attention.property(
@@ -112,6 +117,8 @@ def _(function):
 def _(function):
     what = "three keys with value 2, then one with value 4, all with the same score,"
     gives(function, [2.5], what, tile(0, 2.0, keys=3), tile(0, 4.0, keys=1))
+    what = "a hundred tiles of one key with value 0, then a hundred with value 1, all with the same score,"
+    gives(function, [0.5], what, *(tile(0, value, keys=1) for value in (0.0, 1.0) for _ in range(100)))
 
 
 @online_attention.property(
@@ -134,14 +141,17 @@ def _(function):
 def _(function):
     scores, values = normal(2, 4), normal(4, 3, seed=1)
     given = [(scores.clone(), values.clone()), (scores.clone(), values.clone())]
-    of_tiles(function, *given)
+    first = of_tiles(function, *given)
     assert all(torch.equal(tile[0], scores) for tile in given), "the scores of a tile changed"
     assert all(torch.equal(tile[1], values) for tile in given), "the values of a tile changed"
+    before = first.clone()
+    of_tiles(function, (scores, -values))
+    assert torch.equal(first, before), "a second call changed the result of the first"
 
 
 # ---- which key tiles a tile of queries needs
 
-tiles_to_visit = Exercise("tiles_to_visit", instead="the specification")
+tiles_to_visit = Exercise("tiles_to_visit", instead="the specification", seconds=SECONDS)
 
 
 @tiles_to_visit.example
@@ -172,7 +182,9 @@ def _(function):
     hint="causal attention hides only later keys: without a window every query sees key 0",
 )
 def _(function):
-    assert 0 in visited_tiles(function, 8000, 8015, 16), "queries 8000 to 8015, tiles of 16 keys: tile 0 is left out"
+    for first in (8000, 2_000_000):
+        what = f"queries {first:,} to {first + 3:,}, tiles of 16 keys"
+        assert 0 in visited_tiles(function, first, first + 3, 16), f"{what}: tile 0 is left out"
     for what, end, needed, visited in cases(function, None):
         assert not (missed := needed - visited - {end}), f"{what}: tile {min(missed)} is left out"
 
@@ -219,7 +231,7 @@ def _(function):
 
 # ---- one output from the parts
 
-combine = Exercise("combine")
+combine = Exercise("combine", seconds=SECONDS)
 
 
 @combine.example
@@ -240,6 +252,10 @@ def _(function):
     )
     logs = normal(2, 3, 4, seed=2)
     assert near(weights(function, logs), logs.softmax(-1)), "with several rows and heads, the weights are wrong"
+    logs = normal(2, 64, seed=3)
+    off = (weights(function, logs) - logs.softmax(-1)).abs().max().item()
+    assert off < 1e-5, "with 64 shares, the weights are wrong"
+    assert off < 1e-9, f"shares in float64: the weights are off by {off:.1g}: is any step in float32, or rounded?"
 
 
 @combine.property(
@@ -295,8 +311,13 @@ def _(function):
     hint="an operation whose name ends in `_`, or `-=`, changes the caller's tensor: write `a = a - b`",
 )
 def _(function):
-    partial, logs = normal(2, 3, 4), normal(2, 3, seed=1)
+    partial, logs = normal(3, 3, 4), normal(3, 3, seed=1)
+    logs[0, 1], logs[2] = -torch.inf, -torch.inf
+    partial[0, 1], partial[2] = 0.0, 0.0
     given = partial.clone(), logs.clone()
-    function(*given)
+    first = function(*given)
     assert torch.equal(given[0], partial), "partial changed"
     assert torch.equal(given[1], logs), "log_total changed"
+    before = first.clone()
+    function(-partial, logs.clone())
+    assert torch.equal(first.nan_to_num(), before.nan_to_num()), "a second call changed the result of the first"

@@ -5,10 +5,11 @@ import torch
 from minillm.kv_cache.layer_cache import LayerCache
 
 from .. import paged_rows as paged
+from ..interpret import Watched
 from ..paged_rows import DIM, near, normal, worst
 from . import Exercise
 
-paged_decode = Exercise("paged_decode")
+paged_decode = Exercise("paged_decode", seconds=60.0)
 
 
 @paged_decode.example
@@ -121,8 +122,12 @@ def _(function):
 @paged_decode.property("scores are multiplied by the scale", hint="the score is q · k times `scale`")
 def _(function):
     cache, q = paged.cache_of(), normal(1, 2, DIM, seed=9)
-    got = paged.run(function, cache, [40, 50], 32, q, scale=0.125)
-    return near(got, paged.run(function, cache, [40, 50], 32, q * 0.125, scale=1.0), 1e-3)
+    # Several tiles, so that the maximum and its changes need the scale too.
+    got, want = (
+        paged.run(function, cache, paged.BLOCKS_OF_96, 96, q * by, scale=scale)
+        for by, scale in ((1, 0.125), (0.125, 1))
+    )
+    assert near(got, want, 1e-3), "with q times 0.125 and a scale of 1, or q and a scale of 0.125, the outputs differ"
 
 
 @paged_decode.property(
@@ -144,6 +149,10 @@ def _(function):
         assert abs(got - expected) < 1e-3, (
             f"five tiles with scores {each} and values {numbers}, two heads: expected {expected:.5g}, got {got:.5g}"
         )
+    got = paged.halves(function)
+    assert abs(got - 0.5) < 1e-3, (
+        f"512 keys with value 0, then 512 with value 1, all with score 0, gave {got:.3f}, not 0.5"
+    )
 
 
 @paged_decode.property(
@@ -157,6 +166,13 @@ def _(function):
         assert all(abs(each - 0.5) < 1e-3 for each in got), (
             f"two heads with scores of {factors[0]:.0f} and {factors[1]:.0f}, half of the values 0, half 1, gave "
             f"{got[0]:.3f} and {got[1]:.3f}, not 0.5"
+        )
+    for size, high in ((1000.0, half), (-1000.0, 1 - half)):
+        got = paged.graded(function, (size + half, size + half), (high, high))
+        want = 1 / (1 + torch.e ** (-1 if size > 0 else 1))
+        assert abs(got[0] - want) < 1e-3, (
+            f"scores of {size:.0f} and {size + 1:.0f} in turn, with values {high[0]:.0f} and {high[1]:.0f}: expected "
+            f"{want:.5f}, got {got[0]:.5f}"
         )
     got = paged.graded(function, (0.0, -1000.0), (1.0, 0.0))
     assert abs(got[0] - 1) < 1e-3, f"48 keys with score 0 and value 1, then 48 with score -1000, gave {got[0]:.3f}"
@@ -179,13 +195,35 @@ def _(function):
 
 @paged_decode.property(
     "addresses have 64 bits, and products all of float32's",
-    hint="an interpreted kernel does not show it, a GPU does: block * block_stride can exceed 32 bits, and tl.dot "
-    "rounds float32 operands to TF32 unless it is told not to",
+    hint="block * block_stride can exceed 32 bits: convert the block number before you multiply. tl.dot rounds float32 "
+    'operands to TF32 without input_precision="ieee", also where an interpreted kernel does not show it',
 )
 def _(function):
+    cache, q = paged.cache_of(), normal(1, 2, DIM, seed=9) / 4
+    for part in (cache.k, cache.v):
+        part[:] = part[40].clone()  # all blocks are equal, so that only products matter
+    watched: list[Watched] = []
+    got = paged.run(function, cache, [40, 50], 32, q, scale=1.0, watched=watched)
+    want = paged.attention_of(cache, [40, 50], 32, q, 1.0)
+    assert near(got, want, 3e-5), f"32 keys in float32, products with rounded operands: {worst(got, want)}"
     kernels = paged.kernels_of(function)
-    assert kernels, "it launches no Triton kernel"
     names = {name for kernel in kernels for name in kernel.__code__.co_names}
-    words = {word for kernel in kernels for word in kernel.__code__.co_consts if isinstance(word, str)}
-    assert "int64" in names, "no block number is converted with .to(tl.int64)"
-    assert "dot" not in names or ("ieee" in words and "tf32" not in words), 'tl.dot without input_precision="ieee"'
+    if watched[0].watched:
+        assert not watched[0]["TF32"], 'a tl.dot without input_precision="ieee"'
+        paged.far_block(function)
+    elif kernels:  # compiled, an address with an error would end the process
+        assert "int64" in names, "no block number is converted with .to(tl.int64)"
+
+
+@paged_decode.property(
+    "your own kernel computes the result",
+    hint="paged_decode launches paged_decode_kernel and returns the tensor that the kernel has stored",
+)
+def _(function):
+    watched: list[Watched] = []
+    got = paged.run(function, paged.cache_of(), [40, 50], 32, watched=watched)
+    found = watched[0]
+    assert found.modules, "no kernel is launched"
+    engines = [module for module in found.modules if module.startswith("minillm.")]
+    assert not engines, f"the kernel that is launched is the engine's, from {engines[0]}"
+    assert not found.watched or found.all_stored(got), "the kernel did not store the numbers that are returned"

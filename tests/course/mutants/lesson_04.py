@@ -1,5 +1,7 @@
 """Wrong solutions of lesson 04: online softmax, tiles of a prefill, split keys."""
 
+import itertools
+
 import torch
 
 from tests.course.mutants import wrong
@@ -100,7 +102,7 @@ def copies_of_all_tiles(tiles, rows, dim):
 @wrong("online_attention", fails="no tile is kept")
 def lists_of_all_tiles(tiles, rows, dim):
     kept = [(scores.tolist(), values.tolist()) for scores, values in tiles]
-    return _walk(((torch.tensor(s).double(), torch.tensor(v).double()) for s, v in kept), rows, dim)
+    return _walk((tuple(torch.tensor(each, dtype=torch.float64) for each in (s, v)) for s, v in kept), rows, dim)
 
 
 @wrong("online_attention", fails="no tile is kept")
@@ -120,6 +122,35 @@ def maximum_from_zero(tiles, rows, dim):
         rescale, maximum = (maximum - new).exp(), new
         total, out = total * rescale + weights.sum(-1, keepdim=True), out * rescale + weights @ values
     return (out / total).nan_to_num()
+
+
+@wrong("online_attention", fails="scores of any size give exact weights")
+def maximum_from_a_low_number(tiles, rows, dim):
+    maximum, total, out = torch.full((rows, 1), -1e4), torch.zeros(rows, 1), torch.zeros(rows, dim)
+    for scores, values in tiles:
+        new = torch.maximum(maximum, scores.amax(-1, keepdim=True))
+        weights, rescale, maximum = (scores - new).exp(), (maximum - new).exp(), new
+        total, out = total * rescale + weights.sum(-1, keepdim=True), out * rescale + weights @ values
+    return out / torch.where(total == 0, 1.0, total)
+
+
+@wrong("online_attention", fails="scores of any size give exact weights")
+def in_single_precision(tiles, rows, dim):
+    return _walk(((scores.float(), values.float()) for scores, values in tiles), rows, dim)
+
+
+@wrong("online_attention", fails="the output is divided once, at the end")
+def the_first_fifty_tiles(tiles, rows, dim):
+    return _walk(itertools.islice(tiles, 50), rows, dim)
+
+
+_RESULTS: dict[tuple, torch.Tensor] = {}
+
+
+@wrong("online_attention", fails="the tiles are not changed")
+def one_result_for_all_calls(tiles, rows, dim):
+    out = _walk(tiles, rows, dim)
+    return _RESULTS.setdefault((rows, dim, out.dtype), torch.empty_like(out)).copy_(out)
 
 
 @wrong("online_attention", fails="hidden keys have no weight")
@@ -204,6 +235,11 @@ def at_most_a_thousand_tiles(first, last, keys, window=None):
     return range(begin, min(last // keys + 1, 1000))
 
 
+@wrong("tiles_to_visit", fails="without a window the walk begins at tile 0")
+def a_window_of_a_million_for_none(first, last, keys, window=None):
+    return range(max(0, first - (window or 1_000_000) + 1) // keys, last // keys + 1)
+
+
 # ---- combine
 
 
@@ -219,6 +255,11 @@ def powers_of_two(partial, log_total):
 def first_row_for_all(partial, log_total):
     rows = log_total.flatten(0, -2)[:1] if log_total.dim() == 3 and log_total.shape[-1] > 1 else log_total
     return (partial * rows.softmax(-1).nan_to_num()[..., None]).sum(-2)
+
+
+@wrong("combine", fails="a share counts by the sum of its weights")
+def eight_shares(partial, log_total):
+    return (partial * log_total.softmax(-1).nan_to_num()[..., None])[..., :8, :].sum(-2)
 
 
 @wrong("combine", fails="the weights add up to 1")
@@ -271,6 +312,23 @@ def zeros_only_if_all_rows_are_empty(partial, log_total):
     if (log_total == -torch.inf).all():
         return torch.zeros_like(partial[..., 0, :])
     return (partial * log_total.softmax(-1)[..., None]).sum(-2)
+
+
+@wrong("combine", fails="a share counts by the sum of its weights")
+def weights_in_single_precision(partial, log_total):
+    return (partial * log_total.float().softmax(-1).nan_to_num()[..., None]).sum(-2)
+
+
+@wrong("combine", fails="the shares are not changed")
+def infinities_replaced_in_place(partial, log_total):
+    log_total[log_total == -torch.inf] = -1e30
+    return (partial * log_total.softmax(-1)[..., None]).sum(-2)
+
+
+@wrong("combine", fails="the shares are not changed")
+def one_output_for_all_calls(partial, log_total):
+    out = (partial * log_total.softmax(-1).nan_to_num()[..., None]).sum(-2)
+    return _RESULTS.setdefault((out.shape, out.dtype), torch.empty_like(out)).copy_(out)
 
 
 @wrong("combine", fails="the shares are not changed")

@@ -34,6 +34,8 @@ def _wrong_kernel(
         present = keys < length
         if MISTAKE == "three tiles":
             present = present & (keys < 96)
+        if MISTAKE == "256 keys":
+            present = present & (keys < 256)
         number, offset = keys // BLOCK_SIZE, keys % BLOCK_SIZE
         if MISTAKE == "block of the tile":
             number, offset = start // BLOCK_SIZE + keys * 0, start % BLOCK_SIZE + keys - start
@@ -61,8 +63,10 @@ def _wrong_kernel(
         else:
             k = tl.load(k_ptr + at, mask=present[:, None], other=0.0).to(tl.float32)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if MISTAKE != "scale":
+        if MISTAKE != "scale" and MISTAKE != "scale in the weights":
             scores *= scale
+        if MISTAKE == "scores up to 600":
+            scores = tl.minimum(scores, 600.0)
         if MISTAKE == "a low score":
             scores = tl.where(present[None, :], scores, -1e4)
         elif MISTAKE != "length":
@@ -73,6 +77,8 @@ def _wrong_kernel(
         if MISTAKE == "first maximum":
             new_maximum = tl.where(maximum == float("-inf"), tl.max(scores, 1), maximum)
         weights = tl.exp(scores - new_maximum[:, None])
+        if MISTAKE == "scale in the weights":
+            weights = tl.exp((scores - new_maximum[:, None]) * scale)
         rescale = tl.exp(maximum - new_maximum)
         if MISTAKE == "powers of two for the rescaling":
             rescale = tl.exp2(maximum - new_maximum)
@@ -84,6 +90,8 @@ def _wrong_kernel(
             rescale = tl.where(start <= 64, rescale, 1.0)
         if MISTAKE == "v unmasked":
             v = tl.load(v_ptr + at).to(tl.float32)
+        elif MISTAKE == "v without other":
+            v = tl.load(v_ptr + at, mask=present[:, None]).to(tl.float32)
         else:
             v = tl.load(v_ptr + at, mask=present[:, None], other=0.0).to(tl.float32)
         total = total * rescale + tl.sum(weights, 1)
@@ -91,6 +99,8 @@ def _wrong_kernel(
             out = out * rescale[:, None]
         if MISTAKE == "output rescaled twice":
             out = out * rescale[:, None]
+        if MISTAKE == "16-bit products":
+            weights, v = weights.to(tl.bfloat16).to(tl.float32), v.to(tl.bfloat16).to(tl.float32)
         out += tl.dot(weights, v, input_precision="ieee")
         if MISTAKE == "16-bit sums":
             out = out.to(k_ptr.dtype.element_ty).to(tl.float32)
@@ -124,22 +134,25 @@ for _mistake, _fails in {
     "heads without gaps": "every KV head is read",
     "first KV head": "every KV head is read",
     "scale": "scores are multiplied by the scale",
+    "scale in the weights": "scores are multiplied by the scale",
     "rescale": "the sum and the output are rescaled from tile to tile",
     "powers of two for the rescaling": "the sum and the output are rescaled from tile to tile",
     "forgets": "the sum and the output are rescaled from tile to tile",
     "one factor": "the sum and the output are rescaled from tile to tile",
     "rescaled up to key 64": "the sum and the output are rescaled from tile to tile",
     "output rescaled twice": "the sum and the output are rescaled from tile to tile",
+    "256 keys": "the sum and the output are rescaled from tile to tile",
     "three tiles": "the sum and the output are rescaled from tile to tile",
     "first maximum": "scores of any size give exact weights",
     "one maximum": "scores of any size give exact weights",
+    "scores up to 600": "scores of any size give exact weights",
     "16-bit sums": "sums are in 32 bits, also with 16-bit keys and values",
 }.items():
     wrong("paged_decode", fails=_fails)(_with(_mistake))
 
 
 if how_kernels_run() == INTERPRETED:  # compiled, these load too much, and nothing shows it
-    for _mistake in ("k unmasked", "table unmasked"):
+    for _mistake in ("k unmasked", "table unmasked", "v without other"):
         wrong("paged_decode", fails="nothing from the length on is loaded")(_with(_mistake))
 
 
@@ -153,12 +166,42 @@ def _changed(before, after):
     return names["_wrong_kernel"]
 
 
-for _before, _after in ((".to(tl.int64)", ""), (', input_precision="ieee"', ""), ('"ieee"', '"tf32"')):
-    wrong("paged_decode", fails="addresses have 64 bits, and products all of float32's")(
-        _with("none", _changed(_before, _after))
+_ADDRESSES = "addresses have 64 bits, and products all of float32's"
+for _before, _after in (
+    (".to(tl.int64)", ""),
+    (', input_precision="ieee"', ""),
+    ('(weights, v, input_precision="ieee")', "(weights, v)"),
+    ('"ieee"', '"tf32"'),
+):
+    wrong("paged_decode", fails=_ADDRESSES)(_with("none", _changed(_before, _after)))
+if how_kernels_run() == INTERPRETED:  # compiled, an address with an error would end the process
+    wrong("paged_decode", fails=_ADDRESSES)(
+        _with("none", _changed("at = block * block_stride", "at = (block.to(tl.int32) * block_stride).to(tl.int64)"))
     )
 
 
-@wrong("paged_decode", fails="addresses have 64 bits, and products all of float32's")
+@wrong("paged_decode", fails="your own kernel computes the result")
 def without_a_kernel(q, cache, block_table, lengths, *, scale):
     return reference.decode_attention(q, cache, block_table, lengths, AttentionOptions(scale))
+
+
+@wrong("paged_decode", fails="your own kernel computes the result")
+def kernel_named_and_not_launched(q, cache, block_table, lengths, *, scale):
+    _wrong_kernel  # noqa: B018
+    return reference.decode_attention(q, cache, block_table, lengths, AttentionOptions(scale))
+
+
+@wrong("paged_decode", fails="your own kernel computes the result")
+def the_engines_kernel(q, cache, block_table, lengths, *, scale):
+    from minillm.kernels import paged_attention
+
+    _wrong_kernel  # noqa: B018
+    return paged_attention.decode_attention(q, cache, block_table, lengths, AttentionOptions(scale))
+
+
+if how_kernels_run() == INTERPRETED:
+
+    @wrong("paged_decode", fails="your own kernel computes the result")
+    def kernel_launched_and_its_result_dropped(q, cache, block_table, lengths, *, scale):
+        _with("none")(q, cache, block_table, lengths, scale=scale)
+        return reference.decode_attention(q, cache, block_table, lengths, AttentionOptions(scale))
