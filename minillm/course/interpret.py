@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +81,7 @@ class Watched(Counter[str]):
     """What interpreted kernels did: counts of "loads" and "stores" outside their tensors, and of "TF32" products.
 
     watched: whether kernels are interpreted. loaded, stored: the addresses that they used. left: the tensors as the
-    last launch left them. launches: how many there were. launching: whether one is running.
+    last launch left them. modules: of each launch, the module that its kernel is from. launching: whether one is running.
     """
 
     def __init__(self, watched: bool):
@@ -90,13 +90,18 @@ class Watched(Counter[str]):
         self.loaded: list[Any] = []
         self.stored: list[Any] = []
         self.left: list[Tensor] = []
-        self.launches = 0
+        self.modules: list[str] = []
         self.launching = False
 
+    @property
+    def launches(self) -> int:
+        """How many launches there were."""
+        return len(self.modules)
+
     @contextmanager
-    def launch(self) -> Iterator[None]:
-        """A launch, as long as the block runs."""
-        self.launches += 1
+    def launch(self, kernel: Callable) -> Iterator[None]:
+        """A launch of a kernel, given its function, as long as the block runs."""
+        self.modules.append(kernel.__globals__["__name__"])
         self.launching = True
         try:
             yield
@@ -150,7 +155,8 @@ def strays(*tensors: Tensor, junk: bool = False, stores: bool = True) -> Iterato
         given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
         others = [_addresses(each) for each in given if each.untyped_storage().data_ptr() not in own]
         known = np.unique(np.concatenate([known_here, *others]))
-        with found.launch(), np.errstate(all="ignore"):  # NumPy's warnings would name files that are not the learner's
+        # NumPy's warnings would name files that are not the learner's.
+        with found.launch(self.fn), np.errstate(all="ignore"):
             result = launch(self, *args, **kwargs)
             found.left = [each.clone() for each in tensors] if stores else []
         return result
@@ -211,13 +217,13 @@ def strays(*tensors: Tensor, junk: bool = False, stores: bool = True) -> Iterato
 
 @contextmanager
 def _left_by_launches(found: Watched, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Inside the block, keep in found.left what each launch of a compiled kernel leaves in the tensors."""
+    """Inside the block, keep in `found` each compiled kernel's module, and what its launch leaves in the tensors."""
     from triton.runtime import JITFunction
 
     run = JITFunction.run
 
     def watched_run(self, *args, **kwargs):
-        with found.launch():
+        with found.launch(self.fn):
             result = run(self, *args, **kwargs)
             found.left = [each.clone() for each in tensors]
         return result

@@ -4,6 +4,7 @@ import gc
 import inspect
 import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import FunctionType
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from minillm.kv_cache.layer_cache import LayerCache
 
-from .interpret import kernel_device, strays
+from .interpret import Watched, kernel_device, strays
 
 DIM = 16
 BLOCKS_OF_96 = [12, 13, 14, 40, 41, 42]  # of a row of 96 keys
@@ -80,9 +81,9 @@ def left_in_memory(function: Callable, make_tile: Callable[[], tuple[Tensor, Ten
     return left
 
 
-def cache_of(kv_heads: int = 1, *, size: int = SIZE, dim: int = DIM) -> LayerCache:
-    """Of BLOCKS blocks with random contents."""
-    shape = (BLOCKS, size, kv_heads, dim)
+def cache_of(kv_heads: int = 1, *, size: int = SIZE, dim: int = DIM, blocks: int = BLOCKS) -> LayerCache:
+    """With random contents."""
+    shape = (blocks, size, kv_heads, dim)
     return LayerCache(*(normal(*shape, seed=seed).float().to(kernel_device()) for seed in (1, 2)))
 
 
@@ -93,29 +94,40 @@ def run(
     length: int,
     q: Tensor | None = None,
     strict: bool = False,
+    watched: list[Watched] | None = None,
+    short: int = 9,
     **options: float,
 ) -> Tensor:
-    """[heads, d] of one query a row; two rows: a short one in block 9, then one of `length` tokens in `blocks`.
+    """[heads, d] of one query a row: a row of 3 tokens in block `short`, then one of `length` tokens in `blocks`.
 
-    strict: it may load only what belongs to these tokens, else anything of the tensors.
+    strict: it may load only what belongs to these tokens, else anything of the tensors, and what masked elements
+    without `other` hold is junk. watched: gets what the kernels did. Asserts that nothing else was written.
     """
     if q is None:
         q = normal(1, 2 * cache.k.shape[2], cache.k.shape[3], seed=9)
     q = q.to(kernel_device(), cache.k.dtype).expand(2, *q.shape).contiguous()
     table = torch.zeros(2, len(blocks) + 8, dtype=torch.int32)
-    table[0, 0], table[1, : len(blocks)] = 9, torch.tensor(blocks)
+    table[0, 0], table[1, : len(blocks)] = short, torch.tensor(blocks)
     lengths = torch.tensor([3, length], dtype=torch.int32)
     table, lengths = table.to(kernel_device()), lengths.to(kernel_device())
     allowed = [q, lengths, *([table[0, :1], table[1, : len(blocks)]] if strict else [table])]
     for part in (cache.k, cache.v):
         size = part.shape[1]
-        used = [(9, 3), *((block, length - size * at) for at, block in enumerate(blocks))]
+        used = [(short, 3), *((block, length - size * at) for at, block in enumerate(blocks))]
         allowed += [part[block, : max(filled, 0)] for block, filled in used] if strict else [part]
-    with strays(*allowed, stores=False) as outside:
+    given = q, cache.k, cache.v, table, lengths
+    before = [each.clone() for each in given]
+    with strays(*allowed, junk=strict) as outside:
         got = function(q, cache, table, lengths, **{"scale": 0.25} | options)
+    if watched is not None:
+        watched.append(outside)
     assert got.shape == q.shape, f"the shape is {list(got.shape)}, not {list(q.shape)}"
+    assert got.dtype == q.dtype, f"the result is {got.dtype}, and q is {q.dtype}"
     where = "what belongs to the rows' own keys" if strict else "its tensors"
     assert not outside["loads"], f"{outside['loads']:,} numbers are loaded from outside {where}"
+    assert not outside["stores"], f"{outside['stores']:,} numbers are stored outside the output"
+    for name, now, then in zip(("q", "k", "v", "the table", "lengths"), given, before, strict=True):
+        assert torch.equal(now.nan_to_num(), then.nan_to_num()), f"{name} changed"
     return got[1, 0]
 
 
@@ -128,12 +140,10 @@ def attention_of(cache: LayerCache, blocks: list[int], length: int, q: Tensor, s
     return torch.einsum("hk,khd->hd", scores.softmax(-1), v)
 
 
-def graded(
-    function: Callable, scores: tuple[float, float], values: tuple, heads: tuple[float, float] = (1.0, 1.0)
-) -> list[float]:
+def graded(function: Callable, scores: tuple, values: tuple, heads: tuple[float, float] = (1.0, 1.0)) -> list[float]:
     """Outputs of two heads over 96 keys: 48 with the first score and value, then 48 with the second.
 
-    values: a number or, slot by slot of a block, [SIZE]. heads: a factor of each head's scores.
+    scores, values: a number or, slot by slot of a block, [SIZE]. heads: a factor of each head's scores.
     """
     cache, q = cache_of(), torch.zeros(1, 2, DIM)
     q[0, :, 0] = torch.tensor(heads)
@@ -158,3 +168,33 @@ def climbing(function: Callable, scores: list[float], values: list[float], heads
             part[12 * at : 12 * at + 12, :, 0, 0] = number
         blocks += [12 * at, 12 * at + 1]
     return run(function, cache, blocks, 32 * len(scores), q, scale=1.0)[:, 0].tolist()
+
+
+def halves(function: Callable) -> float:
+    """The output of a long row of keys with score 0, whose values are 0 in the first half and 1 in the second."""
+    cache = cache_of(blocks=320)
+    cache.k[:], cache.v[:], cache.v[128:] = (
+        0.0,
+        0.0,
+        1.0,
+    )  # more such blocks than are used: addresses do not matter here
+    return run(function, cache, [*range(32), *range(192, 192 + 32)], 64 * SIZE)[0, 0].item()
+
+
+def far_block(function: Callable) -> None:
+    """Assert that one finds a block that begins 2^31 numbers after the first one, in a cache with gaps between slots.
+
+    The gaps are never touched, so most systems provide the memory without having as much.
+    """
+    gap = 2**30 // SIZE
+    try:
+        memory = torch.empty(3 * SIZE * gap, dtype=torch.int8)
+    except RuntimeError:  # this one does not
+        return
+    part = memory.as_strided((3, SIZE, 1, DIM), (SIZE * gap, gap, DIM, 1))
+    part[:] = 0
+    part[2] = 7
+    found = False
+    with suppress(AssertionError):  # loads from outside its tensors
+        found = bool((run(function, LayerCache(part, part), [2], SIZE, torch.zeros(1, 2, DIM), short=0) > 0).all())
+    assert found, "a block that begins 2^31 numbers after the first one is not found"

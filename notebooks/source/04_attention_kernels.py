@@ -4,12 +4,12 @@
 # After this lesson you can
 #
 # * compute a softmax without ever holding all scores,
-# * say which tiles of a prompt's attention need no computing,
+# * tell which tiles of a prompt's attention can be skipped,
 # * write the Triton kernel that runs decode attention over a paged cache,
 # * split a long row among several programs and combine their results,
-# * tell from two numbers whether an attention is limited by memory or by arithmetic.
+# * tell from two numbers whether an attention kernel is limited by memory or by arithmetic.
 #
-# **90 minutes, plus 10 optional. Needs:** a CPU; lesson 02 for attention and its cache, lesson 03 for programs, tiles
+# **89 minutes, plus 26 optional. Needs:** a CPU; lesson 02 for attention and its cache, lesson 03 for programs, tiles
 # and masks. Without a GPU, kernels are *interpreted*: they give the same results up to rounding, but slowly. On a GPU
 # the same cells compile them. Times come from the project's H200 records.
 
@@ -63,7 +63,7 @@ print(f"kernels are {how}")
 #
 # **Predict first.** Take one layer of Gemma 2B in bfloat16 (2 bytes per number) and a prompt of 2,048 tokens: 8 query
 # heads, one KV head, 256 numbers per head. Queries, keys, values and the output have to be moved in any case. How many
-# times that traffic do the scores and weights add, if each is written once and read once?
+# times as much traffic do the scores and weights add, if each is written once and read once?
 
 # %% tags=["exercise"]
 guess_times = 4.0  # PREDICT: bytes of scores and weights, as a multiple of all others
@@ -102,7 +102,7 @@ describe(
 # thing stands in the way. A softmax subtracts the maximum of *all* scores and divides by a sum over *all* keys. At the
 # first tile, neither is known.
 #
-# ## 2 · Online softmax · 19 min
+# ## 2 · Online softmax · 20 min
 #
 # The solution (Milakov and Gimelshein 2018) is to use the maximum *so far* and to correct later. Here is one query with
 # 64 keys, in tiles of 8:
@@ -143,9 +143,9 @@ def all_at_once(tiles, rows: int, dim: int) -> torch.Tensor:
 
 # %% [markdown]
 # **Exercise 1 (15 minutes).** Write the online softmax. The tiles come from a generator, so you cannot go back, look
-# ahead, or ask for their number; `rows` and `dim` are the sizes of the result, which can be float32 or float64. A key
-# that a query must not see has the score $-\infty$, and a whole tile can be hidden from a query. What is $-\infty -
-# (-\infty)$?
+# ahead, or ask for their number. `rows` and `dim` are the sizes of the result. Tiles can be float32 or float64; compute
+# in their precision. A key that a query must not see has the score $-\infty$, and a whole tile can be hidden from a
+# query. What is $-\infty - (-\infty)$?
 #
 # For example, with a single tile the result is the plain softmax of its scores times its values.
 
@@ -178,15 +178,15 @@ check(online_attention)
 
 # %% [markdown]
 # Now run it in the engine, for prompts and for single tokens. As in lesson 02, a request's blocks are first copied into
-# one tensor; then each head's keys are passed on in tiles of 16. `run_with` compares the tokens with those expected and
-# counts the attention calls that go through your code. It runs nothing that fails its check.
+# one tensor; then each head's keys are passed to your function in tiles of 16. `run_with` compares the tokens with
+# those expected and counts the attention calls that go through your code. It runs nothing that fails its check.
 
 # %%
 run_with = attention_facts.same_tokens_with(PROMPTS, greedy)
 run_with(llm, expected, online_attention, **attention_facts.by_tiles(online_attention))
 
 # %% [markdown]
-# ## 3 · Flash attention for prefill · 16 min
+# ## 3 · Flash attention for prefill · 15 min
 #
 # In prefill there are many queries, and each needs the keys before it. A program takes a *tile of queries* and loops
 # over tiles of keys. Each key it loads serves the whole tile of queries, and the scores never leave the chip. This is
@@ -249,9 +249,9 @@ describe(
 )
 
 # %% [markdown]
-# For a whole prompt, causal attention needs about half of the tiles; the longer the prompt, the closer to one half.
+# For a whole prompt, causal attention needs about half of the tiles; the longer the prompt, the closer to half.
 #
-# Both exercises together make flash attention. Here it is in torch, with one more trick that section 4 needs:
+# Together, the two exercises make flash attention. Here it is in torch, with one more trick that section 4 needs:
 # **packing**. The query heads of a group read the same keys, so they share a tile: one row of the tile is a pair
 # (query, head of the group), and each key that is loaded serves them all.
 
@@ -283,29 +283,8 @@ def flash_prefill(q, k, v, length, *, scale, rows=8, keys=16):
 run_with(llm, expected, online_attention, tiles_to_visit, **adapters.gathered(flash_prefill))
 
 # %% [markdown]
-# The engine's kernel does the same in Triton. When you open the listing, look for three things:
+# The engine's kernel does the same in Triton; section 6 shows it.
 #
-# * your range, in keys instead of tiles: `first` is the earliest key itself, not the start of its tile, and `last` is
-#   one past the last key;
-# * the packing: `query` and `head`, computed from `packed`;
-# * `tile = tl.num_programs(0) - 1 - tl.program_id(0)`. This line only affects speed. The last queries have the most
-#   keys, so their programs get the lowest numbers and start first; a long program that started last would keep the
-#   rest of the chip waiting.
-#
-# The loop over keys is in `_attend`, which section 4 shows.
-
-# %%
-# ENGINE: minillm.kernels.paged_attention:prefill_kernel
-
-# %% [markdown]
-# Run it on this machine, on a small prompt, and compare it with the reference, the engine's plain torch version of the
-# same operation:
-
-# %%
-difference = attention_facts.prefill_difference()
-print(f"{how}; equal to five decimals: {difference < 1e-5}")
-
-# %% [markdown]
 # How fast can attention be? The records have an H200's measured limits: how fast it copies memory, and how fast it
 # multiplies Gemma 2B's matrices by 2,048 rows. Their ratio is the *ridge* of lesson 00's roofline: work with fewer
 # operations per byte is limited by memory.
@@ -327,19 +306,8 @@ print(f"ridge:           {ridge:.0f} operations per byte")
 # $$\text{operations per byte} = \frac{\text{group} \times 4 d}{4 d} = \text{group}, \qquad
 # \text{group} = \frac{\text{query heads}}{\text{KV heads}}$$
 #
-# **Predict first.** The record has one layer's attention in a decode step of Gemma 2B (8 query heads, one KV head,
-# `d` = 256) for 512 requests with 200 to 2,000 keys each. The floor is reading their keys and values once. How long
-# does it take?
-
-# %% tags=["exercise"]
-guess_decode_ms = 0.15  # PREDICT: milliseconds of one layer's decode attention, 512 requests
-
-# %%
-decode = attention_facts.h200_kernel("decode_attention", 512)
-moved = decode["gb_per_s"] * 1e9 * decode["ms"] / 1e3
-print(f"{moved / 1e6:.0f} MB of keys and values, at most {limits.bytes_per_s / 1e12:.2f} TB/s")
-found = {"floor": 1e3 * moved / limits.bytes_per_s, "measured": decode["ms"]}
-compare("decode attention", unit="ms", prediction=guess_decode_ms, **found)
+# For Gemma 2B (8 query heads, one KV head) that is 8, far left of the ridge. Here it is with other models' groups, with
+# prefill, and with what the records measured for one layer of Gemma 2B:
 
 # %%
 pairs = 4 * TOKENS * (TOKENS + 1) / 2  # (query, key) of four prompts of 2,048 tokens
@@ -359,7 +327,7 @@ describe(
 # head per KV head; multi-query attention, MQA, has one KV head for all query heads; grouped-query attention, GQA, is in
 # between.) Decode is limited by memory, and a larger batch does not change that, because each request brings its own
 # keys. Only more queries per key, or fewer bytes per key, move it to the right. So **a decode kernel's job is to read
-# memory at full speed**. With 512 rows it comes close. With one short row it does not: section 6 explains what takes
+# memory at full speed**. With 512 rows it comes close. With one short row it does not: section 7 explains what takes
 # the time.
 #
 # Prefill is the opposite. With its scores in memory it would be left of the ridge, limited by bytes. Without them it is
@@ -407,15 +375,15 @@ def decode_one_row(q, k, v, table, length: int, scale: float) -> torch.Tensor:
 # **Exercise 3 (20 minutes).** Write the loop body of a paged decode kernel. It is exercise 1 with addresses, and uses
 # both of lesson 03's last exercises: tiles of 2-D pointers, and `tl.dot` in a loop. Each program handles one row and
 # one KV head. Its queries are the `GROUP` heads that share the KV head, packed into a tile of `ROWS` = 16 rows, the
-# size that matrix instructions work on; the remaining rows are padding.
+# fewest that `tl.dot` takes on a GPU; the remaining rows are padding.
 #
 # * You need `tl.load(pointers, mask=..., other=0.0)`, `tl.dot(a, b, input_precision="ieee")`, `tl.trans`, `tl.where`,
 #   `tl.max(x, 1)`, `tl.sum(x, 1)`, `tl.maximum` and `tl.exp`. Without `"ieee"` a GPU rounds float32 operands to TF32,
 #   which has a 10-bit mantissa.
 # * Convert what you load from k and v with `.to(tl.float32)`: they can have 16 bits. Convert block numbers with
 #   `.to(tl.int64)`: in a large cache, block times stride does not fit in 32 bits.
-# * One `at` [KEYS, DIM] serves k and v. Queries times keys needs k transposed: `tl.trans(k)`. The mask is [KEYS] for
-#   the table, and [KEYS, 1] for k and v: `present[:, None]`.
+# * One `at` [KEYS, DIM] serves k and v. Queries times keys needs k transposed: `tl.trans(k)`. The mask is
+#   `present` for the table, and `present[:, None]` for k and v.
 # * No tile is hidden completely here, so $-\infty - (-\infty)$ does not occur.
 # * Interpreted kernels are Python: `print(keys)` in the loop shows you a tile. The check reports loads outside the
 #   tensors. In the engine, as on a GPU, a wrong address reads whatever is there or ends the process: check first.
@@ -450,9 +418,9 @@ def paged_decode_kernel(
     out = tl.zeros([ROWS, DIM], tl.float32)
     for start in range(0, length, KEYS):
         keys = start + tl.arange(0, KEYS)
-        # SOLUTION: find the addresses [KEYS, DIM] of this tile's keys through the table; load k and v,
-        #   but nothing for keys from `length` on; update maximum [ROWS], total [ROWS], out [ROWS, DIM]
-        present = keys < length
+        present = keys < length  # the mask [KEYS]: load nothing for keys from `length` on
+        # SOLUTION: find the addresses [KEYS, DIM] of this tile's keys through the table; load k and v;
+        #   update maximum [ROWS], total [ROWS] and out [ROWS, DIM]
         block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
         slot = block * block_stride + keys % BLOCK_SIZE * slot_stride
         at = (slot + kv_head * head_stride)[:, None] + dims[None, :]
@@ -502,30 +470,7 @@ print(f"{served.engine.name}, {served.model_config.num_layers} layers, kernels {
 run_with(served, before, paged_decode, decode_attention=paged_decode)
 
 # %% [markdown]
-# Below is the engine's loop, the core of both of its attention kernels. Find each step of exercise 3 in it, and these
-# differences:
-#
-# * Exponents are to base 2, because that is the instruction the hardware has; the scores are multiplied by
-#   $\log_2 e$ first.
-# * A tile can be hidden completely from a row, so $-\infty$ is handled as in exercise 1.
-# * Products take the model's 16-bit numbers; sums have 32 bits.
-# * `SOFT_CAP` limits the size of scores in models that want it (Gemma 2).
-# * `cos_sin_ptr` is for lesson 09's streams, whose cached keys are rotated as they are read. For other requests it is
-#   `None`, and Triton compiles nothing for those lines.
-
-# %%
-# ENGINE: minillm.kernels.paged_attention:_attend
-
-# %% [markdown]
-# The decode kernel around it differs from yours in four ways. A row can have several queries, so a tile's rows are
-# (query, head) pairs again. A window moves the start of the loop. It stores the logarithms of the sums. And each
-# program has a third number, `split`, which is the topic of section 5.
-
-# %%
-# ENGINE: minillm.kernels.paged_attention:decode_kernel
-
-# %% [markdown]
-# ## 5 · Too few programs · 14 min
+# ## 5 · Too few programs · 13 min
 #
 # For one request and one KV head, the kernel of exercise 3 is *one* program. On a GPU with 132 processors, one of them
 # reads all keys and 131 are idle, and a single processor cannot read at the speed of the whole memory. In a *ragged*
@@ -549,16 +494,8 @@ describe(
 
 # %% [markdown]
 # How many shares? Enough to fill the chip, and to keep a long row from finishing last. But no more than that: each
-# share writes a partial output that must be read again. This is the engine's rule, and what it says for an H200 and a
-# model with one KV head:
-
-# %%
-# ENGINE: minillm.kernels.paged_attention:decode_splits
-
-# %%
-attention_facts.print_shares()
-
-# %% [markdown]
+# share writes a partial output that must be read again. (Section 6 shows the engine's rule.)
+#
 # **Exercise 4 (7 minutes).** Combine the shares. Share $p$ has computed a softmax over its own keys only. It gives you
 # its output $o_p$, already divided by its own sum of weights, and the logarithm of that sum,
 # $l_p = \log \sum_j e^{s_j}$. Over all keys the weights sum to $\sum_p e^{l_p}$, so
@@ -592,21 +529,84 @@ def combine(partial, log_total):
 check(combine)
 
 # %% [markdown]
-# In the engine, with each row's keys in three shares (a short row leaves one or two of them empty):
+# Run it in the engine, with each row's keys in three shares (a short row leaves one or two of them empty):
 
 
 # %%
 run_with(served, before, combine, **attention_facts.in_shares(combine))
 
 # %% [markdown]
-# The engine does this in a second, tiny kernel with one program per query head: find your weights in `share`. (For a
-# single request, the last share to finish combines them all, which saves that launch: `kernels/single_row.py`.)
+# ## 6 · The engine's kernels · optional, 16 min
+#
+# Your kernel and the engine's have the same plan. This section lists the engine's, with what to look for in each.
+# Nothing after it depends on it.
+#
+# ### The loop
+#
+# `_attend` is the core of both attention kernels. Find each step of exercise 3 in it, and these differences:
+#
+# * Exponents are to base 2, because that is the instruction the hardware has; the scores are multiplied by
+#   $\log_2 e$ first.
+# * A tile can be hidden completely from a row, so $-\infty$ is handled as in exercise 1.
+# * Products take the model's 16-bit numbers; sums have 32 bits.
+# * `SOFT_CAP` limits the size of scores in models that need it (Gemma 2).
+# * `cos_sin_ptr` is for lesson 09's streams, whose cached keys are rotated as they are read. For other requests it is
+#   `None`, and Triton compiles nothing for those lines.
+
+# %%
+# ENGINE: minillm.kernels.paged_attention:_attend
+
+# %% [markdown]
+# ### Prefill
+#
+# * The range of exercise 2 is in keys instead of tiles: `first` is the earliest key itself, not the start of its tile,
+#   and `last` is one past the last key.
+# * The packing is in `query` and `head`, which are computed from `packed`.
+# * `tile = tl.num_programs(0) - 1 - tl.program_id(0)` only affects speed. The last queries have the most keys, so their
+#   programs get the lowest numbers and start first; a long program that started last would keep the rest of the chip
+#   waiting.
+
+# %%
+# ENGINE: minillm.kernels.paged_attention:prefill_kernel
+
+# %% [markdown]
+# Run it on this machine, on a small prompt, and compare it with the reference, the engine's plain torch version of the
+# same operation:
+
+# %%
+difference = attention_facts.prefill_difference()
+print(f"{how}; equal to five decimals: {difference < 1e-5}")
+
+# %% [markdown]
+# ### Decode
+#
+# This kernel differs from exercise 3's in four ways. A row can have several queries, so a tile's rows are (query, head)
+# pairs again. A window moves the start of the loop. Each program has a third number, `split`: which share of the keys
+# it reads. And if there is more than one share, it stores the logarithms of the sums, to base 2.
+
+# %%
+# ENGINE: minillm.kernels.paged_attention:decode_kernel
+
+# %% [markdown]
+# ### Shares
+#
+# A second, tiny kernel combines the shares, with one program per query head: exercise 4's weights are in `share`. (For
+# a single request, the last share to finish combines them all, which saves that launch: `kernels/single_row.py`.)
 
 # %%
 # ENGINE: minillm.kernels.paged_attention:combine_kernel
 
 # %% [markdown]
-# ## 6 · What it is worth · optional, 10 min
+# This rule chooses the number of shares. Below it are its numbers for an H200 and a model with one KV head:
+
+# %%
+# ENGINE: minillm.kernels.paged_attention:decode_splits
+
+# %%
+attention_facts.print_shares()
+
+# %% [markdown]
+# ## 7 · What it is worth · optional, 10 min
 #
 # First the kernels alone, then the whole engine.
 #
@@ -625,8 +625,8 @@ print(f"torch's own attention: {long['torch_sdpa_ms']:.3f} ms")
 print(f"the reference: {long['reference_ms']:.2f} ms")
 
 # %% [markdown]
-# Our kernel is far ahead of the reference and slower than torch's `scaled_dot_product_attention`, which wants a
-# prompt's keys in one contiguous piece. Ours reads them out of a paged cache.
+# Our kernel is much faster than the reference, but slower than torch's `scaled_dot_product_attention`, which needs a
+# prompt's keys to be contiguous. Ours reads them out of a paged cache.
 
 # %% [markdown]
 # **Predict first**: one layer of Gemma 2B, one row of 8,192 keys, on an H200. How many times as fast are 64 shares as
@@ -750,7 +750,7 @@ served.close()
 #   Packing the heads into one tile reads each key once.
 # * With too few programs, or one that is too long, split the keys into shares, and combine them by the logarithms of
 #   their sums.
-# * Short work is limited by latency, and an engine that launches kernels one by one is launch-bound (section 6).
+# * Short work is limited by latency, and an engine that launches kernels one by one is launch-bound (section 7).
 #
 # **What got worse:** three lines of torch have become a file of kernels, with tile sizes to choose for each chip, and
 # prefill is still slower than torch's own. Shares write partial outputs that must be read again. And the order of the

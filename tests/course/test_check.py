@@ -1,5 +1,6 @@
 """The output of `check`, `yours`, `compare` and `tier`."""
 
+import functools
 import sys
 from types import SimpleNamespace
 
@@ -220,6 +221,13 @@ def test_a_class_of_stubs_is_reported_as_unsolved(counter, capsys):
 def test_an_unknown_exercise_error_lists_the_available_ones(doubled):
     with pytest.raises(ValueError, match="no exercise is called 'tripled'; there are: .*doubled"):
         checks.find("tripled")
+
+
+def test_a_solution_with_another_name_is_told_so(doubled, capsys):
+    for candidate, name in ((abs, "abs"), (lambda x: 2 * x, "<lambda>"), (functools.partial(max, 1), "functools")):
+        check(candidate)
+        said = capsys.readouterr().out
+        assert said.startswith(name) and "is not the name of an exercise" in said
 
 
 def test_yours_returns_the_learners_function_or_the_engines_for_a_stub():

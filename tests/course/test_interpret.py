@@ -62,7 +62,7 @@ x, out = torch.ones(8)[:3], torch.zeros(8)[:3]
 for junk in (False, True):
     with strays(x, out, junk=junk) as found:
         copy[(1,)](x, out, 3, TILE=4)
-    print(out.tolist(), out._base[3].item(), dict(found))
+    print(out.tolist(), out._base[3].item(), dict(found), found.modules)
 copy[(1,)](x, out, 3, TILE=4)
 print(out._base.tolist())
 @triton.jit
@@ -81,5 +81,5 @@ except Exception as error:
 def test_strays_are_counted_and_have_no_effect(tmp_path):
     code = "from minillm.course import triton_here\ntriton_here()\n" + WATCHED
     done = run(tmp_path, code)
-    once = "[1.0, 1.0, 1.0] 0.0 {'loads': 1, 'stores': 1}\n"
+    once = "[1.0, 1.0, 1.0] 0.0 {'loads': 1, 'stores': 1} ['__main__']\n"
     assert done.stdout == 2 * once + "[1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]\nTrue\n", done.stderr

@@ -113,8 +113,12 @@ def find(name: str) -> Exercise:
 
 def check(candidate: Callable) -> None:
     """Print which of its exercise's properties `candidate` has, with a hint for each that it lacks.  Lesson 00."""
-    name = candidate.__name__
-    exercise = find(name)
+    name = getattr(candidate, "__name__", repr(candidate))
+    try:
+        exercise = find(name)
+    except ConfigError:  # such as `solution = specification`
+        print(f"{name} is not the name of an exercise: write yours with `def`, under the name that its cell gives it.")
+        return
     try:
         results = exercise.examine(candidate)
     except NotSolvedYet:
