@@ -81,7 +81,7 @@ class Watched(Counter[str]):
     """What interpreted kernels did: counts of "loads" and "stores" outside their tensors, and of "TF32" products.
 
     watched: whether kernels are interpreted. loaded, stored: the addresses that they used. left: the tensors as the
-    last launch left them. modules: of each launch, the module that its kernel is from. launching: whether one is running.
+    last launch left them. modules: the module of each launch's kernel. launching: whether one is running.
     """
 
     def __init__(self, watched: bool):
