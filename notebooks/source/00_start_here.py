@@ -6,7 +6,8 @@
 # close the engine comes to it, and run a function of your own inside the engine.
 #
 # **85 minutes. Needs:** a CPU. The model comes with the project, so nothing is downloaded. On a GPU the same cells run
-# Gemma 2B. You should be comfortable with Python and basic PyTorch (or NumPy), and know what matrix multiplication is.
+# Gemma 2B, or its shape with random weights if you have not downloaded it. You should be comfortable with Python and
+# basic PyTorch (or NumPy), and know what matrix multiplication is.
 #
 # The minutes in the headings assume 130 words of text and ten lines of code a minute, plus the time that each exercise
 # states. Work in the copies that `make lab` puts into `lab/`: they have no outputs, so nothing gives an answer away
@@ -45,8 +46,9 @@ print(doctor.report(doctor.examine()))
 # %% [markdown]
 # Every lesson asks for its *tier*: the model that this machine can run. On a CPU that is `tiny-gemma`. It has Gemma's
 # architecture in miniature and was trained on texts about a small invented world, the Tallow Isles. A model is a stack
-# of *layers*, each with two parts, *attention* and *MLP*. Between the parts, a token is a vector; its length is the
-# *hidden size*. The *vocabulary* is the list of all tokens that the model knows. Lesson 02 explains these parts.
+# of *layers*, each with two parts, *attention* and *MLP*. Between the parts, each token is represented by a
+# vector, whose length is the *hidden size*. The *vocabulary* is the list of all tokens that the model knows. Lesson 02
+# explains these parts.
 
 # %%
 here = tier()
@@ -60,8 +62,9 @@ print(
 )
 
 # %% [markdown]
-# (The file of `tiny-gemma` stores 16-bit numbers, so it is half as large as the model in a CPU's memory.) The two
-# options switch off two optimizations that would blur the measurements below. Lessons 09 and 10 explain them.
+# (The file of `tiny-gemma` stores 16-bit numbers, so it is half the size of the model in a CPU's memory.) The options
+# `run_ahead=0` and `enable_prefix_caching=False` switch off two optimizations that would blur the measurements below.
+# Lessons 09 and 10 explain them.
 #
 # ## First tokens · 18 min
 #
@@ -122,7 +125,7 @@ describe("A bar for each of the eight most likely next tokens, the most likely f
 
 # %% [markdown]
 # An engine generates text one token at a time: ask the model, choose a token, append it, ask again. This loop is
-# **autoregressive generation**. A model says that it is done with a special *end token*. The rest of the course is
+# **autoregressive generation**. A model signals with a special *end token* that it is done. The rest of the course is
 # about running the loop fast.
 #
 # Now it is your turn. An exercise is a function whose body is missing: it raises `NotSolvedYet` where your code
@@ -142,8 +145,8 @@ describe("A bar for each of the eight most likely next tokens, the most likely f
 def continue_text(model, prompt: list[int], max_tokens: int, end: int) -> list[int]:
     """The greedy continuation of `prompt`: at most `max_tokens` new ids, up to but not including `end`.
 
-    model(ids) -> {token id: log-probability}, in no particular order. prompt: must not change; an `end` in it stops
-    nothing.
+    model(ids) -> {token id: log-probability}, in no particular order. prompt: must not change; an `end` in it does
+    not stop the loop.
     """
     # SOLUTION: build the list of new token ids, one per call of the model, and return it
     new = []
@@ -334,8 +337,8 @@ print(f"computes {of_model.operations_per_s / 1e9:,.1f} billion operations/s")
 # little about real models, whose weights are gigabytes: they come from memory in every step. A step that waits for
 # them is **memory-bound**; one that waits for the arithmetic is **compute-bound**.
 #
-# While a step is memory-bound, more tokens should cost almost nothing: their arithmetic fits into the time of the
-# reading.
+# While a step is memory-bound, more tokens should cost almost nothing: their arithmetic fits into the time
+# that the reading takes.
 #
 # **Exercise 3 (8 minutes).** How many tokens can share one reading of the weights before the arithmetic takes longer?
 # Does a larger model leave room for more of them, or for fewer? And what changes with 2 bytes per number instead of 4?
@@ -358,9 +361,9 @@ def free_batch(
 check(free_batch)
 
 # %% [markdown]
-# Test it. The cell after the next multiplies 537 MB of weights by 1, 4, 32 and more columns; each column stands for one
-# token's vector. 32 columns need 32 times the arithmetic of one. **Predict:** how many times as long as one column do
-# they take?
+# Test it. The cell after the next one multiplies 537 MB of weights by 1, 4, 32 and more columns; each column stands for
+# one token's vector. 32 columns need 32 times the arithmetic of one. **Predict:** how many times as long as one column
+# do they take?
 
 # %% tags=["exercise"]
 guess_32_columns = 4.0  # PREDICT: the time of 32 columns, divided by the time of one column
@@ -404,13 +407,13 @@ describe(
 
 # %% [markdown]
 # The dotted line is what you would expect if time followed the arithmetic. From eight columns on, the measured times
-# stay far below it. Left of the point where the dashed lines cross, the weights have to come from memory, however few
-# or many columns wait for them, and the arithmetic fits in between. Right of it, more columns cost more time. (One
+# stay far below it. Left of the point where the dashed lines cross, the weights have to come from memory, no matter
+# how many columns wait for them, and the arithmetic fits in between. Right of it, more columns cost more time. (One
 # column can be about twice as fast as two: its product has a routine of its own, and the general routine first copies
 # the matrix into another layout. And a floor is only as exact as the rate it was computed from, so a point may lie
 # slightly below it.)
 #
-# The formula of exercise 3 also says what does *not* matter: the size of the model. Counting only the weights, decode
+# Exercise 3 also shows what does *not* matter: the size of the model. Counting only the weights, decode
 # becomes compute-bound at a batch that depends on the machine and the bytes per number alone. Here are an H200's rates,
 # from the project's records. Gemma 2B (with random weights) has 2 bytes per number there:
 
@@ -422,7 +425,7 @@ free = room(2_500_000_000, 2, there.bytes_per_s, there.operations_per_s)
 print("its free batch (exercise 3):", free)
 
 # %% [markdown]
-# **Predict:** how many times as long as a decode step of one request does a step of 64 requests take on it?
+# **Predict:** on that H200, how many times as long as a decode step of one request does a step of 64 requests take?
 
 # %% tags=["exercise"]
 guess_64_requests = 2.0  # PREDICT: time of a step of 64 requests / of one request
@@ -483,10 +486,11 @@ for point, guess in zip(points, guesses):
 # %% [markdown]
 # On a CPU, the step for one request is far above its floor. Where does the time go? You can find out by measuring three
 # things separately: the step's matrix products alone, in a loop; how many other torch operations the step calls; and
-# what one such call costs when it works on a single number. (On a GPU this cell also measures `tiny-gemma` on the CPU.)
+# what one such call costs when it works on a single number. (On a machine with a GPU, too, this
+# cell measures `tiny-gemma` on the CPU.)
 #
-# Call everything but the matrix products *overhead*. **Predict:** how many times as much overhead as a step of one
-# request does a step of 64 requests have?
+# Call everything but the matrix products *overhead*. **Predict:** a step of 64 requests has how many times
+# the overhead of a step of one?
 
 # %% tags=["exercise"]
 guess_overhead = 8.0  # PREDICT: overhead of a step of 64 requests / of one request
@@ -526,7 +530,7 @@ print(
 
 # %% [markdown]
 # There the engine launches a whole step as one CUDA graph (lesson 11), so its overhead is small, and reading 5 GB takes
-# nearly all of the time.
+# most of the time.
 #
 # A **roofline** shows all of this in one picture. Each step is a point: its intensity, and the operations per second
 # that it reached. The sloped part is the memory limit, the flat part the arithmetic limit, and they meet at the
@@ -539,8 +543,8 @@ draw.roofs(
     {f"Here: {here.label}": (of_model, points), "Gemma 2B on an H200": (there, h200_points)}
 )
 describe(
-    "Two rooflines. On the H200, decode points climb the slope as more requests share a step, and the long prefill "
-    "comes close to the flat part. On the left are this machine's steps, far below the line where overhead dominates."
+    "Two rooflines. On the H200, decode points climb the slope as more requests share a step, and the largest steps "
+    "come nearest to the flat part. On the left are this machine's steps, far below the line where overhead dominates."
 )
 
 # %% [markdown]

@@ -56,11 +56,17 @@ def _(function):
     assert found == [37, 74, 51], f"the same with a prompt of 300 tokens: expected [37, 74, 51], got {found}"
 
 
-@continue_text.property("at most max_tokens new tokens", "0 is a valid limit; the prompt's length does not count")
+@continue_text.property(
+    "max_tokens new tokens if no end token comes",
+    "0 is a valid limit; the prompt's length does not count; nothing but `end` stops the loop earlier",
+)
 def _(function):
     for prompt, most, wanted in (([4, 5], 0, []), ([4, 5], 1, [6]), ([1, 2, 3, 4, 5], 2, [6, 7])):
         found = _asked(_counting, function, prompt, most, 99)
         assert found == wanted, f"prompt {prompt}, max_tokens={most}: expected {wanted}, got {found}"
+    found = _asked(lambda ids: {7: -0.1, 1: -2.0}, function, [4], 200, 99)
+    got = f"{len(found or [])} tokens" if set(found or []) <= {7} else found
+    assert found == [7] * 200, f"a model that always says 7, with max_tokens=200: expected 200 sevens, got {got}"
 
 
 @continue_text.property(
@@ -69,6 +75,8 @@ def _(function):
 def _(function):
     found = _asked(_counting, function, [4, 5], 10, 8)
     assert found == [6, 7], f"with end=8, [4, 5] continues as [6, 7]; got {found}"
+    found = _asked(_counting, function, [0], 10, 4)
+    assert found == [1, 2, 3], f"with end=4, [0] continues as [1, 2, 3]; got {found}"
 
 
 @continue_text.property(
@@ -87,8 +95,8 @@ def _(function):
 def _(function):
     found = _asked(lambda ids: {1: -3.0, 2: -0.1, 3: -2.5}, function, [4], 2, 99)
     assert found == [2, 2], f"in {{1: -3.0, 2: -0.1, 3: -2.5}} the most likely token is 2; got {found}"
-    for first, second in ((-300.0, -200.0), (-0.9, -0.8)):
-        given = {1: first, 2: second}
+    nine = {**dict.fromkeys(range(10, 18), -5.0), 2: -0.1}
+    for given in ({1: -300.0, 2: -200.0}, {1: -0.9, 2: -0.8}, {1: -0.69, 2: -0.68}, nine):
         found = _asked(lambda ids, given=given: dict(given), function, [4], 2, 99)
         assert found == [2, 2], f"in {given} the most likely token is 2; got {found}"
 
@@ -103,9 +111,10 @@ def _(function):
 
 @continue_text.property("the caller's prompt does not change", "appending to `prompt` appends to the caller's list")
 def _(function):
-    prompt = [4, 5]
-    _asked(_counting, function, prompt, 3, 99)
-    assert prompt == [4, 5], f"the caller's prompt [4, 5] is now {prompt}"
+    for end in (99, 8):  # an early return leaves the loop too
+        prompt = [4, 5]
+        _asked(_counting, function, prompt, 3, end)
+        assert prompt == [4, 5], f"with end={end}: the caller's prompt [4, 5] is now {prompt}"
 
 
 @continue_text.property(
@@ -147,9 +156,9 @@ def _(function):
 def _(function):
     one, two = _pair(function([A], 4)), _pair(function([A, A], 4))
     assert two == (2 * one[0], 2 * one[1]), f"one matrix gives {one}; two of the same shape give {two}"
-    matrices = [A, B]
+    matrices = [B, A]
     function(matrices, 4)
-    assert matrices == [A, B], f"the caller's list has changed: it is now {matrices}"
+    assert matrices == [B, A], f"the caller's list has changed: it is now {matrices}"
     both, first, second = (_pair(function(list(each), 4)) for each in ([A, B], [A], [B]))
     wanted = first[0] + second[0], first[1] + second[1]
     assert both == wanted, f"one matrix gives {first}, another {second}, so both give {wanted}; got {both}"
@@ -163,10 +172,12 @@ def _(function):
 
 @step_work.property("more tokens: more operations", "each token has numbers of its own to multiply")
 def _(function):
-    one = _pair(function([(2, 3, 1)], 4))[1]
-    for tokens in (10, 3000):
-        many = _pair(function([(2, 3, tokens)], 4))[1]
-        assert many == tokens * one, f"one token takes {one} operations, {tokens} take {tokens * one}; got {many}"
+    for rows, columns in ((2, 3), (256_000, 2048)):  # the second is the head of Gemma 2B
+        one = _pair(function([(rows, columns, 1)], 4))[1]
+        for tokens in (10, 3000):
+            given, wanted = f"{rows:,} rows, {columns:,} columns", tokens * one
+            many = _pair(function([(rows, columns, tokens)], 4))[1]
+            assert many == wanted, f"{given}: one token takes {one} operations, {tokens} take {wanted}; got {many}"
 
 
 @step_work.property("each matrix has its own number of tokens", "the third number belongs to its matrix alone")
@@ -232,6 +243,18 @@ def _(function):
 def _(function):
     _equal(function(1, 4, 8, 31), 7, "31 operations a second: 0.5 s of reading, 0.0645 s a token")
     _equal(function(1, 4, 4.2e12, 7.66e14), 364, "4 bytes per number, 4.2 TB/s and 766 T operations/s")
+    _equal(function(1, 4, 2.5, 31), 24, "31 operations and 2.5 bytes a second: 1.6 s of reading, 0.0645 s a token")
+
+
+@free_batch.property(
+    "fast arithmetic leaves room for many", "there is no largest answer: search until a token costs time"
+)
+def _(function):
+    for tokens in (512, 10_001):
+        rate = 4 * tokens + 1  # a quarter of a token is left over: rounding errors decide nothing
+        _equal(
+            function(1, 4, 8, rate), tokens, f"{rate:,} operations a second: 0.5 s of reading, {2 / rate:.2g} s a token"
+        )
 
 
 @free_batch.property("slow arithmetic leaves no room", "0 is an answer: one token may already take longer than reading")
@@ -270,6 +293,12 @@ def _(function):
     _near(function(x.clone(), torch.ones(2), 1e-6), _right(x, 1, 1e-6), "rows of different size become equally large")
     x = torch.tensor([[1.0, -1.0, 0.0], [10.0, -10.0, 0.0], [2.0, -4.0, 2.0]])
     _near(function(x.clone(), torch.ones(3), 1e-6), _right(x, 1, 1e-6), "three tokens of three numbers")
+    x = torch.randn(70, 150, generator=torch.Generator().manual_seed(0))
+    x = torch.cat([x, -x], dim=1)  # the mean of a row is 0: LayerNorm has a property of its own
+    found, wanted = function(x.clone(), torch.ones(300), 1e-6), _right(x, 1, 1e-6)
+    assert found.shape == x.shape, f"70 tokens of 300 numbers: got the shape {tuple(found.shape)}"
+    bad = [token for token in range(70) if not torch.allclose(found[token].double(), wanted[token], 1e-3, 1e-5)]
+    assert not bad, f"70 tokens of 300 numbers: {len(bad)} of them are wrong, the first is token {bad[0]}"
 
 
 @rms_norm.property("the row's mean is not subtracted", "that would be LayerNorm: RMSNorm only divides")
@@ -294,6 +323,8 @@ def _(function):
 def _(function):
     found = function(torch.tensor([[300.0, -300.0]], dtype=torch.float16), torch.ones(2), 1e-6)
     _near(found, torch.tensor([[1.0, -1.0]]), "300, -300 in float16")
+    found = function(torch.tensor([[7e4, -7e4]]), torch.ones(2), 1e-6)
+    _near(found, torch.tensor([[1.0, -1.0]]), "70,000 and -70,000 in float32, too large for float16")
 
 
 @rms_norm.property(
@@ -328,3 +359,6 @@ def _(function):
     assert x.tolist() == [[3.0, 4.0]], f"the caller's x [[3.0, 4.0]] is now {_short(x)}"
     assert weight.tolist() == [2.0, 0.5], f"the caller's weight [2.0, 0.5] is now {weight.tolist()}"
     assert found.data_ptr() != x.data_ptr(), "the result lies in the memory of x"
+    before = found.clone()
+    function(torch.tensor([[5.0, -12.0]]), weight, 1e-6)
+    assert torch.equal(found, before), "a second call changed the result of the first: return a new tensor each time"

@@ -58,7 +58,7 @@ def writes_into_the_prompt(model, prompt, max_tokens, end):
     return ids[before:]
 
 
-@wrong("continue_text", fails="at most max_tokens new tokens")
+@wrong("continue_text", fails="max_tokens new tokens if no end token comes")
 def always_asks_once(model, prompt, max_tokens, end):
     new = []
     while True:
@@ -69,6 +69,56 @@ def always_asks_once(model, prompt, max_tokens, end):
         new.append(token)
         if len(new) >= max_tokens:
             return new
+
+
+@wrong("continue_text", fails="max_tokens new tokens if no end token comes")
+def stops_when_the_text_repeats(model, prompt, max_tokens, end):
+    new = []
+    for _ in range(max_tokens):
+        found = model([*prompt, *new])
+        token = max(found, key=found.get)
+        if token == end or new[-2:] == [token, token]:
+            break
+        new.append(token)
+    return new
+
+
+@wrong("continue_text", fails="the caller's prompt does not change")
+def restores_the_prompt_unless_the_end_comes(model, prompt, max_tokens, end):
+    before = len(prompt)
+    for _ in range(max_tokens):
+        found = model(prompt)
+        token = max(found, key=found.get)
+        if token == end:
+            return prompt[before:]
+        prompt.append(token)
+    new = prompt[before:]
+    del prompt[before:]
+    return new
+
+
+@wrong("continue_text", fails="it takes the most likely token, wherever it is in the dict")
+def looks_at_eight(model, prompt, max_tokens, end):
+    new = []
+    for _ in range(max_tokens):
+        found = dict(list(model([*prompt, *new]).items())[:8])
+        token = max(found, key=found.get)
+        if token == end:
+            break
+        new.append(token)
+    return new
+
+
+@wrong("continue_text", fails="it stops at the end token and leaves it out")
+def stops_at_the_end_token_of_gemma_too(model, prompt, max_tokens, end):
+    new = []
+    for _ in range(max_tokens):
+        found = model([*prompt, *new])
+        token = max(found, key=found.get)
+        if token in (1, end):
+            break
+        new.append(token)
+    return new
 
 
 @wrong("continue_text", fails="0 is a token id like any other")
@@ -161,6 +211,18 @@ def equal_matrices_once(matrices, bytes_per_number):
     return work(set(matrices), bytes_per_number)
 
 
+@wrong("step_work", fails="every matrix counts")
+def sorts_the_callers_list(matrices, bytes_per_number):
+    matrices.sort()
+    return work(matrices, bytes_per_number)
+
+
+@wrong("step_work", fails="more tokens: more operations")
+def operations_in_32_bits(matrices, bytes_per_number):
+    nbytes, operations = work(matrices, bytes_per_number)
+    return nbytes, int(torch.tensor(operations).to(torch.int32))
+
+
 @wrong("step_work", fails="more tokens: the same bytes")
 def reads_for_every_token(matrices, bytes_per_number):
     return work(matrices, bytes_per_number, bytes_of=lambda n, t: n * t)
@@ -224,6 +286,17 @@ def rounds_to_the_nearest(numbers, bytes_per_number, bytes_per_s, operations_per
     return round(bytes_per_number * operations_per_s / (2 * bytes_per_s))
 
 
+@wrong("free_batch", fails="only whole tokens")
+def drops_the_fractions_of_the_rates(numbers, bytes_per_number, bytes_per_s, operations_per_s):
+    return bytes_per_number * int(operations_per_s) // (2 * int(bytes_per_s))
+
+
+@wrong("free_batch", fails="fast arithmetic leaves room for many")
+def searches_up_to_a_thousand(numbers, bytes_per_number, bytes_per_s, operations_per_s):
+    reading = numbers * bytes_per_number / bytes_per_s
+    return max(tokens for tokens in range(1001) if 2 * numbers * tokens / operations_per_s <= reading)
+
+
 @wrong("free_batch", fails="slow arithmetic leaves no room")
 def at_least_one(numbers, bytes_per_number, bytes_per_s, operations_per_s):
     return max(1, int(bytes_per_number * operations_per_s / (2 * bytes_per_s)))
@@ -233,6 +306,35 @@ def at_least_one(numbers, bytes_per_number, bytes_per_s, operations_per_s):
 def one_mean_for_all(x, weight, eps):
     wide = x.float()
     return (wide / (wide.pow(2).mean() + eps).sqrt() * weight).to(x.dtype)
+
+
+@wrong("rms_norm", fails="each token on its own")
+def sixty_four_tokens_are_normalized(x, weight, eps):
+    wide = x.float().clone()
+    wide[:64] = wide[:64] / (wide[:64].pow(2).mean(-1, keepdim=True) + eps).sqrt()
+    return (wide * weight).to(x.dtype)
+
+
+@wrong("rms_norm", fails="each token on its own")
+def averages_256_columns(x, weight, eps):
+    wide = x.float()
+    return (wide / (wide[:, :256].pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight).to(x.dtype)
+
+
+@wrong("rms_norm", fails="squares of half-precision numbers")
+def divides_in_float16(x, weight, eps):
+    wide = x.to(torch.float16).float()
+    return (wide / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight).to(x.dtype)
+
+
+BUFFERS: dict = {}
+
+
+@wrong("rms_norm", fails="x and the weights do not change")
+def returns_one_buffer(x, weight, eps):
+    wide = x.float()
+    out = BUFFERS.setdefault((x.shape, x.dtype), torch.empty_like(x))
+    return out.copy_(wide / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight)
 
 
 @wrong("rms_norm", fails="the row's mean is not subtracted")
