@@ -99,9 +99,10 @@ guess_longest = 12  # PREDICT: % of the slots in use, 2,048 reserved for each re
 guess_oracle = 75  # PREDICT: % of the slots in use, the exact final length reserved
 
 # %% [markdown]
-# Now simulate it, step by step. The first waiting request takes the first gap that is large enough; every running
-# request computes one token per step; finished requests leave. The simulation compares three reservations: the longest
-# possible text; a good guess (the output's length rounded up to a power of two); and the oracle's exact length.
+# Now simulate it, step by step. The first waiting request takes the first gap that is large enough, and its whole
+# prompt is computed at once. From then on it computes one token per step, until it ends and leaves. The simulation
+# compares three reservations: the longest possible text; a good guess (the prompt, and the output's length rounded up
+# to a power of two); and the oracle's exact length.
 
 # %%
 results = waste.compare(work, slots=SLOTS, block_size=16, max_model_len=LONGEST)
@@ -188,9 +189,10 @@ memory_v.flatten(0, 1)[written] = v
 at = slots([5, 2], 0, len(A), 4)
 found_k, found_v = memory_k.flatten(0, 1)[at], memory_v.flatten(0, 1)[at]  # read (gather)
 
-# The engine's attention over a cache, as in lesson 02; scale: 1 / sqrt(head_dim)
-in_one_piece = adapters.cached_attention(q, k, v, len(A), scale=0.35)
-through_the_table = adapters.cached_attention(q, found_k, found_v, len(A), scale=0.35)
+scale = 1 / math.sqrt(8)  # 1 / sqrt(head_dim)
+# The engine's attention over a cache, as in lesson 02
+in_one_piece = adapters.cached_attention(q, k, v, len(A), scale=scale)
+through_the_table = adapters.cached_attention(q, found_k, found_v, len(A), scale=scale)
 print(f"slots of A's tokens: {at}; the function is {whose(slots_of)}")
 print("the same attention, to the last bit:", torch.equal(in_one_piece, through_the_table))
 
@@ -207,7 +209,7 @@ def through_slots(q, cache, block_table, lengths, *, scale):
     """The engine's decode attention. q: [rows, 1, heads, d]; block_table: [rows, blocks]."""
     out, block_size = torch.zeros_like(q), cache.k.shape[1]
     for row, length in enumerate(lengths.tolist()):
-        if length:
+        if length:  # 0: a padding row, without a request
             at = slots_of(block_table[row].tolist(), 0, length, block_size)
             k, v = cache.k.flatten(0, 1)[at], cache.v.flatten(0, 1)[at]
             out[row] = adapters.cached_attention(q[row], k, v, length, scale=scale)
@@ -300,9 +302,9 @@ print(f"the pool is {whose(MyBlockPool)}; the same tokens as before: {found == e
 print(used.calls)
 
 # %% [markdown]
-# And here are block tables at work. The engine can also write a trace, of what it does: the tables of every step can be
-# rebuilt from it. Eight requests of different lengths arrive at once; three may run at a time, in a memory of 24 blocks
-# of 8 slots.
+# And here are block tables at work. The engine can record what it does, in a trace of its own, from which the tables of
+# every step can be rebuilt. Eight requests of different lengths arrive at once; three may run at a time, in a memory of
+# 24 blocks of 8 slots.
 
 # %%
 with using(block_pool=MyBlockPool):
@@ -318,7 +320,7 @@ go to later ones, so that a request's blocks are soon scattered over the memory.
 # one is free. When a request ends, others get its blocks, and soon a request's blocks are scattered over the memory.
 # (The pool decides which free block to hand out, so the picture with your pool may look different.)
 #
-# ### What it is worth
+# ### What paging gains
 #
 # Back to the 400 requests and the memory of 16,384 slots, now divided into 1,024 blocks of 16. The simulation runs the
 # engine's own scheduler and pool, without a model.
@@ -345,14 +347,14 @@ describe("""Four stacked bars: the three contiguous reservations from before, an
 largest share of keys and values.""")
 draw.batches(results[:4])
 describe("""The number of running requests over the steps of the simulation, a line for each of the four caches. With
-blocks, the most requests run together, and all finish first; with the longest reservation, the fewest run together, and
-it takes the most steps.""")
+blocks, the most requests run together, and it takes the fewest steps to finish them all; with the longest reservation,
+the fewest run together, and it takes the most steps.""")
 
 # %% [markdown]
 # With blocks, nearly the whole memory holds keys and values. The yellow part is the slots of last blocks that will
 # still be filled. The narrow light gray end of that bar is not external fragmentation: any request could use these
 # blocks, but the next request needs more, and the scheduler keeps a few back for the running ones. Since more requests
-# run together, all are done sooner: with the same memory and the same attention, by bookkeeping alone.
+# run together, all of them finish in fewer steps: the same memory, the same attention, only better bookkeeping.
 #
 # How large should a block be? Small blocks leave less unused in last blocks. Large blocks need fewer table entries, and
 # let a kernel read longer pieces at a time. For the same requests:
@@ -470,7 +472,7 @@ print(f"prefix_keys is {whose(prefix_keys)}")
 # Two thirds of the 400 requests begin with one of eight common prefixes of 48 to 512 tokens.
 #
 # **Predict first.** Suppose every full block of 16 that was computed once is found whenever it is needed again. What
-# share of all prompt tokens is found, so that it need not be computed?
+# share of all prompt tokens is found, and so does not have to be computed?
 
 # %% tags=["exercise"]
 guess_found = 55  # PREDICT: % of all prompt tokens that are found
@@ -495,7 +497,7 @@ compare("prompt tokens found", unit="%", prediction=guess_found, measured=share)
 # ## 5 · A prefix cache · 28 min
 #
 # A request ends, and its blocks are released. Are they free? Their keys and values are still valid: if the same prefix
-# comes again a second later, they need not be computed again. So there is a third state between used and free:
+# comes again a second later, they do not have to be computed again. So there is a third state between used and free:
 # **cached**. A cached block has no holder, but its key is known. It is allocated only when no free block is left, and
 # its key is then forgotten: the block is **evicted**.
 
@@ -634,8 +636,8 @@ same.""")
 
 # %% [markdown]
 # With 1,024 blocks the pool finds as much as the set that never forgets. With 96, only a little more than the longest
-# request needs (83), it still finds half as much, and evicting the end first finds 15% more than evicting the beginning
-# first.
+# request needs (83), it still finds more than half as much, and evicting the end first finds 15% more than evicting the
+# beginning first.
 #
 # ### In the engine: a chat
 #
@@ -712,11 +714,11 @@ free blocks have run out.""")
 # %%
 shared = results[4]
 print(f"running together: {paged['running']:.1f}, with sharing {shared['running']:.1f}")
-print(f"steps until all are done: {paged['steps']:,}, with sharing {shared['steps']:,}")
+print(f"steps until all have finished: {paged['steps']:,}, with sharing {shared['steps']:,}")
 print(f"tokens in all tables together, as a share of the slots: {shared['seen']:.0%}")
 draw.batches(results[3:])
 describe("""The number of running requests over the steps, with and without shared prefixes. With sharing clearly more
-requests run together at first, and all are done in fewer steps.""")
+requests run together at first, and all of them finish in fewer steps.""")
 
 # %% [markdown]
 # Together, the running requests see about 1.5 times as many tokens as the memory has slots.
@@ -819,7 +821,7 @@ for way, name in WAYS.items():
     print(f"{name:30} {result['perplexity']:10.2f} {result['beside_recomputed']:10.3f}")
 
 # %% [markdown]
-# On this text, keeping the newest tokens costs nothing compared with recomputing, and keeping everything is *worse*: it
+# On this text, keeping only the newest tokens is as good as recomputing them, and keeping everything is *worse*: it
 # reaches positions that training never saw. Sinks make no difference here: this small model does not depend on its
 # first tokens. For what large models lose without them, see figure 3 of Xiao et al.
 #
@@ -835,11 +837,11 @@ for way, name in WAYS.items():
 # * Blocks without holders stay cached until their memory is needed. They are evicted least recently used first, the end
 #   of a sequence before its beginning.
 #
-# **What got worse:** attention kernels must look up where each block is, and block tables must be kept equal on CPU and
-# GPU. Part of each request's last block is unused. Every prompt is hashed, whether anything is found or not. How soon
-# an answer comes depends on what others have asked, so a shared cache leaks information about its users, and salts
-# prevent that at the price of less sharing. Benchmarks become harder to trust: one that sends the same prompt twice
-# measures the cache.
+# **What got worse:** attention kernels must look up where each block is, and block tables must be kept in sync between
+# the CPU and the GPU. Part of each request's last block is unused. Every prompt is hashed, whether anything is found or
+# not. How soon an answer comes depends on what others have asked, so a shared cache leaks information about its users,
+# and salts prevent that at the price of less sharing. Benchmarks become harder to trust: one that sends the same prompt
+# twice measures the cache.
 #
 # **Further reading:** Kwon et al. 2023, *Efficient Memory Management for Large Language Model Serving with
 # PagedAttention*; Zheng et al. 2024, *SGLang* (RadixAttention: a tree of prefixes instead of hashes); Gu et al. 2025,

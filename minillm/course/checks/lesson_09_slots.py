@@ -27,6 +27,10 @@ def _(function):
     one, other = (_slots(function, [5, block], 0, 8, 4) for block in (1, 2))
     moved = [there - here for here, there in zip(one, other, strict=True)]
     assert moved == [0] * 4 + [4] * 4, f"table [5, 1] became [5, 2], and the slots of tokens 0 to 7 moved by {moved}"
+    one, other = (_slots(function, [5, block, 3], 0, 12, 4) for block in (1, 2))
+    moved = [there - here for here, there in zip(one, other, strict=True)]
+    said = f"table [5, 1, 3] became [5, 2, 3], and the slots of tokens 0 to 11 moved by {moved}"
+    assert moved == [0] * 4 + [4] * 4 + [0] * 4, said
 
 
 @slots_of.property(

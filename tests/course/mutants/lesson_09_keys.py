@@ -180,3 +180,23 @@ _KEYS: list[bytes] = []
 def the_same_list_each_time(tokens, block_size, salt=""):
     _KEYS[:] = _chain(tokens, block_size, _hash(salt.encode(), []))
     return _KEYS
+
+
+@wrong("prefix_keys", fails="thousands of blocks have thousands of keys")
+def hands_on_24_bits(tokens, block_size, salt=""):
+    """Long keys, and a chain that loses most of the prefix."""
+    keys, parent = [], hash(salt)
+    for end in range(block_size, len(tokens) + 1, block_size):
+        keys.append(hash((parent, *tokens[end - block_size : end])))
+        parent = keys[-1] % 2**24
+    return keys
+
+
+@wrong("prefix_keys", fails="another salt gives other keys")
+def the_beginning_of_the_salt(tokens, block_size, salt=""):
+    return _chain(tokens, block_size, _hash(salt[:16].encode(), []))
+
+
+@wrong("prefix_keys", fails="another salt gives other keys")
+def the_end_of_the_salt(tokens, block_size, salt=""):
+    return _chain(tokens, block_size, _hash(salt[-16:].encode(), []))

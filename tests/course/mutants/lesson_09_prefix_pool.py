@@ -307,3 +307,11 @@ class OneListForAllPools(PrefixPool):
             self.newest[block] = None
         else:
             self.free.append(block)
+
+
+@wrong("MyPrefixPool", fails="the end of a sequence is evicted before its beginning")
+class KeepsAtMostTwoHundredBlocks(PrefixPool):
+    def release(self, blocks):
+        super().release(blocks)
+        while len(self.idle) > 200:
+            self.free.append(self.evict())

@@ -113,3 +113,14 @@ _SLOTS: list[int] = []
 def the_same_list_each_time(table, start, end, block_size):
     _SLOTS[:] = [table[at // block_size] * block_size + at % block_size for at in range(start, end)]
     return _SLOTS
+
+
+_BY_ENDS: dict[tuple, list[int]] = {}
+
+
+@wrong("slots_of", fails="blocks may be anywhere in memory")
+def remembers_by_the_ends_of_the_table(table, start, end, block_size):
+    key = (table[0], table[-1], len(table), start, end, block_size)
+    if key not in _BY_ENDS:
+        _BY_ENDS[key] = [table[at // block_size] * block_size + at % block_size for at in range(start, end)]
+    return list(_BY_ENDS[key])
