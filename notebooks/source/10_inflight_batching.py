@@ -89,7 +89,7 @@ done in step 8, and only then do C and D start. In the in-flight grid C takes B'
 def steps_and_idle(outputs: list[int], rows: int, in_flight: bool) -> tuple[int, int]:
     """(steps, idle cells) of requests whose answers have `outputs` tokens, taken in this order.
 
-    in_flight: True: the next request takes the row that is free first. False: static batches;
+    in_flight: True: the next request takes the row that becomes free first. False: static batches;
     `rows` requests start together, and the next ones when all of these are done.
     """
     # SOLUTION: static: sum up how long each batch takes; in flight: keep track of when each row

@@ -59,10 +59,12 @@ def _(function):
     assert steps == 4, f"2, 2, 2 tokens in two rows, in flight: the third request ends after 4 steps, not {steps}"
     steps, _ = _rows_used(function, [2, 6], 2, in_flight=True)
     assert steps == 6, f"2, 6 tokens in two rows, in flight: the second request ends after 6 steps, not {steps}"
+    steps, _ = _rows_used(function, [2, 300], 2, in_flight=True)
+    assert steps == 300, f"2, 300 tokens in two rows, in flight: the second request ends after 300 steps, not {steps}"
 
 
 @steps_and_idle.property(
-    "the next request takes the row that is free first",
+    "the next request takes the row that becomes free first",
     "no request is tied to a row in advance: which row ends earliest?",
 )
 def _(function):
@@ -70,6 +72,8 @@ def _(function):
         steps, _ = _rows_used(function, outputs, 2, in_flight=True)
         listed = ", ".join(map(str, outputs))
         assert steps == wanted, f"{listed} tokens in two rows, in flight: {wanted} steps, not {steps}"
+    steps, _ = _rows_used(function, [20] + [1] * 11, 6, in_flight=True)
+    assert steps <= 20, f"20 tokens, then eleven times 1, in six rows, in flight: no more than 20 steps, not {steps}"
 
 
 @steps_and_idle.property(
@@ -257,6 +261,10 @@ def _(function):
     request = _maker(function)(6, known=10)
     got = _step(function, request)
     assert got == [(0, 10, True)], f"10 known tokens and an empty cache: [(0, 10, True)], not {got}"
+    assert (request.known, request.computed) == (11, 10), (
+        f"10 known tokens and an empty cache: then 11 are known and 10 computed, not {request.known} and "
+        f"{request.computed}"
+    )
 
 
 @next_step.property(

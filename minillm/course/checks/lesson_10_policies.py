@@ -92,6 +92,8 @@ def _(function):
 def _(function):
     got = _shares(function, [1, 10, 10], 6)
     assert got == [1, 5, 0], f"[1, 10, 10] and a budget of 6: [1, 5, 0], not {got}"
+    got = _shares(function, [1, 10], 6)
+    assert got == [1, 5], f"[1, 10] and a budget of 6: [1, 5], not {got}"
 
 
 @share_budget.property("counts stay in the rows' order", "if you sort, put each count back in its own row's place")
@@ -103,6 +105,17 @@ def _(function):
         f"[5, 1] twenty times and a budget of 70: an older prompt gets at least as much as a younger one, not {got} "
         "(np.argsort keeps the order of equal entries only with kind='stable')"
     )
+
+
+@share_budget.property(
+    "an earlier answer stays as it is", "make a new array in each call: the caller may still hold the last one"
+)
+def _(function):
+    first = function(_pending([1, 1, 6]), 8)
+    before = np.asarray(first).tolist()
+    function(_pending([9, 1, 1]), 4)
+    after = np.asarray(first).tolist()
+    assert after == before, f"it returned {before}; after another call the same array says {after}"
 
 
 # ---- a policy
