@@ -89,7 +89,7 @@ done in step 8, and only then do C and D start. In the in-flight grid C takes B'
 def steps_and_idle(outputs: list[int], rows: int, in_flight: bool) -> tuple[int, int]:
     """(steps, idle cells) of requests whose answers have `outputs` tokens, taken in this order.
 
-    in_flight: True: the next request takes the row that is free first. False: static batches;
+    in_flight: True: the next request takes the row that becomes free first. False: static batches;
     `rows` requests start together, and the next ones when all of these are done.
     """
     # SOLUTION: static: sum up how long each batch takes; in flight: keep track of when each row
@@ -329,9 +329,9 @@ for number, step in enumerate(shown[:4]):
 # %% [markdown]
 # ## 4 · The token budget · 22 min
 #
-# Look at the in-flight picture of section 1 again, at the number under step 2: 13 tokens, where the other steps around
-# it compute two. A step takes longer the more tokens it computes, and A's user waits for that step too. With twelve
-# tokens the delay is too short to notice. With a prompt of thousands of tokens, every other answer pauses.
+# Look at the in-flight picture of section 1 again, at the number under step 2: 13 tokens, where the steps around it
+# compute two. A step takes longer the more tokens it computes, and A's user waits for that step too. With twelve tokens
+# the delay is too short to notice. With a prompt of thousands of tokens, every other answer pauses.
 #
 # Users experience two kinds of waiting, and servers are judged by both:
 #
@@ -359,12 +359,15 @@ tokens.""")
 #
 # That A gets its token is a decision: C's prompt could have used the whole budget. Sarathi-Serve calls the decision
 # *stall-free* scheduling: **first every row with one pending token, then prompts, oldest first.** A decode takes only
-# one token of the budget, and skipping it would interrupt an answer that someone is reading.
+# one token of the budget, and skipping it would interrupt an answer that someone is reading. Exercise 2 simply went by
+# age. That is the same here, because A is older than C. But where requests overtake one another (section 6), the oldest
+# row may be the one with a long prompt.
 #
 # **Exercise 3 (10 minutes).** Share the budget in this order. `pending` has one entry for each running row, the oldest
 # request first. Return how many tokens of each row run in this step, $c_i \le p_i$ with $\sum c_i \le \text{budget}$.
 #
-# The engine calls it once for all running rows, then for each request that is about to join, with what is left.
+# The engine calls it once for all running rows, then for each request that is about to join, with what is left of the
+# budget.
 #
 # For example, `share_budget(np.array([1, 1, 6]), 8)` runs everything: `[1, 1, 6]`.
 
@@ -493,7 +496,7 @@ describe("""Two grids of two rows. With ten blocks C loses its row after step 3,
 8, and in step 9 C runs 14 tokens at once: its prompt and the two tokens it had already generated.""")
 
 # %% [markdown]
-# For step 4, A needs a fourth block and none is free: A has three, C has seven. C is the more recent request and is
+# In step 4, A needs a fourth block and none is free: A has three, C has seven. C is the more recent request and is
 # preempted. It is now first in the queue, but it needs seven blocks again, which are not free until A is done, and D
 # must not overtake it. In step 9 C returns, in whichever row is free. It runs 14 tokens, the 12 of its prompt and the
 # two it had generated, *as if they were a prompt*, and samples its third token. D waits one more step: it needs the
@@ -589,12 +592,12 @@ print("a long prompt among 20 and 40 short ones waits", *found, "steps")
 draw.waits({label: batching.wait_points(each) for label, each in waited.items()})
 describe("""Three plots of each request's wait over its arrival. First come, first served: all waits grow together.
 Shortest always: short prompts hardly wait, and long ones wait longest of all. With patience: short prompts wait a
-little, and long ones less than with shortest always.""")
+little, and most long ones less than with shortest always.""")
 
 # %% [markdown]
-# With patience, a long prompt has a bound. The 22nd short prompt after it starts with the same key, since
-# $(96-8)/4=22$, and among equal keys the older request goes first: at most 21 pass it, however many are still to come.
-# Most of the reduction in the mean wait remains.
+# With patience, a long prompt has a bound. The 22nd short prompt after it has the same key, since $(96-8)/4=22$, and
+# among equal keys the older request goes first: at most 21 pass it, however many are still to come. Its own 96 tokens
+# then take a few steps more. Most of the reduction in the mean wait remains.
 #
 # Finally, everything together: your order and your sharing serve the traffic in one engine. The engine supplies
 # whatever you skipped.
@@ -685,8 +688,8 @@ short.""")
 
 # %% [markdown]
 # In step 2 C is only joining, and a newcomer gets what the running rows leave: five tokens. In step 3 C's prompt takes
-# all six, and A, in the middle of its answer, waits (darker gray: A has the row, but none of its tokens run). Twelve
-# tokens are too few for C to gain a step by this. A prompt of a thousand tokens would take about 167 steps at six
+# all six, and A, in the middle of its answer, waits (darker gray: A has the row, but none of its tokens run). C's
+# prompt of twelve tokens is too short to save a step. A prompt of a thousand tokens would take about 167 steps at six
 # tokens each instead of 200 at five: C's first token would come 33 steps sooner, and A would wait all that time.
 #
 # ## 10 · Waits under load (optional) · 4 min
@@ -713,16 +716,16 @@ higher; on the CPU the time to first token is much longer with chunks.""")
 #
 # On the CPU, chunks (128 tokens a step) halve the ITL p99, but the TTFT p99 is about five times as long: all prompts
 # together share what decodes leave of 128 tokens a step, and they queue for it. On the H200 (512 tokens a step) the ITL
-# p99 falls by a third. The TTFT p90 rises by about 2 ms in six of the seven runs of each way; one outlier each reaches
-# 20 and 68 ms. The TTFT p99 doesn't settle anything there: only four of 400 requests wait longer than that, and single
-# runs range from 24 to 114 ms. Had each way been run only once, either could have come out ahead. So choose the budget
-# by measuring ITL and TTFT on your machine, with your traffic, more than once.
+# p99 falls by a third. The TTFT p90 rises by about 2 ms, if one outlier in the seven runs of each way is left out: 20
+# ms with whole prompts, 68 ms with chunks. The TTFT p99 doesn't settle anything there: only four of 400 requests wait
+# longer than that, and single runs range from 24 to 114 ms. Had each way been run only once, either could have come out
+# ahead. So choose the budget by measuring ITL and TTFT on your machine, with your traffic, more than once.
 #
 # ## 11 · The three ways, over time (optional) · 3 min
 #
-# Eight requests of the traffic, with prompts at full length: in static batches, in flight with whole prompts, and
-# chunked. This time the x axis is time, and a white line marks where a step begins. A wide column is a step that took
-# long, and every row that is blue in it waited that long for one token.
+# Eight requests of the traffic, with prompts at full length and answers cut to a sixth: in static batches, in flight
+# with whole prompts, and chunked. This time the x axis is time, and a white line marks where a step begins. A wide
+# column is a step that took long, and every row that is blue in it waited that long for one token.
 
 # %%
 eight = batching.traffic(requests=8).items()
@@ -743,7 +746,8 @@ prompt takes several of them.""")
 # %% [markdown]
 # Request 5 has a prompt of 298 tokens. In flight and whole, it runs in a single wide column, in which each decoding row
 # gets one token. In chunks it runs in five narrower columns, and the decoding rows get a token in each. Chunks cost
-# total time, because there are more steps; what they buy is even gaps.
+# some total time, because there are more steps; what they buy is even gaps. (Each way runs only once: on a busy
+# machine, the totals may come out in another order.)
 #
 # Gray cells have three causes. In static batches, rows wait for the rest of their batch. At the left of the chunked
 # timeline, requests 1 to 3 are not admitted yet, because older prompts use the whole budget. And at the right of all
@@ -820,7 +824,8 @@ batching.gains(ablation, "run-ahead", before="0", after=("1", "3"))
 batching.gains(ablation, "CUDA graphs", before="off", after=("on",))
 draw.ablation(ablation, ["run-ahead", "CUDA graphs"])
 describe("""Bars of output tokens per second on an H200, as shares of the best, for 1 and for 256 requests. Without
-run-ahead the speed is a little lower; one and three steps ahead are equal. Without CUDA graphs it is far lower.""")
+run-ahead the speed is a little lower; one and three steps ahead are nearly equal. Without CUDA graphs it is far
+lower.""")
 
 # %% [markdown]
 # With one request, a step is short and Python is a larger part of it. With 256 requests, a step takes longer and there

@@ -37,7 +37,7 @@ def tokens_divided_by_rows(outputs, rows, in_flight):
     return _with_idle(steps, outputs, rows)
 
 
-@wrong("steps_and_idle", fails="the next request takes the row that is free first")
+@wrong("steps_and_idle", fails="the next request takes the row that becomes free first")
 def rows_assigned_round_robin(outputs, rows, in_flight):
     steps = max(sum(outputs[row::rows]) for row in range(rows)) if in_flight else _static(outputs, rows)
     return _with_idle(steps, outputs, rows)
@@ -102,6 +102,25 @@ def the_first_row_ends_last(outputs, rows, in_flight):
     for tokens in outputs:
         ends[ends.index(min(ends))] += tokens
     return _with_idle(ends[0] if in_flight else _static(outputs, rows), outputs, rows)
+
+
+@wrong("steps_and_idle", fails="the next request takes the row that becomes free first")
+def round_robin_from_five_rows_on(outputs, rows, in_flight):
+    if in_flight and rows > 4:
+        return _with_idle(max(sum(outputs[row::rows]) for row in range(rows)), outputs, rows)
+    return _with_idle(_in_flight(outputs, rows) if in_flight else _static(outputs, rows), outputs, rows)
+
+
+@wrong("steps_and_idle", fails="a request takes one step for each of its tokens")
+def at_most_a_hundred_steps_in_flight(outputs, rows, in_flight):
+    free, waiting, steps = [0] * rows, list(outputs), 0
+    if not in_flight:
+        return _with_idle(_static(outputs, rows), outputs, rows)
+    while (waiting or any(free)) and steps < 100:  # a guard against endless loops
+        free = [left or (waiting.pop(0) if waiting else 0) for left in free]
+        free = [max(left - 1, 0) for left in free]
+        steps += 1
+    return _with_idle(steps, outputs, rows)
 
 
 @wrong("steps_and_idle", fails="any number of rows")
@@ -199,6 +218,17 @@ def prefill_and_decode_are_two_cases(requests, budget):
         samples = count > 0 and request.computed == request.known
         request.known += samples
         done.append((start, count, samples))
+    return done
+
+
+@wrong("next_step", fails="a resumed request computes prompt and answer in one go")
+def a_resumed_request_keeps_what_it_knows(requests, budget):
+    done = []
+    for request in requests:
+        resumed = request.computed == 0 and request.known > request.prompt
+        done.append(_take(request, min(_pending(request), budget)))
+        budget -= done[-1][1]
+        request.known -= resumed and done[-1][2]  # though it has sampled another token
     return done
 
 

@@ -80,6 +80,24 @@ def whole_prompts_or_nothing(pending, budget):
     return np.where(counts == pending, counts, 0)
 
 
+@wrong("share_budget", fails="a prompt is cut where the budget ends")
+def the_last_row_is_never_cut(pending, budget):
+    counts = _by(np.argsort(pending > 1, kind="stable"), pending, budget)
+    if counts[-1] < pending[-1]:
+        counts[-1] = 0
+    return counts
+
+
+BUFFERS: dict[int, np.ndarray] = {}
+
+
+@wrong("share_budget", fails="an earlier answer stays as it is")
+def one_array_for_all_answers(pending, budget):
+    counts = BUFFERS.setdefault(len(pending), np.zeros_like(pending))
+    counts[:] = _by(np.argsort(pending > 1, kind="stable"), pending, budget)
+    return counts
+
+
 @wrong("share_budget", fails="counts stay in the rows' order")
 def returned_in_sorted_order(pending, budget):
     return _in_turn(pending[np.argsort(pending > 1, kind="stable")], budget)
