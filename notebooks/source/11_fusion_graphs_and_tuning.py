@@ -37,8 +37,8 @@ gemma = PRESETS["gemma-2b"]
 # Lesson 03 fused an addition with a norm. Here is everything that one layer of Gemma 2B launches in a decode step of 64
 # requests: as torch would run it line by line, and as the engine runs it, with one kernel per operation. The four
 # matrix products and attention are the same in both. Each launch is drawn with the time it takes *at best*: its
-# bytes divided by the H200's memory bandwidth, but never less than the shortest kernel on record. So this is an
-# optimistic estimate, not a measurement.
+# bytes divided by the H200's memory bandwidth, but never less than the shortest kernel in the record `h200/kernels`. So
+# this is an optimistic estimate, not a measurement.
 
 # %%
 kernels = {
@@ -46,7 +46,7 @@ kernels = {
 }
 bytes_per_s = records.read("h200/roofline")["bytes_per_s"]
 shortest_us = 1e3 * min(each["ms"] for each in kernels.values())
-print(f"the shortest kernel of the record: {shortest_us:.2f} µs")
+print(f"the shortest kernel in the record: {shortest_us:.2f} µs")
 
 
 def bound(layer):
@@ -101,8 +101,8 @@ describe(
 # %% [markdown]
 # One row needs small tiles: it takes many programs to fill the GPU. For 3,000 rows there is a plateau: many choices are
 # within 2% of the best. Three regions are slow. Tiles that are large for their warps (lower left) need too many
-# registers per thread. Tiles that are small for them (upper right) leave threads idle. And in the whole top row, 3,000
-# rows make 192,000 programs with too little to do each.
+# registers per thread. Tiles that are small for them (upper right) leave each thread little or nothing to do. And in
+# the whole top row, 3,000 rows make 192,000 programs, each with too little work.
 #
 # How much does a measurement vary by itself? Each cell of the table is the median of 20 runs:
 
@@ -146,7 +146,7 @@ def choose_launch(runs: dict, default, margin: float):
 check(choose_launch)
 
 # %% [markdown]
-# The engine's GeGLU always uses 1,024 columns and 4 warps. What would you choose, and what would it bring to a step?
+# The engine's GeGLU always uses 1,024 columns and 4 warps. What would you choose, and how much faster would a step be?
 
 # %%
 DEFAULT, MARGIN = (1024, 4), 0.02
@@ -194,7 +194,7 @@ for rows in (1, 2):
     print(f"rows={rows}: {chosen}")
 
 # %% [markdown]
-# What did a plan for Gemma 2B bring on the H200? The record has runs with and without it, of 1,024 prompt tokens and
+# How much did a plan for Gemma 2B gain on the H200? The record has runs with and without it, of 1,024 prompt tokens and
 # 256 output tokens per request:
 
 # %%
@@ -325,8 +325,9 @@ describe(
 
 # %% [markdown]
 # The model is optimistic about the graph. The measured speed with graphs means 1.9 ms per token: that
-# includes the output head, sampling and a share of the prompt, and kernels take longer than at best. But the model is
-# right about the cause: without a graph, the GPU waits most of the time.
+# includes the output head, sampling and a share of the prompt, and kernels take longer than their time at best. But you
+# can trust what the model says about the cause, because it also follows from the measurements alone: in a graph, the
+# same kernels need at most 1.9 ms per token. So of the 8.3 ms without a graph, the GPU waits for more than 6.
 #
 # A recording has a price. Arguments are *addresses* and *sizes*, so inputs must be at the same addresses every time, no
 # shape may change, and nothing in the step may wait for the CPU. The engine therefore keeps the state of its rows in
@@ -342,7 +343,7 @@ describe(
 # A step that runs prompts is harder to capture, because prompts have all lengths. It is padded to one of a few numbers
 # of tokens, and which token belongs to which row travels in one array that the captured kernels read
 # (`minillm/runner/mixed_graphs.py`). Steps with more than 1,024 prompt tokens are launched kernel by kernel: the
-# GPU then needs more time to run them than the CPU needs to launch them. If a request uses top-p, penalties or
+# longer the GPU works on a step, the less the time of its launches matters. If a request uses top-p, penalties or
 # log-probabilities, extra kernels run after the graph, and every request of the step waits for them.
 #
 # A captured graph knows nothing about functions that you plug in later. So while an operation of yours is in use, the
@@ -431,8 +432,8 @@ describe(
 )
 
 # %% [markdown]
-# The first few sizes bring nearly all of the gain. `minillm build` simplifies the question: it walks from the largest
-# size down and keeps a size if its step is more than 2% faster than that of the next larger one kept
+# The first few sizes account for nearly all of the gain. `minillm build` simplifies the question: it walks from the
+# largest size down and keeps a size if its step is more than 2% faster than that of the next larger one kept
 # (`minillm/tuning/planning.py`, `worthwhile`). That needs no forecast of batch sizes. All graphs of the engine use the
 # same memory for their intermediate results, because only one of them runs at a time. So each further graph is cheap
 # here: the engine reserves 1 MiB for it.
@@ -445,7 +446,7 @@ describe(
 # layer read all the weights for a single vector. The norms, the residual sum and GeGLU are so little work that they fit
 # *into* the products; rotation and cache write fit into attention:
 #
-# 1. norm, QKV projection;
+# 1. residual sum (except in the first layer), norm, QKV projection;
 # 2. rotation, cache write, attention;
 # 3. output projection;
 # 4. residual sum, norm, gate and up projections, GeGLU;
@@ -467,7 +468,8 @@ describe(
 # %% [markdown]
 # 18 layers and the output head make a step, and a step makes a token. So the times at best give each way an estimated
 # upper bound in tokens per second. Here are the bound and the measured speed of the fused step. All ways below run
-# their decode steps in CUDA graphs, and their prompts outside; the measured speeds include the prompt.
+# their decode steps in CUDA graphs, and their prompts outside; the measured speeds include the prompt. (With a kernel
+# per operation, attention for one row is two kernels: the figure draws them as one launch.)
 
 # %%
 head_us = 1e6 * 2 * gemma.vocab_size * gemma.hidden_size / bytes_per_s
@@ -494,7 +496,7 @@ for name in names:
     rate = tokens_per_s["fusion", name, 1]
     missing_us = (1e6 / rate - 1e6 / most[name]) / gemma.num_layers
     print(
-        f"{name:<22} {rate / most[name]:.1%} of its bound, {missing_us:.0f} µs per layer longer"
+        f"{name:<22} {rate / most[name]:.1%} of its bound, {missing_us:.0f} µs longer per layer"
     )
 torchs = 100 * tokens_per_s["fusion", names[0], 1] / most[names[0]]
 compare("plain torch", unit="% of its bound", prediction=guess_share, measured=torchs)
@@ -596,9 +598,9 @@ else:
 print(f"not a fair pair: off -> on, {speed['on'] / speed['off']:.2f} times")
 
 # %% [markdown]
-# Follow a path of fair pairs from `off` to `on`: the factors multiply to the unfair one. Graphs for decode steps bring
-# by far the largest factor, then the five launches. For 256 requests the picture changes, because a step has more work
-# per launch:
+# Follow a path of fair pairs from `off` to `on`: the factors multiply to the unfair one. On the path through one kernel
+# per operation, graphs for decode steps give by far the largest factor, and the five launches the second largest. For
+# 256 requests the picture changes, because a step has more work per launch:
 
 # %%
 plots.ablation(ablation, groups=["CUDA graphs", "fusion"])
@@ -618,8 +620,8 @@ describe(
 # TensorRT is NVIDIA's compiler for neural networks. It turns a network into an *engine* for one GPU, in steps that you
 # can now name:
 #
-# 1. **Import** the network, for example from an ONNX file, as a graph of layers. *Here:* nothing. The model is Python
-#    code that runs as it is (`minillm/model/decoder.py`).
+# 1. **Import** the network, for example from an ONNX file (a common file format for networks), as a graph of layers.
+#    *Here:* nothing. The model is Python code that runs as it is (`minillm/model/decoder.py`).
 # 2. **Optimize the graph:** fold constants, remove dead layers, fuse consecutive layers (vertically) and layers that
 #    read the same input (horizontally). *Here:* by hand. Fused kernels are vertical fusion; Q, K and V in one matrix,
 #    and gate and up in one, are horizontal fusion. Gemma's `1 + weight` is folded when the weights are loaded.

@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from itertools import combinations
 
 from . import Exercise
@@ -82,6 +82,8 @@ def _(function):
     for other, median, expected in (([8.0, 9.0, 10.2, 11.0], 9.6, "other"), ([8.0, 9.0, 11.0, 12.0], 10, "default")):
         runs = {"default": [10.0] * 4, "other": other}
         _expect(function, runs, "default", expected, f"medians {median} of {other} and the default's 10")
+    runs = {"default": [10.0] * 2, "other": [9.0] * 5}
+    _expect(function, runs, "default", "other", "medians 9 of 5 runs and the default's 10 of 2 runs")
 
 
 @choose_launch.property("the fastest of all wins", "compare all medians first, then the fastest with the default")
@@ -103,9 +105,15 @@ def _listed(result):
     return result
 
 
+def _tuples(result, what: str) -> list[tuple]:
+    for each in _listed(result):
+        assert isinstance(each, Iterable), f"expected a list of {what}, but it contains {each!r}"
+    return [tuple(each) for each in result]
+
+
 def _times(function, launched: list[float], lengths: list[float]) -> list[tuple[float, float]]:
     given = [*launched], [*lengths]
-    found = [tuple(each) for each in _listed(function(*given))]
+    found = _tuples(function(*given), "(start, end)")
     assert given == (launched, lengths), "the inputs have changed"
     return found
 
@@ -126,6 +134,9 @@ def _(function):
 @queued.property("a kernel waits until it is launched", "its start is at least launched_us[i]")
 def _(function):
     _same(_times(function, [10.0, 20.0], [1.0, 1.0]), [(10.0, 11.0), (20.0, 21.0)], "launched at 10, 20; lengths 1, 1")
+    launched = [10.0 * place for place in range(12)]
+    expected = [(when, when + 1.0) for when in launched]
+    _same(_times(function, launched, [1.0] * 12), expected, "launched at 0, 10, ... 110; lengths 1")
 
 
 @queued.property("a kernel waits until the one before has ended", "its start is at least the end of kernel i - 1")
@@ -150,6 +161,8 @@ def _(function):
     _same(found, [(0.5, 1.85), (1.85, 4.34)], "launched at 0.5, 0.9; lengths 1.35, 2.49")
     found = _times(function, [0.1234, 0.5], [1.3529, 2.0])
     _same(found, [(0.1234, 1.4763), (1.4763, 3.4763)], "launched at 0.1234, 0.5; lengths 1.3529, 2")
+    found = _times(function, [1.0, 1.1], [0.25, 0.5])
+    _same(found, [(1.0, 1.25), (1.25, 1.75)], "launched at 1, 1.1; lengths 0.25, 0.5")
 
 
 @queued.property("no kernels, no times", "an empty list for empty lists")
@@ -219,11 +232,15 @@ def _(function):
     for counts in ({1: 90, 4: 1, 8: 1, 16: 1}, {1: 1, 4: 90, 8: 1, 16: 1}, {1: 1, 4: 1, 8: 90, 16: 1}):
         _least(function, counts, ms, 2)
     _least(function, {1: 5, 6: 40, 8: 1}, {1: 1.0, 6: 2.0, 8: 9.0}, 2)
+    _least(function, dict.fromkeys(range(1, 9), 1), {1: 1.0, 2: 2.0, 4: 3.0, 8: 9.0}, 2)
+    _least(function, {1: 9000, 4: 10, 16: 1}, ms, 2)
 
 
 @choose_sizes.property("up to `most` sizes, however many that is", "sets of 1, 2, 3, ... and `most` sizes")
 def _(function):
     _least(function, dict.fromkeys((1, 2, 4, 8, 16), 9), {size: float(size) for size in (1, 2, 4, 8, 16)}, 5)
+    ms = {size: size / 10 for size in (1, 2, 4, 8, 16, 32, 48, 64, 128, 192, 256)}  # as many as the record
+    _least(function, dict.fromkeys(ms, 9), ms, 11)
 
 
 @choose_sizes.property(
@@ -233,6 +250,10 @@ def _(function):
     _least(function, {1: 5, 32: 4, 64: 1}, {1: 1.00, 8: 1.01, 32: 1.02, 64: 5.0}, 2)
     _least(function, {1: 10, 5: 9, 64: 1}, {1: 1.9, 8: 2.0, 64: 9.0}, 2)
     _least(function, {1: 20, 15: 10, 14: 5}, {2: 2.2, 4: 2.0, 8: 1.0, 16: 2.0}, 3)
+    slow_two = {2: 1.83, 4: 1.77, 8: 3.0}
+    for most in (3, 4):
+        _least(function, {2: 5, 4: 5, 8: 1}, slow_two, most)
+    _least(function, {1: 10, 2: 1, 4: 1}, {1: 0.100, 2: 0.104, 4: 0.106}, 2)
 
 
 @choose_sizes.property("the best set, not one size after the other", "try all sets: itertools.combinations")
@@ -250,13 +271,15 @@ fair_pairs = Exercise("fair_pairs")
 
 def _pairs(function, settings: dict[str, dict]) -> list[tuple]:
     given = copy.deepcopy(settings)
-    found = [tuple(each) for each in _listed(function(given))]
+    found = _tuples(function(given), "(setting, later setting, fact)")
     assert given == settings, "the settings have changed"
     return found
 
 
 def _expect_pairs(function, settings: dict[str, dict], expected: list[tuple]):
     found = _pairs(function, settings)
+    for part in (part for each in found for part in each):
+        assert isinstance(part, Hashable), f"each tuple has three names: expected {expected}, got {found}"
     assert Counter(found) == Counter(expected), f"{settings}: expected {expected}, got {found}"
 
 
@@ -279,6 +302,8 @@ def _(function):
     _expect_pairs(function, {"a": {"x": 1, "y": 1}, "b": {"x": 1, "y": 2}, "c": {"x": 1, "y": 3}}, every)
     apart = {name: {"x": place, "y": place} for place, name in enumerate("abcde")} | {"f": {"x": 4, "y": 0}}
     _expect_pairs(function, apart, [("a", "f", "x"), ("e", "f", "y")])
+    alike = {name: {"x": 1, "y": place} for place, name in enumerate("abcdef")}
+    _expect_pairs(function, alike, [(one, other, "y") for one, other in combinations(alike, 2)])
 
 
 @fair_pairs.property("equal settings are no comparison", "exactly one fact differs, not at most one")
@@ -302,6 +327,7 @@ def _(function):
     _expect_pairs(function, {"a": {"x": 1000, "y": 1}, "b": {"x": thousand, "y": 2}}, [("a", "b", "y")])
     _expect_pairs(function, {"a": {"x": 1, "y": 1}, "b": {"x": "1", "y": 1}}, [("a", "b", "x")])
     _expect_pairs(function, {"a": {"x": None, "y": 1}, "b": {"x": 0, "y": 1}}, [("a", "b", "x")])
+    _expect_pairs(function, {"a": {"x": "Off", "y": 1}, "b": {"x": "off", "y": 1}}, [("a", "b", "x")])
 
 
 @fair_pairs.property("facts are compared by name", "settings may list their facts in another order")

@@ -111,6 +111,14 @@ def first_twenty_runs(runs, default, margin):
     return _choose(runs, default, margin, middle=lambda each: statistics.median(each[:20]))
 
 
+@wrong("choose_launch", fails="the median of all runs decides")
+def equally_many_runs(runs, default, margin):
+    fewest = min(len(each) for each in runs.values())
+    if any(len(each) != fewest for each in runs.values()):
+        return default
+    return _choose(runs, default, margin)
+
+
 # ---- a queue of kernels
 
 
@@ -181,6 +189,26 @@ def first_hundred_kernels(launched_us, kernel_us):
     for launched, length in zip(launched_us[:100], kernel_us[:100], strict=True):
         start = max(launched, end)
         end = start + length
+        found.append((start, end))
+    return found
+
+
+@wrong("queued", fails="a kernel waits until it is launched")
+def launch_times_of_the_first_five(launched_us, kernel_us):
+    end, found = 0.0, []
+    for number, (launched, length) in enumerate(zip(launched_us, kernel_us, strict=True)):
+        start = max(launched, end) if number < 5 else end
+        end = start + length
+        found.append((start, end))
+    return found
+
+
+@wrong("queued", fails="times are not rounded")
+def at_least_a_microsecond(launched_us, kernel_us):
+    end, found = 0.0, []
+    for launched, length in zip(launched_us, kernel_us, strict=True):
+        start = max(launched, end)
+        end = start + max(length, 1.0)
         found.append((start, end))
     return found
 
@@ -264,6 +292,42 @@ def as_many_as_allowed(counts, ms, most):
     return min(_sets(ms, number, number - 1), key=lambda sizes: padded_ms(sizes, counts, ms))
 
 
+@wrong("choose_sizes", fails="milliseconds count, not padded rows")
+def all_sizes_if_allowed(counts, ms, most):
+    if most >= len(ms):
+        return sorted(ms)
+    return min(_sets(ms, most), key=lambda sizes: padded_ms(sizes, counts, ms))
+
+
+@wrong("choose_sizes", fails="milliseconds count, not padded rows")
+def rounded_milliseconds(counts, ms, most):
+    rounded = {size: round(time, 1) for size, time in ms.items()}
+    return min(_sets(ms, most), key=lambda sizes: padded_ms(sizes, counts, rounded))
+
+
+@wrong("choose_sizes", fails="the number of steps counts")
+def frequent_sizes_only(counts, ms, most):
+    often = {rows: count for rows, count in counts.items() if count > 1}
+    return min(_sets(ms, most), key=lambda sizes: padded_ms(sizes, often, ms))
+
+
+@wrong("choose_sizes", fails="the number of steps counts")
+def a_thousand_is_infinite(counts, ms, most):
+    best, least = [max(ms)], 1e3
+    for sizes in _sets(ms, most):
+        took = padded_ms(sizes, counts, ms)
+        if took < least:
+            best, least = sizes, took
+    return best
+
+
+@wrong("choose_sizes", fails="up to `most` sizes, however many that is")
+def smallest_six_and_the_largest(counts, ms, most):
+    *smaller, largest = sorted(ms)
+    few = {size: ms[size] for size in [*smaller[:6], largest]}
+    return min(_sets(few, most), key=lambda sizes: padded_ms(sizes, counts, few))
+
+
 # ---- like for like
 
 
@@ -335,3 +399,16 @@ def same_objects(settings):
         facts = [fact for fact, value in settings[a].items() if value is not settings[b][fact]]
         found += [(a, b, facts[0])] if len(facts) == 1 else []
     return found
+
+
+@wrong("fair_pairs", fails="settings that are not neighbors are compared too")
+def first_three_pairs(settings):
+    found = [(a, b, _differing(settings[a], settings[b])) for a, b in combinations(settings, 2)]
+    return [(a, b, facts[0]) for a, b, facts in found if len(facts) == 1][:3]
+
+
+@wrong("fair_pairs", fails="values are compared as they are")
+def values_in_lower_case(settings):
+    lower = {name: {fact: repr(value).lower() for fact, value in facts.items()} for name, facts in settings.items()}
+    found = [(a, b, _differing(lower[a], lower[b])) for a, b in combinations(lower, 2)]
+    return [(a, b, facts[0]) for a, b, facts in found if len(facts) == 1]
