@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from minillm import LLM
-from minillm.bench import offline, roofline, serve
+from minillm.bench import offline, records, roofline, serve
 from minillm.course import checks
 from minillm.course.stubs import solved
 
@@ -71,6 +71,15 @@ def floors_ms(llm: LLM, limits: roofline.Limits, prompt: int) -> tuple[float, fl
     nbytes, operations = roofline.step_work(llm, prompt, 1)
     prefill = max(nbytes / limits.bytes_per_s, operations / limits.operations_per_s)
     return 1e3 * llm.engine.model.nbytes / limits.bytes_per_s, 1e3 * prefill
+
+
+def recorded_decode_step(name: str) -> str:
+    """A lone request's decode step and its floor, from the committed roofline record `<device>/<name>`."""
+    record = records.read(name)
+    step = next(each for each in record["results"] if each["name"] == "decode, 1 at once")
+    took, floor = 1e3 * step["seconds"], 1e3 * step["bytes"] / record["bytes_per_s"]
+    where = f"{records.model_of(record)}, {record['machine']['gpu']}"
+    return f"{where}: {took:.2f} ms, {took / floor:.2f} times its floor of {floor:.2f} ms"
 
 
 def steps_needed(outputs: Sequence[int], rows: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@
 # * compare two engines fairly, and explain the result.
 #
 # **88 minutes. Needs:** a CPU, and lessons 00 and 02. The model comes with the project; nothing is downloaded. On a GPU
-# the same cells run Gemma 2B. All times below come from the machine that ran this notebook last; run it to see yours.
+# the same cells run Gemma 2B. The cells measure the machine that they run on; two of them print committed records.
 
 # %%
 import math
@@ -129,8 +129,9 @@ print(f"\nstreamed, the same text: {''.join(pieces) == whole}")
 #
 # **Predict** the TTFT and the ITL of a single request with a prompt of 300 tokens. The request gets one token per step,
 # and every step reads all weights, so the memory bandwidth sets a floor for the ITL (lesson 00). Prefill runs the whole
-# prompt in one step: there arithmetic, about two operations for each weight and token, sets the floor. HTTP, JSON, and
-# the client, which runs in this process, come on top. This machine's limits are:
+# prompt in one step, and there arithmetic sets the floor: two operations for each weight and token, or somewhat fewer,
+# since only the last token needs scores for the whole vocabulary. HTTP, JSON, and the client, which runs in this
+# process, come on top. This machine's limits are:
 
 # %% tags=["nbval-ignore-output"] uncompared="speeds"
 limits = roofline.limits(here.device, model.dtype, model.nbytes)
@@ -172,7 +173,7 @@ print(f"{sum(tokens for _, tokens in arrivals)} tokens arrived")
 draw.request(due, arrivals)
 describe(
     "One request on a time axis. An arrow from the start to the first token is the TTFT. Then tokens follow at short "
-    "gaps, the longest of which is marked. An arrow over everything is the end-to-end latency."
+    "intervals, the longest of which is marked. A longer arrow spans the whole request: the end-to-end latency."
 )
 
 # %% [markdown]
@@ -224,16 +225,19 @@ compare("TTFT", unit="ms", prediction=guess_ttft_ms, floor=floor_ttft, measured=
 # %% [markdown]
 # On a CPU the ITL is several times its floor. The embedded model is tiny, so what does not depend on its size weighs a
 # lot: Python that schedules each step, hundreds of small tensor operations, HTTP, and JSON. A large model hides such
-# costs: a decode step of Gemma 2B on an H200 takes 1.35 ms without HTTP, 1.13 times its floor
-# (`data/results/h200/roofline.json`).
-#
+# costs. Here is a decode step of Gemma 2B on an H200, without HTTP, from a committed record:
+
+# %%
+print(serving.recorded_decode_step("h200/roofline"))
+
+# %% [markdown]
 # The TTFT includes these costs too, but the rest of its distance to the floor grows with the prompt. The limit comes
 # from multiplying two large matrices; the model multiplies smaller ones, and the floor leaves out all other operations,
 # such as attention and norms.
 #
 # ## Many users · 11 min
 #
-# Now eight clients send a request each, all at once, with different lengths. We want a few numbers to summarize all
+# Now eight clients each send one request, all at once, with different lengths. We want a few numbers to summarize all
 # their gaps. The mean hides the moments when the text stands still, so latencies are reported as **percentiles**: p50
 # is the typical gap, and at most one gap in a hundred is longer than p99. That is not rare: if exactly one in a hundred
 # is longer, and gaps are independent, 63% of answers with 100 gaps contain such a gap ($1 - 0.99^{100}$).
@@ -248,8 +252,8 @@ print("tokens of each answer:", [len(gaps) + 1 for gaps in gaps_of_each])
 # %% [markdown]
 # **Exercise 2 (8 minutes).** Compute a percentile over all gaps of all requests, by *nearest rank*: of $n$ sorted
 # values, the $p$-th percentile is number $\lceil p\,n / 100 \rceil$, counting from 1. It is always a gap that really
-# occurred. Two mistakes are common: to average each request's own percentile (an answer of 4 tokens then counts as much
-# as one of 40), and to return a value between two gaps.
+# occurred. Two mistakes are common: averaging each request's own percentile (an answer of 4 tokens then counts as
+# much as one of 40), and returning a value between two gaps.
 #
 # For example, `pooled_percentile([[10, 20, 30]], 50)` is 20: number $\lceil 1.5 \rceil = 2$ of three.
 
@@ -291,8 +295,8 @@ describe(
 # the batch's rows, and as many clients as rows. A load generator is a program too and may be slower than the server:
 # the last column shows for what share of the run it was busy.
 #
-# **Predict.** A step reads the weights once for all its requests. How many times one client's tokens per second does
-# the server reach with a full batch?
+# **Predict.** A step reads the weights once for all its requests. With a full batch, how many times one client's tokens
+# per second does the server produce?
 
 # %% tags=["exercise"]
 guess_gain = 6.0  # PREDICT: tokens/s of all clients together, in multiples of one client's
@@ -325,8 +329,8 @@ describe(
 # split is a line through the first and the last mean ITL. Some steps also run other clients' prompts; their time is in
 # the part per client.) Batching shares the first part; that is its whole gain. Reading the weights is in it, but so are
 # Python, launching every operation, and messages between processes: if it is much longer than the printed floor, then
-# on this machine batching mostly shares overhead. For Gemma 2B on an H200 it mostly shares the weights: 1.19 of the
-# 1.35 ms above.
+# on this machine batching mostly shares overhead. For Gemma 2B on an H200 it mostly shares the weights: the floor in
+# the record above is most of that step.
 #
 # The second part (arithmetic, attention, prompts, sampling, HTTP) limits the gain: however many rows there are, every
 # token costs at least that much time. And every client pays with longer gaps.
@@ -338,8 +342,8 @@ describe(
 # ## What a closed loop does not show · 14 min
 #
 # Real users do not wait for each other. In a closed loop there are never more requests in the system than clients, and
-# the slower the server, the fewer requests it gets. The queue cannot grow, so the wait in it is never measured. (This
-# is called *coordinated omission*.)
+# the slower the server, the fewer requests it gets. The queue cannot grow any longer than that, so the waits of a
+# long queue are never measured. (Leaving them out is called *coordinated omission*.)
 #
 # In an **open loop** requests arrive at their own times. Many independent users make a **Poisson process**: at a rate
 # of $\lambda$ requests per second, the gap to the next request has the density $\lambda e^{-\lambda t}$, no matter how
@@ -392,8 +396,8 @@ describe(
 # time, whatever is still running, and counts latency from when the request was *due*. (`minillm bench serve --rate 20`
 # draws a schedule itself; `--trace conversation` replays a recorded one.)
 #
-# The closed loop found a rate that the server can sustain. Now requests arrive for one second (for ten with `FULL=1`)
-# at about half that rate, nine tenths of it, and twice the rate.
+# The closed loop found about the highest rate that the server can sustain. Now requests arrive for one second (for
+# ten with `FULL=1`) at about half that rate, nine tenths of it, and twice the rate.
 #
 # **Predict.** At twice the rate, what does the typical user wait for the first token?
 
@@ -419,8 +423,8 @@ compare("twice the rate", unit="ms", prediction=guess_overload_ms, measured=ttft
 draw.runs({name: record for name, record in runs.items() if "50%" not in name})
 describe(
     "Three panels with different time axes. Each line is a request, gray until its first token, then blue. In the "
-    "closed loop requests come in blocks that start and end together. At nine tenths of the rate the gray parts are "
-    "short. At twice the rate they grow from request to request."
+    "closed loop requests come in blocks that start and end together. At nine tenths of the rate most gray parts are "
+    "much shorter than at twice the rate, where they grow from request to request."
 )
 
 # %% [markdown]
@@ -431,7 +435,8 @@ describe(
 #   closed loop. The longer the overload lasts, the larger the waits in this row. Compare "most at once" with the rows
 #   of the batch: all other requests are waiting in the queue.
 # * **Nine tenths and half:** bursts come and go. At nine tenths some requests may wait for a row, but the queue empties
-#   again. (If it keeps growing, another program slowed the server down after its rate was measured.)
+#   again. If it keeps growing, nine tenths is already too much: the server completes fewer requests per second than in
+#   the closed loop, or another program has slowed it down.
 # * **Closed loop:** its TTFT may well be *longer* than at nine tenths, although no request ever waits for a row. The
 #   picture shows why: clients move in groups. All answers have 16 tokens, so requests that start in the same step also
 #   end in the same step, and their clients send the next prompts together. One step then runs all prompts of the group,
@@ -492,7 +497,8 @@ describe(
 # %% [markdown]
 # **Exercise 4 (15 minutes).** Attention for one new token in each row. For example, two equal keys and the values 1 and
 # 3 give 2. Hiding the scores of the leftovers is not enough: their weights are then 0, but 0 times NaN is NaN, so their
-# values must go too. A loop over the rows would be correct, but try to do without one.
+# values must go too. (Choose what to clear by position, not by looking for NaN: a NaN that the row does see must stay.)
+# A loop over the rows would be correct, but try to do without one.
 
 
 # %% tags=["exercise"]

@@ -48,6 +48,8 @@ def _(function):
             f"due at {due:g}, first token at {first}, last at {last}: expected {first - due} and {last - due}, "
             f"got {ttft} and {e2e}"
         )
+    e2e = function(1.0, [(1.5, 1), (1.75, 1), (2.0, 1)])[2]
+    assert _near([e2e], [1.0]), f"due at 1, tokens at 1.5, 1.75 and 2: the end-to-end latency is 1, not {e2e}"
 
 
 @timings.property("a gap is the time since the token before", "subtract neighbors, and keep the order of the tokens")
@@ -103,6 +105,8 @@ def _(function):
 def _(function):
     gaps = _gaps(function, [(1.0, 3), (1.5, 1)])
     assert _near(gaps, [0.0, 0.0, 0.5]), f"3 tokens at 1, 1 at 1.5: expected [0, 0, 0.5], got {_shown(gaps)}"
+    gaps = _gaps(function, [(1.0, 3)])
+    assert _near(gaps, [0.0, 0.0]), f"3 tokens at 1, and no others: expected [0, 0], got {_shown(gaps)}"
 
 
 @timings.property("the list of arrivals is unchanged", "read `arrivals`; do not pop from it, and do not write into it")
@@ -171,6 +175,12 @@ def _(function):
     assert found == 0, f"a gap of 0 is a gap too: p50 of [[0, 0], [0, 5]]: expected 0, got {found}"
     found = function([[], [5.0]], 50)
     assert found == 5, f"a request of one token has no gaps; p50 of [[], [5]]: expected 5, got {found}"
+    for p, wanted in ((5, 1), (100, 12)):
+        found = function([[float(i)] * 200 for i in range(1, 13)], p)
+        assert found == wanted, (
+            f"p{p} of 12 requests, with 200 gaps of 1 in the first, of 2 in the second, ...: "
+            f"expected {wanted}, got {found}"
+        )
 
 
 @pooled_percentile.property("the lists are unchanged", "`sorted` makes a new list; `.sort()` and `+=` change a list")
@@ -221,14 +231,18 @@ def _(function):
     found = list(function(1.0, [0.0]))
     assert len(found) == 1, f"one number, u = 0: expected one request, got {len(found)}"
     assert found[0] < 0.1, f"u = 0 makes a gap of 0, not {found[0]:.3g}"
+    found = list(function(1.0, [0.01]))
+    assert found[0] < 0.1, f"u = 0.01 makes a short gap, not {found[0]:.3g}"
 
 
 @poisson_arrivals.property("many gaps are short, a few are long", "-log(1 - u) / rate grows without bound as u nears 1")
 def _(function):
-    for numbers, wanted in (((0.1, 0.9), -math.log(0.09)), ((0.0002, 0.9998), -math.log(0.9998 * 0.0002))):
+    for numbers in ((0.1, 0.9), (0.0002, 0.9998), (2**-30, 1 - 2**-30)):
+        wanted = -math.log(numbers[0] * numbers[1])
         found = sum(list(function(1.0, [u]))[0] for u in numbers)
         assert math.isclose(found, wanted, rel_tol=1e-5), (
-            f"the gaps of u = {numbers[0]} and u = {numbers[1]}: expected {wanted:.7g} together, got {found:.7g}"
+            f"the gaps of u = {numbers[0]:.10g} and u = {numbers[1]:.10g}: "
+            f"expected {wanted:.7g} together, got {found:.7g}"
         )
 
 
@@ -240,8 +254,16 @@ def _(function):
     assert _near(found, gaps) or _near(found, list(accumulate(gaps))), (
         f"alone, the numbers {list(NUMBERS)} make gaps of {_shown(gaps)}; together they made times of {_shown(found)}"
     )
-    many = len(list(function(1.0, list(NUMBERS) * 50)))
-    assert many == 200, f"200 numbers: expected 200 requests, got {many}"
+    try:
+        many = list(function(1.0, list(NUMBERS) * 2500))
+    except RecursionError:
+        raise AssertionError("10,000 numbers are too many for a function that calls itself: use a loop") from None
+    assert len(many) == 10_000, f"10,000 numbers: expected 10,000 requests, got {len(many)}"
+    end = 2500 * sum(gaps)
+    assert math.isclose(many[-1], end, rel_tol=1e-5) or math.isclose(many[-1], gaps[-1], rel_tol=1e-5), (
+        f"{list(NUMBERS)} repeated 2,500 times: the last request is due at {end:.7g}, 2,500 times as late as after "
+        f"four numbers, not at {many[-1]:.7g}"
+    )
 
 
 @poisson_arrivals.property("the list is unchanged", "loop over `uniform`; do not pop from it or sort it")
@@ -301,7 +323,8 @@ def _(function):
 
 @batched_attention.property("each row ends at its own length", "key i of row r counts if i < lengths[r]")
 def _(function):
-    _matches(function, _draw(3, 6, 2, 2), [6, 3, 1])
+    for lengths in ([6, 3, 1], [1, 6, 3]):  # the same shapes: what depends on the lengths cannot be kept between calls
+        _matches(function, _draw(3, 6, 2, 2), lengths)
     _matches(function, _draw(3, 300, 2, 2), [300, 299, 150])
 
 
@@ -320,6 +343,19 @@ def _(function):
         _matches(function, _draw(1, 5, *heads), [5])
 
 
+def _ends_rows_before_nan(function) -> None:
+    """Assert that NaN after the end of each of several rows does not matter, if numbers there do not."""
+    lengths = [6, 2, 4]
+    q, k, v = _draw(3, 8, 2, 2)
+    try:
+        _matches(function, (q, k, v), lengths)
+    except AssertionError:  # where rows end has a property of its own
+        return
+    for row, length in enumerate(lengths):
+        k[row, length:] = v[row, length:] = torch.nan
+    _matches(function, (q, k, v), lengths)
+
+
 @batched_attention.property(
     "leftovers never matter, not even NaN",
     "unseen scores become -inf, whatever they were; 0 * NaN is NaN, so fill the unseen values with 0 too",
@@ -330,6 +366,11 @@ def _(function):
     k[0, 3], v[0, 3], v[0, 4], k[0, 5] = -1e4 * q[0], 0.0, torch.nan, torch.nan
     k[0, 6], v[0, 6], v[0, 7] = 1e30 * q[0], 5.0, torch.inf
     _matches(function, (q, k, v), [3])
+    _ends_rows_before_nan(function)
+    q, k, v = _draw(1, 3, 2, 2)
+    v[0, 1, 0, 0] = torch.nan
+    found = function(q, k, v, torch.tensor([3], dtype=torch.int32), 1.0)
+    assert found[0, 0, 0].isnan(), "a NaN in a value that the row sees has vanished: choose what to clear by position"
     # What is seen scores -8e10, a leftover 0: it must be hidden by -inf, not by a number such as -10,000 or -1e9.
     q, k, v = (part.double() for part in _draw(1, 5, 2, 2))
     q[:], k[:, :3], k[:, 3], k[:, 4] = 1.0, -1e10, -2e10, 0.0
@@ -375,11 +416,11 @@ def _(function):
     for heads, kv_heads in ((2, 2), (4, 1)):
         given = [*_draw(2, 5, heads, kv_heads), torch.tensor([5, 3], dtype=torch.int32)]
         before = [tensor.clone() for tensor in given]
-        found = function(*given, 0.5)
+        found = function(*given, 0.3)  # not a power of 2: dividing again would not restore every bit
         changed = [
             name for name, old, new in zip(("q", "k", "v", "lengths"), before, given, strict=True) if (old != new).any()
         ]
         assert not changed, f"the caller's {' and '.join(changed)} changed"
         kept = found.clone()
-        function(-given[0], *given[1:], 0.5)
+        function(-given[0], *given[1:], 0.3)
         assert torch.equal(found, kept), "a second call changed the tensor that the first one returned"

@@ -1,7 +1,7 @@
-"""Wrong solutions of lesson 99: request timings, pooled percentiles, Poisson arrivals, batched attention."""
+"""Wrong solutions of lesson 99: request timings, pooled percentiles, Poisson arrivals."""
 
 import math
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -127,6 +127,18 @@ def sorts_arrivals_by_size(due, arrivals):
     return waits
 
 
+@wrong("timings", fails="the first arrival may bring several tokens")
+def one_arrival_has_no_gaps(due, arrivals):
+    gaps = all_gaps(arrivals) if len(arrivals) > 1 else []
+    return arrivals[0][0] - due, gaps, arrivals[-1][0] - due
+
+
+@wrong("timings", fails="the wait starts when the request was due")
+def adds_up_gaps_that_differ(due, arrivals):
+    ttft, gaps = arrivals[0][0] - due, all_gaps(arrivals)
+    return ttft, gaps, ttft + sum(set(gaps))
+
+
 def rank(ranked, p):
     return ranked[math.ceil(p / 100 * len(ranked)) - 1]
 
@@ -223,13 +235,23 @@ def sorts_the_callers_lists(gaps, p):
     return rank(sorted(gap for each in gaps for gap in each), p)
 
 
+@wrong("pooled_percentile", fails="every gap counts once")
+def first_three_requests(gaps, p):
+    return rank(sorted(gap for each in gaps[:3] for gap in each), p)
+
+
+@wrong("pooled_percentile", fails="every gap counts once")
+def longest_thousand(gaps, p):
+    return rank(sorted(gap for each in gaps for gap in each)[-1000:], p)
+
+
 @wrong("poisson_arrivals", fails="the result is times, not gaps")
 def gaps_alone(rate, uniform):
     return [-math.log(1 - u) / rate for u in uniform]
 
 
 def summed(gaps):
-    return [sum(gaps[: i + 1]) for i in range(len(gaps))]
+    return list(accumulate(gaps))
 
 
 @wrong("poisson_arrivals", fails="twice the rate means half the time")
@@ -245,7 +267,7 @@ def rate_divides_the_first_gap_alone(rate, uniform):
 
 @wrong("poisson_arrivals", fails="a small number makes a short gap")
 def logarithm_of_the_draw(rate, uniform):
-    return summed([-math.log(max(u, 1e-9)) / rate for u in uniform])
+    return summed([-math.log(max(u, 1e-12)) / rate for u in uniform])
 
 
 @wrong("poisson_arrivals", fails="many gaps are short, a few are long")
@@ -313,181 +335,25 @@ def takes_numbers_off_the_list(rate, uniform):
     return due
 
 
-def attend(q, k, v, unseen, scale, softmax=lambda scores: scores.softmax(-1)):
-    """Correct attention, given the hidden keys of each row and repeated KV heads."""
-    v = v.masked_fill(unseen[..., None, None], 0)
-    scores = torch.einsum("rhd,rkhd->rhk", q, k) * scale
-    return torch.einsum("rhk,rkhd->rhd", softmax(scores.masked_fill(unseen[:, None], -torch.inf)), v)
+@wrong("poisson_arrivals", fails="a small number makes a short gap")
+def logarithm_of_the_draw_except_zero(rate, uniform):
+    return summed([-math.log(u) / rate if u else 0.0 for u in uniform])
 
 
-def repeated(q, k, v):
-    group = q.shape[1] // k.shape[2]
-    return k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+@wrong("poisson_arrivals", fails="many gaps are short, a few are long")
+def keeps_away_from_the_logarithm_of_zero(rate, uniform):
+    return summed([-math.log(max(1 - u, 1e-6)) / rate for u in uniform])
 
 
-def beyond(k, lengths):
-    return torch.arange(k.shape[1], device=k.device) >= lengths[:, None]
+@wrong("poisson_arrivals", fails="each number makes one gap, in order")
+def keeps_the_rate_exactly(rate, uniform):
+    due = summed([-math.log(1 - u) / rate for u in uniform])
+    return [when * len(due) / rate / due[-1] for when in due] if len(due) > 10 else due
 
 
-@wrong("batched_attention", fails="each row ends at its own length")
-def one_length_for_all(q, k, v, lengths, scale):
-    k, v = repeated(q, k, v)
-    return attend(q, k, v, beyond(k, lengths.max().expand(len(q))), scale)
-
-
-@wrong("batched_attention", fails="each row ends at its own length")
-def one_key_too_many(q, k, v, lengths, scale):
-    k, v = repeated(q, k, v)
-    return attend(q, k, v, beyond(k, lengths + 1), scale)
-
-
-@wrong("batched_attention", fails="each row ends at its own length")
-def sixteen_keys_at_most(q, k, v, lengths, scale):
-    k, v = repeated(q, k[:, :16], v[:, :16])
-    return attend(q, k, v, beyond(k, lengths), scale)
-
-
-@wrong("batched_attention", fails="scores are scaled")
-def forgets_the_scale(q, k, v, lengths, scale):
-    k, v = repeated(q, k, v)
-    return attend(q, k, v, beyond(k, lengths), 1.0)
-
-
-@wrong("batched_attention", fails="scores are scaled")
-def always_the_root_of_d(q, k, v, lengths, scale):
-    k, v = repeated(q, k, v)
-    return attend(q, k, v, beyond(k, lengths), q.shape[-1] ** -0.5)
-
-
-@wrong("batched_attention", fails="neighboring heads share a KV head")
-def heads_interleaved(q, k, v, lengths, scale):
-    group = q.shape[1] // k.shape[2]
-    k, v = k.repeat(1, 1, group, 1), v.repeat(1, 1, group, 1)
-    return attend(q, k, v, beyond(k, lengths), scale)
-
-
-@wrong("batched_attention", fails="leftovers never matter, not even NaN")
-def masks_the_scores_alone(q, k, v, lengths, scale):
-    k, v = repeated(q, k, v)
-    scores = torch.einsum("rhd,rkhd->rhk", q, k) * scale
-    weights = scores.masked_fill(beyond(k, lengths)[:, None], -torch.inf).softmax(-1)
-    return torch.einsum("rhk,rkhd->rhd", weights, v)
-
-
-@wrong("batched_attention", fails="leftovers never matter, not even NaN")
-def masks_with_minus_10_000(q, k, v, lengths, scale):
-    k, v = repeated(q, k, v)
-    unseen = beyond(k, lengths)
-    scores = torch.einsum("rhd,rkhd->rhk", q, k) * scale
-    weights = scores.masked_fill(unseen[:, None], -1e4).softmax(-1)
-    return torch.einsum("rhk,rkhd->rhd", weights, v.masked_fill(unseen[..., None, None], 0))
-
-
-@wrong("batched_attention", fails="leftovers never matter, not even NaN")
-def masks_with_minus_a_billion(q, k, v, lengths, scale):
-    k, v = repeated(q, k, v)
-    unseen = beyond(k, lengths)
-    scores = torch.einsum("rhd,rkhd->rhk", q, k) * scale
-    weights = scores.masked_fill(unseen[:, None], -1e9).softmax(-1)
-    return torch.einsum("rhk,rkhd->rhd", weights, v.masked_fill(unseen[..., None, None], 0))
-
-
-@wrong("batched_attention", fails="leftovers never matter, not even NaN")
-def clears_nan_alone(q, k, v, lengths, scale):
-    k, v = repeated(q, k, v)
-    scores = torch.einsum("rhd,rkhd->rhk", q, k) * scale
-    weights = scores.masked_fill(beyond(k, lengths)[:, None], -torch.inf).softmax(-1)
-    return torch.einsum("rhk,rkhd->rhd", weights, torch.where(v.isnan(), 0, v))
-
-
-@wrong("batched_attention", fails="leftovers never matter, not even NaN")
-def adds_minus_a_billion(q, k, v, lengths, scale):
-    k, v = repeated(q, k, v)
-    unseen = beyond(k, lengths)
-    scores = torch.einsum("rhd,rkhd->rhk", q, k.nan_to_num()) * scale - (1e9 * unseen[:, None]).to(q.dtype)
-    return torch.einsum("rhk,rkhd->rhd", scores.softmax(-1), v.masked_fill(unseen[..., None, None], 0))
-
-
-@wrong("batched_attention", fails="dtype and device are those of q")
-def stays_in_float64(q, k, v, lengths, scale):
-    k, v = repeated(q, k, v)
-    return attend(q.double(), k.double(), v.double(), beyond(k, lengths), scale)
-
-
-@wrong("batched_attention", fails="dtype and device are those of q")
-def counts_keys_on_the_cpu(q, k, v, lengths, scale):
-    k, v = repeated(q, k, v)
-    return attend(q, k, v, torch.arange(k.shape[1]) >= lengths[:, None], scale)
-
-
-@wrong("batched_attention", fails="large scores do not overflow")
-def softmax_by_hand(q, k, v, lengths, scale):
-    k, v = repeated(q, k, v)
-
-    def by_hand(scores):
-        return scores.exp() / scores.exp().sum(-1, keepdim=True)
-
-    return attend(q, k, v, beyond(k, lengths), scale, by_hand)
-
-
-@wrong("batched_attention", fails="large scores do not overflow")
-def subtracts_the_maximum_of_all_rows(q, k, v, lengths, scale):
-    k, v = repeated(q, k, v)
-
-    def by_hand(scores):
-        weights = (scores - scores.max()).exp()
-        return weights / weights.sum(-1, keepdim=True)
-
-    return attend(q, k, v, beyond(k, lengths), scale, by_hand)
-
-
-@wrong("batched_attention", fails="neighboring heads share a KV head")
-def always_two_heads_for_each_kv_head(q, k, v, lengths, scale):
-    if q.shape[1] > k.shape[2]:
-        k, v = k.repeat_interleave(2, 2), v.repeat_interleave(2, 2)
-        k, v = (part[:, :, [min(head, part.shape[2] - 1) for head in range(q.shape[1])]] for part in (k, v))
-    return attend(q, k, v, beyond(k, lengths), scale)
-
-
-@wrong("batched_attention", fails="leftovers never matter, not even NaN")
-def adds_minus_infinity(q, k, v, lengths, scale):
-    k, v = repeated(q, k, v)
-    unseen = beyond(k, lengths)
-    scores = torch.einsum("rhd,rkhd->rhk", q, k) * scale
-    hide = torch.zeros_like(scores).masked_fill(unseen[:, None], -torch.inf)
-    return torch.einsum("rhk,rkhd->rhd", (scores + hide).softmax(-1), v.masked_fill(unseen[..., None, None], 0))
-
-
-@wrong("batched_attention", fails="the tensors are unchanged")
-def scales_the_queries_in_place(q, k, v, lengths, scale):
-    q *= scale
-    k, v = repeated(q, k, v)
-    return attend(q, k, v, beyond(k, lengths), 1.0)
-
-
-@wrong("batched_attention", fails="the tensors are unchanged")
-def clears_the_callers_values(q, k, v, lengths, scale):
-    v[beyond(k, lengths)] = 0
-    k, v = repeated(q, k, v)
-    return attend(q, k, v, beyond(k, lengths), scale)
-
-
-OUT = {}
-
-
-@wrong("batched_attention", fails="the tensors are unchanged")
-def one_output_for_all_calls(q, k, v, lengths, scale):
-    k, v = repeated(q, k, v)
-    out = OUT.setdefault((q.shape, q.dtype, q.device), torch.empty_like(q))
-    return out.copy_(attend(q, k, v, beyond(k, lengths), scale))
-
-
-@wrong("batched_attention", fails="large scores do not overflow")
-def softmax_by_hand_in_float64(q, k, v, lengths, scale):
-    k, v = repeated(q, k, v)
-
-    def by_hand(scores):
-        weights = scores.double().exp()
-        return (weights / weights.sum(-1, keepdim=True)).to(q.dtype)
-
-    return attend(q, k, v, beyond(k, lengths), scale, by_hand)
+@wrong("poisson_arrivals", fails="each number makes one gap, in order")
+def one_call_for_each_request(rate, uniform, clock=0.0):
+    if not uniform:
+        return []
+    clock -= math.log(1 - uniform[0]) / rate
+    return [clock, *one_call_for_each_request(rate, uniform[1:], clock)]
