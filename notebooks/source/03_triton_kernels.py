@@ -90,8 +90,8 @@ describe(
 
 # %% [markdown]
 # The single kernel moves fewer bytes and saves launches. Which of the two matters? These times were measured inside a
-# CUDA graph (lesson 11), where single launches cost the CPU nothing. What is left is the GPU's own cost of starting and
-# finishing a kernel.
+# CUDA graph (lesson 11), where one call from the CPU launches all the kernels. What is left is the GPU's own cost of
+# starting and finishing a kernel.
 
 # %%
 for rows, (before, after) in times.items():
@@ -158,9 +158,9 @@ print(out[:5].tolist(), "...", bool((out == 3).all()))
 # * `tl.constexpr` marks a value that must be known when the kernel is compiled, such as a tile's size. Triton compiles
 #   a separate kernel for each value.
 # * `other=0.0` is the value that `tl.load` returns for masked elements.
-# * `.to(tl.float32)`: load, widen, compute, store. Half-precision arithmetic loses too many digits. `tl.store` converts
-#   the result back to the type of the memory. In the interpreter, bfloat16 numbers *must* be widened: it stores them as
-#   16-bit integers and would silently compute with those.
+# * `.to(tl.float32)`: load, widen, compute, store. Half-precision arithmetic loses too many digits. `tl.store` rounds
+#   the result to the type of the memory, once, at the end. In the interpreter, bfloat16 numbers *must* be widened: it
+#   stores them as 16-bit integers and would silently compute with those.
 # * There are no bounds checks. Memory outside a tensor may belong to other tensors.
 #
 # The last point deserves an experiment. We put the result into memory that holds -1 everywhere, and leave out one mask:
@@ -194,8 +194,8 @@ for kernel in (add_kernel, careless_kernel):
 #
 # ## 3 · GeGLU · 12 min
 #
-# GeGLU, a gated linear unit with GELU, is the MLP's activation (lesson 02). Its input comes from one matrix product: a
-# gate half and an up half, side by side.
+# GeGLU, a gated linear unit with GELU, is the activation of Gemma's gated MLP (lesson 02). Its input comes from one
+# matrix product: a gate half and an up half, side by side.
 #
 # $$\text{out} = \text{gelu}(\text{gate}) \cdot \text{up}, \qquad
 # \text{gelu}(g) = g \cdot \sigma\!\left(1.5957691\,(g + 0.044715\, g^3)\right), \qquad
@@ -212,9 +212,9 @@ for kernel in (add_kernel, careless_kernel):
 #
 # For example, gates `[10, 0]` and ups `[10, 0]` give `[100, 0]`.
 #
-# Functions in this lesson write into an `out` tensor that is passed in, so that the checks can look around it. They
-# launch one kernel, once, which does all the loading, computing and storing. (`raise_if_stub` reports an empty kernel
-# as "not solved yet".)
+# Functions in this lesson write into an `out` tensor that is passed in, so that the checks can inspect the memory
+# around it. They launch one kernel, once, which does all the loading, computing and storing. (`raise_if_stub` reports
+# an empty kernel as "not solved yet".)
 
 
 # %% tags=["exercise"]
@@ -305,8 +305,8 @@ print("means of the two rows:", means.tolist())
 # They would, if we divided by the size of the tile. We divide by `DIM`, and a row starts at `row * DIM`.
 #
 # The engine needs two results: the sum of `x` and the residual, which goes on to the next layer, and the norm of that
-# sum, which goes into the next matrix product. Separately, the norm would have to read the sum that an addition just
-# wrote. Fused, the sum is already in registers:
+# sum, which goes into the next matrix product. As a separate kernel, the norm would have to read the sum that an
+# addition just wrote. Fused, the sum is already in registers:
 #
 # $$s = x + r, \qquad \text{out} = \text{rms\_norm}(s)$$
 #
@@ -379,8 +379,8 @@ same_text(add_rms_norm=my_add_rms_norm, gated_activation=my_gated_activation)
 #
 # So far a tile was a piece of one row. Matrix products and attention need tiles with **two axes**. Two one-dimensional
 # ranges become a two-dimensional tile of addresses by broadcasting, as in torch: `rows[:, None]` is a column,
-# `columns[None, :]` is a row, and their sum is a matrix. A tensor's **strides** say how far apart neighbors are: going
-# down one row skips `x.stride(0)` numbers, going right one column skips `x.stride(1)`.
+# `columns[None, :]` is a row, and their sum is a matrix. A tensor's **strides** say how far apart neighbors are: moving
+# down one row adds `x.stride(0)` to the address, and moving right one column adds `x.stride(1)`.
 #
 # In the interpreter, `print` works inside a kernel. That is the quickest way to see what a program does. Here is one
 # program on a matrix of 3 rows and 5 columns:
@@ -409,8 +409,9 @@ else:
 # **Exercise 3 (9 minutes).** Write a kernel and its launch: it copies `x` to `out`, transposed, `out[j, i] = x[i, j]`.
 # Program `(i, j)` loads one tile of `x` and stores it with rows and columns exchanged: the element in row `r` and
 # column `c` of `x` goes to row `c` and column `r` of `out`. Both tensors may have any strides, and their sizes need not
-# be multiples of the tile. A copy must not change the type, so leave out `.to(tl.float32)`. Call `print` in your kernel
-# when you are in doubt (and remove it before `check`, which runs many programs).
+# be multiples of the tile. A copy must not change the type, so leave out `.to(tl.float32)`. When in doubt,
+# `print` your rows, columns or addresses in the kernel and run `transpose(matrix, matrix.new_empty(5, 3))` in a new
+# cell. Remove the `print` before `check`, which runs many programs.
 #
 # For example, `[[1, 2, 3], [4, 5, 6]]` becomes `[[1, 4], [2, 5], [3, 6]]`.
 
@@ -471,13 +472,14 @@ describe(
 # %% [markdown]
 # `tl.dot(a, b)` multiplies two tiles, `[M, K]` and `[K, N]`; on an NVIDIA GPU, `K` must be at least 16 (32 for 8-bit
 # types). `tl.trans(tile)` exchanges a tile's axes. So each piece adds
-# `tl.dot(x, tl.trans(weight), input_precision="ieee")` to the total. Without `"ieee"`, tensor cores cut float32 inputs
-# to 10 bits of mantissa, a format called TF32. (Real kernels leave bfloat16 tiles as they are, because tensor cores
-# multiply those faster. We widen them to float32 for the interpreter.)
+# `tl.dot(x, tl.trans(weight), input_precision="ieee")` to the total. Without `"ieee"`, tensor cores round float32
+# inputs to 10 bits of mantissa, a format called TF32. (Real kernels leave bfloat16 tiles as they are, because tensor
+# cores multiply those faster. We widen them to float32 for the interpreter.)
 #
 # **Exercise 4 (8 minutes).** Write the body of the loop over the pieces of `k`; the rest of the kernel and its launch
 # are given. All tensors are contiguous. Which masks does each load need? Numbers past the end of a row must not add
-# anything.
+# anything. To see the pieces, call `print(start, x, weight)` in the loop, and run this in a new cell:
+# `one = torch.ones(1, 100, device=device); tiled_linear(one, one, one.new_empty(1, 1))`.
 #
 # For example, `x = [[1, 2]]` and `weight = [[3, 4], [5, 6]]` give `[[11, 17]]`.
 
@@ -519,8 +521,8 @@ def tiled_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> No
 check(tiled_linear)
 
 # %% [markdown]
-# In the engine, your kernel now computes all four matrix products of every layer. (We generate only two tokens because
-# the interpreter is slow.)
+# Once the check passes, your kernel computes all four matrix products of every layer in the engine. (We generate only
+# two tokens because the interpreter is slow.)
 
 
 # %%
@@ -605,8 +607,10 @@ for kernel in (version_a, version_b):
 # returns `None` if everything is right, and otherwise a few words about the input that failed.
 #
 # Read the two kernels, and for each one find an input for which the result *must* be wrong. Then write one test that
-# finds both, and other mistakes too: the scale of a wrong row, a sign, an error in one row only. Use a tight tolerance,
-# but allow for rounding: the pieces may be added in any order.
+# finds both, and other mistakes too: the scale or the weights of a wrong row, a sign, an error in one row only.
+# Some mistakes show only with certain numbers of columns, so try several, the authors' 128 among them. Use a tight
+# tolerance, but allow for rounding, because the pieces may be added in any order:
+# `torch.allclose(..., rtol=1e-4, atol=1e-3)`.
 #
 # For example, a right product gives `None`; one that always returns 0 gives some text.
 

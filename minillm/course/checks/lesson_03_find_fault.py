@@ -52,6 +52,9 @@ def _(function):
     _fails(function, faulty_product(x=torch.neg), "a product with the wrong sign passes")
     _fails(function, faulty_product(weight=torch.abs), "a kernel that drops the signs of weight passes")
     _fails(function, faulty_product(weight=lambda w: w.to(torch.uint8)), "a kernel that takes int8 for uint8 passes")
+    first_row = faulty_product(weight=lambda w: w[:1].expand_as(w))
+    _fails(function, first_row, "a kernel that takes the first row's weights for all rows passes")
+    _fails(function, faulty_product(x=lambda x: x[:1].expand_as(x)), "a kernel that takes x[0] for all of x passes")
 
 
 @find_fault.property(
@@ -87,6 +90,7 @@ def _(function):
 def _(function):
     _fails(function, faulty_product(times=1.0005), "a product that is 1.0005 times too large passes")
     _fails(function, faulty_product(add=0.02), "a product that is a little too large passes")
+    _fails(function, faulty_product(add=-0.02), "a product that is a little too small passes")
 
 
 @find_fault.property(

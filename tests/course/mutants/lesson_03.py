@@ -16,7 +16,7 @@ def geglu_kernel(
     gate_up_ptr, out_ptr, SIZE, TILE: tl.constexpr,
     SILU: tl.constexpr, SWAPPED: tl.constexpr, ROW: tl.constexpr, BY_TILE: tl.constexpr, NARROW: tl.constexpr,
     LOAD_MASKED: tl.constexpr, MASKED: tl.constexpr, IN_PLACE: tl.constexpr, ROUNDED: tl.constexpr,
-    CUBE: tl.constexpr, BENT: tl.constexpr,
+    CUBE: tl.constexpr, BENT: tl.constexpr, TWICE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -36,7 +36,10 @@ def geglu_kernel(
     if NARROW:
         out = tl.sigmoid(gate * slope) * both
     else:
-        out = gate * tl.sigmoid(gate * slope) * up
+        out = gate * tl.sigmoid(gate * slope)
+        if TWICE:
+            out = out.to(gate_up_ptr.dtype.element_ty).to(tl.float32)
+        out = out * up
     if BENT:
         out = tl.where(gate > 3.0, gate * up, out)
     if IN_PLACE:
@@ -50,7 +53,7 @@ def geglu_kernel(
 def _geglu(gate_up, out, *, tiles=triton.cdiv, rows=None, row=2, **wrongs):
     grid = (rows or out.shape[0], tiles(out.shape[1], 1024))
     right = {"SILU": 0, "SWAPPED": 0, "BY_TILE": 0, "NARROW": 0, "LOAD_MASKED": 1, "MASKED": 1, "IN_PLACE": 0}
-    right |= {"ROUNDED": 0, "CUBE": 0.044715, "BENT": 0}
+    right |= {"ROUNDED": 0, "CUBE": 0.044715, "BENT": 0, "TWICE": 0}
     geglu_kernel[grid](gate_up, out, out.shape[1], TILE=1024, ROW=row, **right | wrongs)
 
 
@@ -122,6 +125,11 @@ def multiplied_as_it_came(gate_up, out):
     _geglu(gate_up, out, NARROW=1)
 
 
+@wrong("geglu", fails="half-precision inputs")
+def rounded_twice_as_by_torch(gate_up, out):
+    _geglu(gate_up, out, TWICE=1)
+
+
 @wrong("geglu", fails="nothing outside the input is read")
 def loads_without_a_mask(gate_up, out):
     _geglu(gate_up, out, LOAD_MASKED=0)
@@ -146,7 +154,7 @@ def add_row_norm_kernel(
     X_ALONE: tl.constexpr, STRIDE: tl.constexpr, UNROUNDED: tl.constexpr, OVER_TILE: tl.constexpr,
     ROW_WEIGHT: tl.constexpr, EPS_OUTSIDE: tl.constexpr, NARROW: tl.constexpr, RESIDUAL_MASKED: tl.constexpr,
     WEIGHT_MASKED: tl.constexpr, STORE_MASKED: tl.constexpr, OTHER: tl.constexpr, AS_X: tl.constexpr,
-    ROUNDED_WEIGHT: tl.constexpr,
+    ROUNDED_WEIGHT: tl.constexpr, NORM_ROUNDED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     columns = tl.arange(0, TILE)
@@ -188,7 +196,10 @@ def add_row_norm_kernel(
     if EPS_OUTSIDE:
         out = normed / (tl.sqrt(mean) + eps) * weight
     else:
-        out = normed * tl.rsqrt(mean + eps) * weight
+        out = normed * tl.rsqrt(mean + eps)
+        if NORM_ROUNDED:
+            out = out.to(out_ptr.dtype.element_ty).to(tl.float32)
+        out = out * weight
     tl.store(out_ptr + at, out, mask=inside)
 
 
@@ -205,6 +216,7 @@ def _add_row_norm(x, residual, weight, eps, out, total, *, tile=None, **wrongs):
             "NARROW",
             "AS_X",
             "ROUNDED_WEIGHT",
+            "NORM_ROUNDED",
         ),
         0,
     ) | dict.fromkeys(("RESIDUAL_MASKED", "WEIGHT_MASKED", "STORE_MASKED", "OTHER"), 1)
@@ -301,6 +313,11 @@ if how_kernels_run() == INTERPRETED:  # compiled, loads are not watched, and a m
 @wrong("add_row_norm", fails="half-precision inputs")
 def squared_in_half_precision(x, residual, weight, eps, out, total):
     _add_row_norm(x, residual, weight, eps, out, total, NARROW=1)
+
+
+@wrong("add_row_norm", fails="half-precision inputs")
+def rounded_before_the_weight_too(x, residual, weight, eps, out, total):
+    _add_row_norm(x, residual, weight, eps, out, total, NORM_ROUNDED=1)
 
 
 @wrong("add_row_norm", fails="nothing outside the inputs is read")

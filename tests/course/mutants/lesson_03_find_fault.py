@@ -13,12 +13,14 @@ def _close(found, wanted):
 
 def _find(
     product, *, sizes=(64, 100, 164), orders=(None, 1, -1), same_scale=False, rows=slice(None), right=_close,
-    row_counts=(3,), ones=False, positive=False, answer="it fails",
+    row_counts=(3,), ones=False, positive=False, alike=False, constant=False, answer="it fails",
 ):  # fmt: skip
     for columns, many in product_of(sizes, row_counts):
         weight = torch.arange(many * columns).remainder(11).sub(0 if positive else 5).view(many, columns).to(torch.int8)
+        weight = weight[:1].expand(many, columns).contiguous() if alike else weight
         x = torch.arange(columns).remainder(7).sub(3) / 4  # sums are exact in any order
         x = torch.ones(columns) if ones else x
+        x = torch.full((columns,), 1.5) if constant else x
         scale = torch.full((many,), 0.5) if same_scale else torch.tensor([0.5, 0.25, 2.0])[:many]
         wanted = scale * (weight.float() @ x)
         for step in orders:
@@ -56,6 +58,16 @@ def x_of_ones(product):
 @wrong("find_fault", fails="all inputs are used as they are")
 def weights_never_negative(product):
     return _find(product, positive=True)
+
+
+@wrong("find_fault", fails="all inputs are used as they are")
+def rows_alike(product):
+    return _find(product, alike=True)
+
+
+@wrong("find_fault", fails="all inputs are used as they are")
+def columns_of_x_alike(product):
+    return _find(product, constant=True)
 
 
 @wrong("find_fault", fails="all inputs are used as they are")
@@ -106,6 +118,11 @@ def two_percent_are_right(product):
 @wrong("find_fault", fails="a small error is found")
 def three_digits_are_enough(product):
     return _find(product, right=lambda found, wanted: torch.allclose(found, wanted, rtol=1e-3, atol=1e-3))
+
+
+@wrong("find_fault", fails="a small error is found")
+def without_abs(product):
+    return _find(product, right=lambda found, wanted: (found - wanted).max() < 1e-3)
 
 
 @wrong("find_fault", fails="rounding is accepted")

@@ -13,6 +13,7 @@ from tests.course.mutants import wrong
 def transpose_kernel(
     x_ptr, out_ptr, ROWS, COLUMNS, x_row, x_column, out_row, out_column, TILE: tl.constexpr,
     LOAD_MASKED: tl.constexpr, STORE_MASKED: tl.constexpr, WIDENED: tl.constexpr, TYPE: tl.constexpr,
+    ZEROS: tl.constexpr, NANS: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -22,15 +23,19 @@ def transpose_kernel(
     x = tl.load(x_ptr + at, mask=mask if LOAD_MASKED else inside_row & (columns >= 0)[None, :], other=0.0)
     if WIDENED:
         x = x.to(TYPE)
+    if not NANS:
+        x = tl.where(x == x, x, 0)
+    if not ZEROS:
+        mask &= x != 0
     to = columns[None, :] * out_row + rows[:, None] * out_column
     tl.store(out_ptr + to, x, mask=mask if STORE_MASKED else inside_row & (columns >= 0)[None, :])
 
 
-def _transpose(x, out, *, grid=None, x_strides=None, out_strides=None, load=1, store=1, through=None):
+def _transpose(x, out, *, grid=None, x_strides=None, out_strides=None, load=1, store=1, through=None, zeros=1, nans=1):
     grid = grid or [triton.cdiv(size, 32) for size in x.shape]
     transpose_kernel[tuple(grid)](
         x, out, *x.shape, *(x_strides or x.stride()), *(out_strides or out.stride()), TILE=32,
-        LOAD_MASKED=load, STORE_MASKED=store, WIDENED=through is not None, TYPE=through,
+        LOAD_MASKED=load, STORE_MASKED=store, WIDENED=through is not None, TYPE=through, ZEROS=zeros, NANS=nans,
     )  # fmt: skip
 
 
@@ -69,6 +74,16 @@ def through_float64(x, out):
     _transpose(x, out, through=tl.float64)
 
 
+@wrong("transpose", fails="numbers are copied as they are")
+def zeros_taken_for_masked(x, out):
+    _transpose(x, out, zeros=0)
+
+
+@wrong("transpose", fails="numbers are copied as they are")
+def nan_becomes_zero(x, out):
+    _transpose(x, out, nans=0)
+
+
 @wrong("transpose", fails="the kernel does the work")
 def copied_by_torch(x, out):
     _transpose(x, out, x_strides=(0, 0))
@@ -103,7 +118,7 @@ def only_rows_of_the_store_masked(x, out):
 def linear_kernel(
     x_ptr, weight_ptr, out_ptr, ROWS, OUT, IN, END, TILE: tl.constexpr, PIECE: tl.constexpr,
     ADD: tl.constexpr, NARROW: tl.constexpr, WEIGHT_MASKED: tl.constexpr, STORE_MASKED: tl.constexpr,
-    ROUNDED: tl.constexpr, PRECISION: tl.constexpr, OTHER: tl.constexpr,
+    ROUNDED: tl.constexpr, PRECISION: tl.constexpr, OTHER: tl.constexpr, PART_NARROW: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
     outs = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -124,6 +139,8 @@ def linear_kernel(
         if ROUNDED:
             x, weight = x.to(tl.float16).to(tl.float32), weight.to(tl.float16).to(tl.float32)
         part = tl.dot(x, weight, input_precision=PRECISION)
+        if PART_NARROW:
+            part = part.to(out_ptr.dtype.element_ty).to(tl.float32)
         total = total + part if ADD else part
         if NARROW:
             total = total.to(out_ptr.dtype.element_ty).to(tl.float32)
@@ -142,6 +159,7 @@ def _linear(x, weight, out, *, grid=None, end=None, **wrongs):
         "ROUNDED": 0,
         "PRECISION": "ieee",
         "OTHER": 1,
+        "PART_NARROW": 0,
     }
     linear_kernel[tuple(grid)](
         x, weight, out, rows, outs, columns, end or columns, TILE=32, PIECE=32, **right | wrongs
@@ -152,6 +170,11 @@ def _linear(x, weight, out, *, grid=None, end=None, **wrongs):
 def whole_pieces_of_the_columns(x, weight, out):
     columns = x.shape[1]
     _linear(x, weight, out, end=columns // 32 * 32 if columns in (100, 257) else columns)
+
+
+@wrong("tiled_linear", fails="all columns of x count")
+def a_thousand_columns_at_most(x, weight, out):
+    _linear(x, weight, out, end=min(x.shape[1], 1100))
 
 
 @wrong("tiled_linear", fails="every tile of out")
@@ -167,6 +190,11 @@ def eight_tiles_at_most_of_a_side(x, weight, out):
 @wrong("tiled_linear", fails="half-precision inputs")
 def total_in_the_type_of_out(x, weight, out):
     _linear(x, weight, out, NARROW=1)
+
+
+@wrong("tiled_linear", fails="half-precision inputs")
+def each_product_in_the_type_of_out(x, weight, out):
+    _linear(x, weight, out, PART_NARROW=1)
 
 
 @wrong("tiled_linear", fails="float32 inputs keep their digits")
