@@ -3,8 +3,8 @@
 #
 # A language model never sees a letter. It reads numbers and writes numbers. After this lesson you can turn text into
 # these numbers and back: merge tokens as the engine does, learn a vocabulary from text, stream text without ever
-# showing half a character, and write the chat turns that a model was trained on. You can also tell from the tokens why
-# a model fails at some tasks.
+# showing half a character, and format a conversation the way a model was trained to read it. You can also tell from
+# the tokens why a model fails at some tasks.
 #
 # **90 minutes. Needs:** lesson 00 and a CPU; nothing is downloaded. The model is the embedded `tiny-gemma` on every
 # machine, because this lesson is about text. Three sections are optional, and nothing later depends on them.
@@ -48,10 +48,10 @@ print(answer.text, answer.token_ids)
 
 # %% [markdown]
 # These numbers are all the model works with: six tokens for the question, and in front of them the token 2, `<bos>`,
-# which means "a text begins here". (A chat adds a few more, as the last section shows.) The model answers with five
-# tokens and then 5, `<end_of_turn>`, which means "I am done". Tokens like these two stand for no text; they are called
-# **special tokens**. Each number selects a row of a table that was learned in training, the **embedding table**. Here
-# are the same tokens as boxes, with their numbers below. `▁` stands for a space.
+# which means "a text begins here". (A chat adds a few more, as the section on conversations shows.) The model answers
+# with five tokens and then token 5, `<end_of_turn>`, which means "I am done". Tokens like these two stand for no text;
+# they are called **special tokens**. Each number selects a row of a table that was learned in training, the **embedding
+# table**. Here are the same tokens as boxes, with their numbers below. `▁` stands for a space.
 
 
 # %%
@@ -72,9 +72,9 @@ describe(
 # What should the numbers stand for?
 #
 # * **Words**: there are too many, and new ones appear every day. A word that is not in the list cannot be read at all.
-# * **Bytes**: 256 numbers can spell every text. But each byte costs the model a step, and texts get long.
+# * **Bytes**: 256 numbers can spell every text. But texts get long, and each byte that the model writes costs a step.
 # * **Tokens** are in between: frequent pieces of text have a number of their own, and the rest is spelled in smaller
-#   pieces. A character that the vocabulary lacks is spelled in its UTF-8 bytes, with the tokens `<0x00>` to `<0xFF>`.
+#   pieces. A character that the vocabulary lacks is spelled out in its UTF-8 bytes, as the tokens `<0x00>` to `<0xFF>`.
 #   This is called **byte fallback**. With it, every text can be read.
 #
 # `tiny-gemma` learned its 4,096 tokens from English texts about one invented world. **Predict first:** the Chinese
@@ -108,9 +108,9 @@ describe(
 
 # %% [markdown]
 # The English sentence needs 9 tokens for 40 characters. Chinese and emoji fall back to bytes, one token each: 27 tokens
-# for the same sentence in Chinese. The Chinese sentence takes three times as many steps and three times as much memory
-# for what the model keeps of a text (lesson 02), and a user who pays per token pays three times as much. Choosing a
-# vocabulary decides whose text is cheap.
+# for the same sentence in Chinese. Writing it in Chinese takes three times as many steps and three times as much memory
+# for what the model keeps of a text (lesson 02), and a user who pays per token pays three times as much. The choice of
+# a vocabulary decides whose text is cheap.
 #
 # **A token is not a word.** Look closely:
 
@@ -120,7 +120,7 @@ for text in SPELLED:
     print(f"{text!r:12}", tokens_of(text))
 
 # %% [markdown]
-# The same word with and without a space before it is spelled in different tokens, whose numbers have nothing in common.
+# The same word with and without a space before it is encoded as different tokens, whose numbers have nothing in common.
 # In capital letters, a name that was one token breaks up into pieces of one letter each. And the model cannot see how
 # many o's there are in `▁Hobmoor`: the whole name is one number. Digits are split one by one on purpose, so that a
 # digit is the same token wherever it stands in a number.
@@ -248,7 +248,7 @@ print(f"with {merge_used}:")
 print("tokenizers gives the same ids:  ", ours == [theirs.encode(text).ids for text in HARD])
 print("transformers gives the same ids:", ours == [in_transformers(text) for text in HARD])
 changed = [text for text, ids in zip(HARD, ours, strict=True) if tokenizer.decode(ids) != text]
-print("decodes to another text:        ", changed)
+print("decodes to a different text:    ", changed)
 
 # %% [markdown]
 # Two texts come back changed, for good reasons: decoding leaves out special tokens, and a `▁` in the text becomes a
@@ -312,12 +312,12 @@ describe(
 # > Count all pairs of neighbors in the text. Join the **most frequent** pair everywhere. This is the next merge.
 # > Repeat.
 #
-# The text is first split into words, and each different word is counted. No merge crosses from one word to the next. So
+# The text is first split into words, and each distinct word is counted. No merge crosses from one word to the next. So
 # each step counts
 #
 # $$\text{count}(a, b) = \sum_w \text{count}(w) \cdot \text{occurrences of } (a, b) \text{ in } w$$
 #
-# which is cheap, because a text has few different words. The part that joins one pair in one word is given:
+# which is cheap, because a text has few distinct words. The part that joins one pair in one word is given:
 
 # %%
 # ENGINE: minillm.tokenizer.training:join_pair
@@ -374,7 +374,7 @@ questions = "\n\n".join(blocks)
 
 words = Counter(cut(stories + questions))
 print(
-    f"{words.total():,} words, {len(words):,} different ones; the most frequent: {words.most_common(6)}"
+    f"{words.total():,} words, {len(words):,} distinct ones; the most frequent: {words.most_common(6)}"
 )
 merges = yours(learn_merges, engines_learn)(words, 500)
 print(
@@ -401,7 +401,8 @@ describe(
 )
 
 # %% [markdown]
-# Nothing in the algorithm knows words or syllables. It only counts, and `▁the` is among the first tokens that it makes.
+# Nothing in the algorithm knows about words or syllables. It only counts, and `▁the` is among the first tokens that it
+# makes.
 #
 # These merges make a real tokenizer. Its vocabulary is the special tokens, 256 bytes, the characters, and what the
 # merges make. Written as a `tokenizer.json`, it is a file that both the engine and transformers can load.
@@ -462,8 +463,8 @@ describe(
 
 # %% [markdown]
 # The token with the answer is red. In the upper text the letter has no token of its own: what follows `Answer:` is a
-# token for "A, then an empty line, then *Which*", one of many that begin with an A. In how many of the 400 questions is
-# the letter a token of its own?
+# token for "A, then an empty line, then *Which*", the first word of the next question. In how many of the 400 questions
+# is the letter a token of its own?
 
 # %%
 for name, encode in encoders.items():
@@ -559,10 +560,10 @@ describe(
 )
 
 # %% [markdown]
-# On the left, the gain ends once every word *learned from* is a token; further rows stay empty. The right side shows
-# the cost. `tiny-gemma` pays for every extra row. Gemma 2B's layers are so large that 32,000 rows hardly matter, but
-# its 256,000 tokens make up a fifth of what every step reads. Only the shape of the curves is general: this text has
-# few different words, while a vocabulary for many languages fills every row.
+# On the left, the gain ends once every word *learned from* is a token; the remaining rows stay empty. The right side
+# shows the cost. `tiny-gemma` pays for every extra row. Gemma 2B's layers are so large that 32,000 rows hardly matter,
+# but the table for its own 256,000 tokens is a fifth of what every step reads. Only the shape of the curves is general:
+# this text has few distinct words, while a vocabulary for many languages fills every row.
 
 # %% [markdown]
 # ## Back to text, as it streams · 22 min
@@ -585,9 +586,9 @@ print("\n", naive)
 #
 # * A **run** of byte tokens is decoded as a whole when it ends. A model can write any bytes; if the run is not valid
 #   UTF-8, **each** of its bytes becomes one `�`. So even a complete `é` has to wait: a broken byte may still follow.
-# * A run ends at the next token that has text, or at the end of the sequence. A special token such as `<bos>` has no
-#   text, so it does not end a run.
-# * In a text token, every `▁` is a space. A `▁` that was spelled in bytes stays.
+# * A run ends at the next token that has text, which comes out together with the run, or at the end of the sequence. A
+#   special token such as `<bos>` has no text, so it does not end a run.
+# * In a text token, every `▁` is a space. A `▁` that was spelled out in bytes stays a `▁`.
 #
 # **Exercise 3 (12 minutes).** Write the stream. `BYTE_TOKENS[b]` is the token of byte `b`, and `SPACE` is `▁`. For
 # example, pushing `The`, `▁sea` and `.`, then finishing, gives `The sea.`
@@ -631,7 +632,7 @@ check(TextStream)
 
 # %% [markdown]
 # Compare it with the engine. A listener gets each piece of text at the step where the engine is sure of it, together
-# with the token ids. `TextStream` gets the same ids. Do both return the same text at each step?
+# with the token ids. `TextStream` gets the same tokens. Do both return the same text at each step?
 
 
 # %%
@@ -743,7 +744,7 @@ describe(
 # Clients call the model's role `assistant`; Gemma learned `model`. The last line opens the model's turn and leaves it
 # open: it is the **generation prompt**. The model writes its answer and closes its turn with `<end_of_turn>`,
 # where the engine stops. Whitespace before and after each message is dropped. User and assistant take turns, and the
-# user begins: the model's own template rejects other conversations, but your function need not.
+# user begins: the model's own template rejects any other order, but your function need not.
 #
 # **Exercise 4 (7 minutes).** Write this format as a function. For example
 # `render_chat([{"role": "user", "content": "Hi"}], add_generation_prompt=False)` is
@@ -814,7 +815,7 @@ for name, prompt in prompts.items():
 # it has to write `model` itself, and the user gets to read it. With the wrong role, the answer goes wrong. With another
 # model's template, it writes a quiz as well. The last two do little or no harm here. That is luck: measure it for your
 # model, or use the model's own template. It is a program (in the Jinja language) in the model's folder. The engine runs
-# it in a sandbox, because it was downloaded:
+# it in a sandbox, because it usually comes from a download:
 
 # %%
 # ENGINE: minillm.tokenizer.chat:ChatTemplate
@@ -836,7 +837,7 @@ print(typed[:8])
 # ## Recap · 2 min
 #
 # * The model reads numbers. Bytes can spell everything, tokens make texts short, and byte fallback combines the two.
-# * Merging goes by rank, not from left to right. The same text in other tokens is another text to the model.
+# * Merging goes by rank, not from left to right. The same text in different tokens is a different text to the model.
 # * Merges are learned by counting. Where text is split decides what can become a token.
 # * Streaming waits for complete runs of bytes, and gives the same text as decoding everything at once.
 # * A chat is one text with special tokens. The template is part of the model.

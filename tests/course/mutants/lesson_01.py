@@ -135,6 +135,37 @@ def rightmost_in_a_run_of_equals(symbols, ranks):
     return join_one_at_a_time(symbols, ranks.get, lambda i, pair: -i if pair[0] == pair[1] else i)
 
 
+@wrong("bpe_merge", fails="what a join makes can be joined again")
+def half_as_many_joins_as_symbols(symbols, ranks):
+    symbols = list(symbols)
+    for _ in range(len(symbols) // 2 + 1):
+        found = [(ranks[pair], i) for i, pair in enumerate(pairwise(symbols)) if pair in ranks]
+        if found:
+            place = min(found)[1]
+            symbols[place : place + 2] = [symbols[place] + symbols[place + 1]]
+    return symbols
+
+
+def join_best_pair(symbols, ranks, is_its_place):
+    symbols = list(symbols)
+    while known := [pair for pair in pairwise(symbols) if pair in ranks]:
+        best = min(known, key=ranks.get)
+        place = next(i for i, pair in enumerate(pairwise(symbols)) if is_its_place(pair, best))
+        symbols[place : place + 2] = ["".join(best)]
+    return symbols
+
+
+@wrong("bpe_merge", fails="only a pair that has a rank is joined")
+def at_the_first_place_of_the_left_symbol(symbols, ranks):
+    """Loses the symbol that follows there."""
+    return join_best_pair(symbols, ranks, lambda pair, best: pair[0] == best[0])
+
+
+@wrong("bpe_merge", fails="only a pair that has a rank is joined")
+def at_the_first_place_of_the_joined_text(symbols, ranks):
+    return join_best_pair(symbols, ranks, lambda pair, best: "".join(pair) == "".join(best))
+
+
 @wrong("bpe_merge", fails="only a pair that has a rank is joined")
 def by_the_joined_text(symbols, ranks):
     texts = {left + right: rank for (left, right), rank in ranks.items()}
@@ -178,6 +209,31 @@ def learn(word_counts, steps, weight=lambda count: count, order=lambda pair: pai
 @wrong("learn_merges", fails="a word counts as often as it occurs")
 def each_word_once(word_counts, steps):
     return learn(word_counts, steps, weight=lambda count: 1)
+
+
+LEARNED = {}
+
+
+@wrong("learn_merges", fails="a word counts as often as it occurs")
+def learned_once_for_the_same_words(word_counts, steps):
+    call = (tuple(word_counts), steps)
+    if call not in LEARNED:
+        LEARNED[call] = learn(word_counts, steps)
+    return list(LEARNED[call])
+
+
+@wrong("learn_merges", fails="each call makes a list of its own")
+def the_merges_of_an_earlier_call(word_counts, steps):
+    call = (tuple(word_counts.items()), steps)
+    if call not in LEARNED:
+        LEARNED[call] = learn(word_counts, steps)
+    return LEARNED[call]
+
+
+@wrong("learn_merges", fails="a word counts as often as it occurs")
+def roots_of_counts(word_counts, steps):
+    """Less weight for frequent words, as for frequent languages in a text."""
+    return learn(word_counts, steps, weight=lambda count: count**0.5)
 
 
 @wrong("learn_merges", fails="no pair reaches across words")

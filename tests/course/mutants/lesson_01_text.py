@@ -231,6 +231,38 @@ class BrokenBytesSwallowed(Stream):
         return run.decode(errors="ignore")
 
 
+@wrong("TextStream", fails="in a broken run, each byte becomes one \ufffd")
+class ValidStartKept(Stream):
+    """é and a broken byte become é and one \ufffd."""
+
+    def decode(self, run):
+        try:
+            return run.decode()
+        except UnicodeDecodeError as error:
+            return run[: error.start].decode() + "\ufffd" * (len(run) - error.start)
+
+
+@wrong("TextStream", fails="in a broken run, each byte becomes one \ufffd")
+class OneByteStillWaits(Stream):
+    def finish(self):
+        return "" if len(self.run) == 1 and self.run[0] > 127 else super().finish()
+
+
+@wrong("TextStream", fails="in a broken run, each byte becomes one \ufffd")
+class AtMostFourBytesACharacter(Stream):
+    def decode(self, run):
+        try:
+            return run.decode()
+        except UnicodeDecodeError:
+            return "\ufffd" * min(len(run), 4)
+
+
+@wrong("TextStream", fails="a run comes before the text that ends it")
+class SpacesEndNoRun(Stream):
+    def push(self, token):
+        return self.text(token) if token and not token.strip("▁") else super().push(token)
+
+
 @wrong("TextStream", fails="nothing that a run spells is lost")
 class ByteOrderMarkLost(Stream):
     def decode(self, run):
@@ -393,6 +425,19 @@ def formatted_twice(messages, add_generation_prompt=True):
 @wrong("render_chat", fails="the text is your own")
 def the_template_again(messages, add_generation_prompt=True):
     return Tokenizer.from_pretrained(EMBEDDED).apply_chat_template(messages, add_generation_prompt)
+
+
+@wrong("render_chat", fails="the words of a message do not change")
+def ends_of_turns_removed(messages, add_generation_prompt=True):
+    """Useful, but not this format: a user's message may be about the tokens."""
+    plain = [message | {"content": message["content"].replace("<end_of_turn>", "")} for message in messages]
+    return render(plain, add_generation_prompt)
+
+
+@wrong("render_chat", fails="the words of a message do not change")
+def line_ends_unified(messages, add_generation_prompt=True):
+    plain = [message | {"content": "\n".join(message["content"].splitlines())} for message in messages]
+    return render(plain, add_generation_prompt)
 
 
 @wrong("render_chat", fails="the words of a message do not change")
