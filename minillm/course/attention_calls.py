@@ -27,7 +27,7 @@ def same(got: Tensor, want: Tensor) -> bool:
 
 
 def short(numbers: Tensor) -> list[float]:
-    return [round(number, 3) for number in numbers.tolist()]
+    return [round(number, 4) for number in numbers.tolist()]
 
 
 def plain(function: Callable) -> Attend:
@@ -59,9 +59,12 @@ def assert_values_used(attend: Attend) -> None:
     assert moved.abs().max() > TOLERANCE, "the result does not depend on the values"
 
 
-def assert_past_seen(attend: Attend, queries: int, length: int, keys: Iterable[int]) -> None:
+def assert_past_seen(
+    attend: Attend, queries: int, length: int, keys: Iterable[int], capacity: int | None = None
+) -> None:
     """Each of the newest `queries` tokens sees those of `keys` that are not after it, also if a score is exactly 0."""
-    q, k, v = normal(queries, 1, DIM) / 4, normal(length, 1, DIM, seed=1), normal(length, 1, DIM, seed=2)
+    slots = capacity or length
+    q, k, v = normal(queries, 1, DIM) / 4, normal(slots, 1, DIM, seed=1), normal(slots, 1, DIM, seed=2)
     for key, zero in itertools.product(keys, (False, True)):
         k2, v2 = k.clone(), v.clone()
         k2[key] *= not zero

@@ -76,8 +76,9 @@ print(dict(zip(pieces, ids.tolist(), strict=True)))
 
 # %% [markdown]
 # **Embedding.** Each token of the vocabulary has a row of a matrix: 256 numbers, found by training. Gemma models
-# multiply them by the square root of how many they are, here 16. Tokens that are used in similar ways have rows that
-# point in similar directions: the rows at the smallest angles to that of ` Bramble`, an island, are those of islands.
+# multiply each row by the square root of its length, here $\sqrt{256} = 16$. Tokens that are used in similar ways have
+# rows that point in similar directions: the rows closest in direction to that of ` Bramble`, an island, are those of
+# other islands.
 
 # %%
 print(", ".join(probes.neighbors(model, tokenizer, " Bramble")))
@@ -105,17 +106,16 @@ print(f"q {list(q.shape)}  k {list(k.shape)}  v {list(v.shape)}   [tokens, heads
 # %% [markdown]
 # **Rotary embedding.** So far, nothing tells the model where a token is in the text. So every query and every key is
 # rotated. Its numbers form 32 pairs, `x[i]` with `x[i + 32]`. Each pair is treated as a point in a plane and rotated by
-# an angle proportional to the token's position: fast for pair 0, slowly for pair 31. The dot product of a rotated query
-# and a rotated key depends only on the *difference* of their angles, and so on the distance between the two tokens. In
-# the listing, `roll` fetches the other number of each pair.
+# an angle proportional to the token's position: fast for pair 0, slowly for pair 31. In the dot product of a
+# rotated query and a rotated key, only the *difference* of their angles remains: of the two positions, only their
+# distance matters. In the listing, `roll` fetches the other number of each pair.
 
 # %%
 # ENGINE: minillm.ops.reference:rotary_embedding
 
 # %%
-score = probes.rotated_score(
-    model, q[8, 0], k[3, 0]
-)  # one query and one key, at any two positions
+# One query and one key, at any two positions
+score = probes.rotated_score(model, q[8, 0], k[3, 0])
 for at in ((5, 2), (105, 102), (105, 2)):
     print(f"query at {at[0]:3}, key at {at[1]:3}, {at[0] - at[1]:3} apart: {score(*at):8.4f}")
 
@@ -125,8 +125,8 @@ describe("""Three planes with arrows at positions 0 to 4: of these, pair 0 turns
 
 # %% [markdown]
 # The arrows show three of the pairs at positions 0 to 4. The curve shows the dot product of one query and one key as
-# their distance grows; this pair matches best when close. Remember for later that a key is rotated only once, by *its
-# own* position.
+# their distance grows: these two match best when they are close. Remember for later that a key is rotated only once, by
+# *its own* position.
 #
 # ## 2 · Attention · 24 min
 #
@@ -300,8 +300,8 @@ def walk(ids):
 
 
 # %% [markdown]
-# The output head is the embedding matrix again (*tied weights*): a token scores high
-# when the final vector points in the direction of its row. You can apply it after *every* layer and see what the model
+# The output head is the embedding matrix again (*tied weights*): a token scores high when the final vector points in
+# the direction of its row. You can apply the final norm and the output head after *every* layer, and see what the model
 # would say at that point:
 
 # %%
@@ -321,7 +321,7 @@ for number, x in enumerate(walk(ids)[1:]):
 
 # %% [markdown]
 # After layers 0 and 1, the model just repeats the last token, ` of`. After layer 2 the island is there. (Section 9,
-# which is optional, looks into layer 2.)
+# which is optional, looks for where the model reads the town's name.)
 #
 # Does the engine compute the same thing? Does transformers, an entirely different program?
 
@@ -404,8 +404,8 @@ guess_times = 80  # PREDICT: times as much work at token 100 without a cache
 #
 # ## 5 · The cache · 23 min
 #
-# For one request and one layer, the cache is two tensors with room for `capacity` tokens, and a count of the tokens in
-# them.
+# For one request and one layer, the cache is two tensors of `capacity` *slots*, one slot per token, and a count of the
+# slots that are filled.
 
 
 # %%
@@ -652,7 +652,7 @@ print(f"attention: {whose(cached_attention)}; calls of yours: {used.calls}")
 #
 # **Predict first,** twice. How many bytes does one token take in the cache of this notebook's engine? The model has 6
 # layers with 4 query heads and 1 KV head of 64 numbers, and a number has 8 bytes. And, as a guess: how many requests of
-# 4,096 tokens does a GPU of 80 GB (an A100 or H100) hold with Llama 3.1 8B, whose weights take 16 GB?
+# 4,096 tokens does an 80 GB GPU (an A100 or H100) hold along with Llama 3.1 8B, whose weights take 16 GB?
 
 # %% tags=["exercise"]
 guess_bytes = 6000  # PREDICT: bytes of cache per token in this engine
@@ -671,8 +671,8 @@ compare("one token's keys and values", unit="bytes", **bytes_each)
 # $$\text{bytes per token} = 2 \times \text{layers} \times \text{KV heads} \times \text{head\_dim} \times
 # \text{bytes per number}$$
 #
-# Only *KV* heads count. That is why models share them. Here are four models; in the figure, the dashed outlines show
-# what each would need if every query head had its own KV head.
+# Only *KV* heads count. That is why query heads share them. Here are four models; in the figure, the dashed outlines
+# show what each would need if every query head had its own KV head.
 
 # %%
 print_shapes(tokens=4096)
@@ -690,12 +690,12 @@ describe("""Kilobytes of cache per token for four models, and what each would ne
 #
 # Two rules of thumb give most of the answer: **2 bytes per parameter** for the weights in bfloat16, and the formula
 # above for the cache. The requests share the memory that the weights leave. An engine does not use every byte of a
-# GPU; a common limit, the *utilization*, is 0.9.
+# GPU; the fraction that it may use, the *utilization*, is often 0.9.
 #
 # ### Exercise 4: requests that fit
 #
 # **Exercise 4 (5 minutes).** Turn the two rules into a function. For example, the weights of a model with 70.6 billion
-# parameters take 141 GB. On a GPU of 80 GB, 0 requests fit (not a negative number).
+# parameters take 141 GB. On an 80 GB GPU, 0 requests fit (not a negative number).
 
 
 # %% tags=["exercise"]
@@ -704,7 +704,7 @@ def requests_that_fit(config, parameters, gpu_bytes, context, bytes_each=2, util
 
     config has num_layers, num_heads, num_kv_heads and head_dim. parameters: their number.
     gpu_bytes: all of the GPU's memory, of which the fraction `utilization` may be used.
-    bytes_each: bytes per number, in the weights and in the cache; 0.5 with 4 bits.
+    bytes_each: bytes per number, in the weights and in the cache; 0.5 for 4-bit numbers.
     """
     # SOLUTION: whole requests only
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * bytes_each
@@ -717,8 +717,8 @@ def requests_that_fit(config, parameters, gpu_bytes, context, bytes_each=2, util
 check(requests_that_fit)
 
 # %% [markdown]
-# The engine's calculator, `minillm.model.sizing`, also counts whole blocks and windows. It works for any supported
-# model that has a `config.json`.
+# The engine's calculator, `minillm.model.sizing`, also counts in whole blocks, and knows models in which a layer keeps
+# only the most recent tokens. It works for any supported model that has a `config.json`.
 
 # %%
 eight = SHAPES["Llama 3.1 8B"]
@@ -734,10 +734,10 @@ print(sizing.fit(eight, gpu_bytes=80e9, context=4096))
 # requests fit. Many requests end earlier. In the serving systems that Kwon et al. (2023) measured, only 20 to 38% of
 # the cache memory held tokens. Lesson 09 removes most of this waste.
 #
-# ## 9 · Optional: which layer reads the name · 5 min
+# ## 9 · Optional: where the name is read · 5 min
 #
-# In section 3, the island appeared in layer 2. Where does the last token learn which town is meant? You will hide the
-# three tokens of the town's name from the last token, in one layer at a time. All other tokens still see them.
+# In section 3, the island appeared after layer 2. Where does the last token learn which town is meant? You will hide
+# the three tokens of the town's name from the last token, in one layer at a time. All other tokens still see them.
 #
 # **Predict first:** in how many of the six layers does hiding them change the model's answer?
 
@@ -790,8 +790,9 @@ for number in range(config.num_layers):
 compare("need the name", unit="of 6 layers", prediction=guess_layers, measured=changed)
 
 # %% [markdown]
-# Only layer 2 needs it. If the name is hidden there, the model still answers with an island, but the wrong one. In
-# every other layer, the answer stays the same. So layer 2 is where the last token learns which town is meant.
+# Only in layer 2 does the answer depend on it. If the name is hidden there, the model still answers with an island, but
+# the wrong one. Hidden in layer 0, it only makes the model less sure; in the other layers, little changes. So layer 2
+# is where the last token learns which town is meant.
 #
 # ## 10 · Optional: the engine's version · 2 min
 #
@@ -848,8 +849,8 @@ print(f"and the memory: {141 / 80:.2f} times as much")
 
 # %% [markdown]
 # The number of requests grows more than the memory, because the weights take the same space on both GPUs, and all of
-# the extra memory goes to the cache: the larger the weights' share, the more an additional gigabyte is worth. (In the
-# chart on the right, a line ends at the longest context of its model. Llama 3.1 70B fits neither GPU.)
+# the extra memory goes to the cache. The larger the weights' share of the small GPU, the larger the gain. (In the chart
+# on the right, a line ends at the longest context of its model. Llama 3.1 70B fits neither GPU.)
 #
 # ## 13 · Optional: prefill and decode, operations per byte · 7 min
 #

@@ -117,6 +117,14 @@ def query_scaled_in_place(q, k, v, *, scale):
     return _mix(_weights(q, k, 1.0).softmax(-1), v)
 
 
+@wrong("attention", fails=UNCHANGED)
+def query_scaled_and_scaled_back(q, k, v, *, scale):
+    q *= scale
+    out = _mix(_weights(q, k, 1.0).softmax(-1), v)
+    q /= scale
+    return out
+
+
 @wrong("attention", fails=PAST)
 def window_of_64(q, k, v, *, scale):
     weights = _weights(q, k, scale)
@@ -258,3 +266,21 @@ def cached_scores_of_zero_hidden(q, k, v, length, *, scale):
 @wrong("cached_attention", fails=LEFTOVERS)
 def nan_values_replaced(q, k, v, length, *, scale):
     return _cached(q, k, v.where(~v.isnan(), 0.0), _visible(len(q), len(k), length), scale)
+
+
+@wrong("cached_attention", fails=UNCHANGED)
+def cached_query_scaled_and_scaled_back(q, k, v, length, *, scale):
+    q *= scale
+    out = _cached(q, k[:length], v[:length], _visible(len(q), length, length), 1.0)
+    q /= scale
+    return out
+
+
+_MASKS = {}
+
+
+@wrong("cached_attention", fails="every new query sees its whole past")
+def mask_kept_from_an_earlier_call(q, k, v, length, *, scale):
+    """One mask for each shape; but the length grows, and the shapes stay the same."""
+    mask = _MASKS.setdefault((len(q), len(k)), _visible(len(q), len(k), length))
+    return _cached(q, k[:length], v[:length], mask[:, :length], scale)

@@ -185,6 +185,15 @@ def first_eight_tokens_only(cache, k, v):
     cache.length += len(k)
 
 
+@wrong("append", fails="new tokens follow the old ones")
+def several_tokens_taken_for_a_prompt(cache, k, v):
+    """Only the first call brings several tokens, it assumes; but a prompt may come in chunks."""
+    _check_room(cache, k)
+    start = cache.length if len(k) == 1 else 0
+    cache.k[start : start + len(k)], cache.v[start : start + len(k)] = k, v
+    cache.length += len(k)
+
+
 # ---- requests_that_fit
 
 
@@ -297,3 +306,9 @@ def one_if_anything_is_left(config, parameters, gpu_bytes, context, bytes_each=2
     request = context * 2 * config.num_layers * config.num_kv_heads * config.head_dim * bytes_each
     left = gpu_bytes * utilization - parameters * bytes_each
     return max(1, int(left // request)) if left > 0 else 0
+
+
+@wrong("requests_that_fit", fails="only the utilized share is used")
+def all_of_the_gpu_by_default(config, parameters, gpu_bytes, context, bytes_each=2, utilization=1.0):
+    request = context * 2 * config.num_layers * config.num_kv_heads * config.head_dim * bytes_each
+    return _divide(gpu_bytes, utilization, parameters * bytes_each, request)
