@@ -223,9 +223,9 @@ compare("ITL", unit="ms", prediction=guess_itl_ms, floor=floor_itl, measured=itl
 compare("TTFT", unit="ms", prediction=guess_ttft_ms, floor=floor_ttft, measured=ttft_ms)
 
 # %% [markdown]
-# On a CPU the ITL is several times its floor. The embedded model is tiny, so what does not depend on its size weighs a
-# lot: Python that schedules each step, hundreds of small tensor operations, HTTP, and JSON. A large model hides such
-# costs. Here is a decode step of Gemma 2B on an H200, without HTTP, from a committed record:
+# On a CPU the ITL is several times its floor. The embedded model is tiny, so much of the time goes to costs that do
+# not depend on its size: Python that schedules each step, hundreds of small tensor operations, HTTP, and JSON. A large
+# model hides such costs. Here is a decode step of Gemma 2B on an H200, without HTTP, from a committed record:
 
 # %%
 print(serving.recorded_decode_step("h200/roofline"))
@@ -431,9 +431,9 @@ describe(
 # Read the table from bottom to top. (The panels of the picture have different time axes.)
 #
 # * **Twice the rate:** the queue only grows. In $t$ seconds, $2t$ seconds' worth of work arrives, so a request that is
-#   due at time $t$ waits about $t$ seconds, or longer if the server completes fewer requests per second than in the
-#   closed loop. The longer the overload lasts, the larger the waits in this row. Compare "most at once" with the rows
-#   of the batch: all other requests are waiting in the queue.
+#   due at time $t$ waits about $t$ seconds: longer if the server completes fewer requests per second than in the
+#   closed loop, shorter if it completes more. The longer the overload lasts, the larger the waits in this row. Compare
+#   "most at once" with the rows of the batch: all other requests are waiting in the queue.
 # * **Nine tenths and half:** bursts come and go. At nine tenths some requests may wait for a row, but the queue empties
 #   again. If it keeps growing, nine tenths is already too much: the server completes fewer requests per second than in
 #   the closed loop, or another program has slowed it down.
@@ -633,11 +633,11 @@ except openai.APIConnectionError:
 
 # %% [markdown]
 # For a fair comparison, both engines must do the same work (the same token ids and output lengths, the same weights,
-# dtype, and threads), and a slow minute of the machine must hit both: they take turns, and all runs are reported.
+# dtype, and threads), and a slow spell of the machine must affect both: they take turns, and all runs are reported.
 #
 # * `chat`: 16 requests of equal length in a batch of 16 rows. All start and end together.
-# * `mixed`: 48 requests of very different lengths arrive together, and the batch has 16 rows, so two of three requests
-#   have to wait.
+# * `mixed`: 48 requests of very different lengths arrive together, and the batch has 16 rows, so two out of
+#   three requests have to wait.
 #
 # We call `generate`, the usual way to use transformers. It works in static batches: a batch is padded to its longest
 # prompt and runs until its longest answer is complete. (transformers also has `generate_batch`, which batches in
@@ -729,8 +729,8 @@ for row in record["results"]:
 #
 # * TTFT, ITL, and end-to-end latency are what one user waits for; throughput is what all of them get. Report
 #   percentiles over all gaps of all requests.
-# * Batching shares what a step costs whatever its number of rows: reading the weights, and all overhead. Longer gaps
-#   are its price.
+# * With batching, requests share the fixed costs of a step: reading the weights, and all overhead that does not grow
+#   with its rows. Longer gaps are its price.
 # * A closed loop finds how much a server can do. Only an open loop shows what users wait for, and latency counts from
 #   when a request was due.
 # * Capacity is a rate together with a promise about waits.

@@ -54,9 +54,9 @@ def _(function):
 
 @timings.property("a gap is the time since the token before", "subtract neighbors, and keep the order of the tokens")
 def _(function):
-    gaps = _gaps(function, [(1.0, 1), (1.5, 1), (2.503, 1), (2.75, 1)])
-    assert _near(gaps, [0.5, 1.003, 0.247]), (
-        f"tokens at 1, 1.5, 2.503 and 2.75: expected gaps of 0.5, 1.003 and 0.247, got {_shown(gaps)}"
+    gaps = _gaps(function, [(1.0, 1), (1.5, 1), (2.5034, 1), (2.75, 1)])
+    assert _near(gaps, [0.5, 1.0034, 0.2466]), (
+        f"tokens at 1, 1.5, 2.5034 and 2.75: expected gaps of 0.5, 1.0034 and 0.2466, got {_shown(gaps)}"
     )
     gaps = _gaps(function, [(100_000.5, 1), (100_000.501, 1), (100_000.503, 1)])
     assert _near(gaps, [0.001, 0.002]), (
@@ -255,6 +255,11 @@ def _(function):
         f"alone, the numbers {list(NUMBERS)} make gaps of {_shown(gaps)}; together they made times of {_shown(found)}"
     )
     try:
+        none = list(function(1.0, []))
+    except IndexError:
+        raise AssertionError("no numbers make no requests: do not read the first number before the loop") from None
+    assert not none, f"no numbers: expected no requests, got {len(none)}"
+    try:
         many = list(function(1.0, list(NUMBERS) * 2500))
     except RecursionError:
         raise AssertionError("10,000 numbers are too many for a function that calls itself: use a loop") from None
@@ -368,9 +373,14 @@ def _(function):
     _matches(function, (q, k, v), [3])
     _ends_rows_before_nan(function)
     q, k, v = _draw(1, 3, 2, 2)
-    v[0, 1, 0, 0] = torch.nan
-    found = function(q, k, v, torch.tensor([3], dtype=torch.int32), 1.0)
-    assert found[0, 0, 0].isnan(), "a NaN in a value that the row sees has vanished: choose what to clear by position"
+    for name, part in (("value", v), ("key", k)):
+        seen = part[0, 1, 0, 0].item()
+        part[0, 1, 0, 0] = torch.nan
+        found = function(q.clone(), k.clone(), v.clone(), torch.tensor([3], dtype=torch.int32), 1.0)
+        assert found[0, 0, 0].isnan(), (
+            f"a NaN in a {name} that the row sees has vanished: choose what to clear by position"
+        )
+        part[0, 1, 0, 0] = seen
     # What is seen scores -8e10, a leftover 0: it must be hidden by -inf, not by a number such as -10,000 or -1e9.
     q, k, v = (part.double() for part in _draw(1, 5, 2, 2))
     q[:], k[:, :3], k[:, 3], k[:, 4] = 1.0, -1e10, -2e10, 0.0

@@ -88,6 +88,11 @@ def writes_waits_into_the_list(due, arrivals):
 
 
 @wrong("timings", fails="a gap is the time since the token before")
+def gaps_in_whole_milliseconds(due, arrivals):
+    return arrivals[0][0] - due, [round(gap, 3) for gap in all_gaps(arrivals)], arrivals[-1][0] - due
+
+
+@wrong("timings", fails="a gap is the time since the token before")
 def times_in_float32(due, arrivals):
     times = torch.tensor([when for when, tokens in arrivals for _ in range(tokens)])
     return arrivals[0][0] - due, times.diff().tolist(), arrivals[-1][0] - due
@@ -262,7 +267,7 @@ def rate_taken_for_the_gap(rate, uniform):
 @wrong("poisson_arrivals", fails="twice the rate means half the time")
 def rate_divides_the_first_gap_alone(rate, uniform):
     gaps = [-math.log(1 - u) for u in uniform]
-    return summed([gaps[0] / rate, *gaps[1:]])
+    return summed([gap / rate for gap in gaps[:1]] + gaps[1:])
 
 
 @wrong("poisson_arrivals", fails="a small number makes a short gap")
@@ -298,6 +303,14 @@ def times_that_are_read_once(rate, uniform):
 @wrong("poisson_arrivals", fails="the result is a list")
 def one_schedule_for_all_calls(rate, uniform, due=[]):  # noqa: B006
     due[:] = summed([-math.log(1 - u) / rate for u in uniform])
+    return due
+
+
+@wrong("poisson_arrivals", fails="each number makes one gap, in order")
+def reads_the_first_number_before_the_loop(rate, uniform):
+    due = [-math.log(1 - uniform[0]) / rate]
+    for u in uniform[1:]:
+        due.append(due[-1] - math.log(1 - u) / rate)
     return due
 
 

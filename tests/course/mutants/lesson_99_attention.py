@@ -216,3 +216,18 @@ def scales_the_queries_in_place_and_back(q, k, v, lengths, scale):
     out = attend(q, k, v, beyond(k, lengths), 1.0)
     q /= scale
     return out
+
+
+@wrong("batched_attention", fails="leftovers never matter, not even NaN")
+def clears_nan_in_all_keys(q, k, v, lengths, scale):
+    k, v = repeated(q, k.nan_to_num(), v)
+    return attend(q, k, v, beyond(k, lengths), scale)
+
+
+@wrong("batched_attention", fails="leftovers never matter, not even NaN")
+def hides_scores_that_are_nan(q, k, v, lengths, scale):
+    k, v = repeated(q, k, v)
+    unseen = beyond(k, lengths)
+    scores = torch.einsum("rhd,rkhd->rhk", q, k) * scale
+    scores = scores.masked_fill(unseen[:, None] | scores.isnan(), -torch.inf)
+    return torch.einsum("rhk,rkhd->rhd", scores.softmax(-1), v.masked_fill(unseen[..., None, None], 0))
