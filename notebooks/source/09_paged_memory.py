@@ -458,7 +458,7 @@ print(f"prefix_keys is {whose(prefix_keys)}")
 # %% [markdown]
 # ### Who may write to a shared block?
 #
-# No request may: it would overwrite the past of the others. **Shared keys and values are never changed.** In this
+# None may: it would overwrite what the others still read. **Shared keys and values are never changed.** In this
 # engine the rule needs no extra code. Only full blocks have prefix keys, so only full blocks are shared, and new tokens
 # never go into a full block.
 #
@@ -635,9 +635,9 @@ almost 60%. In small pools the line with the end evicted first is higher; from 5
 same.""")
 
 # %% [markdown]
-# With 1,024 blocks the pool finds as much as the set that never forgets. With 96, only a little more than the longest
-# request needs (83), it still finds more than half as much, and evicting the end first finds 15% more than evicting the
-# beginning first.
+# With 1,024 blocks the pool finds as much as the set that never forgets. With 96 blocks, only a few more than the
+# longest request needs (83), it still finds more than half as much, and evicting the end first finds 15% more than
+# evicting the beginning first.
 #
 # ### In the engine: a chat
 #
@@ -706,7 +706,7 @@ free blocks have run out.""")
 
 # %% [markdown]
 # Black is the shared prefix, which is in the tables of all running requests. Gray blocks are cached: their requests
-# have ended. New requests take free blocks as long as there are any; then cached blocks are evicted. Request 3 ends
+# have ended. The pool hands out free blocks as long as there are any; then it evicts cached ones. Request 3 ends
 # first, so its blocks are evicted first, those at the end of its text before those at the beginning.
 #
 # Since a shared prefix is stored once, more requests fit. Back to the 400 requests and 1,024 blocks:
@@ -803,9 +803,9 @@ the rest a band of six blocks is held that moves down as the text grows, and eve
 #
 # How good is such a text? **Perplexity** measures how uncertain a model is about the next token: a value of 2 means as
 # uncertain as between two equally likely tokens, and 1 is certainty. (It is $e$ to the mean of $-\log p$ of the tokens
-# that really come.) In the committed CPU record, a text of 8,192 tokens (four times the context) is scored at 384
-# positions beyond the end of the context. *Recomputed* is exact and slow: the newest 1,024 tokens are computed again
-# for every token.
+# that actually come next.) In the committed CPU record, a text of 8,192 tokens (four times the context) is scored at
+# 384 positions beyond the end of the context. *Recomputed* is exact and slow: the newest 1,024 tokens are computed
+# again for every token.
 
 # %%
 WAYS = {
@@ -839,9 +839,9 @@ for way, name in WAYS.items():
 #
 # **What got worse:** attention kernels must look up where each block is, and block tables must be kept in sync between
 # the CPU and the GPU. Part of each request's last block is unused. Every prompt is hashed, whether anything is found or
-# not. How soon an answer comes depends on what others have asked, so a shared cache leaks information about its users,
-# and salts prevent that at the price of less sharing. Benchmarks become harder to trust: one that sends the same prompt
-# twice measures the cache.
+# not. How quickly an answer comes depends on what others have asked, so a shared cache leaks information about its
+# users, and salts prevent that at the price of less sharing. Benchmarks become harder to trust: one that sends the same
+# prompt twice measures the cache.
 #
 # **Further reading:** Kwon et al. 2023, *Efficient Memory Management for Large Language Model Serving with
 # PagedAttention*; Zheng et al. 2024, *SGLang* (RadixAttention: a tree of prefixes instead of hashes); Gu et al. 2025,

@@ -3,7 +3,7 @@
 import random
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from itertools import combinations
+from itertools import combinations, permutations
 from numbers import Real
 
 from . import Exercise
@@ -47,6 +47,11 @@ def _(function):
     for position, same in _unchanged(function):
         own = position // 4
         assert own not in same, f"blocks of 4: token {position} changed, and its block {own} has the same key as before"
+    tokens = list(range(1, 33))
+    before, *more = _keys(function, tokens, 32)
+    for position in () if more else range(32):  # more: another property's matter
+        changed = _keys(function, [99 if at == position else token for at, token in enumerate(tokens)], 32)
+        assert changed[0] != before, f"a block of 32: token {position} changed, and the key is the same as before"
 
 
 @prefix_keys.property(
@@ -85,10 +90,17 @@ def _(function):
 
 
 @prefix_keys.property(
-    "the order of the tokens matters", hint="sums, sets and sorting lose the order, within a block and between blocks"
+    "the order of the tokens matters",
+    hint="sums, sets and sorting lose the order, within a block and between blocks; and 0 is a token like any other",
 )
 def _(function):
     assert _keys(function, [1, 2, 3, 4]) != _keys(function, [4, 3, 2, 1]), "1 2 3 4 and 4 3 2 1 have the same key"
+    seen: list[tuple] = []
+    for order in permutations([0, 1, 2, 3]):
+        key = _keys(function, order)[0]
+        same = next((other for other, its_key in seen if its_key == key), None)
+        assert same is None, f"{' '.join(map(str, same or ()))} and {' '.join(map(str, order))} have the same key"
+        seen.append((order, key))
     second = _keys(function, ONE_TO_EIGHT)[1]
     if second != _keys(function, [9, 2, 3, 4, 5, 6, 7, 8])[1]:  # else: another property's matter
         for other in ([5, 6, 7, 8, 1, 2, 3, 4], [4, 3, 2, 1, 5, 6, 7, 8]):
@@ -97,10 +109,13 @@ def _(function):
 
 @prefix_keys.property(
     "different tokens are told apart",
-    hint="joined without a separator, 1 and 23 look like 12 and 3; and a token number can be above 65,535",
+    hint="joined without a separator, 1 and 23 look like 12 and 3; a token can come twice, and its number can be "
+    "above 65,535",
 )
 def _(function):
-    for one, other in (([1, 23, 5, 6], [12, 3, 5, 6]), ([1, 2, 3, 4], [257, 2, 3, 4]), ([7] * 4, [65_543] + [7] * 3)):
+    small = ([1, 23, 5, 6], [12, 3, 5, 6]), ([1, 1, 2, 3], [1, 2, 2, 3])
+    large = ([1, 2, 3, 4], [257, 2, 3, 4]), ([7] * 4, [65_543] + [7] * 3), ([50_001] * 4, [50_002] * 4)
+    for one, other in (*small, *large):
         said = f"{' '.join(map(str, one))} and {' '.join(map(str, other))} have the same key"
         assert _keys(function, one) != _keys(function, other), said
 
@@ -163,7 +178,7 @@ LONG_SALT = "a-service-for-customers-in-europe/"
 
 @prefix_keys.property("another salt gives other keys", hint="start the chain with the salt, all of it")
 def _(function):
-    short = (("ann", "bob"), ("ann", "anna"), ("", "ann"), ("on", "no"), ("Ann", "ann"), ("ann", " ann"))
+    short = (("ann", "bob"), ("ann", "anna"), ("", "ann"), ("on", "no"), ("Ann", "ann"), ("ann", " ann"), ("é", "ü"))
     long = (("ann" + LONG_SALT, "bob" + LONG_SALT), (LONG_SALT + "ann", LONG_SALT + "bob"))
     for salts in (*short, *long):
         one, other = (_keys(function, ONE_TO_EIGHT, salt=salt) for salt in salts)

@@ -1,6 +1,7 @@
 """Wrong solutions of lesson 09's prefix keys."""
 
 import hashlib
+import struct
 import zlib
 
 from tests.course.mutants import wrong
@@ -200,3 +201,47 @@ def the_beginning_of_the_salt(tokens, block_size, salt=""):
 @wrong("prefix_keys", fails="another salt gives other keys")
 def the_end_of_the_salt(tokens, block_size, salt=""):
     return _chain(tokens, block_size, _hash(salt[-16:].encode(), []))
+
+
+@wrong("prefix_keys", fails="a key depends on all tokens of its block")
+def sixteen_tokens_of_each_block(tokens, block_size, salt=""):
+    return _chain(tokens, block_size, salt.encode(), lambda parent, block: _hash(parent, block[:16]))
+
+
+@wrong("prefix_keys", fails="the order of the tokens matters")
+def first_token_and_the_sum(tokens, block_size, salt=""):
+    return _chain(tokens, block_size, salt.encode(), lambda parent, block: _hash(parent, [block[0], sum(block)]))
+
+
+@wrong("prefix_keys", fails="the order of the tokens matters")
+def first_token_and_the_rest_sorted(tokens, block_size, salt=""):
+    return _chain(tokens, block_size, salt.encode(), lambda parent, block: _hash(parent, block[:1] + sorted(block[1:])))
+
+
+@wrong("prefix_keys", fails="the order of the tokens matters")
+def zero_is_no_token(tokens, block_size, salt=""):
+    """A token is tested for truth, so 0 is left out."""
+    return _chain(
+        tokens, block_size, salt.encode(), lambda parent, block: _hash(parent, [token for token in block if token])
+    )
+
+
+@wrong("prefix_keys", fails="different tokens are told apart")
+def repeated_tokens_once(tokens, block_size, salt=""):
+    return _chain(tokens, block_size, salt.encode(), lambda parent, block: _hash(parent, list(dict.fromkeys(block))))
+
+
+@wrong("prefix_keys", fails="different tokens are told apart")
+def half_precision(tokens, block_size, salt=""):
+    """From 2,048 on, not every whole number is a float16."""
+    return _chain(
+        tokens,
+        block_size,
+        salt.encode(),
+        lambda parent, block: _hash(parent, [int.from_bytes(struct.pack("<e", min(token, 65_000))) for token in block]),
+    )
+
+
+@wrong("prefix_keys", fails="another salt gives other keys")
+def ascii_letters_of_the_salt(tokens, block_size, salt=""):
+    return _chain(tokens, block_size, salt.encode("ascii", "ignore"))
