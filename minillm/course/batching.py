@@ -158,7 +158,8 @@ class PromptsFirst(FirstComeFirstServed):
 
 # ---- a long prompt joins requests that decode
 
-USERS = {f"user {number}": (20 + number, 40) for number in range(7)}
+# Answers long enough to decode in every step of the newcomer's prompt, with each budget of the lesson.
+USERS = {f"user {number}": (20 + number, 60) for number in range(7)}
 
 
 def newcomer(budget: int, prompt: int, **options: Any) -> Run:

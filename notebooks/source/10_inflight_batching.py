@@ -183,8 +183,8 @@ batch ends. In flight the rows are filled without gaps until the queue is empty,
 #
 # Step 2 of the in-flight picture ran one token of A together with twelve of C. How can one forward pass do that? A
 # tensor is a rectangle, so the simple answer is to make every row as long as the longest one by adding **padding**:
-# meaningless tokens that are computed all the same. Here is the step of the traffic with the most tokens, padded and
-# not:
+# meaningless tokens that are computed all the same. Here is the step of the traffic with the most tokens, with and
+# without padding:
 
 # %%
 fullest = max(runs["in flight"].steps, key=lambda step: sum(step.count))
@@ -467,8 +467,8 @@ budgets.""")
 # How much the other users gain depends on how a step's time grows with its tokens. Where it is proportional to them, a
 # quarter of the budget means a quarter of the gap. Where the fixed cost of a step dominates (preparing and launching
 # it, and reading the weights), the gap hardly shrinks any further. Go down the table until the gap stops shrinking, if
-# it does: from there on, a smaller budget costs the newcomer time and gains the others little. Above that point there
-# is no right budget. Decide which ITL you promise ("a token every 50 ms") and take the largest budget that keeps the
+# it does: from there on, a smaller budget costs the newcomer time and gains the others little. Larger budgets are a
+# matter of choice: decide which ITL you promise ("a token every 50 ms") and take the largest budget that keeps the
 # promise.
 #
 # ## 5 · When memory runs out · 5 min
@@ -521,7 +521,7 @@ for name, each in {"plenty of blocks": in_flight, "ten blocks": preempted}.items
 # the scheduler computes `key` once for each request, when the request is queued, and the lowest key goes first.
 #
 # Here are sixty requests; one arrives before each step. Every sixth has a prompt of 96 tokens, the others of 8. The
-# engine has four rows and a budget of 24 tokens, so together they ask for slightly more than it can handle.
+# engine has four rows and a budget of 24 tokens, so requests arrive faster than it can serve them.
 
 
 # %%
@@ -744,10 +744,10 @@ there a prompt ran, and the decoding rows waited. With at most 64 tokens a step 
 prompt takes several of them.""")
 
 # %% [markdown]
-# Request 5 has a prompt of 298 tokens. In flight and whole, it runs in a single wide column, in which each decoding row
-# gets one token. In chunks it runs in five narrower columns, and the decoding rows get a token in each. Chunks cost
-# some total time, because there are more steps; what they buy is even gaps. (Each way runs only once: on a busy
-# machine, the totals may come out in another order.)
+# Request 5 has a prompt of 298 tokens. In flight with whole prompts, it runs in a single wide column, in which each
+# decoding row gets one token. In chunks it runs in five narrower columns, and the decoding rows get a token in each.
+# Chunks cost some total time, because there are more steps; what they buy is more even gaps. (Each way runs only once:
+# on a busy machine, the totals may come out in another order.)
 #
 # Gray cells have three causes. In static batches, rows wait for the rest of their batch. At the left of the chunked
 # timeline, requests 1 to 3 are not admitted yet, because older prompts use the whole budget. And at the right of all

@@ -94,6 +94,14 @@ def _(function):
     assert got == [1, 5, 0], f"[1, 10, 10] and a budget of 6: [1, 5, 0], not {got}"
     got = _shares(function, [1, 10], 6)
     assert got == [1, 5], f"[1, 10] and a budget of 6: [1, 5], not {got}"
+    got = _shares(function, [10], 6)
+    assert got == [6], f"a single row, [10], and a budget of 6: [6], not {got}"
+    got = _shares(function, [1, 1, 6], 7)
+    assert got == [1, 1, 5], f"[1, 1, 6] and a budget of 7: one token must wait, so [1, 1, 5], not {got}"
+    got = _shares(function, [3, 3, 3], 8)
+    assert got == [3, 3, 2], f"[3, 3, 3] and a budget of 8: the youngest prompt runs the 2 tokens left, not {got}"
+    got = _shares(function, [1, 100], 60)
+    assert got == [1, 59], f"[1, 100] and a budget of 60: the prompt runs the 59 tokens that are left, not {got}"
 
 
 @share_budget.property("counts stay in the rows' order", "if you sort, put each count back in its own row's place")
@@ -163,6 +171,8 @@ def _(policy):
             f"arrival {arrival}, a prompt of 200 tokens, {patience}: 49 later prompts of one token go before it, "
             f"not {times}"
         )
+    times = _overtaken(policy(), 9)
+    assert times >= 1, f"a prompt of 9 tokens, a patience of 4: a later prompt of one token goes before it, not {times}"
     times = _overtaken(policy(patience=100.0), 20_000)
     assert times >= 198, (
         f"a prompt of 20,000 tokens, a patience of 100: 199 later prompts of one token go before it, not {times}"

@@ -118,12 +118,32 @@ def the_oldest_prompt_gets_all_that_is_left(pending, budget):
     return counts
 
 
-@wrong("share_budget", fails="a large budget runs all that is pending, and no more")
-def one_prompt_a_step(pending, budget):
+@wrong("share_budget", fails="a prompt is cut where the budget ends")
+def one_prompt_a_step_where_not_all_fit(pending, budget):
     counts = _by(np.argsort(pending > 1, kind="stable"), pending, budget)
-    prompts = np.flatnonzero(pending > 1)
-    counts[prompts[1:]] = 0
+    if counts.sum() < pending.sum():
+        counts[np.flatnonzero(pending > 1)[1:]] = 0
     return counts
+
+
+@wrong("share_budget", fails="a prompt is cut where the budget ends")
+def one_token_over_the_budget_still_fits(pending, budget):
+    if pending.sum() - 1 <= budget:
+        return pending
+    return _by(np.argsort(pending > 1, kind="stable"), pending, budget)
+
+
+@wrong("share_budget", fails="a prompt is cut where the budget ends")
+def chunks_fill_whole_blocks_of_sixteen(pending, budget):
+    counts = _by(np.argsort(pending > 1, kind="stable"), pending, budget)
+    return np.where((counts < pending) & (counts > 16), counts - counts % 16, counts)
+
+
+@wrong("share_budget", fails="a prompt is cut where the budget ends")
+def a_single_row_has_nothing_to_share(pending, budget):
+    if len(pending) == 1:
+        return pending
+    return _by(np.argsort(pending > 1, kind="stable"), pending, budget)
 
 
 @wrong("share_budget", fails="a large budget runs all that is pending, and no more")
@@ -235,6 +255,13 @@ class Right(Patient):
 class LongPromptsLookAlike(Patient):
     def key(self, request):
         return min(len(request.prompt), 1000) + self.patience * request.arrival
+
+
+@wrong("PatientShortest", fails="short prompts go first while patience lasts")
+class ShortPromptsLookAlike(Patient):
+    def key(self, request):
+        tokens = len(request.prompt)
+        return (tokens if tokens > 16 else 0) + self.patience * request.arrival
 
 
 @wrong("PatientShortest", fails="short prompts go first while patience lasts")
