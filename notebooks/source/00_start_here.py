@@ -5,9 +5,9 @@
 # answer takes longer than the others, compute a lower bound for the time of a step on your machine and measure how
 # close the engine comes to it, and run a function of your own inside the engine.
 #
-# **85 minutes. Needs:** a CPU. The model comes with the project, so nothing is downloaded. On a GPU the same cells run
-# Gemma 2B, or its shape with random weights if you have not downloaded it. You should be comfortable with Python and
-# basic PyTorch (or NumPy), and know what matrix multiplication is.
+# **87 minutes. Needs:** a CPU. The model comes with the project, so nothing is downloaded. On a GPU, the same cells run
+# Gemma 2B, or a model of its shape with random weights if you have not downloaded it. You should be comfortable with
+# Python and basic PyTorch (or NumPy), and know what matrix multiplication is.
 #
 # The minutes in the headings assume 130 words of text and ten lines of code a minute, plus the time that each exercise
 # states. Work in the copies that `make lab` puts into `lab/`: they have no outputs, so nothing gives an answer away
@@ -46,9 +46,9 @@ print(doctor.report(doctor.examine()))
 # %% [markdown]
 # Every lesson asks for its *tier*: the model that this machine can run. On a CPU that is `tiny-gemma`. It has Gemma's
 # architecture in miniature and was trained on texts about a small invented world, the Tallow Isles. A model is a stack
-# of *layers*, each with two parts, *attention* and *MLP*. Between the parts, each token is represented by a
-# vector, whose length is the *hidden size*. The *vocabulary* is the list of all tokens that the model knows. Lesson 02
-# explains these parts.
+# of *layers*, each with two parts, *attention* and *MLP* (lesson 02). It works on *tokens*, which are pieces of text.
+# Between the parts, each token is represented by a vector, whose length is the *hidden size*. The *vocabulary* is the
+# list of all tokens that the model knows.
 
 # %%
 here = tier()
@@ -68,7 +68,7 @@ print(
 #
 # ## First tokens · 18 min
 #
-# With `temperature=0` the engine always chooses the most likely token, so the same prompt gives the same text again.
+# With `temperature=0` the engine always chooses the most likely token, so the same prompt always gives the same text.
 # `stopped by: length` means that the text reached `max_tokens`.
 
 
@@ -164,9 +164,9 @@ def continue_text(model, prompt: list[int], max_tokens: int, end: int) -> list[i
 check(continue_text)
 
 # %% [markdown]
-# Next, your solution runs in its real setting, here with the real model. `yours(f, g)` is your function `f`, or `g`
-# while `f` is still a stub; `solved(f)` says which of the two it is. So some outputs below say "the engine's" until you
-# have solved the exercise.
+# Next, your solution runs with the real model. `yours(f, g)` is your function `f`, or `g` while `f`
+# is still a stub; `solved(f)` says which of the two it is. So some outputs below say "the engine's" until you have
+# solved the exercise.
 
 
 # %%
@@ -218,9 +218,9 @@ milliseconds, computed = follow(long_prompt, 30)
 print(f"{len(milliseconds)} steps computed {sum(computed)} tokens: {computed[:4]} and so on")
 
 # %% [markdown]
-# The prefill computed 400 tokens, a decode step one. How many decode steps took as long as the prefill? **Predict
-# first:** replace `None` with your guess and run the cell. `compare` then prints your guess next to the measurement.
-# Guesses are not graded. The point is to notice where your picture of the machine was wrong.
+# The prefill computed 400 tokens, a decode step one. How many decode steps take as long as this prefill?
+# **Predict first:** replace `None` with your guess and run the cell. `compare` then prints your guess next to the
+# measurement. Guesses are not graded. The point is to notice where your picture of the machine was wrong.
 
 # %% tags=["exercise"]
 guess_prefill_steps = 20.0  # PREDICT: time of the prefill of 400 tokens / of one decode step
@@ -253,8 +253,9 @@ print(f"{'head':<14}", tuple(model.head.weight.shape), "once, after the last lay
 
 # %% [markdown]
 # Not every token goes through every matrix. Only tokens whose next token is needed go through the head. In a prompt,
-# that is the last one. The engine drops the others in the last layer, right after attention. So one step has matrices
-# with different numbers of tokens, and perhaps some with none.
+# that is only the last one. The engine drops the others in the last layer, right after attention. So one step has
+# matrices with different numbers of tokens, and perhaps some with none: a step that computes only the first part of a
+# long prompt needs no next token at all.
 #
 # **Exercise 2 (8 minutes).** Count the work of a step. A matrix of `rows` × `columns` numbers that `tokens` tokens go
 # through is given as `(rows, columns, tokens)`. There is no formula here: derive it from the two points above. A
@@ -310,7 +311,7 @@ for name, step in STEPS.items():
     print(f"{name:<20}{work}{operations / nbytes:8.1f} per byte")
 
 # %% [markdown]
-# ## What can this machine do? · 19 min
+# ## What can this machine do? · 20 min
 #
 # Two measured numbers describe a machine: how many bytes it reads per second, and how many operations it does per
 # second at its best, in a product of two large square matrices. Reading and arithmetic happen at the same time, so a
@@ -321,8 +322,8 @@ for name, step in STEPS.items():
 
 # %% [markdown]
 # How fast a machine reads depends on *where* the bytes are. Data that was used a moment ago may still be in the
-# processor's **cache**, which is small and fast. So measure twice: first the same bytes repeatedly, as many as the
-# model has, then 537 MB, more than most caches hold.
+# processor's **cache**, which is small and fast. So measure twice: read as many bytes as the model has, again
+# and again, then do the same with 537 MB, more than most caches hold.
 
 # %% tags=["nbval-ignore-output"] uncompared="measured on this machine"
 LARGE = 32 * 2048 * 2048  # numbers in 32 matrices; 537 MB in float32
@@ -444,10 +445,10 @@ for name, took in recorded.items():
 # step of 512 takes 1.7 times as long as one of 256. Sharing steps is called **batching**. It is why a server can answer
 # many users at little more cost than one.
 #
-# ## Predict, then measure · 9 min
+# ## Predict, then measure · 10 min
 #
-# Back to this machine and the engine. These are the floors of its steps, with the rate at which it reads the model's
-# own bytes. They count the weights and leave out the KV cache:
+# Back to this machine and the engine. These are the floors of its steps, computed with the rate that was measured for
+# as many bytes as the model has. They count the weights and leave out the KV cache:
 
 
 # %% tags=["nbval-ignore-output"] uncompared="the floors are of this machine"
@@ -485,9 +486,9 @@ for point, guess in zip(points, guesses):
 
 # %% [markdown]
 # On a CPU, the step for one request is far above its floor. Where does the time go? You can find out by measuring three
-# things separately: the step's matrix products alone, in a loop; how many other torch operations the step calls; and
-# what one such call costs when it works on a single number. (On a machine with a GPU, too, this
-# cell measures `tiny-gemma` on the CPU.)
+# things separately: the step's matrix products alone, in a loop; how many other torch operations the step calls, views
+# included; and what one call costs when it works on a single number. (A cell below does this for `tiny-gemma` on the
+# CPU, even if your machine has a GPU.)
 #
 # Call everything but the matrix products *overhead*. **Predict:** a step of 64 requests has how many times
 # the overhead of a step of one?
@@ -513,8 +514,8 @@ describe(
 
 # %% [markdown]
 # The weights are 22 MB, little enough for the caches of many CPUs, and the products that use them are only a part of
-# the step. The rest is overhead: hundreds of operations on a few hundred numbers each, where much of the cost is the
-# call itself, and the engine's Python around them. Much of this overhead is shared: it grows far less than 64-fold when
+# the step. The rest is overhead: hundreds of operations on little data or none, where much of the cost is the call
+# itself, and the engine's Python around them. Much of this overhead is shared: it grows far less than 64-fold when
 # the requests do. So on `tiny-gemma` batching pays mostly because it shares the *overhead*; on a large model, because
 # it shares the *weights*.
 #
@@ -544,7 +545,8 @@ draw.roofs(
 )
 describe(
     "Two rooflines. On the H200, decode points climb the slope as more requests share a step, and the largest steps "
-    "come nearest to the flat part. On the left are this machine's steps, far below the line where overhead dominates."
+    "come nearest to the flat part. On the left are this machine's steps: where overhead takes most of the time, a "
+    "point is far below the line."
 )
 
 # %% [markdown]
@@ -643,7 +645,7 @@ assert blinded.text != before.text, "attention had no influence on the text"
 # * A step takes at least the longer of bytes / bandwidth and operations / speed. Batching raises the operations per
 #   byte. Counting only the weights, it is nearly free up to a batch that depends on the machine and the bytes per
 #   number, not on the model's size.
-# * A small model's step is mostly overhead: calls of small operations, and Python.
+# * Most of a small model's decode step is overhead: calls of small operations, and Python.
 # * You can replace any operation of the engine: `using(name=function)`, and `used.calls` shows that it ran.
 #
 # **What got worse:** nothing yet, but some costs are already visible. Each request waits longer for its tokens when

@@ -189,7 +189,43 @@ def asks_twice_for_each_token(model, prompt, max_tokens, end):
     return new
 
 
-@wrong("continue_text", fails="it returns a list of ints")
+@wrong("continue_text", fails="one call of the model per token")
+def asks_once_more_at_the_limit(model, prompt, max_tokens, end):
+    new = []
+    found = model(prompt)
+    token = max(found, key=found.get)
+    while token != end and len(new) < max_tokens:
+        new.append(token)
+        found = model([*prompt, *new])
+        token = max(found, key=found.get)
+    return new
+
+
+@wrong("continue_text", fails="it stops at the end token and leaves it out")
+def compares_objects(model, prompt, max_tokens, end):  # CPython has one object for each int up to 256
+    new = []
+    for _ in range(max_tokens):
+        found = model([*prompt, *new])
+        token = max(found, key=found.get)
+        if token is end:
+            break
+        new.append(token)
+    return new
+
+
+@wrong("continue_text", fails="it returns a new list of ints")
+def clears_its_default_list(model, prompt, max_tokens, end, new=[]):  # noqa: B006
+    new.clear()
+    for _ in range(max_tokens):
+        found = model([*prompt, *new])
+        token = max(found, key=found.get)
+        if token == end:
+            break
+        new.append(token)
+    return new
+
+
+@wrong("continue_text", fails="it returns a new list of ints")
 def returns_a_tuple(model, prompt, max_tokens, end):
     new = ()
     for _ in range(max_tokens):
@@ -221,6 +257,12 @@ def sorts_the_callers_list(matrices, bytes_per_number):
 def operations_in_32_bits(matrices, bytes_per_number):
     nbytes, operations = work(matrices, bytes_per_number)
     return nbytes, int(torch.tensor(operations).to(torch.int32))
+
+
+@wrong("step_work", fails="more tokens: more operations")
+def operations_in_float32(matrices, bytes_per_number):
+    nbytes, operations = work(matrices, bytes_per_number)
+    return nbytes, int(torch.tensor(operations, dtype=torch.float32))
 
 
 @wrong("step_work", fails="more tokens: the same bytes")
@@ -325,6 +367,18 @@ def averages_256_columns(x, weight, eps):
 def divides_in_float16(x, weight, eps):
     wide = x.to(torch.float16).float()
     return (wide / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight).to(x.dtype)
+
+
+@wrong("rms_norm", fails="squares of half-precision numbers")
+def cuts_off_large_numbers(x, weight, eps):
+    wide = x.clamp(-255, 255).float()  # 256 * 256 is too large for float16
+    return (wide / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight).to(x.dtype)
+
+
+@wrong("rms_norm", fails="the dtype that came in goes out")
+def returns_through_float16(x, weight, eps):
+    wide = x.float()
+    return (wide / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight).half().to(x.dtype)
 
 
 BUFFERS: dict = {}
