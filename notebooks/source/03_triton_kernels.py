@@ -527,7 +527,7 @@ check(tiled_linear)
 
 # %%
 def my_linear(x, weight):
-    # the weight as a plain matrix (lesson 05); on a CPU it is stored transposed
+    # the weight as a plain matrix (lesson 05); on a CPU it may be stored transposed
     matrix = weight.dequantize().contiguous()
     out = x.new_empty(len(x), len(matrix))
     tiled_linear(x.contiguous(), matrix, out)
@@ -608,8 +608,8 @@ for kernel in (version_a, version_b):
 #
 # Read the two kernels, and for each one find an input for which the result *must* be wrong. Then write one test that
 # finds both, and other mistakes too: the scale or the weights of a wrong row, a sign, an error in one row only.
-# Some mistakes show only with certain numbers of columns, so try several, the authors' 128 among them. Use a tight
-# tolerance, but allow for rounding, because the pieces may be added in any order:
+# Some mistakes show only with certain numbers of columns, so try several, from one piece to three, some of them
+# multiples of 64. Use a tight tolerance, but allow for rounding, because the pieces may be added in any order:
 # `torch.allclose(..., rtol=1e-4, atol=1e-3)`.
 #
 # For example, a right product gives `None`; one that always returns 0 gives some text.
@@ -653,12 +653,13 @@ else:
 #
 # <details><summary>Where the bugs are</summary>
 #
-# * **A** lacks two masks: `columns < COLUMNS` is missing in the load of the weight and in the load of `x`. In the last
-#   piece it multiplies what follows the row, which is the next row. With 128 columns in pieces of 64, nothing follows.
+# * **A** lacks two masks: `columns < COLUMNS` is missing in the load of the weight and in the load of `x`. If the last
+#   piece is longer than the rest of the row, it also multiplies what follows: the next row, or the memory after the
+#   matrix. With 128 columns in pieces of 64, the last piece ends where the row ends.
 # * **B** needs its programs to run in order: the *last piece* scales the total, as if all others had been added. In the
 #   order 0, 1, 2 they have. If the last piece runs first, only its own part is scaled. Scale each part before adding
-#   it, as A does; or count the programs that have finished, and let the last *to finish* scale, as the engine's
-#   attention for one row does.
+#   it, as A does; or count the programs that have finished, and let the last *to finish* scale. (The engine's attention
+#   for one row counts its programs in this way.)
 # </details>
 #
 # On a GPU, B is worse than always wrong: it is wrong *sometimes*, depending on which program comes first. That is why a
@@ -670,8 +671,8 @@ else:
 # `find_fault` says, until both are `right`.
 #
 # If you add only one of A's masks, the one for `x`, all results are right: the numbers past the end are multiplied by
-# 0. But the kernel still reads outside the matrix, and if that memory belongs to no allocation, a GPU stops the program
-# with an error. No comparison of results can find that. The interpreter can, because it sees every address:
+# 0. But the kernel still reads outside the matrix, and if that memory belongs to no allocation, a GPU may stop the
+# program with an error. No comparison of results can find that. The interpreter can, because it sees every address:
 
 # %%
 if solved(find_fault) and kernels_are == "interpreted":

@@ -30,10 +30,10 @@ KERNEL = "the function only launches the kernel, once; loads, arithmetic and sto
 geglu = Exercise("geglu", returns=False, seconds=SECONDS)
 
 
-def _gated(function, gate, up, dtype=torch.float32, junk: bool = False) -> Run:
-    """A run on gate and up [rows, size]. The result is always float32, to show what was computed."""
+def _gated(function, gate, up, dtype=torch.float32, out=torch.float32, junk: bool = False) -> Run:
+    """A run on gate and up [rows, size]. A result in float32 shows what was computed."""
     gate, up = torch.as_tensor(gate), torch.as_tensor(up)
-    return Run(function, [torch.cat((gate, up), -1).to(dtype)], [room(*gate.shape)], junk=junk)
+    return Run(function, [torch.cat((gate, up), -1).to(dtype)], [room(*gate.shape, dtype=out)], junk=junk)
 
 
 def _gelu(gate: Tensor) -> Tensor:
@@ -87,6 +87,12 @@ def _(function):
         gate, up = torch.tensor([[0.7, -0.3]]).to(dtype), torch.tensor([[3.0, 5.0]])
         found, wide = (_gated(function, gate, up, kind).outputs[0] for kind in (dtype, torch.float32))
         near(found, wide, f"the same numbers in {dtype} and in float32, not rounded:", rtol=2e-5, atol=0)
+    gate, up = random(1, 64).half(), random(1, 64, seed=1).half()
+    found, wide = (
+        _gated(function, gate, up, torch.float16, out=kind).outputs[0] for kind in (torch.float16, torch.float32)
+    )
+    message = "out in float16 is off by more than one rounding (round after multiplying by up):"
+    near(found, wide, message, rtol=1.01 * 2**-11, atol=1e-6)
 
 
 @geglu.property("float32 inputs keep their digits", "no type narrower than float32 between the loads and the store")
@@ -212,7 +218,7 @@ def _(function):
     _, total = _added(function, [[128.0, 64.0]], [[0.05, 0.0]]).outputs
     near(total, [[128.05, 64.0]], f"128 + 0.05 in float32 is 128.05, not {some(total[:, :1])}", rtol=1e-6, atol=0)
     for dtype, sums in ((torch.float16, torch.float32), (torch.float32, torch.float16)):
-        x, residual = torch.tensor([[128.0, 64.0]]), torch.tensor([[0.03, 0.015]])
+        x, residual = torch.tensor([[128.05, 64.025]]), torch.tensor([[0.05, 0.025]])
         out, total = _added(function, x, residual, dtype=dtype, sums=sums).outputs
         wanted = (x.to(dtype).float() + residual.to(dtype).float()).to(sums)
         near(total, wanted, f"x in {dtype}, total in {sums}, the sum:", rtol=1e-6, atol=0)

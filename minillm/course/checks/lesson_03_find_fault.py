@@ -51,6 +51,7 @@ def _(function):
     _fails(function, faulty_product(x=torch.ones_like), "a kernel that ignores x passes")
     _fails(function, faulty_product(x=torch.neg), "a product with the wrong sign passes")
     _fails(function, faulty_product(weight=torch.abs), "a kernel that drops the signs of weight passes")
+    _fails(function, faulty_product(x=torch.abs), "a kernel that drops the signs of x passes")
     _fails(function, faulty_product(weight=lambda w: w.to(torch.uint8)), "a kernel that takes int8 for uint8 passes")
     first_row = faulty_product(weight=lambda w: w[:1].expand_as(w))
     _fails(function, first_row, "a kernel that takes the first row's weights for all rows passes")

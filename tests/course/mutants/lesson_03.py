@@ -37,8 +37,10 @@ def geglu_kernel(
         out = tl.sigmoid(gate * slope) * both
     else:
         out = gate * tl.sigmoid(gate * slope)
-        if TWICE:
+        if TWICE == 1:
             out = out.to(gate_up_ptr.dtype.element_ty).to(tl.float32)
+        if TWICE == 2:
+            out = out.to(out_ptr.dtype.element_ty).to(tl.float32)
         out = out * up
     if BENT:
         out = tl.where(gate > 3.0, gate * up, out)
@@ -130,6 +132,11 @@ def rounded_twice_as_by_torch(gate_up, out):
     _geglu(gate_up, out, TWICE=1)
 
 
+@wrong("geglu", fails="half-precision inputs")
+def activation_rounded_to_the_type_of_out(gate_up, out):
+    _geglu(gate_up, out, TWICE=2)
+
+
 @wrong("geglu", fails="nothing outside the input is read")
 def loads_without_a_mask(gate_up, out):
     _geglu(gate_up, out, LOAD_MASKED=0)
@@ -154,7 +161,7 @@ def add_row_norm_kernel(
     X_ALONE: tl.constexpr, STRIDE: tl.constexpr, UNROUNDED: tl.constexpr, OVER_TILE: tl.constexpr,
     ROW_WEIGHT: tl.constexpr, EPS_OUTSIDE: tl.constexpr, NARROW: tl.constexpr, RESIDUAL_MASKED: tl.constexpr,
     WEIGHT_MASKED: tl.constexpr, STORE_MASKED: tl.constexpr, OTHER: tl.constexpr, AS_X: tl.constexpr,
-    ROUNDED_WEIGHT: tl.constexpr, NORM_ROUNDED: tl.constexpr,
+    ROUNDED_WEIGHT: tl.constexpr, NORM_ROUNDED: tl.constexpr, EACH_ROUNDED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     columns = tl.arange(0, TILE)
@@ -174,6 +181,9 @@ def add_row_norm_kernel(
         weight = tl.load(weight_ptr + row * ROW_WEIGHT + columns)
     if ROUNDED_WEIGHT:
         weight = weight.to(tl.bfloat16).to(tl.float32)
+    if EACH_ROUNDED:
+        x = x.to(total_ptr.dtype.element_ty).to(tl.float32)
+        residual = residual.to(total_ptr.dtype.element_ty).to(tl.float32)
     exact = x + residual
     if AS_X:
         rounded = exact.to(x_ptr.dtype.element_ty)
@@ -217,6 +227,7 @@ def _add_row_norm(x, residual, weight, eps, out, total, *, tile=None, **wrongs):
             "AS_X",
             "ROUNDED_WEIGHT",
             "NORM_ROUNDED",
+            "EACH_ROUNDED",
         ),
         0,
     ) | dict.fromkeys(("RESIDUAL_MASKED", "WEIGHT_MASKED", "STORE_MASKED", "OTHER"), 1)
@@ -278,6 +289,11 @@ def normed_before_rounding(x, residual, weight, eps, out, total):
 @wrong("add_row_norm", fails="what is normalized is the sum as it is stored")
 def rounded_to_the_type_of_x(x, residual, weight, eps, out, total):
     _add_row_norm(x, residual, weight, eps, out, total, AS_X=1)
+
+
+@wrong("add_row_norm", fails="what is normalized is the sum as it is stored")
+def rounded_before_the_addition(x, residual, weight, eps, out, total):
+    _add_row_norm(x, residual, weight, eps, out, total, EACH_ROUNDED=1)
 
 
 @wrong("add_row_norm", fails="the kernel does the work")

@@ -13,12 +13,12 @@ def _close(found, wanted):
 
 def _find(
     product, *, sizes=(64, 100, 164), orders=(None, 1, -1), same_scale=False, rows=slice(None), right=_close,
-    row_counts=(3,), ones=False, positive=False, alike=False, constant=False, answer="it fails",
+    row_counts=(3,), ones=False, positive=False, positive_x=False, alike=False, constant=False, answer="it fails",
 ):  # fmt: skip
     for columns, many in product_of(sizes, row_counts):
         weight = torch.arange(many * columns).remainder(11).sub(0 if positive else 5).view(many, columns).to(torch.int8)
         weight = weight[:1].expand(many, columns).contiguous() if alike else weight
-        x = torch.arange(columns).remainder(7).sub(3) / 4  # sums are exact in any order
+        x = torch.arange(columns).remainder(7).sub(0 if positive_x else 3) / 4  # sums are exact in any order
         x = torch.ones(columns) if ones else x
         x = torch.full((columns,), 1.5) if constant else x
         scale = torch.full((many,), 0.5) if same_scale else torch.tensor([0.5, 0.25, 2.0])[:many]
@@ -58,6 +58,11 @@ def x_of_ones(product):
 @wrong("find_fault", fails="all inputs are used as they are")
 def weights_never_negative(product):
     return _find(product, positive=True)
+
+
+@wrong("find_fault", fails="all inputs are used as they are")
+def x_never_negative(product):
+    return _find(product, positive_x=True)
 
 
 @wrong("find_fault", fails="all inputs are used as they are")
