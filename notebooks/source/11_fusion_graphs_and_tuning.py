@@ -334,7 +334,7 @@ describe(
 # GPU memory, captures one graph per batch size, and pads a batch to the next captured size. In the listing below, look
 # for three things: graphs are kept by size and by the width of their block tables; a step is *rehearsed*, that is run
 # once, before it is captured, so that all its kernels are compiled; and the inner function `step` is what is captured,
-# sampling included. (You may skip the first `if`, which decides where a graph's memory comes from.)
+# sampling included. (You may skip the second `if`, which decides where a graph's memory comes from.)
 
 # %%
 # ENGINE: minillm.runner.decode_graphs:DecodeGraphs.captured
@@ -468,8 +468,8 @@ describe(
 # %% [markdown]
 # 18 layers and the output head make a step, and a step makes a token. So the times at best give each way an estimated
 # upper bound in tokens per second. Here are the bound and the measured speed of the fused step. All ways below run
-# their decode steps in CUDA graphs, and their prompts outside; the measured speeds include the prompt. (With a kernel
-# per operation, attention for one row is two kernels: the figure draws them as one launch.)
+# their decode steps in CUDA graphs, and their prompts outside; the measured speeds include the prompt. (Except with
+# five launches, attention for one row is two kernels: the figure draws them as one launch.)
 
 # %%
 head_us = 1e6 * 2 * gemma.vocab_size * gemma.hidden_size / bytes_per_s
@@ -503,9 +503,9 @@ compare("plain torch", unit="% of its bound", prediction=guess_share, measured=t
 
 # %% [markdown]
 # In microseconds, the way with the fewest kernels loses least. As a *share*, plain torch looks better than one kernel
-# per operation, because its bound already charges 1.35 µs for each of 30 short kernels: a share of a bound compares
-# fairly only if the bounds are alike. (The measured engine also keeps its own kernel for the cache write, so it has 29
-# short kernels instead of 30. That is one point of the share.) What do the bounds leave out? Many small kernels take
+# per operation, because its bound already charges 1.35 µs for each of 30 short kernels: shares of bounds are
+# comparable only if the bounds are alike. (The measured engine also keeps its own kernel for the cache write, so it has
+# 29 short kernels instead of 30. That is one point of the share.) What do the bounds leave out? Many small kernels take
 # longer than the shortest one (attention for one row about 7 µs, `h200/kernels`), there are gaps between kernels, and
 # the prompt and the sampling take time.
 #
@@ -598,9 +598,9 @@ else:
 print(f"not a fair pair: off -> on, {speed['on'] / speed['off']:.2f} times")
 
 # %% [markdown]
-# Follow a path of fair pairs from `off` to `on`: the factors multiply to the unfair one. On the path through one kernel
-# per operation, graphs for decode steps give by far the largest factor, and the five launches the second largest. For
-# 256 requests the picture changes, because a step has more work per launch:
+# Follow a path of fair pairs from `off` to `on`: the factors multiply to the unfair one. On the shortest path, graphs
+# for decode steps give by far the largest factor, and the five launches the second largest. For 256 requests the
+# picture changes, because a step has more work per launch:
 
 # %%
 plots.ablation(ablation, groups=["CUDA graphs", "fusion"])

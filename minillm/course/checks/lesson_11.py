@@ -40,6 +40,7 @@ def _(function):
     _expect(function, runs, "default", "default", "10.0 against 10.0, margin 0", margin=0.0)
     table = {(512, 4): [9.802] * 3, (256, 2): [10.0] * 3, (1024, 4): [20.0] * 3}
     _expect(function, table, (256, 2), (256, 2), "9.802 against 10.0, the median of the default (256, 2), margin 2%")
+    _expect(function, {"default": [10.0] * 3}, "default", "default", "only the default was measured")
 
 
 @choose_launch.property(
@@ -137,6 +138,11 @@ def _(function):
     launched = [10.0 * place for place in range(12)]
     expected = [(when, when + 1.0) for when in launched]
     _same(_times(function, launched, [1.0] * 12), expected, "launched at 0, 10, ... 110; lengths 1")
+    _same(_times(function, [3.0], [2.0]), [(3.0, 5.0)], "one kernel, launched at 3; length 2")
+    found = _times(function, [0.0, 1.0, 50.0, 60.0], [10.0, 5.0, 1.0, 1.0])  # kernels wait, then the queue is empty
+    assert len(found) == 4, f"4 kernels: got {len(found)} times"
+    what = "the last 2 of 4 kernels, launched at 0, 1, 50, 60; lengths 10, 5, 1, 1"
+    _same(found[-2:], [(50.0, 51.0), (60.0, 61.0)], what)
 
 
 @queued.property("a kernel waits until the one before has ended", "its start is at least the end of kernel i - 1")

@@ -26,6 +26,14 @@ def first_of_the_table(runs, default, margin):
     return next(iter(runs)) if chosen == default else chosen
 
 
+@wrong("choose_launch", fails="a gain within the margin keeps the default")
+def only_the_others(runs, default, margin):
+    times = {launch: statistics.median(each) for launch, each in runs.items() if launch != default}
+    best = min(times, key=times.get, default=None)
+    slow = best is not None and times[best] >= (1 - margin) * statistics.median(runs[default])
+    return default if slow else best
+
+
 @wrong("choose_launch", fails="the margin is a share of the default's time")
 def margin_in_units(runs, default, margin):
     return _choose(runs, default, margin, limit=lambda time, margin: time - 10 * margin)
@@ -65,7 +73,7 @@ def margin_to_the_best_so_far(runs, default, margin):
 @wrong("choose_launch", fails="the fastest of all wins")
 def margin_to_the_second(runs, default, margin):
     times = {launch: statistics.median(each) for launch, each in runs.items()}
-    first, second = sorted(times, key=times.get)[:2]
+    first, second, *_ = [*sorted(times, key=times.get), default]
     return first if times[first] < (1 - margin) * times[second] else default
 
 
@@ -210,6 +218,27 @@ def at_least_a_microsecond(launched_us, kernel_us):
         start = max(launched, end)
         end = start + max(length, 1.0)
         found.append((start, end))
+    return found
+
+
+@wrong("queued", fails="a kernel waits until it is launched")
+def delay_only_grows(launched_us, kernel_us):
+    delay, found = 0.0, []
+    for place, (launched, length) in enumerate(zip(launched_us, kernel_us, strict=True)):
+        if place:
+            delay += max(0.0, launched_us[place - 1] + kernel_us[place - 1] - launched)
+        found.append((launched + delay, launched + delay + length))
+    return found
+
+
+@wrong("queued", fails="a kernel waits until it is launched")
+def nothing_before_the_second(launched_us, kernel_us):
+    found = []
+    for place in range(1, len(launched_us)):
+        if not found:
+            found.append((launched_us[0], launched_us[0] + kernel_us[0]))
+        start = max(launched_us[place], found[-1][1])
+        found.append((start, start + kernel_us[place]))
     return found
 
 
