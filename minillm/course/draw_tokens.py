@@ -79,7 +79,7 @@ def vocabularies(sizes: Sequence[int], covered: Sequence[float], costs: Mapping[
 
     _, (left, right) = plt.subplots(1, 2, figsize=(10, 3.2), layout="constrained")
     left.semilogx(sizes, covered, "o-")
-    left.set(ylabel="characters per token", title="What more tokens gain", ylim=(0, None))
+    left.set(ylabel="characters per token", title="The gain from more tokens", ylim=(0, None))
     for name, cost in costs.items():
         right.semilogx(sizes, [each / min(cost) for each in cost], "o-", label=name)
     right.set(ylabel="times the minimum", title="Weights read per character", ylim=(0.9, 3))

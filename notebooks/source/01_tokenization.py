@@ -535,23 +535,22 @@ paragraphs = (stories + questions).split("\n\n")
 learned_from, measured_on = "\n\n".join(paragraphs[::2]), "\n\n".join(paragraphs[1::2])
 many = engines_learn(Counter(cut(learned_from)), 10_000)
 base = len(SPECIAL_TOKENS) + 256 + len(set(measured_on))
-most = base + len(
-    many
-)  # now all words learned from are tokens: the other rows of a larger vocabulary are empty
+# With `most` tokens, each word learned from is one token; the rows after these stay empty.
+most = base + len(many)
 
 sizes = [base, 400, 500, 700, 1000, 1500, 2000, 3000, most, 8000, 16000, 32000]
 covered = vocabularies.characters_per_token(
     measured_on, {size: size - base for size in sizes}, many
 )
 costs = {
-    f"{name}'s layers": [
+    f"with {name}'s layers": [
         (body_bytes(config) + table_bytes(config, size)) / each
         for size, each in zip(sizes, covered, strict=True)
     ]
     for name, config in MODELS.items()
 }
 print(
-    f"from {most:,} tokens on, every word learned from is a token: {covered[-1]:.2f} characters per token"
+    f"from {most:,} tokens on, every word that was learned from is one token: {covered[-1]:.2f} characters per token"
 )
 draw.vocabularies(sizes, covered, costs)
 describe(
@@ -560,10 +559,11 @@ describe(
 )
 
 # %% [markdown]
-# On the left, the gain ends once every word *learned from* is a token; the remaining rows stay empty. The right side
-# shows the cost. `tiny-gemma` pays for every extra row. Gemma 2B's layers are so large that 32,000 rows hardly matter,
-# but the table for its own 256,000 tokens is a fifth of what every step reads. Only the shape of the curves is general:
-# this text has few distinct words, while a vocabulary for many languages fills every row.
+# On the left, the gain ends once every word in the half that was *learned from* is one token; the remaining rows stay
+# empty. The right side shows the cost. `tiny-gemma` pays for every extra row. Gemma 2B's layers are so large that
+# 32,000 rows hardly matter, but the table for its own 256,000 tokens is a fifth of what every step reads. Only the
+# shape of the curves is general: this text has few distinct words, while a vocabulary for many languages fills every
+# row.
 
 # %% [markdown]
 # ## Back to text, as it streams · 22 min

@@ -125,6 +125,9 @@ def _(fn):
     same("".join(pieces(fn, "<bos>", "<b>", "Hi_", "\r\n", "<0x", "<end_of_turn>")), "<b>Hi_\r\n<0x")
     same("".join(pieces(fn, "<html>", "<0xZZ>", "<0x123>")), "<html><0xZZ><0x123>")
     same("".join(pieces(fn, "</s>", "<bos>", special=["</s>"])), "<bos>")
+    stream = fn({"</s>"})
+    fn({"<bos>"})  # another stream changes nothing in the first
+    same("".join([*pushed(stream, "</s>", "<bos>"), stream.finish()]), "<bos>")
 
 
 @text_stream.property("a special token does not end a run", hint="it has no text at all: the run goes on after it")
@@ -133,7 +136,9 @@ def _(fn):
         found = pieces(fn, "<0x41>", special, "<0x42>", "c")
         assert "AB" in "".join(found), f"<0x41> {special} <0x42> spell 'AB'; the pieces are {found!r}"
         found = pieces(fn, "<0xC3>", special, "<0xA9>")
-        assert "".join(found).count("\ufffd") < 2, f"<0xC3> {special} <0xA9> spell 'é'; the pieces are {found!r}"
+        without = pieces(fn, "<0xC3>", "<0xA9>")  # a wrong text for both is another property's
+        same_text = "".join(found).replace(special, "") == "".join(without)
+        assert same_text, f"<0xC3> {special} <0xA9> spell 'é'; the pieces are {found!r}"
 
 
 @text_stream.property(
@@ -145,9 +150,10 @@ def _(fn):
     same("".join(pieces(fn, "<0xE2>", "b", *["<0xE2>", "<0x82>"] * 10, "c")), "\ufffdb" + "\ufffd" * 20 + "c")
     same("".join(pieces(fn, "<0xE2>", "<0xC3>", "<0xA9>", "b")), "\ufffd\ufffd\ufffdb")
     same("".join(pieces(fn, "<0xED>", "<0xA0>", "<0x80>", "b")), "\ufffd\ufffd\ufffdb")  # half a surrogate pair
-    found = pieces(fn, *spelled("é"), "<0xE2>", "b")
-    if not "".join(found[:3]):  # a character that comes too early is another property's
-        same("".join(found), "\ufffd\ufffd\ufffdb")
+    for start in ("é", "Ab"):
+        found = pieces(fn, *spelled(start), "<0xE2>", "b")
+        if not "".join(found[:3]):  # a character that comes too early is another property's
+            same("".join(found), "\ufffd\ufffd\ufffdb")
 
 
 # ---- render_chat(messages, add_generation_prompt)
@@ -225,8 +231,9 @@ def _(fn):
     "every message is a turn", hint="whatever it says: nothing, the same as another one, or the first of many"
 )
 def _(fn):
-    found = fn(turns("Hi", " ", "Bye"), False)
-    assert found.count("<start_of_turn>") == 3, f"three messages, of which the second is empty, became {found!r}"
+    for empty in ("", " "):
+        found = fn(turns("Hi", empty, "Bye"), False)
+        assert found.count("<start_of_turn>") == 3, f"three messages, the second {empty!r}, became {found!r}"
     count = fn(turns(*["Hi", "Good day!"] * 10), False).count("<start_of_turn>")
     assert count == 20, f"20 messages became {count} turns"
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from itertools import pairwise
 
-from minillm.course.vocabularies import engines_learn
+from minillm.course.vocabularies import counting_learn, engines_learn, scanning_merge
 from minillm.tokenizer import bpe
 from minillm.tokenizer.training import join_pair
 from tests.course.mutants import wrong
@@ -63,6 +63,22 @@ def all_places_at_once(symbols, ranks):
     return symbols
 
 
+@wrong("bpe_merge", fails="what a join makes can be joined again")
+def replaced_in_one_string(symbols, ranks):
+    """`replace` joins all places but those right after another one."""
+    symbols = list(symbols)
+    while known := [pair for pair in pairwise(symbols) if pair in ranks]:
+        left, right = min(known, key=ranks.get)
+        text = "\0" + "\0".join(symbols) + "\0"
+        symbols = text.replace(f"\0{left}\0{right}\0", f"\0{left}{right}\0").strip("\0").split("\0")
+    return symbols
+
+
+@wrong("bpe_merge", fails="what a join makes can be joined again")
+def no_token_of_more_than_16_characters(symbols, ranks):
+    return join_one_at_a_time(symbols, lambda pair: ranks.get(pair) if len("".join(pair)) <= 16 else None)
+
+
 @wrong("bpe_merge", fails="a symbol may have several characters")
 def begins_with_characters(symbols, ranks):
     return join_one_at_a_time("".join(symbols), ranks.get)
@@ -95,6 +111,11 @@ def calls_the_engine(symbols, ranks):
     return bpe.merge(symbols, ranks)
 
 
+@wrong("bpe_merge", fails="the joins are your own")
+def calls_the_slow_merge(symbols, ranks):
+    return scanning_merge(symbols, ranks)
+
+
 MERGED = {}
 
 
@@ -104,6 +125,19 @@ def the_list_of_an_earlier_call(symbols, ranks):
     if call not in MERGED:
         MERGED[call] = join_one_at_a_time(symbols, ranks.get)
     return MERGED[call]
+
+
+MERGED_WITH = []  # (symbols, ranks, result)
+
+
+@wrong("bpe_merge", fails="each call makes a list of its own")
+def the_list_of_an_earlier_call_with_these_ranks(symbols, ranks):
+    for known, its_ranks, joined in MERGED_WITH:
+        if known == symbols and its_ranks is ranks:
+            return joined
+    joined = join_one_at_a_time(symbols, ranks.get)
+    MERGED_WITH.append((list(symbols), ranks, joined))
+    return joined
 
 
 @wrong("bpe_merge", fails="a pair is joined wherever it occurs")
@@ -368,3 +402,8 @@ def takes_words_out_of_the_dict(word_counts, steps):
     for word in [word for word in word_counts if len(word) < 3]:
         del word_counts[word]
     return merges
+
+
+@wrong("learn_merges", fails="the counting is your own")
+def calls_the_slow_counting(word_counts, steps):
+    return counting_learn(word_counts, steps)

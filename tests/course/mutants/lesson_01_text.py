@@ -281,6 +281,34 @@ class AccentsComposed(Stream):
 EVERYBODY = ("user", "assistant")
 
 
+@wrong("TextStream", fails="a special token does not end a run")
+class DropsHalfACharacterAtASpecialToken(Stream):
+    def push(self, token):
+        if token in self.special:
+            try:
+                self.run.decode()
+            except UnicodeDecodeError:
+                self.run = bytearray()
+        return super().push(token)
+
+
+@wrong("TextStream", fails="in a broken run, each byte becomes one \ufffd")
+class KeepsLettersOfABrokenRun(Stream):
+    def finish(self):
+        run, self.run = self.run, bytearray()
+        try:
+            return run.decode()
+        except UnicodeDecodeError:
+            return "".join(chr(byte) if byte < 128 else "\ufffd" for byte in run)
+
+
+@wrong("TextStream", fails="special tokens have no text, all others have")
+class SpecialTokensOfTheLastStream(Stream):
+    def __init__(self, special):
+        self.run = bytearray()
+        type(self).special = set(special)
+
+
 def render(
     messages, add_generation_prompt=True, role="model", bos="<bos>", each="", close="", prompt=None, trim=EVERYBODY
 ):
@@ -444,3 +472,8 @@ def line_ends_unified(messages, add_generation_prompt=True):
 def all_tags_removed(messages, add_generation_prompt=True):
     plain = [message | {"content": re.sub("<[^>]*>", "", message["content"])} for message in messages]
     return render(plain, add_generation_prompt)
+
+
+@wrong("render_chat", fails="every message is a turn")
+def leaves_out_a_message_without_characters(messages, add_generation_prompt=True):
+    return render([message for message in messages if message["content"]], add_generation_prompt)
