@@ -26,7 +26,8 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def near(got: Tensor, want: Tensor, tolerance: float = 1e-5) -> bool:
-    """Whether all numbers are that near. Raises AssertionError for a wrong shape."""
+    """Whether all numbers are that near. Raises AssertionError for a wrong shape, or no tensor."""
+    assert isinstance(got, Tensor), f"return a tensor, not a {type(got).__name__}"
     assert got.shape == want.shape, f"the shape is {list(got.shape)}, not {list(want.shape)}"
     return torch.allclose(got.double().cpu(), want.double().cpu(), rtol=0, atol=tolerance)
 
@@ -154,10 +155,12 @@ def graded(function: Callable, scores: tuple, values: tuple, heads: tuple[float,
     return run(function, cache, BLOCKS_OF_96, 96, q, scale=1.0)[:, 0].tolist()
 
 
-def climbing(function: Callable, scores: list[float], values: list[float], heads: tuple[float, float]) -> list[float]:
+def climbing(
+    function: Callable, scores: list[float], values: list[float], heads: tuple[float, float], length: int | None = None
+) -> list[float]:
     """Outputs of two heads over 32 keys of each score and value, in as many blocks of their own, up to five.
 
-    heads: a factor of each head's scores.
+    heads: a factor of each head's scores. length: of the row, if it ends before the last of these keys.
     """
     cache, q, blocks = cache_of(), torch.zeros(1, 2, DIM), []
     q[0, :, 0] = torch.tensor(heads)
@@ -167,7 +170,7 @@ def climbing(function: Callable, scores: list[float], values: list[float], heads
             part[12 * at : 12 * at + 12] = 0.0
             part[12 * at : 12 * at + 12, :, 0, 0] = number
         blocks += [12 * at, 12 * at + 1]
-    return run(function, cache, blocks, 32 * len(scores), q, scale=1.0)[:, 0].tolist()
+    return run(function, cache, blocks, length or 32 * len(scores), q, scale=1.0)[:, 0].tolist()
 
 
 def halves(function: Callable) -> float:

@@ -66,7 +66,7 @@ print(f"kernels are {how}")
 # times as much traffic do the scores and weights add, if each is written once and read once?
 
 # %% tags=["exercise"]
-guess_times = 4.0  # PREDICT: bytes of scores and weights, as a multiple of all others
+guess_times = 4.0  # PREDICT: bytes of scores and weights, as a multiple of all other bytes
 
 # %%
 gemma = PRESETS["gemma-2b"]
@@ -144,8 +144,8 @@ def all_at_once(tiles, rows: int, dim: int) -> torch.Tensor:
 # %% [markdown]
 # **Exercise 1 (15 minutes).** Write the online softmax. The tiles come from a generator, so you cannot go back, look
 # ahead, or ask for their number. `rows` and `dim` are the sizes of the result. Tiles can be float32 or float64; compute
-# in their precision. A key that a query must not see has the score $-\infty$, and a whole tile can be hidden from a
-# query. What is $-\infty - (-\infty)$?
+# and return the result in their precision. A key that a query must not see has the score $-\infty$, and a whole tile
+# can be hidden from a query. What is $-\infty - (-\infty)$?
 #
 # For example, with a single tile the result is the plain softmax of its scores times its values.
 
@@ -188,10 +188,11 @@ run_with(llm, expected, online_attention, **attention_facts.by_tiles(online_atte
 # %% [markdown]
 # ## 3 · Flash attention for prefill · 15 min
 #
-# In prefill there are many queries, and each needs the keys before it. A program takes a *tile of queries* and loops
-# over tiles of keys. Each key it loads serves the whole tile of queries, and the scores never leave the chip. This is
-# **FlashAttention** (Dao et al. 2022), in the order of **FlashAttention-2** (Dao 2023): queries outside, keys inside.
-# So a query tile's output stays on the chip until it is done, and each query tile is a program of its own.
+# In prefill there are many queries, and each needs its own key and all earlier ones. A program takes a *tile of
+# queries* and loops over tiles of keys. Each key it loads serves the whole tile of queries, and the scores never leave
+# the chip. This is **FlashAttention** (Dao et al. 2022), in the order of **FlashAttention-2** (Dao 2023): queries
+# outside, keys inside. So a query tile's output stays on the chip until it is done, and each query tile is a program of
+# its own.
 #
 # Many tiles can be skipped altogether. A query sees no key after its own. In some models certain layers also have a
 # *window*: a query there sees only the most recent keys. Which key tiles contain *any* key that a given tile of queries
@@ -206,9 +207,10 @@ def tiles_needed(first: int, last: int, keys: int, window: int | None = None) ->
 
 
 # %% [markdown]
-# **Exercise 2 (6 minutes).** Compute the same range directly, without testing pairs. A query at position $p$ sees keys
-# $0$ to $p$; with a window of $w$, keys $p - w + 1$ to $p$. Tile $n$ starts at key `n * keys`. Queries do not always
-# start at position 0: a long prompt can be processed in chunks (lesson 10).
+# **Exercise 2 (6 minutes).** Compute the same range directly: no pairs, no loop, so that a large position takes no
+# longer than a small one. A query at position $p$ sees keys $0$ to $p$; with a window of $w$, keys $p - w + 1$ to $p$.
+# Tile $n$ starts at key `n * keys`. Queries do not always start at position 0: a long prompt can be processed in chunks
+# (lesson 10).
 #
 # For example, `tiles_to_visit(0, 5, 8)` is `range(0, 1)`: queries 0 to 5 see keys 0 to 5, all in tile 0.
 
@@ -230,7 +232,7 @@ check(tiles_to_visit)
 
 # %% [markdown]
 # The pictures below use your range once it passes its check, and the specification until then. In a light green tile,
-# at least one query does not see at least one key; only those tiles need a mask.
+# at least one query does not see every key; only those tiles need a mask.
 
 # %%
 visit = tiles_to_visit if attention_facts.passes(tiles_to_visit) else tiles_needed
@@ -375,7 +377,7 @@ def decode_one_row(q, k, v, table, length: int, scale: float) -> torch.Tensor:
 # **Exercise 3 (20 minutes).** Write the loop body of a paged decode kernel. It is exercise 1 with addresses, and uses
 # both of lesson 03's last exercises: tiles of 2-D pointers, and `tl.dot` in a loop. Each program handles one row and
 # one KV head. Its queries are the `GROUP` heads that share the KV head, packed into a tile of `ROWS` = 16 rows, the
-# fewest that `tl.dot` takes on a GPU; the remaining rows are padding.
+# number that a GPU's matrix instruction takes; the remaining rows are padding.
 #
 # * You need `tl.load(pointers, mask=..., other=0.0)`, `tl.dot(a, b, input_precision="ieee")`, `tl.trans`, `tl.where`,
 #   `tl.max(x, 1)`, `tl.sum(x, 1)`, `tl.maximum` and `tl.exp`. Without `"ieee"` a GPU rounds float32 operands to TF32,
@@ -732,9 +734,9 @@ describe(
 # Torch's attention costs about a fifth of the speed with 256 requests and a quarter with one, because it *writes* the
 # gathered keys only to read them again, and needs more launches. This is the same cost as in section 1.
 #
-# For one request, graphs matter more than the attention. Each layer is some eleven short kernels, and the GPU finishes
-# each one before Python has launched the next. The engine is then **launch-bound**: its speed is that of launching, and
-# faster kernels would not change it.
+# Graphs matter more than the attention, most of all for one request. There each layer is some eleven short kernels, and
+# the GPU finishes each one before Python has launched the next. The engine is then **launch-bound**: its speed is that
+# of launching, and faster kernels would not change it.
 
 # %%
 served.close()

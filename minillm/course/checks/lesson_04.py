@@ -79,9 +79,21 @@ def _(function):
         scores = torch.tensor([[size, size + 1.0]], dtype=torch.float64)
         what = f"scores of {size} and {size + 1} with values 0 and 1"
         gives(function, [1 / (1 + torch.e**-1)], what, (scores, values))
+    scores, values = 5 * normal(3, 1000, seed=3), normal(1000, 2, seed=4)
+    got, want = of_tiles(function, (scores, values)), scores.softmax(-1) @ values
+    assert near(got, want), f"one tile of 1,000 keys: {worst(got, want)}"
+
+
+@online_attention.property(
+    "the precision is that of the tiles",
+    hint="scores.new_zeros(...) and scores.new_full(...) make tensors with the dtype of the scores",
+)
+def _(function):
     scores, values = 5 * normal(3, 40, seed=3), normal(40, 2, seed=4)
     off = (of_tiles(function, (scores, values)) - scores.softmax(-1) @ values).abs().max().item()
     assert off < 1e-9, f"a tile in float64 gave a result that is off by {off:.1g}: is any step in float32, or rounded?"
+    dtype = of_tiles(function, (scores.float(), values.float())).dtype
+    assert dtype == torch.float32, f"a tile in float32 gave a result in {dtype}"
 
 
 @online_attention.property(
@@ -252,9 +264,9 @@ def _(function):
     )
     logs = normal(2, 3, 4, seed=2)
     assert near(weights(function, logs), logs.softmax(-1)), "with several rows and heads, the weights are wrong"
-    logs = normal(2, 64, seed=3)
+    logs = normal(2, 100, seed=3)
     off = (weights(function, logs) - logs.softmax(-1)).abs().max().item()
-    assert off < 1e-5, "with 64 shares, the weights are wrong"
+    assert off < 1e-5, "with 100 shares, the weights are wrong"
     assert off < 1e-9, f"shares in float64: the weights are off by {off:.1g}: is any step in float32, or rounded?"
 
 

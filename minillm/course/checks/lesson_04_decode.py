@@ -72,6 +72,21 @@ def _(function):
 
 
 @paged_decode.property(
+    "every key before the length counts",
+    hint="the last tile can hold any number of keys, even one: treat it like the others, with `present` as the mask",
+)
+def _(function):
+    got = paged.climbing(function, [20.0], [1.0], (1.0, 1.0), 1)[0]
+    assert abs(got - 1) < 1e-3, f"a row of one key with value 1: expected 1, got {got:.5g}"
+    for more in (1, 13, 31):
+        got, want = paged.climbing(function, [20.0, 20.0], [0.0, 1.0], (1.0, 1.0), 32 + more)[0], more / (32 + more)
+        assert abs(got - want) < 1e-3, (
+            f"32 keys with value 0, then {more} with value 1, all with the same score: expected {want:.5g}, got "
+            f"{got:.5g}"
+        )
+
+
+@paged_decode.property(
     "slots from the length on have no weight",
     hint="a masked load gives 0, and a score of 0 still has a weight: set the scores of absent keys to -inf",
 )
@@ -110,13 +125,13 @@ def _(function):
     "If it is: scores 0 and 1 must weigh 0.269 and 0.731",
 )
 def _(function):
-    wide = paged.cache_of(kv_heads=2, dim=2 * DIM)
+    wide = paged.cache_of(kv_heads=3, dim=2 * DIM)
     cache = LayerCache(wide.k[..., :DIM], wide.v[..., :DIM])
     for part in (cache.k, cache.v):
         part[:] = part[40].clone()  # all blocks are equal, so that only heads matter
-    q = normal(1, 4, DIM, seed=9)
+    q = normal(1, 6, DIM, seed=9)
     got, want = paged.run(function, cache, [40, 50], 32, q, scale=1.0), paged.attention_of(cache, [40, 50], 32, q, 1.0)
-    assert near(got, want, 1e-3), "4 query heads on 2 KV heads, which have a gap between them: the output is wrong"
+    assert near(got, want, 1e-3), "6 query heads on 3 KV heads, which have a gap between them: the output is wrong"
 
 
 @paged_decode.property("scores are multiplied by the scale", hint="the score is q · k times `scale`")

@@ -49,7 +49,7 @@ def output_as_it_was(tiles, rows, dim):
 
 @wrong("online_attention", fails="the sum is rescaled when the maximum grows")
 def sum_forgotten_when_the_maximum_grows(tiles, rows, dim):
-    return _walk(tiles, rows, dim, sum_factor=lambda rescale, grown: (~grown).double())
+    return _walk(tiles, rows, dim, sum_factor=lambda rescale, grown: (~grown).to(rescale.dtype))
 
 
 @wrong("online_attention", fails="the sum is rescaled when the maximum grows")
@@ -59,7 +59,7 @@ def first_maximum_for_good_and_a_clamp(tiles, rows, dim):
 
 @wrong("online_attention", fails="the output is rescaled when the maximum grows")
 def output_forgotten_when_the_maximum_grows(tiles, rows, dim):
-    return _walk(tiles, rows, dim, output_factor=lambda rescale, grown: (~grown).double())
+    return _walk(tiles, rows, dim, output_factor=lambda rescale, grown: (~grown).to(rescale.dtype))
 
 
 @wrong("online_attention", fails="the output is rescaled when the maximum grows")
@@ -101,8 +101,8 @@ def copies_of_all_tiles(tiles, rows, dim):
 
 @wrong("online_attention", fails="no tile is kept")
 def lists_of_all_tiles(tiles, rows, dim):
-    kept = [(scores.tolist(), values.tolist()) for scores, values in tiles]
-    return _walk((tuple(torch.tensor(each, dtype=torch.float64) for each in (s, v)) for s, v in kept), rows, dim)
+    kept = [(scores.tolist(), values.tolist(), scores.dtype) for scores, values in tiles]
+    return _walk((tuple(torch.tensor(each, dtype=dtype) for each in (s, v)) for s, v, dtype in kept), rows, dim)
 
 
 @wrong("online_attention", fails="no tile is kept")
@@ -135,8 +135,18 @@ def maximum_from_a_low_number(tiles, rows, dim):
 
 
 @wrong("online_attention", fails="scores of any size give exact weights")
+def the_first_512_keys_of_a_tile(tiles, rows, dim):
+    return _walk(((scores[:, :512], values[:512]) for scores, values in tiles), rows, dim)
+
+
+@wrong("online_attention", fails="the precision is that of the tiles")
 def in_single_precision(tiles, rows, dim):
     return _walk(((scores.float(), values.float()) for scores, values in tiles), rows, dim)
+
+
+@wrong("online_attention", fails="the precision is that of the tiles")
+def in_double_precision(tiles, rows, dim):
+    return _walk(((scores.double(), values.double()) for scores, values in tiles), rows, dim)
 
 
 @wrong("online_attention", fails="the output is divided once, at the end")
@@ -260,6 +270,11 @@ def first_row_for_all(partial, log_total):
 @wrong("combine", fails="a share counts by the sum of its weights")
 def eight_shares(partial, log_total):
     return (partial * log_total.softmax(-1).nan_to_num()[..., None])[..., :8, :].sum(-2)
+
+
+@wrong("combine", fails="a share counts by the sum of its weights")
+def sixty_four_shares(partial, log_total):
+    return (partial * log_total.softmax(-1).nan_to_num()[..., None])[..., :64, :].sum(-2)
 
 
 @wrong("combine", fails="the weights add up to 1")

@@ -55,6 +55,8 @@ def _wrong_kernel(
             at = (block * BLOCK_SIZE + offset) * slot_stride
         if MISTAKE == "heads without gaps":
             at += kv_head * DIM
+        elif MISTAKE == "two KV heads":
+            at += tl.minimum(kv_head, 1) * head_stride
         elif MISTAKE != "first KV head":
             at += kv_head * head_stride
         at = at[:, None] + dims[None, :]
@@ -79,6 +81,12 @@ def _wrong_kernel(
         weights = tl.exp(scores - new_maximum[:, None])
         if MISTAKE == "scale in the weights":
             weights = tl.exp((scores - new_maximum[:, None]) * scale)
+        if MISTAKE == "full tiles":
+            weights = tl.where((start + KEYS <= length) | (start == 0), weights, 0.0)
+        if MISTAKE == "no tile of one key":
+            weights = tl.where((length - start > 1) | (start == 0), weights, 0.0)
+        if MISTAKE == "a block of a partial tile":
+            weights = tl.where(((start + KEYS <= length) | (keys < start + 16) | (start == 0))[None, :], weights, 0.0)
         rescale = tl.exp(maximum - new_maximum)
         if MISTAKE == "powers of two for the rescaling":
             rescale = tl.exp2(maximum - new_maximum)
@@ -128,11 +136,15 @@ for _mistake, _fails in {
     "blocks of 16": "sizes and strides are those of the cache",
     "blocks without gaps": "sizes and strides are those of the cache",
     "offset in the tile": "sizes and strides are those of the cache",
+    "full tiles": "every key before the length counts",
+    "no tile of one key": "every key before the length counts",
+    "a block of a partial tile": "every key before the length counts",
     "a low score": "slots from the length on have no weight",
     "length": "slots from the length on have no weight",
     "v unmasked": "nothing from the length on is loaded",
     "heads without gaps": "every KV head is read",
     "first KV head": "every KV head is read",
+    "two KV heads": "every KV head is read",
     "scale": "scores are multiplied by the scale",
     "scale in the weights": "scores are multiplied by the scale",
     "rescale": "the sum and the output are rescaled from tile to tile",
