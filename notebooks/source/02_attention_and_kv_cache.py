@@ -436,7 +436,8 @@ def append(cache, k, v):
 
     cache.k, cache.v: [capacity, kv_heads, d], of which cache.length slots are filled; the others
     may hold anything. k, v: [tokens, kv_heads, d]. They may fill the cache to its last slot. If
-    they do not fit, raises ValueError and changes nothing. Leaves k and v unchanged.
+    they do not fit, raises ValueError and changes nothing. Writes no slots but theirs, and leaves
+    k and v unchanged.
     """
     # SOLUTION: write both, and count them
     end = cache.length + len(k)
@@ -472,9 +473,9 @@ describe("""Three masks. A prompt of 5 tokens: a triangle. One new token after 5
     free. Three new tokens after 4: the first sees 5 keys, the second 6, the third 7, and 2 slots are free.""")
 
 # %% [markdown]
-# The triangle ends at the *last* key, not at the first. Hatched slots are free. Yours hold zeros. In the engine they
-# hold leftovers: what an earlier request wrote there, or memory that was never written, which may contain NaN or inf.
-# (0 × NaN and 0 × inf are NaN.)
+# The triangle ends at the *last* key, not at the first. Hatched slots are free. In your cache they hold zeros; in the
+# engine, they may hold leftovers of an earlier request. Memory that `torch.empty` allocates, which was never written,
+# may even contain NaN or inf. Expect anything there. (0 × NaN and 0 × inf are NaN.)
 #
 # **Exercise 3 (10 minutes).** Write it. For example, a single query over a cache of one token gets that token's value.
 # With four queries over four tokens, the example of exercise 1 must hold here, too.
@@ -613,7 +614,7 @@ print(f"with a cache: operations 1/{fewer:.0f}, time 1/{naive_ms / cached_ms:.0f
 # %% [markdown]
 # The floors come from this machine's measured rates, as in lesson 00: the time for the operations, or for the bytes of
 # the weights, if that is longer. The time shrinks far less than the operations: with a cache, a step still reads every
-# weight, and still starts hundreds of small operations. Section 11 (optional) divides the time.
+# weight, and still starts hundreds of small operations. Section 11 (optional) breaks it down.
 #
 # ## 7 · Inside the engine · 3 min
 #
@@ -683,8 +684,8 @@ describe("""Kilobytes of cache per token for four models, and what each would ne
 
 # %% [markdown]
 # Llama 2 7B is smaller than Llama 3.1 8B, and needs four times as much cache per token. Sharing is not free:
-# multi-query models lost some quality (Shazeer 2019), and groups came close to full multi-head attention (Ainslie et
-# al. 2023).
+# multi-query models lost some quality (Shazeer 2019), and grouped-query models came close to full multi-head attention
+# (Ainslie et al. 2023).
 #
 # ### How many requests fit
 #

@@ -100,7 +100,15 @@ def nan_replaced_by_zero(q, k, v, *, scale):
 def one_maximum_for_all_queries(q, k, v, *, scale):
     """It includes later queries: earlier ones, far below it, then underflow."""
     weights = _weights(q, k, scale)
-    powers = (weights - weights.max()).exp()
+    powers = (weights - weights.amax((-2, -1), keepdim=True)).exp()
+    return _mix(powers / powers.sum(-1, keepdim=True), v)
+
+
+@wrong("attention", fails=OVERFLOW)
+def one_maximum_for_all_heads(q, k, v, *, scale):
+    """A head whose scores are far below another's underflows: 0 / 0."""
+    weights = _weights(q, k, scale)
+    powers = (weights - weights.amax((0, 1, 3), keepdim=True)).exp()
     return _mix(powers / powers.sum(-1, keepdim=True), v)
 
 
@@ -219,6 +227,15 @@ def cached_exponentials_as_they_are(q, k, v, length, *, scale):
     k, v = k[:length], v[:length]
     scores = torch.einsum("qhgd,khd->hgqk", q.unflatten(1, (k.shape[1], -1)), k) * scale
     powers = scores.exp() * _visible(len(q), length, length)
+    return _mix(powers / powers.sum(-1, keepdim=True), v)
+
+
+@wrong("cached_attention", fails=OVERFLOW)
+def cached_one_maximum_for_all_heads(q, k, v, length, *, scale):
+    k, v = k[:length], v[:length]
+    scores = torch.einsum("qhgd,khd->hgqk", q.unflatten(1, (k.shape[1], -1)), k) * scale
+    scores = scores.masked_fill(~_visible(len(q), length, length), -torch.inf)
+    powers = (scores - scores.amax((0, 1, 3), keepdim=True)).exp()
     return _mix(powers / powers.sum(-1, keepdim=True), v)
 
 

@@ -147,6 +147,23 @@ def length_becomes_a_tensor(cache, k, v):
     cache.length = torch.tensor(end)
 
 
+@wrong("append", fails="the length counts tokens")
+def slots_counted_that_are_not_zero(cache, k, v):
+    _check_room(cache, k)
+    end = cache.length + len(k)
+    cache.k[cache.length : end], cache.v[cache.length : end] = k, v
+    cache.length = int((cache.k[:, 0, 0] != 0).sum())
+
+
+@wrong("append", fails="memory is written in place, and earlier tokens are not copied")
+def every_token_written_again(cache, k, v):
+    _check_room(cache, k)
+    keys, values = [*cache.k[: cache.length], *k], [*cache.v[: cache.length], *v]
+    for slot, (key, value) in enumerate(zip(keys, values, strict=True)):
+        cache.k[slot], cache.v[slot] = key, value
+    cache.length = len(keys)
+
+
 @wrong("append", fails="memory is written in place, and earlier tokens are not copied")
 def concatenated_and_copied_back(cache, k, v):
     _check_room(cache, k)
@@ -312,3 +329,16 @@ def one_if_anything_is_left(config, parameters, gpu_bytes, context, bytes_each=2
 def all_of_the_gpu_by_default(config, parameters, gpu_bytes, context, bytes_each=2, utilization=1.0):
     request = context * 2 * config.num_layers * config.num_kv_heads * config.head_dim * bytes_each
     return _divide(gpu_bytes, utilization, parameters * bytes_each, request)
+
+
+@wrong("requests_that_fit", fails="the weights come first")
+def large_weights_never_fit(config, parameters, gpu_bytes, context, bytes_each=2, utilization=0.9):
+    request = context * 2 * config.num_layers * config.num_kv_heads * config.head_dim * bytes_each
+    weights = parameters * bytes_each
+    return 0 if weights > 80e9 else _divide(gpu_bytes, utilization, weights, request)
+
+
+@wrong("requests_that_fit", fails="a request fits entirely or not at all")
+def weights_counted_in_whole_requests(config, parameters, gpu_bytes, context, bytes_each=2, utilization=0.9):
+    request = context * 2 * config.num_layers * config.num_kv_heads * config.head_dim * bytes_each
+    return max(0, int(gpu_bytes * utilization // request - parameters * bytes_each // request))
