@@ -665,7 +665,7 @@ else:
 # On a GPU, B is worse than always wrong: it is wrong *sometimes*, depending on which program comes first. That is why a
 # test has to choose the order.
 #
-# ## 8 · Reads that no result shows (optional) · 5 min
+# ## 8 · Reads that no result shows (optional) · 3 min
 #
 # Fix both versions: change the kernels in section 7, run their cell again, and then the cell that prints what
 # `find_fault` says, until both are `right`.
