@@ -69,7 +69,8 @@ print(
 # ## First tokens · 18 min
 #
 # With `temperature=0` the engine always chooses the most likely token, so the same prompt always gives the same text.
-# `stopped by: length` means that the text reached `max_tokens`.
+# `stopped by: length` means that the text reached `max_tokens`. (Random weights make nonsense, often one token again
+# and again. If that token is a line break, the text looks empty.)
 
 
 # %%
@@ -334,9 +335,9 @@ for nbytes, limits in ((model.nbytes, of_model), (4 * LARGE, of_memory)):
 print(f"computes {of_model.operations_per_s / 1e9:,.1f} billion operations/s")
 
 # %% [markdown]
-# If the first rate is higher, the model's weights stay in the cache. That is good for `tiny-gemma`, and says
-# little about real models, whose weights are gigabytes: they come from memory in every step. A step that waits for
-# them is **memory-bound**; one that waits for the arithmetic is **compute-bound**.
+# If `tiny-gemma` runs here and the first rate is higher, its weights stay in the cache. That is good for `tiny-gemma`,
+# and says little about real models, whose weights are gigabytes: they come from memory in every step, on a GPU too. A
+# step that waits for them is **memory-bound**; one that waits for the arithmetic is **compute-bound**.
 #
 # While a step is memory-bound, more tokens should cost almost nothing: their arithmetic fits into the time
 # that the reading takes.
@@ -407,12 +408,12 @@ describe(
 )
 
 # %% [markdown]
-# The dotted line is what you would expect if time followed the arithmetic. From eight columns on, the measured times
-# stay far below it. Left of the point where the dashed lines cross, the weights have to come from memory, no matter
-# how many columns wait for them, and the arithmetic fits in between. Right of it, more columns cost more time. (One
-# column can be about twice as fast as two: its product has a routine of its own, and the general routine first copies
-# the matrix into another layout. And a floor is only as exact as the rate it was computed from, so a point may lie
-# slightly below it.)
+# The dotted line is what you would expect if time followed the arithmetic. With more than a few columns, the measured
+# times stay far below it. Left of the point where the dashed lines cross, the weights have to come from memory, no
+# matter how many columns wait for them, and the arithmetic fits in between. Right of it, more columns cost more time.
+# (One column can be much faster than two: its product has a routine of its own. On a CPU, the general routine first
+# copies the matrix into another layout. On a GPU, different sizes get different routines, so 4 columns may even take
+# longer than 32. And a floor is only as exact as the rate it was computed from, so a point may lie slightly below it.)
 #
 # Exercise 3 also shows what does *not* matter: the size of the model. Counting only the weights, decode
 # becomes compute-bound at a batch that depends on the machine and the bytes per number alone. Here are an H200's rates,

@@ -190,7 +190,9 @@ for kernel in (add_kernel, careless_kernel):
 #
 # **Where this runs.** In the interpreter, a program is Python code on NumPy arrays, and programs run one after
 # another. That is good for looking inside and for checking, and useless for timing. So our problems are tiny. On a GPU,
-# the same source is compiled at its first launch.
+# the same source is compiled at its first launch. Compiled kernels cannot be watched: `print` in them shows no tiles,
+# and the checks' lines about what is *read* then test little. For the interpreter, put `%env MINILLM_TIER=cpu` in a new
+# first cell and restart.
 #
 # ## 3 · GeGLU · 12 min
 #
@@ -263,8 +265,9 @@ def my_gated_activation(gate_up, activation):
 same_text(gated_activation=my_gated_activation)
 
 # %% [markdown]
-# (Your kernels may round differently from the engine's. On a GPU, in bfloat16, the texts may then differ after a few
-# tokens, above all with random weights, where many tokens are almost equally likely.)
+# (With random weights every text is nonsense, so the embedded model runs instead. Your kernels may round differently
+# from the engine's. On a GPU, in bfloat16, the texts may then differ from a token on for which two are almost equally
+# likely.)
 #
 # ## 4 · Add and norm · 15 min
 #
@@ -403,15 +406,16 @@ print(matrix.cpu(), "strides", matrix.stride(), "\n")
 if kernels_are == "interpreted":
     look_kernel[(1,)](matrix, 3, 5, *matrix.stride(), TILE=4)
 else:
-    print("On a GPU every thread prints its own number, in no order (tl.device_print).")
+    print("tiles not shown: in a compiled kernel each thread would print its own number.")
+    print("To see them, use the interpreter (section 2, MINILLM_TIER=cpu).")
 
 # %% [markdown]
 # **Exercise 3 (9 minutes).** Write a kernel and its launch: it copies `x` to `out`, transposed, `out[j, i] = x[i, j]`.
 # Program `(i, j)` loads one tile of `x` and stores it with rows and columns exchanged: the element in row `r` and
 # column `c` of `x` goes to row `c` and column `r` of `out`. Both tensors may have any strides, and their sizes need not
-# be multiples of the tile. A copy must not change the type, so leave out `.to(tl.float32)`. When in doubt,
-# `print` your rows, columns or addresses in the kernel and run `transpose(matrix, matrix.new_empty(5, 3))` in a new
-# cell. Remove the `print` before `check`, which runs many programs.
+# be multiples of the tile. A copy must not change the type, so leave out `.to(tl.float32)`. When in doubt, in the
+# interpreter, `print` your rows, columns or addresses in the kernel and run `transpose(matrix, matrix.new_empty(5, 3))`
+# in a new cell. Remove the `print` before `check`, which runs many programs.
 #
 # For example, `[[1, 2, 3], [4, 5, 6]]` becomes `[[1, 4], [2, 5], [3, 6]]`.
 
@@ -478,8 +482,8 @@ describe(
 #
 # **Exercise 4 (8 minutes).** Write the body of the loop over the pieces of `k`; the rest of the kernel and its launch
 # are given. All tensors are contiguous. Which masks does each load need? Numbers past the end of a row must not add
-# anything. To see the pieces, call `print(start, x, weight)` in the loop, and run this in a new cell:
-# `one = torch.ones(1, 100, device=device); tiled_linear(one, one, one.new_empty(1, 1))`.
+# anything. To see the pieces in the interpreter, call `print(start, x, weight)` in the loop, and run this in a new
+# cell: `one = torch.ones(1, 100, device=device); tiled_linear(one, one, one.new_empty(1, 1))`.
 #
 # For example, `x = [[1, 2]]` and `weight = [[3, 4], [5, 6]]` give `[[11, 17]]`.
 
@@ -675,7 +679,9 @@ else:
 # program with an error. No comparison of results can find that. The interpreter can, because it sees every address:
 
 # %%
-if solved(find_fault) and kernels_are == "interpreted":
+if kernels_are == "compiled":
+    print("not shown: the kernels are compiled")
+elif solved(find_fault):
     weight, x = torch.ones(3, 100, dtype=torch.int8), torch.ones(100)
     given = [each.to(device) for each in (weight, torch.ones(3), x, torch.zeros(3))]
     for kernel in (version_a, version_b):
@@ -683,7 +689,7 @@ if solved(find_fault) and kernels_are == "interpreted":
             kernel[(2,)](*given, 0, 3, 100, ROW_TILE=4, PIECE=64)
         print(f"{kernel.fn.__name__}: {outside['loads']} loads outside its tensors")
 else:
-    print("not shown: find_fault is not solved yet, or the kernels are compiled")
+    print("not shown: find_fault is not solved yet")
 
 # %% [markdown]
 # Compiled kernels cannot be traced this way. On a GPU, NVIDIA's `compute-sanitizer` finds reads and writes outside

@@ -387,8 +387,9 @@ def decode_one_row(q, k, v, table, length: int, scale: float) -> torch.Tensor:
 # * One `at` [KEYS, DIM] serves k and v. Queries times keys needs k transposed: `tl.trans(k)`. The mask is
 #   `present` for the table, and `present[:, None]` for k and v.
 # * No tile is hidden completely here, so $-\infty - (-\infty)$ does not occur.
-# * Interpreted kernels are Python: `print(keys)` in the loop shows you a tile. The check reports loads outside the
-#   tensors. In the engine, as on a GPU, a wrong address reads whatever is there or ends the process: check first.
+# * Interpreted kernels are Python: `print(keys)` in the loop shows you a tile, and the check reports loads outside the
+#   tensors. In the engine, and always on a GPU, a wrong address reads whatever is there or stops the program: check
+#   first. (On a GPU, restart the notebook after such an error.)
 #
 # For example, a row of 32 keys whose values are all 7 gives 7.
 
@@ -459,9 +460,10 @@ def paged_decode(q, cache, block_table, lengths, *, scale, window=None, soft_cap
 check(paged_decode)
 
 # %% [markdown]
-# Now run it in the engine, on this machine's tier (the model and device that the course has chosen for it), with its
-# block tables and its cache. Prefill stays the engine's own; each decode step calls your kernel once per layer. (On a
-# GPU in 16 bits, two tokens that are nearly equally likely can swap, and the text then differs from there on.)
+# Now run it in the engine, on this machine's device, with its block tables and its cache: Gemma 2B on a GPU that has
+# its weights, otherwise the embedded model. Prefill stays the engine's own; each decode step calls your kernel once per
+# layer. (On a GPU in 16 bits, two tokens that are nearly equally likely can swap, and the text then differs from there
+# on.)
 
 # %%
 llm.close()
@@ -669,7 +671,8 @@ attention_facts.print_decode_speeds()
 # %% [markdown]
 # If you have a GPU, the next cell measures decode attention on it. (Your kernel multiplies in exact float32, the
 # engine's in 16 bits on *tensor cores*, the GPU's units for matrix products, so expect yours to be slower than the
-# engine's with one share.)
+# engine's with one share. For one row, even the reference may be faster: each of its operations uses many processors,
+# your kernel one.)
 
 
 # %% tags=["nbval-ignore-output"] uncompared="times, where there is a GPU"

@@ -231,9 +231,9 @@ compare("TTFT", unit="ms", prediction=guess_ttft_ms, floor=floor_ttft, measured=
 print(serving.recorded_decode_step("h200/roofline"))
 
 # %% [markdown]
-# The TTFT includes these costs too, but the rest of its distance to the floor grows with the prompt. The limit comes
-# from multiplying two large matrices; the model multiplies smaller ones, and the floor leaves out all other operations,
-# such as attention and norms.
+# The TTFT includes these costs too, and on a fast GPU they can be most of it. The rest of its distance to the floor
+# grows with the prompt. The limit comes from multiplying two large matrices; the model multiplies smaller ones, and the
+# floor leaves out all other operations, such as attention and norms.
 #
 # ## Many users · 11 min
 #
@@ -396,8 +396,8 @@ describe(
 # time, whatever is still running, and counts latency from when the request was *due*. (`minillm bench serve --rate 20`
 # draws a schedule itself; `--trace conversation` replays a recorded one.)
 #
-# The closed loop found about the highest rate that the server can sustain. Now requests arrive for one second (for
-# ten with `FULL=1`) at about half that rate, nine tenths of it, and twice the rate.
+# The closed loop found about the highest rate that the server reaches. Now requests arrive for one second (for ten with
+# `FULL=1`) at about half that rate, nine tenths of it, and twice the rate.
 #
 # **Predict.** At twice the rate, what does the typical user wait for the first token?
 
@@ -436,11 +436,12 @@ describe(
 #   "most at once" with the rows of the batch: all other requests are waiting in the queue.
 # * **Nine tenths and half:** bursts come and go. At nine tenths some requests may wait for a row, but the queue empties
 #   again. If it keeps growing, nine tenths is already too much: the server completes fewer requests per second than in
-#   the closed loop, or another program has slowed it down.
-# * **Closed loop:** its TTFT may well be *longer* than at nine tenths, although no request ever waits for a row. The
-#   picture shows why: clients move in groups. All answers have 16 tokens, so requests that start in the same step also
-#   end in the same step, and their clients send the next prompts together. One step then runs all prompts of the group,
-#   and each client waits for all of them. Real users do not move in groups.
+#   the closed loop. Perhaps another program has slowed it down, or the load generator, which shares the engine's
+#   process: with hundreds of requests per second on a GPU, look at the last column.
+# * **Closed loop:** its TTFT may well be *longer* than at half the rate, or even at nine tenths, although no request
+#   ever waits for a row. The picture shows why: clients move in groups. All answers have 16 tokens, so requests that
+#   start in the same step also end in the same step, and their clients send the next prompts together. One step then
+#   runs all prompts of the group, and each client waits for all of them. Real users do not move in groups.
 #
 # So capacity is a rate *and a promise*: how many requests per second, with what waits.
 #
@@ -472,9 +473,10 @@ for record in opened.values():
 
 # %% [markdown]
 # Below the limit, goodput follows the rate at which requests arrive, as long as waits stay within the promise. Past the
-# limit, it collapses: the server works as hard as before, but only the first requests of the overload get what was
-# promised, and the longer it lasts, the smaller their share. This is why servers refuse requests or add replicas before
-# they reach their limit.
+# limit, it collapses: the server works as hard as before, but at most the first requests of the overload get what was
+# promised, and the longer it lasts, the smaller their share. (If nothing is left at nine tenths, the queue has grown
+# there too: that rate was past the limit.) This is why servers refuse requests or add replicas before they reach their
+# limit.
 #
 # ## Serve with your own attention · 22 min
 #
@@ -703,9 +705,11 @@ print(f"lead measured with mixed lengths: {lead_mixed:.2f}")
 # number of steps, so the first measurement shows only the cost of a step with 16 rows. It depends on the machine. The
 # number of steps follows from the lengths alone. Their product explains most of the second lead.
 #
-# The measured lead is often a little above the product. A static batch computes all its rows until its last answer is
+# The measured lead is often somewhat above the product. A static batch computes all its rows until its last answer is
 # complete (the second printed line), and pads its prompts; minillm computes a row only while its request runs, so its
-# steps get cheaper toward the end. On a GPU that matters less: there, a step with fewer rows takes nearly as long.
+# steps get cheaper toward the end. On a GPU that matters less: there, a step with fewer rows takes nearly as long. But
+# transformers' steps may take longer with padded prompts than with equal ones. To see whose steps changed, divide the
+# seconds in the table by the steps.
 #
 # ## Larger static batches (optional) · 2 min
 #
