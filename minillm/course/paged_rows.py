@@ -184,6 +184,19 @@ def halves(function: Callable) -> float:
     return run(function, cache, [*range(32), *range(192, 192 + 32)], 64 * SIZE)[0, 0].item()
 
 
+def tail(function: Callable) -> Tensor:
+    """[2, DIM] of 32 keys with score 0, then 30 tiles of keys with score -8, all in 16 bits and with values of 1,000.
+
+    A tile of the tail adds 0.01 to a sum of 32, which 16 bits cannot hold.
+    """
+    cache, q = cache_of(blocks=320), torch.zeros(1, 2, DIM)
+    q[0, :, 0] = 1.0
+    cache.k[:], cache.v[:] = -8.0, 1000.0  # in all blocks: only sums matter here, not addresses
+    cache.k[100:102] = 0.0
+    cache = LayerCache(cache.k.half(), cache.v.half())
+    return run(function, cache, list(range(100, 162)), 62 * SIZE, q, scale=1.0)
+
+
 def far_block(function: Callable) -> None:
     """Assert that one finds a block that begins 2^31 numbers after the first one, in a cache with gaps between slots.
 

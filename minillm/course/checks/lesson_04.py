@@ -61,11 +61,17 @@ def _(function):
 
 @online_attention.property(
     "the maximum never decreases",
-    hint="keep the larger of the old maximum and the tile's own: otherwise old terms are multiplied by exp(0 - -1000)",
+    hint="keep the larger of the old maximum and the tile's own: otherwise old terms are multiplied by exp(0 - -1000). "
+    "A hidden tile changes neither the maximum nor the sum nor the output",
 )
 def _(function):
     what = "a key with score 0 and value 1, then one with score -1000 and value 2,"
     gives(function, [1.0], what, tile(0, 1.0, keys=1), tile(-1000, 2.0, keys=1))
+    gives(
+        function, [1.0], "a key with score 3 and value 1, then a hidden tile,", tile(3, 1.0, keys=1), tile(HIDDEN, 3.0)
+    )
+    what = "two keys with score 3 and value 0, then a hidden tile, then two with score 3 and value 1,"
+    gives(function, [0.5], what, tile(3, 0.0), tile(HIDDEN, 3.0), tile(3, 1.0))
 
 
 @online_attention.property(
@@ -230,15 +236,17 @@ def _(function):
 
 @tiles_to_visit.property(
     "the range is computed, at any position",
-    hint="two divisions are enough: the range needs only the first tile and the last, at position 5,000,005 as at 5",
+    hint="two divisions are enough: the range needs only the first tile and the last, at position 10,000,003 as at 3",
 )
 def _(function):
-    begin = time.thread_time()
-    got = function(5_000_005, 5_000_005, 8)
-    assert isinstance(got, range), f"return a range, not a {type(got).__name__}"
-    seconds = time.thread_time() - begin  # a busy machine changes nothing
-    assert got[-1] == 625_000, f"query 5,000,005, tiles of 8 keys: the last tile is 625000, not {got[-1]}"
-    assert seconds < 0.02, f"query 5,000,005, tiles of 8 keys: that took {seconds:.2f} seconds"
+    for window in (None, 1000):
+        what = "query 10,000,003, tiles of 3 keys" + (f", a window of {window}" if window else "")
+        begin = time.thread_time()
+        got = function(10_000_003, 10_000_003, 3, **({"window": window} if window else {}))
+        assert isinstance(got, range), f"return a range, not a {type(got).__name__}"
+        seconds = time.thread_time() - begin  # a busy machine changes nothing
+        assert got[-1:] == range(3_333_334, 3_333_335), f"{what}: the last tile is 3333334, not {list(got[-1:])}"
+        assert seconds < 0.02, f"{what}: that took {seconds:.2f} seconds"
 
 
 # ---- one output from the parts

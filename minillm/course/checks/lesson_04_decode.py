@@ -109,7 +109,7 @@ def _(function):
     "any number",
 )
 def _(function):
-    for length in (15, 1):
+    for length in (16, 15, 1):  # 16: a full block, but half a tile
         cache = paged.cache_of()
         for part in (cache.k, cache.v):
             kept = part[9, :3].clone(), part[40, :length].clone()
@@ -206,6 +206,10 @@ def _(function):
     cache.v[:] = 2000.0
     got, want = paged.run(function, cache, paged.BLOCKS_OF_96, 96), torch.full((2, DIM), 2000.0)
     assert near(got, want, 1.0), f"96 keys with values of 2,000: {worst(got, want)}"
+    got, want = paged.tail(function), torch.full((2, DIM), 1000.0)
+    assert near(got, want, 1.0), (
+        f"32 keys with score 0, then 960 with score -8, all with values of 1,000: {worst(got, want)}"
+    )
 
 
 @paged_decode.property(

@@ -173,6 +173,30 @@ def first_maximum_for_good(tiles, rows, dim):
     return _walk(tiles, rows, dim, fixed=True)
 
 
+@wrong("online_attention", fails="the maximum never decreases")
+def a_hidden_tile_erases_what_came_before(tiles, rows, dim):
+    maximum, total, out = torch.full((rows, 1), -torch.inf), torch.zeros(rows, 1), torch.zeros(rows, dim)
+    for scores, values in tiles:
+        largest = scores.amax(-1, keepdim=True)
+        new = torch.maximum(maximum, largest)
+        weights = torch.where(largest == -torch.inf, 0.0, (scores - new).exp())
+        rescale, maximum = torch.where(largest == -torch.inf, 0.0, (maximum - new).exp()), new
+        total, out = total * rescale + weights.sum(-1, keepdim=True), out * rescale + weights @ values
+    return out / torch.where(total == 0, 1.0, total)
+
+
+@wrong("online_attention", fails="the maximum never decreases")
+def zero_subtracted_in_a_hidden_tile(tiles, rows, dim):
+    maximum, total, out = torch.full((rows, 1), -torch.inf), torch.zeros(rows, 1), torch.zeros(rows, dim)
+    for scores, values in tiles:
+        largest = scores.amax(-1, keepdim=True)
+        new = torch.maximum(maximum, largest)
+        shift = torch.where(largest == -torch.inf, 0.0, new)
+        weights, rescale, maximum = (scores - shift).exp(), (maximum - shift).exp(), new
+        total, out = total * rescale + weights.sum(-1, keepdim=True), out * rescale + weights @ values
+    return out / torch.where(total == 0, 1.0, total)
+
+
 @wrong("online_attention", fails="every row has its own maximum")
 def one_maximum_for_all_rows(tiles, rows, dim):
     return _walk(tiles, rows, dim, shared=True)
@@ -237,6 +261,20 @@ def tiles_of_eight(first, last, keys, window=None):
 def by_trying_every_pair(first, last, keys, window=None):
     tiles = {k // keys for q in range(first, last + 1) for k in range(q + 1) if window is None or k > q - window}
     return range(min(tiles), max(tiles) + 1)
+
+
+@wrong("tiles_to_visit", fails="the range is computed, at any position")
+def by_trying_every_tile(first, last, keys, window=None):
+    tiles = [n for n in range(last // keys + 1) if window is None or n * keys + keys > first - window + 1]
+    return range(tiles[0], tiles[-1] + 1)
+
+
+@wrong("tiles_to_visit", fails="the range is computed, at any position")
+def first_tile_of_a_window_by_search(first, last, keys, window=None):
+    begin = 0
+    while window is not None and begin * keys + keys <= first - window + 1:
+        begin += 1
+    return range(begin, last // keys + 1)
 
 
 @wrong("tiles_to_visit", fails="the range is computed, at any position")

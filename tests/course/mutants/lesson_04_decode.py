@@ -48,6 +48,8 @@ def _wrong_kernel(
         at_table = table_ptr + row * table_stride + number
         if MISTAKE == "table unmasked":
             block = tl.load(at_table).to(tl.int64)
+        elif MISTAKE == "table up to the length":
+            block = tl.load(at_table, mask=keys <= length, other=0).to(tl.int64)
         else:
             block = tl.load(at_table, mask=present, other=0).to(tl.int64)
         at = block * block_stride + offset * slot_stride
@@ -112,6 +114,8 @@ def _wrong_kernel(
         out += tl.dot(weights, v, input_precision="ieee")
         if MISTAKE == "16-bit sums":
             out = out.to(k_ptr.dtype.element_ty).to(tl.float32)
+        if MISTAKE == "16-bit total":
+            total = total.to(k_ptr.dtype.element_ty).to(tl.float32)
         maximum = new_maximum
     tl.store(out_ptr + at_q, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=real)
 
@@ -158,13 +162,14 @@ for _mistake, _fails in {
     "first maximum": "scores of any size give exact weights",
     "one maximum": "scores of any size give exact weights",
     "scores up to 600": "scores of any size give exact weights",
+    "16-bit total": "sums are in 32 bits, also with 16-bit keys and values",
     "16-bit sums": "sums are in 32 bits, also with 16-bit keys and values",
 }.items():
     wrong("paged_decode", fails=_fails)(_with(_mistake))
 
 
 if how_kernels_run() == INTERPRETED:  # compiled, these load too much, and nothing shows it
-    for _mistake in ("k unmasked", "table unmasked", "v without other"):
+    for _mistake in ("k unmasked", "table unmasked", "table up to the length", "v without other"):
         wrong("paged_decode", fails="nothing from the length on is loaded")(_with(_mistake))
 
 
