@@ -44,6 +44,8 @@ class EngineOptions(TypedDict, total=False):
     dtype: "str | torch.dtype"
     device: "str | torch.device"
     load_format: str
+    quantization: str | None
+    quantized_head: str | None
     max_model_len: int | None
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
@@ -75,6 +77,17 @@ class EngineConfig:
         "auto",
         '"auto" reads safetensors; "dummy" makes random weights of the right shapes',
         choices=("auto", "dummy"),
+    )
+    quantization: str | None = _option(
+        None,
+        "quantize the layers' weights while loading: int8, int4 (groups of 128) or fp8 (activations too); the other "
+        "methods need calibration: see `minillm quantize`",
+        choices=(None, "int8", "int4", "fp8"),
+    )
+    quantized_head: str | None = _option(
+        None,
+        "quantize the output head, and the embedding if they are tied: int8 or fp8",
+        choices=(None, "int8", "fp8"),
     )
     max_model_len: int | None = _option(
         None, "maximum tokens of prompt and output together; default: the model's own limit", least=2
@@ -151,7 +164,8 @@ class EngineConfig:
         """Raise ConfigError unless an option is a choice, a whole number or a switch as its field says."""
         name, value, limits = option.name, getattr(self, option.name), option.metadata
         if "choices" in limits and value not in limits["choices"]:
-            raise ConfigError(f"{name} must be one of {', '.join(limits['choices'])}, not {shown(value)}")
+            known = ", ".join(filter(None, limits["choices"]))
+            raise ConfigError(f"{name} must be one of {known}, not {shown(value)}")
         if isinstance(option.default, bool) and not isinstance(value, bool):
             raise ConfigError(f"{name} must be True or False, not {shown(value)}")
         if "least" not in limits or (value is None and option.default is None):

@@ -24,6 +24,7 @@ from minillm.errors import ConfigError, EngineClosed, InvalidRequest
 from minillm.kv_cache.block_pool import BlockPool
 from minillm.model.config import ModelConfig
 from minillm.model.loader import check_tokenizer, load_model, read_config, resolve
+from minillm.quantization import Recipe
 from minillm.request import Completion, Delta, Prompt, Request, RequestOptions, SamplingParams
 from minillm.runner.executor import Executor, LocalExecutor
 from minillm.runner.launched import Launched, Results
@@ -127,6 +128,7 @@ class Engine:
             load_format=self.config.load_format,
             max_model_len=self.config.max_model_len,
             seed=self.config.seed,
+            recipe=Recipe.uncalibrated(self.config.quantization, self.config.quantized_head),
         )
         self.model_config: ModelConfig = self.model.config
         if self.tokenizer is not None:

@@ -120,8 +120,6 @@ class ModelConfig:
             supported = ", ".join(ARCHITECTURES)
             raise ConfigError(f"architecture {architecture!r} is not supported; supported are: {supported}")
         check_fields(raw)
-        if raw.get("quantization_config"):
-            raise ConfigError("quantized checkpoints cannot be loaded yet; use the unquantized model")
         if raw.get("use_bidirectional_attention"):
             raise ConfigError("use_bidirectional_attention makes an encoder, which cannot generate text")
         family = ARCHITECTURES[architecture]

@@ -15,11 +15,13 @@ from torch import Tensor
 from minillm import ops
 from minillm.kv_cache.layer_cache import CacheSpec, LayerCache
 from minillm.ops.signatures import AttentionOptions
-from minillm.quantization import Recipe, Weight
+from minillm.quantization import Recipe, Weight, weight_only
 
 from .batch import Batch
 from .config import ModelConfig
 from .families import ARCHITECTURES, QK_NORMS
+
+PROJECTIONS = ("qkv", "attention_out", "gate_up", "down")
 
 
 @dataclass
@@ -66,7 +68,10 @@ class Model:
         norm_dtype = torch.float64 if dtype == torch.float64 and not config.norm_offset else torch.float32
 
         def matrix(address: str, out: int, inputs: int, bias: bool = False) -> Weight:
-            return recipe.format(address).empty(out, inputs, bias, dtype=dtype, device=self.device)
+            format = recipe.format(address)
+            if address == "embedding" or (address == "head" and config.tie_word_embeddings):
+                format = weight_only(format)  # its rows are gathered
+            return format.empty(out, inputs, bias, dtype=dtype, device=self.device)
 
         def norm(size: int = hidden) -> Tensor:
             return torch.empty(size, dtype=norm_dtype, device=self.device)
@@ -183,13 +188,16 @@ class Model:
         """The weights of all norms. The loader adds the family's offset to them."""
         return [self.final_norm, *(getattr(layer, name) for layer in self.layers for name in self.layer_norms)]
 
+    def addressed(self) -> dict[str, Weight]:
+        """Every weight once, by its address in a recipe; a tied head is the embedding."""
+        found = {"head": self.head} if self.head is self.embedding else {"embedding": self.embedding, "head": self.head}
+        for index, layer in enumerate(self.layers):
+            found |= {f"layers.{index}.{name}": getattr(layer, name) for name in PROJECTIONS}
+        return found
+
     def weights(self) -> Iterator[Weight]:
         """Every weight once; a tied head is the embedding."""
-        yield self.embedding
-        if self.head is not self.embedding:
-            yield self.head
-        for layer in self.layers:
-            yield from (layer.qkv, layer.attention_out, layer.gate_up, layer.down)
+        yield from self.addressed().values()
 
     def tensors(self) -> list[Tensor]:
         """All stored tensors, each once, without the rotary tables."""

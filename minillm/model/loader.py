@@ -7,10 +7,10 @@ slice of them. So loading needs little more memory than the model itself, for al
 import json
 import math
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
@@ -18,14 +18,15 @@ import torch
 from torch import Tensor
 
 from minillm.errors import ConfigError
-from minillm.quantization import Recipe, Weight
-from minillm.quantization.weight import copy_pieces
+from minillm.quantization import Dense, Recipe, Weight
+from minillm.quantization.checkpoints import Layout, read_layout
+from minillm.quantization.weight import copy_pieces, joined
 from minillm.values import read_json, shown
 
-from . import sizing
 from .config import PRESETS, ModelConfig
 from .decoder import Model
 from .families import ARCHITECTURES
+from .modules import Module, modules
 
 DTYPES = {
     "float64": torch.float64,
@@ -33,9 +34,21 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-FILE_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+FILE_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 EMBEDDED = Path(__file__).parents[1] / "data" / "tiny-gemma"
 BUFFER_BYTES = 4 << 20
+GB = 1e9
 
 
 def load_model(
@@ -46,7 +59,7 @@ def load_model(
     load_format: str = "auto",
     max_model_len: int | None = None,
     seed: int = 0,
-    recipe: Recipe = Recipe(),
+    recipe: Recipe | None = None,
 ) -> Model:
     """Build a model and fill its parameters.  Lesson 00.
 
@@ -55,7 +68,8 @@ def load_model(
     dtype          "auto" (float32 on a CPU, the checkpoint's own on a GPU) or a key of DTYPES
     load_format    "auto", or "dummy" for random weights from `seed`
     max_model_len  tokens of context; default and maximum: the model's own
-    recipe         the format of each weight; formats other than dense are quantized while they are read
+    recipe         the format of each weight; formats other than dense are quantized while they are read. Default: as
+                   the checkpoint stores them. Only an unquantized checkpoint can have another
 
     Raises ConfigError.
     """
@@ -71,23 +85,51 @@ def load_model(
         dtype = "float32" if torch.device(device).type == "cpu" else config.dtype
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be auto or one of {', '.join(DTYPES)}, not {dtype!r}")
+    layout = read_layout(place) if isinstance(place, Path) else None
+    if layout is not None:
+        if recipe is not None:
+            raise ConfigError(f"{place} is quantized already; quantize the model that it was made from")
+        recipe = stored_recipe(config, layout)
+    recipe = recipe or Recipe()
     files = [] if load_format == "dummy" or isinstance(place, str) else checkpoint_files(place)
     try:
         longest = max_model_len or config.max_model_len
         built = Model(config, dtype=DTYPES[dtype], device=device, max_model_len=longest, recipe=recipe)
     except torch.OutOfMemoryError as error:
-        sizes = {each: sizing.weight_bytes(config, each) / 1e9 for each in (dtype, "bfloat16")}
-        free = torch.cuda.mem_get_info(device)[0] / 1e9
+        sizes = {each: _gigabytes(config, each, recipe) for each in (dtype, "bfloat16")}
+        free = torch.cuda.mem_get_info(device)[0] / GB
+        with_formats = " and the recipe's formats" if recipe.rules else ""
         less = f"; in bfloat16 they are {sizes['bfloat16']:.1f} GB" if sizes["bfloat16"] < sizes[dtype] else ""
         raise ConfigError(
-            f"the weights in {dtype} are {sizes[dtype]:.1f} GB, and {device} has {free:.1f} GB free{less}; free memory "
-            "on the GPU, or use a smaller model"
+            f"the weights in {dtype}{with_formats} are {sizes[dtype]:.1f} GB, and {device} has {free:.1f} GB "
+            f"free{less}; free memory on the GPU, or use a smaller model"
         ) from error
     if load_format == "dummy":
         fill_randomly(built, seed)
     else:
-        fill_from_files(built, files)
+        fill_from_files(built, files, layout)
     return built
+
+
+def _gigabytes(config: ModelConfig, dtype: str, recipe: Recipe) -> float:
+    """What a model's weights take, in GB."""
+    return Model(config, dtype=DTYPES[dtype], device="meta", max_model_len=1, recipe=recipe).nbytes / GB
+
+
+def stored_recipe(config: ModelConfig, layout: Layout) -> Recipe:
+    """The format of each weight as a checkpoint stores it. If its modules have different formats, it is dense.
+
+    Raises ConfigError if their inputs, which they share, are quantized in different ways.
+    """
+    rules = {}
+    for address, parts in modules(config).items():
+        formats = {layout.format(module.name) for module in parts}
+        activations = {each.activations for each in formats}
+        if len(activations) > 1:
+            names = ", ".join(module.name for module in parts)
+            raise ConfigError(f"{names} share their input, but quantize it in different ways; this is not supported")
+        rules[address] = formats.pop() if len(formats) == 1 else Dense(activations.pop())
+    return Recipe(rules)
 
 
 def read_config(place: Path | str) -> ModelConfig:
@@ -183,45 +225,75 @@ class Destination:
 
     shape: tuple[int, ...]
     load: Callable[[Iterable[Tensor]], None]  # takes the tensor in pieces of its first axis, in order
+    dtypes: tuple[torch.dtype, ...] = FLOATING  # that the tensor may have
+    required: bool = True
+    module: "QuantizedModule | None" = None  # which needs all its tensors before it fills its weight
 
 
-def destinations(model: Model) -> dict[str, Destination]:
-    """The name of each tensor in the checkpoint -> where it goes."""
-    config = model.config
-    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+def destinations(model: Model, layout: Layout | None = None) -> dict[str, Destination]:
+    """The name of each tensor in the checkpoint -> where it goes. layout: of a quantized checkpoint."""
     found: dict[str, Destination] = {}
-
-    def fill(tensor: Tensor, name: str) -> None:
-        found[name] = Destination(tuple(tensor.shape), partial(copy_pieces, tensor))
-
-    def fill_weight(weight: Weight, *parts: tuple[str, int]) -> None:
-        """parts: the name and the number of output rows of each module of the checkpoint that this weight combines."""
-        ends = accumulate(count for _, count in parts)
-        for (module, count), end in zip(parts, ends, strict=True):
-            rows = range(end - count, end)
-            for name, shape in weight.expects(rows).items():
-                found[f"{module}.{name}"] = Destination(shape, partial(weight.load, name, rows))
-
-    fill_weight(model.embedding, ("model.embed_tokens", config.vocab_size))
-    fill(model.final_norm, "model.norm.weight")
-    for index, layer in enumerate(model.layers):
-        prefix = f"model.layers.{index}"
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        for norm, name in ARCHITECTURES[config.architecture].norms.items():
-            fill(getattr(layer, norm), f"{prefix}.{name}.weight")
-        fill_weight(layer.qkv, (f"{attention}.q_proj", query), (f"{attention}.k_proj", kv), (f"{attention}.v_proj", kv))
-        fill_weight(layer.attention_out, (f"{attention}.o_proj", config.hidden_size))
-        inner = config.intermediate_size
-        fill_weight(layer.gate_up, (f"{mlp}.gate_proj", inner), (f"{mlp}.up_proj", inner))
-        fill_weight(layer.down, (f"{mlp}.down_proj", config.hidden_size))
-    if model.head is not model.embedding:
-        fill_weight(model.head, ("lm_head", config.vocab_size))
+    weights = model.addressed()
+    for address, parts in modules(model.config).items():
+        for module in parts:
+            found |= _of_module(module, weights[address], layout)
+    for name, norm in named_norms(model).items():
+        found[name] = Destination(tuple(norm.shape), partial(copy_pieces, norm))
     return found
 
 
-def fill_from_files(model: Model, files: list[Path]) -> None:
+def named_norms(model: Model) -> dict[str, Tensor]:
+    """The weights of all norms by their names in the checkpoint. The model's contain the family's offset."""
+    found = {"model.norm.weight": model.final_norm}
+    for index, layer in enumerate(model.layers):
+        for norm, name in ARCHITECTURES[model.config.architecture].norms.items():
+            found[f"model.layers.{index}.{name}.weight"] = getattr(layer, norm)
+    return found
+
+
+def _of_module(module: Module, weight: Weight, layout: Layout | None) -> dict[str, Destination]:
+    expected = weight.expects(module.rows)
+    found = {
+        f"{module.name}.{name}": Destination(shape, partial(weight.load, name, module.rows))
+        for name, shape in expected.items()
+    }
+    if layout is None or layout.format(module.name) == Dense():
+        return found
+    del found[f"{module.name}.weight"]
+    parts = QuantizedModule(module, weight, layout)
+    return found | {
+        f"{module.name}.{name}": Destination(each.shape, partial(parts.add, name), each.dtypes, each.required, parts)
+        for name, each in parts.tensors.items()
+    }
+
+
+class QuantizedModule:
+    """Collects the tensors of one module of a quantized checkpoint; when all are there, it fills the weight."""
+
+    def __init__(self, module: Module, weight: Weight, layout: Layout):
+        self.module, self.weight, self.layout = module, weight, layout
+        self.tensors = layout.tensors(module.name, len(module.rows), module.inputs)
+        self.found: dict[str, Tensor] = {}
+
+    def add(self, name: str, pieces: Iterable[Tensor]) -> None:
+        """One of the tensors, in pieces of its first axis."""
+        self.found[name] = joined(pieces)
+
+    def finish(self) -> None:
+        """Convert what was collected and fill the module's rows."""
+        codes = self.layout.codes(self.module.name, self.module.inputs, self.found)
+        self.weight.fill(self.module.rows, codes)
+        scale = self.layout.input_scale(self.found)
+        if scale is not None and not 0 < scale.item() < math.inf:
+            raise ConfigError(f"{self.module.name}: the scale of its inputs must be positive, not {scale.item()}")
+        if scale is not None and self.weight.input_scale is not None:  # the weight's modules share their input
+            torch.maximum(self.weight.input_scale, scale.to(self.weight.input_scale), out=self.weight.input_scale)
+        self.found = {}
+
+
+def fill_from_files(model: Model, files: list[Path], layout: Layout | None = None) -> None:
     """Stream every tensor into the model. Names, shapes and dtypes are checked before any data is read."""
-    places = destinations(model)
+    places = destinations(model, layout)
     entries: dict[str, Entry] = {}
     for file in files:
         entries |= read_header(file)
@@ -229,18 +301,25 @@ def fill_from_files(model: Model, files: list[Path]) -> None:
     _check_names(places, entries, files[0].parent)
     for name, entry in entries.items():
         wanted = places[name].shape
+        if entry.shape == () and wanted == (1,):  # some tools write single numbers this way
+            entry = entries[name] = replace(entry, shape=wanted)
         if entry.shape != wanted:
             raise ConfigError(
                 f"{entry.file}: tensor {name} has shape {list(entry.shape)}, but config.json makes it {list(wanted)}"
             )
-        if entry.dtype not in FILE_DTYPES:
-            raise ConfigError(f"{entry.file}: tensor {name} is {entry.dtype}; supported are {', '.join(FILE_DTYPES)}")
+        supported = [each for each, dtype in FILE_DTYPES.items() if dtype in places[name].dtypes]
+        if entry.dtype not in supported:
+            raise ConfigError(f"{entry.file}: tensor {name} is {entry.dtype}; supported are {', '.join(supported)}")
         if entry.nbytes != math.prod(entry.shape) * FILE_DTYPES[entry.dtype].itemsize:
             raise ConfigError(f"{entry.file}: tensor {name} has {entry.nbytes} bytes, which do not match its shape")
     # One buffer for all tensors: with one for each, fragmentation would raise the peak to several of them.
     buffer = torch.empty(max(min(entry.nbytes, _most_bytes(entry)) for entry in entries.values()), dtype=torch.uint8)
+    left = Counter(id(places[name].module) for name in entries)
     for name, entry in entries.items():
         places[name].load(_pieces(entry, buffer))
+        left[id(module := places[name].module)] -= 1
+        if module is not None and not left[id(module)]:
+            module.finish()
     for norm in model.norms():
         norm.add_(model.config.norm_offset)
 
@@ -274,7 +353,7 @@ def _redundant(name: str, config: ModelConfig) -> bool:
 
 def _check_names(places: dict[str, Destination], entries: dict[str, Entry], directory: Path) -> None:
     problems = []
-    if missing := sorted(places.keys() - entries.keys()):
+    if missing := sorted({name for name, place in places.items() if place.required} - entries.keys()):
         problems.append(f"{len(missing)} missing: {_listed(missing)}")
     if left_over := sorted(entries.keys() - places.keys()):
         problems.append(f"{len(left_over)} that do not belong to its config.json: {_listed(left_over)}")

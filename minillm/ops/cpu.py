@@ -46,7 +46,10 @@ def _(ids: Tensor, weight: DenseWeight, scale: float) -> Tensor:
 @linear.register(Int8Weight)
 def _(x: Tensor, weight: Int8Weight) -> Tensor:
     """As the reference, but applies the scales, one per output, to the product, which is smaller than the matrix."""
-    out = F.linear(x, weight.codes.to(x.dtype)).mul_(weight.scales.to(x.dtype))
+    if weight.activations is not None:
+        return reference.linear(x, weight)
+    wide = torch.float32 if x.dtype == torch.float16 else x.dtype  # a sum of codes can exceed float16's range
+    out = F.linear(x.to(wide), weight.codes.to(wide)).mul_(weight.scales.to(wide)).to(x.dtype)
     return out if weight.bias is None else out.add_(weight.bias)
 
 

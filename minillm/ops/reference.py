@@ -21,7 +21,12 @@ def embedding(ids: Tensor, weight: Weight, scale: float) -> Tensor:
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
-    """`x` [..., in] times a typed weight [out, in], plus its bias: [..., out].  Lessons 02 and 05."""
+    """`x` [..., in] times a typed weight [out, in], plus its bias: [..., out].  Lessons 02, 05 and 07.
+
+    If the weight says so, x is quantized first: the product is then that of both dequantized matrices.
+    """
+    if weight.activations is not None:
+        x = weight.activations.quantize(x, weight.input_scale).dequantize(x.dtype)
     return F.linear(x, weight.dequantize(), weight.bias)
 
 

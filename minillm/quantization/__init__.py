@@ -1,8 +1,29 @@
 """Typed weights: one file per storage format, one `linear` for all of them.  Lessons 05 to 07."""
 
-from .dense import DenseWeight
-from .int8 import Int8Weight
-from .recipe import Recipe
-from .weight import Weight
+from .activations import Activations, QuantizedActivations
+from .dense import Dense, DenseWeight
+from .fp8 import Fp8, Fp8Weight
+from .int4 import Int4, Int4Weight
+from .int8 import Int8, Int8Weight
+from .quantized import QuantizedWeight
+from .recipe import Recipe, weight_only
+from .weight import Codes, Format, Weight
 
-__all__ = ["DenseWeight", "Int8Weight", "Recipe", "Weight"]
+__all__ = [
+    "Activations",
+    "Codes",
+    "Dense",
+    "DenseWeight",
+    "Format",
+    "Fp8",
+    "Fp8Weight",
+    "Int4",
+    "Int4Weight",
+    "Int8",
+    "Int8Weight",
+    "QuantizedActivations",
+    "QuantizedWeight",
+    "Recipe",
+    "Weight",
+    "weight_only",
+]

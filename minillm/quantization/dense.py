@@ -2,12 +2,36 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from .weight import Weight, copy_pieces
+from .activations import Activations
+from .quantized import check_not_static, empty_bias, fill_random_scale, input_scale
+from .weight import Codes, Format, Weight, copy_pieces
+
+
+@dataclass(frozen=True)
+class Dense(Format):
+    """One number of the activations' dtype per parameter.
+
+    activations: None, or how inputs are quantized, to compare a quantized weight with its dense twin.
+    """
+
+    name: ClassVar[str] = "dense"
+    activations: Activations | None = None
+
+    def empty(self, out: int, inputs: int, bias: bool, *, dtype: torch.dtype, device: torch.device) -> "DenseWeight":
+        if device.type == "cpu" and dtype == torch.float32 and out >= inputs:
+            # Stored transposed: one row times a wide matrix streams memory faster along the outputs. With many rows
+            # the layout does not matter.
+            weight = torch.empty(inputs, out, dtype=dtype, device=device).t()
+        else:
+            weight = torch.empty(out, inputs, dtype=dtype, device=device)
+        return DenseWeight(
+            weight, empty_bias(out, bias, dtype, device), input_scale(self.activations, device), format=self
+        )
 
 
 @dataclass
@@ -16,16 +40,12 @@ class DenseWeight(Weight):
 
     weight: Tensor
     bias: Tensor | None = None
+    input_scale: Tensor | None = None
+    format: Format = Dense()
 
-    @classmethod
-    def empty(cls, out: int, inputs: int, bias: bool, *, dtype: torch.dtype, device: torch.device) -> Self:
-        if device.type == "cpu" and dtype == torch.float32 and out >= inputs:
-            # Stored transposed: one row times a wide matrix streams memory faster along the outputs. With many rows
-            # the layout does not matter.
-            weight = torch.empty(inputs, out, dtype=dtype, device=device).t()
-        else:
-            weight = torch.empty(out, inputs, dtype=dtype, device=device)
-        return cls(weight, torch.empty(out, dtype=dtype, device=device) if bias else None)
+    @property
+    def activations(self) -> Activations | None:
+        return self.format.activations
 
     @property
     def shape(self) -> torch.Size:
@@ -42,15 +62,25 @@ class DenseWeight(Weight):
         return self.weight[rows]
 
     def stored(self) -> list[Tensor]:
-        return [self.weight] if self.bias is None else [self.weight, self.bias]
+        return [each for each in (self.weight, self.bias, self.input_scale) if each is not None]
 
     def expects(self, rows: range) -> dict[str, tuple[int, ...]]:
         expected: dict[str, tuple[int, ...]] = {"weight": (len(rows), self.shape[1])}
         return expected if self.bias is None else expected | {"bias": (len(rows),)}
 
     def load(self, name: str, rows: range, pieces: Iterable[Tensor]) -> None:
+        if name == "weight":
+            check_not_static(self.activations)
         copy_pieces(getattr(self, name)[rows.start : rows.stop], pieces)
 
+    def fill(self, rows: range, codes: Codes) -> None:
+        self.weight[rows.start : rows.stop] = codes.dequantize().to(self.weight)
+
+    def read(self, rows: range) -> None:
+        return None
+
     def randomize(self, generator: torch.Generator) -> None:
-        for tensor in self.stored():
-            tensor.normal_(0.0, tensor.shape[-1] ** -0.5, generator=generator)
+        for tensor in (self.weight, self.bias):
+            if tensor is not None:
+                tensor.normal_(0.0, tensor.shape[-1] ** -0.5, generator=generator)
+        fill_random_scale(self.input_scale, self.activations)

@@ -6,79 +6,72 @@ Symmetric round-to-nearest (Jacob et al. 2018, section 2.1, without a zero point
 is symmetric. Rows are independent, so a checkpoint is quantized while it is read.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from .weight import Weight, copy_pieces
+from .activations import Activations
+from .quantized import QuantizedWeight, check_no_zeros, empty_bias, input_scale
+from .weight import Codes, Format
 
-LARGEST = 127
+HIGHEST = 127
+
+
+@dataclass(frozen=True)
+class Int8(Format):
+    """Eight bits per parameter. activations: None, or how the inputs of products are quantized."""
+
+    name: ClassVar[str] = "int8"
+    activations: Activations | None = None
+
+    def empty(self, out: int, inputs: int, bias: bool, *, dtype: torch.dtype, device: torch.device) -> "Int8Weight":
+        return Int8Weight(
+            format=self,
+            compute_dtype=dtype,
+            bias=empty_bias(out, bias, dtype, device),
+            input_scale=input_scale(self.activations, device),
+            codes=torch.empty(out, inputs, dtype=torch.int8, device=device),
+            scales=torch.empty(out, dtype=torch.promote_types(dtype, torch.float32), device=device),
+        )
 
 
 @dataclass
-class Int8Weight(Weight):
+class Int8Weight(QuantizedWeight):
     """Codes [out, in] int8, scales [out], and an optional bias [out]."""
 
     codes: Tensor
     scales: Tensor  # [out]: float64 for activations in float64, else float32
-    compute_dtype: torch.dtype  # of activations, and of the bias
-    bias: Tensor | None = None
-
-    @classmethod
-    def empty(cls, out: int, inputs: int, bias: bool, *, dtype: torch.dtype, device: torch.device) -> Self:
-        codes = torch.empty(out, inputs, dtype=torch.int8, device=device)
-        scales = torch.empty(out, dtype=torch.promote_types(dtype, torch.float32), device=device)
-        return cls(codes, scales, dtype, torch.empty(out, dtype=dtype, device=device) if bias else None)
 
     @property
     def shape(self) -> torch.Size:
         return self.codes.shape
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.compute_dtype
+    def tensors(self) -> list[Tensor | None]:
+        return [self.codes, self.scales]
 
-    def dequantize(self) -> Tensor:
-        return (self.codes.to(self.scales.dtype) * self.scales[:, None]).to(self.dtype)
+    def rows(self, which: Tensor | slice) -> Codes:
+        return Codes(self.codes[which], self.scales[which][:, None])
 
-    def __getitem__(self, rows: Tensor) -> Tensor:
-        scales = self.scales[rows]
-        return (self.codes[rows].to(scales.dtype) * scales[:, None]).to(self.dtype)
+    def fill(self, rows: range, codes: Codes) -> None:
+        check_no_zeros(codes, "int8")
+        self.codes[rows.start : rows.stop] = codes.codes
+        self.scales[rows.start : rows.stop] = codes.scales.squeeze(1)
 
-    def stored(self) -> list[Tensor]:
-        return [self.codes, self.scales] if self.bias is None else [self.codes, self.scales, self.bias]
+    def round(self, weight: Tensor) -> Codes:
+        return quantize(weight)
 
-    def expects(self, rows: range) -> dict[str, tuple[int, ...]]:
-        expected: dict[str, tuple[int, ...]] = {"weight": (len(rows), self.shape[1])}
-        return expected if self.bias is None else expected | {"bias": (len(rows),)}
-
-    def load(self, name: str, rows: range, pieces: Iterable[Tensor]) -> None:
-        """As `Weight.load`: quantizes `weight`, given in any floating-point dtype."""
-        if name == "bias":
-            assert self.bias is not None
-            copy_pieces(self.bias[rows.start : rows.stop], pieces)
-            return
-        start = rows.start
-        for piece in pieces:
-            end = start + len(piece)
-            self.codes[start:end], self.scales[start:end] = quantize(piece.to(self.codes.device, self.scales.dtype))
-            start = end
-
-    def randomize(self, generator: torch.Generator) -> None:
-        self.codes.random_(-LARGEST, LARGEST + 1, generator=generator)
-        self.scales.fill_(self.shape[1] ** -0.5 / LARGEST * 3**0.5)  # gives uniform codes the variance of dense weights
-        if self.bias is not None:
-            self.bias.normal_(0.0, self.shape[0] ** -0.5, generator=generator)
+    def randomize_codes(self, generator: torch.Generator) -> None:
+        self.codes.random_(-HIGHEST, HIGHEST + 1, generator=generator)
+        self.scales.fill_(self.shape[1] ** -0.5 / HIGHEST * 3**0.5)  # gives uniform codes the variance of dense weights
 
 
-def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight [rows, in], floating point -> codes [rows, in] int8, scales [rows].  Lesson 05.
+def quantize(weight: Tensor) -> Codes:
+    """weight [rows, in], floating point -> codes from -127 to 127 with a scale for each row.  Lesson 05.
 
-    A row of zeros gets scale 1.
+    A row of zeros, or of numbers so small that their scale would be 0, gets scale 1.
     """
-    largest = weight.abs().amax(dim=1)
-    scales = torch.where(largest > 0, largest / LARGEST, torch.ones_like(largest))
-    return (weight / scales[:, None]).round().to(torch.int8), scales
+    steps = weight.abs().amax(dim=1, keepdim=True) / HIGHEST
+    scales = torch.where(steps > 0, steps, torch.ones_like(steps))
+    return Codes((weight / scales).round().clamp(-HIGHEST, HIGHEST).to(torch.int8), scales)

@@ -1,39 +1,97 @@
 """Recipes: the format of each weight of a model.  Lesson 05.
 
     Recipe({"layers.0.*": "dense", "layers.*": "int8", "head": "int8"})
+    Recipe({"layers.*": {"format": "int4", "group_size": 64, "symmetric": False}})
 
 A weight is addressed by its layer and projection: "layers.3.qkv", "layers.3.attention_out", "layers.3.gate_up",
 "layers.3.down", "head", and "embedding" if the model's embedding is not tied to its head.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
+from typing import Any, cast
 
 from minillm.errors import ConfigError
+from minillm.values import shown
 
-from .dense import DenseWeight
-from .int8 import Int8Weight
-from .weight import Weight
+from .activations import LARGEST, Activations
+from .dense import Dense
+from .fp8 import Fp8
+from .int4 import Int4
+from .int8 import Int8
+from .weight import Format
 
-FORMATS: dict[str, type[Weight]] = {"dense": DenseWeight, "int8": Int8Weight}
+FORMATS: dict[str, type[Format]] = {kind.name: kind for kind in (Dense, Int8, Int4, Fp8)}
+
+ACTIVATIONS = {
+    f"{kind}-static" if static else kind: Activations(kind, static) for kind in LARGEST for static in (False, True)
+}
+
+# What rounding to the nearest gives, by the method's name.
+UNCALIBRATED: dict[str, Format] = {"int8": Int8(), "int4": Int4(), "fp8": Fp8(activations=Activations("fp8"))}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """rules: patterns of addresses, with * and ? as in file names -> the name of a format. The first match decides.
+    """rules: patterns of addresses, with * and ? as in file names -> a format. The first match decides.
 
-    A weight that no pattern matches is dense. Raises ConfigError for an unknown format.
+    A format is an object (`Int4(group_size=64)`), its name, or a dictionary of its name and parameters. A weight that
+    no pattern matches is dense. Raises ConfigError for an unknown format.
     """
 
-    rules: Mapping[str, str] = field(default_factory=dict)
+    rules: Mapping[str, Format | str | Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for pattern, name in self.rules.items():
-            if name not in FORMATS:
-                raise ConfigError(f"{pattern!r} has the unknown format {name!r}; formats are: {', '.join(FORMATS)}")
+        if not isinstance(self.rules, Mapping) or not all(isinstance(pattern, str) for pattern in self.rules):
+            raise ConfigError(f"a recipe must map patterns of addresses to formats, not be {shown(self.rules)}")
+        formats = {pattern: _format(pattern, given) for pattern, given in self.rules.items()}
+        object.__setattr__(self, "rules", formats)
 
-    def format(self, address: str) -> type[Weight]:
-        """The class of the weight at an address."""
-        name = next((name for pattern, name in self.rules.items() if fnmatchcase(address, pattern)), "dense")
-        return FORMATS[name]
+    @classmethod
+    def uncalibrated(cls, layers: str | None, head: str | None) -> "Recipe | None":
+        """One format for all layers, and one for the head: "int8", "int4" or "fp8". None if neither is given."""
+        chosen = {"layers.*": layers, "head": head}
+        rules = {pattern: UNCALIBRATED[name] for pattern, name in chosen.items() if name is not None}
+        return cls(rules) if rules else None
+
+    def format(self, address: str) -> Format:
+        """The format of the weight at an address."""
+        found = next((each for pattern, each in self.rules.items() if fnmatchcase(address, pattern)), Dense())
+        assert not isinstance(found, (str, Mapping))  # since they were converted
+        return found
+
+
+def weight_only(format: Format) -> Format:
+    """The same format with the inputs of products in full precision."""
+    return replace(cast(Any, format), activations=None)
+
+
+def _format(pattern: str, given: Format | str | Mapping[str, Any]) -> Format:
+    if not isinstance(given, (str, Mapping)):
+        if isinstance(given, type) or not callable(getattr(given, "empty", None)):
+            raise ConfigError(
+                f"{pattern!r} must have a format, its name, or a dictionary of its name and parameters, "
+                f"not {shown(given)}"
+            )
+        return given
+    values: dict[str, Any] = {"format": given} if isinstance(given, str) else dict(given)
+    name = values.pop("format", None)
+    if not isinstance(name, str) or name not in FORMATS:
+        raise ConfigError(f"{pattern!r} has the unknown format {shown(name)}; formats are: {', '.join(FORMATS)}")
+    kind: Any = FORMATS[name]
+    known = [each.name for each in fields(kind) if each.compare]  # the rest is not for users
+    if unknown := sorted(map(str, values.keys() - set(known))):
+        raise ConfigError(f"{pattern!r}: {name} has no {', '.join(unknown)}; it has: {', '.join(known) or 'none'}")
+    if values.get("activations") is not None:
+        values["activations"] = _activations(pattern, values["activations"])
+    return kind(**values)
+
+
+def _activations(pattern: str, given: Any) -> Activations:
+    """An object, or its name: "int8", "fp8" or "fp8-static"."""
+    if isinstance(given, Activations):
+        return given
+    if not isinstance(given, str) or given not in ACTIVATIONS:
+        raise ConfigError(f"{pattern!r} has activations {shown(given)}; they can be: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[given]

@@ -4,14 +4,22 @@ import pytest
 import torch
 
 import minillm
+from minillm.errors import ConfigError
 from minillm.model.loader import load_model
 from minillm.ops import on, reference
-from minillm.quantization import DenseWeight, Int8Weight, Recipe
+from minillm.quantization import Dense, DenseWeight, Int8, Int8Weight, Recipe
 from tests import models
 from tests.model.test_decoder import Paged, prompts
 
+FP8 = {"format": "fp8", "activations": "fp8"}
 MIXES = {
     "everything": {"*": "int8"},
+    "int4": {"*": {"format": "int4", "group_size": 16}},
+    "int4 with zero points": {"*": {"format": "int4", "group_size": 8, "symmetric": False}},
+    "fp8 by channel": {"*": FP8},
+    "fp8 by tensor": {"*": FP8 | {"scales": "tensor"}},
+    "int8 activations": {"*": {"format": "int8", "activations": "int8"}},
+    "four formats": {"*.qkv": "int8", "*.attention_out": "fp8", "layers.*": {"format": "int4", "group_size": 16}},
     "one projection of one layer": {"layers.1.down": "int8"},
     "head": {"head": "int8"},
     "all but the first layer": {"layers.0.*": "dense", "layers.*": "int8"},
@@ -28,7 +36,7 @@ def logits(model):
 
 
 def dequantized(weight):
-    return DenseWeight(weight.dequantize().clone(), weight.bias)
+    return DenseWeight(weight.dequantize().clone(), weight.bias, weight.input_scale, Dense(weight.activations))
 
 
 def twin(model):
@@ -50,7 +58,7 @@ def test_a_quantized_model_equals_its_dequantized_twin(family, mix, tmp_path):
     model = load_model(tmp_path, dtype="float64", recipe=recipe)
     quantized = logits(model)
     kinds = {type(weight) for weight in model.weights()}
-    assert Int8Weight in kinds and (mix == "everything") == (DenseWeight not in kinds)
+    assert kinds - {DenseWeight} and ("*" in MIXES[mix]) == (DenseWeight not in kinds)
     torch.testing.assert_close(quantized, logits(twin(model)), rtol=0, atol=1e-9)
     assert not torch.allclose(quantized, logits(load_model(tmp_path, dtype="float64")), rtol=0, atol=1e-4)
 
@@ -97,3 +105,29 @@ def test_random_weights_can_have_any_format(tmp_path):
     made = [load_model(tmp_path, load_format="dummy", seed=seed, recipe=Recipe({"*": "int8"})) for seed in (3, 3, 4)]
     one, same, other = map(logits, made)
     assert one.equal(same) and not one.equal(other) and 0.1 < one.std() < 10
+
+
+STATIC = [{"format": name, "activations": f"{kind}-static"}
+          for name in ("dense", "int8", "fp8", "int4") for kind in ("int8", "fp8")]  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", STATIC)
+def test_static_activations_need_calibration(rule, tmp_path):
+    rule = rule | ({"group_size": 16} if rule["format"] == "int4" else {})
+    models.make("llama-biases").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="need scales from calibration.*minillm quantize --static"):
+        load_model(tmp_path, recipe=Recipe({"layers.*": rule}))
+    made = load_model(tmp_path, load_format="dummy", dtype="float64", recipe=Recipe({"layers.*": rule}))
+    weight = made.layers[0].down
+    assert weight.input_scale > 0 and any(each is weight.input_scale for each in weight.stored())
+    assert 0.1 < logits(made).std() < 10
+
+
+def test_int8_products_in_half_precision_stay_in_its_range():
+    weight = Int8().empty(4, 2048, True, dtype=torch.float16, device=torch.device("cpu"))
+    weight.load("weight", range(4), [torch.full((4, 2048), 0.02)])
+    weight.load("bias", range(4), [torch.ones(4)])
+    x = torch.full((1, 2048), 2.0, dtype=torch.float16)
+    found = on("cpu").linear(x, weight)
+    assert found.dtype == torch.float16
+    torch.testing.assert_close(found, reference.linear(x, weight), rtol=1e-3, atol=0)

@@ -58,9 +58,9 @@ FAULTS = (
     ),
     Fault(
         "keys and values are swapped on loading",
-        LOADER,
-        '(f"{attention}.k_proj", kv), (f"{attention}.v_proj", kv)',
-        '(f"{attention}.v_proj", kv), (f"{attention}.k_proj", kv)',
+        "minillm/model/modules.py",
+        "k_proj=kv, v_proj=kv",
+        "v_proj=kv, k_proj=kv",
         "tests/model/test_loader.py -k every_tensor_is_loaded",
     ),
     Fault(

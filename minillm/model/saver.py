@@ -1,0 +1,154 @@
+"""Save a model as a directory in Hugging Face's layout, its weights quantized or not.  Lesson 06."""
+
+import contextlib
+import json
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from minillm.errors import ConfigError
+from minillm.quantization import Dense, Format, Int4
+from minillm.quantization.checkpoints import compressed_tensors
+from minillm.values import read_json
+
+from .decoder import Model
+from .loader import named_norms
+from .modules import modules
+
+COPIED_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "generation_config.json",
+    "chat_template*",
+    "*.model",
+    "LICENSE*",
+)
+
+
+def save_model(model: Model, source: Path, directory: Path, dtype: torch.dtype | None = None) -> int:
+    """Write a model's parameters and configuration; the bytes of the parameters.
+
+    source     the directory of the model that it was made from: its configuration and tokenizer are copied
+    directory  where to write; it must not exist, or be empty
+    dtype      of norms, biases, unquantized weights and the scales of groups; default: the model's
+
+    Quantized weights are written in the layout of compressed-tensors. Raises ConfigError before any work,
+    and OSError if the disk is full.
+    """
+    directory = check_free(directory)
+    dtype = dtype or model.dtype
+    config = _config(model, source, dtype)
+    tensors = {name: _owned(tensor) for name, tensor in _tensors(model, dtype).items()}
+    existed = directory.exists()
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        _write(tensors, config, source, directory)
+    except BaseException:
+        if not existed:
+            with contextlib.suppress(OSError):  # the first error is the one to report
+                directory.rmdir()
+        raise
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def check_free(directory: Path) -> Path:
+    """The absolute path of a directory to write, symbolic links followed.
+
+    Raises ConfigError unless it can be written without overwriting anything.
+    """
+    try:
+        path = directory.expanduser().resolve()
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ConfigError(f"{directory} exists and is not an empty directory: choose another, or remove it")
+        existing = next(each for each in (path, *path.parents) if each.exists())
+        with tempfile.TemporaryDirectory(prefix=".minillm-", dir=existing):
+            pass
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links; a name with a null byte
+        raise ConfigError(f"{directory} cannot be written: {error}") from None
+    return path
+
+
+def _formats(model: Model) -> dict[str, Format]:
+    weights = model.addressed()
+    return {part.name: weights[address].format for address, parts in modules(model.config).items() for part in parts}
+
+
+def _tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
+    """All tensors by their names in the checkpoint. They may share storage with the model."""
+    tensors: dict[str, Tensor] = {}
+    weights = model.addressed()
+    for address, parts in modules(model.config).items():
+        weight = weights[address]
+        for module in parts:
+            span = slice(module.rows.start, module.rows.stop)
+            codes = weight.read(module.rows)
+            if codes is None:
+                found = {"weight": weight.dequantize()[span].to(dtype)}
+            else:
+                if isinstance(weight.format, Int4):
+                    codes = replace(codes, scales=codes.scales.to(dtype))
+                found = compressed_tensors.write(module.name, codes, weight.format)
+            if codes is not None and weight.input_scale is not None:
+                found["input_scale"] = weight.input_scale.clone()  # modules share it
+            if weight.bias is not None:
+                found["bias"] = weight.bias[span].to(dtype)
+            tensors |= {f"{module.name}.{name}": tensor for name, tensor in found.items()}
+    for name, norm in named_norms(model).items():
+        tensors[name] = (norm.double() - model.config.norm_offset).to(dtype)
+    return tensors
+
+
+def _owned(tensor: Tensor) -> Tensor:
+    """A contiguous tensor on the CPU with a storage of its own, as safetensors needs; copied only if necessary."""
+    tensor = tensor.detach().cpu().contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def _config(model: Model, source: Path, dtype: torch.dtype) -> dict[str, Any]:
+    """What config.json will hold. Raises ConfigError for a format that the layout does not have."""
+    config = read_json(source / "config.json", ConfigError)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    config.pop("torch_dtype", None)
+    config.pop("quantization_config", None)
+    formats = _formats(model)
+    if any(each != Dense() for each in formats.values()):
+        config["quantization_config"] = compressed_tensors.describe(formats)
+    return config
+
+
+def _write(tensors: dict[str, Tensor], config: dict[str, Any], source: Path, directory: Path) -> None:
+    """Write all files to a temporary directory, then move them; config.json last.
+
+    So an interrupted call never leaves a partial model: without its config.json, a directory is none.
+    """
+    with tempfile.TemporaryDirectory(prefix=".minillm-", dir=directory) as place:
+        staging = Path(place)
+        file = staging / "model.safetensors"
+        file.touch()
+        mode = file.stat().st_mode  # as the umask says; safetensors may set another
+        try:
+            save_file(tensors, file, metadata={"format": "pt"})
+        except SafetensorError as error:  # such as a full disk
+            raise OSError(f"{directory} cannot be written: {error}") from error
+        file.chmod(mode & 0o777)
+        for pattern in COPIED_FILES:
+            for each in sorted(source.glob(pattern)):
+                if each.is_file():
+                    shutil.copy2(each, staging)
+        _write_config(config, staging / "config.json")
+        for each in sorted(staging.iterdir(), key=lambda each: each.name == "config.json"):
+            each.replace(directory / each.name)
+
+
+def _write_config(config: dict[str, Any], file: Path) -> None:
+    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,364 @@
+"""compressed-tensors: the layout of vLLM's tools, which `minillm quantize` writes too.  Lesson 06.
+
+A module's tensors, besides its bias, by the `format` of the configuration:
+
+    pack-quantized    weight_packed [rows, in / 8] int32 (8 bits: in / 4), weight_scale [rows, groups],
+                      weight_shape [2], and, unless symmetric, weight_zero_point [rows / 8, groups] int32
+    int-quantized     weight [rows, in] int8, weight_scale [rows, 1]
+    float-quantized   weight [rows, in] float8_e4m3fn, weight_scale [rows, 1] or [1]
+    naive-quantized   as int-quantized or float-quantized
+
+and `input_scale` [1] for static activations, `weight_g_idx` [in] for GPTQ's act-order in older files. Packed codes
+are 8 above the signed ones (8 bits: 128); the lowest bits come first, and a row's last number is padded with zeros.
+
+`minillm quantize` packs int8 weights whose activations are not quantized, because vLLM reads them only packed;
+not those of the embedding, which transformers reads only unpacked.
+https://github.com/vllm-project/compressed-tensors, compressors/ and quantization/quant_config.py
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minillm.errors import ConfigError
+from minillm.quantization.activations import Activations
+from minillm.quantization.dense import Dense
+from minillm.quantization.fp8 import Fp8
+from minillm.quantization.int4 import LOWEST, Int4, pack, unpack
+from minillm.quantization.int8 import Int8
+from minillm.quantization.weight import Codes, Format
+from minillm.values import as_int, shown
+
+from .layout import SCALES, Layout, Stored
+
+METHOD, COMPRESSED = "compressed-tensors", "compressed"
+NO_MATCH = 3  # the rank of a target that does not name a module
+PACKED, INT8, FLOAT, NAIVE, MIXED = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "mixed-precision",
+)
+
+
+class CompressedTensors(Layout):
+    """The layout that a `quantization_config` describes.
+
+    groups: the names of a group's modules, their format, and how it is packed.
+
+    Raises ConfigError for what minillm does not support.
+    """
+
+    def __init__(self, config: Mapping[str, Any]):
+        groups = config.get("config_groups")
+        if not isinstance(groups, dict) or not all(isinstance(each, dict) for each in groups.values()):
+            raise ConfigError(f"quantization_config: config_groups must be an object of groups, not {shown(groups)}")
+        _refuse_extras(config)
+        self.ignored = _names(config.get("ignore") or [], "ignore")
+        self.groups: list[tuple[list[str], Format, str]] = []
+        for group in groups.values():
+            names, found = _names(group.get("targets") or [], "targets"), _format(group)
+            self.groups.append((names, found, _checked_packing(group.get("format") or config.get("format"), found)))
+
+    def format(self, module: str) -> Format:
+        return self._group(module)[0]
+
+    def _group(self, module: str) -> tuple[Format, str]:
+        """A module's format, and how it is packed."""
+        none = Dense(), ""
+        if any(_rank(name, module) != NO_MATCH for name in self.ignored):
+            return none
+        ranks = [min((_rank(name, module) for name in names), default=NO_MATCH) for names, _, _ in self.groups]
+        best = min(ranks, default=NO_MATCH)
+        return none if best == NO_MATCH else self.groups[ranks.index(best)][1:]
+
+    def tensors(self, module: str, rows: int, inputs: int) -> dict[str, Stored]:
+        found, packing = self._group(module)
+        if packing == PACKED:
+            groups = inputs // found.group_size if isinstance(found, Int4) else 1
+            stored = {
+                "weight_packed": Stored((rows, -(-inputs // _per_number(found))), (torch.int32,)),
+                "weight_scale": Stored((rows, groups), SCALES),
+                "weight_shape": Stored((2,), (torch.int64, torch.int32), required=False),
+            }
+            if isinstance(found, Int4) and not found.symmetric:
+                stored["weight_zero_point"] = Stored((-(-rows // 8), groups), (torch.int32,))
+            if isinstance(found, Int4) and found.act_order:
+                stored["weight_g_idx"] = Stored((inputs,), (torch.int32, torch.int64))
+        else:
+            dtype = torch.int8 if isinstance(found, Int8) else torch.float8_e4m3fn
+            one = isinstance(found, Fp8) and found.scales == "tensor"
+            stored = {
+                "weight": Stored((rows, inputs), (dtype,)),
+                "weight_scale": Stored((1,) if one else (rows, 1), SCALES),
+            }
+        if found.activations is not None and found.activations.static:
+            stored["input_scale"] = Stored((1,), SCALES)
+        return stored
+
+    def codes(self, module: str, inputs: int, tensors: Mapping[str, Tensor]) -> Codes:
+        scales = tensors["weight_scale"]
+        if "weight" in tensors:
+            return Codes(tensors["weight"], scales.view(-1, 1))
+        rows = len(tensors["weight_packed"])
+        packed = tensors["weight_packed"].contiguous().view(torch.uint8)
+        if not isinstance(self.format(module), Int4):
+            return Codes(packed.bitwise_xor(128).view(torch.int8)[:, :inputs], scales)
+        zeros = tensors.get("weight_zero_point")
+        codes = Codes(unpack(packed)[:, :inputs], scales, None if zeros is None else _unpack_rows(zeros, rows))
+        if "weight_g_idx" not in tensors:
+            return codes
+        try:
+            return in_group_order(codes, tensors["weight_g_idx"])
+        except ConfigError as error:
+            raise ConfigError(f"{module}.weight_g_idx: {error}") from None
+
+    def input_scale(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        return tensors.get("input_scale")
+
+
+def in_group_order(codes: Codes, groups: Tensor) -> Codes:
+    """Codes whose columns lie in the order of the inputs, with each column's group [in] -> groups of neighbors.
+
+    GPTQ's act-order assigns inputs to groups by their importance (Frantar et al. 2022's code, "static groups"). Raises
+    ConfigError unless all groups have the same number of columns.
+    """
+    count = codes.scales.shape[1]
+    if not groups.long().sort().values.equal(torch.arange(len(groups)) // (len(groups) // count)):
+        raise ConfigError(f"every group from 0 to {count - 1} must have {len(groups) // count} inputs")
+    order = groups.long().argsort(stable=True)
+    return Codes(codes.codes[:, order], codes.scales, codes.zeros, order)
+
+
+def write(module: str, codes: Codes, format: Format) -> dict[str, Tensor]:
+    """A module's tensors: the inverse of `CompressedTensors.codes`."""
+    rows, inputs = codes.codes.shape
+    if _packing(module, format) != PACKED:
+        one = isinstance(format, Fp8) and format.scales == "tensor"
+        return {"weight": codes.codes, "weight_scale": codes.scales[0] if one else codes.scales}
+    if codes.order is not None:
+        raise ConfigError("codes with their inputs in another order are read, but not written")
+    tensors = {
+        "weight_packed": _pack_columns(codes.codes, format),
+        "weight_scale": codes.scales,
+        "weight_shape": torch.tensor([rows, inputs]),
+    }
+    if codes.zeros is not None:
+        tensors["weight_zero_point"] = _pack_rows(codes.zeros)
+    return tensors
+
+
+def describe(formats: Mapping[str, Format]) -> dict[str, Any]:
+    """The `quantization_config` of modules with these formats: the inverse of reading it.
+
+    Raises ConfigError for formats that the layout does not have.
+    """
+    groups: dict[tuple[Format, str], list[str]] = {}
+    ignored = []
+    for module, each in formats.items():
+        if not isinstance(each, Dense):
+            groups.setdefault((each, _packing(module, each)), []).append(module)
+        elif each.activations is None:
+            ignored.append(module)
+        else:
+            raise ConfigError("dense weights with quantized activations cannot be saved: leave their activations out")
+    kinds = {packing for _, packing in groups}
+    return {
+        "quant_method": METHOD,
+        "quantization_status": COMPRESSED,
+        "format": kinds.pop() if len(kinds) == 1 else MIXED,
+        "config_groups": {
+            f"group_{index}": {
+                "format": packing,
+                "targets": [f"re:{re.escape(module)}$" for module in modules],
+                "weights": _weights(each),
+                "input_activations": _inputs(each.activations),
+                "output_activations": None,
+            }
+            for index, ((each, packing), modules) in enumerate(groups.items())
+        },
+        "ignore": ignored,
+        "kv_cache_scheme": None,
+    }
+
+
+def _packing(module: str, format: Format) -> str:
+    """How a module is written."""
+    if isinstance(format, Int8):
+        return INT8 if format.activations is not None or _is_embedding(module) else PACKED
+    return PACKED if isinstance(format, Int4) else FLOAT
+
+
+def _checked_packing(given: Any, format: Format) -> str:
+    """How a format is stored, as the file says. Raises ConfigError for a packing that is not read."""
+    usual = PACKED if isinstance(format, Int4) else INT8 if isinstance(format, Int8) else FLOAT
+    known = {PACKED: (PACKED,), INT8: (INT8, NAIVE, PACKED), FLOAT: (FLOAT, NAIVE)}[usual]
+    if given in (None, MIXED):
+        return usual
+    if given not in known:
+        raise ConfigError(
+            f"quantization_config: format {shown(given)} of {format.name} weights is not supported; supported for "
+            f"them: {', '.join(known)}"
+        )
+    return str(given)
+
+
+def _refuse_extras(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a checkpoint has what would change its results, and is not implemented."""
+    if config.get("quantization_status", COMPRESSED) != COMPRESSED:
+        status = shown(config["quantization_status"])
+        raise ConfigError(f"quantization_config: quantization_status must be {COMPRESSED!r}, not {status}")
+    if config.get("kv_cache_scheme") not in (None, {}):
+        raise ConfigError("quantization_config: a quantized KV cache (kv_cache_scheme) is not supported")
+    for field, what in (("transform_config", "online transforms"), ("sparsity_config", "sparse weights")):
+        given = config.get(field)
+        if given is not None and not isinstance(given, dict):
+            raise ConfigError(f"quantization_config: {field} must be an object or null, not {shown(given)}")
+        unused = not given or (field == "transform_config" and given.get("config_groups") in (None, {}))
+        if not unused and given != {"format": "dense"}:
+            raise ConfigError(f"quantization_config: {what} ({field}) are not supported")
+
+
+def _flag(config: Mapping[str, Any], field: str, default: bool) -> bool:
+    given = config.get(field, default)
+    if not isinstance(given, bool):
+        raise ConfigError(f"quantization_config: {field} must be true or false, not {shown(given)}")
+    return given
+
+
+def _weights(format: Format) -> dict[str, Any]:
+    if isinstance(format, Int4):
+        more: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": format.group_size}
+        more["symmetric"] = format.symmetric
+    elif isinstance(format, Fp8):
+        more = {"num_bits": 8, "type": "float", "strategy": format.scales, "group_size": None, "symmetric": True}
+    else:
+        more = {"num_bits": 8, "type": "int", "strategy": "channel", "group_size": None, "symmetric": True}
+    return more | {"dynamic": False}
+
+
+def _inputs(activations: Activations | None) -> dict[str, Any] | None:
+    if activations is None:
+        return None
+    return {
+        "num_bits": 8,
+        "type": "int" if activations.kind == "int8" else "float",
+        "symmetric": True,
+        "strategy": "tensor" if activations.static else "token",
+        "dynamic": not activations.static,
+    }
+
+
+def _format(group: Mapping[str, Any]) -> Format:
+    weights = group.get("weights")
+    if not isinstance(weights, dict):
+        raise ConfigError(f"quantization_config: a group's weights must be an object, not {shown(weights)}")
+    if group.get("output_activations") is not None:
+        raise ConfigError("quantization_config: quantized outputs (output_activations) are not supported")
+    if _flag(weights, "dynamic", False):
+        raise ConfigError(
+            "quantization_config: weights that are quantized while they are used (dynamic) are not supported"
+        )
+    bits, kind, strategy = weights.get("num_bits"), weights.get("type", "int"), weights.get("strategy")
+    activations = _activations(group.get("input_activations"))
+    symmetric = _flag(weights, "symmetric", True)
+    if (bits, kind) == (4, "int") and strategy == "group":
+        return Int4(_group_size(weights), symmetric, _act_order(weights), activations)
+    if (bits, kind, strategy, symmetric) == (8, "int", "channel", True):
+        return Int8(activations)
+    if (bits, kind, symmetric) == (8, "float", True) and strategy in ("channel", "tensor"):
+        return Fp8(strategy, activations)
+    raise ConfigError(
+        f"quantization_config: weights of {shown(bits)} bits ({shown(kind)}, {shown(strategy)}, symmetric: "
+        f"{shown(symmetric)}) are not supported; supported are int4 in groups, symmetric int8 by channel, and float8 "
+        "by channel or tensor"
+    )
+
+
+def _act_order(weights: Mapping[str, Any]) -> bool:
+    """Whether groups consist of any inputs ("weight" only names how codes were found)."""
+    given = weights.get("actorder")
+    if given not in (None, False, "weight", "static", True, "group", "dynamic"):
+        raise ConfigError(f"quantization_config: actorder must be group, weight or null, not {shown(given)}")
+    return given in (True, "group", "dynamic")
+
+
+def _group_size(config: Mapping[str, Any]) -> int:
+    size = as_int(config.get("group_size"))
+    if size is None:
+        raise ConfigError(f"quantization_config: group_size must be a number, not {shown(config.get('group_size'))}")
+    return size
+
+
+def _activations(config: Any) -> Activations | None:
+    if config is None:
+        return None
+    if not isinstance(config, dict):
+        raise ConfigError(f"quantization_config: input_activations must be an object or null, not {shown(config)}")
+    bits, kind, strategy = config.get("num_bits"), config.get("type", "int"), config.get("strategy")
+    dynamic, symmetric = _flag(config, "dynamic", False), _flag(config, "symmetric", True)
+    if bits == 8 and kind in ("int", "float") and symmetric:
+        if strategy == "token" and dynamic:
+            return Activations("int8" if kind == "int" else "fp8")
+        if strategy == "tensor" and not dynamic:
+            return Activations("int8" if kind == "int" else "fp8", static=True)
+    raise ConfigError(
+        f"quantization_config: activations of {shown(bits)} bits ({shown(kind)}, {shown(strategy)}, dynamic: "
+        f"{dynamic}, symmetric: {symmetric}) are not supported; supported are symmetric 8 bits, dynamic by token or "
+        "static by tensor"
+    )
+
+
+def _is_embedding(module: str) -> bool:
+    return module.endswith("embed_tokens")
+
+
+def _names(given: Any, field: str) -> list[str]:
+    if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
+        raise ConfigError(f"quantization_config: {field} must be a list of names, not {shown(given)}")
+    for name in given:
+        if name.startswith("re:"):
+            try:
+                re.compile(name[3:])
+            except re.error as error:
+                raise ConfigError(f"quantization_config: {field}: {shown(name)} is no pattern ({error})") from None
+    return given
+
+
+def _rank(name: str, module: str) -> int:
+    """How a target names a module, the most specific first: by its name, by a pattern, or by its class."""
+    if name == module:
+        return 0
+    if name.startswith("re:"):
+        return 1 if re.match(name[3:], module) else NO_MATCH
+    return 2 if name == ("Embedding" if _is_embedding(module) else "Linear") else NO_MATCH
+
+
+def _per_number(format: Format) -> int:
+    """Codes in one int32."""
+    return 8 if isinstance(format, Int4) else 4
+
+
+def _pack_columns(codes: Tensor, format: Format) -> Tensor:
+    """codes [rows, in] int8 -> [rows, in / 8] int32 (8 bits: in / 4), the last number padded with zeros."""
+    lowest, each = (LOWEST, 8) if isinstance(format, Int4) else (-128, 4)
+    codes = F.pad(codes, (0, -codes.shape[1] % each), value=lowest)
+    packed = pack(codes) if isinstance(format, Int4) else codes.contiguous().view(torch.uint8).bitwise_xor(128)
+    return packed.view(torch.int32)
+
+
+def _pack_rows(zeros: Tensor) -> Tensor:
+    """zeros [rows, groups] int8 -> [rows / 8, groups] int32: eight rows share a number."""
+    rows = -(-len(zeros) // 8) * 8
+    padded = torch.cat([zeros, zeros.new_zeros(rows - len(zeros), zeros.shape[1])])
+    packed = pack(padded.t().contiguous()).contiguous().view(torch.int32)
+    return packed.t().contiguous()
+
+
+def _unpack_rows(packed: Tensor, rows: int) -> Tensor:
+    return unpack(packed.t().contiguous().view(torch.uint8)).t()[:rows].contiguous()

@@ -1,0 +1,41 @@
+"""What a checkpoint's layout of quantized tensors defines.  Lesson 06."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from minillm.quantization.weight import Codes, Format
+
+SCALES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # dtypes that scales may have
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor that a module must have in a checkpoint, or may have."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    required: bool = True
+
+
+class Layout(Protocol):
+    """How one kind of checkpoint stores quantized matrices. A module is one matrix, as "model.layers.0.mlp.up_proj"."""
+
+    def format(self, module: str) -> Format:
+        """A module's format; `Dense()` if it is not quantized. Raises ConfigError for a format without support."""
+        ...
+
+    def tensors(self, module: str, rows: int, inputs: int) -> dict[str, Stored]:
+        """The tensors of a quantized module [rows, inputs]: last part of the name -> what is stored."""
+        ...
+
+    def codes(self, module: str, inputs: int, tensors: Mapping[str, Tensor]) -> Codes:
+        """Convert the tensors of a quantized module [rows, inputs]. Raises ConfigError for values it cannot have."""
+        ...
+
+    def input_scale(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        """The scale of static activations."""
+        ...

@@ -1,0 +1,126 @@
+"""What the weights of all quantized formats have in common.  Lesson 05."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minillm.errors import ConfigError
+
+from .activations import LARGEST, Activations
+from .weight import Codes, Format, Weight, copy_pieces, joined
+
+RANDOM_LARGEST = 8.0  # what static scales of random weights are made for; activations are near 1
+
+
+@dataclass
+class QuantizedWeight(Weight):
+    """A matrix of codes; a format adds its tensors, and how its codes are read, written and rounded."""
+
+    format: Format
+    compute_dtype: torch.dtype  # of activations, and of the bias
+    bias: Tensor | None
+    input_scale: Tensor | None  # [1] float32, of static activations; until it is filled: 0
+
+    @property
+    def activations(self) -> Activations | None:
+        return self.format.activations
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.compute_dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        raise NotImplementedError
+
+    def tensors(self) -> list[Tensor | None]:
+        """The tensors of codes, scales and zero points."""
+        raise NotImplementedError
+
+    def round(self, weight: Tensor) -> Codes:
+        """weight [rows, in], in float32 or float64, rounded to the nearest codes."""
+        raise NotImplementedError
+
+    def rows(self, which: Tensor | slice) -> Codes:
+        """The codes of these rows."""
+        raise NotImplementedError
+
+    @property
+    def needs_whole_module(self) -> bool:
+        """Whether `round` needs all rows of a module at once."""
+        return False
+
+    def dequantize(self) -> Tensor:
+        return self.rows(slice(None)).dequantize().to(self.dtype)
+
+    def __getitem__(self, rows: Tensor) -> Tensor:
+        return self.rows(rows).dequantize().to(self.dtype)
+
+    def read(self, rows: range) -> Codes:
+        return self.rows(slice(rows.start, rows.stop))
+
+    def stored(self) -> list[Tensor]:
+        return [tensor for tensor in (*self.tensors(), self.bias, self.input_scale) if tensor is not None]
+
+    def expects(self, rows: range) -> dict[str, tuple[int, ...]]:
+        expected: dict[str, tuple[int, ...]] = {"weight": (len(rows), self.shape[1])}
+        return expected if self.bias is None else expected | {"bias": (len(rows),)}
+
+    def load(self, name: str, rows: range, pieces: Iterable[Tensor]) -> None:
+        """As `Weight.load`: quantizes `weight`, given in any floating-point dtype, by rounding to the nearest."""
+        if name == "bias":
+            assert self.bias is not None
+            copy_pieces(self.bias[rows.start : rows.stop], pieces)
+            return
+        check_not_static(self.activations)
+        start = rows.start
+        for piece in self._units(pieces):
+            wide = piece.to(self.stored()[0].device, torch.promote_types(self.dtype, torch.float32))
+            self.fill(range(start, start + len(piece)), self.round(wide))
+            start += len(piece)
+
+    def _units(self, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
+        yield from [joined(pieces)] if self.needs_whole_module else pieces
+
+    def randomize(self, generator: torch.Generator) -> None:
+        self.randomize_codes(generator)
+        if self.bias is not None:
+            self.bias.normal_(0.0, self.shape[0] ** -0.5, generator=generator)
+        fill_random_scale(self.input_scale, self.activations)
+
+    def randomize_codes(self, generator: torch.Generator) -> None:
+        """Fill codes and scales with random values that keep activations near 1."""
+        raise NotImplementedError
+
+
+def input_scale(activations: Activations | None, device: torch.device) -> Tensor | None:
+    """The tensor of a static scale, not yet filled."""
+    static = activations is not None and activations.static
+    return torch.zeros(1, dtype=torch.float32, device=device) if static else None
+
+
+def fill_random_scale(scale: Tensor | None, activations: Activations | None) -> None:
+    """Fill the static scale, if there is one, of a weight with random values."""
+    if scale is not None and activations is not None:
+        scale.fill_(RANDOM_LARGEST / LARGEST[activations.kind])
+
+
+def check_not_static(activations: Activations | None) -> None:
+    """Raise ConfigError for static activations: an unquantized checkpoint has no scales for them."""
+    if activations is not None and activations.static:
+        raise ConfigError(
+            f'activations "{activations.kind}-static" need scales from calibration, which an unquantized checkpoint '
+            f'does not have: use `minillm quantize --static`, or choose activations "{activations.kind}"'
+        )
+
+
+def empty_bias(out: int, bias: bool, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    return torch.empty(out, dtype=dtype, device=device) if bias else None
+
+
+def check_no_zeros(codes: Codes, format: str) -> None:
+    """Raise ConfigError if codes have what only four-bit weights store: zero points, or another order of inputs."""
+    if codes.zeros is not None or codes.order is not None:
+        raise ConfigError(f"{format} weights have neither zero points nor an order of their inputs")
