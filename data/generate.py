@@ -2,6 +2,7 @@
 
     questions/{dev,asked,test}.jsonl   multiple choice in MMLU's columns
     text/held_out.txt                  documents unseen in training, for perplexity
+    text/calibration.txt               documents as in training, to calibrate quantization
     traces/conversation.jsonl          a traffic trace
     tiny-gemma/tokenizer*.json         with --tokenizer: the vocabulary for training the model (takes a minute)
 
@@ -21,6 +22,7 @@ VOCAB_SIZE = 4096
 TOKENIZER_DOCUMENTS = 24_000
 INDEX_READINGS = 180
 HELD_OUT_DOCUMENTS = 400  # about 130 kB
+CALIBRATION_DOCUMENTS = 400  # about 150 kB
 
 
 def write_questions(directory: Path) -> None:
@@ -35,6 +37,11 @@ def held_out_text(count: int = HELD_OUT_DOCUMENTS) -> str:
     kinds = ("prose", "stories")
     texts = (text.strip() for kind, text in corpus.documents("held-out") if kind in kinds)
     return "\n\n".join(next(texts) for _ in range(count)) + "\n"
+
+
+def calibration_text(count: int = CALIBRATION_DOCUMENTS) -> str:
+    """A sequence of documents of all kinds, in training's shares, from a shard that no training read."""
+    return "\n\n".join(text.strip() for _, text in corpus.documents("calibration", count)) + "\n"
 
 
 def train_tokenizer(directory: Path, documents: int = TOKENIZER_DOCUMENTS) -> None:
@@ -64,6 +71,7 @@ def main() -> None:
     write_questions(options.out / "questions")
     (options.out / "text").mkdir(parents=True, exist_ok=True)
     (options.out / "text" / "held_out.txt").write_text(held_out_text(), encoding="utf-8")
+    (options.out / "text" / "calibration.txt").write_text(calibration_text(), encoding="utf-8")
     traces.write(options.out / "traces" / "conversation.jsonl")
     if options.tokenizer:
         train_tokenizer(options.out / "tiny-gemma")

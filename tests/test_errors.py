@@ -23,7 +23,8 @@ BUILT_IN = {
     "minillm/course/interpret.py": {"RuntimeError"},  # inside a learner's kernel that never ends; its check reports it
     "minillm/evaluate/perplexity.py": {"ValueError"},  # log-probabilities that its own request asked for
     "minillm/lazy_imports.py": {"AttributeError"},  # `getattr` requires it
-    "minillm/model/single_row.py": {"TypeError", "ValueError"},  # callers ask `SingleRow.fits` first
+    "minillm/model/saver.py": {"OSError"},  # the disk is full
+    "minillm/model/single_row.py": {"ValueError"},  # callers ask `SingleRow.fits` first
     "minillm/renamed.py": {"AttributeError"},
     "minillm/runner/plan.py": {"ValueError"},  # `Plan.read` turns it into a ConfigError
     "minillm/tuning/trials.py": {"RuntimeError"},  # a kernel with wrong results

@@ -106,6 +106,7 @@ def test_committed_files_equal_what_the_script_writes(tmp_path):
     written = (tmp_path / "traces" / "conversation.jsonl").read_text("utf-8")
     assert written == (DATA / "traces" / "conversation.jsonl").read_text("utf-8")
     assert generate.held_out_text() == (DATA / "text" / "held_out.txt").read_text("utf-8")
+    assert generate.calibration_text() == (DATA / "text" / "calibration.txt").read_text("utf-8")
 
 
 def test_entities_in_reading_exercises_are_not_in_the_world():

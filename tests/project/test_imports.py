@@ -14,7 +14,20 @@ import minillm
 ROOT = Path(__file__).resolve().parents[2]
 # From top to bottom: each may import only those after it.
 LAYERS = (
-    *("cli", "course", "tuning", "server", "bench", "evaluate", "engine", "runner", "scheduler", "model", "ops"),
+    *(
+        "cli",
+        "course",
+        "tuning",
+        "server",
+        "bench",
+        "evaluate",
+        "calibration",
+        "engine",
+        "runner",
+        "scheduler",
+        "model",
+        "ops",
+    ),
     *("quantization", "kv_cache", "trace", "tokenizer", "overrides", "request", "config", "renamed", "lazy_imports"),
     *("values", "errors", "kernels"),
 )

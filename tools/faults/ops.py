@@ -78,7 +78,7 @@ FAULTS = (
     Fault(
         "an int8 matrix product leaves out the scales",
         CPU,
-        ".mul_(weight.scales.to(x.dtype))",
+        ".mul_(weight.scales.to(wide))",
         "",
         "tests/quantization/test_models.py -k cpus_implementations",
     ),

@@ -1,0 +1,199 @@
+"""The command `minillm`. Every command imports what it needs when it runs: `minillm --help` never waits for torch."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Unpack
+
+import typer
+
+from minillm import __version__
+from minillm.config import EngineOptions
+from minillm.errors import ConfigError
+from minillm.server.limits import Timeouts
+
+from .bench import bench_app
+from .options import JsonPath, Model, show_logs, with_engine_options
+from .quality import evaluate, quantize
+
+if TYPE_CHECKING:  # the commands import them when they run
+    from minillm import LLM, SamplingParams
+    from minillm.request import Prompt
+
+TIMEOUTS = Timeouts()
+
+app = typer.Typer(
+    name="minillm",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(bench_app, name="bench")
+app.command("eval")(evaluate)
+app.command()(quantize)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """An LLM inference engine to learn from and to use. Start with: minillm doctor"""
+
+
+@app.command()
+@with_engine_options
+def generate(
+    prompts: Annotated[list[str], typer.Argument(help="One completion is printed for each.")],
+    model: Model = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Each prompt is a user's turn in a chat.")] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Print the text as it is generated.")] = False,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 always takes the most likely token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens (0: all).")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the most likely tokens whose probabilities sum to p.")] = 1.0,
+    stop: Annotated[list[str] | None, typer.Option(help="End the text at this string; repeatable.")] = None,
+    **engine_options: Unpack[EngineOptions],
+) -> None:
+    """Continue prompts, or answer them with --chat.
+
+    minillm generate "The lighthouse of" --max-tokens 40
+    """
+    from minillm import LLM, SamplingParams
+    from minillm.engine.llm import chat_prompt
+
+    # --seed is the engine's, and seeds every request that names no seed of its own.
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, stop=stop or ())
+    with LLM(model, **engine_options) as llm:
+        each: list[Prompt] = [*prompts]
+        if chat:
+            each = [chat_prompt(llm.tokenizer, [{"role": "user", "content": prompt}]) for prompt in prompts]
+        if stream:
+            _print_stream(llm, each, params)
+            return
+        for completion in llm.generate(each, params):
+            print(completion.text)
+
+
+def _print_stream(llm: "LLM", prompts: "list[Prompt]", params: "SamplingParams") -> None:
+    import asyncio
+
+    from minillm import AsyncLLM
+
+    async def work() -> None:
+        engine = AsyncLLM(engine=llm)
+        try:
+            for prompt in prompts:
+                async for delta in engine.stream(prompt, params):
+                    print(delta.text, end="", flush=True)
+                print()
+        finally:
+            engine.close()
+
+    asyncio.run(work())
+
+
+@app.command()
+@with_engine_options
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A model's directory, or a preset with --load-format dummy. Default: tiny-gemma."),
+    ] = None,
+    model_option: Annotated[str | None, typer.Option("--model", "-m", help="The same, as an option.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    served_model_name: Annotated[str | None, typer.Option(help="The name clients use for the model.")] = None,
+    log_level: Annotated[str, typer.Option(help="critical, error, warning, info, debug or trace")] = "info",
+    workers: Annotated[int, typer.Option(min=1, help="Processes that handle HTTP and tokenize.")] = 1,
+    max_queued: Annotated[
+        int, typer.Option(min=0, help="Requests that may wait; further ones are answered with 429.")
+    ] = 1024,
+    header_timeout: Annotated[
+        float, typer.Option(help="Seconds until a request's headers must be complete.")
+    ] = TIMEOUTS.header_timeout,
+    body_timeout: Annotated[
+        float, typer.Option(help="Seconds until a request's body must be complete.")
+    ] = TIMEOUTS.body_timeout,
+    keep_alive_timeout: Annotated[
+        float, typer.Option(help="Seconds until an idle connection is closed.")
+    ] = TIMEOUTS.keep_alive_timeout,
+    shutdown_grace: Annotated[
+        float, typer.Option(help="Seconds that running requests have to finish after Ctrl-C.")
+    ] = TIMEOUTS.shutdown_grace,
+    **engine_options: Unpack[EngineOptions],
+) -> None:
+    """Serve OpenAI's API over HTTP until Ctrl-C; a second Ctrl-C ends the remaining requests at once."""
+    from minillm import server
+
+    show_logs(log_level)
+    if None not in (model, model_option) and model != model_option:
+        raise ConfigError(f"the model is given twice, as {model!r} and as {model_option!r}: leave one out")
+    server.serve(
+        model or model_option,
+        host=host,
+        port=port,
+        served_model_name=served_model_name,
+        log_level=log_level,
+        workers=workers,
+        max_queued=max_queued,
+        header_timeout=header_timeout,
+        body_timeout=body_timeout,
+        keep_alive_timeout=keep_alive_timeout,
+        shutdown_grace=shutdown_grace,
+        **engine_options,
+    )
+
+
+@app.command()
+@with_engine_options
+def build(
+    model: Annotated[
+        str | None, typer.Argument(help="A model's directory, or gemma-2b. Default: the embedded tiny-gemma.")
+    ] = None,
+    input_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 1024,
+    output_len: Annotated[int, typer.Option(help="Tokens of an answer.")] = 256,
+    concurrency: Annotated[int, typer.Option(help="Requests that run at once.")] = 64,
+    out: Annotated[Path | None, typer.Option(help="The plan's file.  [default: MODEL.plan.json]")] = None,
+    gpu_gb: Annotated[float | None, typer.Option(help="Also print what a GPU with this many GB would hold.")] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Then run the traffic with and without the plan, interleaved.")
+    ] = False,
+    json_path: JsonPath = None,
+    **engine_options: Unpack[EngineOptions],
+) -> None:
+    """Measure this GPU for a model and its traffic; write a plan that --plan takes.
+
+    minillm build gemma-2b --input-len 1024 --output-len 256 --concurrency 256
+
+    It measures with random weights. Without a GPU it prints the memory needed, and the plan has options only.
+    """
+    from minillm.tuning import build
+
+    show_logs()
+    build.run(
+        model,
+        input_len=input_len,
+        output_len=output_len,
+        concurrency=concurrency,
+        out=out,
+        gpu_gb=gpu_gb,
+        compare=compare,
+        json_path=json_path,
+        **engine_options,
+    )
+
+
+@app.command()
+def doctor() -> None:
+    """Report what this machine can run, and how to install what is missing."""
+    from minillm.course import doctor
+
+    raise typer.Exit(doctor.main())

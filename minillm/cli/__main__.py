@@ -1,0 +1,5 @@
+"""`python -m minillm.cli` is `minillm`."""
+
+from . import app
+
+app()

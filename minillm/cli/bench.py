@@ -1,0 +1,193 @@
+"""`minillm bench`: measure the engine."""
+
+from pathlib import Path
+from typing import Annotated, Any, Unpack
+
+import typer
+
+from minillm.config import EngineOptions
+
+from .options import JsonPath, Model, friendly_errors, with_engine_options
+
+# The defaults of options that can be repeated.
+OFFLINE = ["single", "mixed"]
+ABLATED = ["single", "chat"]
+BATCHES = [1, 8, 64, 256]
+PROMPTS = [400, 1600]
+
+bench_app = typer.Typer(help="Measure the engine on the project's workloads.", no_args_is_help=True)
+
+
+@bench_app.command()
+@with_engine_options
+def offline(
+    model: Model = None,
+    workload: Annotated[list[str], typer.Option(help="A workload's name or its first word; repeatable.")] = OFFLINE,
+    scale: Annotated[int, typer.Option(help="Divide all lengths by this.")] = 1,
+    requests: Annotated[int | None, typer.Option(help="Only the first this many requests.")] = None,
+    repeat: Annotated[int, typer.Option(help="Timed runs each, after one that warms up.")] = 3,
+    compare: Annotated[str | None, typer.Option(help="Also measure this engine: transformers.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 1.0,
+    threads: Annotated[int | None, typer.Option(help="CPU threads, for every engine measured.")] = None,
+    json_path: JsonPath = None,
+    **engine_options: Any,
+) -> None:
+    """Run all requests at once, without a server; print a table and, last, the record as one line of JSON."""
+    from minillm.bench import offline
+
+    offline.run(
+        model,
+        workload=workload,
+        scale=scale,
+        requests=requests,
+        repeat=repeat,
+        compare=compare,
+        temperature=temperature,
+        threads=threads,
+        json_path=json_path,
+        **engine_options,
+    )
+
+
+@bench_app.command("serve")
+def bench_serve(
+    url: Annotated[str, typer.Option(help="A server on this machine, without /v1.")] = "http://127.0.0.1:8000",
+    concurrency: Annotated[
+        int | None, typer.Option(help="Closed loop: clients, each with one request at a time.  [default: 8]")
+    ] = None,
+    rate: Annotated[float | None, typer.Option(help="Open loop: Poisson arrivals, requests a second.")] = None,
+    trace: Annotated[
+        str | None, typer.Option(help="Open loop: replay a traffic trace: conversation, or a file.")
+    ] = None,
+    speed: Annotated[float | None, typer.Option(help="Replay the trace this many times as fast.  [default: 1]")] = None,
+    workload: Annotated[
+        str, typer.Option(help="A workload's name or its first word; a trace brings its own.")
+    ] = "chat",
+    scale: Annotated[int, typer.Option(help="Divide all lengths by this.")] = 8,
+    requests: Annotated[int | None, typer.Option(help="Only the first this many requests.")] = 64,
+    seed: Annotated[int, typer.Option(help="Of prompts and Poisson arrivals.")] = 0,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 1.0,
+    timeout: Annotated[float, typer.Option(help="Seconds for all of it.")] = 600.0,
+    json_path: JsonPath = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the record into this file (.svg, .png, .pdf).")] = None,
+) -> None:
+    """Load a running server; prints rates and latencies and, last, the record as one line of JSON.
+
+    --concurrency 16, or --rate 4, or --trace conversation --speed 2
+    """
+    from minillm.bench import serve
+
+    with friendly_errors():
+        serve.run(
+            url,
+            concurrency=concurrency,
+            rate=rate,
+            trace=trace,
+            speed=speed,
+            workload=workload,
+            scale=scale,
+            requests=requests,
+            seed=seed,
+            temperature=temperature,
+            timeout=timeout,
+            json_path=json_path,
+            plot_path=plot,
+        )
+
+
+@bench_app.command()
+@with_engine_options
+def roofline(
+    model: Model = None,
+    batch: Annotated[list[int], typer.Option(help="Decode steps of so many requests at once; repeatable.")] = BATCHES,
+    prompt: Annotated[list[int], typer.Option(help="Prefill steps of so many tokens; repeatable.")] = PROMPTS,
+    workload: Annotated[
+        list[str] | None, typer.Option(help="Measure this workload instead of single steps; repeatable.")
+    ] = None,
+    requests: Annotated[int | None, typer.Option(help="Only a workload's first this many requests.")] = None,
+    scale: Annotated[int, typer.Option(help="Divide a workload's lengths by this.")] = 1,
+    repeat: Annotated[int, typer.Option(help="Timed runs of a workload, after one that warms up.")] = 1,
+    json_path: JsonPath = None,
+    **engine_options: Unpack[EngineOptions],
+) -> None:
+    """Measure what this machine can do at most, how close the engine's steps get, and where the time goes.
+
+    Without --workload: single steps. With it: a workload's floor, its rate, and on a GPU the shares of its time.
+    """
+    from minillm.bench import breakdown, roofline
+
+    if workload:
+        breakdown.run(
+            model,
+            workload=workload,
+            requests=requests,
+            scale=scale,
+            repeat=repeat,
+            json_path=json_path,
+            **engine_options,
+        )
+        return
+    roofline.run(model, batches=batch, prompts=prompt, json_path=json_path, **engine_options)
+
+
+@bench_app.command()
+@with_engine_options
+def ablation(
+    model: Model = None,
+    workload: Annotated[list[str], typer.Option(help="A workload's name or its first word; repeatable.")] = ABLATED,
+    requests: Annotated[
+        int | None, typer.Option(help="Only the first this many requests.  [default: 256, on a CPU 16]")
+    ] = None,
+    scale: Annotated[int, typer.Option(help="Divide all lengths by this.")] = 1,
+    repeat: Annotated[int, typer.Option(help="Timed runs of a setting, after one that warms up.")] = 3,
+    json_path: JsonPath = None,
+    **engine_options: Unpack[EngineOptions],
+) -> None:
+    """Measure what each part is worth by removing it: CUDA graphs, sampling in them, run-ahead, attention, fusion."""
+    from minillm.bench import ablation
+
+    ablation.run(
+        model,
+        workload=workload,
+        requests=requests,
+        scale=scale,
+        repeat=repeat,
+        json_path=json_path,
+        **engine_options,
+    )
+
+
+@bench_app.command()
+@with_engine_options
+def batching(
+    model: Model = None,
+    traffic: Annotated[str, typer.Option(help="A traffic trace: a committed one's name, or a file.")] = "conversation",
+    rows: Annotated[int | None, typer.Option(help="Most requests in a step.")] = None,
+    scale: Annotated[int | None, typer.Option(help="Divide lengths by this where all requests arrive at once.")] = None,
+    speed: Annotated[
+        float | None, typer.Option(help="Replay the trace this many times as fast for the latencies.")
+    ] = None,
+    chunk: Annotated[int | None, typer.Option(help="Tokens in a step of the chunked latencies.")] = None,
+    arriving: Annotated[int | None, typer.Option(help="How many requests of the trace to replay.")] = None,
+    repeat: Annotated[int, typer.Option(help="Timed runs of each setting, interleaved.")] = 3,
+    json_path: JsonPath = None,
+    **engine_options: Unpack[EngineOptions],
+) -> None:
+    """Measure what in-flight batching, chunked prefill, prefix reuse and paging gain on a traffic trace.
+
+    Rows, scale, speed, chunk and arrivals are chosen to suit the device unless they are given.
+    """
+    from minillm.bench import batching
+
+    batching.run(
+        model,
+        traffic=traffic,
+        rows=rows,
+        scale=scale,
+        speed=speed,
+        chunk=chunk,
+        arriving=arriving,
+        repeat=repeat,
+        json_path=json_path,
+        **engine_options,
+    )

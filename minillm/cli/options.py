@@ -1,0 +1,85 @@
+"""What the commands share: options, errors, logs."""
+
+import functools
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import Field, fields
+from operator import getitem
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from minillm.config import EngineConfig
+from minillm.errors import MinillmError
+
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        help="A model's directory, or gemma-2b with --load-format dummy. Default: the embedded tiny-gemma.",
+        show_default=False,
+    ),
+]
+JsonPath = Annotated[
+    Path | None,
+    typer.Option("--json", help="Write the record into this file too; a name without .json: into data/results/."),
+]
+
+
+@contextmanager
+def friendly_errors() -> Iterator[None]:
+    """Print an error that the user can fix as one line and exit with status 2; a bug keeps its traceback."""
+    try:
+        yield
+    except (MinillmError, ConnectionError, ModuleNotFoundError) as error:
+        message = str(error)
+        if isinstance(error, ModuleNotFoundError):
+            message += ". `minillm doctor` says what is missing and how to install it"
+        print(f"minillm: {message}", file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+def show_logs(level: str = "warning") -> None:
+    """Write minillm's log to the terminal: what a command reports to stdout, warnings from `level` on to stderr."""
+    log = logging.getLogger("minillm")
+    log.setLevel(logging.INFO)
+    reports = logging.StreamHandler(sys.stdout)
+    reports.addFilter(lambda record: record.levelno < logging.WARNING)
+    warnings = logging.StreamHandler(sys.stderr)
+    warnings.setFormatter(logging.Formatter("minillm: %(message)s"))
+    warnings.setLevel(max(logging.WARNING, logging.getLevelNamesMapping().get(level.upper(), logging.WARNING)))
+    log.handlers = [reports, warnings]
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _engine_parameter(field: Field) -> inspect.Parameter:
+    shown = field.default is not None and not isinstance(field.default, bool)
+    option = typer.Option(help=_sentence(field.metadata["help"]), show_default=shown)
+    kind = getitem(Annotated, (field.type, option))
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=kind)
+
+
+def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command one option for each field of `EngineConfig`; it gets those that were set as keywords."""
+    own = inspect.signature(command)
+    kept = [each for each in own.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    defaults = {field.name: field.default for field in fields(EngineConfig)}
+    parameters = [*kept, *map(_engine_parameter, fields(EngineConfig))]
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        unset = [name for name, default in defaults.items() if values[name] == default]
+        with friendly_errors():
+            command(**{name: value for name, value in values.items() if name not in unset})
+
+    vars(run)["__signature__"] = own.replace(parameters=parameters)  # what typer makes the options from
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run

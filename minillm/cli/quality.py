@@ -1,0 +1,138 @@
+"""`minillm quantize` and `minillm eval`: make a model smaller, and measure what it loses."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from minillm.errors import ConfigError
+
+from .options import JsonPath, Model, friendly_errors, with_engine_options
+
+# option of `minillm quantize` -> the parameter of `Method` that it sets
+PARAMETERS = {
+    "--group-size": "group_size",
+    "--zero-points": "symmetric",
+    "--act-order": "act_order",
+    "--per-tensor": "scales",
+    "--static": "static",
+}
+
+
+@with_engine_options
+def evaluate(
+    model: Model = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most this many questions of each set.")] = None,
+    streaming: Annotated[
+        bool, typer.Option("--streaming", help="Instead: perplexity on 4 times the context, with sinks and without.")
+    ] = False,
+    json_path: JsonPath = None,
+    **engine_options: Any,
+) -> None:
+    """Measure a model's accuracy and perplexity on the embedded questions and text.
+
+    Prints a line for each and, last, the record as one line of JSON.
+    """
+    from minillm import LLM, evaluate
+    from minillm.bench import records
+    from minillm.model.loader import resolve
+
+    def measured() -> Iterator[dict]:
+        if streaming:
+            yield from evaluate.streaming(model, **engine_options)
+        else:
+            with LLM(model, **engine_options) as llm:
+                yield from evaluate.quality(llm, limit)
+
+    results, begun = [], records.begin(json_path)
+    for result in measured():
+        results.append(result)
+        metric = "accuracy" if "accuracy" in result else "perplexity"
+        print(f"{result['workload']:<27}{metric:<11}{result[metric]:<8}{result['seconds']:>8} s", flush=True)
+    content = records.record(results, begun, model=Path(resolve(model)).name)
+    if json_path is not None:
+        records.write(content, json_path)
+    print(json.dumps(content))
+
+
+def quantize(
+    model: Annotated[str | None, typer.Argument(help="A model's directory. Default: the embedded tiny-gemma.")] = None,
+    model_option: Annotated[str | None, typer.Option("--model", "-m", help="The same, as an option.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The directory to write; it must be new or empty.")] = None,
+    method: Annotated[
+        str | None, typer.Option(help="int8, int4, fp8, smoothquant, awq, gptq or w4a8.", show_default=False)
+    ] = None,
+    group_size: Annotated[
+        int | None, typer.Option(help="int4, awq, gptq, w4a8: inputs that share a scale. Default: 128.")
+    ] = None,
+    zero_points: Annotated[
+        bool, typer.Option("--zero-points", help="The same: a zero point for each group (not symmetric).")
+    ] = False,
+    act_order: Annotated[
+        bool, typer.Option("--act-order", help="gptq: round the most important inputs first.")
+    ] = False,
+    per_tensor: Annotated[bool, typer.Option("--per-tensor", help="fp8: one scale for each matrix.")] = False,
+    static: Annotated[
+        bool, typer.Option("--static", help="fp8, smoothquant, w4a8: one scale for all tokens' activations.")
+    ] = False,
+    head: Annotated[str | None, typer.Option(help="int8 or fp8: the output head, and a tied embedding.")] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(help='A JSON file instead of --method: {"layers.0.*": "int8", "layers.*": "awq"}.')
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="A text file to calibrate on. Default: the embedded one.")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Stretches of the text to calibrate on.")] = 64,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of each.")] = 256,
+    seed: Annotated[int, typer.Option(help="Chooses where they begin.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or a GPU as cuda:1")] = "auto",
+) -> None:
+    """Quantize a model and save it in compressed-tensors' layout.
+
+    minillm loads whatever it writes; vLLM and transformers load most of it.
+
+    minillm quantize --method awq --out tiny-gemma-awq
+    """
+    with friendly_errors():
+        from minillm.calibration import methods, quantize
+
+        if model is not None and model_option is not None:
+            raise ConfigError("the model is given twice: as an argument and with --model")
+        if out is None:
+            raise ConfigError("--out is missing: name the directory to write")
+        if (method is None) == (recipe is None):
+            raise ConfigError(f"give --method or --recipe; methods are: {', '.join(methods.METHODS)}")
+        given: dict[str, Any] = {
+            "--group-size": group_size,
+            "--zero-points": False if zero_points else None,
+            "--act-order": act_order or None,
+            "--per-tensor": "tensor" if per_tensor else None,
+            "--static": static or None,
+        }
+        given = {option: value for option, value in given.items() if value is not None}
+        if recipe is not None:
+            if unused := [*given, *([] if head is None else ["--head"])]:
+                raise ConfigError(f"--recipe leaves no use for {', '.join(unused)}: write that into the file")
+            chosen = methods.MethodRecipe.read(recipe)
+        else:
+            own = methods.Method(method or "")
+            taken = methods.PARAMETERS[own.name]
+            if unused := [option for option in given if PARAMETERS[option] not in taken]:
+                usable = ", ".join(option for option, name in PARAMETERS.items() if name in taken)
+                raise ConfigError(f"{method} has no use for {', '.join(unused)}; it takes: {usable or 'none of them'}")
+            own = replace(own, **{PARAMETERS[option]: value for option, value in given.items()})
+            chosen = methods.MethodRecipe.of(own, head)
+        done = quantize.quantize(
+            model or model_option,
+            chosen,
+            out,
+            text=text,
+            rows=rows,
+            length=length,
+            seed=seed,
+            device=device,
+            progress=True,
+        )
+        share = done["bytes"] / done["dense_bytes"]
+        print(f"{out}: {done['bytes']:,} bytes, {share:.1%} of {done['dense_bytes']:,}, in {done['seconds']} s")
