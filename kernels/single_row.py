@@ -28,28 +28,16 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import launch_configs
 from .arguments import Cache
+from .byte_rows import byte_rows_kernel
 from .paged_attention import LOG2E
+from .single_row_parts import activated, wait_for_inputs
 
 WHOLE = 4096  # a program holds full rows of up to this many columns
 PARTS = 16  # most programs that share a head's keys
 TILE = 8192  # elements of keys, and of values, that a program holds in registers
-
-
-@triton.jit
-def _wait_for_inputs(DEPENDENT: tl.constexpr):
-    """Wait until the previous kernel has written its results, then let the next kernel start.
-
-    So when a kernel starts, every kernel before the previous one is complete. Before the wait it may read what was
-    written earlier than that (weights, earlier keys, the block table and length from the start of the step), and it
-    must write nothing.
-    """
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
 
 
 @triton.jit
@@ -68,7 +56,7 @@ def whole_rows_kernel(
     weight = tl.load(at, mask=mask, other=0.0)
     if GATED:
         up = tl.load(at + UP, mask=mask, other=0.0)
-    _wait_for_inputs(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     kind = out_ptr.dtype.element_ty
     x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if ADD:
@@ -91,10 +79,7 @@ def whole_rows_kernel(
             next_up = tl.load(at + UP, mask=mask, other=0.0)
             factor = tl.sum(up.to(tl.float32) * x[None, :], 1)
             up = next_up
-            slope = 1.0
-            if GELU:
-                slope = 1.5957691216057308 * (1.0 + 0.044715 * y * y)  # 2 * sqrt(2 / pi)
-            y = y * tl.sigmoid(y * slope) * factor
+            y = activated(y, GELU) * factor
         tl.store(out_ptr + rows, y.to(kind), mask=rows < ROWS)
 
 
@@ -109,7 +94,7 @@ def long_rows_kernel(
     real = (rows < ROWS)[:, None]
     at = weight_ptr + rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
     weight = tl.load(at, mask=real & (columns < COLUMNS)[None, :], other=0.0)
-    _wait_for_inputs(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     total = tl.zeros([TILE, WIDTH], tl.float32)
     for start in tl.range(0, COLUMNS, WIDTH, num_stages=1):
         after = start + WIDTH
@@ -162,7 +147,7 @@ def row_attention_kernel(
     v_ptr += kv_head * head_stride
     # Earlier tokens' keys and values depend on no kernel of this step.
     k, v = _tile(k_ptr, v_ptr, table_ptr, begin, end, block_stride, slot_stride, dims, KEYS, BLOCK_SIZE)
-    _wait_for_inputs(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     if part >= parts:
         return
     q = _rotated(qkv_ptr + head * DIM, cos_sin_ptr, dims, DIM // 2)
@@ -216,6 +201,7 @@ def product(
     x: torch.Tensor,
     weight: torch.Tensor,
     *,
+    scales: torch.Tensor | None = None,
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
@@ -225,8 +211,9 @@ def product(
 
     weight [rows, columns]. f(x) is x; with `norm` [columns] float32, the RMSNorm of x; with `residual` [1, columns]
     too, the norm of x + residual, and that sum is returned as well. activation ("gelu_tanh" or "silu"): weight is
-    [2 * rows, columns], gate first, and the first result is activation(gate) * up [1, rows]. Raises ValueError for more
-    than WHOLE columns with a norm, a residual or an activation.
+    [2 * rows, columns], gate first, and the first result is activation(gate) * up [1, rows]. With `scales` [rows]
+    float32, weight is int8 and each of its rows has a scale. Raises ValueError for more than WHOLE columns with a norm,
+    a residual or an activation.
     """
     weight = weight.contiguous()  # no copy on a GPU, where weights are contiguous
     columns = weight.shape[1]
@@ -236,7 +223,19 @@ def product(
     dependent = _dependent(x.device)
     options = {"launch_pdl": True} if dependent else {}
     sizes: dict[str, int | str] = {"rows": rows, "columns": columns, "dtype": launch_configs.dtype_name(x.dtype)}
-    if columns <= WHOLE:
+    if columns > WHOLE and (norm is not None or residual is not None or activation):
+        raise ValueError(
+            f"rows of {columns} columns are longer than {WHOLE}: apply norm, residual and activation separately"
+        )
+    if scales is not None:
+        found = byte_launch(rows, columns, _processors(x.device))
+        byte_rows_kernel[(found.programs,)](
+            x, residual, total, norm, weight.view(torch.int32), scales, out, eps, rows, rows * columns // 4,
+            COLUMNS=columns, WIDTH=triton.next_power_of_2(columns // 4), TILE=found.tile, NORM=norm is not None,
+            ADD=residual is not None, GATED=activation is not None, GELU=activation == "gelu_tanh",
+            DEPENDENT=dependent, num_warps=found.warps, **options,
+        )  # fmt: skip
+    elif columns <= WHOLE:
         default = whole_launch(rows, columns, bool(activation), _processors(x.device))
         launch = launch_configs.tuned("whole_rows", default, **sizes, gated=int(bool(activation)))
         whole_rows_kernel[(launch.programs,)](
@@ -246,10 +245,6 @@ def product(
             DEPENDENT=dependent, num_warps=launch.warps, **options,
         )  # fmt: skip
     else:
-        if norm is not None or residual is not None or activation:
-            raise ValueError(
-                f"rows of {columns} columns are longer than {WHOLE}: apply norm, residual and activation separately"
-            )
         piece = launch_configs.tuned("long_rows", LongLaunch(tile=8, width=1024, warps=8), **sizes)
         long_rows_kernel[(triton.cdiv(rows, piece.tile),)](
             x, weight, out, rows, COLUMNS=columns, WIDTH=piece.width, TILE=piece.tile, DEPENDENT=dependent,
@@ -322,6 +317,13 @@ def whole_launch(rows: int, columns: int, gated: bool, processors: int) -> Launc
     if gated:
         return Launch(8 * processors, max(tile // 2, 1), 4)
     return Launch(min(8 * processors, triton.cdiv(rows, tile)), tile, 2)
+
+
+def byte_launch(rows: int, columns: int, processors: int) -> Launch:
+    """A row of 2,048 bytes is read by one or two warps, so its sum needs no more than a few exchanges between them."""
+    warps = max(2, min(16, triton.next_power_of_2(columns) // 2048))
+    programs = 32 // warps * processors
+    return Launch(min(programs, triton.cdiv(rows, 2)), 2 if columns <= WHOLE else 1, warps)
 
 
 @lru_cache

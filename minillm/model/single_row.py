@@ -5,26 +5,39 @@ The same operations in the same order as `Model.forward`, for a batch of one row
 of them are the engine's own.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from torch import Tensor
 
 from minillm.kernels import single_row
 from minillm.kv_cache.layer_cache import LayerCache
 from minillm.ops.signatures import AttentionOptions
-from minillm.quantization import DenseWeight, Weight
+from minillm.quantization import DenseWeight, Int8Weight, Weight
 
 from .batch import Batch
-from .decoder import Model
+from .decoder import PROJECTIONS, Model
+
+
+class _Matrix(NamedTuple):
+    """A projection as the kernels take it: a dense matrix, or int8 codes with a scale for each row."""
+
+    weight: Tensor
+    scales: Tensor | None
+
+    @classmethod
+    def of(cls, weight: Weight) -> Self:
+        if isinstance(weight, Int8Weight):
+            return cls(weight.codes, weight.scales)
+        return cls(weight.dequantize(), None)
 
 
 class _Matrices(NamedTuple):
     """One layer's projections."""
 
-    qkv: DenseWeight
-    attention_out: DenseWeight
-    gate_up: DenseWeight
-    down: DenseWeight
+    qkv: _Matrix
+    attention_out: _Matrix
+    gate_up: _Matrix
+    down: _Matrix
 
 
 class SingleRow:
@@ -34,10 +47,9 @@ class SingleRow:
         self.model = model
         shape = model.config
         self.attend = single_row.RowAttention(shape.num_heads, shape.num_kv_heads, shape.head_dim, model.device)
-        self.head = _dense(model.head)
+        self.head = _Matrix.of(model.head)
         self.matrices = [
-            _Matrices(_dense(layer.qkv), _dense(layer.attention_out), _dense(layer.gate_up), _dense(layer.down))
-            for layer in model.layers
+            _Matrices(*(_Matrix.of(getattr(layer, name)) for name in PROJECTIONS)) for layer in model.layers
         ]
 
     @staticmethod
@@ -46,7 +58,7 @@ class SingleRow:
         shape = model.config
         return (
             set(model.layer_norms) == {"attention_norm", "mlp_norm"}
-            and all(type(weight) is DenseWeight and weight.bias is None for weight in model.weights())
+            and all(_fits(weight) for weight in model.weights())
             and all(layer.attention == AttentionOptions(layer.attention.scale) for layer in model.layers)
             and shape.final_soft_cap is None
             and shape.hidden_size <= single_row.WHOLE
@@ -68,21 +80,35 @@ class SingleRow:
         residual: Tensor | None = None  # the first layer has none to add
         for layer, matrices, cache in zip(model.layers, self.matrices, caches, strict=True):
             qkv, total = single_row.product(
-                x, matrices.qkv.weight, norm=layer.attention_norm, eps=eps, residual=residual
+                x,
+                matrices.qkv.weight,
+                scales=matrices.qkv.scales,
+                norm=layer.attention_norm,
+                eps=eps,
+                residual=residual,
             )
             residual = x if total is None else total
             table = rows.block_table[layer.group]
             x = self.attend(qkv, cos_sin, cache, table, rows.lengths, layer.attention.scale)
-            x, _ = single_row.product(x, matrices.attention_out.weight)
+            x, _ = single_row.product(x, matrices.attention_out.weight, scales=matrices.attention_out.scales)
             x, residual = single_row.product(
-                x, matrices.gate_up.weight, norm=layer.mlp_norm, eps=eps, residual=residual, activation=activation
+                x,
+                matrices.gate_up.weight,
+                scales=matrices.gate_up.scales,
+                norm=layer.mlp_norm,
+                eps=eps,
+                residual=residual,
+                activation=activation,
             )
-            x, _ = single_row.product(x, matrices.down.weight)
-        logits, _ = single_row.product(x, self.head.weight, norm=model.final_norm, eps=eps, residual=residual)
+            x, _ = single_row.product(x, matrices.down.weight, scales=matrices.down.scales)
+        logits, _ = single_row.product(
+            x, self.head.weight, scales=self.head.scales, norm=model.final_norm, eps=eps, residual=residual
+        )
         return logits
 
 
-def _dense(weight: Weight) -> DenseWeight:
-    if not isinstance(weight, DenseWeight):
-        raise TypeError(f"the fused kernels read dense weights only, not {type(weight).__name__}: see SingleRow.fits")
-    return weight
+def _fits(weight: Weight) -> bool:
+    """Whether the kernels read a weight: dense, or int8 with rows of whole words, without a bias."""
+    if weight.bias is not None or weight.activations is not None:
+        return False
+    return isinstance(weight, DenseWeight) or (isinstance(weight, Int8Weight) and weight.shape[1] % 4 == 0)

@@ -516,7 +516,7 @@ compare("plain torch", unit="% of its bound", prediction=guess_share, measured=t
 # waited for them before it let this one start.)
 
 # %%
-# ENGINE: minillm.kernels.single_row:_wait_for_inputs
+# ENGINE: minillm.kernels.single_row_parts:wait_for_inputs
 
 # %% [markdown]
 # Below is the kernel of launches 1, 3 and 4, and of the output head. You know its tiles, masks, addition, norm and gate

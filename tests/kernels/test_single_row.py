@@ -73,6 +73,34 @@ def test_gate_and_up_projections_are_one_launch(activation, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("columns", "options"), [
+    (48, ()), (96, ("norm",)), (260, ("norm", "residual")), (64, ("norm", "residual", "gelu_tanh")), (36, ("silu",)),
+    (single_row.WHOLE + 600, ()),
+])  # fmt: skip
+def test_int8_rows_equal_their_dequantized_product(columns, options, dtype, device):
+    rows = 23
+    x, residual = (random_tensor(1, columns, dtype=dtype, device=device, scale=2.0) for _ in range(2))
+    norm = 1 + torch.rand(columns, device=device) if "norm" in options else None
+    activation = next((each for each in options if each in ("gelu_tanh", "silu")), None)
+    codes = torch.randint(-127, 128, (rows * (2 if activation else 1), columns), dtype=torch.int8, device=device)
+    codes[0] = -127  # the lowest code in every place
+    scales = (torch.rand(len(codes), device=device) + 0.5) / 127 / columns**0.5
+    out, total = single_row.product(
+        x, codes, scales=scales, norm=norm, eps=1e-3, residual=residual if "residual" in options else None,
+        activation=activation,
+    )  # fmt: skip
+    inputs = x + residual if "residual" in options else x
+    if norm is not None:
+        inputs = reference.rms_norm(inputs, norm, 1e-3)
+    wanted = inputs.double() @ (codes.double() * scales.double()[:, None]).T
+    if activation:
+        wanted = reference.gated_activation(wanted, activation)
+    assert_close("single_row.product, int8", out, wanted, dtype)
+    if "residual" in options:
+        assert_close("single_row.product, int8", total, x + residual, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_too_long_for_registers_are_processed_in_pieces(dtype, device):
     columns = single_row.WHOLE + 600
     x, weight = (
@@ -146,11 +174,13 @@ def test_before_gdc_wait_a_kernel_writes_nothing_and_reads_only_data_two_kernels
     earlier keys, and the block table and length that the step's first kernel looked up.
     """
     old_enough = {"weight_ptr", "k_ptr", "v_ptr", "table_ptr", "length_ptr"}
-    module = ast.parse(Path(single_row.__file__).read_text(encoding="utf-8"))
-    kernels = [node for node in module.body if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")]
-    assert len(kernels) == 3
+    folder = Path(single_row.__file__).parent
+    files = [folder / name for name in ("single_row.py", "byte_rows.py", "single_row_parts.py")]
+    body = [node for file in files for node in ast.parse(file.read_text(encoding="utf-8")).body]
+    kernels = [node for node in body if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")]
+    assert len(kernels) == 4
     for kernel in kernels:
-        waits = [i for i, line in enumerate(kernel.body) if ast.unparse(line).startswith("_wait_for_inputs(")]
+        waits = [i for i, line in enumerate(kernel.body) if ast.unparse(line).startswith("wait_for_inputs(")]
         assert len(waits) == 1, (
             f"{kernel.name} must wait exactly once, outside any branch, so that early returns wait too"
         )
@@ -160,7 +190,7 @@ def test_before_gdc_wait_a_kernel_writes_nothing_and_reads_only_data_two_kernels
         calls = {ast.unparse(node.func) for node in ast.walk(before) if isinstance(node, ast.Call)}
         assert not any("store" in call or "atomic" in call for call in calls)
         assert not any(isinstance(node, ast.Return) for node in ast.walk(before))
-    wait = next(node for node in module.body if getattr(node, "name", "") == "_wait_for_inputs")
+    wait = next(node for node in body if getattr(node, "name", "") == "wait_for_inputs")
     assert ast.unparse(wait).index("gdc_wait()") < ast.unparse(wait).index("gdc_launch_dependents()")
 
 

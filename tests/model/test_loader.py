@@ -15,6 +15,7 @@ from minillm.model import loader
 from minillm.model.config import PRESETS
 from minillm.model.families import ARCHITECTURES
 from minillm.model.loader import load_model
+from minillm.quantization import Recipe
 from tests import models
 
 
@@ -355,3 +356,23 @@ def test_a_damaged_header_is_named(saved, change):
     file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
     with pytest.raises(ConfigError, match="model.safetensors"):
         load_model(saved)
+
+
+def test_the_message_about_full_memory_gives_the_size_in_the_recipes_formats(saved, monkeypatch):
+    real, sizes = loader.Model, {}
+    for recipe in (Recipe(), Recipe({"*": "int8"})):
+        sizes[recipe.format("head").name] = real(
+            loader.read_config(saved), dtype=torch.float32, device="cpu", max_model_len=8, recipe=recipe
+        ).nbytes
+
+    def full(*given, **options):
+        if options["device"] == "cpu":
+            raise torch.OutOfMemoryError
+        return real(*given, **options)
+
+    monkeypatch.setattr(loader, "Model", full)
+    monkeypatch.setattr(loader, "GB", 1e3)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
+    for name, recipe in (("dense", None), ("int8", Recipe({"*": "int8"}))):
+        with pytest.raises(ConfigError, match=rf"are {sizes[name] / 1e3:.1f} GB, and cpu has 0.0 GB free"):
+            load_model(saved, recipe=recipe)

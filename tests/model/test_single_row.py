@@ -17,9 +17,9 @@ pytestmark = pytest.mark.skipif(
 FITTING = ("gemma-multi-query", "gemma-multi-head-untied", "llama3-tied-head-dim", "mistral-no-window")
 
 
-def load(name: str, folder):
+def load(name: str, folder, recipe=None):
     models.make(name).save_pretrained(folder)
-    return load_model(folder, dtype="float32")
+    return load_model(folder, dtype="float32", recipe=recipe)
 
 
 @pytest.mark.parametrize("name", models.CONFIGS)
@@ -27,9 +27,10 @@ def test_only_models_with_supported_components_fit(name, tmp_path):
     assert single_row.SingleRow.fits(load(name, tmp_path)) == (name in FITTING)
 
 
+@pytest.mark.parametrize("rules", [{}, {"*": "int8"}, {"layers.*": "int8"}, {"*.down": "int8", "head": "int8"}])
 @pytest.mark.parametrize("name", FITTING)
-def test_logits_keys_and_values_equal_those_of_the_unfused_step(name, tmp_path):
-    model = load(name, tmp_path)
+def test_logits_keys_and_values_equal_those_of_the_unfused_step(name, rules, tmp_path):
+    model = load(name, tmp_path, Recipe(rules))
     paged = Paged(model)
     row = paged.admit()
     paged.forward({}, {row: list(range(5, 45))})
@@ -46,6 +47,7 @@ def test_logits_keys_and_values_equal_those_of_the_unfused_step(name, tmp_path):
 
 def test_a_model_with_any_weight_in_another_format_does_not_fit(tmp_path):
     models.make("gemma-multi-query").save_pretrained(tmp_path)
-    for address in ("layers.1.qkv", "layers.1.down", "head"):
-        model = load_model(tmp_path, dtype="float32", recipe=Recipe({address: "int8"}))
+    inputs = {"format": "int8", "activations": "int8"}
+    for address, format in (("layers.1.qkv", "fp8"), ("layers.1.down", inputs), ("head", "fp8")):
+        model = load_model(tmp_path, dtype="float32", recipe=Recipe({address: format}))
         assert not single_row.SingleRow.fits(model), address

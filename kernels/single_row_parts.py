@@ -1,0 +1,27 @@
+"""Parts that the kernels for one row share.  Lesson 11."""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def wait_for_inputs(DEPENDENT: tl.constexpr):
+    """Wait until the previous kernel has written its results, then let the next kernel start.
+
+    So when a kernel starts, every kernel before the previous one is complete. Before the wait it may read what was
+    written earlier than that (weights, earlier keys, the block table and length from the start of the step), and it
+    must write nothing.
+    """
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def activated(gate, GELU: tl.constexpr):
+    """gelu_tanh(gate), or silu(gate)."""
+    slope = 1.0
+    if GELU:
+        slope = 1.5957691216057308 * (1.0 + 0.044715 * gate * gate)  # 2 * sqrt(2 / pi)
+    return gate * tl.sigmoid(gate * slope)
