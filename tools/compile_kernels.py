@@ -137,6 +137,9 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
         single_row.product(row, weight, norm=torch.zeros(2048), eps=1e-6, residual=row)
         single_row.product(row, weight, activation="gelu_tanh")
         single_row.product(torch.zeros(1, 16384, dtype=torch.bfloat16), torch.zeros(8, 16384, dtype=torch.bfloat16))
+        codes, scales = weight.to(torch.int8), torch.zeros(len(weight))
+        single_row.product(row, codes, scales=scales, norm=torch.zeros(2048), eps=1e-6, residual=row)
+        single_row.product(row, codes, scales=scales, activation="gelu_tanh")
         for dim, dtype, heads, queries, options in ATTENTION:
             case = f"{str(dtype).removeprefix('torch.')} head_dim {dim}"
             k = torch.zeros(4, 16, 1, dim, dtype=dtype)

@@ -44,7 +44,7 @@ from minillm.course import draw_steps as draw
 print(doctor.report(doctor.examine()))
 
 # %% [markdown]
-# Every lesson asks for its *tier*: the model that this machine can run. On a CPU that is `tiny-gemma`. It has Gemma's
+# Most lessons ask for their *tier*: the model that this machine can run. On a CPU that is `tiny-gemma`. It has Gemma's
 # architecture in miniature and was trained on texts about a small invented world, the Tallow Isles. A model is a stack
 # of *layers*, each with two parts, *attention* and *MLP* (lesson 02). It works on *tokens*, which are pieces of text.
 # Between the parts, each token is represented by a vector, whose length is the *hidden size*. The *vocabulary* is the
@@ -68,7 +68,8 @@ print(
 #
 # ## First tokens · 18 min
 #
-# With `temperature=0` the engine always chooses the most likely token, so the same prompt always gives the same text.
+# With `temperature=0` the engine always chooses the most likely token, so the same prompt gives the same text,
+# unless rounding decides between two nearly equal tokens.
 # `stopped by: length` means that the text reached `max_tokens`. (Random weights make nonsense, often one token again
 # and again. If that token is a line break, the text looks empty.)
 
@@ -557,8 +558,10 @@ describe(
 #
 # ## Plug in your own function · 16 min
 #
-# Everything the model computes goes through a table of operations. Each has a plain reference implementation, which
-# defines it, and may have a faster one for a device. The second column says which of them runs here:
+# The model computes through a table of operations. (On a GPU, a decode step of a single request has fused kernels
+# instead, lesson 11, but only while nothing in the table is replaced.) Each operation has a plain reference
+# implementation, which defines it, and may have a faster one for a device. The second column says which of them runs
+# here:
 
 # %%
 print(f"{'operation':<20} {'runs':<10} why")
@@ -633,7 +636,8 @@ assert blinded.text != before.text, "attention had no influence on the text"
 # prefill.
 #
 # And this is the engine's own reference of `rms_norm`. Wherever a lesson shows code *from `minillm/…`*, it is the
-# source that runs, copied from the module when the notebook is built.
+# engine's own source, copied from the module when the notebook is built. (The table above says whether a faster version
+# of it runs here.)
 
 # %%
 # ENGINE: minillm.ops.reference:rms_norm
@@ -650,8 +654,8 @@ assert blinded.text != before.text, "attention had no influence on the text"
 # * You can replace any operation of the engine: `using(name=function)`, and `used.calls` shows that it ran.
 #
 # **What got worse:** nothing yet, but some costs are already visible. Each request waits longer for its tokens when
-# more requests share its steps. The floors above leave out reading the cache of keys and values, which grows with the
-# text. And a roofline shows how fast a step *could* be, not why it is slower.
+# more requests share its steps. This machine's floors above leave out reading the cache of keys and values, which
+# grows with the text. And a roofline shows how fast a step *could* be, not why it is slower.
 #
 # **Further reading:** Williams, Waterman and Patterson 2009, *Roofline*; Pope et al. 2022, *Efficiently Scaling
 # Transformer Inference*; Zhang and Sennrich 2019, *Root Mean Square Layer Normalization*. Next: lesson 01, where text

@@ -5,7 +5,7 @@
 # do several lines in one launch, and run them inside the engine; address a tile of a matrix, and multiply two matrices
 # tile by tile; and find bugs that kernels have and ordinary tests miss.
 #
-# **90 minutes, plus 5 optional. Needs:** Linux, and lessons 00 and 02. Without a GPU the kernels are *interpreted*:
+# **90 minutes, plus 3 optional. Needs:** Linux, and lessons 00 and 02. Without a GPU the kernels are *interpreted*:
 # correct, but slow. With a GPU the same cells compile them. Times in this lesson come from the project's H200 records.
 
 # %%

@@ -222,8 +222,8 @@ print(f"the slots are {whose(slots_of)}; the same tokens as before: {found == ex
 print(used.calls)
 
 # %% [markdown]
-# This version copies the keys and values before it uses them. The engine's Triton kernels (lesson 04) do not: they
-# look up a block, read its keys in place, and go on to the next block.
+# This version copies the keys and values before it uses them. The engine's Triton kernels (lesson 04) do not: for
+# each tile of keys they look up the blocks, read the keys in place, and go on to the next tile.
 #
 # ## 3 · A pool of blocks · 21 min
 #
@@ -641,7 +641,7 @@ same.""")
 #
 # ### In the engine: a chat
 #
-# Chats benefit most. Every turn sends the whole conversation again (lesson 01), and all but the newest question has
+# Chats benefit a lot. Every turn sends the whole conversation again (lesson 01), and all but the newest question has
 # been computed before.
 #
 # **Predict first.** Five turns, each a short question and an answer of at most 40 tokens, in the engine with blocks of
@@ -775,8 +775,9 @@ for context in (1024, 8192, 32_768, 131_072):
 # visible, the first ones: **attention sinks**. The remedy is to keep the first four tokens in addition to the window.
 #
 # One detail makes this work beyond the trained length: positions are counted inside the cache. With 4 sinks and a
-# window of 1,024, no key is ever more than 1,028 positions away. So keys are cached *before* their rotation, and
-# rotated by their place in the cache when they are read.
+# window of 1,024, the cache holds about 1,028 tokens (in this engine up to 1,056, since both are rounded up to whole
+# blocks and one more block is being filled), and no key is ever farther away than that. So keys are cached *before*
+# their rotation, and rotated by their place in the cache when they are read.
 #
 # The engine has two options for this, `attention_sinks` and `attention_window`. Pretend that the model's context ends
 # at 64 tokens, and ask for 160. (The other options keep the picture simple: one step at a time, no blocks kept for

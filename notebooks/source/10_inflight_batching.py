@@ -551,9 +551,9 @@ for policy in (FirstComeFirstServed, ShortestAlways):
 # every request gets its turn, however many arrive later.
 #
 # The classic cure is **aging**. A request could lose a few tokens of its length with every step it waits, but then the
-# queue would have to be sorted again and again. There is a simpler way: since all waiting requests age at the same
-# rate, the *differences* between them never change. So instead of making waiting requests shorter, treat later arrivals
-# as longer than they are. (The clock then counts arrivals instead of steps.)
+# keys of all waiting requests would have to be updated in every step. There is a simpler way: since all waiting
+# requests age at the same rate, the *differences* between them never change. So instead of making waiting requests
+# shorter, treat later arrivals as longer than they are. (The clock then counts arrivals instead of steps.)
 #
 # **Exercise 4 (6 minutes).** Write the key of this policy. Make short prompts go first, but let a prompt of $n$ tokens
 # be overtaken by at most $n/\text{patience}$ later requests, whatever they are: those after that must have a larger
@@ -620,8 +620,8 @@ print(
 
 # %% [markdown]
 # A policy decides when requests run. It cannot change their tokens, because no token depends on the other requests in
-# the batch. (That is exact in float64. In lower precision, the order of additions may decide between two tokens
-# whose logits are nearly equal.)
+# the batch. (Up to rounding: the order of additions may decide between two tokens whose logits are nearly equal.
+# In float64 they would have to agree to about 15 digits; in lower precision it happens now and then.)
 #
 # Here is the engine's `FirstComeFirstServed`, with your `share`. (Its `ShortestPromptFirst`, `LLM(policy="shortest")`,
 # has your `key`.) `fair` is a promise that no request waits forever; the engine's tests hold policies to it. When
@@ -669,8 +669,8 @@ for blocks, each in {"plenty": runs["in flight"], "32": few}.items():
     print(f"{blocks:>6} {counts}   {same}")
 
 # %% [markdown]
-# The number of steps grows by more than the number of tokens. Computing tokens twice is one cost; the other is that
-# with less memory, fewer requests run at the same time.
+# The number of steps grows by a larger factor than the number of tokens. Computing tokens twice is one cost; the other
+# is that with less memory, fewer requests run at the same time.
 #
 # ## 9 · Prompts first (optional) · 3 min
 #

@@ -35,7 +35,8 @@ gemma = PRESETS["gemma-2b"]
 # ## 1 · The launches of a layer · 4 min
 #
 # Lesson 03 fused an addition with a norm. Here is everything that one layer of Gemma 2B launches in a decode step of 64
-# requests: as torch would run it line by line, and as the engine runs it, with one kernel per operation. The four
+# requests: as torch would run it line by line, and as the engine runs it, with one kernel per operation. (Attention is
+# drawn as one launch. With 64 requests it is two: one for parts of the keys, and one that combines them.) The four
 # matrix products and attention are the same in both. Each launch is drawn with the time it takes *at best*: its
 # bytes divided by the H200's memory bandwidth, but never less than the shortest kernel in the record `h200/kernels`. So
 # this is an optimistic estimate, not a measurement.
@@ -65,9 +66,9 @@ describe(
 )
 
 # %% [markdown]
-# Fusion removes most of the short kernels between the matrix products, and their trips to memory. Ten launches remain:
-# four matrix products, attention, and five small ones. This lesson asks three questions about them. How fast is each
-# one? How fast can the CPU *launch* them? And can there be even fewer?
+# Fusion removes most of the short kernels between the matrix products, and their trips to memory. Ten operations
+# remain: four matrix products, attention, and five small ones. This lesson asks three questions about them. How fast is
+# each one? How fast can the CPU *launch* them? And can there be even fewer?
 #
 # ## 2 · Which tile? · 18 min
 #
@@ -171,7 +172,8 @@ else:
 # are compiled and measured, and noise may change the choice from run to run. (It needs a GPU.)
 #
 # `minillm build` measures beforehand instead: on *this* GPU, with *this* model's sizes, for the traffic that you
-# expect. It tunes attention and the matrix products of the single-request step; GeGLU keeps its default. It times the
+# expect. It tunes the kernels that it hears looking up a launch while it measures steps: attention, and matrix products
+# of steps that were not captured before; GeGLU keeps its default. It times the
 # winner and the default twice, and the winner must beat the default by 2% in both timings (`minillm/tuning/trials.py`).
 # Then it measures whole decode steps with the winners, and drops those that do not help there. (Prefill attention,
 # which decode steps do not run, needs no such test.) The result is a plan file. Before each launch, a kernel with a
@@ -213,8 +215,9 @@ for each in build["results"]:
 
 # %% [markdown]
 # Next to nothing. The only launch that it changed makes prefill attention 5% faster, which is a small part of these
-# runs; nothing else passed those tests. On another GPU, or for a model with other sizes, a plan may gain more. And to
-# know that little is left to gain is a result too.
+# runs; nothing else passed those tests. Only three problems were tuned in this record, and the matrix products of the
+# single-request step were not among them: the record does not show that nothing is left to gain there. On another GPU,
+# or for a model with other sizes, a plan may gain more.
 #
 # ## 3 · Who launches the kernels? · 16 min
 #
@@ -678,8 +681,8 @@ print(f"for an operation's input, its output and the residual, at most: {alive /
 # * Compare only settings that differ in one thing. Graphs for decode steps and the fused step are two effects.
 #
 # **What got worse:** a tuned choice holds for one GPU and one version. Graphs take time and memory to capture, need
-# padded batches, and make it hard to look inside a step. The fused step works for exactly one row, unquantized
-# weights, and models built like Gemma or Llama.
+# padded batches, and make it hard to look inside a step. The fused step works for exactly one row, weights
+# that are unquantized or int8, and models built like Gemma or Llama.
 #
 # **Further reading:** NVIDIA, *CUDA Programming Guide*: "CUDA Graphs" and "Programmatic Dependent Launch and
 # Synchronization"; Gray 2019, *Getting Started with CUDA Graphs*; NVIDIA's TensorRT documentation, "How TensorRT Works"

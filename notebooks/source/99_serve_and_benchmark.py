@@ -64,8 +64,8 @@ print(f"{here.label}: {model.num_parameters / 1e6:,.1f} million parameters")
 print(f"{model.nbytes / 1e6:,.1f} MB of weights; {rows} rows in the batch")
 
 # %% [markdown]
-# Prefix caching is off because we are going to send the same prompts again and again. With the cache, only the first
-# run would measure prefill.
+# Prefix caching is off because we are going to send the same prompts again and again. With the cache, later runs of
+# prompts longer than a block would skip most of their prefill.
 #
 # ## Talk to it · 4 min
 #
@@ -286,7 +286,8 @@ describe(
 # %% [markdown]
 # Look at the right end. The eight prompts have 2,272 tokens together, and a step that runs a prompt takes far longer
 # than one that only decodes. A request whose answer is already streaming waits for that step too: its text stands
-# still. (Lesson 10 cuts prompts into chunks to shorten this gap.) The typical gap does not show it; p99 does.
+# still. (Lesson 10 cuts prompts into chunks to shorten this gap.) The typical gap does not show it. p99
+# shows it if enough requests met such a step: of 134 gaps, it is the second largest.
 #
 # ## How many at once? · 6 min
 #
@@ -643,7 +644,7 @@ except openai.APIConnectionError:
 #
 # We call `generate`, the usual way to use transformers. It works in static batches: a batch is padded to its longest
 # prompt and runs until its longest answer is complete. (transformers also has `generate_batch`, which batches in
-# flight; it is not measured here.) Ours gives a row to the next request as soon as an answer ends (lesson 10).
+# flight; it is not measured here.) Ours gives a row to the next request a step or two after an answer ends (lesson 10).
 #
 # **Predict** minillm's speedup over transformers in each workload.
 
@@ -684,7 +685,8 @@ describe(
 # Why is the second lead larger? (If it is not, the machine was busy: look at the runs.) Part of the answer can be
 # computed without measuring anything. Both engines generate the same tokens, but not in the same number of steps. A
 # static batch takes as many steps as its longest answer has tokens (the first step is the prefill). In flight, the next
-# request takes the first row to become free, and we count steps until the last answer ends:
+# request takes the first row to become free, and we count steps until the last answer ends. (That is the ideal. minillm
+# launches one step ahead, so a free row may wait a step, and it takes slightly more.)
 
 # %%
 work = workloads.make("mixed", config.vocab_size, scale=scales["mixed"], requests=REQUESTS)
