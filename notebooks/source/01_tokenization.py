@@ -292,11 +292,11 @@ describe(
 
 # %% [markdown]
 # For twice as many letters, a merge that looks at the whole word after each join takes about four times as long: there
-# are twice as many joins, and each looks at twice as many pairs. A million letters would take about 100,000 times as
-# long as 3,200, and anyone can send them to a server. The engine's version takes about twice as long for twice as many
-# letters. Three ideas make this possible (you need not read the code to go on):
+# are twice as many joins, and each looks at twice as many pairs. (One measurement may be off.) A million letters would
+# take about 100,000 times as long as 3,200, and anyone can send them to a server. The engine's version takes about
+# twice as long for twice as many letters. Three ideas make this possible (you need not read the code to go on):
 #
-# * After a join, only two pairs are new: the ones on both sides of the new token. Nothing else is looked up again.
+# * After a join, only two pairs are new: the ones on both sides of the new token. No other pair is searched for again.
 # * A linked list (`following`, `previous`) joins two symbols without moving the rest of the word.
 # * For each rank, a queue holds the positions of its pair, and a heap returns the lowest rank that is waiting.
 
@@ -744,7 +744,7 @@ describe(
 # Clients call the model's role `assistant`; Gemma learned `model`. The last line opens the model's turn and leaves it
 # open: it is the **generation prompt**. The model writes its answer and closes its turn with `<end_of_turn>`,
 # where the engine stops. Whitespace before and after each message is dropped. User and assistant take turns, and the
-# user begins: the model's own template rejects any other order, but your function need not.
+# user begins: the model's own template rejects any other order of these two, but your function need not.
 #
 # **Exercise 4 (7 minutes).** Write this format as a function. For example
 # `render_chat([{"role": "user", "content": "Hi"}], add_generation_prompt=False)` is

@@ -375,9 +375,9 @@ def decode_one_row(q, k, v, table, length: int, scale: float) -> torch.Tensor:
 
 # %% [markdown]
 # **Exercise 3 (20 minutes).** Write the loop body of a paged decode kernel. It is exercise 1 with addresses, and uses
-# both of lesson 03's last exercises: tiles of 2-D pointers, and `tl.dot` in a loop. Each program handles one row and
-# one KV head. Its queries are the `GROUP` heads that share the KV head, packed into a tile of `ROWS` = 16 rows, the
-# number that a GPU's matrix instruction takes; the remaining rows are padding.
+# lesson 03's exercises 3 and 4: tiles of 2-D pointers, and `tl.dot` in a loop. Each program handles one row and one KV
+# head. Its queries are the `GROUP` heads that share the KV head, packed into a tile of `ROWS` = 16 rows, the number
+# that a GPU's matrix instruction takes; the remaining rows are padding.
 #
 # * You need `tl.load(pointers, mask=..., other=0.0)`, `tl.dot(a, b, input_precision="ieee")`, `tl.trans`, `tl.where`,
 #   `tl.max(x, 1)`, `tl.sum(x, 1)`, `tl.maximum` and `tl.exp`. Without `"ieee"` a GPU rounds float32 operands to TF32,
@@ -665,8 +665,8 @@ attention_facts.print_decode_speeds()
 # With many rows it comes close. One row of 384 keys is far from the floor although its keys *are* split: reading them
 # would take a tenth of a microsecond, less than any kernel in the record takes to start and finish. The record times
 # the general path, with two such kernels, one after the other, and in the first the loads wait for each other: length,
-# table, keys. Such work is **limited by latency**, not by memory or arithmetic. Shares help with long rows; with short
-# ones, only fewer or overlapping launches do (lesson 11).
+# table, keys. Such work is **limited by latency**, not by memory or arithmetic. Shares help short rows too, but only
+# down to a few microseconds; below that, only fewer or overlapping launches help (lesson 11).
 
 # %% [markdown]
 # If you have a GPU, the next cell measures decode attention on it. (Your kernel multiplies in exact float32, the
