@@ -1,5 +1,6 @@
 """What the weights of all quantized formats have in common.  Lesson 05."""
 
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -32,20 +33,20 @@ class QuantizedWeight(Weight):
         return self.compute_dtype
 
     @property
-    def shape(self) -> torch.Size:
-        raise NotImplementedError
+    @abstractmethod
+    def shape(self) -> torch.Size: ...
 
+    @abstractmethod
     def tensors(self) -> list[Tensor | None]:
         """The tensors of codes, scales and zero points."""
-        raise NotImplementedError
 
+    @abstractmethod
     def round(self, weight: Tensor) -> Codes:
         """weight [rows, in], in float32 or float64, rounded to the nearest codes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def rows(self, which: Tensor | slice) -> Codes:
         """The codes of these rows."""
-        raise NotImplementedError
 
     @property
     def needs_whole_module(self) -> bool:
@@ -90,9 +91,9 @@ class QuantizedWeight(Weight):
             self.bias.normal_(0.0, self.shape[0] ** -0.5, generator=generator)
         fill_random_scale(self.input_scale, self.activations)
 
+    @abstractmethod
     def randomize_codes(self, generator: torch.Generator) -> None:
         """Fill codes and scales with random values that keep activations near 1."""
-        raise NotImplementedError
 
 
 def input_scale(activations: Activations | None, device: torch.device) -> Tensor | None:
