@@ -89,7 +89,7 @@ def decode_steps(
     ends = range(traffic.input_len + 1, traffic.context + 1)
     widths = sorted({graphs.width(-(-end // block)) for end in ends})
     shapes = [DecodeShape(size, width) for width in widths for size in graphs.sizes]
-    step_seconds(runner, graphs, traffic, shapes[0])  # the very first capture may capture other graphs too
+    graphs.captured(*graphs.largest)  # the first capture of all: not to be heard as part of another step
     seconds: dict[DecodeShape, float] = {}
     asked_by: dict[DecodeShape, Asked] = {}
     for shape in shapes:
@@ -99,13 +99,14 @@ def decode_steps(
 
 
 def step_seconds(runner: Runner, graphs: DecodeGraphs, traffic: Traffic, shape: DecodeShape) -> float:
-    """Seconds of one captured decode step whose rows are halfway through their outputs."""
+    """Seconds of one decode step whose rows are halfway through their outputs, captured with the current launches."""
     state, (size, width) = runner.state, shape
     longest = min(width * state.block_size, state.longest + 1) - 2 * REPLAYS
     graphs.rows[:size] = torch.arange(size, device=state.device)
     state.position[:size] = max(min(traffic.input_len + traffic.output_len // 2, longest), 0)
     state.temperature.fill_(1.0)
     state.block_table.random_(runner.num_blocks)
+    graphs.steps.decodes.pop(shape, None)  # captured earlier, perhaps with other launches
     captured = graphs.captured(size, width).graph
     captured.replay()
     return statistics.median(trials.replay_seconds(captured, REPLAYS))

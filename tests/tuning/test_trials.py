@@ -8,6 +8,7 @@ import torch
 from minillm import LLM
 from minillm.model.loader import EMBEDDED, read_config
 from minillm.runner.plan import Plan, Traffic
+from tests.emulated_graphs import emulated_graphs
 
 trials = pytest.importorskip("minillm.tuning.trials", reason="triton is not installed here")
 from minillm.kernels import launch_configs, paged_attention, single_row  # noqa: E402
@@ -158,6 +159,31 @@ def test_a_kernel_whose_default_launch_fails_is_an_error():
     trial = trials.Trial([lambda: torch.ones(1)], lambda result: 1.0, [], 1e-4)
     with pytest.raises(RuntimeError, match="whole_rows's default launch .* fails: relative error"):
         trials.tune(problem, default, trial, lambda calls: 1.0)
+
+
+@interpreted
+@torch.inference_mode()
+def test_every_step_is_heard_and_timed_with_the_current_launches_even_if_it_was_captured_before(monkeypatch):
+    monkeypatch.setattr(trials, "replay_seconds", lambda graph, replays: [1.0])
+    tables: list[dict] = []
+    with emulated_graphs(), LLM(device="cpu", dtype="float32", num_blocks=24, max_num_seqs=2) as llm:
+        runner = llm.engine.executor.runner
+        graphs = runner.graphs.decodes
+        graphs.captured(1, 16), graphs.captured(2, 16)  # as trials of a budget do
+        steps, asked = planning.decode_steps(runner, graphs, Traffic(20, 10, 2))
+        assert {shape.rows for shape in steps} == {1, 2}
+        product = next(problem for problem in asked[(1, 16)] if problem.kernel == "whole_rows")
+        record = graphs.steps.record
+
+        def recorded(step, out):
+            tables.append(dict(launch_configs._thread.table))
+            return record(step, out)
+
+        monkeypatch.setattr(graphs.steps, "record", recorded)
+        default = asked[(1, 16)][product]
+        found = trials.Found(product, default, default._replace(warps=8))
+        planning.kept(runner, Traffic(20, 10, 2), steps, asked, [found])
+    assert tables == [{product: found.launch._asdict()}], "only the single row's step looks this product up"
 
 
 def test_every_token_budget_is_measured_on_the_traffic_with_new_prompts(monkeypatch):

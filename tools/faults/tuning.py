@@ -34,6 +34,13 @@ FAULTS = (
         "tests/tuning/test_trials.py -k budget",
     ),
     Fault(
+        "a step captured before tuning is neither heard nor timed with other launches",
+        PLANNING,
+        "    graphs.steps.decodes.pop(shape, None)",
+        "    pass",
+        "tests/tuning/test_trials.py -k captured_before",
+    ),
+    Fault(
         "the warm-up run counts in the comparison of plans",
         BUILD,
         "            if round_:\n",
