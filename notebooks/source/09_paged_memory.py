@@ -458,7 +458,7 @@ print(f"prefix_keys is {whose(prefix_keys)}")
 # %% [markdown]
 # ### Who may write to a shared block?
 #
-# None may: it would overwrite what the others still read. **Shared keys and values are never changed.** In this
+# No request may: it would overwrite what the others still read. **Shared keys and values are never changed.** In this
 # engine the rule needs no extra code. Only full blocks have prefix keys, so only full blocks are shared, and new tokens
 # never go into a full block.
 #
@@ -835,8 +835,8 @@ for way, name in WAYS.items():
 # * A free list and reference counts are a whole memory manager: a block without holders is free.
 # * Prefix keys are chained hashes: equal keys mean equal prefixes. Only full blocks are shared, and a full block is
 #   never written to again.
-# * Blocks without holders stay cached until their memory is needed. They are evicted least recently used first, the end
-#   of a sequence before its beginning.
+# * Blocks with known prefix keys stay cached after their last holder releases them, until their memory is needed. They
+#   are evicted least recently used first, the end of a sequence before its beginning.
 #
 # **What got worse:** attention kernels must look up where each block is, and block tables must be kept in sync between
 # the CPU and the GPU. Part of each request's last block is unused. Every prompt is hashed, whether anything is found or

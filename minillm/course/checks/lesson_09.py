@@ -284,13 +284,16 @@ def _(make):
     hint="count holders as in exercise 2: `share` may also get blocks in use, and only a count of 0 makes one cached",
 )
 def _(make):
-    pool, (blocks,) = _remembering(make, 4, [2])
-    pool.share(list(blocks))
-    pool.release(list(blocks))
-    story = "pool of 4, 2 blocks with keys, each with two holders"
-    _available(pool, 2, f"{story}, one of which released it")
-    pool.release(list(blocks))
-    _available(pool, 4, f"{story}, both of which released it")
+    for keys in ("with", "without"):
+        pool = make(4)
+        blocks = _allocate(pool, 2)
+        for block in blocks if keys == "with" else []:
+            pool.register(block, ("key", block))
+        story = f"pool of 4, 2 blocks {keys} keys, each with two holders"
+        pool.share(list(blocks))
+        for who, want in (("one", 2), ("both", 4)):
+            pool.release(list(blocks))
+            _available(pool, want, f"{story}, {who} of which released it")
 
 
 @prefix_pool.property(

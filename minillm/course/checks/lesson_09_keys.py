@@ -68,6 +68,11 @@ def _(function):
     if one[0] != other[0]:  # else: another property's matter
         said = "blocks of 4: the first of 1,200 tokens changed, and the last block has the same key as before"
         assert one[-1] != other[-1], said
+    one, other = (_keys(function, [first, *range(2, 13)], salt="ann") for first in (1, 99))
+    if one[0] != other[0]:  # else: another property's matter
+        for block in (1, 2):
+            said = f"blocks of 4, with the salt 'ann': token 0 changed, and block {block} has the same key as before"
+            assert one[block] != other[block], said
 
 
 @prefix_keys.property(

@@ -41,6 +41,12 @@ def first_block_and_the_one_before(tokens, block_size, salt=""):
 
 
 @wrong("prefix_keys", fails="a key depends on all tokens before its block")
+def a_salt_instead_of_the_parent(tokens, block_size, salt=""):
+    """With a salt, it takes the parent's place in every block, and nothing is chained."""
+    return _chain(tokens, block_size, b"", lambda parent, block: _hash(salt.encode() or parent, block))
+
+
+@wrong("prefix_keys", fails="a key depends on all tokens before its block")
 def the_last_eight_blocks(tokens, block_size, salt=""):
     ends = range(block_size, len(tokens) + 1, block_size)
     return [

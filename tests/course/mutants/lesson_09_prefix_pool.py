@@ -134,6 +134,17 @@ class CachesEveryBlockWithAKey(PrefixPool):
                 self.cache_or_free(block)
 
 
+@wrong("MyPrefixPool", fails="a block stays in use until its last holder releases it")
+class FreesEveryBlockWithoutAKey(PrefixPool):
+    """Assumes that a block that cannot be found has one holder."""
+
+    def release(self, blocks):
+        for block in reversed(blocks):
+            self.references[block] = self.references[block] - 1 if block in self.key_of else 0
+            if self.references[block] == 0:
+                self.cache_or_free(block)
+
+
 @wrong("MyPrefixPool", fails="the end of a sequence is evicted before its beginning")
 class SortsByNumber(PrefixPool):
     """Takes the order in memory for the order of the tokens."""

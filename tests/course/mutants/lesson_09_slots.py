@@ -78,6 +78,12 @@ def yields_slots(table, start, end, block_size):
     return (table[at // block_size] * block_size + at % block_size for at in range(start, end))
 
 
+@wrong("slots_of", fails="the result is a list of integers")
+def a_list_of_tensors(table, start, end, block_size):
+    at = torch.arange(start, end)
+    return list(torch.tensor(table)[at // block_size] * block_size + at % block_size)
+
+
 _KNOWN: dict[tuple, list[int]] = {}
 
 
