@@ -258,13 +258,17 @@ def _(function):
     "a resumed request computes prompt and answer in one go", "what is pending does not depend on `prompt`"
 )
 def _(function):
-    request = _maker(function)(6, known=10)
+    new = _maker(function)
+    request = new(6, known=10)
     got = _step(function, request)
     assert got == [(0, 10, True)], f"10 known tokens and an empty cache: [(0, 10, True)], not {got}"
     assert (request.known, request.computed) == (11, 10), (
         f"10 known tokens and an empty cache: then 11 are known and 10 computed, not {request.known} and "
         f"{request.computed}"
     )
+    for computed in (4, 6, 7):  # within the prompt, at its end, within the answer
+        got, wanted = _step(function, new(6, known=10, computed=computed)), [(computed, 10 - computed, True)]
+        assert got == wanted, f"10 known tokens, 6 of them the prompt, and {computed} in the cache: {wanted}, not {got}"
 
 
 @next_step.property(

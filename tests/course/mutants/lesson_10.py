@@ -222,6 +222,18 @@ def prefill_and_decode_are_two_cases(requests, budget):
 
 
 @wrong("next_step", fails="a resumed request computes prompt and answer in one go")
+def one_token_at_a_time_after_the_prompt(requests, budget):
+    done = []
+    for request in requests:
+        pending = _pending(request)
+        if request.computed >= request.prompt:
+            pending = min(pending, 1)  # though a resumed request's earlier chunk may have ended within its answer
+        done.append(_take(request, min(pending, budget)))
+        budget -= done[-1][1]
+    return done
+
+
+@wrong("next_step", fails="a resumed request computes prompt and answer in one go")
 def a_resumed_request_keeps_what_it_knows(requests, budget):
     done = []
     for request in requests:
