@@ -77,18 +77,22 @@ def assert_past_seen(
             assert at < key or moved[i] > 1e-3, f"{query} does not see key {key}{score}"
 
 
-def assert_later_hidden(attend: Attend, queries: int, length: int, first_hidden: Iterable[int]) -> None:
-    """The query just before a key does not change when that key and all after it do."""
-    v = normal(length, 1, DIM, seed=2)
-    for q, k, later in _seen_and_later(queries, length):
+def assert_later_hidden(
+    attend: Attend, queries: int, length: int, first_hidden: Iterable[int], capacity: int | None = None
+) -> None:
+    """The query just before a key does not change when that key and all after it, up to `length`, do."""
+    slots = capacity or length
+    v = normal(slots, 1, DIM, seed=2)
+    for q, k, later in _seen_and_later(queries, slots):
         before = attend(q, k, v, 0.5)
         for key in first_hidden:
             k2, v2 = k.clone(), v.clone()
-            k2[key:], v2[key:] = later, -7.0
+            k2[key:length], v2[key:length] = later, -7.0
             past = slice(0, key - (length - queries))
             after = attend(q, k2, v2, 0.5)
             assert same(after[past], before[past]), (
                 f"the output of query {past.stop - 1} of {queries} changed when keys from {key} on did"
+                + (f" (length {length}, capacity {capacity})" if slots > length else "")
             )
 
 

@@ -621,7 +621,7 @@ print(f"with a cache: operations 1/{fewer:.0f}, time 1/{naive_ms / cached_ms:.0f
 # Your cached attention can serve real requests. The engine keeps the keys and values of many requests in scattered
 # blocks of 16 slots. `adapters.gathered` copies each request's blocks into one tensor and calls your function, both for
 # prompts and for single tokens. A request's last block is rarely full, so your function also gets slots beyond
-# `length`. In the first run most of them still hold zeros; run the cell again, and they hold leftovers.
+# `length`. In the first run most of them still hold zeros; run the cell again, and most hold leftovers.
 #
 # Four prompts at once, compared with the output of `generate` in transformers. One correct text proves little. Once
 # exercise 3 is solved, try it with a mask that is one position too wide in `cached_attention`, and see which of the

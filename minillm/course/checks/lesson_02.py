@@ -349,12 +349,13 @@ def _(function):
 
 
 @cached_attention.property(
-    "no query sees the keys after its own", hint=f"query i of n is at position length - n + i. {LATER.capitalize()}"
+    "no query sees the keys after its own", hint=f"query i of n is at position length - n + i. A{LATER[1:]}"
 )
 def _(function):
     assert_values_used(over_prompt(function))
     for queries in (3, 6):
-        assert_later_hidden(over_cache(function, 6), queries, 6, range(6 - queries + 1, 6))
+        for capacity in (6, 7, 9):  # the last slots may be free
+            assert_later_hidden(over_cache(function, 6), queries, 6, range(6 - queries + 1, 6), capacity)
     assert_later_hidden(over_cache(function, LONG), LONG // 2, LONG, (LONG // 2 + 1, LONG - 1))
 
 

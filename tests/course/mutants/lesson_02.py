@@ -212,8 +212,16 @@ def leftovers_masked_only(q, k, v, length, *, scale):
 
 
 @wrong("cached_attention", fails=LEFTOVERS)
-def uses_capacity_as_length(q, k, v, length, *, scale):
+def a_single_query_sees_the_whole_capacity(q, k, v, length, *, scale):
+    if len(q) > 1:
+        k, v = k[:length], v[:length]
     return _cached(q, k, v, _visible(len(q), len(k), len(k)), scale)
+
+
+@wrong("cached_attention", fails="no query sees the keys after its own")
+def mask_for_a_full_cache(q, k, v, length, *, scale):
+    capacity = len(k)
+    return _cached(q, k[:length], v[:length], _visible(len(q), length, capacity), scale)
 
 
 @wrong("cached_attention", fails=WEIGHTS)
