@@ -246,7 +246,7 @@ print(serving.recorded_decode_step("h200/roofline"))
 lengths = [4, 6, 8, 12, 16, 24, 32, 40]
 with ThreadPoolExecutor(len(lengths)) as pool:
     heard = list(pool.map(lambda n: listen(random_prompt(16 * n, seed=n), n), lengths))
-gaps_of_each = [measure(due, arrivals)[1] for due, arrivals in heard]
+gaps_of_each = [list(measure(due, arrivals)[1]) for due, arrivals in heard]
 print("tokens of each answer:", [len(gaps) + 1 for gaps in gaps_of_each])
 
 # %% [markdown]
@@ -475,9 +475,9 @@ for record in opened.values():
 # %% [markdown]
 # Below the limit, goodput follows the rate at which requests arrive, as long as waits stay within the promise. Past the
 # limit, it collapses: the server works as hard as before, but at most the first requests of the overload get what was
-# promised, and the longer it lasts, the smaller their share. (If nothing is left at nine tenths, the queue has grown
-# there too: that rate was past the limit.) This is why servers refuse requests or add replicas before they reach their
-# limit.
+# promised, and the longer it lasts, the smaller their share. (If many promises were broken at nine tenths, requests
+# queued there too: that rate was close to the limit, or past it.) This is why servers refuse requests or add replicas
+# before they reach their limit.
 #
 # ## Serve with your own attention · 22 min
 #

@@ -109,6 +109,19 @@ def _(function):
     assert _near(gaps, [0.0, 0.0]), f"3 tokens at 1, and no others: expected [0, 0], got {_shown(gaps)}"
 
 
+@timings.property(
+    "the answer ends with its last token", "an answer of 5 tokens may come in 3 arrivals: do not mix up the two numbers"
+)
+def _(function):
+    for counts in ((1, 3, 2, 1), (3, 1), (2, 2)):
+        arrivals = list(zip((0.5, 0.75, 1.25, 2.25), counts, strict=False))
+        shown = "due at 0, tokens at " + ", ".join(f"{when:g} ({tokens})" for when, tokens in arrivals)
+        last = arrivals[-1][0]
+        ttft, _, e2e = function(0.0, list(arrivals))
+        assert _near([ttft], [0.5]), f"{shown}: the TTFT is 0.5, not {ttft}"
+        assert _near([e2e], [last]), f"{shown}: the end-to-end latency is {last:g}, not {e2e}"
+
+
 @timings.property("the list of arrivals is unchanged", "read `arrivals`; do not pop from it, and do not write into it")
 def _(function):
     arrivals = [(1.0, 1), (1.5, 3), (2.0, 1)]

@@ -144,6 +144,18 @@ def adds_up_gaps_that_differ(due, arrivals):
     return ttft, gaps, ttft + sum(set(gaps))
 
 
+@wrong("timings", fails="the answer ends with its last token")
+def counts_arrivals_to_find_the_last_token(due, arrivals):
+    times = [when for when, tokens in arrivals for _ in range(tokens)]
+    return times[0] - due, all_gaps(arrivals), times[len(arrivals) - 1] - due
+
+
+@wrong("timings", fails="the answer ends with its last token")
+def adds_up_a_gap_for_each_arrival(due, arrivals):
+    ttft, gaps = arrivals[0][0] - due, all_gaps(arrivals)
+    return ttft, gaps, ttft + sum(gaps[: len(arrivals) - 1])
+
+
 def rank(ranked, p):
     return ranked[math.ceil(p / 100 * len(ranked)) - 1]
 
