@@ -83,6 +83,9 @@ def _(function):
     for other, median, expected in (([8.0, 9.0, 10.2, 11.0], 9.6, "other"), ([8.0, 9.0, 11.0, 12.0], 10, "default")):
         runs = {"default": [10.0] * 4, "other": other}
         _expect(function, runs, "default", expected, f"medians {median} of {other} and the default's 10")
+    for other, expected in (([8.0, 9.9, 99.0], "default"), ([8.0, 9.0, 99.0], "other")):
+        runs = {"default": [10.0] * 3, "other": other}
+        _expect(function, runs, "default", expected, f"medians {other[1]} of {other} and the default's 10")
     runs = {"default": [10.0] * 2, "other": [9.0] * 5}
     _expect(function, runs, "default", "other", "medians 9 of 5 runs and the default's 10 of 2 runs")
 
@@ -156,6 +159,8 @@ def _(function):
 )
 def _(function):
     _same(_times(function, [7.0] * 3, [1.0, 2.0, 3.0]), [(7.0, 8.0), (8.0, 10.0), (10.0, 13.0)], "launched at 7, 7, 7")
+    found = _times(function, [7.0] * 3, [3.0, 1.0, 2.0])
+    _same(found, [(7.0, 10.0), (10.0, 11.0), (11.0, 13.0)], "launched at 7, 7, 7; lengths 3, 1, 2")
     found, ends = _times(function, [7.0] * 198, [1.0] * 198), [8.0 + place for place in range(198)]
     assert len(found) == 198, f"198 kernels: got {len(found)} times"
     _same(found[-2:], [(end - 1.0, end) for end in ends[-2:]], "the last 2 of 198 kernels launched at 7, of 1 each")
@@ -259,6 +264,7 @@ def _(function):
     slow_two = {2: 1.83, 4: 1.77, 8: 3.0}
     for most in (3, 4):
         _least(function, {2: 5, 4: 5, 8: 1}, slow_two, most)
+    _least(function, {1: 5, 2: 5, 4: 1}, {1: 3.0, 2: 2.0, 4: 1.0}, 3)
     _least(function, {1: 10, 2: 1, 4: 1}, {1: 0.100, 2: 0.104, 4: 0.106}, 2)
 
 

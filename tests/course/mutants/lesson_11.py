@@ -127,6 +127,24 @@ def equally_many_runs(runs, default, margin):
     return _choose(runs, default, margin)
 
 
+@wrong("choose_launch", fails="the median of all runs decides")
+def two_middle_runs_of_any_number(runs, default, margin):
+    def middle(each):
+        half, ordered = len(each) // 2, sorted(each)
+        return (ordered[half - 1] + ordered[half]) / 2
+
+    return _choose(runs, default, margin, middle=middle)
+
+
+@wrong("choose_launch", fails="the median of all runs decides")
+def two_runs_from_the_middle_on(runs, default, margin):
+    def middle(each):
+        half, ordered = (len(each) - 1) // 2, sorted(each)
+        return statistics.mean(ordered[half : half + 2])
+
+    return _choose(runs, default, margin, middle=middle)
+
+
 # ---- a queue of kernels
 
 
@@ -242,6 +260,16 @@ def nothing_before_the_second(launched_us, kernel_us):
     return found
 
 
+@wrong("queued", fails="a whole graph is launched at once")
+def sorted_pairs(launched_us, kernel_us):
+    end, found = 0.0, []
+    for launched, length in sorted(zip(launched_us, kernel_us, strict=True)):
+        start = max(launched, end)
+        end = start + length
+        found.append((start, end))
+    return found
+
+
 # ---- which batch sizes to capture
 
 
@@ -251,8 +279,16 @@ def _sets(ms, most, fewest=0):
 
 
 @wrong("choose_sizes", fails="at most `most` sizes, in order")
-def never_the_largest_alone(counts, ms, most):
-    return min(_sets(ms, max(most, 2), 1), key=lambda sizes: padded_ms(sizes, counts, ms))
+def two_sizes_at_least_allowed(counts, ms, most):
+    fewest = 1 if most == 1 else 0
+    return min(_sets(ms, max(most, 2), fewest), key=lambda sizes: padded_ms(sizes, counts, ms))
+
+
+@wrong("choose_sizes", fails="milliseconds count, not padded rows")
+def the_largest_alone_only_if_most_is_one(counts, ms, most):
+    if most == 1:
+        return [max(ms)]
+    return min(_sets(ms, most, 1), key=lambda sizes: padded_ms(sizes, counts, ms))
 
 
 @wrong("choose_sizes", fails="at most `most` sizes, in order")
