@@ -301,7 +301,7 @@ def prefill_launch(dim: int, itemsize: int, device: Device) -> Launch:
 def decode_splits(programs: int, longest: int, device: Device) -> int:
     """How many programs share a row's keys: a power of two, at most 64, for full processors and short shares.
 
-    Unless there are 64, shares have fewer than 768 keys. Full processors matter for few rows. Short shares balance
+    Unless there are 64, shares have at most 768 keys. Full processors matter for few rows. Short shares balance
     many ragged rows, of which the longest would finish last. Each split costs a partial output that is written and
     read, so short rows are not split if there are enough of them.
     `longest` comes from the table's width: the lengths are on the device, and reading them would synchronize.

@@ -125,8 +125,9 @@ def _(function):
     "If it is: scores 0 and 1 must weigh 0.269 and 0.731",
 )
 def _(function):
-    wide = paged.cache_of(kv_heads=3, dim=2 * DIM)
-    cache = LayerCache(wide.k[..., :DIM], wide.v[..., :DIM])
+    # Strides of 4 and 20 times DIM: no product or quotient of the sizes, such as GROUP * DIM, happens to equal them.
+    wide = paged.cache_of(kv_heads=5, dim=4 * DIM)
+    cache = LayerCache(wide.k[:, :, :3, :DIM], wide.v[:, :, :3, :DIM])
     for part in (cache.k, cache.v):
         part[:] = part[40].clone()  # all blocks are equal, so that only heads matter
     q = normal(1, 6, DIM, seed=9)

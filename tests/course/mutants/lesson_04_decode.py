@@ -57,6 +57,10 @@ def _wrong_kernel(
             at = (block * BLOCK_SIZE + offset) * slot_stride
         if MISTAKE == "heads without gaps":
             at += kv_head * DIM
+        elif MISTAKE == "heads of a whole group":
+            at += kv_head * GROUP * DIM
+        elif MISTAKE == "heads fill a slot":
+            at += kv_head * (slot_stride // tl.num_programs(1))
         elif MISTAKE == "two KV heads":
             at += tl.minimum(kv_head, 1) * head_stride
         elif MISTAKE != "first KV head":
@@ -147,6 +151,8 @@ for _mistake, _fails in {
     "length": "slots from the length on have no weight",
     "v unmasked": "nothing from the length on is loaded",
     "heads without gaps": "every KV head is read",
+    "heads of a whole group": "every KV head is read",
+    "heads fill a slot": "every KV head is read",
     "first KV head": "every KV head is read",
     "two KV heads": "every KV head is read",
     "scale": "scores are multiplied by the scale",
