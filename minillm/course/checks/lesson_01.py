@@ -92,6 +92,7 @@ def _(fn):
 @bpe_merge.property("a pair is joined wherever it occurs", hint="continue until no pair has a rank")
 def _(fn):
     same(fn(list("abxab"), ranked("a b")), ["ab", "x", "ab"])
+    same(fn(list("abxcd"), ranked("c d", "a b")), ["ab", "x", "cd"])
     found = fn(list("ab" * 150), ranked("a b"))  # within the limit of a recursion
     assert found == ["ab"] * 150, f'"ab" 150 times became {found.count("ab")} "ab" and {len(found)} symbols in all'
 
@@ -226,6 +227,9 @@ def _(fn):
 def _(fn):
     words = ["bad", "baf", "bah", "babc", "ba", "abe", "abg", "ab", "bc"]
     same(fn(dict.fromkeys(words, 1), 3), [("b", "a"), ("a", "b"), ("b", "c")])
+    for first, second in ((".x", "ax"), ("ab", "\n\n")):
+        found = fn({first: 2, second: 1}, 2)
+        assert len(found) == 2, f"after {tuple(first)}, {second!r} still contains {tuple(second)}; it learned {found!r}"
 
 
 @learn_merges.property(

@@ -154,6 +154,9 @@ def _(fn):
         found = pieces(fn, *spelled(start), "<0xE2>", "b")
         if not "".join(found[:3]):  # a character that comes too early is another property's
             same("".join(found), "\ufffd\ufffd\ufffdb")
+    *early, last = pieces(fn, *spelled("é"), "<0xE2>")
+    if last and not "".join(early):  # as is a run that finish() loses
+        same(last, "\ufffd\ufffd\ufffd")
 
 
 # ---- render_chat(messages, add_generation_prompt)
@@ -234,6 +237,8 @@ def _(fn):
     for empty in ("", " "):
         found = fn(turns("Hi", empty, "Bye"), False)
         assert found.count("<start_of_turn>") == 3, f"three messages, the second {empty!r}, became {found!r}"
+    found = fn(turns("", "Good day!"), False)
+    assert "user\n<end_of_turn>" in found, f"a turn with nothing in it has a first line too: {found!r}"
     count = fn(turns(*["Hi", "Good day!"] * 10), False).count("<start_of_turn>")
     assert count == 20, f"20 messages became {count} turns"
 

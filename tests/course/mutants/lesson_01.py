@@ -1,5 +1,6 @@
 """Wrong solutions of lesson 01's exercises on merges."""
 
+import re
 from collections import Counter
 from itertools import pairwise
 
@@ -104,6 +105,17 @@ def stops_at_a_large_number(symbols, ranks):
 @wrong("bpe_merge", fails="a pair is joined wherever it occurs")
 def only_the_first_64_symbols(symbols, ranks):
     return join_one_at_a_time(symbols[:64], ranks.get) + list(symbols[64:])
+
+
+@wrong("bpe_merge", fails="a pair is joined wherever it occurs")
+def never_goes_back_to_the_left(symbols, ranks):
+    """After a join, it looks only at the pairs from the new one on."""
+    symbols, start = list(symbols), 0
+    while found := [(ranks[pair], i) for i, pair in enumerate(pairwise(symbols)) if i >= start and pair in ranks]:
+        i = min(found)[1]
+        symbols[i : i + 2] = [symbols[i] + symbols[i + 1]]
+        start = max(0, i - 1)
+    return symbols
 
 
 @wrong("bpe_merge", fails="the joins are your own")
@@ -394,6 +406,22 @@ def replaces_text(word_counts, steps):
         return " ".join(symbols).replace(f"{left} {right}", left + right).split(" ")
 
     return learn(word_counts, steps, join=join)
+
+
+def join_by_pattern(symbols, left, right):
+    """Joins in one string, as the code of Sennrich et al. does, without its re.escape."""
+    return re.sub(rf"(?<!\S){left} {right}(?!\S)", left + right, " ".join(symbols)).split(" ")
+
+
+@wrong("learn_merges", fails="only whole symbols are joined")
+def a_period_matches_any_character(word_counts, steps):
+    return learn(word_counts, steps, join=join_by_pattern)
+
+
+@wrong("learn_merges", fails="only whole symbols are joined")
+def loses_newlines(word_counts, steps):
+    """`split()` splits at newlines too, and drops them."""
+    return learn(word_counts, steps, join=lambda *given: " ".join(join_pair(*given)).split())
 
 
 @wrong("learn_merges", fails="the caller's counts do not change")

@@ -180,6 +180,17 @@ class BrokenPartsReplaced(Stream):
         return run.decode(errors="replace")
 
 
+@wrong("TextStream", fails="in a broken run, each byte becomes one \ufffd")
+class BrokenPartsReplacedAtTheEnd(Stream):
+    def push(self, token):
+        waits = token in self.special or token in BYTE_TOKENS
+        return super().push(token) if waits else super().finish() + self.text(token)
+
+    def finish(self):
+        run, self.run = self.run, bytearray()
+        return run.decode(errors="replace")
+
+
 @wrong("TextStream", fails="half a character is never shown")
 class RedecodesTheRunAtEachByte(Stream):
     shown = 0
@@ -477,3 +488,8 @@ def all_tags_removed(messages, add_generation_prompt=True):
 @wrong("render_chat", fails="every message is a turn")
 def leaves_out_a_message_without_characters(messages, add_generation_prompt=True):
     return render([message for message in messages if message["content"]], add_generation_prompt)
+
+
+@wrong("render_chat", fails="every message is a turn")
+def no_newline_before_an_empty_content(messages, add_generation_prompt=True):
+    return render(messages, add_generation_prompt).replace("\n<end_of_turn>", "<end_of_turn>")
