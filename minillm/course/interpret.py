@@ -80,8 +80,9 @@ def untouched(memory: Tensor, by: float) -> bool:
 class Watched(Counter[str]):
     """What interpreted kernels did: counts of "loads" and "stores" outside their tensors, and of "TF32" products.
 
-    watched: whether kernels are interpreted. loaded, stored: the addresses that they used. left: the tensors as the
-    last launch left them. modules: the module of each launch's kernel. launching: whether one is running.
+    watched: whether kernels are interpreted. loaded, stored: the addresses that they used. storing: the program of each
+    entry of stored, numbered from 1. left: the tensors as the last launch left them. modules: the module of each
+    launch's kernel. launching: whether one is running.
     """
 
     def __init__(self, watched: bool):
@@ -89,6 +90,7 @@ class Watched(Counter[str]):
         self.watched = watched
         self.loaded: list[Any] = []
         self.stored: list[Any] = []
+        self.storing: list[int] = []
         self.left: list[Tensor] = []
         self.modules: list[str] = []
         self.launching = False
@@ -115,6 +117,14 @@ class Watched(Counter[str]):
     def all_stored(self, tensor: Tensor) -> bool:
         """Whether kernels stored every element of a tensor."""
         return _hold(self.stored, tensor)
+
+    def stored_by_several(self) -> int:
+        """How many addresses more than one program stored to."""
+        seen = Counter[int]()
+        for program in set(self.storing):
+            own = [each.tolist() for each, by in zip(self.stored, self.storing, strict=True) if by == program]
+            seen.update({address for each in own for address in each})
+        return sum(count > 1 for count in seen.values())
 
 
 def _hold(addresses: list[Any], tensor: Tensor) -> bool:
@@ -148,7 +158,7 @@ def strays(*tensors: Tensor, junk: bool = False, stores: bool = True) -> Iterato
     begin, launch = builder.set_grid_idx, executor.__call__
     own = {each.untyped_storage().data_ptr() for each in tensors}
     known = known_here = np.unique(np.concatenate([_addresses(each) for each in tensors]))
-    accesses = 0
+    accesses = programs = 0
 
     def watched_launch(self, *args, **kwargs):
         nonlocal known
@@ -162,8 +172,9 @@ def strays(*tensors: Tensor, junk: bool = False, stores: bool = True) -> Iterato
         return result
 
     def watched_begin(self, *place):
-        nonlocal accesses
+        nonlocal accesses, programs
         accesses = 0
+        programs += 1
         return begin(self, *place)
 
     def allowed(what: str, pointers, mask) -> tuple:
@@ -179,6 +190,8 @@ def strays(*tensors: Tensor, junk: bool = False, stores: bool = True) -> Iterato
         stray = asked & ~inside
         found[what] += int(stray.sum())
         (found.loaded if what == "loads" else found.stored).append(addresses[asked & inside])
+        if what == "stores":
+            found.storing.append(programs)
         return interpreter.TensorHandle(asked & inside, tl.int1), stray
 
     def watched_load(self, pointers, mask, other, *options):

@@ -43,15 +43,16 @@ def authors_test(product: Callable[..., Tensor]) -> bool:
 
 def faulty_product(
     *, masked: bool = True, own_scale: bool = True, last_scales: bool = False, most: int | None = None,
-    full: bool = True, ascending: bool = True, shifted: Sequence[float] = (), add: float = 0.0, times: float = 1.0,
-    weight: Callable[[Tensor], Tensor] | None = None, x: Callable[[Tensor], Tensor] | None = None,
-    backwards: bool = False, double: bool = False,
+    full: bool = True, single: bool = True, ascending: bool = True, shifted: Sequence[float] = (),
+    add: float = 0.0, times: float = 1.0, weight: Callable[[Tensor], Tensor] | None = None,
+    x: Callable[[Tensor], Tensor] | None = None, backwards: bool = False, double: bool = False,
 ) -> Callable[..., Tensor]:  # fmt: skip
     """A product scale * (weight @ x), piece by piece of 64 columns, in torch; with faults, on demand.
 
-    most: the columns that count. full, ascending: False makes results wrong if all pieces are full, or if several run
-    from first to last. shifted: where rows are wrong if there are several, from 0, the first, to 1, the last; each
-    other one is too small. weight, x: what is done to an input. backwards, double: no faults, but another rounding.
+    most: the columns that count. full, single, ascending: False makes results wrong if all pieces are full, if there is
+    only one, or if several run from first to last. shifted: where rows are wrong if there are several, from 0, the
+    first, to 1, the last; each other one is too small. weight, x: what is done to an input. backwards, double: no
+    faults, but another rounding.
     """
     change_weight, change_x, piece = weight, x, 64
 
@@ -82,7 +83,11 @@ def faulty_product(
         much = 0.5 + 0.01 * largest
         for count, where in enumerate(shifted if rows > 1 else ()):
             out[round(where * (rows - 1))] += much if count % 2 == 0 else -much
-        if (not full and columns % piece == 0) or (not ascending and pieces > 1 and order == sorted(order)):
+        if not full and columns % piece == 0:
+            out += much
+        if not single and pieces == 1:
+            out += much
+        if not ascending and pieces > 1 and order == sorted(order):
             out += much
         return (out * times + add * (1 + 0.02 * largest)).to(torch.float32)
 

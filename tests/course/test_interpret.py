@@ -83,3 +83,24 @@ def test_strays_are_counted_and_have_no_effect(tmp_path):
     done = run(tmp_path, code)
     once = "[1.0, 1.0, 1.0] 0.0 {'loads': 1, 'stores': 1} ['__main__']\n"
     assert done.stdout == 2 * once + "[1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]\nTrue\n", done.stderr
+
+
+SHARED = """
+import torch, triton, triton.language as tl
+from minillm.course.interpret import strays
+@triton.jit
+def write(out_ptr, STEP, TILE: tl.constexpr):
+    at = tl.program_id(0) * STEP + tl.arange(0, TILE)
+    tl.store(out_ptr + at, 1.0)
+    tl.store(out_ptr + at, 2.0)
+out = torch.zeros(12)
+for step in (4, 3):
+    with strays(out) as found:
+        write[(3,)](out, step, TILE=4)
+    print(found.stored_by_several())
+"""
+
+
+def test_elements_that_several_programs_store_are_counted(tmp_path):
+    done = run(tmp_path, "from minillm.course import triton_here\ntriton_here()\n" + SHARED)
+    assert done.stdout == "0\n2\n", done.stderr

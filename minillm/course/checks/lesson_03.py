@@ -69,12 +69,13 @@ def _(function):
         near(found, gate * up, f"{rows} rows of {size} columns:", rtol=0.03, atol=0)
 
 
-@geglu.property("every column is written", "the grid must cover the last tile too: triton.cdiv rounds up, // down")
+@geglu.property("every column is written", "tile i starts at column i * TILE; the grid covers the last tile too")
 def _(function):
-    found = _gated(function, torch.full((1, 5000), 10.0), torch.full((1, 5000), 10.0)).outputs[0]
-    left = int((found == EMPTY).sum())
-    assert left == 0, f"of 5,000 columns {left:,} were not written"
-    near(found, torch.full((1, 5000), 100.0), "5,000 columns of gates 10 and ups 10:")
+    for size in (5000, 2048):
+        found = _gated(function, torch.full((1, size), 10.0), torch.full((1, size), 10.0)).outputs[0]
+        left = int((found == EMPTY).sum())
+        assert left == 0, f"of {size:,} columns {left:,} were not written"
+        near(found, torch.full((1, size), 100.0), f"{size:,} columns of gates 10 and ups 10:")
 
 
 @geglu.property(
@@ -117,9 +118,14 @@ def _(function):
     reads_only_inputs(_gated(function, [[10.0] * 5], [[10.0] * 5], junk=True), "1 row of 5 gates and 5 ups")
 
 
-@geglu.property("nothing but the result is written", "tl.store(..., mask=inside), and no more programs than rows")
+@geglu.property(
+    "nothing but the result is written",
+    "tl.store(..., mask=inside), where a row ends after SIZE columns; and no more programs than rows",
+)
 def _(function):
     only_its_own(_gated(function, [[1.5] * 5], [[2.0] * 5]), "5 columns")
+    twice = _gated(function, [[1.5] * 5] * 3, [[2.0] * 5] * 3).strays.stored_by_several()
+    assert twice == 0, f"3 rows of 5: {twice} results are stored by several programs, and on a GPU any may be last"
 
 
 # ---- add + RMSNorm
@@ -185,10 +191,16 @@ def _(function):
         near(_direction(out), _direction(x), f"1 row of {dim:,}, the norm divided by its first element:")
 
 
-@add_row_norm.property("the mean is over d numbers", "divide by DIM, not by TILE: padding is not part of the row")
+@add_row_norm.property(
+    "the mean is over d numbers",
+    "divide by DIM, not by TILE: padding is not part of the row; add eps to the mean, not to each square",
+)
 def _(function):
     out, _ = _added(function, [[1.0] * 5], [[1.0] * 5]).outputs
     near(out, torch.ones(1, 5), f"a row of five equal numbers becomes five 1s, not {some(out)}")
+    quarter = torch.full((1, 5), 0.25)  # 1/3 even with eps outside the root, which has a property of its own
+    out, _ = _added(function, quarter, 0 * quarter, eps=0.5).outputs
+    near(out, _norm(quarter, eps=0.5), f"0.25 / sqrt(0.0625 + 0.5) is 0.3333 in a row of five, not {some(out)}")
 
 
 @add_row_norm.property("each column has its weight", "weight_ptr + columns, without the row; multiply by it at the end")

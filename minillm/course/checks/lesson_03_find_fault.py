@@ -41,6 +41,7 @@ def _(function):
 @find_fault.property("several sizes are tried", "with and without a partial piece; one piece, and three or more")
 def _(function):
     _fails(function, faulty_product(most=128), "a kernel that ignores all columns from 128 on passes")
+    _fails(function, faulty_product(single=False), "a kernel that is wrong only if one piece holds all columns passes")
     _fails(function, faulty_product(full=False), "a kernel that is wrong only if all pieces are full passes")
 
 

@@ -16,11 +16,13 @@ def geglu_kernel(
     gate_up_ptr, out_ptr, SIZE, TILE: tl.constexpr,
     SILU: tl.constexpr, SWAPPED: tl.constexpr, ROW: tl.constexpr, BY_TILE: tl.constexpr, NARROW: tl.constexpr,
     LOAD_MASKED: tl.constexpr, MASKED: tl.constexpr, IN_PLACE: tl.constexpr, ROUNDED: tl.constexpr,
-    CUBE: tl.constexpr, BENT: tl.constexpr, TWICE: tl.constexpr,
+    CUBE: tl.constexpr, BENT: tl.constexpr, TWICE: tl.constexpr, FLAT: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    columns = tl.program_id(1) * (TILE - 1 if STEP else TILE) + tl.arange(0, TILE)
     inside = columns < SIZE
+    if FLAT:
+        inside = row * SIZE + columns < tl.num_programs(0) * SIZE
     first = gate_up_ptr + row * ROW * (TILE if BY_TILE else SIZE) + columns
     if LOAD_MASKED:
         gate, up = tl.load(first, mask=inside, other=0.0), tl.load(first + SIZE, mask=inside, other=0.0)
@@ -55,7 +57,7 @@ def geglu_kernel(
 def _geglu(gate_up, out, *, tiles=triton.cdiv, rows=None, row=2, **wrongs):
     grid = (rows or out.shape[0], tiles(out.shape[1], 1024))
     right = {"SILU": 0, "SWAPPED": 0, "BY_TILE": 0, "NARROW": 0, "LOAD_MASKED": 1, "MASKED": 1, "IN_PLACE": 0}
-    right |= {"ROUNDED": 0, "CUBE": 0.044715, "BENT": 0, "TWICE": 0}
+    right |= {"ROUNDED": 0, "CUBE": 0.044715, "BENT": 0, "TWICE": 0, "FLAT": 0, "STEP": 0}
     geglu_kernel[grid](gate_up, out, out.shape[1], TILE=1024, ROW=row, **right | wrongs)
 
 
@@ -122,6 +124,11 @@ def tiles_rounded_down(gate_up, out):
     _geglu(gate_up, out, tiles=lambda size, tile: max(size // tile, 1))
 
 
+@wrong("geglu", fails="every column is written")
+def tiles_one_too_close(gate_up, out):
+    _geglu(gate_up, out, STEP=1)
+
+
 @wrong("geglu", fails="half-precision inputs")
 def multiplied_as_it_came(gate_up, out):
     _geglu(gate_up, out, NARROW=1)
@@ -152,6 +159,13 @@ def gate_overwritten(gate_up, out):
     _geglu(gate_up, out, IN_PLACE=1)
 
 
+if how_kernels_run() == INTERPRETED:  # compiled, stores are not watched
+
+    @wrong("geglu", fails="nothing but the result is written")
+    def rows_that_end_with_the_matrix(gate_up, out):
+        _geglu(gate_up, out, FLAT=1)
+
+
 # ---- add + RMSNorm
 
 
@@ -161,7 +175,7 @@ def add_row_norm_kernel(
     X_ALONE: tl.constexpr, STRIDE: tl.constexpr, UNROUNDED: tl.constexpr, OVER_TILE: tl.constexpr,
     ROW_WEIGHT: tl.constexpr, EPS_OUTSIDE: tl.constexpr, NARROW: tl.constexpr, RESIDUAL_MASKED: tl.constexpr,
     WEIGHT_MASKED: tl.constexpr, STORE_MASKED: tl.constexpr, OTHER: tl.constexpr, AS_X: tl.constexpr,
-    ROUNDED_WEIGHT: tl.constexpr, NORM_ROUNDED: tl.constexpr, EACH_ROUNDED: tl.constexpr,
+    ROUNDED_WEIGHT: tl.constexpr, NORM_ROUNDED: tl.constexpr, EACH_ROUNDED: tl.constexpr, EPS_EACH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     columns = tl.arange(0, TILE)
@@ -202,6 +216,8 @@ def add_row_norm_kernel(
         squares = (rounded * rounded).to(tl.float32)
     else:
         squares = normed * normed
+    if EPS_EACH:
+        squares, eps = squares + eps, 0.0
     mean = tl.sum(squares) / (TILE if OVER_TILE else DIM)
     if EPS_OUTSIDE:
         out = normed / (tl.sqrt(mean) + eps) * weight
@@ -228,6 +244,7 @@ def _add_row_norm(x, residual, weight, eps, out, total, *, tile=None, **wrongs):
             "ROUNDED_WEIGHT",
             "NORM_ROUNDED",
             "EACH_ROUNDED",
+            "EPS_EACH",
         ),
         0,
     ) | dict.fromkeys(("RESIDUAL_MASKED", "WEIGHT_MASKED", "STORE_MASKED", "OTHER"), 1)
@@ -264,6 +281,11 @@ def tile_of_4096(x, residual, weight, eps, out, total):
 @wrong("add_row_norm", fails="the mean is over d numbers")
 def mean_over_the_tile(x, residual, weight, eps, out, total):
     _add_row_norm(x, residual, weight, eps, out, total, OVER_TILE=1)
+
+
+@wrong("add_row_norm", fails="the mean is over d numbers")
+def eps_added_to_each_square(x, residual, weight, eps, out, total):
+    _add_row_norm(x, residual, weight, eps, out, total, EPS_EACH=1)
 
 
 @wrong("add_row_norm", fails="each column has its weight")

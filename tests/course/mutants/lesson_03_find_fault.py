@@ -50,6 +50,11 @@ def two_pieces_at_most(product):
     return _find(product, sizes=(64, 100, 128))
 
 
+@wrong("find_fault", fails="several sizes are tried")
+def two_pieces_at_least(product):
+    return _find(product, sizes=(100, 128, 164))
+
+
 @wrong("find_fault", fails="all inputs are used as they are")
 def x_of_ones(product):
     return _find(product, ones=True)
