@@ -22,7 +22,6 @@ length needs share a head's keys, and the last of them to finish combines their 
 head. Heads that share keys read them again, from the L2 cache, which is faster than fewer programs with all heads.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -31,9 +30,8 @@ import triton.language as tl
 
 from . import launch_configs
 from .arguments import Cache
-from .byte_rows import byte_rows_kernel
 from .paged_attention import LOG2E
-from .single_row_parts import activated, wait_for_inputs
+from .single_row_parts import activated, has_dependent_launch, processors, wait_for_inputs
 
 WHOLE = 4096  # a program holds full rows of up to this many columns
 PARTS = 16  # most programs that share a head's keys
@@ -56,16 +54,19 @@ def whole_rows_kernel(
     weight = tl.load(at, mask=mask, other=0.0)
     if GATED:
         up = tl.load(at + UP, mask=mask, other=0.0)
+    if ADD:  # written before the previous kernel started
+        residual = tl.load(residual_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        scale = tl.load(norm_ptr + columns, mask=inside, other=0.0)
     wait_for_inputs(DEPENDENT)
     kind = out_ptr.dtype.element_ty
     x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if ADD:
-        total = (x + tl.load(residual_ptr + columns, mask=inside, other=0.0).to(tl.float32)).to(kind)
+        total = (x + residual).to(kind)
         if program == 0:
             tl.store(sum_ptr + columns, total, mask=inside)
         x = total.to(tl.float32)
     if NORM:
-        scale = tl.load(norm_ptr + columns, mask=inside, other=0.0)
         x = (x * tl.rsqrt(tl.sum(x * x, 0) / COLUMNS + eps) * scale).to(kind).to(tl.float32)
     for first in tl.range(program * TILE, ROWS, programs * TILE, num_stages=1):
         rows = first + tl.arange(0, TILE)
@@ -106,12 +107,10 @@ def long_rows_kernel(
 
 
 @triton.jit
-def _rotated(x_ptr, cos_sin_ptr, dims, HALF: tl.constexpr):
+def _rotated(x_ptr, cos, sin, dims, HALF: tl.constexpr):
     """x cos + roll(x) sin, rounded like the output of the rotary kernel."""
     x = tl.load(x_ptr + dims).to(tl.float32)
     rolled = tl.load(x_ptr + (dims + HALF) % (2 * HALF)).to(tl.float32)
-    cos = tl.load(cos_sin_ptr + dims).to(tl.float32)
-    sin = tl.load(cos_sin_ptr + 2 * HALF + dims).to(tl.float32)
     return (x * cos + rolled * sin).to(x_ptr.dtype.element_ty).to(tl.float32)
 
 
@@ -145,12 +144,14 @@ def row_attention_kernel(
     end = tl.minimum(begin + share, newest)
     k_ptr += kv_head * head_stride
     v_ptr += kv_head * head_stride
-    # Earlier tokens' keys and values depend on no kernel of this step.
+    # Earlier tokens' keys and values, and the angles of this one, do not depend on the previous kernel.
+    cos = tl.load(cos_sin_ptr + dims).to(tl.float32)
+    sin = tl.load(cos_sin_ptr + DIM + dims).to(tl.float32)
     k, v = _tile(k_ptr, v_ptr, table_ptr, begin, end, block_stride, slot_stride, dims, KEYS, BLOCK_SIZE)
     wait_for_inputs(DEPENDENT)
     if part >= parts:
         return
-    q = _rotated(qkv_ptr + head * DIM, cos_sin_ptr, dims, DIM // 2)
+    q = _rotated(qkv_ptr + head * DIM, cos, sin, dims, DIM // 2)
     scale *= LOG2E
     maximum, total = float("-inf"), 0.0
     out = tl.zeros([DIM], tl.float32)
@@ -166,7 +167,7 @@ def row_attention_kernel(
         out = out * rescale + tl.sum(weights[:, None] * v.to(tl.float32), 0)
         maximum, k, v = new_maximum, next_k, next_v
     if (begin <= newest) & (newest < begin + share):
-        new_k = _rotated(qkv_ptr + (heads + kv_head) * DIM, cos_sin_ptr, dims, DIM // 2)
+        new_k = _rotated(qkv_ptr + (heads + kv_head) * DIM, cos, sin, dims, DIM // 2)
         new_v = tl.load(qkv_ptr + (heads + kv_heads + kv_head) * DIM + dims)
         if head % GROUP == 0:
             block = tl.load(table_ptr + newest // BLOCK_SIZE).to(tl.int64)
@@ -201,7 +202,6 @@ def product(
     x: torch.Tensor,
     weight: torch.Tensor,
     *,
-    scales: torch.Tensor | None = None,
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
@@ -211,32 +211,23 @@ def product(
 
     weight [rows, columns]. f(x) is x; with `norm` [columns] float32, the RMSNorm of x; with `residual` [1, columns]
     too, the norm of x + residual, and that sum is returned as well. activation ("gelu_tanh" or "silu"): weight is
-    [2 * rows, columns], gate first, and the first result is activation(gate) * up [1, rows]. With `scales` [rows]
-    float32, weight is int8 and each of its rows has a scale. Raises ValueError for more than WHOLE columns with a norm,
-    a residual or an activation.
+    [2 * rows, columns], gate first, and the first result is activation(gate) * up [1, rows]. Raises ValueError for
+    more than WHOLE columns with a norm, a residual or an activation.
     """
     weight = weight.contiguous()  # no copy on a GPU, where weights are contiguous
     columns = weight.shape[1]
     rows = weight.shape[0] // (2 if activation else 1)
     out = torch.empty((1, rows), dtype=x.dtype, device=x.device)
     total = torch.empty_like(x) if residual is not None else None
-    dependent = _dependent(x.device)
+    dependent = has_dependent_launch(x.device)
     options = {"launch_pdl": True} if dependent else {}
     sizes: dict[str, int | str] = {"rows": rows, "columns": columns, "dtype": launch_configs.dtype_name(x.dtype)}
     if columns > WHOLE and (norm is not None or residual is not None or activation):
         raise ValueError(
             f"rows of {columns} columns are longer than {WHOLE}: apply norm, residual and activation separately"
         )
-    if scales is not None:
-        found = byte_launch(rows, columns, _processors(x.device))
-        byte_rows_kernel[(found.programs,)](
-            x, residual, total, norm, weight.view(torch.int32), scales, out, eps, rows, rows * columns // 4,
-            COLUMNS=columns, WIDTH=triton.next_power_of_2(columns // 4), TILE=found.tile, NORM=norm is not None,
-            ADD=residual is not None, GATED=activation is not None, GELU=activation == "gelu_tanh",
-            DEPENDENT=dependent, num_warps=found.warps, **options,
-        )  # fmt: skip
-    elif columns <= WHOLE:
-        default = whole_launch(rows, columns, bool(activation), _processors(x.device))
+    if columns <= WHOLE:
+        default = whole_launch(rows, columns, bool(activation), processors(x.device))
         launch = launch_configs.tuned("whole_rows", default, **sizes, gated=int(bool(activation)))
         whole_rows_kernel[(launch.programs,)](
             x, residual, total, norm, weight, out, eps, rows, rows * columns,
@@ -278,7 +269,7 @@ class RowAttention:
         token, whose key and value are written to the cache here.
         """
         out = torch.empty((1, self.heads * self.dim), dtype=qkv.dtype, device=qkv.device)
-        dependent = _dependent(qkv.device)
+        dependent = has_dependent_launch(qkv.device)
         options = {"launch_pdl": True} if dependent else {}
         row_attention_kernel[(self.heads, self.most_parts)](
             qkv, cos_sin, cache.k, cache.v, block_table, length, self.parts, self.log_total, self.finished, out, scale,
@@ -317,21 +308,3 @@ def whole_launch(rows: int, columns: int, gated: bool, processors: int) -> Launc
     if gated:
         return Launch(8 * processors, max(tile // 2, 1), 4)
     return Launch(min(8 * processors, triton.cdiv(rows, tile)), tile, 2)
-
-
-def byte_launch(rows: int, columns: int, processors: int) -> Launch:
-    """A row of 2,048 bytes is read by one or two warps, so its sum needs no more than a few exchanges between them."""
-    warps = max(2, min(16, triton.next_power_of_2(columns) // 2048))
-    programs = 32 // warps * processors
-    return Launch(min(programs, triton.cdiv(rows, 2)), 2 if columns <= WHOLE else 1, warps)
-
-
-@lru_cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
-@lru_cache
-def _dependent(device: torch.device) -> bool:
-    """Whether the device has programmatic dependent launch: compute capability 9.0 and above."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -1,5 +1,8 @@
 """Parts that the kernels for one row share.  Lesson 11."""
 
+from functools import lru_cache
+
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -10,8 +13,8 @@ def wait_for_inputs(DEPENDENT: tl.constexpr):
     """Wait until the previous kernel has written its results, then let the next kernel start.
 
     So when a kernel starts, every kernel before the previous one is complete. Before the wait it may read what was
-    written earlier than that (weights, earlier keys, the block table and length from the start of the step), and it
-    must write nothing.
+    written earlier than that (weights, earlier keys, the residual sum, and the block table, length and angles from the
+    start of the step), and it must write nothing.
     """
     if DEPENDENT:
         gdc_wait()
@@ -25,3 +28,15 @@ def activated(gate, GELU: tl.constexpr):
     if GELU:
         slope = 1.5957691216057308 * (1.0 + 0.044715 * gate * gate)  # 2 * sqrt(2 / pi)
     return gate * tl.sigmoid(gate * slope)
+
+
+@lru_cache
+def processors(device: torch.device) -> int:
+    """The number of multiprocessors; 2 without a GPU, where programs are interpreted one by one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+@lru_cache
+def has_dependent_launch(device: torch.device) -> bool:
+    """Whether the device has programmatic dependent launch: compute capability 9.0 and above."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from minillm.kernels import (
     activation,
     decode_step,
+    integer_rows,
     normalization,
     paged_attention,
     rope_cache,
@@ -132,14 +133,21 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
         sampling.sample(torch.zeros(2, 9000), torch.ones(2), torch.ones(2))
         truncation.truncate(torch.zeros(2, 9000), torch.ones(2, dtype=torch.int64), torch.ones(2))
         sampling.soft_cap(torch.zeros(2, 9000, dtype=torch.bfloat16), 30.0)
-        single_row._dependent = lambda _: capability >= 90
+        single_row.has_dependent_launch = integer_rows.has_dependent_launch = lambda _: capability >= 90
+        integer_rows.is_compiled = lambda _: True
         row, weight = torch.zeros(1, 2048, dtype=torch.bfloat16), torch.zeros(2560, 2048, dtype=torch.bfloat16)
         single_row.product(row, weight, norm=torch.zeros(2048), eps=1e-6, residual=row)
         single_row.product(row, weight, activation="gelu_tanh")
         single_row.product(torch.zeros(1, 16384, dtype=torch.bfloat16), torch.zeros(8, 16384, dtype=torch.bfloat16))
-        codes, scales = weight.to(torch.int8), torch.zeros(len(weight))
-        single_row.product(row, codes, scales=scales, norm=torch.zeros(2048), eps=1e-6, residual=row)
-        single_row.product(row, codes, scales=scales, activation="gelu_tanh")
+        scales, groups = torch.zeros(len(weight)), torch.zeros(len(weight), 16, dtype=torch.bfloat16)
+        words = torch.zeros(len(weight), 512, dtype=torch.int32)
+        for matrix in (
+            integer_rows.IntegerMatrix(8, words, scales),
+            integer_rows.IntegerMatrix(4, words[:, :256].contiguous(), groups),
+            integer_rows.IntegerMatrix(4, words[:, :256].contiguous(), groups, groups.to(torch.int8)),
+        ):
+            integer_rows.product(row, matrix, norm=torch.zeros(2048), eps=1e-6, residual=row)
+            integer_rows.product(row, matrix, activation="gelu_tanh")
         for dim, dtype, heads, queries, options in ATTENTION:
             case = f"{str(dtype).removeprefix('torch.')} head_dim {dim}"
             k = torch.zeros(4, 16, 1, dim, dtype=dtype)

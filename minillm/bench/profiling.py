@@ -25,7 +25,9 @@ NAMES = (
     ("head and sampling", re.compile(r"^(chunk_mass_kernel|choose_kernel|soft_cap_kernel)|ArgMax|argmax")),
     (
         "matrix products",
-        re.compile(r"^(nvjet|whole_rows_kernel|long_rows_kernel|byte_rows_kernel)|gemm|gemv|xmma|cutlass|splitKreduce"),
+        re.compile(
+            r"^(nvjet|whole_rows_kernel|long_rows_kernel|integer_rows_kernel)|gemm|gemv|xmma|cutlass|splitKreduce"
+        ),
     ),
 )
 SLICES, STEPS = 10, 4  # slices of a run that are profiled, steps in each

@@ -5,39 +5,30 @@ The same operations in the same order as `Model.forward`, for a batch of one row
 of them are the engine's own.
 """
 
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from minillm.kernels import single_row
+from minillm.kernels import integer_rows, single_row
+from minillm.kernels.integer_rows import IntegerMatrix
 from minillm.kv_cache.layer_cache import LayerCache
 from minillm.ops.signatures import AttentionOptions
-from minillm.quantization import DenseWeight, Int8Weight, Weight
+from minillm.quantization import DenseWeight, Int4Weight, Int8Weight, Weight
 
 from .batch import Batch
 from .decoder import PROJECTIONS, Model
 
-
-class _Matrix(NamedTuple):
-    """A projection as the kernels take it: a dense matrix, or int8 codes with a scale for each row."""
-
-    weight: Tensor
-    scales: Tensor | None
-
-    @classmethod
-    def of(cls, weight: Weight) -> Self:
-        if isinstance(weight, Int8Weight):
-            return cls(weight.codes, weight.scales)
-        return cls(weight.dequantize(), None)
+Matrix = Tensor | IntegerMatrix  # a projection as the kernels take it
 
 
 class _Matrices(NamedTuple):
     """One layer's projections."""
 
-    qkv: _Matrix
-    attention_out: _Matrix
-    gate_up: _Matrix
-    down: _Matrix
+    qkv: Matrix
+    attention_out: Matrix
+    gate_up: Matrix
+    down: Matrix
 
 
 class SingleRow:
@@ -47,10 +38,8 @@ class SingleRow:
         self.model = model
         shape = model.config
         self.attend = single_row.RowAttention(shape.num_heads, shape.num_kv_heads, shape.head_dim, model.device)
-        self.head = _Matrix.of(model.head)
-        self.matrices = [
-            _Matrices(*(_Matrix.of(getattr(layer, name)) for name in PROJECTIONS)) for layer in model.layers
-        ]
+        self.head = _matrix(model.head)
+        self.matrices = [_Matrices(*(_matrix(getattr(layer, name)) for name in PROJECTIONS)) for layer in model.layers]
 
     @staticmethod
     def fits(model: Model) -> bool:
@@ -79,36 +68,40 @@ class SingleRow:
         cos_sin = model.rotary[batch.positions]
         residual: Tensor | None = None  # the first layer has none to add
         for layer, matrices, cache in zip(model.layers, self.matrices, caches, strict=True):
-            qkv, total = single_row.product(
-                x,
-                matrices.qkv.weight,
-                scales=matrices.qkv.scales,
-                norm=layer.attention_norm,
-                eps=eps,
-                residual=residual,
-            )
+            qkv, total = _product(x, matrices.qkv, norm=layer.attention_norm, eps=eps, residual=residual)
             residual = x if total is None else total
             table = rows.block_table[layer.group]
             x = self.attend(qkv, cos_sin, cache, table, rows.lengths, layer.attention.scale)
-            x, _ = single_row.product(x, matrices.attention_out.weight, scales=matrices.attention_out.scales)
-            x, residual = single_row.product(
-                x,
-                matrices.gate_up.weight,
-                scales=matrices.gate_up.scales,
-                norm=layer.mlp_norm,
-                eps=eps,
-                residual=residual,
-                activation=activation,
+            x, _ = _product(x, matrices.attention_out)
+            x, residual = _product(
+                x, matrices.gate_up, norm=layer.mlp_norm, eps=eps, residual=residual, activation=activation
             )
-            x, _ = single_row.product(x, matrices.down.weight, scales=matrices.down.scales)
-        logits, _ = single_row.product(
-            x, self.head.weight, scales=self.head.scales, norm=model.final_norm, eps=eps, residual=residual
-        )
+            x, _ = _product(x, matrices.down)
+        logits, _ = _product(x, self.head, norm=model.final_norm, eps=eps, residual=residual)
         return logits
 
 
+def _product(x: Tensor, matrix: Matrix, **options: Any) -> tuple[Tensor, Tensor | None]:
+    if isinstance(matrix, IntegerMatrix):
+        return integer_rows.product(x, matrix, **options)
+    return single_row.product(x, matrix, **options)
+
+
+def _matrix(weight: Weight) -> Matrix:
+    if isinstance(weight, Int8Weight):
+        return IntegerMatrix(8, weight.codes.view(torch.int32), weight.scales)
+    if isinstance(weight, Int4Weight):
+        return IntegerMatrix(4, weight.packed.view(torch.int32), weight.scales, weight.zeros)
+    return weight.dequantize()
+
+
 def _fits(weight: Weight) -> bool:
-    """Whether the kernels read a weight: dense, or int8 with rows of whole words, without a bias."""
+    """Whether the kernels read a weight: dense, int8, or int4 in the order of its inputs; without a bias."""
     if weight.bias is not None or weight.activations is not None:
         return False
-    return isinstance(weight, DenseWeight) or (isinstance(weight, Int8Weight) and weight.shape[1] % 4 == 0)
+    columns = weight.shape[1]
+    if isinstance(weight, Int8Weight):
+        return integer_rows.takes(columns, 8, columns)
+    if isinstance(weight, Int4Weight):
+        return weight.order is None and integer_rows.takes(columns, 4, weight.group_size)
+    return isinstance(weight, DenseWeight)

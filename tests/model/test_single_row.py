@@ -27,7 +27,20 @@ def test_only_models_with_supported_components_fit(name, tmp_path):
     assert single_row.SingleRow.fits(load(name, tmp_path)) == (name in FITTING)
 
 
-@pytest.mark.parametrize("rules", [{}, {"*": "int8"}, {"layers.*": "int8"}, {"*.down": "int8", "head": "int8"}])
+INT4 = {"format": "int4", "group_size": 32}
+WITH_ZEROS = INT4 | {"symmetric": False}
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {},
+        {"*": "int8"},
+        {"*.down": "int8", "head": "int8"},
+        {"*.attention_out": INT4, "head": "int8"},
+        {"*.attention_out": WITH_ZEROS},
+    ],
+)
 @pytest.mark.parametrize("name", FITTING)
 def test_logits_keys_and_values_equal_those_of_the_unfused_step(name, rules, tmp_path):
     model = load(name, tmp_path, Recipe(rules))
@@ -48,6 +61,9 @@ def test_logits_keys_and_values_equal_those_of_the_unfused_step(name, rules, tmp
 def test_a_model_with_any_weight_in_another_format_does_not_fit(tmp_path):
     models.make("gemma-multi-query").save_pretrained(tmp_path)
     inputs = {"format": "int8", "activations": "int8"}
-    for address, format in (("layers.1.qkv", "fp8"), ("layers.1.down", inputs), ("head", "fp8")):
+    ordered, small = INT4 | {"act_order": True}, INT4 | {"group_size": 16}
+    for address, format in (
+        ("layers.1.qkv", "fp8"), ("layers.1.down", inputs), ("head", "fp8"), ("*.attention_out", ordered), ("*.down", small)
+    ):  # fmt: skip
         model = load_model(tmp_path, dtype="float32", recipe=Recipe({address: format}))
         assert not single_row.SingleRow.fits(model), address

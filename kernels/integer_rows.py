@@ -1,0 +1,272 @@
+"""Products of one row with a matrix of int8 or int4 codes, in integer arithmetic.  Lessons 05 and 11.
+
+Fewer bytes take less time only if the arithmetic keeps up: converting each code to a float takes several instructions,
+and at a quarter of the bytes an H200 reads 8 codes in the time of two. So the codes stay integers, and the inputs
+become integers too. Each group of 16 or 32 inputs is written in fixed point, in two signed bytes ("digits"; three for
+float32):
+
+    x ~ unit * (digit_0 + 256 digit_1),   unit = max |x| of the group / 32000
+
+which is 64 times finer than bf16 is at the group's largest input. One instruction, dp4a, multiplies four codes by four
+digits and adds up the products exactly. Scales and units multiply the sums of groups.
+
+Tiling: as in `single_row`: a program holds a few full rows at a time and loads the next ones, and their scales, while
+it adds up the current ones. A thread loads 16 bytes at once, a "quad" of four words. Word j of a row holds the int8
+codes of inputs 4 j to 4 j + 3, or the int4 codes of inputs 8 j to 8 j + 7, where the low halves of its bytes are the
+even inputs. What does not depend on the previous kernel is loaded before waiting for it. With a norm, its weights
+multiply the inputs before they become integers, and the root mean square divides the finished sums: nothing has to
+wait until the squares are added up.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from . import launch_configs
+from .single_row_parts import activated, has_dependent_launch, processors, wait_for_inputs
+
+GROUP = 32  # int4 groups must be multiples of this: a quad has one scale
+
+
+@triton.jit
+def dot4(words, digits, total, COMPILED: tl.constexpr):
+    """total plus the products of each word's four signed bytes with four digits; all int32."""
+    if COMPILED:
+        total = tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [words, digits, total], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        for byte in tl.static_range(4):
+            total += (words << (24 - 8 * byte) >> 24) * (digits << (24 - 8 * byte) >> 24)
+    return total
+
+
+@triton.jit
+def next_digits(q, BITS: tl.constexpr):
+    """(words of the lowest digits of even and of odd inputs, each [1, QUADS, 4]; q without this digit).
+
+    q [QUADS, 4, inputs of a word] int32. For int8, both are the words of all inputs.
+    """
+    low = q << 24 >> 24
+    places = 8 * tl.arange(0, 4)[None, None, :]
+    if BITS == 8:
+        even = tl.sum((low & 255) << places, 2)
+        odd = even
+    else:
+        even, odd = tl.split(tl.reshape(low & 255, [q.shape[0], 4, 4, 2]))
+        even, odd = tl.sum(even << places, 2), tl.sum(odd << places, 2)
+    return even[None, :, :], odd[None, :, :], (q - low) >> 8
+
+
+@triton.jit
+def tile_scales(
+    scale_ptr, zero_ptr, rows, quads, ROWS,
+    BITS: tl.constexpr, QUAD_COUNT: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr,
+):  # fmt: skip
+    """(scales, zero points) of a tile's rows: [TILE] for int8, [TILE, QUADS] for int4."""
+    if BITS == 8:
+        scale = tl.load(scale_ptr + rows, mask=rows < ROWS, other=0.0)
+        zero = scale
+    else:
+        at = rows[:, None] * GROUPS + (quads // (QUAD_COUNT // GROUPS))[None, :]
+        mask = (rows < ROWS)[:, None] & (quads < QUAD_COUNT)[None, :]
+        scale = tl.load(scale_ptr + at, mask=mask, other=0.0)
+        zero = scale
+        if ZEROS:
+            zero = tl.load(zero_ptr + at, mask=mask, other=0)
+    return scale, zero
+
+
+@triton.jit
+def tile_product(
+    weight, scale, zero, even0, odd0, even1, odd1, even2, odd2, sums, unit,
+    BITS: tl.constexpr, ZEROS: tl.constexpr, DIGITS: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """[TILE]: the products of a tile's rows [TILE, QUADS, 4] with the inputs. sums [QUADS]: of the inputs, in units."""
+    total0 = tl.zeros(weight.shape, tl.int32)
+    total1, total2 = total0, total0
+    low = weight
+    if BITS == 4:  # codes plus 8, from 0 to 15
+        low, high = weight & 0x0F0F0F0F, weight >> 4 & 0x0F0F0F0F
+        total0, total1 = dot4(high, odd0, total0, COMPILED), dot4(high, odd1, total1, COMPILED)
+        if DIGITS == 3:
+            total2 = dot4(high, odd2, total2, COMPILED)
+    total0, total1 = dot4(low, even0, total0, COMPILED), dot4(low, even1, total1, COMPILED)
+    y = (tl.sum(total0, 2) + 256 * tl.sum(total1, 2)).to(tl.float32)
+    if DIGITS == 3:
+        y += 65536.0 * tl.sum(dot4(low, even2, total2, COMPILED), 2).to(tl.float32)
+    if BITS == 8:
+        out = tl.sum(y * unit[None, :], 1) * scale
+    else:
+        center = 8.0
+        if ZEROS:
+            center = 8.0 + zero.to(tl.float32)
+        out = tl.sum((y - center * sums[None, :]) * (scale.to(tl.float32) * unit[None, :]), 1)
+    return out
+
+
+@triton.jit
+def integer_rows_kernel(
+    x_ptr, residual_ptr, sum_ptr, norm_ptr, weight_ptr, scale_ptr, zero_ptr, out_ptr, eps, ROWS,
+    COLUMNS: tl.constexpr, BITS: tl.constexpr, QUADS: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr,
+    NORM: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, ZEROS: tl.constexpr,
+    DIGITS: tl.constexpr, DEPENDENT: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """out = W f(x), a few full rows of W at a time. f: nothing, a norm, or residual sum and norm. GATED: two W's.
+
+    weight_ptr: int32 [rows, COLUMNS * BITS / 32]; QUADS: a power of two, from a row's words / 4.
+    """
+    WORDS: tl.constexpr = COLUMNS * BITS // 32
+    QUAD_COUNT: tl.constexpr = (WORDS + 3) // 4
+    PER: tl.constexpr = 32 // BITS  # inputs of a word
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    quads = tl.arange(0, QUADS)
+    words = 4 * quads[:, None] + tl.arange(0, 4)[None, :]
+    columns = PER * words[:, :, None] + tl.arange(0, PER)[None, None, :]
+    inside, real = words < WORDS, columns < COLUMNS
+    rows = program * TILE + tl.arange(0, TILE)
+    at = weight_ptr + rows.to(tl.int64)[:, None, None] * WORDS + words[None, :, :]
+    mask = (rows < ROWS)[:, None, None] & inside[None, :, :]
+    weight = tl.load(at, mask=mask, other=0, eviction_policy="evict_first")
+    scale, zero = tile_scales(scale_ptr, zero_ptr, rows, quads, ROWS, BITS, QUAD_COUNT, GROUPS, ZEROS)
+    if GATED:
+        up_scale_ptr, up_zero_ptr = scale_ptr + ROWS * GROUPS, zero_ptr
+        if ZEROS:
+            up_zero_ptr += ROWS * GROUPS
+        up = tl.load(at + ROWS * WORDS, mask=mask, other=0, eviction_policy="evict_first")
+        up_scale, up_zero = tile_scales(up_scale_ptr, up_zero_ptr, rows, quads, ROWS, BITS, QUAD_COUNT, GROUPS, ZEROS)
+    if ADD:  # written before the previous kernel started
+        residual = tl.load(residual_ptr + columns, mask=real, other=0.0).to(tl.float32)
+    if NORM:
+        norm = tl.load(norm_ptr + columns, mask=real, other=0.0)
+    wait_for_inputs(DEPENDENT)
+    kind: tl.constexpr = out_ptr.dtype.element_ty
+    x = tl.load(x_ptr + columns, mask=real, other=0.0).to(tl.float32)
+    if ADD:
+        total = (x + residual).to(kind)
+        if program == 0:
+            tl.store(sum_ptr + columns, total, mask=real)
+        x = total.to(tl.float32)
+    inverse = 1.0
+    if NORM:
+        inverse = tl.rsqrt(tl.sum(tl.reshape(x * x, [QUADS * 4 * PER]), 0) / COLUMNS + eps)
+        x = x * norm
+    HIGHEST: tl.constexpr = 32000.0 if DIGITS == 2 else 4194304.0  # digits are from -128 to 127
+    largest = tl.maximum(tl.max(tl.reshape(tl.abs(x), [QUADS, 4 * PER]), 1), 1e-30)
+    unit = largest * (1.0 / HIGHEST)
+    q = tl.floor(x * (HIGHEST / largest)[:, None, None] + 0.5).to(tl.int32)
+    sums = tl.sum(tl.reshape(q, [QUADS, 4 * PER]), 1).to(tl.float32)
+    even0, odd0, q = next_digits(q, BITS)
+    even1, odd1, q = next_digits(q, BITS)
+    even2, odd2, q = next_digits(q, BITS)
+    for start in tl.range(program * TILE, ROWS, programs * TILE, num_stages=1):
+        rows = start + tl.arange(0, TILE)
+        after = rows + programs * TILE
+        at = weight_ptr + after.to(tl.int64)[:, None, None] * WORDS + words[None, :, :]
+        mask = (after < ROWS)[:, None, None] & inside[None, :, :]
+        next_weight = tl.load(at, mask=mask, other=0, eviction_policy="evict_first")
+        next_scale, next_zero = tile_scales(scale_ptr, zero_ptr, after, quads, ROWS, BITS, QUAD_COUNT, GROUPS, ZEROS)
+        if GATED:
+            next_up = tl.load(at + ROWS * WORDS, mask=mask, other=0, eviction_policy="evict_first")
+            next_up_scale, next_up_zero = tile_scales(
+                up_scale_ptr, up_zero_ptr, after, quads, ROWS, BITS, QUAD_COUNT, GROUPS, ZEROS
+            )
+        y = inverse * tile_product(
+            weight, scale, zero, even0, odd0, even1, odd1, even2, odd2, sums, unit, BITS, ZEROS, DIGITS, COMPILED
+        )
+        weight, scale, zero = next_weight, next_scale, next_zero
+        if GATED:
+            factor = inverse * tile_product(
+                up, up_scale, up_zero, even0, odd0, even1, odd1, even2, odd2, sums, unit, BITS, ZEROS, DIGITS, COMPILED
+            )
+            up, up_scale, up_zero = next_up, next_up_scale, next_up_zero
+            y = activated(y, GELU) * factor
+        tl.store(out_ptr + rows, y.to(kind), mask=rows < ROWS)
+
+
+class IntegerMatrix(NamedTuple):
+    """Codes of a matrix [rows, columns] as the kernel reads them.
+
+    words [rows, columns * bits / 32] int32, contiguous. int8: four codes a word; scales [rows] float32. int4: eight
+    codes a word, each plus 8, the lowest half byte first; scales [rows, groups], zeros [rows, groups] int8 or None.
+    """
+
+    bits: int  # 8 or 4
+    words: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.words.shape[0]
+
+    @property
+    def columns(self) -> int:
+        return self.words.shape[1] * 32 // self.bits
+
+
+class Launch(NamedTuple):
+    """A launch configuration of `integer_rows_kernel`."""
+
+    programs: int
+    tile: int  # rows of the matrix that a program works on at once
+    warps: int
+
+
+launch_configs.register("integer_rows", Launch)
+
+
+def takes(columns: int, bits: int, group: int) -> bool:
+    """Whether rows are whole words, and an int4 group (`group` inputs) whole quads."""
+    return columns % 4 == 0 if bits == 8 else columns % group == 0 and group % GROUP == 0
+
+
+def product(
+    x: torch.Tensor,
+    matrix: IntegerMatrix,
+    *,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    residual: torch.Tensor | None = None,
+    activation: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(matrix f(x) [1, rows], the residual sum or None) for one row x [1, columns].  Lesson 11.
+
+    The arguments are those of `single_row.product`.
+    """
+    columns, bits = matrix.columns, matrix.bits
+    rows = matrix.rows // (2 if activation else 1)
+    out = torch.empty((1, rows), dtype=x.dtype, device=x.device)
+    total = torch.empty_like(x) if residual is not None else None
+    dependent = has_dependent_launch(x.device)
+    quads = triton.next_power_of_2(triton.cdiv(matrix.words.shape[1], 4))
+    default = default_launch(rows, quads, bool(activation), processors(x.device))
+    sizes: dict[str, int | str] = {"rows": rows, "columns": columns, "dtype": launch_configs.dtype_name(x.dtype)}
+    options = {"launch_pdl": True} if dependent else {}
+    launch = launch_configs.tuned("integer_rows", default, **sizes, bits=bits, gated=int(bool(activation)))
+    integer_rows_kernel[(launch.programs,)](
+        x, residual, total, norm, matrix.words, matrix.scales, matrix.zeros, out, eps, rows,
+        COLUMNS=columns, BITS=bits, QUADS=quads, GROUPS=1 if bits == 8 else matrix.scales.shape[1], TILE=launch.tile,
+        NORM=norm is not None, ADD=residual is not None, GATED=activation is not None,
+        GELU=activation == "gelu_tanh", ZEROS=matrix.zeros is not None, DIGITS=3 if x.dtype == torch.float32 else 2,
+        DEPENDENT=dependent, COMPILED=is_compiled(x), num_warps=launch.warps, **options,
+    )  # fmt: skip
+    return out, total
+
+
+def is_compiled(x: torch.Tensor) -> bool:
+    """Whether kernels on this tensor are compiled: the interpreter knows no machine instructions."""
+    return x.is_cuda
+
+
+def default_launch(rows: int, quads: int, gated: bool, processors: int) -> Launch:
+    """The fastest of those measured on an H200 at Gemma 2B's shapes, in a whole decode step."""
+    if quads > 256:  # long rows: one large program per processor, so that their inputs are read once
+        return Launch(min(processors, triton.cdiv(rows, 2)), 2 if quads <= 1024 else 1, 16)
+    if rows > 256 * processors:
+        return Launch(8 * processors, 4, 2)
+    if gated:
+        return Launch(min(8 * processors, triton.cdiv(rows, 2)), 2, 4)
+    return Launch(min(3 * processors, triton.cdiv(rows, 4)), 4, 4)

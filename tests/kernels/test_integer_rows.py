@@ -1,0 +1,93 @@
+"""Products of one row with int8 and int4 codes equal those with the dequantized matrix."""
+
+import pytest
+import torch
+
+from minillm.ops import reference
+from minillm.quantization.int4 import pack
+from tests.kernels.compare import COMPILED, DTYPES, assert_close, random_tensor
+
+integer_rows = pytest.importorskip("minillm.kernels.integer_rows", reason="triton is not installed here")
+pytestmark = pytest.mark.explore
+SHAPES = [  # rows, columns, what is fused
+    (23, 64, ()),
+    (9, 96, ("norm",)),
+    (23, 160, ("norm", "residual")),
+    (14, 64, ("norm", "residual", "gelu_tanh")),
+    (5, 96, ("silu",)),
+]
+if COMPILED:
+    SHAPES += [
+        (2560, 2048, ("norm", "residual")),
+        (2048, 2048, ()),
+        (16384, 2048, ("norm", "residual", "gelu_tanh")),
+        (2048, 16384, ()),
+        (40001, 2048, ("norm", "residual")),
+        (77, 5024, ()),
+    ]
+
+
+def int8_matrix(rows, columns, device):
+    codes = torch.randint(-128, 128, (rows, columns), dtype=torch.int8, device=device)
+    codes[0], codes[1] = -128, 127  # the extremes in every place
+    scales = (torch.rand(rows, device=device) + 0.5) / 127 / columns**0.5
+    return integer_rows.IntegerMatrix(8, codes.view(torch.int32), scales), codes.double() * scales.double()[:, None]
+
+
+def int4_matrix(rows, columns, group, zeros, dtype, device):
+    codes = torch.randint(-8, 8, (rows, columns), dtype=torch.int8, device=device)
+    codes[0], codes[1] = -8, 7
+    scales = ((torch.rand(rows, columns // group, device=device) + 0.5) / 8 / columns**0.5).to(dtype)
+    points = torch.randint(-8, 8, scales.shape, dtype=torch.int8, device=device) if zeros else None
+    centered = codes.double()
+    if points is not None:
+        centered = centered - points.double().repeat_interleave(group, 1)
+    dense = centered * scales.double().repeat_interleave(group, 1)
+    return integer_rows.IntegerMatrix(4, pack(codes).view(torch.int32), scales, points), dense
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["int8", "int4", "int4 with zero points"])
+@pytest.mark.parametrize(("rows", "columns", "options"), SHAPES)
+def test_a_product_equals_that_with_the_dequantized_matrix(rows, columns, options, kind, dtype, device):
+    x, residual = (random_tensor(1, columns, dtype=dtype, device=device, scale=2.0) for _ in range(2))
+    x[0, 3] = 300.0  # an outlier
+    norm = 1 + torch.rand(columns, device=device) if "norm" in options else None
+    activation = next((each for each in options if each in ("gelu_tanh", "silu")), None)
+    count = rows * (2 if activation else 1)
+    if kind == "int8":
+        matrix, dense = int8_matrix(count, columns, device)
+    else:
+        group = 64 if columns % 64 == 0 else 32
+        matrix, dense = int4_matrix(count, columns, group, kind != "int4", dtype, device)
+    out, total = integer_rows.product(
+        x, matrix, norm=norm, eps=1e-3, residual=residual if "residual" in options else None, activation=activation
+    )
+    inputs = x + residual if "residual" in options else x
+    if norm is not None:
+        inputs = reference.rms_norm(inputs.double(), norm, 1e-3)
+    wanted = inputs.double() @ dense.T
+    if activation:
+        wanted = reference.gated_activation(wanted, activation)
+    assert_close(f"integer_rows.product, {kind}", out, wanted, dtype)
+    if "residual" in options:
+        assert_close(f"integer_rows.product, {kind}", total, x + residual, dtype)
+    else:
+        assert total is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_fixed_point_follows_the_size_of_the_inputs(size, dtype, device):
+    matrix, dense = int8_matrix(7, 64, device)
+    x = (random_tensor(1, 64, dtype=torch.float32, device=device) * size).to(dtype)
+    x[0, :16] = 0.0  # a group of zeros
+    out, _ = integer_rows.product(x, matrix)
+    assert_close("integer_rows.product, scaled", out, x.double() @ dense.T, dtype)
+
+
+def test_a_matrix_must_have_whole_words_and_groups_of_whole_quads():
+    assert [integer_rows.takes(columns, 8, columns) for columns in (64, 36, 34)] == [True, True, False]
+    assert [integer_rows.takes(*sizes) for sizes in ((128, 4, 64), (96, 4, 32), (96, 4, 48), (64, 4, 16))] == [
+        True, True, False, False,
+    ]  # fmt: skip
