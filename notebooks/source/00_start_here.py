@@ -70,8 +70,8 @@ print(
 #
 # With `temperature=0` the engine always chooses the most likely token, so the same prompt gives the same text,
 # unless rounding decides between two nearly equal tokens.
-# `stopped by: length` means that the text reached `max_tokens`. (Random weights make nonsense, often one token again
-# and again. If that token is a line break, the text looks empty.)
+# `stopped by: length` means that the text reached `max_tokens`. (With random weights the text is nonsense, often one
+# token over and over. If that token is a line break, the text looks empty.)
 
 
 # %%
@@ -604,7 +604,7 @@ check(rms_norm)
 # counts no call.
 
 # %%
-# Random weights repeat a word whatever happens, so the embedded model is used instead.
+# With random weights the text is often one word over and over, whatever is replaced, so use the embedded model.
 speaker = llm if here.trained else LLM(**here.words)
 before = speaker.generate(prompt, greedy(40))[0]
 with using(rms_norm=rms_norm) as used:
