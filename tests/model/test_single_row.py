@@ -62,8 +62,13 @@ def test_a_model_with_any_weight_in_another_format_does_not_fit(tmp_path):
     models.make("gemma-multi-query").save_pretrained(tmp_path)
     inputs = {"format": "int8", "activations": "int8"}
     ordered, small = INT4 | {"act_order": True}, INT4 | {"group_size": 16}
-    for address, format in (
-        ("layers.1.qkv", "fp8"), ("layers.1.down", inputs), ("head", "fp8"), ("*.attention_out", ordered), ("*.down", small)
-    ):  # fmt: skip
+    others = {
+        "layers.1.qkv": "fp8",
+        "layers.1.down": inputs,
+        "head": "fp8",
+        "*.attention_out": ordered,
+        "*.down": small,
+    }
+    for address, format in others.items():
         model = load_model(tmp_path, dtype="float32", recipe=Recipe({address: format}))
         assert not single_row.SingleRow.fits(model), address
