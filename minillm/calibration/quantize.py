@@ -28,7 +28,7 @@ from minillm.tokenizer import Tokenizer
 from minillm.values import as_int, shown
 
 from .folding import allowed_scales, fold
-from .forward import collect
+from .forward import CalibrationRun
 from .methods import Method, MethodRecipe
 
 TEXT = EMBEDDED.parent / "text" / "calibration.txt"
@@ -98,18 +98,21 @@ def quantize(
     dense = load_model(place, dtype="float32", device=device)
     target = getattr(torch, dense.config.dtype)
     _check(dense, methods)
-    ids = None
-    if any(methods.at(address).calibrated for address in dense.addressed()):
+    run, last = None, _last_calibrated(dense, methods)
+    if last >= 0:
         words = _read(text or TEXT)
         length = min(length, dense.max_model_len)
         tokenizer = Tokenizer.from_pretrained(place)
         check_tokenizer(tokenizer, dense.config)
         ids = calibration_rows(tokenizer, words, rows, length, seed, tokenizer.bos_token_id).to(device)
+        run = CalibrationRun(dense, ids)
     before = sum(tensor.numel() for tensor in dense.tensors()) * target.itemsize
     strengths: dict[str, float | None] = {}
     with torch.inference_mode():
         for index in tqdm(range(len(dense.layers)), desc="layers", disable=not progress):
-            strengths |= quantize_layer(dense, index, methods, ids, target)
+            strengths |= quantize_layer(dense, index, methods, run, target)
+            if run is not None and index < last:
+                run.advance(dense.layers[index])
         for address in ("head", "embedding"):
             if address in dense.addressed():
                 replaced = _rounded(dense, address, methods.at(address), target)
@@ -122,26 +125,36 @@ def quantize(
         "bytes": size,
         "dense_bytes": before,
         "seconds": round(time.perf_counter() - begin, 2),
-        "rows": 0 if ids is None else rows,
+        "rows": 0 if run is None else rows,
         "length": length,
         "scales": strengths,
     }
 
 
+def _last_calibrated(model: Model, methods: MethodRecipe) -> int:
+    """The last layer that has a weight whose method needs calibration; -1 if none has."""
+    found = [
+        index
+        for index in range(len(model.layers))
+        if any(methods.at(f"layers.{index}.{name}").calibrated for name in PROJECTIONS)
+    ]
+    return max(found, default=-1)
+
+
 def quantize_layer(
-    model: Model, index: int, methods: MethodRecipe, ids: Tensor | None, dtype: torch.dtype
+    model: Model, index: int, methods: MethodRecipe, run: CalibrationRun | None, dtype: torch.dtype
 ) -> dict[str, float | None]:
     """Replace a layer's dense weights by quantized ones; the strengths of the scales that were searched, by address.
 
-    ids: calibration rows. dtype: of the saved model.
+    run: calibration rows that have passed the layers before. dtype: of the saved model.
     """
     layer = model.layers[index]
     addresses = {name: f"layers.{index}.{name}" for name in PROJECTIONS}
     chosen = {name: methods.at(address) for name, address in addresses.items()}
     seen: dict[str, InputStatistics] = {}
     if wanted := {name: getattr(layer, name) for name, method in chosen.items() if method.calibrated}:
-        assert ids is not None
-        seen = collect(model, wanted, ids, index + 1)
+        assert run is not None
+        seen = run.record(layer, wanted)
         for name, inputs in seen.items():
             if not inputs.second_moment.isfinite().all():
                 raise MinillmError(

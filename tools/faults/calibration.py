@@ -3,6 +3,7 @@
 from . import Fault
 
 FOLDING, QUANTIZE = "minillm/calibration/folding.py", "minillm/calibration/quantize.py"
+FORWARD = "minillm/calibration/forward.py"
 TESTS = "tests/calibration/test_quantize.py"
 
 FAULTS = (
@@ -22,17 +23,31 @@ FAULTS = (
     ),
     Fault(
         "statistics leave out the last calibration rows",
-        "minillm/calibration/forward.py",
-        "ids[start : start + step], layers)",
-        "ids[start : start + step][:-1], layers)",
+        FORWARD,
+        "for part in ids.split(max(1, STEP_TOKENS // ids.shape[1]))]",
+        "for part in ids.split(max(1, STEP_TOKENS // ids.shape[1]))[:-1]]",
         f"{TESTS} -k statistics",
     ),
     Fault(
         "all layers are calibrated on the first layer's inputs",
-        "minillm/calibration/forward.py",
-        "shallow.layers = model.layers[:layers]",
-        "shallow.layers = model.layers[:1] * len(model.layers[:layers])",
+        FORWARD,
+        "self.streams[index] = residual + x",
+        "pass",
         f"{TESTS} -k statistics",
+    ),
+    Fault(
+        "layers are calibrated on the unquantized layers before them",
+        QUANTIZE,
+        """            strengths |= quantize_layer(dense, index, methods, run, target)
+            if run is not None and index < last:
+                run.advance(dense.layers[index])
+""",
+        """            before = replace(dense.layers[index])
+            strengths |= quantize_layer(dense, index, methods, run, target)
+            if run is not None and index < last:
+                run.advance(before)
+""",
+        f"{TESTS} -k the_quantized_layers_before",
     ),
     Fault(
         "a recipe's last matching pattern wins",
