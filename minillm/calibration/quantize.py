@@ -27,6 +27,7 @@ from minillm.quantization.methods.statistics import InputStatistics
 from minillm.tokenizer import Tokenizer
 from minillm.values import as_int, shown
 
+from . import rotation
 from .folding import allowed_scales, fold
 from .forward import CalibrationRun
 from .methods import Method, MethodRecipe
@@ -64,6 +65,7 @@ def quantize(
     methods: MethodRecipe,
     out: Path,
     *,
+    rotate: bool = False,
     text: Path | None = None,
     rows: int = 64,
     length: int = 256,
@@ -76,8 +78,10 @@ def quantize(
     model    a directory, or None for the embedded model
     methods  of each weight
     out      the directory to write, in the layout of compressed-tensors; it must not exist, or be empty
+    rotate   whether to rotate the model first (see `rotation`)
     text     a file to calibrate on; default: embedded text that neither training nor the evaluation uses
-    rows     stretches of that text that are read, `length` tokens each (at most the model's context), chosen by `seed`
+    rows     stretches of that text that are read, `length` tokens each (at most the model's context)
+    seed     chooses where they begin, and the rotation's signs
     device   "auto", "cpu", "cuda" or "cuda:1"
 
     Layers are quantized in order, and each is calibrated on the outputs of the quantized layers before it. Returns
@@ -98,15 +102,21 @@ def quantize(
     dense = load_model(place, dtype="float32", device=device)
     target = getattr(torch, dense.config.dtype)
     _check(dense, methods)
-    run, last = None, _last_calibrated(dense, methods)
+    if rotate:
+        rotation.check_rotates(dense)
+    before = sum(tensor.numel() for tensor in dense.tensors()) * target.itemsize
+    ids, run, last = None, None, _last_calibrated(dense, methods)
     if last >= 0:
         words = _read(text or TEXT)
         length = min(length, dense.max_model_len)
         tokenizer = Tokenizer.from_pretrained(place)
         check_tokenizer(tokenizer, dense.config)
         ids = calibration_rows(tokenizer, words, rows, length, seed, tokenizer.bos_token_id).to(device)
+    if rotate:
+        down = any(methods.at(f"layers.{index}.down").format().activations for index in range(len(dense.layers)))
+        rotation.rotate(dense, target, seed=seed, down=down)
+    if ids is not None:
         run = CalibrationRun(dense, ids)
-    before = sum(tensor.numel() for tensor in dense.tensors()) * target.itemsize
     strengths: dict[str, float | None] = {}
     with torch.inference_mode():
         for index in tqdm(range(len(dense.layers)), desc="layers", disable=not progress):

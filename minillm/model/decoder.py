@@ -129,11 +129,14 @@ class Model:
             # After the last attention the other tokens are no longer needed.
             wanted = batch.logits_index if layer is self.layers[-1] else None
             x, residual = self.run_layer(layer, x, residual, batch, places, cache, wanted)
+        if "residual" in self.config.rotations:
+            x, residual = None, self.ops.hadamard(residual if x is None else residual + x, inverse=True)
         return self._normed(x, residual, self.final_norm)[0]
 
     def embed(self, batch: Batch) -> Tensor:
         """The residual stream before the first layer: [tokens, hidden]."""
-        return self.ops.embedding(batch.token_ids, self.embedding, self.embedding_scale)
+        found = self.ops.embedding(batch.token_ids, self.embedding, self.embedding_scale)
+        return self.ops.hadamard(found) if "residual" in self.config.rotations else found
 
     def places(self, batch: Batch) -> Places:
         """Where the tokens of a batch are, which all layers read."""
@@ -165,7 +168,10 @@ class Model:
         if layer.after_attention_norm is not None:
             x = run.rms_norm(x, layer.after_attention_norm, eps)
         x, residual = run.add_rms_norm(x, residual, layer.mlp_norm, eps)
-        x = run.linear(run.gated_activation(run.linear(x, layer.gate_up), self.config.activation), layer.down)
+        x = run.gated_activation(run.linear(x, layer.gate_up), self.config.activation)
+        if "down" in self.config.rotations:
+            x = run.hadamard(x)
+        x = run.linear(x, layer.down)
         if layer.after_mlp_norm is not None:
             x = run.rms_norm(x, layer.after_mlp_norm, eps)
         return x, residual
