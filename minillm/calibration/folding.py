@@ -35,7 +35,8 @@ def allowed_scales(model: Model, layer: Layer, consumer: str, scales: Tensor, dt
     if consumer in NORMS:
         return foldable(getattr(layer, NORMS[consumer]), scales, config.norm_offset, dtype)[1].to(scales)
     if consumer == "down":
-        return scales
+        # A rotation between two products mixes the channels, so the one before cannot undo their scales.
+        return torch.ones_like(scales) if "down" in config.rotations else scales
     shared = scales.view(config.num_kv_heads, -1, config.head_dim).log().mean(1, keepdim=True).exp()
     return shared.expand(-1, config.num_heads // config.num_kv_heads, -1).reshape(-1)
 
@@ -46,7 +47,7 @@ def fold(model: Model, layer: Layer, consumer: str, scales: Tensor, dtype: torch
     Returns the scales [in] as folded. dtype: of the saved model. Norms and biases are rounded to it here, so that the
     model is the one that will be saved; the scales of norms' outputs are adjusted, so that nothing is lost.
     """
-    columns = _matrix(getattr(layer, consumer))
+    columns = matrix_of(getattr(layer, consumer))
     if consumer in NORMS:
         norm = getattr(layer, NORMS[consumer])
         stored, scales = foldable(norm, scales, model.config.norm_offset, dtype)
@@ -61,13 +62,14 @@ def fold(model: Model, layer: Layer, consumer: str, scales: Tensor, dtype: torch
         values = config.num_kv_heads * config.head_dim
         producer, rows = layer.qkv, slice(-values, None)
         divisors = scales.view(config.num_kv_heads, -1, config.head_dim)[:, 0].flatten()
-    matrix = _matrix(producer)
+    matrix = matrix_of(producer)
     matrix[rows].copy_(matrix[rows].double() / divisors.double()[:, None])
     if producer.bias is not None:
         producer.bias[rows].copy_((producer.bias[rows].double() / divisors.double()).to(dtype))
     return scales
 
 
-def _matrix(weight: Weight) -> Tensor:
+def matrix_of(weight: Weight) -> Tensor:
+    """A dense weight's matrix [out, in], to be changed in place."""
     assert isinstance(weight, DenseWeight)
     return weight.weight

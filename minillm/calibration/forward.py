@@ -1,14 +1,15 @@
-"""Run a model's first layers on calibration text, and record the inputs of products.  Lesson 06."""
+"""Run a model on calibration text one layer at a time, and record the inputs of products.  Lesson 06."""
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from minillm.kv_cache.layer_cache import LayerCache
 from minillm.model import Batch, Model
 from minillm.model.batch import Rows
+from minillm.model.decoder import Layer
 from minillm.ops import reference
 from minillm.overrides import using
 from minillm.quantization import Weight
@@ -18,11 +19,51 @@ BLOCK = 16
 STEP_TOKENS = 4096  # tokens of one forward pass
 
 
-def hidden_states(model: Model, ids: Tensor, layers: int | None = None) -> Tensor:
-    """The states [rows * length, hidden] after the first `layers` layers (default: all) and the final norm.
+class CalibrationRun:
+    """Calibration rows on their way through a model: the residual stream before the next layer is kept.
 
-    ids: [rows, length] int64. Nothing is kept between calls.
+    So each layer runs twice, however many there are: `record` runs it unquantized, and `advance` quantized, for the
+    layers after it to be calibrated on. The stream takes rows * length * hidden numbers of the model's dtype.
+
+    ids: [rows, length] int64
     """
+
+    def __init__(self, model: Model, ids: Tensor):
+        self.model = model
+        self.batches = [packed(model, part) for part in ids.split(max(1, STEP_TOKENS // ids.shape[1]))]
+        with torch.inference_mode():
+            self.streams = [model.embed(batch) for batch in self.batches]
+
+    def record(
+        self, layer: Layer, weights: dict[str, Weight], dtype: torch.dtype = torch.float32
+    ) -> dict[str, InputStatistics]:
+        """The statistics of the inputs of these weights, which belong to the next layer, by name."""
+        keep = max(1, SAMPLES // len(self.batches))
+        with recording(weights, dtype, keep) as found:
+            for batch, stream in zip(self.batches, self.streams, strict=True):
+                self._run(layer, batch, stream)
+        return found
+
+    def advance(self, layer: Layer) -> None:
+        """Run the next layer as it now is, and keep its outputs instead of its inputs."""
+        for index, (batch, stream) in enumerate(zip(self.batches, self.streams, strict=True)):
+            x, residual = self._run(layer, batch, stream)
+            self.streams[index] = residual + x
+
+    def _run(self, layer: Layer, batch: Batch, stream: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode():
+            return self.model.run_layer(layer, None, stream, batch, self.model.places(batch), _cache(self.model, batch))
+
+
+def hidden_states(model: Model, ids: Tensor) -> Tensor:
+    """The final hidden states [rows * length, hidden] of rows ids [rows, length] int64. Nothing is kept."""
+    batch = packed(model, ids)
+    # A layer reads only what it has just written, so all layers can use the same cache.
+    return model.forward(batch, [_cache(model, batch)] * len(model.layers))
+
+
+def packed(model: Model, ids: Tensor) -> Batch:
+    """ids [rows, length] int64 as one batch of whole prompts."""
     rows, length = ids.shape
     blocks = -(-length // BLOCK)
     table = torch.arange(rows * blocks, dtype=torch.int32, device=model.device).view(rows, blocks)
@@ -32,12 +73,12 @@ def hidden_states(model: Model, ids: Tensor, layers: int | None = None) -> Tenso
     full = torch.full((rows,), length, dtype=torch.int32, device=model.device)
     starts = torch.arange(rows + 1, dtype=torch.int32, device=model.device) * length
     prefill = Rows(rows * length, table.repeat(groups, 1, 1), full, starts, length)
-    batch = Batch(ids.flatten(), positions, slots.repeat(groups, 1), None, prefill, None)
-    shallow = copy.copy(model)
-    shallow.layers = model.layers[:layers]
-    # A layer reads only what it has just written, so all layers can use the same cache.
-    cache = model.cache_spec.allocate(rows * blocks, BLOCK, model.device)
-    return shallow.forward(batch, [cache] * len(shallow.layers))
+    return Batch(ids.flatten(), positions, slots.repeat(groups, 1), None, prefill, None)
+
+
+def _cache(model: Model, batch: Batch) -> LayerCache:
+    assert batch.prefill is not None
+    return model.cache_spec.allocate(batch.prefill.block_table[0].numel(), BLOCK, model.device)
 
 
 @contextmanager
@@ -55,15 +96,3 @@ def recording(weights: dict[str, Weight], dtype: torch.dtype, keep: int) -> Iter
 
     with using(linear=linear):
         yield found
-
-
-def collect(
-    model: Model, weights: dict[str, Weight], ids: Tensor, layers: int, dtype: torch.dtype = torch.float32
-) -> dict[str, InputStatistics]:
-    """The statistics of these weights' inputs over rows ids [rows, length], in the first `layers` layers."""
-    step = max(1, STEP_TOKENS // ids.shape[1])
-    keep = max(1, SAMPLES // -(-len(ids) // step))
-    with recording(weights, dtype, keep) as found, torch.inference_mode():
-        for start in range(0, len(ids), step):
-            hidden_states(model, ids[start : start + step], layers)
-    return found

@@ -15,6 +15,7 @@ METHODS = {
     "int8": "8-bit weights, rounded to the nearest",
     "int4": "4-bit weights in groups, rounded to the nearest",
     "fp8": "8-bit floating-point weights and activations",
+    "w8a8": "8-bit weights and activations, rounded to the nearest",
     "smoothquant": "8-bit weights and activations, outliers moved into the weights",
     "awq": "4-bit weights in groups, important channels scaled up",
     "gptq": "4-bit weights in groups, errors compensated",
@@ -27,6 +28,7 @@ PARAMETERS = {
     "int8": (),
     "int4": GROUPED,
     "fp8": ("scales", "static"),
+    "w8a8": ("static",),
     "smoothquant": ("static",),
     "awq": GROUPED,
     "gptq": (*GROUPED, "act_order"),
@@ -44,7 +46,7 @@ class Method:
     symmetric   whether groups have no zero points (the same)
     act_order   gptq: round the inputs with the largest activations first
     scales      fp8: "channel" or "tensor"
-    static      fp8, smoothquant, w4a8: one scale for all tokens' activations, from calibration
+    static      fp8, w8a8, smoothquant, w4a8: one scale for all tokens' activations, from calibration
     """
 
     name: str
@@ -74,7 +76,7 @@ class Method:
             return Dense()
         if name == "int8":
             return Int8()
-        if name == "smoothquant":
+        if name in ("w8a8", "smoothquant"):
             return Int8(Activations("int8", self.static))
         fp8 = Activations("fp8", self.static)
         if name == "fp8":
@@ -84,7 +86,7 @@ class Method:
     @property
     def calibrated(self) -> bool:
         """Whether it needs to see activations."""
-        return self.name in CALIBRATED or (self.static and self.name == "fp8")
+        return self.name in CALIBRATED or self.static
 
     @property
     def searches_scales(self) -> bool:

@@ -27,8 +27,9 @@ from minillm.quantization.methods.statistics import InputStatistics
 from minillm.tokenizer import Tokenizer
 from minillm.values import as_int, shown
 
+from . import rotation
 from .folding import allowed_scales, fold
-from .forward import collect
+from .forward import CalibrationRun
 from .methods import Method, MethodRecipe
 
 TEXT = EMBEDDED.parent / "text" / "calibration.txt"
@@ -64,6 +65,7 @@ def quantize(
     methods: MethodRecipe,
     out: Path,
     *,
+    rotate: bool = False,
     text: Path | None = None,
     rows: int = 64,
     length: int = 256,
@@ -76,8 +78,10 @@ def quantize(
     model    a directory, or None for the embedded model
     methods  of each weight
     out      the directory to write, in the layout of compressed-tensors; it must not exist, or be empty
+    rotate   whether to rotate the model first (see `rotation`)
     text     a file to calibrate on; default: embedded text that neither training nor the evaluation uses
-    rows     stretches of that text that are read, `length` tokens each (at most the model's context), chosen by `seed`
+    rows     stretches of that text that are read, `length` tokens each (at most the model's context)
+    seed     chooses where they begin, and the rotation's signs
     device   "auto", "cpu", "cuda" or "cuda:1"
 
     Layers are quantized in order, and each is calibrated on the outputs of the quantized layers before it. Returns
@@ -98,18 +102,26 @@ def quantize(
     dense = load_model(place, dtype="float32", device=device)
     target = getattr(torch, dense.config.dtype)
     _check(dense, methods)
-    ids = None
-    if any(methods.at(address).calibrated for address in dense.addressed()):
+    if rotate:
+        rotation.check_rotates(dense)
+    before = sum(tensor.numel() for tensor in dense.tensors()) * target.itemsize
+    ids, run, last = None, None, _last_calibrated(dense, methods)
+    if last >= 0:
         words = _read(text or TEXT)
         length = min(length, dense.max_model_len)
         tokenizer = Tokenizer.from_pretrained(place)
         check_tokenizer(tokenizer, dense.config)
         ids = calibration_rows(tokenizer, words, rows, length, seed, tokenizer.bos_token_id).to(device)
-    before = sum(tensor.numel() for tensor in dense.tensors()) * target.itemsize
+    if rotate:
+        rotation.rotate(dense, target, seed=seed, down=_has_int8_inputs(dense, methods))
+    if ids is not None:
+        run = CalibrationRun(dense, ids)
     strengths: dict[str, float | None] = {}
     with torch.inference_mode():
         for index in tqdm(range(len(dense.layers)), desc="layers", disable=not progress):
-            strengths |= quantize_layer(dense, index, methods, ids, target)
+            strengths |= quantize_layer(dense, index, methods, run, target)
+            if run is not None and index < last:
+                run.advance(dense.layers[index])
         for address in ("head", "embedding"):
             if address in dense.addressed():
                 replaced = _rounded(dense, address, methods.at(address), target)
@@ -122,26 +134,42 @@ def quantize(
         "bytes": size,
         "dense_bytes": before,
         "seconds": round(time.perf_counter() - begin, 2),
-        "rows": 0 if ids is None else rows,
+        "rows": 0 if run is None else rows,
         "length": length,
         "scales": strengths,
     }
 
 
+def _has_int8_inputs(model: Model, methods: MethodRecipe) -> bool:
+    """Whether a down projection's inputs are rounded to int8."""
+    down = (methods.at(f"layers.{index}.down").format().activations for index in range(len(model.layers)))
+    return any(activations is not None and activations.kind == "int8" for activations in down)
+
+
+def _last_calibrated(model: Model, methods: MethodRecipe) -> int:
+    """The last layer that has a weight whose method needs calibration; -1 if none has."""
+    found = [
+        index
+        for index in range(len(model.layers))
+        if any(methods.at(f"layers.{index}.{name}").calibrated for name in PROJECTIONS)
+    ]
+    return max(found, default=-1)
+
+
 def quantize_layer(
-    model: Model, index: int, methods: MethodRecipe, ids: Tensor | None, dtype: torch.dtype
+    model: Model, index: int, methods: MethodRecipe, run: CalibrationRun | None, dtype: torch.dtype
 ) -> dict[str, float | None]:
     """Replace a layer's dense weights by quantized ones; the strengths of the scales that were searched, by address.
 
-    ids: calibration rows. dtype: of the saved model.
+    run: calibration rows that have passed the layers before. dtype: of the saved model.
     """
     layer = model.layers[index]
     addresses = {name: f"layers.{index}.{name}" for name in PROJECTIONS}
     chosen = {name: methods.at(address) for name, address in addresses.items()}
     seen: dict[str, InputStatistics] = {}
     if wanted := {name: getattr(layer, name) for name, method in chosen.items() if method.calibrated}:
-        assert ids is not None
-        seen = collect(model, wanted, ids, index + 1)
+        assert run is not None
+        seen = run.record(layer, wanted)
         for name, inputs in seen.items():
             if not inputs.second_moment.isfinite().all():
                 raise MinillmError(

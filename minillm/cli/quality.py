@@ -63,7 +63,7 @@ def quantize(
     model_option: Annotated[str | None, typer.Option("--model", "-m", help="The same, as an option.")] = None,
     out: Annotated[Path | None, typer.Option(help="The directory to write; it must be new or empty.")] = None,
     method: Annotated[
-        str | None, typer.Option(help="int8, int4, fp8, smoothquant, awq, gptq or w4a8.", show_default=False)
+        str | None, typer.Option(help="int8, int4, fp8, w8a8, smoothquant, awq, gptq or w4a8.", show_default=False)
     ] = None,
     group_size: Annotated[
         int | None, typer.Option(help="int4, awq, gptq, w4a8: inputs that share a scale. Default: 128.")
@@ -76,16 +76,20 @@ def quantize(
     ] = False,
     per_tensor: Annotated[bool, typer.Option("--per-tensor", help="fp8: one scale for each matrix.")] = False,
     static: Annotated[
-        bool, typer.Option("--static", help="fp8, smoothquant, w4a8: one scale for all tokens' activations.")
+        bool, typer.Option("--static", help="fp8, w8a8, smoothquant, w4a8: one scale for all tokens' activations.")
     ] = False,
     head: Annotated[str | None, typer.Option(help="int8 or fp8: the output head, and a tied embedding.")] = None,
     recipe: Annotated[
         Path | None, typer.Option(help='A JSON file instead of --method: {"layers.0.*": "int8", "layers.*": "awq"}.')
     ] = None,
+    rotate: Annotated[
+        bool,
+        typer.Option("--rotate", help="Rotate the model first, so that its activations lose their outliers (QuaRot)."),
+    ] = False,
     text: Annotated[Path | None, typer.Option(help="A text file to calibrate on. Default: the embedded one.")] = None,
     rows: Annotated[int, typer.Option(min=1, help="Stretches of the text to calibrate on.")] = 64,
     length: Annotated[int, typer.Option(min=2, help="Tokens of each.")] = 256,
-    seed: Annotated[int, typer.Option(help="Chooses where they begin.")] = 0,
+    seed: Annotated[int, typer.Option(help="Chooses where they begin, and the signs of --rotate.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or a GPU as cuda:1")] = "auto",
 ) -> None:
     """Quantize a model and save it in compressed-tensors' layout.
@@ -127,6 +131,7 @@ def quantize(
             model or model_option,
             chosen,
             out,
+            rotate=rotate,
             text=text,
             rows=rows,
             length=length,

@@ -12,6 +12,13 @@ from .config_file import check_fields
 from .families import ARCHITECTURES, NULL_MEANS_NONE, REFUSED
 from .rope_scaling import RopeScaling, read_rope
 
+# Hadamard rotations that a model makes while it runs, since they cannot be folded into its weights (see
+# `calibration.rotation`), by what is rotated.
+ROTATIONS = {
+    "residual": "the residual stream, after the embedding, and back before the final norm",
+    "down": "the inputs of down projections",
+}
+
 
 def _is_size(value: Any) -> bool:
     return (whole := as_int(value)) is not None and whole >= 1
@@ -51,6 +58,7 @@ class ModelConfig:
     dtype: str = "bfloat16"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    rotations: tuple[str, ...] = ()  # made online, by names in ROTATIONS; others are folded into the weights
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
@@ -69,6 +77,8 @@ class ModelConfig:
             self._check_positive(name)
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"{self.num_heads} heads cannot share {self.num_kv_heads} KV heads evenly")
+        if unknown := [name for name in self.rotations if name not in ROTATIONS]:
+            raise ConfigError(f"rotations has {', '.join(map(shown, unknown))}; supported are: {', '.join(ROTATIONS)}")
         if self.head_dim % 2:
             raise ConfigError(f"head_dim must be even for rotary embeddings, not {self.head_dim}")
         if self.dtype not in ("float64", "float32", "bfloat16", "float16"):
@@ -149,6 +159,7 @@ class ModelConfig:
                 "dtype": str(raw.get("dtype", raw.get("torch_dtype", "float32"))).removeprefix("torch."),
                 "bos_token_id": raw.get("bos_token_id"),
                 "eos_token_ids": tuple(dict.fromkeys(eos)),
+                "rotations": tuple(raw.get("rotations", ())),
             }
             return cls(**common, **family.read(raw))
         except KeyError as error:

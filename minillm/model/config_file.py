@@ -51,7 +51,7 @@ FIELDS = {
         *("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window", "use_bidirectional_attention"),
     ),
     "name": ("hidden_act", "hidden_activation", "dtype", "torch_dtype", "rope_type", "type"),
-    "names": ("layer_types",),
+    "names": ("layer_types", "rotations"),
     "tokens": ("eos_token_id",),
     "token": ("bos_token_id",),
     "object": ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention"),

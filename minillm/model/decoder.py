@@ -8,6 +8,7 @@ with more norms in some families: after attention and MLP (Gemma 2 and 3), of qu
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +42,14 @@ class Layer:
     after_mlp_norm: Tensor | None = None  # [hidden]
     local: bool = False  # whether its rotary embedding uses `Model.local_rotary`
     group: int = 0  # index of this layer's block table on the first axis of `Rows.block_table`
+
+
+class Places(NamedTuple):
+    """Where the tokens of a batch are: the angles of their positions, and their slots in the cache."""
+
+    cos_sin: Tensor  # [tokens, 2, head_dim]
+    local_cos_sin: Tensor  # the same for layers that are `local`
+    slots: tuple[Tensor, ...]  # of each layer group: [tokens] int64
 
 
 class Model:
@@ -114,38 +123,75 @@ class Model:
         caches: one per layer; layers of different groups may share one, since they use different blocks. Each layer
         writes its tokens' keys and values to its cache before it attends to them.
         """
-        run, eps = self.ops, self.config.rms_norm_eps
-        residual = run.embedding(batch.token_ids, self.embedding, self.embedding_scale)
-        cos_sin, slots = self.rotary[batch.positions], batch.slots.unbind()
-        local_cos_sin = cos_sin if self.local_rotary is None else self.local_rotary[batch.positions]
-        x = run.rms_norm(residual, self.layers[0].attention_norm, eps)
-        next_norms = [layer.attention_norm for layer in self.layers[1:]] + [self.final_norm]
-        for layer, cache, next_norm in zip(self.layers, caches, next_norms, strict=True):
-            x = self._attention(layer, x, local_cos_sin if layer.local else cos_sin, slots[layer.group], batch, cache)
-            if next_norm is self.final_norm and batch.logits_index is not None:
-                # After the last attention the other tokens are no longer needed.
-                x, residual = x[batch.logits_index], residual[batch.logits_index]
-            if layer.after_attention_norm is not None:
-                x = run.rms_norm(x, layer.after_attention_norm, eps)
-            x, residual = run.add_rms_norm(x, residual, layer.mlp_norm, eps)
-            gate_up = run.linear(x, layer.gate_up)
-            x = run.linear(run.gated_activation(gate_up, self.config.activation), layer.down)
-            if layer.after_mlp_norm is not None:
-                x = run.rms_norm(x, layer.after_mlp_norm, eps)
-            x, residual = run.add_rms_norm(x, residual, next_norm, eps)
-        return x
+        residual, places = self.embed(batch), self.places(batch)
+        x: Tensor | None = None
+        for layer, cache in zip(self.layers, caches, strict=True):
+            # After the last attention the other tokens are no longer needed.
+            wanted = batch.logits_index if layer is self.layers[-1] else None
+            x, residual = self.run_layer(layer, x, residual, batch, places, cache, wanted)
+        if "residual" in self.config.rotations:
+            x, residual = None, self.ops.hadamard(residual if x is None else residual + x, inverse=True)
+        return self._normed(x, residual, self.final_norm)[0]
 
-    def _attention(
-        self, layer: Layer, x: Tensor, cos_sin: Tensor, slots: Tensor, batch: Batch, cache: LayerCache
-    ) -> Tensor:
+    def embed(self, batch: Batch) -> Tensor:
+        """The residual stream before the first layer: [tokens, hidden]."""
+        found = self.ops.embedding(batch.token_ids, self.embedding, self.embedding_scale)
+        return self.ops.hadamard(found) if "residual" in self.config.rotations else found
+
+    def places(self, batch: Batch) -> Places:
+        """Where the tokens of a batch are, which all layers read."""
+        cos_sin = self.rotary[batch.positions]
+        local = cos_sin if self.local_rotary is None else self.local_rotary[batch.positions]
+        return Places(cos_sin, local, batch.slots.unbind())
+
+    def run_layer(
+        self,
+        layer: Layer,
+        x: Tensor | None,
+        residual: Tensor,
+        batch: Batch,
+        places: Places,
+        cache: LayerCache,
+        wanted: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """One decoder layer: its output, and the residual stream that the output is still to be added to.
+
+        x, residual: the same two of the layer before, [tokens, hidden]; before the first layer, x is None. The sum is
+        left to the norm that follows, which computes both in one step.
+        wanted: [samples] int64, the tokens whose states are returned; None: all.
+        """
+        run, eps = self.ops, self.config.rms_norm_eps
+        x, residual = self._normed(x, residual, layer.attention_norm)
+        x = self._attention(layer, x, batch, places, cache)
+        if wanted is not None:
+            x, residual = x[wanted], residual[wanted]
+        if layer.after_attention_norm is not None:
+            x = run.rms_norm(x, layer.after_attention_norm, eps)
+        x, residual = run.add_rms_norm(x, residual, layer.mlp_norm, eps)
+        x = run.gated_activation(run.linear(x, layer.gate_up), self.config.activation)
+        if "down" in self.config.rotations:
+            x = run.hadamard(x)
+        x = run.linear(x, layer.down)
+        if layer.after_mlp_norm is not None:
+            x = run.rms_norm(x, layer.after_mlp_norm, eps)
+        return x, residual
+
+    def _normed(self, x: Tensor | None, residual: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of x + residual, and the sum."""
+        eps = self.config.rms_norm_eps
+        if x is None:
+            return self.ops.rms_norm(residual, norm, eps), residual
+        return self.ops.add_rms_norm(x, residual, norm, eps)
+
+    def _attention(self, layer: Layer, x: Tensor, batch: Batch, places: Places, cache: LayerCache) -> Tensor:
         run, heads, kv_heads = self.ops, self.config.num_heads, self.config.num_kv_heads
         qkv = run.linear(x, layer.qkv).view(x.shape[0], heads + 2 * kv_heads, self.config.head_dim)
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             eps = self.config.rms_norm_eps
             q, k = run.rms_norm(q, layer.q_norm, eps), run.rms_norm(k, layer.k_norm, eps)
-        q, rotated = run.rotary_embedding(q, k, cos_sin)
-        run.write_kv(k if batch.streams else rotated, v, cache, slots)
+        q, rotated = run.rotary_embedding(q, k, places.local_cos_sin if layer.local else places.cos_sin)
+        run.write_kv(k if batch.streams else rotated, v, cache, places.slots[layer.group])
 
         options = replace(layer.attention, rotary=self.rotary) if batch.streams else layer.attention
         parts = []

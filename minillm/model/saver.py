@@ -22,6 +22,8 @@ from .decoder import Model
 from .loader import named_norms
 from .modules import modules
 
+# Other programs refuse an unknown type of model. They would ignore an unknown field, and compute something else.
+ROTATED = "minillm-rotated"
 COPIED_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -120,6 +122,9 @@ def _config(model: Model, source: Path, dtype: torch.dtype) -> dict[str, Any]:
     config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)
     config.pop("quantization_config", None)
+    if model.config.rotations:
+        config["rotations"] = list(model.config.rotations)
+        config["model_type"] = ROTATED
     formats = _formats(model)
     if any(each != Dense() for each in formats.values()):
         config["quantization_config"] = compressed_tensors.describe(formats)

@@ -50,6 +50,7 @@ class SingleRow:
             and all(_fits(weight) for weight in model.weights())
             and all(layer.attention == AttentionOptions(layer.attention.scale) for layer in model.layers)
             and shape.final_soft_cap is None
+            and not shape.rotations
             and shape.hidden_size <= single_row.WHOLE
             and 16 <= shape.head_dim <= 256
             and shape.head_dim & (shape.head_dim - 1) == 0

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from minillm.kv_cache.layer_cache import LayerCache
 from minillm.quantization import Weight
+from minillm.quantization.methods.hadamard import largest_order
+from minillm.quantization.methods.hadamard import matrix as hadamard_matrix
 
 from .signatures import AttentionOptions
 
@@ -64,6 +66,17 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     """
     gate, up = gate_up.chunk(2, -1)
     return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+
+def hadamard(x: Tensor, inverse: bool = False) -> Tensor:
+    """x [tokens, dim] times a Hadamard matrix that keeps its length, or the inverse: like x.  Lesson 07.
+
+    Blocks of the largest order that divides dim and has a matrix (see `quantization.methods.hadamard`).
+    """
+    order = largest_order(x.shape[-1])
+    matrix = (hadamard_matrix(order) / order**0.5).to(x)
+    blocks = x.unflatten(-1, (-1, order))
+    return (blocks @ (matrix.t() if inverse else matrix)).flatten(-2)
 
 
 def write_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:

@@ -61,6 +61,10 @@ class Operations(Protocol):
         """gate_up [tokens, 2 * inner], activation "silu" or "gelu_tanh" -> [tokens, inner]"""
         ...
 
+    def hadamard(self, x: Tensor, inverse: bool = False) -> Tensor:
+        """x [tokens, dim] -> like x; only models that were quantized with --rotate call it"""
+        ...
+
     def write_kv(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
         """k, v [tokens, kv_heads, d] into slots [tokens] int64 of the cache"""
         ...

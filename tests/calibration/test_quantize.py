@@ -9,20 +9,21 @@ import torch
 from typer.testing import CliRunner
 
 from minillm import LLM, SamplingParams
+from minillm.calibration import forward
 from minillm.calibration import quantize as module
 from minillm.calibration.folding import allowed_scales, fold
-from minillm.calibration.forward import collect, hidden_states
+from minillm.calibration.forward import CalibrationRun, hidden_states
 from minillm.calibration.methods import Method, MethodRecipe
 from minillm.calibration.quantize import calibration_rows, quantize
 from minillm.cli import app
 from minillm.errors import ConfigError, MinillmError
 from minillm.evaluate import load_text
-from minillm.model import load_model
+from minillm.model import Model, load_model
 from minillm.model.decoder import PROJECTIONS
 from minillm.model.loader import EMBEDDED
 from minillm.model.modules import modules
 from minillm.model.saver import save_model
-from minillm.quantization import Activations, Dense, DenseWeight, Fp8, Int4, Int8, Recipe
+from minillm.quantization import Activations, Dense, DenseWeight, Fp8, Int4, Int8
 from minillm.quantization.methods import awq
 from minillm.quantization.methods.statistics import SAMPLES, output_error
 from minillm.tokenizer import Tokenizer
@@ -47,10 +48,10 @@ def log_probabilities(model, ids):
         return model.logits(hidden_states(model, ids)).log_softmax(-1)
 
 
-def divergence(directory, ids, recipe=None):
+def divergence(directory, ids):
     """The mean KL divergence of the embedded model's next tokens from a quantized one's."""
     dense = log_probabilities(load_model(dtype="float32"), ids)
-    quantized = log_probabilities(load_model(directory, dtype="float32", recipe=recipe), ids)
+    quantized = log_probabilities(load_model(directory, dtype="float32"), ids)
     return (dense.exp() * (dense - quantized)).sum(-1).mean().item()
 
 
@@ -91,11 +92,16 @@ def test_a_norm_saved_in_half_precision_keeps_what_was_folded_into_it():
     torch.testing.assert_close(folded, scales, rtol=0.01, atol=0)
 
 
-def test_statistics_are_of_the_inputs_of_each_product(held_out):
+def test_statistics_are_of_the_inputs_of_each_product(held_out, monkeypatch):
+    monkeypatch.setattr(forward, "STEP_TOKENS", 512)  # two steps
     model = load_model(dtype="float32")
-    seen = {}
-    weights = {name: getattr(model.layers[1], name) for name in PROJECTIONS}
-    statistics = collect(model, weights, held_out[:3], 2)
+    seen, found = {}, {}
+    run = CalibrationRun(model, held_out[:3])
+    for index, layer in enumerate(model.layers[:3]):
+        found[index] = run.record(layer, {name: getattr(layer, name) for name in PROJECTIONS})
+        layer.down.weight.mul_(1.5)  # as quantizing it does, this changes what the layers after it see
+        run.advance(layer)
+        layer.down.weight.div_(1.5)
     own = model.ops.linear
 
     def linear(x, weight):
@@ -103,35 +109,49 @@ def test_statistics_are_of_the_inputs_of_each_product(held_out):
         return own(x, weight)
 
     model.ops = replace_linear(model.ops, linear)
-    hidden_states(model, held_out[:3], 2)
-    for name, weight in weights.items():
-        x = torch.cat(seen[id(weight)]).double()
-        assert statistics[name].rows == len(x) == 3 * 256
-        torch.testing.assert_close(statistics[name].second_moment.double(), x.t() @ x, rtol=1e-3, atol=1e-2)
+    for index, layer in enumerate(model.layers[:3]):
+        hidden_states(model, held_out[:3])
+        for name in PROJECTIONS:
+            x = torch.cat(seen[id(getattr(layer, name))]).double()
+            statistics = found[index][name]
+            assert statistics.rows == len(x) == 3 * 256
+            torch.testing.assert_close(statistics.second_moment.double(), x.t() @ x, rtol=1e-3, atol=1e-2)
+        seen.clear()
+        layer.down.weight.mul_(1.5)
+
+
+def test_each_layer_runs_twice_in_calibration(monkeypatch, tmp_path):
+    """Once to be calibrated, once for the layers after it: running all layers before it again would be quadratic."""
+    runs = []
+
+    def counted(model, layer, *rest):
+        runs.append([id(each) for each in model.layers].index(id(layer)))
+        return run_layer(model, layer, *rest)
+
+    run_layer = Model.run_layer
+    monkeypatch.setattr(Model, "run_layer", counted)
+    quantize(None, MethodRecipe.of(Method("smoothquant")), tmp_path / "out", rows=2, length=16)
+    assert runs == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5]
+
+
+def test_a_layer_is_calibrated_on_the_quantized_layers_before_it(tmp_path):
+    quantize(None, MethodRecipe.of(Method("smoothquant", static=True)), tmp_path / "out", rows=4, length=64)
+    model, tokenizer = load_model(tmp_path / "out", dtype="float32"), Tokenizer.from_pretrained(EMBEDDED)
+    ids = calibration_rows(tokenizer, module.TEXT.read_text(encoding="utf-8"), 4, 64, 0, tokenizer.bos_token_id)
+    run = CalibrationRun(model, ids)
+    for layer in model.layers:
+        largest = run.record(layer, {"qkv": layer.qkv})["qkv"].largest.max().item()
+        assert layer.qkv.input_scale.item() == pytest.approx(largest / 127.5, rel=1e-5)
+        run.advance(layer)
 
 
 def test_samples_are_distinct_and_come_from_all_steps(held_out):
     model = load_model(dtype="float32")
     ids = held_out.repeat(4, 1)  # two steps
     ids[:, 1:] = ids[:, 1:].roll(1, 0)
-    found = collect(model, {"down": model.layers[0].down}, ids, 1)["down"]
+    found = CalibrationRun(model, ids).record(model.layers[0], {"down": model.layers[0].down})["down"]
     assert [len(part) for part in found.samples] == [SAMPLES // 2] * 2
     assert len(torch.cat(found.samples).unique(dim=0)) > 0.9 * SAMPLES
-
-
-def test_smoothquant_undoes_outliers_of_activations(held_out, tmp_path):
-    model = load_model(dtype="float32")
-    for layer in model.layers:
-        for name in ("qkv", "gate_up"):
-            scales = torch.ones(model.config.hidden_size)
-            scales[3::40] = 1 / 20  # these channels' activations become 20 times larger
-            fold(model, layer, name, scales, torch.float32)
-    save_model(model, EMBEDDED, tmp_path / "outliers", torch.float32)
-    quantize(tmp_path / "outliers", MethodRecipe.of(Method("smoothquant")), tmp_path / "smooth", rows=16)
-    recipe = Recipe({"layers.*": Int8(Activations("int8"))})
-    without = divergence(EMBEDDED, held_out, recipe)
-    assert divergence(tmp_path / "outliers", held_out, recipe) > 5 * without
-    assert divergence(tmp_path / "smooth", held_out) < 0.95 * without
 
 
 def test_scales_are_searched_as_they_can_be_folded(held_out):
@@ -139,7 +159,7 @@ def test_scales_are_searched_as_they_can_be_folded(held_out):
     layer, format = model.layers[0], Int4(128)
     layer.attention_norm[5] = 0  # as bfloat16 makes of small norms of Gemma
     layer.attention_norm[7] = 2**-8
-    inputs = collect(model, {"qkv": layer.qkv}, held_out[:4], 1)["qkv"]
+    inputs = CalibrationRun(model, held_out[:4]).record(layer, {"qkv": layer.qkv})["qkv"]
     weight = layer.qkv.weight.clone()
 
     def allowed(scales):
@@ -303,6 +323,7 @@ def saved_bytes(model):
         (Method("int4", group_size=64), Int4(64)),
         (Method("fp8"), Fp8(activations=Activations("fp8"))),
         (Method("fp8", scales="tensor", static=True), Fp8("tensor", Activations("fp8", static=True))),
+        (Method("w8a8", static=True), Int8(Activations("int8", static=True))),
         (Method("smoothquant"), Int8(Activations("int8"))),
         (Method("gptq", symmetric=False), Int4(128, symmetric=False)),
         (Method("w4a8"), Int4(128, activations=Activations("fp8"))),

@@ -305,6 +305,18 @@ def test_one_random_number_per_row_samples_from_the_distribution(module):
     assert mixed.tolist() == [2, 0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [6, 48, 80, 256, 1536])  # some matrices are not symmetric; 6: blocks
+def test_the_hadamard_product_equals_the_reference(size, dtype):
+    x = torch.randn(5, size).to(dtype)
+    for inverse in (False, True):
+        wanted, found = reference.hadamard(x.double(), inverse), cpu.hadamard(x, inverse)
+        assert found.dtype == dtype
+        bound = {"atol": 0.05, "rtol": 0} if dtype == torch.bfloat16 else {"atol": 1e-5, "rtol": 0}
+        torch.testing.assert_close(found.double(), wanted, **bound)
+        assert not torch.allclose(wanted, x.double(), atol=0.1)
+
+
 def test_the_cpu_runs_the_fast_function_if_there_is_one():
     running = {entry["name"]: entry["runs"] for entry in ops.table("cpu")}
     for name in ops.names():

@@ -3,6 +3,8 @@
 from . import Fault
 
 FOLDING, QUANTIZE = "minillm/calibration/folding.py", "minillm/calibration/quantize.py"
+ROTATION, ROTATIONS = "minillm/calibration/rotation.py", "tests/calibration/test_rotation.py"
+FORWARD = "minillm/calibration/forward.py"
 TESTS = "tests/calibration/test_quantize.py"
 
 FAULTS = (
@@ -16,23 +18,100 @@ FAULTS = (
     Fault(
         "heads that read the same values get different scales",
         FOLDING,
-        '    if consumer == "down":\n        return scales',
-        "    if consumer:\n        return scales",
+        '    if consumer == "down":\n        # A rotation',
+        "    if consumer:\n        # A rotation",
         f"{TESTS} -k unchanged",
     ),
     Fault(
         "statistics leave out the last calibration rows",
-        "minillm/calibration/forward.py",
-        "ids[start : start + step], layers)",
-        "ids[start : start + step][:-1], layers)",
+        FORWARD,
+        "for part in ids.split(max(1, STEP_TOKENS // ids.shape[1]))]",
+        "for part in ids.split(max(1, STEP_TOKENS // ids.shape[1]))[:-1]]",
         f"{TESTS} -k statistics",
     ),
     Fault(
         "all layers are calibrated on the first layer's inputs",
-        "minillm/calibration/forward.py",
-        "shallow.layers = model.layers[:layers]",
-        "shallow.layers = model.layers[:1] * len(model.layers[:layers])",
+        FORWARD,
+        "self.streams[index] = residual + x",
+        "pass",
         f"{TESTS} -k statistics",
+    ),
+    Fault(
+        "layers are calibrated on the unquantized layers before them",
+        QUANTIZE,
+        """            strengths |= quantize_layer(dense, index, methods, run, target)
+            if run is not None and index < last:
+                run.advance(dense.layers[index])
+""",
+        """            before = replace(dense.layers[index])
+            strengths |= quantize_layer(dense, index, methods, run, target)
+            if run is not None and index < last:
+                run.advance(before)
+""",
+        f"{TESTS} -k the_quantized_layers_before",
+    ),
+    Fault(
+        "a rotation is folded into products before their norm's weights are",
+        ROTATION,
+        "_rotate(matrix_of(reads), norm.double() * stream)",
+        "_rotate(matrix_of(reads), stream)",
+        f"{ROTATIONS} -k computes_the_same",
+    ),
+    Fault(
+        "biases that are added to the residual stream are not rotated",
+        ROTATION,
+        "            if writes.bias is not None:",
+        "            if False and writes.bias is not None:",
+        f"{ROTATIONS} -k computes_the_same",
+    ),
+    Fault(
+        "values are rotated, but their biases are not",
+        ROTATION,
+        "    if layer.qkv.bias is not None:",
+        "    if False and layer.qkv.bias is not None:",
+        f"{ROTATIONS} -k computes_the_same",
+    ),
+    Fault(
+        "an untied head's rotation forgets the final norm's weights",
+        ROTATION,
+        "model.final_norm.double() * stream",
+        "stream",
+        f"{ROTATIONS} -k computes_the_same",
+    ),
+    Fault(
+        "a rotated embedding is not rounded to the dtype in which it is saved",
+        ROTATION,
+        "_rotate(matrix_of(model.embedding), stream, dtype)",
+        "_rotate(matrix_of(model.embedding), stream)",
+        f"{ROTATIONS} -k one_that_is_saved",
+    ),
+    Fault(
+        "the inputs of down projections are rotated even if they are not int8",
+        QUANTIZE,
+        "down=_has_int8_inputs(dense, methods)",
+        "down=True",
+        f"{ROTATIONS} -k 'transformers or twin'",
+    ),
+    Fault(
+        "scales of the down projection's inputs are folded through a rotation",
+        FOLDING,
+        'return torch.ones_like(scales) if "down" in config.rotations else scales',
+        "return scales",
+        f"{ROTATIONS} -k undo_planted_outliers",
+    ),
+    Fault(
+        "a model with norms after attention and MLP is rotated",
+        ROTATION,
+        '{"after_attention_norm", "after_mlp_norm"}',
+        "set()",
+        f"{ROTATIONS} -k refused_by_name",
+    ),
+    Fault(
+        "planted outliers are in one channel only",
+        "minillm/calibration/outliers.py",
+        "[: -(-size // share)]",
+        "[:1]",
+        f"{ROTATIONS} -k planted_outliers_change",
     ),
     Fault(
         "a recipe's last matching pattern wins",

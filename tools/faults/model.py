@@ -29,6 +29,27 @@ FAULTS = (
         "tests/model/test_decoder.py -k logits_equal_those_of_transformers",
     ),
     Fault(
+        "the residual stream is rotated again, not back, before the final norm",
+        DECODER,
+        "residual + x, inverse=True)",
+        "residual + x)",
+        "tests/calibration/test_rotation.py -k computes_the_same",
+    ),
+    Fault(
+        "the fused step of one request leaves out rotations",
+        "minillm/model/single_row.py",
+        "            and not shape.rotations\n",
+        "",
+        "tests/calibration/test_rotation.py -k fused_step",
+    ),
+    Fault(
+        "other programs take a model with rotations for one without",
+        "minillm/model/saver.py",
+        'config["model_type"] = ROTATED',
+        "pass",
+        "tests/calibration/test_rotation.py -k other_programs",
+    ),
+    Fault(
         "logits have no soft cap",
         DECODER,
         "cap = self.config.final_soft_cap",

@@ -3,8 +3,30 @@
 from . import Fault
 
 INT8, RECIPE = "minillm/quantization/int8.py", "minillm/quantization/recipe.py"
+HADAMARD = "minillm/quantization/methods/hadamard.py"
 
 FAULTS = (
+    Fault(
+        "Paley's first construction has a symmetric border",
+        HADAMARD,
+        "bordered[1:, 0] = -1.0 if skew else 1.0",
+        "bordered[1:, 0] = 1.0",
+        "tests/quantization/test_hadamard.py -k orthogonal",
+    ),
+    Fault(
+        "the inverse of a Hadamard matrix that is not symmetric is not transposed",
+        HADAMARD,
+        "right.t() if inverse else right",
+        "right",
+        "tests/quantization/test_hadamard.py -k split_product",
+    ),
+    Fault(
+        "entries of a Hadamard matrix are rounded to half precision with their scale",
+        HADAMARD,
+        "2**halvings\n        return left, right.to(device, dtype), 2**halvings / math.sqrt(order)",
+        "math.sqrt(order)\n        return left, right.to(device, dtype), 1",
+        "tests/quantization/test_hadamard.py -k half_precision",
+    ),
     Fault(
         "all rows share one scale",
         INT8,
