@@ -1,6 +1,6 @@
-"""The arguments that kernels share: a layer's cache, and the options of its attention."""
+"""The arguments that kernels share: a layer's cache, the options of its attention, and a matrix of codes."""
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -40,3 +40,39 @@ def check_strides(cache: Cache) -> None:
     """Raise ValueError unless K and V have equal strides and a contiguous last axis, so that one offset serves both."""
     if cache.k.stride() != cache.v.stride() or cache.k.stride(3) != 1:
         raise ValueError("K and V caches must have equal strides and a contiguous head_dim")
+
+
+class IntegerMatrix(NamedTuple):
+    """A matrix of codes [rows, columns].
+
+    words [rows, columns * bits / 32] int32, contiguous. int8: four codes a word; scales [rows] float32. int4: eight
+    codes a word, each plus 8, the lowest half byte first; scales [rows, groups], zeros [rows, groups] int8 or None.
+    """
+
+    bits: int  # 8 or 4
+    words: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.words.shape[0]
+
+    @property
+    def columns(self) -> int:
+        return self.words.shape[1] * 32 // self.bits
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        return self.columns if self.bits == 8 else self.columns // self.scales.shape[1]
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        """int8: [rows, columns] int8; int4: [rows, columns / 2] uint8."""
+        return self.words.view(torch.int8 if self.bits == 8 else torch.uint8)
+
+
+def is_compiled(x: torch.Tensor) -> bool:
+    """Whether kernels on this tensor are compiled: the interpreter knows no machine instructions."""
+    return x.is_cuda

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from . import launch_configs
+from .arguments import IntegerMatrix, is_compiled
 from .single_row_parts import activated, has_dependent_launch, processors, wait_for_inputs
 
 GROUP = 32  # int4 groups must be multiples of this: a quad has one scale
@@ -186,27 +187,6 @@ def integer_rows_kernel(
         tl.store(out_ptr + rows, y.to(kind), mask=rows < ROWS)
 
 
-class IntegerMatrix(NamedTuple):
-    """Codes of a matrix [rows, columns] as the kernel reads them.
-
-    words [rows, columns * bits / 32] int32, contiguous. int8: four codes a word; scales [rows] float32. int4: eight
-    codes a word, each plus 8, the lowest half byte first; scales [rows, groups], zeros [rows, groups] int8 or None.
-    """
-
-    bits: int  # 8 or 4
-    words: torch.Tensor
-    scales: torch.Tensor
-    zeros: torch.Tensor | None = None
-
-    @property
-    def rows(self) -> int:
-        return self.words.shape[0]
-
-    @property
-    def columns(self) -> int:
-        return self.words.shape[1] * 32 // self.bits
-
-
 class Launch(NamedTuple):
     """A launch configuration of `integer_rows_kernel`."""
 
@@ -254,11 +234,6 @@ def product(
         DEPENDENT=dependent, COMPILED=is_compiled(x), num_warps=launch.warps, **options,
     )  # fmt: skip
     return out, total
-
-
-def is_compiled(x: torch.Tensor) -> bool:
-    """Whether kernels on this tensor are compiled: the interpreter knows no machine instructions."""
-    return x.is_cuda
 
 
 def default_launch(rows: int, quads: int, gated: bool, processors: int) -> Launch:

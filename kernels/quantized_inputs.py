@@ -1,0 +1,137 @@
+"""Inputs in eight bits: quantizing rows, and products of int8 rows on integer tensor cores.  Lesson 07.
+
+    codes = round(x / scale),   scale = max |x| of the row / 127.5 (int8), / 448 (fp8),
+    out = (codes W^T) * scale * scale of W's row
+
+Integer tensor cores multiply twice as fast as bf16 ones, and the sums are exact. The scales multiply them while they are
+still in registers: written as int32 and scaled afterwards, they would be twice the bytes of the result.
+
+Tiling: rows are quantized by one program each, which holds the row. A product takes tiles of 128 x 128 results, or of
+64 x 64 if these are too few for all processors; programs that run at the same time have neighboring tiles, so that they
+read the same rows from the L2 cache.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .single_row_parts import processors
+
+NEIGHBORS = 8  # tiles of x's rows that are processed together
+LARGEST = {torch.int8: 127.5, torch.float8_e4m3fn: 448.0}
+
+
+@triton.jit
+def _to_even(x):
+    """Round to the nearest integer, halves to the even one, as torch does. |x| < 2^22."""
+    return (x + 12582912.0) - 12582912.0  # 1.5 * 2^23: its neighbors are integers
+
+
+@triton.jit
+def quantize_rows_kernel(
+    x_ptr, codes_ptr, scale_ptr, given_ptr, x_stride, COLUMNS: tl.constexpr, TILE: tl.constexpr,
+    LARGEST: tl.constexpr, INTEGER: tl.constexpr, STATIC: tl.constexpr,
+):  # fmt: skip
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
+    inside = columns < COLUMNS
+    x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if STATIC:
+        scale = tl.load(given_ptr)
+    else:
+        most = tl.max(tl.abs(x), 0)
+        scale = tl.where(most > 0, most / LARGEST, 1.0)
+    x = x / scale
+    if INTEGER:
+        x = tl.minimum(tl.maximum(_to_even(tl.minimum(tl.maximum(x, -200.0), 200.0)), -128.0), 127.0)
+    else:
+        x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
+    tl.store(codes_ptr + row * COLUMNS + columns, x.to(codes_ptr.dtype.element_ty), mask=inside)
+    tl.store(scale_ptr + row, scale)
+
+
+@triton.jit
+def int8_product_kernel(
+    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, out_ptr, TOKENS, ROWS,
+    COLUMNS: tl.constexpr, EVEN: tl.constexpr, X_TILE: tl.constexpr, TILE: tl.constexpr, PIECE: tl.constexpr,
+    NEIGHBORS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """out [TOKENS, ROWS]. EVEN: whether PIECE divides COLUMNS."""
+    program, down, across = tl.program_id(0), tl.cdiv(TOKENS, X_TILE), tl.cdiv(ROWS, TILE)
+    first = program // (NEIGHBORS * across) * NEIGHBORS
+    count = tl.minimum(down - first, NEIGHBORS)
+    tokens = (first + program % (NEIGHBORS * across) % count) * X_TILE + tl.arange(0, X_TILE)
+    rows = program % (NEIGHBORS * across) // count * TILE + tl.arange(0, TILE)
+    # Beyond the end, tiles read rows from the beginning: loads need no masks, and those results are not stored.
+    x_at = x_ptr + (tokens % TOKENS).to(tl.int64)[:, None] * COLUMNS
+    weight_at = weight_ptr + (rows % ROWS).to(tl.int64)[:, None] * COLUMNS
+    sums = tl.zeros([X_TILE, TILE], tl.int32)
+    for start in tl.range(0, COLUMNS, PIECE, num_stages=STAGES):
+        columns = start + tl.arange(0, PIECE)[None, :]
+        if EVEN:
+            x, weight = tl.load(x_at + columns), tl.load(weight_at + columns)
+        else:
+            x = tl.load(x_at + columns, mask=columns < COLUMNS, other=0)
+            weight = tl.load(weight_at + columns, mask=columns < COLUMNS, other=0)
+        sums = tl.dot(x, tl.trans(weight), sums, out_dtype=tl.int32)
+    x_scale = tl.load(x_scale_ptr + tokens, mask=tokens < TOKENS, other=0.0)
+    scale = tl.load(scale_ptr + rows, mask=rows < ROWS, other=0.0)
+    out = sums.to(tl.float32) * x_scale[:, None] * scale[None, :]
+    at = out_ptr + tokens.to(tl.int64)[:, None] * ROWS + rows[None, :]
+    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=(tokens < TOKENS)[:, None] & (rows < ROWS)[None, :])
+
+
+def quantize_rows(
+    x: torch.Tensor, dtype: torch.dtype, static: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [tokens, columns] -> (codes, scales [tokens, 1] float32), rounded to the nearest.  Lesson 07.
+
+    dtype: int8 or float8_e4m3fn. static [1] float32: the scale of all rows; larger values are clipped.
+    """
+    tokens, columns = x.shape
+    x = x if x.stride(1) == 1 else x.contiguous()
+    codes = torch.empty((tokens, columns), dtype=dtype, device=x.device)
+    scales = torch.empty((tokens, 1), dtype=torch.float32, device=x.device)
+    if tokens:
+        tile = triton.next_power_of_2(columns)
+        quantize_rows_kernel[(tokens,)](
+            x, codes, scales, static, x.stride(0), COLUMNS=columns, TILE=tile, LARGEST=LARGEST[dtype],
+            INTEGER=dtype == torch.int8, STATIC=static is not None, num_warps=min(max(tile // 512, 1), 16),
+        )  # fmt: skip
+    return codes, scales
+
+
+class Launch(NamedTuple):
+    """A launch configuration of `int8_product_kernel`."""
+
+    x_tile: int
+    tile: int
+    warps: int
+    stages: int
+
+
+def default_launch(tokens: int, rows: int, processors: int) -> Launch:
+    """Large tiles reuse each row more often, if there are about as many of them as processors."""
+    if 4 * triton.cdiv(tokens, 128) * triton.cdiv(rows, 128) >= 3 * processors:
+        return Launch(128, 128, 8, 3)
+    return Launch(64, 64, 4, 5)
+
+
+def int8_product(
+    x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """x [tokens, columns] and weight [rows, columns], both int8 -> [tokens, rows] in `dtype`.  Lesson 07.
+
+    x_scales [tokens, 1] and scales [rows], float32.
+    """
+    (tokens, columns), rows = x.shape, len(weight)
+    out = torch.empty((tokens, rows), dtype=dtype, device=x.device)
+    launch = default_launch(tokens, rows, processors(x.device))
+    if tokens:
+        int8_product_kernel[(triton.cdiv(tokens, launch.x_tile) * triton.cdiv(rows, launch.tile),)](
+            x, x_scales, weight, scales, out, tokens, rows,
+            COLUMNS=columns, EVEN=columns % 128 == 0, X_TILE=launch.x_tile, TILE=launch.tile, PIECE=128,
+            NEIGHBORS=NEIGHBORS, STAGES=launch.stages, num_warps=launch.warps,
+        )  # fmt: skip
+    return out
