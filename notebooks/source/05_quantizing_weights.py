@@ -1,0 +1,705 @@
+# %% [markdown]
+# # 05 · Quantizing weights
+#
+# After this lesson you can round a model's weights to 8 or 4 bits, with a scale for each row or group and with zero
+# points; pack two weights into a byte, and multiply by them without unpacking the whole matrix; run the engine on
+# weights that your functions quantized; measure what that costs in quality; and estimate what it saves in bytes and in
+# time.
+#
+# **85 minutes. Needs:** a CPU, and lessons 00 and 02. You should know that a decode step reads every weight once.
+# Lesson 01 helps with tokens. All sections run on `tiny-gemma` on a CPU; section 8 uses a record of an H200.
+
+# %%
+import torch
+
+from minillm import LLM, SamplingParams, using
+from minillm.bench import records
+from minillm.course import (
+    NotSolvedYet,
+    check,
+    compare,
+    describe,
+    solved,
+    weight_formats,
+    yours,
+)
+from minillm.course import draw_weights as draw
+from minillm.course.shapes import SHAPES
+from minillm.course.weight_formats import (
+    PackedBy,
+    RoundedBy,
+    groups_by,
+    largest_tensor,
+    report,
+    rows_by,
+)
+from minillm.model import sizing
+from minillm.quantization import Dense, Int4, Int8, int4
+
+llm = LLM(device="cpu", dtype="float64", enable_prefix_caching=False, num_blocks=64)
+model = llm.engine.model
+greedy = SamplingParams(max_tokens=16, temperature=0)
+prompt = "Fenwick lies on the island of"
+
+
+def text():
+    return prompt + llm.generate(prompt, greedy)[0].text
+
+
+def whose(part):
+    return "yours" if solved(part) else "the engine's, until you solve the exercise"
+
+
+print(text())
+
+# %% [markdown]
+# The engine computes in float64 here, so that every change that you see comes from quantization and not from rounding
+# elsewhere. (Prefix caching, lesson 09, is off: keys and values that one set of weights computed would be wrong for the
+# next.)
+#
+# ## 1 · Why fewer bits? · 3 min
+#
+# Most models are published with 16 bits per weight. How large are they, and how large would they be with fewer?
+
+# %%
+print("weights, GB      parameters   16 bits   8 bits   4 bits")
+for name, shape in SHAPES.items():
+    count = sizing.parameters(shape)
+    sizes = "".join(f"{count * bits / 8e9:9.1f}" for bits in (16, 8, 4))
+    print(f"{name:13} {count / 1e9:10.2f} B  {sizes}")
+
+# %% [markdown]
+# Fewer bits help twice. **Memory:** with 16 bits, Llama 3.1 70B does not fit a GPU of 80 GB; with 4 bits it does, and
+# more than half of the memory is left for keys and values. **Time:** for one request, a decode step of such a model
+# spends most of its time reading weights (lesson 02), and a quarter of the bytes can be read in a quarter of the time.
+#
+# In this lesson, only the *stored* weights get smaller. Before a weight is multiplied, it is converted back, and the
+# activations stay as they are. That is called **weight-only** quantization, or W8A16 and W4A16: weights of 8 or 4 bits,
+# activations of 16. Lesson 07 quantizes activations too.
+#
+# ## 2 · A grid for each row · 15 min
+#
+# With $b$ bits you can tell $2^b$ numbers apart. A format decides *which* numbers. The top line shows a
+# **floating-point** format: within each range from a power of two to the next, the numbers are evenly spaced, and from
+# one range to the next the spacing doubles. (This one has 2 bits for the place within a range. bfloat16 has 7 such
+# bits, and 8 bits that choose the range. It continues toward 0 and to larger numbers.) The lines below show **integers
+# times a scale**: equal spacing everywhere.
+
+# %%
+draw.number_lines({
+    "floating point": weight_formats.small_floats(),
+    "integers -7 to 7, scale 0.2": [0.2 * code for code in range(-7, 8)],
+    "integers -7 to 7, scale 0.1": [0.1 * code for code in range(-7, 8)],
+})  # fmt: skip
+describe("""Three number lines. Floating-point numbers are dense near 0 and become sparse away from it. Integers times
+    0.2 are evenly spaced from -1.4 to 1.4; times 0.1 they are twice as dense, and reach only from -0.7 to 0.7.""")
+
+# %% [markdown]
+# Floating point covers a huge range: bfloat16 reaches $10^{38}$. The weights of one matrix do not need it. They look
+# like a bell: most are small, and the largest are only a few times larger. So take a few evenly spaced levels, and let
+# a **scale** fit them to the weights at hand. The smaller the scale, the denser the levels, and the shorter the range
+# that they cover. The smallest scale that still covers everything puts the largest weight on the last level.
+#
+# Do it by hand, for one row of a matrix and 4 bits. Use the codes -7 to 7. (A sixteenth code, -8, is left unused, so
+# that the range is symmetric.) The row is `0.55, -1.4, 0.13, 0.27, -0.66, 0.06`.
+#
+# 1. The largest magnitude is 1.4, and it gets code -7. So the scale is 1.4 / 7 = 0.2.
+# 2. Divide each weight by the scale and round: 0.55 / 0.2 = 2.75, so its **code** is 3.
+# 3. Later, to use the weight, multiply: 3 x 0.2 = 0.6. The error is 0.05.
+#
+# What are the other five codes? Which weight has the largest error? Then look:
+
+# %%
+row = [0.55, -1.4, 0.13, 0.27, -0.66, 0.06]
+draw.rounding(row, {"15 levels, 0.2 apart": [0.2 * code for code in range(-7, 8)]})
+describe("""Six weights above a line of fifteen levels. An arrow leads from each weight to its nearest level: 0.55 to
+    0.6, -1.4 to -1.4, 0.13 and 0.27 both to 0.2, -0.66 to -0.6, and 0.06 to 0.""")
+
+# %% [markdown]
+# The codes are 3, -7, 1, 1, -3, 0. Two different weights, 0.13 and 0.27, became the same 0.2, and both have the largest
+# error, 0.07. No error can exceed half the scale. As formulas, for a row $w$ and $b$ bits:
+#
+# $$\text{top} = 2^{b-1} - 1, \qquad s = \frac{\max_i |w_i|}{\text{top}}, \qquad
+# q_i = \operatorname{round}\left(\frac{w_i}{s}\right), \qquad w_i \approx q_i\, s$$
+#
+# This is symmetric **round-to-nearest** quantization (RTN). Each output row of a matrix has a scale of its own, so a
+# row of small weights is not rounded on the grid of a row of large ones.
+#
+# **Exercise 1 (8 minutes).** Write it for a matrix. For example, the row above with 4 bits has the codes `3, -7, 1, 1,
+# -3, 0` and the scale 0.2.
+
+
+# %% tags=["exercise"]
+def quantize_rows(weight, bits):
+    """Round each row of a matrix to the nearest multiples of the row's own scale.
+
+    weight: [rows, in], floating point. bits: 2 to 8. Returns codes, [rows, in] int8, from -top to top with
+    top = 2 ** (bits - 1) - 1, and scales, [rows, 1] in the dtype of weight. A row of zeros has scale 1.
+    """
+    # SOLUTION: the scales from the largest magnitudes, then the codes
+    top = 2 ** (bits - 1) - 1
+    scales = weight.abs().amax(dim=1, keepdim=True) / top
+    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+    return (weight / scales).round().to(torch.int8), scales
+    # END
+
+
+# %%
+check(quantize_rows)
+
+# %% [markdown]
+# Now run the engine on your weights. `weight_formats.weights` replaces the matrices of all layers until the `with`
+# block ends: your function rounds each of them, and the engine stores codes and scales in its int8 format. (The
+# embedding table, which is also the output head, stays as it is for now.)
+
+# %%
+to_rows = yours(quantize_rows, weight_formats.quantize_rows)
+before = weight_formats.bytes_of(model)
+with weight_formats.weights(llm, {"layers.*": RoundedBy(Int8(), rows_by(to_rows, 8))}):
+    print(text())
+    after = weight_formats.bytes_of(model)
+print(f"quantize_rows is {whose(quantize_rows)}")
+print(f"layers: {before / 1e6:.2f} MB before, {after / 1e6:.2f} MB with 8 bits and scales")
+
+# %% [markdown]
+# (Numbers of more than 16 bits are counted as 16 bits here, which is what a model that is served in bfloat16 has.)
+#
+# ## 3 · What it costs · 8 min
+#
+# The model still knows the island. But one sentence says little. There are two standard measures.
+#
+# **Perplexity** asks how well the model predicts a real text. Let it read the text, and note the probability $p$ that
+# it gave to each token that actually came next. Suppose that these are 1/2, 1/4, 1 and 1/8 for four tokens. Perplexity
+# is $e$ to the mean of $-\log p$, which is the inverse of their geometric mean: here $(2 \cdot 4 \cdot 1 \cdot 8)^{1/4}
+# \approx 2.83$. The model was as uncertain as if it had to choose among 2.83 equally likely tokens at each position. 1
+# is perfect.
+#
+# **KL divergence** asks how much the quantized model differs from the original, without a right answer. At each
+# position, the original gives probabilities $p$ to all tokens of the vocabulary, and the quantized model gives $p'$:
+#
+# $$\mathrm{KL}(p \,\|\, p') = \sum_{\text{tokens}} p \log \frac{p}{p'}$$
+#
+# It is 0 if both agree on everything, and positive otherwise. Take the mean over all positions. In small:
+
+# %%
+p = torch.tensor([0.5, 0.25, 1.0, 0.125])
+print(f"perplexity: {(-p.log().mean()).exp():.2f}")
+original, changed = torch.tensor([0.5, 0.5]), torch.tensor([0.6, 0.4])
+print(f"KL divergence: {(original * (original / changed).log()).sum():.4f} nats")
+
+# %% [markdown]
+# And for the model, on 1,536 tokens of text that training never saw:
+
+# %%
+quality = weight_formats.Quality(llm)
+dense = quality.measure()
+report({"unquantized": dense})
+
+# %% [markdown]
+# (The last column is the share of positions at which the most likely token is the same as in the original.) `minillm
+# eval` measures perplexity on the whole held-out text.
+#
+# Now use exercise 1 with fewer bits. (The engine stores all of these codes in 8 bits; quality does not depend on that.)
+#
+# **Predict first.** With 8 bits per weight, by how many percent does perplexity rise? With 4 bits, which leaves 15
+# levels? With 2 bits, which leaves three: minus the largest weight, zero, and plus the largest weight?
+
+# %% tags=["exercise"]
+guess_8 = 1  # PREDICT: % by which perplexity rises with 8 bits
+guess_4 = 20  # PREDICT: % with 4 bits
+guess_2 = 200  # PREDICT: % with 2 bits
+
+# %%
+by_bits, said = {}, {}
+for bits in (8, 7, 6, 5, 4, 3, 2):
+    with weight_formats.weights(llm, {"layers.*": RoundedBy(Int8(), rows_by(to_rows, bits))}):
+        by_bits[bits], said[bits] = quality.measure(), text()
+report({
+    "unquantized": dense,
+    **{f"{bits} bits, a scale per row": found for bits, found in by_bits.items()},
+})  # fmt: skip
+for bits, guess in ((8, guess_8), (4, guess_4), (2, guess_2)):
+    rise = 100 * (by_bits[bits].perplexity / dense.perplexity - 1)
+    compare(f"{bits} bits", unit="%", prediction=guess, measured=rise)
+for bits in (4, 3, 2):
+    print(f"{bits} bits: {said[bits]}")
+
+# %%
+draw.ladder(
+    list(by_bits),
+    [found.perplexity for found in by_bits.values()],
+    [found.divergence for found in by_bits.values()],
+    dense.perplexity,
+)
+describe("""Left: perplexity by the number of bits, flat from 8 to 4 bits, slightly higher at 3, and hundreds of times
+    higher at 2. Right: KL divergence rises by about 4 times for each bit less from 8 to 4 bits, then faster.""")
+
+# %% [markdown]
+# Three things to see:
+#
+# * **8 bits are almost free**, and down to 5 bits, perplexity shows next to nothing. At 5 bits it even falls. That is
+#   luck: rounding moves probabilities in both directions.
+# * **KL divergence sees what perplexity does not.** Each bit less doubles the spacing of the levels, and so all errors.
+#   Small changes of the probabilities enter KL divergence as squares, so it grows by about 4 times. That is the dotted
+#   line. To compare formats on a short text, use KL divergence.
+# * **Then it breaks.** At 2 bits nothing is left. The next figure shows why: it has all weights of one matrix, each
+#   divided by the largest of its row, over the levels of three grids.
+
+# %%
+matrix = model.layers[2].gate_up.dequantize()
+relative = matrix / matrix.abs().amax(1, keepdim=True)
+draw.histogram(relative.flatten().numpy(), bits=(4, 3, 2))
+describe("""The same bell-shaped histogram of weights three times, over the levels of 4, 3 and 2 bits. The share of
+    weights that round to 0 is small at 4 bits, larger at 3, and covers almost the whole bell at 2 bits.""")
+
+# %% [markdown]
+# With 2 bits, a weight must be more than half as large as the largest of its row, or it becomes 0. The largest is rare
+# by definition, so most of the matrix is gone. The levels are in the wrong place: they are spread to reach the largest
+# weight, and the many small ones pay for it. The next section takes that problem seriously.
+#
+# ## 4 · Groups and zero points · 22 min
+#
+# ### Outliers
+#
+# Here is a row whose largest weight is almost ten times as large as the next one, an **outlier**:
+
+# %%
+outlier_row = [0.12, -0.3, 0.2, 0.42, -0.21, 4.0, 0.32, -0.1]
+draw.row_in_groups(outlier_row, group_size=4, top=7)
+describe("""A row of eight weights, of which one, 4.0, is an outlier. Left, with one scale, the levels are far apart,
+    and the other weights round to 0 or to plus or minus 0.57. Right, with a scale for each group of four, the levels
+    of the first group are dense, and the rounded weights are close to the weights; the outlier's is as before.""")
+
+# %% [markdown]
+# On the left, one scale serves all eight: 4.0 / 7 = 0.57, and every other weight becomes 0 or ±0.57. On the right, each
+# **group** of four neighbors has a scale of its own. The outlier still ruins its own group, but not the other one.
+# Groups in use have 32 to 128 weights. They are not free: a scale of 16 bits for every 32 weights adds half a bit per
+# weight.
+#
+# `tiny-gemma` has no outliers: the largest weight of a row is about three times the row's standard deviation. So plant
+# some. The next cell takes 4 of the 256 input columns in two of the four matrices of each layer, and multiplies them by
+# 10. What computes these inputs, a norm's weights, is divided by 10 in the same places, so the model computes exactly
+# what it did before.
+#
+# **Predict first:** before, 4 bits with a scale per row had a perplexity of 2.2. What is it with the outliers? And what
+# is it with groups of 32?
+
+# %% tags=["exercise"]
+guess_outliers = 3  # PREDICT: perplexity with outliers, 4 bits, a scale per row
+guess_grouped = 2.5  # PREDICT: perplexity with outliers, 4 bits, groups of 32
+
+# %%
+with weight_formats.planted_outliers(llm, columns=4, times=10):
+    planted = quality.measure()
+    with weight_formats.weights(llm, {"layers.*": RoundedBy(Int8(), rows_by(to_rows, 4))}):
+        planted_rows = quality.measure()
+    with weight_formats.weights(llm, {"layers.*": Int4(group_size=32)}):
+        planted_groups = quality.measure()
+planted_found = {
+    "unquantized": planted,
+    "a scale per row": planted_rows,
+    "groups of 32": planted_groups,
+}
+report(planted_found)
+for name, guess in (("a scale per row", guess_outliers), ("groups of 32", guess_grouped)):
+    found = planted_found[name].perplexity
+    compare(name, unit="perplexity", prediction=guess, measured=found)
+
+# %% [markdown]
+# The planted model computes the same, and yet rounding its rows to 4 bits doubles its perplexity: a row of the changed
+# matrices has four outliers, and its 252 other weights share a few levels. Groups of 32 confine the damage to the
+# groups of these columns. (Multiplying a column and dividing what makes its input, so that nothing changes, is useful,
+# too: lessons 06 and 07 do it to make a model *easier* to quantize.)
+#
+# ### Zero points
+#
+# The `Int4` above is symmetric, with the codes -8 to 7. In a group of all-positive weights, it would never use the
+# codes below 0: half of its levels would be wasted. A **zero point** moves the levels to where the weights are: it is
+# the code that stands for 0, and may differ in each group.
+
+# %%
+group = [0.3, 1.2, -0.3, 0.76]
+symmetric = [1.2 / 7.5 * code for code in range(-8, 8)]
+shifted = [0.1 * (code + 5) for code in range(-8, 8)]
+draw.rounding(group, {
+    "symmetric: 16 levels, 0.16 apart, from -1.28 to 1.12": symmetric,
+    "zero point -5: 16 levels, 0.1 apart, from -0.3 to 1.2": shifted,
+})  # fmt: skip
+describe("""Four weights from -0.3 to 1.2 above two lines of sixteen levels. Symmetric levels reach from -1.28 to 1.12,
+    and many of them have no weight nearby. Levels with a zero point span exactly the weights, and are denser.""")
+
+# %% [markdown]
+# By hand: the group `0.3, 1.2, -0.3, 0.76` reaches from -0.3 to 1.2. Between sixteen codes are fifteen steps, so the
+# scale is 1.5 / 15 = 0.1. The lowest weight, -0.3, is three steps below 0 and should get the lowest code, -8. So 0 gets
+# the code -8 + 3 = -5: that is the zero point. The codes are 3 - 5 = -2, 12 - 5 = 7, -3 - 5 = -8, and 8 - 5 = 3 (from
+# 7.6). To get a weight back, subtract the zero point and multiply: (3 + 5) x 0.1 = 0.8.
+#
+# $$l = \min(0, \min_i w_i), \quad h = \max(0, \max_i w_i), \quad s = \frac{h - l}{15}, \quad
+# z = \operatorname{round}\left(-8 - \frac{l}{s}\right)$$
+#
+# $$q_i = \operatorname{clamp}\left(\operatorname{round}\left(\frac{w_i}{s}\right) + z,\, -8,\, 7\right), \qquad
+# w_i \approx (q_i - z)\, s$$
+#
+# Two details. $l$ and $h$ include 0, so that $z$ is a code too, and a weight of exactly 0 stays 0. And $z$ is rounded,
+# which can push the largest weight half a step beyond the last code: hence the clamp.
+#
+# **Exercise 2 (10 minutes).** Write it. For example, the group above, as a matrix of one row with `group_size` 4, has
+# the codes `-2, 7, -8, 3`, the scale 0.1 and the zero point -5.
+
+
+# %% tags=["exercise"]
+def quantize_groups(weight, group_size):
+    """Round each group of neighbors in a row to 4 bits, with a scale and a zero point of its own.
+
+    weight: [rows, in], floating point; in is a multiple of group_size. Group 0 of a row is its inputs 0 to
+    group_size - 1, and so on. Returns codes, [rows, in] int8, from -8 to 7; scales, [rows, groups] in the dtype
+    of weight; and zeros, [rows, groups] int8, from -8 to 7. A group of zeros has scale 1.
+    """
+    # SOLUTION: range, scale and zero point of each group, then the codes
+    grouped = weight.reshape(len(weight), -1, group_size)
+    low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
+    scales = (high - low) / 15
+    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+    zeros = (-8 - low / scales).round()
+    codes = ((grouped / scales[..., None]).round() + zeros[..., None]).clamp(-8, 7)
+    return codes.reshape(weight.shape).to(torch.int8), scales, zeros.to(torch.int8)
+    # END
+
+
+# %%
+check(quantize_groups)
+
+# %% [markdown]
+# In the engine, on the original model, without planted outliers, in groups of 64:
+
+# %%
+to_groups = yours(quantize_groups, weight_formats.quantize_groups)
+zero_points = Int4(group_size=64, symmetric=False)
+with weight_formats.weights(
+    llm, {"layers.*": RoundedBy(zero_points, groups_by(to_groups, 64))}
+):
+    grouped, grouped_text = quality.measure(), text()
+print(f"quantize_groups is {whose(quantize_groups)}")
+report({"4 bits, a scale per row": by_bits[4], "4 bits, groups of 64": grouped})
+print(grouped_text)
+
+# %% [markdown]
+# The engine's own version is the same formula. It rounds the scales to the precision in which they will be stored
+# *before* it divides by them, so that codes and scales fit together. Look at the symmetric case, too: its largest
+# weight is 7.5 steps from 0. A positive one is clamped to 7, with an error of half a step, which is what any weight may
+# have.
+
+# %%
+# ENGINE: minillm.quantization.int4:scales_of
+# ENGINE: minillm.quantization.int4:round_to_int4
+
+# %% [markdown]
+# ## 5 · Two codes in a byte · 8 min
+#
+# A code from -8 to 7 needs 4 bits, but torch computes with integers of at least 8, so int8 codes would waste half of
+# the memory. Two codes must share a byte. First add 8, which makes the codes 0 to 15, never negative. Then put the
+# first of two neighbors into the low half of the byte, and the second into the high half. A half is also called a
+# *nibble*.
+
+# %%
+draw.nibbles([-2, 7, -8, 3])
+describe("""Two bytes. Byte 0 is 246: its low half has code 0, -2, which plus 8 is 6, or 0110 in binary; its high half
+    has code 1, 7, which plus 8 is 15, or 1111. Byte 1 is 176: low half 0000 for code -8, high half 1011 for code 3.""")
+
+# %% [markdown]
+# The first byte is 6 + 16 x 15 = 246. In general, with $u = q + 8$:
+#
+# $$\text{byte}_j = u_{2j} + 16\, u_{2j+1}$$
+#
+# **Exercise 3 (5 minutes).** Pack codes. For example, `-2, 7, -8, 3` becomes the bytes 246 and 176.
+
+
+# %% tags=["exercise"]
+def pack_codes(codes):
+    """Pack two neighbors of each row into a byte.
+
+    codes: [rows, in] int8, from -8 to 7; in is even. Returns [rows, in / 2] uint8: byte j of a row has
+    column 2 j, plus 8, in its low half, and column 2 j + 1, plus 8, in its high half.
+    """
+    # SOLUTION: add 8, and combine even and odd columns
+    unsigned = (codes + 8).to(torch.uint8)
+    return unsigned[:, 0::2] + 16 * unsigned[:, 1::2]
+    # END
+
+
+# %%
+check(pack_codes)
+
+# %% [markdown]
+# The engine stores your bytes, and unpacks them itself in every step. So if your order of nibbles is not the one that
+# it expects, the model is a different one. Compare with the text of the last section:
+
+# %%
+packing = PackedBy(zero_points, yours(pack_codes, int4.pack))
+with weight_formats.weights(llm, {"layers.*": packing}):
+    packed_text = text()
+    packed_bytes = weight_formats.bytes_of(model)
+print(f"pack_codes is {whose(pack_codes)}; the same text: {packed_text == grouped_text}")
+print(packed_text)
+bits = 16 * packed_bytes / before
+print(f"layers: {packed_bytes / 1e6:.2f} MB, {bits:.3f} bits per weight")
+
+# %% [markdown]
+# 4 bits for each code, and for each group of 64 a scale of 16 bits and a zero point of 8 (this engine stores it in a
+# byte): 4 + 24 / 64 = 4.375 bits per weight.
+#
+# ## 6 · Multiply without unpacking · 16 min
+#
+# Until now, each product first turned the whole matrix back into floating-point numbers. That saves memory only where
+# the model is stored: the step still writes and reads a large matrix. A kernel for packed weights never builds it. It
+# reads a piece, converts it, multiplies, adds to the result, and forgets it.
+#
+# The formula helps. Output $o$ of a product is a sum over the inputs $i$. Split it by groups $g$:
+#
+# $$y_o = \sum_g \sum_{i \in g} x_i\, (q_{oi} - z_{og})\, s_{og} =
+# \sum_g s_{og} \Big( \sum_{i \in g} x_i\, q_{oi} \;-\; z_{og} \sum_{i \in g} x_i \Big)$$
+#
+# The scale comes out of the sum over a group: one multiplication for the group's result instead of one for each weight.
+# The zero point comes out, too, next to a sum that is the same for all outputs. So the inner loop is a product with
+# plain small integers.
+#
+# In small, one output, two groups of two inputs:
+
+# %%
+x = torch.tensor([[1.0, 2.0], [3.0, -1.0]])  # [groups, inputs]
+q = torch.tensor([[5.0, -2.0], [0.0, 7.0]])
+z, s = torch.tensor([1.0, -3.0]), torch.tensor([0.1, 0.5])
+first = (x * (q - z[:, None]) * s[:, None]).sum()
+second = (s * ((x * q).sum(1) - z * x.sum(1))).sum()
+print(f"dequantized first: {first:.2f}; scale and zero point after the sum: {second:.2f}")
+
+# %% [markdown]
+# The inverse of `pack_codes` is in the engine. Use it on a piece of the columns:
+
+# %%
+# ENGINE: minillm.quantization.int4:unpack
+
+# %% [markdown]
+# **Exercise 4 (10 minutes).** Write a product with packed weights. Go through the groups, and unpack one group's
+# columns at a time, for all outputs: no tensor that you make may have as many elements as the whole matrix. Apply
+# scales and zero points before or after the sum, as you like.
+#
+# For example, one token `1, 2, 3, -1`, one output with the codes `5, -2, 0, 7`, two groups with the zero points 1 and
+# -3 and the scales 0.1 and 0.5, as above: the result is -0.7.
+
+
+# %% tags=["exercise"]
+def packed_linear(x, packed, scales, zeros):
+    """The product of x with the transpose of a packed matrix, a group of inputs at a time.
+
+    x: [tokens, in], floating point. packed: [out, in / 2] uint8, as from pack_codes. scales: [out, groups] in the
+    dtype of x. zeros: [out, groups] int8. All groups have in / groups inputs, an even number. Returns [tokens, out]
+    in the dtype of x: sums of x[token, i] * (code[o, i] - zeros[o, group of i]) * scales[o, group of i].
+    """
+    # SOLUTION: for each group: unpack, multiply, subtract the zero points' part, scale, add
+    out = x.new_zeros(len(x), len(packed))
+    size = x.shape[1] // scales.shape[1]
+    for group in range(scales.shape[1]):
+        part = x[:, group * size : (group + 1) * size]
+        codes = int4.unpack(packed[:, group * size // 2 : (group + 1) * size // 2]).to(x.dtype)
+        zero = zeros[:, group].to(x.dtype)
+        out += (part @ codes.t() - part.sum(1, keepdim=True) * zero) * scales[:, group]
+    return out
+    # END
+
+
+# %%
+check(packed_linear)
+
+# %% [markdown]
+# In the engine, as its `linear`: every product of the layers, in every step. `used.calls` counts them. The last lines
+# show the largest tensor that one product makes, for the largest matrix.
+
+# %%
+multiply = weight_formats.linear_by(packed_linear)
+with weight_formats.weights(llm, {"layers.*": zero_points}), using(linear=multiply) as used:
+    same = text() == grouped_text
+    weight = model.layers[0].gate_up
+if solved(packed_linear):
+    print(f"the same text as before: {same}; calls of your product: {used.calls['linear']}")
+else:
+    print("not solved yet: the engine ran its own product")
+one = torch.randn(1, weight.shape[1], dtype=torch.float64)
+given = one, weight.packed, weight.scales, weight.zeros
+engines = largest_tensor(weight_formats.packed_linear, *given)
+print(f"elements of the matrix: {weight.shape.numel():,}")
+print(f"of the largest tensor, if all is dequantized: {engines:,}")
+if solved(packed_linear):
+    print(f"of the largest tensor, in yours: {largest_tensor(packed_linear, *given):,}")
+
+# %% [markdown]
+# A GPU kernel that works like your loop loads packed codes into registers, and the converted numbers never leave the
+# chip. In torch on a CPU, every step of the loop is an operation of its own that reads and writes memory. So on a CPU,
+# the engine dequantizes int4 weights in every step. What does that cost?
+
+# %% tags=["nbval-ignore-output"] uncompared="times"
+for name, format in (("unquantized", Dense()), ("int8", Int8()), ("int4", zero_points)):
+    with weight_formats.weights(llm, {"layers.*": format}):
+        print(f"{name:12} {weight_formats.seconds(text):6.3f} s for the prompt and 16 tokens")
+
+# %% [markdown]
+# On a CPU, int4 saves memory and costs time.
+#
+# ## 7 · Quality against bytes · 6 min
+#
+# Now all formats in one picture, judged at equal size. Groups of 32 cost half a bit per weight for their scales; a
+# finer grid for whole rows would cost the same. Half a bit of grid is worth a factor of 2 in KL divergence: section 3
+# had about 4 for a bit. (A scale for a whole row adds less than 0.1 bit per weight, which is left out here.)
+#
+# **Predict first**, for the original model, without outliers: by what factor does KL divergence fall if each group of
+# 32 has its own scale, instead of each row (of 256 or 768 weights)? Symmetric, 4 bits, both.
+
+# %% tags=["exercise"]
+guess_groups = 4  # PREDICT: KL divergence per row / KL divergence in groups of 32
+
+# %%
+SIZES = (128, 64, 32, 16)
+by_group = {}
+for symmetric in (True, False):
+    for size in SIZES:
+        with weight_formats.weights(llm, {"layers.*": Int4(size, symmetric)}):
+            by_group[symmetric, size] = quality.measure()
+
+
+def bits_per_weight(bits, group_size, zero_points=False):
+    """A scale of 16 bits, and a zero point of 8, for each group."""
+    return bits + (16 + 8 * zero_points) / group_size
+
+
+names = {True: "symmetric", False: "zero points"}
+report({
+    f"{bits_per_weight(4, size, not symmetric):.2f} bits: {size:3}, {names[symmetric]}": found
+    for (symmetric, size), found in by_group.items()
+})  # fmt: skip
+ratio = by_bits[4].divergence / by_group[True, 32].divergence
+compare(
+    "a row's scale against groups of 32", unit="times", prediction=guess_groups, measured=ratio
+)
+
+# %%
+families = {"a scale per row": {bits: by_bits[bits].divergence for bits in (3, 4, 5, 6)}}
+for (symmetric, size), found in by_group.items():
+    family = families.setdefault(f"4 bits in groups, {names[symmetric]}", {})
+    family[bits_per_weight(4, size, not symmetric)] = found.divergence
+draw.frontier(families)
+describe("""KL divergence against bits per weight, on a logarithmic axis. The line of whole rows falls from 3 to 6 bits.
+    The two short lines of 4 bits in groups, from 128 to 16, begin below it, cross it near 4.5 bits, and end
+    above it.""")
+
+# %% [markdown]
+# On *this* model, groups of 32 are worth little more than the half bit that they cost, and groups of 16, which cost a
+# whole bit, are worth less than one: without outliers, the largest of 16 weights is not much smaller than the largest
+# of 256. With the planted outliers, groups made all the difference. Zero points gain little here, because in most
+# groups about as many weights are positive as negative. So no format is the best for all models: measure.
+#
+# The table of 4,096 tokens, embedding and output head in one, is still unquantized, and it is a fifth of the model.
+# Large models keep it in 16 bits or use 8. All options are in the engine, and quantize while loading:
+
+# %%
+options = {"quantization": "int8", "quantized_head": "int8"}
+with (
+    LLM(device="cpu", dtype="bfloat16", num_blocks=64) as plain,
+    LLM(device="cpu", dtype="bfloat16", num_blocks=64, **options) as small,
+):
+    for each in (plain, small):
+        print(f"{each.engine.model.nbytes / 1e6:.2f} MB")
+with weight_formats.weights(llm, {"*": Int8()}):
+    print(text())
+    report({"8 bits, layers and head": quality.measure()})
+
+# %% [markdown]
+# `minillm quantize --method int4 --group-size 64 --out DIR` writes a quantized checkpoint, in a layout that other
+# engines read, too, and `LLM("DIR")` runs it. With `--recipe`, each layer and projection gets its own format.
+#
+# ## 8 · What it saves · 5 min
+#
+# What do fewer bytes buy in time? Take Gemma 2B on an H200, and one request. The layers get 4 bits in groups of 128,
+# and the output head, a table of 256,000 tokens, stays in bfloat16.
+#
+# **Predict first:** suppose that a step does nothing but read the weights. How many times faster does it become?
+
+# %% tags=["exercise"]
+guess_faster = 3.5  # PREDICT: times, int4 layers and a bfloat16 head against all bfloat16
+
+# %%
+llm.close()
+record = records.read("h200/ceiling-h200")
+gemma = SHAPES["Gemma 2B"]
+head = gemma.vocab_size * gemma.hidden_size
+layers = sizing.parameters(gemma) - head
+FORMATS = {  # bits per weight of the layers, and of the head
+    "bfloat16": (16, 16),
+    "int8, head int8": (8, 8),
+    "int4, head bfloat16": (4.125, 16),
+    "int4, head int8": (4.125, 8),
+}
+seconds = {}
+for name, (layer_bits, head_bits) in FORMATS.items():
+    nbytes = (layers * layer_bits + head * head_bits) / 8
+    seconds[name] = nbytes / (record["copy_TB_per_s"] * 1e12)
+    print(f"{name:20} {nbytes / 1e9:5.2f} GB, read in {seconds[name] * 1e3:5.2f} ms")
+times = seconds["bfloat16"] / seconds["int4, head bfloat16"]
+compare("int4, head bfloat16", unit="times faster", prediction=guess_faster, measured=times)
+
+# %% [markdown]
+# A fifth of the parameters, left at 16 bits, become half of the bytes. That is why an engine must be able to quantize
+# its head. These are floors, the time of reading alone. A step also has attention, norms and the start of each kernel,
+# which quantization does not make faster; so the real gain is smaller.
+#
+# And with more requests? Their rows share the weights that are read, but each row needs its own arithmetic, and that is
+# not reduced at all: weight-only products are computed in 16 bits. A step takes at least as long as the slower of the
+# two takes. (The arithmetic rate is that of the record's products of 2,048 rows.)
+
+# %%
+products = {
+    row["rows"]: row["step_ms"] for row in record["matrix_products"] if row["dtype"] == "bf16"
+}
+rate = 2048 / products[2048] * 1e3  # rows per second
+ROWS = [2 ** (power / 4) for power in range(41)]
+floors = {
+    name: [max(seconds[name], rows / rate) for rows in ROWS]
+    for name in ("bfloat16", "int8, head int8", "int4, head int8")
+}
+measured = {rows: ms for rows, ms in products.items() if rows <= 1024}
+draw.step_floors(ROWS, floors, measured, "bfloat16: measured products")
+describe("""The least time of a step's products by the number of rows. With few rows the three formats differ: int4 is
+    lowest, then int8, then bfloat16. Each line is flat at first, then rises; from some 200 rows on, all are the same
+    line. Measured products in bfloat16 are above their floor.""")
+for name in floors:
+    print(f"{name:20} limited by bytes up to {seconds[name] * rate:4.0f} rows")
+
+# %% [markdown]
+# The fewer the bytes, the earlier arithmetic becomes the limit, and in large batches the formats need the same time:
+# there, weight-only quantization saves memory only. (It may even be slower: a weight is converted each time that it is
+# used, and this chart does not count that.) To speed up large batches, the arithmetic itself must have fewer bits. That
+# takes quantized activations: lesson 07.
+#
+# ## Recap · 2 min
+#
+# * A quantized weight is a small integer, a **code**, times a **scale** that many weights share. Round-to-nearest puts
+#   the largest weight on the last level, so every error is at most half a scale.
+# * Each bit less multiplies KL divergence by about 4, until a few bits are left. On this model, 8 bits per row cost
+#   nothing that perplexity shows; 4 bits cost a little; 2 bits destroy it.
+# * **Groups** keep an outlier's damage local, and cost 16 bits each for the scale. **Zero points** move the levels to
+#   where the weights are.
+# * Two codes share a byte. A product takes scales and zero points out of each group's sum, and never builds the matrix.
+# * Fewer bytes make small batches faster, up to the share that stays in 16 bits. Large batches only save memory.
+#
+# **What got worse:** quality, a little, and not evenly: the mean over a text hides single answers that change. Every
+# use of a weight now has a conversion; on a CPU, a step became slower. Shapes have to fit groups, and files have
+# layouts that writer and reader must agree on: which half of a byte comes first, what is added to codes, where scales
+# are.
+#
+# Rounding to the nearest looks at weights only. It treats an input that is always near 0 the same as one that dominates
+# every sum. Lesson 06 looks at the inputs, and chooses codes with less damage in the *same* formats.
+#
+# **Further reading:** Jacob et al. 2018, *Quantization and Training of Neural Networks for Efficient
+# Integer-Arithmetic-Only Inference* (scales and zero points); Dettmers et al. 2022, *LLM.int8()* (outliers in
+# activations); Dettmers and Zettlemoyer 2023, *The case for 4-bit precision: k-bit Inference Scaling Laws* (quality
+# against bytes, groups); Dettmers et al. 2023, *QLoRA* (levels that are not evenly spaced, and quantized scales);
+# Frantar et al. 2024, *MARLIN* (a fast kernel for 4-bit weights). Next: lesson 06, AWQ and GPTQ.
