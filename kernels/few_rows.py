@@ -62,6 +62,16 @@ def half_bytes(packed, COMPILED: tl.constexpr):
 
 
 @triton.jit
+def _dot(weight, x, total, COMPILED: tl.constexpr):
+    """total + weight x^T for codes (integers or bf16) and bf16 inputs."""
+    if COMPILED:
+        total = tl.dot(weight.to(tl.bfloat16), tl.trans(x), total)
+    else:  # the interpreter multiplies the bits of bf16 numbers
+        total += tl.dot(weight.to(tl.float32), tl.trans(x.to(tl.float32)))
+    return total
+
+
+@triton.jit
 def few_rows_kernel(
     x_ptr, x_scale_ptr, weight_ptr, scale_ptr, zero_ptr, out_ptr, part_ptr, finished_ptr, ROWS, TOKENS,
     COLUMNS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, INTEGER: tl.constexpr,
@@ -85,7 +95,7 @@ def few_rows_kernel(
             if INTEGER:
                 sums = tl.dot(weight, tl.trans(x), sums, out_dtype=tl.int32)
             else:
-                total = tl.dot(weight.to(tl.bfloat16), tl.trans(x), total)
+                total = _dot(weight, x, total, COMPILED)
         else:
             halves = start // 2 + tl.arange(0, PIECE // 2)
             at = weight_ptr + rows.to(tl.int64)[:, None] * (COLUMNS // 2) + halves[None, :]
@@ -93,12 +103,13 @@ def few_rows_kernel(
             low, high = half_bytes(packed, COMPILED)
             group = rows * (COLUMNS // GROUP) + start // GROUP
             if ZEROS:
-                zero = tl.load(zero_ptr + group, mask=rows < ROWS, other=0).to(tl.bfloat16)
-                low, high = low - zero[:, None], high - zero[:, None]
+                zero = tl.load(zero_ptr + group, mask=rows < ROWS, other=0).to(tl.float32)[:, None]
+                low = (low.to(tl.float32) - zero).to(tl.bfloat16)
+                high = (high.to(tl.float32) - zero).to(tl.bfloat16)
             weight = tl.reshape(tl.join(low, high), [TILE, PIECE])
             x = tl.load(x_at, mask=real_tokens, other=0.0)
             scale = tl.load(scale_ptr + group, mask=rows < ROWS, other=0.0).to(tl.float32)
-            total += tl.dot(weight, tl.trans(x)) * scale[:, None]
+            total += _dot(weight, x, tl.zeros_like(total), COMPILED) * scale[:, None]
     if BITS == 8:
         if INTEGER:
             total = sums.to(tl.float32) * tl.load(x_scale_ptr + tokens, mask=tokens < TOKENS, other=0.0)[None, :]
@@ -177,7 +188,8 @@ def product(x: torch.Tensor, matrix: IntegerMatrix, x_scales: torch.Tensor | Non
     launch = default_launch(rows, columns, group, tokens, processors(x.device))
     parts = torch.empty((launch.splits, tokens, rows), device=x.device) if launch.splits > 1 else None
     few_rows_kernel[(triton.cdiv(rows, TILE), launch.splits)](
-        x.contiguous(), x_scales, matrix.bytes, matrix.scales, matrix.zeros, out, parts, finished(x.device), rows, tokens,
+        x.contiguous(), x_scales, matrix.bytes, matrix.scales, matrix.zeros, out, parts, finished(x.device),
+        rows, tokens,
         COLUMNS=columns, BITS=matrix.bits, GROUP=group, ZEROS=matrix.zeros is not None, INTEGER=x_scales is not None,
         TILE=TILE, X_ROWS=max(16, triton.next_power_of_2(tokens)), PIECE=launch.piece, SPLITS=launch.splits,
         COMPILED=is_compiled(x), num_warps=4,

@@ -3,8 +3,8 @@
     codes = round(x / scale),   scale = max |x| of the row / 127.5 (int8), / 448 (fp8),
     out = (codes W^T) * scale * scale of W's row
 
-Integer tensor cores multiply twice as fast as bf16 ones, and the sums are exact. The scales multiply them while they are
-still in registers: written as int32 and scaled afterwards, they would be twice the bytes of the result.
+Integer tensor cores multiply twice as fast as bf16 ones, and the sums are exact. The scales multiply them while they
+are still in registers: written as int32 and scaled afterwards, they would be twice the bytes of the result.
 
 Tiling: rows are quantized by one program each, which holds the row. A product takes tiles of 128 x 128 results, or of
 64 x 64 if these are too few for all processors; programs that run at the same time have neighboring tiles, so that they

@@ -24,14 +24,18 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from minillm.kernels import (
     activation,
     decode_step,
+    embedding,
+    few_rows,
     integer_rows,
     normalization,
     paged_attention,
+    quantized_inputs,
     rope_cache,
     sampling,
     single_row,
     truncation,
 )
+from minillm.kernels.arguments import IntegerMatrix
 from minillm.kv_cache import LayerCache
 from minillm.ops import AttentionOptions
 
@@ -134,7 +138,7 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
         truncation.truncate(torch.zeros(2, 9000), torch.ones(2, dtype=torch.int64), torch.ones(2))
         sampling.soft_cap(torch.zeros(2, 9000, dtype=torch.bfloat16), 30.0)
         single_row.has_dependent_launch = integer_rows.has_dependent_launch = lambda _: capability >= 90
-        integer_rows.is_compiled = lambda _: True
+        integer_rows.is_compiled = few_rows.is_compiled = lambda _: True
         row, weight = torch.zeros(1, 2048, dtype=torch.bfloat16), torch.zeros(2560, 2048, dtype=torch.bfloat16)
         single_row.product(row, weight, norm=torch.zeros(2048), eps=1e-6, residual=row)
         single_row.product(row, weight, activation="gelu_tanh")
@@ -142,12 +146,23 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
         scales, groups = torch.zeros(len(weight)), torch.zeros(len(weight), 16, dtype=torch.bfloat16)
         words = torch.zeros(len(weight), 512, dtype=torch.int32)
         for matrix in (
-            integer_rows.IntegerMatrix(8, words, scales),
-            integer_rows.IntegerMatrix(4, words[:, :256].contiguous(), groups),
-            integer_rows.IntegerMatrix(4, words[:, :256].contiguous(), groups, groups.to(torch.int8)),
+            IntegerMatrix(8, words, scales),
+            IntegerMatrix(4, words[:, :256].contiguous(), groups),
+            IntegerMatrix(4, words[:, :256].contiguous(), groups, groups.to(torch.int8)),
         ):
             integer_rows.product(row, matrix, norm=torch.zeros(2048), eps=1e-6, residual=row)
             integer_rows.product(row, matrix, activation="gelu_tanh")
+            for tokens in (2, 64):
+                few_rows.product(row.expand(tokens, -1), matrix)
+            few_rows.dequantized(matrix)
+        codes, factors = quantized_inputs.quantize_rows(x, torch.int8)
+        if capability >= 89:  # the first with FP8
+            quantized_inputs.quantize_rows(x, torch.float8_e4m3fn)
+        few_rows.product(codes, IntegerMatrix(8, words, scales), factors)
+        for tokens in (2, 8192):
+            many = torch.zeros(tokens, 2048, dtype=torch.int8)
+            quantized_inputs.int8_product(many, factors, words.view(torch.int8), scales, torch.bfloat16)
+        embedding.int8_embedding(rows, words.view(torch.int8), scales, 1.0, torch.bfloat16)
         for dim, dtype, heads, queries, options in ATTENTION:
             case = f"{str(dtype).removeprefix('torch.')} head_dim {dim}"
             k = torch.zeros(4, 16, 1, dim, dtype=dtype)

@@ -7,12 +7,12 @@ of them are the engine's own.
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from minillm.kernels import integer_rows, single_row
-from minillm.kernels.integer_rows import IntegerMatrix
+from minillm.kernels.arguments import IntegerMatrix
 from minillm.kv_cache.layer_cache import LayerCache
+from minillm.ops.integer_matrix import integer_matrix
 from minillm.ops.signatures import AttentionOptions
 from minillm.quantization import DenseWeight, Int4Weight, Int8Weight, Weight
 
@@ -89,11 +89,8 @@ def _product(x: Tensor, matrix: Matrix, **options: Any) -> tuple[Tensor, Tensor 
 
 
 def _matrix(weight: Weight) -> Matrix:
-    if isinstance(weight, Int8Weight):
-        return IntegerMatrix(8, weight.codes.view(torch.int32), weight.scales)
-    if isinstance(weight, Int4Weight):
-        return IntegerMatrix(4, weight.packed.view(torch.int32), weight.scales, weight.zeros)
-    return weight.dequantize()
+    matrix = integer_matrix(weight)
+    return weight.dequantize() if matrix is None else matrix
 
 
 def _fits(weight: Weight) -> bool:

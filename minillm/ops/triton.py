@@ -4,61 +4,18 @@ Kernels compute in float32 and do not read quantized caches: for float64 and qua
 Importing this module fails if triton is not installed; the table then keeps the references.
 """
 
-import torch
 import triton  # noqa: F401  so that an ImportError names triton, which the kernels need
 from torch import Tensor, bfloat16, float16, float32, float64
 
 from minillm.kernels import activation as gated
 from minillm.kernels import normalization, paged_attention, rope_cache, sampling, truncation
 from minillm.kv_cache.layer_cache import LayerCache
-from minillm.quantization import Fp8Weight, Int8Weight, Weight
+from minillm.quantization import Weight
 from minillm.quantization.methods.hadamard import transform
 
 from . import reference
-from .by_weight import ByWeight
 from .signatures import AttentionOptions
-
-INT_MM_ROWS = 16  # torch._int_mm takes more rows than this
-
-linear = ByWeight(reference.linear)
-
-
-@linear.register(Fp8Weight)
-def _(x: Tensor, weight: Fp8Weight) -> Tensor:
-    """As the reference, on FP8 tensor cores, which multiply codes; the scales are applied to the sums."""
-    rows = x.reshape(-1, x.shape[-1])
-    if weight.activations is None or x.dtype != bfloat16 or any(size % 16 for size in weight.shape):
-        return reference.linear(x, weight)
-    inputs = weight.activations.quantize(rows, weight.input_scale)
-    out = torch._scaled_mm(
-        inputs.codes, weight.codes.t(), inputs.scales.contiguous(), weight.scales[None], out_dtype=x.dtype
-    )
-    return _with_bias(out, weight, x)
-
-
-@linear.register(Int8Weight)
-def _(x: Tensor, weight: Int8Weight) -> Tensor:
-    """As the reference; if the inputs are quantized too, on integer tensor cores, with scales applied to the sums."""
-    if weight.activations is None and x.dtype == bfloat16:
-        # Codes are exact in bfloat16, so only they are converted, and the scales are applied to the product.
-        out = torch.nn.functional.linear(x, weight.codes.to(bfloat16)).view(-1, weight.shape[0])
-        return _with_bias((out * weight.scales).to(bfloat16), weight, x)
-    rows = x.reshape(-1, x.shape[-1])
-    fits = not any(size % 8 for size in weight.shape)
-    if weight.activations is None or x.dtype not in (bfloat16, float16) or not fits:
-        return reference.linear(x, weight)
-    inputs = weight.activations.quantize(rows, weight.input_scale)
-    codes = inputs.codes
-    if len(codes) <= INT_MM_ROWS:  # the library's product takes no fewer rows
-        codes = torch.nn.functional.pad(codes, (0, 0, 0, INT_MM_ROWS + 1 - len(codes)))
-    sums = torch._int_mm(codes, weight.codes.t())[: len(rows)]
-    return _with_bias((sums * inputs.scales * weight.scales).to(x.dtype), weight, x)
-
-
-def _with_bias(out: Tensor, weight: Weight, x: Tensor) -> Tensor:
-    if weight.bias is not None:
-        out += weight.bias
-    return out.view(*x.shape[:-1], -1)
+from .triton_linear import linear
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

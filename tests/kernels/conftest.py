@@ -38,7 +38,8 @@ def poisoned_outputs(monkeypatch):
     def poisoned(make):
         def maker(*args, **kwargs):
             tensor = make(*args, **kwargs)
-            return tensor.fill_(float("nan") if tensor.is_floating_point() else -(2**30))
+            lowest = None if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min
+            return tensor.fill_(float("nan") if lowest is None else lowest // 2)
 
         return maker
 

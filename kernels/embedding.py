@@ -1,0 +1,38 @@
+"""Rows of an int8 embedding table, dequantized as they are gathered.  Lesson 05.
+
+    out[t] = table[ids[t]] * row scale * embedding scale
+
+Tiling: one program per token. In torch, gathering codes and scales and multiplying them takes five launches, which a
+decode step of one request would notice.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def int8_embedding_kernel(
+    ids_ptr, codes_ptr, scale_ptr, out_ptr, factor, COLUMNS: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    token, columns = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
+    inside = columns < COLUMNS
+    row = tl.load(ids_ptr + token).to(tl.int64)
+    kind: tl.constexpr = out_ptr.dtype.element_ty
+    codes = tl.load(codes_ptr + row * COLUMNS + columns, mask=inside, other=0).to(tl.float32)
+    weight = (codes * tl.load(scale_ptr + row)).to(kind).to(tl.float32)  # rounded like the dequantized table
+    tl.store(out_ptr + token * COLUMNS + columns, (weight * factor).to(kind), mask=inside)
+
+
+def int8_embedding(
+    ids: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, factor: float, dtype: torch.dtype
+) -> torch.Tensor:
+    """ids [tokens] int64, codes [vocab, hidden] int8, scales [vocab] float32 -> [tokens, hidden] in `dtype`."""
+    tokens, columns = len(ids), codes.shape[1]
+    out = torch.empty((tokens, columns), dtype=dtype, device=codes.device)
+    if tokens:
+        tile = triton.next_power_of_2(columns)
+        int8_embedding_kernel[(tokens,)](
+            ids, codes, scales, out, factor, COLUMNS=columns, TILE=tile, num_warps=min(max(tile // 512, 1), 16)
+        )
+    return out

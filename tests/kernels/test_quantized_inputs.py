@@ -1,0 +1,68 @@
+"""Quantizing rows, products of int8 rows, and gathering int8 rows equal what plain torch computes."""
+
+import pytest
+import torch
+
+from minillm.quantization import Activations
+from minillm.quantization.activations import DTYPES
+from tests.kernels.compare import COMPILED, assert_close, random_tensor
+
+quantized_inputs = pytest.importorskip("minillm.kernels.quantized_inputs", reason="triton is not installed here")
+from minillm.kernels.embedding import int8_embedding  # noqa: E402  needs triton
+
+pytestmark = pytest.mark.explore
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize(("tokens", "columns"), [(1, 64), (5, 100), *([(700, 2048), (70, 16384)] if COMPILED else [])])
+def test_rows_are_quantized_as_the_reference_does(tokens, columns, kind, static, device):
+    if kind == "fp8" and not COMPILED:
+        pytest.skip("the interpreter cannot convert to fp8")
+    x = random_tensor(tokens, columns, dtype=BF16, device=device, scale=3.0)
+    x[0] = 0.0
+    scale = torch.tensor([0.02], device=device) if static else None  # some values are clipped
+    codes, scales = quantized_inputs.quantize_rows(x, DTYPES[kind], scale)
+    wanted = Activations(kind, static).quantize(x, scale)
+    torch.testing.assert_close(scales, wanted.scales, rtol=1e-6, atol=0)
+    # A quotient next to a half may be rounded to either side.
+    found, exact = codes.double(), (x.double() / wanted.scales.double()).clamp(-448, 448)
+    step = 1.0 if kind == "int8" else 32.0
+    assert (found - wanted.codes.double()).abs().max() <= step
+    assert (codes != wanted.codes).float().mean() <= 1e-3 and (found - exact.clamp(*_bounds(kind))).abs().max() <= step
+
+
+def _bounds(kind):
+    return (-128, 127) if kind == "int8" else (-448, 448)
+
+
+def test_halves_are_rounded_to_even(device):
+    x = torch.tensor([[0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5, 127.5]], device=device)
+    codes, _ = quantized_inputs.quantize_rows(x, torch.int8, torch.ones(1, device=device))
+    assert codes.tolist() == [[0, 2, 2, 0, -2, -2, 126, 127]]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "columns"), [(70, 66, 160), *([(513, 2560, 2048), (2048, 2048, 16384)] if COMPILED else [])]
+)
+def test_a_product_of_int8_rows(tokens, rows, columns, device):
+    x, weight = (torch.randint(-128, 128, (n, columns), dtype=torch.int8, device=device) for n in (tokens, rows))
+    x_scales, scales = torch.rand(tokens, 1, device=device) + 0.1, torch.rand(rows, device=device) + 0.1
+    wanted = (x.double() * x_scales.double()) @ (weight.double() * scales.double()[:, None]).T
+    found = quantized_inputs.int8_product(x, x_scales, weight, scales, BF16)
+    assert_close("quantized_inputs.int8_product", found, wanted, BF16)
+
+
+def test_large_tiles_need_about_as_many_as_processors():
+    tiles = [quantized_inputs.default_launch(*sizes, 132).tile for sizes in ((2048, 2560), (512, 2048), (128, 32768))]
+    assert tiles == [128, 64, 128]
+
+
+def test_rows_of_an_int8_table(device):
+    codes = torch.randint(-128, 128, (50, 96), dtype=torch.int8, device=device)
+    scales, ids = torch.rand(50, device=device), torch.tensor([3, 49, 0, 3], device=device)
+    wanted = (codes.float() * scales[:, None]).bfloat16()[ids] * 7.0
+    found = int8_embedding(ids, codes, scales, 7.0, BF16)
+    assert found.dtype == BF16
+    torch.testing.assert_close(found, wanted, rtol=0.02, atol=0)
