@@ -16,7 +16,7 @@ from minillm.errors import ConfigError
 from minillm.model.loader import load_model
 from minillm.model.saver import save_model
 from minillm.quantization import Activations, Dense, DenseWeight, Int4, Recipe
-from minillm.quantization.checkpoints import _layout
+from minillm.quantization.checkpoints import layout_of
 from minillm.quantization.checkpoints.compressed_tensors import CompressedTensors
 from minillm.quantization.int4 import pack
 from tests import models
@@ -376,7 +376,7 @@ def test_what_would_change_the_results_is_refused_by_its_name(path, value):
     CompressedTensors(VALID)
     name = {"num_bits": "bits", "strategy": "weights of"}.get(path[-1], path[-1])
     with pytest.raises(ConfigError, match=name):
-        _layout(field(*path)(value))
+        layout_of({"config.json": field(*path)(value)})
 
 
 @pytest.mark.parametrize("value", [3, "yes", ["group"], {}])
@@ -399,7 +399,7 @@ WRONG = [None, True, 0, -1, 1e400, 4, 10**30, "", "x", "group", "re:(", [], [[]]
 def test_any_wrong_value_is_understood_or_refused(path):
     for value in WRONG:
         try:
-            layout = _layout(field(*path)(value))
+            layout = layout_of({"config.json": field(*path)(value)})
             layout.tensors("model.layers.0.mlp.up_proj", 80, 48)
         except ConfigError:
             pass
@@ -465,13 +465,13 @@ def test_modules_that_are_ignored_stay_dense_and_so_does_a_weight_that_shares_it
 def test_a_target_names_modules_by_class_pattern_or_name(target):
     layout = CompressedTensors({"config_groups": {"a": GROUP | {"targets": [target]}}, "ignore": ["re:.*down_proj"]})
     found = [name for name in ("mlp.up_proj", "mlp.down_proj", "self_attn.q_proj")
-             if layout.format(f"model.layers.0.{name}") != Dense()]  # fmt: skip
+             if layout.format(f"model.layers.0.{name}", 48) != Dense()]  # fmt: skip
     assert found == (["mlp.up_proj"] if target.startswith("model") else ["mlp.up_proj", "self_attn.q_proj"])
-    assert (layout.format("lm_head") == Dense()) == (target != "Linear")
+    assert (layout.format("lm_head", 48) == Dense()) == (target != "Linear")
 
 
 def test_the_most_specific_target_decides():
     exact = GROUP | {"targets": ["model.layers.0.mlp.up_proj"], "weights": GROUP["weights"] | {"group_size": 32}}
     layout = CompressedTensors({"config_groups": {"a": GROUP, "b": exact}})
-    assert layout.format("model.layers.0.mlp.up_proj") == Int4(32)
-    assert layout.format("model.layers.1.mlp.up_proj") == Int4(16)
+    assert layout.format("model.layers.0.mlp.up_proj", 64) == Int4(32)
+    assert layout.format("model.layers.1.mlp.up_proj", 64) == Int4(16)

@@ -28,12 +28,13 @@ from minillm.errors import ConfigError
 from minillm.quantization.activations import Activations
 from minillm.quantization.dense import Dense
 from minillm.quantization.fp8 import Fp8
-from minillm.quantization.int4 import LOWEST, Int4, pack, unpack
+from minillm.quantization.int4 import LOWEST, Int4, pack
 from minillm.quantization.int8 import Int8
 from minillm.quantization.weight import Codes, Format
 from minillm.values import as_int, shown
 
 from .layout import SCALES, Layout, Stored
+from .packing import in_group_order, unpack_numbers
 
 METHOD, COMPRESSED = "compressed-tensors", "compressed"
 NO_MATCH = 3  # the rank of a target that does not name a module
@@ -65,7 +66,7 @@ class CompressedTensors(Layout):
             names, found = _names(group.get("targets") or [], "targets"), _format(group)
             self.groups.append((names, found, _checked_packing(group.get("format") or config.get("format"), found)))
 
-    def format(self, module: str) -> Format:
+    def format(self, module: str, inputs: int) -> Format:
         return self._group(module)[0]
 
     def _group(self, module: str) -> tuple[Format, str]:
@@ -105,12 +106,12 @@ class CompressedTensors(Layout):
         scales = tensors["weight_scale"]
         if "weight" in tensors:
             return Codes(tensors["weight"], scales.view(-1, 1))
-        rows = len(tensors["weight_packed"])
-        packed = tensors["weight_packed"].contiguous().view(torch.uint8)
-        if not isinstance(self.format(module), Int4):
-            return Codes(packed.bitwise_xor(128).view(torch.int8)[:, :inputs], scales)
+        packed = tensors["weight_packed"]
+        if not isinstance(self._group(module)[0], Int4):
+            return Codes(unpack_numbers(packed, bits=8)[:, :inputs], scales)
         zeros = tensors.get("weight_zero_point")
-        codes = Codes(unpack(packed)[:, :inputs], scales, None if zeros is None else _unpack_rows(zeros, rows))
+        rows = None if zeros is None else unpack_numbers(zeros.t()).t()[: len(packed)]
+        codes = Codes(unpack_numbers(packed)[:, :inputs], scales, rows)
         if "weight_g_idx" not in tensors:
             return codes
         try:
@@ -120,19 +121,6 @@ class CompressedTensors(Layout):
 
     def input_scale(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
         return tensors.get("input_scale")
-
-
-def in_group_order(codes: Codes, groups: Tensor) -> Codes:
-    """Codes whose columns lie in the order of the inputs, with each column's group [in] -> groups of neighbors.
-
-    GPTQ's act-order assigns inputs to groups by their importance (Frantar et al. 2022's code, "static groups"). Raises
-    ConfigError unless all groups have the same number of columns.
-    """
-    count = codes.scales.shape[1]
-    if not groups.long().sort().values.equal(torch.arange(len(groups)) // (len(groups) // count)):
-        raise ConfigError(f"every group from 0 to {count - 1} must have {len(groups) // count} inputs")
-    order = groups.long().argsort(stable=True)
-    return Codes(codes.codes[:, order], codes.scales, codes.zeros, order)
 
 
 def write(module: str, codes: Codes, format: Format) -> dict[str, Tensor]:
@@ -358,7 +346,3 @@ def _pack_rows(zeros: Tensor) -> Tensor:
     padded = torch.cat([zeros, zeros.new_zeros(rows - len(zeros), zeros.shape[1])])
     packed = pack(padded.t().contiguous()).contiguous().view(torch.int32)
     return packed.t().contiguous()
-
-
-def _unpack_rows(packed: Tensor, rows: int) -> Tensor:
-    return unpack(packed.t().contiguous().view(torch.uint8)).t()[:rows].contiguous()
