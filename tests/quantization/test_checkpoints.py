@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from minillm.errors import ConfigError
 from minillm.model.loader import load_model
+from minillm.model.saver import save_model
 from minillm.quantization import Activations, Codes, Dense, Fp8, Int4, Int8
 from minillm.quantization.checkpoints import layout_of, read_layout
 from minillm.quantization.checkpoints.awq import Awq
@@ -28,6 +29,7 @@ from .checkpoints import (
     numbers,
     rewrite,
 )
+from .test_compressed_tensors import in_transformers
 
 MADE = Path(__file__).resolve().parents[2] / "data" / "checkpoints"
 FP8_STATIC, INT8_STATIC = Activations("fp8", static=True), Activations("int8", static=True)
@@ -117,6 +119,24 @@ def test_what_a_tool_wrote_has_the_logits_that_the_tool_says(name):
     assert found == list(FORMATS[name])
     logits = logits_of(model, expected["ids"].tolist()).float()
     torch.testing.assert_close(logits, expected["logits"], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS.keys() - {"gptq-act-order"}))
+def test_what_a_tool_wrote_can_be_saved_and_transformers_computes_the_same_logits(name, tmp_path):
+    """In compressed-tensors' layout, where inputs have no order of their own."""
+    expected = load_file(MADE / name / "expected.safetensors")
+    model = load_model(MADE / name, dtype="float32")
+    save_model(model, MADE / name, tmp_path / "saved")
+    again = load_model(tmp_path / "saved", dtype="float64")
+    assert [weight.format for weight in again.weights()] == [weight.format for weight in model.weights()]
+    with torch.no_grad():
+        theirs = in_transformers(tmp_path / "saved")(expected["ids"][None]).logits[0].float()
+    torch.testing.assert_close(theirs, expected["logits"], rtol=0, atol=2e-5)
+
+
+def test_act_order_cannot_be_saved(tmp_path):
+    with pytest.raises(ConfigError, match="in another order are read, but not written"):
+        save_model(load_model(MADE / "gptq-act-order"), MADE / "gptq-act-order", tmp_path / "saved")
 
 
 LAYOUTS = {

@@ -143,6 +143,7 @@ MIXES = {
     "int8 activations": {"layers.*": {"format": "int8", "activations": "int8"}},
     "fp8": {"*": {"format": "fp8", "activations": "fp8"}},
     "fp8 by tensor": {"layers.*": {"format": "fp8", "scales": "tensor", "activations": "fp8"}},
+    "w4a8": {"layers.*": {"format": "int4", "group_size": SIZE, "activations": "fp8"}},
     "four formats": {
         "*.qkv": "int8",
         "*.attention_out": "fp8",

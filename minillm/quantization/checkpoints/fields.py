@@ -1,4 +1,4 @@
-"""Fields of quantization configurations: several names for one field, several files for one configuration."""
+"""Fields of quantization configurations: several names for one field, several files for one configuration.  Lesson 06."""
 
 import re
 from collections.abc import Mapping
