@@ -76,7 +76,7 @@ REFUSED = [
     ("gptq", ("dynamic",), [[1], "x"], "dynamic must be an object of patterns"),
     ("gptq", RULE, [[], "x", None], r"dynamic: '\+:\.\*down' must have an object of fields"),
     ("gptq", (*RULE, "bits"), [5], r"dynamic: '\+:\.\*down': bits must be 4 or 8, not 5"),
-    ("gptq", ("dynamic", "-:("), [{}], r"dynamic: '\(' is no pattern"),
+    ("gptq", ("dynamic", "-:("), [{}], r"dynamic: '-:\(' is no pattern"),
     ("gptq", ("modules_in_block_to_quantize",), [3, [[3]]], "modules_in_block_to_quantize must be a list of names"),
     ("awq", ("bits",), [8, "4", None, True], "bits must be 4, not"),
     ("awq", ("version",), ["gemv", "gemv_fast", "marlin", "llm-awq", 3], "version .* is not supported; supported is"),

@@ -57,7 +57,5 @@ def _method(config: Any) -> str:
         raise ConfigError(f"quantization_config must be an object, not {shown(config)}")
     method = config.get("quant_method")
     if not isinstance(method, str) or method not in LAYOUTS:
-        raise ConfigError(
-            f"quantization_config: quant_method {shown(method)} is not supported; supported are: {', '.join(LAYOUTS)}"
-        )
+        raise ConfigError(f"quant_method {shown(method)} is not supported; supported are: {', '.join(LAYOUTS)}")
     return method

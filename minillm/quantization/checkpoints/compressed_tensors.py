@@ -31,8 +31,9 @@ from minillm.quantization.fp8 import Fp8
 from minillm.quantization.int4 import LOWEST, Int4, pack
 from minillm.quantization.int8 import Int8
 from minillm.quantization.weight import Codes, Format
-from minillm.values import as_int, shown
+from minillm.values import shown
 
+from .fields import flag, group_size, names, pattern
 from .layout import SCALES, Layout, Stored
 from .packing import in_group_order, unpack_numbers
 
@@ -58,13 +59,14 @@ class CompressedTensors(Layout):
     def __init__(self, config: Mapping[str, Any]):
         groups = config.get("config_groups")
         if not isinstance(groups, dict) or not all(isinstance(each, dict) for each in groups.values()):
-            raise ConfigError(f"quantization_config: config_groups must be an object of groups, not {shown(groups)}")
+            raise ConfigError(f"config_groups must be an object of groups, not {shown(groups)}")
         _refuse_extras(config)
-        self.ignored = _names(config.get("ignore") or [], "ignore")
+        self.ignored = _names(config, "ignore")
         self.groups: list[tuple[list[str], Format, str]] = []
         for group in groups.values():
-            names, found = _names(group.get("targets") or [], "targets"), _format(group)
-            self.groups.append((names, found, _checked_packing(group.get("format") or config.get("format"), found)))
+            targets, found = _names(group, "targets"), _format(group)
+            packing = _checked_packing(group.get("format") or config.get("format"), found)
+            self.groups.append((targets, found, packing))
 
     def format(self, module: str, inputs: int) -> Format:
         return self._group(module)[0]
@@ -74,7 +76,7 @@ class CompressedTensors(Layout):
         none = Dense(), ""
         if any(_rank(name, module) != NO_MATCH for name in self.ignored):
             return none
-        ranks = [min((_rank(name, module) for name in names), default=NO_MATCH) for names, _, _ in self.groups]
+        ranks = [min((_rank(name, module) for name in targets), default=NO_MATCH) for targets, _, _ in self.groups]
         best = min(ranks, default=NO_MATCH)
         return none if best == NO_MATCH else self.groups[ranks.index(best)][1:]
 
@@ -190,8 +192,7 @@ def _checked_packing(given: Any, format: Format) -> str:
         return usual
     if given not in known:
         raise ConfigError(
-            f"quantization_config: format {shown(given)} of {format.name} weights is not supported; supported for "
-            f"them: {', '.join(known)}"
+            f"format {shown(given)} of {format.name} weights is not supported; supported for them: {', '.join(known)}"
         )
     return str(given)
 
@@ -200,23 +201,16 @@ def _refuse_extras(config: Mapping[str, Any]) -> None:
     """Raise ConfigError if a checkpoint has what would change its results, and is not implemented."""
     if config.get("quantization_status", COMPRESSED) != COMPRESSED:
         status = shown(config["quantization_status"])
-        raise ConfigError(f"quantization_config: quantization_status must be {COMPRESSED!r}, not {status}")
+        raise ConfigError(f"quantization_status must be {COMPRESSED!r}, not {status}")
     if config.get("kv_cache_scheme") not in (None, {}):
-        raise ConfigError("quantization_config: a quantized KV cache (kv_cache_scheme) is not supported")
+        raise ConfigError("a quantized KV cache (kv_cache_scheme) is not supported")
     for field, what in (("transform_config", "online transforms"), ("sparsity_config", "sparse weights")):
         given = config.get(field)
         if given is not None and not isinstance(given, dict):
-            raise ConfigError(f"quantization_config: {field} must be an object or null, not {shown(given)}")
+            raise ConfigError(f"{field} must be an object or null, not {shown(given)}")
         unused = not given or (field == "transform_config" and given.get("config_groups") in (None, {}))
         if not unused and given != {"format": "dense"}:
-            raise ConfigError(f"quantization_config: {what} ({field}) are not supported")
-
-
-def _flag(config: Mapping[str, Any], field: str, default: bool) -> bool:
-    given = config.get(field, default)
-    if not isinstance(given, bool):
-        raise ConfigError(f"quantization_config: {field} must be true or false, not {shown(given)}")
-    return given
+            raise ConfigError(f"{what} ({field}) are not supported")
 
 
 def _weights(format: Format) -> dict[str, Any]:
@@ -245,24 +239,22 @@ def _inputs(activations: Activations | None) -> dict[str, Any] | None:
 def _format(group: Mapping[str, Any]) -> Format:
     weights = group.get("weights")
     if not isinstance(weights, dict):
-        raise ConfigError(f"quantization_config: a group's weights must be an object, not {shown(weights)}")
+        raise ConfigError(f"a group's weights must be an object, not {shown(weights)}")
     if group.get("output_activations") is not None:
-        raise ConfigError("quantization_config: quantized outputs (output_activations) are not supported")
-    if _flag(weights, "dynamic", False):
-        raise ConfigError(
-            "quantization_config: weights that are quantized while they are used (dynamic) are not supported"
-        )
+        raise ConfigError("quantized outputs (output_activations) are not supported")
+    if flag(weights, "dynamic", False):
+        raise ConfigError("weights that are quantized while they are used (dynamic) are not supported")
     bits, kind, strategy = weights.get("num_bits"), weights.get("type", "int"), weights.get("strategy")
     activations = _activations(group.get("input_activations"))
-    symmetric = _flag(weights, "symmetric", True)
+    symmetric = flag(weights, "symmetric", True)
     if (bits, kind) == (4, "int") and strategy == "group":
-        return Int4(_group_size(weights), symmetric, _act_order(weights), activations)
+        return Int4(group_size(weights), symmetric, _act_order(weights), activations)
     if (bits, kind, strategy, symmetric) == (8, "int", "channel", True):
         return Int8(activations)
     if (bits, kind, symmetric) == (8, "float", True) and strategy in ("channel", "tensor"):
         return Fp8(strategy, activations)
     raise ConfigError(
-        f"quantization_config: weights of {shown(bits)} bits ({shown(kind)}, {shown(strategy)}, symmetric: "
+        f"weights of {shown(bits)} bits ({shown(kind)}, {shown(strategy)}, symmetric: "
         f"{shown(symmetric)}) are not supported; supported are int4 in groups, symmetric int8 by channel, and float8 "
         "by channel or tensor"
     )
@@ -272,31 +264,24 @@ def _act_order(weights: Mapping[str, Any]) -> bool:
     """Whether groups consist of any inputs ("weight" only names how codes were found)."""
     given = weights.get("actorder")
     if given not in (None, False, "weight", "static", True, "group", "dynamic"):
-        raise ConfigError(f"quantization_config: actorder must be group, weight or null, not {shown(given)}")
+        raise ConfigError(f"actorder must be group, weight or null, not {shown(given)}")
     return given in (True, "group", "dynamic")
-
-
-def _group_size(config: Mapping[str, Any]) -> int:
-    size = as_int(config.get("group_size"))
-    if size is None:
-        raise ConfigError(f"quantization_config: group_size must be a number, not {shown(config.get('group_size'))}")
-    return size
 
 
 def _activations(config: Any) -> Activations | None:
     if config is None:
         return None
     if not isinstance(config, dict):
-        raise ConfigError(f"quantization_config: input_activations must be an object or null, not {shown(config)}")
+        raise ConfigError(f"input_activations must be an object or null, not {shown(config)}")
     bits, kind, strategy = config.get("num_bits"), config.get("type", "int"), config.get("strategy")
-    dynamic, symmetric = _flag(config, "dynamic", False), _flag(config, "symmetric", True)
+    dynamic, symmetric = flag(config, "dynamic", False), flag(config, "symmetric", True)
     if bits == 8 and kind in ("int", "float") and symmetric:
         if strategy == "token" and dynamic:
             return Activations("int8" if kind == "int" else "fp8")
         if strategy == "tensor" and not dynamic:
             return Activations("int8" if kind == "int" else "fp8", static=True)
     raise ConfigError(
-        f"quantization_config: activations of {shown(bits)} bits ({shown(kind)}, {shown(strategy)}, dynamic: "
+        f"activations of {shown(bits)} bits ({shown(kind)}, {shown(strategy)}, dynamic: "
         f"{dynamic}, symmetric: {symmetric}) are not supported; supported are symmetric 8 bits, dynamic by token or "
         "static by tensor"
     )
@@ -306,16 +291,13 @@ def _is_embedding(module: str) -> bool:
     return module.endswith("embed_tokens")
 
 
-def _names(given: Any, field: str) -> list[str]:
-    if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
-        raise ConfigError(f"quantization_config: {field} must be a list of names, not {shown(given)}")
-    for name in given:
+def _names(config: Mapping[str, Any], field: str) -> list[str]:
+    """Names and patterns of modules."""
+    found = names({field: config[field]} if config.get(field) is not None else {}, field)
+    for name in found:
         if name.startswith("re:"):
-            try:
-                re.compile(name[3:])
-            except re.error as error:
-                raise ConfigError(f"quantization_config: {field}: {shown(name)} is no pattern ({error})") from None
-    return given
+            pattern(name, field, "re:")
+    return found
 
 
 def _rank(name: str, module: str) -> int:

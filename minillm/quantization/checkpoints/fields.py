@@ -1,4 +1,4 @@
-"""Fields of quantization configurations: several names for one field, several files for one configuration.  Lesson 06."""
+"""Fields of quantization configurations, which have several names and are in several files.  Lesson 06."""
 
 import re
 from collections.abc import Mapping
@@ -64,9 +64,11 @@ def names(config: Mapping[str, Any], field: str) -> list[str]:
     return given
 
 
-def pattern(given: str, field: str) -> re.Pattern[str]:
+def pattern(given: str, field: str, *prefixes: str) -> re.Pattern[str]:
+    """A pattern after one of the prefixes."""
+    prefix = next((each for each in prefixes if given.startswith(each)), "")
     try:
-        return re.compile(given)
+        return re.compile(given.removeprefix(prefix))
     except re.error as error:
         raise ConfigError(f"{field}: {shown(given)} is no pattern ({error})") from None
 

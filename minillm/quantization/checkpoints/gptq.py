@@ -173,7 +173,7 @@ def _rules(given: Any, config: Mapping[str, Any]) -> list[tuple[re.Pattern[str],
         raise ConfigError(f"dynamic must be an object of patterns, not {shown(given)}")
     found: list[tuple[re.Pattern[str], Settings | None]] = []
     for rule, values in given.items():
-        name = pattern(rule.removeprefix("-:").removeprefix("+:"), "dynamic")
+        name = pattern(rule, "dynamic", "-:", "+:")
         if not isinstance(values, dict):
             raise ConfigError(f"dynamic: {shown(rule)} must have an object of fields, not {shown(values)}")
         try:

@@ -140,7 +140,7 @@ class ModelOpt(Layout):
         return tensors.get("pre_quant_scale")
 
     def is_unused(self, tensor: str) -> bool:
-        return tensor.endswith((".k_proj.k_scale", ".v_proj.v_scale"))
+        return tensor.endswith((".k_scale", ".v_scale"))
 
 
 def _flat(config: Mapping[str, Any]) -> Mapping[str, Any]:
