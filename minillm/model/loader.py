@@ -307,7 +307,7 @@ def fill_from_files(model: Model, files: list[Path], layout: Layout | None = Non
     entries: dict[str, Entry] = {}
     for file in files:
         entries |= read_header(file)
-    entries = {name: entry for name, entry in entries.items() if not _redundant(name, model.config, layout)}
+    entries = {name: entry for name, entry in entries.items() if not _redundant(name, model.config)}
     _check_names(places, entries, files[0].parent, model.config)
     for name, entry in entries.items():
         wanted = places[name].shape
@@ -367,11 +367,10 @@ def _pieces(entry: Entry, buffer: Tensor) -> Iterator[Tensor]:
             left -= size
 
 
-def _redundant(name: str, config: ModelConfig, layout: Layout | None) -> bool:
-    """Whether a tensor, which some checkpoints contain, follows from others or has no use."""
-    if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings):
-        return True
-    return layout is not None and layout.is_unused(name)
+def _redundant(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor, which some checkpoints contain, follows from others, or is a scale for a quantized cache."""
+    unused = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
+    return name.endswith(unused) or (name == "lm_head.weight" and config.tie_word_embeddings)
 
 
 def _check_names(

@@ -284,6 +284,22 @@ def test_single_scales_may_have_no_axis(tmp_path):
     assert logits_of(load_model(tmp_path, dtype="float64"), ids).equal(wanted)
 
 
+def test_what_is_suggested_for_the_cache_does_not_change_the_weights(tmp_path):
+    models.make("llama-biases").save_pretrained(tmp_path)
+    compressed(tmp_path, "float-quantized", "by token")
+    wanted = logits_of(load_model(tmp_path, dtype="float64"), list(range(30)))
+    path, file = tmp_path / "config.json", tmp_path / "model.safetensors"
+    config = json.loads(path.read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    config["quantization_config"]["kv_cache_scheme"] = scheme
+    path.write_text(json.dumps(config))
+    scales = {
+        f"model.layers.{index}.self_attn.{each}_scale": torch.tensor([7.0]) for index in range(3) for each in "kv"
+    }
+    save_file(load_file(file) | scales, file)
+    assert logits_of(load_model(tmp_path, dtype="float64"), list(range(30))).equal(wanted)
+
+
 GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}}
 
 
@@ -298,7 +314,7 @@ GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strat
         ({"config_groups": {"a": GROUP | {"targets": "Linear"}}}, "targets must be a list of names"),
         ({"config_groups": {"a": GROUP | {"targets": ["re:("]}}}, "targets: 're:\\(' is no pattern"),
         ({"config_groups": {"a": GROUP}, "ignore": [3]}, "ignore must be a list of names"),
-        ({"config_groups": {"a": GROUP}, "kv_cache_scheme": {"num_bits": 8}}, "a quantized KV cache .* not supported"),
+        ({"config_groups": {"a": GROUP}, "kv_cache_scheme": 8}, "kv_cache_scheme must be an object or null, not 8"),
         ({"config_groups": {"a": GROUP}, "transform_config": {"config_groups": {"u": {}}}}, "online transforms"),
         ({"config_groups": {"a": GROUP | {"weights": GROUP["weights"] | {"num_bits": 3}}}}, "weights of 3 bits"),
         ({"config_groups": {"a": GROUP | {"weights": GROUP["weights"] | {"group_size": "x"}}}}, "group_size must be"),
@@ -357,7 +373,7 @@ REFUSED = {
     ("quant_method",): [["compressed-tensors"], {}, 3],
     ("format",): ["marlin-24", "sparse-24-bitmask", "float-quantized", "dense", 3, ["int-quantized"]],
     ("quantization_status",): ["frozen", None, 3, []],
-    ("kv_cache_scheme",): [{"num_bits": 8}, 8, [1]],
+    ("kv_cache_scheme",): ["fp8", 8, [1]],
     ("sparsity_config",): [{"format": "sparse-24-bitmask"}, "dense", [1]],
     ("transform_config",): [{"config_groups": {"a": 3}}, "x", [1], 8],
     (*IN_GROUP, "format"): ["marlin-24", "pack-quantised", ["x"]],

@@ -12,7 +12,8 @@ and `input_scale` [1] for static activations, `weight_g_idx` [in] for GPTQ's act
 are 8 above the signed ones (8 bits: 128); the lowest bits come first, and a row's last number is padded with zeros.
 
 `minillm quantize` packs int8 weights whose activations are not quantized, because vLLM reads them only packed;
-not those of the embedding, which transformers reads only unpacked.
+not those of the embedding, which transformers reads only unpacked. `kv_cache_scheme` suggests how to store the cache:
+weights do not depend on it, so the cache stays in the precision of the activations, and its scales are not read.
 https://github.com/vllm-project/compressed-tensors, compressors/ and quantization/quant_config.py
 """
 
@@ -202,8 +203,8 @@ def _refuse_extras(config: Mapping[str, Any]) -> None:
     if config.get("quantization_status", COMPRESSED) != COMPRESSED:
         status = shown(config["quantization_status"])
         raise ConfigError(f"quantization_status must be {COMPRESSED!r}, not {status}")
-    if config.get("kv_cache_scheme") not in (None, {}):
-        raise ConfigError("a quantized KV cache (kv_cache_scheme) is not supported")
+    if not isinstance(scheme := config.get("kv_cache_scheme") or {}, dict):
+        raise ConfigError(f"kv_cache_scheme must be an object or null, not {shown(scheme)}")
     for field, what in (("transform_config", "online transforms"), ("sparsity_config", "sparse weights")):
         given = config.get(field)
         if given is not None and not isinstance(given, dict):

@@ -43,7 +43,3 @@ class Layout(Protocol):
     def input_factors(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
         """[in]: what the module multiplies its inputs by, before they are quantized; None: nothing."""
         return None
-
-    def is_unused(self, tensor: str) -> bool:
-        """Whether the engine needs no tensor of this name, which the checkpoint may have."""
-        return False

@@ -14,7 +14,7 @@ A byte holds two rows of one input, the first in its low half, as signed numbers
 Inputs are multiplied by `pre_quant_scale` where the tool did not fold it into the operation before; the loader does.
 `weight_scale_2` is not used: it is for engines that round W4A8's dequantized weights to FP8 for the product.
 `kv_cache_quant_algo` is what the tool suggests for the cache, with scales in k_scale and v_scale. The weights do not
-depend on it, so these are ignored, and the cache stays in the precision of the activations.
+depend on it: the cache stays in the precision of the activations, and the scales are not read.
 
 The configuration is in hf_quant_config.json, in config.json, or in both.
 https://github.com/NVIDIA/Model-Optimizer, modelopt/torch/export/quant_utils.py and convert_hf_config.py
@@ -138,9 +138,6 @@ class ModelOpt(Layout):
 
     def input_factors(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
         return tensors.get("pre_quant_scale")
-
-    def is_unused(self, tensor: str) -> bool:
-        return tensor.endswith((".k_scale", ".v_scale"))
 
 
 def _flat(config: Mapping[str, Any]) -> Mapping[str, Any]:
