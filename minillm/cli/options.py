@@ -21,7 +21,8 @@ Model = Annotated[
     typer.Option(
         "--model",
         "-m",
-        help="A model's directory, or gemma-2b with --load-format dummy. Default: the embedded tiny-gemma.",
+        help="A model's directory, quantized or not, or gemma-2b with --load-format dummy. "
+        "Default: the embedded tiny-gemma.",
         show_default=False,
     ),
 ]

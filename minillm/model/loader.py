@@ -26,6 +26,7 @@ from minillm.values import read_json, shown
 from .config import PRESETS, ModelConfig
 from .decoder import Model
 from .families import ARCHITECTURES
+from .input_factors import fold_input_factors
 from .modules import Module, modules
 
 DTYPES = {
@@ -89,7 +90,10 @@ def load_model(
     if layout is not None:
         if recipe is not None:
             raise ConfigError(f"{place} is quantized already; quantize the model that it was made from")
-        recipe = stored_recipe(config, layout)
+        try:
+            recipe = stored_recipe(config, layout)
+        except ConfigError as error:
+            raise ConfigError(f"{place}: {error}") from None
     recipe = recipe or Recipe()
     files = [] if load_format == "dummy" or isinstance(place, str) else checkpoint_files(place)
     try:
@@ -123,11 +127,14 @@ def stored_recipe(config: ModelConfig, layout: Layout) -> Recipe:
     """
     rules = {}
     for address, parts in modules(config).items():
-        formats = {layout.format(module.name) for module in parts}
+        formats = {layout.format(module.name, module.inputs) for module in parts}
         activations = {each.activations for each in formats}
         if len(activations) > 1:
             names = ", ".join(module.name for module in parts)
-            raise ConfigError(f"{names} share their input, but quantize it in different ways; this is not supported")
+            raise ConfigError(
+                f"{names} share their input, but quantize it in different ways, which is not supported: quantize the "
+                "model again, all of them in one way"
+            )
         rules[address] = formats.pop() if len(formats) == 1 else Dense(activations.pop())
     return Recipe(rules)
 
@@ -257,14 +264,15 @@ def _of_module(module: Module, weight: Weight, layout: Layout | None) -> dict[st
         f"{module.name}.{name}": Destination(shape, partial(weight.load, name, module.rows))
         for name, shape in expected.items()
     }
-    if layout is None or layout.format(module.name) == Dense():
+    if layout is None or layout.format(module.name, module.inputs) == Dense():
         return found
     del found[f"{module.name}.weight"]
     parts = QuantizedModule(module, weight, layout)
-    return found | {
+    stored = {
         f"{module.name}.{name}": Destination(each.shape, partial(parts.add, name), each.dtypes, each.required, parts)
         for name, each in parts.tensors.items()
     }
+    return stored | found  # a bias that the model has goes to its weight; a layout may know of others
 
 
 class QuantizedModule:
@@ -274,6 +282,7 @@ class QuantizedModule:
         self.module, self.weight, self.layout = module, weight, layout
         self.tensors = layout.tensors(module.name, len(module.rows), module.inputs)
         self.found: dict[str, Tensor] = {}
+        self.input_factors: Tensor | None = None
 
     def add(self, name: str, pieces: Iterable[Tensor]) -> None:
         """One of the tensors, in pieces of its first axis."""
@@ -288,6 +297,7 @@ class QuantizedModule:
             raise ConfigError(f"{self.module.name}: the scale of its inputs must be positive, not {scale.item()}")
         if scale is not None and self.weight.input_scale is not None:  # the weight's modules share their input
             torch.maximum(self.weight.input_scale, scale.to(self.weight.input_scale), out=self.weight.input_scale)
+        self.input_factors = self.layout.input_factors(self.found)
         self.found = {}
 
 
@@ -298,7 +308,7 @@ def fill_from_files(model: Model, files: list[Path], layout: Layout | None = Non
     for file in files:
         entries |= read_header(file)
     entries = {name: entry for name, entry in entries.items() if not _redundant(name, model.config)}
-    _check_names(places, entries, files[0].parent)
+    _check_names(places, entries, files[0].parent, model.config)
     for name, entry in entries.items():
         wanted = places[name].shape
         if entry.shape == () and wanted == (1,):  # some tools write single numbers this way
@@ -315,13 +325,24 @@ def fill_from_files(model: Model, files: list[Path], layout: Layout | None = Non
     # One buffer for all tensors: with one for each, fragmentation would raise the peak to several of them.
     buffer = torch.empty(max(min(entry.nbytes, _most_bytes(entry)) for entry in entries.values()), dtype=torch.uint8)
     left = Counter(id(places[name].module) for name in entries)
+    factors: dict[str, Tensor] = {}
     for name, entry in entries.items():
         places[name].load(_pieces(entry, buffer))
         left[id(module := places[name].module)] -= 1
-        if module is not None and not left[id(module)]:
+        if module is None or left[id(module)]:
+            continue
+        try:
             module.finish()
+        except ConfigError as error:
+            raise ConfigError(f"{entry.file}: {error}") from None
+        if module.input_factors is not None:
+            factors[module.module.name] = module.input_factors
     for norm in model.norms():
         norm.add_(model.config.norm_offset)
+    try:
+        fold_input_factors(model, factors)
+    except ConfigError as error:
+        raise ConfigError(f"{files[0].parent}: {error}") from None
 
 
 def _most_bytes(entry: Entry) -> int:
@@ -347,11 +368,19 @@ def _pieces(entry: Entry, buffer: Tensor) -> Iterator[Tensor]:
 
 
 def _redundant(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor, which some checkpoints contain, follows from others."""
-    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
+    """Whether a tensor, which some checkpoints contain, follows from others, or is a scale for a quantized cache."""
+    unused = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
+    return name.endswith(unused) or (name == "lm_head.weight" and config.tie_word_embeddings)
 
 
-def _check_names(places: dict[str, Destination], entries: dict[str, Entry], directory: Path) -> None:
+def _check_names(
+    places: dict[str, Destination], entries: dict[str, Entry], directory: Path, config: ModelConfig
+) -> None:
+    if config.tie_word_embeddings and (head := sorted(name for name in entries if name.startswith("lm_head."))):
+        raise ConfigError(
+            f"{entries[head[0]].file} has a quantized head ({_listed(head)}), but config.json ties the head to the "
+            "embedding: set tie_word_embeddings there to false to use both"
+        )
     problems = []
     if missing := sorted({name for name, place in places.items() if place.required} - entries.keys()):
         problems.append(f"{len(missing)} missing: {_listed(missing)}")

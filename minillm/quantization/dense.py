@@ -1,7 +1,7 @@
 """The unquantized format: one floating-point number per parameter.  Lesson 05."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -74,7 +74,8 @@ class DenseWeight(Weight):
         copy_pieces(getattr(self, name)[rows.start : rows.stop], pieces)
 
     def fill(self, rows: range, codes: Codes) -> None:
-        self.weight[rows.start : rows.stop] = codes.dequantize().to(self.weight)
+        scales = codes.scales.to(torch.promote_types(self.weight.dtype, torch.float32))  # files have them in half
+        self.weight[rows.start : rows.stop] = replace(codes, scales=scales).dequantize().to(self.weight)
 
     def read(self, rows: range) -> None:
         return None

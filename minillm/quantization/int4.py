@@ -117,7 +117,10 @@ class Int4Weight(QuantizedWeight):
             return
         order = torch.arange(self.shape[1], device=self.order.device) if order is None else order.to(self.order)
         if self.ordered and not all_rows and not self.order.equal(order):
-            raise ConfigError("projections that share an input are quantized with their inputs in different orders")
+            raise ConfigError(
+                "projections that share an input are quantized with their inputs in different orders, which is not "
+                "supported: quantize the model again, with one order for them or without act-order (desc_act)"
+            )
         self.order.copy_(order)
         self.ordered = True
 

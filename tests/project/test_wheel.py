@@ -66,6 +66,7 @@ def test_the_wheel_contains_kernels_model_and_license_but_no_scripts(wheel):
     assert any(name.endswith("licenses/LICENSE") for name in names)
     strays = [name for name in names if name.startswith("minillm/data/") and name.endswith(".py")]
     assert not strays
+    assert not [name for name in names if "data/checkpoints" in name]  # fixtures of tests
     assert not [name for name in names if not name.startswith(("minillm/", "minillm-"))]
 
 

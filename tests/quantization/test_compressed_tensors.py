@@ -16,7 +16,7 @@ from minillm.errors import ConfigError
 from minillm.model.loader import load_model
 from minillm.model.saver import save_model
 from minillm.quantization import Activations, Dense, DenseWeight, Int4, Recipe
-from minillm.quantization.checkpoints import _layout
+from minillm.quantization.checkpoints import layout_of
 from minillm.quantization.checkpoints.compressed_tensors import CompressedTensors
 from minillm.quantization.int4 import pack
 from tests import models
@@ -143,6 +143,7 @@ MIXES = {
     "int8 activations": {"layers.*": {"format": "int8", "activations": "int8"}},
     "fp8": {"*": {"format": "fp8", "activations": "fp8"}},
     "fp8 by tensor": {"layers.*": {"format": "fp8", "scales": "tensor", "activations": "fp8"}},
+    "w4a8": {"layers.*": {"format": "int4", "group_size": SIZE, "activations": "fp8"}},
     "four formats": {
         "*.qkv": "int8",
         "*.attention_out": "fp8",
@@ -283,6 +284,22 @@ def test_single_scales_may_have_no_axis(tmp_path):
     assert logits_of(load_model(tmp_path, dtype="float64"), ids).equal(wanted)
 
 
+def test_what_is_suggested_for_the_cache_does_not_change_the_weights(tmp_path):
+    models.make("llama-biases").save_pretrained(tmp_path)
+    compressed(tmp_path, "float-quantized", "by token")
+    wanted = logits_of(load_model(tmp_path, dtype="float64"), list(range(30)))
+    path, file = tmp_path / "config.json", tmp_path / "model.safetensors"
+    config = json.loads(path.read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    config["quantization_config"]["kv_cache_scheme"] = scheme
+    path.write_text(json.dumps(config))
+    scales = {
+        f"model.layers.{index}.self_attn.{each}_scale": torch.tensor([7.0]) for index in range(3) for each in "kv"
+    }
+    save_file(load_file(file) | scales, file)
+    assert logits_of(load_model(tmp_path, dtype="float64"), list(range(30))).equal(wanted)
+
+
 GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}}
 
 
@@ -297,7 +314,7 @@ GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strat
         ({"config_groups": {"a": GROUP | {"targets": "Linear"}}}, "targets must be a list of names"),
         ({"config_groups": {"a": GROUP | {"targets": ["re:("]}}}, "targets: 're:\\(' is no pattern"),
         ({"config_groups": {"a": GROUP}, "ignore": [3]}, "ignore must be a list of names"),
-        ({"config_groups": {"a": GROUP}, "kv_cache_scheme": {"num_bits": 8}}, "a quantized KV cache .* not supported"),
+        ({"config_groups": {"a": GROUP}, "kv_cache_scheme": 8}, "kv_cache_scheme must be an object or null, not 8"),
         ({"config_groups": {"a": GROUP}, "transform_config": {"config_groups": {"u": {}}}}, "online transforms"),
         ({"config_groups": {"a": GROUP | {"weights": GROUP["weights"] | {"num_bits": 3}}}}, "weights of 3 bits"),
         ({"config_groups": {"a": GROUP | {"weights": GROUP["weights"] | {"group_size": "x"}}}}, "group_size must be"),
@@ -356,7 +373,7 @@ REFUSED = {
     ("quant_method",): [["compressed-tensors"], {}, 3],
     ("format",): ["marlin-24", "sparse-24-bitmask", "float-quantized", "dense", 3, ["int-quantized"]],
     ("quantization_status",): ["frozen", None, 3, []],
-    ("kv_cache_scheme",): [{"num_bits": 8}, 8, [1]],
+    ("kv_cache_scheme",): ["fp8", 8, [1]],
     ("sparsity_config",): [{"format": "sparse-24-bitmask"}, "dense", [1]],
     ("transform_config",): [{"config_groups": {"a": 3}}, "x", [1], 8],
     (*IN_GROUP, "format"): ["marlin-24", "pack-quantised", ["x"]],
@@ -376,7 +393,7 @@ def test_what_would_change_the_results_is_refused_by_its_name(path, value):
     CompressedTensors(VALID)
     name = {"num_bits": "bits", "strategy": "weights of"}.get(path[-1], path[-1])
     with pytest.raises(ConfigError, match=name):
-        _layout(field(*path)(value))
+        layout_of({"config.json": field(*path)(value)})
 
 
 @pytest.mark.parametrize("value", [3, "yes", ["group"], {}])
@@ -399,7 +416,7 @@ WRONG = [None, True, 0, -1, 1e400, 4, 10**30, "", "x", "group", "re:(", [], [[]]
 def test_any_wrong_value_is_understood_or_refused(path):
     for value in WRONG:
         try:
-            layout = _layout(field(*path)(value))
+            layout = layout_of({"config.json": field(*path)(value)})
             layout.tensors("model.layers.0.mlp.up_proj", 80, 48)
         except ConfigError:
             pass
@@ -465,13 +482,13 @@ def test_modules_that_are_ignored_stay_dense_and_so_does_a_weight_that_shares_it
 def test_a_target_names_modules_by_class_pattern_or_name(target):
     layout = CompressedTensors({"config_groups": {"a": GROUP | {"targets": [target]}}, "ignore": ["re:.*down_proj"]})
     found = [name for name in ("mlp.up_proj", "mlp.down_proj", "self_attn.q_proj")
-             if layout.format(f"model.layers.0.{name}") != Dense()]  # fmt: skip
+             if layout.format(f"model.layers.0.{name}", 48) != Dense()]  # fmt: skip
     assert found == (["mlp.up_proj"] if target.startswith("model") else ["mlp.up_proj", "self_attn.q_proj"])
-    assert (layout.format("lm_head") == Dense()) == (target != "Linear")
+    assert (layout.format("lm_head", 48) == Dense()) == (target != "Linear")
 
 
 def test_the_most_specific_target_decides():
     exact = GROUP | {"targets": ["model.layers.0.mlp.up_proj"], "weights": GROUP["weights"] | {"group_size": 32}}
     layout = CompressedTensors({"config_groups": {"a": GROUP, "b": exact}})
-    assert layout.format("model.layers.0.mlp.up_proj") == Int4(32)
-    assert layout.format("model.layers.1.mlp.up_proj") == Int4(16)
+    assert layout.format("model.layers.0.mlp.up_proj", 64) == Int4(32)
+    assert layout.format("model.layers.1.mlp.up_proj", 64) == Int4(16)

@@ -119,4 +119,25 @@ FAULTS = (
         "matrices = 2",
         "tests/model/test_sizing.py -k parameter_counts",
     ),
+    Fault(
+        "factors of down_proj's inputs scale the gate",
+        "minillm/model/input_factors.py",
+        "range(config.intermediate_size, 2 * config.intermediate_size)",
+        "range(config.intermediate_size)",
+        "tests/model/test_input_factors.py -k dense_twin",
+    ),
+    Fault(
+        "factors of all heads are those of the first that reads their values",
+        "minillm/model/input_factors.py",
+        "if not heads.equal(heads[:, :1].expand_as(heads)):",
+        "if False:",
+        "tests/model/test_input_factors.py -k must_agree",
+    ),
+    Fault(
+        "a quantized head of a tied model is not named",
+        "minillm/model/loader.py",
+        "if config.tie_word_embeddings and (head :=",
+        "if False and (head :=",
+        "tests/quantization/test_checkpoints.py -k tied_model",
+    ),
 )

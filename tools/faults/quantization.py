@@ -107,8 +107,8 @@ FAULTS = (
     Fault(
         "packed zero points are read in the order of their groups",
         "minillm/quantization/checkpoints/compressed_tensors.py",
-        "return unpack(packed.t().contiguous().view(torch.uint8)).t()[:rows].contiguous()",
-        "return unpack(packed.contiguous().view(torch.uint8)).reshape(-1, packed.shape[1])[:rows].contiguous()",
+        "unpack_numbers(zeros.t()).t()[: len(packed)]",
+        "unpack_numbers(zeros).reshape(-1, zeros.shape[1])[: len(packed)]",
         "tests/quantization/test_compressed_tensors.py -k library_compressed",
     ),
     Fault(
@@ -145,5 +145,63 @@ FAULTS = (
         "self.format.scale_dtype or self.scales.dtype",
         "self.scales.dtype",
         "tests/calibration/test_quantize.py -k as_they_are_saved",
+    ),
+    Fault(
+        "zero points of GPTQ's version 1 are read as they are stored",
+        "minillm/quantization/checkpoints/gptq.py",
+        "if self.minus_one:",
+        "if not self.minus_one:",
+        "tests/quantization/test_checkpoints.py -k 'tool_says and gptq'",
+    ),
+    Fault(
+        "symmetric zero points are what the label says, whatever the file holds",
+        "minillm/quantization/checkpoints/gptq.py",
+        "check_zero_points_are((-1, 0), zeros",
+        "check_zero_points_are((-1 if self.minus_one else 0,), zeros",
+        "tests/quantization/test_checkpoints.py -k whatever_the_label",
+    ),
+    Fault(
+        "a zero point of 0 does not borrow",
+        "minillm/quantization/checkpoints/gptq.py",
+        """            numbers = numbers + ONE_EACH[settings.bits]
+        return unpack_numbers(numbers, settings.bits)[:, :rows].t()""",
+        """            return ((unpack_numbers(numbers, settings.bits)[:, :rows].t() + 9) & 15) - 8
+        return unpack_numbers(numbers, settings.bits)[:, :rows].t()""",
+        "tests/quantization/test_checkpoints.py -k borrows",
+    ),
+    Fault(
+        "the rows of AWQ's numbers are taken in the order of packing instead of back",
+        "minillm/quantization/checkpoints/awq.py",
+        "PLACES = (0, 4, 1, 5, 2, 6, 3, 7)",
+        "PLACES = (0, 2, 4, 6, 1, 3, 5, 7)",
+        "tests/quantization/test_checkpoints.py -k 'tool_says and awq'",
+    ),
+    Fault(
+        "leaving out layer 1 leaves out layer 10",
+        "minillm/quantization/checkpoints/awq.py",
+        'f".{name}." in f".{module}."',
+        "name in module",
+        "tests/quantization/test_checkpoints.py -k whole_parts",
+    ),
+    Fault(
+        "Model Optimizer's two rows in a byte swap places",
+        "minillm/quantization/checkpoints/modelopt.py",
+        "torch.stack((weight & 15, weight >> 4), 1)",
+        "torch.stack((weight >> 4, weight & 15), 1)",
+        "tests/quantization/test_checkpoints.py -k 'tool_says and modelopt'",
+    ),
+    Fault(
+        "two files of one checkpoint may contradict each other",
+        "minillm/quantization/checkpoints/fields.py",
+        "if field in values and _comparable(values[field]) != _comparable(value):",
+        "if False:",
+        "tests/quantization/test_checkpoints.py -k contradict",
+    ),
+    Fault(
+        "codes are dequantized in the half precision of their file",
+        "minillm/quantization/dense.py",
+        "replace(codes, scales=scales).dequantize()",
+        "codes.dequantize()",
+        "tests/quantization/test_checkpoints.py -k leaves_out_stay_dense",
     ),
 )

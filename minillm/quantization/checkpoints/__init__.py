@@ -1,37 +1,61 @@
 """How quantized checkpoints are stored: one file for each layout.  Lesson 06."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from minillm.errors import ConfigError
 from minillm.values import read_json, shown
 
-from . import compressed_tensors
+from . import awq, compressed_tensors, gptq, modelopt
 from .layout import Layout, Stored
 
 __all__ = ["Layout", "Stored", "read_layout"]
 
-LAYOUTS = {compressed_tensors.METHOD: compressed_tensors.CompressedTensors}
+Configs = Mapping[str, dict[str, Any]]  # where a configuration was read -> its fields
+
+LAYOUTS: dict[str, Callable[[Configs], Layout]] = {
+    compressed_tensors.METHOD: lambda found: compressed_tensors.CompressedTensors(next(iter(found.values()))),
+    gptq.METHOD: gptq.Gptq,
+    awq.METHOD: awq.Awq,
+    modelopt.METHOD: modelopt.ModelOpt,
+}
+# Files that hold a configuration besides config.json, or instead of it, and the method if they do not name it.
+FILES = {each.FILE: each.METHOD for each in (gptq, awq, modelopt)}
 
 
 def read_layout(directory: Path) -> Layout | None:
-    """The layout of a quantized checkpoint, None for an unquantized one. Raises ConfigError."""
+    """The layout of a quantized checkpoint, None for an unquantized one. Raises ConfigError, which names the file."""
     path = directory / "config.json"
-    config = read_json(path, ConfigError).get("quantization_config") if path.is_file() else None
-    if config is None:
-        return None
+    found: dict[str, Any] = {}
+    if path.is_file() and (config := read_json(path, ConfigError).get("quantization_config")) is not None:
+        found[str(path)] = config
+    for name, method in FILES.items():
+        if (file := directory / name).is_file():
+            found[str(file)] = {"quant_method": method} | read_json(file, ConfigError)
+    return layout_of(found) if found else None
+
+
+def layout_of(found: Mapping[str, Any]) -> Layout:
+    """The layout that configurations describe. found: the file that each was read from -> its fields.
+
+    Raises ConfigError, which names the files.
+    """
     try:
-        return _layout(config)
+        methods = {place: _method(config) for place, config in found.items()}
+        if len(set(methods.values())) > 1:
+            given = " and ".join(f"{method} in {Path(place).name}" for place, method in methods.items())
+            raise ConfigError(f"quant_method is {given}: remove the file that does not belong to these weights")
+        short = {Path(place).name: config for place, config in found.items()}
+        return LAYOUTS[next(iter(methods.values()))](short)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"{' and '.join(found)}: {error}") from None
 
 
-def _layout(config: Any) -> Layout:
+def _method(config: Any) -> str:
     if not isinstance(config, dict):
         raise ConfigError(f"quantization_config must be an object, not {shown(config)}")
     method = config.get("quant_method")
     if not isinstance(method, str) or method not in LAYOUTS:
-        raise ConfigError(
-            f"quantization_config: quant_method {shown(method)} is not supported; supported are: {', '.join(LAYOUTS)}"
-        )
-    return LAYOUTS[method](config)
+        raise ConfigError(f"quant_method {shown(method)} is not supported; supported are: {', '.join(LAYOUTS)}")
+    return method

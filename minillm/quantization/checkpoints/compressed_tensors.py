@@ -12,7 +12,8 @@ and `input_scale` [1] for static activations, `weight_g_idx` [in] for GPTQ's act
 are 8 above the signed ones (8 bits: 128); the lowest bits come first, and a row's last number is padded with zeros.
 
 `minillm quantize` packs int8 weights whose activations are not quantized, because vLLM reads them only packed;
-not those of the embedding, which transformers reads only unpacked.
+not those of the embedding, which transformers reads only unpacked. `kv_cache_scheme` suggests how to store the cache:
+weights do not depend on it, so the cache stays in the precision of the activations, and its scales are not read.
 https://github.com/vllm-project/compressed-tensors, compressors/ and quantization/quant_config.py
 """
 
@@ -28,12 +29,14 @@ from minillm.errors import ConfigError
 from minillm.quantization.activations import Activations
 from minillm.quantization.dense import Dense
 from minillm.quantization.fp8 import Fp8
-from minillm.quantization.int4 import LOWEST, Int4, pack, unpack
+from minillm.quantization.int4 import LOWEST, Int4, pack
 from minillm.quantization.int8 import Int8
 from minillm.quantization.weight import Codes, Format
-from minillm.values import as_int, shown
+from minillm.values import shown
 
+from .fields import flag, group_size, names, pattern
 from .layout import SCALES, Layout, Stored
+from .packing import in_group_order, unpack_numbers
 
 METHOD, COMPRESSED = "compressed-tensors", "compressed"
 NO_MATCH = 3  # the rank of a target that does not name a module
@@ -57,15 +60,16 @@ class CompressedTensors(Layout):
     def __init__(self, config: Mapping[str, Any]):
         groups = config.get("config_groups")
         if not isinstance(groups, dict) or not all(isinstance(each, dict) for each in groups.values()):
-            raise ConfigError(f"quantization_config: config_groups must be an object of groups, not {shown(groups)}")
+            raise ConfigError(f"config_groups must be an object of groups, not {shown(groups)}")
         _refuse_extras(config)
-        self.ignored = _names(config.get("ignore") or [], "ignore")
+        self.ignored = _names(config, "ignore")
         self.groups: list[tuple[list[str], Format, str]] = []
         for group in groups.values():
-            names, found = _names(group.get("targets") or [], "targets"), _format(group)
-            self.groups.append((names, found, _checked_packing(group.get("format") or config.get("format"), found)))
+            targets, found = _names(group, "targets"), _format(group)
+            packing = _checked_packing(group.get("format") or config.get("format"), found)
+            self.groups.append((targets, found, packing))
 
-    def format(self, module: str) -> Format:
+    def format(self, module: str, inputs: int) -> Format:
         return self._group(module)[0]
 
     def _group(self, module: str) -> tuple[Format, str]:
@@ -73,7 +77,7 @@ class CompressedTensors(Layout):
         none = Dense(), ""
         if any(_rank(name, module) != NO_MATCH for name in self.ignored):
             return none
-        ranks = [min((_rank(name, module) for name in names), default=NO_MATCH) for names, _, _ in self.groups]
+        ranks = [min((_rank(name, module) for name in targets), default=NO_MATCH) for targets, _, _ in self.groups]
         best = min(ranks, default=NO_MATCH)
         return none if best == NO_MATCH else self.groups[ranks.index(best)][1:]
 
@@ -105,12 +109,12 @@ class CompressedTensors(Layout):
         scales = tensors["weight_scale"]
         if "weight" in tensors:
             return Codes(tensors["weight"], scales.view(-1, 1))
-        rows = len(tensors["weight_packed"])
-        packed = tensors["weight_packed"].contiguous().view(torch.uint8)
-        if not isinstance(self.format(module), Int4):
-            return Codes(packed.bitwise_xor(128).view(torch.int8)[:, :inputs], scales)
+        packed = tensors["weight_packed"]
+        if not isinstance(self._group(module)[0], Int4):
+            return Codes(unpack_numbers(packed, bits=8)[:, :inputs], scales)
         zeros = tensors.get("weight_zero_point")
-        codes = Codes(unpack(packed)[:, :inputs], scales, None if zeros is None else _unpack_rows(zeros, rows))
+        rows = None if zeros is None else unpack_numbers(zeros.t()).t()[: len(packed)]
+        codes = Codes(unpack_numbers(packed)[:, :inputs], scales, rows)
         if "weight_g_idx" not in tensors:
             return codes
         try:
@@ -120,19 +124,6 @@ class CompressedTensors(Layout):
 
     def input_scale(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
         return tensors.get("input_scale")
-
-
-def in_group_order(codes: Codes, groups: Tensor) -> Codes:
-    """Codes whose columns lie in the order of the inputs, with each column's group [in] -> groups of neighbors.
-
-    GPTQ's act-order assigns inputs to groups by their importance (Frantar et al. 2022's code, "static groups"). Raises
-    ConfigError unless all groups have the same number of columns.
-    """
-    count = codes.scales.shape[1]
-    if not groups.long().sort().values.equal(torch.arange(len(groups)) // (len(groups) // count)):
-        raise ConfigError(f"every group from 0 to {count - 1} must have {len(groups) // count} inputs")
-    order = groups.long().argsort(stable=True)
-    return Codes(codes.codes[:, order], codes.scales, codes.zeros, order)
 
 
 def write(module: str, codes: Codes, format: Format) -> dict[str, Tensor]:
@@ -202,8 +193,7 @@ def _checked_packing(given: Any, format: Format) -> str:
         return usual
     if given not in known:
         raise ConfigError(
-            f"quantization_config: format {shown(given)} of {format.name} weights is not supported; supported for "
-            f"them: {', '.join(known)}"
+            f"format {shown(given)} of {format.name} weights is not supported; supported for them: {', '.join(known)}"
         )
     return str(given)
 
@@ -212,23 +202,16 @@ def _refuse_extras(config: Mapping[str, Any]) -> None:
     """Raise ConfigError if a checkpoint has what would change its results, and is not implemented."""
     if config.get("quantization_status", COMPRESSED) != COMPRESSED:
         status = shown(config["quantization_status"])
-        raise ConfigError(f"quantization_config: quantization_status must be {COMPRESSED!r}, not {status}")
-    if config.get("kv_cache_scheme") not in (None, {}):
-        raise ConfigError("quantization_config: a quantized KV cache (kv_cache_scheme) is not supported")
+        raise ConfigError(f"quantization_status must be {COMPRESSED!r}, not {status}")
+    if not isinstance(scheme := config.get("kv_cache_scheme") or {}, dict):
+        raise ConfigError(f"kv_cache_scheme must be an object or null, not {shown(scheme)}")
     for field, what in (("transform_config", "online transforms"), ("sparsity_config", "sparse weights")):
         given = config.get(field)
         if given is not None and not isinstance(given, dict):
-            raise ConfigError(f"quantization_config: {field} must be an object or null, not {shown(given)}")
+            raise ConfigError(f"{field} must be an object or null, not {shown(given)}")
         unused = not given or (field == "transform_config" and given.get("config_groups") in (None, {}))
         if not unused and given != {"format": "dense"}:
-            raise ConfigError(f"quantization_config: {what} ({field}) are not supported")
-
-
-def _flag(config: Mapping[str, Any], field: str, default: bool) -> bool:
-    given = config.get(field, default)
-    if not isinstance(given, bool):
-        raise ConfigError(f"quantization_config: {field} must be true or false, not {shown(given)}")
-    return given
+            raise ConfigError(f"{what} ({field}) are not supported")
 
 
 def _weights(format: Format) -> dict[str, Any]:
@@ -257,24 +240,22 @@ def _inputs(activations: Activations | None) -> dict[str, Any] | None:
 def _format(group: Mapping[str, Any]) -> Format:
     weights = group.get("weights")
     if not isinstance(weights, dict):
-        raise ConfigError(f"quantization_config: a group's weights must be an object, not {shown(weights)}")
+        raise ConfigError(f"a group's weights must be an object, not {shown(weights)}")
     if group.get("output_activations") is not None:
-        raise ConfigError("quantization_config: quantized outputs (output_activations) are not supported")
-    if _flag(weights, "dynamic", False):
-        raise ConfigError(
-            "quantization_config: weights that are quantized while they are used (dynamic) are not supported"
-        )
+        raise ConfigError("quantized outputs (output_activations) are not supported")
+    if flag(weights, "dynamic", False):
+        raise ConfigError("weights that are quantized while they are used (dynamic) are not supported")
     bits, kind, strategy = weights.get("num_bits"), weights.get("type", "int"), weights.get("strategy")
     activations = _activations(group.get("input_activations"))
-    symmetric = _flag(weights, "symmetric", True)
+    symmetric = flag(weights, "symmetric", True)
     if (bits, kind) == (4, "int") and strategy == "group":
-        return Int4(_group_size(weights), symmetric, _act_order(weights), activations)
+        return Int4(group_size(weights), symmetric, _act_order(weights), activations)
     if (bits, kind, strategy, symmetric) == (8, "int", "channel", True):
         return Int8(activations)
     if (bits, kind, symmetric) == (8, "float", True) and strategy in ("channel", "tensor"):
         return Fp8(strategy, activations)
     raise ConfigError(
-        f"quantization_config: weights of {shown(bits)} bits ({shown(kind)}, {shown(strategy)}, symmetric: "
+        f"weights of {shown(bits)} bits ({shown(kind)}, {shown(strategy)}, symmetric: "
         f"{shown(symmetric)}) are not supported; supported are int4 in groups, symmetric int8 by channel, and float8 "
         "by channel or tensor"
     )
@@ -284,31 +265,24 @@ def _act_order(weights: Mapping[str, Any]) -> bool:
     """Whether groups consist of any inputs ("weight" only names how codes were found)."""
     given = weights.get("actorder")
     if given not in (None, False, "weight", "static", True, "group", "dynamic"):
-        raise ConfigError(f"quantization_config: actorder must be group, weight or null, not {shown(given)}")
+        raise ConfigError(f"actorder must be group, weight or null, not {shown(given)}")
     return given in (True, "group", "dynamic")
-
-
-def _group_size(config: Mapping[str, Any]) -> int:
-    size = as_int(config.get("group_size"))
-    if size is None:
-        raise ConfigError(f"quantization_config: group_size must be a number, not {shown(config.get('group_size'))}")
-    return size
 
 
 def _activations(config: Any) -> Activations | None:
     if config is None:
         return None
     if not isinstance(config, dict):
-        raise ConfigError(f"quantization_config: input_activations must be an object or null, not {shown(config)}")
+        raise ConfigError(f"input_activations must be an object or null, not {shown(config)}")
     bits, kind, strategy = config.get("num_bits"), config.get("type", "int"), config.get("strategy")
-    dynamic, symmetric = _flag(config, "dynamic", False), _flag(config, "symmetric", True)
+    dynamic, symmetric = flag(config, "dynamic", False), flag(config, "symmetric", True)
     if bits == 8 and kind in ("int", "float") and symmetric:
         if strategy == "token" and dynamic:
             return Activations("int8" if kind == "int" else "fp8")
         if strategy == "tensor" and not dynamic:
             return Activations("int8" if kind == "int" else "fp8", static=True)
     raise ConfigError(
-        f"quantization_config: activations of {shown(bits)} bits ({shown(kind)}, {shown(strategy)}, dynamic: "
+        f"activations of {shown(bits)} bits ({shown(kind)}, {shown(strategy)}, dynamic: "
         f"{dynamic}, symmetric: {symmetric}) are not supported; supported are symmetric 8 bits, dynamic by token or "
         "static by tensor"
     )
@@ -318,16 +292,13 @@ def _is_embedding(module: str) -> bool:
     return module.endswith("embed_tokens")
 
 
-def _names(given: Any, field: str) -> list[str]:
-    if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
-        raise ConfigError(f"quantization_config: {field} must be a list of names, not {shown(given)}")
-    for name in given:
+def _names(config: Mapping[str, Any], field: str) -> list[str]:
+    """Names and patterns of modules."""
+    found = names({field: config[field]} if config.get(field) is not None else {}, field)
+    for name in found:
         if name.startswith("re:"):
-            try:
-                re.compile(name[3:])
-            except re.error as error:
-                raise ConfigError(f"quantization_config: {field}: {shown(name)} is no pattern ({error})") from None
-    return given
+            pattern(name, field, "re:")
+    return found
 
 
 def _rank(name: str, module: str) -> int:
@@ -358,7 +329,3 @@ def _pack_rows(zeros: Tensor) -> Tensor:
     padded = torch.cat([zeros, zeros.new_zeros(rows - len(zeros), zeros.shape[1])])
     packed = pack(padded.t().contiguous()).contiguous().view(torch.int32)
     return packed.t().contiguous()
-
-
-def _unpack_rows(packed: Tensor, rows: int) -> Tensor:
-    return unpack(packed.t().contiguous().view(torch.uint8)).t()[:rows].contiguous()

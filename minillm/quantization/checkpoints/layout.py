@@ -24,7 +24,7 @@ class Stored:
 class Layout(Protocol):
     """How one kind of checkpoint stores quantized matrices. A module is one matrix, as "model.layers.0.mlp.up_proj"."""
 
-    def format(self, module: str) -> Format:
+    def format(self, module: str, inputs: int) -> Format:
         """A module's format; `Dense()` if it is not quantized. Raises ConfigError for a format without support."""
         ...
 
@@ -38,4 +38,8 @@ class Layout(Protocol):
 
     def input_scale(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
         """The scale of static activations."""
-        ...
+        return None
+
+    def input_factors(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        """[in]: what the module multiplies its inputs by, before they are quantized; None: nothing."""
+        return None
