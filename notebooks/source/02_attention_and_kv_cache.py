@@ -231,8 +231,9 @@ def attention(q, k, v, *, scale):
     """Causal attention within a sequence.
 
     q: [tokens, heads, d]; k, v: [tokens, kv_heads, d]. With 4 heads and 2 KV heads, heads 0 and
-    1 read KV head 0, and heads 2 and 3 read KV head 1. A hidden key's weight is exactly 0. Returns
-    [tokens, heads, d] in the dtype of q, and leaves its arguments unchanged.
+    1 read KV head 0, and heads 2 and 3 read KV head 1. A hidden key's weight is exactly 0. All
+    three tensors have the same dtype: float64, float32 or bfloat16. Returns [tokens, heads, d]
+    in that dtype, and leaves its arguments unchanged.
     """
     # SOLUTION: scores, weights and weighted sum, for every token and every head
     group = q.shape[1] // k.shape[1]
@@ -487,7 +488,7 @@ def cached_attention(q, k, v, length, *, scale):
 
     q: [queries, heads, d]; k, v: [capacity, kv_heads, d]. The first `length` slots are filled,
     and the last `queries` of these belong to the queries' own tokens; what the other slots hold
-    never matters. Heads share KV heads as in `attention`. Returns [queries, heads, d] in the
+    never matters. Shared heads and dtypes are as in `attention`. Returns [queries, heads, d] in the
     dtype of q, and leaves its arguments unchanged.
     """
     # SOLUTION: start from your `attention`. Which keys does query i see?

@@ -155,11 +155,12 @@ def _(attend):
 
 @_both(
     "the result has the dtype of q",
-    hint="torch.zeros and torch.tensor make float32 unless told otherwise: pass dtype=q.dtype",
+    hint="torch.zeros and torch.tensor make float32 unless told otherwise: pass dtype=q.dtype. What you compute in "
+    "another dtype must be converted back",
 )
 def _(attend):
     assert_values_used(attend)
-    for dtype in (torch.float64, torch.float32):
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
         q, k, v = (normal(3, 1, DIM, seed=s).to(dtype) for s in range(3))
         got = attend(q, k, v, 0.5).dtype
         assert got == dtype, f"for {dtype} inputs the result is {got}"

@@ -39,7 +39,7 @@ def mask_off_by_one(q, k, v, *, scale):
 @wrong("attention", fails="no query sees a later key")
 def hundred_subtracted(q, k, v, *, scale):
     scores = torch.einsum("qhgd,khd->hgqk", q.unflatten(1, (k.shape[1], -1)), k) * scale
-    return _mix((scores - 100 * torch.ones(scores.shape[-2:]).triu(1)).softmax(-1), v)
+    return _mix((scores - 100 * torch.ones_like(scores).triu(1)).softmax(-1), v)
 
 
 @wrong("attention", fails=WEIGHTS)
@@ -117,6 +117,12 @@ def collected_in_float32(q, k, v, *, scale):
     out = torch.zeros(q.shape)
     out[:] = _mix(_weights(q, k, scale).softmax(-1), v)
     return out
+
+
+@wrong("attention", fails=DTYPE)
+def not_converted_back(q, k, v, *, scale):
+    q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
+    return _mix(_weights(q, k, scale).softmax(-1), v)
 
 
 @wrong("attention", fails=UNCHANGED)
@@ -266,6 +272,12 @@ def cached_collected_in_float32(q, k, v, length, *, scale):
     out = torch.zeros(q.shape)
     out[:] = _cached(q, k[:length], v[:length], _visible(len(q), length, length), scale)
     return out
+
+
+@wrong("cached_attention", fails=DTYPE)
+def cached_not_converted_back(q, k, v, length, *, scale):
+    q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k[:length], v[:length]))
+    return _cached(q, k, v, _visible(len(q), length, length), scale)
 
 
 @wrong("cached_attention", fails=UNCHANGED)
