@@ -80,9 +80,10 @@ class EngineConfig:
     )
     quantization: str | None = _option(
         None,
-        "quantize the layers' weights while loading: int8, int4 (groups of 128) or fp8 (activations too); the other "
-        "methods need calibration: see `minillm quantize`",
-        choices=(None, "int8", "int4", "fp8"),
+        "quantize the layers' weights while loading, to the nearest codes: int8, int4 (groups of 128), and with "
+        "activations fp8, w8a8 (both int8) or w4a8 (int4 and fp8); the other methods need calibration: see "
+        "`minillm quantize`",
+        choices=(None, "int8", "int4", "fp8", "w8a8", "w4a8"),
     )
     quantized_head: str | None = _option(
         None,

@@ -29,7 +29,13 @@ ACTIVATIONS = {
 }
 
 # What rounding to the nearest gives, by the method's name.
-UNCALIBRATED: dict[str, Format] = {"int8": Int8(), "int4": Int4(), "fp8": Fp8(activations=Activations("fp8"))}
+UNCALIBRATED: dict[str, Format] = {
+    "int8": Int8(),
+    "int4": Int4(),
+    "fp8": Fp8(activations=Activations("fp8")),
+    "w8a8": Int8(Activations("int8")),
+    "w4a8": Int4(activations=Activations("fp8")),
+}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,123 @@
+"""Measure products with quantized weights at Gemma 2B's shapes, beside torch's and the bf16 product; needs a GPU.
+
+    python tools/quantized_kernels.py --record quantized-kernels
+
+Timed as in `kernel_speed.py`: replays of a CUDA graph with calls on distinct matrices. `share_of_copy` is the bytes of
+the matrix (codes and scales) per second, divided by the bytes per second that a large copy reads and writes.
+`bf16_ms` is torch's product with a bf16 matrix of the same shape, `tinygemm_ms` torch's int4 product, which torchao
+uses. int8 inputs are quantized beforehand (`quantize_ms`).
+"""
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import kernel_speed as speed  # noqa: E402
+
+from minillm.kernels import few_rows, integer_rows  # noqa: E402
+from minillm.kernels.arguments import IntegerMatrix  # noqa: E402
+from minillm.kernels.quantized_inputs import int8_product, quantize_rows  # noqa: E402
+
+MATRICES = {"qkv": (2560, 2048), "attention_out": (2048, 2048), "gate_up": (32768, 2048), "down": (2048, 16384)}
+HEAD = {"head": (256000, 2048)}
+GROUP = 128
+
+
+def median_ms(call: Callable, matrices: list) -> float:
+    calls = [lambda matrix=matrix: call(matrix) for matrix in matrices]
+    return statistics.median(speed.graph_runs(calls, 9))
+
+
+@cache
+def copy_gb_per_s() -> float:
+    """Bytes read and written by a kernel that copies 2 GB."""
+    source = torch.empty(1 << 30, dtype=torch.bfloat16, device="cuda").normal_()
+    target = torch.empty_like(source)
+    ms = statistics.median(speed.graph_runs([lambda: torch.neg(source, out=target)], 9))
+    return 2 * source.nbytes / ms / 1e6
+
+
+def copies(nbytes: int) -> int:
+    return max(2, min(64, speed.COLD // nbytes + 1))
+
+
+def integer_matrix(rows: int, columns: int, bits: int) -> IntegerMatrix:
+    words = torch.randint(-(2**31), 2**31 - 1, (rows, columns * bits // 32), dtype=torch.int32, device="cuda")
+    if bits == 8:
+        return IntegerMatrix(8, words, torch.rand(rows, device="cuda") + 0.5)
+    return IntegerMatrix(4, words, (torch.rand(rows, columns // GROUP, device="cuda") + 0.5).bfloat16())
+
+
+def tinygemm_ms(rows: int, columns: int, x: torch.Tensor) -> float | None:
+    """torch's int4 product, or None where it does not run."""
+    try:
+        codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, device="cuda")
+        packed = [torch._convert_weight_to_int4pack(codes, 8) for _ in range(copies(codes.nbytes))]
+        scales = torch.rand(columns // GROUP, rows, 2, device="cuda").bfloat16()
+        return median_ms(lambda weight: torch._weight_int4pack_mm(x, weight, GROUP, scales), packed)
+    except (RuntimeError, AttributeError):
+        return None
+
+
+def dense_ms(rows: int, columns: int, x: torch.Tensor) -> float:
+    weights = [speed.random_tensor(rows, columns) for _ in range(copies(2 * rows * columns))]
+    return median_ms(lambda weight: F.linear(x, weight), weights)
+
+
+def few(name: str, rows: int, columns: int, tokens: int) -> Iterator[dict]:
+    x = speed.random_tensor(tokens, columns)
+    common = {"matrix": name, "shape": f"[{rows}, {columns}]", "rows": tokens}
+    bf16 = dense_ms(rows, columns, x)
+    for bits in (8, 4):
+        nbytes = rows * columns * bits // 8 + (0 if bits == 8 else rows * columns // GROUP * 2)
+        matrices = [integer_matrix(rows, columns, bits) for _ in range(copies(nbytes))]
+        if tokens == 1:
+            ms = median_ms(lambda matrix: integer_rows.product(x, matrix), matrices)
+            kernel = "integer_rows"
+        else:
+            ms = median_ms(lambda matrix: few_rows.product(x, matrix), matrices)
+            kernel = "few_rows"
+        found = {"kernel": kernel, "quantization": f"int{bits}" + (f" g{GROUP}" if bits == 4 else "")} | common
+        gb_per_s = nbytes / ms / 1e6
+        found |= {"ms": ms, "gb_per_s": gb_per_s, "share_of_copy": gb_per_s / copy_gb_per_s(), "bf16_ms": bf16}
+        if bits == 4:
+            found["tinygemm_ms"] = tinygemm_ms(rows, columns, x)
+        yield found
+
+
+def many(name: str, rows: int, columns: int, tokens: int) -> dict:
+    """int8 codes on both sides, on integer tensor cores."""
+    x, weight = speed.random_tensor(tokens, columns), torch.randint(-127, 128, (rows, columns), device="cuda")
+    weight, scales = weight.to(torch.int8), torch.rand(rows, device="cuda")
+    codes, x_scales = quantize_rows(x, torch.int8)
+    ms = median_ms(lambda _: int8_product(codes, x_scales, weight, scales, torch.bfloat16), [0] * 4)
+    return {
+        "kernel": "int8_product", "quantization": "w8a8", "matrix": name, "shape": f"[{rows}, {columns}]",
+        "rows": tokens, "ms": ms, "tflops": 2 * tokens * rows * columns / ms / 1e9,
+        "quantize_ms": median_ms(lambda _: quantize_rows(x, torch.int8), [0] * 4),
+        "bf16_ms": dense_ms(rows, columns, x),
+        "torch_int_mm_ms": median_ms(lambda _: torch._int_mm(codes, weight.t()), [0] * 4),
+    }  # fmt: skip
+
+
+def table() -> Iterator[dict]:
+    yield {"kernel": "copy", "gb_per_s": copy_gb_per_s()}
+    for name, (rows, columns) in (MATRICES | HEAD).items():
+        for tokens in (1, 4, 8, 16, 32, 64):
+            yield from few(name, rows, columns, tokens)
+        torch.cuda.empty_cache()
+    for name, (rows, columns) in MATRICES.items():
+        for tokens in (128, 512, 2048, 8192):
+            yield many(name, rows, columns, tokens)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    speed.write_table(__doc__, table())
