@@ -15,6 +15,7 @@ from minillm.quantization.methods.hadamard import transform
 
 from . import reference
 from .signatures import AttentionOptions
+from .triton_linear import embedding as embedding
 from .triton_linear import linear
 
 

@@ -17,6 +17,11 @@ def test_the_table_shows_which_function_each_operation_runs_and_why():
     assert all(row["signature"].startswith(row["name"] + "(") for row in rows)
 
 
+def test_a_gpu_runs_kernels_for_what_the_reference_would_compute_in_several_launches():
+    triton = pytest.importorskip("minillm.ops.triton", reason="triton is not installed here")
+    assert {"embedding", "linear", "lm_head", "rms_norm", "sample"} <= vars(triton).keys() & set(ops.names())
+
+
 def test_an_override_runs_is_counted_and_is_fully_undone():
     operations = ops.on("cpu")
     own, version = operations.linear, operations.version
