@@ -59,6 +59,8 @@ def _(function):
     assert steps == 4, f"2, 2, 2 tokens in two rows, in flight: the third request ends after 4 steps, not {steps}"
     steps, _ = _rows_used(function, [2, 6], 2, in_flight=True)
     assert steps == 6, f"2, 6 tokens in two rows, in flight: the second request ends after 6 steps, not {steps}"
+    steps, _ = _rows_used(function, [6, 2], 2, in_flight=True)
+    assert steps == 6, f"6, 2 tokens in two rows, in flight: the first request ends after 6 steps, not {steps}"
     steps, _ = _rows_used(function, [2, 300], 2, in_flight=True)
     assert steps == 300, f"2, 300 tokens in two rows, in flight: the second request ends after 300 steps, not {steps}"
 

@@ -73,7 +73,7 @@ def _(function):
     assert got == [1] * 5 + [0] * 3, f"eight single tokens and a budget of 5: the first five run, not {got}"
     for budget in (3, 2):
         got = _shares(function, [10, 1, 1, 1], budget)
-        assert sum(got) <= budget and min(got) >= 0, (
+        assert sum(got) == budget and min(got) >= 0, (
             f"[10, 1, 1, 1] and a budget of {budget}: counts from 0 up, {budget} in all, not {got}"
         )
 
@@ -94,6 +94,8 @@ def _(function):
     assert got == [1, 5, 0], f"[1, 10, 10] and a budget of 6: [1, 5, 0], not {got}"
     got = _shares(function, [1, 10], 6)
     assert got == [1, 5], f"[1, 10] and a budget of 6: [1, 5], not {got}"
+    got = _shares(function, [1, 10], 2)
+    assert got == [1, 1], f"[1, 10] and a budget of 2: one token is left for the prompt, so [1, 1], not {got}"
     got = _shares(function, [10], 6)
     assert got == [6], f"a single row, [10], and a budget of 6: [6], not {got}"
     got = _shares(function, [1, 1, 6], 7)
@@ -190,6 +192,12 @@ def _(policy):
         assert times <= most, (
             f"a prompt of 200 tokens, a patience of {patience:g}: {times} later ones go before it, not {most} at most"
         )
+    one = policy()
+    first, _, third = (_key(one, _queued(*each)) for each in ((7, 0), (1, 1), (1, 2)))
+    assert third > first, (
+        "a prompt of 7 tokens, a patience of 4: one later request may go before it, so a prompt of one token that "
+        f"arrives two later has a larger key, not {first:g} and {third:g}"
+    )
     times = _overtaken(policy(), 200, arrival=999_900)
     assert times <= 50, (
         f"arrival 999900, a prompt of 200 tokens, the default patience: {times} later ones go before it, not 50 at most"

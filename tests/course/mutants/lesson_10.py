@@ -104,6 +104,15 @@ def the_first_row_ends_last(outputs, rows, in_flight):
     return _with_idle(ends[0] if in_flight else _static(outputs, rows), outputs, rows)
 
 
+@wrong("steps_and_idle", fails="a request takes one step for each of its tokens")
+def the_last_request_ends_last(outputs, rows, in_flight):
+    ends, row = [0] * rows, 0
+    for tokens in outputs:
+        row = ends.index(min(ends))
+        ends[row] += tokens
+    return _with_idle(ends[row] if in_flight else _static(outputs, rows), outputs, rows)
+
+
 @wrong("steps_and_idle", fails="the next request takes the row that becomes free first")
 def round_robin_from_five_rows_on(outputs, rows, in_flight):
     if in_flight and rows > 4:

@@ -184,6 +184,25 @@ def nothing_runs_where_single_tokens_exceed_the_budget(pending, budget):
     return _by(np.argsort(pending > 1, kind="stable"), pending, budget)
 
 
+@wrong("share_budget", fails="the budget holds for single tokens too")
+def single_tokens_among_the_first_rows_alone(pending, budget):
+    counts = np.where(pending == 1, 1, 0)
+    if counts.sum() > budget:
+        counts[budget:] = 0
+        return counts
+    return counts + _in_turn(np.where(pending == 1, 0, pending), budget - counts.sum())
+
+
+@wrong("share_budget", fails="a prompt is cut where the budget ends")
+def the_last_token_is_not_for_a_prompt(pending, budget):
+    counts, left = np.zeros_like(pending), budget
+    for row in np.argsort(pending > 1, kind="stable"):
+        if left > 1 or pending[row] == 1:
+            counts[row] = min(pending[row], left)
+            left -= counts[row]
+    return counts
+
+
 # ---- PatientShortest
 
 
@@ -202,6 +221,12 @@ class OrderOfArrival(Patient):
 class ShortestAlways(Patient):
     def key(self, request):
         return len(request.prompt) + 1e-6 * request.arrival
+
+
+@wrong("PatientShortest", fails="a prompt of n tokens is overtaken at most n / patience times")
+class RoundsTheLength(Patient):
+    def key(self, request):
+        return round(len(request.prompt) / self.patience) + request.arrival
 
 
 @wrong("PatientShortest", fails="asking again gives the same key")
