@@ -296,8 +296,8 @@ describe(
 # the batch's rows, and as many clients as rows. A load generator is a program too and may be slower than the server:
 # the last column shows for what share of the run it was busy.
 #
-# **Predict.** A step reads the weights once for all its requests. With a full batch, how many times one client's tokens
-# per second does the server produce?
+# **Predict.** A step reads the weights once for all its requests. By what factor do the server's tokens per second grow
+# from one client to a full batch?
 
 # %% tags=["exercise"]
 guess_gain = 6.0  # PREDICT: tokens/s of all clients together, in multiples of one client's

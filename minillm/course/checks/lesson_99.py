@@ -4,6 +4,7 @@ import math
 from itertools import accumulate
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from . import Exercise
 
@@ -405,6 +406,19 @@ def _(function):
     assert torch.allclose(longer, cut, atol=1e-4, equal_nan=True), shows
 
 
+class _Moving(TorchFunctionMode):
+    """Lets `.to` move a tensor off the meta device, which keeps no numbers: it arrives as zeros."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        try:
+            return func(*args, **kwargs)
+        except NotImplementedError:
+            if func is not torch.Tensor.to:
+                raise
+            return torch.zeros(args[0].shape, dtype=args[0].dtype, device="cpu").to(*args[1:], **kwargs)
+
+
 @batched_attention.property(
     "dtype and device are those of q", "new tensors need device=q.device, or they break on a GPU; end with .to(q.dtype)"
 )
@@ -414,7 +428,8 @@ def _(function):
     found = function(q, k, v, lengths.clone(), 1.0).dtype
     assert found == q.dtype, f"q is bfloat16, the result is {found}"
     try:
-        with torch.device("meta"):  # a tensor made without a device lands here: not where the others are
+        # A tensor made without a device lands on another than the rest. It may stay there, or be moved with `.to`.
+        with torch.device("meta"), _Moving():
             found = function(q, k, v, lengths.clone(), 1.0).device
     except (RuntimeError, NotImplementedError):
         return False

@@ -112,6 +112,12 @@ def counts_keys_on_the_cpu(q, k, v, lengths, scale):
     return attend(q, k, v, torch.arange(k.shape[1]) >= lengths[:, None], scale)
 
 
+@wrong("batched_attention", fails="dtype and device are those of q")
+def converts_the_dtype_but_not_the_device(q, k, v, lengths, scale):
+    k, v = repeated(q, k, v)
+    return attend(q, k, v, torch.arange(k.shape[1]).to(lengths.dtype) >= lengths[:, None], scale)
+
+
 @wrong("batched_attention", fails="large scores do not overflow")
 def softmax_by_hand(q, k, v, lengths, scale):
     k, v = repeated(q, k, v)
