@@ -5,7 +5,8 @@ of all products are recorded once, in the unquantized model, so that many method
 in float64, so that every machine rounds each weight alike.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -92,9 +93,17 @@ def record(model: Model, ids: Tensor, make: Callable[[int], Any]) -> dict[str, A
     return found
 
 
-def statistics(model: Model, ids: Tensor) -> dict[str, InputStatistics]:
-    """The engine's statistics of all products, by address."""
-    return {address: each.own for address, each in record(model, ids, Statistics).items()}
+def statistics(recorded: Mapping[str, Any]) -> dict[str, InputStatistics]:
+    """What the exercise's objects recorded, in the engine's form; without samples, which AWQ and GPTQ do not read."""
+    return {address: _engines_form(each) for address, each in recorded.items()}
+
+
+def _engines_form(recorded: Any) -> InputStatistics:
+    if isinstance(recorded, Statistics):
+        return recorded.own
+    found = InputStatistics(len(recorded.magnitude), CPU, torch.float64, recorded.rows)
+    found.second_moment, found.magnitude = recorded.second_moment, recorded.magnitude
+    return found
 
 
 def inputs_of(model: Model, ids: Tensor, address: str) -> Tensor:
@@ -183,6 +192,22 @@ def without_scales(weight: Tensor, inputs: InputStatistics, format: Int4, **_: A
     return torch.ones_like(weight[0]), 0.0
 
 
+def engines_scales(strengths: Sequence[float]) -> Callable:
+    """The engine's search with the arguments of the exercise, over these strengths."""
+
+    def awq_scales(
+        weight: Tensor, magnitude: Tensor, moment: Tensor, rounded: Callable, allowed: Callable
+    ) -> tuple[Tensor, float]:
+        tried = {}
+        for strength in strengths:
+            scales = allowed(awq.scales_for(magnitude, strength))
+            error = output_error(rounded(weight * scales) / scales - weight, moment).item()
+            tried[error] = scales, strength
+        return tried[min(tried)]
+
+    return awq_scales
+
+
 def gptq_part(function: Callable) -> Callable:
     """An exercise's `gptq`, with the arguments of the engine's. It rounds in order, so not with act-order."""
 
@@ -254,22 +279,54 @@ def engines_gptq(weight: Tensor, factor: Tensor, grid: "Grid") -> tuple[Tensor, 
 def log_probabilities(model: Model, ids: Tensor) -> Tensor:
     """Of all tokens at each position of rows of token ids: [rows, length, vocabulary]."""
     with torch.inference_mode():
-        found = [model.logits(hidden_states(model, part)).log_softmax(-1) for part in ids.split(8)]
+        found = [model.logits(hidden_states(model, part)).log_softmax(-1) for part in ids.split(16)]
     return torch.cat(found).view(*ids.shape, -1)
 
 
-class HeldOut:
-    """Text that no calibration reads, and how far a quantized model's predictions on it are from the original's."""
+@dataclass(frozen=True)
+class Distance:
+    """How far a quantized model's predictions are from the original's: the KL divergence, in nats per token."""
 
-    def __init__(self, rows: int = 8, length: int = 512):
+    rows: Tensor  # [rows]: the mean over the tokens of each row of text
+    perplexity: float
+
+    @property
+    def mean(self) -> float:
+        """Over all rows."""
+        return self.rows.mean().item()
+
+    @property
+    def error(self) -> float:
+        """The standard error of the mean: rows of text differ."""
+        return _standard_error(self.rows)
+
+    def removed(self, base: "Distance") -> tuple[float, float]:
+        """% of the base's divergence that is gone, and the standard error of that.
+
+        Rows are compared in pairs: what makes a row of text hard for one model makes it hard for the other.
+        """
+        scale = 100 / base.mean
+        return scale * (base.rows - self.rows).mean().item(), scale * _standard_error(base.rows - self.rows)
+
+
+def _standard_error(values: Tensor) -> float:
+    return (values.std() / len(values) ** 0.5).item()
+
+
+class HeldOut:
+    """Text that no calibration reads, and the original's predictions on it."""
+
+    def __init__(self, rows: int = 12, length: int = 256):
         self.ids = rows_of(load_text(), rows, length, seed=7)
         self.wanted = log_probabilities(dense("float32"), self.ids)
+        self.probabilities = self.wanted.exp()
 
-    def measure(self, model: Model | None = None) -> tuple[float, float]:
-        """The mean KL divergence, and the perplexity; None: of the original."""
+    def measure(self, model: Model | None = None) -> Distance:
+        """A model's distance; None: the original's, which is 0."""
         found = self.wanted if model is None else log_probabilities(model, self.ids)
-        divergence = (self.wanted.exp() * (self.wanted - found)).sum(-1).mean().item()
-        return divergence, (-found[:, :-1].gather(-1, self.ids[:, 1:, None])).mean().exp().item()
+        divergence = torch.einsum("rtv,rtv->rt", self.probabilities, self.wanted - found).double().mean(1)
+        nats = -found[:, :-1].gather(-1, self.ids[:, 1:, None]).double().mean()
+        return Distance(divergence, nats.exp().item())
 
 
 class Grid:

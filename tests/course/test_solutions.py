@@ -35,7 +35,8 @@ from minillm.tokenizer.gemma import BYTE_TOKENS, SPECIAL_TOKENS
 from tests.chance import SEED
 from tests.course.references import REFERENCES, against
 
-import_module("tests.course.references_11")  # it registers its references
+for other in ("06", "11"):  # they register their references
+    import_module(f"tests.course.references_{other}")
 
 WITHOUT = {
     "find_fault": "its answers are words; the checker's own products are right and wrong ones",
