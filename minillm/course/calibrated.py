@@ -5,7 +5,8 @@ of all products are recorded once, in the unquantized model, so that many method
 in float64, so that every machine rounds each weight alike.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,6 +32,7 @@ from minillm.tokenizer import Tokenizer
 
 SAVED = torch.bfloat16  # precision of the embedded model's files, so also of scales
 CPU = torch.device("cpu")
+OUTLIERS, TIMES = 8, 16.0  # channels of each norm that are made larger, and how many times
 
 
 def dense(dtype: str = "float64") -> Model:
@@ -131,7 +133,7 @@ def quantized(
     recipe = methods if isinstance(methods, MethodRecipe) else MethodRecipe.of(methods)
     wide, model = with_outliers() if outliers else dense(), dense("float32")
     strengths: dict[str, float | None] = {}
-    with torch.inference_mode():
+    with torch.inference_mode(), one_thread():
         for index, layer in enumerate(wide.layers):
             addresses = {name: f"layers.{index}.{name}" for name in PROJECTIONS}
             seen = {name: found[at] for name, at in addresses.items() if recipe.at(at).calibrated}
@@ -143,6 +145,17 @@ def quantized(
     return model, strengths
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """GPTQ runs thousands of small operations, which wait for each other if each is spread over busy cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _single(weight: Weight) -> Weight:
     """The same weight for activations in float32."""
     out, inputs = weight.shape
@@ -152,18 +165,31 @@ def _single(weight: Weight) -> Weight:
     return found
 
 
-def with_outliers(factor: float = 16, channels: int = 8) -> Model:
-    """The embedded model, in which some channels of each norm are `factor` times larger, and what reads them smaller.
+def _planted(model: Model) -> Iterator[tuple[int, str, Tensor]]:
+    """(layer, product, what its inputs [in] are divided by) for each product after a norm."""
+    generator = torch.Generator().manual_seed(3)
+    for index in range(len(model.layers)):
+        for name in NORMS:
+            scales = torch.ones(model.config.hidden_size, dtype=torch.float64)
+            scales[torch.randperm(len(scales), generator=generator)[:OUTLIERS]] /= TIMES
+            yield index, name, scales
+
+
+def with_outliers() -> Model:
+    """The embedded model, in which some channels of each norm are larger, and the weights that read them smaller.
 
     The model computes the same; its activations have outliers, as those of large models do.
     """
-    model, generator = dense(), torch.Generator().manual_seed(3)
-    for layer in model.layers:
-        for name in NORMS:
-            scales = torch.ones(model.config.hidden_size, dtype=torch.float64)
-            scales[torch.randperm(len(scales), generator=generator)[:channels]] /= factor
-            fold(model, layer, name, scales, torch.float64)
+    model = dense()
+    for index, name, scales in _planted(model):
+        fold(model, model.layers[index], name, scales, torch.float64)
     return model
+
+
+def add_outliers(model: Model, found: Mapping[str, InputStatistics]) -> dict[str, InputStatistics]:
+    """The embedded model's statistics, as they would have been recorded in that of `with_outliers`."""
+    changed = {f"layers.{index}.{name}": scales for index, name, scales in _planted(model)}
+    return {address: each.scaled(changed[address]) if address in changed else each for address, each in found.items()}
 
 
 def awq_part(function: Callable) -> Callable:
@@ -316,7 +342,7 @@ def _standard_error(values: Tensor) -> float:
 class HeldOut:
     """Text that no calibration reads, and the original's predictions on it."""
 
-    def __init__(self, rows: int = 12, length: int = 256):
+    def __init__(self, rows: int = 10, length: int = 256):
         self.ids = rows_of(load_text(), rows, length, seed=7)
         self.wanted = log_probabilities(dense("float32"), self.ids)
         self.probabilities = self.wanted.exp()
