@@ -62,18 +62,18 @@ def strengths(curves: Mapping[str, Mapping[float, float]]) -> None:
 
 def columns(done: int, count: int, rows: int = 4) -> None:
     """A matrix whose first columns are rounded; the error of the next one goes into those that follow."""
-    _, axis = plt.subplots(figsize=(8, 2.4), layout="constrained")
+    _, axis = plt.subplots(figsize=(8, 2.8), layout="constrained")
     for column in range(count):
         color = COLORS[0] if column < done else COLORS[4] if column == done else PALE
         for row in range(rows):
             axis.add_patch(Rectangle((column, row), 1, 1, facecolor=color, alpha=0.75, edgecolor="white"))
     for column in range(done + 1, count):
-        arrow = {"arrowstyle": "->", "color": COLORS[4], "connectionstyle": "arc3,rad=-0.35"}
+        arrow = {"arrowstyle": "->", "color": COLORS[4], "connectionstyle": "arc3,rad=-0.25"}
         axis.annotate("", (column + 0.5, rows + 0.05), (done + 0.5, rows + 0.05), arrowprops=arrow)
     texts = {done / 2: "rounded: fixed", done + 0.5: "now", (done + 1 + count) / 2: "still free: make up for the error"}
     for x, text in texts.items():
         axis.text(x, -0.15, text, ha="center", va="top", fontsize=9)
-    axis.set(xlim=(-0.1, count + 0.1), ylim=(-0.9, rows + 1.6))
+    axis.set(xlim=(-0.1, count + 0.1), ylim=(-0.9, rows + 1.9))
     axis.axis("off")
 
 

@@ -5,8 +5,8 @@
 # quality; derive AWQ's scales and GPTQ's error compensation from one formula; write both, and quantize a whole model
 # with them inside the engine; and choose calibration data, and notice when it misleads you.
 #
-# **90 minutes.** **Needs:** a CPU, and lesson 05 (scales, groups, rounding to nearest). The inverse of a matrix and its
-# Cholesky factor occur; what they are for is explained.
+# **90 minutes.** **Needs:** a CPU, and lesson 05 (scales, groups, rounding to nearest). You should know what the
+# inverse of a matrix is.
 
 # %%
 import tempfile
@@ -131,8 +131,7 @@ the ellipse on which 1 and 1 lies; 2 and 0 is on the smallest one.""")
 # the point on the smallest ellipse.
 #
 # **Exercise 1 (8 minutes).** Write what calibration records about the inputs of one matrix. `add` is called many times,
-# with the inputs of a step, some rows at a time. In float64, since it sums many small numbers. `mean_magnitude` is for
-# AWQ.
+# with some rows each time. The sums are in float64: they have many terms. `mean_magnitude` is for AWQ.
 #
 # For example, after `add` of the rows `[1, -2]` and `[3, 2]`, the mean magnitudes are 2 and 2. Changing the first
 # weight of an output by 1 costs $1^2 + 3^2 = 10$.
@@ -158,7 +157,7 @@ class MyStatistics:
 
     def mean_magnitude(self) -> torch.Tensor:
         """The mean of |x| over all rows: [inputs]."""
-        # SOLUTION: the sum by the number of rows
+        # SOLUTION: the sum, divided by the number of rows
         return self.magnitude / self.rows
         # END
 
@@ -198,7 +197,8 @@ print(f"{where} {list(weight.shape)}: predicted {predicted:.3f}, actual {actual:
 # How unequal are the inputs? Large models have something that `tiny-gemma` lacks: a few channels whose activations are
 # up to 20 times larger than the others (Dettmers et al. 2022). So we plant such **outliers**: in every norm, 8 of the
 # 256 channels become 16 times larger, and the weights that read them 16 times smaller. The products stay the same. This
-# second model is called *with outliers* below. It imitates one property of large models.
+# second model is called *with outliers* below. Its statistics follow from those of the first one: no need to record
+# again.
 
 # %%
 with_outliers = calibrated.with_outliers()
@@ -209,7 +209,7 @@ print("the same log-probabilities:", torch.allclose(before, after, rtol=0, atol=
 
 recorded = calibrated.record(original, text, Recorder)
 statistics = calibrated.statistics(recorded)  # in the engine's form
-statistics_outliers = calibrated.add_outliers(original, statistics)  # no need to record again
+statistics_outliers = calibrated.add_outliers(original, statistics)
 names = ("layers.3.qkv", "layers.3.down", where)
 curves = {name: statistics[name].mean_magnitude for name in names}
 curves["layers.3.qkv, with outliers"] = statistics_outliers["layers.3.qkv"].mean_magnitude
@@ -245,8 +245,8 @@ for name, (guess, key) in choices.items():
 # channels exact, chosen by their activations, most of the loss of rounding was gone; chosen by their weights, almost
 # nothing was (Lin et al. 2023, table 1).
 #
-# But a matrix with some exact columns is awkward to store, and slow to read: two formats in one product. AWQ gets most
-# of the effect with four bits everywhere.
+# But a matrix with some exact columns is awkward to store, and slow to read: two formats in one product. AWQ
+# aims at the same effect with four bits everywhere.
 #
 # ## 4 · AWQ: scale up what matters · 23 min
 #
@@ -254,7 +254,7 @@ for name, (guess, key) in choices.items():
 #
 # Activation-aware weight quantization multiplies an important weight by $s > 1$ *before* rounding, and divides its
 # input by $s$. The product is the same: $(w s) \cdot (x / s) = w x$. What does it do to the error? How far a weight is
-# from the next level depends on where it happens to be, on average a quarter of a step, *no matter how large it is*.
+# from its nearest level depends on where it happens to be, on average a quarter of a step, *no matter how large it is*.
 # Dividing by $s$ afterwards divides that error too. A group of four weights; the first has a large input:
 
 # %%
@@ -268,9 +268,9 @@ for s in (1, 2, 4, 8, 16, 64):
 
 # %% [markdown]
 # From line to line, the first error shrinks, and the others stay the same, as long as 0.27 s stays below the group's
-# largest weight, 3. Beyond that the step grows, and everyone else pays. So large scales for important inputs are good,
-# and too large ones are bad. How large? AWQ takes all scales of a matrix from one formula with one number in it, the
-# **strength** $\alpha$:
+# largest weight, 3. Beyond that the step grows, and all other weights pay. So large scales for important inputs are
+# good, and too large ones are bad. How large? AWQ takes all scales of a matrix from one formula with one number in it,
+# the **strength** $\alpha$:
 #
 # $$s_j = \frac{m_j^{\alpha}}{\sqrt{\max_k m_k^{\alpha} \; \min_k m_k^{\alpha}}}, \qquad m_j = \text{mean } |x_j|$$
 #
@@ -333,8 +333,8 @@ curves["layers.3.qkv, with outliers"] = calibrated.errors_by_strength(
 )
 draw.strengths(curves)
 describe("""The output error by strength, in percent of that of rounding to nearest. Without outliers the error of qkv
-falls a little and then rises; that of down falls further before it rises. With outliers the error of qkv falls steeply
-to a minimum near the largest strength.""")
+hardly changes; that of down falls by about a tenth, then rises far above 100%. With outliers the error of qkv falls to
+about a quarter, with its minimum near the largest strength.""")
 
 # %% [markdown]
 # **Predict first.** The engine now quantizes all 24 matrices with your search. What share of the KL of rounding to
@@ -372,8 +372,10 @@ compare("with outliers", unit="%", prediction=guess_awq_outliers, measured=share
 # %% [markdown]
 # Outliers make rounding to nearest several times worse: a weight that is 16 times smaller than its neighbors in the
 # group gets few levels or only 0, just where the input is largest. The search undoes the damage, without knowing where
-# the outliers are. In `tiny-gemma` as it is, there is hardly anything to undo, and the gain is within the noise. So
-# what AWQ gains depends on the model, and large models do have outliers.
+# the outliers are. In `tiny-gemma` as it is, there is hardly anything to undo, and the gain is within the noise.
+#
+# So what AWQ gains depends on the model. Ours exaggerates: in a large model, the weights of an outlier channel need not
+# be small. But an ordinary rounding error there, times a large input, is what hurts (see section 3).
 #
 # ### Clipping
 #
@@ -472,10 +474,10 @@ def gptq_slowly(weight, moment, grid, step=yours(compensate, calibrated.compensa
 
 
 # %% [markdown]
-# Let the engine round the first two `attention_out` matrices with it, and leave all others unquantized:
+# Let the engine round the six `attention_out` matrices with it, and leave all others unquantized:
 
 # %%
-some = "layers.[01].attention_out"
+some = "layers.*.attention_out"
 _ = measure("attention_out, nearest", MethodRecipe({some: Method("int4")}))
 with using(gptq=calibrated.gptq_part(calibrated.from_moment(gptq_slowly))):
     recipe = MethodRecipe({some: Method("gptq")})
@@ -496,8 +498,8 @@ print(f"the step is {whose(compensate)}")
 #
 # (Proof: $H = U^{-1} U^{-T}$. Inverses of triangular matrices are triangular, and products of lower right corners of
 # upper triangular matrices are the corners of products.) Its first row, which the step needs, is $U_{jj}$ times row $j$
-# of $U$, and its first element is $U_{jj}^2$. So
-# $[H^{-1}]_{:,j} / [H^{-1}]_{jj}$ is $U_{j,:} / U_{jj}$, and one step is
+# of $U$, and its first element is $U_{jj}^2$. So the step's
+# $[H^{-1}]_{:,j} / [H^{-1}]_{jj}$ is $U_{j,:} / U_{jj}$:
 #
 # $$e_j = \text{rounded}_j - w_j, \qquad w_k \leftarrow w_k + \frac{e_j}{U_{jj}} \, U_{jk} \quad \text{for all } k > j$$
 #
@@ -674,8 +676,9 @@ with GPTQ.""")
 
 # %% [markdown]
 # To save time, this lesson recorded the inputs of all matrices once, in the unquantized model. `minillm quantize`
-# does it as the papers do: layer after layer, each calibrated on the outputs of the *quantized* layers before it, so
-# that a layer can also make up for what earlier ones did. It writes a directory that `LLM` loads. Here with your GPTQ:
+# goes layer after layer, as GPTQ's authors do: each is calibrated on the outputs of the *quantized* layers before it,
+# the inputs that it will get. The result is a directory that `LLM` loads. Here with your GPTQ, and only four
+# rows of text, to be quick:
 
 # %% tags=["nbval-ignore-output"] uncompared="seconds; and sums in float32 differ between machines, so some codes do"
 with (
@@ -692,7 +695,8 @@ with (
 print(f"{used.calls} matrices; GPTQ is {whose(gptq)}")
 
 # %% [markdown]
-# In a terminal: `minillm quantize --method gptq --out DIR`.
+# (Not a quarter of the bytes: the output head stays in bfloat16, and is almost half of the new file.) In a terminal:
+# `minillm quantize --method gptq --out DIR`.
 #
 # ## Recap · 3 min
 #

@@ -126,9 +126,9 @@ def _(make):
     one, other = make(3), make(3)
     unchanged(lambda: one.add(x), x)
     unchanged(lambda: one.error(difference), difference)
-    before = one.error(difference).clone()
-    one.mean_magnitude()
-    assert one.error(difference).equal(before), "asking for errors or means twice gives two answers"
+    before, mean = one.error(difference).clone(), one.mean_magnitude().clone()
+    twice = one.error(difference).equal(before) and one.mean_magnitude().equal(mean)
+    assert twice, "asking for errors or means twice gives two answers"
     assert other.rows == 0 and not other.second_moment.any(), "rows added to one object are in another one too"
     x.mul_(2)
     assert one.error(difference).equal(before), "changing x after `add` changes the sums"
@@ -230,6 +230,9 @@ def _(solution):
         best = min(errors, key=errors.__getitem__)
         said = f"strength {strength:g} has the error {errors[strength]:.3f}, and {best:g} has {errors[best]:.3f}"
         assert errors[strength] <= errors[best] * (1 + 1e-9), said
+    magnitude = torch.tensor([1.0, 4.0, 16.0, 64.0]).double()
+    weight = torch.tensor([[3.0, -2.0, 5.0, 1.0]]).double() / formula(magnitude, 1.0)  # on the grid at strength 1
+    searched(solution, weight, magnitude, torch.diag(magnitude.square()), whole)  # which is none of the strengths
 
 
 @awq.property(

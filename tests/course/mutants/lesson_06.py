@@ -172,6 +172,15 @@ class KeepsX(Statistics):
 
 
 @wrong("MyStatistics", fails=STAYS)
+class DividesTheSum(Statistics):
+    """The second time, the mean is divided again."""
+
+    def mean_magnitude(self):
+        self.magnitude /= self.rows
+        return self.magnitude
+
+
+@wrong("MyStatistics", fails=STAYS)
 class ScalesTheDifference(Statistics):
     def error(self, difference):
         left = difference @ self.second_moment
@@ -268,6 +277,12 @@ def errors_of_the_weights(weight, magnitude, moment, rounded, allowed):
 def errors_by_the_diagonal(weight, magnitude, moment, rounded, allowed):
     candidates = {each: allowed(scales_at(magnitude, each)) for each in STRENGTHS}
     return search(weight, moment, rounded, candidates, lambda d: (d.square() * moment.diagonal()).sum())
+
+
+@wrong("awq_scales", fails=SMALLEST)
+def strength_1_too(weight, magnitude, moment, rounded, allowed):
+    """One strength too many, which seldom wins."""
+    return search(weight, moment, rounded, {each: allowed(scales_at(magnitude, each)) for each in [*STRENGTHS, 1.0]})
 
 
 @wrong("awq_scales", fails=SMALLEST)
