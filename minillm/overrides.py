@@ -5,7 +5,8 @@
     print(used.calls)
 
 A module with replaceable functions keeps them in a `Parts` and calls them through it. What can be replaced are the
-operations of `minillm.ops`; of the tokenizer, `bpe_merge`; and, by classes, the scheduler's `policy` and `block_pool`.
+operations of `minillm.ops`; of the tokenizer, `bpe_merge`; of quantization, `awq_scales`, `awq_clipping` and `gptq`;
+and, by classes, the scheduler's `policy` and `block_pool`.
 """
 
 import threading
@@ -17,7 +18,8 @@ from typing import Any
 
 from minillm.errors import MinillmError
 
-HOMES = ("ops.table", "tokenizer.bpe", "scheduler.replaceable")  # importing them registers their parts
+# Importing these modules registers their parts.
+HOMES = ("ops.table", "tokenizer.bpe", "scheduler.replaceable", "quantization.methods.replaceable")
 
 
 class OverrideError(MinillmError, ValueError):

@@ -1,7 +1,7 @@
 """Quantize a model layer by layer, and save it.  Lessons 05 to 07."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -22,7 +22,8 @@ from minillm.model.saver import check_free, save_model
 from minillm.quantization import Codes, Dense, Format, Int4, QuantizedWeight, Weight, int8, weight_only
 from minillm.quantization.activations import LARGEST
 from minillm.quantization.checkpoints import read_layout
-from minillm.quantization.methods import awq, gptq, smoothquant
+from minillm.quantization.methods import gptq, smoothquant
+from minillm.quantization.methods.replaceable import PARTS
 from minillm.quantization.methods.statistics import InputStatistics
 from minillm.tokenizer import Tokenizer
 from minillm.values import as_int, shown
@@ -165,9 +166,8 @@ def quantize_layer(
     """
     layer = model.layers[index]
     addresses = {name: f"layers.{index}.{name}" for name in PROJECTIONS}
-    chosen = {name: methods.at(address) for name, address in addresses.items()}
     seen: dict[str, InputStatistics] = {}
-    if wanted := {name: getattr(layer, name) for name, method in chosen.items() if method.calibrated}:
+    if wanted := {name: getattr(layer, name) for name in PROJECTIONS if methods.at(addresses[name]).calibrated}:
         assert run is not None
         seen = run.record(layer, wanted)
         for name, inputs in seen.items():
@@ -175,6 +175,16 @@ def quantize_layer(
                 raise MinillmError(
                     f"the inputs of {addresses[name]} are not finite on the calibration text: use another"
                 )
+    return quantize_calibrated(model, index, methods, seen, dtype)
+
+
+def quantize_calibrated(
+    model: Model, index: int, methods: MethodRecipe, seen: Mapping[str, InputStatistics], dtype: torch.dtype
+) -> dict[str, float | None]:
+    """As `quantize_layer`, with statistics of the inputs of each product whose method is calibrated, by its name."""
+    layer, seen = model.layers[index], dict(seen)
+    addresses = {name: f"layers.{index}.{name}" for name in PROJECTIONS}
+    chosen = {name: methods.at(address) for name, address in addresses.items()}
     strengths: dict[str, float | None] = {}
     # Scales of these inputs also scale the outputs of qkv and gate_up, so those are searched after them.
     for name in ("attention_out", "down", "qkv", "gate_up"):
@@ -200,7 +210,7 @@ def _search(
 ) -> tuple[Tensor, float | None]:
     """The scales [in] of a product's inputs, and their strength."""
     if isinstance(format, Int4):
-        return awq.search_scales(weight.dequantize(), inputs, format, allowed=allowed)
+        return PARTS.awq_scales(weight.dequantize(), inputs, format, allowed=allowed)
     assert format.activations is not None
     return smoothquant.search_scales(weight.dequantize(), inputs, format.activations, int8.quantize, allowed=allowed)
 
@@ -234,9 +244,9 @@ def _rounded(
 def _calibrated(method: Method, format: Int4, inputs: InputStatistics) -> Callable[[Tensor], Codes]:
     """What rounds the parts of a weight, all of which have these inputs."""
     if method.name != "gptq":
-        return lambda part: awq.search_clipping(part, inputs, format)
+        return lambda part: PARTS.awq_clipping(part, inputs, format)
     compensation = gptq.Compensation.of(inputs, act_order=method.act_order)
-    return lambda part: gptq.quantize(part, compensation, format)
+    return lambda part: PARTS.gptq(part, compensation, format)
 
 
 def _whole(name: str, value: object, least: int, most: int = 2**31) -> int:

@@ -8,13 +8,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from minillm import LLM, SamplingParams
+from minillm import LLM, NotSolvedYet, SamplingParams, using
 from minillm.calibration import forward
 from minillm.calibration import quantize as module
 from minillm.calibration.folding import allowed_scales, fold
 from minillm.calibration.forward import CalibrationRun, hidden_states
 from minillm.calibration.methods import Method, MethodRecipe
-from minillm.calibration.quantize import calibration_rows, quantize
+from minillm.calibration.quantize import calibration_rows, quantize, quantize_layer
 from minillm.cli import app
 from minillm.errors import ConfigError, MinillmError
 from minillm.evaluate import load_text
@@ -23,7 +23,7 @@ from minillm.model.decoder import PROJECTIONS
 from minillm.model.loader import EMBEDDED
 from minillm.model.modules import modules
 from minillm.model.saver import save_model
-from minillm.quantization import Activations, Dense, DenseWeight, Fp8, Int4, Int8
+from minillm.quantization import Activations, Codes, Dense, DenseWeight, Fp8, Int4, Int8
 from minillm.quantization.methods import awq
 from minillm.quantization.methods.statistics import SAMPLES, output_error
 from minillm.tokenizer import Tokenizer
@@ -90,6 +90,40 @@ def test_a_norm_saved_in_half_precision_keeps_what_was_folded_into_it():
     assert stored.equal(layer.attention_norm)
     torch.testing.assert_close(layer.attention_norm * layer.qkv.weight, layer_norm * columns, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(folded, scales, rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq"])
+def test_a_users_steps_of_a_method_run_in_place_of_the_engines(name, held_out):
+    def scales(weight, inputs, format, *, allowed):
+        return allowed(torch.ones_like(weight[0])), 0.0
+
+    def zeros(part, inputs_or_compensation, format):
+        rows, groups = len(part), part.shape[1] // format.group_size
+        return Codes(torch.zeros_like(part, dtype=torch.int8), part.new_ones(rows, groups))
+
+    model = load_model(dtype="float32")
+    with using(awq_scales=scales, awq_clipping=zeros, gptq=zeros) as used, torch.inference_mode():
+        first_layer_quantized(model, name, held_out)
+    ran = {"awq": {"awq_scales": 4, "awq_clipping": 7, "gptq": 0}, "gptq": {"gptq": 7}}
+    assert used.calls == {"awq_scales": 0, "awq_clipping": 0} | ran[name]
+    assert all(getattr(model.layers[0], each).dequantize().eq(0).all() for each in PROJECTIONS)
+
+
+def first_layer_quantized(model, name, held_out):
+    quantize_layer(model, 0, MethodRecipe.of(Method(name)), CalibrationRun(model, held_out[:1]), torch.bfloat16)
+
+
+def test_an_unsolved_step_of_a_method_falls_back_to_the_engines_own(held_out):
+    def stub(*_, **__):
+        raise NotSolvedYet("gptq")
+
+    found = []
+    for steps in ({}, {"gptq": stub}):
+        model = load_model(dtype="float32")
+        with using(**steps) as used, torch.inference_mode():
+            first_layer_quantized(model, "gptq", held_out)
+        found.append(model.layers[0].qkv.dequantize())
+    assert used.not_solved == {"gptq": "gptq"} and found[0].equal(found[1])
 
 
 def test_statistics_are_of_the_inputs_of_each_product(held_out, monkeypatch):

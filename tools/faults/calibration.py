@@ -130,8 +130,8 @@ FAULTS = (
     Fault(
         "gptq rounds to the nearest",
         QUANTIZE,
-        "return lambda part: gptq.quantize(part, compensation, format)",
-        "return lambda part: awq.rounded_to_nearest(part, format)",
+        "return lambda part: PARTS.gptq(part, compensation, format)",
+        "return format.empty(0, inputs.inputs, False, dtype=inputs.dtype, device=inputs.device).round",
         f"{TESTS} -k diverge",
     ),
     Fault(
