@@ -69,7 +69,7 @@ for name, shape in SHAPES.items():
     print(f"{name:13} {count / 1e9:10.2f} B  {sizes}")
 
 # %% [markdown]
-# Fewer bits help twice. **Memory:** with 16 bits, Llama 3.1 70B does not fit a GPU of 80 GB; with 4 bits it does, and
+# Fewer bits help twice. **Memory:** with 16 bits, Llama 3.1 70B does not fit on an 80 GB GPU; with 4 bits it does, and
 # more than half of the memory is left for keys and values. **Time:** for one request, a decode step of such a model
 # spends most of its time reading weights (lesson 02), and a quarter of the bytes can be read in a quarter of the time.
 #
@@ -179,7 +179,8 @@ print(f"layers: {before / 1e6:.2f} MB before, {after / 1e6:.2f} MB with 8 bits a
 #
 # $$\mathrm{KL}(p \,\|\, p') = \sum_{\text{tokens}} p \log \frac{p}{p'}$$
 #
-# It is 0 if both agree on everything, and positive otherwise. Take the mean over all positions. In small:
+# It is 0 if both agree on everything, and positive otherwise. Take the mean over all positions. Its unit is the *nat*,
+# as for every quantity that is made of natural logarithms. A small example of both measures:
 
 # %%
 p = torch.tensor([0.5, 0.25, 1.0, 0.125])
@@ -278,8 +279,8 @@ describe("""A row of eight weights, of which one, 4.0, is an outlier. Left, with
 #
 # `tiny-gemma` has no outliers: the largest weight of a row is about three times the row's standard deviation. So plant
 # some. The next cell takes 4 of the 256 input columns in two of the four matrices of each layer, and multiplies them by
-# 10. What computes these inputs, a norm's weights, is divided by 10 in the same places, so the model computes exactly
-# what it did before.
+# 10. The weights of the norm that produces these inputs are divided by 10 in the same places, so the model computes
+# exactly what it did before.
 #
 # **Predict first:** before, 4 bits with a scale per row had a perplexity of 2.2. What is it with the outliers? And what
 # is it with groups of 32?
@@ -463,7 +464,7 @@ print(f"layers: {packed_bytes / 1e6:.2f} MB, {bits:.3f} bits per weight")
 # The zero point comes out, too, next to a sum that is the same for all outputs. So the inner loop is a product with
 # plain small integers.
 #
-# In small, one output, two groups of two inputs:
+# A small example, with one output and two groups of two inputs:
 
 # %%
 x = torch.tensor([[1.0, 2.0], [3.0, -1.0]])  # [groups, inputs]
@@ -474,7 +475,7 @@ second = (s * ((x * q).sum(1) - z * x.sum(1))).sum()
 print(f"dequantized first: {first:.2f}; scale and zero point after the sum: {second:.2f}")
 
 # %% [markdown]
-# The inverse of `pack_codes` is in the engine. Use it on a piece of the columns:
+# The inverse of `pack_codes` is in the engine: `int4.unpack`. Use it on a piece of the columns:
 
 # %%
 # ENGINE: minillm.quantization.int4:unpack
@@ -512,8 +513,8 @@ def packed_linear(x, packed, scales, zeros):
 check(packed_linear)
 
 # %% [markdown]
-# In the engine, as its `linear`: every product of the layers, in every step. `used.calls` counts them. The last lines
-# show the largest tensor that one product makes, for the largest matrix.
+# Now run it in the engine, as its `linear`: it computes every product of the layers, in every step. `used.calls` counts
+# the products. The last lines show the largest tensor that one product makes, for the largest matrix.
 
 # %%
 multiply = weight_formats.linear_by(packed_linear)
@@ -533,9 +534,13 @@ if solved(packed_linear):
     print(f"of the largest tensor, in yours: {largest_tensor(packed_linear, *given):,}")
 
 # %% [markdown]
-# A GPU kernel that works like your loop loads packed codes into registers, and the converted numbers never leave the
-# chip. In torch on a CPU, every step of the loop is an operation of its own that reads and writes memory. So on a CPU,
-# the engine dequantizes int4 weights in every step. What does that cost?
+# A GPU kernel that works like your loop loads packed codes into registers, and the whole matrix is never written to
+# memory. The engine has such kernels for bfloat16: one for a single request, and one for 2 to 64 rows of `x`. Both
+# apply the scales to sums, as in the formula. With more rows, arithmetic takes most of the time (section 8), so the
+# engine dequantizes the matrix, once per product.
+#
+# In torch on a CPU, every step of the loop is an operation of its own that reads and writes memory. So on a CPU, the
+# engine dequantizes int4 weights in every step. What does that cost?
 
 # %% tags=["nbval-ignore-output"] uncompared="times"
 for name, format in (("unquantized", Dense()), ("int8", Int8()), ("int4", zero_points)):
@@ -547,15 +552,16 @@ for name, format in (("unquantized", Dense()), ("int8", Int8()), ("int4", zero_p
 #
 # ## 7 · Quality against bytes · 6 min
 #
-# Now all formats in one picture, judged at equal size. Groups of 32 cost half a bit per weight for their scales; a
-# finer grid for whole rows would cost the same. Half a bit of grid is worth a factor of 2 in KL divergence: section 3
-# had about 4 for a bit. (A scale for a whole row adds less than 0.1 bit per weight, which is left out here.)
+# Now all formats in one picture, judged at equal size: bits that are spent on scales could be spent on a finer grid for
+# whole rows instead. (A scale for a whole row adds less than 0.1 bit per weight, which is left out here.)
 #
-# **Predict first**, for the original model, without outliers: by what factor does KL divergence fall if each group of
-# 32 has its own scale, instead of each row (of 256 or 768 weights)? Symmetric, 4 bits, both.
+# **Predict first**, for the original model, without outliers: a scale of 16 bits for each group of 64 adds a quarter of
+# a bit per weight, and for each group of 16 a whole bit. By what factor does KL divergence fall from groups of 64 to
+# groups of 16? Both have 4 bits and no zero points. A grid that is finer by the same 3/4 of a bit would be worth, at
+# about 4 for each bit (section 3), a factor of $4^{3/4}$, about 2.8.
 
 # %% tags=["exercise"]
-guess_groups = 4  # PREDICT: KL divergence per row / KL divergence in groups of 32
+guess_groups = 3  # PREDICT: KL divergence in groups of 64 / KL divergence in groups of 16
 
 # %%
 SIZES = (128, 64, 32, 16)
@@ -576,10 +582,10 @@ report({
     f"{bits_per_weight(4, size, not symmetric):.2f} bits: {size:3}, {names[symmetric]}": found
     for (symmetric, size), found in by_group.items()
 })  # fmt: skip
-ratio = by_bits[4].divergence / by_group[True, 32].divergence
-compare(
-    "a row's scale against groups of 32", unit="times", prediction=guess_groups, measured=ratio
-)
+ratio = by_group[True, 64].divergence / by_group[True, 16].divergence
+compare("from groups of 64 to 16", unit="times", prediction=guess_groups, measured=ratio)
+from_rows = by_bits[4].divergence / by_group[True, 32].divergence
+print(f"from rows to groups of 32: {from_rows:.2f} times")
 
 # %%
 families = {"a scale per row": {bits: by_bits[bits].divergence for bits in (3, 4, 5, 6)}}
@@ -588,13 +594,14 @@ for (symmetric, size), found in by_group.items():
     family[bits_per_weight(4, size, not symmetric)] = found.divergence
 draw.frontier(families)
 describe("""KL divergence against bits per weight, on a logarithmic axis. The line of whole rows falls from 3 to 6 bits.
-    The two short lines of 4 bits in groups, from 128 to 16, begin below it, cross it near 4.5 bits, and end
+    The two short lines of 4 bits in groups, from 128 to 16, begin below it, cross it near 4.6 bits, and end
     above it.""")
 
 # %% [markdown]
-# On *this* model, groups of 32 are worth little more than the half bit that they cost, and groups of 16, which cost a
-# whole bit, are worth less than one: without outliers, the largest of 16 weights is not much smaller than the largest
-# of 256. With the planted outliers, groups made all the difference. Zero points gain little here, because in most
+# On *this* model, groups of 32 are worth little more than the half bit that they cost: a grid that is finer by half a
+# bit is worth a factor of about 2. Groups of 16, which cost a whole bit, are worth less than one. Without outliers, the
+# largest of 16 weights is on average still about 0.7 times as large as the largest of 256, so the levels are only half
+# a bit denser. With the planted outliers, groups made all the difference. Zero points gain little here, because in most
 # groups about as many weights are positive as negative. So no format is the best for all models: measure.
 #
 # The table of 4,096 tokens, embedding and output head in one, is still unquantized, and it is a fifth of the model.
@@ -676,8 +683,9 @@ for name in floors:
 # %% [markdown]
 # The fewer the bytes, the earlier arithmetic becomes the limit, and in large batches the formats need the same time:
 # there, weight-only quantization saves memory only. (It may even be slower: a weight is converted each time that it is
-# used, and this chart does not count that.) To speed up large batches, the arithmetic itself must have fewer bits. That
-# takes quantized activations: lesson 07.
+# used, and this chart does not count that: for more than 64 rows, this engine writes the matrix in 16 bits and reads it
+# again.) To speed up large batches, the arithmetic itself must have fewer bits. That takes quantized activations:
+# lesson 07.
 #
 # ## Recap · 2 min
 #
@@ -687,8 +695,10 @@ for name in floors:
 #   nothing that perplexity shows; 4 bits cost a little; 2 bits destroy it.
 # * **Groups** keep an outlier's damage local, and cost 16 bits each for the scale. **Zero points** move the levels to
 #   where the weights are.
-# * Two codes share a byte. A product takes scales and zero points out of each group's sum, and never builds the matrix.
-# * Fewer bytes make small batches faster, up to the share that stays in 16 bits. Large batches only save memory.
+# * Two codes share a byte. A product can take scales and zero points out of each group's sum, and need not build the
+#   whole matrix.
+# * Fewer bytes make small batches faster, apart from the share that stays in 16 bits. With large batches, they only
+#   save memory.
 #
 # **What got worse:** quality, a little, and not evenly: the mean over a text hides single answers that change. Every
 # use of a weight now has a conversion; on a CPU, a step became slower. Shapes have to fit groups, and files have

@@ -126,8 +126,10 @@ def _(function):
 )
 def _(function):
     zero = [0.0, 0.0, 0.0]
-    for weight in (_tensor(zero), _tensor(zero, [1.0, -7.0, 2.0])):
+    for weight in (_tensor(zero), _tensor(zero, [2.0, -14.0, 4.0])):
         codes, scales = _by_rows(function, weight, 4)
+        if len(weight) == 2 and bool((scales == 1).all()):
+            raise AssertionError(f"rows {weight.tolist()}: expected scale 2 for the second row, got 1")
         if len(weight) == 1 or scales[0] != scales[1]:  # else: another property's matter
             assert scales[0, 0] == 1, (
                 f"rows {weight.tolist()}: expected scale 1 for the row of zeros, got {scales[0, 0]:g}"

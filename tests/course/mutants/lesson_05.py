@@ -73,6 +73,14 @@ def rounds_down_from_a_half_and_a_bit(weight, bits):
 
 
 @wrong("quantize_rows", fails="a row of zeros has scale 1; tiny weights have a scale of their own")
+def one_row_of_zeros_makes_all_scales_one(weight, bits):
+    scales = weight.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
+    if (scales == 0).any():
+        scales = torch.ones_like(scales)
+    return (weight / scales).round().to(torch.int8), scales
+
+
+@wrong("quantize_rows", fails="a row of zeros has scale 1; tiny weights have a scale of their own")
 def no_guard(weight, bits):
     scales = weight.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
     return (weight / scales).round().nan_to_num().to(torch.int8), scales
