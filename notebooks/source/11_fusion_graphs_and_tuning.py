@@ -172,13 +172,13 @@ else:
 # are compiled and measured, and noise may change the choice from run to run. (It needs a GPU.)
 #
 # `minillm build` measures beforehand instead: on *this* GPU, with *this* model's sizes, for the traffic that you
-# expect. It tunes the kernels that it hears looking up a launch while it measures steps: attention, and matrix products
-# of steps that were not captured before; GeGLU keeps its default. It times the
-# winner and the default twice, and the winner must beat the default by 2% in both timings (`minillm/tuning/trials.py`).
-# Then it measures whole decode steps with the winners, and drops those that do not help there. (Prefill attention,
-# which decode steps do not run, needs no such test.) The result is a plan file. Before each launch, a kernel with a
-# choice looks up its *problem*: its name, sizes and dtype. In the next listing, see what happens if there is no entry.
-# (`asked` only serves the tuner, which has to know what a step looks up.)
+# expect. While it measures steps, it notes which launches their kernels look up, and tunes those of attention and, in
+# the step for one request, of products with unquantized weights. GeGLU looks up nothing and keeps its default. `build`
+# times the winner and the default twice, and the winner must beat the default by 2% in both timings
+# (`minillm/tuning/trials.py`). Then it measures whole decode steps with the winners, and drops those that do not help
+# there. (Prefill attention, which decode steps do not run, needs no such test.) The result is a plan file. Before each
+# launch, a kernel with a choice looks up its *problem*: its name, sizes and dtype. In the next listing, see what
+# happens if there is no entry. (`asked` only serves the tuner, which has to know what a step looks up.)
 
 # %%
 # ENGINE: minillm.kernels.launch_configs:tuned
@@ -682,7 +682,7 @@ print(f"for an operation's input, its output and the residual, at most: {alive /
 #
 # **What got worse:** a tuned choice holds for one GPU and one version. Graphs take time and memory to capture, need
 # padded batches, and make it hard to look inside a step. The fused step works for exactly one row, weights
-# that are unquantized or int8, and models built like Gemma or Llama.
+# that are unquantized, int8 or int4, and models built like Gemma or Llama.
 #
 # **Further reading:** NVIDIA, *CUDA Programming Guide*: "CUDA Graphs" and "Programmatic Dependent Launch and
 # Synchronization"; Gray 2019, *Getting Started with CUDA Graphs*; NVIDIA's TensorRT documentation, "How TensorRT Works"

@@ -86,8 +86,8 @@ def _(function):
     for other, expected in (([8.0, 9.9, 99.0], "default"), ([8.0, 9.0, 99.0], "other")):
         runs = {"default": [10.0] * 3, "other": other}
         _expect(function, runs, "default", expected, f"medians {other[1]} of {other} and the default's 10")
-    runs = {"default": [10.0] * 2, "other": [9.0] * 5}
-    _expect(function, runs, "default", "other", "medians 9 of 5 runs and the default's 10 of 2 runs")
+    runs = {"default": [10.0] * 2, "other": [99.0, 99.0, 9.0, 9.0, 9.0]}
+    _expect(function, runs, "default", "other", f"medians 9 of {runs['other']} and the default's 10 of 2 runs")
 
 
 @choose_launch.property("the fastest of all wins", "compare all medians first, then the fastest with the default")
