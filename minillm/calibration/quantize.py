@@ -97,7 +97,7 @@ def quantize(
         raise ConfigError(f"no such calibration text: {text}")
     dense = load_model(place, dtype="float32", device=device)
     target = getattr(torch, dense.config.dtype)
-    _check(dense, methods)
+    check_methods(dense, methods)
     ids = None
     if any(methods.at(address).calibrated for address in dense.addressed()):
         words = _read(text or TEXT)
@@ -230,7 +230,7 @@ def _device(name: str) -> str:
     return name
 
 
-def _check(model: Model, methods: MethodRecipe) -> None:
+def check_methods(model: Model, methods: MethodRecipe) -> None:
     """Raise ConfigError unless every weight can have its method's format, and all parameters are numbers."""
     for address, weight in model.addressed().items():
         out, inputs = weight.shape
