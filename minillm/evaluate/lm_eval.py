@@ -30,6 +30,7 @@ from .prompts import tokenizer_of
 # A request that the harness scores: its strings (None for a window of a longer text), context and continuation.
 Scored = tuple[tuple[str, str] | None, list[int], list[int]]
 SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty", "seed")  # of a task's generation arguments
+DEFAULT_DEVICE = "cuda:0"  # what the harness's command line says if it is given no device
 OUTPUT_TOKENS = 256  # of tasks that set no limit, as for the harness's other models
 
 
@@ -38,6 +39,7 @@ class MinillmLM(TemplateLM):
     """Scores and generates with `LLM`. Texts are encoded and truncated as the harness does for transformers' models.
 
     pretrained  a model's directory; default: the embedded tiny-gemma. Other arguments are the engine's options
+    device      the engine's; the harness's default is taken as "auto": the first GPU, or the CPU
     batch_size, max_batch_size  ignored: the engine chooses its own batches
 
     The engine needs room for one more token, so `max_length`, the longest context of a scored token, is 2 less than
@@ -55,7 +57,7 @@ class MinillmLM(TemplateLM):
         **options: Any,
     ):
         super().__init__()
-        self.llm = LLM(pretrained, **options | ({} if device is None else {"device": device}))
+        self.llm = LLM(pretrained, device="auto" if device in (None, DEFAULT_DEVICE) else device, **options)
         self.tokenizer = tokenizer_of(self.llm)
         self.max_length = self.llm.engine.max_model_len - 2
         self.batch_size = batch_size

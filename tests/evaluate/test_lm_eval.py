@@ -195,6 +195,15 @@ def test_generation_arguments_that_cannot_work_are_refused(ours):
         ours.loglikelihood(asked("loglikelihood", ("Hello", load_text()[:12000])), disable_tqdm=True)
 
 
+def test_the_harnesss_default_device_runs_without_a_gpu(monkeypatch):
+    from lm_eval.config.evaluate_config import EvaluatorConfig
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    model = MinillmLM(dtype="float32", device=EvaluatorConfig().device)
+    assert model.llm.engine.model.device.type == "cpu"
+    model.llm.close()
+
+
 def test_sampled_texts_use_the_tasks_temperature(ours):
     arguments = {"do_sample": True, "temperature": 5.0, "seed": 1, "max_gen_toks": 12}
     greedy, sampled = (
