@@ -65,6 +65,8 @@ def evaluate(
 
     if names and not compare:
         raise ConfigError(f"{names[0]}: names are for --compare; give the model with --model")
+    if seeds > 1 and not compare:
+        raise ConfigError("--seeds repeats the calibrations of --compare: give that too")
     if streaming and (compare or tasks):
         raise ConfigError("--streaming measures its own workload: leave --compare and --tasks out")
     given = split_names([tasks or ""])

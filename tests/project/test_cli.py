@@ -151,6 +151,7 @@ def test_eval_compare_prints_a_table_and_then_the_record(monkeypatch):
     "arguments",
     [
         ("eval", "tiny-gemma"),
+        ("eval", "--seeds", "5"),
         ("eval", "--compare", "int3"),
         ("eval", "--compare", "--tasks", "isles,mmlu"),
         ("eval", "--streaming", "--compare"),
