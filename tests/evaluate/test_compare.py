@@ -156,7 +156,7 @@ def test_in_the_record_awq_and_gptq_diverge_less_than_int4_with_the_median_of_fi
     for name in ("awq", "gptq"):
         row = rows[name + group]
         assert len(set(row["kl_of_seeds"])) == 5
-        assert row["kl"] == sorted(row["kl_of_seeds"])[2] < rows["int4" + group]["kl"]
+        assert row["kl"] == sorted(row["kl_of_seeds"])[2] < 0.9 * rows["int4" + group]["kl"]
 
 
 @pytest.fixture
