@@ -102,7 +102,7 @@ def quantize(
         raise ConfigError(f"no such calibration text: {text}")
     dense = load_model(place, dtype="float32", device=device)
     target = getattr(torch, dense.config.dtype)
-    _check(dense, methods)
+    check_methods(dense, methods)
     if rotate:
         rotation.check_rotates(dense)
     before = sum(tensor.numel() for tensor in dense.tensors()) * target.itemsize
@@ -268,7 +268,7 @@ def _device(name: str) -> str:
     return name
 
 
-def _check(model: Model, methods: MethodRecipe) -> None:
+def check_methods(model: Model, methods: MethodRecipe) -> None:
     """Raise ConfigError unless every weight can have its method's format, and all parameters are numbers."""
     for address, weight in model.addressed().items():
         out, inputs = weight.shape

@@ -1,7 +1,7 @@
 """`minillm quantize` and `minillm eval`: make a model smaller, and measure what it loses."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,38 +24,103 @@ PARAMETERS = {
 
 @with_engine_options
 def evaluate(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="With --compare: methods (int8, awq-g64, int4-g32-zeros+int8), recipe files, or directories. "
+            "Default: all methods.",
+            show_default=False,
+        ),
+    ] = None,
     model: Model = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Quantize the model by each method, and print what each one loses.")
+    ] = False,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            help="What to measure: isles, text, mmlu, mmlu_SUBJECT, a directory in MMLU's layout. Default: isles,text.",
+            show_default=False,
+        ),
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="At most this many questions of each set.")] = None,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="With --compare: calibrate so often, and take the median by KL.")
+    ] = 1,
     streaming: Annotated[
         bool, typer.Option("--streaming", help="Instead: perplexity on 4 times the context, with sinks and without.")
     ] = False,
     json_path: JsonPath = None,
     **engine_options: Any,
 ) -> None:
-    """Measure a model's accuracy and perplexity on the embedded questions and text.
+    """Measure a model's accuracy and perplexity on the embedded questions and text, or on MMLU.
 
     Prints a line for each and, last, the record as one line of JSON.
+
+    minillm eval --compare int8,int4,awq,gptq
     """
     from minillm import LLM, evaluate
     from minillm.bench import records
     from minillm.model.loader import resolve
 
+    if names and not compare:
+        raise ConfigError(f"{names[0]}: names are for --compare; give the model with --model")
+    if seeds > 1 and not compare:
+        raise ConfigError("--seeds repeats the calibrations of --compare: give that too")
+    if streaming and (compare or tasks):
+        raise ConfigError("--streaming measures its own workload: leave --compare and --tasks out")
+    given = split_names([tasks or ""])
+    if compare and len(given) > 1:
+        raise ConfigError(f"--compare asks the questions of one task, not of {', '.join(given)}")
+
     def measured() -> Iterator[dict]:
         if streaming:
             yield from evaluate.streaming(model, **engine_options)
+        elif compare:
+            task = {"task": given[0]} if given else {}
+            yield from evaluate.compare(
+                split_names(names or ()), model, limit=limit, seeds=seeds, **task, **engine_options
+            )
         else:
+            workloads = evaluate.workloads(given) if given else None
             with LLM(model, **engine_options) as llm:
-                yield from evaluate.quality(llm, limit)
+                yield from evaluate.quality(llm, limit, workloads)
 
     results, begun = [], records.begin(json_path)
+    if compare:
+        print(LOSSES_HEAD)
     for result in measured():
         results.append(result)
-        metric = "accuracy" if "accuracy" in result else "perplexity"
-        print(f"{result['workload']:<27}{metric:<11}{result[metric]:<8}{result['seconds']:>8} s", flush=True)
+        print(_losses(result) if compare else _quality(result), flush=True)
     content = records.record(results, begun, model=Path(resolve(model)).name)
     if json_path is not None:
         records.write(content, json_path)
     print(json.dumps(content))
+
+
+def split_names(given: Iterable[str]) -> list[str]:
+    """["int8,int4", "awq"] -> ["int8", "int4", "awq"]"""
+    return [name for each in given for name in each.split(",") if name]
+
+
+def _quality(result: dict) -> str:
+    metric = "accuracy" if "accuracy" in result else "perplexity"
+    return f"{result['workload']:<27}{metric:<11}{result[metric]:<8}{result['seconds']:>8} s"
+
+
+LOSSES_HEAD = (
+    f"{'':<20}{'':>12}{'':>12}{'KL to':>11}{'':>10}{'points':>8}{'95 % interval':>18}\n"
+    f"{'method':<20}{'bytes':>12}{'perplexity':>12}{'float32':>11}{'accuracy':>10}{'lost':>8}{'of the loss':>18}"
+)
+
+
+def _losses(result: dict) -> str:
+    low, high = result["loss_interval"]
+    return (
+        f"{result['quantization']:<20}{result['bytes']:>12,}{result['perplexity']:>12.4f}{result['kl']:>11.2g}"
+        f"{result['accuracy']:>10.2%}{result['loss_points']:>8.2f}{f'{low:.2f} to {high:.2f}':>18}"
+        f"{result['seconds']:>8.0f} s"
+    )
 
 
 def quantize(

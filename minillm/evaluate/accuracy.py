@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from minillm.errors import ConfigError
@@ -29,25 +30,93 @@ def letter_tokens(tokenizer: Tokenizer) -> list[int]:
     return found
 
 
+@dataclass(frozen=True)
+class NextToken:
+    """What a model expects after a prompt."""
+
+    likeliest: int  # the most likely token
+    logprobs: list[float]  # of the tokens that were asked about
+
+
+def next_tokens(
+    llm: "LLM", prompts: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], progress: bool = False
+) -> list[NextToken]:
+    """The log-probabilities of some tokens, each prompt's own, as its next token.
+
+    A prompt takes one forward pass if all its tokens are among its MAX_LOGPROBS most likely ones. Each that is not
+    takes one more, as the last token of a longer prompt.
+    """
+    ids = [list(prompt) for prompt in prompts]
+    first = llm.generate(ids, SamplingParams(max_tokens=1, temperature=0.0, logprobs=MAX_LOGPROBS), progress=progress)
+    likely = [done.logprobs[0] if done.logprobs else {} for done in first]
+    scores = [[found.get(token, -math.inf) for token in tokens] for found, tokens in zip(likely, wanted, strict=True)]
+    rare = [(i, k) for i, row in enumerate(scores) for k, score in enumerate(row) if score == -math.inf]
+    longer = [[*ids[i], wanted[i][k]] for i, k in rare]
+    scored = llm.generate(longer, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)) if longer else []
+    for (i, k), done in zip(rare, scored, strict=True):
+        scores[i][k] = prompt_logprob(done, -1, wanted[i][k])
+    return [NextToken(max(found, key=found.__getitem__), row) for found, row in zip(likely, scores, strict=True)]
+
+
 def letter_logprobs(llm: "LLM", prompts: Sequence[str], progress: bool = False) -> list[list[float]]:
     """The log-probability of each letter as the prompt's next token: [prompts][letters].
 
-    llm: an `LLM`, or any object with its `tokenizer` and `generate`. A prompt takes one forward pass if all letters
-    are among its MAX_LOGPROBS most likely next tokens. Each letter that is not takes one more, as the last token of a
-    longer prompt. Raises ConfigError if a letter is not one token.
+    llm: an `LLM`, or any object with its `tokenizer` and `generate`. Raises ConfigError if a letter is not one token.
     """
     tokenizer = tokenizer_of(llm)
     letters = letter_tokens(tokenizer)
     ids = [tokenizer.encode(prompt) for prompt in prompts]
-    first = llm.generate(ids, SamplingParams(max_tokens=1, temperature=0.0, logprobs=MAX_LOGPROBS), progress=progress)
-    likely = [done.logprobs[0] if done.logprobs else {} for done in first]
-    scores = [[found.get(letter, -math.inf) for letter in letters] for found in likely]
-    rare = [(i, k) for i, row in enumerate(scores) for k, score in enumerate(row) if score == -math.inf]
-    longer = [[*ids[i], letters[k]] for i, k in rare]
-    scored = llm.generate(longer, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)) if longer else []
-    for (i, k), done in zip(rare, scored, strict=True):
-        scores[i][k] = prompt_logprob(done, -1, letters[k])
-    return scores
+    return [found.logprobs for found in next_tokens(llm, ids, [letters] * len(ids), progress)]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Which questions a model answered correctly."""
+
+    subjects: list[str]  # of each question
+    correct: list[bool]
+    shots: int
+    input_tokens: int
+
+    @property
+    def accuracy(self) -> float:
+        return sum(self.correct) / len(self.correct)
+
+    def by_subject(self) -> dict[str, float]:
+        right: defaultdict[str, list[bool]] = defaultdict(list)
+        for subject, correct in zip(self.subjects, self.correct, strict=True):
+            right[subject].append(correct)
+        return {subject: sum(hits) / len(hits) for subject, hits in sorted(right.items())}
+
+
+def answers(
+    llm: "LLM",
+    questions: Iterable[Mapping[str, Any]] | None = None,
+    examples: Iterable[Mapping[str, Any]] | None = None,
+    *,
+    shots: int = 5,
+    limit: int | None = None,
+    progress: bool = False,
+) -> Answers:
+    """Ask questions as `accuracy` does, and keep each answer. Raises as it does."""
+    rows = list(load_questions() if questions is None else questions)
+    if limit is not None and limit < len(rows):
+        rows = [rows[i * len(rows) // limit] for i in range(limit)]
+    if not rows:
+        raise ConfigError("there are no questions to ask")
+    shown: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for example in (load_questions(split="dev") if examples is None and questions is None else examples) or ():
+        shown[example["subject"]].append(example)
+    tokenizer, context = tokenizer_of(llm), llm.model_config.max_model_len
+    prompts = [_fitting(tokenizer, context, row, shown[row["subject"]][:shots]) for row in rows]
+    scores = letter_logprobs(llm, prompts, progress)
+    chosen = [max(range(len(LETTERS)), key=score.__getitem__) for score in scores]
+    return Answers(
+        subjects=[row["subject"] for row in rows],
+        correct=[letter == row["answer"] for letter, row in zip(chosen, rows, strict=True)],
+        shots=shots,
+        input_tokens=sum(len(tokenizer.encode(prompt)) for prompt in prompts),
+    )
 
 
 def accuracy(
@@ -70,26 +139,13 @@ def accuracy(
     Returns {"accuracy", "questions", "shots", "input_tokens", "subjects": {subject: accuracy}}.
     Raises ConfigError without questions or a tokenizer, or if a letter is not one token.
     """
-    rows = list(load_questions() if questions is None else questions)
-    if limit is not None and limit < len(rows):
-        rows = [rows[i * len(rows) // limit] for i in range(limit)]
-    if not rows:
-        raise ConfigError("there are no questions to ask")
-    shown: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
-    for example in (load_questions(split="dev") if examples is None and questions is None else examples) or ():
-        shown[example["subject"]].append(example)
-    tokenizer, context = tokenizer_of(llm), llm.model_config.max_model_len
-    prompts = [_fitting(tokenizer, context, row, shown[row["subject"]][:shots]) for row in rows]
-    scores = letter_logprobs(llm, prompts, progress)
-    right: defaultdict[str, list[bool]] = defaultdict(list)
-    for row, score in zip(rows, scores, strict=True):
-        right[row["subject"]].append(max(range(len(LETTERS)), key=score.__getitem__) == row["answer"])
+    found = answers(llm, questions, examples, shots=shots, limit=limit, progress=progress)
     return {
-        "accuracy": sum(map(sum, right.values())) / len(rows),
-        "questions": len(rows),
+        "accuracy": found.accuracy,
+        "questions": len(found.correct),
         "shots": shots,
-        "input_tokens": sum(len(tokenizer.encode(prompt)) for prompt in prompts),
-        "subjects": {subject: sum(hits) / len(hits) for subject, hits in sorted(right.items())},
+        "input_tokens": found.input_tokens,
+        "subjects": found.by_subject(),
     }
 
 

@@ -1,41 +1,40 @@
 """A model's quality as one report, as `minillm eval` prints and records it.  Lesson 05."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .accuracy import accuracy
 from .perplexity import perplexity
 from .prompts import tokenizer_of
-from .sources import load_questions
+from .tasks import Workload, workloads
 
 if TYPE_CHECKING:
     from minillm.engine.llm import LLM
 
 
-def quality(llm: "LLM", limit: int | None = None) -> Iterator[dict[str, Any]]:
+def quality(
+    llm: "LLM", limit: int | None = None, measured: Sequence[Workload] | None = None
+) -> Iterator[dict[str, Any]]:
     """Yield one result for each workload, in the form of a record's results, as soon as it is measured.
 
-    Workloads: held-out questions with five examples and with none, questions that training asked, the held-out text.
-    limit: ask at most this many questions of each set, evenly spread; the text is always read in full.
+    limit     ask at most this many questions of each set, evenly spread; the text is always read in full
+    measured  default: the embedded questions and text
+
     Raises ConfigError for a model without a tokenizer.
     """
     tokenizer_of(llm)
-    held_out, asked, examples = load_questions(), load_questions(split="asked"), load_questions(split="dev")
-    jobs: dict[str, Callable[[], dict[str, Any]]] = {
-        "questions-held-out-5-shot": lambda: accuracy(llm, held_out, examples, limit=limit),
-        "questions-held-out-0-shot": lambda: accuracy(llm, held_out, shots=0, limit=limit),
-        "questions-asked-5-shot": lambda: accuracy(llm, asked, examples, limit=limit),
-        "held-out-text": lambda: perplexity(llm),
-    }
-    for workload, job in jobs.items():
+    for workload in workloads() if measured is None else measured:
         begin = time.perf_counter()
-        found = job()
+        if workload.questions is None:
+            found = perplexity(llm)
+        else:
+            found = accuracy(llm, workload.questions, workload.examples, shots=workload.shots, limit=limit)
         seconds = time.perf_counter() - begin
         inputs = found.pop("input_tokens", found.get("tokens"))
         yield {
             "engine": "minillm",
-            "workload": workload,
+            "workload": workload.name,
             "dtype": str(llm.engine.model.dtype).removeprefix("torch."),
             "requests": found.get("questions"),
             "input_tokens": inputs,

@@ -50,6 +50,8 @@ def load_questions(
                 f"{source} could not be loaded ({error}): go online once, name a folder in its layout, or leave "
                 "`source` out for the embedded questions"
             ) from error
+        except ValueError as error:  # a split or a subject that it does not have
+            raise ConfigError(f"{source}: {error}") from error
         found = datasets.concatenate_datasets(parts)
     if subjects is not None:
         known = set(found.unique("subject"))

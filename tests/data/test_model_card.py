@@ -23,10 +23,11 @@ def quality():
     return {result["workload"]: result for result in record("cpu/tiny-gemma-quality")["results"]}
 
 
-def rows(heading: str) -> dict[str, list[str]]:
-    """The first table after a heading, without its header: {first cell: other cells}."""
+def rows(heading: str, table: int = 0) -> dict[str, list[str]]:
+    """The first table after a heading, or a later one, without its header: {first cell: other cells}."""
     section = CARD.split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+    found = [part for part in section.split("\n\n") if part.startswith("|")][table]
+    lines = [line.strip("|").split("|") for line in found.splitlines()]
     return {first.strip(): [cell.strip() for cell in rest] for first, *rest in lines[2:]}
 
 
@@ -71,6 +72,36 @@ def test_the_figures_in_the_text_equal_the_records(quality):
     ]
     flat = " ".join(CARD.split())
     assert not [each for each in quoted if each not in flat]
+
+
+def test_the_tables_of_quantization_equal_the_records():
+    results = record("cpu/quantization")["results"]
+    assert rows("What quantization costs it") == {
+        each["quantization"]: [
+            f"{each['bytes'] / 1e6:.1f} MB",
+            f"{each['perplexity']:.4f}",
+            f"{each['kl']:.2g}",
+            percent(each["accuracy"]),
+            f"{each['loss_points']:.2f}",
+            "{:.2f} to {:.2f}".format(*each["loss_interval"]),
+        ]
+        for each in results
+    }
+    assert all(low <= 0 for low, _ in (each["loss_interval"] for each in results)), "the text says that none excludes 0"
+    assert {each["questions"] for each in results} == {2160} and {each["shots"] for each in results} == {0}
+
+
+def test_the_table_of_calibrations_equals_the_record():
+    results = {each["quantization"]: each for each in record("cpu/quantization-seeds")["results"]}
+
+    def cell(row: dict) -> str:
+        every = row["kl_of_seeds"]
+        spread = f" ({min(every):.5f} to {max(every):.5f})" if len(every) > 1 else ""
+        return f"{row['kl']:.5f}{spread}"
+
+    methods = ("int4", "awq", "gptq")
+    expected = {str(size): [cell(results[f"{name}-g{size}"]) for name in methods] for size in (32, 64, 128)}
+    assert rows("What quantization costs it", table=1) == expected
 
 
 def test_the_shares_of_the_text_equal_those_in_the_code():

@@ -298,3 +298,40 @@ def test_mmlu_in_the_hubs_layout_loads_by_subject_and_in_full(mmlu):
 def test_an_unreachable_hub_is_reported_with_a_remedy():
     with pytest.raises(ConnectionError, match="leave `source` out"):
         evaluate.load_questions("cais/mmlu", subjects=["law"])
+
+
+def test_the_task_mmlu_asks_its_test_questions_with_five_examples_of_their_subject(mmlu, monkeypatch):
+    tasks = sys.modules["minillm.evaluate.tasks"]
+    monkeypatch.setattr(tasks, "MMLU", str(mmlu))
+    llm = Oracle(A_TO_D, room=10_000)
+    llm.engine = SimpleNamespace(model=SimpleNamespace(dtype="torch.float32"))
+    whole, law, folder = evaluate.quality(llm, measured=evaluate.workloads(["mmlu", "mmlu_law", str(mmlu)]))
+    assert [each["workload"] for each in (whole, law)] == ["mmlu-5-shot", "mmlu_law-5-shot"]
+    assert [each["questions"] for each in (whole, law, folder)] == [12, 6, 12]
+    assert whole["accuracy"] == round(4 / 12, 4) and law["subjects"] == {"law": round(2 / 6, 4)}
+    for *examples, _ in blocks(llm):
+        assert len(examples) == 5
+    (alone,) = [tasks.held_out("mmlu_art")]
+    assert (alone.name, alone.shots, set(alone.questions["subject"])) == ("mmlu_art-5-shot", 5, {"art"})
+
+
+def test_a_task_is_asked_where_it_was_asked_for_and_only_there():
+    names = [each.name for each in evaluate.workloads(["text", "isles"])]
+    assert names == [
+        "held-out-text",
+        "questions-held-out-5-shot",
+        "questions-held-out-0-shot",
+        "questions-asked-5-shot",
+    ]
+
+
+def test_without_a_network_the_task_mmlu_names_its_embedded_twin():
+    with pytest.raises(ConnectionError, match="The embedded twin of MMLU needs no network: --tasks isles"):
+        evaluate.workloads(["mmlu"])
+
+
+def test_unknown_tasks_and_subjects_are_refused_with_the_known_ones(mmlu, monkeypatch):
+    monkeypatch.setattr(sys.modules["minillm.evaluate.tasks"], "MMLU", str(mmlu))
+    for task, message in (("hellaswag", "no task 'hellaswag'; tasks are isles, text, mmlu"), ("mmlu_alchemy", "law")):
+        with pytest.raises(ValueError, match=message):
+            evaluate.workloads([task])

@@ -95,8 +95,8 @@ def test_bench_offline_passes_its_options_on(monkeypatch):
 
 
 def test_eval_prints_a_line_per_result_and_then_the_record_it_writes(monkeypatch, tmp_path):
-    def quality(llm, limit):
-        assert limit == 3 and str(llm.engine.model.dtype) == "torch.float64"
+    def quality(llm, limit, measured):
+        assert limit == 3 and measured is None and str(llm.engine.model.dtype) == "torch.float64"
         yield {"workload": "questions", "accuracy": 0.5, "seconds": 1.0}
         yield {"workload": "text", "perplexity": 2.25, "seconds": 2.0}
 
@@ -113,9 +113,49 @@ def test_eval_prints_a_line_per_result_and_then_the_record_it_writes(monkeypatch
     assert record["model"] == "tiny-gemma" and len(record["results"]) == 2 and record["commit"]
 
 
+def test_eval_asks_the_tasks_that_are_named(monkeypatch):
+    def quality(llm, limit, measured):
+        yield {"workload": "+".join(measured), "accuracy": 0.5, "seconds": 1.0}
+
+    monkeypatch.setattr("minillm.evaluate.workloads", lambda names: names)
+    monkeypatch.setattr("minillm.evaluate.quality", quality)
+    assert run("eval", "--tasks", "mmlu_law,isles").stdout.startswith("mmlu_law+isles ")
+
+
+def test_eval_compare_prints_a_table_and_then_the_record(monkeypatch):
+    def compare(names, model, **options):
+        assert (names, model) == (["int8", "awq-g64", "some/dir"], None)
+        assert options == {"limit": 5, "seeds": 2, "task": "mmlu", "dtype": "float32"}
+        yield {
+            "quantization": "int8",
+            "bytes": 6_684_832,
+            "perplexity": 1.92065,
+            "kl": 1.3201e-05,
+            "accuracy": 0.89,
+            "loss_points": 0.25,
+            "loss_interval": [-0.84, 1.34],
+            "seconds": 9.4,
+        }
+
+    monkeypatch.setattr("minillm.evaluate.compare", compare)
+    words = ["--compare", "int8,awq-g64", "some/dir", "--limit", "5", "--seeds", "2", "--tasks", "mmlu"]
+    result = run("eval", *words, "--dtype", "float32")
+    assert result.exit_code == 0, result.output
+    _, head, row, last = result.stdout.splitlines()
+    assert head.split() == ["method", "bytes", "perplexity", "float32", "accuracy", "lost", "of", "the", "loss"]
+    assert row.split() == ["int8", "6,684,832", "1.9206", "1.3e-05", "89.00%", "0.25", "-0.84", "to", "1.34", "9", "s"]
+    assert json.loads(last)["results"][0]["quantization"] == "int8"
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
+        ("eval", "tiny-gemma"),
+        ("eval", "--seeds", "5"),
+        ("eval", "--compare", "int3"),
+        ("eval", "--compare", "--tasks", "isles,mmlu"),
+        ("eval", "--streaming", "--compare"),
+        ("eval", "--tasks", "nothing"),
         ("eval", "--model", "no/such/directory"),
         ("eval", "--model", "gemma-2b", "--load-format", "no"),
         ("generate", "hello", "--model", "no/such/directory"),

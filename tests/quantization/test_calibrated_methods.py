@@ -180,6 +180,16 @@ def test_clipping_a_group_lowers_the_error_that_it_alone_makes():
         assert (errors[0] <= errors[1] + 1e-9).all()
 
 
+def test_a_group_whose_largest_weight_matters_gets_a_wider_range():
+    weight = torch.tensor([[1.0, 0.2, -0.3, 0.1, 0.0, 0.4, -0.6, 0.5]], dtype=torch.float64)
+    found = InputStatistics(8, torch.device("cpu"), torch.float64)
+    found.add(torch.diag(torch.tensor([100.0, *[1.0] * 7], dtype=torch.float64)))
+    format = Int4(group_size=8)
+    widened, nearest = awq.search_clipping(weight, found, format), awq.rounded_to_nearest(weight, format)
+    assert nearest.codes[0, 0] == 7 and nearest.dequantize()[0, 0] < 0.94  # 1 is 7.5 steps
+    assert widened.dequantize()[0, 0] == pytest.approx(1, abs=0.01)
+
+
 def test_smoothquants_scales_are_those_of_the_paper():
     weight, x, found = case()
     scales = smoothquant.scales_for(weight, found, 0.3)

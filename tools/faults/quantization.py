@@ -105,6 +105,13 @@ FAULTS = (
         "tests/quantization/test_calibrated_methods.py -k best_of_the_strengths",
     ),
     Fault(
+        "awq's clipping never widens a group's range",
+        "minillm/quantization/methods/awq.py",
+        "for step in range(20, 44) if step != 40",
+        "for step in range(20, 40)",
+        "tests/quantization/test_calibrated_methods.py -k wider_range",
+    ),
+    Fault(
         "packed zero points are read in the order of their groups",
         "minillm/quantization/checkpoints/compressed_tensors.py",
         "unpack_numbers(zeros.t()).t()[: len(packed)]",

@@ -20,7 +20,9 @@ from minillm.quantization.weight import Codes
 from .statistics import InputStatistics, output_error
 
 STRENGTHS = tuple(step / 20 for step in range(20))
-SHRINKS = tuple(1 - step / 20 for step in range(11))
+# Shares of a group's own range that `search_clipping` tries, its own first. Above 1, a symmetric group's largest weight
+# is no longer half a step beyond the last level.
+RANGES = (1.0, *(step / 40 for step in range(20, 44) if step != 40))
 SMALLEST = 1e-4  # scales below it are raised to it, as in the authors' code
 LARGE = 1 << 22  # weights of a matrix from which on the search reads only some of its rows
 SEARCHED = 512  # rows that it then reads
@@ -76,8 +78,9 @@ def rounded_to_nearest(weight: Tensor, format: Int4, shrink: Tensor | float = 1.
 def search_clipping(weight: Tensor, inputs: InputStatistics, format: Int4) -> Codes:
     """Codes whose groups may leave out their largest weights if that makes the others precise enough.
 
-    Each group tries ranges down to half its own, and keeps the one whose error in the outputs is smallest, as if the
-    other groups were exact (as `auto_clip` of the authors' code does, which leaves out the queries' and keys' weights).
+    Each group tries ranges from half its own to a little more, and keeps the one whose error in the outputs is
+    smallest, as if the other groups were exact (`auto_clip` of the authors' code does so with fewer, narrower ranges,
+    and leaves out the queries' and keys' weights).
     """
     rows, size = len(weight), format.group_size
     groups = weight.shape[1] // size
@@ -85,7 +88,7 @@ def search_clipping(weight: Tensor, inputs: InputStatistics, format: Int4) -> Co
     own = torch.stack([moment[group, :, group] for group in range(groups)])  # [groups, size, size]
     best = torch.full((rows, groups), float("inf"), dtype=weight.dtype, device=weight.device)
     chosen = torch.ones_like(best)
-    for shrink in SHRINKS:
+    for shrink in RANGES:
         difference = (rounded_to_nearest(weight, format, shrink).dequantize() - weight).view(rows, groups, size)
         error = (torch.einsum("rgi,gij->rgj", difference, own) * difference).sum(-1)
         chosen = torch.where(error < best, shrink, chosen)

@@ -1,0 +1,40 @@
+"""Methods by short names, as tables and command lines write them: "awq-g64", "int4-g128-zeros+int8".  Lesson 06."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from minillm.errors import ConfigError
+
+from .methods import METHODS, Method, MethodRecipe
+
+# what a name may add to its method's -> the parameter that it sets
+FLAGS: dict[str, tuple[str, Any]] = {
+    "zeros": ("symmetric", False),
+    "actorder": ("act_order", True),
+    "tensor": ("scales", "tensor"),
+    "static": ("static", True),
+}
+
+
+def named(name: str) -> MethodRecipe:
+    """The recipe of a name, METHOD[-gGROUP][-FLAG...][+HEAD], or of a recipe file, NAME.json. Raises ConfigError."""
+    if name.endswith(".json"):
+        return MethodRecipe.read(Path(name))
+    layers, _, head = name.partition("+")
+    method, *parts = layers.split("-")
+    parameters: dict[str, Any] = {}
+    for part in parts:
+        if group := re.fullmatch(r"g(\d{1,9})", part):
+            parameters["group_size"] = int(group[1])
+        elif part in FLAGS:
+            parameters |= [FLAGS[part]]
+        else:
+            raise ConfigError(f"{name}: unknown part -{part}; a method may have -g64 and -{', -'.join(FLAGS)}")
+    if method not in METHODS:
+        known = ", ".join(METHODS)
+        raise ConfigError(f"{name} is neither a method nor a directory nor a recipe file (*.json); methods: {known}")
+    try:
+        return MethodRecipe.of(Method(method, **parameters), head or None)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None

@@ -1,0 +1,256 @@
+"""What each quantization method loses, measured against the same model in float32.  Lessons 05 to 07.
+
+    KL = mean over positions of sum_token p(token) log(p(token) / q(token)),   p: float32, q: quantized
+
+Perplexity judges a model by one token a position, the text's; KL by its whole distribution, so it shows losses that
+perplexity hides because as many tokens became more likely as less likely.
+"""
+
+import copy
+import math
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minillm.calibration.forward import hidden_states
+from minillm.calibration.methods import METHODS, MethodRecipe
+from minillm.calibration.names import named
+from minillm.calibration.quantize import check_methods, quantize
+from minillm.engine.llm import LLM
+from minillm.errors import ConfigError
+from minillm.model import Model
+from minillm.model.loader import checkpoint_files, read_config, read_header, resolve
+from minillm.quantization import Int4
+from minillm.quantization.checkpoints import read_layout
+from minillm.tokenizer import Tokenizer
+
+from .accuracy import Answers, answers
+from .prompts import tokenizer_of
+from .sources import load_text
+from .tasks import Workload, held_out
+
+WINDOW = 1024  # tokens that are read at once, if the context holds as many
+POSITIONS = 256  # whose distributions over the vocabulary are compared at once
+NOT_FOR_COMPARING = ("quantization", "quantized_head", "load_format")
+BITS = {"int8": 8, "fp8": 8, "int4": 4}  # of a format; a dense weight has those of its dtype
+Z_95 = 1.959964  # 95 % of a normal distribution lie within so many standard deviations
+
+
+@dataclass(frozen=True)
+class Loss:
+    """How many points (hundredths of all questions) of accuracy were lost, and a 95 % confidence interval."""
+
+    points: float
+    low: float
+    high: float
+
+
+def paired_loss(before: Sequence[bool], after: Sequence[bool]) -> Loss:
+    """The loss of accuracy between two models' answers to the same questions.
+
+    Only questions that exactly one model answers correctly say anything, so the interval is far narrower than the
+    difference of two independent accuracies would have. It is Wald's for matched pairs with half a question added to
+    each of the four outcomes (Agresti and Min 2005, "Simple improved confidence intervals for comparing matched
+    proportions", section 3), which also holds where few or no answers change.
+    """
+    count = len(before)
+    if count == 0 or len(after) != count:
+        raise ConfigError(f"{count} and {len(after)} answers cannot be paired: ask both models the same questions")
+    lost = sum(old and not new for old, new in zip(before, after, strict=True))
+    won = sum(new and not old for old, new in zip(before, after, strict=True))
+    b, c, n = lost + 0.5, won + 0.5, count + 2
+    middle, error = (b - c) / n, math.sqrt(b + c - (b - c) ** 2 / n) / n
+    return Loss(100 * (lost - won) / count, 100 * (middle - Z_95 * error), 100 * (middle + Z_95 * error))
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A model's figures on a text. kl: from the reference, in nats a token."""
+
+    perplexity: float
+    kl: float
+
+
+class Reference:
+    """A model's predictions on a text, to compare another model's with.
+
+    Kept as final hidden states, [tokens, hidden] in all: distributions over the vocabulary would be far larger.
+    """
+
+    def __init__(self, model: Model, ids: Sequence[int], bos: int | None):
+        start = [] if bos is None else [bos]
+        window = min(WINDOW, model.max_model_len - len(start))
+        self.rows = [torch.tensor([[*start, *ids[i : i + window]]]) for i in range(0, len(ids), window)]
+        self.rows = [row.to(model.device) for row in self.rows if row.shape[1] > 1]
+        if not self.rows:
+            raise ConfigError("the text is too short: nothing is left to score")
+        self.head = copy.copy(model)
+        self.head.layers = []
+        self.hidden = [hidden_states(model, row)[:-1] for row in self.rows]
+        self.tokens = sum(len(hidden) for hidden in self.hidden)
+
+    def divergence(self, model: Model) -> Divergence:
+        """How far another model's predictions, or this one's own, are from these."""
+        surprise = divergence = 0.0
+        with torch.inference_mode():
+            for row, kept in zip(self.rows, self.hidden, strict=True):
+                own, targets = hidden_states(model, row)[:-1], row[0, 1:]
+                for part in torch.arange(len(targets), device=model.device).split(POSITIONS):
+                    found = _log_probabilities(model, own[part])
+                    wanted = _log_probabilities(self.head, kept[part])
+                    surprise -= found.gather(1, targets[part, None]).sum().item()
+                    divergence += (wanted.exp() * (wanted - found)).sum().item()
+        return Divergence(math.exp(surprise / self.tokens), divergence / self.tokens)
+
+
+def _log_probabilities(model: Model, hidden: Tensor) -> Tensor:
+    return model.logits(hidden).double().log_softmax(-1)
+
+
+def compare(
+    names: Sequence[str] = (),
+    model: str | Path | None = None,
+    *,
+    task: str = "isles",
+    limit: int | None = None,
+    seeds: int = 1,
+    **options: Any,
+) -> Iterator[dict[str, Any]]:
+    """Yield one result for the model in float32 and one for each name, in the form of a record's results.
+
+    names    methods ("int8", "awq-g64", "int4-g32-zeros+int8": see `calibration.names`), recipe files, or directories
+             of models that were quantized from this one; default: all methods
+    model    a directory, or None for the embedded model
+    task     whose questions are asked: "isles" (with no examples), "mmlu" (with five) or another of `tasks`
+    limit    ask at most this many questions, evenly spread
+    seeds    calibrate so often, each time on other stretches of the calibration text; the result is that of the
+             calibration with the median KL
+    options  of the engine
+
+    All names are checked before anything is measured. Raises ConfigError; Unreachable, if the task's questions cannot
+    be downloaded.
+    """
+    if given := [name for name in NOT_FOR_COMPARING if name in options]:
+        raise ConfigError(f"a comparison sets {', '.join(given)} itself: name the methods to compare instead")
+    place = resolve(model)
+    if isinstance(place, str) or read_layout(place) is not None:
+        raise ConfigError(f"{place} is no unquantized model to compare with: name the directory of one")
+    candidates = {name: _candidate(name) for name in names or METHODS}
+    workload = held_out(task)
+    with LLM(place, **{**options, "dtype": "float32"}) as llm:
+        for chosen in candidates.values():
+            if isinstance(chosen, MethodRecipe):
+                check_methods(llm.engine.model, chosen)
+            else:
+                _check_same_tokens(llm, chosen)
+        tokenizer, begin = tokenizer_of(llm), time.perf_counter()
+        ids = tokenizer.encode(load_text(), add_special_tokens=False)
+        reference = Reference(llm.engine.model, ids, tokenizer.bos_token_id)
+        first = reference.divergence(llm.engine.model)
+        base = _answers(llm, workload, limit)
+        yield _result("float32", llm, place, [first], first, base, base, begin)
+    perplexity = first.perplexity
+    for name, chosen in candidates.items():
+        begin = time.perf_counter()
+        calibrated = isinstance(chosen, MethodRecipe) and any(each.calibrated for each in chosen.rules.values())
+        with ExitStack() as kept:
+            found: list[tuple[Divergence, Path]] = []
+            for seed in range(seeds if calibrated else 1):
+                directory = kept.enter_context(_directory(chosen, place, seed, options.get("device", "auto")))
+                with LLM(directory, **options) as llm:
+                    found.append((reference.divergence(llm.engine.model), directory))
+            middle, directory = sorted(found, key=lambda each: each[0].kl)[(len(found) - 1) // 2]
+            with LLM(directory, **options) as llm:
+                each = [divergence for divergence, _ in found]
+                own = _answers(llm, workload, limit)
+                yield _result(name, llm, directory, each, middle, own, base, begin) | {
+                    "perplexity_loss": round(middle.perplexity / perplexity - 1, 5)
+                }
+
+
+def _candidate(name: str) -> MethodRecipe | Path:
+    """What a name stands for. Raises ConfigError."""
+    if not Path(name).is_dir():
+        return named(name)
+    checkpoint_files(Path(name))
+    return Path(name)
+
+
+def _check_same_tokens(llm: LLM, directory: Path) -> None:
+    """Raise ConfigError unless a directory's model reads the same token ids as this one."""
+    text = load_text()[:2000]
+    if Tokenizer.from_pretrained(directory).encode(text) != tokenizer_of(llm).encode(text):
+        raise ConfigError(f"{directory} has another tokenizer, so it was not made from the model it is compared with")
+    if (size := read_config(directory).vocab_size) != llm.model_config.vocab_size:
+        raise ConfigError(f"{directory} has {size} tokens, and the model {llm.model_config.vocab_size}")
+
+
+@contextmanager
+def _directory(chosen: MethodRecipe | Path, source: Path, seed: int, device: str) -> Iterator[Path]:
+    """The directory of a quantized model, made for the moment if it is not there."""
+    if isinstance(chosen, Path):
+        yield chosen
+        return
+    with tempfile.TemporaryDirectory(prefix="minillm-") as folder:
+        quantize(source, chosen, Path(folder) / "model", seed=seed, device=device)
+        yield Path(folder) / "model"
+
+
+def _answers(llm: LLM, workload: Workload, limit: int | None) -> Answers:
+    return answers(llm, workload.questions, workload.examples, shots=workload.shots, limit=limit)
+
+
+def _result(
+    name: str,
+    llm: LLM,
+    directory: Path,
+    calibrations: Sequence[Divergence],
+    chosen: Divergence,
+    own: Answers,
+    base: Answers,
+    begin: float,
+) -> dict[str, Any]:
+    loss = Loss(0.0, 0.0, 0.0) if own is base else paired_loss(base.correct, own.correct)
+    model = llm.engine.model
+    entries = [entry for file in checkpoint_files(directory) for entry in read_header(file).values()]
+    return {
+        "engine": "minillm",
+        "workload": "compare",
+        "quantization": name,
+        **_stored(model),
+        "kv_cache_dtype": str(model.cache_spec.dtype).removeprefix("torch."),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "requests": len(own.correct),
+        "input_tokens": own.input_tokens,
+        "output_tokens": 0,
+        "seconds": round(time.perf_counter() - begin, 2),
+        "output_tokens_per_s": 0.0,
+        "bytes": sum(entry.nbytes for entry in entries),
+        "perplexity": round(chosen.perplexity, 5),
+        "kl": float(f"{chosen.kl:.5g}"),
+        "kl_of_seeds": [float(f"{each.kl:.5g}") for each in calibrations],
+        "accuracy": round(own.accuracy, 4),
+        "questions": len(own.correct),
+        "shots": own.shots,
+        "loss_points": round(loss.points, 3),
+        "loss_interval": [round(loss.low, 3), round(loss.high, 3)],
+    }
+
+
+def _stored(model: Model) -> dict[str, Any]:
+    """The bits, group sizes and head of a model's weights; a list where layers differ."""
+    layers = [weight for address, weight in model.addressed().items() if address.startswith("layers.")]
+    bits = sorted({BITS.get(weight.format.name, 8 * weight.dtype.itemsize) for weight in layers})
+    groups = sorted({weight.format.group_size for weight in layers if isinstance(weight.format, Int4)})
+    return {
+        "bits": bits if len(bits) > 1 else bits[0],
+        "group_size": groups if len(groups) > 1 else next(iter(groups), None),
+        "head": model.head.format.name,
+    }

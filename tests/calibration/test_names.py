@@ -1,0 +1,46 @@
+"""Methods by short names: "awq-g64", "int4-g32-zeros+int8"."""
+
+import json
+
+import pytest
+
+from minillm.calibration.methods import METHODS, Method
+from minillm.calibration.names import named
+from minillm.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("name", "rules"),
+    [
+        *((name, {"layers.*": Method(name)}) for name in METHODS),
+        ("awq-g64", {"layers.*": Method("awq", group_size=64)}),
+        ("int4-g32-zeros+int8", {"layers.*": Method("int4", 32, symmetric=False), "head": Method("int8")}),
+        ("gptq-actorder", {"layers.*": Method("gptq", act_order=True)}),
+        ("fp8-static-tensor+fp8", {"layers.*": Method("fp8", scales="tensor", static=True), "head": Method("fp8")}),
+    ],
+)
+def test_a_name_is_a_method_with_its_parameters(name, rules):
+    assert named(name).rules == rules
+
+
+def test_a_recipe_file_is_a_name_too(tmp_path):
+    file = tmp_path / "mixed.json"
+    file.write_text(json.dumps({"layers.0.*": "int8", "layers.*": "awq"}))
+    assert named(str(file)).rules == {"layers.0.*": Method("int8"), "layers.*": Method("awq")}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("int3", "int3 is neither a method nor a directory nor a recipe file.*; methods: int8, int4"),
+        ("awq-64", "awq-64: unknown part -64; a method may have -g64 and -zeros, -actorder"),
+        ("awq-g", "awq-g: unknown part -g;"),
+        ("awq-actorder", "awq-actorder: awq takes no act_order"),
+        ("int8-g64", "int8-g64: int8 takes no group_size"),
+        ("awq-g7", "awq-g7: group_size must be an even whole number"),
+        ("int8+int4", "int8.int4: head must be one of int8, fp8"),
+    ],
+)
+def test_a_wrong_name_is_refused_by_name(name, message):
+    with pytest.raises(ConfigError, match=message):
+        named(name)
