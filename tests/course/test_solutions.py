@@ -35,7 +35,8 @@ from minillm.tokenizer.gemma import BYTE_TOKENS, SPECIAL_TOKENS
 from tests.chance import SEED
 from tests.course.references import REFERENCES, against
 
-import_module("tests.course.references_11")  # it registers its references
+for each in ("07", "11"):
+    import_module(f"tests.course.references_{each}")  # it registers its references
 
 WITHOUT = {
     "find_fault": "its answers are words; the checker's own products are right and wrong ones",

@@ -70,73 +70,70 @@ def _(function):
 
 
 @int8_linear.property(
-    "the largest magnitude is 127.5 codes", "the scale of a token is max |x| / 127.5: of the magnitudes, and not / 127"
+    "the largest magnitude is 127.5 codes",
+    "the scale of a token is max |x| / 127.5, and codes are clamped after rounding: 127.5 becomes 127, and -127.5 -128",
 )
 def _(function):
-    for sign in (1, -1):
-        x = sign * torch.tensor([[-127.5, 50.2, 99.1, -3.3]], dtype=torch.float64) * 0.02
-        found = _codes(function, x, torch.full((1, 1), 0.02, dtype=torch.float64))
-        inner = sign * torch.tensor([[50.0, 99.0, -3.0]]).double()
-        _near(found[:, 1:], inner, f"codes of all but the first of {_text(x)}, whose scale is 0.02")
+    wanted = torch.tensor([[-128.0, 50, 99, -3], [127.0, -50, -99, 3], [127.0, -128, 1, 0]]).double()
+    x = wanted.clone()
+    x[:2, 0] = torch.tensor([-127.5, 127.5])
+    x[2, :2] = torch.tensor([127.5, -127.5])
+    for row in range(3):
+        found = _codes(function, x[row : row + 1] / 64, torch.tensor([[1 / 64]]).double())
+        _near(found, wanted[row : row + 1], f"codes of {_text(x[row] / 64)}, whose scale is 1/64")
 
 
-@int8_linear.property(
-    "codes are rounded to the nearest", "x / scale is rounded with round(), not cut off by a conversion"
-)
+@int8_linear.property("codes are rounded to the nearest", "x / scale is rounded with round(), not cut off")
 def _(function):
-    wanted = torch.tensor([[126.0, 10.0, -10.0, 41.0, -41.0, 0.0, -1.0]]).double()
-    off = torch.tensor([[0.0, 0.4, -0.4, -0.4, 0.4, 0.4, 0.4]]).double()
-    x = torch.cat((wanted + off, torch.tensor([[-127.5]]).double()), 1) * 0.5
-    found = _codes(function, x, torch.tensor([[0.5]]).double())[:, :-1]
-    _near(found, wanted, f"codes of {_text(x)}, ..., whose scale is 0.5", 1e-4)
+    wanted = torch.tensor([[126.0, 10, -10, 41, -41, 0, 0, -1]]).double()
+    x = (wanted + torch.tensor([[0.0, 0.4, -0.4, -0.4, 0.4, 0.4, -0.4, 0.4]]).double()) / 4
+    found = _codes(function, x, torch.tensor([[0.25]]).double(), torch.tensor([0.25]).double())
+    _near(found, wanted, f"codes of {_text(x)}, with the static scale 0.25")
 
 
-@int8_linear.property(
-    "codes stay from -128 to 127", "clamp after rounding: 127.5 rounds to 128, which int8 does not have"
-)
+@int8_linear.property("values beyond a static scale are clamped", "clamp the codes to -128 and 127 after rounding")
 def _(function):
-    x = torch.tensor([[127.5, 1.0, 64.0], [-127.5, 1.0, 64.0], [127.5, -127.5, 0.0]]).double() / 4
-    found = _codes(function, x, torch.full((3, 1), 0.25, dtype=torch.float64))
-    wanted = torch.tensor([[127.0, 1, 64], [-128, 1, 64], [127, -128, 0]]).double()
-    _near(found, wanted, f"codes of {_text(x)}, with the scale 0.25")
-    x = torch.tensor([[300.0, -300.0, 1e6, 5.0]]).double()
+    x = torch.tensor([[300.0, -300.0, 1e6, 5.0], [127.0, -128.0, 128.0, -129.0]]).double()
+    wanted = torch.tensor([[127.0, -128, 127, 5], [127, -128, 127, -128]]).double()
     found = _codes(function, x, torch.ones(1, 1).double(), torch.tensor([1.0]).double())
-    _near(found, torch.tensor([[127.0, -128, 127, 5]]).double(), f"codes of {_text(x)}, with the static scale 1", 1e-6)
+    _near(found, wanted, f"codes of {_text(x)}, with the static scale 1")
 
 
 @int8_linear.property(
     "a static scale serves all tokens", "if input_scale is given, no maximum of x is needed: divide by it"
 )
 def _(function):
-    for scale in (0.05, 0.5):
-        x = torch.tensor([[1.01, -0.4], [50 * scale, 10 * scale], [0.02, 0.0]]).double()
+    for scale in (0.25, 2.0):
+        wanted = torch.tensor([[20.0, -8], [50, 10], [1, 0], [0, 0]]).double()
         given = torch.tensor([scale]).double()
-        found = _codes(function, x, given[:, None], given)
-        _near(found, (x / scale).round(), f"codes of {_text(x)}, with the static scale {scale}")
+        found = _codes(function, wanted * scale, given[:, None], given)
+        _near(found, wanted, f"codes of {_text(wanted * scale)}, with the static scale {scale}")
 
 
-@int8_linear.property("each output has its own scale", "scales belong to the outputs: the last axis of the result")
+@int8_linear.property(
+    "each output has its own codes and scale", "a row of codes and a number of scales for each output"
+)
 def _(function):
-    x = torch.tensor([[127.5, 3.0], [127.5, 40.0], [-127.5, 80.0]]).double()
+    wanted = torch.tensor([[127.0, 3], [127, 40], [-120, 80]]).double()
     codes = torch.tensor([[1, 2], [3, -4], [0, 5]], dtype=torch.int8)
     scales = torch.tensor([1.0, 0.01, 30.0]).double()
-    for given in (None, torch.tensor([2.0]).double()):
-        plain = _product(function, x, codes, torch.ones(3).double(), given)
-        found = _product(function, x, codes, scales, given)
-        _near(found, plain * scales, "three tokens, three outputs with the scales 1, 0.01 and 30", 1e-6)
+    for outputs in (slice(0, 3), slice(0, 2), slice(1, 2)):
+        found = _product(function, 2 * wanted, codes[outputs], scales[outputs], torch.tensor([2.0]).double())
+        expected = 2 * wanted @ codes[outputs].double().T * scales[outputs]
+        said = f"codes {codes[outputs].tolist()} with the scales {scales[outputs].tolist()}"
+        _near(found, expected, said)
 
 
 @int8_linear.property(
     "sums are exact", "convert the codes to float64 before the product: int8 overflows, float32 rounds"
 )
 def _(function):
-    x = torch.full((2, 4096), -127.5, dtype=torch.float64)
-    x[1, ::2] *= -1
+    wanted = torch.full((2, 4096), -127, dtype=torch.float64)
+    wanted[1, ::2] = 126
     codes = torch.full((1, 4096), -127, dtype=torch.int8)
     codes[0, 0] = 126
-    x_codes = torch.where(x > 0, 127.0, -128.0)
-    found = _product(function, x, codes, torch.ones(1).double())
-    _near(found, x_codes @ codes.double().T, "sums over 4,096 inputs", 1e-9)
+    found = _product(function, wanted, codes, torch.ones(1).double(), torch.tensor([1.0]).double())
+    _near(found, wanted @ codes.double().T, "sums over 4,096 inputs", 1e-9)
 
 
 @int8_linear.property("a token of zeros gives zeros", "where the maximum is 0, the scale is 1: 0 / 0 is not a number")
@@ -195,10 +192,10 @@ def _(function):
 
 @smooth_scales.property("the strength divides the range", "largest ** strength, divided by weights ** (1 - strength)")
 def _(function):
-    largest, weight = torch.tensor([16.0, 0.01, 3.0]).double(), torch.tensor([[0.25, 4.0, 0.02]]).double()
+    largest, weight = torch.tensor([16.0, 0.01, 3.0]).double(), torch.tensor([0.25, 4.0, 0.02]).double()
     for strength in (0, 0.25, 0.5, 0.8, 1):
-        wanted = largest**strength / weight[0] ** (1 - strength)
-        found = _scales(function, largest, weight, strength).double()
+        wanted = largest**strength / weight ** (1 - strength)
+        found = _scales(function, largest, torch.stack((weight, -weight / 2)), strength).double()
         _near(found / wanted, torch.ones(3).double(), f"strength {strength}: the scales / the formula")
 
 
@@ -207,12 +204,14 @@ def _(function):
     "torch.where: 1 if largest is 0, or if all weights of the channel are 0",
 )
 def _(function):
-    largest = torch.tensor([0.0, 9.0, 0.0, 9.0]).double()
-    weight = torch.tensor([[4.0, 0.0, 0.0, 4.0], [-1.0, 0.0, 0.0, 0.0]]).double()
+    largest = torch.tensor([0.0, 9.0, 0.0, 16.0]).double()
+    weight = torch.tensor([[4.0, 0.0, 0.0, -1.0], [-1.0, 0.0, 0.0, 1.0], [2.0, 0.0, 0.0, 0.5]]).double()
     for strength in (0, 0.5, 1):
-        wanted = torch.tensor([1.0, 1, 1, 9**strength / 4 ** (1 - strength)]).double()
         found = _scales(function, largest, weight, strength).double()
-        _near(found, wanted, f"largest {largest.tolist()}, weight {weight.tolist()}, strength {strength}")
+        said = f"largest {largest.tolist()}, weight {weight.tolist()}, strength {strength}"
+        _near(found[:3], torch.ones(3).double(), f"{said}, the first three scales")
+        if strength == 0.5:
+            _near(found[3:], torch.tensor([4.0]).double(), f"{said}, the last scale")
 
 
 @smooth_scales.property("the result has the dtype of weight", "keep the dtype: no .float(), no .double()")

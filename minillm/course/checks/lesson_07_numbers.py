@@ -95,26 +95,16 @@ def _(function):
 
 
 @hadamard.property(
-    "any number of tokens, in any shape", "only the last axis is transformed: [n], [tokens, n] and [a, b, n] work alike"
+    "any number of tokens, in any shape",
+    "only the last axis is transformed: [n], [tokens, n] and [a, b, n] work alike",
 )
 def _(function):
     x = _drawn(2, 3, 8)
-    wanted = torch.stack([torch.stack([_like(function, token) for token in row]) for row in x])
-    for given, what in (
-        (x, "[2, 3, 8]"),
-        (x[0], "[3, 8]"),
-        (x[:, :1], "[2, 1, 8]"),
-        (_drawn(8, 3, 2).permute(2, 1, 0), "[2, 3, 8], not contiguous"),
-        (x[:0], "[0, 3, 8]"),
-    ):
-        expected = (
-            torch.stack([_like(function, token) for token in given.reshape(-1, 8)]).view(given.shape)
-            if len(given)
-            else given
-        )
-        found = _like(function, given)
-        assert torch.allclose(found, expected, atol=1e-6), f"x {what}: not the same as its tokens one by one"
-    assert wanted.shape == x.shape
+    shapes = {"[8]": x[0, 0], "[3, 8]": x[0], "[8, 8]": _drawn(8, 8), "[2, 3, 8]": x, "[2, 1, 8]": x[:, :1]}
+    for what, given in (shapes | {"[2, 3, 8], not contiguous": _drawn(8, 3, 2).permute(2, 1, 0)}).items():
+        alone = [_like(function, token[None].clone()) for token in given.reshape(-1, 8)]
+        same = torch.allclose(_like(function, given), torch.cat(alone).view(given.shape), atol=1e-6)
+        assert same, f"x {what}: the result differs from that of its tokens one by one"
 
 
 @hadamard.property(
@@ -197,7 +187,7 @@ def _(function):
     low, high = numbers[:-1], numbers[1:]
     for share in (0.01, 0.3, 0.49, 0.51, 0.8):
         _expect(function, low + share * (high - low), low if share < 0.5 else high, "below 2^-6")
-    _expect(function, numbers, numbers, "numbers of e4m3")
+    _expect(function, numbers[1:], numbers[1:], "numbers of e4m3")
     _expect(function, torch.tensor([1e-12, 1e-30]).double(), torch.zeros(2), "tiny numbers")
 
 
@@ -211,8 +201,8 @@ def _(function):
 def _(function):
     x = torch.tensor([0.01, 0.3, 0.7, 1.1, 5.7, 77.0, 300.0]).double()
     wanted = x.float().to(torch.float8_e4m3fn).double()
-    both = _like(function, torch.cat((x, -x)))
-    _expect(function, -x, -wanted, "negative numbers") if (both[: len(x)] == wanted).all() else None
+    if (_like(function, x) == wanted).all():  # else another property tells more
+        _expect(function, -x, -wanted, "negative numbers")
     huge = torch.tensor([460.0, 1000.0]).double()
     if (_like(function, huge) == 448).all():
         _expect(function, -huge, torch.full((2,), -448.0), "negative numbers")
@@ -230,11 +220,11 @@ def _(function):
 def _(function):
     for dtype in (torch.float32, torch.float64):
         x = torch.tensor([[0.3, 100.0, 0.02], [7.3, -0.3, 450.0]], dtype=dtype)
-        for given in (x, x.T, x[:, 1], x[0, 0], x[:0]):
+        for given in (x, x.T, x[:, 1], x[0, 0]):
             found = function(given)
             assert found.dtype == dtype, f"x is {dtype}, the result {found.dtype}"
             alone = [_like(function, value.reshape(1)) for value in given.flatten()]
-            expected = torch.cat(alone).view(given.shape) if alone else given
+            expected = torch.cat(alone).view(given.shape)
             _expect(function, given, expected, f"x {list(given.shape)} is not rounded like its numbers one by one")
 
 
