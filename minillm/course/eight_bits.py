@@ -80,7 +80,8 @@ def quantized(model: Model, format: Format, static: Mapping[str, Tensor] | None 
             continue
         _, index, name = address.split(".")
         matrix = getattr(model.layers[int(index)], name).dequantize()
-        weight = format.empty(*matrix.shape, False, dtype=model.dtype, device=model.device)
+        out, count = matrix.shape
+        weight = format.empty(out, count, False, dtype=model.dtype, device=model.device)
         for part in parts:
             rows = matrix[part.rows.start : part.rows.stop].contiguous()
             weight.fill(part.rows, weight.round(rows))  # type: ignore[attr-defined]

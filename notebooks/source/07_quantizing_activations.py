@@ -34,21 +34,21 @@ def whose(part):
 print(f"{held_out.ids.shape[0]} rows of {held_out.ids.shape[1]} tokens to measure on")
 
 # %% [markdown]
-# ## 1 · Why activations? · 6 min
+# ## 1 · Why activations? · 4 min
 #
 # In lessons 05 and 06, only the weights became smaller. They are converted back before they are multiplied, so the
 # arithmetic has 16 bits as before. That saves time in small batches, which wait for weights to be read. Prompts and
 # large batches wait for the arithmetic, and there it saves nothing.
 #
-# Tensor cores multiply eight-bit numbers twice as fast as 16-bit numbers, but *both* factors must have eight bits. So
-# the activations have to be quantized too. **W8A8** means weights and activations of eight bits, in integers or in FP8,
-# eight-bit floating point. (W8A16 is weight-only.)
+# The tensor cores of recent GPUs multiply eight-bit numbers at up to twice the rate of 16-bit numbers, but *both*
+# factors must have eight bits. So the activations have to be quantized too. **W8A8** means weights and activations of
+# eight bits, as integers or as **FP8**, eight-bit floating point. (W8A16 is weight-only.)
 #
 # A committed record has the time of all matrix products of one step of Gemma 2B on an H200, with all factors in
 # bfloat16 and with all factors in FP8.
 #
 # **Predict first.** How many times faster are the products with FP8, for 16 rows (16 requests that decode) and for
-# 1,024 rows (a long prompt)? FP8 halves the bytes *and* doubles the peak rate of the arithmetic.
+# 1,024 rows (a long prompt)? FP8 halves the bytes, and doubles the peak rate of the arithmetic.
 
 # %% tags=["exercise"]
 guess_few = 2.0  # PREDICT: times faster with 16 rows
@@ -65,13 +65,13 @@ for rows, guess in ((16, guess_few), (1024, guess_many)):
     compare(f"{rows:,} rows", unit="times faster", prediction=guess, measured=times)
 
 # %% [markdown]
-# These are the products alone. Quantizing the activations takes time too, and so does everything between two products.
-# That is the price; this lesson is about the other one, quality.
+# These are the products alone. Everything between two products takes as long as before, and quantizing the activations
+# takes additional time. The other price is quality, and this lesson is about that.
 #
-# Weights are rounded once, with all the time in the world. Activations are different for every token. They are rounded
+# Weights are rounded once, before the model is served. Activations are different for every token, so they are rounded
 # in every step, while the request waits.
 #
-# ## 2 · A product of eight-bit numbers · 21 min
+# ## 2 · A product of eight-bit numbers · 22 min
 #
 # ### Which scales are allowed?
 #
@@ -79,7 +79,7 @@ for rows, guess in ((16, guess_few), (1024, guess_many)):
 # becomes a code $p_{ti}$ and a scale as well. The sum over the inputs should be a sum of products of *integers*. Then
 # scales must not depend on $i$, so that they can be taken out of the sum:
 #
-# $$y_{to} = \sum_i x_{ti}\, w_{oi} \;\approx\; \sum_i (a_t\, p_{ti})(s_o\, q_{oi}) \;=\; a_t\, s_o \sum_i p_{ti}\, q_{oi}$$
+# $$y_{to} = \sum_i x_{ti}\, w_{oi} \;\approx\; \sum_i (a_t\, p_{ti})(s_o\, q_{oi}) = a_t\, s_o \sum_i p_{ti}\, q_{oi}$$
 #
 # So a token may have its own scale $a_t$, and an output channel its own $s_o$. **An input channel cannot have one**:
 # it would stay inside the sum. Keep this in mind. It is the reason for sections 4 and 5.
@@ -89,8 +89,8 @@ for rows, guess in ((16, guess_few), (1024, guess_many)):
 # $$a_t = \frac{\max_i |x_{ti}|}{127.5}, \qquad p_{ti} = \operatorname{clamp}\left(\operatorname{round}\left(
 # \frac{x_{ti}}{a_t}\right), -128, 127\right)$$
 #
-# (Why 127.5 and not 127? As in lesson 05's groups: a largest value that is positive is half a step too large for the
-# last code, an error that any value may have, and in return all steps are a little smaller.)
+# (Why 127.5 and not 127? A largest value that is positive is then half a step beyond the last code, an error that any
+# value may have, and in return all steps are a little smaller. Lesson 05's symmetric groups do the same with 7.5.)
 #
 # By hand, for the token `1.2, -0.5, 2.55` and an output with the weights `1, -2, 0.5`, stored as the codes
 # `10, -20, 5` and the scale 0.1:
@@ -152,14 +152,14 @@ with (
 print(f"int8_linear is {whose(int8_linear)}; calls of yours: {used.calls['linear']}")
 
 # %% [markdown]
-# (13 steps of 6 layers with 4 products make 312, if all of them are yours. The output head is not quantized here, and
-# yours passes it on to the engine's.)
+# (12 steps of 6 layers with 4 products are 288 calls, if the function is yours. The output head is not quantized here.)
 #
-# The engine's own version, for all kinds of codes and scales. `dequantize` is for machines without eight-bit tensor
-# cores, such as this CPU: there the engine multiplies the rounded numbers, and the result is the same.
+# The engine's own version. Look for where it takes the maximum, and where it does not. Its `linear` on a CPU, which has
+# no eight-bit tensor cores, multiplies the rounded numbers instead of the codes. The result is the same.
 
 # %%
 # ENGINE: minillm.quantization.activations:Activations.quantize
+# ENGINE: minillm.ops.reference:linear
 
 # %% [markdown]
 # ### Static or dynamic
@@ -204,6 +204,10 @@ for name, base, guess in (
 
 # %%
 inputs = eight_bits.inputs_of(plain, held_out.ids[:1])
+static_scale = largest["layers.0.down"].max() / 127.5
+others = (inputs["layers.0.down"][1:] / static_scale).round()  # all tokens but the first
+print(f"down, static scale: {(others == 0).double().mean():.0%} of these tokens' codes are 0,")
+print(f"and the largest is {others.abs().max():.0f}, of 127")
 draw.tokens({
     name: inputs[name].abs().amax(1) for name in ("layers.0.gate_up", "layers.0.down")
 })  # fmt: skip
@@ -211,19 +215,21 @@ describe("""For 256 tokens, the largest input of two products. Inputs of gate_up
 are mostly below 10, but the first token, bos, has one of 80.""")
 
 # %% [markdown]
-# One **token** is an outlier: `<bos>`, the first of every text. Sun et al. (2024) found such *massive activations* in
-# many large models, mostly in a first token; here is one in a model of 5.6 million parameters. A static scale of `down`
-# must reach 80, so that all other tokens use only a few of the 256 codes. With dynamic scales, only `<bos>` suffers.
+# One **token** is an outlier: `<bos>`, the first of every text. Sun et al. (2024) describe such *massive activations*
+# in the hidden states of many large models, mostly at the first token. Here is a relative of theirs, in a model of 5.6
+# million parameters. A static scale of `down` must reach 80, and almost nothing is left of all other tokens. With
+# dynamic scales, only `<bos>` itself suffers.
 #
-# ## 3 · Outlier channels · 7 min
+# ## 3 · Outlier channels · 5 min
 #
 # Dynamic scales protect tokens from each other. But within a token, all channels share one scale. Large models have a
-# second kind of outlier: a few **channels** that are tens of times larger than the others, in *every* token. Dettmers
-# et al. (2022) found them in all models from 6.7 billion parameters on; plain W8A8 fails there.
+# second kind of outlier: a few **channels** that are tens of times larger than the others, in nearly all tokens.
+# Dettmers et al. (2022) found that in models from 6.7 billion parameters on, all layers have them, and that eight-bit
+# activations lose their accuracy there.
 #
 # `tiny-gemma` has none, so the engine plants some. `plant_outliers` picks one channel in 64 of each product's inputs,
 # makes it 32 times larger where it is computed, and divides the weights that read it by 32. Both are exact, since 32 is
-# a power of 2. It is lesson 06's folding, in the harmful direction.
+# a power of 2. This is the folding of lesson 06, in the harmful direction.
 
 # %%
 outliers = eight_bits.dense(outliers=True)
@@ -238,7 +244,7 @@ outliers, the same four channels stand out in all tokens, at up to a hundred; th
 
 # %% [markdown]
 # By hand, for the token `0.5, -0.3, 0.2, 64`: the scale is $64 / 127.5 \approx 0.5$. The codes are 1, -1, 0 and 127.
-# Of three channels out of four, nearly nothing is left.
+# Almost nothing is left of the first three channels.
 #
 # **Predict first.** The two models compute the same. By what factor does the KL divergence of dynamic W8A8 grow because
 # of the outliers? And static W8A8: does the model still know the island?
@@ -262,22 +268,22 @@ ratio = divergence["outliers: W8A8 dynamic"] / divergence["W8A8 dynamic"]
 compare("with outliers / without", unit="times", prediction=guess_outliers, measured=ratio)
 
 # %% [markdown]
-# A scale for each channel would solve it, but section 2 has ruled that out. There are two ways around it, and one
-# number format that does not need one.
+# A scale for each input channel would solve this, but section 2 has ruled it out. There are two ways around that, and
+# one number format that needs none.
 #
-# ## 4 · SmoothQuant: move the outliers into the weights · 16 min
+# ## 4 · SmoothQuant: move the outliers into the weights · 13 min
 #
-# Xiao et al. (2022) keep the sum free of channel scales by using them *before* quantization. Divide channel $i$ of the
-# activations by $s_i$, and multiply the weights that read it by $s_i$:
+# Xiao et al. (2022) apply scales of channels *before* quantization, so that the sum of codes never sees them. Divide
+# channel $i$ of the activations by $s_i$, and multiply the weights that read it by $s_i$:
 #
 # $$\sum_i x_{ti}\, w_{oi} = \sum_i \frac{x_{ti}}{s_i} \cdot (s_i\, w_{oi})$$
 #
-# This is AWQ's identity from lesson 06, and it is folded in the same way: the division goes into the norm, or into the
-# rows of the product before. Only the purpose differs. AWQ makes important *weights* easier to round. SmoothQuant moves
-# difficulty from the activations, which have outliers, to the weights, which have none.
+# AWQ does the same in lesson 06, and both are folded in the same way: the division goes into the norm, or into the rows
+# of the product before. Only the purpose differs. AWQ makes important *weights* easier to round. SmoothQuant makes
+# *activations* easier to round, at the expense of the weights, which have no outliers.
 #
-# How much of it? With $s_i = \max_t |x_{ti}|$, all channels of $x$ become equally large, and the weights get all of
-# the outliers. With $s_i = 1 / \max_o |w_{oi}|$, it is the weights whose channels become equally large. The
+# How far should it go? With $s_i = \max_t |x_{ti}|$, all channels of $x$ become equally large, and the weights get all
+# of the outliers. With $s_i = 1 / \max_o |w_{oi}|$, it is the weights whose channels become equally large. The
 # **strength** $\alpha$ chooses a compromise:
 #
 # $$s_i = \frac{(\max_t |x_{ti}|)^{\alpha}}{(\max_o |w_{oi}|)^{1 - \alpha}}$$
@@ -319,7 +325,7 @@ check(smooth_scales)
 # **Predict first:** which strength is the best for the model with outliers, of 0, 0.25, 0.5, 0.75 and 1?
 
 # %% tags=["exercise"]
-guess_strength = 0.75  # PREDICT: the strength with the smallest KL divergence
+guess_strength = 75  # PREDICT: % of strength with the smallest KL divergence
 
 # %% tags=["nbval-ignore-output"] uncompared="values near a tie are rounded differently on other CPUs"
 scales_of = yours(smooth_scales, eight_bits.smooth_scales)
@@ -334,7 +340,7 @@ for strength in (0, 0.25, 0.5, 0.75, 1):
     )
 points = {strength: divergence[f"smoothed, strength {strength}"] for strength in smoothed}
 best = min(points, key=points.get)
-compare("best strength", prediction=guess_strength, measured=best, unit="")
+compare("best strength", unit="%", prediction=guess_strength, measured=100 * best)
 
 # %%
 draw.strengths(
@@ -348,34 +354,36 @@ describe("""KL divergence by SmoothQuant's strength: a curve that is lowest in t
 model without outliers, and two to four times higher at 0 and 1. All of it is far below the line without smoothing.""")
 
 # %% [markdown]
-# In the middle, the outliers are gone, as if they had not been planted. This is a friendly case: what was planted is
-# exactly what SmoothQuant can undo. Even strength 0, which does not look at the activations, finds them, since the
-# planted weights are 32 times smaller. In real models the weights of an outlier channel look like all others.
+# In the middle, the model is as good as if the outliers had not been planted. This is a friendly case: they were
+# planted with the very operation that SmoothQuant uses. Even strength 0, which does not look at the activations, finds
+# them, because the weights that read them are 32 times smaller. In real models, the weights of an outlier channel may
+# look like all others.
 #
 # The engine does not use one strength for all. It searches for the best one for each product, on samples of its inputs
-# (not on KL divergence, which would need a whole run for each try):
+# (not on KL divergence, which would need a run of the model for each try). `allowed` returns the nearest scales that
+# can be folded, and strength `None` stands for no smoothing:
 
 # %%
 # ENGINE: minillm.quantization.methods.smoothquant:search_scales
 
 # %% [markdown]
-# ## 5 · Rotation: spread the outliers over all channels · 20 min
+# ## 5 · Rotation: spread the outliers over all channels · 21 min
 #
-# The other way around needs no calibration. Two channels, one of them an outlier: `8, 0`. Replace them by their sum and
-# their difference, divided by $\sqrt 2$: `5.66, 5.66`. That is a rotation of the plane by 45 degrees (and a
-# reflection). The length of the vector is the same, and its largest number is smaller by $\sqrt 2$.
+# The second way needs no calibration. Take two channels, one of them an outlier: `8, 0`. Replace them by their sum and
+# their difference, both divided by $\sqrt 2$: `5.66, 5.66`. The vector has kept its length, as in a rotation of the
+# plane by 45 degrees (here with a reflection), and its largest number is smaller by $\sqrt 2$.
 #
 # A rotation $R$ does not change a product if the weights are rotated too, because $R R^T = I$:
 #
 # $$x\, W^T = (x R)(W R)^T$$
 #
-# For $n = 2^k$ channels, a **Hadamard matrix** does the same $k$ times. It has only the entries 1 and -1, and its rows
-# are orthogonal, so that $H_n / \sqrt n$ is a rotation. Sylvester (1867) builds it from itself:
+# A **Hadamard matrix** does this to $n = 2^k$ channels. Its entries are all 1 or -1, and its rows are orthogonal, so
+# that $H_n / \sqrt n$ keeps lengths. Sylvester (1867) builds each from a smaller one:
 #
 # $$H_1 = (1), \qquad H_{2n} = \begin{pmatrix} H_n & H_n \\ H_n & -H_n \end{pmatrix}$$
 #
-# Every output is a sum of *all* inputs with different signs. An outlier of size $m$ in one channel becomes
-# $m / \sqrt n$ in every channel:
+# Every output is a sum of *all* inputs, with different signs. An outlier $m$ in one channel becomes $\pm m / \sqrt n$
+# in every channel:
 
 # %%
 H = torch.ones(1, 1)
@@ -388,19 +396,19 @@ for token in ([8.0, 0, 0, 0], [0.5, -0.3, 0.2, 64]):
     )
 
 # %% [markdown]
-# The second token is the one from section 3. All its numbers are near 32, so rounding steps are half as large, for all
-# of them. And their small *differences* still hold the small inputs.
+# The second token is the one from section 3. Now its largest number is 32.3, so the rounding steps are half as large
+# as before. With more channels they shrink more: by up to $\sqrt{256} = 16$ for a single outlier among 256 channels.
 #
 # A product with $H$ takes $n^2$ operations for each token. The construction gives a faster way, the **fast Hadamard
-# transform**: $k$ steps, each with $n$ additions or subtractions. In the first step, combine neighbors: $(a, b)$
-# becomes $(a + b, a - b)$. In the second step, combine channels at distance 2, then at distance 4, and so on. At the
-# end, divide by $\sqrt n$.
+# transform**: $k$ steps, each with $n$ additions or subtractions. The first step combines neighbors: $(a, b)$ becomes
+# $(a + b, a - b)$. The second step combines channels at distance 2, the third at distance 4, and so on. At the end,
+# divide by $\sqrt n$.
 
 # %%
 draw.butterfly(8)
 describe("""Eight channels in four columns, connected by lines. In the first step channels at distance 1 are combined,
-in the second at distance 2, in the third at distance 4. The first of each pair becomes the sum; for the second, its own
-line is dashed: it is subtracted from its partner.""")
+in the second at distance 2, in the third at distance 4. The first channel of a pair becomes the sum. The second
+channel's own line is dashed: it is subtracted from its partner.""")
 
 # %% [markdown]
 # **Exercise 3 (10 minutes).** Write the fast transform. One way: for each distance $h$, `reshape` the channels to
@@ -432,21 +440,21 @@ check(hadamard)
 # %% [markdown]
 # ### Where the rotations go
 #
-# If each product's inputs were rotated at run time, that would be 24 transforms in each step. QuaRot (Ashkboos et al.
-# 2024) folds most of them into the weights.
+# Rotating the inputs of each product while the model runs would take 24 transforms in each step. QuaRot (Ashkboos et
+# al. 2024) folds most rotations into the weights.
 #
 # * **The residual stream** is rotated as a whole. What writes to it (`attention_out`, `down`) gets $R$ on its output
 #   side, and what reads from it (`qkv`, `gate_up`) on its input side. Between them is a norm. It divides a token by its
 #   root mean square, which a rotation does not change, so $\text{norm}(xR) = \text{norm}(x) R$, once the norm's weights
 #   have moved into the matrix after it.
 # * **Values** are rotated within each head. Attention only averages them, and `attention_out` rotates them back.
-# * **The inputs of `down`** are a gate times `up`, channel by channel. No rotation passes through that. They are
-#   rotated **online**: an operation in each layer and step.
+# * **The inputs of `down`** are a gate times `up`, channel by channel. No rotation can be moved across that product, so
+#   they are rotated **online**, while the model runs: an operation in each layer.
 #
-# One more online rotation comes from Gemma's tied table, which is embedding and head at once: the stream is rotated
-# after the embedding, and back before the final norm. The engine's `rotate` does all this; the remaining online
-# rotations are the operation `hadamard`, which is yours now. (`down` has 768 = 3 x 256 inputs, which is not a power of
-# 2. For such sizes there are other Hadamard matrices, from Paley 1933; `hadamard_by` passes only powers of 2 to you.)
+# Gemma's table, which is embedding and head at once, adds two online rotations: the stream is rotated after the
+# embedding, and back before the final norm. The engine's `rotate` does all this. What is left to do online is the
+# operation `hadamard`, which `using` replaces by yours. (`down` has 768 = 3 x 256 inputs, which is not a power of 2.
+# For such sizes there are other Hadamard matrices, by Paley, 1933; `hadamard_by` passes only powers of 2 to you.)
 #
 # **Predict first.** With outliers, dynamic W8A8 was far from the original. How many times smaller does the KL
 # divergence become if stream and values are rotated? And with the inputs of `down` too?
@@ -473,10 +481,10 @@ for name, guess in (("without down", guess_folded), ("rotated", guess_all)):
     compare(name, unit="times smaller", prediction=guess, measured=ratio)
 
 # %% [markdown]
-# (8 calls, two for the stream and one in each layer, once `hadamard` is solved.)
+# (Once `hadamard` is solved there are 8 calls: two for the stream, and one in each layer.)
 #
-# Look at the static row. Section 3's static W8A8 had lost the model. Rotated, it works: `<bos>` is still larger than
-# other tokens, but its largest *channel* is no longer 80.
+# Look at the static row, too. In section 3, static W8A8 had destroyed the model. Rotated, it is usable, without any
+# smoothing: `<bos>` still has the longest vector, but no channel of it is near 80.
 
 # %%
 address = "layers.0.down"
@@ -490,26 +498,28 @@ first layer. tiny-gemma's line begins near 80 and falls steeply; with outliers i
 almost flat.""")
 
 # %% [markdown]
-# The engine's operation splits $H$ into two smaller matrices, because a GPU multiplies small matrices faster than it
-# adds at many distances:
+# The engine's operation works in a third way: $H$ is the Kronecker product of two smaller matrices, `left` and `right`,
+# so two small products are enough:
 
 # %%
 # ENGINE: minillm.quantization.methods.hadamard:transform
 
 # %% [markdown]
-# ## 6 · FP8, bit by bit · 20 min
+# ## 6 · FP8, bit by bit · 17 min
 #
-# Integers have the same step everywhere. That is why an outlier hurts: it makes *all* steps large. A floating-point
-# number has small steps near 0. With eight bits, the usual split is **e4m3**: a sign, 4 bits of exponent, 3 bits of
-# mantissa (Micikevicius et al. 2022).
+# Integers have the same step everywhere. That is why an outlier hurts: it makes *all* steps large. Floating-point
+# numbers are denser near 0. **e4m3** is such a format of eight bits: a sign, 4 bits of exponent, 3 bits of mantissa
+# (Micikevicius et al. 2022). The same paper has e5m2, with a larger range and even fewer bits of mantissa, for
+# gradients.
 #
 # Read a byte with sign $s$, exponent bits $E$ (0 to 15) and mantissa bits $M$ (0 to 7):
 #
 # $$\text{value} = (-1)^s \left(1 + \frac M 8\right) 2^{E - 7} \quad \text{if } E > 0, \qquad
 # (-1)^s \, \frac M 8 \; 2^{-6} \quad \text{if } E = 0$$
 #
-# The second case are the **subnormal** numbers, which fill the gap between 0 and the smallest $2^{E-7}$. All bits of
-# $E$ and $M$ set means "not a number", so the largest number is $(1 + \frac 6 8)\, 2^8 = 448$. There is no infinity.
+# The second case is that of the **subnormal** numbers, which fill the gap between 0 and $2^{-6}$. If all bits of $E$
+# and $M$ are 1, the byte means "not a number", so the largest number is $(1 + \frac 6 8)\, 2^8 = 448$. There is no
+# infinity.
 
 # %%
 draw.fp8_bits([0b0_0101_010, 0b1_1000_100, 0b0_1111_110, 0b0_0000_001, 0b0_1111_111])
@@ -518,16 +528,16 @@ describe("""Five bytes with sign, exponent and mantissa in colors: 0 0101 010 is
 
 # %% [markdown]
 # Now the other direction. Which byte is nearest to 0.3? The power of 2 below it is $2^{-2} = 0.25$, so $E = 5$. From
-# 0.25 to 0.5 there are 8 numbers, $0.25 / 8 = 0.03125$ apart. And $0.3 / 0.03125 = 9.6$, so the nearest is
-# $10 \cdot 0.03125 = 0.3125$: that is $8 + 2$ steps, $M = 2$, the first byte above.
+# 0.25 to 0.5 there are 8 steps of $0.25 / 8 = 0.03125$. And $0.3 / 0.03125 = 9.6$, so the nearest number is
+# $10 \cdot 0.03125 = 0.3125$. Since 0.25 is 8 of these steps, $M = 10 - 8 = 2$: the first byte above.
 #
 # In general, for $x \ne 0$:
 #
 # $$e = \max(\lfloor \log_2 |x| \rfloor, -6), \qquad \text{step} = 2^{e - 3}, \qquad
 # \text{rounded} = \operatorname{round}\left(\frac{x}{\text{step}}\right) \text{step}$$
 #
-# The maximum with -6 makes the steps of subnormal numbers those of the smallest normal ones. Halves are rounded to even,
-# as `torch.round` does. What is larger than 448 becomes 448.
+# Because of the maximum with -6, subnormal numbers have the steps of the smallest normal ones. Halves are rounded to
+# the even neighbor, as `torch.round` does. Numbers beyond 448 become 448.
 #
 # **Exercise 4 (8 minutes).** Write the rounding with arithmetic only, without torch's own FP8 types. `torch.frexp`,
 # `torch.log2` and `torch.exp2` may help.
@@ -562,18 +572,13 @@ check(round_to_e4m3)
 to_e4m3 = yours(round_to_e4m3, eight_bits.round_to_e4m3)
 same, count = eight_bits.same_codes(plain, to_e4m3)
 print(f"round_to_e4m3 is {whose(round_to_e4m3)}: {same:,} of {count:,} weights are the same")
-print(
-    "numbers in int8: 256, in e4m3:",
-    torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float().unique().numel(),
-)
 draw.rounding_errors()
 describe("""The largest relative error by the size of a number, compared with the largest one that the scale covers, on
 logarithmic axes. For int8 it is 0.4% at the top and doubles with each halving of the number, up to 100% below 1/255.
 For FP8 it stays near 6% down to about a 30-thousandth of the largest, and rises only below.""")
 
 # %% [markdown]
-# The two lines cross. Numbers within a factor of about 16 of the largest are more precise in int8, all smaller ones in
-# FP8.
+# The two lines cross at about a 16th of the largest: larger numbers are more precise in int8, smaller ones in FP8.
 #
 # **Predict first.** KL divergence of FP8 (weights and activations, dynamic scales), divided by that of W8A8 in int8: on
 # `tiny-gemma`, and on the model with outliers? Below 1 means that FP8 is better.
@@ -594,10 +599,10 @@ for name, guess in (("", guess_plain), ("outliers: ", guess_with)):
     compare(f"{name}FP8 / int8", unit="times", prediction=guess, measured=ratio)
 
 # %% [markdown]
-# Without outliers, FP8 is worse: three bits of mantissa are not many. With outliers, FP8 does not even notice. A
-# channel that is 32 times larger has an exponent that is 5 larger, and the same mantissa. Nor do static scales hurt: if
-# the scale is too large for most tokens, they use smaller exponents. So FP8 needs no smoothing, and simple scales are
-# enough. That is why it is the default choice on GPUs that have it.
+# Without outliers, FP8 is worse: three bits of mantissa are not many. With outliers, FP8 does not even notice them. A
+# number that is 32 times larger has an exponent that is larger by 5, and the same mantissa. Static scales do no harm
+# either: if a scale is too large for a token, its numbers get smaller exponents. So FP8 needs neither smoothing nor
+# careful scales, and it is usually the first thing to try on a GPU that has it.
 #
 # **Predict first:** what if we do both, and *rotate* the model with outliers before FP8? Its KL divergence becomes how
 # many times larger (below 1: smaller)?
@@ -613,15 +618,16 @@ compare("rotated / not rotated", unit="times", prediction=guess_both, measured=r
 
 # %% [markdown]
 # Rotation made it *worse*. Before, the large errors of FP8 were where the large numbers are, in the outlier channels,
-# and the weights that read those are small. Rotated, every channel holds a share of every outlier, and gets an error in
-# proportion. Rotation evens out; an evenly spaced grid needs that, a floating-point grid does not. A remedy for one
-# format can be a disease for another.
+# and the weights that read those are small in this model. Rotated, every channel holds a share of every outlier, and
+# has an error in proportion to that. An evenly spaced grid needs channels of equal size; a floating-point grid does
+# not. (In other models, the weights of outlier channels may not be small. Measure.)
 #
-# ## 7 · W4A8, and what to choose · 8 min
+# ## 7 · W4A8, and what to choose · 6 min
 #
-# Small batches want few bytes: int4 weights. Large batches want fast arithmetic: eight-bit factors. **W4A8** has both.
-# Weights are stored in int4 groups, and converted to FP8 on their way to the tensor core; activations are in FP8. (The
-# engine's method `w4a8` chooses the weights with AWQ, lesson 06. Here they are simply rounded.)
+# Small batches need few bytes: int4 weights. Large batches need fast arithmetic: factors of eight bits. **W4A8** has
+# both. Weights are stored in int4 groups, and a kernel converts them to FP8 on their way to the tensor cores;
+# activations are in FP8. (The engine's method `w4a8` rounds the weights with AWQ, lesson 06. Here they are rounded to
+# the nearest.)
 
 # %% tags=["nbval-ignore-output"] uncompared="values near a tie are rounded differently on other CPUs"
 FORMATS = {
@@ -639,10 +645,10 @@ for name, format in FORMATS.items():
     print(f"{name:14} {eight_bits.bytes_of(found[0]) / 1e6:5.2f} MB  {cells}")
 
 # %% [markdown]
-# With four-bit weights, nearly all of the loss is that of the weights. The activations' eight bits add little.
+# Four-bit weights cause most of W4A8's loss. The eight bits of the activations add little to it.
 #
-# What would W4A8 gain? Arithmetic on the record, as in lesson 05: a step takes at least the time to read its weights at
-# the H200's copy rate, and at least the time of its arithmetic, at the rate of the record's products of 2,048 rows.
+# What could W4A8 gain? Compute floors for Gemma 2B, as in lesson 05: a step takes at least the time to read all weights
+# at the H200's copy rate, and at least the time of its arithmetic, at the rate of the record's products of 2,048 rows.
 
 # %%
 gemma = SHAPES["Gemma 2B"]
@@ -670,33 +676,35 @@ describe("""The least time of a step's products by rows. bfloat16 is highest. W4
 then W4A16 joins bfloat16, and W4A8 joins W8A8, which is half as high. Measured products are somewhat above.""")
 
 # %% [markdown]
-# W4A8's floor is the lowest everywhere. These are floors: nothing here counts the conversion from int4, or the
-# quantization of activations. In short:
+# No other floor is below that of W4A8. But floors count neither the conversion from int4 nor the quantization of
+# activations, and both take time. In short:
 #
-# | your case | choose | because |
+# | your case | try first | because |
 # |---|---|---|
-# | many requests or long prompts, a GPU with FP8 | FP8 | fast arithmetic, outliers do no harm |
-# | the same, a GPU with int8 only | int8 with SmoothQuant, or rotation | outliers must go first |
-# | few requests, or memory is short | int4, lesson 06 | fewest bytes |
-# | both | W4A8 | if there is a kernel for it |
+# | many requests or long prompts, a GPU with FP8 | FP8 | fast arithmetic, and outliers do no harm |
+# | the same, a GPU with int8 but not FP8 | int8 with SmoothQuant, or rotated | outliers must go first |
+# | few requests, or little memory | int4, lesson 06 | fewest bytes |
+# | both | W4A8 | few bytes and fast arithmetic, if there is a fast kernel |
 #
 # All of these are in the engine: `minillm quantize --method smoothquant`, `fp8` or `w4a8`, with `--static` for static
 # scales and `--rotate` for rotation.
 #
-# ## Recap · 3 min
+# ## Recap · 2 min
 #
-# * A product of codes allows a scale for each token and each output channel, not for each input channel.
-# * Dynamic scales belong to a token, and cost a pass over it. Static scales come from calibration, cost nothing, and
-#   must reach the largest token.
+# * A product of codes allows a scale for each token and each output channel, not for each input channel. * A dynamic
+#   scale belongs to one token, and takes a pass over it. A static scale comes from calibration, takes no time, and must
+#   cover the largest token.
 # * An outlier **token** hurts static scales; an outlier **channel** hurts dynamic ones too.
-# * SmoothQuant divides channels before rounding, folded into the operation before, and the weights take over a part of
-#   the outliers. A Hadamard rotation spreads each channel over all; most of it folds into the weights.
-# * FP8 has a relative error: worse than int8 for even numbers, indifferent to outliers.
+# * SmoothQuant scales channels down before they are rounded, and the weights that read them up; both are folded. A
+#   Hadamard rotation spreads each channel over all of them; most of it is folded, too.
+# * The error of FP8 is relative to each number: larger than that of int8 if all channels are alike, and indifferent to
+#   outliers.
 #
-# **What got worse:** quality, by more than weights alone. Each product needs its inputs quantized, an extra pass over
-# the activations unless another kernel does it. Calibration sees only its own text: a static scale clips what is larger.
-# A smoothed model's norms are no longer those of the original, and a rotated model runs only in an engine that knows
-# its online rotations. And remedies do not add up: rotation made FP8 worse.
+# **What got worse:** quality, and by more than quantized weights alone cost. Each product needs its inputs quantized,
+# one more pass over the activations unless another kernel includes it. A static scale knows only the calibration text,
+# and clips what is larger. A smoothed or rotated model no longer has its original weights, so adapters that were
+# trained for those do not fit, and online rotations run only in an engine that has them. And remedies do not add up:
+# rotation made FP8 worse.
 #
 # **Further reading:** Dettmers et al. 2022, *LLM.int8()* (outlier channels); Sun et al. 2024, *Massive Activations in
 # Large Language Models* (outlier tokens); Yao et al. 2022, *ZeroQuant* (a scale for each token); Xiao et al. 2022,

@@ -149,7 +149,7 @@ def _expect(function: Callable, x: Tensor, wanted: Tensor, message: str) -> None
     found = _like(function, x)
     wrong = ~(found == wanted.double())  # also for NaN
     if wrong.any():
-        at = wrong.flatten().nonzero()[0].item()
+        at = int(wrong.flatten().nonzero()[0])
         first = [each.flatten()[at].item() for each in (x, wanted, found)]
         raise AssertionError("{}: {:.9g} should become {:.9g}, not {:.9g}".format(message, *first))
 
