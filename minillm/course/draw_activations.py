@@ -42,13 +42,15 @@ def channels(rows: Mapping[str, Tensor]) -> None:
 
 
 def strengths(lines: Mapping[str, Mapping[float, float]], levels: Mapping[str, float]) -> None:
-    """KL divergence by SmoothQuant's strength, a line for each model; levels: dashed, without smoothing."""
+    """KL divergence in millinats by SmoothQuant's strength, a line for each model; levels: dashed lines."""
     _, axis = plt.subplots(figsize=(9, 3.2), layout="constrained")
     for color, (name, points) in zip(COLORS, lines.items(), strict=False):
         axis.plot(list(points), list(points.values()), "o-", color=color, markersize=4, label=name)
     for color, (name, value) in zip(COLORS[2:], levels.items(), strict=False):
         axis.axhline(value, linestyle="--", color=color, label=name)
-    axis.set(yscale="log", xlabel="strength", ylabel="KL divergence, nats")
+    axis.set(yscale="log", xlabel="strength", ylabel="KL divergence, millinats")
+    axis.set_yticks([0.1, 0.2, 0.5, 1, 2, 5, 10], ["0.1", "0.2", "0.5", "1", "2", "5", "10"])
+    axis.set_yticks([], minor=True)
     axis.legend(fontsize=8)
     _plain(axis)
 

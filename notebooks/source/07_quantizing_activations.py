@@ -36,9 +36,11 @@ print(f"{held_out.ids.shape[0]} rows of {held_out.ids.shape[1]} tokens to measur
 # %% [markdown]
 # ## 1 · Why activations? · 4 min
 #
-# In lessons 05 and 06, only the weights became smaller. They are converted back before they are multiplied, so the
-# arithmetic has 16 bits as before. That saves time in small batches, which wait for weights to be read. Prompts and
-# large batches wait for the arithmetic, and there it saves nothing.
+# A quantized weight is a **code**, a small integer, times a **scale** that its row or group shares (lesson 05). Lesson
+# 06 chose better codes by looking at activations, and folded scales into the operation before. But only the weights
+# became smaller. They are converted back before they are multiplied, so the arithmetic has 16 bits as before. That
+# saves time in small batches, which wait for weights to be read. Prompts and large batches wait for the arithmetic, and
+# there it saves nothing.
 #
 # The tensor cores of recent GPUs multiply eight-bit numbers at up to twice the rate of 16-bit numbers, but *both*
 # factors must have eight bits. So the activations have to be quantized too. **W8A8** means weights and activations of
@@ -168,9 +170,9 @@ print(f"int8_linear is {whose(int8_linear)}; calls of yours: {used.calls['linear
 # codes. A static scale is known in advance, so whatever computes an activation can write its code at once. But it is
 # the same for all tokens.
 #
-# **Predict first.** The measure is the KL divergence of lesson 05, compared with the unquantized model. How many times
-# larger is it with dynamic int8 activations than with 16-bit activations (W8A16)? And how many times larger with a
-# static scale for each product than with dynamic scales?
+# **Predict first.** The measure is lesson 05's KL divergence from the unquantized model, 0 if both predict the same.
+# How many times larger is it with dynamic int8 activations than with 16-bit activations (W8A16)? And how many times
+# larger with a static scale for each product than with dynamic scales?
 
 # %% tags=["exercise"]
 guess_dynamic = 3  # PREDICT: KL divergence W8A8 dynamic / W8A16
@@ -227,9 +229,9 @@ are mostly below 10, but the first token, bos, has one of 80.""")
 # Dettmers et al. (2022) found that in models from 6.7 billion parameters on, all layers have them, and that eight-bit
 # activations lose their accuracy there.
 #
-# `tiny-gemma` has none, so the engine plants some. `plant_outliers` picks one channel in 64 of each product's inputs,
-# makes it 32 times larger where it is computed, and divides the weights that read it by 32. Both are exact, since 32 is
-# a power of 2. This is the folding of lesson 06, in the harmful direction.
+# `tiny-gemma` has none that large, so the engine plants some. `plant_outliers` picks one channel in 64 of each
+# product's inputs, makes it 32 times larger where it is computed, and divides the weights that read it by 32. Both are
+# exact, since 32 is a power of 2. This is the folding of lesson 06, in the harmful direction.
 
 # %%
 outliers = eight_bits.dense(outliers=True)
@@ -240,7 +242,7 @@ for name, model in (("tiny-gemma", plain), ("with planted outliers", outliers)):
     four_tokens[name] = eight_bits.inputs_of(model, held_out.ids[:1])["layers.3.qkv"][50:54]
 draw.channels(four_tokens)
 describe("""The magnitudes of four tokens in 256 channels, in two models. In tiny-gemma all are below 5. With planted
-outliers, the same four channels stand out in all tokens, at up to a hundred; the others look like a flat line.""")
+outliers, four channels are far above that, the same ones for all tokens; the others look like a flat line.""")
 
 # %% [markdown]
 # By hand, for the token `0.5, -0.3, 0.2, 64`: the scale is $64 / 127.5 \approx 0.5$. The codes are 1, -1, 0 and 127.
@@ -452,9 +454,10 @@ check(hadamard)
 #   they are rotated **online**, while the model runs: an operation in each layer.
 #
 # Gemma's table, which is embedding and head at once, adds two online rotations: the stream is rotated after the
-# embedding, and back before the final norm. The engine's `rotate` does all this. What is left to do online is the
-# operation `hadamard`, which `using` replaces by yours. (`down` has 768 = 3 x 256 inputs, which is not a power of 2.
-# For such sizes there are other Hadamard matrices, by Paley, 1933; `hadamard_by` passes only powers of 2 to you.)
+# embedding, and back before the final norm. The engine's `rotate` does all this, with random signs before $H$, so that
+# no regular pattern of outliers adds up. What is left to do online is the operation `hadamard`, which `using` replaces
+# by yours. (`down` has 768 = 3 x 256 inputs, which is not a power of 2. For such sizes there are other Hadamard
+# matrices, by Paley, 1933; `hadamard_by` passes only powers of 2 to you.)
 #
 # **Predict first.** With outliers, dynamic W8A8 was far from the original. How many times smaller does the KL
 # divergence become if stream and values are rotated? And with the inputs of `down` too?
@@ -484,7 +487,7 @@ for name, guess in (("without down", guess_folded), ("rotated", guess_all)):
 # (Once `hadamard` is solved there are 8 calls: two for the stream, and one in each layer.)
 #
 # Look at the static row, too. In section 3, static W8A8 had destroyed the model. Rotated, it is usable, without any
-# smoothing: `<bos>` still has the longest vector, but no channel of it is near 80.
+# smoothing. The inputs of the first `down` show why: no channel is near 80 anymore.
 
 # %%
 address = "layers.0.down"
@@ -494,8 +497,8 @@ draw.spread({
     "with outliers, rotated": largest_rotated[address],
 })  # fmt: skip
 describe("""The largest input of each of 768 channels, sorted, on a logarithmic axis, for the inputs of down in the
-first layer. tiny-gemma's line begins near 80 and falls steeply; with outliers it begins much higher; rotated, it is
-almost flat.""")
+first layer. tiny-gemma's line begins near 80 and falls steeply; with outliers it begins several times higher; rotated,
+it is almost flat.""")
 
 # %% [markdown]
 # The engine's operation works in a third way: $H$ is the Kronecker product of two smaller matrices, `left` and `right`,
@@ -575,7 +578,7 @@ print(f"round_to_e4m3 is {whose(round_to_e4m3)}: {same:,} of {count:,} weights a
 draw.rounding_errors()
 describe("""The largest relative error by the size of a number, compared with the largest one that the scale covers, on
 logarithmic axes. For int8 it is 0.4% at the top and doubles with each halving of the number, up to 100% below 1/255.
-For FP8 it stays near 6% down to about a 30-thousandth of the largest, and rises only below.""")
+For FP8 it stays at 4 to 6% down to about a 30-thousandth of the largest, and rises only below.""")
 
 # %% [markdown]
 # The two lines cross at about a 16th of the largest: larger numbers are more precise in int8, smaller ones in FP8.
@@ -602,7 +605,7 @@ for name, guess in (("", guess_plain), ("outliers: ", guess_with)):
 # Without outliers, FP8 is worse: three bits of mantissa are not many. With outliers, FP8 does not even notice them. A
 # number that is 32 times larger has an exponent that is larger by 5, and the same mantissa. Static scales do no harm
 # either: if a scale is too large for a token, its numbers get smaller exponents. So FP8 needs neither smoothing nor
-# careful scales, and it is usually the first thing to try on a GPU that has it.
+# careful scales here, and it is usually the first thing to try on a GPU that has it.
 #
 # **Predict first:** what if we do both, and *rotate* the model with outliers before FP8? Its KL divergence becomes how
 # many times larger (below 1: smaller)?
@@ -691,9 +694,9 @@ then W4A16 joins bfloat16, and W4A8 joins W8A8, which is half as high. Measured 
 #
 # ## Recap · 2 min
 #
-# * A product of codes allows a scale for each token and each output channel, not for each input channel. * A dynamic
-#   scale belongs to one token, and takes a pass over it. A static scale comes from calibration, takes no time, and must
-#   cover the largest token.
+# * A product of codes allows a scale for each token and each output channel, not for each input channel.
+# * A dynamic scale belongs to one token, and takes a pass over it. A static scale comes from calibration, takes no
+#   time, and must cover the largest token.
 # * An outlier **token** hurts static scales; an outlier **channel** hurts dynamic ones too.
 # * SmoothQuant scales channels down before they are rounded, and the weights that read them up; both are folded. A
 #   Hadamard rotation spreads each channel over all of them; most of it is folded, too.
