@@ -113,8 +113,7 @@ def quantize(
         check_tokenizer(tokenizer, dense.config)
         ids = calibration_rows(tokenizer, words, rows, length, seed, tokenizer.bos_token_id).to(device)
     if rotate:
-        down = any(methods.at(f"layers.{index}.down").format().activations for index in range(len(dense.layers)))
-        rotation.rotate(dense, target, seed=seed, down=down)
+        rotation.rotate(dense, target, seed=seed, down=_has_int8_inputs(dense, methods))
     if ids is not None:
         run = CalibrationRun(dense, ids)
     strengths: dict[str, float | None] = {}
@@ -139,6 +138,12 @@ def quantize(
         "length": length,
         "scales": strengths,
     }
+
+
+def _has_int8_inputs(model: Model, methods: MethodRecipe) -> bool:
+    """Whether a down projection's inputs are rounded to int8."""
+    down = (methods.at(f"layers.{index}.down").format().activations for index in range(len(model.layers)))
+    return any(activations is not None and activations.kind == "int8" for activations in down)
 
 
 def _last_calibrated(model: Model, methods: MethodRecipe) -> int:

@@ -15,7 +15,8 @@ product with H each, `ops.hadamard`; the model's config names them ("rotations")
                  the embedding, and back before the final norm.
     "down"       The inputs of `down` are products of two activations, channel by channel, which mixing does not commute
                  with: only signs can be folded, into the rows of `up`. `minillm quantize` rotates these inputs if they
-                 are quantized, which is where their outliers matter; 4-bit weights alone hardly gain from it.
+                 become int8, whose steps are as wide as a token's outliers make them. FP8 has fine steps for small
+                 numbers whatever the outliers, so spreading those only adds errors elsewhere.
 
 Ashkboos et al. 2024, "QuaRot", sections 4.1 and 4.2 (stages 1a to 1c), without its rotations of keys, queries and the
 cache, which nothing here needs: they stay in 16 bits.

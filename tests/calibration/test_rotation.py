@@ -118,11 +118,14 @@ def test_the_seed_chooses_the_signs(tmp_path):
     assert found[0].equal(found[1]) and not torch.allclose(found[0], found[2])
 
 
-@pytest.mark.parametrize("method", [Method("w8a8"), Method("gptq", group_size=64), Method("smoothquant")])
+@pytest.mark.parametrize(
+    "method", [Method("w8a8"), Method("gptq", group_size=64), Method("smoothquant"), Method("fp8")]
+)
 def test_a_rotated_quantized_engine_equals_its_dequantized_twin(method, tmp_path):
     quantize(None, MethodRecipe.of(method, head="int8"), tmp_path / "out", rotate=True, rows=2, length=32)
     model = load_model(tmp_path / "out", dtype="float64")
-    assert model.config.rotations == ("residual", "down")[: 1 if method.name == "gptq" else 2]
+    int8_inputs = method.name in ("w8a8", "smoothquant")
+    assert model.config.rotations == (("residual", "down") if int8_inputs else ("residual",))
     quantized = logits(model)
     torch.testing.assert_close(quantized, logits(twin(model)), rtol=0, atol=1e-9)
     with minillm.using(hadamard=lambda x, inverse=False: x):

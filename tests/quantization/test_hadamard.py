@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from compressed_tensors.transform.utils.hadamard import deterministic_hadamard_matrix
 
 from minillm.quantization.methods import hadamard
 
@@ -42,9 +43,9 @@ def test_entries_are_signs_and_rows_are_orthogonal(order):
     assert (found @ found.t()).equal(order * torch.eye(order, dtype=torch.float64))
 
 
-def test_powers_of_2_are_sylvesters():
-    wanted = torch.tensor([[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]])
-    assert hadamard.matrix(4).equal(wanted.double())
+@pytest.mark.parametrize("order", [1, 4, 64, 2048])
+def test_powers_of_2_are_those_of_compressed_tensors(order):
+    assert hadamard.matrix(order).equal(deterministic_hadamard_matrix(order, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("size", [1, 7, 6, 64, 80, 92, 256, 768, 896, 1536])

@@ -86,10 +86,10 @@ FAULTS = (
         f"{ROTATIONS} -k one_that_is_saved",
     ),
     Fault(
-        "the inputs of down projections are rotated even if only weights are quantized",
+        "the inputs of down projections are rotated even if they are not int8",
         QUANTIZE,
-        'down = any(methods.at(f"layers.{index}.down").format().activations for index in range(len(dense.layers)))',
-        "down = True",
+        "down=_has_int8_inputs(dense, methods)",
+        "down=True",
         f"{ROTATIONS} -k 'transformers or twin'",
     ),
     Fault(

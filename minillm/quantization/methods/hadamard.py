@@ -14,7 +14,7 @@ is one: the rotation then mixes the channels of each block (11,008: 43 blocks of
 """
 
 import math
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ def transform(x: Tensor, inverse: bool = False) -> Tensor:
     return (out if rest == 1 else out * rest).view(x.shape)
 
 
-@lru_cache(maxsize=16)
+@cache  # a captured CUDA graph reads them, so they are never freed
 def _factors(size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, float]:
     """The Kronecker factors of a size's matrix, and the number that remains to be multiplied with.
 
