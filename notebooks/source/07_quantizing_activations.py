@@ -1,0 +1,719 @@
+# %% [markdown]
+# # 07 · Quantizing activations
+#
+# After this lesson you can multiply eight-bit activations by eight-bit weights, and say which scales such a product
+# allows; tell static from dynamic scales; find outliers, and remove them with SmoothQuant or with a Hadamard rotation;
+# round to FP8 bit by bit; and say when W8A8, FP8 or W4A8 is the right choice. Everything that you write runs inside the
+# engine.
+#
+# **90 minutes.** **Needs:** a CPU, and lessons 05 (codes, scales, KL divergence) and 06 (folding scales into the
+# operation before). All models here are `tiny-gemma`; speeds of a GPU come from a committed record.
+
+# %%
+import math
+
+import torch
+
+from minillm import LLM, SamplingParams, using
+from minillm.bench import records
+from minillm.course import NotSolvedYet, check, compare, describe, eight_bits, solved, yours
+from minillm.course import draw_activations as draw
+from minillm.course.shapes import SHAPES
+from minillm.model import sizing
+from minillm.quantization import Activations, Fp8, Int4, Int8
+from minillm.quantization.methods.hadamard import transform
+
+held_out = eight_bits.HeldOut()  # text to measure on
+plain = eight_bits.dense()  # tiny-gemma
+
+
+def whose(part):
+    return "yours" if solved(part) else "the engine's, until you solve the exercise"
+
+
+print(f"{held_out.ids.shape[0]} rows of {held_out.ids.shape[1]} tokens to measure on")
+
+# %% [markdown]
+# ## 1 · Why activations? · 4 min
+#
+# A quantized weight is a **code**, a small integer, times a **scale** that its row or group shares (lesson 05). Lesson
+# 06 chose better codes by looking at activations, and folded scales into the operation before. But only the weights
+# became smaller. They are converted back before they are multiplied, so the arithmetic has 16 bits as before. That
+# saves time in small batches, which wait for weights to be read. Prompts and large batches wait for the arithmetic, and
+# there it saves nothing.
+#
+# The tensor cores of recent GPUs multiply eight-bit numbers at up to twice the rate of 16-bit numbers, but *both*
+# factors must have eight bits. So the activations have to be quantized too. **W8A8** means weights and activations of
+# eight bits, as integers or as **FP8**, eight-bit floating point. (W8A16 is weight-only.)
+#
+# A committed record has the time of all matrix products of one step of Gemma 2B on an H200, with all factors in
+# bfloat16 and with all factors in FP8.
+#
+# **Predict first.** How many times faster are the products with FP8, for 16 rows (16 requests that decode) and for
+# 1,024 rows (a long prompt)? FP8 halves the bytes, and doubles the peak rate of the arithmetic.
+
+# %% tags=["exercise"]
+guess_few = 2.0  # PREDICT: times faster with 16 rows
+guess_many = 2.0  # PREDICT: times faster with 1,024 rows
+
+# %%
+record = records.read("h200/ceiling-h200")
+products = {(row["dtype"], row["rows"]): row["step_ms"] for row in record["matrix_products"]}
+print("rows    bfloat16      FP8")
+for rows in (16, 64, 256, 1024, 3072):
+    print(f"{rows:5,}  {products['bf16', rows]:6.2f} ms  {products['fp8', rows]:5.2f} ms")
+for rows, guess in ((16, guess_few), (1024, guess_many)):
+    times = products["bf16", rows] / products["fp8", rows]
+    compare(f"{rows:,} rows", unit="times faster", prediction=guess, measured=times)
+
+# %% [markdown]
+# These are the products alone. Everything between two products takes as long as before, and quantizing the activations
+# takes additional time. The other price is quality, and this lesson is about that.
+#
+# Weights are rounded once, before the model is served. Activations are different for every token, so they are rounded
+# in every step, while the request waits.
+#
+# ## 2 · A product of eight-bit numbers · 22 min
+#
+# ### Which scales are allowed?
+#
+# A weight $w_{oi}$ (output $o$, input $i$) is stored as a code $q_{oi}$ and a scale. An activation $x_{ti}$ (token $t$)
+# becomes a code $p_{ti}$ and a scale as well. The sum over the inputs should be a sum of products of *integers*. Then
+# scales must not depend on $i$, so that they can be taken out of the sum:
+#
+# $$y_{to} = \sum_i x_{ti}\, w_{oi} \;\approx\; \sum_i (a_t\, p_{ti})(s_o\, q_{oi}) = a_t\, s_o \sum_i p_{ti}\, q_{oi}$$
+#
+# So a token may have its own scale $a_t$, and an output channel its own $s_o$. **An input channel cannot have one**:
+# it would stay inside the sum. Keep this in mind. It is the reason for sections 4 and 5.
+#
+# A **dynamic** scale is computed from the token at hand. The largest magnitude is set to 127.5 codes:
+#
+# $$a_t = \frac{\max_i |x_{ti}|}{127.5}, \qquad p_{ti} = \operatorname{clamp}\left(\operatorname{round}\left(
+# \frac{x_{ti}}{a_t}\right), -128, 127\right)$$
+#
+# (Why 127.5 and not 127? A largest value that is positive is then half a step beyond the last code, an error that any
+# value may have, and in return all steps are a little smaller. Lesson 05's symmetric groups do the same with 7.5.)
+#
+# By hand, for the token `1.2, -0.5, 2.55` and an output with the weights `1, -2, 0.5`, stored as the codes
+# `10, -20, 5` and the scale 0.1:
+#
+# 1. The largest magnitude is 2.55, so $a = 2.55 / 127.5 = 0.02$.
+# 2. The codes of the token are 60, -25, and 127.5, which is clamped to 127.
+# 3. The sum: $60 \cdot 10 + (-25)(-20) + 127 \cdot 5 = 1735$.
+# 4. The scales: $1735 \cdot 0.02 \cdot 0.1 = 3.47$. Without rounding it would be 3.475.
+#
+# A **static** scale is one number for all tokens. It is found beforehand, on calibration text: the largest magnitude
+# that occurred, divided by 127.5. A value beyond it is clamped.
+#
+# **Exercise 1 (10 minutes).** Write the product. Multiply the codes in `float64`: torch's products of integers are slow
+# on a CPU, and float64 is exact for such sums. (A tensor core multiplies int8 codes and adds in int32.)
+#
+# For example, the token and the output above give 3.47. With a static scale of 0.01, the codes are 120, -50 and 127,
+# and the result is $2835 \cdot 0.01 \cdot 0.1 = 2.835$.
+
+
+# %% tags=["exercise"]
+def int8_linear(x, codes, scales, input_scale=None):
+    """The product of quantized activations with quantized weights.
+
+    x: [tokens, in], floating point. codes: [out, in] int8. scales: [out], one for each output.
+    input_scale: None: each token has the scale max |x| / 127.5, or 1 if all its values are 0. Else [1], the
+    scale of all tokens. Codes of x are from -128 to 127. Returns [tokens, out] in the dtype of x.
+    """
+    # SOLUTION: the scale of each token, its codes, the sum of products of codes, then both scales
+    if input_scale is None:
+        largest = x.abs().amax(-1, keepdim=True)
+        token_scales = torch.where(largest > 0, largest / 127.5, torch.ones_like(largest))
+    else:
+        token_scales = input_scale
+    x_codes = (x / token_scales).round().clamp(-128, 127)
+    sums = x_codes.double() @ codes.double().T
+    return (sums * token_scales * scales).to(x.dtype)
+    # END
+
+
+# %%
+check(int8_linear)
+
+# %% [markdown]
+# Now in the engine. Its format `Int8(Activations("int8"))` stores weights in eight bits and says that their inputs are
+# quantized too. `using` then replaces the engine's `linear` by yours.
+
+# %%
+dynamic, static = Int8(Activations("int8")), Int8(Activations("int8", static=True))
+my_linear = eight_bits.linear_by(int8_linear)
+llm = LLM(device="cpu", enable_prefix_caching=False, num_blocks=64)
+greedy = SamplingParams(max_tokens=12, temperature=0)
+prompt = "Fenwick lies on the island of"
+
+with (
+    using(linear=my_linear) as used,
+    eight_bits.running(llm, eight_bits.quantized(plain, dynamic)),
+):
+    print(prompt + llm.generate(prompt, greedy)[0].text)
+print(f"int8_linear is {whose(int8_linear)}; calls of yours: {used.calls['linear']}")
+
+# %% [markdown]
+# (12 steps of 6 layers with 4 products are 288 calls, if the function is yours. The output head is not quantized here.)
+#
+# The engine's own version. Look for where it takes the maximum, and where it does not. Its `linear` on a CPU, which has
+# no eight-bit tensor cores, multiplies the rounded numbers instead of the codes. The result is the same.
+
+# %%
+# ENGINE: minillm.quantization.activations:Activations.quantize
+# ENGINE: minillm.ops.reference:linear
+
+# %% [markdown]
+# ### Static or dynamic
+#
+# A dynamic scale needs the whole token before the first code can be written: one pass for the maximum, another for the
+# codes. A static scale is known in advance, so whatever computes an activation can write its code at once. But it is
+# the same for all tokens.
+#
+# **Predict first.** The measure is lesson 05's KL divergence from the unquantized model, 0 if both predict the same.
+# How many times larger is it with dynamic int8 activations than with 16-bit activations (W8A16)? And how many times
+# larger with a static scale for each product than with dynamic scales?
+
+# %% tags=["exercise"]
+guess_dynamic = 3  # PREDICT: KL divergence W8A8 dynamic / W8A16
+guess_static = 2  # PREDICT: KL divergence W8A8 static / W8A8 dynamic
+
+# %% tags=["nbval-ignore-output"] uncompared="values near a tie are rounded differently on other CPUs"
+largest = eight_bits.largest_inputs(plain)  # on calibration text: {address: [in]}
+divergence = {}
+
+
+def measure(name, model):
+    """Print and keep the KL divergence of a model, in millinats (1/1000 nat) per token."""
+    with using(linear=my_linear):
+        divergence[name] = 1000 * held_out.divergence(model)
+    print(f"{name:32} KL {divergence[name]:9.3f} millinats")
+
+
+measure("W8A16", eight_bits.quantized(plain, Int8()))
+measure("W8A8 dynamic", eight_bits.quantized(plain, dynamic))
+measure("W8A8 static", eight_bits.quantized(plain, static, largest))
+for name, base, guess in (
+    ("W8A8 dynamic", "W8A16", guess_dynamic),
+    ("W8A8 static", "W8A8 dynamic", guess_static),
+):
+    ratio = divergence[name] / divergence[base]
+    compare(f"{name} / {base}", unit="times", prediction=guess, measured=ratio)
+
+# %% [markdown]
+# Quantizing activations costs far more quality than quantizing weights, and static scales far more than dynamic ones.
+# Let us look at the activations. For each token of a text, the largest input of two products of the first layer:
+
+# %%
+inputs = eight_bits.inputs_of(plain, held_out.ids[:1])
+static_scale = largest["layers.0.down"].max() / 127.5
+others = (inputs["layers.0.down"][1:] / static_scale).round()  # all tokens but the first
+print(f"down, static scale: {(others == 0).double().mean():.0%} of these tokens' codes are 0,")
+print(f"and the largest is {others.abs().max():.0f}, of 127")
+draw.tokens({
+    name: inputs[name].abs().amax(1) for name in ("layers.0.gate_up", "layers.0.down")
+})  # fmt: skip
+describe("""For 256 tokens, the largest input of two products. Inputs of gate_up are alike, all below 5. Inputs of down
+are mostly below 10, but the first token, bos, has one of 80.""")
+
+# %% [markdown]
+# One **token** is an outlier: `<bos>`, the first of every text. Sun et al. (2024) describe such *massive activations*
+# in the hidden states of many large models, mostly at the first token. Here is a relative of theirs, in a model of 5.6
+# million parameters. A static scale of `down` must reach 80, and almost nothing is left of all other tokens. With
+# dynamic scales, only `<bos>` itself suffers.
+#
+# ## 3 · Outlier channels · 5 min
+#
+# Dynamic scales protect tokens from each other. But within a token, all channels share one scale. Large models have a
+# second kind of outlier: a few **channels** that are tens of times larger than the others, in nearly all tokens.
+# Dettmers et al. (2022) found that in models from 6.7 billion parameters on, all layers have them, and that eight-bit
+# activations lose their accuracy there.
+#
+# `tiny-gemma` has none that large, so the engine plants some. `plant_outliers` picks one channel in 64 of each
+# product's inputs, makes it 32 times larger where it is computed, and divides the weights that read it by 32. Both are
+# exact, since 32 is a power of 2. This is the folding of lesson 06, in the harmful direction.
+
+# %%
+outliers = eight_bits.dense(outliers=True)
+largest_outliers = eight_bits.largest_inputs(outliers)
+print(f"KL divergence without quantization: {held_out.divergence(outliers):.1f}")
+four_tokens = {}
+for name, model in (("tiny-gemma", plain), ("with planted outliers", outliers)):
+    four_tokens[name] = eight_bits.inputs_of(model, held_out.ids[:1])["layers.3.qkv"][50:54]
+draw.channels(four_tokens)
+describe("""The magnitudes of four tokens in 256 channels, in two models. In tiny-gemma all are below 5. With planted
+outliers, four channels are far above that, the same ones for all tokens; the others look like a flat line.""")
+
+# %% [markdown]
+# By hand, for the token `0.5, -0.3, 0.2, 64`: the scale is $64 / 127.5 \approx 0.5$. The codes are 1, -1, 0 and 127.
+# Almost nothing is left of the first three channels.
+#
+# **Predict first.** The two models compute the same. By what factor does the KL divergence of dynamic W8A8 grow because
+# of the outliers? And static W8A8: does the model still know the island?
+
+# %% tags=["exercise"]
+guess_outliers = 10  # PREDICT: KL divergence of dynamic W8A8, with outliers / without
+
+# %% tags=["nbval-ignore-output"] uncompared="values near a tie are rounded differently on other CPUs"
+for name, x in four_tokens.items():
+    scale = x.abs().amax(1, keepdim=True) / 127.5
+    print(
+        f"{name:32} {((x / scale).round() == 0).double().mean():.0%} of these inputs get code 0"
+    )
+measure("outliers: W8A16", eight_bits.quantized(outliers, Int8()))
+measure("outliers: W8A8 dynamic", eight_bits.quantized(outliers, dynamic))
+broken = eight_bits.quantized(outliers, static, largest_outliers)
+measure("outliers: W8A8 static", broken)
+with using(linear=my_linear), eight_bits.running(llm, broken):
+    print(prompt + llm.generate(prompt, greedy)[0].text)
+ratio = divergence["outliers: W8A8 dynamic"] / divergence["W8A8 dynamic"]
+compare("with outliers / without", unit="times", prediction=guess_outliers, measured=ratio)
+
+# %% [markdown]
+# A scale for each input channel would solve this, but section 2 has ruled it out. There are two ways around that, and
+# one number format that needs none.
+#
+# ## 4 · SmoothQuant: move the outliers into the weights · 13 min
+#
+# Xiao et al. (2022) apply scales of channels *before* quantization, so that the sum of codes never sees them. Divide
+# channel $i$ of the activations by $s_i$, and multiply the weights that read it by $s_i$:
+#
+# $$\sum_i x_{ti}\, w_{oi} = \sum_i \frac{x_{ti}}{s_i} \cdot (s_i\, w_{oi})$$
+#
+# AWQ does the same in lesson 06, and both are folded in the same way: the division goes into the norm, or into the rows
+# of the product before. Only the purpose differs. AWQ makes important *weights* easier to round. SmoothQuant makes
+# *activations* easier to round, at the expense of the weights, which have no outliers.
+#
+# How far should it go? With $s_i = \max_t |x_{ti}|$, all channels of $x$ become equally large, and the weights get all
+# of the outliers. With $s_i = 1 / \max_o |w_{oi}|$, it is the weights whose channels become equally large. The
+# **strength** $\alpha$ chooses a compromise:
+#
+# $$s_i = \frac{(\max_t |x_{ti}|)^{\alpha}}{(\max_o |w_{oi}|)^{1 - \alpha}}$$
+#
+# By hand: channel 0 of the activations reaches 64, and its weights reach 1; channel 1 reaches 4, and its weights 1.
+# With $\alpha = 0.5$, $s = (\sqrt{64} / 1, \sqrt{4} / 1) = (8, 2)$. Then the activations reach 8 and 2, and the weights
+# 8 and 2: the ratio of 16 between the two channels has become 4 on both sides.
+#
+# **Exercise 2 (6 minutes).** Write the scales. Calibration has recorded `largest`, the largest magnitude of each
+# channel. A channel that never occurs (`largest` is 0) or is never read (all its weights are 0) keeps scale 1.
+#
+# For example, `largest` of 64 and 4, weights `[[1, -0.5], [0.25, 1]]` and strength 0.5 give the scales 8 and 2.
+
+
+# %% tags=["exercise"]
+def smooth_scales(largest, weight, strength):
+    """What each channel of a product's inputs is divided by, [in], in the dtype of weight.
+
+    largest: [in], the largest |x| of each channel. weight: [out, in]. strength: from 0 to 1.
+    """
+    # SOLUTION: the largest weight of each input, both powers, and 1 where either is 0
+    weights = weight.abs().amax(0)
+    used = (largest > 0) & (weights > 0)
+    ones = torch.ones_like(weights)
+    return torch.where(used, largest, ones) ** strength / torch.where(used, weights, ones) ** (
+        1 - strength
+    )
+    # END
+
+
+# %%
+check(smooth_scales)
+
+# %% [markdown]
+# In the engine: `smoothed` takes your scales for the inputs of all 24 products, and folds them with the engine's own
+# `fold`. (As in lesson 06, query heads that share values must share their scales.) The result is an ordinary model. It
+# is quantized and runs like any other: **smoothing costs nothing at run time**.
+#
+# **Predict first:** which strength is the best for the model with outliers, of 0, 0.25, 0.5, 0.75 and 1?
+
+# %% tags=["exercise"]
+guess_strength = 75  # PREDICT: % of strength with the smallest KL divergence
+
+# %% tags=["nbval-ignore-output"] uncompared="values near a tie are rounded differently on other CPUs"
+scales_of = yours(smooth_scales, eight_bits.smooth_scales)
+print(f"smooth_scales is {whose(smooth_scales)}")
+smoothed = {}
+for strength in (0, 0.25, 0.5, 0.75, 1):
+    smoothed[strength] = eight_bits.smoothed(
+        outliers, lambda x, w, strength=strength: scales_of(x, w, strength), largest_outliers
+    )
+    measure(
+        f"smoothed, strength {strength}", eight_bits.quantized(smoothed[strength], dynamic)
+    )
+points = {strength: divergence[f"smoothed, strength {strength}"] for strength in smoothed}
+best = min(points, key=points.get)
+compare("best strength", unit="%", prediction=guess_strength, measured=100 * best)
+
+# %%
+draw.strengths(
+    {"with outliers, smoothed": points},
+    {
+        "with outliers, not smoothed": divergence["outliers: W8A8 dynamic"],
+        "tiny-gemma, without outliers": divergence["W8A8 dynamic"],
+    },
+)
+describe("""KL divergence by SmoothQuant's strength: a curve that is lowest in the middle, near 0.5, about as low as the
+model without outliers, and two to four times higher at 0 and 1. All of it is far below the line without smoothing.""")
+
+# %% [markdown]
+# In the middle, the model is as good as if the outliers had not been planted. This is a friendly case: they were
+# planted with the very operation that SmoothQuant uses. Even strength 0, which does not look at the activations, finds
+# them, because the weights that read them are 32 times smaller. In real models, the weights of an outlier channel may
+# look like all others.
+#
+# The engine does not use one strength for all. It searches for the best one for each product, on samples of its inputs
+# (not on KL divergence, which would need a run of the model for each try). `allowed` returns the nearest scales that
+# can be folded, and strength `None` stands for no smoothing:
+
+# %%
+# ENGINE: minillm.quantization.methods.smoothquant:search_scales
+
+# %% [markdown]
+# ## 5 · Rotation: spread the outliers over all channels · 21 min
+#
+# The second way needs no calibration. Take two channels, one of them an outlier: `8, 0`. Replace them by their sum and
+# their difference, both divided by $\sqrt 2$: `5.66, 5.66`. The vector has kept its length, as in a rotation of the
+# plane by 45 degrees (here with a reflection), and its largest number is smaller by $\sqrt 2$.
+#
+# A rotation $R$ does not change a product if the weights are rotated too, because $R R^T = I$:
+#
+# $$x\, W^T = (x R)(W R)^T$$
+#
+# A **Hadamard matrix** does this to $n = 2^k$ channels. Its entries are all 1 or -1, and its rows are orthogonal, so
+# that $H_n / \sqrt n$ keeps lengths. Sylvester (1867) builds each from a smaller one:
+#
+# $$H_1 = (1), \qquad H_{2n} = \begin{pmatrix} H_n & H_n \\ H_n & -H_n \end{pmatrix}$$
+#
+# Every output is a sum of *all* inputs, with different signs. An outlier $m$ in one channel becomes $\pm m / \sqrt n$
+# in every channel:
+
+# %%
+H = torch.ones(1, 1)
+for _ in range(2):
+    H = torch.cat((torch.cat((H, H), 1), torch.cat((H, -H), 1)))
+print(H)
+for token in ([8.0, 0, 0, 0], [0.5, -0.3, 0.2, 64]):
+    print(
+        f"{token} -> {[round(value, 2) for value in (torch.tensor(token) @ H / 2).tolist()]}"
+    )
+
+# %% [markdown]
+# The second token is the one from section 3. Now its largest number is 32.3, so the rounding steps are half as large
+# as before. With more channels they shrink more: by up to $\sqrt{256} = 16$ for a single outlier among 256 channels.
+#
+# A product with $H$ takes $n^2$ operations for each token. The construction gives a faster way, the **fast Hadamard
+# transform**: $k$ steps, each with $n$ additions or subtractions. The first step combines neighbors: $(a, b)$ becomes
+# $(a + b, a - b)$. The second step combines channels at distance 2, the third at distance 4, and so on. At the end,
+# divide by $\sqrt n$.
+
+# %%
+draw.butterfly(8)
+describe("""Eight channels in four columns, connected by lines. In the first step channels at distance 1 are combined,
+in the second at distance 2, in the third at distance 4. The first channel of a pair becomes the sum. The second
+channel's own line is dashed: it is subtracted from its partner.""")
+
+# %% [markdown]
+# **Exercise 3 (10 minutes).** Write the fast transform. One way: for each distance $h$, `reshape` the channels to
+# `[..., n / 2h, 2, h]`; then the two parts to combine are `[..., 0, :]` and `[..., 1, :]`.
+#
+# For example, `8, 0, 0, 0` becomes `4, 4, 4, 4`, and `0, 8, 0, 0` becomes `4, -4, 4, -4`.
+
+
+# %% tags=["exercise"]
+def hadamard(x):
+    """x times Sylvester's Hadamard matrix / sqrt(n), over the last axis: like x, in a new tensor.
+
+    x: [..., n], floating point; n is a power of 2, also 1. In log2(n) steps: no tensor may be much larger than x.
+    """
+    # SOLUTION: sums and differences at distances 1, 2, 4, ..., then divide by sqrt(n)
+    size = x.shape[-1]
+    out, distance = x, 1
+    while distance < size:
+        first, second = out.reshape(*x.shape[:-1], -1, 2, distance).unbind(-2)
+        out = torch.stack((first + second, first - second), dim=-2).reshape(x.shape)
+        distance *= 2
+    return out / math.sqrt(size)
+    # END
+
+
+# %%
+check(hadamard)
+
+# %% [markdown]
+# ### Where the rotations go
+#
+# Rotating the inputs of each product while the model runs would take 24 transforms in each step. QuaRot (Ashkboos et
+# al. 2024) folds most rotations into the weights.
+#
+# * **The residual stream** is rotated as a whole. What writes to it (`attention_out`, `down`) gets $R$ on its output
+#   side, and what reads from it (`qkv`, `gate_up`) on its input side. Between them is a norm. It divides a token by its
+#   root mean square, which a rotation does not change, so $\text{norm}(xR) = \text{norm}(x) R$, once the norm's weights
+#   have moved into the matrix after it.
+# * **Values** are rotated within each head. Attention only averages them, and `attention_out` rotates them back.
+# * **The inputs of `down`** are a gate times `up`, channel by channel. No rotation can be moved across that product, so
+#   they are rotated **online**, while the model runs: an operation in each layer.
+#
+# Gemma's table, which is embedding and head at once, adds two online rotations: the stream is rotated after the
+# embedding, and back before the final norm. The engine's `rotate` does all this, with random signs before $H$, so that
+# no regular pattern of outliers adds up. What is left to do online is the operation `hadamard`, which `using` replaces
+# by yours. (`down` has 768 = 3 x 256 inputs, which is not a power of 2. For such sizes there are other Hadamard
+# matrices, by Paley, 1933; `hadamard_by` passes only powers of 2 to you.)
+#
+# **Predict first.** With outliers, dynamic W8A8 was far from the original. How many times smaller does the KL
+# divergence become if stream and values are rotated? And with the inputs of `down` too?
+
+# %% tags=["exercise"]
+guess_folded = 10  # PREDICT: times smaller, stream and values rotated
+guess_all = 12  # PREDICT: times smaller, the inputs of down too
+
+# %% tags=["nbval-ignore-output"] uncompared="values near a tie are rounded differently on other CPUs"
+folded, rotated = (eight_bits.rotated(outliers, down=down) for down in (False, True))
+with using(hadamard=eight_bits.hadamard_by(hadamard)) as used:
+    print(
+        f"rotated, not quantized           KL {1000 * held_out.divergence(rotated):9.3f} millinats"
+    )
+    calls = used.calls["hadamard"]
+    measure("rotated: W8A8 dynamic", eight_bits.quantized(rotated, dynamic))
+    measure("without down: W8A8 dynamic", eight_bits.quantized(folded, dynamic))
+    largest_rotated = eight_bits.largest_inputs(rotated)
+    measure("rotated: W8A8 static", eight_bits.quantized(rotated, static, largest_rotated))
+print(f"hadamard is {whose(hadamard)}; calls in one run of the model: {calls}")
+before = divergence["outliers: W8A8 dynamic"]
+for name, guess in (("without down", guess_folded), ("rotated", guess_all)):
+    ratio = before / divergence[f"{name}: W8A8 dynamic"]
+    compare(name, unit="times smaller", prediction=guess, measured=ratio)
+
+# %% [markdown]
+# (Once `hadamard` is solved there are 8 calls: two for the stream, and one in each layer.)
+#
+# Look at the static row, too. In section 3, static W8A8 had destroyed the model. Rotated, it is usable, without any
+# smoothing. The inputs of the first `down` show why: no channel is near 80 anymore.
+
+# %%
+address = "layers.0.down"
+draw.spread({
+    "tiny-gemma": largest[address],
+    "with outliers": largest_outliers[address],
+    "with outliers, rotated": largest_rotated[address],
+})  # fmt: skip
+describe("""The largest input of each of 768 channels, sorted, on a logarithmic axis, for the inputs of down in the
+first layer. tiny-gemma's line begins near 80 and falls steeply; with outliers it begins several times higher; rotated,
+it is almost flat.""")
+
+# %% [markdown]
+# The engine's operation works in a third way: $H$ is the Kronecker product of two smaller matrices, `left` and `right`,
+# so two small products are enough:
+
+# %%
+# ENGINE: minillm.quantization.methods.hadamard:transform
+
+# %% [markdown]
+# ## 6 · FP8, bit by bit · 17 min
+#
+# Integers have the same step everywhere. That is why an outlier hurts: it makes *all* steps large. Floating-point
+# numbers are denser near 0. **e4m3** is such a format of eight bits: a sign, 4 bits of exponent, 3 bits of mantissa
+# (Micikevicius et al. 2022). The same paper has e5m2, with a larger range and even fewer bits of mantissa, for
+# gradients.
+#
+# Read a byte with sign $s$, exponent bits $E$ (0 to 15) and mantissa bits $M$ (0 to 7):
+#
+# $$\text{value} = (-1)^s \left(1 + \frac M 8\right) 2^{E - 7} \quad \text{if } E > 0, \qquad
+# (-1)^s \, \frac M 8 \; 2^{-6} \quad \text{if } E = 0$$
+#
+# The second case is that of the **subnormal** numbers, which fill the gap between 0 and $2^{-6}$. If all bits of $E$
+# and $M$ are 1, the byte means "not a number", so the largest number is $(1 + \frac 6 8)\, 2^8 = 448$. There is no
+# infinity.
+
+# %%
+draw.fp8_bits([0b0_0101_010, 0b1_1000_100, 0b0_1111_110, 0b0_0000_001, 0b0_1111_111])
+describe("""Five bytes with sign, exponent and mantissa in colors: 0 0101 010 is 0.3125; 1 1000 100 is -3; 0 1111 110 is
+448; 0 0000 001 is 2 to the power of -9; 0 1111 111 is not a number.""")
+
+# %% [markdown]
+# Now the other direction. Which byte is nearest to 0.3? The power of 2 below it is $2^{-2} = 0.25$, so $E = 5$. From
+# 0.25 to 0.5 there are 8 steps of $0.25 / 8 = 0.03125$. And $0.3 / 0.03125 = 9.6$, so the nearest number is
+# $10 \cdot 0.03125 = 0.3125$. Since 0.25 is 8 of these steps, $M = 10 - 8 = 2$: the first byte above.
+#
+# In general, for $x \ne 0$:
+#
+# $$e = \max(\lfloor \log_2 |x| \rfloor, -6), \qquad \text{step} = 2^{e - 3}, \qquad
+# \text{rounded} = \operatorname{round}\left(\frac{x}{\text{step}}\right) \text{step}$$
+#
+# Because of the maximum with -6, subnormal numbers have the steps of the smallest normal ones. Halves are rounded to
+# the even neighbor, as `torch.round` does. Numbers beyond 448 become 448.
+#
+# **Exercise 4 (8 minutes).** Write the rounding with arithmetic only, without torch's own FP8 types. `torch.frexp`,
+# `torch.log2` and `torch.exp2` may help.
+#
+# For example, 0.3 becomes 0.3125, -3.1 becomes -3, and 1000 becomes 448.
+
+
+# %% tags=["exercise"]
+def round_to_e4m3(x):
+    """The nearest numbers of e4m3, in the dtype of x. x: float32 or float64, any shape, no NaN.
+
+    Halves go to the even neighbor; numbers beyond -448 to 448 become -448 or 448; 0 stays 0.
+    """
+    # SOLUTION: the exponent of each number, its step, and the nearest multiple of the step
+    clipped = x.clamp(-448, 448)
+    exponent = (
+        torch.frexp(clipped).exponent - 1
+    )  # clipped = mantissa * 2 ** exponent, 1 <= |mantissa| < 2
+    step = torch.ldexp(torch.ones_like(x), exponent.clamp(min=-6) - 3)
+    return (clipped / step).round() * step
+    # END
+
+
+# %%
+check(round_to_e4m3)
+
+# %% [markdown]
+# The engine's weights in FP8 are $w / s$ rounded to e4m3, with a scale for each output that brings the largest weight
+# to 448. Does your function round all weights of all layers as the engine does?
+
+# %%
+to_e4m3 = yours(round_to_e4m3, eight_bits.round_to_e4m3)
+same, count = eight_bits.same_codes(plain, to_e4m3)
+print(f"round_to_e4m3 is {whose(round_to_e4m3)}: {same:,} of {count:,} weights are the same")
+draw.rounding_errors()
+describe("""The largest relative error by the size of a number, compared with the largest one that the scale covers, on
+logarithmic axes. For int8 it is 0.4% at the top and doubles with each halving of the number, up to 100% below 1/255.
+For FP8 it stays at 4 to 6% down to about a 30-thousandth of the largest, and rises only below.""")
+
+# %% [markdown]
+# The two lines cross at about a 16th of the largest: larger numbers are more precise in int8, smaller ones in FP8.
+#
+# **Predict first.** KL divergence of FP8 (weights and activations, dynamic scales), divided by that of W8A8 in int8: on
+# `tiny-gemma`, and on the model with outliers? Below 1 means that FP8 is better.
+
+# %% tags=["exercise"]
+guess_plain = 0.5  # PREDICT: KL divergence FP8 / int8, tiny-gemma
+guess_with = 0.1  # PREDICT: KL divergence FP8 / int8, with outliers
+
+# %% tags=["nbval-ignore-output"] uncompared="values near a tie are rounded differently on other CPUs"
+fp8 = Fp8(activations=eight_bits.RoundedBy(function=to_e4m3))
+fp8_static = Fp8(activations=eight_bits.RoundedBy(function=to_e4m3, static=True))
+measure("FP8 dynamic", eight_bits.quantized(plain, fp8))
+measure("FP8 static", eight_bits.quantized(plain, fp8_static, largest))
+measure("outliers: FP8 dynamic", eight_bits.quantized(outliers, fp8))
+measure("outliers: FP8 static", eight_bits.quantized(outliers, fp8_static, largest_outliers))
+for name, guess in (("", guess_plain), ("outliers: ", guess_with)):
+    ratio = divergence[f"{name}FP8 dynamic"] / divergence[f"{name}W8A8 dynamic"]
+    compare(f"{name}FP8 / int8", unit="times", prediction=guess, measured=ratio)
+
+# %% [markdown]
+# Without outliers, FP8 is worse: three bits of mantissa are not many. With outliers, FP8 does not even notice them. A
+# number that is 32 times larger has an exponent that is larger by 5, and the same mantissa. Static scales do no harm
+# either: if a scale is too large for a token, its numbers get smaller exponents. So FP8 needs neither smoothing nor
+# careful scales here, and it is usually the first thing to try on a GPU that has it.
+#
+# **Predict first:** what if we do both, and *rotate* the model with outliers before FP8? Its KL divergence becomes how
+# many times larger (below 1: smaller)?
+
+# %% tags=["exercise"]
+guess_both = 0.7  # PREDICT: KL divergence of FP8 with outliers, rotated / not rotated
+
+# %% tags=["nbval-ignore-output"] uncompared="values near a tie are rounded differently on other CPUs"
+with using(hadamard=eight_bits.hadamard_by(hadamard)):
+    measure("rotated: FP8 dynamic", eight_bits.quantized(rotated, fp8))
+ratio = divergence["rotated: FP8 dynamic"] / divergence["outliers: FP8 dynamic"]
+compare("rotated / not rotated", unit="times", prediction=guess_both, measured=ratio)
+
+# %% [markdown]
+# Rotation made it *worse*. Before, the large errors of FP8 were where the large numbers are, in the outlier channels,
+# and the weights that read those are small in this model. Rotated, every channel holds a share of every outlier, and
+# has an error in proportion to that. An evenly spaced grid needs channels of equal size; a floating-point grid does
+# not. (In other models, the weights of outlier channels may not be small. Measure.)
+#
+# ## 7 · W4A8, and what to choose · 6 min
+#
+# Small batches need few bytes: int4 weights. Large batches need fast arithmetic: factors of eight bits. **W4A8** has
+# both. Weights are stored in int4 groups, and a kernel converts them to FP8 on their way to the tensor cores;
+# activations are in FP8. (The engine's method `w4a8` rounds the weights with AWQ, lesson 06. Here they are rounded to
+# the nearest.)
+
+# %% tags=["nbval-ignore-output"] uncompared="values near a tie are rounded differently on other CPUs"
+FORMATS = {
+    "W8A16": Int8(),
+    "W8A8 dynamic": dynamic,
+    "FP8 dynamic": fp8,
+    "W4A16": Int4(64),
+    "W4A8": Int4(64, activations=fp8.activations),
+}
+print(f"{'format':14} {'layers':>8}  {'KL, millinats':>14}  {'with outliers':>14}")
+for name, format in FORMATS.items():
+    found = [eight_bits.quantized(model, format) for model in (plain, outliers)]
+    with using(linear=my_linear):
+        cells = "".join(f"{1000 * held_out.divergence(model):14.2f}  " for model in found)
+    print(f"{name:14} {eight_bits.bytes_of(found[0]) / 1e6:5.2f} MB  {cells}")
+
+# %% [markdown]
+# Four-bit weights cause most of W4A8's loss. The eight bits of the activations add little to it.
+#
+# What could W4A8 gain? Compute floors for Gemma 2B, as in lesson 05: a step takes at least the time to read all weights
+# at the H200's copy rate, and at least the time of its arithmetic, at the rate of the record's products of 2,048 rows.
+
+# %%
+gemma = SHAPES["Gemma 2B"]
+rate = {dtype: 2048 / products[dtype, 2048] for dtype in ("bf16", "fp8")}  # rows per ms
+FLOORS = {  # bits of a weight, and of the arithmetic
+    "bfloat16": (16, "bf16"),
+    "W8A8": (8, "fp8"),
+    "W4A16": (4.25, "bf16"),
+    "W4A8": (4.25, "fp8"),
+}
+ROWS = [2 ** (power / 4) for power in range(41)]
+floors = {}
+for name, (bits, dtype) in FLOORS.items():
+    reading = 1e3 * sizing.parameters(gemma) * bits / 8 / (record["copy_TB_per_s"] * 1e12)
+    floors[name] = [max(reading, rows / rate[dtype]) for rows in ROWS]
+    print(
+        f"{name:9} reads for {reading:4.2f} ms; arithmetic takes longer from {reading * rate[dtype]:4.0f} rows on"
+    )
+measured = {
+    name: {rows: ms for (kind, rows), ms in products.items() if kind == dtype and rows <= 1024}
+    for name, dtype in (("bfloat16", "bf16"), ("W8A8", "fp8"))
+}
+draw.step_floors(ROWS, floors, measured)
+describe("""The least time of a step's products by rows. bfloat16 is highest. W4A16 and W4A8 are lowest for few rows;
+then W4A16 joins bfloat16, and W4A8 joins W8A8, which is half as high. Measured products are somewhat above.""")
+
+# %% [markdown]
+# No other floor is below that of W4A8. But floors count neither the conversion from int4 nor the quantization of
+# activations, and both take time. In short:
+#
+# | your case | try first | because |
+# |---|---|---|
+# | many requests or long prompts, a GPU with FP8 | FP8 | fast arithmetic, and outliers do no harm |
+# | the same, a GPU with int8 but not FP8 | int8 with SmoothQuant, or rotated | outliers must go first |
+# | few requests, or little memory | int4, lesson 06 | fewest bytes |
+# | both | W4A8 | few bytes and fast arithmetic, if there is a fast kernel |
+#
+# All of these are in the engine: `minillm quantize --method smoothquant`, `fp8` or `w4a8`, with `--static` for static
+# scales and `--rotate` for rotation.
+#
+# ## Recap · 2 min
+#
+# * A product of codes allows a scale for each token and each output channel, not for each input channel.
+# * A dynamic scale belongs to one token, and takes a pass over it. A static scale comes from calibration, takes no
+#   time, and must cover the largest token.
+# * An outlier **token** hurts static scales; an outlier **channel** hurts dynamic ones too.
+# * SmoothQuant scales channels down before they are rounded, and the weights that read them up; both are folded. A
+#   Hadamard rotation spreads each channel over all of them; most of it is folded, too.
+# * The error of FP8 is relative to each number: larger than that of int8 if all channels are alike, and indifferent to
+#   outliers.
+#
+# **What got worse:** quality, and by more than quantized weights alone cost. Each product needs its inputs quantized,
+# one more pass over the activations unless another kernel includes it. A static scale knows only the calibration text,
+# and clips what is larger. A smoothed or rotated model no longer has its original weights, so adapters that were
+# trained for those do not fit, and online rotations run only in an engine that has them. And remedies do not add up:
+# rotation made FP8 worse.
+#
+# **Further reading:** Dettmers et al. 2022, *LLM.int8()* (outlier channels); Sun et al. 2024, *Massive Activations in
+# Large Language Models* (outlier tokens); Yao et al. 2022, *ZeroQuant* (a scale for each token); Xiao et al. 2022,
+# *SmoothQuant*; Ashkboos et al. 2024, *QuaRot*; Liu et al. 2024, *SpinQuant* (learned rotations); Micikevicius et al.
+# 2022, *FP8 Formats for Deep Learning*; Kuzmin et al. 2022, *FP8 Quantization: The Power of the Exponent*; Lin et al.
+# 2024, *QServe* (W4A8 with int8). Next: lesson 08 quantizes the KV cache, and chooses.
+
+# %%
+llm.close()
