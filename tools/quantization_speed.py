@@ -4,7 +4,8 @@
 
 Each method runs in an engine of its own, one after another; bf16 runs first and last, so that a drift of the machine
 shows. `times_bf16` divides by the median of both. Methods that differ only in how their codes are chosen run at the
-same speed: AWQ and GPTQ as int4, SmoothQuant as w8a8. Timed as `minillm bench offline` times a workload.
+same speed: AWQ and GPTQ as int4, SmoothQuant as w8a8. Timed as `minillm bench offline` times a workload. The record is
+written after each method, so a run that is cut short keeps what it has.
 """
 
 import argparse
@@ -42,7 +43,7 @@ LOADS = [replace(SINGLE, name=f"single_128_256_x{requests}", requests=requests) 
 REPEAT = 3
 
 
-def measured(method: str, chat: bool) -> list[dict]:
+def measured(method: str) -> list[dict]:
     """The rows of one method."""
     formats = ACT_ORDER if "act-order" in method else {}
     with (
@@ -51,7 +52,7 @@ def measured(method: str, chat: bool) -> list[dict]:
     ):
         engine = Minillm("gemma-2b", dtype="bfloat16", **ENGINE, **METHODS[method])
         found = []
-        for load in [*LOADS, *([CHAT] if chat else [])]:
+        for load in [*LOADS, CHAT]:
             work = workloads.make(load.name, engine.llm.model_config.vocab_size)
             engine.run(work, 1.0)  # captures graphs, compiles kernels
             runs = [engine.run(work, 1.0) for _ in range(REPEAT)]
@@ -70,6 +71,12 @@ def measured(method: str, chat: bool) -> list[dict]:
     return found
 
 
+def dense_seconds(results: list[dict], workload: str) -> float:
+    """The median of all bf16 runs of a workload so far."""
+    rows = [row for row in results if (row["quantization"], row["workload"]) == ("bf16", workload)]
+    return statistics.median(seconds for row in rows for seconds in row["runs"])
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--record", help="write the table to this file, or to the committed record of this name")
@@ -77,15 +84,13 @@ def main() -> None:
     chosen = options.parse_args()
     begun = records.begin(chosen.record)
     methods = [each for each in METHODS if each != "bf16" and (chosen.only is None or each in chosen.only)]
-    first = measured("bf16", chat=True)
-    rows = [row for method in methods for row in measured(method, chat=True)]
-    last = measured("bf16", chat=True)
-    dense = {a["workload"]: statistics.median([*a["runs"], *b["runs"]]) for a, b in zip(first, last, strict=True)}
-    for row in rows:
-        row["times_bf16"] = dense[row["workload"]] / row["seconds"]
-    results = [*first, *rows, *last]
-    if chosen.record:
-        print(records.write(records.record(results, begun), chosen.record))
+    results: list[dict] = []
+    for method in ["bf16", *methods, "bf16"]:
+        results += measured(method)
+        for row in results:
+            row["times_bf16"] = dense_seconds(results, row["workload"]) / row["seconds"]
+        if chosen.record:
+            records.write(records.record(results, begun), chosen.record)
 
 
 if __name__ == "__main__":
