@@ -632,8 +632,8 @@ compare("rotated / not rotated", unit="times", prediction=guess_both, measured=r
 # Small batches need few bytes: int4 weights. Large batches need fast arithmetic: factors of eight bits. **W4A8** has
 # both. Weights are stored in int4 groups, and a kernel converts them to FP8 on their way to the tensor cores;
 # activations are in FP8. (The engine's method `w4a8` rounds the weights with AWQ, lesson 06. Here they are rounded to
-# the nearest. It has no such kernel: it rounds the activations to FP8, but multiplies in bfloat16. So it has the
-# quality of W4A8, but not its speed.)
+# the nearest. The engine has no such kernel: it rounds the activations to FP8, but multiplies in bfloat16. So it has
+# the quality of W4A8, but not its speed.)
 
 # %% tags=["nbval-ignore-output"] uncompared="values near a tie are rounded differently on other CPUs"
 FORMATS = {
