@@ -195,10 +195,10 @@ print(f"{where} {list(weight.shape)}: predicted {predicted:.3f}, actual {actual:
 # ## 3 · Some inputs matter more · 5 min
 #
 # How unequal are the inputs? Large models have something that `tiny-gemma` lacks: a few channels whose activations are
-# up to 20 times larger than the others (Dettmers et al. 2022). So we plant such **outliers**: in both norms of every layer, 8 of the
-# 256 channels become 16 times larger, and the weights that read them 16 times smaller. The products stay the same. This
-# second model is called *with outliers* below. Its statistics follow from those of the first one: no need to record
-# again.
+# up to 20 times larger than the others (Dettmers et al. 2022). So we plant such **outliers**: in both norms of every
+# layer, 8 of the 256 channels become 16 times larger, and the weights that read them 16 times smaller. The products
+# stay the same. This second model is called *with outliers* below. Its statistics follow from those of the first one:
+# no need to record again.
 
 # %%
 with_outliers = calibrated.with_outliers()
@@ -393,8 +393,8 @@ with using(awq_scales=my_scales):
     _ = measure("AWQ: both, outliers", *outlier_case)
 
 # %% [markdown]
-# Clipping helps in both models, but with outliers it is no substitute for the scales. A method's name does not say which
-# of its parts does the work: replace one at a time.
+# Clipping helps in both models, but with outliers it is no substitute for the scales. A method's name does not say
+# which of its parts does the work: replace one at a time.
 #
 # In the engine's search below, look for what yours does not have: 20 strengths; a large matrix is searched with some
 # of its rows; and `scales_for` keeps inputs that are always 0 out of the formula.
@@ -418,8 +418,8 @@ with using(awq_scales=my_scales):
 # of 4.64. (The best is 0.24, which rounds the first weight the other way. GPTQ never looks back.)
 #
 # With many weights: weight $j$ changes by $e$, and all *others* may adjust. Minimize $d^T H d$ subject to $d_j = e$.
-# The gradient by $d$ is $2 H d$. At the minimum it is 0 for every weight that may adjust, so $H d = \lambda \, u_j$ with
-# some number $\lambda$ ($u_j$: 1 at $j$, else 0). So $d$ is a multiple of column $j$ of $H^{-1}$, and the multiple
+# The gradient by $d$ is $2 H d$. At the minimum it is 0 for every weight that may adjust, so $H d = \lambda \, u_j$
+# with some number $\lambda$ ($u_j$: 1 at $j$, else 0). So $d$ is a multiple of column $j$ of $H^{-1}$, and the multiple
 # follows from $d_j = e$:
 #
 # $$d \;=\; \frac{e}{[H^{-1}]_{jj}} \; [H^{-1}]_{:,j}$$
@@ -497,7 +497,8 @@ print(f"the step is {whose(compensate)}")
 #
 # A symmetric matrix $H$ is **positive definite** if $d^T H d > 0$ for every $d$ except 0: here, if every change of the
 # weights causes an error. Then it has an inverse, which is positive definite too. Every such matrix is $U^T U$ with an
-# upper triangular $U$, its **Cholesky factor**. Take that of the inverse: $H^{-1} = U^T U$. Then for the inputs from $j$ on, written $\ge j$,
+# upper triangular $U$, its **Cholesky factor**. Take that of the inverse: $H^{-1} = U^T U$. Then for the inputs from
+# $j$ on, written $\ge j$,
 #
 # $$\left(H_{\ge j, \ge j}\right)^{-1} = \left(U_{\ge j, \ge j}\right)^T U_{\ge j, \ge j}$$
 #
@@ -587,9 +588,10 @@ share = removed("GPTQ, outliers", "nearest, outliers")
 compare("with outliers", unit="%", prediction=guess_gptq_outliers, measured=share)
 
 # %% [markdown]
-# GPTQ helps in both models. Without outliers, where AWQ's scales gain nothing, it gains about as much as clipping. With outliers the scales win
-# clearly: GPTQ chooses codes well on the grid that it is given, and scales give it a better grid. So combine them:
-# scale first, then round with GPTQ. To do that in the engine, replace its search for clipping by GPTQ.
+# GPTQ helps in both models. Without outliers, where AWQ's scales gain nothing, it gains about as much as clipping. With
+# outliers the scales win clearly: GPTQ chooses codes well on the grid that it is given, and scales give it a better
+# grid. So combine them: scale first, then round with GPTQ. To do that in the engine, replace its search for clipping by
+# GPTQ.
 
 # %%
 with using(awq_scales=my_scales, awq_clipping=calibrated.gptq_after_scales(my_gptq)):
@@ -613,8 +615,8 @@ with using(awq_scales=my_scales, awq_clipping=calibrated.gptq_after_scales(my_gp
 # Both methods believe what the calibration text tells them. How much text, and which?
 #
 # **Predict first.** Calibrate with one row of 256 tokens instead of 16 rows. What share of the KL of rounding to
-# nearest does GPTQ remove now, in `tiny-gemma` as it is? And AWQ's scales, with outliers? (A method that removes nothing
-# has 0%, and one that makes the KL larger has a negative share.)
+# nearest does GPTQ remove now, in `tiny-gemma` as it is? And AWQ's scales, with outliers? (A method that removes
+# nothing has 0%, and one that makes the KL larger has a negative share.)
 
 # %% tags=["exercise"]
 guess_gptq_short = 15  # PREDICT: % of the KL that GPTQ removes, 256 tokens of calibration text
