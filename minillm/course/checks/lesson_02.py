@@ -173,11 +173,12 @@ def _(function):
 
 def _assert_unchanged(function: Callable, *tensors: Tensor, length: tuple[int, ...] = ()) -> None:
     assert_values_used(over_prompt(function) if length else plain(function))
-    copies = [tensor.clone() for tensor in tensors]
-    function(*tensors, *length, scale=0.7)  # x * 0.7 / 0.7 is not always x
-    for name, tensor, copy in zip("qkv", tensors, copies, strict=True):
-        kept = torch.allclose(tensor, copy, rtol=0, atol=0, equal_nan=True)
-        assert kept, f"after the call {name} is no longer what it was"
+    for dtype in (torch.float64, torch.float32):  # a conversion copies only if the dtype differs
+        given, copies = ([tensor.to(dtype, copy=True) for tensor in tensors] for _ in range(2))
+        function(*given, *length, scale=0.7)  # x * 0.7 / 0.7 is not always x
+        for name, tensor, copy in zip("qkv", given, copies, strict=True):
+            kept = torch.allclose(tensor, copy, rtol=0, atol=0, equal_nan=True)
+            assert kept, f"after the call {name} is no longer what it was"
 
 
 # ---- a cache of keys and values
