@@ -146,9 +146,10 @@ def test_the_record_has_every_method_and_keeps_the_bounds():
         assert row["questions"] == 2160 and len(row["kl_of_seeds"]) == 1
         assert row["loss_points"] == pytest.approx(100 * (rows["float32"]["accuracy"] - row["accuracy"]), abs=0.011)
         assert row["loss_interval"][0] <= row["loss_points"] <= row["loss_interval"][1]
-    for name in ("int8", "fp8"):
+    for name in ("int8", "fp8", "w8a8", "w8a8-rotate", "smoothquant"):
         assert rows[name]["perplexity"] < 1.01 * rows["float32"]["perplexity"]
         assert rows[name]["bytes"] < 0.61 * rows["float32"]["bytes"]
+    assert rows["w8a8-rotate"]["kl"] < 0.5 * rows["w8a8"]["kl"]
     assert rows["awq"]["bytes"] == rows["gptq"]["bytes"] == rows["int4"]["bytes"] < 0.41 * rows["float32"]["bytes"]
 
 
