@@ -63,6 +63,6 @@ class HeldOut:
     def predictions(self, model: Model | None = None) -> Predictions:
         """Those of a model; None: of the one before, whose divergence is 0."""
         now = self.before if model is None else log_probabilities(model, self.ids)
-        divergence = torch.einsum("rtv,rtv->rt", self.probabilities, self.before - now).double()
+        divergence = (self.probabilities * (self.before - now)).sum(-1).double()
         nats = -now[:, :-1].gather(-1, self.ids[:, 1:, None]).double().mean()
         return Predictions(divergence, now.argmax(-1) == self.top, nats.exp().item())

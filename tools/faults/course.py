@@ -136,8 +136,8 @@ FAULTS = (
     Fault(
         "lessons measure KL from the quantized model to the original",
         HELD_OUT,
-        "self.probabilities, self.before - now)",
-        "now.exp(), now - self.before)",
+        "(self.probabilities * (self.before - now))",
+        "(now.exp() * (now - self.before))",
         f"{HELD_OUT_TESTS} -k definitions",
     ),
     Fault(
