@@ -53,6 +53,8 @@ class IntegerMatrix(NamedTuple):
     words: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor | None = None
+    int8_inputs: bool = False  # whether inputs are rounded to int8, by token
+    input_scale: torch.Tensor | None = None  # [1] float32: of such inputs, if it is not each token's own
 
     @property
     def rows(self) -> int:

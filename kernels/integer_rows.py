@@ -8,7 +8,8 @@ float32):
     x ~ unit * (digit_0 + 256 digit_1),   unit = max |x| of the group / 32000
 
 which is 64 times finer than bf16 is at the group's largest input. One instruction, dp4a, multiplies four codes by four
-digits and adds up the products exactly. Scales and units multiply the sums of groups.
+digits and adds up the products exactly. Scales and units multiply the sums of groups. Inputs that the format rounds to
+int8 are one digit with one unit, the scale of the token.
 
 Tiling: as in `single_row`: a program holds a few full rows at a time and loads the next ones, and their scales, while
 it adds up the current ones. A thread loads 16 bytes at once, a "quad" of four words. Word j of a row holds the int8
@@ -26,6 +27,7 @@ import triton.language as tl
 
 from . import launch_configs
 from .arguments import IntegerMatrix, is_compiled
+from .quantized_inputs import to_even
 from .single_row_parts import activated, has_dependent_launch, processors, wait_for_inputs
 
 GROUP = 32  # int4 groups must be multiples of this: a quad has one scale
@@ -91,12 +93,16 @@ def tile_product(
     low = weight
     if BITS == 4:  # codes plus 8, from 0 to 15
         low, high = weight & 0x0F0F0F0F, weight >> 4 & 0x0F0F0F0F
-        total0, total1 = dot4(high, odd0, total0, COMPILED), dot4(high, odd1, total1, COMPILED)
-        if DIGITS == 3:
+        total0 = dot4(high, odd0, total0, COMPILED)
+        if DIGITS > 1:
+            total1 = dot4(high, odd1, total1, COMPILED)
+        if DIGITS > 2:
             total2 = dot4(high, odd2, total2, COMPILED)
-    total0, total1 = dot4(low, even0, total0, COMPILED), dot4(low, even1, total1, COMPILED)
-    y = (tl.sum(total0, 2) + 256 * tl.sum(total1, 2)).to(tl.float32)
-    if DIGITS == 3:
+    total = tl.sum(dot4(low, even0, total0, COMPILED), 2)
+    if DIGITS > 1:
+        total += 256 * tl.sum(dot4(low, even1, total1, COMPILED), 2)
+    y = total.to(tl.float32)
+    if DIGITS > 2:
         y += 65536.0 * tl.sum(dot4(low, even2, total2, COMPILED), 2).to(tl.float32)
     if BITS == 8:
         out = tl.sum(y * unit[None, :], 1) * scale
@@ -110,14 +116,15 @@ def tile_product(
 
 @triton.jit
 def integer_rows_kernel(
-    x_ptr, residual_ptr, sum_ptr, norm_ptr, weight_ptr, scale_ptr, zero_ptr, out_ptr, eps, ROWS,
+    x_ptr, residual_ptr, sum_ptr, norm_ptr, weight_ptr, scale_ptr, zero_ptr, input_scale_ptr, out_ptr, eps, ROWS,
     COLUMNS: tl.constexpr, BITS: tl.constexpr, QUADS: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr,
     NORM: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, ZEROS: tl.constexpr,
     DIGITS: tl.constexpr, DEPENDENT: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """out = W f(x), a few full rows of W at a time. f: nothing, a norm, or residual sum and norm. GATED: two W's.
 
-    weight_ptr: int32 [rows, COLUMNS * BITS / 32]; QUADS: a power of two, from a row's words / 4.
+    weight_ptr: int32 [rows, COLUMNS * BITS / 32]; QUADS: a power of two, from a row's words / 4. DIGITS: of the inputs;
+    1: they are rounded to int8, with a scale of their own or that at input_scale_ptr.
     """
     WORDS: tl.constexpr = COLUMNS * BITS // 32
     QUAD_COUNT: tl.constexpr = (WORDS + 3) // 4
@@ -154,10 +161,22 @@ def integer_rows_kernel(
     if NORM:
         inverse = tl.rsqrt(tl.sum(tl.reshape(x * x, [QUADS * 4 * PER]), 0) / COLUMNS + eps)
         x = x * norm
-    HIGHEST: tl.constexpr = 32000.0 if DIGITS == 2 else 4194304.0  # digits are from -128 to 127
-    largest = tl.maximum(tl.max(tl.reshape(tl.abs(x), [QUADS, 4 * PER]), 1), 1e-30)
-    unit = largest * (1.0 / HIGHEST)
-    q = tl.floor(x * (HIGHEST / largest)[:, None, None] + 0.5).to(tl.int32)
+    if DIGITS == 1:
+        x = (x * inverse).to(kind).to(tl.float32)
+        inverse = 1.0
+        if input_scale_ptr is None:
+            most = tl.max(tl.reshape(tl.abs(x), [QUADS * 4 * PER]), 0)
+            token_scale = tl.where(most > 0, most / 127.5, 1.0)
+        else:
+            token_scale = tl.load(input_scale_ptr)
+        steps = to_even(tl.minimum(tl.maximum(x / token_scale, -200.0), 200.0))
+        q = tl.minimum(tl.maximum(steps, -128.0), 127.0).to(tl.int32)
+        unit = tl.zeros([QUADS], tl.float32) + token_scale
+    else:
+        HIGHEST: tl.constexpr = 32000.0 if DIGITS == 2 else 4194304.0  # digits are from -128 to 127
+        largest = tl.maximum(tl.max(tl.reshape(tl.abs(x), [QUADS, 4 * PER]), 1), 1e-30)
+        unit = largest * (1.0 / HIGHEST)
+        q = tl.floor(x * (HIGHEST / largest)[:, None, None] + 0.5).to(tl.int32)
     sums = tl.sum(tl.reshape(q, [QUADS, 4 * PER]), 1).to(tl.float32)
     even0, odd0, q = next_digits(q, BITS)
     even1, odd1, q = next_digits(q, BITS)
@@ -223,14 +242,17 @@ def product(
     dependent = has_dependent_launch(x.device)
     quads = triton.next_power_of_2(triton.cdiv(matrix.words.shape[1], 4))
     default = default_launch(rows, quads, bool(activation), processors(x.device))
+    if not is_compiled(x):
+        default = Launch(2, 32, 4)  # each interpreted operation takes microseconds, for 32 rows as for one
     sizes: dict[str, int | str] = {"rows": rows, "columns": columns, "dtype": launch_configs.dtype_name(x.dtype)}
     options = {"launch_pdl": True} if dependent else {}
+    digits = 1 if matrix.int8_inputs else 3 if x.dtype == torch.float32 else 2
     launch = launch_configs.tuned("integer_rows", default, **sizes, bits=bits, gated=int(bool(activation)))
     integer_rows_kernel[(launch.programs,)](
-        x, residual, total, norm, matrix.words, matrix.scales, matrix.zeros, out, eps, rows,
+        x, residual, total, norm, matrix.words, matrix.scales, matrix.zeros, matrix.input_scale, out, eps, rows,
         COLUMNS=columns, BITS=bits, QUADS=quads, GROUPS=1 if bits == 8 else matrix.scales.shape[1], TILE=launch.tile,
         NORM=norm is not None, ADD=residual is not None, GATED=activation is not None,
-        GELU=activation == "gelu_tanh", ZEROS=matrix.zeros is not None, DIGITS=3 if x.dtype == torch.float32 else 2,
+        GELU=activation == "gelu_tanh", ZEROS=matrix.zeros is not None, DIGITS=digits,
         DEPENDENT=dependent, COMPILED=is_compiled(x), num_warps=launch.warps, **options,
     )  # fmt: skip
     return out, total

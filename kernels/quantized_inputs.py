@@ -24,7 +24,7 @@ LARGEST = {torch.int8: 127.5, torch.float8_e4m3fn: 448.0}
 
 
 @triton.jit
-def _to_even(x):
+def to_even(x):
     """Round to the nearest integer, halves to the even one, as torch does. |x| < 2^22."""
     return (x + 12582912.0) - 12582912.0  # 1.5 * 2^23: its neighbors are integers
 
@@ -44,7 +44,7 @@ def quantize_rows_kernel(
         scale = tl.where(most > 0, most / LARGEST, 1.0)
     x = x / scale
     if INTEGER:
-        x = tl.minimum(tl.maximum(_to_even(tl.minimum(tl.maximum(x, -200.0), 200.0)), -128.0), 127.0)
+        x = tl.minimum(tl.maximum(to_even(tl.minimum(tl.maximum(x, -200.0), 200.0)), -128.0), 127.0)
     else:
         x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
     tl.store(codes_ptr + row * COLUMNS + columns, x.to(codes_ptr.dtype.element_ty), mask=inside)

@@ -54,19 +54,16 @@ def whole_rows_kernel(
     weight = tl.load(at, mask=mask, other=0.0)
     if GATED:
         up = tl.load(at + UP, mask=mask, other=0.0)
-    if ADD:  # written before the previous kernel started
-        residual = tl.load(residual_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    if NORM:
-        scale = tl.load(norm_ptr + columns, mask=inside, other=0.0)
     wait_for_inputs(DEPENDENT)
     kind = out_ptr.dtype.element_ty
     x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if ADD:
-        total = (x + residual).to(kind)
+        total = (x + tl.load(residual_ptr + columns, mask=inside, other=0.0).to(tl.float32)).to(kind)
         if program == 0:
             tl.store(sum_ptr + columns, total, mask=inside)
         x = total.to(tl.float32)
     if NORM:
+        scale = tl.load(norm_ptr + columns, mask=inside, other=0.0)
         x = (x * tl.rsqrt(tl.sum(x * x, 0) / COLUMNS + eps) * scale).to(kind).to(tl.float32)
     for first in tl.range(program * TILE, ROWS, programs * TILE, num_stages=1):
         rows = first + tl.arange(0, TILE)

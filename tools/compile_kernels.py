@@ -155,6 +155,7 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
             for tokens in (2, 64):
                 few_rows.product(row.expand(tokens, -1), matrix)
             few_rows.dequantized(matrix)
+        integer_rows.product(row, IntegerMatrix(8, words, scales, int8_inputs=True), activation="gelu_tanh")
         codes, factors = quantized_inputs.quantize_rows(x, torch.int8)
         if capability >= 89:  # the first with FP8
             quantized_inputs.quantize_rows(x, torch.float8_e4m3fn)

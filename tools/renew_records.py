@@ -43,8 +43,6 @@ RECORDS = {
         f"--max-num-seqs 3000 {WORKLOADS} --json",
         "kernel-tests": "python tools/kernel_tests.py --seeds 3 --within 140 --record",
         "kernels": "python tools/kernel_speed.py --record",
-        "quantization": "python tools/quantization_speed.py --record",
-        "quantized-kernels": "python tools/quantized_kernels.py --record",
         "lessons": "python -m minillm.course.run --json",
         "roofline": f"minillm bench roofline {GEMMA} --max-num-seqs 512 --max-model-len 4096 "
         "--batch 1 --batch 8 --batch 64 --batch 256 --batch 512 --prompt 400 --prompt 2048 --json",

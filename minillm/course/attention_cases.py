@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-SPANS = [(0, 15), (16, 31), (48, 55), (5, 5), (16, 16), (30, 40)]
+SPANS = [(0, 15), (16, 31), (48, 55), (5, 5), (8, 11), (16, 16), (30, 40)]
 SIZES = (8, 1, 5, 16)  # of a tile
 
 

@@ -95,11 +95,14 @@ def _matrix(weight: Weight) -> Matrix:
 
 def _fits(weight: Weight) -> bool:
     """Whether the kernels read a weight: dense, int8, or int4 in the order of its inputs; without a bias."""
-    if weight.bias is not None or weight.activations is not None:
+    if weight.bias is not None:
         return False
     columns = weight.shape[1]
     if isinstance(weight, Int8Weight):
-        return integer_rows.takes(columns, 8, columns)
+        inputs = weight.activations is None or weight.activations.kind == "int8"
+        return inputs and integer_rows.takes(columns, 8, columns)
+    if weight.activations is not None:
+        return False
     if isinstance(weight, Int4Weight):
         return weight.order is None and integer_rows.takes(columns, 4, weight.group_size)
     return isinstance(weight, DenseWeight)

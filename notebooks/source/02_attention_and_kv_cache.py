@@ -796,7 +796,7 @@ compare("need the name", unit="of 6 layers", prediction=guess_layers, measured=c
 
 # %% [markdown]
 # Only in layer 2 does the answer depend on it. If the name is hidden there, the model still answers with an island, but
-# the wrong one. Hidden in layer 0, it only makes the model less sure; in the other layers, little changes. So layer 2
+# the wrong one. Hiding it in layer 0 only makes the model less sure; in the other layers, little changes. So layer 2
 # is where the last token learns which town is meant.
 #
 # ## 10 · Optional: the engine's version · 2 min

@@ -38,9 +38,9 @@ print(f"{held_out.ids.shape[0]} rows of {held_out.ids.shape[1]} tokens to measur
 #
 # A quantized weight is a **code**, a small integer, times a **scale** that its row or group shares (lesson 05). Lesson
 # 06 chose better codes by looking at activations, and folded scales into the operation before. But only the weights
-# became smaller. They are converted back before they are multiplied, so the arithmetic has 16 bits as before. That
-# saves time in small batches, which wait for weights to be read. Prompts and large batches wait for the arithmetic, and
-# there it saves nothing.
+# became smaller. They are converted back before they are multiplied, so the arithmetic has 16 bits as before. Smaller
+# weights save time in small batches, which wait for weights to be read. Prompts and large batches wait for the
+# arithmetic, and there they save nothing.
 #
 # The tensor cores of recent GPUs multiply eight-bit numbers at up to twice the rate of 16-bit numbers, but *both*
 # factors must have eight bits. So the activations have to be quantized too. **W8A8** means weights and activations of
@@ -157,7 +157,8 @@ print(f"int8_linear is {whose(int8_linear)}; calls of yours: {used.calls['linear
 # (12 steps of 6 layers with 4 products are 288 calls, if the function is yours. The output head is not quantized here.)
 #
 # The engine's own version. Look for where it takes the maximum, and where it does not. Its `linear` on a CPU, which has
-# no eight-bit tensor cores, multiplies the rounded numbers instead of the codes. The result is the same.
+# no eight-bit tensor cores, multiplies the rounded numbers instead of the codes. The results are the same but for
+# float32 rounding, which may flip a code in a later layer. So the numbers below change a little once yours runs.
 
 # %%
 # ENGINE: minillm.quantization.activations:Activations.quantize
@@ -225,7 +226,7 @@ are mostly below 10, but the first token, bos, has one of 80.""")
 # ## 3 · Outlier channels · 5 min
 #
 # Dynamic scales protect tokens from each other. But within a token, all channels share one scale. Large models have a
-# second kind of outlier: a few **channels** that are tens of times larger than the others, in nearly all tokens.
+# second kind of outlier: a few **channels** that are tens of times larger than the others, in most tokens.
 # Dettmers et al. (2022) found that in models from 6.7 billion parameters on, all layers have them, and that eight-bit
 # activations lose their accuracy there.
 #
@@ -270,8 +271,8 @@ ratio = divergence["outliers: W8A8 dynamic"] / divergence["W8A8 dynamic"]
 compare("with outliers / without", unit="times", prediction=guess_outliers, measured=ratio)
 
 # %% [markdown]
-# A scale for each input channel would solve this, but section 2 has ruled it out. There are two ways around that, and
-# one number format that needs none.
+# A scale for each input channel would solve this, but section 2 has ruled it out. The next two sections move the
+# outliers elsewhere. Section 6 tries another number format.
 #
 # ## 4 · SmoothQuant: move the outliers into the weights · 13 min
 #
@@ -327,7 +328,7 @@ check(smooth_scales)
 # **Predict first:** which strength is the best for the model with outliers, of 0, 0.25, 0.5, 0.75 and 1?
 
 # %% tags=["exercise"]
-guess_strength = 75  # PREDICT: % of strength with the smallest KL divergence
+guess_strength = 75  # PREDICT: the best strength in % (0, 25, 50, 75 or 100)
 
 # %% tags=["nbval-ignore-output"] uncompared="values near a tie are rounded differently on other CPUs"
 scales_of = yours(smooth_scales, eight_bits.smooth_scales)
@@ -501,8 +502,9 @@ first layer. tiny-gemma's line begins near 80 and falls steeply; with outliers i
 it is almost flat.""")
 
 # %% [markdown]
-# The engine's operation works in a third way: $H$ is the Kronecker product of two smaller matrices, `left` and `right`,
-# so two small products are enough:
+# The engine's operation works in a third way. $H$ is the *Kronecker product* of two smaller matrices, `left` and
+# `right`: each entry of `left` is replaced by that entry times all of `right`. (Sylvester's $H_{2n}$ comes from $H_2$
+# and $H_n$ in this way.) So two small products are enough, with each token written as a grid:
 
 # %%
 # ENGINE: minillm.quantization.methods.hadamard:transform
@@ -577,8 +579,8 @@ same, count = eight_bits.same_codes(plain, to_e4m3)
 print(f"round_to_e4m3 is {whose(round_to_e4m3)}: {same:,} of {count:,} weights are the same")
 draw.rounding_errors()
 describe("""The largest relative error by the size of a number, compared with the largest one that the scale covers, on
-logarithmic axes. For int8 it is 0.4% at the top and doubles with each halving of the number, up to 100% below 1/255.
-For FP8 it stays at 4 to 6% down to about a 30-thousandth of the largest, and rises only below.""")
+logarithmic axes. For int8 it is 0.4% at the top and about doubles with each halving of the number, up to 100% below
+1/255. For FP8 it stays at 4 to 6% down to about a 30-thousandth of the largest, and rises only below.""")
 
 # %% [markdown]
 # The two lines cross at about a 16th of the largest: larger numbers are more precise in int8, smaller ones in FP8.
@@ -630,7 +632,8 @@ compare("rotated / not rotated", unit="times", prediction=guess_both, measured=r
 # Small batches need few bytes: int4 weights. Large batches need fast arithmetic: factors of eight bits. **W4A8** has
 # both. Weights are stored in int4 groups, and a kernel converts them to FP8 on their way to the tensor cores;
 # activations are in FP8. (The engine's method `w4a8` rounds the weights with AWQ, lesson 06. Here they are rounded to
-# the nearest.)
+# the nearest. The engine has no such kernel: it rounds the activations to FP8, but multiplies in bfloat16. So it has
+# the quality of W4A8, but not its speed.)
 
 # %% tags=["nbval-ignore-output"] uncompared="values near a tie are rounded differently on other CPUs"
 FORMATS = {
@@ -658,7 +661,7 @@ gemma = SHAPES["Gemma 2B"]
 rate = {dtype: 2048 / products[dtype, 2048] for dtype in ("bf16", "fp8")}  # rows per ms
 FLOORS = {  # bits of a weight, and of the arithmetic
     "bfloat16": (16, "bf16"),
-    "W8A8": (8, "fp8"),
+    "FP8": (8, "fp8"),
     "W4A16": (4.25, "bf16"),
     "W4A8": (4.25, "fp8"),
 }
@@ -672,11 +675,11 @@ for name, (bits, dtype) in FLOORS.items():
     )
 measured = {
     name: {rows: ms for (kind, rows), ms in products.items() if kind == dtype and rows <= 1024}
-    for name, dtype in (("bfloat16", "bf16"), ("W8A8", "fp8"))
+    for name, dtype in (("bfloat16", "bf16"), ("FP8", "fp8"))
 }
 draw.step_floors(ROWS, floors, measured)
 describe("""The least time of a step's products by rows. bfloat16 is highest. W4A16 and W4A8 are lowest for few rows;
-then W4A16 joins bfloat16, and W4A8 joins W8A8, which is half as high. Measured products are somewhat above.""")
+then W4A16 joins bfloat16, and W4A8 joins FP8, which is half as high. Measured products are somewhat above.""")
 
 # %% [markdown]
 # No other floor is below that of W4A8. But floors count neither the conversion from int4 nor the quantization of
@@ -689,8 +692,8 @@ then W4A16 joins bfloat16, and W4A8 joins W8A8, which is half as high. Measured 
 # | few requests, or little memory | int4, lesson 06 | fewest bytes |
 # | both | W4A8 | few bytes and fast arithmetic, if there is a fast kernel |
 #
-# All of these are in the engine: `minillm quantize --method smoothquant`, `fp8` or `w4a8`, with `--static` for static
-# scales and `--rotate` for rotation.
+# The engine has all of these formats: `minillm quantize --method smoothquant`, `fp8` or `w4a8`, with `--static` for
+# static scales and `--rotate` for rotation. Only the fast kernel for W4A8 is missing.
 #
 # ## Recap · 2 min
 #

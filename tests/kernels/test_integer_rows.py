@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from minillm.ops import reference
+from minillm.quantization import Activations
 from tests.kernels.compare import COMPILED, DTYPES, assert_close, random_tensor
 from tests.kernels.matrices import int4_matrix, int8_matrix
 
@@ -55,6 +56,30 @@ def test_a_product_equals_that_with_the_dequantized_matrix(rows, columns, option
         assert_close(f"integer_rows.product, {kind}", total, x + residual, dtype)
     else:
         assert total is None
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns", "options"), SHAPES)
+def test_inputs_are_rounded_to_int8_if_the_matrix_says_so(rows, columns, options, dtype, static, device):
+    x, residual = (random_tensor(1, columns, dtype=dtype, device=device, scale=2.0) for _ in range(2))
+    norm = 1 + torch.rand(columns, device=device) if "norm" in options else None
+    activation = next((each for each in options if each in ("gelu_tanh", "silu")), None)
+    matrix, dense = int8_matrix(rows * (2 if activation else 1), columns, device)
+    scale = torch.tensor([0.03], device=device) if static else None  # some inputs are clipped
+    out, _ = integer_rows.product(
+        x, matrix._replace(int8_inputs=True, input_scale=scale), norm=norm, eps=1e-3,
+        residual=residual if "residual" in options else None, activation=activation,
+    )  # fmt: skip
+    inputs = x + residual if "residual" in options else x
+    if norm is not None:
+        inputs = reference.rms_norm(inputs, norm, 1e-3)
+    rounded = Activations("int8", static).quantize(inputs, scale).dequantize(torch.float64)
+    wanted = rounded @ dense.T
+    if activation:
+        wanted = reference.gated_activation(wanted, activation)
+    # An input next to a half may be rounded to either side: one step of one input, less than rounding does to all.
+    assert_close("integer_rows.product, int8 inputs", out, wanted, dtype, times=300 if dtype == torch.float32 else 2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -140,4 +140,11 @@ FAULTS = (
         "tl.load(scale_ptr + token)",
         "tests/kernels/test_quantized_inputs.py -k int8_table",
     ),
+    Fault(
+        "one request's inputs are rounded to int8 without a static scale",
+        "kernels/integer_rows.py",
+        "token_scale = tl.load(input_scale_ptr)",
+        "token_scale = tl.max(tl.reshape(tl.abs(x), [QUADS * 4 * PER]), 0) / 127.5",
+        "tests/kernels/test_integer_rows.py -k matrix_says_so",
+    ),
 )

@@ -176,7 +176,8 @@ def _assert_unchanged(function: Callable, *tensors: Tensor, length: tuple[int, .
     copies = [tensor.clone() for tensor in tensors]
     function(*tensors, *length, scale=0.7)  # x * 0.7 / 0.7 is not always x
     for name, tensor, copy in zip("qkv", tensors, copies, strict=True):
-        assert torch.equal(tensor, copy), f"after the call {name} is no longer what it was"
+        kept = torch.allclose(tensor, copy, rtol=0, atol=0, equal_nan=True)
+        assert kept, f"after the call {name} is no longer what it was"
 
 
 # ---- a cache of keys and values
@@ -362,14 +363,17 @@ def _(function):
 
 @cached_attention.property(
     "slots beyond the length never matter, not even with NaN in them",
-    hint="with a weight of 0 they still take part in the sum, and 0 * NaN and 0 * inf are NaN: keep them out of it",
+    hint="a key of zeros has a score of 0, and exp(0) is 1. And with a weight of 0, slots still take part in the sum: "
+    "0 * NaN and 0 * inf are NaN. Keep them out of it",
 )
 def _(function):
     attend = over_cache(function, 5)
     assert_values_used(over_prompt(function))
-    k, v = _filled(9)
+    ones = torch.ones(9, 1, DIM, dtype=torch.float64)  # as values: each output is the sum of its weights
     for queries in (1, 3):
-        q = normal(queries, 1, DIM)
+        q, (k, v) = normal(queries, 1, DIM), _filled(9)
+        shared = same(attend(q, k, ones * (torch.arange(9) < 5)[:, None, None], 0.5), attend(q, k[:5], ones[:5], 0.5))
+        assert shared, "slots beyond the length took a share of the weights"
         before = attend(q, k, v, 0.5)
         for left_k, left_v in ((3.0, 1e4), (torch.nan, torch.nan), (torch.inf, torch.inf)):
             k[5:], v[5:] = left_k, left_v
@@ -382,7 +386,9 @@ def _(function):
     hint="`q *= scale` and `k[...] = ` write into the caller's tensors; free slots are not yours to clear either",
 )
 def _(function):
-    _assert_unchanged(function, normal(2, 1, DIM), *_filled(7), length=(5,))
+    k, v = _filled(8)
+    k[6:], v[6], v[7] = torch.nan, torch.nan, torch.inf  # as free slots may be
+    _assert_unchanged(function, normal(2, 1, DIM), k, v, length=(5,))
 
 
 # ---- how many requests fit
@@ -487,5 +493,7 @@ def _(function):
     beside = _fit(function, _shape(), 1.2 * GB / exact, 1.6 * GB, 1000)
     # Whether weights count at all is another property.
     assert beside in (exact - 2, exact), f"{exact} requests fit exactly; with weights as large as 1.5 of them, {beside}"
+    one = _fit(function, _shape(), 0, 1.6 * GB / exact, 1000)
+    assert one == 1, f"with room for exactly one request, {one}"
     none = _fit(function, _shape(), 0, 0.8 * GB / exact, 1000)
     assert none == 0, f"with room for half a request, {none}"

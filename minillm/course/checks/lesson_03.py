@@ -210,6 +210,11 @@ def _(function):
         out, _ = _added(function, x, x, weight, dtype=dtype).outputs
         message = f"x in {dtype}: weights 2, 0.5, 1.01, -3.03 in float32 must scale every row, but got {some(out)}"
         near(out, _norm(x, weight), message, rtol=1e-5)
+    x = torch.tensor([[3.0, 3.0, 3.0, 1.0, 1.0, 1.0, 1.0, 1.0]])  # its norm, 1.5 and 0.5, is exact in float16
+    weight = torch.full((8,), 1 + 0.45 * 2**-10)  # a step of float16 is 2**-10 here
+    out, _ = _added(function, x, x, weight, dtype=torch.float16, norms=torch.float16).outputs
+    message = "out in float16: the weights must stay float32 until they are multiplied:"
+    near(out, _norm(x, weight), message, rtol=0, atol=0.51 * 2**-10)
 
 
 @add_row_norm.property("eps is inside the root", "tl.rsqrt(mean + eps)")

@@ -77,13 +77,19 @@ def _(function):
     _fails(function, faulty_product(own_scale=False), "a kernel that takes the first row's scale for all rows passes")
 
 
-@find_fault.property("every row is compared", "compare all of the result, each row by itself")
+@find_fault.property(
+    "every row is compared", "compare all of the result, each row by itself; a scale of 0 hides its row"
+)
 def _(function):
     for row, name in ((0, "first"), (0.5, "middle"), (1, "last")):
         _fails(function, faulty_product(shifted=[row]), f"a product whose {name} row is wrong passes")
     _fails(
         function, faulty_product(shifted=[0, 1]), "too much in the first row and as much too little in the last pass"
     )
+    first = faulty_product(weight=lambda w: torch.cat((2.0 * w[:1], w[1:])))  # a scale of 0 hides its row
+    _fails(function, first, "a product whose first row is doubled passes")
+    last = faulty_product(weight=lambda w: torch.cat((w[:-1], 2.0 * w[-1:])))
+    _fails(function, last, "a product whose last row is doubled passes")
 
 
 @find_fault.property(

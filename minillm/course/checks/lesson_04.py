@@ -126,6 +126,11 @@ def _(function):
     gives(function, [0.0], what, tile(0, 0.0), tile(HIDDEN, 3.0), tile(0, 0.0))
     gives(function, [5.0], "a hidden tile, then a key with score -1000", tile(HIDDEN, 3.0), tile(-1000, 5.0))
     gives(function, [0.0], "a row that sees no key", tile(HIDDEN, 3.0))
+    part = torch.tensor([[0.0, 0.0], [HIDDEN, HIDDEN]], dtype=torch.float64)
+    then = part, torch.ones(2, 1, dtype=torch.float64)
+    gives(function, [1.0, 0.0], "two keys with value 1, which row 1 does not see,", then)
+    what = "two keys with value 0, then two with value 1, which row 1 does not see,"
+    gives(function, [0.5, 0.0], what, tile(0, 0.0, rows=2), then)
 
 
 @online_attention.property(
@@ -311,8 +316,9 @@ def _(function):
     for logs, values in (([0.0, -torch.inf], [1.0, 1000.0]), ([-torch.inf, 0.0], [1000.0, 1.0])):
         got = combined(function, logs, values)
         assert abs(got - 1) < 1e-6, f"a share with output 1 and an empty one, whose output is 1000, gave {got:.3f}"
-    got = combined(function, [-1000.0, -torch.inf], [5.0, 0.0])
-    assert abs(got - 5) < 1e-6, f"a share with log total -1000 and output 5, and an empty one, gave {got:.3f}"
+    for size in (-1000.0, -1e6):
+        got = combined(function, [size, -torch.inf], [5.0, 0.0])
+        assert abs(got - 5) < 1e-6, f"a share with log total {size:.0f} and output 5, and an empty one, gave {got:.3f}"
 
 
 @combine.property(

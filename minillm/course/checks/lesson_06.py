@@ -274,12 +274,19 @@ def _(solution):
 def _(solution):
     if not as_the_formula(solution, 0):
         return
-    weight, magnitude, moment = case(2)
-    magnitude[3], moment[3], moment[:, 3] = 0, 0, 0
-    scales, strength = searched(solution, weight, magnitude, moment)
-    wanted = formula(magnitude, strength)
-    right = torch.allclose(scales.double(), wanted, rtol=1e-4)
-    assert right, f"magnitude 0 at input 3, strength {strength:g}: expected {wanted[3]:.4f}, got {scales[3]:.4f}"
+    for size in (1e-3, 0, 5e-5):
+        weight, magnitude, moment = case(2)
+        magnitude[3], moment[3], moment[:, 3] = size, 0, 0
+        errors = {each: output_error(weight, formula(magnitude, each), moment, fifteenths) for each in STRENGTHS}
+        best = min(errors, key=errors.__getitem__)  # not 0, which a search finds whose other errors are NaN
+        scales, strength = searched(solution, weight, magnitude, moment)
+        if size > 1e-4 and errors[strength] > errors[best] * (1 + 1e-9):
+            return  # the search itself is wrong
+        wanted, where = formula(magnitude, strength), f"magnitude {size:g} at input 3, strength {strength:g}"
+        right = torch.allclose(scales.double(), wanted, rtol=1e-4)
+        assert right, f"{where}: expected {wanted[3]:.4f}, got {scales[3]:.4f}"
+        said = f"{where}: the error is {errors[strength]:.3f}, and that of {best:g} is {errors[best]:.3f}"
+        assert errors[strength] <= errors[best] * (1 + 1e-9), said
 
 
 @awq.property(

@@ -81,6 +81,9 @@ def _(function):
     for row in range(3):
         found = _codes(function, x[row : row + 1] / 64, torch.tensor([[1 / 64]]).double())
         _near(found, wanted[row : row + 1], f"codes of {_text(x[row] / 64)}, whose scale is 1/64")
+    tiny = 2.0**-24
+    found = _codes(function, x * tiny, torch.tensor([[tiny]]).double())
+    _near(found, wanted, f"codes of tokens like {_text(x[0] * tiny)}, whose scales are 2 ** -24")
 
 
 @int8_linear.property("codes are rounded to the nearest", "x / scale is rounded with round(), not cut off")

@@ -91,11 +91,11 @@ def _(function):
 @steps_and_idle.property("every row counts in every step", "steps x rows, minus the tokens: an empty row is idle too")
 def _(function):
     for in_flight in (False, True):
-        for outputs in ([3], [4, 4, 4]):
-            steps, idle = _rows_used(function, outputs, 2, in_flight)
-            wanted = 2 * steps - sum(outputs)
+        for outputs, rows in (([3], 2), ([4, 4, 4], 2), ([5, 2, 1], 3)):
+            steps, idle = _rows_used(function, outputs, rows, in_flight)
+            wanted = rows * steps - sum(outputs)
             assert idle == wanted, (
-                f"{sum(outputs)} tokens in {steps} steps of two rows, {_way(in_flight)}: {wanted} idle, not {idle}"
+                f"{sum(outputs)} tokens in {steps} steps of {rows} rows, {_way(in_flight)}: {wanted} idle, not {idle}"
             )
 
 
@@ -289,8 +289,10 @@ def _(function):
     new = _maker(function)
     got = _step(function, new(6, known=10, computed=9, limit=10))
     assert got[0][1:] == (0, False), f"10 tokens known and a limit of 10: nothing runs, not {got}"
-    got = _step(function, new(6, known=9, computed=8, limit=10))
+    last = new(6, known=9, computed=8, limit=10)
+    got = _step(function, last)
     assert got == [(8, 1, True)], f"9 tokens known and a limit of 10: [(8, 1, True)], not {got}"
+    assert last.known == 10, f"9 tokens known, a limit of 10, and one sampled: then 10 are known, not {last.known}"
     got = _step(function, new(6, limit=7))
     assert got == [(0, 6, True)], f"a prompt of 6 tokens and a limit of 7: [(0, 6, True)], not {got}"
     done, live = new(6, known=10, computed=9, limit=10), new(6)

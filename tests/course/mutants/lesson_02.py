@@ -224,6 +224,14 @@ def a_single_query_sees_the_whole_capacity(q, k, v, length, *, scale):
     return _cached(q, k, v, _visible(len(q), len(k), len(k)), scale)
 
 
+@wrong("cached_attention", fails=LEFTOVERS)
+def leftovers_scored_as_zeros(q, k, v, length, *, scale):
+    """Copies with zeros in the free slots; but a key of zeros, if it is not hidden, takes its share of the weights."""
+    filled = (torch.arange(len(k)) < length)[:, None, None]
+    visible = _visible(len(q), len(k), len(k) if len(q) == 1 else length)
+    return _cached(q, k.where(filled, 0.0), v.where(filled, 0.0), visible, scale)
+
+
 @wrong("cached_attention", fails="no query sees the keys after its own")
 def mask_for_a_full_cache(q, k, v, length, *, scale):
     capacity = len(k)
@@ -283,6 +291,13 @@ def cached_not_converted_back(q, k, v, length, *, scale):
 @wrong("cached_attention", fails=UNCHANGED)
 def leftovers_cleared(q, k, v, length, *, scale):
     k[length:], v[length:] = 0, 0
+    return _cached(q, k, v, _visible(len(q), len(k), length), scale)
+
+
+@wrong("cached_attention", fails=UNCHANGED)
+def nan_and_inf_cleared_in_place(q, k, v, length, *, scale):
+    """Changes nothing as long as all leftovers are finite."""
+    v[~v.isfinite()] = 0
     return _cached(q, k, v, _visible(len(q), len(k), length), scale)
 
 

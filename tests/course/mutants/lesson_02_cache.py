@@ -342,3 +342,11 @@ def large_weights_never_fit(config, parameters, gpu_bytes, context, bytes_each=2
 def weights_counted_in_whole_requests(config, parameters, gpu_bytes, context, bytes_each=2, utilization=0.9):
     request = context * 2 * config.num_layers * config.num_kv_heads * config.head_dim * bytes_each
     return max(0, int(gpu_bytes * utilization // request - parameters * bytes_each // request))
+
+
+@wrong("requests_that_fit", fails="a request fits entirely or not at all")
+def more_room_than_a_request_needed(config, parameters, gpu_bytes, context, bytes_each=2, utilization=0.9):
+    """`>` where `>=` is meant: a single request that fits exactly is lost."""
+    request = context * 2 * config.num_layers * config.num_kv_heads * config.head_dim * bytes_each
+    left = gpu_bytes * utilization - parameters * bytes_each
+    return int(left // request) if left > request else 0

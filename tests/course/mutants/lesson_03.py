@@ -193,8 +193,10 @@ def add_row_norm_kernel(
         weight = tl.load(weight_ptr + row * ROW_WEIGHT + columns, mask=inside, other=0.0)
     else:
         weight = tl.load(weight_ptr + row * ROW_WEIGHT + columns)
-    if ROUNDED_WEIGHT:
+    if ROUNDED_WEIGHT == 1:
         weight = weight.to(tl.bfloat16).to(tl.float32)
+    if ROUNDED_WEIGHT == 2:
+        weight = weight.to(out_ptr.dtype.element_ty).to(tl.float32)
     if EACH_ROUNDED:
         x = x.to(total_ptr.dtype.element_ty).to(tl.float32)
         residual = residual.to(total_ptr.dtype.element_ty).to(tl.float32)
@@ -296,6 +298,11 @@ def weights_of_another_row(x, residual, weight, eps, out, total):
 @wrong("add_row_norm", fails="each column has its weight")
 def weights_through_bfloat16(x, residual, weight, eps, out, total):
     _add_row_norm(x, residual, weight, eps, out, total, ROUNDED_WEIGHT=1)
+
+
+@wrong("add_row_norm", fails="each column has its weight")
+def weights_rounded_like_out(x, residual, weight, eps, out, total):
+    _add_row_norm(x, residual, weight, eps, out, total, ROUNDED_WEIGHT=2)
 
 
 @wrong("add_row_norm", fails="eps is inside the root")

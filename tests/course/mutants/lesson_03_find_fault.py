@@ -13,7 +13,8 @@ def _close(found, wanted):
 
 def _find(
     product, *, sizes=(64, 100, 164), orders=(None, 1, -1), same_scale=False, rows=slice(None), right=_close,
-    row_counts=(3,), ones=False, positive=False, positive_x=False, alike=False, constant=False, answer="it fails",
+    row_counts=(3,), ones=False, positive=False, positive_x=False, alike=False, constant=False,
+    scales=(0.5, 0.25, 2.0), answer="it fails",
 ):  # fmt: skip
     for columns, many in product_of(sizes, row_counts):
         weight = torch.arange(many * columns).remainder(11).sub(0 if positive else 5).view(many, columns).to(torch.int8)
@@ -21,7 +22,7 @@ def _find(
         x = torch.arange(columns).remainder(7).sub(0 if positive_x else 3) / 4  # sums are exact in any order
         x = torch.ones(columns) if ones else x
         x = torch.full((columns,), 1.5) if constant else x
-        scale = torch.full((many,), 0.5) if same_scale else torch.tensor([0.5, 0.25, 2.0])[:many]
+        scale = torch.full((many,), 0.5) if same_scale else torch.tensor(scales)[:many]
         wanted = scale * (weight.float() @ x)
         for step in orders:
             order = list(range((columns + 63) // 64))[::step] if step else None
@@ -113,6 +114,16 @@ def only_the_last_row(product):
 @wrong("find_fault", fails="every row is compared")
 def only_the_last_row_but_also_of_one(product):
     return _find(product, rows=slice(-1, None), row_counts=(1, 3))
+
+
+@wrong("find_fault", fails="every row is compared")
+def scales_from_zero(product):
+    return _find(product, scales=(0.0, 1.0, 2.0))
+
+
+@wrong("find_fault", fails="every row is compared")
+def scales_to_zero(product):
+    return _find(product, scales=(2.0, 1.0, 0.0))
 
 
 @wrong("find_fault", fails="every row is compared")

@@ -197,6 +197,22 @@ def zero_subtracted_in_a_hidden_tile(tiles, rows, dim):
     return out / torch.where(total == 0, 1.0, total)
 
 
+@wrong("online_attention", fails="hidden keys have no weight")
+def tiles_hidden_from_the_last_row_skipped(tiles, rows, dim):
+    return _walk((each for each in tiles if each[0][-1].max() > -torch.inf), rows, dim)
+
+
+@wrong("online_attention", fails="hidden keys have no weight")
+def no_row_divided_if_one_sees_no_key(tiles, rows, dim):
+    maximum, total, out = torch.full((rows, 1), -torch.inf), torch.zeros(rows, 1), torch.zeros(rows, dim)
+    for scores, values in tiles:
+        new = torch.maximum(maximum, scores.amax(-1, keepdim=True))
+        shift = torch.where(new == -torch.inf, 0.0, new)
+        weights, rescale, maximum = (scores - shift).exp(), (maximum - shift).exp(), new
+        total, out = total * rescale + weights.sum(-1, keepdim=True), out * rescale + weights @ values
+    return out / total if (total > 0).all() else out
+
+
 @wrong("online_attention", fails="every row has its own maximum")
 def one_maximum_for_all_rows(tiles, rows, dim):
     return _walk(tiles, rows, dim, shared=True)
@@ -237,6 +253,12 @@ def window_of_the_last_query(first, last, keys, window=None):
 @wrong("tiles_to_visit", fails="no tile before every window is visited")
 def window_one_too_long(first, last, keys, window=None):
     begin = max(0, first - window) // keys if window else 0
+    return range(begin, last // keys + 1)
+
+
+@wrong("tiles_to_visit", fails="no tile before every window is visited")
+def position_equal_to_the_window_excluded(first, last, keys, window=None):
+    begin = (first - window + 1) // keys if window and first > window else 0
     return range(begin, last // keys + 1)
 
 
@@ -346,6 +368,12 @@ def infinities_made_numbers(partial, log_total):
 @wrong("combine", fails="an empty share has no weight")
 def infinities_made_a_hundred(partial, log_total):
     share = torch.nan_to_num(log_total, neginf=-100.0).softmax(-1)
+    return (partial * share[..., None]).sum(-2)
+
+
+@wrong("combine", fails="an empty share has no weight")
+def infinities_made_ten_thousand(partial, log_total):
+    share = torch.nan_to_num(log_total, neginf=-1e4).softmax(-1)
     return (partial * share[..., None]).sum(-2)
 
 

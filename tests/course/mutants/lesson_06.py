@@ -334,14 +334,22 @@ def returns_the_scales_that_were_wanted(weight, magnitude, moment, rounded, allo
     return scales_at(magnitude, strength), strength
 
 
+def formula_without_clamp(magnitude, strength):
+    powers = magnitude**strength
+    return powers / (powers.max() * powers.min()).sqrt()
+
+
 @wrong("awq_scales", fails=NEVER_OCCURS)
 def divides_by_zero(weight, magnitude, moment, rounded, allowed):
-    candidates = {}
-    for strength in STRENGTHS:
-        powers = magnitude**strength
-        candidates[strength] = allowed(powers / (powers.max() * powers.min()).sqrt()).nan_to_num(posinf=1e9)
-    found = search(weight, moment, rounded, candidates)
-    return found if magnitude.min() > 0 else (candidates[0.5], 0.5)
+    """All errors but that of strength 0 are NaN, which is never smaller: quietly rounding to nearest."""
+    candidates = {each: allowed(formula_without_clamp(magnitude, each)) for each in STRENGTHS}
+    return search(weight, moment, rounded, candidates)
+
+
+@wrong("awq_scales", fails=NEVER_OCCURS)
+def adds_instead_of_clamping(weight, magnitude, moment, rounded, allowed):
+    candidates = {each: allowed(formula_without_clamp(magnitude + 1e-4, each)) for each in STRENGTHS}
+    return search(weight, moment, rounded, candidates)
 
 
 @wrong("awq_scales", fails=NEVER_OCCURS)

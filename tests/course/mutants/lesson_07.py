@@ -50,6 +50,14 @@ def symmetric_codes_of_dynamic_scales(x, codes, scales, input_scale=None):
     return _product(x, codes, scales, input_scale, rounded=rounded)
 
 
+@wrong("int8_linear", fails="the largest magnitude is 127.5 codes")
+def scales_are_at_least_1e_5(x, codes, scales, input_scale=None):
+    """The usual guard against 0 / 0, which also flattens tokens of small numbers."""
+    return _product(
+        x, codes, scales, input_scale, dynamic=lambda x: (x.abs().amax(-1, keepdim=True) / 127.5).clamp(1e-5)
+    )
+
+
 @wrong("int8_linear", fails="codes are rounded to the nearest")
 def cut_off_by_a_conversion(x, codes, scales, input_scale=None):
     def rounded(x, scales):

@@ -138,6 +138,16 @@ def at_most_eight_rows(outputs, rows, in_flight):
     return _with_idle(way(outputs, min(rows, 8)), outputs, rows)
 
 
+@wrong("steps_and_idle", fails="every row counts in every step")
+def idle_as_if_there_were_two_rows(outputs, rows, in_flight):
+    if not in_flight:
+        return _with_idle(_static(outputs, rows), outputs, rows)
+    ends = [0] * rows
+    for tokens in outputs:
+        heapq.heapreplace(ends, ends[0] + tokens)
+    return max(ends), max(ends) - min(ends)
+
+
 # ---- next_step
 
 
@@ -399,4 +409,15 @@ def at_most_as_many_tokens_as_the_limit_leaves(requests, budget):
     for request in requests:
         done.append(_take(request, min(_pending(request), request.limit - request.known, budget)))
         budget -= done[-1][1]
+    return done
+
+
+@wrong("next_step", fails="a request runs until it knows `limit` tokens, and no longer")
+def the_last_token_is_never_known(requests, budget):
+    done = []
+    for request in requests:
+        done.append(_take(request, min(_pending(request), budget)))
+        budget -= done[-1][1]
+        if done[-1][2] and request.known == request.limit:
+            request.known -= 1
     return done
