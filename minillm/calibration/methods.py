@@ -96,23 +96,32 @@ class Method:
 
 @dataclass(frozen=True)
 class MethodRecipe:
-    """The method of each weight: the first pattern that matches its address decides, else it stays dense."""
+    """The method of each weight: the first pattern that matches its address decides, else it stays dense.
+
+    rotate  whether the model is rotated first (see `rotation`)
+    """
 
     rules: Mapping[str, Method]
+    rotate: bool = False
 
     def at(self, address: str) -> Method:
         """The method of the weight at an address, such as "layers.3.qkv"."""
         return next((each for pattern, each in self.rules.items() if fnmatchcase(address, pattern)), Method("dense"))
 
+    @property
+    def seeded(self) -> bool:
+        """Whether a seed changes the result: it chooses the calibration rows, and the signs of a rotation."""
+        return self.rotate or any(method.calibrated for method in self.rules.values())
+
     @classmethod
-    def of(cls, method: Method, head: str | None = None) -> "MethodRecipe":
+    def of(cls, method: Method, head: str | None = None, *, rotate: bool = False) -> "MethodRecipe":
         """One method for all layers; head: "int8" or "fp8" for the output head (and the embedding, if they are tied).
 
         Raises ConfigError.
         """
         if head not in (None, *HEADS):
             raise ConfigError(f"head must be one of {', '.join(HEADS)}, not {shown(head)}")
-        return cls({"layers.*": method} | ({} if head is None else {"head": Method(head)}))
+        return cls({"layers.*": method} | ({} if head is None else {"head": Method(head)}), rotate)
 
     @classmethod
     def read(cls, file: Path) -> "MethodRecipe":

@@ -1,4 +1,7 @@
-"""Methods by short names, as tables and command lines write them: "awq-g64", "int4-g128-zeros+int8".  Lesson 06."""
+"""Methods by short names, as tables and command lines write them.  Lessons 05 to 07.
+
+"awq-g64", "int4-g128-zeros+int8", "w8a8-rotate"
+"""
 
 import re
 from pathlib import Path
@@ -15,10 +18,14 @@ FLAGS: dict[str, tuple[str, Any]] = {
     "tensor": ("scales", "tensor"),
     "static": ("static", True),
 }
+ROTATE = "rotate"  # what a name adds for a model that is rotated first
 
 
 def named(name: str) -> MethodRecipe:
-    """The recipe of a name, METHOD[-gGROUP][-FLAG...][+HEAD], or of a recipe file, NAME.json. Raises ConfigError."""
+    """The recipe of a name, METHOD[-gGROUP][-FLAG...][-rotate][+HEAD], or of a recipe file, NAME.json.
+
+    Raises ConfigError.
+    """
     if name.endswith(".json"):
         return MethodRecipe.read(Path(name))
     layers, _, head = name.partition("+")
@@ -29,12 +36,13 @@ def named(name: str) -> MethodRecipe:
             parameters["group_size"] = int(group[1])
         elif part in FLAGS:
             parameters |= [FLAGS[part]]
-        else:
-            raise ConfigError(f"{name}: unknown part -{part}; a method may have -g64 and -{', -'.join(FLAGS)}")
+        elif part != ROTATE:
+            known = ", -".join((*FLAGS, ROTATE))
+            raise ConfigError(f"{name}: unknown part -{part}; a method may have -g64 and -{known}")
     if method not in METHODS:
         known = ", ".join(METHODS)
         raise ConfigError(f"{name} is neither a method nor a directory nor a recipe file (*.json); methods: {known}")
     try:
-        return MethodRecipe.of(Method(method, **parameters), head or None)
+        return MethodRecipe.of(Method(method, **parameters), head or None, rotate=ROTATE in parts)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None

@@ -66,7 +66,6 @@ def quantize(
     methods: MethodRecipe,
     out: Path,
     *,
-    rotate: bool = False,
     text: Path | None = None,
     rows: int = 64,
     length: int = 256,
@@ -77,9 +76,8 @@ def quantize(
     """Quantize a model and save it in a new directory.  Lessons 05 to 07.
 
     model    a directory, or None for the embedded model
-    methods  of each weight
+    methods  of each weight, and whether to rotate the model first
     out      the directory to write, in the layout of compressed-tensors; it must not exist, or be empty
-    rotate   whether to rotate the model first (see `rotation`)
     text     a file to calibrate on; default: embedded text that neither training nor the evaluation uses
     rows     stretches of that text that are read, `length` tokens each (at most the model's context)
     seed     chooses where they begin, and the rotation's signs
@@ -103,8 +101,6 @@ def quantize(
     dense = load_model(place, dtype="float32", device=device)
     target = getattr(torch, dense.config.dtype)
     check_methods(dense, methods)
-    if rotate:
-        rotation.check_rotates(dense)
     before = sum(tensor.numel() for tensor in dense.tensors()) * target.itemsize
     ids, run, last = None, None, _last_calibrated(dense, methods)
     if last >= 0:
@@ -113,7 +109,7 @@ def quantize(
         tokenizer = Tokenizer.from_pretrained(place)
         check_tokenizer(tokenizer, dense.config)
         ids = calibration_rows(tokenizer, words, rows, length, seed, tokenizer.bos_token_id).to(device)
-    if rotate:
+    if methods.rotate:
         rotation.rotate(dense, target, seed=seed, down=_has_int8_inputs(dense, methods))
     if ids is not None:
         run = CalibrationRun(dense, ids)
@@ -269,7 +265,12 @@ def _device(name: str) -> str:
 
 
 def check_methods(model: Model, methods: MethodRecipe) -> None:
-    """Raise ConfigError unless every weight can have its method's format, and all parameters are numbers."""
+    """Raise ConfigError unless every weight can have its method's format, and all parameters are numbers.
+
+    And, if the model is to be rotated, unless it can be.
+    """
+    if methods.rotate:
+        rotation.check_rotates(model)
     for address, weight in model.addressed().items():
         out, inputs = weight.shape
         method = methods.at(address)

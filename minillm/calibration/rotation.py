@@ -37,16 +37,23 @@ from .folding import matrix_of
 ROWS = 4096
 
 
-def check_rotates(model: Model) -> None:
-    """Raise ConfigError for a model that cannot be rotated."""
+def refusal(model: Model) -> str | None:
+    """Why a model cannot be rotated; None if it can be."""
     if extra := {"after_attention_norm", "after_mlp_norm"} & set(model.layer_norms):
-        raise ConfigError(
+        return (
             f"{model.config.architecture} cannot be rotated: it has norms between its projections and the residual "
             f"stream ({', '.join(sorted(extra))}), so a rotation of the stream cannot be folded into the projections. "
-            "Quantize it without --rotate, with smoothquant or awq if rounding to the nearest loses too much"
+            "Quantize it without a rotation, with smoothquant or awq if rounding to the nearest loses too much"
         )
     if model.config.rotations:
-        raise ConfigError("the model is rotated already: rotate the one that it was made from")
+        return "the model is rotated already: rotate the one that it was made from"
+    return None
+
+
+def check_rotates(model: Model) -> None:
+    """Raise ConfigError for a model that cannot be rotated."""
+    if (reason := refusal(model)) is not None:
+        raise ConfigError(reason)
 
 
 def rotate(model: Model, dtype: torch.dtype, *, seed: int = 0, down: bool) -> None:

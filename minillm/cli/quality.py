@@ -27,8 +27,8 @@ def evaluate(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            help="With --compare: methods (int8, awq-g64, int4-g32-zeros+int8), recipe files, or directories. "
-            "Default: all methods.",
+            help="With --compare: methods (int8, awq-g64, int4-g32-zeros+int8, w8a8-rotate), recipe files, or "
+            "directories. Default: all methods, and w8a8-rotate.",
             show_default=False,
         ),
     ] = None,
@@ -45,7 +45,7 @@ def evaluate(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="At most this many questions of each set.")] = None,
     seeds: Annotated[
-        int, typer.Option(min=1, help="With --compare: calibrate so often, and take the median by KL.")
+        int, typer.Option(min=1, help="With --compare: quantize so often, with other seeds, and take the median by KL.")
     ] = 1,
     streaming: Annotated[
         bool, typer.Option("--streaming", help="Instead: perplexity on 4 times the context, with sinks and without.")
@@ -57,7 +57,7 @@ def evaluate(
 
     Prints a line for each and, last, the record as one line of JSON.
 
-    minillm eval --compare int8,int4,awq,gptq
+    minillm eval --compare int8,awq-g64,w8a8-rotate
     """
     from minillm import LLM, evaluate
     from minillm.bench import records
@@ -194,9 +194,8 @@ def quantize(
             chosen = methods.MethodRecipe.of(own, head)
         done = quantize.quantize(
             model or model_option,
-            chosen,
+            replace(chosen, rotate=rotate),
             out,
-            rotate=rotate,
             text=text,
             rows=rows,
             length=length,

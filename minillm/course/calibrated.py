@@ -14,41 +14,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minillm.calibration.folding import NORMS, fold
+from minillm.calibration.folding import NORMS
 from minillm.calibration.forward import hidden_states
 from minillm.calibration.methods import Method, MethodRecipe
-from minillm.calibration.quantize import TEXT, calibration_rows, quantize_calibrated
-from minillm.evaluate import load_text
+from minillm.calibration.outliers import outlier_scales, plant_outliers
+from minillm.calibration.quantize import quantize_calibrated
 from minillm.model import Model, load_model
 from minillm.model.decoder import PROJECTIONS
-from minillm.model.loader import EMBEDDED
 from minillm.ops import reference
 from minillm.overrides import using
 from minillm.quantization import Codes, Int4, Weight
 from minillm.quantization.int4 import round_to_int4, scales_of
 from minillm.quantization.methods import awq, gptq
 from minillm.quantization.methods.statistics import InputStatistics, output_error
-from minillm.tokenizer import Tokenizer
+
+from . import held_out
+from .held_out import calibration_text as calibration_text  # for the lesson
+from .held_out import log_probabilities as log_probabilities
 
 SAVED = torch.bfloat16  # precision of the embedded model's files, so also of scales
 CPU = torch.device("cpu")
-OUTLIERS, TIMES = 8, 16.0  # channels of each norm that are made larger, and how many times
+# Outliers: 8 channels of each norm, 16 times larger
+PLANTED: dict[str, Any] = {"products": tuple(NORMS), "larger": 16.0, "share": 32, "seed": 3}
 
 
 def dense(dtype: str = "float64") -> Model:
     """The embedded model, unquantized, on the CPU."""
     return load_model(dtype=dtype, device="cpu")
-
-
-def rows_of(text: str, rows: int, length: int, seed: int) -> Tensor:
-    """Token ids [rows, length] of stretches of a text, each after <bos>."""
-    tokenizer = Tokenizer.from_pretrained(EMBEDDED)
-    return calibration_rows(tokenizer, text, rows, length, seed, tokenizer.bos_token_id)
-
-
-def calibration_text(rows: int = 16, length: int = 256, seed: int = 0) -> Tensor:
-    """Token ids [rows, length] of the embedded calibration text."""
-    return rows_of(TEXT.read_text(encoding="utf-8"), rows, length, seed)
 
 
 def products(model: Model) -> dict[str, Weight]:
@@ -165,30 +157,19 @@ def _single(weight: Weight) -> Weight:
     return found
 
 
-def _planted(model: Model) -> Iterator[tuple[int, str, Tensor]]:
-    """(layer, product, what its inputs [in] are divided by) for each product after a norm."""
-    generator = torch.Generator().manual_seed(3)
-    for index in range(len(model.layers)):
-        for name in NORMS:
-            scales = torch.ones(model.config.hidden_size, dtype=torch.float64)
-            scales[torch.randperm(len(scales), generator=generator)[:OUTLIERS]] /= TIMES
-            yield index, name, scales
-
-
 def with_outliers() -> Model:
     """The embedded model, in which some channels of each norm are larger, and the weights that read them smaller.
 
     The model computes the same; its activations have outliers, as those of large models do.
     """
     model = dense()
-    for index, name, scales in _planted(model):
-        fold(model, model.layers[index], name, scales, torch.float64)
+    plant_outliers(model, **PLANTED)
     return model
 
 
 def add_outliers(model: Model, found: Mapping[str, InputStatistics]) -> dict[str, InputStatistics]:
     """The embedded model's statistics, as they would have been recorded in that of `with_outliers`."""
-    changed = {f"layers.{index}.{name}": scales for index, name, scales in _planted(model)}
+    changed = outlier_scales(model, **PLANTED)
     return {address: each.scaled(changed[address]) if address in changed else each for address, each in found.items()}
 
 
@@ -302,13 +283,6 @@ def engines_gptq(weight: Tensor, factor: Tensor, grid: "Grid") -> tuple[Tensor, 
     return codes.codes, codes.scales
 
 
-def log_probabilities(model: Model, ids: Tensor) -> Tensor:
-    """Of all tokens at each position of rows of token ids: [rows, length, vocabulary]."""
-    with torch.inference_mode():
-        found = [model.logits(hidden_states(model, part)).log_softmax(-1) for part in ids.split(16)]
-    return torch.cat(found).view(*ids.shape, -1)
-
-
 @dataclass(frozen=True)
 class Distance:
     """How far a quantized model's predictions are from the original's: the KL divergence, in nats per token."""
@@ -339,20 +313,16 @@ def _standard_error(values: Tensor) -> float:
     return (values.std() / len(values) ** 0.5).item()
 
 
-class HeldOut:
+class HeldOut(held_out.HeldOut):
     """Text that no calibration reads, and the original's predictions on it."""
 
     def __init__(self, rows: int = 10, length: int = 256):
-        self.ids = rows_of(load_text(), rows, length, seed=7)
-        self.wanted = log_probabilities(dense("float32"), self.ids)
-        self.probabilities = self.wanted.exp()
+        super().__init__(dense("float32"), held_out.held_out_text(rows, length))
 
     def measure(self, model: Model | None = None) -> Distance:
         """A model's distance; None: the original's, which is 0."""
-        found = self.wanted if model is None else log_probabilities(model, self.ids)
-        divergence = torch.einsum("rtv,rtv->rt", self.probabilities, self.wanted - found).double().mean(1)
-        nats = -found[:, :-1].gather(-1, self.ids[:, 1:, None]).double().mean()
-        return Distance(divergence, nats.exp().item())
+        now = self.predictions(model)
+        return Distance(now.divergence.mean(1), now.perplexity)
 
 
 class Grid:

@@ -17,19 +17,17 @@ from minillm.calibration import rotation
 from minillm.calibration.folding import allowed_scales, fold
 from minillm.calibration.forward import hidden_states
 from minillm.calibration.outliers import plant_outliers
-from minillm.calibration.quantize import TEXT, calibration_rows
 from minillm.engine import LLM
-from minillm.evaluate import load_text
 from minillm.model import Model, load_model
 from minillm.model.decoder import PROJECTIONS
-from minillm.model.loader import EMBEDDED
 from minillm.model.modules import modules
 from minillm.ops import reference
 from minillm.overrides import using
 from minillm.quantization import Activations, Format, Int8Weight, QuantizedActivations, Weight
 from minillm.quantization.activations import BOUNDS, LARGEST
 from minillm.quantization.methods.hadamard import transform
-from minillm.tokenizer import Tokenizer
+
+from . import held_out
 
 Linear = Callable[[Tensor, Weight], Tensor]
 
@@ -184,28 +182,15 @@ class RoundedBy(Activations):
 # ---- measurements
 
 
-def rows_of(text: str, rows: int, length: int, seed: int) -> Tensor:
-    """Token ids [rows, length] of stretches of a text, each after <bos>."""
-    tokenizer = Tokenizer.from_pretrained(EMBEDDED)
-    return calibration_rows(tokenizer, text, rows, length, seed, tokenizer.bos_token_id)
-
-
-class HeldOut:
+class HeldOut(held_out.HeldOut):
     """Text that neither training nor calibration has seen, and the embedded model's predictions on it."""
 
     def __init__(self, rows: int = 6, length: int = 256):
-        self.ids = rows_of(load_text(), rows, length, seed=7)
-        self.before = self._log_probabilities(dense())
-        self.probabilities = self.before.exp()
-
-    def _log_probabilities(self, model: Model) -> Tensor:
-        with torch.inference_mode():
-            return model.logits(hidden_states(model, self.ids)).log_softmax(-1)
+        super().__init__(dense(), held_out.held_out_text(rows, length))
 
     def divergence(self, model: Model) -> float:
         """Mean KL divergence of a model's predictions from those of the embedded model, in nats per token."""
-        now = self._log_probabilities(model)
-        return max(0.0, (self.probabilities * (self.before - now)).sum(-1).double().mean().item())
+        return max(0.0, self.predictions(model).divergence.mean().item())
 
 
 def inputs_of(model: Model, ids: Tensor) -> dict[str, Tensor]:
@@ -227,8 +212,8 @@ def inputs_of(model: Model, ids: Tensor) -> dict[str, Tensor]:
 
 def largest_inputs(model: Model, rows: int = 8, length: int = 256) -> dict[str, Tensor]:
     """The largest |x| of each channel [in] of every product's inputs, by address, on the calibration text."""
-    ids = rows_of(TEXT.read_text(encoding="utf-8"), rows, length, seed=0)
-    return {address: x.abs().amax(0) for address, x in inputs_of(model, ids).items()}
+    inputs = inputs_of(model, held_out.calibration_text(rows, length))
+    return {address: x.abs().amax(0) for address, x in inputs.items()}
 
 
 def same_codes(model: Model, function: Callable[[Tensor], Tensor]) -> tuple[int, int]:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minillm.calibration.folding import fold
-from minillm.calibration.forward import hidden_states
+from minillm.calibration.folding import NORMS
+from minillm.calibration.outliers import plant_outliers
 from minillm.engine import LLM
 from minillm.evaluate import load_text
 from minillm.model.decoder import Model
@@ -23,7 +23,7 @@ from minillm.model.modules import modules
 from minillm.ops import reference
 from minillm.quantization import Activations, Codes, DenseWeight, Format, Int4, Int4Weight, Recipe, Weight, int4
 
-PLANTED = ("qkv", "gate_up")  # products whose inputs a norm makes
+from .held_out import HeldOut
 
 # ---- what lessons fall back to until an exercise is solved
 
@@ -149,22 +149,19 @@ def bytes_of(model: Model) -> int:
 def planted_outliers(llm: LLM, columns: int = 4, times: float = 10.0, seed: int = 0) -> Iterator[Model]:
     """Multiply some columns of two matrices in each layer, and divide what makes their inputs.
 
+    columns: as many of each matrix; they must divide hidden_size.
     The model computes the same; only rounding its weights shows the difference.
     """
-    model, generator = llm.engine.model, torch.Generator().manual_seed(seed)
+    model, share = llm.engine.model, llm.engine.model.config.hidden_size // columns
     before = []
     for layer in model.layers:
-        for name, norm in zip(PLANTED, (layer.attention_norm, layer.mlp_norm), strict=True):
+        for name, norm in NORMS.items():
             weight = getattr(layer, name)
             assert isinstance(weight, DenseWeight)
-            before += [(tensor, tensor.clone()) for tensor in (weight.weight, norm)]
+            before += [(tensor, tensor.clone()) for tensor in (weight.weight, getattr(layer, norm))]
     try:
         with torch.inference_mode():
-            for layer in model.layers:
-                for name in PLANTED:
-                    scales = torch.ones(model.config.hidden_size, dtype=model.dtype)
-                    scales[torch.randperm(len(scales), generator=generator)[:columns]] = times
-                    fold(model, layer, name, scales, model.dtype)
+            plant_outliers(model, tuple(NORMS), larger=1 / times, share=share, seed=seed)
         yield model
     finally:
         with torch.inference_mode():
@@ -224,23 +221,13 @@ class Quality:
         assert tokenizer is not None
         ids = tokenizer.encode(load_text(), add_special_tokens=False)
         starts = torch.linspace(0, len(ids) - length, rows).long().tolist()
-        self.ids = torch.tensor([[tokenizer.bos_token_id, *ids[start : start + length - 1]] for start in starts])
-        before = self._log_probabilities()
-        self.top, self.before = before.argmax(-1), before.exp()
-        self.mean_log = torch.dot(self.before.flatten(), before.flatten())
-
-    def _log_probabilities(self) -> Tensor:
-        """[rows, length - 1, vocab]: of each next token, given all before it."""
-        with torch.inference_mode():
-            logits = self.model.ops.lm_head(hidden_states(self.model, self.ids), self.model.head, None)
-        return logits.view(*self.ids.shape, -1)[:, :-1].log_softmax(-1)
+        stretches = [[tokenizer.bos_token_id, *ids[start : start + length - 1]] for start in starts]
+        self.text = HeldOut(self.model, torch.tensor(stretches))
 
     def measure(self) -> Found:
-        now = self._log_probabilities()
-        nats = -now.gather(-1, self.ids[:, 1:, None]).mean()
-        divergence = (self.mean_log - torch.dot(self.before.flatten(), now.flatten())) / self.top.numel()
-        agreement = (now.argmax(-1) == self.top).double().mean()
-        return Found(nats.exp().item(), max(0.0, divergence.item()), agreement.item())
+        now = self.text.predictions(self.model)
+        divergence, agreement = (each[:, :-1].double().mean().item() for each in (now.divergence, now.same_top))
+        return Found(now.perplexity, max(0.0, divergence), agreement)
 
 
 class _Largest(TorchDispatchMode):

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minillm.calibration import rotation
 from minillm.calibration.forward import hidden_states
 from minillm.calibration.methods import METHODS, MethodRecipe
 from minillm.calibration.names import named
@@ -125,13 +126,13 @@ def compare(
 ) -> Iterator[dict[str, Any]]:
     """Yield one result for the model in float32 and one for each name, in the form of a record's results.
 
-    names    methods ("int8", "awq-g64", "int4-g32-zeros+int8": see `calibration.names`), recipe files, or directories
-             of models that were quantized from this one; default: all methods
+    names    methods ("int8", "awq-g64", "int4-g32-zeros+int8", "w8a8-rotate": see `calibration.names`), recipe files,
+             or directories of models that were quantized from this one; default: `default_methods`
     model    a directory, or None for the embedded model
     task     whose questions are asked: "isles" (with no examples), "mmlu" (with five) or another of `tasks`
     limit    ask at most this many questions, evenly spread
-    seeds    calibrate so often, each time on other stretches of the calibration text; the result is that of the
-             calibration with the median KL
+    seeds    quantize so often, each time calibrated on other stretches of the calibration text and rotated with other
+             signs; the result is that with the median KL
     options  of the engine
 
     All names are checked before anything is measured. Raises ConfigError; Unreachable, if the task's questions cannot
@@ -142,9 +143,10 @@ def compare(
     place = resolve(model)
     if isinstance(place, str) or read_layout(place) is not None:
         raise ConfigError(f"{place} is no unquantized model to compare with: name the directory of one")
-    candidates = {name: _candidate(name) for name in names or METHODS}
+    candidates = {name: _candidate(name) for name in names}
     workload = held_out(task)
     with LLM(place, **{**options, "dtype": "float32"}) as llm:
+        candidates = candidates or default_methods(llm.engine.model)
         for chosen in candidates.values():
             if isinstance(chosen, MethodRecipe):
                 check_methods(llm.engine.model, chosen)
@@ -159,10 +161,10 @@ def compare(
     perplexity = first.perplexity
     for name, chosen in candidates.items():
         begin = time.perf_counter()
-        calibrated = isinstance(chosen, MethodRecipe) and any(each.calibrated for each in chosen.rules.values())
+        repeat = seeds if isinstance(chosen, MethodRecipe) and chosen.seeded else 1
         with ExitStack() as kept:
             found: list[tuple[Divergence, Path]] = []
-            for seed in range(seeds if calibrated else 1):
+            for seed in range(repeat):
                 directory = kept.enter_context(_directory(chosen, place, seed, options.get("device", "auto")))
                 with LLM(directory, **options) as llm:
                     found.append((reference.divergence(llm.engine.model), directory))
@@ -173,6 +175,14 @@ def compare(
                 yield _result(name, llm, directory, each, middle, own, base, begin) | {
                     "perplexity_loss": round(middle.perplexity / perplexity - 1, 5)
                 }
+
+
+def default_methods(model: Model) -> dict[str, MethodRecipe | Path]:
+    """What is compared unless it is said: all methods with their defaults, and w8a8 rotated, if the model can be."""
+    names = list(METHODS)
+    if rotation.refusal(model) is None:
+        names.insert(names.index("w8a8") + 1, "w8a8-rotate")
+    return {name: named(name) for name in names}
 
 
 def _candidate(name: str) -> MethodRecipe | Path:

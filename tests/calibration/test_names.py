@@ -1,10 +1,10 @@
-"""Methods by short names: "awq-g64", "int4-g32-zeros+int8"."""
+"""Methods by short names: "awq-g64", "int4-g32-zeros+int8", "w8a8-rotate"."""
 
 import json
 
 import pytest
 
-from minillm.calibration.methods import METHODS, Method
+from minillm.calibration.methods import METHODS, Method, MethodRecipe
 from minillm.calibration.names import named
 from minillm.errors import ConfigError
 
@@ -20,7 +20,13 @@ from minillm.errors import ConfigError
     ],
 )
 def test_a_name_is_a_method_with_its_parameters(name, rules):
-    assert named(name).rules == rules
+    assert named(name) == MethodRecipe(rules)
+
+
+@pytest.mark.parametrize("name", ["int4-g32-rotate+int8", "int4-rotate-g32+int8"])
+def test_a_name_says_that_the_model_is_rotated_first(name):
+    rules = {"layers.*": Method("int4", group_size=32), "head": Method("int8")}
+    assert named(name) == MethodRecipe(rules, rotate=True)
 
 
 def test_a_recipe_file_is_a_name_too(tmp_path):
@@ -33,7 +39,8 @@ def test_a_recipe_file_is_a_name_too(tmp_path):
     ("name", "message"),
     [
         ("int3", "int3 is neither a method nor a directory nor a recipe file.*; methods: int8, int4"),
-        ("awq-64", "awq-64: unknown part -64; a method may have -g64 and -zeros, -actorder"),
+        ("awq-64", "awq-64: unknown part -64; a method may have -g64 and -zeros, -actorder, -tensor, -static, -rotate"),
+        ("w8a8-rotated", "w8a8-rotated: unknown part -rotated;"),
         ("awq-g", "awq-g: unknown part -g;"),
         ("awq-actorder", "awq-actorder: awq takes no act_order"),
         ("int8-g64", "int8-g64: int8 takes no group_size"),

@@ -122,7 +122,7 @@ def test_the_seed_chooses_the_signs(tmp_path):
     "method", [Method("w8a8"), Method("gptq", group_size=64), Method("smoothquant"), Method("fp8")]
 )
 def test_a_rotated_quantized_engine_equals_its_dequantized_twin(method, tmp_path):
-    quantize(None, MethodRecipe.of(method, head="int8"), tmp_path / "out", rotate=True, rows=2, length=32)
+    quantize(None, MethodRecipe.of(method, head="int8", rotate=True), tmp_path / "out", rows=2, length=32)
     model = load_model(tmp_path / "out", dtype="float64")
     int8_inputs = method.name in ("w8a8", "smoothquant")
     assert model.config.rotations == (("residual", "down") if int8_inputs else ("residual",))
@@ -141,7 +141,7 @@ def test_the_rotated_model_that_is_calibrated_is_the_one_that_is_saved(tmp_path,
         kept.extend((model, copy.deepcopy(model.embedding.weight)))
 
     monkeypatch.setattr(module.rotation, "rotate", rotated)
-    quantize(tmp_path / "dense", MethodRecipe.of(Method("w8a8")), tmp_path / "out", rotate=True)
+    quantize(tmp_path / "dense", MethodRecipe.of(Method("w8a8"), rotate=True), tmp_path / "out")
     again = load_model(tmp_path / "out", dtype="float32")
     assert again.embedding.weight.equal(kept[1])
     for one, other in zip(kept[0].tensors(), again.tensors(), strict=True):
@@ -150,7 +150,7 @@ def test_the_rotated_model_that_is_calibrated_is_the_one_that_is_saved(tmp_path,
 
 def test_weight_only_methods_of_untied_models_need_no_rotation_online_and_load_in_transformers(tmp_path):
     made("llama-biases", tmp_path / "dense")
-    quantize(tmp_path / "dense", MethodRecipe.of(Method("int4", group_size=16)), tmp_path / "out", rotate=True)
+    quantize(tmp_path / "dense", MethodRecipe.of(Method("int4", group_size=16), rotate=True), tmp_path / "out")
     model = load_model(tmp_path / "out", dtype="float32")
     assert model.config.rotations == () and "rotations" not in json.loads((tmp_path / "out/config.json").read_text())
     other = models.reference(tmp_path / "out", dtype=torch.float32).eval()
@@ -161,7 +161,7 @@ def test_weight_only_methods_of_untied_models_need_no_rotation_online_and_load_i
 
 
 def test_other_programs_refuse_a_model_with_rotations_online(tmp_path):
-    quantize(None, MethodRecipe.of(Method("int8")), tmp_path / "out", rotate=True)
+    quantize(None, MethodRecipe.of(Method("int8"), rotate=True), tmp_path / "out")
     with pytest.raises(ValueError, match="minillm-rotated"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
@@ -189,7 +189,7 @@ def test_a_rotated_model_is_not_rotated_again(tmp_path):
     rotate(model, torch.float32, down=False)
     save_model(model, EMBEDDED, tmp_path / "rotated", torch.float32)
     with pytest.raises(ConfigError, match="rotated already"):
-        quantize(tmp_path / "rotated", MethodRecipe.of(Method("int8")), tmp_path / "out", rotate=True)
+        quantize(tmp_path / "rotated", MethodRecipe.of(Method("int8"), rotate=True), tmp_path / "out")
 
 
 def test_an_unknown_rotation_is_refused(tmp_path):
@@ -228,7 +228,7 @@ def test_smoothquant_and_rotation_each_undo_planted_outliers(held_out, outliers,
         ("smoothed", "smoothquant", False),
         ("both", "smoothquant", True),
     ):
-        quantize(outliers, MethodRecipe.of(Method(method)), tmp_path / name, rotate=rotated, rows=4, length=128)
+        quantize(outliers, MethodRecipe.of(Method(method), rotate=rotated), tmp_path / name, rows=4, length=128)
         found[name] = divergence(load_model(tmp_path / name, dtype="float32"), held_out)
     assert found["plain"] > 10 * without, (found, without)
     assert all(found[name] < found["plain"] / 10 for name in ("rotated", "smoothed", "both")), found

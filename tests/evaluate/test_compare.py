@@ -12,10 +12,12 @@ import torch
 from minillm import LLM
 from minillm.bench import records
 from minillm.calibration.methods import METHODS, Method, MethodRecipe
+from minillm.calibration.names import named
 from minillm.calibration.quantize import quantize
+from minillm.calibration.rotation import rotate
 from minillm.errors import ConfigError
 from minillm.evaluate import compare, load_text, paired_loss
-from minillm.evaluate.compare import Reference
+from minillm.evaluate.compare import Reference, default_methods
 from minillm.model import load_model
 from minillm.model.loader import EMBEDDED
 from minillm.model.saver import save_model
@@ -139,14 +141,15 @@ def rows_of(record: str) -> dict[str, dict]:
 
 def test_the_record_has_every_method_and_keeps_the_bounds():
     rows = rows_of("quantization")
-    assert set(rows) == {"float32", *METHODS}
+    assert set(rows) == {"float32", *default_methods(load_model())}
     for row in rows.values():
         assert row["questions"] == 2160 and len(row["kl_of_seeds"]) == 1
         assert row["loss_points"] == pytest.approx(100 * (rows["float32"]["accuracy"] - row["accuracy"]), abs=0.011)
         assert row["loss_interval"][0] <= row["loss_points"] <= row["loss_interval"][1]
-    for name in ("int8", "fp8"):
+    for name in ("int8", "fp8", "w8a8", "w8a8-rotate", "smoothquant"):
         assert rows[name]["perplexity"] < 1.01 * rows["float32"]["perplexity"]
         assert rows[name]["bytes"] < 0.61 * rows["float32"]["bytes"]
+    assert rows["w8a8-rotate"]["kl"] < 0.5 * rows["w8a8"]["kl"]
     assert rows["awq"]["bytes"] == rows["gptq"]["bytes"] == rows["int4"]["bytes"] < 0.41 * rows["float32"]["bytes"]
 
 
@@ -161,7 +164,7 @@ def test_in_the_record_awq_and_gptq_diverge_less_than_int4_with_the_median_of_fi
 
 @pytest.fixture
 def quick(monkeypatch):
-    """A short text, short calibrations, and what was calibrated with which seed."""
+    """A short text, short calibrations, and the seed of each."""
     seeds = []
 
     def calibrated(source, methods, out, *, seed, device):
@@ -190,10 +193,25 @@ def test_a_comparison_has_a_row_for_the_model_and_each_name(quick, tmp_path):
 
 
 def test_of_several_calibrations_the_median_is_the_result(quick):
-    _, int4, fp8 = compare(["int4", "fp8-static"], limit=8, seeds=3, device="cpu")
-    assert quick == [0, 0, 1, 2], "int4 has no calibration to repeat"
-    assert len(int4["kl_of_seeds"]) == 1 and len(set(fp8["kl_of_seeds"])) == 3
-    assert fp8["kl"] == sorted(fp8["kl_of_seeds"])[1]
+    _, int4, fp8, w8a8 = compare(["int4", "fp8-static", "w8a8-rotate"], limit=8, seeds=3, device="cpu")
+    assert quick == [0, 0, 1, 2, 0, 1, 2], "int4 has neither a calibration nor random signs to repeat"
+    assert len(int4["kl_of_seeds"]) == 1
+    for row in (fp8, w8a8):
+        assert len(set(row["kl_of_seeds"])) == 3
+        assert row["kl"] == sorted(row["kl_of_seeds"])[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "rotated"), [("gemma-grouped", ["w8a8-rotate"]), ("gemma2-multi-query", []), ("rotated", [])]
+)
+def test_all_methods_are_compared_unless_it_is_said_and_w8a8_rotated_where_the_model_can_be(family, rotated, tmp_path):
+    models.make("gemma-grouped" if family == "rotated" else family).save_pretrained(tmp_path)
+    model = load_model(tmp_path, dtype="float32")
+    if family == "rotated":
+        rotate(model, torch.float32, down=False)
+    found = default_methods(model)
+    assert found == {name: named(name) for name in (*METHODS, *rotated)}
+    assert list(found)[:5] == ["int8", "int4", "fp8", "w8a8", *rotated, "smoothquant"][:5]
 
 
 @pytest.mark.parametrize(
@@ -205,6 +223,7 @@ def test_of_several_calibrations_the_median_is_the_result(quick):
         (["int8", "{}/other"], {}, "other has another tokenizer"),
         ([], {"model": "{}/quantized"}, "is no unquantized model to compare with"),
         ([], {"model": "gemma-2b"}, "gemma-2b is no unquantized model"),
+        (["int8", "w8a8-rotate"], {"model": "{}/rotated"}, "the model is rotated already"),
         ([], {"quantization": "int8"}, "a comparison sets quantization itself"),
         ([], {"task": "text"}, "a comparison reads the text in any case"),
         ([], {"task": "law"}, "no task 'law'; tasks are isles, text, mmlu"),
@@ -217,6 +236,8 @@ def test_names_that_cannot_be_compared_are_refused_before_any_work(names, option
     tokenizer["model"]["merges"] = []
     (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
     quantize(None, MethodRecipe.of(Method("int8")), tmp_path / "quantized")
+    rotate(model, torch.float32, down=False)
+    save_model(model, EMBEDDED, tmp_path / "rotated", torch.float32)
     for work in ("hidden_states", "answers", "quantize"):
         monkeypatch.setattr(MODULE, work, lambda *_, **__: pytest.fail("work has begun"))
     options = {name: value.format(tmp_path) for name, value in options.items()}

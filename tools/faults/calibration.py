@@ -114,6 +114,13 @@ FAULTS = (
         f"{ROTATIONS} -k planted_outliers_change",
     ),
     Fault(
+        "a name's -rotate is accepted, but the model is not rotated",
+        "minillm/calibration/names.py",
+        "rotate=ROTATE in parts",
+        "rotate=False",
+        "tests/calibration/test_names.py -k rotated_first",
+    ),
+    Fault(
         "a recipe's last matching pattern wins",
         "minillm/calibration/methods.py",
         "next((each for pattern, each in self.rules.items()",

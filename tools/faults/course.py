@@ -3,6 +3,7 @@
 from . import Fault
 
 CHECKS, LESSON = "minillm/course/checks/__init__.py", "minillm/course/lesson.py"
+HELD_OUT, HELD_OUT_TESTS = "minillm/course/held_out.py", "tests/course/test_held_out.py"
 
 FAULTS = (
     Fault(
@@ -131,6 +132,34 @@ FAULTS = (
         "found[what] += int(stray.sum())",
         "found[what] += 0",
         "tests/course/test_interpret.py",
+    ),
+    Fault(
+        "lessons measure KL from the quantized model to the original",
+        HELD_OUT,
+        "(self.probabilities * (self.before - now))",
+        "(now.exp() * (now - self.before))",
+        f"{HELD_OUT_TESTS} -k definitions",
+    ),
+    Fault(
+        "lessons score each token by the prediction after it",
+        HELD_OUT,
+        "now[:, :-1].gather(",
+        "now[:, 1:].gather(",
+        f"{HELD_OUT_TESTS} -k definitions",
+    ),
+    Fault(
+        "lessons measure on the text that they calibrate on",
+        HELD_OUT,
+        "_rows_of(load_text(), rows, length, SEED)",
+        "calibration_text(rows, length)",
+        f"{HELD_OUT_TESTS} -k not_calibration_text",
+    ),
+    Fault(
+        "planted outliers stay in the norms after lesson 05's block",
+        "minillm/course/weight_formats.py",
+        "for tensor in (weight.weight, getattr(layer, norm))]",
+        "for tensor in (weight.weight,)]",
+        f"{HELD_OUT_TESTS} -k planted",
     ),
     Fault(
         "a lesson's minutes include its optional sections",

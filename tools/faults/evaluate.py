@@ -55,6 +55,27 @@ FAULTS = (
         f"{COMPARE_TESTS} -k before_any_work",
     ),
     Fault(
+        "a rotation is not repeated with other signs",
+        "minillm/calibration/methods.py",
+        "return self.rotate or any(",
+        "return any(",
+        f"{COMPARE_TESTS} -k median_is",
+    ),
+    Fault(
+        "the default comparison rotates models that cannot be rotated",
+        COMPARE,
+        "if rotation.refusal(model) is None:",
+        "if model:",
+        f"{COMPARE_TESTS} -k unless_it_is_said",
+    ),
+    Fault(
+        "whether a model can be rotated is checked only when its turn comes",
+        "minillm/calibration/quantize.py",
+        "    if methods.rotate:\n        rotation.check_rotates(model)\n",
+        "",
+        f"{COMPARE_TESTS} -k before_any_work",
+    ),
+    Fault(
         "lm-eval: a context that is too long loses its end",
         LM_EVAL,
         "(context + continuation)[-(self.max_length + 1) :]",
