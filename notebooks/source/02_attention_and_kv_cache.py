@@ -854,8 +854,8 @@ print(f"and the memory: {141 / 80:.2f} times as much")
 
 # %% [markdown]
 # The number of requests grows more than the memory, because the weights take the same space on both GPUs: all of the
-# extra memory that the engine may use goes to the cache. The larger the weights' share of the small GPU, the larger the gain. (In the chart
-# on the right, a line ends at the longest context of its model. Llama 3.1 70B fits neither GPU.)
+# extra memory that the engine may use goes to the cache. The larger the weights' share of the small GPU, the larger the
+# gain. (In the chart on the right, a line ends at the longest context of its model. Llama 3.1 70B fits neither GPU.)
 #
 # ## 13 · Optional: prefill and decode, operations per byte · 7 min
 #

@@ -90,7 +90,8 @@ def steps_and_idle(outputs: list[int], rows: int, in_flight: bool) -> tuple[int,
     """(steps, idle cells) of requests whose answers have `outputs` tokens, taken in this order.
 
     in_flight: True: the next request takes the row that becomes free first. False: static batches;
-    `rows` requests start together, and the next ones when all of these are done.
+    `rows` requests start together, and the next ones when all of these are done. `outputs` stays as
+    it is.
     """
     # SOLUTION: static: sum up how long each batch takes; in flight: keep track of when each row
     #   becomes free

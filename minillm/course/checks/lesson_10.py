@@ -113,10 +113,11 @@ def _(function):
 
 @steps_and_idle.property("the list stays as it is", "the caller still needs `outputs`: work on a copy")
 def _(function):
-    for in_flight in (False, True):
-        outputs = [4, 4]
-        function(outputs, 2, in_flight)
-        assert outputs == [4, 4], f"it was given [4, 4], {_way(in_flight)}, and left {outputs}"
+    for given in ([4, 4], [3, 1, 2]):
+        for in_flight in (False, True):
+            outputs = list(given)
+            function(outputs, 2, in_flight)
+            assert outputs == given, f"it was given {given}, {_way(in_flight)}, and left {outputs}"
 
 
 # ---- computed tokens chase known ones

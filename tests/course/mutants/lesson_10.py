@@ -84,6 +84,21 @@ def batches_of_equal_size(outputs, rows, in_flight):
 
 
 @wrong("steps_and_idle", fails="the list stays as it is")
+def last_batch_is_filled_up(outputs, rows, in_flight):
+    total = sum(outputs)
+    while len(outputs) % rows:
+        outputs.append(0)
+    if in_flight:
+        ends = [0] * rows
+        for tokens in outputs:
+            heapq.heapreplace(ends, ends[0] + tokens)
+        steps = max(ends)
+    else:
+        steps = sum(max(outputs[start : start + rows]) for start in range(0, len(outputs), rows))
+    return steps, steps * rows - total
+
+
+@wrong("steps_and_idle", fails="the list stays as it is")
 def requests_are_popped(outputs, rows, in_flight):
     steps, total, ends = 0, sum(outputs), [0] * rows
     while outputs:
