@@ -346,14 +346,14 @@ describe(
 # A step that runs prompts is harder to capture, because prompts have all lengths. It is padded to one of a few numbers
 # of tokens, and which token belongs to which row travels in one array that the captured kernels read
 # (`minillm/runner/mixed_graphs.py`). Steps with more than 1,024 prompt tokens or 64 prompts are launched kernel by
-# kernel: the longer the GPU works on a step, the less the time of its launches matters. If a request uses top-p, penalties or
-# log-probabilities, extra kernels run after the graph, and every request of the step waits for them.
+# kernel: the longer the GPU works on a step, the less the time of its launches matters. If a request uses top-p,
+# penalties or log-probabilities, extra kernels run after the graph, and every request of the step waits for them.
 #
 # A captured graph knows nothing about functions that you plug in later. So while an operation of yours is in use, the
 # engine launches kernel by kernel, unless you promise with `using(capturable=True, ...)` that yours may be captured:
-# that it launches the same kernels for the same shapes, never reads a value back to the CPU, and leaves the padding of a
-# batch alone (rows of length 0, slot -1). Even then, only decode steps are captured. On a GPU, try it with your kernels
-# from lesson 03.
+# that it launches the same kernels for the same shapes, never reads a value back to the CPU, and leaves the padding of
+# a batch alone (rows of length 0, slot -1). Even then, only decode steps are captured. On a GPU, try it with your
+# kernels from lesson 03.
 #
 # ## 4 · Which sizes to capture? · 14 min
 #
