@@ -18,6 +18,10 @@ BUILT_IN = {
     "minillm/bench/peers.py": {"RuntimeError"},
     "minillm/course/adapters.py": {"ValueError"},  # lesson 02's exercise requires it of `append`
     "minillm/course/checks/lesson_02.py": {"AssertionError"},
+    "minillm/course/checks/lesson_05.py": {"AssertionError"},
+    "minillm/course/checks/lesson_05_packed.py": {"AssertionError"},
+    "minillm/course/checks/lesson_07.py": {"AssertionError"},
+    "minillm/course/checks/lesson_07_numbers.py": {"AssertionError"},
     "minillm/course/checks/lesson_09.py": {"AssertionError"},
     "minillm/course/checks/lesson_99.py": {"AssertionError"},
     "minillm/course/interpret.py": {"RuntimeError"},  # inside a learner's kernel that never ends; its check reports it
