@@ -25,7 +25,6 @@ import torch
 import triton
 import triton.language as tl
 
-from . import launch_configs
 from .arguments import IntegerMatrix, is_compiled
 from .quantized_inputs import to_even
 from .single_row_parts import activated, has_dependent_launch, processors, wait_for_inputs
@@ -214,9 +213,6 @@ class Launch(NamedTuple):
     warps: int
 
 
-launch_configs.register("integer_rows", Launch)
-
-
 def takes(columns: int, bits: int, group: int) -> bool:
     """Whether rows are whole words, and an int4 group (`group` inputs) whole quads."""
     return columns % 4 == 0 if bits == 8 else columns % group == 0 and group % GROUP == 0
@@ -241,13 +237,11 @@ def product(
     total = torch.empty_like(x) if residual is not None else None
     dependent = has_dependent_launch(x.device)
     quads = triton.next_power_of_2(triton.cdiv(matrix.words.shape[1], 4))
-    default = default_launch(rows, quads, bool(activation), processors(x.device))
+    launch = default_launch(rows, quads, bool(activation), processors(x.device))
     if not is_compiled(x):
-        default = Launch(2, 32, 4)  # each interpreted operation takes microseconds, for 32 rows as for one
-    sizes: dict[str, int | str] = {"rows": rows, "columns": columns, "dtype": launch_configs.dtype_name(x.dtype)}
+        launch = Launch(2, 32, 4)  # each interpreted operation takes microseconds, for 32 rows as for one
     options = {"launch_pdl": True} if dependent else {}
     digits = 1 if matrix.int8_inputs else 3 if x.dtype == torch.float32 else 2
-    launch = launch_configs.tuned("integer_rows", default, **sizes, bits=bits, gated=int(bool(activation)))
     integer_rows_kernel[(launch.programs,)](
         x, residual, total, norm, matrix.words, matrix.scales, matrix.zeros, matrix.input_scale, out, eps, rows,
         COLUMNS=columns, BITS=bits, QUADS=quads, GROUPS=1 if bits == 8 else matrix.scales.shape[1], TILE=launch.tile,

@@ -635,7 +635,7 @@ compare("rotated / not rotated", unit="times", prediction=guess_both, measured=r
 # the nearest. The engine has no such kernel: it rounds the activations to FP8, but multiplies in bfloat16. So it has
 # the quality of W4A8, but not its speed.)
 
-# %% tags=["nbval-ignore-output"] uncompared="values near a tie are rounded differently on other CPUs"
+# %%
 FORMATS = {
     "W8A16": Int8(),
     "W8A8 dynamic": dynamic,
@@ -643,12 +643,20 @@ FORMATS = {
     "W4A16": Int4(64),
     "W4A8": Int4(64, activations=fp8.activations),
 }
-print(f"{'format':14} {'layers':>8}  {'KL, millinats':>14}  {'with outliers':>14}")
-for name, format in FORMATS.items():
-    found = [eight_bits.quantized(model, format) for model in (plain, outliers)]
+models = {
+    name: [eight_bits.quantized(model, format) for model in (plain, outliers)]
+    for name, format in FORMATS.items()
+}
+for name, (model, _) in models.items():
+    print(f"{name:14} layers of {eight_bits.bytes_of(model) / 1e6:5.2f} MB")
+
+# %% tags=["nbval-ignore-output"] uncompared="values near a tie are rounded differently on other CPUs"
+print(f"{'format':14} {'KL, millinats':>14}  {'with outliers':>14}")
+for name, pair in models.items():
     with using(linear=my_linear):
-        cells = "".join(f"{1000 * held_out.divergence(model):14.2f}  " for model in found)
-    print(f"{name:14} {eight_bits.bytes_of(found[0]) / 1e6:5.2f} MB  {cells}")
+        cells = "".join(f"{1000 * held_out.divergence(model):14.2f}  " for model in pair)
+    print(f"{name:14} {cells}")
+llm.close()
 
 # %% [markdown]
 # Four-bit weights cause most of W4A8's loss. The eight bits of the activations add little to it.
@@ -717,6 +725,3 @@ then W4A16 joins bfloat16, and W4A8 joins FP8, which is half as high. Measured p
 # *SmoothQuant*; Ashkboos et al. 2024, *QuaRot*; Liu et al. 2024, *SpinQuant* (learned rotations); Micikevicius et al.
 # 2022, *FP8 Formats for Deep Learning*; Kuzmin et al. 2022, *FP8 Quantization: The Power of the Exponent*; Lin et al.
 # 2024, *QServe* (W4A8 with int8). Next: lesson 08 quantizes the KV cache, and chooses.
-
-# %%
-llm.close()
