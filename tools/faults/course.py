@@ -10,7 +10,8 @@ FAULTS = (
         "a BPE merge in a single pass over the ranks passes the check",
         "minillm/course/checks/lesson_01.py",
         '    same(fn(list("abcd"), ranked("ab c", "a b", "c d")), ["abc", "d"])\n'
-        '    same(fn(list("abab"), ranked("ab a", "a b")), ["aba", "b"])\n',
+        '    same(fn(list("abab"), ranked("ab a", "a b")), ["aba", "b"])\n'
+        '    same(fn(list("abcab"), ranked("abc a", "ab c", "a b")), ["abca", "b"])\n',
         "",
         "tests/course/test_checkers.py -k mutant_fails_exactly",
     ),
