@@ -1,4 +1,4 @@
-"""Measure products with quantized weights at Gemma 2B's shapes, beside torch's and the bf16 product; needs a GPU.
+"""Measure products with quantized weights at Gemma 2B's shapes, next to torch's and the bf16 product; needs a GPU.
 
     python tools/quantized_kernels.py --record quantized-kernels
 

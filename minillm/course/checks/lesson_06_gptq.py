@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from minillm.course.calibrated import Grid
+from minillm.course.calibrated import compensate as solved_for
 
 from . import Exercise
 from .lesson_06 import SECONDS, correlated, drawn, tensor, unchanged
@@ -22,16 +23,6 @@ def toy() -> tuple[Tensor, Tensor]:
 def moment_of(inputs: int, seed: int = 0) -> Tensor:
     x = correlated(6 * inputs, inputs, seed)
     return x.T @ x
-
-
-def solved_for(weights: Tensor, at: int, value: Tensor, moment: Tensor) -> Tensor:
-    """The answer, from the normal equations of the other weights."""
-    rest = [each for each in range(len(moment)) if each != at]
-    found = weights.clone()
-    found[:, at] = value
-    change = (value - weights[:, at])[:, None]
-    found[:, rest] -= change * torch.linalg.solve(moment[rest][:, rest], moment[rest, at])
-    return found
 
 
 def compensated(solution: Callable, weights: Tensor, at: int, value: Tensor, moment: Tensor) -> Tensor:
