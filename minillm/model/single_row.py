@@ -66,13 +66,12 @@ class SingleRow:
             raise ValueError("the fused decode step needs a batch with one decode row; this batch has none")
         eps, activation = model.config.rms_norm_eps, model.config.activation
         x = model.ops.embedding(batch.token_ids, model.embedding, model.embedding_scale)
-        cos_sin = model.rotary[batch.positions]
         residual: Tensor | None = None  # the first layer has none to add
         for layer, matrices, cache in zip(model.layers, self.matrices, caches, strict=True):
             qkv, total = _product(x, matrices.qkv, norm=layer.attention_norm, eps=eps, residual=residual)
             residual = x if total is None else total
             table = rows.block_table[layer.group]
-            x = self.attend(qkv, cos_sin, cache, table, rows.lengths, layer.attention.scale)
+            x = self.attend(qkv, model.rotary, cache, table, rows.lengths, layer.attention.scale)
             x, _ = _product(x, matrices.attention_out)
             x, residual = _product(
                 x, matrices.gate_up, norm=layer.mlp_norm, eps=eps, residual=residual, activation=activation
