@@ -132,7 +132,7 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
         position, seed = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
         table = torch.zeros(1, 4, 16, dtype=torch.int32)
         decode_step.prepare(rows, position, tokens, table, seed, torch.zeros(4), block_size=16, width=16)
-        decode_step.advance(rows, rows, position, tokens, rows)
+        decode_step.advance(rows, rows, position, tokens, rows, tokens)
         normalization.rms_norm(k.expand(2, 3, 256), torch.zeros(256), 1e-6)
         sampling.sample(torch.zeros(2, 9000), torch.ones(2), torch.ones(2))
         truncation.truncate(torch.zeros(2, 9000), torch.ones(2, dtype=torch.int64), torch.ones(2))
