@@ -1,12 +1,12 @@
-"""Sparse matrices as values and bits, as compressed-tensors stored them up to version 0.12.  Lesson 08.
+"""Sparse matrices as values and bits, as older versions of compressed-tensors stored them.  Lesson 08.
 
     sparse-24-bitmask   compressed [rows, in / 2], bitmask [rows, in / 8] uint8, shape [2, 1]
     sparse-bitmask      compressed [n], bitmask [rows, in / 8] uint8, row_offsets [rows] int64, shape [2]
 
 A bit says whether a weight is stored; the first column has a byte's lowest bit, and a row's last byte is padded with
 zeros. Values follow each other row by row, and row_offsets says where each row's begin.
-https://github.com/vllm-project/compressed-tensors/tree/0.10.2, compressors/sparse_compressors. Newer versions, and vLLM
-and transformers with them, do not read these files.
+https://github.com/vllm-project/compressed-tensors/tree/0.10.2, compressors/sparse_compressors. Version
+0.20 does not read these files, and neither does transformers with it.
 """
 
 from collections.abc import Mapping
