@@ -122,7 +122,7 @@ class SparseWeight(QuantizedWeight):
 
     def round(self, weight: Tensor) -> Codes:
         assert isinstance(self.format, Sparse)
-        return of_values(weight * self.format.kept(weight))
+        return of_values(weight.masked_fill(~self.format.kept(weight), 0))
 
     def randomize_codes(self, generator: torch.Generator) -> None:
         self.values.normal_(0.0, self.shape[1] ** -0.5, generator=generator)

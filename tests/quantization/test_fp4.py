@@ -14,8 +14,9 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from minillm import LLM, SamplingParams
 from minillm.errors import ConfigError
 from minillm.model.loader import load_model
+from minillm.model.modules import modules
 from minillm.model.saver import save_model
-from minillm.quantization import Fp4Weight, Int8, Mxfp4, Nvfp4, Recipe
+from minillm.quantization import DenseWeight, Fp4Weight, Int8, Mxfp4, Nvfp4, Recipe
 from minillm.quantization.checkpoints.compressed_tensors import CompressedTensors, describe, write
 from minillm.quantization.fp4 import from_exponents, pack, quantize, to_e2m1, to_exponents, unpack
 from tests import models
@@ -138,8 +139,8 @@ def test_a_weight_in_parts_is_the_rounded_matrix_and_takes_half_a_byte_and_its_s
     weight = format.empty(24, 96, False, dtype=torch.float32, device=CPU)
     weight.load("weight", range(16), iter(matrix[:16].split(5)))
     weight.load("weight", range(16, 24), iter(matrix[16:].split(3)))
-    modules = [quantize(part, format).dequantize() for part in (matrix[:16], matrix[16:])]
-    assert weight.dequantize().equal(torch.cat(modules))
+    parts = [quantize(part, format).dequantize() for part in (matrix[:16], matrix[16:])]
+    assert weight.dequantize().equal(torch.cat(parts))
     assert weight[torch.tensor([20, 3, 3])].equal(weight.dequantize()[[20, 3, 3]])
     scales = 24 * (96 // format.group_size) + (24 * 4 if format.has_global_scale else 0)
     assert sum(tensor.nbytes for tensor in weight.stored()) == 24 * 96 // 2 + scales
@@ -204,6 +205,29 @@ def test_a_global_scale_that_is_not_positive_is_refused(scale, tmp_path):
     save_file(load_file(file) | {name: torch.tensor([scale])}, file)
     with pytest.raises(ConfigError, match=f"{name} must be positive"):
         load_model(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "pruned"])
+def test_a_weight_that_shares_its_input_with_a_dense_module_is_dequantized(name, tmp_path):
+    source, saved = tmp_path / "source", tmp_path / "saved"
+    models.make("llama-biases", **SIZES).save_pretrained(source)
+    model = load_model(source, dtype="float64", recipe=Recipe({"layers.*": name}))
+    save_model(model, source, saved)
+    file, config, module = saved / "model.safetensors", saved / "config.json", "model.layers.0.self_attn.k_proj"
+    tensors = {each: tensor for each, tensor in load_file(file).items() if not each.startswith(f"{module}.")}
+    own = {each: tensor for each, tensor in load_file(source / "model.safetensors").items() if module in each}
+    save_file(tensors | own, file)
+    changed = json.loads(config.read_text())
+    quantization = changed["quantization_config"]
+    (quantization if name != "pruned" else quantization["sparsity_config"])["ignore"].append(module)
+    config.write_text(json.dumps(changed))
+    mixed = load_model(saved, dtype="float64").layers[0].qkv
+    assert isinstance(mixed, DenseWeight)
+    kept = torch.ones(mixed.shape[0], dtype=torch.bool)
+    (rows,) = (part.rows for part in modules(model.config)["layers.0.qkv"] if part.name == module)
+    kept[rows.start : rows.stop] = False
+    assert mixed.weight[kept].equal(model.layers[0].qkv.dequantize()[kept])
+    assert mixed.weight[~kept].equal(own[f"{module}.weight"].double())
 
 
 @by_format

@@ -120,8 +120,9 @@ def test_what_the_layout_does_not_have_is_refused():
     config = describe({NAME: Int4()}) | {"sparsity_config": {"format": "sparse-24-bitmask"}}
     with pytest.raises(ConfigError, match=f"{NAME} is both sparse .* and quantized"):
         CompressedTensors(config).format(NAME, 128)
-    with pytest.raises(ConfigError, match="sparsity_config has format 'marlin-24'; supported are dense, sparse-24"):
-        CompressedTensors({"config_groups": {}, "sparsity_config": {"format": "marlin-24"}})
+    for given in ({"format": "marlin-24"}, {"sparsity_structure": "2:4"}, {"format": ["dense"]}):
+        with pytest.raises(ConfigError, match="sparsity_config has format .*; supported are dense, sparse-24"):
+            CompressedTensors({"config_groups": {}, "sparsity_config": given})
 
 
 def test_impossible_parameters_are_refused():

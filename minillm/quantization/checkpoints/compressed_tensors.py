@@ -86,16 +86,15 @@ class CompressedTensors(Layout):
 
     def _group(self, module: str) -> tuple[Format, str]:
         """A module's format, and how it is packed."""
-        none: tuple[Format, str] = Dense(), ""
-        if self.sparse is not None and self.sparse.names(module):
-            none = self.sparse.format, self.sparse.packing
+        sparse = self.sparse if self.sparse is not None and self.sparse.names(module) else None
+        none: tuple[Format, str] = (Dense() if sparse is None else sparse.format, "")
         if _names_it(self.ignored, module):
             return none
         ranks = [min((_rank(name, module) for name in targets), default=NO_MATCH) for targets, _, _ in self.groups]
         best = min(ranks, default=NO_MATCH)
         if best == NO_MATCH:
             return none
-        if none[1]:
+        if sparse is not None:
             raise ConfigError(f"{module} is both sparse (sparsity_config) and quantized, which is not supported")
         return self.groups[ranks.index(best)][1:]
 
@@ -328,7 +327,6 @@ class _SparseModules:
     """What a `sparsity_config` says."""
 
     format: Sparse
-    packing: str
     targets: list[str]
     ignored: list[str]
 
@@ -337,8 +335,7 @@ class _SparseModules:
 
 
 def _sparse(config: Mapping[str, Any] | None) -> _SparseModules | None:
-    packing = (config or {}).get("format", "dense")
-    if config is None or packing == "dense":
+    if not config or (packing := config.get("format")) == "dense":
         return None
     if packing not in (bitmask.SPARSE24, bitmask.UNSTRUCTURED):
         raise ConfigError(
@@ -347,7 +344,7 @@ def _sparse(config: Mapping[str, Any] | None) -> _SparseModules | None:
         )
     targets = ["Linear"] if config.get("targets") is None else _names(config, "targets")
     format = Sparse24() if packing == bitmask.SPARSE24 else Pruned()
-    return _SparseModules(format, packing, targets, _names(config, "ignore"))
+    return _SparseModules(format, targets, _names(config, "ignore"))
 
 
 def _describe_sparse(formats: Mapping[str, Sparse]) -> dict[str, Any]:
