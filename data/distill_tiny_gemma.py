@@ -10,7 +10,7 @@ and norms stay as they are. `--out` keeps the int4 model: `minillm generate --mo
 same with 3 bits, for which the engine has no format: that model is simulated, with dense weights of eight values a
 group. The same command gives the same weights on the same machine.
 
-    python data/distill_tiny_gemma.py --steps 2 --rows 1 --length 32 --tokens 200    tries the whole path
+    python data/distill_tiny_gemma.py --steps 2 --rows 1 --length 32 --tokens 200 --questions 20    tries it
 """
 
 import argparse
@@ -29,14 +29,17 @@ from torch.nn.functional import kl_div
 from torch.nn.utils import parametrize
 from transformers import GemmaForCausalLM
 
+from minillm import LLM
 from minillm.bench import records
 from minillm.calibration.methods import Method, MethodRecipe
 from minillm.calibration.quantize import quantize
 from minillm.evaluate import load_text
-from minillm.evaluate.compare import Reference
-from minillm.model import Model, load_model
+from minillm.evaluate.accuracy import answers
+from minillm.evaluate.compare import Reference, paired_loss
+from minillm.evaluate.tasks import held_out
+from minillm.model import load_model
 from minillm.model.modules import modules
-from minillm.model.saver import check_free
+from minillm.model.saver import check_free, save_model
 from minillm.quantization.methods.straight_through import fake_quantize
 from minillm.tokenizer import Tokenizer
 
@@ -57,6 +60,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=256, help="tokens of each")
     parser.add_argument("--seed", type=int, default=0, help="chooses the text")
     parser.add_argument("--tokens", type=int, help="measure on so many tokens of the held-out text; default: on all")
+    parser.add_argument("--questions", type=int, help="ask at most so many; default: all")
     parser.add_argument("--record", metavar="NAME", help="write the measurements into data/results")
     return parser.parse_args(words)
 
@@ -118,8 +122,8 @@ def distill(bits: int, ids: Tensor, lr: float) -> tuple[dict[str, Tensor], list[
     return {name: weight.detach() for name, weight in trained.items()}, log
 
 
-def int4_model(weights: dict[str, Tensor], out: Path) -> Model:
-    """Round trained weights to int4 as `minillm quantize` does, save the model, and load what was saved."""
+def save_int4(weights: dict[str, Tensor], out: Path) -> Path:
+    """Round weights to int4 as `minillm quantize` does, and save the model."""
     with tempfile.TemporaryDirectory() as folder:
         dense = Path(folder)
         for file in SOURCE.glob("*.json"):
@@ -130,11 +134,11 @@ def int4_model(weights: dict[str, Tensor], out: Path) -> Model:
         tensors.pop("lm_head.weight")  # tied
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, dense / "model.safetensors")
         quantize(dense, MethodRecipe.of(Method("int4", GROUP)), out, device="cpu")
-    return load_model(out, dtype="float32")
+    return out
 
 
-def simulated(weights: dict[str, Tensor], bits: int) -> Model:
-    """The model with these weights rounded, as dense ones."""
+def save_simulated(weights: dict[str, Tensor], out: Path, bits: int = 3) -> Path:
+    """Save the model with these weights rounded, as dense ones in float32."""
     model = load_model(SOURCE, dtype="float32")
     for address, parts in modules(model.config).items():
         matrix = model.addressed()[address].dequantize()
@@ -142,59 +146,73 @@ def simulated(weights: dict[str, Tensor], bits: int) -> Model:
             if part.name in weights:
                 rounded = fake_quantize(weights[part.name], bits, GROUP, scale_dtype=torch.bfloat16)
                 matrix[part.rows.start : part.rows.stop] = rounded
-    return model
+    save_model(model, SOURCE, out)
+    return out
+
+
+class Measured:
+    """What models lose against the float32 model: on held-out text, and on the held-out questions without examples."""
+
+    def __init__(self, tokens: int | None, questions: int | None):
+        self.limit, self.workload, self.begin = questions, held_out("isles"), time.perf_counter()
+        self.results: list[dict] = []
+        ids = Tokenizer.from_pretrained(SOURCE).encode(load_text(), add_special_tokens=False)[:tokens]
+        self.reference = Reference(load_model(SOURCE, dtype="float32"), ids, BOS)
+        self.base: list[bool] = []
+
+    def add(self, directory: Path, name: str, bits: int, **more: object) -> dict:
+        """Measure a saved model; its row of the record."""
+        with LLM(directory, dtype="float32", device="cpu") as llm:
+            found = self.reference.divergence(llm.engine.model)
+            own = answers(llm, self.workload.questions, self.workload.examples, shots=0, limit=self.limit)
+        self.base = self.base or own.correct
+        loss = paired_loss(self.base, own.correct)
+        row = {
+            "engine": "minillm",
+            "workload": "distillation",
+            "quantization": name,
+            "bits": bits,
+            "group_size": None if bits == 32 else GROUP,
+            "simulated": bits == 3,
+            "dtype": "float32",
+            "requests": len(own.correct),
+            "input_tokens": self.reference.tokens + own.input_tokens,
+            "output_tokens": 0,
+            "seconds": round(time.perf_counter() - self.begin, 2),
+            "output_tokens_per_s": 0.0,
+            "perplexity": round(found.perplexity, 5),
+            "kl": float(f"{max(0.0, found.kl):.5g}"),
+            "accuracy": round(own.accuracy, 4),
+            "loss_points": round(loss.points, 3),
+            "loss_interval": [round(loss.low, 3), round(loss.high, 3)],
+            **more,
+        }
+        self.results.append(row)
+        print(f"{name:<16} perplexity {row['perplexity']:.4f}   KL {row['kl']:.2g}   accuracy {row['accuracy']:.2%}")
+        return row
 
 
 def main() -> None:
     options = parse()
-    begun, begin = records.begin(options.record), time.perf_counter()
+    begun = records.begin(options.record)
     if options.out is not None:
         check_free(options.out)
-    float_model = load_model(SOURCE, dtype="float32")
-    measured = Tokenizer.from_pretrained(SOURCE).encode(load_text(), add_special_tokens=False)[: options.tokens]
-    reference = Reference(float_model, measured, BOS)
-    results: list[dict] = []
-
-    def add(model: Model, name: str, bits: int, **more: object) -> None:
-        found = reference.divergence(model)
-        results.append(
-            {
-                "engine": "minillm",
-                "workload": "distillation",
-                "quantization": name,
-                "bits": bits,
-                "group_size": None if bits == 32 else GROUP,
-                "simulated": bits == 3,
-                "dtype": "float32",
-                "requests": len(reference.rows),
-                "input_tokens": reference.tokens,
-                "output_tokens": 0,
-                "seconds": round(time.perf_counter() - begin, 2),
-                "output_tokens_per_s": 0.0,
-                "perplexity": round(found.perplexity, 5),
-                "kl": float(f"{max(0.0, found.kl):.5g}"),
-                **more,
-            }
-        )
-        print(f"{name:<16} perplexity {found.perplexity:.4f}   KL {found.kl:.2g}", flush=True)
-
-    add(float_model, "float32", 32)
+    measured = Measured(options.tokens, options.questions)
+    floor = measured.add(SOURCE, "float32", 32)["perplexity"]
     source = GemmaForCausalLM.from_pretrained(SOURCE, dtype=torch.float32)
     given = {name: module.weight.detach() for name, module in projections(source).items()}
     ids = text(options)
-    for bits in options.bits:
-        add(simulated(given, bits), f"int{bits}", bits)
-        before = results[-1]["perplexity"]
-        weights, log = distill(bits, ids, RATES[bits])
-        with tempfile.TemporaryDirectory() as folder:
-            out = options.out or Path(folder) / "model"
-            model = int4_model(weights, out) if bits == 4 else simulated(weights, bits)
-            add(model, f"int{bits}, trained", bits, steps=len(ids), training_tokens=ids.numel(), log=log)
-        floor, after = results[0]["perplexity"], results[-1]["perplexity"]
-        results[-1]["won_back"] = round((before - after) / (before - floor), 4)
-        print(f"{results[-1]['won_back']:.0%} of what rounding lost is won back", flush=True)
-    content = records.record(results, begun, model=SOURCE.name)
-    records.publish(content, options.record)
+    with tempfile.TemporaryDirectory() as folder:
+        for bits in options.bits:
+            save = save_int4 if bits == 4 else save_simulated
+            before = measured.add(save(given, Path(folder) / f"{bits}"), f"int{bits}", bits)["perplexity"]
+            weights, log = distill(bits, ids, RATES[bits])
+            out = options.out if bits == 4 and options.out else Path(folder) / f"{bits}-trained"
+            more = {"steps": len(ids), "training_tokens": ids.numel(), "log": log}
+            row = measured.add(save(weights, out), f"int{bits}, trained", bits, **more)
+            row["won_back"] = round((before - row["perplexity"]) / (before - floor), 4)
+            print(f"{row['won_back']:.0%} of the perplexity that rounding lost is won back", flush=True)
+    records.publish(records.record(measured.results, begun, model=SOURCE.name), options.record)
 
 
 if __name__ == "__main__":
