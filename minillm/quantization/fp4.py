@@ -140,8 +140,8 @@ def quantize(weight: Tensor, format: Fp4) -> Codes:
     max |weight| of the block / 6, times that number, rounded to e4m3; a scale of 0 becomes 1/8.
 
     MXFP4: the scale is the power of two that puts the block's largest weight between 4 and 8; if it would round to 8,
-    beyond the largest value, it is the next one. (The specification's own example, section 6.3, takes the first in
-    every case, and clips. Both give files that follow it; this is what llm-compressor and Quark do.)
+    beyond the largest value, it is the next one, as compressed-tensors chooses it. (The specification's conversion,
+    section 6.3, takes the first in every case and clips what does not fit. Files do not say which was used.)
     """
     blocks = weight.unflatten(-1, (-1, format.group_size))
     largest = blocks.abs().amax(-1).float()

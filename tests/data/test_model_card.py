@@ -116,8 +116,11 @@ def test_the_table_of_distillation_and_its_text_equal_the_record():
     assert rows("What training for the rounding wins back") == {
         each["quantization"]: [
             f"{each['perplexity']:.4f}",
-            f"{each['kl']:.2g}",
             f"{100 * each['won_back']:.0f} %" if "won_back" in each else "",
+            f"{each['kl']:.2g}",
+            percent(each["accuracy"]),
+            f"{each['loss_points']:.2f}",
+            "{:.2f} to {:.2f}".format(*each["loss_interval"]),
         ]
         for each in results
     }
