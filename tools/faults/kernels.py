@@ -147,4 +147,32 @@ FAULTS = (
         "token_scale = tl.max(tl.reshape(tl.abs(x), [QUADS * 4 * PER]), 0) / 127.5",
         "tests/kernels/test_integer_rows.py -k matrix_says_so",
     ),
+    Fault(
+        "a norm quantizes its row before it is rounded",
+        "kernels/normalization.py",
+        "* weight).to(rounded.dtype)",
+        "* weight).to(tl.float32)",
+        "tests/kernels/test_quantized_inputs.py -k quantize_them_as",
+    ),
+    Fault(
+        "a norm that writes codes adds up its squares in another order",
+        "kernels/normalization.py",
+        "tl.max_contiguous(tl.arange(0, TILE), 8)\n    inside = columns < DIM\n    x = tl",
+        "tl.arange(0, TILE)\n    inside = columns < DIM\n    x = tl",
+        "tests/kernels/test_compile.py -k one_order",
+    ),
+    Fault(
+        "a gated row is quantized before it is rounded",
+        "kernels/activation.py",
+        "* up).to(gate_up_ptr.dtype.element_ty)",
+        "* up).to(tl.float32)",
+        "tests/kernels/test_quantized_inputs.py -k quantize_them_as",
+    ),
+    Fault(
+        "a row of zeros gets a scale of 0",
+        "kernels/quantized_inputs.py",
+        "tl.where(most > 0, most / LARGEST, 1.0)",
+        "most / LARGEST",
+        "tests/kernels/test_quantized_inputs.py -k as_the_reference_does",
+    ),
 )
