@@ -305,7 +305,7 @@ def default_launch(rows: int, quads: int, bits: int, gated: bool, processors: in
     Launches are chosen together: a kernel that leaves registers free lets the next one start and load early.
     """
     if quads > 256:  # long rows: one large program per processor, so that their inputs are read once
-        return Launch(min(processors, triton.cdiv(rows, 2)), 2 if quads <= 1024 else 1, 16)
+        return Launch(min(processors, triton.cdiv(rows, 2)), max(1, 2048 // quads), 16)
     if rows > 256 * processors:
         return Launch(8 * processors, 4, 2)
     if gated:

@@ -14,7 +14,8 @@ from typing import Any, Self
 from minillm.overrides import Parts, Used, register
 
 from . import reference
-from .signatures import OPERATIONS, Operations
+from .compositions import COMPOSITIONS, Compositions
+from .signatures import OPERATIONS
 
 
 def names() -> tuple[str, ...]:
@@ -22,8 +23,8 @@ def names() -> tuple[str, ...]:
     return OPERATIONS
 
 
-class OperationSet(Parts, Operations):
-    """The current functions of one type of device: `ops.on("cpu").linear(x, weight)`."""
+class OperationSet(Compositions):
+    """The current functions of one type of device, `ops.on("cpu").linear(x, weight)`, and compositions of them."""
 
     def __init__(self, device: str):
         self.device = device
@@ -36,6 +37,7 @@ class OperationSet(Parts, Operations):
                 origin[name] = (module.__name__.rsplit(".", 1)[-1], f"faster on {device}")
             else:
                 origin[name] = ("reference", why_not or "the reference is as fast here")
+        self.fused = {name: getattr(module, name) for name in COMPOSITIONS if hasattr(module, name)}
         super().__init__(functions, origin)
 
     @classmethod

@@ -1,6 +1,7 @@
 """The operations that run as Triton kernels on a GPU; the others run in torch.  Lessons 03 and 04.
 
 Kernels compute in float32 and do not read quantized caches: for float64 and quantized caches the reference runs.
+The last two functions are compositions (see `compositions.py`): their kernels quantize what a product reads.
 Importing this module fails if triton is not installed; the table then keeps the references.
 """
 
@@ -10,13 +11,13 @@ from torch import Tensor, bfloat16, float16, float32, float64
 from minillm.kernels import activation as gated
 from minillm.kernels import normalization, paged_attention, rope_cache, sampling, truncation
 from minillm.kv_cache.layer_cache import LayerCache
-from minillm.quantization import Weight
+from minillm.quantization import QuantizedActivations, Weight
 from minillm.quantization.methods.hadamard import transform
 
 from . import reference
 from .signatures import AttentionOptions
 from .triton_linear import embedding as embedding
-from .triton_linear import linear
+from .triton_linear import linear, on_codes
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -97,6 +98,31 @@ def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
     if logits.dtype == float64:
         return reference.sample(logits, temperature, uniform)
     return sampling.sample(logits, temperature, uniform)
+
+
+def normed_linear(
+    x: Tensor | None, residual: Tensor, norm: Tensor, eps: float, weight: Weight
+) -> tuple[Tensor, Tensor] | None:
+    """As `Compositions.normed_linear`; None unless the product takes codes."""
+    if (found := on_codes(residual, weight)) is None:
+        return None
+    product, rounding = found
+    if x is None:
+        codes, scales = normalization.rms_norm_codes(residual, norm, eps, *rounding)
+        total = residual
+    else:
+        codes, scales, total = normalization.add_rms_norm_codes(x, residual, norm, eps, *rounding)
+    return product(QuantizedActivations(codes, scales), weight), total
+
+
+def gated_linear(gate_up: Tensor, activation: str, weight: Weight) -> Tensor | None:
+    """As `Compositions.gated_linear`; None unless the product takes codes and its kernel can hold a row."""
+    found = on_codes(gate_up, weight)
+    if found is None or weight.shape[1] > gated.MOST_COLUMNS:
+        return None
+    product, rounding = found
+    codes, scales = gated.gated_activation_codes(gate_up, activation, *rounding)
+    return product(QuantizedActivations(codes, scales), weight)
 
 
 def _attention_has_kernel(q: Tensor, cache: LayerCache) -> bool:
