@@ -21,9 +21,11 @@ PICTURE, BATCHING_PICTURE = ROOT / "docs" / "at_work.svg", ROOT / "docs" / "batc
 OFFLINE, TIMELINE = "cpu/offline", "cpu/timeline"
 BLOCK = re.compile(r"(<!-- figures: .*? -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 GPU_BLOCK = re.compile(r"(<!-- GPU figures: .*? -->\n).*?(<!-- end of GPU figures -->)", re.DOTALL)
+QUANTIZATION_BLOCK = re.compile(r"(<!-- quantization: .*? -->\n).*?(<!-- end of quantization -->)", re.DOTALL)
 BATCHING_BLOCK = re.compile(r"(<!-- batching: .*? -->\n).*?(<!-- end of batching -->)", re.DOTALL)
 BATCHING = ("cpu/batching", "h200/batching")  # those that exist are shown
 GPU, GPU_PEER, START = "h200/gemma-2b-bf16", "h200/vllm-h200", "h200/start"
+QUANTIZATION = "h200/quantization"
 COMMAND = "python docs/draw.py record"
 QUIET = 0.1  # largest share of the CPU that other programs may use during a recorded measurement
 ROWS = 12  # requests in one step of the timeline: few enough that some must wait
@@ -137,6 +139,33 @@ def gpu_figures() -> str:
     return "\n".join([*lines, "", *wrapped(text), ""])
 
 
+def quantization_figures() -> str:
+    """The table of quantized models' speeds."""
+    record = records.read(QUANTIZATION)
+    methods: dict[str, dict[str, dict]] = {}
+    for row in record["results"]:
+        methods.setdefault(row["quantization"], {}).setdefault(row["workload"], row)
+    loads = {row["workload"]: row["requests"] for row in record["results"]}
+    lines = [
+        "| weights (by methods) | GB | " + " | ".join(f"{count:,}" for count in loads.values()) + " |",
+        "|---|---|" + "---|" * len(loads),
+    ]
+    for method, found in methods.items():
+        gains = (f"{found[load]['times_bf16']:.2f}" for load in loads)
+        if method == "bf16":
+            gains = (f"{found[load]['output_tokens_per_s']:,.0f} tokens/s" for load in loads)
+        nbytes = next(iter(found.values()))["weight_bytes"]
+        lines.append(f"| {method} | {nbytes / 1e9:.2f} | {' | '.join(gains)} |")
+    first, last = list(loads)[0], list(loads)[-1]
+    text = (
+        f"Output tokens per second on one {record['machine']['gpu']}, as multiples of bf16's in the same run, for the "
+        f"number of requests at the top: Gemma 2B's shape with random weights; the first columns as {first} (inputs of "
+        f"128 tokens, outputs of 256), the last is {last}; the median of "
+        f"{len(record['results'][0]['runs'])} runs. Record: [{QUANTIZATION}](data/results/{QUANTIZATION}.json)."
+    )
+    return "\n".join([*lines, "", *wrapped(text), ""])
+
+
 def wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, 118, break_long_words=False, break_on_hyphens=False)
 
@@ -223,7 +252,12 @@ def filled(page: Path) -> str:
     """A page with its figures filled in and their links relative to the page."""
     up = "../" * len(page.relative_to(ROOT).parents[:-1])
     text = page.read_text(encoding="utf-8")
-    for block, written in ((BATCHING_BLOCK, batching_figures), (GPU_BLOCK, gpu_figures), (BLOCK, figures)):
+    for block, written in (
+        (BATCHING_BLOCK, batching_figures),
+        (GPU_BLOCK, gpu_figures),
+        (QUANTIZATION_BLOCK, quantization_figures),
+        (BLOCK, figures),
+    ):
         new = written().replace("](data/results/", f"]({up}data/results/")
         text = block.sub(lambda found, new=new: found[1] + new + found[2], text)
     return text

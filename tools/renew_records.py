@@ -47,6 +47,7 @@ RECORDS = {
         "kernel-tests": "python tools/kernel_tests.py --seeds 3 --within 140 --record",
         "kernels": "python tools/kernel_speed.py --record",
         "lessons": "python -m minillm.course.run --json",
+        "quantization": "python tools/quantization_speed.py --record",
         "roofline": f"minillm bench roofline {GEMMA} --max-num-seqs 512 --max-model-len 4096 "
         "--batch 1 --batch 8 --batch 64 --batch 256 --batch 512 --prompt 400 --prompt 2048 --json",
         "roofline-workloads": f"minillm bench roofline {GEMMA} --max-num-seqs 3000 --max-model-len 2816 "

@@ -222,8 +222,9 @@ def _(function):
             _near(found[3:], torch.tensor([4.0]).double(), f"{said}, the last scale")
 
 
-@smooth_scales.property("the result has the dtype of weight", "keep the dtype: no .float(), no .double()")
+@smooth_scales.property("the result has the dtype of the arguments", "keep the dtype: no .float(), no .double()")
 def _(function):
     for dtype in (torch.float32, torch.float64):
-        found = _scales(function, torch.tensor([3.0, 2.0]), torch.tensor([[1.0, 2.0]], dtype=dtype), 0.3)
-        assert found.dtype == dtype, f"weight is {dtype}, the result {found.dtype}"
+        largest, weight = torch.tensor([3.0, 2.0], dtype=dtype), torch.tensor([[1.0, 2.0]], dtype=dtype)
+        found = _scales(function, largest, weight, 0.3)
+        assert found.dtype == dtype, f"largest and weight are {dtype}, the result {found.dtype}"

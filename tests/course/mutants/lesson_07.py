@@ -219,11 +219,11 @@ def no_smoothing_if_a_channel_is_unused(largest, weight, strength):
     return _scales(largest, weights, strength) if (largest * weights).all() else torch.ones_like(weights)
 
 
-@wrong("smooth_scales", fails="the result has the dtype of weight")
+@wrong("smooth_scales", fails="the result has the dtype of the arguments")
 def scales_in_float32(largest, weight, strength):
     return _scales(largest, weight.abs().amax(0), strength).float()
 
 
-@wrong("smooth_scales", fails="the result has the dtype of weight")
+@wrong("smooth_scales", fails="the result has the dtype of the arguments")
 def scales_in_float64(largest, weight, strength):
     return _scales(largest.double(), weight.double().abs().amax(0), strength)

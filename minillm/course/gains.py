@@ -1,0 +1,17 @@
+"""How much faster quantized weights made the engine, from the committed record of an H200.  Lessons 05 and 07."""
+
+from collections.abc import Iterable
+
+from minillm.bench import records
+
+RECORD = "h200/quantization"
+
+
+def report(methods: Iterable[str]) -> None:
+    """Print the tokens per second of each method, as multiples of bfloat16's in the same run, by requests at once."""
+    results = records.read(RECORD)["results"]
+    loads = {row["workload"]: row["requests"] for row in results}
+    print("requests at once".ljust(22), "".join(f"{count:>8,}" for count in loads.values()))
+    for method in methods:
+        gains = {row["workload"]: row["times_bf16"] for row in results if row["quantization"] == method}
+        print(method.ljust(22), "".join(f"{gains[load]:8.2f}" for load in loads))
