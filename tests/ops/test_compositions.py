@@ -97,7 +97,9 @@ def test_fused_kernels_give_the_bits_of_separate_ones(format, tokens, on_gpu, qu
     assert same_bits(fused, every_composition(on_gpu, weight, tokens))
     assert quantized_alone == [(tokens, IN)] * 3
     by_reference = every_composition(ops.OperationSet.of("meta"), weight, tokens)
-    bound = 0.2 if "fp8" in format and DEVICE == "cpu" else 0.02  # the interpreter cuts FP8 numbers off
+    # The interpreter cuts FP8 numbers off. On a GPU, norms that differ in their last bit can round to neighboring FP8
+    # numbers, which are up to an eighth apart.
+    bound = {"cpu": 0.2, "cuda": 0.1}[DEVICE] if "fp8" in format else 0.02
     for found, wanted in zip(fused, by_reference, strict=True):
         assert found.dtype == wanted.dtype and found.shape == wanted.shape
         assert (found - wanted).norm() <= bound * wanted.norm()
