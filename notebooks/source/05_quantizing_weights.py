@@ -75,7 +75,7 @@ for name, shape in SHAPES.items():
 # spends most of its time reading weights (lesson 02), and a quarter of the bytes can be read in a quarter of the time.
 #
 # In this lesson, only the *stored* weights get smaller. Before a weight is multiplied, it is converted back, and the
-# activations stay as they are. That is called **weight-only** quantization, or W8A16 and W4A16: weights of 8 or 4 bits,
+# activations keep their 16 bits. That is called **weight-only** quantization, or W8A16 and W4A16: weights of 8 or 4 bits,
 # activations of 16. Lesson 07 quantizes activations too.
 #
 # ## 2 · A grid for each row · 15 min
@@ -537,7 +537,8 @@ if solved(packed_linear):
 # %% [markdown]
 # A GPU kernel that works like your loop loads packed codes into registers, and the whole matrix is never written to
 # memory. The engine has such kernels for bfloat16: one for a single request, and one for 2 to 64 rows of `x`. Both
-# apply the scales to sums, as in the formula. With more rows, arithmetic takes most of the time (section 8), so the
+# apply the scales to sums, as in the formula. (The one for a single request does not even convert the codes: it writes
+# `x` in fixed point and multiplies integers.) With more rows, arithmetic takes most of the time (section 8), so the
 # engine dequantizes the matrix, once per product.
 #
 # In torch on a CPU, every step of the loop is an operation of its own that reads and writes memory. So on a CPU, the
@@ -692,7 +693,7 @@ gains.report(["int8, head int8", "int4 g128, head int8"])
 
 # %% [markdown]
 # One request gains less than the bytes promise, because of all that quantization leaves as it is. With 64 requests,
-# nothing is left of the gain: converting codes takes as long as reading them saves. In the last column, steps have
+# nothing is left of the gain, sooner than the floors say, which leave out the conversion. In the last column, steps have
 # hundreds of rows and more. For more than 64 rows, this engine writes the matrix in 16 bits and reads it again, and the
 # floor is the arithmetic anyway. To speed up large batches, the arithmetic itself must have fewer bits. That takes
 # quantized activations: lesson 07.
