@@ -75,8 +75,8 @@ for name, shape in SHAPES.items():
 # spends most of its time reading weights (lesson 02), and a quarter of the bytes can be read in a quarter of the time.
 #
 # In this lesson, only the *stored* weights get smaller. Before a weight is multiplied, it is converted back, and the
-# activations keep their 16 bits. That is called **weight-only** quantization, or W8A16 and W4A16: weights of 8 or 4 bits,
-# activations of 16. Lesson 07 quantizes activations too.
+# activations keep their 16 bits. That is called **weight-only** quantization, or W8A16 and W4A16: weights of 8 or 4
+# bits, activations of 16. Lesson 07 quantizes activations too.
 #
 # ## 2 · A grid for each row · 15 min
 #
@@ -693,10 +693,10 @@ gains.report(["int8, head int8", "int4 g128, head int8"])
 
 # %% [markdown]
 # One request gains less than the bytes promise, because of all that quantization leaves as it is. With 64 requests,
-# nothing is left of the gain, sooner than the floors say, which leave out the conversion. In the last column, steps have
-# hundreds of rows and more. For more than 64 rows, this engine writes the matrix in 16 bits and reads it again, and the
-# floor is the arithmetic anyway. To speed up large batches, the arithmetic itself must have fewer bits. That takes
-# quantized activations: lesson 07.
+# nothing is left of the gain, sooner than the floors say, which leave out the conversion. In the last column, steps
+# have hundreds of rows and more. For more than 64 rows, this engine writes the matrix in 16 bits and reads it again,
+# and the floor is the arithmetic anyway. To speed up large batches, the arithmetic itself must have fewer bits. That
+# takes quantized activations: lesson 07.
 #
 # ## Recap · 2 min
 #
