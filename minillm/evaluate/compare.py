@@ -235,7 +235,7 @@ def _result(
         "workload": "compare",
         "quantization": name,
         **_stored(model),
-        "kv_cache_dtype": str(model.cache_spec.dtype).removeprefix("torch."),
+        "kv_cache_dtype": model.cache_spec.name,
         "dtype": str(model.dtype).removeprefix("torch."),
         "requests": len(own.correct),
         "input_tokens": own.input_tokens,

@@ -11,6 +11,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Self
 
+from torch import Tensor
+
+from minillm.kv_cache.layer_cache import LayerCache
 from minillm.overrides import Parts, Used, register
 
 from . import reference
@@ -37,11 +40,27 @@ class OperationSet(Parts, Operations):
             else:
                 origin[name] = ("reference", why_not or "the reference is as fast here")
         super().__init__(functions, origin)
+        self._fused_write = getattr(module, "rotary_write", None)
+        self._its_parts = self.rotary_embedding, self.write_kv
 
     @classmethod
     def of(cls, device: str) -> Self:
         """The set of one type of device. (The operations are attributes, which `Parts` sets: no method is abstract.)"""
         return cls(device)
+
+    def rotary_write(
+        self, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, cache: LayerCache, slots: Tensor, rotate_keys: bool
+    ) -> Tensor:
+        """Rotate q [tokens, heads, d] and k, write k and v to the cache, and return the rotated q.  Lesson 11.
+
+        Not an operation of its own: `rotary_embedding`, then `write_kv`. On a GPU one kernel does both, unless a
+        user-supplied function replaces one of them. rotate_keys: whether the cache gets rotated keys.
+        """
+        if self._fused_write is not None and (self.rotary_embedding, self.write_kv) == self._its_parts:
+            return self._fused_write(q, k, v, cos_sin, cache, slots, rotate_keys)
+        q, rotated = self.rotary_embedding(q, k, cos_sin)
+        self.write_kv(rotated if rotate_keys else k, v, cache, slots)
+        return q
 
     def replacement(self, name: str, function: Callable, used: Used, capturable: bool) -> Callable:
         return super().replacement(name, _with_options(name, function), used, capturable)

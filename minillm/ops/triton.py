@@ -1,6 +1,6 @@
 """The operations that run as Triton kernels on a GPU; the others run in torch.  Lessons 03 and 04.
 
-Kernels compute in float32 and do not read quantized caches: for float64 and quantized caches the reference runs.
+Kernels compute in float32: for float64 the reference runs.
 Importing this module fails if triton is not installed; the table then keeps the references.
 """
 
@@ -49,9 +49,20 @@ def hadamard(x: Tensor, inverse: bool = False) -> Tensor:
 
 
 def write_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
-    if cache.k_scale is not None:
+    if cache.k_scale is not None and (k.dtype == float64 or not _power_of_two(k.shape[-1])):
         return reference.write_kv(k, v, cache, slots)
     return rope_cache.write_kv(k, v, cache, slots)
+
+
+def rotary_write(
+    q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, cache: LayerCache, slots: Tensor, rotate_keys: bool = True
+) -> Tensor:
+    """`rotary_embedding` and `write_kv` in one launch, if there is a kernel: see `OperationSet.rotary_write`."""
+    if q.dtype == float64 or not _power_of_two(q.shape[-1]):
+        q, rotated = rotary_embedding(q, k, cos_sin)
+        write_kv(rotated if rotate_keys else k, v, cache, slots)
+        return q
+    return rope_cache.rotary_write(q, k, v, cos_sin, cache, slots, rotate_keys)
 
 
 def decode_attention(
@@ -100,7 +111,7 @@ def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _attention_has_kernel(q: Tensor, cache: LayerCache) -> bool:
-    return q.dtype != float64 and cache.k_scale is None and paged_attention.takes(q.shape[-1])
+    return q.dtype != float64 and paged_attention.takes(q.shape[-1])
 
 
 def _power_of_two(number: int) -> bool:
