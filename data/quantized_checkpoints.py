@@ -1,6 +1,6 @@
 """Write `checkpoints/`: a tiny model, quantized by other projects' tools, with the logits that they say it has.
 
-    python data/quantized_checkpoints.py {gptqmodel,auto-round,modelopt,rounding}
+    python data/quantized_checkpoints.py {gptqmodel,auto-round,modelopt,rounding,sparse}
 
 Run it in an environment of its own with the packages that each part names, transformers and torch for a CPU; the
 engine's environment needs none of them. The tests read what it wrote. Another version of a tool may round a few
@@ -10,6 +10,7 @@ weights in another way, so new files are as good as the committed ones, but need
     auto-round  auto-round 0.16, and AutoAWQ 0.2.9, which dequantizes what auto-round wrote (AWQ)
     modelopt    nvidia-modelopt 0.47
     rounding    gguf 0.19 and torchao 0.18: matrices that they rounded to 4 and 8 bits
+    sparse      compressed-tensors 0.10.2: sparse matrices as it stored them; later versions do not
 
 Each folder has config.json, model.safetensors, the tool's own configuration, and expected.safetensors with "ids"
 [tokens] and "logits" [tokens, vocabulary]: computed in float32 by transformers with the weights that the tool
@@ -242,7 +243,28 @@ def rounding(work: Path) -> None:
     save_file(tensors, OUT / "rounding.safetensors")
 
 
-PARTS = {"gptqmodel": gptqmodel, "auto-round": auto_round, "modelopt": modelopt, "rounding": rounding}
+def sparse(work: Path) -> None:
+    compressors = "compressed_tensors.compressors.sparse_compressors"
+    two_four = import_module(f"{compressors}.sparse_24_bitmask").Sparse24BitMaskTensor
+    unstructured = import_module(f"{compressors}.sparse_bitmask").BitmaskTensor
+    torch.manual_seed(0)
+    weight = torch.randn(6, 20).bfloat16()
+    holes = weight * (torch.rand(6, 20) > 0.6)
+    holes[2] = 0
+    tensors = {"weight": weight, "holes": holes}
+    for name, stored in (("sparse24", two_four.from_dense(weight)), ("pruned", unstructured.from_dense(holes))):
+        tensors |= stored.dict(name_prefix=name)
+        tensors[f"{name}.dense"] = stored.decompress()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, OUT / "sparse.safetensors")
+
+
+PARTS = {
+    "gptqmodel": gptqmodel,
+    "auto-round": auto_round,
+    "modelopt": modelopt,
+    "rounding": rounding,
+    "sparse": sparse,
+}
 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or sys.argv[1] not in PARTS:

@@ -8,6 +8,9 @@ long as the same rows run.
                           uniform = mix(mix(seed[r]) + p + 1) / 2^64
     afterwards:           tokens[r, p + 1] = sampled,  position[r] = p + 1
 
+`advance` also writes the token to the host's memory, where the host finds it when the step is over. A copy after the
+step would take longer than the kernel, and the next step would wait for it: the GPU would idle for some 10 us.
+
 Tiling: one program per row of the batch; it also copies its row of the block table, tile by tile. Rows that pad the
 batch to the captured size refer to the state's last row: they get slot -1 and length 0, and their results are dropped.
 """
@@ -57,7 +60,9 @@ def prepare_kernel(
 
 
 @triton.jit
-def advance_kernel(rows_ptr, sampled_ptr, position_ptr, tokens_ptr, out_ptr, tokens_stride, PAD_ROW):
+def advance_kernel(
+    rows_ptr, sampled_ptr, position_ptr, tokens_ptr, out_ptr, arrived_ptr, tokens_stride, PAD_ROW, RING: tl.constexpr
+):
     i = tl.program_id(0)
     row = tl.load(rows_ptr + i).to(tl.int64)
     token = tl.load(sampled_ptr + i)
@@ -66,6 +71,7 @@ def advance_kernel(rows_ptr, sampled_ptr, position_ptr, tokens_ptr, out_ptr, tok
         position = tl.load(position_ptr + row)
         tl.store(tokens_ptr + row * tokens_stride + position + 1, token.to(tl.int32))
         tl.store(position_ptr + row, position + 1)
+        tl.store(arrived_ptr + row * RING + (position + 1) % RING, token.to(tl.int32))
 
 
 def prepare(
@@ -106,9 +112,19 @@ def prepare(
 
 
 def advance(
-    rows: torch.Tensor, sampled: torch.Tensor, position: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor
+    rows: torch.Tensor,
+    sampled: torch.Tensor,
+    position: torch.Tensor,
+    tokens: torch.Tensor,
+    out: torch.Tensor,
+    arrived: torch.Tensor,
 ) -> None:
-    """Write the sampled ids [n] int64 to `out` [n] and, except for padding, into the device's state.  Lesson 10."""
+    """Write the sampled ids [n] int64 to `out` [n] and, except for padding, into the device's state.  Lesson 10.
+
+    arrived [all, ring] int32, in the host's memory (pinned, if the rest is on a GPU): gets each row's token at its
+    place modulo the ring's size.
+    """
     advance_kernel[(len(rows),)](
-        rows, sampled, position, tokens, out, tokens.stride(0), len(position) - 1, num_warps=1
+        rows, sampled, position, tokens, out, arrived, tokens.stride(0), len(position) - 1, RING=arrived.shape[1],
+        num_warps=1,
     )  # fmt: skip

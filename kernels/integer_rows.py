@@ -2,14 +2,15 @@
 
 Fewer bytes take less time only if the arithmetic keeps up: converting each code to a float takes several instructions,
 and at a quarter of the bytes an H200 reads 8 codes in the time of two. So the codes stay integers, and the inputs
-become integers too. Each group of 16 or 32 inputs is written in fixed point, in two signed bytes ("digits"; three for
-float32):
+become integers too. Each group of 16 or 32 inputs is written in fixed point, in two bytes ("digits"; three for
+float32), of which the highest is signed:
 
     x ~ unit * (digit_0 + 256 digit_1),   unit = max |x| of the group / 32000
 
-which is 64 times finer than bf16 is at the group's largest input. One instruction, dp4a, multiplies four codes by four
-digits and adds up the products exactly. Scales and units multiply the sums of groups. Inputs that the format rounds to
-int8 are one digit with one unit, the scale of the token.
+which is 64 times finer than bf16 is at the group's largest input. Rounding needs one multiply-add: the float32 number
+x / unit + 1.5 * 2^23 has the integer in its low bits, and byte permutations collect the same digit of four inputs in a
+word. One instruction, dp4a, multiplies four codes by four digits and adds up the products exactly. Scales and units
+multiply the sums of groups. Inputs that the format rounds to int8 are one digit with one unit, the scale of the token.
 
 Tiling: as in `single_row`: a program holds a few full rows at a time and loads the next ones, and their scales, while
 it adds up the current ones. A thread loads 16 bytes at once, a "quad" of four words. Word j of a row holds the int8
@@ -30,36 +31,83 @@ from .quantized_inputs import to_even
 from .single_row_parts import activated, has_dependent_launch, processors, wait_for_inputs
 
 GROUP = 32  # int4 groups must be multiples of this: a quad has one scale
+ROUNDS = tl.constexpr(12582912.0)  # 1.5 * 2^23: the float32 numbers near it are integers
+ROUNDS_BITS = tl.constexpr(0x4B400000)
 
 
 @triton.jit
-def dot4(words, digits, total, COMPILED: tl.constexpr):
-    """total plus the products of each word's four signed bytes with four digits; all int32."""
+def dot4(words, digits, total, SIGNED: tl.constexpr, COMPILED: tl.constexpr):
+    """total plus the products of each word's four signed bytes with four digits, SIGNED or not; all int32."""
     if COMPILED:
+        KIND: tl.constexpr = "dp4a.s32.s32" if SIGNED else "dp4a.s32.u32"
         total = tl.inline_asm_elementwise(
-            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [words, digits, total], dtype=tl.int32, is_pure=True, pack=1
+            KIND + " $0, $1, $2, $3;", "=r,r,r,r", [words, digits, total], dtype=tl.int32, is_pure=True, pack=1
         )
     else:
         for byte in tl.static_range(4):
-            total += (words << (24 - 8 * byte) >> 24) * (digits << (24 - 8 * byte) >> 24)
+            digit = digits << (24 - 8 * byte) >> 24
+            total += (words << (24 - 8 * byte) >> 24) * (digit if SIGNED else digit & 255)
     return total
 
 
 @triton.jit
-def next_digits(q, BITS: tl.constexpr):
-    """(words of the lowest digits of even and of odd inputs, each [1, QUADS, 4]; q without this digit).
-
-    q [QUADS, 4, inputs of a word] int32. For int8, both are the words of all inputs.
-    """
-    low = q << 24 >> 24
-    places = 8 * tl.arange(0, 4)[None, None, :]
-    if BITS == 8:
-        even = tl.sum((low & 255) << places, 2)
-        odd = even
+def bytes_of(q, COMPILED: tl.constexpr):
+    """q [QUADS, 4, 4] int32 -> words of four bytes each: of bytes 0, of bytes 1 and of bytes 2, each [1, QUADS, 4]."""
+    even, odd = tl.split(tl.reshape(q, [q.shape[0], 4, 2, 2]))
+    q0, q2 = tl.split(even)
+    q1, q3 = tl.split(odd)
+    if COMPILED:
+        low, middle, high = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 a, b;
+            prmt.b32 a, $3, $4, 0x5140;
+            prmt.b32 b, $5, $6, 0x5140;
+            prmt.b32 $0, a, b, 0x5410;
+            prmt.b32 $1, a, b, 0x7632;
+            prmt.b32 a, $3, $4, 0x0062;
+            prmt.b32 b, $5, $6, 0x0062;
+            prmt.b32 $2, a, b, 0x5410;
+            }
+            """,
+            "=&r,=&r,=&r,r,r,r,r", [q0, q1, q2, q3], dtype=(tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
     else:
-        even, odd = tl.split(tl.reshape(low & 255, [q.shape[0], 4, 4, 2]))
-        even, odd = tl.sum(even << places, 2), tl.sum(odd << places, 2)
-    return even[None, :, :], odd[None, :, :], (q - low) >> 8
+        low, middle, high = _bytes(q0, q1, q2, q3, 0), _bytes(q0, q1, q2, q3, 8), _bytes(q0, q1, q2, q3, 16)
+    return low[None, :, :], middle[None, :, :], high[None, :, :]
+
+
+@triton.jit
+def _bytes(q0, q1, q2, q3, shift):
+    return q0 >> shift & 255 | (q1 >> shift & 255) << 8 | (q2 >> shift & 255) << 16 | q3 >> shift << 24
+
+
+@triton.jit
+def quad_products(
+    low, high, even0, odd0, even1, odd1, even2, odd2,
+    BITS: tl.constexpr, DIGITS: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """[TILE, QUADS] float32: products of the codes of each quad with the inputs, in units of the inputs.
+
+    low, high [TILE, QUADS, 4]: words of codes; int8 has only `low`.
+    """
+    none = tl.zeros(low.shape, tl.int32)
+    total = dot4(low, even0, none, DIGITS == 1, COMPILED)
+    if BITS == 4:
+        total = dot4(high, odd0, total, DIGITS == 1, COMPILED)
+    total = tl.sum(total, 2)
+    if DIGITS > 1:
+        higher = dot4(low, even1, none, DIGITS == 2, COMPILED)
+        if BITS == 4:
+            higher = dot4(high, odd1, higher, DIGITS == 2, COMPILED)
+        total += 256 * tl.sum(higher, 2)
+    out = total.to(tl.float32)
+    if DIGITS > 2:
+        highest = dot4(low, even2, none, True, COMPILED)
+        if BITS == 4:
+            highest = dot4(high, odd2, highest, True, COMPILED)
+        out += 65536.0 * tl.sum(highest, 2).to(tl.float32)
+    return out
 
 
 @triton.jit
@@ -86,30 +134,21 @@ def tile_product(
     weight, scale, zero, even0, odd0, even1, odd1, even2, odd2, sums, unit,
     BITS: tl.constexpr, ZEROS: tl.constexpr, DIGITS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """[TILE]: the products of a tile's rows [TILE, QUADS, 4] with the inputs. sums [QUADS]: of the inputs, in units."""
-    total0 = tl.zeros(weight.shape, tl.int32)
-    total1, total2 = total0, total0
-    low = weight
+    """[TILE]: the products of a tile's rows [TILE, QUADS, 4] with the inputs.
+
+    sums [1, QUADS]: of the inputs, in units; unit [QUADS].
+    """
+    low, high = weight, weight
     if BITS == 4:  # codes plus 8, from 0 to 15
         low, high = weight & 0x0F0F0F0F, weight >> 4 & 0x0F0F0F0F
-        total0 = dot4(high, odd0, total0, COMPILED)
-        if DIGITS > 1:
-            total1 = dot4(high, odd1, total1, COMPILED)
-        if DIGITS > 2:
-            total2 = dot4(high, odd2, total2, COMPILED)
-    total = tl.sum(dot4(low, even0, total0, COMPILED), 2)
-    if DIGITS > 1:
-        total += 256 * tl.sum(dot4(low, even1, total1, COMPILED), 2)
-    y = total.to(tl.float32)
-    if DIGITS > 2:
-        y += 65536.0 * tl.sum(dot4(low, even2, total2, COMPILED), 2).to(tl.float32)
+    y = quad_products(low, high, even0, odd0, even1, odd1, even2, odd2, BITS, DIGITS, COMPILED)
     if BITS == 8:
         out = tl.sum(y * unit[None, :], 1) * scale
     else:
         center = 8.0
         if ZEROS:
             center = 8.0 + zero.to(tl.float32)
-        out = tl.sum((y - center * sums[None, :]) * (scale.to(tl.float32) * unit[None, :]), 1)
+        out = tl.sum((y - center * sums) * (scale.to(tl.float32) * unit[None, :]), 1)
     return out
 
 
@@ -169,17 +208,25 @@ def integer_rows_kernel(
         else:
             token_scale = tl.load(input_scale_ptr)
         steps = to_even(tl.minimum(tl.maximum(x / token_scale, -200.0), 200.0))
-        q = tl.minimum(tl.maximum(steps, -128.0), 127.0).to(tl.int32)
+        number = tl.minimum(tl.maximum(steps, -128.0), 127.0) + ROUNDS
         unit = tl.zeros([QUADS], tl.float32) + token_scale
     else:
-        HIGHEST: tl.constexpr = 32000.0 if DIGITS == 2 else 4194304.0  # digits are from -128 to 127
-        largest = tl.maximum(tl.max(tl.reshape(tl.abs(x), [QUADS, 4 * PER]), 1), 1e-30)
+        HIGHEST: tl.constexpr = 32000.0 if DIGITS == 2 else 4190000.0
+        largest = tl.maximum(tl.max(tl.max(tl.abs(x), 2), 1), 1e-30)
         unit = largest * (1.0 / HIGHEST)
-        q = tl.floor(x * (HIGHEST / largest)[:, None, None] + 0.5).to(tl.int32)
-    sums = tl.sum(tl.reshape(q, [QUADS, 4 * PER]), 1).to(tl.float32)
-    even0, odd0, q = next_digits(q, BITS)
-    even1, odd1, q = next_digits(q, BITS)
-    even2, odd2, q = next_digits(q, BITS)
+        number = x * (HIGHEST / largest)[:, None, None] + ROUNDS
+    q = number.to(tl.int32, bitcast=True)
+    if DIGITS == 3:  # two digits are in the lowest bits, which are 0 in ROUNDS
+        q -= ROUNDS_BITS
+    if BITS == 8:
+        even0, even1, even2 = bytes_of(q, COMPILED)
+        odd0, odd1, odd2 = even0, even1, even2
+    else:
+        even, odd = tl.split(tl.reshape(q, [QUADS, 4, 4, 2]))
+        even0, even1, even2 = bytes_of(even, COMPILED)
+        odd0, odd1, odd2 = bytes_of(odd, COMPILED)
+    ones = tl.full([1, QUADS, 4], 0x01010101, tl.int32)
+    sums = quad_products(ones, ones, even0, odd0, even1, odd1, even2, odd2, BITS, DIGITS, COMPILED)
     for start in tl.range(program * TILE, ROWS, programs * TILE, num_stages=1):
         rows = start + tl.arange(0, TILE)
         after = rows + programs * TILE
@@ -237,7 +284,7 @@ def product(
     total = torch.empty_like(x) if residual is not None else None
     dependent = has_dependent_launch(x.device)
     quads = triton.next_power_of_2(triton.cdiv(matrix.words.shape[1], 4))
-    launch = default_launch(rows, quads, bool(activation), processors(x.device))
+    launch = default_launch(rows, quads, bits, bool(activation), processors(x.device))
     if not is_compiled(x):
         launch = Launch(2, 32, 4)  # each interpreted operation takes microseconds, for 32 rows as for one
     options = {"launch_pdl": True} if dependent else {}
@@ -252,12 +299,17 @@ def product(
     return out, total
 
 
-def default_launch(rows: int, quads: int, gated: bool, processors: int) -> Launch:
-    """The fastest of those measured on an H200 at Gemma 2B's shapes, in a whole decode step."""
+def default_launch(rows: int, quads: int, bits: int, gated: bool, processors: int) -> Launch:
+    """The fastest of those measured on an H200 at Gemma 2B's shapes, in a whole decode step.
+
+    Launches are chosen together: a kernel that leaves registers free lets the next one start and load early.
+    """
     if quads > 256:  # long rows: one large program per processor, so that their inputs are read once
-        return Launch(min(processors, triton.cdiv(rows, 2)), 2 if quads <= 1024 else 1, 16)
+        return Launch(min(processors, triton.cdiv(rows, 2)), max(1, 2048 // quads), 16)
     if rows > 256 * processors:
         return Launch(8 * processors, 4, 2)
     if gated:
-        return Launch(min(8 * processors, triton.cdiv(rows, 2)), 2, 4)
-    return Launch(min(3 * processors, triton.cdiv(rows, 4)), 4, 4)
+        return Launch(5 * processors, 4, 4) if bits == 4 else Launch(8 * processors, 2, 4)
+    if triton.cdiv(rows, 4) <= 4 * processors:
+        return Launch(triton.cdiv(rows, 4), 4, 4)
+    return Launch(min(3 * processors, triton.cdiv(rows, 8)), 8, 4) if bits == 4 else Launch(3 * processors, 4, 4)

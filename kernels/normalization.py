@@ -9,35 +9,42 @@ Tiling: one program per row, with the row in registers. The mean needs every ele
 thousand elements fits, so it is read once and written once: the minimum. The fused form also saves writing the sum
 and reading it back. Qwen 3 and Gemma 3 normalize queries and keys head by head: then a row is a head, read in place
 from the output of the QKV product, so a row is addressed by two strides.
+
+If the product that reads the norm quantizes its inputs (lesson 07), the kernel writes the row's codes and scale: the
+row is already in registers, with its largest value. The codes are those of the row as rms_norm rounds it, bit by bit.
+So both forms must add up the squares in the same order, which depends on the columns that a thread has. The compiler
+would give a thread 16 columns, for stores of 16 codes; `max_contiguous` keeps the 8 that 16 bytes of bf16 are.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from .quantized_inputs import empty_codes, store_row
+
 
 @triton.jit
 def rms_norm_kernel(
-    x_ptr, weight_ptr, out_ptr, x_stride, head_stride, eps,
+    x_ptr, weight_ptr, out_ptr, scale_ptr, given_ptr, x_stride, head_stride, eps,
     HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, TILE)
+    columns = tl.max_contiguous(tl.arange(0, TILE), 8)
     inside = columns < DIM
     at = row // HEADS * x_stride + row % HEADS * head_stride
     x = tl.load(x_ptr + at + columns, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    out = x * tl.rsqrt(tl.sum(x * x) / DIM + eps) * weight
-    tl.store(out_ptr + row * DIM + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
+    out = (x * tl.rsqrt(tl.sum(x * x) / DIM + eps) * weight).to(x_ptr.dtype.element_ty)
+    store_row(out, row, columns, out_ptr, scale_ptr, given_ptr, DIM)
 
 
 @triton.jit
 def add_rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, x_stride, residual_stride, eps,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr, given_ptr, sum_ptr, x_stride, residual_stride, eps,
     DIM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, TILE)
+    columns = tl.max_contiguous(tl.arange(0, TILE), 8)
     inside = columns < DIM
     x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     residual = tl.load(residual_ptr + row * residual_stride + columns, mask=inside, other=0.0).to(tl.float32)
@@ -46,39 +53,71 @@ def add_rms_norm_kernel(
     tl.store(sum_ptr + row * DIM + columns, rounded, mask=inside)
     x = rounded.to(tl.float32)
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    out = x * tl.rsqrt(tl.sum(x * x) / DIM + eps) * weight
-    tl.store(out_ptr + row * DIM + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
+    out = (x * tl.rsqrt(tl.sum(x * x) / DIM + eps) * weight).to(rounded.dtype)
+    store_row(out, row, columns, out_ptr, scale_ptr, given_ptr, DIM)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [..., dim] scaled to a root mean square of 1, times weight [dim] -> like x; computed in float32.  Lesson 03."""
-    dim = x.shape[-1]
-    rows = x if x.dim() == 3 and x.stride(2) == 1 else x.reshape(-1, 1, dim)  # the heads of a token may have any stride
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if x.numel():
-        tile, warps = _launch(dim)
-        rms_norm_kernel[(rows.shape[0] * rows.shape[1],)](
-            rows, weight, out, rows.stride(0), rows.stride(1), eps,
-            HEADS=rows.shape[1], DIM=dim, TILE=tile, num_warps=warps,
-        )  # fmt: skip
+    _norm(x, weight, eps, out)
     return out
+
+
+def rms_norm_codes(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype, static: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """rms_norm, quantized as `quantize_rows` would: (codes [..., dim] of `dtype`, scales [..., 1]).  Lesson 07."""
+    codes, scales = empty_codes(x.shape, dtype, x.device)
+    _norm(x, weight, eps, codes, scales, static)
+    return codes, scales
 
 
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x, residual [..., dim] -> (rms_norm(x + residual), x + residual), in one launch.  Lesson 03."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return out, _add_norm(x, residual, weight, eps, out)
+
+
+def add_rms_norm_codes(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype,
+    static: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """add_rms_norm, its norm quantized as `quantize_rows` would: (codes, scales [..., 1], x + residual).  Lesson 07."""
+    codes, scales = empty_codes(x.shape, dtype, x.device)
+    return codes, scales, _add_norm(x, residual, weight, eps, codes, scales, static)
+
+
+def _norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor,
+    scales: torch.Tensor | None = None, static: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    dim = x.shape[-1]
+    rows = x if x.dim() == 3 and x.stride(2) == 1 else x.reshape(-1, 1, dim)  # the heads of a token may have any stride
+    if x.numel():
+        tile, warps = _launch(dim)
+        rms_norm_kernel[(rows.shape[0] * rows.shape[1],)](
+            rows, weight, out, scales, static, rows.stride(0), rows.stride(1), eps,
+            HEADS=rows.shape[1], DIM=dim, TILE=tile, num_warps=warps,
+        )  # fmt: skip
+
+
+def _add_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor,
+    scales: torch.Tensor | None = None, static: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     dim = x.shape[-1]
     rows, residual_rows = x.reshape(-1, dim), residual.reshape(-1, dim)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if rows.shape[0]:
         tile, warps = _launch(dim)
         add_rms_norm_kernel[(rows.shape[0],)](
-            rows, residual_rows, weight, out, total, rows.stride(0), residual_rows.stride(0), eps,
+            rows, residual_rows, weight, out, scales, static, total, rows.stride(0), residual_rows.stride(0), eps,
             DIM=dim, TILE=tile, num_warps=warps,
         )  # fmt: skip
-    return out, total
+    return total
 
 
 def _launch(dim: int) -> tuple[int, int]:

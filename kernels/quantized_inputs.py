@@ -3,6 +3,10 @@
     codes = round(x / scale),   scale = max |x| of the row / 127.5 (int8), / 448 (fp8),
     out = (codes W^T) * scale * scale of W's row
 
+A kernel of its own that quantizes reads what the kernel before it has just written. So the kernels of the norms and of
+the gated activation, which have a whole row in registers, end in `store_row` too: if they are given a place for scales,
+they write codes, a byte each, instead of numbers of two bytes that would be written, read and written again as codes.
+
 Integer tensor cores multiply twice as fast as bf16 ones, and the sums are exact. The scales multiply them while they
 are still in registers: written as int32 and scaled afterwards, they would be twice the bytes of the result.
 
@@ -20,7 +24,6 @@ import triton.language as tl
 from .single_row_parts import processors
 
 NEIGHBORS = 8  # tiles of x's rows that are processed together
-LARGEST = {torch.int8: 127.5, torch.float8_e4m3fn: 448.0}
 
 
 @triton.jit
@@ -30,14 +33,10 @@ def to_even(x):
 
 
 @triton.jit
-def quantize_rows_kernel(
-    x_ptr, codes_ptr, scale_ptr, given_ptr, x_stride, COLUMNS: tl.constexpr, TILE: tl.constexpr,
-    LARGEST: tl.constexpr, INTEGER: tl.constexpr, STATIC: tl.constexpr,
-):  # fmt: skip
-    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
-    inside = columns < COLUMNS
-    x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    if STATIC:
+def quantized(x, given_ptr, INTEGER: tl.constexpr):
+    """A whole row, float32 -> (codes that are still float32, scale). INTEGER: int8, else e4m3. given_ptr: the scale."""
+    LARGEST: tl.constexpr = 127.5 if INTEGER else 448.0
+    if given_ptr is not None:
         scale = tl.load(given_ptr)
     else:
         most = tl.max(tl.abs(x), 0)
@@ -47,8 +46,32 @@ def quantize_rows_kernel(
         x = tl.minimum(tl.maximum(to_even(tl.minimum(tl.maximum(x, -200.0), 200.0)), -128.0), 127.0)
     else:
         x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
-    tl.store(codes_ptr + row * COLUMNS + columns, x.to(codes_ptr.dtype.element_ty), mask=inside)
-    tl.store(scale_ptr + row, scale)
+    return x, scale
+
+
+@triton.jit
+def store_row(x, row, columns, out_ptr, scale_ptr, given_ptr, SIZE: tl.constexpr):
+    """Store a row: as it is, or, if there is a scale_ptr, as codes and a scale.
+
+    x is in the model's dtype in both cases: codes are of the rounded row, whoever quantizes it. Codes need the whole
+    row, in x; elsewhere x may be a tile of it. given_ptr: None, or the scale of all rows.
+    """
+    inside = columns < SIZE
+    if scale_ptr is not None:
+        codes, scale = quantized(x.to(tl.float32), given_ptr, out_ptr.dtype.element_ty == tl.int8)
+        tl.store(out_ptr + row * SIZE + columns, codes.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(scale_ptr + row, scale)
+    else:
+        tl.store(out_ptr + row * SIZE + columns, x.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def quantize_rows_kernel(
+    x_ptr, codes_ptr, scale_ptr, given_ptr, x_stride, COLUMNS: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
+    x = tl.load(x_ptr + row * x_stride + columns, mask=columns < COLUMNS, other=0.0)
+    store_row(x, row, columns, codes_ptr, scale_ptr, given_ptr, COLUMNS)
 
 
 @triton.jit
@@ -82,6 +105,14 @@ def int8_product_kernel(
     tl.store(at, out.to(out_ptr.dtype.element_ty), mask=(tokens < TOKENS)[:, None] & (rows < ROWS)[None, :])
 
 
+def empty_codes(
+    shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for codes [..., columns] and their scales [..., 1]."""
+    codes = torch.empty(shape, dtype=dtype, device=device)
+    return codes, torch.empty((*shape[:-1], 1), dtype=torch.float32, device=device)
+
+
 def quantize_rows(
     x: torch.Tensor, dtype: torch.dtype, static: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,13 +122,12 @@ def quantize_rows(
     """
     tokens, columns = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
-    codes = torch.empty((tokens, columns), dtype=dtype, device=x.device)
-    scales = torch.empty((tokens, 1), dtype=torch.float32, device=x.device)
+    codes, scales = empty_codes(x.shape, dtype, x.device)
     if tokens:
         tile = triton.next_power_of_2(columns)
         quantize_rows_kernel[(tokens,)](
-            x, codes, scales, static, x.stride(0), COLUMNS=columns, TILE=tile, LARGEST=LARGEST[dtype],
-            INTEGER=dtype == torch.int8, STATIC=static is not None, num_warps=min(max(tile // 512, 1), 16),
+            x, codes, scales, static, x.stride(0), COLUMNS=columns, TILE=tile,
+            num_warps=min(max(tile // 512, 1), 16),
         )  # fmt: skip
     return codes, scales
 

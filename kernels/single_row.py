@@ -142,8 +142,8 @@ def row_attention_kernel(
     k_ptr += kv_head * head_stride
     v_ptr += kv_head * head_stride
     # Earlier tokens' keys and values, and the angles of this one, do not depend on the previous kernel.
-    cos = tl.load(cos_sin_ptr + dims).to(tl.float32)
-    sin = tl.load(cos_sin_ptr + DIM + dims).to(tl.float32)
+    angles = cos_sin_ptr + tl.maximum(newest, 0) * (2 * DIM) + dims
+    cos, sin = tl.load(angles).to(tl.float32), tl.load(angles + DIM).to(tl.float32)
     k, v = _tile(k_ptr, v_ptr, table_ptr, begin, end, block_stride, slot_stride, dims, KEYS, BLOCK_SIZE)
     wait_for_inputs(DEPENDENT)
     if part >= parts:
@@ -254,7 +254,7 @@ class RowAttention:
     def __call__(
         self,
         qkv: torch.Tensor,
-        cos_sin: torch.Tensor,
+        rotary: torch.Tensor,
         cache: Cache,
         block_table: torch.Tensor,
         length: torch.Tensor,
@@ -262,14 +262,14 @@ class RowAttention:
     ) -> torch.Tensor:
         """qkv [1, (heads + 2 kv_heads) d] -> [1, heads d].  Lesson 04.
 
-        cos_sin [1, 2, d] at the row's position; block_table [1, blocks] int32; length [1] int32, including the new
-        token, whose key and value are written to the cache here.
+        rotary [positions, 2, d], contiguous: the model's table of angles; block_table [1, blocks] int32; length [1]
+        int32, including the new token, whose key and value are written to the cache here.
         """
         out = torch.empty((1, self.heads * self.dim), dtype=qkv.dtype, device=qkv.device)
         dependent = has_dependent_launch(qkv.device)
         options = {"launch_pdl": True} if dependent else {}
         row_attention_kernel[(self.heads, self.most_parts)](
-            qkv, cos_sin, cache.k, cache.v, block_table, length, self.parts, self.log_total, self.finished, out, scale,
+            qkv, rotary, cache.k, cache.v, block_table, length, self.parts, self.log_total, self.finished, out, scale,
             *cache.k.stride()[:3],
             GROUP=self.heads // self.kv_heads, PARTS=self.most_parts, KEYS=max(TILE // self.dim, 16), DIM=self.dim,
             BLOCK_SIZE=cache.k.shape[1], DEPENDENT=dependent, num_warps=4, **options,

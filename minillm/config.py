@@ -19,6 +19,9 @@ PolicyName = Literal["fcfs", "priority", "shortest", "static", "whole"]
 NAMES_WIDTH = 24  # of the column of names in the docstring
 
 
+MOST_AHEAD = 31  # steps; captured ones leave their tokens in a ring of this size and one
+
+
 def _option(default: Any, help: str, **check: Any) -> Any:
     """A field with its help text, for `help(EngineConfig)` and the command line, and its allowed values.
 
@@ -82,9 +85,9 @@ class EngineConfig:
     quantization: str | None = _option(
         None,
         "quantize the layers' weights while loading, to the nearest codes: int8, int4 (groups of 128), and with "
-        "activations fp8, w8a8 (both int8) or w4a8 (int4 and fp8); the other methods need calibration: see "
-        "`minillm quantize`",
-        choices=(None, "int8", "int4", "fp8", "w8a8", "w4a8"),
+        "activations fp8, w8a8 (both int8) or w4a8 (int4 and fp8); simulated, for accuracy and not for speed: nvfp4, "
+        "mxfp4, sparse24 and pruned (half of each matrix); the other methods need calibration: see `minillm quantize`",
+        choices=(None, "int8", "int4", "fp8", "w8a8", "w4a8", "nvfp4", "mxfp4", "sparse24", "pruned"),
     )
     quantized_head: str | None = _option(
         None,
@@ -131,7 +134,9 @@ class EngineConfig:
         "batching), whole (each prompt in one step, no chunked prefill)",
         choices=get_args(PolicyName),
     )
-    run_ahead: int = _option(1, "steps launched before the first one's tokens are read (0: none)", least=0)
+    run_ahead: int = _option(
+        1, "steps launched before the first one's tokens are read (0: none)", least=0, most=MOST_AHEAD
+    )
     seed: int = _option(0, "for requests that have no seed of their own", least=-(2**63), most=2**63 - 1)
     plan: str | None = _option(
         None, "a file written by `minillm build`: options, CUDA graphs and kernel launches measured on this GPU"
@@ -180,7 +185,9 @@ class EngineConfig:
             return
         low, high, whole = limits["least"], limits.get("most"), as_int(value)
         if whole is None or whole < low or (high is not None and whole > high):
-            words = f"a whole number from {low}" if high is None else "a 64-bit whole number"
+            words = f"a whole number from {low}" + ("" if high is None else f" to {high}")
+            if high is not None and high >= 2**63 - 1:
+                words = "a 64-bit whole number"
             raise ConfigError(f"{name} must be {words}, not {shown(value)}")
         self._set(name, whole)
 

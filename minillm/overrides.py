@@ -52,6 +52,10 @@ class Parts:
         with _lock:
             return tuple(getattr(self, name) for name in self.names)
 
+    def are_own(self, *names: str) -> bool:
+        """Whether these functions are the ones that this was made with."""
+        return all(getattr(self, name) is self.own[self.names.index(name)] for name in names)
+
     @property
     def engines_own(self) -> bool:
         """Whether nothing is replaced."""

@@ -21,7 +21,7 @@ from minillm.errors import ConfigError
         ({"enforce_eager": 1}, "enforce_eager must be True or False, not 1"),
         ({"max_num_seqs": True}, "max_num_seqs must be a whole number from 1, not True"),
         ({"max_num_seqs": 4.0}, "max_num_seqs must be a whole number from 1, not 4.0"),
-        ({"run_ahead": None}, "run_ahead must be a whole number from 0, not None"),
+        ({"run_ahead": None}, "run_ahead must be a whole number from 0 to 31, not None"),
         ({"gpu_memory_utilization": "half"}, r"gpu_memory_utilization must be in \(0, 1\], not 'half'"),
         ({"gpu_memory_utilization": 0}, r"gpu_memory_utilization must be in \(0, 1\], not 0"),
         ({"gpu_memory_utilization": 10**400}, r"gpu_memory_utilization must be in \(0, 1\], not 1000"),

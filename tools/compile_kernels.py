@@ -132,7 +132,7 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
         position, seed = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
         table = torch.zeros(1, 4, 16, dtype=torch.int32)
         decode_step.prepare(rows, position, tokens, table, seed, torch.zeros(4), block_size=16, width=16)
-        decode_step.advance(rows, rows, position, tokens, rows)
+        decode_step.advance(rows, rows, position, tokens, rows, tokens)
         normalization.rms_norm(k.expand(2, 3, 256), torch.zeros(256), 1e-6)
         sampling.sample(torch.zeros(2, 9000), torch.ones(2), torch.ones(2))
         truncation.truncate(torch.zeros(2, 9000), torch.ones(2, dtype=torch.int64), torch.ones(2))
@@ -156,9 +156,14 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
                 few_rows.product(row.expand(tokens, -1), matrix)
             few_rows.dequantized(matrix)
         integer_rows.product(row, IntegerMatrix(8, words, scales, int8_inputs=True), activation="gelu_tanh")
-        codes, factors = quantized_inputs.quantize_rows(x, torch.int8)
-        if capability >= 89:  # the first with FP8
-            quantized_inputs.quantize_rows(x, torch.float8_e4m3fn)
+        wide = torch.zeros(1, 2 * activation.MOST_COLUMNS, dtype=torch.bfloat16)
+        for dtype in (torch.int8, torch.float8_e4m3fn)[: 1 + (capability >= 89)]:  # 8.9 is the first with FP8
+            quantized_inputs.quantize_rows(x, dtype)
+            normalization.rms_norm_codes(x, torch.zeros(2048), 1e-6, dtype)
+            for static in (None, torch.ones(1)):
+                normalization.add_rms_norm_codes(x, x, torch.zeros(2048), 1e-6, dtype, static)
+            activation.gated_activation_codes(wide, "gelu_tanh", dtype)
+        codes, factors = torch.zeros(2, 2048, dtype=torch.int8), torch.zeros(2, 1)
         few_rows.product(codes, IntegerMatrix(8, words, scales), factors)
         for tokens in (2, 8192):
             many = torch.zeros(tokens, 2048, dtype=torch.int8)

@@ -24,7 +24,7 @@ ROWS, TILES, WARPS = (1, 3000), (256, 512, 1024, 2048, 4096, 8192), (1, 2, 4, 8,
 
 def gate(gate_up: torch.Tensor, out: torch.Tensor, tile: int, warps: int) -> None:
     grid = (len(out), triton.cdiv(FFN, tile))
-    gated_activation_kernel[grid](gate_up, out, 2 * FFN, SIZE=FFN, GELU=True, TILE=tile, num_warps=warps)
+    gated_activation_kernel[grid](gate_up, out, None, None, 2 * FFN, SIZE=FFN, GELU=True, TILE=tile, num_warps=warps)
 
 
 def measured(rows: int, tile: int, warps: int) -> dict:

@@ -23,13 +23,16 @@ from minillm.bench import records  # noqa: E402
 GEMMA = "--model gemma-2b --load-format dummy"
 WORKLOADS = "--workload single --workload chat --workload mixed --workload silo --workload liso --workload lilo"
 GROUPS = ",".join(f"{method}-g{size}" for size in (32, 64, 128) for method in ("int4", "awq", "gptq"))
+SPARSE = ",".join(["sparse24", *(f"pruned-s{percent}" for percent in range(20, 90, 10))])
 # device -> record -> its command without the last word, which is the record's name.
 RECORDS = {
     "cpu": {
         "batching": "minillm bench batching --json",
+        "distillation": "python data/distill_tiny_gemma.py --record",
         "faults": "python tools/plant_faults.py --jobs 2 --record",
         "quantization": "minillm eval --compare --device cpu --dtype float32 --json",
         "quantization-seeds": f"minillm eval --compare {GROUPS} --seeds 5 --device cpu --dtype float32 --json",
+        "sparsity": f"minillm eval --compare {SPARSE} --device cpu --dtype float32 --json",
         "streaming": "minillm eval --streaming --attention-sinks 4 --attention-window 1024 --json",
         "tiny-gemma-quality": "minillm eval --device cpu --dtype float32 --json",
         "trace-overhead": "python tools/trace_overhead.py --record",

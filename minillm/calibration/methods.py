@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from minillm.errors import ConfigError
-from minillm.quantization import Activations, Dense, Format, Fp8, Int4, Int8
+from minillm.quantization import Activations, Dense, Format, Fp8, Int4, Int8, Mxfp4, Nvfp4, Pruned, Sparse24
 from minillm.values import read_json, shown
 
 # name -> what it is
@@ -20,6 +20,10 @@ METHODS = {
     "awq": "4-bit weights in groups, important channels scaled up",
     "gptq": "4-bit weights in groups, errors compensated",
     "w4a8": "as awq, with 8-bit floating-point activations",
+    "nvfp4": "4-bit floating-point weights in blocks of 16, simulated",
+    "mxfp4": "4-bit floating-point weights in blocks of 32, simulated",
+    "sparse24": "two of four weights are 0, simulated",
+    "pruned": "the smallest weights of each matrix are 0, simulated",
 }
 # name -> the parameters that it takes (see `Method`)
 GROUPED = ("group_size", "symmetric")
@@ -33,6 +37,10 @@ PARAMETERS = {
     "awq": GROUPED,
     "gptq": (*GROUPED, "act_order"),
     "w4a8": (*GROUPED, "static"),
+    "nvfp4": (),
+    "mxfp4": (),
+    "sparse24": (),
+    "pruned": ("sparsity",),
 }
 CALIBRATED = ("smoothquant", "awq", "gptq", "w4a8")
 HEADS = ("int8", "fp8")
@@ -47,6 +55,7 @@ class Method:
     act_order   gptq: round the inputs with the largest activations first
     scales      fp8: "channel" or "tensor"
     static      fp8, w8a8, smoothquant, w4a8: one scale for all tokens' activations, from calibration
+    sparsity    pruned: the share of weights that become 0
     """
 
     name: str
@@ -55,6 +64,7 @@ class Method:
     act_order: bool = False
     scales: str = "channel"
     static: bool = False
+    sparsity: float = 0.5
 
     def __post_init__(self) -> None:
         if self.name not in PARAMETERS:
@@ -72,10 +82,11 @@ class Method:
     def format(self) -> Format:
         """How it stores weights. Raises ConfigError for a parameter's wrong value."""
         name = self.name
-        if name == "dense":
-            return Dense()
-        if name == "int8":
-            return Int8()
+        plain = {"dense": Dense(), "int8": Int8(), "nvfp4": Nvfp4(), "mxfp4": Mxfp4(), "sparse24": Sparse24()}
+        if name in plain:
+            return plain[name]
+        if name == "pruned":
+            return Pruned(self.sparsity)
         if name in ("w8a8", "smoothquant"):
             return Int8(Activations("int8", self.static))
         fp8 = Activations("fp8", self.static)

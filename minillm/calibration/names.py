@@ -1,6 +1,6 @@
 """Methods by short names, as tables and command lines write them.  Lessons 05 to 07.
 
-"awq-g64", "int4-g128-zeros+int8", "w8a8-rotate"
+"awq-g64", "int4-g128-zeros+int8", "w8a8-rotate", "pruned-s70"
 """
 
 import re
@@ -22,7 +22,7 @@ ROTATE = "rotate"  # what a name adds for a model that is rotated first
 
 
 def named(name: str) -> MethodRecipe:
-    """The recipe of a name, METHOD[-gGROUP][-FLAG...][-rotate][+HEAD], or of a recipe file, NAME.json.
+    """The recipe of a name, METHOD[-gGROUP][-sPERCENT][-FLAG...][-rotate][+HEAD], or of a recipe file, NAME.json.
 
     Raises ConfigError.
     """
@@ -34,11 +34,13 @@ def named(name: str) -> MethodRecipe:
     for part in parts:
         if group := re.fullmatch(r"g(\d{1,9})", part):
             parameters["group_size"] = int(group[1])
+        elif percent := re.fullmatch(r"s(\d{1,2})", part):
+            parameters["sparsity"] = int(percent[1]) / 100
         elif part in FLAGS:
             parameters |= [FLAGS[part]]
         elif part != ROTATE:
             known = ", -".join((*FLAGS, ROTATE))
-            raise ConfigError(f"{name}: unknown part -{part}; a method may have -g64 and -{known}")
+            raise ConfigError(f"{name}: unknown part -{part}; a method may have -g64, -s50 and -{known}")
     if method not in METHODS:
         known = ", ".join(METHODS)
         raise ConfigError(f"{name} is neither a method nor a directory nor a recipe file (*.json); methods: {known}")

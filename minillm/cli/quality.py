@@ -19,6 +19,7 @@ PARAMETERS = {
     "--act-order": "act_order",
     "--per-tensor": "scales",
     "--static": "static",
+    "--sparsity": "sparsity",
 }
 
 
@@ -27,8 +28,8 @@ def evaluate(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            help="With --compare: methods (int8, awq-g64, int4-g32-zeros+int8, w8a8-rotate), recipe files, or "
-            "directories. Default: all methods, and w8a8-rotate.",
+            help="With --compare: methods (int8, awq-g64, int4-g32-zeros+int8, w8a8-rotate, pruned-s70), recipe "
+            "files, or directories. Default: all methods, and w8a8-rotate.",
             show_default=False,
         ),
     ] = None,
@@ -119,7 +120,7 @@ def _losses(result: dict) -> str:
     return (
         f"{result['quantization']:<20}{result['bytes']:>12,}{result['perplexity']:>12.4f}{result['kl']:>11.2g}"
         f"{result['accuracy']:>10.2%}{result['loss_points']:>8.2f}{f'{low:.2f} to {high:.2f}':>18}"
-        f"{result['seconds']:>8.0f} s"
+        f"{result['seconds']:>8.0f} s{'  simulated' if result['simulated'] else ''}"
     )
 
 
@@ -128,7 +129,12 @@ def quantize(
     model_option: Annotated[str | None, typer.Option("--model", "-m", help="The same, as an option.")] = None,
     out: Annotated[Path | None, typer.Option(help="The directory to write; it must be new or empty.")] = None,
     method: Annotated[
-        str | None, typer.Option(help="int8, int4, fp8, w8a8, smoothquant, awq, gptq or w4a8.", show_default=False)
+        str | None,
+        typer.Option(
+            help="int8, int4, fp8, w8a8, smoothquant, awq, gptq or w4a8. Simulated, so for accuracy and not for speed: "
+            "nvfp4, mxfp4, sparse24 or pruned.",
+            show_default=False,
+        ),
     ] = None,
     group_size: Annotated[
         int | None, typer.Option(help="int4, awq, gptq, w4a8: inputs that share a scale. Default: 128.")
@@ -143,6 +149,9 @@ def quantize(
     static: Annotated[
         bool, typer.Option("--static", help="fp8, w8a8, smoothquant, w4a8: one scale for all tokens' activations.")
     ] = False,
+    sparsity: Annotated[
+        float | None, typer.Option(help="pruned: the share of each matrix that becomes 0. Default: 0.5.")
+    ] = None,
     head: Annotated[str | None, typer.Option(help="int8 or fp8: the output head, and a tied embedding.")] = None,
     recipe: Annotated[
         Path | None, typer.Option(help='A JSON file instead of --method: {"layers.0.*": "int8", "layers.*": "awq"}.')
@@ -178,6 +187,7 @@ def quantize(
             "--act-order": act_order or None,
             "--per-tensor": "tensor" if per_tensor else None,
             "--static": static or None,
+            "--sparsity": sparsity,
         }
         given = {option: value for option, value in given.items() if value is not None}
         if recipe is not None:

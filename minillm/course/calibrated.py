@@ -174,13 +174,22 @@ def add_outliers(model: Model, found: Mapping[str, InputStatistics]) -> dict[str
 
 
 def awq_part(function: Callable) -> Callable:
-    """An exercise's `awq_scales`, with the arguments of the engine's."""
+    """An exercise's `awq_scales`, with the arguments of the engine's.
+
+    The lesson combines the same scales with several roundings, so the search for a matrix is run once.
+    """
+    known: dict[int, tuple[InputStatistics, Tensor, tuple[Tensor, float]]] = {}
 
     def awq_scales(
         weight: Tensor, inputs: InputStatistics, format: Int4, *, allowed: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, float]:
+        if id(inputs) in known and known[id(inputs)][1].equal(weight):
+            return known[id(inputs)][2]
         rounded = partial(_dequantized, format=format)
-        return function(weight, inputs.mean_magnitude.to(weight), inputs.second_moment.to(weight), rounded, allowed)
+        moment = inputs.second_moment.to(weight)
+        found = function(weight, inputs.mean_magnitude.to(weight), moment, rounded, allowed)
+        known[id(inputs)] = inputs, weight.clone(), found  # the inputs are kept, so that no others get their id
+        return found
 
     return awq_scales
 

@@ -29,11 +29,14 @@ def tokens(largest: Mapping[str, Tensor]) -> None:
         _plain(axis)
 
 
-def channels(rows: Mapping[str, Tensor]) -> None:
-    """A panel for each model: |x| of a few tokens [tokens, in] by channel, as lines on one axis."""
+def channels(rows: Mapping[str, Tensor], first: int = 0) -> None:
+    """A panel for each model: |x| of a few tokens [tokens, in] by channel, as lines on one axis.
+
+    first: the position of the first of these tokens in its text.
+    """
     _, axes = plt.subplots(1, len(rows), figsize=(11, 2.9), layout="constrained", squeeze=False, sharey=True)
     for axis, (name, x) in zip(axes[0], rows.items(), strict=True):
-        for color, (number, token) in zip(COLORS, enumerate(x.abs().tolist()), strict=False):
+        for color, (number, token) in zip(COLORS, enumerate(x.abs().tolist(), first), strict=False):
             axis.plot(token, color=color, linewidth=1, label=f"token {number}")
         axis.set(title=name, xlabel="channel")
         _plain(axis)

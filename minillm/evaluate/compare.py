@@ -27,8 +27,8 @@ from minillm.calibration.quantize import check_methods, quantize
 from minillm.engine.llm import LLM
 from minillm.errors import ConfigError
 from minillm.model import Model
-from minillm.model.loader import checkpoint_files, read_config, read_header, resolve
-from minillm.quantization import Int4
+from minillm.model.loader import checkpoint_files, read_config, read_header, resolve, simulated
+from minillm.quantization import Fp4, Int4
 from minillm.quantization.checkpoints import read_layout
 from minillm.tokenizer import Tokenizer
 
@@ -40,7 +40,7 @@ from .tasks import Workload, held_out
 WINDOW = 1024  # tokens that are read at once, if the context holds as many
 POSITIONS = 256  # whose distributions over the vocabulary are compared at once
 NOT_FOR_COMPARING = ("quantization", "quantized_head", "load_format")
-BITS = {"int8": 8, "fp8": 8, "int4": 4}  # of a format; a dense weight has those of its dtype
+BITS = {"int8": 8, "fp8": 8, "int4": 4, "nvfp4": 4, "mxfp4": 4}  # of a format; a dense weight has those of its dtype
 Z_95 = 1.959964  # 95 % of a normal distribution lie within so many standard deviations
 
 
@@ -255,12 +255,13 @@ def _result(
 
 
 def _stored(model: Model) -> dict[str, Any]:
-    """The bits, group sizes and head of a model's weights; a list where layers differ."""
+    """The bits, group sizes and head of a model's weights; a list where layers differ. simulated: see `loader`."""
     layers = [weight for address, weight in model.addressed().items() if address.startswith("layers.")]
     bits = sorted({BITS.get(weight.format.name, 8 * weight.dtype.itemsize) for weight in layers})
-    groups = sorted({weight.format.group_size for weight in layers if isinstance(weight.format, Int4)})
+    groups = sorted({weight.format.group_size for weight in layers if isinstance(weight.format, (Int4, Fp4))})
     return {
         "bits": bits if len(bits) > 1 else bits[0],
         "group_size": groups if len(groups) > 1 else next(iter(groups), None),
         "head": model.head.format.name,
+        "simulated": bool(simulated(model)),
     }

@@ -94,6 +94,15 @@ class LayerCache:
         k, v = (_read(held, scales, blocks) for held, scales in pairs)
         return k, v
 
+    def randomize(self) -> None:
+        """Fill it with random numbers, as measurements need."""
+        for held, scales in ((self.k, self.k_scale), (self.v, self.v_scale)):
+            if scales is None:
+                held.normal_()
+            else:
+                indexable(held).view(torch.uint8).random_(0, 120)  # positive codes of either format
+                scales.fill_(1 / LARGEST[held.dtype])
+
 
 def _read(held: Tensor, scales: Tensor | None, blocks: Tensor) -> Tensor:
     values = indexable(held)[blocks].view(held.dtype).flatten(1, 2)

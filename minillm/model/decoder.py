@@ -134,7 +134,7 @@ class Model:
             x, residual = self.run_layer(layer, x, residual, batch, places, cache, wanted)
         if "residual" in self.config.rotations:
             x, residual = None, self.ops.hadamard(residual if x is None else residual + x, inverse=True)
-        return self._normed(x, residual, self.final_norm)[0]
+        return self.ops.normed(x, residual, self.final_norm, self.config.rms_norm_eps)[0]
 
     def embed(self, batch: Batch) -> Tensor:
         """The residual stream before the first layer: [tokens, hidden]."""
@@ -164,32 +164,24 @@ class Model:
         wanted: [samples] int64, the tokens whose states are returned; None: all.
         """
         run, eps = self.ops, self.config.rms_norm_eps
-        x, residual = self._normed(x, residual, layer.attention_norm)
-        x = self._attention(layer, x, batch, places, cache)
+        qkv, residual = run.normed_linear(x, residual, layer.attention_norm, eps, layer.qkv)
+        x = self._attention(layer, qkv, batch, places, cache)
         if wanted is not None:
             x, residual = x[wanted], residual[wanted]
         if layer.after_attention_norm is not None:
             x = run.rms_norm(x, layer.after_attention_norm, eps)
-        x, residual = run.add_rms_norm(x, residual, layer.mlp_norm, eps)
-        x = run.gated_activation(run.linear(x, layer.gate_up), self.config.activation)
+        gate_up, residual = run.normed_linear(x, residual, layer.mlp_norm, eps, layer.gate_up)
         if "down" in self.config.rotations:
-            x = run.hadamard(x)
-        x = run.linear(x, layer.down)
+            x = run.linear(run.hadamard(run.gated_activation(gate_up, self.config.activation)), layer.down)
+        else:
+            x = run.gated_linear(gate_up, self.config.activation, layer.down)
         if layer.after_mlp_norm is not None:
             x = run.rms_norm(x, layer.after_mlp_norm, eps)
         return x, residual
 
-    def _normed(self, x: Tensor | None, residual: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of x + residual, and the sum."""
-        eps = self.config.rms_norm_eps
-        if x is None:
-            return self.ops.rms_norm(residual, norm, eps), residual
-        return self.ops.add_rms_norm(x, residual, norm, eps)
-
-    def _attention(self, layer: Layer, x: Tensor, batch: Batch, places: Places, cache: LayerCache) -> Tensor:
+    def _attention(self, layer: Layer, qkv: Tensor, batch: Batch, places: Places, cache: LayerCache) -> Tensor:
         run, heads, kv_heads = self.ops, self.config.num_heads, self.config.num_kv_heads
-        qkv = run.linear(x, layer.qkv).view(x.shape[0], heads + 2 * kv_heads, self.config.head_dim)
-        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        q, k, v = qkv.unflatten(1, (-1, self.config.head_dim)).split((heads, kv_heads, kv_heads), dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             eps = self.config.rms_norm_eps
             q, k = run.rms_norm(q, layer.q_norm, eps), run.rms_norm(k, layer.k_norm, eps)

@@ -5,6 +5,7 @@ slice of them. So loading needs little more memory than the model itself, for al
 """
 
 import json
+import logging
 import math
 import struct
 from collections import Counter
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from minillm.errors import ConfigError
 from minillm.quantization import Dense, Recipe, Weight
-from minillm.quantization.checkpoints import Layout, read_layout
+from minillm.quantization.checkpoints import ANY, Layout, read_layout
 from minillm.quantization.weight import copy_pieces, joined
 from minillm.values import read_json, shown
 
@@ -50,6 +51,8 @@ FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 EMBEDDED = Path(__file__).parents[1] / "data" / "tiny-gemma"
 BUFFER_BYTES = 4 << 20
 GB = 1e9
+
+log = logging.getLogger(__name__)
 
 
 def load_model(
@@ -121,7 +124,15 @@ def load_model(
         fill_randomly(built, seed)
     else:
         fill_from_files(built, files, layout)
+    for name, why in simulated(built).items():
+        log.warning("%s weights are simulated, to measure accuracy: %s", name, why)
     return built
+
+
+def simulated(model: Model) -> dict[str, str]:
+    """The formats of a model's weights that are only for measuring accuracy, and why: {"nvfp4": ...}."""
+    formats = {weight.format.name: weight.format for weight in model.weights()}
+    return {name: why for name, each in formats.items() if (why := getattr(each, "simulated", ""))}
 
 
 def _gigabytes(config: ModelConfig, dtype: str, recipe: Recipe) -> float:
@@ -239,7 +250,7 @@ def read_header(file: Path) -> dict[str, Entry]:
 class Destination:
     """Where a tensor of the checkpoint goes."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # ANY: a length that only the file says
     load: Callable[[Iterable[Tensor]], None]  # takes the tensor in pieces of its first axis, in order
     dtypes: tuple[torch.dtype, ...] = FLOATING  # that the tensor may have
     required: bool = True
@@ -322,7 +333,7 @@ def fill_from_files(model: Model, files: list[Path], layout: Layout | None = Non
         wanted = places[name].shape
         if entry.shape == () and wanted == (1,):  # some tools write single numbers this way
             entry = entries[name] = replace(entry, shape=wanted)
-        if entry.shape != wanted:
+        if not _fits(entry.shape, wanted):
             raise ConfigError(
                 f"{entry.file}: tensor {name} has shape {list(entry.shape)}, but config.json makes it {list(wanted)}"
             )
@@ -352,6 +363,10 @@ def fill_from_files(model: Model, files: list[Path], layout: Layout | None = Non
         fold_input_factors(model, factors)
     except ConfigError as error:
         raise ConfigError(f"{files[0].parent}: {error}") from None
+
+
+def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    return len(shape) == len(wanted) and all(most in (ANY, own) for own, most in zip(shape, wanted, strict=True))
 
 
 def _most_bytes(entry: Entry) -> int:

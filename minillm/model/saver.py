@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from minillm.errors import ConfigError
-from minillm.quantization import Dense, Format, Int4
+from minillm.quantization import Dense, Format, Int4, Sparse
 from minillm.quantization.checkpoints import compressed_tensors
 from minillm.values import read_json
 
@@ -42,7 +42,7 @@ def save_model(model: Model, source: Path, directory: Path, dtype: torch.dtype |
 
     source     the directory of the model that it was made from: its configuration and tokenizer are copied
     directory  where to write; it must not exist, or be empty
-    dtype      of norms, biases, unquantized weights and the scales of groups; default: the model's
+    dtype      of norms, biases, unquantized and pruned weights and the scales of groups; default: the model's
 
     Quantized weights are written in the layout of compressed-tensors. Raises ConfigError before any work,
     and OSError if the disk is full.
@@ -97,6 +97,8 @@ def _tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
             if codes is None:
                 found = {"weight": weight.dequantize()[span].to(dtype)}
             else:
+                if isinstance(weight.format, Sparse):
+                    codes = replace(codes, codes=codes.codes.to(dtype))
                 if isinstance(weight.format, Int4):
                     codes = replace(codes, scales=codes.scales.to(dtype))
                 found = compressed_tensors.write(module.name, codes, weight.format)

@@ -49,6 +49,7 @@ class SingleRow:
             set(model.layer_norms) == {"attention_norm", "mlp_norm"}
             and all(_fits(weight) for weight in model.weights())
             and all(layer.attention == AttentionOptions(layer.attention.scale) for layer in model.layers)
+            and model.cache_spec.scale_dtype is None
             and shape.final_soft_cap is None
             and not shape.rotations
             and shape.hidden_size <= single_row.WHOLE
@@ -66,13 +67,12 @@ class SingleRow:
             raise ValueError("the fused decode step needs a batch with one decode row; this batch has none")
         eps, activation = model.config.rms_norm_eps, model.config.activation
         x = model.ops.embedding(batch.token_ids, model.embedding, model.embedding_scale)
-        cos_sin = model.rotary[batch.positions]
         residual: Tensor | None = None  # the first layer has none to add
         for layer, matrices, cache in zip(model.layers, self.matrices, caches, strict=True):
             qkv, total = _product(x, matrices.qkv, norm=layer.attention_norm, eps=eps, residual=residual)
             residual = x if total is None else total
             table = rows.block_table[layer.group]
-            x = self.attend(qkv, cos_sin, cache, table, rows.lengths, layer.attention.scale)
+            x = self.attend(qkv, model.rotary, cache, table, rows.lengths, layer.attention.scale)
             x, _ = _product(x, matrices.attention_out)
             x, residual = _product(
                 x, matrices.gate_up, norm=layer.mlp_norm, eps=eps, residual=residual, activation=activation

@@ -11,13 +11,11 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Self
 
-from torch import Tensor
-
-from minillm.kv_cache.layer_cache import LayerCache
 from minillm.overrides import Parts, Used, register
 
 from . import reference
-from .signatures import OPERATIONS, Operations
+from .compositions import COMPOSITIONS, Compositions
+from .signatures import OPERATIONS
 
 
 def names() -> tuple[str, ...]:
@@ -25,8 +23,8 @@ def names() -> tuple[str, ...]:
     return OPERATIONS
 
 
-class OperationSet(Parts, Operations):
-    """The current functions of one type of device: `ops.on("cpu").linear(x, weight)`."""
+class OperationSet(Compositions):
+    """The current functions of one type of device, `ops.on("cpu").linear(x, weight)`, and compositions of them."""
 
     def __init__(self, device: str):
         self.device = device
@@ -39,28 +37,13 @@ class OperationSet(Parts, Operations):
                 origin[name] = (module.__name__.rsplit(".", 1)[-1], f"faster on {device}")
             else:
                 origin[name] = ("reference", why_not or "the reference is as fast here")
+        self.fused = {name: getattr(module, name) for name in COMPOSITIONS if hasattr(module, name)}
         super().__init__(functions, origin)
-        self._fused_write = getattr(module, "rotary_write", None)
-        self._its_parts = self.rotary_embedding, self.write_kv
 
     @classmethod
     def of(cls, device: str) -> Self:
         """The set of one type of device. (The operations are attributes, which `Parts` sets: no method is abstract.)"""
         return cls(device)
-
-    def rotary_write(
-        self, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, cache: LayerCache, slots: Tensor, rotate_keys: bool
-    ) -> Tensor:
-        """Rotate q [tokens, heads, d] and k, write k and v to the cache, and return the rotated q.  Lesson 11.
-
-        Not an operation of its own: `rotary_embedding`, then `write_kv`. On a GPU one kernel does both, unless a
-        user-supplied function replaces one of them. rotate_keys: whether the cache gets rotated keys.
-        """
-        if self._fused_write is not None and (self.rotary_embedding, self.write_kv) == self._its_parts:
-            return self._fused_write(q, k, v, cos_sin, cache, slots, rotate_keys)
-        q, rotated = self.rotary_embedding(q, k, cos_sin)
-        self.write_kv(rotated if rotate_keys else k, v, cache, slots)
-        return q
 
     def replacement(self, name: str, function: Callable, used: Used, capturable: bool) -> Callable:
         return super().replacement(name, _with_options(name, function), used, capturable)

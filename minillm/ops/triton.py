@@ -1,6 +1,7 @@
 """The operations that run as Triton kernels on a GPU; the others run in torch.  Lessons 03 and 04.
 
-Kernels compute in float32: for float64 the reference runs.
+Kernels compute in float32: for float64 the reference runs. The last three functions are compositions (see
+`compositions.py`): their kernels quantize what a product reads, or write what they have rotated to the cache.
 Importing this module fails if triton is not installed; the table then keeps the references.
 """
 
@@ -10,13 +11,13 @@ from torch import Tensor, bfloat16, float16, float32, float64
 from minillm.kernels import activation as gated
 from minillm.kernels import normalization, paged_attention, rope_cache, sampling, truncation
 from minillm.kv_cache.layer_cache import LayerCache
-from minillm.quantization import Weight
+from minillm.quantization import QuantizedActivations, Weight
 from minillm.quantization.methods.hadamard import transform
 
 from . import reference
 from .signatures import AttentionOptions
 from .triton_linear import embedding as embedding
-from .triton_linear import linear
+from .triton_linear import linear, on_codes
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -52,17 +53,6 @@ def write_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
     if cache.k_scale is not None and (k.dtype == float64 or not _power_of_two(k.shape[-1])):
         return reference.write_kv(k, v, cache, slots)
     return rope_cache.write_kv(k, v, cache, slots)
-
-
-def rotary_write(
-    q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, cache: LayerCache, slots: Tensor, rotate_keys: bool = True
-) -> Tensor:
-    """`rotary_embedding` and `write_kv` in one launch, if there is a kernel: see `OperationSet.rotary_write`."""
-    if q.dtype == float64 or not _power_of_two(q.shape[-1]):
-        q, rotated = rotary_embedding(q, k, cos_sin)
-        write_kv(rotated if rotate_keys else k, v, cache, slots)
-        return q
-    return rope_cache.rotary_write(q, k, v, cos_sin, cache, slots, rotate_keys)
 
 
 def decode_attention(
@@ -108,6 +98,40 @@ def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
     if logits.dtype == float64:
         return reference.sample(logits, temperature, uniform)
     return sampling.sample(logits, temperature, uniform)
+
+
+def normed_linear(
+    x: Tensor | None, residual: Tensor, norm: Tensor, eps: float, weight: Weight
+) -> tuple[Tensor, Tensor] | None:
+    """As `Compositions.normed_linear`; None unless the product takes codes."""
+    if (found := on_codes(residual, weight)) is None:
+        return None
+    product, rounding = found
+    if x is None:
+        codes, scales = normalization.rms_norm_codes(residual, norm, eps, *rounding)
+        total = residual
+    else:
+        codes, scales, total = normalization.add_rms_norm_codes(x, residual, norm, eps, *rounding)
+    return product(QuantizedActivations(codes, scales), weight), total
+
+
+def gated_linear(gate_up: Tensor, activation: str, weight: Weight) -> Tensor | None:
+    """As `Compositions.gated_linear`; None unless the product takes codes and its kernel can hold a row."""
+    found = on_codes(gate_up, weight)
+    if found is None or weight.shape[1] > gated.MOST_COLUMNS:
+        return None
+    product, rounding = found
+    codes, scales = gated.gated_activation_codes(gate_up, activation, *rounding)
+    return product(QuantizedActivations(codes, scales), weight)
+
+
+def rotary_write(
+    q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, cache: LayerCache, slots: Tensor, rotate_keys: bool
+) -> Tensor | None:
+    """As `Compositions.rotary_write`; None for float64 and heads whose size is no power of two."""
+    if q.dtype == float64 or not _power_of_two(q.shape[-1]):
+        return None
+    return rope_cache.rotary_write(q, k, v, cos_sin, cache, slots, rotate_keys)
 
 
 def _attention_has_kernel(q: Tensor, cache: LayerCache) -> bool:

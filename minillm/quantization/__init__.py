@@ -2,11 +2,13 @@
 
 from .activations import Activations, QuantizedActivations
 from .dense import Dense, DenseWeight
+from .fp4 import Fp4, Fp4Weight, Mxfp4, Nvfp4
 from .fp8 import Fp8, Fp8Weight
 from .int4 import Int4, Int4Weight
 from .int8 import Int8, Int8Weight
 from .quantized import QuantizedWeight
 from .recipe import Recipe, weight_only
+from .sparse import Pruned, Sparse, Sparse24, SparseWeight
 from .weight import Codes, Format, Weight
 
 __all__ = [
@@ -15,15 +17,23 @@ __all__ = [
     "Dense",
     "DenseWeight",
     "Format",
+    "Fp4",
+    "Fp4Weight",
     "Fp8",
     "Fp8Weight",
     "Int4",
     "Int4Weight",
     "Int8",
     "Int8Weight",
+    "Mxfp4",
+    "Nvfp4",
+    "Pruned",
     "QuantizedActivations",
     "QuantizedWeight",
     "Recipe",
+    "Sparse",
+    "Sparse24",
+    "SparseWeight",
     "Weight",
     "weight_only",
 ]

@@ -17,12 +17,16 @@ from minillm.values import shown
 
 from .activations import LARGEST, Activations
 from .dense import Dense
+from .fp4 import Mxfp4, Nvfp4
 from .fp8 import Fp8
 from .int4 import Int4
 from .int8 import Int8
+from .sparse import Pruned, Sparse24
 from .weight import Format
 
-FORMATS: dict[str, type[Format]] = {kind.name: kind for kind in (Dense, Int8, Int4, Fp8)}
+FORMATS: dict[str, type[Format]] = {
+    kind.name: kind for kind in (Dense, Int8, Int4, Fp8, Nvfp4, Mxfp4, Sparse24, Pruned)
+}
 
 ACTIVATIONS = {
     f"{kind}-static" if static else kind: Activations(kind, static) for kind in LARGEST for static in (False, True)
@@ -35,6 +39,10 @@ UNCALIBRATED: dict[str, Format] = {
     "fp8": Fp8(activations=Activations("fp8")),
     "w8a8": Int8(Activations("int8")),
     "w4a8": Int4(activations=Activations("fp8")),
+    "nvfp4": Nvfp4(),
+    "mxfp4": Mxfp4(),
+    "sparse24": Sparse24(),
+    "pruned": Pruned(),
 }
 
 
@@ -56,7 +64,7 @@ class Recipe:
 
     @classmethod
     def uncalibrated(cls, layers: str | None, head: str | None) -> "Recipe | None":
-        """One format for all layers, and one for the head: "int8", "int4" or "fp8". None if neither is given."""
+        """One format for all layers, and one for the head, by their names. None if neither is given."""
         chosen = {"layers.*": layers, "head": head}
         rules = {pattern: UNCALIBRATED[name] for pattern, name in chosen.items() if name is not None}
         return cls(rules) if rules else None
@@ -70,7 +78,7 @@ class Recipe:
 
 def weight_only(format: Format) -> Format:
     """The same format with the inputs of products in full precision."""
-    return replace(cast(Any, format), activations=None)
+    return format if format.activations is None else replace(cast(Any, format), activations=None)
 
 
 def _format(pattern: str, given: Format | str | Mapping[str, Any]) -> Format:

@@ -14,23 +14,25 @@ from .activations import Activations
 class Codes:
     """Quantized rows as methods produce them and as checkpoints are converted to.  Lesson 05.
 
-        weight = (codes - zeros) * scales,   one scale and one zero point for each group of inputs
+        weight = (codes - zeros) * scales / global_scale,   one scale and one zero point for each group of inputs
 
-    Codes are signed: int4 has -8 to 7, whatever a file adds to them.
+    Codes are signed: int4 has -8 to 7, whatever a file adds to them. Those of FP4 are its values.
     """
 
     codes: Tensor  # [rows, in]: int8, or float8_e4m3fn
     scales: Tensor  # [rows, groups]; one group: the whole row
     zeros: Tensor | None = None  # [rows, groups] int8; None: all are 0
     order: Tensor | None = None  # [in] int64: the input that each column multiplies; None: column i has input i
+    global_scale: Tensor | None = None  # [rows, 1], what NVFP4's scales are divided by; None: 1
 
     def dequantize(self) -> Tensor:
         """[rows, in], in the dtype of the scales, its columns in the order of the inputs."""
         rows, inputs = self.codes.shape
-        grouped = self.codes.to(self.scales.dtype).view(rows, self.scales.shape[1], -1)
+        scales = self.scales if self.global_scale is None else self.scales / self.global_scale.to(self.scales)
+        grouped = self.codes.to(scales.dtype).view(rows, scales.shape[1], -1)
         if self.zeros is not None:
             grouped = grouped - self.zeros.to(grouped.dtype)[..., None]
-        weight = (grouped * self.scales[..., None]).view(rows, inputs)
+        weight = (grouped * scales[..., None]).view(rows, inputs)
         return weight if self.order is None else weight[:, self.order.argsort()]
 
 
@@ -100,6 +102,7 @@ class Format(Protocol):
     """How weights are stored: a class of weights with its parameters, such as the size of a group.  Lesson 05."""
 
     name: ClassVar[str]  # as in recipes
+    simulated: ClassVar[str] = ""  # for a format that is only for measuring accuracy: why that is so
 
     def empty(self, out: int, inputs: int, bias: bool, *, dtype: torch.dtype, device: torch.device) -> Weight:
         """An uninitialized weight, to be filled by `load`, `fill` or `randomize`. dtype: of activations.
@@ -116,7 +119,8 @@ class Format(Protocol):
 
 def joined(pieces: Iterable[Tensor]) -> Tensor:
     """Slices of a tensor's first axis, each valid only until the next is read, as one tensor."""
-    return torch.cat([piece.clone() for piece in pieces])
+    found = [piece.clone() for piece in pieces]
+    return torch.cat(found) if found else torch.empty(0)
 
 
 def copy_pieces(to: Tensor, pieces: Iterable[Tensor]) -> None:

@@ -142,7 +142,8 @@ class DecodeGraphs:
 
     def _sample(self, rows: Tensor, to_sample: ToSample, out: Tensor) -> None:
         sampled = self.model.ops.sample(*to_sample)
-        decode_step.advance(rows, sampled, self.state.position, self.state.tokens, out)
+        state = self.state
+        decode_step.advance(rows, sampled, state.position, state.tokens, out, state.arrived)
 
 
 def batch_sizes(most: int) -> list[int]:

@@ -1,6 +1,6 @@
 """A launched step and its results.  Lesson 10."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,11 +24,21 @@ class Results:
 
 
 class Launched:
-    """A step that runs or has run. `wait` blocks until its results are on the host."""
+    """A step that runs or has run. `wait` blocks until its results are on the host.
 
-    def __init__(self, step: Step, tokens: Tensor, logprobs: Sequence[Scores], prompts: Sequence[PromptScores] = ()):
+    tokens [samples] int64, on the device. read: returns them once the step has run, if it writes them to the host.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        tokens: Tensor,
+        logprobs: Sequence[Scores],
+        prompts: Sequence[PromptScores] = (),
+        read: Callable[[], np.ndarray] | None = None,
+    ):
         self.step = step
-        self._tokens = tokens.to("cpu", non_blocking=True)
+        self._read = read or tokens.to("cpu", non_blocking=True).numpy
         self._logprobs = [each.to_host() for each in logprobs]
         self._prompts = [each.to_host() for each in prompts]
         self._event = None
@@ -39,7 +49,7 @@ class Launched:
     def wait(self) -> Results:
         if self._event is not None:
             self._event.synchronize()
-        tokens = self._tokens.numpy()
+        tokens = self._read()
         results = Results(tokens[:, None], np.ones(len(tokens), np.int64))
         for scores in self._logprobs:
             results.logprobs |= zip(scores.rows.tolist(), as_dicts(scores.ids, scores.values), strict=True)

@@ -194,6 +194,6 @@ class MixedGraphs:
         )
         logits = model.logits(model.forward(batch, self.decodes.caches))
         sampled = model.ops.sample(logits, found["temperature"], found["uniform"])
-        decode_step.advance(sent.sampling, sampled, state.position, state.tokens, out)
+        decode_step.advance(sent.sampling, sampled, state.position, state.tokens, out, state.arrived)
         out.copy_(sampled[sent.order])
         return logits, found["temperature"], found["uniform"]

@@ -1,6 +1,7 @@
 """Run steps on one device, as CUDA graphs where that is faster.  Lessons 09 to 11."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -97,9 +98,11 @@ class Runner:
         """Finish a replayed step: sample rows again if they need more than the sampling in the graph."""
         rows, lengths = step.rows[step.samples], (step.starts + step.queries)[step.samples]
         sampled, logits, places = replayed.sampled, replayed.logits, replayed.places
-        if self.sampler.correct(sampled, logits, places, rows, lengths):
+        corrected = self.sampler.correct(sampled, logits, places, rows, lengths)
+        if corrected:
             self.state.store(rows, lengths, sampled)
-        return Launched(step, sampled, logprobs.of_sampled(self.state, logits, places, rows, sampled))
+        scores = logprobs.of_sampled(self.state, logits, places, rows, sampled)
+        return Launched(step, sampled, scores, read=None if corrected else partial(self.state.read, rows, lengths))
 
     def _decode(self, step: Step, before: tuple[Step, Batch, Tensor] | None) -> Launched:
         """Launch a decode-only step kernel by kernel."""

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minillm.config import MOST_AHEAD
 from minillm.kv_cache.attention_sinks import missing
 from minillm.request import Request, SamplingParams
 from minillm.scheduler.step import Step
@@ -40,6 +41,10 @@ class RowState:
         self.seed = column(rows + 1, dtype=torch.int64)
         self.temperature = column(rows + 1, dtype=torch.float32)
         self.padding = rows
+        # On the host: captured steps write each row's newest tokens here, at their places modulo the ring's size.
+        self.arrived = torch.zeros((rows + 1, MOST_AHEAD + 1), dtype=torch.int32)
+        if device.type == "cuda":
+            self.arrived = self.arrived.pin_memory()  # so that kernels can write to it
 
         self.sampling = SamplingColumns(rows)
         self.prompt_length = np.zeros(rows, np.int64)
@@ -80,6 +85,10 @@ class RowState:
         if len(rows):
             self.keep_tokens(int(places.max()))
             self.tokens[self.send(rows, places)] = tokens.to(torch.int32)
+
+    def read(self, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """The tokens [n] int64 that a captured step wrote to these places of the rows; on a GPU, after it has run."""
+        return self.arrived.numpy()[rows, places % self.arrived.shape[1]].astype(np.int64)
 
     def keep_tokens(self, count: int) -> None:
         """Make room for one token after the first `count` tokens of a row. Only streams outgrow a row."""

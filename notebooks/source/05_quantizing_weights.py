@@ -189,7 +189,7 @@ original, changed = torch.tensor([0.5, 0.5]), torch.tensor([0.6, 0.4])
 print(f"KL divergence: {(original * (original / changed).log()).sum():.4f} nats")
 
 # %% [markdown]
-# And for the model, on 1,536 tokens of text that training never saw:
+# And for the model, on 1,530 tokens of text that training never saw:
 
 # %%
 quality = weight_formats.Quality(llm)
@@ -277,10 +277,10 @@ describe("""A row of eight weights, of which one, 4.0, is an outlier. Left, with
 # Groups in use have 32 to 128 weights. They are not free: a scale of 16 bits for every 32 weights adds half a bit per
 # weight.
 #
-# `tiny-gemma` has no outliers: the largest weight of a row is about three times the row's standard deviation. So plant
-# some. The next cell takes 4 of the 256 input columns in two of the four matrices of each layer, and multiplies them by
-# 10. The weights of the norm that produces these inputs are divided by 10 in the same places, so the model computes
-# exactly what it did before.
+# `tiny-gemma` has hardly any outliers: in most rows, the largest weight is about three times the standard deviation. So
+# plant some. The next cell takes 4 of the 256 input columns in two of the four matrices of each layer, and multiplies
+# them by 10. The weights of the norm that produces these inputs are divided by 10 in the same places, so the model
+# computes exactly what it did before.
 #
 # **Predict first:** before, 4 bits with a scale per row had a perplexity of 2.2. What is it with the outliers? And what
 # is it with groups of 32?
@@ -330,10 +330,10 @@ describe("""Four weights from -0.3 to 1.2 above two lines of sixteen levels. Sym
     and many of them have no weight nearby. Levels with a zero point span exactly the weights, and are denser.""")
 
 # %% [markdown]
-# By hand: the group `0.3, 1.2, -0.3, 0.76` reaches from -0.3 to 1.2. Between sixteen codes are fifteen steps, so the
-# scale is 1.5 / 15 = 0.1. The lowest weight, -0.3, is three steps below 0 and should get the lowest code, -8. So 0 gets
-# the code -8 + 3 = -5: that is the zero point. The codes are 3 - 5 = -2, 12 - 5 = 7, -3 - 5 = -8, and 8 - 5 = 3 (from
-# 7.6). To get a weight back, subtract the zero point and multiply: (3 + 5) x 0.1 = 0.8.
+# By hand: the group `0.3, 1.2, -0.3, 0.76` reaches from -0.3 to 1.2. Sixteen codes span fifteen steps, so the scale is
+# 1.5 / 15 = 0.1. The lowest weight, -0.3, is three steps below 0 and should get the lowest code, -8. So 0 gets the code
+# -8 + 3 = -5: that is the zero point. The codes are 3 - 5 = -2, 12 - 5 = 7, -3 - 5 = -8, and 8 - 5 = 3 (from 7.6). To
+# get a weight back, subtract the zero point and multiply: (3 + 5) x 0.1 = 0.8.
 #
 # $$l = \min(0, \min_i w_i), \quad h = \max(0, \max_i w_i), \quad s = \frac{h - l}{15}, \quad
 # z = \operatorname{round}\left(-8 - \frac{l}{s}\right)$$
@@ -341,8 +341,8 @@ describe("""Four weights from -0.3 to 1.2 above two lines of sixteen levels. Sym
 # $$q_i = \operatorname{clamp}\left(\operatorname{round}\left(\frac{w_i}{s}\right) + z,\, -8,\, 7\right), \qquad
 # w_i \approx (q_i - z)\, s$$
 #
-# Two details. $l$ and $h$ include 0, so that $z$ is a code too, and a weight of exactly 0 stays 0. And $z$ is rounded,
-# which can push the largest weight half a step beyond the last code: hence the clamp.
+# Two details. The range from $l$ to $h$ includes 0, so that $z$ is a code too, and a weight of exactly 0 stays 0. And
+# $z$ is rounded, which can push the largest weight half a step beyond the last code: hence the clamp.
 #
 # **Exercise 2 (10 minutes).** Write it. For example, the group above, as a matrix of one row with `group_size` 4, has
 # the codes `-2, 7, -8, 3`, the scale 0.1 and the zero point -5.
@@ -371,7 +371,7 @@ def quantize_groups(weight, group_size):
 check(quantize_groups)
 
 # %% [markdown]
-# In the engine, on the original model, without planted outliers, in groups of 64:
+# Now run it in the engine, on the original model without planted outliers, in groups of 64:
 
 # %%
 to_groups = yours(quantize_groups, weight_formats.quantize_groups)
@@ -387,8 +387,8 @@ print(grouped_text)
 # %% [markdown]
 # The engine's own version is the same formula. It rounds the scales to the precision in which they will be stored
 # *before* it divides by them, so that codes and scales fit together. Look at the symmetric case, too: its largest
-# weight is 7.5 steps from 0. A positive one is clamped to 7, with an error of half a step, which is what any weight may
-# have.
+# weight is 7.5 steps from 0. A positive one is clamped to 7, with an error of half a step, and no weight has a larger
+# one.
 
 # %%
 # ENGINE: minillm.quantization.int4:scales_of
@@ -460,8 +460,8 @@ print(f"layers: {packed_bytes / 1e6:.2f} MB, {bits:.3f} bits per weight")
 # $$y_o = \sum_g \sum_{i \in g} x_i\, (q_{oi} - z_{og})\, s_{og} =
 # \sum_g s_{og} \Big( \sum_{i \in g} x_i\, q_{oi} \;-\; z_{og} \sum_{i \in g} x_i \Big)$$
 #
-# The scale comes out of the sum over a group: one multiplication for the group's result instead of one for each weight.
-# The zero point comes out, too, next to a sum that is the same for all outputs. So the inner loop is a product with
+# The scale moves out of the sum over a group: one multiplication for the group's result instead of one for each weight.
+# The zero point moves out, too, next to a sum that is the same for all outputs. So the inner loop is a product with
 # plain small integers.
 #
 # A small example, with one output and two groups of two inputs:
@@ -689,10 +689,10 @@ for name in floors:
 #
 # ## Recap · 2 min
 #
-# * A quantized weight is a small integer, a **code**, times a **scale** that many weights share. Round-to-nearest puts
-#   the largest weight on the last level, so every error is at most half a scale.
-# * Each bit less multiplies KL divergence by about 4, until a few bits are left. On this model, 8 bits per row cost
-#   nothing that perplexity shows; 4 bits cost a little; 2 bits destroy it.
+# * A quantized weight is a small integer, a **code**, times a **scale** that many weights share. The scale
+#   is fitted to the largest weights, so that no error exceeds half of it.
+# * Each bit less multiplies KL divergence by about 4, until a few bits are left. On this model, 8 bits with a
+#   scale per row cost almost nothing; 4 bits cost a little; 2 bits destroy it.
 # * **Groups** keep an outlier's damage local, and cost 16 bits each for the scale. **Zero points** move the levels to
 #   where the weights are.
 # * Two codes share a byte. A product can take scales and zero points out of each group's sum, and need not build the
@@ -701,9 +701,9 @@ for name in floors:
 #   save memory.
 #
 # **What got worse:** quality, a little, and not evenly: the mean over a text hides single answers that change. Every
-# use of a weight now has a conversion; on a CPU, a step became slower. Shapes have to fit groups, and files have
-# layouts that writer and reader must agree on: which half of a byte comes first, what is added to codes, where scales
-# are.
+# use of a weight now needs a conversion; on a CPU, a step became slower. Shapes have to fit groups, and files have
+# layouts that writer and reader must agree on: which half of a byte comes first, what is added to codes, where the
+# scales are.
 #
 # Rounding to the nearest looks at weights only. It treats an input that is always near 0 the same as one that dominates
 # every sum. Lesson 06 looks at the inputs, and chooses codes with less damage in the *same* formats.

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 06 · AWQ and GPTQ
 #
-# After this lesson you can say why two roundings of the same matrix, with the same bytes, give models of different
-# quality; derive AWQ's scales and GPTQ's error compensation from one formula; write both, and quantize a whole model
-# with them inside the engine; and choose calibration data, and notice when it misleads you.
+# After this lesson you can say why two roundings of the same matrix, of the same size, give models of different
+# quality; use one formula for the error to choose AWQ's scales and to derive GPTQ's compensation; write both, and
+# quantize a whole model with them inside the engine; and choose calibration data, and notice when it misleads you.
 #
 # **90 minutes.** **Needs:** a CPU, and lesson 05 (scales, groups, rounding to nearest). You should know what the
 # inverse of a matrix is.
@@ -35,13 +35,13 @@ def whose(part):
 
 
 # %% [markdown]
-# ## 1 · Same bytes, another model · 5 min
+# ## 1 · Same size, different model · 5 min
 #
 # Lesson 05 in three lines. Four bits have 16 levels, the **codes** -8 to 7. A group of neighboring inputs of an output
 # row, here 128, shares a **scale**; a weight is stored as its code, and read as code times scale. Rounding to nearest
 # takes, for each weight on its own, the level that is closest to it.
 #
-# This lesson keeps that format. The files have the same bytes, and the same kernels read them. Only the *choice* of
+# This lesson keeps that format. The files stay the same size, and the same kernels read them. Only the *choice* of
 # codes and scales changes, once, before the model is saved.
 #
 # Perplexity is too blunt to compare such choices: it looks only at the probability of the one token that came next, and
@@ -127,8 +127,8 @@ describe("""The plane of two weights with a grid of whole numbers, and ellipses 
 the ellipse on which 1 and 1 lies; 2 and 0 is on the smallest one.""")
 
 # %% [markdown]
-# The ellipses connect roundings with equal output error. Rounding to nearest picks the closest point by eye; we want
-# the point on the smallest ellipse.
+# The ellipses connect roundings with equal output error. Rounding to nearest picks the point that looks closest; we
+# want the one on the smallest ellipse.
 #
 # **Exercise 1 (8 minutes).** Write what calibration records about the inputs of one matrix. `add` is called many times,
 # with some rows each time. The sums are in float64: they have many terms. `mean_magnitude` is for AWQ.
@@ -172,7 +172,7 @@ class MyStatistics:
 check(MyStatistics)
 
 # %% [markdown]
-# Now in the engine. `record` replaces its operation `linear` by one that first shows the input to one of your objects
+# Now in the engine. `record` replaces its operation `linear` with one that first shows the input to one of your objects
 # (there is one for each of the 24 matrices), while the model reads the calibration text. From here on, the lesson
 # calibrates with these objects. First a test: round one matrix, and compare the error that the sums predict with that
 # of the actual outputs.
@@ -254,8 +254,9 @@ for name, (guess, key) in choices.items():
 #
 # Activation-aware weight quantization multiplies an important weight by $s > 1$ *before* rounding, and divides its
 # input by $s$. The product is the same: $(w s) \cdot (x / s) = w x$. What does it do to the error? How far a weight is
-# from its nearest level depends on where it happens to be, on average a quarter of a step, *no matter how large it is*.
-# Dividing by $s$ afterwards divides that error too. A group of four weights; the first has a large input:
+# from its nearest level depends on where it happens to be, on average a quarter of a step, *whether it is two steps
+# large or six*. (A weight below half a step becomes 0, and all of it is lost.) Dividing by $s$ afterwards divides that
+# error too. A group of four weights; the first has a large input:
 
 # %%
 group = torch.tensor([0.27, -3.0, 1.3, 0.7])
@@ -287,8 +288,8 @@ for s in (1, 2, 4, 8, 16, 64):
 # in bfloat16, so their scales are rounded. The engine passes your search a function `allowed`, which returns the
 # nearest scales that *can* be folded.
 #
-# **Exercise 2 (12 minutes).** Write the search. A magnitude may be 0 for an input that never occurs: count less than
-# 1e-4 as 1e-4.
+# **Exercise 2 (12 minutes).** Write the search. A magnitude may be 0 for an input that never occurs: treat anything
+# below 1e-4 as 1e-4.
 #
 # For example, with weights 2 and 0.25, a grid of whole numbers, and two tokens with the inputs `[1, 0]` and `[0, 16]`,
 # rounding to nearest has an error of 16. The search should find strength 0.9, with an error of 2.55.
@@ -383,7 +384,7 @@ compare("with outliers", unit="%", prediction=guess_awq_outliers, measured=share
 # that weight matters little, it may be **clipped**, so that all others get finer steps. Each group tries ranges down to
 # half its own, and a few that are up to 7.5% wider (in the table above, the largest weight, -3, is half a step off: a
 # wider range can bring it closer to a level). It takes the range with the smallest output error. Clipping alone in both
-# models, and both searches:
+# models, then both searches together:
 
 # %%
 with using(awq_scales=calibrated.without_scales):
@@ -409,18 +410,18 @@ with using(awq_scales=my_scales):
 # ### One weight is fixed
 #
 # Back to the two weights 1.4 and 0.4. Round the first: it becomes 1, and is off by -0.4. *Now* the second one is still
-# free. Which value should it have? By how much it changes, $\delta$, the error is
+# free. Which value should it have? If it changes by $\delta$, the error is
 #
 # $$d^T H d = (-0.4)^2 \, H_{00} + 2 \, (-0.4) \, \delta \, H_{01} + \delta^2 H_{11}$$
 #
-# The derivative by $\delta$ is 0 at $\delta = 0.4 \, H_{01} / H_{11} = 0.4 \cdot 7 / 9 = 0.311$. So before it is
-# rounded, the second weight moves from 0.4 to 0.711, and then the nearest level is 1, not 0. The error is 0.84 instead
-# of 4.64. (The best is 0.24, which rounds the first weight the other way. GPTQ never looks back.)
+# The derivative with respect to $\delta$ is 0 at $\delta = 0.4 \, H_{01} / H_{11} = 0.4 \cdot 7 / 9 = 0.311$. So before
+# it is rounded, the second weight moves from 0.4 to 0.711, and then the nearest level is 1, not 0. The error is 0.84
+# instead of 4.64. (The best is 0.24, which rounds the first weight the other way. GPTQ never looks back.)
 #
 # With many weights: weight $j$ changes by $e$, and all *others* may adjust. Minimize $d^T H d$ subject to $d_j = e$.
-# The gradient by $d$ is $2 H d$. At the minimum it is 0 for every weight that may adjust, so $H d = \lambda \, u_j$
-# with some number $\lambda$ ($u_j$: 1 at $j$, else 0). So $d$ is a multiple of column $j$ of $H^{-1}$, and the multiple
-# follows from $d_j = e$:
+# The gradient with respect to $d$ is $2 H d$. At the minimum it is 0 for every weight that may adjust, so $H d =
+# \lambda \, u_j$ with some number $\lambda$ ($u_j$: 1 at $j$, else 0). So $d$ is a multiple of column $j$ of $H^{-1}$,
+# and the multiple follows from $d_j = e$:
 #
 # $$d \;=\; \frac{e}{[H^{-1}]_{jj}} \; [H^{-1}]_{:,j}$$
 #
@@ -448,11 +449,11 @@ def compensate(weights, at, value, moment):
 check(compensate)
 
 # %% [markdown]
-# ### Column after column
+# ### Column by column
 #
 # Now repeat. Round column 0, let the others make up for it. Column 0 is fixed from here on: leave it out, and treat
 # column 1 in the same way, with the $H$ of the inputs from 1 on. And so on, until none is left. All rows go through the
-# columns in the same order, since $H$ is the same for all of them.
+# columns in the same order, so that what is left of $H$ is the same for all of them.
 
 # %%
 draw.columns(done=3, count=10)
@@ -543,7 +544,7 @@ def gptq(weight, factor, grid):
             scales.append(grid.scale(work[:, at : at + grid.group_size]))
         codes.append(grid.codes(work[:, at], scales[-1]))
         error = codes[-1] * scales[-1] - work[:, at]
-        work[:, at + 1 :] += error[:, None] * factor[at, at + 1 :] / factor[at, at]
+        work[:, at + 1 :] += (error / factor[at, at])[:, None] * factor[at, at + 1 :]
     return torch.stack(codes, 1), torch.stack(scales, 1)
     # END
 
@@ -590,8 +591,8 @@ compare("with outliers", unit="%", prediction=guess_gptq_outliers, measured=shar
 # %% [markdown]
 # GPTQ helps in both models. Without outliers, where AWQ's scales gain nothing, it gains about as much as clipping. With
 # outliers the scales win clearly: GPTQ chooses codes well on the grid that it is given, and scales give it a better
-# grid. So combine them: scale first, then round with GPTQ. To do that in the engine, replace its search for clipping by
-# GPTQ.
+# grid. So combine them: scale first, then round with GPTQ. To do that in the engine, replace its search for clipping
+# with GPTQ.
 
 # %%
 with using(awq_scales=my_scales, awq_clipping=calibrated.gptq_after_scales(my_gptq)):
@@ -657,7 +658,7 @@ compare("AWQ's scales, with outliers", unit="%", prediction=guess_awq_short, mea
 #
 # ## 7 · The targets, and the command · 5 min
 #
-# A quantizer is finished when it reaches a number that was set before. These are the targets for `tiny-gemma` with
+# A quantizer is finished when it reaches a number that was set in advance. These are the targets for `tiny-gemma` with
 # groups of 128, calibrated on 16 rows. A reached target counts if the function is yours.
 
 # %%
@@ -685,10 +686,10 @@ With outliers: rounding to nearest is several times worse, GPTQ halves that, AWQ
 with GPTQ.""")
 
 # %% [markdown]
-# To save time, this lesson recorded the inputs of all matrices once, in the unquantized model. `minillm quantize`
-# goes layer after layer, as GPTQ's authors do: each is calibrated on the outputs of the *quantized* layers before it,
-# the inputs that it will get. The result is a directory that `LLM` loads. Here with your GPTQ, and only four
-# rows of text, to be quick:
+# To save time, this lesson recorded the inputs of all matrices once, in the unquantized model. `minillm quantize` goes
+# layer by layer, as GPTQ's authors do: each is calibrated on the outputs of the *quantized* layers before it, the
+# inputs that it will get. The result is a directory that `LLM` loads. Here with your GPTQ (or the engine's, until yours
+# is solved), and only four rows of text, to be quick:
 
 # %% tags=["nbval-ignore-output"] uncompared="seconds; and sums in float32 differ between machines, so some codes do"
 with (
@@ -702,12 +703,12 @@ with (
     with LLM(out, device="cpu") as llm:
         greedy = SamplingParams(max_tokens=24, temperature=0)
         print(llm.generate("Fenwick lies on the island of", greedy)[0].text)
-print(f"{used.calls['gptq']} matrices; GPTQ is {whose(gptq)}")
+print(f"{used.calls['gptq']} calls; GPTQ is {whose(gptq)}")
 
 # %% [markdown]
-# (Not a quarter of the bytes: the output head stays in bfloat16, and is almost half of the new file. And 42 matrices
-# instead of 24: this command rounds queries, keys, values, gate, and up one by one, as they are saved.) In a terminal:
-# `minillm quantize --method gptq --out DIR`.
+# (Not a quarter of the bytes: the output head stays in bfloat16, and is almost half of the new file. And GPTQ ran
+# 42 times for 24 matrices: the engine rounds queries, keys, values, gate, and up one by one, as they are saved.) In a
+# terminal: `minillm quantize --method gptq --out DIR`.
 #
 # ## Recap · 3 min
 #
@@ -715,10 +716,10 @@ print(f"{used.calls['gptq']} matrices; GPTQ is {whose(gptq)}")
 #   d$ for each output row, with the second moment $H$ of the inputs.
 # * AWQ multiplies the columns of inputs that are large by scales, and folds the division into the operation before. All
 #   scales follow from one strength, which is searched.
-# * GPTQ rounds column after column; the columns that are still free make up for each error. The Cholesky factor of
+# * GPTQ rounds column by column; the columns that are still free make up for each error. The Cholesky factor of
 #   $H^{-1}$ has all the steps in it.
 # * Scales change the grid, GPTQ chooses codes on a grid. They can be combined.
-# * Measure on text that calibration has not seen, with a standard error, and one part at a time.
+# * Measure on text that calibration has not seen, with a standard error, and change one part at a time.
 #
 # **What got worse:** quantizing now needs text, and a model quantized for one kind of text may be worse on another. It
 # takes a run of the model and time for each matrix, instead of one pass over the file. Folded scales change the norms,

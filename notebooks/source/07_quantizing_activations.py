@@ -38,15 +38,15 @@ print(f"{held_out.ids.shape[0]} rows of {held_out.ids.shape[1]} tokens to measur
 #
 # A quantized weight is a **code**, a small integer, times a **scale** that its row or group shares (lesson 05). Lesson
 # 06 chose better codes by looking at activations, and folded scales into the operation before. But only the weights
-# became smaller. They are converted back before they are multiplied, so the arithmetic has 16 bits as before. Smaller
+# became smaller. They are converted back before they are multiplied, so the arithmetic still has 16 bits. Smaller
 # weights save time in small batches, which wait for weights to be read. Prompts and large batches wait for the
-# arithmetic, and there they save nothing.
+# arithmetic, and smaller weights do not shorten that.
 #
 # The tensor cores of recent GPUs multiply eight-bit numbers at up to twice the rate of 16-bit numbers, but *both*
 # factors must have eight bits. So the activations have to be quantized too. **W8A8** means weights and activations of
 # eight bits, as integers or as **FP8**, eight-bit floating point. (W8A16 is weight-only.)
 #
-# A committed record has the time of all matrix products of one step of Gemma 2B on an H200, with all factors in
+# A committed record lists the time of all matrix products of one step of Gemma 2B on an H200, with all factors in
 # bfloat16 and with all factors in FP8.
 #
 # **Predict first.** How many times faster are the products with FP8, for 16 rows (16 requests that decode) and for
@@ -214,12 +214,12 @@ print(f"and the largest is {others.abs().max():.0f}, of 127")
 draw.tokens({
     name: inputs[name].abs().amax(1) for name in ("layers.0.gate_up", "layers.0.down")
 })  # fmt: skip
-describe("""For 256 tokens, the largest input of two products. Inputs of gate_up are alike, all below 5. Inputs of down
-are mostly below 10, but the first token, bos, has one of 80.""")
+describe("""For 256 tokens, the largest input of two products. Inputs of gate_up are of similar size, all below 5.
+Inputs of down are mostly below 10, but the first token, bos, has one of 80.""")
 
 # %% [markdown]
 # One **token** is an outlier: `<bos>`, the first of every text. Sun et al. (2024) describe such *massive activations*
-# in the hidden states of many large models, mostly at the first token. Here is a relative of theirs, in a model of 5.6
+# in the hidden states of many large models, mostly at the first token. Here is a similar one, in a model of 5.6
 # million parameters. A static scale of `down` must reach 80, and almost nothing is left of all other tokens. With
 # dynamic scales, only `<bos>` itself suffers.
 #
@@ -241,7 +241,7 @@ print(f"KL divergence without quantization: {held_out.divergence(outliers):.1f}"
 four_tokens = {}
 for name, model in (("tiny-gemma", plain), ("with planted outliers", outliers)):
     four_tokens[name] = eight_bits.inputs_of(model, held_out.ids[:1])["layers.3.qkv"][50:54]
-draw.channels(four_tokens)
+draw.channels(four_tokens, first=50)
 describe("""The magnitudes of four tokens in 256 channels, in two models. In tiny-gemma all are below 5. With planted
 outliers, four channels are far above that, the same ones for all tokens; the others look like a flat line.""")
 
@@ -374,7 +374,7 @@ model without outliers, and two to four times higher at 0 and 1. All of it is fa
 #
 # The second way needs no calibration. Take two channels, one of them an outlier: `8, 0`. Replace them by their sum and
 # their difference, both divided by $\sqrt 2$: `5.66, 5.66`. The vector has kept its length, as in a rotation of the
-# plane by 45 degrees (here with a reflection), and its largest number is smaller by $\sqrt 2$.
+# plane by 45 degrees (here with a reflection), and its largest number is smaller by a factor of $\sqrt 2$.
 #
 # A rotation $R$ does not change a product if the weights are rotated too, because $R R^T = I$:
 #
@@ -478,14 +478,15 @@ with using(hadamard=eight_bits.hadamard_by(hadamard)) as used:
     measure("without down: W8A8 dynamic", eight_bits.quantized(folded, dynamic))
     largest_rotated = eight_bits.largest_inputs(rotated)
     measure("rotated: W8A8 static", eight_bits.quantized(rotated, static, largest_rotated))
-print(f"hadamard is {whose(hadamard)}; calls in one run of the model: {calls}")
+print(f"hadamard is {whose(hadamard)}; operations replaced in one run: {calls}")
 before = divergence["outliers: W8A8 dynamic"]
 for name, guess in (("without down", guess_folded), ("rotated", guess_all)):
     ratio = before / divergence[f"{name}: W8A8 dynamic"]
     compare(name, unit="times smaller", prediction=guess, measured=ratio)
 
 # %% [markdown]
-# (Once `hadamard` is solved there are 8 calls: two for the stream, and one in each layer.)
+# (Once `hadamard` is solved, 8 operations are replaced: two for the stream, where your function is called, and one in
+# each layer, where `hadamard_by` leaves the 768 channels to the engine.)
 #
 # Look at the static row, too. In section 3, static W8A8 had destroyed the model. Rotated, it is usable, without any
 # smoothing. The inputs of the first `down` show why: no channel is near 80 anymore.
@@ -583,7 +584,8 @@ logarithmic axes. For int8 it is 0.4% at the top and about doubles with each hal
 1/255. For FP8 it stays at 4 to 6% down to about a 30-thousandth of the largest, and rises only below.""")
 
 # %% [markdown]
-# The two lines cross at about a 16th of the largest: larger numbers are more precise in int8, smaller ones in FP8.
+# The two lines cross between an 8th and a 16th of the largest: larger numbers are more precise in int8,
+# smaller ones in FP8.
 #
 # **Predict first.** KL divergence of FP8 (weights and activations, dynamic scales), divided by that of W8A8 in int8: on
 # `tiny-gemma`, and on the model with outliers? Below 1 means that FP8 is better.
@@ -624,8 +626,9 @@ compare("rotated / not rotated", unit="times", prediction=guess_both, measured=r
 # %% [markdown]
 # Rotation made it *worse*. Before, the large errors of FP8 were where the large numbers are, in the outlier channels,
 # and the weights that read those are small in this model. Rotated, every channel holds a share of every outlier, and
-# has an error in proportion to that. An evenly spaced grid needs channels of equal size; a floating-point grid does
-# not. (In other models, the weights of outlier channels may not be small. Measure.)
+# has an error in proportion to that. The same happens to the weights: the small ones are mixed with large ones. An
+# evenly spaced grid needs channels of equal size; a floating-point grid does not. (In other models, the weights of
+# outlier channels may not be small. Measure.)
 #
 # ## 7 · W4A8, and what to choose · 6 min
 #
@@ -687,7 +690,8 @@ measured = {
 }
 draw.step_floors(ROWS, floors, measured)
 describe("""The least time of a step's products by rows. bfloat16 is highest. W4A16 and W4A8 are lowest for few rows;
-then W4A16 joins bfloat16, and W4A8 joins FP8, which is half as high. Measured products are somewhat above.""")
+then W4A16 joins bfloat16, and W4A8 joins FP8, which is half as high. Measured products are above their
+floors for few rows, and close to them for many.""")
 
 # %% [markdown]
 # No other floor is below that of W4A8. But floors count neither the conversion from int4 nor the quantization of
@@ -711,8 +715,8 @@ then W4A16 joins bfloat16, and W4A8 joins FP8, which is half as high. Measured p
 # * An outlier **token** hurts static scales; an outlier **channel** hurts dynamic ones too.
 # * SmoothQuant scales channels down before they are rounded, and the weights that read them up; both are folded. A
 #   Hadamard rotation spreads each channel over all of them; most of it is folded, too.
-# * The error of FP8 is relative to each number: larger than that of int8 if all channels are alike, and indifferent to
-#   outliers.
+# * The error of FP8 is relative to each number: larger than that of int8 if all channels are of similar size, and
+#   indifferent to outliers.
 #
 # **What got worse:** quality, and by more than quantized weights alone cost. Each product needs its inputs quantized,
 # one more pass over the activations unless another kernel includes it. A static scale knows only the calibration text,

@@ -23,7 +23,7 @@ from minillm.model.decoder import PROJECTIONS
 from minillm.model.loader import EMBEDDED
 from minillm.model.modules import modules
 from minillm.model.saver import save_model
-from minillm.quantization import Activations, Codes, Dense, DenseWeight, Fp8, Int4, Int8
+from minillm.quantization import Activations, Codes, Dense, DenseWeight, Fp4, Fp8, Int4, Int8, Mxfp4, Nvfp4
 from minillm.quantization.methods import awq
 from minillm.quantization.methods.statistics import SAMPLES, output_error
 from minillm.tokenizer import Tokenizer
@@ -142,9 +142,9 @@ def test_statistics_are_of_the_inputs_of_each_product(held_out, monkeypatch):
         seen.setdefault(id(weight), []).append(x)
         return own(x, weight)
 
-    model.ops = replace_linear(model.ops, linear)
     for index, layer in enumerate(model.layers[:3]):
-        hidden_states(model, held_out[:3])
+        with using(linear=linear):
+            hidden_states(model, held_out[:3])
         for name in PROJECTIONS:
             x = torch.cat(seen[id(getattr(layer, name))]).double()
             statistics = found[index][name]
@@ -324,14 +324,6 @@ def test_the_model_is_an_argument_or_an_option(tmp_path):
     assert run(EMBEDDED, "-m", EMBEDDED, "--method", "int8", "--out", tmp_path / "three").exit_code == 2
 
 
-def replace_linear(ops, linear):
-    class Replaced:
-        def __getattr__(self, name):
-            return linear if name == "linear" else getattr(ops, name)
-
-    return Replaced()
-
-
 def saved_bytes(model):
     """What a quantized model of biasless layers takes in a file, by the definition of the layout."""
     total = 2 * sum(norm.numel() for norm in model.norms())
@@ -343,6 +335,8 @@ def saved_bytes(model):
                 groups = inputs // format.group_size
                 zeros = 0 if format.symmetric else rows * groups // 2
                 total += rows * inputs // 2 + 2 * rows * groups + zeros + 16 + static  # 16: the shape
+            elif isinstance(format, Fp4):
+                total += rows * inputs // 2 + rows * inputs // format.group_size + (4 if format == Nvfp4() else 0)
             else:
                 one_scale = isinstance(format, Fp8) and format.scales == "tensor"
                 packed = isinstance(format, Int8) and format.activations is None and address.startswith("layers")
@@ -361,6 +355,8 @@ def saved_bytes(model):
         (Method("smoothquant"), Int8(Activations("int8"))),
         (Method("gptq", symmetric=False), Int4(128, symmetric=False)),
         (Method("w4a8"), Int4(128, activations=Activations("fp8"))),
+        (Method("nvfp4"), Nvfp4()),
+        (Method("mxfp4"), Mxfp4()),
     ],
 )
 def test_each_method_saves_its_format_and_the_engine_runs_it(method, format, held_out, tmp_path):
@@ -469,7 +465,9 @@ def test_while_loading_only_methods_without_calibration_are_offered():
     with LLM(quantization="int8", quantized_head="int8", dtype="float32") as llm:
         model = llm.engine.model
         assert {type(weight.format) for weight in model.weights()} == {Int8}
-    with pytest.raises(ConfigError, match="quantization must be one of int8, int4, fp8, w8a8, w4a8, not 'awq'"):
+    with pytest.raises(
+        ConfigError, match="quantization must be one of int8, int4, fp8, w8a8, w4a8, nvfp4, .*, not 'awq'"
+    ):
         LLM(quantization="awq")
 
 

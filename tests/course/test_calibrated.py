@@ -64,3 +64,20 @@ def test_a_learners_statistics_become_the_engines(ids):
     )
     torch.testing.assert_close(mine.mean_magnitude, engines.mean_magnitude)
     torch.testing.assert_close(mine.second_moment, engines.second_moment)
+
+
+def test_a_matrix_is_searched_once_for_each_model_and_text(ids):
+    recorded = calibrated.record(calibrated.dense(), ids, calibrated.Statistics)
+    inputs, weight = calibrated.statistics(recorded)["layers.0.qkv"], torch.ones(2, 256, dtype=torch.float64)
+    searched = []
+
+    def search(weight, magnitude, moment, rounded, allowed):
+        searched.append(weight)
+        return torch.full_like(magnitude, weight[0, 0].item()), 0.5
+
+    part = calibrated.awq_part(search)
+    for given, seen, searches in ((weight, inputs, 1), (weight.clone(), inputs, 1), (weight * 2, inputs, 2)):
+        scales, _ = part(given, seen, Method("awq").format(), allowed=lambda scales: scales)
+        assert len(searched) == searches and scales.eq(given[0]).all()
+    part(weight * 2, inputs.scaled(torch.ones(256)), Method("awq").format(), allowed=lambda scales: scales)
+    assert len(searched) == 3

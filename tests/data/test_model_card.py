@@ -76,10 +76,47 @@ def test_the_figures_in_the_text_equal_the_records(quality):
 
 def test_the_tables_of_quantization_equal_the_records():
     results = record("cpu/quantization")["results"]
-    assert rows("What quantization costs it") == {
+    assert rows("What quantization costs it") == {each["quantization"]: quality_row(each) for each in results}
+    lossy = {each["quantization"] for each in results if each["loss_interval"][0] > 0}
+    assert lossy == {"mxfp4", "sparse24", "pruned"}, "the text says that no other interval excludes 0"
+    four_bits = {each["quantization"]: each for each in results if each["bits"] == 4}
+    nvfp4, int4 = four_bits.pop("nvfp4"), four_bits["int4"]
+    assert nvfp4["kl"] < min(each["kl"] for each in four_bits.values()) and nvfp4["bytes"] < 1.055 * int4["bytes"]
+    assert {each["questions"] for each in results} == {2160} and {each["shots"] for each in results} == {0}
+
+
+def quality_row(each: dict) -> list[str]:
+    return [
+        f"{each['bytes'] / 1e6:.1f} MB",
+        f"{each['perplexity']:.4f}",
+        f"{each['kl']:.2g}",
+        percent(each["accuracy"]),
+        f"{each['loss_points']:.2f}",
+        "{:.2f} to {:.2f}".format(*each["loss_interval"]),
+    ]
+
+
+def test_the_table_of_pruning_and_its_text_equal_the_records():
+    results = {each["quantization"]: each for each in record("cpu/sparsity")["results"]}
+    assert rows("What pruning costs it") == {name: quality_row(each) for name, each in results.items()}
+    int8 = next(each for each in record("cpu/quantization")["results"] if each["quantization"] == "int8")
+    two_four, half = results["sparse24"], results["pruned-s50"]
+    quoted = [
+        f"{two_four['bytes'] / 1e6:.1f} MB with 2:4 and {half['bytes'] / 1e6:.1f} MB without",
+        f"more than int8's {int8['bytes'] / 1e6:.1f} MB",
+        f"costs {two_four['loss_points']:.1f} and {half['loss_points']:.1f} points of accuracy, where int8 costs "
+        f"{int8['loss_points']:.1f}",
+    ]
+    flat = " ".join(CARD.split())
+    assert not [each for each in quoted if each not in flat]
+
+
+def test_the_table_of_distillation_and_its_text_equal_the_record():
+    results = record("cpu/distillation")["results"]
+    assert rows("What training for the rounding wins back") == {
         each["quantization"]: [
-            f"{each['bytes'] / 1e6:.1f} MB",
             f"{each['perplexity']:.4f}",
+            f"{100 * each['won_back']:.0f} %" if "won_back" in each else "",
             f"{each['kl']:.2g}",
             percent(each["accuracy"]),
             f"{each['loss_points']:.2f}",
@@ -87,8 +124,11 @@ def test_the_tables_of_quantization_equal_the_records():
         ]
         for each in results
     }
-    assert all(low <= 0 for low, _ in (each["loss_interval"] for each in results)), "the text says that none excludes 0"
-    assert {each["questions"] for each in results} == {2160} and {each["shots"] for each in results} == {0}
+    steps, tokens = results[-1]["steps"], results[-1]["training_tokens"]
+    flat = " ".join(CARD.split())
+    training = sum(each["log"][-1]["seconds"] for each in results if "log" in each)
+    assert f"{steps} steps of {tokens // steps:,} tokens;" in flat
+    assert f"in {results[-1]['seconds'] / 60:.1f} minutes on one core, {training / 60:.1f} of them training" in flat
 
 
 def test_the_table_of_calibrations_equals_the_record():

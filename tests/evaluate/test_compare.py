@@ -150,6 +150,16 @@ def test_the_record_has_every_method_and_keeps_the_bounds():
         assert rows[name]["perplexity"] < 1.01 * rows["float32"]["perplexity"]
         assert rows[name]["bytes"] < 0.61 * rows["float32"]["bytes"]
     assert rows["w8a8-rotate"]["kl"] < 0.5 * rows["w8a8"]["kl"]
+    four = {
+        "nvfp4": 9 / 16,
+        "mxfp4": 17 / 32,
+        "int4": 33 / 64,
+    }  # bytes of a weight: a scale of 1 or 2 bytes for a block
+    for name, bytes_each in four.items():
+        layers = rows[name]["bytes"] - 2 * (4096 * 256 + 13 * 256)
+        assert layers == pytest.approx(bytes_each * 4_521_984, rel=1e-3)
+    assert {name for name, row in rows.items() if row["simulated"]} == {"nvfp4", "mxfp4", "sparse24", "pruned"}
+    assert rows["nvfp4"]["kl"] < 0.7 * rows["int4"]["kl"] and rows["pruned"]["kl"] < rows["sparse24"]["kl"]
     assert rows["awq"]["bytes"] == rows["gptq"]["bytes"] == rows["int4"]["bytes"] < 0.41 * rows["float32"]["bytes"]
 
 

@@ -39,3 +39,9 @@ def test_every_kernel_is_compiled(compiled):
             if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
                 in_source.add(node.name)
     assert in_source == {needs["kernel"] for needs in compiled}
+
+
+def test_a_norm_adds_up_squares_in_one_order_whatever_it_writes(compiled):
+    """A thread with other columns, for the sake of stores of codes, would exchange the row's sum in shared memory."""
+    needs = [each for each in compiled if each["kernel"] == "add_rms_norm_kernel"]
+    assert len(needs) > len(CAPABILITIES) and len({(each["shared"], each["warps"]) for each in needs}) == 1

@@ -56,10 +56,19 @@ def test_advance_writes_the_tokens_back_and_leaves_other_rows_unchanged():
     given, rows = state(), torch.tensor([5, 6, 1], device=DEVICE)
     tokens, position = given["tokens"].clone(), given["position"].clone()
     sampled, out = torch.tensor([11, 12, 13], device=DEVICE), torch.full((3,), -7, device=DEVICE)
-    decode_step.advance(rows, sampled, position, tokens, out)
+    arrived = torch.full((7, 4), -7, dtype=torch.int32)
+    if DEVICE == "cuda":
+        arrived = arrived.pin_memory()
+    decode_step.advance(rows, sampled, position, tokens, out, arrived)
     assert out.tolist() == [11, 12, 13]
     expected, moved = given["tokens"].clone(), given["position"].clone()
     for row, token in ((5, 11), (1, 13)):
         expected[row, int(given["position"][row]) + 1] = token
         moved[row] += 1
     assert torch.equal(tokens, expected) and torch.equal(position, moved)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    on_host = torch.full((7, 4), -7, dtype=torch.int32)
+    for row, token in ((5, 11), (1, 13)):
+        on_host[row, int(moved[row]) % 4] = token
+    assert torch.equal(arrived, on_host)

@@ -8,6 +8,7 @@ from minillm.quantization.activations import DTYPES
 from tests.kernels.compare import COMPILED, assert_close, random_tensor
 
 quantized_inputs = pytest.importorskip("minillm.kernels.quantized_inputs", reason="triton is not installed here")
+from minillm.kernels import activation, normalization  # noqa: E402  needs triton
 from minillm.kernels.embedding import int8_embedding  # noqa: E402  needs triton
 
 pytestmark = pytest.mark.explore
@@ -19,7 +20,7 @@ BF16 = torch.bfloat16
 @pytest.mark.parametrize(("tokens", "columns"), [(1, 64), (5, 100), *([(700, 2048), (70, 16384)] if COMPILED else [])])
 def test_rows_are_quantized_as_the_reference_does(tokens, columns, kind, static, device):
     if kind == "fp8" and not COMPILED:
-        pytest.skip("the interpreter cannot convert to fp8")
+        pytest.skip("the interpreter cuts FP8 numbers off instead of rounding them")
     x = random_tensor(tokens, columns, dtype=BF16, device=device, scale=3.0)
     x[0] = 0.0
     scale = torch.tensor([0.02], device=device) if static else None  # some values are clipped
@@ -41,6 +42,42 @@ def test_halves_are_rounded_to_even(device):
     x = torch.tensor([[0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5, 127.5]], device=device)
     codes, _ = quantized_inputs.quantize_rows(x, torch.int8, torch.ones(1, device=device))
     assert codes.tolist() == [[0, 2, 2, 0, -2, -2, 126, 127]]
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize(
+    ("tokens", "columns"),
+    [(3, 64), (2, 100), (0, 64), *([(700, 2048), (70, 4096), (70, 16384), (9, 32768)] if COMPILED else [])],
+)
+def test_kernels_that_compute_rows_quantize_them_as_quantize_rows_does(tokens, columns, dtype, kind, static, device):
+    """Bit by bit: the codes are of the rows in the model's dtype, with the scales of those."""
+    x, residual = (random_tensor(tokens, columns + 8, dtype=dtype, device=device)[:, :columns] for _ in "xr")
+    gate_up = random_tensor(tokens, 3 * columns, dtype=dtype, device=device, scale=2.0)[:, : 2 * columns]  # not dense
+    x[:1], residual[:1], gate_up[:1] = 0.0, 0.0, 0.0
+    weight, scale = torch.rand(columns, device=device) + 0.5, torch.tensor([0.02], device=device) if static else None
+    rounding = DTYPES[kind], scale
+    *added, total = normalization.add_rms_norm_codes(x, residual, weight, 1e-6, *rounding)
+    normed, wanted_total = normalization.add_rms_norm(x, residual, weight, 1e-6)
+    assert total.equal(wanted_total)
+    results = [(normed, added)]
+    normed = normalization.rms_norm(x, weight, 1e-6)
+    results.append((normed, normalization.rms_norm_codes(x, weight, 1e-6, *rounding)))
+    for name in ("gelu_tanh", "silu"):
+        results.append(
+            (activation.gated_activation(gate_up, name), activation.gated_activation_codes(gate_up, name, *rounding))
+        )
+    for computed, (codes, scales) in results:
+        wanted, wanted_scales = quantized_inputs.quantize_rows(computed, *rounding)
+        assert codes.dtype == wanted.dtype and codes.float().equal(wanted.float())
+        assert scales.equal(wanted_scales) and scales.shape == (tokens, 1)
+
+
+def test_rows_too_long_to_hold_are_refused(device):
+    gate_up = torch.zeros(1, 2 * activation.MOST_COLUMNS + 2, dtype=BF16, device=device)
+    with pytest.raises(ValueError, match="a row has 32769 columns; this kernel holds up to 32768"):
+        activation.gated_activation_codes(gate_up, "silu", torch.int8)
 
 
 @pytest.mark.parametrize(

@@ -89,13 +89,13 @@ def test_rows_too_long_for_registers_are_processed_in_pieces(dtype, device):
 def test_attention_of_one_row_and_the_key_and_value_it_writes(heads, kv_heads, dim, length, dtype, device):
     block_size, blocks = 16, -(-length // 16) + 8
     qkv = random_tensor(1, (heads + 2 * kv_heads) * dim, dtype=dtype, device=device)
-    cos_sin = rotations(1, dim, device).to(dtype)
+    rotary = rotations(length, dim, device).to(dtype)
     k_cache, v_cache = (random_tensor(blocks, block_size, kv_heads, dim, dtype=dtype, device=device) for _ in "kv")
     table = torch.randperm(blocks, device=device)[None, :-3].int()
     lengths = torch.tensor([length], dtype=torch.int32, device=device)
 
     q, k, v = qkv.view(1, -1, dim).split((heads, kv_heads, kv_heads), 1)
-    q, k = reference.rotary_embedding(q, k, cos_sin)
+    q, k = reference.rotary_embedding(q, k, rotary[-1:])
     slot = table[0, (length - 1) // block_size].long() * block_size + (length - 1) % block_size
     wanted_cache = LayerCache(k_cache.clone(), v_cache.clone())
     reference.write_kv(k, v, wanted_cache, slot[None])
@@ -108,7 +108,7 @@ def test_attention_of_one_row_and_the_key_and_value_it_writes(heads, kv_heads, d
 
     attend = single_row.RowAttention(heads, kv_heads, dim, torch.device(device))
     for _ in range(2):  # the second run uses the workspace as the first left it
-        out = attend(qkv, cos_sin, LayerCache(k_cache, v_cache), table, lengths, 0.2)
+        out = attend(qkv, rotary, LayerCache(k_cache, v_cache), table, lengths, 0.2)
         # rotated queries are rounded too
         assert_close("single_row.RowAttention", out.view(1, heads, dim), wanted, dtype, times=2)
     key, wanted_key = (cache.view(-1, kv_heads, dim)[slot] for cache in (k_cache, wanted_cache.k))

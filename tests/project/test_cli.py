@@ -126,7 +126,7 @@ def test_eval_compare_prints_a_table_and_then_the_record(monkeypatch):
     def compare(names, model, **options):
         assert (names, model) == (["int8", "awq-g64", "some/dir"], None)
         assert options == {"limit": 5, "seeds": 2, "task": "mmlu", "dtype": "float32"}
-        yield {
+        row = {
             "quantization": "int8",
             "bytes": 6_684_832,
             "perplexity": 1.92065,
@@ -135,13 +135,17 @@ def test_eval_compare_prints_a_table_and_then_the_record(monkeypatch):
             "loss_points": 0.25,
             "loss_interval": [-0.84, 1.34],
             "seconds": 9.4,
+            "simulated": False,
         }
+        yield row
+        yield row | {"quantization": "nvfp4", "simulated": True}
 
     monkeypatch.setattr("minillm.evaluate.compare", compare)
     words = ["--compare", "int8,awq-g64", "some/dir", "--limit", "5", "--seeds", "2", "--tasks", "mmlu"]
     result = run("eval", *words, "--dtype", "float32")
     assert result.exit_code == 0, result.output
-    _, head, row, last = result.stdout.splitlines()
+    _, head, row, fp4, last = result.stdout.splitlines()
+    assert fp4.split()[0] == "nvfp4" and fp4.split()[-2:] == ["s", "simulated"]
     assert head.split() == ["method", "bytes", "perplexity", "float32", "accuracy", "lost", "of", "the", "loss"]
     assert row.split() == ["int8", "6,684,832", "1.9206", "1.3e-05", "89.00%", "0.25", "-0.84", "to", "1.34", "9", "s"]
     assert json.loads(last)["results"][0]["quantization"] == "int8"

@@ -81,3 +81,15 @@ def test_warm_up_needs_no_more_blocks_than_a_small_cache_has(options):
         executor.facts = dataclasses.replace(executor.facts, captures=True)
         llm.warm_up()
         assert not llm.engine.has_work
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 4])
+def test_the_tokens_of_a_step_stay_until_they_are_read(run_ahead, tmp_path):
+    """Captured steps write tokens to the host's memory, so steps ahead of the reader must not overwrite them."""
+    models.make("gemma-multi-query").save_pretrained(tmp_path)
+    prompts, params = [[5, 9, 17], [30, 2]], SamplingParams(max_tokens=9, temperature=0.8, seed=3, ignore_eos=True)
+    options = {"dtype": "float32", "max_num_seqs": 2, "max_model_len": 32, "num_blocks": 8, "block_size": 16}
+    with LLM(tmp_path, enforce_eager=True, **options) as llm:
+        expected = [output.token_ids for output in llm.generate(prompts, params)]
+    with emulated_graphs(), LLM(tmp_path, run_ahead=run_ahead, **options) as llm:
+        assert [output.token_ids for output in llm.generate(prompts, params)] == expected

@@ -36,15 +36,13 @@ FAULTS = (
     Fault(
         "RMSNorm divides by the padded size",
         "kernels/normalization.py",
-        "out = x * tl.rsqrt(tl.sum(x * x) / DIM + eps) * weight\n    tl.store(out_ptr + row * DIM + columns, "
-        "out.to(out_ptr.dtype.element_ty), mask=inside)\n\n\n@triton.jit",
-        "out = x * tl.rsqrt(tl.sum(x * x) / TILE + eps) * weight\n    tl.store(out_ptr + row * DIM + columns, "
-        "out.to(out_ptr.dtype.element_ty), mask=inside)\n\n\n@triton.jit",
+        "/ DIM + eps) * weight).to(x_ptr",
+        "/ TILE + eps) * weight).to(x_ptr",
         "tests/kernels/test_kernels.py -k 'test_rms_norm'",
     ),
     Fault(
         "the GELU approximation lacks a factor of 2",
-        "kernels/activation.py",
+        "kernels/single_row_parts.py",
         "slope = 1.5957691216057308 *",
         "slope = 0.7978845608028654 *",
         "tests/kernels/test_kernels.py -k gated_activation",
@@ -99,10 +97,10 @@ FAULTS = (
         "tests/kernels/test_launch_configs.py -k launch_table_applies",
     ),
     Fault(
-        "inputs in fixed point keep no borrow from a negative digit",
+        "the lowest digit of inputs in fixed point has a sign",
         "kernels/integer_rows.py",
-        "(q - low) >> 8",
-        "q >> 8",
+        "total = dot4(low, even0, none, DIGITS == 1, COMPILED)",
+        "total = dot4(low, even0, none, True, COMPILED)",
         "tests/kernels/test_integer_rows.py -k int8",
     ),
     Fault(
@@ -146,5 +144,33 @@ FAULTS = (
         "token_scale = tl.load(input_scale_ptr)",
         "token_scale = tl.max(tl.reshape(tl.abs(x), [QUADS * 4 * PER]), 0) / 127.5",
         "tests/kernels/test_integer_rows.py -k matrix_says_so",
+    ),
+    Fault(
+        "a norm quantizes its row before it is rounded",
+        "kernels/normalization.py",
+        "* weight).to(rounded.dtype)",
+        "* weight).to(tl.float32)",
+        "tests/kernels/test_quantized_inputs.py -k quantize_them_as",
+    ),
+    Fault(
+        "a norm that writes codes adds up its squares in another order",
+        "kernels/normalization.py",
+        "tl.max_contiguous(tl.arange(0, TILE), 8)\n    inside = columns < DIM\n    x = tl",
+        "tl.arange(0, TILE)\n    inside = columns < DIM\n    x = tl",
+        "tests/kernels/test_compile.py -k one_order",
+    ),
+    Fault(
+        "a gated row is quantized before it is rounded",
+        "kernels/activation.py",
+        "* up).to(gate_up_ptr.dtype.element_ty)",
+        "* up).to(tl.float32)",
+        "tests/kernels/test_quantized_inputs.py -k quantize_them_as",
+    ),
+    Fault(
+        "a row of zeros gets a scale of 0",
+        "kernels/quantized_inputs.py",
+        "tl.where(most > 0, most / LARGEST, 1.0)",
+        "most / LARGEST",
+        "tests/kernels/test_quantized_inputs.py -k as_the_reference_does",
     ),
 )

@@ -3,6 +3,7 @@
 from . import Fault
 
 CPU, REFERENCE = "minillm/ops/cpu.py", "minillm/ops/reference.py"
+COMPOSITIONS, ON_CODES = "minillm/ops/compositions.py", "minillm/ops/triton_linear.py"
 
 FAULTS = (
     Fault(
@@ -88,5 +89,33 @@ FAULTS = (
         "_rotated(k, rotary[: k.shape[1]])",
         "_rotated(k, rotary[: k.shape[1]].roll(1, 0))",
         "tests/ops/test_cpu.py -k stored_unrotated",
+    ),
+    Fault(
+        "a fused kernel runs although the activation in it is replaced",
+        COMPOSITIONS,
+        'self.are_own("gated_activation", "linear")',
+        'self.are_own("linear")',
+        "tests/ops/test_compositions.py -k what_replaces",
+    ),
+    Fault(
+        "the norm before a fused product leaves out the sum with the residual",
+        "minillm/ops/triton.py",
+        "    if x is None:\n        codes, scales =",
+        "    if x is None or True:\n        codes, scales =",
+        "tests/ops/test_compositions.py -k bits_of_separate",
+    ),
+    Fault(
+        "products of codes ignore a static scale",
+        ON_CODES,
+        "return Rounding(DTYPES[weight.activations.kind], weight.input_scale)",
+        "return Rounding(DTYPES[weight.activations.kind], None)",
+        "tests/ops/test_compositions.py -k 'bits_of_separate and static'",
+    ),
+    Fault(
+        "a matrix with few rows of codes leaves out its bias",
+        ON_CODES,
+        "return _with_bias(few_rows.product(codes, matrix, scales), weight, x.codes)",
+        "return few_rows.product(codes, matrix, scales)",
+        "tests/ops/test_compositions.py -k 'bits_of_separate and w8a8'",
     ),
 )

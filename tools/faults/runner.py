@@ -103,4 +103,11 @@ FAULTS = (
         "",
         "tests/runner/test_mixed_graphs.py -k positions_anew",
     ),
+    Fault(
+        "a captured step overwrites the token of the step before, which the host has not read yet",
+        STATE,
+        "torch.zeros((rows + 1, MOST_AHEAD + 1), dtype=torch.int32)",
+        "torch.zeros((rows + 1, 1), dtype=torch.int32)",
+        "tests/runner/test_decode_graphs.py -k until_they_are_read",
+    ),
 )

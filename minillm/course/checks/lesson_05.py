@@ -135,6 +135,9 @@ def _(function):
                 f"rows {weight.tolist()}: expected scale 1 for the row of zeros, got {scales[0, 0]:g}"
             )
             assert not codes[0].any(), f"rows {weight.tolist()}: the row of zeros has the codes {_numbers(codes[0])}"
+    for some in ([0.0, -14.0, 4.0], [4.0, 0.0, -14.0], [-14.0, 4.0, 0.0]):
+        _, scales = _by_rows(function, _tensor(some), 4)
+        assert scales.item() != 1, f"row {some}: expected the scale 2, got 1, as if all of its weights were 0"
     for tiny in (1e-3, 1e-12, 1e-30):
         codes, scales = _by_rows(function, _tensor([7 * tiny, -7 * tiny, tiny]), 4)
         message = f"largest weight {7 * tiny:g}: expected the scale {tiny:g}, got {scales.item():g}"

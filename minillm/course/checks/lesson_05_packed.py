@@ -180,13 +180,16 @@ def _(function):
 
 @product.property(
     "no tensor as large as the matrix is made",
-    hint="unpack only packed[:, first:last] of one group, use it, and go on to the next group",
+    hint="unpack only packed[:, first:last] of one group, and multiply with @: x[:, None] * codes has an element for "
+    "each token, output and input",
 )
 def _(function):
-    given = _case(1, 64, 8, 16)
-    largest, matrix = largest_tensor(function, *given), 64 * 8 * 16
-    what = f"a matrix of 64 x {8 * 16} = {matrix:,} weights in 8 groups: a tensor of {largest:,} elements was made"
-    assert largest < matrix, what
+    for tokens in (1, 12):  # 12: more than groups, and few enough for a result of each group
+        largest, matrix = largest_tensor(function, *_case(tokens, 64, 8, 16)), 64 * 8 * 16
+        assert largest < matrix, (
+            f"a matrix of 64 x {8 * 16} = {matrix:,} weights in 8 groups, tokens: {tokens}: "
+            f"a tensor of {largest:,} elements was made"
+        )
 
 
 @product.property(

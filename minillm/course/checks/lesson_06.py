@@ -132,6 +132,9 @@ def _(make):
     assert other.rows == 0 and not other.second_moment.any(), "rows added to one object are in another one too"
     x.mul_(2)
     assert one.error(difference).equal(before), "changing x after `add` changes the sums"
+    one.add(x.clone())
+    right = torch.allclose(one.error(difference), _after(make, x / 2, x).error(difference), rtol=1e-6)
+    assert right, "x was changed after `add`, and the next `add` counts the changed rows in place of the old ones"
 
 
 # ---- AWQ's search

@@ -137,6 +137,9 @@ def _(function):
     codes[0, 0] = 126
     found = _product(function, wanted, codes, torch.ones(1).double(), torch.tensor([1.0]).double())
     _near(found, wanted @ codes.double().T, "sums over 4,096 inputs", 1e-9)
+    small = torch.tensor([2.0**-12])
+    found = _product(function, wanted.half(), codes, small, torch.tensor([1.0]))
+    _near(found, wanted @ codes.double().T * small.double(), "x is float16: sums over 4,096 inputs", 1e-3)
 
 
 @int8_linear.property("a token of zeros gives zeros", "where the maximum is 0, the scale is 1: 0 / 0 is not a number")
@@ -151,7 +154,7 @@ def _(function):
 @int8_linear.property("the result has the dtype of x", "convert the result back: .to(x.dtype)")
 def _(function):
     codes = torch.tensor([[3, -2]], dtype=torch.int8)
-    for dtype in (torch.float32, torch.float64):
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         for given in (None, torch.tensor([0.01])):
             x, scales = torch.tensor([[1.275, -0.3]], dtype=dtype), torch.tensor([0.5])
             found = function(x, codes, scales) if given is None else function(x, codes, scales, given)
@@ -195,11 +198,13 @@ def _(function):
 
 @smooth_scales.property("the strength divides the range", "largest ** strength, divided by weights ** (1 - strength)")
 def _(function):
-    largest, weight = torch.tensor([16.0, 0.01, 3.0]).double(), torch.tensor([0.25, 4.0, 0.02]).double()
+    largest = torch.tensor([16.0, 0.01, 3.0, 1e-4, 1e4]).double()
+    weight = torch.tensor([0.25, 4.0, 0.02, 10.0, 1e-4]).double()
     for strength in (0, 0.25, 0.5, 0.8, 1):
         wanted = largest**strength / weight ** (1 - strength)
         found = _scales(function, largest, torch.stack((weight, -weight / 2)), strength).double()
-        _near(found / wanted, torch.ones(3).double(), f"strength {strength}: the scales / the formula")
+        said = f"largest {largest.tolist()}, weights up to {weight.tolist()}, strength {strength}"
+        _near(found / wanted, torch.ones(5).double(), f"{said}: the scales / the formula")
 
 
 @smooth_scales.property(

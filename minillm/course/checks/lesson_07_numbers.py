@@ -87,7 +87,7 @@ def _(function):
 
 @hadamard.property("lengths stay the same", "divide by sqrt(n) in total, for every n")
 def _(function):
-    for size in (1, 2, 4, 64, 1024):
+    for size in (1, 2, 4, 64, 1024, 4096):
         x = _drawn(2, size)
         before, after = _lengths(x), _lengths(_like(function, x))
         good = torch.allclose(before, after, rtol=1e-5)
@@ -111,10 +111,12 @@ def _(function):
     "no tensor is much larger than x", "sums and differences at distances 1, 2, 4, ...: no n x n matrix is needed"
 )
 def _(function):
-    x = _drawn(2, 2048)
-    with _Watch() as seen:
-        _like(function, x)
-    assert seen.largest <= 32 * x.numel(), f"x has {x.numel():,} elements, and the largest tensor has {seen.largest:,}"
+    for size in (256, 2048):
+        x = _drawn(2, size)
+        with _Watch() as seen:
+            _like(function, x)
+        said = f"x has {x.numel():,} elements, and the largest tensor has {seen.largest:,}"
+        assert seen.largest <= 32 * x.numel(), said
 
 
 @hadamard.property(
@@ -122,7 +124,7 @@ def _(function):
 )
 def _(function):
     for size in (1, 4):
-        for dtype in (torch.float32, torch.float64):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
             x = _drawn(2, size).to(dtype)
             found = function(x)
             assert found.dtype == dtype, f"x is {dtype}, the result {found.dtype}"
@@ -166,7 +168,7 @@ def _(function):
 def _(function):
     numbers = _numbers()[8:]  # from 2 ** -6
     low, high = numbers[:-1], numbers[1:]
-    for share in (0.0, 0.01, 0.3, 0.49, 0.51, 0.8, 0.99):
+    for share in (0.0, 0.01, 0.3, 0.49, 0.49999, 0.50001, 0.51, 0.8, 0.99):
         x = low + share * (high - low)
         _expect(function, x, low if share < 0.5 else high, "from 2^-6 to 448")
 

@@ -8,9 +8,9 @@ from minillm.errors import ConfigError
 from minillm.values import read_json, shown
 
 from . import awq, compressed_tensors, gptq, modelopt
-from .layout import Layout, Stored
+from .layout import ANY, Layout, Stored
 
-__all__ = ["Layout", "Stored", "read_layout"]
+__all__ = ["ANY", "Layout", "Stored", "read_layout"]
 
 Configs = Mapping[str, dict[str, Any]]  # where a configuration was read -> its fields
 

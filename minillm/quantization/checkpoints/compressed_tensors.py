@@ -7,9 +7,13 @@ A module's tensors, besides its bias, by the `format` of the configuration:
     int-quantized     weight [rows, in] int8, weight_scale [rows, 1]
     float-quantized   weight [rows, in] float8_e4m3fn, weight_scale [rows, 1] or [1]
     naive-quantized   as int-quantized or float-quantized
+    nvfp4-pack-quantized   weight_packed [rows, in / 2] uint8, weight_scale [rows, blocks] float8_e4m3fn, and
+                      weight_global_scale [1] float32, which scales are divided by
+    mxfp4-pack-quantized   weight_packed [rows, in / 2] uint8, weight_scale [rows, blocks] uint8
 
 and `input_scale` [1] for static activations, `weight_g_idx` [in] for GPTQ's act-order in older files. Packed codes
 are 8 above the signed ones (8 bits: 128); the lowest bits come first, and a row's last number is padded with zeros.
+`sparsity_config` names the modules that are sparse instead; `bitmask` has their tensors.
 
 `minillm quantize` packs int8 weights whose activations are not quantized, because vLLM reads them only packed;
 not those of the embedding, which transformers reads only unpacked. `kv_cache_scheme` suggests how to store the cache:
@@ -17,8 +21,10 @@ weights do not depend on it, so the cache stays in the precision of the activati
 https://github.com/vllm-project/compressed-tensors, compressors/ and quantization/quant_config.py
 """
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,20 +32,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minillm.errors import ConfigError
+from minillm.quantization import fp4
 from minillm.quantization.activations import Activations
 from minillm.quantization.dense import Dense
+from minillm.quantization.fp4 import Fp4, Mxfp4, Nvfp4
 from minillm.quantization.fp8 import Fp8
 from minillm.quantization.int4 import LOWEST, Int4, pack
 from minillm.quantization.int8 import Int8
+from minillm.quantization.sparse import Pruned, Sparse, Sparse24
 from minillm.quantization.weight import Codes, Format
 from minillm.values import shown
 
+from . import bitmask
 from .fields import flag, group_size, names, pattern
 from .layout import SCALES, Layout, Stored
 from .packing import in_group_order, unpack_numbers
 
 METHOD, COMPRESSED = "compressed-tensors", "compressed"
 NO_MATCH = 3  # the rank of a target that does not name a module
+NVFP4, MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
 PACKED, INT8, FLOAT, NAIVE, MIXED = (
     "pack-quantized",
     "int-quantized",
@@ -68,22 +79,37 @@ class CompressedTensors(Layout):
             targets, found = _names(group, "targets"), _format(group)
             packing = _checked_packing(group.get("format") or config.get("format"), found)
             self.groups.append((targets, found, packing))
+        self.sparse = _sparse(config.get("sparsity_config"))
 
     def format(self, module: str, inputs: int) -> Format:
         return self._group(module)[0]
 
     def _group(self, module: str) -> tuple[Format, str]:
         """A module's format, and how it is packed."""
-        none = Dense(), ""
-        if any(_rank(name, module) != NO_MATCH for name in self.ignored):
+        sparse = self.sparse if self.sparse is not None and self.sparse.names(module) else None
+        none: tuple[Format, str] = (Dense() if sparse is None else sparse.format, "")
+        if _names_it(self.ignored, module):
             return none
         ranks = [min((_rank(name, module) for name in targets), default=NO_MATCH) for targets, _, _ in self.groups]
         best = min(ranks, default=NO_MATCH)
-        return none if best == NO_MATCH else self.groups[ranks.index(best)][1:]
+        if best == NO_MATCH:
+            return none
+        if sparse is not None:
+            raise ConfigError(f"{module} is both sparse (sparsity_config) and quantized, which is not supported")
+        return self.groups[ranks.index(best)][1:]
 
     def tensors(self, module: str, rows: int, inputs: int) -> dict[str, Stored]:
         found, packing = self._group(module)
-        if packing == PACKED:
+        if isinstance(found, Sparse):
+            return bitmask.tensors(found, rows, inputs)
+        if isinstance(found, Fp4):
+            stored = {
+                "weight_packed": Stored((rows, inputs // 2), (torch.uint8,)),
+                "weight_scale": Stored((rows, inputs // found.group_size), (found.scale_dtype,)),
+            }
+            if found.has_global_scale:
+                stored["weight_global_scale"] = Stored((1,), (torch.float32,))
+        elif packing == PACKED:
             groups = inputs // found.group_size if isinstance(found, Int4) else 1
             stored = {
                 "weight_packed": Stored((rows, -(-inputs // _per_number(found))), (torch.int32,)),
@@ -106,11 +132,16 @@ class CompressedTensors(Layout):
         return stored
 
     def codes(self, module: str, inputs: int, tensors: Mapping[str, Tensor]) -> Codes:
+        found = self._group(module)[0]
+        if isinstance(found, Sparse):
+            return bitmask.codes(module, inputs, tensors)
+        if isinstance(found, Fp4):
+            return _fp4_codes(module, found, tensors)
         scales = tensors["weight_scale"]
         if "weight" in tensors:
             return Codes(tensors["weight"], scales.view(-1, 1))
         packed = tensors["weight_packed"]
-        if not isinstance(self._group(module)[0], Int4):
+        if not isinstance(found, Int4):
             return Codes(unpack_numbers(packed, bits=8)[:, :inputs], scales)
         zeros = tensors.get("weight_zero_point")
         rows = None if zeros is None else unpack_numbers(zeros.t()).t()[: len(packed)]
@@ -129,6 +160,13 @@ class CompressedTensors(Layout):
 def write(module: str, codes: Codes, format: Format) -> dict[str, Tensor]:
     """A module's tensors: the inverse of `CompressedTensors.codes`."""
     rows, inputs = codes.codes.shape
+    if isinstance(format, Sparse):
+        return bitmask.write(codes.codes, format)
+    if isinstance(format, Fp4):
+        packed = {"weight_packed": fp4.pack(codes.codes), "weight_scale": fp4.stored_scales(codes.scales, format)}
+        if codes.global_scale is None:
+            return packed
+        return packed | {"weight_global_scale": codes.global_scale[0].float()}
     if _packing(module, format) != PACKED:
         one = isinstance(format, Fp8) and format.scales == "tensor"
         return {"weight": codes.codes, "weight_scale": codes.scales[0] if one else codes.scales}
@@ -150,23 +188,28 @@ def describe(formats: Mapping[str, Format]) -> dict[str, Any]:
     Raises ConfigError for formats that the layout does not have.
     """
     groups: dict[tuple[Format, str], list[str]] = {}
+    sparse: dict[str, Sparse] = {}
     ignored = []
     for module, each in formats.items():
-        if not isinstance(each, Dense):
+        if isinstance(each, Sparse):
+            sparse[module] = each
+            ignored.append(module)
+        elif not isinstance(each, Dense):
             groups.setdefault((each, _packing(module, each)), []).append(module)
         elif each.activations is None:
             ignored.append(module)
         else:
             raise ConfigError("dense weights with quantized activations cannot be saved: leave their activations out")
-    kinds = {packing for _, packing in groups}
-    return {
+    kinds = {packing for _, packing in groups} or {"dense"}
+    extra = {"sparsity_config": _describe_sparse(sparse)} if sparse else {}
+    return extra | {
         "quant_method": METHOD,
         "quantization_status": COMPRESSED,
         "format": kinds.pop() if len(kinds) == 1 else MIXED,
         "config_groups": {
             f"group_{index}": {
                 "format": packing,
-                "targets": [f"re:{re.escape(module)}$" for module in modules],
+                "targets": _exactly(modules),
                 "weights": _weights(each),
                 "input_activations": _inputs(each.activations),
                 "output_activations": None,
@@ -182,13 +225,22 @@ def _packing(module: str, format: Format) -> str:
     """How a module is written."""
     if isinstance(format, Int8):
         return INT8 if format.activations is not None or _is_embedding(module) else PACKED
-    return PACKED if isinstance(format, Int4) else FLOAT
+    return _USUAL[type(format)]
+
+
+# Of formats that are written in one way.
+_USUAL: dict[type[Format], str] = {Int4: PACKED, Fp8: FLOAT, Nvfp4: NVFP4, Mxfp4: MXFP4}
+
+
+def _exactly(modules: Iterable[str]) -> list[str]:
+    """Targets that name these modules and no others."""
+    return [f"re:{re.escape(module)}$" for module in modules]
 
 
 def _checked_packing(given: Any, format: Format) -> str:
     """How a format is stored, as the file says. Raises ConfigError for a packing that is not read."""
-    usual = PACKED if isinstance(format, Int4) else INT8 if isinstance(format, Int8) else FLOAT
-    known = {PACKED: (PACKED,), INT8: (INT8, NAIVE, PACKED), FLOAT: (FLOAT, NAIVE)}[usual]
+    usual = INT8 if isinstance(format, Int8) else _USUAL[type(format)]
+    known = {INT8: (INT8, NAIVE, PACKED), FLOAT: (FLOAT, NAIVE)}.get(usual, (usual,))
     if given in (None, MIXED):
         return usual
     if given not in known:
@@ -205,18 +257,21 @@ def _refuse_extras(config: Mapping[str, Any]) -> None:
         raise ConfigError(f"quantization_status must be {COMPRESSED!r}, not {status}")
     if not isinstance(scheme := config.get("kv_cache_scheme") or {}, dict):
         raise ConfigError(f"kv_cache_scheme must be an object or null, not {shown(scheme)}")
-    for field, what in (("transform_config", "online transforms"), ("sparsity_config", "sparse weights")):
+    for field in ("transform_config", "sparsity_config"):
         given = config.get(field)
         if given is not None and not isinstance(given, dict):
             raise ConfigError(f"{field} must be an object or null, not {shown(given)}")
-        unused = not given or (field == "transform_config" and given.get("config_groups") in (None, {}))
-        if not unused and given != {"format": "dense"}:
-            raise ConfigError(f"{what} ({field}) are not supported")
+    if (config.get("transform_config") or {}).get("config_groups") not in (None, {}):
+        raise ConfigError("online transforms (transform_config) are not supported")
 
 
 def _weights(format: Format) -> dict[str, Any]:
-    if isinstance(format, Int4):
-        more: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": format.group_size}
+    if isinstance(format, Fp4):
+        strategy = "tensor_group" if format.has_global_scale else "group"
+        more: dict[str, Any] = {"num_bits": 4, "type": "float", "strategy": strategy, "group_size": format.group_size}
+        more |= {"symmetric": True, "scale_dtype": str(format.scale_dtype), "zp_dtype": str(format.scale_dtype)}
+    elif isinstance(format, Int4):
+        more = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": format.group_size}
         more["symmetric"] = format.symmetric
     elif isinstance(format, Fp8):
         more = {"num_bits": 8, "type": "float", "strategy": format.scales, "group_size": None, "symmetric": True}
@@ -254,11 +309,67 @@ def _format(group: Mapping[str, Any]) -> Format:
         return Int8(activations)
     if (bits, kind, symmetric) == (8, "float", True) and strategy in ("channel", "tensor"):
         return Fp8(strategy, activations)
+    if (bits, kind, symmetric, activations) == (4, "float", True, None):
+        size = group_size(weights)
+        for each in (Nvfp4(), Mxfp4()):
+            if (strategy, size) == ("tensor_group" if each.has_global_scale else "group", each.group_size):
+                return each
     raise ConfigError(
         f"weights of {shown(bits)} bits ({shown(kind)}, {shown(strategy)}, symmetric: "
-        f"{shown(symmetric)}) are not supported; supported are int4 in groups, symmetric int8 by channel, and float8 "
-        "by channel or tensor"
+        f"{shown(symmetric)}) are not supported; supported are int4 in groups, symmetric int8 by channel, float8 by "
+        "channel or tensor, and, with activations that are not quantized, nvfp4 (tensor_group of 16) and mxfp4 (group "
+        "of 32)"
     )
+
+
+@dataclass(frozen=True)
+class _SparseModules:
+    """What a `sparsity_config` says."""
+
+    format: Sparse
+    targets: list[str]
+    ignored: list[str]
+
+    def names(self, module: str) -> bool:
+        return _names_it(self.targets, module) and not _names_it(self.ignored, module)
+
+
+def _sparse(config: Mapping[str, Any] | None) -> _SparseModules | None:
+    if not config or (packing := config.get("format")) == "dense":
+        return None
+    if packing not in (bitmask.SPARSE24, bitmask.UNSTRUCTURED):
+        raise ConfigError(
+            f"sparsity_config has format {shown(packing)}; supported are dense, {bitmask.SPARSE24} and "
+            f"{bitmask.UNSTRUCTURED}"
+        )
+    targets = ["Linear"] if config.get("targets") is None else _names(config, "targets")
+    format = Sparse24() if packing == bitmask.SPARSE24 else Pruned()
+    return _SparseModules(format, targets, _names(config, "ignore"))
+
+
+def _describe_sparse(formats: Mapping[str, Sparse]) -> dict[str, Any]:
+    """The inverse of `_sparse`. Raises ConfigError for 2:4 and unstructured sparsity in one model."""
+    two_four = {isinstance(each, Sparse24) for each in formats.values()}
+    if len(two_four) > 1:
+        raise ConfigError("a checkpoint has sparse24 or pruned weights, not both: choose one of them")
+    shares = [each.sparsity if isinstance(each, Pruned) else 0.5 for each in formats.values()]
+    return {
+        "format": bitmask.SPARSE24 if two_four == {True} else bitmask.UNSTRUCTURED,
+        "sparsity_structure": "2:4" if two_four == {True} else "unstructured",
+        "global_sparsity": sum(shares) / len(shares),
+        "targets": _exactly(formats),
+        "ignore": [],
+    }
+
+
+def _fp4_codes(module: str, format: Fp4, tensors: Mapping[str, Tensor]) -> Codes:
+    values, stored = fp4.unpack(tensors["weight_packed"]), tensors["weight_scale"]
+    if not format.has_global_scale:
+        return Codes(values, fp4.from_exponents(stored, torch.float32))
+    divisor = tensors["weight_global_scale"]
+    if not 0 < divisor.item() < math.inf:
+        raise ConfigError(f"{module}.weight_global_scale must be positive, not {divisor.item()}")
+    return Codes(values, stored.float(), global_scale=divisor.expand(len(values), 1))
 
 
 def _act_order(weights: Mapping[str, Any]) -> bool:
@@ -299,6 +410,10 @@ def _names(config: Mapping[str, Any], field: str) -> list[str]:
         if name.startswith("re:"):
             pattern(name, field, "re:")
     return found
+
+
+def _names_it(targets: Iterable[str], module: str) -> bool:
+    return any(_rank(name, module) != NO_MATCH for name in targets)
 
 
 def _rank(name: str, module: str) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from minillm.quantization.weight import Codes, Format
 
+ANY = -1  # a length that only the file says
 SCALES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # dtypes that scales may have
 
 

@@ -99,6 +99,21 @@ def small_rows_count_as_zero(weight, bits):
     return (weight / scales).round().to(torch.int8), scales
 
 
+@wrong("quantize_rows", fails="a row of zeros has scale 1; tiny weights have a scale of their own")
+def one_zero_makes_a_row_of_zeros(weight, bits):
+    """`any` where `all` is meant."""
+    scales = weight.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
+    scales = torch.where((weight == 0).any(1, keepdim=True), torch.ones_like(scales), scales)
+    return (weight / scales).round().to(torch.int8), scales
+
+
+@wrong("quantize_rows", fails="a row of zeros has scale 1; tiny weights have a scale of their own")
+def first_weight_stands_for_the_row(weight, bits):
+    scales = weight.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
+    scales = torch.where(weight[:, :1] == 0, torch.ones_like(scales), scales)
+    return (weight / scales).round().to(torch.int8), scales
+
+
 @wrong("quantize_rows", fails="codes are int8; scales have the dtype of the weight, and the shape [rows, 1]")
 def codes_stay_floating_point(weight, bits):
     scales = scaled(weight.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1))

@@ -174,6 +174,16 @@ def unpacks_everything_then_slices(x, packed, scales, zeros):
     return out
 
 
+@wrong("packed_linear", fails="no tensor as large as the matrix is made")
+def every_product_before_the_sum(x, packed, scales, zeros):
+    """No @: with more tokens than groups, a group's products are more than the matrix has elements."""
+
+    def sums(part, codes, zero):
+        return (part[:, None] * (codes - zero[:, None])).sum(-1)
+
+    return product(x, packed, scales, zeros, sums=sums)
+
+
 @wrong("packed_linear", fails="it computes in the dtype of x, and returns it")
 def always_float32(x, packed, scales, zeros):
     return product(x, packed, scales, zeros, dtype=torch.float32)

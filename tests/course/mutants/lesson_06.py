@@ -172,6 +172,16 @@ class KeepsX(Statistics):
 
 
 @wrong("MyStatistics", fails=STAYS)
+class SumsAllAgain(Statistics):
+    """Every call sums over all rows that were kept, which the engine may have overwritten since."""
+
+    def add(self, x):
+        self.kept = [*getattr(self, "kept", []), x]
+        rows = torch.cat(self.kept).double()
+        self.rows, self.second_moment, self.magnitude = len(rows), rows.T @ rows, rows.abs().sum(0)
+
+
+@wrong("MyStatistics", fails=STAYS)
 class DividesTheSum(Statistics):
     """The second time, the mean is divided again."""
 

@@ -113,6 +113,13 @@ def sums_in_float32(x, codes, scales, input_scale=None):
     return _multiply(_codes(x, token_scales), codes, token_scales, scales, x.dtype, torch.float32)
 
 
+@wrong("int8_linear", fails="sums are exact")
+def sums_in_the_dtype_of_x(x, codes, scales, input_scale=None):
+    """float16 ends at 65,504: a few codes of 127 times 127 are beyond it."""
+    token_scales = _token_scales(x) if input_scale is None else input_scale
+    return _multiply(_codes(x, token_scales), codes, token_scales, scales, x.dtype, x.dtype)
+
+
 @wrong("int8_linear", fails="a token of zeros gives zeros")
 def divides_by_zero(x, codes, scales, input_scale=None):
     return _product(x, codes, scales, input_scale, dynamic=lambda x: x.abs().amax(-1, keepdim=True) / 127.5)
@@ -170,6 +177,19 @@ def always_one_half(largest, weight, strength):
 @wrong("smooth_scales", fails="the strength divides the range")
 def never_enlarges_a_channel(largest, weight, strength):
     return torch.where(largest < 1, torch.ones_like(weight[0]), _scales(largest, weight.abs().amax(0), strength))
+
+
+@wrong("smooth_scales", fails="the strength divides the range")
+def at_least_a_hundredth(largest, weight, strength):
+    return _scales(largest, weight.abs().amax(0), strength).clamp(min=1e-2)
+
+
+@wrong("smooth_scales", fails="the strength divides the range")
+def used_from_a_thousandth_on(largest, weight, strength):
+    """Takes small numbers for channels that are never used."""
+    weights = weight.abs().amax(0)
+    used = (largest > 1e-3) & (weights > 1e-3)
+    return torch.where(used, _scales(largest, weights, strength), torch.ones_like(weights))
 
 
 @wrong("smooth_scales", fails="a channel that is never used keeps scale 1")

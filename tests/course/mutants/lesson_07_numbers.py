@@ -51,6 +51,11 @@ def divided_by_half_of_the_channels(x):
     return _transform(x, lambda size: size / 2)
 
 
+@wrong("hadamard", fails="lengths stay the same")
+def distances_up_to_1024(x):
+    return _transform(x, steps=min(x.shape[-1].bit_length() - 1, 11))
+
+
 @wrong("hadamard", fails="any number of tokens, in any shape")
 def needs_two_axes(x):
     return _transform(x[0])[None].expand_as(x).clone() if x.dim() == 3 else _transform(x)
@@ -74,6 +79,17 @@ def all_signs_at_once(x):
     for bit in range(12):
         odd ^= common >> bit & 1
     return x @ (1 - 2 * odd).to(x) / math.sqrt(x.shape[-1])
+
+
+@wrong("hadamard", fails="no tensor is much larger than x")
+def matrix_for_small_sizes(x):
+    return product_with_the_matrix(x) if x.shape[-1] <= 512 else _transform(x)
+
+
+@wrong("hadamard", fails="the result is a new tensor, in the dtype of x")
+def divided_by_a_tensor_of_float32(x):
+    """One of shape [1] makes float32 of bfloat16."""
+    return _transform(x, lambda size: torch.tensor([float(size)]).sqrt())
 
 
 @wrong("hadamard", fails="the result is a new tensor, in the dtype of x")
@@ -120,6 +136,12 @@ def exponent_of_frexp(x):
 @wrong("round_to_e4m3", fails="halves go to the even neighbor")
 def halves_up(x):
     return _round(x, _exponent, rounded=lambda x: (x + 0.5).floor())
+
+
+@wrong("round_to_e4m3", fails="the nearest of the numbers with three bits of mantissa")
+def rounded_to_float16_before(x):
+    """A number just beyond a half becomes the half, which is then rounded again."""
+    return _round(x.half().to(x.dtype), _exponent)
 
 
 @wrong("round_to_e4m3", fails="halves go to the even neighbor")
