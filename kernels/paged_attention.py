@@ -306,7 +306,7 @@ def prefill_attention(
     k, v, k_scale, v_scale, table = *stored(cache), cache.k_scale, cache.v_scale, block_table
     tiles = triton.cdiv(max_queries * group, default.rows)
     if k_scale is not None and dequantizes(tiles, rows * width * block_size * kv_heads, tokens * heads):
-        k, v = _dequantized(cache, block_table, lengths, q.dtype)
+        k, v = dequantize(cache, block_table, lengths, q.dtype)
         k_scale = v_scale = table = None
         dtypes = {"dtype": launch_configs.dtype_name(q.dtype)}
     else:
@@ -332,10 +332,14 @@ def dequantizes(tiles: int, keys: int, queries: int) -> bool:
     return tiles >= 8 and 2 * keys <= queries
 
 
-def _dequantized(
+def dequantize(
     cache: Cache, block_table: torch.Tensor, lengths: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of rows, without gaps: [rows, blocks * block_size, kv_heads, d] each."""
+    """Keys and values of rows of a quantized cache, in `dtype`, without gaps.  Lesson 08.
+
+    block_table [rows, blocks], lengths [rows] -> [rows, blocks * block_size, kv_heads, d] each; the first `lengths`
+    tokens of a row are written.
+    """
     (rows, width), (_, block_size, kv_heads, dim) = block_table.shape, cache.k.shape
     k, v = stored(cache)
     found = torch.empty((2, rows, width * block_size, kv_heads, dim), dtype=dtype, device=k.device)

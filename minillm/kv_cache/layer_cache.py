@@ -12,6 +12,7 @@ from minillm.errors import ConfigError
 DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # `kv_cache_dtype` -> the dtype of codes
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # the largest code of each
 
+
 @dataclass(frozen=True)
 class CacheSpec:
     """The format of one layer's cache: a key and a value for each token and KV head.

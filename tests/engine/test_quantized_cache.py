@@ -1,13 +1,13 @@
 """The engine with a cache in int8 and fp8: transformers' tokens with keys and values rounded alike, memory, accuracy."""
 
-import torch
 import pytest
+import torch
 
 from minillm import LLM, SamplingParams, evaluate
 from minillm.errors import ConfigError
 from minillm.kv_cache.layer_groups import blocks_held
-from minillm.model.config import PRESETS, ModelConfig
 from minillm.model import Model, sizing
+from minillm.model.config import PRESETS, ModelConfig
 from tests import models
 from tests.rounded_cache import rounding_transformers
 

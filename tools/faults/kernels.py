@@ -4,7 +4,58 @@ from . import Fault
 
 ATTENTION, SAMPLING = "kernels/paged_attention.py", "kernels/sampling.py"
 
+CODES, WRITE = "kernels/cache_codes.py", "kernels/rope_cache.py"
+
 FAULTS = (
+    Fault(
+        "a value's scale multiplies the sum of the softmax too",
+        ATTENTION,
+        "        total = total * rescale + tl.sum(weights, 1)\n        v = ",
+        "        total = total * rescale + tl.sum(weights, 1) * 1.01\n        v = ",
+        "tests/kernels/test_quantized_cache.py -k decode_attention",
+    ),
+    Fault(
+        "a key is scaled by its value's scale",
+        ATTENTION,
+        "tl.load(k_scale_ptr + scale_at, mask=present, other=0.0)[None, :]",
+        "tl.load(v_scale_ptr + scale_at, mask=present, other=0.0)[None, :]",
+        "tests/kernels/test_quantized_cache.py -k prefill_attention",
+    ),
+    Fault(
+        "rotated keys mix codes and their raw bytes",
+        ATTENTION,
+        "    other = to_numbers(other, k.dtype)\n",
+        "    other = other.to(k.dtype)\n",
+        "tests/kernels/test_quantized_cache.py -k 'decode_attention and fp8'",
+    ),
+    Fault(
+        "fp8 codes below the smallest normal number are rounded as if they were normal",
+        CODES,
+        "tl.where(tl.abs(x) < 0.015625, small, normal)",
+        "tl.where(tl.abs(x) < 0.001, small, normal)",
+        "tests/kernels/test_quantized_cache.py -k rounded_as_torch",
+    ),
+    Fault(
+        "halves between fp8 codes are rounded up",
+        CODES,
+        "((size + 0x7FFFF + ((size >> 20) & 1)) >> 20)",
+        "((size + 0x80000) >> 20)",
+        "tests/kernels/test_quantized_cache.py -k rounded_as_torch",
+    ),
+    Fault(
+        "a head's scale ignores its second half",
+        WRITE,
+        "most = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))",
+        "most = tl.max(tl.abs(first), 1)",
+        "tests/kernels/test_quantized_cache.py -k write_kernel",
+    ),
+    Fault(
+        "padding tokens write their scales before the cache",
+        WRITE,
+        "mask=(heads < KV_HEADS) & (tl.max(wanted.to(tl.int32), 1) > 0)",
+        "mask=heads < KV_HEADS",
+        "tests/kernels/test_quantized_cache.py -k write_kernel",
+    ),
     Fault(
         "a kernel's attention window has one key too many",
         ATTENTION,

@@ -8,6 +8,13 @@ SIZING = "minillm/model/sizing.py"
 
 FAULTS = (
     Fault(
+        "the size of a quantized cache leaves out its scales",
+        "minillm/model/sizing.py",
+        "+ CACHE_SCALE_BYTES.get(dtype, 0)",
+        "",
+        "tests/engine/test_quantized_cache.py -k nearly_twice",
+    ),
+    Fault(
         "Llama 3's rope scaling uses the wrong limit for short wavelengths",
         DECODER,
         "torch.where(waves < trained / high,",
