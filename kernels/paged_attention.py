@@ -303,7 +303,9 @@ def prefill_attention(
     group = heads // kv_heads
     rows, width = block_table.shape
     default = prefill_launch(dim, q.element_size(), _device(q.device))
-    k, v, k_scale, v_scale, table = *stored(cache), cache.k_scale, cache.v_scale, block_table
+    k, v = stored(cache)
+    k_scale, v_scale = cache.k_scale, cache.v_scale
+    table: torch.Tensor | None = block_table
     tiles = triton.cdiv(max_queries * group, default.rows)
     if k_scale is not None and dequantizes(tiles, rows * width * block_size * kv_heads, tokens * heads):
         k, v = dequantize(cache, block_table, lengths, q.dtype)

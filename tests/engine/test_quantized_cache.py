@@ -1,4 +1,4 @@
-"""The engine with a cache in int8 and fp8: transformers' tokens with keys and values rounded alike, memory, accuracy."""
+"""The engine with a cache in int8 and fp8: transformers' tokens with rounded keys and values, memory, accuracy."""
 
 import pytest
 import torch
