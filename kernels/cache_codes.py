@@ -97,6 +97,83 @@ def to_numbers(codes, kind: tl.constexpr):
     return found
 
 
+@triton.jit
+def of_words(words, kind: tl.constexpr, codes: tl.constexpr):
+    """Words of four codes (int32) -> the values of their first, second, third and last codes, in `kind`.
+
+    codes: the type of the codes, as in `to_codes`. A product reads values of neighboring tokens in one register, so
+    codes of two words are paired here: loading single bytes instead would take four times as many loads.
+    """
+    if kind == tl.bfloat16:
+        if codes == tl.int8:  # as in `to_numbers`
+            a, b, c, d = tl.inline_asm_elementwise(
+                """{
+                .reg .b32 pair, whole, sign, one;
+                mov.b32 one, 0x3F803F80;
+                prmt.b32 pair, $4, $5, 0x4400;
+                lop3.b32 whole, pair, 0x007F007F, 0x43004300, 0xEA;
+                lop3.b32 sign, pair, 0x00800080, 0xC300C300, 0x6A;
+                fma.rn.bf16x2 $0, whole, one, sign;
+                prmt.b32 pair, $4, $5, 0x5511;
+                lop3.b32 whole, pair, 0x007F007F, 0x43004300, 0xEA;
+                lop3.b32 sign, pair, 0x00800080, 0xC300C300, 0x6A;
+                fma.rn.bf16x2 $1, whole, one, sign;
+                prmt.b32 pair, $4, $5, 0x6622;
+                lop3.b32 whole, pair, 0x007F007F, 0x43004300, 0xEA;
+                lop3.b32 sign, pair, 0x00800080, 0xC300C300, 0x6A;
+                fma.rn.bf16x2 $2, whole, one, sign;
+                prmt.b32 pair, $4, $5, 0x7733;
+                lop3.b32 whole, pair, 0x007F007F, 0x43004300, 0xEA;
+                lop3.b32 sign, pair, 0x00800080, 0xC300C300, 0x6A;
+                fma.rn.bf16x2 $3, whole, one, sign;
+                }""",
+                "=&r,=&r,=&r,=&r,r,r",
+                [words],
+                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            a, b, c, d = tl.inline_asm_elementwise(
+                """{
+                .reg .b32 pair, rest, up, zero;
+                mov.b32 up, 0x7B807B80;
+                mov.b32 zero, 0x80008000;
+                prmt.b32 pair, $4, $5, 0x4400;
+                shr.u32 rest, pair, 4;
+                and.b32 rest, rest, 0x07F007F0;
+                lop3.b32 rest, pair, 0x80008000, rest, 0xEA;
+                fma.rn.bf16x2 $0, rest, up, zero;
+                prmt.b32 pair, $4, $5, 0x5511;
+                shr.u32 rest, pair, 4;
+                and.b32 rest, rest, 0x07F007F0;
+                lop3.b32 rest, pair, 0x80008000, rest, 0xEA;
+                fma.rn.bf16x2 $1, rest, up, zero;
+                prmt.b32 pair, $4, $5, 0x6622;
+                shr.u32 rest, pair, 4;
+                and.b32 rest, rest, 0x07F007F0;
+                lop3.b32 rest, pair, 0x80008000, rest, 0xEA;
+                fma.rn.bf16x2 $2, rest, up, zero;
+                prmt.b32 pair, $4, $5, 0x7733;
+                shr.u32 rest, pair, 4;
+                and.b32 rest, rest, 0x07F007F0;
+                lop3.b32 rest, pair, 0x80008000, rest, 0xEA;
+                fma.rn.bf16x2 $3, rest, up, zero;
+                }""",
+                "=&r,=&r,=&r,=&r,r,r",
+                [words],
+                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+                is_pure=True,
+                pack=2,
+            )
+    else:
+        a = to_numbers((words & 0xFF).to(codes), kind)
+        b = to_numbers(((words >> 8) & 0xFF).to(codes), kind)
+        c = to_numbers(((words >> 16) & 0xFF).to(codes), kind)
+        d = to_numbers(((words >> 24) & 0xFF).to(codes), kind)
+    return a, b, c, d
+
+
 def stored(cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V as kernels read and write them: fp8 codes as bytes. Raises ValueError unless scales are contiguous."""
     for scales in (cache.k_scale, cache.v_scale):

@@ -43,7 +43,7 @@ import triton.language as tl
 
 from . import launch_configs
 from .arguments import Cache, Options, check_strides
-from .cache_codes import stored, to_numbers
+from .cache_codes import of_words, stored, to_numbers
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Weights times a value's scale may be too small for float16: they are multiplied by this, and the output divided.
@@ -73,15 +73,22 @@ def _attend(
     dims = tl.arange(0, DIM)
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    out = tl.zeros([ROWS, DIM], tl.float32)
+    words: tl.constexpr = v_ptr.dtype.element_ty == tl.int32
+    if words:  # each holds codes of four neighboring columns, which are summed up apart
+        quarter = tl.arange(0, DIM // 4)
+        out_a = tl.zeros([ROWS, DIM // 4], tl.float32)
+        out_b, out_c, out_d = out_a, out_a, out_a
+    else:
+        out = tl.zeros([ROWS, DIM], tl.float32)
     for start in range(first, last, KEYS):
         keys = start + tl.arange(0, KEYS)
         present = keys < last
         if table_ptr is not None:
             block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
-            at = (block * block_stride + (keys % BLOCK_SIZE) * slot_stride)[:, None] + dims[None, :]
+            slots = block * block_stride + (keys % BLOCK_SIZE) * slot_stride
         else:  # keys of a row are contiguous
-            at = (keys * slot_stride)[:, None] + dims[None, :]
+            slots = keys * slot_stride
+        at = slots[:, None] + dims[None, :]
         k = to_numbers(tl.load(k_ptr + at, mask=present[:, None], other=0), q.dtype)
         if cos_sin_ptr is not None:
             k = _rotated(k, k_ptr + at, cos_sin_ptr, keys, dims, present, DIM)
@@ -102,11 +109,22 @@ def _attend(
         weights = tl.exp2(scores - shift[:, None])
         rescale = tl.exp2(maximum - shift)
         total = total * rescale + tl.sum(weights, 1)
-        v = to_numbers(tl.load(v_ptr + at, mask=present[:, None], other=0), q.dtype)
+        maximum = new_maximum
         if v_scale_ptr is not None:
             weights = weights * (tl.load(v_scale_ptr + scale_at, mask=present, other=0.0) * UNIT)[None, :]
-        out = out * rescale[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
-        maximum = new_maximum
+        weights = weights.to(q.dtype)
+        if words:
+            four = tl.load(v_ptr + slots[:, None] // 4 + quarter[None, :], mask=present[:, None], other=0)
+            a, b, c, d = of_words(four, q.dtype, k_ptr.dtype.element_ty)
+            out_a = out_a * rescale[:, None] + tl.dot(weights, a, input_precision="ieee")
+            out_b = out_b * rescale[:, None] + tl.dot(weights, b, input_precision="ieee")
+            out_c = out_c * rescale[:, None] + tl.dot(weights, c, input_precision="ieee")
+            out_d = out_d * rescale[:, None] + tl.dot(weights, d, input_precision="ieee")
+        else:
+            v = to_numbers(tl.load(v_ptr + at, mask=present[:, None], other=0), q.dtype)
+            out = out * rescale[:, None] + tl.dot(weights, v, input_precision="ieee")
+    if words:
+        out = tl.reshape(tl.join(tl.join(out_a, out_c), tl.join(out_b, out_d)), [ROWS, DIM])
     if v_scale_ptr is not None:
         out = out * (1.0 / UNIT)
     return out, maximum, total
@@ -137,9 +155,10 @@ def decode_kernel(
         v_scale_ptr += kv_head
     share = tl.cdiv(length - first, SPLITS * KEYS) * KEYS  # full tiles, so that only one program has a partial one
     begin = first + split * share
+    v_ptr += kv_head * head_stride // (4 if v_ptr.dtype.element_ty == tl.int32 else 1)
     out, maximum, total = _attend(
         q, positions, begin, tl.minimum(begin + share, length),
-        k_ptr + kv_head * head_stride, v_ptr + kv_head * head_stride, k_scale_ptr, v_scale_ptr,
+        k_ptr + kv_head * head_stride, v_ptr, k_scale_ptr, v_scale_ptr,
         table_ptr + row * table_stride, cos_sin_ptr, scale, block_stride, slot_stride, tl.num_programs(1),
         ROWS, KEYS, DIM, BLOCK_SIZE, WINDOW, SOFT_CAP,
     )  # fmt: skip
@@ -268,11 +287,13 @@ def decode_attention(
     if splits > 1:
         parts = torch.empty((rows, queries, heads, splits, dim), dtype=torch.float32, device=q.device)
         log_total = torch.empty((rows, queries, heads, splits), dtype=torch.float32, device=q.device)
+    if cache.v_scale is not None:
+        v = v.view(torch.int32)  # see `of_words`
     decode_kernel[(rows, kv_heads, splits)](
         q, k, v, cache.k_scale, cache.v_scale, block_table, lengths, parts, log_total, rotary, options.scale,
         block_table.stride(0), *k.stride()[:3],
         QUERIES=queries, GROUP=group, SPLITS=splits, ROWS=packed, KEYS=launch.keys, DIM=dim, BLOCK_SIZE=block_size,
-        WINDOW=window or 0, SOFT_CAP=options.soft_cap or 0.0, PRODUCT=_product_type(q.dtype),
+        WINDOW=window or 0, SOFT_CAP=options.soft_cap or 0.0, PRODUCT=product_type(q.dtype),
         num_warps=launch.warps, num_stages=1 if rotary is not None else launch.stages,
     )  # fmt: skip
     if splits > 1:
@@ -319,7 +340,7 @@ def prefill_attention(
         q, k, v, k_scale, v_scale, table, lengths, query_start, out, options.rotary, options.scale,
         0 if table is None else table.stride(0), *k.stride()[:3],
         GROUP=group, ROWS=launch.rows, KEYS=launch.keys, DIM=dim, BLOCK_SIZE=block_size,
-        WINDOW=options.window or 0, SOFT_CAP=options.soft_cap or 0.0, PRODUCT=_product_type(q.dtype),
+        WINDOW=options.window or 0, SOFT_CAP=options.soft_cap or 0.0, PRODUCT=product_type(q.dtype),
         num_warps=launch.warps, num_stages=1 if options.rotary is not None else launch.stages,
     )  # fmt: skip
     return out
@@ -347,7 +368,7 @@ def dequantize(
     found = torch.empty((2, rows, width * block_size, kv_heads, dim), dtype=dtype, device=k.device)
     dequantize_kernel[(rows, width, kv_heads)](
         k, v, cache.k_scale, cache.v_scale, block_table, lengths, *found, block_table.stride(0), *k.stride()[:3],
-        DIM=dim, BLOCK_SIZE=block_size, TILE=triton.next_power_of_2(block_size), PRODUCT=_product_type(dtype),
+        DIM=dim, BLOCK_SIZE=block_size, TILE=triton.next_power_of_2(block_size), PRODUCT=product_type(dtype),
         num_warps=4,
     )  # fmt: skip
     return found[0], found[1]
@@ -382,10 +403,11 @@ launch_configs.register("prefill_attention", Launch)
 def decode_launch(dim: int, itemsize: int, cache_itemsize: int, packed: int) -> Launch:
     """Two tiles of 32 KiB of keys in flight, which fit on every supported chip. itemsize: of queries.
 
-    Tiles are smaller if many (query, head) pairs per row (`packed`) need registers too.
+    Tiles of codes are half as large, so twice as many are in flight. Tiles are smaller if many (query, head) pairs per
+    row (`packed`) need registers too.
     """
     keys = 16 if itemsize >= 4 else max(16, min(16384 // dim, 128) * 32 // max(packed, 32))
-    return Launch(packed, keys, 4, 2 if cache_itemsize > 1 else 3)
+    return Launch(packed, keys, 4, 2 if cache_itemsize > 1 else 5)
 
 
 def prefill_launch(dim: int, itemsize: int, device: Device) -> Launch:
@@ -426,7 +448,7 @@ def _dtypes(q: torch.Tensor, cache: Cache) -> dict[str, str]:
     return {"dtype": launch_configs.dtype_name(q.dtype), **held}
 
 
-def _product_type(dtype: torch.dtype) -> tl.dtype:
+def product_type(dtype: torch.dtype) -> tl.dtype:
     """The type of the operands of products; sums are always float32.
 
     Triton's interpreter computes bfloat16 products wrongly, so there operands are converted to float32 first.
