@@ -36,6 +36,17 @@ def to_codes(x, scale, kind: tl.constexpr):
 
 
 @triton.jit
+def rounded_head(x, LARGEST: tl.constexpr, kind: tl.constexpr, wide: tl.constexpr):
+    """x [n] float32, one head -> (codes [1, n], scale [1], the numbers [n] that they stand for).
+
+    wide: a type that holds codes exactly.
+    """
+    scale = tl.div_rn(tl.max(tl.abs(x)[None, :], 1), tl.full([1], LARGEST, tl.float32))
+    codes = to_codes(x[None, :], scale, kind)
+    return codes, scale, tl.sum(to_numbers(codes, wide).to(tl.float32) * scale[:, None], 0)
+
+
+@triton.jit
 def to_numbers(codes, kind: tl.constexpr):
     """Codes -> their values, without the scale, in `kind`: exact. What is no code is only converted."""
     if codes.dtype == tl.int8:

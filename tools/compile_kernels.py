@@ -196,7 +196,7 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
             if held != "auto":
                 paged_attention.dequantize(cache, table, lengths, dtype)
             qkv, turns = torch.zeros(1, (heads + 2) * dim, dtype=dtype), torch.zeros(1, 2, dim, dtype=dtype)
-            if dtype == torch.bfloat16 and held == "auto":  # in others it needs as little shared memory
+            if dtype == torch.bfloat16:  # in others it needs as little shared memory
                 attend = single_row.RowAttention(heads, 1, dim, qkv.device)
                 attend(qkv, turns, cache, table[:1], lengths[:1], 0.1)
     finally:

@@ -49,7 +49,6 @@ class SingleRow:
             set(model.layer_norms) == {"attention_norm", "mlp_norm"}
             and all(_fits(weight) for weight in model.weights())
             and all(layer.attention == AttentionOptions(layer.attention.scale) for layer in model.layers)
-            and model.cache_spec.scale_dtype is None
             and shape.final_soft_cap is None
             and not shape.rotations
             and shape.hidden_size <= single_row.WHOLE

@@ -191,6 +191,35 @@ def test_prefill_attention(name, heads, kv_heads, dim, block_size, dtype, window
         assert_close("prefill_attention", kernels.prefill_attention(q, *given), wanted, dtype, times=1 + first)
 
 
+@pytest.mark.parametrize("length", [1, 2, 17, 128, 300, *([129, 1025, 2777] if COMPILED else [])])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "dtype"), [(8, 1, 64, BF16), (4, 2, 32, F32), (2, 1, 256, BF16)])
+@formats
+def test_one_rows_attention_reads_codes_and_writes_the_new_token(name, heads, kv_heads, dim, dtype, length, device):
+    single_row = pytest.importorskip("minillm.kernels.single_row")
+    cache, table, lengths = written(name, [length], kv_heads, dim, 16, dtype, device)
+    wanted_cache = LayerCache(*(part.clone() for part in (cache.k, cache.v, cache.k_scale, cache.v_scale)))
+    qkv, rotary = (
+        random_tensor(1, (heads + 2 * kv_heads) * dim, dtype=dtype, device=device),
+        rotations(length, dim, device),
+    )
+    rotary = rotary.to(dtype)
+    q, k, v = qkv.view(1, -1, dim).split((heads, kv_heads, kv_heads), 1)
+    q, k = kernels.rotary_embedding(q, k, rotary[-1:])
+    slot = table[0, (length - 1) // 16].long() * 16 + (length - 1) % 16
+    reference.write_kv(k, v, wanted_cache, slot[None])
+    for scales in (cache.k_scale, cache.v_scale):
+        scales.view(-1, kv_heads)[slot] = torch.nan  # it must not be read before it is written
+    wanted = reference.decode_attention(q[:, None].double(), wanted_cache, table, lengths, AttentionOptions(0.2))[:, 0]
+    attend = single_row.RowAttention(heads, kv_heads, dim, torch.device(device))
+    for _ in range(2):  # the second run uses the workspace as the first left it
+        out = attend(qkv, rotary, cache, table, lengths, 0.2)
+        assert_close("single_row.RowAttention, codes", out.view(1, heads, dim), wanted, dtype, times=2)
+    assert same(cache, wanted_cache) or COMPILED  # compiled, the rotation of the two kernels may differ in a last bit
+    found, expected = (each.read(table.long()) for each in (cache, wanted_cache))
+    for one, other in zip(found, expected, strict=True):
+        assert_close("single_row.RowAttention, cache", one[:, :length], other[:, :length].double(), F32, times=1e3)
+
+
 def test_small_values_keep_their_precision_in_float16(device):
     """A weight times a value's scale is as small as 1e-7: float16 would round it to one of a few numbers."""
     cache = CacheSpec.of("int8", 1, 32, F16).allocate(8, 16, torch.device(device))
