@@ -50,6 +50,20 @@ FAULTS = (
         "tests/kernels/test_quantized_cache.py -k write_kernel",
     ),
     Fault(
+        "the fused row attends to its new key before it is rounded",
+        "kernels/single_row.py",
+        "codes, new_scale, new_k = rounded_head(new_k, LARGEST, kind, WIDE)",
+        "codes, new_scale, _ = rounded_head(new_k, LARGEST, kind, WIDE)",
+        "tests/kernels/test_quantized_cache.py -k one_rows_attention",
+    ),
+    Fault(
+        "the fused row's weights are scaled before they are summed up",
+        "kernels/single_row.py",
+        "        total = total * rescale + tl.sum(weights, 0)\n        if k_scale_ptr",
+        "        total = total * rescale + tl.sum(weights * v_scale, 0)\n        if k_scale_ptr",
+        "tests/kernels/test_quantized_cache.py -k one_rows_attention",
+    ),
+    Fault(
         "padding tokens write their scales before the cache",
         WRITE,
         "mask=(heads < KV_HEADS) & (tl.max(wanted.to(tl.int32), 1) > 0)",
