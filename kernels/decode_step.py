@@ -19,6 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .single_row_parts import has_dependent_launch, wait_for_inputs
+
 
 @triton.jit
 def _mix(z):
@@ -61,8 +63,10 @@ def prepare_kernel(
 
 @triton.jit
 def advance_kernel(
-    rows_ptr, sampled_ptr, position_ptr, tokens_ptr, out_ptr, arrived_ptr, tokens_stride, PAD_ROW, RING: tl.constexpr
-):
+    rows_ptr, sampled_ptr, position_ptr, tokens_ptr, out_ptr, arrived_ptr, tokens_stride, PAD_ROW,
+    RING: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(DEPENDENT)
     i = tl.program_id(0)
     row = tl.load(rows_ptr + i).to(tl.int64)
     token = tl.load(sampled_ptr + i)
@@ -124,7 +128,9 @@ def advance(
     arrived [all, ring] int32, in the host's memory (pinned, if the rest is on a GPU): gets each row's token at its
     place modulo the ring's size.
     """
+    dependent = has_dependent_launch(rows.device)
+    options = {"launch_pdl": True} if dependent else {}
     advance_kernel[(len(rows),)](
-        rows, sampled, position, tokens, out, arrived, tokens.stride(0), len(position) - 1, RING=arrived.shape[1],
-        num_warps=1,
+        rows, sampled, position, tokens, out, arrived, tokens.stride(0), len(position) - 1,
+        RING=arrived.shape[1], DEPENDENT=dependent, num_warps=1, **options,
     )  # fmt: skip

@@ -10,11 +10,14 @@ import torch
 import triton
 import triton.language as tl
 
+from .single_row_parts import has_dependent_launch, wait_for_inputs
+
 
 @triton.jit
 def int8_embedding_kernel(
-    ids_ptr, codes_ptr, scale_ptr, out_ptr, factor, COLUMNS: tl.constexpr, TILE: tl.constexpr
+    ids_ptr, codes_ptr, scale_ptr, out_ptr, factor, COLUMNS: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr
 ):  # fmt: skip
+    wait_for_inputs(DEPENDENT)
     token, columns = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
     inside = columns < COLUMNS
     row = tl.load(ids_ptr + token).to(tl.int64)
@@ -32,7 +35,10 @@ def int8_embedding(
     out = torch.empty((tokens, columns), dtype=dtype, device=codes.device)
     if tokens:
         tile = triton.next_power_of_2(columns)
+        dependent = has_dependent_launch(ids.device)
+        options = {"launch_pdl": True} if dependent else {}
         int8_embedding_kernel[(tokens,)](
-            ids, codes, scales, out, factor, COLUMNS=columns, TILE=tile, num_warps=min(max(tile // 512, 1), 16)
-        )
+            ids, codes, scales, out, factor, COLUMNS=columns, TILE=tile, DEPENDENT=dependent,
+            num_warps=min(max(tile // 512, 1), 16), **options,
+        )  # fmt: skip
     return out

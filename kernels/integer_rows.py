@@ -304,12 +304,15 @@ def default_launch(rows: int, quads: int, bits: int, gated: bool, processors: in
 
     Launches are chosen together: a kernel that leaves registers free lets the next one start and load early.
     """
-    if quads > 256:  # long rows: one large program per processor, so that their inputs are read once
-        return Launch(min(processors, triton.cdiv(rows, 2)), max(1, 2048 // quads), 16)
+    if quads > 256:  # long rows: large programs, so that few of them read the inputs
+        per = 2 if quads <= 512 else 1
+        return Launch(min(per * processors, triton.cdiv(rows, 2)), 2 if quads <= 1024 else 1, 16)
     if rows > 256 * processors:
         return Launch(8 * processors, 4, 2)
     if gated:
         return Launch(5 * processors, 4, 4) if bits == 4 else Launch(8 * processors, 2, 4)
-    if triton.cdiv(rows, 4) <= 4 * processors:
-        return Launch(triton.cdiv(rows, 4), 4, 4)
-    return Launch(min(3 * processors, triton.cdiv(rows, 8)), 8, 4) if bits == 4 else Launch(3 * processors, 4, 4)
+    if bits == 4:
+        tile = 8 if triton.cdiv(rows, 8) <= 2 * processors else 16
+        return Launch(min(2 * processors, triton.cdiv(rows, tile)), tile, 4)
+    tiles = triton.cdiv(rows, 4)
+    return Launch(tiles if tiles <= 4 * processors else 3 * processors, 4, 4)

@@ -17,14 +17,17 @@ import torch
 import triton
 import triton.language as tl
 
+from .single_row_parts import has_dependent_launch, wait_for_inputs
+
 CHUNK = 4096
 
 
 @triton.jit
 def chunk_mass_kernel(
     logits_ptr, temperature_ptr, maximum_ptr, argmax_ptr, mass_ptr, row_stride, VOCAB, CHUNKS,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(DEPENDENT)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = chunk * CHUNK + tl.arange(0, CHUNK)
     logits = tl.load(logits_ptr + row * row_stride + columns, mask=columns < VOCAB, other=float("-inf"))
@@ -44,8 +47,9 @@ def chunk_mass_kernel(
 @triton.jit
 def choose_kernel(
     logits_ptr, temperature_ptr, uniform_ptr, maximum_ptr, argmax_ptr, mass_ptr, out_ptr, row_stride, VOCAB, CHUNKS,
-    CHUNKS_TILE: tl.constexpr, CHUNK: tl.constexpr,
+    CHUNKS_TILE: tl.constexpr, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     chunks = tl.arange(0, CHUNKS_TILE)
     real = chunks < CHUNKS
@@ -103,14 +107,17 @@ def sample(logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tenso
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
         chunks = triton.cdiv(vocab, CHUNK)
+        dependent = has_dependent_launch(logits.device)
+        options = {"launch_pdl": True} if dependent else {}
         maximum = torch.empty((rows, chunks), dtype=torch.float32, device=logits.device)
         mass = torch.empty_like(maximum)
         argmax = torch.empty((rows, chunks), dtype=torch.int32, device=logits.device)
         chunk_mass_kernel[(rows, chunks)](
-            logits, temperature, maximum, argmax, mass, logits.stride(0), vocab, chunks, CHUNK=CHUNK, num_warps=8
-        )
+            logits, temperature, maximum, argmax, mass, logits.stride(0), vocab, chunks,
+            CHUNK=CHUNK, DEPENDENT=dependent, num_warps=8, **options,
+        )  # fmt: skip
         choose_kernel[(rows,)](
             logits, temperature, uniform, maximum, argmax, mass, out, logits.stride(0), vocab, chunks,
-            CHUNKS_TILE=triton.next_power_of_2(chunks), CHUNK=CHUNK, num_warps=8,
+            CHUNKS_TILE=triton.next_power_of_2(chunks), CHUNK=CHUNK, DEPENDENT=dependent, num_warps=8, **options,
         )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""Parts that the kernels for one row share.  Lesson 11."""
+"""Parts that the kernels of a decode step share: launches that overlap, and the activation.  Lesson 11."""
 
 from functools import lru_cache
 

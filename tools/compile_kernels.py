@@ -131,6 +131,8 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
 
     run, triton.runtime.JITFunction.run = triton.runtime.JITFunction.run, compile_only
     try:
+        for module in (single_row, integer_rows, sampling, decode_step, embedding):
+            module.has_dependent_launch = lambda _: capability >= 90
         x = torch.zeros(2, 2048, dtype=torch.bfloat16)
         normalization.rms_norm(x, torch.zeros(2048), 1e-6)
         normalization.add_rms_norm(x, x, torch.zeros(2048), 1e-6)
@@ -146,7 +148,6 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
         sampling.sample(torch.zeros(2, 9000), torch.ones(2), torch.ones(2))
         truncation.truncate(torch.zeros(2, 9000), torch.ones(2, dtype=torch.int64), torch.ones(2))
         sampling.soft_cap(torch.zeros(2, 9000, dtype=torch.bfloat16), 30.0)
-        single_row.has_dependent_launch = integer_rows.has_dependent_launch = lambda _: capability >= 90
         integer_rows.is_compiled = few_rows.is_compiled = lambda _: True
         row, weight = torch.zeros(1, 2048, dtype=torch.bfloat16), torch.zeros(2560, 2048, dtype=torch.bfloat16)
         single_row.product(row, weight, norm=torch.zeros(2048), eps=1e-6, residual=row)

@@ -65,7 +65,10 @@ def calls_over(function, make_inputs, nbytes):
 
 
 def write_table(description: str, rows: Iterator[dict]) -> None:
-    """The command line of a tool that measures one row after another: prints each, and writes all with --record."""
+    """The command line of a tool that measures one row after another: prints each, and writes all with --record.
+
+    The record is written after each row, so a run that is cut short keeps what it has.
+    """
     options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--record", help="write the table to this file, or to the committed record of this name")
     arguments = options.parse_args()
@@ -75,8 +78,8 @@ def write_table(description: str, rows: Iterator[dict]) -> None:
     for row in rows:
         results.append(row)
         print({key: value for key, value in row.items() if key != "runs"}, flush=True)
-    if arguments.record:
-        print(records.write(records.record(results, begun), arguments.record))
+        if arguments.record:
+            records.write(records.record(results, begun), arguments.record)
 
 
 def relative_error(got, wanted) -> float:

@@ -110,7 +110,7 @@ def many(name: str, rows: int, columns: int, tokens: int) -> dict:
 def table() -> Iterator[dict]:
     yield {"kernel": "copy", "gb_per_s": copy_gb_per_s()}
     for name, (rows, columns) in (MATRICES | HEAD).items():
-        for tokens in (1, 4, 8, 16, 32, 64):
+        for tokens in (1, 4, 8, 16, 64):
             yield from few(name, rows, columns, tokens)
         torch.cuda.empty_cache()
     for name, (rows, columns) in MATRICES.items():
