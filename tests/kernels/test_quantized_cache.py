@@ -117,6 +117,18 @@ def test_the_write_kernel_stores_the_references_codes_and_scales(name, kv_heads,
     assert same(found, wanted)
 
 
+@formats
+def test_a_padding_token_changes_nothing_not_even_before_the_cache(name, device):
+    whole = CacheSpec.of(name, 2, 32, F32).allocate(3, 5, torch.device(device))
+    parts = [whole.k, whole.v, whole.k_scale, whole.v_scale]
+    before = [part.clone() for part in parts]
+    q, k, v, cos_sin = drawn(2, 4, 32, F32, device)
+    given = LayerCache(*(part[1:] for part in parts)), torch.full((9,), -1, device=device)
+    kernels.write_kv(k, v, *given)
+    kernels.rotary_write(q, k, v, cos_sin, *given, True)
+    assert all(part.view(torch.uint8).equal(old.view(torch.uint8)) for part, old in zip(parts, before, strict=True))
+
+
 @pytest.mark.parametrize("rotate_keys", [True, False])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("name", ["auto", *FORMATS])
