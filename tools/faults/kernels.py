@@ -122,8 +122,8 @@ FAULTS = (
     Fault(
         "the first slot of the cache is never written",
         "kernels/rope_cache.py",
-        "(slot >= 0)",
-        "(slot > 0)",
+        "(columns < SIZE) & (slot >= 0)",
+        "(columns < SIZE) & (slot > 0)",
         "tests/kernels/test_kernels.py -k keys_are_written",
     ),
     Fault(

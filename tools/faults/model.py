@@ -115,8 +115,8 @@ FAULTS = (
     Fault(
         "the cache size per token counts keys but not values",
         SIZING,
-        "return 2 * config.num_kv_heads * config.head_dim",
-        "return config.num_kv_heads * config.head_dim",
+        "return 2 * config.num_kv_heads * (config.head_dim",
+        "return config.num_kv_heads * (config.head_dim",
         "tests/model/test_sizing.py -k kv_bytes_per_token",
     ),
     Fault(
