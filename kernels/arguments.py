@@ -6,10 +6,15 @@ import torch
 
 
 class Cache(Protocol):
-    """One layer's keys and values in all blocks, each [blocks, block_size, kv_heads, d], contiguous along d."""
+    """One layer's keys and values in all blocks, each [blocks, block_size, kv_heads, d], contiguous along d.
+
+    If they are int8 or float8_e4m3fn, they are codes, with scales [blocks, block_size, kv_heads] float32.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
 
 
 class Options(Protocol):

@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys, and writing keys and values to the cache.  Lessons 02 and 09.
+"""Rotary embedding of queries and keys, and writing keys and values to the cache.  Lessons 02, 08 and 09.
 
 Rotary embedding (Su et al. 2021, "RoFormer"), in the half-split convention of GPT-NeoX and Hugging Face: element i
 of the first half and element i of the second half form a point in the plane, which is rotated by the angle
@@ -12,7 +12,9 @@ model's table has them for all of head_dim: the two halves of the cosines are eq
 negated, so the kernel reads one half of each.
 
 Writing to the cache is a copy: one program per token copies all KV heads to the token's slot (block * block_size +
-offset). It skips negative slots, which stand for the padding of a batch.
+offset). It skips negative slots, which stand for the padding of a batch. Both in one launch, rotated keys go from
+registers to the cache, and a quantized cache takes codes and scales from there: a head's largest value is known as soon
+as the head is.
 """
 
 import torch
@@ -20,18 +22,26 @@ import triton
 import triton.language as tl
 
 from .arguments import Cache, check_strides
+from .cache_codes import LARGEST, stored, to_codes
+
+
+@triton.jit
+def _halves(x_ptr, HEADS: tl.constexpr, TILE: tl.constexpr, HALF: tl.constexpr):
+    """(offsets [TILE, HALF] of the first halves, which of them are real, first halves, second halves)."""
+    heads = tl.arange(0, TILE)[:, None]
+    at = heads * (2 * HALF) + tl.arange(0, HALF)[None, :]
+    real = (heads < HEADS) & (at >= 0)
+    first = tl.load(x_ptr + at, mask=real, other=0.0).to(tl.float32)
+    second = tl.load(x_ptr + at + HALF, mask=real, other=0.0).to(tl.float32)
+    return at, real, first, second
 
 
 @triton.jit
 def _rotate(x_ptr, out_ptr, cos, sin, HEADS: tl.constexpr, HEADS_TILE: tl.constexpr, HALF: tl.constexpr):
-    heads = tl.arange(0, HEADS_TILE)[:, None]
-    first = heads * (2 * HALF) + tl.arange(0, HALF)[None, :]
-    real = (heads < HEADS) & (first >= 0)
-    a = tl.load(x_ptr + first, mask=real, other=0.0).to(tl.float32)
-    b = tl.load(x_ptr + first + HALF, mask=real, other=0.0).to(tl.float32)
+    at, real, a, b = _halves(x_ptr, HEADS, HEADS_TILE, HALF)
     kind = out_ptr.dtype.element_ty
-    tl.store(out_ptr + first, (a * cos - b * sin).to(kind), mask=real)
-    tl.store(out_ptr + first + HALF, (b * cos + a * sin).to(kind), mask=real)
+    tl.store(out_ptr + at, (a * cos - b * sin).to(kind), mask=real)
+    tl.store(out_ptr + at + HALF, (b * cos + a * sin).to(kind), mask=real)
 
 
 @triton.jit
@@ -67,6 +77,52 @@ def write_kv_kernel(
     tl.store(v_cache_ptr + to, v.to(v_cache_ptr.dtype.element_ty), mask=wanted)
 
 
+@triton.jit
+def _write(
+    first, second, cache_ptr, scale_ptr, at, wanted,
+    KV_HEADS: tl.constexpr, TILE: tl.constexpr, HALF: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Store both halves of a token's heads in its slot, as codes if there are scales."""
+    kind = cache_ptr.dtype.element_ty
+    if scale_ptr is not None:
+        heads = tl.arange(0, TILE)
+        most = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
+        scale = tl.div_rn(most, tl.full([TILE], LARGEST, tl.float32))
+        first, second = to_codes(first, scale, kind), to_codes(second, scale, kind)
+        tl.store(scale_ptr + heads, scale, mask=(heads < KV_HEADS) & (tl.max(wanted.to(tl.int32), 1) > 0))
+    tl.store(cache_ptr + at, first.to(kind), mask=wanted)
+    tl.store(cache_ptr + at + HALF, second.to(kind), mask=wanted)
+
+
+@triton.jit
+def rotary_write_kernel(
+    q_ptr, k_ptr, v_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, cos_sin_ptr, slots_ptr,
+    q_stride, k_stride, v_stride, block_stride, slot_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEADS_TILE: tl.constexpr, KV_HEADS_TILE: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROTATE_KEYS: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Rotary embedding of q and k, and the cache write, in one launch. Without q: only the write."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    at, real, k1, k2 = _halves(k_ptr + token * k_stride, KV_HEADS, KV_HEADS_TILE, HALF)
+    _, _, v1, v2 = _halves(v_ptr + token * v_stride, KV_HEADS, KV_HEADS_TILE, HALF)
+    if q_ptr is not None:
+        angles = cos_sin_ptr + token * (4 * HALF) + tl.arange(0, HALF)
+        cos = tl.load(angles).to(tl.float32)[None, :]
+        sin = tl.load(angles + 3 * HALF).to(tl.float32)[None, :]
+        _rotate(q_ptr + token * q_stride, q_out_ptr + token * (2 * HALF * HEADS), cos, sin, HEADS, HEADS_TILE, HALF)
+        if ROTATE_KEYS:
+            kind = k_ptr.dtype.element_ty  # rounded like the rotary kernel's output
+            k1, k2 = (k1 * cos - k2 * sin).to(kind).to(tl.float32), (k2 * cos + k1 * sin).to(kind).to(tl.float32)
+    wanted = real & (slot >= 0)
+    at += (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * slot_stride
+    if k_scale_ptr is not None:
+        k_scale_ptr += slot * KV_HEADS
+        v_scale_ptr += slot * KV_HEADS
+    _write(k1, k2, k_cache_ptr, k_scale_ptr, at, wanted, KV_HEADS, KV_HEADS_TILE, HALF, LARGEST)
+    _write(v1, v2, v_cache_ptr, v_scale_ptr, at, wanted, KV_HEADS, KV_HEADS_TILE, HALF, LARGEST)
+
+
 def rotary_embedding(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate q [tokens, heads, d] and k [tokens, kv_heads, d] by their positions' angles -> new q and k.  Lesson 02.
 
@@ -87,14 +143,16 @@ def rotary_embedding(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor) ->
 
 
 def write_kv(k: torch.Tensor, v: torch.Tensor, cache: Cache, slots: torch.Tensor) -> None:
-    """Store k, v [tokens, kv_heads, d] in slots [tokens] int64 of a layer's cache; -1: skip the token.  Lesson 09.
+    """Store k, v [tokens, kv_heads, d] in slots [tokens] int64 of a layer's cache; -1: skip the token.  Lessons 08, 09.
 
-    Raises ValueError unless K and V have equal strides and a token's heads are adjacent.
+    For a quantized cache, d is a power of two. Raises ValueError unless K and V have equal strides and a token's heads
+    are adjacent.
     """
     tokens, kv_heads, dim = k.shape
-    check_strides(cache)
-    if cache.k.stride(2) != dim:
-        raise ValueError("a token's heads must be adjacent in the cache")
+    if cache.k_scale is not None:
+        _rotate_and_write(None, k, v, None, cache, slots, False)
+        return
+    _check_slots(cache, dim)
     k, v = _dense_tokens(k), _dense_tokens(v)
     if tokens:
         size = kv_heads * dim
@@ -103,6 +161,56 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, cache: Cache, slots: torch.Tensor
             BLOCK_SIZE=cache.k.shape[1], SIZE=size, TILE=triton.next_power_of_2(size),
             num_warps=1 if size <= 512 else 4,
         )  # fmt: skip
+
+
+def rotary_write(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos_sin: torch.Tensor,
+    cache: Cache,
+    slots: torch.Tensor,
+    rotate_keys: bool = True,
+) -> torch.Tensor:
+    """`rotary_embedding` and `write_kv` in one launch; returns the rotated q.  Lessons 08 and 11.
+
+    rotate_keys: whether k is rotated before it is written. d is a power of two. Raises ValueError as `write_kv`.
+    """
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    _rotate_and_write((_dense_tokens(q), out), k, v, cos_sin.contiguous(), cache, slots, rotate_keys)
+    return out
+
+
+def _rotate_and_write(
+    queries: tuple[torch.Tensor, torch.Tensor] | None,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos_sin: torch.Tensor | None,
+    cache: Cache,
+    slots: torch.Tensor,
+    rotate_keys: bool,
+) -> None:
+    """queries: q and where its rotation is written."""
+    tokens, kv_heads, dim = k.shape
+    _check_slots(cache, dim)
+    k, v = _dense_tokens(k), _dense_tokens(v)
+    q, out = queries or (None, None)
+    heads = 1 if q is None else q.shape[1]
+    held_k, held_v = stored(cache)
+    if tokens:
+        rotary_write_kernel[(tokens,)](
+            q, k, v, out, held_k, held_v, cache.k_scale, cache.v_scale, cos_sin, slots,
+            0 if q is None else q.stride(0), k.stride(0), v.stride(0), *held_k.stride()[:2],
+            HEADS=heads, KV_HEADS=kv_heads, HEADS_TILE=triton.next_power_of_2(heads),
+            KV_HEADS_TILE=triton.next_power_of_2(kv_heads), HALF=dim // 2, BLOCK_SIZE=cache.k.shape[1],
+            ROTATE_KEYS=rotate_keys, LARGEST=LARGEST.get(cache.k.dtype, 1.0), num_warps=4,
+        )  # fmt: skip
+
+
+def _check_slots(cache: Cache, dim: int) -> None:
+    check_strides(cache)
+    if cache.k.stride(2) != dim:
+        raise ValueError("a token's heads must be adjacent in the cache")
 
 
 def _dense_tokens(x: torch.Tensor) -> torch.Tensor:

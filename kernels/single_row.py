@@ -30,7 +30,8 @@ import triton.language as tl
 
 from . import launch_configs
 from .arguments import Cache
-from .paged_attention import LOG2E
+from .cache_codes import LARGEST, rounded_head, stored, to_numbers
+from .paged_attention import LOG2E, product_type
 from .single_row_parts import activated, has_dependent_launch, processors, wait_for_inputs
 
 WHOLE = 4096  # a program holds full rows of up to this many columns
@@ -123,11 +124,21 @@ def _tile(k_ptr, v_ptr, table_ptr, start, end, block_stride, slot_stride, dims, 
 
 
 @triton.jit
+def _scales(k_ptr, v_ptr, table_ptr, start, end, kv_heads, KEYS: tl.constexpr, SIZE: tl.constexpr):
+    """The scales of these keys and values [KEYS]."""
+    keys = start + tl.arange(0, KEYS)
+    present = keys < end
+    block = tl.load(table_ptr + keys // SIZE, mask=present, other=0).to(tl.int64)
+    at = (block * SIZE + keys % SIZE) * kv_heads
+    return tl.load(k_ptr + at, mask=present, other=0.0), tl.load(v_ptr + at, mask=present, other=0.0)
+
+
+@triton.jit
 def row_attention_kernel(
-    qkv_ptr, cos_sin_ptr, k_ptr, v_ptr, table_ptr, length_ptr, part_ptr, log_total_ptr, finished_ptr, out_ptr, scale,
-    block_stride, slot_stride, head_stride,
+    qkv_ptr, cos_sin_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, length_ptr, part_ptr, log_total_ptr,
+    finished_ptr, out_ptr, scale, block_stride, slot_stride, head_stride,
     GROUP: tl.constexpr, PARTS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    WIDE: tl.constexpr, LARGEST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     head, heads, part = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     kv_head, kv_heads = head // GROUP, heads // GROUP
@@ -145,6 +156,10 @@ def row_attention_kernel(
     angles = cos_sin_ptr + tl.maximum(newest, 0) * (2 * DIM) + dims
     cos, sin = tl.load(angles).to(tl.float32), tl.load(angles + DIM).to(tl.float32)
     k, v = _tile(k_ptr, v_ptr, table_ptr, begin, end, block_stride, slot_stride, dims, KEYS, BLOCK_SIZE)
+    if k_scale_ptr is not None:
+        k_scale_ptr += kv_head
+        v_scale_ptr += kv_head
+        k_scale, v_scale = _scales(k_scale_ptr, v_scale_ptr, table_ptr, begin, end, kv_heads, KEYS, BLOCK_SIZE)
     wait_for_inputs(DEPENDENT)
     if part >= parts:
         return
@@ -156,21 +171,38 @@ def row_attention_kernel(
         next_k, next_v = _tile(
             k_ptr, v_ptr, table_ptr, start + KEYS, end, block_stride, slot_stride, dims, KEYS, BLOCK_SIZE
         )
-        scores = tl.sum(k.to(tl.float32) * q[None, :], 1) * scale
+        scores = tl.sum(to_numbers(k, WIDE).to(tl.float32) * q[None, :], 1) * scale
+        if k_scale_ptr is not None:
+            scores *= k_scale
         scores = tl.where(start + tl.arange(0, KEYS) < end, scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 0))
         rescale, weights = tl.exp2(maximum - new_maximum), tl.exp2(scores - new_maximum)
         total = total * rescale + tl.sum(weights, 0)
-        out = out * rescale + tl.sum(weights[:, None] * v.to(tl.float32), 0)
+        if k_scale_ptr is not None:
+            weights *= v_scale
+            k_scale, v_scale = _scales(
+                k_scale_ptr, v_scale_ptr, table_ptr, start + KEYS, end, kv_heads, KEYS, BLOCK_SIZE
+            )
+        out = out * rescale + tl.sum(weights[:, None] * to_numbers(v, WIDE).to(tl.float32), 0)
         maximum, k, v = new_maximum, next_k, next_v
     if (begin <= newest) & (newest < begin + share):
         new_k = _rotated(qkv_ptr + (heads + kv_head) * DIM, cos, sin, dims, DIM // 2)
         new_v = tl.load(qkv_ptr + (heads + kv_heads + kv_head) * DIM + dims)
-        if head % GROUP == 0:
-            block = tl.load(table_ptr + newest // BLOCK_SIZE).to(tl.int64)
-            slot = block * block_stride + (newest % BLOCK_SIZE) * slot_stride
-            tl.store(k_ptr + slot + dims, new_k.to(k_ptr.dtype.element_ty))
-            tl.store(v_ptr + slot + dims, new_v)
+        block = tl.load(table_ptr + newest // BLOCK_SIZE).to(tl.int64)
+        slot = block * block_stride + (newest % BLOCK_SIZE) * slot_stride + dims
+        if k_scale_ptr is not None:
+            kind: tl.constexpr = k_ptr.dtype.element_ty
+            codes, new_scale, new_k = rounded_head(new_k, LARGEST, kind, WIDE)
+            v_codes, new_v_scale, new_v = rounded_head(new_v.to(tl.float32), LARGEST, kind, WIDE)
+            if head % GROUP == 0:
+                scale_at = (block * BLOCK_SIZE + newest % BLOCK_SIZE) * kv_heads + tl.arange(0, 1)
+                tl.store(k_ptr + slot[None, :], codes)
+                tl.store(v_ptr + slot[None, :], v_codes)
+                tl.store(k_scale_ptr + scale_at, new_scale)
+                tl.store(v_scale_ptr + scale_at, new_v_scale)
+        elif head % GROUP == 0:
+            tl.store(k_ptr + slot, new_k.to(k_ptr.dtype.element_ty))
+            tl.store(v_ptr + slot, new_v)
         score = tl.sum(q * new_k, 0) * scale
         new_maximum = tl.maximum(maximum, score)
         rescale, weight = tl.exp2(maximum - new_maximum), tl.exp2(score - new_maximum)
@@ -268,11 +300,13 @@ class RowAttention:
         out = torch.empty((1, self.heads * self.dim), dtype=qkv.dtype, device=qkv.device)
         dependent = has_dependent_launch(qkv.device)
         options = {"launch_pdl": True} if dependent else {}
+        k, v = stored(cache)
         row_attention_kernel[(self.heads, self.most_parts)](
-            qkv, rotary, cache.k, cache.v, block_table, length, self.parts, self.log_total, self.finished, out, scale,
-            *cache.k.stride()[:3],
+            qkv, rotary, k, v, cache.k_scale, cache.v_scale, block_table, length, self.parts, self.log_total,
+            self.finished, out, scale, *k.stride()[:3],
             GROUP=self.heads // self.kv_heads, PARTS=self.most_parts, KEYS=max(TILE // self.dim, 16), DIM=self.dim,
-            BLOCK_SIZE=cache.k.shape[1], DEPENDENT=dependent, num_warps=4, **options,
+            BLOCK_SIZE=k.shape[1], WIDE=product_type(qkv.dtype), LARGEST=LARGEST.get(cache.k.dtype, 1.0),
+            DEPENDENT=dependent, num_warps=4, **options,
         )  # fmt: skip
         return out
 

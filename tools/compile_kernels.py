@@ -36,7 +36,7 @@ from minillm.kernels import (
     truncation,
 )
 from minillm.kernels.arguments import IntegerMatrix
-from minillm.kv_cache import LayerCache
+from minillm.kv_cache.layer_cache import CacheSpec
 from minillm.ops import AttentionOptions
 
 KIB = 1024
@@ -55,6 +55,15 @@ ATTENTION = [
     (64, torch.float16, 4, 1, {"rotary": ..., "soft_cap": 50.0}),
     (256, torch.float32, 8, 1, {}),
     (128, torch.float32, 4, 1, {"rotary": ...}),
+]
+# The same, then the format of the cache
+QUANTIZED = [
+    (256, torch.bfloat16, 8, 1, {}, "int8"),
+    (256, torch.bfloat16, 8, 8, {"soft_cap": 50.0}, "fp8"),
+    (256, torch.bfloat16, 8, 16, {}, "int8"),
+    (256, torch.bfloat16, 8, 1, {"rotary": ...}, "fp8"),
+    (64, torch.float16, 4, 1, {"rotary": ..., "soft_cap": 50.0}, "int8"),
+    (256, torch.float32, 8, 1, {}, "int8"),
 ]
 
 
@@ -170,11 +179,12 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
             many = torch.zeros(tokens, 2048, dtype=torch.int8)
             quantized_inputs.int8_product(many, factors, words.view(torch.int8), scales, torch.bfloat16)
         embedding.int8_embedding(rows, words.view(torch.int8), scales, 1.0, torch.bfloat16)
-        for dim, dtype, heads, queries, options in ATTENTION:
-            case = f"{str(dtype).removeprefix('torch.')} head_dim {dim}"
-            k = torch.zeros(4, 16, 1, dim, dtype=dtype)
-            cache = LayerCache(k, k)
-            rope_cache.write_kv(k[0, :2], k[0, :2], cache, torch.zeros(2, dtype=torch.int64))
+        for dim, dtype, heads, queries, options, held in [*((*each, "auto") for each in ATTENTION), *QUANTIZED]:
+            case = f"{str(dtype).removeprefix('torch.')} head_dim {dim} cache {held}"
+            cache = CacheSpec.of(held, 1, dim, dtype).allocate(4, 16, x.device)
+            k, angles, slots = (torch.zeros(size, dtype=dtype) for size in ((2, 1, dim), (2, 2, dim), 2))
+            rope_cache.write_kv(k, k, cache, slots.long())
+            rope_cache.rotary_write(k.expand(-1, heads, -1), k, k, angles, cache, slots.long())
             table = torch.zeros(2, 256, dtype=torch.int32)
             lengths, starts = torch.ones(2, dtype=torch.int32), torch.arange(3, dtype=torch.int32)
             q = torch.zeros(2, heads, dim, dtype=dtype)
@@ -184,6 +194,8 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
             attention = AttentionOptions(0.1, **options)
             paged_attention.decode_attention(several, cache, table, lengths, attention)
             paged_attention.prefill_attention(q, cache, table, lengths, starts, 1, attention)
+            if held != "auto":
+                paged_attention.dequantize(cache, table, lengths, dtype)
             qkv, turns = torch.zeros(1, (heads + 2) * dim, dtype=dtype), torch.zeros(1, 2, dim, dtype=dtype)
             if dtype == torch.bfloat16:  # in others it needs as little shared memory
                 attend = single_row.RowAttention(heads, 1, dim, qkv.device)

@@ -57,7 +57,7 @@ def torch_attention(
     rows, queries, heads, head_dim = q.shape
     if queries != 1:
         raise ValueError(f"torch_attention takes one query per row, not {queries}")
-    k, v = (part[block_table].flatten(1, 2).transpose(1, 2) for part in (cache.k, cache.v))
+    k, v = (part.to(q.dtype).transpose(1, 2) for part in cache.read(block_table))
     key = torch.arange(k.shape[2], device=q.device)
     ends = lengths.clamp(min=1)[:, None]
     seen = key < ends

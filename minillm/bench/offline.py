@@ -41,6 +41,15 @@ class Minillm:
         """As `timed`."""
         return timed(self.llm, requests, temperature, extra)
 
+    def formats(self) -> dict[str, str | None]:
+        """The model and the formats of its weights and cache, for a record's row."""
+        engine = self.llm.engine
+        return {
+            "model": engine.name,
+            "quantization": engine.config.quantization,
+            "kv_cache_dtype": engine.model.cache_spec.name,
+        }
+
 
 def timed(
     llm: LLM, requests: Sequence[BenchRequest], temperature: float, extra: Sequence[Mapping[str, Any]] = ()
@@ -114,7 +123,9 @@ def run(
         for name in chosen:
             work = workloads.make(name, config.vocab_size, scale=scale, requests=requests)
             facts = {"workload": name, **workloads.totals(work), **common}
-            results += _alternate(engine, peer, work, facts, repeat, temperature, batches, patience)
+            found = _alternate(engine, peer, work, facts, repeat, temperature, batches, patience)
+            found[0] |= engine.formats()
+            results += found
             if not quiet:
                 print(table(results[-1:] if peer is None else _of(results, name)), flush=True)
     finally:

@@ -109,4 +109,5 @@ def append(cache: GrowingCache, k: Tensor, v: Tensor) -> None:
 def _contiguous(cache: LayerCache, blocks: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """Copies of the blocks that `length` tokens fill, concatenated: k and v, each [capacity, kv_heads, d]."""
     used = blocks[: -(-length // cache.k.shape[1])]
-    return cache.k[used].flatten(0, 1), cache.v[used].flatten(0, 1)
+    k, v = cache.read(used[None])
+    return k[0], v[0]

@@ -129,6 +129,7 @@ class Engine:
             max_model_len=self.config.max_model_len,
             seed=self.config.seed,
             recipe=Recipe.uncalibrated(self.config.quantization, self.config.quantized_head),
+            kv_cache_dtype=self.config.kv_cache_dtype,
         )
         self.model_config: ModelConfig = self.model.config
         if self.tokenizer is not None:

@@ -133,7 +133,7 @@ def compare(
     limit    ask at most this many questions, evenly spread
     seeds    quantize so often, each time calibrated on other stretches of the calibration text and rotated with other
              signs; the result is that with the median KL
-    options  of the engine
+    options  of the engine; the model in float32 has a cache in float32 whatever `kv_cache_dtype` says
 
     All names are checked before anything is measured. Raises ConfigError; Unreachable, if the task's questions cannot
     be downloaded.
@@ -145,7 +145,7 @@ def compare(
         raise ConfigError(f"{place} is no unquantized model to compare with: name the directory of one")
     candidates = {name: _candidate(name) for name in names}
     workload = held_out(task)
-    with LLM(place, **{**options, "dtype": "float32"}) as llm:
+    with LLM(place, **{**options, "dtype": "float32", "kv_cache_dtype": "auto"}) as llm:
         candidates = candidates or default_methods(llm.engine.model)
         for chosen in candidates.values():
             if isinstance(chosen, MethodRecipe):
@@ -235,7 +235,7 @@ def _result(
         "workload": "compare",
         "quantization": name,
         **_stored(model),
-        "kv_cache_dtype": str(model.cache_spec.dtype).removeprefix("torch."),
+        "kv_cache_dtype": model.cache_spec.name,
         "dtype": str(model.dtype).removeprefix("torch."),
         "requests": len(own.correct),
         "input_tokens": own.input_tokens,

@@ -36,6 +36,7 @@ def quality(
             "engine": "minillm",
             "workload": workload.name,
             "dtype": str(llm.engine.model.dtype).removeprefix("torch."),
+            "kv_cache_dtype": llm.engine.model.cache_spec.name,
             "requests": found.get("questions"),
             "input_tokens": inputs,
             "output_tokens": 0,

@@ -47,6 +47,7 @@ def streaming(
     base: float | None = None
     with LLM(model, **options) as llm:
         context, dtype = llm.engine.max_model_len, str(llm.engine.model.dtype).removeprefix("torch.")
+        kept = llm.engine.model.cache_spec.name
         if attention_window >= context:
             raise ConfigError(f"a window of {attention_window} tokens does not fit the context of {context}")
         tokenizer = tokenizer_of(llm)
@@ -81,6 +82,7 @@ def streaming(
             "engine": "minillm",
             "workload": f"streaming-{name}",
             "dtype": dtype,
+            "kv_cache_dtype": kept,
             "requests": len(prompts),
             "input_tokens": sum(map(len, prompts)),
             "output_tokens": 0,

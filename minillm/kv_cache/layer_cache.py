@@ -7,6 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minillm.errors import ConfigError
+
+DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # `kv_cache_dtype` -> the dtype of codes
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # the largest code of each
+
 
 @dataclass(frozen=True)
 class CacheSpec:
@@ -19,6 +24,19 @@ class CacheSpec:
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+
+    @classmethod
+    def of(cls, kv_cache_dtype: str, kv_heads: int, head_dim: int, dtype: torch.dtype) -> "CacheSpec":
+        """The format that the engine's option names; "auto" is the model's `dtype`. Raises ConfigError."""
+        if kv_cache_dtype != "auto" and kv_cache_dtype not in DTYPES:
+            raise ConfigError(f"kv_cache_dtype must be one of auto, {', '.join(DTYPES)}, not {kv_cache_dtype!r}")
+        return cls(kv_heads, head_dim, DTYPES.get(kv_cache_dtype, dtype))
+
+    @property
+    def name(self) -> str:
+        """The format's name in records: "bfloat16", "int8", "fp8"."""
+        names = {dtype: name for name, dtype in DTYPES.items()}
+        return names.get(self.dtype, str(self.dtype).removeprefix("torch."))
 
     @property
     def scale_dtype(self) -> torch.dtype | None:
@@ -69,7 +87,7 @@ class LayerCache:
             if scales is not None:
                 values, scale = quantize(values, held.dtype)
                 scales.flatten(0, 1)[slots] = scale
-            _indexable(held).flatten(0, 1)[slots] = _indexable(values.to(held.dtype))
+            indexable(held).flatten(0, 1)[slots] = indexable(values.to(held.dtype))
 
     def read(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """blocks [rows, n] -> their keys and values, dequantized: [rows, n * block_size, kv_heads, d] each."""
@@ -77,16 +95,28 @@ class LayerCache:
         k, v = (_read(held, scales, blocks) for held, scales in pairs)
         return k, v
 
+    def randomize(self) -> None:
+        """Fill it with random numbers, as measurements need."""
+        for held, scales in ((self.k, self.k_scale), (self.v, self.v_scale)):
+            if scales is None:
+                held.normal_()
+            else:
+                indexable(held).view(torch.uint8).random_(0, 120)  # positive codes of either format
+                scales.fill_(1 / LARGEST[held.dtype])
+
 
 def _read(held: Tensor, scales: Tensor | None, blocks: Tensor) -> Tensor:
-    values = _indexable(held)[blocks].view(held.dtype).flatten(1, 2)
-    if scales is None:
-        return values
-    scale = scales[blocks].flatten(1, 2)[..., None]
-    return values.to(scale.dtype) * scale
+    values = indexable(held)[blocks].view(held.dtype).flatten(1, 2)
+    return values if scales is None else widened(values).mul_(scales[blocks].flatten(1, 2)[..., None])
 
 
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # the largest code of each quantized dtype
+def widened(codes: Tensor) -> Tensor:
+    """Codes in float32, exactly."""
+    if codes.dtype != torch.float8_e4m3fn or codes.device.type != "cpu":
+        return codes.float()
+    # torch converts fp8 one by one. Moved up to a float16's exponent and mantissa, its bits mean 2^-8 of the value.
+    bits = codes.view(torch.int8).to(torch.int16) << 7  # keeps the sign
+    return (bits & ~0x4000).view(torch.float16).float().mul_(256.0)
 
 
 def quantize(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -100,6 +130,6 @@ def quantize(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (codes.round() if dtype == torch.int8 else codes).to(dtype), scale
 
 
-def _indexable(tensor: Tensor) -> Tensor:
+def indexable(tensor: Tensor) -> Tensor:
     """The tensor, or its bytes for the 8-bit dtypes that torch cannot index."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor

@@ -56,7 +56,8 @@ class Model:
     """A decoder's parameters and its forward pass.  Lesson 02.
 
     It keeps no state between calls: attention's inputs are in a `Batch`, keys and values in `LayerCache`s. Parameters
-    are allocated here, in the formats that `recipe` names, and filled by `loader`.
+    are allocated here, in the formats that `recipe` names, and filled by `loader`. `cache_spec` is the format of each
+    layer's cache, which `kv_cache_dtype` names ("auto": the model's dtype). Raises ConfigError for an unknown one.
     """
 
     def __init__(
@@ -67,10 +68,12 @@ class Model:
         device: str | torch.device,
         max_model_len: int,
         recipe: Recipe = Recipe(),
+        kv_cache_dtype: str = "auto",
     ):
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self.max_model_len = max_model_len
         self.ops = ops.on(self.device.type)
+        self.cache_spec = CacheSpec.of(kv_cache_dtype, config.num_kv_heads, config.head_dim, dtype)
         hidden, head_dim = config.hidden_size, config.head_dim
         query_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
         # transformers multiplies by Gemma's norm weights in float32 for every dtype, by Llama's in the model's dtype.
@@ -182,9 +185,8 @@ class Model:
         if layer.q_norm is not None and layer.k_norm is not None:
             eps = self.config.rms_norm_eps
             q, k = run.rms_norm(q, layer.q_norm, eps), run.rms_norm(k, layer.k_norm, eps)
-        q, rotated = run.rotary_embedding(q, k, places.local_cos_sin if layer.local else places.cos_sin)
-        run.write_kv(k if batch.streams else rotated, v, cache, places.slots[layer.group])
-
+        cos_sin = places.local_cos_sin if layer.local else places.cos_sin
+        q = run.rotary_write(q, k, v, cos_sin, cache, places.slots[layer.group], not batch.streams)
         options = replace(layer.attention, rotary=self.rotary) if batch.streams else layer.attention
         parts = []
         if rows := batch.decode:
@@ -216,11 +218,6 @@ class Model:
         """[samples, hidden] after `forward` -> [samples, vocab], float32 (float64 for a float64 model)."""
         cap = self.config.final_soft_cap
         return self.ops.lm_head(hidden, self.head, cap) if cap else self.ops.lm_head(hidden, self.head)
-
-    @property
-    def cache_spec(self) -> CacheSpec:
-        """The format of each layer's cache."""
-        return CacheSpec(self.config.num_kv_heads, self.config.head_dim, self.dtype)
 
     def norms(self) -> list[Tensor]:
         """The weights of all norms. The loader adds the family's offset to them."""

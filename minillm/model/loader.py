@@ -64,6 +64,7 @@ def load_model(
     max_model_len: int | None = None,
     seed: int = 0,
     recipe: Recipe | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> Model:
     """Build a model and fill its parameters.  Lesson 00.
 
@@ -74,6 +75,7 @@ def load_model(
     max_model_len  tokens of context; default and maximum: the model's own
     recipe         the format of each weight; formats other than dense are quantized while they are read. Default: as
                    the checkpoint stores them. Only an unquantized checkpoint can have another
+    kv_cache_dtype format of the cache: "auto" (the model's dtype), "int8" or "fp8"
 
     Raises ConfigError.
     """
@@ -101,7 +103,14 @@ def load_model(
     files = [] if load_format == "dummy" or isinstance(place, str) else checkpoint_files(place)
     try:
         longest = max_model_len or config.max_model_len
-        built = Model(config, dtype=DTYPES[dtype], device=device, max_model_len=longest, recipe=recipe)
+        built = Model(
+            config,
+            dtype=DTYPES[dtype],
+            device=device,
+            max_model_len=longest,
+            recipe=recipe,
+            kv_cache_dtype=kv_cache_dtype,
+        )
     except torch.OutOfMemoryError as error:
         sizes = {each: _gigabytes(config, each, recipe) for each in (dtype, "bfloat16")}
         free = torch.cuda.mem_get_info(device)[0] / GB

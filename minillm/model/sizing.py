@@ -1,7 +1,7 @@
 """How much memory a model takes, and how many requests fit on a GPU, computed from a `ModelConfig`.  Lesson 02.
 
     weights              bytes = parameters x bytes of a number (2 for bfloat16)
-    KV cache             bytes a token = 2 x layers x kv_heads x head_dim x bytes of a number
+    KV cache             bytes a token = 2 x layers x kv_heads x (head_dim x bytes of a number + bytes of its scale)
     requests that fit    (GPU x utilization - weights - workspace) // bytes of one request's KV cache
 
 The two rules of thumb are NVIDIA's: "Mastering LLM Techniques: Inference Optimization" (developer blog,
@@ -20,7 +20,8 @@ from minillm.kv_cache.layer_groups import blocks_held
 from .config import ModelConfig
 from .families import ARCHITECTURES
 
-BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16, "float8": 8, "int8": 8, "int4": 4}
+BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16, "fp8": 8, "int8": 8, "int4": 4}
+CACHE_SCALE_BYTES = {"int8": 4, "fp8": 4}  # each token and KV head of a quantized cache has a float32 scale
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def fit(
     context: int,
     *,
     dtype: str = "bfloat16",
-    kv_dtype: str | None = None,
+    kv_cache_dtype: str = "auto",
     block_size: int = 16,
     utilization: float = 0.9,
     workspace_bytes: float = 0,
@@ -81,7 +82,7 @@ def fit(
     """Divide a GPU of `gpu_bytes` (80e9, 141e9) among a model's weights and requests of `context` tokens.  Lesson 02.
 
     dtype            of the weights, a key of BITS
-    kv_dtype         of keys and values; default: `dtype`
+    kv_cache_dtype   of keys and values, a key of BITS; "auto": `dtype`. int8 and fp8 include their scales (lesson 08)
     block_size       tokens in a cache block
     utilization      share of the GPU that may be used, in (0, 1]
     workspace_bytes  memory of a step besides weights and cache; `minillm build` measures it
@@ -94,13 +95,13 @@ def fit(
         raise ConfigError(f"utilization is a share of the GPU in (0, 1], not {utilization!r}")
     if gpu_bytes <= 0:
         raise ConfigError(f"gpu_bytes must be above 0, not {gpu_bytes!r}")
-    kv_dtype = kv_dtype or dtype
+    held = dtype if kv_cache_dtype == "auto" else kv_cache_dtype
     return Sizing(
         parameters=parameters(config),
         weight_bytes=weight_bytes(config, dtype),
-        kv_bytes_per_token=kv_bytes_per_token(config, kv_dtype),
+        kv_bytes_per_token=kv_bytes_per_token(config, held),
         context=context,
-        request_bytes=kv_bytes(config, context, kv_dtype, block_size=block_size),
+        request_bytes=kv_bytes(config, context, held, block_size=block_size),
         workspace_bytes=int(workspace_bytes),
         graph_bytes=int(graph_bytes),
         usable_bytes=int(gpu_bytes * utilization),
@@ -133,7 +134,7 @@ def weight_bytes(config: ModelConfig, dtype: str = "bfloat16") -> int:
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: str = "bfloat16") -> int:
-    """Bytes of one token in the cache: 2 (a key and a value) x layers x kv_heads x head_dim x bytes of a number."""
+    """Bytes of one token in the cache: a key and a value in each layer and KV head, with the scales of int8 and fp8."""
     return config.num_layers * _layer_bytes(config, dtype)
 
 
@@ -150,7 +151,7 @@ def kv_bytes(config: ModelConfig, context: int, dtype: str = "bfloat16", *, bloc
 
 
 def _layer_bytes(config: ModelConfig, dtype: str) -> int:
-    return 2 * config.num_kv_heads * config.head_dim * _bits(dtype) // 8
+    return 2 * config.num_kv_heads * (config.head_dim * _bits(dtype) // 8 + CACHE_SCALE_BYTES.get(dtype, 0))
 
 
 def _norms(config: ModelConfig) -> dict[str, str]:

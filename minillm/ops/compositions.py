@@ -1,22 +1,24 @@
-"""Operations in sequence that a device may run in fewer kernels: a norm or an activation, then a product.  Lesson 07.
+"""Operations in sequence that a device may run in fewer kernels.  Lessons 07 and 08.
 
 A model calls these where a product reads what a norm or a gated activation has just computed. They mean no more than
 the operations one after another, whoever implements them: what `minillm.using` replaces is called. But if the product
 quantizes its inputs and all of the operations are the engine's own, the first may write codes instead of numbers that
-a kernel of its own would quantize. A device has a function of the composition's name for that, which returns None for
-weights whose products take no codes.
+a kernel of its own would quantize. Likewise, keys may be rotated and written to the cache in one kernel. A device has a
+function of the composition's name for that, which returns None for what its kernels do not support: weights whose
+products take no codes.
 """
 
 from collections.abc import Callable
 
 from torch import Tensor
 
+from minillm.kv_cache.layer_cache import LayerCache
 from minillm.overrides import Parts
 from minillm.quantization import Weight
 
 from .signatures import Operations
 
-COMPOSITIONS = ("normed_linear", "gated_linear")
+COMPOSITIONS = ("normed_linear", "gated_linear", "rotary_write")
 
 
 class Compositions(Parts, Operations):
@@ -50,3 +52,19 @@ class Compositions(Parts, Operations):
             if found is not None:
                 return found
         return self.linear(self.gated_activation(gate_up, activation), weight)
+
+    def rotary_write(
+        self, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, cache: LayerCache, slots: Tensor, rotate_keys: bool
+    ) -> Tensor:
+        """`rotary_embedding`, then `write_kv`: q [tokens, heads, d], k and v [tokens, kv_heads, d] -> the rotated q.
+
+        rotate_keys: whether the cache gets the rotated keys, or k (see `AttentionOptions.rotary`).
+        """
+        fused = self.fused.get("rotary_write")
+        if fused is not None and self.are_own("rotary_embedding", "write_kv"):
+            found = fused(q, k, v, cos_sin, cache, slots, rotate_keys)
+            if found is not None:
+                return found
+        q, rotated = self.rotary_embedding(q, k, cos_sin)
+        self.write_kv(rotated if rotate_keys else k, v, cache, slots)
+        return q

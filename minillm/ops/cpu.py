@@ -1,4 +1,4 @@
-"""Faster implementations in plain torch for CPUs.  Lessons 02, 04 and 09.
+"""Faster implementations in plain torch for CPUs.  Lessons 02, 04, 08 and 09.
 
 A decode step of a small model is a few hundred torch calls of some microseconds each. With one row, fewer calls are
 faster; with many rows, fewer bytes. Functions here support float32 and float64; for all other cases they call the
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minillm.kv_cache.layer_cache import LayerCache
+from minillm.kv_cache.layer_cache import LayerCache, indexable, widened
 from minillm.quantization import DenseWeight, Int8Weight
 from minillm.quantization.methods.hadamard import transform
 
@@ -106,7 +106,7 @@ def decode_attention(
     Rows of equal length need no mask. Ragged rows are padded to the longest one; very uneven batches are split into
     buckets first, because a padded key costs as much as a real one.
     """
-    if q.dtype not in (torch.float32, torch.float64) or cache.k.dtype != q.dtype:
+    if not _takes(q, cache):
         return reference.decode_attention(q, cache, block_table, lengths, options)
     rows, queries, heads, _ = q.shape
     block_size, kv_heads = cache.k.shape[1:3]
@@ -130,30 +130,42 @@ def decode_attention(
     return out
 
 
+def _takes(q: Tensor, cache: LayerCache) -> bool:
+    return q.dtype in (torch.float32, torch.float64) and (cache.k_scale is not None or cache.k.dtype == q.dtype)
+
+
 _scratch = threading.local()
 
 
-def _gather(cache: LayerCache, blocks: Tensor, rows: int, rotary: Tensor | None) -> list[Tensor]:
-    """K and V of `rows` rows of equally many blocks: [rows, keys, kv_heads, d], valid until this thread's next call."""
-    k, v = (part.view(rows, -1, *part.shape[2:]) for part in _copies(cache, blocks))
+def _gather(cache: LayerCache, blocks: Tensor, rows: int, rotary: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
+    """K and V of `rows` rows of equally many blocks: [rows, keys, kv_heads, d], valid until this thread's next call.
+
+    Dequantized to `dtype`; an unquantized cache has that dtype.
+    """
+    k, v = (part.view(rows, -1, *part.shape[2:]) for part in _copies(cache, blocks, dtype))
     return [k if rotary is None else _rotated(k, rotary[: k.shape[1]]), v]
 
 
-def _copies(cache: LayerCache, blocks: Tensor) -> list[Tensor]:
-    block_size, kv_heads, head_dim = cache.k.shape[1:]
-    size = len(blocks) * block_size * kv_heads * head_dim
+def _copies(cache: LayerCache, blocks: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    parts = ((cache.k, cache.k_scale), (cache.v, cache.v_scale))
+    shape = (len(blocks), *cache.k.shape[1:])
+    size = math.prod(shape)
     if size <= SMALL_GATHER:
-        return [cache.k.index_select(0, blocks), cache.v.index_select(0, blocks)]
+        return [_copy(*part, blocks, torch.empty(shape, dtype=dtype)) for part in parts]
     # Reuse one buffer: page faults of newly allocated megabytes in every layer cost more than the copies.
     kept = getattr(_scratch, "kept", None)
-    if kept is None or kept.shape[1] < size or kept.dtype != cache.k.dtype:
+    if kept is None or kept.shape[1] < size or kept.dtype != dtype:
         with torch.inference_mode(False):  # an inference tensor could not be written to outside of that mode
-            kept = _scratch.kept = torch.empty(2, size, dtype=cache.k.dtype)
-    shape = (len(blocks), block_size, kv_heads, head_dim)
-    return [
-        torch.index_select(part, 0, blocks, out=buffer[:size].view(shape))
-        for part, buffer in zip((cache.k, cache.v), kept, strict=True)
-    ]
+            kept = _scratch.kept = torch.empty(2, size, dtype=dtype)
+    return [_copy(*part, blocks, buffer[:size].view(shape)) for part, buffer in zip(parts, kept, strict=True)]
+
+
+def _copy(held: Tensor, scales: Tensor | None, blocks: Tensor, out: Tensor) -> Tensor:
+    if scales is None:
+        return torch.index_select(held, 0, blocks, out=out)
+    codes = indexable(held).index_select(0, blocks).view(held.dtype)
+    codes = codes if codes.dtype == torch.int8 else widened(codes)  # int8 is converted as it is multiplied
+    return torch.mul(codes, scales.index_select(0, blocks)[..., None], out=out)
 
 
 def _equal_rows(q: Tensor, cache: LayerCache, table: Tensor, length: int, options: AttentionOptions) -> Tensor:
@@ -161,7 +173,7 @@ def _equal_rows(q: Tensor, cache: LayerCache, table: Tensor, length: int, option
     block_size, kv_heads = cache.k.shape[1:3]
     first = max(0, length - options.window) if options.window else 0
     blocks = table[:, : -(-length // block_size)].reshape(-1)
-    gathered = _gather(cache, blocks, rows, options.rotary)
+    gathered = _gather(cache, blocks, rows, options.rotary, q.dtype)
     k, v = (part.transpose(1, 2).narrow(2, first, length - first) for part in gathered)
     # The query heads that share a KV head become its queries, so K and V are not repeated.
     packed = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)
@@ -171,7 +183,7 @@ def _equal_rows(q: Tensor, cache: LayerCache, table: Tensor, length: int, option
 def _padded_rows(q: Tensor, cache: LayerCache, blocks: Tensor, hidden: Tensor, options: AttentionOptions) -> Tensor:
     rows, queries, heads, head_dim = q.shape
     kv_heads = cache.k.shape[2]
-    k, v = _gather(cache, blocks, rows, options.rotary)
+    k, v = _gather(cache, blocks, rows, options.rotary, q.dtype)
     grouped = (q * options.scale).unflatten(2, (kv_heads, -1))
     out = torch.empty_like(grouped)
     for head in range(kv_heads):
@@ -229,7 +241,7 @@ def prefill_attention(
 ) -> Tensor:
     """As the reference, row by row with torch's fused attention, which stores no matrix of scores."""
     window = options.window
-    if q.dtype in (torch.float32, torch.float64) and cache.k.dtype == q.dtype and not options.soft_cap:
+    if _takes(q, cache) and not options.soft_cap:
         out = torch.empty_like(q)
         block_size, kv_heads, head_dim = cache.k.shape[1:]
         starts = query_start.tolist()
@@ -238,7 +250,8 @@ def prefill_attention(
             if begin == end:
                 continue
             blocks = block_table[row, : -(-length // block_size)]
-            k, v = (part[:, :length].transpose(1, 2) for part in _gather(cache, blocks, 1, options.rotary))
+            gathered = _gather(cache, blocks, 1, options.rotary, q.dtype)
+            k, v = (part[:, :length].transpose(1, 2) for part in gathered)
             fresh = end - begin == length and (not window or length <= window)  # a window of this length hides nothing
             mask = None if fresh else _chunk_mask(end - begin, length, window)
             queries = q[begin:end].transpose(0, 1)[None]

@@ -1,7 +1,7 @@
 """The operations that run as Triton kernels on a GPU; the others run in torch.  Lessons 03 and 04.
 
-Kernels compute in float32 and do not read quantized caches: for float64 and quantized caches the reference runs.
-The last two functions are compositions (see `compositions.py`): their kernels quantize what a product reads.
+Kernels compute in float32: for float64 the reference runs. The last three functions are compositions (see
+`compositions.py`): their kernels quantize what a product reads, or write what they have rotated to the cache.
 Importing this module fails if triton is not installed; the table then keeps the references.
 """
 
@@ -50,7 +50,7 @@ def hadamard(x: Tensor, inverse: bool = False) -> Tensor:
 
 
 def write_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
-    if cache.k_scale is not None:
+    if cache.k_scale is not None and (k.dtype == float64 or not _power_of_two(k.shape[-1])):
         return reference.write_kv(k, v, cache, slots)
     return rope_cache.write_kv(k, v, cache, slots)
 
@@ -125,8 +125,20 @@ def gated_linear(gate_up: Tensor, activation: str, weight: Weight) -> Tensor | N
     return product(QuantizedActivations(codes, scales), weight)
 
 
+def rotary_write(
+    q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, cache: LayerCache, slots: Tensor, rotate_keys: bool
+) -> Tensor | None:
+    """As `Compositions.rotary_write`; None for float64 and heads whose size is no power of two.
+
+    None for 16-bit caches too: the fused kernel takes them, but whether it is faster has not been measured.
+    """
+    if cache.k_scale is None or q.dtype == float64 or not _power_of_two(q.shape[-1]):
+        return None
+    return rope_cache.rotary_write(q, k, v, cos_sin, cache, slots, rotate_keys)
+
+
 def _attention_has_kernel(q: Tensor, cache: LayerCache) -> bool:
-    return q.dtype != float64 and cache.k_scale is None and paged_attention.takes(q.shape[-1])
+    return q.dtype != float64 and paged_attention.takes(q.shape[-1])
 
 
 def _power_of_two(number: int) -> bool:

@@ -119,7 +119,8 @@ def options_of(config: EngineConfig, shape: ModelConfig, traffic: Traffic, devic
 def on_gpu(shape: ModelConfig, plan: Plan, gpu_bytes: float) -> Sizing:
     """How a GPU of this size is divided, including the workspace and graphs that the plan measured."""
     return fit(
-        shape, gpu_bytes, plan.traffic.context, dtype=plan.options["dtype"], block_size=plan.options["block_size"],
+        shape, gpu_bytes, plan.traffic.context, dtype=plan.options["dtype"],
+        kv_cache_dtype=plan.options.get("kv_cache_dtype", "auto"), block_size=plan.options["block_size"],
         utilization=plan.options.get("gpu_memory_utilization", EngineConfig().gpu_memory_utilization),
         workspace_bytes=plan.memory.get("workspace", 0), graph_bytes=plan.memory.get("graphs", 0),
     )  # fmt: skip
@@ -129,12 +130,15 @@ def on_cpu(shape: ModelConfig, plan: Plan) -> Sizing:
     """CPU memory of the engine: the weights, and num_blocks or all rows at full length, up to CPU_CACHE_BYTES."""
     block, dtype = plan.options["block_size"], plan.options["dtype"]
     longest = plan.options.get("max_model_len") or shape.max_model_len
-    block_bytes = block * shape.groups(longest).size * kv_bytes_per_token(shape, dtype) // shape.num_layers
+    held = plan.options.get("kv_cache_dtype", dtype)
+    block_bytes = block * shape.groups(longest).size * kv_bytes_per_token(shape, held) // shape.num_layers
     most = plan.options["max_num_seqs"] * _blocks_held(shape, plan, longest, "cpu")
     blocks = plan.options.get("num_blocks") or min(most, max(CPU_CACHE_BYTES // block_bytes, 1))
     taken = weight_bytes(shape, dtype) + blocks * block_bytes
     context = plan.traffic.context
-    return fit(shape, taken, context, dtype=dtype, block_size=block, utilization=1, memory="taken in all")
+    return fit(
+        shape, taken, context, dtype=dtype, kv_cache_dtype=held, block_size=block, utilization=1, memory="taken in all"
+    )
 
 
 def _blocks_held(shape: ModelConfig, plan: Plan, tokens: int, device: str) -> int:

@@ -43,7 +43,7 @@ def measured(model: str | Path | None, plan: Plan, out: Path, device: str) -> Pl
     with LLM(model, load_format="dummy", device=device, **options) as llm:
         runner = _runner(llm)
         for cache in runner.caches:  # computing with zeros is faster than with real values
-            cache.k.normal_(), cache.v.normal_()
+            cache.randomize()
         runner.state.tokens.random_(runner.model.config.vocab_size)
         budgets, asked = budget_rates(llm, plan)
         steps: dict[DecodeShape, float] = {}

@@ -145,8 +145,8 @@ def decode_trial(problem: Problem, runner: Runner, traffic: Traffic, width: int,
     ]
     ends = torch.randint(traffic.input_len + 1, traffic.context + 1, (rows,), device=runner.state.device)
     lengths = ends.clamp(max=longest).int()
-    nbytes = 2 * int(lengths.clamp(max=sizes["longest"]).sum()) * shape.num_kv_heads * shape.head_dim
-    count = _calls(nbytes * runner.model.dtype.itemsize, len(layers))
+    nbytes = int(lengths.clamp(max=sizes["longest"]).sum()) * runner.model.cache_spec.bytes_per_token
+    count = _calls(nbytes, len(layers))
     inputs = [_decode_inputs(runner, *layers[i % len(layers)], rows, width) for i in range(count)]
 
     def error(result: Tensor) -> float:
@@ -312,6 +312,7 @@ def _random_table(runner: Runner, rows: int, width: int) -> Tensor:
 
 
 def _gathered(cache: LayerCache, table: Tensor) -> tuple[LayerCache, Tensor]:
-    """The blocks listed in `table` as a float64 cache, and the block table for it."""
+    """The blocks listed in `table` as a float64 cache, dequantized, and the block table for it."""
     compact = torch.arange(table.numel(), device=table.device, dtype=torch.int32).view_as(table)
-    return LayerCache(*(part[table.long()].flatten(0, 1).double() for part in (cache.k, cache.v))), compact
+    found = cache.read(table.flatten()[:, None])  # [blocks, block_size, kv_heads, d] each
+    return LayerCache(*(part.double() for part in found)), compact

@@ -556,6 +556,8 @@ run_with(served, before, combine, **attention_facts.in_shares(combine))
 # * `SOFT_CAP` limits the size of scores in models that need it (Gemma 2).
 # * `cos_sin_ptr` is for lesson 09's streams, whose cached keys are rotated as they are read. For other requests it is
 #   `None`, and Triton compiles nothing for those lines.
+# * Likewise `k_scale_ptr` and `v_scale_ptr`: they are the scales of an 8-bit cache (lesson 08), whose
+#   values are read as `words` of four. `table_ptr` is `None` if a row's keys have been copied to one place.
 
 # %%
 # ENGINE: minillm.kernels.paged_attention:_attend

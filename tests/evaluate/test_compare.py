@@ -121,6 +121,19 @@ def test_8_bit_weights_lose_at_most_a_hundredth_of_perplexity(name, reference, t
     assert found.perplexity < 1.01 * exact.perplexity
 
 
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_a_quantized_cache_loses_at_most_a_hundredth_of_perplexity(name, reference):
+    exact = reference.divergence(load_model(dtype="float32"))
+    found = reference.divergence(load_model(dtype="float32", kv_cache_dtype=name))
+    assert 1e-6 < found.kl < 1e-3
+    assert found.perplexity < 1.01 * exact.perplexity
+
+
+def test_a_comparison_with_a_quantized_cache_measures_from_a_float32_one(quick):
+    base, int8 = compare(["int8"], limit=8, device="cpu", kv_cache_dtype="fp8")
+    assert (base["kv_cache_dtype"], int8["kv_cache_dtype"]) == ("float32", "fp8")
+
+
 def test_awq_and_gptq_diverge_less_than_int4_in_groups_of_32(ids, tmp_path):
     """The smallest groups leave them the least to gain. One layer: the record has the whole model and all groups."""
     reference, layer = Reference(load_model(dtype="float32"), ids[:1000], bos=2), "layers.1.*"

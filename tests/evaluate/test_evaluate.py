@@ -13,6 +13,7 @@ from minillm import evaluate
 from minillm.request import Completion
 
 DATA = Path(__file__).resolve().parents[2] / "data"
+MODEL = SimpleNamespace(dtype="torch.float32", cache_spec=SimpleNamespace(name="fp8"))
 ROW = {"question": "How many legs has a goose?", "subject": "farm_animals", "choices": list("2468"), "answer": 0}
 
 
@@ -213,7 +214,7 @@ def test_quality_measures_every_question_set_and_the_text_as_record_rows(monkeyp
     module = sys.modules["minillm.evaluate.quality"]
     monkeypatch.setattr(module, "perplexity", lambda llm: {"perplexity": 2.00004, "tokens": 9})
     llm = Oracle(A_TO_D, room=10_000)
-    llm.engine = SimpleNamespace(model=SimpleNamespace(dtype="torch.float32"))
+    llm.engine = SimpleNamespace(model=MODEL)
     splits = {
         "questions-held-out-5-shot": ("test", 5),
         "questions-held-out-0-shot": ("test", 0),
@@ -223,7 +224,7 @@ def test_quality_measures_every_question_set_and_the_text_as_record_rows(monkeyp
     measured = []
     for result in evaluate.quality(llm, limit=24):
         measured.append(result["workload"])
-        assert result["dtype"] == "float32"
+        assert result["dtype"] == "float32" and result["kv_cache_dtype"] == "fp8"
         if (wanted := splits[result["workload"]]) is None:
             assert result["perplexity"] == 2.0 and result["input_tokens"] == 9 and result["requests"] is None
             continue
@@ -304,7 +305,7 @@ def test_the_task_mmlu_asks_its_test_questions_with_five_examples_of_their_subje
     tasks = sys.modules["minillm.evaluate.tasks"]
     monkeypatch.setattr(tasks, "MMLU", str(mmlu))
     llm = Oracle(A_TO_D, room=10_000)
-    llm.engine = SimpleNamespace(model=SimpleNamespace(dtype="torch.float32"))
+    llm.engine = SimpleNamespace(model=MODEL)
     whole, law, folder = evaluate.quality(llm, measured=evaluate.workloads(["mmlu", "mmlu_law", str(mmlu)]))
     assert [each["workload"] for each in (whole, law)] == ["mmlu-5-shot", "mmlu_law-5-shot"]
     assert [each["questions"] for each in (whole, law, folder)] == [12, 6, 12]

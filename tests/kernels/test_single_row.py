@@ -150,7 +150,16 @@ def test_before_gdc_wait_a_kernel_writes_nothing_and_reads_only_data_two_kernels
     the step's first kernels looked up.
     """
     weights = {f"{part}_ptr" for part in ("weight", "scale", "zero", "up_scale", "up_zero", "norm")}
-    old_enough = weights | {"k_ptr", "v_ptr", "residual_ptr", "table_ptr", "length_ptr", "cos_sin_ptr"}
+    old_enough = weights | {
+        "k_ptr",
+        "v_ptr",
+        "k_scale_ptr",
+        "v_scale_ptr",
+        "residual_ptr",
+        "table_ptr",
+        "length_ptr",
+        "cos_sin_ptr",
+    }
     folder = Path(single_row.__file__).parent
     files = [folder / name for name in (*DEPENDENT, "single_row_parts.py")]
     body = [node for file in files for node in ast.parse(file.read_text(encoding="utf-8")).body]

@@ -10,6 +10,7 @@ from minillm.errors import ConfigError, InvalidRequest
 from minillm.kv_cache.attention_sinks import STREAM_TOKENS
 from minillm.trace import Trace, tables
 from tests import models
+from tests.rounded_cache import rounded
 
 BLOCK, SINKS, WINDOW = 4, 3, 9  # tokens; 1 block and 3 blocks
 OPTIONS = {
@@ -25,11 +26,12 @@ PROMPTS = [[7 * i % 90 + 1 for i in range(n)] for n in (1, 5, 20, 21, 37, 70)]
 LENGTH = 60  # output tokens: every request exceeds the context of 24
 
 
-def naive_stream(model, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+def naive_stream(model, prompt: list[int], count: int, cached=lambda x: x) -> tuple[list[int], list[float]]:
     """Greedy tokens and their log-probabilities, one token at a time through transformers' layers.
 
     The token at position p sees the tokens in the sinks' blocks and in the window's blocks up to its own. Keys are
-    cached unrotated; they and the query are rotated by their rank among the visible tokens.
+    cached unrotated; they and the query are rotated by their rank among the visible tokens. cached: keys or values ->
+    what the cache gives back.
     """
     config, decoder = model.config, model.model
     sinks, window = -(-SINKS // BLOCK), -(-WINDOW // BLOCK)
@@ -52,7 +54,8 @@ def naive_stream(model, prompt: list[int], count: int) -> tuple[list[int], list[
         for layer, cache in zip(decoder.layers, kept, strict=True):
             attention, normed = layer.self_attn, layer.input_layernorm(x)
             q = attention.q_proj(normed).view(1, heads, dim)
-            cache.append((attention.k_proj(normed).view(kv_heads, dim), attention.v_proj(normed).view(kv_heads, dim)))
+            new = (attention.k_proj(normed).view(kv_heads, dim), attention.v_proj(normed).view(kv_heads, dim))
+            cache.append(tuple(map(cached, new)))
             k, v = (torch.stack([cache[j][part] for j in seen]) for part in (0, 1))
             q, k = rotate(q, cos[-1:], sin[-1:])[0], rotate(k, cos, sin)
             k, v = (part.repeat_interleave(heads // kv_heads, 1) for part in (k, v))
@@ -112,6 +115,18 @@ def test_a_stream_equals_its_definition_under_any_schedule(options, family):
 
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the kernels that rotate keys, compiled")
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_a_stream_in_a_quantized_cache_equals_its_definition(name, family):
+    """Codes are those of unrotated keys; attention rotates what they stand for."""
+    path, _ = family
+    model = models.reference(path, dtype=torch.float64)
+    with torch.no_grad():
+        expected = [naive_stream(model, each, LENGTH, lambda x: rounded(x, name))[0] for each in PROMPTS[1:3]]
+    for options in ({"max_num_batched_tokens": 7}, {"num_blocks": 8, "max_num_batched_tokens": 9}):
+        done, _ = generate(path, PROMPTS[1:3], kv_cache_dtype=name, **options)
+        assert [each.token_ids for each in done] == expected
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NO_GPU)])

@@ -60,7 +60,9 @@ def test_preset_parameter_counts_equal_what_the_model_allocates(name):
 )
 def test_kv_bytes_per_token(config, bytes_per_token):
     assert sizing.kv_bytes_per_token(config) == bytes_per_token
-    assert sizing.kv_bytes_per_token(config, "int8") * 2 == bytes_per_token
+    scales = 2 * 4 * config.num_layers * config.num_kv_heads  # one of a key and one of a value
+    assert sizing.kv_bytes_per_token(config, "int8") - scales == bytes_per_token // 2
+    assert sizing.kv_bytes_per_token(config, "fp8") == sizing.kv_bytes_per_token(config, "int8")
 
 
 def test_kv_bytes_equal_those_of_the_running_engine():
@@ -100,8 +102,8 @@ def test_every_option_changes_the_number_of_requests():
     assert sizing.fit(LLAMA_3_8B, 80e9, 1000, block_size=512).requests < plain
     assert sizing.fit(LLAMA_3_8B, 80e9, 1000, utilization=0.5).requests < plain
     assert sizing.fit(LLAMA_3_8B, 80e9, 1000, workspace_bytes=10e9).requests < plain
-    assert sizing.fit(LLAMA_3_8B, 80e9, 1000, kv_dtype="float8").requests // 2 == plain
-    assert sizing.fit(LLAMA_3_8B, 80e9, 1000, dtype="int4", kv_dtype="bfloat16").requests > plain
+    assert sizing.fit(LLAMA_3_8B, 80e9, 1000, kv_cache_dtype="fp8").requests > 1.9 * plain
+    assert sizing.fit(LLAMA_3_8B, 80e9, 1000, dtype="int4", kv_cache_dtype="bfloat16").requests > plain
 
 
 def test_weights_larger_than_the_gpu_leave_room_for_no_request():
@@ -126,7 +128,7 @@ def test_the_result_prints_as_a_table():
     ("options", "message"),
     [
         ({"dtype": "int3"}, "dtype 'int3' is not one of float64, float32"),
-        ({"kv_dtype": "half"}, "dtype 'half' is not one of"),
+        ({"kv_cache_dtype": "half"}, "dtype 'half' is not one of"),
         ({"context": 0}, "context and block_size are tokens, from 1, not 0 and 16"),
         ({"block_size": 0}, "from 1, not 100 and 0"),
         ({"utilization": 90}, "utilization is a share"),

@@ -8,10 +8,12 @@ import torch
 import minillm
 from minillm import ops
 from minillm.calibration.forward import hidden_states
+from minillm.kv_cache.layer_cache import CacheSpec
 from minillm.model.loader import load_model
 from minillm.ops import reference
 from minillm.ops.table import _sets
 from minillm.quantization import Activations, Dense, Fp8, Int4, Int8, Recipe
+from tests.kernels.compare import rotations
 
 kernels = pytest.importorskip("minillm.ops.triton", reason="triton is not installed here")
 from minillm.kernels import quantized_inputs  # noqa: E402  needs triton
@@ -165,8 +167,43 @@ def test_what_the_fused_kernels_cannot_do_runs_separately(case, on_gpu, monkeypa
         assert (one - other).norm() <= 0.02 * other.norm()
 
 
+@pytest.mark.parametrize("replaced", [None, "rotary_embedding", "write_kv"])
+@pytest.mark.parametrize("cache", ["auto", "int8", "fp8"])
+def test_rotation_and_cache_write_are_one_kernel_unless_one_is_replaced(cache, replaced, on_gpu, monkeypatch):
+    fused = []
+    own = on_gpu.fused["rotary_write"]
+    on_gpu.fused["rotary_write"] = lambda *given: (fused.append(1), own(*given))[1]
+    spec = CacheSpec.of(cache, 1, 32, BF16)
+    held = [spec.allocate(1, 4, torch.device(DEVICE)) for _ in "ab"]
+    given = (
+        *(torch.randn(3, heads, 32, device=DEVICE).to(BF16) for heads in (2, 1, 1)),
+        rotations(3, 32, DEVICE).to(BF16),
+    )
+    slots = torch.arange(3, device=DEVICE)
+    with minillm.using(**{replaced: getattr(reference, replaced)} if replaced else {}) as used:
+        found = on_gpu.rotary_write(*given, held[0], slots, True)
+    assert len(fused) == (replaced is None) and list(used.calls.values()) == [1] * (replaced is not None)
+    wanted = ops.OperationSet.of("meta").rotary_write(*given, held[1], slots, True)
+    assert (found - wanted).norm() <= 0.01 * wanted.norm()
+    block = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
+    for one, other in zip(*(each.read(block) for each in held), strict=True):
+        assert other.float().norm() > 0 and (one.float() - other.float()).norm() <= 0.05 * other.float().norm()
+
+
+def test_heads_without_a_kernel_are_rotated_and_written_one_after_the_other(on_gpu):
+    cache = CacheSpec.of("int8", 1, 12, BF16).allocate(1, 4, torch.device(DEVICE))
+    q, k, v, angles = (torch.randn(3, heads, 12, device=DEVICE).to(BF16) for heads in (2, 1, 1, 2))
+    slots = torch.arange(3, device=DEVICE)
+    assert on_gpu.fused["rotary_write"](q, k, v, angles, cache, slots, True) is None
+    assert on_gpu.rotary_write(q, k, v, angles, cache, slots, True).shape == q.shape
+    assert cache.k_scale.flatten()[:3].gt(0).all()
+
+
 def test_compositions_are_no_operations():
-    assert not {"normed", "normed_linear", "gated_linear"} & {*ops.names(), *(row["name"] for row in ops.table())}
+    assert not {"normed", "normed_linear", "gated_linear", "rotary_write"} & {
+        *ops.names(),
+        *(row["name"] for row in ops.table()),
+    }
     with (
         pytest.raises(minillm.overrides.OverrideError, match="no part is called 'gated_linear'"),
         minillm.using(gated_linear=print),

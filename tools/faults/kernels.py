@@ -4,7 +4,72 @@ from . import Fault
 
 ATTENTION, SAMPLING = "kernels/paged_attention.py", "kernels/sampling.py"
 
+CODES, WRITE = "kernels/cache_codes.py", "kernels/rope_cache.py"
+
 FAULTS = (
+    Fault(
+        "the output of attention over codes keeps the unit of its weights",
+        ATTENTION,
+        "out = out * (1.0 / UNIT)",
+        "out = out * 1.0",
+        "tests/kernels/test_quantized_cache.py -k decode_attention",
+    ),
+    Fault(
+        "a key is scaled by its value's scale",
+        ATTENTION,
+        "tl.load(k_scale_ptr + scale_at, mask=present, other=0.0)[None, :]",
+        "tl.load(v_scale_ptr + scale_at, mask=present, other=0.0)[None, :]",
+        "tests/kernels/test_quantized_cache.py -k prefill_attention",
+    ),
+    Fault(
+        "rotated keys mix codes and their raw bytes",
+        ATTENTION,
+        "    other = to_numbers(other, k.dtype)\n",
+        "    other = other.to(k.dtype)\n",
+        "tests/kernels/test_quantized_cache.py -k 'decode_attention and fp8'",
+    ),
+    Fault(
+        "fp8 codes below the smallest normal number are rounded as if they were normal",
+        CODES,
+        "tl.where(tl.abs(x) < 0.015625, small, normal)",
+        "tl.where(tl.abs(x) < 0.001, small, normal)",
+        "tests/kernels/test_quantized_cache.py -k rounded_as_torch",
+    ),
+    Fault(
+        "halves between fp8 codes are rounded up",
+        CODES,
+        "((size + 0x7FFFF + ((size >> 20) & 1)) >> 20)",
+        "((size + 0x80000) >> 20)",
+        "tests/kernels/test_quantized_cache.py -k rounded_as_torch",
+    ),
+    Fault(
+        "a head's scale ignores its second half",
+        WRITE,
+        "most = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))",
+        "most = tl.max(tl.abs(first), 1)",
+        "tests/kernels/test_quantized_cache.py -k write_kernel",
+    ),
+    Fault(
+        "the fused row attends to its new key before it is rounded",
+        "kernels/single_row.py",
+        "codes, new_scale, new_k = rounded_head(new_k, LARGEST, kind, WIDE)",
+        "codes, new_scale, _ = rounded_head(new_k, LARGEST, kind, WIDE)",
+        "tests/kernels/test_quantized_cache.py -k one_rows_attention",
+    ),
+    Fault(
+        "the fused row's weights are scaled before they are summed up",
+        "kernels/single_row.py",
+        "        total = total * rescale + tl.sum(weights, 0)\n        if k_scale_ptr",
+        "        total = total * rescale + tl.sum(weights * v_scale, 0)\n        if k_scale_ptr",
+        "tests/kernels/test_quantized_cache.py -k one_rows_attention",
+    ),
+    Fault(
+        "padding tokens write their scales before the cache",
+        WRITE,
+        "mask=(heads < KV_HEADS) & (tl.max(wanted.to(tl.int32), 1) > 0)",
+        "mask=heads < KV_HEADS",
+        "tests/kernels/test_quantized_cache.py -k padding_token",
+    ),
     Fault(
         "a kernel's attention window has one key too many",
         ATTENTION,
@@ -57,8 +122,8 @@ FAULTS = (
     Fault(
         "the first slot of the cache is never written",
         "kernels/rope_cache.py",
-        "(slot >= 0)",
-        "(slot > 0)",
+        "(columns < SIZE) & (slot >= 0)",
+        "(columns < SIZE) & (slot > 0)",
         "tests/kernels/test_kernels.py -k keys_are_written",
     ),
     Fault(

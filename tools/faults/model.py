@@ -8,6 +8,13 @@ SIZING = "minillm/model/sizing.py"
 
 FAULTS = (
     Fault(
+        "the size of a quantized cache leaves out its scales",
+        "minillm/model/sizing.py",
+        "+ CACHE_SCALE_BYTES.get(dtype, 0)",
+        "",
+        "tests/engine/test_quantized_cache.py -k nearly_twice",
+    ),
+    Fault(
         "Llama 3's rope scaling uses the wrong limit for short wavelengths",
         DECODER,
         "torch.where(waves < trained / high,",
@@ -108,8 +115,8 @@ FAULTS = (
     Fault(
         "the cache size per token counts keys but not values",
         SIZING,
-        "return 2 * config.num_kv_heads * config.head_dim",
-        "return config.num_kv_heads * config.head_dim",
+        "return 2 * config.num_kv_heads * (config.head_dim",
+        "return config.num_kv_heads * (config.head_dim",
         "tests/model/test_sizing.py -k kv_bytes_per_token",
     ),
     Fault(

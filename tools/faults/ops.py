@@ -7,6 +7,27 @@ COMPOSITIONS, ON_CODES = "minillm/ops/compositions.py", "minillm/ops/triton_line
 
 FAULTS = (
     Fault(
+        "the fused cache write runs in place of a user's",
+        COMPOSITIONS,
+        'self.are_own("rotary_embedding", "write_kv")',
+        'self.are_own("rotary_embedding")',
+        "tests/ops/test_compositions.py -k unless_one_is_replaced",
+    ),
+    Fault(
+        "a stream's cache gets rotated keys",
+        COMPOSITIONS,
+        "self.write_kv(rotated if rotate_keys else k, v, cache, slots)",
+        "self.write_kv(rotated, v, cache, slots)",
+        "tests/kv_cache/test_attention_sinks.py -k quantized",
+    ),
+    Fault(
+        "fp8 keys are widened without their sign",
+        "minillm/kv_cache/layer_cache.py",
+        "codes.view(torch.int8).to(torch.int16) << 7",
+        "codes.view(torch.uint8).to(torch.int16) << 7",
+        "tests/engine/test_quantized_cache.py -k 'fp8 and perplexity'",
+    ),
+    Fault(
         "an attention window has one key too many",
         REFERENCE,
         "(distance >= 0) & (distance < window) if window",
