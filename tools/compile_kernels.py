@@ -60,10 +60,8 @@ ATTENTION = [
 QUANTIZED = [
     (256, torch.bfloat16, 8, 1, {}, "int8"),
     (256, torch.bfloat16, 8, 8, {"soft_cap": 50.0}, "fp8"),
-    (256, torch.bfloat16, 8, 16, {}, "int8"),
     (256, torch.bfloat16, 8, 1, {"rotary": ...}, "fp8"),
     (64, torch.float16, 4, 1, {"rotary": ..., "soft_cap": 50.0}, "int8"),
-    (256, torch.float32, 8, 1, {}, "int8"),
 ]
 
 

@@ -137,7 +137,7 @@ def test_rotary_embedding_and_write_in_one_launch_equal_the_two_operations(name,
     found, wanted = (spec.allocate(3, 5, torch.device(device)) for _ in "fw")
     q, k, v, cos_sin = drawn(2, 6, 64, dtype, device)
     slots = torch.tensor([3, -1, 0, 14, 7, 5, 4, 9, 10], device=device)
-    got = kernels.rotary_write(q, k, v, cos_sin, found, slots, rotate_keys)
+    got = rope_cache.rotary_write(q, k, v, cos_sin, found, slots, rotate_keys)
     rotated, keys = kernels.rotary_embedding(q, k, cos_sin)
     kernels.write_kv(keys if rotate_keys else k, v, wanted, slots)
     assert got.equal(rotated) and same(found, wanted)
