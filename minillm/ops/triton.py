@@ -10,7 +10,7 @@ from torch import Tensor, bfloat16, float16, float32, float64
 
 from minillm.kernels import activation as gated
 from minillm.kernels import normalization, paged_attention, rope_cache, sampling, truncation
-from minillm.kv_cache.layer_cache import LayerCache
+from minillm.kv_cache.layer_cache import LayerCache, indexable, quantize
 from minillm.quantization import QuantizedActivations, Weight
 from minillm.quantization.methods.hadamard import transform
 
@@ -50,9 +50,14 @@ def hadamard(x: Tensor, inverse: bool = False) -> Tensor:
 
 
 def write_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
-    if cache.k_scale is not None and (k.dtype == float64 or not _power_of_two(k.shape[-1])):
-        return reference.write_kv(k, v, cache, slots)
-    return rope_cache.write_kv(k, v, cache, slots)
+    if cache.k_scale is None or cache.v_scale is None or (k.dtype != float64 and _power_of_two(k.shape[-1])):
+        return rope_cache.write_kv(k, v, cache, slots)
+    # The kernel copies codes and scales: it skips the padding of captured steps, which the reference would write.
+    (k, k_scale), (v, v_scale) = quantize(k, cache.k.dtype), quantize(v, cache.v.dtype)
+    codes = LayerCache(indexable(cache.k), indexable(cache.v))
+    rope_cache.write_kv(indexable(k), indexable(v), codes, slots)
+    scales = LayerCache(cache.k_scale[..., None], cache.v_scale[..., None])
+    rope_cache.write_kv(k_scale[..., None], v_scale[..., None], scales, slots)
 
 
 def decode_attention(

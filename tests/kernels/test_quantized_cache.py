@@ -117,6 +117,18 @@ def test_the_write_kernel_stores_the_references_codes_and_scales(name, kv_heads,
     assert same(found, wanted)
 
 
+@pytest.mark.parametrize(("dtype", "dim"), [(BF16, 24), (torch.float64, 32)])
+@formats
+def test_heads_without_a_kernel_are_written_and_padding_skipped(name, dtype, dim, device):
+    """The reference would write slot -1, the last of the cache."""
+    found, wanted = (CacheSpec.of(name, 3, dim, dtype).allocate(3, 5, torch.device(device)) for _ in "fw")
+    _, k, v, _ = drawn(3, 4, dim, dtype, device)
+    slots = torch.tensor([3, -1, 0, 13, 7, -1, 4, 9, 10], device=device)
+    reference.write_kv(k[slots >= 0], v[slots >= 0], wanted, slots[slots >= 0])
+    kernels.write_kv(k, v, found, slots)
+    assert same(found, wanted)
+
+
 @formats
 def test_a_padding_token_changes_nothing_not_even_before_the_cache(name, device):
     whole = CacheSpec.of(name, 2, 32, F32).allocate(3, 5, torch.device(device))
