@@ -87,6 +87,11 @@ class Memory:
         """Bytes of one block across all layers of a group."""
         return self.model.groups.size * self.state.block_size * self.spec.bytes_per_token
 
+    @property
+    def longest(self) -> int:
+        """The most tokens of a request that a row and its block table have room for."""
+        return min(self.state.longest, self.state.block_table.shape[2] * self.state.block_size)
+
     def allocate(self, blocks: int) -> list[LayerCache]:
         """One cache per layer. Layers at the same place in their groups share one: a block belongs to one group."""
         groups, device = self.model.groups, self.state.device
@@ -120,7 +125,10 @@ class Memory:
         """
         count, rows = config.max_num_batched_tokens, config.max_num_seqs
         try:
-            return self.step_bytes(count, rows)
+            needed = self.step_bytes(count, rows)
+            if self.spec.scale_dtype is not None:  # attention dequantizes the keys of long prompts to a buffer
+                needed = max(needed, self.step_bytes(count, min(rows, -(-count // self.longest))))
+            return needed
         except torch.OutOfMemoryError as error:
             halves = (count >> halvings for halvings in range(1, count.bit_length()))
             fitting = next((fewer for fewer in halves if self._step_fits(fewer, rows)), None)
@@ -141,8 +149,7 @@ class Memory:
     def step_bytes(self, count: int, most_rows: int) -> int:
         """Bytes that a step of `count` tokens needs, with as many rows as possible and every sampling option except
         log-probabilities."""
-        state, rows = self.state, min(most_rows, count)
-        longest = min(state.longest, state.block_table.shape[2] * state.block_size)
+        state, rows, longest = self.state, min(most_rows, count), self.longest
         queries = np.full(rows, min(count // rows, longest), np.int32)
         ids = np.arange(rows, dtype=np.int32)
         step = Step(0, ids, np.zeros(rows, np.int32), queries, np.ones(rows, bool), int((queries == 1).sum()))

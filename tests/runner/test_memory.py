@@ -169,3 +169,25 @@ def test_step_memory_is_measured_with_penalties_over_full_length_rows(monkeypatc
     with LLM(device="cpu", max_model_len=96, max_num_seqs=8, num_blocks=60) as llm, torch.inference_mode():
         llm.engine.executor.runner.memory.step_bytes(16, 8)
     assert widths == [(8, 96)]
+
+
+@pytest.mark.parametrize(("held", "steps"), [("auto", [[4] * 8]), ("int8", [[4] * 8, [16, 16]])])
+def test_a_step_of_the_longest_prompts_is_measured_too_if_attention_may_dequantize_their_keys(held, steps, monkeypatch):
+    measured = []
+
+    def packed(step, *rest):
+        measured.append(step.queries.tolist())
+        return own(step, *rest)
+
+    def reserved(measuring, run):
+        run(measuring.allocate(1))
+        return max(measured[-1])
+
+    own = memory.pack
+    with LLM(device="cpu", max_model_len=16, max_num_seqs=8, num_blocks=60, kv_cache_dtype=held) as llm:
+        monkeypatch.setattr(memory, "pack", packed)
+        monkeypatch.setattr(Memory, "reserved_by", reserved)
+        config = replace(CONFIG, max_num_batched_tokens=32, max_num_seqs=8)
+        with torch.inference_mode():
+            assert llm.engine.executor.runner.memory.workspace(config) == max(map(max, steps))
+    assert measured == steps
