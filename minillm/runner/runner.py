@@ -74,6 +74,8 @@ class Runner:
 
     def close(self) -> None:
         """Free the cache and the graphs now instead of at garbage collection."""
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)  # steps in flight still write to the host's memory
         if self.graphs is not None:
             self.graphs.close()
         self.caches.clear()
