@@ -108,6 +108,32 @@ def to_numbers(codes, kind: tl.constexpr):
     return found
 
 
+def _pair_by_pair(constants: str, convert: str) -> tl.constexpr:
+    """Instructions that convert the first codes of two words, then the second ones, and so on: $4, $5 -> $0 to $3.
+
+    convert: writes `out` from `pair`, whose two halves begin with the codes.
+    """
+    pairs = (f"prmt.b32 pair, $4, $5, {digits};{convert.replace('out', f'${i}')}" for i, digits in enumerate(PAIRS))
+    return tl.constexpr(f"{{.reg .b32 pair, whole, sign, rest, one, up, zero;{constants}{''.join(pairs)}}}")
+
+
+PAIRS = ("0x4400", "0x5511", "0x6622", "0x7733")
+# As in `to_numbers`.
+INT8_WORDS = _pair_by_pair(
+    "mov.b32 one, 0x3F803F80;",
+    "lop3.b32 whole, pair, 0x007F007F, 0x43004300, 0xEA;"
+    "lop3.b32 sign, pair, 0x00800080, 0xC300C300, 0x6A;"
+    "fma.rn.bf16x2 out, whole, one, sign;",
+)
+FP8_WORDS = _pair_by_pair(
+    "mov.b32 up, 0x7B807B80; mov.b32 zero, 0x80008000;",
+    "shr.u32 rest, pair, 4;"
+    "and.b32 rest, rest, 0x07F007F0;"
+    "lop3.b32 rest, pair, 0x80008000, rest, 0xEA;"
+    "fma.rn.bf16x2 out, rest, up, zero;",
+)
+
+
 @triton.jit
 def of_words(words, kind: tl.constexpr, codes: tl.constexpr):
     """Words of four codes (int32) -> the values of their first, second, third and last codes, in `kind`.
@@ -116,67 +142,10 @@ def of_words(words, kind: tl.constexpr, codes: tl.constexpr):
     codes of two words are paired here: loading single bytes instead would take four times as many loads.
     """
     if kind == tl.bfloat16:
-        if codes == tl.int8:  # as in `to_numbers`
-            a, b, c, d = tl.inline_asm_elementwise(
-                """{
-                .reg .b32 pair, whole, sign, one;
-                mov.b32 one, 0x3F803F80;
-                prmt.b32 pair, $4, $5, 0x4400;
-                lop3.b32 whole, pair, 0x007F007F, 0x43004300, 0xEA;
-                lop3.b32 sign, pair, 0x00800080, 0xC300C300, 0x6A;
-                fma.rn.bf16x2 $0, whole, one, sign;
-                prmt.b32 pair, $4, $5, 0x5511;
-                lop3.b32 whole, pair, 0x007F007F, 0x43004300, 0xEA;
-                lop3.b32 sign, pair, 0x00800080, 0xC300C300, 0x6A;
-                fma.rn.bf16x2 $1, whole, one, sign;
-                prmt.b32 pair, $4, $5, 0x6622;
-                lop3.b32 whole, pair, 0x007F007F, 0x43004300, 0xEA;
-                lop3.b32 sign, pair, 0x00800080, 0xC300C300, 0x6A;
-                fma.rn.bf16x2 $2, whole, one, sign;
-                prmt.b32 pair, $4, $5, 0x7733;
-                lop3.b32 whole, pair, 0x007F007F, 0x43004300, 0xEA;
-                lop3.b32 sign, pair, 0x00800080, 0xC300C300, 0x6A;
-                fma.rn.bf16x2 $3, whole, one, sign;
-                }""",
-                "=&r,=&r,=&r,=&r,r,r",
-                [words],
-                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-                is_pure=True,
-                pack=2,
-            )
-        else:
-            a, b, c, d = tl.inline_asm_elementwise(
-                """{
-                .reg .b32 pair, rest, up, zero;
-                mov.b32 up, 0x7B807B80;
-                mov.b32 zero, 0x80008000;
-                prmt.b32 pair, $4, $5, 0x4400;
-                shr.u32 rest, pair, 4;
-                and.b32 rest, rest, 0x07F007F0;
-                lop3.b32 rest, pair, 0x80008000, rest, 0xEA;
-                fma.rn.bf16x2 $0, rest, up, zero;
-                prmt.b32 pair, $4, $5, 0x5511;
-                shr.u32 rest, pair, 4;
-                and.b32 rest, rest, 0x07F007F0;
-                lop3.b32 rest, pair, 0x80008000, rest, 0xEA;
-                fma.rn.bf16x2 $1, rest, up, zero;
-                prmt.b32 pair, $4, $5, 0x6622;
-                shr.u32 rest, pair, 4;
-                and.b32 rest, rest, 0x07F007F0;
-                lop3.b32 rest, pair, 0x80008000, rest, 0xEA;
-                fma.rn.bf16x2 $2, rest, up, zero;
-                prmt.b32 pair, $4, $5, 0x7733;
-                shr.u32 rest, pair, 4;
-                and.b32 rest, rest, 0x07F007F0;
-                lop3.b32 rest, pair, 0x80008000, rest, 0xEA;
-                fma.rn.bf16x2 $3, rest, up, zero;
-                }""",
-                "=&r,=&r,=&r,=&r,r,r",
-                [words],
-                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-                is_pure=True,
-                pack=2,
-            )
+        a, b, c, d = tl.inline_asm_elementwise(
+            INT8_WORDS if codes == tl.int8 else FP8_WORDS, "=&r,=&r,=&r,=&r,r,r", [words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
     else:
         a = to_numbers((words & 0xFF).to(codes), kind)
         b = to_numbers(((words >> 8) & 0xFF).to(codes), kind)

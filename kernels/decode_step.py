@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .single_row_parts import has_dependent_launch, wait_for_inputs
+from .single_row_parts import dependent_launch, wait_for_inputs
 
 
 @triton.jit
@@ -128,9 +128,8 @@ def advance(
     arrived [all, ring] int32, in the host's memory (pinned, if the rest is on a GPU): gets each row's token at its
     place modulo the ring's size.
     """
-    dependent = has_dependent_launch(rows.device)
-    options = {"launch_pdl": True} if dependent else {}
+    dependent = dependent_launch(rows.device)
     advance_kernel[(len(rows),)](
         rows, sampled, position, tokens, out, arrived, tokens.stride(0), len(position) - 1,
-        RING=arrived.shape[1], DEPENDENT=dependent, num_warps=1, **options,
+        RING=arrived.shape[1], num_warps=1, **dependent,
     )  # fmt: skip

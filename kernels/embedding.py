@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .single_row_parts import has_dependent_launch, wait_for_inputs
+from .single_row_parts import dependent_launch, wait_for_inputs
 
 
 @triton.jit
@@ -35,10 +35,9 @@ def int8_embedding(
     out = torch.empty((tokens, columns), dtype=dtype, device=codes.device)
     if tokens:
         tile = triton.next_power_of_2(columns)
-        dependent = has_dependent_launch(ids.device)
-        options = {"launch_pdl": True} if dependent else {}
+        dependent = dependent_launch(ids.device)
         int8_embedding_kernel[(tokens,)](
-            ids, codes, scales, out, factor, COLUMNS=columns, TILE=tile, DEPENDENT=dependent,
-            num_warps=min(max(tile // 512, 1), 16), **options,
+            ids, codes, scales, out, factor, COLUMNS=columns, TILE=tile,
+            num_warps=min(max(tile // 512, 1), 16), **dependent,
         )  # fmt: skip
     return out

@@ -28,7 +28,7 @@ import triton.language as tl
 
 from .arguments import IntegerMatrix, is_compiled
 from .quantized_inputs import to_even
-from .single_row_parts import activated, has_dependent_launch, processors, wait_for_inputs
+from .single_row_parts import activated, dependent_launch, processors, wait_for_inputs
 
 GROUP = 32  # int4 groups must be multiples of this: a quad has one scale
 ROUNDS = tl.constexpr(12582912.0)  # 1.5 * 2^23: the float32 numbers near it are integers
@@ -282,19 +282,18 @@ def product(
     rows = matrix.rows // (2 if activation else 1)
     out = torch.empty((1, rows), dtype=x.dtype, device=x.device)
     total = torch.empty_like(x) if residual is not None else None
-    dependent = has_dependent_launch(x.device)
+    dependent = dependent_launch(x.device)
     quads = triton.next_power_of_2(triton.cdiv(matrix.words.shape[1], 4))
     launch = default_launch(rows, quads, bits, bool(activation), processors(x.device))
     if not is_compiled(x):
         launch = Launch(2, 32, 4)  # each interpreted operation takes microseconds, for 32 rows as for one
-    options = {"launch_pdl": True} if dependent else {}
     digits = 1 if matrix.int8_inputs else 3 if x.dtype == torch.float32 else 2
     integer_rows_kernel[(launch.programs,)](
         x, residual, total, norm, matrix.words, matrix.scales, matrix.zeros, matrix.input_scale, out, eps, rows,
         COLUMNS=columns, BITS=bits, QUADS=quads, GROUPS=1 if bits == 8 else matrix.scales.shape[1], TILE=launch.tile,
         NORM=norm is not None, ADD=residual is not None, GATED=activation is not None,
         GELU=activation == "gelu_tanh", ZEROS=matrix.zeros is not None, DIGITS=digits,
-        DEPENDENT=dependent, COMPILED=is_compiled(x), num_warps=launch.warps, **options,
+        COMPILED=is_compiled(x), num_warps=launch.warps, **dependent,
     )  # fmt: skip
     return out, total
 

@@ -53,8 +53,8 @@ def quantized(x, given_ptr, INTEGER: tl.constexpr):
 def store_row(x, row, columns, out_ptr, scale_ptr, given_ptr, SIZE: tl.constexpr):
     """Store a row: as it is, or, if there is a scale_ptr, as codes and a scale.
 
-    x is in the model's dtype in both cases: codes are of the rounded row, whoever quantizes it. Codes need the whole
-    row, in x; elsewhere x may be a tile of it. given_ptr: None, or the scale of all rows.
+    x is in the model's dtype in both cases: the codes are always those of the rounded row. They need the whole row, in
+    x; elsewhere x may be a tile of it. given_ptr: None, or the scale of all rows.
     """
     inside = columns < SIZE
     if scale_ptr is not None:

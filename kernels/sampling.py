@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .single_row_parts import has_dependent_launch, wait_for_inputs
+from .single_row_parts import dependent_launch, wait_for_inputs
 
 CHUNK = 4096
 
@@ -107,17 +107,16 @@ def sample(logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tenso
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
         chunks = triton.cdiv(vocab, CHUNK)
-        dependent = has_dependent_launch(logits.device)
-        options = {"launch_pdl": True} if dependent else {}
+        dependent = dependent_launch(logits.device)
         maximum = torch.empty((rows, chunks), dtype=torch.float32, device=logits.device)
         mass = torch.empty_like(maximum)
         argmax = torch.empty((rows, chunks), dtype=torch.int32, device=logits.device)
         chunk_mass_kernel[(rows, chunks)](
             logits, temperature, maximum, argmax, mass, logits.stride(0), vocab, chunks,
-            CHUNK=CHUNK, DEPENDENT=dependent, num_warps=8, **options,
+            CHUNK=CHUNK, num_warps=8, **dependent,
         )  # fmt: skip
         choose_kernel[(rows,)](
             logits, temperature, uniform, maximum, argmax, mass, out, logits.stride(0), vocab, chunks,
-            CHUNKS_TILE=triton.next_power_of_2(chunks), CHUNK=CHUNK, DEPENDENT=dependent, num_warps=8, **options,
+            CHUNKS_TILE=triton.next_power_of_2(chunks), CHUNK=CHUNK, num_warps=8, **dependent,
         )  # fmt: skip
     return out

@@ -32,7 +32,7 @@ from . import launch_configs
 from .arguments import Cache
 from .cache_codes import LARGEST, rounded_head, stored, to_numbers
 from .paged_attention import LOG2E, product_type
-from .single_row_parts import activated, has_dependent_launch, processors, wait_for_inputs
+from .single_row_parts import activated, dependent_launch, processors, wait_for_inputs
 
 WHOLE = 4096  # a program holds full rows of up to this many columns
 PARTS = 16  # most programs that share a head's keys
@@ -248,8 +248,7 @@ def product(
     rows = weight.shape[0] // (2 if activation else 1)
     out = torch.empty((1, rows), dtype=x.dtype, device=x.device)
     total = torch.empty_like(x) if residual is not None else None
-    dependent = has_dependent_launch(x.device)
-    options = {"launch_pdl": True} if dependent else {}
+    dependent = dependent_launch(x.device)
     sizes: dict[str, int | str] = {"rows": rows, "columns": columns, "dtype": launch_configs.dtype_name(x.dtype)}
     if columns > WHOLE and (norm is not None or residual is not None or activation):
         raise ValueError(
@@ -262,13 +261,13 @@ def product(
             x, residual, total, norm, weight, out, eps, rows, rows * columns,
             COLUMNS=columns, WIDTH=triton.next_power_of_2(columns), TILE=launch.tile, NORM=norm is not None,
             ADD=residual is not None, GATED=activation is not None, GELU=activation == "gelu_tanh",
-            DEPENDENT=dependent, num_warps=launch.warps, **options,
+            num_warps=launch.warps, **dependent,
         )  # fmt: skip
     else:
         piece = launch_configs.tuned("long_rows", LongLaunch(tile=8, width=1024, warps=8), **sizes)
         long_rows_kernel[(triton.cdiv(rows, piece.tile),)](
-            x, weight, out, rows, COLUMNS=columns, WIDTH=piece.width, TILE=piece.tile, DEPENDENT=dependent,
-            num_warps=piece.warps, **options,
+            x, weight, out, rows, COLUMNS=columns, WIDTH=piece.width, TILE=piece.tile,
+            num_warps=piece.warps, **dependent,
         )  # fmt: skip
     return out, total
 
@@ -298,15 +297,14 @@ class RowAttention:
         int32, including the new token, whose key and value are written to the cache here.
         """
         out = torch.empty((1, self.heads * self.dim), dtype=qkv.dtype, device=qkv.device)
-        dependent = has_dependent_launch(qkv.device)
-        options = {"launch_pdl": True} if dependent else {}
+        dependent = dependent_launch(qkv.device)
         k, v = stored(cache)
         row_attention_kernel[(self.heads, self.most_parts)](
             qkv, rotary, k, v, cache.k_scale, cache.v_scale, block_table, length, self.parts, self.log_total,
             self.finished, out, scale, *k.stride()[:3],
             GROUP=self.heads // self.kv_heads, PARTS=self.most_parts, KEYS=max(TILE // self.dim, 16), DIM=self.dim,
             BLOCK_SIZE=k.shape[1], WIDE=product_type(qkv.dtype), LARGEST=LARGEST.get(cache.k.dtype, 1.0),
-            DEPENDENT=dependent, num_warps=4, **options,
+            num_warps=4, **dependent,
         )  # fmt: skip
         return out
 

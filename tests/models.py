@@ -3,6 +3,7 @@
 import copy
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import (
     Gemma2Config,
@@ -110,6 +111,18 @@ def make(name: str, seed: int = 0, **changes) -> PreTrainedModel:
             gain = 1.0 if "embed" in key or "lm_head" in key else 2.5
             torch.nn.init.normal_(parameter, 0.0, gain * parameter.shape[1] ** -0.5)
     return model
+
+
+def directories(names: list[str]):
+    """A fixture `directory`: the models of these names, one after another, each saved in a folder."""
+
+    @pytest.fixture(scope="module", params=names)
+    def directory(request, tmp_path_factory):
+        place = tmp_path_factory.mktemp(request.param)
+        make(request.param).save_pretrained(place)
+        return place
+
+    return directory
 
 
 def _mean(name: str, key: str) -> float:

@@ -33,6 +33,7 @@ from minillm.kernels import (
     rope_cache,
     sampling,
     single_row,
+    single_row_parts,
     truncation,
 )
 from minillm.kernels.arguments import IntegerMatrix
@@ -129,8 +130,7 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
 
     run, triton.runtime.JITFunction.run = triton.runtime.JITFunction.run, compile_only
     try:
-        for module in (single_row, integer_rows, sampling, decode_step, embedding):
-            module.has_dependent_launch = lambda _: capability >= 90
+        single_row_parts.has_dependent_launch = lambda _: capability >= 90
         x = torch.zeros(2, 2048, dtype=torch.bfloat16)
         normalization.rms_norm(x, torch.zeros(2048), 1e-6)
         normalization.add_rms_norm(x, x, torch.zeros(2048), 1e-6)

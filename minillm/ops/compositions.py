@@ -1,11 +1,11 @@
 """Operations in sequence that a device may run in fewer kernels.  Lessons 07 and 08.
 
 A model calls these where a product reads what a norm or a gated activation has just computed. They mean no more than
-the operations one after another, whoever implements them: what `minillm.using` replaces is called. But if the product
-quantizes its inputs and all of the operations are the engine's own, the first may write codes instead of numbers that
-a kernel of its own would quantize. Likewise, keys may be rotated and written to the cache in one kernel. A device has a
-function of the composition's name for that, which returns None for what its kernels do not support: weights whose
-products take no codes.
+the operations one after another: what `minillm.using` replaces is called. But if the product quantizes its inputs and
+all of the operations are the engine's own, the first may write codes instead of numbers that a kernel of its own would
+quantize. Likewise, keys may be rotated and written to the cache in one kernel. A device has a function of the
+composition's name for that, which returns None for what its kernels do not support: weights whose products take no
+codes.
 """
 
 from collections.abc import Callable

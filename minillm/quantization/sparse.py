@@ -13,6 +13,7 @@ and more on an H100, pytorch/ao#1460), since few rows wait for memory. Nothing r
 shares. Here both are simulated: a file is smaller, but the loaded matrix holds its zeros, and products take as long.
 """
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -39,9 +40,9 @@ class Sparse(Format):
     def activations(self) -> Activations | None:
         return None
 
+    @abstractmethod
     def kept(self, matrix: Tensor) -> Tensor:
         """matrix [rows, in], a whole module -> which of its weights stay, [rows, in] bool. Of equal ones: the first."""
-        raise NotImplementedError
 
     def empty(self, out: int, inputs: int, bias: bool, *, dtype: torch.dtype, device: torch.device) -> "SparseWeight":
         values = torch.empty(out, inputs, dtype=dtype, device=device)

@@ -30,11 +30,7 @@ GREEDY = SamplingParams(max_tokens=COUNT, temperature=0, ignore_eos=True)
 ALONE = {"run_ahead": 0, "enable_prefix_caching": False}
 
 
-@pytest.fixture(scope="module", params=NAMES)
-def directory(request, tmp_path_factory):
-    place = tmp_path_factory.mktemp(request.param)
-    models.make(request.param).save_pretrained(place)
-    return place
+directory = models.directories(NAMES)
 
 
 @pytest.fixture(scope="module")

@@ -32,11 +32,7 @@ WAYS = {
 }
 
 
-@pytest.fixture(scope="module", params=NAMES)
-def directory(request, tmp_path_factory):
-    place = tmp_path_factory.mktemp(request.param)
-    models.make(request.param).save_pretrained(place)
-    return place
+directory = models.directories(NAMES)
 
 
 @pytest.fixture(scope="module")

@@ -74,11 +74,7 @@ def test_blocks_held_range_from_what_the_first_query_sees_to_what_the_last_write
 # ---- engines
 
 
-@pytest.fixture(scope="module", params=NAMES)
-def directory(request, tmp_path_factory):
-    place = tmp_path_factory.mktemp(request.param)
-    models.make(request.param).save_pretrained(place)
-    return place
+directory = models.directories(NAMES)
 
 
 @pytest.fixture(scope="module")

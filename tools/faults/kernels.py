@@ -238,4 +238,25 @@ FAULTS = (
         "most / LARGEST",
         "tests/kernels/test_quantized_inputs.py -k as_the_reference_does",
     ),
+    Fault(
+        "the second codes of two words of a cache are read as the first",
+        "kernels/cache_codes.py",
+        '"0x5511"',
+        '"0x4400"',
+        "tests/kernels/test_assembly.py -k two_words",
+    ),
+    Fault(
+        "the high digits of inputs in fixed point are collected in another order",
+        "kernels/integer_rows.py",
+        "prmt.b32 $1, a, b, 0x7632;",
+        "prmt.b32 $1, a, b, 0x3276;",
+        "tests/kernels/test_assembly.py -k digits",
+    ),
+    Fault(
+        "a kernel that waits for the previous one does not say so when it is launched",
+        "kernels/embedding.py",
+        "dependent = dependent_launch(ids.device)",
+        'dependent = {"DEPENDENT": False}',
+        "tests/kernels/test_single_row.py -k only_these_kernels",
+    ),
 )

@@ -1,0 +1,117 @@
+"""The machine instructions inside kernels, which the interpreter skips, emulated: conversions of codes are exact."""
+
+import re
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed here")
+from minillm.kernels import cache_codes  # noqa: E402
+
+KERNELS = Path(cache_codes.__file__).parent
+E4M3 = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
+CODES = [code for code in range(256) if code not in (0x7F, 0xFF)]  # e4m3's NaN
+
+
+def bytes_of(word: int) -> list[int]:
+    return list(word.to_bytes(4, "little"))
+
+
+def prmt(a: int, b: int, selector: int) -> int:
+    """Each digit of the selector chooses a byte of b and a."""
+    source = bytes_of(a) + bytes_of(b)
+    return int.from_bytes([source[selector >> 4 * i & 7] for i in range(4)], "little")
+
+
+def lop3(a: int, b: int, c: int, table: int) -> int:
+    """For each bit, the entry of a truth table."""
+    return sum((table >> (4 * (a >> i & 1) + 2 * (b >> i & 1) + (c >> i & 1)) & 1) << i for i in range(32))
+
+
+def halves(word: int) -> list[float]:
+    """The two bfloat16 numbers of a word."""
+    return [struct.unpack("<f", struct.pack("<I", part << 16))[0] for part in (word & 0xFFFF, word >> 16)]
+
+
+def fma(a: int, b: int, c: int) -> int:
+    """Two bfloat16 numbers; float64 holds x * y + z exactly."""
+    exact = [x * y + z for x, y, z in zip(halves(a), halves(b), halves(c), strict=True)]
+    low, high = torch.tensor(exact, dtype=torch.float64).bfloat16().view(torch.int16).tolist()
+    return low & 0xFFFF | (high & 0xFFFF) << 16
+
+
+RUN = {
+    "mov.b32": lambda a: a,
+    "and.b32": lambda a, b: a & b,
+    "shr.b32": lambda a, b: a >> b,
+    "shr.u32": lambda a, b: a >> b,
+    "prmt.b32": prmt,
+    "lop3.b32": lop3,
+    "fma.rn.bf16x2": fma,
+}
+
+
+def run(assembly: str, **registers: int) -> list[int]:
+    """Run instructions; $4 is given as r4. Returns $0, $1, ... as far as they were written."""
+    held = {name.replace("r", "$"): value for name, value in registers.items()}
+    for line in assembly.strip().strip("{}").split(";"):
+        name, _, rest = line.strip().partition(" ")
+        if not name or name == ".reg":
+            continue
+        to, *given = (each.strip() for each in rest.split(","))
+        held[to] = RUN[name](*(held[each] if each in held else int(each, 0) for each in given))
+    return [held[f"${i}"] for i in range(len(held)) if f"${i}" in held and f"r{i}" not in registers]
+
+
+def assembly_of(file: str, function: str) -> list[str]:
+    """The strings of instructions in a function."""
+    source = (KERNELS / file).read_text(encoding="utf-8")
+    return re.findall(
+        r'"""\s*(\{.*?\})\s*"""', source.split(f"def {function}(")[1].split("\n@triton.jit")[0], re.DOTALL
+    )
+
+
+def value(code: int, fp8: bool) -> float:
+    return float(E4M3[code]) if fp8 else float(np.uint8(code).astype(np.int8))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_codes_of_a_cache_become_their_values(fp8):
+    instructions = assembly_of("cache_codes.py", "to_numbers")
+    assert len(instructions) == 2
+    for first in CODES:
+        codes = [first, CODES[first % 200], 3, CODES[-1 - first % 100]]
+        low, high = run(instructions[fp8], r2=int.from_bytes(codes, "little"))
+        assert [*halves(low), *halves(high)] == [value(code, fp8) for code in codes]
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_codes_of_two_words_become_pairs_of_values(fp8):
+    instructions = (cache_codes.FP8_WORDS if fp8 else cache_codes.INT8_WORDS).value
+    for first in CODES:
+        one, two = [first, 1, CODES[first % 200], 5], [CODES[-1 - first % 100], first, 2, CODES[first % 150]]
+        words = [int.from_bytes(codes, "little") for codes in (one, two)]
+        found = run(instructions, r4=words[0], r5=words[1])
+        pairs = zip(one, two, strict=True)
+        assert [halves(word) for word in found] == [[value(a, fp8), value(b, fp8)] for a, b in pairs]
+
+
+def test_half_bytes_become_their_values():
+    (instructions,) = assembly_of("few_rows.py", "half_bytes")
+    for first in range(256):
+        packed = [first, 0x7F, 255 - first, 0x08]
+        a, b, c, d = run(instructions, r4=int.from_bytes(packed, "little"))
+        assert [*halves(a), *halves(b)] == [(each & 15) - 8 for each in packed]
+        assert [*halves(c), *halves(d)] == [(each >> 4) - 8 for each in packed]
+
+
+def test_digits_of_four_inputs_are_collected_in_words():
+    (instructions,) = assembly_of("integer_rows.py", "bytes_of")
+    generator = np.random.default_rng(0)
+    for _ in range(100):
+        numbers = generator.integers(0, 2**32, 4).tolist()
+        found = run(instructions, r3=numbers[0], r4=numbers[1], r5=numbers[2], r6=numbers[3])
+        assert [bytes_of(word) for word in found] == [[bytes_of(each)[i] for each in numbers] for i in range(3)]
