@@ -6,13 +6,15 @@ int8 has codes up to 127; fp8 is e4m3 (Micikevicius et al. 2022, "FP8 Formats fo
 four exponent bits with a bias of 7, three mantissa bits, up to 448. Kernels see fp8 as bytes (uint8) and round and
 convert their bits with integer instructions, so they need no GPU with fp8, and round as torch does.
 
-Both kinds of codes are numbers that bfloat16 and float16 hold exactly. So attention multiplies codes, and applies
-scales where there are fewest numbers: to the scores, and to the softmax's weights.
+Both kinds of codes are numbers that float16 holds exactly, and fewer instructions convert them to float16 than to
+bfloat16. So attention multiplies codes in float16, and applies scales where there are fewest numbers: to the scores,
+and to the softmax's weights.
 """
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 from .arguments import Cache
 from .quantized_inputs import to_even
@@ -46,92 +48,72 @@ def rounded_head(x, LARGEST: tl.constexpr, kind: tl.constexpr, wide: tl.constexp
     return codes, scale, tl.sum(to_numbers(codes, wide).to(tl.float32) * scale[:, None], 0)
 
 
+# Instructions that convert words of four codes to pairs of float16 numbers, without the scale; exact.
+#
+# int8: a code with its sign bit flipped is the code + 128. In the lowest bits of a float16 number of 1024, whose steps
+#       are 1, that is 1152 + the code.
+# fp8:  one instruction converts two codes, since compute capability 8.9. Before, bits are moved to a float16's place,
+#       where exponent and mantissa mean 2^-8 of the value, below e4m3's normal numbers too.
+_FLIP = "xor.b32 {0}, {0}, 0x80808080;"
+_INT8 = "prmt.b32 {0}, {1}, 0x64646464, {2}; add.rn.f16x2 {0}, {0}, less;"
+_FP8 = "cvt.rn.f16x2.e4m3x2 {0}, {1};"
+_FP8_BITS = (
+    "prmt.b32 {0}, {1}, 0, {2}; shr.u32 rest, {0}, 1; and.b32 rest, rest, 0x3F803F80;"
+    "lop3.b32 rest, {0}, 0x80008000, rest, 0xEA; mul.rn.f16x2 {0}, rest, up;"
+)
+_BEGIN = ".reg .b32 one, two, rest, less, up; .reg .b16 low, high, third, last;"
+_CONSTANTS = " mov.b32 less, 0xE480E480; mov.b32 up, 0x5C005C00;"  # -1152, 256
+
+
+def _of_one(kind: str) -> tl.constexpr:
+    """$2 -> $0, $1: the codes of a word in their order."""
+    steps = [_BEGIN, _CONSTANTS, "mov.b32 one, $2;"]
+    if kind == "int8":
+        steps += [_FLIP.format("one"), _INT8.format("$0", "one", "0x4140"), _INT8.format("$1", "one", "0x4342")]
+    elif kind == "fp8":
+        steps += ["mov.b32 {low, high}, one;", _FP8.format("$0", "low"), _FP8.format("$1", "high")]
+    else:
+        steps += [_FP8_BITS.format("$0", "one", "0x1404"), _FP8_BITS.format("$1", "one", "0x3424")]
+    return tl.constexpr("{" + "".join(steps) + "}")
+
+
+def _of_two(kind: str) -> tl.constexpr:
+    """$4, $5 -> $0 to $3: the first codes of two words, then their second ones, and so on."""
+    steps = [_BEGIN, _CONSTANTS, "prmt.b32 one, $4, $5, 0x5140; prmt.b32 two, $4, $5, 0x7362;"]
+    if kind == "int8":
+        steps += [_FLIP.format("one"), _FLIP.format("two")]
+        steps += [_INT8.format(f"${i}", ("one", "two")[i // 2], ("0x4140", "0x4342")[i % 2]) for i in range(4)]
+    elif kind == "fp8":
+        steps += ["mov.b32 {low, high}, one; mov.b32 {third, last}, two;"]
+        steps += [_FP8.format(f"${i}", half) for i, half in enumerate(("low", "high", "third", "last"))]
+    else:
+        steps += [_FP8_BITS.format(f"${i}", ("one", "two")[i // 2], ("0x1404", "0x3424")[i % 2]) for i in range(4)]
+    return tl.constexpr("{" + "".join(steps) + "}")
+
+
+INT8, FP8, FP8_BITS = (_of_one(kind) for kind in ("int8", "fp8", "fp8 bits"))
+INT8_WORDS, FP8_WORDS, FP8_BITS_WORDS = (_of_two(kind) for kind in ("int8", "fp8", "fp8 bits"))
+
+
 @triton.jit
 def to_numbers(codes, kind: tl.constexpr):
     """Codes -> their values, without the scale, in `kind`: exact. What is no code is only converted."""
     if codes.dtype == tl.int8:
-        if kind == tl.bfloat16:
-            # The bits 0x4300 + n are the number 128 + n for n < 128. Of a code with sign bit s and low bits n, which
-            # means n - 128 s, they give 128 + n, and 128 (1 + s) is subtracted. Four codes take eight instructions.
-            found = tl.inline_asm_elementwise(
-                """{
-                .reg .b32 low, high, whole, sign, one;
-                mov.b32 one, 0x3F803F80;
-                prmt.b32 low, $2, 0x43434343, 0x4140;
-                prmt.b32 high, $2, 0x43434343, 0x4342;
-                and.b32 whole, low, 0xFF7FFF7F;
-                lop3.b32 sign, low, 0xFF80FF80, 0x80008000, 0x6A;
-                fma.rn.bf16x2 $0, whole, one, sign;
-                and.b32 whole, high, 0xFF7FFF7F;
-                lop3.b32 sign, high, 0xFF80FF80, 0x80008000, 0x6A;
-                fma.rn.bf16x2 $1, whole, one, sign;
-                }""",
-                "=r,=r,r",
-                [codes],
-                dtype=tl.bfloat16,
-                is_pure=True,
-                pack=4,
-            )
+        if kind == tl.float16:
+            found = tl.inline_asm_elementwise(INT8, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
         else:
             found = codes.to(kind)
     elif codes.dtype == tl.uint8:
-        if kind == tl.bfloat16:
-            # Moved to a bfloat16's place, exponent and mantissa mean 2^-120 of the value, below e4m3's normals too.
-            found = tl.inline_asm_elementwise(
-                """{
-                .reg .b32 low, high, rest, up, zero;
-                mov.b32 up, 0x7B807B80;
-                mov.b32 zero, 0x80008000;
-                prmt.b32 low, $2, 0, 0x1404;
-                prmt.b32 high, $2, 0, 0x3424;
-                shr.u32 rest, low, 4;
-                and.b32 rest, rest, 0x07F007F0;
-                lop3.b32 rest, low, 0x80008000, rest, 0xEA;
-                fma.rn.bf16x2 $0, rest, up, zero;
-                shr.u32 rest, high, 4;
-                and.b32 rest, rest, 0x07F007F0;
-                lop3.b32 rest, high, 0x80008000, rest, 0xEA;
-                fma.rn.bf16x2 $1, rest, up, zero;
-                }""",
-                "=r,=r,r",
-                [codes],
-                dtype=tl.bfloat16,
-                is_pure=True,
-                pack=4,
-            )
+        if kind == tl.float16:
+            steps: tl.constexpr = FP8 if cuda_capability_geq(8, 9) else FP8_BITS
+            found = tl.inline_asm_elementwise(steps, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
         else:
             bits = codes.to(tl.int32)
             half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
-            found = (half.to(tl.float32) * 256.0).to(kind)  # float16's bias is 8 above e4m3's
+            found = (half.to(tl.float32) * 256.0).to(kind)
     else:
         found = codes.to(kind)
     return found
-
-
-def _pair_by_pair(constants: str, convert: str) -> tl.constexpr:
-    """Instructions that convert the first codes of two words, then the second ones, and so on: $4, $5 -> $0 to $3.
-
-    convert: writes `out` from `pair`, whose two halves begin with the codes.
-    """
-    pairs = (f"prmt.b32 pair, $4, $5, {digits};{convert.replace('out', f'${i}')}" for i, digits in enumerate(PAIRS))
-    return tl.constexpr(f"{{.reg .b32 pair, whole, sign, rest, one, up, zero;{constants}{''.join(pairs)}}}")
-
-
-PAIRS = ("0x4400", "0x5511", "0x6622", "0x7733")
-# As in `to_numbers`.
-INT8_WORDS = _pair_by_pair(
-    "mov.b32 one, 0x3F803F80;",
-    "lop3.b32 whole, pair, 0x007F007F, 0x43004300, 0xEA;"
-    "lop3.b32 sign, pair, 0x00800080, 0xC300C300, 0x6A;"
-    "fma.rn.bf16x2 out, whole, one, sign;",
-)
-FP8_WORDS = _pair_by_pair(
-    "mov.b32 up, 0x7B807B80; mov.b32 zero, 0x80008000;",
-    "shr.u32 rest, pair, 4;"
-    "and.b32 rest, rest, 0x07F007F0;"
-    "lop3.b32 rest, pair, 0x80008000, rest, 0xEA;"
-    "fma.rn.bf16x2 out, rest, up, zero;",
-)
 
 
 @triton.jit
@@ -141,10 +123,11 @@ def of_words(words, kind: tl.constexpr, codes: tl.constexpr):
     codes: the type of the codes, as in `to_codes`. A product reads values of neighboring tokens in one register, so
     codes of two words are paired here: loading single bytes instead would take four times as many loads.
     """
-    if kind == tl.bfloat16:
+    if kind == tl.float16:
+        fp8_steps: tl.constexpr = FP8_WORDS if cuda_capability_geq(8, 9) else FP8_BITS_WORDS
         a, b, c, d = tl.inline_asm_elementwise(
-            INT8_WORDS if codes == tl.int8 else FP8_WORDS, "=&r,=&r,=&r,=&r,r,r", [words],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+            INT8_WORDS if codes == tl.int8 else fp8_steps, "=&r,=&r,=&r,=&r,r,r", [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
     else:
         a = to_numbers((words & 0xFF).to(codes), kind)
@@ -152,6 +135,16 @@ def of_words(words, kind: tl.constexpr, codes: tl.constexpr):
         c = to_numbers(((words >> 16) & 0xFF).to(codes), kind)
         d = to_numbers(((words >> 24) & 0xFF).to(codes), kind)
     return a, b, c, d
+
+
+def product_type(dtype: torch.dtype, codes: bool = False) -> tl.dtype:
+    """The type of the operands of attention's products, of which one may be codes; sums are always float32.
+
+    Triton's interpreter computes bfloat16 products wrongly, so there operands are converted to float32 first.
+    """
+    if dtype == torch.float32 or not isinstance(to_numbers, triton.runtime.JITFunction):
+        return tl.float32
+    return tl.bfloat16 if dtype == torch.bfloat16 and not codes else tl.float16
 
 
 def stored(cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:

@@ -303,8 +303,8 @@ class RowAttention:
             qkv, rotary, k, v, cache.k_scale, cache.v_scale, block_table, length, self.parts, self.log_total,
             self.finished, out, scale, *k.stride()[:3],
             GROUP=self.heads // self.kv_heads, PARTS=self.most_parts, KEYS=max(TILE // self.dim, 16), DIM=self.dim,
-            BLOCK_SIZE=k.shape[1], WIDE=product_type(qkv.dtype), LARGEST=LARGEST.get(cache.k.dtype, 1.0),
-            num_warps=4, **dependent,
+            BLOCK_SIZE=k.shape[1], WIDE=product_type(qkv.dtype, cache.k_scale is not None),
+            LARGEST=LARGEST.get(cache.k.dtype, 1.0), num_warps=4, **dependent,
         )  # fmt: skip
         return out
 

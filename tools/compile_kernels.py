@@ -18,6 +18,7 @@ import triton
 from triton.backends import backends
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -108,6 +109,8 @@ def launch(kernel, args, kwargs) -> tuple:
     """What a kernel is compiled for: tensors' dtypes, other arguments, constants, warps and stages."""
 
     def fixed(value):
+        if isinstance(value, TensorDescriptor):
+            return value.base.dtype, *value.block_shape
         return value.dtype if isinstance(value, torch.Tensor) else value
 
     return kernel.fn.__name__, *map(fixed, args), *((name, fixed(value)) for name, value in sorted(kwargs.items()))
@@ -192,8 +195,10 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
             attention = AttentionOptions(0.1, **options)
             paged_attention.decode_attention(several, cache, table, lengths, attention)
             paged_attention.prefill_attention(q, cache, table, lengths, starts, 1, attention)
-            if held != "auto":
-                paged_attention.dequantize(cache, table, lengths, dtype)
+            if "rotary" not in options:
+                own, paged_attention.gathers = paged_attention.gathers, lambda *_: True
+                paged_attention.prefill_attention(q, cache, table, lengths, starts, 1, attention)
+                paged_attention.gathers = own
             qkv, turns = torch.zeros(1, (heads + 2) * dim, dtype=dtype), torch.zeros(1, 2, dim, dtype=dtype)
             if dtype == torch.bfloat16:  # in others it needs as little shared memory
                 attend = single_row.RowAttention(heads, 1, dim, qkv.device)

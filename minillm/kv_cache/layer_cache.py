@@ -125,7 +125,7 @@ def quantize(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     scale = max |value| of the token and head / the largest code. A head of zeros gets scale 0.
     """
     values = values.float()
-    scale = values.abs().amax(-1) / LARGEST[dtype]
+    scale = values.abs().amax(-1) / values.new_tensor([LARGEST[dtype]])  # on a GPU, torch divides by no number exactly
     codes = values / torch.where(scale > 0, scale, 1.0)[..., None]
     return (codes.round() if dtype == torch.int8 else codes).to(dtype), scale
 

@@ -133,11 +133,8 @@ def gated_linear(gate_up: Tensor, activation: str, weight: Weight) -> Tensor | N
 def rotary_write(
     q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, cache: LayerCache, slots: Tensor, rotate_keys: bool
 ) -> Tensor | None:
-    """As `Compositions.rotary_write`; None for float64 and heads whose size is no power of two.
-
-    None for 16-bit caches too: the fused kernel takes them, but whether it is faster has not been measured.
-    """
-    if cache.k_scale is None or q.dtype == float64 or not _power_of_two(q.shape[-1]):
+    """As `Compositions.rotary_write`; None for float64 and heads whose size is no power of two."""
+    if q.dtype == float64 or not _power_of_two(q.shape[-1]):
         return None
     return rope_cache.rotary_write(q, k, v, cos_sin, cache, slots, rotate_keys)
 

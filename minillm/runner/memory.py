@@ -125,10 +125,8 @@ class Memory:
         """
         count, rows = config.max_num_batched_tokens, config.max_num_seqs
         try:
-            needed = self.step_bytes(count, rows)
-            if self.spec.scale_dtype is not None:  # attention dequantizes the keys of long prompts to a buffer
-                needed = max(needed, self.step_bytes(count, min(rows, -(-count // self.longest))))
-            return needed
+            long = self.step_bytes(count, min(rows, -(-count // self.longest)))  # attention gathers long prompts' keys
+            return max(long, self.step_bytes(count, rows))
         except torch.OutOfMemoryError as error:
             halves = (count >> halvings for halvings in range(1, count.bit_length()))
             fitting = next((fewer for fewer in halves if self._step_fits(fewer, rows)), None)

@@ -36,6 +36,18 @@ def halves(word: int) -> list[float]:
     return [struct.unpack("<f", struct.pack("<I", part << 16))[0] for part in (word & 0xFFFF, word >> 16)]
 
 
+def float16s(word: int) -> np.ndarray:
+    return np.array([word & 0xFFFF, word >> 16], np.uint16).view(np.float16)
+
+
+def word_of(pair: np.ndarray) -> int:
+    """float16 numbers from float64 ones, which must be exact."""
+    rounded = pair.astype(np.float16)
+    assert (rounded == pair).all()
+    low, high = rounded.view(np.uint16).tolist()
+    return low | high << 16
+
+
 def fma(a: int, b: int, c: int) -> int:
     """Two bfloat16 numbers; float64 holds x * y + z exactly."""
     exact = [x * y + z for x, y, z in zip(halves(a), halves(b), halves(c), strict=True)]
@@ -51,15 +63,23 @@ RUN = {
     "prmt.b32": prmt,
     "lop3.b32": lop3,
     "fma.rn.bf16x2": fma,
+    "xor.b32": lambda a, b: a ^ b,
+    "add.rn.f16x2": lambda a, b: word_of(float16s(a).astype(float) + float16s(b)),
+    "mul.rn.f16x2": lambda a, b: word_of(float16s(a).astype(float) * float16s(b)),
+    "cvt.rn.f16x2.e4m3x2": lambda a: word_of(E4M3[bytes_of(a)[:2]].double().numpy()),
 }
 
 
 def run(assembly: str, **registers: int) -> list[int]:
     """Run instructions; $4 is given as r4. Returns $0, $1, ... as far as they were written."""
     held = {name.replace("r", "$"): value for name, value in registers.items()}
-    for line in assembly.strip().strip("{}").split(";"):
+    for line in assembly.strip()[1:-1].split(";"):
         name, _, rest = line.strip().partition(" ")
         if not name or name == ".reg":
+            continue
+        if rest.startswith("{"):  # two halves of a register
+            (low, high), given = re.findall(r"[$\w]+", rest.split("}")[0]), rest.split("}")[1].strip(", ")
+            held[low], held[high] = held[given] & 0xFFFF, held[given] >> 16
             continue
         to, *given = (each.strip() for each in rest.split(","))
         held[to] = RUN[name](*(held[each] if each in held else int(each, 0) for each in given))
@@ -78,25 +98,24 @@ def value(code: int, fp8: bool) -> float:
     return float(E4M3[code]) if fp8 else float(np.uint8(code).astype(np.int8))
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_codes_of_a_cache_become_their_values(fp8):
-    instructions = assembly_of("cache_codes.py", "to_numbers")
-    assert len(instructions) == 2
+@pytest.mark.parametrize("name", ["INT8", "FP8", "FP8_BITS"])
+def test_codes_of_a_cache_become_their_values(name):
+    instructions = getattr(cache_codes, name).value
     for first in CODES:
         codes = [first, CODES[first % 200], 3, CODES[-1 - first % 100]]
-        low, high = run(instructions[fp8], r2=int.from_bytes(codes, "little"))
-        assert [*halves(low), *halves(high)] == [value(code, fp8) for code in codes]
+        low, high = run(instructions, r2=int.from_bytes(codes, "little"))
+        assert [*float16s(low), *float16s(high)] == [value(code, name != "INT8") for code in codes]
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_codes_of_two_words_become_pairs_of_values(fp8):
-    instructions = (cache_codes.FP8_WORDS if fp8 else cache_codes.INT8_WORDS).value
+@pytest.mark.parametrize("name", ["INT8", "FP8", "FP8_BITS"])
+def test_codes_of_two_words_become_pairs_of_values(name):
+    instructions = getattr(cache_codes, f"{name}_WORDS").value
     for first in CODES:
         one, two = [first, 1, CODES[first % 200], 5], [CODES[-1 - first % 100], first, 2, CODES[first % 150]]
         words = [int.from_bytes(codes, "little") for codes in (one, two)]
         found = run(instructions, r4=words[0], r5=words[1])
-        pairs = zip(one, two, strict=True)
-        assert [halves(word) for word in found] == [[value(a, fp8), value(b, fp8)] for a, b in pairs]
+        pairs = [[value(a, name != "INT8"), value(b, name != "INT8")] for a, b in zip(one, two, strict=True)]
+        assert [list(float16s(word)) for word in found] == pairs
 
 
 def test_half_bytes_become_their_values():

@@ -109,7 +109,7 @@ def test_a_launch_table_applies_only_to_its_block_thread_and_problem():
 
 def test_every_tunable_kernel_is_registered_with_its_launch_type(device):
     kinds = launch_configs.registered()
-    assert kinds.keys() == {"decode_attention", "prefill_attention", "whole_rows", "long_rows"}
+    assert kinds.keys() == {"decode_attention", "prefill_attention", "gathered_attention", "whole_rows", "long_rows"}
     with launch_configs.listening() as asked:
         decode(*decode_inputs(device))
     assert all(type(default) is kinds[problem.kernel] for problem, default in asked.items())

@@ -51,7 +51,7 @@ def codes_kernel(x_ptr, codes_ptr, COUNT: tl.constexpr):
     tl.store(codes_ptr + at, to_codes(tl.load(x_ptr + at), tl.full([1], 1.0, tl.float32), codes_ptr.dtype.element_ty))
 
 
-@pytest.mark.parametrize("kind", ["float32", *(["bfloat16", "float16"] if COMPILED else [])])
+@pytest.mark.parametrize("kind", ["float32", *(["float16"] if COMPILED else [])])
 def test_every_code_is_converted_exactly(kind, device):
     every = torch.arange(256, dtype=torch.uint8, device=device)
     out = torch.empty(256, device=device)
@@ -152,7 +152,13 @@ def test_rotary_embedding_and_write_in_one_launch_equal_the_two_operations(name,
     got = rope_cache.rotary_write(q, k, v, cos_sin, found, slots, rotate_keys)
     rotated, keys = kernels.rotary_embedding(q, k, cos_sin)
     kernels.write_kv(keys if rotate_keys else k, v, wanted, slots)
-    assert got.equal(rotated) and same(found, wanted)
+    assert got.equal(rotated)
+    if COMPILED and rotate_keys:  # the two kernels may round a rotated key differently
+        every = torch.arange(3, device=device)[None]
+        for one, other in zip(found.read(every), wanted.read(every), strict=True):
+            assert_close("rotary_write", one, other.double(), dtype, times=1 if name == "auto" else 20)
+    else:
+        assert same(found, wanted)
 
 
 def test_scales_must_be_contiguous_and_heads_adjacent(device):
@@ -169,7 +175,8 @@ def written(name, lengths, kv_heads, dim, block_size, dtype, device):
     cache = CacheSpec.of(name, kv_heads, dim, dtype).allocate(sum(blocks) + 2, block_size, torch.device(device))
     for codes, scales in ((cache.k, cache.k_scale), (cache.v, cache.v_scale)):
         codes.view(torch.uint8).fill_(126)
-        scales.fill_(torch.nan)
+        if scales is not None:
+            scales.fill_(torch.nan)
     free = torch.randperm(sum(blocks) + 2)
     table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
     for row, (length, count) in enumerate(zip(lengths, blocks, strict=True)):
@@ -196,11 +203,11 @@ def test_decode_attention(name, heads, kv_heads, dim, block_size, dtype, window,
         assert_close("decode_attention", kernels.decode_attention(q, cache, table, lengths, options), wanted, dtype)
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["dequantized first", "in registers"])
+@pytest.mark.parametrize("first", [True, False], ids=["gathered first", "in registers"])
 @layouts
 @formats
 def test_prefill_attention(name, heads, kv_heads, dim, block_size, dtype, window, soft_cap, first, device, monkeypatch):
-    monkeypatch.setattr(paged_attention, "dequantizes", lambda *_: first)
+    monkeypatch.setattr(paged_attention, "gathers", lambda *_: first)
     cache, table, lengths = written(name, LENGTHS, kv_heads, dim, block_size, dtype, device)
     queries = [1, 200, 90, 64, 700] if COMPILED else [1, 9, 19]
     starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32).to(device)
@@ -211,7 +218,7 @@ def test_prefill_attention(name, heads, kv_heads, dim, block_size, dtype, window
     ):
         given = cache, table, lengths, starts, max(queries), options
         wanted = reference.prefill_attention(q.double(), *given)
-        # dequantized, keys and values are rounded once more
+        # gathered, keys and values are rounded once more
         assert_close("prefill_attention", kernels.prefill_attention(q, *given), wanted, dtype, times=1 + first)
 
 
@@ -256,12 +263,44 @@ def test_small_values_keep_their_precision_in_float16(device):
     assert_close("decode_attention", kernels.decode_attention(q, *given), wanted, F16)
 
 
+@pytest.mark.parametrize("name", ["auto", *FORMATS])
+def test_gathered_keys_are_followed_by_zeros_without_what_was_in_memory(name, device, monkeypatch):
+    monkeypatch.setattr(paged_attention, "gathers", lambda *_: True)
+    cache, table, lengths = written(name, [19, 1], 1, 32, 8, F32, device)
+    q = random_tensor(20, 2, 32, dtype=F32, device=device)
+    starts = torch.tensor([0, 19, 20], dtype=torch.int32, device=device)
+    given = cache, table, lengths, starts, 19, AttentionOptions(0.2)
+    wanted = reference.prefill_attention(q.double(), *given)
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)  # memory that nobody has written is then NaN
+    try:
+        assert fill and torch.empty(1, device=device).isnan()
+        found = kernels.prefill_attention(q, *given)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_close("prefill_attention", found, wanted, F32)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e8])
+@pytest.mark.parametrize("name", FORMATS)
+def test_exponents_of_weights_fit_float16_for_values_of_any_size(name, scale, device):
+    """Compiled, weights times their values' scales are float16 numbers, which must not overflow."""
+    cache, table, lengths = written(name, [70], 1, 32, 16, F32, device)
+    cache.v_scale.mul_(scale)
+    q = random_tensor(1, 1, 2, 32, dtype=F32, device=device)
+    given = cache, table, lengths, AttentionOptions(0.2)
+    wanted = reference.decode_attention(q.double(), *given)
+    dtype = BF16 if COMPILED else F32
+    found = kernels.decode_attention(q.to(dtype), *given)
+    assert_close("decode_attention", found, wanted, dtype, times=1 + COMPILED)  # q is rounded first
+
+
 @pytest.mark.parametrize(
     ("tiles", "keys", "queries", "wanted"),
     [(16, 8192, 65536, True), (1, 8192, 65536, False), (16, 40000, 65536, False)],
 )
-def test_long_prompts_are_dequantized_first_if_the_buffer_is_small(tiles, keys, queries, wanted):
-    assert paged_attention.dequantizes(tiles, keys, queries) == wanted
+def test_keys_of_long_prompts_are_gathered_if_the_buffer_is_small(tiles, keys, queries, wanted):
+    assert paged_attention.gathers(tiles, keys, queries) == wanted
 
 
 def test_kernels_and_cache_agree_on_the_largest_codes():

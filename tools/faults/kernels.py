@@ -8,11 +8,25 @@ CODES, WRITE = "kernels/cache_codes.py", "kernels/rope_cache.py"
 
 FAULTS = (
     Fault(
-        "the output of attention over codes keeps the unit of its weights",
+        "queries are divided by their largest number, but scores are not multiplied by it",
         ATTENTION,
-        "out = out * (1.0 / UNIT)",
-        "out = out * 1.0",
+        "q, scale = q / largest[:, None], (scale * largest)[:, None]",
+        "q, scale = q / largest[:, None], (scale + 0 * largest)[:, None]",
         "tests/kernels/test_quantized_cache.py -k decode_attention",
+    ),
+    Fault(
+        "gathered keys are followed by what was in memory",
+        "kernels/gathered_keys.py",
+        "tl.store(v_out_ptr + to, v.to(v_out_ptr.dtype.element_ty), mask=inside[:, None])",
+        "tl.store(v_out_ptr + to, v.to(v_out_ptr.dtype.element_ty), mask=present[:, None])",
+        "tests/kernels/test_quantized_cache.py -k without_what_was_in_memory",
+    ),
+    Fault(
+        "gathered keys of the second row are read from the first one's",
+        ATTENTION,
+        "(row * WIDTH).to(tl.int32), kv_head * DIM,",
+        "(row * 0).to(tl.int32), kv_head * DIM,",
+        "tests/kernels/test_quantized_cache.py -k prefill_attention",
     ),
     Fault(
         "a key is scaled by its value's scale",
