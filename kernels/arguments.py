@@ -47,7 +47,7 @@ def check_strides(cache: Cache) -> None:
         raise ValueError("K and V caches must have equal strides and a contiguous head_dim")
 
 
-class IntegerMatrix(NamedTuple):
+class CodeMatrix(NamedTuple):
     """A matrix of codes [rows, columns].
 
     words [rows, columns * bits / 32] int32, contiguous. int8: four codes a word; scales [rows] float32. int4: eight
@@ -58,7 +58,7 @@ class IntegerMatrix(NamedTuple):
     words: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor | None = None
-    int8_inputs: bool = False  # whether inputs are rounded to int8, by token
+    rounded_inputs: bool = False  # whether inputs are rounded to codes of the same kind, by token
     input_scale: torch.Tensor | None = None  # [1] float32: of such inputs, if it is not each token's own
 
     @property

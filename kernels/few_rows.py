@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import IntegerMatrix, is_compiled
+from .arguments import CodeMatrix, is_compiled
 from .single_row_parts import processors
 
 MOST_ROWS = 64
@@ -170,12 +170,12 @@ def default_launch(rows: int, columns: int, group: int, tokens: int, processors:
     return Launch(piece, splits)
 
 
-def takes(matrix: IntegerMatrix) -> bool:
+def takes(matrix: CodeMatrix) -> bool:
     """Whether the groups of an int4 matrix are multiples of 32 inputs: a tensor core takes 16 at a time."""
     return matrix.bits == 8 or matrix.group % 32 == 0
 
 
-def product(x: torch.Tensor, matrix: IntegerMatrix, x_scales: torch.Tensor | None = None) -> torch.Tensor:
+def product(x: torch.Tensor, matrix: CodeMatrix, x_scales: torch.Tensor | None = None) -> torch.Tensor:
     """x [tokens, columns] bf16 times a matrix of codes: [tokens, rows] bf16, for 1 to MOST_ROWS tokens.  Lesson 05.
 
     With x_scales [tokens, 1] float32, x holds int8 codes (lesson 07). Raises ValueError for more tokens.
@@ -197,7 +197,7 @@ def product(x: torch.Tensor, matrix: IntegerMatrix, x_scales: torch.Tensor | Non
     return out
 
 
-def dequantized(matrix: IntegerMatrix, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def dequantized(matrix: CodeMatrix, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """[rows, columns]: what products of many rows read, since for them the arithmetic takes the time.  Lesson 05."""
     out = torch.empty((matrix.rows, matrix.columns), dtype=dtype, device=matrix.words.device)
     tile = min(4096, triton.next_power_of_2(matrix.columns))

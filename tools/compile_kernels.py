@@ -36,7 +36,7 @@ from minillm.kernels import (
     single_row_parts,
     truncation,
 )
-from minillm.kernels.arguments import IntegerMatrix
+from minillm.kernels.arguments import CodeMatrix
 from minillm.kv_cache.layer_cache import CacheSpec
 from minillm.ops import AttentionOptions
 
@@ -154,16 +154,16 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
         scales, groups = torch.zeros(len(weight)), torch.zeros(len(weight), 16, dtype=torch.bfloat16)
         words = torch.zeros(len(weight), 512, dtype=torch.int32)
         for matrix in (
-            IntegerMatrix(8, words, scales),
-            IntegerMatrix(4, words[:, :256].contiguous(), groups),
-            IntegerMatrix(4, words[:, :256].contiguous(), groups, groups.to(torch.int8)),
+            CodeMatrix(8, words, scales),
+            CodeMatrix(4, words[:, :256].contiguous(), groups),
+            CodeMatrix(4, words[:, :256].contiguous(), groups, groups.to(torch.int8)),
         ):
             integer_rows.product(row, matrix, norm=torch.zeros(2048), eps=1e-6, residual=row)
             integer_rows.product(row, matrix, activation="gelu_tanh")
             for tokens in (2, 64):
                 few_rows.product(row.expand(tokens, -1), matrix)
             few_rows.dequantized(matrix)
-        integer_rows.product(row, IntegerMatrix(8, words, scales, int8_inputs=True), activation="gelu_tanh")
+        integer_rows.product(row, CodeMatrix(8, words, scales, rounded_inputs=True), activation="gelu_tanh")
         wide = torch.zeros(1, 2 * activation.MOST_COLUMNS, dtype=torch.bfloat16)
         for dtype in (torch.int8, torch.float8_e4m3fn)[: 1 + (capability >= 89)]:  # 8.9 is the first with FP8
             quantized_inputs.quantize_rows(x, dtype)
@@ -172,7 +172,7 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
                 normalization.add_rms_norm_codes(x, x, torch.zeros(2048), 1e-6, dtype, static)
             activation.gated_activation_codes(wide, "gelu_tanh", dtype)
         codes, factors = torch.zeros(2, 2048, dtype=torch.int8), torch.zeros(2, 1)
-        few_rows.product(codes, IntegerMatrix(8, words, scales), factors)
+        few_rows.product(codes, CodeMatrix(8, words, scales), factors)
         for tokens in (2, 8192):
             many = torch.zeros(tokens, 2048, dtype=torch.int8)
             quantized_inputs.int8_product(many, factors, words.view(torch.int8), scales, torch.bfloat16)

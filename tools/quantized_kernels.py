@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import kernel_speed as speed  # noqa: E402
 
 from minillm.kernels import few_rows, integer_rows  # noqa: E402
-from minillm.kernels.arguments import IntegerMatrix  # noqa: E402
+from minillm.kernels.arguments import CodeMatrix  # noqa: E402
 from minillm.kernels.quantized_inputs import int8_product, quantize_rows  # noqa: E402
 
 MATRICES = {"qkv": (2560, 2048), "attention_out": (2048, 2048), "gate_up": (32768, 2048), "down": (2048, 16384)}
@@ -48,11 +48,11 @@ def copies(nbytes: int) -> int:
     return max(2, min(64, speed.COLD // nbytes + 1))
 
 
-def integer_matrix(rows: int, columns: int, bits: int) -> IntegerMatrix:
+def code_matrix(rows: int, columns: int, bits: int) -> CodeMatrix:
     words = torch.randint(-(2**31), 2**31 - 1, (rows, columns * bits // 32), dtype=torch.int32, device="cuda")
     if bits == 8:
-        return IntegerMatrix(8, words, torch.rand(rows, device="cuda") + 0.5)
-    return IntegerMatrix(4, words, (torch.rand(rows, columns // GROUP, device="cuda") + 0.5).bfloat16())
+        return CodeMatrix(8, words, torch.rand(rows, device="cuda") + 0.5)
+    return CodeMatrix(4, words, (torch.rand(rows, columns // GROUP, device="cuda") + 0.5).bfloat16())
 
 
 def tinygemm_ms(rows: int, columns: int, x: torch.Tensor) -> float | None:
@@ -77,7 +77,7 @@ def few(name: str, rows: int, columns: int, tokens: int) -> Iterator[dict]:
     bf16 = dense_ms(rows, columns, x)
     for bits in (8, 4):
         nbytes = rows * columns * bits // 8 + (0 if bits == 8 else rows * columns // GROUP * 2)
-        matrices = [integer_matrix(rows, columns, bits) for _ in range(copies(nbytes))]
+        matrices = [code_matrix(rows, columns, bits) for _ in range(copies(nbytes))]
         if tokens == 1:
             ms = median_ms(lambda matrix: integer_rows.product(x, matrix), matrices)
             kernel = "integer_rows"

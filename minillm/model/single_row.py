@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from minillm.kernels import integer_rows, single_row
-from minillm.kernels.arguments import IntegerMatrix
+from minillm.kernels.arguments import CodeMatrix
 from minillm.kv_cache.layer_cache import LayerCache
-from minillm.ops.integer_matrix import integer_matrix
+from minillm.ops.code_matrix import code_matrix
 from minillm.ops.signatures import AttentionOptions
 from minillm.quantization import DenseWeight, Int4Weight, Int8Weight, Weight
 
 from .batch import Batch
 from .decoder import PROJECTIONS, Model
 
-Matrix = Tensor | IntegerMatrix  # a projection as the kernels take it
+Matrix = Tensor | CodeMatrix  # a projection as the kernels take it
 
 
 class _Matrices(NamedTuple):
@@ -82,13 +82,13 @@ class SingleRow:
 
 
 def _product(x: Tensor, matrix: Matrix, **options: Any) -> tuple[Tensor, Tensor | None]:
-    if isinstance(matrix, IntegerMatrix):
+    if isinstance(matrix, CodeMatrix):
         return integer_rows.product(x, matrix, **options)
     return single_row.product(x, matrix, **options)
 
 
 def _matrix(weight: Weight) -> Matrix:
-    matrix = integer_matrix(weight)
+    matrix = code_matrix(weight)
     return weight.dequantize() if matrix is None else matrix
 
 

@@ -20,7 +20,7 @@ from minillm.quantization.activations import DTYPES
 
 from . import reference
 from .by_weight import ByWeight
-from .integer_matrix import integer_matrix
+from .code_matrix import code_matrix
 
 linear = ByWeight(reference.linear)
 embedding = ByWeight(reference.embedding)
@@ -75,12 +75,12 @@ def on_codes(x: Tensor, weight: Weight) -> tuple[Callable[[QuantizedActivations,
 
 
 def _int8_takes(weight: Int8Weight) -> bool:
-    return weight.dtype in (bfloat16, float16) and _kind(weight) == "int8" and integer_matrix(weight) is not None
+    return weight.dtype in (bfloat16, float16) and _kind(weight) == "int8" and code_matrix(weight) is not None
 
 
 def _int8_product(x: QuantizedActivations, weight: Int8Weight) -> Tensor:
     """On integer tensor cores."""
-    codes, scales, matrix = *_rows(x), integer_matrix(weight)
+    codes, scales, matrix = *_rows(x), code_matrix(weight)
     if len(codes) <= few_rows.MOST_ROWS and weight.dtype == bfloat16:
         assert matrix is not None
         return _with_bias(few_rows.product(codes, matrix, scales), weight, x.codes)
@@ -88,7 +88,7 @@ def _int8_product(x: QuantizedActivations, weight: Int8Weight) -> Tensor:
 
 
 def _int4_takes(weight: Int4Weight) -> bool:
-    matrix = integer_matrix(weight)
+    matrix = code_matrix(weight)
     return weight.dtype == bfloat16 and matrix is not None and few_rows.takes(matrix)
 
 
@@ -119,7 +119,7 @@ def _rows(x: QuantizedActivations) -> tuple[Tensor, Tensor]:
 
 def _weight_only(x: Tensor, weight: Int8Weight | Int4Weight) -> Tensor:
     """The product with a matrix of codes, whose format's quantization of inputs is not considered here."""
-    matrix, rows = integer_matrix(weight), x.reshape(-1, x.shape[-1])
+    matrix, rows = code_matrix(weight), x.reshape(-1, x.shape[-1])
     if x.dtype != bfloat16 or matrix is None or not few_rows.takes(matrix) or not len(rows):
         return reference.linear(x, weight)
     if isinstance(weight, Int4Weight) and weight.order is not None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from minillm.kernels.arguments import IntegerMatrix
+from minillm.kernels.arguments import CodeMatrix
 from minillm.quantization.int4 import pack
 
 
@@ -10,7 +10,7 @@ def int8_matrix(rows, columns, device):
     codes = torch.randint(-128, 128, (rows, columns), dtype=torch.int8, device=device)
     codes[0], codes[1] = -128, 127  # the extremes in every place
     scales = (torch.rand(rows, device=device) + 0.5) / 127 / columns**0.5
-    return IntegerMatrix(8, codes.view(torch.int32), scales), codes.double() * scales.double()[:, None]
+    return CodeMatrix(8, codes.view(torch.int32), scales), codes.double() * scales.double()[:, None]
 
 
 def int4_matrix(rows, columns, group, zeros, dtype, device):
@@ -22,4 +22,4 @@ def int4_matrix(rows, columns, group, zeros, dtype, device):
     if points is not None:
         centered = centered - points.double().repeat_interleave(group, 1)
     dense = centered * scales.double().repeat_interleave(group, 1)
-    return IntegerMatrix(4, pack(codes).view(torch.int32), scales, points), dense
+    return CodeMatrix(4, pack(codes).view(torch.int32), scales, points), dense
