@@ -155,11 +155,13 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
         words = torch.zeros(len(weight), 512, dtype=torch.int32)
         for matrix in (
             CodeMatrix(8, words, scales),
+            CodeMatrix(8, words, scales, fp8=True),
             CodeMatrix(4, words[:, :256].contiguous(), groups),
             CodeMatrix(4, words[:, :256].contiguous(), groups, groups.to(torch.int8)),
         ):
-            integer_rows.product(row, matrix, norm=torch.zeros(2048), eps=1e-6, residual=row)
-            integer_rows.product(row, matrix, activation="gelu_tanh")
+            if not matrix.fp8:
+                integer_rows.product(row, matrix, norm=torch.zeros(2048), eps=1e-6, residual=row)
+                integer_rows.product(row, matrix, activation="gelu_tanh")
             for tokens in (2, 64):
                 few_rows.product(row.expand(tokens, -1), matrix)
             few_rows.dequantized(matrix)
@@ -173,10 +175,15 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
             activation.gated_activation_codes(wide, "gelu_tanh", dtype)
         codes, factors = torch.zeros(2, 2048, dtype=torch.int8), torch.zeros(2, 1)
         few_rows.product(codes, CodeMatrix(8, words, scales), factors)
+        if capability >= 89:
+            for tokens in (2, few_rows.MOST_ROWS):
+                codes, factors = torch.zeros(tokens, 2048, dtype=torch.float8_e4m3fn), torch.zeros(tokens, 1)
+                few_rows.product(codes, CodeMatrix(8, words, scales, fp8=True), factors)
         for tokens in (2, 8192):
             many = torch.zeros(tokens, 2048, dtype=torch.int8)
             quantized_inputs.int8_product(many, factors, words.view(torch.int8), scales, torch.bfloat16)
-        embedding.int8_embedding(rows, words.view(torch.int8), scales, 1.0, torch.bfloat16)
+        for table in (words.view(torch.int8), words.view(torch.float8_e4m3fn)):
+            embedding.code_embedding(rows, table, scales, 1.0, torch.bfloat16)
         for dim, dtype, heads, queries, options, held in [*((*each, "auto") for each in ATTENTION), *QUANTIZED]:
             case = f"{str(dtype).removeprefix('torch.')} head_dim {dim} cache {held}"
             cache = CacheSpec.of(held, 1, dim, dtype).allocate(4, 16, x.device)

@@ -13,6 +13,19 @@ def int8_matrix(rows, columns, device):
     return CodeMatrix(8, codes.view(torch.int32), scales), codes.double() * scales.double()[:, None]
 
 
+def fp8_codes(*shape, device):
+    """Random finite e4m3 numbers, of every size; their largest are in rows 0 and 1."""
+    codes = (torch.randn(shape, device=device) * 2.0 ** torch.randint(-10, 7, shape, device=device)).clamp(-448, 448)
+    codes[:2] = torch.tensor([-448.0, 448.0], device=device)[: len(codes), None]
+    return codes.to(torch.float8_e4m3fn)
+
+
+def fp8_matrix(rows, columns, device):
+    codes = fp8_codes(rows, columns, device=device)
+    scales = (torch.rand(rows, device=device) + 0.5) / 100 / columns**0.5
+    return CodeMatrix(8, codes.view(torch.int32), scales, fp8=True), codes.double() * scales.double()[:, None]
+
+
 def int4_matrix(rows, columns, group, zeros, dtype, device):
     codes = torch.randint(-8, 8, (rows, columns), dtype=torch.int8, device=device)
     codes[0], codes[1] = -8, 7
