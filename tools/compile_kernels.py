@@ -26,6 +26,7 @@ from minillm.kernels import (
     decode_step,
     embedding,
     few_rows,
+    fp8_rows,
     integer_rows,
     normalization,
     paged_attention,
@@ -146,7 +147,7 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
         sampling.sample(torch.zeros(2, 9000), torch.ones(2), torch.ones(2))
         truncation.truncate(torch.zeros(2, 9000), torch.ones(2, dtype=torch.int64), torch.ones(2))
         sampling.soft_cap(torch.zeros(2, 9000, dtype=torch.bfloat16), 30.0)
-        integer_rows.is_compiled = few_rows.is_compiled = lambda _: True
+        integer_rows.is_compiled = few_rows.is_compiled = fp8_rows.is_compiled = lambda _: True
         row, weight = torch.zeros(1, 2048, dtype=torch.bfloat16), torch.zeros(2560, 2048, dtype=torch.bfloat16)
         single_row.product(row, weight, norm=torch.zeros(2048), eps=1e-6, residual=row)
         single_row.product(row, weight, activation="gelu_tanh")
@@ -162,12 +163,16 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
             if not matrix.fp8:
                 integer_rows.product(row, matrix, norm=torch.zeros(2048), eps=1e-6, residual=row)
                 integer_rows.product(row, matrix, activation="gelu_tanh")
+            elif capability >= 89:  # 8.9 is the first with FP8
+                for each in (matrix, matrix._replace(rounded_inputs=True)):
+                    fp8_rows.product(row, each, norm=torch.zeros(2048), eps=1e-6, residual=row)
+                    fp8_rows.product(row, each, activation="gelu_tanh")
             for tokens in (2, 64):
                 few_rows.product(row.expand(tokens, -1), matrix)
             few_rows.dequantized(matrix)
         integer_rows.product(row, CodeMatrix(8, words, scales, rounded_inputs=True), activation="gelu_tanh")
         wide = torch.zeros(1, 2 * activation.MOST_COLUMNS, dtype=torch.bfloat16)
-        for dtype in (torch.int8, torch.float8_e4m3fn)[: 1 + (capability >= 89)]:  # 8.9 is the first with FP8
+        for dtype in (torch.int8, torch.float8_e4m3fn)[: 1 + (capability >= 89)]:
             quantized_inputs.quantize_rows(x, dtype)
             normalization.rms_norm_codes(x, torch.zeros(2048), 1e-6, dtype)
             for static in (None, torch.ones(1)):

@@ -43,6 +43,22 @@ def fma(a: int, b: int, c: int) -> int:
     return low & 0xFFFF | (high & 0xFFFF) << 16
 
 
+def numbers(*bits: int) -> list[float]:
+    """float32 numbers, by their bits."""
+    return [struct.unpack("<f", struct.pack("<I", each))[0] for each in bits]
+
+
+def bits(number: float) -> int:
+    """The bits of the nearest float32 number."""
+    return struct.unpack("<I", np.float32(number).tobytes())[0]
+
+
+def two_float16(codes: int) -> int:
+    """Two float16 numbers in a word, of two e4m3 codes."""
+    low, high = (int(np.float16(E4M3[code]).view(np.uint16)) for code in (codes & 0xFF, codes >> 8))
+    return low | high << 16
+
+
 RUN = {
     "mov.b32": lambda a: a,
     "and.b32": lambda a, b: a & b,
@@ -51,6 +67,10 @@ RUN = {
     "prmt.b32": prmt,
     "lop3.b32": lop3,
     "fma.rn.bf16x2": fma,
+    "cvt.rn.f16x2.e4m3x2": two_float16,
+    "cvt.f32.f16": lambda a: bits(np.uint16(a).view(np.float16)),
+    "mul.rn.f32": lambda a, b: bits(np.prod(numbers(a, b))),
+    "fma.rn.f32": lambda a, b, c: bits(np.prod(numbers(a, b)) + numbers(c)[0]),
 }
 
 
@@ -60,6 +80,10 @@ def run(assembly: str, **registers: int) -> list[int]:
     for line in assembly.strip().strip("{}").split(";"):
         name, _, rest = line.strip().partition(" ")
         if not name or name == ".reg":
+            continue
+        if rest.startswith("{"):  # a word's halves
+            low, high, word = (each.strip("{} ") for each in rest.split(","))
+            held[low], held[high] = held[word] & 0xFFFF, held[word] >> 16
             continue
         to, *given = (each.strip() for each in rest.split(","))
         held[to] = RUN[name](*(held[each] if each in held else int(each, 0) for each in given))
@@ -97,6 +121,17 @@ def test_codes_of_two_words_become_pairs_of_values(fp8):
         found = run(instructions, r4=words[0], r5=words[1])
         pairs = zip(one, two, strict=True)
         assert [halves(word) for word in found] == [[value(a, fp8), value(b, fp8)] for a, b in pairs]
+
+
+@pytest.mark.parametrize("inputs", [(1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (1, -16, 0, 0.5)])
+def test_four_fp8_codes_are_multiplied_with_four_inputs(inputs):
+    (instructions,) = assembly_of("fp8_rows.py", "word_products")
+    registers = {f"r{2 + i}": bits(number) for i, number in enumerate(inputs)}
+    for first in CODES:
+        codes = [first, CODES[first % 200], CODES[-1 - first % 100], first]
+        (found,) = run(instructions, r1=int.from_bytes(codes, "little"), **registers)
+        exact = [value(code, fp8=True) * number for code, number in zip(codes, inputs, strict=True)]
+        assert numbers(found) == [sum(exact)]  # float32 holds all of these sums
 
 
 def test_half_bytes_become_their_values():
