@@ -47,18 +47,20 @@ def check_strides(cache: Cache) -> None:
         raise ValueError("K and V caches must have equal strides and a contiguous head_dim")
 
 
-class IntegerMatrix(NamedTuple):
+class CodeMatrix(NamedTuple):
     """A matrix of codes [rows, columns].
 
-    words [rows, columns * bits / 32] int32, contiguous. int8: four codes a word; scales [rows] float32. int4: eight
-    codes a word, each plus 8, the lowest half byte first; scales [rows, groups], zeros [rows, groups] int8 or None.
+    words [rows, columns * bits / 32] int32, contiguous. int8 and fp8 (e4m3): four codes a word; scales [rows] float32.
+    int4: eight codes a word, each plus 8, the lowest half byte first; scales [rows, groups], zeros [rows, groups] int8
+    or None.
     """
 
     bits: int  # 8 or 4
     words: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor | None = None
-    int8_inputs: bool = False  # whether inputs are rounded to int8, by token
+    fp8: bool = False  # whether codes of 8 bits are e4m3 numbers
+    rounded_inputs: bool = False  # whether inputs are rounded to codes of the same kind, by token
     input_scale: torch.Tensor | None = None  # [1] float32: of such inputs, if it is not each token's own
 
     @property
@@ -76,8 +78,8 @@ class IntegerMatrix(NamedTuple):
 
     @property
     def bytes(self) -> torch.Tensor:
-        """int8: [rows, columns] int8; int4: [rows, columns / 2] uint8."""
-        return self.words.view(torch.int8 if self.bits == 8 else torch.uint8)
+        """int8: [rows, columns] int8; fp8: [rows, columns] uint8; int4: [rows, columns / 2] uint8."""
+        return self.words.view(torch.int8 if self.bits == 8 and not self.fp8 else torch.uint8)
 
 
 def is_compiled(x: torch.Tensor) -> bool:

@@ -1,17 +1,21 @@
-"""Products of 2 to 64 rows with int8 and int4 matrices: codes are converted in registers.  Lessons 05 and 11.
+"""Products of 2 to 64 rows with int8, fp8 and int4 matrices: codes are converted in registers.  Lessons 05, 07 and 11.
 
 Up to some hundred rows, a product takes the time of reading its matrix, so codes of one byte or half a byte should take
 half or a quarter of it. Tensor cores multiply bf16 numbers, so each code is converted as it arrives:
 
     int4: masks and byte permutations put a half byte into the lowest bits of a bf16 number of 128; subtracting 136
           leaves the code (Kim et al. 2022, "Who says elephants can't run", section 3)
+    fp8:  `cache_codes.to_numbers`
 
-Scales multiply the sums: of the whole row for int8, of each group for int4. If the inputs are int8 codes too, integer
-tensor cores multiply, and nothing is converted.
+Scales multiply the sums: of the whole row for int8 and fp8, of each group for int4. If the inputs are codes of the
+matrix's kind, int8 or fp8 tensor cores multiply, and nothing is converted. fp8 tensor cores add up with some 14 bits;
+so after each piece of inputs, its sums are added to float32 numbers (DeepSeek-AI 2024, "DeepSeek-V3 technical report",
+section 3.3.2).
 
-Tiling: the matrix's rows fill the rows of a tensor core instruction, which the few rows of x would leave empty. A
-program has a tile of 64 matrix rows and all rows of x. Small matrices have too few such tiles to read memory at full
-speed, so several programs split the inputs; the last of them to finish adds up their sums, always in the same order.
+Tiling: the matrix's rows fill the rows of a tensor core instruction, which the few rows of x would leave empty
+(Hopper's fp8 instructions have 64 rows). A program has a tile of 64 matrix rows and all rows of x. Small matrices have
+too few such tiles to read memory at full speed, so several programs split the inputs; the last of them to finish adds
+up their sums, always in the same order.
 """
 
 from functools import lru_cache
@@ -21,7 +25,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import IntegerMatrix, is_compiled
+from .arguments import CodeMatrix, is_compiled
+from .cache_codes import to_numbers
 from .single_row_parts import processors
 
 MOST_ROWS = 64
@@ -74,10 +79,13 @@ def _dot(weight, x, total, COMPILED: tl.constexpr):
 @triton.jit
 def few_rows_kernel(
     x_ptr, x_scale_ptr, weight_ptr, scale_ptr, zero_ptr, out_ptr, part_ptr, finished_ptr, ROWS, TOKENS,
-    COLUMNS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, INTEGER: tl.constexpr,
+    COLUMNS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, CODES: tl.constexpr,
     TILE: tl.constexpr, X_ROWS: tl.constexpr, PIECE: tl.constexpr, SPLITS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """out [TOKENS, ROWS] = x W^T. PIECE: inputs at a time, and for int4 a divisor of GROUP. INTEGER: x is int8 too."""
+    """out [TOKENS, ROWS] = x W^T. PIECE: inputs at a time, and for int4 a divisor of GROUP. CODES: x holds codes too.
+
+    fp8 codes are e4m3 numbers if they are multiplied as such, else bytes (uint8).
+    """
     program, split = tl.program_id(0), tl.program_id(1)
     rows, tokens = program * TILE + tl.arange(0, TILE), tl.arange(0, X_ROWS)
     real_rows, real_tokens = (rows < ROWS)[:, None], (tokens < TOKENS)[:, None]
@@ -90,10 +98,16 @@ def few_rows_kernel(
         if BITS == 8:
             inside = (columns < COLUMNS)[None, :]
             at = weight_ptr + rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
-            weight = tl.load(at, mask=real_rows & inside, other=0, eviction_policy="evict_first")
-            x = tl.load(x_at, mask=real_tokens & inside, other=0)
-            if INTEGER:
+            weight = tl.load(at, mask=real_rows & inside, other=0.0, eviction_policy="evict_first")
+            x = tl.load(x_at, mask=real_tokens & inside, other=0.0)
+            if weight.dtype == tl.uint8:
+                if CODES:
+                    x = to_numbers(x, tl.float32)
+                total = _dot(to_numbers(weight, tl.bfloat16 if COMPILED else tl.float32), x, total, COMPILED)
+            elif CODES and weight.dtype == tl.int8:
                 sums = tl.dot(weight, tl.trans(x), sums, out_dtype=tl.int32)
+            elif CODES:
+                total = tl.dot(weight, tl.trans(x), total, max_num_imprecise_acc=PIECE)
             else:
                 total = _dot(weight, x, total, COMPILED)
         else:
@@ -111,8 +125,10 @@ def few_rows_kernel(
             scale = tl.load(scale_ptr + group, mask=rows < ROWS, other=0.0).to(tl.float32)
             total += _dot(weight, x, tl.zeros_like(total), COMPILED) * scale[:, None]
     if BITS == 8:
-        if INTEGER:
-            total = sums.to(tl.float32) * tl.load(x_scale_ptr + tokens, mask=tokens < TOKENS, other=0.0)[None, :]
+        if CODES:
+            if weight_ptr.dtype.element_ty == tl.int8:
+                total = sums.to(tl.float32)
+            total *= tl.load(x_scale_ptr + tokens, mask=tokens < TOKENS, other=0.0)[None, :]
         total *= tl.load(scale_ptr + rows, mask=rows < ROWS, other=0.0)[:, None]
     place = tokens[None, :] * ROWS + rows[:, None]
     mask = real_rows & tl.trans(real_tokens)
@@ -139,7 +155,7 @@ def dequantize_kernel(
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = columns < COLUMNS
     if BITS == 8:
-        code = tl.load(weight_ptr + row * COLUMNS + columns, mask=inside, other=0).to(tl.float32)
+        code = to_numbers(tl.load(weight_ptr + row * COLUMNS + columns, mask=inside, other=0), tl.float32)
         scale = tl.load(scale_ptr + row)
     else:
         halves = tl.program_id(1) * (TILE // 2) + tl.arange(0, TILE // 2)
@@ -158,6 +174,7 @@ class Launch(NamedTuple):
 
     piece: int  # inputs at a time
     splits: int  # programs that share a tile's inputs
+    tile: int = TILE  # matrix rows of a program
 
 
 def default_launch(rows: int, columns: int, group: int, tokens: int, processors: int) -> Launch:
@@ -170,34 +187,39 @@ def default_launch(rows: int, columns: int, group: int, tokens: int, processors:
     return Launch(piece, splits)
 
 
-def takes(matrix: IntegerMatrix) -> bool:
+def takes(matrix: CodeMatrix) -> bool:
     """Whether the groups of an int4 matrix are multiples of 32 inputs: a tensor core takes 16 at a time."""
     return matrix.bits == 8 or matrix.group % 32 == 0
 
 
-def product(x: torch.Tensor, matrix: IntegerMatrix, x_scales: torch.Tensor | None = None) -> torch.Tensor:
+def product(x: torch.Tensor, matrix: CodeMatrix, x_scales: torch.Tensor | None = None) -> torch.Tensor:
     """x [tokens, columns] bf16 times a matrix of codes: [tokens, rows] bf16, for 1 to MOST_ROWS tokens.  Lesson 05.
 
-    With x_scales [tokens, 1] float32, x holds int8 codes (lesson 07). Raises ValueError for more tokens.
+    With x_scales [tokens, 1] float32, x holds codes of the matrix's kind, int8 or fp8 (lesson 07). Raises ValueError
+    for more tokens.
     """
     tokens, rows, columns = len(x), matrix.rows, matrix.columns
+    weight, x = matrix.bytes, x.contiguous()
+    if matrix.fp8 and x_scales is not None:
+        kind = torch.float8_e4m3fn if is_compiled(x) else torch.uint8  # the interpreter does not multiply e4m3
+        weight, x = weight.view(kind), x.view(kind)
     if not 0 < tokens <= MOST_ROWS:
         raise ValueError(f"x has {tokens} rows; this kernel takes 1 to {MOST_ROWS}: dequantize the matrix for more")
     out = torch.empty((tokens, rows), dtype=torch.bfloat16, device=x.device)
     group = 128 if matrix.bits == 8 else matrix.group
     launch = default_launch(rows, columns, group, tokens, processors(x.device))
     parts = torch.empty((launch.splits, tokens, rows), device=x.device) if launch.splits > 1 else None
-    few_rows_kernel[(triton.cdiv(rows, TILE), launch.splits)](
-        x.contiguous(), x_scales, matrix.bytes, matrix.scales, matrix.zeros, out, parts, finished(x.device),
+    few_rows_kernel[(triton.cdiv(rows, launch.tile), launch.splits)](
+        x, x_scales, weight, matrix.scales, matrix.zeros, out, parts, finished(x.device),
         rows, tokens,
-        COLUMNS=columns, BITS=matrix.bits, GROUP=group, ZEROS=matrix.zeros is not None, INTEGER=x_scales is not None,
-        TILE=TILE, X_ROWS=max(16, triton.next_power_of_2(tokens)), PIECE=launch.piece, SPLITS=launch.splits,
+        COLUMNS=columns, BITS=matrix.bits, GROUP=group, ZEROS=matrix.zeros is not None, CODES=x_scales is not None,
+        TILE=launch.tile, X_ROWS=max(16, triton.next_power_of_2(tokens)), PIECE=launch.piece, SPLITS=launch.splits,
         COMPILED=is_compiled(x), num_warps=4,
     )  # fmt: skip
     return out
 
 
-def dequantized(matrix: IntegerMatrix, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def dequantized(matrix: CodeMatrix, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """[rows, columns]: what products of many rows read, since for them the arithmetic takes the time.  Lesson 05."""
     out = torch.empty((matrix.rows, matrix.columns), dtype=dtype, device=matrix.words.device)
     tile = min(4096, triton.next_power_of_2(matrix.columns))

@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import IntegerMatrix, is_compiled
+from .arguments import CodeMatrix, is_compiled
 from .quantized_inputs import to_even
 from .single_row_parts import activated, dependent_launch, processors, wait_for_inputs
 
@@ -267,7 +267,7 @@ def takes(columns: int, bits: int, group: int) -> bool:
 
 def product(
     x: torch.Tensor,
-    matrix: IntegerMatrix,
+    matrix: CodeMatrix,
     *,
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
@@ -287,7 +287,7 @@ def product(
     launch = default_launch(rows, quads, bits, bool(activation), processors(x.device))
     if not is_compiled(x):
         launch = Launch(2, 32, 4)  # each interpreted operation takes microseconds, for 32 rows as for one
-    digits = 1 if matrix.int8_inputs else 3 if x.dtype == torch.float32 else 2
+    digits = 1 if matrix.rounded_inputs else 3 if x.dtype == torch.float32 else 2
     integer_rows_kernel[(launch.programs,)](
         x, residual, total, norm, matrix.words, matrix.scales, matrix.zeros, matrix.input_scale, out, eps, rows,
         COLUMNS=columns, BITS=bits, QUADS=quads, GROUPS=1 if bits == 8 else matrix.scales.shape[1], TILE=launch.tile,

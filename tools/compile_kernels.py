@@ -27,6 +27,7 @@ from minillm.kernels import (
     decode_step,
     embedding,
     few_rows,
+    fp8_rows,
     integer_rows,
     normalization,
     paged_attention,
@@ -37,7 +38,7 @@ from minillm.kernels import (
     single_row_parts,
     truncation,
 )
-from minillm.kernels.arguments import IntegerMatrix
+from minillm.kernels.arguments import CodeMatrix
 from minillm.kv_cache.layer_cache import CacheSpec
 from minillm.ops import AttentionOptions
 
@@ -149,7 +150,7 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
         sampling.sample(torch.zeros(2, 9000), torch.ones(2), torch.ones(2))
         truncation.truncate(torch.zeros(2, 9000), torch.ones(2, dtype=torch.int64), torch.ones(2))
         sampling.soft_cap(torch.zeros(2, 9000, dtype=torch.bfloat16), 30.0)
-        integer_rows.is_compiled = few_rows.is_compiled = lambda _: True
+        integer_rows.is_compiled = few_rows.is_compiled = fp8_rows.is_compiled = lambda _: True
         row, weight = torch.zeros(1, 2048, dtype=torch.bfloat16), torch.zeros(2560, 2048, dtype=torch.bfloat16)
         single_row.product(row, weight, norm=torch.zeros(2048), eps=1e-6, residual=row)
         single_row.product(row, weight, activation="gelu_tanh")
@@ -157,29 +158,40 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
         scales, groups = torch.zeros(len(weight)), torch.zeros(len(weight), 16, dtype=torch.bfloat16)
         words = torch.zeros(len(weight), 512, dtype=torch.int32)
         for matrix in (
-            IntegerMatrix(8, words, scales),
-            IntegerMatrix(4, words[:, :256].contiguous(), groups),
-            IntegerMatrix(4, words[:, :256].contiguous(), groups, groups.to(torch.int8)),
+            CodeMatrix(8, words, scales),
+            CodeMatrix(8, words, scales, fp8=True),
+            CodeMatrix(4, words[:, :256].contiguous(), groups),
+            CodeMatrix(4, words[:, :256].contiguous(), groups, groups.to(torch.int8)),
         ):
-            integer_rows.product(row, matrix, norm=torch.zeros(2048), eps=1e-6, residual=row)
-            integer_rows.product(row, matrix, activation="gelu_tanh")
+            if not matrix.fp8:
+                integer_rows.product(row, matrix, norm=torch.zeros(2048), eps=1e-6, residual=row)
+                integer_rows.product(row, matrix, activation="gelu_tanh")
+            elif capability >= 89:  # 8.9 is the first with FP8
+                for each in (matrix, matrix._replace(rounded_inputs=True)):
+                    fp8_rows.product(row, each, norm=torch.zeros(2048), eps=1e-6, residual=row)
+                    fp8_rows.product(row, each, activation="gelu_tanh")
             for tokens in (2, 64):
                 few_rows.product(row.expand(tokens, -1), matrix)
             few_rows.dequantized(matrix)
-        integer_rows.product(row, IntegerMatrix(8, words, scales, int8_inputs=True), activation="gelu_tanh")
+        integer_rows.product(row, CodeMatrix(8, words, scales, rounded_inputs=True), activation="gelu_tanh")
         wide = torch.zeros(1, 2 * activation.MOST_COLUMNS, dtype=torch.bfloat16)
-        for dtype in (torch.int8, torch.float8_e4m3fn)[: 1 + (capability >= 89)]:  # 8.9 is the first with FP8
+        for dtype in (torch.int8, torch.float8_e4m3fn)[: 1 + (capability >= 89)]:
             quantized_inputs.quantize_rows(x, dtype)
             normalization.rms_norm_codes(x, torch.zeros(2048), 1e-6, dtype)
             for static in (None, torch.ones(1)):
                 normalization.add_rms_norm_codes(x, x, torch.zeros(2048), 1e-6, dtype, static)
             activation.gated_activation_codes(wide, "gelu_tanh", dtype)
         codes, factors = torch.zeros(2, 2048, dtype=torch.int8), torch.zeros(2, 1)
-        few_rows.product(codes, IntegerMatrix(8, words, scales), factors)
+        few_rows.product(codes, CodeMatrix(8, words, scales), factors)
+        if capability >= 89:
+            for tokens in (2, few_rows.MOST_ROWS):
+                codes, factors = torch.zeros(tokens, 2048, dtype=torch.float8_e4m3fn), torch.zeros(tokens, 1)
+                few_rows.product(codes, CodeMatrix(8, words, scales, fp8=True), factors)
         for tokens in (2, 8192):
             many = torch.zeros(tokens, 2048, dtype=torch.int8)
             quantized_inputs.int8_product(many, factors, words.view(torch.int8), scales, torch.bfloat16)
-        embedding.int8_embedding(rows, words.view(torch.int8), scales, 1.0, torch.bfloat16)
+        for table in (words.view(torch.int8), words.view(torch.float8_e4m3fn)):
+            embedding.code_embedding(rows, table, scales, 1.0, torch.bfloat16)
         for dim, dtype, heads, queries, options, held in [*((*each, "auto") for each in ATTENTION), *QUANTIZED]:
             case = f"{str(dtype).removeprefix('torch.')} head_dim {dim} cache {held}"
             cache = CacheSpec.of(held, 1, dim, dtype).allocate(4, 16, x.device)

@@ -34,6 +34,7 @@ METHODS = {  # as records name them: method, bits, group, head -> the engine's o
     "int4 g128 act-order (gptq), head int8": {"quantization": "int4", "quantized_head": "int8"},
     "w8a8 (smoothquant)": {"quantization": "w8a8"},
     "w4a8 g128, head int8": {"quantization": "w4a8", "quantized_head": "int8"},
+    "fp8, head fp8": {"quantization": "fp8", "quantized_head": "fp8"},
     "fp8": {"quantization": "fp8"},
 }
 ACT_ORDER = {"int4": Int4(act_order=True)}

@@ -5,7 +5,8 @@
 Timed as in `kernel_speed.py`: replays of a CUDA graph with calls on distinct matrices. `share_of_copy` is the bytes of
 the matrix (codes and scales) per second, divided by the bytes per second that a large copy reads and writes.
 `bf16_ms` is torch's product with a bf16 matrix of the same shape, `tinygemm_ms` torch's int4 product, which torchao
-uses. int8 inputs are quantized beforehand (`quantize_ms`).
+uses. Inputs of "w8a8" and fp8 are quantized beforehand (`quantize_ms`); only the kernel for one row quantizes them
+itself. `scaled_mm_ms` is torch's product of the same fp8 codes with a scale for each row and column.
 """
 
 import statistics
@@ -21,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import kernel_speed as speed  # noqa: E402
 
-from minillm.kernels import few_rows, integer_rows  # noqa: E402
-from minillm.kernels.arguments import IntegerMatrix  # noqa: E402
+from minillm.kernels import few_rows, fp8_rows, integer_rows  # noqa: E402
+from minillm.kernels.arguments import CodeMatrix  # noqa: E402
 from minillm.kernels.quantized_inputs import int8_product, quantize_rows  # noqa: E402
 
 MATRICES = {"qkv": (2560, 2048), "attention_out": (2048, 2048), "gate_up": (32768, 2048), "down": (2048, 16384)}
@@ -48,11 +49,21 @@ def copies(nbytes: int) -> int:
     return max(2, min(64, speed.COLD // nbytes + 1))
 
 
-def integer_matrix(rows: int, columns: int, bits: int) -> IntegerMatrix:
+def code_matrix(rows: int, columns: int, kind: str) -> CodeMatrix:
+    if kind == "fp8":
+        codes = torch.randint(0, 120, (rows, columns), dtype=torch.uint8, device="cuda")  # no NaN
+        scales = torch.rand(rows, device="cuda") + 0.5
+        return CodeMatrix(8, codes.view(torch.int32), scales, fp8=True, rounded_inputs=True)
+    bits = int(kind.removeprefix("int"))
     words = torch.randint(-(2**31), 2**31 - 1, (rows, columns * bits // 32), dtype=torch.int32, device="cuda")
     if bits == 8:
-        return IntegerMatrix(8, words, torch.rand(rows, device="cuda") + 0.5)
-    return IntegerMatrix(4, words, (torch.rand(rows, columns // GROUP, device="cuda") + 0.5).bfloat16())
+        return CodeMatrix(8, words, torch.rand(rows, device="cuda") + 0.5)
+    return CodeMatrix(4, words, (torch.rand(rows, columns // GROUP, device="cuda") + 0.5).bfloat16())
+
+
+def scaled_mm(codes: torch.Tensor, scales: torch.Tensor, matrix: CodeMatrix) -> torch.Tensor:
+    weight = matrix.bytes.view(torch.float8_e4m3fn)
+    return torch._scaled_mm(codes, weight.t(), scales, matrix.scales[None], out_dtype=torch.bfloat16)
 
 
 def tinygemm_ms(rows: int, columns: int, x: torch.Tensor) -> float | None:
@@ -73,22 +84,27 @@ def dense_ms(rows: int, columns: int, x: torch.Tensor) -> float:
 
 def few(name: str, rows: int, columns: int, tokens: int) -> Iterator[dict]:
     x = speed.random_tensor(tokens, columns)
+    codes, scales = quantize_rows(x, torch.float8_e4m3fn)
+    calls = {
+        "integer_rows": lambda matrix: integer_rows.product(x, matrix),
+        "fp8_rows": lambda matrix: fp8_rows.product(x, matrix),
+        "few_rows": lambda matrix: few_rows.product(*((codes, matrix, scales) if matrix.fp8 else (x, matrix))),
+    }
     common = {"matrix": name, "shape": f"[{rows}, {columns}]", "rows": tokens}
     bf16 = dense_ms(rows, columns, x)
-    for bits in (8, 4):
-        nbytes = rows * columns * bits // 8 + (0 if bits == 8 else rows * columns // GROUP * 2)
-        matrices = [integer_matrix(rows, columns, bits) for _ in range(copies(nbytes))]
-        if tokens == 1:
-            ms = median_ms(lambda matrix: integer_rows.product(x, matrix), matrices)
-            kernel = "integer_rows"
-        else:
-            ms = median_ms(lambda matrix: few_rows.product(x, matrix), matrices)
-            kernel = "few_rows"
-        found = {"kernel": kernel, "quantization": f"int{bits}" + (f" g{GROUP}" if bits == 4 else "")} | common
+    for kind in ("int8", "fp8", "int4"):
+        nbytes = rows * columns // 2 + rows * columns // GROUP * 2 if kind == "int4" else rows * columns
+        matrices = [code_matrix(rows, columns, kind) for _ in range(copies(nbytes))]
+        kernel = "few_rows" if tokens > 1 else "fp8_rows" if kind == "fp8" else "integer_rows"
+        ms = median_ms(calls[kernel], matrices)
+        found = {"kernel": kernel, "quantization": kind + (f" g{GROUP}" if kind == "int4" else "")} | common
         gb_per_s = nbytes / ms / 1e6
         found |= {"ms": ms, "gb_per_s": gb_per_s, "share_of_copy": gb_per_s / copy_gb_per_s(), "bf16_ms": bf16}
-        if bits == 4:
+        if kind == "int4":
             found["tinygemm_ms"] = tinygemm_ms(rows, columns, x)
+        if kind == "fp8":
+            found["scaled_mm_ms"] = median_ms(lambda matrix: scaled_mm(codes, scales, matrix), matrices)
+            found["quantize_ms"] = median_ms(lambda _: quantize_rows(x, torch.float8_e4m3fn), [0] * 4)
         yield found
 
 

@@ -220,7 +220,7 @@ def _rounded(
     if isinstance(format, Dense):
         matrix.copy_(matrix.to(dtype))  # as it will be saved: scales of the products after it may be folded into it
         return dense
-    if address in ("head", "embedding"):
+    if address == "embedding":
         format = weight_only(format)
     out, columns = matrix.shape
     new = format.empty(out, columns, dense.bias is not None, dtype=model.dtype, device=model.device)

@@ -81,8 +81,10 @@ class Model:
 
         def matrix(address: str, out: int, inputs: int, bias: bool = False) -> Weight:
             format = recipe.format(address)
-            if address == "embedding" or (address == "head" and config.tie_word_embeddings):
-                format = weight_only(format)  # its rows are gathered
+            tied = address == "head" and config.tie_word_embeddings
+            static = format.activations is not None and format.activations.static
+            if address == "embedding" or (tied and static):
+                format = weight_only(format)  # rows are gathered; checkpoints have no scale for a tied head's inputs
             return format.empty(out, inputs, bias, dtype=dtype, device=self.device)
 
         def norm(size: int = hidden) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from minillm.errors import ConfigError
-from minillm.quantization import Dense, Recipe, Weight
+from minillm.quantization import Dense, Recipe, Weight, weight_only
 from minillm.quantization.checkpoints import ANY, Layout, read_layout
 from minillm.quantization.weight import copy_pieces, joined
 from minillm.values import read_json, shown
@@ -28,7 +28,7 @@ from .config import PRESETS, ModelConfig
 from .decoder import Model
 from .families import ARCHITECTURES
 from .input_factors import fold_input_factors
-from .modules import Module, modules
+from .modules import HEAD, Module, modules
 
 DTYPES = {
     "float64": torch.float64,
@@ -156,6 +156,10 @@ def stored_recipe(config: ModelConfig, layout: Layout) -> Recipe:
                 "model again, all of them in one way"
             )
         rules[address] = formats.pop() if len(formats) == 1 else Dense(activations.pop())
+    if config.tie_word_embeddings:  # the table is stored as the embedding; the head's inputs may be quantized
+        head = layout.format(HEAD, config.hidden_size)
+        if weight_only(head) == rules["head"]:
+            rules["head"] = head
     return Recipe(rules)
 
 

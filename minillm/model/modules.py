@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from .config import ModelConfig
 
+HEAD = "lm_head"  # the module that a head is; if it is tied, its matrix is the embedding's
+
 
 @dataclass(frozen=True)
 class Module:
@@ -28,7 +30,7 @@ def modules(config: ModelConfig) -> dict[str, list[Module]]:
         found[f"{layer}.gate_up"] = _parts(mlp, hidden, gate_proj=inner, up_proj=inner)
         found[f"{layer}.down"] = _parts(mlp, inner, down_proj=hidden)
     if not tied:
-        found["head"] = [Module("lm_head", range(config.vocab_size), hidden)]
+        found["head"] = [Module(HEAD, range(config.vocab_size), hidden)]
     return found
 
 

@@ -14,13 +14,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from minillm.errors import ConfigError
-from minillm.quantization import Dense, Format, Int4, Sparse
+from minillm.quantization import Dense, Format, Int4, Sparse, weight_only
 from minillm.quantization.checkpoints import compressed_tensors
 from minillm.values import read_json
 
 from .decoder import Model
 from .loader import named_norms
-from .modules import modules
+from .modules import HEAD, modules
 
 # Other programs refuse an unknown type of model. They would ignore an unknown field, and compute something else.
 ROTATED = "minillm-rotated"
@@ -81,8 +81,13 @@ def check_free(directory: Path) -> Path:
 
 
 def _formats(model: Model) -> dict[str, Format]:
+    """The format of each module. A tied head with quantized inputs is a module too, which has no tensors of its own."""
     weights = model.addressed()
-    return {part.name: weights[address].format for address, parts in modules(model.config).items() for part in parts}
+    found = {part.name: weights[address].format for address, parts in modules(model.config).items() for part in parts}
+    if model.head is model.embedding and model.head.activations is not None:
+        (embedding,) = modules(model.config)["head"]
+        found |= {embedding.name: weight_only(model.head.format), HEAD: model.head.format}
+    return found
 
 
 def _tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:

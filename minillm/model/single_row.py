@@ -7,19 +7,20 @@ of them are the engine's own.
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from minillm.kernels import integer_rows, single_row
-from minillm.kernels.arguments import IntegerMatrix
+from minillm.kernels import fp8_rows, integer_rows, single_row
+from minillm.kernels.arguments import CodeMatrix
 from minillm.kv_cache.layer_cache import LayerCache
-from minillm.ops.integer_matrix import integer_matrix
+from minillm.ops.code_matrix import code_matrix
 from minillm.ops.signatures import AttentionOptions
-from minillm.quantization import DenseWeight, Int4Weight, Int8Weight, Weight
+from minillm.quantization import DenseWeight, Fp8Weight, Int4Weight, Int8Weight, Weight
 
 from .batch import Batch
 from .decoder import PROJECTIONS, Model
 
-Matrix = Tensor | IntegerMatrix  # a projection as the kernels take it
+Matrix = Tensor | CodeMatrix  # a projection as the kernels take it
 
 
 class _Matrices(NamedTuple):
@@ -47,7 +48,7 @@ class SingleRow:
         shape = model.config
         return (
             set(model.layer_norms) == {"attention_norm", "mlp_norm"}
-            and all(_fits(weight) for weight in model.weights())
+            and all(_fits(weight, model.device) for weight in model.weights())
             and all(layer.attention == AttentionOptions(layer.attention.scale) for layer in model.layers)
             and shape.final_soft_cap is None
             and not shape.rotations
@@ -82,24 +83,26 @@ class SingleRow:
 
 
 def _product(x: Tensor, matrix: Matrix, **options: Any) -> tuple[Tensor, Tensor | None]:
-    if isinstance(matrix, IntegerMatrix):
-        return integer_rows.product(x, matrix, **options)
+    if isinstance(matrix, CodeMatrix):
+        return (fp8_rows if matrix.fp8 else integer_rows).product(x, matrix, **options)
     return single_row.product(x, matrix, **options)
 
 
 def _matrix(weight: Weight) -> Matrix:
-    matrix = integer_matrix(weight)
+    matrix = code_matrix(weight)
     return weight.dequantize() if matrix is None else matrix
 
 
-def _fits(weight: Weight) -> bool:
-    """Whether the kernels read a weight: dense, int8, or int4 in the order of its inputs; without a bias."""
+def _fits(weight: Weight, device: torch.device) -> bool:
+    """Whether the kernels read a weight: dense, int8, fp8, or int4 in the order of its inputs; without a bias."""
     if weight.bias is not None:
         return False
     columns = weight.shape[1]
+    inputs = None if weight.activations is None else weight.activations.kind
     if isinstance(weight, Int8Weight):
-        inputs = weight.activations is None or weight.activations.kind == "int8"
-        return inputs and integer_rows.takes(columns, 8, columns)
+        return inputs in (None, "int8") and integer_rows.takes(columns, 8, columns)
+    if isinstance(weight, Fp8Weight):
+        return inputs in (None, "fp8") and fp8_rows.takes(columns, device)
     if weight.activations is not None:
         return False
     if isinstance(weight, Int4Weight):

@@ -13,24 +13,25 @@ import torch.nn.functional as F
 from torch import Tensor, bfloat16, float16
 
 from minillm.kernels import few_rows
-from minillm.kernels.embedding import int8_embedding
+from minillm.kernels.embedding import code_embedding
 from minillm.kernels.quantized_inputs import int8_product, quantize_rows
 from minillm.quantization import Fp8Weight, Int4Weight, Int8Weight, QuantizedActivations, Weight
 from minillm.quantization.activations import DTYPES
 
 from . import reference
 from .by_weight import ByWeight
-from .integer_matrix import integer_matrix
+from .code_matrix import code_matrix
 
 linear = ByWeight(reference.linear)
 embedding = ByWeight(reference.embedding)
 
 
 @embedding.register(Int8Weight)
-def _(ids: Tensor, weight: Int8Weight, scale: float) -> Tensor:
+@embedding.register(Fp8Weight)
+def _(ids: Tensor, weight: Int8Weight | Fp8Weight, scale: float) -> Tensor:
     if weight.dtype not in (bfloat16, float16):
         return reference.embedding(ids, weight, scale)
-    return int8_embedding(ids, weight.codes, weight.scales, scale, weight.dtype)
+    return code_embedding(ids, weight.codes, weight.scales, scale, weight.dtype)
 
 
 class Rounding(NamedTuple):
@@ -75,20 +76,22 @@ def on_codes(x: Tensor, weight: Weight) -> tuple[Callable[[QuantizedActivations,
 
 
 def _int8_takes(weight: Int8Weight) -> bool:
-    return weight.dtype in (bfloat16, float16) and _kind(weight) == "int8" and integer_matrix(weight) is not None
+    return weight.dtype in (bfloat16, float16) and _kind(weight) == "int8" and code_matrix(weight) is not None
 
 
 def _int8_product(x: QuantizedActivations, weight: Int8Weight) -> Tensor:
     """On integer tensor cores."""
-    codes, scales, matrix = *_rows(x), integer_matrix(weight)
+    codes, scales, matrix = *_rows(x), code_matrix(weight)
     if len(codes) <= few_rows.MOST_ROWS and weight.dtype == bfloat16:
         assert matrix is not None
-        return _with_bias(few_rows.product(codes, matrix, scales), weight, x.codes)
-    return _with_bias(int8_product(codes, scales, weight.codes, weight.scales, weight.dtype), weight, x.codes)
+        out = few_rows.product(codes, matrix, scales)
+    else:
+        out = int8_product(codes, scales, weight.codes, weight.scales, weight.dtype)
+    return _with_bias(out, weight, x.codes)
 
 
 def _int4_takes(weight: Int4Weight) -> bool:
-    matrix = integer_matrix(weight)
+    matrix = code_matrix(weight)
     return weight.dtype == bfloat16 and matrix is not None and few_rows.takes(matrix)
 
 
@@ -103,8 +106,12 @@ def _fp8_takes(weight: Fp8Weight) -> bool:
 
 def _fp8_product(x: QuantizedActivations, weight: Fp8Weight) -> Tensor:
     """On FP8 tensor cores, which multiply codes; the scales are applied to the sums."""
-    codes, scales = _rows(x)
-    out = torch._scaled_mm(codes, weight.codes.t(), scales, weight.scales[None], out_dtype=weight.dtype)
+    codes, scales, matrix = *_rows(x), code_matrix(weight)
+    if len(codes) <= few_rows.MOST_ROWS:
+        assert matrix is not None
+        out = few_rows.product(codes, matrix, scales)
+    else:
+        out = torch._scaled_mm(codes, weight.codes.t(), scales, weight.scales[None], out_dtype=weight.dtype)
     return _with_bias(out, weight, x.codes)
 
 
@@ -117,9 +124,9 @@ def _rows(x: QuantizedActivations) -> tuple[Tensor, Tensor]:
     return x.codes.reshape(-1, x.codes.shape[-1]), x.scales.reshape(-1, 1)
 
 
-def _weight_only(x: Tensor, weight: Int8Weight | Int4Weight) -> Tensor:
+def _weight_only(x: Tensor, weight: Int8Weight | Int4Weight | Fp8Weight) -> Tensor:
     """The product with a matrix of codes, whose format's quantization of inputs is not considered here."""
-    matrix, rows = integer_matrix(weight), x.reshape(-1, x.shape[-1])
+    matrix, rows = code_matrix(weight), x.reshape(-1, x.shape[-1])
     if x.dtype != bfloat16 or matrix is None or not few_rows.takes(matrix) or not len(rows):
         return reference.linear(x, weight)
     if isinstance(weight, Int4Weight) and weight.order is not None:
@@ -137,4 +144,4 @@ def _with_bias(out: Tensor, weight: Weight, x: Tensor) -> Tensor:
 
 linear.register(Int8Weight)(LinearOnCodes(_int8_takes, _int8_product, unquantized=_weight_only))
 linear.register(Int4Weight)(LinearOnCodes(_int4_takes, _int4_product, unquantized=_weight_only))
-linear.register(Fp8Weight)(LinearOnCodes(_fp8_takes, _fp8_product))
+linear.register(Fp8Weight)(LinearOnCodes(_fp8_takes, _fp8_product, unquantized=_weight_only))

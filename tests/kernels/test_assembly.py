@@ -55,6 +55,22 @@ def fma(a: int, b: int, c: int) -> int:
     return low & 0xFFFF | (high & 0xFFFF) << 16
 
 
+def numbers(*bits: int) -> list[float]:
+    """float32 numbers, by their bits."""
+    return [struct.unpack("<f", struct.pack("<I", each))[0] for each in bits]
+
+
+def bits(number: float) -> int:
+    """The bits of the nearest float32 number."""
+    return struct.unpack("<I", np.float32(number).tobytes())[0]
+
+
+def two_float16(codes: int) -> int:
+    """Two float16 numbers in a word, of two e4m3 codes."""
+    low, high = (int(np.float16(E4M3[code]).view(np.uint16)) for code in (codes & 0xFF, codes >> 8))
+    return low | high << 16
+
+
 RUN = {
     "mov.b32": lambda a: a,
     "and.b32": lambda a, b: a & b,
@@ -66,7 +82,10 @@ RUN = {
     "xor.b32": lambda a, b: a ^ b,
     "add.rn.f16x2": lambda a, b: word_of(float16s(a).astype(float) + float16s(b)),
     "mul.rn.f16x2": lambda a, b: word_of(float16s(a).astype(float) * float16s(b)),
-    "cvt.rn.f16x2.e4m3x2": lambda a: word_of(E4M3[bytes_of(a)[:2]].double().numpy()),
+    "cvt.rn.f16x2.e4m3x2": two_float16,
+    "cvt.f32.f16": lambda a: bits(np.uint16(a).view(np.float16)),
+    "mul.rn.f32": lambda a, b: bits(np.prod(numbers(a, b))),
+    "fma.rn.f32": lambda a, b, c: bits(np.prod(numbers(a, b)) + numbers(c)[0]),
 }
 
 
@@ -77,9 +96,9 @@ def run(assembly: str, **registers: int) -> list[int]:
         name, _, rest = line.strip().partition(" ")
         if not name or name == ".reg":
             continue
-        if rest.startswith("{"):  # two halves of a register
-            (low, high), given = re.findall(r"[$\w]+", rest.split("}")[0]), rest.split("}")[1].strip(", ")
-            held[low], held[high] = held[given] & 0xFFFF, held[given] >> 16
+        if rest.startswith("{"):  # a word's halves
+            low, high, word = (each.strip("{} ") for each in rest.split(","))
+            held[low], held[high] = held[word] & 0xFFFF, held[word] >> 16
             continue
         to, *given = (each.strip() for each in rest.split(","))
         held[to] = RUN[name](*(held[each] if each in held else int(each, 0) for each in given))
@@ -116,6 +135,17 @@ def test_codes_of_two_words_become_pairs_of_values(name):
         found = run(instructions, r4=words[0], r5=words[1])
         pairs = [[value(a, name != "INT8"), value(b, name != "INT8")] for a, b in zip(one, two, strict=True)]
         assert [list(float16s(word)) for word in found] == pairs
+
+
+@pytest.mark.parametrize("inputs", [(1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (1, -16, 0, 0.5)])
+def test_four_fp8_codes_are_multiplied_with_four_inputs(inputs):
+    (instructions,) = assembly_of("fp8_rows.py", "word_products")
+    registers = {f"r{2 + i}": bits(number) for i, number in enumerate(inputs)}
+    for first in CODES:
+        codes = [first, CODES[first % 200], CODES[-1 - first % 100], first]
+        (found,) = run(instructions, r1=int.from_bytes(codes, "little"), **registers)
+        exact = [value(code, fp8=True) * number for code, number in zip(codes, inputs, strict=True)]
+        assert numbers(found) == [sum(exact)]  # float32 holds all of these sums
 
 
 def test_half_bytes_become_their_values():

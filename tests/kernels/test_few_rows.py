@@ -1,10 +1,10 @@
-"""Products of 1 to 64 rows with int8 and int4 codes equal those with the dequantized matrix."""
+"""Products of 1 to 64 rows with int8, fp8 and int4 codes equal those with the dequantized matrix."""
 
 import pytest
 import torch
 
 from tests.kernels.compare import COMPILED, assert_close, random_tensor
-from tests.kernels.matrices import int4_matrix, int8_matrix
+from tests.kernels.matrices import fp8_codes, fp8_matrix, int4_matrix, int8_matrix
 
 few_rows = pytest.importorskip("minillm.kernels.few_rows", reason="triton is not installed here")
 pytestmark = pytest.mark.explore
@@ -15,13 +15,13 @@ if COMPILED:
 
 
 def matrix_of(kind: str, rows: int, columns: int, device):
-    if kind == "int8":
-        return int8_matrix(rows, columns, device)
+    if kind in ("int8", "fp8"):
+        return (int8_matrix if kind == "int8" else fp8_matrix)(rows, columns, device)
     group = next(size for size in (128, 32) if columns % size == 0)
     return int4_matrix(rows, columns, group, kind != "int4", BF16, device)
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4", "int4 with zero points"])
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4", "int4 with zero points"])
 @pytest.mark.parametrize(("tokens", "rows", "columns"), SHAPES)
 def test_a_product_equals_that_with_the_dequantized_matrix(tokens, rows, columns, kind, device):
     x = random_tensor(tokens, columns, dtype=BF16, device=device)
@@ -33,13 +33,16 @@ def test_a_product_equals_that_with_the_dequantized_matrix(tokens, rows, columns
     assert_close(f"few_rows.dequantized, {kind}", few_rows.dequantized(matrix), dense, BF16)
 
 
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
 @pytest.mark.parametrize(("tokens", "rows", "columns"), SHAPES)
-def test_a_product_of_int8_inputs(tokens, rows, columns, device):
+def test_a_product_of_codes(tokens, rows, columns, kind, device):
     codes = torch.randint(-128, 128, (tokens, columns), dtype=torch.int8, device=device)
+    if kind == "fp8":
+        codes = fp8_codes(tokens, columns, device=device)
     scales = torch.rand(tokens, 1, device=device) + 0.1
-    matrix, dense = int8_matrix(rows, columns, device)
+    matrix, dense = matrix_of(kind, rows, columns, device)
     wanted = (codes.double() * scales.double()) @ dense.T
-    assert_close("few_rows.product, int8 inputs", few_rows.product(codes, matrix, scales), wanted, BF16)
+    assert_close(f"few_rows.product, {kind} inputs", few_rows.product(codes, matrix, scales), wanted, BF16)
 
 
 def test_small_matrices_are_split_and_pieces_stay_within_a_group():
@@ -50,7 +53,7 @@ def test_small_matrices_are_split_and_pieces_stay_within_a_group():
             "many rows of x": (2560, 2048, 128, 64), "small groups": (2560, 2048, 96, 16),
         }.items()
     }  # fmt: skip
-    assert launches == {
+    assert {name: (launch.piece, launch.splits) for name, launch in launches.items()} == {
         "qkv": (128, 8), "down": (128, 16), "gate_up": (128, 1), "many rows of x": (128, 2), "small groups": (32, 8),
     }  # fmt: skip
 

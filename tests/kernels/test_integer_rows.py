@@ -68,7 +68,7 @@ def test_inputs_are_rounded_to_int8_if_the_matrix_says_so(rows, columns, options
     matrix, dense = int8_matrix(rows * (2 if activation else 1), columns, device)
     scale = torch.tensor([0.03], device=device) if static else None  # some inputs are clipped
     out, _ = integer_rows.product(
-        x, matrix._replace(int8_inputs=True, input_scale=scale), norm=norm, eps=1e-3,
+        x, matrix._replace(rounded_inputs=True, input_scale=scale), norm=norm, eps=1e-3,
         residual=residual if "residual" in options else None, activation=activation,
     )  # fmt: skip
     inputs = x + residual if "residual" in options else x

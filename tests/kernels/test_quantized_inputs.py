@@ -9,7 +9,7 @@ from tests.kernels.compare import COMPILED, assert_close, random_tensor
 
 quantized_inputs = pytest.importorskip("minillm.kernels.quantized_inputs", reason="triton is not installed here")
 from minillm.kernels import activation, normalization  # noqa: E402  needs triton
-from minillm.kernels.embedding import int8_embedding  # noqa: E402  needs triton
+from minillm.kernels.embedding import code_embedding  # noqa: E402  needs triton
 
 pytestmark = pytest.mark.explore
 BF16 = torch.bfloat16
@@ -96,10 +96,11 @@ def test_large_tiles_need_about_as_many_as_processors():
     assert tiles == [128, 64, 128]
 
 
-def test_rows_of_an_int8_table(device):
-    codes = torch.randint(-128, 128, (50, 96), dtype=torch.int8, device=device)
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
+def test_rows_of_a_table_of_codes(kind, device):
+    codes = torch.randint(-120, 120, (50, 96), device=device).to(kind)
     scales, ids = torch.rand(50, device=device), torch.tensor([3, 49, 0, 3], device=device)
     wanted = (codes.float() * scales[:, None]).bfloat16()[ids] * 7.0
-    found = int8_embedding(ids, codes, scales, 7.0, BF16)
+    found = code_embedding(ids, codes, scales, 7.0, BF16)
     assert found.dtype == BF16
     torch.testing.assert_close(found, wanted, rtol=0.02, atol=0)

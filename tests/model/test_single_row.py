@@ -36,6 +36,9 @@ RULES = [
     {"*.attention_out": INT4, "head": "int8"},
     {"*.attention_out": WITH_ZEROS},
     {"layers.*": {"format": "int8", "activations": "int8"}},
+    {"*": "fp8"},
+    {"*": {"format": "fp8", "activations": "fp8"}},
+    {"*.down": {"format": "fp8", "scales": "tensor", "activations": "fp8"}, "*": "int8"},
 ]
 
 
@@ -84,12 +87,13 @@ def test_a_quantized_cache_gets_the_codes_of_the_unfused_step(name, kv_cache_dty
 
 def test_a_model_with_any_weight_in_another_format_does_not_fit(tmp_path):
     models.make("gemma-multi-query").save_pretrained(tmp_path)
-    inputs = {"format": "int8", "activations": "fp8"}
+    inputs, others_inputs = ({"format": a, "activations": b} for a, b in (("int8", "fp8"), ("fp8", "int8")))
     ordered, small = INT4 | {"act_order": True}, INT4 | {"group_size": 16}
     others = {
-        "layers.1.qkv": "fp8",
+        "layers.1.qkv": "pruned",
         "layers.1.down": inputs,
-        "head": "fp8",
+        "layers.0.down": others_inputs,
+        "head": "sparse24",
         "*.attention_out": ordered,
         "*.down": small,
     }

@@ -5,6 +5,7 @@ from . import Fault
 ATTENTION, SAMPLING = "kernels/paged_attention.py", "kernels/sampling.py"
 
 CODES, WRITE = "kernels/cache_codes.py", "kernels/rope_cache.py"
+FP8_ROWS = "kernels/fp8_rows.py"
 
 FAULTS = (
     Fault(
@@ -204,6 +205,20 @@ FAULTS = (
         "tests/kernels/test_few_rows.py -k dequantized_matrix",
     ),
     Fault(
+        "the scales of fp8 inputs are left out",
+        "kernels/few_rows.py",
+        "total *= tl.load(x_scale_ptr + tokens, mask=tokens < TOKENS, other=0.0)[None, :]",
+        "total *= 1.0",
+        "tests/kernels/test_few_rows.py -k product_of_codes",
+    ),
+    Fault(
+        "fp8 codes are dequantized as if they were whole numbers",
+        "kernels/few_rows.py",
+        "code = to_numbers(tl.load(weight_ptr + row * COLUMNS + columns, mask=inside, other=0), tl.float32)",
+        "code = tl.load(weight_ptr + row * COLUMNS + columns, mask=inside, other=0).to(tl.float32)",
+        "tests/kernels/test_few_rows.py -k dequantized_matrix",
+    ),
+    Fault(
         "rows in int8 are rounded half up",
         "kernels/quantized_inputs.py",
         "return (x + 12582912.0) - 12582912.0",
@@ -215,7 +230,42 @@ FAULTS = (
         "kernels/embedding.py",
         "tl.load(scale_ptr + row)",
         "tl.load(scale_ptr + token)",
-        "tests/kernels/test_quantized_inputs.py -k int8_table",
+        "tests/kernels/test_quantized_inputs.py -k table_of_codes",
+    ),
+    Fault(
+        "one request's inputs are rounded to fp8 without a static scale",
+        FP8_ROWS,
+        "unit = tl.load(input_scale_ptr)",
+        "unit = most / LARGEST",
+        "tests/kernels/test_fp8_rows.py -k static",
+    ),
+    Fault(
+        "one request's inputs are rounded to fp8 by the scale of what the norm has not divided",
+        FP8_ROWS,
+        "(most * unit).to(kind).to(tl.float32)",
+        "most",
+        "tests/kernels/test_fp8_rows.py -k 'dynamic and options2'",
+    ),
+    Fault(
+        "one request's up projection has the scales of its gate",
+        FP8_ROWS,
+        "factor * (up_scale * unit)",
+        "factor * (scale * unit)",
+        "tests/kernels/test_fp8_rows.py -k options3",
+    ),
+    Fault(
+        "the third fp8 code of a word is multiplied by the second input",
+        FP8_ROWS,
+        "fma.rn.f32 $0, number, $4, $0;",
+        "fma.rn.f32 $0, number, $3, $0;",
+        "tests/kernels/test_assembly.py -k four_inputs",
+    ),
+    Fault(
+        "fp8 codes are converted on GPUs that have no instruction for it",
+        FP8_ROWS,
+        "columns % 4 == 0 and (device.type",
+        "columns % 4 == 0 or (device.type",
+        "tests/kernels/test_fp8_rows.py -k whole_words",
     ),
     Fault(
         "one request's inputs are rounded to int8 without a static scale",

@@ -57,6 +57,27 @@ FAULTS = (
         "tests/calibration/test_rotation.py -k other_programs",
     ),
     Fault(
+        "a saved model forgets that its tied head quantizes its inputs",
+        "minillm/model/saver.py",
+        "found |= {embedding.name: weight_only(model.head.format), HEAD: model.head.format}",
+        "found |= {embedding.name: weight_only(model.head.format)}",
+        "tests/quantization/test_compressed_tensors.py -k tied_head_keeps",
+    ),
+    Fault(
+        "a tied head of a checkpoint does not quantize its inputs",
+        LOADER,
+        'if weight_only(head) == rules["head"]:',
+        "if False:",
+        "tests/quantization/test_compressed_tensors.py -k tied_head_keeps",
+    ),
+    Fault(
+        "a tied head waits for a scale that no checkpoint has",
+        DECODER,
+        "(tied and static)",
+        "False",
+        "tests/quantization/test_compressed_tensors.py -k tied_head_keeps",
+    ),
+    Fault(
         "logits have no soft cap",
         DECODER,
         "cap = self.config.final_soft_cap",

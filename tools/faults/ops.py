@@ -133,10 +133,10 @@ FAULTS = (
         "tests/ops/test_compositions.py -k 'bits_of_separate and static'",
     ),
     Fault(
-        "a matrix with few rows of codes leaves out its bias",
+        "products of codes leave out the bias",
         ON_CODES,
-        "return _with_bias(few_rows.product(codes, matrix, scales), weight, x.codes)",
-        "return few_rows.product(codes, matrix, scales)",
-        "tests/ops/test_compositions.py -k 'bits_of_separate and w8a8'",
+        "        out += weight.bias",
+        "        pass",
+        "tests/ops/test_compositions.py -k 'bits_of_separate and (w8a8 or fp8)'",
     ),
 )

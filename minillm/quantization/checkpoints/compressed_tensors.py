@@ -16,8 +16,10 @@ are 8 above the signed ones (8 bits: 128); the lowest bits come first, and a row
 `sparsity_config` names the modules that are sparse instead; `bitmask` has their tensors.
 
 `minillm quantize` packs int8 weights whose activations are not quantized, because vLLM reads them only packed;
-not those of the embedding, which transformers reads only unpacked. `kv_cache_scheme` suggests how to store the cache:
-weights do not depend on it, so the cache stays in the precision of the activations, and its scales are not read.
+not those of the embedding, which transformers reads only unpacked. A head that is tied to the embedding has a group of
+its own if its inputs are quantized, and no tensors: the embedding's group says that no inputs are.
+`kv_cache_scheme` suggests how to store the cache: weights do not depend on it, so the cache stays in the precision of
+the activations, and its scales are not read.
 https://github.com/vllm-project/compressed-tensors, compressors/ and quantization/quant_config.py
 """
 

@@ -1,0 +1,217 @@
+"""Products of one row with a matrix of fp8 codes, in float32.  Lessons 07 and 11.
+
+In the time of a clock cycle, each of an H200's processors reads some 18 bytes and issues 128 instructions, so a code
+can have about five of them. e4m3 numbers have no integer arithmetic (`integer_rows`), and tensor cores want 64 rows or
+a matrix in shared memory. But converting codes takes few instructions on GPUs that have fp8 (compute capability 8.9):
+
+    cvt.rn.f16x2.e4m3x2    two codes -> two float16 numbers: exact, for small codes too
+    cvt.f32.f16            one float16 number -> float32
+    fma.rn.f32             one product, added in float32
+
+that is 2.5 for each code, and its product and the sum are those of float32. If the format rounds inputs to e4m3, they
+are rounded once in each program, and multiplied as float32 numbers too.
+
+Tiling: as in `integer_rows`. A program holds a few full rows and loads the next ones while it adds up the current ones.
+A thread loads 16 bytes at once, a "quad" of four words; word j of a row holds the codes of inputs 4 j to 4 j + 3. With
+a norm, the sum of squares and the largest input, which decides the scale, are found in one reduction.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .arguments import CodeMatrix, is_compiled
+from .cache_codes import of_words, to_codes, to_numbers
+from .single_row_parts import activated, dependent_launch, processors, wait_for_inputs
+
+LARGEST = tl.constexpr(448.0)
+
+
+@triton.jit
+def word_products(words, x0, x1, x2, x3, COMPILED: tl.constexpr):
+    """The sum of each word's four codes times four inputs: words int32, the rest float32."""
+    if COMPILED:
+        total = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b16 a, b, c, d;
+            .reg .b32 first, second, number;
+            mov.b32 {a, b}, $1;
+            cvt.rn.f16x2.e4m3x2 first, a;
+            cvt.rn.f16x2.e4m3x2 second, b;
+            mov.b32 {a, b}, first;
+            mov.b32 {c, d}, second;
+            cvt.f32.f16 number, a;
+            mul.rn.f32 $0, number, $2;
+            cvt.f32.f16 number, b;
+            fma.rn.f32 $0, number, $3, $0;
+            cvt.f32.f16 number, c;
+            fma.rn.f32 $0, number, $4, $0;
+            cvt.f32.f16 number, d;
+            fma.rn.f32 $0, number, $5, $0;
+            }
+            """,
+            "=&r,r,r,r,r,r", [words, x0, x1, x2, x3], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        a, b, c, d = of_words(words, tl.float32, tl.uint8)
+        total = a * x0 + b * x1 + c * x2 + d * x3
+    return total
+
+
+@triton.jit
+def rounded(x, COMPILED: tl.constexpr):
+    """x float32, at most LARGEST -> the nearest e4m3 numbers, still float32."""
+    if COMPILED:
+        found = x.to(tl.float8e4nv).to(tl.float32)
+    else:  # the interpreter cuts numbers off instead
+        codes = to_codes(tl.reshape(x, [1, x.numel]), tl.full([1], 1.0, tl.float32), tl.uint8)
+        found = tl.reshape(to_numbers(codes, tl.float32), x.shape)
+    return found
+
+
+@triton.jit
+def sum_and_largest(total, largest, other_total, other_largest):
+    return total + other_total, tl.maximum(largest, other_largest)
+
+
+@triton.jit
+def two_sums(one, two, other_one, other_two):
+    return one + other_one, two + other_two
+
+
+@triton.jit
+def fp8_rows_kernel(
+    x_ptr, residual_ptr, sum_ptr, norm_ptr, weight_ptr, scale_ptr, input_scale_ptr, out_ptr, eps, ROWS,
+    COLUMNS: tl.constexpr, QUADS: tl.constexpr, TILE: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr,
+    GATED: tl.constexpr, GELU: tl.constexpr, ROUND: tl.constexpr, DEPENDENT: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """out = W f(x), a few full rows of W at a time. f: nothing, a norm, or residual sum and norm. GATED: two W's.
+
+    weight_ptr: int32 [rows, COLUMNS / 4]; QUADS: a power of two, from a row's words / 4. ROUND: inputs are rounded to
+    e4m3, with a scale of their own or that at input_scale_ptr.
+    """
+    WORDS: tl.constexpr = COLUMNS // 4
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    words = 4 * tl.arange(0, QUADS)[:, None] + tl.arange(0, 4)[None, :]
+    columns = 4 * words[:, :, None] + tl.arange(0, 4)[None, None, :]
+    inside, real = words < WORDS, columns < COLUMNS
+    rows = program * TILE + tl.arange(0, TILE)
+    at = weight_ptr + rows.to(tl.int64)[:, None, None] * WORDS + words[None, :, :]
+    mask = (rows < ROWS)[:, None, None] & inside[None, :, :]
+    weight = tl.load(at, mask=mask, other=0, eviction_policy="evict_first")
+    scale = tl.load(scale_ptr + rows, mask=rows < ROWS, other=0.0)
+    if GATED:
+        up = tl.load(at + ROWS * WORDS, mask=mask, other=0, eviction_policy="evict_first")
+        up_scale = tl.load(scale_ptr + ROWS + rows, mask=rows < ROWS, other=0.0)
+    if ADD:  # written before the previous kernel started
+        residual = tl.load(residual_ptr + columns, mask=real, other=0.0).to(tl.float32)
+    if NORM:
+        norm = tl.load(norm_ptr + columns, mask=real, other=0.0)
+    wait_for_inputs(DEPENDENT)
+    kind: tl.constexpr = out_ptr.dtype.element_ty
+    x = tl.load(x_ptr + columns, mask=real, other=0.0).to(tl.float32)
+    if ADD:
+        total = (x + residual).to(kind)
+        if program == 0:
+            tl.store(sum_ptr + columns, total, mask=real)
+        x = total.to(tl.float32)
+    unit = 1.0  # inputs are x times this, before they are rounded and after
+    if NORM:
+        squares = x * x
+        x *= norm
+        squares, most = tl.reduce(
+            (tl.reshape(squares, [QUADS * 16]), tl.reshape(tl.abs(x), [QUADS * 16])), 0, sum_and_largest
+        )
+        unit = tl.rsqrt(squares / COLUMNS + eps)
+    elif ROUND:
+        most = tl.max(tl.reshape(tl.abs(x), [QUADS * 16]), 0)
+    if ROUND:
+        x, most = (x * unit).to(kind).to(tl.float32), (most * unit).to(kind).to(tl.float32)
+        if input_scale_ptr is None:
+            unit = tl.where(most > 0, most / LARGEST, 1.0)
+        else:
+            unit = tl.load(input_scale_ptr)
+        x = rounded(tl.minimum(tl.maximum(x / unit, -LARGEST), LARGEST), COMPILED)
+    even, odd = tl.split(tl.reshape(x, [QUADS, 4, 2, 2]))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    x0, x1, x2, x3 = x0[None, :, :], x1[None, :, :], x2[None, :, :], x3[None, :, :]
+    for start in tl.range(program * TILE, ROWS, programs * TILE, num_stages=1):
+        rows = start + tl.arange(0, TILE)
+        after = rows + programs * TILE
+        at = weight_ptr + after.to(tl.int64)[:, None, None] * WORDS + words[None, :, :]
+        mask = (after < ROWS)[:, None, None] & inside[None, :, :]
+        next_weight = tl.load(at, mask=mask, other=0, eviction_policy="evict_first")
+        next_scale = tl.load(scale_ptr + after, mask=after < ROWS, other=0.0)
+        if GATED:
+            next_up = tl.load(at + ROWS * WORDS, mask=mask, other=0, eviction_policy="evict_first")
+            next_up_scale = tl.load(scale_ptr + ROWS + after, mask=after < ROWS, other=0.0)
+        y = tl.sum(word_products(weight, x0, x1, x2, x3, COMPILED), 2)
+        if GATED:
+            factor = tl.sum(word_products(up, x0, x1, x2, x3, COMPILED), 2)
+            y, factor = tl.reduce((y, factor), 1, two_sums)
+            y = activated(y * (scale * unit), GELU) * (factor * (up_scale * unit))
+            up, up_scale = next_up, next_up_scale
+        else:
+            y = tl.sum(y, 1) * (scale * unit)
+        weight, scale = next_weight, next_scale
+        tl.store(out_ptr + rows, y.to(kind), mask=rows < ROWS)
+
+
+class Launch(NamedTuple):
+    """A launch configuration of `fp8_rows_kernel`."""
+
+    programs: int
+    tile: int  # rows of the matrix that a program works on at once
+    warps: int
+
+
+def takes(columns: int, device: torch.device) -> bool:
+    """Whether rows are whole words, and the device converts fp8 numbers."""
+    return columns % 4 == 0 and (device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9))
+
+
+def product(
+    x: torch.Tensor,
+    matrix: CodeMatrix,
+    *,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    residual: torch.Tensor | None = None,
+    activation: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(matrix f(x) [1, rows], the residual sum or None) for one row x [1, columns].  Lesson 11.
+
+    The arguments are those of `single_row.product`.
+    """
+    columns, rows = matrix.columns, matrix.rows // (2 if activation else 1)
+    out = torch.empty((1, rows), dtype=x.dtype, device=x.device)
+    total = torch.empty_like(x) if residual is not None else None
+    dependent = dependent_launch(x.device)
+    quads = triton.next_power_of_2(triton.cdiv(matrix.words.shape[1], 4))
+    launch = default_launch(rows, quads, bool(activation), processors(x.device))
+    if not is_compiled(x):
+        launch = Launch(2, 32, 4)  # each interpreted operation takes microseconds, for 32 rows as for one
+    fp8_rows_kernel[(launch.programs,)](
+        x, residual, total, norm, matrix.words, matrix.scales, matrix.input_scale, out, eps, rows,
+        COLUMNS=columns, QUADS=quads, TILE=launch.tile, NORM=norm is not None, ADD=residual is not None,
+        GATED=activation is not None, GELU=activation == "gelu_tanh", ROUND=matrix.rounded_inputs,
+        COMPILED=is_compiled(x), num_warps=launch.warps, **dependent,
+    )  # fmt: skip
+    return out, total
+
+
+def default_launch(rows: int, quads: int, gated: bool, processors: int) -> Launch:
+    """As for int8 codes in `integer_rows.default_launch`: as many bytes."""
+    if quads > 256:  # long rows: large programs, so that few of them read the inputs
+        per = 2 if quads <= 512 else 1
+        return Launch(min(per * processors, triton.cdiv(rows, 2)), 2 if quads <= 1024 else 1, 16)
+    if rows > 256 * processors:
+        return Launch(8 * processors, 4, 2)
+    if gated:
+        return Launch(8 * processors, 2, 4)
+    tiles = triton.cdiv(rows, 4)
+    return Launch(tiles if tiles <= 4 * processors else 3 * processors, 4, 4)
