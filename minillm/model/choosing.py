@@ -78,6 +78,11 @@ GPUS = {
 }
 
 
+def known(name: str) -> GPU | None:
+    """The GPU that torch calls by this name, "NVIDIA H200"; None if its rates are not known here."""
+    return next((each for each in GPUS.values() if each.name == name), None)
+
+
 @dataclass(frozen=True)
 class Traffic:
     """How many requests run at once, and the tokens of each one's prompt and output."""
@@ -116,12 +121,12 @@ class Method:
 
 
 BF16 = Method("bf16", 16, "bf16", 1.0, 1.0, "none", 0.0)
-INT4 = Method("int4", 4.125, "bf16", 0.70, 0.46, "high", 0.00371)
-W8A8 = Method("w8a8", 8, "int8", 0.70, 0.85, "medium", 0.00011)
+INT4 = Method("int4", 4.125, "bf16", 0.65, 0.50, "high", 0.00371)
+W8A8 = Method("w8a8", 8, "int8", 0.67, 0.88, "medium", 0.00011)
 METHODS = (
     BF16,
-    Method("int8", 8, "bf16", 1.0, 0.68, "low", 0.00011),
-    Method("fp8", 8, "fp8", 0.28, 0.37, "low", 0.00072),
+    Method("int8", 8, "bf16", 0.92, 0.71, "low", 0.00011),
+    Method("fp8", 8, "fp8", 0.27, 0.38, "low", 0.00072),
     W8A8,
     INT4,
     replace(W8A8, name="smoothquant", perplexity_loss=-0.00007, calibrated=True),
@@ -350,8 +355,9 @@ def _reasons(
     many = "one request spends" if traffic.requests == 1 else f"{traffic.requests:,} requests at once spend"
     if dense.requests:
         parts = {each.name: getattr(dense.seconds, each.name) / dense.seconds.total for each in fields(Seconds)}
-        longest = max(parts, key=lambda name: parts[name])
-        yield f"In bf16 on {gpu.name}, {many} {parts[longest]:.0%} of the time {WAITING[longest]}."
+        longest = sorted(parts, key=lambda name: -parts[name])[:2]
+        waits = [f"{parts[name]:.0%} of the time {WAITING[name]}" for name in longest if parts[name] >= 0.1]
+        yield f"In bf16 on {gpu.name}, {many} {' and '.join(waits)}; {HELPS[longest[0]]}."
     else:
         yield f"In bf16 the weights leave no room for a request on {gpu.name}."
     fitting = f"{best.name}: {best.weight_bytes / 1e9:.2f} GB of weights, {best.requests:,} requests fit"
@@ -372,8 +378,14 @@ def _reasons(
 
 
 WAITING = {
-    "weights": "reading weights: fewer bytes of weights help",
-    "arithmetic": "computing products: only products of 8-bit numbers help",
-    "cache": "reading keys and values: an 8-bit cache helps",
-    "fixed": "on fixed costs of a step: no precision helps much",
+    "weights": "reading weights",
+    "arithmetic": "computing products",
+    "cache": "reading keys and values",
+    "fixed": "on fixed costs of steps",
+}
+HELPS = {
+    "weights": "fewer bytes of weights help most",
+    "arithmetic": "only products of 8-bit numbers help much",
+    "cache": "an 8-bit cache helps most",
+    "fixed": "no precision helps much",
 }
