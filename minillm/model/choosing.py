@@ -256,8 +256,8 @@ def recommend(
         smallest = min(found, key=lambda each: each.weight_bytes)
         raise ConfigError(
             f"no precision with loss={loss!r} leaves room for a request on {gpu.name}, which has "
-            f"{gpu.memory_bytes / 1e9:.0f} GB: {smallest.name} weights take {smallest.weight_bytes / 1e9:.2f} GB; "
-            "allow more loss, shorter requests, or use a larger GPU"
+            f"{gpu.memory_bytes / 1e9:.0f} GB: even {smallest.name} needs {smallest.weight_bytes / 1e9:.2f} GB "
+            "for its weights; allow more loss, shorter requests, or use a larger GPU"
         )
     reasons = tuple(_reasons(gpu, traffic, loss, dense, best, found))
     name = None if best.method is BF16 else best.method.name
