@@ -38,7 +38,7 @@ def resolved(config: EngineConfig, place: Path | str, device: str, traffic: plan
     speed = f", {chosen.best.speed:.2f} times as fast as bf16 by estimate" if chosen.best.speed else ""
     log.info(
         f"quantization=auto chose {chosen.best.name} for {traffic.concurrency:,} requests (max_num_seqs) of "
-        f"{traffic.input_len:,} + {traffic.output_len:,} tokens{speed}. {chosen.reasons[0]}"
+        f"{traffic.input_len:,} + {traffic.output_len:,} tokens{speed}. {' '.join(chosen.reasons[:2])}"
     )
     head = config.quantized_head or chosen.quantized_head
     return replace(config, quantization=chosen.quantization, quantized_head=head)

@@ -351,41 +351,46 @@ def _choice(allowed: list[Candidate]) -> Candidate | None:
 def _reasons(
     gpu: GPU, traffic: Traffic, loss: str, dense: Candidate, best: Candidate, found: list[Candidate]
 ) -> Iterator[str]:
-    """Sentences that say why: what the time goes into, whether the cache limits the requests, what quality it costs."""
-    many = "one request spends" if traffic.requests == 1 else f"{traffic.requests:,} requests at once spend"
+    """Sentences that say why: what the time goes into, how the best saves some, what fits, what quality it costs."""
+    method = best.method
     if dense.requests:
-        parts = {each.name: getattr(dense.seconds, each.name) / dense.seconds.total for each in fields(Seconds)}
+        many = "one request spends" if traffic.requests == 1 else f"{traffic.requests:,} requests at once spend"
+        parts = {name: getattr(dense.seconds, name) / dense.seconds.total for name in WAITING}
         longest = sorted(parts, key=lambda name: -parts[name])[:2]
         waits = [f"{parts[name]:.0%} of the time {WAITING[name]}" for name in longest if parts[name] >= 0.1]
-        yield f"In bf16 on {gpu.name}, {many} {' and '.join(waits)}; {HELPS[longest[0]]}."
+        yield f"In bf16 on {gpu.name}, {many} {' and '.join(waits)}."
     else:
         yield f"In bf16 the weights leave no room for a request on {gpu.name}."
-    fitting = f"{best.name}: {best.weight_bytes / 1e9:.2f} GB of weights, {best.requests:,} requests fit"
-    if dense.requests < traffic.requests:
-        yield f"{fitting}, {dense.requests:,} with {dense.name}; memory limits how many run at once."
-    else:
-        yield f"{fitting}; memory does not limit this traffic."
-    if best.method is not BF16:
+    if method is not BF16:
+        ways = [f"reads {best.weight_bytes / 1e9:.2f} GB of weights instead of {dense.weight_bytes / 1e9:.2f} GB"]
+        if method.products != BF16.products:
+            faster = gpu.flops_per_s[method.products] / gpu.flops_per_s[BF16.products]
+            ways.append(f"computes products of 8-bit numbers, at {faster:.1f} times the rate of 16-bit ones")
+        yield f"{best.name} {' and '.join(ways)}."
+    elif loss != "none":
         yield (
-            f"Quality: {best.method.name} changes tiny-gemma's perplexity by {best.method.perplexity_loss:+.2%}; its "
-            f"usual impact on accuracy is {best.method.loss}."
+            f"No quantized weights that loss={loss!r} allows make this more than {1 / NEAR - 1:.0%} faster: what "
+            "reading fewer bytes saves, their products lose again."
         )
-    faster = next((each for each in found if each.output_tokens_per_s > best.output_tokens_per_s / NEAR), None)
-    if faster is not None:
-        yield f"{faster.name} would be faster, but may lose more than loss={loss!r} allows."
-    if best.method.calibrated:
-        yield f"It needs calibration: minillm quantize --method {best.method.name}."
+    other = "" if best.requests == dense.requests else f", instead of {dense.requests:,}"
+    limits = "does not limit" if dense.requests >= traffic.requests else "limits"
+    yield f"{best.requests:,} requests fit{other}: memory {limits} this traffic."
+    if method is not BF16:
+        yield (
+            f"Quality: {method.name} changes tiny-gemma's perplexity by {method.perplexity_loss:+.2%}; its usual "
+            f"impact on accuracy is {method.loss}."
+        )
+    speeds = [each for each in found if each.kv_cache_dtype == best.kv_cache_dtype]
+    if speeds[0].output_tokens_per_s > best.output_tokens_per_s / NEAR:
+        yield f"{speeds[0].name} should be faster, but may lose more than loss={loss!r} allows."
+    if method.calibrated:
+        yield f"It needs calibration: minillm quantize --method {method.name}."
+    yield f"Speeds are estimates for minillm's kernels; the GPU's rates are: {gpu.source}."
 
 
-WAITING = {
+WAITING = {  # on each part of `Seconds`
     "weights": "reading weights",
     "arithmetic": "computing products",
     "cache": "reading keys and values",
     "fixed": "on fixed costs of steps",
-}
-HELPS = {
-    "weights": "fewer bytes of weights help most",
-    "arithmetic": "only products of 8-bit numbers help much",
-    "cache": "an 8-bit cache helps most",
-    "fixed": "no precision helps much",
 }

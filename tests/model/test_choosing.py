@@ -163,7 +163,7 @@ def test_calibrated_methods_are_only_recommended_if_asked_for():
     plain, calibrated = (recommend(GEMMA_2B, H200, load, calibrated=each) for each in (False, True))
     assert not any(each.method.calibrated for each in plain.candidates)
     assert calibrated.quantization == "gptq", "of two methods as fast, the one that loses less"
-    assert calibrated.reasons[-1] == "It needs calibration: minillm quantize --method gptq."
+    assert calibrated.reasons[-2] == "It needs calibration: minillm quantize --method gptq."
 
 
 def test_no_loss_is_bf16_with_its_own_cache():
@@ -176,7 +176,7 @@ def test_an_8_bit_cache_is_recommended_where_the_cache_limits_the_requests():
     assert recommend(GEMMA_2B, H200, Traffic(1, 128, 256)).kv_cache_dtype == "auto"
     limited = recommend(GEMMA_2B, GPUS["L4"], Traffic(1000, 2048, 512))
     assert limited.kv_cache_dtype == "fp8" and limited.best.requests < 1000
-    assert any("memory limits how many run at once" in each for each in limited.reasons)
+    assert any("memory limits this traffic" in each for each in limited.reasons)
     kept = recommend(GEMMA_2B, GPUS["L4"], Traffic(1000, 2048, 512), kv_cache_dtype="auto")
     assert limited.best.requests > 1.9 * kept.best.requests
 
@@ -213,7 +213,21 @@ def test_it_prints_a_table_and_its_reasons():
     assert len({row[2:].split(",")[0].split()[0] for row in rows}) == len(rows), "one row a method"
     assert reasons.splitlines() == list(found.reasons)
     assert reasons.startswith("In bf16 on NVIDIA H200, one request spends ")
-    assert "fewer bytes of weights help most." in reasons
+    assert f"{found.best.name} reads 2.51 GB of weights instead of 5.01 GB." in reasons
+    assert f"memory does not limit this traffic.\nQuality: {found.quantization} changes" in reasons
+
+
+def test_where_nothing_helps_it_says_so(monkeypatch):
+    monkeypatch.setattr(choosing, "METHODS", METHODS[:2])
+    found = recommend(GEMMA_2B, H200, Traffic(64, 128, 256), kv_cache_dtype="auto")
+    assert [each.method.name for each in found.candidates] == ["bf16", "int8", "int8"]
+    assert found.reasons[1].startswith("No quantized weights that loss='low' allows make this more than 3% faster")
+
+
+def test_it_says_where_a_gpus_rates_come_from():
+    sources = [recommend(GEMMA_2B, GPUS[name], Traffic(1, 9, 9)).reasons[-1] for name in ("H200", "L4")]
+    assert sources[0].endswith("the GPU's rates are: measured.")
+    assert sources[1].endswith("the GPU's rates are: datasheet, times the shares that an H200 reaches of its own.")
 
 
 def test_sizing_has_it_too():
