@@ -145,7 +145,7 @@ def quantization_figures() -> str:
     record = records.read(QUANTIZATION)
     methods: dict[str, dict[str, dict]] = {}
     for row in record["results"]:
-        methods.setdefault(row["quantization"], {}).setdefault(row["workload"], row)
+        methods.setdefault(plots.precision(row), {}).setdefault(row["workload"], row)
     loads = {row["workload"]: row["requests"] for row in record["results"]}
     lines = [
         "| weights (by methods) | GB | " + " | ".join(f"{count:,}" for count in loads.values()) + " |",

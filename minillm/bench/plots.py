@@ -251,9 +251,9 @@ def precisions(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
     loads = sorted({row["requests"] for row in record["results"]})
     speeds: dict[str, dict[int, float]] = {}
     for row in record["results"]:
-        cache = "" if row["kv_cache_dtype"] in ("auto", "bfloat16") else f", cache {row['kv_cache_dtype']}"
-        name = row["quantization"].replace(" g128", "") + cache
-        speeds.setdefault(name, {}).setdefault(row["requests"], row["output_tokens_per_s"])
+        speeds.setdefault(precision(row).replace(" g128", ""), {}).setdefault(
+            row["requests"], row["output_tokens_per_s"]
+        )
     places = {name: (found[loads[0]], found[loads[-1]]) for name, found in speeds.items()}
     for name, place in places.items():
         ax.plot(*place, "o", color=THEIRS if name == "bf16" else OURS, markersize=5)
@@ -264,6 +264,12 @@ def precisions(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
     ax.set_title(f"Gemma 2B's shape, random weights, {_machine(record)}", fontsize=10)
     label_points(ax, places)
     return _plain(ax)
+
+
+def precision(row: Mapping[str, Any]) -> str:
+    """The weights' quantization in a row of a record, and the cache's if it has any."""
+    cache = row["kv_cache_dtype"]
+    return row["quantization"] if cache in ("auto", "bfloat16") else f"{row['quantization']}, cache {cache}"
 
 
 def label_points(ax: "Axes", places: Mapping[str, tuple[float, float]], size: float = 8) -> None:

@@ -9,7 +9,8 @@ A step takes a fixed time, plus the time of its products, plus the time to read 
     product    max(bytes of the matrix / bytes per second, 2 x numbers in the matrix x rows / operations per second)
     cache      rows x tokens in the cache x bytes of a token / bytes per second
 
-Few requests wait for bytes, so smaller weights help; many wait for arithmetic, so only 8-bit products help. Attention's
+A product reads and computes at the same time, except in minillm's own kernels for few rows of codes, where both times
+add up. Few requests wait for bytes, so smaller weights help; many wait for arithmetic, so only 8-bit products help. Attention's
 own arithmetic is left out: it is the same for every method. The corrections to this arithmetic are measured:
 `Method.alone` and `Method.few`, CONVERTING, STEP_ALONE, STEP and ROW are fitted to the record `h200/quantization`,
 REACHED to `h200/roofline`, `h200/ceiling-h200` and `h200/quantization`. Tests hold them against these records.
@@ -33,8 +34,8 @@ REACHED = {"bytes": 0.886, "bf16": 0.674, "int8": 0.53, "fp8": 0.53}
 STEP_ALONE = 11e-6  # seconds for each layer of a step of one request, which fuses its kernels
 STEP = 39e-6  # the same of other steps
 ROW = 2e-6  # seconds for each row of a step: sampling, and the operations between products
-MOST_ROWS = 64  # rows up to which a kernel converts codes in a product; above, the matrix is dequantized first
-CONVERTING = 0.36  # share of the 16-bit rate that products reach while converting codes
+MOST_ROWS = 64  # rows up to which a kernel multiplies codes; above, 16-bit products have the matrix dequantized first
+CONVERTING = 0.8  # share of the 16-bit rate that this kernel reaches while it converts codes
 PROMPT = 16384  # tokens of prompts in a step at most
 
 
@@ -121,12 +122,12 @@ class Method:
 
 
 BF16 = Method("bf16", 16, "bf16", 1.0, 1.0, "none", 0.0)
-INT4 = Method("int4", 4.125, "bf16", 0.65, 0.50, "high", 0.00371)
-W8A8 = Method("w8a8", 8, "int8", 0.67, 0.88, "medium", 0.00011)
+INT4 = Method("int4", 4.125, "bf16", 0.66, 0.56, "high", 0.00371)
+W8A8 = Method("w8a8", 8, "int8", 0.67, 0.93, "medium", 0.00011)
 METHODS = (
     BF16,
-    Method("int8", 8, "bf16", 0.92, 0.71, "low", 0.00011),
-    Method("fp8", 8, "fp8", 0.27, 0.38, "low", 0.00072),
+    Method("int8", 8, "bf16", 0.93, 0.78, "low", 0.00011),
+    Method("fp8", 8, "fp8", 0.27, 0.39, "low", 0.00072),
     W8A8,
     INT4,
     replace(W8A8, name="smoothquant", perplexity_loss=-0.00007, calibrated=True),
@@ -320,12 +321,13 @@ def product(gpu: GPU, method: Method, numbers: int, rows: int) -> Seconds:
     """The time to multiply `rows` rows with matrices of so many numbers in all.  Lesson 08."""
     nbytes, rate = numbers * method.bits / 8, gpu.flops_per_s[method.products]
     share = method.alone if rows == 1 else method.few
+    converted = method.products == BF16.products and method.bits < BF16.bits  # codes, to 16-bit numbers
+    if rows <= MOST_ROWS and method.bits < BF16.bits:  # in minillm's own kernel
+        rate *= CONVERTING if converted else 1
+        return Seconds(nbytes / (gpu.bytes_per_s * share), 2 * numbers * rows / rate)
     before = 0.0
-    if method.products == "bf16" and method.bits < BF16.bits:  # codes are converted
-        if rows <= MOST_ROWS:
-            rate *= CONVERTING
-        else:  # a kernel reads the codes and writes a 16-bit matrix, which the product reads
-            before, nbytes, share = (nbytes + 2 * numbers) / gpu.bytes_per_s, 2 * numbers, BF16.few
+    if converted:  # by a kernel that reads codes and writes a 16-bit matrix, which the product reads
+        before, nbytes, share = (nbytes + 2 * numbers) / gpu.bytes_per_s, 2 * numbers, BF16.few
     reading, computing = nbytes / (gpu.bytes_per_s * share), 2 * numbers * rows / rate
     if computing > reading:
         return Seconds(weights=before, arithmetic=computing)

@@ -15,8 +15,8 @@ FAULTS = (
     Fault(
         "the speeds of a method's two caches are one point",
         "minillm/bench/plots.py",
-        """row["quantization"].replace(" g128", "") + cache""",
-        """row["quantization"].replace(" g128", "")""",
+        "precision(row).replace(",
+        "row['quantization'].replace(",
         "tests/bench/test_plots.py -k cache_in_8_bits",
     ),
     Fault(

@@ -16,10 +16,10 @@ FAULTS = (
         "tests/model/test_choosing.py -k no_loss",
     ),
     Fault(
-        "the estimated speed of quantized weights leaves out that codes are converted",
+        "the estimated speed of few requests leaves out the arithmetic of products of codes",
         CHOOSING,
-        "rate *= CONVERTING",
-        "pass",
+        "share), 2 * numbers * rows / rate)",
+        "share), 0.0)",
         "tests/model/test_choosing.py -k near_the_measured",
     ),
     Fault(
