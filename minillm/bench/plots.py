@@ -254,7 +254,7 @@ def precisions(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
         speeds.setdefault(precision(row).replace(" g128", ""), {}).setdefault(
             row["requests"], row["output_tokens_per_s"]
         )
-    places = {name: (found[loads[0]], found[loads[-1]]) for name, found in speeds.items()}
+    places = {name: (each[loads[0]], each[loads[-1]]) for name, each in speeds.items()}
     for name, place in places.items():
         ax.plot(*place, "o", color=THEIRS if name == "bf16" else OURS, markersize=5)
     ax.margins(x=0.22, y=0.12)

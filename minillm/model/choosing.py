@@ -10,8 +10,8 @@ A step takes a fixed time, plus the time of its products, plus the time to read 
     cache      rows x tokens in the cache x bytes of a token / bytes per second
 
 A product reads and computes at the same time, except in minillm's own kernels for few rows of codes, where both times
-add up. Few requests wait for bytes, so smaller weights help; many wait for arithmetic, so only 8-bit products help. Attention's
-own arithmetic is left out: it is the same for every method. The corrections to this arithmetic are measured:
+add up. Few requests wait for bytes, so smaller weights help; many wait for arithmetic, so only 8-bit products help.
+Attention's own arithmetic is left out: it is the same for every method. Corrections to this arithmetic are measured:
 `Method.alone` and `Method.few`, CONVERTING, STEP_ALONE, STEP and ROW are fitted to the record `h200/quantization`,
 REACHED to `h200/roofline`, `h200/ceiling-h200` and `h200/quantization`. Tests hold them against these records.
 """

@@ -1,6 +1,7 @@
 """Plots show the values of their records."""
 
 import matplotlib
+import matplotlib.pyplot as plt
 import pytest
 from matplotlib.text import Text
 
@@ -16,6 +17,12 @@ RECORD = {
     ],
     "machine": {"gpu": None, "cpu": "A CPU", "cores": 2},
 }
+
+
+@pytest.fixture(autouse=True)
+def no_figure_stays_open():
+    yield
+    plt.close("all")
 
 
 def test_bars_are_medians_and_dots_are_runs():
