@@ -1,6 +1,6 @@
 """Draw the pictures and fill in the figures of the README and of docs/, from committed records only.
 
-python docs/draw.py           draws docs/{at_work,batching}.svg and fills in the figures of PAGES
+python docs/draw.py           draws docs/{at_work,batching,quantization}.svg and fills in the figures of PAGES
 python docs/draw.py record    measures this machine first: data/results/cpu/{offline,timeline}.json
 """
 
@@ -18,6 +18,7 @@ from minillm.bench.load import other_load
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "measurements.md")
 PICTURE, BATCHING_PICTURE = ROOT / "docs" / "at_work.svg", ROOT / "docs" / "batching.svg"
+QUANTIZATION_PICTURE = ROOT / "docs" / "quantization.svg"
 OFFLINE, TIMELINE = "cpu/offline", "cpu/timeline"
 BLOCK = re.compile(r"(<!-- figures: .*? -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 GPU_BLOCK = re.compile(r"(<!-- GPU figures: .*? -->\n).*?(<!-- end of GPU figures -->)", re.DOTALL)
@@ -25,7 +26,7 @@ QUANTIZATION_BLOCK = re.compile(r"(<!-- quantization: .*? -->\n).*?(<!-- end of 
 BATCHING_BLOCK = re.compile(r"(<!-- batching: .*? -->\n).*?(<!-- end of batching -->)", re.DOTALL)
 BATCHING = ("cpu/batching", "h200/batching")  # those that exist are shown
 GPU, GPU_PEER, START = "h200/gemma-2b-bf16", "h200/vllm-h200", "h200/start"
-QUANTIZATION = "h200/quantization"
+QUANTIZATION, LOSSES = "h200/quantization", "cpu/quantization"
 COMMAND = "python docs/draw.py record"
 QUIET = 0.1  # largest share of the CPU that other programs may use during a recorded measurement
 ROWS = 12  # requests in one step of the timeline: few enough that some must wait
@@ -144,7 +145,7 @@ def quantization_figures() -> str:
     record = records.read(QUANTIZATION)
     methods: dict[str, dict[str, dict]] = {}
     for row in record["results"]:
-        methods.setdefault(row["quantization"], {}).setdefault(row["workload"], row)
+        methods.setdefault(plots.precision(row), {}).setdefault(row["workload"], row)
     loads = {row["workload"]: row["requests"] for row in record["results"]}
     lines = [
         "| weights (by methods) | GB | " + " | ".join(f"{count:,}" for count in loads.values()) + " |",
@@ -285,6 +286,10 @@ def draw() -> None:
     plots.batching(found[-1], axes[1])
     plots.chunking(found[-1], axes[2])
     figure.savefig(BATCHING_PICTURE, metadata={"Date": None}, facecolor="white")
+    figure, axes = plt.subplots(1, 2, figsize=(13, 4.6), layout="constrained")
+    plots.losses(records.read(LOSSES), axes[0])
+    plots.precisions(records.read(QUANTIZATION), axes[1])
+    figure.savefig(QUANTIZATION_PICTURE, metadata={"Date": None}, facecolor="white")
 
 
 def timeline(record: dict, axis) -> None:

@@ -85,9 +85,11 @@ class EngineConfig:
     quantization: str | None = _option(
         None,
         "quantize the layers' weights while loading, to the nearest codes: int8, int4 (groups of 128), and with "
-        "activations fp8, w8a8 (both int8) or w4a8 (int4 and fp8); simulated, for accuracy and not for speed: nvfp4, "
-        "mxfp4, sparse24 and pruned (half of each matrix); the other methods need calibration: see `minillm quantize`",
-        choices=(None, "int8", "int4", "fp8", "w8a8", "w4a8", "nvfp4", "mxfp4", "sparse24", "pruned"),
+        "activations fp8, w8a8 (both int8) or w4a8 (int4 and fp8); auto: what should be fastest for max_num_seqs "
+        "requests on this GPU and loses little, the head included (lesson 08); simulated, for accuracy and not for "
+        "speed: nvfp4, mxfp4, sparse24 and pruned (half of each matrix); the other methods need calibration: see "
+        "`minillm quantize`",
+        choices=(None, "auto", "int8", "int4", "fp8", "w8a8", "w4a8", "nvfp4", "mxfp4", "sparse24", "pruned"),
     )
     quantized_head: str | None = _option(
         None,

@@ -1,4 +1,4 @@
-"""Plots of records: throughput, latencies as percentiles, requests over time, memory.  Lessons 09, 10 and 99.
+"""Plots of records: throughput, latencies, requests over time, memory, precisions.  Lessons 08 to 10 and 99.
 
 Each takes a record (from `records.read` or a benchmark), draws it on `ax` or on a figure of its own, and returns the
 axes. Nothing is measured here: a plot can be redrawn from its record at any time.
@@ -218,6 +218,120 @@ def memory_over_time(record: Mapping[str, Any], cache: int = 0, ax: "Axes | None
     ax.stackplot(steps, series, labels=[label for label, _ in SHARES.values()], colors=[c for _, c in SHARES.values()])
     ax.set(xlabel="step", ylabel="share of the cache's memory", xlim=(0, steps[-1]), ylim=(0, 1), title=row["cache"])
     return _plain(ax)
+
+
+def losses(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
+    """What each quantization method loses against the bytes of its weights, from a record of `minillm eval --compare`.
+
+    The loss is the KL divergence from the unquantized model, on a log axis. Lesson 08.
+    """
+    ax = ax or _axes(height=4.2)
+    dense, *rows = record["results"]
+    places = {row["quantization"]: (row["bytes"] / 1e6, row["kl"]) for row in rows}
+    simulated = [row["quantization"] for row in rows if row["simulated"]]
+    real = [place for name, place in places.items() if name not in simulated]
+    ax.plot(*zip(*real, strict=True), "o", color=OURS, markersize=5)
+    if simulated:
+        hollow = [places[name] for name in simulated]
+        ax.plot(*zip(*hollow, strict=True), "o", color=OURS, markerfacecolor="white", markersize=5, label="simulated")
+        ax.legend(frameon=False, loc="upper left", fontsize=8, handletextpad=0.1)
+    ax.set_yscale("log")
+    ax.margins(x=0.35, y=0.12)
+    ax.set(xlabel="MB of weights", ylabel="loss: KL from the unquantized model, nats a token")
+    ax.set_title(
+        f"{records.model_of(record)}, trained; {dense['quantization']}: {dense['bytes'] / 1e6:.1f} MB", fontsize=10
+    )
+    label_points(ax, places)
+    return _plain(ax)
+
+
+def precisions(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
+    """Output tokens per second of each precision for the fewest and the most requests of a record.  Lesson 08."""
+    ax = ax or _axes(height=4.2)
+    loads = sorted({row["requests"] for row in record["results"]})
+    speeds: dict[str, dict[int, float]] = {}
+    for row in record["results"]:
+        speeds.setdefault(precision(row).replace(" g128", ""), {}).setdefault(
+            row["requests"], row["output_tokens_per_s"]
+        )
+    places = {name: (each[loads[0]], each[loads[-1]]) for name, each in speeds.items()}
+    for name, place in places.items():
+        ax.plot(*place, "o", color=THEIRS if name == "bf16" else OURS, markersize=5)
+    ax.margins(x=0.22, y=0.12)
+    for axis, load in ((ax.xaxis, loads[0]), (ax.yaxis, loads[-1])):
+        axis.set_label_text(f"output tokens / s, {load:,} request" + ("s at once" if load > 1 else ""))
+        axis.set_major_formatter("{x:,.0f}")
+    ax.set_title(f"Gemma 2B's shape, random weights, {_machine(record)}", fontsize=10)
+    label_points(ax, places)
+    return _plain(ax)
+
+
+def precision(row: Mapping[str, Any]) -> str:
+    """The weights' quantization in a row of a record, and the cache's if it has any."""
+    cache = row["kv_cache_dtype"]
+    return row["quantization"] if cache in ("auto", "bfloat16") else f"{row['quantization']}, cache {cache}"
+
+
+def label_points(ax: "Axes", places: Mapping[str, tuple[float, float]], size: float = 8) -> None:
+    """Write each point's name to its right, or to its left where it would cover something.
+
+    Names of points that lie close together stand in a column, from which lines lead to the points. places: name -> (x,
+    y) in the axes' own numbers. Call it last: limits and scales must not change afterwards.
+    """
+    ax.figure.canvas.figure.draw_without_rendering()  # sets the layout
+    unit = ax.figure.dpi / 72  # pixels of a typographic point
+    spots = {name: tuple(ax.transData.transform(place) / unit) for name, place in places.items()}
+    taken = [(x - 3, y - 3, x + 3, y + 3) for x, y in spots.values()]
+    for group in _close_together(spots, 3 * size, 1.3 * size):
+        heights = _spread([spots[name][1] for name in group], 1.3 * size)
+        far = 6 if len(group) == 1 else 14
+        for side in (1, -1):
+            edge = max(side * spots[name][0] for name in group) * side + side * far
+            boxes = [_box(name, edge, height, side, size) for name, height in zip(group, heights, strict=True)]
+            if not any(_overlap(box, other) for box in boxes for other in taken):
+                break
+        taken += boxes
+        for name, height in zip(group, heights, strict=True):
+            x, y = spots[name]
+            line = {"arrowstyle": "-", "lw": 0.5, "color": "gray", "shrinkA": 1, "shrinkB": 2}
+            ax.annotate(
+                name, places[name], xytext=(edge - x, height - y), textcoords="offset points", fontsize=size,
+                ha="left" if side > 0 else "right", va="center", in_layout=False,
+                arrowprops=line | {"relpos": (0.0 if side > 0 else 1.0, 0.5)} if len(group) > 1 else None,
+            )  # fmt: skip
+
+
+def _close_together(spots: Mapping[str, tuple[float, float]], width: float, height: float) -> list[list[str]]:
+    """The names in groups, each from top to bottom: a point joins a group if one of its points is this near."""
+    groups: list[list[str]] = []
+    for name, (x, y) in sorted(spots.items(), key=lambda each: (-each[1][1], each[1][0], each[0])):
+        near = [
+            group
+            for group in groups
+            if any(abs(x - spots[other][0]) < width and abs(y - spots[other][1]) < height for other in group)
+        ]
+        groups = [group for group in groups if group not in near]
+        groups.append(sorted([*sum(near, []), name], key=lambda each: -spots[each][1]))
+    return groups
+
+
+def _spread(heights: Sequence[float], gap: float) -> list[float]:
+    """Falling heights, moved as little as it takes to be `gap` apart."""
+    placed: list[float] = []
+    for height in heights:
+        placed.append(min(height, placed[-1] - gap) if placed else height)
+    shift = sum(height - place for height, place in zip(heights, placed, strict=True)) / len(placed)
+    return [place + shift for place in placed]
+
+
+def _box(name: str, edge: float, height: float, side: int, size: float) -> tuple[float, float, float, float]:
+    """About where a name stands: left, bottom, right, top."""
+    other = edge + side * 0.56 * size * len(name)
+    return min(edge, other), height - 0.6 * size, max(edge, other), height + 0.6 * size
+
+
+def _overlap(one: Sequence[float], other: Sequence[float]) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 def check_format(path: str | Path) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import Field, fields
 from operator import getitem
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -45,11 +45,14 @@ def friendly_errors() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
-def show_logs(level: str = "warning") -> None:
-    """Write minillm's log to the terminal: what a command reports to stdout, warnings from `level` on to stderr."""
+def show_logs(level: str = "warning", reports_to: TextIO | None = None) -> None:
+    """Write minillm's log to the terminal: what a command reports to stdout, warnings from `level` on to stderr.
+
+    reports_to: where reports go instead, for a command whose output is on stdout.
+    """
     log = logging.getLogger("minillm")
     log.setLevel(logging.INFO)
-    reports = logging.StreamHandler(sys.stdout)
+    reports = logging.StreamHandler(reports_to or sys.stdout)
     reports.addFilter(lambda record: record.levelno < logging.WARNING)
     warnings = logging.StreamHandler(sys.stderr)
     warnings.setFormatter(logging.Formatter("minillm: %(message)s"))
@@ -78,6 +81,8 @@ def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(**values: Any) -> None:
         unset = [name for name, default in defaults.items() if values[name] == default]
+        if values["quantization"] == "auto":  # the log says what was chosen, and why
+            show_logs(reports_to=sys.stderr)
         with friendly_errors():
             command(**{name: value for name, value in values.items() if name not in unset})
 

@@ -8,10 +8,14 @@ RECORD = "h200/quantization"
 
 
 def report(methods: Iterable[str]) -> None:
-    """Print the tokens per second of each method, as multiples of bfloat16's in the same run, by requests at once."""
+    """Print the tokens per second of each method, as multiples of bfloat16's in the same run, by requests at once.
+
+    All with a cache in bfloat16.
+    """
     results = records.read(RECORD)["results"]
     loads = {row["workload"]: row["requests"] for row in results}
     print("requests at once".ljust(22), "".join(f"{count:>8,}" for count in loads.values()))
     for method in methods:
-        gains = {row["workload"]: row["times_bf16"] for row in results if row["quantization"] == method}
+        rows = [row for row in results if (row["quantization"], row["kv_cache_dtype"]) == (method, "bfloat16")]
+        gains = {row["workload"]: row["times_bf16"] for row in rows}
         print(method.ljust(22), "".join(f"{gains[load]:8.2f}" for load in loads))

@@ -37,6 +37,7 @@ from minillm.tokenizer import Tokenizer
 from minillm.trace.record import Trace
 from minillm.values import shown
 
+from . import precision
 from .output_text import OutputText
 
 TOKENIZER_MEMBERS = ("encode", "decode", "vocab_size")
@@ -114,6 +115,7 @@ class Engine:
         self.plan = None if config.plan is None else Plan.read(config.plan)
         if self.plan is not None:
             config = self.plan.configure(config, read_config(place), device)
+        config = precision.resolved(config, place, device, self.plan.traffic if self.plan else None)
         self.config: DeviceConfig = config.on(device)
         self.name = place.name if isinstance(place, Path) else place
         if tokenizer is None and isinstance(place, Path) and (place / "tokenizer.json").exists():

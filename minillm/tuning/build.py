@@ -25,6 +25,7 @@ from minillm.bench import records
 from minillm.bench.offline import Minillm
 from minillm.bench.workloads import BenchRequest
 from minillm.config import EngineConfig, EngineOptions
+from minillm.engine import precision
 from minillm.errors import ConfigError
 from minillm.kv_cache.layer_groups import blocks_held
 from minillm.model.config import ModelConfig
@@ -68,6 +69,8 @@ def run(
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = precision.resolved(config, place, device, traffic)
+    engine_options |= {"quantization": config.quantization, "quantized_head": config.quantized_head}
     options = options_of(config, shape, traffic, device)
     name = place.name if isinstance(place, Path) else place
     out = Path(f"{name}.plan.json" if out is None else out)
@@ -82,6 +85,8 @@ def run(
 
         plan = measured(model, plan, out, device)
         print(f"{title}, on {torch.cuda.get_device_name(device)}\n{on_gpu(shape, plan, torch.cuda.mem_get_info()[1])}")
+        if not precision.reason_against(config, place, device):
+            print(f"Precisions, by estimate:\n{precision.recommended(config, place, device, traffic)}")
     if gpu_gb is not None:
         print(f"A GPU with {gpu_gb:g} GB, without workspace and CUDA graphs, which have to be measured on it:")
         there = options_of(config, shape, traffic, "cuda")

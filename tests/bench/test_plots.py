@@ -1,9 +1,11 @@
 """Plots show the values of their records."""
 
 import matplotlib
+import matplotlib.pyplot as plt
 import pytest
+from matplotlib.text import Text
 
-from minillm.bench import plots
+from minillm.bench import plots, records
 
 matplotlib.use("Agg")
 
@@ -15,6 +17,12 @@ RECORD = {
     ],
     "machine": {"gpu": None, "cpu": "A CPU", "cores": 2},
 }
+
+
+@pytest.fixture(autouse=True)
+def no_figure_stays_open():
+    yield
+    plt.close("all")
 
 
 def test_bars_are_medians_and_dots_are_runs():
@@ -114,3 +122,65 @@ def test_batching_plots_show_medians_runs_latencies_and_shares():
     assert [bar.get_width() for bar in bars] == pytest.approx([0.9, 0.05, 0.03, 0.02])
     assert bars[-1].get_x() + bars[-1].get_width() == pytest.approx(1)
     assert len(plots.memory_over_time(BATCHING).collections) == 4
+
+
+PRECISIONS = {"losses": "cpu/quantization", "precisions": "h200/quantization"}
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_names_of_points_cover_neither_each_other_nor_points(name):
+    ax = getattr(plots, name)(records.read(PRECISIONS[name]))
+    figure = ax.figure
+    figure.draw_without_rendering()
+    boxes = [Text.get_window_extent(text) for text in ax.texts]  # without the lines
+    points = [ax.transData.transform(place) for line in ax.lines for place in line.get_xydata()]
+    assert len(boxes) == len(points)
+    whole = figure.bbox
+    for place, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[:place]), ax.texts[place].get_text()
+        assert not any(box.contains(*point) for point in points), ax.texts[place].get_text()
+        assert whole.x0 <= box.x0 and box.x1 <= whole.x1, ax.texts[place].get_text()
+
+
+def test_losses_are_plotted_against_bytes_and_simulated_formats_are_hollow():
+    record = records.read("cpu/quantization")
+    ax = plots.losses(record)
+    found = {tuple(place) for line in ax.lines for place in line.get_xydata()}
+    assert found == {(row["bytes"] / 1e6, row["kl"]) for row in record["results"][1:]}
+    _, hollow = ax.lines
+    assert hollow.get_label() == "simulated"
+    assert len(hollow.get_xydata()) == sum(row["simulated"] for row in record["results"])
+    assert "tiny-gemma, trained; float32: 11.1 MB" in ax.get_title()
+    assert {text.get_text() for text in ax.texts} == {row["quantization"] for row in record["results"][1:]}
+
+
+def test_precisions_are_speeds_of_one_request_and_of_the_most():
+    record = records.read("h200/quantization")
+    ax = plots.precisions(record)
+    assert "Gemma 2B's shape, random weights, NVIDIA H200" in ax.get_title()
+    most = max(row["requests"] for row in record["results"])
+    assert ax.get_xlabel().endswith(" 1 request") and ax.get_ylabel().endswith(f" {most:,} requests at once")
+    speeds = {row["output_tokens_per_s"] for row in record["results"] if row["requests"] in (1, most)}
+    assert all(number in speeds for line in ax.lines for place in line.get_xydata() for number in place)
+
+
+def test_a_cache_in_8_bits_is_a_point_of_its_own():
+    row = {"quantization": "fp8", "kv_cache_dtype": "bfloat16", "requests": 1, "output_tokens_per_s": 500.0}
+    rows = [row, row | {"kv_cache_dtype": "fp8", "output_tokens_per_s": 510.0}]
+    rows += [each | {"requests": 64, "output_tokens_per_s": 10 * each["output_tokens_per_s"]} for each in rows]
+    ax = plots.precisions({"results": rows, "machine": {"gpu": "A GPU"}})
+    assert {text.get_text() for text in ax.texts} == {"fp8", "fp8, cache fp8"}
+
+
+def test_names_of_close_points_stand_in_a_column_in_the_points_order():
+    ax = plots._axes()
+    ax.set(xlim=(0, 10), ylim=(0, 10))
+    plots.label_points(ax, {"low": (5.0, 5.0), "high": (5.0, 5.1), "alone": (2.0, 8.0)})
+    ax.figure.draw_without_rendering()
+    boxes = {text.get_text(): Text.get_window_extent(text) for text in ax.texts}
+    assert boxes["high"].y0 >= boxes["low"].y1 and boxes["high"].x0 == pytest.approx(boxes["low"].x0, abs=1)
+    assert {text.get_text(): text.arrow_patch is not None for text in ax.texts} == {
+        "low": True,
+        "high": True,
+        "alone": False,
+    }

@@ -54,10 +54,10 @@ def test_the_batching_table_states_the_settings_in_which_its_columns_differ():
 
 
 def test_the_pictures_match_the_records(draw, tmp_path, monkeypatch):
-    for name in ("PICTURE", "BATCHING_PICTURE"):
+    for name in ("PICTURE", "BATCHING_PICTURE", "QUANTIZATION_PICTURE"):
         monkeypatch.setattr(draw, name, tmp_path / getattr(draw, name).name)
     draw.draw()
-    for picture in ("at_work.svg", "batching.svg"):
+    for picture in ("at_work.svg", "batching.svg", "quantization.svg"):
         assert (tmp_path / picture).read_bytes() == (ROOT / "docs" / picture).read_bytes(), "run python docs/draw.py"
 
 

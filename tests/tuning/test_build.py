@@ -1,11 +1,13 @@
 """`minillm build`: the plan it writes, the memory it reports, and how it chooses; timing itself needs a GPU."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
 from minillm import LLM, cli
+from minillm.engine import precision
 from minillm.errors import ConfigError
 from minillm.model import sizing
 from minillm.model.config import PRESETS
@@ -39,6 +41,14 @@ def test_without_a_gpu_it_prints_the_memory_and_writes_a_usable_plan(tmp_path):
     assert used.exit_code == 0, used.output
     refused = CliRunner().invoke(cli.app, ["generate", "Once", "--plan", str(out), "--block-size", "32"])
     assert refused.exit_code == 2 and "made for block_size=8, not 32" in refused.stderr
+
+
+def test_a_plan_holds_the_precision_that_was_chosen(tmp_path, monkeypatch):
+    monkeypatch.setattr(precision, "resolved", lambda config, *_: replace(config, quantization="int8"))
+    out = tmp_path / "tiny.plan.json"
+    done = run("--quantization", "auto", "--out", str(out))
+    assert done.exit_code == 0, done.output
+    assert Plan.read(out).options["quantization"] == "int8"
 
 
 def test_the_memory_reported_for_a_cpu_equals_what_the_engine_uses(tmp_path):

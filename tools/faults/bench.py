@@ -6,6 +6,20 @@ SERVE, OFFLINE, WORKLOADS = "minillm/bench/serve.py", "minillm/bench/offline.py"
 
 FAULTS = (
     Fault(
+        "names of close points cover each other",
+        "minillm/bench/plots.py",
+        "placed.append(min(height, placed[-1] - gap) if placed else height)",
+        "placed.append(height)",
+        "tests/bench/test_plots.py -k names_of",
+    ),
+    Fault(
+        "the speeds of a method's two caches are one point",
+        "minillm/bench/plots.py",
+        "precision(row).replace(",
+        "row['quantization'].replace(",
+        "tests/bench/test_plots.py -k cache_in_8_bits",
+    ),
+    Fault(
         "a late request's wait before it was sent is not counted",
         SERVE,
         "return self.arrivals[0][0] - self.due",

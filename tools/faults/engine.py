@@ -6,6 +6,27 @@ ENGINE, TEXT, ASYNC = "minillm/engine/engine.py", "minillm/engine/output_text.py
 
 FAULTS = (
     Fault(
+        "quantization=auto leaves the head as it is",
+        "minillm/engine/precision.py",
+        "config.quantized_head or chosen.quantized_head",
+        "config.quantized_head",
+        "tests/engine/test_precision.py",
+    ),
+    Fault(
+        "quantization=auto quantizes a checkpoint that is quantized already",
+        "minillm/engine/precision.py",
+        "if isinstance(place, Path) and read_layout(place) is not None:",
+        "if False:",
+        "tests/engine/test_precision.py -k checkpoint",
+    ),
+    Fault(
+        "minillm build forgets the precision that was chosen",
+        "minillm/tuning/build.py",
+        "    config = precision.resolved(config, place, device, traffic)\n",
+        "",
+        "tests/tuning/test_build.py -k precision",
+    ),
+    Fault(
         "a request's own seed is ignored",
         ENGINE,
         "seed=params.seed if params.seed is not None else derived_seed(",

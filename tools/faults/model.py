@@ -5,8 +5,37 @@ from . import Fault
 DECODER, CONFIG, LOADER = "minillm/model/decoder.py", "minillm/model/config.py", "minillm/model/loader.py"
 FAMILIES = "minillm/model/families.py"
 SIZING = "minillm/model/sizing.py"
+CHOOSING = "minillm/model/choosing.py"
 
 FAULTS = (
+    Fault(
+        "a recommended precision may lose more quality than allowed",
+        CHOOSING,
+        "each.requests and each.method.loss in allowed]",
+        "each.requests]",
+        "tests/model/test_choosing.py -k no_loss",
+    ),
+    Fault(
+        "the estimated speed of few requests leaves out the arithmetic of products of codes",
+        CHOOSING,
+        "share), 2 * numbers * rows / rate)",
+        "share), 0.0)",
+        "tests/model/test_choosing.py -k near_the_measured",
+    ),
+    Fault(
+        "the estimated speed of many requests leaves out that the matrix is dequantized first",
+        CHOOSING,
+        "before, nbytes, share = (nbytes + 2 * numbers) / gpu.bytes_per_s, 2 * numbers, BF16.few",
+        "pass",
+        "tests/model/test_choosing.py -k dequantized",
+    ),
+    Fault(
+        "a precision that loses more is recommended where another is nearly as fast",
+        CHOOSING,
+        "NEAR = 0.97",
+        "NEAR = 1.0",
+        "tests/model/test_choosing.py -k nearly_as_fast",
+    ),
     Fault(
         "the size of a quantized cache leaves out its scales",
         "minillm/model/sizing.py",
