@@ -10,11 +10,21 @@ they write codes, a byte each, instead of numbers of two bytes that would be wri
 Integer tensor cores multiply twice as fast as bf16 ones, and the sums are exact. The scales multiply them while they
 are still in registers: written as int32 and scaled afterwards, they would be twice the bytes of the result.
 
+FP8 products of many rows are the library's, with two choices that its caller has to make:
+
+- FP8 tensor cores add up products with some 14 bits unless sums are moved to float32 registers again and again, which
+  takes up to a third longer (DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.3.2). Sums of up to FAST
+  products may take the fast way: they lose less than a tenth of what rounding the inputs did.
+- The library splits the inputs of a product with a single scale among programs, but not with a scale for each row and
+  column. If rows of the matrix are long and results few, most processors would idle: then the library multiplies
+  without scales, and a small kernel applies them.
+
 Tiling: rows are quantized by one program each, which holds the row. A product takes tiles of 128 x 128 results, or of
 64 x 64 if these are too few for all processors; programs that run at the same time have neighboring tiles, so that they
 read the same rows from the L2 cache.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -23,6 +33,8 @@ import triton.language as tl
 
 from .single_row_parts import processors
 
+FAST = 4096
+LONG = 8192  # columns of a matrix
 NEIGHBORS = 8  # tiles of x's rows that are processed together
 
 
@@ -105,6 +117,16 @@ def int8_product_kernel(
     tl.store(at, out.to(out_ptr.dtype.element_ty), mask=(tokens < TOKENS)[:, None] & (rows < ROWS)[None, :])
 
 
+@triton.jit
+def scale_kernel(x_ptr, x_scale_ptr, scale_ptr, COLUMNS: tl.constexpr, TILE: tl.constexpr):
+    """x [rows, COLUMNS] times the scales of its rows and columns, in place."""
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = columns < COLUMNS
+    x = tl.load(x_ptr + row * COLUMNS + columns, mask=inside, other=0.0).to(tl.float32)
+    x = x * tl.load(x_scale_ptr + row) * tl.load(scale_ptr + columns, mask=inside, other=0.0)
+    tl.store(x_ptr + row * COLUMNS + columns, x.to(x_ptr.dtype.element_ty), mask=inside)
+
+
 def empty_codes(
     shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,3 +187,38 @@ def int8_product(
             NEIGHBORS=NEIGHBORS, STAGES=launch.stages, num_warps=launch.warps,
         )  # fmt: skip
     return out
+
+
+def fp8_product(
+    x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """x [tokens, columns] and weight [rows, columns], both e4m3 -> [tokens, rows] in `dtype`, bfloat16.  Lesson 07.
+
+    x_scales [tokens, 1] and scales [rows], float32. Sizes of the weight are multiples of 16. Needs compute capability
+    8.9.
+    """
+    (tokens, columns), rows = x.shape, len(weight)
+    fast = columns <= FAST
+    if columns >= LONG and scales_afterwards(tokens, rows, processors(x.device)):
+        one = _one(x.device)
+        out = torch._scaled_mm(x, weight.t(), one, one, out_dtype=dtype, use_fast_accum=fast)
+        return scaled(out, x_scales, scales)
+    return torch._scaled_mm(x, weight.t(), x_scales, scales[None], out_dtype=dtype, use_fast_accum=fast)
+
+
+def scales_afterwards(tokens: int, rows: int, processors: int) -> bool:
+    """Whether a product with scales would have tiles of 128 x 128 for at most two thirds of the processors."""
+    return 3 * triton.cdiv(tokens, 128) * triton.cdiv(rows, 128) <= 2 * processors
+
+
+def scaled(x: torch.Tensor, x_scales: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """x [tokens, rows] * x_scales [tokens, 1] * scales [rows], written to x."""
+    tokens, rows = x.shape
+    tile = min(2048, triton.next_power_of_2(rows))
+    scale_kernel[(tokens, triton.cdiv(rows, tile))](x, x_scales, scales, COLUMNS=rows, TILE=tile, num_warps=4)
+    return x
+
+
+@lru_cache
+def _one(device: torch.device) -> torch.Tensor:
+    return torch.ones((), device=device)

@@ -182,6 +182,7 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
                 normalization.add_rms_norm_codes(x, x, torch.zeros(2048), 1e-6, dtype, static)
             activation.gated_activation_codes(wide, "gelu_tanh", dtype)
         codes, factors = torch.zeros(2, 2048, dtype=torch.int8), torch.zeros(2, 1)
+        quantized_inputs.scaled(x, factors, torch.zeros(2048))
         few_rows.product(codes, CodeMatrix(8, words, scales), factors)
         if capability >= 89:
             for tokens in (2, few_rows.MOST_ROWS):

@@ -14,7 +14,7 @@ from torch import Tensor, bfloat16, float16
 
 from minillm.kernels import few_rows
 from minillm.kernels.embedding import code_embedding
-from minillm.kernels.quantized_inputs import int8_product, quantize_rows
+from minillm.kernels.quantized_inputs import fp8_product, int8_product, quantize_rows
 from minillm.quantization import Fp8Weight, Int4Weight, Int8Weight, QuantizedActivations, Weight
 from minillm.quantization.activations import DTYPES
 
@@ -111,7 +111,7 @@ def _fp8_product(x: QuantizedActivations, weight: Fp8Weight) -> Tensor:
         assert matrix is not None
         out = few_rows.product(codes, matrix, scales)
     else:
-        out = torch._scaled_mm(codes, weight.codes.t(), scales, weight.scales[None], out_dtype=weight.dtype)
+        out = fp8_product(codes, scales, weight.codes, weight.scales, weight.dtype)
     return _with_bias(out, weight, x.codes)
 
 

@@ -104,3 +104,29 @@ def test_rows_of_a_table_of_codes(kind, device):
     found = code_embedding(ids, codes, scales, 7.0, BF16)
     assert found.dtype == BF16
     torch.testing.assert_close(found, wanted, rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 16), (5, 40), *([(300, 2048), (3, 5000)] if COMPILED else [])])
+def test_results_are_multiplied_by_the_scales_of_their_rows_and_columns(tokens, rows, device):
+    x = random_tensor(tokens, rows, dtype=BF16, device=device)
+    x_scales, scales = torch.rand(tokens, 1, device=device), torch.rand(rows, device=device)
+    wanted = x.double() * x_scales.double() * scales.double()
+    found = quantized_inputs.scaled(x, x_scales, scales)
+    assert found is x
+    assert_close("scaled", found, wanted, BF16)
+
+
+@pytest.mark.parametrize(("tokens", "afterwards"), [(100, True), (640, True), (768, False), (3000, False)])
+def test_scales_are_applied_afterwards_while_processors_would_idle(tokens, afterwards):
+    """Gemma 2B's down product on an H200, where 5 and 6 tiles of tokens times 16 of rows are 61 and 73 % of 132."""
+    assert quantized_inputs.scales_afterwards(tokens, 2048, 132) == afterwards
+
+
+@pytest.mark.skipif(not COMPILED, reason="the library multiplies FP8 numbers on a GPU only")
+@pytest.mark.parametrize(("tokens", "rows", "columns"), [(70, 48, 64), (200, 2048, 16384), (3000, 256, 4096)])
+def test_fp8_products_of_many_rows_equal_those_of_the_numbers(tokens, rows, columns, device):
+    x, weight = (random_tensor(n, columns, device=device).to(torch.float8_e4m3fn) for n in (tokens, rows))
+    x_scales, scales = torch.rand(tokens, 1, device=device), torch.rand(rows, device=device)
+    wanted = (x.double() * x_scales.double()) @ (weight.double() * scales.double()[:, None]).T
+    found = quantized_inputs.fp8_product(x, x_scales, weight, scales, BF16)
+    assert_close("fp8_product", found, wanted, BF16, times=2)

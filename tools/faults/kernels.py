@@ -9,6 +9,13 @@ FP8_ROWS = "kernels/fp8_rows.py"
 
 FAULTS = (
     Fault(
+        "results of an fp8 product are scaled by their columns only",
+        "kernels/quantized_inputs.py",
+        "x = x * tl.load(x_scale_ptr + row) * tl.load",
+        "x = x * tl.load",
+        "tests/kernels/test_quantized_inputs.py -k scales_of_their_rows",
+    ),
+    Fault(
         "queries are divided by their largest number, but scores are not multiplied by it",
         ATTENTION,
         "q, scale = q / largest[:, None], (scale * largest)[:, None]",
