@@ -372,22 +372,21 @@ launch_configs.register("gathered_attention", Launch)
 def decode_launch(
     dim: int, itemsize: int, cache_itemsize: int, packed: int, longest: int, rows: int, splits: int, device: Device
 ) -> Launch:
-    """The fastest of those measured on an H200 at head_dim 256, with as many bytes in a tile at others.
+    """The fastest of those measured on an H200 at head_dim 256 and 128.
 
     itemsize: of queries. packed: (query, head) pairs of each of the `rows`. A program has `longest / splits` keys.
-    Short shares take small tiles, which start sooner. Tiles of codes are converted by two warps: more of them would
+    Short shares are one tile, so none is loaded early. Tiles of codes are converted by two warps: more of them would
     each convert less, but convert as many times more.
     """
     share = triton.cdiv(longest, splits)
     if itemsize >= 4:
         keys, warps, stages = 16, 4, 2
+    elif share <= 32:
+        keys, warps, stages = (16 if share <= 16 else 32), 4, 1
     elif cache_itemsize == 1:
-        if share <= 32:
-            keys, warps, stages = (16, 4, 4) if share <= 16 else (32, 4, 3)
-        else:
-            keys, warps, stages = (128, 4, 3) if rows * splits <= device.processors else (64, 2, 3)
+        keys, warps, stages = (128, 4, 3) if rows * splits <= device.processors else (64, 2, 3)
     else:
-        keys, warps, stages = (32, 4, 3) if share <= 32 else (64, 4, 2 if dim > 128 else 3)
+        keys, warps, stages = 64, 4, 2 if dim > 128 else 3
     return Launch(packed, max(16, keys * 32 // max(packed, 32)), warps, stages, splits)
 
 
@@ -401,9 +400,9 @@ def prefill_launch(dim: int, itemsize: int, device: Device) -> Launch:
 
 
 def gathered_launch(dim: int, itemsize: int, programs: int, device: Device) -> Launch:
-    """As `prefill_launch`; with smaller tiles if `programs` (for its tiles) would leave processors idle."""
-    if itemsize < 4 and device.shared_memory >= 160 * 1024 and programs <= device.processors:
-        return Launch(64, 64, 4, 2)
+    """As `prefill_launch`; with smaller tiles if `programs` (for its tiles) would leave processors idle, or fit twice."""
+    if itemsize < 4 and device.shared_memory >= 160 * 1024 and (dim <= 128 or programs <= device.processors):
+        return Launch(64, 64, 4, 3 if dim <= 128 else 2)
     return prefill_launch(dim, itemsize, device)
 
 
