@@ -16,7 +16,7 @@ from minillm.errors import ConfigError
 from minillm.model.loader import load_model
 from minillm.model.saver import save_model
 from minillm.quantization import Activations, Dense, DenseWeight, Int4, Recipe
-from minillm.quantization.checkpoints import layout_of, read_layout
+from minillm.quantization.checkpoints import layout_of
 from minillm.quantization.checkpoints.compressed_tensors import CompressedTensors
 from minillm.quantization.int4 import pack
 from tests import models
@@ -173,27 +173,6 @@ def test_what_is_saved_has_the_same_logits_here_and_in_transformers(family, mix,
     with torch.no_grad():
         theirs = in_transformers(saved)(torch.tensor([ids])).logits[0]
     assert_same(theirs, wanted, exact=all(weight.activations is None for weight in model.weights()))
-
-
-@pytest.mark.parametrize("kind", ["fp8", "int8"])
-@pytest.mark.parametrize("activations", [None, "same", "same-static"])
-def test_a_tied_head_keeps_how_its_inputs_are_quantized(activations, kind, tmp_path):
-    source, saved = tmp_path / "source", tmp_path / "saved"
-    models.make("gemma-multi-query").save_pretrained(source)
-    if activations is not None:
-        activations = activations.replace("same", kind)
-    recipe = Recipe({"head": {"format": kind, "activations": activations}})
-    model = load_model(source, dtype="float64", recipe=recipe)
-    dynamic = activations == kind
-    assert model.head is model.embedding and (model.head.activations is not None) == dynamic
-    save_model(model, source, saved)
-    ids = list(range(40, 70))
-    again = load_model(saved, dtype="float64")
-    assert again.embedding is again.head and again.head.format == model.head.format
-    assert logits_of(again, ids).equal(logits_of(model, ids))
-    layout = read_layout(saved)
-    assert layout.format("model.embed_tokens", 32).activations is None, "other programs gather its rows"
-    assert layout.format("lm_head", 32) == (model.head.format if dynamic else Dense())
 
 
 @pytest.mark.parametrize("rule", [{"format": "int4", "group_size": 4, "symmetric": False}, "int8"])

@@ -6,8 +6,10 @@ import torch
 import minillm
 from minillm.errors import ConfigError
 from minillm.model.loader import load_model
+from minillm.model.saver import save_model
 from minillm.ops import on, reference
 from minillm.quantization import Dense, DenseWeight, Int8, Int8Weight, Recipe
+from minillm.quantization.checkpoints import read_layout
 from tests import models
 from tests.model.test_decoder import Paged, prompts
 
@@ -74,6 +76,26 @@ def test_a_tied_matrix_is_quantized_once_for_embedding_and_head(tmp_path):
     assert model.num_parameters == dense.num_parameters
     vocab, hidden = model.head.shape
     assert dense.nbytes - model.nbytes == vocab * hidden * 7 - vocab * 8  # one byte instead of 8, plus the scales
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("activations", [None, "same", "same-static"])
+def test_a_tied_head_keeps_how_its_inputs_are_quantized(activations, kind, tmp_path):
+    source, saved = tmp_path / "source", tmp_path / "saved"
+    models.make("gemma-multi-query").save_pretrained(source)
+    if activations is not None:
+        activations = activations.replace("same", kind)
+    recipe = Recipe({"head": {"format": kind, "activations": activations}})
+    model = load_model(source, dtype="float64", recipe=recipe)
+    dynamic = activations == kind
+    assert model.head is model.embedding and (model.head.activations is not None) == dynamic
+    save_model(model, source, saved)
+    again = load_model(saved, dtype="float64")
+    assert again.embedding is again.head and again.head.format == model.head.format
+    assert logits(again).equal(logits(model))
+    layout = read_layout(saved)
+    assert layout.format("model.embed_tokens", 32).activations is None, "other programs gather its rows"
+    assert layout.format("lm_head", 32) == (model.head.format if dynamic else Dense())
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])

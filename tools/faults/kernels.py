@@ -251,14 +251,14 @@ FAULTS = (
         FP8_ROWS,
         "(most * unit).to(kind).to(tl.float32)",
         "most",
-        "tests/kernels/test_fp8_rows.py -k 'dynamic and options2'",
+        "tests/kernels/test_fp8_rows.py -k dynamic",
     ),
     Fault(
         "one request's up projection has the scales of its gate",
         FP8_ROWS,
         "factor * (up_scale * unit)",
         "factor * (scale * unit)",
-        "tests/kernels/test_fp8_rows.py -k options3",
+        "tests/kernels/test_fp8_rows.py -k dequantized_matrix",
     ),
     Fault(
         "the third fp8 code of a word is multiplied by the second input",
