@@ -2,14 +2,16 @@
 
 In the time of a clock cycle, each of an H200's processors reads some 18 bytes and issues 128 instructions, so a code
 can have about five of them. e4m3 numbers have no integer arithmetic (`integer_rows`), and tensor cores want 64 rows or
-a matrix in shared memory. But converting codes takes few instructions on GPUs that have fp8 (compute capability 8.9):
+a matrix in shared memory. But float16 holds the product of two e4m3 numbers exactly, and its instructions do two at a
+time (compute capability 8.9):
 
     cvt.rn.f16x2.e4m3x2    two codes -> two float16 numbers: exact, for small codes too
-    cvt.f32.f16            one float16 number -> float32
-    fma.rn.f32             one product, added in float32
+    fma.rn.f16x2           two products, added in float16
+    cvt.f32.f16, add       a sum of eight products -> float32, added in float32
 
-that is 2.5 for each code, and its product and the sum are those of float32. If the format rounds inputs to e4m3, they
-are rounded once in each program, and multiplied as float32 numbers too.
+that is 1.5 instructions for a code. Inputs are divided by 32, so that no eight products leave float16's range. The sums
+of eight lose a few parts in ten thousand of their size; rounding the result to bfloat16 loses four times as much. If
+the format rounds inputs to e4m3, each program does that once; else they are scaled to the same range.
 
 Tiling: as in `integer_rows`. A program holds a few full rows and loads the next ones while it adds up the current ones.
 A thread loads 16 bytes at once, a "quad" of four words; word j of a row holds the codes of inputs 4 j to 4 j + 3. With
@@ -29,35 +31,63 @@ from .single_row_parts import activated, dependent_launch, processors, wait_for_
 LARGEST = tl.constexpr(448.0)
 
 
+def _quad_products() -> tl.constexpr:
+    """$1 to $4: words of four codes; $5 to $12: their inputs, two in each -> $0, the sum of the 16 products."""
+    steps = [".reg .b16 a, b; .reg .b32 first, second, sums, one, other;"]
+    for word in range(4):
+        steps += [f"mov.b32 {{a, b}}, ${1 + word}; cvt.rn.f16x2.e4m3x2 first, a; cvt.rn.f16x2.e4m3x2 second, b;"]
+        add = "fma.rn.f16x2 sums, first, {0}, sums;" if word else "mul.rn.f16x2 sums, first, {0};"
+        steps += [add.format(f"${5 + 2 * word}"), f"fma.rn.f16x2 sums, second, ${6 + 2 * word}, sums;"]
+    steps += ["mov.b32 {a, b}, sums; cvt.f32.f16 one, a; cvt.f32.f16 other, b; add.rn.f32 $0, one, other;"]
+    return tl.constexpr("{" + " ".join(steps) + "}")
+
+
+QUAD_PRODUCTS = _quad_products()
+SHRINK = tl.constexpr(1 / 32)
+
+
 @triton.jit
-def word_products(words, x0, x1, x2, x3, COMPILED: tl.constexpr):
-    """The sum of each word's four codes times four inputs: words int32, the rest float32."""
+def four(x):
+    """[..., 4] -> its four parts."""
+    even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], 2, 2]))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def pair(low, high):
+    """Two float32 numbers -> one int32 with both as float16."""
+    low, high = low.to(tl.float16).to(tl.int16, bitcast=True), high.to(tl.float16).to(tl.int16, bitcast=True)
+    return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+
+
+@triton.jit
+def pairs_of(x, QUADS: tl.constexpr):
+    """Inputs [QUADS, 4, 4] -> the eight pairs of each quad, [1, QUADS] int32 each, times SHRINK."""
+    x0, x1, x2, x3 = four(tl.reshape(x * SHRINK, [QUADS * 4, 1, 4]))
+    first, second = tl.reshape(pair(x0, x1), [1, QUADS, 4]), tl.reshape(pair(x2, x3), [1, QUADS, 4])
+    a, c, e, g = four(first)
+    b, d, f, h = four(second)
+    return a, b, c, d, e, f, g, h
+
+
+@triton.jit
+def quad_products(words, x, pairs, QUADS: tl.constexpr, COMPILED: tl.constexpr):
+    """Words [rows, QUADS, 4] of codes times inputs -> the sums of each quad's products, times SHRINK: [rows, QUADS]."""
     if COMPILED:
+        w0, w1, w2, w3 = four(words)
+        a, b, c, d, e, f, g, h = pairs
         total = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b16 a, b, c, d;
-            .reg .b32 first, second, number;
-            mov.b32 {a, b}, $1;
-            cvt.rn.f16x2.e4m3x2 first, a;
-            cvt.rn.f16x2.e4m3x2 second, b;
-            mov.b32 {a, b}, first;
-            mov.b32 {c, d}, second;
-            cvt.f32.f16 number, a;
-            mul.rn.f32 $0, number, $2;
-            cvt.f32.f16 number, b;
-            fma.rn.f32 $0, number, $3, $0;
-            cvt.f32.f16 number, c;
-            fma.rn.f32 $0, number, $4, $0;
-            cvt.f32.f16 number, d;
-            fma.rn.f32 $0, number, $5, $0;
-            }
-            """,
-            "=&r,r,r,r,r,r", [words, x0, x1, x2, x3], dtype=tl.float32, is_pure=True, pack=1,
+            QUAD_PRODUCTS, "=&r,r,r,r,r,r,r,r,r,r,r,r,r", [w0, w1, w2, w3, a, b, c, d, e, f, g, h],
+            dtype=tl.float32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        a, b, c, d = of_words(words, tl.float32, tl.uint8)
-        total = a * x0 + b * x1 + c * x2 + d * x3
+        c0, c1, c2, c3 = of_words(words, tl.float32, tl.uint8)
+        x0, x1, x2, x3 = four(tl.reshape(x * SHRINK, [QUADS * 4, 1, 4]))
+        total = c0 * tl.reshape(x0, [1, QUADS, 4]) + c1 * tl.reshape(x1, [1, QUADS, 4])
+        total += c2 * tl.reshape(x2, [1, QUADS, 4]) + c3 * tl.reshape(x3, [1, QUADS, 4])
+        total = tl.sum(total, 2)
     return total
 
 
@@ -91,7 +121,7 @@ def fp8_rows_kernel(
     """out = W f(x), a few full rows of W at a time. f: nothing, a norm, or residual sum and norm. GATED: two W's.
 
     weight_ptr: int32 [rows, COLUMNS / 4]; QUADS: a power of two, from a row's words / 4. ROUND: inputs are rounded to
-    e4m3, with a scale of their own or that at input_scale_ptr.
+    e4m3. Inputs have a scale of their own, or that at input_scale_ptr.
     """
     WORDS: tl.constexpr = COLUMNS // 4
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -118,27 +148,27 @@ def fp8_rows_kernel(
         if program == 0:
             tl.store(sum_ptr + columns, total, mask=real)
         x = total.to(tl.float32)
-    unit = 1.0  # inputs are x times this, before they are rounded and after
     if NORM:
         squares = x * x
         x *= norm
         squares, most = tl.reduce(
             (tl.reshape(squares, [QUADS * 16]), tl.reshape(tl.abs(x), [QUADS * 16])), 0, sum_and_largest
         )
-        unit = tl.rsqrt(squares / COLUMNS + eps)
-    elif ROUND:
+        factor = tl.rsqrt(squares / COLUMNS + eps)
+        x, most = x * factor, most * factor
+        if ROUND:  # as the norm's own kernel writes them
+            x, most = x.to(kind).to(tl.float32), most.to(kind).to(tl.float32)
+    else:
         most = tl.max(tl.reshape(tl.abs(x), [QUADS * 16]), 0)
+    if input_scale_ptr is None:
+        unit = tl.where(most > 0, most / LARGEST, 1.0)
+    else:
+        unit = tl.load(input_scale_ptr)
+    x = tl.minimum(tl.maximum(x / unit, -LARGEST), LARGEST)
     if ROUND:
-        x, most = (x * unit).to(kind).to(tl.float32), (most * unit).to(kind).to(tl.float32)
-        if input_scale_ptr is None:
-            unit = tl.where(most > 0, most / LARGEST, 1.0)
-        else:
-            unit = tl.load(input_scale_ptr)
-        x = rounded(tl.minimum(tl.maximum(x / unit, -LARGEST), LARGEST), COMPILED)
-    even, odd = tl.split(tl.reshape(x, [QUADS, 4, 2, 2]))
-    x0, x2 = tl.split(even)
-    x1, x3 = tl.split(odd)
-    x0, x1, x2, x3 = x0[None, :, :], x1[None, :, :], x2[None, :, :], x3[None, :, :]
+        x = rounded(x, COMPILED)
+    pairs = pairs_of(x, QUADS)
+    unit = unit / SHRINK
     for start in tl.range(program * TILE, ROWS, programs * TILE, num_stages=1):
         rows = start + tl.arange(0, TILE)
         after = rows + programs * TILE
@@ -149,11 +179,11 @@ def fp8_rows_kernel(
         if GATED:
             next_up = tl.load(at + ROWS * WORDS, mask=mask, other=0, eviction_policy="evict_first")
             next_up_scale = tl.load(scale_ptr + ROWS + after, mask=after < ROWS, other=0.0)
-        y = tl.sum(word_products(weight, x0, x1, x2, x3, COMPILED), 2)
+        y = quad_products(weight, x, pairs, QUADS, COMPILED)
         if GATED:
-            factor = tl.sum(word_products(up, x0, x1, x2, x3, COMPILED), 2)
-            y, factor = tl.reduce((y, factor), 1, two_sums)
-            y = activated(y * (scale * unit), GELU) * (factor * (up_scale * unit))
+            y_up = quad_products(up, x, pairs, QUADS, COMPILED)
+            y, y_up = tl.reduce((y, y_up), 1, two_sums)
+            y = activated(y * (scale * unit), GELU) * (y_up * (up_scale * unit))
             up, up_scale = next_up, next_up_scale
         else:
             y = tl.sum(y, 1) * (scale * unit)
@@ -205,13 +235,15 @@ def product(
 
 
 def default_launch(rows: int, quads: int, gated: bool, processors: int) -> Launch:
-    """As for int8 codes in `integer_rows.default_launch`: as many bytes."""
+    """The fastest of those measured on an H200 at Gemma 2B's shapes, in a whole decode step."""
     if quads > 256:  # long rows: large programs, so that few of them read the inputs
         per = 2 if quads <= 512 else 1
-        return Launch(min(per * processors, triton.cdiv(rows, 2)), 2 if quads <= 1024 else 1, 16)
+        return Launch(min(per * processors, triton.cdiv(rows, 2)), 2, 16)
     if rows > 256 * processors:
         return Launch(8 * processors, 4, 2)
     if gated:
-        return Launch(8 * processors, 2, 4)
+        return Launch(5 * processors, 4, 4)
     tiles = triton.cdiv(rows, 4)
-    return Launch(tiles if tiles <= 4 * processors else 3 * processors, 4, 4)
+    if tiles <= 4 * processors:
+        return Launch(tiles, 4, 2)
+    return Launch(3 * processors, 4, 4)

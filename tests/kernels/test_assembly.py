@@ -9,7 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed here")
-from minillm.kernels import cache_codes  # noqa: E402
+from minillm.kernels import cache_codes, fp8_rows  # noqa: E402
 
 KERNELS = Path(cache_codes.__file__).parent
 E4M3 = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
@@ -42,9 +42,12 @@ def float16s(word: int) -> np.ndarray:
 
 def word_of(pair: np.ndarray) -> int:
     """float16 numbers from float64 ones, which must be exact."""
-    rounded = pair.astype(np.float16)
-    assert (rounded == pair).all()
-    low, high = rounded.view(np.uint16).tolist()
+    assert (pair.astype(np.float16) == pair).all()
+    return rounded_pair(pair)
+
+
+def rounded_pair(pair: np.ndarray) -> int:
+    low, high = pair.astype(np.float16).view(np.uint16).tolist()
     return low | high << 16
 
 
@@ -81,11 +84,11 @@ RUN = {
     "fma.rn.bf16x2": fma,
     "xor.b32": lambda a, b: a ^ b,
     "add.rn.f16x2": lambda a, b: word_of(float16s(a).astype(float) + float16s(b)),
-    "mul.rn.f16x2": lambda a, b: word_of(float16s(a).astype(float) * float16s(b)),
+    "mul.rn.f16x2": lambda a, b: rounded_pair(float16s(a).astype(float) * float16s(b)),
     "cvt.rn.f16x2.e4m3x2": two_float16,
+    "fma.rn.f16x2": lambda a, b, c: rounded_pair(float16s(a).astype(float) * float16s(b) + float16s(c)),
+    "add.rn.f32": lambda a, b: bits(sum(numbers(a, b))),
     "cvt.f32.f16": lambda a: bits(np.uint16(a).view(np.float16)),
-    "mul.rn.f32": lambda a, b: bits(np.prod(numbers(a, b))),
-    "fma.rn.f32": lambda a, b, c: bits(np.prod(numbers(a, b)) + numbers(c)[0]),
 }
 
 
@@ -137,15 +140,16 @@ def test_codes_of_two_words_become_pairs_of_values(name):
         assert [list(float16s(word)) for word in found] == pairs
 
 
-@pytest.mark.parametrize("inputs", [(1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (1, -16, 0, 0.5)])
-def test_four_fp8_codes_are_multiplied_with_four_inputs(inputs):
-    (instructions,) = assembly_of("fp8_rows.py", "word_products")
-    registers = {f"r{2 + i}": bits(number) for i, number in enumerate(inputs)}
-    for first in CODES:
-        codes = [first, CODES[first % 200], CODES[-1 - first % 100], first]
-        (found,) = run(instructions, r1=int.from_bytes(codes, "little"), **registers)
-        exact = [value(code, fp8=True) * number for code, number in zip(codes, inputs, strict=True)]
-        assert numbers(found) == [sum(exact)]  # float32 holds all of these sums
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 14.0])  # the largest input is 448 / 32
+def test_sixteen_fp8_codes_are_multiplied_with_sixteen_inputs(scale):
+    generator = np.random.default_rng(0)
+    for _ in range(50):
+        codes = generator.choice(CODES, 16)
+        inputs = (scale * generator.uniform(-1, 1, 16)).astype(np.float16)
+        words = codes.astype(np.uint8).view(np.uint32).tolist() + inputs.view(np.uint32).tolist()
+        (found,) = run(fp8_rows.QUAD_PRODUCTS.value, **{f"r{1 + i}": word for i, word in enumerate(words)})
+        products = E4M3[codes].double().numpy() * inputs
+        assert abs(numbers(found)[0] - products.sum()) <= 2**-9 * np.abs(products).sum() + 1e-5
 
 
 def test_half_bytes_become_their_values():
