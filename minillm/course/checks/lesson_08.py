@@ -1,0 +1,299 @@
+"""Keys and values in codes with a scale for each token and head, and attention on codes.  Lesson 08."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from . import Exercise
+
+INT8, FP8 = torch.int8, torch.float8_e4m3fn
+TOP = {INT8: 127.0, FP8: 448.0}
+NAMES = {INT8: "int8", FP8: "fp8"}
+
+# ---- keys and values in codes
+
+quantize_kv = Exercise("quantize_kv", seconds=20.0)
+
+
+def _pair(function: Callable, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes and scales in float64, if they are tensors of the right shapes and x is unchanged."""
+    before = x.clone()
+    found = function(x, dtype)
+    right = isinstance(found, (tuple, list)) and len(found) == 2 and all(isinstance(each, Tensor) for each in found)
+    assert right, "it must return two tensors: codes, scales"
+    codes, scales = found
+    for name, each, shape in (("codes", codes, list(x.shape)), ("scales", scales, list(x.shape[:2]))):
+        assert list(each.shape) == shape, f"x {list(x.shape)}: {name} should be {shape}, not {list(each.shape)}"
+    assert torch.equal(before, x), "x has changed: write to a new tensor"
+    return codes.double(), scales.double()
+
+
+def _drawn(*shape: int, seed: int = 8) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _text(values: Tensor) -> str:
+    shown = values.flatten()[:6].tolist()
+    return "[" + ", ".join(f"{value:.6g}" for value in shown) + (", ..." if values.numel() > 6 else "") + "]"
+
+
+def _near(found: Tensor, expected: Tensor, message: str, relative: float = 1e-5) -> None:
+    bound = relative * expected.abs().max().clamp(min=1e-30)
+    if not ((found - expected).abs() <= bound).all():  # also false for NaN
+        raise AssertionError(f"{message}: expected {_text(expected)}, got {_text(found)}")
+
+
+@quantize_kv.example
+def _(function):
+    x = torch.tensor([[[0.6, -2.54, 1.3, 0.0]]])
+    for dtype, wanted in ((INT8, [30.0, -127, 65, 0]), (FP8, [104.0, -448, 224, 0])):
+        codes, scales = _pair(function, x, dtype)
+        _near(codes[0, 0], torch.tensor(wanted).double(), f"the example's codes in {NAMES[dtype]}", 1e-9)
+        _near(scales, torch.tensor([[2.54 / TOP[dtype]]]).double(), f"the example's scale for {NAMES[dtype]}")
+
+
+@quantize_kv.property(
+    "each token and each head has a scale of its own", "the maximum over the last axis only: x.abs().amax(-1)"
+)
+def _(function):
+    sizes = torch.tensor([[1.0, 0.01, 30.0], [4.0, 100.0, 0.5], [0.2, 7.0, 0.003], [9.0, 2.0, 1.5]])
+    x = torch.where(_drawn(4, 3, 6) > 0, 1.0, -1.0) * sizes[..., None]
+    x[..., 1:] *= torch.tensor([0.5, 0.25, -0.125, 0.75, 0.0])
+    for dtype, top in TOP.items():
+        _, scales = _pair(function, x, dtype)
+        _near(scales * top / sizes, torch.ones(4, 3).double(), f"{NAMES[dtype]}: scales / those of each token and head")
+
+
+@quantize_kv.property(
+    "the largest magnitude becomes the largest code",
+    "the scale is max |x| divided by 127 for int8 and by 448 for fp8, however small x is",
+)
+def _(function):
+    for dtype, top in TOP.items():
+        for size in (1.0, 2.0**-20, 2.0**20):
+            x = torch.tensor([[[-top, top / 2, 1.0, 0.0]], [[top, 3.0, -top, -2.0]], [[-1.0, -top, -4.0, -top]]]) * size
+            codes, scales = _pair(function, x, dtype)
+            said = f"{NAMES[dtype]}, tokens whose largest magnitude is {top * size:.4g}"
+            _near(scales, torch.full((3, 1), size).double(), f"{said}: scales")
+            wanted = x.abs().double().amax(-1) / size
+            _near(codes.abs().amax(-1), wanted, f"{said}: their largest codes", 1e-9)
+
+
+@quantize_kv.property("int8 codes are rounded to the nearest", "round before the conversion to int8, which cuts off")
+def _(function):
+    wanted = torch.tensor([127.0, 10, -10, 41, -41, 0, 0, -1, 126, -126])
+    x = (wanted + torch.tensor([0, 0.4, -0.4, -0.4, 0.4, 0.4, -0.4, 0.4, 0.4, 0.4])) * 0.25
+    codes, _ = _pair(function, x.view(1, 1, -1), INT8)
+    _near(codes[0, 0], wanted.double(), f"codes of {_text(x * 4)} times 0.25", 1e-9)
+
+
+@quantize_kv.property(
+    "fp8 codes are rounded once, to e4m3",
+    "x / scale goes to torch.float8_e4m3fn as it is: no round() before, in float32",
+)
+def _(function):
+    # Close to the middle between two numbers of e4m3, on either side; and far below 1, where round() leaves nothing.
+    x = torch.tensor([448.0, 17.01, 16.99, 8.501, 8.499, 0.26, 0.011, -0.4, 200.1, -199.9, 1.0624, 1.0626])
+    codes, _ = _pair(function, x.view(1, 1, -1), FP8)
+    wanted = x.to(FP8).double()
+    _near(codes[0, 0] - wanted, torch.zeros(len(x)).double(), f"codes of {_text(x)}: difference from e4m3", 1e-9)
+
+
+@quantize_kv.property(
+    "16-bit numbers are quantized in float32", "begin with x.float(): in 16 bits, the quotients and scales are rounded"
+)
+def _(function):
+    for given in (torch.bfloat16, torch.float16):
+        x = _drawn(20, 2, 32).to(given)
+        for dtype, top in TOP.items():
+            codes, scales = _pair(function, x, dtype)
+            exact = x.double().abs().amax(-1) / top
+            said = f"x is {given}, codes are {NAMES[dtype]}"
+            _near(scales / exact, torch.ones(20, 2).double(), f"{said}: scales / max |x| * {top:g}", 1e-6)
+            quotients = (x.float() / exact.float()[..., None]).double()
+            wanted = quotients.round() if dtype == INT8 else quotients.float().to(FP8).double()
+            off = ((codes - wanted).abs() > 1e-6).double().mean().item()
+            assert off < 0.005, f"{said}: {off:.1%} of the codes are not those of x in float32"  # ties may differ
+
+
+@quantize_kv.property(
+    "a head of zeros stays zeros", "where the maximum is 0, divide by 1 instead: 0 / 0 is not a number"
+)
+def _(function):
+    x = torch.tensor([[[0.0, 0, 0], [1.0, -2, 0.5]], [[0.0, 0, 0], [0.0, 0, 0]]])
+    for dtype in TOP:
+        codes, scales = _pair(function, x, dtype)
+        assert bool(scales.isfinite().all()), f"{NAMES[dtype]}: a scale is {_text(scales[~scales.isfinite()])}"
+        zero = codes[x.amax(-1) == 0]
+        assert bool((zero == 0).all()), f"{NAMES[dtype]}: codes of zeros are {_text(zero)}"
+        _near(codes[0, 1] * scales[0, 1], x[0, 1].double(), f"{NAMES[dtype]}: a head next to zeros, dequantized", 0.05)
+
+
+@quantize_kv.property("codes have the dtype asked for, scales float32", "convert the codes: .to(dtype)")
+def _(function):
+    for given in (torch.float32, torch.bfloat16, torch.float64):
+        for dtype in TOP:
+            codes, scales = function(_drawn(3, 2, 8).to(given), dtype)
+            assert codes.dtype == dtype, f"x is {given}, dtype {NAMES[dtype]}: codes are {codes.dtype}"
+            assert scales.dtype == torch.float32, f"x is {given}, dtype {NAMES[dtype]}: scales are {scales.dtype}"
+
+
+# ---- attention on codes
+
+attend_codes = Exercise("attend_codes", seconds=20.0)
+
+
+def _attended(function: Callable, *given: Tensor, hidden: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    """The result in float64, if it has the right type and shape. given: q, k_codes, k_scales, v_codes, v_scales."""
+    q, codes = given[:2]
+    hidden = torch.zeros(len(q), len(codes), dtype=torch.bool) if hidden is None else hidden
+    before = [_bytes(each).clone() for each in (*given, hidden)]
+    found = function(*given, hidden, scale)
+    assert isinstance(found, Tensor), f"expected a tensor, got {type(found).__name__}"
+    assert found.shape == q.shape, f"q is {list(q.shape)}: expected that shape, got {list(found.shape)}"
+    names = ("q", "k_codes", "k_scales", "v_codes", "v_scales", "hidden")
+    for name, old, now in zip(names, before, (*given, hidden), strict=True):
+        assert torch.equal(old, _bytes(now)), f"{name} has changed: write to a new tensor"
+    return found.double()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor
+
+
+def _case(rows: int = 3, keys: int = 7, dim: int = 8, dtype: torch.dtype = INT8, seed: int = 0) -> list[Tensor]:
+    """q, k_codes, k_scales, v_codes, v_scales: scores differ by a few, and so do the scales, by factors."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    codes = [(normal(keys, dim) * TOP[dtype] / 4).clamp(-TOP[dtype], TOP[dtype]).float() for _ in "kv"]
+    k, v = ((each.round() if dtype == INT8 else each).to(dtype) for each in codes)
+    k_scales, v_scales = (normal(keys).exp() / TOP[dtype] for _ in "kv")
+    return [normal(rows, dim), k, k_scales, v, v_scales]
+
+
+def _expected(given: list[Tensor], hidden: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    q, k, k_scales, v, v_scales = (each.double() for each in given)
+    scores = q @ (k * k_scales[:, None]).T * scale
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return scores.softmax(-1) @ (v * v_scales[:, None])
+
+
+@attend_codes.example
+def _(function):
+    k, v = torch.tensor([[10, -5], [30, 20]], dtype=INT8), torch.tensor([[100, 0], [0, 50]], dtype=INT8)
+    k_scales, v_scales = torch.tensor([0.1, 0.01]), torch.tensor([0.02, 0.04])
+    found = _attended(function, torch.tensor([[1.0, 2.0]]), k, k_scales, v, v_scales)
+    _near(found, torch.tensor([[0.66363, 1.33637]]).double(), "the example", 1e-4)
+
+
+@attend_codes.property(
+    "each key's scale multiplies its score, before the softmax",
+    "scores [rows, keys] times k_scales [keys], and then the softmax",
+)
+def _(function):
+    for rows, keys in ((3, 7), (5, 5), (1, 9)):
+        given = _case(rows, keys)
+        given[4] = torch.full_like(given[4], 0.01)
+        _near(_attended(function, *given), _expected(given), f"{rows} rows, {keys} keys, values' scales all the same")
+
+
+@attend_codes.property(
+    "each value's scale multiplies its weight",
+    "after the softmax, weights [rows, keys] times v_scales [keys]; they need not sum to 1 then",
+)
+def _(function):
+    for rows, keys in ((3, 7), (5, 5), (1, 9)):
+        given = _case(rows, keys, seed=1)
+        given[2] = torch.full_like(given[2], 0.01)
+        _near(_attended(function, *given), _expected(given), f"{rows} rows, {keys} keys, keys' scales all the same")
+
+
+@attend_codes.property("scores are multiplied by scale", "q k times k_scales times scale: use the argument, once")
+def _(function):
+    for scale in (0.0, 0.05, 0.7, 3.0):
+        for dim in (4, 16):
+            given = _case(dim=dim, seed=2)
+            _near(_attended(function, *given, scale=scale), _expected(given, scale=scale), f"scale {scale}, d = {dim}")
+
+
+@attend_codes.property(
+    "hidden keys have no weight, whatever their scores and scales",
+    "masked_fill(hidden, -torch.inf) on the finished scores, just before the softmax",
+)
+def _(function):
+    for seed in range(3):
+        given = _case(4, 6, seed=seed)
+        hidden = torch.rand(4, 6, generator=torch.Generator().manual_seed(seed)) < 0.5
+        hidden[torch.arange(4), torch.arange(4)] = False
+        hidden[0] = torch.tensor([False, True, True, True, True, True])
+        said = f"hidden {hidden.int().tolist()}"
+        _near(_attended(function, *given, hidden=hidden), _expected(given, hidden), said)
+        for place, size in ((2, 0.0), (2, 1e4), (4, 1e4)):  # keys 4 and 5 have other scales, and nobody sees them
+            changed = [each.clone() for each in given]
+            changed[place][4:] = size
+            unseen = hidden.clone()
+            unseen[:, 4:] = True
+            name = ("k_scales", "v_scales")[place // 4]
+            said = f"{name} of two keys that no row sees are {size:g}"
+            _near(_attended(function, *changed, hidden=unseen), _expected(given, unseen), said)
+        low = [each.clone() for each in given]
+        low[0], low[1] = (
+            -low[1][:1].double().abs().repeat(4, 1) - 1,
+            low[1][:1].abs().repeat(6, 1),
+        )  # scores far below 0
+        found = _attended(function, *low, hidden=hidden, scale=50.0)
+        _near(found, _expected(low, hidden, 50.0), "scores of the keys that a row sees are far below 0")
+
+
+@attend_codes.property(
+    "codes are multiplied without their scales",
+    "no k_codes * k_scales[:, None]: with scales of these sizes, only products of codes stay finite",
+)
+def _(function):
+    for dtype, most, least in ((torch.float32, 122, -125), (torch.float64, 1018, -1021)):
+        q = torch.full((2, 4), 2.0**least, dtype=dtype)
+        k = torch.tensor([[100, -90, 80, -127], [120, 64, -127, -70], [-64, 99, 101, -126]], dtype=INT8)
+        v = torch.tensor([[127, 0, 0, 100], [0, -127, 0, 0], [0, 0, 100, 0]], dtype=INT8)
+        huge, ones = torch.full((3,), 2.0**most, dtype=dtype), torch.ones(3, dtype=dtype)
+        scores = (q.double() * 2.0**-least) @ k.double().T * 2.0 ** (most + least)
+        wanted = scores.softmax(-1) @ v.double()
+        said = f"scales of 2 ** {most} and queries of 2 ** {least}, in {dtype}"
+        _near(_attended(function, q, k, huge, v, ones), wanted, f"keys with {said}", 1e-4)
+        v = torch.tensor([[127, 0, 0, 0], [0, -127, 0, 0], [0, 0, 100, 0]], dtype=INT8)
+        weights = torch.full((2, 3), 1 / 3, dtype=torch.float64)
+        found = _attended(function, torch.zeros_like(q), k, ones, v, huge) * 2.0**-most
+        _near(found, weights @ v.double(), f"values with scales of 2 ** {most}, in {dtype}", 1e-4)
+
+
+@attend_codes.property("codes may be fp8, with small numbers too", "convert with .to(q.dtype), not to an integer type")
+def _(function):
+    given = _case(dtype=FP8, seed=3)
+    given[1] = (given[1].float() / 300).to(FP8)
+    given[3] = (given[3].float() / 300).to(FP8)
+    given[2], given[4] = given[2] * 300, given[4] * 300
+    _near(_attended(function, *given), _expected(given), "codes in fp8, most of them below 1")
+
+
+@attend_codes.property(
+    "large scores do not overflow", "torch.softmax subtracts the largest score; exp() alone becomes infinite"
+)
+def _(function):
+    given = _case(seed=4)
+    for scale in (1e3, 1e5):
+        _near(_attended(function, *given, scale=scale), _expected(given, scale=scale), f"scores times {scale:g}")
+
+
+@attend_codes.property("the result has the dtype of q, and its precision", "convert codes to q.dtype, and nothing else")
+def _(function):
+    for dtype, relative in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
+        given = _case(seed=5)
+        given = [given[0].to(dtype), given[1], given[2].to(dtype), given[3], given[4].to(dtype)]
+        hidden = torch.zeros(len(given[0]), len(given[1]), dtype=torch.bool)
+        found = function(*given, hidden, 1.0)
+        assert found.dtype == dtype, f"q is {dtype}, the result {found.dtype}"
+        _near(found.double(), _expected(given), f"q is {dtype}", relative)
