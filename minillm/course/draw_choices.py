@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-COLORS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2", "#72b7b2", "#9d755d")
+COLORS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2", "#72b7b2", "#9d755d", "#303030")
 INK, CODE = "dimgray", "#d9d9d9"
 
 
@@ -61,7 +61,7 @@ def kivi(tokens: int = 14, dim: int = 12, group: int = 4) -> None:
         for token in range(tokens):
             for channel in range(dim):
                 number = channel + token // group if name == "keys" else token + channel // group
-                color = CODE if token >= whole else COLORS[number % len(COLORS)]
+                color = CODE if token >= whole else COLORS[number % 7]
                 axis.add_patch(Rectangle((channel, token), 0.92, 0.92, facecolor=color))
         wide, high = (1, group) if name == "keys" else (group, 1)
         for token in range(0, whole, high):
@@ -100,20 +100,18 @@ def pareto(
     """
     _, axes = plt.subplots(1, len(panels), figsize=(11.5, 4.2), layout="constrained", sharex=True, squeeze=False)
     for axis, (title, points) in zip(axes[0], panels.items(), strict=True):
-        for color, (name, (kl, nbytes, speed)) in zip(COLORS * 2, points.items(), strict=False):
+        for color, (name, (kl, nbytes, speed)) in zip(COLORS, points.items(), strict=False):
             filled = name in fronts[title]
             face = color if filled else "none"
-            axis.scatter(
-                max(kl, 1e-3), speed, s=nbytes / 3e4, facecolor=face, edgecolor=color, linewidth=1.5, label=name
-            )
+            axis.scatter(kl, speed, s=nbytes / 3e4, facecolor=face, edgecolor=color, linewidth=1.5, label=name)
         axis.axhline(1, color=INK, linewidth=0.8, linestyle=":")
-        axis.set(xscale="symlog", title=title, xlabel="KL divergence, millinats per token (tiny-gemma)")
+        axis.set(title=title, xlabel="KL divergence, millinats per token (tiny-gemma)")
         axis.set_xscale("symlog", linthresh=0.01)
-        axis.set_xlim(left=-0.002)
+        axis.set_xlim(-0.003, 2 * max(kl for kl, _, _ in points.values()))
         _plain(axis)
     axes[0, 0].set_ylabel("times as fast as bfloat16\n(Gemma 2B's shape, H200)")
     marks = [
-        plt.Line2D([], [], marker="o", linestyle="", color=color) for color, _ in zip(COLORS * 2, points, strict=False)
+        plt.Line2D([], [], marker="o", linestyle="", color=color) for color, _ in zip(COLORS, points, strict=False)
     ]
     plt.gcf().legend(marks, list(points), fontsize=8, ncols=4, loc="outside lower center")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minillm.bench import records
 from minillm.calibration.forward import hidden_states
-from minillm.kv_cache.layer_cache import LayerCache, indexable, quantize
+from minillm.kv_cache.layer_cache import LayerCache, indexable
 from minillm.model import Model, ModelConfig, load_model, sizing
 from minillm.ops import AttentionOptions, reference
 from minillm.overrides import using
@@ -27,20 +27,6 @@ SHARED = {
     "token and head": (2,),
 }  # axes of [tokens, kv_heads, d] that share a scale
 BLOCK = 16
-
-# ---- what the lesson falls back to until an exercise is solved
-
-quantize_kv = quantize
-
-
-def attend_codes(
-    q: Tensor, k_codes: Tensor, k_scales: Tensor, v_codes: Tensor, v_scales: Tensor, hidden: Tensor, scale: float
-) -> Tensor:
-    """q [rows, d], codes [keys, d], scales [keys], hidden [rows, keys] bool -> [rows, d]."""
-    scores = q @ k_codes.to(q.dtype).t() * k_scales * scale
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-    return (weights * v_scales) @ v_codes.to(q.dtype)
-
 
 # ---- the learner's functions in the engine
 
@@ -95,14 +81,14 @@ def attention_by(function: Callable[..., Tensor]) -> dict[str, Callable]:
         out, starts = torch.zeros_like(q), query_start.tolist()
         for row, length in enumerate(lengths.tolist()):
             mine = slice(starts[row], starts[row + 1])
-            if mine.start < mine.stop:
+            if length and mine.start < mine.stop:
                 out[mine] = one_row(q[mine], cache, block_table[row], length, options.scale)
         return out
 
     def decode_attention(
         q: Tensor, cache: LayerCache, block_table: Tensor, lengths: Tensor, options: AttentionOptions
     ) -> Tensor:
-        starts = torch.arange(len(q) + 1) * q.shape[1] * (lengths.cpu() > 0).any()
+        starts = torch.arange(len(q) + 1) * q.shape[1]
         flat = prefill_attention(q.flatten(0, 1), cache, block_table, lengths, starts, q.shape[1], options)
         return flat.view(q.shape)
 
@@ -175,7 +161,12 @@ def kv_at_once(kind: str, cache_bytes: int, requests: int = 48, prompt: int = 90
     model = load_model(dtype="bfloat16", device="cpu", kv_cache_dtype=kind)
     block = BLOCK * len(model.layers) * model.cache_spec.bytes_per_token
     given = {str(number): (prompt, output) for number in range(requests)}
-    options = {"dtype": "bfloat16", "kv_cache_dtype": kind, "num_blocks": cache_bytes // block, "block_size": BLOCK}
+    options: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "kv_cache_dtype": kind,
+        "num_blocks": cache_bytes // block,
+        "block_size": BLOCK,
+    }
     return max(len(step.request) for step in batching.run(given, **options).steps)
 
 

@@ -19,6 +19,7 @@ from minillm.course import (
     choices,
     compare,
     describe,
+    draw_weights,
     eight_bits,
     four_bits,
     held_out,
@@ -70,37 +71,38 @@ for name, guess in (("Gemma 2B", guess_gemma), ("Llama 2 7B", guess_llama)):
     count = small_caches.requests_of_weights(SHAPES[name], tokens=2048)
     compare(name, unit="requests", prediction=guess, measured=count)
 print()
-print("requests of 2,048 tokens       cache = weights, weights in   fit on an H200, cache in")
-print("                                  16 bits    4 bits            16 bits    int8")
+print("requests of 2,048 tokens    as large as weights of      that fit on an H200")
+print("                              16 bits    4 bits     16-bit cache    int8 cache")
 for name, shape in SHAPES.items():
     equal = small_caches.requests_of_weights(shape, 2048)
     fits = [
         sizing.fit(shape, 141e9, 2048, kv_cache_dtype=kind).requests
         for kind in ("bfloat16", "int8")
     ]
-    print(f"{name:30} {equal:10.0f} {equal / 4:9.0f} {fits[0]:18,} {fits[1]:7,}")
+    print(f"{name:26} {equal:10.0f} {equal / 4:9.0f} {fits[0]:16,} {fits[1]:13,}")
 
 # %% [markdown]
-# A decode step reads all weights once, and the whole cache of every request in it. So at the count on the left, half of
-# the bytes that a step reads are keys and values, and **smaller weights can at most halve the reading**. After
+# A decode step reads all weights once, and the whole cache of every request in it. So at the count in the first column,
+# half of the bytes that a step reads are keys and values, and **smaller weights can at most halve the reading**. With
 # lesson 05's four bits, that point comes at a quarter of the requests.
 #
-# An eight-bit cache helps twice: nearly twice as many requests fit (right), and a step reads about half as many bytes
-# for each. "Nearly", because codes need scales.
+# An eight-bit cache helps twice: nearly twice as many requests fit (on the right; the 70B model does not fit at all in
+# 16 bits), and a step reads about half as many bytes for each. "Nearly", because codes need scales.
 #
 # ## 2 · A scale for each token and head · 23 min
 #
 # ### What keys and values look like
 #
 # These are the keys and the values that the third layer of `tiny-gemma` caches for a text. (It has one KV head of 64
-# channels.) Look for stripes: vertical ones are channels that are large in all tokens, horizontal ones are large tokens.
+# channels.) Look for stripes: vertical ones are channels that are large in many tokens, horizontal ones are large
+# tokens.
 
 # %%
 kept = small_caches.keys_and_values(plain, text.ids[:1])
 k, v = (part[:, 0] for part in kept[2])
 draw.keys_and_values(k, v)
-describe("""Magnitudes of 256 tokens in 64 channels. The keys have vertical stripes: a few channels are large in nearly
-all tokens. The values have none; some tokens are brighter than others, which shows as faint horizontal lines.""")
+describe("""Magnitudes of 256 tokens in 64 channels. The keys have vertical stripes; the brightest are channels 18 and
+50. The values have none; some tokens are brighter than others, which shows as faint horizontal lines.""")
 
 # %%
 print("        largest / median channel      largest / median token")
@@ -114,6 +116,9 @@ for layer, pair in enumerate(kept):
 # (Root mean squares, without `<bos>`.) In keys, channels differ most. In values, tokens differ about as much as
 # channels. Liu et al. (2024, *KIVI*) found the same in large models, with larger ratios: keys have a few channels with
 # outliers, values do not.
+#
+# The two brightest channels are no accident: 18 and 50 are 32 apart, a pair that the rotary embedding rotates
+# (lesson 02). It turns slowly, so the brightness moves from one to the other along the text.
 #
 # ### What may share a scale?
 #
@@ -270,8 +275,9 @@ for dim in (64, 128, 256):
 #
 # $$q \cdot (s_j\, c_j) = s_j\, (q \cdot c_j), \qquad\qquad \sum_j p_j\, (t_j\, e_j) = \sum_j (p_j\, t_j)\, e_j$$
 #
-# where $c_j$ and $s_j$ are the codes and the scale of a key, $e_j$ and $t_j$ those of a value. The keys' scales multiply
-# the scores, before the softmax. The values' scales multiply the weights, after it. The products see only codes.
+# where $c_j$ and $s_j$ are the codes and the scale of a key, $e_j$ and $t_j$ those of a value. The keys' scales
+# multiply the scores, before the softmax. The values' scales multiply the weights, after it. The products see only
+# codes.
 
 # %%
 draw.folded()
@@ -327,9 +333,10 @@ with LLM(device="cpu", kv_cache_dtype="int8", num_blocks=64) as llm, using(**min
 print(f"attend_codes is {whose(attend_codes)}; calls: {used.calls}")
 
 # %% [markdown]
-# The same up to float32 rounding: folding is exact. The engine's kernels for a GPU do this in `kernels/` (lesson 04
-# shows their loop; look for `k_scale_ptr`), and they quantize in the kernel that rotates and writes keys, so that no
-# additional kernel runs. On a CPU, the engine still dequantizes.
+# The same up to float32 rounding: folding changes nothing but the order of operations. The engine's decode kernels for
+# a GPU work like this (lesson 04 shows their loop; look for `k_scale_ptr`), and codes are made in the kernel that
+# rotates and writes keys, so that no additional kernel runs. A long prompt is different: many queries read the same
+# keys, so they are dequantized once, to a buffer. On a CPU, the engine dequantizes in every step.
 #
 # Does an eight-bit cache make an H200 faster? This prints tokens per second with it, divided by those with a bfloat16
 # cache and the same weights, if the committed record has such rows:
@@ -368,8 +375,8 @@ several channels of one token. The newest tokens of both are gray, and labeled 1
 # A group of keys spans several tokens of one channel (32 in the paper), so it can be quantized only once all of them
 # are there. Until then, the newest tokens stay in 16 bits. Channel scales fold as well: a key's into the *query*
 # ($q_i s_i$, once for each group of tokens), a value's into the output. With a 16-bit scale and a 16-bit zero point
-# for 32 codes, two bits are really three. The engine does not have it: blocks would hold tokens of two formats, and a
-# sequence that is cut back (preemption, speculation) would have to cut a group.
+# for 32 codes, two bits are really three. The engine does not have this: blocks would hold tokens of two formats, and
+# a sequence that is cut back, as in speculative decoding, would have to cut through a group.
 #
 # ## 4 · FP4: four bits in blocks · 17 min
 #
@@ -395,6 +402,19 @@ several channels of one token. The newest tokens of both are gray, and labeled 1
 # * With a power of two: 0.125 is too small, since $0.9 / 0.125 = 7.2$ is far beyond 6. So $s = 0.25$: the quotients
 #   3.6, -2, 0.8, 0.2 become 4, -2, 1, 0, which means `1, -0.5, 0.25, 0`. The levels 6 and -6 are not used.
 #
+
+# %%
+levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+grids = {
+    f"scale {scale}": torch.cat((-levels, levels)).mul(scale).tolist()
+    for scale in (0.15, 0.25)
+}
+draw_weights.rounding([0.9, -0.5, 0.2, 0.05], grids)
+describe("""Two lines of levels, dense near 0 and sparse far from it, and arrows from the four weights to their nearest
+levels. With the scale 0.15, the outermost level is at 0.9, the largest weight. With 0.25 it is at 1.5, and no weight is
+near it.""")
+
+# %% [markdown]
 # Between 0 and 2, levels are 0.5 apart; from 2 to 4, 1 apart; from 4 to 6, 2 apart. So the nearest level is a nearest
 # multiple of that step, as in lesson 07, and `round` sends halves to the level with an even mantissa bit.
 #
@@ -426,7 +446,8 @@ check(quantize_fp4)
 
 # %% [markdown]
 # The two scale functions are the engine's. MXFP4 takes the power of two that puts the block's largest weight between
-# 3.5 and 7. NVFP4 first multiplies all scales by one number, so that the largest becomes 448, and rounds them to e4m3.
+# 3.5 and 7, so that nothing would round to 8. (The specification's own rule puts it between 4 and 8, and clips.) NVFP4
+# first multiplies all scales by one number, so that the largest becomes 448, and rounds them to e4m3.
 #
 # **Predict first.** Int4 in groups of 32 and NVFP4 both take 4.5 bits per weight. What is the KL divergence of NVFP4,
 # divided by that of int4? And that of MXFP4, divided by that of int4 in groups of 64, with 4.25 bits?
@@ -475,8 +496,8 @@ describe("""Left: rounding is a staircase along the diagonal. Right: its derivat
 takes 1 instead.""")
 
 # %% [markdown]
-# In torch, `x.detach()` has the value of `x` and no gradient. So `w + (rounded - w).detach()` has the value of `rounded`
-# and the gradient of `w`.
+# In torch, `x.detach()` has the value of `x` and no gradient. So `w + (rounded - w).detach()` has the value of
+# `rounded` and the gradient of `w`.
 #
 # **Exercise 4 (7 minutes).** Write fake quantization with lesson 05's symmetric groups, as in the formula.
 #
@@ -583,10 +604,10 @@ for (name, _), (theirs, ours, requests) in words.items():
         print(f"  {name:26} {requests:5,} requests: NVIDIA says {theirs}, our record {ours}")
 
 # %% [markdown]
-# Read a row from left to right: weight-only methods gain most with one request, and nothing with thousands. Products of
-# eight-bit numbers are what helps there. Where a method is below 1, its kernels here are slow or missing, as lesson 07
-# says of FP8 with few rows and of W4A8; such a row is about *this* engine, not about the method. And a small model on a
-# large GPU spends much of each step on fixed costs, which no precision shortens.
+# Read a row from left to right: weight-only methods gain most with one request, and nothing with thousands. There,
+# products of eight-bit numbers help. Where a gain is below 1, this engine's kernel for the method is slow or missing at
+# that size (it has none for W4A8: lesson 07); such a number is about *this* engine, not about the method. And a small
+# model on a large GPU spends much of each step on fixed costs, which no precision shortens.
 #
 # Points are lost accuracy in multiple-choice questions. Where the interval includes 0, the questions show no loss, but
 # KL still ranks the methods. "Seconds" are those of quantizing *and* measuring; INT8 and INT4 weight-only need no
@@ -595,8 +616,8 @@ for (name, _), (theirs, ours, requests) in words.items():
 # ### The Pareto front
 #
 # Which methods can be ruled out? One method *beats* another if it is at least as good in every number, and better in
-# one. Those that no other beats are the **Pareto front**. There is no best one among them: which to take depends on what
-# you need most.
+# one. Those that no other beats are the **Pareto front**. There is no best one among them: which to take depends on
+# what you need most.
 #
 # **Exercise 5 (5 minutes).** Find the front. In all numbers, less is better. Equal points do not beat each other.
 #
@@ -642,7 +663,8 @@ print(f"pareto_front is {whose(pareto_front)}")
 draw.pareto(panels, fronts)
 describe("""Two panels, for one request and for 3,000. Horizontal: KL divergence; vertical: speed as a multiple of
 bfloat16's; the size of a dot is the size of the weights. Filled dots are on the Pareto front, which is printed above.
-The four-bit methods are on the right; they are highest for one request, and near the line of bfloat16 for 3,000.""")
+Methods with int4 weights have the smallest dots, on the right. Compare how high each method is in the two
+panels.""")
 
 # %% [markdown]
 # ### A recommendation that explains itself
@@ -676,14 +698,16 @@ for case, (name, gpu, traffic) in CASES.items():
 # * A cache is written token by token, so a scale for each token and head is the one that needs no calibration. It folds
 #   into the scores and into the softmax's weights: products see only codes.
 # * Keys have large channels, values do not. That decides at two bits, not at eight.
-# * FP4 has eight magnitudes, and lives from its blocks: 16 with scales in e4m3 (NVFP4), 32 with powers of two (MXFP4).
+# * FP4 has eight magnitudes and depends on its blocks: 16 weights with a scale in e4m3 (NVFP4), or 32 with a power of
+#   two (MXFP4).
 # * Distillation trains weights for their rounding. The straight-through estimator lets gradients through.
-# * Few requests wait for bytes, many for arithmetic, long contexts for the cache. Choose by what your traffic waits for.
+# * Few requests wait for bytes, many for arithmetic, long contexts for the cache. Choose by what your traffic waits
+#   for.
 #
 # **What got worse:** every key and value is now rounded once, and what is in the cache stays wrong for the rest of its
-# request. Each scale takes 4 bytes, which is much for small heads. Every kernel that touches the cache exists in three
-# versions. FP4 without hardware for it saves memory only, and distillation needs a training run for each model and each
-# format. A recommendation rests on estimates and on one small model's quality.
+# request. Each scale takes 4 bytes, which is much for small heads. Every kernel that touches the cache now has three
+# formats to support. FP4 without hardware for it saves memory only, and distillation needs a training run for each
+# model and each format. A recommendation rests on estimates and on one small model's quality.
 #
 # **Further reading:** Liu et al. 2024, *KIVI* (2402.02750; two bits); Hooper et al. 2024, *KVQuant* (keys before their
 # rotation); vLLM's documentation, *Quantized KV Cache*; FlashInfer's documentation of its attention kernels; Open
