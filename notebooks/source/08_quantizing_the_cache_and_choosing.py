@@ -241,10 +241,7 @@ compare("fp8 / int8", unit="times", prediction=guess_fp8, measured=loss["fp8"] /
 #
 # ### How many requests fit?
 #
-# A token takes $2 \cdot n_{kv} \cdot (d + 4)$ bytes in each layer: codes of a byte, and a scale of 4 bytes for each key
-# and each value.
-#
-# **Predict first.** The engine gets 4 MB for `tiny-gemma`'s cache ($d = 64$), and many requests. How many times as many
+# **Predict first.** The engine gets 4 MiB for `tiny-gemma`'s cache, and more requests than fit. How many times as many
 # run at once with an int8 cache as with bfloat16?
 
 # %% tags=["exercise"]
@@ -263,7 +260,9 @@ for dim in (64, 128, 256):
     )
 
 # %% [markdown]
-# Small heads pay relatively more for their scales. Gemma 2B has heads of 256.
+# A token takes $2 \cdot n_{kv} \cdot (d + 4)$ bytes in each layer: $d$ codes of a byte, and a scale of 4 bytes, for
+# each key and each value. So small heads, such as `tiny-gemma`'s of 64, pay relatively more for their scales. (A
+# request takes whole blocks, so what is measured differs a little from the ratio of bytes.) Gemma 2B has heads of 256.
 #
 # ## 3 · Attention on codes · 19 min
 #
@@ -610,8 +609,10 @@ for (name, _), (theirs, ours, requests) in words.items():
 # model on a large GPU spends much of each step on fixed costs, which no precision shortens.
 #
 # Points are lost accuracy in multiple-choice questions. Where the interval includes 0, the questions show no loss, but
-# KL still ranks the methods. "Seconds" are those of quantizing *and* measuring; INT8 and INT4 weight-only need no
-# calibration, so the difference from them is what calibration takes, for 5.6 million parameters on a CPU.
+# KL still ranks the methods. Compare SmoothQuant with FP8: NVIDIA's table warns of SmoothQuant, and `tiny-gemma`, which
+# has hardly any outliers (lesson 07), ranks the two the other way around. Quality depends on the model. "Seconds" are
+# those of quantizing *and* measuring; INT8 and INT4 weight-only need no calibration, so the difference from them is
+# about what calibration takes, for 5.6 million parameters on a CPU.
 #
 # ### The Pareto front
 #
@@ -688,9 +689,10 @@ for case, (name, gpu, traffic) in CASES.items():
     print(recommend(SHAPES[name], GPUS[gpu], traffic, calibrated=True), end="\n\n")
 
 # %% [markdown]
-# Look for what each case waits for: bytes of weights, arithmetic, or the cache. The quality of a method is a word from
-# NVIDIA's table and a number from `tiny-gemma`. Your model and your task are neither, so measure before you decide:
-# `minillm eval --compare` does it for a model of yours, as it did for our table.
+# Look for what each case waits for: bytes of weights, arithmetic, or the cache. `minillm serve --quantization auto`
+# asks the same function about the GPU that it finds, and leaves out methods that need calibration. The quality of a
+# method is a word from NVIDIA's table and a number from `tiny-gemma`. Your model and your task are neither, so measure
+# before you decide: `minillm eval --compare` does it for a model of yours, as it did for our table.
 #
 # ## Recap · 2 min
 #
