@@ -428,7 +428,7 @@ def quantize_fp4(weight, block_size, round_scales):
     """Values of e2m1 [rows, in] and scales [rows, in / block_size] of a matrix, in its dtype.
 
     weight: [rows, in], float32 or float64. block_size: neighbors in a row that share a scale; it divides `in`.
-    round_scales: a function of the ideal scales [rows, in / block_size], which returns those to use.
+    round_scales: a function of all ideal scales [rows, in / block_size], which returns those to use.
     """
     # SOLUTION: the ideal scales, the scales to use, then the step of each quotient and its nearest multiple
     blocks = weight.unflatten(-1, (-1, block_size))

@@ -225,6 +225,10 @@ def _(function):
         given[4] = given[4] * _factors(keys, 2)
         said = f"{rows} rows, {keys} keys, d = 8, each value's scale differs"
         _near(_attended(function, *given), _expected(given), said)
+        hidden = torch.zeros(rows, keys, dtype=torch.bool)
+        hidden[:, [0, 4]] = True
+        found = _attended(function, *given, hidden=hidden)
+        _near(found, _expected(given, hidden), f"{said}, keys 0 and 4 are hidden from all rows")
 
 
 @attend_codes.property("scores are multiplied by scale", "q k times k_scales times scale: use the argument, once")
@@ -267,10 +271,13 @@ def _(function):
         wanted = scores.softmax(-1) @ v.double()
         said = f"scales of 2 ** {most} and queries of 2 ** {least}, in {dtype}"
         _near(_attended(function, q, k, huge, v, ones), wanted, f"keys with {said}", 1e-4)
-        v = torch.tensor([[127, 0, 0, 0], [0, -127, 0, 0], [0, 0, 100, 0], [0, 0, 0, 90]], dtype=INT8)
-        weights = torch.full((2, 4), 1 / 4, dtype=torch.float64)
-        found = _attended(function, torch.zeros_like(q), k, ones, v, huge) * 2.0**-most
-        _near(found, weights @ v.double(), f"values with scales of 2 ** {most}, in {dtype}", 1e-4)
+        # The first key, whose value is 0, has a far larger score than the others, whose weights are about 1/1000.
+        k = torch.tensor([[0, 0, 0, 0], [-7, 0, 0, 0], [-7, 0, 0, 0], [-7, 0, 0, 0]], dtype=INT8)
+        v = torch.tensor([[0, 0, 0, 0], [127, 0, 0, 64], [0, -127, 0, 0], [0, 0, 100, 0]], dtype=INT8)
+        q = torch.tensor([[1.0, 0, 0, 0], [1.1, 0, 0, 0]], dtype=dtype)
+        wanted = (q.double() @ k.double().T).softmax(-1) @ v.double()
+        found = _attended(function, q, k, ones, v, huge) * 2.0**-most
+        _near(found, wanted, f"values with scales of 2 ** {most}, in {dtype}", 1e-4)
 
 
 @attend_codes.property("codes may be fp8, with small numbers too", "convert with .to(q.dtype), not to an integer type")

@@ -120,7 +120,8 @@ def _(function):
 
 
 @quantize_fp4.property(
-    "weights are divided by the rounded scales", "call round_scales first; divide by what it returns, and return that"
+    "weights are divided by the rounded scales",
+    "call round_scales once, with all scales; divide by what it returns, and return that",
 )
 def _(function):
     weight = _drawn(1, 16, seed=3)
@@ -132,6 +133,9 @@ def _(function):
     def coarse(scales: Tensor) -> Tensor:
         return scales * 0 + 3.0
 
+    two = torch.cat([weight, weight / 3])
+    _, scales = _blocks(function, two, 16, lambda scales: scales * 0 + scales.max())
+    _near(scales, torch.full((2, 1), 5.3 / 6).double(), "two rows, and round_scales returns the largest of all: scales")
     for name, rounding, scale in (("powers of two", powers, 1.0), ("3 for all", coarse, 3.0)):
         values, scales = _blocks(function, weight, 16, rounding)
         _near(scales, torch.tensor([[scale]]).double(), f"the scale with {name}: round_scales gives", 1e-9)
@@ -232,7 +236,8 @@ def _(function):
             given = (sign * weight.detach()).requires_grad_()
             found = _faked(function, given, bits, size)
             assert found.requires_grad, "the result has no gradient: only what is rounded may be detached"
-            (gradient,) = torch.autograd.grad(found, given, upstream.to(found.dtype))
+            (gradient,) = torch.autograd.grad(found, given, upstream.to(found.dtype), allow_unused=True)
+            assert gradient is not None, "the result has a gradient, but not of the weight"
             said = f"{bits} bits, a group of {size}: the gradient of each weight / that of its rounded value"
             _near(gradient.double() / upstream, torch.ones(1, size).double(), said, 1e-5)
 
@@ -326,5 +331,6 @@ def _(function):
 @pareto_front.property("names in the order of points", "go through points in order, and do not sort")
 def _(function):
     points = {"z": (4, 1), "a": (1, 4), "m": (2, 2), "b": (9, 9)}
+    assert not isinstance(function(points), (set, frozenset)), "a set has no order"
     found = _front(function, points)
     assert found == ["z", "a", "m"], f"{points}: expected ['z', 'a', 'm'], got {found}"

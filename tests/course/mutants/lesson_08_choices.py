@@ -102,6 +102,12 @@ def returns_ideal_scales(weight, block_size, round_scales):
 
 
 @wrong("quantize_fp4", fails="weights are divided by the rounded scales")
+def scales_rounded_row_by_row(weight, block_size, round_scales):
+    """NVFP4's one number is that of the whole matrix."""
+    return _fp4(weight, block_size, lambda scales: torch.cat([round_scales(row[None]) for row in scales]))
+
+
+@wrong("quantize_fp4", fails="weights are divided by the rounded scales")
 def never_rounds_scales(weight, block_size, round_scales):
     return _fp4(weight, block_size, lambda scales: torch.where(scales > 0, scales, 1.0))
 
@@ -337,3 +343,8 @@ def sorted_names(points):
 def best_first(points):
     found = _front(points, _dominates)
     return sorted(found, key=points.get)
+
+
+@wrong("pareto_front", fails="names in the order of points")
+def a_set(points):
+    return set(_front(points, _dominates))
