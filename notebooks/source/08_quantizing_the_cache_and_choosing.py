@@ -53,11 +53,11 @@ print(f"{text.ids.shape[0]} rows of {text.ids.shape[1]} tokens to measure on")
 # As in lesson 07, the measure is the KL divergence from the unquantized model's predictions, in millinats (1/1000 nat)
 # per token.
 #
-# ## 1 · When the cache outweighs the weights · 5 min
+# ## 1 · When the cache outweighs the weights · 4 min
 #
 # Lessons 05 to 07 made weights and activations smaller. The third kind of numbers in an engine's memory are the keys
-# and values of all running requests. They differ from weights in two ways: there are more of them with each request
-# and each token, and they are new in every step.
+# and values of all running requests. They differ from weights in two ways: each request and each token
+# adds to them, and every step writes new ones.
 #
 # **Predict first.** The weights and the cache are in bfloat16, and each request has 2,048 tokens. How many requests
 # have a cache as large as the weights, for Gemma 2B, which has one KV head, and for Llama 2 7B, which has 32?
@@ -89,7 +89,7 @@ for name, shape in SHAPES.items():
 # An eight-bit cache helps twice: nearly twice as many requests fit (on the right; the 70B model does not fit at all in
 # 16 bits), and a step reads about half as many bytes for each. "Nearly", because codes need scales.
 #
-# ## 2 · A scale for each token and head · 23 min
+# ## 2 · A scale for each token and head · 22 min
 #
 # ### What keys and values look like
 #
@@ -113,7 +113,7 @@ for layer, pair in enumerate(kept):
     print(f"{layer:5} {ratios[0]:9.2f} {ratios[1]:13.2f} {ratios[2]:14.2f} {ratios[3]:13.2f}")
 
 # %% [markdown]
-# (Root mean squares, without `<bos>`.) In keys, channels differ most. In values, tokens differ about as much as
+# (Root mean squares, without `<bos>`.) In keys, channels differ most. In values, tokens differ at least as much as
 # channels. Liu et al. (2024, *KIVI*) found the same in large models, with larger ratios: keys have a few channels with
 # outliers, values do not.
 #
@@ -233,11 +233,11 @@ with using(write_kv=my_write):
 compare("fp8 / int8", unit="times", prediction=guess_fp8, measured=loss["fp8"] / loss["int8"])
 
 # %% [markdown]
-# Both are harmless, and int8 is better. A scale for each token and head leaves no outliers within its 64 numbers, and
-# then int8 has finer steps where most of the numbers are; FP8 has its precision at small numbers, where it is not
-# needed. Other engines choose differently for a reason. TensorRT-LLM's documentation recommends FP8 over int8 for the
-# cache, and vLLM's documentation has one scale for a tensor or a head, from calibration or simply 1. Scales like these
-# must cover every token that will come, and FP8 forgives a scale that is too large.
+# Both are harmless, and int8 is better. Among the 64 numbers that share a scale, the largest is only a few times larger
+# than the others. Then int8 has finer steps where most of the numbers are, and FP8 has its precision at small numbers,
+# where it is not needed. Other engines choose differently for a reason. TensorRT-LLM's documentation recommends FP8
+# over int8 for the cache, and vLLM's documentation has one scale for a tensor or a head, from calibration or simply 1.
+# Scales like these must cover every token that will come, and FP8 forgives a scale that is too large.
 #
 # ### How many requests fit?
 #
@@ -264,13 +264,13 @@ for dim in (64, 128, 256):
 # each key and each value. So small heads, such as `tiny-gemma`'s of 64, pay relatively more for their scales. (A
 # request takes whole blocks, so what is measured differs a little from the ratio of bytes.) Gemma 2B has heads of 256.
 #
-# ## 3 · Attention on codes · 19 min
+# ## 3 · Attention on codes · 18 min
 #
 # ### Fold the scales
 #
-# So far, attention *dequantizes*: $d$ multiplications for each key and each value, and a 16-bit copy of everything,
-# before it starts. But one scale belongs to all $d$ numbers of a key $j$, so it can be taken out of the dot product.
-# The same holds for the values, whose sum has the softmax's weights $p_j$:
+# So far, attention *dequantizes*: $d$ multiplications for each key and each value, and an unquantized copy of
+# everything, before it starts. But one scale belongs to all $d$ numbers of a key $j$, so it can be taken out of the dot
+# product. The same holds for the values, whose sum has the softmax's weights $p_j$:
 #
 # $$q \cdot (s_j\, c_j) = s_j\, (q \cdot c_j), \qquad\qquad \sum_j p_j\, (t_j\, e_j) = \sum_j (p_j\, t_j)\, e_j$$
 #
@@ -400,7 +400,6 @@ several channels of one token. The newest tokens of both are gray, and labeled 1
 # * With $s = 0.15$: the quotients 6, -3.33, 1.33, 0.33 become 6, -3, 1.5, 0.5, which means `0.9, -0.45, 0.225, 0.075`.
 # * With a power of two: 0.125 is too small, since $0.9 / 0.125 = 7.2$ is far beyond 6. So $s = 0.25$: the quotients
 #   3.6, -2, 0.8, 0.2 become 4, -2, 1, 0, which means `1, -0.5, 0.25, 0`. The levels 6 and -6 are not used.
-#
 
 # %%
 levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -456,7 +455,10 @@ guess_nv = 0.7  # PREDICT: KL divergence NVFP4 / int4 in groups of 32
 guess_mx = 0.7  # PREDICT: KL divergence MXFP4 / int4 in groups of 64
 
 # %% tags=["nbval-ignore-output"] uncompared="values near a tie are rounded differently on other CPUs"
-FORMATS = {f"int4, groups of {size}": Int4(size) for size in (128, 64, 32, 16)}
+FORMATS = {
+    f"int4, groups of {size}": Int4(size, scale_dtype=torch.bfloat16)
+    for size in (128, 64, 32, 16)
+}
 BITS = {"NVFP4": 4.5, "MXFP4": 4.25} | {
     name: 4 + 16 / format.group_size for name, format in FORMATS.items()
 }
@@ -476,7 +478,7 @@ for name, base, guess in (("NVFP4", 32, guess_nv), ("MXFP4", 64, guess_mx)):
 # a power of two wastes up to half of the levels' range. The engine's method `nvfp4` needs no calibration; on hardware
 # that multiplies FP4, activations would have four bits as well, which this does not measure.
 #
-# ## 5 · Distillation: train for the rounding · 12 min
+# ## 5 · Distillation: train for the rounding · 13 min
 #
 # All methods until now rounded a finished model. **Quantization-aware training** changes the weights so that their
 # *rounded* values work well. Training keeps weights $w$ in full precision, computes each step with their rounded values
@@ -533,10 +535,10 @@ check(fake_quantize)
 # The engine's reference operations are plain torch, so autograd can follow them. `Student` is a copy of `tiny-gemma`
 # whose products see `fake_quantize(weight)`. Three bits, because more is lost there: 10 steps of 512 tokens.
 #
-# **Predict first.** Perplexity was lost by rounding to 3 bits. How many percent of it do these 10 steps win back?
+# **Predict first.** Rounding to 3 bits raises the perplexity. What percentage of this rise do the 10 steps win back?
 
 # %% tags=["exercise"]
-guess_back = 20  # PREDICT: % of the lost perplexity that 10 steps win back
+guess_back = 20  # PREDICT: % of the rise in perplexity that 10 steps win back
 
 # %% tags=["nbval-ignore-output"] uncompared="sums in another order change every step of training"
 rounded_by = yours(fake_quantize, four_bits.fake_quantize)
@@ -573,7 +575,7 @@ for name, row in choices.distillation().items():
 # et al. 2023) distills in this way, on text that the model wrote itself. NVIDIA's report on quantization-aware
 # distillation (2026) uses the same loss to restore models in NVFP4.
 #
-# ## 6 · Choosing · 12 min
+# ## 6 · Choosing · 14 min
 #
 # TensorRT-LLM's documentation has a table of how to choose a precision ("Best practices to choose the right
 # quantization methods"). Its words summarize measurements on more than ten models:
@@ -609,10 +611,13 @@ for (name, _), (theirs, ours, requests) in words.items():
 # model on a large GPU spends much of each step on fixed costs, which no precision shortens.
 #
 # Points are lost accuracy in multiple-choice questions. Where the interval includes 0, the questions show no loss, but
-# KL still ranks the methods. Compare SmoothQuant with FP8: NVIDIA's table warns of SmoothQuant, and `tiny-gemma`, which
-# has hardly any outliers (lesson 07), ranks the two the other way around. Quality depends on the model. "Seconds" are
+# KL still ranks the methods. Compare SmoothQuant with FP8: NVIDIA's table expects more loss from SmoothQuant, and
+# `tiny-gemma`, which has hardly any outlier channels (lesson 07), ranks the two the other way around. Quality depends
+# on the model. "Seconds" are
 # those of quantizing *and* measuring; INT8 and INT4 weight-only need no calibration, so the difference from them is
 # about what calibration takes, for 5.6 million parameters on a CPU.
+# (Pruning, which sets weights to 0, is in neither table. `data/README.md` shows why: on `tiny-gemma` it loses far more
+# than quantization to the same size does, and this engine's products do not skip zeros.)
 #
 # ### The Pareto front
 #
@@ -623,6 +628,9 @@ for (name, _), (theirs, ours, requests) in words.items():
 # **Exercise 5 (5 minutes).** Find the front. In all numbers, less is better. Equal points do not beat each other.
 #
 # For example, of `{"a": (1, 4), "b": (2, 2), "c": (3, 3)}`, b beats c, and the front is `["a", "b"]`.
+#
+# The points below mix two models, as our table does: loss and bytes are those of `tiny-gemma`, speed is that of Gemma
+# 2B's shape.
 
 
 # %% tags=["exercise"]
