@@ -288,9 +288,9 @@ the matrix of the values' codes.""")
 # By hand: a query `1, 2`, two keys with the codes `10, -5` and `30, 20` and the scales 0.1 and 0.01. The sums are 0 and
 # 70, so the scores are 0 and 0.7. Two multiplications by scales, instead of four.
 #
-# A GPU gains more than multiplications. Its tensor cores multiply 16-bit numbers, and bfloat16 holds every int8 code
-# and every number of e4m3 exactly. So a kernel loads bytes and converts them in registers, without rounding, and
-# nothing is written back.
+# A GPU gains more than multiplications. Its tensor cores multiply 16-bit numbers, and float16 and bfloat16 hold every
+# int8 code and every number of e4m3 exactly. So a kernel loads bytes and converts them in registers, without rounding,
+# and nothing is written back.
 #
 # **Exercise 2 (9 minutes).** Write attention for the query heads that share one KV head. Each row is a query; a row
 # does not see its `hidden` keys, but always sees at least one.
@@ -335,7 +335,7 @@ print(f"attend_codes is {whose(attend_codes)}; calls: {used.calls}")
 # The same up to float32 rounding: folding changes nothing but the order of operations. The engine's decode kernels for
 # a GPU work like this (lesson 04 shows their loop; look for `k_scale_ptr`), and codes are made in the kernel that
 # rotates and writes keys, so that no additional kernel runs. A long prompt is different: many queries read the same
-# keys, so they are dequantized once, to a buffer. On a CPU, the engine dequantizes in every step.
+# keys, so these are dequantized once, to a buffer. On a CPU, the engine dequantizes in every step.
 #
 # Does an eight-bit cache make an H200 faster? This prints tokens per second with it, divided by those with a bfloat16
 # cache and the same weights, if the committed record has such rows:
@@ -607,8 +607,9 @@ for (name, _), (theirs, ours, requests) in words.items():
 # %% [markdown]
 # Read a row from left to right: weight-only methods gain most with one request, and nothing with thousands. There,
 # products of eight-bit numbers help. Where a gain is below 1, this engine's kernel for the method is slow or missing at
-# that size (it has none for W4A8: lesson 07); such a number is about *this* engine, not about the method. And a small
-# model on a large GPU spends much of each step on fixed costs, which no precision shortens.
+# that size (it has none for W4A8, which was measured with an int8 head: lesson 07); such a number is about *this*
+# engine, not about the method. And a small model on a large GPU spends much of each step on fixed costs, which no
+# precision shortens.
 #
 # Points are lost accuracy in multiple-choice questions. Where the interval includes 0, the questions show no loss, but
 # KL still ranks the methods. Compare SmoothQuant with FP8: NVIDIA's table expects more loss from SmoothQuant, and
