@@ -698,10 +698,11 @@ for case, (name, gpu, traffic) in CASES.items():
     print(recommend(SHAPES[name], GPUS[gpu], traffic, calibrated=True), end="\n\n")
 
 # %% [markdown]
-# Look for what each case waits for: bytes of weights, arithmetic, or the cache. `minillm serve --quantization auto`
-# asks the same function about the GPU that it finds, and leaves out methods that need calibration. The quality of a
-# method is a word from NVIDIA's table and a number from `tiny-gemma`. Your model and your task are neither, so measure
-# before you decide: `minillm eval --compare` does it for a model of yours, as it did for our table.
+# Look for what each case waits for: bytes of weights, arithmetic, or the cache. (Where it says fp8 for the cache, int8
+# would take the same bytes.) `minillm serve --quantization auto` asks the same function about the GPU that it finds,
+# and leaves out methods that need calibration. The quality of a method is a word from NVIDIA's table and a number from
+# `tiny-gemma`. Your model and your task are neither, so measure before you decide: `minillm eval --compare` does it for
+# a model of yours, as it did for our table.
 #
 # ## Recap · 2 min
 #
