@@ -1,4 +1,4 @@
-"""Lesson 07's set-ups: the embedded model with quantized activations, with planted outliers, smoothed, rotated.
+"""The embedded model with quantized activations, with planted outliers, smoothed, rotated.  Lessons 07 and 08.
 
 model = eight_bits.quantized(eight_bits.dense(outliers=True), Int8(Activations("int8")))
 with using(linear=eight_bits.linear_by(mine)):

@@ -1,4 +1,4 @@
-"""Rows of text, and how far a model's predictions on them are from those of the model before.  Lessons 05 to 07."""
+"""Rows of text, and how far a model's predictions on them are from those of the model before.  Lessons 05 to 08."""
 
 from dataclasses import dataclass
 

@@ -745,4 +745,5 @@ gains.report(["int4 g128 (awq, gptq)", "w8a8 (smoothquant)", "fp8", "w4a8 g128, 
 # Large Language Models* (outlier tokens); Yao et al. 2022, *ZeroQuant* (a scale for each token); Xiao et al. 2022,
 # *SmoothQuant*; Ashkboos et al. 2024, *QuaRot*; Liu et al. 2024, *SpinQuant* (learned rotations); Micikevicius et al.
 # 2022, *FP8 Formats for Deep Learning*; Kuzmin et al. 2022, *FP8 Quantization: The Power of the Exponent*; Lin et al.
-# 2024, *QServe* (W4A8 with int8). Next: lesson 09, paged memory.
+# 2024, *QServe* (W4A8 with int8). Next: lesson 08, quantizing the cache
+# and choosing.

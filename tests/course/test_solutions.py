@@ -35,7 +35,7 @@ from minillm.tokenizer.gemma import BYTE_TOKENS, SPECIAL_TOKENS
 from tests.chance import SEED
 from tests.course.references import REFERENCES, against
 
-for each in ("05", "06", "07", "11"):
+for each in ("05", "06", "07", "08", "11"):
     import_module(f"tests.course.references_{each}")  # it registers its references
 
 WITHOUT = {

@@ -169,4 +169,25 @@ FAULTS = (
         "return False",
         "tests/project/test_notebooks.py -k minutes",
     ),
+    Fault(
+        "the speed with an 8-bit cache is shown as that of a 16-bit one",
+        "minillm/course/choices.py",
+        'if row["kv_cache_dtype"] == "bfloat16"',
+        'if row["kv_cache_dtype"]',
+        "tests/course/test_lesson_08.py -k 16_bit_cache",
+    ),
+    Fault(
+        "attention on a learner's codes sees the next token",
+        "minillm/course/small_caches.py",
+        "torch.arange(length - len(q), length,",
+        "torch.arange(length - len(q) + 1, length + 1,",
+        "tests/course/test_lesson_08.py -k learners_cache",
+    ),
+    Fault(
+        "a student's rounded weights pass no gradient on",
+        "minillm/course/four_bits.py",
+        "return self.rounded(self.matrix)",
+        "return self.rounded(self.matrix.detach())",
+        "tests/course/test_lesson_08.py -k learns",
+    ),
 )

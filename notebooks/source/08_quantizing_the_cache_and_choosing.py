@@ -1,0 +1,729 @@
+# %% [markdown]
+# # 08 · Quantizing the cache, and choosing
+#
+# After this lesson you can say when keys and values outweigh the weights; store them in eight bits with a scale for
+# each token and head, and multiply by the codes directly; round weights to FP4 in blocks, as NVFP4 and MXFP4 do; train
+# a model for its own rounding; and choose a precision for a model, a GPU and its traffic, with reasons. Everything that
+# you write runs inside the engine or on its records.
+#
+# **90 minutes.** **Needs:** a CPU, and lessons 02 (attention and the cache), 05 (codes, scales, groups) and 07 (int8
+# and FP8). All models that run here are `tiny-gemma`; speeds of a GPU come from committed records.
+
+# %%
+import torch
+
+from minillm import LLM, SamplingParams, using
+from minillm.course import (
+    NotSolvedYet,
+    check,
+    choices,
+    compare,
+    describe,
+    draw_weights,
+    eight_bits,
+    four_bits,
+    held_out,
+    small_caches,
+    solved,
+    yours,
+)
+from minillm.course import draw_choices as draw
+from minillm.course.shapes import SHAPES
+from minillm.model import sizing
+from minillm.model.choosing import GPUS, Traffic, recommend
+from minillm.quantization import Int4
+
+plain = small_caches.model_with()  # tiny-gemma in float32
+text = held_out.HeldOut(plain, held_out.held_out_text(rows=6))
+
+
+def whose(part):
+    return "yours" if solved(part) else "the engine's, until you solve the exercise"
+
+
+def show(name, found):
+    millinats = 1000 * found.divergence.mean().item()
+    print(f"{name:30} KL {millinats:9.3f} millinats   perplexity {found.perplexity:.4f}")
+    return millinats
+
+
+print(f"{text.ids.shape[0]} rows of {text.ids.shape[1]} tokens to measure on")
+
+# %% [markdown]
+# As in lesson 07, the measure is the KL divergence from the unquantized model's predictions, in millinats (1/1000 nat)
+# per token.
+#
+# ## 1 · When the cache outweighs the weights · 4 min
+#
+# Lessons 05 to 07 made weights and activations smaller. The third kind of numbers in an engine's memory are the keys
+# and values of all running requests. They differ from weights in two ways: each request and each token
+# adds to them, and every step writes new ones.
+#
+# **Predict first.** The weights and the cache are in bfloat16, and each request has 2,048 tokens. How many requests
+# have a cache as large as the weights, for Gemma 2B, which has one KV head, and for Llama 2 7B, which has 32?
+
+# %% tags=["exercise"]
+guess_gemma = 50  # PREDICT: requests whose cache is as large as Gemma 2B's weights
+guess_llama = 50  # PREDICT: requests whose cache is as large as Llama 2 7B's weights
+
+# %%
+for name, guess in (("Gemma 2B", guess_gemma), ("Llama 2 7B", guess_llama)):
+    count = small_caches.requests_of_weights(SHAPES[name], tokens=2048)
+    compare(name, unit="requests", prediction=guess, measured=count)
+print()
+print("requests of 2,048 tokens    as large as weights of      that fit on an H200")
+print("                              16 bits    4 bits     16-bit cache    int8 cache")
+for name, shape in SHAPES.items():
+    equal = small_caches.requests_of_weights(shape, 2048)
+    fits = [
+        sizing.fit(shape, 141e9, 2048, kv_cache_dtype=kind).requests
+        for kind in ("bfloat16", "int8")
+    ]
+    print(f"{name:26} {equal:10.0f} {equal / 4:9.0f} {fits[0]:16,} {fits[1]:13,}")
+
+# %% [markdown]
+# A decode step reads all weights once, and the whole cache of every request in it. So at the count in the first column,
+# half of the bytes that a step reads are keys and values, and **smaller weights can at most halve the reading**. With
+# lesson 05's four bits, that point comes at a quarter of the requests.
+#
+# An eight-bit cache helps twice: nearly twice as many requests fit (on the right; the 70B model does not fit at all in
+# 16 bits), and a step reads about half as many bytes for each. "Nearly", because codes need scales.
+#
+# ## 2 · A scale for each token and head · 22 min
+#
+# ### What keys and values look like
+#
+# These are the keys and the values that the third layer of `tiny-gemma` caches for a text. (It has one KV head of 64
+# channels.) Look for stripes: vertical ones are channels that are large in many tokens, horizontal ones are large
+# tokens.
+
+# %%
+kept = small_caches.keys_and_values(plain, text.ids[:1])
+k, v = (part[:, 0] for part in kept[2])
+draw.keys_and_values(k, v)
+describe("""Magnitudes of 256 tokens in 64 channels. The keys have vertical stripes; the brightest are channels 18 and
+50. The values have none; some tokens are brighter than others, which shows as faint horizontal lines.""")
+
+# %%
+print("        largest / median channel      largest / median token")
+print("layer      keys        values           keys        values")
+for layer, pair in enumerate(kept):
+    rms = [part[1:, 0].square().mean(axis).sqrt() for axis in (0, 1) for part in pair]
+    ratios = [(each.max() / each.median()).item() for each in rms]
+    print(f"{layer:5} {ratios[0]:9.2f} {ratios[1]:13.2f} {ratios[2]:14.2f} {ratios[3]:13.2f}")
+
+# %% [markdown]
+# (Root mean squares, without `<bos>`.) In keys, channels differ most. In values, tokens differ at least as much as
+# channels. Liu et al. (2024, *KIVI*) found the same in large models, with larger ratios: keys have a few channels with
+# outliers, values do not.
+#
+# The two brightest channels are no accident: 18 and 50 are 32 apart, a pair that the rotary embedding rotates
+# (lesson 02). It turns slowly, so the brightness moves from one to the other along the text.
+#
+# ### What may share a scale?
+#
+# Rounding is best if numbers of similar size share a scale. So keys ask for a scale for each *channel*. But a cache is
+# written one token at a time, and what is written is never touched again. When a token's key is quantized, the tokens
+# after it do not exist yet.
+#
+# | one scale for | known when a token is written? |
+# |---|---|
+# | the whole tensor | only if calibration found it beforehand; a larger value is clamped |
+# | a channel | the same |
+# | a token and KV head | yes: it is the largest magnitude of the $d$ numbers at hand |
+#
+# The last one has another advantage: the scale of a token is stored at the token's place. Blocks that are shared,
+# evicted or copied (lesson 09) take their scales with them.
+#
+# The next cell rounds keys and values to 4 bits, so that the differences are easy to see, and gives each request the
+# best scale of its kind, as if the whole text were known in advance.
+#
+# **Predict first.** KL divergence with one scale for each token and head, divided by that with one scale for each
+# channel: of keys, and of values? Below 1 means that tokens are better.
+
+# %% tags=["exercise"]
+guess_keys = 1.5  # PREDICT: keys: KL with scales for tokens / with scales for channels
+guess_values = 1.0  # PREDICT: values: KL with scales for tokens / with scales for channels
+
+# %% tags=["nbval-ignore-output"] uncompared="values near a tie are rounded differently on other CPUs"
+rounding = {}
+print("4 bits, KL in millinats       keys      values")
+for shared in small_caches.SHARED:
+    parts = [
+        small_caches.predictions_rounded(text, plain, 4, *which).divergence.mean().item()
+        for which in ((shared, None), (None, shared))
+    ]
+    rounding[shared] = parts
+    print(f"a scale for each {shared:15} {1000 * parts[0]:7.3f} {1000 * parts[1]:9.3f}")
+for place, (name, guess) in enumerate((("keys", guess_keys), ("values", guess_values))):
+    ratio = rounding["token and head"][place] / rounding["channel"][place]
+    compare(f"{name}, token / channel", unit="times", prediction=guess, measured=ratio)
+
+# %% [markdown]
+# Keys are better with channels, values with tokens. A scale for each token and head is second-best for keys and best
+# for values, and it is the only one that needs no calibration. With 8 bits, it is good enough for both.
+#
+# ### Eight bits
+#
+# For each token and head, with $d$ numbers $x_i$, the scale maps the largest magnitude to the largest code, 127 for
+# int8 and 448 for FP8 (e4m3, lesson 07):
+#
+# $$s = \frac{\max_i |x_i|}{\text{largest code}}, \qquad c_i = \operatorname{round}\left(\frac{x_i}{s}\right)$$
+#
+# By hand, for the key `0.6, -2.54, 1.3, 0`:
+#
+# * int8: $s = 2.54 / 127 = 0.02$. The codes are 30, -127, 65 and 0.
+# * FP8: $s = 2.54 / 448 = 0.00567$. The quotients are 105.8, -448, 229.3 and 0. Numbers from 64 to 128 have steps of 8,
+#   those from 128 to 256 steps of 16, so the codes are 104, -448, 224 and 0.
+#
+# **Exercise 1 (8 minutes).** Write it for both formats. `.to(torch.float8_e4m3fn)` rounds to the nearest number of
+# e4m3, halves to the even one; a conversion to int8 does not round.
+
+
+# %% tags=["exercise"]
+def quantize_kv(x, dtype):
+    """Codes of keys or values, and a scale for each token and head.
+
+    x: [tokens, kv_heads, d], floating point; compute in float32. dtype: torch.int8, with codes up to 127, or
+    torch.float8_e4m3fn, with codes up to 448. Returns codes like x in that dtype, and scales [tokens, kv_heads]
+    in float32. A head of zeros has codes of 0 and any finite scale.
+    """
+    # SOLUTION: the scale of each token and head, then the codes: int8 is rounded first
+    x = x.float()
+    scales = x.abs().amax(-1) / (127 if dtype == torch.int8 else 448)
+    codes = x / torch.where(scales > 0, scales, 1.0)[..., None]
+    return (codes.round() if dtype == torch.int8 else codes).to(dtype), scales
+    # END
+
+
+# %%
+check(quantize_kv)
+
+# %% [markdown]
+# Now in the engine. `kv_cache_dtype` chooses the cache's format. `using` replaces the operation `write_kv`, which
+# stores the keys and values of each step, by one that calls your function. Attention is still the engine's: it
+# multiplies codes by scales, and then computes as before.
+
+# %%
+my_write = small_caches.write_by(quantize_kv)
+prompt = "Fenwick lies on the island of"
+greedy = SamplingParams(max_tokens=12, temperature=0)
+for kind in ("auto", "int8", "fp8"):
+    with (
+        LLM(device="cpu", kv_cache_dtype=kind, num_blocks=64) as llm,
+        using(write_kv=my_write) as used,
+    ):
+        print(f"{kind:5} {prompt}{llm.generate(prompt, greedy)[0].text}")
+print(f"quantize_kv is {whose(quantize_kv)}; calls of write_kv: {used.calls['write_kv']}")
+
+# %% [markdown]
+# **Predict first.** Lesson 07 compared int8 and FP8 for activations. What is the KL divergence of an FP8 cache, divided
+# by that of an int8 cache?
+
+# %% tags=["exercise"]
+guess_fp8 = 0.5  # PREDICT: KL divergence with an FP8 cache / with an int8 cache
+
+# %% tags=["nbval-ignore-output"] uncompared="values near a tie are rounded differently on other CPUs"
+cached = {kind: small_caches.model_with(kind) for kind in ("int8", "fp8")}
+unquantized = show("float32 cache", text.predictions())
+with using(write_kv=my_write):
+    loss = {
+        kind: show(f"{kind} cache", text.predictions(model)) for kind, model in cached.items()
+    }
+compare("fp8 / int8", unit="times", prediction=guess_fp8, measured=loss["fp8"] / loss["int8"])
+
+# %% [markdown]
+# Both are harmless, and int8 is better. Among the 64 numbers that share a scale, the largest is only a few times larger
+# than the others. Then int8 has finer steps where most of the numbers are, and FP8 has its precision at small numbers,
+# where it is not needed. Other engines choose differently for a reason. TensorRT-LLM's documentation recommends FP8
+# over int8 for the cache, and vLLM's documentation has one scale for a tensor or a head, from calibration or simply 1.
+# Scales like these must cover every token that will come, and FP8 forgives a scale that is too large.
+#
+# ### How many requests fit?
+#
+# **Predict first.** The engine gets 4 MiB for `tiny-gemma`'s cache, and more requests than fit. How many times as many
+# run at once with an int8 cache as with bfloat16?
+
+# %% tags=["exercise"]
+guess_fit = 2.0  # PREDICT: requests at once, int8 / bfloat16
+
+# %%
+at_once = {
+    kind: small_caches.kv_at_once(kind, 4 << 20, requests=64) for kind in ("auto", "int8")
+}
+print(f"requests that ran in one step: bfloat16 {at_once['auto']}, int8 {at_once['int8']}")
+ratio = at_once["int8"] / at_once["auto"]
+compare("int8 / bfloat16", unit="times", prediction=guess_fit, measured=ratio)
+for dim in (64, 128, 256):
+    print(
+        f"head_dim {dim:3}: {2 * dim / (dim + 4):.2f} times as many tokens in the same memory"
+    )
+
+# %% [markdown]
+# A token takes $2 \cdot n_{kv} \cdot (d + 4)$ bytes in each layer: $d$ codes of a byte, and a scale of 4 bytes, for
+# each key and each value. So small heads, such as `tiny-gemma`'s of 64, pay relatively more for their scales. (A
+# request takes whole blocks, so what is measured differs a little from the ratio of bytes.) Gemma 2B has heads of 256.
+#
+# ## 3 · Attention on codes · 18 min
+#
+# ### Fold the scales
+#
+# So far, attention *dequantizes*: $d$ multiplications for each key and each value, and an unquantized copy of
+# everything, before it starts. But one scale belongs to all $d$ numbers of a key $j$, so it can be taken out of the dot
+# product. The same holds for the values, whose sum has the softmax's weights $p_j$:
+#
+# $$q \cdot (s_j\, c_j) = s_j\, (q \cdot c_j), \qquad\qquad \sum_j p_j\, (t_j\, e_j) = \sum_j (p_j\, t_j)\, e_j$$
+#
+# where $c_j$ and $s_j$ are the codes and the scale of a key, $e_j$ and $t_j$ those of a value. The keys' scales
+# multiply the scores, before the softmax. The values' scales multiply the weights, after it. The products see only
+# codes.
+
+# %%
+draw.folded()
+describe("""From left to right: a matrix of the keys' codes times the query gives one sum for each key; it is multiplied
+by the keys' scales; the softmax gives one weight for each key; it is multiplied by the values' scales; the result times
+the matrix of the values' codes.""")
+
+# %% [markdown]
+# By hand: a query `1, 2`, two keys with the codes `10, -5` and `30, 20` and the scales 0.1 and 0.01. The sums are 0 and
+# 70, so the scores are 0 and 0.7. Two multiplications by scales, instead of four.
+#
+# A GPU gains more than multiplications. Its tensor cores multiply 16-bit numbers, and float16 and bfloat16 hold every
+# int8 code and every number of e4m3 exactly. So a kernel loads bytes and converts them in registers, without rounding,
+# and nothing is written back.
+#
+# **Exercise 2 (9 minutes).** Write attention for the query heads that share one KV head. Each row is a query; a row
+# does not see its `hidden` keys, but always sees at least one.
+#
+# For example, the query and keys above with `scale=1`, and values with the codes `100, 0` and `0, 50` and the scales
+# 0.02 and 0.04: the weights are 0.332 and 0.668, times the scales 0.00664 and 0.02673, so the result is `0.664, 1.336`.
+
+
+# %% tags=["exercise"]
+def attend_codes(q, k_codes, k_scales, v_codes, v_scales, hidden, scale):
+    """Attention on codes: the result [rows, d], in the dtype of q.
+
+    q: [rows, d], float32 or float64. k_codes, v_codes: [keys, d], int8 or float8_e4m3fn. k_scales, v_scales: [keys],
+    in the dtype of q. hidden: [rows, keys], True where a row does not see a key. scale: what scores are multiplied by.
+    Codes are converted to the dtype of q, but not multiplied by their scales.
+    """
+    # SOLUTION: scores of codes, the keys' scales, the softmax, the values' scales, the product with codes
+    scores = q @ k_codes.to(q.dtype).T * k_scales * scale
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    return (weights * v_scales) @ v_codes.to(q.dtype)
+    # END
+
+
+# %%
+check(attend_codes)
+
+# %% [markdown]
+# In the engine, both of your functions now replace its own: what is written, and what reads it. Prompts and decode
+# steps both run on codes.
+
+# %% tags=["nbval-ignore-output"] uncompared="values near a tie are rounded differently on other CPUs"
+mine = small_caches.operations(quantize_kv, attend_codes)
+for kind, model in cached.items():
+    with using(**mine) as used:
+        found = show(f"{kind} cache", text.predictions(model))
+    print(f"    dequantized first: {loss[kind]:.3f}")
+with LLM(device="cpu", kv_cache_dtype="int8", num_blocks=64) as llm, using(**mine) as used:
+    print(prompt + llm.generate(prompt, greedy)[0].text)
+print(f"attend_codes is {whose(attend_codes)}; calls: {used.calls}")
+
+# %% [markdown]
+# The same up to float32 rounding: folding changes nothing but the order of operations. The engine's decode kernels for
+# a GPU work like this (lesson 04 shows their loop; look for `k_scale_ptr`), and codes are made in the kernel that
+# rotates and writes keys, so that no additional kernel runs. A long prompt is different: many queries read the same
+# keys, so these are dequantized once, to a buffer. On a CPU, the engine dequantizes in every step.
+#
+# Does an eight-bit cache make an H200 faster? This prints tokens per second with it, divided by those with a bfloat16
+# cache and the same weights, if the committed record has such rows:
+
+# %%
+small_caches.speeds(small_caches.committed())
+
+# %% [markdown]
+# ### Two bits: KIVI
+#
+# How far can this go? The next cell counts bits down, with a scale for each token and head, and with the scales that
+# keys and values asked for in section 2.
+
+# %% tags=["nbval-ignore-output"] uncompared="values near a tie are rounded differently on other CPUs"
+print("KL in millinats   tokens for both   channels for keys, tokens for values")
+for bits in (8, 4, 3, 2):
+    both = [
+        1000
+        * small_caches.predictions_rounded(text, plain, bits, keys, "token and head")
+        .divergence.mean()
+        .item()
+        for keys in ("token and head", "channel")
+    ]
+    print(f"{bits} bits            {both[0]:15.3f} {both[1]:27.3f}")
+
+# %% [markdown]
+# Four bits are usable here, two are not. KIVI reaches two bits in large models with three changes to what you wrote:
+# scales for *groups* instead of whole tokens or channels, zero points (lesson 05), and channels for keys.
+
+# %%
+draw.kivi()
+describe("""Two grids of tokens by channels. Keys: each box spans several tokens of one channel. Values: each box spans
+several channels of one token. The newest tokens of both are gray, and labeled 16 bits.""")
+
+# %% [markdown]
+# A group of keys spans several tokens of one channel (32 in the paper), so it can be quantized only once all of them
+# are there. Until then, the newest tokens stay in 16 bits. Channel scales fold as well: a key's into the *query*
+# ($q_i s_i$, once for each group of tokens), a value's into the output. With a 16-bit scale and a 16-bit zero point
+# for 32 codes, two bits are really three. The engine does not have this: blocks would hold tokens of two formats, and
+# a sequence that is cut back, as in speculative decoding, would have to cut through a group.
+#
+# ## 4 · FP4: four bits in blocks · 17 min
+#
+# Back to weights. Lesson 05's int4 has 16 levels at equal distances. **e2m1** has a sign, 2 bits of exponent and 1 of
+# mantissa:
+#
+# $$0,\; 0.5,\; 1,\; 1.5,\; 2,\; 3,\; 4,\; 6 \quad \text{and their negatives}$$
+#
+# Eight magnitudes do not cover much, so a small *block* of weights shares a scale:
+#
+# | format | weights in a block | its scale | bits per weight |
+# |---|---|---|---|
+# | MXFP4 (Open Compute Project 2023) | 32 | a power of two, 8 bits | 4.25 |
+# | NVFP4 (NVIDIA 2025) | 16 | a number of e4m3, 8 bits, and one float32 number for the matrix | 4.5 |
+# | int4, groups of 128 (lesson 05) | 128 | a 16-bit number | 4.125 |
+#
+# GPUs from Blackwell on multiply both formats of FP4 on tensor cores. An H200 does not, and this engine has no such
+# product: **FP4 is simulated here**, to measure its quality. Products use the dequantized weights.
+#
+# By hand, a block of four weights: `0.9, -0.5, 0.2, 0.05`. Ideally, the largest becomes 6: $s = 0.9 / 6 = 0.15$.
+#
+# * With $s = 0.15$: the quotients 6, -3.33, 1.33, 0.33 become 6, -3, 1.5, 0.5, which means `0.9, -0.45, 0.225, 0.075`.
+# * With a power of two: 0.125 is too small, since $0.9 / 0.125 = 7.2$ is far beyond 6. So $s = 0.25$: the quotients
+#   3.6, -2, 0.8, 0.2 become 4, -2, 1, 0, which means `1, -0.5, 0.25, 0`. The levels 6 and -6 are not used.
+
+# %%
+levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+grids = {
+    f"scale {scale}": torch.cat((-levels, levels)).mul(scale).tolist()
+    for scale in (0.15, 0.25)
+}
+draw_weights.rounding([0.9, -0.5, 0.2, 0.05], grids)
+describe("""Two lines of levels, dense near 0 and sparse far from it, and arrows from the four weights to their nearest
+levels. With the scale 0.15, the outermost level is at 0.9, the largest weight. With 0.25 it is at 1.5, and no weight is
+near it.""")
+
+# %% [markdown]
+# Between 0 and 2, levels are 0.5 apart; from 2 to 4, 1 apart; from 4 to 6, 2 apart. So the nearest level is a nearest
+# multiple of that step, as in lesson 07, and `round` sends halves to the level with an even mantissa bit.
+#
+# **Exercise 3 (9 minutes).** Round a matrix in blocks. `round_scales` turns ideal scales into scales that a format can
+# store; it returns positive numbers, even for a block of zeros. What is larger than 6 after division becomes 6.
+#
+# For example, the block above and `round_scales=lambda s: s` give the values 6, -3, 1.5, 0.5 and the scale 0.15.
+
+
+# %% tags=["exercise"]
+def quantize_fp4(weight, block_size, round_scales):
+    """Values of e2m1 [rows, in] and scales [rows, in / block_size] of a matrix, in its dtype.
+
+    weight: [rows, in], float32 or float64. block_size: neighbors in a row that share a scale; it divides `in`.
+    round_scales: a function of all ideal scales [rows, in / block_size], which returns those to use.
+    """
+    # SOLUTION: the ideal scales, the scales to use, then the step of each quotient and its nearest multiple
+    blocks = weight.unflatten(-1, (-1, block_size))
+    scales = round_scales(blocks.abs().amax(-1) / 6)
+    quotients = (blocks / scales[..., None]).clamp(-6, 6)
+    size = quotients.abs()
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0)).to(weight.dtype)
+    return ((quotients / step).round() * step).flatten(-2), scales
+    # END
+
+
+# %%
+check(quantize_fp4)
+
+# %% [markdown]
+# The two scale functions are the engine's. MXFP4 takes the power of two that puts the block's largest weight between
+# 3.5 and 7, so that nothing would round to 8. (The specification's own rule puts it between 4 and 8, and clips.) NVFP4
+# first multiplies all scales by one number, so that the largest becomes 448, and rounds them to e4m3.
+#
+# **Predict first.** Int4 in groups of 32 and NVFP4 both take 4.5 bits per weight. What is the KL divergence of NVFP4,
+# divided by that of int4? And that of MXFP4, divided by that of int4 in groups of 64, with 4.25 bits?
+
+# %% tags=["exercise"]
+guess_nv = 0.7  # PREDICT: KL divergence NVFP4 / int4 in groups of 32
+guess_mx = 0.7  # PREDICT: KL divergence MXFP4 / int4 in groups of 64
+
+# %% tags=["nbval-ignore-output"] uncompared="values near a tie are rounded differently on other CPUs"
+FORMATS = {
+    f"int4, groups of {size}": Int4(size, scale_dtype=torch.bfloat16)
+    for size in (128, 64, 32, 16)
+}
+BITS = {"NVFP4": 4.5, "MXFP4": 4.25} | {
+    name: 4 + 16 / format.group_size for name, format in FORMATS.items()
+}
+FORMATS |= four_bits.formats(yours(quantize_fp4, four_bits.quantize_fp4))
+losses = {}
+for name, format in FORMATS.items():
+    found = text.predictions(eight_bits.quantized(plain, format))
+    losses[name] = show(f"{name}, {BITS[name]:.4g} bits", found)
+print(f"quantize_fp4 is {whose(quantize_fp4)}")
+for name, base, guess in (("NVFP4", 32, guess_nv), ("MXFP4", 64, guess_mx)):
+    ratio = losses[name] / losses[f"int4, groups of {base}"]
+    compare(f"{name} / int4, groups of {base}", unit="times", prediction=guess, measured=ratio)
+
+# %% [markdown]
+# The two formats have the same levels, so the difference is in blocks and scales. NVFP4 gains a little over int4 at the
+# same size: its scales take half of the bits, which pays for blocks half as long. MXFP4 loses what it gained, because
+# a power of two wastes up to half of the levels' range. The engine's method `nvfp4` needs no calibration; on hardware
+# that multiplies FP4, activations would have four bits as well, which this does not measure.
+#
+# ## 5 · Distillation: train for the rounding · 13 min
+#
+# All methods until now rounded a finished model. **Quantization-aware training** changes the weights so that their
+# *rounded* values work well. Training keeps weights $w$ in full precision, computes each step with their rounded values
+# $\hat w$ (**fake quantization**), and moves $w$ along the gradient.
+#
+# But rounding is a staircase. Its derivative is 0 almost everywhere, so no gradient would reach $w$. The
+# **straight-through estimator** (Bengio et al. 2013) takes it for the identity on the way back:
+#
+# $$\text{forward: } \hat w = \operatorname{clamp}\left(\operatorname{round}\left(\frac{w}{s}\right), -2^{b-1},
+# 2^{b-1} - 1\right) s, \quad s = \frac{\max |w|}{2^{b-1} - \frac 1 2}; \qquad \text{backward: }
+# \frac{\partial L}{\partial w} = \frac{\partial L}{\partial \hat w}$$
+
+# %%
+draw.straight_through()
+describe("""Left: rounding is a staircase along the diagonal. Right: its derivative is 0; the straight-through estimator
+takes 1 instead.""")
+
+# %% [markdown]
+# In torch, `x.detach()` has the value of `x` and no gradient. So `w + (rounded - w).detach()` has the value of
+# `rounded` and the gradient of `w`.
+#
+# **Exercise 4 (7 minutes).** Write fake quantization with lesson 05's symmetric groups, as in the formula.
+#
+# For example, with 4 bits and one group, `0.34, -0.86, 1.5, 0.08` has the scale $1.5 / 7.5 = 0.2$. The quotients 1.7,
+# -4.3, 7.5 and 0.4 become the codes 2, -4, 7 (8 is clamped) and 0, so the values are `0.4, -0.8, 1.4, 0`.
+
+
+# %% tags=["exercise"]
+def fake_quantize(weight, bits, group_size):
+    """The rounded values of a matrix, like it; the gradient passes to the weight unchanged.
+
+    weight: [rows, in], floating point. bits: of a code, from 2. group_size: neighbors in a row that share a scale;
+    it divides `in`. A group of zeros stays zeros.
+    """
+    # SOLUTION: scales and codes of the groups, without gradients; then the straight-through estimator
+    top = 2 ** (bits - 1)
+    groups = weight.detach().unflatten(-1, (-1, group_size))
+    scales = groups.abs().amax(-1, keepdim=True) / (top - 0.5)
+    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+    rounded = ((groups / scales).round().clamp(-top, top - 1) * scales).flatten(-2)
+    return weight + (rounded - weight).detach()
+    # END
+
+
+# %%
+check(fake_quantize)
+
+# %% [markdown]
+# What should the rounded model learn? Not a text: it should predict what the *float* model predicts. That is
+# **distillation**: the float model is the teacher, the rounded copy the student, and the loss is the very measure of
+# this lesson, $KL(p \,\|\, q)$ with $p$ the teacher's and $q$ the student's probabilities. It needs no labels, and any
+# text of the right kind will do.
+#
+# The engine's reference operations are plain torch, so autograd can follow them. `Student` is a copy of `tiny-gemma`
+# whose products see `fake_quantize(weight)`. Three bits, because more is lost there: 10 steps of 512 tokens.
+#
+# **Predict first.** Rounding to 3 bits raises the perplexity. What percentage of this rise do the 10 steps win back?
+
+# %% tags=["exercise"]
+guess_back = 20  # PREDICT: % of the rise in perplexity that 10 steps win back
+
+# %% tags=["nbval-ignore-output"] uncompared="sums in another order change every step of training"
+rounded_by = yours(fake_quantize, four_bits.fake_quantize)
+student = four_bits.Student(plain, lambda weight: rounded_by(weight, 3, 128))
+with four_bits.differentiable():
+    before = text.predictions(student.model)
+four_bits.distill(student, four_bits.training_rows(steps=10), rate=2e-4)
+with four_bits.differentiable():
+    after = text.predictions(student.model)
+show("float32", text.predictions())
+show("3 bits", before)
+show("3 bits, 10 steps", after)
+print(f"fake_quantize is {whose(fake_quantize)}")
+won = (before.perplexity - after.perplexity) / (
+    before.perplexity - text.predictions().perplexity
+)
+compare("won back", unit="%", prediction=guess_back, measured=100 * won)
+
+# %% [markdown]
+# A script in the repository, `data/distill_tiny_gemma.py`, trains for longer on more text, for 4 and for 3 bits. Its
+# record, over the whole held-out text and the questions:
+
+# %%
+for name, row in choices.distillation().items():
+    won = f"{row['won_back']:.0%} of the perplexity won back" if "won_back" in row else ""
+    print(
+        f"{name:14} perplexity {row['perplexity']:.4f}  KL {1000 * row['kl']:6.3f}  "
+        f"accuracy {row['accuracy']:.1%}  {won}"
+    )
+
+# %% [markdown]
+# The result is an ordinary int4 model: training leaves no trace in its format or speed. It costs what no method before
+# did: a copy of the model with gradients and an optimizer's state, four float32 numbers for each weight. LLM-QAT (Liu
+# et al. 2023) distills in this way, on text that the model wrote itself. NVIDIA's report on quantization-aware
+# distillation (2026) uses the same loss to restore models in NVFP4.
+#
+# ## 6 · Choosing · 14 min
+#
+# TensorRT-LLM's documentation has a table of how to choose a precision ("Best practices to choose the right
+# quantization methods"). Its words summarize measurements on more than ten models:
+
+# %%
+choices.print_nvidias()
+
+# %% [markdown]
+# We redo it with our records: speed from an H200 (Gemma 2B's shape, random weights), for 1 to 3,000 requests at once;
+# quality from `tiny-gemma`, which is trained. Call a gain below 1.05 low, below 1.5 medium, and the rest high. (These
+# limits are ours; NVIDIA gives none.)
+#
+# **Predict first.** The table has 14 words about speed, for 7 methods and 2 batch sizes. How many does our record
+# confirm, if 4 requests and 3,000 requests stand for the two columns?
+
+# %% tags=["exercise"]
+guess_same = 10  # PREDICT: of NVIDIA's 14 words about speed, those that our record confirms
+
+# %%
+found = choices.measured()
+choices.print_ours(found)
+words = choices.judgments(found)
+same = sum(theirs == ours for theirs, ours, _ in words.values())
+compare("confirmed", unit="of 14", prediction=guess_same, measured=same)
+for (name, _), (theirs, ours, requests) in words.items():
+    if theirs != ours:
+        print(f"  {name:26} {requests:5,} requests: NVIDIA says {theirs}, our record {ours}")
+
+# %% [markdown]
+# Read a row from left to right: weight-only methods gain most with one request, and nothing with thousands. There,
+# products of eight-bit numbers help. Where a gain is below 1, this engine's kernel for the method is slow or missing at
+# that size (it has none for W4A8, which was measured with an int8 head: lesson 07); such a number is about *this*
+# engine, not about the method. And a small model on a large GPU spends much of each step on fixed costs, which no
+# precision shortens.
+#
+# Points are lost accuracy in multiple-choice questions. Where the interval includes 0, the questions show no loss, but
+# KL still ranks the methods. Compare SmoothQuant with FP8: NVIDIA's table expects more loss from SmoothQuant, and
+# `tiny-gemma`, which has hardly any outlier channels (lesson 07), ranks the two the other way around. Quality depends
+# on the model. "Seconds" are
+# those of quantizing *and* measuring; INT8 and INT4 weight-only need no calibration, so the difference from them is
+# about what calibration takes, for 5.6 million parameters on a CPU.
+# (Pruning, which sets weights to 0, is in neither table. `data/README.md` shows why: on `tiny-gemma` it loses far more
+# than quantization to the same size does, and this engine's products do not skip zeros.)
+#
+# ### The Pareto front
+#
+# Which methods can be ruled out? One method *beats* another if it is at least as good in every number, and better in
+# one. Those that no other beats are the **Pareto front**. There is no best one among them: which to take depends on
+# what you need most.
+#
+# **Exercise 5 (5 minutes).** Find the front. In all numbers, less is better. Equal points do not beat each other.
+#
+# For example, of `{"a": (1, 4), "b": (2, 2), "c": (3, 3)}`, b beats c, and the front is `["a", "b"]`.
+#
+# The points below mix two models, as our table does: loss and bytes are those of `tiny-gemma`, speed is that of Gemma
+# 2B's shape.
+
+
+# %% tags=["exercise"]
+def pareto_front(points):
+    """The names of the points that no other point beats, in their order.
+
+    points: {name: numbers}, tuples of the same length, from one number on.
+    """
+    # SOLUTION: for each point, look for one that is at least as good everywhere, and not equal
+    front = []
+    for name, mine in points.items():
+        beaten = any(
+            other != mine and all(theirs <= own for theirs, own in zip(other, mine))
+            for other in points.values()
+        )
+        if not beaten:
+            front.append(name)
+    return front
+    # END
+
+
+# %%
+check(pareto_front)
+
+# %%
+my_front = yours(pareto_front, choices.pareto_front)
+panels, fronts = {}, {}
+for requests in (1, 3000):
+    title = f"{requests:,} request{'s' * (requests > 1)} at once"
+    panels[title] = {
+        name: (row.kl, row.bytes, row.gains[requests]) for name, row in found.items()
+    }
+    panels[title]["bfloat16"] = (0.0, choices.dense_bytes(), 1.0)
+    fronts[title] = my_front(
+        {name: (kl, size, 1 / gain) for name, (kl, size, gain) in panels[title].items()}
+    )
+    print(f"{title}: {', '.join(fronts[title])}")
+print(f"pareto_front is {whose(pareto_front)}")
+draw.pareto(panels, fronts)
+describe("""Two panels, for one request and for 3,000. Horizontal: KL divergence; vertical: speed as a multiple of
+bfloat16's; the size of a dot is the size of the weights. Filled dots are on the Pareto front, which is printed above.
+Methods with int4 weights have the smallest dots, on the right. Compare how high each method is in the two
+panels.""")
+
+# %% [markdown]
+# ### A recommendation that explains itself
+#
+# The engine's `recommend` estimates instead of measuring, so it can answer for other models and GPUs. For each method
+# it adds up a step's time: the bytes of the weights and of the cache at the memory's rate, or the arithmetic at the
+# rate of its products if that takes longer, and fixed costs. Tests hold the estimate against the record. Then it takes
+# the fastest method whose loss you allow.
+#
+# **Predict first,** for yourself: which weights and which cache would *you* choose for Gemma 2B on an H200, for one
+# chat user; for 512 requests with long prompts; and for Llama 3.1 8B on a GPU of 24 GB?
+
+# %%
+CASES = {
+    "one chat": ("Gemma 2B", "H200", Traffic(1, 128, 256)),
+    "long prompts": ("Gemma 2B", "H200", Traffic(512, 2048, 128)),
+    "a small GPU": ("Llama 3.1 8B", "L4", Traffic(32, 512, 512)),
+}
+for case, (name, gpu, traffic) in CASES.items():
+    print(f"---- {case}: {name} on {gpu}, {traffic}")
+    print(recommend(SHAPES[name], GPUS[gpu], traffic, calibrated=True), end="\n\n")
+
+# %% [markdown]
+# Look for what each case waits for: bytes of weights, arithmetic, or the cache. (Where it says fp8 for the cache, int8
+# would take the same bytes.) `minillm serve --quantization auto` asks the same function about the GPU that it finds,
+# and leaves out methods that need calibration. The quality of a method is a word from NVIDIA's table and a number from
+# `tiny-gemma`. Your model and your task are neither, so measure before you decide: `minillm eval --compare` does it for
+# a model of yours, as it did for our table.
+#
+# ## Recap · 2 min
+#
+# * With enough requests, keys and values outweigh the weights. Eight bits hold nearly twice as many.
+# * A cache is written token by token, so a scale for each token and head is the one that needs no calibration. It folds
+#   into the scores and into the softmax's weights: products see only codes.
+# * Keys have large channels, values do not. That decides at two bits, not at eight.
+# * FP4 has eight magnitudes and depends on its blocks: 16 weights with a scale in e4m3 (NVFP4), or 32 with a power of
+#   two (MXFP4).
+# * Distillation trains weights for their rounding. The straight-through estimator lets gradients through.
+# * Few requests wait for bytes, many for arithmetic, long contexts for the cache. Choose by what your traffic waits
+#   for.
+#
+# **What got worse:** every key and value is now rounded once, and what is in the cache stays wrong for the rest of its
+# request. Each scale takes 4 bytes, which is much for small heads. Every kernel that touches the cache now has three
+# formats to support. FP4 without hardware for it saves memory only, and distillation needs a training run for each
+# model and each format. A recommendation rests on estimates and on one small model's quality.
+#
+# **Further reading:** Liu et al. 2024, *KIVI* (2402.02750; two bits); Hooper et al. 2024, *KVQuant* (keys before their
+# rotation); vLLM's documentation, *Quantized KV Cache*; FlashInfer's documentation of its attention kernels; Open
+# Compute Project 2023, *OCP Microscaling Formats (MX) Specification*; NVIDIA 2025, *Introducing NVFP4*; Bengio et al.
+# 2013, *Estimating or Propagating Gradients Through Stochastic Neurons*; Liu et al. 2023, *LLM-QAT*; NVIDIA 2026,
+# *Quantization-Aware Distillation for NVFP4 Inference Accuracy Recovery* (2601.20088); Kurtic et al. 2024, *"Give Me
+# BF16 or Give Me Death"?* (which precision when). Next: lesson 09, paged memory.

@@ -1,0 +1,150 @@
+"""Lesson 08: a learner's functions in the engine give what the engine gives, and tables say what records do."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from minillm import LLM, SamplingParams, using
+from minillm.bench import records
+from minillm.course import choices, eight_bits, four_bits, held_out, small_caches
+from minillm.kv_cache.layer_cache import quantize
+from minillm.quantization import Mxfp4, Nvfp4
+from minillm.quantization.methods.straight_through import fake_quantize
+
+
+@pytest.fixture(scope="module")
+def model():
+    return small_caches.model_with()
+
+
+@pytest.fixture(scope="module")
+def text(model):
+    return held_out.HeldOut(model, held_out.held_out_text(rows=2, length=64))
+
+
+def attend(q, k_codes, k_scales, v_codes, v_scales, hidden, scale):
+    k, v = k_codes.to(q.dtype) * k_scales[:, None], v_codes.to(q.dtype) * v_scales[:, None]
+    return (q @ k.T * scale).masked_fill(hidden, -torch.inf).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_learners_cache_gives_what_the_engines_gives(kind, text):
+    cached = small_caches.model_with(kind)
+    wanted = text.predictions(cached)
+    with using(**small_caches.operations(quantize, attend)) as used:
+        found = text.predictions(cached)
+    layers = len(cached.layers)
+    assert used.calls["write_kv"] == used.calls["prefill_attention"] == layers
+    torch.testing.assert_close(found.divergence, wanted.divergence, rtol=1e-2, atol=1e-6)
+    assert wanted.divergence.mean() > 1e-7
+    params = SamplingParams(max_tokens=8, temperature=0)
+    with LLM(device="cpu", kv_cache_dtype=kind, num_blocks=64) as llm:
+        before = [each.token_ids for each in llm.generate(["Fenwick lies on", "Once upon a time there"], params)]
+        with using(**small_caches.operations(quantize, attend)) as used:
+            assert [
+                each.token_ids for each in llm.generate(["Fenwick lies on", "Once upon a time there"], params)
+            ] == before
+    assert used.calls["decode_attention"] > 0
+
+
+def test_an_unquantized_cache_needs_no_codes(text, model):
+    def never(*given):
+        raise AssertionError("called")
+
+    with using(**small_caches.operations(never, never)):
+        assert text.predictions(model).divergence.abs().max() < 1e-5
+
+
+def test_rounding_keys_and_values_shares_scales_as_it_says(text, model):
+    x = torch.randn(5, 2, 8, generator=torch.Generator().manual_seed(0))
+    for shared, count in (("tensor", 1), ("channel", 8), ("token and head", 10)):
+        found = small_caches.rounded(x, 8, shared)
+        scales = x.abs().amax(small_caches.SHARED[shared])
+        assert scales.numel() == count if shared != "channel" else scales.shape == (2, 8)
+        assert (found - x).abs().max() <= scales.max() / 127 / 2 + 1e-6
+    none = small_caches.predictions_rounded(text, model, 2, None, None)
+    keys = small_caches.predictions_rounded(text, model, 2, "token and head", None)
+    values = small_caches.predictions_rounded(text, model, 2, None, "token and head")
+    assert none.divergence.abs().max() < 1e-5 < values.divergence.mean() < keys.divergence.mean()
+
+
+def test_more_requests_run_at_once_in_a_smaller_cache():
+    one = small_caches.kv_at_once("int8", 1 << 20, requests=24)
+    assert 1.5 * small_caches.kv_at_once("auto", 1 << 20, requests=24) < one < 24
+
+
+def test_a_cache_as_large_as_the_weights():
+    config = small_caches.model_with().config
+    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2
+    weights = 2 * sum(tensor.numel() for tensor in small_caches.model_with().tensors())
+    assert small_caches.requests_of_weights(config, 100) == pytest.approx(weights / (100 * per_token))
+
+
+def test_speeds_of_small_caches_are_divided_by_those_of_the_same_weights(capsys):
+    small_caches.speeds(small_caches.committed())
+    assert capsys.readouterr().out
+    rows = [
+        {"quantization": "fp8", "workload": "a", "kv_cache_dtype": kind, "output_tokens_per_s": speed}
+        for kind, speed in (("bfloat16", 100.0), ("fp8", 150.0))
+    ]
+    small_caches.speeds({"results": rows})
+    assert "1.50" in capsys.readouterr().out
+
+
+def test_fp4_by_a_function_gives_what_the_engines_formats_give(model, text):
+    for name, format in (("NVFP4", Nvfp4()), ("MXFP4", Mxfp4())):
+        mine = eight_bits.quantized(model, four_bits.formats(four_bits.quantize_fp4)[name])
+        own = eight_bits.quantized(model, format)
+        for layer, other in zip(mine.layers, own.layers, strict=True):
+            one, two = layer.down.dequantize(), other.down.dequantize()
+            assert ((one - two).abs() > 1e-6 * two.abs().max()).double().mean() < 0.01  # near ties
+
+
+def test_a_student_starts_as_its_rounded_teacher_and_learns(model, text):
+    student = four_bits.Student(model, lambda weight: fake_quantize(weight, 3, 128))
+    before = [layer.down.dequantize().clone() for layer in model.layers]
+    rows = four_bits.training_rows(steps=3, rows=1, length=64)
+    first = student.loss(rows[0]).item()
+    losses = four_bits.distill(student, [rows[0]] * 4, rate=2e-4)
+    assert losses[0] == pytest.approx(first) and student.loss(rows[0]).item() < 0.9 * first
+    assert all(torch.equal(layer.down.dequantize(), old) for layer, old in zip(model.layers, before, strict=True))
+
+
+def test_the_table_says_what_the_records_do():
+    found = choices.measured()
+    assert found.keys() == choices.METHODS.keys()
+    speed, quality = (records.read(name)["results"] for name in (choices.SPEED, choices.QUALITY))
+    (row,) = [each for each in quality if each["quantization"] == "awq"]
+    assert found["INT4 AWQ (W4A16)"].kl == pytest.approx(1000 * row["kl"])
+    gains = {
+        each["requests"]: each["times_bf16"]
+        for each in speed
+        if each["quantization"] == "fp8" and each["kv_cache_dtype"] == "bfloat16"
+    }
+    assert found["FP8 (W8A8)"].gains == gains and {1, 4, 16, 64, 3000} <= gains.keys()
+
+
+def test_a_gain_in_words():
+    assert [choices.word(gain) for gain in (0.7, 1.04, 1.05, 1.49, 1.5, 2.0)] == [
+        "Low", "Low", "Medium", "Medium", "High", "High",
+    ]  # fmt: skip
+    found = {name: SimpleNamespace(gains={4: 1.2, 3000: 0.9}) for name in choices.METHODS}
+    words = choices.judgments(found)
+    assert words["FP8 (W8A8)", "few"] == ("Medium", "Medium", 4)
+    assert words["INT4-FP8 AWQ (W4A8)", "many"] == ("Medium", "Low", 3000)
+
+
+def test_speeds_in_the_table_are_those_with_a_16_bit_cache(monkeypatch):
+    wanted = choices.measured()
+    read = records.read
+
+    def with_small_caches(name):
+        found = read(name)
+        if name != choices.SPEED:
+            return found
+        more = [{**row, "kv_cache_dtype": "fp8", "times_bf16": 9.0} for row in found["results"]]
+        return {**found, "results": [*found["results"], *more]}
+
+    monkeypatch.setattr(records, "read", with_small_caches)
+    assert choices.measured() == wanted
