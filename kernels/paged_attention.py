@@ -400,7 +400,7 @@ def prefill_launch(dim: int, itemsize: int, device: Device) -> Launch:
 
 
 def gathered_launch(dim: int, itemsize: int, programs: int, device: Device) -> Launch:
-    """As `prefill_launch`; with smaller tiles if `programs` (of its tiles) leave processors idle, or for short heads."""
+    """As `prefill_launch`; smaller tiles for short heads, and if `programs` (of its tiles) leave processors idle."""
     if itemsize < 4 and device.shared_memory >= 160 * 1024 and (dim <= 128 or programs <= device.processors):
         return Launch(64, 64, 4, 3 if dim <= 128 else 2)
     return prefill_launch(dim, itemsize, device)

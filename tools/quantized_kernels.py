@@ -6,7 +6,8 @@ Timed as in `kernel_speed.py`: replays of a CUDA graph with calls on distinct ma
 the matrix (codes and scales) per second, divided by the bytes per second that a large copy reads and writes.
 `bf16_ms` is torch's product with a bf16 matrix of the same shape, `tinygemm_ms` torch's int4 product, which torchao
 uses. Inputs of "w8a8" and fp8 are quantized beforehand (`quantize_ms`); only the kernel for one row quantizes them
-itself. `scaled_mm_ms` is torch's product of the same fp8 codes with a scale for each row and column.
+itself. `scaled_mm_ms` is torch's product of the same fp8 codes with a scale for each row and column; for many rows,
+with exact and with fast accumulation, and with the relative errors of both next to what rounding to fp8 loses.
 """
 
 import statistics
@@ -24,11 +25,12 @@ import kernel_speed as speed  # noqa: E402
 
 from minillm.kernels import few_rows, fp8_rows, integer_rows  # noqa: E402
 from minillm.kernels.arguments import CodeMatrix  # noqa: E402
-from minillm.kernels.quantized_inputs import int8_product, quantize_rows  # noqa: E402
+from minillm.kernels.quantized_inputs import fp8_product, int8_product, quantize_rows  # noqa: E402
 
 MATRICES = {"qkv": (2560, 2048), "attention_out": (2048, 2048), "gate_up": (32768, 2048), "down": (2048, 16384)}
 HEAD = {"head": (256000, 2048)}
 GROUP = 128
+E4M3 = torch.float8_e4m3fn
 
 
 def median_ms(call: Callable, matrices: list) -> float:
@@ -84,7 +86,7 @@ def dense_ms(rows: int, columns: int, x: torch.Tensor) -> float:
 
 def few(name: str, rows: int, columns: int, tokens: int) -> Iterator[dict]:
     x = speed.random_tensor(tokens, columns)
-    codes, scales = quantize_rows(x, torch.float8_e4m3fn)
+    codes, scales = quantize_rows(x, E4M3)
     calls = {
         "integer_rows": lambda matrix: integer_rows.product(x, matrix),
         "fp8_rows": lambda matrix: fp8_rows.product(x, matrix),
@@ -108,19 +110,53 @@ def few(name: str, rows: int, columns: int, tokens: int) -> Iterator[dict]:
         yield found
 
 
-def many(name: str, rows: int, columns: int, tokens: int) -> dict:
-    """int8 codes on both sides, on integer tensor cores."""
-    x, weight = speed.random_tensor(tokens, columns), torch.randint(-127, 128, (rows, columns), device="cuda")
-    weight, scales = weight.to(torch.int8), torch.rand(rows, device="cuda")
-    codes, x_scales = quantize_rows(x, torch.int8)
-    ms = median_ms(lambda _: int8_product(codes, x_scales, weight, scales, torch.bfloat16), [0] * 4)
-    return {
-        "kernel": "int8_product", "quantization": "w8a8", "matrix": name, "shape": f"[{rows}, {columns}]",
-        "rows": tokens, "ms": ms, "tflops": 2 * tokens * rows * columns / ms / 1e9,
-        "quantize_ms": median_ms(lambda _: quantize_rows(x, torch.int8), [0] * 4),
-        "bf16_ms": dense_ms(rows, columns, x),
-        "torch_int_mm_ms": median_ms(lambda _: torch._int_mm(codes, weight.t()), [0] * 4),
+def many(name: str, rows: int, columns: int, tokens: int) -> Iterator[dict]:
+    """Codes on both sides: int8 on integer tensor cores, and fp8 by the library."""
+    x, dense = speed.random_tensor(tokens, columns), speed.random_tensor(rows, columns)
+    bf16 = dense_ms(rows, columns, x)
+    for dtype in (torch.int8, E4M3):
+        yield {"matrix": name, "shape": f"[{rows}, {columns}]", "rows": tokens, "bf16_ms": bf16} | on_codes(
+            dtype, x, dense
+        )
+
+
+def on_codes(dtype: torch.dtype, x: torch.Tensor, dense: torch.Tensor) -> dict:
+    integer = dtype == torch.int8
+    product = int8_product if integer else fp8_product
+    (codes, x_scales), (weight, scales) = quantize_rows(x, dtype), quantize_rows(dense, dtype)
+    scales = scales.flatten()
+    matrices = [weight.clone() for _ in range(copies(weight.nbytes))]
+    ms = median_ms(lambda weight: product(codes, x_scales, weight, scales, torch.bfloat16), matrices)
+    found = {
+        "kernel": product.__name__, "quantization": "w8a8" if integer else "fp8", "ms": ms,
+        "tflops": 2 * x.numel() * len(dense) / ms / 1e9,
+        "quantize_ms": median_ms(lambda _: quantize_rows(x, dtype), [0] * 4),
     }  # fmt: skip
+    if integer:
+        return found | {"torch_int_mm_ms": median_ms(lambda weight: torch._int_mm(codes, weight.t()), matrices)}
+    return found | accumulated(codes, x_scales, matrices, scales, dense, x)
+
+
+def accumulated(
+    codes: torch.Tensor, x_scales: torch.Tensor, matrices: list, scales: torch.Tensor, dense: torch.Tensor,
+    x: torch.Tensor,
+) -> dict:  # fmt: skip
+    """Times of the library's product with and without fast accumulation, and what each loses, next to rounding."""
+    found: dict = {}
+    numbers = (matrices[0].float() * scales[:, None])[:2048]
+    wanted = (codes.double() * x_scales.double())[:512] @ numbers.double().T
+    for name, fast in (("exact", False), ("fast", True)):
+
+        def call(weight: torch.Tensor, fast: bool = fast) -> torch.Tensor:
+            return torch._scaled_mm(
+                codes, weight.t(), x_scales, scales[None], out_dtype=torch.bfloat16, use_fast_accum=fast
+            )
+
+        got = call(matrices[0])[:512, :2048].double()
+        found[f"scaled_mm_{name}_ms"] = median_ms(call, matrices)
+        found[f"{name}_relative_error"] = ((got - wanted).norm() / wanted.norm()).item()
+    exact = x[:512].double() @ dense[:2048].double().T
+    return found | {"rounding_relative_error": ((wanted - exact).norm() / exact.norm()).item()}
 
 
 def table() -> Iterator[dict]:
@@ -131,7 +167,7 @@ def table() -> Iterator[dict]:
         torch.cuda.empty_cache()
     for name, (rows, columns) in MATRICES.items():
         for tokens in (128, 512, 2048, 8192):
-            yield many(name, rows, columns, tokens)
+            yield from many(name, rows, columns, tokens)
         torch.cuda.empty_cache()
 
 

@@ -22,6 +22,8 @@ from minillm.bench import records  # noqa: E402
 
 GEMMA = "--model gemma-2b --load-format dummy"
 WORKLOADS = "--workload single --workload chat --workload mixed --workload silo --workload liso --workload lilo"
+AS_PEERS = "--max-model-len 4096 --gpu-memory-utilization 0.85 --max-num-seqs 3000"
+FP8 = "--quantization fp8 --quantized-head fp8"
 GROUPS = ",".join(f"{method}-g{size}" for size in (32, 64, 128) for method in ("int4", "awq", "gptq"))
 SPARSE = ",".join(["sparse24", *(f"pruned-s{percent}" for percent in range(20, 90, 10))])
 # device -> record -> its command without the last word, which is the record's name.
@@ -42,12 +44,15 @@ RECORDS = {
         "batching": f"minillm bench batching {GEMMA} --repeat 7 --json",
         "build": "minillm build gemma-2b --load-format dummy --input-len 1024 --output-len 256 --concurrency 256 "
         "--compare --out build/gemma-2b.plan.json --json",
-        "gemma-2b-bf16": f"minillm bench offline {GEMMA} --max-model-len 4096 --gpu-memory-utilization 0.85 "
-        f"--max-num-seqs 3000 {WORKLOADS} --json",
+        "cache-speed": "python tools/cache_speed.py --record",
+        "gemma-2b-bf16": f"minillm bench offline {GEMMA} {AS_PEERS} {WORKLOADS} --json",
+        "gemma-2b-fp8": f"minillm bench offline {GEMMA} {FP8} {AS_PEERS} {WORKLOADS} --json",
+        "gemma-2b-fp8-cache": f"minillm bench offline {GEMMA} {FP8} --kv-cache-dtype fp8 {AS_PEERS} {WORKLOADS} --json",
         "kernel-tests": "python tools/kernel_tests.py --seeds 3 --within 140 --record",
         "kernels": "python tools/kernel_speed.py --record",
         "lessons": "python -m minillm.course.run --json",
         "quantization": "python tools/quantization_speed.py --record",
+        "quantized-kernels": "python tools/quantized_kernels.py --record",
         "roofline": f"minillm bench roofline {GEMMA} --max-num-seqs 512 --max-model-len 4096 "
         "--batch 1 --batch 8 --batch 64 --batch 256 --batch 512 --prompt 400 --prompt 2048 --json",
         "roofline-workloads": f"minillm bench roofline {GEMMA} --max-num-seqs 3000 --max-model-len 2816 "

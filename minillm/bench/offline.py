@@ -47,6 +47,7 @@ class Minillm:
         return {
             "model": engine.name,
             "quantization": engine.config.quantization,
+            "quantized_head": engine.config.quantized_head,
             "kv_cache_dtype": engine.model.cache_spec.name,
         }
 
