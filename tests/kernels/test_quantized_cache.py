@@ -156,7 +156,10 @@ def test_rotary_embedding_and_write_in_one_launch_equal_the_two_operations(name,
     if COMPILED and rotate_keys:  # the two kernels may round a rotated key differently
         every = torch.arange(3, device=device)[None]
         for one, other in zip(found.read(every), wanted.read(every), strict=True):
-            assert_close("rotary_write", one, other.double(), dtype, times=1 if name == "auto" else 20)
+            if name == "auto":
+                assert_close("rotary_write", one, other.double(), dtype)
+            else:  # and a code may be the next one
+                assert_close("rotary_write", one.float(), other.double(), F32, times=2e3)
     else:
         assert same(found, wanted)
 
