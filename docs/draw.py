@@ -20,13 +20,11 @@ PAGES = (ROOT / "README.md", ROOT / "docs" / "measurements.md")
 PICTURE, BATCHING_PICTURE = ROOT / "docs" / "at_work.svg", ROOT / "docs" / "batching.svg"
 QUANTIZATION_PICTURE = ROOT / "docs" / "quantization.svg"
 OFFLINE, TIMELINE = "cpu/offline", "cpu/timeline"
-BLOCK = re.compile(r"(<!-- figures: .*? -->\n).*?(<!-- end of figures -->)", re.DOTALL)
-GPU_BLOCK = re.compile(r"(<!-- GPU figures: .*? -->\n).*?(<!-- end of GPU figures -->)", re.DOTALL)
-QUANTIZATION_BLOCK = re.compile(r"(<!-- quantization: .*? -->\n).*?(<!-- end of quantization -->)", re.DOTALL)
-BATCHING_BLOCK = re.compile(r"(<!-- batching: .*? -->\n).*?(<!-- end of batching -->)", re.DOTALL)
 BATCHING = ("cpu/batching", "h200/batching")  # those that exist are shown
 GPU, GPU_PEER, START = "h200/gemma-2b-bf16", "h200/vllm-h200", "h200/start"
 QUANTIZATION, LOSSES = "h200/quantization", "cpu/quantization"
+FP8, FP8_CACHE, FP8_PEER = "h200/gemma-2b-fp8", "h200/gemma-2b-fp8-cache", "h200/vllm-fp8kv-and-families-h200"
+CACHE_SPEED = "h200/cache-speed"
 COMMAND = "python docs/draw.py record"
 QUIET = 0.1  # largest share of the CPU that other programs may use during a recorded measurement
 ROWS = 12  # requests in one step of the timeline: few enough that some must wait
@@ -118,6 +116,7 @@ def figures() -> str:
 def gpu_figures() -> str:
     """The table of GPU figures: each workload, and the peer's best run of it."""
     record, peer, starts = records.read(GPU), records.read(GPU_PEER), records.read(START)["results"]
+    least, *_, most = sorted(max(ours[1:]) / best for ours, best in fp8_pairs().values())
     first, cached = (
         statistics.median(each["seconds"]["first_token"] for each in starts if each["kernels_cached"] == known)
         for known in (False, True)
@@ -135,7 +134,9 @@ def gpu_figures() -> str:
         f"where there are two rows, the table shows the better. Records: [minillm](data/results/{GPU}.json), "
         f"[vLLM](data/results/{GPU_PEER}.json), with all settings. The first token arrives "
         f"[{cached:.1f} s](data/results/{START}.json) after the command starts, or {first:.0f} s the first time, when "
-        "kernels are compiled."
+        "kernels are compiled. "
+        f"With FP8 weights in both engines, minillm generates {least:.2f} to {most:.2f} times as many tokens: see "
+        "[docs/measurements.md](docs/measurements.md)."
     )
     return "\n".join([*lines, "", *wrapped(text), ""])
 
@@ -163,6 +164,67 @@ def quantization_figures() -> str:
         f"number of requests at the top: Gemma 2B's shape with random weights; the first columns as {first} (inputs of "
         f"128 tokens, outputs of 256), the last is {last}; the median of "
         f"{len(record['results'][0]['runs'])} runs. Record: [{QUANTIZATION}](data/results/{QUANTIZATION}.json)."
+    )
+    return "\n".join([*lines, "", *wrapped(text), ""])
+
+
+def fp8_pairs() -> dict[str, tuple[list[float], float]]:
+    """Tokens/s of each workload: minillm's in bf16, with fp8 weights, and an fp8 cache too; the peer's best in fp8."""
+    found = [
+        {row["workload"]: row["output_tokens_per_s"] for row in records.read(name)["results"]}
+        for name in (GPU, FP8, FP8_CACHE)
+    ]
+    peers = [row for name in (GPU_PEER, FP8_PEER) for row in records.read(name)["results"] if row["dtype"] == "fp8"]
+    return {
+        workload: (
+            [each[workload] for each in found],
+            max(row["output_tokens_per_s"] for row in peers if row["workload"] == workload),
+        )
+        for workload in found[0]
+    }
+
+
+def fp8_figures() -> str:
+    """The table of fp8 engines."""
+    lines = ["| workload | bf16 | fp8 | fp8, cache too | vLLM, fp8 | speedup |", "|---|---|---|---|---|---|"]
+    for workload, (ours, best) in fp8_pairs().items():
+        speeds = " | ".join(f"{speed:,.0f}" for speed in ours)
+        lines.append(f"| {workload} | {speeds} | {best:,} | {max(ours[1:]) / best:.2f} |")
+    text = (
+        "Output tokens per second, measured as the table with bf16 in the README. fp8: weights and the head in e4m3, "
+        "with scales for rows of the matrices and of the inputs; in the third column, keys and values too. vLLM: the "
+        "best of its runs with fp8 weights and either cache. The speedup is that of our better column. Records: "
+        f"[bf16](data/results/{GPU}.json), [fp8](data/results/{FP8}.json), "
+        f"[with an fp8 cache](data/results/{FP8_CACHE}.json), [vLLM](data/results/{GPU_PEER}.json) and "
+        f"[its fp8 cache](data/results/{FP8_PEER}.json)."
+    )
+    return "\n".join([*lines, "", *wrapped(text), ""])
+
+
+def cache_figures() -> str:
+    """The table of attention's speed over 8-bit caches."""
+    record = records.read(CACHE_SPEED)
+    found = {
+        (row["kernel"], row["requests"], row["tokens"], row["kv_cache_dtype"]): row["times_bf16"]
+        for row in record["results"]
+    }
+    lengths = sorted({tokens for kernel, _, tokens, _ in found if kernel == "decode_attention"})
+    lines = [
+        "| attention, times a bf16 cache | " + " | ".join(f"{tokens:,} tokens" for tokens in lengths) + " |",
+        "|---|" + "---|" * len(lengths),
+    ]
+    for kernel in ("decode", "prefill"):
+        for count in sorted({each[1] for each in found if each[0] == f"{kernel}_attention"}):
+            cells = []
+            for tokens in lengths:
+                both = [found.get((f"{kernel}_attention", count, tokens, name)) for name in ("int8", "fp8")]
+                cells.append(" / ".join(f"{each:.2f}" for each in both) if all(both) else "")
+            of = "1 request" if count == 1 else f"{count} requests"
+            lines.append(f"| {kernel}, {of}: int8 / fp8 | {' | '.join(cells)} |")
+    text = (
+        "Above 1, attention over the 8-bit cache is faster. Each pair is one layer of Gemma 2B's shape on one "
+        f"{record['machine']['gpu']}, by the median of {len(record['results'][0]['runs'])} runs in which the caches "
+        f"alternate. Record: [{CACHE_SPEED}](data/results/{CACHE_SPEED}.json)."
     )
     return "\n".join([*lines, "", *wrapped(text), ""])
 
@@ -249,16 +311,22 @@ def batching_figures() -> str:
     )
 
 
+FIGURES = {  # by the names of their blocks in the pages
+    "batching": batching_figures,
+    "GPU figures": gpu_figures,
+    "quantization": quantization_figures,
+    "fp8": fp8_figures,
+    "cache": cache_figures,
+    "figures": figures,
+}
+
+
 def filled(page: Path) -> str:
     """A page with its figures filled in and their links relative to the page."""
     up = "../" * len(page.relative_to(ROOT).parents[:-1])
     text = page.read_text(encoding="utf-8")
-    for block, written in (
-        (BATCHING_BLOCK, batching_figures),
-        (GPU_BLOCK, gpu_figures),
-        (QUANTIZATION_BLOCK, quantization_figures),
-        (BLOCK, figures),
-    ):
+    for name, written in FIGURES.items():
+        block = re.compile(f"(<!-- {name}: .*? -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
         new = written().replace("](data/results/", f"]({up}data/results/")
         text = block.sub(lambda found, new=new: found[1] + new + found[2], text)
     return text

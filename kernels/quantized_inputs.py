@@ -16,8 +16,8 @@ FP8 products of many rows are the library's, with two choices that its caller ha
   takes up to a third longer (DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.3.2). Sums of up to FAST
   products may take the fast way: they lose less than a tenth of what rounding the inputs did.
 - The library splits the inputs of a product with a single scale among programs, but not with a scale for each row and
-  column. If rows of the matrix are long and results few, most processors would idle: then the library multiplies
-  without scales, and a small kernel applies them.
+  column. If results are few, most processors would idle, the longer the longer the matrix's rows are: then the library
+  multiplies without scales, and a small kernel applies them.
 
 Tiling: rows are quantized by one program each, which holds the row. A product takes tiles of 128 x 128 results, or of
 64 x 64 if these are too few for all processors; programs that run at the same time have neighboring tiles, so that they
@@ -199,16 +199,17 @@ def fp8_product(
     """
     (tokens, columns), rows = x.shape, len(weight)
     fast = columns <= FAST
-    if columns >= LONG and scales_afterwards(tokens, rows, processors(x.device)):
+    if scales_afterwards(tokens, rows, columns, processors(x.device)):
         one = _one(x.device)
         out = torch._scaled_mm(x, weight.t(), one, one, out_dtype=dtype, use_fast_accum=fast)
         return scaled(out, x_scales, scales)
     return torch._scaled_mm(x, weight.t(), x_scales, scales[None], out_dtype=dtype, use_fast_accum=fast)
 
 
-def scales_afterwards(tokens: int, rows: int, processors: int) -> bool:
-    """Whether a product with scales would have tiles of 128 x 128 for at most two thirds of the processors."""
-    return 3 * triton.cdiv(tokens, 128) * triton.cdiv(rows, 128) <= 2 * processors
+def scales_afterwards(tokens: int, rows: int, columns: int, processors: int) -> bool:
+    """Whether a product with scales has tiles of 128 x 128 for too few of the processors: half, or two thirds."""
+    tiles = triton.cdiv(tokens, 128) * triton.cdiv(rows, 128)
+    return 3 * tiles <= 2 * processors if columns >= LONG else 2 * tiles <= processors
 
 
 def scaled(x: torch.Tensor, x_scales: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

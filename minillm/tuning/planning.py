@@ -56,7 +56,7 @@ def measured(model: str | Path | None, plan: Plan, out: Path, device: str) -> Pl
         found += [
             report(trials.tune(problem, default, trials.prefill_trial(problem, runner, plan.traffic, budget)))
             for problem, default in asked.items()
-            if problem.kernel == "prefill_attention"
+            if problem.kernel in trials.PREFILL
         ]
         chosen = [each for each in found if each.launch != each.default]
         chosen, again = kept(runner, plan.traffic, steps, asked_by, chosen)
@@ -149,7 +149,7 @@ def kept(
         each.problem: sum(steps[shape] - again[shape] for shape in steps if each.problem in asked_by[shape])
         for each in chosen
     }
-    kept = [each for each in chosen if each.problem.kernel == "prefill_attention" or gain[each.problem] > 0]
+    kept = [each for each in chosen if each.problem.kernel in trials.PREFILL or gain[each.problem] > 0]
     left = {each.problem for each in kept}
     changed = {shape for shape in steps if left & asked_by[shape].keys()}
     return kept, {shape: again[shape] if shape in changed else steps[shape] for shape in steps}

@@ -186,6 +186,8 @@ def _decode_inputs(
 
 # ---- prefill attention
 
+PREFILL = ("prefill_attention", "gathered_attention")  # of keys in blocks, and without gaps
+
 
 def prefill_trial(problem: Problem, runner: Runner, traffic: Traffic, budget: int) -> Trial:
     """As many whole prompts as fit in a step, on the engine's cache."""
@@ -215,8 +217,8 @@ def prefill_trial(problem: Problem, runner: Runner, traffic: Traffic, budget: in
             choices = [(16, 16, 4, 1), (16, 32, 4, 1), (32, 16, 4, 1), (32, 32, 4, 1), (32, 32, 8, 1)]
         else:
             choices = [
-                (64, 32, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (128, 32, 8, 2), (128, 64, 8, 1), (128, 64, 8, 2),
-                (128, 64, 8, 3),
+                (64, 32, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2), (128, 32, 8, 2), (128, 64, 8, 1),
+                (128, 64, 8, 2), (128, 64, 8, 3),
             ]  # fmt: skip
         return [best._replace(rows=r, keys=k, warps=w, stages=s) for r, k, w, s in choices]
 

@@ -116,16 +116,24 @@ def test_results_are_multiplied_by_the_scales_of_their_rows_and_columns(tokens, 
     assert_close("scaled", found, wanted, BF16)
 
 
-@pytest.mark.parametrize(("tokens", "afterwards"), [(100, True), (640, True), (768, False), (3000, False)])
-def test_scales_are_applied_afterwards_while_processors_would_idle(tokens, afterwards):
-    """Gemma 2B's down product on an H200, where 5 and 6 tiles of tokens times 16 of rows are 61 and 73 % of 132."""
-    assert quantized_inputs.scales_afterwards(tokens, 2048, 132) == afterwards
+@pytest.mark.parametrize(
+    ("tokens", "rows", "columns", "afterwards"),
+    [
+        (100, 2048, 16384, True), (640, 2048, 16384, True), (768, 2048, 16384, False), (3000, 2048, 16384, False),
+        (384, 2560, 2048, True), (512, 2560, 2048, False), (65, 32768, 2048, False),
+    ],
+)  # fmt: skip
+def test_scales_are_applied_afterwards_while_processors_would_idle(tokens, rows, columns, afterwards):
+    """Gemma 2B on an H200: down has 5 tiles of tokens times 16 of rows, 61 % of 132, or 6 times 16, 73 %."""
+    assert quantized_inputs.scales_afterwards(tokens, rows, columns, 132) == afterwards
 
 
 @pytest.mark.skipif(not COMPILED, reason="the library multiplies FP8 numbers on a GPU only")
 @pytest.mark.parametrize(("tokens", "rows", "columns"), [(70, 48, 64), (200, 2048, 16384), (3000, 256, 4096)])
 def test_fp8_products_of_many_rows_equal_those_of_the_numbers(tokens, rows, columns, device):
-    x, weight = (random_tensor(n, columns, device=device).to(torch.float8_e4m3fn) for n in (tokens, rows))
+    x, weight = (
+        random_tensor(n, columns, dtype=torch.float32, device=device).to(torch.float8_e4m3fn) for n in (tokens, rows)
+    )
     x_scales, scales = torch.rand(tokens, 1, device=device), torch.rand(rows, device=device)
     wanted = (x.double() * x_scales.double()) @ (weight.double() * scales.double()[:, None]).T
     found = quantized_inputs.fp8_product(x, x_scales, weight, scales, BF16)
