@@ -234,7 +234,7 @@ def losses(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
     if simulated:
         hollow = [places[name] for name in simulated]
         ax.plot(*zip(*hollow, strict=True), "o", color=OURS, markerfacecolor="white", markersize=5, label="simulated")
-        ax.legend(frameon=False, loc="upper left", fontsize=8, handletextpad=0.1)
+        ax.legend(frameon=True, loc="upper left", fontsize=8, handletextpad=0.1)
     ax.set_yscale("log")
     ax.margins(x=0.35, y=0.12)
     ax.set(xlabel="MB of weights", ylabel="loss: KL from the unquantized model, nats a token")
@@ -257,7 +257,7 @@ def precisions(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
     places = {name: (each[loads[0]], each[loads[-1]]) for name, each in speeds.items()}
     for name, place in places.items():
         ax.plot(*place, "o", color=THEIRS if name == "bf16" else OURS, markersize=5)
-    ax.margins(x=0.22, y=0.12)
+    ax.margins(x=0.3, y=0.12)
     for axis, load in ((ax.xaxis, loads[0]), (ax.yaxis, loads[-1])):
         axis.set_label_text(f"output tokens / s, {load:,} request" + ("s at once" if load > 1 else ""))
         axis.set_major_formatter("{x:,.0f}")
