@@ -230,6 +230,7 @@ class Completion:
     logprobs: list[TokenLogprobs] | None = None  # one dict a generated token
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # None for the first token
     arrival_time: float = 0.0
+    scheduled_time: float | None = None  # when the engine first gave it a row
     first_token_time: float | None = None
     finish_time: float | None = None
 

@@ -305,6 +305,7 @@ class Engine:
             "blocks_cached": scheduler.pool.cached,
             "steps": scheduler.launched + 1,
             "preemptions": scheduler.preemptions,
+            "prefix_query_tokens": scheduler.prefix_queries,
             "prefix_hit_tokens": scheduler.prefix_hits,
         }
 
@@ -318,7 +319,7 @@ class Engine:
                 if step is None:
                     break
                 for request in step.admitted:
-                    self._watch(self.tracked[request.request_id], request.row)
+                    self._admitted(self.tracked[request.request_id], request.row)
                 self.in_flight.append(self.executor.launch(step))
             if self.in_flight:
                 if self.trace is not None:
@@ -358,6 +359,10 @@ class Engine:
         tracked.row = row
         if row >= 0 and tracked.watched:
             self._watched[row] = tracked
+
+    def _admitted(self, tracked: Tracked, row: int) -> None:
+        tracked.completion.scheduled_time = tracked.completion.scheduled_time or time.perf_counter()
+        self._watch(tracked, row)
 
     def _read(self, launched: Launched) -> None:
         results, step = launched.wait(), launched.step

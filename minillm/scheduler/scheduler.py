@@ -63,7 +63,8 @@ class Scheduler:
         self.read = -1  # number of the newest step whose tokens were read
         self.trace: Trace | None = None  # `Trace.watch` puts one here
         self.preemptions = 0
-        self.prefix_hits = 0  # tokens found in the cache at admission
+        self.prefix_queries = 0  # tokens looked up in the cache at admission
+        self.prefix_hits = 0  # those that were found
         self._arrivals = 0
         self._start(BlockPool(num_blocks) if pool is None else pool)
 
@@ -162,7 +163,8 @@ class Scheduler:
     def count_on_from(self, before: "Scheduler") -> None:
         """Number steps and count events where another scheduler, of the same engine, ended."""
         self.launched = self.read = before.launched
-        self.preemptions, self.prefix_hits = before.preemptions, before.prefix_hits
+        self.preemptions = before.preemptions
+        self.prefix_queries, self.prefix_hits = before.prefix_queries, before.prefix_hits
 
     @property
     def in_flight(self) -> int:
@@ -281,6 +283,7 @@ class Scheduler:
             if self.trace is not None:
                 self.trace.admit(self, request, blocks)
             self.prefix_hits += start
+            self.prefix_queries += known if self._shares(request) else 0
             budget -= count
             admitted.append((row, count))
             # The next to be admitted may share what this step is going to write.

@@ -1,4 +1,4 @@
-"""The routes: OpenAI's completions and chat completions, health, and metrics.  Lesson 99.
+"""The routes: OpenAI's completions and chat completions, health and metrics, which NIM has under /v1 too.  Lesson 99.
 
 The application holds no model. It sends requests through a `RemoteEngine` to the engine in another process.
 """
@@ -39,7 +39,13 @@ def create_app(engine: RemoteEngine) -> FastAPI:
     server = _Server(engine)
     _report_errors(app)
 
+    @app.get("/v1/health/live")
+    async def live() -> Response:
+        """200 while this worker answers at all, whatever the engine does."""
+        return JSONResponse({"status": "ok"})
+
     @app.get("/health")
+    @app.get("/v1/health/ready")
     async def health() -> Response:
         """200 while the engine accepts requests, 503 once it is closed or gone."""
         try:
@@ -51,6 +57,7 @@ def create_app(engine: RemoteEngine) -> FastAPI:
         return JSONResponse({"status": "the engine is closed"}, status_code=503)
 
     @app.get("/metrics")
+    @app.get("/v1/metrics")
     async def metrics() -> Response:
         """Metrics of the whole server, not only of the worker that answers."""
         return Response(await engine.ask("metrics"), media_type="text/plain; version=0.0.4")

@@ -8,7 +8,9 @@ import logging
 import selectors
 import socket
 import threading
+import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -39,6 +41,7 @@ class Job:
     key: int
     prepared: Prepared = field(init=False)
     sent_prompt_logprobs: bool = False  # whether the worker has the prompt's log-probabilities
+    last: float = 0.0  # when it last got tokens; 0: never
 
 
 class Hub:
@@ -60,7 +63,7 @@ class Hub:
     ):
         self.engine, self.on_gone = engine, on_gone
         self.capacity = engine.config.max_num_seqs + max_queued
-        self.metrics = Metrics()
+        self.metrics = Metrics(name)
         self.texts = TokenTexts(engine.tokenizer)
         directory = engine.tokenizer_directory
         # Whether all text is encoded and decoded here: workers cannot load a tokenizer that was passed as an object.
@@ -201,7 +204,10 @@ class Line:
     def deliver(self, items: list[tuple[Job, Delta | Exception]]) -> None:
         """Send the results of a step in one message: plain tokens as numbers, everything else as events."""
         plain, events = array(NUMBER), []
+        now, waited = time.perf_counter(), Counter[float]()
         for job, delta in items:
+            waited[job.last] += 1
+            job.last = now
             if isinstance(delta, Exception):
                 self.jobs.pop(job.key, None)
                 events.append({"key": job.key, "error": str(delta) or type(delta).__name__})
@@ -210,6 +216,9 @@ class Line:
             else:
                 plain.append(job.key)
                 plain.append(delta.token_ids[0])
+        for last, count in waited.items():
+            if last:
+                self.hub.metrics.between.add(now - last, count)
         self.send({"op": "deltas", "events": events}, plain)
 
     def _event(self, job: Job, delta: Delta) -> dict:

@@ -125,6 +125,14 @@ def test_a_preempted_request_resumes_with_the_same_tokens(directory, prompts, al
     assert found == alone
 
 
+def test_a_preempted_request_has_started_once(directory, prompts):
+    with LLM(directory, dtype="float64", device="cpu", num_blocks=18, block_size=4, run_ahead=0) as llm:
+        done = llm.generate(prompts, GREEDY)
+        assert llm.stats()["preemptions"] > 0, "no request was preempted: the cache is too large for this test"
+    for each in done:
+        assert each.arrival_time <= each.scheduled_time <= each.first_token_time <= each.finish_time
+
+
 def test_prefix_cache_hits_change_no_token(directory, prompts, alone):
     with LLM(directory, dtype="float64", device="cpu", block_size=4) as llm:
         llm.generate(prompts, GREEDY)

@@ -6,6 +6,7 @@ import threading
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 import minillm
 from minillm.engine.async_llm import AsyncLLM
@@ -37,6 +38,40 @@ def test_health_and_metrics_report_the_servers_work(http):
     after = read(tokens), read(answered), read("minillm_ttft_seconds_count")
     assert [b - a for a, b in zip(before, after, strict=True)] == [10, 2, 2]
     assert read("minillm_engine_blocks") > 0
+
+
+def test_a_scrape_finds_vllms_names_with_the_times_of_every_token(http):
+    """Under the path that NIM has, read as Prometheus reads it."""
+    model = http.get("/v1/models").json()["data"][0]["id"]
+
+    def scrape():
+        families = text_string_to_metric_families(http.get("/v1/metrics").text)
+        return {
+            (sample.name, sample.labels.get("finished_reason")): sample.value
+            for family in families
+            for sample in family.samples
+            if sample.labels.get("model_name") == model and "le" not in sample.labels
+        }
+
+    before = scrape()
+    for stream in (True, False):
+        body = {"prompt": "The river", "max_tokens": 5, "ignore_eos": True, "stream": stream}
+        assert http.post("/v1/completions", json=body).status_code == 200
+    after = scrape()
+    more = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    assert more["vllm:generation_tokens_total", None] == 10
+    assert more["vllm:request_success_total", "length"] == 2
+    assert more["vllm:inter_token_latency_seconds_count", None] == 8  # between five tokens, twice
+    parts = [f"vllm:request_{part}_time_seconds" for part in ("queue", "prefill", "decode")]
+    assert all(more[f"{part}_count", None] == 2 for part in parts)
+    whole = more["vllm:e2e_request_latency_seconds_sum", None]
+    assert sum(more[f"{part}_sum", None] for part in parts) == pytest.approx(whole)
+    assert 0 < more["vllm:inter_token_latency_seconds_sum", None] < whole
+    assert after["vllm:num_requests_running", None] == 0 and 0 <= after["vllm:kv_cache_usage_perc", None] < 1
+
+
+def test_health_has_nims_paths(http):
+    assert [http.get(f"/v1/health/{each}").status_code for each in ("live", "ready")] == [200, 200]
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -6,6 +6,27 @@ LINK, HUB, RESPONSES = "minillm/server/link.py", "minillm/server/hub.py", "minil
 
 FAULTS = (
     Fault(
+        "the first token counts as one between tokens",
+        HUB,
+        "            if last:\n",
+        "            if True:\n",
+        "tests/server/test_serving.py -k vllms_names",
+    ),
+    Fault(
+        "the time in the queue begins when a request starts",
+        "minillm/server/metrics.py",
+        "self.queued.observe(done.scheduled_time - done.arrival_time)",
+        "self.queued.observe(0.0)",
+        "tests/server/test_serving.py -k vllms_names",
+    ),
+    Fault(
+        "a preempted request starts anew in the metrics",
+        "minillm/engine/engine.py",
+        "tracked.completion.scheduled_time or time.perf_counter()",
+        "time.perf_counter()",
+        "tests/engine/test_engine.py -k started_once",
+    ),
+    Fault(
         "a worker counts the tokens after a stop string",
         LINK,
         "ids = ids[: self.output.add(ids, reason)]",
