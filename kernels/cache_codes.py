@@ -3,8 +3,9 @@
     scale = max |x| of the head / largest code,   code = x / scale, rounded to the nearest, halves to even
 
 int8 has codes up to 127; fp8 is e4m3 (Micikevicius et al. 2022, "FP8 Formats for Deep Learning", section 3): a sign,
-four exponent bits with a bias of 7, three mantissa bits, up to 448. Kernels see fp8 as bytes (uint8) and round and
-convert their bits with integer instructions, so they need no GPU with fp8, and round as torch does.
+four exponent bits with a bias of 7, three mantissa bits, up to 448. Kernels see fp8 as bytes (uint8). They round with
+integer instructions, as torch does, and convert codes to float16 with the GPU's instruction for that if it has one
+(compute capability 8.9), else by moving bits. So they need no GPU with fp8.
 
 Both kinds of codes are numbers that float16 holds exactly, and fewer instructions convert them to float16 than to
 bfloat16. So attention multiplies codes in float16, and applies scales where there are fewest numbers: to the scores,

@@ -1,4 +1,4 @@
-"""Products of one row with a matrix of fp8 codes, in float32.  Lessons 07 and 11.
+"""Products of one row with a matrix of fp8 codes, in float16 and float32.  Lessons 07 and 11.
 
 In the time of a clock cycle, each of an H200's processors reads some 18 bytes and issues 128 instructions, so a code
 can have about five of them. e4m3 numbers have no integer arithmetic (`integer_rows`), and tensor cores want 64 rows or

@@ -28,7 +28,8 @@ first, and exponents are shifted so that weights times scales stay below 2^8.
 Many tiles of queries of a long prompt read the same keys: these are first gathered in a buffer without gaps, which is
 faster to read (`gathered_keys.py`), and converted there if the cache is quantized.
 
-Keys beyond a row's length and before its window are never loaded, so the contents of unused slots do not matter.
+Attention never computes with what the cache holds beyond a row's length or before its window, so the contents of
+unused slots do not matter.
 
 The cache holds a stream's keys before their rotary embedding, because blocks move within their row (Xiao et al. 2023,
 "StreamingLLM"). Given a table of angles, the kernels rotate keys as they load them. Without one (None, which Triton

@@ -1,8 +1,8 @@
 """One row through a decoder layer in five launches, each of which starts before the previous one ends.  Lesson 11.
 
 A decode step of one request reads every weight for one token. Its floor is the weights' bytes divided by the memory's
-bandwidth; all other time is overhead. With one kernel per operation a layer takes some eleven launches, and between two
-of them the chip runs empty. Here a layer takes five:
+bandwidth; all other time is overhead. With the kernels for any number of rows a layer takes some ten launches, and
+between two of them the chip runs empty. Here a layer takes five:
 
     1  norm, QKV product           4  residual sum, norm, gate and up products, activation
     2  rotary, cache, attention    5  down product

@@ -217,7 +217,10 @@ def results():
 
 
 def sweep():
-    """Decode by (keys, warps, stages) and splits, prefill by (rows, keys, warps, stages); microseconds."""
+    """Decode by (keys, warps, stages) and splits, prefill by (rows, keys, warps, stages); microseconds.
+
+    Prefill reads keys where they are in the cache; "gathered" gathers them first, which is part of the time.
+    """
     launch = paged_attention.Launch
     choose_launch, choose_splits = paged_attention.decode_launch, paged_attention.decode_splits
     calls = {rows: calls_over(decode(kernels.decode_attention, rows), *decode_inputs(rows)) for rows in KEYS}
@@ -225,7 +228,8 @@ def sweep():
         (16, 2, 4), (16, 4, 4), (32, 2, 3), (32, 4, 2), (32, 4, 3), (32, 4, 4), (32, 8, 3), (64, 4, 2), (64, 4, 3),
         (64, 4, 4), (64, 8, 2), (64, 8, 3), (128, 4, 2), (128, 8, 2), (128, 8, 3),
     ]:  # fmt: skip
-        paged_attention.decode_launch = always(launch(16, keys, warps, stages))
+        # The last two arguments are the splits and the device.
+        paged_attention.decode_launch = lambda *given, each=(keys, warps, stages): launch(16, *each, given[-2])
         swept("decode", (keys, warps, stages), calls)
     paged_attention.decode_launch = choose_launch
     for splits in (1, 2, 4, 8, 16):
@@ -236,12 +240,15 @@ def sweep():
     for name, lengths in PREFILL.items():
         make, nbytes, _ = prefill_inputs(lengths)
         calls[name] = calls_over(prefill(kernels.prefill_attention, lengths), make, nbytes)
-    for chosen in [
+    launches = [
         (32, 64, 4, 2), (64, 32, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2), (128, 32, 8, 2),
         (128, 32, 8, 3), (128, 64, 8, 1), (128, 64, 8, 2), (128, 128, 8, 1),
-    ]:  # fmt: skip
-        paged_attention.prefill_launch = always(launch(*chosen))
-        swept("prefill", chosen, calls)
+    ]  # fmt: skip
+    for name, gathers in (("prefill", False), ("gathered", True)):
+        paged_attention.gathers = always(gathers)
+        for chosen in launches:
+            paged_attention.prefill_launch = paged_attention.gathered_launch = always(launch(*chosen))
+            swept(name, chosen, calls)
 
 
 def always(choice):

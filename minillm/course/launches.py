@@ -70,7 +70,8 @@ def one_layer(model: ModelConfig, rows: int, keys: int, *, fused: bool) -> list[
     """The launches of one layer in a decode step of `rows` requests with `keys` cached tokens each.
 
     fused: one kernel per operation, which reads each input once and writes each output once; otherwise torch's
-    kernels, line by line. Matrix products and attention are the same in both; attention counts as one launch.
+    kernels, line by line. Matrix products and attention are the same in both; attention counts as one launch. The
+    engine's kernel that rotates and writes to the cache at once is in neither.
     """
     hidden, inner = model.hidden_size, model.intermediate_size
     dim, heads, kv_heads = model.head_dim, model.num_heads, model.num_kv_heads

@@ -14,6 +14,8 @@ add up. Few requests wait for bytes, so smaller weights help; many wait for arit
 Attention's own arithmetic is left out: it is the same for every method. Corrections to this arithmetic are measured:
 `Method.alone` and `Method.few`, CONVERTING, STEP_ALONE, STEP and ROW are fitted to the record `h200/quantization`,
 REACHED to `h200/roofline`, `h200/ceiling-h200` and `h200/quantization`. Tests hold them against these records.
+`h200/quantization` was measured before fp8 had kernels for few rows: fp8's shares `alone` and `few` are those of the
+library's product, so estimates for fp8 with few requests are too low.
 """
 
 from collections.abc import Iterator, Mapping

@@ -53,11 +53,7 @@ def measured(model: str | Path | None, plan: Plan, out: Path, device: str) -> Pl
             steps, asked_by = decode_steps(runner, runner.graphs.decodes, plan.traffic)
             found = [*tune_decode(runner, plan.traffic, asked_by), *tune_products(runner, asked_by)]
         budget = best_budget(budgets, plan.options["max_num_batched_tokens"])
-        found += [
-            report(trials.tune(problem, default, trials.prefill_trial(problem, runner, plan.traffic, budget)))
-            for problem, default in asked.items()
-            if problem.kernel in trials.PREFILL
-        ]
+        found += tune_prefill(runner, plan.traffic, asked, budget)
         chosen = [each for each in found if each.launch != each.default]
         chosen, again = kept(runner, plan.traffic, steps, asked_by, chosen)
     sizes = worthwhile({rows for rows, _ in steps}, again or steps)
@@ -129,6 +125,19 @@ def tune_products(runner: Runner, asked_by: dict[DecodeShape, Asked]) -> list[tr
     asked = {problem: default for problems in asked_by.values() for problem, default in problems.items()}
     products = {problem: default for problem, default in asked.items() if problem.kernel in ("whole_rows", "long_rows")}
     return [report(trials.tune(each, own, trials.product_trial(each, runner))) for each, own in products.items()]
+
+
+def tune_prefill(runner: Runner, traffic: Traffic, asked: Asked, budget: int) -> list[trials.Found]:
+    """Tune the problems that steps of whole prompts look up; those of shorter chunks keep the default."""
+    found = []
+    for problem, default in asked.items():
+        if problem.kernel in trials.PREFILL:
+            trial = trials.prefill_trial(problem, runner, traffic, budget)
+            with launch_configs.listening() as heard:
+                trial.calls[0]()
+            if problem in heard:
+                found.append(report(trials.tune(problem, default, trial)))
+    return found
 
 
 def kept(

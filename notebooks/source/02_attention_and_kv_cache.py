@@ -942,7 +942,8 @@ for context, point in ((64, points[2]), (1024, far)):
 # The two steps at the end run the same matrices on 8 tokens each; only the keys and values differ. In `tiny-gemma` they
 # soon outweigh the weights. In a model with gigabytes of weights it takes more requests, or longer ones. (On a CPU, the
 # additional time is several times what reading them once would take: the engine first copies them out of scattered
-# blocks, and torch's attention takes even longer than these copies. In lesson 04, a GPU kernel reads them in place.)
+# blocks, and torch's attention takes even longer than these copies. In lesson 04, a GPU kernel for decode steps reads
+# them in place.)
 #
 # ## Recap · 2 min
 #

@@ -552,12 +552,15 @@ run_with(served, before, combine, **attention_facts.in_shares(combine))
 # * Exponents are to base 2, because that is the instruction the hardware has; the scores are multiplied by
 #   $\log_2 e$ first.
 # * A tile can be hidden completely from a row, so $-\infty$ is handled as in exercise 1.
-# * Products take the model's 16-bit numbers; sums have 32 bits.
+# * Products take 16-bit numbers, of the type `PRODUCT`: the model's, or float16 for an 8-bit cache; sums have 32 bits.
 # * `SOFT_CAP` limits the size of scores in models that need it (Gemma 2).
 # * `cos_sin_ptr` is for lesson 09's streams, whose cached keys are rotated as they are read. For other requests it is
 #   `None`, and Triton compiles nothing for those lines.
-# * Likewise `k_scale_ptr` and `v_scale_ptr`: they are the scales of an 8-bit cache (lesson 08), whose
-#   values are read as `words` of four. `table_ptr` is `None` if a row's keys have been copied to one place.
+# * Likewise `k_scale_ptr` and `v_scale_ptr`: they are the scales of an 8-bit cache (lesson 08). In decode, its values
+#   are read as `words` of four. `largest` and `bounds` keep numbers within the range of float16.
+# * `table_ptr` is `None` if the keys have been *gathered*: copied from their blocks to a buffer where a row's keys
+#   follow each other. Then a tile is a rectangle of a matrix, and a single `load` reads it: `k_ptr` and `v_ptr` are
+#   *tensor descriptors*, which tell the GPU the shape of that matrix.
 
 # %%
 # ENGINE: minillm.kernels.paged_attention:_attend
@@ -571,6 +574,9 @@ run_with(served, before, combine, **attention_facts.in_shares(combine))
 # * `tile = tl.num_programs(0) - 1 - tl.program_id(0)` only affects speed. The last queries have the most keys, so their
 #   programs get the lowest numbers and start first; a long program that started last would keep the rest of the chip
 #   waiting.
+# * In a long prompt, many tiles of queries read the same keys, and would look up the same blocks each time. So another
+#   kernel gathers the keys first (`kernels/gathered_keys.py`): one copy, which many programs read. For short prompts,
+#   or if the copy would take more memory than the queries, `prefill_kernel` reads the keys in place.
 
 # %%
 # ENGINE: minillm.kernels.paged_attention:prefill_kernel
@@ -631,8 +637,9 @@ print(f"torch's own attention: {long['torch_sdpa_ms']:.3f} ms")
 print(f"the reference: {long['reference_ms']:.2f} ms")
 
 # %% [markdown]
-# Our kernel is much faster than the reference, but slower than torch's `scaled_dot_product_attention`, which needs a
-# prompt's keys to be contiguous. Ours reads them out of a paged cache.
+# Our kernel was much faster than the reference, but slower than torch's `scaled_dot_product_attention`, which needs a
+# prompt's keys to be contiguous. When this record was measured, ours read all keys out of the paged cache. Today it
+# gathers those of a long prompt first (section 6). The record `h200/cache-speed` has its times, for other prompts.
 
 # %% [markdown]
 # **Predict first**: one layer of Gemma 2B, one row of 8,192 keys, on an H200. How many times as fast are 64 shares as
@@ -737,10 +744,11 @@ describe(
 # do better still: lesson 11.)
 #
 # Torch's attention costs about a fifth of the speed with 256 requests and a quarter with one, because it *writes* the
-# gathered keys only to read them again, and needs more launches. This is the same cost as in section 1.
+# gathered keys only to read them again, and needs more launches. This is the same cost as in section 1. (In decode,
+# each key is read once, so the copy never pays; in prefill, many tiles of queries share it.)
 #
-# Graphs matter more than the attention, most of all for one request. There each layer is some eleven short kernels, and
-# the GPU finishes each one before Python has launched the next. The engine is then **launch-bound**: its speed is that
+# Graphs matter more than the attention, most of all for one request. There each layer was eleven short kernels, and the
+# GPU finished each one before Python had launched the next. The engine is then **launch-bound**: its speed is that
 # of launching, and faster kernels would not change it.
 
 # %%
@@ -760,9 +768,9 @@ served.close()
 # * Short work is limited by latency, and an engine that launches kernels one by one is launch-bound (section 7).
 #
 # **What got worse:** three lines of torch have become a file of kernels, with tile sizes to choose for each chip, and
-# prefill is still slower than torch's own. Shares write partial outputs that must be read again. And the order of the
-# sums now depends on tiles and shares, and the number of shares on the number of rows. So the same request can differ
-# in its last digits from one batch to another, and where two tokens are nearly equally likely, in a token.
+# in the record, prefill is still slower than torch's own. Shares write partial outputs that must be read again. And the
+# order of the sums now depends on tiles and shares, and the number of shares on the number of rows. So the same request
+# can differ in its last digits from one batch to another, and where two tokens are nearly equally likely, in a token.
 #
 # **Further reading:** Milakov and Gimelshein 2018, *Online Normalizer Calculation for Softmax*; Dao et al. 2022,
 # *FlashAttention*; Dao 2023, *FlashAttention-2*; Dao et al. 2023, *Flash-Decoding for Long-Context Inference*; Kwon et

@@ -222,8 +222,9 @@ print(f"the slots are {whose(slots_of)}; the same tokens as before: {found == ex
 print(used.calls)
 
 # %% [markdown]
-# This version copies the keys and values before it uses them. The engine's Triton kernels (lesson 04) do not: for
-# each tile of keys they look up the blocks, read the keys in place, and go on to the next tile.
+# This version copies the keys and values before it uses them. The engine's Triton kernel for decode steps (lesson 04)
+# does not: for each tile of keys it looks up the blocks, reads the keys in place, and goes on to the next tile. (For a
+# long prompt, the engine copies them too: many tiles of queries read the same keys, so one copy pays.)
 #
 # ## 3 · A pool of blocks · 21 min
 #

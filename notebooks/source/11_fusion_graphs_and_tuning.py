@@ -35,11 +35,12 @@ gemma = PRESETS["gemma-2b"]
 # ## 1 · The launches of a layer · 4 min
 #
 # Lesson 03 fused an addition with a norm. Here is everything that one layer of Gemma 2B launches in a decode step of 64
-# requests: as torch would run it line by line, and as the engine runs it, with one kernel per operation. (Attention is
-# drawn as one launch. With 64 requests it is two: one for parts of the keys, and one that combines them.) The four
-# matrix products and attention are the same in both. Each launch is drawn with the time it takes *at best*: its
-# bytes divided by the H200's memory bandwidth, but never less than the shortest kernel in the record `h200/kernels`. So
-# this is an optimistic estimate, not a measurement.
+# requests: as torch would run it line by line, and as the engine ran it when this lesson's records were measured, with
+# one kernel per operation. (Today it has one launch fewer: a single kernel rotates queries and keys and writes keys and
+# values to the cache.) Attention is drawn as one launch. With 64 requests it is two: one for parts of the keys, and one
+# that combines them. The four matrix products and attention are the same in both. Each launch is drawn with the time it
+# takes *at best*: its bytes divided by the H200's memory bandwidth, but never less than the shortest kernel in the
+# record `h200/kernels`. So this is an optimistic estimate, not a measurement.
 
 # %%
 kernels = {
@@ -230,7 +231,7 @@ for each in build["results"]:
 #
 # **Predict first.** With decode steps in CUDA graphs and one kernel per operation, the engine serves one request of
 # Gemma 2B (128 prompt tokens, 256 output tokens) on an H200 at the speed below. How fast is it with the same kernels,
-# launched one by one? There are 11 launches per layer: attention for one row is two kernels.
+# launched one by one? In this record there are 11 launches per layer: attention for one row is two kernels.
 
 # %%
 ablation = records.read("h200/ablation")

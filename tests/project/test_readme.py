@@ -33,6 +33,14 @@ def test_the_figures_equal_the_records(draw):
         assert draw.filled(page) == page.read_text(encoding="utf-8"), "run python docs/draw.py"
 
 
+def test_fp8_is_as_fast_as_the_limits_say():
+    one, other = records.read("h200/gemma-2b-fp8")["results"], records.read("h200/gemma-2b-bf16")["results"]
+    assert [row["workload"] for row in one] == [row["workload"] for row in other] and len(one) == 6
+    assert all(a["output_tokens_per_s"] > b["output_tokens_per_s"] for a, b in zip(one, other, strict=True))
+    assert "faster\n  than bfloat16 in all six workloads" in README
+    assert records.read("h200/quantization")["commit"] in MEASUREMENTS
+
+
 def test_the_batching_table_states_the_settings_in_which_its_columns_differ():
     """It also says that weights were random and how far the runs are apart."""
     block = MEASUREMENTS.split("<!-- batching:")[1].split("<!-- end of batching -->")[0]

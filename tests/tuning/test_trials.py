@@ -61,6 +61,20 @@ def test_the_default_launches_pass_the_check_and_a_corrupted_result_fails_it(run
         assert not trial.error(result.fill_(float("nan"))) <= trial.tolerance, problem
 
 
+@interpreted
+@torch.inference_mode()
+@pytest.mark.parametrize("tokens, kernel", [(16, "prefill_attention"), (64, "gathered_attention")])
+def test_prefill_is_tuned_as_whole_prompts_run_it(tokens, kernel, runner, monkeypatch):
+    monkeypatch.setattr(trials, "graph_seconds", lambda calls: 1.0)
+    default = paged_attention.Launch(32, 32, 4, 1)
+    asked = {
+        launch_configs.problem(name, dim=64, dtype="float32", group=4): default
+        for name in ("decode_attention", "prefill_attention", "gathered_attention")
+    }
+    (found,) = planning.tune_prefill(runner, Traffic(tokens, 10, 1), asked, budget=64)
+    assert found.problem.kernel == kernel and found.tried > 1 and not found.refused
+
+
 def by_launch(times, seen=None):
     """A fake clock with given times per launch; others take 1."""
 

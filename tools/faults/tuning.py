@@ -41,6 +41,13 @@ FAULTS = (
         "tests/tuning/test_trials.py -k captured_before",
     ),
     Fault(
+        "prefill is tuned with a launch that its steps do not look up",
+        PLANNING,
+        "            if problem in heard:",
+        "            if heard:",
+        "tests/tuning/test_trials.py -k whole_prompts",
+    ),
+    Fault(
         "the warm-up run counts in the comparison of plans",
         BUILD,
         "            if round_:\n",
