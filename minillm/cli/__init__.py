@@ -128,6 +128,9 @@ def serve(
     shutdown_grace: Annotated[
         float, typer.Option(help="Seconds that running requests have to finish after Ctrl-C.")
     ] = TIMEOUTS.shutdown_grace,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="MINILLM_API_KEY", help="A key that clients have to send.", show_envvar=True)
+    ] = None,
     **engine_options: Unpack[EngineOptions],
 ) -> None:
     """Serve OpenAI's API over HTTP until Ctrl-C; a second Ctrl-C ends the remaining requests at once."""
@@ -148,6 +151,7 @@ def serve(
         body_timeout=body_timeout,
         keep_alive_timeout=keep_alive_timeout,
         shutdown_grace=shutdown_grace,
+        api_key=api_key,
         **engine_options,
     )
 

@@ -5,7 +5,6 @@ The application holds no model. It sends requests through a `RemoteEngine` to th
 
 import asyncio
 import itertools
-import json
 import time
 import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -24,6 +23,7 @@ from minillm.values import QUOTED, shown
 
 from .body import BodyReader, Form
 from .event_stream import ClientGone, EventStream, unless_disconnected
+from .gate import Gate, refusal
 from .link import Choice, EngineError, Prompt, RemoteEngine, readable, room
 from .protocol import APIError, ChatRequest, CompletionRequest, GenerationRequest, StreamOptions, as_api_error
 from .responses import Answer, ChatForm, CompletionForm, TokenTexts, usage
@@ -37,6 +37,7 @@ def create_app(engine: RemoteEngine) -> FastAPI:
         title="minillm", version=__version__, description="An OpenAI-compatible server over the minillm engine."
     )
     server = _Server(engine)
+    app.add_middleware(Gate, key=engine.api_key)
     _report_errors(app)
 
     @app.get("/v1/health/live")
@@ -134,7 +135,7 @@ class _Server:
             status = 499
             return Response(status_code=status)
         except Exception as error:
-            response = _refusal(as_api_error(error))
+            response = refusal(as_api_error(error))
             status = response.status_code
             # The frames are in a reference cycle, which would keep the request alive until the garbage collector runs.
             traceback.clear_frames(error.__traceback__)
@@ -309,23 +310,18 @@ async def _run(in_thread: bool, function: Callable[..., Any], *arguments: Any) -
     return await asyncio.to_thread(function, *arguments) if in_thread else function(*arguments)
 
 
-def _refusal(error: APIError) -> Response:
-    body = json.dumps(error.body)  # ASCII: a quoted value may contain a lone surrogate, which UTF-8 cannot encode
-    return Response(body, error.status, error.headers, "application/json")
-
-
 def _report_errors(app: FastAPI) -> None:
     """Send every error to the client in OpenAI's format."""
 
     @app.exception_handler(APIError)
     async def api_error(_: Request, error: APIError) -> Response:
-        return _refusal(error)
+        return refusal(error)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path[:QUOTED]}: {error.detail}"
-        return _refusal(APIError(message, status=error.status_code, headers=error.headers))
+        return refusal(APIError(message, status=error.status_code, headers=error.headers))
 
     @app.exception_handler(EngineError)
     async def engine_error(_: Request, error: EngineError) -> Response:
-        return _refusal(as_api_error(error))
+        return refusal(as_api_error(error))

@@ -48,7 +48,8 @@ class Hub:
     """Connects an engine to its workers.
 
     max_queued: choices that may wait beyond those that fit in a step; a request that exceeds it is refused as busy.
-    on_gone: called on the hub's thread with the line of a worker that disconnected. timeouts: passed to the workers.
+    on_gone: called on the hub's thread with the line of a worker that disconnected. timeouts and
+    api_key (see `gate.digest`) are passed to the workers.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Hub:
         log_level: str,
         on_gone: Callable[["Line"], None],
         timeouts: Timeouts = Timeouts(),
+        api_key: str | None = None,
     ):
         self.engine, self.on_gone = engine, on_gone
         self.capacity = engine.config.max_num_seqs + max_queued
@@ -81,6 +83,7 @@ class Hub:
             "capacity": self.capacity,
             "log_level": log_level,
             "timeouts": asdict(timeouts),
+            "api_key": api_key,
         }
         self.lines: set[Line] = set()
         self._selector = selectors.DefaultSelector()

@@ -174,6 +174,7 @@ class RemoteEngine(asyncio.Protocol):
     max_request_len  most tokens in prompt and output together; more than max_model_len if requests stream past it
     capacity         most choices that may run or wait in the server
     timeouts         how long to wait for clients
+    api_key          what `gate.digest` returned for the server's key, if it has one
     vocab_size       of the model
     dtype            of the model, such as "bfloat16"
     max_num_seqs     most choices in a batch
@@ -305,6 +306,7 @@ class RemoteEngine(asyncio.Protocol):
         self.max_model_len, self.max_request_len = facts["max_model_len"], facts["max_request_len"]
         self.vocab_size, self.dtype, self.max_num_seqs = facts["vocab_size"], facts["dtype"], facts["max_num_seqs"]
         self.capacity, self.timeouts = facts["capacity"], Timeouts(**facts["timeouts"])
+        self.api_key: str | None = facts["api_key"]
         try:
             self.tokenizer = Tokenizer.from_pretrained(Path(tokenizer)) if tokenizer else None
         except Exception as error:

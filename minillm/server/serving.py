@@ -75,6 +75,7 @@ def serve(
     body_timeout: float = TIMEOUTS.body_timeout,
     keep_alive_timeout: float = TIMEOUTS.keep_alive_timeout,
     shutdown_grace: float = TIMEOUTS.shutdown_grace,
+    api_key: str | None = None,
     **engine_options: Unpack[EngineOptions],
 ) -> None:
     """Serve until interrupted (Ctrl-C) or terminated.  Lesson 99.
@@ -83,7 +84,8 @@ def serve(
     workers: number of HTTP processes. max_queued: requests that may wait beyond those that run; further ones are
     answered with 429. The timeouts are those of `Timeouts`, in seconds. A client that sends a request too slowly
     receives a 408. Requests running at shutdown have shutdown_grace seconds to finish; a second signal aborts them.
-    engine_options: fields of `EngineConfig`. Raises PortTaken, ConfigError; ServerFailed if no worker is left.
+    api_key: clients have to send it, except for health and metrics (see `gate`). engine_options: fields of
+    `EngineConfig`. Raises PortTaken, ConfigError; ServerFailed if no worker is left.
     """
     with _terminate_as_interrupt():
         try:
@@ -99,6 +101,7 @@ def serve(
                 body_timeout=body_timeout,
                 keep_alive_timeout=keep_alive_timeout,
                 shutdown_grace=shutdown_grace,
+                api_key=api_key,
                 **engine_options,
             ) as server:
                 log.info("minillm is serving %s at %s/v1 (press Ctrl-C to stop)", server.model, server.url)
@@ -121,6 +124,7 @@ def running(
     body_timeout: float = TIMEOUTS.body_timeout,
     keep_alive_timeout: float = TIMEOUTS.keep_alive_timeout,
     shutdown_grace: float = TIMEOUTS.shutdown_grace,
+    api_key: str | None = None,
     **engine_options: Unpack[EngineOptions],
 ) -> Iterator[RunningServer]:
     """Serve an engine of this process until the block ends, for a notebook or a test.  Lesson 99.
@@ -134,6 +138,9 @@ def running(
     Raises PortTaken, ConfigError; ServerFailed if a worker does not start.
     """
     _check(workers, max_queued, log_level)
+    from .gate import digest
+
+    key = digest(api_key)
     timeouts = Timeouts(header_timeout, body_timeout, keep_alive_timeout, shutdown_grace)
     # OpenMP threads busy-wait for one another on cores that workers and clients need. With the default spin count, a
     # single other busy process slows down every step. The variable is read once, when torch is imported.
@@ -145,7 +152,15 @@ def running(
 
             name = served_model_name or engine.name
             fleet = Workers(listener, workers, timeouts.shutdown_grace)
-            hub = Hub(engine, name, max_queued=max_queued, log_level=log_level, on_gone=fleet.gone, timeouts=timeouts)
+            hub = Hub(
+                engine,
+                name,
+                max_queued=max_queued,
+                log_level=log_level,
+                on_gone=fleet.gone,
+                timeouts=timeouts,
+                api_key=key,
+            )
             try:
                 fleet.start(hub)
                 yield RunningServer(_url(host, listener), engine, name, fleet)

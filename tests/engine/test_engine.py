@@ -120,17 +120,10 @@ def test_arrival_order_changes_no_token(directory, prompts, alone, seed):
 def test_a_preempted_request_resumes_with_the_same_tokens(directory, prompts, alone, block_size):
     blocks = -(-64 // block_size) + 2
     with LLM(directory, dtype="float64", device="cpu", num_blocks=blocks, block_size=block_size, run_ahead=2) as llm:
-        found = [completion.token_ids for completion in llm.generate(prompts, GREEDY)]
-        assert llm.stats()["preemptions"] > 0, "no request was preempted: the cache is too large for this test"
-    assert found == alone
-
-
-def test_a_preempted_request_has_started_once(directory, prompts):
-    with LLM(directory, dtype="float64", device="cpu", num_blocks=18, block_size=4, run_ahead=0) as llm:
         done = llm.generate(prompts, GREEDY)
         assert llm.stats()["preemptions"] > 0, "no request was preempted: the cache is too large for this test"
-    for each in done:
-        assert each.arrival_time <= each.scheduled_time <= each.first_token_time <= each.finish_time
+    assert [each.token_ids for each in done] == alone
+    assert all(each.arrival_time <= each.scheduled_time <= each.first_token_time <= each.finish_time for each in done)
 
 
 def test_prefix_cache_hits_change_no_token(directory, prompts, alone):

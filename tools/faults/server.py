@@ -6,6 +6,20 @@ LINK, HUB, RESPONSES = "minillm/server/link.py", "minillm/server/hub.py", "minil
 
 FAULTS = (
     Fault(
+        "any key opens a server that has one",
+        "minillm/server/gate.py",
+        'kind.lower() == b"bearer" and hmac.compare_digest(found, self.key)',
+        'kind.lower() == b"bearer"',
+        "tests/server/test_gate.py -k key",
+    ),
+    Fault(
+        "a client's request id may hold a line break",
+        "minillm/server/gate.py",
+        "REQUEST_ID.fullmatch(given)",
+        "given",
+        "tests/server/test_gate.py -k request_id",
+    ),
+    Fault(
         "the first token counts as one between tokens",
         HUB,
         "            if last:\n",
@@ -24,7 +38,7 @@ FAULTS = (
         "minillm/engine/engine.py",
         "tracked.completion.scheduled_time or time.perf_counter()",
         "time.perf_counter()",
-        "tests/engine/test_engine.py -k started_once",
+        "tests/engine/test_engine.py -k preempted_request_resumes",
     ),
     Fault(
         "a worker counts the tokens after a stop string",
