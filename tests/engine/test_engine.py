@@ -116,10 +116,9 @@ def test_arrival_order_changes_no_token(directory, prompts, alone, seed):
     assert found == [alone[i] for i in order]
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 16])
-def test_a_preempted_request_resumes_with_the_same_tokens(directory, prompts, alone, block_size):
-    blocks = -(-64 // block_size) + 2
-    with LLM(directory, dtype="float64", device="cpu", num_blocks=blocks, block_size=block_size, run_ahead=2) as llm:
+@pytest.mark.parametrize("blocks", [{"block_size": size, "num_blocks": -(-64 // size) + 2} for size in (1, 3, 16)])
+def test_a_preempted_request_resumes_with_the_same_tokens(directory, prompts, alone, blocks):
+    with LLM(directory, dtype="float64", device="cpu", run_ahead=2, **blocks) as llm:
         done = llm.generate(prompts, GREEDY)
         assert llm.stats()["preemptions"] > 0, "no request was preempted: the cache is too large for this test"
     assert [each.token_ids for each in done] == alone

@@ -49,7 +49,7 @@ def test_only_the_options_that_were_set_reach_the_server(monkeypatch):
     monkeypatch.setattr("minillm.server.serve", lambda model, **options: seen.update(options, model=model))
     result = run("serve", "--model", "somewhere", "--max-num-seqs", "7", "--no-enable-prefix-caching")
     assert result.exit_code == 0, result.output
-    names = ("host", "port", "served_model_name", "log_level", "workers", "max_queued", *vars(Timeouts()))
+    names = ("host", "port", "served_model_name", "log_level", "workers", "max_queued", "api_key", *vars(Timeouts()))
     engine = {name: value for name, value in seen.items() if name not in names}
     assert engine == {"model": "somewhere", "max_num_seqs": 7, "enable_prefix_caching": False}
 
@@ -60,6 +60,16 @@ def test_serve_takes_its_model_with_or_without_the_option(monkeypatch, words):
     monkeypatch.setattr("minillm.server.serve", lambda model, **options: seen.append(model))
     assert run("serve", *words).exit_code == 0
     assert seen == ["somewhere"]
+
+
+def test_the_key_of_a_server_may_be_in_the_environment(monkeypatch):
+    seen = []
+    monkeypatch.setattr("minillm.server.serve", lambda model, *, api_key, **options: seen.append(api_key))
+    for words in ([], ["--api-key", "from-the-option"]):
+        assert run("serve", *words).exit_code == 0
+    monkeypatch.setenv("MINILLM_API_KEY", "from-the-environment")
+    assert run("serve").exit_code == 0
+    assert seen == [None, "from-the-option", "from-the-environment"]
 
 
 def test_two_models_to_serve_are_refused(monkeypatch):
