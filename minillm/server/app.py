@@ -1,4 +1,4 @@
-"""The routes: OpenAI's completions and chat completions, health and metrics, which NIM has under /v1 too.  Lesson 99.
+"""The routes: OpenAI's API, vLLM's /tokenize, health and metrics, which NIM has under /v1 too.  Lesson 99.
 
 The application holds no model. It sends requests through a `RemoteEngine` to the engine in another process.
 """
@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import time
 import traceback
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from typing import Any
 
@@ -25,7 +25,17 @@ from .body import BodyReader, Form
 from .event_stream import ClientGone, EventStream, unless_disconnected
 from .gate import Gate, refusal
 from .link import Choice, EngineError, Prompt, RemoteEngine, readable, room
-from .protocol import APIError, ChatRequest, CompletionRequest, GenerationRequest, StreamOptions, as_api_error
+from .protocol import (
+    APIError,
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    StreamOptions,
+    TokenizeRequest,
+    as_api_error,
+)
 from .responses import Answer, ChatForm, CompletionForm, TokenTexts, usage
 
 LONG_TEXT = 10_000  # characters in all prompts; text this long is tokenized in a thread, so other streams keep going
@@ -80,10 +90,18 @@ def create_app(engine: RemoteEngine) -> FastAPI:
     async def chat(request: Request) -> Response:
         return await server.answer(request, ChatRequest, server.chat)
 
+    @app.post("/tokenize", openapi_extra=_takes(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        return await server.answer(request, TokenizeRequest, server.ids_of)
+
+    @app.post("/detokenize", openapi_extra=_takes(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        return await server.answer(request, DetokenizeRequest, server.text_of)
+
     return app
 
 
-def _takes(form: type[GenerationRequest]) -> dict:
+def _takes(form: type[Body]) -> dict:
     """The OpenAPI description of a request body."""
     schema = form.model_json_schema() | {"$id": form.__name__}  # its $refs resolve against this id
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
@@ -172,6 +190,32 @@ class _Server:
         form = ChatForm(self.texts, top, bool(body.return_token_ids), body.n or 1)
         return await self.respond([prompt], params, form, body)
 
+    async def ids_of(self, body: TokenizeRequest) -> Response:
+        """The token ids of a text. It may be longer than the context: this is how a client finds out."""
+        engine, text, special = self.engine, body.prompt, body.add_special_tokens
+        readable(len(text), engine.max_request_len)
+        if not engine.encodes:
+            raise APIError("this model has no tokenizer")
+        try:
+            if engine.tokenizer is None:
+                ids = await engine.ask("encode", text=text, special=special)
+            else:
+                ids = await _run(len(text) >= LONG_TEXT, engine.tokenizer.encode, text, special)
+        except (InvalidRequest, TokenizerError) as error:
+            raise APIError(f"prompt: {error}", param="prompt") from None
+        found = {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids}
+        if body.return_token_strs:
+            await self._look_up(ids)
+            found["token_strs"] = [self.texts(each) for each in ids]
+        return JSONResponse(found)
+
+    async def text_of(self, body: DetokenizeRequest) -> Response:
+        """The text of token ids."""
+        if not self.engine.encodes:
+            raise APIError("this model has no tokenizer")
+        self._check_ids(body.tokens, "tokens")
+        return JSONResponse({"prompt": await self.echo(body.tokens, len(body.tokens) >= LONG_TEXT)})
+
     # ---- prompts
 
     async def tokenize(self, text: str, in_thread: bool, *, special: bool = True, name: str = "prompt") -> Prompt:
@@ -202,10 +246,13 @@ class _Server:
             readable(len(prompt), engine.max_request_len)
             return
         room(len(prompt), engine.max_request_len)
-        for token in (min(prompt), max(prompt)):
-            if not 0 <= token < engine.vocab_size:
-                message = f"prompt: token id {shown(token)} is outside the vocabulary of {engine.vocab_size}"
-                raise APIError(message, param="prompt")
+        self._check_ids(prompt, "prompt")
+
+    def _check_ids(self, ids: list[int], name: str) -> None:
+        for token in (min(ids, default=0), max(ids, default=0)):
+            if not 0 <= token < self.engine.vocab_size:
+                message = f"{name}: token id {shown(token)} is outside the vocabulary of {self.engine.vocab_size}"
+                raise APIError(message, param=name)
 
     async def render(self, messages: list[dict[str, str]], in_thread: bool) -> str:
         """The conversation, formatted with the model's chat template."""
@@ -299,7 +346,10 @@ class _Server:
         if self.engine.tokenizer is not None or not self.engine.encodes or gained.logprobs is None:
             return
         entries = itertools.chain(gained.logprobs, done.prompt_logprobs or ())
-        ids = itertools.chain(done.prompt_token_ids[:1], *(entry for entry in entries if entry is not None))
+        await self._look_up(itertools.chain(done.prompt_token_ids[:1], *(each for each in entries if each is not None)))
+
+    async def _look_up(self, ids: Iterable[int]) -> None:
+        """Ask the engine's process for the text of tokens, if only it has the tokenizer."""
         if unknown := self.texts.unknown(ids):
             found = await self.engine.ask("tokens", ids=unknown)
             self.texts.seen |= {token: tuple(entry) for token, entry in zip(unknown, found, strict=True)}

@@ -11,9 +11,9 @@ from . import limits
 from .bounded_json import BoundedDecoder, TooDeep, TooManyValues, UnknownMember
 from .event_stream import ClientGone
 from .link import Busy
-from .protocol import NO_OBJECT, APIError, GenerationRequest, malformed, unknown_field
+from .protocol import NO_OBJECT, APIError, Body, malformed, unknown_field
 
-Form = TypeVar("Form", bound=GenerationRequest)
+Form = TypeVar("Form", bound=Body)
 
 
 class BodyReader:

@@ -361,6 +361,9 @@ class Line:
     def _ask_template(self, messages: list[dict]) -> str:
         return self._tokenizer.apply_chat_template(messages)
 
+    def _ask_encode(self, text: str, special: bool) -> list[int]:
+        return self._tokenizer.encode(text, special)
+
     def _ask_decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids)
 

@@ -35,7 +35,7 @@ class Metrics:
         def times(name, text):
             return theirs(Histogram, name, text, buckets=SECONDS)
 
-        self.requests = ours(Counter, "http_requests", "Generation requests by HTTP status", labelnames=["status"])
+        self.requests = ours(Counter, "http_requests", "Requests with a body by HTTP status", labelnames=["status"])
         self.prompt_tokens = (
             ours(Counter, "prompt_tokens", "Prompt tokens of finished choices"),
             theirs(Counter, "prompt_tokens", "Prompt tokens of finished requests"),

@@ -104,16 +104,43 @@ SIZES = {
 }
 
 
-class GenerationRequest(BaseModel):
-    """Fields of both endpoints. null means the default. Unknown fields are rejected, which catches typos.
+class Body(BaseModel):
+    """A request's body. Unknown fields are rejected, which catches typos."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    model: str | None = None
+
+    @classmethod
+    def known_fields(cls) -> Container[str]:
+        return cls.model_fields.keys()
+
+    @classmethod
+    def check_supported(cls, name: str | None) -> None:
+        """Raise APIError if this is a field of OpenAI's API that this server does not support."""
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize, as vLLM has it."""
+
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize."""
+
+    tokens: Annotated[list[int], Field(fail_fast=True)]
+
+
+class GenerationRequest(Body):
+    """Fields of both endpoints. null means the default.
 
     pydantic collects every error in a request. Fields that can hold many items are therefore checked before pydantic
     sees them, and the check stops at the first error.
     """
 
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    model: str | None = None
     n: int | None = Field(None, ge=1, le=MAX_N)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -137,14 +164,6 @@ class GenerationRequest(BaseModel):
     cache_salt: str | None = None
     priority: int | None = None
     return_token_ids: bool | None = None
-
-    @classmethod
-    def known_fields(cls) -> Container[str]:
-        return cls.model_fields.keys()
-
-    @classmethod
-    def check_supported(cls, name: str | None) -> None:
-        """Raise APIError if this is a field of OpenAI's API that this server does not support."""
 
     @model_validator(mode="before")
     @classmethod

@@ -6,6 +6,13 @@ LINK, HUB, RESPONSES = "minillm/server/link.py", "minillm/server/hub.py", "minil
 
 FAULTS = (
     Fault(
+        "every text is tokenized with special tokens",
+        "minillm/server/app.py",
+        "engine.tokenizer.encode, text, special)\n        except (InvalidRequest",
+        "engine.tokenizer.encode, text, True)\n        except (InvalidRequest",
+        "tests/server/test_tokenize.py -k text_of_ids",
+    ),
+    Fault(
         "any key opens a server that has one",
         "minillm/server/gate.py",
         'kind.lower() == b"bearer" and hmac.compare_digest(found, self.key)',

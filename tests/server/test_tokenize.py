@@ -1,0 +1,73 @@
+"""/tokenize and /detokenize, as vLLM has them."""
+
+import httpx
+import pytest
+
+from minillm import Tokenizer
+from minillm.server import running
+from tests.server.test_tokenizers import Shouting
+from tests.waiting import TIMEOUT
+
+TEXT = "The river at Högg"
+
+
+@pytest.fixture(scope="module")
+def http(server):
+    with httpx.Client(base_url=server.url, timeout=TIMEOUT) as client:
+        yield client
+
+
+def test_ids_of_a_text_and_the_text_of_ids(http, server):
+    tokenizer = server.engine.tokenizer
+    assert isinstance(tokenizer, Tokenizer)
+    for special in (True, False):
+        found = http.post("/tokenize", json={"prompt": TEXT, "add_special_tokens": special}).json()
+        ids = tokenizer.encode(TEXT, special)
+        assert found == {"count": len(ids), "max_model_len": server.engine.max_model_len, "tokens": ids}
+        assert http.post("/detokenize", json={"tokens": ids}).json() == {"prompt": TEXT}
+    assert http.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+
+
+def test_the_strings_of_tokens_are_those_of_log_probabilities(http, server):
+    body = {"prompt": TEXT, "return_token_strs": True, "model": server.model}
+    strings = http.post("/tokenize", json=body).json()["token_strs"]
+    scored = http.post("/v1/completions", json={"prompt": TEXT, "echo": True, "max_tokens": 0, "logprobs": 1}).json()
+    assert strings == scored["choices"][0]["logprobs"]["tokens"]
+
+
+def test_a_text_longer_than_the_context_is_counted(http, server):
+    text = "river " * server.engine.max_model_len
+    found = http.post("/tokenize", json={"prompt": text}).json()
+    assert found["count"] > found["max_model_len"] == server.engine.max_model_len
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "reason"),
+    [
+        ("tokenize", {"prompt": 7}, "prompt", "valid string"),
+        ("tokenize", {}, "prompt", "required"),
+        ("tokenize", {"prompt": "x" * 10_000_000}, None, "exceeds the limit"),
+        ("tokenize", {"prompt": "x", "messages": []}, "messages", "not a field of this request"),
+        ("tokenize", {"prompt": "x", "model": "another"}, "model", "unknown model"),
+        ("detokenize", {"tokens": ["a"]}, "tokens", "valid integer"),
+        ("detokenize", {"tokens": [10**6]}, "tokens", "outside the vocabulary"),
+        ("detokenize", {"tokens": [-1]}, "tokens", "outside the vocabulary"),
+    ],
+)
+def test_wrong_bodies_are_refused_in_openais_form(http, path, body, param, reason):
+    answer = http.post(f"/{path}", json=body)
+    assert 400 <= answer.status_code < 500, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param and reason in error["message"]
+
+
+def test_a_tokenizer_that_only_the_engine_has_is_asked(model_directory):
+    tokenizer = Shouting.from_pretrained(model_directory)
+    with (
+        running(model_directory, tokenizer=tokenizer, load_format="dummy", device="cpu") as server,
+        httpx.Client(base_url=server.url, timeout=TIMEOUT) as client,
+    ):
+        found = client.post("/tokenize", json={"prompt": "the river", "return_token_strs": True}).json()
+        assert found["tokens"] == tokenizer.encode("the river")
+        assert len(found["token_strs"]) == found["count"] and "".join(found["token_strs"]).endswith("RIVER")
+        assert client.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "THE RIVER"}
