@@ -108,6 +108,31 @@ def scales_rounded_row_by_row(weight, block_size, round_scales):
 
 
 @wrong("quantize_fp4", fails="weights are divided by the rounded scales")
+def scales_rounded_twice(weight, block_size, round_scales):
+    return _fp4(weight, block_size, lambda scales: round_scales(round_scales(scales)))
+
+
+@wrong("quantize_fp4", fails="weights are divided by the rounded scales")
+def scales_as_a_column(weight, block_size, round_scales):
+    return _fp4(weight, block_size, lambda scales: round_scales(scales.view(-1, 1)).view(scales.shape).contiguous())
+
+
+@wrong("quantize_fp4", fails="weights are divided by the rounded scales")
+def ideal_scales_keep_their_last_axis(weight, block_size, round_scales):
+    return _fp4(weight, block_size, lambda scales: round_scales(scales[..., None])[..., 0])
+
+
+@wrong("quantize_fp4", fails="weights are divided by the rounded scales")
+def blocks_of_zeros_have_a_scale_of_1(weight, block_size, round_scales):
+    """In place of the small scale that round_scales gives them: NVFP4's one number is then made for the 1."""
+
+    def guarded(scales):
+        return torch.where(scales > 0, round_scales(scales), torch.ones_like(scales))
+
+    return _fp4(weight, block_size, guarded)
+
+
+@wrong("quantize_fp4", fails="weights are divided by the rounded scales")
 def never_rounds_scales(weight, block_size, round_scales):
     return _fp4(weight, block_size, lambda scales: torch.where(scales > 0, scales, 1.0))
 
@@ -115,6 +140,12 @@ def never_rounds_scales(weight, block_size, round_scales):
 @wrong("quantize_fp4", fails="zeros stay zeros, and small blocks keep their scale")
 def scales_of_at_least_1e_8(weight, block_size, round_scales):
     return _fp4(weight, block_size, lambda scales: round_scales(scales).clamp(min=1e-8))
+
+
+@wrong("quantize_fp4", fails="zeros stay zeros, and small blocks keep their scale")
+def zeros_become_1_before_scales_are_rounded(weight, block_size, round_scales):
+    """The usual guard against 0 / 0, too early: NVFP4 makes the largest scale 448, and that is then the guard's."""
+    return _fp4(weight, block_size, lambda scales: round_scales(torch.where(scales > 0, scales, 1.0)))
 
 
 @wrong("quantize_fp4", fails="zeros stay zeros, and small blocks keep their scale")
@@ -306,6 +337,26 @@ def equal_points_beat_each_other(points):
 def one_name_for_equal_points(points):
     found = _front(points, _dominates)
     return [name for at, name in enumerate(found) if points[name] not in [points[each] for each in found[:at]]]
+
+
+@wrong("pareto_front", fails="equal points stay together")
+def any_other_tuple(points):
+    """`is not` in place of `!=`: equal tuples may be two objects."""
+    return _front(points, lambda other, mine: other is not mine and _at_least(other, mine))
+
+
+@wrong("pareto_front", fails="any number of numbers, of any size")
+def the_first_and_the_last_number(points):
+    return _front(points, lambda other, mine: other != mine and other[0] <= mine[0] and other[-1] <= mine[-1])
+
+
+@wrong("pareto_front", fails="any number of numbers, of any size")
+def points_that_are_close_do_not_beat_each_other(points):
+    def beats(other, mine):
+        close = all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(other, mine, strict=True))
+        return _at_least(other, mine) and not close
+
+    return _front(points, beats)
 
 
 @wrong("pareto_front", fails="any number of numbers, of any size")
