@@ -235,9 +235,9 @@ def _(function):
 def _(function):
     for bits in (2, 3, 4, 5, 8):
         top = 2 ** (bits - 1)
-        for sign in (1, -1):
+        for sign, largest in ((1, 0), (-1, 101), (1, 255)):
             quotients = _drawn(1, 256, seed=bits).clamp(-2, 2) * (top - 0.5) / 2.1
-            quotients[0, 100] = sign * (top - 0.5)
+            quotients[0, largest] = sign * (top - 0.5)
             weight = (quotients / 64).float()  # the scale is 1/64, without rounding
             wanted = (weight.double() * 64).round().clamp(-top, top - 1)
             found = _faked(function, weight.clone().requires_grad_(), bits, 256).detach().double() * 64
@@ -254,9 +254,10 @@ def _(function):
 )
 def _(function):
     for bits, size in ((4, 8), (2, 4), (3, 16)):
-        weight, upstream = _leaf(1, size, seed=bits), _drawn(1, size, seed=bits + 10)
+        weight, upstream = _leaf(1, size, seed=bits).detach(), _drawn(1, size, seed=bits + 10)
+        weight[0, 1] = 0.0
         for sign in (1, -1):
-            given = (sign * weight.detach()).requires_grad_()
+            given = (sign * weight).requires_grad_()
             found = _faked(function, given, bits, size)
             assert found.requires_grad, "the result has no gradient: only what is rounded may be detached"
             (gradient,) = torch.autograd.grad(found, given, upstream.to(found.dtype), allow_unused=True)
@@ -350,6 +351,7 @@ def _(function):
     _check_front(function, {"a": (2, 2, 1), "b": (1, 1, 4), "c": (3, 3, 5)}, ["a", "b"])
     _check_front(function, {"a": (2, 2, 2, 1), "b": (1, 1, 1, 8), "c": (9, 9, 9, 9)}, ["a", "b"])
     _check_front(function, {"a": (1, 4, 1), "b": (2, 1, 2)}, ["a", "b"])
+    _check_front(function, {"a": (4, 1, 1), "b": (1, 2, 2)}, ["a", "b"])
     _check_front(function, {"a": (1.0, 7.0), "b": (1.00001, 7.0001)}, ["a"])
     _check_front(function, {"a": (2e-9, 2e12), "b": (1e-9, 1e12), "c": (3e-9, 3e12)}, ["b"])
     _check_front(function, {"a": (1e-9, 2e-9), "b": (2e-9, 1e-9), "c": (3e-9, 3e-9)}, ["a", "b"])

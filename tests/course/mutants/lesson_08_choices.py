@@ -206,6 +206,16 @@ def always_four_bits(weight, bits, group_size):
 
 
 @wrong("fake_quantize", fails="codes are those of the formula, for any number of bits")
+def the_last_weight_of_a_group_does_not_count(weight, bits, group_size):
+    groups = weight.detach().unflatten(-1, (-1, group_size))
+    scales = groups[..., : max(3, group_size - 1)].abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 0.5)
+    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+    return _through(
+        weight, ((groups / scales).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) * scales).flatten(-2)
+    )
+
+
+@wrong("fake_quantize", fails="codes are those of the formula, for any number of bits")
 def symmetric_codes(weight, bits, group_size):
     """From -7 to 7: right unless the largest weight is negative."""
     return _through(weight, _rounded(weight.detach(), bits, group_size, low=1 - 2 ** (bits - 1)))
@@ -243,6 +253,13 @@ def _codes_detached(weight, bits, group_size, scaled_by):
 @wrong("fake_quantize", fails="the gradient passes unchanged, through every weight")
 def rounding_without_an_estimator(weight, bits, group_size):
     return _rounded(weight, bits, group_size)
+
+
+@wrong("fake_quantize", fails="the gradient passes unchanged, through every weight")
+def sign_times_magnitude(weight, bits, group_size):
+    """The derivative of abs() is 0 at 0, so a weight of 0 never moves."""
+    size = weight.abs()
+    return weight.sign() * size + (_rounded(weight.detach(), bits, group_size) - weight).detach()
 
 
 @wrong("fake_quantize", fails="the gradient passes unchanged, through every weight")
@@ -357,6 +374,11 @@ def points_that_are_close_do_not_beat_each_other(points):
         return _at_least(other, mine) and not close
 
     return _front(points, beats)
+
+
+@wrong("pareto_front", fails="any number of numbers, of any size")
+def the_last_two_numbers(points):
+    return _front(points, lambda other, mine: _dominates(other[-2:], mine[-2:]))
 
 
 @wrong("pareto_front", fails="any number of numbers, of any size")
