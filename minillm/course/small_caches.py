@@ -4,7 +4,7 @@ with using(**small_caches.operations(mine, my_attention)):
     text.predictions(model)
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -175,20 +175,17 @@ def requests_of_weights(config: ModelConfig, tokens: int, kv_cache_dtype: str = 
     return sizing.weight_bytes(config) / sizing.kv_bytes(config, tokens, kv_cache_dtype)
 
 
-def speeds(record: Mapping[str, Any]) -> None:
-    """Print what 8-bit caches did to the speed of the same weights, from a record of an H200, if it has such rows."""
-    results = record["results"]
-    plain = {(row["quantization"], row["workload"]): row for row in results if row["kv_cache_dtype"] == "bfloat16"}
-    rows = [row for row in results if row["kv_cache_dtype"] != "bfloat16"]
-    known = [row for row in rows if (row["quantization"], row["workload"]) in plain]
-    if not known:
-        print("this record has no rows with an 8-bit cache")
-    for row in known:
-        before = plain[row["quantization"], row["workload"]]["output_tokens_per_s"]
-        times = row["output_tokens_per_s"] / before
-        print(f"weights {row['quantization']:12} cache {row['kv_cache_dtype']:5} {row['workload']:22} {times:5.2f}")
+def speeds(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> None:
+    """Print tokens per second after / before, for rows of two records with the same workloads."""
+    known = {row["workload"]: row for row in before}
+    print("requests   tokens of a prompt   of an output   times as fast")
+    for row in after:
+        count = row["requests"]
+        prompt, output = row["input_tokens"] / count, row["output_tokens"] / count
+        times = row["output_tokens_per_s"] / known[row["workload"]]["output_tokens_per_s"]
+        print(f"{count:8,} {prompt:20,.0f} {output:14,.0f} {times:15.2f}")
 
 
-def committed() -> Mapping[str, Any]:
-    """The record of an H200 that lessons compare quantizations with."""
-    return records.read("h200/quantization")
+def committed() -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
+    """Rows of an H200 with FP8 weights, Gemma 2B's shape: with a cache in bfloat16, and with one in FP8."""
+    return records.read("h200/gemma-2b-fp8")["results"], records.read("h200/gemma-2b-fp8-cache")["results"]

@@ -113,9 +113,9 @@ for layer, pair in enumerate(kept):
     print(f"{layer:5} {ratios[0]:9.2f} {ratios[1]:13.2f} {ratios[2]:14.2f} {ratios[3]:13.2f}")
 
 # %% [markdown]
-# (Root mean squares, without `<bos>`.) In keys, channels differ most. In values, tokens differ at least as much as
-# channels. Liu et al. (2024, *KIVI*) found the same in large models, with larger ratios: keys have a few channels with
-# outliers, values do not.
+# (Root mean squares, without `<bos>`.) In keys, channels differ more than tokens in every layer. In values, tokens
+# differ more than channels, except in the first two layers. Liu et al. (2024, *KIVI*) found the same pattern in large
+# models, with larger ratios: keys have a few channels with outliers, values do not.
 #
 # The two brightest channels are no accident: 18 and 50 are 32 apart, a pair that the rotary embedding rotates
 # (lesson 02). It turns slowly, so the brightness moves from one to the other along the text.
@@ -233,11 +233,12 @@ with using(write_kv=my_write):
 compare("fp8 / int8", unit="times", prediction=guess_fp8, measured=loss["fp8"] / loss["int8"])
 
 # %% [markdown]
-# Both are harmless, and int8 is better. Among the 64 numbers that share a scale, the largest is only a few times larger
-# than the others. Then int8 has finer steps where most of the numbers are, and FP8 has its precision at small numbers,
-# where it is not needed. Other engines choose differently for a reason. TensorRT-LLM's documentation recommends FP8
-# over int8 for the cache, and vLLM's documentation has one scale for a tensor or a head, from calibration or simply 1.
-# Scales like these must cover every token that will come, and FP8 forgives a scale that is too large.
+# Both are harmless, and int8 is better. Among the 64 numbers that share a scale, the largest is only about three times
+# their root mean square. Then int8 has finer steps where most of the numbers are, and FP8 has its precision at small
+# numbers, where it is not needed. With coarser scales, the choice can be another. TensorRT-LLM's documentation
+# recommends FP8 over int8 for the cache, and vLLM's describes FP8 with one scale for a tensor or a head, from
+# calibration or simply 1. Scales like these must cover every token that will come, and FP8 forgives a scale that is too
+# large. (Since 2026, vLLM also has `int8_per_token_head`: a scale for each token and head, as here.)
 #
 # ### How many requests fit?
 #
@@ -337,13 +338,16 @@ print(f"attend_codes is {whose(attend_codes)}; calls: {used.calls}")
 # rotates and writes keys, so that no additional kernel runs. A long prompt is different: many queries read the same
 # keys, so these are dequantized once, to a buffer. On a CPU, the engine dequantizes in every step.
 #
-# Does an eight-bit cache make an H200 faster? This prints tokens per second with it, divided by those with a bfloat16
-# cache and the same weights, if the committed record has such rows:
+# Does an eight-bit cache make an H200 faster? This prints tokens per second with an FP8 cache, divided by those with a
+# bfloat16 cache, from two committed records (Gemma 2B's shape, FP8 weights):
 
 # %%
-small_caches.speeds(small_caches.committed())
+small_caches.speeds(*small_caches.committed())
 
 # %% [markdown]
+# The cache saves bytes in decode steps, so look for many requests that decode for long. One short request has few keys
+# to read, and where outputs are much shorter than prompts, most of the time goes into the prompts.
+#
 # ### Two bits: KIVI
 #
 # How far can this go? The next cell counts bits down, with a scale for each token and head, and with the scales that
@@ -417,7 +421,8 @@ near it.""")
 # multiple of that step, as in lesson 07, and `round` sends halves to the level with an even mantissa bit.
 #
 # **Exercise 3 (9 minutes).** Round a matrix in blocks. `round_scales` turns ideal scales into scales that a format can
-# store; it returns positive numbers, even for a block of zeros. What is larger than 6 after division becomes 6.
+# store. It takes those of the whole matrix, since NVFP4's one number depends on all of them, and returns positive
+# numbers, even for a block of zeros. Magnitudes above 6 after the division become 6.
 #
 # For example, the block above and `round_scales=lambda s: s` give the values 6, -3, 1.5, 0.5 and the scale 0.15.
 
@@ -474,9 +479,10 @@ for name, base, guess in (("NVFP4", 32, guess_nv), ("MXFP4", 64, guess_mx)):
 
 # %% [markdown]
 # The two formats have the same levels, so the difference is in blocks and scales. NVFP4 gains a little over int4 at the
-# same size: its scales take half of the bits, which pays for blocks half as long. MXFP4 loses what it gained, because
-# a power of two wastes up to half of the levels' range. The engine's method `nvfp4` needs no calibration; on hardware
-# that multiplies FP4, activations would have four bits as well, which this does not measure.
+# same size: its scales take half of the bits, which pays for blocks half as long. MXFP4 gains nothing from blocks half
+# as long, because its scales are coarse: where the largest weight comes to just above 3.5, the level 6 is not used. The
+# engine's method `nvfp4` needs no calibration; on hardware that multiplies FP4, activations would have four bits as
+# well, which this does not measure.
 #
 # ## 5 · Distillation: train for the rounding · 13 min
 #
@@ -611,12 +617,16 @@ for (name, _), (theirs, ours, requests) in words.items():
 # engine, not about the method. And a small model on a large GPU spends much of each step on fixed costs, which no
 # precision shortens.
 #
-# Points are lost accuracy in multiple-choice questions. Where the interval includes 0, the questions show no loss, but
-# KL still ranks the methods. Compare SmoothQuant with FP8: NVIDIA's table expects more loss from SmoothQuant, and
-# `tiny-gemma`, which has hardly any outlier channels (lesson 07), ranks the two the other way around. Quality depends
-# on the model. "Seconds" are
-# those of quantizing *and* measuring; INT8 and INT4 weight-only need no calibration, so the difference from them is
-# about what calibration takes, for 5.6 million parameters on a CPU.
+# "Points lost" is accuracy lost on multiple-choice questions, in percentage points. Where the interval includes 0, the
+# questions show no loss, but KL still ranks the methods. Compare SmoothQuant with FP8: NVIDIA's table expects more loss
+# from SmoothQuant, and `tiny-gemma`, which has hardly any outlier channels (lesson 07), ranks the two the other way
+# around. Quality depends on the model.
+#
+# "Seconds" are those of quantizing *and* measuring, for 5.6 million parameters on a CPU. What AWQ and GPTQ take longer
+# than INT4 weight-only is about the time of their calibration. The three methods with eight-bit activations also round
+# those in every product that is measured. For FP8 that is all: it needs no calibration here, since each token gets
+# its scale as it comes (lesson 07).
+#
 # (Pruning, which sets weights to 0, is in neither table. `data/README.md` shows why: on `tiny-gemma` it loses far more
 # than quantization to the same size does, and this engine's products do not skip zeros.)
 #
@@ -682,7 +692,7 @@ panels.""")
 # The engine's `recommend` estimates instead of measuring, so it can answer for other models and GPUs. For each method
 # it adds up a step's time: the bytes of the weights and of the cache at the memory's rate, or the arithmetic at the
 # rate of its products if that takes longer, and fixed costs. Tests hold the estimate against the record. Then it takes
-# the fastest method whose loss you allow.
+# the fastest method whose loss you allow, or one within 3% of it that loses less.
 #
 # **Predict first,** for yourself: which weights and which cache would *you* choose for Gemma 2B on an H200, for one
 # chat user; for 512 requests with long prompts; and for Llama 3.1 8B on a GPU of 24 GB?
@@ -709,7 +719,7 @@ for case, (name, gpu, traffic) in CASES.items():
 # * With enough requests, keys and values outweigh the weights. Eight bits hold nearly twice as many.
 # * A cache is written token by token, so a scale for each token and head is the one that needs no calibration. It folds
 #   into the scores and into the softmax's weights: products see only codes.
-# * Keys have large channels, values do not. That decides at two bits, not at eight.
+# * Keys have large channels, values do not. That matters at two bits, not at eight.
 # * FP4 has eight magnitudes and depends on its blocks: 16 weights with a scale in e4m3 (NVFP4), or 32 with a power of
 #   two (MXFP4).
 # * Distillation trains weights for their rounding. The straight-through estimator lets gradients through.
@@ -718,7 +728,7 @@ for case, (name, gpu, traffic) in CASES.items():
 #
 # **What got worse:** every key and value is now rounded once, and what is in the cache stays wrong for the rest of its
 # request. Each scale takes 4 bytes, which is much for small heads. Every kernel that touches the cache now has three
-# formats to support. FP4 without hardware for it saves memory only, and distillation needs a training run for each
+# formats to support. Without hardware for it, FP4 only saves memory, and distillation needs a training run for each
 # model and each format. A recommendation rests on estimates and on one small model's quality.
 #
 # **Further reading:** Liu et al. 2024, *KIVI* (2402.02750; two bits); Hooper et al. 2024, *KVQuant* (keys before their

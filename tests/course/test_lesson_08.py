@@ -82,14 +82,13 @@ def test_a_cache_as_large_as_the_weights():
 
 
 def test_speeds_of_small_caches_are_divided_by_those_of_the_same_weights(capsys):
-    small_caches.speeds(small_caches.committed())
-    assert capsys.readouterr().out
-    rows = [
-        {"quantization": "fp8", "workload": "a", "kv_cache_dtype": kind, "output_tokens_per_s": speed}
-        for kind, speed in (("bfloat16", 100.0), ("fp8", 150.0))
-    ]
-    small_caches.speeds({"results": rows})
-    assert "1.50" in capsys.readouterr().out
+    before, after = small_caches.committed()
+    assert [row["workload"] for row in before] == [row["workload"] for row in after]
+    for rows, kind in ((before, "bfloat16"), (after, "fp8")):
+        assert all((row["quantization"], row["kv_cache_dtype"]) == ("fp8", kind) for row in rows)
+    row = {"workload": "a", "requests": 4, "input_tokens": 400, "output_tokens": 80, "output_tokens_per_s": 100.0}
+    small_caches.speeds([row], [row | {"output_tokens_per_s": 150.0}])
+    assert capsys.readouterr().out.splitlines()[1].split() == ["4", "100", "20", "1.50"]
 
 
 def test_fp4_by_a_function_gives_what_the_engines_formats_give(model, text):

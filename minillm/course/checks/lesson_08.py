@@ -77,7 +77,12 @@ def _(function):
 def _(function):
     for dtype, top in TOP.items():
         for size in (1.0, 2.0**-20, 2.0**20):
-            for token in ([-top, top / 2, 1.0, 0.0], [top, 3.0, -top, -2.0], [-1.0, -top, -4.0, -top]):
+            for token in (
+                [-top, top / 2, 1.0, 0.0],
+                [top, 3.0, -top, -2.0],
+                [-1.0, 2.0, -4.0, -top],
+                [2.0, 1, top, -1],
+            ):
                 x = torch.tensor([[token]]) * size
                 codes, scales = _pair(function, x, dtype)
                 said = f"{NAMES[dtype]}: {_text(x)}"

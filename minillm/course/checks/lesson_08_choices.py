@@ -133,12 +133,25 @@ def _(function):
     def coarse(scales: Tensor) -> Tensor:
         return scales * 0 + 3.0
 
+    def double(scales: Tensor) -> Tensor:
+        return 2 * _same(scales)
+
     two = torch.cat([weight, weight / 3])
-    _, scales = _blocks(function, two, 16, lambda scales: scales * 0 + scales.max())
-    _near(scales, torch.full((2, 1), 5.3 / 6).double(), "two rows, and round_scales returns the largest of all: scales")
-    for name, rounding, scale in (("powers of two", powers, 1.0), ("3 for all", coarse, 3.0)):
+    given = []
+
+    def largest(scales: Tensor) -> Tensor:
+        given.append(list(scales.shape))
+        return scales * 0 + scales.max()
+
+    _, scales = _blocks(function, two, 8, largest)
+    _near(scales, torch.full((2, 2), 5.3 / 6).double(), "two rows, and round_scales returns the largest of all: scales")
+    assert all(shape == [2, 2] for shape in given), f"2 rows of 2 blocks: round_scales is given {given}, not [2, 2]"
+    _, scales = _blocks(function, torch.cat([weight, weight * 0]), 16, coarse)
+    _near(scales, torch.full((2, 1), 3.0).double(), "a row of zeros, and round_scales returns 3 for all: scales", 1e-9)
+    cases = ("powers of two", powers, 1.0), ("3 for all", coarse, 3.0), ("twice the ideal scale", double, 10.6 / 6)
+    for name, rounding, scale in cases:
         values, scales = _blocks(function, weight, 16, rounding)
-        _near(scales, torch.tensor([[scale]]).double(), f"the scale with {name}: round_scales gives", 1e-9)
+        _near(scales, torch.tensor([[scale]], dtype=torch.float64), f"the scale with {name}: round_scales gives")
         one = torch.cat([weight / scale, torch.tensor([[6.0]]).double()], 1)  # with a 6, the scale is 1
         own, _ = _blocks(function, one, 17)
         _near(values, own[:, :-1], f"values with {name}, against those of the quotients", 1e-9)
@@ -154,6 +167,16 @@ def _(function):
     assert bool((values[weight == 0] == 0).all()), f"zeros become {_text(values[weight == 0])}"
     _near(values[1], torch.tensor([6.0, -3, 1.5, 0]).double(), "values of a block of numbers near 1e-12")
     _near(scales[1], torch.tensor([1e-12]).double(), "the scale of that block")
+    given: list[Tensor] = []
+
+    def noted(scales: Tensor) -> Tensor:
+        given.append(scales.clone().flatten())
+        return _same(scales)
+
+    _blocks(function, torch.tensor([[0.0, 0], [-3, 6]]).double(), 2, noted)
+    if given:
+        ideal = torch.cat(given)[:2]
+        _near(ideal, torch.tensor([0.0, 1]).double(), "a block of zeros and one up to 6: round_scales is given")
 
 
 @quantize_fp4.property("values and scales have the weight's dtype", "no .float(), and no FP8 type")
@@ -212,9 +235,9 @@ def _(function):
 def _(function):
     for bits in (2, 3, 4, 5, 8):
         top = 2 ** (bits - 1)
-        for sign in (1, -1):
+        for sign, largest in ((1, 0), (-1, 101), (1, 255)):
             quotients = _drawn(1, 256, seed=bits).clamp(-2, 2) * (top - 0.5) / 2.1
-            quotients[0, 100] = sign * (top - 0.5)
+            quotients[0, largest] = sign * (top - 0.5)
             weight = (quotients / 64).float()  # the scale is 1/64, without rounding
             wanted = (weight.double() * 64).round().clamp(-top, top - 1)
             found = _faked(function, weight.clone().requires_grad_(), bits, 256).detach().double() * 64
@@ -231,9 +254,10 @@ def _(function):
 )
 def _(function):
     for bits, size in ((4, 8), (2, 4), (3, 16)):
-        weight, upstream = _leaf(1, size, seed=bits), _drawn(1, size, seed=bits + 10)
+        weight, upstream = _leaf(1, size, seed=bits).detach(), _drawn(1, size, seed=bits + 10)
+        weight[0, 1] = 0.0
         for sign in (1, -1):
-            given = (sign * weight.detach()).requires_grad_()
+            given = (sign * weight).requires_grad_()
             found = _faked(function, given, bits, size)
             assert found.requires_grad, "the result has no gradient: only what is rounded may be detached"
             (gradient,) = torch.autograd.grad(found, given, upstream.to(found.dtype), allow_unused=True)
@@ -312,6 +336,8 @@ def _(function):
 @pareto_front.property("equal points stay together", "a point is not beaten by one with the same numbers")
 def _(function):
     _check_front(function, {"a": (1, 2), "b": (1, 2), "c": (2, 1), "d": (3, 3)}, ["a", "b", "c"])
+    equal = {name: tuple(float(number) for number in (1, 2)) for name in "ab"}  # two objects
+    _check_front(function, equal, ["a", "b"])
 
 
 @pareto_front.property(
@@ -324,6 +350,9 @@ def _(function):
     _check_front(function, {"a": (5, 5, 5, 5)}, ["a"])
     _check_front(function, {"a": (2, 2, 1), "b": (1, 1, 4), "c": (3, 3, 5)}, ["a", "b"])
     _check_front(function, {"a": (2, 2, 2, 1), "b": (1, 1, 1, 8), "c": (9, 9, 9, 9)}, ["a", "b"])
+    _check_front(function, {"a": (1, 4, 1), "b": (2, 1, 2)}, ["a", "b"])
+    _check_front(function, {"a": (4, 1, 1), "b": (1, 2, 2)}, ["a", "b"])
+    _check_front(function, {"a": (1.0, 7.0), "b": (1.00001, 7.0001)}, ["a"])
     _check_front(function, {"a": (2e-9, 2e12), "b": (1e-9, 1e12), "c": (3e-9, 3e12)}, ["b"])
     _check_front(function, {"a": (1e-9, 2e-9), "b": (2e-9, 1e-9), "c": (3e-9, 3e-9)}, ["a", "b"])
 

@@ -55,6 +55,12 @@ def an_epsilon_in_the_scale(x, dtype):
     return _quantize(x, dtype, lambda x: _largest(x) + 1e-8)
 
 
+@wrong("quantize_kv", fails="the largest magnitude becomes the largest code")
+def largest_of_the_first_half(x, dtype):
+    """Of the channels that the rotary embedding pairs with the others."""
+    return _quantize(x, dtype, lambda x: _largest(x[..., : (x.shape[-1] + 1) // 2]))
+
+
 @wrong("quantize_kv", fails="int8 codes are rounded to the nearest")
 def cut_off(x, dtype):
     """The conversion to int8 does not round."""

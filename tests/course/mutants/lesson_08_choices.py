@@ -108,6 +108,31 @@ def scales_rounded_row_by_row(weight, block_size, round_scales):
 
 
 @wrong("quantize_fp4", fails="weights are divided by the rounded scales")
+def scales_rounded_twice(weight, block_size, round_scales):
+    return _fp4(weight, block_size, lambda scales: round_scales(round_scales(scales)))
+
+
+@wrong("quantize_fp4", fails="weights are divided by the rounded scales")
+def scales_as_a_column(weight, block_size, round_scales):
+    return _fp4(weight, block_size, lambda scales: round_scales(scales.view(-1, 1)).view(scales.shape).contiguous())
+
+
+@wrong("quantize_fp4", fails="weights are divided by the rounded scales")
+def ideal_scales_keep_their_last_axis(weight, block_size, round_scales):
+    return _fp4(weight, block_size, lambda scales: round_scales(scales[..., None])[..., 0])
+
+
+@wrong("quantize_fp4", fails="weights are divided by the rounded scales")
+def blocks_of_zeros_have_a_scale_of_1(weight, block_size, round_scales):
+    """In place of the small scale that round_scales gives them: NVFP4's one number is then made for the 1."""
+
+    def guarded(scales):
+        return torch.where(scales > 0, round_scales(scales), torch.ones_like(scales))
+
+    return _fp4(weight, block_size, guarded)
+
+
+@wrong("quantize_fp4", fails="weights are divided by the rounded scales")
 def never_rounds_scales(weight, block_size, round_scales):
     return _fp4(weight, block_size, lambda scales: torch.where(scales > 0, scales, 1.0))
 
@@ -115,6 +140,12 @@ def never_rounds_scales(weight, block_size, round_scales):
 @wrong("quantize_fp4", fails="zeros stay zeros, and small blocks keep their scale")
 def scales_of_at_least_1e_8(weight, block_size, round_scales):
     return _fp4(weight, block_size, lambda scales: round_scales(scales).clamp(min=1e-8))
+
+
+@wrong("quantize_fp4", fails="zeros stay zeros, and small blocks keep their scale")
+def zeros_become_1_before_scales_are_rounded(weight, block_size, round_scales):
+    """The usual guard against 0 / 0, too early: NVFP4 makes the largest scale 448, and that is then the guard's."""
+    return _fp4(weight, block_size, lambda scales: round_scales(torch.where(scales > 0, scales, 1.0)))
 
 
 @wrong("quantize_fp4", fails="zeros stay zeros, and small blocks keep their scale")
@@ -175,6 +206,16 @@ def always_four_bits(weight, bits, group_size):
 
 
 @wrong("fake_quantize", fails="codes are those of the formula, for any number of bits")
+def the_last_weight_of_a_group_does_not_count(weight, bits, group_size):
+    groups = weight.detach().unflatten(-1, (-1, group_size))
+    scales = groups[..., : max(3, group_size - 1)].abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 0.5)
+    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+    return _through(
+        weight, ((groups / scales).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) * scales).flatten(-2)
+    )
+
+
+@wrong("fake_quantize", fails="codes are those of the formula, for any number of bits")
 def symmetric_codes(weight, bits, group_size):
     """From -7 to 7: right unless the largest weight is negative."""
     return _through(weight, _rounded(weight.detach(), bits, group_size, low=1 - 2 ** (bits - 1)))
@@ -212,6 +253,13 @@ def _codes_detached(weight, bits, group_size, scaled_by):
 @wrong("fake_quantize", fails="the gradient passes unchanged, through every weight")
 def rounding_without_an_estimator(weight, bits, group_size):
     return _rounded(weight, bits, group_size)
+
+
+@wrong("fake_quantize", fails="the gradient passes unchanged, through every weight")
+def sign_times_magnitude(weight, bits, group_size):
+    """The derivative of abs() is 0 at 0, so a weight of 0 never moves."""
+    size = weight.abs()
+    return weight.sign() * size + (_rounded(weight.detach(), bits, group_size) - weight).detach()
 
 
 @wrong("fake_quantize", fails="the gradient passes unchanged, through every weight")
@@ -306,6 +354,31 @@ def equal_points_beat_each_other(points):
 def one_name_for_equal_points(points):
     found = _front(points, _dominates)
     return [name for at, name in enumerate(found) if points[name] not in [points[each] for each in found[:at]]]
+
+
+@wrong("pareto_front", fails="equal points stay together")
+def any_other_tuple(points):
+    """`is not` in place of `!=`: equal tuples may be two objects."""
+    return _front(points, lambda other, mine: other is not mine and _at_least(other, mine))
+
+
+@wrong("pareto_front", fails="any number of numbers, of any size")
+def the_first_and_the_last_number(points):
+    return _front(points, lambda other, mine: other != mine and other[0] <= mine[0] and other[-1] <= mine[-1])
+
+
+@wrong("pareto_front", fails="any number of numbers, of any size")
+def points_that_are_close_do_not_beat_each_other(points):
+    def beats(other, mine):
+        close = all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(other, mine, strict=True))
+        return _at_least(other, mine) and not close
+
+    return _front(points, beats)
+
+
+@wrong("pareto_front", fails="any number of numbers, of any size")
+def the_last_two_numbers(points):
+    return _front(points, lambda other, mine: _dominates(other[-2:], mine[-2:]))
 
 
 @wrong("pareto_front", fails="any number of numbers, of any size")
