@@ -125,7 +125,8 @@ def quantize(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     scale = max |value| of the token and head / the largest code. A head of zeros gets scale 0.
     """
     values = values.float()
-    scale = values.abs().amax(-1) / values.new_tensor([LARGEST[dtype]])  # on a GPU, torch divides by no number exactly
+    # On a GPU, torch multiplies by a number's reciprocal instead, which is not exact. A graph can capture `new_full`.
+    scale = values.abs().amax(-1) / values.new_full((1,), LARGEST[dtype])
     codes = values / torch.where(scale > 0, scale, 1.0)[..., None]
     return (codes.round() if dtype == torch.int8 else codes).to(dtype), scale
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from minillm.kv_cache.layer_cache import CacheSpec, LayerCache
+from minillm.kv_cache.layer_cache import CacheSpec, LayerCache, quantize
 from minillm.ops import AttentionOptions, cpu, on, reference
 
 BLOCKS, BLOCK, KV_HEADS, DIM = 7, 4, 2, 16
@@ -50,6 +51,20 @@ def test_quantization_error_is_at_most_half_a_step_of_each_tokens_range(name, bo
     for found, wanted in zip(cache.read(torch.arange(BLOCKS)[None]), written, strict=True):
         largest = wanted.abs().amax(-1, keepdim=True)
         assert ((found[0].double() - wanted).abs() <= bound * largest * 1.0001).all()
+
+
+@pytest.mark.parametrize("dtype", QUANTIZED.values())
+def test_quantizing_copies_no_number_from_the_host_so_that_a_graph_can_capture_it(dtype):
+    called = []
+
+    class Listening(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, given=(), options=None):
+            called.append(function.__name__)
+            return function(*given, **(options or {}))
+
+    with Listening():
+        quantize(torch.ones(2, 1, 4), dtype)
+    assert "amax.default" in called and not any(name.startswith("lift_fresh") for name in called)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

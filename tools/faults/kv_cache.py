@@ -7,6 +7,13 @@ TABLES, STORAGE = "minillm/kv_cache/block_tables.py", "minillm/kv_cache/layer_ca
 
 FAULTS = (
     Fault(
+        "a graph cannot capture how a cache is quantized",
+        STORAGE,
+        "values.new_full((1,), LARGEST[dtype])",
+        "values.new_tensor([LARGEST[dtype]])",
+        "tests/kv_cache/test_layer_cache.py -k from_the_host",
+    ),
+    Fault(
         "prefix keys have no salt",
         POOL,
         "hashlib.blake2b(cache_key.encode(), digest_size=16)",
