@@ -26,6 +26,7 @@ import triton.language as tl
 
 from .arguments import CodeMatrix, is_compiled
 from .cache_codes import of_words, to_codes, to_numbers
+from .quantized_inputs import has_fp8
 from .single_row_parts import activated, dependent_launch, processors, wait_for_inputs
 
 LARGEST = tl.constexpr(448.0)
@@ -199,9 +200,10 @@ class Launch(NamedTuple):
     warps: int
 
 
-def takes(columns: int, device: torch.device) -> bool:
-    """Whether rows are whole words, and the device converts fp8 numbers."""
-    return columns % 4 == 0 and (device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9))
+def takes(columns: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether rows are whole words, and the device converts fp8 numbers; float16 sums are too coarse for float32."""
+    exact = device.type != "cuda" or dtype != torch.float32
+    return columns % 4 == 0 and exact and has_fp8(device)
 
 
 def product(

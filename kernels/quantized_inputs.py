@@ -127,6 +127,11 @@ def scale_kernel(x_ptr, x_scale_ptr, scale_ptr, COLUMNS: tl.constexpr, TILE: tl.
     tl.store(x_ptr + row * COLUMNS + columns, x.to(x_ptr.dtype.element_ty), mask=inside)
 
 
+def has_fp8(device: torch.device) -> bool:
+    """Whether the device converts and multiplies fp8 numbers: compute capability 8.9 and above."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def empty_codes(
     shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -194,8 +199,7 @@ def fp8_product(
 ) -> torch.Tensor:
     """x [tokens, columns] and weight [rows, columns], both e4m3 -> [tokens, rows] in `dtype`, bfloat16.  Lesson 07.
 
-    x_scales [tokens, 1] and scales [rows], float32. Sizes of the weight are multiples of 16. Needs compute capability
-    8.9.
+    x_scales [tokens, 1] and scales [rows], float32. Sizes of the weight are multiples of 16. Needs `has_fp8`.
     """
     (tokens, columns), rows = x.shape, len(weight)
     fast = columns <= FAST

@@ -102,7 +102,7 @@ def _fits(weight: Weight, device: torch.device) -> bool:
     if isinstance(weight, Int8Weight):
         return inputs in (None, "int8") and integer_rows.takes(columns, 8, columns)
     if isinstance(weight, Fp8Weight):
-        return inputs in (None, "fp8") and fp8_rows.takes(columns, device)
+        return inputs in (None, "fp8") and fp8_rows.takes(columns, weight.dtype, device)
     if weight.activations is not None:
         return False
     if isinstance(weight, Int4Weight):

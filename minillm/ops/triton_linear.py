@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, bfloat16, float16
+from torch import Tensor, bfloat16, float8_e4m3fn, float16
 
 from minillm.kernels import few_rows
 from minillm.kernels.embedding import code_embedding
-from minillm.kernels.quantized_inputs import fp8_product, int8_product, quantize_rows
+from minillm.kernels.quantized_inputs import fp8_product, has_fp8, int8_product, quantize_rows
 from minillm.quantization import Fp8Weight, Int4Weight, Int8Weight, QuantizedActivations, Weight
 from minillm.quantization.activations import DTYPES
 
@@ -56,7 +56,10 @@ class LinearOnCodes:
         """How to quantize rows like x for `product`; None: this format or these rows have no kernel for that."""
         if weight.activations is None or x.dtype != weight.dtype or not x.numel() or not self.takes(weight):
             return None
-        return Rounding(DTYPES[weight.activations.kind], weight.input_scale)
+        dtype = DTYPES[weight.activations.kind]
+        if dtype == float8_e4m3fn and not has_fp8(x.device):
+            return None
+        return Rounding(dtype, weight.input_scale)
 
     def __call__(self, x: Tensor, weight: Weight) -> Tensor:
         rounding = self.rounding(x, weight)

@@ -85,8 +85,9 @@ def test_inputs_are_rounded_to_the_nearest_code_halves_to_even(device):
 
 
 def test_a_matrix_must_have_whole_words_and_a_gpu_fp8(monkeypatch):
-    gpu = torch.device("cuda")
-    assert [fp8_rows.takes(columns, torch.device("cpu")) for columns in (64, 36, 34)] == [True, True, False]
+    gpu, dtype = torch.device("cuda"), torch.bfloat16
+    assert [fp8_rows.takes(columns, dtype, torch.device("cpu")) for columns in (64, 36, 34)] == [True, True, False]
     for capability, has_fp8 in (((8, 6), False), ((8, 9), True), ((9, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, capability=capability: capability)
-        assert [fp8_rows.takes(columns, gpu) for columns in (64, 34)] == [has_fp8, False]
+        assert [fp8_rows.takes(columns, dtype, gpu) for columns in (64, 34)] == [has_fp8, False]
+    assert not fp8_rows.takes(64, torch.float32, gpu), "a GPU adds up products in float16"

@@ -167,6 +167,16 @@ def test_what_the_fused_kernels_cannot_do_runs_separately(case, on_gpu, monkeypa
         assert (one - other).norm() <= 0.02 * other.norm()
 
 
+@pytest.mark.parametrize("format", ["w4a8 with fp8", "fp8", "fp8, static"])
+def test_gpus_without_fp8_multiply_what_the_codes_stand_for(format, on_gpu, quantized_alone, monkeypatch):
+    monkeypatch.setattr(triton_linear, "has_fp8", lambda _: False)
+    weight = weight_of(ON_CODES[format])
+    found = every_composition(on_gpu, weight)
+    assert triton_linear.on_codes(rows(2), weight) is None and not quantized_alone
+    for one, other in zip(found, every_composition(ops.OperationSet.of("meta"), weight), strict=True):
+        assert (one - other).norm() <= 0.1 * other.norm()
+
+
 @pytest.mark.parametrize("replaced", [None, "rotary_embedding", "write_kv"])
 @pytest.mark.parametrize("cache", ["auto", "int8", "fp8"])
 def test_rotation_and_cache_write_are_one_kernel_unless_one_is_replaced(cache, replaced, on_gpu, monkeypatch):
