@@ -2,12 +2,13 @@
 
 Many tiles of queries of a long prompt read the same keys. If these are in blocks, each tile computes the addresses
 again, and converts them again if the cache is quantized. Gathered in a buffer, in which a row's keys follow each other,
-a tile of keys is a rectangle of a matrix, [rows * width, kv_heads * d], and one instruction loads it: a **tensor
+a tile of keys is a rectangle of a matrix, [rows * room, kv_heads * d], and one instruction loads it: a **tensor
 descriptor** tells the GPU's tensor memory accelerator the matrix's shape (compute capability 9.0; Triton computes
 addresses on older GPUs).
 
-Tiling: one program per row, block and KV head. Keys beyond a row's end are zeros up to the next tile: attention gives
-them no weight, but zero times what was in the buffer might not be a number.
+Tiling: one program per row, block and KV head. A row's keys are followed by zeros, for which every row has room: its
+last tile reaches up to a tile beyond its end. Attention gives those keys no weight, but zero times what was in the
+buffer, or times another row's values, might not be a number.
 """
 
 import torch
@@ -52,7 +53,7 @@ def gathers(tiles: int, keys: int, queries: int) -> bool:
     """Whether prefill attention gathers its keys first.
 
     tiles: programs that read a row's keys. keys, queries: heads of all rows' keys, and of all queries; the buffer for
-    keys and values is at most as large as q.
+    keys and values is at most as large as q, without the zeros.
     """
     return tiles >= LEAST_TILES and 2 * keys <= queries
 
@@ -65,10 +66,12 @@ def gather(
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
     """Descriptors of rows' keys and values in `dtype`, without gaps and without scales, by tiles of `keys`.  Lesson 08.
 
-    block_table [rows, blocks], lengths [rows] -> matrices [rows * blocks * block_size, kv_heads * d] each.
+    block_table [rows, blocks], lengths [rows] -> matrices [rows * room, kv_heads * d] each, where a row's room is that
+    of its blocks and of a tile, in full blocks.
     """
     (rows, width), (_, block_size, kv_heads, dim) = block_table.shape, cache.k.shape
     k, v = stored(cache)
+    width += triton.cdiv(keys, block_size)
     found = torch.empty((2, rows * width * block_size, kv_heads * dim), dtype=dtype, device=k.device)
     gather_kernel[(rows, width, kv_heads)](
         k, v, cache.k_scale, cache.v_scale, block_table, lengths, *found, block_table.stride(0), *k.stride()[:3],

@@ -206,10 +206,10 @@ def combine_kernel(partial_ptr, log_total_ptr, out_ptr, SPLITS: tl.constexpr, DI
     tl.store(out_ptr + head * DIM + dims, out.to(out_ptr.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["table_stride", "WIDTH"])  # or every table width would be compiled separately
+@triton.jit(do_not_specialize=["table_stride", "ROOM"])  # or every table width would be compiled separately
 def prefill_kernel(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, lengths_ptr, query_start_ptr, out_ptr, cos_sin_ptr, scale,
-    table_stride, block_stride, slot_stride, head_stride, WIDTH,
+    table_stride, block_stride, slot_stride, head_stride, ROOM,
     GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, PRODUCT: tl.constexpr,
 ):  # fmt: skip
@@ -242,7 +242,7 @@ def prefill_kernel(
         v_scale_ptr += kv_head
     out, maximum, total = _attend(
         q, positions, first, last, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, cos_sin_ptr, scale,
-        block_stride, slot_stride, tl.num_programs(1), (row * WIDTH).to(tl.int32), kv_head * DIM,
+        block_stride, slot_stride, tl.num_programs(1), (row * ROOM).to(tl.int32), kv_head * DIM,
         ROWS, KEYS, DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, PRODUCT,
     )  # fmt: skip
     total = tl.where(maximum == float("-inf"), 1.0, total)
@@ -319,23 +319,24 @@ def prefill_attention(
         return out
     group = heads // kv_heads
     rows, width = block_table.shape
-    device, longest = _device(q.device), width * block_size
+    device = _device(q.device)
     default = prefill_launch(dim, q.element_size(), device)
     tiles = triton.cdiv(max_queries * group, default.rows)
-    if options.rotary is None and gathers(tiles, rows * longest * kv_heads, tokens * heads):
+    if options.rotary is None and gathers(tiles, rows * width * block_size * kv_heads, tokens * heads):
         default = gathered_launch(dim, q.element_size(), tiles * rows * kv_heads, device)
         launch = launch_configs.tuned("gathered_attention", default, dim=dim, group=group, **_dtypes(q))
         k, v = gather(cache, block_table, lengths, q.dtype, launch.keys)
+        room = k.shape[0] // rows
         k_scale = v_scale = table = None
         product = product_type(q.dtype)
     else:
         launch = launch_configs.tuned("prefill_attention", default, dim=dim, group=group, **_dtypes(q, cache))
-        k, v = stored(cache)
+        (k, v), room = stored(cache), 0
         k_scale, v_scale, table = cache.k_scale, cache.v_scale, block_table
         product = product_type(q.dtype, k_scale is not None)
     prefill_kernel[(triton.cdiv(max_queries * group, launch.rows), kv_heads, rows)](
         q, k, v, k_scale, v_scale, table, lengths, query_start, out, options.rotary, options.scale,
-        block_table.stride(0), *cache.k.stride()[:3], longest,
+        block_table.stride(0), *cache.k.stride()[:3], room,
         GROUP=group, ROWS=launch.rows, KEYS=launch.keys, DIM=dim, BLOCK_SIZE=block_size,
         WINDOW=options.window or 0, SOFT_CAP=options.soft_cap or 0.0, PRODUCT=product,
         num_warps=launch.warps, num_stages=1 if options.rotary is not None else launch.stages,

@@ -284,6 +284,17 @@ def test_gathered_keys_are_followed_by_zeros_without_what_was_in_memory(name, de
     assert_close("prefill_attention", found, wanted, F32)
 
 
+@pytest.mark.parametrize("gathered", [True, False])
+def test_a_rows_nan_stays_its_own(gathered, device, monkeypatch):
+    monkeypatch.setattr(paged_attention, "gathers", lambda *_: gathered)
+    cache, table, lengths = written("auto", [16, 16], 1, 32, 8, F32, device)
+    cache.v[table[1].long()] = torch.nan
+    q = random_tensor(32, 2, 32, dtype=F32, device=device)
+    starts = torch.tensor([0, 16, 32], dtype=torch.int32, device=device)
+    found = kernels.prefill_attention(q, cache, table, lengths, starts, 16, AttentionOptions(0.2))
+    assert found[:16].isfinite().all() and found[16:].isnan().all()
+
+
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e8])
 @pytest.mark.parametrize("name", FORMATS)
 def test_exponents_of_weights_fit_float16_for_values_of_any_size(name, scale, device):

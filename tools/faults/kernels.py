@@ -32,9 +32,16 @@ FAULTS = (
     Fault(
         "gathered keys of the second row are read from the first one's",
         ATTENTION,
-        "(row * WIDTH).to(tl.int32), kv_head * DIM,",
+        "(row * ROOM).to(tl.int32), kv_head * DIM,",
         "(row * 0).to(tl.int32), kv_head * DIM,",
         "tests/kernels/test_quantized_cache.py -k prefill_attention",
+    ),
+    Fault(
+        "gathered keys of a row are followed by those of the next",
+        "kernels/gathered_keys.py",
+        "width += triton.cdiv(keys, block_size)",
+        "width += 0",
+        "tests/kernels/test_quantized_cache.py -k stays_its_own",
     ),
     Fault(
         "a key is scaled by its value's scale",
