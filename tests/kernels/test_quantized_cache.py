@@ -254,18 +254,6 @@ def test_one_rows_attention_reads_codes_and_writes_the_new_token(name, heads, kv
         assert_close("single_row.RowAttention, cache", one[:, :length], other[:, :length].double(), F32, times=1e3)
 
 
-def test_small_values_keep_their_precision_in_float16(device):
-    """A weight times a value's scale is as small as 1e-7: float16 would round it to one of a few numbers."""
-    cache = CacheSpec.of("int8", 1, 32, F16).allocate(8, 16, torch.device(device))
-    k, v = (random_tensor(128, 1, 32, dtype=F16, device=device, scale=each) for each in (0.1, 1e-2))
-    cache.write(k, v, torch.arange(128, device=device))
-    q = random_tensor(1, 1, 2, 32, dtype=F16, device=device)
-    table = torch.arange(8, dtype=torch.int32, device=device)[None]
-    given = cache, table, torch.tensor([128], dtype=torch.int32, device=device), AttentionOptions(0.2)
-    wanted = reference.decode_attention(q.double(), *given)
-    assert_close("decode_attention", kernels.decode_attention(q, *given), wanted, F16)
-
-
 @pytest.mark.parametrize("name", ["auto", *FORMATS])
 def test_gathered_keys_are_followed_by_zeros_without_what_was_in_memory(name, device, monkeypatch):
     monkeypatch.setattr(paged_attention, "gathers", lambda *_: True)
@@ -295,18 +283,46 @@ def test_a_rows_nan_stays_its_own(gathered, device, monkeypatch):
     assert found[:16].isfinite().all() and found[16:].isnan().all()
 
 
-@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e8])
-@pytest.mark.parametrize("name", FORMATS)
-def test_exponents_of_weights_fit_float16_for_values_of_any_size(name, scale, device):
-    """Compiled, weights times their values' scales are float16 numbers, which must not overflow."""
-    cache, table, lengths = written(name, [70], 1, 32, 16, F32, device)
-    cache.v_scale.mul_(scale)
-    q = random_tensor(1, 1, 2, 32, dtype=F32, device=device)
-    given = cache, table, lengths, AttentionOptions(0.2)
-    wanted = reference.decode_attention(q.double(), *given)
-    dtype = BF16 if COMPILED else F32
-    found = kernels.decode_attention(q.to(dtype), *given)
-    assert_close("decode_attention", found, wanted, dtype, times=1 + COMPILED)  # q is rounded first
+@triton.jit
+def float16_numbers(codes, kind: tl.constexpr):
+    return to_numbers(codes, tl.float32).to(kind)
+
+
+@triton.jit
+def float16_of_words(words, kind: tl.constexpr, codes: tl.constexpr):
+    a, b, c, d = cache_codes.of_words(words, tl.float32, codes)
+    return a.to(kind), b.to(kind), c.to(kind), d.to(kind)
+
+
+@pytest.fixture
+def float16_products(monkeypatch):
+    """Attention over codes multiplies float16 numbers as it does on a GPU; without one, without the instructions."""
+    if not COMPILED:
+        monkeypatch.setattr(paged_attention, "product_type", lambda *_: tl.float16)
+        monkeypatch.setattr(paged_attention, "to_numbers", float16_numbers)
+        monkeypatch.setattr(paged_attention, "of_words", float16_of_words)
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("scales", [(1, 1, 1), (1e5, 1e3, 1e-12), (1e-5, 1e-3, 1e6), (30, 1e-9, 1e12)], ids=str)
+@formats
+def test_products_in_float16_stay_in_its_range(name, scales, splits, rotated, float16_products, device, monkeypatch):
+    """scales: of queries, keys and values, which also range over twelve orders of magnitude, and some are zero."""
+    monkeypatch.setattr(paged_attention, "decode_splits", lambda *_: splits)
+    q, k, v = (torch.randn(70, 2, 32, device=device) * scale for scale in scales)
+    v *= torch.logspace(-9, 3, 70, device=device)[torch.randperm(70), None, None]
+    k[3] = v[5] = q[0, 0] = 0
+    cache = CacheSpec.of(name, 2, 32, BF16).allocate(14, 5, torch.device(device))
+    cache.write(k, v, torch.arange(70, device=device))
+    table = torch.arange(14, dtype=torch.int32, device=device)[None]
+    rotary = rotations(70, 32, device).to(BF16) if rotated else None
+    options = AttentionOptions(1 / scales[0] / scales[1], rotary=rotary)
+    for queries in (1, 3):
+        few = q[:queries, :, None].expand(-1, -1, 2, -1).reshape(1, queries, 4, 32).to(BF16)
+        given = cache, table, torch.tensor([70], dtype=torch.int32, device=device), options
+        wanted = reference.decode_attention(few.double(), *given)
+        assert_close("decode_attention", kernels.decode_attention(few, *given), wanted, BF16)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,20 @@ FAULTS = (
         "tests/kernels/test_quantized_cache.py -k decode_attention",
     ),
     Fault(
+        "weights times their values' scales leave float16's range",
+        ATTENTION,
+        "new_maximum = tl.maximum(maximum, tl.max(bounds, 1))",
+        "new_maximum = tl.maximum(maximum, tl.max(scores * unit, 1))",
+        "tests/kernels/test_quantized_cache.py -k its_range",
+    ),
+    Fault(
+        "queries leave float16's range",
+        ATTENTION,
+        "largest = tl.maximum(tl.max(tl.abs(q), 1), 1e-30)",
+        "largest = tl.full([ROWS], 1.0, tl.float32)",
+        "tests/kernels/test_quantized_cache.py -k its_range",
+    ),
+    Fault(
         "gathered keys are followed by what was in memory",
         "kernels/gathered_keys.py",
         "tl.store(v_out_ptr + to, v.to(v_out_ptr.dtype.element_ty), mask=inside[:, None])",
