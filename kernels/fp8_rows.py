@@ -99,7 +99,7 @@ def rounded(x, COMPILED: tl.constexpr):
         found = x.to(tl.float8e4nv).to(tl.float32)
     else:  # the interpreter cuts numbers off instead
         codes = to_codes(tl.reshape(x, [1, x.numel]), tl.full([1], 1.0, tl.float32), tl.uint8)
-        found = tl.reshape(to_numbers(codes, tl.float32), x.shape)
+        found = tl.where(x == x, tl.reshape(to_numbers(codes, tl.float32), x.shape), x)  # NaN stays NaN
     return found
 
 
@@ -165,7 +165,7 @@ def fp8_rows_kernel(
         unit = tl.where(most > 0, most / LARGEST, 1.0)
     else:
         unit = tl.load(input_scale_ptr)
-    x = tl.minimum(tl.maximum(x / unit, -LARGEST), LARGEST)
+    x = tl.clamp(x / unit, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     if ROUND:
         x = rounded(x, COMPILED)
     pairs = pairs_of(x, QUADS)

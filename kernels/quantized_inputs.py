@@ -57,7 +57,7 @@ def quantized(x, given_ptr, INTEGER: tl.constexpr):
     if INTEGER:
         x = tl.minimum(tl.maximum(to_even(tl.minimum(tl.maximum(x, -200.0), 200.0)), -128.0), 127.0)
     else:
-        x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
+        x = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     return x, scale
 
 

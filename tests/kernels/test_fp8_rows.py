@@ -9,6 +9,8 @@ from tests.kernels.compare import COMPILED, DTYPES, assert_close, random_tensor
 from tests.kernels.matrices import fp8_matrix
 
 fp8_rows = pytest.importorskip("minillm.kernels.fp8_rows", reason="triton is not installed here")
+from minillm.kernels.quantized_inputs import quantize_rows  # noqa: E402  needs triton
+
 pytestmark = pytest.mark.explore
 SHAPES = [  # rows, columns, what is fused
     (23, 64, ()),
@@ -68,6 +70,19 @@ def test_inputs_of_zero_give_zeros(dtype, device):
     matrix, _ = fp8_matrix(7, 64, device)
     out, _ = fp8_rows.product(torch.zeros(1, 64, dtype=dtype, device=device), matrix._replace(rounded_inputs=True))
     assert out.equal(torch.zeros_like(out))
+
+
+@pytest.mark.parametrize("rounded", [True, False])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_what_is_no_number_is_not_clipped_to_the_largest_code(wrong, rounded, device):
+    matrix, _ = fp8_matrix(7, 64, device)
+    x = torch.ones(1, 64, device=device)
+    x[0, 5] = wrong
+    if COMPILED:  # the interpreter has no e4m3
+        codes, _ = quantize_rows(x, torch.float8_e4m3fn)
+        assert codes.float()[0, 5].isnan() and not codes.float()[0, :5].isnan().any()
+    out, _ = fp8_rows.product(x, matrix._replace(rounded_inputs=rounded))
+    assert out.isnan().all()
 
 
 def test_inputs_are_rounded_to_the_nearest_code_halves_to_even(device):
