@@ -207,6 +207,8 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
                 options = options | {"rotary": torch.zeros(4096, 2, dim, dtype=dtype)}
             attention = AttentionOptions(0.1, **options)
             paged_attention.decode_attention(several, cache, table, lengths, attention)
+            if held != "auto":  # few programs have larger tiles of codes
+                paged_attention.decode_attention(several[:1], cache, table[:1], lengths[:1], attention)
             paged_attention.prefill_attention(q, cache, table, lengths, starts, 1, attention)
             if "rotary" not in options:
                 own, paged_attention.gathers = paged_attention.gathers, lambda *_: True
