@@ -377,8 +377,8 @@ def decode_launch(
     """The fastest of those measured on an H200 at head_dim 256 and 128.
 
     itemsize: of queries. packed: (query, head) pairs of each of the `rows`. A program has `longest / splits` keys.
-    Short shares are one tile, so none is loaded early. Tiles of codes are converted by two warps: more of them would
-    each convert less, but convert as many times more.
+    Short shares are one tile, so none is loaded early. Tiles of codes have two warps, or four and twice the keys if
+    there are few programs: with more warps, conversion does not get faster.
     """
     share = triton.cdiv(longest, splits)
     if itemsize >= 4:
