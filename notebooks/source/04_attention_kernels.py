@@ -552,7 +552,8 @@ run_with(served, before, combine, **attention_facts.in_shares(combine))
 # * Exponents are to base 2, because that is the instruction the hardware has; the scores are multiplied by
 #   $\log_2 e$ first.
 # * A tile can be hidden completely from a row, so $-\infty$ is handled as in exercise 1.
-# * Products take 16-bit numbers, of the type `PRODUCT`: the model's, or float16 for an 8-bit cache; sums have 32 bits.
+# * Products take numbers of the type `PRODUCT`: the model's, or float16 where a 16-bit model reads the codes of an
+#   8-bit cache. In float32 models, and in Triton's interpreter, it is float32. Sums have 32 bits.
 # * `SOFT_CAP` limits the size of scores in models that need it (Gemma 2).
 # * `cos_sin_ptr` is for lesson 09's streams, whose cached keys are rotated as they are read. For other requests it is
 #   `None`, and Triton compiles nothing for those lines.
