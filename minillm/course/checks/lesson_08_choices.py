@@ -179,12 +179,15 @@ def _(function):
         _near(ideal, torch.tensor([0.0, 1]).double(), "a block of zeros and one up to 6: round_scales is given")
 
 
-@quantize_fp4.property("values and scales have the weight's dtype", "no .float(), and no FP8 type")
+@quantize_fp4.property("values and scales have the weight's dtype, and its precision", "no .float(), and no FP8 type")
 def _(function):
     for dtype in (torch.float32, torch.float64):
-        values, scales = function(_drawn(2, 16).to(dtype), 8, _same)
+        weight = _drawn(2, 16).to(dtype)
+        values, scales = function(weight, 8, _same)
         for name, each in (("values", values), ("scales", scales)):
             assert each.dtype == dtype, f"weight is {dtype}: {name} are {each.dtype}"
+        rounded = dtype == torch.float64 and torch.equal(scales, scales.float().double())
+        assert not rounded, f"weight is float64: scales {_text(scales)} have only the precision of float32"
 
 
 # ---- fake quantization
@@ -233,7 +236,7 @@ def _(function):
     "top = 2 ** (bits - 1): the scale is max |w| / (top - 1/2), codes are from -top to top - 1",
 )
 def _(function):
-    for bits in (2, 3, 4, 5, 8):
+    for bits in (2, 3, 4, 5, 8, 12):
         top = 2 ** (bits - 1)
         for sign, largest in ((1, 0), (-1, 101), (1, 255)):
             quotients = _drawn(1, 256, seed=bits).clamp(-2, 2) * (top - 0.5) / 2.1
@@ -281,6 +284,9 @@ def _(function):
     for weight in (torch.zeros(1, 4), torch.zeros(2, 8)):
         found = _faked(function, weight.requires_grad_(), 4, 4).detach()
         assert bool((found == 0).all()), f"a matrix of zeros becomes {_text(found)}"
+    beside = torch.tensor([[0.0, 0, 0, 0, 0.34, -0.86, 1.5, 0.08]])
+    found = _faked(function, beside.requires_grad_(), 4, 4).detach()[0, :4]
+    assert bool((found == 0).all()), f"a group of zeros, next to the example's group, becomes {_text(found)}"
     small = torch.tensor([[0.34, -0.86, 1.5, 0.08]]) * 2.0**-40
     found = _faked(function, small.requires_grad_(), 4, 4).detach().double() * 2.0**40
     _near(found, torch.tensor([[0.4, -0.8, 1.4, 0]]).double(), "the example times 2 ** -40, divided by that", 1e-5)

@@ -156,16 +156,23 @@ def sign_by_division(weight, block_size, round_scales):
     return _fp4(weight, block_size, round_scales, nearest)
 
 
-@wrong("quantize_fp4", fails="values and scales have the weight's dtype")
+@wrong("quantize_fp4", fails="values and scales have the weight's dtype, and its precision")
 def values_in_float32(weight, block_size, round_scales):
     values, scales = _fp4(weight, block_size, round_scales)
     return values.float(), scales
 
 
-@wrong("quantize_fp4", fails="values and scales have the weight's dtype")
+@wrong("quantize_fp4", fails="values and scales have the weight's dtype, and its precision")
 def values_in_fp8(weight, block_size, round_scales):
     values, scales = _fp4(weight, block_size, round_scales)
     return values.to(torch.float8_e4m3fn), scales
+
+
+@wrong("quantize_fp4", fails="values and scales have the weight's dtype, and its precision")
+def computed_in_float32(weight, block_size, round_scales):
+    """float64 comes back, with the precision of float32."""
+    values, scales = _fp4(weight.float(), block_size, round_scales)
+    return values.to(weight.dtype), scales.to(weight.dtype)
 
 
 # ---- fake quantization
@@ -303,6 +310,23 @@ def result_in_float32(weight, bits, group_size):
 @wrong("fake_quantize", fails="the result has the weight's dtype")
 def result_in_float64(weight, bits, group_size):
     return _through(weight.double(), _rounded(weight.detach().double(), bits, group_size))
+
+
+@wrong("fake_quantize", fails="codes are those of the formula, for any number of bits")
+def codes_in_int8(weight, bits, group_size):
+    """Codes of more than 8 bits wrap around."""
+    top = 2 ** (bits - 1)
+    groups = weight.detach().unflatten(-1, (-1, group_size))
+    scales = groups.abs().amax(-1, keepdim=True) / (top - 0.5)
+    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+    codes = (groups / scales).round().clamp(-top, top - 1).to(torch.int8)
+    return _through(weight, (codes * scales).flatten(-2))
+
+
+@wrong("fake_quantize", fails="a group of zeros stays zeros")
+def only_a_matrix_of_zeros_is_guarded(weight, bits, group_size):
+    """0 / 0 in a group of zeros next to another group."""
+    return weight * 1 if not weight.any() else divides_by_zero(weight, bits, group_size)
 
 
 # ---- the Pareto front
