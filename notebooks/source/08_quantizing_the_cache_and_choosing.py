@@ -55,9 +55,9 @@ print(f"{text.ids.shape[0]} rows of {text.ids.shape[1]} tokens to measure on")
 #
 # ## 1 · When the cache outweighs the weights · 4 min
 #
-# Lessons 05 to 07 made weights and activations smaller. The third kind of numbers in an engine's memory are the keys
-# and values of all running requests. They differ from weights in two ways: each request and each token
-# adds to them, and every step writes new ones.
+# Lessons 05 to 07 made weights and activations smaller. An engine's memory also holds the keys and values of all
+# running requests. They differ from weights in two ways: each request and each token adds to them, and every step
+# writes new ones.
 #
 # **Predict first.** The weights and the cache are in bfloat16, and each request has 2,048 tokens. How many requests
 # have a cache as large as the weights, for Gemma 2B, which has one KV head, and for Llama 2 7B, which has 32?
@@ -233,9 +233,9 @@ with using(write_kv=my_write):
 compare("fp8 / int8", unit="times", prediction=guess_fp8, measured=loss["fp8"] / loss["int8"])
 
 # %% [markdown]
-# Both are harmless, and int8 is better. Among the 64 numbers that share a scale, the largest is only about three times
+# Both are harmless, and int8 is better. Among the 64 numbers that share a scale, the largest is only 2.5 to 3 times
 # their root mean square. Then int8 has finer steps where most of the numbers are, and FP8 has its precision at small
-# numbers, where it is not needed. With coarser scales, the choice can be another. TensorRT-LLM's documentation
+# numbers, where it is not needed. With coarser scales, FP8 can be the better choice. TensorRT-LLM's documentation
 # recommends FP8 over int8 for the cache, and vLLM's describes FP8 with one scale for a tensor or a head, from
 # calibration or simply 1. Scales like these must cover every token that will come, and FP8 forgives a scale that is too
 # large. (Since 2026, vLLM also has `int8_per_token_head`: a scale for each token and head, as here.)
@@ -383,7 +383,7 @@ several channels of one token. The newest tokens of both are gray, and labeled 1
 #
 # ## 4 · FP4: four bits in blocks · 17 min
 #
-# Back to weights. Lesson 05's int4 has 16 levels at equal distances. **e2m1** has a sign, 2 bits of exponent and 1 of
+# Back to weights. Lesson 05's int4 has 16 equally spaced levels. **e2m1** has a sign, 2 bits of exponent and 1 of
 # mantissa:
 #
 # $$0,\; 0.5,\; 1,\; 1.5,\; 2,\; 3,\; 4,\; 6 \quad \text{and their negatives}$$
@@ -396,7 +396,7 @@ several channels of one token. The newest tokens of both are gray, and labeled 1
 # | NVFP4 (NVIDIA 2025) | 16 | a number of e4m3, 8 bits, and one float32 number for the matrix | 4.5 |
 # | int4, groups of 128 (lesson 05) | 128 | a 16-bit number | 4.125 |
 #
-# GPUs from Blackwell on multiply both formats of FP4 on tensor cores. An H200 does not, and this engine has no such
+# NVIDIA's GPUs since Blackwell multiply both FP4 formats on tensor cores. An H200 does not, and this engine has no such
 # product: **FP4 is simulated here**, to measure its quality. Products use the dequantized weights.
 #
 # By hand, a block of four weights: `0.9, -0.5, 0.2, 0.05`. Ideally, the largest becomes 6: $s = 0.9 / 6 = 0.15$.
@@ -491,7 +491,7 @@ for name, base, guess in (("NVFP4", 32, guess_nv), ("MXFP4", 64, guess_mx)):
 # $\hat w$ (**fake quantization**), and moves $w$ along the gradient.
 #
 # But rounding is a staircase. Its derivative is 0 almost everywhere, so no gradient would reach $w$. The
-# **straight-through estimator** (Bengio et al. 2013) takes it for the identity on the way back:
+# **straight-through estimator** (Bengio et al. 2013) treats it as the identity in the backward pass:
 #
 # $$\text{forward: } \hat w = \operatorname{clamp}\left(\operatorname{round}\left(\frac{w}{s}\right), -2^{b-1},
 # 2^{b-1} - 1\right) s, \quad s = \frac{\max |w|}{2^{b-1} - \frac 1 2}; \qquad \text{backward: }
@@ -500,7 +500,7 @@ for name, base, guess in (("NVFP4", 32, guess_nv), ("MXFP4", 64, guess_mx)):
 # %%
 draw.straight_through()
 describe("""Left: rounding is a staircase along the diagonal. Right: its derivative is 0; the straight-through estimator
-takes 1 instead.""")
+uses 1 instead.""")
 
 # %% [markdown]
 # In torch, `x.detach()` has the value of `x` and no gradient. So `w + (rounded - w).detach()` has the value of
@@ -516,7 +516,7 @@ takes 1 instead.""")
 def fake_quantize(weight, bits, group_size):
     """The rounded values of a matrix, like it; the gradient passes to the weight unchanged.
 
-    weight: [rows, in], floating point. bits: of a code, from 2. group_size: neighbors in a row that share a scale;
+    weight: [rows, in], floating point. bits: of a code, at least 2. group_size: neighbors in a row that share a scale;
     it divides `in`. A group of zeros stays zeros.
     """
     # SOLUTION: scales and codes of the groups, without gradients; then the straight-through estimator
@@ -614,18 +614,18 @@ for (name, _), (theirs, ours, requests) in words.items():
 # Read a row from left to right: weight-only methods gain most with one request, and nothing with thousands. There,
 # products of eight-bit numbers help. Where a gain is below 1, this engine's kernel for the method is slow or missing at
 # that size (it has none for W4A8, which was measured with an int8 head: lesson 07); such a number is about *this*
-# engine, not about the method. And a small model on a large GPU spends much of each step on fixed costs, which no
-# precision shortens.
+# engine, not about the method. And a small model on a large GPU has fixed costs in each step, which no precision
+# shortens: the fewer bytes a step reads, the larger their share.
 #
 # "Points lost" is accuracy lost on multiple-choice questions, in percentage points. Where the interval includes 0, the
 # questions show no loss, but KL still ranks the methods. Compare SmoothQuant with FP8: NVIDIA's table expects more loss
 # from SmoothQuant, and `tiny-gemma`, which has hardly any outlier channels (lesson 07), ranks the two the other way
 # around. Quality depends on the model.
 #
-# "Seconds" are those of quantizing *and* measuring, for 5.6 million parameters on a CPU. What AWQ and GPTQ take longer
-# than INT4 weight-only is about the time of their calibration. The three methods with eight-bit activations also round
-# those in every product that is measured. For FP8 that is all: it needs no calibration here, since each token gets
-# its scale as it comes (lesson 07).
+# "Seconds" are those of quantizing *and* measuring, for 5.6 million parameters on a CPU. The extra time of AWQ
+# and GPTQ over INT4 weight-only is about that of their calibration. The three methods with eight-bit activations also
+# have to round activations before every product that is measured. For FP8 that is all: it needs no calibration here,
+# since each token gets its scale as it comes (lesson 07).
 #
 # (Pruning, which sets weights to 0, is in neither table. `data/README.md` shows why: on `tiny-gemma` it loses far more
 # than quantization to the same size does, and this engine's products do not skip zeros.)
@@ -636,7 +636,7 @@ for (name, _), (theirs, ours, requests) in words.items():
 # one. Those that no other beats are the **Pareto front**. There is no best one among them: which to take depends on
 # what you need most.
 #
-# **Exercise 5 (5 minutes).** Find the front. In all numbers, less is better. Equal points do not beat each other.
+# **Exercise 5 (5 minutes).** Find the front. For every number, less is better. Equal points do not beat each other.
 #
 # For example, of `{"a": (1, 4), "b": (2, 2), "c": (3, 3)}`, b beats c, and the front is `["a", "b"]`.
 #
@@ -648,7 +648,7 @@ for (name, _), (theirs, ours, requests) in words.items():
 def pareto_front(points):
     """The names of the points that no other point beats, in their order.
 
-    points: {name: numbers}, tuples of the same length, from one number on.
+    points: {name: numbers}, tuples of the same length, of at least one number. Without points, the front is empty.
     """
     # SOLUTION: for each point, look for one that is at least as good everywhere, and not equal
     front = []
@@ -727,7 +727,7 @@ for case, (name, gpu, traffic) in CASES.items():
 #   for.
 #
 # **What got worse:** every key and value is now rounded once, and what is in the cache stays wrong for the rest of its
-# request. Each scale takes 4 bytes, which is much for small heads. Every kernel that touches the cache now has three
+# request. Each scale takes 4 bytes, which is a lot for small heads. Every kernel that touches the cache now has three
 # formats to support. Without hardware for it, FP4 only saves memory, and distillation needs a training run for each
 # model and each format. A recommendation rests on estimates and on one small model's quality.
 #
