@@ -128,8 +128,8 @@ FAULTS = (
     Fault(
         "products of codes ignore a static scale",
         ON_CODES,
-        "return Rounding(DTYPES[weight.activations.kind], weight.input_scale)",
-        "return Rounding(DTYPES[weight.activations.kind], None)",
+        "return Rounding(dtype, weight.input_scale)",
+        "return Rounding(dtype, None)",
         "tests/ops/test_compositions.py -k 'bits_of_separate and static'",
     ),
     Fault(
