@@ -153,7 +153,7 @@ def test_rotary_embedding_and_write_in_one_launch_equal_the_two_operations(name,
     rotated, keys = kernels.rotary_embedding(q, k, cos_sin)
     kernels.write_kv(keys if rotate_keys else k, v, wanted, slots)
     assert got.equal(rotated)
-    if COMPILED and rotate_keys:  # the two kernels may round a rotated key differently
+    if COMPILED and rotate_keys and dtype == F32:  # the two kernels' last bits differ, which bfloat16 rounds away
         every = torch.arange(3, device=device)[None]
         for one, other in zip(found.read(every), wanted.read(every), strict=True):
             if name == "auto":
@@ -263,7 +263,7 @@ def test_gathered_keys_are_followed_by_zeros_without_what_was_in_memory(name, de
     given = cache, table, lengths, starts, 19, AttentionOptions(0.2)
     wanted = reference.prefill_attention(q.double(), *given)
     fill = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)  # memory that nobody has written is then NaN
+    torch.use_deterministic_algorithms(True, warn_only=True)  # memory that nothing was written to is then NaN
     try:
         assert fill and torch.empty(1, device=device).isnan()
         found = kernels.prefill_attention(q, *given)
