@@ -38,7 +38,7 @@ METHODS = {  # as records name them: method, bits, group, head -> the engine's o
     "fp8": {"quantization": "fp8"},
 }
 ACT_ORDER = {"int4": Int4(act_order=True)}
-ENGINE = {"load_format": "dummy", "max_num_seqs": 3000, "gpu_memory_utilization": 0.8, "max_model_len": 4096}
+ENGINE = {"load_format": "dummy", "max_num_seqs": 3000, "gpu_memory_utilization": 0.85, "max_model_len": 4096}
 SINGLE, CHAT = workloads.find("single"), workloads.find("chat")
 LOADS = [replace(SINGLE, name=f"single_128_256_x{requests}", requests=requests) for requests in (1, 4, 8, 16, 64)]
 REPEAT = 3
@@ -60,8 +60,8 @@ def measured(method: str) -> list[dict]:
             seconds = statistics.median(runs)
             output = sum(each.output_tokens for each in work)
             found.append({
-                "engine": "minillm", "workload": load.name, "requests": len(work), "quantization": method,
-                "kv_cache_dtype": "bfloat16", "weight_bytes": engine.llm.engine.model.nbytes, "seconds": seconds,
+                "engine": "minillm", **engine.formats(), "workload": load.name, "requests": len(work),
+                "quantization": method, "weight_bytes": engine.llm.engine.model.nbytes, "seconds": seconds,
                 "output_tokens_per_s": output / seconds, "runs": runs,
             })  # fmt: skip
             print(method, load.name, round(output / seconds), flush=True)

@@ -45,6 +45,7 @@ RECORDS = {
         "build": "minillm build gemma-2b --load-format dummy --input-len 1024 --output-len 256 --concurrency 256 "
         "--compare --out build/gemma-2b.plan.json --json",
         "cache-speed": "python tools/cache_speed.py --record",
+        "fast-accumulation": "python tools/fast_accumulation.py --record",
         "gemma-2b-bf16": f"minillm bench offline {GEMMA} {AS_PEERS} {WORKLOADS} --json",
         "gemma-2b-fp8": f"minillm bench offline {GEMMA} {FP8} {AS_PEERS} {WORKLOADS} --json",
         "gemma-2b-fp8-cache": f"minillm bench offline {GEMMA} {FP8} --kv-cache-dtype fp8 {AS_PEERS} {WORKLOADS} --json",
