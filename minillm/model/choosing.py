@@ -14,8 +14,6 @@ add up. Few requests wait for bytes, so smaller weights help; many wait for arit
 Attention's own arithmetic is left out: it is the same for every method. Corrections to this arithmetic are measured:
 `Method.alone` and `Method.few`, CONVERTING, STEP_ALONE, STEP and ROW are fitted to the record `h200/quantization`,
 REACHED to `h200/roofline`, `h200/ceiling-h200` and `h200/quantization`. Tests hold them against these records.
-`h200/quantization` was measured before fp8 had kernels for few rows: fp8's shares `alone` and `few` are those of the
-library's product, so estimates for fp8 with few requests are too low.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,9 +30,9 @@ NEAR = 0.97  # a method this near to the fastest is fast enough to win by losing
 
 # Shares of the datasheet's rates that an H200 reached: reading memory, and products of many rows by their inputs. The
 # products of 8-bit inputs include rounding those.
-REACHED = {"bytes": 0.886, "bf16": 0.674, "int8": 0.53, "fp8": 0.53}
+REACHED = {"bytes": 0.886, "bf16": 0.674, "int8": 0.53, "fp8": 0.62}
 STEP_ALONE = 11e-6  # seconds for each layer of a step of one request, which fuses its kernels
-STEP = 39e-6  # the same of other steps
+STEP = 35e-6  # the same of other steps
 ROW = 2e-6  # seconds for each row of a step: sampling, and the operations between products
 MOST_ROWS = 64  # rows up to which a kernel multiplies codes; above, 16-bit products have the matrix dequantized first
 CONVERTING = 0.8  # share of the 16-bit rate that this kernel reaches while it converts codes
@@ -124,19 +122,20 @@ class Method:
 
 
 BF16 = Method("bf16", 16, "bf16", 1.0, 1.0, "none", 0.0)
-INT4 = Method("int4", 4.125, "bf16", 0.66, 0.56, "high", 0.00371)
-W8A8 = Method("w8a8", 8, "int8", 0.67, 0.93, "medium", 0.00011)
+INT4 = Method("int4", 4.125, "bf16", 0.67, 0.55, "high", 0.00371)
+W8A8 = Method("w8a8", 8, "int8", 0.69, 0.93, "medium", 0.00011)
 METHODS = (
     BF16,
-    Method("int8", 8, "bf16", 0.93, 0.78, "low", 0.00011),
-    Method("fp8", 8, "fp8", 0.27, 0.39, "low", 0.00072),
+    Method("int8", 8, "bf16", 0.94, 0.78, "low", 0.00011),
+    Method("fp8", 8, "fp8", 0.87, 0.96, "low", 0.00072),
     W8A8,
     INT4,
     replace(W8A8, name="smoothquant", perplexity_loss=-0.00007, calibrated=True),
     replace(INT4, name="awq", loss="low", perplexity_loss=0.00277, calibrated=True),
     replace(INT4, name="gptq", loss="low", perplexity_loss=0.00262, calibrated=True),
 )
-HEADS = {"int8": "int8", "int4": "int8", "awq": "int8", "gptq": "int8"}  # method -> a head's format that suits it
+# method -> a head's format that suits it
+HEADS = {"int8": "int8", "fp8": "fp8", "int4": "int8", "awq": "int8", "gptq": "int8"}
 CACHES = ("auto", "fp8")  # int8 takes the same bytes
 
 

@@ -613,11 +613,9 @@ for (name, _), (theirs, ours, requests) in words.items():
 
 # %% [markdown]
 # Read a row from left to right: weight-only methods gain most with one request, and nothing with thousands. There,
-# products of eight-bit numbers help. Where a gain is below 1, the engine's kernel for the method was slow or missing at
-# that size when the record was measured (W4A8, which was measured with an int8 head, has none yet; FP8 has kernels for
-# few rows now, and lesson 07 prints a newer record); such a number is about *this* engine, not about the method. And a
-# small model on a large GPU has fixed costs in each step, which no precision shortens: the fewer bytes a step reads,
-# the larger their share.
+# products of eight-bit numbers help, FP8's most. W4A8 (measured with an int8 head) is slow because this engine has no
+# kernel for it: such a number is about *this* engine, not about the method. And a small model on a large GPU has fixed
+# costs in each step, which no precision shortens: the fewer bytes a step reads, the larger their share.
 #
 # "Points lost" is accuracy lost on multiple-choice questions, in percentage points. Where the interval includes 0, the
 # questions show no loss, but KL still ranks the methods. Compare SmoothQuant with FP8: NVIDIA's table expects more loss
@@ -696,9 +694,9 @@ panels.""")
 #
 # The engine's `recommend` estimates instead of measuring, so it can answer for other models and GPUs. For each method
 # it adds up a step's time: the bytes of the weights at the memory's rate, or the arithmetic at the rate of its products
-# if that takes longer (both, in the engine's kernels for few rows); the bytes of the cache; and fixed costs. Its rates
-# for FP8 with few requests are still those of the older record, so they are too low. Tests hold the estimate against
-# the record. Then it takes the fastest method whose loss you allow, or one within 3% of it that loses less.
+# if that takes longer (both, in the engine's kernels for few rows); the bytes of the cache; and fixed costs. Tests hold
+# the estimate against the record. Then it takes the fastest method whose loss you allow, or one within 3% of it that
+# loses less.
 #
 # **Predict first,** for yourself: which weights and which cache would *you* choose for Gemma 2B on an H200, for one
 # chat user; for 512 requests with long prompts; and for Llama 3.1 8B on a GPU of 24 GB?

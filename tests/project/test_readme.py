@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from minillm.bench import records
+from minillm.kernels.quantized_inputs import FAST
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -38,7 +39,18 @@ def test_fp8_is_as_fast_as_the_limits_say():
     assert [row["workload"] for row in one] == [row["workload"] for row in other] and len(one) == 6
     assert all(a["output_tokens_per_s"] > b["output_tokens_per_s"] for a, b in zip(one, other, strict=True))
     assert "faster\n  than bfloat16 in all six workloads" in README
-    assert records.read("h200/quantization")["commit"] in MEASUREMENTS
+
+
+def test_fast_accumulation_has_cost_tiny_gemma_nothing():
+    """Neither in perplexity nor, up to the limit, more than a tenth of what rounding the inputs costs a product."""
+    quality, *widths = records.read("h200/fast-accumulation")["results"]
+    low, high = quality["interval"]
+    assert low <= 0 <= high and quality["tokens"] > 30_000
+    assert "the difference is not distinguishable from zero" in MEASUREMENTS
+    used = [row for row in widths if row["columns"] <= FAST]
+    assert len(used) > 2 and f"{FAST:,}" in MEASUREMENTS
+    for row in used:
+        assert (row["fast"] ** 2 - row["output"] ** 2) ** 0.5 < row["rounding"] / 10
 
 
 def test_the_batching_table_states_the_settings_in_which_its_columns_differ():
