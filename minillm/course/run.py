@@ -43,8 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
             results.append(run(source))
             said = "ok" if results[-1]["ok"] else "FAILED\n" + "\n".join(results[-1]["errors"][-20:])
             print(f"{source.stem}  {results[-1]['seconds']} s  {said}", flush=True)
-    if options.json is not None:
-        records.write(records.record(results, begun), options.json)
+            if options.json is not None:  # after each lesson, so that a run that is cut short keeps what it has
+                records.write(records.record(results, begun), options.json)
     return 0 if results and all(each["ok"] for each in results) else 1
 
 

@@ -687,8 +687,8 @@ Methods with int4 weights have the smallest dots, on the right. Compare how high
 panels.""")
 
 # %% [markdown]
-# A front does not ask how large a difference is: for one request, SmoothQuant is on it only because its weights take
-# 0.01% less memory than INT8 weight-only's, which is faster and loses less.
+# A front does not ask how large a difference is: for one request, SmoothQuant and FP8 are on it only because their
+# weights take 0.01% less memory than INT8 weight-only's, which is faster and loses less.
 #
 # ### A recommendation that explains itself
 #
