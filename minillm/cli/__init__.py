@@ -1,7 +1,8 @@
 """The command `minillm`. Every command imports what it needs when it runs: `minillm --help` never waits for torch."""
 
+import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Unpack
+from typing import TYPE_CHECKING, Annotated, Unpack, cast
 
 import typer
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:  # the commands import them when they run
     from minillm.request import Prompt
 
 TIMEOUTS = Timeouts()
+log = logging.getLogger(__name__)
 
 app = typer.Typer(
     name="minillm",
@@ -131,6 +133,12 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option(envvar="MINILLM_API_KEY", help="A key that clients have to send.", show_envvar=True)
     ] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="Options for this hardware by purpose: auto, or a name of --list-profiles.")
+    ] = None,
+    list_profiles: Annotated[
+        bool, typer.Option("--list-profiles", help="Print the profiles of the model on this hardware, and exit.")
+    ] = False,
     **engine_options: Unpack[EngineOptions],
 ) -> None:
     """Serve OpenAI's API over HTTP until Ctrl-C; a second Ctrl-C ends the remaining requests at once."""
@@ -139,6 +147,16 @@ def serve(
     show_logs(log_level)
     if None not in (model, model_option) and model != model_option:
         raise ConfigError(f"the model is given twice, as {model!r} and as {model_option!r}: leave one out")
+    if list_profiles or profile:
+        from minillm.engine import profiles
+
+        choice = profiles.find(model or model_option, **engine_options)
+        if list_profiles:
+            print(choice)
+            return
+        chosen = choice.named(profile or "auto")
+        log.info(f"profile {chosen.name}: {', '.join(f'{key}={value}' for key, value in chosen.options.items())}")
+        engine_options = cast(EngineOptions, chosen.options | {**engine_options})
     server.serve(
         model or model_option,
         host=host,

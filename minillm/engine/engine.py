@@ -23,7 +23,7 @@ from minillm.config import DeviceConfig, EngineConfig, EngineOptions
 from minillm.errors import ConfigError, EngineClosed, InvalidRequest
 from minillm.kv_cache.block_pool import BlockPool
 from minillm.model.config import ModelConfig
-from minillm.model.loader import check_tokenizer, load_model, read_config, resolve
+from minillm.model.loader import check_tokenizer, load_model, read_config, resolve, resolve_device
 from minillm.quantization import Recipe
 from minillm.request import Completion, Delta, Prompt, Request, RequestOptions, SamplingParams
 from minillm.runner.executor import Executor, LocalExecutor
@@ -106,11 +106,7 @@ class Engine:
             )
         config = EngineConfig.of(**options)
         self.trace = Trace.of(config.trace)
-        device = config.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        elif device.startswith("cuda") and not torch.cuda.is_available():
-            raise ConfigError("device='cuda', but torch finds no GPU here; use device='cpu', or see `minillm doctor`")
+        device = resolve_device(config.device)
         place = resolve(model)
         self.plan = None if config.plan is None else Plan.read(config.plan)
         if self.plan is not None:
@@ -136,8 +132,9 @@ class Engine:
         self.model_config: ModelConfig = self.model.config
         if self.tokenizer is not None:
             check_tokenizer(self.tokenizer, self.model_config)
-        self.max_model_len = self.config.max_model_len or self.model_config.max_model_len
-        self.executor: Executor = LocalExecutor(self.model, self.config, self.max_model_len, self.plan)
+        longest = self.config.max_model_len or self.model_config.max_model_len
+        self.executor: Executor = LocalExecutor(self.model, self.config, longest, self.plan)
+        self.max_model_len = self.executor.facts.max_model_len
         self.in_flight: deque[Launched] = deque()
         self.tracked: dict[str, Tracked] = {}
         self._watched: dict[int, Tracked] = {}  # by row

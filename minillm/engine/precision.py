@@ -31,9 +31,7 @@ def resolved(config: EngineConfig, place: Path | str, device: str, traffic: plan
         log.info("quantization=auto: %s", why)
         return replace(config, quantization=None)
     if traffic is None:
-        longest = config.max_model_len or read_config(place).max_model_len
-        inputs = min(INPUT, longest // 2)
-        traffic = plan.Traffic(inputs, min(OUTPUT, longest - inputs), config.on(device).max_num_seqs)
+        traffic = usual_traffic(config, place, config.on(device).max_num_seqs)
     chosen = recommended(config, place, device, traffic)
     speed = f", {chosen.best.speed:.2f} times as fast as bf16 by estimate" if chosen.best.speed else ""
     log.info(
@@ -42,6 +40,13 @@ def resolved(config: EngineConfig, place: Path | str, device: str, traffic: plan
     )
     head = config.quantized_head or chosen.quantized_head
     return replace(config, quantization=chosen.quantization, quantized_head=head)
+
+
+def usual_traffic(config: EngineConfig, place: Path | str, requests: int) -> plan.Traffic:
+    """So many requests of INPUT and OUTPUT tokens, or as many as max_model_len allows."""
+    longest = config.max_model_len or read_config(place).max_model_len
+    inputs = min(INPUT, longest // 2)
+    return plan.Traffic(inputs, min(OUTPUT, longest - inputs), requests)
 
 
 def reason_against(config: EngineConfig, place: Path | str, device: str) -> str:
@@ -62,14 +67,19 @@ def reason_against(config: EngineConfig, place: Path | str, device: str) -> str:
     return ""
 
 
-def recommended(config: EngineConfig, place: Path | str, device: str, traffic: plan.Traffic) -> Recommendation:
-    """What is recommended for a model on this GPU, where no reason is against it. Raises ConfigError."""
+def recommended(
+    config: EngineConfig, place: Path | str, device: str, traffic: plan.Traffic, *, any_cache: bool = False
+) -> Recommendation:
+    """What is recommended for a model on this GPU, where no reason is against it. Raises ConfigError.
+
+    any_cache: choose the cache's format too, instead of taking that of the options
+    """
     found = known(torch.cuda.get_device_name(device))
     assert found is not None
     return recommend(
         read_config(place),
         replace(found, memory_bytes=torch.cuda.get_device_properties(device).total_memory),
         Traffic(traffic.concurrency, traffic.input_len, traffic.output_len),
-        kv_cache_dtype=config.kv_cache_dtype,
+        kv_cache_dtype=None if any_cache else config.kv_cache_dtype,
         utilization=config.gpu_memory_utilization,
     )

@@ -107,7 +107,7 @@ def answers(
     shown: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for example in (load_questions(split="dev") if examples is None and questions is None else examples) or ():
         shown[example["subject"]].append(example)
-    tokenizer, context = tokenizer_of(llm), llm.model_config.max_model_len
+    tokenizer, context = tokenizer_of(llm), llm.engine.max_model_len
     prompts = [_fitting(tokenizer, context, row, shown[row["subject"]][:shots]) for row in rows]
     scores = letter_logprobs(llm, prompts, progress)
     chosen = [max(range(len(LETTERS)), key=score.__getitem__) for score in scores]

@@ -64,7 +64,7 @@ def perplexity(
     ids = tokenizer_of(llm).encode(text, add_special_tokens=False) if isinstance(text, str) else list(text)
     bos = getattr(llm.tokenizer, "bos_token_id", None)
     start = [] if bos is None else [bos]
-    room = llm.model_config.max_model_len - len(start) - 1
+    room = llm.engine.max_model_len - len(start) - 1
     window = min(1024, room) if window is None else window
     if not 1 < window <= room:
         raise ConfigError(f"the window must be from 2 to {room} tokens for this model's context, not {window}")

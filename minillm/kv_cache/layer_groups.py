@@ -6,6 +6,7 @@ layers, and a block has room for that many, so any group can use any block of th
 group. vLLM's hybrid KV cache manager works the same way.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,3 +49,10 @@ def blocks_held(tokens: int, windows: Sequence[int | None], block_size: int, chu
     whole = -(-tokens // block_size)
     spans = (whole if window is None else (window + chunk + 2 * block_size - 3) // block_size for window in windows)
     return sum(min(whole, span) for span in spans)
+
+
+def longest_held(blocks: int, windows: Sequence[int | None], block_size: int, chunk: int = 1) -> int:
+    """The most tokens, in whole blocks, of a request that holds at most `blocks` of them, if there is such a limit."""
+    fitting = range(1, blocks + 2)
+    whole = bisect_right(fitting, blocks, key=lambda count: blocks_held(count * block_size, windows, block_size, chunk))
+    return whole * block_size

@@ -168,6 +168,15 @@ def read_config(place: Path | str) -> ModelConfig:
     return PRESETS[place] if isinstance(place, str) else ModelConfig.from_directory(place)
 
 
+def resolve_device(device: str) -> str:
+    """The device that an engine's option names; "auto": a GPU if torch finds one. Raises ConfigError."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError("device='cuda', but torch finds no GPU here; use device='cpu', or see `minillm doctor`")
+    return device
+
+
 def resolve(model: str | Path | None) -> Path | str:
     """The directory that `model` names, or a preset's name; None: the embedded model. Raises ConfigError."""
     if model is None:

@@ -25,6 +25,7 @@ class Facts:
     """What the scheduler needs to know about the device; constant once an executor has started."""
 
     num_blocks: int  # cache blocks
+    max_model_len: int  # what was asked for, or fewer tokens where the cache holds no such request
     windows: tuple[int | None, ...]  # per layer group: how many tokens a query sees; None: all
     stream: Stream | None  # what a row keeps if requests may be longer than max_model_len
     captures: bool  # whether steps are captured as CUDA graphs, and can be warmed up
@@ -60,6 +61,7 @@ class LocalExecutor:
                 self.runner.graphs.capture_mixed()
         self.facts = Facts(
             num_blocks=self.runner.num_blocks,
+            max_model_len=self.runner.max_model_len,
             windows=model.groups.windows,
             stream=self.runner.stream,
             captures=self.runner.graphs is not None,

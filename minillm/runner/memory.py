@@ -41,14 +41,14 @@ class MemoryBudget:
         """What is left for keys and values."""
         return int(self.total * self.utilization) - self.taken - self.workspace - self.graphs
 
-    def blocks(self, most: int, request: int, block_bytes: int, config: DeviceConfig) -> int:
+    def blocks(self, most: int, least: int, block_bytes: int, config: DeviceConfig) -> int:
         """`most` blocks, or as many as fit.
 
-        request: blocks of one request of full length. Raises ConfigError, saying what would fit, if one such request
-        does not fit, or if `num_blocks` is set and not all of them fit.
+        least: blocks of the shortest request. Raises ConfigError, saying what would fit, if that does not fit, or if
+        `num_blocks` is set and not all of them fit.
         """
         fitting = max(self.cache, 0) // block_bytes
-        if fitting >= (most if config.num_blocks else min(most, request)):
+        if fitting >= (most if config.num_blocks else min(most, least)):
             return min(most, fitting)
         used = (
             f"{gib(self.taken)} of {gib(self.total)} are taken (weights, other programs), a step of "
@@ -60,16 +60,14 @@ class MemoryBudget:
                 f"num_blocks={most} needs {gib(most * block_bytes)} for keys and values, and {fitting} blocks would "
                 f"fit: {used}"
             )
-        wanted = request * block_bytes
+        wanted = least * block_bytes
         enough = (self.total * self.utilization - self.cache + wanted) / self.total
         ways = ["lower max_num_batched_tokens or max_num_seqs", "free the GPU"]
         if enough <= 1:
             ways.insert(0, f"gpu_memory_utilization={math.ceil(enough * 100) / 100} would fit")
-        if fitting:
-            ways.insert(0, f"max_model_len={fitting * config.block_size} would fit")
         raise ConfigError(
-            f"gpu_memory_utilization={self.utilization} leaves {gib(max(self.cache, 0))} for keys and values, and one "
-            f"request of full length needs {gib(wanted)}: {used}; {'; '.join(ways)}"
+            f"gpu_memory_utilization={self.utilization} leaves {gib(max(self.cache, 0))} for keys and values, and even "
+            f"the shortest request needs {gib(wanted)}: {used}; {'; '.join(ways)}"
         )
 
 
@@ -104,19 +102,19 @@ class Memory:
             ) from error
         return [made[place] for _, place in groups.places]
 
-    def blocks_that_fit(self, config: DeviceConfig, request: int, make_graphs: MakeGraphs) -> int:
+    def blocks_that_fit(self, config: DeviceConfig, request: int, least: int, make_graphs: MakeGraphs) -> int:
         """The requested number of blocks, or as many as fit in memory, up to what all rows need at full length.
 
-        request: blocks of one request of full length. Raises ConfigError.
+        request, least: blocks of one request of full length, and of the shortest. Raises ConfigError.
         """
         most = config.num_blocks or config.max_num_seqs * request
         if self.state.device.type != "cuda":
-            return most if config.num_blocks else min(most, max(CPU_CACHE_BYTES // self.block_bytes, 1))
+            return most if config.num_blocks else min(most, max(CPU_CACHE_BYTES // self.block_bytes, least))
         workspace, graphs = self.workspace(config), self.graphs(make_graphs)
         free, total = torch.cuda.mem_get_info(self.state.device)
         utilization = 1.0 if config.num_blocks else config.gpu_memory_utilization
         budget = MemoryBudget(total, total - free, workspace, graphs, utilization)
-        return budget.blocks(most, request, self.block_bytes, config)
+        return budget.blocks(most, least, self.block_bytes, config)
 
     def workspace(self, config: DeviceConfig) -> int:
         """Bytes that the largest step needs in addition to weights and cache, measured by running one.

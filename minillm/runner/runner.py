@@ -1,5 +1,6 @@
 """Run steps on one device, as CUDA graphs where that is faster.  Lessons 09 to 11."""
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,14 +13,14 @@ from minillm.config import DeviceConfig
 from minillm.errors import ConfigError
 from minillm.kv_cache.attention_sinks import Stream
 from minillm.kv_cache.layer_cache import LayerCache
-from minillm.kv_cache.layer_groups import blocks_held
+from minillm.kv_cache.layer_groups import blocks_held, longest_held
 from minillm.model import Model
 from minillm.model.batch import Batch
 from minillm.scheduler.step import Step
 
 from . import logprobs
 from .launched import Launched
-from .memory import Memory
+from .memory import Memory, gib
 from .packing import pack
 from .sampler import Sampler
 from .state import RowState
@@ -27,6 +28,8 @@ from .state import RowState
 if TYPE_CHECKING:  # importing it needs triton
     from .cuda_graph import Replayed
     from .step_graphs import StepGraphs
+
+log = logging.getLogger(__name__)
 
 
 class Runner:
@@ -54,8 +57,20 @@ class Runner:
         def make_graphs(caches: list[LayerCache]) -> "StepGraphs | None":
             return self._make_graphs(config, caches)
 
-        request = self.stream.room if self.stream else blocks_held(max_model_len, windows, block_size, chunk)
-        self.num_blocks = self.memory.blocks_that_fit(config, request, make_graphs)
+        def blocks(tokens: int) -> int:
+            return self.stream.room if self.stream else blocks_held(tokens, windows, block_size, chunk)
+
+        request = blocks(max_model_len)
+        self.num_blocks = self.memory.blocks_that_fit(config, request, blocks(block_size), make_graphs)
+        self.max_model_len = max_model_len
+        if self.num_blocks < request and config.num_blocks is None:
+            self.max_model_len = longest_held(self.num_blocks, windows, block_size, chunk)
+            more = "a higher gpu_memory_utilization" if model.device.type == "cuda" else "num_blocks"
+            log.warning(
+                f"max_model_len is lowered from {max_model_len:,} to {self.max_model_len:,} tokens: the memory for "
+                f"keys and values, {gib(self.num_blocks * self.memory.block_bytes)}, holds no longer request; {more} "
+                "or kv_cache_dtype='fp8' makes room for more"
+            )
         self.caches = self.memory.allocate(self.num_blocks)
         self.graphs = make_graphs(self.caches)
         self._decoding: tuple[Step, Batch, Tensor] | None = None  # the last decode-only step, its batch, its tokens

@@ -29,7 +29,7 @@ from minillm.engine import precision
 from minillm.errors import ConfigError
 from minillm.kv_cache.layer_groups import blocks_held
 from minillm.model.config import ModelConfig
-from minillm.model.loader import read_config, resolve
+from minillm.model.loader import read_config, resolve, resolve_device
 from minillm.model.sizing import Sizing, fit, kv_bytes_per_token, weight_bytes
 from minillm.runner.memory import CPU_CACHE_BYTES
 from minillm.runner.plan import Plan, Traffic
@@ -66,9 +66,7 @@ def run(
         raise ConfigError(
             f"input_len + output_len = {traffic.context} tokens, but max_model_len is {longest}: lower one of them"
         )
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = resolve_device(config.device)
     config = precision.resolved(config, place, device, traffic)
     engine_options |= {"quantization": config.quantization, "quantized_head": config.quantized_head}
     options = options_of(config, shape, traffic, device)

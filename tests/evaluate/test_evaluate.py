@@ -41,13 +41,13 @@ class Oracle:
 
     def __init__(self, answers=None, cost=None, room=64):
         self.tokenizer, self.answers, self.cost = Words(), answers or {}, cost
-        self.model_config, self.prompts = SimpleNamespace(max_model_len=room), []
+        self.engine, self.prompts = SimpleNamespace(max_model_len=room), []
 
     def generate(self, prompts, params, progress=False):
         self.prompts += prompts
         out = []
         for prompt in prompts:
-            assert len(prompt) + params.max_tokens <= self.model_config.max_model_len, "the prompt exceeds the context"
+            assert len(prompt) + params.max_tokens <= self.engine.max_model_len, "the prompt exceeds the context"
             done = Completion("r", prompt)
             if params.logprobs is not None:
                 done.logprobs = [{self.tokenizer.ids[word]: value for word, value in self.answers.items()}]
@@ -214,7 +214,7 @@ def test_quality_measures_every_question_set_and_the_text_as_record_rows(monkeyp
     module = sys.modules["minillm.evaluate.quality"]
     monkeypatch.setattr(module, "perplexity", lambda llm: {"perplexity": 2.00004, "tokens": 9})
     llm = Oracle(A_TO_D, room=10_000)
-    llm.engine = SimpleNamespace(model=MODEL)
+    llm.engine.model = MODEL
     splits = {
         "questions-held-out-5-shot": ("test", 5),
         "questions-held-out-0-shot": ("test", 0),
@@ -305,7 +305,7 @@ def test_the_task_mmlu_asks_its_test_questions_with_five_examples_of_their_subje
     tasks = sys.modules["minillm.evaluate.tasks"]
     monkeypatch.setattr(tasks, "MMLU", str(mmlu))
     llm = Oracle(A_TO_D, room=10_000)
-    llm.engine = SimpleNamespace(model=MODEL)
+    llm.engine.model = MODEL
     whole, law, folder = evaluate.quality(llm, measured=evaluate.workloads(["mmlu", "mmlu_law", str(mmlu)]))
     assert [each["workload"] for each in (whole, law)] == ["mmlu-5-shot", "mmlu_law-5-shot"]
     assert [each["questions"] for each in (whole, law, folder)] == [12, 6, 12]

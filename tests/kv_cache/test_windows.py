@@ -9,7 +9,7 @@ import torch
 from minillm import LLM, SamplingParams
 from minillm.errors import InvalidRequest
 from minillm.kv_cache.block_tables import BlockTables
-from minillm.kv_cache.layer_groups import LayerGroups, blocks_held
+from minillm.kv_cache.layer_groups import LayerGroups, blocks_held, longest_held
 from minillm.model.config import ModelConfig
 from minillm.ops.reference import visible
 from minillm.request import Request
@@ -69,6 +69,14 @@ def test_blocks_held_range_from_what_the_first_query_sees_to_what_the_last_write
     most = max((start + chunk - 1) // block_size - max(start - window + 1, 0) // block_size + 1 for start in range(200))
     assert blocks_held(1000, (window,), block_size, chunk) == most
     assert blocks_held(2, (window,), block_size, chunk) <= -(-2 // block_size)
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 8), (None, 8, 20, None)], ids=str)
+def test_the_longest_request_that_so_many_blocks_hold_is_the_last_that_fits(windows):
+    for blocks in range(len(windows), 60):
+        longest = longest_held(blocks, windows, 4, 3)
+        assert longest % 4 == 0 and longest > 0
+        assert blocks_held(longest, windows, 4, 3) <= blocks < blocks_held(longest + 1, windows, 4, 3)
 
 
 # ---- engines

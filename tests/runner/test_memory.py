@@ -10,7 +10,7 @@ import torch
 
 from minillm import LLM, SamplingParams
 from minillm.config import EngineConfig
-from minillm.errors import ConfigError
+from minillm.errors import ConfigError, InvalidRequest
 from minillm.runner import memory
 from minillm.runner.memory import Memory, MemoryBudget
 from tests import models
@@ -24,25 +24,51 @@ ROOM = MemoryBudget(
 )  # 2 GiB for the cache
 
 
-def blocks(room: MemoryBudget = ROOM, most: int = 10**6, request: int = 512, config: EngineConfig = CONFIG) -> int:
-    return room.blocks(most, request, BLOCK, config)
+def blocks(room: MemoryBudget = ROOM, most: int = 10**6, least: int = 1, config: EngineConfig = CONFIG) -> int:
+    return room.blocks(most, least, BLOCK, config)
 
 
 def test_the_cache_gets_the_memory_left_by_weights_workspace_and_graphs():
     assert ROOM.cache == 2 * GIB
     assert blocks() == 2048
     assert blocks(most=100) == 100, "the cache must not exceed all rows at full length"
-    assert blocks(request=2048) == 2048
+    assert blocks(least=2048) == 2048
 
 
-def test_too_little_memory_for_one_request_suggests_a_length_and_a_share_that_fit():
-    with pytest.raises(ConfigError, match="one request of full length needs 2.15 GiB") as error:
-        blocks(request=2200)
-    assert blocks(request=int(re.search(r"max_model_len=(\d+)", str(error.value))[1]) // CONFIG.block_size) == 2048
+def test_too_little_memory_for_the_shortest_request_suggests_a_share_that_fits():
+    room = MemoryBudget(10 * GIB, 4 * GIB, 2 * GIB, GIB, 0.7)
+    with pytest.raises(ConfigError, match="leaves 0.00 GiB .* even the shortest request needs 0.05 GiB") as error:
+        blocks(room, least=50)
     share = float(re.search(r"gpu_memory_utilization=(\S+) would fit", str(error.value))[1])
-    assert blocks(MemoryBudget(10 * GIB, 4 * GIB, 2 * GIB, GIB, share), request=2200) >= 2200
+    assert blocks(replace(room, utilization=share), least=50) >= 50
     with pytest.raises(ConfigError):
-        blocks(MemoryBudget(10 * GIB, 4 * GIB, 2 * GIB, GIB, share - 0.02), request=2200)
+        blocks(replace(room, utilization=share - 0.01), least=50)
+
+
+@pytest.mark.parametrize("asked", [None, 2000])
+def test_a_length_that_the_cache_cannot_hold_is_lowered_and_said(monkeypatch, caplog, asked):
+    monkeypatch.setattr(memory, "CPU_CACHE_BYTES", 0)
+    with LLM(device="cpu") as llm:
+        block = llm.engine.executor.runner.memory.block_bytes
+        assert llm.engine.max_model_len == 16, "one block is the least"
+    monkeypatch.setattr(memory, "CPU_CACHE_BYTES", 10 * block)
+    caplog.clear()
+    with LLM(device="cpu", max_model_len=asked) as llm:
+        assert llm.engine.max_model_len == llm.engine.max_request_len == 160
+        (line,) = (each.getMessage() for each in caplog.records if each.name == "minillm.runner.runner")
+        assert f"max_model_len is lowered from {asked or 2048:,} to 160 tokens" in line and "num_blocks" in line
+        (whole,) = llm.generate([[5] * 150], SamplingParams(max_tokens=100, ignore_eos=True))
+        assert len(whole.token_ids) == 10 and whole.finish_reason == "length"
+        with pytest.raises(InvalidRequest, match="max_model_len = 160 tokens"):
+            llm.generate([[5] * 160])
+
+
+def test_a_length_that_fits_and_a_number_of_blocks_that_was_set_stay(caplog):
+    with LLM(device="cpu", max_model_len=64) as llm:
+        assert llm.engine.max_model_len == 64
+    with LLM(device="cpu", num_blocks=3) as llm:
+        assert llm.engine.max_model_len == llm.model_config.max_model_len, "such a request is refused by name"
+    assert not caplog.records
 
 
 def test_no_memory_left_reports_what_uses_it_and_suggests_only_options_that_help():

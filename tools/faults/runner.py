@@ -6,6 +6,20 @@ SAMPLER, STATE, SCORES = "minillm/runner/sampler.py", "minillm/runner/state.py",
 
 FAULTS = (
     Fault(
+        "requests may be longer than the cache that the memory holds",
+        "minillm/runner/runner.py",
+        "self.max_model_len = longest_held(self.num_blocks, windows, block_size, chunk)",
+        "self.max_model_len = max_model_len",
+        "tests/runner/test_memory.py -k lowered",
+    ),
+    Fault(
+        "a profile is chosen whose weights leave no room for a request",
+        "minillm/engine/profiles.py",
+        "return Choice(profiles, exact if exact.requests else profiles[-1]",
+        "return Choice(profiles, exact",
+        "tests/engine/test_profiles.py -k too_small",
+    ),
+    Fault(
         "every position of a request draws the same random number",
         SAMPLER,
         "mix(mixed + positions.astype(np.uint64))",
