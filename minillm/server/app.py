@@ -36,7 +36,7 @@ from .protocol import (
     TokenizeRequest,
     as_api_error,
 )
-from .responses import Answer, ChatForm, CompletionForm, TokenTexts, usage
+from .responses import Answer, ChatForm, CompletionForm, TokenTexts, dumps, usage
 
 LONG_TEXT = 10_000  # characters in all prompts; text this long is tokenized in a thread, so other streams keep going
 
@@ -311,21 +311,30 @@ class _Server:
         first: tuple[Choice, Delta],
         source: AsyncIterator[tuple[Choice, Delta]],
         usages: StreamOptions,
-    ) -> AsyncGenerator[dict]:
+    ) -> AsyncGenerator[str]:
+        """The chunks of a stream, as JSON."""
         prompts: dict[int, int] = {}  # tokens in each prompt seen so far
         generated = 0
 
         def so_far() -> dict:
             return usage(sum(prompts.values()), form.generated(generated))
 
-        def chunk(choice: dict) -> dict:
+        def chunk(choice: dict) -> str:
             if usages.continuous_usage_stats:
-                return answer.chunk([choice], usage=so_far())
-            return answer.chunk([choice], **({"usage": None} if usages.include_usage else {}))
+                return dumps(answer.chunk([choice], usage=so_far()))
+            return dumps(answer.chunk([choice], **({"usage": None} if usages.include_usage else {})))
 
+        usual = form.only_text and not usages.continuous_usage_stats
+        closing = '],"usage":null}' if usages.include_usage else "]}"
         item: tuple[Choice, Delta] | None = first
         while item is not None:
             choice, delta = item
+            if usual and item is not first and delta.finish_reason is None:  # nearly all: written without a dict
+                generated += len(delta.token_ids)
+                if delta.text:
+                    yield f"{answer.opening}{form.plain(choice.index, delta.text)}{closing}"
+                item = await anext(source, None)
+                continue
             prompts[choice.index // form.n] = len(choice.completion.prompt_token_ids)
             if item is first:
                 for opening in form.openings(count):
@@ -339,7 +348,7 @@ class _Server:
                 yield chunk(piece)
             item = await anext(source, None)
         if usages.include_usage:
-            yield answer.chunk([], usage=so_far())
+            yield dumps(answer.chunk([], usage=so_far()))
 
     async def read_tokens(self, gained: Delta | Completion, done: Completion) -> None:
         """Ask the engine's process for the text of tokens in the log-probabilities, if only it has the tokenizer."""

@@ -12,6 +12,8 @@ from minillm.errors import MinillmError
 
 from .protocol import as_api_error
 
+DIRECT = "minillm.direct_body"  # an ASGI extension: its "write" takes a piece of the body, and is faster than `send`
+
 
 class ClientGone(MinillmError):
     """The client disconnected; its work has been aborted."""
@@ -41,7 +43,7 @@ async def unless_disconnected(receive: Receive, work: Awaitable[Result]) -> Resu
 
 
 class EventStream(Response):
-    """Server-sent events from a generator of chunks, followed by `[DONE]`, as OpenAI's clients expect.
+    """Server-sent events from a generator of chunks as JSON, followed by `[DONE]`, as OpenAI's clients expect.
 
     source: the generator of deltas that `chunks` reads. It is already running and must be closed here: if `chunks`
     never starts, closing it does not close `source`.
@@ -49,24 +51,24 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncGenerator[dict], source: AsyncGenerator):
+    def __init__(self, chunks: AsyncGenerator[str], source: AsyncGenerator):
         super().__init__(headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
         self.chunks, self.source = chunks, source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def emit(data: str, more: bool = True) -> None:
-            body = f"data: {data}\n\n".encode()
+        async def through_asgi(body: bytes, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": body, "more_body": more})
 
         async def write() -> None:
+            emit = scope.get("extensions", {}).get(DIRECT, {}).get("write", through_asgi)
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
                 async for chunk in self.chunks:
-                    await emit(json.dumps(chunk, ensure_ascii=False, separators=(",", ":"), allow_nan=False))
+                    await emit(f"data: {chunk}\n\n".encode())
             except Exception as error:  # the status line has been sent: report the error as an event
-                await emit(json.dumps(as_api_error(error).body))
-            await emit("[DONE]", more=False)
+                await emit(f"data: {json.dumps(as_api_error(error).body)}\n\n".encode())
+            await through_asgi(b"data: [DONE]\n\n", more=False)
 
         try:
             await unless_disconnected(receive, write())

@@ -1,16 +1,24 @@
 """Responses in OpenAI's format: completions, chat completions, their chunks and log-probabilities.  Lesson 99."""
 
+import json
 import re
 import time
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from json.encoder import encode_basestring as quoted
 
 from minillm.request import Completion, Delta, TokenLogprobs
 from minillm.tokenizer import Tokenizer, TokenizerError
 
 LOWEST = -9999.0  # JSON has no -inf
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def dumps(content: dict) -> str:
+    """Compact JSON."""
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict:
@@ -39,6 +47,11 @@ class Answer:
     def chunk(self, choices: list[dict], **rest) -> dict:
         kind = "chat.completion.chunk" if self.kind == "chat.completion" else self.kind
         return self._wrap(kind, choices) | rest
+
+    @cached_property
+    def opening(self) -> str:
+        """The JSON of a chunk up to its first choice."""
+        return dumps(self.chunk([])).removesuffix("]}")
 
     def _wrap(self, kind: str, choices: list[dict]) -> dict:
         return {
@@ -171,6 +184,15 @@ class CompletionForm:
             choice["logprobs"] = form
         return choice
 
+    @property
+    def only_text(self) -> bool:
+        """Whether pieces show nothing but text."""
+        return self.top is None and not self.ids and self.echoes is None and not self.scores_only
+
+    def plain(self, index: int, text: str) -> str:
+        """The JSON of a piece that shows nothing but text and is not the last, as `piece` would give it."""
+        return f'{{"index":{index},"text":{quoted(text)},"logprobs":null,"finish_reason":null}}'
+
     def generated(self, tokens: int) -> int:
         """How many of the generated tokens count toward the usage."""
         return 0 if self.scores_only else tokens
@@ -204,6 +226,13 @@ class ChatForm:
         if self.ids:
             choice["token_ids"] = gained.token_ids
         return choice
+
+    @property
+    def only_text(self) -> bool:
+        return self.top is None and not self.ids
+
+    def plain(self, index: int, text: str) -> str:
+        return f'{{"index":{index},"delta":{{"content":{quoted(text)}}},"logprobs":null,"finish_reason":null}}'
 
     def generated(self, tokens: int) -> int:
         return tokens

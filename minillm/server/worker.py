@@ -106,6 +106,7 @@ async def work(listener: socket.socket, link: socket.socket, most: int | None = 
 def main() -> None:
     sys.setswitchinterval(SWITCH_INTERVAL)
     logging.basicConfig(format="minillm: %(message)s")  # stderr is inherited from the server
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each write to a client that has just left
     given = json.loads(sys.stdin.readline())
     listener, link = _opened(given["listener"]), _opened(given["link"])
     channel = socket.socket(fileno=link.detach())

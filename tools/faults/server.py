@@ -6,6 +6,20 @@ LINK, HUB, RESPONSES = "minillm/server/link.py", "minillm/server/hub.py", "minil
 
 FAULTS = (
     Fault(
+        "a stream's text is put into JSON as it is",
+        "minillm/server/responses.py",
+        """f'{{"index":{index},"text":{quoted(text)},""",
+        """f'{{"index":{index},"text":"{text}",""",
+        "tests/server/test_event_stream.py -k written_as_text",
+    ),
+    Fault(
+        "a stream is written to a client however slowly it reads",
+        "minillm/server/connections.py",
+        "            await cycle.flow.drain()",
+        "            pass",
+        "tests/server/test_event_stream.py -k too_slowly",
+    ),
+    Fault(
         "every text is tokenized with special tokens",
         "minillm/server/app.py",
         "engine.tokenizer.encode, text, special)\n        except (InvalidRequest",
@@ -127,7 +141,7 @@ FAULTS = (
     Fault(
         "a stream that fails says nothing of it",
         "minillm/server/event_stream.py",
-        "await emit(json.dumps(as_api_error(error).body))",
+        'await emit(f"data: {json.dumps(as_api_error(error).body)}\\n\\n".encode())',
         "pass",
         "tests/server/test_limits.py -k failing_operation",
     ),
