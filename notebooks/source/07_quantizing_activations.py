@@ -6,7 +6,7 @@
 # round to FP8 bit by bit; and say when W8A8, FP8 or W4A8 is the right choice. Everything that you write runs inside the
 # engine.
 #
-# **90 minutes.** **Needs:** a CPU, and lessons 05 (codes, scales, KL divergence) and 06 (folding scales into the
+# **92 minutes.** **Needs:** a CPU, and lessons 05 (codes, scales, KL divergence) and 06 (folding scales into the
 # operation before). All models here are `tiny-gemma`; speeds of a GPU come from a committed record.
 
 # %%
@@ -639,7 +639,7 @@ compare("rotated / not rotated", unit="times", prediction=guess_both, measured=r
 # evenly spaced grid needs channels of equal size; a floating-point grid does not. (In other models, the weights of
 # outlier channels may not be small. Measure.)
 #
-# ## 7 · W4A8, and what to choose · 6 min
+# ## 7 · W4A8, and what to choose · 8 min
 #
 # Small batches need few bytes: int4 weights. Large batches need fast arithmetic: factors of eight bits. **W4A8** has
 # both. Weights are stored in int4 groups, and a kernel converts them to FP8 on their way to the tensor cores;

@@ -7,10 +7,11 @@
 # * measure what users wait for, in one request and over a whole run;
 # * load a server in two ways that give different answers, and say what each is good for;
 # * serve with attention that you wrote;
-# * compare two engines fairly, and explain the result.
+# * compare two engines fairly, and explain the result;
+# * weigh accuracy, memory, speed, and cost on one report card.
 #
-# **88 minutes. Needs:** a CPU, and lessons 00 and 02. The model comes with the project; nothing is downloaded. On a GPU
-# the same cells run Gemma 2B. The cells measure the machine that they run on; two of them print committed records.
+# **93 minutes. Needs:** a CPU, and lessons 00 and 02. The model comes with the project; nothing is downloaded. On a GPU
+# the same cells run Gemma 2B. The cells measure the machine that they run on; three of them print committed records.
 
 # %%
 import math
@@ -32,6 +33,7 @@ from minillm.course import (
     compare,
     describe,
     full,
+    report_card,
     serving,
     solved,
     tier,
@@ -731,6 +733,58 @@ for row in record["results"]:
 # comparison must name the batch size, and why `minillm bench offline` reports the best one. But rows cost memory for
 # keys and values (lesson 02), and users arrive one after the other: a server rarely has the choice.
 #
+# ## One report card · 5 min
+#
+# Which precision should you serve? The course has given you four numbers that decide it, and a report card puts them
+# next to each other: accuracy, memory, speed, and cost. No single model can fill it in here. Accuracy needs a trained
+# model: it is measured now, on `tiny-gemma` and its multiple-choice questions, with all arithmetic in float32. Speed
+# and memory are from a committed record of Gemma 2B's shape on an H200, whose random weights would answer nothing.
+#
+# A GPU costs the same per hour however well it is used. So a million tokens cost what the GPU costs while it generates
+# them. **Predict** three numbers before you look.
+
+# %% tags=["exercise"]
+guess_points = 1.0  # PREDICT: points of accuracy that int4 loses
+guess_fp8 = 1.3  # PREDICT: bf16's cost of a token divided by fp8's, 3,000 requests at once
+guess_alone = 10  # PREDICT: a token's cost with 1 request, times that with 3,000, in bf16
+
+# %%
+DOLLARS = 3.50  # for an hour of the GPU
+speed = report_card.speeds(report_card.PRECISIONS)
+cost = {
+    name: {n: DOLLARS / 3600 / tokens_per_s * 1e6 for n, tokens_per_s in each.items()}
+    for name, each in speed.items()
+}
+quality = report_card.accuracies(report_card.PRECISIONS, 400 if full() else 60)
+size = report_card.gigabytes(report_card.PRECISIONS)
+report_card.print_card(quality, size, speed, cost)
+lost = quality["int4"][1].points
+compare("int4 loses", unit="points", prediction=guess_points, measured=lost)
+ratio = cost["bf16"][3000] / cost["fp8"][3000]
+compare("bf16 costs", unit="times as much as fp8", prediction=guess_fp8, measured=ratio)
+alone = cost["bf16"][1] / cost["bf16"][3000]
+compare("one request costs", unit="times as much", prediction=guess_alone, measured=alone)
+
+# %% [markdown]
+# Read the card by column.
+#
+# * **Accuracy.** The interval is what the questions can tell. With few of them it is several points wide, and if it
+#   includes 0, they show neither loss nor gain: a rounded model that answers better than the original was lucky. KL
+#   divergence tells precisions apart that answers do not (lesson 08).
+# * **Memory.** What weights leave free belongs to the cache, and so to more or longer requests (lessons 02 and 08).
+# * **Speed.** One request waits for weights to be read, so int4 is fastest. Thousands wait for arithmetic: there fp8 is
+#   fastest, since its products are computed in 8 bits, and int4 gains next to nothing, since its products are not.
+# * **Cost.** The last two columns differ far more than any two rows do. A GPU that serves one request reads all
+#   weights for a single token; with 3,000 requests, it reads them once for 3,000 tokens. Batching saves more than any
+#   precision, and traffic decides how much of it you get. A price per token assumes a load: ask which.
+#
+# How far is it from here to the floor? Lesson 11 compares each step with the least time that reading and computing
+# take. On this record's GPU, one request in bf16 reads 5 GB at up to 4.8 TB/s for each token: at best some 960 tokens
+# per second. The rest is attention, and the start of each kernel.
+#
+# The card for your own model has the same columns: `minillm eval --compare MODEL` fills in the first ones, `minillm
+# bench offline` and `minillm bench serve` the others.
+#
 # ## Recap · 2 min
 #
 # * TTFT, ITL, and end-to-end latency are what one user waits for; throughput is what all of them get. Report
@@ -742,6 +796,7 @@ for row in record["results"]:
 # * Capacity is a rate together with a promise about waits.
 # * Functions that you write work behind HTTP just as they do in a cell.
 # * An engine's speed is the cost of a step times the number of steps. Measure the two separately.
+# * A token's price is the GPU's price divided by its tokens: it depends on the load first, and on precision second.
 #
 # **What got worse:** the time between tokens grows with every client. HTTP and JSON cost a lone client time that
 # `LLM.generate` does not spend. The load generator runs on the machine that it measures and takes its share of the CPU.
