@@ -21,6 +21,7 @@ from minillm.values import shown
 
 from .engine import Engine, Tracked
 from .llm import LLM
+from .snapshot import Snapshot
 
 
 class Mailbox(Protocol):
@@ -69,6 +70,7 @@ class AsyncLLM:
         self._closing = False
         self._outbox: dict[Mailbox, list[tuple[Any, Delta | Exception]]] = {}
         self._listening: dict[str, Prepared] = {}
+        self._snapshots: list[Future[Snapshot]] = []  # wanted, and not taken yet
         # The engine is made in the thread that steps it: OpenMP keeps a pool of threads for each thread that computes,
         # and a second pool would compete with the first for the cores.
         make = (lambda: _warm(Engine(model, tokenizer, **options))) if engine is None else (lambda: engine)
@@ -187,6 +189,15 @@ class AsyncLLM:
     def stats(self) -> dict[str, int]:
         return self.engine.stats()
 
+    def snapshot(self, cells: int, listed: int) -> "Future[Snapshot]":
+        """What the engine holds, as `Snapshot.of` gives it: copied in the engine's thread after the current step.
+
+        From any thread; the caller does not wait for a step, and no step waits for the caller. Raises EngineClosed.
+        """
+        wanted: Future[Snapshot] = Future()
+        self._tell(lambda: self._copy(wanted, cells, listed), wanted)
+        return wanted
+
     @property
     def alive(self) -> bool:
         """Whether the engine's thread runs."""
@@ -205,14 +216,26 @@ class AsyncLLM:
         if not self._closing:
             self._tell(lambda: self._attempt(command))
 
-    def _tell(self, command: Callable[[], None]) -> None:
+    def _tell(self, command: Callable[[], None], snapshot: "Future[Snapshot] | None" = None) -> None:
         with self._wake:
             if self._closing:
                 raise EngineClosed("this AsyncLLM is closed; make a new one")
+            if snapshot is not None:
+                self._snapshots.append(snapshot)
             self._commands.append(command)
             self._wake.notify()
 
     # ---- in the engine's thread
+
+    def _copy(self, wanted: "Future[Snapshot]", cells: int, listed: int) -> None:
+        try:
+            with self.engine.lock:
+                copied = Snapshot.of(self.engine, cells, listed)
+        except Exception as error:  # a user-supplied pool's mistake ends no request
+            wanted.set_exception(error)
+        else:
+            wanted.set_result(copied)
+        self._snapshots.remove(wanted)
 
     def _submit(self, requests: Sequence[Prepared]) -> None:
         for each in requests:
@@ -237,6 +260,8 @@ class AsyncLLM:
             for each in list(self._listening.values()):
                 self._post(each.mailbox, each.key, failure)
             self._deliver()
+            while self._snapshots:
+                self._snapshots.pop().set_exception(failure)
             raise
 
     def _work(self) -> None:

@@ -39,6 +39,7 @@ from minillm.values import shown
 
 from . import precision
 from .output_text import OutputText
+from .recent import Recent
 
 TOKENIZER_MEMBERS = ("encode", "decode", "vocab_size")
 Listener = Callable[[Delta], None]
@@ -141,6 +142,7 @@ class Engine:
         self.lock = threading.RLock()
         self._counter = itertools.count(1)
         self._finished: list[Completion] = []
+        self.first_waits = Recent()  # seconds from a request's arrival to its first token
         self.closed = False
         self.forked = False  # True in a child process, where none of the engine's threads runs
         _engines.add(self)
@@ -197,6 +199,7 @@ class Engine:
                 while self.has_work:
                     self.step()
                 total *= 4
+            self.first_waits = Recent()
 
     # ---- requests
 
@@ -369,7 +372,9 @@ class Engine:
         for row in step.rows[step.first]:
             if (request := requests[row]) is not None:
                 completion = self.tracked[request.request_id].completion
-                completion.first_token_time = completion.first_token_time or now
+                if completion.first_token_time is None:
+                    completion.first_token_time = now
+                    self.first_waits.add(now - completion.arrival_time)
         for row, (position, found) in results.prompt_logprobs.items():
             if (request := requests[row]) is not None:
                 scores = self.tracked[request.request_id].completion.prompt_logprobs

@@ -97,6 +97,9 @@ class StreamTables(BlockTables):
     def of(self, row: int) -> np.ndarray:
         return self.blocks[0, row, : self.held[0, row] - self.gone[0, row]]
 
+    def _columns(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return np.zeros((1, len(rows)), np.int32), self.held[:, rows] - self.gone[:, rows]
+
     def find_prefix(self, pool: BlockPool, keys: Sequence[bytes]) -> list[list[int]]:
         """As the base class, but leaves at least one block of a full row to compute, which then gets a column."""
         return super().find_prefix(pool, keys[: self.stream.room - 1])

@@ -109,6 +109,10 @@ class BlockPool:
         """How many of these blocks are cached: sharing them reduces `available` by that many."""
         return sum(self.references[block] == 0 for block in blocks)
 
+    def are_cached(self, blocks: Iterable[int]) -> list[bool]:
+        """Whether each of these blocks is cached."""
+        return [block in self._cached for block in blocks]
+
     def check(self, holders: Iterable[int]) -> None:
         """Raise AssertionError unless all counts are consistent. holders: every held block, once for each holder."""
         counts = Counter(holders)

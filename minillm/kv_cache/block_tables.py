@@ -67,6 +67,18 @@ class BlockTables:
         mine = (columns >= self.gone[:, row]) & (columns < self.held[:, row])
         return self.blocks[:, row, : len(columns)].T[mine]
 
+    def holdings(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Who holds what: (rows [m], blocks [m]), a pair for each block that each of these rows [n] holds."""
+        first, after = self._columns(rows)
+        at, columns = _spans(first.ravel(), after.ravel())
+        groups, places = np.divmod(at, len(rows))
+        holders = rows[places]
+        return holders, self.blocks[groups, holders, columns]
+
+    def _columns(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The columns of the blocks that rows [n] hold: (first, one after the last), both [groups, n]."""
+        return self.gone[:, rows], self.held[:, rows]
+
     # ---- rows come and go
 
     def find_prefix(self, pool: BlockPool, keys: Sequence[bytes]) -> list[list[int]]:

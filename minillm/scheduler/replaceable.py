@@ -153,6 +153,10 @@ class CheckedPool:
         if hasattr(self.part, "check"):
             self.part.check(holders)
 
+    def are_cached(self, blocks: Iterable[int]) -> list[bool]:
+        """False for each block if the user-supplied pool does not tell."""
+        return self.part.are_cached(blocks) if hasattr(self.part, "are_cached") else [False for _ in blocks]
+
     def watch_evictions(self, on_evict: Callable[[int], None]) -> None:
         if hasattr(self.part, "watch_evictions"):
             self.part.watch_evictions(on_evict)

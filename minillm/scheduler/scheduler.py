@@ -62,6 +62,8 @@ class Scheduler:
         self.launched = -1  # number of the newest step launched
         self.read = -1  # number of the newest step whose tokens were read
         self.trace: Trace | None = None  # `Trace.watch` puts one here
+        self.tokens_run = 0  # tokens of prompts and outputs that steps were launched with
+        self.generated = 0  # tokens that requests got
         self.preemptions = 0
         self.prefix_queries = 0  # tokens looked up in the cache at admission
         self.prefix_hits = 0  # those that were found
@@ -163,7 +165,7 @@ class Scheduler:
     def count_on_from(self, before: "Scheduler") -> None:
         """Number steps and count events where another scheduler, of the same engine, ended."""
         self.launched = self.read = before.launched
-        self.preemptions = before.preemptions
+        self.tokens_run, self.generated, self.preemptions = before.tokens_run, before.generated, before.preemptions
         self.prefix_queries, self.prefix_hits = before.prefix_queries, before.prefix_hits
 
     @property
@@ -320,6 +322,7 @@ class Scheduler:
         self.launched += 1
         self.last_step[rows] = self.launched
         self.computed[rows] += queries
+        self.tokens_run += int(queries.sum())
         for row in rows[decodes:]:
             self._register(self.requests[row], int(self.computed[row]))
         samples = self.computed[rows] == self.known[rows]
@@ -373,6 +376,7 @@ class Scheduler:
             self._keep_tokens(int(self.confirmed[rows].max()))
         self.tokens[rows, self.confirmed[rows]] = sampled
         self.confirmed[rows] += 1
+        self.generated += len(rows)
         stopped = (self.stop_ids[rows] == sampled[:, None]).any(axis=1)
         full = self.confirmed[rows] == self.limit[rows]
         ended = []
@@ -462,13 +466,17 @@ class Scheduler:
             self.trace.register(self.pool, row, keys)
         request.registered = full
 
+    @property
+    def fenced(self) -> list[int]:
+        """The blocks that will be released once the steps in flight have been read; one may be listed twice."""
+        return [block for _, _, blocks in self._fence for block in blocks]
+
     def check(self) -> None:
         """Raise AssertionError unless every block and every row is accounted for."""
         running = [request for request in self.requests if request is not None]
         assert sorted(self.order.tolist()) == sorted(request.row for request in running), "order lost a row"
         tables = [self.tables.of(request.row).tolist() for request in running]
-        fenced = [blocks for _, _, blocks in self._fence]
-        self.pool.check(block for blocks in tables + fenced for block in blocks)
+        self.pool.check(block for blocks in [*tables, self.fenced] for block in blocks)
         rows = [r.row for r in running] + [row for _, row, _ in self._fence if row >= 0] + self._free_rows
         assert sorted(rows) == list(range(len(self.requests))), "a row is lost or in two places"
         for request in running:

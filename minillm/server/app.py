@@ -1,4 +1,4 @@
-"""The routes: OpenAI's API, vLLM's /tokenize, health and metrics, which NIM has under /v1 too.  Lesson 99.
+"""The routes: OpenAI's API, vLLM's /tokenize, health and metrics, which NIM has under /v1 too, a page.  Lesson 99.
 
 The application holds no model. It sends requests through a `RemoteEngine` to the engine in another process.
 """
@@ -22,6 +22,7 @@ from minillm.tokenizer import TokenizerError
 from minillm.values import QUOTED, shown
 
 from .body import BodyReader, Form
+from .engine_room.page import add_page
 from .event_stream import ClientGone, EventStream, unless_disconnected
 from .gate import Gate, refusal
 from .link import Choice, EngineError, Prompt, RemoteEngine, readable, room
@@ -72,6 +73,13 @@ def create_app(engine: RemoteEngine) -> FastAPI:
     async def metrics() -> Response:
         """Metrics of the whole server, not only of the worker that answers."""
         return Response(await engine.ask("metrics"), media_type="text/plain; version=0.0.4")
+
+    add_page(app)
+
+    @app.get("/engine/state")
+    async def state() -> Response:
+        """What the engine holds now: the numbers that the page at / shows, a few times a second at most."""
+        return Response(await engine.ask("state"), media_type="application/json", headers={"cache-control": "no-store"})
 
     @app.get("/v1/models")
     async def models() -> dict:

@@ -2,7 +2,7 @@
 
 Each response has the header `x-request-id`: the client's own id, so that its logs and a proxy's can be joined, or a new
 one. With a key, requests need `authorization: Bearer KEY`, as OpenAI's clients send it; health and metrics stay open,
-because what asks for them usually has no key.
+because what asks for them usually has no key. So do the files of the engine room's page, which asks for the key.
 """
 
 import hashlib
@@ -18,9 +18,10 @@ from starlette.responses import Response
 from minillm.errors import ConfigError
 from minillm.values import shown
 
+from .engine_room.page import FILES
 from .protocol import APIError
 
-OPEN = ("/health", "/metrics", "/v1/health/live", "/v1/health/ready", "/v1/metrics")
+OPEN = ("/health", "/metrics", "/v1/health/live", "/v1/health/ready", "/v1/metrics", *FILES)
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")  # printable ASCII without spaces
 KEY = re.compile(r"[\x21-\x7e]{8,512}")
 

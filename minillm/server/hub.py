@@ -25,6 +25,7 @@ from minillm.errors import InvalidRequest
 from minillm.request import Delta, RequestOptions, SamplingParams
 from minillm.tokenizer import Tokenizer, TokenizerError
 
+from .engine_room.state import EngineRoom
 from .limits import Timeouts
 from .link import NUMBER, TooLong, Unpacker, pack, room
 from .metrics import Metrics
@@ -66,6 +67,7 @@ class Hub:
         self.engine, self.on_gone = engine, on_gone
         self.capacity = engine.config.max_num_seqs + max_queued
         self.metrics = Metrics(name)
+        self.room = EngineRoom(engine, self.metrics, self.soon)
         self.texts = TokenTexts(engine.tokenizer)
         directory = engine.tokenizer_directory
         # Whether all text is encoded and decoded here: workers cannot load a tokenizer that was passed as an object.
@@ -346,17 +348,31 @@ class Line:
             raise
 
     def _on_ask(self, _: array, *, id: int, what: str, arguments: dict) -> None:
+        def answer() -> Any:
+            return getattr(self, "_ask_" + what)(**arguments)
+
+        self._reply(id, answer)
+
+    def _reply(self, id: int, answer: Callable[[], Any]) -> None:
+        """Send what `answer` returns or raises; if that is a future, its result, once it has one."""
         try:
-            reply = {"value": getattr(self, "_ask_" + what)(**arguments)}
+            value = answer()
         except Exception as error:
-            reply = {"error": _refusal(error)}
-        self.send({"op": "reply", "id": id} | reply)
+            self.send({"op": "reply", "id": id, "error": _refusal(error)})
+            return
+        if isinstance(value, Future):
+            value.add_done_callback(lambda done: self._reply(id, done.result))
+        else:
+            self.send({"op": "reply", "id": id, "value": value})
 
     def _ask_alive(self) -> bool:
         return self.engine.alive
 
     def _ask_metrics(self) -> str:
         return self.hub.metrics.render(self.engine.stats()).decode()
+
+    def _ask_state(self) -> Future[str]:
+        return self.hub.room.state()
 
     def _ask_template(self, messages: list[dict]) -> str:
         return self._tokenizer.apply_chat_template(messages)

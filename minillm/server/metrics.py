@@ -12,6 +12,7 @@ from itertools import accumulate
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from minillm.engine.recent import Recent
 from minillm.request import Completion
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -128,8 +129,10 @@ class Tally:
 
     def __init__(self, bounds: tuple[float, ...]):
         self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
+        self.recent = Recent()
 
     def add(self, value: float, count: int = 1) -> None:
+        self.recent.add(value, count)
         self.counts[bisect_left(self.bounds, value)] += count
         self.sum += value * count
 

@@ -104,7 +104,8 @@ def serve(
                 api_key=api_key,
                 **engine_options,
             ) as server:
-                log.info("minillm is serving %s at %s/v1 (press Ctrl-C to stop)", server.model, server.url)
+                at = f"{server.url}/v1, with a live page at {server.url}"
+                log.info("minillm is serving %s at %s (press Ctrl-C to stop)", server.model, at)
                 server.workers.join()
         except KeyboardInterrupt:
             log.info("minillm has stopped")

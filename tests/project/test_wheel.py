@@ -63,6 +63,8 @@ def test_the_wheel_contains_kernels_model_and_license_but_no_scripts(wheel):
     model = {f"minillm/{path.relative_to(ROOT)}" for path in (ROOT / "data" / "tiny-gemma").iterdir()}
     assert model
     assert model <= names
+    page = {f"minillm/server/engine_room/{name}" for name in ("index.html", "style.css", "script.js", "drawing.js")}
+    assert page <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     strays = [name for name in names if name.startswith("minillm/data/") and name.endswith(".py")]
     assert not strays

@@ -6,6 +6,20 @@ ENGINE, TEXT, ASYNC = "minillm/engine/engine.py", "minillm/engine/output_text.py
 
 FAULTS = (
     Fault(
+        "a snapshot forgets the blocks of requests that have just ended",
+        "minillm/engine/snapshot.py",
+        "        owner[self.leaving] = _AFTER_ROWS + LEAVING\n",
+        "",
+        "tests/server/test_engine_room.py -k leaving",
+    ),
+    Fault(
+        "a row whose prompt is being computed counts as decoding",
+        "minillm/engine/snapshot.py",
+        "(self.confirmed == self.prompt) | (self.computed < self.confirmed - 1)",
+        "self.computed < self.prompt - 8",
+        "tests/server/test_engine_room.py -k in_prefill",
+    ),
+    Fault(
         "quantization=auto leaves the head as it is",
         "minillm/engine/precision.py",
         "config.quantized_head or chosen.quantized_head",

@@ -7,6 +7,13 @@ TABLES, STORAGE = "minillm/kv_cache/block_tables.py", "minillm/kv_cache/layer_ca
 
 FAULTS = (
     Fault(
+        "a stream's evicted blocks count as held",
+        STREAMS,
+        "np.int32), self.held[:, rows] - self.gone[:, rows]",
+        "np.int32), self.held[:, rows]",
+        "tests/server/test_engine_room.py -k holdings",
+    ),
+    Fault(
         "a graph cannot capture how a cache is quantized",
         STORAGE,
         "values.new_full((1,), LARGEST[dtype])",

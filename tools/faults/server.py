@@ -20,6 +20,27 @@ FAULTS = (
         "tests/server/test_event_stream.py -k too_slowly",
     ),
     Fault(
+        "everyone who asks has the engine copied anew",
+        "minillm/server/engine_room/state.py",
+        "self._state.done() and time.monotonic() >= self._renew_at",
+        "self._state.done()",
+        "tests/server/test_engine_room.py -k many_who_ask",
+    ),
+    Fault(
+        "the engine room's numbers need no key",
+        "minillm/server/gate.py",
+        '"/v1/metrics", *FILES)',
+        '"/v1/metrics", *FILES, "/engine/state")',
+        "tests/server/test_engine_room.py -k needs_the_key",
+    ),
+    Fault(
+        "the engine room's page may load anything",
+        "minillm/server/engine_room/page.py",
+        "media_type=kind, headers=HEADERS",
+        "media_type=kind",
+        "tests/server/test_engine_room.py -k policy",
+    ),
+    Fault(
         "every text is tokenized with special tokens",
         "minillm/server/app.py",
         "engine.tokenizer.encode, text, special)\n        except (InvalidRequest",

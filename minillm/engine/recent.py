@@ -1,0 +1,25 @@
+"""The newest values of something that is measured all the time.  Lesson 99."""
+
+from bisect import bisect_left
+from collections import deque
+from itertools import accumulate
+
+
+class Recent:
+    """The newest values, for percentiles of what happens now: a histogram's are of all that ever happened."""
+
+    def __init__(self, most: int = 1024):
+        self._newest: deque[tuple[float, int]] = deque(maxlen=most)  # (value, how often)
+
+    def add(self, value: float, count: int = 1) -> None:
+        self._newest.append((value, count))
+
+    def percentiles(self, *wanted: int) -> dict[str, float | None]:
+        """What `wanted` percent of the newest values do not exceed, as {"p50": ...}; None if there are none."""
+        newest = sorted(self._newest.copy())  # a copy: another thread may add to it
+        ranks = list(accumulate(count for _, count in newest))
+        places = [bisect_left(ranks, percent / 100 * ranks[-1]) if ranks else None for percent in wanted]
+        return {
+            f"p{percent}": None if place is None else newest[place][0]
+            for percent, place in zip(wanted, places, strict=True)
+        }
