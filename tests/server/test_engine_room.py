@@ -17,7 +17,8 @@ from minillm.engine import Engine
 from minillm.engine.recent import Recent
 from minillm.engine.snapshot import CACHED, FREE, LEAVING, SHARED, Snapshot
 from minillm.kv_cache import BlockPool
-from minillm.request import SamplingParams
+from minillm.request import Request, SamplingParams
+from minillm.scheduler.scheduler import Scheduler
 from minillm.server import running
 from minillm.server.engine_room import state as room
 from minillm.server.engine_room.page import FILES, HERE
@@ -188,6 +189,26 @@ def test_the_tables_tell_all_holdings_at_once(stream):
     for row in scheduler.order:
         assert blocks[rows == row].tolist() == scheduler.tables.of(row).tolist()
     engine.close()
+
+
+def test_the_tables_tell_the_holdings_of_layers_that_see_a_window():
+    scheduler = Scheduler(
+        max_num_seqs=3,
+        max_num_batched_tokens=64,
+        max_model_len=256,
+        block_size=16,
+        num_blocks=64,
+        windows=(None, 32),
+    )
+    for index in range(3):
+        scheduler.submit(Request(f"r{index}", np.arange(40 + index, dtype=np.int32), LONG, limit=200))
+    for _ in range(80):
+        step = scheduler.schedule()
+        scheduler.complete(step, np.full(int(step.samples.sum()), 7))
+    rows, blocks = scheduler.tables.holdings(scheduler.order)
+    assert len(scheduler.order) == 3 and scheduler.tables.gone.any()
+    for row in scheduler.order:
+        assert sorted(blocks[rows == row].tolist()) == sorted(scheduler.tables.of(row).tolist())
 
 
 # ---- limits

@@ -3,6 +3,7 @@ import { CACHED, FREE, LEAVING, SHARED, cellAt, color, drawHistory, drawMap, dra
 
 const POLL = 500; // milliseconds between an answer and the next question
 const RETRY = 2000; // milliseconds after a failure
+const SLOW = 3000; // milliseconds until the page says that it waits: a state comes when the step that runs has ended
 const SPAN = 60; // seconds of history; SHORT at first
 const SHORT = 20;
 const RATE_OVER = 2; // seconds over which rates are taken
@@ -48,17 +49,19 @@ async function poll() {
   clearTimeout(timer);
   if (asking || paused() || document.hidden || !$("key-form").hidden) return;
   asking = true;
+  const slow = setTimeout(say, SLOW, "waiting for the engine");
   try {
     const answer = await fetch("engine/state", { headers: headers(), cache: "no-store" });
     if (answer.status === 401) return askForKey();
     if (!answer.ok) throw new Error(await problem(answer));
     show(await answer.json());
-    say("live");
+    if (!paused()) say("live");
     pollIn(POLL);
   } catch (error) {
     say(error instanceof TypeError ? "no answer, trying again" : error.message, "failed");
     pollIn(RETRY);
   } finally {
+    clearTimeout(slow);
     asking = false;
   }
 }
@@ -122,8 +125,9 @@ function show(next) {
 function showRates() {
   const { at, totals } = state;
   const now = { at, generated: totals.generated_tokens, computed: totals.computed_tokens, steps: totals.steps };
+  const before = counts[counts.length - 1];
+  if (before && (now.at < before.at || now.generated < before.generated)) [counts, history] = [[], []]; // a new server
   const last = counts[counts.length - 1];
-  if (last && (now.at < last.at || now.generated < last.generated)) counts = history = []; // another server
   if (!last || now.at !== last.at) counts.push(now);
   while (counts.length > 2 && counts[1].at <= at - RATE_OVER) counts.shift();
   const first = counts[0], passed = now.at - first.at;
@@ -202,7 +206,8 @@ function showRows() {
 
 function showBlocks() {
   const { blocks } = state, { preemptions } = state.totals;
-  const cell = blocks.per_cell > 1 ? ` A cell stands for ${blocks.per_cell} blocks.` : "";
+  const many = ` A cell stands for ${blocks.per_cell} blocks and shows the first row that holds one of them.`;
+  const cell = blocks.per_cell > 1 ? many : "";
   const preempted = preemptions ? ` Preemptions so far: ${whole(preemptions)}.` : "";
   const text = `${whole(blocks.total)} blocks of ${blocks.size} tokens: ${whole(blocks.used)} used, ` +
     `${whole(blocks.cached)} cached, ${whole(blocks.free)} free.${cell}${preempted}`;
@@ -319,7 +324,8 @@ async function send() {
   const answers = Array.from({ length: body.n }, () => document.createElement("li"));
   for (const line of answers) line.tabIndex = 0; // so that keys can scroll it
   $("output").replaceChildren(...answers);
-  let first = null, tokens = 0, last = begun, ended = "";
+  let first = null, tokens = 0, last = begun, ended = ", done";
+  $("timing").setAttribute("aria-live", "off"); // a screen reader says only how it ended
   const clock = setInterval(() => first || showTiming(begun, null, 0, performance.now(), ""), 100);
   try {
     const given = { "content-type": "application/json", ...headers() };
@@ -341,17 +347,19 @@ async function send() {
       }
     }
   } catch (error) {
-    if (error.name === "AbortError") ended = ", stopped";
-    else {
+    ended = error.name === "AbortError" ? ", stopped" : "";
+    if (!ended) {
       const line = document.createElement("li");
       line.className = "error";
       line.textContent = error instanceof TypeError ? "The server did not answer." : error.message;
+      line.setAttribute("role", "alert");
       $("output").append(line);
-      put("timing", "");
     }
   } finally {
     clearInterval(clock);
-    if (first || ended) showTiming(begun, first, tokens, last, ended);
+    $("timing").setAttribute("aria-live", "polite");
+    if (first) showTiming(begun, first, tokens, last, ended);
+    else put("timing", ended === ", stopped" ? "Stopped before the first token" : "");
     stopped = null;
     $("send").disabled = false;
     $("stop").disabled = true;
