@@ -19,6 +19,7 @@ from . import limits
 from .event_stream import DIRECT
 from .limits import Timeouts
 from .protocol import APIError
+from .shares import Shares
 
 log = logging.getLogger(__name__)
 _ENDED = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)  # errors of accept() on a closed listener
@@ -117,25 +118,37 @@ class Acceptor:
     until a connection closes or a delay has passed, and logs that once.
 
     make: creates the protocol of a connection, which must call `freed` when the connection is lost. most: limit on open
-    connections; None for no limit but the operating system's.
+    connections; None for no limit but the operating system's. shares: the connections of all workers, and this one's
+    slot; it lets others accept first while it has more.
     """
 
-    def __init__(self, listener: socket.socket, make: Callable[[], asyncio.Protocol], most: int | None):
+    def __init__(
+        self,
+        listener: socket.socket,
+        make: Callable[[], asyncio.Protocol],
+        most: int | None,
+        shares: tuple[Shares, int] | None = None,
+    ):
         listener.setblocking(False)
+        self._shares = shares
         self._listener, self._make, self._most = listener, make, most
         self._open = 0
+        self._count(0)
         self._freed = asyncio.Event()
         self._waiting = False  # whether new connections must wait; logged once
         self._task = asyncio.create_task(self._accept())
 
     def freed(self) -> None:
         """Call this when a connection has closed."""
-        self._open -= 1
+        self._count(-1)
         self._freed.set()
 
     def close(self) -> None:
         self._task.cancel()
         self._listener.close()
+        if self._shares is not None:
+            shares, slot = self._shares
+            shares.leave(slot)
 
     async def wait_closed(self) -> None:
         await asyncio.wait([self._task])
@@ -146,15 +159,38 @@ class Acceptor:
             if self._most is not None and self._open >= self._most:
                 await self._wait(f"all {self._most} connections are in use", None)
             try:
-                accepted, _ = await loop.sock_accept(self._listener)
+                accepted = await self._next(loop)
             except OSError as error:
                 if error.errno in _ENDED:
                     return
                 await self._wait(f"cannot accept connections ({error})", limits.ACCEPT_RETRY)
                 continue
-            self._open += 1
+            self._count(1)
             self._waiting = False
             await loop.connect_accepted_socket(self._make, accepted)
+
+    def _count(self, change: int) -> None:
+        self._open += change
+        if self._shares is not None and self._listener.fileno() >= 0:  # it accepts
+            shares, slot = self._shares
+            shares.set(slot, self._open)
+
+    async def _next(self, loop: asyncio.AbstractEventLoop) -> socket.socket:
+        """The next connection. Raises OSError."""
+        while self._shares is not None:
+            await _readable(loop, self._listener)
+            shares, slot = self._shares
+            for _ in range(limits.HEAD_START):
+                if not shares.ahead(slot):
+                    break
+                await asyncio.sleep(0.001)
+            try:
+                accepted, _ = self._listener.accept()
+            except BlockingIOError:  # another worker took it
+                continue
+            accepted.setblocking(False)
+            return accepted
+        return (await loop.sock_accept(self._listener))[0]
 
     async def _wait(self, why: str, seconds: float | None) -> None:
         """Wait until a connection closes, or for `seconds` if given."""
@@ -167,6 +203,16 @@ class Acceptor:
                 await self._freed.wait()
         except TimeoutError:
             pass
+
+
+async def _readable(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
+    """Wait until there is something to accept or an error to raise."""
+    ready = asyncio.Event()
+    loop.add_reader(sock, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(sock)
 
 
 def most_connections() -> int | None:

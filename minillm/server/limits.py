@@ -37,6 +37,7 @@ SWITCH_INTERVAL = 0.001  # seconds until a thread that decodes or tokenizes rele
 
 # ---- connections
 RESERVED_FILES = 32  # file descriptors of a worker not available to client connections
+HEAD_START = 10  # milliseconds that a worker with more connections than another leaves it to accept the next
 ACCEPT_RETRY = 1  # seconds to wait after accept() fails
 FLUSH = 1  # seconds after the grace period for the errors of aborted requests to reach their clients
 

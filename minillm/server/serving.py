@@ -22,6 +22,7 @@ from minillm.errors import ConfigError, MinillmError, MissingPackage
 from minillm.values import shown
 
 from .limits import FLUSH, Timeouts
+from .shares import Shares
 
 if TYPE_CHECKING:  # importing these loads torch: `serve` and `running` do it when called
     from minillm.engine.async_llm import AsyncLLM
@@ -170,6 +171,7 @@ def running(
                     fleet.stop()
                 finally:
                     hub.close()
+                    fleet.close()
     finally:
         listener.close()
 
@@ -183,6 +185,8 @@ class Workers:
     def __init__(self, listener: socket.socket, count: int, grace: float):
         self.listener, self.count, self.grace = listener, count, grace
         self.processes: dict[Line, subprocess.Popen] = {}  # keyed by the hub's line to the worker
+        self._shares = Shares.create(count) if count > 1 and sys.platform != "win32" else None
+        self._slots: dict[Line, int] = {}  # of the workers in `_shares`
         self._failures: dict[Line, int] = {}  # failed starts in a row before this worker
         self._places = count  # number of workers that run or will be retried
         self._given_up: str | None = None  # why a worker was given up
@@ -233,6 +237,11 @@ class Workers:
                 process.kill()
                 process.wait()
 
+    def close(self) -> None:
+        """Free what the workers shared, once they have stopped."""
+        if self._shares is not None:
+            self._shares.close()
+
     @property
     def _up(self) -> int:
         return sum(line.ready.done() for line in self.processes)
@@ -249,6 +258,9 @@ class Workers:
             if self._stopping:
                 return
             del self.processes[line]
+            slot = self._slots.pop(line, None)
+            if self._shares is not None and slot is not None:
+                self._shares.leave(slot)
             failures, status = self._failures.pop(line), _reap(process)
             if line.ready.done():
                 log.warning("an HTTP worker exited (%s); replacing it", status)
@@ -298,16 +310,19 @@ class Workers:
         from .worker import share
 
         ours, theirs = socket.socketpair()
-        line = Line(self.hub, ours)
+        line, shares = Line(self.hub, ours), self._shares
         with theirs:
             process = subprocess.Popen(
                 # -P: no file in the current directory can shadow a module.
                 [sys.executable, "-P", "-m", "minillm.server.worker"],
                 stdin=subprocess.PIPE,
                 env=GIVE_BACK | os.environ | {"PYTHONPATH": _import_path()},
-                **_inherited(self.listener, theirs),
+                **_inherited(self.listener, theirs, *([] if shares is None else [shares.file])),
             )
-            given = {"listener": share(self.listener, process.pid), "link": share(theirs, process.pid)}
+            given: dict[str, Any] = {"listener": share(self.listener, process.pid), "link": share(theirs, process.pid)}
+            if shares is not None:
+                self._slots[line] = min(set(range(shares.count)) - set(self._slots.values()))
+                given["shares"] = [shares.file, shares.count, self._slots[line]]
             stdin = process.stdin
             assert stdin is not None, "stdin is a pipe"
             with suppress(BrokenPipeError), stdin:  # the worker is already dead; the hub will notice
@@ -317,11 +332,12 @@ class Workers:
         return line
 
 
-def _inherited(*sockets: socket.socket) -> dict[str, Any]:
-    """Popen arguments that keep these sockets open in the child and shield it from the terminal's Ctrl-C."""
+def _inherited(*files: socket.socket | int) -> dict[str, Any]:
+    """Popen arguments that keep these sockets and files open in the child and shield it from the terminal's Ctrl-C."""
     if sys.platform == "win32":
         return {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
-    return {"pass_fds": [each.fileno() for each in sockets], "process_group": 0}
+    descriptors = [each if isinstance(each, int) else each.fileno() for each in files]
+    return {"pass_fds": descriptors, "process_group": 0}
 
 
 def _import_path() -> str:

@@ -14,6 +14,7 @@ import sys
 
 from .limits import FLUSH, SWITCH_INTERVAL
 from .link import EngineError, RemoteEngine, pack
+from .shares import Shares
 
 
 def share(sock: socket.socket, pid: int) -> int | str:
@@ -31,10 +32,13 @@ def _opened(given: int | str) -> socket.socket:
     raise ValueError(f"cannot open socket {given!r}: only Windows shares sockets as data")
 
 
-async def work(listener: socket.socket, link: socket.socket, most: int | None = None) -> None:
+async def work(
+    listener: socket.socket, link: socket.socket, most: int | None = None, shares: tuple[Shares, int] | None = None
+) -> None:
     """Serve connections from `listener` until the engine says stop or is gone.
 
-    most: limit on open connections; None for as many as the file descriptors allow.
+    most: limit on open connections; None for as many as the file descriptors allow. shares: connections of all
+    workers, and this one's slot.
     """
     loop = asyncio.get_running_loop()
     stopping: asyncio.Queue[float] = asyncio.Queue()  # grace periods in seconds
@@ -58,7 +62,7 @@ async def work(listener: socket.socket, link: socket.socket, most: int | None = 
                 uvicorns = {"config": self.config, "server_state": self.server_state, "app_state": {}}
                 return Connection(engine.timeouts, acceptor.freed, **uvicorns)
 
-            acceptor = Acceptor(listener, connect, most_connections() if most is None else most)
+            acceptor = Acceptor(listener, connect, most_connections() if most is None else most, shares)
             self.servers.append(acceptor)  # type: ignore[arg-type]  # uvicorn only calls close and wait_closed
             engine.ready()
 
@@ -110,8 +114,12 @@ def main() -> None:
     given = json.loads(sys.stdin.readline())
     listener, link = _opened(given["listener"]), _opened(given["link"])
     channel = socket.socket(fileno=link.detach())
+    shares = None
+    if "shares" in given:
+        file, count, slot = given["shares"]
+        shares = Shares(file, count), slot
     try:
-        asyncio.run(work(listener, channel.dup()))
+        asyncio.run(work(listener, channel.dup(), shares=shares))
     except EngineError:
         sys.exit(1)  # the engine's process is gone: there is no one to report to
     except Exception as error:

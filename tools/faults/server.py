@@ -6,6 +6,20 @@ LINK, HUB, RESPONSES = "minillm/server/link.py", "minillm/server/hub.py", "minil
 
 FAULTS = (
     Fault(
+        "one worker may take the whole of a burst",
+        "minillm/server/shares.py",
+        "return any(GONE < other < own for other in self._open)",
+        "return False",
+        "tests/server/test_shares.py",
+    ),
+    Fault(
+        "workers wait for one that is gone",
+        "minillm/server/shares.py",
+        "GONE < other < own",
+        "other < own",
+        "tests/server/test_shares.py -k ahead",
+    ),
+    Fault(
         "a stream's text is put into JSON as it is",
         "minillm/server/responses.py",
         """f'{{"index":{index},"text":{quoted(text)},""",
