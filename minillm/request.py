@@ -1,6 +1,7 @@
 """A request's parameters and its result.  Lesson 00."""
 
 import copy
+import json
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from minillm.errors import InvalidRequest
+from minillm.grammar import MAX_GRAMMAR, Matcher
 from minillm.values import as_float, as_int, as_tuple, shown
 
 MAX_LOGPROBS = 20
@@ -78,7 +80,8 @@ class RequestOptions:
 class SamplingParams:
     """How the next token is chosen and when to stop; checked once, here.  Lesson 02.
 
-    The steps run in this order: logit_bias, penalties, min_tokens, temperature, min_p, top_k, top_p.
+    The steps run in this order: logit_bias, penalties, min_tokens, the grammar of json_schema or regex, temperature,
+    min_p, top_k, top_p.
 
     max_tokens          most tokens to generate (at least 1)
     min_tokens          no stop token is sampled before this many tokens are generated
@@ -96,6 +99,12 @@ class SamplingParams:
     logprobs            report this many most likely tokens with each generated one
     prompt_logprobs     the same for each token of the prompt
     logit_bias          {token id: added to its logit}, in [-100, 100]
+    json_schema         the output is a JSON text that follows this schema; {"type": "object"} takes any object. A text
+                        that reaches max_tokens first is cut short (finish_reason "length")
+    regex               the output matches this regular expression as a whole
+
+    A request with json_schema or regex ends when its text is complete. It waits for each token before the next is
+    computed, so with run_ahead it takes part in only some of the steps.
 
     cache_salt, use_prefix_cache and priority are `RequestOptions` now; given here they still count, with a
     DeprecationWarning, as `options`.
@@ -120,7 +129,11 @@ class SamplingParams:
     cache_salt: InitVar[str | None] = None
     use_prefix_cache: InitVar[bool | None] = None
     priority: InitVar[int | None] = None
+    json_schema: Mapping[str, Any] | None = None
+    regex: str | None = None
     options: RequestOptions | None = field(default=None, init=False, repr=False, compare=False)
+    # ("json_schema" or "regex", its text), if either is given
+    grammar: tuple[str, str] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self, cache_salt: str | None, use_prefix_cache: bool | None, priority: int | None) -> None:
         given: dict[str, Any] = {"cache_salt": cache_salt, "use_prefix_cache": use_prefix_cache, "priority": priority}
@@ -130,6 +143,7 @@ class SamplingParams:
         self._check_numbers()
         self._check_stops()
         self._check_bias()
+        self._check_grammar()
 
     def _check_numbers(self) -> None:
         for name, (low, high, hint) in RANGES.items():
@@ -191,6 +205,29 @@ class SamplingParams:
             bias[token] = number
         object.__setattr__(self, "logit_bias", bias)
 
+    def _check_grammar(self) -> None:
+        if self.json_schema is None and self.regex is None:
+            return
+        name = "regex" if self.json_schema is None else "json_schema"
+        if self.json_schema is not None and self.regex is not None:
+            raise InvalidRequest("regex and json_schema exclude each other: give one of them")
+        if self.ignore_eos or self.min_tokens:
+            other = "ignore_eos" if self.ignore_eos else "min_tokens"
+            raise InvalidRequest(f"{other} cannot be combined with {name}, which decides where the text ends")
+        if name == "regex":
+            text = self.regex
+            if not isinstance(text, str) or not text or SURROGATE.search(text):
+                raise _refusal("regex must be a non-empty string without lone surrogates", text)
+        else:
+            try:
+                text = json.dumps(self.json_schema if isinstance(self.json_schema, Mapping) else 1j, allow_nan=False)
+            except (TypeError, ValueError, RecursionError):
+                raise _refusal("json_schema must be a JSON schema, as {'type': 'object'}", self.json_schema) from None
+            object.__setattr__(self, "json_schema", json.loads(text))  # the caller may change the original
+        if len(text) > MAX_GRAMMAR:
+            raise InvalidRequest(f"{name} has {len(text):,} characters, but at most {MAX_GRAMMAR:,} are allowed")
+        object.__setattr__(self, "grammar", (name, text))
+
     def choices(self, n: int) -> "list[SamplingParams]":
         """For each of n choices of a prompt; with a seed, choice i samples with seed + i. Raises InvalidRequest."""
         if self.seed is None:
@@ -214,6 +251,7 @@ class SamplingParams:
             or self.frequency_penalty != 0
             or self.min_tokens > 0
             or bool(self.logit_bias)
+            or self.grammar is not None
         )
 
 
@@ -226,7 +264,7 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None  # "stop", "length" or "abort"
-    stop_reason: int | str | None = None  # the stop token id or string that ended it
+    stop_reason: int | str | None = None  # the stop token id or string that ended it, or why its grammar failed
     logprobs: list[TokenLogprobs] | None = None  # one dict a generated token
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # None for the first token
     arrival_time: float = 0.0
@@ -258,6 +296,7 @@ class Request:
     stop_ids: tuple[int, ...] = ()
     seed: int = 0
     options: RequestOptions = RequestOptions()
+    matcher: Matcher | None = None  # which tokens may come next; after the confirmed ones
     known: np.ndarray = field(init=False)  # [tokens] int32
     arrival: int = -1
     place: tuple[float, int] = (0.0, 0)  # in the queue: the policy's key, then arrival

@@ -21,6 +21,7 @@ import torch
 
 from minillm.config import DeviceConfig, EngineConfig, EngineOptions
 from minillm.errors import ConfigError, EngineClosed, InvalidRequest
+from minillm.grammar import Grammars
 from minillm.kv_cache.block_pool import BlockPool
 from minillm.model.config import ModelConfig
 from minillm.model.loader import check_tokenizer, load_model, read_config, resolve, resolve_device
@@ -59,7 +60,8 @@ class Tracked:
     @property
     def watched(self) -> bool:
         """Whether each of its tokens must be looked at as it comes."""
-        return self.listener is not None or self.output is not None or self.completion.logprobs is not None
+        known = self.listener is not None or self.output is not None or self.completion.logprobs is not None
+        return known or self.request.matcher is not None
 
 
 _engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()
@@ -136,6 +138,7 @@ class Engine:
         longest = self.config.max_model_len or self.model_config.max_model_len
         self.executor: Executor = LocalExecutor(self.model, self.config, longest, self.plan)
         self.max_model_len = self.executor.facts.max_model_len
+        self.grammars = Grammars(self.tokenizer, self.model_config.vocab_size, self.model_config.eos_token_ids)
         self.in_flight: deque[Launched] = deque()
         self.tracked: dict[str, Tracked] = {}
         self._watched: dict[int, Tracked] = {}  # by row
@@ -233,6 +236,7 @@ class Engine:
             stop_ids=tuple(params.stop_token_ids) + (() if params.ignore_eos else self.model_config.eos_token_ids),
             seed=params.seed if params.seed is not None else derived_seed(self.config.seed, count),
             options=_of_kind(params.options if options is None else options, RequestOptions, "options"),
+            matcher=None if params.grammar is None else self.grammars.matcher(*params.grammar),
         )
         self.scheduler.validate(request)
         completion = Completion(request.request_id, ids.tolist(), arrival_time=time.perf_counter())
@@ -252,6 +256,8 @@ class Engine:
                     raise InvalidRequest(f"{name} names token {token}, but the vocabulary ends at {vocab - 1}")
         if params.stop and self.tokenizer is None:
             raise InvalidRequest("stop strings need a tokenizer, and this model has none; use stop_token_ids")
+        if params.grammar is not None:
+            self.grammars.matcher(*params.grammar)  # compiled once: `prepare` finds it
 
     def submit(self, tracked: Tracked) -> None:
         """Queue a prepared request. Raises InvalidRequest if another one with its id runs, EngineClosed."""
@@ -410,6 +416,9 @@ class Engine:
                 self.scheduler.finish(request, "stop", string)
             elif string is not None:
                 request.finish_reason, request.stop_reason = "stop", string
+        constrained = request.matcher is not None and request.finish_reason is None
+        if constrained and (failure := request.matcher.advance(tokens)):
+            self.scheduler.finish(request, "abort", failure)
         if request.finish_reason is not None:
             self._finish(tracked, tokens, logprobs)
         elif tracked.listener is not None:

@@ -110,6 +110,10 @@ class Sampler:
         if len(early):
             places = self._places(early, [columns.stop_ids[row] for row in rows[early]])
             shaped.index_put_(places, shaped.new_full((), -torch.inf))
+        masked = np.nonzero(columns.masked[rows])[0]
+        if len(masked):
+            masks = self._tensor(np.stack([columns.mask[row] for row in rows[masked]]))
+            shaped = forbid(shaped, self._tensor(masked), masks)
 
         # Shift the largest logit to 0 first: dividing by a temperature near 0 could overflow several logits.
         top = shaped.amax(-1, keepdim=True)
@@ -122,6 +126,17 @@ class Sampler:
             top_k, top_p = truncation
             shaped = self.ops.truncate(shaped, top_k[:, 0].long(), top_p[:, 0].to(dtype))
         return shaped
+
+
+def forbid(logits: Tensor, places: Tensor, masks: Tensor) -> Tensor:
+    """Keep only the tokens that grammars allow, in place.  Lesson 02.
+
+    logits: [n, vocab]; places: [m] indices of rows with a grammar; masks: [m, bytes] uint8, at least one bit for each
+    token, lowest bits first: 1 where it may come next.
+    """
+    bits = masks[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=masks.device) & 1
+    forbidden = bits.flatten(1)[:, : logits.shape[1]] == 0
+    return logits.index_copy_(0, places, logits[places].masked_fill_(forbidden, -torch.inf))
 
 
 def penalize(

@@ -60,6 +60,8 @@ class RowState:
         """Apply the changes since the last step: new requests and block table entries."""
         if step.admitted:
             self._admit(step.admitted)
+        for row, mask in step.masks.items():
+            self.sampling.mask[row] = mask
         if step.table_changes is not None:
             *places, blocks = step.table_changes
             rows, columns, sent = self.send(*places, blocks.ravel())
@@ -118,6 +120,8 @@ class SamplingColumns:
         self.stop_ids = [np.zeros(0, np.int64)] * rows
         self.bias = [(np.zeros(0, np.int64), np.zeros(0))] * rows  # token ids, and the values to add to their logits
         self.biased = np.zeros(rows, bool)
+        self.masked = np.zeros(rows, bool)  # rows with a grammar
+        self.mask = [np.zeros(0, np.uint8)] * rows  # the tokens that it allows next, one bit each
         self.general = np.zeros(rows, bool)  # rows that need more than greedy choice or a temperature
         self.shaping = {name: np.zeros(rows) for name in PENALTIES | TRUNCATION | MIN_P}
 
@@ -129,6 +133,7 @@ class SamplingColumns:
         self.stop_ids[row] = np.array(stop_ids, np.int64)
         self.bias[row] = np.array(list(bias), np.int64), np.array(list(bias.values()), np.float64)
         self.biased[row] = bool(bias)
+        self.masked[row] = params.grammar is not None
         self.general[row] = params.needs_general_path
         for name, column in self.shaping.items():
             column[row] = getattr(params, name)

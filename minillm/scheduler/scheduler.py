@@ -89,6 +89,8 @@ class Scheduler:
         self.stop_ids = np.full((rows, 4), -1, np.int32)
         self.arrival = np.zeros(rows, np.int64)
         self.last_step = np.full(rows, -1, np.int64)  # the newest step that runs the row
+        self.constrained = np.zeros(rows, bool)  # rows with a grammar, which needs each token before the next
+        self._any_constrained = False
 
         self.order = np.zeros(0, np.int32)  # running rows, oldest request first
         self.waiting: list[Request] = []  # in the order in which they are to be admitted
@@ -202,7 +204,10 @@ class Scheduler:
     def _runnable(self) -> np.ndarray:
         rows = self.order
         known = self.known[rows]
-        return rows[(self.computed[rows] < known) & (known < self.limit[rows])]
+        ready = (self.computed[rows] < known) & (known < self.limit[rows])
+        if self._any_constrained:
+            ready &= ~self.constrained[rows] | (known == self.confirmed[rows])
+        return rows[ready]
 
     def _share_budget(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
         """The rows to which the policy gives tokens, how many each, and what is left of the budget."""
@@ -329,6 +334,11 @@ class Scheduler:
         self.known[rows[samples]] += 1
         step = Step(self.launched, rows, starts, queries, samples, decodes, admitted=self._admitted)
         step.first = samples & (self.computed[rows] == self.prompt[rows])
+        if self._any_constrained:
+            found = [self.requests[row] for row in rows[samples & self.constrained[rows]]]
+            step.masks = {
+                each.row: each.matcher.mask for each in found if each is not None and each.matcher is not None
+            }
         step.moved = self.tables.moved(rows)
         step.table_changes = self.tables.take_changes()
         self._release_hidden(rows[decodes:])  # columns that move up for it do so in the next step
@@ -418,6 +428,8 @@ class Scheduler:
         self.stop_ids[row] = -1
         self.stop_ids[row, : len(stops)] = stops
         request.registered = computed // self.block_size
+        self.constrained[row] = request.matcher is not None
+        self._any_constrained |= request.matcher is not None
         self.arrival[row] = request.arrival
         place = int(np.searchsorted(self.arrival[self.order], request.arrival))
         self.order = np.insert(self.order, place, row)
@@ -432,6 +444,9 @@ class Scheduler:
         request.row = -1
         self.requests[row] = None
         self.confirmed[row] = self.known[row] = self.limit[row] = 0
+        if self.constrained[row]:
+            self.constrained[row] = False
+            self._any_constrained = bool(self.constrained.any())
         self.order = self.order[self.order != row]
         insort(self._fence, (int(self.last_step[row]), row, self.tables.vacate(row)))
         self._open_fence()

@@ -24,5 +24,7 @@ class Step:
     admitted: list[Request] = field(default_factory=list)  # requests that got their row since the last step
     first: np.ndarray | None = None  # [n] bool: what the row yields is its request's first token
     moved: np.ndarray | None = None  # [n] of streams: blocks that the rows have freed, which no table has any more
+    # Rows whose next token a grammar restricts, each with one bit a token of the vocabulary; see `grammar.Matcher`.
+    masks: dict[int, np.ndarray] = field(default_factory=dict)
     # What changed in the block tables: rows [m], columns [m] and their new blocks [groups, m].
     table_changes: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None

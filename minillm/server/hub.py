@@ -12,7 +12,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -93,6 +93,8 @@ class Hub:
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         self._tasks: list[Callable[[], None]] = []
         self._closing = False
+        # Compiles grammars, so that neither this thread nor the engine's waits for them.
+        self.compiler = ThreadPoolExecutor(1, thread_name_prefix="minillm-grammars")
         self._thread = threading.Thread(target=self._run, name="minillm-hub", daemon=True)
         self._thread.start()
 
@@ -104,13 +106,14 @@ class Hub:
     @property
     def running(self) -> int:
         """The number of choices that were accepted and are not finished."""
-        return sum(len(line.jobs) for line in self.lines)
+        return sum(len(line.jobs) + line.compiling for line in self.lines)
 
     def close(self) -> None:
         """Stop the thread and disconnect every worker; choices that still run are aborted."""
         self._closing = True
         self.soon(lambda: None)
         self._thread.join()
+        self.compiler.shutdown(cancel_futures=True)
 
     def soon(self, task: Callable[[], None]) -> None:
         """Run `task` on the hub's thread."""
@@ -175,6 +178,8 @@ class Line:
         self.ready: Future[None] = Future()  # done when the worker accepts requests
         self.why: str | None = None  # the error that the worker reported before it exited
         self.jobs: dict[int, Job] = {}
+        self.compiling = 0  # choices whose grammar is being compiled
+        self._aborted: set[int] = set()  # keys of such choices, perhaps, that nobody waits for any more
         self._unpacker = Unpacker()
         self._unsent = bytearray()
         self._lock = threading.Lock()
@@ -272,6 +277,8 @@ class Line:
         self.hub.metrics.requests.labels(str(status)).inc()
 
     def _on_abort(self, _: array, *, keys: list[int]) -> None:
+        if self.compiling:
+            self._aborted.update(keys)
         self._abort(keys)
 
     def _abort(self, keys: list[int]) -> None:
@@ -287,13 +294,15 @@ class Line:
 
     def _on_submit(self, numbers: array, *, key: int, prompts: list[dict], params: dict, options: dict, n: int) -> None:
         choices = len(prompts) * n
-        refusal = None
-        if self.hub.running + choices > self.hub.capacity:
-            refusal = self._busy()
-        else:
+
+        def check() -> SamplingParams:
+            shared = SamplingParams(**params)
+            self.engine.check_params(shared)
+            return shared
+
+        def begin(check: Callable[[], SamplingParams]) -> None:
             try:
-                shared = SamplingParams(**params)
-                self.engine.check_params(shared)
+                shared = check()
                 ids, encoded = self._read_prompts(numbers, prompts)
                 if encoded:
                     lengths = [len(each) for each in ids]
@@ -301,9 +310,32 @@ class Line:
                     self.send(message, np.concatenate(ids).tolist())
                 self._start(key, ids, shared.choices(n), RequestOptions(**options))
             except Exception as error:
-                refusal = _refusal(error)
-        if refusal is not None:
-            self.send({"op": "refused", "key": key, "choices": choices} | refusal)
+                self.send({"op": "refused", "key": key, "choices": choices} | _refusal(error))
+
+        if self.hub.running + choices > self.hub.capacity:
+            self.send({"op": "refused", "key": key, "choices": choices} | self._busy())
+        elif "json_schema" in params:
+            self._compile(check, begin, range(key, key + choices))
+        else:
+            begin(check)
+
+    def _compile(
+        self,
+        check: Callable[[], SamplingParams],
+        begin: Callable[[Callable[[], SamplingParams]], None],
+        keys: range,
+    ) -> None:
+        """Check in the compiler's thread, then begin on this one, unless the choices are aborted meanwhile."""
+        self.compiling += len(keys)
+
+        def done(checked: "Future[SamplingParams]") -> None:
+            self.compiling -= len(keys)
+            if self in self.hub.lines and not self._aborted.issuperset(keys):
+                begin(checked.result)
+                self._abort([key for key in keys if key in self._aborted])
+            self._aborted.difference_update(keys)
+
+        self.hub.compiler.submit(check).add_done_callback(lambda checked: self.hub.soon(lambda: done(checked)))
 
     def _busy(self) -> dict:
         count = f"{self.hub.running} of at most {self.hub.capacity} choices"

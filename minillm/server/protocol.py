@@ -48,7 +48,6 @@ UNSUPPORTED: dict[str, tuple] = {
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -78,6 +77,15 @@ class APIError(MinillmError):
         super().__init__(message)
         self.status, self.headers = status, headers
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+# The members of `response_format.json_schema`. Output always follows the schema, whatever `strict` says.
+SCHEMA_MEMBERS: dict[str, Any] = {
+    "name": str,
+    "schema": dict,
+    "strict": (bool, type(None)),
+    "description": (str, type(None)),
+}
 
 
 class StreamOptions(BaseModel):
@@ -164,6 +172,7 @@ class GenerationRequest(Body):
     cache_salt: str | None = None
     priority: int | None = None
     return_token_ids: bool | None = None
+    response_format: dict[str, Any] | None = None  # checked by `_json_schema`
 
     @model_validator(mode="before")
     @classmethod
@@ -184,7 +193,7 @@ class GenerationRequest(Body):
     def sampling(self, **computed) -> SamplingParams:
         """Return the sampling parameters of the n choices; with a seed, choice i uses seed + i."""
         self._check_strings()
-        given = self._given(SamplingParams) | computed
+        given = self._given(SamplingParams) | computed | {"json_schema": self._json_schema()}
         given = {name: value for name, value in given.items() if value is not None}
         for key in self.logit_bias or ():
             if not _TOKEN_ID.fullmatch(key):
@@ -194,6 +203,31 @@ class GenerationRequest(Body):
             return SamplingParams(**given)
         except InvalidRequest as error:
             raise as_api_error(error) from None
+
+    def _json_schema(self) -> dict | None:
+        """The schema that `response_format` asks for; None for plain text."""
+        wanted = self.response_format or {"type": "text"}
+        kind, named = wanted.get("type"), wanted.get("json_schema")
+        _check_names("response_format", wanted, ("type", "json_schema"))
+        if kind in ("text", "json_object"):
+            if named is not None:
+                message = f'response_format has a json_schema, but type {kind!r}: set type to "json_schema"'
+                raise APIError(message, param="response_format")
+            return None if kind == "text" else {"type": "object"}
+        if kind != "json_schema":
+            message = f'response_format.type must be "text", "json_object" or "json_schema", not {shown(kind)}'
+            raise APIError(message, param="response_format")
+        if not isinstance(named, dict) or not isinstance(named.get("schema"), dict):
+            message = 'response_format.json_schema must be {"name": ..., "schema": {...}}'
+            raise APIError(message, param="response_format")
+        _check_names("response_format.json_schema", named, tuple(SCHEMA_MEMBERS))
+        for name, kinds in SCHEMA_MEMBERS.items():
+            if not isinstance(named.get(name), kinds):
+                message = (
+                    f"response_format.json_schema.{name} is missing or of the wrong type: {shown(named.get(name))}"
+                )
+                raise APIError(message, param="response_format")
+        return named["schema"]
 
     def _check_strings(self) -> None:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -361,8 +395,12 @@ class ChatRequest(GenerationRequest):
 
 def _check_members(where: str, value: object, form: type[BaseModel]) -> None:
     """Raise APIError for the first member that is not a field of `form`."""
-    for name in value if isinstance(value, dict) else ():
-        if name not in form.model_fields:
+    _check_names(where, value if isinstance(value, dict) else {}, form.model_fields)
+
+
+def _check_names(where: str, value: dict, known: Container[str]) -> None:
+    for name in value:
+        if name not in known:
             raise unknown_field(name, where)
 
 
@@ -382,7 +420,7 @@ def as_api_error(error: Exception) -> APIError:
         headers = {"retry-after": str(RETRY_AFTER), "connection": "close"}
         return APIError(message, status=503, kind="server_error", code="shutting_down", headers=headers)
     if isinstance(error, (InvalidRequest, TokenizerError)):
-        word = message.split(" ", 1)[0]
+        word = message.split(" ", 1)[0].replace("json_schema", "response_format")
         known = CompletionRequest.model_fields.keys() | ChatRequest.model_fields.keys()
         code = "context_length_exceeded" if isinstance(error, TooLong) else None
         return APIError(message, param=word if word in known else None, code=code)

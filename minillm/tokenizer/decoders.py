@@ -59,6 +59,18 @@ class Decoder:
         return "".join(pieces)
 
 
+def token_bytes(spec: Spec | None, token: str) -> bytes:
+    """The bytes that a token adds inside a text. Byte tokens and byte-level tokens may hold parts of a character."""
+    kinds = {step["type"] for step in _flatten(spec)} if spec else set()
+    if "ByteFallback" in kinds and (byte := _BYTE_TOKEN.fullmatch(token)):
+        return bytes.fromhex(byte[1])
+    if "ByteLevel" in kinds and all(character in _BYTES for character in token):
+        return bytes(map(_BYTES.__getitem__, token))
+    before, both = Decoder(spec), Decoder(spec)  # a first token may lose its space, so let another one be first
+    alone, text = before.push(["a"]) + before.finish(), both.push(["a", token]) + both.finish()
+    return text.removeprefix(alone).encode()
+
+
 def _flatten(spec: Spec) -> list[Spec]:
     if spec["type"] != "Sequence":
         return [spec]

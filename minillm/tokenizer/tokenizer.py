@@ -14,7 +14,7 @@ from minillm.values import read_json
 from .added_tokens import AddedToken, AddedTokens
 from .bpe import BPE
 from .chat import ChatTemplate
-from .decoders import Decoder
+from .decoders import Decoder, token_bytes
 from .normalizers import build_normalizer
 from .patterns import Spec, TokenizerError
 from .pre_tokenizers import build_pre_tokenizer
@@ -134,6 +134,11 @@ class Tokenizer:
         except KeyError:
             limit = max(self._tokens, default=-1)
             raise TokenizerError(f"no token has the id {id}: this tokenizer's ids run from 0 to {limit}") from None
+
+    def token_bytes(self, id: int) -> bytes | None:
+        """The bytes that this token adds inside a text; None for a special token and for an unknown id."""
+        token = self._tokens.get(id)
+        return None if token is None or id in self._special else token_bytes(self._decoder_spec, token)
 
     def id(self, token: str) -> int:
         """The id of this token. Raises TokenizerError if it is not in the vocabulary."""

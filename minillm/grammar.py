@@ -1,0 +1,146 @@
+"""Structured output: the tokens that may come next in a text that follows a JSON schema or an expression.  Lesson 02.
+
+The `llguidance` library follows the grammar; this module gives it the tokens' bytes and bounds its work. A request's
+`Matcher` is advanced by each token that was sampled, so the next token's mask exists only once the last one is known.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from minillm.errors import InvalidRequest, MissingPackage
+
+MAX_GRAMMAR = 1 << 16  # characters of a JSON schema or of a regular expression
+KEPT = 64  # compiled grammars kept, the least recently used of which goes first
+QUOTED = 300  # characters of the library's messages, which may quote the grammar
+# Between the parts of a JSON text: a space, or a new line and its indentation. A model cannot go on with them for ever.
+JSON_OPTIONS = {"whitespace_pattern": r" |\n {0,32}", "lenient": False}
+# Bounds on the library's work, a fraction of its defaults: about 10 ms to compile, 5 ms for a token's mask.
+LIMITS = {
+    "initial_lexer_fuel": 500_000,
+    "step_lexer_fuel": 70_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,
+}
+
+
+class Matcher:
+    """One request's place in its grammar.
+
+    mask: [bytes] uint8, one bit a token of the vocabulary, lowest bits first: 1 where the token may come next. In a
+    complete text with nothing to add these are the model's end tokens alone.
+    """
+
+    def __init__(self, state: Any, mask: np.ndarray | None = None):
+        self._state = state  # llguidance.LLMatcher
+        self.mask = self._compute() if mask is None else mask
+
+    def copy(self) -> "Matcher":
+        return Matcher(self._state.deep_copy(), self.mask)
+
+    def advance(self, tokens: Sequence[int]) -> str | None:
+        """Take in the tokens that were sampled; returns why the grammar cannot go on, or None."""
+        self._state.consume_tokens(list(tokens))
+        self.mask = self._compute()
+        return self.error
+
+    @property
+    def error(self) -> str | None:
+        """Why the library gave up: the grammar is wrong, or needs more work than `LIMITS` allow."""
+        return str(self._state.get_error())[:QUOTED].strip() or None if self._state.is_error() else None
+
+    def _compute(self) -> np.ndarray:
+        return np.frombuffer(self._state.compute_bitmask(), np.uint8)
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer and keeps the last `KEPT`; threads may share it.
+
+    tokenizer: has `encode` and `token_bytes` like `minillm.Tokenizer`, or nothing can be compiled. vocab_size: the
+    model's. eos: its end tokens.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos: Sequence[int]):
+        self._given, self._vocab_size, self._eos = tokenizer, vocab_size, list(eos)
+        self._tokenizer: Any = None  # llguidance.LLTokenizer, made for the first grammar
+        self._kept: OrderedDict[tuple[str, str], Matcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def matcher(self, kind: str, text: str) -> Matcher:
+        """A new matcher, at the grammar's start.
+
+        kind: "json_schema" or "regex"; text: the schema as JSON, or the expression. Raises InvalidRequest if the
+        grammar is wrong or too complex, or if the model's tokenizer does not suffice; MissingPackage.
+        """
+        with self._lock:
+            if found := self._kept.get((kind, text)):
+                self._kept.move_to_end((kind, text))
+                return found.copy()
+            tokenizer = self._tokenizer = self._tokenizer or self._make_tokenizer()
+        made = _compile(tokenizer, kind, text)
+        with self._lock:
+            self._kept[kind, text] = made
+            while len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+            return made.copy()
+
+    def _make_tokenizer(self) -> Any:
+        if self._given is None:
+            raise InvalidRequest("json_schema and regex need a tokenizer, and this model has none: leave them out")
+        if not hasattr(self._given, "token_bytes"):
+            raise InvalidRequest(
+                "json_schema and regex need to know each token's bytes, and the engine's tokenizer has no "
+                "token_bytes(id): give it one, as minillm.Tokenizer has, or leave them out"
+            )
+        if not self._eos:
+            raise InvalidRequest(
+                "json_schema and regex end with the model's end token, and its config.json has no eos_token_id: add it"
+            )
+        library = _library()
+        described = _Described(self._given, self._vocab_size, self._eos[0])
+        return library.LLTokenizer(library.TokenizerWrapper(described), eos_token=self._eos)
+
+
+class _Described:
+    """A tokenizer as the library wants it."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos: int):
+        found = [tokenizer.token_bytes(i) for i in range(vocab_size)]
+        self.tokenizer, self.eos_token_id = tokenizer, eos
+        self.special_token_ids = [i for i, each in enumerate(found) if each is None]
+        # The byte 255 is in no text: the library keeps it for tokens that no grammar of ours allows.
+        self.tokens = [b"\xff[%d]" % i if each is None else each for i, each in enumerate(found)]
+
+    def __call__(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise MissingPackage("json_schema and regex need `llguidance`: pip install 'minillm[serve]'") from error
+    return llguidance
+
+
+def _compile(tokenizer: Any, kind: str, text: str) -> Matcher:
+    library = _library()
+    make = library.LLMatcher
+    try:
+        if kind == "json_schema":
+            grammar = make.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
+        else:
+            grammar = make.grammar_from_regex(text)
+    except ValueError as error:
+        raise InvalidRequest(f"{kind} cannot be used: {str(error)[:QUOTED]}") from None
+    made = Matcher(make(tokenizer, grammar, log_level=0, limits=library.LLParserLimits(**LIMITS)))
+    if made.error is not None:
+        raise InvalidRequest(f"{kind} cannot be used: {made.error}")
+    return made
