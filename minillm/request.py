@@ -220,10 +220,12 @@ class SamplingParams:
                 raise _refusal("regex must be a non-empty string without lone surrogates", text)
         else:
             try:
-                text = json.dumps(self.json_schema if isinstance(self.json_schema, Mapping) else 1j, allow_nan=False)
+                if not isinstance(self.json_schema, Mapping):
+                    raise TypeError
+                text = json.dumps(self.json_schema, allow_nan=False)
+                object.__setattr__(self, "json_schema", json.loads(text))  # the caller may change the original
             except (TypeError, ValueError, RecursionError):
                 raise _refusal("json_schema must be a JSON schema, as {'type': 'object'}", self.json_schema) from None
-            object.__setattr__(self, "json_schema", json.loads(text))  # the caller may change the original
         if len(text) > MAX_GRAMMAR:
             raise InvalidRequest(f"{name} has {len(text):,} characters, but at most {MAX_GRAMMAR:,} are allowed")
         object.__setattr__(self, "grammar", (name, text))

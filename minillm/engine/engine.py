@@ -416,8 +416,8 @@ class Engine:
                 self.scheduler.finish(request, "stop", string)
             elif string is not None:
                 request.finish_reason, request.stop_reason = "stop", string
-        constrained = request.matcher is not None and request.finish_reason is None
-        if constrained and (failure := request.matcher.advance(tokens)):
+        matcher = request.matcher
+        if matcher is not None and request.finish_reason is None and (failure := matcher.advance(tokens)):
             self.scheduler.finish(request, "abort", failure)
         if request.finish_reason is not None:
             self._finish(tracked, tokens, logprobs)

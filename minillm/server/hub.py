@@ -106,7 +106,7 @@ class Hub:
     @property
     def running(self) -> int:
         """The number of choices that were accepted and are not finished."""
-        return sum(len(line.jobs) + line.compiling for line in self.lines)
+        return sum(len(line.jobs) + len(line.compiling) for line in self.lines)
 
     def close(self) -> None:
         """Stop the thread and disconnect every worker; choices that still run are aborted."""
@@ -178,8 +178,7 @@ class Line:
         self.ready: Future[None] = Future()  # done when the worker accepts requests
         self.why: str | None = None  # the error that the worker reported before it exited
         self.jobs: dict[int, Job] = {}
-        self.compiling = 0  # choices whose grammar is being compiled
-        self._aborted: set[int] = set()  # keys of such choices, perhaps, that nobody waits for any more
+        self.compiling: set[int] = set()  # keys of choices that wait until their grammar is compiled
         self._unpacker = Unpacker()
         self._unsent = bytearray()
         self._lock = threading.Lock()
@@ -263,6 +262,7 @@ class Line:
         return bool(data)
 
     def close(self) -> None:
+        self.compiling.clear()
         self._abort(list(self.jobs))
         with self._lock:
             self.sock.close()
@@ -277,8 +277,7 @@ class Line:
         self.hub.metrics.requests.labels(str(status)).inc()
 
     def _on_abort(self, _: array, *, keys: list[int]) -> None:
-        if self.compiling:
-            self._aborted.update(keys)
+        self.compiling.difference_update(keys)
         self._abort(keys)
 
     def _abort(self, keys: list[int]) -> None:
@@ -326,16 +325,22 @@ class Line:
         keys: range,
     ) -> None:
         """Check in the compiler's thread, then begin on this one, unless the choices are aborted meanwhile."""
-        self.compiling += len(keys)
+        self.compiling.update(keys)
+
+        def check_if_wanted() -> SamplingParams:
+            if self.compiling.isdisjoint(keys):
+                raise InvalidRequest("aborted before it began")
+            return check()
 
         def done(checked: "Future[SamplingParams]") -> None:
-            self.compiling -= len(keys)
-            if self in self.hub.lines and not self._aborted.issuperset(keys):
+            aborted = [key for key in keys if key not in self.compiling]
+            self.compiling.difference_update(keys)
+            if len(aborted) < len(keys):
                 begin(checked.result)
-                self._abort([key for key in keys if key in self._aborted])
-            self._aborted.difference_update(keys)
+                self._abort(aborted)
 
-        self.hub.compiler.submit(check).add_done_callback(lambda checked: self.hub.soon(lambda: done(checked)))
+        compiled = self.hub.compiler.submit(check_if_wanted)
+        compiled.add_done_callback(lambda checked: self.hub.soon(lambda: done(checked)))
 
     def _busy(self) -> dict:
         count = f"{self.hub.running} of at most {self.hub.capacity} choices"

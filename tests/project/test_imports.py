@@ -28,7 +28,18 @@ LAYERS = (
         "model",
         "ops",
     ),
-    *("quantization", "kv_cache", "trace", "tokenizer", "overrides", "request", "grammar", "config", "renamed", "lazy_imports"),
+    *(
+        "quantization",
+        "kv_cache",
+        "trace",
+        "tokenizer",
+        "overrides",
+        "request",
+        "grammar",
+        "config",
+        "renamed",
+        "lazy_imports",
+    ),
     *("values", "errors", "kernels"),
 )
 

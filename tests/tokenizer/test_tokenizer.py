@@ -160,3 +160,14 @@ def test_templates_have_the_globals_that_transformers_provides():
 def test_a_template_with_a_syntax_error_is_rejected_at_once():
     with pytest.raises(TokenizerError, match="does not parse"):
         ChatTemplate("{% if %}", {})
+
+
+def test_the_bytes_of_a_texts_tokens_are_the_text_in_every_layout(pair):
+    """The grammars of structured output read them. Some layouts put a space before a text, which decoding removes."""
+    tokenizer, _ = pair
+    text = "The miller's  naïve 日本 🎉\n\n  {1984}"
+    found = [tokenizer.token_bytes(token) for token in tokenizer.encode(text, add_special_tokens=False)]
+    assert b"".join(found).removeprefix(b" ") == text.encode()
+    assert tokenizer.token_bytes(tokenizer.vocab_size + 7) is None
+    special = tokenizer.encode("", add_special_tokens=True)
+    assert [tokenizer.token_bytes(token) for token in special] == [None] * len(special)

@@ -124,4 +124,18 @@ FAULTS = (
         "torch.zeros((rows + 1, 1), dtype=torch.int32)",
         "tests/runner/test_decode_graphs.py -k until_they_are_read",
     ),
+    Fault(
+        "a row keeps the last request's mask",
+        STATE,
+        "self.masked[row] = params.grammar is not None",
+        "self.masked[row] |= params.grammar is not None",
+        "tests/engine/test_structured_output.py -k forgets",
+    ),
+    Fault(
+        "masks go to the first rows of a step",
+        SAMPLER,
+        "forbid(shaped, self._tensor(masked), masks)",
+        "forbid(shaped, self._tensor(np.arange(len(masked))), masks)",
+        "tests/engine/test_structured_output.py -k neighbors",
+    ),
 )

@@ -110,4 +110,18 @@ FAULTS = (
         "elif given.sum() > budget + 1:",
         "tests/scheduler/test_policies.py -k may_not_exceed",
     ),
+    Fault(
+        "a row with a grammar runs ahead of its tokens",
+        SCHEDULER,
+        "ready &= ~self.constrained[rows] | (known == self.confirmed[rows])",
+        "pass",
+        "tests/engine/test_structured_output.py -k far_ahead",
+    ),
+    Fault(
+        "a row holds the next request back as if it had a grammar too",
+        SCHEDULER,
+        "            self.constrained[row] = False\n",
+        "            pass\n",
+        "tests/engine/test_structured_output.py -k forgets",
+    ),
 )

@@ -89,4 +89,18 @@ FAULTS = (
         '[llm.tokenizer.apply_chat_template([{"role": "user", "content": prompt}]) for prompt in prompts]',
         "tests/project/test_cli.py -k one_beginning_of_text",
     ),
+    Fault(
+        "a schema may ask for multiples that take minutes to compile",
+        "minillm/grammar.py",
+        "if least > MOST_MULTIPLE:",
+        "if False:",
+        "tests/test_grammar.py -k cannot_be_followed",
+    ),
+    Fault(
+        "requests with the same grammar share one place in it",
+        "minillm/grammar.py",
+        "return Matcher(self._state.deep_copy(), self.mask)",
+        "return self",
+        "tests/test_grammar.py -k advance_alone",
+    ),
 )

@@ -1,0 +1,110 @@
+"""response_format through the real openai client."""
+
+import asyncio
+import threading
+from typing import Literal
+
+import openai
+import pydantic
+import pytest
+
+from tests.waiting import TIMEOUT, wait_until
+
+QUESTION = [{"role": "user", "content": "Where is the river?"}]
+
+
+class Flag(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+    color: Literal["red", "green"]
+    up: bool
+    height: int = pydantic.Field(ge=0, le=99)
+
+
+SCHEMA = Flag.model_json_schema()
+FORMAT = {"type": "json_schema", "json_schema": {"name": "flag", "schema": SCHEMA, "strict": True}}
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT) as client:
+        yield client
+
+
+def test_a_parsed_answer_is_an_object_of_the_clients_own_class(client, server):
+    answer = client.chat.completions.parse(
+        model=server.model, messages=QUESTION, response_format=Flag, n=3, seed=1, temperature=2, max_tokens=200
+    )
+    assert all(isinstance(choice.message.parsed, Flag) for choice in answer.choices)
+    assert {choice.finish_reason for choice in answer.choices} == {"stop"}
+    assert len({choice.message.content for choice in answer.choices}) > 1
+
+
+def test_a_stream_has_the_same_text(client, server):
+    asked = {"model": server.model, "messages": QUESTION, "response_format": FORMAT, "seed": 2, "max_tokens": 200}
+    whole = client.chat.completions.create(**asked).choices[0]
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+    text = "".join(chunk.delta.content or "" for chunk in chunks)
+    assert text == whole.message.content and chunks[-1].finish_reason == "stop"
+    Flag.model_validate_json(text)
+
+
+def test_completions_of_several_prompts_follow_the_schema(client, server):
+    answer = client.completions.create(
+        model=server.model, prompt=["a", "b"], n=2, max_tokens=200, extra_body={"response_format": FORMAT}
+    )
+    assert len(answer.choices) == 4
+    for choice in answer.choices:
+        Flag.model_validate_json(choice.text)
+
+
+def test_json_object_begins_any_object_and_a_cut_one_says_so(client, server):
+    answer = client.chat.completions.create(
+        model=server.model, messages=QUESTION, response_format={"type": "json_object"}, max_tokens=1
+    )
+    assert answer.choices[0].message.content == "{" and answer.choices[0].finish_reason == "length"
+
+
+def test_a_wrong_schema_is_refused_and_names_the_field(client, server):
+    wrong = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "word"}}}
+    with pytest.raises(openai.BadRequestError, match="Invalid type: word") as caught:
+        client.chat.completions.create(model=server.model, messages=QUESTION, response_format=wrong)
+    assert caught.value.body["param"] == "response_format"
+
+
+def test_others_are_served_while_a_grammar_compiles_and_who_leaves_is_forgotten(client, server, monkeypatch):
+    compiling, may_go_on, started = threading.Event(), threading.Event(), []
+    engine, (line,) = server.engine, server.workers.hub.lines
+    check, prepare = engine.check_params, engine.prepare
+
+    def slow(params):
+        if params.grammar is not None:
+            compiling.set()
+            assert may_go_on.wait(TIMEOUT)
+        check(params)
+
+    def noting(ids, params, *args, **more):
+        started.append(params.grammar is not None)
+        return prepare(ids, params, *args, **more)
+
+    monkeypatch.setattr(engine, "check_params", slow)
+    monkeypatch.setattr(engine, "prepare", noting)
+    asked = {"model": server.model, "messages": QUESTION}
+
+    async def leave() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as leaving:
+            request = leaving.chat.completions.create(**asked, n=2, response_format=FORMAT)
+            task = asyncio.ensure_future(request)
+            assert await asyncio.to_thread(compiling.wait, TIMEOUT)
+            answer = await leaving.chat.completions.create(**asked, max_tokens=3)  # while the grammar compiles
+            assert answer.usage.completion_tokens > 0 and len(line.compiling) == 2
+            task.cancel()
+            await asyncio.wait([task])
+
+    try:
+        asyncio.run(leave())
+        wait_until(lambda: not line.compiling)
+    finally:
+        may_go_on.set()
+    answer = client.chat.completions.create(**asked, max_tokens=200, response_format=FORMAT)  # compiled after it
+    Flag.model_validate_json(answer.choices[0].message.content)
+    assert started == [False, True]
