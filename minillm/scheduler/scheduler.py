@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minillm.errors import InvalidRequest
+from minillm.grammar import Matcher
 from minillm.kv_cache.attention_sinks import STREAM_TOKENS, Stream, StreamTables, missing
 from minillm.kv_cache.block_pool import BlockPool, BlockPoolError, prefix_keys
 from minillm.kv_cache.block_tables import BlockTables, group_key
@@ -62,11 +63,9 @@ class Scheduler:
         self.launched = -1  # number of the newest step launched
         self.read = -1  # number of the newest step whose tokens were read
         self.trace: Trace | None = None  # `Trace.watch` puts one here
-        self.tokens_run = 0  # tokens of prompts and outputs that steps were launched with
-        self.generated = 0  # tokens that requests got
+        self.tokens_run = self.generated = 0  # tokens that steps were launched with, and that requests got
         self.preemptions = 0
-        self.prefix_queries = 0  # tokens looked up in the cache at admission
-        self.prefix_hits = 0  # those that were found
+        self.prefix_queries = self.prefix_hits = 0  # tokens looked up in the cache at admission, and found
         self._arrivals = 0
         self._start(BlockPool(num_blocks) if pool is None else pool)
 
@@ -89,8 +88,7 @@ class Scheduler:
         self.stop_ids = np.full((rows, 4), -1, np.int32)
         self.arrival = np.zeros(rows, np.int64)
         self.last_step = np.full(rows, -1, np.int64)  # the newest step that runs the row
-        self.constrained = np.zeros(rows, bool)  # rows with a grammar, which needs each token before the next
-        self._any_constrained = False
+        self.matchers: dict[int, Matcher] = {}  # of rows with a grammar, which needs each token before the next
 
         self.order = np.zeros(0, np.int32)  # running rows, oldest request first
         self.waiting: list[Request] = []  # in the order in which they are to be admitted
@@ -205,8 +203,8 @@ class Scheduler:
         rows = self.order
         known = self.known[rows]
         ready = (self.computed[rows] < known) & (known < self.limit[rows])
-        if self._any_constrained:
-            ready &= ~self.constrained[rows] | (known == self.confirmed[rows])
+        if self.matchers:
+            ready &= ~np.isin(rows, list(self.matchers)) | (known == self.confirmed[rows])
         return rows[ready]
 
     def _share_budget(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
@@ -334,11 +332,8 @@ class Scheduler:
         self.known[rows[samples]] += 1
         step = Step(self.launched, rows, starts, queries, samples, decodes, admitted=self._admitted)
         step.first = samples & (self.computed[rows] == self.prompt[rows])
-        if self._any_constrained:
-            found = [self.requests[row] for row in rows[samples & self.constrained[rows]]]
-            step.masks = {
-                each.row: each.matcher.mask for each in found if each is not None and each.matcher is not None
-            }
+        if self.matchers:
+            step.masks = {row: self.matchers[row].mask for row in rows[samples].tolist() if row in self.matchers}
         step.moved = self.tables.moved(rows)
         step.table_changes = self.tables.take_changes()
         self._release_hidden(rows[decodes:])  # columns that move up for it do so in the next step
@@ -428,8 +423,8 @@ class Scheduler:
         self.stop_ids[row] = -1
         self.stop_ids[row, : len(stops)] = stops
         request.registered = computed // self.block_size
-        self.constrained[row] = request.matcher is not None
-        self._any_constrained |= request.matcher is not None
+        if request.matcher is not None:
+            self.matchers[row] = request.matcher
         self.arrival[row] = request.arrival
         place = int(np.searchsorted(self.arrival[self.order], request.arrival))
         self.order = np.insert(self.order, place, row)
@@ -444,9 +439,7 @@ class Scheduler:
         request.row = -1
         self.requests[row] = None
         self.confirmed[row] = self.known[row] = self.limit[row] = 0
-        if self.constrained[row]:
-            self.constrained[row] = False
-            self._any_constrained = bool(self.constrained.any())
+        self.matchers.pop(row, None)
         self.order = self.order[self.order != row]
         insort(self._fence, (int(self.last_step[row]), row, self.tables.vacate(row)))
         self._open_fence()

@@ -88,7 +88,7 @@ def test_a_row_that_had_a_grammar_forgets_it(llm):
     (before,) = llm.generate(PROMPT, params)
     llm.generate([PROMPT] * 24, constrained(24, max_tokens=4))
     assert {tuple(each.token_ids) for each in llm.generate([PROMPT] * 24, params)} == {tuple(before.token_ids)}
-    assert not llm.engine.scheduler.constrained.any() and not llm.engine.scheduler._any_constrained
+    assert not llm.engine.scheduler.matchers
 
 
 def test_a_grammar_that_fails_ends_its_request_alone(llm, monkeypatch):
