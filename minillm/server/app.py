@@ -1,4 +1,4 @@
-"""The routes: OpenAI's API, vLLM's /tokenize, health and metrics, which NIM has under /v1 too, a page.  Lesson 99.
+"""The routes: OpenAI's API, vLLM's /tokenize, Triton's /v2, health and metrics, and a page.  Lesson 99.
 
 The application holds no model. It sends requests through a `RemoteEngine` to the engine in another process.
 """
@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import time
 import traceback
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -21,14 +21,14 @@ from minillm.request import Completion, Delta, SamplingParams
 from minillm.tokenizer import TokenizerError
 from minillm.values import QUOTED, shown
 
-from .body import BodyReader, Form
+from . import kserve
+from .body import BodyReader, Form, takes
 from .engine_room.page import add_page
 from .event_stream import ClientGone, EventStream, unless_disconnected
 from .gate import Gate, refusal
 from .link import Choice, EngineError, Prompt, RemoteEngine, readable, room
 from .protocol import (
     APIError,
-    Body,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -90,29 +90,25 @@ def create_app(engine: RemoteEngine) -> FastAPI:
         server.check_model(name)
         return server.card
 
-    @app.post("/v1/completions", openapi_extra=_takes(CompletionRequest))
+    @app.post("/v1/completions", openapi_extra=takes(CompletionRequest))
     async def completions(request: Request) -> Response:
         return await server.answer(request, CompletionRequest, server.complete)
 
-    @app.post("/v1/chat/completions", openapi_extra=_takes(ChatRequest))
+    @app.post("/v1/chat/completions", openapi_extra=takes(ChatRequest))
     async def chat(request: Request) -> Response:
         return await server.answer(request, ChatRequest, server.chat)
 
-    @app.post("/tokenize", openapi_extra=_takes(TokenizeRequest))
+    @app.post("/tokenize", openapi_extra=takes(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         return await server.answer(request, TokenizeRequest, server.ids_of)
 
-    @app.post("/detokenize", openapi_extra=_takes(DetokenizeRequest))
+    @app.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         return await server.answer(request, DetokenizeRequest, server.text_of)
 
+    kserve.add_routes(app, server)
+
     return app
-
-
-def _takes(form: type[Body]) -> dict:
-    """The OpenAPI description of a request body."""
-    schema = form.model_json_schema() | {"$id": form.__name__}  # its $refs resolve against this id
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 class _Server:
@@ -161,7 +157,7 @@ class _Server:
             status = 499
             return Response(status_code=status)
         except Exception as error:
-            response = refusal(as_api_error(error))
+            response = refusal(as_api_error(error), request.url.path)
             status = response.status_code
             # The frames are in a reference cycle, which would keep the request alive until the garbage collector runs.
             traceback.clear_frames(error.__traceback__)
@@ -173,13 +169,10 @@ class _Server:
 
     async def complete(self, body: CompletionRequest) -> Response:
         texts, params, n = body.prompts(), body.params(), body.n or 1
-        self.check_choices(len(texts) * n, n)
-        in_thread = sum(map(len, texts)) >= LONG_TEXT
-        await _run(in_thread, self.check_lengths, texts)
-        prompts = [await self.tokenize(text, in_thread) if isinstance(text, str) else Prompt(text) for text in texts]
+        prompts = await self.prompts(texts, n)
         form = CompletionForm(self.texts, body.logprobs, bool(body.return_token_ids), n)
         if body.echo:
-            form.echoes = [await self.echo(text, in_thread) for text in texts]
+            form.echoes = [await self.echo(text, _long(texts)) for text in texts]
             form.scores_only = body.scores_only
         return await self.respond(prompts, params, form, body)
 
@@ -226,6 +219,13 @@ class _Server:
 
     # ---- prompts
 
+    async def prompts(self, texts: Sequence[str | list[int]], n: int) -> list[Prompt]:
+        """Check and tokenize the prompts of a request that wants n choices of each."""
+        self.check_choices(len(texts) * n, n)
+        in_thread = _long(texts)
+        await _run(in_thread, self.check_lengths, texts)
+        return [await self.tokenize(text, in_thread) if isinstance(text, str) else Prompt(text) for text in texts]
+
     async def tokenize(self, text: str, in_thread: bool, *, special: bool = True, name: str = "prompt") -> Prompt:
         """Tokenize a prompt. Its ids are None if only the engine's process has the tokenizer.
 
@@ -243,7 +243,7 @@ class _Server:
         room(len(ids), engine.max_request_len, name)
         return Prompt(ids, text, special)
 
-    def check_lengths(self, prompts: list[str | list[int]]) -> None:
+    def check_lengths(self, prompts: Sequence[str | list[int]]) -> None:
         """Reject prompts that cannot fit before doing any work on them."""
         for prompt in prompts:
             self._check_length(prompt)
@@ -298,18 +298,22 @@ class _Server:
             # Wait for the first delta here: an error before it can still set the HTTP status.
             first = await anext(source)
             return EventStream(self.chunks(answer, form, count, first, source, usages), source)
-        ended: dict[int, Completion] = {}
-        async with aclosing(source):
-            async for choice, delta in source:
-                if delta.completion is not None:
-                    ended[choice.index] = delta.completion
-        done = [ended[index] for index in range(count)]
+        done = await self.collect(source, count)
         for each in done:
             await self.read_tokens(each, each)
         choices = [form.whole(i, each) for i, each in enumerate(done)]
         prompt_tokens = sum(len(each.prompt_token_ids) for each in done[:: form.n])
         generated = form.generated(sum(len(each.token_ids) for each in done))
         return JSONResponse(answer.whole(choices, prompt_tokens, generated))
+
+    async def collect(self, source: AsyncGenerator[tuple[Choice, Delta]], count: int) -> list[Completion]:
+        """Run `count` choices to their ends; returns their completions in order."""
+        ended: dict[int, Completion] = {}
+        async with aclosing(source):
+            async for choice, delta in source:
+                if delta.completion is not None:
+                    ended[choice.index] = delta.completion
+        return [ended[index] for index in range(count)]
 
     async def chunks(
         self,
@@ -372,23 +376,28 @@ class _Server:
             self.texts.seen |= {token: tuple(entry) for token, entry in zip(unknown, found, strict=True)}
 
 
+def _long(texts: Sequence[str | list[int]]) -> bool:
+    """Whether the prompts of a request are to be tokenized in a thread."""
+    return sum(map(len, texts)) >= LONG_TEXT
+
+
 async def _run(in_thread: bool, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function on the event loop or, if `in_thread`, in a worker thread."""
     return await asyncio.to_thread(function, *arguments) if in_thread else function(*arguments)
 
 
 def _report_errors(app: FastAPI) -> None:
-    """Send every error to the client in OpenAI's format."""
+    """Send every error to the client in the format of its path: OpenAI's, or Triton's."""
 
     @app.exception_handler(APIError)
-    async def api_error(_: Request, error: APIError) -> Response:
-        return refusal(error)
+    async def api_error(request: Request, error: APIError) -> Response:
+        return refusal(error, request.url.path)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path[:QUOTED]}: {error.detail}"
-        return refusal(APIError(message, status=error.status_code, headers=error.headers))
+        return refusal(APIError(message, status=error.status_code, headers=error.headers), request.url.path)
 
     @app.exception_handler(EngineError)
-    async def engine_error(_: Request, error: EngineError) -> Response:
-        return refusal(as_api_error(error))
+    async def engine_error(request: Request, error: EngineError) -> Response:
+        return refusal(as_api_error(error), request.url.path)

@@ -2,10 +2,13 @@
 
 import asyncio
 import json
+import re
 from typing import TypeVar
 
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
+
+from minillm.values import shown
 
 from . import limits
 from .bounded_json import BoundedDecoder, TooDeep, TooManyValues, UnknownMember
@@ -14,6 +17,13 @@ from .link import Busy
 from .protocol import NO_OBJECT, APIError, Body, malformed, unknown_field
 
 Form = TypeVar("Form", bound=Body)
+JSON_LENGTH = "inference-header-content-length"  # Triton's header: bytes of JSON, if binary tensors follow it
+
+
+def takes(form: type[Body]) -> dict:
+    """The OpenAPI description of a request body."""
+    schema = form.model_json_schema() | {"$id": form.__name__}  # its $refs resolve against this id
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 class BodyReader:
@@ -31,17 +41,20 @@ class BodyReader:
     async def read(self, request: Request, form: type[Form]) -> Form:
         """Read the body as a `form`. Raises APIError; ClientGone if the client disconnects before the end."""
         kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
-        if not (kind == "application/json" or kind.startswith("application/") and kind.endswith("+json")):
+        json_kind = kind == "application/json" or kind.startswith("application/") and kind.endswith("+json")
+        # Triton's own clients name no type.
+        if not (json_kind or form.takes_binary and kind in ("", "application/octet-stream")):
             raise APIError(NO_OBJECT)
+        length = _json_length(request, form)
         if int(request.headers.get("content-length", 0)) > self.max_body:
             raise self._too_large()
         data = bytearray()
         try:
             await self._receive(request, data)
             if len(data) <= limits.FREE_BODY:
-                return self.parse(data, form)
+                return self.parse(data, form, length)
             async with self._turn:  # on the event loop, decoding would delay all other streams
-                return await asyncio.to_thread(self.parse, data, form)
+                return await asyncio.to_thread(self.parse, data, form, length)
         finally:
             self.held -= _counted(len(data))
             data.clear()  # a traceback may keep the buffer alive
@@ -70,15 +83,23 @@ class BodyReader:
         message = f"the body exceeds the limit of {self.max_body:,} bytes: split it into several requests"
         return APIError(message, status=413, code="request_too_large")
 
-    def parse(self, data: bytes | bytearray, form: type[Form]) -> Form:
-        """Decode and validate a body, at bounded cost. Raises APIError for the first error."""
-        content = self._decode(data, form)
+    def parse(self, data: bytes | bytearray, form: type[Form], length: int | None = None) -> Form:
+        """Decode and validate a body, at bounded cost. Raises APIError for the first error.
+
+        length: bytes of JSON, if others follow it.
+        """
+        if length is not None and length > len(data):
+            raise APIError(f"{JSON_LENGTH} is {length:,}, but the body has {len(data):,} bytes")
+        content = self._decode(data if length is None else data[:length], form)
         if not isinstance(content, dict):
             raise APIError(NO_OBJECT)
         try:
-            return form.model_validate(content)
+            body = form.model_validate(content)
         except ValidationError as error:
             raise malformed(error.errors(include_url=False, include_input=False)) from None
+        if length is not None:
+            body._binary = bytes(data[length:])
+        return body
 
     def _decode(self, data: bytes | bytearray, form: type[Form]) -> object:
         try:
@@ -104,6 +125,16 @@ class BodyReader:
         except ValueError:  # Python limits the digits of an integer
             reason = "a number in it has too many digits"
         raise APIError(f"the body is not valid JSON: {reason}", code="invalid_json")
+
+
+def _json_length(request: Request, form: type[Body]) -> int | None:
+    """How many bytes of the body are JSON, if the client says so and the form may have others after it."""
+    given = request.headers.get(JSON_LENGTH)
+    if given is None or not form.takes_binary:
+        return None
+    if not re.fullmatch("[0-9]{1,10}", given):
+        raise APIError(f"{JSON_LENGTH} must be a number of bytes, not {shown(given)}")
+    return int(given)
 
 
 def _counted(size: int) -> int:

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from minillm.errors import MinillmError
 
-from .protocol import as_api_error
+from .protocol import APIError, as_api_error
 
 DIRECT = "minillm.direct_body"  # an ASGI extension: its "write" takes a piece of the body, and is faster than `send`
 
@@ -50,11 +50,15 @@ class EventStream(Response):
     """
 
     media_type = "text/event-stream"
+    end = b"data: [DONE]\n\n"
 
     def __init__(self, chunks: AsyncGenerator[str], source: AsyncGenerator):
         super().__init__(headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
         self.chunks, self.source = chunks, source
+
+    def error_form(self, error: APIError) -> dict:
+        return error.body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def through_asgi(body: bytes, more: bool = True) -> None:
@@ -67,8 +71,8 @@ class EventStream(Response):
                 async for chunk in self.chunks:
                     await emit(f"data: {chunk}\n\n".encode())
             except Exception as error:  # the status line has been sent: report the error as an event
-                await emit(f"data: {json.dumps(as_api_error(error).body)}\n\n".encode())
-            await through_asgi(b"data: [DONE]\n\n", more=False)
+                await emit(f"data: {json.dumps(self.error_form(as_api_error(error)))}\n\n".encode())
+            await through_asgi(self.end, more=False)
 
         try:
             await unless_disconnected(receive, write())
@@ -77,3 +81,12 @@ class EventStream(Response):
         finally:
             await self.chunks.aclose()
             await self.source.aclose()
+
+
+class BareStream(EventStream):
+    """Server-sent events as Triton sends them: the connection's end is theirs, and errors have Triton's form."""
+
+    end = b""
+
+    def error_form(self, error: APIError) -> dict:
+        return error.bare

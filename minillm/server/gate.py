@@ -21,7 +21,16 @@ from minillm.values import shown
 from .engine_room.page import FILES
 from .protocol import APIError
 
-OPEN = ("/health", "/metrics", "/v1/health/live", "/v1/health/ready", "/v1/metrics", *FILES)
+OPEN = (
+    "/health",
+    "/metrics",
+    "/v1/health/live",
+    "/v1/health/ready",
+    "/v1/metrics",
+    "/v2/health/live",
+    "/v2/health/ready",
+    *FILES,
+)
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")  # printable ASCII without spaces
 KEY = re.compile(r"[\x21-\x7e]{8,512}")
 
@@ -32,9 +41,10 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-def refusal(error: APIError) -> Response:
-    """An error as an HTTP response."""
-    body = json.dumps(error.body)  # ASCII: a quoted value may contain a lone surrogate, which UTF-8 cannot encode
+def refusal(error: APIError, path: str) -> Response:
+    """An error as an HTTP response, in the form of the request path's protocol: Triton's under /v2, or OpenAI's."""
+    form = error.bare if path == "/v2" or path.startswith("/v2/") else error.body
+    body = json.dumps(form)  # ASCII: a quoted value may contain a lone surrogate, which UTF-8 cannot encode
     return Response(body, error.status, error.headers, "application/json")
 
 
@@ -75,7 +85,7 @@ class Gate:
             code="invalid_api_key",
             headers={"www-authenticate": "Bearer", "connection": "close"},  # the body may not have been read
         )
-        await refusal(error)(scope, receive, with_id)
+        await refusal(error, scope["path"])(scope, receive, with_id)
 
     def _opens(self, authorization: bytes) -> bool:
         assert self.key is not None

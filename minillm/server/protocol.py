@@ -9,9 +9,9 @@ import json
 import re
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from minillm.errors import InvalidRequest, MinillmError
 from minillm.request import SURROGATE, RequestOptions, SamplingParams
@@ -77,6 +77,7 @@ class APIError(MinillmError):
         super().__init__(message)
         self.status, self.headers = status, headers
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        self.bare = {"error": message}  # Triton's form
 
 
 # The members of `response_format.json_schema`. Output always follows the schema, whatever `strict` says.
@@ -117,7 +118,15 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
+    takes_binary: ClassVar[bool] = False  # whether bytes may follow the JSON
+
     model: str | None = None
+    _binary: bytes = PrivateAttr(b"")
+
+    @property
+    def binary(self) -> bytes:
+        """The bytes that followed the JSON."""
+        return self._binary
 
     @classmethod
     def known_fields(cls) -> Container[str]:
@@ -187,7 +196,7 @@ class GenerationRequest(Body):
                 if type(bias) not in (int, float):
                     message = f"logit_bias must map token ids to numbers, but maps {shown(token)} to {shown(bias)}"
                     raise APIError(message, param="logit_bias")
-        _check_members("stream_options", content.get("stream_options"), StreamOptions)
+        check_members("stream_options", content.get("stream_options"), StreamOptions)
         return content
 
     def sampling(self, **computed) -> SamplingParams:
@@ -369,13 +378,13 @@ class ChatRequest(GenerationRequest):
         for i, message in enumerate(messages if isinstance(messages, list) else ()):
             if not isinstance(message, dict):
                 continue
-            _check_members(f"messages.{i}", message, Message)
+            check_members(f"messages.{i}", message, Message)
             role, parts = message.get("role"), message.get("content")
             if isinstance(role, str) and len(role) > MAX_ROLE:  # chat templates quote an unknown role in their error
                 reason = f"has {len(role):,} characters, but at most {MAX_ROLE} are allowed"
                 raise APIError(f"messages.{i}.role {reason}", param="messages")
             for j, part in enumerate(parts if isinstance(parts, list) else ()):
-                _check_members(f"messages.{i}.content.{j}", part, ContentPart)
+                check_members(f"messages.{i}.content.{j}", part, ContentPart)
         return content
 
     def turns(self) -> list[dict[str, str]]:
@@ -393,7 +402,7 @@ class ChatRequest(GenerationRequest):
         return self.sampling(max_tokens=most, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
 
 
-def _check_members(where: str, value: object, form: type[BaseModel]) -> None:
+def check_members(where: str, value: object, form: type[BaseModel]) -> None:
     """Raise APIError for the first member that is not a field of `form`."""
     _check_names(where, value if isinstance(value, dict) else {}, form.model_fields)
 

@@ -115,10 +115,10 @@ def test_other_requests_are_served_while_a_large_body_is_checked(engine, monkeyp
     answered = threading.Event()
     parse = BodyReader.parse
 
-    def checked(reader, data, form):
+    def checked(reader, data, form, length=None):
         if len(data) > limits.FREE_BODY:
             assert answered.wait(60), "no other request was answered"
-        return parse(reader, data, form)
+        return parse(reader, data, form, length)
 
     async def everything():
         monkeypatch.setattr(BodyReader, "parse", checked)
@@ -176,10 +176,10 @@ def test_a_rejected_body_is_freed_at_once(engine, monkeypatch):
     class Watched:
         """An object that supports weak references."""
 
-    def checked(reader, data, form):
+    def checked(reader, data, form, length=None):
         local = Watched()
         kept.append(weakref.ref(local))
-        body = parse(reader, data, form)
+        body = parse(reader, data, form, length)
         kept.append(weakref.ref(body))
         return body
 

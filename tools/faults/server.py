@@ -43,8 +43,8 @@ FAULTS = (
     Fault(
         "the engine room's numbers need no key",
         "minillm/server/gate.py",
-        '"/v1/metrics", *FILES)',
-        '"/v1/metrics", *FILES, "/engine/state")',
+        "    *FILES,\n",
+        '    *FILES,\n    "/engine/state",\n',
         "tests/server/test_engine_room.py -k needs_the_key",
     ),
     Fault(
@@ -53,6 +53,27 @@ FAULTS = (
         "media_type=kind, headers=HEADERS",
         "media_type=kind",
         "tests/server/test_engine_room.py -k policy",
+    ),
+    Fault(
+        "an error under /v2 has OpenAI's form",
+        "minillm/server/gate.py",
+        "form = error.bare if",
+        "form = error.body if",
+        "tests/server/test_kserve.py -k refused",
+    ),
+    Fault(
+        "every binary tensor starts with the first byte",
+        "minillm/server/tensors.py",
+        "            at += size\n",
+        "            at = size\n",
+        "tests/server/test_kserve.py -k binary",
+    ),
+    Fault(
+        "an output's own choice of the binary form is ignored",
+        "minillm/server/kserve.py",
+        "return bool((each.parameters or {}).get(BINARY, every))",
+        "return every",
+        "tests/server/test_kserve.py -k binary",
     ),
     Fault(
         "every text is tokenized with special tokens",
@@ -176,7 +197,7 @@ FAULTS = (
     Fault(
         "a stream that fails says nothing of it",
         "minillm/server/event_stream.py",
-        'await emit(f"data: {json.dumps(as_api_error(error).body)}\\n\\n".encode())',
+        'await emit(f"data: {json.dumps(self.error_form(as_api_error(error)))}\\n\\n".encode())',
         "pass",
         "tests/server/test_limits.py -k failing_operation",
     ),
