@@ -23,7 +23,7 @@ KEY_TESTS := $(addprefix tests/, \
   kernels/test_kernels.py::test_decode_attention kernels/test_kernels.py::test_prefill_attention \
   server/test_completions.py server/test_errors.py test_config.py test_request.py test_overrides.py)
 
-.PHONY: help setup demo check test explore lab notebooks lint types format lock clean
+.PHONY: help setup demo check test explore lab notebooks triton lint types format lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -33,6 +33,7 @@ help:
 	@echo 'make explore    the randomized tests with another seed (SEED=N EXAMPLES=N)'
 	@echo 'make lab        JupyterLab on copies of the notebooks, in lab/'
 	@echo 'make notebooks  rebuild and execute the notebooks from notebooks/source/'
+	@echo 'make triton     run minillm inside a real Triton Inference Server, installed into build/triton'
 	@echo 'make lint       ruff check and format check      make format   let ruff rewrite'
 	@echo 'make types      mypy'
 	@echo 'make lock       write requirements.lock and environment.yml (UPGRADE=1: latest versions)'
@@ -78,6 +79,15 @@ lab: $(READY)
 
 notebooks: $(READY)
 	$(BIN)/python -m minillm.course.build notebooks $(NOTEBOOK)
+
+# Triton's Python backend needs numpy 1, so Triton has an environment of its own, made by the same Python.
+build/triton/venv/.installed: tools/triton/requirements.txt | $(READY)
+	$(BIN)/python -m venv build/triton/venv
+	build/triton/venv/bin/python -m pip install --quiet --requirement tools/triton/requirements.txt
+	@touch $@
+
+triton: build/triton/venv/.installed
+	$(BIN)/python tools/triton_server.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -38,6 +38,7 @@ RECORDS = {
         "streaming": "minillm eval --streaming --attention-sinks 4 --attention-window 1024 --json",
         "tiny-gemma-quality": "minillm eval --device cpu --dtype float32 --json",
         "trace-overhead": "python tools/trace_overhead.py --record",
+        "triton": "python tools/triton_server.py --record",
     },
     "h200": {
         "ablation": f"minillm bench ablation {GEMMA} --json",
