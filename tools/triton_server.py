@@ -232,7 +232,15 @@ def main() -> None:
         )
         print(f"{row['engine']:28}{figures}")
     if options.record:
-        more = {"model": MODEL.name, "same_text": list(found), "lengths": list(LENGTHS), "rows": 8}
+        lines = (SOURCE / "requirements.txt").read_text(encoding="utf-8").splitlines()
+        installed = [line for line in lines if not line.startswith("#")]
+        more = {
+            "model": MODEL.name,
+            "triton_environment": installed,
+            "same_text": list(found),
+            "lengths": list(LENGTHS),
+            "rows": 8,
+        }
         records.write(records.record(results, begun, **more), options.record)
 
 

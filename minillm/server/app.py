@@ -60,11 +60,7 @@ def create_app(engine: RemoteEngine) -> FastAPI:
     @app.get("/v1/health/ready")
     async def health() -> Response:
         """200 while the engine accepts requests, 503 once it is closed or gone."""
-        try:
-            alive = await engine.ask("alive")
-        except EngineError:
-            alive = False
-        if alive:
+        if await server.alive():
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "the engine is closed"}, status_code=503)
 
@@ -129,6 +125,13 @@ class _Server:
             "dtype": engine.dtype,
             "max_num_seqs": engine.max_num_seqs,
         }
+
+    async def alive(self) -> bool:
+        """Whether the engine accepts requests."""
+        try:
+            return bool(await self.engine.ask("alive"))
+        except EngineError:
+            return False
 
     def check_model(self, name: str | None) -> None:
         if name not in (None, self.engine.name):

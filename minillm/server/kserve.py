@@ -20,7 +20,7 @@ from minillm.values import QUOTED, shown
 from . import tensors
 from .body import JSON_LENGTH, Form, takes
 from .event_stream import BareStream
-from .link import Choice, EngineError, Prompt, RemoteEngine
+from .link import Choice, Prompt, RemoteEngine
 from .protocol import APIError, Body, GenerationRequest, check_members, malformed, unknown_field
 from .responses import dumps
 
@@ -43,6 +43,7 @@ class Serving(Protocol):
 
     engine: RemoteEngine
 
+    async def alive(self) -> bool: ...
     def check_model(self, name: str | None) -> None: ...
     async def answer(
         self, request: Request, form: type[Form], endpoint: Callable[[Form], Awaitable[Response]]
@@ -148,11 +149,7 @@ def add_routes(app: FastAPI, server: Serving) -> None:
 
     async def ready() -> Response:
         """200 while the engine accepts requests, 503 once it is closed or gone."""
-        try:
-            alive = await engine.ask("alive")
-        except EngineError:
-            alive = False
-        if not alive:
+        if not await server.alive():
             raise APIError("the engine is closed", status=503)
         return Response()
 
