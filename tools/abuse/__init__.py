@@ -1,0 +1,1 @@
+"""Cases of `tools/abuse_server.py`."""
