@@ -29,6 +29,7 @@ SPARSE = ",".join(["sparse24", *(f"pruned-s{percent}" for percent in range(20, 9
 # device -> record -> its command without the last word, which is the record's name.
 RECORDS = {
     "cpu": {
+        "abuse": "python tools/abuse_server.py --record",
         "batching": "minillm bench batching --json",
         "distillation": "python data/distill_tiny_gemma.py --record",
         "faults": "python tools/plant_faults.py --jobs 2 --record",
