@@ -118,6 +118,9 @@ def serve(
     max_queued: Annotated[
         int, typer.Option(min=0, help="Requests that may wait; further ones are answered with 429.")
     ] = 1024,
+    max_wait: Annotated[
+        float, typer.Option(min=0, help="Seconds that a request may wait, by estimate; longer: 429. 0: no limit.")
+    ] = 60,
     header_timeout: Annotated[
         float, typer.Option(help="Seconds until a request's headers must be complete.")
     ] = TIMEOUTS.header_timeout,
@@ -165,6 +168,7 @@ def serve(
         log_level=log_level,
         workers=workers,
         max_queued=max_queued,
+        max_wait=max_wait or None,
         header_timeout=header_timeout,
         body_timeout=body_timeout,
         keep_alive_timeout=keep_alive_timeout,

@@ -30,6 +30,7 @@ from .limits import Timeouts
 from .link import NUMBER, TooLong, Unpacker, pack, room
 from .metrics import Metrics
 from .responses import TokenTexts
+from .waiting import Pace, retry_after
 
 log = logging.getLogger(__name__)
 CHUNK = 1 << 18  # bytes per read
@@ -49,6 +50,7 @@ class Hub:
     """Connects an engine to its workers.
 
     max_queued: choices that may wait beyond those that fit in a step; a request that exceeds it is refused as busy.
+    max_wait: seconds that a request may have to wait, by estimate; one that would wait longer is refused as busy.
     on_gone: called on the hub's thread with the line of a worker that disconnected. timeouts and
     api_key (see `gate.digest`) are passed to the workers.
     """
@@ -59,13 +61,15 @@ class Hub:
         name: str,
         *,
         max_queued: int,
+        max_wait: float | None = None,
         log_level: str,
         on_gone: Callable[["Line"], None],
         timeouts: Timeouts = Timeouts(),
         api_key: str | None = None,
     ):
         self.engine, self.on_gone = engine, on_gone
-        self.capacity = engine.config.max_num_seqs + max_queued
+        self.rows, self.max_wait, self.pace = engine.config.max_num_seqs, max_wait, Pace()
+        self.capacity = self.rows + max_queued
         self.metrics = Metrics(name)
         self.room = EngineRoom(engine, self.metrics, self.soon)
         self.texts = TokenTexts(engine.tokenizer)
@@ -106,7 +110,26 @@ class Hub:
     @property
     def running(self) -> int:
         """The number of choices that were accepted and are not finished."""
-        return sum(len(line.jobs) + len(line.compiling) for line in self.lines)
+        return sum(len(line.jobs) + len(line.compiling) for line in list(self.lines))  # any thread asks
+
+    def busy(self, choices: int) -> dict[str, Any] | None:
+        """Why so many more choices are refused for now, and after how many seconds to try again; None: they are not."""
+        running = self.running
+        if running + choices > self.capacity:
+            seconds = self.pace.seconds(running + choices - self.capacity)
+            why = f"{running} of at most {self.capacity} choices are running or waiting"
+        else:
+            wait = self.pace.seconds(running + 1 - self.rows)
+            if self.max_wait is None or wait is None or wait <= self.max_wait:
+                return None
+            seconds = wait - self.max_wait
+            why = f"a request would wait about {wait:.0f} s, and the limit is {self.max_wait:g} s"
+        after = retry_after(seconds)
+        return {"message": f"the server is busy: {why}; try again in {after} s", "retry_after": after}
+
+    def ended(self) -> None:
+        """A choice has ended; it is not counted as running any more."""
+        self.pace.ended(self.running - self.rows + 1)
 
     def close(self) -> None:
         """Stop the thread and disconnect every worker; choices that still run are aborted."""
@@ -245,6 +268,7 @@ class Line:
             event |= {"reason": delta.finish_reason, "stop": delta.stop_reason}
             self.jobs.pop(job.key, None)
             self.hub.metrics.observe(delta.completion)
+            self.hub.ended()
         return event
 
     # ---- reading, on the hub's thread
@@ -290,6 +314,7 @@ class Line:
         job = self.jobs.pop(key, None)  # complete for the client, so it no longer counts as running
         if job is not None:
             self.engine.stop(job.prepared, string)
+            self.hub.ended()
 
     def _on_submit(self, numbers: array, *, key: int, prompts: list[dict], params: dict, options: dict, n: int) -> None:
         choices = len(prompts) * n
@@ -311,8 +336,8 @@ class Line:
             except Exception as error:
                 self.send({"op": "refused", "key": key, "choices": choices} | _refusal(error))
 
-        if self.hub.running + choices > self.hub.capacity:
-            self.send({"op": "refused", "key": key, "choices": choices} | self._busy())
+        if (busy := self.hub.busy(choices)) is not None:
+            self.send({"op": "refused", "key": key, "choices": choices, "kind": "busy"} | busy)
         elif "json_schema" in params:
             self._compile(check, begin, range(key, key + choices))
         else:
@@ -341,10 +366,6 @@ class Line:
 
         compiled = self.hub.compiler.submit(check_if_wanted)
         compiled.add_done_callback(lambda checked: self.hub.soon(lambda: done(checked)))
-
-    def _busy(self) -> dict:
-        count = f"{self.hub.running} of at most {self.hub.capacity} choices"
-        return {"kind": "busy", "message": f"the server is busy: {count} are running or waiting; try again soon"}
 
     def _read_prompts(self, numbers: array, prompts: list[dict]) -> tuple[list[np.ndarray], bool]:
         """The token ids of each prompt, and whether any prompt was encoded here."""

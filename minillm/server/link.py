@@ -49,7 +49,11 @@ class EngineError(MinillmError):
 
 
 class Busy(MinillmError):
-    """The server is at a limit and accepts no further request for now."""
+    """The server is at a limit and accepts no further request for now, but may after `retry_after` seconds."""
+
+    def __init__(self, message: str, retry_after: int = 1):
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class ShuttingDown(EngineError):
@@ -60,7 +64,12 @@ class TooLong(InvalidRequest):
     """A prompt that leaves no room for output."""
 
 
-REFUSALS = {"invalid": InvalidRequest, "too_long": TooLong, "busy": Busy, "failed": EngineError}
+REFUSALS: dict[str, Callable[..., Exception]] = {
+    "invalid": InvalidRequest,
+    "too_long": TooLong,
+    "busy": Busy,
+    "failed": EngineError,
+}
 
 
 def room(tokens: int, limit: int, name: str = "prompt") -> int:
@@ -349,11 +358,11 @@ class RemoteEngine(asyncio.Protocol):
                     self._choices[each][0].completion.prompt_token_ids = numbers[:length].tolist()
             numbers, key = numbers[length:], key + choices
 
-    def _on_refused(self, _: array, *, key: int, choices: int, kind: str, message: str) -> None:
+    def _on_refused(self, _: array, *, key: int, choices: int, kind: str, message: str, **more: int) -> None:
         found = [self._choices.pop(each, None) for each in range(key, key + choices)]
         queue = next((entry[1] for entry in found if entry is not None), None)
         if queue is not None:
-            queue.put_nowait(REFUSALS[kind](message))
+            queue.put_nowait(REFUSALS[kind](message, **more))
 
     def _on_reply(self, _: array, *, id: int, value: Any = None, error: dict | None = None) -> None:
         reply = self._replies.get(id)

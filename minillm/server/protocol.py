@@ -423,7 +423,7 @@ def as_api_error(error: Exception) -> APIError:
         return error
     message = str(error)
     if isinstance(error, Busy):
-        headers = {"retry-after": str(RETRY_AFTER)}
+        headers = {"retry-after": str(error.retry_after)}
         return APIError(message, status=429, kind="rate_limit_error", code="server_busy", headers=headers)
     if isinstance(error, ShuttingDown):
         headers = {"retry-after": str(RETRY_AFTER), "connection": "close"}

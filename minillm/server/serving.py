@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from minillm.config import EngineOptions
 from minillm.errors import ConfigError, MinillmError, MissingPackage
-from minillm.values import shown
+from minillm.values import as_float, shown
 
 from .limits import FLUSH, Timeouts
 from .shares import Shares
@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")  # uvicorn's
 MAX_QUEUED = 1024  # requests that may wait beyond those that run
+MAX_WAIT = 60.0  # seconds that a request may have to wait until it runs, by estimate
 TIMEOUTS = Timeouts()
 STARTUP = 60  # seconds for the workers to start
 RETRY = 1  # seconds before retrying a worker that failed to start; doubled each time
@@ -72,6 +73,7 @@ def serve(
     log_level: str = "info",
     workers: int = 1,
     max_queued: int = MAX_QUEUED,
+    max_wait: float | None = MAX_WAIT,
     header_timeout: float = TIMEOUTS.header_timeout,
     body_timeout: float = TIMEOUTS.body_timeout,
     keep_alive_timeout: float = TIMEOUTS.keep_alive_timeout,
@@ -82,9 +84,10 @@ def serve(
     """Serve until interrupted (Ctrl-C) or terminated.  Lesson 99.
 
     model: a directory, the name of a preset, or None for the included tiny-gemma. port: 0 picks a free one.
-    workers: number of HTTP processes. max_queued: requests that may wait beyond those that run; further ones are
-    answered with 429. The timeouts are those of `Timeouts`, in seconds. A client that sends a request too slowly
-    receives a 408. Requests running at shutdown have shutdown_grace seconds to finish; a second signal aborts them.
+    workers: number of HTTP processes. max_queued: requests that may wait beyond those that run. Further ones are
+    answered with 429, as are those that would wait longer than max_wait seconds, by estimate (None: no limit). The
+    timeouts are those of `Timeouts`, in seconds. A client that sends a request too slowly receives a 408. Requests
+    running at shutdown have shutdown_grace seconds to finish; a second signal aborts them.
     api_key: clients have to send it, except for health and metrics (see `gate`). engine_options: fields of
     `EngineConfig`. Raises PortTaken, ConfigError; ServerFailed if no worker is left.
     """
@@ -98,6 +101,7 @@ def serve(
                 log_level=log_level,
                 workers=workers,
                 max_queued=max_queued,
+                max_wait=max_wait,
                 header_timeout=header_timeout,
                 body_timeout=body_timeout,
                 keep_alive_timeout=keep_alive_timeout,
@@ -122,6 +126,7 @@ def running(
     log_level: str = "warning",
     workers: int = 1,
     max_queued: int = MAX_QUEUED,
+    max_wait: float | None = MAX_WAIT,
     header_timeout: float = TIMEOUTS.header_timeout,
     body_timeout: float = TIMEOUTS.body_timeout,
     keep_alive_timeout: float = TIMEOUTS.keep_alive_timeout,
@@ -139,7 +144,7 @@ def running(
 
     Raises PortTaken, ConfigError; ServerFailed if a worker does not start.
     """
-    _check(workers, max_queued, log_level)
+    _check(workers, max_queued, max_wait, log_level)
     from .gate import digest
 
     key = digest(api_key)
@@ -158,6 +163,7 @@ def running(
                 engine,
                 name,
                 max_queued=max_queued,
+                max_wait=max_wait,
                 log_level=log_level,
                 on_gone=fleet.gone,
                 timeouts=timeouts,
@@ -369,9 +375,11 @@ def _terminate_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _check(workers: int, max_queued: int, log_level: str) -> None:
+def _check(workers: int, max_queued: int, max_wait: float | None, log_level: str) -> None:
     if log_level not in LOG_LEVELS:
         raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, not {shown(log_level)}")
+    if max_wait is not None and not (as_float(max_wait) or 0) > 0:
+        raise ConfigError(f"max_wait must be a number of seconds greater than 0, or None, not {shown(max_wait)}")
     for name, value, low in (("workers", workers, 1), ("max_queued", max_queued, 0)):
         if not isinstance(value, int) or isinstance(value, bool) or value < low:
             raise ConfigError(f"{name} must be a whole number from {low}, not {shown(value)}")

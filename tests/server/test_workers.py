@@ -213,7 +213,16 @@ def test_a_worker_that_cannot_start_raises_in_the_caller(model_directory, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"workers": 0}, {"workers": "two"}, {"max_queued": -1}, {"body_timeout": 0}], ids=str
+    "wrong",
+    [
+        {"workers": 0},
+        {"workers": "two"},
+        {"max_queued": -1},
+        {"max_wait": 0},
+        {"max_wait": "long"},
+        {"body_timeout": 0},
+    ],
+    ids=str,
 )
 def test_invalid_worker_counts_are_rejected_before_the_model_loads(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))), running("no/such/model", **wrong):

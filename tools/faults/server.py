@@ -6,6 +6,20 @@ LINK, HUB, RESPONSES = "minillm/server/link.py", "minillm/server/hub.py", "minil
 
 FAULTS = (
     Fault(
+        "ends without a queue count toward the pace",
+        "minillm/server/waiting.py",
+        "if waiting > 0:",
+        "if True:",
+        "tests/server/test_waiting.py -k without_a_queue",
+    ),
+    Fault(
+        "the limit on the wait holds for those that run at once too",
+        HUB,
+        "self.pace.seconds(running + 1 - self.rows)",
+        "self.pace.seconds(running + 1)",
+        "tests/server/test_waiting.py -k too_long",
+    ),
+    Fault(
         "one worker may take the whole of a burst",
         "minillm/server/shares.py",
         "return any(GONE < other < own for other in self._open)",
@@ -200,19 +214,5 @@ FAULTS = (
         'await emit(f"data: {json.dumps(self.error_form(as_api_error(error)))}\\n\\n".encode())',
         "pass",
         "tests/server/test_limits.py -k failing_operation",
-    ),
-    Fault(
-        "a request whose client has left begins once its grammar is compiled",
-        HUB,
-        "        self.compiling.difference_update(keys)\n        self._abort(keys)\n",
-        "        self._abort(keys)\n",
-        "tests/server/test_response_format.py -k who_leaves",
-    ),
-    Fault(
-        "grammars are compiled where all requests are read",
-        HUB,
-        'elif "json_schema" in params:',
-        "elif False:",
-        "tests/server/test_response_format.py -k who_leaves",
     ),
 )
