@@ -638,9 +638,9 @@ print(f"torch's own attention: {long['torch_sdpa_ms']:.3f} ms")
 print(f"the reference: {long['reference_ms']:.2f} ms")
 
 # %% [markdown]
-# Our kernel was much faster than the reference, but slower than torch's `scaled_dot_product_attention`, which needs a
-# prompt's keys to be contiguous. When this record was measured, ours read all keys out of the paged cache. Today it
-# gathers those of a long prompt first (section 6). The record `h200/cache-speed` has its times, for other prompts.
+# Our kernel was much faster than the reference, and a little slower than torch's `scaled_dot_product_attention`. That
+# one needs a prompt's keys to be contiguous, and they were when it was measured. Ours has them in the paged cache, and
+# its time includes gathering them first, as it does for long prompts (section 6).
 
 # %% [markdown]
 # **Predict first**: one layer of Gemma 2B, one row of 8,192 keys, on an H200. How many times as fast are 64 shares as
