@@ -755,7 +755,7 @@ cost = {
     name: {n: DOLLARS / 3600 / tokens_per_s * 1e6 for n, tokens_per_s in each.items()}
     for name, each in speed.items()
 }
-quality = report_card.accuracies(report_card.PRECISIONS, 400 if full() else 60)
+quality = report_card.accuracies(report_card.PRECISIONS, 400 if full() else 32)
 size = report_card.gigabytes(report_card.PRECISIONS)
 report_card.print_card(quality, size, speed, cost)
 lost = quality["int4"][1].points
