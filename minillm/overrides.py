@@ -97,6 +97,11 @@ def replaced(name: str) -> bool:
     return any(parts.origin[name][0] == "yours" for parts in _all() if name in parts.names)
 
 
+def any_replaced() -> bool:
+    """Whether a user-supplied function or class runs in place of any part. Imports nothing."""
+    return not all(parts.engines_own for make in _registered for parts in make())
+
+
 @dataclass
 class Used:
     """How often each replaced part ran (of a class: calls of its methods), and which fell back to the engine's own."""

@@ -2,14 +2,14 @@
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Unpack, cast
+from typing import TYPE_CHECKING, Annotated, Unpack
 
 import typer
 
 from minillm import __version__
 from minillm.config import EngineOptions
 from minillm.errors import ConfigError
-from minillm.server.limits import Timeouts
+from minillm.server.limits import HANG_TIMEOUT, Timeouts
 
 from .bench import bench_app
 from .options import JsonPath, Model, show_logs, with_engine_options
@@ -136,6 +136,9 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option(envvar="MINILLM_API_KEY", help="A key that clients have to send.", show_envvar=True)
     ] = None,
+    hang_timeout: Annotated[
+        float, typer.Option(help="Seconds after which an engine stuck in the same step is ended and started anew.")
+    ] = HANG_TIMEOUT,
     profile: Annotated[
         str | None, typer.Option(help="Options for this hardware by purpose: auto, or a name of --list-profiles.")
     ] = None,
@@ -150,16 +153,11 @@ def serve(
     show_logs(log_level)
     if None not in (model, model_option) and model != model_option:
         raise ConfigError(f"the model is given twice, as {model!r} and as {model_option!r}: leave one out")
-    if list_profiles or profile:
+    if list_profiles:
         from minillm.engine import profiles
 
-        choice = profiles.find(model or model_option, **engine_options)
-        if list_profiles:
-            print(choice)
-            return
-        chosen = choice.named(profile or "auto")
-        log.info(f"profile {chosen.name}: {', '.join(f'{key}={value}' for key, value in chosen.options.items())}")
-        engine_options = cast(EngineOptions, chosen.options | {**engine_options})
+        print(profiles.find(model or model_option, **engine_options))
+        return
     server.serve(
         model or model_option,
         host=host,
@@ -174,6 +172,8 @@ def serve(
         keep_alive_timeout=keep_alive_timeout,
         shutdown_grace=shutdown_grace,
         api_key=api_key,
+        hang_timeout=hang_timeout,
+        profile=profile,
         **engine_options,
     )
 

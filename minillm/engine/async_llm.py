@@ -6,6 +6,7 @@ step brought goes to each mailbox in one call.
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
@@ -65,12 +66,14 @@ class AsyncLLM:
         if isinstance(engine, LLM):
             engine = engine.engine
         self._owns_engine = engine is None
-        self._commands: deque[Callable[[], None]] = deque()
+        self._commands: deque[Callable[[], object]] = deque()
         self._wake = threading.Condition()
         self._closing = False
         self._outbox: dict[Mailbox, list[tuple[Any, Delta | Exception]]] = {}
         self._listening: dict[str, Prepared] = {}
         self._snapshots: list[Future[Snapshot]] = []  # wanted, and not taken yet
+        self._turn_began: float | None = None  # when the thread last began to work; None while it waits for work
+        self.failed_steps = 0  # in a row
         # The engine is made in the thread that steps it: OpenMP keeps a pool of threads for each thread that computes,
         # and a second pool would compete with the first for the cores.
         make = (lambda: _warm(Engine(model, tokenizer, **options))) if engine is None else (lambda: engine)
@@ -203,6 +206,12 @@ class AsyncLLM:
         """Whether the engine's thread runs."""
         return not self._closing and self._thread.is_alive()
 
+    @property
+    def working(self) -> float:
+        """Seconds that the engine's thread has been busy with the same step; 0 if it waits for work."""
+        began = self._turn_began
+        return 0.0 if began is None else time.monotonic() - began
+
     def close(self) -> None:
         """Abort this object's requests and stop the thread; an engine of its own is freed."""
         with self._wake:
@@ -216,7 +225,7 @@ class AsyncLLM:
         if not self._closing:
             self._tell(lambda: self._attempt(command))
 
-    def _tell(self, command: Callable[[], None], snapshot: "Future[Snapshot] | None" = None) -> None:
+    def _tell(self, command: Callable[[], object], snapshot: "Future[Snapshot] | None" = None) -> None:
         with self._wake:
             if self._closing:
                 raise EngineClosed("this AsyncLLM is closed; make a new one")
@@ -267,8 +276,10 @@ class AsyncLLM:
     def _work(self) -> None:
         while True:
             with self._wake:
+                self._turn_began = None
                 while not (self._commands or self._closing or self._busy):
                     self._wake.wait()
+                self._turn_began = time.monotonic()
                 commands = [self._commands.popleft() for _ in range(len(self._commands))]
                 closing = self._closing
             for command in commands:
@@ -294,12 +305,14 @@ class AsyncLLM:
             self.engine.close()
 
     def _step(self) -> None:
-        self._attempt(self.engine.step)
+        self.failed_steps = 0 if self._attempt(self.engine.step) else self.failed_steps + 1
 
-    def _attempt(self, work: Callable[[], object]) -> None:
+    def _attempt(self, work: Callable[[], object]) -> bool:
+        """Whether it worked; if not, all requests end with the error."""
         listening = list(self._listening.values())
         try:
             work()
+            return True
         except Exception as error:
             # The engine has aborted all its requests: deliver the reason instead. Others had ended before it failed.
             failed = {(each.mailbox, each.key) for each in listening}
@@ -312,6 +325,7 @@ class AsyncLLM:
                     self._post(mailbox, *item)
                 for each in listening:
                     self._post(each.mailbox, each.key, error)
+            return False
 
     def _post(self, mailbox: Mailbox, key: Any, delta: Delta | Exception) -> None:
         self._outbox.setdefault(mailbox, []).append((key, delta))

@@ -10,9 +10,10 @@
 losses are those of `minillm.model.choosing`. NVIDIA NIM lists and chooses profiles of a model in the same way.
 """
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
 
@@ -27,6 +28,7 @@ from minillm.runner.memory import CPU_CACHE_BYTES
 
 from .precision import reason_against, recommended, usual_traffic
 
+log = logging.getLogger(__name__)
 PURPOSES = {
     "given": "as it is",
     "exact": "nothing rounded",
@@ -99,6 +101,13 @@ def find(model: str | Path | None = None, **engine_options: Unpack[EngineOptions
     """The profiles of a model, as `LLM` takes it, on this machine. Raises ConfigError."""
     config = EngineConfig.of(**engine_options)
     return choose(config, resolve(model), resolve_device(config.device))
+
+
+def apply(model: str | Path | None, name: str, engine_options: EngineOptions) -> EngineOptions:
+    """The options of a profile ("auto": the first) for this hardware; those that are given win."""
+    chosen = find(model, **engine_options).named(name)
+    log.info("profile %s: %s", chosen.name, ", ".join(f"{key}={value}" for key, value in chosen.options.items()))
+    return cast(EngineOptions, chosen.options | {**engine_options})
 
 
 def choose(config: EngineConfig, place: Path | str, device: str) -> Choice:

@@ -26,6 +26,7 @@ from .body import BodyReader, Form, takes
 from .engine_room.page import add_page
 from .event_stream import ClientGone, EventStream, unless_disconnected
 from .gate import Gate, refusal
+from .limits import HEALTH
 from .link import Choice, EngineError, Prompt, RemoteEngine, readable, room
 from .protocol import (
     APIError,
@@ -59,10 +60,10 @@ def create_app(engine: RemoteEngine) -> FastAPI:
     @app.get("/health")
     @app.get("/v1/health/ready")
     async def health() -> Response:
-        """200 while the engine accepts requests, 503 once it is closed or gone."""
+        """200 while the engine accepts requests, 503 while it is closed, gone or stuck."""
         if await server.alive():
             return JSONResponse({"status": "ok"})
-        return JSONResponse({"status": "the engine is closed"}, status_code=503)
+        return JSONResponse({"status": "the engine is not running"}, status_code=503)
 
     @app.get("/metrics")
     @app.get("/v1/metrics")
@@ -114,10 +115,16 @@ class _Server:
         self.engine = engine
         self.bodies = BodyReader(engine.max_request_len, engine.timeouts.body_timeout)
         self.texts = TokenTexts(engine.tokenizer)
-        self.card = {
+        self.created = int(time.time())
+
+    @property
+    def card(self) -> dict:
+        """The model as /v1/models shows it."""
+        engine = self.engine
+        return {
             "id": engine.name,
             "object": "model",
-            "created": int(time.time()),
+            "created": self.created,
             "owned_by": "minillm",
             "max_model_len": engine.max_model_len,
             "max_request_len": engine.max_request_len,
@@ -127,10 +134,11 @@ class _Server:
         }
 
     async def alive(self) -> bool:
-        """Whether the engine accepts requests."""
+        """Whether the engine accepts requests. One that does not even answer this soon does not."""
         try:
-            return bool(await self.engine.ask("alive"))
-        except EngineError:
+            async with asyncio.timeout(HEALTH):
+                return bool(await self.engine.ask("alive"))
+        except (EngineError, TimeoutError):
             return False
 
     def check_model(self, name: str | None) -> None:

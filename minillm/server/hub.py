@@ -5,6 +5,7 @@ the reading thread sends the rest later, so that a slow worker never delays a st
 """
 
 import logging
+import math
 import selectors
 import socket
 import threading
@@ -51,8 +52,8 @@ class Hub:
 
     max_queued: choices that may wait beyond those that fit in a step; a request that exceeds it is refused as busy.
     max_wait: seconds that a request may have to wait, by estimate; one that would wait longer is refused as busy.
-    on_gone: called on the hub's thread with the line of a worker that disconnected. timeouts and
-    api_key (see `gate.digest`) are passed to the workers.
+    hang_timeout: seconds after which an engine that is busy with the same step counts as stuck, and not as ready.
+    timeouts and api_key (see `gate.digest`) are passed to the workers.
     """
 
     def __init__(
@@ -62,13 +63,14 @@ class Hub:
         *,
         max_queued: int,
         max_wait: float | None = None,
+        hang_timeout: float = math.inf,
         log_level: str,
-        on_gone: Callable[["Line"], None],
         timeouts: Timeouts = Timeouts(),
         api_key: str | None = None,
     ):
-        self.engine, self.on_gone = engine, on_gone
+        self.engine = engine
         self.rows, self.max_wait, self.pace = engine.config.max_num_seqs, max_wait, Pace()
+        self.hang_timeout = hang_timeout
         self.capacity = self.rows + max_queued
         self.metrics = Metrics(name)
         self.room = EngineRoom(engine, self.metrics, self.soon)
@@ -102,10 +104,12 @@ class Hub:
         self._thread = threading.Thread(target=self._run, name="minillm-hub", daemon=True)
         self._thread.start()
 
-    def connect(self, line: "Line") -> None:
-        """Start exchanging messages with a worker."""
+    def connect(self, sock: socket.socket) -> "Line":
+        """Start exchanging messages with a worker at the other end of a socket."""
+        line = Line(self, sock)
         line.send(self.hello)
         self.soon(lambda: self._listen(line))
+        return line
 
     @property
     def running(self) -> int:
@@ -161,10 +165,6 @@ class Hub:
                     continue
                 if not self._serve(line, events):
                     self._drop(line)
-                    try:
-                        self.on_gone(line)
-                    except Exception:  # an error must not end this thread, which serves all workers
-                        log.exception("could not replace an HTTP worker")
         for line in list(self.lines):
             self._drop(line)
         self._selector.close()
@@ -178,7 +178,7 @@ class Hub:
                 line.flush()
             return not events & selectors.EVENT_READ or line.read()
         except Exception:  # an error on one line must not affect the other workers
-            log.exception("the connection to an HTTP worker failed; replacing the worker")
+            log.exception("the connection to an HTTP worker failed; its requests are lost")
             return False
 
     def want_write(self, line: "Line", wanted: bool) -> None:
@@ -198,8 +198,6 @@ class Line:
     def __init__(self, hub: Hub, sock: socket.socket):
         self.hub, self.engine, self.sock = hub, hub.engine, sock
         sock.setblocking(False)
-        self.ready: Future[None] = Future()  # done when the worker accepts requests
-        self.why: str | None = None  # the error that the worker reported before it exited
         self.jobs: dict[int, Job] = {}
         self.compiling: set[int] = set()  # keys of choices that wait until their grammar is compiled
         self._unpacker = Unpacker()
@@ -290,12 +288,6 @@ class Line:
         self._abort(list(self.jobs))
         with self._lock:
             self.sock.close()
-
-    def _on_ready(self, _: array) -> None:
-        self.ready.set_result(None)
-
-    def _on_failed(self, _: array, *, why: str) -> None:
-        self.why = why
 
     def _on_answered(self, _: array, *, status: int) -> None:
         self.hub.metrics.requests.labels(str(status)).inc()
@@ -424,7 +416,7 @@ class Line:
             self.send({"op": "reply", "id": id, "value": value})
 
     def _ask_alive(self) -> bool:
-        return self.engine.alive
+        return self.engine.alive and self.engine.working <= self.hub.hang_timeout
 
     def _ask_metrics(self) -> str:
         return self.hub.metrics.render(self.engine.stats()).decode()

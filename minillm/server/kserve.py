@@ -150,7 +150,7 @@ def add_routes(app: FastAPI, server: Serving) -> None:
     async def ready() -> Response:
         """200 while the engine accepts requests, 503 once it is closed or gone."""
         if not await server.alive():
-            raise APIError("the engine is closed", status=503)
+            raise APIError("the engine is not running", status=503)
         return Response()
 
     @app.get("/v2")

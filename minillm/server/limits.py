@@ -39,6 +39,9 @@ SWITCH_INTERVAL = 0.001  # seconds until a thread that decodes or tokenizes rele
 RESERVED_FILES = 32  # file descriptors of a worker not available to client connections
 HEAD_START = 10  # milliseconds that a worker with more connections than another leaves it to accept the next
 ACCEPT_RETRY = 1  # seconds to wait after accept() fails
+HANG_TIMEOUT = 300.0  # seconds in one step; a large model's long prompt may take a minute on a CPU
+HEALTH = 5  # seconds for the engine's process to answer that it is well
+RELINK = 0.1  # seconds until a worker that has lost its engine asks for another connection
 FLUSH = 1  # seconds after the grace period for the errors of aborted requests to reach their clients
 
 

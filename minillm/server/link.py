@@ -9,21 +9,22 @@ From a worker:
     stopped     key, string: the choice has reached this stop string and needs no more tokens
     ask         id, what, arguments: a question; the reply has the same id
     answered    status of an HTTP response, for the metrics
-    ready       the worker accepts requests
-    failed      why: the error that ends the worker
 From the engine:
     hello       what the worker needs to know about the engine
     prompts     key, lengths, choices; numbers: the ids of prompts that the engine's process encoded
     deltas      events: choices with more to report than one token; numbers: key and token of each other choice
     refused     key, choices, kind, message: no choice of this submission runs
     reply       id, and a value or an error
-    stop        accept no new requests, finish those that run; grace: seconds until the rest is aborted
+
+The connection ends with the engine's process. The worker then waits for one to the next engine (see `control`).
 """
 
 import asyncio
 import itertools
 import json
+import socket
 import struct
+import time
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -37,6 +38,7 @@ from minillm.request import Completion, Delta, RequestOptions, SamplingParams
 from minillm.tokenizer import Tokenizer
 
 from .limits import Timeouts
+from .waiting import retry_after
 
 SIZES = struct.Struct("<II")  # bytes of JSON, bytes of numbers that follow it
 NUMBER = "q"
@@ -50,6 +52,14 @@ class EngineError(MinillmError):
 
 class Busy(MinillmError):
     """The server is at a limit and accepts no further request for now, but may after `retry_after` seconds."""
+
+    def __init__(self, message: str, retry_after: int = 1):
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class EngineGone(EngineError):
+    """The engine's process has ended; another one may be ready after `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: int = 1):
         super().__init__(message)
@@ -173,8 +183,10 @@ def _changed(given: SamplingParams | RequestOptions) -> dict:
     return {field.name: value for field, value in pairs if value != field.default}
 
 
-class RemoteEngine(asyncio.Protocol):
-    """The engine as an HTTP worker sees it. These attributes are set once `connected` is done:
+class RemoteEngine:
+    """The engine as an HTTP worker sees it, whichever process it runs in. `connected` is done once one was connected.
+
+    These attributes are those of the latest engine:
 
     name             the model's name for clients
     tokenizer        loaded in this process; None if the model has none or the engine's was passed as an object
@@ -189,20 +201,29 @@ class RemoteEngine(asyncio.Protocol):
     max_num_seqs     most choices in a batch
     log_level        for uvicorn
 
-    on_stop: called with the grace period in seconds when the engine says stop, and with 0 when the connection is lost.
+    on_lost: called when the connection to the engine is closed.
     """
 
-    def __init__(self, on_stop: Callable[[float], None] = lambda grace: None) -> None:
+    def __init__(self, on_lost: Callable[[], object] = lambda: None) -> None:
         self.connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.alive = True
-        self._stop = on_stop
-        self._unpacker = Unpacker()
+        self._on_lost = on_lost
+        self._link: _Link | None = None
+        self._expected = 0.0  # when the next engine may be ready
         self._keys = itertools.count()
         self._choices: dict[int, tuple[Choice, asyncio.Queue]] = {}
         self._ids = itertools.count()
         self._replies: dict[int, asyncio.Future] = {}
         self._blocks: set[asyncio.Timeout] = set()  # interrupted by `give_up`
         self._given_up = False
+
+    async def connect(self, sock: socket.socket) -> None:
+        """Use the engine at the other end of this socket from now on."""
+        await asyncio.get_running_loop().create_connection(lambda: _Link(self), sock=sock)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine is connected."""
+        return self._link is not None
 
     # ---- what the HTTP side uses
 
@@ -282,33 +303,48 @@ class RemoteEngine(asyncio.Protocol):
         if self.alive:
             self._send({"op": "answered", "status": status})
 
-    def ready(self) -> None:
-        self._send({"op": "ready"})
-
     # ---- the socket
 
     def _send(self, message: dict, numbers: Iterable[int] = ()) -> None:
-        if not self.alive:
-            raise EngineError("the connection to the engine is closed")
-        self._transport.write(pack(message, numbers))
+        if self._link is None:
+            raise self._gone("the engine has stopped, and another one starts")
+        self._link.transport.write(pack(message, numbers))
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # a stream socket has a stream transport
+    def made(self, link: "_Link") -> None:
+        """A new connection."""
+        self._lose()
+        self._link = link
 
-    def data_received(self, data: bytes) -> None:
-        for message, numbers in self._unpacker.feed(data):
-            getattr(self, "_on_" + message.pop("op"))(numbers, **message)
+    def expect(self, seconds: float) -> None:
+        """Another engine is ready in so many seconds, by estimate."""
+        self._expected = time.monotonic() + seconds
 
-    def connection_lost(self, error: Exception | None) -> None:
-        self.alive = False
-        gone = EngineError("the connection to the engine is closed")
+    def _gone(self, what: str) -> EngineGone:
+        after = retry_after(self._expected - time.monotonic())
+        return EngineGone(f"{what}: try again in {after} s", after)
+
+    def received(self, message: dict, numbers: array) -> None:
+        """A message from the engine."""
+        getattr(self, "_on_" + message.pop("op"))(numbers, **message)
+
+    def lost(self, link: "_Link") -> None:
+        """A connection is closed."""
+        if link is self._link:
+            self._lose()
+            self._on_lost()
+
+    def _lose(self) -> None:
+        """Forget the engine: all that it was asked ends with EngineGone."""
+        if self._link is None:
+            return
+        self._link.transport.close()
+        self._link = None
         for _, queue in self._choices.values():
-            queue.put_nowait(gone)
+            queue.put_nowait(self._gone("the engine has stopped, and this request with it"))
         self._choices.clear()
-        for future in [*self._replies.values(), self.connected]:
+        for future in self._replies.values():
             if not future.done():
-                future.set_exception(gone)
-        self._stop(0)
+                future.set_exception(self._gone("the engine has stopped"))
 
     def _on_hello(self, _: array, *, tokenizer: str | None, **facts: Any) -> None:
         self.name, self.encodes, self.log_level = facts["name"], facts["encodes"], facts["log_level"]
@@ -316,6 +352,8 @@ class RemoteEngine(asyncio.Protocol):
         self.vocab_size, self.dtype, self.max_num_seqs = facts["vocab_size"], facts["dtype"], facts["max_num_seqs"]
         self.capacity, self.timeouts = facts["capacity"], Timeouts(**facts["timeouts"])
         self.api_key: str | None = facts["api_key"]
+        if self.connected.done():  # the next engine has the same tokenizer
+            return
         try:
             self.tokenizer = Tokenizer.from_pretrained(Path(tokenizer)) if tokenizer else None
         except Exception as error:
@@ -373,8 +411,23 @@ class RemoteEngine(asyncio.Protocol):
         else:
             reply.set_exception(REFUSALS[error["kind"]](error["message"]))
 
-    def _on_stop(self, _: array, *, grace: float) -> None:
-        self._stop(grace)
+
+class _Link(asyncio.Protocol):
+    """One connection of a `RemoteEngine`."""
+
+    def __init__(self, engine: RemoteEngine):
+        self.engine, self._unpacker = engine, Unpacker()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # a stream socket has a stream transport
+        self.engine.made(self)
+
+    def data_received(self, data: bytes) -> None:
+        for message, numbers in self._unpacker.feed(data):
+            self.engine.received(message, numbers)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.engine.lost(self)
 
 
 def _joined(prompts: Sequence[list[int]]) -> array:

@@ -32,7 +32,7 @@ from .limits import (
     MAX_STOP_TOKENS,
     MAX_STOPS,
 )
-from .link import Busy, ShuttingDown, TooLong
+from .link import Busy, EngineGone, ShuttingDown, TooLong
 
 RETRY_AFTER = 1  # seconds
 MAX_MESSAGE = 1000  # characters in an error message, which may quote client input of any length
@@ -428,6 +428,9 @@ def as_api_error(error: Exception) -> APIError:
     if isinstance(error, ShuttingDown):
         headers = {"retry-after": str(RETRY_AFTER), "connection": "close"}
         return APIError(message, status=503, kind="server_error", code="shutting_down", headers=headers)
+    if isinstance(error, EngineGone):
+        headers = {"retry-after": str(error.retry_after)}
+        return APIError(message, status=503, kind="server_error", code="engine_restarting", headers=headers)
     if isinstance(error, (InvalidRequest, TokenizerError)):
         word = message.split(" ", 1)[0].replace("json_schema", "response_format")
         known = CompletionRequest.model_fields.keys() | ChatRequest.model_fields.keys()

@@ -1,49 +1,58 @@
 """An HTTP worker: a process that accepts connections, parses requests, and tokenizes prompts.  Lesson 99.
 
-A worker never imports torch. The engine's process starts it and writes one line of JSON to its standard input. The line
-names two sockets to inherit: the listener that all workers share, and the worker's own connection to the engine. When
-that connection closes, the worker exits.
+A worker never imports torch. It inherits two sockets: the listener that all workers share, and its control socket, over
+which its owner hands it connections to the engine (see `control`). It outlives the engine, and exits with its owner.
 """
 
 import asyncio
-import base64
-import json
 import logging
 import socket
 import sys
+from contextlib import suppress
 
-from .limits import FLUSH, SWITCH_INTERVAL
-from .link import EngineError, RemoteEngine, pack
+from . import control
+from .control import Control
+from .limits import FLUSH, RELINK, SWITCH_INTERVAL
+from .link import RemoteEngine
 from .shares import Shares
 
 
-def share(sock: socket.socket, pid: int) -> int | str:
-    """Return what process `pid` needs to open this socket: an inherited file descriptor, or shared data on Windows."""
-    if sys.platform == "win32":
-        return base64.b64encode(sock.share(pid)).decode()
-    return sock.fileno()
-
-
-def _opened(given: int | str) -> socket.socket:
-    if isinstance(given, int):
-        return socket.socket(fileno=given)
-    if sys.platform == "win32":
-        return socket.fromshare(base64.b64decode(given))
-    raise ValueError(f"cannot open socket {given!r}: only Windows shares sockets as data")
-
-
 async def work(
-    listener: socket.socket, link: socket.socket, most: int | None = None, shares: tuple[Shares, int] | None = None
+    listener: socket.socket, owner: Control, most: int | None = None, shares: tuple[Shares, int] | None = None
 ) -> None:
-    """Serve connections from `listener` until the engine says stop or is gone.
+    """Serve connections from `listener` until the owner says stop or is gone.
 
     most: limit on open connections; None for as many as the file descriptors allow. shares: connections of all
     workers, and this one's slot.
     """
     loop = asyncio.get_running_loop()
+    engine = RemoteEngine(lambda: loop.call_later(RELINK, owner.send, {"op": "lost"}))
     stopping: asyncio.Queue[float] = asyncio.Queue()  # grace periods in seconds
-    _, engine = await loop.create_connection(lambda: RemoteEngine(stopping.put_nowait), sock=link)
-    await engine.connected
+    connecting: set[asyncio.Task] = set()
+
+    def obey(message: dict) -> None:
+        if message["op"] == "stop":
+            stopping.put_nowait(message["grace"])
+            return
+        if message["op"] == "gone":
+            engine.expect(message["seconds"])
+            return
+        task = loop.create_task(engine.connect(message["socket"]))
+        connecting.add(task)
+        task.add_done_callback(connecting.discard)
+
+    def on_loop(function, *arguments) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(function, *arguments)
+
+    owner.listen(lambda message: on_loop(obey, message), lambda: on_loop(stopping.put_nowait, 0.0))
+    stop_early = asyncio.ensure_future(stopping.get())
+    first: list[asyncio.Future] = [engine.connected, stop_early]
+    await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+    if stop_early.done():
+        return
+    stop_early.cancel()
+    engine.connected.result()
 
     import uvicorn
 
@@ -64,7 +73,7 @@ async def work(
 
             acceptor = Acceptor(listener, connect, most_connections() if most is None else most, shares)
             self.servers.append(acceptor)  # type: ignore[arg-type]  # uvicorn only calls close and wait_closed
-            engine.ready()
+            owner.send({"op": "ready"})
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             self._give_up_later()
@@ -111,20 +120,15 @@ def main() -> None:
     sys.setswitchinterval(SWITCH_INTERVAL)
     logging.basicConfig(format="minillm: %(message)s")  # stderr is inherited from the server
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each write to a client that has just left
-    given = json.loads(sys.stdin.readline())
-    listener, link = _opened(given["listener"]), _opened(given["link"])
-    channel = socket.socket(fileno=link.detach())
-    shares = None
+    given = control.given()
+    owner, shares = given["control"], None
     if "shares" in given:
         file, count, slot = given["shares"]
         shares = Shares(file, count), slot
     try:
-        asyncio.run(work(listener, channel.dup(), shares=shares))
-    except EngineError:
-        sys.exit(1)  # the engine's process is gone: there is no one to report to
+        asyncio.run(work(control.opened(given["listener"]), owner, shares=shares))
     except Exception as error:
-        channel.setblocking(True)
-        channel.sendall(pack({"op": "failed", "why": f"{type(error).__name__}: {error}"}))
+        owner.send({"op": "failed", "why": f"{type(error).__name__}: {error}"})
         raise
 
 

@@ -49,8 +49,8 @@ def test_only_the_options_that_were_set_reach_the_server(monkeypatch):
     monkeypatch.setattr("minillm.server.serve", lambda model, **options: seen.update(options, model=model))
     result = run("serve", "--model", "somewhere", "--max-num-seqs", "7", "--no-enable-prefix-caching")
     assert result.exit_code == 0, result.output
-    limits = ("max_queued", "max_wait", *vars(Timeouts()))
-    names = ("host", "port", "served_model_name", "log_level", "workers", "api_key", *limits)
+    limits = ("max_queued", "max_wait", "hang_timeout", *vars(Timeouts()))
+    names = ("host", "port", "served_model_name", "log_level", "workers", "api_key", "profile", *limits)
     engine = {name: value for name, value in seen.items() if name not in names}
     assert engine == {"model": "somewhere", "max_num_seqs": 7, "enable_prefix_caching": False}
 

@@ -2,9 +2,11 @@
 
 import asyncio
 import socket
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 
-from minillm.server.hub import Hub, Line
+from minillm.server.control import Control
+from minillm.server.hub import Hub
 from minillm.server.limits import Timeouts
 from minillm.server.worker import work
 
@@ -15,15 +17,20 @@ JSON = {"content-type": "application/json"}
 async def worker_here(engine, *, most: int | None = None, **timeouts: float):
     """Run a worker in this event loop, where its tasks and files can be counted; yields its port and hub."""
     ours, theirs = socket.socketpair()
+    owner, owned = socket.socketpair()
     listener = socket.create_server(("127.0.0.1", 0), backlog=1000)
     port = listener.getsockname()[1]
     options = {"max_queued": 1024, "log_level": "warning", "timeouts": Timeouts(**timeouts)}
-    hub = Hub(engine, "here", on_gone=lambda line: None, **options)
-    line = Line(hub, ours)
-    hub.connect(line)
-    task = asyncio.create_task(work(listener, theirs, most))
-    await asyncio.wrap_future(line.ready)
+    hub = Hub(engine, "here", **options)
+    hub.connect(ours)
+    control, ready = Control(owner), Future[None]()
+    control.listen(lambda message: message["op"] == "ready" and ready.set_result(None), lambda: None)
+    task = asyncio.create_task(work(listener, Control(owned), most))
+    with theirs:
+        control.send({"op": "engine"}, theirs)
+    await asyncio.wrap_future(ready)
     yield port, hub
-    line.send({"op": "stop", "grace": hub.hello["timeouts"]["shutdown_grace"]})
+    control.send({"op": "stop", "grace": hub.hello["timeouts"]["shutdown_grace"]})
     await task
     hub.close()
+    control.close()

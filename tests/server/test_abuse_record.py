@@ -50,7 +50,15 @@ def test_a_killed_worker_is_replaced_and_a_killed_server_leaves_nothing():
     assert row["replaced_after_s"] is not None and row["then"] == {"200": 20}
     assert row["whole"] + row["cut"] == row["streams"]
     assert CASES["killed_while_starting"]["answers_again"] == 200
-    assert CASES["server_killed"]["workers_left"] == 0 and CASES["server_killed"]["port"] == "free"
+    assert CASES["server_killed"]["processes_left"] == 0 and CASES["server_killed"]["port"] == "free"
+
+
+def test_a_killed_or_hung_engine_is_replaced_and_its_clients_are_told():
+    for name in ("engine_killed", "engine_hung"):
+        row = CASES[name]
+        assert row["streams"] == row["with_error_event"] == row["with_done"]
+        assert row["answers_again_after_s"] is not None and row["refused_while_down"] > 0
+        assert row["same_workers"] and row["new_engine"] and row["tracebacks"] == 0
 
 
 def test_streams_end_in_order_at_shutdown_and_a_full_disk_ends_nothing():

@@ -47,7 +47,7 @@ def test_a_full_queue_answers_429_and_accepts_requests_again_later(narrow):
                 return client.post("/v1/completions", json=BODY | more)
 
             taken = [asyncio.create_task(ask(stream=bool(i))) for i in range(3)]
-            await async_wait_until(lambda: narrow.workers.hub.running == 3)
+            await async_wait_until(lambda: narrow.hub.running == 3)
             for more in ({}, {"stream": True}, {"n": 2}):
                 refused = await ask(**more)
                 assert refused.status_code == 429
@@ -71,12 +71,12 @@ def test_openais_client_retries_when_the_server_is_full(narrow):
 
             body = {"prompt": "The river", "max_tokens": 4}
             taken = [asyncio.create_task(ask(0)) for _ in range(3)]
-            await async_wait_until(lambda: narrow.workers.hub.running == 3)
+            await async_wait_until(lambda: narrow.hub.running == 3)
             with pytest.raises(openai.RateLimitError):
                 await ask(0)
-            before = counted(narrow.workers.hub, "http_requests", status="429")
+            before = counted(narrow.hub, "http_requests", status="429")
             patient = asyncio.create_task(ask(5))
-            await async_wait_until(lambda: counted(narrow.workers.hub, "http_requests", status="429") > before)
+            await async_wait_until(lambda: counted(narrow.hub, "http_requests", status="429") > before)
             resume.set()
             await asyncio.gather(*taken)
             assert (await patient).usage.completion_tokens == 4
@@ -100,7 +100,7 @@ def test_waiting_requests_are_ordered_by_priority_under_the_priority_policy(mode
             first = asyncio.create_task(ask(9))
             await async_wait_until(lambda: server.engine.stats()["running"] == 1)
             others = [asyncio.create_task(ask(priority)) for priority in (5, -1, 3)]
-            await async_wait_until(lambda: server.workers.hub.running == 4)
+            await async_wait_until(lambda: server.hub.running == 4)
             resume.set()
             await asyncio.gather(first, *others)
 

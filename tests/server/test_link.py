@@ -62,12 +62,14 @@ def test_choices_of_a_prompt_share_parameters_checked_once(engine, monkeypatch):
 
     async def work():
         ours, theirs = socket.socketpair()
-        hub = Hub(engine, "here", max_queued=1024, log_level="critical", on_gone=lambda line: None)
-        hub.connect(Line(hub, ours))
-        _, remote = await asyncio.get_running_loop().create_connection(RemoteEngine, sock=theirs)
+        hub = Hub(engine, "here", max_queued=1024, log_level="critical")
+        hub.connect(ours)
+        remote = RemoteEngine()
+        await remote.connect(theirs)
         await remote.connected
-        sent, write = [], remote._transport.write
-        monkeypatch.setattr(remote, "_transport", SimpleNamespace(write=lambda data: sent.append(data) or write(data)))
+        sent, real = [], remote._link.transport
+        double = SimpleNamespace(write=lambda data: sent.append(data) or real.write(data), close=real.close)
+        monkeypatch.setattr(remote._link, "transport", double)
         made.clear()
         stream = asyncio.ensure_future(anext(remote.stream([Prompt([5]), Prompt([6])], params, n)))
         await async_wait_until(lambda: began)
@@ -100,9 +102,8 @@ def test_a_prompt_must_leave_room_for_a_token():
 
 def test_a_worker_that_does_not_read_never_blocks_the_engine(engine):
     ours, theirs = socket.socketpair()
-    hub = Hub(engine, "here", max_queued=0, log_level="critical", on_gone=lambda line: None)
-    line = Line(hub, ours)
-    hub.connect(line)
+    hub = Hub(engine, "here", max_queued=0, log_level="critical")
+    line = hub.connect(ours)
     count, size = 200, 20_000
     for number in range(count):
         line.send({"op": "deltas", "number": number}, range(size))

@@ -73,7 +73,7 @@ def test_a_wrong_schema_is_refused_and_names_the_field(client, server):
 
 def test_others_are_served_while_a_grammar_compiles_and_who_leaves_is_forgotten(client, server, monkeypatch):
     compiling, may_go_on, started = threading.Event(), threading.Event(), []
-    engine, (line,) = server.engine, server.workers.hub.lines
+    engine, (line,) = server.engine, server.hub.lines
     check, prepare = engine.check_params, engine.prepare
 
     def slow(params):

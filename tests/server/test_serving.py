@@ -152,7 +152,7 @@ def test_health_is_503_once_the_engine_is_closed(model_directory):
         engine.close()
         assert httpx.get(server.url + "/health", timeout=TIMEOUT).status_code == 503
         refused = httpx.get(server.url + "/v2/health/ready", timeout=TIMEOUT)
-        assert refused.status_code == 503 and refused.json() == {"error": "the engine is closed"}
+        assert refused.status_code == 503 and refused.json() == {"error": "the engine is not running"}
         assert httpx.get(server.url + "/v2/health/live", timeout=TIMEOUT).status_code == 200
         refused = httpx.post(server.url + "/v1/completions", json={"prompt": "a"}, timeout=TIMEOUT)
         assert refused.status_code == 500 and "closed" in refused.json()["error"]["message"]

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -15,7 +16,7 @@ import minillm
 from minillm.server import running
 from minillm.server.body import BodyReader
 from minillm.server.connections import Connection
-from minillm.server.serving import Workers
+from minillm.server.fleet import Workers
 from minillm.tokenizer import Tokenizer
 from tests.server.in_process import worker_here
 from tests.server.processes import serving
@@ -77,7 +78,7 @@ def test_running_requests_finish_while_new_connections_are_refused(engine):
         async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT) as client:
             bodies = [BODY, BODY | {"stream": True}]
             asked = [asyncio.create_task(client.post("/v1/completions", json=body)) for body in bodies]
-            await async_wait_until(lambda: server.workers.hub.running == 2)
+            await async_wait_until(lambda: server.hub.running == 2)
             stopped = asyncio.create_task(asyncio.to_thread(manager.__exit__, None, None, None))
             await async_wait_until(lambda: refuses(port))
             assert not any(each.done() for each in [*asked, stopped])
@@ -170,17 +171,10 @@ def test_a_second_signal_at_any_point_of_stopping_ends_the_grace():
             if self.shut == 1:
                 raise KeyboardInterrupt
 
-    class Line:
-        def send(self, message):
-            sent.append(message)
-
-    class Process:
-        def wait(self, timeout):
-            return 0
-
     sent = []
     workers = Workers(Listener(), 1, grace=100_000)
-    workers.processes = {Line(): Process()}
+    control = SimpleNamespace(send=sent.append)
+    workers.running = [SimpleNamespace(child=SimpleNamespace(control=control, end=lambda seconds: None))]
     with pytest.raises(KeyboardInterrupt):
         workers.stop()
     assert sent == [{"op": "stop", "grace": 0}]

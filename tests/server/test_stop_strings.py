@@ -16,7 +16,7 @@ import minillm
 from minillm import AsyncLLM, SamplingParams
 from minillm.engine.llm import chat_prompt
 from minillm.server import running
-from minillm.server.link import EngineError, Prompt, RemoteEngine, Unpacker, pack
+from minillm.server.link import EngineError, Prompt, RemoteEngine, Unpacker, _Link, pack
 from tests.chance import SEED
 from tests.waiting import TIMEOUT, wait_until
 
@@ -122,7 +122,7 @@ def test_the_engine_soon_ends_a_request_whose_stop_string_was_found(
 
     def stop_here(request_id, string):
         stop_there(request_id, string)
-        stopped.append((string, long_server.workers.hub.running))
+        stopped.append((string, long_server.hub.running))
         reported.set()
 
     def embedding(ids, weight, scale):
@@ -268,7 +268,8 @@ class Link:
     def __init__(self, engine):
         self.sent, self.unpacker = [], Unpacker()
         self.remote = RemoteEngine()
-        self.remote.connection_made(SimpleNamespace(write=self._write))
+        self.link = _Link(self.remote)
+        self.link.connection_made(SimpleNamespace(write=self._write))
         directory = str(engine.engine.tokenizer_directory)
         facts = ("name", "encodes", "log_level", "max_model_len", "max_request_len", "vocab_size", "dtype")
         hello = dict.fromkeys([*facts, "max_num_seqs", "capacity"], 1)
@@ -278,7 +279,7 @@ class Link:
         self.sent += [message for message, _ in self.unpacker.feed(data)]
 
     def send(self, message, numbers=()):
-        self.remote.data_received(pack(message, numbers))
+        self.link.data_received(pack(message, numbers))
 
     async def begin(self, params, n=1):
         """A stream of n choices whose client does not read yet."""
@@ -354,7 +355,7 @@ def test_an_engine_failure_matters_only_before_the_stop_string(linked, long_engi
         for token in ids:
             link.send(*deltas(plain=[0, token]))
         link.send(*deltas({"key": 0, "error": "it broke"}))
-        link.remote.connection_lost(None)
+        link.link.connection_lost(None)
         items = [await first] + [item async for item in stream]
         assert items[-1][1].completion.text == "one two "
 

@@ -70,7 +70,7 @@ def narrow(model_directory):
 
 def statuses(server, seconds_each: float | None, monkeypatch, **body: object) -> tuple[int, list[httpx.Response]]:
     """How many requests were accepted while none ends, and the answers to those that were refused."""
-    hub = server.workers.hub
+    hub = server.hub
     monkeypatch.setattr(
         hub.pace, "seconds", lambda count: seconds_each if seconds_each is None else max(count, 0) * seconds_each
     )
@@ -121,6 +121,6 @@ def test_the_pace_counts_what_ended_while_others_waited(narrow):
             while done < 3 * FEWEST:  # the last ones of each round end without a queue, which forgets the pace
                 answers = await asyncio.gather(*(client.post("/v1/completions", json=BODY) for _ in range(4)))
                 done += sum(each.status_code == 200 for each in answers)
-            assert len(narrow.workers.hub.pace._ends) == 0
+            assert len(narrow.hub.pace._ends) == 0
 
     asyncio.run(everything())

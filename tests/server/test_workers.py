@@ -14,7 +14,7 @@ import pytest
 from minillm.engine.async_llm import AsyncLLM
 from minillm.errors import MissingPackage
 from minillm.server import running
-from minillm.server.serving import Workers
+from minillm.server.fleet import Workers
 from tests.server.processes import serving, started
 from tests.waiting import TIMEOUT, idle, paused_steps, wait_until
 
@@ -24,7 +24,18 @@ SMALL = {"load_format": "dummy", "device": "cpu", "max_num_seqs": 4}
 
 
 def pids(server) -> list[int]:
-    return [process.pid for process in server.workers.processes.values()]
+    return [worker.child.process.pid for worker in server.workers.running]
+
+
+def first_ready(server, other: int) -> int:
+    """Wait until a worker other than this one accepts requests; its process id."""
+
+    def ready() -> list[int]:
+        running = list(server.workers.running)
+        return [each.child.process.pid for each in running if each.ready and each.child.process.pid != other]
+
+    wait_until(ready)
+    return ready()[0]
 
 
 def ask(server, **more):
@@ -81,7 +92,7 @@ def test_a_dead_worker_is_replaced_and_its_requests_are_aborted(engine, caplog):
         wait_until(lambda: pids(server) not in ([], [before]))
         resume.set()
         wait_until(lambda: idle(engine))
-        counted = server.workers.hub.metrics.registry.get_sample_value
+        counted = server.hub.metrics.registry.get_sample_value
         assert counted("minillm_finished_total", {"reason": "abort"}) == 1, "its request ran to the end"
         assert ask(server).status_code == 200
         assert pids(server) != [before]
@@ -93,21 +104,20 @@ def test_the_other_workers_keep_working_when_one_cannot_be_replaced(pair, monkey
     """If the machine refuses, the server retries until a worker starts; a programming error affects no other worker."""
     (first, second), launch, tried = pids(pair), pair.workers._launch, []
 
-    def fail():
+    def fail(failures):
         tried.append(True)
         if len(tried) < 3:
             raise error
-        return launch()
+        return launch(failures)
 
-    monkeypatch.setattr("minillm.server.serving.RETRY", 0.05)
+    monkeypatch.setattr("minillm.server.fleet.RETRY", 0.05)
     monkeypatch.setattr(pair.workers, "_launch", fail)
     os.kill(first, signal.SIGKILL)
     wait_until(lambda: tried)
     assert ask(pair).status_code == 200
     if isinstance(error, OSError):
         wait_until(lambda: len(pids(pair)) == 2)
-        line = next(line for line, process in pair.workers.processes.items() if process.pid != second)
-        line.ready.result(TIMEOUT)
+        first_ready(pair, second)
         os.kill(second, signal.SIGSTOP)
         assert ask(pair).status_code == 200
         assert "cannot be started ([Errno 11] no process is left); trying again soon" in caplog.text
@@ -115,7 +125,7 @@ def test_the_other_workers_keep_working_when_one_cannot_be_replaced(pair, monkey
 
 def dying(monkeypatch):
     """From now on, every new worker process exits at once."""
-    monkeypatch.setattr("minillm.server.serving.RETRY", 0.05)
+    monkeypatch.setattr("minillm.server.fleet.RETRY", 0.05)
     monkeypatch.setattr("sys.executable", shutil.which("false"))
 
 
@@ -128,10 +138,10 @@ def test_a_worker_that_dies_on_startup_is_replaced_until_one_starts(pair, monkey
         delays.append(seconds)
         return timer(seconds, *rest)
 
-    def launched():
+    def launched(failures):
         if len(delays) == 3:
             monkeypatch.setattr("sys.executable", again)
-        return launch()
+        return launch(failures)
 
     monkeypatch.setattr("threading.Timer", timed)
     monkeypatch.setattr(pair.workers, "_launch", launched)
@@ -139,25 +149,24 @@ def test_a_worker_that_dies_on_startup_is_replaced_until_one_starts(pair, monkey
     os.kill(first, signal.SIGKILL)
     wait_until(lambda: len(delays) == 3 and len(pids(pair)) == 2)
     assert delays == [0.05, 0.1, 0.2]
-    line = next(line for line, process in pair.workers.processes.items() if process.pid != second)
-    line.ready.result(TIMEOUT)
+    replacement = first_ready(pair, second)
     os.kill(second, signal.SIGSTOP)
     assert ask(pair).status_code == 200
     errors = caplog.text
     assert errors.count("died while starting: exit status 1; see its output on stderr; trying again") == 3
     # It started, so the delays for the next dead worker begin again.
     os.kill(second, signal.SIGCONT)
-    os.kill(line_pid := pair.workers.processes[line].pid, signal.SIGKILL)
-    wait_until(lambda: len(pids(pair)) == 2 and line_pid not in pids(pair))
+    os.kill(replacement, signal.SIGKILL)
+    wait_until(lambda: len(pids(pair)) == 2 and replacement not in pids(pair))
 
 
 def test_a_server_starts_although_its_first_worker_is_killed_on_startup(engine, monkeypatch):
     again, launch = sys.executable, Workers._launch
 
-    def launched(workers):
-        line = launch(workers)
+    def launched(workers, failures):
+        worker = launch(workers, failures)
         monkeypatch.setattr("sys.executable", again)
-        return line
+        return worker
 
     monkeypatch.setattr(Workers, "_launch", launched)
     dying(monkeypatch)
@@ -167,13 +176,13 @@ def test_a_server_starts_although_its_first_worker_is_killed_on_startup(engine, 
 
 def test_a_server_reports_when_all_workers_die_on_startup(engine, monkeypatch):
     dying(monkeypatch)
-    monkeypatch.setattr("minillm.server.serving.RETRIES", 2)
+    monkeypatch.setattr("minillm.server.fleet.RETRIES", 2)
     with pytest.raises(RuntimeError, match="died while starting: exit status 1"), running(engine, workers=2):
         pass
 
 
 def test_serving_ends_when_the_last_worker_and_all_its_replacements_die(engine, monkeypatch):
-    monkeypatch.setattr("minillm.server.serving.RETRIES", 2)
+    monkeypatch.setattr("minillm.server.fleet.RETRIES", 2)
     with running(engine) as server:
         dying(monkeypatch)
         os.kill(pids(server)[0], signal.SIGKILL)
@@ -182,8 +191,8 @@ def test_serving_ends_when_the_last_worker_and_all_its_replacements_die(engine, 
 
 
 def test_serving_ends_when_no_worker_can_be_started(engine, monkeypatch):
-    monkeypatch.setattr("minillm.server.serving.RETRY", 0.05)
-    monkeypatch.setattr("minillm.server.serving.RETRIES", 2)
+    monkeypatch.setattr("minillm.server.fleet.RETRY", 0.05)
+    monkeypatch.setattr("minillm.server.fleet.RETRIES", 2)
     with running(engine) as server:
 
         def none(*arguments, **options):
@@ -239,7 +248,7 @@ def test_a_missing_package_is_named_before_the_model_loads(monkeypatch):
 SCRIPT = """\
 import sys
 from minillm.server import running
-from minillm.server.serving import Workers
+from minillm.server.fleet import Workers
 manager = running(sys.argv[1], load_format="dummy", device="cpu", max_num_seqs=4, workers=2)
 print(manager.__enter__().url, flush=True)
 sys.stdin.read()

@@ -43,15 +43,21 @@ class Server:
         self.port = int(found[1])
 
     def workers(self) -> list[int]:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return self._children("minillm.server.worker")
+
+    def engine(self) -> int | None:
+        return next(iter(self._children("minillm.server.engine_process")), None)
+
+    def _children(self, module: str) -> list[int]:
+        """The process ids of the server's processes that run this module."""
         tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        found = {int(pid) for path in [children, *tasks] for pid in path.read_text().split()}
-        return sorted(found)
+        found = {int(pid) for path in tasks for pid in path.read_text().split()}
+        return sorted(pid for pid in found if _command(pid).endswith(module))
 
     def memory(self) -> dict[str, int]:
         """Resident memory, in MB."""
         workers = [_resident(pid) for pid in self.workers()]
-        return {"engine_mb": _resident(self.process.pid), "worker_mb": max(workers, default=0)}
+        return {"engine_mb": _resident(self.engine() or 0), "worker_mb": max(workers, default=0)}
 
     def error_bytes(self) -> int:
         return os.fstat(self.errors.fileno()).st_size
@@ -73,6 +79,13 @@ async def serving(*options: str, files: int | None = None, errors: str | None = 
         yield server
     finally:
         server.close()
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode().rstrip("\0")
+    except OSError:  # it has ended
+        return ""
 
 
 def _resident(pid: int) -> int:

@@ -136,6 +136,46 @@ async def worker_killed(streams: int = 16) -> dict:
         }
 
 
+async def _engine_ended(sign: int, streams: int) -> dict:
+    async with serving("--workers", "2", "--hang-timeout", "5") as server:
+        texts = [bytearray() for _ in range(streams)]
+        tasks = [asyncio.create_task(streamed(server.port, text, max_tokens=2000)) for text in texts]
+        while not all(texts):
+            await asyncio.sleep(0.01)
+        workers, first = server.workers(), server.engine()
+        os.kill(first, sign)
+        start, ready, down = time.perf_counter(), None, 0
+        while ready is None and time.perf_counter() - start < 60:
+            await asyncio.sleep(0.02)
+            status, *_ = await post(server.port, *completion())
+            down += status == 503
+            if status == 200:
+                ready = round(time.perf_counter() - start, 2)
+        await asyncio.gather(*tasks)
+        return {
+            "streams": streams,
+            "with_error_event": sum(b'"code": "engine_restarting"' in text for text in texts),
+            "with_done": sum(b"data: [DONE]" in text for text in texts),
+            "refused_while_down": down,
+            "answers_again_after_s": ready,
+            "same_workers": server.workers() == workers,
+            "new_engine": server.engine() not in (None, first),
+            "tracebacks": server.tracebacks(),
+        }
+
+
+@case
+async def engine_killed(streams: int = 8) -> dict:
+    """kill -9 of the engine's process during streams: they end with an error, and another engine takes over."""
+    return await _engine_ended(signal.SIGKILL, streams)
+
+
+@case
+async def engine_hung(streams: int = 8) -> dict:
+    """The engine's process stops working during streams, with --hang-timeout 5: it is killed and replaced."""
+    return await _engine_ended(signal.SIGSTOP, streams)
+
+
 @case
 async def server_killed(streams: int = 8) -> dict:
     """kill -9 of `minillm serve` during streams: no process stays, and the port is free."""
@@ -144,10 +184,10 @@ async def server_killed(streams: int = 8) -> dict:
         tasks = [asyncio.create_task(streamed(server.port, text, max_tokens=2000)) for text in texts]
         while not all(texts):
             await asyncio.sleep(0.01)
-        workers = server.workers()
+        processes = [*server.workers(), server.engine()]
         server.process.kill()
         start = time.perf_counter()
-        while any(os.path.exists(f"/proc/{pid}") for pid in workers) and time.perf_counter() - start < 30:
+        while any(os.path.exists(f"/proc/{pid}") for pid in processes) and time.perf_counter() - start < 30:
             await asyncio.sleep(0.02)
         gone = time.perf_counter() - start
         await asyncio.gather(*tasks)
@@ -160,8 +200,8 @@ async def server_killed(streams: int = 8) -> dict:
                 port = "free"
             except OSError as error:
                 port = str(error)
-        left = sum(os.path.exists(f"/proc/{pid}") for pid in workers)
-        return {"streams": streams, "workers_left": left, "workers_gone_after_s": round(gone, 2), "port": port}
+        left = sum(os.path.exists(f"/proc/{pid}") for pid in processes)
+        return {"streams": streams, "processes_left": left, "processes_gone_after_s": round(gone, 2), "port": port}
 
 
 @case

@@ -6,6 +6,34 @@ LINK, HUB, RESPONSES = "minillm/server/link.py", "minillm/server/hub.py", "minil
 
 FAULTS = (
     Fault(
+        "workers are not connected to the new engine",
+        "minillm/server/supervisor.py",
+        "                        self.workers.engine_back(self._connect)",
+        "                        pass",
+        "tests/server/test_supervisor.py -k killed_engine",
+    ),
+    Fault(
+        "an engine that stays in one step is left alone",
+        "minillm/server/supervisor.py",
+        'case "beat" if message["working"] > self.hang_timeout:',
+        'case "never":',
+        "tests/server/test_supervisor.py -k long_in_one_step",
+    ),
+    Fault(
+        "an engine that fails to start is started again at once",
+        "minillm/server/supervisor.py",
+        "RETRY * 2 ** (self._failures - 1)",
+        "RETRY",
+        "tests/server/test_supervisor.py -k growing_delays",
+    ),
+    Fault(
+        "an engine whose steps all fail is kept",
+        "minillm/server/engine_process.py",
+        "llm.failed_steps >= FAILED_STEPS",
+        "False",
+        "tests/server/test_supervisor.py -k ends_its_process",
+    ),
+    Fault(
         "ends without a queue count toward the pace",
         "minillm/server/waiting.py",
         "if waiting > 0:",

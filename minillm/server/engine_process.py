@@ -1,0 +1,93 @@
+"""The engine's process under `minillm serve`: it loads the model, steps the engine, and serves the workers.  Lesson 99.
+
+Its owner, the supervisor, replaces it when it ends, however it ends.
+"""
+
+import base64
+import logging
+import os
+import pickle
+import sys
+import threading
+from typing import Any
+
+from minillm.config import EngineOptions
+
+from . import control
+from .control import Control
+
+FAILED_STEPS = 3  # in a row; after so many, a new process is the better hope: a GPU's context may be broken for good
+BEAT = 1.0  # seconds between two reports to the owner
+
+
+def packed(options: dict[str, Any]) -> str:
+    """Options as text. What an option is (a dtype, a path) is for the engine to check, so any object may be one."""
+    return base64.b64encode(pickle.dumps(options)).decode()
+
+
+def run(
+    owner: Control,
+    *,
+    model: Any,
+    profile: str | None,
+    name: str | None,
+    engine: EngineOptions,
+    settings: dict[str, Any],
+) -> None:
+    """Serve the workers whose connections the owner sends, until it says stop or the engine fails.
+
+    engine: `EngineConfig`'s fields. settings: arguments of `Hub`.
+    """
+    stop = threading.Event()
+    connect: list = []  # the hub's `connect`, once there is a hub
+
+    def obey(message: dict) -> None:
+        if message["op"] == "worker":
+            connect[0](message["socket"])
+        else:
+            stop.set()
+
+    # Whatever this process does when its owner ends, loading or stuck in a step: it must not stay.
+    owner.listen(obey, lambda: os._exit(1))
+    from minillm.engine.async_llm import AsyncLLM
+
+    from .hub import Hub
+
+    if profile is not None:
+        from minillm.engine import profiles
+
+        engine = profiles.apply(model, profile, engine)
+    llm = AsyncLLM(model, **engine)
+    hub = Hub(llm, name or llm.name, **settings)
+    connect.append(hub.connect)
+    owner.send({"op": "ready", "model": name or llm.name})
+    while not stop.wait(BEAT):
+        owner.send({"op": "beat", "working": llm.working})
+        if not llm.alive:
+            sys.exit("minillm: the engine's thread has ended")
+        if llm.failed_steps >= FAILED_STEPS:
+            sys.exit(f"minillm: {llm.failed_steps} steps in a row have failed")
+    hub.close()
+    llm.close()
+
+
+def main() -> None:
+    given = control.given()
+    options = pickle.loads(base64.b64decode(given["options"]))  # from the process that started this one
+    logging.basicConfig(format="minillm: %(message)s")
+    logging.getLogger("minillm").setLevel(logging.INFO if options["settings"]["log_level"] != "critical" else 60)
+    owner = given["control"]
+    try:
+        run(owner, **options)
+    except Exception as error:
+        from minillm.errors import MinillmError
+
+        expected = isinstance(error, (MinillmError, ConnectionError, ModuleNotFoundError))
+        owner.send({"op": "failed", "why": str(error) if expected else f"{type(error).__name__}: {error}"})
+        if not expected:
+            raise
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

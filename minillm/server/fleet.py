@@ -1,0 +1,211 @@
+"""The HTTP workers of a server: started, connected to the engine, replaced, and stopped.  Lesson 99."""
+
+import logging
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from minillm.errors import MinillmError
+
+from .control import Child
+from .limits import FLUSH
+from .shares import Shares
+
+log = logging.getLogger(__name__)
+STARTUP = 60  # seconds for the workers to start
+RETRY = 1  # seconds before retrying a worker that failed to start; doubled each time
+RETRIES = 5
+KILL = 2  # seconds after the grace period and FLUSH until a worker that still runs is killed
+AGAIN, NO_MORE = "trying again soon", "giving up on it"
+
+
+class ServerFailed(MinillmError, RuntimeError):
+    """The engine or the HTTP workers could not be started, or no worker is left."""
+
+
+@dataclass(eq=False)
+class Worker:
+    """One worker process. slot: its place in `Shares`; failures: failed starts in a row before it."""
+
+    child: Child
+    slot: int
+    failures: int
+    ready: bool = False
+    why: str | None = None  # the error that it reported before it exited
+
+
+class Workers:
+    """The worker processes of a server. One that dies is replaced; one that fails to start is retried a few times.
+
+    grace: seconds for requests in flight to finish when the server stops.
+    """
+
+    def __init__(self, listener: socket.socket, count: int, grace: float):
+        self.listener, self.count, self.grace = listener, count, grace
+        self.running: list[Worker] = []
+        self._connect: Callable[[socket.socket], object] | None = None
+        self._shares = Shares.create(count) if count > 1 and sys.platform != "win32" else None
+        self._places = count  # number of workers that run or will be retried
+        self._given_up: str | None = None  # why a worker was given up
+        self._starting, self._stopping = True, False
+        self._lock = threading.RLock()  # prevents launching a worker during shutdown
+        self._state_changed = threading.Condition(self._lock)  # a worker has started or was given up
+        self._none_left = threading.Event()
+
+    def start(self, connect: Callable[[socket.socket], object]) -> None:
+        """Start all workers and wait until they accept requests. Raises ServerFailed, OSError.
+
+        connect: hands the engine its end of a connection to a worker.
+        """
+        with self._state_changed:
+            self._connect = connect
+            for _ in range(self.count):
+                self._begin(0)
+            settled = self._state_changed.wait_for(lambda: self._given_up or self._up == self.count, STARTUP)
+            self._starting = False
+        if self._given_up:
+            raise ServerFailed(self._given_up)
+        if not settled:
+            raise ServerFailed(f"a worker did not start within {STARTUP} s: is the machine overloaded?")
+
+    def engine_lost(self, seconds: float) -> None:
+        """There is no engine for now: workers answer that they cannot serve. seconds: until there is, by estimate."""
+        with self._lock:
+            self._connect = None
+            for worker in self.running:
+                worker.child.control.send({"op": "gone", "seconds": seconds})
+
+    def engine_back(self, connect: Callable[[socket.socket], object]) -> None:
+        """Connect all workers to a new engine; `connect` is that of `start`."""
+        with self._lock:
+            self._connect = connect
+            for worker in self.running:
+                self._link(worker)
+
+    def join(self) -> None:
+        """Wait until no worker is left, then raise ServerFailed."""
+        self._none_left.wait()
+        raise ServerFailed(f"no HTTP worker is left: {self._given_up}")
+
+    def stop(self) -> None:
+        """Refuse new connections and stop the workers after the grace period, or at once if interrupted again."""
+        try:
+            self._end(self.grace)
+        except KeyboardInterrupt:  # at any point above: what was done is done again, without harm
+            self._end(0)
+            raise
+
+    def _end(self, grace: float) -> None:
+        with suppress(OSError):  # some systems cannot: there, it closes once all processes have closed it
+            self.listener.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            self._stopping = True
+            running = list(self.running)
+        for worker in running:
+            worker.child.control.send({"op": "stop", "grace": grace})
+        deadline = time.monotonic() + grace + FLUSH + KILL
+        for worker in running:
+            worker.child.end(deadline - time.monotonic())
+
+    def close(self) -> None:
+        """Free what the workers shared, once they have stopped."""
+        for worker in self.running:
+            worker.child.control.close()
+        if self._shares is not None:
+            self._shares.close()
+
+    @property
+    def _up(self) -> int:
+        return sum(worker.ready for worker in self.running)
+
+    # ---- on the thread that reads a worker's control socket
+
+    def _heard(self, worker: Worker, message: dict) -> None:
+        with self._state_changed:
+            match message["op"]:
+                case "ready":
+                    worker.ready, worker.failures = True, 0
+                    self._state_changed.notify_all()
+                case "failed":
+                    worker.why = message["why"]
+                case "lost":
+                    self._link(worker)
+
+    def _gone(self, worker: Worker) -> None:
+        """A worker has closed its control socket."""
+        with self._lock:
+            if self._stopping:
+                return
+            self.running.remove(worker)
+            if self._shares is not None:
+                self._shares.leave(worker.slot)
+            status = worker.child.reap()
+            if worker.ready:
+                log.warning("an HTTP worker exited (%s); replacing it", status)
+                self._replace(0)
+                return
+            why = worker.why or f"{status}; see its output on stderr"
+            # An error that a worker reports at startup is the caller's mistake: retrying would only delay the message.
+            failures = RETRIES if worker.why and self._starting else worker.failures
+            self._failed(f"died while starting: {why}", failures + 1)
+
+    # ---- with the lock held
+
+    def _replace(self, failures: int) -> None:
+        try:
+            self._begin(failures)
+        except OSError as error:  # no more processes or file descriptors
+            self._failed(f"cannot be started ({error})", failures + 1)
+
+    def _failed(self, what: str, failures: int) -> None:
+        """Schedule a retry, or give up after RETRIES of them."""
+        again = failures <= RETRIES
+        log.warning("an HTTP worker %s; %s", what, AGAIN if again else NO_MORE)
+        if again:
+            timer = threading.Timer(RETRY * 2 ** (failures - 1), self._retry, [failures])
+            timer.daemon = True
+            timer.start()
+            return
+        self._places -= 1
+        self._given_up = f"an HTTP worker {what}"
+        self._state_changed.notify_all()
+        if not self._places:
+            self._none_left.set()
+
+    def _retry(self, failures: int) -> None:
+        with self._lock:
+            if not self._stopping:
+                self._replace(failures)
+
+    def _begin(self, failures: int) -> None:
+        """Launch a worker and connect it to the engine. Raises OSError."""
+        worker = self._launch(failures)
+        self.running.append(worker)
+        worker.child.control.listen(lambda message: self._heard(worker, message), lambda: self._gone(worker))
+        self._link(worker)
+
+    def _launch(self, failures: int) -> Worker:
+        slot = min(set(range(self.count)) - {worker.slot for worker in self.running})
+        given, files = {}, []
+        if self._shares is not None:
+            given["shares"] = [self._shares.file, self._shares.count, slot]
+            files.append(self._shares.file)
+        return Worker(Child("minillm.server.worker", given, {"listener": self.listener}, files), slot, failures)
+
+    def _link(self, worker: Worker) -> None:
+        """Connect a worker to the engine, if there is one. If there is not, it will be once the engine is back."""
+        if self._connect is None:
+            return
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            log.warning("cannot connect an HTTP worker to the engine (%s); replacing the worker", error)
+            worker.child.process.kill()
+            return
+        with theirs:
+            self._connect(ours)
+            worker.child.control.send({"op": "engine"}, theirs)

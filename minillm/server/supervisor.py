@@ -1,0 +1,178 @@
+"""What `minillm serve` is: a small process that owns the engine's process and the HTTP workers.  Lesson 99.
+
+It holds no model and imports no torch, so there is little in it that could fail. When the engine's process ends, or is
+stuck in a step, requests in flight end with an error, the workers answer 503, and a new engine is started.
+"""
+
+import logging
+import socket
+import threading
+import time
+
+from . import fleet
+from .control import Child
+from .fleet import AGAIN, NO_MORE, ServerFailed, Workers
+
+log = logging.getLogger(__name__)
+TICK = 1.0  # seconds between two looks at the engine's reports
+RETRY = 1.0  # seconds before an engine that failed to start is started again; doubled each time
+RETRIES = 5
+
+
+class Supervisor:
+    """The engine's process and the workers connected to it.
+
+    options: what `engine_process.run` takes, packed. hang_timeout: seconds without a report, or in the same step,
+    after which the engine's process is killed.
+    """
+
+    def __init__(self, workers: Workers, options: str, hang_timeout: float):
+        self.workers, self.hang_timeout = workers, hang_timeout
+        self.model = ""  # its name for clients, once the engine is ready
+        self.engine: Child | None = None
+        self._options = options
+        self._heard = 0.0  # when the engine last reported; only differences count
+        self._began = self._loading = 0.0  # when the latest engine was started, and how long one took to be ready
+        self._ready = self._stopping = False
+        self._failures = 0  # failed starts in a row
+        self._why: str | None = None  # what the engine reported before it exited
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._failed: ServerFailed | None = None  # why there will be no engine any more
+        self._over = threading.Event()
+
+    def start(self) -> None:
+        """Start the engine, then the workers; returns when they accept requests. Raises ServerFailed, OSError."""
+        with self._changed:
+            self._launch()
+            self._changed.wait_for(lambda: self._ready or self._failed)
+            if self._failed:
+                raise self._failed
+        self.workers.start(self._connect)
+        threading.Thread(target=self._watch, name="minillm-watchdog", daemon=True).start()
+        threading.Thread(target=self._join_workers, name="minillm-workers", daemon=True).start()
+
+    def join(self) -> None:
+        """Wait until there will be no engine or no worker any more, then raise ServerFailed."""
+        self._over.wait()
+        assert self._failed is not None, "it is over because something failed"
+        raise self._failed
+
+    def stop(self) -> None:
+        """Stop the workers after their grace period, then the engine."""
+        with self._lock:
+            self._stopping = True
+        try:
+            self.workers.stop()
+        finally:
+            self.workers.close()
+            if self.engine is not None:
+                self.engine.control.send({"op": "stop"})
+                self.engine.end(fleet.KILL)
+                self.engine.control.close()
+
+    def _connect(self, sock: socket.socket) -> None:
+        """Hand the engine its end of a connection to a worker."""
+        with sock:
+            if self.engine is not None:
+                self.engine.control.send({"op": "worker"}, sock)
+
+    def _launch(self) -> None:
+        """Start the engine's process, with the lock held. Raises OSError."""
+        self._why, self._began = None, time.monotonic()
+        self.engine = child = Child("minillm.server.engine_process", {"options": self._options})
+        child.control.listen(lambda message: self._told(child, message), lambda: self._gone(child))
+
+    # ---- on the thread that reads the engine's control socket
+
+    def _told(self, child: Child, message: dict) -> None:
+        with self._changed:
+            self._heard = time.monotonic()
+            match message["op"]:
+                case "ready":
+                    again = bool(self.model)
+                    self._ready, self._failures, self.model = True, 0, message["model"]
+                    self._loading = time.monotonic() - self._began
+                    self._changed.notify_all()
+                    if again and not self._stopping:
+                        log.warning("the engine is back")
+                        self.workers.engine_back(self._connect)
+                case "failed":
+                    self._why = message["why"]
+                case "beat" if message["working"] > self.hang_timeout:
+                    self._end_stuck(child, f"has been in the same step for {message['working']:.0f} s")
+
+    def _gone(self, child: Child) -> None:
+        """The engine's process has closed its control socket."""
+        with self._lock:
+            was_ready, self._ready = self._ready, False
+            if self._stopping:
+                return
+            self.workers.engine_lost(self._loading)
+            status = child.reap()
+            self.engine = None
+            if was_ready:
+                log.warning("the engine's process has ended (%s); starting another one", status)
+                self._retry()
+                return
+            first = not self.model
+            if first and self._why is not None:  # the caller's mistake: trying again would only delay the message
+                self._give_up(self._why)
+                return
+            self._start_failed(self._why or f"{status}; see its output on stderr")
+
+    # ---- with the lock held
+
+    def _retry(self) -> None:
+        try:
+            if not self._stopping:
+                self._launch()
+        except OSError as error:
+            self._start_failed(str(error))
+
+    def _start_failed(self, why: str) -> None:
+        self._failures += 1
+        again = self._failures <= RETRIES
+        log.warning("the engine could not be started (%s); %s", why, AGAIN if again else NO_MORE)
+        if not again:
+            self._give_up(f"the engine could not be started: {why}")
+            return
+        timer = threading.Timer(RETRY * 2 ** (self._failures - 1), self._retry_later)
+        timer.daemon = True
+        timer.start()
+
+    def _retry_later(self) -> None:
+        with self._lock:
+            self._retry()
+
+    def _give_up(self, why: str) -> None:
+        self._failed = ServerFailed(why)
+        self._changed.notify_all()
+        self._over.set()
+
+    def _end_stuck(self, child: Child, how: str) -> None:
+        log.warning("the engine's process %s, longer than hang_timeout=%g; ending it", how, self.hang_timeout)
+        self._heard = time.monotonic()  # not again with every tick
+        child.process.kill()
+
+    # ---- on threads of their own
+
+    def _watch(self) -> None:
+        """Kill an engine's process that does not report any more."""
+        last = time.monotonic()
+        while not self._over.wait(TICK):
+            now = time.monotonic()
+            with self._lock:
+                if now - last > 2 * TICK + self.hang_timeout / 2:
+                    self._heard = now  # this process has slept too: the reports are still to be read
+                silent = now - self._heard
+                if self._ready and not self._stopping and silent > self.hang_timeout and self.engine is not None:
+                    self._end_stuck(self.engine, f"has not reported for {silent:.0f} s")
+            last = now
+
+    def _join_workers(self) -> None:
+        try:
+            self.workers.join()
+        except ServerFailed as error:
+            with self._lock:
+                self._give_up(str(error))

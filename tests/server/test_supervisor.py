@@ -1,0 +1,252 @@
+"""`minillm serve` replaces an engine that dies or is stuck; workers stay, and clients are told."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import httpx
+import psutil
+import pytest
+
+from minillm.engine.async_llm import AsyncLLM
+from minillm.server import engine_process, supervisor
+from minillm.server.control import Control
+from minillm.server.engine_process import run
+from minillm.server.fleet import ServerFailed
+from minillm.server.supervisor import Supervisor
+from tests.server.processes import serving
+from tests.waiting import TIMEOUT, paused_steps, wait_until
+
+BODY = {"prompt": "The river", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+ENDLESS = BODY | {"max_tokens": 10**6, "stream": True}
+UNBOUNDED = ("--max-model-len", "64", "--attention-sinks", "4", "--attention-window", "32")
+
+
+def children(process) -> dict[int, str]:
+    """The process ids of a server's processes, and what each runs."""
+    found = psutil.Process(process.pid).children()
+    return {each.pid: each.cmdline()[-1] for each in found if each.status() != psutil.STATUS_ZOMBIE}
+
+
+def engine_of(process) -> int | None:
+    return next((pid for pid, command in children(process).items() if command.endswith("engine_process")), None)
+
+
+def workers_of(process) -> set[int]:
+    return {pid for pid, command in children(process).items() if command.endswith("server.worker")}
+
+
+def status(url: str, path: str = "/v1/health/ready") -> int:
+    return httpx.get(url + path, timeout=TIMEOUT).status_code
+
+
+@pytest.fixture
+def own_model(model_directory, tmp_path):
+    return shutil.copytree(model_directory, tmp_path / "model")
+
+
+def test_a_killed_engine_is_replaced_and_clients_are_told(own_model):
+    """While the model's files are away, the new engine cannot start."""
+    with serving(own_model, "--workers", "2", *UNBOUNDED) as (process, url):
+        before, engine = workers_of(process), engine_of(process)
+        with httpx.stream("POST", url + "/v1/completions", json=ENDLESS, timeout=TIMEOUT) as response:
+            lines = (line for line in response.iter_lines() if line)
+            next(lines)
+            (own_model / "config.json").rename(own_model / "away")
+            os.kill(engine, signal.SIGKILL)
+            *_, error, end = lines
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "engine_restarting"
+        assert end == "data: [DONE]"
+        refused = httpx.post(url + "/v1/completions", json=BODY, timeout=TIMEOUT)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_restarting")
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        assert [status(url, path) for path in ("/v1/health/ready", "/v1/health/live", "/metrics")] == [503, 200, 503]
+        (own_model / "away").rename(own_model / "config.json")
+        wait_until(lambda: status(url) == 200)
+        # Each worker has a connection to the new engine.
+        for asleep in before:
+            os.kill(asleep, signal.SIGSTOP)
+            answer = httpx.post(url + "/v1/completions", json=BODY, timeout=TIMEOUT)
+            os.kill(asleep, signal.SIGCONT)
+            assert answer.status_code == 200
+        assert workers_of(process) == before and engine_of(process) != engine
+        process.terminate()
+        _, errors = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 0
+    assert "the engine's process has ended (killed by SIGKILL); starting another one" in errors
+    assert "the engine is back" in errors
+
+
+def test_a_stuck_engine_is_replaced_and_all_processes_end_with_their_owner(model_directory):
+    with serving(model_directory, "--hang-timeout", "3", *UNBOUNDED) as (process, url):
+        before, engine = workers_of(process), engine_of(process)
+        with httpx.stream("POST", url + "/v1/completions", json=ENDLESS, timeout=TIMEOUT) as response:
+            lines = (line for line in response.iter_lines() if line)
+            next(lines)
+            os.kill(engine, signal.SIGSTOP)
+            *_, error, _ = lines
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "engine_restarting"
+        wait_until(lambda: status(url) == 200)
+        assert workers_of(process) == before and engine_of(process) != engine
+        left = children(process)
+        process.kill()
+        process.communicate(timeout=TIMEOUT)  # the pipes close when the last of them has exited
+    assert len(left) == 2
+
+
+def test_an_engine_that_cannot_start_ends_the_server_with_its_message(model_directory):
+    command = ["serve", "--port", "0", "--device", "cpu", "--model", str(model_directory), "--max-num-seqs", "0"]
+    done = subprocess.run(
+        [sys.executable, "-m", "minillm.cli", *command], capture_output=True, text=True, timeout=TIMEOUT
+    )
+    assert done.returncode == 2
+    assert "max_num_seqs" in done.stderr and "Traceback" not in done.stderr
+
+
+# ---- the supervisor, with engines that the test plays
+
+
+class Played:
+    """An engine's process whose reports the test makes."""
+
+    made: list["Played"]
+
+    def __init__(self, module, given):
+        self.made.append(self)
+        self.sent, self.control = [], self
+        self.process = SimpleNamespace(kill=lambda: self.sent.append("kill"))
+
+    def listen(self, on_message, on_close):
+        self.report, self.close = on_message, on_close
+
+    def reap(self):
+        return "exit status 1"
+
+
+class NoWorkers:
+    def __init__(self):
+        self.heard = []
+
+    def start(self, connect):
+        self.heard.append("start")
+
+    def engine_lost(self, seconds):
+        self.heard.append("lost")
+
+    def engine_back(self, connect):
+        self.heard.append("back")
+
+    def join(self):
+        threading.Event().wait()
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """A supervisor that has started; its engines are `Played.made`."""
+    Played.made, delays = [], []
+
+    class Timer:
+        daemon = False
+
+        def __init__(self, seconds, function):
+            delays.append(seconds)
+            self.start = function
+
+    monkeypatch.setattr(supervisor, "Child", Played)
+    monkeypatch.setattr(supervisor.threading, "Timer", Timer)
+    workers = NoWorkers()
+    found = Supervisor(workers, "", hang_timeout=5)
+    thread = threading.Thread(target=found.start)
+    thread.start()
+    wait_until(lambda: Played.made and hasattr(Played.made[0], "report"))
+    Played.made[0].report({"op": "ready", "model": "m"})
+    thread.join()
+    return SimpleNamespace(supervisor=found, workers=workers, engines=Played.made, delays=delays)
+
+
+def test_an_engine_that_is_long_in_one_step_is_killed(played):
+    (engine,) = played.engines
+    engine.report({"op": "beat", "working": 4.0})
+    assert engine.sent == []
+    engine.report({"op": "beat", "working": 6.0})
+    assert engine.sent == ["kill"]
+    engine.close()
+    played.engines[1].report({"op": "ready", "model": "m"})
+    assert played.workers.heard == ["start", "lost", "back"]
+
+
+def test_an_engine_that_does_not_start_again_is_retried_with_growing_delays_then_given_up(played):
+    def close_latest():
+        played.engines[-1].close()
+
+    close_latest()  # it ran: another one is started at once
+    assert (len(played.engines), played.delays) == (2, [])
+    while len(played.engines) < 7:
+        close_latest()
+    assert played.delays == [1, 2, 4, 8, 16]
+    close_latest()
+    with pytest.raises(ServerFailed, match="the engine could not be started: exit status 1"):
+        played.supervisor.join()
+    assert len(played.engines) == 7
+
+
+def test_retries_begin_again_after_an_engine_was_ready(played):
+    for _ in range(2):
+        played.engines[-1].close()
+    played.engines[-1].report({"op": "ready", "model": "m"})
+    for _ in range(2):
+        played.engines[-1].close()
+    assert played.delays == [1, 1]
+
+
+# ---- the engine's process
+
+
+class NoMailbox:
+    def deliver(self, items): ...
+
+
+def test_the_engine_tells_how_long_a_step_takes_and_how_many_have_failed(model_directory, monkeypatch):
+    engine = AsyncLLM(model_directory, load_format="dummy", device="cpu", max_num_seqs=4)
+    wait_until(lambda: engine.working == 0)
+    with paused_steps() as resume:
+        mailbox = NoMailbox()
+        engine.submit([engine.prepare([5, 6], None, mailbox, 1)])
+        wait_until(lambda: engine.working > 0.01)
+        resume.set()
+    wait_until(lambda: engine.working == 0)
+    assert engine.failed_steps == 0
+
+    def fail():
+        raise ArithmeticError("a mistake")
+
+    monkeypatch.setattr(engine.engine, "step", fail)
+    for count in (1, 2):
+        engine.submit([engine.prepare([5, 6], None, mailbox, 1)])
+        wait_until(lambda count=count: engine.failed_steps >= count)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "state, why", [({"alive": False}, "thread has ended"), ({"failed_steps": 3}, "3 steps in a row have failed")]
+)
+def test_a_failed_engine_ends_its_process(monkeypatch, state, why):
+    engine = SimpleNamespace(**({"alive": True, "failed_steps": 0, "working": 0.0, "name": "m"} | state))
+    hub = SimpleNamespace(connect=None, close=lambda: None)
+    monkeypatch.setattr("minillm.engine.async_llm.AsyncLLM", lambda model, **options: engine)
+    monkeypatch.setattr("minillm.server.hub.Hub", lambda engine, name, **settings: hub)
+    monkeypatch.setattr(engine_process, "BEAT", 0.001)
+    exited = threading.Event()
+    monkeypatch.setattr("os._exit", lambda code: exited.set())
+    ours, theirs = socket.socketpair()
+    with pytest.raises(SystemExit, match=why):
+        run(Control(theirs), model=None, profile=None, name=None, engine={}, settings={})
+    assert [json.loads(line)["op"] for line in ours.recv(4096).splitlines()] == ["ready", "beat"]
+    ours.close()
+    assert exited.wait(TIMEOUT), "it outlives its owner"
