@@ -233,11 +233,24 @@ def test_the_engine_tells_how_long_a_step_takes_and_how_many_have_failed(model_d
     engine.close()
 
 
+class Failing:
+    """An engine of which so many steps have failed, and whose thread ends some beats later."""
+
+    name, working = "m", 0.0
+
+    def __init__(self, failed_steps, beats):
+        self.failed_steps, self.beats = failed_steps, beats
+
+    @property
+    def alive(self):
+        self.beats -= 1
+        return self.beats >= 0
+
+
 @pytest.mark.parametrize(
-    "state, why", [({"alive": False}, "thread has ended"), ({"failed_steps": 3}, "3 steps in a row have failed")]
+    "engine, why", [(Failing(0, 0), "thread has ended"), (Failing(3, 9), "3 steps in a row have failed")]
 )
-def test_a_failed_engine_ends_its_process(monkeypatch, state, why):
-    engine = SimpleNamespace(**({"alive": True, "failed_steps": 0, "working": 0.0, "name": "m"} | state))
+def test_a_failed_engine_ends_its_process(monkeypatch, engine, why):
     hub = SimpleNamespace(connect=None, close=lambda: None)
     monkeypatch.setattr("minillm.engine.async_llm.AsyncLLM", lambda model, **options: engine)
     monkeypatch.setattr("minillm.server.hub.Hub", lambda engine, name, **settings: hub)

@@ -10,7 +10,7 @@ FAULTS = (
         "minillm/server/supervisor.py",
         "                        self.workers.engine_back(self._connect)",
         "                        pass",
-        "tests/server/test_supervisor.py -k killed_engine",
+        "tests/server/test_supervisor.py -k long_in_one_step",
     ),
     Fault(
         "an engine that stays in one step is left alone",
