@@ -2,75 +2,39 @@
 
 It measures what a user feels: time to first token (TTFT), the gaps between tokens (inter-token latency, ITL),
 the whole answer (end to end), and what the operator counts: requests and tokens per second. Requests arrive in a
-closed loop, as a Poisson process, or as in a trace. Traffic goes only to this machine's own addresses.
+closed loop, as a Poisson process, or as in a trace. Traffic goes only to this machine's own addresses. `clients` has
+the clients, `generators` the processes that they run in.
 """
 
-import asyncio
 import ipaddress
+import itertools
 import json
 import math
 import statistics
-import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import replace
+from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
-from minillm.errors import ConfigError, MinillmError, Unreachable
+from minillm.errors import ConfigError, Unreachable
 
+from . import generators as processes
 from . import records, workloads
+from .clients import Measured, Target
+from .generators import LoadError
 from .workloads import BenchRequest
 
-if TYPE_CHECKING:
-    import aiohttp
-
+__all__ = ["PERCENTILES", "LoadError", "Measured", "generator_share", "percentiles", "run", "summary", "table"]
 PERCENTILES = (50, 90, 99)
 CONCURRENCY = 8
+SCALE = 8
+REQUESTS = 64
+CARD_TIMEOUT = 10  # seconds for the list of models
 GENERATOR_BUSY = 0.7  # above this share of a run the load generator's own work distorts the measurement
-
-
-class LoadError(MinillmError, RuntimeError):
-    """A run in which requests failed, or that exceeded its timeout."""
-
-
-@dataclass
-class Measured:
-    """One request as its client saw it; times are in seconds since the run began.
-
-    due: when it should have been sent. Latencies count from there: a user also waits while the request is not yet
-    sent.
-    """
-
-    due: float
-    sent: float = 0.0
-    arrivals: list[tuple[float, int]] = field(default_factory=list)  # (time, tokens that came with it)
-    end: float = 0.0
-    refused: bool = False
-    error: str | None = None
-
-    @property
-    def output_tokens(self) -> int:
-        return sum(tokens for _, tokens in self.arrivals)
-
-    @property
-    def ttft(self) -> float:
-        return self.arrivals[0][0] - self.due
-
-    @property
-    def e2e(self) -> float:
-        return self.end - self.due
-
-    @property
-    def gaps(self) -> Iterable[float]:
-        """Seconds before each token except the first; tokens that arrived together have gaps of 0."""
-        last, together = self.arrivals[0]
-        yield from [0.0] * (together - 1)
-        for when, tokens in self.arrivals[1:]:
-            yield when - last
-            yield from [0.0] * (tokens - 1)
-            last = when
 
 
 def run(
@@ -82,8 +46,12 @@ def run(
     speed: float | None = None,
     due: Sequence[float] | None = None,
     workload: str = "chat",
-    scale: int = 8,
-    requests: int | None = 64,
+    input_len: int | None = None,
+    output_len: int | None = None,
+    scale: int | None = None,
+    requests: int | None = REQUESTS,
+    warmup: int = 1,
+    generators: int = 1,
     seed: int = workloads.SEED,
     temperature: float = 1.0,
     vocab_size: int | None = None,
@@ -102,13 +70,15 @@ def run(
                  times as fast (1); `workload` is not used
     due          open loop: a request at each of these seconds after the run began
 
-    scale divides lengths, requests takes the first so many. seed: of prompts and Poisson arrivals; a run with
-    another seed meets none of its prompts in the server's prefix cache. vocab_size: ids to draw prompts from
-    (default: the one that /v1/models reports). timeout: seconds for the whole run. plot_path: save a plot of the
-    record. Works inside a notebook too.
+    scale divides lengths (8), requests takes the first so many. input_len and output_len replace the workload by
+    requests of exactly these lengths. seed: of prompts and Poisson arrivals; a run with another seed meets none of its
+    prompts in the server's prefix cache. vocab_size: ids to draw prompts from (default: the one that /v1/models
+    reports). warmup: this many requests first, in no figure. timeout: seconds for the whole run. plot_path: save a plot
+    of the record. Works inside a notebook too.
 
-    Requests answered 429 (queue full) are counted as refused; all other figures are those of answered ones. generator_s
-    is the load generator's own processor time: if it is close to the run's time, the generator was the bottleneck.
+    generators: processes that share the clients. generator_s is the processor time of the busiest: if it is close to
+    the run's time, the generator was the bottleneck, and more processes help.
+    Requests answered 429 (queue full) are counted as refused; all other figures are those of answered ones.
     Raises ConfigError for wrong settings, another machine's address or, before the load, a file that cannot be written;
     Unreachable if no server answers; LoadError if a request failed or the timeout passed.
     """
@@ -122,28 +92,38 @@ def run(
         plots.check_format(plot_path)
         records.check_writable(plot_path)
 
-    def work(vocabulary: int) -> list[BenchRequest]:
+    count = requests if due is None else len(due)
+    scale, chosen = _lengths(workload, input_len, output_len, count, scale, trace)
+    processes.check_count(generators)
+    if not isinstance(warmup, int) or warmup < 0:
+        raise ConfigError(f"warmup must be a whole number of requests from 0, not {warmup!r}")
+
+    def make(vocabulary: int) -> list[BenchRequest]:
         if trace is not None:
             pace = arrival["speed"]
             return workloads.replay(trace, vocabulary, scale=scale, requests=requests, speed=pace, seed=seed)
-        count = requests if due is None else len(due)
-        made = workloads.make(workload, vocabulary, scale=scale, requests=count, seed=seed)
+        made = workloads.make(chosen, vocabulary, scale=scale, requests=count, seed=seed)
         if due is not None:
             return [replace(request, due=when) for request, when in zip(made, due, strict=True)]
         return made if rate is None else workloads.poisson(made, rate, seed=seed)
 
-    async def load() -> dict:
-        try:
-            async with asyncio.timeout(timeout):
-                return await _load(base, work, arrival.get("concurrency"), temperature, vocab_size)
-        except TimeoutError:
-            message = f"the run was not over after {timeout:g} s: send fewer requests, or raise timeout"
-            raise LoadError(message) from None
-
-    with ThreadPoolExecutor(1) as thread:  # in a notebook, this thread already runs an event loop
-        result = thread.submit(asyncio.run, load()).result()
-    name = f"trace_{Path(trace).stem}" if trace is not None else workloads.find(workload).name
+    card = _card(base)
+    work = make(vocab_size or card["vocab_size"])
+    measured, busy = processes.run(
+        Target(base, card["id"], temperature),
+        work,
+        arrival.get("concurrency"),
+        generators=generators,
+        warmup=_warmup(work, warmup),
+        timeout=timeout,
+    )
+    failed = [each.error for each in measured if each.error]
+    if failed:
+        raise LoadError(f"{len(failed)} of {len(measured)} requests failed, the first with: {failed[0]}")
+    name = f"trace_{Path(trace).stem}" if trace is not None else chosen.name
     facts = {"engine": "minillm serve", "workload": name, "scale": scale, "seed": seed, "temperature": temperature}
+    result = {"warmup": warmup, "generators": len(busy), "model": card["id"], "dtype": card.get("dtype")}
+    result |= summary(work, measured) | {"generator_s": round(max(busy), 4)}
     content = records.record([facts | arrival | result], begun)
     if not quiet:
         print(table(content["results"][0]), flush=True)
@@ -153,6 +133,25 @@ def run(
     if plot_path is not None:
         plots.save(content, plot_path)
     return content
+
+
+def _lengths(
+    workload: str,
+    input_len: int | None,
+    output_len: int | None,
+    requests: int | None,
+    scale: int | None,
+    trace: str | Path | None,
+) -> tuple[int, workloads.Workload]:
+    """By what to divide lengths, and the workload that has them. Raises ConfigError."""
+    if input_len is None and output_len is None:
+        return SCALE if scale is None else scale, workloads.find(workload)
+    if input_len is None or output_len is None:
+        raise ConfigError("input_len and output_len go together: give both, or name a workload")
+    if scale is not None or trace is not None:
+        other = "scale" if scale is not None else "trace"
+        raise ConfigError(f"input_len and output_len are exact lengths: leave {other} out")
+    return 1, workloads.exact(input_len, output_len, requests or REQUESTS)
 
 
 def _arrival(
@@ -187,129 +186,36 @@ def _arrival(
     return {"arrival": "closed loop", "concurrency": concurrency}
 
 
-async def _load(
-    base: str,
-    make_work: Callable[[int], list[BenchRequest]],
-    concurrency: int | None,
-    temperature: float,
-    vocab_size: int | None,
-) -> dict[str, Any]:
-    import aiohttp
-
-    # An open loop is open only if no request waits for another's connection.
-    connector = aiohttp.TCPConnector(limit=concurrency or 0)
-    async with aiohttp.ClientSession(base, connector=connector, timeout=aiohttp.ClientTimeout(None)) as http:
-        try:
-            async with http.get("/v1/models", timeout=aiohttp.ClientTimeout(10), raise_for_status=True) as answer:
-                card = (await answer.json(content_type=None))["data"][0]
-        except (aiohttp.ClientConnectionError, TimeoutError) as error:
-            raise Unreachable(f"no server answers at {base} ({error}): start one with `minillm serve`") from None
-        work = make_work(vocab_size or card["vocab_size"])
-        client = Client(http, card["id"], temperature)
-        # The first request warms up connections and imports. Its prompt is unique, so it caches no other's prefix.
-        await client.ask(BenchRequest(work[0].prompt[::-1], work[0].output_tokens), client.now())
-        client.restart()
-        cpu = time.thread_time()
-        if concurrency is None:
-            measured = await open_loop(client, work)
-        else:
-            measured = await closed_loop(client, work, concurrency)
-        cpu = time.thread_time() - cpu
-    failed = [each.error for each in measured if each.error]
-    if failed:
-        raise LoadError(f"{len(failed)} of {len(measured)} requests failed, the first with: {failed[0]}")
-    return {"model": card["id"], "dtype": card.get("dtype")} | summary(work, measured) | {"generator_s": round(cpu, 4)}
+def _card(base: str) -> dict[str, Any]:
+    """The first model that the server lists. Raises Unreachable or LoadError."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with direct.open(f"{base}/v1/models", timeout=CARD_TIMEOUT) as answer:
+            return json.load(answer)["data"][0]
+    except urllib.error.HTTPError as error:
+        raise LoadError(f"{base}/v1/models answered with status {error.code}") from None
+    except (OSError, HTTPException) as error:
+        raise Unreachable(f"no server answers at {base} ({error}): start one with `minillm serve`") from None
+    except (ValueError, LookupError, TypeError):
+        raise LoadError(f"{base}/v1/models did not answer with a list of models") from None
 
 
-class Client:
-    """Sends requests and records when their tokens arrive, on a clock that starts with the run."""
-
-    def __init__(self, http: "aiohttp.ClientSession", model: str, temperature: float) -> None:
-        self.http, self.model, self.temperature = http, model, temperature
-        self.restart()
-
-    def restart(self) -> None:
-        self.start = time.perf_counter()
-
-    def now(self) -> float:
-        return time.perf_counter() - self.start
-
-    async def ask(self, request: BenchRequest, due: float) -> Measured:
-        """Stream one completion. Its errors are recorded, not raised."""
-        import aiohttp
-
-        seen = Measured(due, sent=self.now())
-        try:
-            await self._stream(request, seen)
-        except aiohttp.ClientError as error:
-            seen.error = f"{type(error).__name__}: {error}"
-        seen.end = self.now()
-        if not (seen.error or seen.refused) and seen.output_tokens != request.output_tokens:
-            seen.error = f"{seen.output_tokens} tokens came where the request has {request.output_tokens}"
-        return seen
-
-    async def _stream(self, request: BenchRequest, seen: Measured) -> None:
-        body = {
-            "model": self.model,
-            "prompt": request.prompt,
-            "max_tokens": request.output_tokens,
-            "temperature": self.temperature,
-            "ignore_eos": True,
-            "stream": True,
-            "return_token_ids": True,
-        }
-        async with self.http.post("/v1/completions", json=body) as response:
-            if response.status == 429:
-                seen.refused = True
-                return
-            if response.status != 200:
-                seen.error = await response.text()
-                return
-            async for line in response.content:
-                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                    continue
-                now = self.now()
-                chunk = json.loads(line.removeprefix(b"data: "))
-                if "error" in chunk:
-                    seen.error = chunk["error"]["message"]
-                    return
-                tokens = sum(len(choice["token_ids"]) for choice in chunk["choices"])
-                if tokens:
-                    seen.arrivals.append((now, tokens))
-
-
-async def closed_loop(client: Client, work: Sequence[BenchRequest], concurrency: int) -> list[Measured]:
-    """`concurrency` clients take the requests in order; each sends its next one when its last is answered."""
-    queue = iter(enumerate(work))
-    measured: dict[int, Measured] = {}
-
-    async def one_client() -> None:
-        for index, request in queue:
-            measured[index] = await client.ask(request, client.now())
-
-    await asyncio.gather(*(one_client() for _ in range(min(concurrency, len(work)))))
-    return [measured[index] for index in range(len(work))]
-
-
-async def open_loop(client: Client, work: Sequence[BenchRequest]) -> list[Measured]:
-    """Send every request when it is due, regardless of what still runs: a slow server gets a growing queue."""
-
-    async def one_request(request: BenchRequest) -> Measured:
-        await asyncio.sleep(max(0.0, request.due - client.now()))
-        return await client.ask(request, request.due)
-
-    return await asyncio.gather(*map(one_request, work))
+def _warmup(work: Sequence[BenchRequest], count: int) -> list[BenchRequest]:
+    """Requests as long as the first `count`; their prompts put no prefix of the measured ones into a cache."""
+    chosen = itertools.islice(itertools.cycle(work), count)
+    return [BenchRequest([*each.prompt[::-1]], each.output_tokens) for each in chosen]
 
 
 def summary(work: Sequence[BenchRequest], measured: Sequence[Measured]) -> dict:
     """Rates, and percentiles of what the clients of answered requests saw; `each` has the requests one by one.
 
-    late_s: how late requests were sent. It is part of their latency; if it is not a small part, the load generator was
-    the bottleneck.
+    tokens_per_event: how many tokens an event of a stream brought on average. late_s: how late requests were sent. It
+    is part of their latency; if it is not a small part, the load generator was the bottleneck.
     """
     answered = [each for each in measured if not each.refused]
     seconds = max(each.end for each in measured)
     output_tokens = sum(each.output_tokens for each in answered)
+    events = sum(len(each.arrivals) for each in answered)
     refused = len(measured) - len(answered)
     return {
         **workloads.totals(work),
@@ -319,6 +225,7 @@ def summary(work: Sequence[BenchRequest], measured: Sequence[Measured]) -> dict:
         "seconds": round(seconds, 4),
         "requests_per_s": round(len(answered) / seconds, 3),
         "output_tokens_per_s": round(output_tokens / seconds, 1),
+        "tokens_per_event": round(output_tokens / events, 4) if events else None,
         "ttft_s": percentiles([each.ttft for each in answered]),
         "itl_s": percentiles([gap for each in answered for gap in each.gaps]),
         "e2e_s": percentiles([each.e2e for each in answered]),
@@ -368,7 +275,10 @@ def table(result: dict) -> str:
         lines.append(f"{result['refused']} refused ({result['refused_share']:.1%}): the server's queue was full")
     busy = generator_share(result)
     if busy > GENERATOR_BUSY:
-        lines.append(f"the load generator worked for {busy:.0%} of that time: the server is faster than this shows")
+        lines.append(
+            f"a load generator worked for {busy:.0%} of that time: the server is faster than this shows; "
+            "give it more processes with --generators"
+        )
     lines.append(f"{'milliseconds':<22}" + "".join(f"{name:>10}" for name in ("p50", "p90", "p99", "mean")))
     labels = {"ttft_s": "time to first token", "itl_s": "between tokens", "e2e_s": "whole answer"}
     if result["arrival"] != "closed loop":

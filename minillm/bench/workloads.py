@@ -59,15 +59,22 @@ def find(name: str) -> Workload:
     raise ConfigError(f"no workload is called {name!r}; there are: {', '.join(WORKLOADS)}")
 
 
+def exact(input_len: int, output_len: int, requests: int) -> Workload:
+    """A workload in which every request has exactly these lengths in tokens. Raises ConfigError."""
+    if input_len < 1 or output_len < 1:
+        raise ConfigError(f"lengths must be whole numbers of tokens from 1, not {input_len!r} and {output_len!r}")
+    return Workload(f"exact_{input_len}_{output_len}", requests, (input_len, input_len), (output_len, output_len))
+
+
 def make(
-    name: str, vocab_size: int, *, scale: int = 1, requests: int | None = None, seed: int = SEED
+    workload: str | Workload, vocab_size: int, *, scale: int = 1, requests: int | None = None, seed: int = SEED
 ) -> list[BenchRequest]:
-    """The first `requests` requests of a workload, with lengths divided by `scale`.
+    """The first `requests` requests of a workload (or of the one of this name), with lengths divided by `scale`.
 
     Lengths are drawn for the full workload, before the ids, so a scaled one has the same requests, only shorter.
     `seed` changes only the ids. Raises ConfigError.
     """
-    workload = find(name)
+    workload = workload if isinstance(workload, Workload) else find(workload)
     _check(scale, requests)
     rng = random.Random(SEED)
     lengths = [

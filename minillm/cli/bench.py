@@ -63,8 +63,14 @@ def bench_serve(
     workload: Annotated[
         str, typer.Option(help="A workload's name or its first word; a trace brings its own.")
     ] = "chat",
-    scale: Annotated[int, typer.Option(help="Divide all lengths by this.")] = 8,
+    input_len: Annotated[
+        int | None, typer.Option(help="Prompts of exactly this many tokens, not a workload's.")
+    ] = None,
+    output_len: Annotated[int | None, typer.Option(help="Answers of exactly this many tokens.")] = None,
+    scale: Annotated[int | None, typer.Option(help="Divide a workload's lengths by this.  [default: 8]")] = None,
     requests: Annotated[int | None, typer.Option(help="Only the first this many requests.")] = 64,
+    warmup: Annotated[int, typer.Option(help="Requests before the measurement, in none of its figures.")] = 1,
+    generators: Annotated[int, typer.Option(help="Processes of the load generator, which share the clients.")] = 1,
     seed: Annotated[int, typer.Option(help="Of prompts and Poisson arrivals.")] = 0,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 1.0,
     timeout: Annotated[float, typer.Option(help="Seconds for all of it.")] = 600.0,
@@ -85,8 +91,12 @@ def bench_serve(
             trace=trace,
             speed=speed,
             workload=workload,
+            input_len=input_len,
+            output_len=output_len,
             scale=scale,
             requests=requests,
+            warmup=warmup,
+            generators=generators,
             seed=seed,
             temperature=temperature,
             timeout=timeout,

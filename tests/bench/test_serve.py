@@ -3,10 +3,6 @@
 import asyncio
 import json
 import math
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -18,87 +14,14 @@ pytest.importorskip("fastapi", reason="the load generator is tested against the 
 from minillm.bench import plots, serve, workloads
 from minillm.bench.serve import Measured
 from minillm.server import running
+from tests.bench.fake import at_once, faked, only_when_all_have_come
 from tests.waiting import TIMEOUT
-
-VOCABULARY = 320
 
 
 @pytest.fixture(scope="module")
 def server(model_directory):
     with running(model_directory, load_format="dummy", device="cpu", max_num_seqs=8) as server:
         yield server
-
-
-class Fake:
-    """A fake server; each test decides how it answers completions."""
-
-    def __init__(self, complete):
-        self.complete = complete  # async (fake, number of earlier requests, body) -> status
-        self.bodies: list[dict] = []
-        self.at_work = self.most_at_work = 0
-        self.changed: asyncio.Condition
-
-    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-        if head.startswith("get"):
-            await self.answer(writer, 200, json.dumps({"data": [{"id": "fake", "vocab_size": VOCABULARY}]}))
-            return
-        length = int(next(line.split(":")[1] for line in head.splitlines() if line.startswith("content-length")))
-        body = json.loads(await reader.readexactly(length))
-        before = len(self.bodies)
-        self.bodies.append(body)
-        async with self.changed:
-            self.at_work += 1
-            self.most_at_work = max(self.most_at_work, self.at_work)
-            self.changed.notify_all()
-        status = await self.complete(self, before, body)
-        self.at_work -= 1
-        chunk = {"choices": [{"token_ids": [5] * body["max_tokens"]}]}
-        await self.answer(writer, status, f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n")
-
-    async def answer(self, writer: asyncio.StreamWriter, status: int, text: str) -> None:
-        writer.write(f"HTTP/1.1 {status} -\r\nconnection: close\r\ncontent-length: {len(text)}\r\n\r\n{text}".encode())
-        await writer.drain()
-        writer.close()
-
-
-@contextmanager
-def faked(complete) -> Iterator[tuple[str, Fake]]:
-    fake, loop, ready = Fake(complete), asyncio.new_event_loop(), threading.Event()
-
-    async def listen() -> None:
-        fake.changed = asyncio.Condition()
-        listener = await asyncio.start_server(fake.handle, "127.0.0.1", 0)
-        fake.port = listener.sockets[0].getsockname()[1]
-        fake.stop = asyncio.Event()
-        ready.set()
-        await fake.stop.wait()
-        listener.close()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(listen(),), daemon=True)
-    thread.start()
-    ready.wait()
-    try:
-        yield f"http://127.0.0.1:{fake.port}", fake
-    finally:
-        loop.call_soon_threadsafe(fake.stop.set)
-        thread.join()
-
-
-async def at_once(fake: Fake, before: int, body: dict) -> int:
-    return 200
-
-
-def only_when_all_have_come(count: int):
-    """A slow server that answers only the warm-up request until `count` requests are waiting."""
-
-    async def complete(fake: Fake, before: int, body: dict) -> int:
-        if before > 0:
-            async with fake.changed:
-                await fake.changed.wait_for(lambda: fake.most_at_work >= count)
-        return 200
-
-    return complete
 
 
 def test_every_request_is_answered_in_full_and_counted(server, capsys, tmp_path):
@@ -136,25 +59,6 @@ def test_a_record_states_the_dtype_that_was_served(model_directory, dtype):
     assert card["max_num_seqs"] == 3
 
 
-def test_a_closed_loop_never_exceeds_its_number_of_clients():
-    class Counting:
-        at_work = most = 0
-
-        def now(self):
-            return 0.0
-
-        async def ask(self, request, due):
-            self.at_work += 1
-            self.most = max(self.most, self.at_work)
-            await asyncio.sleep(0)
-            self.at_work -= 1
-            return Measured(due)
-
-    client = Counting()
-    assert len(asyncio.run(serve.closed_loop(client, [serve.BenchRequest([5], 1)] * 9, 3))) == 9
-    assert client.most == 3
-
-
 def test_a_closed_loops_clients_run_concurrently():
     with faked(only_when_all_have_come(3)) as (url, fake):
         serve.run(url, workload="chat", scale=16, requests=9, concurrency=3, timeout=TIMEOUT, quiet=True)
@@ -183,22 +87,6 @@ def test_latency_counts_from_when_a_request_was_due():
     assert (seen.ttft, seen.e2e, list(seen.gaps)) == (3.0, 3.75, [0.5])
 
 
-def test_the_latency_of_a_late_request_starts_when_it_was_due():
-    """The clock reads 5 s when requests due at 1 s and 2 s are sent."""
-
-    class Late:
-        def now(self):
-            return 5.0
-
-        async def ask(self, request, due):
-            return Measured(due, sent=self.now(), arrivals=[(6.0, 1)], end=6.0)
-
-    work = [serve.BenchRequest([5], 1, due=due) for due in (1.0, 2.0)]
-    measured = asyncio.run(serve.open_loop(Late(), work))
-    assert [each.ttft for each in measured] == [5.0, 4.0]
-    assert serve.summary(work, measured)["late_s"]["p99"] == 4.0
-
-
 def test_rejections_by_a_full_queue_are_counted_and_reported(capsys):
     async def every_third_is_refused(fake, before, body):
         await asyncio.sleep(0.01)  # long enough that rounding the seconds changes no rate by 1 %
@@ -225,38 +113,24 @@ def test_a_server_that_refuses_everything_does_not_crash_the_benchmark():
     assert result["refused_share"] == 1 and result["ttft_s"]["p50"] is None and result["requests_per_s"] == 0
 
 
-def test_a_load_generator_that_is_itself_too_slow_is_reported(monkeypatch, capsys):
-    """With fake clocks: the server takes 0.2 s, and reading a line takes `each` seconds."""
-    wall, processor, each = [0.0], [0.0], [0.001]
-
-    def loads(line: bytes) -> dict:
-        for clock in (wall, processor):
-            clock[0] += each[0]
-        return json.loads(line)
-
-    async def after_a_while(fake, before, body):
-        wall[0] += 0.2
-        return 200
-
-    clocks = {"perf_counter": lambda: wall[0], "thread_time": lambda: processor[0]}
-    monkeypatch.setattr(serve, "time", SimpleNamespace(**clocks))
-    monkeypatch.setattr(serve, "json", SimpleNamespace(loads=loads, dumps=json.dumps))
-    with faked(after_a_while) as (url, _):
-        quick = serve.run(url, workload="single", scale=8, requests=1, concurrency=1)["results"][0]
-        assert "load generator" not in capsys.readouterr().out
-        each[0] = 0.8
-        busy = serve.run(url, workload="single", scale=8, requests=1, concurrency=1)["results"][0]
-        assert "the load generator worked for 80% of that" in capsys.readouterr().out
-    assert (quick["generator_s"], quick["seconds"]) == (0.001, 0.201)
-    assert (busy["generator_s"], busy["seconds"]) == (0.8, 1.0)
-    assert serve.generator_share(busy) == 0.8
-
-
 def test_the_warm_up_request_shares_no_prompt_with_measured_ones():
     with faked(at_once) as (url, fake):
         serve.run(url, workload="single", scale=8, requests=1, concurrency=1, quiet=True)
     warm, measured = (body["prompt"] for body in fake.bodies)
     assert warm != measured and len(warm) == len(measured)
+
+
+def test_exact_lengths_and_the_number_of_warm_up_requests_can_be_asked_for():
+    with faked(at_once) as (url, fake):
+        lengths = {"input_len": 5, "output_len": 3, "requests": 4, "warmup": 6, "concurrency": 2}
+        result = serve.run(url, **lengths, quiet=True)["results"][0]
+        assert len(fake.bodies) == 6 + 4
+        serve.run(url, **lengths | {"warmup": 0}, quiet=True)
+    assert {(len(body["prompt"]), body["max_tokens"]) for body in fake.bodies} == {(5, 3)}
+    assert len(fake.bodies) == 6 + 4 + 4
+    shown = {name: result[name] for name in ("workload", "scale", "warmup", "requests", "output_tokens")}
+    assert shown == {"workload": "exact_5_3", "scale": 1, "warmup": 6, "requests": 4, "output_tokens": 12}
+    assert result["tokens_per_event"] == 3
 
 
 def test_a_different_seed_gives_different_prompts():
@@ -326,6 +200,12 @@ def test_a_server_on_another_machine_is_refused(url):
         ({"timeout": math.nan}, "timeout must be above 0 seconds, not nan"),
         ({"trace": "rush-hour"}, "no trace rush-hour; committed ones: conversation"),
         ({"requests": 0}, "whole numbers from 1"),
+        ({"warmup": -1}, "warmup must be a whole number of requests from 0, not -1"),
+        ({"generators": 0}, "generators must be a whole number of processes from 1, not 0"),
+        ({"input_len": 4}, "input_len and output_len go together"),
+        ({"input_len": 4, "output_len": 0}, "lengths must be whole numbers of tokens from 1, not 4 and 0"),
+        ({"input_len": 4, "output_len": 4, "scale": 2}, "exact lengths: leave scale out"),
+        ({"input_len": 4, "output_len": 4, "trace": "conversation"}, "exact lengths: leave trace out"),
     ],
 )
 def test_invalid_settings_are_reported_by_name(wrong, message):

@@ -3,6 +3,7 @@
 from . import Fault
 
 SERVE, OFFLINE, WORKLOADS = "minillm/bench/serve.py", "minillm/bench/offline.py", "minillm/bench/workloads.py"
+CLIENTS, GENERATORS = "minillm/bench/clients.py", "minillm/bench/generators.py"
 
 FAULTS = (
     Fault(
@@ -21,10 +22,10 @@ FAULTS = (
     ),
     Fault(
         "a late request's wait before it was sent is not counted",
-        SERVE,
+        CLIENTS,
         "return self.arrivals[0][0] - self.due",
         "return self.arrivals[0][0] - self.sent",
-        "tests/bench/test_serve.py -k late_request",
+        "tests/bench/test_clients.py -k late_request",
     ),
     Fault(
         "inter-token latency is computed from whole responses",
@@ -42,10 +43,31 @@ FAULTS = (
     ),
     Fault(
         "tokens that arrive together count as one gap",
-        SERVE,
+        CLIENTS,
         "            yield from [0.0] * (tokens - 1)\n",
         "",
         "tests/bench/test_serve.py -k inter_token_gap",
+    ),
+    Fault(
+        "a closed loop's client has requests in two processes",
+        GENERATORS,
+        "(place if concurrency is None else place % concurrency) % count",
+        "place % count",
+        "tests/bench/test_generators.py -k belongs",
+    ),
+    Fault(
+        "the load generator's least busy process is reported",
+        SERVE,
+        "round(max(busy), 4)",
+        "round(min(busy), 4)",
+        "tests/bench/test_generators.py -k busiest",
+    ),
+    Fault(
+        "an event that comes in two chunks is lost",
+        CLIENTS,
+        "*lines, self._rest = self._rest.split",
+        "*lines, _ = self._rest.split",
+        "tests/bench/test_clients.py -k framed",
     ),
     Fault(
         "the first runs are kept instead of the last",
