@@ -26,7 +26,8 @@ from minillm.request import Delta, SamplingParams
 from minillm.scheduler.policies import POLICIES, PolicyName
 from minillm.scheduler.scheduler import Scheduler
 
-from . import offline, records, serve, waste, workloads
+from . import figures, offline, records, waste, workloads
+from .clients import Measured
 from .workloads import BenchRequest
 
 
@@ -143,7 +144,7 @@ def latency(llm: LLM, work: Sequence[BenchRequest], chunk: int, repeat: int) -> 
     for round_number in range(repeat + 1):
         for name, (policy, budget) in kinds.items():
             with scheduled(llm.engine, policy=policy, budget=budget):
-                seen = serve.summary(work, play(llm.engine, work))
+                seen = figures.summary(work, play(llm.engine, work))
             if round_number > 0:  # the first warms up: it meets every shape that the others will
                 runs[name].append({key: seen[key] for key in ("seconds", "ttft_s", "itl_s", "e2e_s", "late_s")})
     facts = {"part": "latency", **workloads.totals(work), "requests_per_s": round(len(work) / work[-1].due, 2)}
@@ -223,15 +224,15 @@ def ask(llm: LLM, rounds: Sequence[Sequence[BenchRequest]]) -> int:
     return total
 
 
-def play(engine: Engine, work: Sequence[BenchRequest]) -> list[serve.Measured]:
+def play(engine: Engine, work: Sequence[BenchRequest]) -> list[Measured]:
     """Submit each request when it is due, regardless of what still runs, and record when its tokens arrive."""
-    measured = [serve.Measured(each.due) for each in work]
+    measured = [Measured(each.due) for each in work]
     begun = time.perf_counter()
 
     def now() -> float:
         return time.perf_counter() - begun
 
-    def listener(seen: serve.Measured) -> Callable:
+    def listener(seen: Measured) -> Callable:
         def hear(delta: Delta) -> None:
             if delta.token_ids:
                 seen.arrivals.append((now(), len(delta.token_ids)))
@@ -292,7 +293,7 @@ def table(record: dict) -> str:
         lines.append("")
         lines.append(f"{row['prefill']} prefill, budget {row['budget']}, {row['requests_per_s']} requests/s")
         for name, what in (("ttft_s", "to the first token"), ("itl_s", "between tokens")):
-            values = "  ".join(f"p{p} {row[name][f'p{p}'] * 1e3:8.1f} ms" for p in serve.PERCENTILES)
+            values = "  ".join(f"p{p} {row[name][f'p{p}'] * 1e3:8.1f} ms" for p in figures.PERCENTILES)
             lines.append(f"  {what:<20}{values}")
     lines.append("")
     for row in of(record, "prefix"):

@@ -16,6 +16,25 @@ from urllib.parse import urlsplit
 from .workloads import BenchRequest
 
 HEADERS_LIMIT = 65536  # bytes
+WORDS = (
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "is",
+    "that",
+    "for",
+    "was",
+    "on",
+    "are",
+    "with",
+    "as",
+    "at",
+    "be",
+    "this",
+    "have",
+)
 
 
 class BrokenAnswer(Exception):
@@ -36,6 +55,8 @@ class Measured:
     end: float = 0.0
     refused: bool = False
     error: str | None = None
+    counted: str = "ids"  # how the server said how many tokens there are: by their ids, by usage, or only by events
+    input_tokens: int | None = None  # of the prompt, if the server said so
 
     @property
     def output_tokens(self) -> int:
@@ -62,30 +83,46 @@ class Measured:
 
 @dataclass(frozen=True)
 class Target:
-    """What to ask of which server. base: its URL without /v1; headers: more of them, for each request."""
+    """What to ask of which server. base: its URL without /v1; headers: more of them, for each request.
+
+    extensions: ask for the exact length and for token ids, which OpenAI's own API does not know; usage: ask for the
+    number of tokens at the answer's end; text: send words, not token ids; exact: an answer of another length is an
+    error.
+    """
 
     base: str
     model: str
     temperature: float = 1.0
     headers: Mapping[str, str] = field(default_factory=dict)
+    extensions: bool = True
+    usage: bool = False
+    text: bool = False
+    exact: bool = True
 
     def message(self, request: BenchRequest) -> bytes:
         """The HTTP request that asks for a streamed completion."""
         body: dict[str, Any] = {
             "model": self.model,
-            "prompt": request.prompt,
+            "prompt": words(request.prompt) if self.text else request.prompt,
             "max_tokens": request.output_tokens,
             "temperature": self.temperature,
-            "ignore_eos": True,
             "stream": True,
-            "return_token_ids": True,
         }
+        if self.extensions:
+            body |= {"ignore_eos": True, "return_token_ids": True}
+        if self.usage:
+            body["stream_options"] = {"include_usage": True}
         content = json.dumps(body).encode()
         parts = urlsplit(self.base)
-        fields = {"Host": parts.netloc.rpartition("@")[2], "Content-Type": "application/json"}
+        fields = {"Host": parts.netloc, "Content-Type": "application/json"}
         fields |= {"Content-Length": str(len(content)), "Accept": "text/event-stream", **self.headers}
         lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
         return f"POST {parts.path}/v1/completions HTTP/1.1\r\n{lines}\r\n".encode("latin-1") + content
+
+
+def words(ids: Sequence[int]) -> str:
+    """A text of about as many tokens, for servers that take no token ids: a common word for each."""
+    return " ".join(WORDS[each % len(WORDS)] for each in ids)
 
 
 class Connection(asyncio.Protocol):
@@ -217,6 +254,8 @@ class Answer:
         self.now = 0.0
         self.complete = False
         self._rest = b""
+        self._ids = False
+        self._usage: dict[str, Any] | None = None
 
     def take(self, piece: bytes) -> None:
         """Read the next bytes of the answer's body."""
@@ -237,14 +276,23 @@ class Answer:
             if "error" in chunk:
                 self.seen.error = self.seen.error or _message(chunk["error"])
                 return
-            tokens = sum(len(choice.get("token_ids") or ()) for choice in chunk["choices"])
+            tokens = sum(map(self._tokens, chunk["choices"]))
+            self._usage = chunk.get("usage") or self._usage
         except (ValueError, KeyError, TypeError, AttributeError):
             raise BrokenAnswer(f"an event is not a completion's chunk: {data[:200]!r}") from None
         if tokens:
             self.seen.arrivals.append((self.now - self.start, tokens))
 
-    def finish(self, wanted: int) -> None:
-        """The answer is over: note what was wrong with it. wanted: the tokens that the request has to get."""
+    def _tokens(self, choice: Mapping[str, Any]) -> int:
+        """The tokens that an event brought; where the server gives no ids, an event with text counts as one."""
+        ids = choice.get("token_ids")
+        if ids is not None:
+            self._ids = True
+            return len(ids)
+        return 1 if not self._ids and choice.get("text") else 0
+
+    def finish(self, wanted: int | None) -> None:
+        """The answer is over: note what was wrong with it. wanted: the tokens it must have; None for any number."""
         seen = self.seen
         if self.status == 429:
             seen.refused = True
@@ -252,8 +300,26 @@ class Answer:
             seen.error = f"status {self.status}: {self._rest.decode(errors='replace')}"
         elif not seen.error and not self.complete:
             seen.error = "the stream ended without [DONE]"
-        elif not seen.error and seen.output_tokens != wanted:
+        if seen.error or seen.refused:
+            return
+        self._count()
+        if wanted is not None and seen.output_tokens != wanted:
             seen.error = f"{seen.output_tokens} tokens came where the request has {wanted}"
+        elif not seen.arrivals:
+            seen.error = "the answer has no tokens"
+
+    def _count(self) -> None:
+        """Without ids, spread the number of tokens in the usage evenly over the events."""
+        seen, usage = self.seen, self._usage or {}
+        seen.input_tokens = usage.get("prompt_tokens")
+        total = usage.get("completion_tokens")
+        if self._ids:
+            return
+        seen.counted = "events" if total is None else "usage"
+        if total is not None and seen.arrivals:
+            each, more = divmod(total, len(seen.arrivals))
+            spread = [(when, each + (place < more)) for place, (when, _) in enumerate(seen.arrivals)]
+            seen.arrivals = [(when, tokens) for when, tokens in spread if tokens]
 
 
 def _message(error: Any) -> str:
@@ -282,7 +348,7 @@ class Client:
         seen = Measured(due, sent=self.now())
         try:
             answer = await self._exchange(message, seen)
-            answer.finish(request.output_tokens)
+            answer.finish(request.output_tokens if self.target.exact else None)
         except (OSError, BrokenAnswer) as error:
             seen.error = f"{type(error).__name__}: {error}"
         seen.end = self.now()

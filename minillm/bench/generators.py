@@ -28,7 +28,7 @@ from .clients import Client, Measured, Target, closed_loop, open_loop
 from .workloads import BenchRequest
 
 READY = b"ready\n"
-HEAD_START = 0.05  # seconds from the message to begin until all begin
+HEAD_START = 0.02  # seconds from the message to begin until all begin
 
 
 class LoadError(MinillmError, RuntimeError):

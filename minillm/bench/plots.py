@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from minillm.errors import ConfigError
 
-from . import records, serve
+from . import records
+from .reports import arriving
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,23 +32,23 @@ def throughput(record: Mapping[str, Any], workload: str | None = None, ax: "Axes
     rows = [row for row in record["results"] if row["workload"] == workload]
     if not rows:
         raise ConfigError(f"the record has no workload {workload!r}; it has: {', '.join(names)}")
-    ax = ax or _axes()
+    ax = ax or new_axes()
     labels = [row["engine"] + (f"\nbatch {row['batch']}" if "batch" in row else "") for row in rows]
     colors = [OURS if row["engine"].startswith("minillm") else THEIRS for row in rows]
     ax.bar(labels, [row["output_tokens_per_s"] for row in rows], color=colors)
     for place, row in enumerate(rows):
         _runs(ax, place, row)
     scaled = f", lengths / {rows[0]['scale']}" if rows[0].get("scale", 1) != 1 else ""
-    ax.set_title(f"{workload}{scaled}, {rows[0]['dtype']}, {_machine(record)}", fontsize=9)
+    ax.set_title(f"{workload}{scaled}, {rows[0]['dtype']}, {machine_of(record)}", fontsize=9)
     ax.set_ylabel("output tokens / s")
     ax.margins(y=0.12)
-    return _plain(ax)
+    return plain(ax)
 
 
 def latency(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
     """TTFT, ITL and end to end of a serving record: bars to p50, p90 and p99, in milliseconds, on a log axis."""
     result = record["results"][0]
-    ax = ax or _axes()
+    ax = ax or new_axes()
     shown = [name for name in LATENCIES if result[name]["p50"] is not None]
     for offset, (percentile, color) in enumerate(zip(("p50", "p90", "p99"), ("#a9d6e5", OURS, "#013a63"), strict=True)):
         places = [i + (offset - 1) * 0.27 for i in range(len(shown))]
@@ -56,17 +57,17 @@ def latency(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
     ax.set_xticks(range(len(shown)), [LATENCIES[name] for name in shown])
     log_scale(ax)
     ax.set_ylabel("milliseconds")
-    how, rate = serve.arriving(result), result["output_tokens_per_s"]
-    ax.set_title(f"{how}, {rate:,.0f} output tokens/s, {_machine(record)}", fontsize=9)
+    how, rate = arriving(result), result["output_tokens_per_s"]
+    ax.set_title(f"{how}, {rate:,.0f} output tokens/s, {machine_of(record)}", fontsize=9)
     ax.legend(frameon=False)
     ax.margins(y=0.12)
-    return _plain(ax)
+    return plain(ax)
 
 
 def requests(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
     """Every request of a serving record as a bar: from when it was due through its first token to its last."""
     result = record["results"][0]
-    ax = ax or _axes()
+    ax = ax or new_axes()
     answered = [(place, each) for place, each in enumerate(result["each"]) if each["first_token"] is not None]
     refused = [(place, each) for place, each in enumerate(result["each"]) if each["first_token"] is None]
     places = [place for place, _ in answered]
@@ -85,10 +86,10 @@ def requests(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
             [each["due"] for _, each in refused], [place for place, _ in refused], "x", color="black", label="refused"
         )
     ax.set(xlabel="seconds", ylabel="requests, as they were due", yticks=[])
-    ax.set_title(f"{serve.arriving(result)}, {_machine(record)}", fontsize=9)
+    ax.set_title(f"{arriving(result)}, {machine_of(record)}", fontsize=9)
     ax.invert_yaxis()
     ax.legend(frameon=False)
-    return _plain(ax)
+    return plain(ax)
 
 
 def ablation(record: Mapping[str, Any], ax: "Axes | None" = None, groups: Sequence[str] | None = None) -> "Axes":
@@ -110,7 +111,7 @@ def ablation(record: Mapping[str, Any], ax: "Axes | None" = None, groups: Sequen
             place += 1.6 if places and row["group"] != list(places)[-1][0] else 1  # a gap between groups
             places[bar] = place
     height = 0.8 / len(works)
-    ax = ax or _axes(height=0.6 + 0.34 * place)
+    ax = ax or new_axes(height=0.6 + 0.34 * place)
     for number, (work, color) in enumerate(zip(works, (OURS, "#a9d6e5", THEIRS, "#013a63"), strict=False)):
         shown = [row for row in rows if (row["workload"], row["requests"]) == work]
         best = {row["group"]: 0.0 for row in shown}
@@ -125,13 +126,13 @@ def ablation(record: Mapping[str, Any], ax: "Axes | None" = None, groups: Sequen
     ax.set(xlabel="output tokens / s, as a share of the group's best", xlim=(0, 1.2))
     ax.set_title(_where(record, ", "), fontsize=9)
     ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    return _plain(ax)
+    return plain(ax)
 
 
 def batching(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
     """Static and in-flight batching, from a batching record: bars are medians, dots single runs."""
     rows = [row for row in record["results"] if row["part"] == "throughput"]
-    ax = ax or _axes()
+    ax = ax or new_axes()
     labels = [f"{row['batching']}\n{row['steps']:,} steps" for row in rows]
     ax.bar(labels, [row["output_tokens_per_s"] for row in rows], color=[THEIRS, OURS], width=0.6)
     for place, row in enumerate(rows):
@@ -139,13 +140,13 @@ def batching(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
     ax.set_ylabel("output tokens / s")
     ax.set_title(f"{rows[0]['requests']} requests at once in {record['rows']} rows\n{_where(record)}", fontsize=9)
     ax.margins(y=0.12)
-    return _plain(ax)
+    return plain(ax)
 
 
 def chunking(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
     """TTFT and ITL with whole and with chunked prompts, from a batching record, in ms on a log axis."""
     rows = {row["prefill"]: row for row in record["results"] if row["part"] == "latency"}
-    ax = ax or _axes()
+    ax = ax or new_axes()
     shown = [(name, p) for name in ("ttft_s", "itl_s") for p in ("p50", "p90", "p99")]
     places = [i + 0.6 * (i > 2) for i in range(len(shown))]  # a gap between both latencies
     for offset, (prefill, color) in zip((-0.2, 0.2), (("whole", THEIRS), ("chunked", OURS)), strict=True):
@@ -160,13 +161,13 @@ def chunking(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
     ax.set_title(f"{row['requests']} requests, {row['requests_per_s']:g} a second\n{_where(record)}", fontsize=9)
     ax.legend(frameon=False, fontsize=8)
     ax.margins(y=0.15)
-    return _plain(ax)
+    return plain(ax)
 
 
 def prefix(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
     """Prompt tokens that prefill computes with the prefix cache, as shares of those without, from a batching record."""
     rows = [row for row in record["results"] if row["part"] == "prefix"]
-    ax = ax or _axes(height=0.9 + 0.5 * len(rows))
+    ax = ax or new_axes(height=0.9 + 0.5 * len(rows))
     labels = [f"{row['traffic']}, {row['requests']} requests" for row in rows]
     ax.barh(labels, [1.0] * len(rows), color=WAITING, label="found in the cache")
     bars = ax.barh(labels, [1 - row["saved"] for row in rows], color=OURS, label="computed")
@@ -174,7 +175,7 @@ def prefix(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
     ax.invert_yaxis()
     ax.set(xlabel="share of prompt tokens", xlim=(0, 1))
     ax.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.25), ncols=2, fontsize=8)
-    return _plain(ax)
+    return plain(ax)
 
 
 SHARES = {
@@ -191,7 +192,7 @@ def memory(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
     Kwon et al. 2023, figure 2.
     """
     rows = [row for row in record["results"] if row["part"] == "memory"]
-    ax = ax or _axes()
+    ax = ax or new_axes()
     labels = [row["cache"].replace(": ", ":\n").replace(", ", ",\n") for row in rows]
     left = [0.0] * len(rows)
     for name, (label, color) in SHARES.items():
@@ -205,19 +206,19 @@ def memory(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
     ax.tick_params(axis="y", labelsize=8)
     ax.set(xlabel="share of the cache's memory", xlim=(0, 1))
     ax.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.4, 1.2), ncols=2, fontsize=8)
-    return _plain(ax)
+    return plain(ax)
 
 
 def memory_over_time(record: Mapping[str, Any], cache: int = 0, ax: "Axes | None" = None) -> "Axes":
     """The same shares over the steps of a run, for one of a batching record's caches (by its index)."""
     row = [row for row in record["results"] if row["part"] == "memory"][cache]
-    ax = ax or _axes()
+    ax = ax or new_axes()
     points = len(row["timeline"]["used"])
     steps = [place * (row["steps"] - 1) / max(1, points - 1) for place in range(points)]
     series = [row["timeline"][name] for name in SHARES]
     ax.stackplot(steps, series, labels=[label for label, _ in SHARES.values()], colors=[c for _, c in SHARES.values()])
     ax.set(xlabel="step", ylabel="share of the cache's memory", xlim=(0, steps[-1]), ylim=(0, 1), title=row["cache"])
-    return _plain(ax)
+    return plain(ax)
 
 
 def losses(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
@@ -225,7 +226,7 @@ def losses(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
 
     The loss is the KL divergence from the unquantized model, on a log axis. Lesson 08.
     """
-    ax = ax or _axes(height=4.2)
+    ax = ax or new_axes(height=4.2)
     dense, *rows = record["results"]
     places = {row["quantization"]: (row["bytes"] / 1e6, row["kl"]) for row in rows}
     simulated = [row["quantization"] for row in rows if row["simulated"]]
@@ -242,12 +243,12 @@ def losses(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
         f"{records.model_of(record)}, trained; {dense['quantization']}: {dense['bytes'] / 1e6:.1f} MB", fontsize=10
     )
     label_points(ax, places)
-    return _plain(ax)
+    return plain(ax)
 
 
 def precisions(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
     """Output tokens per second of each precision for the fewest and the most requests of a record.  Lesson 08."""
-    ax = ax or _axes(height=4.2)
+    ax = ax or new_axes(height=4.2)
     loads = sorted({row["requests"] for row in record["results"]})
     speeds: dict[str, dict[int, float]] = {}
     for row in record["results"]:
@@ -261,9 +262,9 @@ def precisions(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
     for axis, load in ((ax.xaxis, loads[0]), (ax.yaxis, loads[-1])):
         axis.set_label_text(f"output tokens / s, {load:,} request" + ("s at once" if load > 1 else ""))
         axis.set_major_formatter("{x:,.0f}")
-    ax.set_title(f"Gemma 2B's shape, random weights, {_machine(record)}", fontsize=10)
+    ax.set_title(f"Gemma 2B's shape, random weights, {machine_of(record)}", fontsize=10)
     label_points(ax, places)
-    return _plain(ax)
+    return plain(ax)
 
 
 def precision(row: Mapping[str, Any]) -> str:
@@ -342,18 +343,7 @@ def check_format(path: str | Path) -> None:
         raise ConfigError(f"a plot is saved as {', '.join(FORMATS)}, not as {str(path)!r}")
 
 
-def save(record: Mapping[str, Any], path: str | Path) -> None:
-    """Save both plots of a serving record, side by side, in the format that the file's suffix names."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    latency(record, left)
-    requests(record, right)
-    figure.savefig(path, facecolor="white")
-
-
-def _axes(height: float = 3.6) -> "Axes":
+def new_axes(height: float = 3.6) -> "Axes":
     import matplotlib.pyplot as plt
 
     return plt.subplots(figsize=(6.4, height), layout="constrained")[1]
@@ -382,16 +372,16 @@ def short(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
 
 
-def _plain(ax: "Axes") -> "Axes":
+def plain(ax: "Axes") -> "Axes":
     ax.spines[["top", "right"]].set_visible(False)
     return ax
 
 
 def _where(record: Mapping[str, Any], gap: str = "\n") -> str:
     """What ran, and on what."""
-    return f"{records.model_of(record)}{gap}{record['dtype']}, {_machine(record)}"
+    return f"{records.model_of(record)}{gap}{record['dtype']}, {machine_of(record)}"
 
 
-def _machine(record: Mapping[str, Any]) -> str:
+def machine_of(record: Mapping[str, Any]) -> str:
     machine = record["machine"]
     return machine.get("gpu") or f"{machine['cores']} cores of {machine['cpu']}"

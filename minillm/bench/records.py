@@ -25,6 +25,7 @@ from minillm.errors import ConfigError
 
 PACKAGE = Path(__file__).resolve().parents[1]
 RESULTS = PACKAGE / "data" / "results"
+SECRET = ("--api-key",)  # options whose values no record has
 PACKAGES = ("torch", "triton", "transformers", "numpy", "fastapi", "uvicorn", "aiohttp")
 
 
@@ -65,7 +66,16 @@ def _without_folders(words: list[str]) -> list[str]:
         program = ["python", str(script.relative_to(PACKAGE.parent))]
     else:
         program = [script.name]
-    return [*program, *(Path(word).name if Path(word).is_absolute() else word for word in words[1:])]
+    return [*program, *(Path(word).name if Path(word).is_absolute() else word for word in _without_keys(words[1:]))]
+
+
+def _without_keys(words: list[str]) -> list[str]:
+    """The words without what follows --api-key: a record may be published."""
+    shown = []
+    for before, word in zip(["", *words], words, strict=False):
+        option, given, _ = word.partition("=")
+        shown.append("..." if before in SECRET else f"{option}=..." if given and option in SECRET else word)
+    return shown
 
 
 def write(content: dict, path: str | Path) -> Path:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Unpack
 import typer
 
 from minillm.config import EngineOptions
+from minillm.errors import ConfigError
 
 from .options import JsonPath, Model, friendly_errors, with_engine_options
 
@@ -14,8 +15,17 @@ OFFLINE = ["single", "mixed"]
 ABLATED = ["single", "chat"]
 BATCHES = [1, 8, 64, 256]
 PROMPTS = [400, 1600]
+URLS = ["http://127.0.0.1:8000"]
 
 bench_app = typer.Typer(help="Measure the engine on the project's workloads.", no_args_is_help=True)
+
+
+def _counts(option: str, text: str) -> list[int]:
+    """The whole numbers of "1,2,4". Raises ConfigError."""
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{option} takes whole numbers with commas between them, as 1,2,4: not {text!r}") from None
 
 
 @bench_app.command()
@@ -51,9 +61,17 @@ def offline(
 
 @bench_app.command("serve")
 def bench_serve(
-    url: Annotated[str, typer.Option(help="A server on this machine, without /v1.")] = "http://127.0.0.1:8000",
+    url: Annotated[list[str], typer.Option(help="A server, without /v1; repeatable: the same loads for each.")] = URLS,
+    allow_remote: Annotated[
+        bool, typer.Option("--allow-remote", help="Let --url name other machines: only those that you may load.")
+    ] = False,
+    model: Annotated[str | None, typer.Option(help="The model to ask for.  [default: the first listed]")] = None,
+    api_key: Annotated[str | None, typer.Option(help="Sent with each request; no record has it.")] = None,
     concurrency: Annotated[
         int | None, typer.Option(help="Closed loop: clients, each with one request at a time.  [default: 8]")
+    ] = None,
+    sweep: Annotated[
+        str | None, typer.Option(help="Such a closed loop for each of these numbers of clients: 1,2,4,8.")
     ] = None,
     rate: Annotated[float | None, typer.Option(help="Open loop: Poisson arrivals, requests a second.")] = None,
     trace: Annotated[
@@ -63,36 +81,52 @@ def bench_serve(
     workload: Annotated[
         str, typer.Option(help="A workload's name or its first word; a trace brings its own.")
     ] = "chat",
+    patterns: Annotated[
+        bool, typer.Option("--patterns", help="Four workloads: short and long inputs with short and long outputs.")
+    ] = False,
     input_len: Annotated[
-        int | None, typer.Option(help="Prompts of exactly this many tokens, not a workload's.")
+        str | None, typer.Option(help="Prompts of exactly this many tokens, not a workload's; 128,512 for a grid.")
     ] = None,
-    output_len: Annotated[int | None, typer.Option(help="Answers of exactly this many tokens.")] = None,
+    output_len: Annotated[str | None, typer.Option(help="Answers of exactly this many tokens.")] = None,
     scale: Annotated[int | None, typer.Option(help="Divide a workload's lengths by this.  [default: 8]")] = None,
     requests: Annotated[int | None, typer.Option(help="Only the first this many requests.")] = 64,
     warmup: Annotated[int, typer.Option(help="Requests before the measurement, in none of its figures.")] = 1,
     generators: Annotated[int, typer.Option(help="Processes of the load generator, which share the clients.")] = 1,
     seed: Annotated[int, typer.Option(help="Of prompts and Poisson arrivals.")] = 0,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 1.0,
-    timeout: Annotated[float, typer.Option(help="Seconds for all of it.")] = 600.0,
+    slo: Annotated[
+        str | None, typer.Option(help="Most seconds of a good request: ttft=0.5,itl=0.05,e2e=10; counts goodput.")
+    ] = None,
+    gpu_price: Annotated[float | None, typer.Option(help="Dollars for a GPU and hour: prints a token's cost.")] = None,
+    gpus: Annotated[int, typer.Option(help="GPUs of the server, for --gpu-price.")] = 1,
+    timeout: Annotated[float, typer.Option(help="Seconds for each load.")] = 600.0,
     json_path: JsonPath = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the record into this file (.svg, .png, .pdf).")] = None,
 ) -> None:
     """Load a running server; prints rates and latencies and, last, the record as one line of JSON.
 
-    --concurrency 16, or --rate 4, or --trace conversation --speed 2
+    --concurrency 16, or --sweep 1,4,16, or --rate 4, or --trace conversation --speed 2
     """
-    from minillm.bench import serve
+    from minillm.bench import figures, serve
 
     with friendly_errors():
         serve.run(
             url,
+            allow_remote=allow_remote,
+            model=model,
+            api_key=api_key,
+            sweep=None if sweep is None else _counts("--sweep", sweep),
+            patterns=patterns,
+            slo=None if slo is None else figures.parse_slo(slo),
+            gpu_price=gpu_price,
+            gpus=gpus,
             concurrency=concurrency,
             rate=rate,
             trace=trace,
             speed=speed,
             workload=workload,
-            input_len=input_len,
-            output_len=output_len,
+            input_len=None if input_len is None else _counts("--input-len", input_len),
+            output_len=None if output_len is None else _counts("--output-len", output_len),
             scale=scale,
             requests=requests,
             warmup=warmup,

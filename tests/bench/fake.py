@@ -12,16 +12,20 @@ VOCABULARY = 320
 class Fake:
     """A fake server; each test decides how it answers completions."""
 
+    card = {"id": "fake", "vocab_size": VOCABULARY}
+
     def __init__(self, complete):
         self.complete = complete  # async (fake, number of earlier requests, body) -> status
         self.bodies: list[dict] = []
+        self.heads: list[str] = []
         self.at_work = self.most_at_work = 0
         self.changed: asyncio.Condition
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        self.heads.append(head)
         if head.startswith("get"):
-            await self.answer(writer, 200, json.dumps({"data": [{"id": "fake", "vocab_size": VOCABULARY}]}))
+            await self.answer(writer, 200, json.dumps({"data": [self.card]}))
             return
         length = int(next(line.split(":")[1] for line in head.splitlines() if line.startswith("content-length")))
         body = json.loads(await reader.readexactly(length))
@@ -33,8 +37,11 @@ class Fake:
             self.changed.notify_all()
         status = await self.complete(self, before, body)
         self.at_work -= 1
-        chunk = {"choices": [{"token_ids": [5] * body["max_tokens"]}]}
-        await self.answer(writer, status, f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n")
+        chunks = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in self.chunks(body))
+        await self.answer(writer, status, f"{chunks}data: [DONE]\n\n")
+
+    def chunks(self, body: dict) -> list[dict]:
+        return [{"choices": [{"token_ids": [5] * body["max_tokens"]}]}]
 
     async def answer(self, writer: asyncio.StreamWriter, status: int, text: str) -> None:
         writer.write(f"HTTP/1.1 {status} -\r\nconnection: close\r\ncontent-length: {len(text)}\r\n\r\n{text}".encode())
@@ -43,8 +50,8 @@ class Fake:
 
 
 @contextmanager
-def faked(complete) -> Iterator[tuple[str, Fake]]:
-    fake, loop, ready = Fake(complete), asyncio.new_event_loop(), threading.Event()
+def faked(complete, kind: type[Fake] = Fake) -> Iterator[tuple[str, Fake]]:
+    fake, loop, ready = kind(complete), asyncio.new_event_loop(), threading.Event()
 
     async def listen() -> None:
         fake.changed = asyncio.Condition()

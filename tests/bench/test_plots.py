@@ -173,7 +173,7 @@ def test_a_cache_in_8_bits_is_a_point_of_its_own():
 
 
 def test_names_of_close_points_stand_in_a_column_in_the_points_order():
-    ax = plots._axes()
+    ax = plots.new_axes()
     ax.set(xlim=(0, 10), ylim=(0, 10))
     plots.label_points(ax, {"low": (5.0, 5.0), "high": (5.0, 5.1), "alone": (2.0, 8.0)})
     ax.figure.draw_without_rendering()

@@ -2,6 +2,7 @@
 
 from . import Fault
 
+FIGURES, TARGETS = "minillm/bench/figures.py", "minillm/bench/targets.py"
 SERVE, OFFLINE, WORKLOADS = "minillm/bench/serve.py", "minillm/bench/offline.py", "minillm/bench/workloads.py"
 CLIENTS, GENERATORS = "minillm/bench/clients.py", "minillm/bench/generators.py"
 
@@ -29,14 +30,14 @@ FAULTS = (
     ),
     Fault(
         "inter-token latency is computed from whole responses",
-        SERVE,
+        FIGURES,
         "percentiles([gap for each in answered for gap in each.gaps])",
         "percentiles([each.e2e for each in answered])",
         "tests/bench/test_serve.py -k each_latency",
     ),
     Fault(
         "a percentile is one rank too high",
-        SERVE,
+        FIGURES,
         "ranked[-(-p * len(ranked) // 100) - 1]",
         "ranked[min(-(-p * len(ranked) // 100), len(ranked) - 1)]",
         "tests/bench/test_serve.py -k percentiles",
@@ -68,6 +69,41 @@ FAULTS = (
         "*lines, self._rest = self._rest.split",
         "*lines, _ = self._rest.split",
         "tests/bench/test_clients.py -k framed",
+    ),
+    Fault(
+        "the steady state includes the time in which the server fills",
+        FIGURES,
+        "begin = min((each.end for each in answered), default=math.inf)",
+        "begin = min((each.sent for each in answered), default=math.inf)",
+        "tests/bench/test_figures.py -k steady",
+    ),
+    Fault(
+        "a refused request is good",
+        FIGURES,
+        "    if seen.refused:\n        return False\n    took",
+        "    if seen.refused:\n        return True\n    took",
+        "tests/bench/test_figures.py -k goodput",
+    ),
+    Fault(
+        "a key follows a redirection to another machine",
+        TARGETS,
+        "ProxyHandler({}), _NoRedirect)",
+        "ProxyHandler({}))",
+        "tests/bench/test_targets.py -k redirection",
+    ),
+    Fault(
+        "a record holds the key of a server",
+        "minillm/bench/records.py",
+        "for word in _without_keys(words[1:]))]",
+        "for word in words[1:])]",
+        "tests/bench/test_targets.py -k key",
+    ),
+    Fault(
+        "tokens of a server without ids are its events",
+        CLIENTS,
+        "spread = [(when, each + (place < more))",
+        "spread = [(when, 1)",
+        "tests/bench/test_targets.py -k usage",
     ),
     Fault(
         "the first runs are kept instead of the last",

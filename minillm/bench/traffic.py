@@ -1,0 +1,149 @@
+"""The loads of a serving run: which requests, and when they are sent.  Lesson 99.
+
+A run has one load, or several: the query patterns, a grid of lengths, a sweep over the number of clients.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from minillm.errors import ConfigError
+
+from . import workloads
+from .workloads import BenchRequest, Workload
+
+PATTERNS = ("chat", "silo", "liso", "lilo")  # short or long input, short or long output
+CONCURRENCY = 8
+SCALE = 8
+REQUESTS = 64
+EACH_CLIENT = 4  # requests in a sweep, so that most are sent to a full server
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests and their arrival. facts: the arrival, as fields of a result; workload: None for a trace's own."""
+
+    facts: dict[str, Any]
+    workload: Workload | None
+    scale: int
+    requests: int | None
+    trace: str | Path | None = None
+    due: Sequence[float] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.workload.name if self.workload else f"trace_{Path(self.trace or '').stem}"
+
+    @property
+    def concurrency(self) -> int | None:
+        return self.facts.get("concurrency")
+
+    def make(self, vocabulary: int, seed: int) -> list[BenchRequest]:
+        """The requests, with ids below `vocabulary`."""
+        kept: dict[str, Any] = {"scale": self.scale, "requests": self.requests, "seed": seed}
+        if self.workload is None:
+            return workloads.replay(self.trace or "", vocabulary, speed=self.facts["speed"], **kept)
+        made = workloads.make(self.workload, vocabulary, **kept)
+        if self.due is not None:
+            return [replace(request, due=when) for request, when in zip(made, self.due, strict=True)]
+        return workloads.poisson(made, self.facts["rate"], seed=seed) if "rate" in self.facts else made
+
+
+def plan(
+    *,
+    concurrency: int | None = None,
+    sweep: Sequence[int] | None = None,
+    rate: float | None = None,
+    trace: str | Path | None = None,
+    due: Sequence[float] | None = None,
+    speed: float | None = None,
+    workload: str = PATTERNS[0],
+    patterns: bool = False,
+    input_len: int | Sequence[int] | None = None,
+    output_len: int | Sequence[int] | None = None,
+    scale: int | None = None,
+    requests: int | None = REQUESTS,
+) -> list[Load]:
+    """The loads that these settings describe; `serve.run` explains them. Raises ConfigError."""
+    arrivals = _arrivals(concurrency, sweep, rate, trace, due, speed)
+    count = requests if due is None else len(due)
+    if input_len is None and output_len is None:
+        works = [workloads.find(name) for name in (PATTERNS if patterns else (workload,))]
+        scale = SCALE if scale is None else scale
+    else:
+        others = {"scale": scale is not None, "trace": trace is not None, "patterns": patterns}
+        works = _exact(input_len, output_len, count or REQUESTS, [name for name, given in others.items() if given])
+        scale = 1
+    if patterns and trace is not None:
+        raise ConfigError("a trace brings its own requests: leave patterns out")
+    return [
+        Load(
+            facts,
+            None if trace is not None else _enough(work, facts, sweep),
+            scale,
+            count if sweep is None or count is None else max(count, EACH_CLIENT * facts["concurrency"]),
+            trace,
+            due,
+        )
+        for work, facts in itertools.product(works, arrivals)
+    ]
+
+
+def _enough(work: Workload, facts: dict[str, Any], sweep: Sequence[int] | None) -> Workload:
+    """The workload, with as many requests as this point of a sweep sends."""
+    return work if sweep is None else replace(work, requests=max(work.requests, EACH_CLIENT * facts["concurrency"]))
+
+
+def _exact(
+    input_len: int | Sequence[int] | None, output_len: int | Sequence[int] | None, requests: int, others: list[str]
+) -> list[Workload]:
+    """A workload for each pair of lengths. Raises ConfigError."""
+    if input_len is None or output_len is None:
+        raise ConfigError("input_len and output_len go together: give both, or name a workload")
+    if others:
+        raise ConfigError(f"input_len and output_len are exact lengths: leave {others[0]} out")
+    inputs, outputs = ([each] if isinstance(each, int) else each for each in (input_len, output_len))
+    return [workloads.exact(one, other, requests) for one, other in itertools.product(inputs, outputs)]
+
+
+def _arrivals(
+    concurrency: int | None,
+    sweep: Sequence[int] | None,
+    rate: float | None,
+    trace: str | Path | None,
+    due: Sequence[float] | None,
+    speed: float | None,
+) -> list[dict[str, Any]]:
+    """How the requests of each load arrive, as fields of the record. Raises ConfigError."""
+    ways = {"concurrency": concurrency, "sweep": sweep, "rate": rate, "trace": trace, "due": due}
+    given = [name for name, value in ways.items() if value is not None]
+    if len(given) > 1:
+        raise ConfigError(f"requests arrive in one way: choose one of {', '.join(given)}")
+    if speed is not None and trace is None:
+        raise ConfigError(f"speed {speed!r} plays a trace faster, and there is none: name one, or leave speed out")
+    if rate is not None:
+        if not (math.isfinite(rate) and rate > 0):
+            raise ConfigError(f"rate must be a number of requests a second above 0, not {rate!r}")
+        return [{"arrival": "poisson", "rate": rate}]
+    if trace is not None:
+        return [{"arrival": "trace", "speed": workloads.check_speed(1.0 if speed is None else speed)}]
+    if due is not None:
+        if not len(due):
+            raise ConfigError("due is empty: give one time for each request")
+        if not all(math.isfinite(when) and when >= 0 for when in due):
+            raise ConfigError("due has a time that is not a number of seconds from 0")
+        return [{"arrival": "given"}]
+    if sweep is not None:
+        if not sweep:
+            raise ConfigError("sweep is empty: give the numbers of clients")
+        return [_closed(clients, "sweep") for clients in sweep]
+    return [_closed(CONCURRENCY if concurrency is None else concurrency, "concurrency")]
+
+
+def _closed(clients: int, name: str) -> dict[str, Any]:
+    if not isinstance(clients, int) or clients < 1:
+        raise ConfigError(f"{name} must be a whole number from 1, not {clients!r}")
+    return {"arrival": "closed loop", "concurrency": clients}
