@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from minillm.errors import MinillmError
+
 from .workloads import BenchRequest
 
 HEADERS_LIMIT = 65536  # bytes
@@ -37,7 +39,7 @@ WORDS = (
 )
 
 
-class BrokenAnswer(Exception):
+class BrokenAnswer(MinillmError):
     """An answer that is not HTTP, or that ended early."""
 
 

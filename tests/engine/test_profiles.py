@@ -124,17 +124,23 @@ def test_serve_lists_profiles_and_exits(monkeypatch, invoke):
     assert done.exit_code == 0 and "> exact  float32" in done.output
 
 
-def test_serve_takes_a_profiles_options_but_those_that_are_set_win(monkeypatch, on_gpu, invoke):
+def test_serve_passes_the_profiles_name_on_and_its_options_are_taken_but_those_that_are_set_win(
+    monkeypatch, on_gpu, invoke, caplog
+):
     on_gpu()
     served: dict = {}
     monkeypatch.setattr(server, "serve", lambda model, **options: served.update(options, model=model))
     words = ["serve", "gemma-2b", "--profile", "throughput", "--kv-cache-dtype", "int8", "--max-num-seqs", "64"]
     done = invoke(*words)
     assert done.exit_code == 0, done.output
-    want = profiles.find("gemma-2b", kv_cache_dtype="int8", max_num_seqs=64).named("throughput").options
-    assert served["quantization"] == want["quantization"] is not None
-    assert served["kv_cache_dtype"] == "int8" and served["max_num_seqs"] == 64 and served["model"] == "gemma-2b"
-    assert "profile throughput: " in done.output
+    assert (served["model"], served["profile"]) == ("gemma-2b", "throughput")
+    given = {"kv_cache_dtype": "int8", "max_num_seqs": 64}
+    assert given.items() <= served.items() and "quantization" not in served
+    with caplog.at_level(logging.INFO, "minillm"):
+        taken = profiles.apply("gemma-2b", "throughput", given)
+    want = profiles.find("gemma-2b", **given).named("throughput").options
+    assert taken["quantization"] == want["quantization"] is not None
+    assert given.items() <= taken.items() and "profile throughput: " in caplog.text
 
 
 def test_an_unknown_profile_is_an_error(invoke):

@@ -269,7 +269,7 @@ class Link:
         self.sent, self.unpacker = [], Unpacker()
         self.remote = RemoteEngine()
         self.link = _Link(self.remote)
-        self.link.connection_made(SimpleNamespace(write=self._write))
+        self.link.connection_made(SimpleNamespace(write=self._write, close=lambda: None))
         directory = str(engine.engine.tokenizer_directory)
         facts = ("name", "encodes", "log_level", "max_model_len", "max_request_len", "vocab_size", "dtype")
         hello = dict.fromkeys([*facts, "max_num_seqs", "capacity"], 1)
