@@ -1,5 +1,6 @@
 """The engine's options, with vLLM's names where vLLM has the option.  Lesson 00."""
 
+import math
 import re
 from dataclasses import Field, dataclass, field, fields
 from os import PathLike
@@ -22,12 +23,53 @@ NAMES_WIDTH = 24  # of the column of names in the docstring
 MOST_AHEAD = 31  # steps; captured ones leave their tokens in a ring of this size and one
 
 
-def _option(default: Any, help: str, **check: Any) -> Any:
+def option(default: Any, help: str, **check: Any) -> Any:
     """A field with its help text, for `help(EngineConfig)` and the command line, and its allowed values.
 
-    check: choices=, the strings allowed, or least= and most=, of a whole number; a switch needs none.
+    check: choices=, the strings allowed; least= and most=, of a whole number; or above= or from_=, of a number of
+    seconds; a switch needs none.
     """
     return field(default=default, metadata={"help": help, **check})
+
+
+class Options:
+    """Base of frozen dataclasses whose fields are made by `option`. Raises ConfigError for an invalid value."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):  # type: ignore[arg-type]  # those derived from it are dataclasses
+            self._check(each)
+
+    def _check(self, option: Field) -> None:
+        """Raise ConfigError unless an option is a choice, a whole number, seconds or a switch as its field says."""
+        name, value, limits = option.name, getattr(self, option.name), option.metadata
+        if "choices" in limits and value not in limits["choices"]:
+            known = ", ".join(filter(None, limits["choices"]))
+            raise ConfigError(f"{name} must be one of {known}, not {shown(value)}")
+        if isinstance(option.default, bool) and not isinstance(value, bool):
+            raise ConfigError(f"{name} must be True or False, not {shown(value)}")
+        if value is None and option.default is None:
+            return
+        if "above" in limits or "from_" in limits:
+            self._check_seconds(name, value, **{key: limits[key] for key in ("above", "from_") if key in limits})
+        if "least" not in limits:
+            return
+        low, high, whole = limits["least"], limits.get("most"), as_int(value)
+        if whole is None or whole < low or (high is not None and whole > high):
+            words = f"a whole number from {low}" + ("" if high is None else f" to {high}")
+            if high is not None and high >= 2**63 - 1:
+                words = "a 64-bit whole number"
+            raise ConfigError(f"{name} must be {words}, not {shown(value)}")
+        self._set(name, whole)
+
+    def _check_seconds(self, name: str, value: object, above: float = -math.inf, from_: float = -math.inf) -> None:
+        seconds = as_float(value)
+        if seconds is None or not math.isfinite(seconds) or seconds <= above or seconds < from_:
+            words = f"greater than {above:g}" if above > from_ else f"of at least {from_:g}"
+            raise ConfigError(f"{name} must be a number of seconds {words}, not {shown(value)}")
+        self._set(name, seconds)
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)  # frozen: only while it is made
 
 
 class Recorder(Protocol):
@@ -68,21 +110,21 @@ class EngineOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(Options):
     """The engine's options; None lets the engine choose by device.  Lesson 00."""
 
-    dtype: str = _option(
+    dtype: str = option(
         "auto",
         '"auto" (float32 on CPU, else the file\'s), float64, float32, bfloat16 or float16',
         choices=("auto", "float64", "float32", "bfloat16", "float16"),
     )
-    device: str = _option("auto", '"auto", "cpu" or "cuda"')
-    load_format: str = _option(
+    device: str = option("auto", '"auto", "cpu" or "cuda"')
+    load_format: str = option(
         "auto",
         '"auto" reads safetensors; "dummy" makes random weights of the right shapes',
         choices=("auto", "dummy"),
     )
-    quantization: str | None = _option(
+    quantization: str | None = option(
         None,
         "quantize the layers' weights while loading, to the nearest codes: int8, int4 (groups of 128), and with "
         "activations fp8, w8a8 (both int8) or w4a8 (int4 and fp8); auto: what should be fastest for max_num_seqs "
@@ -91,65 +133,64 @@ class EngineConfig:
         "`minillm quantize`",
         choices=(None, "auto", "int8", "int4", "fp8", "w8a8", "w4a8", "nvfp4", "mxfp4", "sparse24", "pruned"),
     )
-    quantized_head: str | None = _option(
+    quantized_head: str | None = option(
         None,
         "quantize the output head, and the embedding if they are tied: int8 or fp8",
         choices=(None, "int8", "fp8"),
     )
-    kv_cache_dtype: str = _option(
+    kv_cache_dtype: str = option(
         "auto",
         'format of cached keys and values: "auto" (the model\'s dtype), or int8 or fp8 (e4m3) with a scale for each '
         "token and KV head, which holds nearly twice as many tokens as bfloat16 in the same memory (lesson 08)",
         choices=("auto", "int8", "fp8"),
     )
-    max_model_len: int | None = _option(
+    max_model_len: int | None = option(
         None, "maximum tokens of prompt and output together; default: the model's own limit", least=2
     )
-    max_num_seqs: int | None = _option(
+    max_num_seqs: int | None = option(
         None, "maximum requests in one step; default: 256 on CPU, 1,024 on a GPU", least=1
     )
-    max_num_batched_tokens: int | None = _option(
+    max_num_batched_tokens: int | None = option(
         None,
         "maximum tokens in one step: the budget that prefill chunks and decodes share; default: 2,048 on CPU, 16,384 "
         "on a GPU",
         least=1,
     )
-    block_size: int = _option(16, "tokens a cache block holds", least=1)
-    num_blocks: int | None = _option(None, "cache blocks; default: what the memory allows", least=1)
-    gpu_memory_utilization: float = _option(
+    block_size: int = option(16, "tokens a cache block holds", least=1)
+    num_blocks: int | None = option(None, "cache blocks; default: what the memory allows", least=1)
+    gpu_memory_utilization: float = option(
         0.9, "share of the GPU's memory that weights, workspace, CUDA graphs and cache may take"
     )
-    enforce_eager: bool = _option(False, "never use CUDA graphs")
-    attention_sinks: int | None = _option(
+    enforce_eager: bool = option(False, "never use CUDA graphs")
+    attention_sinks: int | None = option(
         None, "streams (lesson 09): first tokens that a request keeps when it grows past max_model_len", least=0
     )
-    attention_window: int | None = _option(
+    attention_window: int | None = option(
         None,
         "streams: newest tokens that it keeps; both are rounded up to whole blocks and run without CUDA graphs",
         least=1,
     )
-    enable_prefix_caching: bool = _option(True, "share the blocks of equal prompt prefixes")
-    policy: PolicyName = _option(
+    enable_prefix_caching: bool = option(True, "share the blocks of equal prompt prefixes")
+    policy: PolicyName = option(
         "fcfs",
         "the order of requests: fcfs (first come, first served), priority (lower RequestOptions.priority first), "
         "shortest (prompt first, but no request waits forever); and two baselines: static (whole batches, no in-flight "
         "batching), whole (each prompt in one step, no chunked prefill)",
         choices=get_args(PolicyName),
     )
-    run_ahead: int = _option(
+    run_ahead: int = option(
         1, "steps launched before the first one's tokens are read (0: none)", least=0, most=MOST_AHEAD
     )
-    seed: int = _option(0, "for requests that have no seed of their own", least=-(2**63), most=2**63 - 1)
-    plan: str | None = _option(
+    seed: int = option(0, "for requests that have no seed of their own", least=-(2**63), most=2**63 - 1)
+    plan: str | None = option(
         None, "a file written by `minillm build`: options, CUDA graphs and kernel launches measured on this GPU"
     )
-    trace: str | None = _option(None, "a file to write events to, as JSON lines (or a `minillm.trace.Trace`)")
+    trace: str | None = option(None, "a file to write events to, as JSON lines (or a `minillm.trace.Trace`)")
 
     def __post_init__(self) -> None:
         self._set("dtype", str(self.dtype).removeprefix("torch."))
         self._set("device", str(self.device))
-        for each in fields(self):
-            self._check(each)
+        super().__post_init__()
         if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
             raise ConfigError(f"device must be auto, cpu, cuda or a GPU as cuda:1, not {shown(self.device)}")
         share = as_float(self.gpu_memory_utilization)
@@ -175,27 +216,6 @@ class EngineConfig:
         values: dict[str, Any] = {**options}
         return cls(**values)
 
-    def _check(self, option: Field) -> None:
-        """Raise ConfigError unless an option is a choice, a whole number or a switch as its field says."""
-        name, value, limits = option.name, getattr(self, option.name), option.metadata
-        if "choices" in limits and value not in limits["choices"]:
-            known = ", ".join(filter(None, limits["choices"]))
-            raise ConfigError(f"{name} must be one of {known}, not {shown(value)}")
-        if isinstance(option.default, bool) and not isinstance(value, bool):
-            raise ConfigError(f"{name} must be True or False, not {shown(value)}")
-        if "least" not in limits or (value is None and option.default is None):
-            return
-        low, high, whole = limits["least"], limits.get("most"), as_int(value)
-        if whole is None or whole < low or (high is not None and whole > high):
-            words = f"a whole number from {low}" + ("" if high is None else f" to {high}")
-            if high is not None and high >= 2**63 - 1:
-                words = "a 64-bit whole number"
-            raise ConfigError(f"{name} must be {words}, not {shown(value)}")
-        self._set(name, whole)
-
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # frozen: only while it is made
-
     def on(self, device: str) -> "DeviceConfig":
         """The same options, with the defaults that depend on the device filled in."""
         rows, tokens = (1024, 16384) if device.startswith("cuda") else (256, 2048)
@@ -214,12 +234,12 @@ class DeviceConfig(EngineConfig):
     max_num_batched_tokens: int
 
 
-def _with_field_help(docstring: str | None) -> str:
-    """EngineConfig's docstring, and below it a line of help for each option."""
+def with_field_help(docstring: str | None, config: type[Options]) -> str:
+    """The docstring, and below it a line of help for each option."""
     lines = [docstring or "", ""]
-    for each in fields(EngineConfig):
+    for each in fields(config):  # type: ignore[arg-type]  # those derived from it are dataclasses
         lines += wrap(f"{each.name:<{NAMES_WIDTH}}{each.metadata['help']}", 112, subsequent_indent=" " * NAMES_WIDTH)
     return "\n".join(lines)
 
 
-EngineConfig.__doc__ = _with_field_help(EngineConfig.__doc__)
+EngineConfig.__doc__ = with_field_help(EngineConfig.__doc__, EngineConfig)

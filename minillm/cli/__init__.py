@@ -7,19 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Unpack
 import typer
 
 from minillm import __version__
-from minillm.config import EngineOptions
+from minillm.config import EngineConfig, EngineOptions
 from minillm.errors import ConfigError
-from minillm.server.limits import HANG_TIMEOUT, Timeouts
+from minillm.server.config import ServerConfig, ServerOptions, split
 
 from .bench import bench_app
-from .options import JsonPath, Model, show_logs, with_engine_options
+from .options import JsonPath, Model, show_logs, with_engine_options, with_options
 from .quality import evaluate, quantize
 
 if TYPE_CHECKING:  # the commands import them when they run
     from minillm import LLM, SamplingParams
     from minillm.request import Prompt
 
-TIMEOUTS = Timeouts()
 log = logging.getLogger(__name__)
 
 app = typer.Typer(
@@ -103,7 +102,7 @@ def _print_stream(llm: "LLM", prompts: "list[Prompt]", params: "SamplingParams")
 
 
 @app.command()
-@with_engine_options
+@with_options(ServerConfig, EngineConfig)
 def serve(
     model: Annotated[
         str | None,
@@ -113,68 +112,37 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every network.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     served_model_name: Annotated[str | None, typer.Option(help="The name clients use for the model.")] = None,
-    log_level: Annotated[str, typer.Option(help="critical, error, warning, info, debug or trace")] = "info",
-    workers: Annotated[int, typer.Option(min=1, help="Processes that handle HTTP and tokenize.")] = 1,
-    max_queued: Annotated[
-        int, typer.Option(min=0, help="Requests that may wait; further ones are answered with 429.")
-    ] = 1024,
-    max_wait: Annotated[
-        float, typer.Option(min=0, help="Seconds that a request may wait, by estimate; longer: 429. 0: no limit.")
-    ] = 60,
-    header_timeout: Annotated[
-        float, typer.Option(help="Seconds until a request's headers must be complete.")
-    ] = TIMEOUTS.header_timeout,
-    body_timeout: Annotated[
-        float, typer.Option(help="Seconds until a request's body must be complete.")
-    ] = TIMEOUTS.body_timeout,
-    keep_alive_timeout: Annotated[
-        float, typer.Option(help="Seconds until an idle connection is closed.")
-    ] = TIMEOUTS.keep_alive_timeout,
-    shutdown_grace: Annotated[
-        float, typer.Option(help="Seconds that running requests have to finish after Ctrl-C.")
-    ] = TIMEOUTS.shutdown_grace,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="MINILLM_API_KEY", help="A key that clients have to send.", show_envvar=True)
-    ] = None,
-    hang_timeout: Annotated[
-        float, typer.Option(help="Seconds after which an engine stuck in the same step is ended and started anew.")
-    ] = HANG_TIMEOUT,
     profile: Annotated[
         str | None, typer.Option(help="Options for this hardware by purpose: auto, or a name of --list-profiles.")
     ] = None,
     list_profiles: Annotated[
         bool, typer.Option("--list-profiles", help="Print the profiles of the model on this hardware, and exit.")
     ] = False,
-    **engine_options: Unpack[EngineOptions],
+    **options: Unpack[ServerOptions],
 ) -> None:
     """Serve OpenAI's API over HTTP until Ctrl-C; a second Ctrl-C ends the remaining requests at once."""
     from minillm import server
+    from minillm.server import logs
 
-    show_logs(log_level)
+    level = options.get("log_level", "info")
+    if options.get("log_format") == "json":
+        logs.set_up("json", level)
+    else:
+        show_logs(level)
     if None not in (model, model_option) and model != model_option:
         raise ConfigError(f"the model is given twice, as {model!r} and as {model_option!r}: leave one out")
     if list_profiles:
         from minillm.engine import profiles
 
-        print(profiles.find(model or model_option, **engine_options))
+        print(profiles.find(model or model_option, **split(options)[1]))
         return
     server.serve(
         model or model_option,
         host=host,
         port=port,
         served_model_name=served_model_name,
-        log_level=log_level,
-        workers=workers,
-        max_queued=max_queued,
-        max_wait=max_wait or None,
-        header_timeout=header_timeout,
-        body_timeout=body_timeout,
-        keep_alive_timeout=keep_alive_timeout,
-        shutdown_grace=shutdown_grace,
-        api_key=api_key,
-        hang_timeout=hang_timeout,
         profile=profile,
-        **engine_options,
+        **options,
     )
 
 

@@ -64,28 +64,37 @@ def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _engine_parameter(field: Field) -> inspect.Parameter:
-    shown = field.default is not None and not isinstance(field.default, bool)
-    option = typer.Option(help=_sentence(field.metadata["help"]), show_default=shown)
+def _parameter(field: Field) -> inspect.Parameter:
+    shown, variable = field.default is not None and not isinstance(field.default, bool), field.metadata.get("envvar")
+    option = typer.Option(
+        help=_sentence(field.metadata["help"]), show_default=shown, envvar=variable, show_envvar=variable is not None
+    )
     kind = getitem(Annotated, (field.type, option))
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=kind)
 
 
-def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command one option for each field of `EngineConfig`; it gets those that were set as keywords."""
-    own = inspect.signature(command)
-    kept = [each for each in own.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
-    defaults = {field.name: field.default for field in fields(EngineConfig)}
-    parameters = [*kept, *map(_engine_parameter, fields(EngineConfig))]
+def with_options(*configs: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command one option for each field of these dataclasses; it gets those that were set as keywords."""
 
-    @functools.wraps(command)
-    def run(**values: Any) -> None:
-        unset = [name for name, default in defaults.items() if values[name] == default]
-        if values["quantization"] == "auto":  # the log says what was chosen, and why
-            show_logs(reports_to=sys.stderr)
-        with friendly_errors():
-            command(**{name: value for name, value in values.items() if name not in unset})
+    def given(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command)
+        kept = [each for each in own.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        offered = [field for config in configs for field in fields(config)]
+        parameters = [*kept, *map(_parameter, offered)]
 
-    vars(run)["__signature__"] = own.replace(parameters=parameters)  # what typer makes the options from
-    run.__annotations__ = {each.name: each.annotation for each in parameters}
-    return run
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            unset = [field.name for field in offered if values[field.name] == field.default]
+            if values["quantization"] == "auto":  # the log says what was chosen, and why
+                show_logs(reports_to=sys.stderr)
+            with friendly_errors():
+                command(**{name: value for name, value in values.items() if name not in unset})
+
+        vars(run)["__signature__"] = own.replace(parameters=parameters)  # what typer makes the options from
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return given
+
+
+with_engine_options = with_options(EngineConfig)

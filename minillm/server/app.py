@@ -25,7 +25,7 @@ from . import kserve
 from .body import BodyReader, Form, takes
 from .engine_room.page import add_page
 from .event_stream import ClientGone, EventStream, unless_disconnected
-from .gate import Gate, refusal
+from .gate import Gate, hosts, refusal
 from .limits import HEALTH
 from .link import Choice, EngineError, Prompt, RemoteEngine, readable, room
 from .protocol import (
@@ -43,13 +43,14 @@ from .responses import Answer, ChatForm, CompletionForm, TokenTexts, dumps, usag
 LONG_TEXT = 10_000  # characters in all prompts; text this long is tokenized in a thread, so other streams keep going
 
 
-def create_app(engine: RemoteEngine) -> FastAPI:
-    """Return the application that serves `engine`, which must be connected."""
+def create_app(engine: RemoteEngine, address: str) -> FastAPI:
+    """Return the application that serves `engine`, which must be connected. address: where the server listens."""
     app = FastAPI(
         title="minillm", version=__version__, description="An OpenAI-compatible server over the minillm engine."
     )
     server = _Server(engine)
-    app.add_middleware(Gate, key=engine.api_key)
+    allowed = hosts(engine.config.allowed_hosts, address)
+    app.add_middleware(Gate, key=engine.api_key, allowed=allowed, client_header=engine.config.client_header)
     _report_errors(app)
 
     @app.get("/v1/health/live")
@@ -113,7 +114,7 @@ class _Server:
 
     def __init__(self, engine: RemoteEngine):
         self.engine = engine
-        self.bodies = BodyReader(engine.max_request_len, engine.timeouts.body_timeout)
+        self.bodies = BodyReader(engine.max_request_len, engine.config.body_timeout)
         self.texts = TokenTexts(engine.tokenizer)
         self.created = int(time.time())
 

@@ -16,8 +16,8 @@ import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol, RequestResponseCycle
 
 from . import limits
+from .config import ServerConfig
 from .event_stream import DIRECT
-from .limits import Timeouts
 from .protocol import APIError
 from .shares import Shares
 
@@ -28,11 +28,13 @@ _ENDED = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)  # errors of accept() on a 
 class Connection(H11Protocol):
     """HTTP/1.1 over one connection, with deadlines."""
 
-    def __init__(self, timeouts: Timeouts, on_lost: Callable[[], None], **options: Any):
+    def __init__(self, deadlines: ServerConfig, on_lost: Callable[[], None], **options: Any):
         super().__init__(**options)
-        self._timeouts, self._on_lost = timeouts, on_lost
+        self._deadlines, self._on_lost = deadlines, on_lost
         self._awaited: str | None = None
         self._deadline: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None  # set while more is to be sent than the system takes
+        self._half_closed = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))  # TCP: always a stream transport
@@ -53,9 +55,43 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._watch()
+        if self._half_closed:
+            self.transport.close()
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # asyncio allows it
+        """The client will send no more. Returns whether the connection stays, for the answer that it waits for.
+
+        A client that has closed the whole connection looks the same, until the system refuses to send it anything.
+        """
+        waits = self.conn.their_state in (h11.DONE, h11.MUST_CLOSE) and not self.cycle.response_complete
+        if not waits or self.cycle.scope["http_version"] != "1.1":
+            return False
+        self._half_closed = True
+        self._probe(limits.FIRST_PROBE)
+        return True
+
+    def _probe(self, seconds: float) -> None:
+        """Find out whether the client is still there, by saying that its answer will come, until it comes."""
+        if not (self.cycle.response_started or self.transport.is_closing()):
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.loop.call_later(seconds, self._probe, limits.PROBE)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(self._deadlines.write_timeout, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_waiting()
+
+    def _stop_waiting(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def connection_lost(self, error: Exception | None) -> None:
         self._expect(None, 0)
+        self._stop_waiting()
         super().connection_lost(error)
         self._on_lost()
 
@@ -63,10 +99,10 @@ class Connection(H11Protocol):
         """Set a deadline for what the client must send next."""
         state = self.conn.their_state
         if state is h11.IDLE and self.timeout_keep_alive_task is None:
-            self._expect("headers", self._timeouts.header_timeout)
+            self._expect("headers", self._deadlines.header_timeout)
         elif state is h11.SEND_BODY and self.cycle.response_complete:
             # The response is complete. Discard the rest of the body, so that the client can go on to read the response.
-            self._expect("the rest of the body", self._timeouts.body_timeout)
+            self._expect("the rest of the body", self._deadlines.body_timeout)
         else:
             self._expect(None, 0)
 
@@ -80,7 +116,7 @@ class Connection(H11Protocol):
 
     def _expire(self) -> None:
         if self._awaited == "headers" and self.conn.trailing_data[0] and not self.transport.is_closing():
-            seconds = f"{self._timeouts.header_timeout:g} s"
+            seconds = f"{self._deadlines.header_timeout:g} s"
             self._refuse(APIError(f"the headers did not arrive within {seconds}", status=408, code="request_timeout"))
         self.transport.close()
 

@@ -4,7 +4,6 @@ Its owner, the supervisor, replaces it when it ends, however it ends.
 """
 
 import base64
-import logging
 import os
 import pickle
 import sys
@@ -13,7 +12,8 @@ from typing import Any
 
 from minillm.config import EngineOptions
 
-from . import control
+from . import control, logs
+from .config import ServerConfig
 from .control import Control
 
 FAILED_STEPS = 3  # in a row; after so many, a new process is the better hope: a GPU's context may be broken for good
@@ -32,11 +32,11 @@ def run(
     profile: str | None,
     name: str | None,
     engine: EngineOptions,
-    settings: dict[str, Any],
+    config: ServerConfig,
 ) -> None:
     """Serve the workers whose connections the owner sends, until it says stop or the engine fails.
 
-    engine: `EngineConfig`'s fields. settings: arguments of `Hub`.
+    engine: `EngineConfig`'s fields. config: the server's.
     """
     stop = threading.Event()
     connect: list = []  # the hub's `connect`, once there is a hub
@@ -58,7 +58,7 @@ def run(
 
         engine = profiles.apply(model, profile, engine)
     llm = AsyncLLM(model, **engine)
-    hub = Hub(llm, name or llm.name, **settings)
+    hub = Hub(llm, name or llm.name, config)
     connect.append(hub.connect)
     owner.send({"op": "ready", "model": name or llm.name})
     while not stop.wait(BEAT):
@@ -74,8 +74,7 @@ def run(
 def main() -> None:
     given = control.given()
     options = pickle.loads(base64.b64decode(given["options"]))  # from the process that started this one
-    logging.basicConfig(format="minillm: %(message)s")
-    logging.getLogger("minillm").setLevel(logging.INFO if options["settings"]["log_level"] != "critical" else 60)
+    logs.set_up(options["config"].log_format, options["config"].log_level)
     owner = given["control"]
     try:
         run(owner, **options)

@@ -10,6 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from minillm.errors import MinillmError
 
+from .access import CURRENT
 from .protocol import APIError, as_api_error
 
 DIRECT = "minillm.direct_body"  # an ASGI extension: its "write" takes a piece of the body, and is faster than `send`
@@ -71,7 +72,10 @@ class EventStream(Response):
                 async for chunk in self.chunks:
                     await emit(f"data: {chunk}\n\n".encode())
             except Exception as error:  # the status line has been sent: report the error as an event
-                await emit(f"data: {json.dumps(self.error_form(as_api_error(error)))}\n\n".encode())
+                found = as_api_error(error)
+                if (access := CURRENT.get()) is not None:
+                    access.error = found.code
+                await emit(f"data: {json.dumps(self.error_form(found))}\n\n".encode())
             await through_asgi(self.end, more=False)
 
         try:

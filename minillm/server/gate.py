@@ -1,4 +1,4 @@
-"""What every HTTP request passes first: its id, and the API key if the server has one.  Lesson 99.
+"""What every HTTP request passes first: its id and its line in the log, the host's name, and the API key.  Lesson 99.
 
 Each response has the header `x-request-id`: the client's own id, so that its logs and a proxy's can be joined, or a new
 one. With a key, requests need `authorization: Bearer KEY`, as OpenAI's clients send it; health and metrics stay open,
@@ -7,6 +7,7 @@ because what asks for them usually has no key. So do the files of the engine roo
 
 import hashlib
 import hmac
+import ipaddress
 import json
 import re
 import uuid
@@ -16,23 +17,18 @@ from typing import Any
 from starlette.responses import Response
 
 from minillm.errors import ConfigError
-from minillm.values import shown
+from minillm.values import QUOTED, shown
 
+from .access import CURRENT, Access
 from .engine_room.page import FILES
 from .protocol import APIError
 
-OPEN = (
-    "/health",
-    "/metrics",
-    "/v1/health/live",
-    "/v1/health/ready",
-    "/v1/metrics",
-    "/v2/health/live",
-    "/v2/health/ready",
-    *FILES,
-)
+HEALTH = ("/health", "/v1/health/live", "/v1/health/ready", "/v2/health/live", "/v2/health/ready")
+OPEN = (*HEALTH, "/metrics", "/v1/metrics", *FILES)
+LOCAL = ("localhost", "127.0.0.1", "[::1]")
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")  # printable ASCII without spaces
 KEY = re.compile(r"[\x21-\x7e]{8,512}")
+CLIENT, PATH = 128, 256  # characters of them that are kept
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -44,6 +40,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 def refusal(error: APIError, path: str) -> Response:
     """An error as an HTTP response, in the form of the request path's protocol: Triton's under /v2, or OpenAI's."""
     form = error.bare if path == "/v2" or path.startswith("/v2/") else error.body
+    if (access := CURRENT.get()) is not None:
+        access.error = error.code
     body = json.dumps(form)  # ASCII: a quoted value may contain a lone surrogate, which UTF-8 cannot encode
     return Response(body, error.status, error.headers, "application/json")
 
@@ -58,11 +56,34 @@ def digest(key: str | None) -> str | None:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-class Gate:
-    """Wraps an ASGI application. key: what `digest` returned."""
+def hosts(allowed: str | None, address: str) -> frozenset[str] | None:
+    """The hosts for which a server that listens at `address` takes requests; None: any. allowed: `allowed_hosts`."""
+    if allowed is not None:
+        names = frozenset(name.strip().lower() for name in allowed.split(",") if name.strip())
+        return None if "*" in names else names
+    if not ipaddress.ip_address(address).is_loopback:
+        return None
+    return frozenset((*LOCAL, f"[{address}]" if ":" in address else address))
 
-    def __init__(self, app: App, key: str | None):
-        self.app, self.key = app, key
+
+def _host(header: bytes) -> str:
+    """A Host header without the port."""
+    name = header.decode("latin-1").strip().lower()
+    return (name if name.endswith("]") else name.rpartition(":")[0] or name).removesuffix(".")
+
+
+class Gate:
+    """Wraps an ASGI application.
+
+    key: what `digest` returned. allowed: what `hosts` returned. client_header: the header in which a proxy names the
+    client, if it is not the other end of the connection.
+    """
+
+    def __init__(
+        self, app: App, key: str | None, allowed: frozenset[str] | None = None, client_header: str | None = None
+    ):
+        self.app, self.key, self.allowed = app, key, allowed
+        self.client_header = client_header.lower().encode("latin-1", "replace") if client_header else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -70,22 +91,46 @@ class Gate:
         headers = dict(scope["headers"])  # of repeated ones, the last
         given = headers.get(b"x-request-id", b"")
         request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        path, client = scope["path"], (scope.get("client") or ("",))[0]
+        if self.client_header is not None:
+            client = headers.get(self.client_header, client.encode()).decode("latin-1")[:CLIENT]
+        access = Access(request_id.decode(), client, scope.get("method", ""), path[:PATH])
+        CURRENT.set(access)
 
         async def with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                access.status = message["status"]
             await send(message)
 
-        if self.key is None or scope["path"] in OPEN or self._opens(headers.get(b"authorization", b"")):
-            return await self.app(scope, receive, with_id)
-        error = APIError(
+        try:
+            if (error := self._refuse(path, headers)) is None:
+                await self.app(scope, receive, with_id)
+            else:
+                await refusal(error, path)(scope, receive, with_id)
+        finally:
+            if path not in OPEN or access.status != 200:
+                access.write()
+
+    def _refuse(self, path: str, headers: dict[bytes, bytes]) -> APIError | None:
+        """Why this request is refused; None: it is not."""
+        if self.allowed is not None and path not in HEALTH and _host(headers.get(b"host", b"")) not in self.allowed:
+            message = f"this server takes no requests for host {_host(headers.get(b'host', b''))[:QUOTED]!r}"
+            return APIError(
+                f"{message}: start it with --allowed-hosts",
+                status=421,
+                code="host_not_allowed",
+                headers={"connection": "close"},  # the body may not have been read
+            )
+        if self.key is None or path in OPEN or self._opens(headers.get(b"authorization", b"")):
+            return None
+        return APIError(
             "this server needs its API key: send the header 'authorization: Bearer KEY'",
             status=401,
             kind="authentication_error",
             code="invalid_api_key",
-            headers={"www-authenticate": "Bearer", "connection": "close"},  # the body may not have been read
+            headers={"www-authenticate": "Bearer", "connection": "close"},
         )
-        await refusal(error, scope["path"])(scope, receive, with_id)
 
     def _opens(self, authorization: bytes) -> bool:
         assert self.key is not None

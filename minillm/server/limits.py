@@ -1,13 +1,7 @@
-"""Limits on client input: counts, bytes, and seconds.  Lesson 99.
+"""Fixed limits on client input: counts, bytes, and seconds. `config` has those to set.  Lesson 99.
 
 Every loop over client input is bounded by one of these limits, so that one request cannot delay the others for long.
 """
-
-import math
-from dataclasses import dataclass, fields
-
-from minillm.errors import ConfigError
-from minillm.values import shown
 
 # ---- values in a request
 MAX_PROMPTS = 2048
@@ -39,7 +33,7 @@ SWITCH_INTERVAL = 0.001  # seconds until a thread that decodes or tokenizes rele
 RESERVED_FILES = 32  # file descriptors of a worker not available to client connections
 HEAD_START = 10  # milliseconds that a worker with more connections than another leaves it to accept the next
 ACCEPT_RETRY = 1  # seconds to wait after accept() fails
-HANG_TIMEOUT = 300.0  # seconds in one step; a large model's long prompt may take a minute on a CPU
+FIRST_PROBE, PROBE = 0.1, 1.0  # seconds until a client that sends no more is asked for signs of life, and between two
 HEALTH = 5  # seconds for the engine's process to answer that it is well
 RELINK = 0.1  # seconds until a worker that has lost its engine asks for another connection
 FLUSH = 1  # seconds after the grace period for the errors of aborted requests to reach their clients
@@ -53,27 +47,3 @@ def max_tokens(max_request_len: int) -> int:
 def max_body(max_request_len: int) -> int:
     """Most bytes in a body: enough for `max_tokens` tokens as ids or as text, clamped to MIN_BODY and MAX_BODY."""
     return min(MAX_BODY, max(MIN_BODY, TOKEN_BYTES * max_tokens(max_request_len)))
-
-
-@dataclass(frozen=True)
-class Timeouts:
-    """How long a worker waits for clients, in seconds. Raises ConfigError for an invalid value.
-
-    header_timeout      from the start of a connection, or the first byte of a later request, to the end of the headers
-    body_timeout        from the end of the headers to the end of the body
-    keep_alive_timeout  how long a connection may stay idle after a response
-    shutdown_grace      how long requests in flight may run when the server stops; 0 aborts them at once
-    """
-
-    header_timeout: float = 10
-    body_timeout: float = 60
-    keep_alive_timeout: float = 5
-    shutdown_grace: float = 5
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-            if not number or value < 0 or (value == 0 and field.name != "shutdown_grace"):
-                low = "of at least 0" if field.name == "shutdown_grace" else "greater than 0"
-                raise ConfigError(f"{field.name} must be a number of seconds {low}, not {shown(value)}")

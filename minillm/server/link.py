@@ -37,7 +37,8 @@ from minillm.errors import InvalidRequest, MinillmError
 from minillm.request import Completion, Delta, RequestOptions, SamplingParams
 from minillm.tokenizer import Tokenizer
 
-from .limits import Timeouts
+from .access import CURRENT, Access
+from .config import ServerConfig
 from .waiting import retry_after
 
 SIZES = struct.Struct("<II")  # bytes of JSON, bytes of numbers that follow it
@@ -68,6 +69,14 @@ class EngineGone(EngineError):
 
 class ShuttingDown(EngineError):
     """The server is stopping and its grace period is over: requests that still run are aborted."""
+
+
+class PastDeadline(EngineError):
+    """A request was aborted because it met a deadline; `code` is the deadline's name."""
+
+    def __init__(self, message: str, code: str):
+        super().__init__(message)
+        self.code = code
 
 
 class TooLong(InvalidRequest):
@@ -194,12 +203,11 @@ class RemoteEngine:
     max_model_len    tokens in the context
     max_request_len  most tokens in prompt and output together; more than max_model_len if requests stream past it
     capacity         most choices that may run or wait in the server
-    timeouts         how long to wait for clients
+    config           the server's options, without the key
     api_key          what `gate.digest` returned for the server's key, if it has one
     vocab_size       of the model
     dtype            of the model, such as "bfloat16"
     max_num_seqs     most choices in a batch
-    log_level        for uvicorn
 
     on_lost: called when the connection to the engine is closed.
     """
@@ -247,6 +255,10 @@ class RemoteEngine:
             changed.pop("stop", None)
         message = {"op": "submit", "key": min(mine), "prompts": [each.form for each in prompts]}
         message |= {"params": changed, "options": _changed(options), "n": n}
+        access = CURRENT.get() or Access()
+        if self.config.max_per_client is not None:
+            message["client"] = access.client
+        deadlines = self._set_deadlines(mine, queue)
         try:
             ids = [prompt.ids or [] for prompt in prompts]
             many = sum(map(len, ids)) > MANY_NUMBERS
@@ -257,12 +269,43 @@ class RemoteEngine:
                 if isinstance(item, Exception):
                     raise item
                 choice, delta = item
-                left -= delta.finish_reason is not None
+                if access.first_token is None:
+                    access.first_token = access.seconds
+                if delta.finish_reason is not None:
+                    left -= 1
+                    access.finished(choice.completion, choice.index % n == 0)
                 yield choice, delta
         finally:
-            unfinished = [key for key in mine if self._choices.pop(key, None) is not None]
-            if unfinished and self.alive:
-                self._send({"op": "abort", "keys": unfinished})
+            for deadline in deadlines:
+                deadline.cancel()
+            self._abort(mine)
+
+    def _abort(self, keys: Iterable[int]) -> None:
+        """Abort those that still run."""
+        unfinished = [key for key in keys if self._choices.pop(key, None) is not None]
+        if unfinished and self.alive:
+            self._send({"op": "abort", "keys": unfinished})
+
+    def _set_deadlines(self, choices: dict[int, Choice], queue: asyncio.Queue) -> list[asyncio.TimerHandle]:
+        """Start the clocks of a request that is about to be submitted."""
+
+        def none_begun() -> bool:
+            return not any(choice.completion.token_ids for choice in choices.values())
+
+        def expire(name: str, seconds: float, met: str, applies: Callable[[], bool]) -> None:
+            if applies():
+                self._abort(choices)
+                message = f"the request was aborted: it {met} within {seconds:g} s ({name}); ask for less, or try again"
+                queue.put_nowait(PastDeadline(message, name))
+
+        loop, config, found = asyncio.get_running_loop(), self.config, []
+        for name, seconds, met, applies in (
+            ("first_token_timeout", config.first_token_timeout, "had no token", none_begun),
+            ("request_timeout", config.request_timeout, "was not complete", lambda: True),
+        ):
+            if seconds is not None:
+                found.append(loop.call_later(seconds, expire, name, seconds, met, applies))
+        return found
 
     @asynccontextmanager
     async def until_given_up(self) -> AsyncIterator[None]:
@@ -347,11 +390,10 @@ class RemoteEngine:
                 future.set_exception(self._gone("the engine has stopped"))
 
     def _on_hello(self, _: array, *, tokenizer: str | None, **facts: Any) -> None:
-        self.name, self.encodes, self.log_level = facts["name"], facts["encodes"], facts["log_level"]
+        self.name, self.encodes, self.config = facts["name"], facts["encodes"], ServerConfig(**facts["config"])
         self.max_model_len, self.max_request_len = facts["max_model_len"], facts["max_request_len"]
         self.vocab_size, self.dtype, self.max_num_seqs = facts["vocab_size"], facts["dtype"], facts["max_num_seqs"]
-        self.capacity, self.timeouts = facts["capacity"], Timeouts(**facts["timeouts"])
-        self.api_key: str | None = facts["api_key"]
+        self.capacity, self.api_key = facts["capacity"], facts["api_key"]
         if self.connected.done():  # the next engine has the same tokenizer
             return
         try:

@@ -32,7 +32,7 @@ from .limits import (
     MAX_STOP_TOKENS,
     MAX_STOPS,
 )
-from .link import Busy, EngineGone, ShuttingDown, TooLong
+from .link import Busy, EngineGone, PastDeadline, ShuttingDown, TooLong
 
 RETRY_AFTER = 1  # seconds
 MAX_MESSAGE = 1000  # characters in an error message, which may quote client input of any length
@@ -75,7 +75,7 @@ class APIError(MinillmError):
         if len(message) > MAX_MESSAGE:
             message = message[:MAX_MESSAGE] + " ..."
         super().__init__(message)
-        self.status, self.headers = status, headers
+        self.status, self.headers, self.code = status, headers, code or kind
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
         self.bare = {"error": message}  # Triton's form
 
@@ -428,6 +428,8 @@ def as_api_error(error: Exception) -> APIError:
     if isinstance(error, ShuttingDown):
         headers = {"retry-after": str(RETRY_AFTER), "connection": "close"}
         return APIError(message, status=503, kind="server_error", code="shutting_down", headers=headers)
+    if isinstance(error, PastDeadline):
+        return APIError(message, status=504, kind="server_error", code=error.code)
     if isinstance(error, EngineGone):
         headers = {"retry-after": str(error.retry_after)}
         return APIError(message, status=503, kind="server_error", code="engine_restarting", headers=headers)

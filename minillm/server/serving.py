@@ -12,15 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from minillm import overrides
 from minillm.config import EngineOptions
 from minillm.errors import ConfigError, MinillmError, MissingPackage
-from minillm.values import as_float, shown
 
+from .config import ServerConfig, ServerOptions, split
 from .fleet import ServerFailed, Workers
-from .limits import HANG_TIMEOUT, Timeouts
 from .supervisor import Supervisor
 
 if TYPE_CHECKING:  # importing these loads torch: `running` does it when called
@@ -31,10 +30,6 @@ if TYPE_CHECKING:  # importing these loads torch: `running` does it when called
 
 log = logging.getLogger(__name__)
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
-LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")  # uvicorn's
-MAX_QUEUED = 1024  # requests that may wait beyond those that run
-MAX_WAIT = 60.0  # seconds that a request may have to wait until it runs, by estimate
-TIMEOUTS = Timeouts()
 __all__ = ["PortTaken", "RunningServer", "ServerFailed", "running", "serve"]
 
 
@@ -59,18 +54,8 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     served_model_name: str | None = None,
-    log_level: str = "info",
-    workers: int = 1,
-    max_queued: int = MAX_QUEUED,
-    max_wait: float | None = MAX_WAIT,
-    header_timeout: float = TIMEOUTS.header_timeout,
-    body_timeout: float = TIMEOUTS.body_timeout,
-    keep_alive_timeout: float = TIMEOUTS.keep_alive_timeout,
-    shutdown_grace: float = TIMEOUTS.shutdown_grace,
-    api_key: str | None = None,
-    hang_timeout: float = HANG_TIMEOUT,
     profile: str | None = None,
-    **engine_options: Unpack[EngineOptions],
+    **options: Unpack[ServerOptions],
 ) -> None:
     """Serve until interrupted (Ctrl-C) or terminated.  Lesson 99.
 
@@ -79,19 +64,16 @@ def serve(
     only in the process that installed them; with one in place, and on Windows, the engine runs in this process.
 
     model: a directory, the name of a preset, or None for the included tiny-gemma. port: 0 picks a free one.
-    workers: number of HTTP processes. max_queued: requests that may wait beyond those that run. Further ones are
-    answered with 429, as are those that would wait longer than max_wait seconds, by estimate (None: no limit). The
-    timeouts are those of `Timeouts`, in seconds. A client that sends a request too slowly receives a 408. Requests
-    running at shutdown have shutdown_grace seconds to finish; a second signal aborts them.
-    api_key: clients have to send it, except for health and metrics (see `gate`). hang_timeout: seconds in the same
-    step, or without any sign of life, after which the engine counts as stuck. profile: a name that
-    `minillm.engine.profiles` knows, or "auto". engine_options: fields of `EngineConfig`. Raises PortTaken,
-    ConfigError; ServerFailed if the engine cannot be started, or no worker is left.
+    served_model_name: the model's name for clients. profile: a name that `minillm.engine.profiles` knows, or "auto".
+    options: fields of `ServerConfig` and of `EngineConfig`. Requests that run at shutdown have shutdown_grace seconds
+    to finish; a second signal aborts them.
+
+    Raises PortTaken, ConfigError; ServerFailed if the engine cannot be started, or no worker is left.
     """
-    timeouts = Timeouts(header_timeout, body_timeout, keep_alive_timeout, shutdown_grace)
-    settings = _settings(workers, max_queued, max_wait, hang_timeout, log_level, timeouts, api_key)
+    config, engine_options = split(options)
+    _check(config)
     with _terminate_as_interrupt(), _listening(host, port) as listener:
-        url, fleet = _url(host, listener), Workers(listener, workers, shutdown_grace)
+        url, fleet = _url(host, listener), Workers(listener, config.workers, config.shutdown_grace)
         try:
             if sys.platform == "win32" or overrides.any_replaced():
                 if profile is not None:
@@ -99,13 +81,14 @@ def serve(
 
                     engine_options = profiles.apply(model, profile, engine_options)
                 with _engine(model, engine_options) as engine:
-                    _serve_here(engine, served_model_name or engine.name, url, fleet, settings)
+                    _serve_here(engine, served_model_name or engine.name, url, fleet, config)
                 return
             from .engine_process import packed
 
             choice = {"model": model, "profile": profile, "name": served_model_name}
-            options = packed(choice | {"engine": engine_options, "settings": settings})
-            supervisor = Supervisor(fleet, options, hang_timeout)
+            supervisor = Supervisor(
+                fleet, packed(choice | {"engine": engine_options, "config": config}), config.hang_timeout
+            )
             try:
                 supervisor.start()
                 _announce(supervisor.model, url)
@@ -116,8 +99,8 @@ def serve(
             log.info("minillm has stopped")
 
 
-def _serve_here(engine: "AsyncLLM", name: str, url: str, fleet: Workers, settings: dict[str, Any]) -> None:
-    with _serving(engine, name, url, fleet, settings) as server:
+def _serve_here(engine: "AsyncLLM", name: str, url: str, fleet: Workers, config: ServerConfig) -> None:
+    with _serving(engine, name, url, fleet, config) as server:
         _announce(server.model, url)
         fleet.join()
 
@@ -133,44 +116,33 @@ def running(
     host: str = "127.0.0.1",
     port: int = 0,
     served_model_name: str | None = None,
-    log_level: str = "warning",
-    workers: int = 1,
-    max_queued: int = MAX_QUEUED,
-    max_wait: float | None = MAX_WAIT,
-    header_timeout: float = TIMEOUTS.header_timeout,
-    body_timeout: float = TIMEOUTS.body_timeout,
-    keep_alive_timeout: float = TIMEOUTS.keep_alive_timeout,
-    shutdown_grace: float = TIMEOUTS.shutdown_grace,
-    api_key: str | None = None,
-    hang_timeout: float = HANG_TIMEOUT,
-    **engine_options: Unpack[EngineOptions],
+    **options: Unpack[ServerOptions],
 ) -> Iterator[RunningServer]:
     """Serve an engine of this process until the block ends, for a notebook or a test.  Lesson 99.
 
     model: an `LLM` or `AsyncLLM`, which stays open afterward, or any model that `serve` accepts, which is closed at the
-    end. The other arguments are those of `serve`. An engine that is stuck is not replaced here, but /health says so.
+    end. The other arguments are those of `serve`, but log_level is "warning". An engine that is stuck is not replaced
+    here, but /health says so.
 
         with running("data/tiny-gemma") as server:
             openai.OpenAI(base_url=server.url + "/v1", api_key="none")
 
     Raises PortTaken, ConfigError; ServerFailed if a worker does not start.
     """
-    timeouts = Timeouts(header_timeout, body_timeout, keep_alive_timeout, shutdown_grace)
-    settings = _settings(workers, max_queued, max_wait, hang_timeout, log_level, timeouts, api_key)
+    config, engine_options = split(options, log_level="warning")
+    _check(config)
     with _listening(host, port) as listener, _engine(model, engine_options) as engine:
-        fleet, name = Workers(listener, workers, shutdown_grace), served_model_name or engine.name
-        with _serving(engine, name, _url(host, listener), fleet, settings) as server:
+        fleet, name = Workers(listener, config.workers, config.shutdown_grace), served_model_name or engine.name
+        with _serving(engine, name, _url(host, listener), fleet, config) as server:
             yield server
 
 
 @contextmanager
-def _serving(
-    engine: "AsyncLLM", name: str, url: str, fleet: Workers, settings: dict[str, Any]
-) -> Iterator[RunningServer]:
+def _serving(engine: "AsyncLLM", name: str, url: str, fleet: Workers, config: ServerConfig) -> Iterator[RunningServer]:
     """Serve an engine of this process."""
     from .hub import Hub
 
-    hub = Hub(engine, name, **settings)
+    hub = Hub(engine, name, config)
     try:
         fleet.start(hub.connect)
         yield RunningServer(url, engine, name, fleet, hub)
@@ -195,41 +167,17 @@ def _terminate_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _settings(
-    workers: int,
-    max_queued: int,
-    max_wait: float | None,
-    hang_timeout: float,
-    log_level: str,
-    timeouts: Timeouts,
-    api_key: str | None,
-) -> dict[str, Any]:
-    """Check what can be checked before a model loads. Returns the arguments of `Hub`."""
-    if log_level not in LOG_LEVELS:
-        raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, not {shown(log_level)}")
-    if max_wait is not None and not (as_float(max_wait) or 0) > 0:
-        raise ConfigError(f"max_wait must be a number of seconds greater than 0, or None, not {shown(max_wait)}")
-    if not (as_float(hang_timeout) or 0) > 0:
-        raise ConfigError(f"hang_timeout must be a number of seconds greater than 0, not {shown(hang_timeout)}")
-    for name, value, low in (("workers", workers, 1), ("max_queued", max_queued, 0)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise ConfigError(f"{name} must be a whole number from {low}, not {shown(value)}")
+def _check(config: ServerConfig) -> None:
+    """Check what can be checked before a model loads. Raises ConfigError, MissingPackage."""
     for name in NEEDED:
         if importlib.util.find_spec(name) is None:
             raise MissingPackage(f"No module named {name!r}: the server needs `pip install 'minillm[serve]'`")
     from .gate import digest
 
+    digest(config.api_key)
     # OpenMP threads busy-wait for one another on cores that workers and clients need. With the default spin count, a
     # single other busy process slows down every step. The variable is read once, when torch is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    return {
-        "max_queued": max_queued,
-        "max_wait": max_wait,
-        "hang_timeout": hang_timeout,
-        "log_level": log_level,
-        "timeouts": timeouts,
-        "api_key": digest(api_key),
-    }
 
 
 @contextmanager

@@ -5,12 +5,12 @@ which its owner hands it connections to the engine (see `control`). It outlives 
 """
 
 import asyncio
-import logging
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 
-from . import control
+from . import control, logs
 from .control import Control
 from .limits import FLUSH, RELINK, SWITCH_INTERVAL
 from .link import RemoteEngine
@@ -18,12 +18,16 @@ from .shares import Shares
 
 
 async def work(
-    listener: socket.socket, owner: Control, most: int | None = None, shares: tuple[Shares, int] | None = None
+    listener: socket.socket,
+    owner: Control,
+    most: int | None = None,
+    shares: tuple[Shares, int] | None = None,
+    log_as: Callable[[str, str], object] = lambda form, level: None,
 ) -> None:
     """Serve connections from `listener` until the owner says stop or is gone.
 
     most: limit on open connections; None for as many as the file descriptors allow. shares: connections of all
-    workers, and this one's slot.
+    workers, and this one's slot. log_as: called with the log's format and level once they are known.
     """
     loop = asyncio.get_running_loop()
     engine = RemoteEngine(lambda: loop.call_later(RELINK, owner.send, {"op": "lost"}))
@@ -53,6 +57,7 @@ async def work(
         return
     stop_early.cancel()
     engine.connected.result()
+    log_as(engine.config.log_format, engine.config.log_level)
 
     import uvicorn
 
@@ -62,14 +67,14 @@ async def work(
     class Server(uvicorn.Server):
         """Accepts connections itself, and answers requests that outlast the grace period with an error."""
 
-        grace = engine.timeouts.shutdown_grace
+        grace = engine.config.shutdown_grace
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets=[])
 
             def connect() -> Connection:
                 uvicorns = {"config": self.config, "server_state": self.server_state, "app_state": {}}
-                return Connection(engine.timeouts, acceptor.freed, **uvicorns)
+                return Connection(engine.config, acceptor.freed, **uvicorns)
 
             acceptor = Acceptor(listener, connect, most_connections() if most is None else most, shares)
             self.servers.append(acceptor)  # type: ignore[arg-type]  # uvicorn only calls close and wait_closed
@@ -95,13 +100,14 @@ async def work(
                 connection.transport.abort()
 
     config = uvicorn.Config(
-        create_app(engine),
+        create_app(engine, listener.getsockname()[0]),
         http=Connection,
         ws="none",
-        log_level=engine.log_level,
+        log_level=engine.config.log_level,
+        log_config=None if engine.config.log_format == "json" else uvicorn.config.LOGGING_CONFIG,
         access_log=False,
         lifespan="off",
-        timeout_keep_alive=engine.timeouts.keep_alive_timeout,  # type: ignore[arg-type]  # call_later takes floats
+        timeout_keep_alive=engine.config.keep_alive_timeout,  # type: ignore[arg-type]  # call_later takes floats
     )
     server = Server(config)
 
@@ -118,15 +124,14 @@ async def work(
 
 def main() -> None:
     sys.setswitchinterval(SWITCH_INTERVAL)
-    logging.basicConfig(format="minillm: %(message)s")  # stderr is inherited from the server
-    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each write to a client that has just left
+    logs.set_up("text", "warning")  # stderr is inherited from the server
     given = control.given()
     owner, shares = given["control"], None
     if "shares" in given:
         file, count, slot = given["shares"]
         shares = Shares(file, count), slot
     try:
-        asyncio.run(work(control.opened(given["listener"]), owner, shares=shares))
+        asyncio.run(work(control.opened(given["listener"]), owner, shares=shares, log_as=logs.set_up))
     except Exception as error:
         owner.send({"op": "failed", "why": f"{type(error).__name__}: {error}"})
         raise

@@ -5,23 +5,22 @@ import socket
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 
+from minillm.server.config import ServerConfig
 from minillm.server.control import Control
 from minillm.server.hub import Hub
-from minillm.server.limits import Timeouts
 from minillm.server.worker import work
 
 JSON = {"content-type": "application/json"}
 
 
 @asynccontextmanager
-async def worker_here(engine, *, most: int | None = None, **timeouts: float):
+async def worker_here(engine, *, most: int | None = None, **options):
     """Run a worker in this event loop, where its tasks and files can be counted; yields its port and hub."""
     ours, theirs = socket.socketpair()
     owner, owned = socket.socketpair()
     listener = socket.create_server(("127.0.0.1", 0), backlog=1000)
     port = listener.getsockname()[1]
-    options = {"max_queued": 1024, "log_level": "warning", "timeouts": Timeouts(**timeouts)}
-    hub = Hub(engine, "here", **options)
+    hub = Hub(engine, "here", ServerConfig(log_level="warning", **options))
     hub.connect(ours)
     control, ready = Control(owner), Future[None]()
     control.listen(lambda message: message["op"] == "ready" and ready.set_result(None), lambda: None)
@@ -30,7 +29,7 @@ async def worker_here(engine, *, most: int | None = None, **timeouts: float):
         control.send({"op": "engine"}, theirs)
     await asyncio.wrap_future(ready)
     yield port, hub
-    control.send({"op": "stop", "grace": hub.hello["timeouts"]["shutdown_grace"]})
+    control.send({"op": "stop", "grace": hub.config.shutdown_grace})
     await task
     hub.close()
     control.close()

@@ -20,12 +20,13 @@ def started(command: list, **options) -> Iterator[subprocess.Popen]:
 
 
 @contextmanager
-def serving(model, *options: str) -> Iterator[tuple[subprocess.Popen, str]]:
-    """`minillm serve` in a process group of its own: the process and the server's URL."""
+def serving(model, *options: str, announced: str = "stdout") -> Iterator[tuple[subprocess.Popen, str]]:
+    """`minillm serve` in a process group of its own: the process and its URL, as it says on `announced`."""
     command = [sys.executable, "-m", "minillm.cli", "serve", "--port", "0", "--model", model]
     command += ["--load-format", "dummy", "--device", "cpu", "--max-num-seqs", "4", *options]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
     # A shell starts background jobs with SIGINT ignored, and so would be everything they start.
     pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     with started(command, **pipes) as process:
-        yield process, re.search(r"(http://\S+)/v1", process.stdout.readline())[1]
+        found = (re.search(r"(http://\S+)/v1", line) for line in getattr(process, announced))
+        yield process, next(filter(None, found))[1]

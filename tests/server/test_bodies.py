@@ -151,7 +151,7 @@ def test_the_total_memory_of_bodies_is_bounded_and_released(engine, monkeypatch)
             url = f"http://127.0.0.1:{port}/v1/completions"
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             content = json.dumps(LARGE).encode()
-            head = f"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-length: {len(content)}\r\n"
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(content)}\r\n"
             writer.write(head.encode() + b"content-type: application/json\r\n\r\n" + content[:-1])
             await async_wait_until(lambda: readers[0].held == len(content) - 1 - limits.FREE_BODY)
             refused = await client.post(url, json=LARGE)

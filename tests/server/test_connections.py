@@ -9,15 +9,15 @@ import pytest
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from minillm.server import limits
+from minillm.server.config import ServerConfig
 from minillm.server.connections import Connection
-from minillm.server.limits import Timeouts
 from tests.server.in_process import worker_here
-from tests.waiting import async_wait_until, paused_steps
+from tests.waiting import TIMEOUT, async_wait_until, paused_steps
 
 SOON = 0.1  # seconds: a deadline short enough to wait for in a test
 BODY = {"prompt": "The river", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-type: application/json\r\n"
-HEALTH = b"GET /health HTTP/1.1\r\nhost: here\r\n\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 async def answer(reader) -> tuple[int, dict, bytes]:
@@ -145,7 +145,7 @@ def test_the_body_of_an_already_answered_request_has_a_deadline_too(engine):
     async def work(port):
         for path in (b"/v1/nothing", b"/v1/completions"):  # the second has no content type
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"POST " + path + b" HTTP/1.1\r\nhost: here\r\ncontent-length: 100\r\n\r\n{")
+            writer.write(b"POST " + path + b" HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{")
             assert (await answer(reader))[0] in (400, 404)
             assert await reader.read() == b""
 
@@ -182,8 +182,8 @@ def test_a_second_request_on_the_same_connection_is_served(engine):
 @pytest.mark.parametrize("wrong", [{"header_timeout": 0}, {"body_timeout": "1"}, {"shutdown_grace": -1}], ids=str)
 def test_invalid_timeouts_are_rejected(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        Timeouts(**wrong)
-    assert Timeouts(shutdown_grace=0).shutdown_grace == 0
+        ServerConfig(**wrong)
+    assert ServerConfig(shutdown_grace=0).shutdown_grace == 0
 
 
 # ---- file descriptors
@@ -286,3 +286,59 @@ def test_only_a_little_input_is_parsed_at_a_time(engine, monkeypatch):
         assert sum(sizes) > 240_000 and max(sizes) <= limits.READ
 
     serving(engine, work)
+
+
+# ---- clients that send no more
+
+
+def request(**more) -> bytes:
+    body = json.dumps(BODY | more).encode()
+    return HEAD + f"content-length: {len(body)}\r\n\r\n".encode() + body
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_half_closed_client_gets_its_answer_and_then_the_end(engine, made, monkeypatch, stream):
+    monkeypatch.setattr(limits, "FIRST_PROBE", 0.001)
+    monkeypatch.setattr(limits, "PROBE", 0.001)
+
+    async def work(port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        with paused_steps() as resume:
+            writer.write(request(stream=stream))
+            writer.write_eof()
+            await async_wait_until(lambda: made and made[0]._half_closed)
+            for _ in range(3):
+                assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            resume.set()
+        rest = (await reader.read()).replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
+        assert rest.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert rest.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") if stream else json.loads(rest.partition(b"\r\n\r\n")[2])
+
+    serving(engine, work, keep_alive_timeout=600)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_has_left_is_noticed_before_its_answer_begins(engine, made, stream):
+    async def everything():
+        async with worker_here(engine) as (port, hub), asyncio.timeout(TIMEOUT):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            with paused_steps() as resume:
+                writer.write(request(stream=stream))
+                await async_wait_until(lambda: hub.running == 1)
+                writer.close()
+                await async_wait_until(lambda: made[0].transport.is_closing())
+                resume.set()
+            await async_wait_until(lambda: hub.running == 0)
+
+    asyncio.run(everything())
+
+
+def test_half_a_request_is_no_reason_to_wait(engine):
+    async def work(port):
+        for half in (HEAD, request()[:-1], b""):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(half)
+            writer.write_eof()
+            assert await reader.read() == b""
+
+    serving(engine, work, header_timeout=600, body_timeout=600)

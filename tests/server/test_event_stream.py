@@ -42,7 +42,7 @@ def test_forms_that_show_more_than_text_say_so():
 
 def request(version: str, **fields: object) -> bytes:
     body = json.dumps(BODY | fields).encode()
-    head = f"POST /v1/completions HTTP/{version}\r\nhost: h\r\ncontent-type: application/json\r\n"
+    head = f"POST /v1/completions HTTP/{version}\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     return head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body
 
 
@@ -55,7 +55,7 @@ def received(engine, requests: list[bytes]) -> list[tuple[dict[bytes, bytes], by
             client, found = h11.Connection(h11.CLIENT), []
             for each in requests:
                 writer.write(each)
-                client.send(h11.Request(method="POST", target="/", headers=[("host", "h")]))
+                client.send(h11.Request(method="POST", target="/", headers=[("host", "localhost")]))
                 client.send(h11.EndOfMessage())
                 headers, body = {}, b""
                 while type(event := client.next_event()) is not h11.EndOfMessage:

@@ -203,7 +203,7 @@ async def ask_at_length(port: int, rng: random.Random, sent: float = 1.0) -> tup
         path, stream = "chat/completions", body["stream"]
         body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 40, "stream": stream}
     content = json.dumps(body).encode()
-    head = f"POST /v1/{path} HTTP/1.1\r\nhost: here\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    head = f"POST /v1/{path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
     request = f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(request[: int(len(request) * sent)])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from minillm.errors import InvalidRequest
 from minillm.request import SamplingParams
+from minillm.server.config import ServerConfig
 from minillm.server.hub import Hub, Line
 from minillm.server.link import SIZES, Prompt, RemoteEngine, TooLong, Unpacker, _changed, pack, room
 from tests.waiting import async_wait_until
@@ -62,7 +63,7 @@ def test_choices_of_a_prompt_share_parameters_checked_once(engine, monkeypatch):
 
     async def work():
         ours, theirs = socket.socketpair()
-        hub = Hub(engine, "here", max_queued=1024, log_level="critical")
+        hub = Hub(engine, "here", ServerConfig(log_level="critical"))
         hub.connect(ours)
         remote = RemoteEngine()
         await remote.connect(theirs)
@@ -102,7 +103,7 @@ def test_a_prompt_must_leave_room_for_a_token():
 
 def test_a_worker_that_does_not_read_never_blocks_the_engine(engine):
     ours, theirs = socket.socketpair()
-    hub = Hub(engine, "here", max_queued=0, log_level="critical")
+    hub = Hub(engine, "here", ServerConfig(max_queued=0, log_level="critical"))
     line = hub.connect(ours)
     count, size = 200, 20_000
     for number in range(count):

@@ -121,7 +121,7 @@ def test_after_the_grace_period_every_client_gets_an_error_and_nothing_is_logged
                 stream = await client.send(request, stream=True)  # its response has started
                 whole, long = ask(n=2), ask(prompt="long " * 4000)
                 half_reader, writer = await asyncio.open_connection("127.0.0.1", port)
-                head = b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-type: application/json\r\n"
+                head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
                 writer.write(head + b"content-length: 100\r\n\r\n{")
                 await async_wait_until(lambda: hub.running == 3 and encoding.is_set() and len(received) == 4)
             assert_aborted_stream((await stream.aread()).decode())
@@ -149,7 +149,7 @@ def test_a_client_that_does_not_read_does_not_delay_shutdown(engine, monkeypatch
         async with worker_here(engine, shutdown_grace=SOON) as (port, _):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             content = json.dumps(LONG | {"stream": True}).encode()
-            head = b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-type: application/json\r\n"
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             writer.write(head + b"content-length: %d\r\n\r\n" % len(content) + content)
             await reader.readuntil(b"data: ")
             made[0].pause_writing()  # as the transport does when a client does not read

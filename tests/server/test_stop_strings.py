@@ -271,9 +271,9 @@ class Link:
         self.link = _Link(self.remote)
         self.link.connection_made(SimpleNamespace(write=self._write, close=lambda: None))
         directory = str(engine.engine.tokenizer_directory)
-        facts = ("name", "encodes", "log_level", "max_model_len", "max_request_len", "vocab_size", "dtype")
+        facts = ("name", "encodes", "max_model_len", "max_request_len", "vocab_size", "dtype")
         hello = dict.fromkeys([*facts, "max_num_seqs", "capacity"], 1)
-        self.send({"op": "hello", "tokenizer": directory, "timeouts": {}, "api_key": None} | hello)
+        self.send({"op": "hello", "tokenizer": directory, "config": {}, "api_key": None} | hello)
 
     def _write(self, data):
         self.sent += [message for message, _ in self.unpacker.feed(data)]

@@ -16,6 +16,7 @@ import pytest
 
 from minillm.engine.async_llm import AsyncLLM
 from minillm.server import engine_process, supervisor
+from minillm.server.config import ServerConfig
 from minillm.server.control import Control
 from minillm.server.engine_process import run
 from minillm.server.fleet import ServerFailed
@@ -253,13 +254,13 @@ class Failing:
 def test_a_failed_engine_ends_its_process(monkeypatch, engine, why):
     hub = SimpleNamespace(connect=None, close=lambda: None)
     monkeypatch.setattr("minillm.engine.async_llm.AsyncLLM", lambda model, **options: engine)
-    monkeypatch.setattr("minillm.server.hub.Hub", lambda engine, name, **settings: hub)
+    monkeypatch.setattr("minillm.server.hub.Hub", lambda engine, name, config: hub)
     monkeypatch.setattr(engine_process, "BEAT", 0.001)
     exited = threading.Event()
     monkeypatch.setattr("os._exit", lambda code: exited.set())
     ours, theirs = socket.socketpair()
     with pytest.raises(SystemExit, match=why):
-        run(Control(theirs), model=None, profile=None, name=None, engine={}, settings={})
+        run(Control(theirs), model=None, profile=None, name=None, engine={}, config=ServerConfig())
     assert [json.loads(line)["op"] for line in ours.recv(4096).splitlines()] == ["ready", "beat"]
     ours.close()
     assert exited.wait(TIMEOUT), "it outlives its owner"

@@ -227,7 +227,7 @@ def test_a_worker_that_cannot_start_raises_in_the_caller(model_directory, tmp_pa
         {"workers": 0},
         {"workers": "two"},
         {"max_queued": -1},
-        {"max_wait": 0},
+        {"max_wait": -1},
         {"max_wait": "long"},
         {"body_timeout": 0},
     ],

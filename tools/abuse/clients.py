@@ -102,7 +102,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def head(path: str, length: int | None = None, method: str = "POST") -> bytes:
-    lines = [f"{method} {path} HTTP/1.1", "host: here", "content-type: application/json"]
+    lines = [f"{method} {path} HTTP/1.1", "host: localhost", "content-type: application/json"]
     lines += [] if length is None else [f"content-length: {length}"]
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 

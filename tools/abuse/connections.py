@@ -5,6 +5,8 @@ import contextlib
 import random
 import time
 
+import psutil
+
 from .clients import (
     MEGABYTE,
     Bystanders,
@@ -184,22 +186,35 @@ async def disconnects(count: int = 1000, at_once: int = 50, seed: int = 0) -> di
 
 
 @case
-async def slow_readers(connections: int = 20, seconds: float = 10, rounds: int = 3) -> dict:
+async def slow_readers(connections: int = 20, seconds: float = 60, rounds: int = 3) -> dict:
     """Clients that ask for long streams and never read: others must not wait, and later rounds need no more memory.
+
+    They have `seconds` to be cut off, 5 of them after their stream has filled what the system holds for it.
 
     The cache is small, so that its memory, which is resident only once it is used, does not hide what others take.
     """
-    async with serving("--num-blocks", "1000") as server:
-        memory, left = [server.memory()], []
+    async with serving("--num-blocks", "1000", "--write-timeout", "5") as server:
+        memory, left, cut_off = [server.memory()], [], 0
         async with Bystanders(server) as others:
             for _ in range(rounds):
+                before = open_connections(server)
                 writers = [await unread(server.port) for _ in range(connections)]
-                await asyncio.sleep(seconds)
+                until = time.perf_counter() + seconds
+                while open_connections(server) > before and time.perf_counter() < until:
+                    await asyncio.sleep(0.2)
+                cut_off += connections - (open_connections(server) - before)
                 for writer in writers:
                     writer.transport.abort()
                 memory.append(server.memory())
         left = await idle(server.port)
-        return {"connections": connections, "left": left, "memory_after_each_round": memory} | others.report()
+        found = {"connections": connections, "rounds": rounds, "cut_off": cut_off, "left": left}
+        return found | {"memory_after_each_round": memory} | others.report()
+
+
+def open_connections(server) -> int:
+    """Connections of clients that the workers hold."""
+    found = [each for pid in server.workers() for each in psutil.Process(pid).net_connections("tcp")]
+    return sum(each.status == psutil.CONN_ESTABLISHED for each in found)
 
 
 async def unread(port: int) -> asyncio.StreamWriter:

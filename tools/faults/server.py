@@ -3,6 +3,7 @@
 from . import Fault
 
 LINK, HUB, RESPONSES = "minillm/server/link.py", "minillm/server/hub.py", "minillm/server/responses.py"
+LINE = "minillm/server/line.py"
 
 FAULTS = (
     Fault(
@@ -85,8 +86,8 @@ FAULTS = (
     Fault(
         "the engine room's numbers need no key",
         "minillm/server/gate.py",
-        "    *FILES,\n",
-        '    *FILES,\n    "/engine/state",\n',
+        "*FILES)\n",
+        '*FILES, "/engine/state")\n',
         "tests/server/test_engine_room.py -k needs_the_key",
     ),
     Fault(
@@ -140,7 +141,7 @@ FAULTS = (
     ),
     Fault(
         "the first token counts as one between tokens",
-        HUB,
+        LINE,
         "            if last:\n",
         "            if True:\n",
         "tests/server/test_serving.py -k vllms_names",
@@ -182,7 +183,7 @@ FAULTS = (
     ),
     Fault(
         "what a worker did not read yet is overtaken by later messages",
-        HUB,
+        LINE,
         "            if self._unsent:\n                self._unsent += data\n                return\n",
         "",
         "tests/server/test_link.py -k order",
@@ -239,8 +240,71 @@ FAULTS = (
     Fault(
         "a stream that fails says nothing of it",
         "minillm/server/event_stream.py",
-        'await emit(f"data: {json.dumps(self.error_form(as_api_error(error)))}\\n\\n".encode())',
+        'await emit(f"data: {json.dumps(self.error_form(found))}\\n\\n".encode())',
         "pass",
         "tests/server/test_limits.py -k failing_operation",
+    ),
+    Fault(
+        "a request past its deadline runs on",
+        LINK,
+        "                self._abort(choices)\n                message",
+        "                message",
+        "tests/server/test_deadlines.py -k past_its_deadline",
+    ),
+    Fault(
+        "the first token's deadline ends a request that has one",
+        LINK,
+        '"had no token", none_begun)',
+        '"had no token", lambda: True)',
+        "tests/server/test_deadlines.py -k first_tokens",
+    ),
+    Fault(
+        "a request that runs is refused for having waited",
+        LINE,
+        " or any(job.prepared.tracked.completion.scheduled_time for job in jobs)",
+        "",
+        "tests/server/test_deadlines.py -k queue_timeout",
+    ),
+    Fault(
+        "a client that reads again is disconnected all the same",
+        "minillm/server/connections.py",
+        "        super().resume_writing()\n        self._stop_waiting()\n",
+        "        super().resume_writing()\n",
+        "tests/server/test_deadlines.py -k does_not_read",
+    ),
+    Fault(
+        "choices that ended still count as a client's",
+        LINE,
+        "            self._clients[job.client] -= 1\n",
+        "",
+        "tests/server/test_clients.py",
+    ),
+    Fault(
+        "each worker has a limit of its own for a client",
+        HUB,
+        "running = sum(line.of(client) for line in self.lines)",
+        "running = min(line.of(client) for line in self.lines)",
+        "tests/server/test_clients.py -k in_all_workers",
+    ),
+    Fault(
+        "a server on this machine takes requests for any host",
+        "minillm/server/gate.py",
+        "if not ipaddress.ip_address(address).is_loopback:",
+        "if True:",
+        "tests/server/test_clients.py -k host",
+    ),
+    Fault(
+        "messages that nobody reads fill the memory",
+        "minillm/server/logs.py",
+        "queue.Queue(HELD)",
+        "queue.Queue()",
+        "tests/server/test_logs.py -k holds_no_one",
+    ),
+    Fault(
+        "a half-closed client is asked for signs of life once only",
+        "minillm/server/connections.py",
+        "            self.loop.call_later(seconds, self._probe, limits.PROBE)\n",
+        "",
+        "tests/server/test_connections.py -k half_closed",
     ),
 )

@@ -1,0 +1,172 @@
+"""Requests that wait or run for too long are ended with an error, and so are clients that do not read."""
+
+import asyncio
+import json
+from collections import deque
+
+import httpx
+import pytest
+
+from minillm.server import running
+from minillm.server.config import ServerConfig
+from minillm.server.connections import Connection
+from minillm.server.link import RemoteEngine
+from tests.server.in_process import worker_here
+from tests.waiting import TIMEOUT, async_wait_until, idle, paused_steps
+
+BODY = {"prompt": "The river", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+HOUR = 3600.0
+
+
+@pytest.fixture
+def clocks(monkeypatch) -> list[asyncio.TimerHandle]:
+    """The deadlines of the requests that are submitted; a test lets one pass with `_run`."""
+    found: list[asyncio.TimerHandle] = []
+    begin = RemoteEngine._set_deadlines
+
+    def begun(self, choices, queue):
+        found.extend(handles := begin(self, choices, queue))
+        return handles
+
+    monkeypatch.setattr(RemoteEngine, "_set_deadlines", begun)
+    return found
+
+
+def serve_here(engine, work, **options) -> None:
+    """Run a client against a worker in this event loop; then nothing may be left in the engine."""
+
+    async def everything():
+        async with worker_here(engine, **options) as (port, hub):
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT) as client:
+                await work(client, hub)
+            await async_wait_until(lambda: hub.running == 0 and idle(engine))
+
+    asyncio.run(everything())
+
+
+@pytest.mark.parametrize("name", ["first_token_timeout", "request_timeout"])
+def test_a_request_past_its_deadline_is_aborted_with_504(engine, clocks, name):
+    async def work(client, hub):
+        with paused_steps() as resume:
+            late = asyncio.create_task(client.post("/v1/completions", json=BODY | {"n": 3}))
+            await async_wait_until(lambda: hub.running == 3)
+            assert len(clocks) == 1 and 0 < clocks[0].when() - asyncio.get_running_loop().time() <= HOUR
+            clocks[0]._run()
+            answer = await late
+            assert (answer.status_code, answer.json()["error"]["code"]) == (504, name)
+            assert f"within 3600 s ({name})" in answer.json()["error"]["message"]
+            resume.set()
+
+    serve_here(engine, work, **{name: HOUR})
+
+
+async def lines_of(client, clocks, passes: bool) -> list[dict]:
+    """What a stream sends after its first event, if a deadline passes then."""
+    with paused_steps(free=4) as resume:
+        async with client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as stream:
+            lines = (line.removeprefix("data: ") async for line in stream.aiter_lines() if line)
+            first = json.loads(await anext(lines))
+            assert first["choices"][0]["text"] and len(clocks) == 1
+            clocks[0]._run()
+            if not passes:
+                resume.set()
+            *found, end = [line async for line in lines]
+            assert end == "[DONE]"
+        resume.set()
+    return [json.loads(line) for line in found]
+
+
+def test_a_stream_past_its_deadline_ends_with_an_error(engine, clocks):
+    async def work(client, hub):
+        *_, last = await lines_of(client, clocks, passes=True)
+        assert last["error"]["code"] == "request_timeout"
+
+    serve_here(engine, work, request_timeout=HOUR)
+
+
+def test_the_first_tokens_deadline_means_nothing_once_there_is_one(engine, clocks):
+    async def work(client, hub):
+        *_, last = await lines_of(client, clocks, passes=False)
+        assert last["choices"][0]["finish_reason"] == "length"
+
+    serve_here(engine, work, first_token_timeout=HOUR)
+
+
+def test_the_clocks_of_a_request_stop_with_it(engine, clocks):
+    async def work(client, hub):
+        assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+        assert len(clocks) == 2 and all(clock.cancelled() for clock in clocks)
+
+    serve_here(engine, work, first_token_timeout=HOUR, request_timeout=HOUR)
+
+
+def test_one_that_waits_longer_than_the_queue_timeout_is_refused_and_those_that_run_are_not(model_directory):
+    async def clients(server, resume) -> None:
+        async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT) as client:
+
+            def ask(**more):
+                return asyncio.create_task(client.post("/v1/completions", json=BODY | more))
+
+            taken = [ask()]
+            await async_wait_until(lambda: server.hub.running == 1)
+            taken.append(ask(n=2))
+            await async_wait_until(lambda: server.hub.running == 3)
+
+            def begun(job) -> bool:
+                return job.prepared.tracked.completion.scheduled_time is not None
+
+            jobs = [job for line in server.hub.lines for job in line.jobs.values()]
+            await async_wait_until(
+                lambda: sum(bool(job.prepared.tracked.completion.scheduled_time) for job in jobs) == 2
+            )
+            waits = ask()
+            await async_wait_until(lambda: server.hub.running == 4)
+            assert len(server.hub.waiting) == 3 and not waits.done()
+
+            def pass_all() -> None:
+                server.hub.waiting = deque((0.0, line, keys) for _, line, keys in server.hub.waiting)
+
+            server.hub.soon(pass_all)
+            refused = await waits
+            assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+            error = refused.json()["error"]
+            assert error["code"] == "server_busy" and "waited for 3600 s (queue_timeout)" in error["message"]
+            resume.set()
+            assert [each.status_code for each in await asyncio.gather(*taken)] == [200, 200]
+            assert server.hub.running == 0 and not server.hub.waiting
+
+    options = {"load_format": "dummy", "device": "cpu", "max_num_seqs": 2, "queue_timeout": HOUR}
+    with running(model_directory, **options) as server, paused_steps() as resume:
+        asyncio.run(clients(server, resume))
+
+
+def test_a_client_that_does_not_read_is_disconnected(engine, monkeypatch):
+    made: list[Connection] = []
+    connect = Connection.connection_made
+    monkeypatch.setattr(Connection, "connection_made", lambda self, to: (made.append(self), connect(self, to))[1])
+
+    async def work(client, hub):
+        with paused_steps(free=4) as resume:
+            async with client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as stream:
+                lines = stream.aiter_lines()
+                await anext(lines)
+                made[0].pause_writing()  # the system takes no more for this client
+                clock = made[0]._unread
+                assert 0 < clock.when() - asyncio.get_running_loop().time() <= HOUR
+                made[0].resume_writing()
+                assert clock.cancelled()
+                made[0].pause_writing()
+                made[0]._unread._run()
+                with pytest.raises(httpx.HTTPError):
+                    async for _ in lines:
+                        pass
+            resume.set()
+
+    serve_here(engine, work, write_timeout=HOUR)
+
+
+@pytest.mark.parametrize("name", ["queue_timeout", "first_token_timeout", "request_timeout", "write_timeout"])
+@pytest.mark.parametrize("wrong", [0, -1, "soon", float("nan"), float("inf"), True])
+def test_invalid_deadlines_are_rejected(name, wrong):
+    with pytest.raises(ValueError, match=f"{name} must be a number of seconds greater than 0"):
+        ServerConfig(**{name: wrong})
