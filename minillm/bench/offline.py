@@ -1,4 +1,4 @@
-"""`minillm bench offline`: all requests at once, minillm and transformers alternating in one process.  Lesson 99."""
+"""`minillm bench offline`: all requests at once, minillm and others alternating in one process.  Lesson 99."""
 
 import statistics
 import time
@@ -14,13 +14,15 @@ from minillm.engine.llm import LLM
 from minillm.errors import ConfigError
 from minillm.model.loader import DTYPES
 from minillm.request import SamplingParams
+from minillm.values import shown
 
 from . import records, workloads
 from .load import other_load
-from .peers import TransformersGenerate, batch_sizes
+from .peers import PEERS, Peer, batch_sizes
 from .workloads import BenchRequest
 
 STEADY = 0.15  # runs of the same work may differ by this share of their median
+AGAINST = {"transformers": "against_batch"}  # a peer's best batch size, in the row of minillm
 PATIENCE = 4  # a comparison that is not steady ends after this many times `repeat` rounds
 
 
@@ -82,7 +84,7 @@ def run(
     scale: int = 1,
     requests: int | None = None,
     repeat: int = 3,
-    compare: str | None = None,
+    compare: str | Sequence[str] = (),
     batches: Sequence[int] | None = None,
     dtype: str = "auto",
     device: str = "auto",
@@ -98,37 +100,37 @@ def run(
 
     model, dtype, device, load_format and engine_options are `LLM`'s. workload: names from `workloads.WORKLOADS` or
     their first words. scale divides the lengths, requests takes the first so many. repeat: timed runs of each, after
-    one that warms up; the record has the median and all runs. compare: "transformers" or None. batches: its static
-    batch sizes (default: those of `batch_sizes`). threads: torch's, for both. patience: a comparison whose runs differ
-    too much goes on for up to this many times `repeat` rounds. json_path: also write the record there
+    one that warms up; the record has the median and all runs. compare: names of `peers.PEERS`, or one. batches:
+    their static batch sizes (default: those of `batch_sizes`). threads: for each engine. patience: a comparison whose
+    runs differ too much goes on for up to this many times `repeat` rounds. json_path: also write the record there
     (`records.write`). quiet: print nothing. Raises ConfigError.
     """
     names = [workload] if isinstance(workload, str) else list(workload)
     chosen = [workloads.find(name).name for name in names]
     if repeat < 1:
         raise ConfigError(f"repeat must be a whole number from 1, not {repeat!r}")
-    if compare not in (None, "transformers"):
-        raise ConfigError(f"compare must be 'transformers' or nothing, not {compare!r}")
+    compared = [compare] if isinstance(compare, str) else list(compare)
+    if unknown := [name for name in compared if name not in PEERS]:
+        raise ConfigError(f"compare must be of {', '.join(PEERS)}, not {shown(unknown[0])}")
     if threads is not None:
         torch.set_num_threads(threads)
     begun = records.begin(json_path)
     engine = Minillm(model, dtype=dtype, device=device, load_format=load_format, **engine_options)
     config = engine.llm.model_config
     settings = _settings(dtype, device, config.dtype)
-    peer = None
-    if compare:
-        peer = TransformersGenerate(model, dtype=settings["dtype"], device=settings["device"], load_format=load_format)
+    like = {"dtype": settings["dtype"], "device": settings["device"], "load_format": load_format}
+    peers = [PEERS[name](model, **like) for name in compared]
     common = settings | {"scale": scale, "temperature": temperature}
     results = []
     try:
         for name in chosen:
             work = workloads.make(name, config.vocab_size, scale=scale, requests=requests)
             facts = {"workload": name, **workloads.totals(work), **common}
-            found = _alternate(engine, peer, work, facts, repeat, temperature, batches, patience)
+            found = _alternate(engine, peers, work, facts, repeat, temperature, batches, patience)
             found[0] |= engine.formats()
             results += found
             if not quiet:
-                print(table(results[-1:] if peer is None else _of(results, name)), flush=True)
+                print(table(_of(results, name)), flush=True)
     finally:
         engine.llm.close()
     content = records.record(results, begun)
@@ -147,7 +149,7 @@ def _settings(dtype: str, device: str, checkpoint_dtype: str) -> dict[str, Any]:
 
 def _alternate(
     engine: Minillm,
-    peer: TransformersGenerate | None,
+    peers: Sequence[Peer],
     work: list[BenchRequest],
     facts: dict[str, Any],
     repeat: int,
@@ -163,14 +165,14 @@ def _alternate(
     contenders: dict[tuple[str, int | None], Callable[[], float]] = {
         (engine.name, None): lambda: engine.run(work, temperature)
     }
-    if peer is not None:
+    for peer in peers:
         for batch in batches or batch_sizes(len(work)):
             contenders[peer.name, batch] = partial(peer.run, work, batch, temperature)
     runs: dict[tuple[str, int | None], list[float]] = {key: [] for key in contenders}
     for contender in contenders.values():
         contender()
     with other_load() as others:
-        for done in range(1, repeat * (patience if peer else 1) + 1):
+        for done in range(1, repeat * (patience if peers else 1) + 1):
             for key, contender in contenders.items():
                 runs[key].append(contender())
             spread = max(_spread(each[-repeat:]) for each in runs.values())
@@ -181,9 +183,10 @@ def _alternate(
         seen = {"spread": round(spread, 3), "other_programs_cores": others.cores and round(others.cores, 2)}
         for row, each in zip(rows, runs.values(), strict=True):
             row |= seen | {"unsteady_runs": [round(seconds, 4) for seconds in each[:-repeat]]}
-        best = max(rows[1:], key=lambda row: row["output_tokens_per_s"])
-        rows[0]["times_transformers"] = round(best["seconds"] / rows[0]["seconds"], 3)
-        rows[0]["against_batch"] = best["batch"]
+    for peer in peers:
+        best = min((row for row in rows if row["engine"] == peer.name), key=lambda row: row["seconds"])
+        rows[0][f"times_{peer.name}"] = round(best["seconds"] / rows[0]["seconds"], 3)
+        rows[0][AGAINST.get(peer.name, f"against_{peer.name}_batch")] = best["batch"]
     return rows
 
 
@@ -226,7 +229,8 @@ def table(results: Sequence[dict]) -> str:
     for row in results:
         engine = row["engine"] + (f" batch {row['batch']}" if "batch" in row else "")
         workload = row["workload"] + (f" /{row['scale']}" if row.get("scale", 1) != 1 else "")
-        times = f"{row['times_transformers']:.2f}" if "times_transformers" in row else ""
+        ratios = (f"{value:.2f}" for key, value in row.items() if key.startswith("times_"))
+        times = " / ".join(ratios)
         runs = " ".join(f"{each:.3g}" for each in row["runs"])
         counts = [str(row[name]) for name in ("requests", "input_tokens", "output_tokens")]
         speed = [f"{row['seconds']:.3f}", f"{row['output_tokens_per_s']:,.0f}"]

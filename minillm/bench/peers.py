@@ -1,13 +1,16 @@
-"""The baseline of comparisons: transformers' `generate`, configured as a careful user would.  Lesson 99."""
+"""The engines that minillm is compared with, configured as a careful user would.  Lesson 99."""
 
+import json
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from minillm.errors import ConfigError
+from minillm.errors import ConfigError, MissingPackage
 from minillm.model.config import ModelConfig
 from minillm.model.loader import DTYPES, resolve
 
@@ -19,11 +22,39 @@ if TYPE_CHECKING:
 BATCHES = (8, 16, 32, 64)
 
 
-class TransformersGenerate:
-    """`model.generate` in static batches: its default cache and attention, no gradients, not stopped by EOS.
+class Peer:
+    """An engine that runs static batches: requests in order of arrival, each batch until its longest output.
 
-    Requests form batches in order of arrival. A batch is padded on the left to its longest prompt and generates its
-    longest output; only the tokens that each request wants count. dtype, device and threads are the engine's.
+    Only the tokens that each request wants count. dtype, device and threads are minillm's.
+    """
+
+    name = ""
+    device = "cpu"
+
+    def run(self, requests: Sequence[BenchRequest], batch: int, temperature: float) -> float:
+        """Seconds for all requests in static batches of `batch`."""
+        start = time.perf_counter()
+        for first in range(0, len(requests), batch):
+            self.generate(requests[first : first + batch], temperature)
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    def generate(self, requests: Sequence[BenchRequest], temperature: float = 0.0) -> list[list[int]]:
+        """Run one static batch and return each request's output tokens, cut to its length."""
+        raise NotImplementedError
+
+    def _cut(self, rows: list[list[int]], requests: Sequence[BenchRequest]) -> list[list[int]]:
+        longest = max(request.output_tokens for request in requests)
+        if any(len(row) != longest for row in rows):
+            raise RuntimeError(f"{self.name} generated {len(rows[0])} tokens where the requests have {longest}")
+        return [row[: request.output_tokens] for row, request in zip(rows, requests, strict=True)]
+
+
+class TransformersGenerate(Peer):
+    """transformers' `model.generate`: its default cache and attention, no gradients, not stopped by EOS.
+
+    A batch is padded on the left to its longest prompt.
     """
 
     name = "transformers"
@@ -51,15 +82,6 @@ class TransformersGenerate:
         self.model.generation_config = GenerationConfig(pad_token_id=0)
         self.device = device
 
-    def run(self, requests: Sequence[BenchRequest], batch: int, temperature: float) -> float:
-        """Seconds for all requests in static batches of `batch`."""
-        start = time.perf_counter()
-        for first in range(0, len(requests), batch):
-            self.generate(requests[first : first + batch], temperature)
-        if self.device != "cpu":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
     @torch.inference_mode()
     def generate(self, requests: Sequence[BenchRequest], temperature: float = 0.0) -> list[list[int]]:
         """Run one static batch and return each request's output tokens, cut to its length."""
@@ -74,10 +96,56 @@ class TransformersGenerate:
             choice = {"do_sample": True, "temperature": temperature, "top_k": 0}
         generate = self.model.generate  # a mixin's method, which the class's types take for a tensor
         out = generate(input_ids=ids, attention_mask=mask, max_new_tokens=longest, **choice)
-        tokens = out[:, width:].tolist()
-        if len(tokens[0]) != longest:
-            raise RuntimeError(f"transformers generated {len(tokens[0])} tokens where the requests have {longest}")
-        return [row[: request.output_tokens] for row, request in zip(tokens, requests, strict=True)]
+        return self._cut(out[:, width:].tolist(), requests)
+
+
+class CTranslate2Generate(Peer):
+    """CTranslate2's `generate_batch` on the CPU, with the weights converted to its own format, not stopped by EOS."""
+
+    name = "ctranslate2"
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        dtype: str = "float32",
+        device: str = "cpu",
+        load_format: str = "auto",
+    ) -> None:
+        if find_spec("ctranslate2") is None:
+            raise MissingPackage("No module named 'ctranslate2': this comparison needs `pip install ctranslate2`")
+        if device != "cpu" or load_format == "dummy":
+            raise ConfigError("ctranslate2 is compared on a CPU, with the weights of a model's directory")
+        from ctranslate2 import Generator
+        from ctranslate2.converters import TransformersConverter
+
+        place = resolve(model)
+        with TemporaryDirectory() as folder:
+            converted = Path(folder) / "model"
+            TransformersConverter(str(place)).convert(str(converted))
+            self.words = json.loads((converted / "vocabulary.json").read_text(encoding="utf-8"))
+            threads = torch.get_num_threads()
+            self.model = Generator(str(converted), compute_type=dtype, inter_threads=1, intra_threads=threads)
+
+    def generate(self, requests: Sequence[BenchRequest], temperature: float = 0.0) -> list[list[int]]:
+        """Run one static batch and return each request's output tokens, cut to its length."""
+        longest = max(request.output_tokens for request in requests)
+        choice: dict[str, Any] = {"sampling_topk": 1}
+        if temperature > 0:
+            choice = {"sampling_topk": 0, "sampling_temperature": temperature}
+        found = self.model.generate_batch(
+            [[self.words[token] for token in request.prompt] for request in requests],
+            min_length=longest,
+            max_length=longest,
+            include_prompt_in_result=False,
+            **choice,
+        )
+        return self._cut([each.sequences_ids[0] for each in found], requests)
+
+
+PEERS: dict[str, type[TransformersGenerate] | type[CTranslate2Generate]] = {
+    each.name: each for each in (TransformersGenerate, CTranslate2Generate)
+}
 
 
 def batch_sizes(requests: int) -> tuple[int, ...]:

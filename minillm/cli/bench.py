@@ -36,7 +36,9 @@ def offline(
     scale: Annotated[int, typer.Option(help="Divide all lengths by this.")] = 1,
     requests: Annotated[int | None, typer.Option(help="Only the first this many requests.")] = None,
     repeat: Annotated[int, typer.Option(help="Timed runs each, after one that warms up.")] = 3,
-    compare: Annotated[str | None, typer.Option(help="Also measure this engine: transformers.")] = None,
+    compare: Annotated[
+        list[str] | None, typer.Option(help="Also measure this engine: transformers, ctranslate2; repeatable.")
+    ] = None,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 1.0,
     threads: Annotated[int | None, typer.Option(help="CPU threads, for every engine measured.")] = None,
     json_path: JsonPath = None,
@@ -51,7 +53,7 @@ def offline(
         scale=scale,
         requests=requests,
         repeat=repeat,
-        compare=compare,
+        compare=compare or (),
         temperature=temperature,
         threads=threads,
         json_path=json_path,

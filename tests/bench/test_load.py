@@ -49,7 +49,7 @@ class Contender:
 def compared(ours, theirs, patience=4):
     contenders = Contender("minillm", ours), Contender("transformers", theirs)
     facts = {"output_tokens": 60, "workload": "w"}
-    return offline._alternate(*contenders, [BenchRequest([1], 2)], facts, 2, 1.0, (8,), patience)
+    return offline._alternate(contenders[0], contenders[1:], [BenchRequest([1], 2)], facts, 2, 1.0, (8,), patience)
 
 
 def test_a_comparison_continues_until_its_last_runs_agree():

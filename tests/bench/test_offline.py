@@ -1,6 +1,8 @@
 """The offline comparison is fair, lists all repeats, and prints the record as its last line."""
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,9 +10,11 @@ import torch
 import minillm
 from minillm.bench import offline, peers
 from minillm.bench.workloads import BenchRequest
+from minillm.errors import ConfigError, MissingPackage
 from minillm.kv_cache import BlockPool
 from minillm.scheduler.policies import ShortestPromptFirst
 
+TINY_GEMMA = Path(__file__).parents[2] / "data" / "tiny-gemma"
 REQUESTS = [BenchRequest([5, 6, 7, 8, 9], 6), BenchRequest([11], 3), BenchRequest([20, 21], 9)]
 
 
@@ -85,7 +89,7 @@ def test_engines_alternate_after_a_warm_up_of_each():
             order.append((self.name, *rest[:-1]))
             return float(len(order))
 
-    rows = offline._alternate(Contender("a"), Contender("b"), REQUESTS, {"output_tokens": 18}, 2, 1.0)
+    rows = offline._alternate(Contender("a"), [Contender("b")], REQUESTS, {"output_tokens": 18}, 2, 1.0)
     turn = [("a",), ("b", 8)]
     assert order[:6] == turn * 3
     assert rows[0]["unsteady_runs"][0] == 3, "the warm-up must not be counted"
@@ -111,6 +115,37 @@ def test_both_engines_are_given_the_same_work(saved):
     ours = [c.token_ids for c in engine.llm.generate([r.prompt for r in REQUESTS], params)]
     engine.llm.close()
     assert ours == peer.generate(REQUESTS)
+
+
+def test_ctranslate2_runs_the_same_weights_and_lengths_and_has_a_ratio_of_its_own():
+    peer = peers.CTranslate2Generate(TINY_GEMMA)
+    others = peers.TransformersGenerate(TINY_GEMMA)
+    texts = [BenchRequest([2, *range(300 + 7 * i, 310 + 8 * i)], length) for i, length in enumerate((24, 5, 40))]
+    found = peer.generate(texts)
+    assert found == others.generate(texts) and [len(each) for each in found] == [24, 5, 40]
+    assert len({token for tokens in found for token in tokens}) > 10
+    sampled = [peer.generate(texts, temperature=1.0) for _ in range(2)]
+    assert sampled[0] != sampled[1], "sampled, not greedy"
+    work, facts = texts[:1], {"workload": "x", "output_tokens": 24}
+    ours = SimpleNamespace(name="minillm", run=lambda work, temperature: 1.0)
+    slow, slower = (
+        SimpleNamespace(name=name, run=lambda *_, s=s: s) for name, s in (("transformers", 3.0), (peer.name, 2.0))
+    )
+    row, *_ = offline._alternate(ours, [slow, slower], work, facts, 1, 0.0)
+    assert (row["times_transformers"], row["times_ctranslate2"]) == (3.0, 2.0)
+    assert (row["against_batch"], row["against_ctranslate2_batch"]) == (1, 1)
+
+
+@pytest.mark.parametrize("wrong", [{"device": "cuda"}, {"load_format": "dummy"}], ids=str)
+def test_ctranslate2_needs_a_cpu_and_weights(wrong):
+    with pytest.raises(ConfigError, match="compared on a CPU, with the weights"):
+        peers.CTranslate2Generate(TINY_GEMMA, **wrong)
+
+
+def test_a_missing_ctranslate2_is_named(monkeypatch):
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    with pytest.raises(MissingPackage, match="pip install ctranslate2"):
+        peers.CTranslate2Generate(TINY_GEMMA)
 
 
 def test_transformers_never_stops_at_an_end_token(transformers_peer):

@@ -33,7 +33,10 @@ def test_a_client_has_so_many_choices_in_all_workers_and_others_have_their_own(s
                 taken.append(asyncio.create_task(ask(client, "ann", stream=count == 2)))
                 await async_wait_until(lambda count=count: shared.hub.running == count)
             for more in ({}, {"n": 2}, {"prompt": ["a", "b"]}, SCHEMA):
-                refused = await ask(client, "ann", **more)
+                asked = asyncio.create_task(ask(client, "ann", **more))
+                await async_wait_until(lambda asked=asked: asked.done() or shared.hub.running > 2)
+                assert asked.done(), "it was accepted"
+                refused = asked.result()
                 assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
                 error = refused.json()["error"]
                 assert "this client has 2 of at most 2 choices" in error["message"] and error["code"] == "server_busy"

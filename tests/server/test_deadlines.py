@@ -2,15 +2,18 @@
 
 import asyncio
 import json
+import socket
 from collections import deque
 
 import httpx
 import pytest
 
+from minillm.request import SamplingParams
 from minillm.server import running
 from minillm.server.config import ServerConfig
 from minillm.server.connections import Connection
-from minillm.server.link import RemoteEngine
+from minillm.server.hub import Hub
+from minillm.server.link import PastDeadline, Prompt, RemoteEngine
 from tests.server.in_process import worker_here
 from tests.waiting import TIMEOUT, async_wait_until, idle, paused_steps
 
@@ -82,6 +85,29 @@ def test_a_stream_past_its_deadline_ends_with_an_error(engine, clocks):
         assert last["error"]["code"] == "request_timeout"
 
     serve_here(engine, work, request_timeout=HOUR)
+
+
+def test_a_request_that_is_not_read_is_aborted_at_its_deadline_too(engine, clocks):
+    async def everything():
+        ours, theirs = socket.socketpair()
+        hub = Hub(engine, "here", ServerConfig(log_level="critical", request_timeout=HOUR))
+        hub.connect(ours)
+        remote = RemoteEngine()
+        await remote.connect(theirs)
+        await remote.connected
+        stream = remote.stream([Prompt([5, 6])], SamplingParams(max_tokens=100, ignore_eos=True))
+        with paused_steps(free=4) as resume:
+            await anext(stream)
+            clocks[0]._run()
+            await async_wait_until(lambda: hub.lines and hub.running == 1)
+            resume.set()
+        await async_wait_until(lambda: hub.running == 0 and idle(engine))
+        with pytest.raises(PastDeadline, match="request_timeout"):
+            generated = [len(delta.token_ids) async for _, delta in stream]
+            assert sum(generated) < 90
+        hub.close()
+
+    asyncio.run(everything())
 
 
 def test_the_first_tokens_deadline_means_nothing_once_there_is_one(engine, clocks):

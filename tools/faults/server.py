@@ -249,7 +249,7 @@ FAULTS = (
         LINK,
         "                self._abort(choices)\n                message",
         "                message",
-        "tests/server/test_deadlines.py -k past_its_deadline",
+        "tests/server/test_deadlines.py -k that_is_not_read",
     ),
     Fault(
         "the first token's deadline ends a request that has one",
@@ -301,10 +301,10 @@ FAULTS = (
         "tests/server/test_logs.py -k holds_no_one",
     ),
     Fault(
-        "a half-closed client is asked for signs of life once only",
+        "a half-closed client loses its answer",
         "minillm/server/connections.py",
-        "            self.loop.call_later(seconds, self._probe, limits.PROBE)\n",
-        "",
+        "        self._probe(limits.FIRST_PROBE)\n        return True\n",
+        "        return False\n",
         "tests/server/test_connections.py -k half_closed",
     ),
 )
