@@ -160,7 +160,7 @@ def demo() -> Path:
                 title = re.sub(r" · \d+ min$", "", heading.lstrip("# "))
                 print(f"{time.perf_counter() - begin:5.0f} s  {title}", flush=True)
 
-    execute(notebook, NOTEBOOKS, say, FULL="1")
+    execute(notebook, NOTEBOOKS / "solutions", say, FULL="1")  # it serves with the other lessons' solutions
     folder = ROOT / "build"
     folder.mkdir(exist_ok=True)
     target = folder / f"{DEMO}.html"

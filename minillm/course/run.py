@@ -14,14 +14,16 @@ from pathlib import Path
 
 from minillm.bench import records
 
-SOURCES = Path(__file__).resolve().parents[2] / "notebooks" / "source"
+NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
+SOURCES = NOTEBOOKS / "source"
+SOLUTIONS = NOTEBOOKS / "solutions"  # where scripts run: lesson 99 reads the other lessons' notebooks there
 
 
 def run(source: Path) -> dict:
     """Run a script in its own process: {"lesson", "ok", "seconds", "output", "errors"}, texts as lists of lines."""
     begin = time.perf_counter()
     environment = os.environ | {"MPLBACKEND": "agg"}
-    done = subprocess.run([sys.executable, source], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, source], cwd=SOLUTIONS, env=environment, capture_output=True, text=True)
     errors = done.stderr.splitlines() if done.returncode else []
     return {
         "lesson": source.stem,
