@@ -33,6 +33,7 @@ RECORDS = {
         "batching": "minillm bench batching --json",
         "distillation": "python data/distill_tiny_gemma.py --record",
         "faults": "python tools/plant_faults.py --jobs 2 --record",
+        "open-loop": "python -m minillm.course.knee --json",
         "quantization": "minillm eval --compare --device cpu --dtype float32 --json",
         "quantization-seeds": f"minillm eval --compare {GROUPS} --seeds 5 --device cpu --dtype float32 --json",
         "sparsity": f"minillm eval --compare {SPARSE} --device cpu --dtype float32 --json",

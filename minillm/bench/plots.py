@@ -73,10 +73,12 @@ def requests(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
     places = [place for place, _ in answered]
     due, first, end = ([each[name] for _, each in answered] for name in ("due", "first_token", "end"))
     waits = [late - early for early, late in zip(due, first, strict=True)]
-    ax.barh(places, waits, left=due, color=WAITING, label="waits for its first token")
+    height = 0.8 if len(result["each"]) < 100 else 1.0  # gaps of less than a pixel look like missing requests
+    ax.barh(places, waits, height, left=due, color=WAITING, label="waits for its first token")
     ax.barh(
         places,
         [late - early for early, late in zip(first, end, strict=True)],
+        height,
         left=first,
         color=OURS,
         label="tokens arrive",

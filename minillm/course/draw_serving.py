@@ -88,6 +88,47 @@ def arrivals(due: Sequence[float], shown: int = 60) -> None:
         axis.spines[["top", "right"]].set_visible(False)
 
 
+def patterns(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Query patterns: what a request waits, median, in its two parts; and tokens per second, counted in two ways."""
+    _, (left, right) = plt.subplots(1, 2, figsize=(11, 2.8), layout="constrained")
+    names = [row["workload"].split("_")[0] for row in rows]
+    ttft, e2e = ([1e3 * row[wait]["p50"] for row in rows] for wait in ("ttft_s", "e2e_s"))
+    left.barh(names, ttft, color=OTHER, label="to the first token")
+    left.barh(names, [b - a for a, b in zip(ttft, e2e, strict=True)], left=ttft, color=TOKEN, label="the rest")
+    left.set(xlabel="milliseconds, median", title="What a request waits")
+    places = np.arange(len(rows))
+    output = [row["output_tokens_per_s"] for row in rows]
+    everything = [row["output_tokens_per_s"] + row["input_tokens"] / row["seconds"] for row in rows]
+    right.barh(places - 0.2, output, 0.4, color=TOKEN, label="output tokens")
+    right.barh(places + 0.2, everything, 0.4, color="lightgray", label="all tokens")
+    right.set_yticks(places, names)
+    right.set(xlabel="tokens per second", title="Throughput")
+    for axis in (left, right):
+        axis.invert_yaxis()
+        axis.legend()
+        axis.spines[["top", "right"]].set_visible(False)
+
+
+def knee(recorded: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str, Any]]) -> None:
+    """Waits against the rate of arrivals, as a share of a closed loop's rate: of a record, and of this machine."""
+    _, (left, right) = plt.subplots(1, 2, figsize=(11, 3.4), layout="constrained")
+    for rows, name, line in ((recorded, "record", "-"), (live, "here", "")):
+        share = [100 * row["share"] for row in rows]
+        for p, marker, color in (("p50", "o", "black"), ("p99", "s", LONGEST)):
+            waits = [1e3 * row["ttft_s"][p] for row in rows]
+            filled = color if line else "none"
+            left.plot(share, waits, marker + line, color=color, mfc=filled, label=f"{p}, {name}")
+        gaps = [1e3 * row["itl_s"]["p50"] for row in rows]
+        right.plot(share, gaps, "o" + line, color=TOKEN, mfc=TOKEN if line else "none", label=f"p50, {name}")
+    left.set(yscale="log", ylabel="milliseconds", title="Time to the first token")
+    right.set(ylim=0, ylabel="milliseconds", title="Time between tokens")
+    for axis in (left, right):
+        axis.axvline(100, color="gray", ls=":")
+        axis.set_xlabel("arrivals, % of the closed loop's rate")
+        axis.legend()
+        axis.spines[["top", "right"]].set_visible(False)
+
+
 def runs(records: Mapping[str, Mapping[str, Any]]) -> None:
     """The requests of serving records over time, side by side. records: title -> record."""
     figure, axes = plt.subplots(1, len(records), figsize=(11, 3.6), layout="constrained")

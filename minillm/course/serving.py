@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from minillm import LLM
-from minillm.bench import offline, records, roofline, serve
+from minillm.bench import offline, records, roofline, serve, traffic
 from minillm.course import checks
 from minillm.course.stubs import solved
 
@@ -112,14 +112,59 @@ def loads_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def waits_table(runs: Mapping[str, Mapping[str, Any]]) -> str:
-    """What clients waited in runs of different arrivals, one line each. runs: name -> result."""
-    lines = [f"{'waits in ms':<24}TTFT p50  TTFT p99  ITL p50  end-to-end p99  most at once  generator busy"]
-    for name, row in runs.items():
-        ttft, itl, e2e = row["ttft_s"], row["itl_s"], row["e2e_s"]
-        waits = [1e3 * each for each in (ttft["p50"], ttft["p99"], itl["p50"], e2e["p99"])]
-        shown = "{:<24}{:8.1f}{:10.1f}{:9.2f}{:16.1f}".format(name, *waits)
-        lines.append(f"{shown}{most_at_once(row):14}{serve.generator_share(dict(row)):16.0%}")
+def patterns_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Query patterns, one line each: mean lengths, rates, and what clients waited."""
+    lines = ["pattern   in  out   TTFT p50   ITL p50   ITL p99 (ms)  whole answer (s)   output tokens/s   all tokens/s"]
+    for row in rows:
+        inputs, outputs = (row[name] // row["requests"] for name in ("input_tokens", "output_tokens"))
+        waits = [1e3 * each for each in (row["ttft_s"]["p50"], row["itl_s"]["p50"], row["itl_s"]["p99"])]
+        everything = row["output_tokens_per_s"] + row["input_tokens"] / row["seconds"]
+        lines.append(
+            f"{row['workload'].split('_')[0]:<8}{inputs:4}{outputs:5}{waits[0]:11.1f}{waits[1]:10.2f}{waits[2]:10.2f}"
+            f"{row['e2e_s']['p50']:18.2f}{row['output_tokens_per_s']:18,.0f}{everything:15,.0f}"
+        )
+    return "\n".join(lines)
+
+
+def recorded_patterns() -> str:
+    """The same patterns in full size, all requests at once, from the committed record of Gemma 2B on an H200."""
+    lines = ["pattern    in    out  requests   output tokens/s   all tokens/s   of the floor's"]
+    for row in records.read("h200/roofline-workloads")["results"]:
+        name = row["workload"].split("_")[0]
+        if name in traffic.PATTERNS:
+            inputs, outputs = (row[f"{each}_tokens"] // row["requests"] for each in ("input", "output"))
+            everything = (row["input_tokens"] + row["output_tokens"]) / row["seconds"]
+            speed = row["output_tokens_per_s"]
+            lines.append(
+                f"{name:<7}{inputs:6,}{outputs:7,}{row['requests']:10,}{speed:18,.0f}{everything:15,.0f}"
+                f"{row['of_floor']:17.0%}"
+            )
+    return "\n".join(lines)
+
+
+def batching_table(record: Mapping[str, Any]) -> str:
+    """Servers that batch in different ways, from the record of `tools/triton_server.py`, one line each."""
+    rows = record["results"]
+    lines = [f"{'':<28}tokens/s   times   median wait for a short answer   runs (s)"]
+    for row in rows:
+        gain = row["output_tokens_per_s"] / rows[0]["output_tokens_per_s"]
+        runs = f"{min(row['runs']):.2f} to {max(row['runs']):.2f}"
+        lines.append(
+            f"{row['engine']:<28}{row['output_tokens_per_s']:8,.0f}{gain:8.2f}{row['short_answers_median_s']:31.2f} s"
+            f"   {runs}"
+        )
+    return "\n".join(lines)
+
+
+def build_gain() -> str:
+    """What the plan of `minillm build` gained over the engine's defaults, from the committed record, a line a load."""
+    record = records.read("h200/build")
+    speed = {(row["engine"], row["requests"]): row["output_tokens_per_s"] for row in record["results"]}
+    lines = []
+    for requests in sorted({count for _, count in speed}):
+        before, after = (speed[engine, requests] for engine in ("default", "planned"))
+        gain = after / before - 1
+        lines.append(f"{requests:3} at once: {before:,.0f} tokens/s, with the plan {after:,.0f} ({gain:+.1%})")
     return "\n".join(lines)
 
 

@@ -52,15 +52,67 @@ def test_losses_are_against_the_first(monkeypatch):
 
     monkeypatch.setattr(report_card, "LLM", Engine)
     monkeypatch.setattr(report_card, "answers", answers)
-    found = report_card.accuracies({name: report_card.Precision({"name": name}, "") for name in right}, 4)
+    found = report_card.accuracies({name: report_card.Precision({"name": name}, "", "") for name in right}, 4)
     assert asked == [4, 4] and found["a"][0] == 0.75 and found["b"][0] == 0.25
     assert found["a"][1].points == 0 and found["b"][1].points == 50
+
+
+def test_recorded_accuracies_are_those_of_all_questions():
+    rows = {row["quantization"]: row for row in records.read("cpu/quantization")["results"]}
+    found, kl = report_card.recorded_accuracies(PRECISIONS), report_card.divergences(PRECISIONS)
+    for name, recorded in {"bf16": "float32", "fp8": "fp8", "int4": "int4"}.items():
+        row = rows[recorded]
+        assert found[name][0] == row["accuracy"] and kl[name] == row["kl"] and row["questions"] == 2160
+        assert found[name][1] == Loss(row["loss_points"], *row["loss_interval"])
+
+
+def test_what_the_lesson_says_of_accuracy_holds():
+    found, kl = report_card.recorded_accuracies(PRECISIONS), report_card.divergences(PRECISIONS)
+    assert f"{found['bf16'][0]:.1%}" == "88.8%"
+    assert all(loss.low < 0 < loss.high for name, (_, loss) in found.items() if name != "bf16")
+    assert kl["int4"] / kl["fp8"] == pytest.approx(10, rel=0.05), "about ten times as far"
+
+
+def test_the_distance_to_the_floor():
+    floors = report_card.floors_ms(PRECISIONS)
+    assert floors["bf16"][0] == pytest.approx(1.19, abs=0.005), "5.01 GB at 4.2 TB/s"
+    assert {name: round(took - least, 1) for name, (least, took) in floors.items()} == {
+        "bf16": 0.2,
+        "fp8": 0.3,
+        "int4": 0.3,
+    }
+    ratios = [took / least for least, took in floors.values()]
+    assert ratios == sorted(ratios), "the fewer bytes, the farther from the floor"
+
+
+def lost(workload):
+    lines = report_card.parts_table(workload).splitlines()[2:]
+    return {line[:20].strip(): float(line.split()[-1]) for line in lines}
+
+
+def test_the_parts_of_a_step_add_up_to_it():
+    for workload in ("single", "chat"):
+        parts = lost(workload)
+        row = next(each for each in records.read(report_card.PARTS)["results"] if each["workload"].startswith(workload))
+        over = 1e3 * (row["seconds"] - sum(row["floor_seconds"].values())) / row["steps"]
+        assert sum(parts.values()) - parts["all"] == pytest.approx(parts["all"], abs=0.03)
+        assert parts["all"] == pytest.approx(over, abs=0.01)
+
+
+def test_what_the_lesson_says_of_the_parts_holds():
+    alone, many = lost("single"), lost("chat")
+    assert max(alone, key=lambda name: alone[name] * (name != "all")) == "attention"
+    assert alone["attention"] == pytest.approx(alone["all"] / 2, rel=0.1) and alone["head and sampling"] < 0
+    order = sorted(many, key=many.__getitem__, reverse=True)
+    assert order[:4] == ["all", "matrix products", "other kernels", "GPU idle"]
 
 
 def test_the_card_has_a_line_for_each_precision(capsys):
     speeds = report_card.speeds(PRECISIONS)
     quality = {name: (0.5, Loss(1.0, -2.0, 4.0)) for name in PRECISIONS}
-    report_card.print_card(quality, report_card.gigabytes(PRECISIONS), speeds, speeds)
+    kl = dict.fromkeys(PRECISIONS, 0.0125)
+    report_card.print_card(quality, kl, report_card.gigabytes(PRECISIONS), speeds, speeds)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[2:]] == list(PRECISIONS)
-    assert "1.0 (-2.0 to 4.0)" in lines[3] and "(" not in lines[2], "the first has lost nothing against itself"
+    assert "1.00 (-2.00 to 4.00)  0.0125" in lines[3]
+    assert "(" not in lines[2] and "0.0125" not in lines[2], "the first has lost nothing against itself"

@@ -51,6 +51,20 @@ FAULTS = (
         "tests/course/test_adapters.py -k equals_the_engines",
     ),
     Fault(
+        "a function that fails its check serves with everything that the learner wrote",
+        "minillm/course/earlier.py",
+        ".examine(candidate) if each.problem]",
+        ".examine(candidate) if each.needs]",
+        "tests/course/test_earlier.py -k wrong_or_missing",
+    ),
+    Fault(
+        "a promise about the whole answer is not kept, and counts as goodput",
+        "minillm/course/knee.py",
+        'and each["end"] - each["due"] <= e2e',
+        "",
+        "tests/course/test_knee.py -k promise",
+    ),
+    Fault(
         "a write past the end of a tensor is not detected",
         "minillm/course/interpret.py",
         "(memory[:GUARD] == by).all() and (memory[-GUARD:] == by).all()",
