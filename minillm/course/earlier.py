@@ -104,21 +104,26 @@ def _has_triton() -> bool:
 
 
 def _read(folder: Path, lesson: str) -> Names | None:
-    """The definitions of a lesson's notebook; None if it is not there."""
-    path = next(iter(sorted(folder.glob(f"{lesson}_*.ipynb"))), None)
+    """The definitions of a lesson's notebook; None if it is not there, or is no notebook."""
+    path = min(folder.glob(f"{lesson}_*.ipynb"), key=lambda path: len(path.name), default=None)  # copies are longer
     if path is None:
         return None
-    cells = nbformat.read(path, as_version=4).cells
+    try:
+        cells = nbformat.read(path, as_version=4).cells
+    except Exception:  # nbformat raises many kinds
+        return None
     return definitions([cell.source for cell in cells if cell.cell_type == "code"], path.stem)
 
 
 def _problem(part: Part, names: Names | None) -> str | None:
     """Why a part cannot be taken, in a few words; None if it can."""
     if names is None:
-        return "no notebook of that lesson here"
+        return "no readable notebook of that lesson here"
     for exercise in part.exercises:
         candidate = names.get(exercise)
-        if candidate is None or not all(solved(each) for each in (candidate, names.get(f"{exercise}_kernel", abs))):
+        if candidate is None:
+            return f"{exercise} is not defined there"
+        if not all(solved(each) for each in (candidate, names.get(f"{exercise}_kernel", abs))):
             return f"{exercise} is not solved yet"
         if failed := [each.name for each in checks.find(exercise).examine(candidate) if each.problem]:
             return f"{exercise} fails its check ({failed[0]})"

@@ -602,6 +602,8 @@ for each in opened:
 #
 # ## Serve with your own attention (optional) · 22 min
 #
+# You may skip the exercise of this section, but run its cells: the next section uses them.
+#
 # The server uses the same table of operations as everything else, so `using` works behind HTTP. Let us replace the
 # attention of the decode step, for the whole batch at once. Requests in a batch have different lengths. In one tensor,
 # the shorter rows end with leftovers: old numbers, or NaN.

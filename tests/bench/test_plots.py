@@ -184,3 +184,11 @@ def test_names_of_close_points_stand_in_a_column_in_the_points_order():
         "high": True,
         "alone": False,
     }
+
+
+@pytest.mark.parametrize(("count", "height"), [(99, 0.8), (300, 1.0)])
+def test_bars_of_many_requests_touch(count, height):
+    each = [{"due": n / 10, "first_token": n / 10 + 1, "end": n / 10 + 2} for n in range(count)]
+    ax = plots.requests(RECORD | {"results": [{"each": each, "arrival": "given"}]})
+    assert {round(bar.get_height(), 3) for bar in ax.patches} == {height}
+    assert len(ax.patches) == 2 * count

@@ -56,8 +56,8 @@ def test_a_right_function_is_taken_and_runs_in_the_engine(tmp_path, only_merges)
         ([WRONG], "bpe_merge fails its check"),
         ([STUB], "bpe_merge is not solved yet"),
         ([RIGHT, STUB], "bpe_merge is not solved yet"),  # the later cell counts, as in the notebook
-        (["x = 1"], "bpe_merge is not solved yet"),
-        ([RIGHT.replace("(symbols, ranks)", "(symbols, ranks")], "bpe_merge is not solved yet"),  # not Python
+        (["x = 1"], "bpe_merge is not defined there"),
+        ([RIGHT.replace("(symbols, ranks)", "(symbols, ranks")], "bpe_merge is not defined there"),  # not Python
     ],
 )
 def test_what_is_wrong_or_missing_is_left_to_the_engine(tmp_path, only_merges, cells, problem):
@@ -66,9 +66,19 @@ def test_what_is_wrong_or_missing_is_left_to_the_engine(tmp_path, only_merges, c
     assert text.startswith(f"the engine's: {problem}") and found.parts == {}
 
 
-def test_a_notebook_that_is_not_there(tmp_path, only_merges):
-    found, text = whose(tmp_path)
-    assert text == "the engine's: no notebook of that lesson here" and found.parts == {}
+@pytest.mark.parametrize("text", [None, "", "{}", "no JSON"])
+def test_a_notebook_that_is_not_there_or_cannot_be_read(tmp_path, only_merges, text):
+    if text is not None:
+        (tmp_path / "01_tokenization.ipynb").write_text(text, encoding="utf-8")
+    found, whom = whose(tmp_path)
+    assert whom == "the engine's: no readable notebook of that lesson here" and found.parts == {}
+
+
+def test_copies_of_a_notebook_do_not_count(tmp_path, only_merges):
+    for name in ("01_tokenization-Copy1.ipynb", "01_tokenization.new.ipynb"):
+        notebook(tmp_path, name, WRONG)
+    notebook(tmp_path, "01_tokenization.ipynb", RIGHT)
+    assert whose(tmp_path)[1] == "yours"
 
 
 def test_without_triton_kernels_are_left_to_the_engine(tmp_path, monkeypatch):
