@@ -14,7 +14,7 @@ import numpy as np
 
 from minillm import overrides
 from minillm.engine.async_llm import Prepared
-from minillm.errors import InvalidRequest
+from minillm.errors import InvalidRequest, MissingPackage
 from minillm.request import Delta, RequestOptions, SamplingParams
 from minillm.tokenizer import Tokenizer, TokenizerError
 
@@ -111,6 +111,9 @@ class Line:
                 event["prompt_logprobs"] = scores
         if delta.completion is not None:
             event |= {"reason": delta.finish_reason, "stop": delta.stop_reason}
+            if delta.finish_reason == "abort" and isinstance(delta.stop_reason, str):  # nobody asked for it
+                message = f"json_schema cannot be followed to the end of this answer: {delta.stop_reason}"
+                event |= {"error": message, "kind": "invalid"}
             self._forget(job.key)
             self.hub.metrics.observe(delta.completion)
             self.hub.ended()
@@ -342,4 +345,6 @@ def _refusal(error: Exception) -> dict:
     if isinstance(error, TooLong):
         return {"kind": "too_long", "message": message}
     kind = "invalid" if isinstance(error, (InvalidRequest, TokenizerError)) else "failed"
+    if isinstance(error, MissingPackage):
+        kind = "missing"
     return {"kind": kind, "message": message}

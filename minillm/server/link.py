@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from minillm.engine.output_text import OutputText
-from minillm.errors import InvalidRequest, MinillmError
+from minillm.errors import InvalidRequest, MinillmError, MissingPackage
 from minillm.request import Completion, Delta, RequestOptions, SamplingParams
 from minillm.tokenizer import Tokenizer
 
@@ -87,6 +87,7 @@ REFUSALS: dict[str, Callable[..., Exception]] = {
     "invalid": InvalidRequest,
     "too_long": TooLong,
     "busy": Busy,
+    "missing": MissingPackage,
     "failed": EngineError,
 }
 
@@ -416,7 +417,7 @@ class RemoteEngine:
         choice, queue = found
         if event.get("error") is not None:
             del self._choices[key]
-            queue.put_nowait(EngineError(event["error"]))
+            queue.put_nowait(REFUSALS[event.get("kind", "failed")](event["error"]))
             return
         # Not in `stream`: even if the client reads slowly, the engine must learn of a stop string at once.
         try:

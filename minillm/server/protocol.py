@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
-from minillm.errors import InvalidRequest, MinillmError
+from minillm.errors import InvalidRequest, MinillmError, MissingPackage
 from minillm.request import SURROGATE, RequestOptions, SamplingParams
 from minillm.tokenizer import TokenizerError
 from minillm.values import QUOTED, shown
@@ -428,6 +428,10 @@ def as_api_error(error: Exception) -> APIError:
     if isinstance(error, ShuttingDown):
         headers = {"retry-after": str(RETRY_AFTER), "connection": "close"}
         return APIError(message, status=503, kind="server_error", code="shutting_down", headers=headers)
+    if isinstance(error, MissingPackage):
+        return APIError(
+            f"this server cannot do that yet: {message}", status=501, kind="server_error", code="not_installed"
+        )
     if isinstance(error, PastDeadline):
         return APIError(message, status=504, kind="server_error", code=error.code)
     if isinstance(error, EngineGone):

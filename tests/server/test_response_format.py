@@ -1,6 +1,7 @@
 """response_format through the real openai client."""
 
 import asyncio
+import sys
 import threading
 from typing import Literal
 
@@ -8,7 +9,8 @@ import openai
 import pydantic
 import pytest
 
-from tests.waiting import TIMEOUT, wait_until
+from minillm.grammar import Matcher
+from tests.waiting import TIMEOUT, async_wait_until, wait_until
 
 QUESTION = [{"role": "user", "content": "Where is the river?"}]
 
@@ -72,7 +74,7 @@ def test_a_wrong_schema_is_refused_and_names_the_field(client, server):
 
 
 def test_others_are_served_while_a_grammar_compiles_and_who_leaves_is_forgotten(client, server, monkeypatch):
-    compiling, may_go_on, started = threading.Event(), threading.Event(), []
+    compiling, may_go_on, started, compiled = threading.Event(), threading.Event(), [], []
     engine, (line,) = server.engine, server.hub.lines
     check, prepare = engine.check_params, engine.prepare
 
@@ -80,6 +82,7 @@ def test_others_are_served_while_a_grammar_compiles_and_who_leaves_is_forgotten(
         if params.grammar is not None:
             compiling.set()
             assert may_go_on.wait(TIMEOUT)
+            compiled.append(params.grammar)
         check(params)
 
     def noting(ids, params, *args, **more):
@@ -97,8 +100,13 @@ def test_others_are_served_while_a_grammar_compiles_and_who_leaves_is_forgotten(
             assert await asyncio.to_thread(compiling.wait, TIMEOUT)
             answer = await leaving.chat.completions.create(**asked, max_tokens=3)  # while the grammar compiles
             assert answer.usage.completion_tokens > 0 and len(line.compiling) == 2
-            task.cancel()
-            await asyncio.wait([task])
+            late = asyncio.ensure_future(
+                leaving.chat.completions.create(**asked, response_format={"type": "json_object"})
+            )
+            await async_wait_until(lambda: len(line.compiling) == 3)
+            for each in (task, late):
+                each.cancel()
+            await asyncio.wait([task, late])
 
     try:
         asyncio.run(leave())
@@ -108,3 +116,27 @@ def test_others_are_served_while_a_grammar_compiles_and_who_leaves_is_forgotten(
     answer = client.chat.completions.create(**asked, max_tokens=200, response_format=FORMAT)  # compiled after it
     Flag.model_validate_json(answer.choices[0].message.content)
     assert started == [False, True]
+    assert len(compiled) == 2 and len(set(compiled)) == 1, "the one that left before its turn was not compiled"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_fails_midway_is_an_error_and_not_half_an_answer(client, server, monkeypatch, stream):
+    monkeypatch.setattr(Matcher, "advance", lambda self, tokens: "it needs more than 50000 steps")
+    asked = {"model": server.model, "messages": QUESTION, "max_tokens": 20, "response_format": FORMAT}
+    with pytest.raises(openai.APIError, match="cannot be followed to the end .* 50000 steps") as caught:
+        answer = client.chat.completions.create(**asked, stream=stream)
+        assert stream and list(answer)
+    assert caught.value.body["param"] == "response_format"
+    assert stream or caught.value.status_code == 400
+    assert server.hub.running == 0
+
+
+def test_a_server_without_the_grammar_library_says_so_and_serves_all_else(client, server, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    schema = {"type": "object", "properties": {"never compiled before": {"type": "boolean"}}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    asked = {"model": server.model, "messages": QUESTION, "max_tokens": 2}
+    with pytest.raises(openai.APIStatusError, match="llguidance.*pip install 'minillm\\[serve\\]'") as caught:
+        client.chat.completions.create(**asked, response_format=wanted)
+    assert (caught.value.status_code, caught.value.body["code"]) == (501, "not_installed")
+    assert client.chat.completions.create(**asked).usage.completion_tokens > 0

@@ -307,4 +307,18 @@ FAULTS = (
         "        return False\n",
         "tests/server/test_connections.py -k half_closed",
     ),
+    Fault(
+        "a grammar is compiled for a client that has left",
+        LINE,
+        "            if not any(key in self.compiling for key in keys):\n",
+        "            if False:\n",
+        "tests/server/test_response_format.py -k who_leaves",
+    ),
+    Fault(
+        "a grammar that fails leaves half an answer",
+        LINE,
+        'event |= {"error": message, "kind": "invalid"}',
+        "pass",
+        "tests/server/test_response_format.py -k midway",
+    ),
 )
