@@ -61,9 +61,10 @@ class Connection(H11Protocol):
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio allows it
         """The client will send no more. Returns whether the connection stays, for the answer that it waits for.
 
-        A client that has closed the whole connection looks the same, until the system refuses to send it anything.
+        A client that has closed the whole connection looks the same, until the system refuses to send it anything. One
+        whose answer has begun is taken to have left: until the next token there is nothing to send.
         """
-        waits = self.conn.their_state in (h11.DONE, h11.MUST_CLOSE) and not self.cycle.response_complete
+        waits = self.conn.their_state in (h11.DONE, h11.MUST_CLOSE) and not self.cycle.response_started
         if not waits or self.cycle.scope["http_version"] != "1.1":
             return False
         self._half_closed = True
