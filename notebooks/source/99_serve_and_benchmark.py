@@ -100,6 +100,14 @@ print(f"{model.nbytes / 1e6:,.1f} MB of weights; {rows} rows in the batch")
 # Prefix caching is off because we are going to send the same prompts again and again. With the cache, later runs of
 # prompts longer than a block would skip most of their prefill.
 #
+# Open this address in a browser (on the machine that runs the notebook) and keep it in view: the engine room shows the
+# rows of the batch, the blocks of the cache, and the waits, while the cells below put load on the server. `/metrics`
+# has the numbers for a monitoring system.
+
+# %% tags=["nbval-ignore-output"] uncompared="a port that was free"
+print(server.url)
+
+# %% [markdown]
 # ## Talk to it · 4 min
 #
 # The server speaks the OpenAI protocol, so the official client works unchanged; only the address differs. The embedded

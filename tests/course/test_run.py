@@ -20,6 +20,13 @@ def test_a_run_of_lessons_fails_if_one_of_them_does(second, status, tmp_path, mo
     assert ("FAILED\na mistake" in capsys.readouterr().out) == (status == 1)
 
 
+def test_a_lesson_runs_where_the_other_lessons_solutions_are(tmp_path):
+    script = tmp_path / "99_where.py"
+    script.write_text("import os; print(os.listdir())", encoding="utf-8")
+    (listed,) = run.run(script)["output"]
+    assert "'99_serve_and_benchmark.ipynb'" in listed and run.SOLUTIONS.name == "solutions"
+
+
 def test_a_run_without_lessons_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "SOURCES", tmp_path)
     assert run.main(["00"]) == 1
