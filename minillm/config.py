@@ -1,12 +1,14 @@
 """The engine's options, with vLLM's names where vLLM has the option.  Lesson 00."""
 
 import math
+import random
 import re
 from dataclasses import Field, dataclass, field, fields
 from os import PathLike
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, Unpack, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, Unpack, cast, get_args
 
+from minillm import from_vllm
 from minillm.errors import ConfigError
 from minillm.renamed import names
 from minillm.values import as_float, as_int, shown
@@ -47,7 +49,7 @@ class Options:
             raise ConfigError(f"{name} must be one of {known}, not {shown(value)}")
         if isinstance(option.default, bool) and not isinstance(value, bool):
             raise ConfigError(f"{name} must be True or False, not {shown(value)}")
-        if value is None and option.default is None:
+        if value is None and (option.default is None or limits.get("or_none")):
             return
         if "above" in limits or "from_" in limits:
             self._check_seconds(name, value, **{key: limits[key] for key in ("above", "from_") if key in limits})
@@ -104,7 +106,7 @@ class EngineOptions(TypedDict, total=False):
     enable_prefix_caching: bool
     policy: PolicyName
     run_ahead: int
-    seed: int
+    seed: int | None
     plan: str | PathLike[str] | None
     trace: str | PathLike[str] | Recorder | None
 
@@ -181,7 +183,13 @@ class EngineConfig(Options):
     run_ahead: int = option(
         1, "steps launched before the first one's tokens are read (0: none)", least=0, most=MOST_AHEAD
     )
-    seed: int = option(0, "for requests that have no seed of their own", least=-(2**63), most=2**63 - 1)
+    seed: int = option(
+        0,
+        "for requests that have no seed of their own; None: another one each time",
+        least=-(2**63),
+        most=2**63 - 1,
+        or_none=True,
+    )
     plan: str | None = option(
         None, "a file written by `minillm build`: options, CUDA graphs and kernel launches measured on this GPU"
     )
@@ -193,6 +201,8 @@ class EngineConfig(Options):
         super().__post_init__()
         if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
             raise ConfigError(f"device must be auto, cpu, cuda or a GPU as cuda:1, not {shown(self.device)}")
+        if self.seed is None:
+            self._set("seed", random.SystemRandom().randrange(2**31))
         share = as_float(self.gpu_memory_utilization)
         if share is None or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], not {shown(self.gpu_memory_utilization)}")
@@ -208,6 +218,7 @@ class EngineConfig(Options):
     @classmethod
     def of(cls, **options: Unpack[EngineOptions]) -> "EngineConfig":
         """The options, checked. Raises ConfigError, also for a name that is no option."""
+        options = cast(EngineOptions, from_vllm.engine_options(options))
         known = [each.name for each in fields(cls)]
         if unknown := options.keys() - known:
             raise ConfigError(

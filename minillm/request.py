@@ -1,20 +1,23 @@
 """A request's parameters and its result.  Lesson 00."""
 
 import copy
+import functools
 import json
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import numpy as np
 
+from minillm import from_vllm
 from minillm.errors import InvalidRequest
 from minillm.grammar import MAX_GRAMMAR, Matcher
 from minillm.values import as_float, as_int, as_tuple, shown
 
 MAX_LOGPROBS = 20
+MAX_N = 128
 # name -> least and most allowed, and the value that changes nothing
 RANGES = {
     "temperature": (0, 1e4, "0 for greedy, 1 for the model's own distribution"),
@@ -32,8 +35,9 @@ WHOLE = {
     "logprobs": (0, MAX_LOGPROBS + 1, f"a whole number from 0 to {MAX_LOGPROBS}"),
     "prompt_logprobs": (0, MAX_LOGPROBS + 1, f"a whole number from 0 to {MAX_LOGPROBS}"),
     "seed": (-(2**63), 2**63, "a 64-bit whole number"),
+    "n": (1, MAX_N + 1, f"a whole number from 1 to {MAX_N}"),
 }
-MAY_BE_NONE = ("logprobs", "prompt_logprobs", "seed")
+MAY_BE_NONE = ("max_tokens", "logprobs", "prompt_logprobs", "seed")
 SURROGATE = re.compile("[\ud800-\udfff]")  # in no text that can be encoded, and so in none that can be hashed
 _TOKEN_ID = re.compile("[0-9]{1,10}")  # JSON has no other keys than strings
 TokenLogprobs = dict[int, float]
@@ -83,7 +87,7 @@ class SamplingParams:
     The steps run in this order: logit_bias, penalties, min_tokens, the grammar of json_schema or regex, temperature,
     min_p, top_k, top_p.
 
-    max_tokens          most tokens to generate (at least 1)
+    max_tokens          most tokens to generate (at least 1); None: as many as a request may have
     min_tokens          no stop token is sampled before this many tokens are generated
     temperature         0 takes the most likely token; 1 samples the model's own distribution
     top_k               keep the k most likely tokens (0 or -1: all)
@@ -102,6 +106,7 @@ class SamplingParams:
     json_schema         the output is a JSON text that follows this schema; {"type": "object"} takes any object. A text
                         that reaches max_tokens first is cut short (finish_reason "length")
     regex               the output matches this regular expression as a whole
+    n                   choices of each prompt, for `LLM.generate` and `LLM.chat`: see `Completion.outputs`
 
     A request with json_schema or regex ends when its text is complete. It waits for each token before the next is
     computed, so with run_ahead it takes part in only some of the steps.
@@ -110,7 +115,7 @@ class SamplingParams:
     DeprecationWarning, as `options`.
     """
 
-    max_tokens: int = 16
+    max_tokens: int | None = 16
     min_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0
@@ -131,6 +136,7 @@ class SamplingParams:
     priority: InitVar[int | None] = None
     json_schema: Mapping[str, Any] | None = None
     regex: str | None = None
+    n: int = 1
     options: RequestOptions | None = field(default=None, init=False, repr=False, compare=False)
     # ("json_schema" or "regex", its text), if either is given
     grammar: tuple[str, str] | None = field(default=None, init=False, repr=False, compare=False)
@@ -161,7 +167,7 @@ class SamplingParams:
             if whole is None or not low <= whole < end:
                 raise _refusal(f"{name} must be {words}", value)
             object.__setattr__(self, name, whole)
-        if self.min_tokens > self.max_tokens:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens}): raise max_tokens"
             )
@@ -232,13 +238,14 @@ class SamplingParams:
 
     def choices(self, n: int) -> "list[SamplingParams]":
         """For each of n choices of a prompt; with a seed, choice i samples with seed + i. Raises InvalidRequest."""
-        if self.seed is None:
+        if self.seed is None and self.n == 1:
             return [self] * n
-        if self.seed + n - 1 >= 2**63:
+        if self.seed is not None and self.seed + n - 1 >= 2**63:
             raise InvalidRequest(f"seed must be a 64-bit whole number, and seed + {n - 1} is not")
         made = [copy.copy(self) for _ in range(n)]  # what was checked once need not be again, nor held twice
         for i, each in enumerate(made):
-            object.__setattr__(each, "seed", self.seed + i)
+            object.__setattr__(each, "seed", None if self.seed is None else self.seed + i)
+            object.__setattr__(each, "n", 1)
         return made
 
     @property
@@ -257,6 +264,17 @@ class SamplingParams:
         )
 
 
+def _translated(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def __init__(self: SamplingParams, *values: Any, **named: Any) -> None:
+        init(self, *values, **(from_vllm.sampling(named) if named else named))
+
+    return __init__
+
+
+setattr(SamplingParams, "__init__", _translated(SamplingParams.__init__))  # noqa: B010  # mypy: it is a dataclass's
+
+
 @dataclass
 class Completion:
     """One request's result.  Times are `time.perf_counter()` seconds."""
@@ -273,6 +291,23 @@ class Completion:
     scheduled_time: float | None = None  # when the engine first gave it a row
     first_token_time: float | None = None
     finish_time: float | None = None
+    prompt: str | None = None  # set by `LLM.generate` if it was text
+    choices: list["Completion"] = field(default_factory=list, repr=False)  # with n > 1: all n, this one first
+
+    @property
+    def outputs(self) -> list["Completion"]:
+        """The n choices, as in vLLM's results. (Log-probabilities are plain numbers here.)"""
+        return self.choices or [self]
+
+    @property
+    def index(self) -> int:
+        """Its number among the choices of its prompt."""
+        return next((i for i, each in enumerate(self.choices) if each is self), 0)
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has ended."""
+        return self.finish_reason is not None
 
 
 @dataclass

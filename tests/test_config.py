@@ -12,7 +12,6 @@ from minillm.errors import ConfigError
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"seed": None}, "seed must be a 64-bit whole number, not None"),
         ({"seed": "x"}, "seed must be a 64-bit whole number, not 'x'"),
         ({"seed": 2**63}, "seed must be a 64-bit whole number, not 9223372036854775808"),
         ({"seed": 10**5000}, "seed must be a 64-bit whole number, not <int>"),

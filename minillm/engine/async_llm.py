@@ -8,14 +8,15 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Unpack
 
+from minillm import from_vllm
 from minillm.config import EngineOptions
-from minillm.errors import ConfigError, EngineClosed
+from minillm.errors import ConfigError, EngineClosed, InvalidRequest
 from minillm.request import Completion, Delta, Prompt, RequestOptions, SamplingParams
 from minillm.tokenizer import Tokenizer
 from minillm.values import shown
@@ -157,6 +158,9 @@ class AsyncLLM:
                 self._listening.pop(delta.completion.request_id, None)
             self._post(mailbox, key, delta)
 
+        if isinstance(params, SamplingParams) and params.n > 1:
+            raise InvalidRequest(f"n is {params.n}, but a stream has one choice: submit the prompt {params.n} times")
+        prompt = from_vllm.prompt(prompt) if isinstance(prompt, Mapping) else prompt
         tracked = self.engine.prepare(
             prompt,
             params,

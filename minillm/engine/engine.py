@@ -232,7 +232,7 @@ class Engine:
             request_id=request_id or f"request-{count}",
             prompt=ids,
             params=params,
-            limit=min(len(ids) + params.max_tokens, self.scheduler.longest),
+            limit=min(len(ids) + (params.max_tokens or self.scheduler.longest), self.scheduler.longest),
             stop_ids=tuple(params.stop_token_ids) + (() if params.ignore_eos else self.model_config.eos_token_ids),
             seed=params.seed if params.seed is not None else derived_seed(self.config.seed, count),
             options=_of_kind(params.options if options is None else options, RequestOptions, "options"),

@@ -2,17 +2,18 @@
 
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import numpy as np
 
+from minillm import from_vllm
 from minillm.config import EngineOptions
 from minillm.errors import EngineClosed, InvalidRequest
 from minillm.request import Completion, Prompt, RequestOptions, SamplingParams
 from minillm.tokenizer import Tokenizer
 from minillm.values import as_tuple, shown
 
-from .engine import Engine
+from .engine import Engine, Tracked
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -46,20 +47,30 @@ class LLM:
         options: RequestOptions | Sequence[RequestOptions] | None = None,
         *,
         progress: bool = False,
+        **vllm: Any,
     ) -> list[Completion]:
         """Complete each prompt; returns one `Completion` for each, in order.
 
         prompts: a string, a list of token ids, or a list of those. params, options: one for all prompts, or a list
-        with one for each. Raises InvalidRequest before anything runs if any prompt cannot be served; EngineClosed.
+        with one for each. With n > 1 in its params, a prompt's `Completion` is the first choice, and its `outputs` are
+        all of them. vllm: vLLM's names of arguments (see `from_vllm`). Raises InvalidRequest before anything runs if
+        any prompt cannot be served; EngineClosed.
         """
+        params, progress = from_vllm.asked(params, progress, vllm)
         engine, each_prompt = self.engine, as_prompts(prompts)
         count = len(each_prompt)
         each_params = _one_each(params, SamplingParams, count)
         each_options = _one_each(options, RequestOptions, count)
-        batch = []
+        batch: list[Tracked] = []
+        first: list[int] = []  # the place in the batch of each prompt's first choice
         for i, (prompt, wanted, option) in enumerate(zip(each_prompt, each_params, each_options, strict=True)):
+            first.append(len(batch))
             try:
-                batch.append(engine.prepare(prompt, wanted, option))
+                several = isinstance(wanted, SamplingParams) and wanted.n > 1
+                batch += [
+                    engine.prepare(prompt, choice, option)
+                    for choice in (wanted.choices(wanted.n) if wanted and several else [wanted])
+                ]
             except InvalidRequest as error:
                 raise InvalidRequest(f"prompt {i}: {error}" if count > 1 else str(error)) from None
         bar = _progress_bar(len(batch)) if progress else None
@@ -78,7 +89,12 @@ class LLM:
                 engine.step()
             if bar is not None:
                 bar.close()
-        return [tracked.completion for tracked in batch]
+        done = [tracked.completion for tracked in batch]
+        for prompt, begin, end in zip(each_prompt, first, [*first[1:], len(done)], strict=True):
+            for each in done[begin:end]:
+                each.prompt = prompt if isinstance(prompt, str) else None
+                each.choices = done[begin:end] if end - begin > 1 else []
+        return [done[begin] for begin in first]
 
     def chat(
         self,
@@ -87,12 +103,14 @@ class LLM:
         options: RequestOptions | Sequence[RequestOptions] | None = None,
         *,
         progress: bool = False,
+        **vllm: Any,
     ) -> list[Completion]:
         """Answer one conversation, a list of {"role", "content"} messages, or a list of conversations.
 
         Returns one `Completion` for each. Raises InvalidRequest, EngineClosed, and TokenizerError where the model has
         no chat template or the template rejects the messages.
         """
+        params, progress = from_vllm.asked(params, progress, vllm)
         conversations = as_tuple(messages)
         if not conversations:
             raise InvalidRequest(f"messages must be a list of {MESSAGE}, not {shown(messages)}")
@@ -100,6 +118,10 @@ class LLM:
             conversations = (conversations,)
         prompts = [chat_prompt(self.tokenizer, conversation) for conversation in conversations]
         return self.generate(prompts, params, options, progress=progress)
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """The tokenizer, as vLLM's method of this name returns it."""
+        return self.tokenizer
 
     def stats(self) -> dict[str, int]:
         """Counts of requests, cache blocks and steps so far: see `Engine.stats`."""
@@ -148,13 +170,14 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several -> a list of prompts. Raises InvalidRequest for what is neither text nor a list."""
     if isinstance(prompts, str):
         return [prompts]
+    if isinstance(prompts, Mapping):
+        return [from_vllm.prompt(prompts)]
     several = None if prompts is None or isinstance(prompts, Set) else as_tuple(prompts)  # a set has no order
     if several is None:
-        way = "; give its text or token ids themselves" if isinstance(prompts, Mapping) else ""
-        raise InvalidRequest(
-            f"prompts must be a string, a list of token ids, or a list of those, not {shown(prompts)}{way}"
-        )
-    return [several] if several and isinstance(several[0], (int, np.integer)) else list(several)
+        raise InvalidRequest(f"prompts must be a string, a list of token ids, or a list of those, not {shown(prompts)}")
+    if several and isinstance(several[0], (int, np.integer)):
+        return [several]
+    return [from_vllm.prompt(each) if isinstance(each, Mapping) else each for each in several]
 
 
 def chat_prompt(tokenizer: Tokenizer | None, messages: Sequence[Mapping[str, str]]) -> list[int]:

@@ -5,7 +5,6 @@ Every loop over client input is bounded by one of these limits, so that one requ
 
 # ---- values in a request
 MAX_PROMPTS = 2048
-MAX_N = 128
 MAX_CHOICES = 2048  # in one request: n for each prompt
 MAX_MESSAGES = 2048
 MAX_PARTS = 2048  # in one message

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from minillm.errors import InvalidRequest, MinillmError, MissingPackage
-from minillm.request import SURROGATE, RequestOptions, SamplingParams
+from minillm.request import MAX_N, SURROGATE, RequestOptions, SamplingParams
 from minillm.tokenizer import TokenizerError
 from minillm.values import QUOTED, shown
 
@@ -23,7 +23,6 @@ from .limits import (
     MAX_CHOICES,
     MAX_MESSAGES,
     MAX_METADATA,
-    MAX_N,
     MAX_PARTS,
     MAX_PROMPTS,
     MAX_ROLE,
@@ -202,7 +201,7 @@ class GenerationRequest(Body):
     def sampling(self, **computed) -> SamplingParams:
         """Return the sampling parameters of the n choices; with a seed, choice i uses seed + i."""
         self._check_strings()
-        given = self._given(SamplingParams) | computed | {"json_schema": self._json_schema()}
+        given = self._given(SamplingParams) | computed | {"json_schema": self._json_schema(), "n": None}
         given = {name: value for name, value in given.items() if value is not None}
         for key in self.logit_bias or ():
             if not _TOKEN_ID.fullmatch(key):

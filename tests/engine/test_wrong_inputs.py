@@ -23,8 +23,8 @@ def llm():
 @pytest.mark.parametrize(
     "prompts",
     [
-        {"prompt_token_ids": [5, 6]},
-        [{"prompt": "a"}],
+        {"prompt_ids": [5, 6]},
+        [{"text": "a"}],
         b"abc",
         [b"abc"],
         bytearray(b"abc"),

@@ -39,6 +39,7 @@ LAYERS = (
         "config",
         "renamed",
         "lazy_imports",
+        "from_vllm",
     ),
     *("values", "errors", "kernels"),
 )

@@ -103,4 +103,18 @@ FAULTS = (
         "return self",
         "tests/test_grammar.py -k advance_alone",
     ),
+    Fault(
+        "an option of vLLM's that is missing here is taken and forgotten",
+        "minillm/from_vllm.py",
+        '            raise error(f"{name}=',
+        '            error(f"{name}=',
+        "tests/test_from_vllm.py -k instead",
+    ),
+    Fault(
+        "every choice of a prompt has the same seed",
+        "minillm/request.py",
+        "None if self.seed is None else self.seed + i",
+        "self.seed",
+        "tests/test_from_vllm.py -k choices",
+    ),
 )

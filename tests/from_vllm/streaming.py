@@ -1,0 +1,17 @@
+import asyncio
+
+from minillm import AsyncLLM, SamplingParams
+
+
+async def main():
+    engine = AsyncLLM("data/tiny-gemma")
+    try:
+        text = ""
+        async for delta in engine.stream({"prompt": "The river"}, SamplingParams(temperature=0, max_tokens=10)):
+            text += delta.text
+        assert delta.completion.outputs[0].text == text != ""
+    finally:
+        engine.close()
+
+
+asyncio.run(main())

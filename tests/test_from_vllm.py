@@ -1,0 +1,144 @@
+"""Scripts written for vLLM run, or are told what to write instead."""
+
+import dataclasses
+import inspect
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from minillm import LLM, SamplingParams, from_vllm
+from minillm.config import EngineConfig
+from minillm.engine.async_llm import AsyncLLM
+from minillm.errors import ConfigError, InvalidRequest
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = sorted((Path(__file__).parent / "from_vllm").glob("*.py"))
+PAGE = (ROOT / "docs" / "from_vllm.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_a_script_in_vllms_way_runs(script, monkeypatch):
+    opened, make = [], LLM.__init__
+    monkeypatch.setattr(LLM, "__init__", lambda self, *a, **o: (opened.append(self), make(self, *a, **o))[1])
+    try:
+        monkeypatch.chdir(ROOT)
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        for llm in opened:
+            llm.close()
+
+
+def test_there_are_ten_of_them():
+    assert len(SCRIPTS) == 10
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(device="cpu") as llm:
+        yield llm
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        ({"tensor_parallel_size": 2}, "one engine for each"),
+        ({"tensor_parallel_size": True}, "one engine for each"),
+        ({"enable_lora": True}, "merge the adapter"),
+        ({"revision": "abc"}, "directory of the revision"),
+        ({"speculative_config": {"method": "ngram"}}, "by the model itself"),
+        ({"enable_chunked_prefill": False}, "policy='whole'"),
+    ],
+    ids=str,
+)
+def test_an_engine_option_that_is_missing_says_what_to_do_instead(option, hint):
+    with pytest.raises(ConfigError, match=f"{next(iter(option))}=.*: minillm has no such option; .*{hint}"):
+        LLM(**option)
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        ({"best_of": 4}, "use n"),
+        ({"guided_decoding": object()}, "json_schema"),
+        ({"structured_outputs": {"json": {}}}, "regex"),
+        ({"skip_special_tokens": False}, "token_ids"),
+        ({"include_stop_str_in_output": True}, "stop_reason"),
+        ({"bad_words": ["x"]}, "logit_bias"),
+    ],
+    ids=str,
+)
+def test_a_sampling_parameter_that_is_missing_says_what_to_do_instead(option, hint):
+    with pytest.raises(InvalidRequest, match=f"{next(iter(option))}=.*: minillm has no such option; .*{hint}"):
+        SamplingParams(**option)
+
+
+def test_what_asks_for_nothing_is_accepted():
+    for table, make in ((from_vllm.ENGINE, EngineConfig.of), (from_vllm.SAMPLING, SamplingParams)):
+        for name, (nothing, _) in table.items():
+            for value in nothing:
+                assert make(**{name: "anything" if value is from_vllm.ANY else value}) == make(), (name, value)
+
+
+def test_what_neither_has_is_still_an_error(llm):
+    with pytest.raises(ConfigError, match="tensor_parallel: no such option"):
+        LLM(tensor_parallel=1)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'temprature'"):
+        SamplingParams(temprature=0)
+    with pytest.raises(TypeError, match="sampling_parms: no such argument; there are params, options and progress"):
+        llm.generate("a", sampling_parms=SamplingParams())
+    with pytest.raises(InvalidRequest, match="the same: give one of them"):
+        llm.generate("a", SamplingParams(), sampling_params=SamplingParams())
+    with pytest.raises(InvalidRequest, match=r"lora_request=.* merge the adapter"):
+        llm.chat([{"role": "user", "content": "a"}], lora_request=object())
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [{}, {"text": "a"}, {"prompt": None}, {"prompt": "a", "multi_modal_data": {"image": 1}}, {"prompt": 5}],
+    ids=str,
+)
+def test_other_dictionaries_are_no_prompts(llm, prompt):
+    for given in (prompt, ["a", prompt]):
+        with pytest.raises(InvalidRequest):
+            llm.generate(given)
+
+
+def test_parameters_keep_their_signature_and_can_be_copied():
+    assert "temperature" in inspect.signature(SamplingParams).parameters
+    assert dataclasses.replace(SamplingParams(n=2), top_p=0.5).n == 2
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 129, 1.5, True, None, "2"])
+def test_n_is_a_number_of_choices(wrong):
+    with pytest.raises(InvalidRequest, match="n must be a whole number from 1 to 128"):
+        SamplingParams(n=wrong)
+
+
+def test_choices_are_those_of_as_many_requests(llm):
+    params = SamplingParams(n=np.int64(3), seed=11, max_tokens=6)
+    found = llm.generate("The river", params)[0].outputs
+    alone = [llm.generate("The river", SamplingParams(seed=seed, max_tokens=6))[0] for seed in (11, 12, 13)]
+    assert [each.token_ids for each in found] == [each.token_ids for each in alone]
+    assert [each.seed for each in params.choices(3)] == [11, 12, 13] and {each.n for each in params.choices(3)} == {1}
+
+
+def test_a_stream_has_one_choice():
+    engine = AsyncLLM(device="cpu")
+    try:
+        with pytest.raises(InvalidRequest, match="n is 2, but a stream has one choice"):
+            engine.prepare("a", SamplingParams(n=2), None, 0)
+    finally:
+        engine.close()
+
+
+def test_without_a_seed_engines_differ_and_with_one_they_do_not():
+    assert EngineConfig.of(seed=None).seed != EngineConfig.of(seed=None).seed
+    assert EngineConfig.of().seed == 0
+
+
+def test_the_page_names_every_option():
+    for table in (from_vllm.ENGINE, from_vllm.SAMPLING, from_vllm.GENERATE):
+        for name in table:
+            assert f"`{name}" in PAGE, name
