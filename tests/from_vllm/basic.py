@@ -1,3 +1,5 @@
+"""Several prompts, with the arguments that most scripts pass."""
+
 from minillm import LLM, SamplingParams
 
 prompts = ["The island of", "The river", "Once upon a time there was a"]

@@ -1,3 +1,5 @@
+"""A conversation, and a list of them."""
+
 from minillm import LLM, SamplingParams
 
 llm = LLM("data/tiny-gemma")

@@ -1,3 +1,5 @@
+"""sampling_params and use_tqdm by name."""
+
 from minillm import LLM, SamplingParams
 
 llm = LLM("data/tiny-gemma", dtype="float32", gpu_memory_utilization=0.5, enable_chunked_prefill=True)

@@ -1,3 +1,5 @@
+"""Prompts that begin alike share blocks, and give the same text."""
+
 from minillm import LLM, SamplingParams
 
 shared = "Once upon a time there was a lighthouse keeper on the island, and every evening the keeper went down to "

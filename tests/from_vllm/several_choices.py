@@ -1,3 +1,5 @@
+"""n choices of each prompt."""
+
 from minillm import LLM, SamplingParams
 
 llm = LLM("data/tiny-gemma")

@@ -1,3 +1,5 @@
+"""Numbers of numpy's, a stop string, and log-probabilities."""
+
 import numpy as np
 
 from minillm import LLM, SamplingParams

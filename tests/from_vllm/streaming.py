@@ -1,3 +1,5 @@
+"""Token by token, with asyncio."""
+
 import asyncio
 
 from minillm import AsyncLLM, SamplingParams

@@ -1,3 +1,5 @@
+"""Output that follows a schema or a regular expression."""
+
 import json
 
 from minillm import LLM, SamplingParams

@@ -1,3 +1,5 @@
+"""Prompts in dictionaries, as text or token ids."""
+
 from minillm import LLM, SamplingParams
 
 llm = LLM("data/tiny-gemma")

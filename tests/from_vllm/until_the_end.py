@@ -1,3 +1,5 @@
+"""max_tokens=None fills the context."""
+
 from minillm import LLM, SamplingParams
 
 llm = LLM("data/tiny-gemma", max_model_len=64)
