@@ -77,6 +77,7 @@ def served(options: list[str], precision: str, workers: int, loads, rounds: int,
             return rows
         finally:
             process.terminate()
+            process.communicate()  # it says that it has stopped
 
 
 def offline(options: list[str], precision: str) -> dict:
