@@ -11,9 +11,10 @@
 # * compare two engines fairly, and explain the result;
 # * weigh accuracy, memory, speed, and cost on one report card, and say what is left to gain.
 #
-# **90 minutes. Needs:** a CPU, and lessons 00 and 02. The model comes with the project; nothing is downloaded. On a GPU
-# the same cells run Gemma 2B. What you solved in lessons 00 to 10 takes part. The cells measure the machine that they
-# run on; those that print committed records say so.
+# **90 minutes, and 39 more for the optional sections. Needs:** a CPU, and lessons 00 and 02; for the report card also
+# 05 to 08. The model comes with the project; nothing is downloaded. On a GPU the same cells run Gemma 2B. What you
+# solved in lessons 00 to 10 takes part. The cells measure the machine that they run on; those that print committed
+# records say so.
 
 # %%
 import math
@@ -42,24 +43,25 @@ from minillm.course import (
     knee,
     report_card,
     serving,
-    solved,
     tier,
 )
 from minillm.course import draw_serving as draw
 from minillm.server import running
 
 # %% [markdown]
-# ## Choose and predict · 3 min
+# ## Choose and predict · 4 min
 #
-# The lesson ends with a report card: in which precision should you serve Gemma 2B on an H200? Choose before you
+# The lesson ends with a report card: at what precision should you serve Gemma 2B on an H200? Choose before you
 # measure, and predict the card. This is enough to compute or estimate it:
 #
 # * **Memory.** Gemma 2B has 2.5 billion weights, of 2 bytes each in bf16. A fifth of them are the embedding table,
-#   which is also the output head. On the card, fp8 takes 1 byte for each weight. int4 takes half a byte, and 1 byte in
-#   the head.
-# * **Time.** For one request, every token needs all weights once. An H200 reads at most 4.2 TB/s (measured): the size
-#   of the weights, divided by that, is a floor for the time between two tokens (lesson 00). With thousands of requests,
-#   a step reads the weights once for all of them, and arithmetic sets the floor.
+#   which is also the output head. On the card, fp8 takes 1 byte for each weight. int4 takes half a byte, a scale for
+#   every 128 weights, and 1 byte in the head.
+# * **Time.** For one request, every token needs all weights once. An H200 reads about 4.2 TB/s (measured): the size of
+#   the weights, divided by that, is a floor for the time between two tokens (lesson 00). With thousands of requests, a
+#   step reads the weights once for all of them, and arithmetic sets the floor: two operations for each weight and
+#   token, of which the H200 does at most 784 trillion a second in bf16 (measured), and up to twice as many in fp8.
+#   Each of the 3,000 requests has 128 tokens in and 128 out; the lone one has 128 in and 256 out.
 # * **Accuracy.** Without quantization, `tiny-gemma` answers 88.8% of its multiple-choice questions correctly.
 # * **Cost.** A GPU costs the same per hour however well it is used. So a million tokens cost what the GPU costs while
 #   it generates them.
@@ -69,11 +71,11 @@ choice = "fp8"  # PREDICT: the precision to serve in: "bf16", "fp8", or "int4"
 guess_gigabytes = 1.5  # PREDICT: GB of Gemma 2B's weights in int4
 guess_floor_ms = 0.36  # PREDICT: the least ms between two tokens, 1 request, int4
 guess_points = 1.0  # PREDICT: points of accuracy that int4 loses (of 100)
-guess_fp8 = 1.6  # PREDICT: a token's cost in bf16 / in fp8, 3,000 requests
-guess_alone = 50  # PREDICT: a token's cost with 1 request / with 3,000, bf16
+guess_fp8 = 1.6  # PREDICT: a token's cost in bf16, in multiples of fp8's, 3,000 requests
+guess_alone = 50  # PREDICT: its cost with 1 request, in multiples of 3,000's, bf16
 
 # %% [markdown]
-# ## Start the server · 4 min
+# ## Start the server · 3 min
 #
 # In a terminal you would type `minillm serve`. Here the engine runs in the notebook's own process, so that a function
 # you change in a cell changes what is served. HTTP runs in separate worker processes.
@@ -108,7 +110,7 @@ print(f"{model.nbytes / 1e6:,.1f} MB of weights; {rows} rows in the batch")
 print(server.url)
 
 # %% [markdown]
-# ## Talk to it · 4 min
+# ## Talk to it · 3 min
 #
 # The server speaks the OpenAI protocol, so the official client works unchanged; only the address differs. The embedded
 # model knows a small invented world, so Gemma, on a GPU, answers differently. Retries are off: we want to see what
@@ -184,8 +186,9 @@ guess_ttft_ms = 25.0  # PREDICT: milliseconds to the first token
 
 # %% [markdown]
 # Now send it, and note when each piece of the answer arrives. `return_token_ids` is an extension of this server (vLLM
-# has it too): each chunk lists its tokens, even if they do not form complete text yet. `due` is when the request should
-# have been sent; here, that is when it was sent. Prompts are random token ids: speed does not depend on what they say.
+# has it too): each chunk lists its tokens, even if they do not form complete text yet. `due` is when the request
+# should have been sent; here, that is when it was sent (a later section shows why the two differ). Prompts are random
+# token ids: speed does not depend on what they say.
 
 # %%
 client = client_of(server)
@@ -276,12 +279,13 @@ print(serving.recorded_decode_step("h200/roofline"))
 # grows with the prompt. The limit comes from multiplying two large matrices; the model multiplies smaller ones, and the
 # floor leaves out all other operations, such as attention and norms.
 #
-# ## Many users · 11 min
+# ## Many users · 12 min
 #
 # Now eight clients each send one request, all at once, with different lengths. We want a few numbers to summarize all
 # their gaps. The mean hides the moments when the text stands still, so latencies are reported as **percentiles**: p50
-# is the typical gap, and at most one gap in a hundred is longer than p99. That is not rare: if exactly one in a hundred
-# is longer, and gaps are independent, 63% of answers with 100 gaps contain such a gap ($1 - 0.99^{100}$).
+# is the typical gap, and at most one gap in a hundred is longer than p99. That is less rare than it sounds: if
+# exactly one in a hundred is longer, and gaps are independent, 63% of answers with 100 gaps contain such a gap ($1 -
+# 0.99^{100}$).
 
 # %%
 lengths = [4, 6, 8, 12, 16, 24, 32, 40]
@@ -294,7 +298,8 @@ print("tokens of each answer:", [len(gaps) + 1 for gaps in gaps_of_each])
 # **Exercise 2 (8 minutes).** Compute a percentile over all gaps of all requests, by *nearest rank*: of $n$ sorted
 # values, the $p$-th percentile is number $\lceil p\,n / 100 \rceil$, counting from 1. It is always a gap that really
 # occurred. Two mistakes are common: averaging each request's own percentile (an answer of 4 tokens then counts as
-# much as one of 40), and returning a value between two gaps.
+# much as one of 40), and returning a value between two gaps. (Multiply before you divide: in Python, `55 / 100 * 100`
+# is a little more than 55, and rounding up makes 56 of it.)
 #
 # For example, `pooled_percentile([[10, 20, 30]], 50)` is 20: number $\lceil 1.5 \rceil = 2$ of three.
 
@@ -333,8 +338,8 @@ describe(
 # ## How many at once? · 6 min
 #
 # `minillm bench serve` is a load generator: it does what we just did, for hundreds of requests. In a **closed loop** a
-# fixed number of clients each wait for their answer before they send the next request. We try one client, a quarter of
-# the batch's rows, and as many clients as rows. A load generator is a program too and may be slower than the server:
+# fixed number of clients each wait for their answer before they send the next request. We try one client, a quarter as
+# many clients as rows, and as many as rows. A load generator is a program too and may be slower than the server:
 # the last column shows for what share of the run it was busy.
 #
 # **Predict.** A step reads the weights once for all its requests. By what factor do the server's tokens per second grow
@@ -389,7 +394,7 @@ describe(
 # * **chat**: short input, short output (128 and 128 tokens in full size);
 # * **silo**: short in, long out (128 and 2,048), such as "write a story";
 # * **liso**: long in, short out (2,048 and 128), such as a summary, or an answer from documents;
-# * **lilo**: long in, long out (2,048 and 512), such as a translation.
+# * **lilo**: long in, long out (2,048 and 512), such as a report about long documents.
 #
 # **Predict.** Which pattern generates the fewest output tokens per second? On a CPU, lengths are divided by 16.
 
@@ -423,7 +428,7 @@ describe(
 #   All tokens per second make long outputs look slow, since a prompt's tokens share one step and an answer's do not.
 #
 # The same patterns in full size, with all requests at once, from a committed record of Gemma 2B on an H200. The last
-# column is the share of the least time that reading and arithmetic need:
+# column is the speed as a share of the fastest that reading and arithmetic allow:
 
 # %%
 print(serving.recorded_patterns())
@@ -433,7 +438,7 @@ print(serving.recorded_patterns())
 # (With silo, the keys and values of long answers are read in every step, so fewer tokens fit into a second than with
 # liso, prompts included.) A number of tokens per second says little unless it comes with the lengths.
 #
-# ## What a closed loop does not show · 16 min
+# ## What a closed loop does not show · 18 min
 #
 # Real users do not wait for each other. In a closed loop there are never more requests in the system than clients, and
 # the slower the server, the fewer requests it gets. The queue cannot grow any longer than that, so the waits of a
@@ -542,11 +547,11 @@ describe(
 # * **Nine tenths and half:** bursts come and go. At nine tenths some requests may wait for a row, but the queue empties
 #   again. If it keeps growing, nine tenths is already too much: the server completes fewer requests per second than in
 #   the closed loop. Perhaps another program has slowed it down.
-# * **Closed loop:** in the table of the section before, its TTFT with a full batch may well be *longer* than here at
-#   nine tenths, although no request ever waits for a row. The picture shows why: clients move in groups. All answers
-#   have 16 tokens, so requests that start in the same step also end in the same step, and their clients send the next
-#   prompts together. One step then runs all prompts of the group, and each client waits for all of them. Real users do
-#   not move in groups.
+# * **Closed loop:** in the table under *How many at once?*, its TTFT with a full batch may well be *longer* than here
+#   at nine tenths, although no request ever waits for a row. The picture shows why: clients move in groups. All
+#   answers have 16 tokens, so requests that start in the same step also end in the same step, and their clients send
+#   the next prompts together. One step then runs all prompts of the group, and each client waits for all of them.
+#   Real users do not move in groups.
 #
 # ### The knee
 #
@@ -563,7 +568,7 @@ draw.knee(recorded["results"], opened)
 describe(
     "Left, the time to the first token against the rate of arrivals, on a logarithmic axis. In the record it rises "
     "slowly up to about the closed loop's rate, then climbs steeply: the knee. Right, the time between tokens: it "
-    "rises up to that rate, and then stays level."
+    "rises up to that rate, and then falls a little."
 )
 
 # %% [markdown]
@@ -573,15 +578,17 @@ describe(
 #   same time, and a step with more rows takes longer: the time between tokens doubles. So does the typical TTFT, from
 #   16 to 31 ms. No request waits for long, and the server completes whatever arrives.
 # * **From the full rate on, requests wait.** All rows are in use. A step cannot take more requests, so the time between
-#   tokens stays level, and all other requests are in the queue: the typical TTFT is 141 ms at the closed loop's rate,
-#   406 at 125%, and almost a second at twice the rate. (The time between tokens even falls a little. A long queue
-#   refills several rows in the same step, as in the closed loop, so fewer steps run prompts.)
+#   tokens no longer grows, and all other requests are in the queue: the typical TTFT is 141 ms at the closed loop's
+#   rate (the middle of five rounds, from 26 to 410 ms: right at the limit, chance decides whether a queue forms), 406
+#   at 125%, and almost a second at twice the rate. (The time between tokens even falls a little. A long queue refills
+#   several rows in the same step, as in the closed loop, so fewer steps run prompts.)
 #
 # In between lies the **knee**. Why does it come before the server is overloaded? Because arrivals are random. A burst
 # makes a queue. A lull leaves rows empty, and what they could have computed is lost. The closer the rate is to the
 # limit, the less time is left over to work off a queue, until at the limit it drifts upward for as long as the load
-# lasts. The unlucky notice first: p99 more than doubles between 70% and 90%, while p50 grows by half. Past the knee,
-# waits depend on the length of the run: with 4,000 requests instead of 400, they would be about ten times as long.
+# lasts. The unlucky notice first: p99 more than doubles between 70% and 90%, while p50 grows by half. Well past
+# the knee, waits depend on the length of the run: with 4,000 requests instead of 400, they would be about ten times as
+# long.
 #
 # So capacity is a rate *and a promise*: how many requests per second, with what waits.
 #
@@ -605,7 +612,8 @@ for each in opened:
 # Below the limit, goodput follows the rate at which requests arrive, as long as waits stay within the promise. Past the
 # limit, it collapses: the server works as hard as before, but at most the first requests of the overload get what was
 # promised, and the longer it lasts, the smaller their share. (If many promises were broken at nine tenths, requests
-# queued there too: that rate was close to the limit, or past it.) This is why servers refuse requests or add replicas
+# queued there too: that rate was close to the limit, or past it. If most were kept at twice the rate, the limit was
+# measured too low.) This is why servers refuse requests or add replicas
 # before they reach their limit.
 #
 # ## Serve with your own attention (optional) · 22 min
@@ -629,10 +637,10 @@ describe(
 )
 
 # %% [markdown]
-# **Exercise 4 (15 minutes).** Attention for one new token in each row. For example, two equal keys and the values 1 and
-# 3 give 2. Hiding the scores of the leftovers is not enough: their weights are then 0, but 0 times NaN is NaN, so their
-# values must go too. (Choose what to clear by position, not by looking for NaN: a NaN that the row does see must stay.)
-# A loop over the rows would be correct, but try to do without one.
+# **Exercise 4 (15 minutes).** Attention for one new token in each row. For example, two equal keys and the values 1
+# and 3 give 2. Hiding the scores of the leftovers is not enough: their weights are then 0, but 0 times NaN is NaN, so
+# their values must be set to 0 too. (Choose what to clear by position, not by looking for NaN: a NaN that the row
+# does see must stay.) A loop over the rows would be correct, but try to do without one.
 
 
 # %% tags=["exercise"]
@@ -676,17 +684,18 @@ def decode_attention(q, cache, block_table, lengths, *, scale, window=None, soft
     return batched_attention(q.squeeze(1), k, v, lengths.clamp(min=1), scale).unsqueeze(1)
 
 
+right = serving.right(batched_attention)  # whether it passes its check
 question = "On which island does Fenwick lie?"
 before = ask(question)
-with using(decode_attention=decode_attention) as used:
+with using(**({"decode_attention": decode_attention} if right else {})) as used:
     served = ask(question)
 print(repr(served))
-if solved(batched_attention):
+if right:
     print(
         f"calls of yours: {used.calls['decode_attention'] > 0}; same answer as before: {served == before}"
     )
 else:
-    print("batched_attention is not solved yet: the engine's own answered")
+    print("until batched_attention passes its check, the engine's own answers")
 
 # %% [markdown]
 # The same answer is a necessary test, not a sufficient one: the embedded model has a single KV head, and a lone request
@@ -723,7 +732,8 @@ for part, whose in mine.whose.items():
 
 # %% [markdown]
 # First the quantizer: it rounds the embedded model's matrices to 4 bits and saves the result (lesson 06). Two rows of
-# text are enough for a demonstration.
+# text are enough for a demonstration. (The file is not four times as small: the embedding keeps its 16 bits. In memory,
+# on a CPU, this model has 32 bits a weight.)
 
 # %%
 quantized = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "tiny-gemma-int4"
@@ -736,7 +746,7 @@ print("rounded by your quantizer:", used.calls.get("gptq", 0) > 0)
 # Then a server for this model. Three users ask it at the same time, first with the engine's own parts, then with yours.
 
 # %%
-parts = {"decode_attention": decode_attention} if serving.right(batched_attention) else {}
+parts = {"decode_attention": decode_attention} if right else {}
 parts |= mine.parts  # lesson 04's kernel, if it is there, replaces exercise 4's attention
 QUESTIONS = ("Who are you?", "What is 3 plus 4?", question)
 
@@ -778,10 +788,10 @@ for ids in found:
 
 # %% [markdown]
 # Every part that the list calls yours took part, and the tokens are the same. (On a GPU, in bfloat16, two tokens that
-# are almost equally likely can swap, and an answer then differs from there on.) It is slower, for reasons that you can
-# now name. On a CPU, Triton interprets your kernels in Python, one program after the other. Your attention of prompts
-# handles one request at a time. On a GPU kernels are compiled, but replaced operations run without CUDA graphs, so
-# Python launches each kernel of each step.
+# are almost equally likely can swap, and an answer then differs from there on.) If parts of yours ran, it is slower,
+# for reasons that you can now name. On a CPU, Triton interprets your kernels in Python, one program after the other.
+# Your attention of prompts handles one request at a time. On a GPU kernels are compiled, but replaced operations run
+# without CUDA graphs, so Python launches each kernel of each step.
 #
 # The tokens do not depend on any of this. That is what made the engine possible to build in pieces: each part has a
 # specification, and everything that meets it can be exchanged.
@@ -896,14 +906,15 @@ for row in record["results"]:
 # comparison must name the batch size, and why `minillm bench offline` reports the best one. But rows cost memory for
 # keys and values (lesson 02), and users arrive one after the other: a server rarely has the choice.
 #
-# ## Dynamic batching, and in flight · 4 min
+# ## Dynamic batching, and in flight (optional) · 4 min
 #
 # Static batches need all their requests at once. Servers for other models form **dynamic batches**: they wait a few
 # milliseconds for requests, run those that came as one batch, and answer them. For a model whose every request takes
-# one pass, that is right. A committed record shows what it does to text. 32 requests come at once, for eight rows; one
-# answer in four has 160 tokens, the others have 8. Triton Inference Server runs this engine in two ways, with dynamic
-# batching and in flight. The last line is the server of this lesson. (Load generator and servers shared two cores:
-# trust the order, not the digits.)
+# one pass, that is right. A committed record shows what it does to text. 32 requests come at once, for eight rows;
+# one answer in four has 160 tokens, the others have 8. NVIDIA's Triton Inference Server (which has nothing to do with
+# the language Triton of lessons 03 and 04) runs this engine in two ways, with dynamic batching and in flight. The
+# last line is the server of this lesson. (Load generator and servers shared two cores: trust the order, not the
+# digits.)
 
 # %%
 print(serving.batching_table(records.read("cpu/triton")))
@@ -922,13 +933,14 @@ print(
 # one with eight. A GPU that runs a large model pays nearly the full price for it (lesson 10), so there the throughput
 # gains more.
 #
-# ## One report card · 6 min
+# ## One report card · 8 min
 #
-# Now check what you predicted at the beginning. No single model can fill in this card. Accuracy needs a trained model:
-# it is that of `tiny-gemma` on its multiple-choice questions, with all arithmetic in float32. (`FULL=1` asks 400 of
-# them now. Otherwise it is from a committed record of all 2,160, in which the heads are not quantized.) KL divergence
-# is from that record too. Speed and memory are from a committed record of Gemma 2B's shape on an H200, whose random
-# weights would answer nothing.
+# Now check what you predicted at the beginning. No single model can fill in this card. Accuracy needs a trained
+# model: it is that of `tiny-gemma` on its multiple-choice questions, with all arithmetic in float32, so the row bf16
+# shows the unquantized model. (`FULL=1` asks 400 of them now. Otherwise it is from a committed record of all 2,160,
+# in which the heads are not quantized.) KL divergence is from that record too. A model of 5.6 million parameters
+# shows the method: Gemma 2B may lose more or less. Speed and memory are from a committed record of Gemma 2B's shape
+# on an H200, whose random weights would answer nothing.
 
 # %% tags=["terminal"]
 DOLLARS = 3.50  # for an hour of the GPU
@@ -970,16 +982,20 @@ for n in (1, 3000):
 #   few questions a rounded model may even answer more of them correctly, by luck. In the record, both intervals include
 #   0. KL divergence, which compares whole distributions, still tells the two apart: int4 is about ten times as far from
 #   the original as fp8 (lesson 08).
-# * **Memory.** What weights leave free belongs to the cache, and so to more or longer requests (lessons 02 and 08).
+# * **Memory.** What weights leave free goes to the cache, and so to more or longer requests (lessons 02 and 08).
 # * **Speed.** One request waits for weights to be read, so int4 is fastest. Thousands wait for arithmetic: there fp8 is
 #   fastest, since its products are computed in 8 bits, and int4 gains next to nothing, since its weights are turned
-#   back into 16 bits before they are multiplied.
+#   back into 16 bits before they are multiplied. (fp8 is not twice as fast: attention and the other kernels take as
+#   long as before.)
 # * **Cost.** The last two columns differ far more than any two rows do. A GPU that serves one request reads all
-#   weights for a single token; with 3,000 requests, it reads them once for 3,000 tokens. Batching saves more than any
-#   precision, and traffic decides how much of it you get. A price per token assumes a load: ask which.
+#   weights for a single token; with 3,000 requests, it reads them once for all their tokens. Why is that 85 times as
+#   cheap, and not 3,000? A step takes 29 times as long (41 ms instead of 1.4), since arithmetic now sets the floor, and
+#   prompts are computed too. And a step yields 2,500 tokens on average, because the first and the last steps have fewer
+#   rows. Still, batching saves more than any precision, and traffic decides how much of it you get. A price per token
+#   assumes a load: ask which one.
 #
-# So which one? For thousands of users, fp8: it is the cheapest there, and loses no more accuracy than these questions
-# can show. For a single user, or where memory is short, int4. bf16 is the one to compare with.
+# So which one? For thousands of users, fp8: it is the cheapest there, and its loss is within what these questions can
+# resolve. For a single user, or where memory is short, int4. bf16 is the one to compare with.
 #
 # ## What is left · 5 min
 #
@@ -993,10 +1009,12 @@ print("\n" + report_card.parts_table("single"))
 # %% [markdown]
 # The fewer bytes there are to read, the farther a step is from its floor, although fewer bytes always make it faster.
 # In bf16 a token takes 0.2 ms more than its floor, in int4 0.3 ms. Much of that does not depend on the weights. The
-# second table shows it for bf16. Half is **attention**: a single request has few keys to read, so the time goes
-# to starting kernels, each of which keeps only a small part of the GPU busy. Most of the rest is in the
-# **products**, which do not reach the full bandwidth in every layer. (The head's loss is below 0: that one large matrix
-# is read slightly faster than the speed that the floor assumes.) int4 adds the work of unpacking, and of scales.
+# second table shows it for bf16. Half is **attention**: a single request has few keys to read, so the time goes to
+# starting kernels, each of which keeps only a small part of the GPU busy. Most of the rest is in the **products**,
+# which do not reach the full bandwidth in every layer. (The head's loss is below 0: that one large matrix is read
+# slightly faster than the floor assumes, whose speed is a measurement too.) The two tables are two records: in the
+# first a token takes the whole answer's time, its prefill included, divided by its tokens. int4 adds the work of
+# unpacking, and of scales.
 #
 # Now 3,000 requests, for which the floor of the products is arithmetic:
 
@@ -1005,10 +1023,10 @@ print(report_card.parts_table("chat"))
 
 # %% [markdown]
 # **Products** come first. The limit was measured with two square matrices of 8,192 rows; the model multiplies smaller
-# ones, which keep the GPU less busy. **Other kernels** (norms, activations, rotations, writing keys and values) count
-# as 0 in the floor, since one could imagine them as part of the products; lesson 11 fuses some of them. The **head**
-# writes 256,000 scores for each row, which sampling reads again; the floor counts neither. **Idle** is the time in
-# which the GPU waits for the CPU.
+# ones, which keep the GPU less busy. **Attention** loses little: it reads many keys, as it should. **Other kernels**
+# (norms, activations, rotations, writing keys and values) count as 0 in the floor, since one could imagine them as
+# part of the products; lesson 11 fuses some of them. The **head** writes 256,000 scores for each row, which sampling
+# reads again; the floor counts neither. **Idle** is the time in which the GPU waits for the CPU.
 #
 # Does `minillm build`, which measures launch configurations for one GPU and one kind of traffic (lesson 11), find any
 # of this? Its committed record compares the engine with and without the plan that it made:
@@ -1018,10 +1036,11 @@ print(serving.build_gain())
 
 # %% [markdown]
 # Nothing to speak of: the configurations that come with the engine were measured on this GPU. On another GPU a build
-# can be worth its minutes. What is left here needs other kernels, not other settings.
+# can be worth its minutes. What is left here needs other kernels, not other settings. (These prompts have 1,024 tokens,
+# so one request gets fewer tokens a second than on the card.)
 #
-# The card for your own model has the same columns: `minillm eval --compare MODEL` fills in the first ones, `minillm
-# bench offline` and `minillm bench serve` the others.
+# The card for your own model has the same columns: `minillm eval --model MODEL --tasks mmlu --compare fp8 int4` fills
+# in the first ones, `minillm bench offline` and `minillm bench serve` the others.
 #
 # ## Recap · 2 min
 #
@@ -1034,7 +1053,7 @@ print(serving.build_gain())
 # * Below the knee, load makes tokens slower; above it, requests wait. Capacity is a rate together with a promise about
 #   waits.
 # * Tokens per second mean little without the lengths of prompts and answers.
-# * Everything you wrote serves together, and no token changes.
+# * Whatever you wrote serves together with the rest, and no token changes.
 # * An engine's speed is the cost of a step times the number of steps. Measure the two separately.
 # * A token's price is the GPU's price divided by its tokens: it depends on the load first, and on precision second.
 #

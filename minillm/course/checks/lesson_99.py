@@ -158,6 +158,12 @@ def _(function):
                 raise AssertionError(f"p{p} of {n} values is number {rank}, which exists") from None
             if found in ranked:  # whether it is a gap at all is for the property above
                 assert found == rank, f"p{p} of {n} values is number {p * n / 100:g}, rounded up: {rank}, not {found:g}"
+    for p, n in ((55, 100), (7, 100), (28, 25)):
+        found = function([[float(i) for i in range(1, n + 1)]], p)
+        assert found != 1 + p * n // 100, (
+            f"p{p} of {n} values is number {p * n // 100} exactly, not {found:g}: multiply before you divide, since "
+            f"{p} / 100 * {n} is {p / 100 * n!r}"
+        )
     ranked = [float(i) for i in range(1, 201)]
     for share, rank in ((12.5, 25), (99.5, 199)):
         try:

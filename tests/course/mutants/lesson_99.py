@@ -157,6 +157,12 @@ def adds_up_a_gap_for_each_arrival(due, arrivals):
 
 
 def rank(ranked, p):
+    return ranked[math.ceil(p * len(ranked) / 100) - 1]
+
+
+@wrong("pooled_percentile", fails="the rank is p n / 100, rounded up, counting from 1")
+def divides_first(gaps, p):
+    ranked = sorted(gap for each in gaps for gap in each)
     return ranked[math.ceil(p / 100 * len(ranked)) - 1]
 
 
