@@ -41,6 +41,8 @@ class Access:
 
     def write(self) -> None:
         """Write the request to the log, now that it is over."""
+        if not log.isEnabledFor(logging.INFO):
+            return
         took, status = self.seconds, self.status or 499
         fields: dict[str, Any] = {
             "request_id": self.request_id,
@@ -57,7 +59,8 @@ class Access:
             fields["finish_reasons"] = self.finish_reasons
         if self.error is not None:
             fields["error"] = self.error
-        log.info("%s %s %s in %.3f s", self.method, self.path, status, took, extra={"fields": fields})
+        path = ascii(self.path)[1:-1]  # a line break in it would begin a line of the client's own
+        log.info("%s %s %s in %.3f s", self.method, path, status, took, extra={"fields": fields})
 
 
 CURRENT: ContextVar[Access | None] = ContextVar("access", default=None)

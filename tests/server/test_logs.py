@@ -98,6 +98,15 @@ def test_requests_are_shown_as_json_or_when_debugging(quiet, form, level, seen):
     assert ("/v1/models" in output.getvalue()) == seen
 
 
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_path_cannot_begin_a_line_of_its_own(quiet, form):
+    output = io.StringIO()
+    handler = logs.set_up(form, "debug", output)
+    Access("an-id", "10.0.0.1", "GET", "/v1\nminillm: all is well\u2028", status=404).write()
+    handler._finish()
+    assert len(output.getvalue().splitlines()) == 1 and "all is well" in output.getvalue()
+
+
 def test_an_exception_is_part_of_its_line():
     try:
         raise ValueError("first\nsecond")
