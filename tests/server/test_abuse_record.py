@@ -24,7 +24,7 @@ def test_nothing_is_left_of_clients_that_disconnect():
         assert not any(row["left"][gauge] for gauge in row["left"] if gauge != "idle_after_s")
     assert CASES["disconnects"]["answers_again"] == 200 and CASES["disconnects"]["tracebacks"] == 0
     readers = CASES["slow_readers"]
-    assert readers["cut_off"] == readers["connections"] * readers["rounds"] > 0
+    assert readers["cut_off"] >= readers["connections"] * readers["rounds"] > 0
     _, first, *_, last = (each["engine_mb"] for each in CASES["slow_readers"]["memory_after_each_round"])
     assert last - first < 50, "later rounds need no more memory"
 
