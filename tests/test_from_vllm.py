@@ -61,7 +61,7 @@ def test_an_engine_option_that_is_missing_says_what_to_do_instead(option, hint):
     ("option", "hint"),
     [
         ({"best_of": 4}, "use n"),
-        ({"guided_decoding": object()}, "json_schema"),
+        ({"guided_decoding": "GuidedDecodingParams()"}, "json_schema"),
         ({"structured_outputs": {"json": {}}}, "regex"),
         ({"skip_special_tokens": False}, "token_ids"),
         ({"include_stop_str_in_output": True}, "stop_reason"),

@@ -74,7 +74,9 @@ class ServerConfig(Options):
         above=0,
     )
     body_timeout: float = option(60.0, "seconds from the end of the headers until the body is complete", above=0)
-    write_timeout: float = option(60.0, "seconds until a client that does not read its answer is disconnected", above=0)
+    write_timeout: float = option(
+        60.0, "seconds in which a client reads nothing of what waits for it, after which it is disconnected", above=0
+    )
     keep_alive_timeout: float = option(5.0, "seconds until an idle connection is closed", above=0)
     shutdown_grace: float = option(
         5.0, "seconds that running requests have to finish when the server stops; 0 aborts them at once", from_=0

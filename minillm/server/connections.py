@@ -40,6 +40,7 @@ class Connection(H11Protocol):
         super().connection_made(cast(asyncio.Transport, transport))  # TCP: always a stream transport
         if hasattr(transport, "max_size"):  # only asyncio's selector transport has this attribute
             transport.max_size = limits.READ
+        self.transport.set_write_buffer_limits(high=0)  # pause as soon as the system takes no more
         self._watch()
 
     def data_received(self, data: bytes) -> None:
@@ -55,7 +56,7 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._watch()
-        if self._half_closed:
+        if self._half_closed and self.cycle.response_complete:  # uvicorn may have begun with the next request
             self.transport.close()
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio allows it
@@ -79,11 +80,22 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._unread = self.loop.call_later(self._deadlines.write_timeout, self.transport.abort)
+        self._wait_for_reading()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         self._stop_waiting()
+
+    def _wait_for_reading(self) -> None:
+        left = self.transport.get_write_buffer_size()
+        self._unread = self.loop.call_later(self._deadlines.write_timeout, self._check_reading, left)
+
+    def _check_reading(self, left: int) -> None:
+        """Disconnect a client that has read nothing of what was left."""
+        if self.transport.get_write_buffer_size() < left:
+            self._wait_for_reading()
+        else:
+            self.transport.abort()
 
     def _stop_waiting(self) -> None:
         if self._unread is not None:

@@ -4,6 +4,7 @@ Its owner, the supervisor, replaces it when it ends, however it ends.
 """
 
 import base64
+import logging
 import os
 import pickle
 import sys
@@ -16,6 +17,7 @@ from . import control, logs
 from .config import ServerConfig
 from .control import Control
 
+log = logging.getLogger(__name__)
 FAILED_STEPS = 3  # in a row; after so many, a new process is the better hope: a GPU's context may be broken for good
 BEAT = 1.0  # seconds between two reports to the owner
 
@@ -63,10 +65,14 @@ def run(
     owner.send({"op": "ready", "model": name or llm.name})
     while not stop.wait(BEAT):
         owner.send({"op": "beat", "working": llm.working})
-        if not llm.alive:
-            sys.exit("minillm: the engine's thread has ended")
-        if llm.failed_steps >= FAILED_STEPS:
-            sys.exit(f"minillm: {llm.failed_steps} steps in a row have failed")
+        why = None
+        if not (llm.alive and hub.alive):
+            why = "the engine's thread has ended" if hub.alive else "the thread that serves the workers has ended"
+        elif llm.failed_steps >= FAILED_STEPS:
+            why = f"{llm.failed_steps} steps in a row have failed"
+        if why is not None:
+            log.error(why)
+            sys.exit(1)
     hub.close()
     llm.close()
 

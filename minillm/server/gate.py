@@ -59,16 +59,19 @@ def digest(key: str | None) -> str | None:
 def hosts(allowed: str | None, address: str) -> frozenset[str] | None:
     """The hosts for which a server that listens at `address` takes requests; None: any. allowed: `allowed_hosts`."""
     if allowed is not None:
-        names = frozenset(name.strip().lower() for name in allowed.split(",") if name.strip())
+        given = [name.strip() for name in allowed.split(",") if name.strip()]
+        names = frozenset(_host(f"[{name}]" if name.count(":") > 1 > name.count("[") else name) for name in given)
+        if not names:
+            raise ConfigError("allowed_hosts has no name in it: name the hosts, or * for any")
         return None if "*" in names else names
     if not ipaddress.ip_address(address).is_loopback:
         return None
     return frozenset((*LOCAL, f"[{address}]" if ":" in address else address))
 
 
-def _host(header: bytes) -> str:
-    """A Host header without the port."""
-    name = header.decode("latin-1").strip().lower()
+def _host(header: str) -> str:
+    """A host as a Host header has it, without the port."""
+    name = header.strip().lower()
     return (name if name.endswith("]") else name.rpartition(":")[0] or name).removesuffix(".")
 
 
@@ -114,8 +117,9 @@ class Gate:
 
     def _refuse(self, path: str, headers: dict[bytes, bytes]) -> APIError | None:
         """Why this request is refused; None: it is not."""
-        if self.allowed is not None and path not in HEALTH and _host(headers.get(b"host", b"")) not in self.allowed:
-            message = f"this server takes no requests for host {_host(headers.get(b'host', b''))[:QUOTED]!r}"
+        host = _host(headers.get(b"host", b"").decode("latin-1"))
+        if self.allowed is not None and path not in HEALTH and host not in self.allowed:
+            message = f"this server takes no requests for host {host[:QUOTED]!r}"
             return APIError(
                 f"{message}: start it with --allowed-hosts",
                 status=421,

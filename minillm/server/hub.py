@@ -64,6 +64,7 @@ class Hub:
         self.lines: set[Line] = set()
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)  # if it is full, the thread will wake up anyway
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         self._tasks: list[Callable[[], None]] = []
         self._closing = False
@@ -79,6 +80,11 @@ class Hub:
         line.send(self.hello)
         self.soon(lambda: self._listen(line))
         return line
+
+    @property
+    def alive(self) -> bool:
+        """Whether its thread runs."""
+        return self._thread.is_alive()
 
     @property
     def running(self) -> int:
@@ -141,7 +147,7 @@ class Hub:
                 if line is None:
                     self._woken.recv(4096)
                     while self._tasks:
-                        self._tasks.pop(0)()
+                        self._run_task(self._tasks.pop(0))
                     continue
                 if not self._serve(line, events):
                     self._drop(line)
@@ -150,6 +156,12 @@ class Hub:
         self._selector.close()
         self._woken.close()
         self._wake.close()
+
+    def _run_task(self, task: Callable[[], None]) -> None:
+        try:
+            task()
+        except Exception:  # it must not end the thread, which serves everyone
+            log.exception("an operation of the server failed")
 
     def _refuse_the_overdue(self) -> float | None:
         """Refuse what has waited for too long. Returns the seconds until the next one may have, or None."""

@@ -167,18 +167,23 @@ class Line:
         """A choice no longer counts as running."""
         job = self.jobs.pop(key, None)
         if job is not None and job.client is not None:
-            self._clients[job.client] -= 1
-            if not self._clients[job.client]:
-                del self._clients[job.client]
+            with self._lock:  # the hub's thread and the engine's both count
+                self._clients[job.client] -= 1
+                if not self._clients[job.client]:
+                    del self._clients[job.client]
         return job
 
     def refuse_unless_begun(self, keys: range) -> None:
         """Refuse a submission if the engine has not given a row to any of its choices."""
+        compiling = [key for key in keys if key in self.compiling]
         jobs = [job for key in keys if (job := self.jobs.get(key)) is not None]
-        if len(jobs) < len(keys) or any(job.prepared.tracked.completion.scheduled_time for job in jobs):
+        begun = any(job.prepared.tracked.completion.scheduled_time for job in jobs)
+        if begun or len(compiling) + len(jobs) < len(keys):
             return
         after = retry_after(self.hub.pace.seconds(1))
         waited = f"it has waited for {self.hub.config.queue_timeout:g} s (queue_timeout) without its turn coming"
+        for key in compiling:
+            del self.compiling[key]
         busy = {"message": f"the server is busy: {waited}; try again in {after} s", "retry_after": after}
         self.send({"op": "refused", "key": keys.start, "choices": len(keys), "kind": "busy"} | busy)
         self._abort(list(keys))
@@ -216,7 +221,10 @@ class Line:
         busy = self.hub.busy(choices) or self.hub.too_many(client, choices)
         if busy is not None:
             self.send({"op": "refused", "key": key, "choices": choices, "kind": "busy"} | busy)
-        elif "json_schema" in params:
+            return
+        if (most := self.hub.config.queue_timeout) is not None:
+            self.hub.waiting.append((time.monotonic() + most, self, range(key, key + choices)))
+        if "json_schema" in params:
             self.compiling |= dict.fromkeys(range(key, key + choices), client)
             self._compile(check, begin, range(key, key + choices))
         else:
@@ -283,15 +291,14 @@ class Line:
                 jobs.append(job)
         self.jobs |= {job.key: job for job in jobs}
         if client is not None:
-            self._clients[client] += len(jobs)
+            with self._lock:
+                self._clients[client] += len(jobs)
         try:
             self.engine.submit([job.prepared for job in jobs])
         except Exception:
             for job in jobs:
                 self._forget(job.key)
             raise
-        if (most := self.hub.config.queue_timeout) is not None:
-            self.hub.waiting.append((time.monotonic() + most, self, range(key, key + len(jobs))))
 
     def _on_ask(self, _: array, *, id: int, what: str, arguments: dict) -> None:
         def answer() -> Any:

@@ -172,9 +172,10 @@ def _check(config: ServerConfig) -> None:
     for name in NEEDED:
         if importlib.util.find_spec(name) is None:
             raise MissingPackage(f"No module named {name!r}: the server needs `pip install 'minillm[serve]'`")
-    from .gate import digest
+    from .gate import digest, hosts
 
     digest(config.api_key)
+    hosts(config.allowed_hosts, "127.0.0.1")
     # OpenMP threads busy-wait for one another on cores that workers and clients need. With the default spin count, a
     # single other busy process slows down every step. The variable is read once, when torch is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")

@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 TICK = 1.0  # seconds between two looks at the engine's reports
 RETRY = 1.0  # seconds before an engine that failed to start is started again; doubled each time
 RETRIES = 5
+STEADY = 30.0  # seconds after which an engine counts as one that works
 
 
 class Supervisor:
@@ -35,6 +36,8 @@ class Supervisor:
         self._began = self._loading = 0.0  # when the latest engine was started, and how long one took to be ready
         self._ready = self._stopping = False
         self._failures = 0  # failed starts in a row
+        self._crashes = 0  # engines in a row that have ended less than STEADY after they were ready
+        self._ready_at = 0.0
         self._why: str | None = None  # what the engine reported before it exited
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -74,8 +77,9 @@ class Supervisor:
     def _connect(self, sock: socket.socket) -> None:
         """Hand the engine its end of a connection to a worker."""
         with sock:
-            if self.engine is not None:
-                self.engine.control.send({"op": "worker"}, sock)
+            engine = self.engine  # another thread may forget it meanwhile
+            if engine is not None:
+                engine.control.send({"op": "worker"}, sock)
 
     def _launch(self) -> None:
         """Start the engine's process, with the lock held. Raises OSError."""
@@ -92,7 +96,8 @@ class Supervisor:
                 case "ready":
                     again = bool(self.model)
                     self._ready, self._failures, self.model = True, 0, message["model"]
-                    self._loading = time.monotonic() - self._began
+                    self._ready_at = time.monotonic()
+                    self._loading = self._ready_at - self._began
                     self._changed.notify_all()
                     if again and not self._stopping:
                         log.warning("the engine is back")
@@ -112,8 +117,9 @@ class Supervisor:
             status = child.reap()
             self.engine = None
             if was_ready:
+                self._crashes = self._crashes + 1 if time.monotonic() - self._ready_at < STEADY else 1
                 log.warning("the engine's process has ended (%s); starting another one", status)
-                self._retry()
+                self._restart(status)
                 return
             first = not self.model
             if first and self._why is not None:  # the caller's mistake: trying again would only delay the message
@@ -130,6 +136,20 @@ class Supervisor:
         except OSError as error:
             self._start_failed(str(error))
 
+    def _restart(self, status: str) -> None:
+        """Start an engine: at once, but later and later if engines have ended soon after they were ready."""
+        if self._crashes > RETRIES:
+            self._give_up(f"{self._crashes} engines in a row have ended within {STEADY:g} s, the last one ({status})")
+        elif self._crashes > 1:
+            self._later(RETRY * 2 ** (self._crashes - 2))
+        else:
+            self._retry()
+
+    def _later(self, seconds: float) -> None:
+        timer = threading.Timer(seconds, self._retry_later)
+        timer.daemon = True
+        timer.start()
+
     def _start_failed(self, why: str) -> None:
         self._failures += 1
         again = self._failures <= RETRIES
@@ -137,9 +157,7 @@ class Supervisor:
         if not again:
             self._give_up(f"the engine could not be started: {why}")
             return
-        timer = threading.Timer(RETRY * 2 ** (self._failures - 1), self._retry_later)
-        timer.daemon = True
-        timer.start()
+        self._later(RETRY * 2 ** (self._failures - 1))
 
     def _retry_later(self) -> None:
         with self._lock:

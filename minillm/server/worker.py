@@ -30,7 +30,7 @@ async def work(
     workers, and this one's slot. log_as: called with the log's format and level once they are known.
     """
     loop = asyncio.get_running_loop()
-    engine = RemoteEngine(lambda: loop.call_later(RELINK, owner.send, {"op": "lost"}))
+    engine = RemoteEngine(lambda: loop.call_later(RELINK, lambda: engine.alive or owner.send({"op": "lost"})))
     stopping: asyncio.Queue[float] = asyncio.Queue()  # grace periods in seconds
     connecting: set[asyncio.Task] = set()
 
@@ -106,6 +106,7 @@ async def work(
         log_level=engine.config.log_level,
         log_config=None if engine.config.log_format == "json" else uvicorn.config.LOGGING_CONFIG,
         access_log=False,
+        proxy_headers=False,  # or else any client of this machine could name its own address
         lifespan="off",
         timeout_keep_alive=engine.config.keep_alive_timeout,  # type: ignore[arg-type]  # call_later takes floats
     )

@@ -5,9 +5,10 @@ import asyncio
 import httpx
 import pytest
 
+from minillm.errors import ConfigError
 from minillm.server import running
 from minillm.server.gate import HEALTH, hosts
-from tests.waiting import TIMEOUT, async_wait_until, idle, paused_steps
+from tests.waiting import TIMEOUT, async_wait_until, idle, paused_steps, wait_until
 
 BODY = {"prompt": "The river", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 SCHEMA = {"response_format": {"type": "json_object"}, "max_tokens": 4, "ignore_eos": False}
@@ -56,6 +57,7 @@ def test_a_choice_that_ended_in_any_way_no_longer_counts(shared, more):
     with httpx.Client(base_url=shared.url, timeout=TIMEOUT) as client:
         for _ in range(3):
             ask(client, "eve", **more)
+        wait_until(lambda: shared.hub.running == 0)  # the other worker's message may come first
         assert ask(client, "eve", n=2).status_code == 200
     assert all(not line._clients for line in shared.hub.lines) and idle(shared.engine)
 
@@ -89,10 +91,34 @@ def test_one_that_leaves_makes_room(shared):
         ("LLM.example.com, localhost", "0.0.0.0", {"llm.example.com", "localhost"}),
         ("a.example", "127.0.0.1", {"a.example"}),
         ("*", "127.0.0.1", None),
+        ("a.example.:8000, ::1, [::2]:80", "0.0.0.0", {"a.example", "[::1]", "[::2]"}),
     ],
 )
 def test_the_hosts_that_a_server_is(allowed, address, want):
     assert hosts(allowed, address) == want
+
+
+@pytest.mark.parametrize("nothing", ["", " , "])
+def test_a_list_of_hosts_without_a_name_is_rejected_before_the_model_loads(nothing):
+    with pytest.raises(ConfigError, match="allowed_hosts has no name"), running("no/such/model", allowed_hosts=nothing):
+        pass
+
+
+def test_a_client_cannot_choose_its_address_without_a_trusted_header(server):
+    """What a client says of itself counts only in `client_header`, which this server has not."""
+
+    async def clients(resume):
+        async with httpx.AsyncClient(base_url=limited.url, timeout=TIMEOUT) as client:
+            taken = asyncio.create_task(ask(client, "1.2.3.4"))
+            await async_wait_until(lambda: limited.hub.running == 1)
+            asked = asyncio.create_task(ask(client, "5.6.7.8"))
+            await async_wait_until(lambda: asked.done() or limited.hub.running > 1)
+            assert asked.done() and asked.result().status_code == 429
+            resume.set()
+            assert (await taken).status_code == 200
+
+    with running(server.engine, max_per_client=1) as limited, paused_steps() as resume:
+        asyncio.run(clients(resume))
 
 
 def test_a_request_for_another_host_is_refused_but_health_is_not(server):

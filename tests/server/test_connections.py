@@ -333,6 +333,19 @@ def test_a_client_that_has_left_is_noticed_before_its_answer_begins(engine, made
     asyncio.run(everything())
 
 
+def test_a_half_closed_client_gets_the_answers_to_all_it_asked(engine):
+    async def work(port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        with paused_steps() as resume:
+            writer.write(3 * request())
+            writer.write_eof()
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            resume.set()
+        assert (await reader.read()).count(b"HTTP/1.1 200 OK\r\n") == 3
+
+    serving(engine, work, keep_alive_timeout=600)
+
+
 def test_half_a_request_is_no_reason_to_wait(engine):
     async def work(port):
         for half in (HEAD, request()[:-1], b""):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import threading
 from collections import deque
 
 import httpx
@@ -98,8 +99,8 @@ def test_a_request_that_is_not_read_is_aborted_at_its_deadline_too(engine, clock
         stream = remote.stream([Prompt([5, 6])], SamplingParams(max_tokens=100, ignore_eos=True))
         with paused_steps(free=4) as resume:
             await anext(stream)
-            clocks[0]._run()
             (job,) = [job for line in hub.lines for job in line.jobs.values()]
+            clocks[0]._run()
             resume.set()
         await async_wait_until(lambda: hub.running == 0 and idle(engine))
         assert job.prepared.tracked.completion.finish_reason == "abort"
@@ -158,6 +159,27 @@ def test_one_that_waits_longer_than_the_queue_timeout_is_refused_and_those_that_
         asyncio.run(clients(server, resume))
 
 
+def test_the_queue_timeout_counts_while_a_grammar_compiles(engine, monkeypatch):
+    may_go_on, check = threading.Event(), engine.check_params
+    monkeypatch.setattr(engine, "check_params", lambda params: (may_go_on.wait(TIMEOUT), check(params)))
+
+    async def work(client, hub):
+        body = BODY | {"response_format": {"type": "json_object"}, "ignore_eos": False}
+        waits = asyncio.create_task(client.post("/v1/completions", json=body))
+        await async_wait_until(lambda: hub.running == 1)
+
+        def pass_all() -> None:
+            hub.waiting = deque((0.0, line, keys) for _, line, keys in hub.waiting)
+
+        hub.soon(pass_all)
+        refused = await waits
+        assert refused.status_code == 429 and "queue_timeout" in refused.json()["error"]["message"]
+        assert hub.running == 0
+        may_go_on.set()
+
+    serve_here(engine, work, queue_timeout=HOUR)
+
+
 def test_a_client_that_does_not_read_is_disconnected(engine, monkeypatch):
     made: list[Connection] = []
     connect = Connection.connection_made
@@ -174,7 +196,11 @@ def test_a_client_that_does_not_read_is_disconnected(engine, monkeypatch):
                 made[0].resume_writing()
                 assert clock.cancelled()
                 made[0].pause_writing()
-                made[0]._unread._run()
+                left = iter((1000, 999, 999))
+                monkeypatch.setattr(made[0].transport, "get_write_buffer_size", lambda: next(left), raising=False)
+                made[0]._check_reading(1001)  # it has read a little
+                assert not made[0].transport.is_closing()
+                made[0]._unread._run()  # and nothing since
                 with pytest.raises(httpx.HTTPError):
                     async for _ in lines:
                         pass

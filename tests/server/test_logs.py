@@ -50,6 +50,7 @@ def test_a_served_request_is_a_line_of_json_without_its_text(model_directory):
             client.get("/metrics")
         (engine,) = [pid for pid in children(process) if command_of(pid).endswith("engine_process")]
         os.kill(engine, signal.SIGKILL)
+        wait_until(lambda: engine not in children(process))
         wait_until(lambda: httpx.get(url + "/health", timeout=TIMEOUT).status_code == 200)
         process.terminate()
         output, errors = process.communicate(timeout=TIMEOUT)
@@ -94,7 +95,7 @@ def test_requests_are_shown_as_json_or_when_debugging(quiet, form, level, seen):
     output = io.StringIO()
     handler = logs.set_up(form, level, output)
     Access("an-id", "10.0.0.1", "GET", "/v1/models", status=200).write()
-    handler._finish()
+    wait_until(lambda: not handler._waiting.unfinished_tasks)
     assert ("/v1/models" in output.getvalue()) == seen
 
 
@@ -103,7 +104,7 @@ def test_a_path_cannot_begin_a_line_of_its_own(quiet, form):
     output = io.StringIO()
     handler = logs.set_up(form, "debug", output)
     Access("an-id", "10.0.0.1", "GET", "/v1\nminillm: all is well\u2028", status=404).write()
-    handler._finish()
+    wait_until(lambda: not handler._waiting.unfinished_tasks)
     assert len(output.getvalue().splitlines()) == 1 and "all is well" in output.getvalue()
 
 
@@ -155,6 +156,6 @@ def test_an_output_that_fails_loses_the_message_and_no_later_one(monkeypatch, ca
     handler = Unhurried(logging.StreamHandler(output))
     for text in ("lost", "kept"):
         handler.emit(logging.LogRecord("a", logging.INFO, "a.py", 1, text, (), None))
-        handler._finish()
+        wait_until(lambda: not handler._waiting.unfinished_tasks)
         output.full = False
     assert output.getvalue() == "kept\n"

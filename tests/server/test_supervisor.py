@@ -85,7 +85,7 @@ def test_a_killed_engine_is_replaced_and_clients_are_told(own_model):
 
 
 def test_a_stuck_engine_is_replaced_and_all_processes_end_with_their_owner(model_directory):
-    with serving(model_directory, "--hang-timeout", "3", *UNBOUNDED) as (process, url):
+    with serving(model_directory, "--hang-timeout", "5", *UNBOUNDED) as (process, url):
         before, engine = workers_of(process), engine_of(process)
         with httpx.stream("POST", url + "/v1/completions", json=ENDLESS, timeout=TIMEOUT) as response:
             lines = (line for line in response.iter_lines() if line)
@@ -197,13 +197,26 @@ def test_an_engine_that_does_not_start_again_is_retried_with_growing_delays_then
     assert len(played.engines) == 7
 
 
-def test_retries_begin_again_after_an_engine_was_ready(played):
+def test_retries_begin_again_after_an_engine_was_ready(played, monkeypatch):
+    monkeypatch.setattr(supervisor, "STEADY", 0)
     for _ in range(2):
         played.engines[-1].close()
     played.engines[-1].report({"op": "ready", "model": "m"})
     for _ in range(2):
         played.engines[-1].close()
     assert played.delays == [1, 1]
+
+
+def test_engines_that_end_soon_after_they_were_ready_are_replaced_later_and_later_then_given_up(played):
+    for count in range(1, 6):
+        played.engines[-1].close()
+        assert len(played.engines) == count + 1
+        played.engines[-1].report({"op": "ready", "model": "m"})
+    assert played.delays == [1, 2, 4, 8]
+    played.engines[-1].close()
+    with pytest.raises(ServerFailed, match="6 engines in a row have ended within 30 s, the last one .exit status 1"):
+        played.supervisor.join()
+    assert len(played.engines) == 6
 
 
 # ---- the engine's process
@@ -251,16 +264,17 @@ class Failing:
 @pytest.mark.parametrize(
     "engine, why", [(Failing(0, 0), "thread has ended"), (Failing(3, 9), "3 steps in a row have failed")]
 )
-def test_a_failed_engine_ends_its_process(monkeypatch, engine, why):
-    hub = SimpleNamespace(connect=None, close=lambda: None)
+def test_a_failed_engine_ends_its_process(monkeypatch, engine, why, caplog):
+    hub = SimpleNamespace(connect=None, close=lambda: None, alive=True)
     monkeypatch.setattr("minillm.engine.async_llm.AsyncLLM", lambda model, **options: engine)
     monkeypatch.setattr("minillm.server.hub.Hub", lambda engine, name, config: hub)
     monkeypatch.setattr(engine_process, "BEAT", 0.001)
     exited = threading.Event()
     monkeypatch.setattr("os._exit", lambda code: exited.set())
     ours, theirs = socket.socketpair()
-    with pytest.raises(SystemExit, match=why):
+    with pytest.raises(SystemExit, match="1"):
         run(Control(theirs), model=None, profile=None, name=None, engine={}, config=ServerConfig())
     assert [json.loads(line)["op"] for line in ours.recv(4096).splitlines()] == ["ready", "beat"]
     ours.close()
     assert exited.wait(TIMEOUT), "it outlives its owner"
+    assert why in caplog.text

@@ -22,8 +22,8 @@ FAULTS = (
     Fault(
         "all choices of a prompt share one seed",
         REQUEST,
-        'object.__setattr__(each, "seed", self.seed + i)',
-        'object.__setattr__(each, "seed", self.seed)',
+        "None if self.seed is None else self.seed + i",
+        "self.seed",
         "tests/server/test_link.py -k choices",
     ),
     Fault(
@@ -109,12 +109,5 @@ FAULTS = (
         '            raise error(f"{name}=',
         '            error(f"{name}=',
         "tests/test_from_vllm.py -k instead",
-    ),
-    Fault(
-        "every choice of a prompt has the same seed",
-        "minillm/request.py",
-        "None if self.seed is None else self.seed + i",
-        "self.seed",
-        "tests/test_from_vllm.py -k choices",
     ),
 )
