@@ -36,8 +36,8 @@ FAULTS = (
     Fault(
         "min_tokens may exceed max_tokens by one",
         REQUEST,
-        "if self.min_tokens > self.max_tokens:",
-        "if self.min_tokens > self.max_tokens + 1:",
+        "self.min_tokens > self.max_tokens:",
+        "self.min_tokens > self.max_tokens + 1:",
         "tests/runner/test_sampler.py -k invalid_parameters",
     ),
     Fault(
