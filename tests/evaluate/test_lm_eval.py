@@ -99,7 +99,7 @@ class Hook:
         self.stored.append(entry)
 
 
-def test_a_task_has_the_same_scores_in_the_engine_over_http_and_in_transformers(tasks):
+def test_a_task_has_the_same_scores_in_the_engine_over_http_and_in_transformers(tasks, ours):
     reference = {"pretrained": str(MODEL), "dtype": "float32", "device": "cpu", "batch_size": 4}
     accuracy, scores, greedy = evaluate(tasks, "hf", reference)
     assert scores.shape == (QUESTIONS, 4)
@@ -116,6 +116,13 @@ def test_a_task_has_the_same_scores_in_the_engine_over_http_and_in_transformers(
             "max_length": 2048,
         }
         over_http = evaluate(tasks, "local-completions", served)
+        remote = get_model("local-completions").create_from_arg_obj(served)
+        texts = asked(
+            "generate_until",
+            ("Once upon a time", {"until": ["."], "max_gen_toks": 40, "do_sample": False}),
+            ("The island", {"until": [], "max_gen_toks": 12, "do_sample": False}),
+        )
+        assert remote.generate_until(texts, disable_tqdm=True) == ours.generate_until(texts, disable_tqdm=True)
     in_engine = evaluate(tasks, "minillm", {"pretrained": str(MODEL), "dtype": "float32", "device": "cpu"})
     for found in (over_http, in_engine):
         assert found[0] == accuracy

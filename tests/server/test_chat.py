@@ -1,5 +1,7 @@
 """/v1/chat/completions through the real openai client."""
 
+import asyncio
+
 import openai
 import pytest
 
@@ -32,6 +34,23 @@ def test_a_chat_equals_the_completion_of_its_rendered_template(ask, engine, serv
     assert answer.choices[0].message.role == "assistant"
     assert answer.usage.prompt_tokens == len(prompt)
     assert answer.object == "chat.completion"
+
+
+def test_the_asynchronous_client_streams_chats_and_has_the_same_errors(ask, server):
+    whole = ask().choices[0].message.content
+
+    async def everything():
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            fixed = {"messages": QUESTION, "temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
+            stream = await client.chat.completions.create(model=server.model, **fixed, stream=True)
+            text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+            with pytest.raises(openai.NotFoundError):
+                await client.chat.completions.create(model="another", **fixed)
+            with pytest.raises(openai.BadRequestError, match="temperature"):
+                await client.chat.completions.create(model=server.model, **fixed | {"temperature": -1})
+            return text
+
+    assert asyncio.run(everything()) == whole != ""
 
 
 def test_without_max_tokens_the_answer_may_fill_the_context(ask, engine):

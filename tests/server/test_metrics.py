@@ -82,6 +82,7 @@ def test_the_dashboard_asks_for_metrics_that_are_there():
     asked = {name for expression in shown for name in re.findall(r"vllm:\w+", expression)}
     there = {name.split("{")[0] for name in values_of(metrics_with_one_request(), {"running": 1})}
     assert asked <= there and len(asked) >= 14
+    assert all(name in there for expression in shown for name in re.findall(r"[\w:]+(?=\{)", expression))
     assert all('model_name=~"$model"' in expression for expression in shown)
 
 

@@ -70,6 +70,13 @@ def test_a_scrape_finds_vllms_names_with_the_times_of_every_token(http):
     assert after["vllm:num_requests_running", None] == 0 and 0 <= after["vllm:kv_cache_usage_perc", None] < 1
 
 
+@pytest.mark.parametrize("path", ["/metrics", "/v1/metrics"])
+def test_every_metric_says_what_it_is(http, path):
+    families = list(text_string_to_metric_families(http.get(path).text))
+    assert len(families) > 30
+    assert [each.name for each in families if each.type == "unknown" or not each.documentation] == []
+
+
 def test_health_has_nims_paths(http):
     assert [http.get(f"/v1/health/{each}").status_code for each in ("live", "ready")] == [200, 200]
 

@@ -161,6 +161,7 @@ def played(monkeypatch):
 
     monkeypatch.setattr(supervisor, "Child", Played)
     monkeypatch.setattr(supervisor.threading, "Timer", Timer)
+    monkeypatch.setattr(supervisor, "TICK", TIMEOUT)  # no wall clock: these tests make every report themselves
     workers = NoWorkers()
     found = Supervisor(workers, "", hang_timeout=5)
     thread = threading.Thread(target=found.start)
@@ -168,7 +169,8 @@ def played(monkeypatch):
     wait_until(lambda: Played.made and hasattr(Played.made[0], "report"))
     Played.made[0].report({"op": "ready", "model": "m"})
     thread.join()
-    return SimpleNamespace(supervisor=found, workers=workers, engines=Played.made, delays=delays)
+    yield SimpleNamespace(supervisor=found, workers=workers, engines=Played.made, delays=delays)
+    found._over.set()  # ends its thread
 
 
 def test_an_engine_that_is_long_in_one_step_is_killed(played):
