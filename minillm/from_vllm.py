@@ -94,7 +94,7 @@ def sampling(given: Mapping[str, Any]) -> dict[str, Any]:
 def asked(params: Any, progress: bool, given: Mapping[str, Any]) -> tuple[Any, bool]:
     """`params` and `progress` of LLM.generate and LLM.chat, which vLLM calls sampling_params and use_tqdm.
 
-    Raises InvalidRequest, or TypeError for a name that neither has.
+    Raises InvalidRequest, also for a name that neither has.
     """
     left = without(given, GENERATE, InvalidRequest)
     if "sampling_params" in left:
@@ -103,7 +103,7 @@ def asked(params: Any, progress: bool, given: Mapping[str, Any]) -> tuple[Any, b
         params = left.pop("sampling_params")
     progress = bool(left.pop("use_tqdm", progress))
     if left:
-        raise TypeError(f"{', '.join(sorted(left))}: no such argument; there are params, options and progress")
+        raise InvalidRequest(f"{', '.join(sorted(left))}: no such argument; there are params, options and progress")
     return params, progress
 
 
