@@ -86,7 +86,9 @@ def test_what_neither_has_is_still_an_error(llm):
         LLM(tensor_parallel=1)
     with pytest.raises(TypeError, match="unexpected keyword argument 'temprature'"):
         SamplingParams(temprature=0)
-    with pytest.raises(InvalidRequest, match="sampling_parms: no such argument; there are params, options and progress"):
+    with pytest.raises(
+        InvalidRequest, match="sampling_parms: no such argument; there are params, options and progress"
+    ):
         llm.generate("a", sampling_parms=SamplingParams())
     with pytest.raises(InvalidRequest, match="the same: give one of them"):
         llm.generate("a", SamplingParams(), sampling_params=SamplingParams())
