@@ -2,6 +2,7 @@
 
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,14 +23,28 @@ if TYPE_CHECKING:
 BATCHES = (8, 16, 32, 64)
 
 
-class Peer:
+class Peer(ABC):
     """An engine that runs static batches: requests in order of arrival, each batch until its longest output.
 
     Only the tokens that each request wants count. dtype, device and threads are minillm's.
     """
 
-    name = ""
-    device = "cpu"
+    name: str
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        dtype: str = "float32",
+        device: str = "cpu",
+        load_format: str = "auto",
+    ) -> None:
+        self.device = device
+        self._load(resolve(model), dtype, load_format)
+
+    @abstractmethod
+    def _load(self, place: Path | str, dtype: str, load_format: str) -> None:
+        """Load the model. place: what `minillm.model.loader.resolve` returned. Raises ConfigError, MissingPackage."""
 
     def run(self, requests: Sequence[BenchRequest], batch: int, temperature: float) -> float:
         """Seconds for all requests in static batches of `batch`."""
@@ -40,9 +55,9 @@ class Peer:
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
+    @abstractmethod
     def generate(self, requests: Sequence[BenchRequest], temperature: float = 0.0) -> list[list[int]]:
         """Run one static batch and return each request's output tokens, cut to its length."""
-        raise NotImplementedError
 
     def _cut(self, rows: list[list[int]], requests: Sequence[BenchRequest]) -> list[list[int]]:
         longest = max(request.output_tokens for request in requests)
@@ -60,27 +75,18 @@ class TransformersGenerate(Peer):
     name = "transformers"
     model: "PreTrainedModel"
 
-    def __init__(
-        self,
-        model: str | Path | None = None,
-        *,
-        dtype: str = "float32",
-        device: str = "cpu",
-        load_format: str = "auto",
-    ) -> None:
+    def _load(self, place: Path | str, dtype: str, load_format: str) -> None:
         from transformers import AutoModelForCausalLM, GenerationConfig
 
-        place = resolve(model)
         kind = DTYPES[dtype]
         if load_format == "dummy":
-            self.model = _random_model(place, kind, device)
+            self.model = _random_model(place, kind, self.device)
         else:
             loaded = AutoModelForCausalLM.from_pretrained(place, dtype=kind)
-            self.model = loaded.to(device)
+            self.model = loaded.to(self.device)
         self.model.eval()
         # Without an EOS token no sequence stops early, and no logits processor spends time suppressing it.
         self.model.generation_config = GenerationConfig(pad_token_id=0)
-        self.device = device
 
     @torch.inference_mode()
     def generate(self, requests: Sequence[BenchRequest], temperature: float = 0.0) -> list[list[int]]:
@@ -104,22 +110,14 @@ class CTranslate2Generate(Peer):
 
     name = "ctranslate2"
 
-    def __init__(
-        self,
-        model: str | Path | None = None,
-        *,
-        dtype: str = "float32",
-        device: str = "cpu",
-        load_format: str = "auto",
-    ) -> None:
+    def _load(self, place: Path | str, dtype: str, load_format: str) -> None:
         if find_spec("ctranslate2") is None:
             raise MissingPackage("No module named 'ctranslate2': this comparison needs `pip install ctranslate2`")
-        if device != "cpu" or load_format == "dummy":
+        if self.device != "cpu" or load_format == "dummy":
             raise ConfigError("ctranslate2 is compared on a CPU, with the weights of a model's directory")
         from ctranslate2 import Generator
         from ctranslate2.converters import TransformersConverter
 
-        place = resolve(model)
         with TemporaryDirectory() as folder:
             converted = Path(folder) / "model"
             TransformersConverter(str(place)).convert(str(converted))
@@ -143,9 +141,7 @@ class CTranslate2Generate(Peer):
         return self._cut([each.sequences_ids[0] for each in found], requests)
 
 
-PEERS: dict[str, type[TransformersGenerate] | type[CTranslate2Generate]] = {
-    each.name: each for each in (TransformersGenerate, CTranslate2Generate)
-}
+PEERS: dict[str, type[Peer]] = {each.name: each for each in (TransformersGenerate, CTranslate2Generate)}
 
 
 def batch_sizes(requests: int) -> tuple[int, ...]:

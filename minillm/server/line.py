@@ -111,7 +111,7 @@ class Line:
                 event["prompt_logprobs"] = scores
         if delta.completion is not None:
             event |= {"reason": delta.finish_reason, "stop": delta.stop_reason}
-            if delta.finish_reason == "abort" and isinstance(delta.stop_reason, str):  # nobody asked for it
+            if delta.finish_reason == "abort" and isinstance(delta.stop_reason, str):  # its grammar failed
                 message = f"json_schema cannot be followed to the end of this answer: {delta.stop_reason}"
                 event |= {"error": message, "kind": "invalid"}
             self._forget(job.key)

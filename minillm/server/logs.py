@@ -34,7 +34,7 @@ class JsonLines(logging.Formatter):
 
 
 class Unhurried(logging.Handler):
-    """Lets a thread write messages through another handler: a full pipe or a slow disk never holds whoever logs.
+    """Lets a thread write messages through another handler: a full pipe or a slow disk never holds the caller.
 
     A message that finds no room is dropped. At the end of the process the messages that wait have a second.
     """

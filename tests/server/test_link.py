@@ -4,6 +4,7 @@ import asyncio
 import socket
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from minillm.request import SamplingParams
 from minillm.server.config import ServerConfig
 from minillm.server.hub import Hub, Line
 from minillm.server.link import SIZES, Prompt, RemoteEngine, TooLong, Unpacker, _changed, pack, room
-from tests.waiting import async_wait_until
+from tests.waiting import TIMEOUT, async_wait_until
 
 MESSAGES = st.dictionaries(st.text(), st.none() | st.integers() | st.floats(allow_nan=False) | st.text())
 NUMBERS = st.lists(st.integers(-(2**63), 2**63 - 1))
@@ -144,3 +145,27 @@ def test_a_worker_does_not_import_torch(module):
     code = f"import sys, minillm.{module}; print([m for m in ('torch', 'triton', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_failing_operation_does_not_end_the_thread_that_serves_all_workers(engine, caplog):
+    hub = Hub(engine, "here", ServerConfig(log_level="critical"))
+    later = threading.Event()
+    hub.soon(lambda: 1 / 0)
+    hub.soon(later.set)
+    assert later.wait(TIMEOUT) and hub.alive and "ZeroDivisionError" in caplog.text
+    hub.close()
+    assert not hub.alive
+
+
+def test_waking_the_thread_never_waits(engine):
+    hub = Hub(engine, "here", ServerConfig(log_level="critical"))
+    done = threading.Event()
+
+    def many() -> None:  # on the thread that would have to read the wake-ups
+        for _ in range(2000):
+            hub.soon(lambda: None)
+        done.set()
+
+    hub.soon(many)
+    assert done.wait(TIMEOUT)
+    hub.close()

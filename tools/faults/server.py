@@ -294,7 +294,7 @@ FAULTS = (
         "tests/server/test_clients.py -k host",
     ),
     Fault(
-        "messages that nobody reads fill the memory",
+        "messages that are not read fill the memory",
         "minillm/server/logs.py",
         "queue.Queue(HELD)",
         "queue.Queue()",
