@@ -49,11 +49,19 @@ def test_options_may_be_torch_and_numpy_values():
 
 
 def test_any_gpu_has_a_gpus_rows_and_tokens_unless_they_are_given():
-    for device, sizes in (("cpu", (256, 2048)), ("cuda", (1024, 16384)), ("cuda:1", (1024, 16384))):
-        config = EngineConfig().on(device)
-        assert (config.device, config.max_num_seqs, config.max_num_batched_tokens) == (device, *sizes)
-    config = EngineConfig(max_num_seqs=3, max_num_batched_tokens=5).on("cuda:1")
-    assert (config.max_num_seqs, config.max_num_batched_tokens) == (3, 5)
+    gpu = (1024, 16384, 768)
+    for device, sizes in (("cpu", (256, 2048, 0)), ("cuda", gpu), ("cuda:1", gpu)):
+        found = EngineConfig().on(device)
+        assert found.device == device
+        assert (found.max_num_seqs, found.max_num_batched_tokens, found.max_prefill_tokens) == sizes
+    config = EngineConfig(max_num_seqs=3, max_num_batched_tokens=5, max_prefill_tokens=4).on("cuda:1")
+    assert (config.max_num_seqs, config.max_num_batched_tokens, config.max_prefill_tokens) == (3, 5, 4)
+
+
+def test_offline_prompts_have_the_whole_budget_unless_a_limit_is_given():
+    with LLM(num_blocks=16) as llm, LLM(num_blocks=16, max_prefill_tokens=5) as limited:
+        assert (llm.config.max_prefill_tokens, limited.config.max_prefill_tokens) == (0, 5)
+        assert limited.engine.scheduler.max_prefill_tokens == 5
 
 
 def test_the_engine_runs_on_a_torch_device():

@@ -28,7 +28,7 @@ from minillm.scheduler.step import Step
 from .cuda_graph import Graph, MixedShape, Replayed, ToSample
 from .decode_graphs import DecodeGraphs
 
-DECODES = (16, 64, 256)
+DECODES = (16, 64, 256, 320, 384, 448, 512, 1024)
 TOKENS = (64, 128, 256, 512, 768, 1024)
 PROMPTS = 64  # the most in one step; in small shapes, a quarter of the tokens
 NARROW = 1024  # tokens per row that a narrow block table covers; attention splits narrow tables less
@@ -66,6 +66,7 @@ class MixedGraphs:
         self.shapes = [
             MixedShape(tokens, rows, min(PROMPTS, max(1, tokens // 4), most_rows), width)
             for tokens, rows, width in sorted(product({min(count, budget) for count in TOKENS}, counts, widths))
+            if tokens >= min(rows // 2, budget)  # next to many decodes, padding a few prompt tokens costs little
         ]
         most = sum(Inputs.sizes(self.shapes[-1]))
         self.inputs = torch.zeros(most, dtype=torch.int64, device=self.state.device)

@@ -36,7 +36,8 @@ class Scheduler:
     """Requests join in the order that `policy` gives; when blocks run out one is preempted, and recomputed later.
 
     windows: one entry a layer group, the tokens that its queries see, None for all; see `layer_groups`. stream: what a
-    row keeps where requests may be longer than max_model_len; see `kv_cache.attention_sinks`.
+    row keeps where requests may be longer than max_model_len; see `kv_cache.attention_sinks`. max_prefill_tokens: in
+    a step, apart from decodes, because every stream waits for the whole step; 0 for no limit but the step's.
     """
 
     def __init__(
@@ -50,14 +51,14 @@ class Scheduler:
         windows: tuple[int | None, ...] = (None,),
         stream: Stream | None = None,
         prefix_caching: bool = True,
+        max_prefill_tokens: int = 0,
         policy: Policy | None = None,
         pool: BlockPool | None = None,
     ):
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_batched_tokens, self.max_prefill_tokens = max_num_batched_tokens, max_prefill_tokens
         self.longest = max_model_len if stream is None else STREAM_TOKENS  # most tokens of a request
         self.stream = stream
-        self.block_size = block_size
-        self.prefix_caching = prefix_caching
+        self.block_size, self.prefix_caching = block_size, prefix_caching
         self.policy: Policy = policy or FirstComeFirstServed()
         self.rows, self.max_model_len, self.windows = max_num_seqs, max_model_len, windows
         self.launched = -1  # number of the newest step launched
@@ -136,10 +137,7 @@ class Scheduler:
             return
         request.finish_reason, request.stop_reason = reason, stop_reason
         row = request.row
-        if row < 0:
-            self.waiting.remove(request)
-        else:
-            self._vacate(request)
+        self.waiting.remove(request) if row < 0 else self._vacate(request)
         if self.trace is not None:
             self.trace.finish(request, row, self.launched)
 
@@ -209,10 +207,12 @@ class Scheduler:
 
     def _share_budget(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
         """The rows to which the policy gives tokens, how many each, and what is left of the budget."""
+        pending = self.tables.pending(self.computed[rows], self.known[rows])
         budget = self.max_num_batched_tokens
+        if self.max_prefill_tokens:
+            budget = min(budget, int((pending == 1).sum()) + self.max_prefill_tokens)
         if len(rows) == 0:
             return rows, rows, budget
-        pending = self.tables.pending(self.computed[rows], self.known[rows])
         queries = self.policy.share(pending, budget)
         if queries is not pending:
             rows, queries = rows[queries > 0], queries[queries > 0]

@@ -348,15 +348,15 @@ class _Server:
                 return dumps(answer.chunk([choice], usage=so_far()))
             return dumps(answer.chunk([choice], **({"usage": None} if usages.include_usage else {})))
 
-        usual = form.only_text and not usages.continuous_usage_stats
+        usual = form.is_plain and not usages.continuous_usage_stats
         closing = '],"usage":null}' if usages.include_usage else "]}"
         item: tuple[Choice, Delta] | None = first
         while item is not None:
             choice, delta = item
             if usual and item is not first and delta.finish_reason is None:  # nearly all: written without a dict
                 generated += len(delta.token_ids)
-                if delta.text:
-                    yield f"{answer.opening}{form.plain(choice.index, delta.text)}{closing}"
+                if delta.text or form.ids:  # a token that ends in the middle of a character has no text to send yet
+                    yield f"{answer.opening}{form.plain(choice.index, delta)}{closing}"
                 item = await anext(source, None)
                 continue
             prompts[choice.index // form.n] = len(choice.completion.prompt_token_ids)
@@ -366,7 +366,6 @@ class _Server:
             generated += len(delta.token_ids)
             await self.read_tokens(delta, choice.completion)
             piece = form.piece(choice.index, delta, choice.completion)
-            # A token that ends in the middle of a character has no text to send yet.
             shows = piece.get("text") or piece.get("delta") or piece["logprobs"] or form.ids
             if shows or delta.finish_reason:
                 yield chunk(piece)

@@ -9,13 +9,18 @@ import os
 import pickle
 import sys
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minillm.config import EngineOptions
 
-from . import control, logs
+from . import control, garbage, logs
 from .config import ServerConfig
 from .control import Control
+
+if TYPE_CHECKING:
+    from minillm.engine.async_llm import AsyncLLM
+
+    from .hub import Hub
 
 log = logging.getLogger(__name__)
 FAILED_STEPS = 3  # in a row; after so many, a new process is the better hope: a GPU's context may be broken for good
@@ -62,7 +67,15 @@ def run(
     llm = AsyncLLM(model, **engine)
     hub = Hub(llm, name or llm.name, config)
     connect.append(hub.connect)
-    owner.send({"op": "ready", "model": name or llm.name})
+    with garbage.frozen():
+        owner.send({"op": "ready", "model": name or llm.name})
+        _watch(owner, llm, hub, stop)
+    hub.close()
+    llm.close()
+
+
+def _watch(owner: Control, llm: "AsyncLLM", hub: "Hub", stop: threading.Event) -> None:
+    """Report to the owner until it says stop. Exits if the engine has failed."""
     while not stop.wait(BEAT):
         owner.send({"op": "beat", "working": llm.working})
         why = None
@@ -73,8 +86,6 @@ def run(
         if why is not None:
             log.error(why)
             sys.exit(1)
-    hub.close()
-    llm.close()
 
 
 def main() -> None:

@@ -87,7 +87,7 @@ class Line:
             job.last = now
             if isinstance(delta, Exception):
                 self._forget(job.key)
-                events.append({"key": job.key, "error": str(delta) or type(delta).__name__})
+                events.append({"key": job.key, "ids": [], "error": str(delta) or type(delta).__name__})
             elif self.hub.reads_text or delta.logprobs or delta.finish_reason or len(delta.token_ids) != 1:
                 events.append(self._event(job, delta))
             else:

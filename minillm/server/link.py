@@ -158,10 +158,17 @@ class Choice:
         if params.logprobs is not None:
             self.completion.logprobs = []
 
-    def take(self, event: dict) -> Delta:
+    def take(
+        self,
+        ids: list[int],
+        text: str = "",
+        reason: str | None = None,
+        stop: int | str | None = None,
+        logprobs: list | None = None,
+        prompt_logprobs: list | None = None,
+    ) -> Delta:
         """Apply an event from the engine. A stop string ends the choice; the tokens after it are dropped."""
-        ids, reason, stop = event["ids"], event.get("reason"), event.get("stop")
-        text, logprobs, done = event.get("text", ""), event.get("logprobs"), self.completion
+        done = self.completion
         if self.output is not None:
             ids = ids[: self.output.add(ids, reason)]
             if self.output.stop_string is not None:
@@ -173,8 +180,8 @@ class Choice:
             logprobs = [_with_ids(entry) for entry in logprobs[: len(ids)]]
             if done.logprobs is not None:
                 done.logprobs += logprobs
-        if "prompt_logprobs" in event:
-            done.prompt_logprobs = [_with_ids(entry) for entry in event["prompt_logprobs"]]
+        if prompt_logprobs is not None:
+            done.prompt_logprobs = [_with_ids(entry) for entry in prompt_logprobs]
         delta = Delta(text, ids, logprobs, reason, stop)
         if reason is not None:
             done.finish_reason, done.stop_reason = reason, stop
@@ -405,29 +412,29 @@ class RemoteEngine:
         self.connected.set_result(None)
 
     def _on_deltas(self, numbers: array, *, events: list[dict]) -> None:
-        for i in range(0, len(numbers), 2):
-            self._gained(numbers[i], {"ids": [numbers[i + 1]]})
+        for key, token in zip(numbers[::2], numbers[1::2], strict=True):
+            self._gained(key, [token])
         for event in events:
-            self._gained(event.pop("key"), event)
+            self._gained(**event)
 
-    def _gained(self, key: int, event: dict) -> None:
+    def _gained(self, key: int, ids: list[int], error: str | None = None, kind: str = "failed", **more: Any) -> None:
         found = self._choices.get(key)
         if found is None:  # aborted or stopped, but this event was already on its way
             return
         choice, queue = found
-        if event.get("error") is not None:
+        if error is not None:
             del self._choices[key]
-            queue.put_nowait(REFUSALS[event.get("kind", "failed")](event["error"]))
+            queue.put_nowait(REFUSALS[kind](error))
             return
         # Not in `stream`: even if the client reads slowly, the engine must learn of a stop string at once.
         try:
-            delta = choice.take(event)
+            delta = choice.take(ids, **more)
         except Exception as mistake:  # an error in the tokenizer ends only this request
             queue.put_nowait(mistake)
             return
         if delta.finish_reason is not None:
             del self._choices[key]
-            if event.get("reason") is None:
+            if more.get("reason") is None:
                 self._send({"op": "stopped", "key": key, "string": delta.stop_reason})
         queue.put_nowait((choice, delta))
 

@@ -138,6 +138,11 @@ def _likeliest(entry: TokenLogprobs, top: int) -> dict[int, float]:
     return dict(sorted(entry.items(), key=lambda item: -item[1])[:top])
 
 
+def _ids(gained: Delta) -> str:
+    """The JSON of the token ids, as a choice's last member."""
+    return f',"token_ids":[{",".join(map(str, gained.token_ids))}]'
+
+
 @dataclass
 class CompletionForm:
     """Formats the choices of /v1/completions, whole or in pieces. A whole choice is a single piece.
@@ -185,13 +190,14 @@ class CompletionForm:
         return choice
 
     @property
-    def only_text(self) -> bool:
-        """Whether pieces show nothing but text."""
-        return self.top is None and not self.ids and self.echoes is None and not self.scores_only
+    def is_plain(self) -> bool:
+        """Whether pieces show nothing but text and token ids."""
+        return self.top is None and self.echoes is None and not self.scores_only
 
-    def plain(self, index: int, text: str) -> str:
-        """The JSON of a piece that shows nothing but text and is not the last, as `piece` would give it."""
-        return f'{{"index":{index},"text":{quoted(text)},"logprobs":null,"finish_reason":null}}'
+    def plain(self, index: int, gained: Delta) -> str:
+        """The JSON of a piece that shows nothing but text and token ids and is not the last, as `piece` gives it."""
+        ids = _ids(gained) if self.ids else ""
+        return f'{{"index":{index},"text":{quoted(gained.text)},"logprobs":null,"finish_reason":null{ids}}}'
 
     def generated(self, tokens: int) -> int:
         """How many of the generated tokens count toward the usage."""
@@ -228,11 +234,13 @@ class ChatForm:
         return choice
 
     @property
-    def only_text(self) -> bool:
-        return self.top is None and not self.ids
+    def is_plain(self) -> bool:
+        return self.top is None
 
-    def plain(self, index: int, text: str) -> str:
-        return f'{{"index":{index},"delta":{{"content":{quoted(text)}}},"logprobs":null,"finish_reason":null}}'
+    def plain(self, index: int, gained: Delta) -> str:
+        delta = f'{{"content":{quoted(gained.text)}}}' if gained.text else "{}"
+        ids = _ids(gained) if self.ids else ""
+        return f'{{"index":{index},"delta":{delta},"logprobs":null,"finish_reason":null{ids}}}'
 
     def generated(self, tokens: int) -> int:
         return tokens

@@ -18,6 +18,7 @@ from minillm import overrides
 from minillm.config import EngineOptions
 from minillm.errors import ConfigError, MinillmError, MissingPackage
 
+from . import garbage
 from .config import ServerConfig, ServerOptions, split
 from .fleet import ServerFailed, Workers
 from .supervisor import Supervisor
@@ -145,7 +146,8 @@ def _serving(engine: "AsyncLLM", name: str, url: str, fleet: Workers, config: Se
     hub = Hub(engine, name, config)
     try:
         fleet.start(hub.connect)
-        yield RunningServer(url, engine, name, fleet, hub)
+        with garbage.frozen():
+            yield RunningServer(url, engine, name, fleet, hub)
     finally:
         try:
             fleet.stop()

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
-from . import control, logs
+from . import control, garbage, logs
 from .control import Control
 from .limits import FLUSH, RELINK, SWITCH_INTERVAL
 from .link import RemoteEngine
@@ -118,7 +118,8 @@ async def work(
 
     stopper = asyncio.create_task(stop())
     try:
-        await server.serve()
+        with garbage.frozen():
+            await server.serve()
     finally:
         stopper.cancel()
 

@@ -137,6 +137,14 @@ def test_decodes_run_first_and_chunks_share_the_rest_oldest_first():
     assert found == [[4, 6, 0], [1, 8, 1], [1, 1, 8], [1, 1, 1], [0, 1, 1], [0, 0, 1]]
 
 
+def test_prompts_may_have_a_smaller_budget_of_their_own_and_decodes_go_on():
+    options = {"max_num_seqs": 3, "max_num_batched_tokens": 10, "max_prefill_tokens": 5}
+    found = steps(scheduler("fcfs", **options), 4, 14, 9, output=4)
+    assert found == [[4, 1, 0], [1, 5, 0], [1, 5, 0], [1, 3, 2], [0, 1, 5], [0, 1, 2], [0, 1, 1], [0, 0, 1], [0, 0, 1]]
+    most = scheduler("fcfs", **options | {"max_prefill_tokens": 20})
+    assert steps(most, 4, 14, output=1)[0] == [4, 6], "the budget of the whole step still holds"
+
+
 def test_a_whole_prompt_waits_for_room_and_one_over_any_budget_is_chunked():
     found = steps(scheduler("whole", max_num_seqs=4, max_num_batched_tokens=10), 4, 9, 23, 8, output=4)
     assert list(zip(*found, strict=True)) == [

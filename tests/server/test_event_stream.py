@@ -23,21 +23,22 @@ FORMS = {
 BODY = {"prompt": "The river", "max_tokens": 12, "seed": 3, "ignore_eos": True, "stream": True}
 
 
-@pytest.mark.parametrize("text", TEXTS, ids=ascii)
+@pytest.mark.parametrize("ids", [False, True])
+@pytest.mark.parametrize("text", ["", *TEXTS], ids=ascii)
 @pytest.mark.parametrize("kind", FORMS)
-def test_a_chunk_written_as_text_is_that_of_the_dict(kind, text):
-    form, answer = FORMS[kind](), Answer(kind, 'a "model"')
-    assert form.only_text
-    piece = form.piece(3, Delta(text, [5]), Completion("", [1]))
-    assert f"{answer.opening}{form.plain(3, text)}]}}" == dumps(answer.chunk([piece]))
-    assert f'{answer.opening}{form.plain(3, text)}],"usage":null}}' == dumps(answer.chunk([piece], usage=None))
+def test_a_chunk_written_as_text_is_that_of_the_dict(kind, text, ids):
+    form, answer, gained = FORMS[kind](ids=ids), Answer(kind, 'a "model"'), Delta(text, [5, 70_000])
+    assert form.is_plain
+    piece, plain = form.piece(3, gained, Completion("", [1])), form.plain(3, gained)
+    assert f"{answer.opening}{plain}]}}" == dumps(answer.chunk([piece]))
+    assert f'{answer.opening}{plain}],"usage":null}}' == dumps(answer.chunk([piece], usage=None))
 
 
-def test_forms_that_show_more_than_text_say_so():
+def test_forms_that_show_more_than_text_and_ids_say_so():
     for form in FORMS.values():
-        assert not form(top=0).only_text and not form(ids=True).only_text
-    assert not FORMS["text_completion"](echoes=["a"]).only_text
-    assert not FORMS["text_completion"](scores_only=True).only_text
+        assert not form(top=0).is_plain
+    assert not FORMS["text_completion"](echoes=["a"]).is_plain
+    assert not FORMS["text_completion"](scores_only=True).is_plain
 
 
 def request(version: str, **fields: object) -> bytes:

@@ -329,7 +329,7 @@ def test_the_worker_reports_a_stop_string_at_once_and_ignores_later_tokens(linke
             "the report must not wait for the client to read"
         )
         link.send(*deltas({"key": 0, "ids": [ids[0]], "logprobs": None}))
-        link.send(*deltas({"key": 0, "error": "it broke"}))
+        link.send(*deltas({"key": 0, "ids": [], "error": "it broke"}))
         link.send(*deltas({"key": 0, "ids": [], "reason": "stop", "stop": "two"}))
         link.send(*deltas({"key": 1, "ids": [], "reason": "length"}))
         found = {0: [], 1: []}
@@ -354,7 +354,7 @@ def test_an_engine_failure_matters_only_before_the_stop_string(linked, long_engi
         first, stream = await link.begin(SamplingParams(stop="three"))
         for token in ids:
             link.send(*deltas(plain=[0, token]))
-        link.send(*deltas({"key": 0, "error": "it broke"}))
+        link.send(*deltas({"key": 0, "ids": [], "error": "it broke"}))
         link.link.connection_lost(None)
         items = [await first] + [item async for item in stream]
         assert items[-1][1].completion.text == "one two "
@@ -364,7 +364,7 @@ def test_an_engine_failure_matters_only_before_the_stop_string(linked, long_engi
     async def fails(link):
         first, stream = await link.begin(SamplingParams(stop="three"))
         link.send(*deltas(plain=[0, ids[0]]))
-        link.send(*deltas({"key": 0, "error": "it broke"}))
+        link.send(*deltas({"key": 0, "ids": [], "error": "it broke"}))
         await first
         with pytest.raises(EngineError, match="it broke"):
             await anext(stream)
