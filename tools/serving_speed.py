@@ -31,6 +31,8 @@ SERVERS = (
 ROUNDS = 12  # requests of each client
 ALONE = 40  # requests of a client that is alone
 RUNS = 3
+SHOWN = ("precision", "workers", "concurrency", "output_tokens_per_s", "runs", "tokens_per_event", "ttft_s", "itl_s")
+LONG = ("each", "itl_by_position")  # left out of the record
 
 
 def measured(url: str, clients: int, processes: int, rounds: int, runs: int) -> dict:
@@ -49,7 +51,7 @@ def measured(url: str, clients: int, processes: int, rounds: int, runs: int) -> 
             seed=seed,
             quiet=True,
         )
-        found.append({name: value for name, value in content["results"][0].items() if name != "each"})
+        found.append({name: value for name, value in content["results"][0].items() if name not in LONG})
     found.sort(key=lambda row: row["output_tokens_per_s"])
     rates = [row["output_tokens_per_s"] for row in found]
     return found[len(found) // 2] | {"runs": rates, "generators": processes}
@@ -71,9 +73,10 @@ def served(options: list[str], precision: str, workers: int, loads, rounds: int,
                 try:
                     row |= measured(found[1], clients, generated, rounds, runs)
                 except generators.LoadError as error:
-                    row |= {"clients": clients, "error": str(error)}
+                    row |= {"concurrency": clients, "error": str(error)}
+                    print(error, flush=True)
                 rows.append(row)
-                print(json.dumps(row), flush=True)
+                print(json.dumps({name: value for name, value in row.items() if name in SHOWN}), flush=True)
             return rows
         finally:
             process.terminate()
