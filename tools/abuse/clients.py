@@ -31,7 +31,8 @@ class Server:
     def __init__(self, *options: str, files: int | None = None, errors: str | None = None):
         self.errors = open(errors, "w+b", 0) if errors else tempfile.TemporaryFile()  # noqa: SIM115 (closed below)
         limit = (lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))) if files else None
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [*SERVE, *options], stdout=subprocess.PIPE, stderr=self.errors, text=True, env=environment, preexec_fn=limit
         )
