@@ -25,6 +25,7 @@ GPU, GPU_PEER, START = "h200/gemma-2b-bf16", "h200/vllm-h200", "h200/start"
 QUANTIZATION, LOSSES = "h200/quantization", "cpu/quantization"
 FP8, FP8_CACHE, FP8_PEER = "h200/gemma-2b-fp8", "h200/gemma-2b-fp8-cache", "h200/vllm-fp8kv-and-families-h200"
 CACHE_SPEED = "h200/cache-speed"
+SERVING, SERVING_PEER = "h200/serving", "h200/vllm-server-h200"
 COMMAND = "python docs/draw.py record"
 QUIET = 0.1  # largest share of the CPU that other programs may use during a recorded measurement
 ROWS = 12  # requests in one step of the timeline: few enough that some must wait
@@ -135,8 +136,8 @@ def gpu_figures() -> str:
         f"[vLLM](data/results/{GPU_PEER}.json), with all settings. The first token arrives "
         f"[{cached:.1f} s](data/results/{START}.json) after the command starts, or {first:.0f} s the first time, when "
         "kernels are compiled. "
-        f"With FP8 weights in both engines, minillm generates {least:.2f} to {most:.2f} times as many tokens: see "
-        "[docs/measurements.md](docs/measurements.md)."
+        f"With FP8 weights in both engines, minillm generates {least:.2f} to {most:.2f} times as many tokens, and over "
+        f"HTTP {serving_speedup():.1f} times as many for 512 clients: see [docs/measurements.md](docs/measurements.md)."
     )
     return "\n".join([*lines, "", *wrapped(text), ""])
 
@@ -229,6 +230,49 @@ def cache_figures() -> str:
     return "\n".join([*lines, "", *wrapped(text), ""])
 
 
+def serving_speedup(clients: int = 512) -> float:
+    """Our best server's output tokens per second over the peer's best, both in bf16."""
+    ours, peers = records.read(SERVING)["results"], records.read(SERVING_PEER)["results"]
+    best = max(
+        row["output_tokens_per_s"] for row in ours if (row["precision"], row["concurrency"]) == ("bf16", clients)
+    )
+    return best / max(row["output_tokens_per_s"] for row in peers if row["clients"] == clients)
+
+
+def serving_figures() -> str:
+    """The table of servers."""
+    record = records.read(SERVING)
+    alone = {row["precision"]: row for row in record["results"] if row["workload"] == "offline"}
+    rows = [row for row in record["results"] if row["workload"] != "offline"]
+    peers: dict[int, list[dict]] = {}
+    for row in records.read(SERVING_PEER)["results"]:
+        if "top_p" not in row["workload"]:
+            peers.setdefault(row["clients"], []).append(row)
+    lines = [
+        "| clients | server | output tokens/s | first token, p50, ms | between tokens, p99, ms |",
+        "|---|---|---|---|---|",
+    ]
+    for clients in sorted({row["concurrency"] for row in rows}):
+        for row in (each for each in rows if each["concurrency"] == clients):
+            workers = "1 worker" if row["workers"] == 1 else f"{row['workers']} workers"
+            name, rate = f"minillm, {row['precision']}, {workers}", row["output_tokens_per_s"]
+            times = f"{1e3 * row['ttft_s']['p50']:.1f} | {1e3 * row['itl_s']['p99']:.1f}"
+            lines.append(f"| {clients} | {name} | {rate:,.0f} | {times} |")
+        best = max(peers[clients], key=lambda each: each["output_tokens_per_s"])
+        times = f"{best['ttft_ms_p50']:.1f} | {best['itl_ms_p99']:.1f}"
+        lines.append(f"| {clients} | vLLM 0.26, bf16 | {best['output_tokens_per_s']:,.0f} | {times} |")
+    tokens = max(row["tokens_per_event"] for row in rows)
+    text = (
+        f"Gemma 2B's shape with random weights on one {record['machine']['gpu']}: 128 tokens in, 128 out, streamed "
+        f"with {tokens:g} token an event to a closed loop of clients in processes of their own. Each row of minillm is "
+        f"the median of {len(rows[0]['runs'])} runs, of all requests, the first and the last included. vLLM: the better "
+        "of one and four API servers. The same engine without a server generates "
+        f"{alone['bf16']['output_tokens_per_s']:,.0f} tokens/s for one request at a time. Records: "
+        f"[minillm](data/results/{SERVING}.json), [vLLM](data/results/{SERVING_PEER}.json)."
+    )
+    return "\n".join([*lines, "", *wrapped(text), ""])
+
+
 def wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, 118, break_long_words=False, break_on_hyphens=False)
 
@@ -317,6 +361,7 @@ FIGURES = {  # by the names of their blocks in the pages
     "quantization": quantization_figures,
     "fp8": fp8_figures,
     "cache": cache_figures,
+    "serving": serving_figures,
     "figures": figures,
 }
 
