@@ -136,8 +136,9 @@ def gpu_figures() -> str:
         f"[vLLM](data/results/{GPU_PEER}.json), with all settings. The first token arrives "
         f"[{cached:.1f} s](data/results/{START}.json) after the command starts, or {first:.0f} s the first time, when "
         "kernels are compiled. "
-        f"With FP8 weights in both engines, minillm generates {least:.2f} to {most:.2f} times as many tokens, and over "
-        f"HTTP {serving_speedup():.1f} times as many for 512 clients: see [docs/measurements.md](docs/measurements.md)."
+        f"With FP8 weights in both engines, minillm generates {least:.2f} to {most:.2f} times as many tokens; over HTTP, "
+        f"in bf16 and for 512 clients, {serving_speedup():.1f} times as many: see "
+        "[docs/measurements.md](docs/measurements.md)."
     )
     return "\n".join([*lines, "", *wrapped(text), ""])
 
@@ -264,9 +265,9 @@ def serving_figures() -> str:
     tokens = max(row["tokens_per_event"] for row in rows)
     text = (
         f"Gemma 2B's shape with random weights on one {record['machine']['gpu']}: 128 tokens in, 128 out, streamed "
-        f"with {tokens:g} token an event to a closed loop of clients in processes of their own. Each row of minillm is "
-        f"the median of {len(rows[0]['runs'])} runs, of all requests, the first and the last included. vLLM: the better "
-        "of one and four API servers. The same engine without a server generates "
+        f"with {tokens:g} token an event to a closed loop of clients in processes of their own. Each row of minillm "
+        f"is the median of {len(rows[0]['runs'])} runs, of all requests, the first and the last included. vLLM: the "
+        "better of one and four API servers. The same engine without a server generates "
         f"{alone['bf16']['output_tokens_per_s']:,.0f} tokens/s for one request at a time. Records: "
         f"[minillm](data/results/{SERVING}.json), [vLLM](data/results/{SERVING_PEER}.json)."
     )
