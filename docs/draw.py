@@ -136,8 +136,8 @@ def gpu_figures() -> str:
         f"[vLLM](data/results/{GPU_PEER}.json), with all settings. The first token arrives "
         f"[{cached:.1f} s](data/results/{START}.json) after the command starts, or {first:.0f} s the first time, when "
         "kernels are compiled. "
-        f"With FP8 weights in both engines, minillm generates {least:.2f} to {most:.2f} times as many tokens; over HTTP, "
-        f"in bf16 and for 512 clients, {serving_speedup():.1f} times as many: see "
+        f"With FP8 weights in both engines, minillm generates {least:.2f} to {most:.2f} times as many tokens; over "
+        f"HTTP, in bf16 and for 512 clients, {serving_speedup():.1f} times as many: see "
         "[docs/measurements.md](docs/measurements.md)."
     )
     return "\n".join([*lines, "", *wrapped(text), ""])
