@@ -68,6 +68,18 @@ QUANTIZED = [
 ]
 
 
+def cases(capability: int) -> list[tuple]:
+    """The cases of attention for a GPU: all for the newest, which the others share their options' code with.
+
+    On the others, those that need the most shared memory: rotation reads keys in fewer stages, and the other options
+    change what a kernel computes, not what it holds.
+    """
+    found = [*((*each, "auto") for each in ATTENTION), *QUANTIZED]
+    if capability == max(SHARED_MEMORY):
+        return found
+    return [each for each in found if not each[4] or (each[5] == "fp8" and "rotary" not in each[4])]
+
+
 class AbsentGPU:
     """The part of a driver that compilation needs."""
 
@@ -193,7 +205,7 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
             quantized_inputs.int8_product(many, factors, words.view(torch.int8), scales, torch.bfloat16)
         for table in (words.view(torch.int8), words.view(torch.float8_e4m3fn)):
             embedding.code_embedding(rows, table, scales, 1.0, torch.bfloat16)
-        for dim, dtype, heads, queries, options, held in [*((*each, "auto") for each in ATTENTION), *QUANTIZED]:
+        for dim, dtype, heads, queries, options, held in cases(capability):
             case = f"{str(dtype).removeprefix('torch.')} head_dim {dim} cache {held}"
             cache = CacheSpec.of(held, 1, dim, dtype).allocate(4, 16, x.device)
             k, angles, slots = (torch.zeros(size, dtype=dtype) for size in ((2, 1, dim), (2, 2, dim), 2))
