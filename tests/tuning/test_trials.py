@@ -8,6 +8,7 @@ import torch
 from minillm import LLM
 from minillm.model.loader import EMBEDDED, read_config
 from minillm.runner.plan import Plan, Traffic
+from tests import models
 from tests.emulated_graphs import emulated_graphs
 
 trials = pytest.importorskip("minillm.tuning.trials", reason="triton is not installed here")
@@ -17,6 +18,9 @@ from minillm.tuning import planning  # noqa: E402  needs triton
 TINY = read_config(EMBEDDED)
 TRAFFIC = Traffic(20, 10, 3)
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and this engine is not")
+
+
+small = models.directories(["gemma-multi-query"])
 
 
 @pytest.fixture(scope="module")
@@ -177,10 +181,10 @@ def test_a_kernel_whose_default_launch_fails_is_an_error():
 
 @interpreted
 @torch.inference_mode()
-def test_every_step_is_heard_and_timed_with_the_current_launches_even_if_it_was_captured_before(monkeypatch):
+def test_every_step_is_heard_and_timed_with_the_current_launches_even_if_it_was_captured_before(small, monkeypatch):
     monkeypatch.setattr(trials, "replay_seconds", lambda graph, replays: [1.0])
     tables: list[dict] = []
-    with emulated_graphs(), LLM(device="cpu", dtype="float32", num_blocks=24, max_num_seqs=2) as llm:
+    with emulated_graphs(), LLM(small, device="cpu", dtype="float32", num_blocks=24, max_num_seqs=2) as llm:
         runner = llm.engine.executor.runner
         graphs = runner.graphs.decodes
         graphs.captured(1, 16), graphs.captured(2, 16)  # as trials of a budget do
