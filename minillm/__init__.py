@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from . import renamed
+from . import folders, renamed
 from .lazy_imports import exports
 
 if TYPE_CHECKING:
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
 __version__ = "0.1.0"
+if not folders.LINKED:
+    __path__.append(str(folders.PACKAGE.parent))  # where `kernels` is
 __all__ = [
     "LLM",
     "AsyncLLM",

@@ -22,9 +22,9 @@ import torch
 
 from minillm import __version__
 from minillm.errors import ConfigError
+from minillm.folders import DATA, PACKAGE
 
-PACKAGE = Path(__file__).resolve().parents[1]
-RESULTS = PACKAGE / "data" / "results"
+RESULTS = DATA / "results"
 SECRET = ("--api-key",)  # options whose values no record has
 PACKAGES = ("torch", "triton", "transformers", "numpy", "fastapi", "uvicorn", "aiohttp")
 

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from minillm.errors import ConfigError
+from minillm.folders import DATA
 
 SEED = 0
-TRACES = Path(__file__).resolve().parents[1] / "data" / "traces"
+TRACES = DATA / "traces"
 
 
 @dataclass(frozen=True)

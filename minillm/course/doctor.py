@@ -15,12 +15,13 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from minillm.folders import DATA, PACKAGE
+
 GIB = 1 << 30
 MEMORY_GIB, DISK_GIB = 4, 4  # enough for the tests and a lesson's kernel at the same time
 CAPABILITY = (8, 0)  # bfloat16, and the shared memory that the kernels are compiled for
 GPU_GIB = 7  # 5 for the weights of Gemma 2B, the rest for its cache and a step; cards of "8 GB" report a little less
 PYTHONS = ((3, 11), (3, 12))
-PACKAGE = Path(__file__).resolve().parent.parent
 EXTRAS = {
     "serve": "minillm serve",
     "compare": "comparisons with transformers, question sets",
@@ -237,12 +238,11 @@ def _room(name: str, free: int, needed: int, fix: str) -> Finding:
 
 
 def _model() -> Finding:
-    place = PACKAGE / "data" / "tiny-gemma"
+    place = DATA / "tiny-gemma"
     if (place / "config.json").is_file() and list(place.glob("*.safetensors")):
         size = sum(file.stat().st_size for file in place.iterdir())
         return Finding("tiny-gemma", f"embedded, {size / 1e6:.0f} MB")
-    links = " (a checkout on Windows needs git config core.symlinks true)" if os.name == "nt" else ""
-    fix = f"check out or install minillm again{links}, or name a model's directory wherever one is asked for"
+    fix = "check out or install minillm again, or name a model's directory wherever one is asked for"
     return Finding("tiny-gemma", f"not in {place}", "FAIL", fix)
 
 

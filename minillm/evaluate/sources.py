@@ -9,11 +9,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from minillm.errors import ConfigError, MissingPackage, Unreachable
+from minillm.folders import DATA
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-DATA = Path(__file__).resolve().parents[1] / "data"
 COLUMNS = ["question", "subject", "choices", "answer"]
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from minillm.errors import ConfigError
+from minillm.folders import DATA
 from minillm.quantization import Dense, Recipe, Weight, weight_only
 from minillm.quantization.checkpoints import ANY, Layout, read_layout
 from minillm.quantization.weight import copy_pieces, joined
@@ -48,7 +49,7 @@ FILE_DTYPES = {
     "U8": torch.uint8,
 }
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-EMBEDDED = Path(__file__).parents[1] / "data" / "tiny-gemma"
+EMBEDDED = DATA / "tiny-gemma"
 BUFFER_BYTES = 4 << 20
 GB = 1e9
 

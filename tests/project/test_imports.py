@@ -41,7 +41,7 @@ LAYERS = (
         "lazy_imports",
         "from_vllm",
     ),
-    *("values", "errors", "kernels"),
+    *("values", "errors", "folders", "kernels"),
 )
 
 
