@@ -6,9 +6,9 @@ WORKDIR, COPY, ARG and RUN do what they say; FROM is this Python, and CMD is sta
 that the steps work on a bare Python, not that the image builds: the base image's system may lack something.
 """
 
+import contextlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 STARTS_WITHIN = 120  # seconds
+ADDRESS = "http://127.0.0.1:8888/api"
 
 
 def steps(text: str) -> list[tuple[str, str]]:
@@ -60,20 +61,18 @@ def run(found: list[tuple[str, str]], place: Path) -> None:
 
 
 def answers(command: list[str], folder: Path, environment: dict[str, str]) -> None:
-    """Start a server and wait until it says where it is and answers there. Raises TimeoutError."""
-    with subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True) as process:
+    """Start JupyterLab and wait until it answers. Raises TimeoutError."""
+    with subprocess.Popen(command, cwd=folder, env=environment) as process:
         try:
             deadline = time.monotonic() + STARTS_WITHIN
-            assert process.stderr is not None
-            for line in process.stderr:
-                if found := re.search(r"http://127\.0\.0\.1:\d+/\S*", line):
-                    print(urllib.request.urlopen(found[0], timeout=30).status, found[0].split("?")[0])
+            while time.monotonic() < deadline and process.poll() is None:
+                with contextlib.suppress(OSError), urllib.request.urlopen(ADDRESS, timeout=5) as answer:
+                    print(ADDRESS, answer.status)
                     return
-                if time.monotonic() > deadline:
-                    break
-            raise TimeoutError(f"no server within {STARTS_WITHIN} s")
+                time.sleep(0.5)
+            raise TimeoutError(f"no answer at {ADDRESS} within {STARTS_WITHIN} s")
         finally:
-            process.terminate()
+            process.kill()
 
 
 if __name__ == "__main__":

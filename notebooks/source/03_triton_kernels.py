@@ -7,6 +7,8 @@
 #
 # **90 minutes, plus 3 optional. Needs:** Linux, and lessons 00 and 02. Without a GPU the kernels are *interpreted*:
 # correct, but slow. With a GPU the same cells compile them. Times in this lesson come from the project's H200 records.
+# Triton exists for Linux only: on Windows and macOS, read this lesson with its outputs in `notebooks/`, or run it in
+# WSL or on Colab.
 
 # %%
 import torch

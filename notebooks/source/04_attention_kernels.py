@@ -11,7 +11,8 @@
 #
 # **89 minutes, plus 26 optional. Needs:** a CPU; lesson 02 for attention and its cache, lesson 03 for programs, tiles
 # and masks. Without a GPU, kernels are *interpreted*: they give the same results up to rounding, but slowly. On a GPU
-# the same cells compile them. Times come from the project's H200 records.
+# the same cells compile them. Times come from the project's H200 records. Triton exists for Linux only: on Windows and
+# macOS, read this lesson with its outputs in `notebooks/`, or run it in WSL or on Colab.
 
 # %%
 from minillm.course import triton_here

@@ -6,8 +6,9 @@
 # capture; compare two measurements only if they differ in one thing; and name the steps from a model to a TensorRT
 # engine, and their counterparts here.
 #
-# **81 minutes. Needs:** Linux, and lessons 03, 04 and 10. This lesson is about GPUs, but you do not need one: the
-# times come from the project's H200 records.
+# **81 minutes. Needs:** Linux, and lessons 03, 04 and 10. This lesson is about GPUs, but you do not need one: the times
+# come from the project's H200 records. Triton exists for Linux only: on Windows and macOS, read this lesson with its
+# outputs in `notebooks/`, or run it in WSL or on Colab.
 
 # %%
 import statistics

@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -29,6 +31,17 @@ def test_make_check_is_format_lint_types_and_tests_that_exist():
 @pytest.mark.parametrize("target", ["test", "check", "explore"])
 def test_tests_can_be_selected(target):
     assert "-k some_name" in commands(target, "PYTEST=-k some_name")[-1]
+
+
+@pytest.mark.parametrize("target", ["demo", "test", "lab", "notebooks"])
+def test_its_twin_in_python_runs_the_same_commands(target, tmp_path):
+    twin = [sys.executable, ROOT / "make.py", target, "--dry-run"]
+    printed = subprocess.run(twin, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.splitlines()
+    wanted = [line.strip() for line in commands(target)]
+    assert printed[-len(wanted) :] == wanted
+    set_up = [" ".join(line.split()) for line in commands("setup", "--always-make") if " pip install " in line]
+    made = printed[: -len(wanted)]
+    assert made in ([], set_up), "the environment is there, or is made by the Makefile's commands"
 
 
 def test_continuous_integration_prints_the_summary_of_make_test_last():

@@ -1,0 +1,87 @@
+"""The Makefile's main commands in plain Python, for machines without make.
+
+    python make.py demo                           serve, load-test and compare the embedded model; a report in build/
+    python make.py test                           every test, notebooks included
+    python make.py lab                            JupyterLab on copies of the notebooks, in lab/
+    python make.py setup --torch-index URL        only the environment, torch from that index
+    python make.py demo --dry-run                 print the commands
+
+It needs Python 3.11 or 3.12 and installs everything else into .venv.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+VENV = ROOT / ".venv"
+STAMP = VENV / ".installed"
+BIN = Path(".venv") / ("Scripts" if os.name == "nt" else "bin")
+PYTHON = str(BIN / "python")
+LOCK = "requirements.lock"
+TEST = ["-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder", "--nbval", "--nbval-current-env"]
+
+Command = tuple[dict[str, str], list[str]]  # variables of the environment, and words
+
+
+def setup(torch_index: str | None = None) -> list[Command]:
+    torch = next(line for line in (ROOT / LOCK).read_text(encoding="utf-8").splitlines() if line.startswith("torch=="))
+    install = [PYTHON, "-m", "pip", "install", "--quiet"]
+    index = ["--index-url", torch_index] if torch_index else []
+    editable = ["--no-deps", "--no-build-isolation", "--editable", "."]
+    return [
+        ({}, [*install, *index, torch]),
+        ({}, [*install, "--requirement", LOCK]),
+        ({"PYTHONWARNINGS": "ignore"}, [*install, *editable]),
+    ]
+
+
+def commands(name: str) -> list[Command]:
+    """What to run for a target, once the environment is there."""
+    build = [PYTHON, "-m", "minillm.course.build"]
+    return {
+        "setup": [],
+        "demo": [({}, [*build, "demo"])],
+        "lab": [({}, [*build, "lab"]), ({}, [str(BIN / "jupyter"), "lab", "--notebook-dir", "lab"])],
+        "notebooks": [({}, [*build, "notebooks"])],
+        "test": [({"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}, [PYTHON, "-m", "pytest", *TEST])],
+    }[name]
+
+
+def is_ready() -> bool:
+    """Whether the environment is there and newer than what it is made from."""
+    made_from = (ROOT / LOCK, ROOT / "pyproject.toml")
+    return STAMP.exists() and all(path.stat().st_mtime <= STAMP.stat().st_mtime for path in made_from)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", choices=("setup", "demo", "test", "lab", "notebooks"))
+    parser.add_argument(
+        "--torch-index", help="an index to take torch from; that of CPU builds saves several GB on Linux"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the commands instead of running them")
+    given = parser.parse_args()
+    os.chdir(ROOT)
+    todo = [] if is_ready() else setup(given.torch_index)
+    if given.dry_run:
+        for variables, words in [*todo, *commands(given.target)]:
+            print(*(f"{name}={value}" for name, value in variables.items()), *words)
+        return
+    if not (3, 11) <= sys.version_info[:2] < (3, 13):
+        sys.exit(f"minillm needs Python 3.11 or 3.12, and this is {sys.version.split()[0]}: run it with another one")
+    if todo and not VENV.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
+    for variables, words in todo:
+        subprocess.run(words, env=os.environ | variables, check=True)
+    if todo:
+        STAMP.touch()
+    for variables, words in commands(given.target):
+        if code := subprocess.run(words, env=os.environ | variables).returncode:
+            sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
