@@ -6,6 +6,7 @@ import torch
 
 from minillm import LLM
 from minillm.config import EngineConfig
+from minillm.engine import llm as llm_module
 from minillm.errors import ConfigError
 
 
@@ -58,10 +59,22 @@ def test_any_gpu_has_a_gpus_rows_and_tokens_unless_they_are_given():
     assert (config.max_num_seqs, config.max_num_batched_tokens, config.max_prefill_tokens) == (3, 5, 4)
 
 
-def test_offline_prompts_have_the_whole_budget_unless_a_limit_is_given():
-    with LLM(num_blocks=16) as llm, LLM(num_blocks=16, max_prefill_tokens=5) as limited:
-        assert (llm.config.max_prefill_tokens, limited.config.max_prefill_tokens) == (0, 5)
-        assert limited.engine.scheduler.max_prefill_tokens == 5
+def test_offline_prompts_have_the_whole_budget_unless_a_limit_is_given(monkeypatch):
+    given = []
+
+    class Stopped(Exception):
+        pass
+
+    def stop(model, tokenizer, **options):
+        given.append(options)
+        raise Stopped
+
+    with LLM(num_blocks=16, max_prefill_tokens=5) as limited:
+        assert limited.config.max_prefill_tokens == limited.engine.scheduler.max_prefill_tokens == 5
+    monkeypatch.setattr(llm_module, "Engine", stop)
+    with pytest.raises(Stopped):
+        LLM()
+    assert given == [{"max_prefill_tokens": 0}]
 
 
 def test_the_engine_runs_on_a_torch_device():

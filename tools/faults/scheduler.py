@@ -124,4 +124,18 @@ FAULTS = (
         "pass",
         "tests/engine/test_structured_output.py -k forgets",
     ),
+    Fault(
+        "prompts take the tokens of decodes from their own budget",
+        SCHEDULER,
+        "int((pending == 1).sum()) + self.max_prefill_tokens",
+        "self.max_prefill_tokens",
+        "tests/scheduler/test_policies.py -k smaller_budget",
+    ),
+    Fault(
+        "prompts have only the whole step's budget",
+        SCHEDULER,
+        "        if self.max_prefill_tokens:\n",
+        "        if self.max_prefill_tokens < 0:\n",
+        "tests/scheduler/test_policies.py -k smaller_budget",
+    ),
 )

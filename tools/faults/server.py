@@ -65,8 +65,8 @@ FAULTS = (
     Fault(
         "a stream's text is put into JSON as it is",
         "minillm/server/responses.py",
-        """f'{{"index":{index},"text":{quoted(text)},""",
-        """f'{{"index":{index},"text":"{text}",""",
+        """f'{{"index":{index},"text":{quoted(gained.text)},""",
+        """f'{{"index":{index},"text":"{gained.text}",""",
         "tests/server/test_event_stream.py -k written_as_text",
     ),
     Fault(
@@ -320,5 +320,26 @@ FAULTS = (
         'event |= {"error": message, "kind": "invalid"}',
         "pass",
         "tests/server/test_response_format.py -k midway",
+    ),
+    Fault(
+        "a chunk written as text lacks the token ids",
+        "minillm/server/responses.py",
+        '"logprobs":null,"finish_reason":null{ids}}}\'\n\n    def generated(self, tokens: int) -> int:\n        """How',
+        '"logprobs":null,"finish_reason":null}}\'\n\n    def generated(self, tokens: int) -> int:\n        """How',
+        "tests/server/test_event_stream.py -k written_as_text",
+    ),
+    Fault(
+        "what a server froze is never collected again",
+        "minillm/server/garbage.py",
+        "gc.unfreeze()",
+        "pass",
+        "tests/server/test_garbage.py",
+    ),
+    Fault(
+        "a server visits all objects in each collection",
+        "minillm/server/garbage.py",
+        "    gc.freeze()\n",
+        "",
+        "tests/server/test_garbage.py",
     ),
 )

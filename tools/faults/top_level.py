@@ -8,8 +8,8 @@ FAULTS = (
     Fault(
         "a GPU with an index gets a CPU's defaults",
         CONFIG,
-        'device.startswith("cuda") else (256, 2048)',
-        'device == "cuda" else (256, 2048)',
+        'device.startswith("cuda") else (256, 2048, 0)',
+        'device == "cuda" else (256, 2048, 0)',
         "tests/test_config.py -k any_gpu",
     ),
     Fault(
@@ -109,5 +109,19 @@ FAULTS = (
         '            raise error(f"{name}=',
         '            error(f"{name}=',
         "tests/test_from_vllm.py -k instead",
+    ),
+    Fault(
+        "kernels are not found where git makes no symbolic links",
+        "minillm/__init__.py",
+        "__path__.append(str(folders.PACKAGE.parent))",
+        "pass",
+        "tests/project/test_checkout.py",
+    ),
+    Fault(
+        "data are not found where git makes no symbolic links",
+        "minillm/folders.py",
+        "(PACKAGE if LINKED else PACKAGE.parent)",
+        "PACKAGE",
+        "tests/project/test_checkout.py",
     ),
 )
