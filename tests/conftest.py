@@ -1,5 +1,6 @@
 """Setup for all tests in this folder; runs before any test module is imported."""
 
+import logging
 import os
 import random
 import socket
@@ -62,7 +63,10 @@ def isolated_state():
     random.seed(chance.SEED)
     np.random.seed(chance.SEED)
     torch.manual_seed(chance.SEED)
-    before = global_state()
+    before, log = global_state(), logging.getLogger("minillm")
+    handlers, level = log.handlers, log.level
     yield
+    log.handlers = handlers  # a command's log goes to the terminal that its test captures
+    log.setLevel(level)
     left = global_state().items() ^ before.items()
     assert not left

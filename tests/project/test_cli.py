@@ -78,16 +78,11 @@ def test_two_models_to_serve_are_refused(monkeypatch):
 
 def test_a_commands_log_goes_to_stdout_and_its_warnings_to_stderr(capsys):
     log = logging.getLogger("minillm.server.serving")
-    package = logging.getLogger("minillm")
-    handlers, level = package.handlers, package.level
-    try:
-        for _ in range(2):  # the second call adds no second handler
-            cli.show_logs("error")
-        log.info("it serves")
-        log.warning("a worker ended")
-        log.error("no worker is left")
-    finally:
-        package.handlers, package.level = handlers, level
+    for _ in range(2):  # the second call adds no second handler
+        cli.show_logs("error")
+    log.info("it serves")
+    log.warning("a worker ended")
+    log.error("no worker is left")
     found = capsys.readouterr()
     assert (found.out, found.err) == ("it serves\n", "minillm: no worker is left\n")
 
