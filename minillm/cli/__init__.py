@@ -12,6 +12,7 @@ from minillm.errors import ConfigError
 from minillm.server.config import ServerConfig, ServerOptions, split
 
 from .bench import bench_app
+from .course import course_app
 from .options import JsonPath, Model, show_logs, with_engine_options, with_options
 from .quality import evaluate, quantize
 
@@ -30,6 +31,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(course_app, name="course")
 app.command("eval")(evaluate)
 app.command()(quantize)
 

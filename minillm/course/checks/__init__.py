@@ -84,7 +84,7 @@ class Exercise:
                 with time_limit(self.seconds):
                     problem = _problem(each, watched, candidate)
             except TookTooLong:
-                problem = too_long = f"it was stopped after {self.seconds:g} seconds: does each of its loops end?"
+                problem = too_long = f"{STOPPED} after {self.seconds:g} seconds: does each of its loops end?"
             except NotSolvedYet as stub:
                 if not isinstance(candidate, type):
                     raise
@@ -99,14 +99,19 @@ class Exercise:
 
 
 EXERCISES: dict[str, Exercise] = {}
+STOPPED = "it was stopped"  # begins the problem of a candidate that takes too long
+
+
+def every() -> dict[str, Exercise]:
+    """The exercises of all lessons by name, in the order of their lessons."""
+    for module in pkgutil.iter_modules(__path__):
+        import_module(f".{module.name}", __name__)
+    return EXERCISES
 
 
 def find(name: str) -> Exercise:
     """The exercise of this name, from any lesson. Raises ConfigError."""
-    if name not in EXERCISES:
-        for module in pkgutil.iter_modules(__path__):
-            import_module(f".{module.name}", __name__)
-    if name not in EXERCISES:
+    if name not in EXERCISES and name not in every():
         raise ConfigError(f"no exercise is called {name!r}; there are: {', '.join(sorted(EXERCISES))}")
     return EXERCISES[name]
 

@@ -1,0 +1,64 @@
+"""`minillm course`: for instructors."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import friendly_errors
+
+course_app = typer.Typer(help="Grade learners' notebooks, and make a copy of the course for learners.")
+
+
+@course_app.callback()
+def course() -> None:
+    """Grade learners' notebooks, and make a copy of the course for learners."""
+
+
+@course_app.command()
+def grade(
+    folder: Annotated[
+        Path, typer.Argument(help="The notebooks: LEARNER/09_paged_memory.ipynb, or 09_..._LEARNER.ipynb.")
+    ],
+    out: Annotated[Path, typer.Option(help="The table: OUT.csv and OUT.html are written.")] = Path("grades"),
+    time_limit: Annotated[
+        float, typer.Option(help="Most seconds for one exercise; then its processes are ended.")
+    ] = 120.0,
+    memory_gb: Annotated[float, typer.Option(help="Most GB of memory for one process of an exercise (Linux).")] = 4.0,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Exercises checked at once.  [default: half of the cores]")
+    ] = None,
+) -> None:
+    """Check every exercise in the notebooks that learners handed in; write a table of learners and exercises.
+
+    minillm course grade handed_in --out results/week_3
+
+    It runs the learners' code: docs/teaching.md says how it is confined. For learners whom you do not trust, run it
+    in a container.
+    """
+    with friendly_errors():
+        from minillm.course import grade_table, grading
+
+        limits = grading.Limits(time_limit, memory_gb)
+        count = jobs or max(1, (os.cpu_count() or 1) // 2)
+        graded = grading.grade(folder, limits, count, said=print)
+        table = grade_table.Table(graded)
+        print(", ".join(f"{number} {status}" for status, number in table.counts().most_common()) or "nothing graded")
+        for path in grade_table.write(graded, out):
+            print(path)
+
+
+@course_app.command()
+def export(
+    folder: Annotated[Path, typer.Argument(help="The folder to write; it must be new or empty.")],
+) -> None:
+    """Write a copy of the project for learners: without solutions, lessons' sources and tests.
+
+    minillm course export ../for_learners
+    """
+    with friendly_errors():
+        from minillm.course import export
+
+        names = export.export(folder)
+        print(f"{folder}: {', '.join(names)}")

@@ -1,0 +1,49 @@
+"""A learners' copy of the project: the package, its data and the notebooks, without solutions, sources and tests.
+
+    minillm course export ../for_learners
+
+In the copy, `make lab`, `make demo`, the notebooks, their checkers and `minillm` work as they do here.
+"""
+
+import shutil
+from pathlib import Path
+
+from minillm.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = ("README.md", "CHANGELOG.md", "LICENSE", "Makefile", "pyproject.toml", "requirements.lock", "environment.yml")
+FOLDERS = ("minillm", "kernels", "data", "docs")
+# What instructors read, and what only tests read.
+LEFT_OUT = ("__pycache__", ".ipynb_checkpoints", ".DS_Store")
+INSTRUCTORS = ("docs/mistakes.md", "docs/list_mistakes.py", "docs/teaching.md", "data/checkpoints")
+
+
+def export(folder: Path, root: Path = ROOT) -> list[str]:
+    """Write the copy into `folder`, which must be new or empty, and return the names at its top.
+
+    Raises ConfigError if it is not empty, if it is inside the project's own folders, or if the package was installed
+    without the rest of the project.
+    """
+    lessons = sorted((root / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+    if not lessons or not (root / "Makefile").exists():
+        raise ConfigError(f"{root} has no notebooks to copy: run this in the project's repository")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is not empty: name a new folder")
+    inside = folder.resolve()
+    if any(inside.is_relative_to(root / name) for name in (*FOLDERS, "notebooks")):
+        raise ConfigError(f"{folder} is inside a folder that is copied: name one elsewhere")
+    (folder / "notebooks").mkdir(parents=True)
+    for name in FILES:
+        if (root / name).exists():
+            shutil.copy2(root / name, folder / name)
+    hidden = {root / name for name in INSTRUCTORS}
+
+    def left_out(parent: str, names: list[str]) -> set[str]:
+        return {name for name in names if name in LEFT_OUT or Path(parent) / name in hidden}
+
+    for name in FOLDERS:
+        shutil.copytree(root / name, folder / name, symlinks=True, ignore=left_out)
+    for path in lessons:
+        shutil.copy2(path, folder / "notebooks" / path.name)
+    shutil.copytree(root / "notebooks" / "clean", folder / "notebooks" / "clean", ignore=left_out)
+    return sorted(each.name for each in folder.iterdir())

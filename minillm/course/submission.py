@@ -1,0 +1,159 @@
+"""What a notebook's cells define, without running the rest of the notebook: lesson 99 and the grader read it.
+
+A notebook is taken as it was saved: its cells in order, and of several definitions of a name the last one.
+"""
+
+import ast
+import builtins
+import linecache
+import re
+import symtable
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Names = dict[str, Any]
+_COMMAND = re.compile(r"^([ \t]*)[%!].*$", re.MULTILINE)
+# What an exercise does not need, and what an attempt to influence its checker uses.
+_REVEALING = {
+    "_getframe",
+    "currentframe",
+    "f_back",
+    "f_locals",
+    "f_globals",
+    "settrace",
+    "setprofile",
+    "__subclasses__",
+}
+_REVEALING |= {"ctypes", "gc", "inspect", "importlib", "multiprocessing", "os", "signal", "subprocess", "sys"}
+_REVEALING |= {"threading", "eval", "exec", "open", "__import__", "checks", "EXERCISES"}
+_REVEALING |= {"__eq__", "__ne__", "__bool__", "__getattribute__", "__torch_function__", "__torch_dispatch__"}
+
+
+@dataclass(frozen=True)
+class Statement:
+    """A statement at the top level of a cell. file: the cell's name in error messages."""
+
+    node: ast.stmt
+    file: str
+
+    @property
+    def binds(self) -> set[str]:
+        """The names that the statement gives a value, or changes a part of."""
+        return set(_bound(self.node))
+
+    @property
+    def mentions(self) -> set[str]:
+        """The variables of the notebook that the statement reads, now or when a function of it is called."""
+        return set(_read(symtable.symtable(ast.unparse(self.node), self.file, "exec")))
+
+
+def statements(cells: Sequence[str], name: str) -> tuple[list[Statement], dict[str, SyntaxError]]:
+    """The statements of cells of code, and the errors of cells that are not Python, by their source.
+
+    name: of the notebook, for error messages. IPython's commands (`%time`, `!ls`) are left out.
+    """
+    found: list[Statement] = []
+    broken: dict[str, SyntaxError] = {}
+    for count, cell in enumerate(cells, 1):
+        text, file = _COMMAND.sub(r"\1pass", cell), f"<code cell {count} of {name}>"
+        try:
+            nodes = ast.parse(text).body
+        except SyntaxError as error:
+            broken[cell] = error
+            continue
+        except (ValueError, RecursionError, MemoryError) as error:  # a null byte, or far too deep
+            broken[cell] = SyntaxError(str(error) or type(error).__name__)
+            continue
+        linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # Triton reads kernels' sources
+        found += [Statement(node, file) for node in nodes]
+    return found, broken
+
+
+def needed(every: Sequence[Statement], name: str) -> list[Statement]:
+    """The statements that define `name` and, in turn, everything that these mention, in the notebook's order."""
+    wanted, open_names = set[int](), {name, "*"}  # *: of `from math import *`
+    seen: set[str] = set(dir(builtins))
+    while open_names:
+        seen |= open_names
+        more = {count for count, each in enumerate(every) if each.binds & open_names} - wanted
+        wanted |= more
+        open_names = {mentioned for count in more for mentioned in every[count].mentions} - seen
+    return [each for count, each in enumerate(every) if count in wanted]
+
+
+def run(wanted: Sequence[Statement], name: str) -> tuple[Names, dict[str, str]]:
+    """What statements define, and the errors of those that failed, in words, by the names that they would have bound.
+
+    name: the module's name. SystemExit and KeyboardInterrupt of a statement are errors like others.
+    """
+    names: Names = {"__name__": name}
+    errors: dict[str, str] = {}
+    for each in wanted:
+        try:
+            exec(compile(ast.Module([each.node], []), each.file, "exec"), names)
+        except BaseException as error:  # a learner's code can raise anything
+            said = f"{type(error).__name__}: {error}"
+            errors |= dict.fromkeys(each.binds, f"{said} (in {each.file.strip('<>')}, line {each.node.lineno})")
+        else:
+            for bound in each.binds:
+                errors.pop(bound, None)
+    return names, errors
+
+
+def revealing(wanted: Sequence[Statement]) -> list[str]:
+    """The names in statements that no exercise needs, but that code which influences its checker would use, sorted."""
+    found: set[str] = set()
+    for node in (node for each in wanted for node in ast.walk(each.node)):
+        if isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import):
+            found |= {part for alias in node.names for part in alias.name.split(".")}
+        elif isinstance(node, ast.ImportFrom):  # a lesson may import a function from checks.lesson_11
+            found |= {(node.module or "").rpartition(".")[2], *(alias.name for alias in node.names)}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= {node.value} & _REVEALING  # getattr(x, "__eq__")
+    return sorted(found & _REVEALING)
+
+
+def _read(table: symtable.SymbolTable) -> Iterator[str]:
+    """The global names that a scope and those inside it use."""
+    top = table.get_type() == "module"
+    yield from (each.get_name() for each in table.get_symbols() if (top or each.is_global()) and each.is_referenced())
+    for inner in table.get_children():
+        yield from _read(inner)
+
+
+def _bound(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.Import | ast.ImportFrom):
+        yield from (alias.asname or alias.name.split(".")[0] for alias in node.names)
+    elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        yield from (name for target in targets for name in _targets(target))
+    elif isinstance(node, ast.If | ast.Try | ast.With | ast.For | ast.While):
+        for each in ast.iter_child_nodes(node):
+            yield from _bound(each)
+        if isinstance(node, ast.For):
+            yield from _targets(node.target)
+        if isinstance(node, ast.With):
+            yield from (name for item in node.items if item.optional_vars for name in _targets(item.optional_vars))
+    elif isinstance(node, ast.ExceptHandler):
+        for each in node.body:
+            yield from _bound(each)
+
+
+def _targets(target: ast.expr) -> Iterator[str]:
+    """The variables of an assignment's target: a and b of `a, b.c[0] = ...`."""
+    if isinstance(target, ast.Name):
+        yield target.id
+    elif isinstance(target, ast.Attribute | ast.Subscript | ast.Starred):
+        yield from _targets(target.value)
+    elif isinstance(target, ast.Tuple | ast.List):
+        for each in target.elts:
+            yield from _targets(each)
