@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nbclient import NotebookClient
-from nbformat import NotebookNode, write
+from nbformat import NotebookNode, read, write
 
 from minillm.errors import ConfigError, MinillmError
 
@@ -85,6 +85,8 @@ def build(source: Path, kind: str) -> Path:
 def sources(names: list[str]) -> list[Path]:
     """All lessons' sources, or those whose names start with one of `names` ("99"). Raises ConfigError."""
     every = sorted((NOTEBOOKS / "source").glob("*.py"))
+    if not every:
+        raise ConfigError(f"no sources of lessons in {NOTEBOOKS / 'source'}: a learners' copy cannot build notebooks")
     chosen = [path for path in every if not names or path.stem.startswith(tuple(names))]
     if not chosen:
         known = ", ".join(path.stem for path in every)
@@ -147,8 +149,15 @@ def printed(notebook: NotebookNode) -> str:
 
 
 def demo() -> Path:
-    """Run the last lesson on this machine, print its table, and write a report to build/."""
-    notebook = convert(NOTEBOOKS / "source" / f"{DEMO}.py")
+    """Run the last lesson on this machine, print its table, and write a report to build/.
+
+    A learners' copy has no solutions: there, it runs with the exercises left to write, so with the engine's own parts.
+    """
+    source, folder = NOTEBOOKS / "source" / f"{DEMO}.py", NOTEBOOKS / "solutions"  # of the other lessons too
+    if source.exists() and folder.exists():
+        notebook = convert(source)
+    else:
+        notebook, folder = lab.clean(read(NOTEBOOKS / f"{DEMO}.ipynb", as_version=4)), NOTEBOOKS
     begin = time.perf_counter()
 
     def say(cell: NotebookNode, cell_index: int) -> None:
@@ -160,7 +169,7 @@ def demo() -> Path:
                 title = re.sub(r" · \d+ min$", "", heading.lstrip("# "))
                 print(f"{time.perf_counter() - begin:5.0f} s  {title}", flush=True)
 
-    execute(notebook, NOTEBOOKS / "solutions", say, FULL="1")  # it serves with the other lessons' solutions
+    execute(notebook, folder, say, FULL="1")
     folder = ROOT / "build"
     folder.mkdir(exist_ok=True)
     target = folder / f"{DEMO}.html"

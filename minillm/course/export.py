@@ -11,11 +11,11 @@ from pathlib import Path
 from minillm.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = ("README.md", "CHANGELOG.md", "LICENSE", "Makefile", "pyproject.toml", "requirements.lock", "environment.yml")
+FILES: tuple[str, ...] = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile")
+FILES += ("pyproject.toml", "requirements.lock", "environment.yml")
 FOLDERS = ("minillm", "kernels", "data", "docs")
-# What instructors read, and what only tests read.
 LEFT_OUT = ("__pycache__", ".ipynb_checkpoints", ".DS_Store")
-INSTRUCTORS = ("docs/mistakes.md", "docs/list_mistakes.py", "docs/teaching.md", "data/checkpoints")
+INSTRUCTORS = ("docs/mistakes.md", "docs/list_mistakes.py", "data/checkpoints")  # the last one is for tests
 
 
 def export(folder: Path, root: Path = ROOT) -> list[str]:

@@ -100,7 +100,7 @@ class Judge:
                 [sys.executable, "-I", "-S", "-B", "-c", STARTED, str(self._tree), *libraries],
                 cwd=self._home,
                 env=_environment(self._home),
-                stdin=others,
+                stdin=others.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
             )

@@ -1,0 +1,70 @@
+"""What a notebook defines for one exercise, and nothing else of it, is run."""
+
+import pytest
+
+from minillm.course import submission
+
+
+def names_of(cells, name):
+    every, _ = submission.statements(cells, "a notebook")
+    return submission.run(submission.needed(every, name), "a notebook")
+
+
+def test_only_what_the_exercise_needs_is_run():
+    ran = []
+    cells = [
+        "import math\nfrom os import path",
+        "factor = 2\nother = missing",
+        "table = {}\nfor each in range(3):\n    table[each] = each * factor",
+        "def helper(x):\n    other = x\n    return table[other]",
+        "def wanted(x):\n    return math.floor(helper(x))",
+        "wanted(1)\nran.append(1)",
+    ]
+    names, errors = names_of(cells, "wanted")
+    assert names["wanted"](2) == 4 and errors == {} and ran == []
+    assert "path" not in names and "other" not in names, "a local variable is not the notebook's of the same name"
+
+
+def test_names_of_a_star_import_are_found():
+    assert names_of(["from math import *", "def wanted(x):\n    return floor(x)"], "wanted")[0]["wanted"](1.5) == 1
+
+
+def test_the_last_definition_counts():
+    names, _ = names_of(["def wanted():\n    return 1", "def wanted():\n    return 2"], "wanted")
+    assert names["wanted"]() == 2
+
+
+def test_cells_that_are_not_python_and_commands_are_passed_over():
+    cells = ["!ls", "%%time\ndef wanted():\n    %time\n    return 3", "def broken(:", "a = '\0'"]
+    every, broken = submission.statements(cells, "a notebook")
+    assert list(broken) == cells[2:]
+    assert submission.run(submission.needed(every, "wanted"), "n")[0]["wanted"]() == 3
+
+
+@pytest.mark.parametrize("text", ["import nothing_like_it as wanted", "import sys\nwanted = sys.exit(1)"])
+def test_a_statement_that_fails_is_reported_with_its_place(text):
+    names, errors = names_of(["x = 1", text], "wanted")
+    assert "wanted" not in names
+    assert errors["wanted"].endswith(f"(in code cell 2 of a notebook, line {len(text.splitlines())})")
+
+
+def test_an_error_names_the_line_of_its_cell():
+    names, _ = names_of(["x = 1", "\n\ndef wanted():\n    # a comment\n    return 1 / 0"], "wanted")
+    with pytest.raises(ZeroDivisionError) as found:
+        names["wanted"]()
+    assert found.traceback[-1].lineno == 5 - 1 and found.traceback[-1].path != __file__
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("def wanted():\n    return sum([1])", []),
+        ("from minillm.course.checks.lesson_11 import padded_ms\ndef wanted():\n    return padded_ms", []),
+        ("def wanted():\n    import gc, os.path\n    return getattr(gc, '__eq__')", ["__eq__", "gc", "os"]),
+        ("from minillm.course import checks\ndef wanted():\n    return checks.EXERCISES", ["EXERCISES", "checks"]),
+        ("class Yes:\n    def __eq__(self, other): ...\ndef wanted():\n    return Yes()", ["__eq__"]),
+    ],
+)
+def test_names_that_no_exercise_needs_are_noted(text, found):
+    every, _ = submission.statements([text], "a notebook")
+    assert submission.revealing(submission.needed(every, "wanted")) == found
