@@ -29,7 +29,7 @@ def test_help_does_not_import_torch():
 
 def test_help_describes_every_command_in_a_sentence():
     text = run("--help").stdout
-    for command in ("generate", "serve", "bench", "eval", "doctor"):
+    for command in ("generate", "serve", "bench", "course", "eval", "doctor"):
         line = next(line for line in text.splitlines() if line.split()[:1] == [command])
         assert line.rstrip().endswith((".", ")"))
 
@@ -174,6 +174,10 @@ def test_eval_compare_prints_a_table_and_then_the_record(monkeypatch):
         ("bench", "serve", "--rate", "4", "--speed", "2"),
         ("bench", "serve", "--plot", "picture.txt"),
         ("bench", "serve", "--json", "pyproject.toml/record.json"),
+        ("course", "grade", "no/such/folder"),
+        ("course", "grade", "docs"),
+        ("course", "grade", "notebooks", "--time-limit", "nan"),
+        ("course", "export", "docs"),
     ],
 )
 def test_a_user_error_is_reported_in_one_line(arguments, dead_url):

@@ -3,6 +3,7 @@
 from . import Fault
 
 CHECKS, LESSON = "minillm/course/checks/__init__.py", "minillm/course/lesson.py"
+JUDGE = "minillm/course/judge.py"
 HELD_OUT, HELD_OUT_TESTS = "minillm/course/held_out.py", "tests/course/test_held_out.py"
 
 FAULTS = (
@@ -203,5 +204,82 @@ FAULTS = (
         "return self.rounded(self.matrix)",
         "return self.rounded(self.matrix.detach())",
         "tests/course/test_lesson_08.py -k learns",
+    ),
+    Fault(
+        "a line that a submission wrote is taken for its verdict",
+        JUDGE,
+        "any(not line.startswith(token.encode()) for line in whole)",
+        "False",
+        "tests/course/test_judge.py -k writes_a_verdict",
+    ),
+    Fault(
+        "a notebook that replaces a function of its checker is graded by it",
+        JUDGE,
+        "if changed := originals.changed() or tampered:",
+        "if changed := tampered[:0]:",
+        "tests/course/test_judge.py -k writes_a_verdict",
+    ),
+    Fault(
+        "a notebook that empties its checker passes",
+        JUDGE,
+        "if exercise.accepts_nothing():",
+        "if False:",
+        "tests/course/test_judge.py -k writes_a_verdict",
+    ),
+    Fault(
+        "a process that a submission forked writes a verdict of its own",
+        JUDGE,
+        "if getpid() == me:",
+        "if True:",
+        "tests/course/test_judge.py -k writes_a_verdict",
+    ),
+    Fault(
+        "what a submission started outlives its check",
+        JUDGE,
+        "        os.close(reading)\n        _end_all()",
+        "        os.close(reading)",
+        "tests/course/test_judge.py -k left",
+    ),
+    Fault(
+        "submissions are checked with the grader's environment",
+        "minillm/course/grading.py",
+        "kept = {name: os.environ[name] for name in KEPT_ENVIRONMENT if name in os.environ}",
+        "kept = dict(os.environ)",
+        "tests/course/test_judge.py -k environment",
+    ),
+    Fault(
+        "a judge whose files were changed goes on",
+        "minillm/course/grading.py",
+        "if _signature(self._tree) != self._signature:",
+        "if False:",
+        "tests/course/test_judge.py -k checkers_files",
+    ),
+    Fault(
+        "the grader runs statements that an exercise does not need",
+        "minillm/course/submission.py",
+        "return [each for count, each in enumerate(every) if count in wanted]",
+        "return list(every)",
+        "tests/course/test_submission.py -k only_what",
+    ),
+    Fault(
+        "a learner's text is a formula in the table",
+        "minillm/course/grade_table.py",
+        "rows.writerow([_inert(cell) for cell in cells])",
+        "rows.writerow(cells)",
+        "tests/course/test_grading.py -k csv",
+    ),
+    Fault(
+        "the page of grades contains a learner's HTML",
+        "minillm/course/grade_table.py",
+        "autoescape=True",
+        "autoescape=False",
+        "tests/course/test_grading.py -k page",
+    ),
+    Fault(
+        "the learners' copy has the list of mistakes",
+        "minillm/course/export.py",
+        '"docs/mistakes.md", ',
+        "",
+        "tests/course/test_export.py -k no_solution",
     ),
 )
