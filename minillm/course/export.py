@@ -15,7 +15,7 @@ FILES: tuple[str, ...] = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICEN
 FILES += ("pyproject.toml", "requirements.lock", "environment.yml")
 FOLDERS = ("minillm", "kernels", "data", "docs")
 LEFT_OUT = ("__pycache__", ".ipynb_checkpoints", ".DS_Store")
-INSTRUCTORS = ("docs/mistakes.md", "docs/list_mistakes.py", "data/checkpoints")  # the last one is for tests
+INSTRUCTORS = ("docs/mistakes.md", "data/checkpoints")  # the latter are for tests
 
 
 def export(folder: Path, root: Path = ROOT) -> list[str]:

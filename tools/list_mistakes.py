@@ -1,6 +1,6 @@
 """Write docs/mistakes.md, common mistakes by exercise, from the wrong solutions in tests/course/mutants.
 
-python docs/list_mistakes.py
+python tools/list_mistakes.py
 """
 
 import functools
@@ -26,7 +26,7 @@ solutions that each checker must refuse, {count:,} in all. For each property of 
 sees, and the mistakes that it is meant for. The lines are those that make the difference: what the lesson's solution
 has too, or wrong solutions of other kinds, is left out. Without lines, the words say what is missing or different.
 
-Written by `python docs/list_mistakes.py` from [tests/course/mutants](../tests/course/mutants); do not edit it.
+Written by `python tools/list_mistakes.py` from [tests/course/mutants](../tests/course/mutants); do not edit it.
 """
 
 
