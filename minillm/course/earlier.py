@@ -8,7 +8,6 @@ of its exercise; otherwise the engine's own stays.
 """
 
 import ast
-import linecache
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +19,11 @@ from torch import Tensor
 
 from minillm.errors import ConfigError, MissingPackage
 
-from . import adapters, calibrated, checks, interpret
+from . import adapters, calibrated, checks, interpret, submission
 from .stubs import solved
+from .submission import Names
 
 DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
-Names = dict[str, Any]
 
 
 def definitions(cells: Sequence[str], name: str) -> Names:
@@ -32,21 +31,8 @@ def definitions(cells: Sequence[str], name: str) -> Names:
 
     A cell that is not Python is left out, and so is a definition that fails, such as one that needs a variable.
     """
-    kept: list[ast.stmt] = []
-    for cell in cells:
-        try:
-            kept += [node for node in ast.parse(cell).body if _defines(node)]
-        except SyntaxError:  # half written, or a command of the notebook
-            continue
-    text, file = ast.unparse(ast.Module(kept, [])), f"<what {name} defines>"
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # Triton reads a kernel's source
-    names: Names = {"__name__": name}
-    for node in ast.parse(text).body:
-        try:
-            exec(compile(ast.Module([node], []), file, "exec"), names)
-        except Exception:  # a learner's code can raise anything
-            continue
-    return names
+    every, _ = submission.statements(cells, name)
+    return submission.run([each for each in every if _defines(each.node)], name)[0]
 
 
 def _defines(node: ast.stmt) -> bool:

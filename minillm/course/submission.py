@@ -85,14 +85,14 @@ def needed(every: Sequence[Statement], name: str) -> list[Statement]:
 def run(wanted: Sequence[Statement], name: str) -> tuple[Names, dict[str, str]]:
     """What statements define, and the errors of those that failed, in words, by the names that they would have bound.
 
-    name: the module's name. SystemExit and KeyboardInterrupt of a statement are errors like others.
+    name: the module's name. SystemExit is an error like others.
     """
     names: Names = {"__name__": name}
     errors: dict[str, str] = {}
     for each in wanted:
         try:
             exec(compile(ast.Module([each.node], []), each.file, "exec"), names)
-        except BaseException as error:  # a learner's code can raise anything
+        except (Exception, SystemExit) as error:  # a learner's code can raise anything
             said = f"{type(error).__name__}: {error}"
             errors |= dict.fromkeys(each.binds, f"{said} (in {each.file.strip('<>')}, line {each.node.lineno})")
         else:

@@ -76,37 +76,53 @@ def test_a_submission_that_cannot_be_checked_is_an_error_and_the_next_one_is_che
 
 
 PATCH = "    from minillm.course import checks\n"
+EACH = PATCH + "    import gc\n    for each in gc.get_objects():\n"
+WRITE = "    import os\n    for number in range(64):\n        try: {}\n        except OSError: pass\n"
+FORGED = r"""b'{"status": "passed", "said": "", "notes": []}\n'"""
+REPLACED, EMPTIED, WROTE = "the notebook replaced ", "accepts a function without code", "wrote into the checker's pipe"
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("body", "said"),
     [
-        PATCH + "    checks.Exercise.examine = lambda self, candidate: []\n",
-        PATCH + "    checks._problem = lambda *args: None\n",
-        PATCH + "    checks._problem.__code__ = (lambda prop, watched, candidate: None).__code__\n",
-        PATCH + "    for each in checks.EXERCISES.values(): each.properties.clear()\n",
-        PATCH + "    import gc\n    for each in gc.get_objects():\n"
-        "        if isinstance(each, checks.Exercise): each.properties.clear()\n",
-        PATCH + "    import gc\n    for each in gc.get_objects():\n"
-        "        if type(each) is checks.Property: object.__setattr__(each, 'holds', lambda given: True)\n",
-        "    import torch\n    torch.equal = lambda a, b: True\n",
-        "    import torch\n    torch.Tensor.sum = lambda self: 0\n",
-        "    class Yes(list):\n        def __eq__(self, other): return True\n    return Yes()\n",
-        '    import json\n    json.dumps = lambda content: \'{"status": "passed"}\'\n',
-        "    print('continue_text\\nSolved: all 10 hold.')\n",
-        "    import os\n    for number in range(64):\n"
-        '        try: os.write(number, b\'{"status": "passed", "said": "", "notes": []}\\n\')\n'
-        "        except OSError: pass\n",
-        "    import os\n    for number in range(64):\n"
-        "        try: os.write(os.open(f'/proc/{os.getppid()}/fd/{number}', 1), b'{\"status\": \"passed\"}\\n')\n"
-        "        except OSError: pass\n",
-        "    import os, sys\n    if os.fork(): os._exit(0)\n",
+        (
+            PATCH + "    checks.Exercise.examine = lambda *args: []\n",
+            REPLACED + "minillm.course.checks.Exercise.examine",
+        ),
+        (PATCH + "    checks._problem = lambda *args: None\n", REPLACED + "minillm.course.checks._problem"),
+        (
+            PATCH + "    checks._problem.__code__ = (lambda prop, watched, candidate: None).__code__\n",
+            REPLACED + "minillm.course.checks._problem",
+        ),
+        ("    import torch\n    torch.equal = lambda a, b: True\n", REPLACED + "torch.equal"),
+        ("    import torch\n    torch.Tensor.sum = lambda self: 0\n", "the notebook added torch.Tensor.sum"),
+        ("    import json\n    json.dumps = lambda content: '{}'\n", REPLACED + "json.dumps"),
+        (
+            PATCH + "    for each in checks.EXERCISES.values(): each.properties.clear()\n",
+            "expected [6, 7, 8], got [4, 5]",
+        ),
+        (EACH + "        if isinstance(each, checks.Exercise): each.properties.clear()\n", EMPTIED),
+        (
+            EACH + "        if type(each) is checks.Property: object.__setattr__(each, 'holds', lambda given: True)\n",
+            EMPTIED,
+        ),
+        (
+            "    class Yes(list):\n        def __eq__(self, other): return True\n    return Yes()\n",
+            "it returned a Yes, a class of the notebook with its own comparison",
+        ),
+        ("    print('continue_text\\nSolved: all 10 hold.')\n", "expected [6, 7, 8], got [4, 5]"),
+        (WRITE.format(f"os.write(number, {FORGED})"), WROTE),
+        (WRITE.format(f"os.write(os.open(f'/proc/{{os.getppid()}}/fd/{{number}}', 1), {FORGED})"), ""),
+        (
+            "    import os\n    if child := os.fork():\n        os.waitpid(child, 0)\n        os._exit(0)\n",
+            "exit status 0",
+        ),
     ],
-    ids=lambda body: body.strip().splitlines()[-1].strip()[:40],
+    ids=lambda body: body.strip().splitlines()[-1].strip()[:40] if body else "",
 )
-def test_a_wrong_solution_that_changes_the_checker_or_writes_a_verdict_does_not_pass(body, judges):
+def test_a_wrong_solution_that_changes_the_checker_or_writes_a_verdict_does_not_pass(body, said, judges):
     found = outcome(judges, SIGNATURE + body + WRONG)
-    assert found.status in ("failed", "error"), found
+    assert found.status in ("failed", "error") and said in found.said, found
 
 
 def test_an_endless_loop_that_catches_everything_is_timed_out(judges):
@@ -162,6 +178,19 @@ def test_a_submission_that_writes_into_the_checkers_files_is_an_error(judges):
     assert Path(checks.find("continue_text").properties[0].holds.__code__.co_filename).stat().st_size > 0
     assert judges._free.get() is None, "a judge with other files is not used again"
     judges._free.put(None)
+
+
+def test_what_is_said_of_results():
+    stopped, open_, held = (
+        checks.Result("a", f"{checks.STOPPED} after 5 seconds"),
+        checks.Result("b", "not checked yet", needs="C.m"),
+        checks.Result("c", None),
+    )
+    assert judge._said([held, stopped], 2)["status"] == "timed out"
+    assert judge._said([held], 1) == {"status": "passed", "said": "", "held": 1, "of": 1}
+    assert judge._said([held], 2)["status"] == "error"
+    found = judge._said([held, open_], 2)
+    assert (found["status"], found["held"]) == ("failed", 1)
 
 
 def test_no_checker_accepts_a_function_without_code():
