@@ -12,10 +12,10 @@ from minillm.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES: tuple[str, ...] = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile")
-FILES += ("pyproject.toml", "requirements.lock", "environment.yml")
+FILES += ("make.py", "pyproject.toml", "requirements.lock", "environment.yml")
 FOLDERS = ("minillm", "kernels", "data", "docs")
 LEFT_OUT = ("__pycache__", ".ipynb_checkpoints", ".DS_Store")
-INSTRUCTORS = ("docs/mistakes.md", "data/checkpoints")  # the latter are for tests
+INSTRUCTORS = ("docs/mistakes.md", "docs/talking_points.md", "data/checkpoints")  # the last are for tests
 
 
 def export(folder: Path, root: Path = ROOT) -> list[str]:

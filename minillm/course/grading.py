@@ -3,7 +3,7 @@
     minillm course grade handed_in
 
 Every exercise is checked in a process of its own (`judge.py`), in a copy of the package without notebooks, so that no
-notebook stops the grading of the others. docs/teaching.md says what this protects from, and what it does not.
+notebook stops the grading of the others. docs/grading.md says what this protects from, and what it does not.
 """
 
 import json
@@ -226,9 +226,11 @@ def grade(
     """Grade all notebooks below a folder, in the order of learners and lessons.
 
     jobs: how many exercises are checked at once. said: gets a line for each notebook. Raises ConfigError if there is no
-    notebook.
+    notebook, and on Windows.
     """
     paths = notebooks(folder)
+    if not hasattr(os, "fork"):
+        raise ConfigError("grading needs Linux or macOS, to confine the code that it runs: on Windows, use WSL")
     judges = Judges(jobs)
     lessons: dict[str, list[str]] = {}
     for name, lesson in judges.exercises.items():

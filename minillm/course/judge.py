@@ -7,7 +7,7 @@ exercise it forks a process that does, and ends that process and all that it sta
     {"status": "failed", "property": "each token on its own", "said": "...", "held": 3, "of": 9, "notes": []}
 
 The process that runs the code checks it, too, because a checker passes it functions, tensors and kernels. So code that
-is determined enough can forge its answer: see docs/teaching.md.
+is determined enough can forge its answer: see docs/grading.md.
 """
 
 import copy

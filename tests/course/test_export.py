@@ -23,7 +23,8 @@ def copy(tmp_path_factory):
 def test_the_copy_has_no_solution_source_test_or_mistake(copy):
     paths = {path.relative_to(copy).as_posix() for path in copy.rglob("*")}
     names = {part for path in paths for part in path.split("/")}
-    assert not names & {"solutions", "source", "tests", "mutants", "mistakes.md", "list_mistakes.py", "__pycache__"}
+    assert not names & {"solutions", "source", "tests", "mutants", "list_mistakes.py", "__pycache__"}
+    assert not names & {"mistakes.md", "talking_points.md"}
     solved = "*The instructor's version: every exercise is solved.*"
     assert not [path for path in copy.rglob("*.ipynb") if solved in path.read_text("utf-8")]
     lessons = [f"{source.stem}.ipynb" for source in build.sources([])]

@@ -101,6 +101,13 @@ def test_a_folder_without_notebooks_is_an_error(tmp_path):
             grading.grade(folder)
 
 
+def test_a_system_that_cannot_confine_code_is_told_so(tmp_path, monkeypatch):
+    (tmp_path / "00_start_here.ipynb").write_text("{}")
+    monkeypatch.delattr("os.fork")
+    with pytest.raises(ConfigError, match="on Windows, use WSL"):
+        grading.grade(tmp_path)
+
+
 @pytest.mark.parametrize(("limits", "name"), [({"seconds": 0}, "--time-limit"), ({"memory_gb": 0.5}, "--memory-gb")])
 def test_limits_that_cannot_work_are_refused(limits, name):
     with pytest.raises(ConfigError, match=name):
