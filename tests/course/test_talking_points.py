@@ -37,6 +37,16 @@ def test_each_prediction_of_a_lesson_has_an_entry_with_its_section(lesson):
 
 
 @pytest.mark.parametrize("lesson", LESSONS)
+def test_each_figure_of_an_answer_is_in_the_solved_lesson(lesson):
+    (path,) = (ROOT / "notebooks" / "solutions").glob(f"{lesson}_*.ipynb")
+    shown = path.read_text(encoding="utf-8")
+    for name, _, text in entries(lesson):
+        answer = text.split("**Answer:**")[1].split("**Usual:**")[0]
+        for figure in re.findall(r"\d[\d,]*(?:\.\d+)?(?<!,)", answer):
+            assert re.search(rf"(?<![\d.,]){re.escape(figure)}(?!\d|[.,]\d)", shown), (name, figure)
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
 def test_an_entry_is_short_enough_to_read_in_class(lesson):
     for name, _, text in entries(lesson):
         assert len(re.findall(r"\w\S*", text)) <= LONGEST, name
