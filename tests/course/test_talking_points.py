@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import nbformat
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,6 +30,15 @@ def entries(lesson: str) -> list[tuple[str, int, str]]:
     return [(match[1], int(match[2]), match[0]) for match in found]
 
 
+def printed(notebook: Path) -> str:
+    """A notebook's Markdown, and the text that its cells printed or returned: no code, pictures or tables' markup."""
+    found = []
+    for cell in nbformat.read(notebook, as_version=4).cells:
+        found += [cell.source] if cell.cell_type == "markdown" else []
+        found += [each.get("text") or each.get("data", {}).get("text/plain", "") for each in cell.get("outputs", [])]
+    return "\n".join(found)
+
+
 @pytest.mark.parametrize("lesson", LESSONS)
 def test_each_prediction_of_a_lesson_has_an_entry_with_its_section(lesson):
     known = asked(LESSONS[lesson])
@@ -39,7 +49,7 @@ def test_each_prediction_of_a_lesson_has_an_entry_with_its_section(lesson):
 @pytest.mark.parametrize("lesson", LESSONS)
 def test_each_figure_of_an_answer_is_in_the_solved_lesson(lesson):
     (path,) = (ROOT / "notebooks" / "solutions").glob(f"{lesson}_*.ipynb")
-    shown = path.read_text(encoding="utf-8")
+    shown = printed(path)
     for name, _, text in entries(lesson):
         answer = text.split("**Answer:**")[1].split("**Usual:**")[0]
         for figure in re.findall(r"\d[\d,]*(?:\.\d+)?(?<!,)", answer):
