@@ -10,7 +10,7 @@ import copy
 import math
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,6 +115,101 @@ def _log_probabilities(model: Model, hidden: Tensor) -> Tensor:
     return model.logits(hidden).double().log_softmax(-1)
 
 
+class Comparison:
+    """What a model in float32 says on the held-out text and to a task's questions, to compare versions of it with.
+
+    llm: that model, which may be closed afterward. directory: where it is stored. limit: ask at most this many of the
+    workload's questions, evenly spread. `row` is its own result, in the form of a record's results. Raises ConfigError
+    for a model without a tokenizer.
+    """
+
+    def __init__(self, llm: LLM, directory: Path, workload: Workload, limit: int | None = None) -> None:
+        begin, tokenizer = time.perf_counter(), tokenizer_of(llm)
+        ids = tokenizer.encode(load_text(), add_special_tokens=False)
+        self.workload, self.limit = workload, limit
+        self.reference = Reference(llm.engine.model, ids, tokenizer.bos_token_id)
+        self.first = self.reference.divergence(llm.engine.model)
+        self.answers = self._answers(llm)
+        self.row = self._row("float32", llm, directory, [self.first], self.first, self.answers, begin)
+
+    def divergence(self, llm: LLM) -> Divergence:
+        """How far a version's predictions on the text are from the model's."""
+        return self.reference.divergence(llm.engine.model)
+
+    def measure(
+        self,
+        name: str,
+        llm: LLM,
+        directory: Path,
+        calibrations: Sequence[Divergence] = (),
+        chosen: Divergence | None = None,
+        begin: float | None = None,
+    ) -> dict[str, Any]:
+        """The result of a version, which llm runs and directory holds.
+
+        calibrations: divergences of all its calibrations, of which `chosen` is this one; default: measured now.
+        begin: when the work on it began, by `time.perf_counter`; default: now.
+        """
+        begin = time.perf_counter() if begin is None else begin
+        chosen = chosen or self.divergence(llm)
+        row = self._row(name, llm, directory, calibrations or [chosen], chosen, self._answers(llm), begin)
+        return row | {"perplexity_loss": round(chosen.perplexity / self.first.perplexity - 1, 5)}
+
+    def _answers(self, llm: LLM) -> Answers:
+        work = self.workload
+        return answers(llm, work.questions, work.examples, shots=work.shots, limit=self.limit)
+
+    def _row(
+        self,
+        name: str,
+        llm: LLM,
+        directory: Path,
+        calibrations: Sequence[Divergence],
+        chosen: Divergence,
+        own: Answers,
+        begin: float,
+    ) -> dict[str, Any]:
+        first = own is self.answers
+        loss = Loss(0.0, 0.0, 0.0) if first else paired_loss(self.answers.correct, own.correct)
+        model = llm.engine.model
+        entries = [entry for file in checkpoint_files(directory) for entry in read_header(file).values()]
+        return {
+            "engine": "minillm",
+            "workload": "compare",
+            "quantization": name,
+            **_stored(model),
+            "kv_cache_dtype": model.cache_spec.name,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "requests": len(own.correct),
+            "input_tokens": own.input_tokens,
+            "output_tokens": 0,
+            "seconds": round(time.perf_counter() - begin, 2),
+            "output_tokens_per_s": 0.0,
+            "bytes": sum(entry.nbytes for entry in entries),
+            "perplexity": round(chosen.perplexity, 5),
+            "kl": float(f"{chosen.kl:.5g}"),
+            "kl_of_seeds": [float(f"{each.kl:.5g}") for each in calibrations],
+            "accuracy": round(own.accuracy, 4),
+            "questions": len(own.correct),
+            "shots": own.shots,
+            "loss_points": round(loss.points, 3),
+            "loss_interval": [round(loss.low, 3), round(loss.high, 3)],
+        }
+
+
+def unquantized(model: str | Path | None) -> Path:
+    """The directory of a model that can be compared with. Raises ConfigError."""
+    place = resolve(model)
+    if isinstance(place, str) or read_layout(place) is not None:
+        raise ConfigError(f"{place} is no unquantized model to compare with: name the directory of one")
+    return place
+
+
+def in_float32(options: Mapping[str, Any]) -> dict[str, Any]:
+    """An engine's options for the model that versions are compared with."""
+    return {**options, "dtype": "float32", "kv_cache_dtype": "auto"}
+
+
 def compare(
     names: Sequence[str] = (),
     model: str | Path | None = None,
@@ -138,43 +233,43 @@ def compare(
     All names are checked before anything is measured. Raises ConfigError; Unreachable, if the task's questions cannot
     be downloaded.
     """
-    if given := [name for name in NOT_FOR_COMPARING if name in options]:
-        raise ConfigError(f"a comparison sets {', '.join(given)} itself: name the methods to compare instead")
-    place = resolve(model)
-    if isinstance(place, str) or read_layout(place) is not None:
-        raise ConfigError(f"{place} is no unquantized model to compare with: name the directory of one")
-    candidates = {name: _candidate(name) for name in names}
+    check_options(options)
+    place = unquantized(model)
+    candidates = {name: candidate(name) for name in names}
     workload = held_out(task)
-    with LLM(place, **{**options, "dtype": "float32", "kv_cache_dtype": "auto"}) as llm:
+    with LLM(place, **in_float32(options)) as llm:
         candidates = candidates or default_methods(llm.engine.model)
         for chosen in candidates.values():
-            if isinstance(chosen, MethodRecipe):
-                check_methods(llm.engine.model, chosen)
-            else:
-                _check_same_tokens(llm, chosen)
-        tokenizer, begin = tokenizer_of(llm), time.perf_counter()
-        ids = tokenizer.encode(load_text(), add_special_tokens=False)
-        reference = Reference(llm.engine.model, ids, tokenizer.bos_token_id)
-        first = reference.divergence(llm.engine.model)
-        base = _answers(llm, workload, limit)
-        yield _result("float32", llm, place, [first], first, base, base, begin)
-    perplexity = first.perplexity
+            check(llm, chosen)
+        comparison = Comparison(llm, place, workload, limit)
+        yield comparison.row
     for name, chosen in candidates.items():
         begin = time.perf_counter()
         repeat = seeds if isinstance(chosen, MethodRecipe) and chosen.seeded else 1
         with ExitStack() as kept:
             found: list[tuple[Divergence, Path]] = []
             for seed in range(repeat):
-                directory = kept.enter_context(_directory(chosen, place, seed, options.get("device", "auto")))
+                directory = kept.enter_context(stored(chosen, place, seed, options.get("device", "auto")))
                 with LLM(directory, **options) as llm:
-                    found.append((reference.divergence(llm.engine.model), directory))
+                    found.append((comparison.divergence(llm), directory))
             middle, directory = sorted(found, key=lambda each: each[0].kl)[(len(found) - 1) // 2]
             with LLM(directory, **options) as llm:
                 each = [divergence for divergence, _ in found]
-                own = _answers(llm, workload, limit)
-                yield _result(name, llm, directory, each, middle, own, base, begin) | {
-                    "perplexity_loss": round(middle.perplexity / perplexity - 1, 5)
-                }
+                yield comparison.measure(name, llm, directory, each, middle, begin)
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an engine's option that a comparison sets itself."""
+    if given := [name for name in NOT_FOR_COMPARING if name in options]:
+        raise ConfigError(f"a comparison sets {', '.join(given)} itself: name the methods to compare instead")
+
+
+def check(llm: LLM, chosen: MethodRecipe | Path) -> None:
+    """Raise ConfigError unless a model can be quantized so, or a directory holds a version of it."""
+    if isinstance(chosen, MethodRecipe):
+        check_methods(llm.engine.model, chosen)
+    else:
+        _check_same_tokens(llm, chosen)
 
 
 def default_methods(model: Model) -> dict[str, MethodRecipe | Path]:
@@ -185,7 +280,7 @@ def default_methods(model: Model) -> dict[str, MethodRecipe | Path]:
     return {name: named(name) for name in names}
 
 
-def _candidate(name: str) -> MethodRecipe | Path:
+def candidate(name: str) -> MethodRecipe | Path:
     """What a name stands for. Raises ConfigError."""
     if not Path(name).is_dir():
         return named(name)
@@ -203,7 +298,7 @@ def _check_same_tokens(llm: LLM, directory: Path) -> None:
 
 
 @contextmanager
-def _directory(chosen: MethodRecipe | Path, source: Path, seed: int, device: str) -> Iterator[Path]:
+def stored(chosen: MethodRecipe | Path, source: Path, seed: int, device: str) -> Iterator[Path]:
     """The directory of a quantized model, made for the moment if it is not there."""
     if isinstance(chosen, Path):
         yield chosen
@@ -211,47 +306,6 @@ def _directory(chosen: MethodRecipe | Path, source: Path, seed: int, device: str
     with tempfile.TemporaryDirectory(prefix="minillm-") as folder:
         quantize(source, chosen, Path(folder) / "model", seed=seed, device=device)
         yield Path(folder) / "model"
-
-
-def _answers(llm: LLM, workload: Workload, limit: int | None) -> Answers:
-    return answers(llm, workload.questions, workload.examples, shots=workload.shots, limit=limit)
-
-
-def _result(
-    name: str,
-    llm: LLM,
-    directory: Path,
-    calibrations: Sequence[Divergence],
-    chosen: Divergence,
-    own: Answers,
-    base: Answers,
-    begin: float,
-) -> dict[str, Any]:
-    loss = Loss(0.0, 0.0, 0.0) if own is base else paired_loss(base.correct, own.correct)
-    model = llm.engine.model
-    entries = [entry for file in checkpoint_files(directory) for entry in read_header(file).values()]
-    return {
-        "engine": "minillm",
-        "workload": "compare",
-        "quantization": name,
-        **_stored(model),
-        "kv_cache_dtype": model.cache_spec.name,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "requests": len(own.correct),
-        "input_tokens": own.input_tokens,
-        "output_tokens": 0,
-        "seconds": round(time.perf_counter() - begin, 2),
-        "output_tokens_per_s": 0.0,
-        "bytes": sum(entry.nbytes for entry in entries),
-        "perplexity": round(chosen.perplexity, 5),
-        "kl": float(f"{chosen.kl:.5g}"),
-        "kl_of_seeds": [float(f"{each.kl:.5g}") for each in calibrations],
-        "accuracy": round(own.accuracy, 4),
-        "questions": len(own.correct),
-        "shots": own.shots,
-        "loss_points": round(loss.points, 3),
-        "loss_interval": [round(loss.low, 3), round(loss.high, 3)],
-    }
 
 
 def _stored(model: Model) -> dict[str, Any]:
