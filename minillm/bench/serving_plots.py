@@ -28,7 +28,9 @@ def heat_map(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
     grid = [[speeds.get((one, other), float("nan")) for one in inputs] for other in outputs]
     ax.imshow(grid, cmap="Blues", aspect="auto", origin="lower", vmin=0, vmax=1.2 * max(speeds.values()))
     for (one, other), speed in speeds.items():
-        ax.text(inputs.index(one), outputs.index(other), f"{speed:,.0f}", ha="center", va="center", fontsize=9)
+        color = "white" if speed > 0.6 * max(speeds.values()) else "black"  # on dark blue, and on light
+        place = inputs.index(one), outputs.index(other)
+        ax.text(*place, f"{speed:,.0f}", ha="center", va="center", fontsize=9, color=color)
     ax.set_xticks(range(len(inputs)), [f"{each:,}" for each in inputs])
     ax.set_yticks(range(len(outputs)), [f"{each:,}" for each in outputs])
     ax.set(xlabel="input tokens", ylabel="output tokens")
