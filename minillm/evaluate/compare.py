@@ -119,13 +119,15 @@ class Comparison:
     """What a model in float32 says on the held-out text and to a task's questions, to compare versions of it with.
 
     llm: that model, which may be closed afterward. directory: where it is stored. limit: ask at most this many of the
-    workload's questions, evenly spread. `row` is its own result, in the form of a record's results. Raises ConfigError
-    for a model without a tokenizer.
+    workload's questions, evenly spread. tokens: read only so many of the text. `row` is its own result, in the form of
+    a record's results. Raises ConfigError for a model without a tokenizer.
     """
 
-    def __init__(self, llm: LLM, directory: Path, workload: Workload, limit: int | None = None) -> None:
+    def __init__(
+        self, llm: LLM, directory: Path, workload: Workload, limit: int | None = None, tokens: int | None = None
+    ) -> None:
         begin, tokenizer = time.perf_counter(), tokenizer_of(llm)
-        ids = tokenizer.encode(load_text(), add_special_tokens=False)
+        ids = tokenizer.encode(load_text(), add_special_tokens=False)[:tokens]
         self.workload, self.limit = workload, limit
         self.reference = Reference(llm.engine.model, ids, tokenizer.bos_token_id)
         self.first = self.reference.divergence(llm.engine.model)
@@ -172,7 +174,6 @@ class Comparison:
         first = own is self.answers
         loss = Loss(0.0, 0.0, 0.0) if first else paired_loss(self.answers.correct, own.correct)
         model = llm.engine.model
-        entries = [entry for file in checkpoint_files(directory) for entry in read_header(file).values()]
         return {
             "engine": "minillm",
             "workload": "compare",
@@ -185,7 +186,7 @@ class Comparison:
             "output_tokens": 0,
             "seconds": round(time.perf_counter() - begin, 2),
             "output_tokens_per_s": 0.0,
-            "bytes": sum(entry.nbytes for entry in entries),
+            "bytes": stored_bytes(directory),
             "perplexity": round(chosen.perplexity, 5),
             "kl": float(f"{chosen.kl:.5g}"),
             "kl_of_seeds": [float(f"{each.kl:.5g}") for each in calibrations],
@@ -195,6 +196,11 @@ class Comparison:
             "loss_points": round(loss.points, 3),
             "loss_interval": [round(loss.low, 3), round(loss.high, 3)],
         }
+
+
+def stored_bytes(directory: Path) -> int:
+    """Bytes of all tensors in a model's files."""
+    return sum(entry.nbytes for file in checkpoint_files(directory) for entry in read_header(file).values())
 
 
 def unquantized(model: str | Path | None) -> Path:

@@ -56,6 +56,13 @@ def held_out(task: str) -> Workload:
     return Workload("questions-held-out-0-shot", load_questions()) if task == "isles" else _of_mmlu(task)
 
 
+def mmlu_is_here() -> bool:
+    """Whether `datasets` has MMLU on this machine, so that nothing has to be downloaded."""
+    from datasets import config
+
+    return (Path(config.HF_DATASETS_CACHE) / MMLU.replace("/", "___") / "all").is_dir()
+
+
 def _of_mmlu(task: str) -> Workload:
     name, _, subject = task.partition("_")
     folder = Path(task).expanduser()

@@ -17,7 +17,8 @@ from minillm.calibration.quantize import quantize
 from minillm.calibration.rotation import rotate
 from minillm.errors import ConfigError
 from minillm.evaluate import compare, load_text, paired_loss
-from minillm.evaluate.compare import Reference, default_methods
+from minillm.evaluate.compare import Comparison, Reference, default_methods
+from minillm.evaluate.tasks import held_out
 from minillm.model import load_model
 from minillm.model.loader import EMBEDDED
 from minillm.model.saver import save_model
@@ -213,6 +214,13 @@ def test_a_comparison_has_a_row_for_the_model_and_each_name(quick, tmp_path):
     for row in (int4, fp8, mine):
         assert row["questions"] == 24 and row["shots"] == 0 and row["kv_cache_dtype"] == "float32"
         assert row["loss_points"] == pytest.approx(100 * (base["accuracy"] - row["accuracy"]), abs=0.01)
+
+
+def test_a_comparison_may_read_only_the_texts_first_tokens(quick):
+    with LLM(dtype="float32", device="cpu") as llm:
+        part, whole = (Comparison(llm, EMBEDDED, held_out("isles"), 4, tokens) for tokens in (100, None))
+    assert part.reference.tokens == 100 < whole.reference.tokens
+    assert torch.equal(part.reference.rows[0][0, :101], whole.reference.rows[0][0, :101])
 
 
 def test_of_several_calibrations_the_median_is_the_result(quick):

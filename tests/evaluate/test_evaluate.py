@@ -326,6 +326,18 @@ def test_a_task_is_asked_where_it_was_asked_for_and_only_there():
     ]
 
 
+def test_mmlu_is_here_once_datasets_has_it(tmp_path, monkeypatch):
+    """As `datasets` names its folders: load_dataset("owner/name", "part") -> owner___name/part."""
+    from datasets import config
+
+    tasks = sys.modules["minillm.evaluate.tasks"]
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path)
+    (tmp_path / "cais___mmlu").mkdir()
+    assert not tasks.mmlu_is_here()
+    (tmp_path / "cais___mmlu" / "all").mkdir()
+    assert tasks.mmlu_is_here()
+
+
 def test_without_a_network_the_task_mmlu_names_its_embedded_twin():
     with pytest.raises(ConnectionError, match="The embedded twin of MMLU needs no network: --tasks isles"):
         evaluate.workloads(["mmlu"])
