@@ -104,4 +104,4 @@ lock: $(READY)
 	$(BIN)/python .ci/lock.py $(if $(UPGRADE),--upgrade)
 
 clean:
-	rm -rf build dist report *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

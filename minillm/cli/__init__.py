@@ -15,6 +15,7 @@ from .bench import bench_app
 from .course import course_app
 from .options import JsonPath, Model, show_logs, with_engine_options, with_options
 from .quality import evaluate, quantize
+from .report import report
 
 if TYPE_CHECKING:  # the commands import them when they run
     from minillm import LLM, SamplingParams
@@ -34,6 +35,7 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(course_app, name="course")
 app.command("eval")(evaluate)
 app.command()(quantize)
+app.command()(report)
 
 
 def _print_version(asked: bool) -> None:

@@ -25,6 +25,7 @@ PYTHONS = ((3, 11), (3, 12))
 EXTRAS = {
     "serve": "minillm serve",
     "compare": "comparisons with transformers, question sets",
+    "report": "minillm report",
     "course": "the notebooks",
     "test": "make test",
 }

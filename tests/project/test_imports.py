@@ -17,6 +17,7 @@ LAYERS = (
     *(
         "cli",
         "course",
+        "report",
         "tuning",
         "server",
         "bench",

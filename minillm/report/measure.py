@@ -1,0 +1,207 @@
+"""The measurements of a report, part by part. A part that fails is told in the record, and the others go on."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minillm.bench import offline, serve
+from minillm.bench.figures import cost
+from minillm.bench.load import other_load
+from minillm.calibration.methods import MethodRecipe
+from minillm.engine.llm import LLM
+from minillm.errors import ConfigError, MinillmError, Unreachable
+from minillm.evaluate.compare import Comparison, candidate, check, default_methods, in_float32, stored, stored_bytes
+from minillm.evaluate.tasks import Workload, held_out
+from minillm.model.loader import read_config, resolve_device, simulated
+from minillm.model.sizing import kv_bytes_per_token
+from minillm.server import running
+
+from .settings import BF16, WORKLOADS, Settings
+
+log = logging.getLogger(__name__)
+REFERENCE = "float32"
+AGAIN = "again"  # a part: the first version's speed, measured once more at the end
+PARTS = ("quantize", "size", "quality", "offline", "serving", AGAIN)
+SHORT = {"bfloat16": BF16, "float16": "fp16"}  # the unquantized version's name, by its dtype
+
+
+@dataclass(frozen=True)
+class Version:
+    """A form of the model. chosen: how it is quantized, or the directory that holds it. options: of the engine."""
+
+    name: str
+    chosen: MethodRecipe | Path
+    options: Mapping[str, Any]
+
+
+@dataclass
+class Measured:
+    """rows: results, each with its `part` and `version`. failures: what could not be measured, and why."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    failures: list[dict[str, str]] = field(default_factory=list)
+    other_cores: float | None = None  # processors that other programs kept busy while speed was measured
+
+    def add(self, part: str, version: str, row: Mapping[str, Any]) -> None:
+        self.rows.append({"part": part, "version": version, **row})
+
+    @contextmanager
+    def part(self, name: str, version: str) -> Iterator[None]:
+        """Measure in the block: if that fails, the record says so, and what follows the block goes on."""
+        try:
+            yield
+        except MinillmError as error:
+            self.failed(name, version, str(error))
+        except Exception as error:  # also a bug or a GPU without memory ends only this part: its traceback is printed
+            log.exception("%s of %s failed", name, version)
+            self.failed(name, version, f"{type(error).__name__}: {error}".splitlines()[0])
+
+    def failed(self, part: str, version: str, why: str) -> None:
+        self.failures.append({"part": part, "version": version, "error": why})
+
+
+def versions_of(llm: LLM, place: Path, settings: Settings, options: Mapping[str, Any]) -> list[Version]:
+    """The unquantized version first, in the dtype that the engine computes in, then bf16, then those of the settings.
+
+    llm: the unquantized one. Raises ConfigError for a name that is no method, no recipe file and no directory, for a
+    directory of another model, and for a version to serve that is not measured.
+    """
+    dtype = str(llm.engine.model.dtype).removeprefix("torch.")
+    name, cache = SHORT.get(dtype, dtype), llm.engine.model.cache_spec.name
+    if options.get("kv_cache_dtype", "auto") != "auto":
+        name = f"{name}, {cache} cache"  # its accuracy is not that of the reference, which has a cache in float32
+    found = [Version(name, place, options)]
+    if dtype != "bfloat16":
+        found.append(Version(BF16, place, {**options, "dtype": "bfloat16"}))
+    if settings.versions is None:
+        chosen = default_methods(llm.engine.model)
+    else:
+        chosen = {name: candidate(name) for name in settings.versions if name not in (BF16, found[0].name)}
+    for name, each in chosen.items():
+        if isinstance(each, Path):
+            check(llm, each)
+        found.append(Version(name, each, options))
+    names = [each.name for each in found]
+    if unknown := [name for name in settings.served or () if name not in names]:
+        raise ConfigError(f"--serve {unknown[0]} is not measured: it must be one of {', '.join(names)}")
+    return found
+
+
+def facts(llm: LLM, place: Path) -> dict[str, Any]:
+    """What the model is, as fields of a record."""
+    model, config = llm.engine.model, read_config(place)
+    return {
+        "parameters": model.num_parameters,
+        "layers": config.num_layers,
+        "vocabulary": config.vocab_size,
+        "context": llm.engine.max_model_len,
+        "stored_dtype": config.dtype,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": model.device.type,
+    }
+
+
+def measure(
+    place: Path,
+    versions: list[Version],
+    settings: Settings,
+    options: Mapping[str, Any],
+    say: Callable[[str], None] = lambda line: None,
+) -> Measured:
+    """All parts of all versions. place: the unquantized model's directory. say: called before each version.
+
+    Raises ConfigError for a task that does not exist.
+    """
+    found, comparison = Measured(), None
+    try:
+        questions = held_out(settings.task)
+    except Unreachable as error:
+        found.failed("quality", REFERENCE, str(error))
+    else:
+        say(f"{REFERENCE}: the reference for accuracy")
+        comparison = _reference(found, place, questions, settings, options)
+    served = settings.served or (versions[0].name,)
+    device = resolve_device(str(options.get("device", "auto")))
+    with other_load() as others:
+        for version in versions:
+            say(version.name)
+            with ExitStack() as kept:
+                directory = None
+                with found.part("quantize", version.name):
+                    directory = kept.enter_context(stored(version.chosen, place, 0, device))
+                if directory is None:
+                    continue
+                _size_and_quality(found, version, directory, comparison)
+                with found.part("offline", version.name):
+                    _offline(found, "offline", version, directory, settings)
+                if version.name in served:
+                    say(f"{version.name}: serving")
+                    with found.part("serving", version.name):
+                        _serving(found, version, directory, settings)
+        say(f"{versions[0].name} again, to see whether the machine's speed changed")
+        with found.part(AGAIN, versions[0].name):
+            _offline(found, AGAIN, versions[0], place, settings)
+    found.other_cores = None if others.cores is None else round(others.cores, 2)
+    return found
+
+
+def _reference(
+    found: Measured, place: Path, questions: Workload, settings: Settings, options: Mapping[str, Any]
+) -> Comparison | None:
+    """The model in float32 with its answers; None if they could not be had."""
+    with found.part("quality", REFERENCE), LLM(place, **in_float32(options)) as llm:
+        comparison = Comparison(llm, place, questions, settings.limit, settings.tokens)
+        found.add("quality", REFERENCE, comparison.row)
+        return comparison
+    return None
+
+
+def _size_and_quality(found: Measured, version: Version, directory: Path, comparison: Comparison | None) -> None:
+    with found.part("size", version.name), LLM(directory, **version.options) as llm:
+        model = llm.engine.model
+        spec = model.cache_spec.name
+        row = {"bytes": stored_bytes(directory), "memory_bytes": model.nbytes}
+        row["kv_bytes_per_token"] = kv_bytes_per_token(llm.model_config, spec)
+        row["simulated"] = bool(simulated(model))
+        found.add("size", version.name, row)
+        if comparison is not None and version.name != REFERENCE:
+            with found.part("quality", version.name):
+                found.add("quality", version.name, comparison.measure(version.name, llm, directory))
+
+
+def _offline(found: Measured, part: str, version: Version, directory: Path, settings: Settings) -> None:
+    work = {"workload": WORKLOADS, "scale": settings.scale, "requests": settings.requests, "repeat": settings.repeat}
+    for row in offline.run(directory, **{**version.options, **work}, quiet=True)["results"]:
+        found.add(part, version.name, _priced(row, settings) | {"model": version.name})
+
+
+def _serving(found: Measured, version: Version, directory: Path, settings: Settings) -> None:
+    """The four query patterns against a server, whose engine runs in this process as `minillm serve` does in one."""
+    with LLM(directory, **version.options) as llm:
+        llm.warm_up()
+        with running(llm, served_model_name=version.name) as server:
+            results = serve.run(
+                server.url,
+                patterns=True,
+                concurrency=settings.clients,
+                warmup=settings.clients,
+                scale=settings.scale,
+                requests=settings.sent,
+                quiet=True,
+            )["results"]
+    for row in results:
+        found.add("serving", version.name, _priced(row, settings) | {"url": "this machine"})
+
+
+def _priced(row: dict[str, Any], settings: Settings) -> dict[str, Any]:
+    return row if settings.price is None else row | {"cost": cost(row, settings.price)}
+
+
+def threads() -> int:
+    """Threads of torch's CPU operations, which the speeds depend on."""
+    return torch.get_num_threads()

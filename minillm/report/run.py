@@ -1,0 +1,89 @@
+"""A report from its beginning to its files: the page, and the record with all measurements next to it."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from minillm.bench import records
+from minillm.engine.llm import LLM
+from minillm.errors import ConfigError
+from minillm.evaluate.compare import check_options, unquantized
+from minillm.model.loader import EMBEDDED
+
+from . import measure, page
+from .settings import check_packages, settle
+
+
+def run(
+    model: str | Path | None = None,
+    *,
+    out: str | Path = "report.html",
+    quick: bool = False,
+    versions: Sequence[str] = (),
+    task: str | None = None,
+    limit: int | None = None,
+    scale: int | None = None,
+    requests: int | None = None,
+    served: Sequence[str] = (),
+    price: float | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Measure a model, write the page to `out` and the record next to it (.json), and return the record.  Lesson 99.
+
+    model     a directory in Hugging Face's layout, not quantized; None: the embedded tiny-gemma
+    quick     few questions and short runs
+    versions  what to compare, as `minillm eval --compare`; default: all methods that fit the model
+    task      isles, mmlu, mmlu_SUBJECT or a directory in MMLU's layout; default: mmlu if `datasets` has it here, else
+              isles
+    limit     most questions
+    scale     divide the workloads' lengths by this
+    requests  of a workload
+    served    versions to serve; default: the unquantized one
+    price     dollars for an hour of the machine or its GPU
+    say       called with a line before each part
+    options   of the engine
+
+    A part that fails is in the record's `failures` and on the page; the others go on. Raises MissingPackage;
+    ConfigError before anything is measured: for the model, an option, or files that cannot be written.
+    """
+    check_packages()
+    check_options(options)
+    file = Path(out)
+    if file.suffix not in (".html", ".htm"):
+        raise ConfigError(f"--out {out} must end in .html: the record is written next to it, as .json")
+    place, target = unquantized(model), file.with_suffix(".json")
+    records.check_writable(file)
+    begun = records.begin(target)
+    with LLM(place, **options) as llm:
+        facts = measure.facts(llm, place)
+        settings = settle(
+            place,
+            facts["context"],
+            gpu=facts["device"] != "cpu",
+            quick=quick,
+            versions=versions,
+            task=task,
+            limit=limit,
+            scale=scale,
+            requests=requests,
+            served=served,
+            price=price,
+        )
+        chosen = measure.versions_of(llm, place, settings, options)
+    found = measure.measure(place, chosen, settings, options, say)
+    content = records.record(found.rows, begun)
+    content |= {
+        "model": place.resolve().name,
+        "embedded": place == EMBEDDED,
+        "compared": [version.name for version in chosen],
+        "facts": facts,
+        "settings": settings.as_record(),
+        "threads": measure.threads(),
+        "other_programs_cores": found.other_cores,
+        "failures": found.failures,
+        "record": target.name,
+    }
+    records.write(content, target)
+    file.write_text(page.render(content), encoding="utf-8")
+    return content
