@@ -23,7 +23,7 @@ KEY_TESTS := $(addprefix tests/, \
   kernels/test_kernels.py::test_decode_attention kernels/test_kernels.py::test_prefill_attention \
   server/test_completions.py server/test_errors.py test_config.py test_request.py test_overrides.py)
 
-.PHONY: help setup demo check test explore lab notebooks triton lint types format lock clean
+.PHONY: help setup demo check test explore lab notebooks triton site lint types format lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -34,6 +34,7 @@ help:
 	@echo 'make lab        JupyterLab on copies of the notebooks, in lab/'
 	@echo 'make notebooks  rebuild and execute the notebooks from notebooks/source/'
 	@echo 'make triton     run minillm inside a real Triton Inference Server, installed into build/triton'
+	@echo 'make site       the course as a site to read: build/site/index.html, which needs no network'
 	@echo 'make lint       ruff check and format check      make format   let ruff rewrite'
 	@echo 'make types      mypy'
 	@echo 'make lock       write requirements.lock and environment.yml (UPGRADE=1: latest versions)'
@@ -88,6 +89,15 @@ build/triton/venv/.installed: tools/triton/requirements.txt | $(READY)
 
 triton: build/triton/venv/.installed
 	$(BIN)/python tools/triton_server.py $(ARGS)
+
+# Jupyter Book needs other versions of some packages, so it has an environment of its own, made by the same Python.
+build/site-venv/.installed: tools/site/requirements.txt | $(READY)
+	$(BIN)/python -m venv build/site-venv
+	build/site-venv/bin/python -m pip install --quiet --no-deps --requirement tools/site/requirements.txt
+	@touch $@
+
+site: build/site-venv/.installed
+	$(BIN)/python tools/build_site.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -108,13 +108,18 @@ def to_html(notebook: NotebookNode, title: str) -> str:
     return page
 
 
+def mathml(latex: str, display: str) -> str:
+    """A formula as MathML. display: "inline" or "block"."""
+    from latex2mathml.converter import convert as converted
+
+    return converted(latex, display=display).replace(r"\_", "_")  # in \text, where it is left as it is
+
+
 def _formulas_marked(notebook: NotebookNode) -> tuple[NotebookNode, dict[str, str]]:
     """A copy whose Markdown has a mark in place of each formula, and the marks' formulas in MathML.
 
     A mark is one word: in its place the converter from Markdown finds no emphasis, table or HTML.
     """
-    from latex2mathml.converter import convert as mathml
-
     formulas: dict[str, str] = {}
 
     def mark(found: re.Match[str]) -> str:
@@ -123,7 +128,7 @@ def _formulas_marked(notebook: NotebookNode) -> tuple[NotebookNode, dict[str, st
         latex = " ".join((found["block"] or found["inline"]).split())
         display = "block" if found["block"] else "inline"
         name = f"formula{len(formulas)}end"
-        formulas[name] = mathml(latex, display=display).replace(r"\_", "_")  # in \text, where it is left as it is
+        formulas[name] = mathml(latex, display)
         return name
 
     marked = copy.deepcopy(notebook)
