@@ -31,6 +31,7 @@ BUILD = ROOT / "build"
 SOURCE, SITE, BOOK = BUILD / "site-source", BUILD / "site", BUILD / "site-venv" / "bin" / "jupyter-book"
 HOME = "index.md"  # what README.md is called there
 ASSETS = ROOT / "tools" / "site" / "assets"
+API = "API reference"
 TEACHING = ("instructors", "grading", "talking_points", "mistakes")
 MODULES = ("config", "errors", "grammar")  # documented like the packages, which say in `__all__` what is public
 _LINK = re.compile(r"(?P<image>!?)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)]*)?\)")
@@ -72,19 +73,9 @@ def write_sources() -> None:
         else:
             target.write_text((ROOT / path).read_text(encoding="utf-8"), encoding="utf-8")
             copy_linked(target, path)
-    shutil.copytree(ASSETS, SOURCE / "_static")
-    plotly = next(BOOK.parent.parent.rglob("plotly/package_data/plotly.min.js"))
-    shutil.copy(plotly, SOURCE / "_static")
-    toc = {
-        "format": "jb-book",
-        "root": "index",
-        "parts": [
-            {"caption": caption, "chapters": [{"file": str(Path(page).with_suffix(""))} for page in pages]}
-            for caption, pages in parts.items()
-            if caption
-        ],
-    }
-    (SOURCE / "_toc.yml").write_text(yaml.safe_dump(toc, sort_keys=False), encoding="utf-8")
+    (SOURCE / "_static").mkdir()
+    shutil.copy(ASSETS / "site.css", SOURCE / "_static")
+    (SOURCE / "_toc.yml").write_text(yaml.safe_dump(toc(parts), sort_keys=False), encoding="utf-8")
     shutil.copy(ROOT / "tools" / "site" / "book.yml", SOURCE / "_config.yml")
 
 
@@ -99,9 +90,20 @@ def contents() -> dict[str, list[str]]:
         "Measurements": measurements,
         "Guides": [*docs.values(), "data/README.md"],
         "For instructors": teaching,
-        "API reference": [f"api/{module}.md" for module in modules()],
+        API: [f"api/{module}.md" for module in modules()],
         "Project": ["CONTRIBUTING.md", "CHANGELOG.md"],
     }
+
+
+def toc(parts: dict[str, list[str]]) -> dict:
+    """Jupyter Book's table of contents. Modules are below the first page of their part, and shown when it is open."""
+    found = []
+    for caption, pages in parts.items():
+        files = [{"file": page.rsplit(".", 1)[0]} for page in pages]
+        if caption == API:
+            files = [{**files[0], "sections": files[1:]}]
+        found.append({"caption": caption, "chapters": files})
+    return {"format": "jb-book", "root": "index", "parts": [part for part in found if part["caption"]]}
 
 
 def modules() -> Iterator[str]:
@@ -164,6 +166,10 @@ def run_book() -> None:
         sys.exit("\n".join([*told, f"all of it: {BUILD / 'site.log'}"]))
     shutil.rmtree(SITE, ignore_errors=True)
     shutil.copytree(out / "_build" / "html", SITE)
+    # Not in the sources: Jupyter Book would load them on every page.
+    plotly = next(BOOK.parent.parent.rglob("plotly/package_data/plotly.min.js"))
+    for script in (plotly, ASSETS / "plots.js"):
+        shutil.copy(script, SITE / "_static")
     for path in (SITE / "_static").glob("*-macros.html"):
         path.unlink()  # the theme's templates, not pages
     for path in (SITE / "_modules").rglob("*.html"):

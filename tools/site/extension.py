@@ -28,11 +28,11 @@ def _inline(line: str) -> str:
     parts = re.split(r"(`[^`]+`)", line)
     for place, part in enumerate(parts):
         if place % 2:
-            parts[place] = f"`{part}`"
+            glued = r"\ " if re.match(r"\w", parts[place + 1]) else ""  # `name`s: markup ends only before a separator
+            parts[place] = f"`{part}`{glued}"
         else:
             parts[place] = _LESSON.sub(_link, re.sub(r"([*_|\\])", r"\\\1", part))
-    # Markup ends where a letter follows only with an escaped space between: ``name``\ s.
-    return re.sub(r"(``[^`]+``)(?=\w)", r"\1\\ ", "".join(parts))
+    return "".join(parts)
 
 
 def _link(found: re.Match[str]) -> str:
@@ -62,9 +62,19 @@ def _replace(app, what, name, obj, options, lines: list[str]) -> None:
     lines[:] = as_rst(lines)
 
 
+def _without_thebe(app, config) -> None:
+    """Remove what loads Thebe, which runs cells on a server elsewhere; Jupyter Book has no setting for that."""
+    unwanted = ("init_thebe_core", "update_thebe_context")
+    for event, listeners in app.events.listeners.items():
+        app.events.listeners[event] = [
+            each for each in listeners if getattr(each.handler, "__name__", "") not in unwanted
+        ]
+
+
 def setup(app) -> dict:
     """Called by Sphinx. minillm and what it imports come last on the path, from the project's own environment."""
     sys.path += [str(ROOT), os.environ["MINILLM_PACKAGES"]]
     app.add_html_math_renderer("mathml", (_inline_formula, None), (_block_formula, None))
+    app.connect("config-inited", _without_thebe)
     app.connect("autodoc-process-docstring", _replace)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
