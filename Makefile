@@ -90,13 +90,7 @@ build/triton/venv/.installed: tools/triton/requirements.txt | $(READY)
 triton: build/triton/venv/.installed
 	$(BIN)/python tools/triton_server.py $(ARGS)
 
-# Jupyter Book needs other versions of some packages, so it has an environment of its own, made by the same Python.
-build/site-venv/.installed: tools/site/requirements.txt | $(READY)
-	$(BIN)/python -m venv build/site-venv
-	build/site-venv/bin/python -m pip install --quiet --no-deps --requirement tools/site/requirements.txt
-	@touch $@
-
-site: build/site-venv/.installed
+site: $(READY)
 	$(BIN)/python tools/build_site.py $(ARGS)
 
 lint: $(READY)

@@ -3,6 +3,7 @@
     python make.py demo                           serve, load-test and compare the embedded model; a report in build/
     python make.py test                           every test, notebooks included
     python make.py lab                            JupyterLab on copies of the notebooks, in lab/
+    python make.py site                           the course as a site to read, in build/site
     python make.py setup --torch-index URL        only the environment, torch from that index
     python make.py demo --dry-run                 print the commands
 
@@ -45,6 +46,7 @@ def commands(name: str) -> list[Command]:
         "setup": [],
         "demo": [({}, [*build, "demo"])],
         "lab": [({}, [*build, "lab"]), ({}, [str(BIN / "jupyter"), "lab", "--notebook-dir", "lab"])],
+        "site": [({}, [PYTHON, "tools/build_site.py"])],
         "notebooks": [({}, [*build, "notebooks"])],
         "test": [({"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}, [PYTHON, "-m", "pytest", *TEST])],
     }[name]
@@ -58,7 +60,7 @@ def is_ready() -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("target", choices=("setup", "demo", "test", "lab", "notebooks"))
+    parser.add_argument("target", choices=("setup", "demo", "test", "lab", "notebooks", "site"))
     parser.add_argument(
         "--torch-index", help="an index to take torch from; that of CPU builds saves several GB on Linux"
     )

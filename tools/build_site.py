@@ -1,10 +1,12 @@
 """Build the course's site from the repository: lessons with folded solutions, docs, API reference, records as plots.
 
-    make site                                  sets up build/site-venv first; then open build/site/index.html
-    python tools/build_site.py --check         only check the links of the site that is there
+    make site                                         writes build/site/index.html
+    .venv/bin/python tools/build_site.py              the same without make
+    .venv/bin/python tools/build_site.py --check      only check the links of the site that is there
 
-Pages load nothing from the network, so they work from a folder. Notebooks are not executed: outputs are the committed
-ones. The build fails if a link is broken.
+Jupyter Book needs other versions of some packages, so it gets an environment of its own, build/site-venv, made by the
+same Python. Pages load nothing from the network, so they work from a folder. Notebooks are not executed: outputs are
+the committed ones. The build fails if a link is broken.
 """
 
 import argparse
@@ -28,7 +30,9 @@ import minillm  # noqa: E402
 from tools.site import lessons, links, plots  # noqa: E402
 
 BUILD = ROOT / "build"
-SOURCE, SITE, BOOK = BUILD / "site-source", BUILD / "site", BUILD / "site-venv" / "bin" / "jupyter-book"
+SOURCE, SITE, VENV = BUILD / "site-source", BUILD / "site", BUILD / "site-venv"
+PROGRAMS = VENV / ("Scripts" if os.name == "nt" else "bin")
+REQUIREMENTS = ROOT / "tools" / "site" / "requirements.txt"
 HOME = "index.md"  # what README.md is called there
 ASSETS = ROOT / "tools" / "site" / "assets"
 API = "API reference"
@@ -42,8 +46,9 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="only check the links of the site that is there")
     options = parser.parse_args()
     if not options.check:
-        if not BOOK.exists():
-            sys.exit(f"{BOOK.relative_to(ROOT)} is missing: run `make site`, which installs it")
+        for command in set_up():
+            subprocess.run(command, check=True)
+        (VENV / ".installed").touch()
         write_sources()
         run_book()
     found = links.problems(SITE)
@@ -51,6 +56,16 @@ def main() -> None:
         sys.exit("\n".join(found))
     pages = len(list(SITE.rglob("*.html")))
     print(f"{pages} pages, all links work, nothing is loaded from elsewhere: {SITE / 'index.html'}")
+
+
+def set_up() -> list[list[str]]:
+    """The commands that install Jupyter Book; none if it is there and no older than its requirements."""
+    stamp = VENV / ".installed"
+    if stamp.exists() and stamp.stat().st_mtime >= REQUIREMENTS.stat().st_mtime:
+        return []
+    # Every package is listed, so pip has nothing to resolve, which takes it minutes.
+    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--requirement", str(REQUIREMENTS)]
+    return [[sys.executable, "-m", "venv", str(VENV)], [str(PROGRAMS / "python"), *install]]
 
 
 def write_sources() -> None:
@@ -155,7 +170,9 @@ def copy_linked(page: Path, path: str) -> None:
 def run_book() -> None:
     """Run Jupyter Book, and move its pages to SITE. Exits if it fails or warns, which it does for a broken link."""
     out = BUILD / "site-book"
-    command = [str(BOOK), "build", str(SOURCE), "--path-output", str(out), "--all", "-W", "--keep-going"]
+    shutil.rmtree(out, ignore_errors=True)  # pages of code are not written anew
+    book = str(PROGRAMS / "jupyter-book")
+    command = [book, "build", str(SOURCE), "--path-output", str(out), "-W", "--keep-going"]
     packages = sysconfig.get_path("purelib")
     environment = os.environ | {"MINILLM_PACKAGES": packages, "TRITON_INTERPRET": "1", "PYTHONPATH": ""}
     with (BUILD / "site.log").open("w", encoding="utf-8") as log:
@@ -167,7 +184,7 @@ def run_book() -> None:
     shutil.rmtree(SITE, ignore_errors=True)
     shutil.copytree(out / "_build" / "html", SITE)
     # Not in the sources: Jupyter Book would load them on every page.
-    plotly = next(BOOK.parent.parent.rglob("plotly/package_data/plotly.min.js"))
+    plotly = next(VENV.rglob("plotly/package_data/plotly.min.js"))
     for script in (plotly, ASSETS / "plots.js"):
         shutil.copy(script, SITE / "_static")
     for path in (SITE / "_static").glob("*-macros.html"):

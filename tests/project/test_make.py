@@ -33,7 +33,7 @@ def test_tests_can_be_selected(target):
     assert "-k some_name" in commands(target, "PYTEST=-k some_name")[-1]
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "lab", "notebooks"])
+@pytest.mark.parametrize("target", ["demo", "test", "lab", "notebooks", "site"])
 def test_its_twin_in_python_runs_the_same_commands(target, tmp_path):
     twin = [sys.executable, ROOT / "make.py", target, "--dry-run"]
     printed = subprocess.run(twin, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.splitlines()

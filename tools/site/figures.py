@@ -66,3 +66,16 @@ def bars(name: str, x: Sequence, y: Sequence[float], **more: object) -> dict:
 
 def line(name: str, x: Sequence, y: Sequence[float], **more: object) -> dict:
     return {"type": "scatter", "mode": "lines+markers", "name": name, "x": list(x), "y": list(y), **more}
+
+
+def dots(name: str, x: Sequence, y: Sequence[float], **more: object) -> dict:
+    """Instead of bars where the axis is logarithmic: a bar's length would mean nothing there."""
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "marker": {"size": 12},
+        "name": name,
+        "x": list(x),
+        "y": list(y),
+        **more,
+    }

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from minillm.bench import records
 
-from .figures import COLORS, Figure, axis, bars, figure, line
+from .figures import COLORS, Figure, axis, bars, dots, figure, line
 
 TOKENS_PER_S = "output tokens per second"
 MEMORY = {"used": "tokens", "reserved": "reserved", "internal": "never used", "external": "free"}
@@ -33,10 +33,10 @@ def _speeds(name: str, /, **wanted: object) -> dict[str, float]:
 
 
 def _by_workload(named: dict[str, dict[str, float]]) -> list[dict]:
-    """Bars for each engine or setting; the first decides which workloads are shown, in which order."""
+    """A trace for each engine or setting; the first decides which workloads are shown, in which order."""
     workloads = list(next(iter(named.values())))
     labels = [name.replace("_", "<br>") for name in workloads]
-    return [bars(name, labels, [speeds.get(each) for each in workloads]) for name, speeds in named.items()]
+    return [dots(name, labels, [speeds.get(each) for each in workloads]) for name, speeds in named.items()]
 
 
 def with_vllm() -> Figure:
@@ -45,7 +45,7 @@ def with_vllm() -> Figure:
     return figure(
         "Compared with vLLM, bfloat16",
         "Output tokens per second for six workloads, all requests submitted at once. A workload's name gives its input "
-        "and output lengths and the number of requests. The axis is logarithmic: select a bar to read its value.",
+        "and output lengths and the number of requests. Select a point to read its value.",
         names,
         _by_workload(shown),
         axis("workload"),
@@ -70,8 +70,8 @@ def with_vllm_in_fp8() -> Figure:
     }
     return figure(
         "With FP8 weights",
-        "What FP8 weights, and an FP8 cache with them, add to bfloat16 in the same workloads. vLLM's bar is the better "
-        "of its runs with either cache.",
+        "What FP8 weights, and an FP8 cache with them, add to bfloat16 in the same workloads. vLLM's point is the "
+        "better of its runs with either cache.",
         names,
         _by_workload(shown),
         axis("workload"),
@@ -168,7 +168,8 @@ def kernels() -> Figure:
         mine = [row for row in rows if row["kernel"] == kernel]
         hover = [f"{row['shape']}: {1e3 * row['ms']:.1f} µs, torch {1e3 * row['reference_ms']:.1f} µs" for row in mine]
         speedup = [row["reference_ms"] / row["ms"] for row in mine]
-        traces.append(line(kernel, [row["rows"] for row in mine], speedup, text=hover))
+        drawn = dots if kernel == "prefill_attention" else line  # its rows are prompts of different lengths
+        traces.append(drawn(kernel, [row["rows"] for row in mine], speedup, text=hover))
     return figure(
         "Triton kernels compared with plain torch",
         "The time of the plain torch operation divided by the kernel's, in bfloat16. The torch operation is the "
@@ -247,7 +248,7 @@ def chunks(device: str) -> Callable[[], Figure]:
         traces = []
         for row in _results(name, part="latency"):
             values = [1e3 * row[what][p] for what in ("ttft_s", "itl_s") for p in ("p50", "p99")]
-            traces.append(bars(f"{row['prefill']} prompts, at most {row['budget']:,} tokens in a step", labels, values))
+            traces.append(dots(f"{row['prefill']} prompts, at most {row['budget']:,} tokens in a step", labels, values))
         return figure(
             "Chunked prompts",
             "Requests arrive as in a traffic trace. A long prompt in one step delays everyone's next token; in chunks, "
@@ -372,7 +373,7 @@ def quantization_loss() -> Figure:
         [name],
         traces,
         axis("size of the weights, MB"),
-        axis("Kullback-Leibler divergence, nats per token", log=True),
+        axis("Kullback-Leibler divergence, nats per token", log=True, exponentformat="power"),
     )
 
 
