@@ -76,10 +76,7 @@ def write_sources() -> None:
         target = SOURCE / (HOME if path == "README.md" else path)
         target.parent.mkdir(parents=True, exist_ok=True)
         if path.endswith(".ipynb"):
-            both = [
-                nbformat.read(ROOT / folder / Path(path).name, 4) for folder in ("notebooks", "notebooks/solutions")
-            ]
-            nbformat.write(lessons.merged(*both), target)
+            write_lesson(target)
         elif path.startswith("api/"):
             target.write_text(api_page(Path(path).stem), encoding="utf-8")
         elif path.startswith("records/"):
@@ -92,6 +89,17 @@ def write_sources() -> None:
     shutil.copy(ASSETS / "site.css", SOURCE / "_static")
     (SOURCE / "_toc.yml").write_text(yaml.safe_dump(toc(parts), sort_keys=False), encoding="utf-8")
     shutil.copy(ROOT / "tools" / "site" / "book.yml", SOURCE / "_config.yml")
+
+
+def write_lesson(target: Path) -> None:
+    """Write one lesson's notebook, which links to its copy without outputs."""
+    folders = (ROOT / "notebooks", ROOT / "notebooks" / "solutions")
+    lesson = lessons.merged(*(nbformat.read(folder / target.name, 4) for folder in folders))
+    lesson.cells[0].source += f"\n\n{{download}}`Download this notebook without outputs <clean/{target.name}>`"
+    nbformat.write(lesson, target)
+    clean = target.parent / "clean" / target.name
+    clean.parent.mkdir(exist_ok=True)
+    shutil.copy(ROOT / "notebooks" / "clean" / target.name, clean)
 
 
 def contents() -> dict[str, list[str]]:
@@ -136,11 +144,8 @@ def modules() -> Iterator[str]:
 
 def api_page(module: str) -> str:
     """A page in Markdown on which Sphinx writes the docstrings of a module's public names."""
-    options = ["members", "show-inheritance"]
-    if module != "minillm":
-        options.append(f"exclude-members: {', '.join(minillm.__all__)}")  # they are on minillm's page
-    lines = "".join(f"   :{option}{'' if ':' in option else ':'}\n" for option in options)
-    return f"# {module}\n\n```{{eval-rst}}\n.. automodule:: {module}\n{lines}```\n"
+    elsewhere = "" if module == "minillm" else f"   :exclude-members: {', '.join(minillm.__all__)}\n"  # on its page
+    return f"# {module}\n\n```{{eval-rst}}\n.. automodule:: {module}\n   :members:\n{elsewhere}```\n"
 
 
 def copy_linked(page: Path, path: str) -> None:

@@ -60,6 +60,9 @@ def _block_formula(writer, node) -> None:
 
 def _replace(app, what, name, obj, options, lines: list[str]) -> None:
     lines[:] = as_rst(lines)
+    if what == "exception":  # callers may catch it by one of these
+        bases = " and ".join(f"``{base.__name__}``" for base in obj.__bases__)
+        lines += ["", f"A subclass of {bases}."]
 
 
 def _without_thebe(app, config) -> None:
