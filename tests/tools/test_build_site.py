@@ -28,13 +28,15 @@ def notebook(*sources: str, exercise: int = 1):
 @pytest.fixture
 def site(tmp_path):
     """A site of two pages without faults; `write` changes a page."""
+    folder = tmp_path / "site"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "picture.png").touch()
+    (tmp_path / "outside.html").touch()
 
     def write(name: str, body: str) -> list[str]:
-        (tmp_path / name).write_text(body, encoding="utf-8")
-        return links.problems(tmp_path)
+        (folder / name).write_text(body, encoding="utf-8")
+        return links.problems(folder)
 
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "picture.png").touch()
     write("sub/other.html", '<h1 id="top">x</h1><img src="../picture.png"><a href="..">up</a>')
     assert write("index.html", '<a href="sub/other.html#top">x</a><a href="https://example.org">elsewhere</a>') == []
     return write
@@ -153,13 +155,13 @@ def test_a_plot_shows_the_record():
 
 def test_a_plots_data_stay_inside_their_script_and_links_lead_to_files():
     drawn = figures.figure(
-        "A title", "It says <this>.", ["cpu/offline"], [figures.bars("</script>", ["a"], [1.0])], {}, {}
+        "A title", 'It says "this".', ["cpu/offline"], [figures.bars("</script>", ["a"], [1.0])], {}, {}
     )
     text = drawn.page()
     page = BeautifulSoup(text.split("```{raw} html\n")[1].split("\n```")[0], "html.parser")
     data = json.loads(page.find("script", type="application/json").get_text())["data"]
     assert data[0]["name"] == "</script>"
-    assert page.find(attrs={"role": "img"})["aria-label"] == "A title. It says <this>."
+    assert page.find(attrs={"role": "img"})["aria-label"] == 'A title. It says "this".'
     (link,) = re.findall(r"\]\(\.\./(.+?)\)", text)
     assert (ROOT / link).is_file()
 
@@ -169,8 +171,15 @@ def test_docstrings_become_restructured_text():
     assert extension.as_rst(["`a` and `b`."]) == ["``a`` and ``b``.", ""]
     lines = extension.as_rst(["See.", "", "  n      the number", "  size   of each"])
     assert lines == ["See.", "", "::", "", "      n      the number", "      size   of each", ""]
+    assert extension.as_rst(["    y = f(", "        x)"]) == ["::", "", "        y = f(", "            x)", ""]
     linked, _ = extension.as_rst(["Sums.  Lesson 04. Not lesson 77."])
     assert linked == "Sums.  :doc:`Lesson 04 </notebooks/04_attention_kernels>`. Not lesson 77."
+
+
+def test_an_exceptions_docstring_says_what_else_catches_it():
+    lines = ["Too large."]
+    extension._replace(None, "exception", "x", type("TooLarge", (ValueError, OSError), {}), None, lines)
+    assert lines[-1] == "A subclass of ``ValueError`` and ``OSError``."
 
 
 def test_the_contents_have_every_lesson_every_doc_and_both_devices_once():

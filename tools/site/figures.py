@@ -56,7 +56,7 @@ def figure(
 
 def axis(title: str, log: bool = False, **more: object) -> dict:
     """An axis with its title, units included."""
-    scale = {"type": "log", "dtick": 1} if log else {}
+    scale = {"type": "log"} if log else {}
     return {"title": {"text": title, "standoff": 12}, "automargin": True, **scale, **more}
 
 

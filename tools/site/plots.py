@@ -32,11 +32,11 @@ def _speeds(name: str, /, **wanted: object) -> dict[str, float]:
     return best
 
 
-def _by_workload(named: dict[str, dict[str, float]]) -> list[dict]:
+def _by_workload(named: dict[str, dict[str, float]], drawn: Callable[..., dict] = dots) -> list[dict]:
     """A trace for each engine or setting; the first decides which workloads are shown, in which order."""
     workloads = list(next(iter(named.values())))
     labels = [name.replace("_", "<br>") for name in workloads]
-    return [dots(name, labels, [speeds.get(each) for each in workloads]) for name, speeds in named.items()]
+    return [drawn(name, labels, [speeds.get(each) for each in workloads]) for name, speeds in named.items()]
 
 
 def with_vllm() -> Figure:
@@ -314,9 +314,9 @@ def with_transformers() -> Figure:
         "Output tokens per second of tiny-gemma in float32; transformers with its best static batch size. The second "
         "workload has 64 requests, with lengths divided by 8.",
         [name],
-        _by_workload(shown),
+        _by_workload(shown, bars),
         axis("workload"),
-        axis(TOKENS_PER_S, log=True),
+        axis(TOKENS_PER_S),
     )
 
 
