@@ -56,8 +56,13 @@ def figure(
 
 def axis(title: str, log: bool = False, **more: object) -> dict:
     """An axis with its title, units included."""
-    scale = {"type": "log"} if log else {}
+    scale = {"type": "log", "dtick": "D2"} if log else {}
     return {"title": {"text": title, "standoff": 12}, "automargin": True, **scale, **more}
+
+
+def categories(title: str) -> dict:
+    """An axis of names. On a phone, plotly would rotate them, and their lines would overlap."""
+    return axis(title, tickangle=0, tickfont={"size": 11})
 
 
 def bars(name: str, x: Sequence, y: Sequence[float], **more: object) -> dict:

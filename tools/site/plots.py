@@ -4,10 +4,11 @@ from collections.abc import Callable
 
 from minillm.bench import records
 
-from .figures import COLORS, Figure, axis, bars, dots, figure, line
+from .figures import COLORS, Figure, axis, bars, categories, dots, figure, line
 
 TOKENS_PER_S = "output tokens per second"
 MEMORY = {"used": "tokens", "reserved": "reserved", "internal": "never used", "external": "free"}
+SIDE_BY_SIDE = {"scattermode": "group", "scattergap": 0.5}  # points of one category
 HEAD = """<script src="../_static/plotly.min.js"></script>
 <script src="../_static/plots.js"></script>"""
 
@@ -48,8 +49,9 @@ def with_vllm() -> Figure:
         "and output lengths and the number of requests. Select a point to read its value.",
         names,
         _by_workload(shown),
-        axis("workload"),
+        categories("workload"),
         axis(TOKENS_PER_S, log=True),
+        **SIDE_BY_SIDE,
     )
 
 
@@ -74,8 +76,9 @@ def with_vllm_in_fp8() -> Figure:
         "better of its runs with either cache.",
         names,
         _by_workload(shown),
-        axis("workload"),
+        categories("workload"),
         axis(TOKENS_PER_S, log=True),
+        **SIDE_BY_SIDE,
     )
 
 
@@ -213,8 +216,9 @@ def graphs() -> Figure:
         "that fit one.",
         [name],
         _by_workload(shown),
-        axis("workload"),
+        categories("workload"),
         axis(TOKENS_PER_S, log=True),
+        **SIDE_BY_SIDE,
     )
 
 
@@ -230,7 +234,7 @@ def batching(device: str) -> Callable[[], Figure]:
             "runs until its longest answer ends; in-flight batching gives a free row to the next request at once.",
             [name],
             [bars("", [row["batching"] for row in rows], [row["output_tokens_per_s"] for row in rows])],
-            axis("batching"),
+            categories("batching"),
             axis(TOKENS_PER_S),
             showlegend=False,
             bargap=0.6,
@@ -244,7 +248,7 @@ def chunks(device: str) -> Callable[[], Figure]:
 
     def made() -> Figure:
         name = f"{device}/batching"
-        labels = [f"{what}, {p}" for what in ("first token", "between tokens") for p in ("p50", "p99")]
+        labels = [f"{what},<br>{p}" for what in ("first<br>token", "between<br>tokens") for p in ("p50", "p99")]
         traces = []
         for row in _results(name, part="latency"):
             values = [1e3 * row[what][p] for what in ("ttft_s", "itl_s") for p in ("p50", "p99")]
@@ -255,8 +259,9 @@ def chunks(device: str) -> Callable[[], Figure]:
             "it delays them less, and prompts that wait for their turn may start later.",
             [name],
             traces,
-            axis("latency"),
+            categories("latency"),
             axis("milliseconds", log=True),
+            **SIDE_BY_SIDE,
         )
 
     return made
@@ -282,7 +287,7 @@ def prefixes(device: str) -> Callable[[], Figure]:
                 bars("without sharing", labels, [row["computed_without"] for row in rows]),
                 bars("with sharing", labels, [row["computed_with"] for row in rows]),
             ],
-            axis("traffic"),
+            categories("traffic"),
             axis("prompt tokens computed"),
         )
 
@@ -315,7 +320,7 @@ def with_transformers() -> Figure:
         "workload has 64 requests, with lengths divided by 8.",
         [name],
         _by_workload(shown, bars),
-        axis("workload"),
+        categories("workload"),
         axis(TOKENS_PER_S),
     )
 
@@ -389,7 +394,7 @@ def triton_server() -> Figure:
                 "", [row["engine"].replace(", ", ",<br>") for row in rows], [row["output_tokens_per_s"] for row in rows]
             )
         ],
-        axis("server"),
+        categories("server"),
         axis(TOKENS_PER_S),
         showlegend=False,
         bargap=0.5,
