@@ -58,10 +58,8 @@ def kernels_of(function: Callable) -> list[FunctionType]:
 def left_in_memory(function: Callable, make_tile: Callable[[], tuple[Tensor, Tensor]], count: int) -> int:
     """How many numbers, of tensors, arrays or lists, `function` keeps when it asks an iterator for the last tile."""
 
-    def tensors() -> list[Tensor]:
-        return [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
-
-    before, left = tensors(), 0
+    left, were_frozen = 0, gc.get_freeze_count()
+    gc.freeze()  # hides the objects of before, often a million, from get_objects
 
     def tiles() -> Iterator[tuple[Tensor, Tensor]]:
         nonlocal left
@@ -70,8 +68,8 @@ def left_in_memory(function: Callable, make_tile: Callable[[], tuple[Tensor, Ten
             if number == 2:
                 tracemalloc.start()  # counts lists and arrays, but not torch's memory
             elif number == count - 1:
-                known = set(map(id, (*before, *made[0])))
-                left = sum(each.numel() for each in tensors() if id(each) not in known)
+                tensors = (each for each in gc.get_objects() if issubclass(type(each), Tensor))
+                left = sum(each.numel() for each in tensors if not any(each is mine for mine in made[0]))
                 left += tracemalloc.get_traced_memory()[0] // 8
             yield made.pop()  # only the caller has it now
 
@@ -79,6 +77,8 @@ def left_in_memory(function: Callable, make_tile: Callable[[], tuple[Tensor, Ten
         function(tiles())
     finally:
         tracemalloc.stop()
+        if not were_frozen:
+            gc.unfreeze()
     return left
 
 
