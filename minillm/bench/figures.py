@@ -75,7 +75,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def steady(measured: Sequence[Measured], seed: int = 0) -> dict | None:
-    """Rates and latencies while the server is full; None if it never is.
+    """Rates and latencies while the server is full; None if it is full for less time than its median answer takes.
 
     It fills until the first answer is complete, and empties once the last request is sent: the time between counts. In
     a closed loop all clients wait for answers in it. Its rates count the tokens that arrive in it and the answers that
@@ -86,7 +86,7 @@ def steady(measured: Sequence[Measured], seed: int = 0) -> dict | None:
     begin = min((each.end for each in answered), default=math.inf)
     end = max(each.sent for each in measured)
     inside = [each for each in answered if begin <= each.sent <= end]
-    if not inside or end <= begin:
+    if not inside or end - begin < statistics.median(each.e2e for each in answered):  # too short for a rate
         return None
     counts = [0] * BATCHES
     for each in answered:

@@ -1,7 +1,7 @@
 """The measurements of a report, part by part. A part that fails is told in the record, and the others go on."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -194,8 +194,15 @@ def _serving(found: Measured, version: Version, directory: Path, settings: Setti
                 requests=settings.sent,
                 quiet=True,
             )["results"]
-    for row in results:
+    for row in comparable(results):
         found.add("serving", version.name, _priced(row, settings) | {"url": "this machine"})
+
+
+def comparable(served: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """Rows of a server; without steady states unless all have one: whole runs compare only with whole runs."""
+    if all(row.get("steady") for row in served):
+        return served
+    return [row | {"steady": None} for row in served]
 
 
 def _priced(row: dict[str, Any], settings: Settings) -> dict[str, Any]:

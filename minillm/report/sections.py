@@ -69,7 +69,7 @@ def _model(record: Record) -> Section:
         ("context used here", f"{facts['context']:,} tokens"),
         ("stored in", facts["stored_dtype"]),
         ("computed in", facts["dtype"]),
-        ("machine", f"{machine_of(record)}, {record['machine']['memory_gib']} GiB of memory"),
+        ("machine", f"{machine_of(record)}, {record['machine']['memory_gib']} GiB of main memory"),
     ]
     about = (
         "A version is the model with its weights stored in another way: quantized, that is, rounded to few bits. "

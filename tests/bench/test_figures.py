@@ -36,6 +36,13 @@ def test_a_run_without_a_full_server_has_no_steady_state():
     assert figures.steady([request(0.0, 1.0, refused=True)]) is None
 
 
+def test_a_server_that_is_full_for_less_than_an_answer_has_no_steady_state():
+    """Two answers a client: between the first answer's end and the last request hardly a token arrives."""
+    first = [request(0.0, 2.0 + place / 10) for place in range(4)]
+    assert figures.steady([*first, *(request(each.end, each.end + 2.0) for each in first)]) is None
+    assert figures.steady(closed_loop(4, 3, 2.0)) is not None
+
+
 def test_a_server_that_gets_slower_drifts():
     slower = [request(float(place), place + 1.0, 10) for place in range(5)]
     slower += [request(5.0 + 2 * place, 7.0 + 2 * place, 4) for place in range(5)]

@@ -39,6 +39,12 @@ def test_the_record_next_to_the_page_has_every_part_of_every_version(made):
     assert served == ["chat", "silo", "liso", "lilo"]
 
 
+def test_patterns_are_compared_over_steady_states_only_if_all_have_one():
+    steady, short = {"steady": {"output_tokens_per_s": 2.0}}, {"steady": None}
+    assert measure.comparable([steady, steady]) == [steady, steady]
+    assert measure.comparable([steady, short]) == [short, short]
+
+
 def test_the_page_is_whole_and_loads_nothing(made):
     assert made.page.closed, (made.page.open, made.page.wrong)
     assert made.source.startswith("<!DOCTYPE html>")

@@ -78,6 +78,13 @@ FAULTS = (
         "tests/bench/test_figures.py -k steady",
     ),
     Fault(
+        "a stretch of time that is shorter than an answer is a steady state",
+        FIGURES,
+        "end - begin < statistics.median(each.e2e for each in answered):",
+        "end <= begin:",
+        "tests/bench/test_figures.py -k steady",
+    ),
+    Fault(
         "a refused request is good",
         FIGURES,
         "    if seen.refused:\n        return False\n    took",

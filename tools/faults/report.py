@@ -8,6 +8,13 @@ MEASURE, SECTIONS, RUN_TESTS = "minillm/report/measure.py", "minillm/report/sect
 
 FAULTS = (
     Fault(
+        "a pattern's steady state is compared with another's whole run",
+        MEASURE,
+        "if all(row.get",
+        "if any(row.get",
+        f"{RUN_TESTS} -k patterns_are_compared",
+    ),
+    Fault(
         "a loss is stated although its interval contains 0",
         FINDINGS,
         'row["loss_interval"][0] > 0]',
