@@ -3,7 +3,7 @@
 import math
 import random
 import re
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from os import PathLike
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, Unpack, cast, get_args
@@ -22,6 +22,8 @@ PolicyName = Literal["fcfs", "priority", "shortest", "static", "whole"]
 NAMES_WIDTH = 24  # of the column of names in the docstring
 
 
+UNLIMITED = ("static", "whole")  # baselines: a limit of prompt tokens would change what they show
+STREAMED = 768  # prompt tokens in a step of a GPU: more would hardly raise the throughput, and every stream waits
 MOST_AHEAD = 31  # steps; captured ones leave their tokens in a ring of this size and one
 
 
@@ -161,8 +163,8 @@ class EngineConfig(Options):
     )
     max_prefill_tokens: int | None = option(
         None,
-        "maximum prompt tokens in one step (0: no limit but max_num_batched_tokens): short steps bring first tokens "
-        "sooner and delay streams less; default: 768 on a GPU when serving (`AsyncLLM`), else 0",
+        "maximum prompt tokens in a step that has decodes (0: no limit but max_num_batched_tokens): short steps delay "
+        "streams less; default: 768 on a GPU when serving (`AsyncLLM`), else 0",
         least=0,
     )
     block_size: int = option(16, "tokens a cache block holds", least=1)
@@ -216,6 +218,8 @@ class EngineConfig(Options):
         self._set("gpu_memory_utilization", share)
         if (self.attention_sinks is None) != (self.attention_window is None):
             raise ConfigError("attention_sinks and attention_window go together: give both, or none (sinks may be 0)")
+        if self.max_prefill_tokens and self.policy in UNLIMITED:
+            raise ConfigError(f"policy={self.policy!r} is a baseline without max_prefill_tokens: leave one of them out")
         for name in ("plan", "trace"):
             value = getattr(self, name)
             recorder = name == "trace" and hasattr(value, "watch")
@@ -236,12 +240,11 @@ class EngineConfig(Options):
 
     def on(self, device: str) -> "DeviceConfig":
         """The same options, with the defaults that depend on the device filled in."""
-        rows, tokens, prefill = (1024, 16384, 768) if device.startswith("cuda") else (256, 2048, 0)
+        rows, tokens = (1024, 16384) if device.startswith("cuda") else (256, 2048)
         options = {each.name: getattr(self, each.name) for each in fields(self)} | {
             "device": device,
             "max_num_seqs": self.max_num_seqs or rows,
             "max_num_batched_tokens": self.max_num_batched_tokens or tokens,
-            "max_prefill_tokens": prefill if self.max_prefill_tokens is None else self.max_prefill_tokens,
         }
         return DeviceConfig(**options)
 
@@ -251,7 +254,13 @@ class DeviceConfig(EngineConfig):
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_prefill_tokens: int
+
+    def for_streams(self) -> "DeviceConfig":
+        """The same for an engine whose clients wait for every token: if no limit for prompts was given, with one."""
+        if self.max_prefill_tokens is not None:
+            return self
+        limited = self.device.startswith("cuda") and self.policy not in UNLIMITED
+        return replace(self, max_prefill_tokens=STREAMED if limited else 0)
 
 
 def with_field_help(docstring: str | None, config: type[Options]) -> str:

@@ -1,12 +1,14 @@
 """Engine options are checked once, on construction, and errors name the option and its limit."""
 
+from contextlib import closing
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from minillm import LLM
-from minillm.config import EngineConfig
-from minillm.engine import llm as llm_module
+from minillm import LLM, AsyncLLM
+from minillm.config import DeviceConfig, EngineConfig
 from minillm.errors import ConfigError
 
 
@@ -50,31 +52,39 @@ def test_options_may_be_torch_and_numpy_values():
 
 
 def test_any_gpu_has_a_gpus_rows_and_tokens_unless_they_are_given():
-    gpu = (1024, 16384, 768)
-    for device, sizes in (("cpu", (256, 2048, 0)), ("cuda", gpu), ("cuda:1", gpu)):
+    gpu = (1024, 16384)
+    for device, sizes in (("cpu", (256, 2048)), ("cuda", gpu), ("cuda:1", gpu)):
         found = EngineConfig().on(device)
         assert found.device == device
-        assert (found.max_num_seqs, found.max_num_batched_tokens, found.max_prefill_tokens) == sizes
-    config = EngineConfig(max_num_seqs=3, max_num_batched_tokens=5, max_prefill_tokens=4).on("cuda:1")
-    assert (config.max_num_seqs, config.max_num_batched_tokens, config.max_prefill_tokens) == (3, 5, 4)
+        assert (found.max_num_seqs, found.max_num_batched_tokens) == sizes
+    config = EngineConfig(max_num_seqs=3, max_num_batched_tokens=5).on("cuda:1")
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (3, 5)
 
 
-def test_offline_prompts_have_the_whole_budget_unless_a_limit_is_given(monkeypatch):
-    given = []
+def test_prompts_next_to_streams_of_a_gpu_have_a_limit_unless_one_is_given_or_the_policy_is_a_baseline():
+    def limit(device="cuda", **options):
+        return EngineConfig(**options).on(device).for_streams().max_prefill_tokens
 
-    class Stopped(Exception):
-        pass
+    assert limit() == limit("cuda:1", policy="shortest") == 768
+    assert limit("cpu") == limit(policy="whole") == limit(policy="static") == 0
+    assert limit(max_prefill_tokens=0) == 0 and limit("cpu", max_prefill_tokens=5) == 5
+    assert EngineConfig(policy="whole", max_prefill_tokens=0).max_prefill_tokens == 0
+    with pytest.raises(ConfigError, match=r"policy='whole' is a baseline without max_prefill_tokens: leave"):
+        EngineConfig(policy="whole", max_prefill_tokens=100)
 
-    def stop(model, tokenizer, **options):
-        given.append(options)
-        raise Stopped
 
-    with LLM(num_blocks=16, max_prefill_tokens=5) as limited:
-        assert limited.config.max_prefill_tokens == limited.engine.scheduler.max_prefill_tokens == 5
-    monkeypatch.setattr(llm_module, "Engine", stop)
-    with pytest.raises(Stopped):
-        LLM()
-    assert given == [{"max_prefill_tokens": 0}]
+def test_an_engine_limits_prompts_while_streams_wait(monkeypatch):
+    monkeypatch.setattr(DeviceConfig, "for_streams", lambda self: replace(self, max_prefill_tokens=7))
+    with LLM(num_blocks=16) as llm:
+        scheduler = llm.engine.scheduler
+        assert scheduler.max_prefill_tokens == 0, "offline, no stream waits"
+        with closing(AsyncLLM(engine=llm)) as served:
+            assert scheduler.max_prefill_tokens == served.config.max_prefill_tokens == 7
+        assert scheduler.max_prefill_tokens == 0 and llm.engine.config.max_prefill_tokens is None
+    with closing(AsyncLLM(num_blocks=16)) as served:
+        assert served.engine.scheduler.max_prefill_tokens == 7
+    with LLM(num_blocks=16, max_prefill_tokens=5) as given:
+        assert given.config.max_prefill_tokens == given.engine.scheduler.max_prefill_tokens == 5
 
 
 def test_the_engine_runs_on_a_torch_device():

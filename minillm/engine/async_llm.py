@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, Unpack
 
 from minillm import from_vllm
-from minillm.config import EngineOptions
+from minillm.config import DeviceConfig, EngineOptions
 from minillm.errors import ConfigError, EngineClosed, InvalidRequest
 from minillm.request import Completion, Delta, Prompt, RequestOptions, SamplingParams
 from minillm.tokenizer import Tokenizer
@@ -77,7 +77,7 @@ class AsyncLLM:
         self.failed_steps = 0  # in a row
         # The engine is made in the thread that steps it: OpenMP keeps a pool of threads for each thread that computes,
         # and a second pool would compete with the first for the cores.
-        make = (lambda: _warm(Engine(model, tokenizer, **options))) if engine is None else (lambda: engine)
+        make = (lambda: Engine(model, tokenizer, **options)) if engine is None else (lambda: engine)
         made: Future[Engine] = Future()
         self._thread = threading.Thread(target=self._run, args=(make, made), name="minillm-engine", daemon=True)
         self._thread.start()
@@ -261,6 +261,10 @@ class AsyncLLM:
     def _run(self, make: Callable[[], Engine], made: "Future[Engine]") -> None:
         try:
             self.engine = make()
+            unlimited = self.engine.config
+            _configure(self.engine, unlimited.for_streams())
+            if self._owns_engine:
+                self.engine.warm_up()
         except BaseException as error:
             made.set_exception(error)
             return
@@ -276,6 +280,9 @@ class AsyncLLM:
             while self._snapshots:
                 self._snapshots.pop().set_exception(failure)
             raise
+        finally:
+            if not self._owns_engine:
+                _configure(self.engine, unlimited)
 
     def _work(self) -> None:
         while True:
@@ -363,6 +370,8 @@ def _put_all(items: list[tuple[asyncio.Queue, Delta | Exception]]) -> None:
         queue.put_nowait(delta)
 
 
-def _warm(engine: Engine) -> Engine:
-    engine.warm_up()
-    return engine
+def _configure(engine: Engine, config: DeviceConfig) -> None:
+    """Limit prompts as the options say."""
+    with engine.lock:
+        engine.config = config
+        engine.scheduler.max_prefill_tokens = config.max_prefill_tokens or 0

@@ -172,7 +172,7 @@ class Engine:
             windows=self.executor.facts.windows,
             stream=self.executor.facts.stream,
             prefix_caching=self.config.enable_prefix_caching,
-            max_prefill_tokens=self.config.max_prefill_tokens,
+            max_prefill_tokens=self.config.max_prefill_tokens or 0,
             policy=make_policy(POLICIES[self.config.policy]),
             pool=make_pool(BlockPool, self.executor.facts.num_blocks),
         )

@@ -34,8 +34,6 @@ class LLM:
         tokenizer: str | Path | Tokenizer | None = None,
         **options: Unpack[EngineOptions],
     ):
-        # No stream waits for a step here, so steps may be as long as the token budget allows.
-        options.setdefault("max_prefill_tokens", 0)
         engine = Engine(model, tokenizer, **options)
         self._engine: Engine | None = engine
         self.tokenizer = engine.tokenizer

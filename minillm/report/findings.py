@@ -43,8 +43,9 @@ def simulated(record: Record) -> set[str]:
 
 
 def offline(record: Record, version: str, workload: str, part: str = "offline") -> Row | None:
-    """A version's row of an offline workload, named by its first word."""
-    return next((row for row in rows(record, part, version) if row["workload"].split("_")[0] == workload), None)
+    """A version's row of an offline workload, named by its first word; None also if its speed is rounded to 0."""
+    found = [row for row in rows(record, part, version) if row["workload"].split("_")[0] == workload]
+    return found[0] if found and found[0]["output_tokens_per_s"] else None
 
 
 def listed(words: Sequence[str], last: str = "and") -> str:
@@ -266,7 +267,8 @@ def cautions(record: Record) -> list[str]:
 
 def serving(record: Record) -> list[str]:
     """About the four query patterns."""
-    measured = {row["workload"].split("_")[0]: row for row in rows(record, "serving", served(record))}
+    every = {row["workload"].split("_")[0]: row for row in rows(record, "serving", served(record))}
+    measured = {name: row for name, row in every.items() if row["output_tokens_per_s"]}  # some round to 0
     found = []
     if len(measured) > 1:
         fast = max(measured, key=lambda name: measured[name]["output_tokens_per_s"])

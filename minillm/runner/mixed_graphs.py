@@ -157,8 +157,11 @@ class MixedGraphs:
         # Capture the largest shape first, as for decodes, so that the others fit in its memory.
         if not self.steps.decodes:
             self.decodes.captured(*self.decodes.largest)
-        if not have and shape != self.shapes[-1]:
-            self.captured(self.shapes[-1])
+        while not have and shape != self.shapes[-1]:
+            try:
+                self.captured(self.shapes[-1])
+            except torch.OutOfMemoryError:
+                self.shapes.pop()
         out = torch.empty(shape.rows, dtype=torch.int64, device=self.state.device)
         self.rehearse(shape)
         have[shape] = graph = self.steps.record(lambda: self._run(shape, out), out)

@@ -37,7 +37,8 @@ class Policy(Protocol):
         """How many of each row's pending tokens run in this step, `budget` at most in all.
 
         pending: [n] int32, above 0, read-only: tokens known and not computed, rows oldest first. A request that is
-        about to join is asked for alone, with what the running rows left; given nothing, it waits.
+        about to join is asked for alone, with what the running rows left; given nothing, it waits. budget: with
+        `max_prefill_tokens` it changes from step to step with the number of decodes.
         """
         ...
 

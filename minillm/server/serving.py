@@ -18,7 +18,6 @@ from minillm import overrides
 from minillm.config import EngineOptions
 from minillm.errors import ConfigError, MinillmError, MissingPackage
 
-from . import garbage
 from .config import ServerConfig, ServerOptions, split
 from .fleet import ServerFailed, Workers
 from .supervisor import Supervisor
@@ -146,8 +145,7 @@ def _serving(engine: "AsyncLLM", name: str, url: str, fleet: Workers, config: Se
     hub = Hub(engine, name, config)
     try:
         fleet.start(hub.connect)
-        with garbage.frozen():
-            yield RunningServer(url, engine, name, fleet, hub)
+        yield RunningServer(url, engine, name, fleet, hub)
     finally:
         try:
             fleet.stop()

@@ -186,7 +186,9 @@ def budget_rates(llm: LLM, plan: Plan) -> tuple[dict[int, float], Asked]:
     """
     traffic, own = plan.traffic, plan.options["max_num_batched_tokens"]
     requests = max(1, min(traffic.concurrency, PROMPT_TOKENS // traffic.input_len))
-    budgets = {own, *(each for each in BUDGETS if each // 2 < requests * traffic.input_len)}
+    budgets = {own}
+    if not plan.options.get("max_prefill_tokens"):  # next to decodes, a limit of their own would decide
+        budgets |= {each for each in BUDGETS if each // 2 < requests * traffic.input_len}
     seconds: dict[int, list[float]] = {budget: [] for budget in sorted(budgets)}
     asked: Asked = {}
     for round_ in range(3):

@@ -188,3 +188,12 @@ def test_costs_compare_loads_only_with_a_price():
 @pytest.mark.parametrize(("ratio", "text"), [(0.123, "0.12"), (1.234, "1.2"), (31.4, "31"), (1234.5, "1,234")])
 def test_ratios_have_two_digits(ratio, text):
     assert findings.times(ratio) == text
+
+
+def test_nothing_is_said_about_speeds_that_are_rounded_to_0():
+    slow = [row | {"output_tokens_per_s": 0.0} for row in (pattern("chat", 1), pattern("silo", 1))]
+    assert findings.serving(record(*slow, pattern("liso", 1))) == []
+    first, own = speed("float32", "single", 9.0, 9.0, 9.0), speed("int8", "single", 0.8, 0.8, 0.8)
+    stopped = speed("float32", "single", 9.0, output_tokens_per_s=0.0)
+    assert findings.clear_ratio(record(stopped, own), "int8", "single") is None
+    assert findings.drift(record(first, stopped | {"part": "again"})) == 1

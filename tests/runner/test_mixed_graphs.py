@@ -11,6 +11,7 @@ import torch
 import minillm
 from minillm import LLM, SamplingParams
 from minillm.ops import reference
+from minillm.runner.mixed_graphs import MixedGraphs
 from minillm.scheduler import Step
 from tests import models
 from tests.emulated_graphs import emulated_graphs
@@ -216,15 +217,28 @@ def test_the_first_prompt_captures_the_largest_shape_before_its_own(small):
 def test_a_shape_runs_eagerly_if_memory_is_too_small_for_its_graph(llm, small, monkeypatch):
     wanted = llm.generate(PROMPTS, SamplingParams(**PLAIN))
     mixed = small.engine.executor.runner.graphs.mixed
-    shapes = list(mixed.shapes)
 
     def full(shape):
         raise torch.OutOfMemoryError("no memory is left")
 
     monkeypatch.setattr(mixed, "rehearse", full)
     found = small.generate(PROMPTS, SamplingParams(**PLAIN))
-    assert mixed.shapes == shapes[1:] and not small.engine.executor.runner.graphs.steps.mixed
+    assert mixed.shapes == [] and not small.engine.executor.runner.graphs.steps.mixed
     assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
+
+
+def test_smaller_shapes_stay_if_memory_is_too_small_for_the_largest(small, monkeypatch):
+    mixed, rehearse = small.engine.executor.runner.graphs.mixed, MixedGraphs.rehearse
+    first, last = mixed.shapes
+
+    def full_for_the_largest(self, shape):
+        if shape == last:
+            raise torch.OutOfMemoryError("too little memory is left")
+        rehearse(self, shape)
+
+    monkeypatch.setattr(MixedGraphs, "rehearse", full_for_the_largest)
+    small.generate(PROMPTS, SamplingParams(**PLAIN))
+    assert mixed.shapes == list(small.engine.executor.runner.graphs.steps.mixed) == [first]
 
 
 def test_warm_up_keeps_user_supplied_operations_out_of_these_graphs(small):

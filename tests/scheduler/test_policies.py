@@ -140,7 +140,7 @@ def test_decodes_run_first_and_chunks_share_the_rest_oldest_first():
 def test_prompts_may_have_a_smaller_budget_of_their_own_and_decodes_go_on():
     options = {"max_num_seqs": 3, "max_num_batched_tokens": 10, "max_prefill_tokens": 5}
     found = steps(scheduler("fcfs", **options), 4, 14, 9, output=4)
-    assert found == [[4, 1, 0], [1, 5, 0], [1, 5, 0], [1, 3, 2], [0, 1, 5], [0, 1, 2], [0, 1, 1], [0, 0, 1], [0, 0, 1]]
+    assert found == [[4, 6, 0], [1, 5, 0], [1, 3, 2], [1, 1, 5], [0, 1, 2], [0, 1, 1], [0, 0, 1], [0, 0, 1]]
     most = scheduler("fcfs", **options | {"max_prefill_tokens": 20})
     assert steps(most, 4, 14, output=1)[0] == [4, 6], "the budget of the whole step still holds"
 

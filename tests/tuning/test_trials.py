@@ -234,6 +234,8 @@ def test_the_round_that_warms_up_counts_for_no_budget(monkeypatch):
     plan = Plan.made_here(TINY, Traffic(600, 20, 10), {"max_num_batched_tokens": 4096}, "cpu")
     rates, _ = planning.budget_rates(llm, plan)
     assert len(rates) > 1 and set(rates.values()) == {10 * 600 / 2.0}
+    limited = Plan.made_here(TINY, plan.traffic, plan.options | {"max_prefill_tokens": 512}, "cpu")
+    assert list(planning.budget_rates(llm, limited)[0]) == [4096], "with a limit of their own, prompts ignore the rest"
 
 
 def test_a_size_is_captured_if_its_step_is_clearly_faster_than_the_next_larger_size():

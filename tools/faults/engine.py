@@ -125,10 +125,10 @@ FAULTS = (
         "tests/engine/test_engine.py -k failing_step",
     ),
     Fault(
-        "prompts of offline requests are limited as if others streamed",
-        "minillm/engine/llm.py",
-        'options.setdefault("max_prefill_tokens", 0)',
+        "an engine that no longer serves still limits prompts",
+        ASYNC,
+        "_configure(self.engine, unlimited)",
         "pass",
-        "tests/test_config.py -k offline_prompts",
+        "tests/test_config.py -k streams_wait",
     ),
 )

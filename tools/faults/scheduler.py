@@ -127,15 +127,22 @@ FAULTS = (
     Fault(
         "prompts take the tokens of decodes from their own budget",
         SCHEDULER,
-        "int((pending == 1).sum()) + self.max_prefill_tokens",
-        "self.max_prefill_tokens",
+        "budget, decodes + self.max_prefill_tokens)",
+        "budget, self.max_prefill_tokens)",
         "tests/scheduler/test_policies.py -k smaller_budget",
     ),
     Fault(
         "prompts have only the whole step's budget",
         SCHEDULER,
-        "        if self.max_prefill_tokens:\n",
-        "        if self.max_prefill_tokens < 0:\n",
+        "        if decodes and self.max_prefill_tokens:\n",
+        "        if decodes and self.max_prefill_tokens < 0:\n",
+        "tests/scheduler/test_policies.py -k smaller_budget",
+    ),
+    Fault(
+        "prompts are limited although no stream waits",
+        SCHEDULER,
+        "if decodes and self.max_prefill_tokens:",
+        "if self.max_prefill_tokens:",
         "tests/scheduler/test_policies.py -k smaller_budget",
     ),
 )
