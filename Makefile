@@ -76,7 +76,7 @@ explore: $(READY)
 
 lab: $(READY)
 	$(BIN)/python -m minillm.course.build lab
-	$(BIN)/jupyter lab --notebook-dir lab
+	$(BIN)/jupyter lab --notebook-dir lab $(ARGS)
 
 notebooks: $(READY)
 	$(BIN)/python -m minillm.course.build notebooks $(NOTEBOOK)

@@ -8,4 +8,5 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
 LINKED = (PACKAGE / "kernels").is_dir()  # always, where the package is installed
+LINKS = ("kernels", "data")
 DATA = (PACKAGE if LINKED else PACKAGE.parent) / "data"

@@ -15,7 +15,9 @@ from minillm.runner import Runner
 
 @contextmanager
 def emulated_graphs():
-    """Engines created inside run their steps as emulated graphs."""
+    """Engines created inside run their steps as emulated graphs. Skips the test where kernels are not interpreted."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled here: test_engine_on_gpu.py runs real graphs")
     from minillm.ops import triton as kernels
     from minillm.runner import step_graphs
     from minillm.runner.cuda_graph import CapturedSteps, Graph

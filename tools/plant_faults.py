@@ -13,6 +13,7 @@ tests already fail without it, or if they cannot run with it (an import fails, a
 """
 
 import argparse
+import difflib
 import json
 import multiprocessing
 import os
@@ -201,7 +202,8 @@ def chosen(faults: Sequence[Fault], room: str | None, only: Sequence[str]) -> li
         ("fault", only, dict.fromkeys(fault.name for fault in faults)),
     ):
         if missing := [name for name in wanted if name not in known]:
-            raise ValueError(f"no {what} is called {missing[0]}; there are: {', '.join(known)}")
+            like = difflib.get_close_matches(missing[0], known, n=3, cutoff=0.4) or list(known)[:3]
+            raise ValueError(f"no {what} is called {missing[0]}; some are: {', '.join(like)} (--list prints all)")
     return [fault for fault in faults if room in (None, fault.room) and (not only or fault.name in only)]
 
 

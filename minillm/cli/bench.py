@@ -145,7 +145,7 @@ def bench_serve(
 @with_engine_options
 def roofline(
     model: Model = None,
-    batch: Annotated[list[int], typer.Option(help="Decode steps of so many requests at once; repeatable.")] = BATCHES,
+    batch: Annotated[list[int], typer.Option(help="Decode steps with this many requests; repeatable.")] = BATCHES,
     prompt: Annotated[list[int], typer.Option(help="Prefill steps of so many tokens; repeatable.")] = PROMPTS,
     workload: Annotated[
         list[str] | None, typer.Option(help="Measure this workload instead of single steps; repeatable.")

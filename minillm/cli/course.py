@@ -34,7 +34,7 @@ def grade(
 
     minillm course grade handed_in --out results/week_3
 
-    It runs the learners' code: docs/grading.md says how it is confined. For learners whom you do not trust, run it
+    It runs the learners' code: docs/grading.md says how it is confined. If you do not trust the learners, run it
     in a container.
     """
     with friendly_errors():

@@ -46,7 +46,8 @@ def evaluate(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="At most this many questions of each set.")] = None,
     seeds: Annotated[
-        int, typer.Option(min=1, help="With --compare: quantize so often, with other seeds, and take the median by KL.")
+        int,
+        typer.Option(min=1, help="With --compare: quantize with this many seeds; take the median by KL."),
     ] = 1,
     streaming: Annotated[
         bool, typer.Option("--streaming", help="Instead: perplexity on 4 times the context, with sinks and without.")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from minillm.folders import DATA, PACKAGE
+from minillm.folders import DATA, LINKED, PACKAGE
 
 GIB = 1 << 30
 MEMORY_GIB, DISK_GIB = 4, 4  # enough for the tests and a lesson's kernel at the same time
@@ -49,7 +49,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """All findings, in the order in which they are printed."""
-    findings = [_python(), *_packages(), _triton(), _cuda(), _memory(), _disk(), _model(), _gemma()]
+    findings = [_python(), *_checkout(), *_packages(), _triton(), _cuda(), _memory(), _disk(), _model(), _gemma()]
     return [*findings, *(_extra(name, purpose) for name, purpose in EXTRAS.items())]
 
 
@@ -69,7 +69,7 @@ def report(findings: list[Finding]) -> str:
     lines = [f"{finding.name:<{wide}}  {finding.state:<7}  {finding.found}" for finding in findings]
     fixes = [f"{finding.name}: {finding.fix}" for finding in findings if finding.fix]
     if fixes:
-        title = "To fix:" if tier(findings) == "none" else "To have more:"
+        title = "To fix:" if tier(findings) == "none" else "To enable more:"
         lines += ["", title, *(f"  {fix}" for fix in fixes)]
     return "\n".join([*lines, "", f"Lessons run as: {TIERS[tier(findings)]}"])
 
@@ -267,13 +267,21 @@ def _gemma() -> Finding:
         return Finding("Gemma 2B", str(place))
     named = os.environ.get("MINILLM_GEMMA")
     found = f"no config.json in MINILLM_GEMMA={named}" if named else "no weights here; none are downloaded"
-    fix = "accept its licence and run `hf download google/gemma-2b-it`, or set MINILLM_GEMMA to its directory"
+    fix = "accept its license and run `hf download google/gemma-2b-it`, or set MINILLM_GEMMA to its directory"
     return Finding("Gemma 2B", found, "missing", fix)
+
+
+def _checkout() -> Iterator[Finding]:
+    """Whether this is a checkout without symbolic links, or a package that was built from one without its data."""
+    if not (DATA.parent / "kernels").is_dir():
+        yield Finding("package", f"{PACKAGE} has no kernels", "FAIL", "install it again from the project's folder")
+    elif not LINKED:
+        yield Finding("checkout", "without symbolic links: kernels/ and data/ are used in their place")
 
 
 def _extra(extra: str, purpose: str) -> Finding:
     wanted = declared(extra)
-    lacking = [str(line) for line in wanted if not _version(line)[1]]
+    lacking = [line.name for line in wanted if not _version(line)[1]]
     if not lacking:
         return Finding(extra, f"{purpose}: all {len(wanted)} packages")
     found = f"{purpose}: lacks {', '.join(lacking)}"

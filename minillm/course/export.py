@@ -9,10 +9,11 @@ import shutil
 from pathlib import Path
 
 from minillm.errors import ConfigError
+from minillm.folders import LINKS
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES: tuple[str, ...] = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile")
-FILES += ("make.py", "pyproject.toml", "requirements.lock", "environment.yml")
+FILES += ("make.py", "setup.py", "pyproject.toml", "requirements.lock", "environment.yml")
 FOLDERS = ("minillm", "kernels", "data", "docs")
 LEFT_OUT = ("__pycache__", ".ipynb_checkpoints", ".DS_Store")
 INSTRUCTORS = ("docs/mistakes.md", "docs/talking_points.md", "data/checkpoints")  # the last are for tests
@@ -43,6 +44,13 @@ def export(folder: Path, root: Path = ROOT) -> list[str]:
 
     for name in FOLDERS:
         shutil.copytree(root / name, folder / name, symlinks=True, ignore=left_out)
+    for name in LINKS:  # a checkout without links has text in their place; the copy may go to a system that has links
+        if not (link := folder / "minillm" / name).is_dir():
+            link.unlink()
+            try:
+                link.symlink_to(f"../{name}", target_is_directory=True)
+            except OSError:  # Windows, without the right to make one
+                link.write_text(f"../{name}", encoding="utf-8")
     for path in lessons:
         shutil.copy2(path, folder / "notebooks" / path.name)
     shutil.copytree(root / "notebooks" / "clean", folder / "notebooks" / "clean", ignore=left_out)

@@ -27,8 +27,8 @@ import nbformat
 import psutil
 
 from minillm.errors import ConfigError, MinillmError
+from minillm.folders import LINKED, LINKS, PACKAGE
 
-PACKAGE = Path(__file__).resolve().parents[1]
 MOST_BYTES = 32 << 20  # of a notebook: a lesson with its pictures has one or two million
 START_SECONDS = 300.0  # in which a judge must be ready: it imports torch
 GRACE_SECONDS = 60.0  # after an exercise's limit, in which the judge must answer
@@ -93,6 +93,9 @@ class Judge:
         self._home = tempfile.mkdtemp(prefix="minillm-grade-")
         self._tree = Path(self._home) / "tree"
         shutil.copytree(PACKAGE, self._tree / "minillm")
+        for name in () if LINKED else LINKS:
+            (self._tree / "minillm" / name).unlink()
+            shutil.copytree(PACKAGE.parent / name, self._tree / "minillm" / name)
         self._channel, others = socket.socketpair()
         with others:
             self._process = subprocess.Popen(
@@ -110,7 +113,7 @@ class Judge:
             self._signature = _signature(self._tree)
         except JudgeDied:
             said = self.close()
-            raise JudgeDied(f"the process that checks submissions did not start: {said[-500:]}") from None
+            raise JudgeDied(f"the process that checks submissions did not start: {said.strip()[-500:]}") from None
 
     def check(self, exercise: str, cells: Sequence[str], limits: Limits) -> Outcome:
         """Check what cells of code have for an exercise. Raises JudgeDied."""

@@ -103,6 +103,7 @@ def print_card(
     cost: Mapping[str, Mapping[int, float]],
 ) -> None:
     """kl: nats a token. size: GB. cost: dollars for a million output tokens."""
+    print("Right answers and KL: tiny-gemma. GB, tokens/s and $: Gemma 2B's shape on one NVIDIA H200, as recorded.\n")
     few, many = min(next(iter(speed.values()))), max(next(iter(speed.values())))
     heads = f"{'right':>7}{'points lost (95%)':>23}{'KL':>8}{'GB':>6}{'tokens/s with':>18}{'$ a million with':>19}"
     print(f"{'':5}{heads}\n{'':49}{few:>9,}{many:>9,}{few:>10,}{many:>9,}")

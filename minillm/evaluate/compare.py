@@ -232,8 +232,8 @@ def compare(
     model    a directory, or None for the embedded model
     task     whose questions are asked: "isles" (with no examples), "mmlu" (with five) or another of `tasks`
     limit    ask at most this many questions, evenly spread
-    seeds    quantize so often, each time calibrated on other stretches of the calibration text and rotated with other
-             signs; the result is that with the median KL
+    seeds    quantize so many times, each time calibrated on other stretches of the calibration text and rotated with
+             other signs; the result is that with the median KL
     options  of the engine; the model in float32 has a cache in float32 whatever `kv_cache_dtype` says
 
     All names are checked before anything is measured. Raises ConfigError; Unreachable, if the task's questions cannot

@@ -209,8 +209,7 @@ class Scheduler:
         """The rows to which the policy gives tokens, how many each, and what is left of the budget."""
         pending = self.tables.pending(self.computed[rows], self.known[rows])
         budget = self.max_num_batched_tokens
-        decodes = int((pending == 1).sum())
-        if decodes and self.max_prefill_tokens:
+        if self.max_prefill_tokens and (decodes := int((pending == 1).sum())):
             budget = min(budget, decodes + self.max_prefill_tokens)
         if len(rows) == 0:
             return rows, rows, budget

@@ -38,8 +38,8 @@ class ServerConfig(Options):
     log_level: str = option("info", ", ".join(LOG_LEVELS[:-1]) + f" or {LOG_LEVELS[-1]}", choices=LOG_LEVELS)
     log_format: str = option(
         "text",
-        "text, or json: each message is a line of JSON, and so is each request, with its id, client, status, tokens "
-        "and times, but never with its text",
+        "as text, or as json: each message is a line of JSON, and so is each request, with its id, client, status, "
+        "tokens and times, but never with its text",
         choices=("text", "json"),
     )
     workers: int = option(1, "processes that handle HTTP and tokenize", least=1)
@@ -60,7 +60,7 @@ class ServerConfig(Options):
         "any name otherwise; * is any",
     )
     queue_timeout: float | None = option(
-        None, "seconds that a request may really wait until it runs; longer: 429  [default: no limit]", above=0
+        None, "seconds that a request may actually wait before it runs; longer: 429  [default: no limit]", above=0
     )
     first_token_timeout: float | None = option(
         None, "seconds until a request must have its first token, or it is aborted  [default: no limit]", above=0

@@ -139,10 +139,10 @@ for text in SPELLED:
 # is what the engine does with one word, merge by merge, using `tiny-gemma`'s own ranks:
 
 # %%
+from minillm.folders import DATA
 from minillm.tokenizer.bpe import merge
 
-folder = Path(minillm.__file__).parent / "data/tiny-gemma"
-file = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+file = json.loads((DATA / "tiny-gemma/tokenizer.json").read_text(encoding="utf-8"))
 ranks = {tuple(pair): rank for rank, pair in enumerate(file["model"]["merges"])}
 print(f"{len(ranks):,} merges")
 
@@ -240,8 +240,8 @@ describe(
 import tokenizers
 
 HARD = [*TEXTS.values(), *vocabularies.HARD]
-theirs = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-in_transformers = vocabularies.in_transformers(folder)
+theirs = tokenizers.Tokenizer.from_file(str(DATA / "tiny-gemma/tokenizer.json"))
+in_transformers = vocabularies.in_transformers(DATA / "tiny-gemma")
 with using(bpe_merge=bpe_merge):
     ours = [tokenizer.encode(text) for text in HARD]
 print(f"with {merge_used}:")
@@ -366,9 +366,8 @@ from minillm.course.vocabularies import cut, engines_learn
 from minillm.evaluate.prompts import question_block
 from minillm.tokenizer.gemma import BYTE_TOKENS, SPACE, SPECIAL_TOKENS, SPLIT_PATTERN
 
-data = Path(minillm.__file__).parent / "data"
-stories = (data / "text/held_out.txt").read_text(encoding="utf-8")
-lines = (data / "questions/asked.jsonl").read_text(encoding="utf-8").splitlines()
+stories = (DATA / "text/held_out.txt").read_text(encoding="utf-8")
+lines = (DATA / "questions/asked.jsonl").read_text(encoding="utf-8").splitlines()
 blocks = [question_block(json.loads(line), answered=True) for line in lines]
 questions = "\n\n".join(blocks)
 

@@ -113,6 +113,7 @@ def test_the_card_has_a_line_for_each_precision(capsys):
     kl = dict.fromkeys(PRECISIONS, 0.0125)
     report_card.print_card(quality, kl, report_card.gigabytes(PRECISIONS), speeds, speeds)
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[2:]] == list(PRECISIONS)
-    assert "1.00 (-2.00 to 4.00)  0.0125" in lines[3]
-    assert "(" not in lines[2] and "0.0125" not in lines[2], "the first has lost nothing against itself"
+    assert "tiny-gemma" in lines[0] and "NVIDIA H200" in lines[0], "whose figures these are"
+    assert [line.split()[0] for line in lines[4:]] == list(PRECISIONS)
+    assert "1.00 (-2.00 to 4.00)  0.0125" in lines[5]
+    assert "(" not in lines[4] and "0.0125" not in lines[4], "the first has lost nothing against itself"

@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from minillm.course.export import export
+
 ROOT = Path(__file__).resolve().parents[2]
 CODE = """
 from pathlib import Path
@@ -25,18 +29,52 @@ else:
 """
 
 
-def outputs(folder: Path) -> list[str]:
-    done = subprocess.run([sys.executable, "-c", CODE], cwd=folder, capture_output=True, text=True, timeout=300)
+COURSE = """
+from minillm.course import doctor
+from minillm.course.grading import Judge
+print(*(each.found for each in doctor.examine() if each.name in ("checkout", "package")))
+judge = Judge()
+print(len(judge.exercises) > 30)
+judge.close()
+"""
+
+
+def outputs(folder: Path, code: str = CODE) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
-def test_kernels_and_data_are_found_without_symbolic_links(tmp_path):
+@pytest.fixture(scope="module")
+def without_links(tmp_path_factory) -> Path:
+    tmp_path = tmp_path_factory.mktemp("checkout")
     shutil.copytree(ROOT / "minillm", tmp_path / "minillm", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("kernels", "data"):
         (tmp_path / "minillm" / name).unlink()
         (tmp_path / "minillm" / name).write_text(f"../{name}")
         (tmp_path / name).symlink_to(ROOT / name)
-    linked, found = outputs(ROOT), outputs(tmp_path)
+    return tmp_path
+
+
+def test_kernels_and_data_are_found_without_symbolic_links(without_links):
+    linked, found = outputs(ROOT), outputs(without_links)
     assert found[0] == linked[0] and linked[0].endswith("True")
     assert found[1] in ("True", "no triton")
+
+
+def test_the_doctor_says_so_and_notebooks_are_graded(without_links):
+    said, graded = outputs(without_links, COURSE)
+    assert said.startswith("without symbolic links") and graded == "True"
+    assert outputs(ROOT, COURSE) == ["", "True"]
+
+
+def test_a_learners_copy_of_it_has_links(tmp_path):
+    root, copy = tmp_path / "root", tmp_path / "copy"
+    for name in ("minillm", "kernels", "data", "docs", "notebooks/clean"):
+        (root / name).mkdir(parents=True)
+    for name in ("Makefile", "notebooks/00_start.ipynb", "kernels/one.py", "data/two.txt"):
+        (root / name).touch()
+    for name in ("kernels", "data"):
+        (root / "minillm" / name).write_text(f"../{name}")
+    export(copy, root)
+    assert (copy / "minillm" / "kernels" / "one.py").is_file() and (copy / "minillm" / "data" / "two.txt").is_file()

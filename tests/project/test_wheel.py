@@ -22,20 +22,26 @@ def run(*command, folder: Path) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """Built from a copy, so that no build folder in the checkout is created or reused."""
-    folder = tmp_path_factory.mktemp("wheel")
+def built(folder: Path, links: bool = True) -> Path:
+    """A wheel, built from a copy, so that no build folder in the checkout is created or reused."""
     copy = folder / "checkout"
     compiled = shutil.ignore_patterns("__pycache__")  # other processes may be writing these
     for name in ("minillm", "kernels", "data"):
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=compiled)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
+    for name in () if links else ("kernels", "data"):  # as git checks them out where it makes no links
+        (copy / "minillm" / name).unlink()
+        (copy / "minillm" / name).write_text(f"../{name}")
     build = ("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, copy)
     run(sys.executable, *PIP, *build, folder=folder)
-    (built,) = folder.glob("*.whl")
-    return built
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    return built(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +76,15 @@ def test_the_wheel_contains_kernels_model_and_license_but_no_scripts(wheel):
     assert not strays
     assert not [name for name in names if "data/checkpoints" in name]  # fixtures of tests
     assert not [name for name in names if not name.startswith(("minillm/", "minillm-"))]
+
+
+def test_a_checkout_without_symbolic_links_builds_the_same_wheel(wheel, tmp_path):
+    def files(path: Path) -> dict[str, int]:
+        return {
+            each.filename: each.CRC for each in zipfile.ZipFile(path).infolist() if "dist-info" not in each.filename
+        }
+
+    assert files(built(tmp_path, links=False)) == files(wheel)
 
 
 def test_llm_finds_its_model_from_any_folder(elsewhere, tmp_path):

@@ -1,11 +1,14 @@
 """Invalid requests are rejected in OpenAI's error format, with the field, the limit and what to do."""
 
 import json
+from dataclasses import fields
 
 import httpx
 import openai
 import pytest
 
+from minillm import SamplingParams
+from minillm.server.protocol import ChatRequest, CompletionRequest
 from tests.waiting import TIMEOUT
 
 GOOD = {"prompt": "The river", "max_tokens": 4}
@@ -277,3 +280,10 @@ def test_unknown_routes_and_methods_use_the_same_error_format(http):
 def test_the_server_keeps_working_after_a_rejected_request(http):
     assert_rejected(http.post("/v1/completions", json=GOOD | {"n": 0}))
     assert http.post("/v1/completions", json=GOOD).status_code == 200
+
+
+def test_every_sampling_option_can_be_sent_except_these():
+    """Others are set by response_format, by echo with logprobs, or by fields outside of SamplingParams."""
+    offline = {"json_schema", "regex", "grammar", "prompt_logprobs", "options"}
+    for request in (CompletionRequest, ChatRequest):
+        assert {each.name for each in fields(SamplingParams)} - set(request.model_fields) == offline

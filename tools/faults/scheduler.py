@@ -134,15 +134,15 @@ FAULTS = (
     Fault(
         "prompts have only the whole step's budget",
         SCHEDULER,
-        "        if decodes and self.max_prefill_tokens:\n",
-        "        if decodes and self.max_prefill_tokens < 0:\n",
+        "if self.max_prefill_tokens and (decodes :=",
+        "if self.max_prefill_tokens < 0 and (decodes :=",
         "tests/scheduler/test_policies.py -k smaller_budget",
     ),
     Fault(
         "prompts are limited although no stream waits",
         SCHEDULER,
-        "if decodes and self.max_prefill_tokens:",
-        "if self.max_prefill_tokens:",
+        "if self.max_prefill_tokens and (decodes := int((pending == 1).sum())):",
+        "if self.max_prefill_tokens and (decodes := int((pending == 1).sum())) >= 0:",
         "tests/scheduler/test_policies.py -k smaller_budget",
     ),
 )

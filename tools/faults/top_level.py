@@ -8,8 +8,8 @@ FAULTS = (
     Fault(
         "a GPU with an index gets a CPU's defaults",
         CONFIG,
-        'device.startswith("cuda") else (256, 2048, 0)',
-        'device == "cuda" else (256, 2048, 0)',
+        'device.startswith("cuda") else (256, 2048)',
+        'device == "cuda" else (256, 2048)',
         "tests/test_config.py -k any_gpu",
     ),
     Fault(

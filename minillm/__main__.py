@@ -1,0 +1,5 @@
+"""`python -m minillm` is `minillm`."""
+
+from minillm.cli import app
+
+app()
