@@ -39,7 +39,29 @@ ENGINE: dict[str, tuple[tuple, str]] = {
     "limit_mm_per_prompt": ((None,), "models read text only"),
     "hf_overrides": ((None,), "edit the model's config.json"),
     "async_scheduling": ((None, True), "run_ahead=0 reads each step's tokens before the next is launched"),
+    "num_gpu_blocks_override": ((None,), "use num_blocks"),
+    "scheduling_policy": ((None, "fcfs"), "use policy='priority'"),
+    "generation_config": ((None, "vllm"), "give temperature and the like as SamplingParams"),
+    "override_generation_config": ((None, {}), "give temperature and the like as SamplingParams"),
+    "rope_scaling": ((None, {}), "edit the model's config.json"),
+    "rope_theta": ((None,), "edit the model's config.json"),
+    "config_format": ((None, "auto", "hf"), "give a directory in Hugging Face's layout"),
+    "model_impl": ((None, "auto", "vllm"), "one implementation runs all models"),
+    "logits_processors": ((None, [], ()), "use logit_bias, or replace the sampler with minillm.using"),
+    "kv_transfer_config": ((None,), "an engine keeps its own cache"),
+    "worker_cls": ((None, "auto"), "an engine runs in one process"),
+    "served_model_name": ((ANY,), ""),  # `minillm serve` has it
+    "max_logprobs": ((ANY,), ""),
+    "hf_token": ((ANY,), ""),  # nothing is downloaded
+    "guided_decoding_backend": ((ANY,), ""),
+    "structured_outputs_config": ((ANY,), ""),
+    "num_scheduler_steps": ((ANY,), ""),
+    "preemption_mode": ((ANY,), ""),
+    "use_v2_block_manager": ((ANY,), ""),
 }
+DTYPES = {"half": "float16", "float": "float32"}
+# What vLLM calls the formats of checkpoints that are quantized already.
+STORED = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "modelopt", "auto-round", "fbgemm_fp8")
 SAMPLING: dict[str, tuple[tuple, str]] = {
     "best_of": ((None, 1), "use n and pick the best choice yourself"),
     "use_beam_search": ((None, False), "use n and pick the best choice yourself"),
@@ -68,6 +90,51 @@ GENERATE: dict[str, tuple[tuple, str]] = {
 }
 
 
+ATTRIBUTES: dict[str, dict[str, str]] = {
+    "LLM": {
+        **dict.fromkeys(("encode", "embed", "score", "classify", "reward"), "there are generating models only"),
+        **dict.fromkeys(("sleep", "wake_up"), "close the LLM, and make another one"),
+        **dict.fromkeys(("apply_model", "collective_rpc"), "the model is llm.engine.model"),
+        **dict.fromkeys(("start_profile", "stop_profile"), "give trace=FILE, or use torch.profiler around generate"),
+        "beam_search": "use n and pick the best choice yourself",
+        "get_default_sampling_params": "the defaults are SamplingParams()",
+        "get_metrics": "`minillm serve` has them at /metrics",
+        "llm_engine": "it is llm.engine",
+        "reset_prefix_cache": "RequestOptions(use_prefix_cache=False) neither reads nor fills it",
+        "set_tokenizer": "give it as LLM(tokenizer=...)",
+    },
+    "Completion": {
+        "num_cached_tokens": "`minillm serve` counts the prefix cache's hits at /metrics",
+        "metrics": "arrival_time, first_token_time and finish_time are attributes of its own",
+        "lora_request": "adapters are merged into the weights",
+        "encoder_prompt": "there are decoders only",
+    },
+    "SamplingParams": {
+        "clone": "use dataclasses.replace(params)",
+        "from_optional": "leave out the options that are None",
+    },
+    "minillm": {
+        **dict.fromkeys(
+            ("StructuredOutputsParams", "GuidedDecodingParams"), "use SamplingParams(json_schema=...) or (regex=...)"
+        ),
+        **dict.fromkeys(("RequestOutput", "CompletionOutput"), "use Completion, which is both"),
+        **dict.fromkeys(("EngineArgs", "LLMEngine"), "give the options to LLM"),
+        **dict.fromkeys(("AsyncEngineArgs", "AsyncLLMEngine"), "give the options to AsyncLLM"),
+        **dict.fromkeys(
+            ("TextPrompt", "TokensPrompt"), 'a prompt may be {"prompt": text} or {"prompt_token_ids": ids}'
+        ),
+        "BeamSearchParams": "use SamplingParams(n=...) and pick the best choice yourself",
+        "PoolingParams": "there are generating models only",
+    },
+}
+
+
+def missing(owner: str, name: str) -> AttributeError:
+    """The error for an attribute that `owner`, a class or the package, does not have."""
+    instead = ATTRIBUTES[owner].get(name)
+    return AttributeError(f"{owner} has no attribute {name!r}" + (f": {instead}" if instead else ""))
+
+
 def without(given: Mapping[str, Any], known: Mapping[str, tuple[tuple, str]], error: type[Exception]) -> dict[str, Any]:
     """What was given, without those of vLLM's options that ask for nothing. Raises `error` for one that does."""
     left = dict(given)
@@ -83,7 +150,15 @@ def without(given: Mapping[str, Any], known: Mapping[str, tuple[tuple, str]], er
 
 def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of an engine. Raises ConfigError."""
-    return without(given, ENGINE, ConfigError)
+    left = without(given, ENGINE, ConfigError)
+    if isinstance(dtype := left.get("dtype"), str) and dtype in DTYPES:
+        left["dtype"] = DTYPES[dtype]
+    if (stored := left.get("quantization")) in STORED:
+        raise ConfigError(
+            f"quantization={stored!r}: leave it out for a checkpoint that is quantized already, as its format is in "
+            "its config.json; `minillm quantize --method awq` makes one, and quantization='int4' rounds while loading"
+        )
+    return left
 
 
 def sampling(given: Mapping[str, Any]) -> dict[str, Any]:

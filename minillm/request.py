@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -140,6 +140,11 @@ class SamplingParams:
     options: RequestOptions | None = field(default=None, init=False, repr=False, compare=False)
     # ("json_schema" or "regex", its text), if either is given
     grammar: tuple[str, str] | None = field(default=None, init=False, repr=False, compare=False)
+
+    if not TYPE_CHECKING:  # a checker would take it to have every attribute
+
+        def __getattr__(self, name):
+            raise from_vllm.missing("SamplingParams", name)
 
     def __post_init__(self, cache_salt: str | None, use_prefix_cache: bool | None, priority: int | None) -> None:
         given: dict[str, Any] = {"cache_salt": cache_salt, "use_prefix_cache": use_prefix_cache, "priority": priority}
@@ -303,6 +308,18 @@ class Completion:
     def index(self) -> int:
         """Its number among the choices of its prompt."""
         return next((i for i, each in enumerate(self.choices) if each is self), 0)
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of its tokens' log-probabilities, in nats; None if they were not asked for."""
+        if self.logprobs is None:
+            return None
+        return sum(each[token] for token, each in zip(self.token_ids, self.logprobs, strict=True))
+
+    if not TYPE_CHECKING:  # a checker would take it to have every attribute
+
+        def __getattr__(self, name):
+            raise from_vllm.missing("Completion", name)
 
     @property
     def finished(self) -> bool:

@@ -1,7 +1,10 @@
 """Scripts written for vLLM run, or are told what to write instead."""
 
+import copy
 import dataclasses
 import inspect
+import pickle
+import re
 import runpy
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from minillm import LLM, SamplingParams, from_vllm
 from minillm.config import EngineConfig
 from minillm.engine.async_llm import AsyncLLM
 from minillm.errors import ConfigError, InvalidRequest
+from minillm.tokenizer.patterns import TokenizerError
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted((Path(__file__).parent / "from_vllm").glob("*.py"))
@@ -140,7 +144,50 @@ def test_without_a_seed_engines_differ_and_with_one_they_do_not():
     assert EngineConfig.of().seed == 0
 
 
+def test_a_missing_attribute_or_name_says_what_to_do_instead(llm):
+    done = llm.generate("The river", SamplingParams(max_tokens=2))[0]
+    for owner, found in (("LLM", llm), ("Completion", done), ("SamplingParams", SamplingParams())):
+        for name, instead in from_vllm.ATTRIBUTES[owner].items():
+            with pytest.raises(AttributeError, match=re.escape(f"{owner} has no attribute {name!r}: {instead}")):
+                getattr(found, name)
+        with pytest.raises(AttributeError, match=f"{owner} has no attribute 'other'$"):
+            _ = found.other
+    for name, instead in from_vllm.ATTRIBUTES["minillm"].items():
+        with pytest.raises(ImportError, match=re.escape(f"minillm has no {name}: {instead}")):
+            exec(f"from minillm import {name}")
+    assert pickle.loads(pickle.dumps(copy.deepcopy(done))) == done
+
+
+def test_dtypes_have_torchs_short_names_and_stored_formats_need_no_option():
+    assert EngineConfig.of(dtype="half").dtype == "float16" and EngineConfig.of(dtype="float").dtype == "float32"
+    with pytest.raises(ConfigError, match="quantization='gptq': leave it out for a checkpoint that is quantized"):
+        LLM(quantization="gptq")
+
+
+def test_the_sum_of_log_probabilities_is_that_of_the_tokens(llm):
+    scored = llm.generate("The river", SamplingParams(max_tokens=3, logprobs=2, temperature=0))[0]
+    wanted = sum(each[token] for token, each in zip(scored.token_ids, scored.logprobs, strict=True))
+    assert scored.outputs[0].cumulative_logprob == wanted < 0
+    assert llm.generate("The river", SamplingParams(max_tokens=3))[0].cumulative_logprob is None
+
+
+def test_a_message_may_come_in_parts_of_text(llm):
+    params = SamplingParams(max_tokens=4, temperature=0)
+    parts = [{"type": "text", "text": "Who "}, {"type": "text", "text": "are you?"}]
+    (whole,) = llm.chat([{"role": "user", "content": "Who are you?"}], params)
+    (joined,) = llm.chat([{"role": "user", "content": parts}], params)
+    assert joined.prompt_token_ids == whole.prompt_token_ids and joined.text == whole.text
+    for wrong in ([], [{"type": "image_url", "image_url": "x"}], [{"type": "text"}], ["text"], None):
+        with pytest.raises(InvalidRequest, match=r"messages\[0\] must have 'content' as a string or a list of"):
+            llm.chat([{"role": "user", "content": wrong}], params)
+    with pytest.raises(TokenizerError, match="tokenize=True: encode the text yourself"):
+        llm.get_tokenizer().apply_chat_template([{"role": "user", "content": "a"}], tokenize=True)
+
+
 def test_the_page_names_every_option():
     for table in (from_vllm.ENGINE, from_vllm.SAMPLING, from_vllm.GENERATE):
         for name in table:
             assert f"`{name}" in PAGE, name
+    for names in from_vllm.ATTRIBUTES.values():
+        for name, instead in names.items():
+            assert f"`{name}`" in PAGE and instead in PAGE, name

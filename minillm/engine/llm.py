@@ -144,6 +144,11 @@ class LLM:
             raise EngineClosed("this LLM is closed; make a new one")
         return self._engine
 
+    if not TYPE_CHECKING:  # a checker would take it to have every attribute
+
+        def __getattr__(self, name):
+            raise from_vllm.missing("LLM", name)
+
     def __enter__(self) -> "LLM":
         return self
 
@@ -190,10 +195,25 @@ def chat_prompt(tokenizer: Tokenizer | None, messages: Sequence[Mapping[str, str
     for i, message in enumerate(conversation):
         if not isinstance(message, Mapping):
             raise InvalidRequest(f"messages[{i}] must be {MESSAGE}, not {shown(message)}")
-        for name in ("role", "content"):
-            if not isinstance(message.get(name), str):
-                raise InvalidRequest(f"messages[{i}] must have {name!r} as a string, not {shown(message.get(name))}")
-    return tokenizer.encode(tokenizer.apply_chat_template(list(conversation)), add_special_tokens=False)
+    rendered = tokenizer.apply_chat_template([_message(i, each) for i, each in enumerate(conversation)])
+    return tokenizer.encode(rendered, add_special_tokens=False)
+
+
+def _message(place: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    """With its content as text, also if it comes in parts as OpenAI has them. Raises InvalidRequest."""
+    message = dict(given)
+    parts = message.get("content")
+    if isinstance(parts, (list, tuple)) and parts:
+        texts = [
+            part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in parts
+        ]
+        if None not in texts:
+            message["content"] = "".join(map(str, texts))
+    for name in ("role", "content"):
+        if not isinstance(message.get(name), str):
+            ways = "a string" if name == "role" else 'a string or a list of {"type": "text", "text": ...}'
+            raise InvalidRequest(f"messages[{place}] must have {name!r} as {ways}, not {shown(message.get(name))}")
+    return message
 
 
 def _progress_bar(total: int) -> "tqdm":

@@ -114,12 +114,17 @@ class Tokenizer:
         decoder = self.new_decoder()
         return decoder.push(self.visible_tokens(ids, skip_special_tokens)) + decoder.finish()
 
-    def apply_chat_template(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, *, tokenize: bool = False
+    ) -> str:
         """The prompt for `messages`. Encode it with add_special_tokens=False: it starts with <bos>.  Lesson 01.
 
         messages: {"role": ..., "content": ...} each. add_generation_prompt: whether to end with the start of the
-        model's turn. Raises TokenizerError if there is no chat template, or if it rejects the messages.
+        model's turn. tokenize: only False, as in calls written for transformers. Raises TokenizerError if there is no
+        chat template, or if it rejects the messages.
         """
+        if tokenize:
+            raise TokenizerError("tokenize=True: encode the text yourself, with add_special_tokens=False")
         if self._chat is None:
             raise TokenizerError(
                 "this tokenizer has no chat template: use a model trained for chat, or put a chat_template.jinja "

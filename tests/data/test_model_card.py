@@ -113,7 +113,7 @@ def test_the_table_of_pruning_and_its_text_equal_the_records():
 
 def test_the_table_of_distillation_and_its_text_equal_the_record():
     results = record("cpu/distillation")["results"]
-    assert rows("What training for the rounding wins back") == {
+    assert rows("What training for the rounding recovers") == {
         each["quantization"]: [
             f"{each['perplexity']:.4f}",
             f"{100 * each['won_back']:.0f} %" if "won_back" in each else "",

@@ -85,7 +85,7 @@ def test_params_and_options_of_another_kind_are_named(llm, params, options, mess
         [{"role": "user"}],
         [{"content": "a"}],
         [{"role": 5, "content": "a"}],
-        [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": "a"}]}],
         [[{"role": "user", "content": "a"}], 5],
     ],
     ids=repr,
