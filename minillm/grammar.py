@@ -139,7 +139,10 @@ def _compile(tokenizer: Any, kind: str, text: str) -> Matcher:
     library = _library()
     make = library.LLMatcher
     if kind == "json_schema":
-        _check_multiples(json.loads(text))
+        schema = json.loads(text)
+        _check_multiples(schema)
+        _close(schema)
+        text = json.dumps(schema)
     try:
         if kind == "json_schema":
             grammar = make.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
@@ -151,6 +154,43 @@ def _compile(tokenizer: Any, kind: str, text: str) -> Matcher:
     if made.error is not None:
         raise InvalidRequest(f"{kind} cannot be used: {made.error}")
     return made
+
+
+# Where a JSON schema has other schemas.
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items", "additionalProperties", "not", "if", "then", "else")
+# With these an object has members that its own `properties` do not list.
+_COMBINED = ("allOf", "anyOf", "oneOf", "$ref")
+_CONDITIONS = ("not", "if", "dependentSchemas")
+_OTHERS = ("additionalProperties", "unevaluatedProperties", "patternProperties")
+
+
+def _close(schema: Any) -> None:
+    """Let objects whose schema lists properties and says nothing of others have no others, as vLLM does.
+
+    JSON Schema itself allows any, with which a model may go on as long as it likes. A schema that combines several for
+    one object is left as it is.
+    """
+    parts, left = [], [schema]
+    while left:
+        part = left.pop()
+        if isinstance(part, dict):
+            parts.append(part)
+            left += [each for name in _MAPS if isinstance(part.get(name), dict) for each in part[name].values()]
+            for name in _LISTS:
+                left += part[name] if isinstance(part.get(name), list) else [part.get(name)]
+    if any(map(_combines, parts)):
+        return
+    for part in parts:
+        if "properties" in part and not any(name in part for name in _OTHERS):
+            part["additionalProperties"] = False
+
+
+def _combines(schema: dict[str, Any]) -> bool:
+    """Whether several schemas hold for the same object."""
+    several = isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1
+    more = "properties" in schema and any(name in schema for name in _COMBINED)
+    return several or more or any(name in schema for name in _CONDITIONS)
 
 
 def _check_multiples(schema: Any) -> None:

@@ -1,5 +1,6 @@
 """Grammars: masks, copies, and what is refused before anything runs."""
 
+import copy
 import json
 import sys
 from pathlib import Path
@@ -132,3 +133,36 @@ def test_a_schema_is_the_callers_no_more():
     schema["enum"].append("b")
     assert params.json_schema == {"enum": ["a"]}
     assert params.grammar == ("json_schema", '{"enum": ["a"]}')
+
+
+PERSON = {"type": "object", "properties": {"name": {"type": "string"}}}
+CLOSED = PERSON | {"additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "closed"),
+    [
+        (PERSON, CLOSED),
+        ({"type": "array", "items": PERSON}, {"type": "array", "items": CLOSED}),
+        ({"anyOf": [PERSON, {"type": "null"}]}, {"anyOf": [CLOSED, {"type": "null"}]}),
+        ({"$ref": "#/$defs/a", "$defs": {"a": PERSON}}, {"$ref": "#/$defs/a", "$defs": {"a": CLOSED}}),
+        ({"allOf": [PERSON]}, {"allOf": [CLOSED]}),
+        (PERSON | {"properties": {"properties": PERSON}}, CLOSED | {"properties": {"properties": CLOSED}}),
+        *[(same, same) for same in ({"type": "object"}, PERSON | {"additionalProperties": True}, CLOSED)],
+        *[(same, same) for same in ({"enum": [PERSON]}, {"const": PERSON}, PERSON | {"patternProperties": {"a": {}}})],
+        *[(same, same) for same in ({"allOf": [PERSON, PERSON]}, PERSON | {"anyOf": [PERSON]}, PERSON | {"if": {}})],
+    ],
+    ids=str,
+)
+def test_an_object_has_only_the_properties_that_its_schema_lists(schema, closed):
+    found = copy.deepcopy(schema)
+    grammar._close(found)
+    assert found == closed
+
+
+def test_a_text_ends_behind_the_last_listed_property(grammars, tokenizer):
+    for schema, more in ((PERSON, False), (PERSON | {"additionalProperties": True}, True)):
+        matcher = grammars.matcher("json_schema", json.dumps(schema))
+        assert matcher.advance(tokenizer.encode('{"name": "a"', add_special_tokens=False)) is None
+        assert (tokenizer.id(",") in allowed(matcher)) == more
+        assert tokenizer.id("<0x7D>") in allowed(matcher)  # }

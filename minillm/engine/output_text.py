@@ -8,8 +8,9 @@ from minillm.tokenizer import StreamingDetokenizer, Tokenizer
 class OutputText:
     """Turns a request's tokens into text, each character once, up to the first stop string.
 
-    A stop string ends the text as soon as it is complete and min_tokens tokens are there; if one token completes
-    several, the one that begins first counts. Text that may be the beginning of a stop string is held back.
+    A stop string ends the text as soon as it is complete; if one token completes several, the one that begins first
+    counts. One that the first min_tokens tokens complete is text like any other. Text that may be the beginning of a
+    stop string is held back.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), min_tokens: int = 0):
@@ -17,9 +18,7 @@ class OutputText:
         self.stop_string: str | None = None  # that ended it
         self._detokenizer = StreamingDetokenizer(tokenizer)
         self._stop, self._min_tokens = stop, min_tokens
-        self._longest = max(map(len, stop), default=0)
         self._tokens = 0
-        self._found: tuple[int, str] | None = None  # where a stop string begins, and which
         self._given = 0  # characters that `new` gave
         self._ended = False
 
@@ -53,14 +52,12 @@ class OutputText:
     def _completes_stop(self, new: str) -> bool:
         """Take one token's text, and say whether a stop string ends the output."""
         self._tokens += 1
-        start = max(0, len(self.text) - self._longest + 1)  # no stop string that is not complete yet begins before
+        before = len(self.text)
         self.text += new
-        found = _first_stop(self.text, start, self._stop)
-        if found is not None:
-            self._found = found if self._found is None else min(self._found, found)
-        if self._found is None or self._tokens < self._min_tokens:
+        found = _first_stop(self.text, before, self._stop) if self._tokens > self._min_tokens else None
+        if found is None:
             return False
-        place, self.stop_string = self._found
+        place, self.stop_string = found
         self.text, self._ended = self.text[:place], True
         return True
 
@@ -69,13 +66,12 @@ class OutputText:
         """Characters that are text whatever comes."""
         if self._ended:
             return len(self.text)
-        safe = len(self.text) - max((_overlap(self.text, string) for string in self._stop), default=0)
-        return safe if self._found is None else min(safe, self._found[0])
+        return len(self.text) - max((_overlap(self.text, string) for string in self._stop), default=0)
 
 
-def _first_stop(text: str, start: int, stop: Sequence[str]) -> tuple[int, str] | None:
-    """Where the earliest stop string begins, looking from `start` on, and which it is."""
-    found = [(text.find(string, start), string) for string in stop]
+def _first_stop(text: str, before: int, stop: Sequence[str]) -> tuple[int, str] | None:
+    """Where the earliest stop string begins that ends after `before` characters, and which it is."""
+    found = [(text.find(string, max(0, before - len(string) + 1)), string) for string in stop]
     return min((pair for pair in found if pair[0] >= 0), default=None)
 
 

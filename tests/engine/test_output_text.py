@@ -31,11 +31,18 @@ def stopped(tokenizer, ids, stop, min_tokens, reason):
     detokenizer, text = StreamingDetokenizer(tokenizer), ""
     for count, token in enumerate(ids, 1):
         last = count == len(ids) and reason is not None
+        before = len(text)
         text += "" if last and reason == "stop" else detokenizer.add([token])
         text += detokenizer.flush() if last else ""
-        found = min(((text.find(string), string) for string in stop if string in text), default=None)
-        if found is not None and count >= min_tokens:
-            return text[: found[0]], found[1], count
+        places = [
+            (start, string)
+            for string in stop
+            for start in range(len(text) - len(string) + 1)
+            if text.startswith(string, start) and start + len(string) > before
+        ]
+        if places and count > min_tokens:
+            start, string = min(places)
+            return text[:start], string, count
     return text + detokenizer.flush(), None, len(ids)
 
 

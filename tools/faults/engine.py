@@ -78,15 +78,15 @@ FAULTS = (
     Fault(
         "a chat starts with two beginning-of-text tokens",
         "minillm/engine/llm.py",
-        "tokenizer.apply_chat_template(list(conversation)), add_special_tokens=False)",
-        "tokenizer.apply_chat_template(list(conversation)))",
+        "tokenizer.encode(rendered, add_special_tokens=False)",
+        "tokenizer.encode(rendered)",
         "tests/engine/test_llm.py -k one_bos_token",
     ),
     Fault(
         "a stop string that spans two tokens is missed",
         TEXT,
-        "start = max(0, len(self.text) - self._longest + 1)",
-        "start = len(self.text)",
+        "max(0, before - len(string) + 1)",
+        "before",
         "tests/engine/test_output_text.py",
     ),
     Fault(
@@ -104,10 +104,10 @@ FAULTS = (
         "tests/engine/test_output_text.py tests/engine/test_engine.py -k 'output_text or stop_token_ends'",
     ),
     Fault(
-        "min_tokens delays a stop string by one token too many",
+        "a stop string counts one token before min_tokens are there",
         TEXT,
-        "self._tokens < self._min_tokens",
-        "self._tokens <= self._min_tokens",
+        "self._tokens > self._min_tokens",
+        "self._tokens >= self._min_tokens",
         "tests/engine/test_output_text.py",
     ),
     Fault(
