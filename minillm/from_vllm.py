@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from minillm.errors import ConfigError, InvalidRequest
-from minillm.values import shown
+from minillm.values import as_int, shown
 
 ANY = object()  # every value asks for nothing that is missing here
 # Options that minillm does not have: the values that ask for nothing, and what to do instead of any other.
@@ -30,6 +30,11 @@ ENGINE: dict[str, tuple[tuple, str]] = {
         (None, True),
         "prompts are always cut into chunks; policy='whole' runs them in one step",
     ),
+    "enable_sleep_mode": ((None, False), "close the LLM, and make another one"),
+    "attention_backend": ((ANY,), ""),  # there is one for a CPU, and one for a GPU
+    "disable_cascade_attn": ((ANY,), ""),
+    "max_lora_rank": ((ANY,), ""),  # with enable_lora only
+    "max_loras": ((ANY,), ""),
     "enable_lora": ((None, False), "merge the adapter into the weights first"),
     "speculative_config": ((None,), "every token is computed by the model itself"),
     "disable_log_stats": ((ANY,), ""),
@@ -59,7 +64,14 @@ ENGINE: dict[str, tuple[tuple, str]] = {
     "preemption_mode": ((ANY,), ""),
     "use_v2_block_manager": ((ANY,), ""),
 }
-DTYPES = {"half": "float16", "float": "float32"}
+# vLLM's values of options that both have.
+VALUES: dict[str, dict[Any, Any]] = {
+    "dtype": {"half": "float16", "float": "float32"},
+    "kv_cache_dtype": {"fp8_e4m3": "fp8"},
+    "load_format": {"safetensors": "auto", "hf": "auto"},
+    "max_model_len": {-1: None},
+}
+NONE_IS_DEFAULT = ("block_size", "dtype", "enable_prefix_caching", "kv_cache_dtype", "load_format")
 # What vLLM calls the formats of checkpoints that are quantized already.
 STORED = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "modelopt", "auto-round", "fbgemm_fp8")
 SAMPLING: dict[str, tuple[tuple, str]] = {
@@ -72,22 +84,69 @@ SAMPLING: dict[str, tuple[tuple, str]] = {
     "truncate_prompt_tokens": ((None,), "cut the prompt's token ids yourself"),
     "guided_decoding": ((None,), "use json_schema={...} or regex='...'"),
     "structured_outputs": ((None,), "use json_schema={...} or regex='...'"),
-    "bad_words": ((None, [], ()), "use logit_bias={token: -100}"),
+    "bad_words": ((None, [], ()), "for words of one token use logit_bias={token: -100}"),
     "allowed_token_ids": ((None,), "use logit_bias, or regex='...'"),
     "logits_processors": ((None, [], ()), "use logit_bias, or replace the sampler with minillm.using"),
     "output_kind": ((ANY,), ""),
     "extra_args": ((None, {}), "leave it out"),
 }
+# The rendered text begins with its own beginning-of-text token.
+RENDER = "render the conversation, encode it with add_special_tokens=False, and give the token ids to generate"
 GENERATE: dict[str, tuple[tuple, str]] = {
     "lora_request": ((None,), "merge the adapter into the weights first"),
-    "priority": ((None,), "give options=[RequestOptions(priority=...), ...]"),
+    "priority": ((None,), "make LLM(policy='priority'), and give options=[RequestOptions(priority=...), ...]"),
     "tokenization_kwargs": ((None,), "tokenize yourself, and give token ids"),
     "chat_template": ((None,), "put the template into the model's tokenizer_config.json"),
-    "add_generation_prompt": ((None, True), "render the conversation yourself, and call generate"),
-    "continue_final_message": ((None, False), "render the conversation yourself, and call generate"),
+    "add_generation_prompt": ((None, True), RENDER),
+    "continue_final_message": ((None, False), RENDER),
     "tools": ((None, []), "put the tools into a message, and use json_schema for the answer"),
-    "chat_template_kwargs": ((None, {}), "render the conversation yourself, and call generate"),
+    "chat_template_kwargs": ((None, {}), RENDER),
 }
+
+RENDERED = "render it, /tokenize the text with add_special_tokens false, and send the token ids to /v1/completions"
+SCHEMA = 'use response_format {"type": "json_schema", ...}'
+# Fields of a request over HTTP.
+FIELDS: dict[str, tuple[tuple, str]] = {
+    "skip_special_tokens": ((True,), "decode the token ids yourself: return_token_ids sends them"),
+    "spaces_between_special_tokens": ((True, False), "leave it out"),
+    "include_stop_str_in_output": ((False,), "a choice's stop_reason is the string that ended it"),
+    "use_beam_search": ((False,), "use n and pick the best choice yourself"),
+    "length_penalty": ((1, 1.0), "use n and pick the best choice yourself"),
+    "guided_json": ((), SCHEMA),
+    "guided_regex": ((), SCHEMA + " with a string's pattern"),
+    "guided_choice": (([],), SCHEMA + " with an enum"),
+    "guided_grammar": ((), SCHEMA),
+    "guided_decoding_backend": ((), "leave it out"),
+    "structured_outputs": ((), SCHEMA),
+    "prompt_logprobs": ((), "use echo with logprobs in /v1/completions"),
+    "truncate_prompt_tokens": ((), "shorten the prompt yourself: /tokenize counts its tokens"),
+    "allowed_token_ids": ((), "use logit_bias"),
+    "bad_words": (([],), "for words of one token use logit_bias"),
+    "logits_processors": (([],), "use logit_bias"),
+    "return_tokens_as_token_ids": ((False,), "use return_token_ids"),
+    "chat_template": ((), "put the template into the model's tokenizer_config.json"),
+    "chat_template_kwargs": (({},), RENDERED),
+    "add_generation_prompt": ((True,), RENDERED),
+    "continue_final_message": ((False,), RENDERED),
+    "documents": (([],), "put them into a message"),
+    "mm_processor_kwargs": (({},), "models read text only"),
+    "request_id": ((), "send it as the header x-request-id"),
+    "kv_transfer_params": ((), "an engine keeps its own cache"),
+    "vllm_xargs": (({},), "leave it out"),
+}
+# Paths that this server lacks.
+PATHS = {
+    "/v1/responses": "use /v1/chat/completions",
+    "/v1/messages": "use /v1/chat/completions",
+    "/invocations": "use /v1/chat/completions or /v1/completions",
+    **dict.fromkeys(
+        ("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank"),
+        "there are generating models only",
+    ),
+    "/v1/load_lora_adapter": "merge the adapter into the weights first",
+    "/v1/audio/transcriptions": "models read text only",
+}
+RENDERING = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
 
 
 ATTRIBUTES: dict[str, dict[str, str]] = {
@@ -141,18 +200,25 @@ def without(given: Mapping[str, Any], known: Mapping[str, tuple[tuple, str]], er
     for name in given.keys() & known.keys():
         nothing, instead = known[name]
         value = left.pop(name)
-        if nothing != (ANY,) and not any(
-            value is each or (type(value) is type(each) and value == each) for each in nothing
-        ):
+        if nothing != (ANY,) and not any(_same(value, each) for each in nothing):
             raise error(f"{name}={shown(value)}: minillm has no such option; {instead}")
     return left
+
+
+def _same(value: Any, known: Any) -> bool:
+    """Whether they are equal and of one type, numpy's whole numbers counting as Python's."""
+    whole = as_int(value)
+    value = value if whole is None else whole
+    return value is known or (type(value) is type(known) and value == known)
 
 
 def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of an engine. Raises ConfigError."""
     left = without(given, ENGINE, ConfigError)
-    if isinstance(dtype := left.get("dtype"), str) and dtype in DTYPES:
-        left["dtype"] = DTYPES[dtype]
+    for name, values in VALUES.items():
+        if isinstance(value := left.get(name), (str, int)) and value in values:
+            left[name] = values[value]
+    left = {name: value for name, value in left.items() if value is not None or name not in NONE_IS_DEFAULT}
     if (stored := left.get("quantization")) in STORED:
         raise ConfigError(
             f"quantization={stored!r}: leave it out for a checkpoint that is quantized already, as its format is in "

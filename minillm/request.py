@@ -88,7 +88,8 @@ class SamplingParams:
     min_p, top_k, top_p.
 
     max_tokens          most tokens to generate (at least 1); None: as many as a request may have
-    min_tokens          no stop token is sampled before this many tokens are generated
+    min_tokens          no stop token is sampled before this many tokens are generated, and no stop string counts that
+                        they complete
     temperature         0 takes the most likely token; 1 samples the model's own distribution
     top_k               keep the k most likely tokens (0 or -1: all)
     top_p               keep the most likely tokens whose probabilities sum to p (Holtzman et al. 2020, section 3.1)
@@ -297,17 +298,13 @@ class Completion:
     first_token_time: float | None = None
     finish_time: float | None = None
     prompt: str | None = None  # set by `LLM.generate` if it was text
-    choices: list["Completion"] = field(default_factory=list, repr=False)  # with n > 1: all n, this one first
+    index: int = 0  # its number among the choices of its prompt
+    others: list["Completion"] = field(default_factory=list, repr=False)  # the first of n has the other choices
 
     @property
     def outputs(self) -> list["Completion"]:
         """The n choices, as in vLLM's results. (Log-probabilities are plain numbers here.)"""
-        return self.choices or [self]
-
-    @property
-    def index(self) -> int:
-        """Its number among the choices of its prompt."""
-        return next((i for i, each in enumerate(self.choices) if each is self), 0)
+        return [self, *self.others]
 
     @property
     def cumulative_logprob(self) -> float | None:

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import inspect
+import json
 import pickle
 import re
 import runpy
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from minillm import LLM, SamplingParams, from_vllm
+from minillm.cli import from_vllm as commands
 from minillm.config import EngineConfig
 from minillm.engine.async_llm import AsyncLLM
 from minillm.errors import ConfigError, InvalidRequest
@@ -158,10 +160,49 @@ def test_a_missing_attribute_or_name_says_what_to_do_instead(llm):
     assert pickle.loads(pickle.dumps(copy.deepcopy(done))) == done
 
 
-def test_dtypes_have_torchs_short_names_and_stored_formats_need_no_option():
-    assert EngineConfig.of(dtype="half").dtype == "float16" and EngineConfig.of(dtype="float").dtype == "float32"
+def test_options_that_both_have_take_vllms_values():
+    for name, values in from_vllm.VALUES.items():
+        for value, ours in values.items():
+            assert EngineConfig.of(**{name: value}) == EngineConfig.of(**{name: ours}), (name, value)
+    for name in from_vllm.NONE_IS_DEFAULT:
+        assert EngineConfig.of(**{name: None}) == EngineConfig.of()
+    assert EngineConfig.of(tensor_parallel_size=np.int64(1)) == EngineConfig.of()
     with pytest.raises(ConfigError, match="quantization='gptq': leave it out for a checkpoint that is quantized"):
         LLM(quantization="gptq")
+
+
+def test_choices_can_be_written_as_dictionaries(llm):
+    (done,) = llm.generate("The river", SamplingParams(n=3, seed=1, max_tokens=2))
+    assert [each.index for each in done.outputs] == [0, 1, 2]
+    written = dataclasses.asdict(done)
+    assert [each["token_ids"] for each in written["others"]] == [each.token_ids for each in done.outputs[1:]]
+    assert dataclasses.asdict(done.outputs[2])["others"] == [] and done.outputs[2].outputs == [done.outputs[2]]
+
+
+def test_no_prompts_have_no_completions(llm):
+    assert llm.generate([]) == []
+
+
+def test_another_librarys_tokenizer_is_refused_when_the_engine_is_made():
+    class Other:
+        vocab_size = 4096
+        encode = decode = None
+
+    with pytest.raises(ConfigError, match=r"has no new_decoder, visible_tokens: give the directory with its tokenizer"):
+        LLM(tokenizer=Other())
+
+
+def test_advice_for_sampling_that_no_request_gets_is_logged(tmp_path, caplog):
+    for file in (ROOT / "data" / "tiny-gemma").iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = tmp_path / "generation_config.json"
+    told = json.loads(config.read_text()) | {"temperature": 0.6, "top_k": 50, "top_p": 1.0, "min_p": None}
+    config.unlink()
+    config.write_text(json.dumps(told))
+    LLM(device="cpu").close()
+    assert "advises" not in caplog.text
+    LLM(tmp_path, device="cpu").close()
+    assert "generation_config.json advises temperature=0.6, which no request gets unless it asks for it" in caplog.text
 
 
 def test_the_sum_of_log_probabilities_is_that_of_the_tokens(llm):
@@ -174,7 +215,7 @@ def test_the_sum_of_log_probabilities_is_that_of_the_tokens(llm):
 def test_a_message_may_come_in_parts_of_text(llm):
     params = SamplingParams(max_tokens=4, temperature=0)
     parts = [{"type": "text", "text": "Who "}, {"type": "text", "text": "are you?"}]
-    (whole,) = llm.chat([{"role": "user", "content": "Who are you?"}], params)
+    (whole,) = llm.chat([{"role": "user", "content": "Who \nare you?"}], params)
     (joined,) = llm.chat([{"role": "user", "content": parts}], params)
     assert joined.prompt_token_ids == whole.prompt_token_ids and joined.text == whole.text
     for wrong in ([], [{"type": "image_url", "image_url": "x"}], [{"type": "text"}], ["text"], None):
@@ -186,8 +227,16 @@ def test_a_message_may_come_in_parts_of_text(llm):
 
 def test_the_page_names_every_option():
     for table in (from_vllm.ENGINE, from_vllm.SAMPLING, from_vllm.GENERATE):
-        for name in table:
-            assert f"`{name}" in PAGE, name
+        for name, (nothing, instead) in table.items():
+            values = "any value" if nothing == (from_vllm.ANY,) else ", ".join(f"`{x!r}`" for x in nothing if x != ())
+            assert f"| `{name}` | {values} | {instead or 'has no effect here'} |" in PAGE, name
+    engine = {name.replace("_", "-") for name in from_vllm.ENGINE}
+    server = {f"--{name}": each for name, each in commands.SERVE.items() if name not in engine}
+    bench = {f"--{name}": each for name, each in commands.BENCH.items()}
+    for name, (_, instead) in (server | bench | from_vllm.FIELDS).items():
+        assert re.search(rf"\| `{name}` \| .* \| {re.escape(instead or 'has no effect here')} \|", PAGE), name
+    for name, ours in (commands.SERVE_NAMES | commands.BENCH_NAMES).items():
+        assert f"-{name}` | `--{ours}` |" in PAGE
     for names in from_vllm.ATTRIBUTES.values():
         for name, instead in names.items():
             assert f"`{name}`" in PAGE and instead in PAGE, name

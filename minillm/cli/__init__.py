@@ -11,6 +11,7 @@ from minillm.config import EngineConfig, EngineOptions
 from minillm.errors import ConfigError
 from minillm.server.config import ServerConfig, ServerOptions, split
 
+from . import from_vllm
 from .bench import bench_app
 from .course import course_app
 from .options import JsonPath, Model, show_logs, with_engine_options, with_options
@@ -105,7 +106,7 @@ def _print_stream(llm: "LLM", prompts: "list[Prompt]", params: "SamplingParams")
     asyncio.run(work())
 
 
-@app.command()
+@app.command(cls=from_vllm.Serve)
 @with_options(ServerConfig, EngineConfig)
 def serve(
     model: Annotated[

@@ -1,5 +1,6 @@
 """`minillm bench`: measure the engine."""
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Unpack
 
@@ -8,6 +9,7 @@ import typer
 from minillm.config import EngineOptions
 from minillm.errors import ConfigError
 
+from .from_vllm import BenchServe
 from .options import JsonPath, Model, friendly_errors, with_engine_options
 
 # The defaults of options that can be repeated.
@@ -61,7 +63,7 @@ def offline(
     )
 
 
-@bench_app.command("serve")
+@bench_app.command("serve", cls=BenchServe)
 def bench_serve(
     url: Annotated[list[str], typer.Option(help="A server, without /v1; repeatable: the same loads for each.")] = URLS,
     allow_remote: Annotated[
@@ -75,7 +77,9 @@ def bench_serve(
     sweep: Annotated[
         str | None, typer.Option(help="Such a closed loop for each of these numbers of clients: 1,2,4,8.")
     ] = None,
-    rate: Annotated[float | None, typer.Option(help="Open loop: Poisson arrivals, requests a second.")] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Open loop: Poisson arrivals, requests a second; inf: a closed loop.")
+    ] = None,
     trace: Annotated[
         str | None, typer.Option(help="Open loop: replay a traffic trace: conversation, or a file.")
     ] = None,
@@ -123,7 +127,7 @@ def bench_serve(
             gpu_price=gpu_price,
             gpus=gpus,
             concurrency=concurrency,
-            rate=rate,
+            rate=None if rate == math.inf else rate,
             trace=trace,
             speed=speed,
             workload=workload,

@@ -39,10 +39,10 @@ from minillm.trace.record import Trace
 from minillm.values import shown
 
 from . import precision
+from .given import check_tokenizer_given, say_sampling_defaults
 from .output_text import OutputText
 from .recent import Recent
 
-TOKENIZER_MEMBERS = ("encode", "decode", "vocab_size")
 Listener = Callable[[Delta], None]
 
 
@@ -100,17 +100,12 @@ class Engine:
     ):
         if not (model is None or isinstance(model, (str, Path))):
             raise ConfigError(f"model must be a directory, a preset's name or None, not {shown(model)}")
-        if not isinstance(tokenizer, (str, Path)) and (
-            lacks := [name for name in TOKENIZER_MEMBERS if tokenizer is not None and not hasattr(tokenizer, name)]
-        ):
-            raise ConfigError(
-                f"tokenizer must be a directory or an object like minillm.Tokenizer; {shown(tokenizer)} has no "
-                f"{', '.join(lacks)}"
-            )
+        check_tokenizer_given(tokenizer)
         config = EngineConfig.of(**options)
         self.trace = Trace.of(config.trace)
         device = resolve_device(config.device)
         place = resolve(model)
+        say_sampling_defaults(place)
         self.plan = None if config.plan is None else Plan.read(config.plan)
         if self.plan is not None:
             config = self.plan.configure(config, read_config(place), device)

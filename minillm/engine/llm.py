@@ -54,10 +54,12 @@ class LLM:
         prompts: a string, a list of token ids, or a list of those. params, options: one for all prompts, or a list
         with one for each. With n > 1 in its params, a prompt's `Completion` is the first choice, and its `outputs` are
         all of them. vllm: vLLM's names of arguments (see `from_vllm`). Raises InvalidRequest before anything runs if
-        any prompt cannot be served; EngineClosed.
+        any prompt cannot be served; EngineClosed. No prompts, no completions.
         """
         params, progress = from_vllm.asked(params, progress, vllm)
         engine, each_prompt = self.engine, as_prompts(prompts)
+        if not each_prompt:
+            return []
         count = len(each_prompt)
         each_params = _one_each(params, SamplingParams, count)
         each_options = _one_each(options, RequestOptions, count)
@@ -91,9 +93,9 @@ class LLM:
                 bar.close()
         done = [tracked.completion for tracked in batch]
         for prompt, begin, end in zip(each_prompt, first, [*first[1:], len(done)], strict=True):
-            for each in done[begin:end]:
-                each.prompt = prompt if isinstance(prompt, str) else None
-                each.choices = done[begin:end] if end - begin > 1 else []
+            for index, each in enumerate(done[begin:end]):
+                each.prompt, each.index = prompt if isinstance(prompt, str) else None, index
+            done[begin].others = done[begin + 1 : end]
         return [done[begin] for begin in first]
 
     def chat(
@@ -208,7 +210,7 @@ def _message(place: int, given: Mapping[str, Any]) -> dict[str, Any]:
             part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in parts
         ]
         if None not in texts:
-            message["content"] = "".join(map(str, texts))
+            message["content"] = "\n".join(map(str, texts))  # as vLLM joins them
     for name in ("role", "content"):
         if not isinstance(message.get(name), str):
             ways = "a string" if name == "role" else 'a string or a list of {"type": "text", "text": ...}'

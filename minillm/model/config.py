@@ -18,6 +18,14 @@ ROTATIONS = {
     "residual": "the residual stream, after the embedding, and back before the final norm",
     "down": "the inputs of down projections",
 }
+# What a request gets for `generation_config.json`'s fields: where transformers has another default (top_k), also that.
+SAMPLING: dict[str, tuple] = {
+    "temperature": (1,),
+    "top_k": (0, -1, 50),
+    "top_p": (1,),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+}
 
 
 def _is_size(value: Any) -> bool:
@@ -185,6 +193,13 @@ PRESETS = {
         eos_token_ids=(1,),
     ),
 }
+
+
+def sampling_defaults(directory: Path) -> dict[str, float]:
+    """What `generation_config.json` advises for sampling and a request would not get by default. Raises ConfigError."""
+    path = directory / "generation_config.json"
+    raw = read_json(path, ConfigError) if path.is_file() else {}
+    return {name: raw[name] for name, usual in SAMPLING.items() if raw.get(name) not in (None, *usual)}
 
 
 def _ids(value: int | list[int] | None) -> list[int]:

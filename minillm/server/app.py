@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from minillm import __version__
+from minillm import __version__, from_vllm
 from minillm.errors import InvalidRequest
 from minillm.request import Completion, Delta, SamplingParams
 from minillm.tokenizer import TokenizerError
@@ -34,9 +34,11 @@ from .protocol import (
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
+    Message,
     StreamOptions,
     TokenizeRequest,
     as_api_error,
+    turns,
 )
 from .responses import Answer, ChatForm, CompletionForm, TokenTexts, dumps, usage
 
@@ -65,6 +67,15 @@ def create_app(engine: RemoteEngine, address: str) -> FastAPI:
         if await server.alive():
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "the engine is not running"}, status_code=503)
+
+    @app.get("/ping")
+    async def ping() -> Response:
+        """The same, as vLLM's server has it for Amazon SageMaker."""
+        return await health()
+
+    @app.get("/version")
+    async def version() -> dict:
+        return {"version": __version__}
 
     @app.get("/metrics")
     @app.get("/v1/metrics")
@@ -190,11 +201,7 @@ class _Server:
 
     async def chat(self, body: ChatRequest) -> Response:
         self.check_choices(body.n or 1, body.n or 1)
-        messages = body.turns()
-        length = sum(len(message["content"]) for message in messages)
-        readable(length, self.engine.max_request_len, "messages")
-        in_thread = length >= LONG_TEXT
-        text = await self.render(messages, in_thread)
+        text, in_thread = await self.render(body.messages)
         prompt = await self.tokenize(text, in_thread, special=False, name="messages")
         # An engine that streams past its context accepts longer requests; the default is still the context length.
         left = min(self.engine.max_request_len - len(prompt.ids or ()), self.engine.max_model_len)
@@ -205,17 +212,19 @@ class _Server:
 
     async def ids_of(self, body: TokenizeRequest) -> Response:
         """The token ids of a text. It may be longer than the context: this is how a client finds out."""
-        engine, text, special = self.engine, body.prompt, body.add_special_tokens
-        readable(len(text), engine.max_request_len)
+        engine, name = self.engine, "prompt" if body.messages is None else "messages"
         if not engine.encodes:
             raise APIError("this model has no tokenizer")
+        text = body.prompt or "" if body.messages is None else (await self.render(body.messages))[0]
+        readable(len(text), engine.max_request_len, name)
+        special = name == "prompt" if body.add_special_tokens is None else body.add_special_tokens
         try:
             if engine.tokenizer is None:
                 ids = await engine.ask("encode", text=text, special=special)
             else:
                 ids = await _run(len(text) >= LONG_TEXT, engine.tokenizer.encode, text, special)
         except (InvalidRequest, TokenizerError) as error:
-            raise APIError(f"prompt: {error}", param="prompt") from None
+            raise APIError(f"{name}: {error}", param=name) from None
         found = {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids}
         if body.return_token_strs:
             await self._look_up(ids)
@@ -274,13 +283,16 @@ class _Server:
                 message = f"{name}: token id {shown(token)} is outside the vocabulary of {self.engine.vocab_size}"
                 raise APIError(message, param=name)
 
-    async def render(self, messages: list[dict[str, str]], in_thread: bool) -> str:
-        """The conversation, formatted with the model's chat template."""
-        engine = self.engine
+    async def render(self, conversation: Sequence[Message]) -> tuple[str, bool]:
+        """A conversation, formatted with the model's chat template, and whether it is so long as to need a thread."""
+        engine, messages = self.engine, turns(conversation)
+        length = sum(len(message["content"]) for message in messages)
+        readable(length, engine.max_request_len, "messages")
+        in_thread = length >= LONG_TEXT
         try:
             if engine.tokenizer is not None:
-                return await _run(in_thread, engine.tokenizer.apply_chat_template, messages)
-            return await engine.ask("template", messages=messages) if engine.encodes else ""
+                return await _run(in_thread, engine.tokenizer.apply_chat_template, messages), in_thread
+            return await engine.ask("template", messages=messages) if engine.encodes else "", in_thread
         except (InvalidRequest, TokenizerError) as error:
             raise APIError(str(error), param="messages") from error
         except Exception as error:  # a template may raise any exception
@@ -316,7 +328,7 @@ class _Server:
         choices = [form.whole(i, each) for i, each in enumerate(done)]
         prompt_tokens = sum(len(each.prompt_token_ids) for each in done[:: form.n])
         generated = form.generated(sum(len(each.token_ids) for each in done))
-        return JSONResponse(answer.whole(choices, prompt_tokens, generated))
+        return JSONResponse(answer.whole(choices, prompt_tokens, generated) | form.whole_answer(done))
 
     async def collect(self, source: AsyncGenerator[tuple[Choice, Delta]], count: int) -> list[Completion]:
         """Run `count` choices to their ends; returns their completions in order."""
@@ -407,6 +419,8 @@ def _report_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path[:QUOTED]}: {error.detail}"
+        if instead := from_vllm.PATHS.get(request.url.path):
+            message += f"; {instead}"
         return refusal(APIError(message, status=error.status_code, headers=error.headers), request.url.path)
 
     @app.exception_handler(EngineError)

@@ -23,7 +23,7 @@ from .access import CURRENT, Access
 from .engine_room.page import FILES
 from .protocol import APIError
 
-HEALTH = ("/health", "/v1/health/live", "/v1/health/ready", "/v2/health/live", "/v2/health/ready")
+HEALTH = ("/health", "/ping", "/v1/health/live", "/v1/health/ready", "/v2/health/live", "/v2/health/ready")
 OPEN = (*HEALTH, "/metrics", "/v1/metrics", *FILES)
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")  # printable ASCII without spaces

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
+from minillm import from_vllm
 from minillm.errors import InvalidRequest, MinillmError, MissingPackage
 from minillm.request import MAX_N, SURROGATE, RequestOptions, SamplingParams
 from minillm.tokenizer import TokenizerError
@@ -40,21 +41,26 @@ _NO_PROMPT = "prompt must be a string, a list of token ids, or a non-empty list 
 Prompt = str | list[int]
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 
-# Unsupported fields of OpenAI's API, each with the values that request nothing; some frameworks always send them.
-UNSUPPORTED: dict[str, tuple] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "reasoning_effort": ("none",),
-    "verbosity": (),
-    "web_search_options": (),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
+# Fields of OpenAI's and vLLM's APIs that this server lacks: the values that ask for nothing, which some clients always
+# send, and what to do instead of any other.
+UNSUPPORTED: dict[str, tuple[tuple, str]] = from_vllm.FIELDS | {"add_special_tokens": ((True,), "send token ids")}
+UNSUPPORTED_IN_CHATS: dict[str, tuple[tuple, str]] = from_vllm.FIELDS | {
+    "tools": (([],), ""),
+    "tool_choice": (("none", "auto"), ""),
+    "parallel_tool_calls": ((True, False), ""),
+    "functions": (([],), ""),
+    "function_call": (("none", "auto"), ""),
+    "modalities": ((["text"],), ""),
+    "audio": ((), ""),
+    "prediction": ((), ""),
+    "reasoning_effort": (("none",), ""),
+    "verbosity": ((), ""),
+    "web_search_options": ((), ""),
+    "service_tier": (("auto", "default"), ""),
+    "store": ((False,), ""),
+    "echo": ((False,), "use /v1/completions"),
+    "best_of": ((1,), "use n and pick the best choice yourself"),
+    "add_special_tokens": ((False,), "a chat template writes them itself"),
 }
 
 
@@ -118,6 +124,7 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     takes_binary: ClassVar[bool] = False  # whether bytes may follow the JSON
+    unsupported: ClassVar[Mapping[str, tuple[tuple, str]]] = {}
 
     model: str | None = None
     _binary: bytes = PrivateAttr(b"")
@@ -129,19 +136,92 @@ class Body(BaseModel):
 
     @classmethod
     def known_fields(cls) -> Container[str]:
-        return cls.model_fields.keys()
+        return cls.model_fields.keys() | cls.unsupported.keys()
 
     @classmethod
     def check_supported(cls, name: str | None) -> None:
-        """Raise APIError if this is a field of OpenAI's API that this server does not support."""
+        """Raise APIError if this is a field of OpenAI's or vLLM's API that this server does not support."""
+        if name is not None and name in cls.unsupported:
+            nothing, instead = cls.unsupported[name]
+            values = " or ".join(map(json.dumps, (None, *nothing)))
+            message = f"{name} is not supported: {instead or f'leave it out or send {values}'}"
+            raise APIError(message, param=name, code="unsupported_parameter")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_fields_without_effect(cls, content: dict) -> dict:
+        unsupported = [name for name in content if name in cls.unsupported]
+        for name in unsupported:
+            nothing = (None, *cls.unsupported[name][0])
+            if not any(type(content[name]) is type(each) and content[name] == each for each in nothing):
+                cls.check_supported(name)
+        return {name: value for name, value in content.items() if name not in unsupported} if unsupported else content
+
+
+class ContentPart(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One turn of a conversation. Clients send answers back with more fields, which are accepted only if empty."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    role: str
+    content: str | Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
+    name: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[None], Field(max_length=0)] | None = None
+    tool_calls: Annotated[list[None], Field(max_length=0)] | None = None
+
+    def plain(self) -> dict[str, str]:
+        """The message in the form that chat templates expect."""
+        parts = self.content
+        content = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
+        return {"role": self.role, "content": content} | ({} if self.name is None else {"name": self.name})
+
+
+def checked_messages(content: dict) -> dict:
+    """A body whose messages have known members only. Raises APIError."""
+    messages = content.get("messages")
+    for i, message in enumerate(messages if isinstance(messages, list) else ()):
+        if not isinstance(message, dict):
+            continue
+        check_members(f"messages.{i}", message, Message)
+        role, parts = message.get("role"), message.get("content")
+        if isinstance(role, str) and len(role) > MAX_ROLE:  # chat templates quote an unknown role in their error
+            reason = f"has {len(role):,} characters, but at most {MAX_ROLE} are allowed"
+            raise APIError(f"messages.{i}.role {reason}", param="messages")
+        for j, part in enumerate(parts if isinstance(parts, list) else ()):
+            check_members(f"messages.{i}.content.{j}", part, ContentPart)
+    return content
+
+
+def turns(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """A conversation in the form that chat templates expect. Raises APIError."""
+    if all(message.role in ("system", "developer") for message in messages):
+        raise APIError("messages has only system or developer messages: add a user message", param="messages")
+    return [message.plain() for message in messages]
 
 
 class TokenizeRequest(Body):
-    """POST /tokenize, as vLLM has it."""
+    """POST /tokenize, as vLLM has it: a prompt, or a conversation, whose template writes special tokens itself."""
 
-    prompt: str
-    add_special_tokens: bool = True
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    add_special_tokens: bool | None = None  # default: True for a prompt
     return_token_strs: bool = False
+    unsupported = {name: from_vllm.FIELDS[name] for name in from_vllm.RENDERING}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_messages(cls, content: dict) -> dict:
+        if (content.get("prompt") is None) == (content.get("messages") is None):
+            raise APIError("give a prompt or messages, and not both", param="prompt")
+        return checked_messages(content)
 
 
 class DetokenizeRequest(Body):
@@ -181,6 +261,8 @@ class GenerationRequest(Body):
     priority: int | None = None
     return_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None  # checked by `_json_schema`
+
+    unsupported = UNSUPPORTED
 
     @model_validator(mode="before")
     @classmethod
@@ -313,32 +395,6 @@ class CompletionRequest(GenerationRequest):
         return bool(self.echo) and self.max_tokens == 0
 
 
-class ContentPart(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-    type: Literal["text"]
-    text: str
-
-
-class Message(BaseModel):
-    """One turn of a conversation. Clients send answers back with more fields, which are accepted only if empty."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-    role: str
-    content: str | Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
-    name: str | None = None
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    annotations: Annotated[list[None], Field(max_length=0)] | None = None
-    tool_calls: Annotated[list[None], Field(max_length=0)] | None = None
-
-    def plain(self) -> dict[str, str]:
-        """The message in the form that chat templates expect."""
-        parts = self.content
-        content = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        return {"role": self.role, "content": content} | ({} if self.name is None else {"name": self.name})
-
-
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
@@ -346,51 +402,15 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    unsupported = UNSUPPORTED_IN_CHATS
     metadata: dict[str, str] | None = None  # these three, like `user`, are accepted but have no effect
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
-    @classmethod
-    def known_fields(cls) -> Container[str]:
-        return cls.model_fields.keys() | UNSUPPORTED.keys()
-
-    @classmethod
-    def check_supported(cls, name: str | None) -> None:
-        if name in UNSUPPORTED:
-            values = " or ".join(map(json.dumps, (None, *UNSUPPORTED[name])))
-            message = f"{name} is not supported: leave it out or send {values}"
-            raise APIError(message, param=name, code="unsupported_parameter")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_fields_without_effect(cls, content: dict) -> dict:
-        for name in UNSUPPORTED.keys() & content.keys():
-            nothing = (None, *UNSUPPORTED[name])
-            if not any(type(content[name]) is type(each) and content[name] == each for each in nothing):
-                cls.check_supported(name)
-        return {name: value for name, value in content.items() if name not in UNSUPPORTED}
-
     @model_validator(mode="before")
     @classmethod
     def _check_messages(cls, content: dict) -> dict:
-        messages = content.get("messages")
-        for i, message in enumerate(messages if isinstance(messages, list) else ()):
-            if not isinstance(message, dict):
-                continue
-            check_members(f"messages.{i}", message, Message)
-            role, parts = message.get("role"), message.get("content")
-            if isinstance(role, str) and len(role) > MAX_ROLE:  # chat templates quote an unknown role in their error
-                reason = f"has {len(role):,} characters, but at most {MAX_ROLE} are allowed"
-                raise APIError(f"messages.{i}.role {reason}", param="messages")
-            for j, part in enumerate(parts if isinstance(parts, list) else ()):
-                check_members(f"messages.{i}.content.{j}", part, ContentPart)
-        return content
-
-    def turns(self) -> list[dict[str, str]]:
-        """The conversation in the form that chat templates expect."""
-        if all(message.role in ("system", "developer") for message in self.messages):
-            raise APIError("messages has only system or developer messages: add a user message", param="messages")
-        return [message.plain() for message in self.messages]
+        return checked_messages(content)
 
     def params(self, room: int) -> SamplingParams:
         """room: most tokens to generate if the request sets no limit."""

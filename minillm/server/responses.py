@@ -164,8 +164,12 @@ class CompletionForm:
     def openings(self, count: int) -> list[dict]:
         return []
 
+    def whole_answer(self, done: Sequence[Completion]) -> dict:
+        """What an answer has next to its choices."""
+        return {}
+
     def whole(self, index: int, done: Completion) -> dict:
-        gained = Delta(done.text, done.token_ids, done.logprobs, done.finish_reason)
+        gained = Delta(done.text, done.token_ids, done.logprobs, done.finish_reason, done.stop_reason)
         choice = self.piece(index, gained, done)
         return choice | ({"prompt_token_ids": done.prompt_token_ids} if self.ids else {})
 
@@ -177,6 +181,8 @@ class CompletionForm:
             text, tokens, logprobs = "", [], ()
             reason = reason and "length"
         choice = {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+        if reason:
+            choice["stop_reason"] = gained.stop_reason
         if self.ids:
             choice["token_ids"] = tokens
         if self.echoes is not None and index not in self.offsets:
@@ -214,6 +220,9 @@ class ChatForm:
     n: int
     kind = "chat.completion"
 
+    def whole_answer(self, done: Sequence[Completion]) -> dict:
+        return {"prompt_token_ids": done[0].prompt_token_ids} if self.ids else {}
+
     def openings(self, count: int) -> list[dict]:
         role = {"role": "assistant", "content": ""}
         return [{"index": i, "delta": role, "logprobs": None, "finish_reason": None} for i in range(count)]
@@ -227,6 +236,8 @@ class ChatForm:
 
     def _choice(self, index: int, name: str, content: dict, gained: Delta | Completion) -> dict:
         choice = {"index": index, name: content, "logprobs": None, "finish_reason": gained.finish_reason}
+        if gained.finish_reason:
+            choice["stop_reason"] = gained.stop_reason
         if self.top is not None:
             choice["logprobs"] = chat_logprobs(self.texts, gained.token_ids, gained.logprobs or [], self.top)
         if self.ids:

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from minillm import SamplingParams, Tokenizer, cli
 from minillm.bench.ablation import torch_attention
+from minillm.cli import from_vllm
 from minillm.config import EngineConfig
 from minillm.engine.llm import chat_prompt
 from minillm.model.loader import EMBEDDED
@@ -259,3 +260,47 @@ def test_generate_prints_the_completion_streamed_or_not(chat):
     assert whole.exit_code == 0, whole.output
     assert whole.stdout.strip()
     assert streamed.stdout == whole.stdout
+
+
+def translate(text: str, command: type = from_vllm.Serve) -> str:
+    known = {f"--{name}" for name in ("max-model-len", "workers", "policy", "url", "requests", "rate", "api-key")}
+    return " ".join(from_vllm.translated(text.split(), known | {"-m"}, command.missing, command.names))
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ("DIR --max_model_len 64 -m x", "DIR --max-model-len 64 -m x"),
+        ("DIR --max-model-len -1", "DIR --max-model-len -1"),
+        ("DIR --tensor-parallel-size 1 -tp 1 -pp=1 --swap-space 4", "DIR"),
+        ("--trust-remote-code DIR --disable-log-requests --enable_chunked_prefill", "DIR"),
+        ("DIR --no-enable-lora --no-enable-log-requests", "DIR"),
+        ("DIR --api-server-count 4 --scheduling-policy=priority", "DIR --workers 4 --policy=priority"),
+        ("DIR --other_option 1 -- --tensor-parallel-size 2", "DIR --other-option 1 -- --tensor-parallel-size 2"),
+    ],
+)
+def test_serve_takes_vllms_options_that_ask_for_nothing(given, ours):
+    assert translate(given) == ours
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ("--tensor-parallel-size 2", "start one engine for each"),
+        ("-tp 2", "start one engine for each"),
+        ("--enable-lora", "merge the adapter"),
+        ("--no-enable-chunked-prefill", "policy='whole'"),
+        ("--uvicorn-log-level debug", "use --log-level"),
+        ("--tool-call-parser=hermes", "calls no tools"),
+    ],
+)
+def test_other_options_of_vllms_server_say_what_to_do_instead(given, reason):
+    result = run("serve", *given.split())
+    assert result.exit_code == 2
+    assert reason in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_bench_serve_takes_vllms_names():
+    given = "--base-url U --num-prompts 8 --request-rate 2 --backend vllm --ignore-eos --dataset-name random"
+    assert translate(given, from_vllm.BenchServe) == "--url U --requests 8 --rate 2"
+    assert "use --slo" in run("bench", "serve", "--goodput", "ttft:500").stderr

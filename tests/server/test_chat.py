@@ -110,8 +110,9 @@ def test_continuous_usage_starts_with_the_prompt_tokens(ask):
 
 
 def test_content_parts_equal_plain_string_content(ask):
-    parts = [{"type": "text", "text": "Where is "}, {"type": "text", "text": "the river?"}]
-    assert ask([{"role": "user", "content": parts}]).choices == ask().choices
+    parts = [{"type": "text", "text": "Where is"}, {"type": "text", "text": "the river?"}]
+    lines = ask([{"role": "user", "content": "Where is\nthe river?"}])
+    assert ask([{"role": "user", "content": parts}]).choices == lines.choices
 
 
 def test_a_conversation_continues_over_several_turns(ask, engine):

@@ -9,6 +9,7 @@ from tests.server.test_tokenizers import Shouting
 from tests.waiting import TIMEOUT
 
 TEXT = "The river at Högg"
+QUESTION = [{"role": "user", "content": "Where is the river?"}]
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +36,15 @@ def test_the_strings_of_tokens_are_those_of_log_probabilities(http, server):
     assert strings == scored["choices"][0]["logprobs"]["tokens"]
 
 
+def test_ids_of_a_conversation_are_those_that_a_chat_has(http):
+    found = http.post("/tokenize", json={"messages": QUESTION, "add_generation_prompt": True}).json()
+    chat = {"messages": QUESTION, "max_tokens": 1, "return_token_ids": True}
+    answer = http.post("/v1/chat/completions", json=chat).json()
+    assert found["tokens"] == answer["prompt_token_ids"] and found["count"] == answer["usage"]["prompt_tokens"]
+    twice = http.post("/tokenize", json={"messages": QUESTION, "add_special_tokens": True}).json()
+    assert twice["tokens"] == [found["tokens"][0], *found["tokens"]]
+
+
 def test_a_text_longer_than_the_context_is_counted(http, server):
     text = "river " * server.engine.max_model_len
     found = http.post("/tokenize", json={"prompt": text}).json()
@@ -45,9 +55,18 @@ def test_a_text_longer_than_the_context_is_counted(http, server):
     ("path", "body", "param", "reason"),
     [
         ("tokenize", {"prompt": 7}, "prompt", "valid string"),
-        ("tokenize", {}, "prompt", "required"),
+        ("tokenize", {}, "prompt", "give a prompt or messages, and not both"),
         ("tokenize", {"prompt": "x" * 10_000_000}, None, "exceeds the limit"),
-        ("tokenize", {"prompt": "x", "messages": []}, "messages", "not a field of this request"),
+        ("tokenize", {"prompt": "x", "messages": []}, "prompt", "give a prompt or messages, and not both"),
+        ("tokenize", {"messages": []}, "messages", "at least 1 item"),
+        ("tokenize", {"messages": [{"role": "user", "text": "x"}]}, "messages", "messages.0.text is not a field"),
+        ("tokenize", {"messages": [{"role": "system", "content": "x"}]}, "messages", "add a user message"),
+        (
+            "tokenize",
+            {"messages": QUESTION, "add_generation_prompt": False},
+            "add_generation_prompt",
+            "/v1/completions",
+        ),
         ("tokenize", {"prompt": "x", "model": "another"}, "model", "unknown model"),
         ("detokenize", {"tokens": ["a"]}, "tokens", "valid integer"),
         ("detokenize", {"tokens": [10**6]}, "tokens", "outside the vocabulary"),
