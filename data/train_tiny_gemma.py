@@ -26,7 +26,7 @@ WARMUP = 200
 FIRST_SHARE = 0.4  # share of the text that uses the first mix of corpus.MIXES
 # Weight in the loss of the answer letters after "Answer:". While hardly any question has options, there is little to
 # memorize, so a letter counts five times as much as another token. Later it counts the same: an earlier run, a billion
-# tokens at weight five, memorized its questions and answered only 60 % of the held-out ones.
+# tokens at weight five, memorized its questions and answered only 60% of the held-out ones.
 LETTER_WEIGHT = {"first": 5.0, "second": 1.0}
 
 

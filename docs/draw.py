@@ -130,7 +130,7 @@ def gpu_figures() -> str:
     text = (
         f"Output tokens per second on one {record['machine']['gpu']}: Gemma 2B's shape, random weights, bfloat16, all "
         "requests submitted at once, exact output lengths, temperature 1. A workload's name gives its input and output "
-        "lengths; both engines with a maximum length of 4,096 tokens and 85 % of the GPU's memory. minillm: the median "
+        "lengths; both engines with a maximum length of 4,096 tokens and 85% of the GPU's memory. minillm: the median "
         f"of {len(record['results'][0]['runs'])} runs. {peer['version']}: {peer['runs']}; "
         f"where there are two rows, the table shows the better. Records: [minillm](data/results/{GPU}.json), "
         f"[vLLM](data/results/{GPU_PEER}.json), with all settings. The first token arrives "

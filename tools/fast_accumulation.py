@@ -3,7 +3,7 @@
     python tools/fast_accumulation.py --record fast-accumulation
 
 Every token of the held-out text is scored twice, with exact and with fast accumulation of the same codes, and the two
-are paired: `loss` is the mean of (fast - exact) in nats per token, `interval` its 95 % confidence interval over
+are paired: `loss` is the mean of (fast - exact) in nats per token, `interval` its 95% confidence interval over
 windows of the text, since neighboring tokens are not independent. `rounding` is the same for exact FP8 against bf16,
 for scale. Another row a width gives the relative error that fast accumulation adds to a product, beside that of
 rounding its inputs; the engine uses it for up to `FAST` inputs.
@@ -44,7 +44,7 @@ def nats(fast: int, **engine: object) -> list[list[float]]:
 
 
 def paired(before: list[list[float]], after: list[list[float]]) -> tuple[float, list[float]]:
-    """The mean difference per token, and its 95 % interval by the spread over windows of (nearly) equal length."""
+    """The mean difference per token, and its 95% interval by the spread over windows of (nearly) equal length."""
     pairs = zip(before, after, strict=True)
     differences = [statistics.fmean(later) - statistics.fmean(earlier) for earlier, later in pairs]
     count = sum(map(len, before))

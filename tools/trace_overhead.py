@@ -121,13 +121,13 @@ def paired(run: Callable[[str], dict], pairs: int) -> list[dict]:
 
 
 def interval(values: Sequence[float]) -> list[float]:
-    """The narrowest pair of values that encloses the true median with a probability of at least 90 %.
+    """The narrowest pair of values that encloses the true median with a probability of at least 90%.
 
     Each value is equally likely to be above or below the median, so the number below it is binomial.
     """
     count = len(values)
     if count < FEWEST_PAIRS:
-        raise ValueError(f"{count} values give no 90 % interval of a median; at least {FEWEST_PAIRS} are needed")
+        raise ValueError(f"{count} values give no 90% interval of a median; at least {FEWEST_PAIRS} are needed")
     outside, cut = 1, 0  # of 2**count outcomes, those with the median below value number `cut`, from 0
     while 2 * (outside + math.comb(count, cut + 1)) <= 0.1 * 2**count:
         cut += 1
@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=0.02, help="the largest share of time that a trace may cost")
     options = parser.parse_args()
     if options.pairs < FEWEST_PAIRS or options.timed < 1:
-        parser.error(f"--pairs must be at least {FEWEST_PAIRS}, or there is no 90 % interval; --timed at least 1")
+        parser.error(f"--pairs must be at least {FEWEST_PAIRS}, or there is no 90% interval; --timed at least 1")
     begun, results = records.begin(options.record), []
     model = {"model": "gemma-2b", "load_format": "dummy", "max_num_seqs": 3000} if gpu else {}
     engine = Minillm(**model, enable_prefix_caching=True)
@@ -175,7 +175,7 @@ def main() -> None:
     for row in results[1:]:
         low, high = (edge - 1 for edge in row["interval_90"])
         time_more, hooks = row["times_without"] - 1, row["share_of_time"]
-        between = f"90 % interval {low:+.2%} to {high:+.2%}"
+        between = f"90% interval {low:+.2%} to {high:+.2%}"
         print(f"a trace in {row['trace']}: {time_more:+.2%} time ({between}), hooks {hooks:.2%}")
     most = max(cost(content, row) for row in results[1:])
     print(f"verdict by {'time' if gpu else 'hooks'}: {most:.2%}; the limit is {options.budget:.0%}")

@@ -15,7 +15,7 @@ from .workloads import BenchRequest
 
 PERCENTILES = (50, 90, 99)
 BATCHES = 10  # of a steady state, for the interval of its rate
-STUDENT = 2.2622  # 97.5 % of Student's distribution with BATCHES - 1 degrees of freedom lies below
+STUDENT = 2.2622  # 97.5% of Student's distribution with BATCHES - 1 degrees of freedom lies below
 ROUNDS = 500  # of the bootstrap
 DRAWN = 1_000_000  # most values that it draws at once, so that it needs little memory
 POSITIONS = 64  # points of the latency by position
@@ -109,13 +109,13 @@ def steady(measured: Sequence[Measured], seed: int = 0) -> dict | None:
 
 
 def batch_means(rates: Sequence[float]) -> list[float]:
-    """A 95 % confidence interval of the mean of BATCHES rates, from equal and successive stretches of time."""
+    """A 95% confidence interval of the mean of BATCHES rates, from equal and successive stretches of time."""
     mean, half = statistics.fmean(rates), STUDENT * statistics.stdev(rates) / math.sqrt(len(rates))
     return [round(mean - half, 1), round(mean + half, 1)]
 
 
 def intervals(answered: Sequence[Measured], seed: int = 0) -> dict[str, dict[str, list[float]]]:
-    """95 % confidence intervals of latencies, by drawing the requests again and again with replacement (bootstrap).
+    """95% confidence intervals of latencies, by drawing the requests again and again with replacement (bootstrap).
 
     The gaps of one request are not independent, so that of `itl_s` is of the requests' mean gaps.
     """

@@ -58,7 +58,7 @@ def _more(result: Mapping) -> list[str]:
         low, high = steady["interval95"]["output_tokens_per_s"]
         lines.append(
             f"steady from {steady['from_s']:.2f} to {steady['to_s']:.2f} s: {steady['output_tokens_per_s']:,.0f} output"
-            f" tokens/s, 95 % interval {low:,.0f} to {high:,.0f}; {_drift(steady)}"
+            f" tokens/s, 95% interval {low:,.0f} to {high:,.0f}; {_drift(steady)}"
         )
     if goodput := result.get("goodput"):
         limits = ", ".join(f"{name} {most:g} s" for name, most in goodput["slo"].items())

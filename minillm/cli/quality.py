@@ -111,7 +111,7 @@ def _quality(result: dict) -> str:
 
 
 LOSSES_HEAD = (
-    f"{'':<20}{'':>12}{'':>12}{'KL to':>11}{'':>10}{'points':>8}{'95 % interval':>18}\n"
+    f"{'':<20}{'':>12}{'':>12}{'KL to':>11}{'':>10}{'points':>8}{'95% interval':>18}\n"
     f"{'method':<20}{'bytes':>12}{'perplexity':>12}{'float32':>11}{'accuracy':>10}{'lost':>8}{'of the loss':>18}"
 )
 

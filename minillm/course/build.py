@@ -191,6 +191,8 @@ def main(arguments: list[str] | None = None) -> None:
     commands.add_parser("demo", help="run the last lesson, print its table, leave a report")
     commands.add_parser("lab", help="copy notebooks to lab/ for a learner to change, or bring the copies up to date")
     options = parser.parse_args(arguments)
+    if not NOTEBOOKS.is_dir():
+        sys.exit(f"{NOTEBOOKS} does not exist: run this in a clone of the repository, as the lessons are not installed")
     if options.command == "demo":
         demo()
     elif options.command == "lab":

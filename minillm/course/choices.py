@@ -42,7 +42,7 @@ class Measured:
     """What our records say of a method.
 
     gains: {requests at once: tokens per second / bfloat16's}, Gemma 2B's shape on an H200. kl: in millinats per token,
-    points: of accuracy lost, with a 95 % interval, bytes: of the file, seconds: of quantizing and measuring together;
+    points: of accuracy lost, with a 95% interval, bytes: of the file, seconds: of quantizing and measuring together;
     all of tiny-gemma.
     """
 
@@ -90,7 +90,7 @@ def print_nvidias() -> None:
 def print_ours(found: Mapping[str, Measured], requests: Iterable[int] = (1, 4, 16, 64, 3000)) -> None:
     requests = tuple(requests)
     head = "".join(f"{count:>7,}" for count in requests)
-    print(f"{'times as fast as bf16 with':26}{head}{'KL':>8}{'points lost':>13}{'(95 %)':>15}{'seconds':>9}")
+    print(f"{'times as fast as bf16 with':26}{head}{'KL':>8}{'points lost':>13}{'(95%)':>15}{'seconds':>9}")
     for name, row in found.items():
         gains = "".join(f"{row.gains[count]:7.2f}" for count in requests)
         interval = f"{row.interval[0]:.2f} to {row.interval[1]:.2f}"

@@ -41,12 +41,12 @@ WINDOW = 1024  # tokens that are read at once, if the context holds as many
 POSITIONS = 256  # whose distributions over the vocabulary are compared at once
 NOT_FOR_COMPARING = ("quantization", "quantized_head", "load_format")
 BITS = {"int8": 8, "fp8": 8, "int4": 4, "nvfp4": 4, "mxfp4": 4}  # of a format; a dense weight has those of its dtype
-Z_95 = 1.959964  # 95 % of a normal distribution lie within so many standard deviations
+Z_95 = 1.959964  # 95% of a normal distribution lie within so many standard deviations
 
 
 @dataclass(frozen=True)
 class Loss:
-    """How many points (hundredths of all questions) of accuracy were lost, and a 95 % confidence interval."""
+    """How many points (hundredths of all questions) of accuracy were lost, and a 95% confidence interval."""
 
     points: float
     low: float

@@ -90,7 +90,7 @@ def test_latency_counts_from_when_a_request_was_due():
 
 def test_rejections_by_a_full_queue_are_counted_and_reported(capsys):
     async def every_third_is_refused(fake, before, body):
-        await asyncio.sleep(0.01)  # long enough that rounding the seconds changes no rate by 1 %
+        await asyncio.sleep(0.01)  # long enough that rounding the seconds changes no rate by 1%
         return 429 if before > 0 and before % 3 == 0 else 200
 
     with faked(every_third_is_refused) as (url, _):

@@ -32,7 +32,7 @@ def rows(heading: str, table: int = 0) -> dict[str, list[str]]:
 
 
 def percent(value: float) -> str:
-    return f"{100 * value:.1f} %"
+    return f"{100 * value:.1f}%"
 
 
 def test_the_record_covers_every_question_at_a_commit():
@@ -116,7 +116,7 @@ def test_the_table_of_distillation_and_its_text_equal_the_record():
     assert rows("What training for the rounding recovers") == {
         each["quantization"]: [
             f"{each['perplexity']:.4f}",
-            f"{100 * each['won_back']:.0f} %" if "won_back" in each else "",
+            f"{100 * each['won_back']:.0f}%" if "won_back" in each else "",
             f"{each['kl']:.2g}",
             percent(each["accuracy"]),
             f"{each['loss_points']:.2f}",
@@ -146,7 +146,7 @@ def test_the_table_of_calibrations_equals_the_record():
 
 def test_the_shares_of_the_text_equal_those_in_the_code():
     expected = {
-        kind: [f"{100 * mix[kind]:.0f} %" if kind in mix else "none" for mix in corpus.MIXES.values()]
+        kind: [f"{100 * mix[kind]:.0f}%" if kind in mix else "none" for mix in corpus.MIXES.values()]
         for kind in corpus.KINDS
     }
     assert {kind.strip("`"): cells[1:] for kind, cells in rows("What it was trained on").items()} == expected

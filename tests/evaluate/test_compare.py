@@ -91,7 +91,7 @@ def test_paired_loss_is_agresti_and_mins_interval():
 
 
 def test_paired_losss_interval_contains_the_true_loss_as_often_as_it_says():
-    """The probability over all outcomes of 60 questions, of which 6 % are lost and 2 % won: exact, no sampling."""
+    """The probability over all outcomes of 60 questions, of which 6% are lost and 2% won: exact, no sampling."""
     n, lost, won = 60, 0.06, 0.02
     inside = 0.0
     for b in range(n + 1):

@@ -124,7 +124,7 @@ def test_results_are_multiplied_by_the_scales_of_their_rows_and_columns(tokens, 
     ],
 )  # fmt: skip
 def test_scales_are_applied_afterwards_while_processors_would_idle(tokens, rows, columns, afterwards):
-    """Gemma 2B on an H200: down has 5 tiles of tokens times 16 of rows, 61 % of 132, or 6 times 16, 73 %."""
+    """Gemma 2B on an H200: down has 5 tiles of tokens times 16 of rows, 61% of 132, or 6 times 16, 73%."""
     assert quantized_inputs.scales_afterwards(tokens, rows, columns, 132) == afterwards
 
 

@@ -23,7 +23,7 @@ def test_recorded_trace_overhead_is_within_budget(device):
 
 
 def test_traced_runs_are_divided_by_their_untraced_neighbors_so_drift_cancels():
-    """A machine that slows down by 0.1 s per run; a trace costs 1 % in memory and 3 % in a file."""
+    """A machine that slows down by 0.1 s per run; a trace costs 1% in memory and 3% in a file."""
     costs, order = {"none": 1.0, "memory": 1.01, "file": 1.03}, []
 
     def run(kind):
@@ -71,5 +71,5 @@ def test_the_clock_of_the_hooks_counts_each_call_once(tmp_path, monkeypatch):
 
 
 def test_too_few_pairs_give_no_interval():
-    with pytest.raises(ValueError, match="4 values give no 90 % interval of a median; at least 5 are needed"):
+    with pytest.raises(ValueError, match="4 values give no 90% interval of a median; at least 5 are needed"):
         trace_overhead.interval([1.0] * 4)

@@ -104,7 +104,7 @@ async def capacity(port: int, seconds: float) -> float:
 
 @case
 async def overload(seconds: float = 120, times: float = 10) -> dict:
-    """Ten times the server's capacity for two minutes, next to 80 % of it for half a minute."""
+    """Ten times the server's capacity for two minutes, next to 80% of it for half a minute."""
     async with serving("--max-num-seqs", str(ROWS), "--max-queued", str(4 * ROWS)) as server:
         await capacity(server.port, 3)
         most = await capacity(server.port, 15)

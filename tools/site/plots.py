@@ -373,7 +373,7 @@ def quantization_loss() -> Figure:
     return figure(
         "Quantization: size and loss",
         "Each method's size and how far its predictions are from the unquantized model's, for the trained tiny-gemma. "
-        "Lower and further left is better. Select a point for its name and the accuracy that it loses, with a 95 % "
+        "Lower and further left is better. Select a point for its name and the accuracy that it loses, with a 95% "
         "interval.",
         [name],
         traces,
