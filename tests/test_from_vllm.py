@@ -1,5 +1,6 @@
 """Scripts written for vLLM run, or are told what to write instead."""
 
+import asyncio
 import copy
 import dataclasses
 import inspect
@@ -139,6 +140,22 @@ def test_a_stream_has_one_choice():
             engine.prepare("a", SamplingParams(n=2), None, 0)
     finally:
         engine.close()
+
+
+def test_a_stream_takes_vllms_names(llm):
+    params = SamplingParams(max_tokens=3, temperature=0)
+
+    async def both() -> list[str]:
+        engine = AsyncLLM(engine=llm)
+        try:
+            with pytest.raises(InvalidRequest, match="lora_request=.* merge the adapter"):
+                await engine.generate("The river", lora_request=object())
+            texts = [delta.text async for delta in engine.stream("The river", sampling_params=params)]
+            return ["".join(texts), (await engine.generate("The river", sampling_params=params)).text]
+        finally:
+            engine.close()
+
+    assert asyncio.run(both()) == [llm.generate("The river", params)[0].text] * 2
 
 
 def test_without_a_seed_engines_differ_and_with_one_they_do_not():

@@ -100,11 +100,14 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         request_id: str | None = None,
         options: RequestOptions | None = None,
+        **vllm: Any,
     ) -> AsyncIterator[Delta]:
         """Yield new text and token ids as they are generated; the last delta has the finish reason and the completion.
 
-        Leaving the iteration early aborts the request. Raises InvalidRequest before the first delta.
+        Leaving the iteration early aborts the request. vllm: vLLM's names of arguments (see `from_vllm`). Raises
+        InvalidRequest before the first delta.
         """
+        params, _ = from_vllm.asked(params, False, vllm)
         queue: asyncio.Queue[Delta | Exception] = asyncio.Queue()
         mailbox = _LoopMailbox(asyncio.get_running_loop())
         prepared = self.prepare(prompt, params, mailbox, queue, request_id=request_id, options=options)
@@ -128,10 +131,11 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         request_id: str | None = None,
         options: RequestOptions | None = None,
+        **vllm: Any,
     ) -> Completion:
-        """The whole completion."""
+        """The whole completion; arguments as those of `stream`."""
         completion: Completion | None = None
-        async for delta in self.stream(prompt, params, request_id, options):
+        async for delta in self.stream(prompt, params, request_id, options, **vllm):
             completion = delta.completion
         assert completion is not None, "the last delta of a stream has the completion"
         return completion
