@@ -7,6 +7,29 @@ LINE = "minillm/server/line.py"
 
 FAULTS = (
     Fault(
+        "a field of vLLM's that asks for something is dropped",
+        "minillm/server/protocol.py",
+        "                cls.check_supported(name)\n",
+        "                pass\n",
+        "tests/server/test_from_vllm.py -k other_values",
+    ),
+    Fault(
+        "no stream says which token stopped it",
+        "minillm/server/responses.py",
+        """        if gained.finish_reason:
+            choice["stop_reason"] = gained.stop_reason
+""",
+        "",
+        "tests/server/test_from_vllm.py -k stopped_it",
+    ),
+    Fault(
+        "the ids of a conversation have a second beginning-of-text token",
+        "minillm/server/app.py",
+        'special = name == "prompt" if',
+        "special = True if",
+        "tests/server/test_tokenize.py -k conversation",
+    ),
+    Fault(
         "workers are not connected to the new engine",
         "minillm/server/supervisor.py",
         "                        self.workers.engine_back(self._connect)",
