@@ -26,6 +26,9 @@ def grade(
         float, typer.Option(help="Most seconds for one exercise; then its processes are ended.")
     ] = 120.0,
     memory_gb: Annotated[float, typer.Option(help="Most GB of memory for one process of an exercise (Linux).")] = 4.0,
+    learner: Annotated[
+        str | None, typer.Option(help="A regular expression whose group is the learner in a file's name: '^([a-z]+)_'.")
+    ] = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Exercises checked at once.  [default: half of the cores]")
     ] = None,
@@ -42,7 +45,7 @@ def grade(
 
         limits = grading.Limits(time_limit, memory_gb)
         count = jobs or max(1, (os.cpu_count() or 1) // 2)
-        graded = grading.grade(folder, limits, count, said=print)
+        graded = grading.grade(folder, limits, count, said=print, learner=learner)
         table = grade_table.Table(graded)
         print(", ".join(f"{number} {status}" for status, number in table.counts().most_common()) or "nothing graded")
         for path in grade_table.write(graded, out):

@@ -21,7 +21,7 @@ table { border-collapse: collapse; margin: 1rem 0 2rem }
 th, td { border: 1px solid #bbb; padding: .3rem .5rem; text-align: left; vertical-align: top; max-width: 20rem }
 thead th { position: sticky; top: 0; background: #eee }
 td.passed { background: #d9f0dd } td.failed { background: #fbe3c0 }
-td.error, td.timed-out { background: #f6cfcf } td.not-attempted, td.not-handed-in { color: #666 }
+td.error, td.timed-out, td.cannot-be-read { background: #f6cfcf } td.not-attempted, td.not-handed-in { color: #666 }
 summary { cursor: pointer } p.said { white-space: pre-wrap; overflow-wrap: anywhere; margin: .3rem 0 0 }
 </style>
 <h1>Grades</h1>
@@ -143,8 +143,9 @@ def write(graded: Sequence[Graded], out: Path) -> list[Path]:
     table = Table(graded)
     out.parent.mkdir(parents=True, exist_ok=True)
     paths = [out.with_name(f"{out.name}.{kind}") for kind in ("csv", "html")]
-    for path, text in zip(paths, (table.csv(), table.html()), strict=True):
-        path.write_text(text, encoding="utf-8", errors="replace", newline="")
+    encodings = ("utf-8-sig", "utf-8")  # Excel takes a CSV file without a mark for one of an older encoding
+    for path, text, encoding in zip(paths, (table.csv(), table.html()), encodings, strict=True):
+        path.write_text(text, encoding=encoding, errors="replace", newline="")
     return paths
 
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import unicodedata
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ import psutil
 from minillm.errors import ConfigError, MinillmError
 from minillm.folders import LINKED, LINKS, PACKAGE
 
+UNREADABLE = "cannot be read"
 MOST_BYTES = 32 << 20  # of a notebook: a lesson with its pictures has one or two million
 START_SECONDS = 300.0  # in which a judge must be ready: it imports torch
 GRACE_SECONDS = 60.0  # after an exercise's limit, in which the judge must answer
@@ -41,8 +43,9 @@ STARTED += "judge.main()"
 class Outcome:
     """The result of one exercise of one notebook.
 
-    status: one of judge.STATUSES. property: the first that does not hold. said: what the checker says of it, with its
-    hint, or what went wrong. held, of: numbers of properties. notes: names in the code that no exercise needs.
+    status: one of judge.STATUSES or UNREADABLE. property: the first that does not hold. said: what the checker says of
+    it, with its hint, or what went wrong. held, of: numbers of properties. notes: names in the code that no exercise
+    needs.
     """
 
     status: str
@@ -224,13 +227,18 @@ def _signature(tree: Path) -> int:
 
 
 def grade(
-    folder: Path, limits: Limits | None = None, jobs: int = 1, said: Callable[[str], None] = lambda line: None
+    folder: Path,
+    limits: Limits | None = None,
+    jobs: int = 1,
+    said: Callable[[str], None] = lambda line: None,
+    learner: str | None = None,
 ) -> list[Graded]:
     """Grade all notebooks below a folder, in the order of learners and lessons.
 
-    jobs: how many exercises are checked at once. said: gets a line for each notebook. Raises ConfigError if there is no
-    notebook, and on Windows.
+    jobs: how many exercises are checked at once. said: gets a line for each notebook. learner: a regular expression
+    whose first group is the learner in a file's name. Raises ConfigError if there is no notebook, and on Windows.
     """
+    pattern = _pattern(learner)
     paths = notebooks(folder)
     if not hasattr(os, "fork"):
         raise ConfigError("grading needs Linux or macOS, to confine the code that it runs: on Windows, use WSL")
@@ -240,7 +248,8 @@ def grade(
         lessons.setdefault(lesson, []).append(name)
 
     def work(path: Path) -> Graded:
-        found = _grade(path, folder, lessons, lambda name, cells: judges.check(name, cells, limits or Limits()))
+        whose = learner_of(path, folder, pattern)
+        found = _grade(path, whose, lessons, lambda name, cells: judges.check(name, cells, limits or Limits()))
         said(_line(found, folder))
         return found
 
@@ -266,15 +275,15 @@ def _inside(path: Path, folder: Path) -> tuple[str, ...]:
     return path.relative_to(folder).parts
 
 
-def _grade(path: Path, folder: Path, lessons: dict[str, list[str]], check: Callable) -> Graded:
+def _grade(path: Path, learner: str, lessons: dict[str, list[str]], check: Callable) -> Graded:
     cells, problem = read(path)
-    lesson = "" if problem else lesson_of(path, cells, lessons)
-    learner = learner_of(path, folder)
+    lesson = lesson_of(path, cells, lessons)
     if not problem and not lesson:
         numbers = ", ".join(lessons)
         problem = f"no lesson recognized: it defines no exercise, and no title or file name has one of {numbers}"
     if problem:
-        return Graded(path, learner, lesson, {}, problem)
+        unreadable = dict.fromkeys(lessons.get(lesson, ()), Outcome(UNREADABLE))
+        return Graded(path, learner, lesson, unreadable, problem)
     code = [source for kind, source in cells if kind == "code"]
     return Graded(path, learner, lesson, {name: check(name, code) for name in lessons[lesson]})
 
@@ -307,13 +316,29 @@ def lesson_of(path: Path, cells: Sequence[tuple[str, str]], lessons: dict[str, l
     return certain[0] if certain else ""
 
 
-def learner_of(path: Path, folder: Path) -> str:
-    """Whose a notebook is: the subfolder's name, or the file's without the lesson's (00_start_here_anna: anna)."""
-    inside = _inside(path, folder)
+def _pattern(learner: str | None) -> re.Pattern | None:
+    try:
+        found = None if learner is None else re.compile(learner)
+    except re.error as error:
+        raise ConfigError(f"--learner is not a regular expression: {error}") from None
+    if found is not None and found.groups != 1:
+        raise ConfigError(f"--learner must have one group, as '^([a-z]+)_', and {learner!r} has {found.groups}")
+    return found
+
+
+def learner_of(path: Path, folder: Path, pattern: re.Pattern | None = None) -> str:
+    """Whose a notebook is: the subfolder's name, or the file's without the lesson's (00_start_here_anna: anna).
+
+    pattern: its group in the file's name is the learner. Copies that a browser or JupyterLab has numbered, as in
+    `anna-Copy1` and `anna (1)`, are anna's too, and letters may be written in either of Unicode's forms.
+    """
+    inside, stem = _inside(path, folder), unicodedata.normalize("NFC", path.stem)
+    if pattern is not None and (match := pattern.search(stem)) and match[1]:
+        return match[1]
     if len(inside) > 1:
-        return inside[0]
+        return unicodedata.normalize("NFC", inside[0])
     known = sorted(each.stem for each in (PACKAGE.parent / "notebooks").glob("[0-9][0-9]_*.ipynb"))
-    stem = path.stem
+    stem = re.sub(r"(-Copy\d*|-\d+|\s*\(\d+\))+$", "", stem)
     for lesson in known:
         stem = re.sub(rf"(^|[^0-9A-Za-z]){lesson}([^0-9A-Za-z]|$)", " ", stem)
     return stem.strip(" _-.()") or folder.resolve().name  # one learner's own folder

@@ -181,8 +181,8 @@ def _work(request: dict, originals: "Originals", token: str, writing: int) -> No
 
     _confine(request, writing)
     every, broken = submission.statements(request["cells"], NAME)
-    wanted = submission.needed(every, exercise.name)
-    say({"notes": submission.revealing(wanted)})
+    wanted = submission.needed(submission.without_stubs(every, exercise.name), exercise.name)
+    say({"notes": submission.revealing(wanted, exercise.name)})
     say(_verdict(exercise, wanted, broken, originals))
     leave(0)
 
@@ -227,10 +227,15 @@ def _verdict(
     if candidate is None:
         begun = [error for cell, error in broken.items() if f"def {name}(" in cell or f"class {name}" in cell]
         if begun:
-            return {"status": ERROR, "said": f"its cell is not Python: {begun[-1].msg}, line {begun[-1].lineno}"}
+            return {
+                "status": ERROR,
+                "said": f"its cell is neither Python nor IPython: {begun[-1].msg}, line {begun[-1].lineno}",
+            }
         return {"status": NOT_ATTEMPTED, "said": f"no cell of the notebook defines {name}"}
     if not callable(candidate):
         return {"status": ERROR, "said": f"{name} is not a function or class but of type {type(candidate).__name__}"}
+    if str(module := getattr(candidate, "__module__", "")).partition(".")[0] == "minillm":
+        return {"status": NOT_ATTEMPTED, "said": f"it is the engine's own, from {module}"}
     try:
         results = exercise.examine(candidate)
     except NotSolvedYet:

@@ -8,12 +8,12 @@ import builtins
 import linecache
 import re
 import symtable
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 Names = dict[str, Any]
-_COMMAND = re.compile(r"^([ \t]*)[%!].*$", re.MULTILINE)
+_AROUND = re.compile(r"\A\s*%%(time|timeit|capture)\b.*")  # a command whose cell is Python
 # What an exercise does not need, and what an attempt to influence its checker uses.
 _REVEALING = {
     "_getframe",
@@ -27,6 +27,8 @@ _REVEALING = {
 }
 _REVEALING |= {"ctypes", "gc", "inspect", "importlib", "multiprocessing", "os", "signal", "subprocess", "sys"}
 _REVEALING |= {"threading", "eval", "exec", "open", "__import__", "checks", "EXERCISES"}
+_REVEALING |= {"builtins", "glob", "pathlib", "read_text", "write_text", "shutil", "socket", "urllib"}
+_REVEALING |= {"getattr", "__globals__", "__builtins__"}
 _REVEALING |= {"__eq__", "__ne__", "__bool__", "__getattribute__", "__torch_function__", "__torch_dispatch__"}
 
 
@@ -51,13 +53,14 @@ class Statement:
 def statements(cells: Sequence[str], name: str) -> tuple[list[Statement], dict[str, SyntaxError]]:
     """The statements of cells of code, and the errors of cells that are not Python, by their source.
 
-    name: of the notebook, for error messages. IPython's commands (`%time`, `!ls`) are left out.
+    name: of the notebook, for error messages. IPython's commands (`%time`, `!ls`) do nothing.
     """
     found: list[Statement] = []
     broken: dict[str, SyntaxError] = {}
     for count, cell in enumerate(cells, 1):
-        text, file = _COMMAND.sub(r"\1pass", cell), f"<code cell {count} of {name}>"
+        file = f"<code cell {count} of {name}>"
         try:
+            text = _python(cell)
             nodes = ast.parse(text).body
         except SyntaxError as error:
             broken[cell] = error
@@ -68,6 +71,24 @@ def statements(cells: Sequence[str], name: str) -> tuple[list[Statement], dict[s
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # Triton reads kernels' sources
         found += [Statement(node, file) for node in nodes]
     return found, broken
+
+
+def _python(cell: str) -> str:
+    """A cell's Python; a cell with IPython's commands as IPython translates it."""
+    try:
+        ast.parse(cell)
+        return cell
+    except SyntaxError:
+        from IPython.core.inputtransformer2 import TransformerManager
+
+        return TransformerManager().transform_cell(_AROUND.sub("", cell))
+
+
+class _NoShell:
+    """What IPython's commands call."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **options: None
 
 
 def needed(every: Sequence[Statement], name: str) -> list[Statement]:
@@ -82,12 +103,19 @@ def needed(every: Sequence[Statement], name: str) -> list[Statement]:
     return [each for count, each in enumerate(every) if count in wanted]
 
 
+def without_stubs(every: Sequence[Statement], name: str) -> list[Statement]:
+    """The statements without stubs of `name`, such as one that was copied to try something, if it is defined at all."""
+    mine = [each for each in every if isinstance(each.node, ast.FunctionDef | ast.ClassDef) and each.node.name == name]
+    stubs = [each for each in mine if "NotSolvedYet" in each.mentions]
+    return [each for each in every if each not in stubs] if len(stubs) < len(mine) else list(every)
+
+
 def run(wanted: Sequence[Statement], name: str) -> tuple[Names, dict[str, str]]:
     """What statements define, and the errors of those that failed, in words, by the names that they would have bound.
 
     name: the module's name. SystemExit is an error like others.
     """
-    names: Names = {"__name__": name}
+    names: Names = {"__name__": name, "get_ipython": _NoShell}
     errors: dict[str, str] = {}
     for each in wanted:
         try:
@@ -101,23 +129,32 @@ def run(wanted: Sequence[Statement], name: str) -> tuple[Names, dict[str, str]]:
     return names, errors
 
 
-def revealing(wanted: Sequence[Statement]) -> list[str]:
-    """The names in statements that no exercise needs, but that code which influences its checker would use, sorted."""
-    found: set[str] = set()
+def revealing(wanted: Sequence[Statement], name: str = "") -> list[str]:
+    """The names in statements that no exercise needs, but that code which influences its checker would use, sorted.
+
+    name: the exercise's; then also what is imported, taken from a module or inherited under that name, as the engine's
+    own solution would be.
+    """
+    engines = {name, name.removeprefix("My")} - {""}
+    found, taken = set[str](), set[str]()
     for node in (node for each in wanted for node in ast.walk(each.node)):
         if isinstance(node, ast.Name):
             found.add(node.id)
         elif isinstance(node, ast.Attribute):
             found.add(node.attr)
+            taken |= engines & {node.attr}
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             found.add(node.name)
+        elif isinstance(node, ast.ClassDef):
+            taken |= engines.intersection(each.id for each in node.bases if isinstance(each, ast.Name))
         elif isinstance(node, ast.Import):
             found |= {part for alias in node.names for part in alias.name.split(".")}
         elif isinstance(node, ast.ImportFrom):  # a lesson may import a function from checks.lesson_11
             found |= {(node.module or "").rpartition(".")[2], *(alias.name for alias in node.names)}
+            taken |= {alias.name for alias in node.names} & {name}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             found |= {node.value} & _REVEALING  # getattr(x, "__eq__")
-    return sorted(found & _REVEALING)
+    return sorted((found & _REVEALING) | {f"the engine's {each}" for each in taken})
 
 
 def _read(table: symtable.SymbolTable) -> Iterator[str]:

@@ -82,6 +82,37 @@ def test_a_file_that_is_no_notebook_has_a_problem_and_the_others_are_graded(text
     assert second.outcomes["rms_norm"].status == "passed"
 
 
+def test_a_file_that_cannot_be_read_is_not_one_that_is_missing(handed_in):
+    handed_in("bo/00_start_here.ipynb", "# rms_norm is right")
+    handed_in("bo/09_paged_memory.ipynb", "x = 1").write_text("{")
+    table = grade_table.Table(grading.grade(handed_in.folder))
+    assert [each.status for each in table.rows[0].outcomes] == ["passed", "not attempted", "cannot be read"]
+
+
+@pytest.mark.parametrize(
+    ("name", "learner"),
+    [
+        ("09_paged_memory_jose\u0301.ipynb", "jos\u00e9"),
+        ("jose\u0301/09_paged_memory.ipynb", "jos\u00e9"),
+        ("09_paged_memory_ada-Copy1.ipynb", "ada"),
+        ("09_paged_memory_ada (2).ipynb", "ada"),
+        ("ada_09_paged_memory-1.ipynb", "ada"),
+    ],
+)
+def test_copies_and_other_spellings_of_a_name_are_one_learners(name, learner, tmp_path):
+    assert grading.learner_of(tmp_path / name, tmp_path) == learner
+
+
+def test_an_expression_finds_the_learner_in_a_files_name(handed_in):
+    for number, lesson in ((51, "00_start_here"), (52, "09_paged_memory")):
+        handed_in(f"lovelaceada_{number}21_99{number}_{lesson}.ipynb", "x = 1")
+    found = grading.grade(handed_in.folder, learner="^([a-z]+)_")
+    assert [(each.learner, each.lesson) for each in found] == [("lovelaceada", "00"), ("lovelaceada", "09")]
+    for wrong, said in (("([a-z]+", "not a regular expression"), ("[a-z]+_", "must have one group")):
+        with pytest.raises(ConfigError, match=f"--learner .*{said}"):
+            grading.grade(handed_in.folder, learner=wrong)
+
+
 def test_a_huge_file_is_not_read(handed_in):
     with open(handed_in.folder / "ada.ipynb", "wb") as file:
         file.truncate(grading.MOST_BYTES + 1)

@@ -59,7 +59,7 @@ def test_a_class_of_which_a_method_is_left_to_write_has_failed(judges):
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (SIGNATURE + "    return [\n", "not Python"),
+        (SIGNATURE + "    return [\n", "neither Python nor IPython"),
         ("continue_text = 3", "is not a function"),
         ("import nothing_like_it\n" + SIGNATURE + "    return nothing_like_it\n", "ModuleNotFoundError"),
         ("import tests.course.mutants as m\n" + SIGNATURE + "    return m\n", "No module named 'tests'"),
@@ -123,6 +123,12 @@ REPLACED, EMPTIED, WROTE = "the notebook replaced ", "accepts a function without
 def test_a_wrong_solution_that_changes_the_checker_or_writes_a_verdict_does_not_pass(body, said, judges):
     found = outcome(judges, SIGNATURE + body + WRONG)
     assert found.status in ("failed", "error") and said in found.said, found
+
+
+def test_the_engines_own_function_is_no_attempt(judges):
+    found = judges.check("slots_of", ["from minillm.course.adapters import slots_of"], LONG)
+    assert (found.status, found.said) == ("not attempted", "it is the engine's own, from minillm.course.adapters")
+    assert found.notes == ("the engine's slots_of",)
 
 
 def test_an_endless_loop_that_catches_everything_is_timed_out(judges):

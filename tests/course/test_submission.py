@@ -34,6 +34,15 @@ def test_the_last_definition_counts():
     assert names["wanted"]() == 2
 
 
+def test_a_stub_that_was_copied_does_not_count():
+    cells = ["def wanted():\n    return 1", "def wanted():\n    raise NotSolvedYet('wanted')"]
+    for order in (cells, cells[::-1]):
+        every = submission.without_stubs(submission.statements(order, "n")[0], "wanted")
+        assert submission.run(submission.needed(every, "wanted"), "n")[0]["wanted"]() == 1
+    alone, _ = submission.statements(cells[1:], "n")
+    assert submission.without_stubs(alone, "wanted") == alone
+
+
 def test_cells_that_are_not_python_and_commands_are_passed_over():
     cells = ["!ls", "%%time\ndef wanted():\n    %time\n    return 3", "def broken(:", "a = '\0'"]
     every, broken = submission.statements(cells, "a notebook")
@@ -60,11 +69,39 @@ def test_an_error_names_the_line_of_its_cell():
     [
         ("def wanted():\n    return sum([1])", []),
         ("from minillm.course.checks.lesson_11 import padded_ms\ndef wanted():\n    return padded_ms", []),
-        ("def wanted():\n    import gc, os.path\n    return getattr(gc, '__eq__')", ["__eq__", "gc", "os"]),
+        ("def wanted():\n    import gc, os.path\n    return getattr(gc, '__eq__')", ["__eq__", "gc", "getattr", "os"]),
+        ("from minillm.course.adapters import wanted", ["the engine's wanted"]),
+        ("from minillm.course.adapters import wanted as w\nwanted = w", ["the engine's wanted"]),
+        ("from minillm.course import serving\nwanted = serving.wanted", ["the engine's wanted"]),
+        ("def wanted(n):\n    return n and wanted(n - 1)", []),
         ("from minillm.course import checks\ndef wanted():\n    return checks.EXERCISES", ["EXERCISES", "checks"]),
         ("class Yes:\n    def __eq__(self, other): ...\ndef wanted():\n    return Yes()", ["__eq__"]),
     ],
 )
 def test_names_that_no_exercise_needs_are_noted(text, found):
     every, _ = submission.statements([text], "a notebook")
-    assert submission.revealing(submission.needed(every, "wanted")) == found
+    assert submission.revealing(submission.needed(every, "wanted"), "wanted") == found
+
+
+def test_a_class_that_is_the_engines_under_the_learners_name_is_noted():
+    text = "from minillm.kv_cache.block_pool import BlockPool\nclass MyBlockPool(BlockPool): pass"
+    every, _ = submission.statements([text], "a notebook")
+    assert submission.revealing(submission.needed(every, "MyBlockPool"), "MyBlockPool") == ["the engine's BlockPool"]
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "def wanted(a, b):\n    return (a\n        % b)",
+        "%load_ext autoreload\ndef wanted(a, b):\n    return a % b",
+        "def wanted(a, b):\n    return a % b\nwanted?",
+        "?wanted\ndef wanted(a, b):\n    return a % b",
+        "def wanted(a, b):\n    return a % b\nt = %timeit -o wanted(7, 4)",
+        "files = !ls\ndef wanted(a, b):\n    return a % b",
+        "%%time\ndef wanted(a, b):\n    return a % b",
+        "%%capture said\n\ndef wanted(a, b):\n    return a % b",
+    ],
+)
+def test_what_a_notebook_may_have_around_a_definition_is_no_error(cell):
+    names, errors = names_of([cell], "wanted")
+    assert names["wanted"](7, 4) == 3 and not errors
