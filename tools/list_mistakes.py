@@ -22,11 +22,14 @@ SHARED = 3  # a line in wrong solutions that lack so many different properties i
 HEAD = """# Common mistakes by exercise
 
 For instructors: the learners' copy that `minillm course export` writes does not have this page. It lists the wrong
-solutions that each checker must refuse, {count:,} in all. For each property of an exercise: the hint that a learner
-sees, and the mistakes that it is meant for. The lines are those that make the difference: what the lesson's solution
-has too, or wrong solutions of other kinds, is left out. Without lines, the words say what is missing or different.
+solutions that each checker must refuse, {count:,} in all: those that learners are expected to write, and those of
+people who tried to get past the checkers. For each property of an exercise: the hint that a learner sees, and the
+mistakes that it is meant for. The lines are those that make the difference: what the lesson's solution has too, or
+wrong solutions of other kinds, is left out. Without lines, the words say what is missing or different.
 
 Written by `python tools/list_mistakes.py` from [tests/course/mutants](../tests/course/mutants); do not edit it.
+
+{contents}
 """
 
 
@@ -37,7 +40,7 @@ def page() -> str:
 
     for module in pkgutil.iter_modules(mutants.__path__, f"{mutants.__name__}."):
         import_module(module.name)
-    parts = [HEAD.format(count=len(mutants.MUTANTS))]
+    contents, parts = [], [""]
     for source in build.sources([]):
         lesson = source.stem[:2]
         cells = jupytext.read(source).cells
@@ -46,13 +49,16 @@ def page() -> str:
         solution = {line.strip() for cell in cells if cell.cell_type == "code" for line in cell.source.splitlines()}
         text = source.read_text(encoding="utf-8")
         here = [each for each in checks.every().values() if _lesson(each) == lesson]
-        for exercise in sorted(here, key=lambda each: text.index(f"check({each.name})")):
+        here.sort(key=lambda each: text.index(f"check({each.name})"))
+        contents.append(f"* {title}: " + ", ".join(f"[`{each.name}`](#{each.name.lower()})" for each in here))
+        for exercise in here:
             parts.append(f"### `{exercise.name}`\n")
             known = solution | _shared([each for each in mutants.MUTANTS if each.exercise == exercise.name])
             for prop in exercise.properties[1:]:  # the first is the notebook's example, which these pass
                 wrong = [m for m in mutants.MUTANTS if (m.exercise, m.fails) == (exercise.name, prop.name)]
                 listed = "\n".join(_listed(each.candidate, known) for each in wrong)
                 parts.append(f"**{_plain(prop.name)}**\n\nHint: {_plain(prop.hint)}\n\n```python\n{listed}\n```\n")
+    parts[0] = HEAD.format(count=len(mutants.MUTANTS), contents="\n".join(contents))
     return "\n".join(parts)
 
 

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "talking_points.md").read_text(encoding="utf-8")
 LONGEST = 60  # words in an entry: to be read at a glance, in class
 PREDICTION = re.compile(r"^ *(\w+) = .*# PREDICT\b", re.MULTILINE)
-PARTS = (r"section (\d+)\.", r".+ \*\*Answer:\*\*", r".+ \*\*Usual:\*\*", r".+ \*\*Say:\*\*", ".+")
+PARTS = (r"section (\d+)\.", r".+ \*\*Answer:\*\*", r".+ \*\*Guess:\*\*", r".+ \*\*Say:\*\*", ".+")
 ENTRY = re.compile(r"\* \*\*`(\w+)`\*\*, " + " ".join(PARTS))
 HEADING = re.compile(r"^# ## .* · (?:optional, )?\d+ min$", re.MULTILINE)
 SOURCES = sorted((ROOT / "notebooks" / "source").glob("*.py"))
@@ -51,7 +51,7 @@ def test_each_figure_of_an_answer_is_in_the_solved_lesson(lesson):
     (path,) = (ROOT / "notebooks" / "solutions").glob(f"{lesson}_*.ipynb")
     shown = printed(path)
     for name, _, text in entries(lesson):
-        answer = text.split("**Answer:**")[1].split("**Usual:**")[0]
+        answer = text.split("**Answer:**")[1].split("**Guess:**")[0]
         for figure in re.findall(r"\d[\d,]*(?:\.\d+)?(?<!,)", answer):
             assert re.search(rf"(?<![\d.,]){re.escape(figure)}(?!\d|[.,]\d)", shown), (name, figure)
 
