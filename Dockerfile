@@ -10,6 +10,7 @@ COPY . .
 ARG TORCH_INDEX=
 RUN python -m pip install --no-cache-dir ${TORCH_INDEX:+--index-url $TORCH_INDEX} "$(grep '^torch==' requirements.lock)"
 RUN python -m pip install --no-cache-dir --constraint requirements.lock --editable '.[course]'
-RUN python -m minillm.course.build lab && minillm doctor
+# Any user may write the copies of the lessons, also into a volume that is mounted at /course/lab.
+RUN minillm doctor && mkdir -p lab && chmod a+rwx lab
 EXPOSE 8888
-CMD ["jupyter", "lab", "--ip=0.0.0.0", "--no-browser", "--allow-root", "--notebook-dir=lab"]
+CMD ["sh", "-c", "python -m minillm.course.build lab && exec jupyter lab --ip=0.0.0.0 --no-browser --allow-root --notebook-dir=lab"]

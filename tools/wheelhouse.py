@@ -18,16 +18,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MOST = 900  # MB: what fits on a small stick and is copied in minutes
 EXTRA = "course"
-INSTALL = """Install minillm without a network, in this folder's parent:
+INSTALL = """Install minillm without a network, in this folder's parent, where the learners' copy of the project
+(`minillm course export {copy}`) is too. It needs 2.5 GB of disk.
 
     python -m venv .venv
     .venv/bin/python -m pip install --no-index --find-links {folder} "minillm[course]"
+    .venv/bin/python -m minillm doctor
 
-On Windows, the second command begins with .venv\\Scripts\\python. Then, with the learners' copy of the project
-(`minillm course export`):
+Then, and each time you continue:
 
-    .venv/bin/python -m minillm.cli doctor
-    .venv/bin/jupyter lab --notebook-dir {copy}
+    cd {copy}
+    ../.venv/bin/python -m minillm.course.build lab
+    ../.venv/bin/jupyter lab --notebook-dir lab
+
+On Windows, write .venv\\Scripts\\ instead of .venv/bin/, and ..\\.venv\\Scripts\\ instead of ../.venv/bin/.
 """
 
 
@@ -52,16 +56,16 @@ def pip(*words: str) -> None:
 def collect(folder: Path, torch_index: str | None) -> None:
     """Download the wheels. Raises CalledProcessError, after pip has said why."""
     folder.mkdir(parents=True, exist_ok=True)
-    pip("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(ROOT))
+    pip("wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT))
     constraint = ["--constraint", str(ROOT / "requirements.lock")]
     options = ["--quiet", "--dest", str(folder), "--only-binary", ":all:"]
     if torch_index is not None:  # alone: that index may have other builds of the rest
         torch = next(line for line in wanted() if line.startswith("torch"))
-        pip("download", *options, "--index-url", torch_index, *constraint, torch)
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
-        file.write("\n".join(wanted()))
-        file.flush()
-        pip("download", *options, "--find-links", str(folder), *constraint, "--requirement", file.name)
+        pip("download", *options, "--no-deps", "--index-url", torch_index, *constraint, torch)
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "requirements.txt"
+        file.write_text("\n".join(wanted()), encoding="utf-8")
+        pip("download", *options, "--find-links", str(folder), *constraint, "--requirement", str(file))
 
 
 def megabytes(folder: Path) -> float:

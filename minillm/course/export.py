@@ -5,6 +5,7 @@
 In the copy, `make lab`, `make demo`, the notebooks, their checkers and `minillm` work as they do here.
 """
 
+import re
 import shutil
 from pathlib import Path
 
@@ -14,9 +15,12 @@ from minillm.folders import LINKS
 ROOT = Path(__file__).resolve().parents[2]
 FILES: tuple[str, ...] = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile")
 FILES += ("make.py", "setup.py", "pyproject.toml", "requirements.lock", "environment.yml")
-FOLDERS = ("minillm", "kernels", "data", "docs")
+FILES += ("Dockerfile", ".dockerignore")
+FOLDERS = ("minillm", "kernels", "data", "docs", "binder")
 LEFT_OUT = ("__pycache__", ".ipynb_checkpoints", ".DS_Store")
-INSTRUCTORS = ("docs/mistakes.md", "docs/talking_points.md", "data/checkpoints")  # the last are for tests
+INSTRUCTORS = ("docs/mistakes.md", "docs/talking_points.md", "docs/instructors.md", "docs/grading.md")
+FOR_TESTS = ("data/checkpoints",)
+_LINK = re.compile(r"(?<!!)\[([^\]\[]+)\]\(([^)\s#:]+)(#[^)\s]*)?\)")  # [text](path#section), not of another site
 
 
 def export(folder: Path, root: Path = ROOT) -> list[str]:
@@ -37,7 +41,7 @@ def export(folder: Path, root: Path = ROOT) -> list[str]:
     for name in FILES:
         if (root / name).exists():
             shutil.copy2(root / name, folder / name)
-    hidden = {root / name for name in INSTRUCTORS}
+    hidden = {root / name for name in (*INSTRUCTORS, *FOR_TESTS)}
 
     def left_out(parent: str, names: list[str]) -> set[str]:
         return {name for name in names if name in LEFT_OUT or Path(parent) / name in hidden}
@@ -54,4 +58,14 @@ def export(folder: Path, root: Path = ROOT) -> list[str]:
     for path in lessons:
         shutil.copy2(path, folder / "notebooks" / path.name)
     shutil.copytree(root / "notebooks" / "clean", folder / "notebooks" / "clean", ignore=left_out)
+    for page in [*folder.glob("*.md"), *(folder / "docs").glob("*.md"), *(folder / "data").glob("*.md")]:
+        page.write_text(_for_learners(page), encoding="utf-8")
     return sorted(each.name for each in folder.iterdir())
+
+
+def _for_learners(page: Path) -> str:
+    """A page's text without paragraphs for instructors, and without links to what the copy lacks."""
+    text = page.read_text(encoding="utf-8")
+    if page.name == "README.md":
+        text = "\n\n".join(each for each in text.split("\n\n") if "docs/instructors.md" not in each)
+    return _LINK.sub(lambda link: link[0] if (page.parent / link[2]).exists() else link[1], text)

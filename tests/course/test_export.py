@@ -2,6 +2,7 @@
 
 import csv
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,13 +25,23 @@ def test_the_copy_has_no_solution_source_test_or_mistake(copy):
     paths = {path.relative_to(copy).as_posix() for path in copy.rglob("*")}
     names = {part for path in paths for part in path.split("/")}
     assert not names & {"solutions", "source", "tests", "mutants", "list_mistakes.py", "__pycache__"}
-    assert not names & {"mistakes.md", "talking_points.md"}
+    assert not names & {"mistakes.md", "talking_points.md", "instructors.md", "grading.md"}
     solved = "*The instructor's version: every exercise is solved.*"
     assert not [path for path in copy.rglob("*.ipynb") if solved in path.read_text("utf-8")]
     lessons = [f"{source.stem}.ipynb" for source in build.sources([])]
     assert {f"notebooks/{name}" for name in lessons} | {f"notebooks/clean/{name}" for name in lessons} <= paths
     assert {"Makefile", "pyproject.toml", "requirements.lock", "minillm/cli/__init__.py"} <= paths
     assert (copy / "minillm" / "kernels").is_dir() and (copy / "minillm" / "data" / "tiny-gemma").is_dir()
+
+
+def test_the_copys_pages_speak_of_nothing_that_it_lacks(copy):
+    pages = [page for page in copy.rglob("*.md") if "minillm/data" not in page.as_posix()]
+    assert len(pages) > 5
+    for page in pages:
+        for target in re.findall(r"\]\(([^)\s#:]+)(?:#[^)\s]*)?\)", page.read_text("utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    readme = (copy / "README.md").read_text("utf-8")
+    assert "notebooks/solutions" not in readme and "](docs/extending.md)" in readme and "If you teach" not in readme
 
 
 def test_a_lesson_runs_and_notebooks_are_graded_in_the_copy(copy, tmp_path):
