@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from minillm.course.export import export
+from minillm.course.export import FOLDERS, export
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = """
@@ -70,7 +70,7 @@ def test_the_doctor_says_so_and_notebooks_are_graded(without_links):
 
 def test_a_learners_copy_of_it_has_links(tmp_path):
     root, copy = tmp_path / "root", tmp_path / "copy"
-    for name in ("minillm", "kernels", "data", "docs", "notebooks/clean"):
+    for name in (*FOLDERS, "notebooks/clean"):
         (root / name).mkdir(parents=True)
     for name in ("Makefile", "notebooks/00_start.ipynb", "kernels/one.py", "data/two.txt"):
         (root / name).touch()
