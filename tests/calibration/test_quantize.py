@@ -36,11 +36,15 @@ def run(*words):
     return CliRunner().invoke(app, ["quantize", *map(str, words)])
 
 
+def held_out_rows(rows):
+    """Token ids [rows, 256] of text that no calibration reads."""
+    tokenizer = Tokenizer.from_pretrained(EMBEDDED)
+    return calibration_rows(tokenizer, load_text(), rows, 256, seed=5, bos=tokenizer.bos_token_id)
+
+
 @pytest.fixture(scope="module")
 def held_out():
-    """Token ids [8, 256] of text that no calibration reads."""
-    tokenizer = Tokenizer.from_pretrained(EMBEDDED)
-    return calibration_rows(tokenizer, load_text(), 8, 256, seed=5, bos=tokenizer.bos_token_id)
+    return held_out_rows(8)
 
 
 def log_probabilities(model, ids):
@@ -373,10 +377,12 @@ def test_each_method_saves_its_format_and_the_engine_runs_it(method, format, hel
     assert done["bytes"] < 0.6 * done["dense_bytes"]
 
 
-def test_gptq_and_awq_diverge_less_than_rounding_to_the_nearest(held_out, tmp_path):
-    found = {}
+def test_gptq_and_awq_diverge_less_than_rounding_to_the_nearest(tmp_path):
+    """On enough text that another processor's order of sums cannot reverse it. With two seeds, gptq's divergence was
+    0.58 and 0.65 of int4's, and awq's 0.69 and 0.75."""
+    found, held_out = {}, held_out_rows(32)
     for name in ("int4", "gptq", "awq"):
-        quantize(None, MethodRecipe.of(Method(name)), tmp_path / name, rows=16)
+        quantize(None, MethodRecipe.of(Method(name)), tmp_path / name, rows=32)
         found[name] = divergence(tmp_path / name, held_out)
     assert found["gptq"] < 0.9 * found["int4"] and found["awq"] < found["int4"], found
 

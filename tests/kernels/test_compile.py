@@ -19,7 +19,7 @@ def compiled(tmp_path_factory) -> list[dict]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))  # an empty cache forces compilation
     script = [sys.executable, ROOT / "tools" / "compile_kernels.py", *CAPABILITIES]
-    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 

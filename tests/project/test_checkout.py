@@ -40,7 +40,7 @@ judge.close()
 
 
 def outputs(folder: Path, code: str = CODE) -> list[str]:
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

@@ -122,7 +122,7 @@ def test_other_requests_are_served_while_a_large_body_is_checked(engine, monkeyp
 
     async def everything():
         monkeypatch.setattr(BodyReader, "parse", checked)
-        async with worker_here(engine) as (port, _), httpx.AsyncClient(timeout=60) as client:
+        async with worker_here(engine) as (port, _), httpx.AsyncClient(timeout=600) as client:
             url = f"http://127.0.0.1:{port}/v1/completions"
             large = asyncio.create_task(client.post(url, json=LARGE))
             others = asyncio.create_task(client.post(url, json=LARGE | {"stop": 5}))
@@ -147,7 +147,7 @@ def test_the_total_memory_of_bodies_is_bounded_and_released(engine, monkeypatch)
     async def everything():
         monkeypatch.setattr(BodyReader, "__init__", begun)
         monkeypatch.setattr(limits, "MAX_HELD", len(json.dumps(LARGE)))
-        async with worker_here(engine) as (port, _), httpx.AsyncClient(timeout=60) as client:
+        async with worker_here(engine) as (port, _), httpx.AsyncClient(timeout=600) as client:
             url = f"http://127.0.0.1:{port}/v1/completions"
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             content = json.dumps(LARGE).encode()
@@ -185,7 +185,7 @@ def test_a_rejected_body_is_freed_at_once(engine, monkeypatch):
 
     async def everything():
         monkeypatch.setattr(BodyReader, "parse", checked)
-        async with worker_here(engine) as (port, _), httpx.AsyncClient(timeout=60) as client:
+        async with worker_here(engine) as (port, _), httpx.AsyncClient(timeout=600) as client:
             for body in (BODY | {"stop": 5}, LARGE | {"stop": 5}, BODY | {"prompt": [10**9]}, BODY):
                 await client.post(f"http://127.0.0.1:{port}/v1/completions", json=body)
             assert [each() for each in kept] == [None] * 6

@@ -155,7 +155,7 @@ def test_the_body_of_an_already_answered_request_has_a_deadline_too(engine):
 @pytest.mark.parametrize("stream", [False, True])
 def test_no_deadline_runs_while_a_response_is_generated(engine, made, stream):
     async def everything():
-        async with worker_here(engine) as (port, hub), httpx.AsyncClient(timeout=60) as client:
+        async with worker_here(engine) as (port, hub), httpx.AsyncClient(timeout=600) as client:
             body = BODY | {"stream": stream}
             asked = asyncio.create_task(client.post(f"http://127.0.0.1:{port}/v1/completions", json=body))
             await async_wait_until(lambda: hub.running)

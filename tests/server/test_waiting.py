@@ -76,7 +76,7 @@ def statuses(server, seconds_each: float | None, monkeypatch, **body: object) ->
     )
 
     async def everything(resume) -> tuple[int, list[httpx.Response]]:
-        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=600) as client:
             taken, refused = [], []
             for count in range(1, 6):
                 one = asyncio.create_task(client.post("/v1/completions", json=BODY | body))
@@ -116,7 +116,7 @@ def test_without_a_pace_only_the_queue_is_bounded(narrow, monkeypatch):
 
 def test_the_pace_counts_what_ended_while_others_waited(narrow):
     async def everything() -> None:
-        async with httpx.AsyncClient(base_url=narrow.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=narrow.url, timeout=600) as client:
             done = 0
             while done < 3 * FEWEST:  # the last ones of each round end without a queue, which forgets the pace
                 answers = await asyncio.gather(*(client.post("/v1/completions", json=BODY) for _ in range(4)))
