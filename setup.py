@@ -1,9 +1,14 @@
-"""Packs kernels/ and data/ also where git has made no symbolic links: there, minillm/kernels and minillm/data are text.
+"""What pyproject.toml cannot say.
 
-Everything else is in pyproject.toml.
+* kernels/ and data/ are packed also where git has made no symbolic links: there, minillm/kernels and minillm/data are
+  text.
+* A wheel's project URLs are those of the public repository that the checkout was cloned from, if there is one: a fork
+  or a class's copy names itself.
 """
 
+import re
 import shutil
+import subprocess
 from glob import glob
 from pathlib import Path
 
@@ -33,4 +38,24 @@ def found(patterns: list[str]) -> set[str]:
     return {name for name in names if (ROOT / name).is_file()}
 
 
-setup(cmdclass={"build_py": WithoutLinks})
+def project_urls() -> dict[str, str]:
+    """The repository's pages, from git's `origin`: `https://HOST/PATH`, `git@HOST:PATH` or `ssh://git@HOST/PATH`."""
+    command = ["git", "remote", "get-url", "origin"]
+    if not (ROOT / ".git").exists():  # git would look in the folders above
+        return {}
+    try:
+        origin = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):  # no git, or not cloned
+        return {}
+    if not (
+        found := re.fullmatch(r"(?:https://|ssh://git@|git@)([\w-]+(?:\.[\w-]+)+)[:/]([\w./-]+?)(?:\.git)?/?", origin)
+    ):
+        return {}  # a folder, or an address that has a password in it
+    page = f"https://{found[1]}/{found[2]}"
+    if found[1] != "github.com":  # other hosts' pages have other addresses
+        return {"Repository": page}
+    files = {"Documentation": "README.md", "Changelog": "CHANGELOG.md"}
+    return {"Repository": page} | {name: f"{page}/blob/HEAD/{file}" for name, file in files.items()}
+
+
+setup(cmdclass={"build_py": WithoutLinks}, project_urls=project_urls())

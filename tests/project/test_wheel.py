@@ -1,5 +1,6 @@
 """The wheel contains the whole engine, including kernels and the embedded model."""
 
+import email
 import os
 import shutil
 import subprocess
@@ -22,7 +23,7 @@ def run(*command, folder: Path) -> str:
     return done.stdout
 
 
-def built(folder: Path, links: bool = True) -> Path:
+def built(folder: Path, links: bool = True, origin: str | None = None) -> Path:
     """A wheel, built from a copy, so that no build folder in the checkout is created or reused."""
     copy = folder / "checkout"
     compiled = shutil.ignore_patterns("__pycache__")  # other processes may be writing these
@@ -33,6 +34,8 @@ def built(folder: Path, links: bool = True) -> Path:
     for name in () if links else ("kernels", "data"):  # as git checks them out where it makes no links
         (copy / "minillm" / name).unlink()
         (copy / "minillm" / name).write_text(f"../{name}")
+    for words in [("init", "--quiet"), ("remote", "add", "origin", origin)] if origin else ():
+        run("git", *words, folder=copy)
     build = ("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, copy)
     run(sys.executable, *PIP, *build, folder=folder)
     (wheel,) = folder.glob("*.whl")
@@ -78,13 +81,23 @@ def test_the_wheel_contains_kernels_model_and_license_but_no_scripts(wheel):
     assert not [name for name in names if not name.startswith(("minillm/", "minillm-"))]
 
 
+def urls(wheel: Path) -> list[str]:
+    with zipfile.ZipFile(wheel) as packed:
+        (name,) = [each for each in packed.namelist() if each.endswith(".dist-info/METADATA")]
+        return email.message_from_bytes(packed.read(name)).get_all("Project-URL") or []
+
+
 def test_a_checkout_without_symbolic_links_builds_the_same_wheel(wheel, tmp_path):
     def files(path: Path) -> dict[str, int]:
         return {
             each.filename: each.CRC for each in zipfile.ZipFile(path).infolist() if "dist-info" not in each.filename
         }
 
-    assert files(built(tmp_path, links=False)) == files(wheel)
+    without_links = built(tmp_path, links=False, origin="git@github.com:ada/course.git")
+    assert files(without_links) == files(wheel)
+    page = "https://github.com/ada/course"
+    pages = {f"Documentation, {page}/blob/HEAD/README.md", f"Changelog, {page}/blob/HEAD/CHANGELOG.md"}
+    assert set(urls(without_links)) == {f"Repository, {page}", *pages} and urls(wheel) == []
 
 
 def test_llm_finds_its_model_from_any_folder(elsewhere, tmp_path):
