@@ -55,13 +55,19 @@ def grade(
 @course_app.command()
 def export(
     folder: Annotated[Path, typer.Argument(help="The folder to write; it must be new or empty.")],
+    repository: Annotated[
+        str | None,
+        typer.Option(help="https://github.com/OWNER/NAME, where you will publish the copy: lessons get Colab badges."),
+    ] = None,
+    branch: Annotated[str, typer.Option(help="The branch of that repository.")] = "main",
 ) -> None:
     """Write a copy of the project for learners: without solutions, lessons' sources and tests.
 
     minillm course export ../for_learners
     """
     with friendly_errors():
-        from minillm.course import export
+        from minillm.course import colab, export
 
-        names = export.export(folder)
+        published = colab.Repository.at(repository, branch) if repository else None
+        names = export.export(folder, repository=published)
         print(f"{folder}: {', '.join(names)}")

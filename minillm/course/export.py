@@ -1,6 +1,6 @@
 """A learners' copy of the project: the package, its data and the notebooks, without solutions, sources and tests.
 
-    minillm course export ../for_learners
+    minillm course export ../for_learners --repository https://github.com/OWNER/NAME
 
 In the copy, `make lab`, `make demo`, the notebooks, their checkers and `minillm` work as they do here.
 """
@@ -9,6 +9,9 @@ import re
 import shutil
 from pathlib import Path
 
+import nbformat
+
+from minillm.course.colab import Repository
 from minillm.errors import ConfigError
 from minillm.folders import LINKS
 
@@ -23,9 +26,11 @@ FOR_TESTS = ("data/checkpoints",)
 _LINK = re.compile(r"(?<!!)\[([^\]\[]+)\]\(([^)\s#:]+)(#[^)\s]*)?\)")  # [text](path#section), not of another site
 
 
-def export(folder: Path, root: Path = ROOT) -> list[str]:
+def export(folder: Path, root: Path = ROOT, repository: Repository | None = None) -> list[str]:
     """Write the copy into `folder`, which must be new or empty, and return the names at its top.
 
+    repository: where the copy will be published. Its README and its notebooks without outputs then open in Colab, and
+    the README in Binder.
     Raises ConfigError if it is not empty, if it is inside the project's own folders, or if the package was installed
     without the rest of the project.
     """
@@ -60,7 +65,22 @@ def export(folder: Path, root: Path = ROOT) -> list[str]:
     shutil.copytree(root / "notebooks" / "clean", folder / "notebooks" / "clean", ignore=left_out)
     for page in [*folder.glob("*.md"), *(folder / "docs").glob("*.md"), *(folder / "data").glob("*.md")]:
         page.write_text(_for_learners(page), encoding="utf-8")
+    if repository is not None:
+        _publish(folder, repository)
     return sorted(each.name for each in folder.iterdir())
+
+
+def _publish(folder: Path, repository: Repository) -> None:
+    """Add what opens the copy's lessons in Colab and Binder."""
+    lessons = sorted((folder / "notebooks" / "clean").glob("[0-9][0-9]_*.ipynb"))
+    for path in lessons:
+        notebook = nbformat.read(path, as_version=4)
+        repository.prepare(notebook, path.name)
+        nbformat.write(notebook, path)
+    readme = folder / "README.md"
+    title, _, text = readme.read_text(encoding="utf-8").partition("\n")
+    badges = f"{repository.colab_badge(lessons[0].name)} {repository.binder_badge()}"
+    readme.write_text(f"{title}\n\n{badges}\n{text}", encoding="utf-8")
 
 
 def _for_learners(page: Path) -> str:
