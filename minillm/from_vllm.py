@@ -93,6 +93,7 @@ SAMPLING: dict[str, tuple[tuple, str]] = {
 # The rendered text begins with its own beginning-of-text token.
 RENDER = "render the conversation, encode it with add_special_tokens=False, and give the token ids to generate"
 GENERATE: dict[str, tuple[tuple, str]] = {
+    "prompt_token_ids": ((None,), 'give prompts={"prompt_token_ids": ids}, or a list of those'),
     "lora_request": ((None,), "merge the adapter into the weights first"),
     "priority": ((None,), "make LLM(policy='priority'), and give options=[RequestOptions(priority=...), ...]"),
     "tokenization_kwargs": ((None,), "tokenize yourself, and give token ids"),
@@ -101,6 +102,18 @@ GENERATE: dict[str, tuple[tuple, str]] = {
     "continue_final_message": ((None, False), RENDER),
     "tools": ((None, []), "put the tools into a message, and use json_schema for the answer"),
     "chat_template_kwargs": ((None, {}), RENDER),
+    "chat_template_content_format": ((None, "auto", "string", "openai"), "contents in parts are joined as text"),
+    "mm_processor_kwargs": ((None, {}), "models read text only"),
+    "reasoning_effort": ((None,), RENDER),
+}
+# Members of a prompt.
+PROMPT: dict[str, tuple[tuple, str]] = {
+    **dict.fromkeys(
+        ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"), ((None, {}), "models read text only")
+    ),
+    "cache_salt": ((None,), "give options=RequestOptions(cache_salt=...)"),
+    "prompt_embeds": ((None,), "give text or token ids"),
+    **dict.fromkeys(("encoder_prompt", "decoder_prompt"), ((None,), "there are decoders only")),
 }
 
 RENDERED = "render it, /tokenize the text with add_special_tokens false, and send the token ids to /v1/completions"
@@ -250,8 +263,14 @@ def asked(params: Any, progress: bool, given: Mapping[str, Any]) -> tuple[Any, b
 
 def prompt(given: Mapping[str, Any]) -> Any:
     """A prompt as vLLM's dictionaries have it: {"prompt": text} or {"prompt_token_ids": ids}. Raises InvalidRequest."""
-    found = {name: value for name, value in given.items() if value is not None}
+    found = {name: value for name, value in without(given, PROMPT, InvalidRequest).items() if value is not None}
     if not found or found.keys() - {"prompt", "prompt_token_ids"}:
         ways = 'a string, token ids, {"prompt": text} or {"prompt_token_ids": ids}'
         raise InvalidRequest(f"a prompt must be {ways}, not {shown(given)}")
-    return found.get("prompt_token_ids", found.get("prompt"))
+    ids = found.get("prompt_token_ids")
+    if isinstance(ids, str):  # perhaps of a chat template, and encoding it would begin it twice
+        raise InvalidRequest(
+            f"prompt_token_ids must be token ids, not {shown(ids)}: encode the text, with add_special_tokens=False if "
+            "a chat template has made it"
+        )
+    return found.get("prompt") if ids is None else ids

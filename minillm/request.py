@@ -177,8 +177,9 @@ class SamplingParams:
             raise InvalidRequest(
                 f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens}): raise max_tokens"
             )
-        if not isinstance(self.ignore_eos, bool):
+        if not isinstance(self.ignore_eos, (bool, np.bool_)):
             raise _refusal("ignore_eos must be True or False", self.ignore_eos)
+        object.__setattr__(self, "ignore_eos", bool(self.ignore_eos))
 
     def _check_stops(self) -> None:
         strings = (self.stop,) if isinstance(self.stop, str) else as_tuple(self.stop)

@@ -16,14 +16,16 @@ _quotes.maxstring = _quotes.maxlong = _quotes.maxother = QUOTED
 
 
 def as_int(value: object) -> int | None:
-    """A whole number of Python's or numpy's; None for anything else, booleans included."""
+    """A whole number of Python's, numpy's or torch's; None for anything else, booleans included."""
     if type(value) is int:
         return value
+    value = _single(value)
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
 
 
 def as_float(value: object) -> float | None:
-    """A finite number of Python's or numpy's; None for anything else, booleans and what no float holds included."""
+    """A finite number of Python's, numpy's or torch's; None for anything else: booleans, what no float holds."""
+    value = _single(value)
     if not isinstance(value, Real) or isinstance(value, bool):
         return None
     try:
@@ -31,6 +33,11 @@ def as_float(value: object) -> float | None:
     except OverflowError:
         return None
     return number if math.isfinite(number) else None
+
+
+def _single(value: object) -> Any:
+    """The number in an array or a tensor without dimensions; anything else as it is."""
+    return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
 
 
 def as_tuple(value: object) -> tuple | None:

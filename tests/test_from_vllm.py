@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from minillm import LLM, SamplingParams, from_vllm
 from minillm.cli import from_vllm as commands
@@ -243,7 +244,7 @@ def test_a_message_may_come_in_parts_of_text(llm):
 
 
 def test_the_page_names_every_option():
-    for table in (from_vllm.ENGINE, from_vllm.SAMPLING, from_vllm.GENERATE):
+    for table in (from_vllm.ENGINE, from_vllm.SAMPLING, from_vllm.GENERATE, from_vllm.PROMPT):
         for name, (nothing, instead) in table.items():
             values = "any value" if nothing == (from_vllm.ANY,) else ", ".join(f"`{x!r}`" for x in nothing if x != ())
             assert f"| `{name}` | {values} | {instead or 'has no effect here'} |" in PAGE, name
@@ -257,3 +258,47 @@ def test_the_page_names_every_option():
     for names in from_vllm.ATTRIBUTES.values():
         for name, instead in names.items():
             assert f"`{name}`" in PAGE and instead in PAGE, name
+
+
+def test_numbers_and_token_ids_may_be_torchs(llm):
+    params = SamplingParams(max_tokens=torch.tensor(3), temperature=np.array(0.0), ignore_eos=np.True_)
+    assert params == SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+    assert (type(params.max_tokens), type(params.temperature), type(params.ignore_eos)) == (int, float, bool)
+    assert SamplingParams(stop_token_ids=torch.tensor([3, 4])).stop_token_ids == (3, 4)
+    for wrong in (torch.tensor(3.0), torch.tensor([3]), torch.tensor(True)):
+        with pytest.raises(InvalidRequest, match="max_tokens must be a whole number from 1, not tensor"):
+            SamplingParams(max_tokens=wrong)
+    ids = llm.tokenizer.encode("The river")
+    wanted = llm.generate(ids, params)[0].token_ids
+    tensor = torch.tensor(ids)
+    for given in (tensor, tensor[None], list(tensor), {"prompt_token_ids": tensor}, np.array(ids), tuple(ids)):
+        (done,) = llm.generate(given, params)
+        assert done.prompt_token_ids == ids and done.token_ids == wanted
+
+
+def test_a_table_is_no_list_of_prompts(llm):
+    class Table(list):
+        columns = ("prompt",)
+
+    with pytest.raises(InvalidRequest, match=re.escape("one column of a table, as table['prompt'], not Table")):
+        llm.generate(Table(["prompt"]))
+
+
+def test_members_of_a_prompt_that_are_missing_say_what_to_do_instead(llm):
+    for name, (nothing, instead) in from_vllm.PROMPT.items():
+        for value in nothing:
+            assert from_vllm.prompt({"prompt": "a", name: value}) == "a"
+        with pytest.raises(InvalidRequest, match=f"{name}=.*: minillm has no such option; {re.escape(instead)}"):
+            llm.generate({"prompt": "a", name: {"image": 1}})
+    with pytest.raises(InvalidRequest, match="prompt_token_ids must be token ids, not '<bos>a'.*add_special_tokens"):
+        llm.generate({"prompt_token_ids": "<bos>a"})
+
+
+def test_old_and_positional_arguments_say_what_to_do_instead(llm):
+    with pytest.raises(InvalidRequest, match="prompt_token_ids=.*: minillm has no such option; give prompts="):
+        llm.generate(prompt_token_ids=[[2, 5]], sampling_params=SamplingParams())
+    with pytest.raises(InvalidRequest, match="prompts must be a string"):
+        llm.generate()
+    for call, prompt in ((llm.generate, "a"), (llm.chat, [{"role": "user", "content": "a"}])):
+        with pytest.raises(InvalidRequest, match="give the progress bar by name, as use_tqdm=False"):
+            call(prompt, SamplingParams(), False)

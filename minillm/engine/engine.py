@@ -464,7 +464,7 @@ class Engine:
             prompt = self.tokenizer.encode(prompt)
         vocab = self.model_config.vocab_size
         try:
-            ids = np.array(prompt)
+            ids = np.asarray(prompt)
         except (TypeError, ValueError, OverflowError):
             ids = np.array(0.5)
         buffer = isinstance(prompt, (bytes, bytearray, memoryview))  # numpy would read its bytes as token ids

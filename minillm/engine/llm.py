@@ -4,14 +4,12 @@ from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
-import numpy as np
-
 from minillm import from_vllm
 from minillm.config import EngineOptions
 from minillm.errors import EngineClosed, InvalidRequest
 from minillm.request import Completion, Prompt, RequestOptions, SamplingParams
 from minillm.tokenizer import Tokenizer
-from minillm.values import as_tuple, shown
+from minillm.values import as_int, as_tuple, shown
 
 from .engine import Engine, Tracked
 
@@ -42,7 +40,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         options: RequestOptions | Sequence[RequestOptions] | None = None,
         *,
@@ -165,6 +163,8 @@ def _one_each(given: Asked | Sequence[Asked] | None, kind: type[Asked], count: i
     """One for each of `count` prompts. Raises InvalidRequest."""
     if given is None or isinstance(given, kind):
         return [given] * count
+    if isinstance(given, bool):  # vLLM's third argument
+        raise InvalidRequest(f"the third argument is options: give the progress bar by name, as use_tqdm={given}")
     each = as_tuple(given)
     if each is None:
         raise InvalidRequest(f"{kind.__name__}(...) or a list of them was expected, not {shown(given)}")
@@ -173,16 +173,18 @@ def _one_each(given: Asked | Sequence[Asked] | None, kind: type[Asked], count: i
     return each
 
 
-def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def as_prompts(prompts: Prompt | Sequence[Prompt] | None) -> list[Prompt]:
     """One prompt or several -> a list of prompts. Raises InvalidRequest for what is neither text nor a list."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, Mapping):
         return [from_vllm.prompt(prompts)]
+    if hasattr(prompts, "columns"):  # iterating over a table gives the names of its columns
+        raise InvalidRequest(f"prompts must be one column of a table, as table['prompt'], not {type(prompts).__name__}")
     several = None if prompts is None or isinstance(prompts, Set) else as_tuple(prompts)  # a set has no order
     if several is None:
         raise InvalidRequest(f"prompts must be a string, a list of token ids, or a list of those, not {shown(prompts)}")
-    if several and isinstance(several[0], (int, np.integer)):
+    if several and (isinstance(several[0], int) or as_int(several[0]) is not None):
         return [several]
     return [from_vllm.prompt(each) if isinstance(each, Mapping) else each for each in several]
 
