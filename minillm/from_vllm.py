@@ -63,6 +63,22 @@ ENGINE: dict[str, tuple[tuple, str]] = {
     "num_scheduler_steps": ((ANY,), ""),
     "preemption_mode": ((ANY,), ""),
     "use_v2_block_manager": ((ANY,), ""),
+    "convert": ((None, "auto", "none"), "there are generating models only"),
+    "pooler_config": ((None,), "there are generating models only"),
+    "chat_template": ((None,), "put the template into the model's tokenizer_config.json"),
+    "kv_cache_memory_bytes": ((None,), "use num_blocks, or gpu_memory_utilization"),
+    "cudagraph_capture_sizes": ((None,), "`minillm build` chooses them"),
+    "attention_config": ((None, {}), "there is one backend for a CPU, and one for a GPU"),
+    "profiler_config": ((None, {}), "give trace=FILE, or use torch.profiler around generate"),
+    "mm_processor_kwargs": ((None, {}), "models read text only"),
+    "enable_prompt_embeds": ((None, False), "give text or token ids"),
+    "enable_expert_parallel": ((None, False), "an engine uses one GPU, and there are no models of experts"),
+    "disable_sliding_window": ((None, False), "windows are those of the model's config.json"),
+    "calculate_kv_scales": ((ANY,), ""),  # each token and head has a scale of its own
+    "allowed_local_media_path": ((ANY,), ""),
+    "max_cpu_loras": ((ANY,), ""),
+    "max_parallel_loading_workers": ((ANY,), ""),
+    "optimization_level": ((ANY,), ""),
 }
 # vLLM's values of options that both have.
 VALUES: dict[str, dict[Any, Any]] = {
@@ -89,6 +105,11 @@ SAMPLING: dict[str, tuple[tuple, str]] = {
     "logits_processors": ((None, [], ()), "use logit_bias, or replace the sampler with minillm.using"),
     "output_kind": ((ANY,), ""),
     "extra_args": ((None, {}), "leave it out"),
+    "length_penalty": ((None, 1, 1.0), "use n and pick the best choice yourself"),
+    "early_stopping": ((None, False), "use n and pick the best choice yourself"),
+    "flat_logprobs": ((None, False), "logprobs has a dictionary for each token"),
+    "skip_reading_prefix_cache": ((None, False), "give options=RequestOptions(use_prefix_cache=False)"),
+    "thinking_token_budget": ((None,), "use max_tokens"),
 }
 # The rendered text begins with its own beginning-of-text token.
 RENDER = "render the conversation, encode it with add_special_tokens=False, and give the token ids to generate"
@@ -174,6 +195,13 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "llm_engine": "it is llm.engine",
         "reset_prefix_cache": "RequestOptions(use_prefix_cache=False) neither reads nor fills it",
         "set_tokenizer": "give it as LLM(tokenizer=...)",
+        "from_engine_args": "give the options to LLM",
+        "shutdown": "use close()",
+    },
+    "AsyncLLM": {
+        "from_engine_args": "give the options to AsyncLLM",
+        "shutdown": "use close()",
+        "get_tokenizer": "it is the attribute tokenizer",
     },
     "Completion": {
         "num_cached_tokens": "`minillm serve` counts the prefix cache's hits at /metrics",
@@ -199,6 +227,16 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "PoolingParams": "there are generating models only",
     },
 }
+
+
+class Missing:
+    """A name that is looked up in the class itself, where `__getattr__` does not count."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, found: object, owner: type) -> Any:
+        raise missing(owner.__name__, self.name)
 
 
 def missing(owner: str, name: str) -> AttributeError:

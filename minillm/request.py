@@ -6,7 +6,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import FrozenInstanceError, InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -143,6 +143,7 @@ class SamplingParams:
     grammar: tuple[str, str] | None = field(default=None, init=False, repr=False, compare=False)
 
     if not TYPE_CHECKING:  # a checker would take it to have every attribute
+        from_optional = from_vllm.Missing()
 
         def __getattr__(self, name):
             raise from_vllm.missing("SamplingParams", name)
@@ -279,6 +280,11 @@ def _translated(init: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
+def _refuse_change(self: SamplingParams, name: str, value: Any = None) -> None:
+    raise FrozenInstanceError(f"{name} cannot change: make others, as dataclasses.replace(params, {name}=...)")
+
+
+setattr(SamplingParams, "__setattr__", _refuse_change)  # noqa: B010  # a frozen dataclass's does not say what to do
 setattr(SamplingParams, "__init__", _translated(SamplingParams.__init__))  # noqa: B010  # mypy: it is a dataclass's
 
 

@@ -166,12 +166,20 @@ def test_without_a_seed_engines_differ_and_with_one_they_do_not():
 
 def test_a_missing_attribute_or_name_says_what_to_do_instead(llm):
     done = llm.generate("The river", SamplingParams(max_tokens=2))[0]
-    for owner, found in (("LLM", llm), ("Completion", done), ("SamplingParams", SamplingParams())):
+    opened = AsyncLLM(engine=llm)
+    opened.close()
+    owners = {"LLM": llm, "AsyncLLM": opened, "Completion": done, "SamplingParams": SamplingParams()}
+    for owner, found in owners.items():
         for name, instead in from_vllm.ATTRIBUTES[owner].items():
             with pytest.raises(AttributeError, match=re.escape(f"{owner} has no attribute {name!r}: {instead}")):
                 getattr(found, name)
         with pytest.raises(AttributeError, match=f"{owner} has no attribute 'other'$"):
             _ = found.other
+    for kind, name in ((LLM, "from_engine_args"), (AsyncLLM, "from_engine_args"), (SamplingParams, "from_optional")):
+        with pytest.raises(
+            AttributeError, match=f"{kind.__name__} has no attribute '{name}': (give|leave out) the options"
+        ):
+            getattr(kind, name)
     for name, instead in from_vllm.ATTRIBUTES["minillm"].items():
         with pytest.raises(ImportError, match=re.escape(f"minillm has no {name}: {instead}")):
             exec(f"from minillm import {name}")
@@ -302,3 +310,10 @@ def test_old_and_positional_arguments_say_what_to_do_instead(llm):
     for call, prompt in ((llm.generate, "a"), (llm.chat, [{"role": "user", "content": "a"}])):
         with pytest.raises(InvalidRequest, match="give the progress bar by name, as use_tqdm=False"):
             call(prompt, SamplingParams(), False)
+
+
+def test_parameters_that_someone_changes_say_what_to_do_instead():
+    params = SamplingParams()
+    with pytest.raises(dataclasses.FrozenInstanceError, match=re.escape("dataclasses.replace(params, max_tokens=...)")):
+        params.max_tokens = 5
+    assert params == SamplingParams() and pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == params

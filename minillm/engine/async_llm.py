@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 from minillm import from_vllm
 from minillm.config import DeviceConfig, EngineOptions
@@ -241,6 +241,12 @@ class AsyncLLM:
                 self._snapshots.append(snapshot)
             self._commands.append(command)
             self._wake.notify()
+
+    if not TYPE_CHECKING:  # a checker would take it to have every attribute
+        from_engine_args = from_vllm.Missing()
+
+        def __getattr__(self, name):
+            raise from_vllm.missing("AsyncLLM", name)
 
     # ---- in the engine's thread
 

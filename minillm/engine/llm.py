@@ -145,6 +145,7 @@ class LLM:
         return self._engine
 
     if not TYPE_CHECKING:  # a checker would take it to have every attribute
+        from_engine_args = from_vllm.Missing()
 
         def __getattr__(self, name):
             raise from_vllm.missing("LLM", name)
