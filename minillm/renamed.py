@@ -9,6 +9,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from . import from_vllm
+
 MODULES = {
     "minillm.async_engine": "minillm.engine.async_llm",
     "minillm.batch": "minillm.model.batch",
@@ -41,6 +43,8 @@ class _Finder(MetaPathFinder, Loader):
         self._specs: dict[str, ModuleSpec | None] = {}
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if instead := from_vllm.MODULES.get(name.removeprefix("minillm.")) if name.startswith("minillm.") else None:
+            raise ModuleNotFoundError(f"minillm has no module {name}: {instead}", name=name)
         return ModuleSpec(name, self) if name in MODULES else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:

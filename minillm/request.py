@@ -304,7 +304,7 @@ class Completion:
     scheduled_time: float | None = None  # when the engine first gave it a row
     first_token_time: float | None = None
     finish_time: float | None = None
-    prompt: str | None = None  # set by `LLM.generate` if it was text
+    prompt: str | None = None  # set by `LLM.generate` if it was text, and by `LLM.chat`: what the template made
     index: int = 0  # its number among the choices of its prompt
     others: list["Completion"] = field(default_factory=list, repr=False)  # the first of n has the other choices
 

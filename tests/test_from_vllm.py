@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import dataclasses
+import importlib
 import inspect
 import json
 import pickle
@@ -317,3 +318,21 @@ def test_parameters_that_someone_changes_say_what_to_do_instead():
     with pytest.raises(dataclasses.FrozenInstanceError, match=re.escape("dataclasses.replace(params, max_tokens=...)")):
         params.max_tokens = 5
     assert params == SamplingParams() and pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == params
+
+
+def test_a_module_that_is_missing_says_what_to_do_instead():
+    for name, instead in from_vllm.MODULES.items():
+        with pytest.raises(ModuleNotFoundError, match=re.escape(f"minillm has no module minillm.{name}: {instead}")):
+            importlib.import_module(f"minillm.{name}")
+    with pytest.raises(ModuleNotFoundError, match="No module named 'minillm.other'"):
+        importlib.import_module("minillm.other")
+
+
+def test_a_chats_prompt_is_what_the_template_made(llm):
+    message = {"role": "user", "content": "Who are you?"}
+    first, second = llm.chat([[message], [message | {"content": "a"}]], SamplingParams(n=2, max_tokens=2))
+    text = llm.get_tokenizer().apply_chat_template([message])
+    assert [each.prompt for each in first.outputs] == [text, text] and second.prompt == text.replace(
+        "Who are you?", "a"
+    )
+    assert first.prompt_token_ids == llm.get_tokenizer().encode(text, add_special_tokens=False)
