@@ -170,6 +170,7 @@ def test_a_missing_attribute_or_name_says_what_to_do_instead(llm):
     opened = AsyncLLM(engine=llm)
     opened.close()
     owners = {"LLM": llm, "AsyncLLM": opened, "Completion": done, "SamplingParams": SamplingParams()}
+    owners["Tokenizer"] = llm.get_tokenizer()
     for owner, found in owners.items():
         for name, instead in from_vllm.ATTRIBUTES[owner].items():
             with pytest.raises(AttributeError, match=re.escape(f"{owner} has no attribute {name!r}: {instead}")):
@@ -336,3 +337,8 @@ def test_a_chats_prompt_is_what_the_template_made(llm):
         "Who are you?", "a"
     )
     assert first.prompt_token_ids == llm.get_tokenizer().encode(text, add_special_tokens=False)
+
+
+def test_a_tokenizer_that_is_called_says_what_to_do_instead(llm):
+    with pytest.raises(TokenizerError, match=r"use encode\(text\)"):
+        llm.get_tokenizer()("The river", return_tensors="pt")
