@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 app = typer.Typer(
     name="minillm",
+    cls=from_vllm.Group,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

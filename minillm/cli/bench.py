@@ -9,7 +9,7 @@ import typer
 from minillm.config import EngineOptions
 from minillm.errors import ConfigError
 
-from .from_vllm import BenchServe
+from .from_vllm import BenchServe, Group
 from .options import JsonPath, Model, friendly_errors, with_engine_options
 
 # The defaults of options that can be repeated.
@@ -19,7 +19,7 @@ BATCHES = [1, 8, 64, 256]
 PROMPTS = [400, 1600]
 URLS = ["http://127.0.0.1:8000"]
 
-bench_app = typer.Typer(help="Measure the engine on the project's workloads.", no_args_is_help=True)
+bench_app = typer.Typer(cls=Group, help="Measure the engine on the project's workloads.", no_args_is_help=True)
 
 
 def _counts(option: str, text: str) -> list[int]:

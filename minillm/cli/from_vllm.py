@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from minillm.from_vllm import ANY, ENGINE
 
@@ -27,6 +27,23 @@ SERVE: Missing = {
     "ssl-certfile": ((), "let a proxy end TLS"),
     "root-path": (("",), "let a proxy rewrite paths"),
     "disable-frontend-multiprocessing": ((ANY, True), ""),
+    "enable-log-outputs": ((False,), "--log-format json has a line for each request, without its text"),
+    "max-log-len": ((ANY,), ""),
+    "disable-uvicorn-access-log": ((ANY, True), ""),
+    "log-config-file": ((), "use --log-level and --log-format"),
+    "config": ((), "give the options on the command line"),
+    "uds": ((), "use --host and --port"),
+    "headless": ((False,), "an engine runs on one machine"),
+    "middleware": ((), "let a proxy do it"),
+    "allow-credentials": ((False,), "let a proxy add CORS headers for browsers on other origins"),
+    "allowed-methods": ((), "let a proxy add CORS headers for browsers on other origins"),
+    "allowed-headers": ((), "let a proxy add CORS headers for browsers on other origins"),
+    "lora-modules": ((), "merge the adapter into the weights first"),
+    "chat-template-content-format": (("auto", "string", "openai"), "contents in parts are joined as text"),
+    "return-tokens-as-token-ids": ((False,), "requests have return_token_ids"),
+    "enable-request-id-headers": ((ANY, True), ""),  # each response has the header
+    "enable-prompt-tokens-details": ((False,), "the prefix cache's hits are at /metrics"),
+    "enable-server-load-tracking": ((False,), "the numbers of requests are at /metrics"),
 }
 SERVE_NAMES = {
     "api-server-count": "workers",
@@ -48,7 +65,13 @@ BENCH: Missing = {
     "random-range-ratio": (("0", "0.0"), "--input-len and --output-len are exact"),
     "burstiness": (("1", "1.0"), "--rate has Poisson arrivals"),
     "goodput": ((), "use --slo ttft=0.5,itl=0.05,e2e=10, in seconds"),
-    "save-result": ((), "use --json FILE"),
+    "save-result": ((False,), "use --json FILE"),
+    "save-detailed": ((False,), "use --json FILE"),
+    "append-result": ((False,), "use --json FILE, another one each time"),
+    "label": ((ANY,), ""),
+    "metadata": ((), "use --json FILE, whose record has all settings"),
+    "profile": ((False,), "use torch.profiler around LLM.generate"),
+    "ready-check-timeout-sec": ((ANY,), ""),
     "result-dir": ((), "use --json FILE"),
     "tokenizer": ((ANY,), ""),  # the server makes prompts of exact lengths
     "percentile-metrics": ((ANY,), ""),
@@ -68,9 +91,23 @@ BENCH_NAMES = {
     "served-model-name": "model",
     "result-filename": "json",
 }
+# Commands of vLLM's, and what to do instead.
+COMMANDS = {
+    "chat": "`minillm generate --chat` answers one prompt, and the server's page at / any number",
+    "complete": "use `minillm generate`",
+    "run-batch": "send the requests to `minillm serve`, or give all prompts to LLM.generate",
+    "collect-env": "use `minillm doctor`",
+    "throughput": "use `minillm bench offline`",
+    "latency": "use `minillm bench offline --workload single`",
+    "startup": "`minillm serve --log-level info` says when it serves",
+    "sweep": "use `minillm bench serve --sweep`",
+}
+COUNTS = ("max-model-len", "max-num-batched-tokens")
+UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 # Options of engines that are flags, although any value is accepted from Python.
 FLAGS = {
     "async-scheduling",
+    "calculate-kv-scales",
     "disable-cascade-attn",
     "disable-custom-all-reduce",
     "disable-log-stats",
@@ -97,7 +134,11 @@ def translated(args: Sequence[str], known: set[str], missing: Missing, names: Ma
         negated = option.startswith("no-") and option.removeprefix("no-") in missing
         option = option.removeprefix("no-") if negated else option
         long = given.startswith("--") or given in ("-tp", "-pp", "-dp")
-        if not long or given in known:
+        if argument.startswith("-O") and "-O" not in known:
+            print(f"minillm: {argument} has no effect here", file=sys.stderr)
+        elif option in COUNTS and long:
+            yield f"--{option}={_count(value if equals else next(left, ''))}"
+        elif not long or given in known:
             yield argument
         elif f"--{option}" in known or option not in missing:
             yield f"--{option}{equals}{value}"
@@ -109,6 +150,25 @@ def translated(args: Sequence[str], known: set[str], missing: Missing, names: Ma
                 reason = f"minillm has no such option; {instead}"
                 raise typer.BadParameter(reason, param_hint=f"{given}={asked}" if not flag else given)
             print(f"minillm: {given} has no effect here", file=sys.stderr)
+
+
+def _count(text: str) -> str:
+    """A number as vLLM's options take it: "8k" is 8000, "8K" is 8192."""
+    number, unit = text[:-1], text[-1:]
+    try:
+        return str(int(float(number) * UNITS[unit]))
+    except (KeyError, ValueError, OverflowError):
+        return "-1" if text == "auto" else text
+
+
+class Group(TyperGroup):
+    """A group of commands that knows vLLM's too."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        found = super().get_command(ctx, cmd_name)
+        if found is None and cmd_name in COMMANDS:
+            raise typer.BadParameter(f"minillm has no such command; {COMMANDS[cmd_name]}", param_hint=cmd_name)
+        return found
 
 
 class _Command(TyperCommand):

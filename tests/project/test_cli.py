@@ -272,11 +272,13 @@ def translate(text: str, command: type = from_vllm.Serve) -> str:
 @pytest.mark.parametrize(
     ("given", "ours"),
     [
-        ("DIR --max_model_len 64 -m x", "DIR --max-model-len 64 -m x"),
-        ("DIR --max-model-len -1", "DIR --max-model-len -1"),
+        ("DIR --max_model_len 64 -m x", "DIR --max-model-len=64 -m x"),
+        ("DIR --max-model-len -1", "DIR --max-model-len=-1"),
         ("DIR --tensor-parallel-size 1 -tp 1 -pp=1 --swap-space 4", "DIR"),
         ("--trust-remote-code DIR --disable-log-requests --enable_chunked_prefill", "DIR"),
-        ("DIR --no-enable-lora --no-enable-log-requests", "DIR"),
+        ("DIR --no-enable-lora --no-enable-log-requests -O3 --calculate-kv-scales", "DIR"),
+        ("DIR --max-model-len 8k --max_model_len=1.5K", "DIR --max-model-len=8000 --max-model-len=1536"),
+        ("DIR --max-model-len auto --max-model-len 9x", "DIR --max-model-len=-1 --max-model-len=9x"),
         ("DIR --api-server-count 4 --scheduling-policy=priority", "DIR --workers 4 --policy=priority"),
         ("DIR --other_option 1 -- --tensor-parallel-size 2", "DIR --other-option 1 -- --tensor-parallel-size 2"),
     ],
@@ -307,3 +309,12 @@ def test_bench_serve_takes_vllms_names():
     for command, option, reason in (("bench serve", "--goodput", "use --slo"), ("serve", "--ssl-keyfile", "end TLS")):
         result = run(*command.split(), option, "x", "--help")
         assert result.exit_code == 2 and reason in result.stderr, "refused before anything else is read"
+    with pytest.raises(typer.BadParameter, match="no such option; use --json FILE"):
+        translate("--save-result --num-prompts 8", from_vllm.BenchServe)
+
+
+def test_commands_of_vllm_say_what_to_do_instead():
+    for name, instead in from_vllm.COMMANDS.items():
+        measures = name in ("throughput", "latency", "startup", "sweep")
+        result = run(*(["bench"] if measures else []), name, "--model", "x")
+        assert result.exit_code == 2 and f"no such command; {instead}" in " ".join(result.stderr.split())
