@@ -167,6 +167,13 @@ FIELDS: dict[str, tuple[tuple, str]] = {
     "request_id": ((), "send it as the header x-request-id"),
     "kv_transfer_params": ((), "an engine keeps its own cache"),
     "vllm_xargs": (({},), "leave it out"),
+    "early_stopping": ((False,), "use n and pick the best choice yourself"),
+    "include_reasoning": ((True, False), "read the answer's text yourself"),
+    "thinking_token_budget": ((), "use max_tokens"),
+    "chat_template_content_format": (("auto", "string"), "contents in parts are joined as text"),
+    "prompt_embeds": ((), "send text or token ids"),
+    "detokenize": ((True,), "use return_token_ids"),
+    "guided_whitespace_pattern": ((), "leave it out"),
 }
 # vLLM's modules, which are imported by name.
 EVERYTHING = "everything is in minillm itself, as `from minillm import LLM, SamplingParams`"
@@ -193,8 +200,15 @@ PATHS = {
         ("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank"),
         "there are generating models only",
     ),
-    "/v1/load_lora_adapter": "merge the adapter into the weights first",
-    "/v1/audio/transcriptions": "models read text only",
+    **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), "merge the adapter into the weights first"),
+    **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations"), "models read text only"),
+    "/generate": "use /v1/completions",
+    "/load": "the numbers of requests are at /metrics",
+    "/server_info": "the model's limits are at /v1/models",
+    "/tokenizer_info": "read the model's tokenizer_config.json",
+    "/reset_prefix_cache": "use_prefix_cache false in a request neither reads nor fills it",
+    **dict.fromkeys(("/sleep", "/wake_up", "/is_sleeping"), "stop the server, and start it again"),
+    **dict.fromkeys(("/start_profile", "/stop_profile"), "start the server with --trace FILE"),
 }
 RENDERING = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
 

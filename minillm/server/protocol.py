@@ -44,9 +44,10 @@ _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 # Fields of OpenAI's and vLLM's APIs that this server lacks: the values that ask for nothing, which some clients always
 # send, and what to do instead of any other.
 UNSUPPORTED: dict[str, tuple[tuple, str]] = from_vllm.FIELDS | {"add_special_tokens": ((True,), "send token ids")}
+TOOLS = "put the tools into a message, and use response_format for the answer"
 UNSUPPORTED_IN_CHATS: dict[str, tuple[tuple, str]] = from_vllm.FIELDS | {
-    "tools": (([],), ""),
-    "tool_choice": (("none", "auto"), ""),
+    "tools": (([],), TOOLS),
+    "tool_choice": (("none", "auto"), TOOLS),
     "parallel_tool_calls": ((True, False), ""),
     "functions": (([],), ""),
     "function_call": (("none", "auto"), ""),
@@ -196,6 +197,9 @@ def checked_messages(content: dict) -> dict:
             reason = f"has {len(role):,} characters, but at most {MAX_ROLE} are allowed"
             raise APIError(f"messages.{i}.role {reason}", param="messages")
         for j, part in enumerate(parts if isinstance(parts, list) else ()):
+            if isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind != "text":
+                message = f"messages.{i}.content.{j} is of type {shown(kind)}, but models read text only"
+                raise APIError(message, param="messages")
             check_members(f"messages.{i}.content.{j}", part, ContentPart)
     return content
 

@@ -71,3 +71,14 @@ def test_a_path_that_is_missing_says_what_to_do_instead(http):
         answer = http.post(path, json={})
         assert answer.status_code == 404 and answer.json()["error"]["message"].endswith(f"; {instead}")
     assert http.get("/other").json()["error"]["message"] == "GET /other: Not Found"
+
+
+def test_pictures_and_tools_are_refused_with_the_reason(http):
+    parts = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}]
+    answer = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": parts}]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "messages.0.content.1 is of type 'image_url', but models read text only"
+    body = BODIES["/v1/chat/completions"] | {"tools": [{"type": "function"}]}
+    assert (
+        "use response_format for the answer" in http.post("/v1/chat/completions", json=body).json()["error"]["message"]
+    )
