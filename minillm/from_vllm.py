@@ -268,6 +268,9 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         ),
         "BeamSearchParams": "use SamplingParams(n=...) and pick the best choice yourself",
         "PoolingParams": "there are generating models only",
+        "RequestOutputKind": "AsyncLLM.stream gives what is new, and AsyncLLM.generate the whole",
+        "Logprob": "log-probabilities are {id: number}",
+        "LoRARequest": "merge the adapter into the weights first",
     },
 }
 

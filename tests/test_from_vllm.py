@@ -152,6 +152,9 @@ def test_a_stream_takes_vllms_names(llm):
         try:
             with pytest.raises(InvalidRequest, match="lora_request=.* merge the adapter"):
                 await engine.generate("The river", lora_request=object())
+            with pytest.raises(InvalidRequest, match=r"async for delta in engine\.stream\(prompt, params\)"):
+                async for _ in engine.generate("The river", sampling_params=params):
+                    raise AssertionError("nothing to iterate over")
             texts = [delta.text async for delta in engine.stream("The river", sampling_params=params)]
             return ["".join(texts), (await engine.generate("The river", sampling_params=params)).text]
         finally:

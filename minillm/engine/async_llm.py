@@ -8,11 +8,11 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Unpack
 
 from minillm import from_vllm
 from minillm.config import DeviceConfig, EngineOptions
@@ -125,17 +125,20 @@ class AsyncLLM:
             if not finished:
                 self.abort(prepared)
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
         request_id: str | None = None,
         options: RequestOptions | None = None,
         **vllm: Any,
-    ) -> Completion:
-        """The whole completion; arguments as those of `stream`."""
+    ) -> Coroutine[Any, Any, Completion]:
+        """The whole completion, to be awaited; arguments as those of `stream`."""
+        return _Whole(self._whole(self.stream(prompt, params, request_id, options, **vllm)))
+
+    async def _whole(self, stream: AsyncIterator[Delta]) -> Completion:
         completion: Completion | None = None
-        async for delta in self.stream(prompt, params, request_id, options, **vllm):
+        async for delta in stream:
             completion = delta.completion
         assert completion is not None, "the last delta of a stream has the completion"
         return completion
@@ -356,6 +359,32 @@ class AsyncLLM:
             outbox, self._outbox = self._outbox, {}
         for mailbox, items in outbox.items():
             mailbox.deliver(items)
+
+
+class _Whole(Coroutine[Any, Any, Completion]):
+    """A coroutine that says what to do instead of iterating over it, as over vLLM's `AsyncLLM.generate`."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Completion]):
+        self._coroutine = coroutine
+
+    def send(self, value: Any) -> Any:
+        return self._coroutine.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._coroutine.throw(*error)
+
+    def close(self) -> None:
+        self._coroutine.close()
+
+    def __await__(self) -> Generator[Any, Any, Completion]:
+        return self._coroutine.__await__()
+
+    def __aiter__(self) -> NoReturn:
+        self.close()
+        raise InvalidRequest(
+            "generate gives the whole completion, as `await engine.generate(...)`; for its text as it comes, write "
+            "`async for delta in engine.stream(prompt, params)`"
+        )
 
 
 class _LoopMailbox:
