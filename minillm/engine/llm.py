@@ -116,11 +116,9 @@ class LLM:
             raise InvalidRequest(f"messages must be a list of {MESSAGE}, not {shown(messages)}")
         if isinstance(conversations[0], Mapping):
             conversations = (conversations,)
-        rendered = [chat_text(self.tokenizer, conversation) for conversation in conversations]
-        assert self.tokenizer is not None, "it has rendered"
-        prompts = [self.tokenizer.encode(text, add_special_tokens=False) for text in rendered]
-        done = self.generate(prompts, params, options, progress=progress)
-        for first, text in zip(done, rendered, strict=True):
+        prompts = [rendered_chat(self.tokenizer, conversation) for conversation in conversations]
+        done = self.generate([ids for _, ids in prompts], params, options, progress=progress)
+        for first, (text, _) in zip(done, prompts, strict=True):
             for each in first.outputs:
                 each.prompt = text
         return done
@@ -198,13 +196,11 @@ def as_prompts(prompts: Prompt | Sequence[Prompt] | None) -> list[Prompt]:
 
 def chat_prompt(tokenizer: Tokenizer | None, messages: Sequence[Mapping[str, str]]) -> list[int]:
     """A conversation's token ids, ending where the model's turn begins. Raises InvalidRequest."""
-    text = chat_text(tokenizer, messages)
-    assert tokenizer is not None, "it has rendered"
-    return tokenizer.encode(text, add_special_tokens=False)
+    return rendered_chat(tokenizer, messages)[1]
 
 
-def chat_text(tokenizer: Tokenizer | None, messages: Sequence[Mapping[str, str]]) -> str:
-    """The same as text, with the special tokens that its template writes. Raises InvalidRequest."""
+def rendered_chat(tokenizer: Tokenizer | None, messages: Sequence[Mapping[str, str]]) -> tuple[str, list[int]]:
+    """What the template makes of a conversation, special tokens included, and its token ids. Raises InvalidRequest."""
     if tokenizer is None:
         raise InvalidRequest("chat needs a tokenizer with a chat template, and this model has no tokenizer files")
     conversation = as_tuple(messages)
@@ -213,7 +209,8 @@ def chat_text(tokenizer: Tokenizer | None, messages: Sequence[Mapping[str, str]]
     for i, message in enumerate(conversation):
         if not isinstance(message, Mapping):
             raise InvalidRequest(f"messages[{i}] must be {MESSAGE}, not {shown(message)}")
-    return tokenizer.apply_chat_template([_message(i, each) for i, each in enumerate(conversation)])
+    rendered = tokenizer.apply_chat_template([_message(i, each) for i, each in enumerate(conversation)])
+    return rendered, tokenizer.encode(rendered, add_special_tokens=False)
 
 
 def _message(place: int, given: Mapping[str, Any]) -> dict[str, Any]:
