@@ -1,5 +1,10 @@
 """Compare a learner's prediction with the floor and the measurement."""
 
+import math
+from numbers import Real
+
+_compared: dict[str, tuple[float, float, str]] = {}  # what: predicted, measured, unit
+
 
 def compare(
     what: str,
@@ -17,7 +22,13 @@ def compare(
     if unit.endswith("/s") and most is None:
         floor, most = None, floor
     words = [f"{what}:"]
-    words.append("no prediction," if prediction is None else f"predicted {_with_unit(prediction, unit)},")
+    if prediction is None:
+        words.append("no prediction,")
+    elif isinstance(prediction, Real):
+        words.append(f"predicted {_with_unit(prediction, unit)},")
+        _compared[what] = (float(prediction), measured, unit)
+    else:
+        words.append(f"predicted {prediction!r} (write a number, without the unit),")
     if floor is not None:
         words.append(f"floor {_with_unit(floor, unit)},")
     if most is not None:
@@ -28,6 +39,25 @@ def compare(
     if most:
         words.append(f"({measured / most:.0%} of what is possible)")
     print(" ".join(words))
+
+
+def look_back() -> str:
+    """Every prediction that was compared in this process, the farthest off first: one line each.  Lesson 99."""
+    if not _compared:
+        return "no prediction to look back on: write your own into the cells that ask for one"
+    width = max(map(len, _compared))
+    lines = [f"{'':{width}}{'predicted':>11}{'measured':>11}"]
+    for what, (predicted, measured, unit) in sorted(_compared.items(), key=lambda each: -_factor(*each[1][:2])):
+        off = _factor(predicted, measured)
+        said = f"{off:.1f} times too {'much' if predicted > measured else 'little'}" if off < math.inf else ""
+        said = "as measured" if off < 1.05 else said
+        lines.append(f"{what:{width}}{_short(predicted):>11}{_short(measured):>11}  {unit}: {said}".rstrip(" :"))
+    return "\n".join(lines)
+
+
+def _factor(predicted: float, measured: float) -> float:
+    """How many times as large one of them is as the other."""
+    return max(predicted / measured, measured / predicted) if predicted > 0 < measured else math.inf
 
 
 def _with_unit(value: float, unit: str) -> str:

@@ -87,7 +87,8 @@ def parts_table(workload: str) -> str:
     """Where the time of a workload went, and the least each part needs: Gemma 2B in bf16 on an H200."""
     row = next(each for each in records.read(PARTS)["results"] if each["workload"].startswith(workload))
     steps, seconds = row["steps"], row["seconds"]
-    lines = [f"{row['requests']:,} requests, {steps:,} steps; ms a step", f"{'':20}{'least':>8}{'took':>8}{'lost':>8}"]
+    counted = f"{row['requests']:,} request{'s' if row['requests'] > 1 else ''}"
+    lines = [f"{counted}, {steps:,} steps; ms a step", f"{'':20}{'least':>8}{'took':>8}{'lost':>8}"]
     for part, share in row["shares"].items():
         took, least = 1e3 * share * seconds / steps, 1e3 * row["floor_seconds"].get(part, 0.0) / steps
         lines.append(f"{part:<20}{least:8.2f}{took:8.2f}{took - least:8.2f}")
@@ -103,9 +104,10 @@ def print_card(
     cost: Mapping[str, Mapping[int, float]],
 ) -> None:
     """kl: nats a token. size: GB. cost: dollars for a million output tokens."""
-    print("Right answers and KL: tiny-gemma. GB, tokens/s and $: Gemma 2B's shape on one NVIDIA H200, as recorded.\n")
+    print("Right answers and KL: tiny-gemma. GB, tokens/s and $: Gemma 2B's shape on one NVIDIA H200, as recorded.")
     few, many = min(next(iter(speed.values()))), max(next(iter(speed.values())))
-    heads = f"{'right':>7}{'points lost (95%)':>23}{'KL':>8}{'GB':>6}{'tokens/s with':>18}{'$ a million with':>19}"
+    print(f"{few:,} and {many:,}: requests at once. Tokens are output tokens.\n")
+    heads = f"{'right':>7}{'points lost (95%)':>23}{'KL':>8}{'GB':>6}{'tokens/s with':>18}{'$/million with':>19}"
     print(f"{'':5}{heads}\n{'':49}{few:>9,}{many:>9,}{few:>10,}{many:>9,}")
     for name, (right, loss) in quality.items():
         first = name == next(iter(quality))
@@ -115,3 +117,17 @@ def print_card(
             f"{name:5}{right:7.1%}{lost:>23}{away:>8}{size[name]:6.2f}{speed[name][few]:9,.0f}{speed[name][many]:9,.0f}"
             f"{cost[name][few]:10.2f}{cost[name][many]:9.4f}"
         )
+
+
+def cheapest_table(cost: Mapping[str, Mapping[int, float]], choices: Mapping[int, str | None]) -> str:
+    """For each number of requests at once, dollars for a million output tokens, and the cheapest precision.
+
+    choices: {requests at once: what the learner chose}.
+    """
+    lines = [f"{'at once':>7}" + "".join(f"{name:>9}" for name in cost)]
+    for count in sorted(next(iter(cost.values()))):
+        cheapest = min(cost, key=lambda name: cost[name][count])
+        prices = "".join(f"{cost[name][count]:9.{4 if count > 16 else 3}f}" for name in cost)
+        chosen = f"; you chose {choices[count] or 'none'}" if count in choices else ""
+        lines.append(f"{count:7,}{prices}  {cheapest} is cheapest{chosen}")
+    return "\n".join(lines)

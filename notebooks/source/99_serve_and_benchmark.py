@@ -41,6 +41,7 @@ from minillm.course import (
     earlier,
     full,
     knee,
+    look_back,
     report_card,
     serving,
     tier,
@@ -51,12 +52,12 @@ from minillm.server import running
 # %% [markdown]
 # ## Choose and predict · 4 min
 #
-# The lesson ends with a report card: at what precision should you serve Gemma 2B on an H200? Choose before you
-# measure, and predict the card. This is enough to compute or estimate it:
+# The lesson ends with a report card: at what precision should you serve Gemma 2B on an H200, to one user or to 3,000?
+# Choose before you measure, and predict the card. This is enough to compute or estimate it:
 #
 # * **Memory.** Gemma 2B has 2.5 billion weights, of 2 bytes each in bf16. A fifth of them are the embedding table,
-#   which is also the output head. On the card, fp8 takes 1 byte for each weight. int4 takes half a byte, a scale for
-#   every 128 weights, and 1 byte in the head.
+#   which is also the output head. On the card, fp8 takes 1 byte for each weight. int4 takes half a byte, a 2-byte scale
+#   for every 128 weights, and 1 byte in the head.
 # * **Time.** For one request, every token needs all weights once. An H200 reads about 4.2 TB/s (measured): the size of
 #   the weights, divided by that, is a floor for the time between two tokens (lesson 00). With thousands of requests, a
 #   step reads the weights once for all of them, and arithmetic sets the floor: two operations for each weight and
@@ -67,7 +68,8 @@ from minillm.server import running
 #   it generates them.
 
 # %% tags=["exercise"]
-choice = "fp8"  # PREDICT: the precision to serve in: "bf16", "fp8", or "int4"
+choice_one = "int4"  # PREDICT: the cheapest precision for one user: "bf16", "fp8", or "int4"
+choice_many = "fp8"  # PREDICT: the cheapest for 3,000 requests at once
 guess_gigabytes = 1.5  # PREDICT: GB of Gemma 2B's weights in int4
 guess_floor_ms = 0.36  # PREDICT: the least ms between two tokens, 1 request, int4
 guess_points = 1.0  # PREDICT: points of accuracy that int4 loses (of 100)
@@ -435,8 +437,8 @@ print(serving.recorded_patterns())
 
 # %% [markdown]
 # The engine is equally close to its floor in all four, and yet output tokens per second differ by a factor of eight.
-# (With silo, the keys and values of long answers are read in every step, so fewer tokens fit into a second than with
-# liso, prompts included.) A number of tokens per second says little unless it comes with the lengths.
+# (Counting prompts too, silo computes half as many tokens a second as liso: every step reads the keys and values of
+# long answers.) A number of tokens per second says little unless it comes with the lengths.
 #
 # ## What a closed loop does not show · 18 min
 #
@@ -495,9 +497,9 @@ describe(
 # time, whatever is still running, and counts latency from when the request was *due*. (`minillm bench serve --rate 20`
 # draws a schedule itself; `--trace conversation` replays a recorded one.)
 #
-# The closed loop found about the highest rate that the server reaches. Now requests arrive for one second each at about
-# half that rate, at nine tenths of it, and at twice the rate. (`FULL=1` tries eight rates, with at least 100 requests
-# at each.)
+# The closed loop found about the highest rate that the server reaches. Now requests arrive for about one second at each
+# of three rates: half of that, nine tenths of it, and twice as many. (`FULL=1` tries eight rates, with at least 100
+# requests at each.)
 #
 # **Predict.** At twice the rate, what does the typical user wait for the first token?
 
@@ -512,7 +514,7 @@ shares = (0.3, 0.5, 0.7, 0.9, 1.0, 1.1, 1.5, 2.0) if full() else (0.5, 0.9, 2.0)
 
 
 def how_many(rate: float) -> int:
-    return max(100, math.ceil(2 * rate)) if full() else math.ceil(rate)
+    return max(100, math.ceil(2 * rate)) if full() else max(20, math.ceil(rate))
 
 
 opened = knee.opened(server.url, schedule, shares, limit, how_many, **CHAT)
@@ -546,7 +548,8 @@ describe(
 #   "most at once" with the rows of the batch: all other requests are waiting in the queue.
 # * **Nine tenths and half:** bursts come and go. At nine tenths some requests may wait for a row, but the queue empties
 #   again. If it keeps growing, nine tenths is already too much: the server completes fewer requests per second than in
-#   the closed loop. Perhaps another program has slowed it down.
+#   the closed loop. Perhaps another program has slowed it down. (With fewer than 100 requests, p99 is simply the
+#   longest wait.)
 # * **Closed loop:** in the table under *How many at once?*, its TTFT with a full batch may well be *longer* than here
 #   at nine tenths, although no request ever waits for a row. The picture shows why: clients move in groups. All
 #   answers have 16 tokens, so requests that start in the same step also end in the same step, and their clients send
@@ -555,9 +558,9 @@ describe(
 #
 # ### The knee
 #
-# A hundred requests show that a queue grows, but not where it begins to. So here is a larger run of the same experiment
-# from a committed record: the embedded model with 16 rows on two CPU cores, 400 requests at each of ten rates, medians
-# of five rounds. The picture adds this machine's points, which are rough.
+# One second of load shows that a queue grows, but not where it begins to. So here is a larger run of the same
+# experiment from a committed record: the embedded model with 16 rows on two CPU cores, 400 requests at each of ten
+# rates, medians of five rounds. The picture adds this machine's points, which are rough.
 
 # %%
 recorded = records.read("cpu/open-loop")
@@ -567,8 +570,8 @@ print(knee.table(recorded["results"]))
 draw.knee(recorded["results"], opened)
 describe(
     "Left, the time to the first token against the rate of arrivals, on a logarithmic axis. In the record it rises "
-    "slowly up to about the closed loop's rate, then climbs steeply: the knee. Right, the time between tokens: it "
-    "rises up to that rate, and then falls a little."
+    "slowly up to nine tenths of the closed loop's rate, then climbs steeply (the knee), and more slowly again well "
+    "past that rate. Right, the time between tokens: it rises up to that rate, and then falls a little."
 )
 
 # %% [markdown]
@@ -576,12 +579,13 @@ describe(
 #
 # * **Up to nine tenths, load makes everything a bit slower.** At a higher rate more requests are in the batch at the
 #   same time, and a step with more rows takes longer: the time between tokens doubles. So does the typical TTFT, from
-#   16 to 31 ms. No request waits for long, and the server completes whatever arrives.
+#   16 to 31 ms. A burst may wait for a row, but the queue empties again: the server completes whatever arrives.
 # * **From the full rate on, requests wait.** All rows are in use. A step cannot take more requests, so the time between
 #   tokens no longer grows, and all other requests are in the queue: the typical TTFT is 141 ms at the closed loop's
-#   rate (the middle of five rounds, from 26 to 410 ms: right at the limit, chance decides whether a queue forms), 406
-#   at 125%, and almost a second at twice the rate. (The time between tokens even falls a little. A long queue refills
-#   several rows in the same step, as in the closed loop, so fewer steps run prompts.)
+#   rate (the middle of five rounds, from 26 to 410 ms; requests arrive in the same pattern in each: right at the limit,
+#   a server that is a few percent slower or faster decides whether a queue forms), 406 at 125%, and almost a second at
+#   twice the rate. (The time between tokens even falls a little. A long queue refills several rows in the same step, as
+#   in the closed loop, so fewer steps run prompts.)
 #
 # In between lies the **knee**. Why does it come before the server is overloaded? Because arrivals are random. A burst
 # makes a queue. A lull leaves rows empty, and what they could have computed is lost. The closer the rate is to the
@@ -618,7 +622,7 @@ for each in opened:
 #
 # ## Serve with your own attention (optional) · 22 min
 #
-# You may skip the exercise of this section, but run its cells: the next section uses them.
+# You may skip the exercise of this section, but run its cells: *Everything you wrote, together* uses them.
 #
 # The server uses the same table of operations as everything else, so `using` works behind HTTP. Let us replace the
 # attention of the decode step, for the whole batch at once. Requests in a batch have different lengths. In one tensor,
@@ -718,88 +722,10 @@ print(f"the engine's own again: {ask(question) == before}")
 assert blinded != before, "attention took no part in the answer"
 
 # %% [markdown]
-# ## Everything you wrote, together · 7 min
-#
-# Until now your functions ran lesson by lesson. Now they serve together: the tokenizer's merges, the norm, the
-# attention of prompts, three kernels, the quantizer, the block pool, and the policy. Save your notebooks first.
-# `earlier.written()` reads those in this folder, takes what they define, and checks every part again. What is missing
-# or fails its check is left to the engine.
-
-# %%
-mine = earlier.written()
-for part, whose in mine.whose.items():
-    print(f"{part:<40}{whose}")
-
-# %% [markdown]
-# First the quantizer: it rounds the embedded model's matrices to 4 bits and saves the result (lesson 06). Two rows of
-# text are enough for a demonstration. (The file is not four times as small: the embedding keeps its 16 bits. In memory,
-# on a CPU, this model has 32 bits a weight.)
-
-# %%
-quantized = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "tiny-gemma-int4"
-with using(**mine.quantizer) as used:
-    report = quantize(None, MethodRecipe.of(Method("gptq")), quantized, rows=2)
-print(f"{report['dense_bytes']:,} bytes -> {report['bytes']:,}")
-print("rounded by your quantizer:", used.calls.get("gptq", 0) > 0)
-
-# %% [markdown]
-# Then a server for this model. Three users ask it at the same time, first with the engine's own parts, then with yours.
-
-# %%
-parts = {"decode_attention": decode_attention} if right else {}
-parts |= mine.parts  # lesson 04's kernel, if it is there, replaces exercise 4's attention
-QUESTIONS = ("Who are you?", "What is 3 plus 4?", question)
-
-
-def tokens_from(server) -> list[list[int]]:
-    """The token ids of the answers to QUESTIONS, asked at the same time."""
-
-    def ids(question: str) -> list[int]:
-        messages = [{"role": "user", "content": question}]
-        options = {"max_tokens": 40 if full() else 8, "temperature": 0}
-        extra = {"return_token_ids": True}
-        answer = client_of(server).chat.completions.create(
-            model=server.model, messages=messages, extra_body=extra, **options
-        )
-        return answer.choices[0].token_ids
-
-    with ThreadPoolExecutor(len(QUESTIONS)) as pool:
-        return list(pool.map(ids, QUESTIONS))
-
-
-small = stack.enter_context(LLM(quantized, device=here.device, num_blocks=256))
-together = stack.enter_context(running(small))
-begin = time.perf_counter()
-expected = tokens_from(together)
-middle = time.perf_counter()
-with using(**parts) as used:
-    found = tokens_from(together)
-end = time.perf_counter()
-print(
-    "yours that ran:", ", ".join(sorted(name for name, n in used.calls.items() if n)) or "none"
-)
-if parts:
-    print("the same tokens as with the engine's own parts:", found == expected)
-
-# %% tags=["nbval-ignore-output"] uncompared="times; and another machine may round a code differently"
-print(f"the engine's own {middle - begin:.2f} s, with yours {end - middle:.2f} s")
-for ids in found:
-    print(repr(small.tokenizer.decode(ids)))
-
-# %% [markdown]
-# Every part that the list calls yours took part, and the tokens are the same. (On a GPU, in bfloat16, two tokens that
-# are almost equally likely can swap, and an answer then differs from there on.) If parts of yours ran, it is slower,
-# for reasons that you can now name. On a CPU, Triton interprets your kernels in Python, one program after the other.
-# Your attention of prompts handles one request at a time. On a GPU kernels are compiled, but replaced operations run
-# without CUDA graphs, so Python launches each kernel of each step.
-#
-# The tokens do not depend on any of this. That is what made the engine possible to build in pieces: each part has a
-# specification, and everything that meets it can be exchanged.
-#
 # ## Compare with transformers (optional) · 8 min
 #
-# Is the engine fast? From here on, HTTP is not involved. The next cells measure engines one after the other, so nothing
-# else should run in this process.
+# Is the engine fast? HTTP is not involved in this section. Its cells measure engines one after the other, so nothing
+# else should run in this process: we close the server first.
 
 # %%
 stack.close()
@@ -933,6 +859,85 @@ print(
 # one with eight. A GPU that runs a large model pays nearly the full price for it (lesson 10), so there the throughput
 # gains more.
 #
+# ## Everything you wrote, together · 7 min
+#
+# Now the finale. Until now your functions ran lesson by lesson. Here they serve together: the tokenizer's merges, the
+# norm, the attention of prompts, three kernels, the quantizer, the block pool, and the policy. Save your notebooks
+# first. `earlier.written()` reads those in this folder, takes what they define, and checks every part again. What is
+# missing or fails its check is left to the engine.
+
+# %%
+mine = earlier.written()
+for part, whose in mine.whose.items():
+    print(f"{part:<40}{whose}")
+
+# %% [markdown]
+# First the quantizer: it rounds the embedded model's matrices to 4 bits and saves the result (lesson 06). Two rows of
+# text are enough for a demonstration. (The file is not four times as small: the embedding keeps its 16 bits. The 22.3
+# MB at the top of the lesson are the original in memory, where a CPU keeps 32 bits for each weight.)
+
+# %%
+quantized = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "tiny-gemma-int4"
+with using(**mine.quantizer) as used:
+    report = quantize(None, MethodRecipe.of(Method("gptq")), quantized, rows=2)
+print(f"{report['dense_bytes']:,} bytes -> {report['bytes']:,}")
+print("rounded by your quantizer:", used.calls.get("gptq", 0) > 0)
+
+# %% [markdown]
+# Then a server for this model. Three users ask it at the same time, first with the engine's own parts, then with yours.
+
+# %%
+parts = {"decode_attention": decode_attention} if right else {}
+parts |= mine.parts  # lesson 04's kernel, if it is there, replaces exercise 4's attention
+QUESTIONS = ("Who are you?", "What is 3 plus 4?", question)
+
+
+def tokens_from(server) -> list[list[int]]:
+    """The token ids of the answers to QUESTIONS, asked at the same time."""
+
+    def ids(question: str) -> list[int]:
+        messages = [{"role": "user", "content": question}]
+        options = {"max_tokens": 40 if full() else 8, "temperature": 0}
+        extra = {"return_token_ids": True}
+        answer = client_of(server).chat.completions.create(
+            model=server.model, messages=messages, extra_body=extra, **options
+        )
+        return answer.choices[0].token_ids
+
+    with ThreadPoolExecutor(len(QUESTIONS)) as pool:
+        return list(pool.map(ids, QUESTIONS))
+
+
+small = stack.enter_context(LLM(quantized, device=here.device, num_blocks=256))
+together = stack.enter_context(running(small))
+begin = time.perf_counter()
+expected = tokens_from(together)
+middle = time.perf_counter()
+with using(**parts) as used:
+    found = tokens_from(together)
+end = time.perf_counter()
+print(
+    "yours that ran:", ", ".join(sorted(name for name, n in used.calls.items() if n)) or "none"
+)
+if parts:
+    print("the same tokens as with the engine's own parts:", found == expected)
+
+# %% tags=["nbval-ignore-output"] uncompared="times; and another machine may round a code differently"
+print(f"the engine's own {middle - begin:.2f} s, with yours {end - middle:.2f} s")
+for ids in found:
+    print(repr(small.tokenizer.decode(ids)))
+stack.close()
+
+# %% [markdown]
+# If the list calls parts yours, they took part, and the tokens are the same. (On a GPU, in bfloat16, two tokens that
+# are almost equally likely can swap, and an answer then differs from there on.) If parts of yours ran, it is slower,
+# for reasons that you can now name. On a CPU, Triton interprets your kernels in Python, one program after the other.
+# Your attention of prompts handles one request at a time. On a GPU kernels are compiled, but replaced operations run
+# without CUDA graphs, so Python launches each kernel of each step.
+#
+# The tokens do not depend on any of this. That is what made the engine possible to build in pieces: each part has a
+# specification, and everything that meets it can be exchanged.
+#
 # ## One report card · 8 min
 #
 # Now check what you predicted at the beginning. No single model can fill in this card. Accuracy needs a trained
@@ -943,7 +948,7 @@ print(
 # on an H200, whose random weights would answer nothing.
 
 # %% tags=["terminal"]
-DOLLARS = 3.50  # for an hour of the GPU
+DOLLARS = 3.50  # for an hour of the GPU: an assumption; put in your provider's price
 card = report_card.PRECISIONS
 speed, size = report_card.speeds(card), report_card.gigabytes(card)
 cost = {
@@ -970,10 +975,9 @@ compare(
 )
 compare("int4 loses", unit="points", prediction=guess_points, measured=lost)
 compare("bf16 costs", unit="times as much as fp8", prediction=guess_fp8, measured=ratio)
-compare("one request costs", unit="times as much", prediction=guess_alone, measured=alone)
-for n in (1, 3000):
-    cheapest = min(cost, key=lambda name: cost[name][n])
-    print(f"the cheapest with {n:,} at once: {cheapest}; your choice: {choice or 'none'}")
+unit = "times as much as with 3,000"
+compare("a token with 1 request costs", unit=unit, prediction=guess_alone, measured=alone)
+print(report_card.cheapest_table(cost, {1: choice_one, 3000: choice_many}))
 
 # %% [markdown]
 # Read the card by column.
@@ -981,12 +985,14 @@ for n in (1, 3000):
 # * **Accuracy.** The interval is what the questions can tell. If it includes 0, they show neither loss nor gain: with
 #   few questions a rounded model may even answer more of them correctly, by luck. In the record, both intervals include
 #   0. KL divergence, which compares whole distributions, still tells the two apart: int4 is about ten times as far from
-#   the original as fp8 (lesson 08).
+#   the original as fp8 (lesson 08). The card's int4 rounds to the nearest; with GPTQ, your quantizer of lesson 06, the
+#   same record has 88.1% and a KL of 0.0025.
 # * **Memory.** What weights leave free goes to the cache, and so to more or longer requests (lessons 02 and 08).
 # * **Speed.** One request waits for weights to be read, so int4 is fastest. Thousands wait for arithmetic: there fp8 is
 #   fastest, since its products are computed in 8 bits, and int4 gains next to nothing, since its weights are turned
 #   back into 16 bits before they are multiplied. (fp8 is not twice as fast: attention and the other kernels take as
-#   long as before.)
+#   long as before.) In between, int4 loses its lead early: with 4 to 16 requests it costs about as much as fp8, and
+#   with 64 more than bf16, because unpacking takes longer than reading saves.
 # * **Cost.** The last two columns differ far more than any two rows do. A GPU that serves one request reads all
 #   weights for a single token; with 3,000 requests, it reads them once for all their tokens. Why is that 85 times as
 #   cheap, and not 3,000? A step takes 29 times as long (41 ms instead of 1.4), since arithmetic now sets the floor, and
@@ -995,7 +1001,9 @@ for n in (1, 3000):
 #   assumes a load: ask which one.
 #
 # So which one? For thousands of users, fp8: it is the cheapest there, and its loss is within what these questions can
-# resolve. For a single user, or where memory is short, int4. bf16 is the one to compare with.
+# resolve. For a single user, or where memory is short, int4. bf16 is the one to compare with. The card shows speed with
+# everything sent at once. What users would wait at each precision takes an open loop on the GPU:
+# `minillm bench serve --rate`.
 #
 # ## What is left · 5 min
 #
@@ -1011,10 +1019,11 @@ print("\n" + report_card.parts_table("single"))
 # In bf16 a token takes 0.2 ms more than its floor, in int4 0.3 ms. Much of that does not depend on the weights. The
 # second table shows it for bf16. Half is **attention**: a single request has few keys to read, so the time goes to
 # starting kernels, each of which keeps only a small part of the GPU busy. Most of the rest is in the **products**,
-# which do not reach the full bandwidth in every layer. (The head's loss is below 0: that one large matrix is read
-# slightly faster than the floor assumes, whose speed is a measurement too.) The two tables are two records: in the
-# first a token takes the whole answer's time, its prefill included, divided by its tokens. int4 adds the work of
-# unpacking, and of scales.
+# since small matrices are read more slowly. (In the record of kernels, torch reads a layer's two small matrices at 1.4
+# and 1.7 TB/s, and its two large ones at 3.2 and 3.9.) The head's loss is below 0: that one large matrix is read
+# slightly faster than the floor assumes, whose speed is a measurement too. int4 adds the work of unpacking, and of
+# scales. (Both tables divide the time of the whole answer, its prefill included, by its 256 tokens. They come from two
+# runs, hence 1.39 ms here and 1.42 there.)
 #
 # Now 3,000 requests, for which the floor of the products is arithmetic:
 
@@ -1022,11 +1031,13 @@ print("\n" + report_card.parts_table("single"))
 print(report_card.parts_table("chat"))
 
 # %% [markdown]
-# **Products** come first. The limit was measured with two square matrices of 8,192 rows; the model multiplies smaller
-# ones, which keep the GPU less busy. **Attention** loses little: it reads many keys, as it should. **Other kernels**
-# (norms, activations, rotations, writing keys and values) count as 0 in the floor, since one could imagine them as
-# part of the products; lesson 11 fuses some of them. The **head** writes 256,000 scores for each row, which sampling
-# reads again; the floor counts neither. **Idle** is the time in which the GPU waits for the CPU.
+# **Products** come first: they reach 85% of the limit. The limit is the best of several products of two square matrices
+# of 8,192 rows. The model's have other shapes, most with an inner dimension of only 2,048; in another record, torch's
+# own product of the head's shape reaches 88% of it. **Attention** loses only 0.85 ms, because it has little to do.
+# Relative to its own floor that is 40%, more than the products' 18%. **Other kernels** (norms, activations, rotations,
+# writing keys and values) count as 0 in the floor, since one could imagine them as part of the products; lesson 11
+# fuses some of them. The **head** writes 256,000 scores for each row, which sampling reads again; the floor counts
+# neither. **Idle** is the time in which the GPU waits for the CPU.
 #
 # Does `minillm build`, which measures launch configurations for one GPU and one kind of traffic (lesson 11), find any
 # of this? Its committed record compares the engine with and without the plan that it made:
@@ -1042,6 +1053,16 @@ print(serving.build_gain())
 # The card for your own model has the same columns: `minillm eval --model MODEL --tasks mmlu --compare fp8 int4` fills
 # in the first ones, `minillm bench offline` and `minillm bench serve` the others.
 #
+# Last, your own predictions of this lesson, the farthest off first:
+
+# %% tags=["nbval-ignore-output"] uncompared="this machine's speeds"
+print(look_back())
+
+# %% [markdown]
+# You predicted, built, served, and measured. Which limit did you forget in the first line? And could you predict it
+# now, before you measure? That is what an engineer does with an engine: every part of this one is yours, or you can
+# read it.
+#
 # ## Recap · 2 min
 #
 # * TTFT, ITL, and end-to-end latency are what one user waits for; throughput is what all of them get. Report
@@ -1053,7 +1074,7 @@ print(serving.build_gain())
 # * Below the knee, load makes tokens slower; above it, requests wait. Capacity is a rate together with a promise about
 #   waits.
 # * Tokens per second mean little without the lengths of prompts and answers.
-# * Whatever you wrote serves together with the rest, and no token changes.
+# * Whatever you wrote serves together with the rest, and in float32 no token changes.
 # * An engine's speed is the cost of a step times the number of steps. Measure the two separately.
 # * A token's price is the GPU's price divided by its tokens: it depends on the load first, and on precision second.
 #
@@ -1063,5 +1084,4 @@ print(serving.build_gain())
 # random token ids measure speed, never quality.
 #
 # **Further reading:** Yu et al. 2022, *Orca* (batching at every step); Kwon et al. 2023, *PagedAttention*; Tene, *How
-# NOT to Measure Latency* (coordinated omission); Zhong et al. 2024, *DistServe* (goodput). Lessons 09 and 10 build the
-# engine that served you here.
+# NOT to Measure Latency* (coordinated omission); Zhong et al. 2024, *DistServe* (goodput).

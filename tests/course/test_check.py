@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from minillm import NotSolvedYet
-from minillm.course import check, checks, compare, doctor, solved, tier, yours
+from minillm.course import check, checks, compare, doctor, look_back, predictions, solved, tier, yours
 from minillm.errors import ConfigError
 
 
@@ -272,6 +272,25 @@ def test_yours_returns_the_learners_class_or_the_engines_if_a_method_is_a_stub()
 def test_a_prediction_is_printed_with_bound_and_measurement(numbers, said, capsys):
     compare("a step", unit="ms", **numbers)
     assert capsys.readouterr().out == f"a step: {said}\n"
+
+
+def test_predictions_are_looked_back_on_the_farthest_off_first(monkeypatch, capsys):
+    monkeypatch.setattr(predictions, "_compared", {})
+    assert look_back().startswith("no prediction to look back on")
+    compare("a", unit="ms", measured=10.0, prediction=20)
+    compare("bc", unit="GB", measured=9.0, prediction=3.0)
+    compare("kept", unit="%", measured=50.3, prediction=50)
+    compare("loss", unit="points", measured=-0.2, prediction=1)
+    compare("none", unit="ms", measured=1.0)
+    compare("word", unit="ms", measured=1.0, prediction="1 ms")
+    assert "word: predicted '1 ms' (write a number, without the unit), measured 1 ms" in capsys.readouterr().out
+    assert [line.split() for line in look_back().split("\n")] == [
+        ["predicted", "measured"],
+        ["loss", "1", "-0.2", "points"],
+        ["bc", "3", "9", "GB:", "3.0", "times", "too", "little"],
+        ["a", "20", "10", "ms:", "2.0", "times", "too", "much"],
+        ["kept", "50", "50.3", "%:", "as", "measured"],
+    ]
 
 
 def test_a_rate_is_printed_with_its_upper_bound(capsys):

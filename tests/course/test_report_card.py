@@ -31,6 +31,21 @@ def test_what_the_lesson_says_of_the_speeds_holds():
     assert speeds["bf16"][3000] / speeds["bf16"][1] > 10 * rows, "batching saves more than any precision"
 
 
+def test_what_the_lesson_says_of_the_loads_in_between_holds():
+    speeds = report_card.speeds(PRECISIONS)
+    for count in (4, 8, 16):
+        assert speeds["int4"][count] == pytest.approx(speeds["fp8"][count], rel=0.05), "about as much"
+    assert speeds["int4"][64] < speeds["bf16"][64] < speeds["fp8"][64]
+
+
+def test_the_cheapest_of_each_load_is_named_with_the_learners_choice():
+    cost = {"bf16": {1: 2.0, 3000: 0.5}, "int4": {1: 1.0, 3000: 0.6}}
+    head, alone, many = report_card.cheapest_table(cost, {1: "fp8", 3000: None}).split("\n")
+    assert head.split() == ["at", "once", "bf16", "int4"]
+    assert alone == "      1    2.000    1.000  int4 is cheapest; you chose fp8"
+    assert many == "  3,000   0.5000   0.6000  bf16 is cheapest; you chose none"
+
+
 def test_losses_are_against_the_first(monkeypatch):
     right = {"a": [True, True, False, True], "b": [True, False, False, False]}
     asked = []
@@ -71,6 +86,11 @@ def test_what_the_lesson_says_of_accuracy_holds():
     assert f"{found['bf16'][0]:.1%}" == "88.8%"
     assert all(loss.low < 0 < loss.high for name, (_, loss) in found.items() if name != "bf16")
     assert kl["int4"] / kl["fp8"] == pytest.approx(10, rel=0.05), "about ten times as far"
+
+
+def test_what_the_lesson_says_of_gptq_holds():
+    (row,) = [row for row in records.read("cpu/quantization")["results"] if row["quantization"] == "gptq"]
+    assert f"{row['accuracy']:.1%}" == "88.1%" and f"{row['kl']:.4f}" == "0.0025"
 
 
 def test_the_distance_to_the_floor():

@@ -187,6 +187,19 @@ def rounds_the_rank(gaps, p):
     return ranked[max(1, round(p / 100 * len(ranked))) - 1]
 
 
+@wrong("pooled_percentile", fails="the rank is p n / 100, rounded up, counting from 1")
+def rounds_up_by_hundredths(gaps, p):
+    ranked = sorted(gap for each in gaps for gap in each)
+    return ranked[max(1, min(int((p * len(ranked) + 99) // 100), len(ranked))) - 1]
+
+
+@wrong("pooled_percentile", fails="the result is one of the gaps")
+def averages_two_neighbors(gaps, p):
+    ranked = sorted(gap for each in gaps for gap in each)
+    place = max(1, math.ceil(p * len(ranked) / 100))
+    return (ranked[place - 1] + ranked[min(place, len(ranked) - 1)]) / 2
+
+
 @wrong("pooled_percentile", fails="the result is one of the gaps")
 def whole_numbers(gaps, p):
     return rank(sorted(int(gap) for each in gaps for gap in each), p)
