@@ -247,17 +247,21 @@ def grade(
     for name, lesson in judges.exercises.items():
         lessons.setdefault(lesson, []).append(name)
 
-    def work(path: Path) -> Graded:
+    def work(path: Path) -> list[Graded]:
         whose = learner_of(path, folder, pattern)
         found = _grade(path, whose, lessons, lambda name, cells: judges.check(name, cells, limits or Limits()))
-        said(_line(found, folder))
+        for each in found:
+            said(_line(each, folder))
         return found
 
     try:
         with ThreadPoolExecutor(jobs) as pool:
-            graded = list(pool.map(work, paths))
+            graded = [each for found in pool.map(work, paths) for each in found]
     finally:
         judges.close()
+    for empty in _without_notebooks(folder, paths):
+        graded.append(Graded(empty, unicodedata.normalize("NFC", empty.name), "", {}, "no notebook (*.ipynb) in it"))
+        said(_line(graded[-1], folder))
     return sorted(graded, key=lambda each: (each.learner.lower(), each.lesson, each.path))
 
 
@@ -265,17 +269,28 @@ def notebooks(folder: Path) -> list[Path]:
     """The notebooks below a folder, without JupyterLab's own copies. Raises ConfigError if there are none."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder: name the one with the notebooks that learners handed in")
-    found = [path for path in folder.rglob("*.ipynb") if not any(p.startswith(".") for p in _inside(path, folder))]
+    every = [path for path in folder.rglob("*") if path.suffix.lower() == ".ipynb"]
+    found = [path for path in every if not any(part.startswith(".") for part in _inside(path, folder))]
     if not found:
         raise ConfigError(f"no notebook (*.ipynb) in {folder} or below: name the folder with what learners handed in")
     return sorted(found)
+
+
+def _without_notebooks(folder: Path, paths: Sequence[Path]) -> list[Path]:
+    """The learners' subfolders that have no notebook, if all notebooks are in subfolders."""
+    if any(path.parent == folder for path in paths):
+        return []
+    having = {_inside(path, folder)[0] for path in paths}
+    subfolders = [each for each in sorted(folder.iterdir()) if each.is_dir() and not each.name.startswith((".", "__"))]
+    return [each for each in subfolders if each.name not in having]
 
 
 def _inside(path: Path, folder: Path) -> tuple[str, ...]:
     return path.relative_to(folder).parts
 
 
-def _grade(path: Path, learner: str, lessons: dict[str, list[str]], check: Callable) -> Graded:
+def _grade(path: Path, learner: str, lessons: dict[str, list[str]], check: Callable) -> list[Graded]:
+    """The outcomes of a notebook's lesson, then those of other lessons' exercises that it defines, too."""
     cells, problem = read(path)
     lesson = lesson_of(path, cells, lessons)
     if not problem and not lesson:
@@ -283,9 +298,16 @@ def _grade(path: Path, learner: str, lessons: dict[str, list[str]], check: Calla
         problem = f"no lesson recognized: it defines no exercise, and no title or file name has one of {numbers}"
     if problem:
         unreadable = dict.fromkeys(lessons.get(lesson, ()), Outcome(UNREADABLE))
-        return Graded(path, learner, lesson, unreadable, problem)
+        return [Graded(path, learner, lesson, unreadable, problem)]
     code = [source for kind, source in cells if kind == "code"]
-    return Graded(path, learner, lesson, {name: check(name, code) for name in lessons[lesson]})
+    defined = _defined(cells)
+    wanted = {lesson: lessons[lesson]}
+    wanted |= {
+        other: found
+        for other, names in lessons.items()
+        if other != lesson and (found := [name for name in names if name in defined])
+    }
+    return [Graded(path, learner, each, {name: check(name, code) for name in names}) for each, names in wanted.items()]
 
 
 def read(path: Path) -> tuple[list[tuple[str, str]], str]:
@@ -304,8 +326,7 @@ def read(path: Path) -> tuple[list[tuple[str, str]], str]:
 
 def lesson_of(path: Path, cells: Sequence[tuple[str, str]], lessons: dict[str, list[str]]) -> str:
     """The number of a notebook's lesson: by the exercises that it defines, its title or its file's name; else ""."""
-    text = "\n".join(source for kind, source in cells if kind == "code")
-    defined = set(re.findall(r"^(?:def|class) (\w+)", text, re.MULTILINE))
+    defined = _defined(cells)
     counts = {lesson: len(defined.intersection(names)) for lesson, names in lessons.items()}
     titles = re.findall(r"^# (\d\d) · ", cells[0][1], re.MULTILINE) if cells else []
     named = re.findall(r"(?<!\d)(\d\d)(?!\d)", path.stem)
@@ -314,6 +335,12 @@ def lesson_of(path: Path, cells: Sequence[tuple[str, str]], lessons: dict[str, l
     if counts[best]:
         return best
     return certain[0] if certain else ""
+
+
+def _defined(cells: Sequence[tuple[str, str]]) -> set[str]:
+    """The functions and classes at the top level of a notebook's cells."""
+    text = "\n".join(source for kind, source in cells if kind == "code")
+    return set(re.findall(r"^(?:def|class) (\w+)", text, re.MULTILINE))
 
 
 def _pattern(learner: str | None) -> re.Pattern | None:

@@ -68,6 +68,35 @@ def test_what_a_notebook_defines_decides_over_its_name(handed_in):
     assert grading.lesson_of(path, grading.read(path)[0], LESSONS) == "00"
 
 
+def test_a_notebook_with_exercises_of_two_lessons_is_graded_for_both(handed_in):
+    handed_in("bo/all.ipynb", "def rms_norm(): ...\ndef step_work(): ...", "def slots_of(): ...\n# slots_of is right")
+    said = []
+    table = grade_table.Table(grading.grade(handed_in.folder, said=said.append))
+    assert table.columns == ["00 rms_norm", "00 step_work", "09 slots_of"]
+    assert [each.status for each in table.rows[0].outcomes] == ["not attempted", "not attempted", "passed"]
+    assert said[1] == "bo/all.ipynb: slots_of passed"
+
+
+def test_a_learner_whose_folder_has_no_notebook_is_in_the_table(handed_in):
+    handed_in("bo/00_start_here.IPYNB", "# rms_norm is right")
+    for name in ("zed", ".git", "__MACOSX"):
+        (handed_in.folder / name).mkdir()
+    (handed_in.folder / "zed" / "answers.pdf").write_bytes(b"")
+    said = []
+    rows = grade_table.Table(grading.grade(handed_in.folder, said=said.append)).rows
+    assert [(row.learner, row.passed, row.problems) for row in rows] == [
+        ("bo", 1, []),
+        ("zed", 0, ["zed: no notebook (*.ipynb) in it"]),
+    ]
+    assert "zed: no notebook (*.ipynb) in it" in said
+
+
+def test_folders_next_to_one_learners_notebooks_are_no_learners(handed_in):
+    handed_in("00_start_here.ipynb", "x = 1")
+    (handed_in.folder / "pictures").mkdir()
+    assert len(grading.grade(handed_in.folder)) == 1
+
+
 def test_a_learners_own_folder_is_one_learner(handed_in):
     path = handed_in("eve/00_start_here.ipynb", "x = 1")
     assert grading.learner_of(path, path.parent) == "eve"
