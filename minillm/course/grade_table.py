@@ -19,8 +19,9 @@ _PAGE = """<!doctype html>
 body { font: 15px/1.4 system-ui, sans-serif; margin: 2rem; color: #222; background: #fff }
 table { border-collapse: collapse; margin: 1rem 0 2rem }
 th, td { border: 1px solid #bbb; padding: .3rem .5rem; text-align: left; vertical-align: top; max-width: 20rem }
-thead th { position: sticky; top: 0; background: #eee }
-td.passed { background: #d9f0dd } td.failed { background: #fbe3c0 }
+thead th { position: sticky; top: 0; background: #eee; z-index: 1 }
+tbody th, tfoot th { position: sticky; left: 0; background: #fff }
+td.passed { background: #d9f0dd } td.passed.noted { background: #f7f0b5 } td.failed { background: #fbe3c0 }
 td.error, td.timed-out, td.cannot-be-read { background: #f6cfcf } td.not-attempted, td.not-handed-in { color: #666 }
 summary { cursor: pointer } p.said { white-space: pre-wrap; overflow-wrap: anywhere; margin: .3rem 0 0 }
 </style>
@@ -32,7 +33,7 @@ summary { cursor: pointer } p.said { white-space: pre-wrap; overflow-wrap: anywh
 <tbody>
 {% for row in rows %}
 <tr><th>{{ row.learner }}</th>
-{% for outcome in row.outcomes %}<td class="{{ outcome.status.replace(' ', '-') }}">
+{% for outcome in row.outcomes %}<td class="{{ outcome.status.replace(' ', '-') }}{{ " noted" if outcome.notes }}">
 {% if outcome.said or outcome.property or outcome.notes %}<details><summary>{{ outcome.status }}
 {%- if outcome.property %}: {{ outcome.property }}{% endif %}
 {%- if outcome.notes %} (uses {{ outcome.notes | join(", ") }}){% endif %}</summary>
@@ -150,7 +151,7 @@ def write(graded: Sequence[Graded], out: Path) -> list[Path]:
 
 
 def _words(outcome: Outcome) -> str:
-    said = " ".join(outcome.said.split())
+    said = "; ".join(" ".join(line.split()) for line in outcome.said.splitlines() if line.strip())
     notes = f"uses {', '.join(outcome.notes)}" if outcome.notes else ""
     return ": ".join(part for part in (outcome.status, outcome.property, said, notes) if part)
 

@@ -191,7 +191,15 @@ def test_the_csv_has_a_row_for_each_learner_and_totals():
     assert rows == [
         ["learner", "00 f", "00 g", "09 h", "passed", "of", "problems"],
         ["'=ada", "passed", "passed", "not handed in", "2", "3", ""],
-        ["bo", "failed: eps: it raised ValueError: <b>& use the mean: uses gc", "error", "not attempted", "0", "3", ""],
+        [
+            "bo",
+            "failed: eps: it raised ValueError: <b>&; use the mean: uses gc",
+            "error",
+            "not attempted",
+            "0",
+            "3",
+            "",
+        ],
         ["cy<script>", "not handed in", "not handed in", "not handed in", "0", "3", "x.ipynb: not a notebook"],
         ["passed", "1", "1", "0", "2", "9", "1"],
     ]
@@ -205,6 +213,12 @@ def test_the_page_loads_nothing_and_shows_what_learners_wrote_as_text(tmp_path):
     assert "cy&lt;script&gt;" in page and "&lt;b&gt;&amp;" in page
     assert "<summary>failed: eps (uses gc)</summary>" in page and "1 of 3 properties hold." in page
     assert "<td>00 f</td><td>eps</td><td>1</td>" in page, "the properties that answers lack"
+
+
+def test_a_pass_whose_code_should_be_read_does_not_look_like_the_others():
+    noted = Graded(Path("d/00.ipynb"), "dee", "00", {"f": Outcome("passed", held=3, of=3, notes=("open",))})
+    page = grade_table.Table([noted, GRADED[1]]).html()
+    assert page.count('<td class="passed noted">') == 1 and page.count('<td class="passed">') == 1
 
 
 def test_every_exercise_belongs_to_a_lesson():
