@@ -9,6 +9,7 @@ CPU builds, which the README has.
 """
 
 import argparse
+import platform
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,9 @@ ROOT = Path(__file__).resolve().parents[1]
 MOST = 900  # MB: what fits on a small stick and is copied in minutes
 EXTRA = "course"
 INSTALL = """Install minillm without a network, in this folder's parent, where the learners' copy of the project
-(`minillm course export {copy}`) is too. It needs 2.5 GB of disk.
+(`minillm course export {copy}`) is too. It needs 2.7 GB of disk, besides the wheels, and a machine like the one that
+collected them: {system}.
+Write that Python's name for the first `python`; on some systems it is python3 or python{version}.
 
     python -m venv .venv
     .venv/bin/python -m pip install --no-index --find-links {folder} "minillm[course]"
@@ -68,6 +71,13 @@ def collect(folder: Path, torch_index: str | None) -> None:
         pip("download", *options, "--find-links", str(folder), *constraint, "--requirement", str(file))
 
 
+def instructions(folder: str, copy: str = "learners") -> str:
+    """What INSTALL.txt says. The locked packages may refuse a Python whose third number is smaller than this one's."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    system = f"{platform.system()} {platform.machine()} with Python {version}, {platform.python_version()} or later"
+    return INSTALL.format(folder=folder, copy=copy, system=system, version=version)
+
+
 def megabytes(folder: Path) -> float:
     return sum(path.stat().st_size for path in folder.iterdir()) / 1e6
 
@@ -81,9 +91,7 @@ def main() -> None:
         collect(given.folder, given.torch_index)
     except subprocess.CalledProcessError:
         sys.exit("pip could not collect the wheels: its message is above")
-    (given.folder / "INSTALL.txt").write_text(
-        INSTALL.format(folder=given.folder.name, copy="learners"), encoding="utf-8"
-    )
+    (given.folder / "INSTALL.txt").write_text(instructions(given.folder.resolve().name), encoding="utf-8")
     size = megabytes(given.folder)
     print(f"{given.folder}: {len(list(given.folder.glob('*.whl')))} wheels, {size:.0f} MB")
     if size > MOST:
