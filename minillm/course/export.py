@@ -23,6 +23,8 @@ FOLDERS = ("minillm", "kernels", "data", "docs", "binder")
 LEFT_OUT = ("__pycache__", ".ipynb_checkpoints", ".DS_Store")
 INSTRUCTORS = ("docs/mistakes.md", "docs/talking_points.md", "docs/instructors.md", "docs/grading.md")
 FOR_TESTS = ("data/checkpoints",)
+# What the README says of teaching, and of commands that need the rest of the project, is left out.
+NOT_FOR_LEARNERS = ("docs/instructors.md", "`make site`", "`make check`", "`make triton`")
 _LINK = re.compile(r"(?<!!)\[([^\]\[]+)\]\(([^)\s#:]+)(#[^)\s]*)?\)")  # [text](path#section), not of another site
 
 
@@ -87,5 +89,6 @@ def _for_learners(page: Path) -> str:
     """A page's text without paragraphs for instructors, and without links to what the copy lacks."""
     text = page.read_text(encoding="utf-8")
     if page.name == "README.md":
-        text = "\n\n".join(each for each in text.split("\n\n") if "docs/instructors.md" not in each)
+        text = "\n\n".join(each for each in text.split("\n\n") if not any(word in each for word in NOT_FOR_LEARNERS))
+        text = re.sub(r"^make test .*\n", "", text, flags=re.MULTILINE)
     return _LINK.sub(lambda link: link[0] if (page.parent / link[2]).exists() else link[1], text)
