@@ -20,7 +20,7 @@ body { font: 15px/1.4 system-ui, sans-serif; margin: 2rem; color: #222; backgrou
 table { border-collapse: collapse; margin: 1rem 0 2rem }
 th, td { border: 1px solid #bbb; padding: .3rem .5rem; text-align: left; vertical-align: top; max-width: 20rem }
 thead th { position: sticky; top: 0; background: #eee; z-index: 1 }
-tbody th, tfoot th { position: sticky; left: 0; background: #fff }
+tbody th, tfoot th { position: sticky; left: 0; background: #fff; box-shadow: 1px 0 #bbb }
 td.passed { background: #d9f0dd } td.passed.noted { background: #f7f0b5 } td.failed { background: #fbe3c0 }
 td.error, td.timed-out, td.cannot-be-read { background: #f6cfcf } td.not-attempted, td.not-handed-in { color: #666 }
 summary { cursor: pointer } p.said { white-space: pre-wrap; overflow-wrap: anywhere; margin: .3rem 0 0 }
