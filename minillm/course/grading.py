@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import unicodedata
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -255,7 +256,8 @@ def grade(
         return found
 
     try:
-        with ThreadPoolExecutor(jobs) as pool:
+        with warnings.catch_warnings(), ThreadPoolExecutor(jobs) as pool:
+            warnings.simplefilter("ignore")  # nbformat has one for each cell that was copied with its id
             graded = [each for found in pool.map(work, paths) for each in found]
     finally:
         judges.close()

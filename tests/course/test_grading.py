@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 from pathlib import Path
 
 import nbformat
@@ -75,6 +76,16 @@ def test_a_notebook_with_exercises_of_two_lessons_is_graded_for_both(handed_in):
     assert table.columns == ["00 rms_norm", "00 step_work", "09 slots_of"]
     assert [each.status for each in table.rows[0].outcomes] == ["not attempted", "not attempted", "passed"]
     assert said[1] == "bo/all.ipynb: slots_of passed"
+
+
+def test_cells_that_were_copied_with_their_ids_fill_no_screen(handed_in, recwarn):
+    path = handed_in("bo/00_start_here.ipynb", "# rms_norm is right", "x = 1")
+    notebook = nbformat.read(path, as_version=4)
+    for cell in notebook.cells:
+        cell.id = "same"
+    path.write_text(json.dumps(notebook), encoding="utf-8")
+    (found,) = grading.grade(handed_in.folder)
+    assert found.outcomes["rms_norm"].status == "passed" and not recwarn.list
 
 
 def test_a_learner_whose_folder_has_no_notebook_is_in_the_table(handed_in):
