@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 STARTS_WITHIN = 120  # seconds
-ADDRESS = "http://127.0.0.1:8888/api"
+PORT = 8888
+ADDRESS = f"http://127.0.0.1:{PORT}/api"
 
 
 def steps(text: str) -> list[tuple[str, str]]:
@@ -61,7 +63,9 @@ def run(found: list[tuple[str, str]], place: Path) -> None:
 
 
 def answers(command: list[str], folder: Path, environment: dict[str, str]) -> None:
-    """Start JupyterLab and wait until it answers. Raises TimeoutError."""
+    """Start JupyterLab and wait until it answers. Raises TimeoutError, and OSError if another server has its port."""
+    with socket.create_server(("", PORT)):
+        pass
     with subprocess.Popen(command, cwd=folder, env=environment) as process:
         try:
             deadline = time.monotonic() + STARTS_WITHIN
@@ -79,5 +83,5 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
         try:
             run(steps((ROOT / "Dockerfile").read_text(encoding="utf-8")), Path(scratch))
-        except (subprocess.CalledProcessError, TimeoutError) as error:
+        except (subprocess.CalledProcessError, OSError) as error:  # a TimeoutError is an OSError
             sys.exit(f"failed: {error}")
