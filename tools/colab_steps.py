@@ -51,7 +51,7 @@ def session(folder: Path) -> dict[str, str]:
     lock = (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines()
     torch = next(line for line in lock if line.startswith("torch=="))
     index = ["--index-url", os.environ["TORCH_INDEX"]] if "TORCH_INDEX" in os.environ else []
-    for packages in ([*index, torch], ["ipykernel"]):
+    for packages in ([*index, torch], ["ipykernel", "nbformat"]):
         subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
     places = list((folder / "venv" / "lib").glob("python*/site-packages"))
     (places[0] / "google" / "colab").mkdir(parents=True)

@@ -74,7 +74,7 @@ def collect(folder: Path, torch_index: str | None) -> None:
 def instructions(folder: str, copy: str = "learners") -> str:
     """What INSTALL.txt says. The locked packages may refuse a Python whose third number is smaller than this one's."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    system = f"{platform.system()} {platform.machine()} with Python {version}, {platform.python_version()} or later"
+    system = f"{platform.system()} {platform.machine()} with Python {version}"
     return INSTALL.format(folder=folder, copy=copy, system=system, version=version)
 
 

@@ -13,6 +13,7 @@ from minillm.errors import ConfigError
 
 _ADDRESS = re.compile(r"https://github\.com/([\w.-]+)/([\w.-]+?)(?:\.git)?/?")
 # `google.colab` is imported by Colab's kernels alone. After a restart minillm is there, and nothing is installed again.
+# The extra is not `course`: that has Jupyter itself, and would replace Colab's.
 INSTALL = """\
 # On Colab, this cell installs the course. Anywhere else it does nothing.
 import importlib.util
@@ -21,7 +22,7 @@ import sys
 
 if "google.colab" in sys.modules and importlib.util.find_spec("minillm") is None:
     pip = [sys.executable, "-m", "pip", "install", "--quiet"]
-    subprocess.run([*pip, "minillm[course] @ git+{address}@{branch}"], check=True)
+    subprocess.run([*pip, "minillm[report] @ git+{address}@{branch}"], check=True)
     print("Installed. Now choose Runtime > Restart session, and run the lesson from the top.")"""
 
 

@@ -59,7 +59,7 @@ def test_the_cell_installs_the_course_once_and_on_colab_only(copy, monkeypatch, 
         monkeypatch.setitem(sys.modules, "google.colab", types.ModuleType("google.colab"))
     source = cells(copy)["00_start_here.ipynb"][1].source
     exec(compile(source, "<cell>", "exec"), {})
-    course = "minillm[course] @ git+https://github.com/ada/course@term-2"
+    course = "minillm[report] @ git+https://github.com/ada/course@term-2"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", course]
     assert commands == ([(pip, True)] if runs else [])
     assert ("Restart session" in capsys.readouterr().out) == runs
