@@ -35,7 +35,7 @@ from minillm.course import (
 from minillm.course import draw_steps as draw
 
 # %% [markdown]
-# ## Is everything there? · 3 min
+# ## 1 · Is everything there? · 3 min
 #
 # `ok` means found. For the rest, the table says what is missing and, where possible, how to get it. `minillm doctor`
 # prints the same in a terminal.
@@ -66,7 +66,7 @@ print(
 # `run_ahead=0` and `enable_prefix_caching=False` switch off two optimizations that would blur the measurements below.
 # Lessons 09 and 10 explain them.
 #
-# ## First tokens · 18 min
+# ## 2 · First tokens · 18 min
 #
 # With `temperature=0` the engine always chooses the most likely token, so the same prompt gives the same text,
 # unless rounding decides between two nearly equal tokens.
@@ -187,7 +187,7 @@ if solved(continue_text):
     print("the same tokens as the engine:", generated == completion.token_ids[:24])
 
 # %% [markdown]
-# ## Prefill and decode · 17 min
+# ## 3 · Prefill and decode · 17 min
 #
 # The loop of exercise 1 sends the whole text through the model for each new token. The engine does not. It keeps what
 # it computed for earlier tokens (in the *KV cache*, lesson 02), so each step computes only what is new. A request then
@@ -313,7 +313,7 @@ for name, step in STEPS.items():
     print(f"{name:<20}{work}{operations / nbytes:8.1f} per byte")
 
 # %% [markdown]
-# ## What can this machine do? · 20 min
+# ## 4 · What can this machine do? · 20 min
 #
 # Two measured numbers describe a machine: how many bytes it reads per second, and how many operations it does per
 # second at its best, in a product of two large square matrices. Reading and arithmetic happen at the same time, so a
@@ -447,7 +447,7 @@ for name, took in recorded.items():
 # step of 512 takes 1.7 times as long as one of 256. Sharing steps is called **batching**. It is why a server can answer
 # many users at little more cost than one.
 #
-# ## Predict, then measure · 10 min
+# ## 5 · Predict, then measure · 10 min
 #
 # Back to this machine and the engine. These are the floors of its steps, computed with the rate that was measured for
 # as many bytes as the model has. They count the weights and leave out the KV cache:
@@ -556,7 +556,7 @@ describe(
 # that joins moves the point up and to the right, at little cost, until the ridge. The vertical distance from a point
 # to the line is what an engine can still gain.
 #
-# ## Plug in your own function · 16 min
+# ## 6 · Plug in your own function · 16 min
 #
 # The model computes through a table of operations. (On a GPU, a decode step of a single request has fused kernels
 # instead, lesson 11, but only while nothing in the table is replaced.) Each operation has a plain reference

@@ -9,7 +9,7 @@
 # **90 minutes. Needs:** lesson 00 and a CPU; nothing is downloaded. The model is the embedded `tiny-gemma` on every
 # machine, because this lesson is about text. Three sections are optional, and nothing later depends on them.
 #
-# ## Numbers in, numbers out · 4 min
+# ## 1 · Numbers in, numbers out · 4 min
 
 # %%
 import json
@@ -67,7 +67,7 @@ describe(
 )
 
 # %% [markdown]
-# ## Bytes, characters, tokens · 5 min
+# ## 2 · Bytes, characters, tokens · 5 min
 #
 # What should the numbers stand for?
 #
@@ -126,7 +126,7 @@ for text in SPELLED:
 # digit is the same token wherever it stands in a number.
 
 # %% [markdown]
-# ## Merge · 18 min
+# ## 3 · Merge · 18 min
 #
 # Byte-pair encoding (BPE) has a list of **merges**: pairs of tokens, in the order in which they were learned. The
 # position of a pair in this list is its **rank**. To encode a word:
@@ -255,7 +255,7 @@ print("decodes to a different text:    ", changed)
 # space.
 
 # %% [markdown]
-# ## Optional: what merging costs · 4 min
+# ## 4 · Optional: what merging costs · 4 min
 #
 # Words are short, so isn't any merge fast enough? Not every text has spaces: think of Chinese, of base64, or of a user
 # who holds down a key. Gemma 1's own tokenizer does not split text into words before merging at all. So measure the
@@ -304,7 +304,7 @@ describe(
 # ENGINE: minillm.tokenizer.bpe:merge
 
 # %% [markdown]
-# ## Learn the merges · 20 min
+# ## 5 · Learn the merges · 20 min
 #
 # Where does the list of merges come from? It is learned by counting. Sennrich, Haddow and Birch (2016) adapted a
 # compression algorithm from 1994:
@@ -414,7 +414,7 @@ same_ids = all(new_tokenizer.encode(text) == new_in_transformers(text) for text 
 print("transformers reads the file and gives the same ids:", same_ids)
 
 # %% [markdown]
-# ## Optional: the same merges, faster · 2 min
+# ## 6 · Optional: the same merges, faster · 2 min
 #
 # The engine learns the same merges without counting all words again at every step. It remembers which words contain
 # which pair, because a merge changes only those. Look for `words_with` in the code. A heap gives the most frequent
@@ -437,7 +437,7 @@ for name, function in {label: counting, "the engine's": engines_learn}.items():
     )
 
 # %% [markdown]
-# ## Where to split matters more than how to merge · 4 min
+# ## 7 · Where to split matters more than how to merge · 4 min
 #
 # The pattern that splits text into words looks like a detail. The following shows what can go wrong without a good one.
 # A **multiple-choice test** asks a model a question with four options. The prompt ends in `Answer:`, and the model does
@@ -489,7 +489,7 @@ for name, encode in encoders.items():
 print(SPLIT_PATTERN)
 
 # %% [markdown]
-# ## Optional: how large a vocabulary? · 6 min
+# ## 8 · Optional: how large a vocabulary? · 6 min
 #
 # More merges give fewer tokens, and each token saved saves one step of the whole model. But each token in the
 # vocabulary also needs a row in the embedding table. Gemma uses the same table at its other end, where it gives each
@@ -565,7 +565,7 @@ describe(
 # row.
 
 # %% [markdown]
-# ## Back to text, as it streams · 22 min
+# ## 9 · Back to text, as it streams · 22 min
 #
 # Decoding looks trivial: look up the tokens, replace `▁` with a space, join. What if a server does this token by token?
 
@@ -715,7 +715,7 @@ if solved(TextStream):
 # ENGINE: minillm.tokenizer.decoders:Decoder
 
 # %% [markdown]
-# ## A conversation is one long text · 15 min
+# ## 10 · A conversation is one long text · 15 min
 #
 # A chat model does not know who is speaking. It continues a text. It was trained on texts in which turns are marked by
 # special tokens (red). They are found in the text before anything is split or merged, and each is one id. This is

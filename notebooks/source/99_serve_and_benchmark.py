@@ -50,7 +50,7 @@ from minillm.course import draw_serving as draw
 from minillm.server import running
 
 # %% [markdown]
-# ## Choose and predict · 4 min
+# ## 1 · Choose and predict · 4 min
 #
 # The lesson ends with a report card: at what precision should you serve Gemma 2B on an H200, to one user or to 3,000?
 # Choose before you measure, and predict the card. This is enough to compute or estimate it:
@@ -77,7 +77,7 @@ guess_fp8 = 1.6  # PREDICT: a token's cost in bf16, in multiples of fp8's, 3,000
 guess_alone = 50  # PREDICT: its cost with 1 request, in multiples of 3,000's, bf16
 
 # %% [markdown]
-# ## Start the server · 3 min
+# ## 2 · Start the server · 3 min
 #
 # In a terminal you would type `minillm serve`. Here the engine runs in the notebook's own process, so that a function
 # you change in a cell changes what is served. HTTP runs in separate worker processes.
@@ -112,7 +112,7 @@ print(f"{model.nbytes / 1e6:,.1f} MB of weights; {rows} rows in the batch")
 print(server.url)
 
 # %% [markdown]
-# ## Talk to it · 3 min
+# ## 3 · Talk to it · 3 min
 #
 # The server speaks the OpenAI protocol, so the official client works unchanged; only the address differs. The embedded
 # model knows a small invented world, so Gemma, on a GPU, answers differently. Retries are off: we want to see what
@@ -161,7 +161,7 @@ print(story["prompt"] + whole)
 print(f"\nstreamed, the same text: {''.join(pieces) == whole}")
 
 # %% [markdown]
-# ## What a user waits for · 17 min
+# ## 4 · What a user waits for · 17 min
 #
 # Four terms describe the speed of a server:
 #
@@ -281,7 +281,7 @@ print(serving.recorded_decode_step("h200/roofline"))
 # grows with the prompt. The limit comes from multiplying two large matrices; the model multiplies smaller ones, and the
 # floor leaves out all other operations, such as attention and norms.
 #
-# ## Many users · 12 min
+# ## 5 · Many users · 12 min
 #
 # Now eight clients each send one request, all at once, with different lengths. We want a few numbers to summarize all
 # their gaps. The mean hides the moments when the text stands still, so latencies are reported as **percentiles**: p50
@@ -337,7 +337,7 @@ describe(
 # still. (Lesson 10 cuts prompts into chunks to shorten this gap.) The typical gap does not show it. p99
 # shows it if enough requests met such a step: of 134 gaps, it is the second largest.
 #
-# ## How many at once? · 6 min
+# ## 6 · How many at once? · 6 min
 #
 # `minillm bench serve` is a load generator: it does what we just did, for hundreds of requests. In a **closed loop** a
 # fixed number of clients each wait for their answer before they send the next request. We try one client, a quarter as
@@ -388,7 +388,7 @@ describe(
 # 0 does not mean a fast server: the tokens of several steps were delayed on their way and arrived together. TTFT and
 # end-to-end latency show this delay.
 #
-# ## Four kinds of traffic · 5 min
+# ## 7 · Four kinds of traffic · 5 min
 #
 # So far all requests were chats: short in, short out. Benchmarks use four patterns, because a server feels different in
 # each:
@@ -440,7 +440,7 @@ print(serving.recorded_patterns())
 # (Counting prompts too, silo computes half as many tokens a second as liso: every step reads the keys and values of
 # long answers.) A number of tokens per second says little unless it comes with the lengths.
 #
-# ## What a closed loop does not show · 18 min
+# ## 8 · What a closed loop does not show · 18 min
 #
 # Real users do not wait for each other. In a closed loop there are never more requests in the system than clients, and
 # the slower the server, the fewer requests it gets. The queue cannot grow any longer than that, so the waits of a
@@ -596,7 +596,7 @@ describe(
 #
 # So capacity is a rate *and a promise*: how many requests per second, with what waits.
 #
-# ## Goodput (optional) · 3 min
+# ## 9 · Optional: goodput · 3 min
 #
 # Promise something (here: the first token within ten times the idle server's TTFT, and the whole answer within five
 # times its end-to-end latency), and count only the answers that keep it. Their number per second is the **goodput**:
@@ -620,7 +620,7 @@ for each in opened:
 # measured too low.) This is why servers refuse requests or add replicas
 # before they reach their limit.
 #
-# ## Serve with your own attention (optional) · 22 min
+# ## 10 · Optional: serve with your own attention · 22 min
 #
 # You may skip the exercise of this section, but run its cells: *Everything you wrote, together* uses them.
 #
@@ -722,7 +722,7 @@ print(f"the engine's own again: {ask(question) == before}")
 assert blinded != before, "attention took no part in the answer"
 
 # %% [markdown]
-# ## Compare with transformers (optional) · 8 min
+# ## 11 · Optional: compare with transformers · 8 min
 #
 # Is the engine fast? HTTP is not involved in this section. Its cells measure engines one after the other, so nothing
 # else should run in this process: we close the server first.
@@ -814,7 +814,7 @@ print(f"lead measured with mixed lengths: {lead_mixed:.2f}")
 # transformers' steps may take longer with padded prompts than with equal ones. To see whose steps changed, divide the
 # seconds in the table by the steps.
 #
-# ## Larger static batches (optional) · 2 min
+# ## 12 · Optional: larger static batches · 2 min
 #
 # Is a batch of 16 fair to transformers? With enough memory, all requests fit into one static batch. The committed
 # record of another comparison (64 requests, lengths / 8; minillm had a row for each) shows how much that matters:
@@ -832,7 +832,7 @@ for row in record["results"]:
 # comparison must name the batch size, and why `minillm bench offline` reports the best one. But rows cost memory for
 # keys and values (lesson 02), and users arrive one after the other: a server rarely has the choice.
 #
-# ## Dynamic batching, and in flight (optional) · 4 min
+# ## 13 · Optional: dynamic batching, and in flight · 4 min
 #
 # Static batches need all their requests at once. Servers for other models form **dynamic batches**: they wait a few
 # milliseconds for requests, run those that came as one batch, and answer them. For a model whose every request takes
@@ -859,7 +859,7 @@ print(
 # one with eight. A GPU that runs a large model pays nearly the full price for it (lesson 10), so there the throughput
 # gains more.
 #
-# ## Everything you wrote, together · 7 min
+# ## 14 · Everything you wrote, together · 7 min
 #
 # Now the finale. Until now your functions ran lesson by lesson. Here they serve together: the tokenizer's merges, the
 # norm, the attention of prompts, three kernels, the quantizer, the block pool, and the policy. Save your notebooks
@@ -938,7 +938,7 @@ stack.close()
 # The tokens do not depend on any of this. That is what made the engine possible to build in pieces: each part has a
 # specification, and everything that meets it can be exchanged.
 #
-# ## One report card · 8 min
+# ## 15 · One report card · 8 min
 #
 # Now check what you predicted at the beginning. No single model can fill in this card. Accuracy needs a trained
 # model: it is that of `tiny-gemma` on its multiple-choice questions, with all arithmetic in float32, so the row bf16
@@ -1005,7 +1005,7 @@ print(report_card.cheapest_table(cost, {1: choice_one, 3000: choice_many}))
 # everything sent at once. What users would wait at each precision takes an open loop on the GPU:
 # `minillm bench serve --rate`.
 #
-# ## What is left · 5 min
+# ## 16 · What is left · 5 min
 #
 # How far is the engine from the floor? First one request, for which the floor is reading the weights:
 
