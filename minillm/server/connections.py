@@ -53,6 +53,15 @@ class Connection(H11Protocol):
         if self.cycle is not before and self.cycle.scope["http_version"] == "1.1":
             self.cycle.scope["extensions"] = {DIRECT: {"write": DirectBody(self.cycle)}}
 
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP, and end the connection. What already works on the request finds the client gone."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # or else an answer has begun
+            self._refuse(APIError("what the client sent is not valid HTTP", code="invalid_http"))
+        self.transport.close()
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._watch()

@@ -355,3 +355,44 @@ def test_half_a_request_is_no_reason_to_wait(engine):
             assert await reader.read() == b""
 
     serving(engine, work, header_timeout=600, body_timeout=600)
+
+
+# ---- what is not HTTP
+
+CHUNKED = b"host: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"HELLO\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n\r\n",  # no host
+        HEAD + b"content-length: -5\r\n\r\n",
+        HEAD + CHUNKED[17:] + b"zz\r\n",
+        b"POST /v1/completions HTTP/1.1\r\n" + CHUNKED + b"zz\r\n",  # whose answer would not wait for the body
+        b"POST /v1/completions HTTP/1.1\r\n" + CHUNKED + b"2\r\n{}\r\nzz\r\n",
+    ],
+    ids=str,
+)
+def test_what_is_not_http_is_refused_in_openais_form_and_without_a_traceback(engine, caplog, sent):
+    async def work(port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent)
+        status, content, _ = await answer(reader)
+        assert (status, content["error"]["code"]) == (400, "invalid_http")
+        assert await reader.read() == b""
+
+    serving(engine, work)
+    assert not any(record.exc_info for record in caplog.records)
+
+
+def test_a_body_that_breaks_off_after_its_answer_ends_the_connection(engine, caplog):
+    async def work(port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\n" + CHUNKED)  # no content type
+        assert (await answer(reader))[0] == 400
+        writer.write(b"zz\r\n")
+        assert await reader.read() == b""
+
+    serving(engine, work)
+    assert not any(record.exc_info for record in caplog.records)
