@@ -117,6 +117,14 @@ class Hub:
         why = f"has {running} of at most {most} choices running or waiting, and asks for {choices} more"
         return {"message": f"this client {why}: wait until some end, or ask for fewer", "retry_after": 1}
 
+    def waits(self, line: Line, keys: range) -> None:
+        """A submission is about to wait, for config.queue_timeout at most."""
+        if (most := self.config.queue_timeout) is None:
+            return
+        if len(self.waiting) >= 2 * self.capacity:  # at most half of them can still wait
+            self.waiting = deque(each for each in self.waiting if each[1].waits(each[2]))
+        self.waiting.append((time.monotonic() + most, line, keys))
+
     def ended(self) -> None:
         """A choice has ended; it is not counted as running any more."""
         self.pace.ended(self.running - self.rows + 1)

@@ -173,17 +173,19 @@ class Line:
                     del self._clients[job.client]
         return job
 
+    def waits(self, keys: range) -> bool:
+        """Whether a submission waits: no choice of it has ended, and the engine has given a row to none of them."""
+        jobs = (self.jobs.get(key) for key in keys if key not in self.compiling)
+        return all(job is not None and not job.prepared.tracked.completion.scheduled_time for job in jobs)
+
     def refuse_unless_begun(self, keys: range) -> None:
-        """Refuse a submission if the engine has not given a row to any of its choices."""
-        compiling = [key for key in keys if key in self.compiling]
-        jobs = [job for key in keys if (job := self.jobs.get(key)) is not None]
-        begun = any(job.prepared.tracked.completion.scheduled_time for job in jobs)
-        if begun or len(compiling) + len(jobs) < len(keys):
+        """Refuse a submission that still waits."""
+        if not self.waits(keys):
             return
         after = retry_after(self.hub.pace.seconds(1))
         waited = f"it has waited for {self.hub.config.queue_timeout:g} s (queue_timeout) without its turn coming"
-        for key in compiling:
-            del self.compiling[key]
+        for key in keys:
+            self.compiling.pop(key, None)
         busy = {"message": f"the server is busy: {waited}; try again in {after} s", "retry_after": after}
         self.send({"op": "refused", "key": keys.start, "choices": len(keys), "kind": "busy"} | busy)
         self._abort(list(keys))
@@ -222,8 +224,7 @@ class Line:
         if busy is not None:
             self.send({"op": "refused", "key": key, "choices": choices, "kind": "busy"} | busy)
             return
-        if (most := self.hub.config.queue_timeout) is not None:
-            self.hub.waiting.append((time.monotonic() + most, self, range(key, key + choices)))
+        self.hub.waits(self, range(key, key + choices))
         if "json_schema" in params:
             self.compiling |= dict.fromkeys(range(key, key + choices), client)
             self._compile(check, begin, range(key, key + choices))

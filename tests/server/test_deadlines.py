@@ -5,6 +5,7 @@ import json
 import socket
 import threading
 from collections import deque
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -157,6 +158,24 @@ def test_one_that_waits_longer_than_the_queue_timeout_is_refused_and_those_that_
     options = {"load_format": "dummy", "device": "cpu", "max_num_seqs": 1, "queue_timeout": HOUR}
     with running(model_directory, **options) as server, paused_steps() as resume:
         asyncio.run(clients(server, resume))
+
+
+def test_requests_that_no_longer_wait_are_forgotten_long_before_their_deadline(engine):
+    """Those that ended, or began, would otherwise stay until then: with a long timeout, hundreds of thousands."""
+
+    async def work(client, hub):
+        for _ in range(5):
+            asked = [client.post("/v1/completions", json=BODY | {"max_tokens": 1}) for _ in range(20)]
+            assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
+            assert len(hub.waiting) <= 2 * hub.capacity == 64
+        hub.waiting.clear()
+        line = SimpleNamespace(waits=lambda keys: keys.start % 4 == 0, refuse_unless_begun=lambda keys: None)
+        for key in range(65):
+            hub.waits(line, range(key, key + 1))
+        assert [keys.start for _, _, keys in hub.waiting] == [*range(0, 64, 4), 64]
+        hub.waiting.clear()
+
+    serve_here(engine, work, queue_timeout=HOUR, max_queued=0)
 
 
 def test_the_queue_timeout_counts_while_a_grammar_compiles(engine, monkeypatch):
