@@ -29,6 +29,7 @@ class ServerOptions(EngineOptions, total=False):
     shutdown_grace: float
     api_key: str | None
     hang_timeout: float
+    load_timeout: float
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,11 @@ class ServerConfig(Options):
     hang_timeout: float = option(
         300.0,  # a large model's long prompt may take a minute on a CPU
         "seconds in the same step, or without a sign of life, after which the engine is ended and started anew",
+        above=0,
+    )
+    load_timeout: float = option(
+        1800.0,  # a model of hundreds of gigabytes, quantized while it loads from a slow disk
+        "seconds from the engine's start until it must have loaded the model, or it is ended and started anew",
         above=0,
     )
 

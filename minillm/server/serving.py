@@ -86,9 +86,8 @@ def serve(
             from .engine_process import packed
 
             choice = {"model": model, "profile": profile, "name": served_model_name}
-            supervisor = Supervisor(
-                fleet, packed(choice | {"engine": engine_options, "config": config}), config.hang_timeout
-            )
+            given = packed(choice | {"engine": engine_options, "config": config})
+            supervisor = Supervisor(fleet, given, config.hang_timeout, config.load_timeout)
             try:
                 supervisor.start()
                 _announce(supervisor.model, url)

@@ -24,11 +24,11 @@ class Supervisor:
     """The engine's process and the workers connected to it.
 
     options: what `engine_process.run` takes, packed. hang_timeout: seconds without a report, or in the same step,
-    after which the engine's process is killed.
+    after which the engine's process is killed. load_timeout: seconds that it has to be ready, or it is killed too.
     """
 
-    def __init__(self, workers: Workers, options: str, hang_timeout: float):
-        self.workers, self.hang_timeout = workers, hang_timeout
+    def __init__(self, workers: Workers, options: str, hang_timeout: float, load_timeout: float):
+        self.workers, self.hang_timeout, self.load_timeout = workers, hang_timeout, load_timeout
         self.model = ""  # its name for clients, once the engine is ready
         self.engine: Child | None = None
         self._options = options
@@ -46,13 +46,13 @@ class Supervisor:
 
     def start(self) -> None:
         """Start the engine, then the workers; returns when they accept requests. Raises ServerFailed, OSError."""
+        threading.Thread(target=self._watch, name="minillm-watchdog", daemon=True).start()
         with self._changed:
             self._launch()
             self._changed.wait_for(lambda: self._ready or self._failed)
             if self._failed:
                 raise self._failed
         self.workers.start(self._connect)
-        threading.Thread(target=self._watch, name="minillm-watchdog", daemon=True).start()
         threading.Thread(target=self._join_workers, name="minillm-workers", daemon=True).start()
 
     def join(self) -> None:
@@ -105,7 +105,7 @@ class Supervisor:
                 case "failed":
                     self._why = message["why"]
                 case "beat" if message["working"] > self.hang_timeout:
-                    self._end_stuck(child, f"has been in the same step for {message['working']:.0f} s")
+                    self._end_stuck(child, f"has been in the same step for {message['working']:.0f} s", "hang_timeout")
 
     def _gone(self, child: Child) -> None:
         """The engine's process has closed its control socket."""
@@ -168,25 +168,33 @@ class Supervisor:
         self._changed.notify_all()
         self._over.set()
 
-    def _end_stuck(self, child: Child, how: str) -> None:
-        log.warning("the engine's process %s, longer than hang_timeout=%g; ending it", how, self.hang_timeout)
-        self._heard = time.monotonic()  # not again with every tick
+    def _end_stuck(self, child: Child, how: str, limit: str) -> None:
+        log.warning("the engine's process %s, longer than %s=%g; ending it", how, limit, getattr(self, limit))
+        self._heard = self._began = time.monotonic()  # not again with every tick
         child.process.kill()
 
     # ---- on threads of their own
 
     def _watch(self) -> None:
-        """Kill an engine's process that does not report any more."""
+        """Look again and again for an engine's process that is stuck."""
         last = time.monotonic()
         while not self._over.wait(TICK):
             now = time.monotonic()
             with self._lock:
                 if now - last > 2 * TICK + self.hang_timeout / 2:
                     self._heard = now  # this process has slept too: the reports are still to be read
-                silent = now - self._heard
-                if self._ready and not self._stopping and silent > self.hang_timeout and self.engine is not None:
-                    self._end_stuck(self.engine, f"has not reported for {silent:.0f} s")
+                self._look(now)
             last = now
+
+    def _look(self, now: float) -> None:
+        """Kill an engine's process that does not report any more, or has loaded for too long; with the lock held."""
+        if self.engine is None or self._stopping:
+            return
+        silent, loading = now - self._heard, now - self._began
+        if self._ready and silent > self.hang_timeout:
+            self._end_stuck(self.engine, f"has not reported for {silent:.0f} s", "hang_timeout")
+        elif not self._ready and loading > self.load_timeout:
+            self._end_stuck(self.engine, f"has not been ready for {loading:.0f} s", "load_timeout")
 
     def _join_workers(self) -> None:
         try:

@@ -163,7 +163,7 @@ def played(monkeypatch):
     monkeypatch.setattr(supervisor.threading, "Timer", Timer)
     monkeypatch.setattr(supervisor, "TICK", TIMEOUT)  # no wall clock: these tests make every report themselves
     workers = NoWorkers()
-    found = Supervisor(workers, "", hang_timeout=5)
+    found = Supervisor(workers, "", hang_timeout=5, load_timeout=60)
     thread = threading.Thread(target=found.start)
     thread.start()
     wait_until(lambda: Played.made and hasattr(Played.made[0], "report"))
@@ -182,6 +182,24 @@ def test_an_engine_that_is_long_in_one_step_is_killed(played):
     engine.close()
     played.engines[1].report({"op": "ready", "model": "m"})
     assert played.workers.heard == ["start", "lost", "back"]
+
+
+def test_an_engine_that_loads_for_too_long_is_killed(played):
+    look = played.supervisor._look
+    played.engines[0].close()
+    began = played.supervisor._began
+    look(began + 59)
+    assert played.engines[1].sent == [], "a silence means nothing while it loads"
+    look(began + 61)
+    assert played.engines[1].sent == ["kill"]
+    played.engines[1].close()
+    assert played.delays == [1]
+    played.engines[2].report({"op": "ready", "model": "m"})
+    played.supervisor._began -= 100
+    look(played.supervisor._heard + 4)
+    assert played.engines[2].sent == [], "it is ready"
+    look(played.supervisor._heard + 6)
+    assert played.engines[2].sent == ["kill"], "it is silent"
 
 
 def test_an_engine_that_does_not_start_again_is_retried_with_growing_delays_then_given_up(played):
