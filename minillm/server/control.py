@@ -7,8 +7,8 @@ process inherits, one of which is its control socket. When that one closes, the 
 A message is a line of JSON, which may carry a socket: that is how a worker is given a connection to a new engine.
 
 From the owner of a worker:
-    engine      a socket: the connection to the engine
-    gone        the engine has ended; seconds: until another one is ready, by estimate
+    engine      a socket: the connection to the engine; seconds: from its end until another one is ready, by estimate
+    gone        there is no engine; seconds: until there is, by estimate
     stop        accept no new requests, finish those that run; grace: seconds until the rest is aborted
 From a worker:
     ready       it accepts requests

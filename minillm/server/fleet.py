@@ -48,6 +48,7 @@ class Workers:
         self.listener, self.count, self.grace = listener, count, grace
         self.running: list[Worker] = []
         self._connect: Callable[[socket.socket], object] | None = None
+        self._reload = 0.0  # seconds from an engine's end until the next one is ready, by estimate
         self._shares = Shares.create(count) if count > 1 and sys.platform != "win32" else None
         self._places = count  # number of workers that run or will be retried
         self._given_up: str | None = None  # why a worker was given up
@@ -56,13 +57,14 @@ class Workers:
         self._state_changed = threading.Condition(self._lock)  # a worker has started or was given up
         self._none_left = threading.Event()
 
-    def start(self, connect: Callable[[socket.socket], object]) -> None:
+    def start(self, connect: Callable[[socket.socket], object], reload: float = 0.0) -> None:
         """Start all workers and wait until they accept requests. Raises ServerFailed, OSError.
 
-        connect: hands the engine its end of a connection to a worker.
+        connect: hands the engine its end of a connection to a worker. reload: seconds from the engine's end until
+        another one is ready, by estimate.
         """
         with self._state_changed:
-            self._connect = connect
+            self._connect, self._reload = connect, reload
             for _ in range(self.count):
                 self._begin(0)
             settled = self._state_changed.wait_for(lambda: self._given_up or self._up == self.count, STARTUP)
@@ -79,10 +81,10 @@ class Workers:
             for worker in self.running:
                 worker.child.control.send({"op": "gone", "seconds": seconds})
 
-    def engine_back(self, connect: Callable[[socket.socket], object]) -> None:
-        """Connect all workers to a new engine; `connect` is that of `start`."""
+    def engine_back(self, connect: Callable[[socket.socket], object], reload: float) -> None:
+        """Connect all workers to a new engine; the arguments are those of `start`."""
         with self._lock:
-            self._connect = connect
+            self._connect, self._reload = connect, reload
             for worker in self.running:
                 self._link(worker)
 
@@ -208,4 +210,4 @@ class Workers:
             return
         with theirs:
             self._connect(ours)
-            worker.child.control.send({"op": "engine"}, theirs)
+            worker.child.control.send({"op": "engine", "seconds": self._reload}, theirs)

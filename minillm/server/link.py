@@ -225,6 +225,7 @@ class RemoteEngine:
         self._on_lost = on_lost
         self._link: _Link | None = None
         self._expected = 0.0  # when the next engine may be ready
+        self._reload = 0.0  # seconds from an engine's end until the next one is ready, by estimate
         self._keys = itertools.count()
         self._choices: dict[int, tuple[Choice, asyncio.Queue]] = {}
         self._ids = itertools.count()
@@ -232,8 +233,12 @@ class RemoteEngine:
         self._blocks: set[asyncio.Timeout] = set()  # interrupted by `give_up`
         self._given_up = False
 
-    async def connect(self, sock: socket.socket) -> None:
-        """Use the engine at the other end of this socket from now on."""
+    async def connect(self, sock: socket.socket, reload: float = 0.0) -> None:
+        """Use the engine at the other end of this socket from now on.
+
+        reload: seconds from its end until another one is ready, by estimate.
+        """
+        self._reload = reload
         await asyncio.get_running_loop().create_connection(lambda: _Link(self), sock=sock)
 
     @property
@@ -390,6 +395,7 @@ class RemoteEngine:
             return
         self._link.transport.close()
         self._link = None
+        self._expected = max(self._expected, time.monotonic() + self._reload)  # until the owner says more, in `expect`
         for _, queue in self._choices.values():
             queue.put_nowait(self._gone("the engine has stopped, and this request with it"))
         self._choices.clear()

@@ -52,7 +52,7 @@ class Supervisor:
             self._changed.wait_for(lambda: self._ready or self._failed)
             if self._failed:
                 raise self._failed
-        self.workers.start(self._connect)
+        self.workers.start(self._connect, self._loading)
         threading.Thread(target=self._join_workers, name="minillm-workers", daemon=True).start()
 
     def join(self) -> None:
@@ -101,7 +101,7 @@ class Supervisor:
                     self._changed.notify_all()
                     if again and not self._stopping:
                         log.warning("the engine is back")
-                        self.workers.engine_back(self._connect)
+                        self.workers.engine_back(self._connect, self._loading)
                 case "failed":
                     self._why = message["why"]
                 case "beat" if message["working"] > self.hang_timeout:
@@ -146,6 +146,7 @@ class Supervisor:
             self._retry()
 
     def _later(self, seconds: float) -> None:
+        self.workers.engine_lost(seconds + self._loading)
         timer = threading.Timer(seconds, self._retry_later)
         timer.daemon = True
         timer.start()

@@ -41,7 +41,7 @@ async def work(
         if message["op"] == "gone":
             engine.expect(message["seconds"])
             return
-        task = loop.create_task(engine.connect(message["socket"]))
+        task = loop.create_task(engine.connect(message["socket"], message["seconds"]))
         connecting.add(task)
         task.add_done_callback(connecting.discard)
 

@@ -26,7 +26,7 @@ async def worker_here(engine, *, most: int | None = None, **options):
     control.listen(lambda message: message["op"] == "ready" and ready.set_result(None), lambda: None)
     task = asyncio.create_task(work(listener, Control(owned), most))
     with theirs:
-        control.send({"op": "engine"}, theirs)
+        control.send({"op": "engine", "seconds": 0.0}, theirs)
     await asyncio.wrap_future(ready)
     yield port, hub
     control.send({"op": "stop", "grace": hub.config.shutdown_grace})

@@ -15,7 +15,7 @@ from minillm.errors import InvalidRequest
 from minillm.request import SamplingParams
 from minillm.server.config import ServerConfig
 from minillm.server.hub import Hub, Line
-from minillm.server.link import SIZES, Prompt, RemoteEngine, TooLong, Unpacker, _changed, pack, room
+from minillm.server.link import SIZES, EngineGone, Prompt, RemoteEngine, TooLong, Unpacker, _changed, pack, room
 from tests.waiting import TIMEOUT, async_wait_until
 
 MESSAGES = st.dictionaries(st.text(), st.none() | st.integers() | st.floats(allow_nan=False) | st.text())
@@ -93,6 +93,29 @@ def test_the_last_choices_seed_must_be_valid_too():
     assert [each.seed for each in SamplingParams(seed=2**63 - 2).choices(2)] == [2**63 - 2, 2**63 - 1]
     with pytest.raises(InvalidRequest, match="seed must be a 64-bit whole number, and seed \\+ 2 is not"):
         SamplingParams(seed=2**63 - 2).choices(3)
+
+
+def test_a_worker_knows_how_long_an_engine_takes_to_come_back_before_it_is_told(engine):
+    """It may notice the engine's end before its owner does, and clients must not be told to try again at once."""
+
+    async def work():
+        ours, theirs = socket.socketpair()
+        hub = Hub(engine, "here", ServerConfig(log_level="critical"))
+        hub.connect(ours)
+        remote = RemoteEngine()
+        await remote.connect(theirs, 40)
+        await remote.connected
+        hub.close()
+        await async_wait_until(lambda: not remote.alive)
+        with pytest.raises(EngineGone) as gone:
+            await remote.ask("alive")
+        assert 30 < gone.value.retry_after <= 40
+        remote.expect(50)
+        with pytest.raises(EngineGone) as gone:
+            await remote.ask("alive")
+        assert 40 < gone.value.retry_after <= 50
+
+    asyncio.run(work())
 
 
 def test_a_prompt_must_leave_room_for_a_token():

@@ -134,13 +134,16 @@ class NoWorkers:
     def __init__(self):
         self.heard = []
 
-    def start(self, connect):
+        self.waits = []  # seconds until there is an engine, as clients are told
+
+    def start(self, connect, reload):
         self.heard.append("start")
 
     def engine_lost(self, seconds):
         self.heard.append("lost")
+        self.waits.append(seconds)
 
-    def engine_back(self, connect):
+    def engine_back(self, connect, reload):
         self.heard.append("back")
 
     def join(self):
@@ -211,6 +214,8 @@ def test_an_engine_that_does_not_start_again_is_retried_with_growing_delays_then
     while len(played.engines) < 7:
         close_latest()
     assert played.delays == [1, 2, 4, 8, 16]
+    loading = played.supervisor._loading
+    assert played.workers.waits[-1] == 16 + loading, "clients are told to wait for the retry too"
     close_latest()
     with pytest.raises(ServerFailed, match="the engine could not be started: exit status 1"):
         played.supervisor.join()

@@ -32,7 +32,7 @@ FAULTS = (
     Fault(
         "workers are not connected to the new engine",
         "minillm/server/supervisor.py",
-        "                        self.workers.engine_back(self._connect)",
+        "                        self.workers.engine_back(self._connect, self._loading)",
         "                        pass",
         "tests/server/test_supervisor.py -k long_in_one_step",
     ),
