@@ -126,7 +126,7 @@ class Hub:
         self.waiting.append((time.monotonic() + most, line, keys))
 
     def ended(self) -> None:
-        """A choice has ended; it is not counted as running any more."""
+        """A choice that had a row has ended; it is not counted as running any more."""
         self.pace.ended(self.running - self.rows + 1)
 
     def close(self) -> None:

@@ -116,7 +116,8 @@ class Line:
                 event |= {"error": message, "kind": "invalid"}
             self._forget(job.key)
             self.hub.metrics.observe(delta.completion)
-            self.hub.ended()
+            if delta.completion.scheduled_time is not None:  # or else no row is free that was not before
+                self.hub.ended()
         return event
 
     # ---- reading, on the hub's thread
@@ -156,8 +157,7 @@ class Line:
     def _on_stopped(self, _: array, *, key: int, string: str) -> None:
         job = self._forget(key)  # complete for the client, so it no longer counts as running
         if job is not None:
-            self.engine.stop(job.prepared, string)
-            self.hub.ended()
+            self.engine.stop(job.prepared, string)  # whose last event counts as its end
 
     def of(self, client: str | None) -> int:
         """The number of a client's choices that were accepted and are not finished."""

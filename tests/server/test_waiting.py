@@ -7,7 +7,7 @@ import pytest
 
 from minillm.server import running
 from minillm.server.waiting import FEWEST, LONGEST, RECENT, Pace, retry_after
-from tests.waiting import async_wait_until, paused_steps
+from tests.waiting import async_wait_until, idle, paused_steps, wait_until
 
 BODY = {"prompt": "The river", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 
@@ -68,6 +68,14 @@ def narrow(model_directory):
         yield server
 
 
+@pytest.fixture
+def ends(narrow, monkeypatch) -> list[int]:
+    """How many requests waited at each end that counts toward the pace."""
+    found: list[int] = []
+    monkeypatch.setattr(narrow.hub.pace, "ended", found.append)
+    return found
+
+
 def statuses(server, seconds_each: float | None, monkeypatch, **body: object) -> tuple[int, list[httpx.Response]]:
     """How many requests were accepted while none ends, and the answers to those that were refused."""
     hub = server.hub
@@ -124,3 +132,36 @@ def test_the_pace_counts_what_ended_while_others_waited(narrow):
             assert len(narrow.hub.pace._ends) == 0
 
     asyncio.run(everything())
+
+
+def test_an_end_by_a_stop_string_counts_once(narrow, ends):
+    """The worker finds it, and tells the engine: both know that the choice has ended."""
+    every = httpx.post(narrow.url + "/v1/completions", json=BODY, timeout=60).json()["choices"][0]["text"]
+    for count in (2, 3):
+        answer = httpx.post(narrow.url + "/v1/completions", json=BODY | {"stop": [every[:1]]}, timeout=60).json()
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        wait_until(lambda: idle(narrow.engine))
+        assert len(ends) == count
+
+
+def test_those_that_leave_the_queue_do_not_count_as_ends(narrow, ends, monkeypatch):
+    """They free no row: if many leave at once, others do not begin any sooner."""
+    left, abort = [], narrow.engine.abort
+    monkeypatch.setattr(narrow.engine, "abort", lambda request: (left.append(request), abort(request)))
+
+    async def everything(resume) -> None:
+        async with httpx.AsyncClient(base_url=narrow.url, timeout=60) as client:
+            four = [asyncio.create_task(client.post("/v1/completions", json=BODY)) for _ in range(2)]
+            await async_wait_until(lambda: narrow.hub.running == 2)
+            four += [asyncio.create_task(client.post("/v1/completions", json=BODY)) for _ in range(2)]
+            await async_wait_until(lambda: narrow.hub.running == 4)
+            for each in four[2:]:
+                each.cancel()
+            await async_wait_until(lambda: len(left) == 2)
+            resume.set()
+            assert [each.status_code for each in await asyncio.gather(*four[:2])] == [200, 200]
+        await async_wait_until(lambda: narrow.hub.running == 0 and idle(narrow.engine))
+
+    with paused_steps() as resume:
+        asyncio.run(everything(resume))
+    assert len(ends) == 2
