@@ -87,7 +87,8 @@ class ServerConfig(Options):
     )
     hang_timeout: float = option(
         300.0,  # a large model's long prompt may take a minute on a CPU
-        "seconds in the same step, or without a sign of life, after which the engine is ended and started anew",
+        "seconds in the same step, or without a sign of life, after which the engine is ended and started anew; so is "
+        "an HTTP worker that shows no sign of life",
         above=0,
     )
     load_timeout: float = option(

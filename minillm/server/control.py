@@ -12,6 +12,7 @@ From the owner of a worker:
     stop        accept no new requests, finish those that run; grace: seconds until the rest is aborted
 From a worker:
     ready       it accepts requests
+    beat        its event loop runs
     failed      why: the error that ends it
     lost        its connection to the engine is closed
 From the owner of the engine's process:

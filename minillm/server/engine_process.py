@@ -16,6 +16,7 @@ from minillm.config import EngineOptions
 from . import control, garbage, logs
 from .config import ServerConfig
 from .control import Control
+from .limits import BEAT
 
 if TYPE_CHECKING:
     from minillm.engine.async_llm import AsyncLLM
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 FAILED_STEPS = 3  # in a row; after so many, a new process is the better hope: a GPU's context may be broken for good
-BEAT = 1.0  # seconds between two reports to the owner
 
 
 def packed(options: dict[str, Any]) -> str:

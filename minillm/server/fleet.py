@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 STARTUP = 60  # seconds for the workers to start
 RETRY = 1  # seconds before retrying a worker that failed to start; doubled each time
 RETRIES = 5
+TICK = 1.0  # seconds between two looks at the workers' reports
 KILL = 2  # seconds after the grace period and FLUSH until a worker that still runs is killed
 AGAIN, NO_MORE = "trying again soon", "giving up on it"
 
@@ -36,16 +37,18 @@ class Worker:
     failures: int
     ready: bool = False
     why: str | None = None  # the error that it reported before it exited
+    heard: float = 0.0  # when it last reported, or was connected to an engine; only differences count
 
 
 class Workers:
     """The worker processes of a server. One that dies is replaced; one that fails to start is retried a few times.
 
-    grace: seconds for requests in flight to finish when the server stops.
+    grace: seconds for requests in flight to finish when the server stops. hang_timeout: seconds without a report after
+    which a worker is killed, and so replaced.
     """
 
-    def __init__(self, listener: socket.socket, count: int, grace: float):
-        self.listener, self.count, self.grace = listener, count, grace
+    def __init__(self, listener: socket.socket, count: int, grace: float, hang_timeout: float):
+        self.listener, self.count, self.grace, self.hang_timeout = listener, count, grace, hang_timeout
         self.running: list[Worker] = []
         self._connect: Callable[[socket.socket], object] | None = None
         self._reload = 0.0  # seconds from an engine's end until the next one is ready, by estimate
@@ -55,7 +58,7 @@ class Workers:
         self._starting, self._stopping = True, False
         self._lock = threading.RLock()  # prevents launching a worker during shutdown
         self._state_changed = threading.Condition(self._lock)  # a worker has started or was given up
-        self._none_left = threading.Event()
+        self._none_left, self._closed = threading.Event(), threading.Event()
 
     def start(self, connect: Callable[[socket.socket], object], reload: float = 0.0) -> None:
         """Start all workers and wait until they accept requests. Raises ServerFailed, OSError.
@@ -69,6 +72,7 @@ class Workers:
                 self._begin(0)
             settled = self._state_changed.wait_for(lambda: self._given_up or self._up == self.count, STARTUP)
             self._starting = False
+        threading.Thread(target=self._watch, name="minillm-worker-watchdog", daemon=True).start()
         if self._given_up:
             raise ServerFailed(self._given_up)
         if not settled:
@@ -115,6 +119,7 @@ class Workers:
 
     def close(self) -> None:
         """Free what the workers shared, once they have stopped."""
+        self._closed.set()
         for worker in self.running:
             worker.child.control.close()
         if self._shares is not None:
@@ -124,10 +129,35 @@ class Workers:
     def _up(self) -> int:
         return sum(worker.ready for worker in self.running)
 
+    # ---- on a thread of its own
+
+    def _watch(self) -> None:
+        """Look again and again for workers that are stuck."""
+        last = time.monotonic()
+        while not self._closed.wait(TICK):
+            now = time.monotonic()
+            with self._lock:
+                if now - last > 2 * TICK + self.hang_timeout / 2:  # this process has slept too
+                    for worker in self.running:
+                        worker.heard = now  # its reports are still to be read
+                self._look(now)
+            last = now
+
+    def _look(self, now: float) -> None:
+        """Kill workers that do not report any more; with the lock held."""
+        for worker in self.running:
+            # One that starts does not report, and becomes ready only if there is an engine.
+            limit = self.hang_timeout if worker.ready else max(STARTUP, self.hang_timeout)
+            if now - worker.heard > limit and not self._stopping and (worker.ready or self._connect is not None):
+                log.warning("an HTTP worker has not reported for more than %g s; ending it", limit)
+                worker.heard = now  # not again with every tick
+                worker.child.process.kill()
+
     # ---- on the thread that reads a worker's control socket
 
     def _heard(self, worker: Worker, message: dict) -> None:
         with self._state_changed:
+            worker.heard = time.monotonic()
             match message["op"]:
                 case "ready":
                     worker.ready, worker.failures = True, 0
@@ -200,6 +230,7 @@ class Workers:
 
     def _link(self, worker: Worker) -> None:
         """Connect a worker to the engine, if there is one. If there is not, it will be once the engine is back."""
+        worker.heard = time.monotonic()
         if self._connect is None:
             return
         try:

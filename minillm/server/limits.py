@@ -34,6 +34,7 @@ HEAD_START = 10  # milliseconds that a worker with more connections than another
 ACCEPT_RETRY = 1  # seconds to wait after accept() fails
 FIRST_PROBE, PROBE = 0.1, 1.0  # seconds until a client that sends no more is asked for signs of life, and between two
 HEALTH = 5  # seconds for the engine's process to answer that it is well
+BEAT = 1.0  # seconds between two reports of a process to its owner
 RELINK = 0.1  # seconds until a worker that has lost its engine asks for another connection
 FLUSH = 1  # seconds after the grace period for the errors of aborted requests to reach their clients
 

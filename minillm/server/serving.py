@@ -73,7 +73,7 @@ def serve(
     config, engine_options = split(options)
     _check(config)
     with _terminate_as_interrupt(), _listening(host, port) as listener:
-        url, fleet = _url(host, listener), Workers(listener, config.workers, config.shutdown_grace)
+        url, fleet = _url(host, listener), _workers(listener, config)
         try:
             if sys.platform == "win32" or overrides.any_replaced():
                 if profile is not None:
@@ -131,7 +131,7 @@ def running(
     config, engine_options = split(options, log_level="warning")
     _check(config)
     with _listening(host, port) as listener, _engine(model, engine_options) as engine:
-        fleet, name = Workers(listener, config.workers, config.shutdown_grace), served_model_name or engine.name
+        fleet, name = _workers(listener, config), served_model_name or engine.name
         with _serving(engine, name, _url(host, listener), fleet, config) as server:
             yield server
 
@@ -178,6 +178,10 @@ def _check(config: ServerConfig) -> None:
     # OpenMP threads busy-wait for one another on cores that workers and clients need. With the default spin count, a
     # single other busy process slows down every step. The variable is read once, when torch is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
+def _workers(listener: socket.socket, config: ServerConfig) -> Workers:
+    return Workers(listener, config.workers, config.shutdown_grace, config.hang_timeout)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from . import control, garbage, logs
 from .control import Control
-from .limits import FLUSH, RELINK, SWITCH_INTERVAL
+from .limits import BEAT, FLUSH, RELINK, SWITCH_INTERVAL
 from .link import RemoteEngine
 from .shares import Shares
 
@@ -79,6 +79,12 @@ async def work(
             acceptor = Acceptor(listener, connect, most_connections() if most is None else most, shares)
             self.servers.append(acceptor)  # type: ignore[arg-type]  # uvicorn only calls close and wait_closed
             owner.send({"op": "ready"})
+            self._beat()
+
+        def _beat(self) -> None:
+            """Report from the event loop, again and again: a worker whose loop is stuck serves nobody."""
+            owner.send({"op": "beat"})
+            loop.call_later(BEAT, self._beat)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             self._give_up_later()

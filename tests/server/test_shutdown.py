@@ -172,7 +172,7 @@ def test_a_second_signal_at_any_point_of_stopping_ends_the_grace():
                 raise KeyboardInterrupt
 
     sent = []
-    workers = Workers(Listener(), 1, grace=100_000)
+    workers = Workers(Listener(), 1, grace=100_000, hang_timeout=300)
     control = SimpleNamespace(send=sent.append)
     workers.running = [SimpleNamespace(child=SimpleNamespace(control=control, end=lambda seconds: None))]
     with pytest.raises(KeyboardInterrupt):

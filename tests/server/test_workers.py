@@ -99,6 +99,41 @@ def test_a_dead_worker_is_replaced_and_its_requests_are_aborted(engine, caplog):
     assert "an HTTP worker exited (killed by SIGKILL); replacing it" in caplog.text
 
 
+def test_a_worker_whose_event_loop_is_stuck_is_replaced(engine, caplog):
+    with running(engine) as server:
+        (before,) = pids(server)
+        (worker,) = server.workers.running
+        heard = worker.heard
+        wait_until(lambda: worker.heard > heard)
+        os.kill(before, signal.SIGSTOP)
+        with server.workers._lock:
+            server.workers._look(worker.heard + 299)
+            assert not caplog.messages
+            server.workers._look(worker.heard + 301)
+        wait_until(lambda: pids(server) not in ([], [before]))
+        assert ask(server).status_code == 200
+    assert "an HTTP worker has not reported for more than 300 s; ending it" in caplog.text
+
+
+def test_a_worker_that_hangs_while_it_starts_is_replaced_unless_it_waits_for_an_engine(pair, caplog):
+    first, second = pids(pair)
+    with pair.workers._lock:
+        for worker in pair.workers.running:
+            worker.ready = False
+        connect = pair.workers._connect
+        pair.workers.engine_lost(1.0)
+        pair.workers._look(max(worker.heard for worker in pair.workers.running) + 301)
+        assert not caplog.messages
+        pair.workers.engine_back(connect, 1.0)
+        other, stuck = pair.workers.running
+        other.ready = True
+        other.heard += 1000
+        pair.workers._look(stuck.heard + 301)
+    wait_until(lambda: second not in pids(pair))
+    assert first in pids(pair)
+    assert caplog.messages[0] == "an HTTP worker has not reported for more than 300 s; ending it"
+
+
 @pytest.mark.parametrize("error", [BlockingIOError(11, "no process is left"), ArithmeticError("a mistake")])
 def test_the_other_workers_keep_working_when_one_cannot_be_replaced(pair, monkeypatch, caplog, error):
     """If the machine refuses, the server retries until a worker starts; a programming error affects no other worker."""
