@@ -135,6 +135,7 @@ def serve(
         logs.set_up("json", level)
     else:
         show_logs(level)
+        logs.unhurried()
     if None not in (model, model_option) and model != model_option:
         raise ConfigError(f"the model is given twice, as {model!r} and as {model_option!r}: leave one out")
     if list_profiles:

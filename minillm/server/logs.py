@@ -3,6 +3,7 @@
 import atexit
 import json
 import logging
+import os
 import queue
 import sys
 import threading
@@ -40,7 +41,9 @@ class Unhurried(logging.Handler):
     """
 
     def __init__(self, handler: logging.Handler):
-        super().__init__()
+        super().__init__(handler.level)
+        if isinstance(handler, logging.StreamHandler) and handler.stream in (sys.__stdout__, sys.__stderr__):
+            handler.setStream(Unbuffered(handler.stream.fileno()))
         self._handler = handler
         self._waiting: queue.Queue[logging.LogRecord] = queue.Queue(HELD)
         threading.Thread(target=self._write, name="minillm-log", daemon=True).start()
@@ -53,13 +56,31 @@ class Unhurried(logging.Handler):
     def _write(self) -> None:
         while True:
             record = self._waiting.get()
-            self._handler.handle(record)  # an error is reported on stderr, if that can still be written, and forgotten
+            if self._handler.filter(record):  # not `handle`, which holds a lock that the process needs to end
+                self._handler.emit(record)  # an error is reported on stderr, if that can be written, and forgotten
             self._waiting.task_done()
 
     def _finish(self) -> None:
         until = time.monotonic() + LAST_WORDS
         while self._waiting.unfinished_tasks and time.monotonic() < until:
             time.sleep(0.005)
+
+
+class Unbuffered:
+    """Writes to a file descriptor without a lock of Python's.
+
+    A thread that waits for a full pipe would hold that lock, and the process, which needs it to end, would wait too.
+    """
+
+    def __init__(self, file: int):
+        self._file = file
+
+    def write(self, text: str) -> None:
+        data = text.encode(errors="backslashreplace")
+        while data:
+            data = data[os.write(self._file, data) :]
+
+    def flush(self) -> None: ...
 
 
 def set_up(form: str, level: str, output: TextIO | None = None) -> logging.Handler:
@@ -77,3 +98,9 @@ def set_up(form: str, level: str, output: TextIO | None = None) -> logging.Handl
     logging.getLogger(access.__name__).setLevel(least if shown else logging.WARNING)
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each write to a client that has just left
     return waiting
+
+
+def unhurried() -> None:
+    """Let threads write what minillm's log shows, wherever that is: whoever logs never waits for a full pipe."""
+    log = logging.getLogger("minillm")
+    log.handlers = [Unhurried(handler) for handler in log.handlers]

@@ -110,7 +110,7 @@ async def work(
         http=Connection,
         ws="none",
         log_level=engine.config.log_level,
-        log_config=None if engine.config.log_format == "json" else uvicorn.config.LOGGING_CONFIG,
+        log_config=None,  # its own writes to stderr from the event loop, which waits if nobody reads there
         access_log=False,
         proxy_headers=False,  # or else any client of this machine could name its own address
         lifespan="off",

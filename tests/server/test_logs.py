@@ -5,6 +5,8 @@ import json
 import logging
 import os
 import signal
+import socket
+import sys
 import threading
 
 import httpx
@@ -159,3 +161,20 @@ def test_an_output_that_fails_loses_the_message_and_no_later_one(monkeypatch, ca
         wait_until(lambda: not handler._waiting.unfinished_tasks)
         output.full = False
     assert output.getvalue() == "kept\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can make a pipe small")
+@pytest.mark.parametrize("form, announced", [("text", "stdout"), ("json", "stderr")])
+def test_a_server_whose_log_nobody_reads_goes_on_and_stops(model_directory, form, announced):
+    """All of its processes write to pipes that are full."""
+    fcntl = pytest.importorskip("fcntl")
+    with serving(model_directory, "--log-format", form, announced=announced) as (process, url):
+        for pipe in (process.stdout, process.stderr):
+            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 4096)
+        for _ in range(100):
+            with socket.create_connection(("127.0.0.1", httpx.URL(url).port), TIMEOUT) as client:
+                client.sendall(b"HELLO\r\n\r\n")
+                assert client.recv(1000).startswith(b"HTTP/1.1 400")  # and a line of the log
+        assert httpx.get(url + "/health", timeout=TIMEOUT).status_code == 200
+        process.terminate()
+        assert process.wait(TIMEOUT) == 0
