@@ -284,8 +284,8 @@ FAULTS = (
     Fault(
         "a request that runs is refused for having waited",
         LINE,
-        "        if begun or len(compiling)",
-        "        if len(compiling)",
+        "job is not None and not job.prepared.tracked.completion.scheduled_time for",
+        "job is not None for",
         "tests/server/test_deadlines.py -k queue_timeout",
     ),
     Fault(
