@@ -15,6 +15,7 @@ from .settings import WORKLOADS
 
 CHANCE = 0.25  # of a right guess among four answers
 CLEAR = 0.05  # the least difference of speeds that is stated
+UNSTEADY = 2.0  # the factor of a machine's own change of speed from which on no speeds of versions are compared
 OTHERS = 0.15  # processors that other programs may keep busy before a report warns
 GENERATOR = "Caution: the clients themselves worked for {:.0%} of the time, so the server is faster than this shows."
 Record = Mapping[str, Any]
@@ -192,10 +193,11 @@ def clear_ratio(record: Record, version: str, workload: str) -> float | None:
     """How many times as fast as the unquantized version one is; None if the runs do not show a difference.
 
     They show one if all runs of one are faster than all of the other, and the medians differ by more than the machine's
-    own speed did during the report.
+    own speed did during the report. On a machine that changed as much as UNSTEADY, they never do: its speed was
+    measured at the beginning and at the end only, and may have changed more in between.
     """
     own, first = offline(record, version, workload), offline(record, base(record), workload)
-    if own is None or first is None or version == base(record):
+    if own is None or first is None or version == base(record) or drift(record) >= UNSTEADY:
         return None
     apart = max(own["runs"]) < min(first["runs"]) or min(own["runs"]) > max(first["runs"])
     ratio = own["output_tokens_per_s"] / first["output_tokens_per_s"]
@@ -216,11 +218,12 @@ def speeds(record: Record) -> list[str]:
         if slower := [f"{name} ({ratio:.2f} times as fast)" for name, ratio in ranked if ratio < 1]:
             found.append(f"{words}, these are slower than {base(record)}: {listed(slower)}.")
         compared = [name for name in versions if name not in unreal and offline(record, name, work)]
-        if compared and not known:
+        if compared and not known and drift(record) < UNSTEADY:
             found.append(f"{words}, the runs show no difference in speed between the versions.")
     found += _surprises(record, {name for name in versions if name not in unreal}, ratios["single"])
     one, many = (offline(record, base(record), work) for work in WORKLOADS)
-    if one and many and (gain := many["output_tokens_per_s"] / one["output_tokens_per_s"]) > 1 + CLEAR:
+    least = max(1 + CLEAR, drift(record))
+    if one and many and (gain := many["output_tokens_per_s"] / one["output_tokens_per_s"]) > least:
         found.append(
             f"{many['requests']:,} requests at once generate {times(gain)} times as many tokens per second as one: a "
             "step reads the weights once for all of them."
@@ -249,15 +252,24 @@ def _surprises(record: Record, versions: set[str], ratios: Mapping[str, float | 
     ]
 
 
+def others_busy(record: Record) -> float:
+    """How many processors other programs kept busy; 0 if too few to matter, or unknown."""
+    cores = record.get("other_programs_cores") or 0.0
+    return cores if cores > OTHERS else 0.0
+
+
 def cautions(record: Record) -> list[str]:
     """What makes the report's speeds doubtful."""
     found = []
     if (factor := drift(record)) > 1 + CLEAR:
+        omitted = "Smaller differences between versions are not stated."
+        if factor >= UNSTEADY:
+            omitted = "That is too much to compare the versions' speeds."
         found.append(
             f"Caution: the machine's own speed changed by a factor of {factor:.2f} between the beginning and the end "
-            "of the report. Smaller differences between versions are not stated."
+            f"of the report. {omitted}"
         )
-    if (cores := record.get("other_programs_cores")) is not None and cores > OTHERS:
+    if cores := others_busy(record):
         found.append(
             f"Caution: other programs kept {cores:.1f} of {record['machine']['cores']} processors busy during the "
             "measurement. Repeat the report on a quiet machine before you rely on its speeds."
@@ -293,9 +305,10 @@ def serving(record: Record) -> list[str]:
     uneven = {name: row["itl_s"]["p99"] / row["itl_s"]["p50"] for name, row in measured.items() if row["itl_s"]["p50"]}
     if uneven and max(uneven.values()) > 2:
         name = max(uneven, key=lambda each: uneven[each])
+        why = "" if others_busy(record) else " The likely reason: another request's prompt was read in that step."
         found.append(
             f"With {PATTERNS[name]}, one gap between tokens in a hundred is at least {times(uneven[name])} times as "
-            "long as the median gap. The likely reason: another request's prompt was read in that step."
+            f"long as the median gap.{why}"
         )
     busy = max((generator_share(row) for row in measured.values()), default=0.0)
     return found + ([GENERATOR.format(busy)] if busy > GENERATOR_BUSY else [])
@@ -310,7 +323,8 @@ def costs(record: Record) -> list[str]:
     """About dollars for a million tokens; nothing without a price."""
     found = []
     one, many = (offline(record, base(record), work) for work in WORKLOADS)
-    if one and many and (cheap := _dollars(many)) and (dear := _dollars(one)) and dear / cheap > 1 + CLEAR:
+    least = max(1 + CLEAR, drift(record))
+    if one and many and (cheap := _dollars(many)) and (dear := _dollars(one)) and dear / cheap > least:
         found.append(
             f"A token costs {times(dear / cheap)} times as much if requests come one at a time as if "
             f"{many['requests']:,} come at once: the price of an hour is divided by the tokens of that hour."

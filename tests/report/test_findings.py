@@ -123,6 +123,22 @@ def test_a_difference_that_the_machine_makes_by_itself_is_not_stated():
     assert "Caution" not in " ".join(findings.speeds(record(first, own, steady)))
 
 
+def test_no_speeds_are_compared_on_a_machine_whose_own_speed_changed_much():
+    rows = [speed("float32", "single", 3.0, 3.0, 3.0), speed("int8", "single", 0.1, 0.1, 0.1)]
+    rows += [speed("float32", "mixed", 2.0, 2.0, 2.0), speed("float32", "single", 1.0, 1.0, 1.0, part="again")]
+    given = record(*(row | {"cost": {"per_million_output": 1 / row["output_tokens_per_s"]}} for row in rows))
+    assert findings.clear_ratio(given, "int8", "single") is None
+    (caution,) = findings.speeds(given)
+    assert "by a factor of 3.00" in caution and "too much to compare the versions' speeds" in caution
+    assert findings.costs(given) == []
+
+
+def test_a_long_gap_on_a_busy_machine_has_no_likely_reason():
+    slow = pattern("silo", 900, slow_gap=0.05)
+    assert "The likely reason" in " ".join(findings.serving(record(slow)))
+    assert "The likely reason" not in " ".join(findings.serving(record(slow, other_programs_cores=1.5)))
+
+
 def test_a_smaller_version_that_is_slower_is_a_surprise_with_the_cpus_reason_only_there():
     rows = [size("float32", 1000), size("int4", 300), speed("float32", "single", 1, 1), speed("int4", "single", 2, 2)]
     says = " ".join(findings.speeds(record(*rows)))

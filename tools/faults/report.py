@@ -29,6 +29,13 @@ FAULTS = (
         f"{TESTS} -k could_be_guesses",
     ),
     Fault(
+        "speeds are compared although the machine's own speed changed by a factor of three",
+        FINDINGS,
+        " or drift(record) >= UNSTEADY:",
+        ":",
+        f"{TESTS} -k own_speed_changed_much",
+    ),
+    Fault(
         "a difference in speed is stated although the runs overlap",
         FINDINGS,
         "return ratio if apart and max(",
