@@ -58,7 +58,7 @@ def record(results: list[dict], begun: dict, command: str | None = None, **more:
 def _without_folders(words: list[str]) -> list[str]:
     """The command as typed at the project's root, without folders of the machine that it ran on."""
     script = Path(words[0]).resolve()
-    if script.name == "minillm" or script == PACKAGE / "cli" / "__main__.py":
+    if script.name == "minillm" or script in (PACKAGE / "__main__.py", PACKAGE / "cli" / "__main__.py"):
         program = ["minillm"]
     elif script.is_relative_to(PACKAGE):
         program = ["python", "-m", ".".join(script.relative_to(PACKAGE.parent).with_suffix("").parts)]

@@ -75,6 +75,7 @@ def test_the_commit_is_the_one_in_the_environment_or_the_checkouts(monkeypatch):
     [
         (["{root}/tools/kernel_tests.py", "--record", "/tmp/a.json"], "python tools/kernel_tests.py --record a.json"),
         (["{root}/minillm/cli/__main__.py", "bench", "offline"], "minillm bench offline"),
+        (["{root}/minillm/__main__.py", "report"], "minillm report"),
         (["/usr/bin/minillm", "eval"], "minillm eval"),
     ],
 )
