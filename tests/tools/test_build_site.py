@@ -153,6 +153,12 @@ def test_a_plot_shows_the_record():
     assert [trace["y"] for trace in figure.traces] == [list(ours.values()), best]
 
 
+def test_every_number_on_a_logarithmic_axis_is_written_in_full():
+    axis = figures.axis("clients", log=True)
+    texts = dict(zip(axis["tickvals"], axis["ticktext"], strict=True))
+    assert [texts[tick] for tick in (0.005, 0.2, 1, 5, 2000, 50_000)] == ["0.005", "0.2", "1", "5", "2,000", "50,000"]
+
+
 def test_a_plots_data_stay_inside_their_script_and_links_lead_to_files():
     drawn = figures.figure(
         "A title", 'It says "this".', ["cpu/offline"], [figures.bars("</script>", ["a"], [1.0])], {}, {}

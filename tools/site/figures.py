@@ -8,6 +8,9 @@ from dataclasses import dataclass
 # Readable on white and on dark gray, and told apart by the color-blind (Okabe and Ito, without black and yellow).
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8c8c8c", "#a05a2c")
 HEIGHT = 420  # pixels
+# 1, 2 and 5 in each power of ten, each written in full: plotly would write "2" for 2,000.
+_TICKS = [float(f"{digit}e{power}") for power in range(-6, 7) for digit in (1, 2, 5)]
+LOGARITHMIC = {"type": "log", "tickmode": "array", "tickvals": _TICKS, "ticktext": [f"{tick:,.10g}" for tick in _TICKS]}
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ def figure(
 
 def axis(title: str, log: bool = False, **more: object) -> dict:
     """An axis with its title, units included."""
-    scale = {"type": "log", "dtick": "D2"} if log else {}
+    scale = LOGARITHMIC if log else {}
     return {"title": {"text": title, "standoff": 12}, "automargin": True, **scale, **more}
 
 

@@ -378,7 +378,7 @@ def quantization_loss() -> Figure:
         [name],
         traces,
         axis("size of the weights, MB"),
-        axis("Kullback-Leibler divergence, nats per token", log=True, exponentformat="power"),
+        axis("Kullback-Leibler divergence, nats per token", log=True),
     )
 
 
