@@ -10,7 +10,8 @@ COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8c
 HEIGHT = 420  # pixels
 # 1, 2 and 5 in each power of ten, each written in full: plotly would write "2" for 2,000.
 _TICKS = [float(f"{digit}e{power}") for power in range(-6, 7) for digit in (1, 2, 5)]
-LOGARITHMIC = {"type": "log", "tickmode": "array", "tickvals": _TICKS, "ticktext": [f"{tick:,.10g}" for tick in _TICKS]}
+_TEXTS = [f"{tick:,.0f}" if tick >= 1 else f"{tick:.6f}".rstrip("0") for tick in _TICKS]
+LOGARITHMIC = {"type": "log", "tickmode": "array", "tickvals": _TICKS, "ticktext": _TEXTS}
 
 
 @dataclass(frozen=True)
