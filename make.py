@@ -3,7 +3,9 @@
     python make.py demo                           serve, load-test and compare the embedded model; a report in build/
     python make.py test                           every test, notebooks included
     python make.py lab                            JupyterLab on copies of the notebooks, in lab/
+    python make.py lab --allow-root --ip 0.0.0.0  the same in a container: JupyterLab gets the options
     python make.py site                           the course as a site to read, in build/site
+    python make.py notebooks                      rebuild and execute the notebooks
     python make.py setup --torch-index URL        only the environment, torch from that index
     python make.py demo --dry-run                 print the commands
 
@@ -14,6 +16,7 @@ import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
@@ -39,13 +42,13 @@ def setup(torch_index: str | None = None) -> list[Command]:
     ]
 
 
-def commands(name: str) -> list[Command]:
-    """What to run for a target, once the environment is there."""
+def commands(name: str, more: Sequence[str] = ()) -> list[Command]:
+    """What to run for a target, once the environment is there. more: JupyterLab's options."""
     build = [PYTHON, "-m", "minillm.course.build"]
     return {
         "setup": [],
         "demo": [({}, [*build, "demo"])],
-        "lab": [({}, [*build, "lab"]), ({}, [str(BIN / "jupyter"), "lab", "--notebook-dir", "lab"])],
+        "lab": [({}, [*build, "lab"]), ({}, [str(BIN / "jupyter"), "lab", "--notebook-dir", "lab", *more])],
         "site": [({}, [PYTHON, "tools/build_site.py"])],
         "notebooks": [({}, [*build, "notebooks"])],
         "test": [({"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}, [PYTHON, "-m", "pytest", *TEST])],
@@ -65,11 +68,13 @@ def main() -> None:
         "--torch-index", help="an index to take torch from; that of CPU builds saves several GB on Linux"
     )
     parser.add_argument("--dry-run", action="store_true", help="print the commands instead of running them")
-    given = parser.parse_args()
+    given, more = parser.parse_known_args()
+    if more and given.target != "lab":
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
     os.chdir(ROOT)
     todo = [] if is_ready() else setup(given.torch_index)
     if given.dry_run:
-        for variables, words in [*todo, *commands(given.target)]:
+        for variables, words in [*todo, *commands(given.target, more)]:
             print(*(f"{name}={value}" for name, value in variables.items()), *words)
         return
     if not (3, 11) <= sys.version_info[:2] < (3, 13):
@@ -80,7 +85,7 @@ def main() -> None:
         subprocess.run(words, env=os.environ | variables, check=True)
     if todo:
         STAMP.touch()
-    for variables, words in commands(given.target):
+    for variables, words in commands(given.target, more):
         if code := subprocess.run(words, env=os.environ | variables).returncode:
             sys.exit(code)
 

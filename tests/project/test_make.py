@@ -44,6 +44,14 @@ def test_its_twin_in_python_runs_the_same_commands(target, tmp_path):
     assert made in ([], set_up), "the environment is there, or is made by the Makefile's commands"
 
 
+def test_jupyterlabs_options_are_passed_on_and_other_targets_have_none():
+    twin = [sys.executable, ROOT / "make.py", "--dry-run"]
+    printed = subprocess.check_output([*twin, "lab", "--allow-root", "--ip", "0.0.0.0"], text=True)
+    assert printed.endswith("jupyter lab --notebook-dir lab --allow-root --ip 0.0.0.0\n")
+    refused = subprocess.run([*twin, "demo", "--allow-root"], capture_output=True, text=True)
+    assert refused.returncode == 2 and "--allow-root" in refused.stderr
+
+
 def test_continuous_integration_prints_the_summary_of_make_test_last():
     assert (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()[-1] == "exec make test"
 
