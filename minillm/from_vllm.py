@@ -234,7 +234,6 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "get_tokenizer": "it is the attribute tokenizer",
     },
     "Completion": {
-        "num_cached_tokens": "`minillm serve` counts the prefix cache's hits at /metrics",
         "metrics": "arrival_time, first_token_time and finish_time are attributes of its own",
         "lora_request": "adapters are merged into the weights",
         "encoder_prompt": "there are decoders only",

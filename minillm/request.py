@@ -302,6 +302,7 @@ class Completion:
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # None for the first token
     arrival_time: float = 0.0
     scheduled_time: float | None = None  # when the engine first gave it a row
+    num_cached_tokens: int = 0  # of its prompt, found in the prefix cache then
     first_token_time: float | None = None
     finish_time: float | None = None
     prompt: str | None = None  # set by `LLM.generate` if it was text, and by `LLM.chat`: what the template made

@@ -34,6 +34,7 @@ from minillm.runner.sampler import derived_seed
 from minillm.scheduler import replaceable
 from minillm.scheduler.policies import POLICIES
 from minillm.scheduler.scheduler import Scheduler
+from minillm.scheduler.step import Step
 from minillm.tokenizer import Tokenizer
 from minillm.trace.record import Trace
 from minillm.values import shown
@@ -321,7 +322,7 @@ class Engine:
                 if step is None:
                     break
                 for request in step.admitted:
-                    self._admitted(self.tracked[request.request_id], request.row)
+                    self._admitted(self.tracked[request.request_id], request.row, step)
                 self.in_flight.append(self.executor.launch(step))
             if self.in_flight:
                 if self.trace is not None:
@@ -362,8 +363,11 @@ class Engine:
         if row >= 0 and tracked.watched:
             self._watched[row] = tracked
 
-    def _admitted(self, tracked: Tracked, row: int) -> None:
-        tracked.completion.scheduled_time = tracked.completion.scheduled_time or time.perf_counter()
+    def _admitted(self, tracked: Tracked, row: int, step: Step) -> None:
+        completion = tracked.completion
+        if completion.scheduled_time is None:  # not after a preemption, when tokens of its own are cached
+            completion.scheduled_time = time.perf_counter()
+            completion.num_cached_tokens = int(step.starts[step.rows == row].sum())
         self._watch(tracked, row)
 
     def _read(self, launched: Launched) -> None:

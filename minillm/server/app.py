@@ -326,9 +326,8 @@ class _Server:
         for each in done:
             await self.read_tokens(each, each)
         choices = [form.whole(i, each) for i, each in enumerate(done)]
-        prompt_tokens = sum(len(each.prompt_token_ids) for each in done[:: form.n])
         generated = form.generated(sum(len(each.token_ids) for each in done))
-        return JSONResponse(answer.whole(choices, prompt_tokens, generated) | form.whole_answer(done))
+        return JSONResponse(answer.whole(choices, done[:: form.n], generated) | form.whole_answer(done))
 
     async def collect(self, source: AsyncGenerator[tuple[Choice, Delta]], count: int) -> list[Completion]:
         """Run `count` choices to their ends; returns their completions in order."""
@@ -349,11 +348,11 @@ class _Server:
         usages: StreamOptions,
     ) -> AsyncGenerator[str]:
         """The chunks of a stream, as JSON."""
-        prompts: dict[int, int] = {}  # tokens in each prompt seen so far
+        prompts: dict[int, Completion] = {}  # the first choice of each prompt seen so far
         generated = 0
 
         def so_far() -> dict:
-            return usage(sum(prompts.values()), form.generated(generated))
+            return usage(prompts.values(), form.generated(generated))
 
         def chunk(choice: dict) -> str:
             if usages.continuous_usage_stats:
@@ -371,7 +370,8 @@ class _Server:
                     yield f"{answer.opening}{form.plain(choice.index, delta)}{closing}"
                 item = await anext(source, None)
                 continue
-            prompts[choice.index // form.n] = len(choice.completion.prompt_token_ids)
+            if choice.index % form.n == 0 or choice.index // form.n not in prompts:
+                prompts[choice.index // form.n] = choice.completion  # further choices share the first one's prefix
             if item is first:
                 for opening in form.openings(count):
                     yield chunk(opening)

@@ -34,7 +34,7 @@ class Job:
     key: int
     client: str | None = None  # known only if the number of its choices is limited
     prepared: Prepared = field(init=False)
-    sent_prompt_logprobs: bool = False  # whether the worker has the prompt's log-probabilities
+    told: bool = False  # whether the worker knows what there is to know of the prompt
     last: float = 0.0  # when it last got tokens; 0: never
 
 
@@ -84,11 +84,11 @@ class Line:
         now, waited = time.perf_counter(), Counter[float]()
         for job, delta in items:
             waited[job.last] += 1
-            job.last = now
+            first, job.last = not job.last, now
             if isinstance(delta, Exception):
                 self._forget(job.key)
                 events.append({"key": job.key, "ids": [], "error": str(delta) or type(delta).__name__})
-            elif self.hub.reads_text or delta.logprobs or delta.finish_reason or len(delta.token_ids) != 1:
+            elif first or self.hub.reads_text or delta.logprobs or delta.finish_reason or len(delta.token_ids) != 1:
                 events.append(self._event(job, delta))
             else:
                 plain.append(job.key)
@@ -104,11 +104,13 @@ class Line:
             event["text"] = delta.text
         if delta.logprobs is not None:
             event["logprobs"] = delta.logprobs
-        if not job.sent_prompt_logprobs:
-            job.sent_prompt_logprobs = True
-            scores = job.prepared.tracked.completion.prompt_logprobs
-            if scores is not None:
-                event["prompt_logprobs"] = scores
+        if not job.told:
+            job.told = True
+            completion = job.prepared.tracked.completion
+            if completion.num_cached_tokens:
+                event["cached"] = completion.num_cached_tokens
+            if completion.prompt_logprobs is not None:
+                event["prompt_logprobs"] = completion.prompt_logprobs
         if delta.completion is not None:
             event |= {"reason": delta.finish_reason, "stop": delta.stop_reason}
             if delta.finish_reason == "abort" and isinstance(delta.stop_reason, str):  # its grammar failed

@@ -166,6 +166,7 @@ class Choice:
         stop: int | str | None = None,
         logprobs: list | None = None,
         prompt_logprobs: list | None = None,
+        cached: int = 0,
     ) -> Delta:
         """Apply an event from the engine. A stop string ends the choice; the tokens after it are dropped."""
         done = self.completion
@@ -176,6 +177,7 @@ class Choice:
             text = self.output.new()
         done.text += text
         done.token_ids += ids
+        done.num_cached_tokens += cached
         if logprobs is not None:
             logprobs = [_with_ids(entry) for entry in logprobs[: len(ids)]]
             if done.logprobs is not None:

@@ -21,11 +21,17 @@ def dumps(content: dict) -> str:
     return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> dict:
+def usage(prompts: Iterable[Completion], completion_tokens: int) -> dict:
+    """OpenAI's usage. prompts: the first choice of each prompt."""
+    prompt_tokens, cached = 0, 0
+    for each in prompts:
+        prompt_tokens += len(each.prompt_token_ids)
+        cached += each.num_cached_tokens
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 
@@ -41,8 +47,8 @@ class Answer:
     def __post_init__(self) -> None:
         self.id = f"{'cmpl' if self.kind == 'text_completion' else 'chatcmpl'}-{uuid.uuid4().hex}"
 
-    def whole(self, choices: list[dict], prompt_tokens: int, completion_tokens: int) -> dict:
-        return self._wrap(self.kind, choices) | {"usage": usage(prompt_tokens, completion_tokens)}
+    def whole(self, choices: list[dict], prompts: Iterable[Completion], completion_tokens: int) -> dict:
+        return self._wrap(self.kind, choices) | {"usage": usage(prompts, completion_tokens)}
 
     def chunk(self, choices: list[dict], **rest) -> dict:
         kind = "chat.completion.chunk" if self.kind == "chat.completion" else self.kind

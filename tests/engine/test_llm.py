@@ -2,7 +2,7 @@
 
 import pytest
 
-from minillm import LLM, SamplingParams
+from minillm import LLM, RequestOptions, SamplingParams
 from minillm.engine.llm import chat_prompt
 
 OPTIONS = {"device": "cpu", "num_blocks": 64, "max_num_seqs": 4}
@@ -47,6 +47,13 @@ def test_calls_that_change_the_engine_hold_its_lock(llm, call, monkeypatch):
     while engine.has_work:
         engine.step()
     assert len(held) > 1 and all(held)
+
+
+def test_a_completion_says_how_many_tokens_of_its_prompt_were_cached(llm):
+    block, options = llm.engine.config.block_size, RequestOptions(cache_salt="counted")
+    prompt = [7 + i for i in range(2 * block + 3)]
+    done = [llm.generate([prompt], SamplingParams(max_tokens=2), options=options)[0] for _ in range(2)]
+    assert [each.num_cached_tokens for each in done] == [0, 2 * block]
 
 
 def test_what_a_generation_has_submitted_ends_with_it(llm, monkeypatch):

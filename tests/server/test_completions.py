@@ -43,6 +43,21 @@ def test_a_completion_equals_the_engines_output(complete, engine):
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + 8
 
 
+@pytest.mark.parametrize("stop", [None, "e"], ids=["to the end", "to a stop string"])
+def test_usage_counts_the_prompts_cached_tokens(complete, engine, stop):
+    block = engine.config.block_size
+    prompt = [7 + i % 50 for i in range(3 * block + 2)]
+    options = {"extra_body": {"cache_salt": f"usage {stop}"}, "n": 2, "max_tokens": 8, "stop": stop}
+
+    def cached(stream=False):
+        more = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        answer = complete(prompt, **options, **more)
+        return (list(answer)[-1] if stream else answer).usage.prompt_tokens_details.cached_tokens
+
+    assert cached() == 0, "the second choice shares the first one's prefix, which was not cached before"
+    assert [cached(), cached(stream=True)] == [3 * block, 3 * block]
+
+
 def test_a_prompt_as_text_or_as_token_ids_gives_the_same_completion(complete, engine):
     ids = engine.tokenizer.encode("The river")
     assert complete(ids).choices[0].text == complete("The river").choices[0].text
