@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from minillm.errors import InvalidRequest, MissingPackage
+from minillm.folders import how_to_install
 
 MAX_GRAMMAR = 1 << 16  # characters of a JSON schema or of a regular expression
 KEPT = 64  # compiled grammars kept, the least recently used of which goes first
@@ -131,7 +132,8 @@ def _library() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        raise MissingPackage("json_schema and regex need `llguidance`: pip install 'minillm[serve]'") from error
+        how = how_to_install("minillm[serve]")
+        raise MissingPackage(f"json_schema and regex need `llguidance`, which is not installed: {how}") from error
     return llguidance
 
 

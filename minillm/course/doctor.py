@@ -15,7 +15,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from minillm.folders import DATA, LINKED, PACKAGE
+from minillm.folders import DATA, LINKED, PACKAGE, how_to_install
 
 GIB = 1 << 30
 MEMORY_GIB, DISK_GIB = 4, 4  # enough for the tests and a lesson's kernel at the same time
@@ -123,12 +123,6 @@ def _version(wanted: Requirement) -> tuple[str | None, bool]:
     return version, wanted.specifier.contains(version, prereleases=True)
 
 
-def _install(*names: str) -> str:
-    if (PACKAGE.parent / "Makefile").is_file():
-        return "make setup"
-    return "pip install " + " ".join(f"'{name}'" for name in names)
-
-
 def _packages() -> Iterator[Finding]:
     """One line for torch, one for the rest of what is always needed."""
     good: list[tuple[str, Requirement]] = []
@@ -140,7 +134,7 @@ def _packages() -> Iterator[Finding]:
         label = f"{wanted.name} {version or 'absent'}"
         needs = "" if fits else f" (needs {wanted.specifier})"
         if wanted.name == "torch":
-            state, fix = ("ok", "") if fits else ("FAIL", _install(str(wanted)))
+            state, fix = ("ok", "") if fits else ("FAIL", how_to_install(str(wanted)))
             broken = _import_error("torch") if version else None
             if broken:
                 state, needs, fix = "FAIL", f" does not import: {broken}", "reinstall torch"
@@ -149,7 +143,7 @@ def _packages() -> Iterator[Finding]:
             (good if fits else bad).append((label + needs, wanted))
     if bad:
         labels = ", ".join(label for label, _ in bad)
-        yield Finding("packages", labels, "FAIL", _install(*(str(wanted) for _, wanted in bad)))
+        yield Finding("packages", labels, "FAIL", how_to_install(*(str(wanted) for _, wanted in bad)))
     else:
         yield Finding("packages", ", ".join(label for label, _ in good))
 
@@ -169,10 +163,10 @@ def _triton() -> Finding:
         return Finding("triton", found, "missing")
     version, fits = _version(wanted)
     if version is None:
-        return Finding("triton", "absent: the kernel lessons need it", "missing", _install(str(wanted)))
+        return Finding("triton", "absent: the kernel lessons need it", "missing", how_to_install(str(wanted)))
     if not fits:
         found = f"{version} (needs {wanted.specifier})"
-        return Finding("triton", found, "missing", f"the one that your torch requires: {_install('torch')}")
+        return Finding("triton", found, "missing", f"the one that your torch requires: {how_to_install('torch')}")
     broken = _import_error("triton")
     if broken:
         return Finding("triton", f"{version} does not import: {broken}", "missing", "reinstall triton")
@@ -285,4 +279,4 @@ def _extra(extra: str, purpose: str) -> Finding:
     if not lacking:
         return Finding(extra, f"{purpose}: all {len(wanted)} packages")
     found = f"{purpose}: lacks {', '.join(lacking)}"
-    return Finding(extra, found, "missing", _install(f"minillm[{extra}]"))
+    return Finding(extra, found, "missing", how_to_install(f"minillm[{extra}]"))

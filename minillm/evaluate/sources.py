@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from minillm.errors import ConfigError, MissingPackage, Unreachable
-from minillm.folders import DATA
+from minillm.folders import DATA, how_to_install
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -21,7 +21,8 @@ def _datasets() -> ModuleType:
     try:
         import datasets
     except ImportError as error:
-        raise MissingPackage('questions and traces are read with `datasets`: pip install "minillm[compare]"') from error
+        how = how_to_install("minillm[compare]")
+        raise MissingPackage(f"questions and traces are read with `datasets`, which is not installed: {how}") from error
     datasets.disable_progress_bars()
     return datasets
 

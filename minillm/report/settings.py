@@ -9,6 +9,7 @@ from typing import Any
 
 from minillm.errors import ConfigError, MissingPackage
 from minillm.evaluate import tasks
+from minillm.folders import how_to_install
 from minillm.model.loader import EMBEDDED
 from minillm.values import shown
 
@@ -118,4 +119,5 @@ def check_packages(names: Iterable[str] = NEEDED) -> None:
     """Raise MissingPackage unless all packages that a report needs are installed."""
     if missing := [name for name in names if importlib.util.find_spec(name) is None]:
         why = ", ".join(f"{name} ({NEEDED[name]})" for name in missing)
-        raise MissingPackage(f'a report needs packages that are not installed: {why}. pip install "minillm[report]"')
+        how = how_to_install("minillm[report]")
+        raise MissingPackage(f"a report needs packages that are not installed: {why}. To install them: {how}")

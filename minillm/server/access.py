@@ -32,12 +32,12 @@ class Access:
         """Since the request began."""
         return time.perf_counter() - self.begun
 
-    def finished(self, done: Completion, first: bool) -> None:
-        """A choice has ended. first: it is the first of its prompt."""
+    def ended(self, done: Completion, first: bool) -> None:
+        """A choice has ended, or was aborted after some of its tokens. first: it is the first of its prompt."""
         self.prompt_tokens += len(done.prompt_token_ids) if first else 0
         self.output_tokens += len(done.token_ids)
-        reason = str(done.finish_reason)
-        self.finish_reasons[reason] = self.finish_reasons.get(reason, 0) + 1
+        if (reason := done.finish_reason) is not None:
+            self.finish_reasons[reason] = self.finish_reasons.get(reason, 0) + 1
 
     def write(self) -> None:
         """Write the request to the log, now that it is over."""
@@ -54,8 +54,9 @@ class Access:
         }
         if self.first_token is not None:
             fields["first_token_seconds"] = round(self.first_token, 6)
-        if self.finish_reasons:
+        if self.prompt_tokens:  # the engine has taken it
             fields |= {"prompt_tokens": self.prompt_tokens, "output_tokens": self.output_tokens}
+        if self.finish_reasons:
             fields["finish_reasons"] = self.finish_reasons
         if self.error is not None:
             fields["error"] = self.error

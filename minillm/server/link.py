@@ -286,14 +286,14 @@ class RemoteEngine:
                 choice, delta = item
                 if access.first_token is None:
                     access.first_token = access.seconds
-                if delta.finish_reason is not None:
-                    left -= 1
-                    access.finished(choice.completion, choice.index % n == 0)
+                left -= delta.finish_reason is not None
                 yield choice, delta
         finally:
             for deadline in deadlines:
                 deadline.cancel()
             self._abort(mine)
+            for choice in mine.values():
+                access.ended(choice.completion, choice.index % n == 0)
 
     def _abort(self, keys: Iterable[int]) -> None:
         """Abort those that still run."""

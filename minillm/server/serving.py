@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Unpack
 from minillm import overrides
 from minillm.config import EngineOptions
 from minillm.errors import ConfigError, MinillmError, MissingPackage
+from minillm.folders import how_to_install
 
 from .config import ServerConfig, ServerOptions, split
 from .fleet import ServerFailed, Workers
@@ -170,7 +171,8 @@ def _check(config: ServerConfig) -> None:
     """Check what can be checked before a model loads. Raises ConfigError, MissingPackage."""
     for name in NEEDED:
         if importlib.util.find_spec(name) is None:
-            raise MissingPackage(f"No module named {name!r}: the server needs `pip install 'minillm[serve]'`")
+            how = how_to_install("minillm[serve]")
+            raise MissingPackage(f"the server needs {name}, which is not installed: {how}")
     from .gate import digest, hosts
 
     digest(config.api_key)

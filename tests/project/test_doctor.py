@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from minillm import folders
 from minillm.course import doctor
 from minillm.course.doctor import Finding
 
@@ -82,7 +83,7 @@ def test_a_torch_that_cannot_be_imported_fails_with_the_reason(monkeypatch):
 
 def test_a_missing_optional_package_names_the_extra_that_brings_it(monkeypatch):
     pretend_version(monkeypatch, "fastapi", None)
-    monkeypatch.setattr(doctor, "PACKAGE", Path("/nowhere/minillm"))
+    monkeypatch.setattr(folders, "PACKAGE", Path("/nowhere/minillm"))
     finding = next(each for each in doctor.examine() if each.name == "serve")
     assert finding.state == "missing"
     assert "fastapi" in finding.found
@@ -116,3 +117,10 @@ def test_gemma_is_found_in_the_cache_or_at_minillm_gemma(monkeypatch, tmp_path):
 def test_this_machine_meets_the_minimum():
     findings = doctor.examine()
     assert doctor.tier(findings) != "none", doctor.report(findings)
+
+
+def test_a_checkout_is_installed_by_its_own_command(monkeypatch, tmp_path):
+    """pip would take another project called minillm from its index."""
+    assert folders.how_to_install("minillm[serve]") == "make setup"
+    monkeypatch.setattr(folders, "PACKAGE", tmp_path / "minillm")
+    assert folders.how_to_install("minillm[serve]", "torch") == "pip install 'minillm[serve]' 'torch'"

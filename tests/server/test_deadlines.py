@@ -81,12 +81,16 @@ async def lines_of(client, clocks, passes: bool) -> list[dict]:
     return [json.loads(line) for line in found]
 
 
-def test_a_stream_past_its_deadline_ends_with_an_error(engine, clocks):
+def test_a_stream_past_its_deadline_ends_with_an_error_and_its_tokens_are_logged(engine, clocks, caplog):
     async def work(client, hub):
         *_, last = await lines_of(client, clocks, passes=True)
         assert last["error"]["code"] == "request_timeout"
 
-    serve_here(engine, work, request_timeout=HOUR)
+    with caplog.at_level("INFO", "minillm.server.access"):
+        serve_here(engine, work, request_timeout=HOUR)
+    (logged,) = [each.fields for each in caplog.records if hasattr(each, "fields")]
+    assert logged["prompt_tokens"] == len(engine.tokenizer.encode(BODY["prompt"]))
+    assert 0 < logged["output_tokens"] < BODY["max_tokens"] and "finish_reasons" not in logged
 
 
 def test_a_request_that_is_not_read_is_aborted_at_its_deadline_too(engine, clocks):
