@@ -42,7 +42,7 @@ def test_the_copys_pages_speak_of_nothing_that_it_lacks(copy):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
     readme = (copy / "README.md").read_text("utf-8")
     assert "notebooks/solutions" not in readme and "](docs/extending.md)" in readme and "If you teach" not in readme
-    assert set(re.findall(r"(?:^|`)make ([a-z]+)", readme, re.MULTILINE)) == {"demo", "lab"}
+    assert set(re.findall(r"(?:^|`)make ([a-z]+)", readme, re.MULTILINE)) == {"demo", "lab", "setup"}
 
 
 def test_a_lesson_runs_and_notebooks_are_graded_in_the_copy(copy, tmp_path):
