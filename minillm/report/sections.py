@@ -1,5 +1,6 @@
 """The sections of a report's page: what each shows, its tables and pictures, and what they say."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -213,7 +214,7 @@ def _cost(record: Record) -> Section:
         if price is not None:
             dollars = cost(row, price)
             cells += [
-                "-" if dollars[each] is None else f"${dollars[each]:,.4f}"
+                "-" if dollars[each] is None else f"${short(dollars[each])}"
                 for each in ("per_million_output", "per_million")
             ]
         lines.append(cells)
@@ -222,6 +223,12 @@ def _cost(record: Record) -> Section:
     return _section(
         record, "cost", "Cost", about, says, [table] if lines else [], (), parts=("offline", "serving", "quantize")
     )
+
+
+def short(number: float) -> str:
+    """With four significant digits, and never in powers of ten: 301.9, 1.802, 0.01594."""
+    places = 3 - math.floor(math.log10(number)) if number > 0 else 0
+    return f"{number:,.{max(0, places)}f}"
 
 
 def _section(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from minillm.report import findings
+from minillm.report import findings, sections
 
 NAMES = ("float32", "int8", "int4")
 
@@ -213,3 +213,11 @@ def test_nothing_is_said_about_speeds_that_are_rounded_to_0():
     stopped = speed("float32", "single", 9.0, output_tokens_per_s=0.0)
     assert findings.clear_ratio(record(stopped, own), "int8", "single") is None
     assert findings.drift(record(first, stopped | {"part": "again"})) == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [(301.9324, "301.9"), (1.8024, "1.802"), (0.015942, "0.01594"), (12345.6, "12,346"), (0.0, "0")],
+)
+def test_dollars_have_four_digits(number, shown):
+    assert sections.short(number) == shown
