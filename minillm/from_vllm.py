@@ -238,6 +238,10 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "lora_request": "adapters are merged into the weights",
         "encoder_prompt": "there are decoders only",
     },
+    "Logprob": {
+        "decoded_token": "use llm.tokenizer.decode([id]), where id is its key in the dictionary",
+        "rank": "sort the dictionary's values: it has the most likely tokens, and the one that was sampled",
+    },
     "Tokenizer": {  # what transformers' have
         "bos_token": "use token(tokenizer.bos_token_id)",
         "eos_token": "use token(tokenizer.eos_token_id)",
@@ -268,7 +272,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "BeamSearchParams": "use SamplingParams(n=...) and pick the best choice yourself",
         "PoolingParams": "there are generating models only",
         "RequestOutputKind": "AsyncLLM.stream gives what is new, and AsyncLLM.generate the whole",
-        "Logprob": "log-probabilities are {id: number}",
+        "Logprob": "log-probabilities are {id: number}, and such a number has the attribute logprob",
         "LoRARequest": "merge the adapter into the weights first",
     },
 }

@@ -40,8 +40,25 @@ WHOLE = {
 MAY_BE_NONE = ("max_tokens", "logprobs", "prompt_logprobs", "seed")
 SURROGATE = re.compile("[\ud800-\udfff]")  # in no text that can be encoded, and so in none that can be hashed
 _TOKEN_ID = re.compile("[0-9]{1,10}")  # JSON has no other keys than strings
-TokenLogprobs = dict[int, float]
 Prompt = str | Sequence[int] | np.ndarray  # text, or token ids
+
+
+class Logprob(float):
+    """A token's log-probability, in nats: a number that has it as `logprob` too, as vLLM's results do."""
+
+    __slots__ = ()
+
+    @property
+    def logprob(self) -> float:
+        return float(self)
+
+    if not TYPE_CHECKING:  # a checker would take it to have every attribute
+
+        def __getattr__(self, name):
+            raise from_vllm.missing("Logprob", name)
+
+
+TokenLogprobs = dict[int, Logprob]
 
 
 def _refusal(what: str, value: object) -> InvalidRequest:
@@ -311,7 +328,7 @@ class Completion:
 
     @property
     def outputs(self) -> list["Completion"]:
-        """The n choices, as in vLLM's results. (Log-probabilities are plain numbers here.)"""
+        """The n choices, as in vLLM's results."""
         return [self, *self.others]
 
     @property

@@ -20,6 +20,7 @@ from minillm.cli import from_vllm as commands
 from minillm.config import EngineConfig
 from minillm.engine.async_llm import AsyncLLM
 from minillm.errors import ConfigError, InvalidRequest
+from minillm.request import Logprob
 from minillm.tokenizer.patterns import TokenizerError
 
 ROOT = Path(__file__).parents[1]
@@ -173,7 +174,7 @@ def test_a_missing_attribute_or_name_says_what_to_do_instead(llm):
     opened = AsyncLLM(engine=llm)
     opened.close()
     owners = {"LLM": llm, "AsyncLLM": opened, "Completion": done, "SamplingParams": SamplingParams()}
-    owners["Tokenizer"] = llm.get_tokenizer()
+    owners |= {"Tokenizer": llm.get_tokenizer(), "Logprob": Logprob(-0.5)}
     for owner, found in owners.items():
         for name, instead in from_vllm.ATTRIBUTES[owner].items():
             with pytest.raises(AttributeError, match=re.escape(f"{owner} has no attribute {name!r}: {instead}")):
@@ -241,6 +242,28 @@ def test_the_sum_of_log_probabilities_is_that_of_the_tokens(llm):
     wanted = sum(each[token] for token, each in zip(scored.token_ids, scored.logprobs, strict=True))
     assert scored.outputs[0].cumulative_logprob == wanted < 0
     assert llm.generate("The river", SamplingParams(max_tokens=3))[0].cumulative_logprob is None
+
+
+def test_a_log_probability_is_a_number_with_vllms_attribute(llm):
+    params = SamplingParams(max_tokens=2, logprobs=2, prompt_logprobs=1)
+    done = llm.generate("The river", params)[0]
+    _, *scored = done.prompt_logprobs
+    for entry in done.logprobs + scored:
+        for each in entry.values():
+            assert type(each.logprob) is float and each.logprob == each and isinstance(each, float)
+            assert repr(each) == repr(each.logprob) == json.dumps(each)
+            for copied in (pickle.loads(pickle.dumps(each)), copy.deepcopy(each)):
+                assert copied == each and copied.logprob == each.logprob
+    assert type(done.cumulative_logprob) is float and not hasattr(done.logprobs[0], "logprob")
+
+    async def streamed() -> list:
+        engine = AsyncLLM(engine=llm)
+        try:
+            return [entry async for delta in engine.stream("The river", params) for entry in delta.logprobs]
+        finally:
+            engine.close()
+
+    assert all(isinstance(each, Logprob) for entry in asyncio.run(streamed()) for each in entry.values())
 
 
 def test_a_message_may_come_in_parts_of_text(llm):

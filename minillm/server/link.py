@@ -34,7 +34,7 @@ from typing import Any, cast
 
 from minillm.engine.output_text import OutputText
 from minillm.errors import InvalidRequest, MinillmError, MissingPackage
-from minillm.request import Completion, Delta, RequestOptions, SamplingParams
+from minillm.request import Completion, Delta, Logprob, RequestOptions, SamplingParams, TokenLogprobs
 from minillm.tokenizer import Tokenizer
 
 from .access import CURRENT, Access
@@ -191,9 +191,9 @@ class Choice:
         return delta
 
 
-def _with_ids(entry: dict[str, float] | None) -> dict[int, float] | None:
+def _with_ids(entry: dict[str, float] | None) -> TokenLogprobs | None:
     """Log-probabilities from JSON, with the string keys converted to token ids."""
-    return None if entry is None else {int(token): logprob for token, logprob in entry.items()}
+    return None if entry is None else {int(token): Logprob(logprob) for token, logprob in entry.items()}
 
 
 def _changed(given: SamplingParams | RequestOptions) -> dict:

@@ -12,4 +12,4 @@ output = llm.generate("The river", params)[0].outputs[0]
 assert (output.finish_reason, output.stop_reason) == ("stop", word)
 assert output.text == plain.text[: plain.text.index(word)]
 assert all(token in ranked for token, ranked in zip(output.token_ids, output.logprobs, strict=True))
-assert all(isinstance(logprob, float) for ranked in output.logprobs for logprob in ranked.values())
+assert all(isinstance(each.logprob, float) for ranked in output.logprobs for each in ranked.values())
