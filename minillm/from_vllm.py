@@ -88,8 +88,30 @@ VALUES: dict[str, dict[Any, Any]] = {
     "max_model_len": {-1: None},
 }
 NONE_IS_DEFAULT = ("block_size", "dtype", "enable_prefix_caching", "kv_cache_dtype", "load_format")
-# What vLLM calls the formats of checkpoints that are quantized already.
-STORED = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "modelopt", "auto-round", "fbgemm_fp8")
+STORED = (
+    "leave it out for a checkpoint that is quantized already, as its format is in its config.json; `minillm quantize "
+    "--method awq` makes one, and quantization='int4' rounds while loading"
+)
+SAFETENSORS = "give a directory with weights as safetensors"
+# Values that minillm does not have, of options that both have, and what to do instead.
+OTHER_VALUES: dict[str, dict[str, str]] = {
+    "quantization": {
+        **dict.fromkeys(("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "modelopt"), STORED),
+        **dict.fromkeys(("auto-round", "fbgemm_fp8"), STORED),
+        **dict.fromkeys(("bitsandbytes", "torchao"), "quantization='int4' and 'int8' round while loading"),
+        **dict.fromkeys(("ptpc_fp8", "experts_int8"), "quantization='fp8' and 'int8' round while loading"),
+        "gguf": SAFETENSORS,
+    },
+    "load_format": {
+        "bitsandbytes": "leave it out: quantization='int4' and 'int8' round while loading",
+        **dict.fromkeys(("gguf", "pt", "npcache", "mistral", "sharded_state", "tensorizer"), SAFETENSORS),
+        **dict.fromkeys(("runai_streamer", "fastsafetensors"), "leave it out"),
+    },
+    "kv_cache_dtype": {
+        **dict.fromkeys(("bfloat16", "float16", "half", "float32"), "use 'auto', which is the model's dtype"),
+        **dict.fromkeys(("fp8_e5m2", "fp8_inc"), "use 'fp8', which is e4m3 with a scale for each token and head"),
+    },
+}
 SAMPLING: dict[str, tuple[tuple, str]] = {
     "best_of": ((None, 1), "use n and pick the best choice yourself"),
     "use_beam_search": ((None, False), "use n and pick the best choice yourself"),
@@ -319,11 +341,9 @@ def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value := left.get(name), (str, int)) and value in values:
             left[name] = values[value]
     left = {name: value for name, value in left.items() if value is not None or name not in NONE_IS_DEFAULT}
-    if (stored := left.get("quantization")) in STORED:
-        raise ConfigError(
-            f"quantization={stored!r}: leave it out for a checkpoint that is quantized already, as its format is in "
-            "its config.json; `minillm quantize --method awq` makes one, and quantization='int4' rounds while loading"
-        )
+    for name, others in OTHER_VALUES.items():
+        if isinstance(value := left.get(name), str) and value in others:
+            raise ConfigError(f"{name}={value!r}: {others[value]}")
     return left
 
 

@@ -199,8 +199,12 @@ def test_options_that_both_have_take_vllms_values():
     for name in from_vllm.NONE_IS_DEFAULT:
         assert EngineConfig.of(**{name: None}) == EngineConfig.of()
     assert EngineConfig.of(tensor_parallel_size=np.int64(1)) == EngineConfig.of()
-    with pytest.raises(ConfigError, match="quantization='gptq': leave it out for a checkpoint that is quantized"):
-        LLM(quantization="gptq")
+    for name, others in from_vllm.OTHER_VALUES.items():
+        for value, instead in others.items():
+            with pytest.raises(ConfigError, match=re.escape(f"{name}={value!r}: {instead}")):
+                LLM(**{name: value})
+            for ours in re.findall("'(.*?)'", instead):
+                EngineConfig.of(**{"quantization" if "quantization=" in instead else name: ours})
 
 
 def test_choices_can_be_written_as_dictionaries(llm):
@@ -291,6 +295,9 @@ def test_the_page_names_every_option():
         assert re.search(rf"\| `{name}` \| .* \| {re.escape(instead or 'has no effect here')} \|", PAGE), name
     for name, ours in (commands.SERVE_NAMES | commands.BENCH_NAMES).items():
         assert f"-{name}` | `--{ours}` |" in PAGE
+    for name, others in from_vllm.OTHER_VALUES.items():
+        for value, instead in others.items():
+            assert re.search(rf"\| `{name}` \| .*`{value}`.* \| {re.escape(instead)} \|", PAGE), value
     for names in from_vllm.ATTRIBUTES.values():
         for name, instead in names.items():
             assert f"`{name}`" in PAGE and instead in PAGE, name
