@@ -61,6 +61,15 @@ class Logprob(float):
 TokenLogprobs = dict[int, Logprob]
 
 
+def _schema(given: object) -> str:
+    """What to give as json_schema instead of what is none."""
+    if isinstance(given, str):
+        return "a dictionary: json.loads(...) makes one of a text"
+    if hasattr(given, "model_json_schema"):  # pydantic's
+        return "a dictionary: Model.model_json_schema() gives a class's"
+    return "a JSON schema, as {'type': 'object'}"
+
+
 def _refusal(what: str, value: object) -> InvalidRequest:
     return InvalidRequest(f"{what}, not {shown(value)}")
 
@@ -256,7 +265,7 @@ class SamplingParams:
                 text = json.dumps(self.json_schema, allow_nan=False)
                 object.__setattr__(self, "json_schema", json.loads(text))  # the caller may change the original
             except (TypeError, ValueError, RecursionError):
-                raise _refusal("json_schema must be a JSON schema, as {'type': 'object'}", self.json_schema) from None
+                raise _refusal(f"json_schema must be {_schema(self.json_schema)}", self.json_schema) from None
         if len(text) > MAX_GRAMMAR:
             raise InvalidRequest(f"{name} has {len(text):,} characters, but at most {MAX_GRAMMAR:,} are allowed")
         object.__setattr__(self, "grammar", (name, text))

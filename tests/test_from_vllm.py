@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pydantic import BaseModel
 
 from minillm import LLM, SamplingParams, from_vllm
 from minillm.cli import from_vllm as commands
@@ -345,6 +346,22 @@ def test_old_and_positional_arguments_say_what_to_do_instead(llm):
     for call, prompt in ((llm.generate, "a"), (llm.chat, [{"role": "user", "content": "a"}])):
         with pytest.raises(InvalidRequest, match="give the progress bar by name, as use_tqdm=False"):
             call(prompt, SamplingParams(), False)
+
+
+def test_a_schema_that_is_no_dictionary_says_how_to_make_one():
+    class Isle(BaseModel):
+        name: str
+
+    schema = SamplingParams(json_schema=Isle.model_json_schema()).json_schema
+    assert SamplingParams(json_schema=json.loads(json.dumps(schema))).json_schema == schema
+    for wrong, hint in (
+        (json.dumps(schema), "json.loads(...)"),
+        (Isle, "Model.model_json_schema()"),
+        (Isle(name="a"), "Model.model_json_schema()"),
+        (5, "as {'type': 'object'}"),
+    ):
+        with pytest.raises(InvalidRequest, match=f"json_schema must be .*{re.escape(hint)}.*, not "):
+            SamplingParams(json_schema=wrong)
 
 
 def test_parameters_that_someone_changes_say_what_to_do_instead():
