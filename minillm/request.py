@@ -106,7 +106,7 @@ class RequestOptions:
         return self.cache_salt
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How the next token is chosen and when to stop; checked once, here.  Lesson 02.
 
@@ -301,7 +301,12 @@ class SamplingParams:
 def _translated(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def __init__(self: SamplingParams, *values: Any, **named: Any) -> None:
-        init(self, *values, **(from_vllm.sampling(named) if named else named))
+        if values:  # vLLM's order is another one, and most of these numbers could mean anything
+            raise InvalidRequest(
+                "SamplingParams takes arguments by name only, as SamplingParams(temperature=0.8, max_tokens=64), not "
+                f"{shown(values[0])} by position"
+            )
+        init(self, **(from_vllm.sampling(named) if named else named))
 
     return __init__
 

@@ -348,6 +348,17 @@ def test_old_and_positional_arguments_say_what_to_do_instead(llm):
             call(prompt, SamplingParams(), False)
 
 
+def test_parameters_have_names():
+    assert {each.kind for each in inspect.signature(SamplingParams).parameters.values()} == {
+        inspect.Parameter.KEYWORD_ONLY
+    }
+    for values in ((2, 1, 0.0), ({"temperature": 0},)):
+        with pytest.raises(
+            InvalidRequest, match=r"by name only, as SamplingParams\(temperature=0.8, max_tokens=64\), not"
+        ):
+            SamplingParams(*values)
+
+
 def test_a_schema_that_is_no_dictionary_says_how_to_make_one():
     class Isle(BaseModel):
         name: str
