@@ -349,7 +349,10 @@ def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def sampling(given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of SamplingParams. Raises InvalidRequest."""
-    return without(given, SAMPLING, InvalidRequest)
+    left = without(given, SAMPLING, InvalidRequest)
+    if as_int(left.get("seed")) == -1:
+        left["seed"] = None
+    return left
 
 
 def asked(params: Any, progress: bool, given: Mapping[str, Any]) -> tuple[Any, bool]:

@@ -123,7 +123,7 @@ class SamplingParams:
     repetition_penalty  divides positive logits of tokens seen in prompt or output (Keskar et al. 2019, section 4.1)
     presence_penalty    subtracted once from tokens already generated, in [-2, 2]
     frequency_penalty   subtracted once for each time a token was generated, in [-2, 2]
-    seed                same seed, same tokens, whatever else runs in the batch
+    seed                same seed, same tokens, whatever else runs in the batch; -1 is no seed, as in vLLM
     stop                strings that end the text (they are not part of it)
     stop_token_ids      ids that end the output, in addition to the model's end tokens
     ignore_eos          do not stop at the model's end tokens

@@ -137,6 +137,14 @@ def test_choices_are_those_of_as_many_requests(llm):
     assert [each.seed for each in params.choices(3)] == [11, 12, 13] and {each.n for each in params.choices(3)} == {1}
 
 
+def test_minus_one_is_no_seed(llm):
+    for given in (-1, np.int64(-1)):
+        params = SamplingParams(seed=given, n=2)
+        assert params == SamplingParams(n=2) and [each.seed for each in params.choices(2)] == [None, None]
+    assert len({llm.engine.prepare([5], SamplingParams(seed=-1)).request.seed for _ in range(8)}) == 8
+    assert [each.seed for each in SamplingParams(seed=-2, n=3).choices(3)] == [-2, -1, 0]
+
+
 def test_a_stream_has_one_choice():
     engine = AsyncLLM(device="cpu")
     try:
