@@ -173,6 +173,24 @@ def test_a_stream_takes_vllms_names(llm):
     assert asyncio.run(both()) == [llm.generate("The river", params)[0].text] * 2
 
 
+def test_an_abort_may_be_awaited(llm):
+    async def aborted(wait: bool) -> str:
+        engine = AsyncLLM(engine=llm)
+        try:
+            stream = engine.stream("The river", SamplingParams(max_tokens=None, ignore_eos=True), request_id="a")
+            await anext(stream)
+            with pytest.raises(InvalidRequest, match=r"abort takes one request's id, not \['a'\]: call it for each"):
+                engine.abort(["a"])
+            ended = engine.abort("a")
+            if wait:
+                assert await ended is None
+            return [delta.finish_reason async for delta in stream][-1]
+        finally:
+            engine.close()
+
+    assert [asyncio.run(aborted(wait)) for wait in (False, True)] == ["abort", "abort"]
+
+
 def test_without_a_seed_engines_differ_and_with_one_they_do_not():
     assert EngineConfig.of(seed=None).seed != EngineConfig.of(seed=None).seed
     assert EngineConfig.of().seed == 0

@@ -8,7 +8,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,13 +187,17 @@ class AsyncLLM:
         """Queue prepared requests; from any thread. The error of one that cannot be queued goes to its mailbox."""
         self._tell(lambda: self._submit(requests))
 
-    def abort(self, request: str | Prepared) -> None:
+    def abort(self, request: str | Prepared) -> Awaitable[None]:
         """End a request, given by its id or as prepared; its stream ends with finish_reason "abort". From any thread.
 
-        A prepared request that was refused because its id is in use leaves the other request with that id alone.
+        A prepared request that was refused because its id is in use leaves the other request with that id alone. The
+        result need not be awaited: it is there because vLLM's is.
         """
+        if not isinstance(request, (str, Prepared)):
+            raise InvalidRequest(f"abort takes one request's id, not {shown(request)}: call it for each")
         one = request if isinstance(request, str) else request.tracked
         self._end(lambda: self.engine.abort(one))
+        return _Done()
 
     def stop(self, request: str | Prepared, string: str) -> None:
         """End a request in whose text the caller found a stop string. From any thread."""
@@ -385,6 +389,13 @@ class _Whole(Coroutine[Any, Any, Completion]):
             "generate gives the whole completion, as `await engine.generate(...)`; for its text as it comes, write "
             "`async for delta in engine.stream(prompt, params)`"
         )
+
+
+class _Done:
+    """What a caller may await, or not."""
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        yield from ()
 
 
 class _LoopMailbox:
