@@ -260,6 +260,11 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "lora_request": "adapters are merged into the weights",
         "encoder_prompt": "there are decoders only",
     },
+    "Delta": {  # for vLLM's RequestOutput, where code that iterates over generate now does so over stream
+        "outputs": "what is new are its own text and token_ids; the last delta's completion has all",
+        "finished": "the last delta has a finish_reason",
+        **dict.fromkeys(("request_id", "prompt", "prompt_token_ids"), "the last delta's completion has it"),
+    },
     "Logprob": {
         "decoded_token": "use llm.tokenizer.decode([id]), where id is its key in the dictionary",
         "rank": "sort the dictionary's values: it has the most likely tokens, and the one that was sampled",

@@ -374,6 +374,11 @@ class Delta:
     stop_reason: int | str | None = None
     completion: Completion | None = None  # with the last delta: the whole result
 
+    if not TYPE_CHECKING:  # a checker would take it to have every attribute
+
+        def __getattr__(self, name):
+            raise from_vllm.missing("Delta", name)
+
 
 @dataclass(eq=False)
 class Request:

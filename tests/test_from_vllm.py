@@ -21,7 +21,7 @@ from minillm.cli import from_vllm as commands
 from minillm.config import EngineConfig
 from minillm.engine.async_llm import AsyncLLM
 from minillm.errors import ConfigError, InvalidRequest
-from minillm.request import Logprob
+from minillm.request import Delta, Logprob
 from minillm.tokenizer.patterns import TokenizerError
 
 ROOT = Path(__file__).parents[1]
@@ -201,7 +201,7 @@ def test_a_missing_attribute_or_name_says_what_to_do_instead(llm):
     opened = AsyncLLM(engine=llm)
     opened.close()
     owners = {"LLM": llm, "AsyncLLM": opened, "Completion": done, "SamplingParams": SamplingParams()}
-    owners |= {"Tokenizer": llm.get_tokenizer(), "Logprob": Logprob(-0.5)}
+    owners |= {"Tokenizer": llm.get_tokenizer(), "Logprob": Logprob(-0.5), "Delta": Delta("a", [5])}
     for owner, found in owners.items():
         for name, instead in from_vllm.ATTRIBUTES[owner].items():
             with pytest.raises(AttributeError, match=re.escape(f"{owner} has no attribute {name!r}: {instead}")):
